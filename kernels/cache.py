@@ -1,0 +1,225 @@
+"""The on-disk cache of compiled code: one file per kernel, named by all that it depends on.
+
+Numba's own cache does not see that a function called by a closure has changed, never hits
+for closures over compiled functions, and keeps an index per function that two processes can
+leave pointing at each other's code. Here the file name is the hash of everything that decides
+the machine code, so an entry can be missing but never stale, and entries are written to a
+temporary file and renamed, so a reader sees a whole one or none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import pickle
+import sys
+import tempfile
+import types
+import warnings
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import numba
+import numpy as np
+from numba.core import serialize
+from numba.core.caching import _Cache
+from numba.core.compiler import CompileResult
+from numba.core.dispatcher import Dispatcher
+
+PACKAGE = Path(__file__).resolve().parent
+_MAGIC = b"fusestep kernel 1\n"
+
+
+@lru_cache(maxsize=None)
+def sources_hash() -> str:
+    """Hash of every source file below ``kernels/``."""
+    digest = hashlib.sha256()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        digest.update(str(path.relative_to(PACKAGE)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def cache_directory() -> Path | None:
+    """Where compiled kernels are kept; None when ``FUSESTEP_CACHE_DIR`` is set but empty.
+
+    ``FUSESTEP_CACHE_DIR``, else ``NUMBA_CACHE_DIR/fusestep``, else the user's cache folder.
+    """
+    chosen = os.environ.get("FUSESTEP_CACHE_DIR")
+    if chosen is not None:
+        return Path(chosen) if chosen else None
+    if os.environ.get("NUMBA_CACHE_DIR"):
+        return Path(os.environ["NUMBA_CACHE_DIR"]) / "fusestep"
+    if sys.platform == "win32":
+        base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
+    elif sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    else:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "fusestep"
+
+
+def fingerprint(function: Any) -> str:
+    """Hash of a function's code, constants, closure and of every function it reaches.
+
+    Reached are functions by a global name, as an attribute of a global module or from the
+    closure; global numbers and strings count with their values. A user's own rule therefore
+    misses the cache when it, or anything that it calls, has changed.
+    """
+    digest = hashlib.sha256()
+    _feed_function(digest, function, set())
+    return digest.hexdigest()
+
+
+def _feed_function(digest: Any, function: Any, seen: set[int]) -> None:
+    function = getattr(function, "py_func", function)
+    if id(function) in seen:
+        return
+    seen.add(id(function))
+    _feed_code(digest, function.__code__)
+    for value in _reached_values(function):
+        if isinstance(value, types.FunctionType | Dispatcher):
+            _feed_function(digest, value, seen)
+        elif not isinstance(value, types.ModuleType):
+            digest.update(f"{type(value).__name__} {value!r}".encode())
+
+
+def _feed_code(digest: Any, code: types.CodeType) -> None:
+    digest.update(code.co_code + repr((code.co_names, code.co_varnames)).encode())
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            _feed_code(digest, constant)
+        else:
+            digest.update(f"{type(constant).__name__} {constant!r}".encode())
+
+
+def _reached_values(function: types.FunctionType) -> list[Any]:
+    plain = int | float | bool | str | tuple | np.generic
+    functions = types.FunctionType | Dispatcher
+    names = function.__code__.co_names
+    found: list[Any] = []
+    for name in names:
+        value = function.__globals__.get(name)
+        if isinstance(value, types.ModuleType):
+            members = (getattr(value, n, None) for n in names)
+            found += [m for m in members if isinstance(m, functions)]
+        elif isinstance(value, plain | functions):
+            found.append(value)
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    return found + [c for c in cells if isinstance(c, plain | functions)]
+
+
+class KernelCache(_Cache):
+    """Numba's cache interface for one function, keyed by ``identity`` and the environment.
+
+    Args:
+        identity: names the function and every choice that was compiled into it.
+    """
+
+    def __init__(self, identity: str) -> None:
+        self._identity = identity
+        self._enabled = True
+        self.hits = 0
+        self.misses = 0
+
+    @property
+    def cache_path(self) -> str | None:
+        """The folder of the entries."""
+        directory = cache_directory()
+        return None if directory is None else str(directory)
+
+    def enable(self) -> None:
+        """Use the cache (the default)."""
+        self._enabled = True
+
+    def disable(self) -> None:
+        """Neither read nor write."""
+        self._enabled = False
+
+    def flush(self) -> None:
+        """Nothing is kept in memory."""
+
+    def _key(self, sig: Any, codegen: Any) -> str:
+        return "\n".join(
+            (
+                self._identity,
+                str(sig),
+                repr(codegen.magic_tuple()),
+                sources_hash(),
+                f"numba {numba.__version__} llvmlite {llvmlite.__version__}",
+                f"python {sys.version_info[:3]} {sys.implementation.cache_tag}",
+                f"numpy {np.__version__}",
+                repr((numba.config.OPT, numba.config.BOUNDSCHECK, numba.config.DEBUG_JIT)),
+            )
+        )
+
+    def _path(self, key: str) -> Path | None:
+        directory = cache_directory()
+        name = hashlib.sha256(key.encode()).hexdigest()
+        return None if directory is None else directory / f"{name}.kernel"
+
+    def load_overload(self, sig: Any, target_context: Any) -> CompileResult | None:
+        """The cached code for ``sig``, or None."""
+        target_context.refresh()
+        key = self._key(sig, target_context.codegen())
+        path = self._path(key)
+        if not self._enabled or path is None:
+            return None
+        payload = _read(path, key)
+        if payload is None:
+            self.misses += 1
+            return None
+        self.hits += 1
+        return CompileResult._rebuild(target_context, *pickle.loads(payload))
+
+    def save_overload(self, sig: Any, data: CompileResult) -> None:
+        """Write the code for ``sig``; a folder that cannot be written is reported once."""
+        key = self._key(sig, data.codegen)
+        path = self._path(key)
+        if not self._enabled or path is None:
+            return
+        try:
+            _write(path, key, serialize.dumps(data._reduce()))
+        except OSError as error:
+            _warn_unwritable(str(path.parent), str(error))
+
+
+def _read(path: Path, key: str) -> bytes | None:
+    """The payload of an entry that is whole, ours and for exactly ``key``."""
+    try:
+        if hasattr(os, "getuid") and path.stat().st_uid != os.getuid():
+            return None  # unpickling another user's file would run their code
+        content = path.read_bytes()
+    except OSError:
+        return None
+    header = _MAGIC + hashlib.sha256(key.encode()).digest()
+    payload = content[len(header) + 32 :]
+    intact = content[: len(header)] == header and (
+        content[len(header) : len(header) + 32] == hashlib.sha256(payload).digest()
+    )
+    return payload if intact else None
+
+
+def _write(path: Path, key: str, payload: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    header = _MAGIC + hashlib.sha256(key.encode()).digest() + hashlib.sha256(payload).digest()
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".new-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(header + payload)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+@lru_cache(maxsize=None)
+def _warn_unwritable(directory: str, reason: str) -> None:
+    warnings.warn(
+        f"fusestep cannot keep compiled kernels in {directory} ({reason}); every process "
+        "compiles them anew. Set FUSESTEP_CACHE_DIR to a folder that can be written, or to "
+        "nothing to do without.",
+        RuntimeWarning,
+        stacklevel=2,
+    )

@@ -1,0 +1,1 @@
+"""Loops of the CPU: dense tensors, touched rows, whole tables, grouping of duplicates."""

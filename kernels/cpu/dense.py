@@ -1,0 +1,111 @@
+"""Any number of dense tensors in one call."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import carray
+
+from ..compile import Kernel, call_reader, part
+from .intrinsics import as_pointer, call7
+from .parallel import get_num_threads, run
+from .search import last_at_most
+
+# Elements per part: long enough for full bandwidth, short enough to balance the threads.
+CHUNK = 65_536
+# Below this many elements one thread is as fast as several.
+SERIAL_BELOW = 32_768
+# Parts begin at multiples of this many elements, so that vectors of different parts
+# never share a cache line when the tensors are aligned.
+_ALIGN = 32
+
+
+class DenseCall(NamedTuple):
+    """Arguments of the dense loop, all ``int64``."""
+
+    block: int
+    n_tensors: int
+    addresses: int  # [T, 4]: w, s0, s1, s2
+    gradients: int  # [T]
+    first: int  # [T + 1]: flat index of each tensor's first element
+    hp: int  # [R, F] of the arithmetic type
+    hp_row_bytes: int
+    hp_of: int  # [T]: row of hp
+    w_bytes: int
+    g_bytes: int
+    s_bytes: int
+    chunk: int
+
+
+_read_call = call_reader(DenseCall)
+
+
+@part
+def _update_chunk(index, slot, call):
+    c = _read_call(call)
+    first = carray(as_pointer(c.first), c.n_tensors + 1, np.int64)
+    table = carray(as_pointer(c.addresses), (c.n_tensors, 4), np.int64)
+    gradients = carray(as_pointer(c.gradients), c.n_tensors, np.int64)
+    hp_of = carray(as_pointer(c.hp_of), c.n_tensors, np.int64)
+    flat = index * c.chunk
+    end = min(flat + c.chunk, first[c.n_tensors])
+    t = last_at_most(first, c.n_tensors, flat)
+    while flat < end:
+        offset = flat - first[t]
+        n = min(end, first[t + 1]) - flat
+        if n > 0:
+            states = offset * c.s_bytes
+            call7(
+                c.block,
+                table[t, 0] + offset * c.w_bytes,
+                gradients[t] + offset * c.g_bytes,
+                table[t, 1] + states,
+                table[t, 2] + states,
+                table[t, 3] + states,
+                n,
+                c.hp + hp_of[t] * c.hp_row_bytes,
+            )
+            flat += n
+        t += 1
+
+
+def dense_update(
+    kernel: Kernel,
+    addresses: np.ndarray,
+    gradients: np.ndarray,
+    first: np.ndarray,
+    hp: np.ndarray,
+    hp_of: np.ndarray,
+) -> None:
+    """One step of ``kernel`` on T contiguous tensors, in place, each array read once.
+
+    Args:
+        kernel: the compiled rule and its storage types.
+        addresses: int64 ``[T, 4]``: w and up to three states (unused columns are ignored).
+        gradients: int64 ``[T]``: addresses of the gradients.
+        first: int64 ``[T + 1]``: prefix sums of the tensors' sizes.
+        hp: ``[R, F]`` scalars in the type of the arithmetic, fields as `hp_type`.
+        hp_of: int64 ``[T]``: which row of ``hp`` a tensor uses.
+    """
+    total = int(first[-1])
+    if total == 0:
+        return
+    threads = get_num_threads() if total >= SERIAL_BELOW else 1
+    share = -(-total // threads)
+    chunk = total if threads == 1 else min(CHUNK, -(-share // _ALIGN) * _ALIGN)
+    call = DenseCall(
+        kernel.block.address,
+        len(gradients),
+        addresses.ctypes.data,
+        gradients.ctypes.data,
+        first.ctypes.data,
+        hp.ctypes.data,
+        hp.strides[0],
+        hp_of.ctypes.data,
+        kernel.w.itemsize,
+        kernel.g.itemsize,
+        kernel.s.itemsize,
+        chunk,
+    )
+    run(_update_chunk, -(-total // chunk), np.array(call, dtype=np.int64), threads)

@@ -1,0 +1,100 @@
+"""The memory layout of one row step: its tables, its workspace and the arguments of its loops.
+
+Terms used by the row loops:
+
+* *position*: the number of an occurrence in the concatenated index lists of all tables;
+* *global row*: the number of a row among the rows of all tables, one after the other;
+* *key*: ``global row << position_bits | position``; sorted, keys group equal rows and keep
+  the order of occurrence inside a group;
+* *segment*: the sorted keys of one row; ``starts[u] .. starts[u + 1]`` are those of row u;
+* *hot*: a segment of more than `HOT` occurrences. It is summed in blocks of `HOT`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..compile import call_reader
+
+# Columns of the table of tables, int64 [T, COLUMNS].
+(
+    W,
+    S0,
+    S1,
+    S2,
+    VALUES,
+    HP,
+    ROWS,
+    WIDTH,
+    FIRST_ROW,
+    FIRST_POSITION,
+    INDICES,
+    INDEX_BYTES,
+    COLUMNS,
+) = range(13)
+
+# Elements of ``result``.
+(
+    BAD_POSITION,
+    MOVED,
+    SORTED_KEYS,
+    N_SEGMENTS,
+    N_PARTS,
+    N_HOT,
+    N_BLOCKS,
+    HOT_ELEMENTS,
+    N_RESULTS,
+) = range(9)
+
+# Columns of the list of parts and of the list of hot segments.
+PART_TABLE, PART_BEGIN, PART_END, PART_COLUMNS = range(4)
+HOT_SEGMENT, HOT_FIRST_BLOCK, HOT_OFFSET, HOT_WIDTH, HOT_COLUMNS = range(5)
+
+# Occurrences that are summed in order of occurrence. A longer segment is summed in blocks
+# of this many, the block sums in order, so that one row cannot hold up all threads. The
+# number fixes the result to the last bit: it must not depend on the machine.
+HOT = 512
+
+
+class RowCall(NamedTuple):
+    """Arguments of every loop of a row step, all ``int64``."""
+
+    tables: int  # [T, COLUMNS]
+    n_tables: int
+    n: int  # positions
+    position_bits: int
+    row_bits: int
+    digit_bits: int
+    dropped_row: int  # global row that out-of-range indices get, or -1 to report them
+    keys: int  # [n + PADDING]
+    spare: int  # [n + PADDING]
+    starts: int  # [n + 1]
+    histogram: int  # [sort_parts, 2**digit_bits]
+    counts: int  # [sort_parts]
+    sort_parts: int
+    shift: int  # of the digit that the running pass sorts by
+    result: int  # [N_RESULTS]
+    parts: int  # [P, PART_COLUMNS]
+    max_parts: int
+    row_cost: int  # cost of a row against that of an occurrence
+    hot: int  # [n // HOT + 1, HOT_COLUMNS]
+    hot_sums: int
+    add_blocks: int
+    block_numbers: int  # 0, 1, 2, ...
+    block: int
+    block_zero: int
+    accumulate: int
+    w_bytes: int
+    s_bytes: int
+    g_bytes: int
+    real_bytes: int
+    scratch: int  # one slice of scratch_bytes per slot
+    scratch_bytes: int
+    tile: int  # elements per tile of a dense-equivalent sweep
+    stripes: int  # row locks, or 0 for none
+
+
+# The key list is read a little beyond its end, to prefetch.
+PADDING = 16
+
+read_call = call_reader(RowCall)

@@ -1,0 +1,144 @@
+"""The one parallel loop of the package, and the guard around the threading layer.
+
+``run(part, n, call)`` calls ``part(index, slot, call)`` for ``index`` in ``range(n)`` on
+several threads. Parts are claimed one by one from a shared counter, so a thread that the
+machine interrupts does not hold up the others; no part's result may depend on which thread
+ran it. Since all work arrives through a function's address, this is the only function that
+Numba compiles with ``parallel=True``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, files
+
+import numba
+import numpy as np
+from numba import njit, prange
+
+from ..cache import KernelCache
+from ..compile import NativeFunction
+from .intrinsics import atomic_add, call3
+
+_workqueue_lock = threading.Lock()
+_thread_budget: int | None = None
+_forked_after_openmp = False
+
+
+def _claim_parts(function, n, call, slot, counter):
+    while True:
+        index = atomic_add(counter, 0, 1)
+        if index >= n:
+            break
+        call3(function, index, slot, call)
+
+
+_claim = njit(nogil=True)(_claim_parts)
+
+
+@njit(parallel=True, nogil=True)
+def _parallel(function, n, call, threads, counter):
+    for slot in prange(threads):
+        _claim(function, n, call, slot, counter)
+
+
+@njit(nogil=True)
+def _serial(function, n, call):
+    for index in range(n):
+        call3(function, index, 0, call)
+
+
+_parallel._cache = KernelCache("parallel loop")
+_serial._cache = KernelCache("serial loop")
+
+
+def set_num_threads(n: int | None) -> None:
+    """Use at most ``n`` threads in every later call of this process; None: as Numba is set.
+
+    Numba's own ``numba.set_num_threads`` and ``NUMBA_NUM_THREADS`` still act: the smaller
+    number wins. Results do not depend on it.
+
+    Raises:
+        TypeError: ``n`` is not an int.
+        ValueError: ``n`` is smaller than 1.
+    """
+    global _thread_budget
+    if n is not None:
+        if isinstance(n, bool) or not isinstance(n, int):
+            raise TypeError(f"set_num_threads: n must be an int or None, got {n!r}")
+        if n < 1:
+            raise ValueError(f"set_num_threads: n must be at least 1, got {n}")
+    _thread_budget = n
+
+
+def get_num_threads() -> int:
+    """How many threads the next call may use."""
+    if _forked_after_openmp:
+        return 1
+    available = numba.get_num_threads()
+    return available if _thread_budget is None else min(available, _thread_budget)
+
+
+def threading_layer() -> str | None:
+    """The threading layer that is running in this process, or None before its first use."""
+    try:
+        return numba.threading_layer()
+    except ValueError:
+        return None
+
+
+def _after_fork_in_child() -> None:
+    # GNU OpenMP kills a forked child at its first parallel loop.
+    global _forked_after_openmp, _workqueue_lock
+    _workqueue_lock = threading.Lock()
+    if threading_layer() == "omp":
+        _forked_after_openmp = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+@lru_cache(maxsize=None)
+def _prepare_layer() -> None:
+    """Make tbb from PyPI loadable, if it is installed and the user chose no layer.
+
+    Its library lies in a folder that the loader does not search; loaded by its full path,
+    Numba finds it.
+    """
+    if numba.config.THREADING_LAYER != "default" or threading_layer() is not None:
+        return
+    try:
+        for file in files("tbb") or ():
+            if file.name in ("libtbb.so.12", "libtbb.12.dylib"):
+                ctypes.CDLL(str(file.locate().resolve()), mode=ctypes.RTLD_GLOBAL)
+    except (PackageNotFoundError, OSError):
+        return
+
+
+def _layer_guard() -> AbstractContextManager[object]:
+    """Workqueue aborts the process when two Python threads enter it at once."""
+    return _workqueue_lock if threading_layer() in ("workqueue", None) else nullcontext()
+
+
+def run(function: NativeFunction, n: int, call: np.ndarray, threads: int) -> None:
+    """Run parts ``0 .. n-1`` of ``function`` with the arguments ``call`` on ``threads`` threads.
+
+    Args:
+        function: a part.
+        n: number of parts.
+        call: ``int64`` array of the loop's arguments; kept alive during the call.
+        threads: at most this many; 1 runs on the calling thread, without a dispatch.
+    """
+    threads = min(threads, n)
+    address = call.ctypes.data
+    if threads <= 1:
+        _serial(function.address, n, address)
+        return
+    _prepare_layer()
+    with _layer_guard():
+        _parallel(function.address, n, address, threads, np.zeros(1, np.int64))

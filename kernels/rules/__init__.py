@@ -1,0 +1,1 @@
+"""The mathematics of every update, once: scalar functions without arrays or devices."""

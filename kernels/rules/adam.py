@@ -1,0 +1,150 @@
+"""The Adam family in MindSpore's form: step size corrected for bias, epsilon outside.
+
+With ``beta1_power = beta1**t`` and ``beta2_power = beta2**t`` at update ``t = 1, 2, ...``::
+
+    m <- beta1*m + (1 - beta1)*g
+    v <- beta2*v + (1 - beta2)*g*g
+    w <- w - l * m / (sqrt(v) + epsilon),   l = lr * sqrt(1 - beta2_power) / (1 - beta1_power)
+
+This is the form at the end of section 2 of Kingma and Ba (2015), arXiv:1412.6980. It equals
+the textbook form with ``epsilon / sqrt(1 - beta2_power)`` in the place of its epsilon.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from .rule import Rule, rule_helper
+
+
+class AdamHP(NamedTuple):
+    """Scalars of every rule with a bias-corrected step size."""
+
+    beta1: Any
+    one_minus_beta1: Any
+    beta2: Any
+    one_minus_beta2: Any
+    step_size: Any
+    epsilon: Any
+
+
+class AdamWeightDecayHP(NamedTuple):
+    """Scalars of Adam with decoupled decay and without bias correction."""
+
+    beta1: Any
+    one_minus_beta1: Any
+    beta2: Any
+    one_minus_beta2: Any
+    lr: Any
+    epsilon: Any
+    decay: Any
+
+
+@rule_helper
+def moments(g: Any, m: Any, v: Any, hp: Any) -> Any:
+    """The exponential moving averages of the gradient and of its square."""
+    return hp.beta1 * m + hp.one_minus_beta1 * g, hp.beta2 * v + hp.one_minus_beta2 * (g * g)
+
+
+def adam(w: Any, g: Any, m: Any, v: Any, hp: Any) -> Any:
+    """Adam."""
+    m, v = moments(g, m, v, hp)
+    return w - hp.step_size * m / (math.sqrt(v) + hp.epsilon), m, v
+
+
+def adam_nesterov(w: Any, g: Any, m: Any, v: Any, hp: Any) -> Any:
+    """Adam that steps along the moment it will have after seeing ``g`` once more."""
+    m, v = moments(g, m, v, hp)
+    ahead = hp.beta1 * m + hp.one_minus_beta1 * g
+    return w - hp.step_size * ahead / (math.sqrt(v) + hp.epsilon), m, v
+
+
+def adam_amsgrad(w: Any, g: Any, m: Any, v: Any, vhat: Any, hp: Any) -> Any:
+    """AMSGrad over the biased ``v``; a NaN in ``v`` stays a NaN, as in the original."""
+    m, v = moments(g, m, v, hp)
+    vhat = vhat if vhat > v else v
+    return w - hp.step_size * m / (math.sqrt(vhat) + hp.epsilon), m, v, vhat
+
+
+def adam_delta(delta: Any, g: Any, m: Any, v: Any, hp: Any) -> Any:
+    """Adam's step without taking it: the first slot receives ``w_new - w_old``."""
+    m, v = moments(g, m, v, hp)
+    return -hp.step_size * m / (math.sqrt(v) + hp.epsilon), m, v
+
+
+def adam_nesterov_delta(delta: Any, g: Any, m: Any, v: Any, hp: Any) -> Any:
+    """Nesterov's step without taking it."""
+    m, v = moments(g, m, v, hp)
+    ahead = hp.beta1 * m + hp.one_minus_beta1 * g
+    return -hp.step_size * ahead / (math.sqrt(v) + hp.epsilon), m, v
+
+
+def adam_weight_decay(w: Any, g: Any, m: Any, v: Any, hp: Any) -> Any:
+    """Decoupled decay, no bias correction: ``w - lr * (m / (sqrt(v) + epsilon) + decay*w)``."""
+    m, v = moments(g, m, v, hp)
+    return w - hp.lr * (m / (math.sqrt(v) + hp.epsilon) + hp.decay * w), m, v
+
+
+def adam_hp(
+    real: Any,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    beta1_power: float,
+    beta2_power: float,
+) -> AdamHP:
+    """Round the hyper-parameters as MindSpore does.
+
+    Every argument is rounded to ``real`` (``np.float32``, or ``np.float64`` for float64
+    parameters) and ``1 - beta`` is taken after that rounding. The step size is computed in
+    float64 from the rounded arguments and rounded once. With ``beta1_power == 1`` it is
+    infinite (or NaN where its numerator is 0), as in the original.
+    """
+    one = real(1.0)
+    numerator = float(real(lr)) * math.sqrt(1.0 - float(real(beta2_power)))
+    correction = 1.0 - float(real(beta1_power))
+    step_size = numerator / correction if correction != 0.0 else numerator * math.inf
+    return AdamHP(
+        real(beta1),
+        one - real(beta1),
+        real(beta2),
+        one - real(beta2),
+        real(step_size),
+        real(epsilon),
+    )
+
+
+def adam_scalars(
+    real: Any, lr: float, beta1: float, beta2: float, epsilon: float, step: int
+) -> AdamHP:
+    """The scalars of update number ``step`` = 1, 2, ...; powers of the rounded betas."""
+    power1 = float(real(beta1)) ** step
+    power2 = float(real(beta2)) ** step
+    return adam_hp(real, lr, beta1, beta2, epsilon, power1, power2)
+
+
+def adam_weight_decay_hp(
+    real: Any, lr: float, beta1: float, beta2: float, epsilon: float, decay: float
+) -> AdamWeightDecayHP:
+    """As `adam_hp`, for the rule without bias correction."""
+    one = real(1.0)
+    return AdamWeightDecayHP(
+        real(beta1),
+        one - real(beta1),
+        real(beta2),
+        one - real(beta2),
+        real(lr),
+        real(epsilon),
+        real(decay),
+    )
+
+
+MOMENTS = ("moment1", "moment2")
+ADAM = Rule(adam, MOMENTS, AdamHP._fields)
+ADAM_NESTEROV = Rule(adam_nesterov, MOMENTS, AdamHP._fields)
+ADAM_AMSGRAD = Rule(adam_amsgrad, (*MOMENTS, "vhat"), AdamHP._fields)
+ADAM_DELTA = Rule(adam_delta, MOMENTS, AdamHP._fields)
+ADAM_NESTEROV_DELTA = Rule(adam_nesterov_delta, MOMENTS, AdamHP._fields)
+ADAM_WEIGHT_DECAY = Rule(adam_weight_decay, ("adam_m", "adam_v"), AdamWeightDecayHP._fields)

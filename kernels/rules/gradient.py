@@ -1,0 +1,30 @@
+"""Prologues: what happens to a gradient element before the rule sees it.
+
+Each part is a scalar function ``g' = part(g, w, hp)``. Parts are composed with the rule
+at compile time, in the order in which they are listed, so they cost no pass over memory
+and an absent part costs nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .rule import Part
+
+
+def coupled_decay(g: Any, w: Any, hp: Any) -> Any:
+    """L2 regularisation: ``g + weight_decay * w``, and exactly ``g`` where the decay is 0.
+
+    The test keeps ``0 * inf`` out of parameters that share a call with decayed ones. It is
+    the same for a whole tensor, so it costs a blend and no branch.
+    """
+    return g + hp.weight_decay * w if hp.weight_decay > hp.zero else g
+
+
+def scale(g: Any, w: Any, hp: Any) -> Any:
+    """``g * grad_scale``: the reciprocal of the loss scale."""
+    return g * hp.grad_scale
+
+
+COUPLED_DECAY = Part(coupled_decay, ("weight_decay", "zero"))
+SCALE = Part(scale, ("grad_scale",))

@@ -1,0 +1,50 @@
+"""What an update rule is: a scalar function, the names of its scalars, its states."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from numba.extending import register_jitable
+
+# FMA contraction and IEEE division without Numba's zero check: both are needed for packed
+# code, and neither assumes away NaN or infinity.
+RULE_FLAGS: dict[str, Any] = {"error_model": "numpy", "fastmath": {"contract"}}
+
+rule_helper = register_jitable(**RULE_FLAGS)
+"""Decorator of a scalar function that several rules call."""
+
+
+class Rule(NamedTuple):
+    """An update rule.
+
+    Attributes:
+        update: ``update(w, g, *states, hp) -> (w, *states)``, scalars in and scalars
+            out, compilable by Numba, without literals (a literal turns float32
+            arithmetic into float64; constants come in through ``hp``).
+        states: the role of each state, in argument order (at most three).
+        hp: the fields of ``hp`` that ``update`` reads.
+    """
+
+    update: Callable[..., Any]
+    states: tuple[str, ...]
+    hp: tuple[str, ...]
+
+
+class Part(NamedTuple):
+    """One part of a prologue: ``apply(g, w, hp) -> g`` and the ``hp`` fields it reads."""
+
+    apply: Callable[..., Any]
+    hp: tuple[str, ...]
+
+
+Prologue = tuple[Part, ...]
+
+
+@lru_cache(maxsize=None)
+def hp_type(rule: Rule, prologue: Prologue) -> type:
+    """The named tuple of scalars that ``rule`` behind ``prologue`` reads, in memory order."""
+    fields = rule.hp + tuple(name for part in prologue for name in part.hp)
+    return namedtuple("hp", fields)  # noqa: PYI024  (fields are known only here)

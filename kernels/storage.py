@@ -1,0 +1,100 @@
+"""Storage types of tensors and their conversion to and from the type of the arithmetic.
+
+A 16-bit tensor travels as ``uint16``: Numba computes in neither 16-bit format on the CPU.
+Arithmetic is float32, or float64 where the parameter is float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+from numba import njit, types
+
+from .cpu.intrinsics import f16_to_f32, f32_to_f16
+
+
+class Storage(NamedTuple):
+    """How one floating type lies in memory.
+
+    Attributes:
+        name: short name, part of kernel names: ``f32``, ``f64``, ``f16``, ``bf16``.
+        dtype: the NumPy dtype of the user's array.
+        carrier: the NumPy scalar type through which kernels see the memory.
+        to_real: compiled conversion ``carrier -> float32 or float64``.
+        from_real: compiled conversion ``float32 or float64 -> carrier``, rounding once to
+            the nearest, ties to even.
+    """
+
+    name: str
+    dtype: np.dtype[Any]
+    carrier: type
+    to_real: Callable[..., Any]
+    from_real: Callable[..., Any]
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return self.dtype.itemsize
+
+
+@njit
+def _same(x):
+    return x
+
+
+@njit
+def _to_f32(x):
+    return np.float32(x)
+
+
+@njit
+def _to_f64(x):
+    return np.float64(x)
+
+
+@njit
+def _f16_to_f32(u):
+    return f16_to_f32(u)
+
+
+@njit
+def _f32_to_f16(x):
+    return f32_to_f16(np.float32(x))
+
+
+# Every uint32 operation is wrapped: Numba types uint32 op uint32 as uint64.
+@njit
+def _bf16_to_f32(u):
+    return np.uint32(np.uint32(u) << np.uint32(16)).view(np.float32)
+
+
+@njit
+def _f32_to_bf16(x):
+    bits = np.float32(x).view(np.uint32)
+    odd = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1))
+    rounded = np.uint32(np.uint32(bits + np.uint32(0x7FFF)) + odd)
+    # A NaN must not be carried into an infinity: keep its top bits and make it quiet.
+    quiet = np.uint32(bits | np.uint32(0x400000))
+    is_nan = np.uint32(bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    return np.uint16(np.uint32(quiet if is_nan else rounded) >> np.uint32(16))
+
+
+F32 = Storage("f32", np.dtype(np.float32), np.float32, _same, _to_f32)
+F64 = Storage("f64", np.dtype(np.float64), np.float64, _same, _to_f64)
+F16 = Storage("f16", np.dtype(np.float16), np.uint16, _f16_to_f32, _f32_to_f16)
+BF16 = Storage("bf16", np.dtype(ml_dtypes.bfloat16), np.uint16, _bf16_to_f32, _f32_to_bf16)
+
+STORAGES: dict[np.dtype[Any], Storage] = {s.dtype: s for s in (F32, F64, F16, BF16)}
+
+
+def real_of(storage: Storage) -> Storage:
+    """The storage type of the arithmetic for a parameter stored as ``storage``."""
+    return F64 if storage is F64 else F32
+
+
+def numba_type(storage: Storage) -> Any:
+    """The Numba scalar type of the arithmetic type ``storage`` (float32 or float64)."""
+    return types.float64 if storage is F64 else types.float32
