@@ -144,6 +144,7 @@ class KernelCache(_Cache):
         return "\n".join(
             (
                 self._identity,
+                __name__,  # entries name their modules: another import name cannot load them
                 str(sig),
                 repr(codegen.magic_tuple()),
                 sources_hash(),

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numba import carray, njit, types
@@ -94,7 +95,8 @@ def call_reader(cls: type) -> Any:
     return read
 
 
-class Kernel(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Kernel:
     """A rule behind a prologue, compiled for three storage types.
 
     Attributes:
@@ -106,6 +108,7 @@ class Kernel(NamedTuple):
         block: updates contiguous elements.
         block_zero: the same for a gradient that is 0 everywhere and is not read.
         block_real: the same for a gradient in the type of the arithmetic (summed rows).
+        real: storage of the arithmetic, of ``hp`` and of summed gradients.
     """
 
     rule: Rule
@@ -116,11 +119,7 @@ class Kernel(NamedTuple):
     block: NativeFunction
     block_zero: NativeFunction
     block_real: NativeFunction
-
-    @property
-    def real(self) -> Storage:
-        """Storage of the arithmetic, of ``hp`` and of summed gradients."""
-        return real_of(self.w)
+    real: Storage
 
 
 @lru_cache(maxsize=None)
@@ -129,7 +128,7 @@ def kernel(rule: Rule, prologue: Prologue, w: Storage, g: Storage, s: Storage) -
     block, block_zero, block_real = (
         _block(rule, prologue, w, gradient, s) for gradient in (g, None, real_of(w))
     )
-    return Kernel(rule, prologue, w, g, s, block, block_zero, block_real)
+    return Kernel(rule, prologue, w, g, s, block, block_zero, block_real, real_of(w))
 
 
 @lru_cache(maxsize=None)

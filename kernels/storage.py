@@ -7,7 +7,8 @@ Arithmetic is float32, or float64 where the parameter is float64.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -16,8 +17,9 @@ from numba import njit, types
 from .cpu.intrinsics import f16_to_f32, f32_to_f16
 
 
-class Storage(NamedTuple):
-    """How one floating type lies in memory.
+@dataclass(frozen=True, eq=False)
+class Storage:
+    """How one floating type lies in memory; compared by identity.
 
     Attributes:
         name: short name, part of kernel names: ``f32``, ``f64``, ``f16``, ``bf16``.
@@ -26,6 +28,7 @@ class Storage(NamedTuple):
         to_real: compiled conversion ``carrier -> float32 or float64``.
         from_real: compiled conversion ``float32 or float64 -> carrier``, rounding once to
             the nearest, ties to even.
+        itemsize: bytes per element.
     """
 
     name: str
@@ -33,11 +36,7 @@ class Storage(NamedTuple):
     carrier: type
     to_real: Callable[..., Any]
     from_real: Callable[..., Any]
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes per element."""
-        return self.dtype.itemsize
+    itemsize: int
 
 
 @njit
@@ -82,10 +81,10 @@ def _f32_to_bf16(x):
     return np.uint16(np.uint32(quiet if is_nan else rounded) >> np.uint32(16))
 
 
-F32 = Storage("f32", np.dtype(np.float32), np.float32, _same, _to_f32)
-F64 = Storage("f64", np.dtype(np.float64), np.float64, _same, _to_f64)
-F16 = Storage("f16", np.dtype(np.float16), np.uint16, _f16_to_f32, _f32_to_f16)
-BF16 = Storage("bf16", np.dtype(ml_dtypes.bfloat16), np.uint16, _bf16_to_f32, _f32_to_bf16)
+F32 = Storage("f32", np.dtype(np.float32), np.float32, _same, _to_f32, 4)
+F64 = Storage("f64", np.dtype(np.float64), np.float64, _same, _to_f64, 8)
+F16 = Storage("f16", np.dtype(np.float16), np.uint16, _f16_to_f32, _f32_to_f16, 2)
+BF16 = Storage("bf16", np.dtype(ml_dtypes.bfloat16), np.uint16, _bf16_to_f32, _f32_to_bf16, 2)
 
 STORAGES: dict[np.dtype[Any], Storage] = {s.dtype: s for s in (F32, F64, F16, BF16)}
 

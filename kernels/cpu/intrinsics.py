@@ -26,6 +26,22 @@ def as_pointer(typingctx, address):
     return types.voidptr(types.int64), codegen
 
 
+def _loader(scalar):
+    @intrinsic
+    def load(typingctx, address):
+        def codegen(context, builder, signature, args):
+            pointer = builder.inttoptr(args[0], context.get_value_type(scalar).as_pointer())
+            return builder.load(pointer)
+
+        return scalar(types.int64), codegen
+
+    return load
+
+
+load_int32 = _loader(types.int32)
+load_int64 = _loader(types.int64)
+
+
 def tuple_reader(cls, scalar):
     """A compiled function ``read(address) -> cls`` of consecutive values of type ``scalar``.
 

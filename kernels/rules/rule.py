@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from numba.extending import register_jitable
 
@@ -17,8 +18,9 @@ rule_helper = register_jitable(**RULE_FLAGS)
 """Decorator of a scalar function that several rules call."""
 
 
-class Rule(NamedTuple):
-    """An update rule.
+@dataclass(frozen=True, eq=False)
+class Rule:
+    """An update rule; compared by identity.
 
     Attributes:
         update: ``update(w, g, *states, hp) -> (w, *states)``, scalars in and scalars
@@ -33,7 +35,8 @@ class Rule(NamedTuple):
     hp: tuple[str, ...]
 
 
-class Part(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Part:
     """One part of a prologue: ``apply(g, w, hp) -> g`` and the ``hp`` fields it reads."""
 
     apply: Callable[..., Any]

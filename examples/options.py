@@ -1,0 +1,34 @@
+"""Types of the command line's options: a value, or a message that says what was expected."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+
+
+def integer(low: int, high: int | None = None) -> Callable[[str], int]:
+    """A whole number from ``low`` to ``high``."""
+    expected = f"a whole number from {low} " + ("up" if high is None else f"to {high}")
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
+        if value < low or (high is not None and value > high):
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
+        return value
+
+    return parse
+
+
+def positive(text: str) -> float:
+    """A finite number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (0 < value < math.inf):
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    return value

@@ -1,0 +1,141 @@
+"""What the demo leaves behind: neighbours of words, the loss curve, the vectors."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import save as to_safetensors
+
+from .corpus import Corpus
+from .errors import DemoError
+from .skipgram import SkipGram
+from .training import History
+
+VECTORS, VOCABULARY, CURVE = "vectors.safetensors", "vocabulary.json", "loss.png"
+
+# Words that a reader of Python knows; words of the text take the place of those it lacks.
+QUERIES = ("self", "int", "list", "open", "read", "True", "error", "import", "ValueError", "thread")
+N_QUERIES, N_NEIGHBOURS = 8, 6
+MIN_OCCURRENCES = 50  # a word that is rarer has a vector that says little
+FIRST_RANK = 30  # words more frequent than this stand next to everything
+CANDIDATES = 10_000  # neighbours are looked for among the most frequent words only
+
+
+def nearest_neighbours(
+    words: Sequence[str], vectors: NDArray, queries: Sequence[str], n: int = N_NEIGHBOURS
+) -> dict[str, list[str]]:
+    """For each query the ``n`` words whose vectors point most nearly the same way.
+
+    Args:
+        words: ``[V]`` by falling frequency.
+        vectors: ``[V, D]``.
+        queries: each of them one of ``words``.
+    """
+    length = np.linalg.norm(vectors, axis=1, keepdims=True)
+    direction = vectors / np.maximum(length, np.finfo(vectors.dtype).tiny)
+    number = {word: index for index, word in enumerate(words)}
+    chosen = np.array([number[query] for query in queries], np.int64)
+    cosine = direction[chosen] @ direction[:CANDIDATES].T
+    found = {}
+    for query, similarity in zip(queries, cosine, strict=True):
+        order = np.argsort(-similarity, kind="stable")[: n + 1]
+        found[query] = [words[index] for index in order if words[index] != query][:n]
+    return found
+
+
+def choose_queries(corpus: Corpus) -> list[str]:
+    """Those of `QUERIES` that are frequent in the text, filled up with frequent words of it."""
+    frequent = corpus.words[: int(np.count_nonzero(corpus.counts >= MIN_OCCURRENCES))]
+    known = set(frequent)
+    preferred = [word for word in QUERIES if word in known]
+    others = [word for word in frequent[FIRST_RANK:] if len(word) > 3 and word not in preferred]
+    return (preferred + others)[:N_QUERIES] or corpus.words[:N_QUERIES]
+
+
+def prepare_folder(folder: Path) -> None:
+    """Makes the folder and tries whether a file can be written there.
+
+    Raises:
+        DemoError: it cannot.
+    """
+    with _writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+
+
+def save(folder: Path, corpus: Corpus, model: SkipGram, history: History, title: str) -> None:
+    """Writes the vectors, the vocabulary and the loss curve; each file appears whole or not at all.
+
+    Row ``i`` of the two tables in the vector file belongs to word ``i`` of the vocabulary.
+
+    Raises:
+        DemoError: a file cannot be written.
+    """
+    tables = {str(table.name): np.asarray(table) for table in model.parameters}
+    vocabulary = {"words": corpus.words, "counts": corpus.counts.tolist()}
+    with _writing(folder):
+        write_atomically(folder / VECTORS, to_safetensors(tables))
+        write_atomically(folder / VOCABULARY, json.dumps(vocabulary, ensure_ascii=False).encode())
+        write_atomically(folder / CURVE, loss_curve(history, title))
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:  # ValueError: a null character in the name
+        reason = getattr(error, "strerror", None) or str(error)
+        raise DemoError(f"--output: cannot write to {str(folder)!r}: {reason}") from error
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """A temporary file beside ``path``, flushed to the disk, then renamed over it."""
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o666 & ~_umask())  # mkstemp allows the owner only
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)  # it can only be read by setting it
+    os.umask(mask)
+    return mask
+
+
+def loss_curve(history: History, title: str) -> bytes:
+    """A PNG of the training loss and of the held-out loss over the number of pairs."""
+    # Figure and FigureCanvasAgg instead of pyplot: no display, and no global state is touched.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    pairs = history.batch * np.arange(1, len(history.losses) + 1) / 1e6
+    axes.plot(pairs, history.losses, color="0.8", linewidth=0.6, label="training, one step")
+    width = max(1, len(history.losses) // 50)
+    smooth = np.convolve(history.losses, np.full(width, 1 / width), mode="valid")
+    axes.plot(pairs[width - 1 :], smooth, color="C0", label=f"training, mean of {width} steps")
+    seen, held_out = np.array(history.held_out).T
+    axes.plot(seen / 1e6, held_out, "o-", color="C1", markersize=3, label="held-out files")
+    axes.set(title=title, xlabel="million word pairs", ylabel="loss per pair (nats)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    png = io.BytesIO()
+    FigureCanvasAgg(figure).print_png(png)
+    return png.getvalue()

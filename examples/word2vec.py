@@ -1,0 +1,178 @@
+"""``fusestep demo``: word vectors of real text, trained on one's own loop with fused steps.
+
+    text -> pairs of neighbouring words -> SparseGatherV2 -> loss and gradients
+         -> two row-sparse gradients with many duplicates -> one optimizer step -> ...
+
+Frequent words occur hundreds of times in every batch (Zipf's law), rare ones once in a thousand
+batches: what the row-sparse steps of this package are made for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from .corpus import Corpus, read_standard_library, read_text
+from .errors import DemoError
+from .options import integer, positive
+from .report import choose_queries, nearest_neighbours, prepare_folder, save
+from .training import OPTIMIZERS, History, Settings, Trainer
+
+MIN_COUNT = 2
+MAX_DIM = 4096
+TITLES = {
+    "lazy": "LazyAdam, row-sparse gradients",
+    "fused": "Adam, row-sparse gradients",
+    "dense": "Adam, dense gradients",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of the demo to ``parser``."""
+    full, quick = _settings(quick=False), _settings(quick=True)
+    add = parser.add_argument
+    add(
+        "--optimizer",
+        choices=OPTIMIZERS,
+        default="lazy",
+        help="lazy: only the rows of the batch move; fused: all rows, from row-sparse gradients; "
+        "dense: all rows, from dense gradients (default: lazy)",
+    )
+    add("--text", metavar="FILE", help="train on this UTF-8 text (default: Python's own sources)")
+    add("--quick", action="store_true", help="a smaller run, about 15 seconds")
+    add(
+        "--dim",
+        type=integer(1, MAX_DIM),
+        help=f"length of a word vector (default: {full.dim}, quick {quick.dim})",
+    )
+    add(
+        "--pairs",
+        type=integer(1),
+        help=f"word pairs to train on (default: {full.pairs:,}, quick {quick.pairs:,})",
+    )
+    add("--learning-rate", type=positive, help=f"at the start (default: {full.learning_rate})")
+    add("--seed", type=integer(0), default=0, help="of everything random (default: 0)")
+    add("--threads", type=integer(1), help="threads of the optimizer (default: all)")
+    add(
+        "--time-limit",
+        type=positive,
+        metavar="SECONDS",
+        help="stop training then, whatever is left to do "
+        f"(default: {full.time_limit:g}, quick {quick.time_limit:g})",
+    )
+    add("--output", default="demo-output", metavar="DIR", help="folder of the results")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Trains, reports, saves; returns the exit status (2 for a mistake of the user)."""
+    try:
+        _run(args)
+    except DemoError as error:
+        print(f"fusestep demo: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("fusestep demo: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _run(args: argparse.Namespace) -> None:
+    begin = time.perf_counter()
+    _require_libraries()
+    _set_threads(args.threads)
+    settings = settings_of(args)
+    corpus = read_corpus(args.text)
+    folder = Path(args.output)
+    prepare_folder(folder)
+    print(f"text        {corpus.source}: {corpus.n_words:,} words")
+    print(f"vocabulary  {len(corpus.words):,} words that occur at least {MIN_COUNT} times")
+    trainer = Trainer(corpus, settings)
+    shape = f"two tables of {len(corpus.words):,} x {settings.dim}"
+    print(f"training    {TITLES[settings.optimizer]}, {shape}", flush=True)
+    history = _train(trainer)
+    print_report(corpus, trainer, history)
+    save(folder, corpus, trainer.model, history, f"word2vec, {TITLES[settings.optimizer]}")
+    print(f"\nvectors, vocabulary and loss curve are in {folder}{os.sep}")
+    print(f"{time.perf_counter() - begin:.1f} s in all")
+
+
+def read_corpus(text: str | None) -> Corpus:
+    """The named text, or Python's own sources."""
+    return read_standard_library(MIN_COUNT) if text is None else read_text(Path(text), MIN_COUNT)
+
+
+def _settings(quick: bool) -> Settings:
+    return Settings(dim=32, pairs=1_500_000, time_limit=15.0) if quick else Settings()
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
+    """The settings that the options ask for."""
+    chosen = {
+        name: getattr(args, name)
+        for name in ("optimizer", "dim", "pairs", "learning_rate", "seed", "time_limit")
+        if getattr(args, name) is not None
+    }
+    return replace(_settings(args.quick), **chosen)
+
+
+def _train(trainer: Trainer) -> History:
+    from tqdm import tqdm
+
+    bar = tqdm(
+        total=trainer.n_steps * trainer.history.batch,
+        unit=" pairs",
+        unit_scale=True,
+        # A log file gets a line now and then instead of ten a second.
+        mininterval=0.2 if sys.stderr.isatty() else 5.0,
+    )
+    with bar:
+
+        def progress(history: History) -> None:
+            share = history.optimizer_seconds / history.seconds
+            bar.set_postfix_str(f"loss {history.losses[-1]:.3f}, optimizer {share:.0%}", False)
+            bar.update(history.batch)
+
+        return trainer.train(progress)
+
+
+def print_report(corpus: Corpus, trainer: Trainer, history: History) -> None:
+    """Speed, held-out loss and nearest neighbours."""
+    if history.stopped:
+        print(f"stopped     {history.stopped}: {history.pairs:,} pairs instead of all")
+    share = history.optimizer_seconds / max(history.seconds, 1e-9)
+    rate = history.pairs / max(history.seconds, 1e-9)
+    print(f"speed       {rate:,.0f} pairs/s, {share:.0%} of the time in the optimizer")
+    untrained, trained = history.held_out[0][1], history.held_out[-1][1]
+    print(f"held out    loss {trained:.3f} per pair, untrained {untrained:.3f}")
+    vectors = trainer.model.center.data
+    neighbours = nearest_neighbours(corpus.words, vectors, choose_queries(corpus))
+    print("\nnearest neighbours")
+    for word, near in neighbours.items():
+        print(f"  {word:12s} {', '.join(near)}")
+
+
+def _require_libraries() -> None:
+    for name in ("tqdm", "matplotlib"):
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            raise DemoError(
+                f'the demo needs {name}: install it with pip install "fusestep[demo]"'
+            ) from error
+
+
+def _set_threads(threads: int | None) -> None:
+    if threads is None:
+        return
+    import numba
+
+    if threads > numba.config.NUMBA_NUM_THREADS:
+        raise DemoError(
+            f"--threads: expected at most {numba.config.NUMBA_NUM_THREADS}, got {threads}"
+        )
+    numba.set_num_threads(threads)

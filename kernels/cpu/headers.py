@@ -1,0 +1,91 @@
+"""Reading many NumPy array headers in one compiled call.
+
+Asking Python for the address, shape and flags of 200 gradients takes longer than the whole
+optimizer step. The fields of a NumPy array object lie at fixed places, which every extension
+module that was compiled against NumPy relies on; `usable` tests on real arrays that they lie
+where this module expects them, and callers go the slow way where it says no.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+from numba import njit
+
+from ..cache import KernelCache
+from .intrinsics import load_int32, load_int64
+
+_TYPE = 8  # ob_type in PyObject
+_HEAD = object.__basicsize__
+_DATA, _NDIM, _DIMS, _DESCR, _FLAGS = _HEAD, _HEAD + 8, _HEAD + 16, _HEAD + 40, _HEAD + 48
+_C_CONTIGUOUS_ALIGNED = 0x0101
+
+
+@njit
+def _read(objects, array_type, descriptors, first_dim, dims, addresses):
+    """Addresses of arrays that are as expected; returns the first that is not, or -1."""
+    for k in range(objects.size):
+        a = objects[k]
+        if load_int64(a + _TYPE) != array_type or load_int64(a + _DESCR) != descriptors[k]:
+            return k
+        flags = load_int32(a + _FLAGS)
+        ndim = first_dim[k + 1] - first_dim[k]
+        if (flags & _C_CONTIGUOUS_ALIGNED) != _C_CONTIGUOUS_ALIGNED or load_int32(a + _NDIM) != ndim:
+            return k
+        shape = load_int64(a + _DIMS)
+        for d in range(ndim):
+            if load_int64(shape + 8 * d) != dims[first_dim[k] + d]:
+                return k
+        addresses[k] = load_int64(a + _DATA)
+    return -1
+
+
+_read._cache = KernelCache("array headers")
+
+
+class Expected:
+    """What a list of arrays should be: exactly ``ndarray``, these dtypes and shapes.
+
+    Args:
+        dtypes: the dtype of each array.
+        shapes: the shape of each array.
+    """
+
+    def __init__(self, dtypes: Sequence[np.dtype], shapes: Sequence[tuple[int, ...]]) -> None:
+        self._dtypes = list(dtypes)  # the identities below stay valid while these live
+        self._descriptors = np.array([id(d) for d in dtypes], np.int64)
+        self._first_dim = np.cumsum([0, *(len(s) for s in shapes)], dtype=np.int64)
+        self._dims = np.array([n for shape in shapes for n in shape], np.int64)
+
+    def addresses(self, arrays: Sequence[np.ndarray]) -> np.ndarray | None:
+        """The addresses of C-contiguous, aligned ``arrays``, or None if one is not as expected."""
+        addresses = np.empty(len(arrays), np.int64)
+        objects = np.fromiter(map(id, arrays), np.int64, len(arrays))
+        offender = _read(
+            objects, id(np.ndarray), self._descriptors, self._first_dim, self._dims, addresses
+        )
+        return addresses if offender < 0 else None
+
+
+class _Subclass(np.ndarray):
+    """What must be refused, because a subclass may mean something else by its data."""
+
+
+@lru_cache(maxsize=None)
+def usable() -> bool:
+    """Whether the headers of this NumPy and this Python lie as expected (tested on arrays)."""
+    if np.dtype(np.intp).itemsize != 8 or object.__basicsize__ != 16:
+        return False
+    base = np.arange(24, dtype=np.float32)
+    good = [base, base.reshape(2, 3, 4), base[5:9], np.array(1, np.float32), base[:0]]
+    bad = [base[::2], base.astype(np.float64), base.reshape(4, 6).T, base.view(_Subclass)]
+    for array in good:
+        found = Expected([array.dtype], [array.shape]).addresses([array])
+        if found is None or found[0] != array.__array_interface__["data"][0]:
+            return False
+    wrong_shape = Expected([base.dtype], [(23,)]).addresses([base])
+    float32 = np.dtype(np.float32)
+    refused = [Expected([float32], [a.shape]).addresses([a]) for a in bad]
+    return wrong_shape is None and all(found is None for found in refused)

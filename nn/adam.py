@@ -1,0 +1,447 @@
+"""The optimizers of the Adam family, under MindSpore's names and defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ..kernels.rules import adam as rules
+from ..ops import check
+from ..ops.errors import message, reject_unknown
+from .fused import FusedOptimizer
+
+_EXTRAS = ("sparse_update", "skip_nonfinite", "state_dtype")
+
+
+class _BiasCorrectedAdam(FusedOptimizer):
+    """Adam with MindSpore's step size: what `Adam`, `LazyAdam` and `AdamOffload` share."""
+
+    # MindSpore keeps the powers of the betas with this shape.
+    _power_shape: tuple[int, ...] = ()
+
+    def __init__(
+        self,
+        params: Any,
+        learning_rate: Any,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: Any,
+        loss_scale: Any,
+        **options: Any,
+    ) -> None:
+        self.beta1 = open_unit(self._name, "beta1", beta1)
+        self.beta2 = open_unit(self._name, "beta2", beta2)
+        self.eps = positive_float(self._name, "eps", eps)
+        super().__init__(learning_rate, params, weight_decay, loss_scale, **options)
+
+    def _scalars(self, real: Any, lr: float, decay: float, step: int) -> tuple[Any, ...]:
+        return rules.adam_scalars(real, lr, self.beta1, self.beta2, self.eps, step)
+
+    @property
+    def moment1(self) -> tuple[np.ndarray, ...]:
+        """The first moment of each parameter."""
+        return self._states["moment1"]
+
+    @property
+    def moment2(self) -> tuple[np.ndarray, ...]:
+        """The second moment of each parameter."""
+        return self._states["moment2"]
+
+    def _powers(self, step: int) -> dict[str, np.ndarray]:
+        return {
+            f"{name}_power": np.full(self._power_shape, np.float32(beta) ** step, np.float32)
+            for name, beta in (("beta1", self.beta1), ("beta2", self.beta2))
+        }
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """As `Optimizer.state_dict`, with MindSpore's ``beta1_power`` and ``beta2_power``.
+
+        They follow from ``global_step`` and are written for other readers.
+        """
+        return {**super().state_dict(), **self._powers(self._step)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As `FusedOptimizer.load_state_dict`; powers must fit ``global_step`` and the betas.
+
+        Raises:
+            ValueError: also when the state was made with other betas.
+        """
+        state = dict(state)
+        given = {name: state.pop(name, None) for name in self._powers(0)}
+        if "global_step" in state:
+            step = int(np.asarray(state["global_step"]).reshape(-1)[0])
+            for name, expected in self._powers(step).items():
+                value = given[name]
+                # A float32 product of many betas drifts from the power.
+                if value is not None and not np.allclose(value, expected, rtol=1e-3, atol=1e-30):
+                    raise ValueError(
+                        message(self._name, f"state {name!r}", "is of other betas", expected, value)
+                    )
+        super().load_state_dict(state)
+
+
+class Adam(_BiasCorrectedAdam):
+    """Adam, in MindSpore's form.
+
+    With ``g`` the gradient after decay and scaling, at update t = 1, 2, ... of a parameter::
+
+        m <- beta1*m + (1 - beta1)*g
+        v <- beta2*v + (1 - beta2)*g*g
+        u  = m,  or with use_nesterov  beta1*m + (1 - beta1)*g
+        w <- w - lr * sqrt(1 - beta2**t) / (1 - beta1**t) * u / (sqrt(v) + eps)
+
+    With ``use_amsgrad``, ``vhat <- max(vhat, v)`` takes the place of v in the last line. Weight
+    decay is coupled: ``g + weight_decay * w``.
+
+    Args:
+        params: `Parameter` or arrays, or group dicts; see `Optimizer`.
+        learning_rate: see `Optimizer`.
+        beta1, beta2: floats in (0, 1).
+        eps: float > 0.
+        use_locking: concurrent calls act like some serial order of them.
+        use_nesterov: Nesterov's step; not with ``use_amsgrad``.
+        weight_decay, loss_scale: see `Optimizer`.
+        use_amsgrad: AMSGrad.
+        use_lazy: row-sparse gradients update only the rows that occur.
+        use_offload: keep state and arithmetic on the host, where they are in this version.
+        sparse_update: ``"lazy"`` or ``"dense_equivalent"`` for row-sparse gradients. Default
+            dense_equivalent, with ``use_lazy`` lazy; with ``use_amsgrad`` or ``use_offload``
+            there is none and such gradients raise.
+        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing and is
+            counted in ``skipped_steps``.
+        state_dtype: dtype of the moments; default each parameter's. Arithmetic is float32
+            (float64 for float64 parameters), rounded once at the store.
+
+    Raises:
+        TypeError: a kind does not fit (an int where a float is published).
+        ValueError: a value does not fit, or options exclude each other.
+        KeyError: an unknown keyword (also `TypeError`).
+
+    Source: ``mindspore.nn.Adam``; Kingma and Ba (2015), arXiv:1412.6980.
+
+    >>> import numpy as np
+    >>> w = np.ones(3, np.float32)
+    >>> opt = Adam([w], learning_rate=0.1)
+    >>> opt((np.array([1, -1, 0], np.float32),))
+    (True,)
+    >>> print(w.round(6))
+    [0.9 1.1 1. ]
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        learning_rate: Any = 1e-3,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        eps: float = 1e-8,
+        use_locking: bool = False,
+        use_nesterov: bool = False,
+        weight_decay: Any = 0.0,
+        loss_scale: Any = 1.0,
+        use_amsgrad: bool = False,
+        *,
+        use_lazy: bool = False,
+        use_offload: bool = False,
+        sparse_update: str | None = None,
+        skip_nonfinite: bool = False,
+        state_dtype: Any = None,
+        **unknown: Any,
+    ) -> None:
+        reject_unknown(self._name, unknown, ("use_lazy", "use_offload", *_ADAM_ARGUMENTS))
+        self.use_nesterov = check.flag(self._name, "use_nesterov", use_nesterov)
+        self.use_amsgrad = check.flag(self._name, "use_amsgrad", use_amsgrad)
+        self.use_lazy = check.flag(self._name, "use_lazy", use_lazy)
+        self.use_offload = check.flag(self._name, "use_offload", use_offload)
+        self._check_exclusive()
+        if sparse_update is None and not (self.use_amsgrad or self.use_offload):
+            sparse_update = "lazy" if self.use_lazy else "dense_equivalent"
+        elif self.use_lazy and sparse_update != "lazy":
+            raise ValueError(
+                message(self._name, "sparse_update", "contradicts use_lazy", "'lazy'", sparse_update)
+            )
+        super().__init__(
+            params,
+            learning_rate,
+            beta1,
+            beta2,
+            eps,
+            weight_decay,
+            loss_scale,
+            rule=self._pick_rule(),
+            use_locking=use_locking,
+            sparse_update=sparse_update,
+            skip_nonfinite=skip_nonfinite,
+            state_dtype=state_dtype,
+        )
+
+    def _check_exclusive(self) -> None:
+        pairs = (
+            ("use_lazy", "use_offload"),
+            ("use_amsgrad", "use_lazy"),
+            ("use_amsgrad", "use_offload"),
+            ("use_amsgrad", "use_nesterov"),
+        )
+        for a, b in pairs:
+            if getattr(self, a) and getattr(self, b):
+                raise ValueError(
+                    message(self._name, a, f"excludes {b}", "at most one of them", "both True")
+                )
+
+    def _pick_rule(self) -> rules.Rule:
+        if self.use_amsgrad:
+            return rules.ADAM_AMSGRAD
+        return rules.ADAM_NESTEROV if self.use_nesterov else rules.ADAM
+
+    @property
+    def vhat(self) -> tuple[np.ndarray, ...]:
+        """The largest second moment of each parameter; only with ``use_amsgrad``."""
+        return self._states["vhat"]
+
+
+class LazyAdam(_BiasCorrectedAdam):
+    """Adam whose row-sparse gradients update only the rows that occur.
+
+    The formulas of `Adam`, for the rows named by a `RowTensor`; all other rows, moments
+    included, stay as they are. Weight decay acts on these rows, once each. Dense gradients
+    update everything, as in `Adam`.
+
+    Args:
+        params, learning_rate, beta1, beta2, eps, use_locking, use_nesterov, loss_scale: as
+            `Adam`.
+        weight_decay: a **float** >= 0 or a callable of the step; an int raises, as published.
+        sparse_update: ``"lazy"``; ``"dense_equivalent"`` makes it `Adam`.
+        skip_nonfinite, state_dtype: as `Adam`.
+
+    Raises:
+        TypeError, ValueError, KeyError: as `Adam`.
+
+    Source: ``mindspore.nn.LazyAdam`` (deprecated in MindSpore 2.0).
+
+    >>> import numpy as np
+    >>> from fusestep.nn import RowTensor
+    >>> table = np.ones((4, 2), np.float32)
+    >>> opt = LazyAdam([table], learning_rate=0.1)
+    >>> opt([RowTensor(np.array([1, 1]), np.ones((2, 2), np.float32), (4, 2))])
+    (True,)
+    >>> print(table[:, 0].round(6))
+    [1.  0.9 1.  1. ]
+    """
+
+    _power_shape = (1,)
+
+    def __init__(
+        self,
+        params: Any,
+        learning_rate: Any = 1e-3,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        eps: float = 1e-8,
+        use_locking: bool = False,
+        use_nesterov: bool = False,
+        weight_decay: Any = 0.0,
+        loss_scale: Any = 1.0,
+        *,
+        sparse_update: str = "lazy",
+        skip_nonfinite: bool = False,
+        state_dtype: Any = None,
+        **unknown: Any,
+    ) -> None:
+        reject_unknown(self._name, unknown, _LAZY_ARGUMENTS)
+        self.use_nesterov = check.flag(self._name, "use_nesterov", use_nesterov)
+        if isinstance(weight_decay, int):
+            raise TypeError(
+                message(self._name, "weight_decay", "has a wrong type", "a float", weight_decay)
+            )
+        super().__init__(
+            params,
+            learning_rate,
+            beta1,
+            beta2,
+            eps,
+            weight_decay,
+            loss_scale,
+            rule=rules.ADAM_NESTEROV if self.use_nesterov else rules.ADAM,
+            use_locking=use_locking,
+            sparse_update=sparse_update,
+            skip_nonfinite=skip_nonfinite,
+            state_dtype=state_dtype,
+        )
+
+
+class AdamOffload(_BiasCorrectedAdam):
+    """Adam whose state and arithmetic stay on the host.
+
+    The formulas of `Adam`. In this version parameters live on the host too, so the step is
+    that of `Adam`; row-sparse gradients need ``sparse_update``.
+
+    Args:
+        params, learning_rate, beta1, beta2, eps, use_locking, use_nesterov, weight_decay,
+            loss_scale: as `Adam`.
+        sparse_update: ``"lazy"``, ``"dense_equivalent"`` or None: row-sparse gradients raise.
+        skip_nonfinite, state_dtype: as `Adam`.
+
+    Raises:
+        TypeError, ValueError, KeyError: as `Adam`.
+
+    Source: ``mindspore.nn.AdamOffload`` (deprecated in MindSpore 2.0).
+
+    >>> import numpy as np
+    >>> w = np.ones(2, np.float32)
+    >>> AdamOffload([w], learning_rate=0.1)((np.ones(2, np.float32),))
+    (True,)
+    >>> print(w.round(6))
+    [0.9 0.9]
+    """
+
+    _power_shape = (1,)
+
+    def __init__(
+        self,
+        params: Any,
+        learning_rate: Any = 1e-3,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        eps: float = 1e-8,
+        use_locking: bool = False,
+        use_nesterov: bool = False,
+        weight_decay: Any = 0.0,
+        loss_scale: Any = 1.0,
+        *,
+        sparse_update: str | None = None,
+        skip_nonfinite: bool = False,
+        state_dtype: Any = None,
+        **unknown: Any,
+    ) -> None:
+        reject_unknown(self._name, unknown, _LAZY_ARGUMENTS)
+        self.use_nesterov = check.flag(self._name, "use_nesterov", use_nesterov)
+        super().__init__(
+            params,
+            learning_rate,
+            beta1,
+            beta2,
+            eps,
+            weight_decay,
+            loss_scale,
+            rule=rules.ADAM_NESTEROV if self.use_nesterov else rules.ADAM,
+            use_locking=use_locking,
+            sparse_update=sparse_update,
+            skip_nonfinite=skip_nonfinite,
+            state_dtype=state_dtype,
+        )
+
+
+class AdamWeightDecay(FusedOptimizer):
+    """Adam with decoupled weight decay and without bias correction::
+
+        m <- beta1*m + (1 - beta1)*g
+        v <- beta2*v + (1 - beta2)*g*g
+        w <- w - lr * (m / (sqrt(v) + eps) + weight_decay*w)
+
+    Without bias correction the first update is about ``3.16 * lr`` per element at the
+    defaults. There is no loss scale.
+
+    Args:
+        params: `Parameter` or arrays, or group dicts; see `Optimizer`.
+        learning_rate: see `Optimizer`.
+        beta1, beta2: floats in (0, 1).
+        eps: float > 0.
+        weight_decay: see `Optimizer`; names with "beta" or "gamma" are exempt when ungrouped.
+        use_locking, skip_nonfinite, state_dtype: as `Adam`.
+        sparse_update: ``"lazy"``, ``"dense_equivalent"`` or None: row-sparse gradients raise.
+
+    Raises:
+        TypeError, ValueError, KeyError: as `Adam`.
+
+    Source: ``mindspore.nn.AdamWeightDecay``; Loshchilov and Hutter (2019), arXiv:1711.05101.
+
+    >>> import numpy as np
+    >>> w = np.ones(2, np.float32)
+    >>> AdamWeightDecay([w], learning_rate=0.1, weight_decay=0.5)((np.zeros(2, np.float32),))
+    (True,)
+    >>> print(w)
+    [0.95 0.95]
+    """
+
+    _decay_is_coupled = False
+
+    def __init__(
+        self,
+        params: Any,
+        learning_rate: Any = 1e-3,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        eps: float = 1e-6,
+        weight_decay: Any = 0.0,
+        *,
+        use_locking: bool = False,
+        sparse_update: str | None = None,
+        skip_nonfinite: bool = False,
+        state_dtype: Any = None,
+        **unknown: Any,
+    ) -> None:
+        reject_unknown(self._name, unknown, _DECAY_ARGUMENTS)
+        self.beta1 = open_unit(self._name, "beta1", beta1)
+        self.beta2 = open_unit(self._name, "beta2", beta2)
+        self.eps = positive_float(self._name, "eps", eps)
+        super().__init__(
+            learning_rate,
+            params,
+            weight_decay,
+            1.0,
+            rule=rules.ADAM_WEIGHT_DECAY,
+            use_locking=use_locking,
+            sparse_update=sparse_update,
+            skip_nonfinite=skip_nonfinite,
+            state_dtype=state_dtype,
+        )
+
+    def _scalars(self, real: Any, lr: float, decay: float, step: int) -> tuple[Any, ...]:
+        return rules.adam_weight_decay_hp(real, lr, self.beta1, self.beta2, self.eps, decay)
+
+
+_LAZY_ARGUMENTS = (
+    "params",
+    "learning_rate",
+    "beta1",
+    "beta2",
+    "eps",
+    "use_locking",
+    "use_nesterov",
+    "weight_decay",
+    "loss_scale",
+    *_EXTRAS,
+)
+_ADAM_ARGUMENTS = (*_LAZY_ARGUMENTS, "use_amsgrad")
+_DECAY_ARGUMENTS = tuple(a for a in _LAZY_ARGUMENTS if a not in ("use_nesterov", "loss_scale"))
+
+
+def open_unit(where: str, name: str, value: Any) -> float:
+    """A float strictly between 0 and 1.
+
+    Raises:
+        TypeError: it is no float (an int is none).
+        ValueError: it is out of range.
+    """
+    if not isinstance(value, float | np.floating):
+        raise TypeError(message(where, name, "has a wrong type", "a float", type(value).__name__))
+    if not 0.0 < value < 1.0:
+        raise ValueError(message(where, name, "is out of range", "between 0 and 1", value))
+    return float(value)
+
+
+def positive_float(where: str, name: str, value: Any) -> float:
+    """A finite float above 0.
+
+    Raises:
+        TypeError: it is no float (an int is none).
+        ValueError: it is out of range.
+    """
+    if not isinstance(value, float | np.floating):
+        raise TypeError(message(where, name, "has a wrong type", "a float", type(value).__name__))
+    if not 0.0 < value < np.inf:
+        raise ValueError(message(where, name, "is out of range", "positive and finite", value))
+    return float(value)

@@ -1,0 +1,54 @@
+"""Operations on whole gradients that are not fused into a kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..ops.arrays import RowTensor, adopt
+
+
+def _real(dtype: np.dtype[Any]) -> Any:
+    """The type of the arithmetic for a gradient of ``dtype``."""
+    return np.float64 if dtype == np.float64 else np.float32
+
+
+def decayed(gradient: Any, w: np.ndarray, factor: float) -> Any:
+    """``gradient + factor * w``, rounded to the gradient's dtype."""
+    if gradient is None:
+        return None
+    if isinstance(gradient, RowTensor):
+        rows = gradient.coalesce()
+        values = decayed(rows.values, w[rows.indices], factor)
+        return RowTensor(rows.indices, values, rows.dense_shape)
+    g = adopt("decay_weight", "gradients", gradient)
+    real = _real(w.dtype)
+    return (g.astype(real) + real(factor) * w.astype(real)).astype(g.dtype)
+
+
+def centralized(gradient: Any) -> Any:
+    """``gradient - mean over all axes but the first``; unchanged below two dimensions."""
+    if gradient is None:
+        return None
+    if isinstance(gradient, RowTensor):
+        # The mean of a sum is the sum of the means, so duplicates need not be summed first.
+        values = centralized(gradient.values)
+        return RowTensor(gradient.indices, values, gradient.dense_shape)
+    g = adopt("gradients_centralization", "gradients", gradient)
+    if g.ndim < 2 or g.size == 0:
+        return g
+    wide = g.astype(_real(g.dtype))
+    mean = wide.mean(axis=tuple(range(1, g.ndim)), keepdims=True, dtype=np.float64)
+    return (wide - mean.astype(wide.dtype)).astype(g.dtype)
+
+
+def scaled(gradient: Any, factor: float) -> Any:
+    """``gradient * factor``, the factor rounded to the type of the arithmetic first."""
+    if gradient is None:
+        return None
+    if isinstance(gradient, RowTensor):
+        return RowTensor(gradient.indices, scaled(gradient.values, factor), gradient.dense_shape)
+    g = adopt("scale_grad", "gradients", gradient)
+    real = _real(g.dtype)
+    return (g.astype(real) * real(factor)).astype(g.dtype)

@@ -1,0 +1,324 @@
+"""The public base class of optimizers: groups, learning rates, decay, scaling, counters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..ops import check
+from ..ops.errors import RejectedValueError, message, reject_unknown
+from . import gradients as grads
+from .checkpoint import checked_state
+from .groups import Groups, read_groups
+from .parameter import Parameter
+from .schedule import Rate, value_at
+
+_TARGETS = ("CPU", "GPU", "Ascend")
+
+
+class Optimizer:
+    """The base class of every optimizer.
+
+    A subclass defines ``construct(gradients)``; the optimizer is called with the gradients in
+    the order of `parameters`. ``global_step`` counts the calls that succeeded.
+
+    Args:
+        learning_rate: float or int >= 0, a 0-d or 1-d array or an iterable of floats (step s
+            uses element s), a `LearningRateSchedule`, or a callable of the step 0, 1, 2, ...
+        parameters: a list of `Parameter` (arrays are wrapped), or of dicts with the keys
+            ``params``, ``lr``, ``weight_decay``, ``grad_centralization``; a further dict with
+            the only key ``order_params`` gives the order.
+        weight_decay: float or int >= 0, or a callable of the step. Ungrouped parameters whose
+            name contains "beta" or "gamma" do not decay; in groups the values of the groups
+            count alone.
+        loss_scale: float or int > 0; gradients are multiplied by ``float32(1 / loss_scale)``.
+
+    Attributes:
+        parameters: the parameters in optimizer order.
+        global_step: int32 ``(1,)``.
+
+    Raises:
+        TypeError: a kind does not fit.
+        ValueError: a value or name does not fit, or parameters share memory.
+        RuntimeError: a parameter is given twice.
+        KeyError: an unknown or missing key of a group.
+
+    Source: ``mindspore.nn.Optimizer``.
+
+    >>> import numpy as np
+    >>> class SignDescent(Optimizer):
+    ...     def construct(self, gradients):
+    ...         for p, g in zip(self.parameters, self.decay_weight(gradients)):
+    ...             p.data -= self.get_lr() * np.sign(g)
+    ...         return (True,) * len(self.parameters)
+    >>> w = Parameter(np.ones(2, np.float32))
+    >>> SignDescent(0.5, [w])((np.array([3.0, -3.0], np.float32),))
+    (True,)
+    >>> w.data.tolist()
+    [0.5, 1.5]
+    """
+
+    _filter_names = True
+
+    def __init__(
+        self,
+        learning_rate: Any,
+        parameters: Any,
+        weight_decay: Any = 0.0,
+        loss_scale: Any = 1.0,
+        **unknown: Any,
+    ) -> None:
+        known = ("learning_rate", "parameters", "weight_decay", "loss_scale")
+        reject_unknown(self._name, unknown, known)
+        self._groups: Groups = read_groups(
+            self._name, parameters, learning_rate, weight_decay, filter_names=self._filter_names
+        )
+        self.parameters = tuple(option.parameter for option in self._groups.options)
+        self.loss_scale = _loss_scale(self._name, loss_scale)
+        self.global_step = np.zeros(1, np.int32)
+        self._check_overlap({})
+        for parameter in self.parameters:
+            parameter.watch(self)
+
+    @property
+    def _name(self) -> str:
+        return type(self).__name__
+
+    def construct(self, gradients: tuple[Any, ...]) -> Any:
+        """Update the parameters; defined by subclasses.
+
+        Raises:
+            NotImplementedError: in the base class.
+        """
+        raise NotImplementedError(f"{self._name}: define construct(self, gradients)")
+
+    def __call__(self, gradients: Sequence[Any]) -> Any:
+        """One step with ``gradients`` in the order of `parameters`."""
+        result = self.construct(self._as_tuple(gradients))
+        self.global_step += 1
+        return result
+
+    def _as_tuple(self, gradients: Any) -> tuple[Any, ...]:
+        if not isinstance(gradients, tuple | list):
+            raise RejectedTypeError(
+                message(
+                    self._name,
+                    "gradients",
+                    "has a wrong type",
+                    "a tuple or list in the order of the parameters",
+                    type(gradients).__name__,
+                )
+            )
+        if len(gradients) != len(self.parameters):
+            raise RejectedValueError(
+                message(
+                    self._name,
+                    "gradients",
+                    "has a wrong length",
+                    f"{len(self.parameters)}, one for each parameter",
+                    len(gradients),
+                )
+            )
+        return tuple(gradients)
+
+    # Learning rate and weight decay
+
+    @property
+    def is_group(self) -> bool:
+        """Whether the parameters were given in groups."""
+        return self._groups.is_group
+
+    @property
+    def is_group_lr(self) -> bool:
+        """Whether any group has a learning rate of its own."""
+        return self._groups.is_group_lr
+
+    @property
+    def learning_rate(self) -> Rate | tuple[Rate, ...]:
+        """The learning rate as it is kept; with group rates one for each parameter."""
+        if self.is_group_lr:
+            return tuple(option.rate for option in self._groups.options)
+        return self._groups.options[0].rate
+
+    def get_lr(self) -> float | tuple[float, ...]:
+        """The learning rate of the next step; with group rates one for each parameter."""
+        rates = self._rates_at(self._step)
+        return tuple(rates) if self.is_group_lr else rates[0]
+
+    def get_lr_parameter(self, param: Parameter | list[Parameter]) -> Any:
+        """The learning rate of ``param`` as it is kept, or a list of them for a list.
+
+        A fixed rate or list is a `Parameter`, which may be assigned to; a schedule is itself.
+
+        Raises:
+            TypeError: ``param`` is neither a `Parameter` nor a list of them.
+            ValueError: it does not belong to this optimizer.
+        """
+        if isinstance(param, list):
+            return [self.get_lr_parameter(p) for p in param]
+        if not isinstance(param, Parameter):
+            raise TypeError(
+                message(
+                    self._name, "param", "has a wrong type", "a Parameter or a list", type(param).__name__
+                )
+            )
+        for option in self._groups.options:
+            if option.parameter is param:
+                return option.rate
+        raise ValueError(
+            message(self._name, f"parameter {param.name!r}", "is foreign", "one of mine", "another")
+        )
+
+    def get_weight_decay(self) -> float | tuple[float, ...]:
+        """The weight decay of the next step; in groups one for each parameter."""
+        decays = self._decays_at(self._step)
+        return tuple(decays) if self.is_group else max(decays)
+
+    @property
+    def _step(self) -> int:
+        return int(self.global_step[0])
+
+    def _rates_at(self, step: int) -> list[float]:
+        return self._each("learning_rate", [o.rate for o in self._groups.options], step)
+
+    def _decays_at(self, step: int) -> list[float]:
+        return self._each("weight_decay", [o.decay for o in self._groups.options], step)
+
+    def _each(self, name: str, rates: Sequence[Rate | float], step: int) -> list[float]:
+        """The values at ``step``; a rate that several parameters share is evaluated once."""
+        known: dict[int, float] = {}
+        for rate in rates:
+            if id(rate) not in known:
+                known[id(rate)] = value_at(self._name, name, rate, step)
+        return [known[id(rate)] for rate in rates]
+
+    # Gradients, as separate steps for custom optimizers
+
+    def decay_weight(self, gradients: Sequence[Any]) -> tuple[Any, ...]:
+        """``g + weight_decay * loss_scale * w`` where decay applies, as new gradients.
+
+        A row-sparse gradient is summed by row first: a row decays once, and only if it occurs.
+        """
+        decays = self._decays_at(self._step)
+        return tuple(
+            grads.decayed(g, p.data, decay * self.loss_scale) if decay else g
+            for g, p, decay in zip(self._as_tuple(gradients), self.parameters, decays, strict=True)
+        )
+
+    def gradients_centralization(self, gradients: Sequence[Any]) -> tuple[Any, ...]:
+        """``g - mean of g over all axes but the first`` where a group asks for it.
+
+        It acts on parameters of two or more dimensions; others have nothing to centralize.
+        """
+        return tuple(
+            grads.centralized(g) if option.centralize else g
+            for g, option in zip(self._as_tuple(gradients), self._groups.options, strict=True)
+        )
+
+    def scale_grad(self, gradients: Sequence[Any]) -> tuple[Any, ...]:
+        """``g * float32(1 / loss_scale)``, as new gradients; the same ones if it is 1."""
+        gradients = self._as_tuple(gradients)
+        if self.loss_scale == 1.0:
+            return gradients
+        return tuple(grads.scaled(g, 1.0 / self.loss_scale) for g in gradients)
+
+    def broadcast_params(self, optim_result: Any) -> bool:
+        """Send updated parameters to the other processes: with one process, nothing to do."""
+        return True
+
+    # Where it runs
+
+    @property
+    def target(self) -> str:
+        """Where state and arithmetic live: ``"CPU"``."""
+        return "CPU"
+
+    @target.setter
+    def target(self, value: str) -> None:
+        if not isinstance(value, str):
+            raise TypeError(
+                message(self._name, "target", "has a wrong type", "a str", type(value).__name__)
+            )
+        if value not in _TARGETS:
+            raise ValueError(message(self._name, "target", "is unknown", _TARGETS, value))
+        if value != "CPU":
+            raise ValueError(
+                message(self._name, "target", "is impossible", "'CPU': the parameters live there", value)
+            )
+
+    @property
+    def unique(self) -> bool:
+        """Whether duplicate rows are summed before the update: always."""
+        return True
+
+    @unique.setter
+    def unique(self, value: bool) -> None:
+        if not check.flag(self._name, "unique", value):
+            raise ValueError(
+                message(self._name, "unique", "is impossible", True, False)
+                + "; duplicate rows are always summed, an update without it is not defined"
+            )
+
+    # State
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Copies of all that a resumed run needs beside the parameters, by name."""
+        return {name: array.copy() for name, array in self._state_arrays().items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a `state_dict`, after checking all of it.
+
+        Raises:
+            KeyError: a name is missing or unknown.
+            TypeError: a dtype differs.
+            ValueError: a shape differs.
+        """
+        own = self._state_arrays()
+        for name, array in checked_state(self._name, state, own).items():
+            own[name][...] = array
+
+    def _state_arrays(self) -> dict[str, np.ndarray]:
+        """The arrays of the state themselves, by name."""
+        arrays = {"global_step": self.global_step}
+        for rate in self._groups.rates:
+            if isinstance(rate, Parameter):
+                arrays[str(rate.name)] = rate.data
+        return arrays
+
+    def check_rebinding(self, parameter: Parameter, array: np.ndarray) -> None:
+        """Called before ``parameter.data`` becomes ``array``.
+
+        Raises:
+            ValueError: it shares memory with another array of this optimizer.
+        """
+        self._check_overlap({id(parameter): array})
+
+    def forget_addresses(self) -> None:
+        """Called after a parameter was rebound; a subclass drops what it derived."""
+
+    def _check_overlap(self, rebound: Mapping[int, np.ndarray]) -> None:
+        arrays = [rebound.get(id(p), p.data) for p in self.parameters]
+        check.no_overlap(self._name, [f"parameter {p.name!r}" for p in self.parameters], arrays)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        for parameter in self.parameters:
+            parameter.watch(self)
+
+
+class RejectedTypeError(TypeError, RuntimeError):
+    """A wrong kind for which the original systems raise `RuntimeError`."""
+
+
+def _loss_scale(where: str, value: Any) -> float:
+    if not isinstance(value, bool | int | float | np.floating):
+        raise TypeError(
+            message(where, "loss_scale", "has a wrong type", "a float or int", type(value).__name__)
+        )
+    if not 0 < value < float("inf"):
+        raise ValueError(
+            message(where, "loss_scale", "is out of range", "positive and finite", value)
+        )
+    return float(value)

@@ -1,0 +1,116 @@
+"""A named array that optimizers update in place."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import numpy as np
+
+from ..ops import check
+from ..ops.errors import message
+
+
+class Parameter:
+    """An array with a name, adopted without a copy.
+
+    Args:
+        data: a writable, C-contiguous floating array (float32, float64, float16 or
+            ``ml_dtypes.bfloat16``) of any shape.
+        name: its name; an optimizer names an unnamed parameter ``parameter_<i>`` by position.
+        requires_grad: whether optimizers may update it.
+
+    ``data`` can be rebound at any time to an array of the same shape; optimizers that hold the
+    parameter notice. The parameter offers NumPy's array interface, so operators take it as an
+    array.
+
+    Raises:
+        TypeError: ``data`` is no floating array, ``name`` no str, ``requires_grad`` no bool.
+        ValueError: ``data`` is read-only or not contiguous.
+
+    >>> import numpy as np
+    >>> p = Parameter(np.zeros((2, 3), np.float32), "dense.weight")
+    >>> p.shape, p.name
+    ((2, 3), 'dense.weight')
+    """
+
+    def __init__(self, data: Any, name: str | None = None, requires_grad: bool = True) -> None:
+        if isinstance(data, Parameter):
+            data = data.data
+        if name is not None and not isinstance(name, str):
+            raise TypeError(
+                message("Parameter", "name", "has a wrong type", "a str", type(name).__name__)
+            )
+        self.name = name
+        self.requires_grad = check.flag("Parameter", "requires_grad", requires_grad)
+        self._data = check.variable("Parameter", "data", data)
+        self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    @property
+    def data(self) -> np.ndarray:
+        """The array; assign another one of the same shape to rebind it."""
+        return self._data
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        array = check.variable("Parameter", "data", value)
+        if array.shape != self._data.shape:
+            raise ValueError(
+                message("Parameter", "data", "has a wrong shape", self._data.shape, array.shape)
+            )
+        owners = list(self._owners)
+        for owner in owners:
+            owner.check_rebinding(self, array)
+        self._data = array
+        for owner in owners:
+            owner.forget_addresses()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array."""
+        return self._data.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the array."""
+        return self._data.dtype
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return self._data.ndim
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return self._data.size
+
+    def asnumpy(self) -> np.ndarray:
+        """The array itself."""
+        return self._data
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        array = self._data if dtype is None else self._data.astype(dtype, copy=False)
+        if copy is False and array is not self._data:
+            raise ValueError(f"Parameter: a copy is needed to convert {self.dtype} to {dtype}")
+        return array.copy() if copy and array is self._data else array
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __float__(self) -> float:
+        return float(self._data)
+
+    def __repr__(self) -> str:
+        return f"Parameter(name={self.name!r}, shape={self.shape}, dtype={self.dtype})"
+
+    def watch(self, owner: Any) -> None:
+        """Have ``owner`` told about every rebinding; it is held weakly."""
+        self._owners.add(owner)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"name": self.name, "requires_grad": self.requires_grad, "_data": self._data}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._owners = weakref.WeakSet()

@@ -1,0 +1,160 @@
+"""Learning rates and weight decays: fixed, listed by step, or computed by a schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+
+from ..ops import arrays
+from ..ops.errors import message
+from .parameter import Parameter
+
+
+class LearningRateSchedule:
+    """The base class of schedules: subclass it and define ``construct(global_step)``.
+
+    ``construct`` receives the int 0, 1, 2, ... and returns a float or a 1-element array.
+
+    >>> class Halving(LearningRateSchedule):
+    ...     def construct(self, global_step):
+    ...         return 0.1 * 0.5**global_step
+    >>> Halving()(3)
+    0.0125
+    """
+
+    def construct(self, global_step: int) -> Any:
+        """The value at ``global_step`` = 0, 1, 2, ..."""
+        raise NotImplementedError(
+            f"{type(self).__name__}: define construct(self, global_step) in the subclass"
+        )
+
+    def __call__(self, global_step: int) -> Any:
+        """The value at ``global_step``."""
+        return self.construct(global_step)
+
+
+Schedule = Callable[[int], Any]
+Rate = Parameter | Schedule
+"""A fixed or listed value (a `Parameter` that may be assigned to) or a schedule."""
+
+
+def learning_rate(where: str, name: str, value: Any) -> Rate:
+    """The learning rate that a user gave, in the form in which it is kept.
+
+    Args:
+        where: who asks, for errors.
+        name: the name of the parameter that will hold it.
+        value: a float or int, a 0-d or 1-d array, an iterable of floats (step s uses element
+            s), a `LearningRateSchedule`, or any callable of the step.
+
+    Raises:
+        TypeError: another kind.
+        ValueError: negative, not finite, empty or of more than one dimension.
+    """
+    if callable(value) and not isinstance(value, Parameter):
+        return _schedule(value)
+    array = _numbers(where, value)
+    if array.ndim > 1 or array.size == 0:
+        expected = "a scalar or a non-empty list"
+        raise ValueError(message(where, "learning_rate", "has a wrong shape", expected, array.shape))
+    if not np.isfinite(array).all() or (array < 0).any():
+        raise ValueError(
+            message(where, "learning_rate", "is out of range", "finite and at least 0", value)
+        )
+    return Parameter(array, name)
+
+
+def _numbers(where: str, value: Any) -> np.ndarray:
+    if isinstance(value, bool | int | float | np.floating):
+        return np.array(float(value))
+    if isinstance(value, str | bytes) or isinstance(value, np.generic) or value is None:
+        raise TypeError(_wrong_rate(where, value))
+    if isinstance(value, np.ndarray | Parameter) or hasattr(value, "__array__"):
+        array = arrays.adopt(where, "learning_rate", value)
+        if array.dtype.kind not in "fiu" and array.dtype != arrays.BFLOAT16:
+            raise TypeError(_wrong_rate(where, array.dtype))
+        return np.array(array, np.float64)
+    if not isinstance(value, Iterable):
+        raise TypeError(_wrong_rate(where, value))
+    try:
+        return np.array([float(x) for x in value])
+    except (TypeError, ValueError):
+        raise TypeError(_wrong_rate(where, value)) from None
+
+
+def _wrong_rate(where: str, value: Any) -> str:
+    got = value if isinstance(value, np.dtype) else type(value).__name__
+    expected = "a float, an int, an array, an iterable of floats or a schedule"
+    return message(where, "learning_rate", "has a wrong type", expected, got)
+
+
+def weight_decay(where: str, value: Any) -> float | Schedule:
+    """The weight decay that a user gave: a float or int >= 0, or a callable of the step.
+
+    Raises:
+        TypeError: another kind.
+        ValueError: negative or not finite.
+    """
+    if isinstance(value, bool | int | float | np.floating):
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(
+                message(where, "weight_decay", "is out of range", "finite and at least 0", value)
+            )
+        return float(value)
+    if callable(value):
+        return _schedule(value)
+    raise TypeError(
+        message(
+            where, "weight_decay", "has a wrong type", "a float, an int or a schedule", type(value).__name__
+        )
+    )
+
+
+def _schedule(value: Any) -> Schedule:
+    if isinstance(value, type):
+        raise TypeError(
+            message("schedule", value.__name__, "is a class", "an instance", "the class itself")
+        )
+    return value  # type: ignore[no-any-return]
+
+
+def value_at(where: str, name: str, rate: Rate | float, step: int) -> float:
+    """The value for ``step`` = 0, 1, 2, ...
+
+    Raises:
+        RuntimeError: a list ends before ``step``.
+        TypeError: a schedule returned no number.
+        ValueError: a value is not finite.
+    """
+    if isinstance(rate, float):
+        return rate
+    if not isinstance(rate, Parameter):
+        return _scheduled(where, name, rate(step))
+    array = rate.data
+    if array.ndim == 0:
+        return _finite(where, name, float(array))
+    if step >= len(array):
+        raise RuntimeError(
+            message(where, name, f"has no value for step {step}", f"{step + 1} values", len(array))
+            + "; give a longer list or a schedule"
+        )
+    return _finite(where, name, float(array[step]))
+
+
+def _scheduled(where: str, name: str, value: Any) -> float:
+    try:
+        number = float(np.asarray(value, np.float64).reshape(()))
+    except (TypeError, ValueError):
+        raise TypeError(
+            message(where, name, "has a schedule that returned no number", "a float", repr(value))
+        ) from None
+    return _finite(where, name, number)
+
+
+def _finite(where: str, name: str, value: float) -> float:
+    if not math.isfinite(value):
+        raise ValueError(message(where, name, "is not finite", "a finite number", value))
+    return value

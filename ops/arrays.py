@@ -1,0 +1,195 @@
+"""Arrays as they come in: adopted without a copy; and the row-sparse gradient, RowTensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from .errors import message
+
+INDEX_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def address_of(array: np.ndarray) -> int:
+    """The address of the first element."""
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def adopt(where: str, name: str, value: Any) -> np.ndarray:
+    """The NumPy view of ``value``, without a copy.
+
+    Taken are NumPy arrays and scalars, `fusestep.nn.Parameter`, and any object on the host
+    with ``__array__`` or ``__dlpack__``.
+
+    Raises:
+        TypeError: ``value`` is no array.
+        RuntimeError: ``value`` lives on a CUDA device.
+    """
+    if isinstance(value, np.ndarray):
+        return value
+    if _is_on_cuda(value):
+        raise RuntimeError(
+            message(where, name, "lives on a CUDA device", "an array on the host", type(value))
+            + "; copy it to the host first: this version has no CUDA kernels"
+        )
+    if hasattr(value, "__array__"):
+        return np.asarray(value)
+    if hasattr(value, "__dlpack__"):
+        return np.from_dlpack(value)
+    raise TypeError(message(where, name, "is no array", "an array", type(value).__name__))
+
+
+def _is_on_cuda(value: Any) -> bool:
+    # The attribute itself may raise: a torch tensor that requires grad has it and refuses.
+    try:
+        return getattr(value, "__cuda_array_interface__", None) is not None
+    except RuntimeError:
+        return True
+
+
+def adopt_variable(where: str, name: str, value: Any) -> np.ndarray:
+    """As `adopt`, for an array that is updated in place.
+
+    Raises:
+        TypeError: also when reading ``value`` twice gives two different arrays, so that an
+            update of one would be lost.
+    """
+    array = adopt(where, name, value)
+    if array is not value and not isinstance(value, np.ndarray):
+        again = adopt(where, name, value)
+        if address_of(array) != address_of(again):
+            raise TypeError(
+                message(where, name, "cannot be updated in place", "an array", type(value).__name__)
+            )
+    return array
+
+
+class RowTensor:
+    """A row-sparse gradient of an ``[N, ...]`` tensor: values for some of its rows.
+
+    ``dense[i] = sum of values[b] for all b with indices[b] == i``, and 0 where there is none.
+    Duplicates are allowed and summed, in any order of rows.
+
+    Args:
+        indices: ``[B]`` int32 or int64, each in ``[0, N)``.
+        values: ``[B, ...]`` floating; trailing dimensions as those of the dense tensor.
+        dense_shape: shape ``(N, ...)`` of the tensor.
+
+    Raises:
+        TypeError: a kind or dtype does not fit.
+        ValueError: a shape or length does not fit. (Index values are checked by the step that
+            uses them: `IndexError`.)
+
+    Source: ``mindspore.RowTensor``.
+
+    >>> import numpy as np
+    >>> g = RowTensor(np.array([2, 0, 2]), np.ones((3, 2), np.float32), (4, 2))
+    >>> g.to_dense()[:, 0].tolist()
+    [1.0, 0.0, 2.0, 0.0]
+    """
+
+    __slots__ = ("dense_shape", "indices", "values")
+
+    def __init__(self, indices: Any, values: Any, dense_shape: tuple[int, ...]) -> None:
+        self.indices = adopt("RowTensor", "indices", indices)
+        self.values = adopt("RowTensor", "values", values)
+        self.dense_shape = _shape(dense_shape)
+        check_row_gradient("RowTensor", "values", self.indices, self.values, self.dense_shape)
+
+    def __repr__(self) -> str:
+        return (
+            f"RowTensor(indices={self.indices.shape} {self.indices.dtype}, "
+            f"values={self.values.shape} {self.values.dtype}, dense_shape={self.dense_shape})"
+        )
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the values."""
+        return self.values.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the dense tensor."""
+        return self.dense_shape
+
+    def coalesce(self) -> RowTensor:
+        """Each row once, in ascending order, duplicates summed in order of occurrence.
+
+        Raises:
+            IndexError: an index is outside of ``[0, N)``.
+        """
+        self._check_indices()
+        unique, inverse = np.unique(self.indices, return_inverse=True)
+        real = np.float64 if self.dtype == np.float64 else np.float32
+        total = np.zeros((len(unique), *self.dense_shape[1:]), real)
+        np.add.at(total, inverse.reshape(-1), self.values.astype(real))
+        return RowTensor(unique, total.astype(self.dtype), self.dense_shape)
+
+    def to_dense(self) -> np.ndarray:
+        """The dense ``[N, ...]`` array, duplicates summed in order of occurrence.
+
+        Raises:
+            IndexError: an index is outside of ``[0, N)``.
+        """
+        rows = self.coalesce()
+        dense = np.zeros(self.dense_shape, self.dtype)
+        dense[rows.indices] = rows.values
+        return dense
+
+    def _check_indices(self) -> None:
+        bad = (self.indices < 0) | (self.indices >= self.dense_shape[0])
+        if bad.any():
+            position = int(np.argmax(bad))
+            raise index_error("RowTensor", self.indices, position, self.dense_shape[0])
+
+
+def _shape(dense_shape: Any) -> tuple[int, ...]:
+    try:
+        return tuple(int(n) for n in dense_shape)
+    except TypeError:
+        got = type(dense_shape).__name__
+        raise TypeError(
+            message("RowTensor", "dense_shape", "is no shape", "a tuple of int", got)
+        ) from None
+
+
+def check_row_gradient(
+    where: str, name: str, indices: np.ndarray, values: np.ndarray, shape: tuple[int, ...]
+) -> None:
+    """Kinds and shapes of a row-sparse gradient against the shape of its variable.
+
+    Raises:
+        TypeError: ``indices`` is not int32 or int64.
+        ValueError: a shape or length does not fit.
+    """
+    if indices.dtype not in INDEX_DTYPES:
+        raise TypeError(
+            message(where, "indices", "has a wrong dtype", "int32 or int64", indices.dtype)
+        )
+    if indices.ndim != 1:
+        raise ValueError(
+            message(where, "indices", "has a wrong shape", "1 dimension", indices.shape)
+        )
+    if values.ndim != len(shape) or values.shape[1:] != shape[1:]:
+        expected = f"(len(indices), *{shape[1:]})"
+        raise ValueError(message(where, name, "has a wrong shape", expected, values.shape))
+    if len(values) != len(indices):
+        expected = f"{len(indices)} rows as there are indices"
+        raise ValueError(message(where, name, "has a wrong length", expected, len(values)))
+
+
+def index_error(where: str, indices: np.ndarray, position: int, n_rows: int) -> IndexError:
+    """The error for ``indices[position]``."""
+    return IndexError(
+        message(
+            where,
+            f"indices[{position}]",
+            "is out of range",
+            f"0 <= index < {n_rows}",
+            int(indices[position]),
+        )
+    )

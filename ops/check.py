@@ -1,0 +1,176 @@
+"""The generic checks of operators: everything is checked before anything is written."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from ..kernels.storage import STORAGES
+from .arrays import address_of, adopt, adopt_variable
+from .errors import ConversionError, message
+
+FLOATS = tuple(STORAGES)
+_FLOAT_NAMES = ", ".join(str(dtype) for dtype in FLOATS)
+
+
+def flag(where: str, name: str, value: Any) -> bool:
+    """A bool, and nothing else.
+
+    Raises:
+        TypeError: it is not.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(message(where, name, "has a wrong type", "a bool", type(value).__name__))
+    return value
+
+
+def scalar(where: str, name: str, value: Any) -> float:
+    """A finite number out of a Python or NumPy scalar or an array of shape ``()`` or ``(1,)``.
+
+    Raises:
+        TypeError: it is no real number.
+        ValueError: it is NaN or infinite, or an array of another shape.
+    """
+    if type(value) is not float:
+        value = _number(where, name, value)
+    if not math.isfinite(value):
+        raise ValueError(message(where, name, "is not finite", "a finite number", value))
+    return value
+
+
+def _number(where: str, name: str, value: Any) -> float:
+    if isinstance(value, bool | str | bytes) or value is None:
+        raise TypeError(message(where, name, "has a wrong type", "a number", type(value).__name__))
+    if isinstance(value, int | float):
+        return float(value)
+    array = adopt(where, name, value)
+    if array.dtype not in FLOATS and array.dtype.kind not in "iu":
+        raise TypeError(message(where, name, "has a wrong dtype", "a real number", array.dtype))
+    if array.shape not in ((), (1,)):
+        raise ValueError(
+            message(where, name, "has a wrong shape", "a scalar, () or (1,)", array.shape)
+        )
+    return float(array.reshape(()))
+
+
+def variable(where: str, name: str, value: Any) -> np.ndarray:
+    """An array that can be updated in place: floating, writable, contiguous, aligned.
+
+    Raises:
+        TypeError: it is no array or no floating one.
+        ValueError: it is read-only, not C-contiguous or not aligned.
+    """
+    array = adopt_variable(where, name, value)
+    if array.dtype not in STORAGES:
+        raise TypeError(message(where, name, "has a wrong dtype", _FLOAT_NAMES, array.dtype))
+    flags = array.flags
+    if not flags.writeable:
+        raise ValueError(message(where, name, "is read-only", "a writable array", "a read-only one"))
+    if not (flags.c_contiguous and flags.aligned):
+        raise ValueError(
+            message(
+                where,
+                name,
+                "is not contiguous",
+                "an aligned C-contiguous array",
+                f"strides {array.strides}",
+            )
+            + "; it is updated in place and cannot be copied"
+        )
+    return array
+
+
+def same_layout(where: str, names: tuple[str, ...], arrays: list[np.ndarray]) -> None:
+    """Variables of one operator: one dtype, one shape, no shared memory.
+
+    Raises:
+        ConversionError: dtypes differ (the lower ones would have to be converted).
+        ValueError: shapes differ, or two variables overlap.
+    """
+    first = arrays[0]
+    for name, array in zip(names[1:], arrays[1:], strict=True):
+        if array.dtype != first.dtype:
+            raise ConversionError(
+                message(where, name, f"differs in dtype from {names[0]}", first.dtype, array.dtype)
+                + "; variables are updated in place and cannot be converted"
+            )
+        if array.shape != first.shape:
+            raise ValueError(
+                message(where, name, f"differs in shape from {names[0]}", first.shape, array.shape)
+            )
+    no_overlap(where, list(names), arrays)
+
+
+def no_overlap(where: str, names: list[str], arrays: list[np.ndarray]) -> None:
+    """Contiguous arrays must not share memory.
+
+    Raises:
+        ValueError: two of them do.
+    """
+    ranges = sorted((address_of(a), a.nbytes, n) for n, a in zip(names, arrays, strict=True))
+    end, owner = 0, ""
+    for begin, n_bytes, name in ranges:
+        if n_bytes and begin < end:
+            raise ValueError(
+                message(where, name, f"shares memory with {owner}", "separate arrays", "an overlap")
+            )
+        if n_bytes and begin + n_bytes > end:
+            end, owner = begin + n_bytes, name
+
+
+def gradient(
+    where: str, name: str, value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]
+) -> np.ndarray:
+    """A contiguous gradient for a variable of ``dtype`` and ``shape``; copied if strided.
+
+    Raises:
+        TypeError: it is no floating array.
+        ConversionError: its dtype is higher, so that the variable would have to be converted.
+        ValueError: its shape differs.
+    """
+    array = floating(where, name, value, dtype)
+    if array.shape != shape:
+        raise ValueError(message(where, name, "has a wrong shape", shape, array.shape))
+    return contiguous(array)
+
+
+def floating(where: str, name: str, value: Any, dtype: np.dtype[Any]) -> np.ndarray:
+    """A floating array of at most the precision of ``dtype``.
+
+    Raises:
+        TypeError: it is no floating array.
+        ConversionError: its dtype is higher than ``dtype``.
+    """
+    array = adopt(where, name, value)
+    if array.dtype not in STORAGES:
+        raise TypeError(message(where, name, "has a wrong dtype", _FLOAT_NAMES, array.dtype))
+    if array.dtype != dtype and np.promote_types(array.dtype, dtype) != dtype:
+        raise ConversionError(
+            message(where, name, "has a higher dtype than the variable", dtype, array.dtype)
+            + "; the variable is updated in place and cannot be converted"
+        )
+    return array
+
+
+def contiguous(array: np.ndarray) -> np.ndarray:
+    """``array``, or a C-contiguous aligned copy of it (0-d stays 0-d)."""
+    flags = array.flags
+    return array if flags.c_contiguous and flags.aligned else array.copy(order="C")
+
+
+def not_shared(where: str, name: str, array: np.ndarray, variables: list[np.ndarray]) -> None:
+    """A gradient must not share memory with what the step writes.
+
+    Raises:
+        ValueError: it does.
+    """
+    begin = address_of(array)
+    end = begin + array.nbytes
+    for other in variables:
+        at = address_of(other)
+        if begin < at + other.nbytes and at < end:
+            raise ValueError(
+                message(where, name, "shares memory with a variable", "its own memory", "an overlap")
+            )

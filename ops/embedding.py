@@ -1,0 +1,103 @@
+"""Row gather: the forward of an embedding, whose backward is a row-sparse gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..kernels.cpu.gather import gather
+from . import check
+from .arrays import INDEX_DTYPES, RowTensor, adopt, index_error
+from .errors import message, reject_unknown
+
+
+class SparseGatherV2:
+    """``out[...] = params[indices[...]]`` along axis 0, with a row-sparse backward.
+
+    Call arguments:
+        params: floating ``[N, ...]``, at least 1-d.
+        indices: int32 or int64 of any shape, each in ``[0, N)``.
+        axis: 0.
+
+    Returns:
+        A new array of shape ``indices.shape + params.shape[1:]``.
+
+    Raises:
+        TypeError: a kind or dtype does not fit.
+        ValueError: ``params`` is 0-d or ``axis`` is not 0.
+        IndexError: an index is out of range.
+
+    Source: ``mindspore.ops.SparseGatherV2``.
+
+    >>> import numpy as np
+    >>> table = np.arange(6, dtype=np.float32).reshape(3, 2)
+    >>> gather = SparseGatherV2()
+    >>> gather(table, np.array([2, 0, 2]), 0).tolist()
+    [[4.0, 5.0], [0.0, 1.0], [4.0, 5.0]]
+    >>> gather.backward(np.ones((3, 2), np.float32)).to_dense().tolist()
+    [[1.0, 1.0], [0.0, 0.0], [2.0, 2.0]]
+    """
+
+    def __init__(self, **unknown: Any) -> None:
+        reject_unknown("SparseGatherV2", unknown, ())
+        self._indices: np.ndarray | None = None
+        self._shape: tuple[int, ...] = ()
+
+    def __call__(self, params: Any, indices: Any, axis: Any = 0) -> np.ndarray:
+        """Gather rows; see the class."""
+        where = "SparseGatherV2"
+        table = adopt(where, "params", params)
+        if table.dtype not in check.FLOATS:
+            raise TypeError(
+                message(where, "params", "has a wrong dtype", "a floating dtype", table.dtype)
+            )
+        if table.ndim == 0:
+            raise ValueError(message(where, "params", "has no rows", "at least 1 dimension", "0-d"))
+        _check_axis(where, axis)
+        index = adopt(where, "indices", indices)
+        if index.dtype not in INDEX_DTYPES:
+            raise TypeError(
+                message(where, "indices", "has a wrong dtype", "int32 or int64", index.dtype)
+            )
+        # A copy, because backward() must see the rows that were read here.
+        flat = index.reshape(-1).astype(np.int64, copy=True)
+        bad = (flat < 0) | (flat >= len(table))
+        if bad.any():
+            raise index_error(where, flat, int(np.argmax(bad)), len(table))
+        out = np.empty(index.shape + table.shape[1:], table.dtype)
+        if out.size:
+            gather(check.contiguous(table), flat, out.reshape(len(flat), -1))
+        self._indices, self._shape = flat.reshape(index.shape), table.shape
+        return out
+
+    def backward(self, grad: Any) -> RowTensor:
+        """The gradient of ``params`` for the gradient ``grad`` of the last call's output.
+
+        Args:
+            grad: floating, of the shape of the output. Its memory is used, not copied.
+
+        Raises:
+            RuntimeError: there was no call yet.
+            TypeError, ValueError: ``grad`` does not fit the output.
+        """
+        if self._indices is None:
+            raise RuntimeError("SparseGatherV2: backward needs a call of the operator before it")
+        array = adopt("SparseGatherV2", "grad", grad)
+        shape = self._indices.shape + self._shape[1:]
+        if array.shape != shape:
+            raise ValueError(
+                message("SparseGatherV2", "grad", "has a wrong shape", shape, array.shape)
+            )
+        values = array.reshape(self._indices.size, *self._shape[1:])
+        return RowTensor(self._indices.reshape(-1), values, self._shape)
+
+
+def _check_axis(where: str, axis: Any) -> None:
+    if isinstance(axis, bool) or not isinstance(axis, int | np.integer):
+        raise TypeError(message(where, "axis", "has a wrong type", "an int", type(axis).__name__))
+    if axis != 0:
+        raise ValueError(
+            message(where, "axis", "is not supported", 0, axis)
+            + "; move the axis to the front first (numpy.moveaxis)"
+        )

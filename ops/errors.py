@@ -1,0 +1,50 @@
+"""The exceptions of this package that are more than a built-in one, and the form of messages."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+
+class ConversionError(TypeError, RuntimeError):
+    """A variable would have to be converted to another dtype, but is updated in place.
+
+    It is both a `TypeError` and a `RuntimeError`: the original systems document either.
+    """
+
+
+class RejectedValueError(ValueError, RuntimeError):
+    """A bad value or shape for which the original systems raise `RuntimeError`."""
+
+
+class UnknownArgumentError(TypeError, KeyError):
+    """An unknown keyword argument or group key.
+
+    It is both a `TypeError` (as Python raises) and a `KeyError` (as MindSpore raises).
+    """
+
+    def __str__(self) -> str:
+        # KeyError would print the repr of the message.
+        return str(self.args[0])
+
+
+def message(where: str, argument: str, wrong: str, expected: object, got: object) -> str:
+    """``<where>: <argument> <what is wrong>: expected <x>, got <y>``."""
+    return f"{where}: {argument} {wrong}: expected {expected}, got {got}"
+
+
+def reject_unknown(where: str, unknown: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Raise for the first unknown name and suggest the nearest known one.
+
+    Raises:
+        UnknownArgumentError: ``unknown`` is not empty.
+    """
+    known = list(known)
+    for name in unknown:
+        near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.4)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise UnknownArgumentError(
+            message(where, f"argument {name!r}", "is unknown", "one of " + ", ".join(known), name)
+            + hint
+        )

@@ -1,0 +1,121 @@
+"""The common base of operators, and the two ways in which one applies a rule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..kernels.rules.rule import Rule
+from ..kernels.storage import F64, STORAGES
+from . import check
+from .arrays import address_of, adopt, check_row_gradient
+from .errors import RejectedValueError, message, reject_unknown
+from .step import Variables, dense_step, row_step
+
+_ONE_TENSOR = np.zeros(1, np.int64)
+
+
+class Primitive:
+    """A stateless operator that updates its variables in place.
+
+    Attributes:
+        use_locking: whether concurrent calls on overlapping memory are serialised
+            (`fusestep.ops.locks`).
+    """
+
+    use_locking: bool
+
+    def __init__(self, use_locking: bool, unknown: dict[str, Any], known: tuple[str, ...]) -> None:
+        reject_unknown(self.name, unknown, known)
+        self.use_locking = check.flag(self.name, "use_locking", use_locking)
+
+    @property
+    def name(self) -> str:
+        """The operator's name in error messages."""
+        return type(self).__name__
+
+    def __repr__(self) -> str:
+        attributes = ", ".join(f"{k}={v!r}" for k, v in vars(self).items())
+        return f"{self.name}({attributes})"
+
+    def _scalars(self, **values: Any) -> dict[str, float]:
+        return {name: check.scalar(self.name, name, value) for name, value in values.items()}
+
+    def _variables(self, **values: Any) -> dict[str, np.ndarray]:
+        arrays = {name: check.variable(self.name, name, value) for name, value in values.items()}
+        check.same_layout(self.name, tuple(arrays), list(arrays.values()))
+        return arrays
+
+    def _apply_dense(
+        self, rule: Rule, variables: dict[str, np.ndarray], hp: np.ndarray, name: str, value: Any
+    ) -> None:
+        """Check the gradient and apply ``rule`` to the variables in place."""
+        arrays = list(variables.values())
+        gradient = check.gradient(self.name, name, value, arrays[0].dtype, arrays[0].shape)
+        check.not_shared(self.name, name, gradient, arrays)
+        address = np.array([address_of(gradient)])
+        storage, tensors = STORAGES[gradient.dtype], Variables.of([tuple(arrays)])
+        dense_step(
+            rule, (), tensors, address, storage, hp, _ONE_TENSOR, use_locking=self.use_locking
+        )
+
+    def _apply_rows(
+        self,
+        rule: Rule,
+        variables: dict[str, np.ndarray],
+        hp: np.ndarray,
+        gradient: Any,
+        indices: Any,
+        *,
+        touched_only: bool,
+        drop: bool,
+    ) -> None:
+        """Check the row-sparse gradient and apply ``rule`` to the variables in place."""
+        arrays = list(variables.values())
+        if arrays[0].ndim == 0:
+            raise RejectedValueError(
+                message(self.name, "var", "has no rows", "at least 1 dimension", "0 dimensions")
+            )
+        values = check.floating(self.name, "gradient", gradient, arrays[0].dtype)
+        index = adopt(self.name, "indices", indices)
+        check_row_gradient(self.name, "gradient", index, values, arrays[0].shape)
+        values, index = check.contiguous(values), check.contiguous(index)
+        check.not_shared(self.name, "gradient", values, arrays)
+        check.not_shared(self.name, "indices", index, arrays)
+        row_step(
+            self.name,
+            rule,
+            (),
+            Variables.of([tuple(arrays)]),
+            [(index, values)],
+            hp,
+            [0],
+            touched_only=touched_only,
+            drop=drop,
+            use_locking=self.use_locking,
+        )
+
+
+def real_type(array: np.ndarray) -> Any:
+    """The NumPy scalar type of the arithmetic on ``array``."""
+    return np.float64 if STORAGES[array.dtype] is F64 else np.float32
+
+
+def hp_row(real: Any, scalars: tuple[Any, ...]) -> np.ndarray:
+    """One row of scalars for the kernels."""
+    return np.array([scalars], real)
+
+
+def require_float32(where: str, variables: dict[str, np.ndarray]) -> None:
+    """The fused sparse operators are published for float32 variables.
+
+    Raises:
+        TypeError: a variable has another dtype.
+    """
+    for name, array in variables.items():
+        if array.dtype != np.float32:
+            raise TypeError(
+                message(where, name, "has a wrong dtype", "float32", array.dtype)
+                + "; the optimizers of fusestep.nn take other dtypes"
+            )

@@ -1,0 +1,174 @@
+"""The two functions under every operator and optimizer: a dense step and a row step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from ..kernels.compile import kernel
+from ..kernels.cpu.dense import dense_update
+from ..kernels.cpu.row_step import RowTable, row_update
+from ..kernels.rules.rule import Prologue, Rule
+from ..kernels.storage import F32, STORAGES, Storage, real_of
+from . import locks
+from .arrays import address_of, index_error
+
+
+@dataclass(frozen=True, eq=False)
+class Variables:
+    """Checked variables of one storage type each for parameters and states.
+
+    Attributes:
+        tensors: for each tensor the parameter, then its states; contiguous, of one shape.
+        w: storage of the parameters.
+        s: storage of the states.
+        addresses: int64 ``[T, 4]``.
+        first: int64 ``[T + 1]``, prefix sums of the sizes.
+    """
+
+    tensors: tuple[tuple[np.ndarray, ...], ...]
+    w: Storage
+    s: Storage
+    addresses: np.ndarray
+    first: np.ndarray
+
+    @classmethod
+    def of(cls, tensors: Sequence[tuple[np.ndarray, ...]]) -> Variables:
+        """Collect the addresses of ``tensors``; they are kept alive with the result."""
+        addresses = np.zeros((len(tensors), 4), np.int64)
+        first = np.zeros(len(tensors) + 1, np.int64)
+        for t, arrays in enumerate(tensors):
+            addresses[t, : len(arrays)] = [address_of(a) for a in arrays]
+            first[t + 1] = first[t] + arrays[0].size
+        example = tensors[0]
+        w = STORAGES[example[0].dtype]
+        s = STORAGES[example[1].dtype] if len(example) > 1 else F32
+        return cls(tuple(tensors), w, s, addresses, first)
+
+    @property
+    def real(self) -> Storage:
+        """Storage of the arithmetic."""
+        return real_of(self.w)
+
+    @cached_property
+    def spans(self) -> list[locks.Span]:
+        """The memory of all tensors, for locking."""
+        return locks.spans_of(
+            [
+                (
+                    tuple(address_of(a) for a in arrays),
+                    tuple(a.nbytes for a in arrays),
+                    arrays[0].nbytes // max(1, arrays[0].shape[0]) if arrays[0].ndim else 0,
+                )
+                for arrays in self.tensors
+            ]
+        )
+
+
+def dense_step(
+    rule: Rule,
+    prologue: Prologue,
+    variables: Variables,
+    gradients: np.ndarray,
+    g: Storage,
+    hp: np.ndarray,
+    hp_of: np.ndarray,
+    *,
+    use_locking: bool = False,
+) -> None:
+    """One step of ``rule`` on all ``variables``, in place, in one kernel call.
+
+    Args:
+        rule: the update rule.
+        prologue: what happens to the gradient before the rule.
+        variables: T tensors with their states.
+        gradients: int64 ``[T]``: addresses of contiguous gradients of the tensors' sizes.
+        g: storage of the gradients.
+        hp: ``[R, F]`` scalars in the type of the arithmetic: the rule's, then the prologue's.
+        hp_of: int64 ``[T]``: the row of ``hp`` that each tensor uses.
+        use_locking: hold the variables exclusively.
+    """
+    compiled = kernel(rule, prologue, variables.w, g, variables.s)
+    held = locks.hold(variables.spans, shared=False) if use_locking else nullcontext()
+    with held:
+        dense_update(compiled, variables.addresses, gradients, variables.first, hp, hp_of)
+
+
+def row_step(
+    where: str,
+    rule: Rule,
+    prologue: Prologue,
+    variables: Variables,
+    gradients: Sequence[tuple[np.ndarray, np.ndarray]],
+    hp: np.ndarray,
+    hp_of: Sequence[int],
+    *,
+    touched_only: bool,
+    drop: bool = False,
+    use_locking: bool = False,
+) -> None:
+    """One step of ``rule`` on tables with row-sparse gradients, in place, in one kernel call.
+
+    Args:
+        where: who calls, for the error.
+        rule: the update rule.
+        prologue: what happens to a row's summed gradient before the rule.
+        variables: T tables ``[N, ...]`` with their states.
+        gradients: for each table contiguous ``indices [B]`` and ``values [B, ...]``, values
+            all of one dtype.
+        hp: as in `dense_step`.
+        hp_of: the row of ``hp`` that each table uses.
+        touched_only: update the rows that occur (lazy), or all rows (dense-equivalent).
+        drop: leave out indices that are out of range.
+        use_locking: lazy calls lock the rows they touch, others the whole variables.
+
+    Raises:
+        IndexError: an index is out of range; nothing was written.
+        ValueError: the tables have too many rows for the sort keys.
+    """
+    g = STORAGES[gradients[0][1].dtype]
+    compiled = kernel(rule, prologue, variables.w, g, variables.s)
+    base, stride = address_of(hp), hp.strides[0]
+    tables = [
+        RowTable(
+            *addresses,
+            hp=base + row * stride,
+            rows=arrays[0].shape[0],
+            width=arrays[0].size // max(1, arrays[0].shape[0]),
+            indices=address_of(indices),
+            index_bytes=indices.itemsize,
+            length=len(indices),
+            values=address_of(values),
+        )
+        for arrays, addresses, (indices, values), row in zip(
+            variables.tensors, variables.addresses.tolist(), gradients, hp_of, strict=True
+        )
+    ]
+    held = locks.hold(variables.spans, shared=touched_only) if use_locking else nullcontext()
+    with held:
+        position = row_update(
+            compiled,
+            tables,
+            touched_only=touched_only,
+            drop=drop,
+            locked=use_locking and touched_only,
+        )
+    if position >= 0:
+        raise _first_bad_index(where, gradients, tables, position)
+
+
+def _first_bad_index(
+    where: str,
+    gradients: Sequence[tuple[np.ndarray, np.ndarray]],
+    tables: list[RowTable],
+    position: int,
+) -> IndexError:
+    for (indices, _), table in zip(gradients, tables, strict=True):
+        if position < len(indices):
+            return index_error(where, indices, position, table.rows)
+        position -= len(indices)
+    raise AssertionError("a position beyond all indices")

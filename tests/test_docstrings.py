@@ -1,0 +1,24 @@
+"""The examples in the docstrings of the public layers run and print what they say."""
+
+import doctest
+import importlib
+
+import pytest
+
+MODULES = [
+    "fusestep.nn.adam",
+    "fusestep.nn.checkpoint",
+    "fusestep.nn.optimizer",
+    "fusestep.nn.parameter",
+    "fusestep.nn.schedule",
+    "fusestep.ops.adam",
+    "fusestep.ops.arrays",
+    "fusestep.ops.embedding",
+]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples(name):
+    failed, attempted = doctest.testmod(importlib.import_module(name))
+    assert attempted > 0
+    assert failed == 0
