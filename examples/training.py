@@ -48,14 +48,14 @@ class Settings:
 
     optimizer: str = "lazy"
     dim: int = 64
-    pairs: int = 12_000_000
-    learning_rate: float = 0.005
+    pairs: int = 24_000_000
+    learning_rate: float = 0.002
     batch: int = 8192
     negatives: int = 5
-    window: int = 5
-    subsample: float = 1e-4
+    window: int = 6
+    subsample: float = 1e-3
     seed: int = 0
-    time_limit: float = 110.0
+    time_limit: float = 100.0
 
 
 @dataclass

@@ -17,6 +17,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from .. import get_num_threads, set_num_threads
 from .corpus import Corpus, read_standard_library, read_text
 from .errors import DemoError
 from .options import integer, positive
@@ -25,6 +26,7 @@ from .training import OPTIMIZERS, History, Settings, Trainer
 
 MIN_COUNT = 2
 MAX_DIM = 4096
+QUICK = Settings(dim=32, pairs=5_000_000, learning_rate=0.006, time_limit=12.0)
 TITLES = {
     "lazy": "LazyAdam, row-sparse gradients",
     "fused": "Adam, row-sparse gradients",
@@ -34,7 +36,7 @@ TITLES = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the demo to ``parser``."""
-    full, quick = _settings(quick=False), _settings(quick=True)
+    full, quick = Settings(), QUICK
     add = parser.add_argument
     add(
         "--optimizer",
@@ -57,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--learning-rate", type=positive, help=f"at the start (default: {full.learning_rate})")
     add("--seed", type=integer(0), default=0, help="of everything random (default: 0)")
-    add("--threads", type=integer(1), help="threads of the optimizer (default: all)")
+    add("--threads", type=integer(1), help="threads of the optimizer, at most (default: all)")
     add(
         "--time-limit",
         type=positive,
@@ -84,7 +86,7 @@ def main(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> None:
     begin = time.perf_counter()
     _require_libraries()
-    _set_threads(args.threads)
+    set_num_threads(args.threads)
     settings = settings_of(args)
     corpus = read_corpus(args.text)
     folder = Path(args.output)
@@ -92,8 +94,9 @@ def _run(args: argparse.Namespace) -> None:
     print(f"text        {corpus.source}: {corpus.n_words:,} words")
     print(f"vocabulary  {len(corpus.words):,} words that occur at least {MIN_COUNT} times")
     trainer = Trainer(corpus, settings)
-    shape = f"two tables of {len(corpus.words):,} x {settings.dim}"
-    print(f"training    {TITLES[settings.optimizer]}, {shape}", flush=True)
+    tables = f"two tables of {len(corpus.words):,} x {settings.dim}"
+    threads = f"{get_num_threads()} thread{'s' * (get_num_threads() > 1)}"
+    print(f"training    {TITLES[settings.optimizer]}, {tables}, {threads}", flush=True)
     history = _train(trainer)
     print_report(corpus, trainer, history)
     save(folder, corpus, trainer.model, history, f"word2vec, {TITLES[settings.optimizer]}")
@@ -106,10 +109,6 @@ def read_corpus(text: str | None) -> Corpus:
     return read_standard_library(MIN_COUNT) if text is None else read_text(Path(text), MIN_COUNT)
 
 
-def _settings(quick: bool) -> Settings:
-    return Settings(dim=32, pairs=1_500_000, time_limit=15.0) if quick else Settings()
-
-
 def settings_of(args: argparse.Namespace) -> Settings:
     """The settings that the options ask for."""
     chosen = {
@@ -117,7 +116,7 @@ def settings_of(args: argparse.Namespace) -> Settings:
         for name in ("optimizer", "dim", "pairs", "learning_rate", "seed", "time_limit")
         if getattr(args, name) is not None
     }
-    return replace(_settings(args.quick), **chosen)
+    return replace(QUICK if args.quick else Settings(), **chosen)
 
 
 def _train(trainer: Trainer) -> History:
@@ -164,15 +163,3 @@ def _require_libraries() -> None:
             raise DemoError(
                 f'the demo needs {name}: install it with pip install "fusestep[demo]"'
             ) from error
-
-
-def _set_threads(threads: int | None) -> None:
-    if threads is None:
-        return
-    import numba
-
-    if threads > numba.config.NUMBA_NUM_THREADS:
-        raise DemoError(
-            f"--threads: expected at most {numba.config.NUMBA_NUM_THREADS}, got {threads}"
-        )
-    numba.set_num_threads(threads)

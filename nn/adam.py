@@ -38,7 +38,8 @@ class _BiasCorrectedAdam(FusedOptimizer):
         super().__init__(learning_rate, params, weight_decay, loss_scale, **options)
 
     def _scalars(self, real: Any, lr: float, decay: float, step: int) -> tuple[Any, ...]:
-        return rules.adam_scalars(real, lr, self.beta1, self.beta2, self.eps, step)
+        powers = (rules.running_power(real, beta, step) for beta in (self.beta1, self.beta2))
+        return rules.adam_hp(real, lr, self.beta1, self.beta2, self.eps, *powers)
 
     @property
     def moment1(self) -> tuple[np.ndarray, ...]:
@@ -52,7 +53,9 @@ class _BiasCorrectedAdam(FusedOptimizer):
 
     def _powers(self, step: int) -> dict[str, np.ndarray]:
         return {
-            f"{name}_power": np.full(self._power_shape, np.float32(beta) ** step, np.float32)
+            f"{name}_power": np.full(
+                self._power_shape, rules.running_power(np.float32, beta, step), np.float32
+            )
             for name, beta in (("beta1", self.beta1), ("beta2", self.beta2))
         }
 
@@ -75,8 +78,7 @@ class _BiasCorrectedAdam(FusedOptimizer):
             step = int(np.asarray(state["global_step"]).reshape(-1)[0])
             for name, expected in self._powers(step).items():
                 value = given[name]
-                # A float32 product of many betas drifts from the power.
-                if value is not None and not np.allclose(value, expected, rtol=1e-3, atol=1e-30):
+                if value is not None and not np.allclose(value, expected, rtol=1e-5, atol=1e-30):
                     raise ValueError(
                         message(self._name, f"state {name!r}", "is of other betas", expected, value)
                     )

@@ -173,11 +173,10 @@ class FusedOptimizer(Optimizer):
 
     def _plan(self, given: Gradients) -> list[tuple[Batch, np.ndarray, np.ndarray]]:
         """The kernel calls of the step with their scalars."""
-        rates, decays = self._rates_at(self._step), self._decays_at(self._step)
-        calls = []
-        for batch in given.layout.batches:
-            hp, hp_of = self._hp(batch, rates, decays)
-            calls.append((batch, hp, hp_of))
+        examples = [self._groups.options[i] for i in self._classes]
+        rates = self._each("learning_rate", [o.rate for o in examples], self._step)
+        decays = self._each("weight_decay", [o.decay for o in examples], self._step)
+        calls = [(batch, *self._hp(batch, rates, decays)) for batch in given.layout.batches]
         # A row call checks its indices before it writes. It goes first, and several of them
         # are checked before the first runs.
         calls.sort(key=lambda call: not call[0].row_sparse)
@@ -188,26 +187,30 @@ class FusedOptimizer(Optimizer):
     def _hp(
         self, batch: Batch, rates: list[float], decays: list[float]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Rows of scalars, one for each class of options and number of updates, and which
-        row each tensor of the batch uses."""
-        real = batch.variables.real.dtype.type
-        n_classes = len(self._classes)
-        codes = self._steps[batch.positions] * n_classes + self._class_of[batch.positions]
-        rows, hp_of = np.unique(codes, return_inverse=True)
-        hp = np.empty((len(rows), len(self._rule.hp) + self._n_prologue_scalars), real)
-        for k, code in enumerate(rows.tolist()):
-            step, option_class = divmod(code, n_classes)
-            i = self._classes[option_class]
-            scalars = self._scalars(real, rates[i], decays[i], step + 1)
-            hp[k] = (*scalars, *self._prologue_scalars(i, decays[i]))
-        return hp, hp_of.astype(np.int64, copy=False)
+        """Rows of scalars, and which row each tensor of the batch uses.
 
-    @property
-    def _n_prologue_scalars(self) -> int:
-        return sum(len(part.hp) for part in self._prologue)
+        There is a row for each class of options and number of updates that occurs. As long
+        as no parameter was skipped, all have the same number of updates.
+        """
+        real, n_classes = batch.variables.real.dtype.type, len(self._classes)
+        steps, class_of = self._steps[batch.positions], self._class_of[batch.positions]
+        first_step = int(steps[0])
+        if (steps == first_step).all():
+            keys, hp_of = [(first_step, k) for k in range(n_classes)], class_of
+        else:
+            codes, hp_of = np.unique(steps * n_classes + class_of, return_inverse=True)
+            keys = [divmod(code, n_classes) for code in codes.tolist()]
+        rows = [
+            (
+                *self._scalars(real, rates[k], decays[k], step + 1),
+                *self._prologue_scalars(self._classes[k], decays[k]),
+            )
+            for step, k in keys
+        ]
+        return np.array(rows, real), hp_of.astype(np.int64, copy=False)
 
     def _prologue_scalars(self, i: int, decay: float) -> tuple[float, ...]:
-        """The scalars of the prologue, in the order of its parts."""
+        """The scalars of the prologue of parameter ``i``, in the order of its parts."""
         scalars: tuple[float, ...] = ()
         if COUPLED_DECAY in self._prologue:
             # A centralized gradient already holds the decay: it is centralized with it.
@@ -295,7 +298,7 @@ class FusedOptimizer(Optimizer):
 
     def _unshared(self, given: Gradients) -> Gradients:
         """Refuse gradients in the memory of parameters or states."""
-        begins, sizes = [given.addresses], [self._dense_bytes(given)]
+        begins, sizes = [given.addresses], [given.layout.dense_bytes]
         for arrays in given.rows:
             begins.append(np.array([address_of(a) for a in arrays]))
             sizes.append(np.array([a.nbytes for a in arrays]))
@@ -311,13 +314,6 @@ class FusedOptimizer(Optimizer):
                 )
             )
         return given
-
-    def _dense_bytes(self, given: Gradients) -> np.ndarray:
-        sizes = np.zeros(len(given.addresses), np.int64)
-        for batch in given.layout.batches:
-            if not batch.row_sparse:
-                sizes[batch.places] = np.diff(batch.variables.first) * batch.g.itemsize
-        return sizes
 
     def _check_indices(self, given: Gradients) -> None:
         for batch in given.layout.batches:

@@ -50,11 +50,13 @@ class Layout:
         batches: one for each kernel call.
         active: int64: places of all parameters that have a gradient.
         expected: the headers of the gradients where all are dense, else None.
+        dense_bytes: int64: sizes of the dense gradients, in order.
         begins, ends: the memory of all active variables, sorted.
     """
 
     batches: tuple[Batch, ...]
     active: np.ndarray
+    dense_bytes: np.ndarray
     expected: headers.Expected | None
     begins: np.ndarray
     ends: np.ndarray
@@ -105,12 +107,20 @@ def build_layout(kinds: Sequence[Kind], tensors: Sequence[tuple[np.ndarray, ...]
     if len(dense) == len(kinds) and headers.usable():
         dtypes = [kind[1] for kind in kinds if kind is not None]
         expected = headers.Expected(dtypes, [arrays[0].shape for arrays in tensors])
+    dense_bytes = [tensors[i][0].size * kinds[i][1].itemsize for i in dense]
     active = sorted(dense + sparse)
     spans = sorted(
         (address_of(a), address_of(a) + a.nbytes) for i in active for a in tensors[i] if a.size
     )
     begins, ends = np.array(spans, np.int64).reshape(-1, 2).T.copy()
-    return Layout(tuple(batches), np.array(active, np.int64), expected, begins, ends)
+    return Layout(
+        tuple(batches),
+        np.array(active, np.int64),
+        np.array(dense_bytes, np.int64),
+        expected,
+        begins,
+        ends,
+    )
 
 
 def shares_memory(layout: Layout, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:

@@ -35,13 +35,13 @@ def message(where: str, argument: str, wrong: str, expected: object, got: object
 
 
 def reject_unknown(where: str, unknown: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Raise for the first unknown name and suggest the nearest known one.
+    """Raise for the first name that is not known and suggest the nearest known one.
 
     Raises:
-        UnknownArgumentError: ``unknown`` is not empty.
+        UnknownArgumentError: ``unknown`` holds a name that is not in ``known``.
     """
     known = list(known)
-    for name in unknown:
+    for name in (name for name in unknown if name not in known):
         near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.4)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise UnknownArgumentError(

@@ -29,7 +29,20 @@ QUIRKS = {
     "nn_AdamOffload_LazyAdam/LazyAdam_sparse_default": (
         "rows of equal indices are summed first; MindSpore's default target lets the last one win"
     ),
+    "nn_Adam/groups_dynamic_lr": (
+        "a fixed rate stays as given; MindSpore makes it (lr + 1) - 1 in float32 where another "
+        "group has a schedule"
+    ),
+    "nn_AdamWeightDecay/groups_dynamic_lr": (
+        "a fixed rate stays as given; MindSpore makes it (lr + 1) - 1 in float32 where another "
+        "group has a schedule"
+    ),
 }
+
+# Cases in which three steps take a weight from 0.4 to 0.006 or less. What is left of it holds
+# the rounding errors of 0.4, which no order of float32 operations tried here has in common
+# with MindSpore's in every element.
+CANCELLING = {"nn_Adam/sparse_target_cpu", "nn_Adam/sparse_target_cpu_nesterov_all_rows"}
 
 CLASSES = {
     "nn.Adam": nn.Adam,
@@ -66,11 +79,13 @@ GROUPS: dict[str, Callable[[], dict[str, dict[str, Any]]]] = {
         "bn.gamma": {},
         "conv.weight": {"weight_decay": 0.0},
     },
-    "[{dense.weight: lr=0.1/(1+step), wd=.02}, {bn.gamma: defaults}, {conv.weight: wd=0}]": lambda: {
-        "dense.weight": {"lr": InverseTime(), "weight_decay": 0.02},
-        "bn.gamma": {},
-        "conv.weight": {"weight_decay": 0.0},
-    },
+    "[{dense.weight: lr=0.1/(1+step), wd=.02}, {bn.gamma: defaults}, {conv.weight: wd=0}]": (
+        lambda: {
+            "dense.weight": {"lr": InverseTime(), "weight_decay": 0.02},
+            "bn.gamma": {},
+            "conv.weight": {"weight_decay": 0.0},
+        }
+    ),
 }
 
 
@@ -107,6 +122,7 @@ def compare(case: Case, opt: Any) -> None:
     """Run all steps of a case; check every parameter after each, and the states at the end."""
     if case.meta.get("target") == "CPU":
         opt.target = "CPU"
+    reached = {entry: np.abs(array) for entry, array in case.initial.items()}
     for t, step in enumerate(case.steps, 1):
         assert opt(gradients(case, step)) == (True,) * len(opt.parameters)
         states = opt.state_dict()
@@ -115,13 +131,19 @@ def compare(case: Case, opt: Any) -> None:
                 found = states[entry.removeprefix("s:")]
             else:
                 found = opt.parameters[int(entry.removeprefix("p"))].data
-            assert_close_recorded(found, expected, expected.dtype, f"{entry} after step {t}")
+            before = reached.get(entry, 0.0) if case.name in CANCELLING else 0.0
+            assert_close_recorded(
+                found, expected, expected.dtype, f"{entry} after step {t}", before
+            )
+            if entry in reached:
+                reached[entry] = np.maximum(reached[entry], np.abs(expected))
 
 
 def test_every_case_is_compared_or_decided() -> None:
     assert {*COMPARED, *METHODS, *DECIDED} == set(CASES)
     assert DECIDED.keys() == QUIRKS.keys()
     assert {name for name, case in CASES.items() if "quirk" in case.meta} <= QUIRKS.keys()
+    assert set(COMPARED) >= CANCELLING
     assert {case.api for case in CASES.values()} == CLASSES.keys()
 
 
@@ -158,6 +180,15 @@ def amsgrad_with_nesterov(case: Case) -> None:
     compare(case, build(case, use_nesterov=False))
 
 
+def fixed_rate_beside_a_schedule(case: Case) -> None:
+    """The rate as given; with the rate that MindSpore really used, its numbers."""
+    given = np.float32(case.hyper["learning_rate"])
+    assert build(case).get_lr()[1:] == (given, given)
+    used = (given + np.float32(1)) - np.float32(1)
+    assert used != given
+    compare(case, build(case, learning_rate=float(used)))
+
+
 def merged_rows(case: Case, driver: Callable[..., Any]) -> None:
     """Every step from the state before it, against the reference with merged rows."""
     opt = build(case)
@@ -188,6 +219,8 @@ def merged_rows(case: Case, driver: Callable[..., Any]) -> None:
 
 DECIDED: dict[str, Callable[[Case], None]] = {
     "nn_Adam/amsgrad_nesterov": amsgrad_with_nesterov,
+    "nn_Adam/groups_dynamic_lr": fixed_rate_beside_a_schedule,
+    "nn_AdamWeightDecay/groups_dynamic_lr": fixed_rate_beside_a_schedule,
     "nn_Adam/sparse_default_target_n0": partial(
         merged_rows, driver=reference.dense_equivalent_step
     ),
