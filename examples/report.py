@@ -26,7 +26,7 @@ QUERIES = ("self", "int", "list", "open", "read", "True", "error", "import", "Va
 N_QUERIES, N_NEIGHBOURS = 8, 6
 MIN_OCCURRENCES = 50  # a word that is rarer has a vector that says little
 FIRST_RANK = 30  # words more frequent than this stand next to everything
-CANDIDATES = 10_000  # neighbours are looked for among the most frequent words only
+CANDIDATES = 4_000  # neighbours are looked for among the most frequent words only
 
 
 def nearest_neighbours(

@@ -26,7 +26,7 @@ from .training import OPTIMIZERS, History, Settings, Trainer
 
 MIN_COUNT = 2
 MAX_DIM = 4096
-QUICK = Settings(dim=32, pairs=5_000_000, learning_rate=0.006, time_limit=12.0)
+QUICK = Settings(dim=32, pairs=5_000_000, learning_rate=0.01, time_limit=12.0)
 TITLES = {
     "lazy": "LazyAdam, row-sparse gradients",
     "fused": "Adam, row-sparse gradients",

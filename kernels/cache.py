@@ -30,6 +30,7 @@ from numba.core.dispatcher import Dispatcher
 
 PACKAGE = Path(__file__).resolve().parent
 _MAGIC = b"fusestep kernel 1\n"
+_SUFFIX = ".kernel"
 
 
 @lru_cache(maxsize=None)
@@ -58,6 +59,18 @@ def cache_directory() -> Path | None:
     else:
         base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "fusestep"
+
+
+def cache_entries() -> list[Path]:
+    """The files of the cache, those of other versions included."""
+    directory = cache_directory()
+    return sorted(directory.glob(f"*{_SUFFIX}")) if directory and directory.is_dir() else []
+
+
+def clear_cache() -> None:
+    """Remove every entry; processes that have loaded one keep running on it."""
+    for path in cache_entries():
+        path.unlink(missing_ok=True)
 
 
 def fingerprint(function: Any) -> str:
@@ -158,7 +171,7 @@ class KernelCache(_Cache):
     def _path(self, key: str) -> Path | None:
         directory = cache_directory()
         name = hashlib.sha256(key.encode()).hexdigest()
-        return None if directory is None else directory / f"{name}.kernel"
+        return None if directory is None else directory / f"{name}{_SUFFIX}"
 
     def load_overload(self, sig: Any, target_context: Any) -> CompileResult | None:
         """The cached code for ``sig``, or None."""

@@ -27,8 +27,8 @@ from .rules.rule import RULE_FLAGS, Part, Prologue, Rule, hp_type
 from .storage import Storage, numba_type, real_of
 
 _I64 = types.int64
-_BLOCK_ARGS = (_I64,) * 7
-_PART_ARGS = (_I64,) * 3
+_BLOCK_ARGUMENTS = 7
+_PART_ARGUMENTS = 3
 _lock = threading.RLock()
 
 
@@ -71,13 +71,21 @@ class NativeFunction:
         return compiled._library.get_asm_str()
 
 
+PARTS: list[NativeFunction] = []
+"""Every part that was defined, for `fusestep.kernels.warmup`."""
+
+
 def part(function: Callable[[int, int, int], None]) -> NativeFunction:
     """Decorator: one part of a parallel loop, ``part(index, slot, call)``.
 
     ``index`` numbers the part, ``slot`` the thread that runs it (for scratch memory), ``call``
     is the address of the loop's arguments.
     """
-    return NativeFunction(function, 3, f"{function.__module__}.{function.__qualname__}")
+    made = NativeFunction(
+        function, _PART_ARGUMENTS, f"{function.__module__}.{function.__qualname__}"
+    )
+    PARTS.append(made)
+    return made
 
 
 def call_reader(cls: type) -> Any:
@@ -141,7 +149,7 @@ def _block(
     gradient = g.name if g else "zero"
     return NativeFunction(
         function,
-        len(_BLOCK_ARGS),
+        _BLOCK_ARGUMENTS,
         f"block {rule.update.__name__} {fingerprint(rule.update)} {rule.hp} "
         f"prologue {parts} storage {w.name} {gradient} {s.name}",
     )

@@ -163,7 +163,9 @@ class Adam(_BiasCorrectedAdam):
             sparse_update = "lazy" if self.use_lazy else "dense_equivalent"
         elif self.use_lazy and sparse_update != "lazy":
             raise ValueError(
-                message(self._name, "sparse_update", "contradicts use_lazy", "'lazy'", sparse_update)
+                message(
+                    self._name, "sparse_update", "contradicts use_lazy", "'lazy'", sparse_update
+                )
             )
         super().__init__(
             params,

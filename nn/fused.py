@@ -245,7 +245,9 @@ class FusedOptimizer(Optimizer):
             if isinstance(found, tuple):
                 self._require_sparse_update(parameter)
             read.append(found)
-            kinds.append((isinstance(found, tuple), (found[1] if isinstance(found, tuple) else found).dtype))
+            kinds.append(
+                (isinstance(found, tuple), (found[1] if isinstance(found, tuple) else found).dtype)
+            )
         layout = self._layout(tuple(kinds))
         dense = [g for g in read if not isinstance(g, tuple)]
         rows = [g for g in read if isinstance(g, tuple)]

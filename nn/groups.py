@@ -40,7 +40,9 @@ class Groups:
     is_group_lr: bool
 
 
-def read_groups(where: str, parameters: Any, rate: Any, decay: Any, *, filter_names: bool) -> Groups:
+def read_groups(
+    where: str, parameters: Any, rate: Any, decay: Any, *, filter_names: bool
+) -> Groups:
     """Read a list of parameters or of group dicts.
 
     Args:
@@ -99,7 +101,9 @@ def _wrap(where: str, entries: Iterable[Any]) -> list[Parameter]:
     for entry in entries:
         if isinstance(entry, dict | str):
             raise TypeError(
-                message(where, "parameters", "holds a wrong type", "parameters", type(entry).__name__)
+                message(
+                    where, "parameters", "holds a wrong type", "parameters", type(entry).__name__
+                )
             )
         parameter = entry if isinstance(entry, Parameter) else Parameter(entry)
         if not parameter.requires_grad:
@@ -153,7 +157,11 @@ def _from_dicts(where: str, groups: list[Any], rate: Rate, decay: float | Schedu
         if not isinstance(centralize, bool):
             raise TypeError(
                 message(
-                    where, "grad_centralization", "has a wrong type", "a bool", type(centralize).__name__
+                    where,
+                    "grad_centralization",
+                    "has a wrong type",
+                    "a bool",
+                    type(centralize).__name__,
                 )
             )
         options += [
@@ -187,7 +195,9 @@ def _group_entries(where: str, k: int, params: Any) -> list[Any]:
 def _order(where: str, k: int, group: dict[str, Any]) -> list[Parameter]:
     if len(group) > 1:
         raise ValueError(
-            message(where, f"group {k}", "has other keys beside order_params", "only it", list(group))
+            message(
+                where, f"group {k}", "has other keys beside order_params", "only it", list(group)
+            )
         )
     return _group_entries(where, k, group["order_params"])
 

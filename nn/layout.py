@@ -163,9 +163,7 @@ def read_gradient(where: str, parameter: Parameter, gradient: Any) -> np.ndarray
 
 def _check_floating(where: str, name: str, array: np.ndarray) -> None:
     if array.dtype not in check.FLOATS:
-        raise TypeError(
-            message(where, name, "has a wrong dtype", "a floating dtype", array.dtype)
-        )
+        raise TypeError(message(where, name, "has a wrong dtype", "a floating dtype", array.dtype))
 
 
 def _as_rows(where: str, name: str, gradient: Any) -> RowTensor | None:

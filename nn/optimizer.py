@@ -161,7 +161,11 @@ class Optimizer:
         if not isinstance(param, Parameter):
             raise TypeError(
                 message(
-                    self._name, "param", "has a wrong type", "a Parameter or a list", type(param).__name__
+                    self._name,
+                    "param",
+                    "has a wrong type",
+                    "a Parameter or a list",
+                    type(param).__name__,
                 )
             )
         for option in self._groups.options:
@@ -245,7 +249,9 @@ class Optimizer:
             raise ValueError(message(self._name, "target", "is unknown", _TARGETS, value))
         if value != "CPU":
             raise ValueError(
-                message(self._name, "target", "is impossible", "'CPU': the parameters live there", value)
+                message(
+                    self._name, "target", "is impossible", "'CPU': the parameters live there", value
+                )
             )
 
     @property

@@ -59,7 +59,9 @@ def learning_rate(where: str, name: str, value: Any) -> Rate:
     array = _numbers(where, value)
     if array.ndim > 1 or array.size == 0:
         expected = "a scalar or a non-empty list"
-        raise ValueError(message(where, "learning_rate", "has a wrong shape", expected, array.shape))
+        raise ValueError(
+            message(where, "learning_rate", "has a wrong shape", expected, array.shape)
+        )
     if not np.isfinite(array).all() or (array < 0).any():
         raise ValueError(
             message(where, "learning_rate", "is out of range", "finite and at least 0", value)
@@ -108,7 +110,11 @@ def weight_decay(where: str, value: Any) -> float | Schedule:
         return _schedule(value)
     raise TypeError(
         message(
-            where, "weight_decay", "has a wrong type", "a float, an int or a schedule", type(value).__name__
+            where,
+            "weight_decay",
+            "has a wrong type",
+            "a float, an int or a schedule",
+            type(value).__name__,
         )
     )
 

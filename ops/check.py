@@ -67,7 +67,9 @@ def variable(where: str, name: str, value: Any) -> np.ndarray:
         raise TypeError(message(where, name, "has a wrong dtype", _FLOAT_NAMES, array.dtype))
     flags = array.flags
     if not flags.writeable:
-        raise ValueError(message(where, name, "is read-only", "a writable array", "a read-only one"))
+        raise ValueError(
+            message(where, name, "is read-only", "a writable array", "a read-only one")
+        )
     if not (flags.c_contiguous and flags.aligned):
         raise ValueError(
             message(
@@ -172,5 +174,7 @@ def not_shared(where: str, name: str, array: np.ndarray, variables: list[np.ndar
         at = address_of(other)
         if begin < at + other.nbytes and at < end:
             raise ValueError(
-                message(where, name, "shares memory with a variable", "its own memory", "an overlap")
+                message(
+                    where, name, "shares memory with a variable", "its own memory", "an overlap"
+                )
             )

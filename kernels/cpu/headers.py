@@ -32,7 +32,9 @@ def _read(objects, array_type, descriptors, first_dim, dims, addresses):
             return k
         flags = load_int32(a + _FLAGS)
         ndim = first_dim[k + 1] - first_dim[k]
-        if (flags & _C_CONTIGUOUS_ALIGNED) != _C_CONTIGUOUS_ALIGNED or load_int32(a + _NDIM) != ndim:
+        if (flags & _C_CONTIGUOUS_ALIGNED) != _C_CONTIGUOUS_ALIGNED or load_int32(
+            a + _NDIM
+        ) != ndim:
             return k
         shape = load_int64(a + _DIMS)
         for d in range(ndim):

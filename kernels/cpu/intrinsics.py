@@ -201,9 +201,7 @@ def _prefetcher(write):
         def codegen(context, builder, signature, args):
             pointer = builder.inttoptr(args[0], cgutils.voidptr_t)
             function = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, _I32, _I32, _I32])
-            declared = cgutils.get_or_insert_function(
-                builder.module, function, "llvm.prefetch.p0"
-            )
+            declared = cgutils.get_or_insert_function(builder.module, function, "llvm.prefetch.p0")
             # (address, read or write, temporal locality 3 = keep, data cache)
             flags = [ir.Constant(_I32, k) for k in (write, 3, 1)]
             builder.call(declared, [pointer, *flags])

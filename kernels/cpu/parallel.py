@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, files
 
 import numba
 import numpy as np
-from numba import njit, prange
+from numba import njit, prange, types
 
 from ..cache import KernelCache
 from ..compile import NativeFunction
@@ -123,6 +123,19 @@ def _prepare_layer() -> None:
 def _layer_guard() -> AbstractContextManager[object]:
     """Workqueue aborts the process when two Python threads enter it at once."""
     return _workqueue_lock if threading_layer() in ("workqueue", None) else nullcontext()
+
+
+def compile_loops() -> None:
+    """Compile both loops, or read them from the cache."""
+    _serial.compile((types.int64,) * 3)
+    _parallel.compile((*(types.int64,) * 4, types.int64[::1]))
+
+
+def start_threads() -> None:
+    """Start the threading layer, as the first parallel step would."""
+    _prepare_layer()
+    with _layer_guard():
+        _parallel(0, 0, 0, 2, np.zeros(1, np.int64))
 
 
 def run(function: NativeFunction, n: int, call: np.ndarray, threads: int) -> None:

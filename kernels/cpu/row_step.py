@@ -200,7 +200,9 @@ def _group(call: np.ndarray, result: np.ndarray, counts: np.ndarray) -> None:
     if bad.size:
         result[layout.BAD_POSITION] = bad.min()
         return
-    first, row_bits, step = (int(call[_FIELD[f]]) for f in ("position_bits", "row_bits", "digit_bits"))
+    first, row_bits, step = (
+        int(call[_FIELD[f]]) for f in ("position_bits", "row_bits", "digit_bits")
+    )
     for shift in range(first, first + row_bits, step):
         call[_FIELD["shift"]] = shift
         each_share(sort.count_part)

@@ -162,9 +162,7 @@ def sum_hot_block(index, slot, call):
     h = last_at_most(hot[:, HOT_FIRST_BLOCK], result[N_HOT], index)
     u, block, width = hot[h, HOT_SEGMENT], index - hot[h, HOT_FIRST_BLOCK], hot[h, HOT_WIDTH]
     tables = _tables(c)
-    t = last_at_most(
-            tables[:, FIRST_ROW], c.n_tables, _row_of(keys, starts, c.position_bits, u)
-        )
+    t = last_at_most(tables[:, FIRST_ROW], c.n_tables, _row_of(keys, starts, c.position_bits, u))
     begin = starts[u] + block * HOT
     call7(
         c.accumulate,

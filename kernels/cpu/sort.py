@@ -213,9 +213,7 @@ def starts_part(index, slot, call):
     u = 0
     for p in range(index):
         u += counts[p]
-    write_starts(
-        int64s(c.keys, c.n), begin, end, c.position_bits, u, int64s(c.starts, c.n + 1)
-    )
+    write_starts(int64s(c.keys, c.n), begin, end, c.position_bits, u, int64s(c.starts, c.n + 1))
 
 
 @part

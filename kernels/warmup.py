@@ -1,0 +1,90 @@
+"""Compile kernels ahead of their first use: ``fusestep warmup``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import itertools
+import pkgutil
+import time
+from collections.abc import Iterator
+
+from . import rules
+from .cache import cache_directory, clear_cache
+from .compile import PARTS, NativeFunction, kernel
+from .cpu import gather, headers, parallel, row_step, rows  # noqa: F401  (register their parts)
+from .cpu import finite as _finite  # noqa: F401
+from .rules.gradient import COUPLED_DECAY, SCALE
+from .rules.rule import Rule
+from .storage import STORAGES, Storage, real_of
+
+_BY_NAME = {storage.name: storage for storage in STORAGES.values()}
+_PROLOGUES = ((), (COUPLED_DECAY,), (SCALE,), (COUPLED_DECAY, SCALE))
+
+
+def all_rules() -> dict[str, Rule]:
+    """Every rule of the package, by the name of its update function."""
+    found = {}
+    for module in pkgutil.iter_modules(rules.__path__):
+        members = vars(importlib.import_module(f"{rules.__name__}.{module.name}"))
+        found.update({r.update.__name__: r for r in members.values() if isinstance(r, Rule)})
+    return found
+
+
+def functions(
+    chosen: list[Rule], storages: list[Storage], *, every_prologue: bool
+) -> Iterator[NativeFunction]:
+    """The loops of the package, and the blocks of ``chosen`` rules for equal storage types."""
+    yield from PARTS
+    prologues = _PROLOGUES if every_prologue else _PROLOGUES[:1]
+    for storage in storages:
+        yield rows.accumulate(storage, real_of(storage))
+    for rule, prologue, storage in itertools.product(chosen, prologues, storages):
+        compiled = kernel(rule, prologue, storage, storage, storage)
+        yield from (compiled.block, compiled.block_zero, compiled.block_real)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``fusestep warmup``."""
+    parser.add_argument(
+        "--dtype",
+        nargs="+",
+        choices=sorted(_BY_NAME),
+        default=["f32"],
+        help="storage types of parameter, gradient and state (default: f32)",
+    )
+    parser.add_argument(
+        "--rule",
+        nargs="+",
+        choices=sorted(all_rules()),
+        default=None,
+        help="update rules (default: all)",
+    )
+    parser.add_argument(
+        "--plain",
+        action="store_true",
+        help="without weight decay and loss scale, which are compiled in",
+    )
+    parser.add_argument(
+        "--clear", action="store_true", help="first remove every kernel from the cache"
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Compile what is not in the cache yet."""
+    known = all_rules()
+    chosen = [known[name] for name in args.rule or known]
+    storages = [_BY_NAME[name] for name in args.dtype]
+    if args.clear:
+        clear_cache()
+    begin = time.perf_counter()
+    parallel.compile_loops()
+    headers.usable()
+    wanted = {f.identity: f for f in functions(chosen, storages, every_prologue=not args.plain)}
+    for function in wanted.values():
+        function.address  # noqa: B018  (compiles)
+    seconds = time.perf_counter() - begin
+    place = cache_directory()
+    kept = f"kept in {place}" if place else "not kept: FUSESTEP_CACHE_DIR is empty"
+    print(f"{len(wanted)} kernels ready in {seconds:.1f} s, {kept}")
+    return 0

@@ -1,0 +1,156 @@
+"""What several test files share: operators as tables, unchanged buffers, distances in ulps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from fusestep import nn, ops
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+STORAGE_DTYPES = (np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16), BF16)
+# ulps are of the storage type; ml_dtypes has its own finfo.
+EPSILON = {dtype: float(ml_dtypes.finfo(dtype).eps) for dtype in STORAGE_DTYPES}
+TINY = {dtype: float(ml_dtypes.finfo(dtype).smallest_subnormal) for dtype in STORAGE_DTYPES}
+
+SCALARS: dict[str, Any] = {
+    "beta1_power": 0.9,
+    "beta2_power": 0.999,
+    "lr": 0.01,
+    "beta1": 0.9,
+    "beta2": 0.999,
+    "epsilon": 1e-8,
+}
+
+
+@dataclass(frozen=True)
+class Operator:
+    """How an operator is called: its variables, then `scalars`, then the gradient."""
+
+    make: Any
+    variables: tuple[str, ...]
+    scalars: dict[str, Any]
+    gradient: str = "gradient"
+    takes_rows: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.make.__name__
+
+    def inputs(self, shape: tuple[int, ...] = (5, 3), dtype: Any = np.float32) -> dict[str, Any]:
+        """Fresh arguments of one valid call, by name and in order."""
+        rng = np.random.default_rng(7)
+        arrays = {name: rng.uniform(0.1, 1.0, shape).astype(dtype) for name in self.variables}
+        given = {**arrays, **self.scalars}
+        if self.takes_rows:
+            given[self.gradient] = rng.standard_normal((4, *shape[1:])).astype(dtype)
+            given["indices"] = np.array([1, 0, 1, 3])
+        else:
+            given[self.gradient] = rng.standard_normal(shape).astype(dtype)
+        return given
+
+    def call(self, inputs: dict[str, Any], **constructor: Any) -> Any:
+        return self.make(**constructor)(*inputs.values())
+
+
+_MOMENTS = ("var", "m", "v")
+OPERATORS = {
+    operator.name: operator
+    for operator in (
+        Operator(ops.FusedSparseAdam, _MOMENTS, SCALARS, takes_rows=True),
+        Operator(ops.FusedSparseLazyAdam, _MOMENTS, SCALARS, takes_rows=True),
+        Operator(ops.Adam, _MOMENTS, SCALARS),
+        Operator(ops.AdamNoUpdateParam, ("m", "v"), SCALARS),
+        Operator(
+            ops.AdamWeightDecay,
+            _MOMENTS,
+            {"lr": 0.01, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "decay": 0.1},
+        ),
+        Operator(ops.ApplyAdamWithAmsgradV2, (*_MOMENTS, "vhat"), SCALARS, "grad"),
+        Operator(
+            ops.ApplyAdamWithAmsgrad,
+            (*_MOMENTS, "vhat"),
+            {name: SCALARS[name] for name in ("beta1_power", "beta2_power", "lr")},
+            "grad",
+        ),
+    )
+}
+ROW_OPERATORS = {name: op for name, op in OPERATORS.items() if op.takes_rows}
+DENSE_OPERATORS = {name: op for name, op in OPERATORS.items() if not op.takes_rows}
+
+
+def arrays_of(values: Any) -> list[np.ndarray]:
+    """Every array in nested dicts, lists, RowTensors, Parameters and optimizers."""
+    if isinstance(values, np.ndarray):
+        return [values]
+    if isinstance(values, nn.Parameter):
+        return [values.data]
+    if isinstance(values, ops.RowTensor):
+        return [values.indices, values.values]
+    if isinstance(values, nn.Optimizer):
+        return [p.data for p in values.parameters] + list(values._state_arrays().values())
+    if isinstance(values, dict):
+        values = list(values.values())
+    if isinstance(values, list | tuple):
+        return [array for value in values for array in arrays_of(value)]
+    return []
+
+
+@contextmanager
+def unchanged(*values: Any) -> Iterator[None]:
+    """Every byte of every array in `values` is the same afterwards."""
+    __tracebackhide__ = True
+    arrays = arrays_of(values)
+    before = [array.tobytes() for array in arrays]
+    yield
+    changed = [
+        k for k, (a, old) in enumerate(zip(arrays, before, strict=True)) if a.tobytes() != old
+    ]
+    assert not changed, f"arrays {changed} of {len(arrays)} changed"
+
+
+@contextmanager
+def refused(error: type[BaseException], match: str, *values: Any) -> Iterator[None]:
+    """The block raises `error` with a text that matches, and no array in `values` changes."""
+    __tracebackhide__ = True
+    with unchanged(*values), pytest.raises(error, match=match):
+        yield
+
+
+def assert_same_bits(actual: Any, expected: Any, label: str = "") -> None:
+    """Equal dtypes, shapes and bytes: a NaN equals itself, 0.0 and -0.0 differ."""
+    __tracebackhide__ = True
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    assert actual.dtype == expected.dtype, label
+    assert actual.shape == expected.shape, label
+    if actual.tobytes() != expected.tobytes():
+        np.testing.assert_array_equal(actual, expected, err_msg=label)
+        raise AssertionError(f"{label}: equal values, different bits")
+
+
+def assert_within_ulps(
+    actual: np.ndarray, expected: Any, scale: Any, ulps: float = 4.0, label: str = ""
+) -> None:
+    """`|actual - expected|` is at most `ulps` units in the last place of `scale`.
+
+    Units are those of the dtype of `actual`. `scale` is the largest term that the expected
+    value is a sum of: what cancels leaves the rounding of the terms behind, not that of the
+    difference. Below the normal range the unit is the smallest subnormal.
+    """
+    __tracebackhide__ = True
+    unit = EPSILON[actual.dtype] * np.abs(np.asarray(scale, np.float64))
+    allowed = ulps * np.maximum(unit, TINY[actual.dtype])
+    error = np.abs(actual.astype(np.float64) - np.asarray(expected, np.float64))
+    off = ~(error <= allowed)
+    if off.any():
+        where = np.unravel_index(np.argmax(np.where(off, error / allowed, 0)), error.shape)
+        raise AssertionError(
+            f"{label}: {off.sum()} of {off.size} off, worst at {tuple(map(int, where))}: "
+            f"{actual[where]!r} for {np.asarray(expected)[where]!r}, "
+            f"{error[where] / np.broadcast_to(allowed, error.shape)[where] * ulps:.3g} ulps"
+        )

@@ -1,0 +1,185 @@
+"""The cache of compiled kernels: hit when nothing changed, never stale, safe to share."""
+
+import os
+import textwrap
+
+import numpy as np
+import pytest
+from subprocesses import output_of, run_python
+
+from fusestep.kernels import cache
+
+# A user's own rule in a module of its own, with a helper in another one.
+RULE = """
+    from fusestep.kernels.rules.rule import Rule, rule_helper
+    import helper
+    def descent(w, g, hp):
+        return w - helper.twice(hp.lr * g)
+    DESCENT = Rule(descent, (), ("lr",))
+"""
+HELPER = """
+    from fusestep.kernels.rules.rule import rule_helper
+    @rule_helper
+    def twice(x):
+        return x + x
+"""
+STEP = """
+    import sys
+    sys.path.insert(0, sys.argv[1])
+    import numpy as np
+    from fusestep.kernels.compile import kernel
+    from fusestep.kernels.storage import F32
+    from fusestep.ops.step import Variables, dense_step
+    from own_rule import DESCENT
+    w, g = np.zeros(4, np.float32), np.ones(4, np.float32)
+    address = np.array([g.ctypes.data])
+    hp = np.ones((1, 1), np.float32)
+    dense_step(DESCENT, (), Variables.of([(w,)]), address, F32, hp, np.zeros(1, np.int64))
+    compiled = kernel(DESCENT, (), F32, F32, F32).block._compiled
+    print(w[0], compiled.cache_hits)
+"""
+
+
+@pytest.fixture
+def own_rule(tmp_path):
+    (tmp_path / "own_rule.py").write_text(textwrap.dedent(RULE))
+    (tmp_path / "helper.py").write_text(textwrap.dedent(HELPER))
+
+    def step():
+        value, hits = output_of(STEP, tmp_path, FUSESTEP_CACHE_DIR=str(tmp_path / "cache")).split()
+        return float(value), int(hits)
+
+    return tmp_path, step
+
+
+def test_unchanged_rule_hits(own_rule):
+    _, step = own_rule
+    assert step() == (-2.0, 0)
+    assert step() == (-2.0, 1)
+
+
+def test_edited_rule_misses_and_the_old_text_hits_again(own_rule):
+    folder, step = own_rule
+    step()
+    text = (folder / "own_rule.py").read_text()
+    (folder / "own_rule.py").write_text(text.replace("w - ", "w + "))
+    assert step() == (2.0, 0)
+    (folder / "own_rule.py").write_text(text)
+    assert step() == (-2.0, 1)
+
+
+def test_edited_helper_in_another_module_misses(own_rule):
+    folder, step = own_rule
+    step()
+    text = (folder / "helper.py").read_text()
+    (folder / "helper.py").write_text(text.replace("x + x", "x + x + x"))
+    assert step() == (-3.0, 0)
+
+
+def test_damaged_and_foreign_entries_are_compiled_anew(own_rule):
+    folder, step = own_rule
+    step()
+    for path in (folder / "cache").glob("*.kernel"):
+        path.write_bytes(path.read_bytes()[:-10])
+    assert step() == (-2.0, 0)
+    assert step() == (-2.0, 1)
+    for path in (folder / "cache").glob("*.kernel"):
+        path.write_bytes(b"")
+    assert step() == (-2.0, 0)
+
+
+def test_no_partial_file_stays(own_rule):
+    folder, step = own_rule
+    step()
+    assert all(p.suffix == ".kernel" for p in (folder / "cache").iterdir())
+
+
+def test_processes_can_share_a_cold_cache(own_rule):
+    """Several processes fill one folder at once; all get the right code."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    _, step = own_rule
+    with ThreadPoolExecutor(3) as pool:
+        results = list(pool.map(lambda _: step(), range(3)))
+    assert {value for value, _ in results} == {-2.0}
+    assert step() == (-2.0, 1)
+
+
+def test_unwritable_folder_is_reported_once_and_does_without(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    program = """
+        import warnings
+        import numpy as np
+        from fusestep import nn
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            w = np.ones(3, np.float32)
+            nn.Adam([w], 0.5)((np.ones(3, np.float32),))
+        print(len(seen), w[0], seen[0].message)
+    """
+    count, value, text = output_of(program, FUSESTEP_CACHE_DIR=str(tmp_path / "file" / "x")).split(
+        maxsplit=2
+    )
+    assert count == "1"
+    assert float(value) == pytest.approx(0.5, rel=1e-6)
+    assert "cannot keep compiled kernels" in text
+
+
+def test_empty_variable_turns_the_cache_off(monkeypatch):
+    monkeypatch.setenv("FUSESTEP_CACHE_DIR", "")
+    assert cache.cache_directory() is None
+    assert cache.cache_entries() == []
+
+
+def test_folder_follows_numba(monkeypatch, tmp_path):
+    monkeypatch.delenv("FUSESTEP_CACHE_DIR", raising=False)
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    assert cache.cache_directory() == tmp_path / "fusestep"
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid"), reason="no user ids on this system")
+def test_another_users_entry_is_not_unpickled(own_rule, monkeypatch):
+    folder, step = own_rule
+    step()
+    entry = next((folder / "cache").glob("*.kernel"))
+    monkeypatch.setattr(os, "getuid", lambda: 12_345)
+    assert cache._read(entry, "any key") is None
+
+
+def test_fingerprint_sees_constants_closures_and_callees():
+    def make(k):
+        return lambda x: x + k
+
+    assert cache.fingerprint(make(1)) == cache.fingerprint(make(1))
+    assert cache.fingerprint(make(1)) != cache.fingerprint(make(2))
+    assert cache.fingerprint(lambda x: x + 1) != cache.fingerprint(lambda x: x + 2)
+    assert cache.fingerprint(lambda x: np.sqrt(x)) != cache.fingerprint(lambda x: np.exp(x))
+
+
+def test_second_step_compiles_nothing(monkeypatch):
+    from fusestep import nn
+    from fusestep.kernels.compile import NativeFunction
+
+    w, table = np.ones(10, np.float32), np.ones((20, 3), np.float32)
+    opt = nn.LazyAdam([w, table])
+    rows = nn.RowTensor(np.array([1, 2]), np.ones((2, 3), np.float32), (20, 3))
+    opt((np.ones(10, np.float32), rows))
+    monkeypatch.setattr(
+        NativeFunction, "_compile", lambda self: pytest.fail(f"compiles {self.identity}")
+    )
+    opt((np.ones(10, np.float32), rows))
+
+
+def test_a_kernel_that_fails_to_compile_says_so(tmp_path):
+    program = """
+        import numpy as np
+        from fusestep.kernels.compile import kernel
+        from fusestep.kernels.rules.rule import Rule
+        from fusestep.kernels.storage import F32
+        def wrong(w, g, hp):
+            return w + hp.absent
+        kernel(Rule(wrong, (), ("lr",)), (), F32, F32, F32).block.address
+    """
+    done = run_python(program, FUSESTEP_CACHE_DIR=str(tmp_path))
+    assert done.returncode != 0
+    assert "absent" in done.stderr

@@ -1,0 +1,252 @@
+"""use_locking=True: many threads, some serial order for every row, no update lost."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from fusestep import nn, ops
+from fusestep.ops import locks
+
+HP = (0.9, 0.999, 0.01, 0.9, 0.999, 1e-8)
+
+
+def hammer(calls):
+    """Run the calls at once, each on a thread of its own; errors of threads are raised here."""
+    errors = []
+    barrier = threading.Barrier(len(calls))
+
+    def work(call):
+        barrier.wait()
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def tables(n, d):
+    return [np.full((n, d), x, np.float32) for x in (1.0, 0.1, 0.2)]
+
+
+def apply_serially(counts, d, gradient=0.5):
+    """Rows after ``counts[row]`` equal updates, one after the other."""
+    var, m, v = tables(len(counts), d)
+    op = ops.FusedSparseLazyAdam()
+    for k in range(max(counts)):
+        rows = np.flatnonzero(counts > k)
+        op(var, m, v, *HP, np.full((len(rows), d), gradient, np.float32), rows)
+    return var, m, v
+
+
+@pytest.mark.parametrize("d", [1, 24])
+def test_lazy_calls_on_overlapping_rows_lose_nothing(d):
+    n, n_threads, n_calls = 50, 8, 60
+    var, m, v = tables(n, d)
+    op = ops.FusedSparseLazyAdam(use_locking=True)
+    counts = np.zeros(n, int)
+    lists = []
+    for t in range(n_threads):
+        rng = np.random.default_rng(t)
+        mine = [rng.permutation(n)[: rng.integers(1, n)] for _ in range(n_calls)]
+        for rows in mine:
+            counts[rows] += 1
+        lists.append(mine)
+
+    def work(mine):
+        for rows in mine:
+            op(var, m, v, *HP, np.full((len(rows), d), 0.5, np.float32), rows)
+
+    hammer([lambda mine=mine: work(mine) for mine in lists])
+    # All updates are equal, so every serial order gives the same rows: those after
+    # counts[row] updates.
+    for actual, expected in zip((var, m, v), apply_serially(counts, d), strict=True):
+        np.testing.assert_array_equal(actual, expected)
+
+
+def test_lazy_calls_on_disjoint_rows():
+    n, d, n_threads = 64, 8, 8
+    var, m, v = tables(n, d)
+    op = ops.FusedSparseLazyAdam(use_locking=True)
+
+    def work(t):
+        rows = np.arange(t, n, n_threads)
+        for _ in range(100):
+            op(var, m, v, *HP, np.full((len(rows), d), 0.5, np.float32), rows)
+
+    hammer([lambda t=t: work(t) for t in range(n_threads)])
+    expected = apply_serially(np.full(n, 100), d)
+    for actual, wanted in zip((var, m, v), expected, strict=True):
+        np.testing.assert_array_equal(actual, wanted)
+
+
+def test_mixing_lazy_with_dense_calls():
+    n, d = 40, 16
+    var, m, v = tables(n, d)
+    lazy = ops.FusedSparseLazyAdam(use_locking=True)
+    sweep = ops.FusedSparseAdam(use_locking=True)
+    dense = ops.Adam(use_locking=True)
+    all_rows, half = np.arange(n), np.arange(0, n, 2)
+
+    def run(op, rows):
+        for _ in range(80):
+            op(var, m, v, *HP, np.full((len(rows), d), 0.5, np.float32), rows)
+
+    def run_dense():
+        for _ in range(80):
+            dense(var, m, v, *HP, np.full((n, d), 0.5, np.float32))
+
+    hammer([lambda: run(lazy, half), lambda: run(sweep, all_rows), run_dense] * 2)
+    counts = np.full(n, 4 * 80)
+    counts[half] += 2 * 80
+    for actual, wanted in zip((var, m, v), apply_serially(counts, d), strict=True):
+        np.testing.assert_array_equal(actual, wanted)
+
+
+def test_dense_calls_are_serialised_as_a_whole():
+    """Two different dense steps: all rows see them in the same order."""
+    n = 200_000
+    dense = ops.Adam(use_locking=True)
+
+    def both(order):
+        arrays = [np.full(n, x, np.float32) for x in (1.0, 0.1, 0.2)]
+        for g in order:
+            dense(*arrays, *HP, np.full(n, g, np.float32))
+        return arrays[0]
+
+    first, second = both([3.0, -1.0]), both([-1.0, 3.0])
+    assert first[0] != second[0]
+    for _ in range(20):
+        arrays = [np.full(n, x, np.float32) for x in (1.0, 0.1, 0.2)]
+        hammer(
+            [
+                lambda g=g, arrays=arrays: dense(*arrays, *HP, np.full(n, g, np.float32))
+                for g in (3.0, -1.0)
+            ]
+        )
+        equal = [np.array_equal(arrays[0], wanted) for wanted in (first, second)]
+        assert sum(equal) == 1
+
+
+def test_views_of_one_buffer_exclude_each_other():
+    """Identity is the memory: rows of other widths over the same buffer are the same rows."""
+    n, d = 30, 8
+    var, m, v = tables(n, d)
+    narrow = [a.reshape(2 * n, d // 2) for a in (var, m, v)]
+    op = ops.FusedSparseLazyAdam(use_locking=True)
+
+    def run(arrays):
+        rows = np.arange(len(arrays[0]))
+        g = np.full(arrays[0].shape, 0.5, np.float32)
+        for _ in range(100):
+            op(*arrays, *HP, g, rows)
+
+    hammer([lambda: run((var, m, v)), lambda: run(narrow)] * 2)
+    for actual, wanted in zip((var, m, v), apply_serially(np.full(n, 400), d), strict=True):
+        np.testing.assert_array_equal(actual, wanted)
+
+
+def test_optimizer_counters_and_rows():
+    n, d, n_threads, n_calls = 30, 4, 6, 50
+    table = np.ones((n, d), np.float32)
+    opt = nn.LazyAdam([table], 0.01, use_locking=True)
+    gradient = nn.RowTensor(np.arange(n), np.full((n, d), 0.5, np.float32), (n, d))
+    hammer([lambda: [opt((gradient,)) for _ in range(n_calls)]] * n_threads)
+    assert opt.global_step[0] == n_threads * n_calls
+    # Every step has its own bias correction, so the order of the steps shows in the weights;
+    # the moments see equal updates, of which none may be lost.
+    reference = nn.LazyAdam([np.ones((n, d), np.float32)], 0.01)
+    for _ in range(n_threads * n_calls):
+        reference((gradient,))
+    np.testing.assert_array_equal(opt.moment1[0], reference.moment1[0])
+    np.testing.assert_array_equal(opt.moment2[0], reference.moment2[0])
+    assert (np.ptp(table, axis=1) == 0).all()
+
+
+def test_without_locking_memory_is_safe():
+    """Concurrent calls may interleave, but never write outside of the variables."""
+    n, d, guard = 60, 12, 4_096
+    buffers = [np.full(n * d + 2 * guard, 7.0, np.float32) for _ in range(3)]
+    var, m, v = (b[guard:-guard].reshape(n, d) for b in buffers)
+    for a in (var, m, v):
+        a[:] = 0.5
+    lazy, sweep = ops.FusedSparseLazyAdam(), ops.FusedSparseAdam()
+
+    def work(op, seed):
+        rng = np.random.default_rng(seed)
+        for _ in range(60):
+            rows = rng.integers(0, n, 200)
+            op(var, m, v, *HP, rng.standard_normal((200, d)).astype(np.float32), rows)
+
+    hammer([lambda s=s: work(lazy if s % 2 else sweep, s) for s in range(8)])
+    for buffer in buffers:
+        assert (buffer[:guard] == 7).all()
+        assert (buffer[-guard:] == 7).all()
+    assert np.isfinite(var).all()
+    assert np.isfinite(m).all()
+    assert (v >= 0).all()
+
+
+def test_a_failed_call_releases_the_lock():
+    var, m, v = tables(5, 2)
+    op = ops.FusedSparseLazyAdam(use_locking=True)
+    bad = np.array([7])
+    with pytest.raises(IndexError, match=r"indices\[0\] is out of range"):
+        op(var, m, v, *HP, np.ones((1, 2), np.float32), bad)
+    op(var, m, v, *HP, np.ones((1, 2), np.float32), bad - 6)
+    assert (var[1] != 1).all()
+
+
+class TestRequests:
+    """The order in which memory is granted."""
+
+    def spans(self, *ranges):
+        return locks.spans_of([((begin,), (size,), 8) for begin, size in ranges])
+
+    def start(self, order, name, spans, shared, release):
+        def work():
+            with locks.hold(spans, shared=shared):
+                order.append(name)
+                release.wait(10)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        time.sleep(0.05)
+        return thread
+
+    def test_row_calls_share_and_a_dense_call_waits_its_turn(self):
+        order, release = [], threading.Event()
+        rows = self.spans((1_000, 80))
+        threads = [
+            self.start(order, "lazy 1", rows, True, release),
+            self.start(order, "lazy 2", rows, True, release),
+            self.start(order, "dense", rows, False, release),
+            self.start(order, "lazy 3", rows, True, release),
+            self.start(order, "elsewhere", self.spans((5_000, 80)), False, release),
+        ]
+        assert sorted(order) == ["elsewhere", "lazy 1", "lazy 2"]
+        release.set()
+        for thread in threads:
+            thread.join()
+        assert order.index("dense") < order.index("lazy 3")
+
+    def test_row_calls_on_other_variables_over_the_same_memory_wait(self):
+        order, release = [], threading.Event()
+        wide = locks.spans_of([((1_000,), (80,), 16)])
+        threads = [
+            self.start(order, "narrow", self.spans((1_000, 80)), True, release),
+            self.start(order, "wide", wide, True, release),
+        ]
+        assert order == ["narrow"]
+        release.set()
+        for thread in threads:
+            thread.join()
+        assert order == ["narrow", "wide"]
