@@ -16,7 +16,7 @@ import sys
 import tempfile
 import types
 import warnings
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ _MAGIC = b"fusestep kernel 1\n"
 _SUFFIX = ".kernel"
 
 
-@lru_cache(maxsize=None)
+@cache
 def sources_hash() -> str:
     """Hash of every source file below ``kernels/``."""
     digest = hashlib.sha256()
@@ -185,7 +185,8 @@ class KernelCache(_Cache):
             self.misses += 1
             return None
         self.hits += 1
-        return CompileResult._rebuild(target_context, *pickle.loads(payload))
+        loaded: CompileResult = CompileResult._rebuild(target_context, *pickle.loads(payload))
+        return loaded
 
     def save_overload(self, sig: Any, data: CompileResult) -> None:
         """Write the code for ``sig``; a folder that cannot be written is reported once."""
@@ -228,7 +229,7 @@ def _write(path: Path, key: str, payload: bytes) -> None:
         raise
 
 
-@lru_cache(maxsize=None)
+@cache
 def _warn_unwritable(directory: str, reason: str) -> None:
     warnings.warn(
         f"fusestep cannot keep compiled kernels in {directory} ({reason}); every process "

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -54,7 +54,8 @@ class NativeFunction:
             with _lock:
                 if self._compiled is None:
                     self._compiled = self._compile()
-        return self._compiled.address
+        address: int = self._compiled.address
+        return address
 
     def _compile(self) -> CFunc:
         signature = ((_I64,) * self._n_arguments, types.void)
@@ -68,7 +69,8 @@ class NativeFunction:
         signature = ((_I64,) * self._n_arguments, types.void)
         compiled = CFunc(self._function, signature, {}, {"error_model": "numpy"})
         compiled.compile()
-        return compiled._library.get_asm_str()
+        text: str = compiled._library.get_asm_str()
+        return text
 
 
 PARTS: list[NativeFunction] = []
@@ -88,7 +90,7 @@ def part(function: Callable[[int, int, int], None]) -> NativeFunction:
     return made
 
 
-def call_reader(cls: type) -> Any:
+def call_reader(cls: Any) -> Any:
     """The compiled reader of a loop's arguments: a record of ``int64``, read by name.
 
     A record travels as one pointer. The same fields in a named tuple take seconds more to
@@ -130,7 +132,7 @@ class Kernel:
     real: Storage
 
 
-@lru_cache(maxsize=None)
+@cache
 def kernel(rule: Rule, prologue: Prologue, w: Storage, g: Storage, s: Storage) -> Kernel:
     """The kernel of ``rule`` for these storage types; nothing is compiled yet."""
     block, block_zero, block_real = (
@@ -139,7 +141,7 @@ def kernel(rule: Rule, prologue: Prologue, w: Storage, g: Storage, s: Storage) -
     return Kernel(rule, prologue, w, g, s, block, block_zero, block_real, real_of(w))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _block(
     rule: Rule, prologue: Prologue, w: Storage, g: Storage | None, s: Storage
 ) -> NativeFunction:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..kernels.rules import adam as rules
+from ..kernels.rules.rule import Rule
 from ..ops import check
 from ..ops.errors import message, reject_unknown
 from .fused import FusedOptimizer
@@ -37,7 +38,7 @@ class _BiasCorrectedAdam(FusedOptimizer):
         self.eps = positive_float(self._name, "eps", eps)
         super().__init__(learning_rate, params, weight_decay, loss_scale, **options)
 
-    def _scalars(self, real: Any, lr: float, decay: float, step: int) -> tuple[Any, ...]:
+    def _scalars(self, real: Any, lr: float, _decay: float, step: int) -> tuple[Any, ...]:
         powers = (rules.running_power(real, beta, step) for beta in (self.beta1, self.beta2))
         return rules.adam_hp(real, lr, self.beta1, self.beta2, self.eps, *powers)
 
@@ -195,7 +196,7 @@ class Adam(_BiasCorrectedAdam):
                     message(self._name, a, f"excludes {b}", "at most one of them", "both True")
                 )
 
-    def _pick_rule(self) -> rules.Rule:
+    def _pick_rule(self) -> Rule:
         if self.use_amsgrad:
             return rules.ADAM_AMSGRAD
         return rules.ADAM_NESTEROV if self.use_nesterov else rules.ADAM
@@ -403,7 +404,7 @@ class AdamWeightDecay(FusedOptimizer):
             state_dtype=state_dtype,
         )
 
-    def _scalars(self, real: Any, lr: float, decay: float, step: int) -> tuple[Any, ...]:
+    def _scalars(self, real: Any, lr: float, decay: float, _step: int) -> tuple[Any, ...]:
         return rules.adam_weight_decay_hp(real, lr, self.beta1, self.beta2, self.eps, decay)
 
 

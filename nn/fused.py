@@ -286,7 +286,8 @@ class FusedOptimizer(Optimizer):
             return gradient
         factor = decay * self.loss_scale if self._decay_is_coupled else 0.0
         if isinstance(gradient, tuple):
-            rows = RowTensor(*gradient, parameter.shape)
+            indices, values = gradient
+            rows = RowTensor(indices, values, parameter.shape)
             if factor == 0.0:
                 central = whole.centralized(rows)
             elif self.sparse_update == "lazy":
@@ -398,7 +399,7 @@ def _sparse_update(where: str, value: str | None) -> str | None:
 def _state_dtype(where: str, value: Any) -> np.dtype[Any] | None:
     if value is None:
         return None
-    dtype = np.dtype(value)
+    dtype: np.dtype[Any] = np.dtype(value)
     if dtype not in STORAGES:
         raise TypeError(message(where, "state_dtype", "has a wrong dtype", check.FLOATS, dtype))
     return dtype

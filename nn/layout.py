@@ -107,7 +107,11 @@ def build_layout(kinds: Sequence[Kind], tensors: Sequence[tuple[np.ndarray, ...]
     if len(dense) == len(kinds) and headers.usable():
         dtypes = [kind[1] for kind in kinds if kind is not None]
         expected = headers.Expected(dtypes, [arrays[0].shape for arrays in tensors])
-    dense_bytes = [tensors[i][0].size * kinds[i][1].itemsize for i in dense]
+    dense_bytes = [
+        arrays[0].size * kind[1].itemsize
+        for kind, arrays in zip(kinds, tensors, strict=True)
+        if kind is not None and not kind[0]
+    ]
     active = sorted(dense + sparse)
     spans = sorted(
         (address_of(a), address_of(a) + a.nbytes) for i in active for a in tensors[i] if a.size

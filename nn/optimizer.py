@@ -228,7 +228,7 @@ class Optimizer:
             return gradients
         return tuple(grads.scaled(g, 1.0 / self.loss_scale) for g in gradients)
 
-    def broadcast_params(self, optim_result: Any) -> bool:
+    def broadcast_params(self, optim_result: Any) -> bool:  # noqa: ARG002  (published name)
         """Send updated parameters to the other processes: with one process, nothing to do."""
         return True
 

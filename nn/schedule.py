@@ -72,7 +72,7 @@ def learning_rate(where: str, name: str, value: Any) -> Rate:
 def _numbers(where: str, value: Any) -> np.ndarray:
     if isinstance(value, bool | int | float | np.floating):
         return np.array(float(value))
-    if isinstance(value, str | bytes) or isinstance(value, np.generic) or value is None:
+    if isinstance(value, (str | bytes, np.generic)) or value is None:
         raise TypeError(_wrong_rate(where, value))
     if isinstance(value, np.ndarray | Parameter) or hasattr(value, "__array__"):
         array = arrays.adopt(where, "learning_rate", value)

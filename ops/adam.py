@@ -385,7 +385,7 @@ class ApplyAdamWithAmsgradV2(Primitive):
 
     >>> import numpy as np
     >>> f = lambda *rows: np.array(rows, np.float32)
-    >>> var, m, v = np.full((2, 2), 0.2, np.float32), f([0.1, 0.2], [0.4, 0.3]), f([0.2, 0.1], [0.3, 0.4])
+    >>> var, m, v = f([0.2, 0.2], [0.2, 0.2]), f([0.1, 0.2], [0.4, 0.3]), f([0.2, 0.1], [0.3, 0.4])
     >>> vhat, grad = f([0.1, 0.2], [0.6, 0.2]), f([0.4, 0.2], [0.2, 0.3])
     >>> op = ApplyAdamWithAmsgradV2()
     >>> _ = op(var, m, v, vhat, 0.9, 0.999, 0.01, 0.8, 0.999, 1e-8, grad)

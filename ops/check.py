@@ -37,7 +37,8 @@ def scalar(where: str, name: str, value: Any) -> float:
         value = _number(where, name, value)
     if not math.isfinite(value):
         raise ValueError(message(where, name, "is not finite", "a finite number", value))
-    return value
+    number: float = value
+    return number
 
 
 def _number(where: str, name: str, value: Any) -> float:

@@ -134,15 +134,17 @@ def row_step(
     compiled = kernel(rule, prologue, variables.w, g, variables.s)
     base, stride = address_of(hp), hp.strides[0]
     tables = [
-        RowTable(
-            *addresses,
-            hp=base + row * stride,
-            rows=arrays[0].shape[0],
-            width=arrays[0].size // max(1, arrays[0].shape[0]),
-            indices=address_of(indices),
-            index_bytes=indices.itemsize,
-            length=len(indices),
-            values=address_of(values),
+        RowTable._make(
+            (
+                *addresses,
+                base + row * stride,
+                arrays[0].shape[0],
+                arrays[0].size // max(1, arrays[0].shape[0]),
+                address_of(indices),
+                indices.itemsize,
+                len(indices),
+                address_of(values),
+            )
         )
         for arrays, addresses, (indices, values), row in zip(
             variables.tensors, variables.addresses.tolist(), gradients, hp_of, strict=True

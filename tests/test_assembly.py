@@ -5,7 +5,6 @@ import re
 
 import llvmlite.binding as llvm
 import pytest
-
 from fusestep.kernels import storage
 from fusestep.kernels.compile import kernel
 from fusestep.kernels.cpu.rows import accumulate
@@ -67,10 +66,10 @@ def test_the_check_can_fail():
     """A rule whose loop depends on the element before cannot be packed."""
     from fusestep.kernels.compile import NativeFunction
 
-    def scalar(address, n, unused):
+    def scalar(address, n, step):
         from_address = address
         for _ in range(n):
-            from_address = from_address * from_address + n
+            from_address = from_address * from_address + step
 
     text = NativeFunction(scalar, 3, "test").assembly()
     assert not re.search(rf"\s{_PACKED['x86_64'][0]}\s", text)

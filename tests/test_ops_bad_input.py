@@ -403,7 +403,7 @@ FLAGS = [
     (op.name, flag)
     for op in OPERATORS.values()
     for flag in ("use_locking", "use_nesterov")
-    if flag == "use_locking" or "Amsgrad" not in op.name and op.name != "AdamWeightDecay"
+    if flag == "use_locking" or ("Amsgrad" not in op.name and op.name != "AdamWeightDecay")
 ]
 
 

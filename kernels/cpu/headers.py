@@ -9,7 +9,7 @@ where this module expects them, and callers go the slow way where it says no.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 from numba import njit
@@ -75,14 +75,25 @@ class _Subclass(np.ndarray):
     """What must be refused, because a subclass may mean something else by its data."""
 
 
-@lru_cache(maxsize=None)
+@cache
 def usable() -> bool:
     """Whether the headers of this NumPy and this Python lie as expected (tested on arrays)."""
     if np.dtype(np.intp).itemsize != 8 or object.__basicsize__ != 16:
         return False
     base = np.arange(24, dtype=np.float32)
-    good = [base, base.reshape(2, 3, 4), base[5:9], np.array(1, np.float32), base[:0]]
-    bad = [base[::2], base.astype(np.float64), base.reshape(4, 6).T, base.view(_Subclass)]
+    good: list[np.ndarray] = [
+        base,
+        base.reshape(2, 3, 4),
+        base[5:9],
+        np.array(1, np.float32),
+        base[:0],
+    ]
+    bad: list[np.ndarray] = [
+        base[::2],
+        base.astype(np.float64),
+        base.reshape(4, 6).T,
+        base.view(_Subclass),
+    ]
     for array in good:
         found = Expected([array.dtype], [array.shape]).addresses([array])
         if found is None or found[0] != array.__array_interface__["data"][0]:

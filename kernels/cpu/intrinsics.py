@@ -1,8 +1,5 @@
 """All LLVM-level code for the CPU: pointers, half precision, atomics, prefetch."""
 
-# The first argument of an intrinsic is Numba's typing context, and Numba reads the names.
-# ruff: noqa: ARG001
-
 from __future__ import annotations
 
 import platform

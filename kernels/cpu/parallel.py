@@ -13,8 +13,9 @@ import ctypes
 import os
 import threading
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache
+from functools import cache
 from importlib.metadata import PackageNotFoundError, files
+from pathlib import Path
 
 import numba
 import numpy as np
@@ -79,14 +80,14 @@ def get_num_threads() -> int:
     """How many threads the next call may use."""
     if _forked_after_openmp:
         return 1
-    available = numba.get_num_threads()
+    available: int = numba.get_num_threads()
     return available if _thread_budget is None else min(available, _thread_budget)
 
 
 def threading_layer() -> str | None:
     """The threading layer that is running in this process, or None before its first use."""
     try:
-        return numba.threading_layer()
+        return str(numba.threading_layer())
     except ValueError:
         return None
 
@@ -103,7 +104,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _prepare_layer() -> None:
     """Make tbb from PyPI loadable, if it is installed and the user chose no layer.
 
@@ -115,7 +116,8 @@ def _prepare_layer() -> None:
     try:
         for file in files("tbb") or ():
             if file.name in ("libtbb.so.12", "libtbb.12.dylib"):
-                ctypes.CDLL(str(file.locate().resolve()), mode=ctypes.RTLD_GLOBAL)
+                path = Path(str(file.locate())).resolve()
+                ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
     except (PackageNotFoundError, OSError):
         return
 

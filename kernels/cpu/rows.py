@@ -5,7 +5,7 @@ The sums live in a small buffer per thread; no merged ``[B, D]`` gradient is wri
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import numpy as np
 from numba import carray, njit
@@ -49,8 +49,8 @@ from .layout import (
     S2,
     SORTED_KEYS,
     VALUES,
-    W,
     WIDTH,
+    W,
     read_call,
 )
 from .search import last_at_most
@@ -63,7 +63,7 @@ N_STRIPES = 1 << 14
 _STRIPE_SHIFT = 64 - 14
 
 
-@lru_cache(maxsize=None)
+@cache
 def accumulate(g: Storage, real: Storage) -> NativeFunction:
     """``total = sum of gradient rows`` of ``keys[begin:end]``, in the order of the keys.
 

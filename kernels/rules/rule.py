@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from numba.extending import register_jitable
@@ -46,8 +46,8 @@ class Part:
 Prologue = tuple[Part, ...]
 
 
-@lru_cache(maxsize=None)
+@cache
 def hp_type(rule: Rule, prologue: Prologue) -> type:
     """The named tuple of scalars that ``rule`` behind ``prologue`` reads, in memory order."""
     fields = rule.hp + tuple(name for part in prologue for name in part.hp)
-    return namedtuple("hp", fields)  # noqa: PYI024  (fields are known only here)
+    return namedtuple("hp", fields)
