@@ -47,7 +47,7 @@ class Settings:
     """
 
     optimizer: str = "lazy"
-    dim: int = 80
+    dim: int = 64
     pairs: int = 24_000_000
     learning_rate: float = 0.002
     batch: int = 8192

@@ -16,7 +16,7 @@ from ..kernels.storage import STORAGES, Storage
 from ..ops import check
 from ..ops.arrays import RowTensor, address_of, index_error
 from ..ops.errors import message
-from ..ops.step import dense_step, row_step
+from ..ops.step import RowGradient, dense_step, row_step
 from . import gradients as whole
 from .layout import Batch, Gradients, Kind, Layout, build_layout, read_gradient, shares_memory
 from .optimizer import Optimizer
@@ -242,15 +242,14 @@ class FusedOptimizer(Optimizer):
             found = read_gradient(self._name, parameter, gradient)
             if self._groups.options[i].centralize:
                 found = self._centralize(parameter, found, decays[i])
-            if isinstance(found, tuple):
+            is_sparse = isinstance(found, RowGradient)
+            if is_sparse:
                 self._require_sparse_update(parameter)
             read.append(found)
-            kinds.append(
-                (isinstance(found, tuple), (found[1] if isinstance(found, tuple) else found).dtype)
-            )
+            kinds.append((is_sparse, found.dtype))
         layout = self._layout(tuple(kinds))
-        dense = [g for g in read if not isinstance(g, tuple)]
-        rows = [g for g in read if isinstance(g, tuple)]
+        dense = [g for g in read if not isinstance(g, RowGradient)]
+        rows = [g for g in read if isinstance(g, RowGradient)]
         addresses = np.array([address_of(g) for g in dense], np.int64)
         can_be_fast = layout.expected is not None and not any(
             o.centralize for o in self._groups.options
@@ -285,9 +284,8 @@ class FusedOptimizer(Optimizer):
         if parameter.ndim < 2:
             return gradient
         factor = decay * self.loss_scale if self._decay_is_coupled else 0.0
-        if isinstance(gradient, tuple):
-            indices, values = gradient
-            rows = RowTensor(indices, values, parameter.shape)
+        if isinstance(gradient, RowGradient):
+            rows = RowTensor(gradient.indices, gradient.values, parameter.shape)
             if factor == 0.0:
                 central = whole.centralized(rows)
             elif self.sparse_update == "lazy":
@@ -295,16 +293,16 @@ class FusedOptimizer(Optimizer):
             else:
                 # Every row decays, so every row has a gradient to centralize.
                 return whole.centralized(whole.decayed(rows.to_dense(), parameter.data, factor))
-            return central.indices, np.ascontiguousarray(central.values)
+            return RowGradient.of(central.indices, np.ascontiguousarray(central.values))
         decayed = whole.decayed(gradient, parameter.data, factor) if factor else gradient
         return np.ascontiguousarray(whole.centralized(decayed))
 
     def _unshared(self, given: Gradients) -> Gradients:
         """Refuse gradients in the memory of parameters or states."""
         begins, sizes = [given.addresses], [given.layout.dense_bytes]
-        for arrays in given.rows:
-            begins.append(np.array([address_of(a) for a in arrays]))
-            sizes.append(np.array([a.nbytes for a in arrays]))
+        for row in given.rows:
+            begins.append(np.array([row.index_address, row.values_address]))
+            sizes.append(np.array([row.indices.nbytes, row.values.nbytes]))
         begin = np.concatenate(begins)
         if shares_memory(given.layout, begin, begin + np.concatenate(sizes)).any():
             raise ValueError(
@@ -323,7 +321,7 @@ class FusedOptimizer(Optimizer):
             if not batch.row_sparse:
                 continue
             for place, arrays in zip(batch.places, batch.variables.tensors, strict=True):
-                indices, n_rows = given.rows[place][0], len(arrays[0])
+                indices, n_rows = given.rows[place].indices, len(arrays[0])
                 if len(indices) and (indices.min() < 0 or indices.max() >= n_rows):
                     bad = (indices < 0) | (indices >= n_rows)
                     raise index_error(self._name, indices, int(np.argmax(bad)), n_rows)
@@ -379,8 +377,8 @@ def _finite(given: Gradients) -> bool:
     for batch in given.layout.batches:
         found = arrays.setdefault(batch.g, [])
         if batch.row_sparse:
-            values = [given.rows[place][1] for place in batch.places]
-            found += [(address_of(v), v.size) for v in values]
+            gradients = [given.rows[place] for place in batch.places]
+            found += [(g.values_address, g.values.size) for g in gradients]
         else:
             sizes = np.diff(batch.variables.first)
             found += zip(given.addresses[batch.places].tolist(), sizes.tolist(), strict=True)

@@ -17,10 +17,8 @@ from ..kernels.storage import STORAGES, Storage
 from ..ops import check
 from ..ops.arrays import RowTensor, address_of, adopt, check_row_gradient
 from ..ops.errors import message
-from ..ops.step import Variables
+from ..ops.step import RowGradient, Variables
 from .parameter import Parameter
-
-RowGradient = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,7 +160,7 @@ def read_gradient(where: str, parameter: Parameter, gradient: Any) -> np.ndarray
         )
     _check_floating(where, name, rows.values)
     check_row_gradient(where, name, rows.indices, rows.values, parameter.shape)
-    return check.contiguous(rows.indices), check.contiguous(rows.values)
+    return RowGradient.of(check.contiguous(rows.indices), check.contiguous(rows.values))
 
 
 def _check_floating(where: str, name: str, array: np.ndarray) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -86,11 +87,11 @@ def variable(where: str, name: str, value: Any) -> np.ndarray:
 
 
 def same_layout(where: str, names: tuple[str, ...], arrays: list[np.ndarray]) -> None:
-    """Variables of one operator: one dtype, one shape, no shared memory.
+    """Variables of one operator: one dtype and one shape.
 
     Raises:
         ConversionError: dtypes differ (the lower ones would have to be converted).
-        ValueError: shapes differ, or two variables overlap.
+        ValueError: shapes differ.
     """
     first = arrays[0]
     for name, array in zip(names[1:], arrays[1:], strict=True):
@@ -103,24 +104,26 @@ def same_layout(where: str, names: tuple[str, ...], arrays: list[np.ndarray]) ->
             raise ValueError(
                 message(where, name, f"differs in shape from {names[0]}", first.shape, array.shape)
             )
-    no_overlap(where, list(names), arrays)
 
 
-def no_overlap(where: str, names: list[str], arrays: list[np.ndarray]) -> None:
-    """Contiguous arrays must not share memory.
+def no_overlap(where: str, names: Sequence[str], arrays: Sequence[np.ndarray]) -> list[int]:
+    """Contiguous arrays must not share memory; returns their addresses.
 
     Raises:
         ValueError: two of them do.
     """
-    ranges = sorted((address_of(a), a.nbytes, n) for n, a in zip(names, arrays, strict=True))
+    addresses = [address_of(array) for array in arrays]
     end, owner = 0, ""
-    for begin, n_bytes, name in ranges:
+    for begin, n_bytes, name in sorted(
+        zip(addresses, [array.nbytes for array in arrays], names, strict=True)
+    ):
         if n_bytes and begin < end:
             raise ValueError(
                 message(where, name, f"shares memory with {owner}", "separate arrays", "an overlap")
             )
-        if n_bytes and begin + n_bytes > end:
+        if begin + n_bytes > end:
             end, owner = begin + n_bytes, name
+    return addresses
 
 
 def gradient(
@@ -161,21 +164,3 @@ def contiguous(array: np.ndarray) -> np.ndarray:
     """``array``, or a C-contiguous aligned copy of it (0-d stays 0-d)."""
     flags = array.flags
     return array if flags.c_contiguous and flags.aligned else array.copy(order="C")
-
-
-def not_shared(where: str, name: str, array: np.ndarray, variables: list[np.ndarray]) -> None:
-    """A gradient must not share memory with what the step writes.
-
-    Raises:
-        ValueError: it does.
-    """
-    begin = address_of(array)
-    end = begin + array.nbytes
-    for other in variables:
-        at = address_of(other)
-        if begin < at + other.nbytes and at < end:
-            raise ValueError(
-                message(
-                    where, name, "shares memory with a variable", "its own memory", "an overlap"
-                )
-            )

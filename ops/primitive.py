@@ -9,9 +9,9 @@ import numpy as np
 from ..kernels.rules.rule import Rule
 from ..kernels.storage import F64, STORAGES
 from . import check
-from .arrays import address_of, adopt, check_row_gradient
+from .arrays import adopt, check_row_gradient
 from .errors import RejectedValueError, message, reject_unknown
-from .step import Variables, dense_step, row_step
+from .step import RowGradient, Variables, dense_step, row_step
 
 _ONE_TENSOR = np.zeros(1, np.int64)
 
@@ -22,21 +22,18 @@ class Primitive:
     Attributes:
         use_locking: whether concurrent calls on overlapping memory are serialised
             (`fusestep.ops.locks`).
+        name: the operator's name, for messages.
     """
 
     use_locking: bool
 
     def __init__(self, use_locking: bool, unknown: dict[str, Any], known: tuple[str, ...]) -> None:
+        self.name = type(self).__name__
         reject_unknown(self.name, unknown, known)
         self.use_locking = check.flag(self.name, "use_locking", use_locking)
 
-    @property
-    def name(self) -> str:
-        """The operator's name in error messages."""
-        return type(self).__name__
-
     def __repr__(self) -> str:
-        attributes = ", ".join(f"{k}={v!r}" for k, v in vars(self).items())
+        attributes = ", ".join(f"{k}={v!r}" for k, v in vars(self).items() if k != "name")
         return f"{self.name}({attributes})"
 
     def _scalars(self, **values: Any) -> dict[str, float]:
@@ -53,11 +50,16 @@ class Primitive:
         """Check the gradient and apply ``rule`` to the variables in place."""
         arrays = list(variables.values())
         gradient = check.gradient(self.name, name, value, arrays[0].dtype, arrays[0].shape)
-        check.not_shared(self.name, name, gradient, arrays)
-        address = np.array([address_of(gradient)])
-        storage, tensors = STORAGES[gradient.dtype], Variables.of([tuple(arrays)])
+        *addresses, address = check.no_overlap(self.name, [*variables, name], [*arrays, gradient])
         dense_step(
-            rule, (), tensors, address, storage, hp, _ONE_TENSOR, use_locking=self.use_locking
+            rule,
+            (),
+            Variables.of([tuple(arrays)], [addresses]),
+            np.array([address]),
+            STORAGES[gradient.dtype],
+            hp,
+            _ONE_TENSOR,
+            use_locking=self.use_locking,
         )
 
     def _apply_rows(
@@ -81,14 +83,15 @@ class Primitive:
         index = adopt(self.name, "indices", indices)
         check_row_gradient(self.name, "gradient", index, values, arrays[0].shape)
         values, index = check.contiguous(values), check.contiguous(index)
-        check.not_shared(self.name, "gradient", values, arrays)
-        check.not_shared(self.name, "indices", index, arrays)
+        *addresses, index_address, values_address = check.no_overlap(
+            self.name, [*variables, "indices", "gradient"], [*arrays, index, values]
+        )
         row_step(
             self.name,
             rule,
             (),
-            Variables.of([tuple(arrays)]),
-            [(index, values)],
+            Variables.of([tuple(arrays)], [addresses]),
+            [RowGradient(index, values, index_address, values_address)],
             hp,
             [0],
             touched_only=touched_only,

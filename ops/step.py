@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,12 +38,20 @@ class Variables:
     first: np.ndarray
 
     @classmethod
-    def of(cls, tensors: Sequence[tuple[np.ndarray, ...]]) -> Variables:
-        """Collect the addresses of ``tensors``; they are kept alive with the result."""
+    def of(
+        cls,
+        tensors: Sequence[tuple[np.ndarray, ...]],
+        known: Sequence[Sequence[int]] | None = None,
+    ) -> Variables:
+        """Collect the addresses of ``tensors``, unless they are ``known``.
+
+        The arrays are kept alive with the result.
+        """
         addresses = np.zeros((len(tensors), 4), np.int64)
         first = np.zeros(len(tensors) + 1, np.int64)
         for t, arrays in enumerate(tensors):
-            addresses[t, : len(arrays)] = [address_of(a) for a in arrays]
+            found = known[t] if known else [address_of(a) for a in arrays]
+            addresses[t, : len(arrays)] = found
             first[t + 1] = first[t] + arrays[0].size
         example = tensors[0]
         w = STORAGES[example[0].dtype]
@@ -67,6 +76,25 @@ class Variables:
                 for arrays in self.tensors
             ]
         )
+
+
+class RowGradient(NamedTuple):
+    """A checked row-sparse gradient: contiguous ``indices [B]`` and ``values [B, ...]``."""
+
+    indices: np.ndarray
+    values: np.ndarray
+    index_address: int
+    values_address: int
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the values."""
+        return self.values.dtype
+
+    @classmethod
+    def of(cls, indices: np.ndarray, values: np.ndarray) -> RowGradient:
+        """With the addresses of the arrays."""
+        return cls(indices, values, address_of(indices), address_of(values))
 
 
 def dense_step(
@@ -103,7 +131,7 @@ def row_step(
     rule: Rule,
     prologue: Prologue,
     variables: Variables,
-    gradients: Sequence[tuple[np.ndarray, np.ndarray]],
+    gradients: Sequence[RowGradient],
     hp: np.ndarray,
     hp_of: Sequence[int],
     *,
@@ -118,8 +146,7 @@ def row_step(
         rule: the update rule.
         prologue: what happens to a row's summed gradient before the rule.
         variables: T tables ``[N, ...]`` with their states.
-        gradients: for each table contiguous ``indices [B]`` and ``values [B, ...]``, values
-            all of one dtype.
+        gradients: one for each table, values all of one dtype.
         hp: as in `dense_step`.
         hp_of: the row of ``hp`` that each table uses.
         touched_only: update the rows that occur (lazy), or all rows (dense-equivalent).
@@ -130,7 +157,7 @@ def row_step(
         IndexError: an index is out of range; nothing was written.
         ValueError: the tables have too many rows for the sort keys.
     """
-    g = STORAGES[gradients[0][1].dtype]
+    g = STORAGES[gradients[0].values.dtype]
     compiled = kernel(rule, prologue, variables.w, g, variables.s)
     base, stride = address_of(hp), hp.strides[0]
     tables = [
@@ -140,13 +167,13 @@ def row_step(
                 base + row * stride,
                 arrays[0].shape[0],
                 arrays[0].size // max(1, arrays[0].shape[0]),
-                address_of(indices),
-                indices.itemsize,
-                len(indices),
-                address_of(values),
+                gradient.index_address,
+                gradient.indices.itemsize,
+                len(gradient.indices),
+                gradient.values_address,
             )
         )
-        for arrays, addresses, (indices, values), row in zip(
+        for arrays, addresses, gradient, row in zip(
             variables.tensors, variables.addresses.tolist(), gradients, hp_of, strict=True
         )
     ]
@@ -165,12 +192,12 @@ def row_step(
 
 def _first_bad_index(
     where: str,
-    gradients: Sequence[tuple[np.ndarray, np.ndarray]],
+    gradients: Sequence[RowGradient],
     tables: list[RowTable],
     position: int,
 ) -> IndexError:
-    for (indices, _), table in zip(gradients, tables, strict=True):
-        if position < len(indices):
-            return index_error(where, indices, position, table.rows)
-        position -= len(indices)
+    for gradient, table in zip(gradients, tables, strict=True):
+        if position < table.length:
+            return index_error(where, gradient.indices, position, table.rows)
+        position -= table.length
     raise AssertionError("a position beyond all indices")

@@ -143,7 +143,8 @@ def assert_within_ulps(
     difference. Below the normal range the unit is the smallest subnormal.
     """
     __tracebackhide__ = True
-    unit = EPSILON[actual.dtype] * np.abs(np.asarray(scale, np.float64))
+    largest = np.maximum(np.abs(np.asarray(scale, np.float64)), TINY[actual.dtype])
+    unit = EPSILON[actual.dtype] * np.exp2(np.floor(np.log2(largest)))
     allowed = ulps * np.maximum(unit, TINY[actual.dtype])
     error = np.abs(actual.astype(np.float64) - np.asarray(expected, np.float64))
     off = ~(error <= allowed)

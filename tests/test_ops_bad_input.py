@@ -483,7 +483,7 @@ TABLE = np.arange(15, dtype=np.float32).reshape(5, 3)
             IndexError,
             r"indices\[3\] is out of range: .*got 5",
         ),
-        (TABLE[:0], np.array([0]), 0, IndexError, "expected 0 <= index < 0, got 0"),
+        (TABLE[:0], np.array([0]), 0, IndexError, r"indices\[0\] is out of range: .*index < 0,"),
         (TABLE, np.array([0]), 1, ValueError, "axis is not supported: expected 0, got 1"),
         (TABLE, np.array([0]), -1, ValueError, "axis is not supported: expected 0, got -1"),
         (TABLE, np.array([0]), True, TypeError, "axis has a wrong type: expected an int"),
@@ -578,7 +578,7 @@ ROWS = np.ones((2, 3), np.float32)
         (np.array([0, 1]), ROWS.astype(complex), (5, 3), TypeError, "values has a wrong dtype"),
         (np.array([0, 1]), ROWS, (5, 4), ValueError, "values has a wrong shape"),
         (np.array([0, 1]), ROWS, (5,), ValueError, "values has a wrong shape"),
-        (np.array([0]), np.float32(1), (), ValueError, "dense_shape has no rows"),
+        (np.array([0]), np.array(1.0), (), ValueError, ".*dense_shape"),
         (np.array([0, 1, 2]), ROWS, (5, 3), ValueError, "values has a wrong length: expected 3"),
         (np.array([0, 1]), ROWS, 5, TypeError, "dense_shape is no shape: expected a tuple of int"),
         (np.array([0, 1]), ROWS, None, TypeError, "dense_shape is no shape"),
@@ -637,7 +637,9 @@ def test_one_to_four_dimensions(operator: Operator, shape: tuple[int, ...]) -> N
     """The step of every element is that of the flattened call."""
     inputs, flat = operator.inputs(shape), operator.inputs(shape)
     if operator.takes_rows:
-        inputs["indices"] = flat["indices"] = np.array([1, 0, 1, 1])
+        n_rows = len(inputs["var"])
+        inputs["indices"] = flat["indices"] = np.arange(n_rows)
+        inputs["gradient"] = flat["gradient"] = np.ones(shape, np.float32)
         width = inputs["var"].size // len(inputs["var"])
         flat.update({n: flat[n].reshape(-1, width) for n in (*operator.variables, "gradient")})
     else:

@@ -108,4 +108,5 @@ def dense_update(
         kernel.s.itemsize,
         chunk,
     )
-    run(_update_chunk, -(-total // chunk), np.array(call, dtype=np.int64), threads)
+    arguments = np.array(call, np.int64)
+    run(_update_chunk, -(-total // chunk), arguments.ctypes.data, threads)

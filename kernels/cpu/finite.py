@@ -86,6 +86,7 @@ def all_finite(storage: Storage, addresses: np.ndarray, sizes: np.ndarray) -> bo
         _CHUNK,
         found.ctypes.data,
     )
+    arguments = np.array(call, np.int64)
     threads = get_num_threads() if total >= _SERIAL_BELOW else 1
-    run(_check_chunk, -(-total // _CHUNK), np.array(call, np.int64), threads)
+    run(_check_chunk, -(-total // _CHUNK), arguments.ctypes.data, threads)
     return not found[0]

@@ -55,5 +55,6 @@ def gather(table: np.ndarray, indices: np.ndarray, out: np.ndarray) -> None:
         out.__array_interface__["data"][0],
         height,
     )
+    arguments = np.array(call, np.int64)
     threads = get_num_threads() if out.nbytes >= _SERIAL_BELOW else 1
-    run(_gather_part, -(-n // height), np.array(call, np.int64), threads)
+    run(_gather_part, -(-n // height), arguments.ctypes.data, threads)

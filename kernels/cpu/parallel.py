@@ -140,20 +140,19 @@ def start_threads() -> None:
         _parallel(0, 0, 0, 2, np.zeros(1, np.int64))
 
 
-def run(function: NativeFunction, n: int, call: np.ndarray, threads: int) -> None:
+def run(function: NativeFunction, n: int, call: int, threads: int) -> None:
     """Run parts ``0 .. n-1`` of ``function`` with the arguments ``call`` on ``threads`` threads.
 
     Args:
         function: a part.
         n: number of parts.
-        call: ``int64`` array of the loop's arguments; kept alive during the call.
+        call: address of the loop's arguments, which the caller keeps alive.
         threads: at most this many; 1 runs on the calling thread, without a dispatch.
     """
     threads = min(threads, n)
-    address = call.ctypes.data
     if threads <= 1:
-        _serial(function.address, n, address)
+        _serial(function.address, n, call)
         return
     _prepare_layer()
     with _layer_guard():
-        _parallel(function.address, n, address, threads, np.zeros(1, np.int64))
+        _parallel(function.address, n, call, threads, np.zeros(1, np.int64))

@@ -10,7 +10,7 @@ from ..compile import Kernel, NativeFunction
 from . import layout, rows, sort
 from .layout import COLUMNS, HOT, HOT_COLUMNS, N_RESULTS, PADDING, PART_COLUMNS, RowCall
 from .parallel import get_num_threads, run
-from .workspace import borrow
+from .workspace import Block, borrow
 
 SORT_SERIAL_BELOW = 8_192  # positions
 UPDATE_SERIAL_BELOW = 32_768  # elements
@@ -22,6 +22,7 @@ _LINE_WORDS = 8  # int64 of a cache line
 stripes = np.zeros(rows.N_STRIPES, np.int32)
 """Row locks of all calls of the process; 0 is free."""
 
+_stripes_address = stripes.ctypes.data
 _FIELD = {name: k for k, name in enumerate(RowCall._fields)}
 
 
@@ -72,76 +73,85 @@ def row_update(
         -1, or the position of the first bad index in the concatenated lists; then nothing
         was written.
     """
-    n = sum(table.length for table in tables)
-    n_rows = sum(table.rows for table in tables)
+    size = _sizes(kernel, tables, touched_only, drop)
+    with borrow(size.words) as block:
+        step = _RowStep(kernel, tables, size, block)
+        step.prepare(touched_only=touched_only, drop=drop, locked=locked)
+        step.group()
+        position = step.result(layout.BAD_POSITION)
+        if position < 0:
+            step.sum_hot()
+            step.update_touched() if touched_only else step.update_all()
+    return position
+
+
+class _Sizes(NamedTuple):
+    """The sizes that decide how a step is cut and how much memory it borrows."""
+
+    n: int
+    n_rows: int
+    threads: int
+    sort_parts: int
+    max_parts: int
+    row_bits: int
+    digit_bits: int
+    scratch_words: int  # per slot
+    places: tuple[int, ...]  # word at which each section begins
+    words: int
+
+
+# Sections of the borrowed block, in the order of `_section_sizes`.
+_CALL, _RESULT, _TABLES, _COUNTS, _PARTS, _HOT, _HISTOGRAM, _STARTS, _KEYS, _SPARE, _SCRATCH = (
+    range(11)
+)
+
+
+def _sizes(kernel: Kernel, tables: list[RowTable], touched_only: bool, drop: bool) -> _Sizes:
+    n = n_rows = widest = 0
+    for table in tables:
+        n += table.length
+        n_rows += table.rows
+        widest = max(widest, table.width)
     threads = get_num_threads()
     sort_parts = threads if n >= SORT_SERIAL_BELOW else 1
     max_parts = _PARTS_PER_THREAD * threads + len(tables)
     row_bits = max(1, (n_rows if drop else n_rows - 1).bit_length())
     digit_bits = _digit_bits(n, row_bits)
-    sizes = {
-        "keys": n + PADDING,
-        "spare": n + PADDING,
-        "starts": n + 1,
-        "histogram": sort_parts << digit_bits,
-        "counts": sort_parts,
-        "parts": max_parts * PART_COLUMNS,
-        "hot": (n // HOT + 1) * HOT_COLUMNS,
-        "scratch": threads * _scratch_words(kernel, tables, touched_only),
-    }
-    result = np.full(N_RESULTS, -1, np.int64)
-    table_array = _table_array(kernel, tables)
-    with borrow(sum(sizes.values()) + _LINE_WORDS * len(sizes)) as workspace:
-        places, at = {}, workspace.ctypes.data
-        for name, size in sizes.items():
-            places[name] = at
-            at += -(-size // _LINE_WORDS) * _LINE_WORDS * 8
-        places_of_words = {name: (at - workspace.ctypes.data) // 8 for name, at in places.items()}
-        for name in ("keys", "spare"):
-            padding = places_of_words[name] + n
-            workspace[padding : padding + PADDING] = 0
-        counts = workspace[places_of_words["counts"] :][:sort_parts]
-        call = np.array(
-            RowCall(
-                tables=table_array.ctypes.data,
-                n_tables=len(tables),
-                n=n,
-                position_bits=max(1, (n - 1).bit_length()),
-                row_bits=row_bits,
-                digit_bits=digit_bits,
-                dropped_row=n_rows if drop else -1,
-                **places,
-                scratch_bytes=sizes["scratch"] // threads * 8,
-                sort_parts=sort_parts,
-                shift=0,
-                result=result.ctypes.data,
-                max_parts=max_parts,
-                row_cost=2 * (1 + len(kernel.rule.states)),
-                hot_sums=0,
-                add_blocks=0,
-                block_numbers=0,
-                block=kernel.block_real.address,
-                block_zero=0 if touched_only else kernel.block_zero.address,
-                accumulate=rows.accumulate(kernel.g, kernel.real).address,
-                w_bytes=kernel.w.itemsize,
-                s_bytes=kernel.s.itemsize,
-                g_bytes=kernel.g.itemsize,
-                real_bytes=kernel.real.itemsize,
-                tile=_TILE,
-                stripes=stripes.ctypes.data if locked else 0,
-            ),
-            np.int64,
-        )
-        _group(call, result, counts)
-        if result[layout.BAD_POSITION] >= 0:
-            return int(result[layout.BAD_POSITION])
-        hot = _sum_hot(call, result, kernel, n, threads)
-        if touched_only:
-            _update_touched(call, result, tables, threads)
-        else:
-            _update_all(call, tables, threads)
-        del hot  # the loops had its address until here
-    return -1
+    # The summed gradient of a slot: a row, or a tile of whole rows.
+    elements = widest if touched_only else max(widest, _TILE)
+    scratch_words = _whole_lines(elements * kernel.real.itemsize // 8 + 1)
+    places, words = [], 0
+    for size in (
+        len(RowCall._fields),
+        N_RESULTS,
+        len(tables) * COLUMNS,
+        sort_parts,
+        max_parts * PART_COLUMNS,
+        (n // HOT + 1) * HOT_COLUMNS,
+        sort_parts << digit_bits,
+        n + 1,
+        n + PADDING,
+        n + PADDING,
+        threads * scratch_words,
+    ):
+        places.append(words)
+        words += _whole_lines(size)
+    return _Sizes(
+        n,
+        n_rows,
+        threads,
+        sort_parts,
+        max_parts,
+        row_bits,
+        digit_bits,
+        scratch_words,
+        tuple(places),
+        words,
+    )
+
+
+def _whole_lines(words: int) -> int:
+    return -(-words // _LINE_WORDS) * _LINE_WORDS
 
 
 def _digit_bits(n: int, row_bits: int) -> int:
@@ -151,112 +161,164 @@ def _digit_bits(n: int, row_bits: int) -> int:
     return -(-row_bits // passes)
 
 
-def _scratch_words(kernel: Kernel, tables: list[RowTable], touched_only: bool) -> int:
-    """Summed gradient per slot: a row, or a tile of whole rows; in whole cache lines."""
-    widest = max(table.width for table in tables)
-    elements = widest if touched_only else max(widest, _TILE)
-    words = -(-elements * kernel.real.itemsize // 8)
-    return (-(-words // _LINE_WORDS) + 1) * _LINE_WORDS
+class _RowStep:
+    """The phases of one step on a borrowed block."""
 
+    def __init__(self, kernel: Kernel, tables: list[RowTable], size: _Sizes, block: Block) -> None:
+        self._kernel = kernel
+        self._tables = tables
+        self._size = size
+        self._block = block
+        self._keep: list[np.ndarray] = []  # arrays whose addresses the loops have
 
-def _table_array(kernel: Kernel, tables: list[RowTable]) -> np.ndarray:
-    """The tables as the loops read them, ``[T, COLUMNS]``."""
-    array = np.empty((len(tables), COLUMNS), np.int64)
-    first_row = first_position = 0
-    for t, table in enumerate(tables):
-        # The loops know an occurrence by its position among those of all tables.
-        values = table.values - first_position * table.width * kernel.g.itemsize
-        array[t] = (
-            table.w,
-            table.s0,
-            table.s1,
-            table.s2,
-            values,
-            table.hp,
-            table.rows,
-            table.width,
-            first_row,
-            first_position,
-            table.indices,
-            table.index_bytes,
+    def result(self, which: int) -> int:
+        """One element of the loops' results."""
+        return int(self._block.words[self._size.places[_RESULT] + which])
+
+    def _set(self, field: str, value: int) -> None:
+        self._block.words[_FIELD[field]] = value
+
+    def _run(self, part: NativeFunction, n: int, threads: int) -> None:
+        run(part, n, self._block.address, threads)
+
+    def prepare(self, *, touched_only: bool, drop: bool, locked: bool) -> None:
+        """Write the arguments of the loops and the list of tables."""
+        size, kernel, base = self._size, self._kernel, self._block.address
+        at = [base + 8 * place for place in size.places]
+        call = RowCall(
+            tables=at[_TABLES],
+            n_tables=len(self._tables),
+            n=size.n,
+            position_bits=max(1, (size.n - 1).bit_length()),
+            row_bits=size.row_bits,
+            digit_bits=size.digit_bits,
+            dropped_row=size.n_rows if drop else -1,
+            keys=at[_KEYS],
+            spare=at[_SPARE],
+            starts=at[_STARTS],
+            histogram=at[_HISTOGRAM],
+            counts=at[_COUNTS],
+            sort_parts=size.sort_parts,
+            shift=0,
+            result=at[_RESULT],
+            parts=at[_PARTS],
+            max_parts=size.max_parts,
+            row_cost=2 * (1 + len(kernel.rule.states)),
+            hot=at[_HOT],
+            hot_sums=0,
+            add_blocks=0,
+            block_numbers=0,
+            block=kernel.block_real.address,
+            block_zero=0 if touched_only else kernel.block_zero.address,
+            accumulate=rows.accumulate(kernel.g, kernel.real).address,
+            w_bytes=kernel.w.itemsize,
+            s_bytes=kernel.s.itemsize,
+            g_bytes=kernel.g.itemsize,
+            real_bytes=kernel.real.itemsize,
+            scratch=at[_SCRATCH],
+            scratch_bytes=size.scratch_words * 8,
+            tile=_TILE,
+            stripes=_stripes_address if locked else 0,
         )
-        first_row += table.rows
-        first_position += table.length
-    return array
+        words = self._block.words
+        words[: len(call)] = call
+        words[size.places[_RESULT] : size.places[_RESULT] + N_RESULTS] = -1
+        self._write_tables(size.places[_TABLES])
 
+    def _write_tables(self, place: int) -> None:
+        first_row = first_position = 0
+        for table in self._tables:
+            # The loops know an occurrence by its position among those of all tables.
+            values = table.values - first_position * table.width * self._kernel.g.itemsize
+            self._block.words[place : place + COLUMNS] = (
+                table.w,
+                table.s0,
+                table.s1,
+                table.s2,
+                values,
+                table.hp,
+                table.rows,
+                table.width,
+                first_row,
+                first_position,
+                table.indices,
+                table.index_bytes,
+            )
+            first_row += table.rows
+            first_position += table.length
+            place += COLUMNS
 
-def _group(call: np.ndarray, result: np.ndarray, counts: np.ndarray) -> None:
-    """Sort the keys and find the segments; stops at a bad index."""
-    sort_parts = len(counts)
-    if sort_parts == 1:
-        run(sort.group_serial, 1, call, 1)
-        return
+    def group(self) -> None:
+        """Sort the keys and find the segments; stops at a bad index."""
+        if self._size.sort_parts == 1:
+            self._run(sort.group_serial, 1, 1)
+            return
+        self._each_share(sort.keys_part)
+        place = self._size.places[_COUNTS]
+        bad = self._block.words[place : place + self._size.sort_parts]
+        if (bad >= 0).any():
+            self._block.words[self._size.places[_RESULT] + layout.BAD_POSITION] = bad[
+                bad >= 0
+            ].min()
+            return
+        self._sort()
+        self._each_share(sort.count_segments_part)
+        self._each_share(sort.starts_part)
+        self._run(sort.finish_part, 1, 1)
 
-    def each_share(part: NativeFunction) -> None:
-        run(part, sort_parts, call, sort_parts)
+    def _each_share(self, part: NativeFunction) -> None:
+        self._run(part, self._size.sort_parts, self._size.sort_parts)
 
-    each_share(sort.keys_part)
-    bad = counts[counts >= 0]
-    if bad.size:
-        result[layout.BAD_POSITION] = bad.min()
-        return
-    first, row_bits, step = (
-        int(call[_FIELD[f]]) for f in ("position_bits", "row_bits", "digit_bits")
-    )
-    for shift in range(first, first + row_bits, step):
-        call[_FIELD["shift"]] = shift
-        each_share(sort.count_part)
-        run(sort.offsets_part, 1, call, 1)
-        if result[layout.MOVED]:
-            each_share(sort.scatter_part)
-            keys, spare = _FIELD["keys"], _FIELD["spare"]
-            call[keys], call[spare] = call[spare], call[keys]
-    each_share(sort.count_segments_part)
-    each_share(sort.starts_part)
-    run(sort.finish_part, 1, call, 1)
+    def _sort(self) -> None:
+        words, keys, spare = self._block.words, _FIELD["keys"], _FIELD["spare"]
+        first = int(words[_FIELD["position_bits"]])
+        for shift in range(first, first + self._size.row_bits, self._size.digit_bits):
+            self._set("shift", shift)
+            self._each_share(sort.count_part)
+            self._run(sort.offsets_part, 1, 1)
+            if self.result(layout.MOVED):
+                self._each_share(sort.scatter_part)
+                words[keys], words[spare] = int(words[spare]), int(words[keys])
 
+    def sum_hot(self) -> None:
+        """Sum the blocks of hot rows."""
+        if self._size.n <= HOT:
+            return
+        self._run(rows.find_hot, 1, 1)
+        if self.result(layout.N_HOT) == 0:
+            return
+        kernel, n_blocks = self._kernel, self.result(layout.N_BLOCKS)
+        sums = np.empty(self.result(layout.HOT_ELEMENTS), kernel.real.dtype)
+        numbers = np.arange(n_blocks + PADDING)
+        self._keep += [sums, numbers]
+        self._set("hot_sums", sums.ctypes.data)
+        self._set("block_numbers", numbers.ctypes.data)
+        self._set("add_blocks", rows.accumulate(kernel.real, kernel.real).address)
+        self._run(rows.sum_hot_block, n_blocks, self._size.threads)
 
-def _sum_hot(
-    call: np.ndarray, result: np.ndarray, kernel: Kernel, n: int, threads: int
-) -> tuple[np.ndarray, np.ndarray] | None:
-    """Sum the blocks of hot rows; the returned arrays must outlive the update."""
-    if n <= HOT:
-        return None
-    run(rows.find_hot, 1, call, 1)
-    if result[layout.N_HOT] == 0:
-        return None
-    buffer = np.empty(int(result[layout.HOT_ELEMENTS]), kernel.real.dtype)
-    n_blocks = int(result[layout.N_BLOCKS])
-    numbers = np.arange(n_blocks + PADDING)
-    call[_FIELD["hot_sums"]] = buffer.ctypes.data
-    call[_FIELD["block_numbers"]] = numbers.ctypes.data
-    call[_FIELD["add_blocks"]] = rows.accumulate(kernel.real, kernel.real).address
-    run(rows.sum_hot_block, n_blocks, call, threads)
-    return buffer, numbers
+    def update_touched(self) -> None:
+        """Lazy: the rule on the rows that occur."""
+        threads, n_segments = self._size.threads, self.result(layout.N_SEGMENTS)
+        if n_segments * max(table.width for table in self._tables) < UPDATE_SERIAL_BELOW:
+            threads = 1
+        if threads == 1 and len(self._tables) == 1:
+            place = self._size.places[_PARTS]
+            self._block.words[place : place + PART_COLUMNS] = (0, 0, n_segments)
+            n_parts = 1
+        else:
+            self._run(rows.plan_touched, 1, 1)
+            n_parts = self.result(layout.N_PARTS)
+        self._run(rows.update_touched, n_parts, threads)
 
-
-def _update_touched(
-    call: np.ndarray, result: np.ndarray, tables: list[RowTable], threads: int
-) -> None:
-    n_segments = int(result[layout.N_SEGMENTS])
-    if n_segments * max(table.width for table in tables) < UPDATE_SERIAL_BELOW:
-        threads = 1
-    if threads == 1 and len(tables) == 1:
-        part = np.array((0, 0, n_segments))
-        call[_FIELD["parts"]], n_parts = part.ctypes.data, 1
-    else:
-        run(rows.plan_touched, 1, call, 1)
-        n_parts = int(result[layout.N_PARTS])
-    run(rows.update_touched, n_parts, call, threads)
-
-
-def _update_all(call: np.ndarray, tables: list[RowTable], threads: int) -> None:
-    elements = sum(table.rows * table.width for table in tables)
-    if elements < SORT_SERIAL_BELOW:
-        threads = 1
-    parts = np.concatenate([_sweep_parts(t, table) for t, table in enumerate(tables)])
-    call[_FIELD["parts"]], call[_FIELD["max_parts"]] = parts.ctypes.data, len(parts)
-    run(rows.update_all, len(parts), call, threads)
+    def update_all(self) -> None:
+        """Dense-equivalent: one sweep over all rows."""
+        elements = sum(table.rows * table.width for table in self._tables)
+        parts = np.concatenate([_sweep_parts(t, table) for t, table in enumerate(self._tables)])
+        self._keep.append(parts)
+        self._set("parts", parts.ctypes.data)
+        self._set("max_parts", len(parts))
+        threads = 1 if elements < UPDATE_SERIAL_BELOW else self._size.threads
+        self._run(rows.update_all, len(parts), threads)
 
 
 def _sweep_parts(t: int, table: RowTable) -> np.ndarray:

@@ -4,25 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import numpy as np
 
 # Blocks kept for the next calls; a block belongs to one call at a time.
 _KEPT = 4
-_free: list[np.ndarray] = []
+
+
+class Block(NamedTuple):
+    """Uninitialised int64 words and the address of the first."""
+
+    words: np.ndarray
+    address: int
+
+
+_free: list[Block] = []
 
 
 @contextmanager
-def borrow(n_words: int) -> Iterator[np.ndarray]:
-    """An uninitialised int64 array of at least ``n_words`` elements, for one call."""
+def borrow(n_words: int) -> Iterator[Block]:
+    """At least ``n_words`` uninitialised words, for one call."""
     try:
         block = _free.pop()  # atomic under the GIL, and a lost race only costs an allocation
+        if block.words.size < n_words:
+            block = _allocate(n_words)
     except IndexError:
-        block = None
-    if block is None or block.size < n_words:
-        block = np.empty(n_words, np.int64)
+        block = _allocate(n_words)
     try:
         yield block
     finally:
         if len(_free) < _KEPT:
             _free.append(block)
+
+
+def _allocate(n_words: int) -> Block:
+    words = np.empty(n_words, np.int64)
+    return Block(words, words.ctypes.data)

@@ -1,0 +1,7 @@
+"""What the benchmark says when it cannot go on."""
+
+from __future__ import annotations
+
+
+class BenchError(Exception):
+    """A mistake that the user can mend; its text is the one line that the user sees."""
