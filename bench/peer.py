@@ -68,6 +68,7 @@ class Worker:
         except OSError as error:
             self._errors.close()
             raise ContestantLostError(f"cannot start {python}: {error.strerror}") from error
+        self._broken: str | None = None
         self._answers: queue.Queue[str] = queue.Queue()
         threading.Thread(target=self._read, daemon=True).start()
         try:
@@ -84,24 +85,33 @@ class Worker:
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """Send a request and wait for its answer."""
+        if self._broken is not None:
+            raise ContestantLostError(self._broken)
         time.sleep(_SETTLE)
         self._signal("SIGCONT")
-        try:
-            assert self._process.stdin is not None
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-            line = self._answers.get(timeout=_TIMEOUT)
-        except (OSError, ValueError):
-            line = ""
-        except queue.Empty:
-            raise ContestantLostError(f"no answer within {_TIMEOUT:.0f} s") from None
-        if not line:
-            raise ContestantLostError(self._last_words())
+        line = self._exchange(json.dumps(request))
         self._signal("SIGSTOP")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
-            raise ContestantLostError(answer["error"].splitlines()[0])
+            raise ContestantLostError(answer["error"].strip().splitlines()[0])
         return answer
+
+    def _exchange(self, request: str) -> str:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(request + "\n")
+            self._process.stdin.flush()
+            line = self._answers.get(timeout=_TIMEOUT)
+        except OSError:
+            line = ""
+        except queue.Empty:
+            self._process.kill()
+            self._broken = f"no answer within {_TIMEOUT:.0f} s"
+            raise ContestantLostError(self._broken) from None
+        if not line:
+            self._broken = self._last_words()
+            raise ContestantLostError(self._broken)
+        return line
 
     def _signal(self, name: str) -> None:
         if _CAN_STOP and self._process.poll() is None:
@@ -168,13 +178,6 @@ class Peers:
             except ContestantLostError as error:
                 self.missing[peer] = str(error)
         return self._workers.get(peer)
-
-    def lose(self, peer: str, reason: str) -> None:
-        """Do without a peer from now on."""
-        worker = self._workers.pop(peer, None)
-        if worker is not None:
-            worker.close()
-        self.missing[peer] = reason
 
     def close(self) -> None:
         """End all workers."""

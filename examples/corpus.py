@@ -16,7 +16,7 @@ from .errors import DemoError
 
 WORD = re.compile(r"[^\W\d]\w*")  # names and words of any script; no numbers, no punctuation
 HOLD_OUT_EVERY = 20  # one document in 20 is never trained on
-MAX_TEXT_BYTES = 64 << 20  # far more than one run can use
+MAX_TEXT_BYTES = 32 << 20  # more than one run can use, and it has to fit in memory as words
 MIN_WORDS, MIN_VOCABULARY = 400, 10
 
 # Not part of every installation, or not prose and programs: third-party packages differ from one
@@ -83,11 +83,13 @@ def read_text(path: Path, min_count: int) -> Corpus:
     Raises:
         DemoError: the file cannot be read, is no UTF-8 text, or is too short.
     """
-    words = WORD.findall(_decode(path, _read_bytes(path)))
+    data = _read_bytes(path)
+    words = WORD.findall(_decode(path, data))
     # A document is long against the window, and yet enough of them are held out in a short text.
     size = max(10, min(1000, len(words) // (2 * HOLD_OUT_EVERY)))
     documents = [words[start : start + size] for start in range(0, len(words), size)]
-    return build_corpus(documents, min_count, path.name)
+    part = f" (its first {len(data) >> 20} MiB)" if len(data) == MAX_TEXT_BYTES else ""
+    return build_corpus(documents, min_count, f"{path.name!r}{part}")
 
 
 def _read_bytes(path: Path) -> bytes:

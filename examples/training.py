@@ -145,6 +145,11 @@ class Trainer:
         self.history = History(batch)
         self._step = make_step(settings, self.model, self.n_steps)
 
+    @property
+    def planned_pairs(self) -> int:
+        """How many pairs all steps together have."""
+        return self.n_steps * self.history.batch
+
     def train(self, progress: Callable[[History], None]) -> History:
         """Runs all steps, or fewer on Ctrl-C or when the time is over.
 

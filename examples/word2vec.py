@@ -22,10 +22,10 @@ from .corpus import Corpus, read_standard_library, read_text
 from .errors import DemoError
 from .options import integer, positive
 from .report import choose_queries, nearest_neighbours, prepare_folder, save
-from .training import OPTIMIZERS, History, Settings, Trainer
+from .training import MAX_EPOCHS, OPTIMIZERS, History, Settings, Trainer
 
 MIN_COUNT = 2
-MAX_DIM = 4096
+MAX_DIM = 1024
 QUICK = Settings(dim=32, pairs=5_000_000, learning_rate=0.01, time_limit=12.0)
 TITLES = {
     "lazy": "LazyAdam, row-sparse gradients",
@@ -55,7 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--pairs",
         type=integer(1),
-        help=f"word pairs to train on (default: {full.pairs:,}, quick {quick.pairs:,})",
+        help=f"word pairs to train on (default: {full.pairs:,}, quick {quick.pairs:,}); "
+        f"a short text is repeated {MAX_EPOCHS} times at most",
     )
     add("--learning-rate", type=positive, help=f"at the start (default: {full.learning_rate})")
     add("--seed", type=integer(0), default=0, help="of everything random (default: 0)")
@@ -91,12 +92,8 @@ def _run(args: argparse.Namespace) -> None:
     corpus = read_corpus(args.text)
     folder = Path(args.output)
     prepare_folder(folder)
-    print(f"text        {corpus.source}: {corpus.n_words:,} words")
-    print(f"vocabulary  {len(corpus.words):,} words that occur at least {MIN_COUNT} times")
     trainer = Trainer(corpus, settings)
-    tables = f"two tables of {len(corpus.words):,} x {settings.dim}"
-    threads = f"{get_num_threads()} thread{'s' * (get_num_threads() > 1)}"
-    print(f"training    {TITLES[settings.optimizer]}, {tables}, {threads}", flush=True)
+    print_plan(corpus, trainer, settings)
     history = _train(trainer)
     print_report(corpus, trainer, history)
     save(folder, corpus, trainer.model, history, f"word2vec, {TITLES[settings.optimizer]}")
@@ -123,7 +120,7 @@ def _train(trainer: Trainer) -> History:
     from tqdm import tqdm
 
     bar = tqdm(
-        total=trainer.n_steps * trainer.history.batch,
+        total=trainer.planned_pairs,
         unit=" pairs",
         unit_scale=True,
         # A log file gets a line now and then instead of ten a second.
@@ -139,10 +136,23 @@ def _train(trainer: Trainer) -> History:
         return trainer.train(progress)
 
 
+def print_plan(corpus: Corpus, trainer: Trainer, settings: Settings) -> None:
+    """What is going to be trained on what."""
+    threads = get_num_threads()
+    print(f"text        {corpus.source}: {corpus.n_words:,} words")
+    print(f"vocabulary  {len(corpus.words):,} words that occur at least {MIN_COUNT} times")
+    print(f"model       two tables of {len(corpus.words):,} x {settings.dim}")
+    print(f"optimizer   {TITLES[settings.optimizer]}, {threads} thread{'s' * (threads > 1)}")
+    print(
+        f"training    {trainer.planned_pairs:,} pairs in {trainer.n_steps:,} steps",
+        flush=True,  # before the progress bar, which goes to stderr
+    )
+
+
 def print_report(corpus: Corpus, trainer: Trainer, history: History) -> None:
     """Speed, held-out loss and nearest neighbours."""
     if history.stopped:
-        print(f"stopped     {history.stopped}: {history.pairs:,} pairs instead of all")
+        print(f"stopped     {history.stopped}, after {history.pairs:,} pairs")
     share = history.optimizer_seconds / max(history.seconds, 1e-9)
     rate = history.pairs / max(history.seconds, 1e-9)
     print(f"speed       {rate:,.0f} pairs/s, {share:.0%} of the time in the optimizer")

@@ -372,7 +372,9 @@ def test_text_that_is_cut_inside_of_a_character(
 ) -> None:
     text.write_text("é" + topic_text() + "é", encoding="utf-8")
     monkeypatch.setattr(corpus, "MAX_TEXT_BYTES", text.stat().st_size - 1)
-    assert corpus.read_text(text, 2).n_words > 5000
+    found = corpus.read_text(text, 2)
+    assert found.n_words > 5000
+    assert "its first" in found.source
 
 
 def test_output_that_cannot_be_written(

@@ -3,8 +3,8 @@
 A worker reads JSON lines from its standard input and answers each with one JSON line::
 
     {"do": "hello"}                       -> {"version": "2.13.0"}
-    {"do": "setup", "kind": ..., ...}     -> {"ok": true}
-    {"do": "sample", "lead_in": 1, ...}   -> {"seconds": 0.0123}
+    {"do": "setup", "form": ..., ...}     -> {"version": "2.13.0"}
+    {"do": "sample", "form": ..., ...}    -> {"seconds": 0.0123}
     {"do": "drop"}                        -> {"ok": true}
 
 An answer ``{"error": text}`` says that the request failed; the end of input ends the worker.
@@ -75,6 +75,37 @@ class Library(Protocol):
         ...
 
 
+class _Server:
+    """Answers requests; remembers the library and the jobs that were set up."""
+
+    def __init__(self, load: Callable[[int], Library]) -> None:
+        self._load = load
+        self._library: Library | None = None
+        self._jobs: dict[str, Job] = {}
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The answer to a request, whatever happens."""
+        try:
+            return self._answer(request)
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+
+    def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        if request["do"] == "drop":
+            self._jobs.clear()
+            gc.collect()
+            return {"ok": True}
+        if request["do"] == "sample":
+            job = self._jobs[request["form"]]
+            return {"seconds": sample(job, request["lead_in"], request["steps"])}
+        if self._library is None:
+            self._library = self._load(int(sys.argv[1]))
+        if request["do"] == "setup":
+            job = self._jobs[request["form"]] = self._library.job(request)
+            sample(job, request["warm_up"], 1)
+        return {"version": self._library.version}
+
+
 def serve(load: Callable[[int], Library]) -> None:
     """Answer requests until the end of input.
 
@@ -85,29 +116,9 @@ def serve(load: Callable[[int], Library]) -> None:
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     _die_with_parent()
-    library: Library | None = None
-    job: Job | None = None
+    server = _Server(load)
     for line in sys.stdin:
-        answer: dict[str, Any] = {"ok": True}
-        try:
-            request = json.loads(line)
-            if request["do"] == "hello":
-                library = load(int(sys.argv[1]))
-                answer = {"version": library.version}
-            elif request["do"] == "setup" and library is not None:
-                job = None  # the memory of the last case is free before the next one needs it
-                job = library.job(request)
-                sample(job, request["warm_up"], 1)
-            elif request["do"] == "sample" and job is not None:
-                answer = {"seconds": sample(job, request["lead_in"], request["steps"])}
-            elif request["do"] == "drop":
-                job = None
-            else:
-                answer = {"error": f"unexpected request {request['do']!r}"}
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        gc.collect()
-        channel.write(json.dumps(answer) + "\n")
+        channel.write(json.dumps(server.answer(json.loads(line))) + "\n")
         channel.flush()
 
 

@@ -1,0 +1,109 @@
+"""The command line, the import of the package, and what a wrong command says."""
+
+import subprocess
+import sys
+
+import pytest
+from subprocesses import output_of, run_python
+
+import fusestep
+from fusestep.kernels import cache
+
+
+def command(*arguments):
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-m", "fusestep", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("name", ["demo", "bench", "warmup", "info"])
+def test_help(name):
+    done = command(name, "--help")
+    assert done.returncode == 0
+    assert f"usage: fusestep {name}" in done.stdout
+
+
+def test_info():
+    done = command("info")
+    assert done.returncode == 0, done.stderr
+    assert fusestep.__version__ in done.stdout
+    assert "threads:" in done.stdout
+    assert "array headers:   read directly" in done.stdout
+
+
+def test_warmup_fills_the_cache(tmp_path):
+    program = """
+        from fusestep.__main__ import main
+        main(["warmup", "--rule", "adam", "--plain"])
+        from fusestep.kernels.compile import NativeFunction
+        from fusestep.kernels.cache import cache_entries
+        n = len(cache_entries())
+        import numpy as np
+        from fusestep import nn
+        table = np.ones((900, 8), np.float32)
+        for n_rows in (5, 20_000):
+            rows = nn.RowTensor(np.arange(n_rows) % 900, np.ones((n_rows, 8), np.float32), (900, 8))
+            nn.Adam([table])((rows,)), nn.LazyAdam([table])((rows,))
+        nn.Adam([table])((np.ones_like(table),))
+        assert len(cache_entries()) == n > 10, (n, len(cache_entries()))
+    """
+    printed = output_of(program, FUSESTEP_CACHE_DIR=str(tmp_path / "kernels"))
+    assert "kernels ready in" in printed
+
+
+def test_clear(tmp_path, monkeypatch):
+    monkeypatch.setenv("FUSESTEP_CACHE_DIR", str(tmp_path))
+    (tmp_path / "old.kernel").write_bytes(b"")
+    cache.clear_cache()
+    assert cache.cache_entries() == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((), "required: COMMAND"),
+        (("nonsense",), "invalid choice: 'nonsense'"),
+        (("warmup", "--dtype", "int8"), "invalid choice: 'int8'"),
+        (("info", "--nonsense"), "unrecognized arguments"),
+    ],
+)
+def test_wrong_commands(arguments, text):
+    done = command(*arguments)
+    assert done.returncode == 2
+    assert text in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_import_is_light():
+    program = """
+        import sys
+        import fusestep, fusestep.nn
+        heavy = {"matplotlib", "tqdm", "rich", "torch", "numba.cuda", "scipy", "hypothesis"}
+        print(sorted(heavy & set(sys.modules)))
+    """
+    assert output_of(program).strip() == "[]"
+
+
+def test_unknown_attribute():
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        fusestep.nonsense  # noqa: B018
+
+
+def test_public_names_exist():
+    for name in fusestep.__all__:
+        assert getattr(fusestep, name) is not None
+    assert set(fusestep.__all__) <= set(dir(fusestep))
+
+
+def test_help_needs_no_demo_libraries():
+    program = """
+        import sys
+        sys.modules["matplotlib"] = sys.modules["tqdm"] = sys.modules["rich"] = None
+        from fusestep.__main__ import main
+        main(["--help"])
+    """
+    done = run_python(program)
+    assert done.returncode == 0, done.stderr

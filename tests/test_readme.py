@@ -1,0 +1,51 @@
+"""The README: its Python blocks run, and its set-up commands are the two that CI runs."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
+def test_python_blocks_run(block, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", block],
+        cwd=tmp_path,
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_there_are_blocks_for_operators_and_classes():
+    assert len(BLOCKS) == 2
+
+
+def test_set_up_is_two_commands():
+    set_up = README.partition("## Set up")[2].partition("\n## ")[0]
+    commands = re.findall(r"```sh\n(.*?)```", set_up, re.DOTALL)
+    assert [c.strip() for c in commands] == [
+        'pip install ".[demo]" && fusestep demo',
+        'pip install ".[test]" && pytest',
+    ]
+
+
+def test_links_lead_somewhere():
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        assert (ROOT / target).exists(), target
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "docs/parity.md", "CHANGELOG.md"])
+def test_documents_stand_alone(name):
+    """No path of a machine, nothing outside of the repository."""
+    text = (ROOT / name).read_text()
+    assert not re.search(r"/(work|tmp|root|home)/|\.\./shared", text)
