@@ -55,7 +55,7 @@ class StepCase:
     of_bound: float | None = None
     peers: tuple[PeerForms, ...] = ()
     rounds: int = 31
-    lead_in: int = 0
+    lead_in: int = 1
     steps: int = 1
 
 
@@ -95,7 +95,6 @@ STEPS = (
         work.many_small,
         peers=(_torch("Adam(fused=True)", target=10.0), _torch("Adam(foreach=True)")),
         rounds=51,
-        lead_in=1,
         steps=5,
     ),
     StepCase(
@@ -115,7 +114,6 @@ STEPS = (
             _mindspore("ops.FusedSparseLazyAdam", target=25.0),
         ),
         rounds=31,
-        lead_in=1,
         steps=3,
     ),
 )

@@ -144,7 +144,8 @@ def rows_lazy(N: int = TABLE[0], D: int = TABLE[1], B: int = TABLE[2]) -> Work:
 def _rows(operator: Callable[..., Any], N: int, D: int, B: int, touched_only: bool) -> Work:
     w, m, v = (zeros((N, D)) for _ in range(3))
     indices = zipf_rows(N, B)
-    g = normal(np.random.default_rng(1), (indices.size, D))
+    B = indices.size
+    g = normal(np.random.default_rng(1), (B, D))
     unique = np.unique(indices).size
     lazy, whole = traffic.rows_touched(unique, D, B, 3), traffic.rows_all(N, D, B, 3)
     return Work(
@@ -152,7 +153,7 @@ def _rows(operator: Callable[..., Any], N: int, D: int, B: int, touched_only: bo
         bytes=lazy if touched_only else whole,
         shapes=[(N, D)],
         inputs={"gradient": [g], "indices": [indices]},
-        size={"N": N, "D": D, "B": indices.size, "different rows": unique},
+        size={"N": N, "D": D, "B": B, "different rows": unique},
         bound=() if touched_only else (w, m, v),
         bound_bytes=0 if touched_only else traffic.sweep(N * D, 3),
     )

@@ -11,12 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 from safetensors.numpy import save as to_safetensors
 
 from .corpus import Corpus
 from .errors import DemoError
-from .skipgram import SkipGram
+from .skipgram import FloatArray, SkipGram
 from .training import History
 
 VECTORS, VOCABULARY, CURVE = "vectors.safetensors", "vocabulary.json", "loss.png"
@@ -30,7 +29,7 @@ CANDIDATES = 4_000  # neighbours are looked for among the most frequent words on
 
 
 def nearest_neighbours(
-    words: Sequence[str], vectors: NDArray, queries: Sequence[str], n: int = N_NEIGHBOURS
+    words: Sequence[str], vectors: FloatArray, queries: Sequence[str], n: int = N_NEIGHBOURS
 ) -> dict[str, list[str]]:
     """For each query the ``n`` words whose vectors point most nearly the same way.
 
@@ -38,6 +37,7 @@ def nearest_neighbours(
         words: ``[V]`` by falling frequency.
         vectors: ``[V, D]``.
         queries: each of them one of ``words``.
+        n: how many neighbours.
     """
     length = np.linalg.norm(vectors, axis=1, keepdims=True)
     direction = vectors / np.maximum(length, np.finfo(vectors.dtype).tiny)
@@ -120,8 +120,7 @@ def _umask() -> int:
 
 def loss_curve(history: History, title: str) -> bytes:
     """A PNG of the training loss and of the held-out loss over the number of pairs."""
-    # Figure and FigureCanvasAgg instead of pyplot: no display, and no global state is touched.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    # Not pyplot: so it needs no display, and nobody's open figures and backend are touched.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -132,10 +131,10 @@ def loss_curve(history: History, title: str) -> bytes:
     smooth = np.convolve(history.losses, np.full(width, 1 / width), mode="valid")
     axes.plot(pairs[width - 1 :], smooth, color="C0", label=f"training, mean of {width} steps")
     seen, held_out = np.array(history.held_out).T
-    axes.plot(seen / 1e6, held_out, "o-", color="C1", markersize=3, label="held-out files")
+    axes.plot(seen / 1e6, held_out, "o-", color="C1", markersize=3, label="held out")
     axes.set(title=title, xlabel="million word pairs", ylabel="loss per pair (nats)")
     axes.grid(alpha=0.3)
     axes.legend()
     png = io.BytesIO()
-    FigureCanvasAgg(figure).print_png(png)
+    figure.savefig(png, format="png")  # drawn by the Agg backend
     return png.getvalue()

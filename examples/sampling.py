@@ -44,7 +44,8 @@ def keep_probabilities(counts: NDArray[np.int64], threshold: float) -> NDArray[n
     of the published program (the paper gives only the first term).
     """
     ratio = threshold * counts.sum() / counts
-    return np.minimum(np.sqrt(ratio) + ratio, 1.0)
+    keep: NDArray[np.float64] = np.minimum(np.sqrt(ratio) + ratio, 1.0)
+    return keep
 
 
 class NegativeSampler:

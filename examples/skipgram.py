@@ -10,6 +10,7 @@ where ``v`` are the rows of the table ``center`` and ``u`` those of ``context``.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -17,8 +18,10 @@ from numpy.typing import DTypeLike, NDArray
 from .. import nn, ops
 from .sampling import Batch
 
+FloatArray = NDArray[np.floating[Any]]
 
-def logistic_loss(margins: NDArray[np.floating]) -> tuple[NDArray, NDArray]:
+
+def logistic_loss(margins: FloatArray) -> tuple[FloatArray, FloatArray]:
     """``-log sigmoid(margin)`` and its derivative, elementwise, without overflow.
 
     The exponential is taken of ``-|margin|`` only, so it lies in (0, 1], and ``log1p`` keeps
@@ -54,7 +57,7 @@ class SkipGram:
         """In the order of the gradients."""
         return [self.center, self.context]
 
-    def losses(self, batch: Batch) -> NDArray:
+    def losses(self, batch: Batch) -> FloatArray:
         """``[B]`` the loss of every pair."""
         center_rows, target_rows = self._forward(batch)
         return _loss_and_score_gradient(center_rows, target_rows, batch)[0]
@@ -74,7 +77,7 @@ class SkipGram:
             self._gather_context.backward(target_gradient),
         )
 
-    def _forward(self, batch: Batch) -> tuple[NDArray, NDArray]:
+    def _forward(self, batch: Batch) -> tuple[FloatArray, FloatArray]:
         """The rows that the batch names: ``[B, D]`` and ``[B, 1 + K, D]``."""
         center_rows = self._gather_center(self.center, batch.centers, 0)
         target_rows = self._gather_context(self.context, batch.targets, 0)
@@ -82,8 +85,8 @@ class SkipGram:
 
 
 def _loss_and_score_gradient(
-    center_rows: NDArray, target_rows: NDArray, batch: Batch
-) -> tuple[NDArray, NDArray]:
+    center_rows: FloatArray, target_rows: FloatArray, batch: Batch
+) -> tuple[FloatArray, FloatArray]:
     """``[B]`` losses, and ``[B, 1 + K]`` their derivatives by the scores ``u . v``."""
     scores = np.matmul(target_rows, center_rows[:, :, None])[:, :, 0]
     sign = np.full(scores.shape[1], -1, scores.dtype)

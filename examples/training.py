@@ -12,13 +12,12 @@ from types import FrameType, TracebackType
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from .. import nn, ops
 from .corpus import Corpus
 from .errors import DemoError
 from .sampling import Batch, NegativeSampler, Pairs, PairStream, keep_probabilities, with_negatives
-from .skipgram import SkipGram, mean_loss
+from .skipgram import FloatArray, SkipGram, mean_loss
 
 OPTIMIZERS = ("lazy", "fused", "dense")
 MAX_EPOCHS = 20  # a short text is not repeated more often than this
@@ -113,7 +112,7 @@ class StopOnInterrupt:
         if self._installed:
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    def _request(self, number: int, frame: FrameType | None) -> None:
+    def _request(self, _number: int, _frame: FrameType | None) -> None:
         self.requested = True
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -224,7 +223,7 @@ def make_step(
     return lambda gradients: adam(tuple(dense_gradient(gradient) for gradient in gradients))
 
 
-def dense_gradient(gradient: ops.RowTensor) -> NDArray:
+def dense_gradient(gradient: ops.RowTensor) -> FloatArray:
     """The ``[V, D]`` array: what a library without row-sparse gradients would make of it.
 
     As `RowTensor.to_dense`, but four times as fast for these shapes: ``np.add.at`` has a fast

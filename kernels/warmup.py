@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from . import rules
 from .cache import cache_directory, clear_cache
 from .compile import PARTS, NativeFunction, kernel
-from .cpu import finite as _finite  # noqa: F401
 from .cpu import dense, gather, headers, parallel, row_step, rows  # noqa: F401  (register their parts)
+from .cpu import finite as _finite  # noqa: F401
 from .rules.gradient import COUPLED_DECAY, SCALE
 from .rules.rule import Rule
 from .storage import STORAGES, Storage, real_of

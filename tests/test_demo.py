@@ -6,7 +6,9 @@ import argparse
 import json
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,8 +73,10 @@ def test_gradients_agree_with_finite_differences(table: int) -> None:
     parameter, step = model.parameters[table].data, 1e-6
     numeric = np.zeros_like(parameter)
     for place in np.ndindex(parameter.shape):
-        start = parameter[place]
-        above, below = (_sum_at(model, batch, parameter, place, start + s) for s in (step, -step))
+        start = float(parameter[place])
+        above, below = (
+            _sum_at(model, batch, parameter, place, value) for value in (start + step, start - step)
+        )
         parameter[place] = start
         numeric[place] = (above - below) / (2 * step)
     assert np.abs(numeric).max() > 0.1
@@ -105,7 +109,7 @@ def test_loss_of_untrained_vectors_is_that_of_a_coin() -> None:
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_logistic_loss_is_stable(dtype: type) -> None:
-    margins = np.array([-1e4, -30, -1, 0, 1, 30, 1e4], dtype)
+    margins: np.ndarray = np.array([-1e4, -30, -1, 0, 1, 30, 1e4], dtype)
     loss, derivative = skipgram.logistic_loss(margins)
     exact = np.logaddexp(0, -margins.astype(np.float64))
     tolerance = 4 * float(np.finfo(dtype).eps)
@@ -255,10 +259,10 @@ def nearest_topics(words: list[str], table: np.ndarray) -> list[bool]:
     return [word.split("_")[0] == near[0].split("_")[0] for word, near in found.items()]
 
 
-def trained(text: Path, **changes: object) -> tuple[training.Trainer, training.History]:
-    settings = training.Settings(**{"dim": 16, "pairs": 40_000, **changes})  # type: ignore[arg-type]
+def trained(text: Path, **changes: Any) -> tuple[training.Trainer, training.History]:
+    settings = replace(training.Settings(dim=16, pairs=40_000), **changes)
     trainer = training.Trainer(corpus.read_text(text, 2), settings)
-    return trainer, trainer.train(lambda history: None)
+    return trainer, trainer.train(lambda _: None)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -309,7 +313,7 @@ def test_ctrl_c_keeps_what_was_learned(text: Path) -> None:
 
 
 def test_second_ctrl_c_interrupts(text: Path) -> None:
-    def interrupt(history: training.History) -> None:
+    def interrupt(_: training.History) -> None:
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
 
@@ -391,10 +395,10 @@ def test_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.Mo
     target = tmp_path / "file"
     target.write_bytes(b"old")
 
-    def full(descriptor: int) -> None:
+    def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(report.os, "fsync", full)
+    monkeypatch.setattr("os.fsync", full)
     with pytest.raises(OSError, match="No space"):
         report.write_atomically(target, b"new")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
@@ -417,7 +421,7 @@ def test_missing_library(
 def test_no_sources_of_the_standard_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(corpus.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"stdlib": str(tmp_path)})
     with pytest.raises(DemoError, match="--text"):
         corpus.read_standard_library(2)
 

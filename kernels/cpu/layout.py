@@ -6,7 +6,7 @@ Terms used by the row loops:
 * *global row*: the number of a row among the rows of all tables, one after the other;
 * *key*: ``global row << position_bits | position``; sorted, keys group equal rows and keep
   the order of occurrence inside a group;
-* *segment*: the sorted keys of one row; ``starts[u] .. starts[u + 1]`` are those of row u;
+* *segment*: the sorted keys of one row;
 * *hot*: a segment of more than `HOT` occurrences. It is summed in blocks of `HOT`.
 """
 
@@ -38,17 +38,16 @@ from ..compile import call_reader
     BAD_POSITION,
     MOVED,
     SORTED_KEYS,
-    N_SEGMENTS,
-    N_PARTS,
+    N_VALID,
     N_HOT,
     N_BLOCKS,
     HOT_ELEMENTS,
     N_RESULTS,
-) = range(9)
+) = range(8)
 
-# Columns of the list of parts and of the list of hot segments.
+# Columns of the parts of a sweep and of the list of hot segments.
 PART_TABLE, PART_BEGIN, PART_END, PART_COLUMNS = range(4)
-HOT_SEGMENT, HOT_FIRST_BLOCK, HOT_OFFSET, HOT_WIDTH, HOT_COLUMNS = range(5)
+HOT_BEGIN, HOT_END, HOT_FIRST_BLOCK, HOT_OFFSET, HOT_TABLE, HOT_COLUMNS = range(6)
 
 # Occurrences that are summed in order of occurrence. A longer segment is summed in blocks
 # of this many, the block sums in order, so that one row cannot hold up all threads. The
@@ -68,15 +67,13 @@ class RowCall(NamedTuple):
     dropped_row: int  # global row that out-of-range indices get, or -1 to report them
     keys: int  # [n + PADDING]
     spare: int  # [n + PADDING]
-    starts: int  # [n + 1]
     histogram: int  # [sort_parts, 2**digit_bits]
-    counts: int  # [sort_parts]
+    bad: int  # [sort_parts]: first bad position of each share, or -1
     sort_parts: int
     shift: int  # of the digit that the running pass sorts by
     result: int  # [N_RESULTS]
-    parts: int  # [P, PART_COLUMNS]
-    max_parts: int
-    row_cost: int  # cost of a row against that of an occurrence
+    n_parts: int
+    parts: int  # [n_parts, PART_COLUMNS], for a sweep
     hot: int  # [n // HOT + 1, HOT_COLUMNS]
     hot_sums: int
     add_blocks: int

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..compile import Kernel, NativeFunction
 from . import layout, rows, sort
-from .layout import COLUMNS, HOT, HOT_COLUMNS, N_RESULTS, PADDING, PART_COLUMNS, RowCall
+from .layout import COLUMNS, HOT, HOT_COLUMNS, N_RESULTS, PADDING, RowCall
 from .parallel import get_num_threads, run
 from .workspace import Block, borrow
 
@@ -92,7 +92,6 @@ class _Sizes(NamedTuple):
     n_rows: int
     threads: int
     sort_parts: int
-    max_parts: int
     row_bits: int
     digit_bits: int
     scratch_words: int  # per slot
@@ -100,10 +99,8 @@ class _Sizes(NamedTuple):
     words: int
 
 
-# Sections of the borrowed block, in the order of `_section_sizes`.
-_CALL, _RESULT, _TABLES, _COUNTS, _PARTS, _HOT, _HISTOGRAM, _STARTS, _KEYS, _SPARE, _SCRATCH = (
-    range(11)
-)
+# Sections of the borrowed block, in the order of the sizes in `_sizes`.
+_CALL, _RESULT, _TABLES, _BAD, _HOT, _HISTOGRAM, _KEYS, _SPARE, _SCRATCH = range(9)
 
 
 def _sizes(kernel: Kernel, tables: list[RowTable], touched_only: bool, drop: bool) -> _Sizes:
@@ -114,7 +111,6 @@ def _sizes(kernel: Kernel, tables: list[RowTable], touched_only: bool, drop: boo
         widest = max(widest, table.width)
     threads = get_num_threads()
     sort_parts = threads if n >= SORT_SERIAL_BELOW else 1
-    max_parts = _PARTS_PER_THREAD * threads + len(tables)
     row_bits = max(1, (n_rows if drop else n_rows - 1).bit_length())
     digit_bits = _digit_bits(n, row_bits)
     # The summed gradient of a slot: a row, or a tile of whole rows.
@@ -126,10 +122,8 @@ def _sizes(kernel: Kernel, tables: list[RowTable], touched_only: bool, drop: boo
         N_RESULTS,
         len(tables) * COLUMNS,
         sort_parts,
-        max_parts * PART_COLUMNS,
         (n // HOT + 1) * HOT_COLUMNS,
         sort_parts << digit_bits,
-        n + 1,
         n + PADDING,
         n + PADDING,
         threads * scratch_words,
@@ -141,7 +135,6 @@ def _sizes(kernel: Kernel, tables: list[RowTable], touched_only: bool, drop: boo
         n_rows,
         threads,
         sort_parts,
-        max_parts,
         row_bits,
         digit_bits,
         scratch_words,
@@ -195,15 +188,13 @@ class _RowStep:
             dropped_row=size.n_rows if drop else -1,
             keys=at[_KEYS],
             spare=at[_SPARE],
-            starts=at[_STARTS],
             histogram=at[_HISTOGRAM],
-            counts=at[_COUNTS],
+            bad=at[_BAD],
             sort_parts=size.sort_parts,
             shift=0,
             result=at[_RESULT],
-            parts=at[_PARTS],
-            max_parts=size.max_parts,
-            row_cost=2 * (1 + len(kernel.rule.states)),
+            n_parts=1,
+            parts=0,
             hot=at[_HOT],
             hot_sums=0,
             add_blocks=0,
@@ -249,12 +240,12 @@ class _RowStep:
             place += COLUMNS
 
     def group(self) -> None:
-        """Sort the keys and find the segments; stops at a bad index."""
+        """Build and sort the keys; stops at a bad index."""
         if self._size.sort_parts == 1:
             self._run(sort.group_serial, 1, 1)
             return
         self._each_share(sort.keys_part)
-        place = self._size.places[_COUNTS]
+        place = self._size.places[_BAD]
         bad = self._block.words[place : place + self._size.sort_parts]
         if (bad >= 0).any():
             self._block.words[self._size.places[_RESULT] + layout.BAD_POSITION] = bad[
@@ -262,8 +253,6 @@ class _RowStep:
             ].min()
             return
         self._sort()
-        self._each_share(sort.count_segments_part)
-        self._each_share(sort.starts_part)
         self._run(sort.finish_part, 1, 1)
 
     def _each_share(self, part: NativeFunction) -> None:
@@ -298,17 +287,14 @@ class _RowStep:
 
     def update_touched(self) -> None:
         """Lazy: the rule on the rows that occur."""
-        threads, n_segments = self._size.threads, self.result(layout.N_SEGMENTS)
-        if n_segments * max(table.width for table in self._tables) < UPDATE_SERIAL_BELOW:
-            threads = 1
-        if threads == 1 and len(self._tables) == 1:
-            place = self._size.places[_PARTS]
-            self._block.words[place : place + PART_COLUMNS] = (0, 0, n_segments)
-            n_parts = 1
-        else:
-            self._run(rows.plan_touched, 1, 1)
-            n_parts = self.result(layout.N_PARTS)
-        self._run(rows.update_touched, n_parts, threads)
+        widest = max(table.width for table in self._tables)
+        if self._size.n * widest < UPDATE_SERIAL_BELOW:
+            self._run(rows.update_touched, 1, 1)
+            return
+        # Parts differ in cost, as rows do in occurrences: many of them balance the threads.
+        n_parts = min(self._size.n, _PARTS_PER_THREAD * self._size.threads)
+        self._set("n_parts", n_parts)
+        self._run(rows.update_touched, n_parts, self._size.threads)
 
     def update_all(self) -> None:
         """Dense-equivalent: one sweep over all rows."""
@@ -316,7 +302,7 @@ class _RowStep:
         parts = np.concatenate([_sweep_parts(t, table) for t, table in enumerate(self._tables)])
         self._keep.append(parts)
         self._set("parts", parts.ctypes.data)
-        self._set("max_parts", len(parts))
+        self._set("n_parts", len(parts))
         threads = 1 if elements < UPDATE_SERIAL_BELOW else self._size.threads
         self._run(rows.update_all, len(parts), threads)
 

@@ -26,18 +26,18 @@ from .layout import (
     COLUMNS,
     FIRST_ROW,
     HOT,
+    HOT_BEGIN,
     HOT_COLUMNS,
     HOT_ELEMENTS,
+    HOT_END,
     HOT_FIRST_BLOCK,
     HOT_OFFSET,
-    HOT_SEGMENT,
-    HOT_WIDTH,
+    HOT_TABLE,
     HP,
     N_BLOCKS,
     N_HOT,
-    N_PARTS,
     N_RESULTS,
-    N_SEGMENTS,
+    N_VALID,
     PADDING,
     PART_BEGIN,
     PART_COLUMNS,
@@ -54,7 +54,7 @@ from .layout import (
     read_call,
 )
 from .search import last_at_most
-from .sort import int64s
+from .sort import first_key_at_least, int64s, share
 
 _LINE = 64  # bytes of a cache line
 _AHEAD = 8  # gradient rows that are prefetched before they are summed
@@ -103,22 +103,15 @@ def _hot(c):
     return carray(as_pointer(c.hot), (c.n // HOT + 1, HOT_COLUMNS), np.int64)
 
 
-@njit(inline="always")
-def _row_of(keys, starts, bits, u):
-    return keys[starts[u]] >> bits
-
-
 @njit
-def _first_segment(keys, starts, bits, n_segments, row):
-    """The first segment whose global row is at least ``row``."""
-    low, high = 0, n_segments
-    while low < high:
-        middle = (low + high) >> 1
-        if _row_of(keys, starts, bits, middle) < row:
-            low = middle + 1
-        else:
-            high = middle
-    return low
+def _segment_end(keys, begin, n, bits):
+    """Where the segment that begins at sorted key ``begin`` ends."""
+    if begin >= n:
+        return n
+    row, end = keys[begin] >> bits, begin + 1
+    while end < n and keys[end] >> bits == row:
+        end += 1
+    return end
 
 
 @part
@@ -126,29 +119,25 @@ def find_hot(index, slot, call):
     """List the hot segments. Every one covers a multiple of HOT, so only those are probed."""
     c = read_call(call)
     result = int64s(c.result, N_RESULTS)
-    keys, starts = int64s(result[SORTED_KEYS], c.n), int64s(c.starts, c.n + 1)
-    tables, hot, n_segments = _tables(c), _hot(c), result[N_SEGMENTS]
-    n_hot = n_blocks = elements = 0
-    last = -1
-    limit = starts[n_segments]
-    for k in range(0, limit, HOT):
-        u = last_at_most(starts, n_segments, k)
-        length = starts[u + 1] - starts[u]
-        if u == last or length <= HOT:
+    n, bits = result[N_VALID], c.position_bits
+    keys, tables, hot = int64s(result[SORTED_KEYS], c.n), _tables(c), _hot(c)
+    n_hot = n_blocks = elements = last_end = 0
+    for k in range(0, n, HOT):
+        if k < last_end:
             continue
-        last = u
-        t = last_at_most(
-            tables[:, FIRST_ROW], c.n_tables, _row_of(keys, starts, c.position_bits, u)
-        )
-        width = tables[t, WIDTH]
-        hot[n_hot, HOT_SEGMENT] = u
-        hot[n_hot, HOT_FIRST_BLOCK] = n_blocks
-        hot[n_hot, HOT_OFFSET] = elements
-        hot[n_hot, HOT_WIDTH] = width
-        blocks = (length + HOT - 1) // HOT
+        row = keys[k] >> bits
+        begin = first_key_at_least(keys, n, row << bits)
+        last_end = first_key_at_least(keys, n, (row + 1) << bits)
+        if last_end - begin <= HOT:
+            continue
+        t = last_at_most(tables[:, FIRST_ROW], c.n_tables, row)
+        hot[n_hot, HOT_BEGIN], hot[n_hot, HOT_END] = begin, last_end
+        hot[n_hot, HOT_FIRST_BLOCK], hot[n_hot, HOT_OFFSET] = n_blocks, elements
+        hot[n_hot, HOT_TABLE] = t
+        blocks = (last_end - begin + HOT - 1) // HOT
         n_hot += 1
         n_blocks += blocks
-        elements += blocks * width
+        elements += blocks * tables[t, WIDTH]
     result[N_HOT], result[N_BLOCKS], result[HOT_ELEMENTS] = n_hot, n_blocks, elements
 
 
@@ -157,28 +146,25 @@ def sum_hot_block(index, slot, call):
     """Sum one block of a hot segment."""
     c = read_call(call)
     result = int64s(c.result, N_RESULTS)
-    keys, starts = int64s(result[SORTED_KEYS], c.n), int64s(c.starts, c.n + 1)
-    hot = _hot(c)
+    hot, tables = _hot(c), _tables(c)
     h = last_at_most(hot[:, HOT_FIRST_BLOCK], result[N_HOT], index)
-    u, block, width = hot[h, HOT_SEGMENT], index - hot[h, HOT_FIRST_BLOCK], hot[h, HOT_WIDTH]
-    tables = _tables(c)
-    t = last_at_most(tables[:, FIRST_ROW], c.n_tables, _row_of(keys, starts, c.position_bits, u))
-    begin = starts[u] + block * HOT
+    block, width = index - hot[h, HOT_FIRST_BLOCK], tables[hot[h, HOT_TABLE], WIDTH]
+    begin = hot[h, HOT_BEGIN] + block * HOT
     call7(
         c.accumulate,
         c.hot_sums + (hot[h, HOT_OFFSET] + block * width) * c.real_bytes,
-        tables[t, VALUES],
+        tables[hot[h, HOT_TABLE], VALUES],
         result[SORTED_KEYS],
         begin,
-        min(begin + HOT, starts[u + 1]),
+        min(begin + HOT, hot[h, HOT_END]),
         width,
         (1 << c.position_bits) - 1,
     )
 
 
 @njit
-def _sum_segment(c, tables, t, u, begin, end, total):
-    """The merged gradient of segment ``u`` to address ``total``."""
+def _sum_segment(c, tables, t, begin, end, total):
+    """The summed gradient of one segment to address ``total``."""
     width = tables[t, WIDTH]
     result = int64s(c.result, N_RESULTS)
     if end - begin <= HOT:
@@ -194,43 +180,10 @@ def _sum_segment(c, tables, t, u, begin, end, total):
         )
         return
     hot = _hot(c)
-    h = last_at_most(hot[:, HOT_SEGMENT], result[N_HOT], u)
+    h = last_at_most(hot[:, HOT_BEGIN], result[N_HOT], begin)
     sums = c.hot_sums + hot[h, HOT_OFFSET] * c.real_bytes
     n_blocks = (end - begin + HOT - 1) // HOT
     call7(c.add_blocks, total, sums, c.block_numbers, 0, n_blocks, width, -1)
-
-
-@part
-def plan_touched(index, slot, call):
-    """Cut the segments of every table into parts of equal cost.
-
-    A row costs ``row_cost`` for its variables, an occurrence 1 for its gradient row.
-    """
-    c = read_call(call)
-    result = int64s(c.result, N_RESULTS)
-    keys, starts = int64s(result[SORTED_KEYS], c.n), int64s(c.starts, c.n + 1)
-    tables, n_segments = _tables(c), result[N_SEGMENTS]
-    parts = carray(as_pointer(c.parts), (c.max_parts, PART_COLUMNS), np.int64)
-    budget = c.max_parts - c.n_tables
-    share = (c.row_cost * n_segments + starts[n_segments]) // max(budget, 1) + 1
-    p = u = 0
-    for t in range(c.n_tables):
-        stop = _first_segment(
-            keys, starts, c.position_bits, n_segments, tables[t, FIRST_ROW] + tables[t, ROWS]
-        )
-        while u < stop:
-            goal = c.row_cost * u + starts[u] + share
-            low, high = u + 1, stop
-            while low < high:
-                middle = (low + high) >> 1
-                if c.row_cost * middle + starts[middle] < goal:
-                    low = middle + 1
-                else:
-                    high = middle
-            parts[p, PART_TABLE], parts[p, PART_BEGIN], parts[p, PART_END] = t, u, low
-            p += 1
-            u = low
-    result[N_PARTS] = p
 
 
 @njit
@@ -276,28 +229,37 @@ def _call_block(c, block, table, row, n, gradient):
 
 @part
 def update_touched(index, slot, call):
-    """Lazy update: the rule on the rows of one part of the segments."""
+    """Lazy update: the rule on the rows whose segments begin in one share of the sorted keys.
+
+    The row after the next is prefetched, while the gradient of this one is summed.
+    """
     c = read_call(call)
     result = int64s(c.result, N_RESULTS)
-    keys, starts = int64s(result[SORTED_KEYS], c.n + PADDING), int64s(c.starts, c.n + 1)
-    tables, bits = _tables(c), c.position_bits
-    parts = carray(as_pointer(c.parts), (c.max_parts, PART_COLUMNS), np.int64)
+    n, bits, tables = result[N_VALID], c.position_bits, _tables(c)
+    keys = int64s(result[SORTED_KEYS], c.n + PADDING)
     stripes = carray(as_pointer(c.stripes), N_STRIPES, np.int32)
-    t = parts[index, PART_TABLE]
-    first_row, width = tables[t, FIRST_ROW], tables[t, WIDTH]
     total = c.scratch + slot * c.scratch_bytes
-    end = parts[index, PART_END]
-    for u in range(parts[index, PART_BEGIN], end):
-        if u + 2 < end:
-            _prefetch_row(c, tables[t], _row_of(keys, starts, bits, u + 2) - first_row)
-        row = _row_of(keys, starts, bits, u) - first_row
-        _sum_segment(c, tables, t, u, starts[u], starts[u + 1], total)
+    begin, stop = share(n, c.n_parts, index), share(n, c.n_parts, index + 1)
+    while 0 < begin < stop and keys[begin] >> bits == keys[begin - 1] >> bits:
+        begin += 1  # of a segment that began in the share before
+    end = _segment_end(keys, begin, n, bits)
+    t = 0
+    while begin < stop:
+        row = keys[begin] >> bits
+        while row >= tables[t, FIRST_ROW] + tables[t, ROWS]:
+            t += 1
+        row -= tables[t, FIRST_ROW]
+        next_end = _segment_end(keys, end, n, bits)
+        if next_end < n:
+            _prefetch_row(c, tables[t], (keys[next_end] >> bits) - tables[t, FIRST_ROW])
+        _sum_segment(c, tables, t, begin, end, total)
         if c.stripes == 0:
-            _call_block(c, c.block, tables[t], row, width, total)
+            _call_block(c, c.block, tables[t], row, tables[t, WIDTH], total)
         else:
-            stripe = _lock(stripes, tables[t, W] + row * width * c.w_bytes)
-            _call_block(c, c.block, tables[t], row, width, total)
+            stripe = _lock(stripes, tables[t, W] + row * tables[t, WIDTH] * c.w_bytes)
+            _call_block(c, c.block, tables[t], row, tables[t, WIDTH], total)
             store_release(stripes, stripe, 0)
+        begin, end = end, next_end
 
 
 @njit
@@ -316,32 +278,31 @@ def update_all(index, slot, call):
     """
     c = read_call(call)
     result = int64s(c.result, N_RESULTS)
-    n_segments = result[N_SEGMENTS]
-    keys, starts = int64s(result[SORTED_KEYS], c.n + PADDING), int64s(c.starts, c.n + 1)
-    tables, bits = _tables(c), c.position_bits
-    parts = carray(as_pointer(c.parts), (c.max_parts, PART_COLUMNS), np.int64)
+    n, bits, tables = result[N_VALID], c.position_bits, _tables(c)
+    keys = int64s(result[SORTED_KEYS], c.n + PADDING)
+    parts = carray(as_pointer(c.parts), (c.n_parts, PART_COLUMNS), np.int64)
     t = parts[index, PART_TABLE]
     first_row, width = tables[t, FIRST_ROW], tables[t, WIDTH]
-    row, end = parts[index, PART_BEGIN], parts[index, PART_END]
+    row, last = parts[index, PART_BEGIN], parts[index, PART_END]
     tile = max(1, c.tile // max(width, 1))
     buffer = c.scratch + slot * c.scratch_bytes
-    u = _first_segment(keys, starts, bits, n_segments, first_row + row)
-    stop = _first_segment(keys, starts, bits, n_segments, first_row + end)
-    while row < end:
-        touched = _row_of(keys, starts, bits, u) - first_row if u < stop else end
-        idle = touched - row if u == stop else (touched - row) // tile * tile
+    begin = first_key_at_least(keys, n, (first_row + row) << bits)
+    stop = first_key_at_least(keys, n, (first_row + last) << bits)
+    while row < last:
+        touched = (keys[begin] >> bits) - first_row if begin < stop else last
+        idle = last - row if begin == stop else (touched - row) // tile * tile
         if idle > 0:
             _call_block(c, c.block_zero, tables[t], row, idle * width, buffer)
             row += idle
             continue
-        height = min(tile, end - row)
+        height = min(tile, last - row)
         _clear(buffer, height * width * c.real_bytes)
-        while u < stop:
-            r = _row_of(keys, starts, bits, u) - first_row - row
+        while begin < stop:
+            r = (keys[begin] >> bits) - first_row - row
             if r >= height:
                 break
-            total = buffer + r * width * c.real_bytes
-            _sum_segment(c, tables, t, u, starts[u], starts[u + 1], total)
-            u += 1
+            end = _segment_end(keys, begin, stop, bits)
+            _sum_segment(c, tables, t, begin, end, buffer + r * width * c.real_bytes)
+            begin = end
         _call_block(c, c.block, tables[t], row, height * width, buffer)
         row += height

@@ -20,7 +20,7 @@ from .layout import (
     INDICES,
     MOVED,
     N_RESULTS,
-    N_SEGMENTS,
+    N_VALID,
     PADDING,
     ROWS,
     SORTED_KEYS,
@@ -35,7 +35,7 @@ def int64s(address, n):
 
 
 @njit(inline="always")
-def _share(n, parts, index):
+def share(n, parts, index):
     """The first element of part ``index`` when ``n`` elements are split into ``parts``."""
     return n * index // parts
 
@@ -106,38 +106,30 @@ def scatter(keys, begin, end, shift, offsets, out):
 
 
 @njit
-def write_starts(keys, begin, end, bits, u, starts):
-    """Write the beginnings of the segments that start in ``begin .. end``, segment u first.
-
-    Returns the number of the next segment. Every key writes ``starts[u]`` and only a new row
-    moves on, which needs no branch; stopping at the last new row keeps these writes away from
-    ``starts[u]`` of the next share, which another thread fills.
-    """
-    last = end - 1
-    while last > 0 and last >= begin and keys[last] >> bits == keys[last - 1] >> bits:
-        last -= 1
-    previous = keys[begin - 1] >> bits if begin > 0 else np.int64(-1)
-    for k in range(begin, last + 1):
-        row = keys[k] >> bits
-        starts[u] = k
-        u += row != previous
-        previous = row
-    return u
+def first_key_at_least(keys, n, key):
+    """The first ``k <= n`` with ``keys[k] >= key`` among sorted keys."""
+    low, high = 0, n
+    while low < high:
+        middle = (low + high) >> 1
+        if keys[middle] < key:
+            low = middle + 1
+        else:
+            high = middle
+    return low
 
 
 @njit
-def finish_segments(c, n_segments, keys, starts, result):
-    """Close the last segment; leave out the one of the dropped indices."""
-    starts[n_segments] = c.n
-    if n_segments > 0 and keys[starts[n_segments - 1]] >> c.position_bits == c.dropped_row:
-        n_segments -= 1
-    result[N_SEGMENTS] = n_segments
+def finish(c, keys, result):
+    """Tell where the sorted keys lie, and how many of them belong to rows."""
     result[SORTED_KEYS] = keys.ctypes.data
+    result[N_VALID] = c.n
+    if c.dropped_row >= 0:
+        result[N_VALID] = first_key_at_least(keys, c.n, c.dropped_row << c.position_bits)
 
 
 @part
 def group_serial(index, slot, call):
-    """Keys, sort and segments on one thread."""
+    """Keys and sort on one thread."""
     c = read_call(call)
     result = int64s(c.result, N_RESULTS)
     result[BAD_POSITION] = build_keys(c, 0, c.n)
@@ -152,17 +144,15 @@ def group_serial(index, slot, call):
             scatter(keys, 0, c.n, shift, histograms[0], spare)
             keys, spare = spare, keys
         shift += c.digit_bits
-    starts = int64s(c.starts, c.n + 1)
-    n_segments = write_starts(keys, 0, c.n, c.position_bits, 0, starts)
-    finish_segments(c, n_segments, keys, starts, result)
+    finish(c, keys, result)
 
 
 @part
 def keys_part(index, slot, call):
-    """Keys of one share of the positions; its bad position, or -1, goes to ``counts``."""
+    """Keys of one share of the positions; its bad position, or -1, goes to ``bad``."""
     c = read_call(call)
-    begin, end = _share(c.n, c.sort_parts, index), _share(c.n, c.sort_parts, index + 1)
-    int64s(c.counts, c.sort_parts)[index] = build_keys(c, begin, end)
+    begin, end = share(c.n, c.sort_parts, index), share(c.n, c.sort_parts, index + 1)
+    int64s(c.bad, c.sort_parts)[index] = build_keys(c, begin, end)
 
 
 @part
@@ -170,7 +160,7 @@ def count_part(index, slot, call):
     """Digit counts of one share of the keys."""
     c = read_call(call)
     histograms = carray(as_pointer(c.histogram), (c.sort_parts, 1 << c.digit_bits), np.int64)
-    begin, end = _share(c.n, c.sort_parts, index), _share(c.n, c.sort_parts, index + 1)
+    begin, end = share(c.n, c.sort_parts, index), share(c.n, c.sort_parts, index + 1)
     count_digits(int64s(c.keys, c.n), begin, end, c.shift, histograms[index])
 
 
@@ -179,7 +169,7 @@ def scatter_part(index, slot, call):
     """Move one share of the keys."""
     c = read_call(call)
     histograms = carray(as_pointer(c.histogram), (c.sort_parts, 1 << c.digit_bits), np.int64)
-    begin, end = _share(c.n, c.sort_parts, index), _share(c.n, c.sort_parts, index + 1)
+    begin, end = share(c.n, c.sort_parts, index), share(c.n, c.sort_parts, index + 1)
     keys, spare = int64s(c.keys, c.n), int64s(c.spare, c.n)
     scatter(keys, begin, end, c.shift, histograms[index], spare)
 
@@ -193,35 +183,7 @@ def offsets_part(index, slot, call):
 
 
 @part
-def count_segments_part(index, slot, call):
-    """How many segments start in one share of the sorted keys."""
-    c = read_call(call)
-    begin, end = _share(c.n, c.sort_parts, index), _share(c.n, c.sort_parts, index + 1)
-    keys, bits = int64s(c.keys, c.n), c.position_bits
-    count = 1 if begin == 0 else 0
-    for k in range(max(begin, 1), end):
-        count += (keys[k] >> bits) != (keys[k - 1] >> bits)
-    int64s(c.counts, c.sort_parts)[index] = count
-
-
-@part
-def starts_part(index, slot, call):
-    """Write the segments that start in one share of the sorted keys."""
-    c = read_call(call)
-    begin, end = _share(c.n, c.sort_parts, index), _share(c.n, c.sort_parts, index + 1)
-    counts = int64s(c.counts, c.sort_parts)
-    u = 0
-    for p in range(index):
-        u += counts[p]
-    write_starts(int64s(c.keys, c.n), begin, end, c.position_bits, u, int64s(c.starts, c.n + 1))
-
-
-@part
 def finish_part(index, slot, call):
-    """Close the segments that the shares have written."""
+    """The last step of a sort on several threads."""
     c = read_call(call)
-    n_segments = 0
-    for p in range(c.sort_parts):
-        n_segments += int64s(c.counts, c.sort_parts)[p]
-    keys, starts = int64s(c.keys, c.n), int64s(c.starts, c.n + 1)
-    finish_segments(c, n_segments, keys, starts, int64s(c.result, N_RESULTS))
+    finish(c, int64s(c.keys, c.n), int64s(c.result, N_RESULTS))

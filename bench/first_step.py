@@ -1,0 +1,115 @@
+"""How long a user waits: import and first step, each in a fresh process.
+
+Cold: the folder of compiled kernels is new and empty. Cached: it holds what a cold run left.
+The import is timed from the first line of the process; the step from there to its end, with
+all further imports, the making of the arrays and of the optimizer.
+
+The parameters are those of a small model: for the dense step a matrix of 512 x 512 and a
+vector of 512, for the row step a table of 100,000 x 64 with a batch of 1024 random rows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+
+from .cases import FIRST_STEP
+from .errors import BenchError
+from .result import CaseResult, Progress, Settings
+from .stats import Summary, time_target
+
+_SCRIPT = """
+import json, time
+start = time.perf_counter()
+import fusestep
+imported = time.perf_counter()
+import numpy as np
+from fusestep import nn
+{step}
+end = time.perf_counter()
+print(json.dumps([imported - start, end - imported]))
+"""
+STEPS = {
+    "nn.Adam": """
+shapes = ((512, 512), (512,))
+optimizer = nn.Adam([np.zeros(shape, np.float32) for shape in shapes])
+optimizer([np.ones(shape, np.float32) for shape in shapes])
+""",
+    "nn.LazyAdam": """
+shape, batch = (100_000, 64), 1024
+optimizer = nn.LazyAdam([np.zeros(shape, np.float32)])
+indices = np.random.default_rng(0).integers(0, shape[0], batch)
+optimizer([nn.RowTensor(indices, np.ones((batch, shape[1]), np.float32), shape)])
+""",
+}
+COLD, CACHED = 3, 5
+IMPORT_LIMIT, CACHED_LIMIT = 0.6, 0.5
+COLD_LIMITS = {"nn.Adam": 2.5, "nn.LazyAdam": 4.0}
+
+
+def run(settings: Settings, progress: Progress) -> CaseResult:
+    """Measure cold and cached starts in turn."""
+    cold, cached = (1, 2) if settings.quick else (COLD, CACHED)
+    samples: dict[str, list[float]] = {}
+    done, total = 0, len(STEPS) * (cold + cached)
+
+    def measure(step: str, state: str, folder: str) -> None:
+        nonlocal done
+        imported, stepped = start(step, folder, settings.threads)
+        if state == "cached":  # the files of Python and NumPy are in memory by now
+            samples.setdefault("import", []).append(imported)
+        samples.setdefault(f"{step} {state}", []).append(stepped)
+        done += 1
+        progress(done, total)
+
+    progress(done, total)
+    with tempfile.TemporaryDirectory(prefix="fusestep-bench-") as root:
+        for index in range(cold):
+            for step in STEPS:
+                measure(step, "cold", os.path.join(root, f"{step}-{index}"))
+        for _ in range(cached):
+            for step in STEPS:
+                measure(step, "cached", os.path.join(root, f"{step}-0"))
+    return summarize({label: Summary.of(values) for label, values in samples.items()})
+
+
+def start(step: str, folder: str, threads: int) -> tuple[float, float]:
+    """Seconds of the import, and from there to the end of the first step.
+
+    Raises:
+        BenchError: the process failed.
+    """
+    os.makedirs(folder, exist_ok=True)
+    environment = {
+        **os.environ,
+        "FUSESTEP_CACHE_DIR": folder,
+        "NUMBA_NUM_THREADS": str(threads),
+    }
+    process = subprocess.run(
+        [sys.executable, "-c", _SCRIPT.format(step=STEPS[step])],
+        env=environment,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if process.returncode != 0:
+        said = process.stderr.strip().splitlines() or [f"status {process.returncode}"]
+        raise BenchError(f"first-step: a fresh process of {sys.executable} failed: {said[-1]}")
+    imported, stepped = json.loads(process.stdout.splitlines()[-1])
+    return imported, stepped
+
+
+def summarize(times: dict[str, Summary]) -> CaseResult:
+    """Times and targets."""
+    targets = [time_target("import fusestep", times["import"], IMPORT_LIMIT)]
+    for step in STEPS:
+        what = f"first {step} step"
+        targets += [
+            time_target(f"{what}, cold", times[f"{step} cold"], COLD_LIMITS[step]),
+            time_target(f"{what}, cached", times[f"{step} cached"], CACHED_LIMIT),
+        ]
+    return CaseResult(FIRST_STEP.name, FIRST_STEP.summary, "", times, targets)

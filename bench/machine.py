@@ -1,0 +1,71 @@
+"""What a measurement was made on and with."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import llvmlite.binding as llvm
+
+from .. import __version__
+
+
+def machine() -> dict[str, Any]:
+    """The processor, as the system and the compiler see it."""
+    features = llvm.get_host_cpu_features()
+    return {
+        "cpu": _cpu_name(),
+        "architecture": platform.machine(),
+        "llvm_cpu": llvm.get_host_cpu_name(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else _count(),
+        "features": sorted(name for name, present in features.items() if present),
+        "system": platform.platform(),
+    }
+
+
+def _count() -> int:
+    return os.cpu_count() or 1
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())
+
+
+def software() -> dict[str, str | None]:
+    """Versions of what the measurement rests on."""
+    names = ("numpy", "numba", "llvmlite", "tbb")
+    return {"python": platform.python_version(), **{name: _version(name) for name in names}}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def fusestep() -> dict[str, Any]:
+    """Version; in a checkout also the commit, and whether files differ from it."""
+    root = Path(__file__).resolve().parent.parent
+    commit = _git(root, "rev-parse", "HEAD") if (root / ".git").exists() else None
+    changed = bool(_git(root, "status", "--porcelain")) if commit else None
+    return {"version": __version__, "commit": commit, "changed": changed}
+
+
+def _git(root: Path, *arguments: str) -> str | None:
+    try:
+        process = subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return process.stdout.strip()
