@@ -1,0 +1,1 @@
+"""The benchmark behind ``fusestep bench``; see `command` for its options."""

@@ -58,7 +58,7 @@ def _flat_36(w, m, v, vhat, g, zero):  # type: ignore[no-untyped-def]
 # not vectorise the same loop from ``start`` to ``stop``.
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True)
 def _span_24(w, m, v, zero):  # type: ignore[no-untyped-def]
     for i in range(w.size):
         w[i] += zero
@@ -66,7 +66,7 @@ def _span_24(w, m, v, zero):  # type: ignore[no-untyped-def]
         v[i] += zero
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True)
 def _span_28(w, m, v, g, zero):  # type: ignore[no-untyped-def]
     for i in range(w.size):
         w[i] += zero * g[i]
@@ -74,7 +74,7 @@ def _span_28(w, m, v, g, zero):  # type: ignore[no-untyped-def]
         v[i] += zero * g[i]
 
 
-@njit(nogil=True)  # type: ignore[untyped-decorator]
+@njit(nogil=True)
 def _span_36(w, m, v, vhat, g, zero):  # type: ignore[no-untyped-def]
     for i in range(w.size):
         w[i] += zero * g[i]

@@ -64,7 +64,8 @@ def _run(args: argparse.Namespace) -> None:
         return
     threads = parse_threads(args.threads)
     options = {"torch": args.torch_python, "mindspore": args.mindspore_python}
-    pythons = {peer: find_python(peer, options[peer]) for peer in parse_peers(args.peers)}
+    found = {peer: find_python(peer, option) for peer, option in options.items()}
+    pythons = {peer: found[peer] for peer in parse_peers(args.peers)}
     path = Path(args.json) if args.json is not None else None
 
     from . import run

@@ -121,7 +121,7 @@ def _check(value: Any, form: Any, where: str) -> None:
 
 def _check_mapping(value: dict[str, Any], form: dict[Any, Any], where: str) -> None:
     if str in form:
-        form = {key: form[str] for key in value}
+        form = dict.fromkeys(value, form[str])
     for key in sorted({*value} ^ {*form}):
         raise ValueError(f"{where}: {'missing' if key in form else 'unknown'} key {key!r}")
     for key, item in value.items():

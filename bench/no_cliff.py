@@ -36,10 +36,11 @@ def allowed(lines: float, bytes_per_second: float) -> float:
     return FIXED + FACTOR * lines * traffic.LINE / bytes_per_second
 
 
-def sizes(elements: int = MAX_TABLE, gradient: int = MAX_GRADIENT) -> Iterator[tuple[int, ...]]:
-    """``(D, N, B...)`` for each width: rows of the table, and the batches that fit."""
+def sizes() -> Iterator[tuple[int, int, list[int]]]:
+    """Of each width D the number of rows N of its table, and the batches that fit."""
     for D in WIDTHS:
-        yield D, max(MIN_ROWS, elements // D), *(B for B in BATCHES if B * D <= gradient)
+        batches = [B for B in BATCHES if B <= MAX_GRADIENT // D]
+        yield D, max(MIN_ROWS, MAX_TABLE // D), batches
 
 
 def run(settings: Settings, progress: Progress) -> CaseResult:
@@ -59,13 +60,14 @@ def run(settings: Settings, progress: Progress) -> CaseResult:
 
     result = CaseResult(NO_CLIFF.name, NO_CLIFF.summary, ours="", times={}, targets=[])
     sweep = (*(array[:DENSE] for array in memory), gradient[:DENSE])
-    for D, N, *batches in sizes():
+    for D, N, batches in sizes():
         points = {B: Point(memory, gradient, N, D, B) for B in batches}
-        contestants = in_process(bounds.jobs(sweep, settings.threads), 1, 1)
+        loops = bounds.jobs(sweep, settings.threads)
+        contestants = in_process(loops, lead_in=1, steps=1)
         for B, point in points.items():
-            contestants += in_process({str(B): point.job}, 1, 3 if B < 100_000 else 1)
+            contestants += in_process({_label(D, B): point.job}, 1, 3 if B < 100_000 else 1)
         times = interleave(contestants, rounds, on_round).summaries
-        _add(result, D, points, times)
+        _add(result, D, points, times, fastest(times, list(loops)))
     return result
 
 
@@ -81,7 +83,7 @@ class Point:
     def __init__(
         self, memory: list[np.ndarray], gradient: np.ndarray, N: int, D: int, B: int
     ) -> None:
-        variables = [array[: N * D].reshape(N, D) for array in memory]
+        w, m, v = (array[: N * D].reshape(N, D) for array in memory)
         g = gradient[: B * D].reshape(B, D)
         rng = np.random.default_rng(B)
         sets = [rng.integers(0, N, B) for _ in range(SETS)]
@@ -94,7 +96,7 @@ class Point:
             nonlocal current
             current = (current + 1) % SETS
 
-        self.job = Job(lambda: operator(*variables, *SCALARS, g, sets[current]), load)
+        self.job = Job(lambda: operator(w, m, v, *SCALARS, g, sets[current]), load)
 
 
 def _aligned(size: int) -> np.ndarray:
@@ -106,19 +108,27 @@ def _aligned(size: int) -> np.ndarray:
     return array
 
 
+def _label(D: int, B: int) -> str:
+    return f"D={D} B={B}"
+
+
 def _add(
-    result: CaseResult, D: int, points: dict[int, Point], times: dict[str, Summary]
+    result: CaseResult,
+    D: int,
+    points: dict[int, Point],
+    times: dict[str, Summary],
+    bound: str | None,
 ) -> None:
     """The points of one width, and its target: the worst of them."""
-    bound = fastest(times, [name for name in times if name.startswith("flat") or " " in name])
     assert bound is not None
-    rate = traffic.dense(DENSE, VARIABLES) / times[bound].median
+    moved = traffic.dense(DENSE, VARIABLES)
+    rate = moved / times[bound].median
     result.times[f"D={D} bound: {bound}"] = times[bound]
-    result.bytes_moved[f"D={D} bound: {bound}"] = traffic.dense(DENSE, VARIABLES)
+    result.bytes_moved[f"D={D} bound: {bound}"] = moved
     found: list[dict[str, Any]] = []
     for B, point in points.items():
-        summary, limit = times[str(B)], allowed(point.lines, rate)
-        result.times[f"D={D} B={B}"] = summary
+        summary, limit = times[_label(D, B)], allowed(point.lines, rate)
+        result.times[_label(D, B)] = summary
         found.append(
             {
                 "D": D,

@@ -62,7 +62,7 @@ class Worker:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
-                env=_environment(threads),
+                env=_environment(python, threads),
                 encoding="utf-8",
             )
         except OSError as error:
@@ -70,7 +70,8 @@ class Worker:
             raise ContestantLostError(f"cannot start {python}: {error.strerror}") from error
         self._broken: str | None = None
         self._answers: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
         try:
             self.version = str(self.ask({"do": "hello"})["version"])
         except BaseException:
@@ -137,14 +138,24 @@ class Worker:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+        self._reader.join()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
         self._errors.close()
 
 
-def _environment(threads: int) -> dict[str, str]:
-    changes = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "GLOG_v": "3"}
+def _environment(python: str, threads: int) -> dict[str, str]:
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "GLOG_v": "3",  # MindSpore's warnings
+    }
     if not _CAN_STOP:
-        changes |= {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}
-    return {**os.environ, **changes}
+        environment |= {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}
+    if python != sys.executable:
+        environment.pop("PYTHONPATH", None)  # it names packages of this interpreter
+    return environment
 
 
 class Peers:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numba
@@ -25,10 +27,7 @@ def measure_and_report(
     if path is not None:
         document.check_writable(path)
     settings = Settings(threads, quick)
-    # The bound loops are Numba's own, so Numba has to know, too.
-    numba.set_num_threads(threads)
-    set_num_threads(threads)
-    with peers_of(pythons, threads) as peers:
+    with _threads(threads), peers_of(pythons, threads) as peers:
         with table.progress(Console(stderr=True)) as reports:
             results = [measure(name, settings, peers, reports[name]) for name in names]
         data = document.document(results, settings, peers)
@@ -38,10 +37,24 @@ def measure_and_report(
         document.write(path, data)
 
 
+@contextmanager
+def _threads(threads: int) -> Iterator[None]:
+    """The bound loops are Numba's own, so Numba has to know the number, too."""
+    before = numba.get_num_threads()
+    numba.set_num_threads(threads)
+    set_num_threads(threads)
+    try:
+        yield
+    finally:
+        set_num_threads(None)
+        numba.set_num_threads(before)
+
+
 def measure(name: str, settings: Settings, peers: Peers, progress: Progress) -> CaseResult:
     """Measure one case."""
     (case,) = (case for case in CASES if case.name == name)
     if isinstance(case, StepCase):
         return step_case.run(case, settings, peers, progress)
-    special = no_cliff if case is NO_CLIFF else first_step
-    return special.run(settings, progress)
+    if case is NO_CLIFF:
+        return no_cliff.run(settings, progress)
+    return first_step.run(settings, progress)

@@ -35,7 +35,9 @@ def _show_head(document: dict[str, Any], console: Console) -> None:
     libraries += [f"{name} {version}" for name, version in document["peers"].items()]
     layer = f", {document['threading_layer']}" if document["threading_layer"] else ""
     console.print(f"fusestep {ours['version']}{commit}{changed}; {', '.join(libraries)}")
-    console.print(f"{machine['cpu']}, {machine['cores']} cores, {document['threads']} threads{layer}")
+    console.print(
+        f"{machine['cpu']}, {machine['cores']} cores, {document['threads']} threads{layer}"
+    )
     if document["quick"]:
         console.print("quick run: few repeats, figures are rough", style="yellow")
 

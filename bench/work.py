@@ -28,6 +28,7 @@ class Work:
 
     Args:
         jobs: our steps by name; the first is the one that targets speak of.
+        variables: what the first of them updates.
         bytes: what a step must move, by the model of `traffic`.
         shapes: of the parameters.
         inputs: what a peer gets: gradients, and indices if there are any, one per parameter
@@ -39,6 +40,7 @@ class Work:
     """
 
     jobs: dict[str, Job]
+    variables: tuple[np.ndarray, ...]
     bytes: int
     shapes: list[tuple[int, ...]]
     inputs: dict[str, list[np.ndarray]]
@@ -74,6 +76,7 @@ def dense_adam(n: int = DENSE) -> Work:
             "ops.Adam": Job(lambda: operator(w, m, v, *SCALARS, g)),
             "nn.Adam": Job(lambda: optimizer((g,))),
         },
+        variables=(w, m, v),
         bytes=traffic.dense(n, 3),
         shapes=[(n,)],
         inputs={"gradient": [g]},
@@ -90,6 +93,7 @@ def dense_amsgrad(n: int = DENSE) -> Work:
     operator = ops.ApplyAdamWithAmsgradV2()
     return Work(
         jobs={"ops.ApplyAdamWithAmsgradV2": Job(lambda: operator(w, m, v, vhat, *SCALARS, g))},
+        variables=(w, m, v, vhat),
         bytes=traffic.dense(n, 4),
         shapes=[(n,)],
         inputs={"gradient": [g]},
@@ -107,7 +111,8 @@ def many_small(count: int = 200) -> Work:
     sizes = [int(size) for size in np.random.default_rng(0).integers(16, 4097, count)]
     rng = np.random.default_rng(1)
     originals = [normal(rng, (size,)) for size in sizes]
-    optimizer = nn.Adam([zeros((size,)) for size in sizes], learning_rate=1e-3)
+    parameters = [zeros((size,)) for size in sizes]
+    optimizer = nn.Adam(parameters, learning_rate=1e-3)
     gradients: list[np.ndarray] = []
 
     def load() -> None:
@@ -115,6 +120,7 @@ def many_small(count: int = 200) -> Work:
 
     return Work(
         jobs={"nn.Adam": Job(lambda: optimizer(gradients), load)},
+        variables=(*parameters, *optimizer.moment1, *optimizer.moment2),
         bytes=traffic.dense(sum(sizes), 3),
         shapes=[(size,) for size in sizes],
         inputs={"gradient": originals},
@@ -148,8 +154,10 @@ def _rows(operator: Callable[..., Any], N: int, D: int, B: int, touched_only: bo
     g = normal(np.random.default_rng(1), (B, D))
     unique = np.unique(indices).size
     lazy, whole = traffic.rows_touched(unique, D, B, 3), traffic.rows_all(N, D, B, 3)
+    step = Job(lambda: operator(w, m, v, *SCALARS, g, indices))
     return Work(
-        jobs={f"ops.{type(operator).__name__}": Job(lambda: operator(w, m, v, *SCALARS, g, indices))},
+        jobs={f"ops.{type(operator).__name__}": step},
+        variables=(w, m, v),
         bytes=lazy if touched_only else whole,
         shapes=[(N, D)],
         inputs={"gradient": [g], "indices": [indices]},

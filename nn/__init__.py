@@ -1,7 +1,8 @@
 """Stateful optimizers under MindSpore's names, on NumPy arrays."""
 
 from ..ops.arrays import RowTensor
-from .adam import Adam, AdamOffload, AdamWeightDecay, LazyAdam
+from .adam import Adam, AdamOffload, LazyAdam
+from .adam_weight_decay import AdamWeightDecay
 from .checkpoint import load_checkpoint, save_checkpoint
 from .optimizer import Optimizer
 from .parameter import Parameter

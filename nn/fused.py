@@ -14,16 +14,13 @@ from ..kernels.rules.gradient import COUPLED_DECAY, SCALE
 from ..kernels.rules.rule import Prologue, Rule
 from ..kernels.storage import STORAGES, Storage
 from ..ops import check
-from ..ops.arrays import RowTensor, address_of, index_error
 from ..ops.errors import message
-from ..ops.step import RowGradient, dense_step, row_step
-from . import gradients as whole
-from .layout import Batch, Gradients, Kind, Layout, build_layout, read_gradient, shares_memory
+from ..ops.step import dense_step, row_step
+from .layout import Batch, Layout
 from .optimizer import Optimizer
-from .parameter import Parameter
+from .reader import GradientReader, Gradients
 
 SPARSE_UPDATES = ("lazy", "dense_equivalent")
-_KEPT_LAYOUTS = 16
 
 
 class FusedOptimizer(Optimizer):
@@ -71,7 +68,7 @@ class FusedOptimizer(Optimizer):
         self._steps = np.zeros(len(self.parameters), np.int64)
         self._class_of, self._classes = self._option_classes()
         self._prologue = self._build_prologue()
-        self._forget()
+        self._derive()
 
     def _scalars(self, real: Any, lr: float, decay: float, step: int) -> tuple[Any, ...]:
         """The rule's scalars for update ``step`` = 1, 2, ... of a tensor."""
@@ -100,10 +97,17 @@ class FusedOptimizer(Optimizer):
         parts = [COUPLED_DECAY] if decays else []
         return tuple(parts + ([SCALE] if self.loss_scale != 1.0 else []))
 
-    def _forget(self) -> None:
-        self._layouts: dict[tuple[Kind, ...], Layout] = {}
-        self._last: Layout | None = None
+    def _derive(self) -> None:
+        """What is not part of the state: it is made anew in a copy."""
+        states = list(zip(*self._states.values(), strict=True)) or [()] * len(self.parameters)
         self._lock = threading.Lock()
+        self._reader = GradientReader(
+            self._name,
+            self._groups.options,
+            states,
+            self.sparse_update,
+            self.loss_scale if self._decay_is_coupled else 0.0,
+        )
 
     # The step
 
@@ -129,7 +133,7 @@ class FusedOptimizer(Optimizer):
         # With use_locking the counters advance before the kernels run, so everything that
         # can fail is checked before them.
         with self._lock if self.use_locking else nullcontext():
-            given = self._read(gradients)
+            given = self._reader.read(gradients, self._step)
             if self.skip_nonfinite and not _finite(given):
                 self.skipped_steps += 1
                 return done
@@ -181,7 +185,7 @@ class FusedOptimizer(Optimizer):
         # are checked before the first runs.
         calls.sort(key=lambda call: not call[0].row_sparse)
         if self.use_locking or sum(batch.row_sparse for batch in given.layout.batches) > 1:
-            self._check_indices(given)
+            self._reader.check_indices(given)
         return calls
 
     def _hp(
@@ -220,112 +224,6 @@ class FusedOptimizer(Optimizer):
             scalars += (1.0 / self.loss_scale,)
         return scalars
 
-    # Gradients
-
-    def _read(self, gradients: tuple[Any, ...]) -> Gradients:
-        """Check all gradients and find their layout; nothing is written."""
-        last = self._last
-        if last is not None and last.expected is not None:
-            addresses = last.expected.addresses(gradients)
-            if addresses is not None:
-                return self._unshared(Gradients(last, addresses, [], gradients))
-        return self._read_slowly(gradients)
-
-    def _read_slowly(self, gradients: tuple[Any, ...]) -> Gradients:
-        read: list[Any] = []
-        kinds: list[Kind] = []
-        decays = self._decays_at(self._step)
-        for i, (parameter, gradient) in enumerate(zip(self.parameters, gradients, strict=True)):
-            if gradient is None:
-                kinds.append(None)
-                continue
-            found = read_gradient(self._name, parameter, gradient)
-            if self._groups.options[i].centralize:
-                found = self._centralize(parameter, found, decays[i])
-            is_sparse = isinstance(found, RowGradient)
-            if is_sparse:
-                self._require_sparse_update(parameter)
-            read.append(found)
-            kinds.append((is_sparse, found.dtype))
-        layout = self._layout(tuple(kinds))
-        dense = [g for g in read if not isinstance(g, RowGradient)]
-        rows = [g for g in read if isinstance(g, RowGradient)]
-        addresses = np.array([address_of(g) for g in dense], np.int64)
-        can_be_fast = layout.expected is not None and not any(
-            o.centralize for o in self._groups.options
-        )
-        self._last = layout if can_be_fast else None
-        return self._unshared(Gradients(layout, addresses, rows, read))
-
-    def _layout(self, kinds: tuple[Kind, ...]) -> Layout:
-        layout = self._layouts.get(kinds)
-        if layout is None:
-            if len(self._layouts) >= _KEPT_LAYOUTS:
-                self._layouts.clear()
-            states = zip(*self._states.values(), strict=True) if self._states else [()] * len(kinds)
-            tensors = [(p.data, *s) for p, s in zip(self.parameters, states, strict=True)]
-            layout = self._layouts[kinds] = build_layout(kinds, tensors)
-        return layout
-
-    def _require_sparse_update(self, parameter: Parameter) -> None:
-        if self.sparse_update is None:
-            raise ValueError(
-                message(
-                    self._name,
-                    f"gradient of {parameter.name!r}",
-                    "is row-sparse",
-                    "sparse_update='lazy' or sparse_update='dense_equivalent' at construction",
-                    None,
-                )
-            )
-
-    def _centralize(self, parameter: Parameter, gradient: Any, decay: float) -> Any:
-        """The centralized gradient; a coupled decay is centralized with it, as in MindSpore."""
-        if parameter.ndim < 2:
-            return gradient
-        factor = decay * self.loss_scale if self._decay_is_coupled else 0.0
-        if isinstance(gradient, RowGradient):
-            rows = RowTensor(gradient.indices, gradient.values, parameter.shape)
-            if factor == 0.0:
-                central = whole.centralized(rows)
-            elif self.sparse_update == "lazy":
-                central = whole.centralized(whole.decayed(rows, parameter.data, factor))
-            else:
-                # Every row decays, so every row has a gradient to centralize.
-                return whole.centralized(whole.decayed(rows.to_dense(), parameter.data, factor))
-            return RowGradient.of(central.indices, np.ascontiguousarray(central.values))
-        decayed = whole.decayed(gradient, parameter.data, factor) if factor else gradient
-        return np.ascontiguousarray(whole.centralized(decayed))
-
-    def _unshared(self, given: Gradients) -> Gradients:
-        """Refuse gradients in the memory of parameters or states."""
-        begins, sizes = [given.addresses], [given.layout.dense_bytes]
-        for row in given.rows:
-            begins.append(np.array([row.index_address, row.values_address]))
-            sizes.append(np.array([row.indices.nbytes, row.values.nbytes]))
-        begin = np.concatenate(begins)
-        if shares_memory(given.layout, begin, begin + np.concatenate(sizes)).any():
-            raise ValueError(
-                message(
-                    self._name,
-                    "a gradient",
-                    "shares memory with a parameter or state",
-                    "its own memory",
-                    "an overlap",
-                )
-            )
-        return given
-
-    def _check_indices(self, given: Gradients) -> None:
-        for batch in given.layout.batches:
-            if not batch.row_sparse:
-                continue
-            for place, arrays in zip(batch.places, batch.variables.tensors, strict=True):
-                indices, n_rows = given.rows[place].indices, len(arrays[0])
-                if len(indices) and (indices.min() < 0 or indices.max() >= n_rows):
-                    bad = (indices < 0) | (indices >= n_rows)
-                    raise index_error(self._name, indices, int(np.argmax(bad)), n_rows)
-
     # State
 
     def _state_arrays(self) -> dict[str, np.ndarray]:
@@ -356,19 +254,18 @@ class FusedOptimizer(Optimizer):
 
     def forget_addresses(self) -> None:
         """A parameter was rebound: nothing that was derived from its address stays."""
-        self._layouts.clear()
-        self._last = None
+        self._reader.forget()
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for derived in ("_layouts", "_last", "_lock"):
+        for derived in ("_reader", "_lock"):
             del state[derived]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._forget()
         self._class_of, self._classes = self._option_classes()
+        self._derive()
 
 
 def _finite(given: Gradients) -> bool:

@@ -230,17 +230,22 @@ def _check_names(where: str, options: tuple[ParameterOptions, ...]) -> None:
         raise RuntimeError(
             message(where, "parameters", "holds a parameter twice", "each once", "a repetition")
         )
-    for i, option in enumerate(options):
-        if option.parameter.name is None:
-            option.parameter.name = f"parameter_{i}"
-    seen: set[str | None] = set()
-    for option in options:
-        name = option.parameter.name
+    seen: set[str] = set()
+    for name in (option.parameter.name for option in options):
         if name in seen:
             raise ValueError(
                 message(where, f"parameter name {name!r}", "repeats", "unique names", "two of it")
             )
-        seen.add(name)
+        if name is not None:
+            seen.add(name)
+    for i, option in enumerate(options):
+        if option.parameter.name is None:
+            # A name that was given stays; the position's name gives way to it.
+            free = f"parameter_{i}"
+            while free in seen:
+                free += "_"
+            option.parameter.name = free
+            seen.add(free)
 
 
 def _check_lengths(where: str, rates: tuple[Rate, ...]) -> None:

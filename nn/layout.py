@@ -14,11 +14,8 @@ import numpy as np
 
 from ..kernels.cpu import headers
 from ..kernels.storage import STORAGES, Storage
-from ..ops import check
-from ..ops.arrays import RowTensor, address_of, adopt, check_row_gradient
-from ..ops.errors import message
-from ..ops.step import RowGradient, Variables
-from .parameter import Parameter
+from ..ops.arrays import address_of
+from ..ops.step import Variables
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,23 +55,6 @@ class Layout:
     expected: headers.Expected | None
     begins: np.ndarray
     ends: np.ndarray
-
-
-@dataclass(frozen=True, eq=False)
-class Gradients:
-    """The checked gradients of one step.
-
-    Attributes:
-        layout: their layout.
-        addresses: int64: addresses of the dense ones, in order.
-        rows: the row-sparse ones, in order.
-        keep: what must stay alive until the step is done.
-    """
-
-    layout: Layout
-    addresses: np.ndarray
-    rows: list[RowGradient]
-    keep: object
 
 
 Kind = tuple[bool, np.dtype[Any]] | None
@@ -131,74 +111,3 @@ def shares_memory(layout: Layout, begins: np.ndarray, ends: np.ndarray) -> np.nd
     last = np.searchsorted(layout.begins, ends, side="left") - 1
     before = layout.ends[last] if len(layout.ends) else np.zeros(len(last), np.int64)
     return (last >= 0) & (before > begins) & (ends > begins)
-
-
-def read_gradient(where: str, parameter: Parameter, gradient: Any) -> np.ndarray | RowGradient:
-    """The checked, contiguous form of one gradient that is not None.
-
-    Raises:
-        TypeError: its kind or dtype does not fit.
-        ValueError: its shape does not fit.
-    """
-    name = f"gradient of {parameter.name!r}"
-    rows = _as_rows(where, name, gradient)
-    if rows is None:
-        array = adopt(where, name, gradient)
-        _check_floating(where, name, array)
-        if array.shape != parameter.shape:
-            raise ValueError(
-                message(where, name, "has a wrong shape", parameter.shape, array.shape)
-            )
-        return check.contiguous(array)
-    if parameter.ndim == 0:
-        raise ValueError(
-            message(where, name, "is row-sparse", "a dense gradient", "a 0-d parameter")
-        )
-    if rows.dense_shape != parameter.shape:
-        raise ValueError(
-            message(where, name, "has a wrong dense_shape", parameter.shape, rows.dense_shape)
-        )
-    _check_floating(where, name, rows.values)
-    check_row_gradient(where, name, rows.indices, rows.values, parameter.shape)
-    return RowGradient.of(check.contiguous(rows.indices), check.contiguous(rows.values))
-
-
-def _check_floating(where: str, name: str, array: np.ndarray) -> None:
-    if array.dtype not in check.FLOATS:
-        raise TypeError(message(where, name, "has a wrong dtype", "a floating dtype", array.dtype))
-
-
-def _as_rows(where: str, name: str, gradient: Any) -> RowTensor | None:
-    """A `RowTensor`, a list of them (concatenated) or a torch sparse COO tensor; else None."""
-    if isinstance(gradient, RowTensor):
-        return gradient
-    if isinstance(gradient, list | tuple):
-        return _concatenate(where, name, gradient)
-    if getattr(gradient, "is_sparse", False):
-        return _from_torch(where, name, gradient)
-    return None
-
-
-def _concatenate(where: str, name: str, parts: Sequence[Any]) -> RowTensor:
-    if not parts or not all(isinstance(part, RowTensor) for part in parts):
-        got = ", ".join(type(part).__name__ for part in parts) or "nothing"
-        raise TypeError(message(where, name, "is no gradient", "an array or RowTensors", got))
-    if len({(part.dense_shape, part.values.dtype) for part in parts}) > 1:
-        raise ValueError(
-            message(where, name, "has parts that differ", "one dense_shape and dtype", list(parts))
-        )
-    return RowTensor(
-        np.concatenate([part.indices for part in parts]),
-        np.concatenate([part.values for part in parts]),
-        parts[0].dense_shape,
-    )
-
-
-def _from_torch(where: str, name: str, tensor: Any) -> RowTensor:
-    # The accessors with an underscore also work on a tensor that is not coalesced.
-    indices = tensor._indices()
-    if len(indices) != 1:
-        raise ValueError(
-            message(where, name, "has a wrong layout", "1 sparse dimension", len(indices))
-        )
-    return RowTensor(indices[0].numpy(), tensor._values().detach().numpy(), tuple(tensor.shape))

@@ -1,17 +1,11 @@
 """Primitive operators: checked, stateless, in place, under their published names."""
 
-from .adam import (
-    Adam,
-    AdamNoUpdateParam,
-    AdamWeightDecay,
-    ApplyAdamWithAmsgrad,
-    ApplyAdamWithAmsgradV2,
-    FusedSparseAdam,
-    FusedSparseLazyAdam,
-)
+from .adam import Adam, AdamNoUpdateParam, AdamWeightDecay
+from .amsgrad import ApplyAdamWithAmsgrad, ApplyAdamWithAmsgradV2
 from .arrays import RowTensor
 from .embedding import SparseGatherV2
 from .errors import ConversionError, RejectedValueError, UnknownArgumentError
+from .fused_sparse_adam import FusedSparseAdam, FusedSparseLazyAdam
 
 __all__ = [
     "Adam",

@@ -7,13 +7,16 @@ import pytest
 
 MODULES = [
     "fusestep.nn.adam",
+    "fusestep.nn.adam_weight_decay",
     "fusestep.nn.checkpoint",
     "fusestep.nn.optimizer",
     "fusestep.nn.parameter",
     "fusestep.nn.schedule",
     "fusestep.ops.adam",
+    "fusestep.ops.amsgrad",
     "fusestep.ops.arrays",
     "fusestep.ops.embedding",
+    "fusestep.ops.fused_sparse_adam",
 ]
 
 

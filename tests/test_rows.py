@@ -40,7 +40,9 @@ class Problem:
     values: np.ndarray
 
     @classmethod
-    def make(cls, n: int, tail: tuple[int, ...], indices: np.ndarray, *, exact: bool, seed: int) -> Problem:
+    def make(
+        cls, n: int, tail: tuple[int, ...], indices: np.ndarray, *, exact: bool, seed: int
+    ) -> Problem:
         """With `exact`, every sum of gradient rows is exact in float32, in any order."""
         rng = np.random.default_rng(seed)
         w, m = rng.standard_normal((2, n, *tail)).astype(np.float32)
@@ -135,7 +137,9 @@ def test_operators_meet_the_reference(lazy: bool, nesterov: bool, problem: Probl
 @OPERATORS
 @given(problem=problems(exact=True), data=st.data())
 @quick
-def test_order_of_the_list_does_not_matter(lazy: bool, problem: Problem, data: st.DataObject) -> None:
+def test_order_of_the_list_does_not_matter(
+    lazy: bool, problem: Problem, data: st.DataObject
+) -> None:
     """To the last bit, where the sums are exact."""
     order = np.array(data.draw(st.permutations(range(len(problem.indices)))), np.intp)
     shuffled = Problem(
@@ -231,7 +235,9 @@ def tables(seed: int) -> tuple[list[np.ndarray], list[ops.RowTensor]]:
 
 
 @pytest.mark.parametrize("how", ["lazy", "dense_equivalent"])
-@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1, "loss_scale": 3.0}], ids=["plain", "scaled"])
+@pytest.mark.parametrize(
+    "options", [{}, {"weight_decay": 0.1, "loss_scale": 3.0}], ids=["plain", "scaled"]
+)
 def test_several_tables_are_each_by_itself(how: str, options: dict[str, Any]) -> None:
     together, _ = tables(1)
     apart, _ = tables(1)
@@ -272,7 +278,11 @@ def test_hot_rows_are_summed_in_the_documented_order(
     problem = Problem.make(9, tail, indices, exact=False, seed=10)
     sums = ordered_sums(problem)
     # The test would prove nothing if any order gave the same bits.
-    assert (sums != problem.values.dtype.type(0) + reference.densify(indices[::-1], problem.values[::-1], problem.shape).astype(np.float32)).any()
+    assert (
+        sums
+        != problem.values.dtype.type(0)
+        + reference.densify(indices[::-1], problem.values[::-1], problem.shape).astype(np.float32)
+    ).any()
     found = problem.run(operator(lazy))
     dense = problem.run_dense(ops.Adam(), sums)
     present = np.isin(np.arange(9), indices) | (not lazy)
@@ -312,7 +322,9 @@ def test_row_whose_values_sum_to_zero_is_updated(occurrences: int) -> None:
     ones = np.ones((1, 2), np.float32)
     values = np.concatenate([ones, -ones]) if occurrences == 2 else 0 * ones
     problem = fixed(4, (2,), [2] * occurrences)
-    found = Problem(problem.w, problem.m, problem.v, problem.indices, values).run(operator(lazy=True))
+    found = Problem(problem.w, problem.m, problem.v, problem.indices, values).run(
+        operator(lazy=True)
+    )
     for array, before in zip(found, (problem.w, problem.m, problem.v), strict=True):
         assert (array[2] != before[2]).all()
         assert_same_bits(np.delete(array, 2, 0), np.delete(before, 2, 0))
@@ -364,8 +376,12 @@ def test_decoupled_decay_once_a_row(how: str, problem: Problem) -> None:
 
 
 @pytest.mark.parametrize("how", ["lazy", "dense_equivalent"])
-@pytest.mark.parametrize("gradient", [np.float16, BF16, np.float32, np.float64], ids=lambda d: np.dtype(d).name)
-@pytest.mark.parametrize("parameter", [np.float16, BF16, np.float64], ids=lambda d: np.dtype(d).name)
+@pytest.mark.parametrize(
+    "gradient", [np.float16, BF16, np.float32, np.float64], ids=lambda d: np.dtype(d).name
+)
+@pytest.mark.parametrize(
+    "parameter", [np.float16, BF16, np.float64], ids=lambda d: np.dtype(d).name
+)
 def test_storage_types(parameter: Any, gradient: Any, how: str) -> None:
     """The bits of a dense step: sums in the arithmetic type, one rounding at the store."""
     indices = np.random.default_rng(14).integers(0, 30, 200)

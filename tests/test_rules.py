@@ -32,11 +32,11 @@ RULES: dict[str, tuple[Rule, dict[str, float], Callable[..., Any]]] = {
         lambda *a: reference.adam(*a, nesterov=True),
     ),
     "amsgrad": (rules.ADAM_AMSGRAD, POWERS, reference.adam_amsgrad),
-    "delta": (rules.ADAM_DELTA, POWERS, lambda w, *a: reference.adam_delta(*a)),
+    "delta": (rules.ADAM_DELTA, POWERS, lambda _, *a: reference.adam_delta(*a)),
     "nesterov_delta": (
         rules.ADAM_NESTEROV_DELTA,
         POWERS,
-        lambda w, *a: reference.adam_delta(*a, nesterov=True),
+        lambda _, *a: reference.adam_delta(*a, nesterov=True),
     ),
     "weight_decay": (rules.ADAM_WEIGHT_DECAY, DECAY, reference.adam_weight_decay),
 }
@@ -152,18 +152,12 @@ def largest_terms(
     rounding errors are divided by. A parameter: its old value, the step and the decay.
     """
     m, v = reference.moments(np.abs(g), np.abs(states[0]), states[1], hp)
-    if "nesterov" in name:
-        m_ahead = hp.beta1 * m + hp.one_minus_beta1 * np.abs(g)
-    else:
-        m_ahead = m
+    ahead = hp.beta1 * m + hp.one_minus_beta1 * np.abs(g) if "nesterov" in name else m
     denominator = np.sqrt(expected[-1]) + hp.epsilon
     rate = hp.lr if name == "weight_decay" else hp.step_size
-    step = rate * m_ahead / denominator
-    if name.endswith("delta"):
-        first = step
-    else:
-        first = np.abs(w) * (1 + hp.lr * hp.decay) + step
-    return [first, m, v, *expected[3:]]
+    step = rate * ahead / denominator
+    old = 0.0 if name.endswith("delta") else np.abs(w) * (1 + hp.lr * hp.decay)
+    return [old + step, m, v, *expected[3:]]
 
 
 # Tested with and without what comes before the rule.
@@ -207,7 +201,10 @@ FAR = 1e-3
 def distance(a: list[np.ndarray], b: list[np.ndarray]) -> float:
     """The largest difference, relative to the largest value of its array."""
     return max(
-        float(np.max(np.abs(reference.wide(x) - reference.wide(y))) / np.max(np.abs(reference.wide(y))))
+        float(
+            np.max(np.abs(reference.wide(x) - reference.wide(y)))
+            / np.max(np.abs(reference.wide(y)))
+        )
         for x, y in zip(a, b, strict=True)
     )
 
@@ -223,7 +220,9 @@ MOVED = {
     "decay": 0.9,
 }
 OPERATOR_SCALARS = [
-    pytest.param(op, name, id=f"{op.name}-{name}") for op in OPERATORS.values() for name in op.scalars
+    pytest.param(op, name, id=f"{op.name}-{name}")
+    for op in OPERATORS.values()
+    for name in op.scalars
 ]
 
 
@@ -292,7 +291,6 @@ OPTIMIZER_OPTIONS: dict[str, Any] = {
     "use_nesterov": True,
     "state_dtype": np.float16,
 }
-# Of these the moments or the parameter alone must move, and the other need not.
 CLASSES = (nn.Adam, nn.LazyAdam, nn.AdamOffload, nn.AdamWeightDecay)
 CLASS_OPTIONS = [
     pytest.param(cls, name, id=f"{cls.__name__}-{name}")
@@ -312,7 +310,9 @@ def test_optimizer_option_acts(cls: type, name: str, rows: bool) -> None:
     assert distance(moved, trained(cls, rows, **base)) > far
 
 
-@pytest.mark.parametrize("name", ["learning_rate", "beta1", "beta2", "eps", "weight_decay", "loss_scale"])
+@pytest.mark.parametrize(
+    "name", ["learning_rate", "beta1", "beta2", "eps", "weight_decay", "loss_scale"]
+)
 def test_amsgrad_option_acts(name: str) -> None:
     moved = trained(nn.Adam, use_amsgrad=True, **{name: OPTIMIZER_OPTIONS[name]})
     plain = trained(nn.Adam, use_amsgrad=True)
@@ -339,8 +339,7 @@ def test_loss_scale_undoes_a_scaled_gradient() -> None:
 @pytest.mark.parametrize("cls", CLASSES)
 def test_sparse_update_acts(cls: type) -> None:
     lazy, dense = (
-        trained(cls, rows=True, sparse_update=how)
-        for how in ("lazy", "dense_equivalent")
+        trained(cls, rows=True, sparse_update=how) for how in ("lazy", "dense_equivalent")
     )
     assert distance(lazy, dense) > FAR
 

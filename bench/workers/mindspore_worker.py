@@ -9,6 +9,7 @@ long.
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -22,14 +23,12 @@ class MindSpore:
     """The library, on ``threads`` threads."""
 
     def __init__(self, threads: int) -> None:
-        import mindspore
-
-        self.ms: Any = mindspore
-        self.version: str = mindspore.__version__
-        mindspore.set_device("CPU")
-        mindspore.set_context(mode=mindspore.GRAPH_MODE)
+        self.ms: Any = import_module("mindspore")
+        self.version: str = self.ms.__version__
+        self.ms.set_device("CPU")
+        self.ms.set_context(mode=self.ms.GRAPH_MODE)
         if threads != os.cpu_count():  # else its own choice, which is all of them
-            mindspore.device_context.cpu.op_tuning.threads_num(threads)
+            self.ms.device_context.cpu.op_tuning.threads_num(threads)
 
     def job(self, request: dict[str, Any]) -> Job:
         """One step of the form on zeros of the given shape."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -20,11 +21,9 @@ class Torch:
     """The library, on ``threads`` threads."""
 
     def __init__(self, threads: int) -> None:
-        import torch
-
-        torch.set_num_threads(threads)
-        self.torch: Any = torch
-        self.version: str = torch.__version__
+        self.torch: Any = import_module("torch")
+        self.torch.set_num_threads(threads)
+        self.version: str = self.torch.__version__
 
     def job(self, request: dict[str, Any]) -> Job:
         """One step of the form on zeros of the given shapes."""

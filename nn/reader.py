@@ -1,0 +1,260 @@
+"""Reading the gradients of a step: checked in full before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..ops import check
+from ..ops.arrays import RowTensor, address_of, adopt, check_row_gradient, index_error
+from ..ops.errors import message
+from ..ops.step import RowGradient
+from . import gradients as whole
+from .groups import ParameterOptions
+from .layout import Kind, Layout, build_layout, shares_memory
+from .parameter import Parameter
+from .schedule import value_at
+
+_KEPT_LAYOUTS = 16
+
+
+@dataclass(frozen=True, eq=False)
+class Gradients:
+    """The checked gradients of one step.
+
+    Attributes:
+        layout: their layout.
+        addresses: int64: addresses of the dense ones, in order.
+        rows: the row-sparse ones, in order.
+        keep: what must stay alive until the step is done.
+    """
+
+    layout: Layout
+    addresses: np.ndarray
+    rows: list[RowGradient]
+    keep: object
+
+
+class GradientReader:
+    """Checks gradients and finds how they lie; keeps the layouts it has seen.
+
+    Args:
+        where: the optimizer's name, for errors.
+        options: the parameters with their options.
+        states: the states of each parameter.
+        sparse_update: what row-sparse gradients do, or None where they raise.
+        coupling: the loss scale where weight decay is part of the gradient, else 0.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        options: Sequence[ParameterOptions],
+        states: Sequence[tuple[np.ndarray, ...]],
+        sparse_update: str | None,
+        coupling: float,
+    ) -> None:
+        self._where = where
+        self._options = options
+        self._states = states
+        self._sparse_update = sparse_update
+        self._coupling = coupling
+        self._centralizes = any(option.centralize for option in options)
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop all layouts: an address has changed."""
+        self._layouts: dict[tuple[Kind, ...], Layout] = {}
+        self._last: Layout | None = None
+
+    def read(self, gradients: tuple[Any, ...], step: int) -> Gradients:
+        """The checked gradients of step 0, 1, 2, ...
+
+        Raises:
+            TypeError: a kind or dtype does not fit.
+            ValueError: a shape does not fit, a gradient is row-sparse where none is taken, or
+                it shares memory with a parameter or state.
+        """
+        last = self._last
+        if last is not None and last.expected is not None:
+            # All gradients were dense in the step before: read their headers at once.
+            addresses = last.expected.addresses(gradients)
+            if addresses is not None:
+                return self._unshared(Gradients(last, addresses, [], gradients))
+        read, kinds = self._read_each(gradients, step)
+        layout = self._layout(tuple(kinds))
+        dense = [g for g in read if not isinstance(g, RowGradient)]
+        rows = [g for g in read if isinstance(g, RowGradient)]
+        addresses = np.array([address_of(g) for g in dense], np.int64)
+        self._last = None if self._centralizes else layout
+        return self._unshared(Gradients(layout, addresses, rows, read))
+
+    def check_indices(self, given: Gradients) -> None:
+        """All indices of all row-sparse gradients, before any of them is used.
+
+        Raises:
+            IndexError: one is out of range.
+        """
+        for batch in given.layout.batches:
+            if not batch.row_sparse:
+                continue
+            for place, arrays in zip(batch.places, batch.variables.tensors, strict=True):
+                indices, n_rows = given.rows[place].indices, len(arrays[0])
+                if len(indices) and (indices.min() < 0 or indices.max() >= n_rows):
+                    bad = (indices < 0) | (indices >= n_rows)
+                    raise index_error(self._where, indices, int(np.argmax(bad)), n_rows)
+
+    def _read_each(self, gradients: tuple[Any, ...], step: int) -> tuple[list[Any], list[Kind]]:
+        read: list[Any] = []
+        kinds: list[Kind] = []
+        for option, gradient in zip(self._options, gradients, strict=True):
+            if gradient is None:
+                kinds.append(None)
+                continue
+            found = read_gradient(self._where, option.parameter, gradient)
+            is_sparse = isinstance(found, RowGradient)
+            if is_sparse and self._sparse_update is None:
+                raise ValueError(_needs_sparse_update(self._where, option.parameter))
+            if option.centralize:
+                found = self._centralize(option, found, step)
+                is_sparse = isinstance(found, RowGradient)
+            read.append(found)
+            kinds.append((is_sparse, found.dtype))
+        return read, kinds
+
+    def _layout(self, kinds: tuple[Kind, ...]) -> Layout:
+        layout = self._layouts.get(kinds)
+        if layout is None:
+            if len(self._layouts) >= _KEPT_LAYOUTS:
+                self._layouts.clear()
+            tensors = [
+                (option.parameter.data, *states)
+                for option, states in zip(self._options, self._states, strict=True)
+            ]
+            layout = self._layouts[kinds] = build_layout(kinds, tensors)
+        return layout
+
+    def _centralize(self, option: ParameterOptions, gradient: Any, step: int) -> Any:
+        """The centralized gradient; a coupled decay is centralized with it, as in MindSpore."""
+        parameter = option.parameter
+        if parameter.ndim < 2:
+            return gradient
+        decay = value_at(self._where, "weight_decay", option.decay, step)
+        factor, w = decay * self._coupling, parameter.data
+        # In the type of the arithmetic, so that nothing is rounded twice.
+        real = np.float64 if w.dtype == np.float64 else np.float32
+        if not isinstance(gradient, RowGradient):
+            wide = gradient.astype(real, copy=False)
+            return np.ascontiguousarray(
+                whole.centralized(whole.decayed(wide, w, factor) if factor else wide)
+            )
+        values = gradient.values.astype(real, copy=False)
+        rows = RowTensor(gradient.indices, values, parameter.shape)
+        if factor and self._sparse_update != "lazy":
+            # Every row decays, so every row has a gradient to centralize.
+            return whole.centralized(whole.decayed(rows.to_dense(), w, factor))
+        central = whole.centralized(whole.decayed(rows, w, factor) if factor else rows)
+        return RowGradient.of(central.indices, np.ascontiguousarray(central.values))
+
+    def _unshared(self, given: Gradients) -> Gradients:
+        """Refuse gradients in the memory of parameters or states."""
+        begins, sizes = [given.addresses], [given.layout.dense_bytes]
+        for row in given.rows:
+            begins.append(np.array([row.index_address, row.values_address]))
+            sizes.append(np.array([row.indices.nbytes, row.values.nbytes]))
+        begin = np.concatenate(begins)
+        if shares_memory(given.layout, begin, begin + np.concatenate(sizes)).any():
+            raise ValueError(
+                message(
+                    self._where,
+                    "a gradient",
+                    "shares memory with a parameter or state",
+                    "its own memory",
+                    "an overlap",
+                )
+            )
+        return given
+
+
+def _needs_sparse_update(where: str, parameter: Parameter) -> str:
+    return message(
+        where,
+        f"gradient of {parameter.name!r}",
+        "is row-sparse",
+        "sparse_update='lazy' or sparse_update='dense_equivalent' at construction",
+        None,
+    )
+
+
+def read_gradient(where: str, parameter: Parameter, gradient: Any) -> np.ndarray | RowGradient:
+    """The checked, contiguous form of one gradient that is not None.
+
+    Raises:
+        TypeError: its kind or dtype does not fit.
+        ValueError: its shape does not fit.
+    """
+    name = f"gradient of {parameter.name!r}"
+    rows = _as_rows(where, name, gradient)
+    if rows is None:
+        array = adopt(where, name, gradient)
+        _check_floating(where, name, array)
+        if array.shape != parameter.shape:
+            raise ValueError(
+                message(where, name, "has a wrong shape", parameter.shape, array.shape)
+            )
+        return check.contiguous(array)
+    if parameter.ndim == 0:
+        raise ValueError(
+            message(where, name, "is row-sparse", "a dense gradient", "a 0-d parameter")
+        )
+    if rows.dense_shape != parameter.shape:
+        raise ValueError(
+            message(where, name, "has a wrong dense_shape", parameter.shape, rows.dense_shape)
+        )
+    _check_floating(where, name, rows.values)
+    check_row_gradient(where, name, rows.indices, rows.values, parameter.shape)
+    return RowGradient.of(check.contiguous(rows.indices), check.contiguous(rows.values))
+
+
+def _check_floating(where: str, name: str, array: np.ndarray) -> None:
+    if array.dtype not in check.FLOATS:
+        raise TypeError(message(where, name, "has a wrong dtype", "a floating dtype", array.dtype))
+
+
+def _as_rows(where: str, name: str, gradient: Any) -> RowTensor | None:
+    """A `RowTensor`, a list of them (concatenated) or a torch sparse COO tensor; else None."""
+    if isinstance(gradient, RowTensor):
+        return gradient
+    if isinstance(gradient, list | tuple):
+        return _concatenate(where, name, gradient)
+    if getattr(gradient, "is_sparse", False):
+        return _from_torch(where, name, gradient)
+    return None
+
+
+def _concatenate(where: str, name: str, parts: Sequence[Any]) -> RowTensor:
+    if not parts or not all(isinstance(part, RowTensor) for part in parts):
+        got = ", ".join(type(part).__name__ for part in parts) or "nothing"
+        raise TypeError(message(where, name, "is no gradient", "an array or RowTensors", got))
+    if len({(part.dense_shape, part.values.dtype) for part in parts}) > 1:
+        raise ValueError(
+            message(where, name, "has parts that differ", "one dense_shape and dtype", list(parts))
+        )
+    return RowTensor(
+        np.concatenate([part.indices for part in parts]),
+        np.concatenate([part.values for part in parts]),
+        parts[0].dense_shape,
+    )
+
+
+def _from_torch(where: str, name: str, tensor: Any) -> RowTensor:
+    # The accessors with an underscore also work on a tensor that is not coalesced.
+    indices = tensor._indices()
+    if len(indices) != 1:
+        raise ValueError(
+            message(where, name, "has a wrong layout", "1 sparse dimension", len(indices))
+        )
+    return RowTensor(indices[0].numpy(), tensor._values().detach().numpy(), tuple(tensor.shape))
