@@ -53,7 +53,6 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> None:
-    _require("rich")
     from .cases import CASES
     from .peer import find_python
 
@@ -62,6 +61,7 @@ def _run(args: argparse.Namespace) -> None:
         for case in CASES:
             print(f"{case.name:14} {case.summary}")
         return
+    _require("rich")
     threads = parse_threads(args.threads)
     options = {"torch": args.torch_python, "mindspore": args.mindspore_python}
     found = {peer: find_python(peer, option) for peer, option in options.items()}

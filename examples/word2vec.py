@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import sys
 import time
@@ -86,6 +87,9 @@ def main(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> None:
     begin = time.perf_counter()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # The words of a text may be of a script that the terminal does not know.
+        sys.stdout.reconfigure(errors="backslashreplace")
     _require_libraries()
     set_num_threads(args.threads)
     settings = settings_of(args)

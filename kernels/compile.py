@@ -24,7 +24,7 @@ from numba.core.ccallback import CFunc
 from .cache import KernelCache, fingerprint
 from .cpu.intrinsics import as_pointer, tuple_reader
 from .rules.rule import RULE_FLAGS, Part, Prologue, Rule, hp_type
-from .storage import Storage, numba_type, real_of
+from .storage import F64, Storage, numba_type, real_of
 
 _I64 = types.int64
 _BLOCK_ARGUMENTS = 7
@@ -182,7 +182,9 @@ def _element(rule: Rule, prologue: Prologue, w: Storage, g: Storage | None, s: S
     the other branches before it types them.
     """
     update, condition = njit(**RULE_FLAGS)(rule.update), _compose(prologue)
-    load_w, store_w, load_s, store_s = w.to_real, w.from_real, s.to_real, s.from_real
+    load_w, load_s = w.to_real, s.to_real
+    wide = real_of(w) is F64
+    store_w, store_s = (w.from_wide, s.from_wide) if wide else (w.from_real, s.from_real)
     load_g = g.to_real if g else w.to_real
     real = numba_type(real_of(w))
     n_states, zero_gradient = len(rule.states), g is None

@@ -26,8 +26,9 @@ class Storage:
         dtype: the NumPy dtype of the user's array.
         carrier: the NumPy scalar type through which kernels see the memory.
         to_real: compiled conversion ``carrier -> float32 or float64``.
-        from_real: compiled conversion ``float32 or float64 -> carrier``, rounding once to
-            the nearest, ties to even.
+        from_real: compiled conversion ``float32 -> carrier``, rounding to the nearest, ties
+            to even.
+        from_wide: the same for float64, rounding once.
         itemsize: bytes per element.
     """
 
@@ -36,6 +37,7 @@ class Storage:
     carrier: type
     to_real: Callable[..., Any]
     from_real: Callable[..., Any]
+    from_wide: Callable[..., Any]
     itemsize: int
 
 
@@ -61,7 +63,7 @@ def _f16_to_f32(u):
 
 @njit
 def _f32_to_f16(x):
-    return f32_to_f16(np.float32(x))
+    return f32_to_f16(x)
 
 
 # Every uint32 operation is wrapped: Numba types uint32 op uint32 as uint64.
@@ -81,10 +83,36 @@ def _f32_to_bf16(x):
     return np.uint16(np.uint32(quiet if is_nan else rounded) >> np.uint32(16))
 
 
-F32 = Storage("f32", np.dtype(np.float32), np.float32, _same, _to_f32, 4)
-F64 = Storage("f64", np.dtype(np.float64), np.float64, _same, _to_f64, 8)
-F16 = Storage("f16", np.dtype(np.float16), np.uint16, _f16_to_f32, _f32_to_f16, 2)
-BF16 = Storage("bf16", np.dtype(ml_dtypes.bfloat16), np.uint16, _bf16_to_f32, _f32_to_bf16, 2)
+@njit
+def _to_odd_f32(x):
+    """A float64 as float32 that can be rounded again without rounding twice.
+
+    Towards zero, and the last bit set when anything was cut off: the next rounding, to 11 bits
+    or fewer, then sees that the value is not a tie (Boldo and Melquiond, 2008).
+    """
+    near = np.float32(x)
+    bits = np.float32(near).view(np.uint32)
+    too_far = np.uint32(1) if abs(np.float64(near)) > abs(x) else np.uint32(0)
+    inexact = np.uint32(1) if np.float64(near) != x else np.uint32(0)
+    return np.uint32(np.uint32(bits - too_far) | inexact).view(np.float32)
+
+
+@njit
+def _f64_to_f16(x):
+    return _f32_to_f16(_to_odd_f32(x))
+
+
+@njit
+def _f64_to_bf16(x):
+    return _f32_to_bf16(_to_odd_f32(x))
+
+
+F32 = Storage("f32", np.dtype(np.float32), np.float32, _same, _same, _to_f32, 4)
+F64 = Storage("f64", np.dtype(np.float64), np.float64, _same, _to_f64, _same, 8)
+F16 = Storage("f16", np.dtype(np.float16), np.uint16, _f16_to_f32, _f32_to_f16, _f64_to_f16, 2)
+BF16 = Storage(
+    "bf16", np.dtype(ml_dtypes.bfloat16), np.uint16, _bf16_to_f32, _f32_to_bf16, _f64_to_bf16, 2
+)
 
 STORAGES: dict[np.dtype[Any], Storage] = {s.dtype: s for s in (F32, F64, F16, BF16)}
 

@@ -154,7 +154,7 @@ def test_variables_that_overlap(operator: Operator, shift: int, swap: bool) -> N
     views = shifted_views((5, 3), shift)
     first, last = operator.variables[0], operator.variables[-1]
     inputs[first], inputs[last] = views[::-1] if swap else views
-    reject(operator, inputs, ValueError, f"({first}|{last}) shares memory with ({first}|{last}): ")
+    reject(operator, inputs, ValueError, sharing(first, last))
 
 
 @EACH
@@ -223,6 +223,11 @@ def test_gradient_that_is_no_array(operator: Operator, value: Any) -> None:
     reject(operator, inputs, TypeError, f"{operator.gradient} is no array: expected an array")
 
 
+def sharing(a: str, b: str) -> str:
+    """Either may be called the one that intrudes."""
+    return f"({a} shares memory with {b}|{b} shares memory with {a}): "
+
+
 @EACH_VARIABLE
 @pytest.mark.parametrize("shift", [0, 1])
 def test_gradient_in_the_memory_of_a_variable(
@@ -232,7 +237,7 @@ def test_gradient_in_the_memory_of_a_variable(
     n_rows = len(inputs[operator.gradient])
     inputs[variable], shared = shifted_views((5, 3), shift)
     inputs[operator.gradient] = shared.reshape(-1)[: 3 * n_rows].reshape(n_rows, 3)
-    reject(operator, inputs, ValueError, f"{operator.gradient} shares memory with a variable: ")
+    reject(operator, inputs, ValueError, sharing(operator.gradient, variable))
 
 
 @EACH_ROWS
@@ -241,7 +246,7 @@ def test_indices_in_the_memory_of_a_variable(operator: Operator, variable: str) 
     inputs = operator.inputs()
     inputs[variable] = np.zeros((5, 3), np.float32)
     inputs["indices"] = inputs[variable].reshape(-1)[:4].view(np.int32)
-    reject(operator, inputs, ValueError, "indices shares memory with a variable: ")
+    reject(operator, inputs, ValueError, sharing("indices", variable))
 
 
 # Indices

@@ -658,7 +658,8 @@ def test_weight_decay_schedule(cls: type) -> None:
         assert_same_bits(w, expected, f"after step {step}")
 
 
-def test_weight_decay_schedule_is_called_once_a_step() -> None:
+@pytest.mark.parametrize("centralize", [False, True])
+def test_weight_decay_schedule_is_called_once_a_step(centralize: bool) -> None:
     """Whatever the gradients are, as a learning rate's: it may be a generator's ``next``."""
     seen: list[int] = []
 
@@ -666,7 +667,8 @@ def test_weight_decay_schedule_is_called_once_a_step() -> None:
         seen.append(step)
         return 0.1
 
-    opt = nn.Adam(parameters("a", "b"), weight_decay=schedule)
+    groups = [{"params": parameters("a", "b"), "grad_centralization": centralize}]
+    opt = nn.Adam(groups, weight_decay=schedule)
     for gradients in ([ones(4, 3)] * 2, [ones(4, 3)] * 2, [rows([1]), None]):
         opt(gradients)
     assert seen == [0, 1, 2]

@@ -6,6 +6,7 @@ from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 from numba.extending import register_jitable
@@ -18,8 +19,23 @@ rule_helper = register_jitable(**RULE_FLAGS)
 """Decorator of a scalar function that several rules call."""
 
 
+def _constant(module: str, name: str) -> Any:
+    return getattr(import_module(module), name)
+
+
+class _Constant:
+    """What is compared by identity travels as the name of a constant of its module."""
+
+    def __reduce__(self) -> Any:
+        module = vars(self)[next(iter(vars(self)))].__module__
+        for name, value in vars(import_module(module)).items():
+            if value is self:
+                return _constant, (module, name)
+        raise TypeError(f"{self} cannot be pickled: it is no constant of the module {module}")
+
+
 @dataclass(frozen=True, eq=False)
-class Rule:
+class Rule(_Constant):
     """An update rule; compared by identity.
 
     Attributes:
@@ -36,7 +52,7 @@ class Rule:
 
 
 @dataclass(frozen=True, eq=False)
-class Part:
+class Part(_Constant):
     """One part of a prologue: ``apply(g, w, hp) -> g`` and the ``hp`` fields it reads."""
 
     apply: Callable[..., Any]
