@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -30,6 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
     try:
         return _run(list(sys.argv[1:] if argv is None else argv))
+    except BrokenPipeError:  # the reader of our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except KeyboardInterrupt:
         print("fusestep: interrupted", file=sys.stderr)
         return 130

@@ -62,14 +62,17 @@ _DOCUMENT = {
     "threads": int,
     "threading_layer": (str, type(None)),
     "quick": bool,
+    "load_before": _MAYBE,
     "peers": {str: str},
     "missing_peers": {str: str},
     "cases": [_CASE],
 }
 
 
-def document(results: list[CaseResult], settings: Settings, peers: Peers) -> dict[str, Any]:
-    """Everything about a run, times in seconds."""
+def document(
+    results: list[CaseResult], settings: Settings, peers: Peers, load: float | None
+) -> dict[str, Any]:
+    """Everything about a run, times in seconds; ``load`` is that of the machine before it."""
     return {
         "schema": SCHEMA,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -79,6 +82,7 @@ def document(results: list[CaseResult], settings: Settings, peers: Peers) -> dic
         "threads": settings.threads,
         "threading_layer": threading_layer(),
         "quick": settings.quick,
+        "load_before": load,
         "peers": peers.versions,
         "missing_peers": peers.missing,
         "cases": [_case(result) for result in results],

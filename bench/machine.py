@@ -40,6 +40,11 @@ def _cpu_name() -> str:
     return next(names, platform.processor())
 
 
+def load() -> float | None:
+    """How many processes wanted to run during the last minute, where the system says so."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+
+
 def software() -> dict[str, str | None]:
     """Versions of what the measurement rests on."""
     names = ("numpy", "numba", "llvmlite", "tbb")

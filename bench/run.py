@@ -10,7 +10,7 @@ import numba
 from rich.console import Console
 
 from .. import set_num_threads
-from . import document, first_step, no_cliff, step_case, table
+from . import document, first_step, machine, no_cliff, step_case, table
 from .cases import CASES, NO_CLIFF, StepCase
 from .peer import Peers, peers_of
 from .result import CaseResult, Progress, Settings
@@ -26,11 +26,11 @@ def measure_and_report(
     """Measure the named cases, print the tables, write the JSON file."""
     if path is not None:
         document.check_writable(path)
-    settings = Settings(threads, quick)
+    settings, load = Settings(threads, quick), machine.load()
     with _threads(threads), peers_of(pythons, threads) as peers:
         with table.progress(Console(stderr=True)) as reports:
             results = [measure(name, settings, peers, reports[name]) for name in names]
-        data = document.document(results, settings, peers)
+        data = document.document(results, settings, peers, load)
     document.check_schema(data)
     table.show(data, Console())
     if path is not None:

@@ -14,7 +14,7 @@ from rich.table import Table
 from .result import Progress as Report
 
 # Of a quiet machine the slow fifth is this close to the fast one, and no step beats its bound.
-_SPREAD, _BEYOND = 1.25, 1.03
+_SPREAD, _BEYOND, _BUSY = 1.25, 1.03, 0.5
 _STYLES = {"reached": "green", "reached, p80 not": "yellow", "MISSED": "bold red", "n/a": "dim"}
 
 
@@ -27,7 +27,7 @@ def show(document: dict[str, Any], console: Console) -> None:
         elif case["points"]:
             console.print(_points(case))
     console.print(_targets(document["cases"]))
-    _show_doubts(document["cases"], console)
+    _show_doubts(document, console)
     _show_missing(document, console)
 
 
@@ -108,9 +108,12 @@ def _table(title: str) -> Table:
     return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
 
 
-def _show_doubts(cases: list[dict[str, Any]], console: Console) -> None:
+def _show_doubts(document: dict[str, Any], console: Console) -> None:
     """Say which figures a busy machine has spoilt."""
-    for case in cases:
+    load = document["load_before"]
+    if load is not None and load > _BUSY:
+        console.print(f"the machine was busy before the run: load {load:.1f}", style="yellow")
+    for case in document["cases"]:
         name, time = case["name"], case["times"].get(case["ours"])
         if time is not None and time["p80"] > _SPREAD * time["p20"]:
             spread = time["p80"] / time["p20"]

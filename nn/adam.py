@@ -11,7 +11,8 @@ from ..kernels.rules import adam as rules
 from ..kernels.rules.rule import Rule
 from ..ops import check
 from ..ops.errors import message, reject_unknown
-from .arguments import open_unit, positive_float
+from .arguments import arithmetic_type, open_unit, positive_float
+from .checkpoint import as_state, steps_done
 from .fused import FusedOptimizer
 
 _LAZY_ARGUMENTS = (
@@ -48,9 +49,10 @@ class _BiasCorrectedAdam(FusedOptimizer):
         loss_scale: Any,
         **options: Any,
     ) -> None:
-        self.beta1 = open_unit(self._name, "beta1", beta1)
-        self.beta2 = open_unit(self._name, "beta2", beta2)
-        self.eps = positive_float(self._name, "eps", eps)
+        real = arithmetic_type(params)
+        self.beta1 = open_unit(self._name, "beta1", beta1, real)
+        self.beta2 = open_unit(self._name, "beta2", beta2, real)
+        self.eps = positive_float(self._name, "eps", eps, real)
         super().__init__(learning_rate, params, weight_decay, loss_scale, **options)
 
     def _scalars(self, real: Any, lr: float, _decay: float, step: int) -> tuple[Any, ...]:
@@ -88,10 +90,10 @@ class _BiasCorrectedAdam(FusedOptimizer):
         Raises:
             ValueError: also when the state was made with other betas.
         """
-        state = dict(state)
+        state = as_state(self._name, state)
         given = {name: state.pop(name, None) for name in self._powers(0)}
         if "global_step" in state:
-            step = int(np.asarray(state["global_step"]).reshape(-1)[0])
+            step = steps_done(self._name, state["global_step"])
             for name, expected in self._powers(step).items():
                 value = given[name]
                 if value is not None and not np.allclose(value, expected, rtol=1e-5, atol=1e-30):
@@ -219,6 +221,8 @@ class Adam(_BiasCorrectedAdam):
     @property
     def vhat(self) -> tuple[np.ndarray, ...]:
         """The largest second moment of each parameter; only with ``use_amsgrad``."""
+        if "vhat" not in self._states:
+            raise AttributeError("Adam: vhat is there with use_amsgrad=True only")
         return self._states["vhat"]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..kernels.rules import adam as rules
 from ..ops.errors import reject_unknown
-from .arguments import open_unit, positive_float
+from .arguments import arithmetic_type, open_unit, positive_float
 from .fused import FusedOptimizer
 
 _ARGUMENTS = (
@@ -73,9 +73,10 @@ class AdamWeightDecay(FusedOptimizer):
         **unknown: Any,
     ) -> None:
         reject_unknown(self._name, unknown, _ARGUMENTS)
-        self.beta1 = open_unit(self._name, "beta1", beta1)
-        self.beta2 = open_unit(self._name, "beta2", beta2)
-        self.eps = positive_float(self._name, "eps", eps)
+        real = arithmetic_type(params)
+        self.beta1 = open_unit(self._name, "beta1", beta1, real)
+        self.beta2 = open_unit(self._name, "beta2", beta2, real)
+        self.eps = positive_float(self._name, "eps", eps, real)
         super().__init__(
             learning_rate,
             params,

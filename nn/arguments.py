@@ -9,8 +9,8 @@ import numpy as np
 from ..ops.errors import message
 
 
-def open_unit(where: str, name: str, value: Any) -> float:
-    """A float strictly between 0 and 1.
+def open_unit(where: str, name: str, value: Any, real: Any) -> float:
+    """A float strictly between 0 and 1, in the arithmetic type ``real`` too.
 
     Raises:
         TypeError: it is no float (an int is none).
@@ -18,13 +18,13 @@ def open_unit(where: str, name: str, value: Any) -> float:
     """
     if not isinstance(value, float | np.floating):
         raise TypeError(message(where, name, "has a wrong type", "a float", type(value).__name__))
-    if not 0.0 < value < 1.0:
+    if not 0.0 < real(value) < 1.0:
         raise ValueError(message(where, name, "is out of range", "between 0 and 1", value))
     return float(value)
 
 
-def positive_float(where: str, name: str, value: Any) -> float:
-    """A finite float above 0.
+def positive_float(where: str, name: str, value: Any, real: Any) -> float:
+    """A finite float above 0, in the arithmetic type ``real`` too.
 
     Raises:
         TypeError: it is no float (an int is none).
@@ -32,6 +32,17 @@ def positive_float(where: str, name: str, value: Any) -> float:
     """
     if not isinstance(value, float | np.floating):
         raise TypeError(message(where, name, "has a wrong type", "a float", type(value).__name__))
-    if not 0.0 < value < np.inf:
+    if not 0.0 < real(value) < np.inf:
         raise ValueError(message(where, name, "is out of range", "positive and finite", value))
     return float(value)
+
+
+def arithmetic_type(params: Any) -> Any:
+    """float64 when all ``params`` (arrays or parameters, or lists of them) are, else float32.
+
+    It decides which hyper-parameters are in range, before the parameters themselves are
+    checked.
+    """
+    entries = params if isinstance(params, list | tuple) else []
+    dtypes = {getattr(entry, "dtype", None) for entry in entries}
+    return np.float64 if dtypes == {np.dtype(np.float64)} else np.float32

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import tempfile
+import secrets
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -40,10 +40,13 @@ def save_checkpoint(save_obj: Any, path: str | os.PathLike[str]) -> None:
     """
     arrays = {name: np.ascontiguousarray(a).reshape(a.shape) for name, a in _named(save_obj)}
     target = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    content = save(arrays, metadata={"format": "fusestep"})
+    # Opened as any new file is, so that it gets the permissions of one.
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
+    file = open(temporary, "xb")  # noqa: SIM115  (closed below, before the rename)
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(save(arrays, metadata={"format": "fusestep"}))
+        with file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, target)
@@ -110,6 +113,42 @@ def _flush_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def as_state(where: str, state: Any) -> dict[str, Any]:
+    """A copy of the mapping ``state``.
+
+    Raises:
+        TypeError: it is no mapping.
+    """
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            message(where, "state", "has a wrong type", "a mapping", type(state).__name__)
+        )
+    return dict(state)
+
+
+def steps_done(where: str, value: Any) -> int:
+    """The number of steps that a saved ``global_step`` tells.
+
+    Raises:
+        TypeError: it is no array of int32.
+        ValueError: it has another shape than ``(1,)`` or is negative.
+    """
+    array = adopt(where, "state 'global_step'", value)
+    if array.dtype != np.int32:
+        raise TypeError(
+            message(where, "state 'global_step'", "has a wrong dtype", "int32", array.dtype)
+        )
+    if array.shape != (1,):
+        raise ValueError(
+            message(where, "state 'global_step'", "has a wrong shape", "(1,)", array.shape)
+        )
+    if array[0] < 0:
+        raise ValueError(
+            message(where, "state 'global_step'", "is out of range", "at least 0", array[0])
+        )
+    return int(array[0])
+
+
 def checked_state(
     where: str, state: Mapping[str, Any], own: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
@@ -133,6 +172,8 @@ def checked_state(
         )
     arrays = {name: adopt(where, f"state {name!r}", value) for name, value in state.items()}
     for name, array in arrays.items():
+        if name.startswith("learning_rate") and array.dtype == np.float32:
+            array = arrays[name] = array.astype(np.float64)  # as MindSpore keeps it
         if array.dtype != own[name].dtype:
             raise TypeError(
                 message(where, f"state {name!r}", "has a wrong dtype", own[name].dtype, array.dtype)

@@ -16,8 +16,10 @@ from ..kernels.storage import STORAGES, Storage
 from ..ops import check
 from ..ops.errors import message
 from ..ops.step import dense_step, row_step
+from .checkpoint import as_state, steps_done
 from .layout import Batch, Layout
 from .optimizer import Optimizer
+from .parameter import Parameter
 from .reader import GradientReader, Gradients
 
 SPARSE_UPDATES = ("lazy", "dense_equivalent")
@@ -54,13 +56,13 @@ class FusedOptimizer(Optimizer):
         skip_nonfinite: bool,
         state_dtype: Any,
     ) -> None:
-        super().__init__(learning_rate, parameters, weight_decay, loss_scale)
         self.use_locking = check.flag(self._name, "use_locking", use_locking)
         self.skip_nonfinite = check.flag(self._name, "skip_nonfinite", skip_nonfinite)
         self.sparse_update = _sparse_update(self._name, sparse_update)
+        dtype = _state_dtype(self._name, state_dtype)
+        super().__init__(learning_rate, parameters, weight_decay, loss_scale)
         self.skipped_steps = 0
         self._rule = rule
-        dtype = _state_dtype(self._name, state_dtype)
         self._states = {
             role: tuple(np.zeros(p.shape, dtype or p.dtype) for p in self.parameters)
             for role in rule.states
@@ -133,11 +135,12 @@ class FusedOptimizer(Optimizer):
         # With use_locking the counters advance before the kernels run, so everything that
         # can fail is checked before them.
         with self._lock if self.use_locking else nullcontext():
-            given = self._reader.read(gradients, self._step)
+            rates, decays = self._values_at(self._step)
+            given = self._reader.read(gradients, [decays[k] for k in self._class_of])
             if self.skip_nonfinite and not _finite(given):
                 self.skipped_steps += 1
                 return done
-            calls = self._plan(given)
+            calls = self._plan(given, rates, decays)
             if self.use_locking:
                 self._advance(given.layout)
         for batch, hp, hp_of in calls:
@@ -175,11 +178,18 @@ class FusedOptimizer(Optimizer):
                 use_locking=self.use_locking,
             )
 
-    def _plan(self, given: Gradients) -> list[tuple[Batch, np.ndarray, np.ndarray]]:
-        """The kernel calls of the step with their scalars."""
+    def _values_at(self, step: int) -> tuple[list[float], list[float]]:
+        """Learning rate and weight decay of each class; every schedule is asked once a step."""
         examples = [self._groups.options[i] for i in self._classes]
-        rates = self._each("learning_rate", [o.rate for o in examples], self._step)
-        decays = self._each("weight_decay", [o.decay for o in examples], self._step)
+        return (
+            self._each("learning_rate", [o.rate for o in examples], step),
+            self._each("weight_decay", [o.decay for o in examples], step),
+        )
+
+    def _plan(
+        self, given: Gradients, rates: list[float], decays: list[float]
+    ) -> list[tuple[Batch, np.ndarray, np.ndarray]]:
+        """The kernel calls of the step with their scalars."""
         calls = [(batch, *self._hp(batch, rates, decays)) for batch in given.layout.batches]
         # A row call checks its indices before it writes. It goes first, and several of them
         # are checked before the first runs.
@@ -246,11 +256,19 @@ class FusedOptimizer(Optimizer):
             TypeError: a dtype differs.
             ValueError: a shape differs.
         """
-        state = dict(state)
-        if "global_step" in state and not any(name.startswith("step.") for name in state):
-            steps = np.asarray(state["global_step"]).astype(np.int64)
-            state.update({f"step.{p.name}": steps for p in self.parameters})
+        state = as_state(self._name, state)
+        if "global_step" in state:
+            steps = np.array([steps_done(self._name, state["global_step"])])
+            if not any(name.startswith("step.") for name in state):
+                state.update({f"step.{p.name}": steps for p in self.parameters})
         super().load_state_dict(state)
+
+    def check_rebinding(self, parameter: Parameter, array: np.ndarray) -> None:
+        """As `Optimizer.check_rebinding`; states are memory of this optimizer too."""
+        super().check_rebinding(parameter, array)
+        states = [state for role in self._states.values() for state in role]
+        names = [f"a state of {self._name}"] * len(states)
+        check.no_overlap(self._name, [*names, f"parameter {parameter.name!r}"], [*states, array])
 
     def forget_addresses(self) -> None:
         """A parameter was rebound: nothing that was derived from its address stays."""
@@ -294,7 +312,12 @@ def _sparse_update(where: str, value: str | None) -> str | None:
 def _state_dtype(where: str, value: Any) -> np.dtype[Any] | None:
     if value is None:
         return None
-    dtype: np.dtype[Any] = np.dtype(value)
+    try:
+        dtype: np.dtype[Any] | None = np.dtype(value)
+    except TypeError:
+        dtype = None
     if dtype not in STORAGES:
-        raise TypeError(message(where, "state_dtype", "has a wrong dtype", check.FLOATS, dtype))
+        raise TypeError(
+            message(where, "state_dtype", "has a wrong dtype", check.FLOAT_NAMES, repr(value))
+        )
     return dtype

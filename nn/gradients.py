@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from ..ops.arrays import RowTensor, adopt
+from ..ops.errors import message
 
 
 def _real(dtype: np.dtype[Any]) -> Any:
@@ -14,15 +16,42 @@ def _real(dtype: np.dtype[Any]) -> Any:
     return np.float64 if dtype == np.float64 else np.float32
 
 
+def concatenated(where: str, name: str, parts: Sequence[Any]) -> RowTensor:
+    """One row-sparse gradient out of several for the same tensor.
+
+    Raises:
+        TypeError: a part is no `RowTensor`, or there is none.
+        ValueError: their shapes or dtypes differ.
+    """
+    if not parts or not all(isinstance(part, RowTensor) for part in parts):
+        got = ", ".join(type(part).__name__ for part in parts) or "nothing"
+        raise TypeError(message(where, name, "is no gradient", "an array or RowTensors", got))
+    if len({(part.dense_shape, part.values.dtype) for part in parts}) > 1:
+        raise ValueError(
+            message(where, name, "has parts that differ", "one dense_shape and dtype", list(parts))
+        )
+    return RowTensor(
+        np.concatenate([part.indices for part in parts]),
+        np.concatenate([part.values for part in parts]),
+        parts[0].dense_shape,
+    )
+
+
 def decayed(gradient: Any, w: np.ndarray, factor: float) -> Any:
     """``gradient + factor * w``, rounded to the gradient's dtype."""
     if gradient is None:
         return None
+    if isinstance(gradient, list | tuple):
+        gradient = concatenated("RowTensor", "gradients", gradient)
     if isinstance(gradient, RowTensor):
         rows = gradient.coalesce()
         values = decayed(rows.values, w[rows.indices], factor)
         return RowTensor(rows.indices, values, rows.dense_shape)
     g = adopt("decay_weight", "gradients", gradient)
+    if g.shape != w.shape:
+        raise ValueError(
+            message("decay_weight", "gradients", "has a wrong shape", w.shape, g.shape)
+        )
     real = _real(w.dtype)
     return (g.astype(real) + real(factor) * w.astype(real)).astype(g.dtype)
 
@@ -31,6 +60,8 @@ def centralized(gradient: Any) -> Any:
     """``gradient - mean over all axes but the first``; unchanged below two dimensions."""
     if gradient is None:
         return None
+    if isinstance(gradient, list | tuple):
+        gradient = concatenated("RowTensor", "gradients", gradient)
     if isinstance(gradient, RowTensor):
         # The mean of a sum is the sum of the means, so duplicates need not be summed first.
         values = centralized(gradient.values)
@@ -39,14 +70,17 @@ def centralized(gradient: Any) -> Any:
     if g.ndim < 2 or g.size == 0:
         return g
     wide = g.astype(_real(g.dtype))
-    mean = wide.mean(axis=tuple(range(1, g.ndim)), keepdims=True, dtype=np.float64)
-    return (wide - mean.astype(wide.dtype)).astype(g.dtype)
+    with np.errstate(invalid="ignore"):  # infinity - infinity is NaN, as it should be
+        mean = wide.mean(axis=tuple(range(1, g.ndim)), keepdims=True, dtype=np.float64)
+        return (wide - mean.astype(wide.dtype)).astype(g.dtype)
 
 
 def scaled(gradient: Any, factor: float) -> Any:
     """``gradient * factor``, the factor rounded to the type of the arithmetic first."""
     if gradient is None:
         return None
+    if isinstance(gradient, list | tuple):
+        gradient = concatenated("RowTensor", "gradients", gradient)
     if isinstance(gradient, RowTensor):
         return RowTensor(gradient.indices, scaled(gradient.values, factor), gradient.dense_shape)
     g = adopt("scale_grad", "gradients", gradient)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from ..ops.errors import UnknownArgumentError, message, reject_unknown
 from .parameter import Parameter
@@ -74,7 +76,7 @@ def read_groups(
 def _entries(where: str, parameters: Any) -> list[Any]:
     if parameters is None:
         raise ValueError(message(where, "parameters", "is missing", "a list", None))
-    if isinstance(parameters, Parameter | str | bytes | dict) or not isinstance(
+    if isinstance(parameters, Parameter | np.ndarray | str | bytes | dict) or not isinstance(
         parameters, Iterable
     ):
         raise TypeError(
@@ -165,7 +167,8 @@ def _from_dicts(where: str, groups: list[Any], rate: Rate, decay: float | Schedu
                 )
             )
         options += [
-            ParameterOptions(p, own_rate, own_decay, centralize)
+            # Below two dimensions there is nothing to centralize.
+            ParameterOptions(p, own_rate, own_decay, centralize and p.ndim >= 2)
             for p in _wrap(where, _group_entries(where, k, group["params"]))
         ]
     if not options:
@@ -179,7 +182,7 @@ def _from_dicts(where: str, groups: list[Any], rate: Rate, decay: float | Schedu
 
 
 def _group_entries(where: str, k: int, params: Any) -> list[Any]:
-    if isinstance(params, Parameter | str | bytes) or not isinstance(params, Iterable):
+    if isinstance(params, Parameter | np.ndarray | str | bytes) or not isinstance(params, Iterable):
         raise TypeError(
             message(
                 where,
@@ -205,6 +208,16 @@ def _order(where: str, k: int, group: dict[str, Any]) -> list[Parameter]:
 def _reorder(
     where: str, options: list[ParameterOptions], order: list[Parameter]
 ) -> list[ParameterOptions]:
+    if any(not isinstance(p, Parameter) for p in order):
+        raise TypeError(
+            message(
+                where,
+                "order_params",
+                "holds a wrong type",
+                "the Parameter objects of the groups",
+                [type(p).__name__ for p in order],
+            )
+        )
     by_identity = {id(o.parameter): o for o in options}
     if len(order) != len(options):
         raise ValueError(
@@ -225,7 +238,7 @@ def _reorder(
 
 
 def _check_names(where: str, options: tuple[ParameterOptions, ...]) -> None:
-    """Name the unnamed by position and refuse what would be updated or saved twice."""
+    """Refuse what would be updated or saved twice."""
     if len({id(o.parameter) for o in options}) != len(options):
         raise RuntimeError(
             message(where, "parameters", "holds a parameter twice", "each once", "a repetition")
@@ -238,14 +251,18 @@ def _check_names(where: str, options: tuple[ParameterOptions, ...]) -> None:
             )
         if name is not None:
             seen.add(name)
+
+
+def name_by_position(options: Sequence[ParameterOptions]) -> None:
+    """Name the parameters without a name ``parameter_<i>``; names that were given stay."""
+    taken = {option.parameter.name for option in options}
     for i, option in enumerate(options):
         if option.parameter.name is None:
-            # A name that was given stays; the position's name gives way to it.
             free = f"parameter_{i}"
-            while free in seen:
+            while free in taken:
                 free += "_"
             option.parameter.name = free
-            seen.add(free)
+            taken.add(free)
 
 
 def _check_lengths(where: str, rates: tuple[Rate, ...]) -> None:

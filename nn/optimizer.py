@@ -10,8 +10,8 @@ import numpy as np
 from ..ops import check
 from ..ops.errors import RejectedValueError, message, reject_unknown
 from . import gradients as grads
-from .checkpoint import checked_state
-from .groups import Groups, read_groups
+from .checkpoint import as_state, checked_state
+from .groups import Groups, name_by_position, read_groups
 from .parameter import Parameter
 from .schedule import Rate, value_at
 
@@ -72,13 +72,14 @@ class Optimizer:
     ) -> None:
         known = ("learning_rate", "parameters", "weight_decay", "loss_scale")
         reject_unknown(self._name, unknown, known)
+        self.loss_scale = _loss_scale(self._name, loss_scale)
         self._groups: Groups = read_groups(
             self._name, parameters, learning_rate, weight_decay, filter_names=self._filter_names
         )
         self.parameters = tuple(option.parameter for option in self._groups.options)
-        self.loss_scale = _loss_scale(self._name, loss_scale)
         self.global_step = np.zeros(1, np.int32)
         self._check_overlap({})
+        name_by_position(self._groups.options)
         for parameter in self.parameters:
             parameter.watch(self)
 
@@ -282,7 +283,7 @@ class Optimizer:
             ValueError: a shape differs.
         """
         own = self._state_arrays()
-        for name, array in checked_state(self._name, state, own).items():
+        for name, array in checked_state(self._name, as_state(self._name, state), own).items():
             own[name][...] = array
 
     def _state_arrays(self) -> dict[str, np.ndarray]:

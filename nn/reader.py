@@ -16,7 +16,6 @@ from . import gradients as whole
 from .groups import ParameterOptions
 from .layout import Kind, Layout, build_layout, shares_memory
 from .parameter import Parameter
-from .schedule import value_at
 
 _KEPT_LAYOUTS = 16
 
@@ -70,8 +69,8 @@ class GradientReader:
         self._layouts: dict[tuple[Kind, ...], Layout] = {}
         self._last: Layout | None = None
 
-    def read(self, gradients: tuple[Any, ...], step: int) -> Gradients:
-        """The checked gradients of step 0, 1, 2, ...
+    def read(self, gradients: tuple[Any, ...], decays: Sequence[float]) -> Gradients:
+        """The checked gradients of a step with these weight decays.
 
         Raises:
             TypeError: a kind or dtype does not fit.
@@ -84,7 +83,7 @@ class GradientReader:
             addresses = last.expected.addresses(gradients)
             if addresses is not None:
                 return self._unshared(Gradients(last, addresses, [], gradients))
-        read, kinds = self._read_each(gradients, step)
+        read, kinds = self._read_each(gradients, decays)
         layout = self._layout(tuple(kinds))
         dense = [g for g in read if not isinstance(g, RowGradient)]
         rows = [g for g in read if isinstance(g, RowGradient)]
@@ -107,10 +106,12 @@ class GradientReader:
                     bad = (indices < 0) | (indices >= n_rows)
                     raise index_error(self._where, indices, int(np.argmax(bad)), n_rows)
 
-    def _read_each(self, gradients: tuple[Any, ...], step: int) -> tuple[list[Any], list[Kind]]:
+    def _read_each(
+        self, gradients: tuple[Any, ...], decays: Sequence[float]
+    ) -> tuple[list[Any], list[Kind]]:
         read: list[Any] = []
         kinds: list[Kind] = []
-        for option, gradient in zip(self._options, gradients, strict=True):
+        for option, gradient, decay in zip(self._options, gradients, decays, strict=True):
             if gradient is None:
                 kinds.append(None)
                 continue
@@ -119,7 +120,7 @@ class GradientReader:
             if is_sparse and self._sparse_update is None:
                 raise ValueError(_needs_sparse_update(self._where, option.parameter))
             if option.centralize:
-                found = self._centralize(option, found, step)
+                found = self._centralize(option.parameter, found, decay)
                 is_sparse = isinstance(found, RowGradient)
             read.append(found)
             kinds.append((is_sparse, found.dtype))
@@ -137,12 +138,8 @@ class GradientReader:
             layout = self._layouts[kinds] = build_layout(kinds, tensors)
         return layout
 
-    def _centralize(self, option: ParameterOptions, gradient: Any, step: int) -> Any:
+    def _centralize(self, parameter: Parameter, gradient: Any, decay: float) -> Any:
         """The centralized gradient; a coupled decay is centralized with it, as in MindSpore."""
-        parameter = option.parameter
-        if parameter.ndim < 2:
-            return gradient
-        decay = value_at(self._where, "weight_decay", option.decay, step)
         factor, w = decay * self._coupling, parameter.data
         # In the type of the arithmetic, so that nothing is rounded twice.
         real = np.float64 if w.dtype == np.float64 else np.float32
@@ -229,25 +226,10 @@ def _as_rows(where: str, name: str, gradient: Any) -> RowTensor | None:
     if isinstance(gradient, RowTensor):
         return gradient
     if isinstance(gradient, list | tuple):
-        return _concatenate(where, name, gradient)
+        return whole.concatenated(where, name, gradient)
     if getattr(gradient, "is_sparse", False):
         return _from_torch(where, name, gradient)
     return None
-
-
-def _concatenate(where: str, name: str, parts: Sequence[Any]) -> RowTensor:
-    if not parts or not all(isinstance(part, RowTensor) for part in parts):
-        got = ", ".join(type(part).__name__ for part in parts) or "nothing"
-        raise TypeError(message(where, name, "is no gradient", "an array or RowTensors", got))
-    if len({(part.dense_shape, part.values.dtype) for part in parts}) > 1:
-        raise ValueError(
-            message(where, name, "has parts that differ", "one dense_shape and dtype", list(parts))
-        )
-    return RowTensor(
-        np.concatenate([part.indices for part in parts]),
-        np.concatenate([part.values for part in parts]),
-        parts[0].dense_shape,
-    )
 
 
 def _from_torch(where: str, name: str, tensor: Any) -> RowTensor:

@@ -55,14 +55,14 @@ def learning_rate(where: str, name: str, value: Any) -> Rate:
         ValueError: negative, not finite, empty or of more than one dimension.
     """
     if callable(value) and not isinstance(value, Parameter):
-        return _schedule(value)
+        return _schedule(where, "learning_rate", value)
     array = _numbers(where, value)
     if array.ndim > 1 or array.size == 0:
         expected = "a scalar or a non-empty list"
         raise ValueError(
             message(where, "learning_rate", "has a wrong shape", expected, array.shape)
         )
-    if not np.isfinite(array).all() or (array < 0).any():
+    if not ((array >= 0) & (array <= np.finfo(np.float32).max)).all():
         raise ValueError(
             message(where, "learning_rate", "is out of range", "finite and at least 0", value)
         )
@@ -107,7 +107,7 @@ def weight_decay(where: str, value: Any) -> float | Schedule:
             )
         return float(value)
     if callable(value):
-        return _schedule(value)
+        return _schedule(where, "weight_decay", value)
     raise TypeError(
         message(
             where,
@@ -119,10 +119,10 @@ def weight_decay(where: str, value: Any) -> float | Schedule:
     )
 
 
-def _schedule(value: Any) -> Schedule:
+def _schedule(where: str, name: str, value: Any) -> Schedule:
     if isinstance(value, type):
         raise TypeError(
-            message("schedule", value.__name__, "is a class", "an instance", "the class itself")
+            message(where, f"{name} {value.__name__}", "is a class", "an instance", "the class")
         )
     return value  # type: ignore[no-any-return]
 
@@ -152,6 +152,8 @@ def value_at(where: str, name: str, rate: Rate | float, step: int) -> float:
 
 def _scheduled(where: str, name: str, value: Any) -> float:
     try:
+        if value is None or isinstance(value, str):
+            raise TypeError
         number = float(np.asarray(value, np.float64).reshape(()))
     except (TypeError, ValueError):
         raise TypeError(
@@ -163,4 +165,6 @@ def _scheduled(where: str, name: str, value: Any) -> float:
 def _finite(where: str, name: str, value: float) -> float:
     if not math.isfinite(value):
         raise ValueError(message(where, name, "is not finite", "a finite number", value))
+    if name == "weight_decay" and value < 0:
+        raise ValueError(message(where, name, "is out of range", "at least 0", value))
     return value

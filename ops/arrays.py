@@ -99,6 +99,16 @@ class RowTensor:
         self.values = adopt("RowTensor", "values", values)
         self.dense_shape = _shape(dense_shape)
         check_row_gradient("RowTensor", "values", self.indices, self.values, self.dense_shape)
+        if self.values.dtype.kind != "f" and self.values.dtype != BFLOAT16:
+            raise TypeError(
+                message(
+                    "RowTensor",
+                    "values",
+                    "has a wrong dtype",
+                    "a floating dtype",
+                    self.values.dtype,
+                )
+            )
 
     def __repr__(self) -> str:
         return (
@@ -151,13 +161,22 @@ class RowTensor:
 
 
 def _shape(dense_shape: Any) -> tuple[int, ...]:
-    try:
-        return tuple(int(n) for n in dense_shape)
-    except TypeError:
-        got = type(dense_shape).__name__
+    is_list = isinstance(dense_shape, tuple | list)
+    if not is_list or not all(isinstance(n, int | np.integer) for n in dense_shape):
         raise TypeError(
-            message("RowTensor", "dense_shape", "is no shape", "a tuple of int", got)
-        ) from None
+            message("RowTensor", "dense_shape", "is no shape", "a tuple of int", repr(dense_shape))
+        )
+    if not dense_shape or min(dense_shape) < 0:
+        raise ValueError(
+            message(
+                "RowTensor",
+                "dense_shape",
+                "has no rows or a negative size",
+                "(N, ...)",
+                tuple(dense_shape),
+            )
+        )
+    return tuple(int(n) for n in dense_shape)
 
 
 def check_row_gradient(

@@ -13,7 +13,8 @@ from .arrays import address_of, adopt, adopt_variable
 from .errors import ConversionError, message
 
 FLOATS = tuple(STORAGES)
-_FLOAT_NAMES = ", ".join(str(dtype) for dtype in FLOATS)
+FLOAT_NAMES = ", ".join(str(dtype) for dtype in FLOATS)
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 def flag(where: str, name: str, value: Any) -> bool:
@@ -32,11 +33,13 @@ def scalar(where: str, name: str, value: Any) -> float:
 
     Raises:
         TypeError: it is no real number.
-        ValueError: it is NaN or infinite, or an array of another shape.
+        ValueError: it is NaN, infinite or beyond float32, or an array of another shape.
     """
     if type(value) is not float:
         value = _number(where, name, value)
-    if not math.isfinite(value):
+    if not -_LARGEST <= value <= _LARGEST:
+        if math.isfinite(value):
+            raise ValueError(message(where, name, "is too large", "a float32 number", value))
         raise ValueError(message(where, name, "is not finite", "a finite number", value))
     number: float = value
     return number
@@ -46,7 +49,14 @@ def _number(where: str, name: str, value: Any) -> float:
     if isinstance(value, bool | str | bytes) or value is None:
         raise TypeError(message(where, name, "has a wrong type", "a number", type(value).__name__))
     if isinstance(value, int | float):
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ValueError(
+                message(where, name, "is too large", "a float32 number", "an int beyond all floats")
+            ) from None
+    if not hasattr(value, "__array__") and not hasattr(value, "__dlpack__"):
+        raise TypeError(message(where, name, "has a wrong type", "a number", type(value).__name__))
     array = adopt(where, name, value)
     if array.dtype not in FLOATS and array.dtype.kind not in "iu":
         raise TypeError(message(where, name, "has a wrong dtype", "a real number", array.dtype))
@@ -66,7 +76,7 @@ def variable(where: str, name: str, value: Any) -> np.ndarray:
     """
     array = adopt_variable(where, name, value)
     if array.dtype not in STORAGES:
-        raise TypeError(message(where, name, "has a wrong dtype", _FLOAT_NAMES, array.dtype))
+        raise TypeError(message(where, name, "has a wrong dtype", FLOAT_NAMES, array.dtype))
     flags = array.flags
     if not flags.writeable:
         raise ValueError(
@@ -151,13 +161,18 @@ def floating(where: str, name: str, value: Any, dtype: np.dtype[Any]) -> np.ndar
     """
     array = adopt(where, name, value)
     if array.dtype not in STORAGES:
-        raise TypeError(message(where, name, "has a wrong dtype", _FLOAT_NAMES, array.dtype))
-    if array.dtype != dtype and np.promote_types(array.dtype, dtype) != dtype:
+        raise TypeError(message(where, name, "has a wrong dtype", FLOAT_NAMES, array.dtype))
+    if not _holds(dtype, array.dtype):
         raise ConversionError(
             message(where, name, "has a higher dtype than the variable", dtype, array.dtype)
             + "; the variable is updated in place and cannot be converted"
         )
     return array
+
+
+def _holds(dtype: np.dtype[Any], other: np.dtype[Any]) -> bool:
+    """Whether every number of ``other`` is one of ``dtype``; float16 and bfloat16 differ."""
+    return dtype == other or dtype.itemsize > other.itemsize
 
 
 def contiguous(array: np.ndarray) -> np.ndarray:

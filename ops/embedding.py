@@ -84,6 +84,12 @@ class SparseGatherV2:
         if self._indices is None:
             raise RuntimeError("SparseGatherV2: backward needs a call of the operator before it")
         array = adopt("SparseGatherV2", "grad", grad)
+        if array.dtype not in check.FLOATS:
+            raise TypeError(
+                message(
+                    "SparseGatherV2", "grad", "has a wrong dtype", check.FLOAT_NAMES, array.dtype
+                )
+            )
         shape = self._indices.shape + self._shape[1:]
         if array.shape != shape:
             raise ValueError(

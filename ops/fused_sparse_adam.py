@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from ..kernels.rules import adam as rules
 from . import check
 from .adam import adam_hp_row
@@ -55,9 +57,15 @@ class _FusedSparseAdamBase(Primitive):
             beta2=beta2,
             epsilon=epsilon,
         )
-        if scalars["beta1_power"] == 1.0:
+        if np.float32(scalars["beta1_power"]) == 1:
             raise RejectedValueError(
-                message(self.name, "beta1_power", "makes the step infinite", "not 1", 1.0)
+                message(
+                    self.name,
+                    "beta1_power",
+                    "makes the step infinite",
+                    "not 1",
+                    scalars["beta1_power"],
+                )
             )
         variables = self._variables(var=var, m=m, v=v)
         require_float32(self.name, variables)

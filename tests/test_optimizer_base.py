@@ -156,6 +156,7 @@ def test_unnamed_parameter_in_two_optimizers() -> None:
 
 
 _A, _B = parameters("a", "b")
+_M = ones(5)
 BAD_PARAMETERS: dict[str, tuple[Any, Any, str]] = {
     "None": (None, ValueError, "parameters is missing: expected a list"),
     "empty": ([], ValueError, "parameters is empty: expected at least one parameter"),
@@ -180,7 +181,7 @@ BAD_PARAMETERS: dict[str, tuple[Any, Any, str]] = {
         "holds a parameter twice",
     ),
     "same name": ([_A, parameters("a")[0]], ValueError, "parameter name 'a' repeats"),
-    "same memory": ([(_M := ones(5)), _M], ValueError, "shares memory with parameter"),
+    "same memory": ([_M, _M], ValueError, "shares memory with parameter"),
     "part of memory": ([_M[:3], _M[2:]], ValueError, "shares memory with parameter"),
     "no gradient": (
         [nn.Parameter(ones(2), "frozen", requires_grad=False)],
@@ -656,6 +657,15 @@ def test_weight_decay_schedule(cls: type) -> None:
         other([ones(3)])
         state = other.state_dict()
         assert_same_bits(w, expected, f"after step {step}")
+
+
+@EACH_CLASS
+def test_negative_decay_of_a_schedule_is_refused(cls: type) -> None:
+    """As a negative number is: it must not be ignored, nor grow the weights."""
+    opt = cls([ones(3)], weight_decay=lambda step: 0.1 - step)
+    opt([ones(3)])
+    with refused(ValueError, "weight_decay", opt):
+        opt([ones(3)])
 
 
 @pytest.mark.parametrize("centralize", [False, True])
@@ -1683,7 +1693,6 @@ def test_missing_folder_and_broken_file(tmp_path: Any) -> None:
         nn.load_checkpoint(tmp_path / "x")
 
 
-@pytest.mark.skipif(os.name == "nt", reason="Windows has no permission bits")
 def test_checkpoint_has_the_permissions_of_any_new_file(tmp_path: Any) -> None:
     """A temporary file is private; the checkpoint that it becomes is for those who share it."""
     (tmp_path / "plain").write_bytes(b"")

@@ -36,7 +36,7 @@ def load(storage: Storage, bits: np.ndarray) -> np.ndarray:
 
 def store(storage: Storage, values: np.ndarray) -> np.ndarray:
     """The compiled conversion from float32 or float64, as an array of the storage type."""
-    convert = storage.from_real
+    convert = storage.from_wide if values.dtype == np.float64 else storage.from_real
 
     @njit
     def loop(values, out):
@@ -139,12 +139,24 @@ def test_every_float32_nan_stays_a_nan(storage: Storage) -> None:
 def test_float64_is_rounded_once(storage: Storage) -> None:
     """A hair beyond halfway is no tie, though float32 does not see the hair."""
     values = finite_values(storage)
-    values = values[np.abs(values) > 1e-3]
+    values = values[values > 1e-3]
     low, high = values[:-1], values[1:]
     middle = (low + high) / 2
-    hair = np.abs(middle) * 2.0**-45
-    assert_same_numbers(store(storage, middle + hair), narrowed(storage, high))
-    assert_same_numbers(store(storage, middle - hair), narrowed(storage, low))
+    hair = middle * 2.0**-45
+    for sign in (1.0, -1.0):
+        assert_same_numbers(store(storage, sign * (middle + hair)), narrowed(storage, sign * high))
+        assert_same_numbers(store(storage, sign * (middle - hair)), narrowed(storage, sign * low))
+
+
+@SIXTEEN_BITS
+def test_float64_beyond_float32(storage: Storage) -> None:
+    smallest = float(ml_dtypes.finfo(storage.dtype).smallest_subnormal)
+    numbers = np.array(
+        [1e300, 1e39, np.inf, np.nan, 1e-300, 1e-46, 0.0, smallest / 2, 0.6 * smallest]
+    )
+    expected = np.array([np.inf, np.inf, np.inf, np.nan, 0, 0, 0, 0, smallest])
+    for sign in (1.0, -1.0):
+        assert_same_numbers(store(storage, sign * numbers), narrowed(storage, sign * expected))
 
 
 SHAPES = [
