@@ -92,6 +92,6 @@ class RowCall(NamedTuple):
 
 
 # The key list is read a little beyond its end, to prefetch.
-PADDING = 16
+PADDING = 32
 
 read_call = call_reader(RowCall)

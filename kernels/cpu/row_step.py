@@ -14,6 +14,7 @@ from .workspace import Block, borrow
 
 SORT_SERIAL_BELOW = 8_192  # positions
 UPDATE_SERIAL_BELOW = 32_768  # elements
+_ROW_COST = 96  # elements that could be updated while one row is fetched from memory
 _PARTS_PER_THREAD = 16
 _SWEEP_PART = 65_536  # elements of a part of a dense-equivalent sweep
 _TILE = 1_024  # elements of a tile of that sweep
@@ -288,7 +289,7 @@ class _RowStep:
     def update_touched(self) -> None:
         """Lazy: the rule on the rows that occur."""
         widest = max(table.width for table in self._tables)
-        if self._size.n * widest < UPDATE_SERIAL_BELOW:
+        if self._size.n * (widest + _ROW_COST) < UPDATE_SERIAL_BELOW:
             self._run(rows.update_touched, 1, 1)
             return
         # Parts differ in cost, as rows do in occurrences: many of them balance the threads.

@@ -57,8 +57,11 @@ from .search import last_at_most
 from .sort import first_key_at_least, int64s, share
 
 _LINE = 64  # bytes of a cache line
-_AHEAD = 8  # gradient rows that are prefetched before they are summed
+_AHEAD = 16  # gradient rows that are prefetched before they are summed
 _LINES = 8  # lines of a row that are prefetched; the hardware follows from there
+# Lines of parameters and states that are on their way at a time: rows lie far apart, so that
+# each costs a miss of the cache and of the page table, and only many at once hide them.
+_LINES_AHEAD = 96
 N_STRIPES = 1 << 14
 _STRIPE_SHIFT = 64 - 14
 
@@ -229,10 +232,7 @@ def _call_block(c, block, table, row, n, gradient):
 
 @part
 def update_touched(index, slot, call):
-    """Lazy update: the rule on the rows whose segments begin in one share of the sorted keys.
-
-    The row after the next is prefetched, while the gradient of this one is summed.
-    """
+    """Lazy update: the rule on the rows whose segments begin in one share of the sorted keys."""
     c = read_call(call)
     result = int64s(c.result, N_RESULTS)
     n, bits, tables = result[N_VALID], c.position_bits, _tables(c)
@@ -242,16 +242,20 @@ def update_touched(index, slot, call):
     begin, stop = share(n, c.n_parts, index), share(n, c.n_parts, index + 1)
     while 0 < begin < stop and keys[begin] >> bits == keys[begin - 1] >> bits:
         begin += 1  # of a segment that began in the share before
-    end = _segment_end(keys, begin, n, bits)
-    t = 0
+    t, ahead = 0, begin
     while begin < stop:
         row = keys[begin] >> bits
         while row >= tables[t, FIRST_ROW] + tables[t, ROWS]:
             t += 1
         row -= tables[t, FIRST_ROW]
-        next_end = _segment_end(keys, end, n, bits)
-        if next_end < n:
-            _prefetch_row(c, tables[t], (keys[next_end] >> bits) - tables[t, FIRST_ROW])
+        end = _segment_end(keys, begin, n, bits)
+        lines = 3 + 3 * tables[t, WIDTH] * c.w_bytes // _LINE
+        last = min(end + max(2, _LINES_AHEAD // lines), stop)
+        while ahead < last:
+            _prefetch_row(c, tables[t], (keys[ahead] >> bits) - tables[t, FIRST_ROW])
+            ahead += 1
+            while ahead < last and keys[ahead] >> bits == keys[ahead - 1] >> bits:
+                ahead += 1
         _sum_segment(c, tables, t, begin, end, total)
         if c.stripes == 0:
             _call_block(c, c.block, tables[t], row, tables[t, WIDTH], total)
@@ -259,7 +263,7 @@ def update_touched(index, slot, call):
             stripe = _lock(stripes, tables[t, W] + row * tables[t, WIDTH] * c.w_bytes)
             _call_block(c, c.block, tables[t], row, tables[t, WIDTH], total)
             store_release(stripes, stripe, 0)
-        begin, end = end, next_end
+        begin = end
 
 
 @njit
