@@ -108,18 +108,26 @@ def test_rows_are_summed_in_order_of_occurrence():
         assert a.tobytes() == c.tobytes()
 
 
-def test_hot_rows_are_summed_in_blocks_of_512():
-    d, b = 24, 5_000
+@pytest.mark.parametrize("b", [5_000, 300_000])
+def test_hot_rows_are_summed_range_by_range(b):
+    """Ranges of 4,096 positions, or a 64th of the list; one has none of the row."""
+    d, length = 8, max(4_096, -(-b // 64))
     rng = np.random.default_rng(0)
     values = rng.standard_normal((b, d)).astype(np.float32)
-    total = None
-    for begin in range(0, b, 512):
-        block = values[begin].copy()
-        for value in values[begin + 1 : begin + 512]:
-            block += value
-        total = block if total is None else total + block
-    rows, once = state((3, d)), state((3, d))
-    ops.FusedSparseLazyAdam()(*rows, *HP, values, np.full(b, 1))
-    ops.FusedSparseLazyAdam()(*once, *HP, total[None], np.array([1]))
+    indices = np.where(rng.random(b) < 0.5, 1, 2)
+    indices[length : 2 * length] = 2
+    totals = []
+    for row in (1, 2):
+        total = None
+        for begin in range(0, b, length):
+            block = np.zeros(d, np.float32)
+            mine = values[begin : begin + length][indices[begin : begin + length] == row]
+            for k, value in enumerate(mine):
+                block = value.copy() if k == 0 else block + value
+            total = block if total is None else total + block
+        totals.append(total)
+    rows, once = state((4, d)), state((4, d))
+    ops.FusedSparseLazyAdam()(*rows, *HP, values, indices)
+    ops.FusedSparseLazyAdam()(*once, *HP, np.stack(totals), np.array([1, 2]))
     for a, c in zip(rows, once, strict=True):
         assert a.tobytes() == c.tobytes()

@@ -7,7 +7,8 @@ Terms used by the row loops:
 * *key*: ``global row << position_bits | position``; sorted, keys group equal rows and keep
   the order of occurrence inside a group;
 * *segment*: the sorted keys of one row;
-* *hot*: a segment of more than `HOT` occurrences. It is summed in blocks of `HOT`.
+* *hot*: a segment of more than `HOT` occurrences;
+* *range*: a stretch of consecutive positions of one table. Hot rows are summed range by range.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ from ..compile import call_reader
     FIRST_POSITION,
     INDICES,
     INDEX_BYTES,
+    FIRST_RANGE,
+    RANGE,
     COLUMNS,
-) = range(13)
+) = range(15)
 
 # Elements of ``result``.
 (
@@ -40,19 +43,26 @@ from ..compile import call_reader
     SORTED_KEYS,
     N_VALID,
     N_HOT,
-    N_BLOCKS,
     HOT_ELEMENTS,
     N_RESULTS,
-) = range(8)
+) = range(7)
 
 # Columns of the parts of a sweep and of the list of hot segments.
 PART_TABLE, PART_BEGIN, PART_END, PART_COLUMNS = range(4)
-HOT_BEGIN, HOT_END, HOT_FIRST_BLOCK, HOT_OFFSET, HOT_TABLE, HOT_COLUMNS = range(6)
+HOT_BEGIN, HOT_END, HOT_OFFSET, HOT_TABLE, HOT_COLUMNS = range(5)
 
-# Occurrences that are summed in order of occurrence. A longer segment is summed in blocks
-# of this many, the block sums in order, so that one row cannot hold up all threads. The
-# number fixes the result to the last bit: it must not depend on the machine.
+# A row of up to HOT occurrences is summed in their order. A hotter one is summed range by
+# range, each in order, and the sums of the ranges are added in order: one row then cannot hold
+# up all threads, and gradients are read range after range, as they lie, not all over memory.
+# These numbers fix the result to the last bit: they must not depend on the machine.
 HOT = 512
+_RANGE_POSITIONS = 4_096
+_MOST_RANGES = 64
+
+
+def range_length(n_positions: int) -> int:
+    """Positions of a range of a table with ``n_positions``."""
+    return max(_RANGE_POSITIONS, -(-n_positions // _MOST_RANGES))
 
 
 class RowCall(NamedTuple):
@@ -76,8 +86,8 @@ class RowCall(NamedTuple):
     parts: int  # [n_parts, PART_COLUMNS], for a sweep
     hot: int  # [n // HOT + 1, HOT_COLUMNS]
     hot_sums: int
-    add_blocks: int
-    block_numbers: int  # 0, 1, 2, ...
+    add_ranges: int
+    range_numbers: int  # 0, 1, 2, ...
     block: int
     block_zero: int
     accumulate: int

@@ -59,8 +59,8 @@ def row_update(
 ) -> int:
     """One step of ``kernel`` on tables with row-sparse gradients, in place.
 
-    Occurrences of a row are summed in order (a row with more than ``layout.HOT`` of them in
-    blocks of that size, the block sums in order), then the rule runs once on the row.
+    Occurrences of a row are summed in order (a row with more than ``layout.HOT`` of them range
+    by range of positions, the sums of the ranges in order), then the rule runs once on the row.
 
     Args:
         kernel: the compiled rule and its storage types.
@@ -198,8 +198,8 @@ class _RowStep:
             parts=0,
             hot=at[_HOT],
             hot_sums=0,
-            add_blocks=0,
-            block_numbers=0,
+            add_ranges=0,
+            range_numbers=0,
             block=kernel.block_real.address,
             block_zero=0 if touched_only else kernel.block_zero.address,
             accumulate=rows.accumulate(kernel.g, kernel.real).address,
@@ -218,8 +218,9 @@ class _RowStep:
         self._write_tables(size.places[_TABLES])
 
     def _write_tables(self, place: int) -> None:
-        first_row = first_position = 0
+        first_row = first_position = first_range = 0
         for table in self._tables:
+            length = layout.range_length(table.length)
             # The loops know an occurrence by its position among those of all tables.
             values = table.values - first_position * table.width * self._kernel.g.itemsize
             self._block.words[place : place + COLUMNS] = (
@@ -235,10 +236,14 @@ class _RowStep:
                 first_position,
                 table.indices,
                 table.index_bytes,
+                first_range,
+                length,
             )
+            first_range += -(-table.length // length)
             first_row += table.rows
             first_position += table.length
             place += COLUMNS
+        self._n_ranges = first_range
 
     def group(self) -> None:
         """Build and sort the keys; stops at a bad index."""
@@ -271,20 +276,20 @@ class _RowStep:
                 words[keys], words[spare] = int(words[spare]), int(words[keys])
 
     def sum_hot(self) -> None:
-        """Sum the blocks of hot rows."""
+        """Sum the hot rows, range by range."""
         if self._size.n <= HOT:
             return
         self._run(rows.find_hot, 1, 1)
         if self.result(layout.N_HOT) == 0:
             return
-        kernel, n_blocks = self._kernel, self.result(layout.N_BLOCKS)
+        kernel = self._kernel
         sums = np.empty(self.result(layout.HOT_ELEMENTS), kernel.real.dtype)
-        numbers = np.arange(n_blocks + PADDING)
+        numbers = np.arange(self._n_ranges + PADDING)
         self._keep += [sums, numbers]
         self._set("hot_sums", sums.ctypes.data)
-        self._set("block_numbers", numbers.ctypes.data)
-        self._set("add_blocks", rows.accumulate(kernel.real, kernel.real).address)
-        self._run(rows.sum_hot_block, n_blocks, self._size.threads)
+        self._set("range_numbers", numbers.ctypes.data)
+        self._set("add_ranges", rows.accumulate(kernel.real, kernel.real).address)
+        self._run(rows.sum_hot_range, self._n_ranges, self._size.threads)
 
     def update_touched(self) -> None:
         """Lazy: the rule on the rows that occur."""

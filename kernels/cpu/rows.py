@@ -24,17 +24,17 @@ from .intrinsics import (
 )
 from .layout import (
     COLUMNS,
+    FIRST_POSITION,
+    FIRST_RANGE,
     FIRST_ROW,
     HOT,
     HOT_BEGIN,
     HOT_COLUMNS,
     HOT_ELEMENTS,
     HOT_END,
-    HOT_FIRST_BLOCK,
     HOT_OFFSET,
     HOT_TABLE,
     HP,
-    N_BLOCKS,
     N_HOT,
     N_RESULTS,
     N_VALID,
@@ -43,6 +43,7 @@ from .layout import (
     PART_COLUMNS,
     PART_END,
     PART_TABLE,
+    RANGE,
     ROWS,
     S0,
     S1,
@@ -57,11 +58,11 @@ from .search import last_at_most
 from .sort import first_key_at_least, int64s, share
 
 _LINE = 64  # bytes of a cache line
-_AHEAD = 16  # gradient rows that are prefetched before they are summed
+_AHEAD = 8  # gradient rows that are prefetched before they are summed
 _LINES = 8  # lines of a row that are prefetched; the hardware follows from there
 # Lines of parameters and states that are on their way at a time: rows lie far apart, so that
 # each costs a miss of the cache and of the page table, and only many at once hide them.
-_LINES_AHEAD = 96
+_LINES_AHEAD = 24
 N_STRIPES = 1 << 14
 _STRIPE_SHIFT = 64 - 14
 
@@ -117,6 +118,24 @@ def _segment_end(keys, begin, n, bits):
     return end
 
 
+@njit
+def _clear(address, n_bytes):
+    words = carray(as_pointer(address), n_bytes // 4, np.int32)
+    words[:] = 0
+
+
+@njit(inline="always")
+def _n_ranges(c, tables, t):
+    last = tables[t + 1, FIRST_POSITION] if t + 1 < c.n_tables else c.n
+    return (last - tables[t, FIRST_POSITION] + tables[t, RANGE] - 1) // tables[t, RANGE]
+
+
+@njit(inline="always")
+def _accumulate(c, table, sorted_keys, begin, end, total):
+    mask = (1 << c.position_bits) - 1
+    call7(c.accumulate, total, table[VALUES], sorted_keys, begin, end, table[WIDTH], mask)
+
+
 @part
 def find_hot(index, slot, call):
     """List the hot segments. Every one covers a multiple of HOT, so only those are probed."""
@@ -124,7 +143,7 @@ def find_hot(index, slot, call):
     result = int64s(c.result, N_RESULTS)
     n, bits = result[N_VALID], c.position_bits
     keys, tables, hot = int64s(result[SORTED_KEYS], c.n), _tables(c), _hot(c)
-    n_hot = n_blocks = elements = last_end = 0
+    n_hot = elements = last_end = 0
     for k in range(0, n, HOT):
         if k < last_end:
             continue
@@ -135,58 +154,46 @@ def find_hot(index, slot, call):
             continue
         t = last_at_most(tables[:, FIRST_ROW], c.n_tables, row)
         hot[n_hot, HOT_BEGIN], hot[n_hot, HOT_END] = begin, last_end
-        hot[n_hot, HOT_FIRST_BLOCK], hot[n_hot, HOT_OFFSET] = n_blocks, elements
-        hot[n_hot, HOT_TABLE] = t
-        blocks = (last_end - begin + HOT - 1) // HOT
+        hot[n_hot, HOT_OFFSET], hot[n_hot, HOT_TABLE] = elements, t
         n_hot += 1
-        n_blocks += blocks
-        elements += blocks * tables[t, WIDTH]
-    result[N_HOT], result[N_BLOCKS], result[HOT_ELEMENTS] = n_hot, n_blocks, elements
+        elements += _n_ranges(c, tables, t) * tables[t, WIDTH]
+    result[N_HOT], result[HOT_ELEMENTS] = n_hot, elements
 
 
 @part
-def sum_hot_block(index, slot, call):
-    """Sum one block of a hot segment."""
+def sum_hot_range(index, slot, call):
+    """Sum what the hot rows of a table have in one range of its positions."""
     c = read_call(call)
     result = int64s(c.result, N_RESULTS)
-    hot, tables = _hot(c), _tables(c)
-    h = last_at_most(hot[:, HOT_FIRST_BLOCK], result[N_HOT], index)
-    block, width = index - hot[h, HOT_FIRST_BLOCK], tables[hot[h, HOT_TABLE], WIDTH]
-    begin = hot[h, HOT_BEGIN] + block * HOT
-    call7(
-        c.accumulate,
-        c.hot_sums + (hot[h, HOT_OFFSET] + block * width) * c.real_bytes,
-        tables[hot[h, HOT_TABLE], VALUES],
-        result[SORTED_KEYS],
-        begin,
-        min(begin + HOT, hot[h, HOT_END]),
-        width,
-        (1 << c.position_bits) - 1,
-    )
+    keys, hot, tables = int64s(result[SORTED_KEYS], c.n), _hot(c), _tables(c)
+    t = last_at_most(tables[:, FIRST_RANGE], c.n_tables, index)
+    number, width = index - tables[t, FIRST_RANGE], tables[t, WIDTH]
+    first = tables[t, FIRST_POSITION] + number * tables[t, RANGE]
+    for h in range(result[N_HOT]):
+        if hot[h, HOT_TABLE] != t:
+            continue
+        row = keys[hot[h, HOT_BEGIN]] >> c.position_bits << c.position_bits
+        begin = first_key_at_least(keys, hot[h, HOT_END], row + first)
+        end = first_key_at_least(keys, hot[h, HOT_END], row + first + tables[t, RANGE])
+        total = c.hot_sums + (hot[h, HOT_OFFSET] + number * width) * c.real_bytes
+        if begin == end:
+            _clear(total, width * c.real_bytes)
+        else:
+            _accumulate(c, tables[t], result[SORTED_KEYS], begin, end, total)
 
 
 @njit
 def _sum_segment(c, tables, t, begin, end, total):
     """The summed gradient of one segment to address ``total``."""
-    width = tables[t, WIDTH]
     result = int64s(c.result, N_RESULTS)
     if end - begin <= HOT:
-        call7(
-            c.accumulate,
-            total,
-            tables[t, VALUES],
-            result[SORTED_KEYS],
-            begin,
-            end,
-            width,
-            (1 << c.position_bits) - 1,
-        )
+        _accumulate(c, tables[t], result[SORTED_KEYS], begin, end, total)
         return
     hot = _hot(c)
     h = last_at_most(hot[:, HOT_BEGIN], result[N_HOT], begin)
     sums = c.hot_sums + hot[h, HOT_OFFSET] * c.real_bytes
-    n_blocks = (end - begin + HOT - 1) // HOT
-    call7(c.add_blocks, total, sums, c.block_numbers, 0, n_blocks, width, -1)
+    n_ranges = _n_ranges(c, tables, t)
+    call7(c.add_ranges, total, sums, c.range_numbers, 0, n_ranges, tables[t, WIDTH], -1)
 
 
 @njit
@@ -264,12 +271,6 @@ def update_touched(index, slot, call):
             _call_block(c, c.block, tables[t], row, tables[t, WIDTH], total)
             store_release(stripes, stripe, 0)
         begin = end
-
-
-@njit
-def _clear(address, n_bytes):
-    words = carray(as_pointer(address), n_bytes // 4, np.int32)
-    words[:] = 0
 
 
 @part
