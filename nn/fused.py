@@ -136,7 +136,7 @@ class FusedOptimizer(Optimizer):
         # can fail is checked before them.
         with self._lock if self.use_locking else nullcontext():
             rates, decays = self._values_at(self._step)
-            given = self._reader.read(gradients, [decays[k] for k in self._class_of])
+            given = self._reader.read(gradients, self._class_of, decays)
             if self.skip_nonfinite and not _finite(given):
                 self.skipped_steps += 1
                 return done
@@ -150,7 +150,10 @@ class FusedOptimizer(Optimizer):
         return done
 
     def _advance(self, layout: Layout) -> None:
-        self._steps[layout.active] += 1
+        if layout.is_complete:
+            self._steps += 1
+        else:
+            self._steps[layout.active] += 1
         self.global_step += 1
 
     def _run(self, batch: Batch, given: Gradients, hp: np.ndarray, hp_of: np.ndarray) -> None:
@@ -171,7 +174,7 @@ class FusedOptimizer(Optimizer):
                 self._rule,
                 self._prologue,
                 batch.variables,
-                given.addresses[batch.places],
+                given.addresses if batch.is_all else given.addresses[batch.places],
                 batch.g,
                 hp,
                 hp_of,
@@ -207,7 +210,9 @@ class FusedOptimizer(Optimizer):
         as no parameter was skipped, all have the same number of updates.
         """
         real, n_classes = batch.variables.real.dtype.type, len(self._classes)
-        steps, class_of = self._steps[batch.positions], self._class_of[batch.positions]
+        steps, class_of = self._steps, self._class_of
+        if not batch.is_all:
+            steps, class_of = steps[batch.positions], class_of[batch.positions]
         first_step = int(steps[0])
         if (steps == first_step).all():
             keys, hp_of = [(first_step, k) for k in range(n_classes)], class_of
@@ -295,7 +300,7 @@ def _finite(given: Gradients) -> bool:
             gradients = [given.rows[place] for place in batch.places]
             found += [(g.values_address, g.values.size) for g in gradients]
         else:
-            sizes = np.diff(batch.variables.first)
+            sizes = np.diff(batch.variables.table.first)
             found += zip(given.addresses[batch.places].tolist(), sizes.tolist(), strict=True)
     return all(
         all_finite(storage, *np.array(spans, np.int64).T.copy())

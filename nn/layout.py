@@ -28,6 +28,7 @@ class Batch:
         g: storage of the gradients.
         row_sparse: whether the gradients are.
         places: int64 ``[T]``: places among the dense, or the row-sparse, gradients.
+        is_all: whether these are all parameters of the optimizer, in order.
     """
 
     positions: np.ndarray
@@ -35,6 +36,7 @@ class Batch:
     g: Storage
     row_sparse: bool
     places: np.ndarray
+    is_all: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +46,7 @@ class Layout:
     Attributes:
         batches: one for each kernel call.
         active: int64: places of all parameters that have a gradient.
+        is_complete: whether these are all parameters.
         expected: the headers of the gradients where all are dense, else None.
         dense_bytes: int64: sizes of the dense gradients, in order.
         begins, ends: the memory of all active variables, sorted.
@@ -51,6 +54,7 @@ class Layout:
 
     batches: tuple[Batch, ...]
     active: np.ndarray
+    is_complete: bool
     dense_bytes: np.ndarray
     expected: headers.Expected | None
     begins: np.ndarray
@@ -79,6 +83,7 @@ def build_layout(kinds: Sequence[Kind], tensors: Sequence[tuple[np.ndarray, ...]
                 STORAGES[dtype],
                 row_sparse,
                 np.array([place[i] for i in positions]),
+                len(positions) == len(kinds),
             )
         )
     expected = None
@@ -98,6 +103,7 @@ def build_layout(kinds: Sequence[Kind], tensors: Sequence[tuple[np.ndarray, ...]
     return Layout(
         tuple(batches),
         np.array(active, np.int64),
+        len(active) == len(kinds),
         np.array(dense_bytes, np.int64),
         expected,
         begins,

@@ -69,8 +69,10 @@ class GradientReader:
         self._layouts: dict[tuple[Kind, ...], Layout] = {}
         self._last: Layout | None = None
 
-    def read(self, gradients: tuple[Any, ...], decays: Sequence[float]) -> Gradients:
-        """The checked gradients of a step with these weight decays.
+    def read(
+        self, gradients: tuple[Any, ...], class_of: np.ndarray, decays: Sequence[float]
+    ) -> Gradients:
+        """The checked gradients of a step with the weight decay ``decays[class_of[i]]``.
 
         Raises:
             TypeError: a kind or dtype does not fit.
@@ -80,10 +82,10 @@ class GradientReader:
         last = self._last
         if last is not None and last.expected is not None:
             # All gradients were dense in the step before: read their headers at once.
-            addresses = last.expected.addresses(gradients)
+            addresses = last.expected.addresses(gradients, last.begins, last.ends)
             if addresses is not None:
-                return self._unshared(Gradients(last, addresses, [], gradients))
-        read, kinds = self._read_each(gradients, decays)
+                return Gradients(last, addresses, [], gradients)
+        read, kinds = self._read_each(gradients, [decays[k] for k in class_of])
         layout = self._layout(tuple(kinds))
         dense = [g for g in read if not isinstance(g, RowGradient)]
         rows = [g for g in read if isinstance(g, RowGradient)]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..kernels.compile import kernel
-from ..kernels.cpu.dense import dense_update
+from ..kernels.cpu.dense import TensorTable, dense_update
 from ..kernels.cpu.row_step import RowTable, row_update
 from ..kernels.rules.rule import Prologue, Rule
 from ..kernels.storage import F32, STORAGES, Storage, real_of
@@ -27,15 +27,13 @@ class Variables:
         tensors: for each tensor the parameter, then its states; contiguous, of one shape.
         w: storage of the parameters.
         s: storage of the states.
-        addresses: int64 ``[T, 4]``.
-        first: int64 ``[T + 1]``, prefix sums of the sizes.
+        table: their addresses and sizes.
     """
 
     tensors: tuple[tuple[np.ndarray, ...], ...]
     w: Storage
     s: Storage
-    addresses: np.ndarray
-    first: np.ndarray
+    table: TensorTable
 
     @classmethod
     def of(
@@ -56,7 +54,7 @@ class Variables:
         example = tensors[0]
         w = STORAGES[example[0].dtype]
         s = STORAGES[example[1].dtype] if len(example) > 1 else F32
-        return cls(tuple(tensors), w, s, addresses, first)
+        return cls(tuple(tensors), w, s, TensorTable(addresses, first))
 
     @property
     def real(self) -> Storage:
@@ -123,7 +121,7 @@ def dense_step(
     compiled = kernel(rule, prologue, variables.w, g, variables.s)
     held = locks.hold(variables.spans, shared=False) if use_locking else nullcontext()
     with held:
-        dense_update(compiled, variables.addresses, gradients, variables.first, hp, hp_of)
+        dense_update(compiled, variables.table, gradients, hp, hp_of)
 
 
 def row_step(
@@ -174,7 +172,7 @@ def row_step(
             )
         )
         for arrays, addresses, gradient, row in zip(
-            variables.tensors, variables.addresses.tolist(), gradients, hp_of, strict=True
+            variables.tensors, variables.table.addresses.tolist(), gradients, hp_of, strict=True
         )
     ]
     held = locks.hold(variables.spans, shared=touched_only) if use_locking else nullcontext()

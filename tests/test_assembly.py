@@ -5,6 +5,7 @@ import re
 
 import llvmlite.binding as llvm
 import pytest
+
 from fusestep.kernels import storage
 from fusestep.kernels.compile import kernel
 from fusestep.kernels.cpu.rows import accumulate

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from fusestep.bench import (
     bounds,
     cases,

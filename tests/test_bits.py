@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+
 from fusestep import nn, ops, set_num_threads
 
 HP = (0.9, 0.999, 0.01, 0.9, 0.999, 1e-8)

@@ -5,7 +5,9 @@ import textwrap
 
 import numpy as np
 import pytest
+
 from fusestep.kernels import cache
+
 from subprocesses import output_of, run_python
 
 # A user's own rule in a module of its own, with a helper in another one.

@@ -4,10 +4,11 @@ import subprocess
 import sys
 
 import pytest
-from subprocesses import output_of, run_python
 
 import fusestep
 from fusestep.kernels import cache
+
+from subprocesses import output_of, run_python
 
 
 def command(*arguments):

@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
+
 from fusestep.examples import corpus, report, sampling, skipgram, training, word2vec
 from fusestep.examples.errors import DemoError
-from safetensors.numpy import load_file
 
 OPTIMIZERS = training.OPTIMIZERS
 

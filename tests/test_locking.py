@@ -5,6 +5,7 @@ import time
 
 import numpy as np
 import pytest
+
 from fusestep import nn, ops
 from fusestep.ops import locks
 

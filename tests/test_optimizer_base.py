@@ -12,9 +12,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-import reference
+
 from fusestep import nn, ops
 from fusestep.nn import fused
+
+import reference
 from helpers import (
     BF16,
     STORAGE_DTYPES,

@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+from fusestep import nn
+
 import recorded
 import reference
-from fusestep import nn
 from recorded import Case, Step, all_cases, assert_close_recorded
 
 CASES = all_cases("nn_*")

@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import reference
+
 from fusestep import ops
+
+import reference
 from recorded import Case, Step, all_cases, assert_close_recorded
 
 CASES = all_cases("op_*")

@@ -8,19 +8,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-import reference
-from fusestep import nn, ops
-from helpers import BF16, EPSILON, assert_same_bits, assert_within_ulps, unchanged
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+
+from fusestep import nn, ops
+
+import reference
+from helpers import BF16, EPSILON, assert_same_bits, assert_within_ulps, unchanged
 
 HYPER = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "epsilon": 1e-3}
 POWERS = {"beta1_power": 0.9, "beta2_power": 0.99}
 SCALARS = (0.9, 0.99, 0.01, 0.9, 0.99, 1e-3)  # in the operators' order
 HP = reference.adam_scalars(**HYPER, **POWERS)
 
-# Rows with more occurrences are summed in blocks of this size (DESIGN section 3).
-HOT = 512
+# Rows with more occurrences are summed in ranges of this many positions (of a short list).
+HOT, RANGE = 512, 4_096
 
 # The same cases in every run; nothing is kept between runs.
 quick = settings(
@@ -258,11 +260,13 @@ def ordered_sums(problem: Problem) -> np.ndarray:
     """The dense gradient, added in float32 in the documented order, row by row."""
     dense = np.zeros(problem.shape, np.float32)
     for row in np.unique(problem.indices):
-        values = problem.values[problem.indices == row]
-        blocks = [
-            np.add.accumulate(values[k : k + HOT], axis=0)[-1] for k in range(0, len(values), HOT)
+        positions = np.flatnonzero(problem.indices == row)
+        ranges = positions // RANGE if len(positions) > HOT else np.zeros_like(positions)
+        sums = [
+            np.add.accumulate(problem.values[positions[ranges == k]], axis=0)[-1]
+            for k in np.unique(ranges)
         ]
-        dense[row] = np.add.accumulate(np.array(blocks), axis=0)[-1]
+        dense[row] = np.add.accumulate(np.array(sums), axis=0)[-1]
     return dense
 
 

@@ -9,13 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-import reference
+
 from fusestep import nn, ops
 from fusestep.kernels.rules import adam as rules
 from fusestep.kernels.rules import gradient as prologues
 from fusestep.kernels.rules.rule import Rule, hp_type
 from fusestep.kernels.storage import STORAGES
 from fusestep.ops.step import Variables, dense_step
+
+import reference
 from helpers import OPERATORS, STORAGE_DTYPES, Operator, assert_within_ulps
 
 HYPER = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "epsilon": 1e-3}

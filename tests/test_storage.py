@@ -8,13 +8,15 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-import reference
+from numba import njit
+
 from fusestep.kernels.rules import adam as rules
 from fusestep.kernels.storage import BF16 as BF16_STORAGE
 from fusestep.kernels.storage import F16, STORAGES, Storage, real_of
 from fusestep.ops.step import Variables, dense_step
+
+import reference
 from helpers import BF16, STORAGE_DTYPES, assert_same_bits, assert_within_ulps
-from numba import njit
 
 SIXTEEN_BITS = pytest.mark.parametrize("storage", [F16, BF16_STORAGE], ids=lambda s: s.name)
 PATTERNS = np.arange(1 << 16, dtype=np.uint16)

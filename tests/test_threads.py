@@ -3,7 +3,9 @@ results that are equal to the last bit for any number of threads."""
 
 import numpy as np
 import pytest
+
 from fusestep import get_num_threads, set_num_threads
+
 from subprocesses import output_of, run_python
 
 # Steps that take every parallel path: dense (one tensor, many), sort, hot rows, lazy, sweep.

@@ -70,25 +70,34 @@ def _update_chunk(index, slot, call):
         t += 1
 
 
+class TensorTable:
+    """Where T tensors and their states lie; what stays the same from step to step.
+
+    Args:
+        addresses: int64 ``[T, 4]``: w and up to three states (unused columns are ignored).
+        first: int64 ``[T + 1]``: prefix sums of the tensors' sizes.
+    """
+
+    def __init__(self, addresses: np.ndarray, first: np.ndarray) -> None:
+        self.addresses = addresses
+        self.first = first
+        self.total = int(first[-1])
+        self.pointers = (addresses.ctypes.data, first.ctypes.data)
+
+
 def dense_update(
-    kernel: Kernel,
-    addresses: np.ndarray,
-    gradients: np.ndarray,
-    first: np.ndarray,
-    hp: np.ndarray,
-    hp_of: np.ndarray,
+    kernel: Kernel, table: TensorTable, gradients: np.ndarray, hp: np.ndarray, hp_of: np.ndarray
 ) -> None:
     """One step of ``kernel`` on T contiguous tensors, in place, each array read once.
 
     Args:
         kernel: the compiled rule and its storage types.
-        addresses: int64 ``[T, 4]``: w and up to three states (unused columns are ignored).
+        table: the tensors.
         gradients: int64 ``[T]``: addresses of the gradients.
-        first: int64 ``[T + 1]``: prefix sums of the tensors' sizes.
         hp: ``[R, F]`` scalars in the type of the arithmetic, fields as `hp_type`.
         hp_of: int64 ``[T]``: which row of ``hp`` a tensor uses.
     """
-    total = int(first[-1])
+    total = table.total
     if total == 0:
         return
     threads = get_num_threads() if total >= SERIAL_BELOW else 1
@@ -97,9 +106,9 @@ def dense_update(
     call = DenseCall(
         kernel.block.address,
         len(gradients),
-        addresses.ctypes.data,
+        table.pointers[0],
         gradients.ctypes.data,
-        first.ctypes.data,
+        table.pointers[1],
         hp.ctypes.data,
         hp.strides[0],
         hp_of.ctypes.data,

@@ -8,6 +8,7 @@ where this module expects them, and callers go the slow way where it says no.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cache
 
@@ -16,6 +17,7 @@ from numba import njit
 
 from ..cache import KernelCache
 from .intrinsics import load_int32, load_int64
+from .search import last_at_most
 
 _TYPE = 8  # ob_type in PyObject
 _HEAD = object.__basicsize__
@@ -24,8 +26,11 @@ _C_CONTIGUOUS_ALIGNED = 0x0101
 
 
 @njit
-def _read(objects, array_type, descriptors, first_dim, dims, addresses):
-    """Addresses of arrays that are as expected; returns the first that is not, or -1."""
+def _read(objects, array_type, descriptors, first_dim, dims, sizes, begins, ends, addresses):
+    """Addresses of arrays that are as expected and lie outside of the given memory.
+
+    Returns the first array that is not as expected, or -1.
+    """
     for k in range(objects.size):
         a = objects[k]
         if load_int64(a + _TYPE) != array_type or load_int64(a + _DESCR) != descriptors[k]:
@@ -40,7 +45,14 @@ def _read(objects, array_type, descriptors, first_dim, dims, addresses):
         for d in range(ndim):
             if load_int64(shape + 8 * d) != dims[first_dim[k] + d]:
                 return k
-        addresses[k] = load_int64(a + _DATA)
+        begin = load_int64(a + _DATA)
+        end = begin + sizes[k]
+        # The memory does not overlap itself: the last stretch that begins before the array
+        # ends decides.
+        last = last_at_most(begins, begins.size, end - 1)
+        if begins.size > 0 and begins[last] < end and ends[last] > begin and end > begin:
+            return k
+        addresses[k] = begin
     return -1
 
 
@@ -60,13 +72,33 @@ class Expected:
         self._descriptors = np.array([id(d) for d in dtypes], np.int64)
         self._first_dim = np.cumsum([0, *(len(s) for s in shapes)], dtype=np.int64)
         self._dims = np.array([n for shape in shapes for n in shape], np.int64)
+        sizes = [math.prod(s) * d.itemsize for s, d in zip(shapes, dtypes, strict=True)]
+        self._sizes = np.array(sizes, np.int64)
 
-    def addresses(self, arrays: Sequence[np.ndarray]) -> np.ndarray | None:
-        """The addresses of C-contiguous, aligned ``arrays``, or None if one is not as expected."""
+    def addresses(
+        self, arrays: Sequence[np.ndarray], begins: np.ndarray, ends: np.ndarray
+    ) -> np.ndarray | None:
+        """The addresses of C-contiguous, aligned ``arrays`` outside of some memory.
+
+        Args:
+            arrays: the arrays.
+            begins: int64: where stretches of memory begin, in order and without overlap.
+            ends: int64: where they end.
+
+        Returns:
+            int64 addresses, or None if an array is not as expected.
+        """
         addresses = np.empty(len(arrays), np.int64)
-        objects = np.fromiter(map(id, arrays), np.int64, len(arrays))
         offender = _read(
-            objects, id(np.ndarray), self._descriptors, self._first_dim, self._dims, addresses
+            np.fromiter(map(id, arrays), np.int64, len(arrays)),
+            id(np.ndarray),
+            self._descriptors,
+            self._first_dim,
+            self._dims,
+            self._sizes,
+            begins,
+            ends,
+            addresses,
         )
         return addresses if offender < 0 else None
 
@@ -94,11 +126,15 @@ def usable() -> bool:
         base.reshape(4, 6).T,
         base.view(_Subclass),
     ]
+    nowhere = np.empty(0, np.int64)
+
+    def read(array: np.ndarray, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray | None:
+        return Expected([dtype], [shape]).addresses([array], nowhere, nowhere)
+
     for array in good:
-        found = Expected([array.dtype], [array.shape]).addresses([array])
+        found = read(array, array.dtype, array.shape)
         if found is None or found[0] != array.__array_interface__["data"][0]:
             return False
-    wrong_shape = Expected([base.dtype], [(23,)]).addresses([base])
     float32 = np.dtype(np.float32)
-    refused = [Expected([float32], [a.shape]).addresses([a]) for a in bad]
-    return wrong_shape is None and all(found is None for found in refused)
+    refused = [read(a, float32, a.shape) for a in bad] + [read(base, float32, (23,))]
+    return all(found is None for found in refused)
