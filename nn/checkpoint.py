@@ -22,9 +22,11 @@ def save_checkpoint(save_obj: Any, path: str | os.PathLike[str]) -> None:
     The file is written beside its place, flushed to the disk and renamed: after a crash the
     old file or the new one is there, never a part of one.
 
+    An optimizer is saved without its parameters: save those too.
+
     Args:
         save_obj: an optimizer (its `state_dict`), a mapping of names to arrays, or an iterable
-            of named `Parameter`.
+            of named `Parameter`, such as ``optimizer.parameters``.
         path: the file.
 
     Raises:

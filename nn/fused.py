@@ -159,7 +159,7 @@ class FusedOptimizer(Optimizer):
     def _run(self, batch: Batch, given: Gradients, hp: np.ndarray, hp_of: np.ndarray) -> None:
         if batch.row_sparse:
             row_step(
-                self._name,
+                batch.labels,
                 self._rule,
                 self._prologue,
                 batch.variables,

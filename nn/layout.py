@@ -29,6 +29,7 @@ class Batch:
         row_sparse: whether the gradients are.
         places: int64 ``[T]``: places among the dense, or the row-sparse, gradients.
         is_all: whether these are all parameters of the optimizer, in order.
+        labels: how errors name the gradients.
     """
 
     positions: np.ndarray
@@ -37,6 +38,7 @@ class Batch:
     row_sparse: bool
     places: np.ndarray
     is_all: bool
+    labels: tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +67,9 @@ Kind = tuple[bool, np.dtype[Any]] | None
 """Row-sparse or not, and the dtype; None without a gradient."""
 
 
-def build_layout(kinds: Sequence[Kind], tensors: Sequence[tuple[np.ndarray, ...]]) -> Layout:
+def build_layout(
+    kinds: Sequence[Kind], tensors: Sequence[tuple[np.ndarray, ...]], labels: Sequence[str]
+) -> Layout:
     """Group parameters (with their states) whose gradients are of these ``kinds``."""
     groups: dict[Any, list[int]] = {}
     for i, (kind, arrays) in enumerate(zip(kinds, tensors, strict=True)):
@@ -84,6 +88,7 @@ def build_layout(kinds: Sequence[Kind], tensors: Sequence[tuple[np.ndarray, ...]
                 row_sparse,
                 np.array([place[i] for i in positions]),
                 len(positions) == len(kinds),
+                tuple(labels[i] for i in positions),
             )
         )
     expected = None

@@ -83,6 +83,15 @@ class Optimizer:
         for parameter in self.parameters:
             parameter.watch(self)
 
+    def __repr__(self) -> str:
+        n = sum(parameter.size for parameter in self.parameters)
+        rates = {option.rate: None for option in self._groups.options}
+        lr = ", ".join(
+            f"{float(rate):g}" if isinstance(rate, Parameter) and rate.ndim == 0 else repr(rate)
+            for rate in rates
+        )
+        return f"{self._name}({len(self.parameters)} parameters, {n:,} elements, lr={lr})"
+
     @property
     def _name(self) -> str:
         return type(self).__name__
@@ -324,8 +333,8 @@ def _loss_scale(where: str, value: Any) -> float:
         raise TypeError(
             message(where, "loss_scale", "has a wrong type", "a float or int", type(value).__name__)
         )
-    if not 0 < value < float("inf"):
+    if not (0 < value < float("inf") and 0 < np.float32(1 / value) < np.inf):
         raise ValueError(
-            message(where, "loss_scale", "is out of range", "positive and finite", value)
+            message(where, "loss_scale", "is out of range", "positive and finite in float32", value)
         )
     return float(value)

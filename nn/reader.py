@@ -102,11 +102,13 @@ class GradientReader:
         for batch in given.layout.batches:
             if not batch.row_sparse:
                 continue
-            for place, arrays in zip(batch.places, batch.variables.tensors, strict=True):
+            for label, place, arrays in zip(
+                batch.labels, batch.places, batch.variables.tensors, strict=True
+            ):
                 indices, n_rows = given.rows[place].indices, len(arrays[0])
                 if len(indices) and (indices.min() < 0 or indices.max() >= n_rows):
                     bad = (indices < 0) | (indices >= n_rows)
-                    raise index_error(self._where, indices, int(np.argmax(bad)), n_rows)
+                    raise index_error(label, indices, int(np.argmax(bad)), n_rows)
 
     def _read_each(
         self, gradients: tuple[Any, ...], decays: Sequence[float]
@@ -137,7 +139,8 @@ class GradientReader:
                 (option.parameter.data, *states)
                 for option, states in zip(self._options, self._states, strict=True)
             ]
-            layout = self._layouts[kinds] = build_layout(kinds, tensors)
+            labels = [f"{self._where}: gradient of {o.parameter.name!r}" for o in self._options]
+            layout = self._layouts[kinds] = build_layout(kinds, tensors, labels)
         return layout
 
     def _centralize(self, parameter: Parameter, gradient: Any, decay: float) -> Any:

@@ -101,7 +101,7 @@ def weight_decay(where: str, value: Any) -> float | Schedule:
         ValueError: negative or not finite.
     """
     if isinstance(value, bool | int | float | np.floating):
-        if not (math.isfinite(value) and value >= 0):
+        if not 0 <= value <= np.finfo(np.float32).max:
             raise ValueError(
                 message(where, "weight_decay", "is out of range", "finite and at least 0", value)
             )

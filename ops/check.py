@@ -82,13 +82,18 @@ def variable(where: str, name: str, value: Any) -> np.ndarray:
         raise ValueError(
             message(where, name, "is read-only", "a writable array", "a read-only one")
         )
-    if not (flags.c_contiguous and flags.aligned):
+    if not flags.aligned:
+        raise ValueError(
+            message(where, name, "is not aligned", "aligned elements", "elements between addresses")
+            + "; it is updated in place and cannot be copied"
+        )
+    if not flags.c_contiguous:
         raise ValueError(
             message(
                 where,
                 name,
                 "is not contiguous",
-                "an aligned C-contiguous array",
+                "a C-contiguous array",
                 f"strides {array.strides}",
             )
             + "; it is updated in place and cannot be copied"
@@ -165,7 +170,7 @@ def floating(where: str, name: str, value: Any, dtype: np.dtype[Any]) -> np.ndar
     if not _holds(dtype, array.dtype):
         raise ConversionError(
             message(where, name, "has a higher dtype than the variable", dtype, array.dtype)
-            + "; the variable is updated in place and cannot be converted"
+            + f"; the variable is updated in place and cannot be converted: {name}.astype({dtype})"
         )
     return array
 

@@ -6,6 +6,19 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+# What other libraries call it.
+_ALIASES = {
+    "lr": ("learning_rate",),
+    "learning_rate": ("lr",),
+    "params": ("parameters",),
+    "parameters": ("params",),
+    "epsilon": ("eps",),
+    "eps": ("epsilon",),
+    "betas": ("beta1",),
+    "amsgrad": ("use_amsgrad",),
+    "nesterov": ("use_nesterov",),
+}
+
 
 class ConversionError(TypeError, RuntimeError):
     """A variable would have to be converted to another dtype, but is updated in place.
@@ -42,7 +55,8 @@ def reject_unknown(where: str, unknown: Mapping[str, Any], known: Iterable[str])
     """
     known = list(known)
     for name in (name for name in unknown if name not in known):
-        near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.4)
+        near = [alias for alias in _ALIASES.get(name, ()) if alias in known]
+        near = near or difflib.get_close_matches(str(name), known, n=1, cutoff=0.4)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise UnknownArgumentError(
             message(where, f"argument {name!r}", "is unknown", "one of " + ", ".join(known), name)

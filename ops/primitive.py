@@ -87,7 +87,7 @@ class Primitive:
             self.name, [*variables, "indices", "gradient"], [*arrays, index, values]
         )
         row_step(
-            self.name,
+            [self.name],
             rule,
             (),
             Variables.of([tuple(arrays)], [addresses]),

@@ -125,7 +125,7 @@ def dense_step(
 
 
 def row_step(
-    where: str,
+    where: Sequence[str],
     rule: Rule,
     prologue: Prologue,
     variables: Variables,
@@ -140,7 +140,7 @@ def row_step(
     """One step of ``rule`` on tables with row-sparse gradients, in place, in one kernel call.
 
     Args:
-        where: who calls, for the error.
+        where: for each table how an error names it.
         rule: the update rule.
         prologue: what happens to a row's summed gradient before the rule.
         variables: T tables ``[N, ...]`` with their states.
@@ -189,13 +189,13 @@ def row_step(
 
 
 def _first_bad_index(
-    where: str,
+    where: Sequence[str],
     gradients: Sequence[RowGradient],
     tables: list[RowTable],
     position: int,
 ) -> IndexError:
-    for gradient, table in zip(gradients, tables, strict=True):
+    for label, gradient, table in zip(where, gradients, tables, strict=True):
         if position < table.length:
-            return index_error(where, gradient.indices, position, table.rows)
+            return index_error(label, gradient.indices, position, table.rows)
         position -= table.length
     raise AssertionError("a position beyond all indices")

@@ -973,17 +973,25 @@ BAD_GRADIENTS: dict[str, tuple[Any, Any, str]] = {
         ValueError,
         "gradient of 'b' has parts that differ",
     ),
-    "negative index": (rows([0, -1]), IndexError, r"indices\[1\] is out of range: .*< 4, got -1"),
-    "large index": (rows([4, 0]), IndexError, r"indices\[0\] is out of range: .*got 4"),
+    "negative index": (
+        rows([0, -1]),
+        IndexError,
+        r"gradient of '.*': indices\[1\] is out of range: .*< 4, got -1",
+    ),
+    "large index": (
+        rows([4, 0]),
+        IndexError,
+        r"gradient of '.*': indices\[0\] is out of range: .*got 4",
+    ),
     "index in a large batch": (
         rows([0] * 9000 + [4]),
         IndexError,
-        r"indices\[9000\] is out of range",
+        r"gradient of '.*': indices\[9000\] is out of range",
     ),
     "index in the second part": (
         [rows([0, 1]), rows([9])],
         IndexError,
-        r"indices\[2\] is out of range",
+        r"gradient of '.*': indices\[2\] is out of range",
     ),
 }
 
