@@ -80,6 +80,7 @@ def main(args: argparse.Namespace) -> int:
     begin = time.perf_counter()
     parallel.compile_loops()
     headers.usable()
+    headers.addresses_of([])
     wanted = {f.identity: f for f in functions(chosen, storages, every_prologue=not args.plain)}
     for function in wanted.values():
         function.address  # noqa: B018  (compiles)

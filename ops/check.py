@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from ..kernels.cpu.headers import addresses_of
 from ..kernels.storage import STORAGES
-from .arrays import address_of, adopt, adopt_variable
+from .arrays import adopt, adopt_variable
 from .errors import ConversionError, message
 
 FLOATS = tuple(STORAGES)
@@ -127,7 +128,7 @@ def no_overlap(where: str, names: Sequence[str], arrays: Sequence[np.ndarray]) -
     Raises:
         ValueError: two of them do.
     """
-    addresses = [address_of(array) for array in arrays]
+    addresses = addresses_of(arrays)
     end, owner = 0, ""
     for begin, n_bytes, name in sorted(
         zip(addresses, [array.nbytes for array in arrays], names, strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -81,8 +82,16 @@ class TensorTable:
     def __init__(self, addresses: np.ndarray, first: np.ndarray) -> None:
         self.addresses = addresses
         self.first = first
-        self.total = int(first[-1])
-        self.pointers = (addresses.ctypes.data, first.ctypes.data)
+
+    @cached_property
+    def total(self) -> int:
+        """The number of elements of all tensors."""
+        return int(self.first[-1])
+
+    @cached_property
+    def pointers(self) -> tuple[int, int]:
+        """The addresses of both arrays."""
+        return self.addresses.ctypes.data, self.first.ctypes.data
 
 
 def dense_update(

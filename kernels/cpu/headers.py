@@ -103,6 +103,43 @@ class Expected:
         return addresses if offender < 0 else None
 
 
+@njit
+def _data_pointers(objects):
+    for k in range(objects.size):
+        objects[k] = load_int64(objects[k] + _DATA)
+
+
+_data_pointers._cache = KernelCache("array addresses")
+
+
+def addresses_of(arrays: Sequence[np.ndarray]) -> list[int]:
+    """The addresses of the first elements of ``arrays``, which are NumPy arrays."""
+    if not _pointers_are_usable():
+        return [array.__array_interface__["data"][0] for array in arrays]
+    return _pointers(arrays)
+
+
+def _pointers(arrays: Sequence[np.ndarray]) -> list[int]:
+    objects = np.fromiter(map(id, arrays), np.int64, len(arrays))
+    _data_pointers(objects)
+    found: list[int] = objects.tolist()
+    return found
+
+
+@cache
+def _pointers_are_usable() -> bool:
+    """Whether the address lies where this module expects it (tested on arrays)."""
+    if not _has_known_objects():
+        return False
+    base = np.arange(24, dtype=np.float32)
+    arrays = [base, base[5:9], base.reshape(2, 3, 4)[:, 1:], np.array(1, np.float64)]
+    return _pointers(arrays) == [a.__array_interface__["data"][0] for a in arrays]
+
+
+def _has_known_objects() -> bool:
+    return np.dtype(np.intp).itemsize == 8 and object.__basicsize__ == 16
+
+
 class _Subclass(np.ndarray):
     """What must be refused, because a subclass may mean something else by its data."""
 
@@ -110,7 +147,7 @@ class _Subclass(np.ndarray):
 @cache
 def usable() -> bool:
     """Whether the headers of this NumPy and this Python lie as expected (tested on arrays)."""
-    if np.dtype(np.intp).itemsize != 8 or object.__basicsize__ != 16:
+    if not _has_known_objects():
         return False
     base = np.arange(24, dtype=np.float32)
     good: list[np.ndarray] = [

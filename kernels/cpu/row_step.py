@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -110,18 +111,24 @@ def _sizes(kernel: Kernel, tables: list[RowTable], touched_only: bool, drop: boo
         n += table.length
         n_rows += table.rows
         widest = max(widest, table.width)
-    threads = get_num_threads()
-    sort_parts = threads if n >= SORT_SERIAL_BELOW else 1
-    row_bits = max(1, (n_rows if drop else n_rows - 1).bit_length())
-    digit_bits = _digit_bits(n, row_bits)
     # The summed gradient of a slot: a row, or a tile of whole rows.
     elements = widest if touched_only else max(widest, _TILE)
     scratch_words = _whole_lines(elements * kernel.real.itemsize // 8 + 1)
+    return _sizes_of(n, n_rows, len(tables), get_num_threads(), scratch_words, drop)
+
+
+@lru_cache(maxsize=256)
+def _sizes_of(
+    n: int, n_rows: int, n_tables: int, threads: int, scratch_words: int, drop: bool
+) -> _Sizes:
+    sort_parts = threads if n >= SORT_SERIAL_BELOW else 1
+    row_bits = max(1, (n_rows if drop else n_rows - 1).bit_length())
+    digit_bits = _digit_bits(n, row_bits)
     places, words = [], 0
     for size in (
         len(RowCall._fields),
         N_RESULTS,
-        len(tables) * COLUMNS,
+        n_tables * COLUMNS,
         sort_parts,
         (n // HOT + 1) * HOT_COLUMNS,
         sort_parts << digit_bits,
