@@ -9,6 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+import fusestep
+
 # Each command is a module with add_arguments(parser) and main(args); only the one that is
 # called is imported.
 _COMMANDS = {
@@ -42,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: list[str]) -> int:
     chosen = next((a for a in arguments if not a.startswith("-")), None)
     parser = _Parser(prog="fusestep", description=__doc__.partition("\n")[0])
+    parser.add_argument("--version", action="version", version=f"fusestep {fusestep.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (module, text) in _COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)

@@ -33,17 +33,21 @@ _MAGIC = b"fusestep kernel 1\n"
 _SUFFIX = ".kernel"
 
 
-@cache
 def sources_hash() -> str:
-    """Hash of every source file below ``kernels/``."""
+    """Hash of every source file below ``kernels/``, as they are now."""
     digest = hashlib.sha256()
     for path in sorted(PACKAGE.rglob("*.py")):
         digest.update(str(path.relative_to(PACKAGE)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 
 
+# Taken before the other modules are imported: what is compiled later is the code of then.
+_IMPORTED_SOURCES = sources_hash()
+
+
 def cache_directory() -> Path | None:
-    """Where compiled kernels are kept; None when ``FUSESTEP_CACHE_DIR`` is set but empty.
+    """Where compiled kernels are kept; None when ``FUSESTEP_CACHE_DIR`` is set but empty, or
+    when there is no folder to keep them in.
 
     ``FUSESTEP_CACHE_DIR``, else ``NUMBA_CACHE_DIR/fusestep``, else the user's cache folder.
     """
@@ -52,12 +56,16 @@ def cache_directory() -> Path | None:
         return Path(chosen) if chosen else None
     if os.environ.get("NUMBA_CACHE_DIR"):
         return Path(os.environ["NUMBA_CACHE_DIR"]) / "fusestep"
+    try:
+        home = Path.home()
+    except RuntimeError:  # a user without a home folder, as containers have
+        return None
     if sys.platform == "win32":
-        base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
+        base = os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local"
     elif sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
+        base = home / "Library" / "Caches"
     else:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        base = os.environ.get("XDG_CACHE_HOME") or home / ".cache"
     return Path(base) / "fusestep"
 
 
@@ -94,7 +102,9 @@ def _feed_function(digest: Any, function: Any, seen: set[int]) -> None:
     for value in _reached_values(function):
         if isinstance(value, types.FunctionType | Dispatcher):
             _feed_function(digest, value, seen)
-        elif not isinstance(value, types.ModuleType):
+        elif isinstance(value, np.ndarray):
+            digest.update(f"{value.dtype} {value.shape}".encode() + value.tobytes())
+        else:
             digest.update(f"{type(value).__name__} {value!r}".encode())
 
 
@@ -108,19 +118,18 @@ def _feed_code(digest: Any, code: types.CodeType) -> None:
 
 
 def _reached_values(function: types.FunctionType) -> list[Any]:
-    plain = int | float | bool | str | tuple | np.generic
-    functions = types.FunctionType | Dispatcher
+    """Constants and functions that the code of ``function`` can reach by its names."""
+    constants = int | float | bool | str | tuple | np.generic | np.ndarray
     names = function.__code__.co_names
-    found: list[Any] = []
-    for name in names:
-        value = function.__globals__.get(name)
-        if isinstance(value, types.ModuleType):
-            members = (getattr(value, n, None) for n in names)
-            found += [m for m in members if isinstance(m, functions)]
-        elif isinstance(value, plain | functions):
-            found.append(value)
-    cells = [cell.cell_contents for cell in function.__closure__ or ()]
-    return found + [c for c in cells if isinstance(c, plain | functions)]
+    values = [function.__globals__.get(name) for name in names]
+    modules = [v for v in values if isinstance(v, types.ModuleType) and v is not np]
+    for module in modules:  # grows by the modules that are attributes of modules
+        members = [getattr(module, name, None) for name in names]
+        values += members
+        modules += [m for m in members if isinstance(m, types.ModuleType) and m not in modules]
+    values += [cell.cell_contents for cell in function.__closure__ or ()]
+    values += function.__defaults__ or ()
+    return [v for v in values if isinstance(v, constants | types.FunctionType | Dispatcher)]
 
 
 class KernelCache(_Cache):
@@ -160,7 +169,7 @@ class KernelCache(_Cache):
                 __name__,  # entries name their modules: another import name cannot load them
                 str(sig),
                 repr(codegen.magic_tuple()),
-                sources_hash(),
+                _IMPORTED_SOURCES,
                 f"numba {numba.__version__} llvmlite {llvmlite.__version__}",
                 f"python {sys.version_info[:3]} {sys.implementation.cache_tag}",
                 f"numpy {np.__version__}",
@@ -194,6 +203,8 @@ class KernelCache(_Cache):
         path = self._path(key)
         if not self._enabled or path is None:
             return
+        if sources_hash() != _IMPORTED_SOURCES:
+            return  # a file has changed since: which of both texts was compiled is not known
         try:
             _write(path, key, serialize.dumps(data._reduce()))
         except OSError as error:

@@ -11,6 +11,7 @@ row-sparse, serial and parallel paths run the very same machine code, hence give
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,6 +31,15 @@ _I64 = types.int64
 _BLOCK_ARGUMENTS = 7
 _PART_ARGUMENTS = 3
 _lock = threading.RLock()
+
+
+def _after_fork_in_child() -> None:
+    global _lock
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class NativeFunction:

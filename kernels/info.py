@@ -22,7 +22,11 @@ def facts() -> dict[str, str]:
     from .. import __version__
 
     parallel.compile_loops()
-    parallel.start_threads()
+    try:
+        parallel.start_threads()
+        layer = str(parallel.threading_layer())
+    except ValueError as error:  # the layer that the user chose cannot be loaded
+        layer = str(error).strip().splitlines()[0]
     place = cache_directory()
     entries = cache_entries()
     size = sum(entry.stat().st_size for entry in entries) / 2**20
@@ -34,7 +38,7 @@ def facts() -> dict[str, str]:
         "llvmlite": llvmlite.__version__,
         "cpu": llvmlite.binding.get_host_cpu_name(),
         "threads": str(parallel.get_num_threads()),
-        "threading layer": str(parallel.threading_layer()),
+        "threading layer": layer,
         "array headers": "read directly" if headers.usable() else "read through Python (slower)",
         "kernel cache": f"{place}: {len(entries)} kernels, {size:.1f} MiB" if place else "off",
     }

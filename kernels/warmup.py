@@ -39,6 +39,7 @@ def functions(
     prologues = _PROLOGUES if every_prologue else _PROLOGUES[:1]
     for storage in storages:
         yield rows.accumulate(storage, real_of(storage))
+        yield rows.accumulate(real_of(storage), real_of(storage))
     for rule, prologue, storage in itertools.product(chosen, prologues, storages):
         compiled = kernel(rule, prologue, storage, storage, storage)
         yield from (compiled.block, compiled.block_zero, compiled.block_real)

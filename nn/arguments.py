@@ -19,7 +19,9 @@ def open_unit(where: str, name: str, value: Any, real: Any) -> float:
     if not isinstance(value, float | np.floating):
         raise TypeError(message(where, name, "has a wrong type", "a float", type(value).__name__))
     if not 0.0 < real(value) < 1.0:
-        raise ValueError(message(where, name, "is out of range", "between 0 and 1", value))
+        raise ValueError(
+            message(where, name, "is out of range", f"between 0 and 1 in {real.__name__}", value)
+        )
     return float(value)
 
 
@@ -33,7 +35,11 @@ def positive_float(where: str, name: str, value: Any, real: Any) -> float:
     if not isinstance(value, float | np.floating):
         raise TypeError(message(where, name, "has a wrong type", "a float", type(value).__name__))
     if not 0.0 < real(value) < np.inf:
-        raise ValueError(message(where, name, "is out of range", "positive and finite", value))
+        raise ValueError(
+            message(
+                where, name, "is out of range", f"positive and finite in {real.__name__}", value
+            )
+        )
     return float(value)
 
 

@@ -42,6 +42,11 @@ def save_checkpoint(save_obj: Any, path: str | os.PathLike[str]) -> None:
     """
     arrays = {name: np.ascontiguousarray(a).reshape(a.shape) for name, a in _named(save_obj)}
     target = Path(path)
+    for name, array in arrays.items():
+        if array.dtype.kind in "cOSUMm":
+            raise TypeError(
+                message("save_checkpoint", name, "has a wrong dtype", "numbers", array.dtype)
+            )
     content = save(arrays, metadata={"format": "fusestep"})
     # Opened as any new file is, so that it gets the permissions of one.
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
@@ -174,6 +179,10 @@ def checked_state(
         )
     arrays = {name: adopt(where, f"state {name!r}", value) for name, value in state.items()}
     for name, array in arrays.items():
+        if name.startswith("learning_rate") and not (np.asarray(array, np.float64) >= 0).all():
+            raise ValueError(
+                message(where, f"state {name!r}", "is out of range", "finite and at least 0", array)
+            )
         if name.startswith("learning_rate") and array.dtype == np.float32:
             array = arrays[name] = array.astype(np.float64)  # as MindSpore keeps it
         if array.dtype != own[name].dtype:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -13,14 +14,17 @@ from ..kernels.cpu.finite import all_finite
 from ..kernels.rules.gradient import COUPLED_DECAY, SCALE
 from ..kernels.rules.rule import Prologue, Rule
 from ..kernels.storage import STORAGES, Storage
-from ..ops import check
+from ..ops import check, locks
 from ..ops.errors import message
-from ..ops.step import dense_step, row_step
+from ..ops.step import compile_step, dense_step, row_step
 from .checkpoint import as_state, steps_done
 from .layout import Batch, Layout
 from .optimizer import Optimizer
-from .parameter import Parameter
+from .parameter import Parameter, writable
 from .reader import GradientReader, Gradients
+
+_Call = tuple[Batch, np.ndarray, np.ndarray]
+"""A kernel call: its tensors, the rows of scalars, and the row of each tensor."""
 
 SPARSE_UPDATES = ("lazy", "dense_equivalent")
 
@@ -103,6 +107,7 @@ class FusedOptimizer(Optimizer):
         """What is not part of the state: it is made anew in a copy."""
         states = list(zip(*self._states.values(), strict=True)) or [()] * len(self.parameters)
         self._lock = threading.Lock()
+        _living.add(self)
         self._reader = GradientReader(
             self._name,
             self._groups.options,
@@ -132,21 +137,23 @@ class FusedOptimizer(Optimizer):
     def construct(self, gradients: tuple[Any, ...]) -> tuple[bool, ...]:
         """The step itself, for gradients of the right number."""
         done = (True,) * len(self.parameters)
-        # With use_locking the counters advance before the kernels run, so everything that
-        # can fail is checked before them.
-        with self._lock if self.use_locking else nullcontext():
-            rates, decays = self._values_at(self._step)
-            given = self._reader.read(gradients, self._class_of, decays)
-            if self.skip_nonfinite and not _finite(given):
-                self.skipped_steps += 1
-                return done
-            calls = self._plan(given, rates, decays)
-            if self.use_locking:
-                self._advance(given.layout)
-        for batch, hp, hp_of in calls:
-            self._run(batch, given, hp, hp_of)
         if not self.use_locking:
-            self._advance(given.layout)
+            plan = self._plan(gradients)
+            if plan is not None:
+                self._run_all(*plan)
+                self._advance(plan[0].layout)
+            return done
+        # The call takes its number of updates and its place in the queue for the memory at
+        # once, so calls run in the order of their numbers.
+        with self._lock:
+            plan = self._plan(gradients)
+            if plan is None:
+                return done
+            self._reader.check_indices(plan[0])
+            request = locks.Request(plan[0].layout.lock_spans, shared=False)
+            self._advance(plan[0].layout)
+        with request:
+            self._run_all(*plan)
         return done
 
     def _advance(self, layout: Layout) -> None:
@@ -156,30 +163,24 @@ class FusedOptimizer(Optimizer):
             self._steps[layout.active] += 1
         self.global_step += 1
 
-    def _run(self, batch: Batch, given: Gradients, hp: np.ndarray, hp_of: np.ndarray) -> None:
-        if batch.row_sparse:
-            row_step(
-                batch.labels,
-                self._rule,
-                self._prologue,
-                batch.variables,
-                [given.rows[k] for k in batch.places],
-                hp,
-                hp_of.tolist(),
-                touched_only=self.sparse_update == "lazy",
-                use_locking=self.use_locking,
-            )
-        else:
-            dense_step(
-                self._rule,
-                self._prologue,
-                batch.variables,
-                given.addresses if batch.is_all else given.addresses[batch.places],
-                batch.g,
-                hp,
-                hp_of,
-                use_locking=self.use_locking,
-            )
+    def _run_all(self, given: Gradients, calls: list[_Call]) -> None:
+        for batch, hp, hp_of in calls:
+            if batch.row_sparse:
+                row_step(
+                    batch.labels,
+                    self._rule,
+                    self._prologue,
+                    batch.variables,
+                    [given.rows[k] for k in batch.places],
+                    hp,
+                    hp_of.tolist(),
+                    touched_only=self.sparse_update == "lazy",
+                )
+            else:
+                addresses = given.addresses if batch.is_all else given.addresses[batch.places]
+                dense_step(
+                    self._rule, self._prologue, batch.variables, addresses, batch.g, hp, hp_of
+                )
 
     def _values_at(self, step: int) -> tuple[list[float], list[float]]:
         """Learning rate and weight decay of each class; every schedule is asked once a step."""
@@ -189,17 +190,24 @@ class FusedOptimizer(Optimizer):
             self._each("weight_decay", [o.decay for o in examples], step),
         )
 
-    def _plan(
-        self, given: Gradients, rates: list[float], decays: list[float]
-    ) -> list[tuple[Batch, np.ndarray, np.ndarray]]:
-        """The kernel calls of the step with their scalars."""
-        calls = [(batch, *self._hp(batch, rates, decays)) for batch in given.layout.batches]
-        # A row call checks its indices before it writes. It goes first, and several of them
-        # are checked before the first runs.
-        calls.sort(key=lambda call: not call[0].row_sparse)
-        if self.use_locking or sum(batch.row_sparse for batch in given.layout.batches) > 1:
+    def _plan(self, gradients: tuple[Any, ...]) -> tuple[Gradients, list[_Call]] | None:
+        """The checked gradients and the kernel calls; None for a step that is skipped.
+
+        What can fail, fails here: nothing has been written.
+        """
+        rates, decays = self._values_at(self._step)
+        given = self._reader.read(gradients, self._class_of, decays)
+        batches = given.layout.batches
+        if self.skip_nonfinite or sum(batch.row_sparse for batch in batches) > 1:
             self._reader.check_indices(given)
-        return calls
+        if self.skip_nonfinite and not _finite(given):
+            self.skipped_steps += 1
+            return None
+        for batch in batches if len(batches) > 1 else ():
+            compile_step(self._rule, self._prologue, batch.variables, batch.g, batch.row_sparse)
+        # A row call checks its indices before it writes, so it goes first.
+        ordered = sorted(batches, key=lambda batch: not batch.row_sparse)
+        return given, [(batch, *self._hp(batch, rates, decays)) for batch in ordered]
 
     def _hp(
         self, batch: Batch, rates: list[float], decays: list[float]
@@ -266,6 +274,13 @@ class FusedOptimizer(Optimizer):
             steps = np.array([steps_done(self._name, state["global_step"])])
             if not any(name.startswith("step.") for name in state):
                 state.update({f"step.{p.name}": steps for p in self.parameters})
+        for name in (name for name in state if name.startswith("step.")):
+            if not (np.asarray(state[name]) >= 0).all():
+                raise ValueError(
+                    message(
+                        self._name, f"state {name!r}", "is out of range", "at least 0", state[name]
+                    )
+                )
         super().load_state_dict(state)
 
     def check_rebinding(self, parameter: Parameter, array: np.ndarray) -> None:
@@ -286,9 +301,26 @@ class FusedOptimizer(Optimizer):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        # Arrays that arrive in foreign buffers may be read-only.
+        state["_steps"] = writable(state["_steps"])
+        state["_states"] = {
+            role: tuple(map(writable, states)) for role, states in state["_states"].items()
+        }
         super().__setstate__(state)
         self._class_of, self._classes = self._option_classes()
         self._derive()
+
+
+_living: weakref.WeakSet[FusedOptimizer] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for optimizer in list(_living):
+        optimizer._lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _finite(given: Gradients) -> bool:
@@ -309,7 +341,7 @@ def _finite(given: Gradients) -> bool:
 
 
 def _sparse_update(where: str, value: str | None) -> str | None:
-    if value is not None and value not in SPARSE_UPDATES:
+    if value is not None and not (isinstance(value, str) and value in SPARSE_UPDATES):
         raise ValueError(message(where, "sparse_update", "is unknown", SPARSE_UPDATES, value))
     return value
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy as np
 from ..kernels.cpu import headers
 from ..kernels.storage import STORAGES, Storage
 from ..ops.arrays import address_of
+from ..ops.locks import Span
 from ..ops.step import Variables
 
 
@@ -53,6 +55,11 @@ class Layout:
         dense_bytes: int64: sizes of the dense gradients, in order.
         begins, ends: the memory of all active variables, sorted.
     """
+
+    @cached_property
+    def lock_spans(self) -> list[Span]:
+        """The memory of all active variables, for locking."""
+        return sorted(span for batch in self.batches for span in batch.variables.spans)
 
     batches: tuple[Batch, ...]
     active: np.ndarray

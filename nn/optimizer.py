@@ -12,7 +12,7 @@ from ..ops.errors import RejectedValueError, message, reject_unknown
 from . import gradients as grads
 from .checkpoint import as_state, checked_state
 from .groups import Groups, name_by_position, read_groups
-from .parameter import Parameter
+from .parameter import Parameter, writable
 from .schedule import Rate, value_at
 
 _TARGETS = ("CPU", "GPU", "Ascend")
@@ -316,10 +316,12 @@ class Optimizer:
 
     def _check_overlap(self, rebound: Mapping[int, np.ndarray]) -> None:
         arrays = [rebound.get(id(p), p.data) for p in self.parameters]
-        check.no_overlap(self._name, [f"parameter {p.name!r}" for p in self.parameters], arrays)
+        names = [f"parameter {p.name or i!r}" for i, p in enumerate(self.parameters)]
+        check.no_overlap(self._name, names, arrays)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self.global_step = writable(self.global_step)
         for parameter in self.parameters:
             parameter.watch(self)
 
@@ -333,7 +335,9 @@ def _loss_scale(where: str, value: Any) -> float:
         raise TypeError(
             message(where, "loss_scale", "has a wrong type", "a float or int", type(value).__name__)
         )
-    if not (0 < value < float("inf") and 0 < np.float32(1 / value) < np.inf):
+    with np.errstate(over="ignore"):
+        usable = 0 < value < float("inf") and 0 < np.float32(1 / value) < np.inf
+    if not usable:
         raise ValueError(
             message(where, "loss_scale", "is out of range", "positive and finite in float32", value)
         )

@@ -41,10 +41,25 @@ class Parameter:
             raise TypeError(
                 message("Parameter", "name", "has a wrong type", "a str", type(name).__name__)
             )
-        self.name = name
+        self._name = name
         self.requires_grad = check.flag("Parameter", "requires_grad", requires_grad)
         self._data = check.variable("Parameter", "data", data)
         self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    @property
+    def name(self) -> str | None:
+        """The name; fixed from when an optimizer holds the parameter, which saves by it."""
+        return self._name
+
+    @name.setter
+    def name(self, value: str) -> None:
+        if self._owners and value != self._name:
+            raise ValueError(
+                message(
+                    "Parameter", "name", "is fixed by an optimizer", repr(self._name), repr(value)
+                )
+            )
+        self._name = value
 
     @property
     def data(self) -> np.ndarray:
@@ -95,6 +110,9 @@ class Parameter:
             raise ValueError(f"Parameter: a copy is needed to convert {self.dtype} to {dtype}")
         return array.copy() if copy and array is self._data else array
 
+    def __bool__(self) -> bool:
+        return bool(self._data)
+
     def __len__(self) -> int:
         return len(self._data)
 
@@ -109,8 +127,19 @@ class Parameter:
         self._owners.add(owner)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"name": self.name, "requires_grad": self.requires_grad, "_data": self._data}
+        return {"_name": self.name, "requires_grad": self.requires_grad, "_data": self._data}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._data = writable(self._data)
         self._owners = weakref.WeakSet()
+
+
+def writable(array: np.ndarray) -> np.ndarray:
+    """``array``, or a copy that can be updated in place.
+
+    Arrays that were unpickled from a foreign buffer can be read-only.
+    """
+    flags = array.flags
+    can_be_updated = flags.writeable and flags.c_contiguous and flags.aligned
+    return array if can_be_updated else array.copy(order="C")

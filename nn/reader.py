@@ -135,6 +135,10 @@ class GradientReader:
         if layout is None:
             if len(self._layouts) >= _KEPT_LAYOUTS:
                 self._layouts.clear()
+            for option in self._options:  # may have been made read-only since construction
+                check.variable(
+                    self._where, f"parameter {option.parameter.name!r}", option.parameter.data
+                )
             tensors = [
                 (option.parameter.data, *states)
                 for option, states in zip(self._options, self._states, strict=True)
@@ -216,9 +220,11 @@ def read_gradient(where: str, parameter: Parameter, gradient: Any) -> np.ndarray
         raise ValueError(
             message(where, name, "has a wrong dense_shape", parameter.shape, rows.dense_shape)
         )
-    _check_floating(where, name, rows.values)
-    check_row_gradient(where, name, rows.indices, rows.values, parameter.shape)
-    return RowGradient.of(check.contiguous(rows.indices), check.contiguous(rows.values))
+    # Adopted again: the attributes of a RowTensor can be assigned to.
+    indices, values = adopt(where, name, rows.indices), adopt(where, name, rows.values)
+    _check_floating(where, name, values)
+    check_row_gradient(where, name, indices, values, parameter.shape)
+    return RowGradient.of(check.contiguous(indices), check.contiguous(values))
 
 
 def _check_floating(where: str, name: str, array: np.ndarray) -> None:

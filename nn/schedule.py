@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any
 
 import numpy as np
@@ -71,7 +71,7 @@ def learning_rate(where: str, name: str, value: Any) -> Rate:
 
 def _numbers(where: str, value: Any) -> np.ndarray:
     if isinstance(value, bool | int | float | np.floating):
-        return np.array(float(value))
+        return np.array(_float(value))
     if isinstance(value, (str | bytes, np.generic)) or value is None:
         raise TypeError(_wrong_rate(where, value))
     if isinstance(value, np.ndarray | Parameter) or hasattr(value, "__array__"):
@@ -79,12 +79,20 @@ def _numbers(where: str, value: Any) -> np.ndarray:
         if array.dtype.kind not in "fiu" and array.dtype != arrays.BFLOAT16:
             raise TypeError(_wrong_rate(where, array.dtype))
         return np.array(array, np.float64)
-    if not isinstance(value, Iterable):
+    if not isinstance(value, Iterable) or isinstance(value, Mapping | Set):
         raise TypeError(_wrong_rate(where, value))
     try:
-        return np.array([float(x) for x in value])
+        return np.array([_float(x) for x in value])
     except (TypeError, ValueError):
         raise TypeError(_wrong_rate(where, value)) from None
+
+
+def _float(value: Any) -> float:
+    """An int beyond all floats is infinite here, and out of range where it is checked."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def _wrong_rate(where: str, value: Any) -> str:
@@ -105,7 +113,7 @@ def weight_decay(where: str, value: Any) -> float | Schedule:
             raise ValueError(
                 message(where, "weight_decay", "is out of range", "finite and at least 0", value)
             )
-        return float(value)
+        return _float(value)
     if callable(value):
         return _schedule(where, "weight_decay", value)
     raise TypeError(
@@ -165,6 +173,8 @@ def _scheduled(where: str, name: str, value: Any) -> float:
 def _finite(where: str, name: str, value: float) -> float:
     if not math.isfinite(value):
         raise ValueError(message(where, name, "is not finite", "a finite number", value))
-    if name == "weight_decay" and value < 0:
-        raise ValueError(message(where, name, "is out of range", "at least 0", value))
+    if not 0 <= value <= np.finfo(np.float32).max:
+        raise ValueError(
+            message(where, name, "is out of range", "at least 0 and a float32 number", value)
+        )
     return value

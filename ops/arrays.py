@@ -29,8 +29,14 @@ def adopt(where: str, name: str, value: Any) -> np.ndarray:
         TypeError: ``value`` is no array.
         RuntimeError: ``value`` lives on a CUDA device.
     """
-    if isinstance(value, np.ndarray):
+    if type(value) is np.ndarray:
         return value
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(
+            message(where, name, "is masked", "an array without a mask", "masked array")
+        )
+    if isinstance(value, np.ndarray):
+        return value.view(np.ndarray)  # a subclass may change what shapes and indices mean
     if _is_on_cuda(value):
         raise RuntimeError(
             message(where, name, "lives on a CUDA device", "an array on the host", type(value))
@@ -197,8 +203,8 @@ def check_row_gradient(
             message(where, "indices", "has a wrong shape", "1 dimension", indices.shape)
         )
     if values.ndim != len(shape) or values.shape[1:] != shape[1:]:
-        expected = f"(len(indices), *{shape[1:]})"
-        raise ValueError(message(where, name, "has a wrong shape", expected, values.shape))
+        wanted = (len(indices), *shape[1:])
+        raise ValueError(message(where, name, "has a wrong shape", wanted, values.shape))
     if len(values) != len(indices):
         expected = f"{len(indices)} rows as there are indices"
         raise ValueError(message(where, name, "has a wrong length", expected, len(values)))

@@ -28,7 +28,7 @@ class _FusedSparseAdamBase(Primitive):
     ) -> None:
         super().__init__(use_locking, unknown, ("use_locking", "use_nesterov", "out_of_range"))
         self.use_nesterov = check.flag(self.name, "use_nesterov", use_nesterov)
-        if out_of_range not in ("raise", "drop"):
+        if not isinstance(out_of_range, str) or out_of_range not in ("raise", "drop"):
             raise ValueError(
                 message(self.name, "out_of_range", "is unknown", "'raise' or 'drop'", out_of_range)
             )

@@ -11,22 +11,54 @@ its memory at once, so there is no deadlock.
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 
 _changed = threading.Condition()
-_requests: list[_Request] = []
+_requests: list[Request] = []
 
 Span = tuple[int, int, tuple[int, ...]]
 """First byte, byte after the last, and the variables that this memory is part of."""
 
 
-@dataclass(eq=False)
-class _Request:
-    spans: list[Span]
-    shared: bool
+class Request:
+    """A place in the queue for memory, taken when it is made; ``with`` waits and holds it.
+
+    Args:
+        spans: from `spans_of`.
+        shared: whether other lazy row calls on the same variables may hold it too.
+    """
+
+    def __init__(self, spans: list[Span], *, shared: bool) -> None:
+        self.spans = spans
+        self.shared = shared
+        with _changed:
+            _requests.append(self)
+
+    def __enter__(self) -> None:
+        try:
+            with _changed:
+                _changed.wait_for(lambda: not _must_wait(self))
+        except BaseException:  # an interrupt while waiting must not leave the place taken
+            self.__exit__()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        with _changed:
+            if self in _requests:
+                _requests.remove(self)
+            _changed.notify_all()
+
+
+def _after_fork_in_child() -> None:
+    # The threads that held or awaited memory in the parent do not exist here.
+    global _changed
+    _changed = threading.Condition()
+    _requests.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def spans_of(variables: list[tuple[tuple[int, ...], tuple[int, ...], int]]) -> list[Span]:
@@ -38,27 +70,7 @@ def spans_of(variables: list[tuple[tuple[int, ...], tuple[int, ...], int]]) -> l
     return sorted(spans)
 
 
-@contextmanager
-def hold(spans: list[Span], *, shared: bool) -> Iterator[None]:
-    """Hold memory exclusively, or together with other lazy row calls on the same variables.
-
-    Args:
-        spans: from `spans_of`.
-        shared: for calls that lock the rows they touch.
-    """
-    mine = _Request(spans, shared)
-    with _changed:
-        _requests.append(mine)
-        _changed.wait_for(lambda: not _must_wait(mine))
-    try:
-        yield
-    finally:
-        with _changed:
-            _requests.remove(mine)
-            _changed.notify_all()
-
-
-def _must_wait(mine: _Request) -> bool:
+def _must_wait(mine: Request) -> bool:
     for other in _requests:
         if other is mine:
             return False
@@ -67,7 +79,7 @@ def _must_wait(mine: _Request) -> bool:
     return False
 
 
-def _conflict(a: _Request, b: _Request) -> bool:
+def _conflict(a: Request, b: Request) -> bool:
     """Whether any memory overlaps, other than that of equal variables held by row calls."""
     both_shared = a.shared and b.shared
     i = j = 0

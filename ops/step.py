@@ -17,6 +17,7 @@ from ..kernels.rules.rule import Prologue, Rule
 from ..kernels.storage import F32, STORAGES, Storage, real_of
 from . import locks
 from .arrays import address_of, index_error
+from .errors import message
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,6 +96,14 @@ class RowGradient(NamedTuple):
         return cls(indices, values, address_of(indices), address_of(values))
 
 
+def compile_step(
+    rule: Rule, prologue: Prologue, variables: Variables, g: Storage, row_sparse: bool
+) -> None:
+    """Compile what a step on these variables will run, so that it cannot fail half way."""
+    compiled = kernel(rule, prologue, variables.w, g, variables.s)
+    (compiled.block_real if row_sparse else compiled.block).address  # noqa: B018
+
+
 def dense_step(
     rule: Rule,
     prologue: Prologue,
@@ -119,7 +128,7 @@ def dense_step(
         use_locking: hold the variables exclusively.
     """
     compiled = kernel(rule, prologue, variables.w, g, variables.s)
-    held = locks.hold(variables.spans, shared=False) if use_locking else nullcontext()
+    held = locks.Request(variables.spans, shared=False) if use_locking else nullcontext()
     with held:
         dense_update(compiled, variables.table, gradients, hp, hp_of)
 
@@ -156,6 +165,7 @@ def row_step(
         ValueError: the tables have too many rows for the sort keys.
     """
     g = STORAGES[gradients[0].values.dtype]
+    _check_keys(where[0], gradients, variables)
     compiled = kernel(rule, prologue, variables.w, g, variables.s)
     base, stride = address_of(hp), hp.strides[0]
     tables = [
@@ -175,7 +185,7 @@ def row_step(
             variables.tensors, variables.table.addresses.tolist(), gradients, hp_of, strict=True
         )
     ]
-    held = locks.hold(variables.spans, shared=touched_only) if use_locking else nullcontext()
+    held = locks.Request(variables.spans, shared=touched_only) if use_locking else nullcontext()
     with held:
         position = row_update(
             compiled,
@@ -186,6 +196,18 @@ def row_step(
         )
     if position >= 0:
         raise _first_bad_index(where, gradients, tables, position)
+
+
+def _check_keys(where: str, gradients: Sequence[RowGradient], variables: Variables) -> None:
+    """The number of a row and of an occurrence must fit into one sort key of 63 bits."""
+    n_rows = sum(arrays[0].shape[0] for arrays in variables.tensors)
+    n = sum(len(gradient.indices) for gradient in gradients)
+    bits = n_rows.bit_length() + n.bit_length()
+    if bits > 63:
+        raise ValueError(
+            message(where, "indices", "need too long sort keys", "at most 63 bits", f"{bits} bits")
+            + f"; split the {n} indices into several calls"
+        )
 
 
 def _first_bad_index(

@@ -184,3 +184,44 @@ def test_a_kernel_that_fails_to_compile_says_so(tmp_path):
     done = run_python(program, FUSESTEP_CACHE_DIR=str(tmp_path))
     assert done.returncode != 0
     assert "absent" in done.stderr
+
+
+def test_fingerprint_sees_defaults_module_constants_and_arrays():
+    import types
+
+    module = types.ModuleType("constants")
+    function = lambda x: x * module.K  # noqa: E731
+    function.__globals__["module"] = module
+
+    def fingerprint_with(k):
+        module.K = k
+        return cache.fingerprint(function)
+
+    assert fingerprint_with(1) == fingerprint_with(1) != fingerprint_with(2)
+    assert fingerprint_with(np.ones(2)) != fingerprint_with(np.zeros(2))
+    assert cache.fingerprint(lambda x, k=1: x + k) != cache.fingerprint(lambda x, k=2: x + k)
+
+
+def test_sources_that_changed_since_the_import_are_not_saved(own_rule, monkeypatch):
+    """Which of both texts was compiled is not known, so neither is kept."""
+    folder, _ = own_rule
+    program = """
+        import numpy as np
+        from fusestep.kernels import cache
+        cache.sources_hash = lambda: "edited"
+        from fusestep import nn
+        nn.Adam([np.ones(3, np.float32)])((np.ones(3, np.float32),))
+        print(len(cache.cache_entries()))
+    """
+    assert output_of(program, FUSESTEP_CACHE_DIR=str(folder / "cache")).strip() == "0"
+
+
+def test_a_user_without_a_home_goes_without_a_cache(monkeypatch):
+    for name in ("FUSESTEP_CACHE_DIR", "NUMBA_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(cache.Path, "home", homeless)
+    assert cache.cache_directory() is None

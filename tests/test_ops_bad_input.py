@@ -932,3 +932,40 @@ def test_amsgrad_attributes_act_as_arguments() -> None:
     v2.call({**two, **attributes})
     for name in v1.variables:
         assert_same_bits(one[name], two[name], name)
+
+
+# Subclasses and sizes
+
+
+def test_subclasses_are_taken_as_plain_arrays() -> None:
+    """A matrix stays two-dimensional whatever is asked of it."""
+
+    class Stubborn(np.ndarray):
+        def reshape(self, *_: Any, **__: Any) -> Any:
+            return self
+
+    indices = np.array([[2, 2, 2]]).view(Stubborn)
+    found = ops.SparseGatherV2()(TABLE, indices, 0)
+    np.testing.assert_array_equal(found, TABLE[[[2, 2, 2]]])
+
+
+@EACH
+def test_masked_arrays_are_refused(operator: Operator) -> None:
+    inputs = operator.inputs()
+    name = operator.variables[0]
+    inputs[name] = np.ma.masked_array(inputs[name], mask=True)
+    reject(operator, inputs, TypeError, f"{name} is masked")
+
+
+def test_rows_and_occurrences_that_no_key_can_hold() -> None:
+    from fusestep import nn
+
+    small, huge = np.ones((10, 4), np.float32), np.ones((2**60, 0), np.float32)
+    opt = nn.LazyAdam([small, huge])
+    gradients = [
+        nn.RowTensor(np.arange(9), np.ones((9, 4), np.float32), small.shape),
+        nn.RowTensor(np.arange(9), np.ones((9, 0), np.float32), huge.shape),
+    ]
+    with pytest.raises(ValueError, match="need too long sort keys: expected at most 63 bits"):
+        opt(gradients)
+    assert (small == 1).all()

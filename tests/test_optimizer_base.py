@@ -1628,12 +1628,46 @@ def test_state_that_does_not_fit(case: tuple[Any, Any, str]) -> None:
         opt.load_state_dict(change(other.state_dict()))
 
 
-def test_nan_in_a_loaded_rate_is_refused() -> None:
+@pytest.mark.parametrize("value", [np.nan, -0.5])
+def test_a_loaded_rate_is_checked(value: float) -> None:
     opt = nn.Adam(parameters("a"))
-    state = changed("learning_rate", np.array(np.nan))(opt.state_dict())
-    opt.load_state_dict(state)
-    with refused(ValueError, "learning_rate is not finite", opt):
-        opt([ones(4, 3)])
+    state = changed("learning_rate", np.array(value))(opt.state_dict())
+    with refused(ValueError, "'learning_rate' is out of range", opt):
+        opt.load_state_dict(state)
+
+
+def test_a_name_is_fixed_by_an_optimizer() -> None:
+    """The state is saved by name: renaming would lose it."""
+    a = nn.Parameter(ones(2))
+    a.name = "free"
+    nn_opt = nn.Adam([a])
+    with pytest.raises(ValueError, match="name is fixed by an optimizer"):
+        a.name = "other"
+    assert "moment1.free" in nn_opt.state_dict()
+
+
+def test_unpickled_from_read_only_buffers() -> None:
+    """Protocol 5 hands over arrays in foreign memory, which must not be written."""
+    opt = trained(nn.Adam, np.float32)
+    buffers: list[Any] = []
+    data = pickle.dumps(opt, protocol=5, buffer_callback=buffers.append)
+    frozen = [bytes(buffer.raw()) for buffer in buffers]
+    kept = [bytes(bytearray(b)) for b in frozen]
+    again = pickle.loads(data, buffers=frozen)
+    follow(opt)
+    follow(again)
+    assert frozen == kept
+    for p, q in zip(opt.parameters, again.parameters, strict=True):
+        assert_same_bits(p.data, q.data)
+
+
+def test_a_parameter_made_read_only_is_refused() -> None:
+    w = ones(3)
+    opt = nn.Adam([w])
+    w.flags.writeable = False
+    with pytest.raises(ValueError, match="is read-only"):
+        opt([ones(3)])
+    assert opt.global_step[0] == 0
 
 
 # Checkpoints

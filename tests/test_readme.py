@@ -1,5 +1,6 @@
 """The README: its Python blocks run, and its set-up commands are the two that CI runs."""
 
+import json
 import os
 import re
 import subprocess
@@ -7,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from fusestep.bench import markdown
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -37,6 +40,13 @@ def test_set_up_is_two_commands():
         'pip install ".[demo]" && fusestep demo',
         'pip install ".[test]" && pytest',
     ]
+
+
+def test_results_are_those_of_the_committed_file():
+    """No figure is typed by hand: python -m fusestep.bench.markdown prints this table."""
+    path = ROOT / "bench" / "results" / markdown.newest_results().name
+    shown = README.partition("<!-- results -->\n")[2].partition("\n<!-- end of results -->")[0]
+    assert shown.strip() == markdown.table(json.loads(path.read_text()))
 
 
 def test_links_lead_somewhere():

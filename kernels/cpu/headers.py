@@ -132,7 +132,12 @@ def _pointers_are_usable() -> bool:
     if not _has_known_objects():
         return False
     base = np.arange(24, dtype=np.float32)
-    arrays = [base, base[5:9], base.reshape(2, 3, 4)[:, 1:], np.array(1, np.float64)]
+    arrays: list[np.ndarray] = [
+        base,
+        base[5:9],
+        base.reshape(2, 3, 4)[:, 1:],
+        np.array(1, np.float64),
+    ]
     return _pointers(arrays) == [a.__array_interface__["data"][0] for a in arrays]
 
 

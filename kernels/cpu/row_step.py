@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -25,6 +26,9 @@ stripes = np.zeros(rows.N_STRIPES, np.int32)
 """Row locks of all calls of the process; 0 is free."""
 
 _stripes_address = stripes.ctypes.data
+if hasattr(os, "register_at_fork"):
+    # A thread that held a row in the parent does not exist in the child.
+    os.register_at_fork(after_in_child=lambda: stripes.fill(0))
 _FIELD = {name: k for k, name in enumerate(RowCall._fields)}
 
 

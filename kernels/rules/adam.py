@@ -127,15 +127,22 @@ def running_power(real: Any, beta: float, step: int) -> Any:
     a float32 product in it is a hundred times that of the power.
     """
     known = _powers.get((real, beta, step - 1))
-    if known is not None:
-        power = known * real(beta)
-    else:
-        factors = np.full(step + 1, beta, real)
-        factors[0] = 1
-        power = np.multiply.accumulate(factors)[-1]
+    power = _product(real(beta), step) if known is None else known * real(beta)
     if len(_powers) >= _KEPT_POWERS:
         _powers.clear()
     _powers[real, beta, step] = power
+    return power
+
+
+def _product(beta: Any, count: int) -> Any:
+    """``1 * beta * beta * ...``, rounded after every multiplication."""
+    power, chunk = beta.dtype.type(1), 65_536
+    with np.errstate(under="ignore"):
+        while count > 0 and power * beta != power:  # in the end it is 0 or moves no more
+            factors = np.full(min(count, chunk) + 1, beta)
+            factors[0] = power
+            power = np.multiply.accumulate(factors)[-1]
+            count -= chunk
     return power
 
 
