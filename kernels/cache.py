@@ -122,13 +122,13 @@ def _reached_values(function: types.FunctionType) -> list[Any]:
     constants = int | float | bool | str | tuple | np.generic | np.ndarray
     names = function.__code__.co_names
     values = [function.__globals__.get(name) for name in names]
+    values += [cell.cell_contents for cell in function.__closure__ or ()]
+    values += function.__defaults__ or ()
     modules = [v for v in values if isinstance(v, types.ModuleType) and v is not np]
     for module in modules:  # grows by the modules that are attributes of modules
         members = [getattr(module, name, None) for name in names]
         values += members
         modules += [m for m in members if isinstance(m, types.ModuleType) and m not in modules]
-    values += [cell.cell_contents for cell in function.__closure__ or ()]
-    values += function.__defaults__ or ()
     return [v for v in values if isinstance(v, constants | types.FunctionType | Dispatcher)]
 
 
