@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..ops import check
+from ..ops.arrays import address_of
 from ..ops.errors import RejectedValueError, message, reject_unknown
 from . import gradients as grads
 from .checkpoint import as_state, checked_state
@@ -317,7 +318,8 @@ class Optimizer:
     def _check_overlap(self, rebound: Mapping[int, np.ndarray]) -> None:
         arrays = [rebound.get(id(p), p.data) for p in self.parameters]
         names = [f"parameter {p.name or i!r}" for i, p in enumerate(self.parameters)]
-        check.no_overlap(self._name, names, arrays)
+        # Once per optimizer: not worth compiling the fast reading of addresses.
+        check.no_overlap(self._name, names, arrays, [address_of(array) for array in arrays])
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -122,13 +122,19 @@ def same_layout(where: str, names: tuple[str, ...], arrays: list[np.ndarray]) ->
             )
 
 
-def no_overlap(where: str, names: Sequence[str], arrays: Sequence[np.ndarray]) -> list[int]:
-    """Contiguous arrays must not share memory; returns their addresses.
+def no_overlap(
+    where: str,
+    names: Sequence[str],
+    arrays: Sequence[np.ndarray],
+    addresses: list[int] | None = None,
+) -> list[int]:
+    """Contiguous arrays must not share memory; returns their ``addresses``.
 
     Raises:
         ValueError: two of them do.
     """
-    addresses = addresses_of(arrays)
+    if addresses is None:
+        addresses = addresses_of(arrays)
     end, owner = 0, ""
     for begin, n_bytes, name in sorted(
         zip(addresses, [array.nbytes for array in arrays], names, strict=True)

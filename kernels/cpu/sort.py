@@ -66,7 +66,7 @@ def build_keys(c, begin, end):
     return -1
 
 
-@njit
+@njit(inline="always")
 def count_digits(keys, begin, end, shift, histogram):
     """``histogram[d]``: how many keys of ``begin .. end`` have digit ``d`` at ``shift``."""
     mask = histogram.size - 1
@@ -76,7 +76,7 @@ def count_digits(keys, begin, end, shift, histogram):
         histogram[(keys[k] >> shift) & mask] += 1
 
 
-@njit
+@njit(inline="always")
 def offsets_of(histograms, n):
     """Turn counts into the places where each part writes each digit.
 
@@ -94,7 +94,7 @@ def offsets_of(histograms, n):
     return True
 
 
-@njit
+@njit(inline="always")
 def scatter(keys, begin, end, shift, offsets, out):
     """Move the keys of ``begin .. end`` to their places; equal digits keep their order."""
     mask = offsets.size - 1
@@ -118,7 +118,7 @@ def first_key_at_least(keys, n, key):
     return low
 
 
-@njit
+@njit(inline="always")
 def finish(c, keys, result):
     """Tell where the sorted keys lie, and how many of them belong to rows."""
     result[SORTED_KEYS] = keys.ctypes.data
