@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import ml_dtypes
@@ -139,14 +140,9 @@ class RowTensor:
             IndexError: an index is outside of ``[0, N)``.
         """
         self._check_indices()
-        unique, inverse = np.unique(self.indices, return_inverse=True)
-        real = np.float64 if self.dtype == np.float64 else np.float32
-        total = np.zeros((len(unique), *self.dense_shape[1:]), real)
-        width = total[:1].size
-        # Flat indices: NumPy adds whole rows several times more slowly.
-        places = inverse.reshape(-1, 1) * width + np.arange(width)
-        np.add.at(total.reshape(-1), places.reshape(-1), self.values.astype(real).reshape(-1))
-        return RowTensor(unique, total.astype(self.dtype), self.dense_shape)
+        unique, places = np.unique(self.indices, return_inverse=True)
+        total = self._summed(places.reshape(-1), (len(unique), *self.dense_shape[1:]))
+        return RowTensor(unique, total, self.dense_shape)
 
     def to_dense(self) -> np.ndarray:
         """The dense ``[N, ...]`` array, duplicates summed in order of occurrence.
@@ -154,10 +150,17 @@ class RowTensor:
         Raises:
             IndexError: an index is outside of ``[0, N)``.
         """
-        rows = self.coalesce()
-        dense = np.zeros(self.dense_shape, self.dtype)
-        dense[rows.indices] = rows.values
-        return dense
+        self._check_indices()
+        return self._summed(self.indices, self.dense_shape)
+
+    def _summed(self, places: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        """The values added up at row ``places[b]`` of an array of ``shape``."""
+        real = np.float64 if self.dtype == np.float64 else np.float32
+        total, width = np.zeros(shape, real), math.prod(shape[1:])
+        # Flat indices: NumPy adds whole rows several times more slowly.
+        flat = places.astype(np.int64)[:, None] * width + np.arange(width)
+        np.add.at(total.reshape(-1), flat.reshape(-1), self.values.astype(real).reshape(-1))
+        return total.astype(self.dtype, copy=False)
 
     def _check_indices(self) -> None:
         bad = (self.indices < 0) | (self.indices >= self.dense_shape[0])

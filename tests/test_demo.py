@@ -120,16 +120,6 @@ def test_logistic_loss_is_stable(dtype: type) -> None:
     assert loss.dtype == derivative.dtype == dtype
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_dense_gradient_sums_duplicates(dtype: type) -> None:
-    model, batch = small_model()
-    gradient = model.gradients(batch)[1][1]
-    gradient = type(gradient)(gradient.indices, gradient.values.astype(dtype), (7, 3))
-    dense = training.dense_gradient(gradient)
-    assert dense.dtype == dtype
-    np.testing.assert_allclose(dense, gradient.to_dense(), rtol=1e-6)
-
-
 # -- sampling -------------------------------------------------------------------------------------
 
 
