@@ -68,16 +68,18 @@ class NativeFunction:
         return address
 
     def _compile(self) -> CFunc:
-        signature = ((_I64,) * self._n_arguments, types.void)
-        compiled = CFunc(self._function, signature, {}, {"error_model": "numpy"})
+        compiled = self._uncompiled()
         compiled._cache = KernelCache(self.identity)
         compiled.compile()
         return compiled
 
+    def _uncompiled(self) -> CFunc:
+        signature = ((_I64,) * self._n_arguments, types.void)
+        return CFunc(self._function, signature, {}, {"error_model": "numpy"})
+
     def assembly(self) -> str:
         """The assembly text of a fresh compilation (a cached one keeps none)."""
-        signature = ((_I64,) * self._n_arguments, types.void)
-        compiled = CFunc(self._function, signature, {}, {"error_model": "numpy"})
+        compiled = self._uncompiled()
         compiled.compile()
         text: str = compiled._library.get_asm_str()
         return text

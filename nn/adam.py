@@ -37,6 +37,7 @@ class _BiasCorrectedAdam(FusedOptimizer):
 
     # MindSpore keeps the powers of the betas with this shape.
     _power_shape: tuple[int, ...] = ()
+    use_nesterov: bool
 
     def __init__(
         self,
@@ -54,6 +55,9 @@ class _BiasCorrectedAdam(FusedOptimizer):
         self.beta2 = open_unit(self._name, "beta2", beta2, real)
         self.eps = positive_float(self._name, "eps", eps, real)
         super().__init__(learning_rate, params, weight_decay, loss_scale, **options)
+
+    def _pick_rule(self) -> Rule:
+        return rules.ADAM_NESTEROV if self.use_nesterov else rules.ADAM
 
     def _scalars(self, real: Any, lr: float, _decay: float, step: int) -> tuple[Any, ...]:
         powers = (rules.running_power(real, beta, step) for beta in (self.beta1, self.beta2))
@@ -214,9 +218,7 @@ class Adam(_BiasCorrectedAdam):
                 )
 
     def _pick_rule(self) -> Rule:
-        if self.use_amsgrad:
-            return rules.ADAM_AMSGRAD
-        return rules.ADAM_NESTEROV if self.use_nesterov else rules.ADAM
+        return rules.ADAM_AMSGRAD if self.use_amsgrad else super()._pick_rule()
 
     @property
     def vhat(self) -> tuple[np.ndarray, ...]:
@@ -288,7 +290,7 @@ class LazyAdam(_BiasCorrectedAdam):
             eps,
             weight_decay,
             loss_scale,
-            rule=rules.ADAM_NESTEROV if self.use_nesterov else rules.ADAM,
+            rule=self._pick_rule(),
             use_locking=use_locking,
             sparse_update=sparse_update,
             skip_nonfinite=skip_nonfinite,
@@ -350,7 +352,7 @@ class AdamOffload(_BiasCorrectedAdam):
             eps,
             weight_decay,
             loss_scale,
-            rule=rules.ADAM_NESTEROV if self.use_nesterov else rules.ADAM,
+            rule=self._pick_rule(),
             use_locking=use_locking,
             sparse_update=sparse_update,
             skip_nonfinite=skip_nonfinite,

@@ -149,7 +149,6 @@ class FusedOptimizer(Optimizer):
             plan = self._plan(gradients)
             if plan is None:
                 return done
-            self._reader.check_indices(plan[0])
             request = locks.Request(plan[0].layout.lock_spans, shared=False)
             self._advance(plan[0].layout)
         with request:
@@ -198,7 +197,8 @@ class FusedOptimizer(Optimizer):
         rates, decays = self._values_at(self._step)
         given = self._reader.read(gradients, self._class_of, decays)
         batches = given.layout.batches
-        if self.skip_nonfinite or sum(batch.row_sparse for batch in batches) > 1:
+        several_row_calls = sum(batch.row_sparse for batch in batches) > 1
+        if self.use_locking or self.skip_nonfinite or several_row_calls:
             self._reader.check_indices(given)
         if self.skip_nonfinite and not _finite(given):
             self.skipped_steps += 1

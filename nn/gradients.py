@@ -7,13 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ..ops.arrays import RowTensor, adopt
+from ..ops.arrays import RowTensor, adopt, real_type
 from ..ops.errors import message
-
-
-def _real(dtype: np.dtype[Any]) -> Any:
-    """The type of the arithmetic for a gradient of ``dtype``."""
-    return np.float64 if dtype == np.float64 else np.float32
 
 
 def concatenated(where: str, name: str, parts: Sequence[Any]) -> RowTensor:
@@ -52,7 +47,7 @@ def decayed(gradient: Any, w: np.ndarray, factor: float) -> Any:
         raise ValueError(
             message("decay_weight", "gradients", "has a wrong shape", w.shape, g.shape)
         )
-    real = _real(w.dtype)
+    real = real_type(w.dtype)
     return (g.astype(real) + real(factor) * w.astype(real)).astype(g.dtype)
 
 
@@ -69,7 +64,7 @@ def centralized(gradient: Any) -> Any:
     g = adopt("gradients_centralization", "gradients", gradient)
     if g.ndim < 2 or g.size == 0:
         return g
-    wide = g.astype(_real(g.dtype))
+    wide = g.astype(real_type(g.dtype))
     with np.errstate(invalid="ignore"):  # infinity - infinity is NaN, as it should be
         mean = wide.mean(axis=tuple(range(1, g.ndim)), keepdims=True, dtype=np.float64)
         return (wide - mean.astype(wide.dtype)).astype(g.dtype)
@@ -84,5 +79,5 @@ def scaled(gradient: Any, factor: float) -> Any:
     if isinstance(gradient, RowTensor):
         return RowTensor(gradient.indices, scaled(gradient.values, factor), gradient.dense_shape)
     g = adopt("scale_grad", "gradients", gradient)
-    real = _real(g.dtype)
+    real = real_type(g.dtype)
     return (g.astype(real) * real(factor)).astype(g.dtype)

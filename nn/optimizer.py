@@ -9,7 +9,7 @@ import numpy as np
 
 from ..ops import check
 from ..ops.arrays import address_of
-from ..ops.errors import RejectedValueError, message, reject_unknown
+from ..ops.errors import RejectedTypeError, RejectedValueError, message, reject_unknown
 from . import gradients as grads
 from .checkpoint import as_state, checked_state
 from .groups import Groups, name_by_position, read_groups
@@ -326,10 +326,6 @@ class Optimizer:
         self.global_step = writable(self.global_step)
         for parameter in self.parameters:
             parameter.watch(self)
-
-
-class RejectedTypeError(TypeError, RuntimeError):
-    """A wrong kind for which the original systems raise `RuntimeError`."""
 
 
 def _loss_scale(where: str, value: Any) -> float:

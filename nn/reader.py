@@ -9,7 +9,14 @@ from typing import Any
 import numpy as np
 
 from ..ops import check
-from ..ops.arrays import RowTensor, address_of, adopt, check_row_gradient, index_error
+from ..ops.arrays import (
+    RowTensor,
+    address_of,
+    adopt,
+    check_row_gradient,
+    index_error,
+    real_type,
+)
 from ..ops.errors import message
 from ..ops.step import RowGradient
 from . import gradients as whole
@@ -151,7 +158,7 @@ class GradientReader:
         """The centralized gradient; a coupled decay is centralized with it, as in MindSpore."""
         factor, w = decay * self._coupling, parameter.data
         # In the type of the arithmetic, so that nothing is rounded twice.
-        real = np.float64 if w.dtype == np.float64 else np.float32
+        real = real_type(w.dtype)
         if not isinstance(gradient, RowGradient):
             wide = gradient.astype(real, copy=False)
             return np.ascontiguousarray(

@@ -8,10 +8,16 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from ..kernels.storage import STORAGES
 from .errors import message
 
 INDEX_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def real_type(dtype: np.dtype[Any]) -> Any:
+    """The NumPy scalar type of the arithmetic on arrays of ``dtype``."""
+    return np.float64 if dtype == np.float64 else np.float32
 
 
 def address_of(array: np.ndarray) -> int:
@@ -106,7 +112,7 @@ class RowTensor:
         self.values = adopt("RowTensor", "values", values)
         self.dense_shape = _shape(dense_shape)
         check_row_gradient("RowTensor", "values", self.indices, self.values, self.dense_shape)
-        if self.values.dtype.kind != "f" and self.values.dtype != BFLOAT16:
+        if self.values.dtype not in STORAGES:
             raise TypeError(
                 message(
                     "RowTensor",
@@ -155,7 +161,7 @@ class RowTensor:
 
     def _summed(self, places: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         """The values added up at row ``places[b]`` of an array of ``shape``."""
-        real = np.float64 if self.dtype == np.float64 else np.float32
+        real = real_type(self.dtype)
         total, width = np.zeros(shape, real), math.prod(shape[1:])
         # Flat indices: NumPy adds whole rows several times more slowly.
         flat = places.astype(np.int64)[:, None] * width + np.arange(width)

@@ -27,6 +27,10 @@ class ConversionError(TypeError, RuntimeError):
     """
 
 
+class RejectedTypeError(TypeError, RuntimeError):
+    """A wrong kind for which the original systems raise `RuntimeError`."""
+
+
 class RejectedValueError(ValueError, RuntimeError):
     """A bad value or shape for which the original systems raise `RuntimeError`."""
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..kernels.rules.rule import Rule
-from ..kernels.storage import F64, STORAGES
+from ..kernels.storage import STORAGES
 from . import check
 from .arrays import adopt, check_row_gradient
 from .errors import RejectedValueError, message, reject_unknown
@@ -98,11 +98,6 @@ class Primitive:
             drop=drop,
             use_locking=self.use_locking,
         )
-
-
-def real_type(array: np.ndarray) -> Any:
-    """The NumPy scalar type of the arithmetic on ``array``."""
-    return np.float64 if STORAGES[array.dtype] is F64 else np.float32
 
 
 def hp_row(real: Any, scalars: tuple[Any, ...]) -> np.ndarray:

@@ -30,6 +30,7 @@ _thread_budget: int | None = None
 _forked_after_openmp = False
 
 
+@njit(nogil=True)
 def _claim_parts(function, n, call, slot, counter):
     while True:
         index = atomic_add(counter, 0, 1)
@@ -38,13 +39,10 @@ def _claim_parts(function, n, call, slot, counter):
         call3(function, index, slot, call)
 
 
-_claim = njit(nogil=True)(_claim_parts)
-
-
 @njit(parallel=True, nogil=True)
 def _parallel(function, n, call, threads, counter):
     for slot in prange(threads):
-        _claim(function, n, call, slot, counter)
+        _claim_parts(function, n, call, slot, counter)
 
 
 @njit(nogil=True)

@@ -55,7 +55,7 @@ from .layout import (
     read_call,
 )
 from .search import last_at_most
-from .sort import first_key_at_least, int64s, share
+from .sort import first_key_at_least, int64s, position_end, share
 
 _LINE = 64  # bytes of a cache line
 _AHEAD = 8  # gradient rows that are prefetched before they are summed
@@ -63,8 +63,9 @@ _LINES = 8  # lines of a row that are prefetched; the hardware follows from ther
 # Lines of parameters and states that are on their way at a time: rows lie far apart, so that
 # each costs a miss of the cache and of the page table, and only many at once hide them.
 _LINES_AHEAD = 24
-N_STRIPES = 1 << 14
-_STRIPE_SHIFT = 64 - 14
+_STRIPE_BITS = 14
+N_STRIPES = 1 << _STRIPE_BITS
+_STRIPE_SHIFT = 64 - _STRIPE_BITS
 
 
 @cache
@@ -126,8 +127,8 @@ def _clear(address, n_bytes):
 
 @njit(inline="always")
 def _n_ranges(c, tables, t):
-    last = tables[t + 1, FIRST_POSITION] if t + 1 < c.n_tables else c.n
-    return (last - tables[t, FIRST_POSITION] + tables[t, RANGE] - 1) // tables[t, RANGE]
+    n_positions = position_end(c, tables, t) - tables[t, FIRST_POSITION]
+    return (n_positions + tables[t, RANGE] - 1) // tables[t, RANGE]
 
 
 @njit(inline="always")
@@ -202,7 +203,9 @@ def _lock(stripes, address):
 
     Fibonacci hashing spreads the row addresses, which are multiples of the row size.
     """
-    stripe = np.int64((np.uint64(address) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(50))
+    stripe = np.int64(
+        (np.uint64(address) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(_STRIPE_SHIFT)
+    )
     while True:
         if load_acquire(stripes, stripe) == 0 and compare_and_swap(stripes, stripe, 0, 1) == 0:
             return stripe

@@ -40,6 +40,12 @@ def share(n, parts, index):
     return n * index // parts
 
 
+@njit(inline="always")
+def position_end(c, tables, t):
+    """The position after the last of table ``t``."""
+    return tables[t + 1, FIRST_POSITION] if t + 1 < c.n_tables else c.n
+
+
 @njit(error_model="numpy")
 def build_keys(c, begin, end):
     """Keys of positions ``begin .. end``; reads every index once and checks it.
@@ -49,8 +55,7 @@ def build_keys(c, begin, end):
     keys, bits, dropped_row = int64s(c.keys, c.n), c.position_bits, c.dropped_row
     tables = carray(as_pointer(c.tables), (c.n_tables, COLUMNS), np.int64)
     for t in range(c.n_tables):
-        first = tables[t, FIRST_POSITION]
-        last = tables[t + 1, FIRST_POSITION] if t + 1 < c.n_tables else c.n
+        first, last = tables[t, FIRST_POSITION], position_end(c, tables, t)
         n_rows, first_row, address = tables[t, ROWS], tables[t, FIRST_ROW], tables[t, INDICES]
         is_narrow = tables[t, INDEX_BYTES] == 4
         narrow = carray(as_pointer(address), last - first, np.int32)
