@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from . import work
+from . import family, work
 from .work import Work
 
 
@@ -67,6 +67,20 @@ class SpecialCase:
     summary: str
 
 
+def _dense(
+    name: str, summary: str, of_bound: float | None, *peers: PeerForms, rounds: int = 21
+) -> StepCase:
+    """A dense step of an optimizer other than Adam."""
+    return StepCase(
+        f"dense-{name}",
+        f"{summary}, one float32 tensor of 2^24 elements",
+        family.setup(name),
+        of_bound,
+        peers,
+        rounds,
+    )
+
+
 STEPS = (
     StepCase(
         "dense-adam",
@@ -113,6 +127,58 @@ STEPS = (
             _torch("SparseAdam", target=18.0),
             _mindspore("ops.FusedSparseLazyAdam", target=25.0),
         ),
+        rounds=31,
+        steps=3,
+    ),
+    _dense("sgd", "SGD; 12 B an element", 0.92, _torch("SGD(fused=True)", target=1.0)),
+    _dense(
+        "momentum",
+        "Momentum; 20 B an element",
+        0.92,
+        _torch("SGD(momentum, fused=True)", target=1.0),
+    ),
+    _dense(
+        "rmsprop", "RMSProp; 20 B an element", 0.92, _torch("RMSprop(foreach=True)", target=1.0)
+    ),
+    _dense(
+        "rmsprop-momentum",
+        "RMSProp with momentum; 28 B an element",
+        0.92,
+        _torch("RMSprop(momentum, foreach=True)", target=1.0),
+    ),
+    _dense(
+        "rmsprop-centered",
+        "centered RMSProp; 28 B an element",
+        0.92,
+        _torch("RMSprop(centered, foreach=True)", target=1.0),
+    ),
+    _dense("adagrad", "Adagrad; 20 B an element", 0.92, _torch("Adagrad(fused=True)", target=1.0)),
+    _dense("proximal-adagrad", "proximal Adagrad; 20 B an element", 0.92),
+    _dense("ftrl", "FTRL, lr_power -0.5; 28 B an element", 0.92),
+    _dense("ftrl-power", "FTRL, lr_power -0.4; 28 B an element", None, rounds=5),
+    _dense("adam-weight-decay", "AdamWeightDecay; 28 B an element", 0.92),
+    _dense("lamb", "LAMB; 16 + 28 B an element", 0.85),
+    _dense("lars", "LARS around Momentum; 8 + 20 B an element", 0.85),
+    _dense(
+        "adafactor",
+        "Adafactor, 4096 x 4096; no first moment; bound: the update alone, 12 B an element",
+        None,
+        _torch("Adafactor(foreach=True)", target=1.0),
+        rounds=11,
+    ),
+    StepCase(
+        "rows-ftrl",
+        "FusedSparseFtrl, 500,000 x 64, 65,536 Zipf indices",
+        work.rows_ftrl,
+        peers=(_mindspore("ops.FusedSparseFtrl", target=15.0),),
+        rounds=31,
+        steps=3,
+    ),
+    StepCase(
+        "rows-proximal-adagrad",
+        "FusedSparseProximalAdagrad, 500,000 x 64, 65,536 Zipf indices",
+        work.rows_proximal_adagrad,
+        peers=(_mindspore("ops.FusedSparseProximalAdagrad", target=15.0),),
         rounds=31,
         steps=3,
     ),

@@ -58,7 +58,7 @@ def run(settings: Settings, progress: Progress) -> CaseResult:
         progress(done, total)
 
     result = CaseResult(NO_CLIFF.name, NO_CLIFF.summary, ours="", times={}, targets=[])
-    sweep = (*(array[:DENSE] for array in memory), gradient[:DENSE])
+    sweep = bounds.Bound(tuple(array[:DENSE] for array in memory), gradient[:DENSE])
     for D, N, batches in sizes():
         points = {B: Point(memory, gradient, N, D, B) for B in batches}
         loops = bounds.jobs(sweep, settings.threads)

@@ -120,7 +120,8 @@ def _result(case: StepCase, work: Work, times: Times, missing: dict[str, str]) -
     ours = next(iter(work.jobs))
     bound = fastest(summaries, [name for name in summaries if name.startswith("bound: ")])
     moved = dict.fromkeys(work.jobs, work.bytes)
-    moved |= {name: work.bound_bytes for name in summaries if name.startswith("bound: ")}
+    if work.bound is not None:
+        moved |= {name: work.bound.bytes for name in summaries if name.startswith("bound: ")}
     return CaseResult(
         name=case.name,
         summary=case.summary,

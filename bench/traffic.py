@@ -20,6 +20,11 @@ def dense(elements: int, variables: int) -> int:
     return elements * FLOAT * (2 * variables + 1)
 
 
+def read(elements: int, arrays: int) -> int:
+    """A pass that reads ``arrays`` and writes nothing, such as the norms of LAMB: 16 bytes."""
+    return elements * FLOAT * arrays
+
+
 def sweep(elements: int, variables: int) -> int:
     """Every variable read and written, no gradient: Adam 24 bytes an element."""
     return elements * FLOAT * 2 * variables

@@ -6,7 +6,7 @@ start elsewhere and decay untouched end as subnormal numbers, which are slow.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 
 from .. import nn, ops
 from . import traffic
+from .bounds import Bound
 from .workers.worker_protocol import Job
 
 # Powers of the betas at the first step, learning rate, betas, epsilon.
@@ -34,8 +35,7 @@ class Work:
         inputs: what a peer gets: gradients, and indices if there are any, one per parameter
             or per batch.
         size: the sizes, for the report.
-        bound: arrays of the bound loops; empty where no bound applies.
-        bound_bytes: what a bound loop moves.
+        bound: what the bound loops move; None where no bound applies.
         new_gradients: each step gets new gradient arrays.
     """
 
@@ -45,8 +45,7 @@ class Work:
     shapes: list[tuple[int, ...]]
     inputs: dict[str, list[np.ndarray]]
     size: dict[str, int]
-    bound: tuple[np.ndarray, ...] = ()
-    bound_bytes: int = 0
+    bound: Bound | None = None
     new_gradients: bool = field(default=False)
 
 
@@ -81,8 +80,7 @@ def dense_adam(n: int = DENSE) -> Work:
         shapes=[(n,)],
         inputs={"gradient": [g]},
         size={"elements": n},
-        bound=(w, m, v, g),
-        bound_bytes=traffic.dense(n, 3),
+        bound=Bound((w, m, v), g),
     )
 
 
@@ -98,8 +96,7 @@ def dense_amsgrad(n: int = DENSE) -> Work:
         shapes=[(n,)],
         inputs={"gradient": [g]},
         size={"elements": n},
-        bound=(w, m, v, vhat, g),
-        bound_bytes=traffic.dense(n, 4),
+        bound=Bound((w, m, v, vhat), g),
     )
 
 
@@ -139,29 +136,63 @@ def zipf_rows(N: int, B: int) -> np.ndarray:
 
 def rows_fused(N: int = TABLE[0], D: int = TABLE[1], B: int = TABLE[2]) -> Work:
     """A row-sparse gradient, every row takes the step; the bound is the sweep alone."""
-    return _rows(ops.FusedSparseAdam(), N, D, B, touched_only=False)
+    return _adam_rows(ops.FusedSparseAdam(), N, D, B, touched_only=False)
 
 
 def rows_lazy(N: int = TABLE[0], D: int = TABLE[1], B: int = TABLE[2]) -> Work:
     """A row-sparse gradient, the rows that occur take the step."""
-    return _rows(ops.FusedSparseLazyAdam(), N, D, B, touched_only=True)
+    return _adam_rows(ops.FusedSparseLazyAdam(), N, D, B, touched_only=True)
 
 
-def _rows(operator: Callable[..., Any], N: int, D: int, B: int, touched_only: bool) -> Work:
-    w, m, v = (zeros((N, D)) for _ in range(3))
+def rows_ftrl(N: int = TABLE[0], D: int = TABLE[1], B: int = TABLE[2]) -> Work:
+    """FTRL on the rows that occur."""
+    operator: Any = ops.FusedSparseFtrl(lr=1e-3, l1=0.0, l2=0.0, lr_power=-0.5)
+    return _rows(operator, 3, N, D, B, lambda v, g, i: operator(*v, g, i), touched_only=True)
+
+
+def rows_proximal_adagrad(N: int = TABLE[0], D: int = TABLE[1], B: int = TABLE[2]) -> Work:
+    """Proximal Adagrad on the rows that occur."""
+    operator: Any = ops.FusedSparseProximalAdagrad()
+    return _rows(
+        operator, 2, N, D, B, lambda v, g, i: operator(*v, 1e-3, 0.0, 0.0, g, i), touched_only=True
+    )
+
+
+def _adam_rows(operator: Callable[..., Any], N: int, D: int, B: int, *, touched_only: bool) -> Work:
+    return _rows(
+        operator,
+        3,
+        N,
+        D,
+        B,
+        lambda v, g, i: operator(*v, *SCALARS, g, i),
+        touched_only=touched_only,
+    )
+
+
+def _rows(
+    operator: Callable[..., Any],
+    count: int,
+    N: int,
+    D: int,
+    B: int,
+    call: Callable[[Sequence[np.ndarray], np.ndarray, np.ndarray], Any],
+    *,
+    touched_only: bool,
+) -> Work:
+    """A row-sparse step on a table with ``count`` variables."""
+    variables = tuple(zeros((N, D)) for _ in range(count))
     indices = zipf_rows(N, B)
     B = indices.size
     g = normal(np.random.default_rng(1), (B, D))
     unique = np.unique(indices).size
-    lazy, whole = traffic.rows_touched(unique, D, B, 3), traffic.rows_all(N, D, B, 3)
-    step = Job(lambda: operator(w, m, v, *SCALARS, g, indices))
+    lazy, whole = traffic.rows_touched(unique, D, B, count), traffic.rows_all(N, D, B, count)
     return Work(
-        jobs={f"ops.{type(operator).__name__}": step},
-        variables=(w, m, v),
+        jobs={f"ops.{type(operator).__name__}": Job(lambda: call(variables, g, indices))},
+        variables=variables,
         bytes=lazy if touched_only else whole,
         shapes=[(N, D)],
         inputs={"gradient": [g], "indices": [indices]},
         size={"N": N, "D": D, "B": B, "different rows": unique},
-        bound=() if touched_only else (w, m, v),
-        bound_bytes=0 if touched_only else traffic.sweep(N * D, 3),
+        bound=None if touched_only else Bound(variables),
     )

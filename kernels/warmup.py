@@ -10,10 +10,13 @@ import time
 from collections.abc import Iterator
 
 from . import rules
+from .blocks import kernel
 from .cache import cache_directory, clear_cache
-from .compile import PARTS, NativeFunction, kernel
-from .cpu import dense, gather, headers, parallel, row_step, rows  # noqa: F401  (register their parts)
+from .compile import PARTS, NativeFunction
+from .cpu import dense, factored, gather, headers, measure, parallel, row_step, rows  # noqa: F401  (register their parts)
 from .cpu import finite as _finite  # noqa: F401
+from .factored_blocks import factored_kernel
+from .rules.adafactor import ADAFACTOR, ADAFACTOR_PLAIN
 from .rules.gradient import COUPLED_DECAY, SCALE
 from .rules.rule import Rule
 from .storage import STORAGES, Storage, real_of
@@ -23,11 +26,11 @@ _PROLOGUES = ((), (COUPLED_DECAY,), (SCALE,), (COUPLED_DECAY, SCALE))
 
 
 def all_rules() -> dict[str, Rule]:
-    """Every rule of the package, by the name of its update function."""
+    """Every rule of the package, by the name of its constant in lower case."""
     found = {}
     for module in pkgutil.iter_modules(rules.__path__):
         members = vars(importlib.import_module(f"{rules.__name__}.{module.name}"))
-        found.update({r.update.__name__: r for r in members.values() if isinstance(r, Rule)})
+        found.update({n.lower(): r for n, r in members.items() if isinstance(r, Rule)})
     return found
 
 
@@ -41,8 +44,13 @@ def functions(
         yield rows.accumulate(storage, real_of(storage))
         yield rows.accumulate(real_of(storage), real_of(storage))
     for rule, prologue, storage in itertools.product(chosen, prologues, storages):
-        compiled = kernel(rule, prologue, storage, storage, storage)
+        compiled = kernel(rule, prologue, storage, storage, (storage,) * len(rule.states))
         yield from (compiled.block, compiled.block_zero, compiled.block_real)
+        yield from (m for m in (compiled.measure, compiled.measure_real) if m)
+        if rule in (ADAFACTOR, ADAFACTOR_PLAIN):
+            first_moment = storage if rule is ADAFACTOR else None
+            of_matrices = factored_kernel(prologue, storage, storage, first_moment)
+            yield from of_matrices.blocks
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,22 +1,70 @@
 """Stateful optimizers under MindSpore's names, on NumPy arrays."""
 
 from ..ops.arrays import RowTensor
+from .adafactor import AdaFactor
+from .adagrad import Adagrad, ProximalAdagrad
 from .adam import Adam, AdamOffload, LazyAdam
 from .adam_weight_decay import AdamWeightDecay
 from .checkpoint import load_checkpoint, save_checkpoint
+from .decay import (
+    CosineDecayLR,
+    ExponentialDecayLR,
+    InverseDecayLR,
+    NaturalExpDecayLR,
+    PolynomialDecayLR,
+    WarmUpLR,
+)
+from .decay_lists import (
+    cosine_decay_lr,
+    exponential_decay_lr,
+    inverse_decay_lr,
+    natural_exp_decay_lr,
+    piecewise_constant_lr,
+    polynomial_decay_lr,
+    warmup_lr,
+)
+from .ftrl import FTRL
+from .lamb import Lamb
+from .lars import LARS
 from .optimizer import Optimizer
 from .parameter import Parameter
+from .rmsprop import RMSProp
 from .schedule import LearningRateSchedule
+from .sequential import SequentialLR
+from .sgd import SGD, Momentum
 
 __all__ = [
+    "AdaFactor",
+    "Adagrad",
+    "ProximalAdagrad",
+    "FTRL",
+    "Lamb",
+    "LARS",
+    "RMSProp",
+    "SGD",
+    "Momentum",
     "Adam",
     "AdamOffload",
     "AdamWeightDecay",
+    "CosineDecayLR",
+    "ExponentialDecayLR",
+    "InverseDecayLR",
     "LazyAdam",
     "LearningRateSchedule",
+    "NaturalExpDecayLR",
     "Optimizer",
     "Parameter",
+    "PolynomialDecayLR",
     "RowTensor",
+    "SequentialLR",
+    "WarmUpLR",
+    "cosine_decay_lr",
+    "exponential_decay_lr",
+    "inverse_decay_lr",
     "load_checkpoint",
+    "natural_exp_decay_lr",
+    "piecewise_constant_lr",
+    "polynomial_decay_lr",
     "save_checkpoint",
+    "warmup_lr",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ from ..kernels.rules.rule import Rule
 from ..ops import check
 from ..ops.errors import message, reject_unknown
 from .arguments import arithmetic_type, open_unit, positive_float
-from .checkpoint import as_state, steps_done
 from .fused import FusedOptimizer
 
 _LAZY_ARGUMENTS = (
@@ -54,7 +52,16 @@ class _BiasCorrectedAdam(FusedOptimizer):
         self.beta1 = open_unit(self._name, "beta1", beta1, real)
         self.beta2 = open_unit(self._name, "beta2", beta2, real)
         self.eps = positive_float(self._name, "eps", eps, real)
-        super().__init__(learning_rate, params, weight_decay, loss_scale, **options)
+        rule = self._pick_rule()
+        super().__init__(
+            learning_rate,
+            params,
+            weight_decay,
+            loss_scale,
+            rule=rule,
+            states=dict.fromkeys(rule.states, 0.0),
+            **options,
+        )
 
     def _pick_rule(self) -> Rule:
         return rules.ADAM_NESTEROV if self.use_nesterov else rules.ADAM
@@ -66,45 +73,20 @@ class _BiasCorrectedAdam(FusedOptimizer):
     @property
     def moment1(self) -> tuple[np.ndarray, ...]:
         """The first moment of each parameter."""
-        return self._states["moment1"]
+        return self._state("moment1")
 
     @property
     def moment2(self) -> tuple[np.ndarray, ...]:
         """The second moment of each parameter."""
-        return self._states["moment2"]
+        return self._state("moment2")
 
-    def _powers(self, step: int) -> dict[str, np.ndarray]:
+    def _derived_state(self, step: int) -> dict[str, np.ndarray]:
         return {
             f"{name}_power": np.full(
                 self._power_shape, rules.running_power(np.float32, beta, step), np.float32
             )
             for name, beta in (("beta1", self.beta1), ("beta2", self.beta2))
         }
-
-    def state_dict(self) -> dict[str, np.ndarray]:
-        """As `Optimizer.state_dict`, with MindSpore's ``beta1_power`` and ``beta2_power``.
-
-        They follow from ``global_step`` and are written for other readers.
-        """
-        return {**super().state_dict(), **self._powers(self._step)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As `FusedOptimizer.load_state_dict`; powers must fit ``global_step`` and the betas.
-
-        Raises:
-            ValueError: also when the state was made with other betas.
-        """
-        state = as_state(self._name, state)
-        given = {name: state.pop(name, None) for name in self._powers(0)}
-        if "global_step" in state:
-            step = steps_done(self._name, state["global_step"])
-            for name, expected in self._powers(step).items():
-                value = given[name]
-                if value is not None and not np.allclose(value, expected, rtol=1e-5, atol=1e-30):
-                    raise ValueError(
-                        message(self._name, f"state {name!r}", "is of other betas", expected, value)
-                    )
-        super().load_state_dict(state)
 
 
 class Adam(_BiasCorrectedAdam):
@@ -197,7 +179,6 @@ class Adam(_BiasCorrectedAdam):
             eps,
             weight_decay,
             loss_scale,
-            rule=self._pick_rule(),
             use_locking=use_locking,
             sparse_update=sparse_update,
             skip_nonfinite=skip_nonfinite,
@@ -225,7 +206,7 @@ class Adam(_BiasCorrectedAdam):
         """The largest second moment of each parameter; only with ``use_amsgrad``."""
         if "vhat" not in self._states:
             raise AttributeError("Adam: vhat is there with use_amsgrad=True only")
-        return self._states["vhat"]
+        return self._state("vhat")
 
 
 class LazyAdam(_BiasCorrectedAdam):
@@ -290,7 +271,6 @@ class LazyAdam(_BiasCorrectedAdam):
             eps,
             weight_decay,
             loss_scale,
-            rule=self._pick_rule(),
             use_locking=use_locking,
             sparse_update=sparse_update,
             skip_nonfinite=skip_nonfinite,
@@ -352,7 +332,6 @@ class AdamOffload(_BiasCorrectedAdam):
             eps,
             weight_decay,
             loss_scale,
-            rule=self._pick_rule(),
             use_locking=use_locking,
             sparse_update=sparse_update,
             skip_nonfinite=skip_nonfinite,

@@ -83,6 +83,7 @@ class AdamWeightDecay(FusedOptimizer):
             weight_decay,
             1.0,
             rule=rules.ADAM_WEIGHT_DECAY,
+            states={"adam_m": 0.0, "adam_v": 0.0},
             use_locking=use_locking,
             sparse_update=sparse_update,
             skip_nonfinite=skip_nonfinite,

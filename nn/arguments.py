@@ -1,4 +1,4 @@
-"""Checks of constructor arguments that several optimizers share."""
+"""Checks of arguments that several optimizers and schedules share."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from ..ops.check import LARGEST
 from ..ops.errors import message
 
 
@@ -52,3 +53,82 @@ def arithmetic_type(params: Any) -> Any:
     entries = params if isinstance(params, list | tuple) else []
     dtypes = {getattr(entry, "dtype", None) for entry in entries}
     return np.float64 if dtypes == {np.dtype(np.float64)} else np.float32
+
+
+def non_negative_float(where: str, name: str, value: Any) -> float:
+    """A finite float of at least 0.
+
+    Raises:
+        TypeError: it is no float (an int is none).
+        ValueError: it is negative or not finite.
+    """
+    number = finite_float(where, name, value)
+    if number < 0.0:
+        raise ValueError(message(where, name, "is out of range", "at least 0", value))
+    return number
+
+
+def finite_float(where: str, name: str, value: Any) -> float:
+    """A float of any sign that is neither NaN nor infinite.
+
+    Raises:
+        TypeError: it is no float (an int is none).
+        ValueError: it is not finite.
+    """
+    if not isinstance(value, float | np.floating):
+        raise TypeError(message(where, name, "has a wrong type", "a float", type(value).__name__))
+    number = float(value)
+    if not np.isfinite(number):
+        raise ValueError(message(where, name, "is not finite", "a finite float", value))
+    if abs(number) > LARGEST:
+        raise ValueError(message(where, name, "is too large", "a float32 number", value))
+    return number
+
+
+def positive_int(where: str, name: str, value: Any) -> int:
+    """An int, Python's or NumPy's, of at least 1.
+
+    Raises:
+        TypeError: it is no int (a bool and a float are none).
+        ValueError: it is less than 1.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(message(where, name, "has a wrong type", "an int", type(value).__name__))
+    if value < 1:
+        raise ValueError(message(where, name, "is out of range", "at least 1", value))
+    return int(value)
+
+
+def list_or_tuple(where: str, name: str, value: Any) -> tuple[Any, ...]:
+    """The elements of a list or a tuple, out of reach of later changes to it.
+
+    Raises:
+        TypeError: another kind.
+    """
+    if not isinstance(value, list | tuple):
+        got = type(value).__name__
+        raise TypeError(message(where, name, "has a wrong type", "a list or a tuple", got))
+    return tuple(value)
+
+
+def step_numbers(where: str, step: Any) -> np.ndarray:
+    """Steps as an array of non-negative integers, 0-d for a single one.
+
+    Raises:
+        TypeError: ``step`` is neither an int nor an array of ints.
+        ValueError: a step is negative.
+    """
+    if isinstance(step, bool) or not (isinstance(step, int) or hasattr(step, "__array__")):
+        raise TypeError(_wrong_step(where, type(step).__name__))
+    steps = np.asarray(step)
+    if steps.dtype.kind not in "iu":
+        raise TypeError(_wrong_step(where, steps.dtype))
+    if (steps < 0).any():
+        raise ValueError(
+            message(where, "global_step", "is out of range", "at least 0", steps.min())
+        )
+    return steps
+
+
+def _wrong_step(where: str, got: object) -> str:
+    return message(where, "global_step", "has a wrong type", "an int or an array of ints", got)

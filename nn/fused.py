@@ -6,37 +6,54 @@ import os
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..kernels.cpu.finite import all_finite
-from ..kernels.rules.gradient import COUPLED_DECAY, SCALE
-from ..kernels.rules.rule import Prologue, Rule
-from ..kernels.storage import STORAGES, Storage
+from ..kernels.rules.rule import Prologue, Rule, hp_type
+from ..kernels.storage import Storage
 from ..ops import check, locks
 from ..ops.errors import message
-from ..ops.step import compile_step, dense_step, row_step
-from .checkpoint import as_state, steps_done
+from ..ops.step import compile_step, dense_step, measure_step, row_step
+from .conditioning import Conditioning
 from .layout import Batch, Layout
-from .optimizer import Optimizer
-from .parameter import Parameter, writable
 from .reader import GradientReader, Gradients
+from .stateful import StatefulOptimizer
 
-_Call = tuple[Batch, np.ndarray, np.ndarray]
-"""A kernel call: its tensors, the rows of scalars, and the row of each tensor."""
+
+class Call(NamedTuple):
+    """A kernel call.
+
+    Attributes:
+        batch: its tensors.
+        hp: rows of scalars.
+        hp_of: the row of each tensor.
+        rates, decays: float64 ``[T]``: learning rate and weight decay of each tensor.
+    """
+
+    batch: Batch
+    hp: np.ndarray
+    hp_of: np.ndarray
+    rates: np.ndarray
+    decays: np.ndarray
+
 
 SPARSE_UPDATES = ("lazy", "dense_equivalent")
+OPTIONS = ("use_locking", "sparse_update", "skip_nonfinite", "state_dtype")
+"""The arguments that every optimizer of this kind has."""
 
 
-class FusedOptimizer(Optimizer):
+class FusedOptimizer(StatefulOptimizer):
     """An optimizer whose step is an update rule: one kernel call for all dense tensors of a
-    dtype, and one for all tables with row-sparse gradients.
+    dtype (two for a two-stage rule), and one for all tables with row-sparse gradients.
 
-    A subclass gives the rule and defines `_scalars`.
+    A subclass gives the rule and defines `_scalars`; for a two-stage rule `_complete` too.
 
     Args:
-        rule: the update rule; its states become arrays named ``<role>.<parameter>``.
+        rule: the update rule.
+        states: the published names of its states, in its order, and their initial values.
         use_locking: concurrent calls leave parameters, states and counters as some serial
             order of the calls would.
         sparse_update: ``"lazy"``, ``"dense_equivalent"`` or None (row-sparse gradients raise).
@@ -46,6 +63,11 @@ class FusedOptimizer(Optimizer):
     """
 
     _decay_is_coupled = True
+    # Where a row-sparse gradient is not taken: what was expected, and what was found.
+    _rows_need: tuple[str, str | None] = (
+        "sparse_update='lazy' or sparse_update='dense_equivalent' at construction",
+        None,
+    )
 
     def __init__(
         self,
@@ -55,6 +77,7 @@ class FusedOptimizer(Optimizer):
         loss_scale: Any,
         *,
         rule: Rule,
+        states: Mapping[str, float],
         use_locking: bool,
         sparse_update: str | None,
         skip_nonfinite: bool,
@@ -63,21 +86,31 @@ class FusedOptimizer(Optimizer):
         self.use_locking = check.flag(self._name, "use_locking", use_locking)
         self.skip_nonfinite = check.flag(self._name, "skip_nonfinite", skip_nonfinite)
         self.sparse_update = _sparse_update(self._name, sparse_update)
-        dtype = _state_dtype(self._name, state_dtype)
-        super().__init__(learning_rate, parameters, weight_decay, loss_scale)
+        super().__init__(
+            learning_rate,
+            parameters,
+            weight_decay,
+            loss_scale,
+            states=states,
+            state_dtype=state_dtype,
+        )
         self.skipped_steps = 0
         self._rule = rule
-        self._states = {
-            role: tuple(np.zeros(p.shape, dtype or p.dtype) for p in self.parameters)
-            for role in rule.states
-        }
-        self._steps = np.zeros(len(self.parameters), np.int64)
         self._class_of, self._classes = self._option_classes()
-        self._prologue = self._build_prologue()
         self._derive()
 
     def _scalars(self, real: Any, lr: float, decay: float, step: int) -> tuple[Any, ...]:
         """The rule's scalars for update ``step`` = 1, 2, ... of a tensor."""
+        raise NotImplementedError
+
+    def _complete(self, squares: np.ndarray, call: Call, column: dict[str, int]) -> None:
+        """The second half of the scalars of a two-stage rule.
+
+        Args:
+            squares: float64 ``[T, n_measured]``: what the first stage has summed.
+            call: the kernel call; its ``hp`` is changed.
+            column: where each scalar is in ``hp``.
+        """
         raise NotImplementedError
 
     def _option_classes(self) -> tuple[np.ndarray, list[int]]:
@@ -97,23 +130,22 @@ class FusedOptimizer(Optimizer):
             class_of.append(known[key])
         return np.array(class_of), examples
 
-    def _build_prologue(self) -> Prologue:
-        options = self._groups.options
-        decays = self._decay_is_coupled and any(o.decay != 0.0 for o in options)
-        parts = [COUPLED_DECAY] if decays else []
-        return tuple(parts + ([SCALE] if self.loss_scale != 1.0 else []))
-
     def _derive(self) -> None:
         """What is not part of the state: it is made anew in a copy."""
-        states = list(zip(*self._states.values(), strict=True)) or [()] * len(self.parameters)
         self._lock = threading.Lock()
         _living.add(self)
+        self._condition()
         self._reader = GradientReader(
             self._name,
             self._groups.options,
-            states,
+            self._states_of_each(),
             self.sparse_update,
-            self.loss_scale if self._decay_is_coupled else 0.0,
+            self._rows_need,
+        )
+
+    def _condition(self) -> None:
+        self._conditioning = Conditioning(
+            self._groups.options, self.loss_scale, coupled=self._decay_is_coupled
         )
 
     # The step
@@ -136,23 +168,28 @@ class FusedOptimizer(Optimizer):
 
     def construct(self, gradients: tuple[Any, ...]) -> tuple[bool, ...]:
         """The step itself, for gradients of the right number."""
+        return self._step_with(gradients, self._conditioning)
+
+    def _step_with(
+        self, gradients: tuple[Any, ...], conditioning: Conditioning
+    ) -> tuple[bool, ...]:
         done = (True,) * len(self.parameters)
         if not self.use_locking:
-            plan = self._plan(gradients)
+            plan = self._plan(gradients, conditioning)
             if plan is not None:
-                self._run_all(*plan)
+                self._run_all(*plan, conditioning)
                 self._advance(plan[0].layout)
             return done
         # The call takes its number of updates and its place in the queue for the memory at
         # once, so calls run in the order of their numbers.
         with self._lock:
-            plan = self._plan(gradients)
+            plan = self._plan(gradients, conditioning)
             if plan is None:
                 return done
             request = locks.Request(plan[0].layout.lock_spans, shared=False)
             self._advance(plan[0].layout)
         with request:
-            self._run_all(*plan)
+            self._run_all(*plan, conditioning)
         return done
 
     def _advance(self, layout: Layout) -> None:
@@ -162,24 +199,35 @@ class FusedOptimizer(Optimizer):
             self._steps[layout.active] += 1
         self.global_step += 1
 
-    def _run_all(self, given: Gradients, calls: list[_Call]) -> None:
-        for batch, hp, hp_of in calls:
+    def _run_all(self, given: Gradients, calls: list[Call], conditioning: Conditioning) -> None:
+        for call in calls:
+            batch = call.batch
             if batch.row_sparse:
                 row_step(
                     batch.labels,
                     self._rule,
-                    self._prologue,
+                    conditioning.prologue,
                     batch.variables,
                     [given.rows[k] for k in batch.places],
-                    hp,
-                    hp_of.tolist(),
+                    call.hp,
+                    call.hp_of.tolist(),
                     touched_only=self.sparse_update == "lazy",
                 )
             else:
                 addresses = given.addresses if batch.is_all else given.addresses[batch.places]
-                dense_step(
-                    self._rule, self._prologue, batch.variables, addresses, batch.g, hp, hp_of
-                )
+                self._run_dense(call, addresses, conditioning)
+
+    def _run_dense(self, call: Call, gradients: np.ndarray, conditioning: Conditioning) -> None:
+        """One kernel call for each stage."""
+        batch, prologue = call.batch, conditioning.prologue
+        arguments = (self._rule, prologue, batch.variables, gradients, batch.g, call.hp, call.hp_of)
+        if conditioning.is_measured or self._rule.measure:
+            column = columns(self._rule, prologue)
+            if conditioning.is_measured:
+                conditioning.complete(batch, gradients, call.hp, column, call.rates, call.decays)
+            if self._rule.measure:
+                self._complete(measure_step(*arguments), call, column)
+        dense_step(*arguments)
 
     def _values_at(self, step: int) -> tuple[list[float], list[float]]:
         """Learning rate and weight decay of each class; every schedule is asked once a step."""
@@ -189,13 +237,19 @@ class FusedOptimizer(Optimizer):
             self._each("weight_decay", [o.decay for o in examples], step),
         )
 
-    def _plan(self, gradients: tuple[Any, ...]) -> tuple[Gradients, list[_Call]] | None:
+    def _plan(
+        self, gradients: tuple[Any, ...], conditioning: Conditioning
+    ) -> tuple[Gradients, list[Call]] | None:
         """The checked gradients and the kernel calls; None for a step that is skipped.
 
         What can fail, fails here: nothing has been written.
         """
         rates, decays = self._values_at(self._step)
-        given = self._reader.read(gradients, self._class_of, decays)
+
+        def added(i: int) -> float:
+            return conditioning.centralized_with(i, decays[self._class_of[i]])
+
+        given = self._reader.read(gradients, added)
         batches = given.layout.batches
         several_row_calls = sum(batch.row_sparse for batch in batches) > 1
         if self.use_locking or self.skip_nonfinite or several_row_calls:
@@ -204,15 +258,19 @@ class FusedOptimizer(Optimizer):
             self.skipped_steps += 1
             return None
         for batch in batches if len(batches) > 1 else ():
-            compile_step(self._rule, self._prologue, batch.variables, batch.g, batch.row_sparse)
+            self._compile(batch, conditioning)
         # A row call checks its indices before it writes, so it goes first.
         ordered = sorted(batches, key=lambda batch: not batch.row_sparse)
-        return given, [(batch, *self._hp(batch, rates, decays)) for batch in ordered]
+        return given, [self._call(batch, rates, decays, conditioning) for batch in ordered]
 
-    def _hp(
-        self, batch: Batch, rates: list[float], decays: list[float]
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Rows of scalars, and which row each tensor of the batch uses.
+    def _compile(self, batch: Batch, conditioning: Conditioning) -> None:
+        """Compile what the batch will run, so that the step cannot fail half way."""
+        compile_step(self._rule, conditioning.prologue, batch.variables, batch.g, batch.row_sparse)
+
+    def _call(
+        self, batch: Batch, rates: list[float], decays: list[float], conditioning: Conditioning
+    ) -> Call:
+        """The kernel call of a batch: rows of scalars, and which row each tensor uses.
 
         There is a row for each class of options and number of updates that occurs. As long
         as no parameter was skipped, all have the same number of updates.
@@ -227,68 +285,20 @@ class FusedOptimizer(Optimizer):
         else:
             codes, hp_of = np.unique(steps * n_classes + class_of, return_inverse=True)
             keys = [divmod(code, n_classes) for code in codes.tolist()]
+        own_decays = conditioning.left_to_rule(decays)
         rows = [
             (
-                *self._scalars(real, rates[k], decays[k], step + 1),
-                *self._prologue_scalars(self._classes[k], decays[k]),
+                *self._scalars(real, rates[k], own_decays[k], step + 1),
+                *conditioning.scalars(self._classes[k], decays[k]),
             )
             for step, k in keys
         ]
-        return np.array(rows, real), hp_of.astype(np.int64, copy=False)
-
-    def _prologue_scalars(self, i: int, decay: float) -> tuple[float, ...]:
-        """The scalars of the prologue of parameter ``i``, in the order of its parts."""
-        scalars: tuple[float, ...] = ()
-        if COUPLED_DECAY in self._prologue:
-            # A centralized gradient already holds the decay: it is centralized with it.
-            factor = 0.0 if self._groups.options[i].centralize else decay * self.loss_scale
-            scalars += (factor, 0.0)
-        if SCALE in self._prologue:
-            scalars += (1.0 / self.loss_scale,)
-        return scalars
-
-    # State
-
-    def _state_arrays(self) -> dict[str, np.ndarray]:
-        arrays = super()._state_arrays()
-        for role, states in self._states.items():
-            for parameter, state in zip(self.parameters, states, strict=True):
-                arrays[f"{role}.{parameter.name}"] = state
-        for i, parameter in enumerate(self.parameters):
-            arrays[f"step.{parameter.name}"] = self._steps[i : i + 1]
-        return arrays
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a `state_dict`, after checking all of it.
-
-        A state without any ``step.<parameter>`` (as MindSpore writes it) is taken to have
-        updated every parameter ``global_step`` times.
-
-        Raises:
-            KeyError: a name is missing or unknown.
-            TypeError: a dtype differs.
-            ValueError: a shape differs.
-        """
-        state = as_state(self._name, state)
-        if "global_step" in state:
-            steps = np.array([steps_done(self._name, state["global_step"])])
-            if not any(name.startswith("step.") for name in state):
-                state.update({f"step.{p.name}": steps for p in self.parameters})
-        for name in (name for name in state if name.startswith("step.")):
-            if not (np.asarray(state[name]) >= 0).all():
-                raise ValueError(
-                    message(
-                        self._name, f"state {name!r}", "is out of range", "at least 0", state[name]
-                    )
-                )
-        super().load_state_dict(state)
-
-    def check_rebinding(self, parameter: Parameter, array: np.ndarray) -> None:
-        """As `Optimizer.check_rebinding`; states are memory of this optimizer too."""
-        super().check_rebinding(parameter, array)
-        states = [state for role in self._states.values() for state in role]
-        names = [f"a state of {self._name}"] * len(states)
-        check.no_overlap(self._name, [*names, f"parameter {parameter.name!r}"], [*states, array])
+        hp, hp_of = np.array(rows, real), hp_of.astype(np.int64, copy=False)
+        if batch.row_sparse or not (conditioning.is_measured or self._rule.measure):
+            return Call(batch, hp, hp_of, _NOTHING, _NOTHING)
+        # What is measured differs from tensor to tensor.
+        values = (np.array(of_class)[class_of] for of_class in (rates, decays))
+        return Call(batch, hp[hp_of], np.arange(len(hp_of)), *values)
 
     def forget_addresses(self) -> None:
         """A parameter was rebound: nothing that was derived from its address stays."""
@@ -296,20 +306,23 @@ class FusedOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for derived in ("_reader", "_lock"):
+        for derived in ("_reader", "_lock", "_conditioning"):
             del state[derived]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Arrays that arrive in foreign buffers may be read-only.
-        state["_steps"] = writable(state["_steps"])
-        state["_states"] = {
-            role: tuple(map(writable, states)) for role, states in state["_states"].items()
-        }
         super().__setstate__(state)
         self._class_of, self._classes = self._option_classes()
         self._derive()
 
+
+@cache
+def columns(rule: Rule, prologue: Prologue) -> dict[str, int]:
+    """Where each scalar is in a row of ``hp``."""
+    return {name: k for k, name in enumerate(hp_type(rule, prologue)._fields)}  # type: ignore[attr-defined]
+
+
+_NOTHING = np.empty(0)
 
 _living: weakref.WeakSet[FusedOptimizer] = weakref.WeakSet()
 
@@ -344,17 +357,3 @@ def _sparse_update(where: str, value: str | None) -> str | None:
     if value is not None and not (isinstance(value, str) and value in SPARSE_UPDATES):
         raise ValueError(message(where, "sparse_update", "is unknown", SPARSE_UPDATES, value))
     return value
-
-
-def _state_dtype(where: str, value: Any) -> np.dtype[Any] | None:
-    if value is None:
-        return None
-    try:
-        dtype: np.dtype[Any] | None = np.dtype(value)
-    except TypeError:
-        dtype = None
-    if dtype not in STORAGES:
-        raise TypeError(
-            message(where, "state_dtype", "has a wrong dtype", check.FLOAT_NAMES, repr(value))
-        )
-    return dtype

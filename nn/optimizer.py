@@ -73,10 +73,11 @@ class Optimizer:
     ) -> None:
         known = ("learning_rate", "parameters", "weight_decay", "loss_scale")
         reject_unknown(self._name, unknown, known)
-        self.loss_scale = _loss_scale(self._name, loss_scale)
+        self._loss_scale = _loss_scale(self._name, loss_scale)
         self._groups: Groups = read_groups(
             self._name, parameters, learning_rate, weight_decay, filter_names=self._filter_names
         )
+        self._check_groups(self._groups)
         self.parameters = tuple(option.parameter for option in self._groups.options)
         self.global_step = np.zeros(1, np.int32)
         self._check_overlap({})
@@ -96,6 +97,27 @@ class Optimizer:
     @property
     def _name(self) -> str:
         return type(self).__name__
+
+    def _check_groups(self, groups: Groups) -> None:
+        """Refuse what a subclass does not take in groups; before anything has changed."""
+
+    @property
+    def loss_scale(self) -> float:
+        """What gradients are divided by; it can be assigned to between steps.
+
+        Raises:
+            TypeError: a value that is assigned is no number.
+            ValueError: it is not above 0 or not finite in float32.
+        """
+        return self._loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, value: Any) -> None:
+        self._loss_scale = _loss_scale(self._name, value)
+        self._condition()
+
+    def _condition(self) -> None:
+        """Called after weight decay or loss scale have changed; a subclass derives anew."""
 
     def construct(self, gradients: tuple[Any, ...]) -> Any:
         """Update the parameters; defined by subclasses.
@@ -333,8 +355,7 @@ def _loss_scale(where: str, value: Any) -> float:
         raise TypeError(
             message(where, "loss_scale", "has a wrong type", "a float or int", type(value).__name__)
         )
-    with np.errstate(over="ignore"):
-        usable = 0 < value < float("inf") and 0 < np.float32(1 / value) < np.inf
+    usable = 1.0 / check.LARGEST <= float(value) <= check.LARGEST
     if not usable:
         raise ValueError(
             message(where, "loss_scale", "is out of range", "positive and finite in float32", value)

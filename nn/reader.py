@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +52,7 @@ class GradientReader:
         options: the parameters with their options.
         states: the states of each parameter.
         sparse_update: what row-sparse gradients do, or None where they raise.
-        coupling: the loss scale where weight decay is part of the gradient, else 0.
+        rows_need: where row-sparse gradients raise: what was expected, and what was found.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class GradientReader:
         options: Sequence[ParameterOptions],
         states: Sequence[tuple[np.ndarray, ...]],
         sparse_update: str | None,
-        coupling: float,
+        rows_need: tuple[str, str | None],
     ) -> None:
         self._where = where
         self._options = options
         self._states = states
         self._sparse_update = sparse_update
-        self._coupling = coupling
+        self._rows_need = rows_need
         self._centralizes = any(option.centralize for option in options)
         self.forget()
 
@@ -76,10 +76,10 @@ class GradientReader:
         self._layouts: dict[tuple[Kind, ...], Layout] = {}
         self._last: Layout | None = None
 
-    def read(
-        self, gradients: tuple[Any, ...], class_of: np.ndarray, decays: Sequence[float]
-    ) -> Gradients:
-        """The checked gradients of a step with the weight decay ``decays[class_of[i]]``.
+    def read(self, gradients: tuple[Any, ...], added: Callable[[int], float]) -> Gradients:
+        """The checked gradients of a step.
+
+        Before gradient ``i`` is centralized, ``added(i)`` times the parameter is added to it.
 
         Raises:
             TypeError: a kind or dtype does not fit.
@@ -92,7 +92,7 @@ class GradientReader:
             addresses = last.expected.addresses(gradients, last.begins, last.ends)
             if addresses is not None:
                 return Gradients(last, addresses, [], gradients)
-        read, kinds = self._read_each(gradients, [decays[k] for k in class_of])
+        read, kinds = self._read_each(gradients, added)
         layout = self._layout(tuple(kinds))
         dense = [g for g in read if not isinstance(g, RowGradient)]
         rows = [g for g in read if isinstance(g, RowGradient)]
@@ -118,20 +118,20 @@ class GradientReader:
                     raise index_error(label, indices, int(np.argmax(bad)), n_rows)
 
     def _read_each(
-        self, gradients: tuple[Any, ...], decays: Sequence[float]
+        self, gradients: tuple[Any, ...], added: Callable[[int], float]
     ) -> tuple[list[Any], list[Kind]]:
         read: list[Any] = []
         kinds: list[Kind] = []
-        for option, gradient, decay in zip(self._options, gradients, decays, strict=True):
+        for i, (option, gradient) in enumerate(zip(self._options, gradients, strict=True)):
             if gradient is None:
                 kinds.append(None)
                 continue
             found = read_gradient(self._where, option.parameter, gradient)
             is_sparse = isinstance(found, RowGradient)
             if is_sparse and self._sparse_update is None:
-                raise ValueError(_needs_sparse_update(self._where, option.parameter))
+                raise ValueError(self._refusal(option.parameter))
             if option.centralize:
-                found = self._centralize(option.parameter, found, decay)
+                found = self._centralize(option.parameter, found, added(i))
                 is_sparse = isinstance(found, RowGradient)
             read.append(found)
             kinds.append((is_sparse, found.dtype))
@@ -154,9 +154,9 @@ class GradientReader:
             layout = self._layouts[kinds] = build_layout(kinds, tensors, labels)
         return layout
 
-    def _centralize(self, parameter: Parameter, gradient: Any, decay: float) -> Any:
+    def _centralize(self, parameter: Parameter, gradient: Any, factor: float) -> Any:
         """The centralized gradient; a coupled decay is centralized with it, as in MindSpore."""
-        factor, w = decay * self._coupling, parameter.data
+        w = parameter.data
         # In the type of the arithmetic, so that nothing is rounded twice.
         real = real_type(w.dtype)
         if not isinstance(gradient, RowGradient):
@@ -171,6 +171,10 @@ class GradientReader:
             return whole.centralized(whole.decayed(rows.to_dense(), w, factor))
         central = whole.centralized(whole.decayed(rows, w, factor) if factor else rows)
         return RowGradient.of(central.indices, np.ascontiguousarray(central.values))
+
+    def _refusal(self, parameter: Parameter) -> str:
+        name = f"gradient of {parameter.name!r}"
+        return message(self._where, name, "is row-sparse", *self._rows_need)
 
     def _unshared(self, given: Gradients) -> Gradients:
         """Refuse gradients in the memory of parameters or states."""
@@ -190,16 +194,6 @@ class GradientReader:
                 )
             )
         return given
-
-
-def _needs_sparse_update(where: str, parameter: Parameter) -> str:
-    return message(
-        where,
-        f"gradient of {parameter.name!r}",
-        "is row-sparse",
-        "sparse_update='lazy' or sparse_update='dense_equivalent' at construction",
-        None,
-    )
 
 
 def read_gradient(where: str, parameter: Parameter, gradient: Any) -> np.ndarray | RowGradient:
@@ -237,6 +231,11 @@ def read_gradient(where: str, parameter: Parameter, gradient: Any) -> np.ndarray
 def _check_floating(where: str, name: str, array: np.ndarray) -> None:
     if array.dtype not in check.FLOATS:
         raise TypeError(message(where, name, "has a wrong dtype", "a floating dtype", array.dtype))
+
+
+def is_row_sparse(gradient: Any) -> bool:
+    """A `RowTensor`, a list of them or a torch sparse COO tensor."""
+    return isinstance(gradient, RowTensor | list | tuple) or getattr(gradient, "is_sparse", False)
 
 
 def _as_rows(where: str, name: str, gradient: Any) -> RowTensor | None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..ops import arrays
+from ..ops.check import LARGEST
 from ..ops.errors import message
 from .parameter import Parameter
 
@@ -62,7 +63,7 @@ def learning_rate(where: str, name: str, value: Any) -> Rate:
         raise ValueError(
             message(where, "learning_rate", "has a wrong shape", expected, array.shape)
         )
-    if not ((array >= 0) & (array <= np.finfo(np.float32).max)).all():
+    if not ((array >= 0) & (array <= LARGEST)).all():
         raise ValueError(
             message(where, "learning_rate", "is out of range", "finite and at least 0", value)
         )
@@ -109,7 +110,7 @@ def weight_decay(where: str, value: Any) -> float | Schedule:
         ValueError: negative or not finite.
     """
     if isinstance(value, bool | int | float | np.floating):
-        if not 0 <= value <= np.finfo(np.float32).max:
+        if not 0 <= _float(value) <= LARGEST:
             raise ValueError(
                 message(where, "weight_decay", "is out of range", "finite and at least 0", value)
             )
@@ -173,7 +174,7 @@ def _scheduled(where: str, name: str, value: Any) -> float:
 def _finite(where: str, name: str, value: float) -> float:
     if not math.isfinite(value):
         raise ValueError(message(where, name, "is not finite", "a finite number", value))
-    if not 0 <= value <= np.finfo(np.float32).max:
+    if not 0 <= value <= LARGEST:
         raise ValueError(
             message(where, name, "is out of range", "at least 0 and a float32 number", value)
         )

@@ -15,7 +15,8 @@ from .errors import ConversionError, message
 
 FLOATS = tuple(STORAGES)
 FLOAT_NAMES = ", ".join(str(dtype) for dtype in FLOATS)
-_LARGEST = float(np.finfo(np.float32).max)
+LARGEST = float(np.finfo(np.float32).max)
+"""The largest float32, as a float: compared with it, a larger number is not rounded first."""
 
 
 def flag(where: str, name: str, value: Any) -> bool:
@@ -37,16 +38,56 @@ def scalar(where: str, name: str, value: Any) -> float:
         ValueError: it is NaN, infinite or beyond float32, or an array of another shape.
     """
     if type(value) is not float:
-        value = _number(where, name, value)
-    if not -_LARGEST <= value <= _LARGEST:
+        value = number(where, name, value)
+    if not -LARGEST <= value <= LARGEST:
         if math.isfinite(value):
             raise ValueError(message(where, name, "is too large", "a float32 number", value))
         raise ValueError(message(where, name, "is not finite", "a finite number", value))
-    number: float = value
-    return number
+    checked: float = value
+    return checked
 
 
-def _number(where: str, name: str, value: Any) -> float:
+def float_attribute(where: str, name: str, value: Any) -> float:
+    """A finite float (an int is none), as attributes of operators are published.
+
+    Raises:
+        TypeError: it is no float.
+        ValueError: it is not finite.
+    """
+    if not isinstance(value, float | np.floating):
+        raise TypeError(message(where, name, "has a wrong type", "a float", type(value).__name__))
+    return scalar(where, name, value)
+
+
+def in_range(where: str, name: str, value: float, accepted: bool, expected: str) -> None:
+    """Refuse a value that is not ``accepted``.
+
+    Raises:
+        ValueError: with what was ``expected``.
+    """
+    if not accepted:
+        raise ValueError(message(where, name, "is out of range", expected, value))
+
+
+def scalar_at_least_0(where: str, name: str, value: Any) -> float:
+    """As `scalar`, not negative.
+
+    Raises:
+        TypeError: it is no real number.
+        ValueError: it is negative or not finite.
+    """
+    checked = scalar(where, name, value)
+    in_range(where, name, checked, checked >= 0.0, "at least 0")
+    return checked
+
+
+def number(where: str, name: str, value: Any) -> float:
+    """Any number, NaN and infinities included, out of what `scalar` takes.
+
+    Raises:
+        TypeError: it is no real number.
+        ValueError: it is an int beyond all floats or an array of another shape.
+    """
     if isinstance(value, bool | str | bytes) or value is None:
         raise TypeError(message(where, name, "has a wrong type", "a number", type(value).__name__))
     if isinstance(value, int | float):
@@ -171,14 +212,24 @@ def floating(where: str, name: str, value: Any, dtype: np.dtype[Any]) -> np.ndar
         TypeError: it is no floating array.
         ConversionError: its dtype is higher than ``dtype``.
     """
-    array = adopt(where, name, value)
-    if array.dtype not in STORAGES:
-        raise TypeError(message(where, name, "has a wrong dtype", FLOAT_NAMES, array.dtype))
+    array = float_array(where, name, value)
     if not _holds(dtype, array.dtype):
         raise ConversionError(
             message(where, name, "has a higher dtype than the variable", dtype, array.dtype)
             + f"; the variable is updated in place and cannot be converted: {name}.astype({dtype})"
         )
+    return array
+
+
+def float_array(where: str, name: str, value: Any) -> np.ndarray:
+    """A floating array.
+
+    Raises:
+        TypeError: it is none.
+    """
+    array = adopt(where, name, value)
+    if array.dtype not in STORAGES:
+        raise TypeError(message(where, name, "has a wrong dtype", FLOAT_NAMES, array.dtype))
     return array
 
 

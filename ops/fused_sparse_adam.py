@@ -10,7 +10,7 @@ from ..kernels.rules import adam as rules
 from . import check
 from .adam import adam_hp_row
 from .errors import RejectedValueError, message
-from .primitive import Primitive, require_float32
+from .primitive import Primitive, out_of_range_rule, require_float32
 
 
 class _FusedSparseAdamBase(Primitive):
@@ -28,11 +28,7 @@ class _FusedSparseAdamBase(Primitive):
     ) -> None:
         super().__init__(use_locking, unknown, ("use_locking", "use_nesterov", "out_of_range"))
         self.use_nesterov = check.flag(self.name, "use_nesterov", use_nesterov)
-        if not isinstance(out_of_range, str) or out_of_range not in ("raise", "drop"):
-            raise ValueError(
-                message(self.name, "out_of_range", "is unknown", "'raise' or 'drop'", out_of_range)
-            )
-        self.out_of_range = out_of_range
+        self.out_of_range = out_of_range_rule(self.name, out_of_range)
 
     def __call__(
         self,
@@ -73,6 +69,7 @@ class _FusedSparseAdamBase(Primitive):
             rules.ADAM_NESTEROV if self.use_nesterov else rules.ADAM,
             variables,
             adam_hp_row(self.name, variables["var"], scalars),
+            "gradient",
             gradient,
             indices,
             touched_only=self._touched_only,

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..kernels.rules.rule import Rule
+from ..kernels.rules.rule import Prologue, Rule
 from ..kernels.storage import STORAGES
 from . import check
 from .arrays import adopt, check_row_gradient
@@ -45,7 +45,13 @@ class Primitive:
         return arrays
 
     def _apply_dense(
-        self, rule: Rule, variables: dict[str, np.ndarray], hp: np.ndarray, name: str, value: Any
+        self,
+        rule: Rule,
+        variables: dict[str, np.ndarray],
+        hp: np.ndarray,
+        name: str,
+        value: Any,
+        prologue: Prologue = (),
     ) -> None:
         """Check the gradient and apply ``rule`` to the variables in place."""
         arrays = list(variables.values())
@@ -53,7 +59,7 @@ class Primitive:
         *addresses, address = check.no_overlap(self.name, [*variables, name], [*arrays, gradient])
         dense_step(
             rule,
-            (),
+            prologue,
             Variables.of([tuple(arrays)], [addresses]),
             np.array([address]),
             STORAGES[gradient.dtype],
@@ -67,6 +73,7 @@ class Primitive:
         rule: Rule,
         variables: dict[str, np.ndarray],
         hp: np.ndarray,
+        name: str,
         gradient: Any,
         indices: Any,
         *,
@@ -79,12 +86,12 @@ class Primitive:
             raise RejectedValueError(
                 message(self.name, "var", "has no rows", "at least 1 dimension", "0 dimensions")
             )
-        values = check.floating(self.name, "gradient", gradient, arrays[0].dtype)
+        values = check.floating(self.name, name, gradient, arrays[0].dtype)
         index = adopt(self.name, "indices", indices)
-        check_row_gradient(self.name, "gradient", index, values, arrays[0].shape)
+        check_row_gradient(self.name, name, index, values, arrays[0].shape)
         values, index = check.contiguous(values), check.contiguous(index)
         *addresses, index_address, values_address = check.no_overlap(
-            self.name, [*variables, "indices", "gradient"], [*arrays, index, values]
+            self.name, [*variables, "indices", name], [*arrays, index, values]
         )
         row_step(
             [self.name],
@@ -98,6 +105,17 @@ class Primitive:
             drop=drop,
             use_locking=self.use_locking,
         )
+
+
+def out_of_range_rule(where: str, value: Any) -> str:
+    """What to do with indices outside of ``[0, N)``: ``"raise"`` or ``"drop"``.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if not isinstance(value, str) or value not in ("raise", "drop"):
+        raise ValueError(message(where, "out_of_range", "is unknown", "'raise' or 'drop'", value))
+    return value
 
 
 def hp_row(real: Any, scalars: tuple[Any, ...]) -> np.ndarray:

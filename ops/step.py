@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..kernels.compile import kernel
+from ..kernels.blocks import kernel
 from ..kernels.cpu.dense import TensorTable, dense_update
+from ..kernels.cpu.measure import measure
 from ..kernels.cpu.row_step import RowTable, row_update
 from ..kernels.rules.rule import Prologue, Rule
-from ..kernels.storage import F32, STORAGES, Storage, real_of
+from ..kernels.storage import STORAGES, Storage, real_of
 from . import locks
 from .arrays import address_of, index_error
 from .errors import message
@@ -22,18 +23,18 @@ from .errors import message
 
 @dataclass(frozen=True, eq=False)
 class Variables:
-    """Checked variables of one storage type each for parameters and states.
+    """Checked variables: tensors of the same storage types of parameter and states.
 
     Attributes:
         tensors: for each tensor the parameter, then its states; contiguous, of one shape.
         w: storage of the parameters.
-        s: storage of the states.
+        s: storage of each state.
         table: their addresses and sizes.
     """
 
     tensors: tuple[tuple[np.ndarray, ...], ...]
     w: Storage
-    s: Storage
+    s: tuple[Storage, ...]
     table: TensorTable
 
     @classmethod
@@ -52,10 +53,8 @@ class Variables:
             found = known[t] if known else [address_of(a) for a in arrays]
             addresses[t, : len(arrays)] = found
             first[t + 1] = first[t] + arrays[0].size
-        example = tensors[0]
-        w = STORAGES[example[0].dtype]
-        s = STORAGES[example[1].dtype] if len(example) > 1 else F32
-        return cls(tuple(tensors), w, s, TensorTable(addresses, first))
+        w, *s = (STORAGES[array.dtype] for array in tensors[0])
+        return cls(tuple(tensors), w, tuple(s), TensorTable(addresses, first))
 
     @property
     def real(self) -> Storage:
@@ -102,6 +101,8 @@ def compile_step(
     """Compile what a step on these variables will run, so that it cannot fail half way."""
     compiled = kernel(rule, prologue, variables.w, g, variables.s)
     (compiled.block_real if row_sparse else compiled.block).address  # noqa: B018
+    if compiled.measure:
+        compiled.measure.address  # noqa: B018
 
 
 def dense_step(
@@ -131,6 +132,24 @@ def dense_step(
     held = locks.Request(variables.spans, shared=False) if use_locking else nullcontext()
     with held:
         dense_update(compiled, variables.table, gradients, hp, hp_of)
+
+
+def measure_step(
+    rule: Rule,
+    prologue: Prologue,
+    variables: Variables,
+    gradients: np.ndarray,
+    g: Storage,
+    hp: np.ndarray,
+    hp_of: np.ndarray,
+) -> np.ndarray:
+    """The first stage of a two-stage ``rule``; arguments as `dense_step`, nothing is written.
+
+    Returns:
+        float64 ``[T, n_measured]``: sums of squares over each tensor.
+    """
+    compiled = kernel(rule, prologue, variables.w, g, variables.s)
+    return measure(compiled, variables.table, gradients, hp, hp_of)
 
 
 def row_step(
@@ -165,7 +184,8 @@ def row_step(
         ValueError: the tables have too many rows for the sort keys.
     """
     g = STORAGES[gradients[0].values.dtype]
-    _check_keys(where[0], gradients, variables)
+    n_rows = sum(arrays[0].shape[0] for arrays in variables.tensors)
+    check_keys(where[0], n_rows, sum(len(gradient.indices) for gradient in gradients))
     compiled = kernel(rule, prologue, variables.w, g, variables.s)
     base, stride = address_of(hp), hp.strides[0]
     tables = [
@@ -198,10 +218,12 @@ def row_step(
         raise _first_bad_index(where, gradients, tables, position)
 
 
-def _check_keys(where: str, gradients: Sequence[RowGradient], variables: Variables) -> None:
-    """The number of a row and of an occurrence must fit into one sort key of 63 bits."""
-    n_rows = sum(arrays[0].shape[0] for arrays in variables.tensors)
-    n = sum(len(gradient.indices) for gradient in gradients)
+def check_keys(where: str, n_rows: int, n: int) -> None:
+    """The number of a row and of an occurrence must fit into one sort key of 63 bits.
+
+    Raises:
+        ValueError: they do not.
+    """
     bits = n_rows.bit_length() + n.bit_length()
     if bits > 63:
         raise ValueError(

@@ -7,60 +7,119 @@ import llvmlite.binding as llvm
 import pytest
 
 from fusestep.kernels import storage
-from fusestep.kernels.compile import kernel
+from fusestep.kernels.blocks import kernel
 from fusestep.kernels.cpu.rows import accumulate
 from fusestep.kernels.rules.gradient import COUPLED_DECAY, SCALE
 from fusestep.kernels.warmup import all_rules
 
 RULES = all_rules()
 FEATURES = llvm.get_host_cpu_features()
-
-# Instructions for several elements at once, by machine: (square root, division, FMA).
-_PACKED = {
-    "x86_64": (r"v?sqrtps", r"v?divps", r"vfn?m(add|sub)\d+ps"),
-    "aarch64": (r"fsqrt\s+v\d+\.[24]s", r"fdiv\s+v\d+\.[24]s", r"fml[as]\s+v\d+\.[24]s"),
-}
 MACHINE = {"AMD64": "x86_64", "arm64": "aarch64"}.get(platform.machine(), platform.machine())
 
+# Instructions for several elements at once, by machine.
+_PACKED = {
+    "x86_64": {
+        "square root": r"v?sqrtps",
+        "division": r"v?divps",
+        "multiplication": r"v?mulps",
+        "addition": r"v?addps",
+        "FMA": r"vfn?m(add|sub)\d+ps",
+        "float64 FMA": r"vfn?m(add|sub)\d+pd",
+    },
+    "aarch64": {
+        "square root": r"fsqrt\s+v\d+\.[24]s",
+        "division": r"fdiv\s+v\d+\.[24]s",
+        "multiplication": r"fmul\s+v\d+\.[24]s",
+        "addition": r"fadd\s+v\d+\.[24]s",
+        "FMA": r"fml[as]\s+v\d+\.[24]s",
+        "float64 FMA": r"fml[as]\s+v\d+\.2d",
+    },
+}
 
-@pytest.fixture(scope="module")
-def packed():
+ROOT, DIVISION, FMA = "square root", "division", "FMA"
+WITH_ROOT = {ROOT, DIVISION, FMA}
+# What the block of each rule must have, by what its formula has.
+MUST_HAVE = {
+    "sgd": {FMA},
+    "momentum": {FMA},
+    "momentum_nesterov": {FMA},
+    "sgd_first_step": {FMA},
+    "sgd_first_step_nesterov": {FMA},
+    "adagrad_fixed": {ROOT, DIVISION},  # w - lr*g/sqrt(A): no product is added to anything
+    "lars_gradient": {FMA},
+    "scaled": {"multiplication"},
+    "ftrl_power": set(),  # calls pow for each element, so its loop is scalar
+    **dict.fromkeys(
+        (
+            *("adam", "adam_nesterov", "adam_amsgrad", "adam_delta", "adam_nesterov_delta"),
+            *("adam_weight_decay", "lamb", "lamb_clipped", "adafactor", "adafactor_plain"),
+            *("rmsprop", "rmsprop_momentum", "rmsprop_centered", "rmsprop_centered_momentum"),
+            *("adagrad", "proximal_adagrad", "ftrl"),
+        ),
+        WITH_ROOT,
+    ),
+}
+MEASURING = [name for name in sorted(RULES) if RULES[name].measure]
+
+
+def assert_packed(text: str, wanted: set[str]) -> None:
+    """Each wanted kind of instruction occurs in a packed form."""
     if MACHINE not in _PACKED:
         pytest.skip(f"no list of packed instructions for {MACHINE}")
-    root, division, fma = _PACKED[MACHINE]
     has_fma = MACHINE == "aarch64" or FEATURES["fma"]
-    return {"square root": root, "division": division, **({"FMA": fma} if has_fma else {})}
+    for what in wanted if has_fma else wanted - {FMA, "float64 FMA"}:
+        assert re.search(rf"\s{_PACKED[MACHINE][what]}\s", text), f"no packed {what}"
+
+
+def test_every_rule_is_in_the_table():
+    assert MUST_HAVE.keys() == RULES.keys()
 
 
 @pytest.mark.parametrize("name", sorted(RULES))
 @pytest.mark.parametrize("prologue", [(), (COUPLED_DECAY, SCALE)], ids=["plain", "decay+scale"])
-def test_blocks_of_every_rule_are_vectorised(name, prologue, packed):
+def test_blocks_of_every_rule_are_vectorised(name, prologue):
     f32 = storage.F32
-    text = kernel(RULES[name], prologue, f32, f32, f32).block.assembly()
-    for what, pattern in packed.items():
-        assert re.search(rf"\s{pattern}\s", text), f"no packed {what}"
+    states = (f32,) * len(RULES[name].states)
+    text = kernel(RULES[name], prologue, f32, f32, states).block.assembly()
+    assert_packed(text, MUST_HAVE[name])
+
+
+def test_the_general_power_is_the_only_scalar_rule():
+    """The reason for which it is exempt; when it goes, so must the exemption."""
+    f32 = storage.F32
+    text = kernel(RULES["ftrl_power"], (), f32, f32, (f32, f32)).block.assembly()
+    assert re.search(r"\b_?powf?\b", text)
+    assert [name for name, must in MUST_HAVE.items() if not must] == ["ftrl_power"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [(name, storage.F32) for name in MEASURING]
+    + [("scaled", kind) for kind in (storage.F64, storage.F16, storage.BF16)],
+    ids=lambda x: x if isinstance(x, str) else x.name,
+)
+def test_sums_of_squares_are_vectorised(name, kind):
+    """Products of float64 numbers are added to several partial sums at once."""
+    rule = RULES[name]
+    compiled = kernel(rule, (), kind, kind, (kind,) * len(rule.states))
+    assert_packed(compiled.measure.assembly(), {"float64 FMA"})
 
 
 @pytest.mark.parametrize("kind", [storage.F16, storage.BF16], ids=lambda s: s.name)
-def test_16_bit_blocks_are_vectorised(kind, packed):
-    text = kernel(RULES["adam"], (), kind, kind, storage.F32).block.assembly()
-    assert re.search(rf"\s{packed['square root']}\s", text)
+def test_16_bit_blocks_are_vectorised(kind):
+    text = kernel(RULES["adam"], (), kind, kind, (storage.F32,) * 2).block.assembly()
+    assert_packed(text, {ROOT})
     if kind is storage.F16 and MACHINE == "x86_64" and FEATURES["f16c"]:
         assert re.search(r"vcvtph2psx?\s+[^\n]*[yz]mm", text)
 
 
-def test_zero_gradient_block_is_vectorised(packed):
+def test_zero_gradient_block_is_vectorised():
     f32 = storage.F32
-    text = kernel(RULES["adam"], (), f32, f32, f32).block_zero.assembly()
-    for what, pattern in packed.items():
-        assert re.search(rf"\s{pattern}\s", text), f"no packed {what}"
+    assert_packed(kernel(RULES["adam"], (), f32, f32, (f32, f32)).block_zero.assembly(), WITH_ROOT)
 
 
 def test_sums_of_rows_are_vectorised():
-    if MACHINE not in _PACKED:
-        pytest.skip(f"no list of packed instructions for {MACHINE}")
-    add = {"x86_64": r"v?addps", "aarch64": r"fadd\s+v\d+\.[24]s"}[MACHINE]
-    assert re.search(rf"\s{add}\s", accumulate(storage.F32, storage.F32).assembly())
+    assert_packed(accumulate(storage.F32, storage.F32).assembly(), {"addition"})
 
 
 def test_the_check_can_fail():
@@ -73,4 +132,5 @@ def test_the_check_can_fail():
             from_address = from_address * from_address + step
 
     text = NativeFunction(scalar, 3, "test").assembly()
-    assert not re.search(rf"\s{_PACKED['x86_64'][0]}\s", text)
+    with pytest.raises(AssertionError, match="no packed square root"):
+        assert_packed(text, {ROOT})

@@ -15,11 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fusestep import nn
 from fusestep.bench import (
     bounds,
     cases,
     command,
     document,
+    family,
     first_step,
     measure,
     no_cliff,
@@ -51,8 +53,30 @@ def quiet(done: int, total: int) -> None:
 def test_bytes_of_dense_steps(setup: Callable[[int], work.Work]) -> None:
     made = setup(1003)
     assert made.bytes == counted(made)
-    assert made.bound_bytes == made.bytes
-    assert len(made.bound) == len(made.variables) + 1
+    assert made.bound is not None
+    assert made.bound.bytes == made.bytes
+    assert len(made.bound.variables) == len(made.variables)
+
+
+@pytest.mark.parametrize("name", family.FAMILY)
+def test_bytes_of_every_optimizer(name: str) -> None:
+    made = family.dense(name, 900)
+    first_pass = family.FAMILY[name].first_pass
+    arrays = sum({"w": 1, "g": 1, "s": len(made.variables) - 1}[which] for which in first_pass)
+    assert made.bytes == counted(made) + arrays * made.variables[0].nbytes
+    assert made.bound is not None
+    assert made.bound.bytes == made.bytes
+
+
+def test_every_optimizer_is_a_case() -> None:
+    names = {name.removeprefix("dense-") for name in (case.name for case in cases.STEPS)}
+    assert family.FAMILY.keys() <= names
+    classes = {name for name, value in vars(nn).items() if isinstance(value, type)}
+    optimizers = {name for name in classes if issubclass(getattr(nn, name), nn.Optimizer)}
+    made = {type(member.make([np.ones((2, 2), np.float32)])) for member in family.FAMILY.values()}
+    # The others are cases of their own, or another one's dense step.
+    elsewhere = {"Optimizer", "Adam", "AdamOffload", "LazyAdam"}
+    assert optimizers - elsewhere == {cls.__name__ for cls in made}
 
 
 def test_bytes_of_many_parameters() -> None:
@@ -65,7 +89,8 @@ def test_bytes_of_many_parameters() -> None:
 def test_bytes_of_a_row_step_on_every_row() -> None:
     made = work.rows_fused(N=100, D=8, B=50)
     assert made.bytes == counted(made)
-    assert made.bound_bytes == 2 * sum(array.nbytes for array in made.bound)
+    assert made.bound is not None
+    assert made.bound.bytes == 2 * sum(array.nbytes for array in made.variables)
 
 
 def test_bytes_of_a_lazy_row_step() -> None:
@@ -85,7 +110,8 @@ def inputs(made: work.Work) -> int:
 
 
 def test_every_step_case_says_its_traffic_and_runs() -> None:
-    small = {work.many_small: (3,), work.rows_fused: (40, 4, 9), work.rows_lazy: (40, 4, 9)}
+    rows = (work.rows_fused, work.rows_lazy, work.rows_ftrl, work.rows_proximal_adagrad)
+    small = {work.many_small: (3,), **dict.fromkeys(rows, (40, 4, 9))}
     for case in cases.STEPS:
         made = case.setup(*small.get(case.setup, (64,)))
         for job in made.jobs.values():
@@ -140,13 +166,17 @@ def test_sizes_of_no_cliff() -> None:
 # -- bounds ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arrays", [3, 4, 5])
-def test_bounds_leave_the_arrays_as_they_are(arrays: int) -> None:
+@pytest.mark.parametrize("reads", [0, 1, 2, 4])
+@pytest.mark.parametrize(("variables", "has_gradient"), [(1, 1), (2, 1), (3, 0), (3, 1), (4, 1)])
+def test_bounds_leave_the_arrays_as_they_are(variables: int, has_gradient: int, reads: int) -> None:
     rng = np.random.default_rng(0)
-    given = [work.normal(rng, (40_003,)) for _ in range(arrays)]
+    given = [work.normal(rng, (40_003,)) for _ in range(variables + has_gradient)]
     copies = [array.copy() for array in given]
-    jobs = bounds.jobs(given, threads=2)
-    assert len(jobs) == 4
+    gradient = given[-1] if has_gradient else None
+    first = (tuple(given[:1] * reads),) if reads else ()
+    bound = bounds.Bound(tuple(given[:variables]), gradient, first)
+    jobs = bounds.jobs(bound, threads=2)
+    assert len(jobs) == (3 if reads else 4)
     for job in jobs.values():
         job.step()
     for array, copied in zip(given, copies, strict=True):
@@ -264,8 +294,7 @@ def fake_case(ours: float, clock: FakeClock, **changes: Any) -> cases.StepCase:
             shapes=[(4,)],
             inputs={"gradient": [array]},
             size={"elements": 4},
-            bound=(array, array, array),
-            bound_bytes=1000,
+            bound=bounds.Bound((array, array, array)),
         )
 
     return cases.StepCase("fake", "a made-up case", setup, of_bound=0.9, **changes)
@@ -287,7 +316,7 @@ def test_a_slowed_case_is_reported(clock: FakeClock, ours: float, verdict: str) 
     assert result.bound == "bound: fast"
     assert target.value == pytest.approx(1 / ours)
     assert target.verdict == verdict
-    assert result.bytes_moved == dict.fromkeys(["ours", "bound: slow", "bound: fast"], 1000)
+    assert result.bytes_moved == {"ours": 1000, "bound: slow": 96, "bound: fast": 96}
 
 
 # -- peers ----------------------------------------------------------------------------------------
@@ -533,8 +562,9 @@ def test_a_document_of_another_form_is_refused(
 def test_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(arguments("--list")) == 0
     lines = capsys.readouterr().out.splitlines()
-    names = "dense-adam dense-amsgrad many-small rows-fused rows-lazy no-cliff first-step"
-    assert [line.split()[0] for line in lines] == names.split()
+    names = [line.split()[0] for line in lines]
+    assert names == [case.name for case in cases.CASES]
+    assert {"dense-adam", "dense-lamb", "rows-lazy", "no-cliff", "first-step"} <= {*names}
 
 
 @pytest.mark.parametrize(

@@ -6,17 +6,35 @@ import importlib
 import pytest
 
 MODULES = [
+    "fusestep.nn.adafactor",
+    "fusestep.nn.adagrad",
     "fusestep.nn.adam",
     "fusestep.nn.adam_weight_decay",
     "fusestep.nn.checkpoint",
+    "fusestep.nn.decay",
+    "fusestep.nn.decay_lists",
+    "fusestep.nn.ftrl",
+    "fusestep.nn.lamb",
+    "fusestep.nn.lars",
     "fusestep.nn.optimizer",
     "fusestep.nn.parameter",
+    "fusestep.nn.rmsprop",
     "fusestep.nn.schedule",
+    "fusestep.nn.sequential",
+    "fusestep.nn.sgd",
+    "fusestep.ops.adagrad",
     "fusestep.ops.adam",
     "fusestep.ops.amsgrad",
     "fusestep.ops.arrays",
     "fusestep.ops.embedding",
+    "fusestep.ops.ftrl",
     "fusestep.ops.fused_sparse_adam",
+    "fusestep.ops.lars",
+    "fusestep.ops.norm",
+    "fusestep.ops.rmsprop",
+    "fusestep.ops.sgd",
+    "fusestep.ops.sparse_ftrl",
+    "fusestep.ops.sparse_proximal_adagrad",
 ]
 
 

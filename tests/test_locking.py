@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from fusestep import nn, ops
+from fusestep.kernels.cpu import row_step
 from fusestep.ops import locks
 
 from subprocesses import output_of
@@ -87,6 +88,53 @@ def test_lazy_calls_on_disjoint_rows():
     hammer([lambda t=t: work(t) for t in range(n_threads)])
     expected = apply_serially(np.full(n, 100), d)
     for actual, wanted in zip((var, m, v), expected, strict=True):
+        np.testing.assert_array_equal(actual, wanted)
+
+
+def test_ftrl_rows_see_some_serial_order():
+    """Two different calls at once: rows of one call only, and rows that see both."""
+    n, d = 6, 1_000
+    op = ops.FusedSparseFtrl(0.1, 0.01, 0.1, -0.3, use_locking=True)  # the slow power: more overlap
+    rng = np.random.default_rng(3)
+    first, second = (
+        (rng.standard_normal((4, d)).astype(np.float32), rng.permutation(4) + begin)
+        for begin in (0, 2)
+    )
+
+    def after(*calls):
+        arrays = tables(n, d)
+        for call in calls:
+            op(*arrays, *call)
+        return np.stack(arrays)
+
+    one, other = after(first, second), after(second, first)
+    assert (one[0, 2:4] != other[0, 2:4]).any(axis=1).all()
+    for _ in range(50):
+        arrays = tables(n, d)
+        hammer([lambda call=call, a=arrays: op(*a, *call) for call in (first, second)])
+        # Parameter and states of a row are those of the same order.
+        equal = [(np.stack(arrays) == wanted).all(axis=(0, 2)) for wanted in (one, other)]
+        assert (equal[0] | equal[1]).all()
+
+
+@pytest.mark.parametrize("use_locking", [False, True])
+def test_ftrl_waits_for_the_locks_of_its_rows(use_locking):
+    """All row locks are held: a locked call stands still before its first row."""
+    op = ops.FusedSparseFtrl(0.1, 0.01, 0.1, -0.5, use_locking=use_locking)
+    arrays, expected = tables(5, 2), tables(5, 2)
+    call = np.ones((2, 2), np.float32), np.array([3, 1])
+    ops.FusedSparseFtrl(0.1, 0.01, 0.1, -0.5)(*expected, *call)
+    thread = threading.Thread(target=op, args=(*arrays, *call))
+    row_step.stripes.fill(1)
+    try:
+        thread.start()
+        thread.join(0.3)
+        assert thread.is_alive() == use_locking
+        assert (arrays[0] == 1).all() == use_locking
+    finally:
+        row_step.stripes.fill(0)
+        thread.join()
+    for actual, wanted in zip(arrays, expected, strict=True):
         np.testing.assert_array_equal(actual, wanted)
 
 

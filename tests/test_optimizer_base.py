@@ -1587,12 +1587,12 @@ MISMATCHES: dict[str, tuple[Callable[[dict[str, Any]], Any], Any, str]] = {
     "other beta1": (
         changed("beta1_power", np.float32(0.5)),
         ValueError,
-        "'beta1_power' is of other betas",
+        "'beta1_power' is of other options",
     ),
     "other beta2": (
         changed("beta2_power", np.float32(0.5)),
         ValueError,
-        "'beta2_power' is of other betas",
+        "'beta2_power' is of other options",
     ),
     "step dtype": (
         changed("global_step", np.array([1], np.int64)),

@@ -18,7 +18,7 @@ from fusestep.kernels.storage import STORAGES
 from fusestep.ops.step import Variables, dense_step
 
 import reference
-from helpers import OPERATORS, STORAGE_DTYPES, Operator, assert_within_ulps
+from helpers import FAR, STORAGE_DTYPES, assert_within_ulps, distance
 
 HYPER = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "epsilon": 1e-3}
 # Powers of the third update; the fourth scalar of decay is only in its rule.
@@ -85,7 +85,7 @@ def test_rule_in_plain_python(name: str) -> None:
 
 
 def test_prologue_in_plain_python() -> None:
-    hp = SimpleNamespace(weight_decay=0.5, zero=0.0, grad_scale=0.25)
+    hp = SimpleNamespace(weight_decay=0.5, no_decay=0.0, grad_scale=0.25)
     assert prologues.coupled_decay(3.0, -4.0, hp) == 1.0
     assert prologues.scale(3.0, -4.0, hp) == 0.75
     hp.weight_decay = 0.0
@@ -196,76 +196,7 @@ def test_compiled_step_within_4_ulps(name: str, dtype: np.dtype, prologue: tuple
             assert_within_ulps(found, exact, scale, ulps, f"{role} after step {step + 1}")
 
 
-# Sensitivity: every argument moves the result by far more than the tolerance of 3e-6.
-FAR = 1e-3
-
-
-def distance(a: list[np.ndarray], b: list[np.ndarray]) -> float:
-    """The largest difference, relative to the largest value of its array."""
-    return max(
-        float(
-            np.max(np.abs(reference.wide(x) - reference.wide(y)))
-            / np.max(np.abs(reference.wide(y)))
-        )
-        for x, y in zip(a, b, strict=True)
-    )
-
-
-# 1e-8 is not neutral only beside gradients of its size; an epsilon of 0.1 acts everywhere.
-MOVED = {
-    "beta1_power": 0.5,
-    "beta2_power": 0.5,
-    "lr": 0.02,
-    "beta1": 0.5,
-    "beta2": 0.9,
-    "epsilon": 0.1,
-    "decay": 0.9,
-}
-OPERATOR_SCALARS = [
-    pytest.param(op, name, id=f"{op.name}-{name}")
-    for op in OPERATORS.values()
-    for name in op.scalars
-]
-
-
-def results(operator: Operator, changes: dict[str, Any], **constructor: Any) -> list[np.ndarray]:
-    """All variables after a call, and what it returned if that is another array."""
-    inputs = {**operator.inputs(), **changes}
-    returned = operator.call(inputs, **constructor)
-    found = [inputs[name] for name in operator.variables]
-    return found if isinstance(returned, tuple) else [returned, *found]
-
-
-def moves(operator: Operator, changed: list[np.ndarray]) -> bool:
-    return distance(changed, results(operator, {})) > FAR
-
-
-@pytest.mark.parametrize(("operator", "name"), OPERATOR_SCALARS)
-def test_operator_scalar_acts(operator: Operator, name: str) -> None:
-    assert moves(operator, results(operator, {name: MOVED[name]}))
-
-
-@pytest.mark.parametrize("name", ["beta1", "beta2", "epsilon"])
-def test_operator_attribute_acts(name: str) -> None:
-    operator = OPERATORS["ApplyAdamWithAmsgrad"]
-    assert moves(operator, results(operator, {}, **{name: MOVED[name]}))
-
-
-@pytest.mark.parametrize(
-    "operator", [op for op in OPERATORS.values() if hasattr(op.make(), "use_nesterov")],
-    ids=lambda op: op.name,
-)  # fmt: skip
-def test_operator_nesterov_acts(operator: Operator) -> None:
-    assert moves(operator, results(operator, {}, use_nesterov=True))
-
-
-def test_every_constructor_argument_of_an_operator_is_known() -> None:
-    """A new argument must be added to a test of what it does."""
-    # use_locking acts under concurrency, out_of_range on bad indices: tested there.
-    known = {"use_locking", "use_nesterov", "out_of_range", "beta1", "beta2", "epsilon", "unknown"}
-    for operator in OPERATORS.values():
-        assert set(inspect.signature(operator.make).parameters) <= known
-
+# Sensitivity of optimizers; that of operators is in test_operator_arguments.py.
 
 SHAPE = (6, 4)
 LEARNING = {"learning_rate": 0.05, "eps": 0.01}

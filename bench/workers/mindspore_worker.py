@@ -19,6 +19,22 @@ from worker_protocol import Job, serve  # type: ignore[import-not-found]
 _SCALARS = (0.9, 0.999, 1e-3, 0.9, 0.999, 1e-8)
 
 
+_MOMENTS = ("var", "m", "v")
+# Attributes, variables and scalars of each operator; then come the gradient and the indices.
+_OPERATORS: dict[str, tuple[dict[str, float], tuple[str, ...], tuple[float, ...]]] = {
+    "Adam": ({}, _MOMENTS, _SCALARS),
+    "ApplyAdamWithAmsgradV2": ({}, (*_MOMENTS, "vhat"), _SCALARS),
+    "FusedSparseAdam": ({}, _MOMENTS, _SCALARS),
+    "FusedSparseLazyAdam": ({}, _MOMENTS, _SCALARS),
+    "FusedSparseFtrl": (
+        {"lr": 1e-3, "l1": 0.0, "l2": 0.0, "lr_power": -0.5},
+        ("var", "accum", "linear"),
+        (),
+    ),
+    "FusedSparseProximalAdagrad": ({}, ("var", "accum"), (1e-3, 0.0, 0.0)),
+}
+
+
 class MindSpore:
     """The library, on ``threads`` threads."""
 
@@ -70,17 +86,17 @@ class MindSpore:
     def _operator(self, name: str, shape: list[int]) -> tuple[Any, Any]:
         """A compiled cell that applies the operator to its own variables, and the first of them."""
         nn = self.ms.nn
-        operator = getattr(self.ms.ops.operations.nn_ops, name)
-        names = ("var", "m", "v", "vhat") if "Amsgrad" in name else ("var", "m", "v")
+        make = getattr(self.ms.ops.operations.nn_ops, name)
+        attributes, names, scalars = _OPERATORS[name]
         variables = [self._variable(name, shape) for name in names]
-        numbers = tuple(self.ms.Tensor(np.float32(value)) for value in _SCALARS)
+        numbers = tuple(self.ms.Tensor(np.float32(value)) for value in scalars)
 
         class Cell(nn.Cell):  # type: ignore[name-defined, misc]
             def __init__(self) -> None:
                 super().__init__()
                 self.variables = self_variables
                 self.numbers = numbers
-                self.operator = operator()
+                self.operator = make(**attributes)
 
             def construct(self, *inputs: Any) -> Any:
                 return self.operator(*self.variables, *self.numbers, *inputs)

@@ -9,11 +9,18 @@ import numpy as np
 from worker_protocol import Job, serve  # type: ignore[import-not-found]
 
 # Class and arguments of each form.
-_FORMS: dict[str, tuple[str, dict[str, bool]]] = {
+_FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "Adam(fused=True)": ("Adam", {"fused": True}),
     "Adam(foreach=True)": ("Adam", {"foreach": True}),
     "Adam(amsgrad, fused=True)": ("Adam", {"amsgrad": True, "fused": True}),
     "SparseAdam": ("SparseAdam", {}),
+    "SGD(fused=True)": ("SGD", {"fused": True}),
+    "SGD(momentum, fused=True)": ("SGD", {"momentum": 0.9, "fused": True}),
+    "RMSprop(foreach=True)": ("RMSprop", {"foreach": True}),
+    "RMSprop(momentum, foreach=True)": ("RMSprop", {"momentum": 0.9, "foreach": True}),
+    "RMSprop(centered, foreach=True)": ("RMSprop", {"centered": True, "foreach": True}),
+    "Adagrad(fused=True)": ("Adagrad", {"fused": True}),
+    "Adafactor(foreach=True)": ("Adafactor", {"foreach": True}),
 }
 
 

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from numba import carray
 
-from ..compile import Kernel, call_reader, part
+from ..blocks import Kernel
+from ..compile import call_reader, part
 from .intrinsics import as_pointer, call7
 from .parallel import get_num_threads, run
 from .search import last_at_most
@@ -35,7 +36,9 @@ class DenseCall(NamedTuple):
     hp_of: int  # [T]: row of hp
     w_bytes: int
     g_bytes: int
-    s_bytes: int
+    s0_bytes: int
+    s1_bytes: int
+    s2_bytes: int
     chunk: int
 
 
@@ -56,14 +59,13 @@ def _update_chunk(index, slot, call):
         offset = flat - first[t]
         n = min(end, first[t + 1]) - flat
         if n > 0:
-            states = offset * c.s_bytes
             call7(
                 c.block,
                 table[t, 0] + offset * c.w_bytes,
                 gradients[t] + offset * c.g_bytes,
-                table[t, 1] + states,
-                table[t, 2] + states,
-                table[t, 3] + states,
+                table[t, 1] + offset * c.s0_bytes,
+                table[t, 2] + offset * c.s1_bytes,
+                table[t, 3] + offset * c.s2_bytes,
                 n,
                 c.hp + hp_of[t] * c.hp_row_bytes,
             )
@@ -123,7 +125,7 @@ def dense_update(
         hp_of.ctypes.data,
         kernel.w.itemsize,
         kernel.g.itemsize,
-        kernel.s.itemsize,
+        *kernel.state_bytes,
         chunk,
     )
     arguments = np.array(call, np.int64)

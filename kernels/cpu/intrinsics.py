@@ -90,6 +90,28 @@ def call7(typingctx, function, a, b, c, d, e, f, g):
 
 
 @intrinsic
+def call8(typingctx, function, a, b, c, d, e, f, g, h):
+    """Call the C function at address ``function`` with eight ``int64`` arguments."""
+
+    def codegen(context, builder, signature, args):
+        _call(builder, args[0], args[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 9), codegen
+
+
+@intrinsic
+def call9(typingctx, function, a, b, c, d, e, f, g, h, i):
+    """Call the C function at address ``function`` with nine ``int64`` arguments."""
+
+    def codegen(context, builder, signature, args):
+        _call(builder, args[0], args[1:])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 10), codegen
+
+
+@intrinsic
 def f16_to_f32(typingctx, bits):
     """The float32 value of a half-precision bit pattern (``uint16``); exact."""
 

@@ -92,13 +92,16 @@ class RowCall(NamedTuple):
     block_zero: int
     accumulate: int
     w_bytes: int
-    s_bytes: int
+    s0_bytes: int
+    s1_bytes: int
+    s2_bytes: int
     g_bytes: int
     real_bytes: int
     scratch: int  # one slice of scratch_bytes per slot
     scratch_bytes: int
     tile: int  # elements per tile of a dense-equivalent sweep
     stripes: int  # row locks, or 0 for none
+    measured: int  # [n] float64: at the first key of each segment what was measured of its row
 
 
 # The key list is read a little beyond its end, to prefetch.

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..compile import Kernel, NativeFunction
+from ..blocks import Kernel
+from ..compile import NativeFunction
 from . import layout, rows, sort
 from .layout import COLUMNS, HOT, HOT_COLUMNS, N_RESULTS, PADDING, RowCall
 from .parallel import get_num_threads, run
@@ -89,6 +90,28 @@ def row_update(
             step.sum_hot()
             step.update_touched() if touched_only else step.update_all()
     return position
+
+
+def row_norm(kernel: Kernel, tables: list[RowTable]) -> tuple[int, float]:
+    """The sum of squares of row-sparse gradients whose duplicates are summed first.
+
+    Args:
+        kernel: of a rule that measures the gradient; its storage types are those of the sums.
+        tables: at least one; only their gradients are read.
+
+    Returns:
+        As `row_update` the position of the first bad index or -1, and the float64 sum.
+    """
+    size = _sizes(kernel, tables, touched_only=True, drop=False)
+    with borrow(size.words) as block:
+        step = _RowStep(kernel, tables, size, block)
+        step.prepare(touched_only=True, drop=False, locked=False)
+        step.group()
+        position = step.result(layout.BAD_POSITION)
+        if position >= 0:
+            return position, 0.0
+        step.sum_hot()
+        return position, step.measure_touched()
 
 
 class _Sizes(NamedTuple):
@@ -189,6 +212,7 @@ class _RowStep:
     def prepare(self, *, touched_only: bool, drop: bool, locked: bool) -> None:
         """Write the arguments of the loops and the list of tables."""
         size, kernel, base = self._size, self._kernel, self._block.address
+        s0_bytes, s1_bytes, s2_bytes = kernel.state_bytes
         at = [base + 8 * place for place in size.places]
         call = RowCall(
             tables=at[_TABLES],
@@ -215,13 +239,16 @@ class _RowStep:
             block_zero=0 if touched_only else kernel.block_zero.address,
             accumulate=rows.accumulate(kernel.g, kernel.real).address,
             w_bytes=kernel.w.itemsize,
-            s_bytes=kernel.s.itemsize,
+            s0_bytes=s0_bytes,
+            s1_bytes=s1_bytes,
+            s2_bytes=s2_bytes,
             g_bytes=kernel.g.itemsize,
             real_bytes=kernel.real.itemsize,
             scratch=at[_SCRATCH],
             scratch_bytes=size.scratch_words * 8,
             tile=_TILE,
             stripes=_stripes_address if locked else 0,
+            measured=0,
         )
         words = self._block.words
         words[: len(call)] = call
@@ -312,6 +339,17 @@ class _RowStep:
         n_parts = min(self._size.n, _PARTS_PER_THREAD * self._size.threads)
         self._set("n_parts", n_parts)
         self._run(rows.update_touched, n_parts, self._size.threads)
+
+    def measure_touched(self) -> float:
+        """The squares of the summed rows, added up in the order of the rows."""
+        assert self._kernel.measure_real is not None
+        sums = np.zeros(self._size.n)
+        self._set("block", self._kernel.measure_real.address)
+        self._set("measured", sums.ctypes.data)
+        n_parts = min(self._size.n, _PARTS_PER_THREAD * self._size.threads)
+        self._set("n_parts", n_parts)
+        self._run(rows.measure_touched, n_parts, self._size.threads)
+        return float(sums.sum())
 
     def update_all(self) -> None:
         """Dense-equivalent: one sweep over all rows."""

@@ -15,6 +15,7 @@ from ..storage import F64, Storage
 from .intrinsics import (
     as_pointer,
     call7,
+    call8,
     compare_and_swap,
     cpu_pause,
     load_acquire,
@@ -218,26 +219,55 @@ def _prefetch_row(c, table, row):
     offset = row * width * c.w_bytes
     for line in range(0, min(width * c.w_bytes, _LINES * _LINE), _LINE):
         prefetch_write(table[W] + offset + line)
-    offset = row * width * c.s_bytes
-    for line in range(0, min(width * c.s_bytes, _LINES * _LINE), _LINE):
+    # Of an absent state the row has no bytes, so nothing is fetched.
+    offset = row * width * c.s0_bytes
+    for line in range(0, min(width * c.s0_bytes, _LINES * _LINE), _LINE):
         prefetch_write(table[S0] + offset + line)
+    offset = row * width * c.s1_bytes
+    for line in range(0, min(width * c.s1_bytes, _LINES * _LINE), _LINE):
         prefetch_write(table[S1] + offset + line)
 
 
 @njit(inline="always")
 def _call_block(c, block, table, row, n, gradient):
     offset = row * table[WIDTH]
-    states = offset * c.s_bytes
     call7(
         block,
         table[W] + offset * c.w_bytes,
         gradient,
-        table[S0] + states,
-        table[S1] + states,
-        table[S2] + states,
+        table[S0] + offset * c.s0_bytes,
+        table[S1] + offset * c.s1_bytes,
+        table[S2] + offset * c.s2_bytes,
         n,
         table[HP],
     )
+
+
+@njit
+def _first_segment(keys, begin, stop, bits):
+    """Where the first segment begins that does not begin before ``begin``."""
+    while 0 < begin < stop and keys[begin] >> bits == keys[begin - 1] >> bits:
+        begin += 1
+    return begin
+
+
+@part
+def measure_touched(index, slot, call):
+    """The measuring block on the summed rows of one share of the sorted keys."""
+    c = read_call(call)
+    result = int64s(c.result, N_RESULTS)
+    n, bits, tables = result[N_VALID], c.position_bits, _tables(c)
+    keys = int64s(result[SORTED_KEYS], c.n + PADDING)
+    total = c.scratch + slot * c.scratch_bytes
+    begin, stop = share(n, c.n_parts, index), share(n, c.n_parts, index + 1)
+    begin = _first_segment(keys, begin, stop, bits)
+    while begin < stop:
+        t = last_at_most(tables[:, FIRST_ROW], c.n_tables, keys[begin] >> bits)
+        end = _segment_end(keys, begin, n, bits)
+        _sum_segment(c, tables, t, begin, end, total)
+        sums = c.measured + begin * 8
+        call8(c.block, total, total, 0, 0, 0, tables[t, WIDTH], tables[t, HP], sums)
+        begin = end
 
 
 @part
@@ -250,8 +280,7 @@ def update_touched(index, slot, call):
     stripes = carray(as_pointer(c.stripes), N_STRIPES, np.int32)
     total = c.scratch + slot * c.scratch_bytes
     begin, stop = share(n, c.n_parts, index), share(n, c.n_parts, index + 1)
-    while 0 < begin < stop and keys[begin] >> bits == keys[begin - 1] >> bits:
-        begin += 1  # of a segment that began in the share before
+    begin = _first_segment(keys, begin, stop, bits)
     t, ahead = 0, begin
     while begin < stop:
         row = keys[begin] >> bits

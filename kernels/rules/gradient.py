@@ -2,7 +2,8 @@
 
 Each part is a scalar function ``g' = part(g, w, hp)``. Parts are composed with the rule
 at compile time, in the order in which they are listed, so they cost no pass over memory
-and an absent part costs nothing.
+and an absent part costs nothing. Each part is rounded by itself, so a parameter steps the same
+whether or not others that share its call have one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ def coupled_decay(g: Any, w: Any, hp: Any) -> Any:
     The test keeps ``0 * inf`` out of parameters that share a call with decayed ones. It is
     the same for a whole tensor, so it costs a blend and no branch.
     """
-    return g + hp.weight_decay * w if hp.weight_decay > hp.zero else g
+    return g + hp.weight_decay * w if hp.weight_decay > hp.no_decay else g
 
 
 def scale(g: Any, w: Any, hp: Any) -> Any:
@@ -26,5 +27,11 @@ def scale(g: Any, w: Any, hp: Any) -> Any:
     return g * hp.grad_scale
 
 
-COUPLED_DECAY = Part(coupled_decay, ("weight_decay", "zero"))
+def trust(g: Any, w: Any, hp: Any) -> Any:
+    """``g * trust_ratio``: the factor of a layer-wise adaptive optimizer."""
+    return g * hp.trust_ratio
+
+
+COUPLED_DECAY = Part(coupled_decay, ("weight_decay", "no_decay"))
 SCALE = Part(scale, ("grad_scale",))
+TRUST = Part(trust, ("trust_ratio",))

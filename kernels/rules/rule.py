@@ -15,8 +15,22 @@ from numba.extending import register_jitable
 # code, and neither assumes away NaN or infinity.
 RULE_FLAGS: dict[str, Any] = {"error_model": "numpy", "fastmath": {"contract"}}
 
+# What comes before a rule is rounded by itself, whatever the rule does with it next. (Said in
+# full: a function without "fastmath" takes that of its caller.)
+PROLOGUE_FLAGS: dict[str, Any] = {"error_model": "numpy", "fastmath": False}
+
 rule_helper = register_jitable(**RULE_FLAGS)
 """Decorator of a scalar function that several rules call."""
+
+
+@register_jitable(**PROLOGUE_FLAGS)
+def product(x: Any, y: Any) -> Any:
+    """``x * y``, rounded before it is added to anything.
+
+    In a sum of two products either may be the one that is rounded first when the other is fused
+    with the addition, and compilations differ in which: one of them has to be this.
+    """
+    return x * y
 
 
 def _constant(module: str, name: str) -> Any:
@@ -43,12 +57,18 @@ class Rule(_Constant):
             out, compilable by Numba, without literals (a literal turns float32
             arithmetic into float64; constants come in through ``hp``).
         states: the role of each state, in argument order (at most three).
-        hp: the fields of ``hp`` that ``update`` reads.
+        hp: the fields of ``hp`` that ``update`` and ``measure`` read.
+        measure: makes it a two-stage rule: ``measure(w, g, *states, hp)`` returns a tuple of
+            values, whose squares are summed over the tensor before anything is updated (at
+            most two states). What follows from the sums comes to ``update`` through ``hp``.
+        n_measured: how many values (at most three).
     """
 
     update: Callable[..., Any]
     states: tuple[str, ...]
     hp: tuple[str, ...]
+    measure: Callable[..., Any] | None = None
+    n_measured: int = 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,306 @@
+"""Rules to machine code.
+
+The loops of this package (drivers) do not know a rule. A rule is compiled into a *block*,
+
+    block(w, g, s0, s1, s2, n, hp)          seven int64: addresses, a count, an address
+
+which updates ``n`` contiguous elements, and a driver calls it through its address. A new rule
+then costs one small compilation, the drivers are compiled once for all rules, and the dense,
+row-sparse, serial and parallel paths run the very same machine code, hence give equal bits.
+
+The first stage of a two-stage rule is compiled into a block that only reads and adds up,
+
+    measure(w, g, s0, s1, s2, n, hp, sums)  eight int64
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import carray, njit
+
+from .cache import fingerprint
+from .compile import NativeFunction
+from .cpu.intrinsics import as_pointer, tuple_reader
+from .rules.rule import PROLOGUE_FLAGS, RULE_FLAGS, Part, Prologue, Rule, hp_type
+from .storage import F64, Storage, numba_type, real_of
+
+MOST_STATES = 3
+_BLOCK_ARGUMENTS = 7
+_MEASURE_ARGUMENTS = 8
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """A rule behind a prologue, compiled for its storage types.
+
+    Attributes:
+        rule: the update rule.
+        prologue: what happens to the gradient first.
+        w: storage of the parameter; the arithmetic follows it.
+        g: storage of the gradient.
+        s: storage of each state.
+        block: updates contiguous elements.
+        block_zero: the same for a gradient that is 0 everywhere and is not read.
+        block_real: the same for a gradient in the type of the arithmetic (summed rows).
+        measure: the first stage of a two-stage rule, else None.
+        measure_real: the same for a gradient in the type of the arithmetic.
+        real: storage of the arithmetic, of ``hp`` and of summed gradients.
+    """
+
+    rule: Rule
+    prologue: Prologue
+    w: Storage
+    g: Storage
+    s: tuple[Storage, ...]
+    block: NativeFunction
+    block_zero: NativeFunction
+    block_real: NativeFunction
+    measure: NativeFunction | None
+    measure_real: NativeFunction | None
+    real: Storage
+
+    @property
+    def state_bytes(self) -> tuple[int, int, int]:
+        """Bytes of an element of each state; 0 for a state that the rule does not have."""
+        sizes = [storage.itemsize for storage in self.s]
+        first, second, third = sizes + [0] * (MOST_STATES - len(sizes))
+        return first, second, third
+
+
+@cache
+def kernel(
+    rule: Rule, prologue: Prologue, w: Storage, g: Storage, s: tuple[Storage, ...]
+) -> Kernel:
+    """The kernel of ``rule`` for these storage types; nothing is compiled yet."""
+    block, block_zero, block_real = (
+        _block(rule, prologue, w, gradient, s) for gradient in (g, None, real_of(w))
+    )
+    measure = measure_real = None
+    if rule.measure:
+        measure, measure_real = (
+            _measure(rule, prologue, w, gradient, s) for gradient in (g, real_of(w))
+        )
+    return Kernel(
+        rule,
+        prologue,
+        w,
+        g,
+        s,
+        block,
+        block_zero,
+        block_real,
+        measure,
+        measure_real,
+        real_of(w),
+    )
+
+
+@cache
+def _block(
+    rule: Rule, prologue: Prologue, w: Storage, g: Storage | None, s: tuple[Storage, ...]
+) -> NativeFunction:
+    element = _element(rule, prologue, w, g, s)
+    function = _span(element, hp_type(rule, prologue), w, g, s)
+    identity = _identity("block", rule.update, rule, prologue, w, g, s)
+    return NativeFunction(function, _BLOCK_ARGUMENTS, identity)
+
+
+@cache
+def _measure(
+    rule: Rule, prologue: Prologue, w: Storage, g: Storage, s: tuple[Storage, ...]
+) -> NativeFunction:
+    values = _measured_values(rule, prologue, w, g, s)
+    function = _sum_of_squares(values, rule.n_measured, hp_type(rule, prologue), w, g, s)
+    identity = _identity("measure", rule.measure, rule, prologue, w, g, s)
+    return NativeFunction(function, _MEASURE_ARGUMENTS, identity)
+
+
+def _identity(
+    kind: str,
+    function: Any,
+    rule: Rule,
+    prologue: Prologue,
+    w: Storage,
+    g: Storage | None,
+    s: tuple[Storage, ...],
+) -> str:
+    """All that decides the machine code, for the on-disk cache."""
+    parts = " ".join(fingerprint(p.apply) + str(p.hp) for p in prologue)
+    names = " ".join(storage.name for storage in s)
+    return (
+        f"{kind} {function.__name__} {fingerprint(function)} {rule.hp} "
+        f"prologue {parts} storage {w.name} {g.name if g else 'zero'} {names}"
+    )
+
+
+def compose(prologue: tuple[Part, ...]) -> Any:
+    """One compiled function out of the parts of a prologue, first part first."""
+    if not prologue:
+
+        @njit
+        def identity(g, w, hp):
+            return g
+
+        return identity
+    first, rest = njit(**PROLOGUE_FLAGS)(prologue[0].apply), compose(prologue[1:])
+
+    @njit
+    def composed(g, w, hp):
+        return rest(first(g, w, hp), w, hp)
+
+    return composed
+
+
+def _loads(s: tuple[Storage, ...]) -> list[Any]:
+    """The conversion of each state to the type of the arithmetic; any one where there is none."""
+    loads = [storage.to_real for storage in s]
+    return loads + [loads[0] if loads else None] * (MOST_STATES - len(s))
+
+
+def _stores(s: tuple[Storage, ...], wide: bool) -> list[Any]:
+    """The conversion of each state from the type of the arithmetic."""
+    stores = [storage.from_wide if wide else storage.from_real for storage in s]
+    return stores + [stores[0] if stores else None] * (MOST_STATES - len(s))
+
+
+def _element(
+    rule: Rule, prologue: Prologue, w: Storage, g: Storage | None, s: tuple[Storage, ...]
+) -> Any:
+    """``element(w, g, states, i, hp)``: load, prologue, rule, store for one element.
+
+    ``n_states`` and ``zero_gradient`` are constants of the closure, so that Numba prunes
+    the other branches before it types them.
+    """
+    update, condition = njit(**RULE_FLAGS)(rule.update), compose(prologue)
+    wide = real_of(w) is F64
+    load_w, store_w = w.to_real, w.from_wide if wide else w.from_real
+    load_0, load_1, load_2 = _loads(s)
+    store_0, store_1, store_2 = _stores(s, wide)
+    load_g = g.to_real if g else w.to_real
+    real = numba_type(real_of(w))
+    n_states, zero_gradient = len(s), g is None
+
+    @njit(error_model="numpy")
+    def element(w, g, states, i, hp):
+        x = real(load_w(w[i]))
+        d = real(0) if zero_gradient else real(load_g(g[i]))
+        d = condition(d, x, hp)
+        if n_states == 0:
+            w[i] = store_w(update(x, d, hp))
+        elif n_states == 1:
+            x, a = update(x, d, real(load_0(states[0][i])), hp)
+            w[i], states[0][i] = store_w(x), store_0(a)
+        elif n_states == 2:
+            x, a, b = update(x, d, real(load_0(states[0][i])), real(load_1(states[1][i])), hp)
+            w[i], states[0][i], states[1][i] = store_w(x), store_0(a), store_1(b)
+        else:
+            a, b = real(load_0(states[0][i])), real(load_1(states[1][i]))
+            x, a, b, c = update(x, d, a, b, real(load_2(states[2][i])), hp)
+            w[i], states[0][i] = store_w(x), store_0(a)
+            states[1][i], states[2][i] = store_1(b), store_2(c)
+
+    return element
+
+
+def _measured_values(
+    rule: Rule, prologue: Prologue, w: Storage, g: Storage, s: tuple[Storage, ...]
+) -> Any:
+    """``values(w, g, states, i, hp)``: load, prologue and ``rule.measure`` for one element."""
+    measure, condition = njit(**RULE_FLAGS)(rule.measure), compose(prologue)
+    load_w, load_g = w.to_real, g.to_real
+    load_0, load_1, _ = _loads(s)
+    real, n_states = numba_type(real_of(w)), len(s)
+
+    @njit(error_model="numpy")
+    def values(w, g, states, i, hp):
+        x = real(load_w(w[i]))
+        d = condition(real(load_g(g[i])), x, hp)
+        if n_states == 0:
+            return measure(x, d, hp)
+        if n_states == 1:
+            return measure(x, d, real(load_0(states[0][i])), hp)
+        return measure(x, d, real(load_0(states[0][i])), real(load_1(states[1][i])), hp)
+
+    return values
+
+
+def _state_arrays(s: tuple[Storage, ...]) -> Any:
+    """``arrays(s0, s1, s2, n)``: a compiled function that makes a tuple of the states."""
+    n_states = len(s)
+    carriers = [storage.carrier for storage in s] + [np.uint8] * MOST_STATES
+    first, second, third = carriers[:MOST_STATES]
+
+    @njit(inline="always")
+    def arrays(s0, s1, s2, n):
+        if n_states == 0:
+            return ()
+        if n_states == 1:
+            return (carray(as_pointer(s0), n, first),)
+        if n_states == 2:
+            return (carray(as_pointer(s0), n, first), carray(as_pointer(s1), n, second))
+        return (
+            carray(as_pointer(s0), n, first),
+            carray(as_pointer(s1), n, second),
+            carray(as_pointer(s2), n, third),
+        )
+
+    return arrays
+
+
+def _span(
+    element: Any, hp: type, w: Storage, g: Storage | None, s: tuple[Storage, ...]
+) -> Callable[..., None]:
+    """The loop of a block over ``n`` contiguous elements."""
+    read_hp = tuple_reader(hp, numba_type(real_of(w)))
+    w_type, g_type = w.carrier, g.carrier if g else w.carrier
+    state_arrays = _state_arrays(s)
+
+    def block(w_address, g_address, s0, s1, s2, n, hp_address):
+        scalars = read_hp(hp_address)
+        w = carray(as_pointer(w_address), n, w_type)
+        g = carray(as_pointer(g_address), n, g_type)
+        states = state_arrays(s0, s1, s2, n)
+        for i in range(w.size):
+            element(w, g, states, i, scalars)
+
+    return block
+
+
+def _sum_of_squares(
+    values: Any, n_values: int, hp: type, w: Storage, g: Storage, s: tuple[Storage, ...]
+) -> Callable[..., None]:
+    """The loop of a measuring block: float64 sums of the squares of the values.
+
+    ``reassoc`` allows packed additions. The order is that of the machine code, so it is the
+    same for every call on the same elements.
+    """
+    read_hp = tuple_reader(hp, numba_type(real_of(w)))
+    w_type, g_type = w.carrier, g.carrier
+    state_arrays = _state_arrays(s)
+
+    @njit(error_model="numpy", fastmath={"reassoc", "contract"})
+    def add_up(w, g, states, hp):
+        a = b = c = 0.0
+        for i in range(w.size):
+            found = values(w, g, states, i, hp)
+            a += np.float64(found[0]) * np.float64(found[0])
+            if n_values > 1:
+                b += np.float64(found[1]) * np.float64(found[1])
+            if n_values > 2:
+                c += np.float64(found[2]) * np.float64(found[2])
+        return a, b, c
+
+    def measure(w_address, g_address, s0, s1, s2, n, hp_address, sums_address):
+        w = carray(as_pointer(w_address), n, w_type)
+        g = carray(as_pointer(g_address), n, g_type)
+        found = add_up(w, g, state_arrays(s0, s1, s2, n), read_hp(hp_address))
+        sums = carray(as_pointer(sums_address), n_values, np.float64)
+        for k in range(n_values):
+            sums[k] = found[k]
+
+    return measure

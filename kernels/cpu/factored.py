@@ -1,0 +1,253 @@
+"""Adafactor on matrices: three passes over the gradients of any number of tensors in one step."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import carray, njit
+
+from ..compile import NativeFunction, part
+from ..factored_blocks import FactoredKernel
+from .factored_layout import (
+    AVERAGE,
+    COLUMN_STATE,
+    COLUMN_SUMS,
+    COLUMNS,
+    FACTORS,
+    GROUP,
+    HEIGHT,
+    MATRICES,
+    ROW_STATE,
+    ROW_SUMS,
+    TILE_HEIGHT,
+    TILE_WIDTH,
+    TILES_ACROSS,
+    TILES_DOWN,
+    WIDTH,
+    FactoredCall,
+    FactoredTable,
+    W,
+    read_call,
+)
+from .intrinsics import as_pointer, call8, call9
+from .parallel import get_num_threads, run
+from .search import last_at_most
+from .sort import int64s
+
+_SERIAL_BELOW = 32_768  # elements
+
+
+@njit
+def _tensor(c, t):
+    return carray(as_pointer(c.tensors), (c.n_tensors, COLUMNS), np.int64)[t]
+
+
+@njit
+def _part_of(c, index):
+    """The tensor of a part, its first tile and the tile after its last."""
+    first = int64s(c.first_part, c.n_tensors)
+    t = last_at_most(first, c.n_tensors, index)
+    tensor = _tensor(c, t)
+    begin = (index - first[t]) * tensor[GROUP]
+    n_tiles = tensor[MATRICES] * tensor[TILES_DOWN] * tensor[TILES_ACROSS]
+    return t, begin, min(begin + tensor[GROUP], n_tiles)
+
+
+@njit
+def _tile(tensor, number):
+    """Matrix, place down and across, and size of a tile."""
+    tiles = tensor[TILES_DOWN] * tensor[TILES_ACROSS]
+    matrix, rest = number // tiles, number % tiles
+    down, across = rest // tensor[TILES_ACROSS], rest % tensor[TILES_ACROSS]
+    height = min(tensor[TILE_HEIGHT], tensor[HEIGHT] - down * tensor[TILE_HEIGHT])
+    width = min(tensor[TILE_WIDTH], tensor[WIDTH] - across * tensor[TILE_WIDTH])
+    return matrix, down, across, height, width
+
+
+@njit
+def _offset(tensor, matrix, down, across):
+    """Elements before a tile's first one."""
+    row = matrix * tensor[HEIGHT] + down * tensor[TILE_HEIGHT]
+    return row * tensor[WIDTH] + across * tensor[TILE_WIDTH]
+
+
+@njit
+def _factor_places(c, tensor, matrix, down, across):
+    """Addresses of the row and column factors of a tile."""
+    place = tensor[FACTORS] + matrix * (tensor[HEIGHT] + tensor[WIDTH])
+    row = place + down * tensor[TILE_HEIGHT]
+    column = place + tensor[HEIGHT] + across * tensor[TILE_WIDTH]
+    return c.factors + row * c.real_bytes, c.factors + column * c.real_bytes
+
+
+@part
+def sum_squares(index, slot, call):
+    """Sums over the rows and columns of the tiles of one part."""
+    c = read_call(call)
+    t, begin, end = _part_of(c, index)
+    tensor, g = _tensor(c, t), int64s(c.gradients, c.n_tensors)[t]
+    for number in range(begin, end):
+        matrix, down, across, height, width = _tile(tensor, number)
+        offset = _offset(tensor, matrix, down, across)
+        of_rows = (matrix * tensor[TILES_ACROSS] + across) * tensor[HEIGHT]
+        of_columns = (matrix * tensor[TILES_DOWN] + down) * tensor[WIDTH]
+        call8(
+            c.squares,
+            tensor[W] + offset * c.w_bytes,
+            g + offset * c.g_bytes,
+            height,
+            width,
+            tensor[WIDTH],
+            c.sums + (tensor[ROW_SUMS] + of_rows + down * tensor[TILE_HEIGHT]) * 8,
+            c.sums + (tensor[COLUMN_SUMS] + of_columns + across * tensor[TILE_WIDTH]) * 8,
+            c.hp + t * c.hp_row_bytes,
+        )
+
+
+@njit
+def _add_tiles(address, n_tiles, n):
+    """Add the sums of the tiles to those of the first, in order."""
+    sums = carray(as_pointer(address), (n_tiles, n), np.float64)
+    for k in range(1, n_tiles):
+        for i in range(n):
+            sums[0, i] += sums[k, i]
+
+
+@part
+def make_factors(index, slot, call):
+    """States and factors of one group of matrices."""
+    c = read_call(call)
+    first = int64s(c.first_group, c.n_tensors)
+    t = last_at_most(first, c.n_tensors, index)
+    tensor = _tensor(c, t)
+    height, width, across, down = (
+        tensor[HEIGHT],
+        tensor[WIDTH],
+        tensor[TILES_ACROSS],
+        tensor[TILES_DOWN],
+    )
+    begin = (index - first[t]) * tensor[GROUP]
+    for matrix in range(begin, min(begin + tensor[GROUP], tensor[MATRICES])):
+        row_sums = c.sums + (tensor[ROW_SUMS] + matrix * across * height) * 8
+        column_sums = c.sums + (tensor[COLUMN_SUMS] + matrix * down * width) * 8
+        _add_tiles(row_sums, across, height)
+        _add_tiles(column_sums, down, width)
+        factors, _ = _factor_places(c, tensor, matrix, 0, 0)
+        call8(
+            c.make_factors,
+            row_sums,
+            column_sums,
+            height,
+            width,
+            tensor[ROW_STATE] + matrix * height * c.real_bytes,
+            tensor[COLUMN_STATE] + matrix * width * c.real_bytes,
+            factors,
+            c.hp + t * c.hp_row_bytes,
+        )
+
+
+@part
+def sum_direction(index, slot, call):
+    """The squares of the direction of one part."""
+    c = read_call(call)
+    t, begin, end = _part_of(c, index)
+    tensor, g = _tensor(c, t), int64s(c.gradients, c.n_tensors)[t]
+    out = c.measured + index * 8
+    carray(as_pointer(out), 1, np.float64)[0] = 0.0
+    for number in range(begin, end):
+        matrix, down, across, height, width = _tile(tensor, number)
+        offset = _offset(tensor, matrix, down, across)
+        row_factors, column_factors = _factor_places(c, tensor, matrix, down, across)
+        call9(
+            c.direction,
+            tensor[W] + offset * c.w_bytes,
+            g + offset * c.g_bytes,
+            height,
+            width,
+            tensor[WIDTH],
+            row_factors,
+            column_factors,
+            c.hp + t * c.hp_row_bytes,
+            out,
+        )
+
+
+@part
+def update_matrices(index, slot, call):
+    """The update of one part."""
+    c = read_call(call)
+    t, begin, end = _part_of(c, index)
+    tensor, g = _tensor(c, t), int64s(c.gradients, c.n_tensors)[t]
+    for number in range(begin, end):
+        matrix, down, across, height, width = _tile(tensor, number)
+        offset = _offset(tensor, matrix, down, across)
+        row_factors, column_factors = _factor_places(c, tensor, matrix, down, across)
+        call9(
+            c.update,
+            tensor[W] + offset * c.w_bytes,
+            g + offset * c.g_bytes,
+            tensor[AVERAGE] + offset * c.s_bytes,
+            height,
+            width,
+            tensor[WIDTH],
+            row_factors,
+            column_factors,
+            c.hp + t * c.hp_row_bytes,
+        )
+
+
+class FactoredStep:
+    """One step; its passes are called in their order.
+
+    Args:
+        kernel: the compiled blocks.
+        table: the tensors.
+        gradients: int64 ``[T]``: addresses of the gradients.
+        hp: ``[T, F]`` scalars in the type of the arithmetic.
+    """
+
+    def __init__(
+        self, kernel: FactoredKernel, table: FactoredTable, gradients: np.ndarray, hp: np.ndarray
+    ) -> None:
+        self._table = table
+        self._measured = np.empty(table.n_parts)
+        sums, factors = np.empty(table.n_sums), np.empty(table.n_factors, kernel.real.dtype)
+        self._keep = (gradients, hp, sums, factors)  # the loops have their addresses
+        call = FactoredCall(
+            len(gradients),
+            table.table.ctypes.data,
+            gradients.ctypes.data,
+            table.first_part.ctypes.data,
+            table.first_group.ctypes.data,
+            hp.ctypes.data,
+            hp.strides[0],
+            kernel.w.itemsize,
+            kernel.g.itemsize,
+            kernel.s.itemsize if kernel.s else 0,
+            kernel.real.itemsize,
+            sums.ctypes.data,
+            factors.ctypes.data,
+            self._measured.ctypes.data,
+            kernel.squares.address,
+            kernel.factors.address,
+            kernel.direction.address,
+            kernel.update.address,
+        )
+        self._call = np.array(call, np.int64)
+        self._threads = 1 if table.n_elements < _SERIAL_BELOW else get_num_threads()
+
+    def _run(self, function: NativeFunction, n: int) -> None:
+        run(function, n, self._call.ctypes.data, self._threads)
+
+    def factorize(self) -> None:
+        """First pass: row and column means into the states, and the factors."""
+        self._run(sum_squares, self._table.n_parts)
+        self._run(make_factors, self._table.n_groups)
+
+    def direction_squares(self) -> np.ndarray:
+        """Second pass: float64 ``[T]``, the sum of squares of each tensor's direction."""
+        self._run(sum_direction, self._table.n_parts)
+        return np.add.reduceat(self._measured, self._table.first_part)
+
+    def update(self) -> None:
+        """Third pass: the parameters and their first moments."""
+        self._run(update_matrices, self._table.n_parts)

@@ -1,0 +1,112 @@
+"""The first stage of two-stage rules: sums over each of any number of tensors, in one call.
+
+A tensor is summed in parts of `PART` elements, each in the order of the machine code, and
+the sums of the parts are added in their order. So a sum depends on the tensor alone, not on
+the number of threads or on the other tensors of the call.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import carray
+
+from ..blocks import Kernel
+from ..compile import call_reader, part
+from .dense import SERIAL_BELOW, TensorTable
+from .intrinsics import as_pointer, call8
+from .parallel import get_num_threads, run
+from .search import last_at_most
+
+PART = 65_536  # elements; fixes the last bits of a sum
+_MOST_VALUES = 3
+
+
+class MeasureCall(NamedTuple):
+    """Arguments of the measuring loop, all ``int64``."""
+
+    measure: int
+    n_tensors: int
+    addresses: int  # [T, 4]: w, s0, s1, s2
+    gradients: int  # [T]
+    first: int  # [T + 1]: flat index of each tensor's first element
+    first_part: int  # [T]: number of each tensor's first part
+    hp: int  # [R, F] of the arithmetic type
+    hp_row_bytes: int
+    hp_of: int  # [T]: row of hp
+    w_bytes: int
+    g_bytes: int
+    s0_bytes: int
+    s1_bytes: int
+    s2_bytes: int
+    part: int
+    sums: int  # [parts, _MOST_VALUES] float64
+
+
+_read_call = call_reader(MeasureCall)
+
+
+@part
+def _measure_part(index, slot, call):
+    c = _read_call(call)
+    first = carray(as_pointer(c.first), c.n_tensors + 1, np.int64)
+    first_part = carray(as_pointer(c.first_part), c.n_tensors, np.int64)
+    table = carray(as_pointer(c.addresses), (c.n_tensors, 4), np.int64)
+    gradients = carray(as_pointer(c.gradients), c.n_tensors, np.int64)
+    hp_of = carray(as_pointer(c.hp_of), c.n_tensors, np.int64)
+    t = last_at_most(first_part, c.n_tensors, index)
+    offset = (index - first_part[t]) * c.part
+    call8(
+        c.measure,
+        table[t, 0] + offset * c.w_bytes,
+        gradients[t] + offset * c.g_bytes,
+        table[t, 1] + offset * c.s0_bytes,
+        table[t, 2] + offset * c.s1_bytes,
+        table[t, 3] + offset * c.s2_bytes,
+        min(c.part, first[t + 1] - first[t] - offset),
+        c.hp + hp_of[t] * c.hp_row_bytes,
+        c.sums + index * _MOST_VALUES * 8,
+    )
+
+
+def measure(
+    kernel: Kernel, table: TensorTable, gradients: np.ndarray, hp: np.ndarray, hp_of: np.ndarray
+) -> np.ndarray:
+    """The sums of squares of what ``kernel.rule`` measures; nothing is written to the tensors.
+
+    Args:
+        kernel: the compiled rule and its storage types.
+        table: the tensors.
+        gradients: int64 ``[T]``: addresses of the gradients.
+        hp: ``[R, F]`` scalars in the type of the arithmetic, fields as `hp_type`.
+        hp_of: int64 ``[T]``: which row of ``hp`` a tensor uses.
+
+    Returns:
+        float64 ``[T, n_measured]``.
+    """
+    assert kernel.measure is not None
+    parts = np.maximum(1, -(-np.diff(table.first) // PART))
+    first_part = np.concatenate(([0], np.cumsum(parts)[:-1]))
+    sums = np.zeros((int(parts.sum()), _MOST_VALUES))
+    addresses, first = table.pointers
+    call = MeasureCall(
+        kernel.measure.address,
+        len(gradients),
+        addresses,
+        gradients.ctypes.data,
+        first,
+        first_part.ctypes.data,
+        hp.ctypes.data,
+        hp.strides[0],
+        hp_of.ctypes.data,
+        kernel.w.itemsize,
+        kernel.g.itemsize,
+        *kernel.state_bytes,
+        PART,
+        sums.ctypes.data,
+    )
+    arguments = np.array(call, np.int64)
+    threads = get_num_threads() if table.total >= SERIAL_BELOW else 1
+    run(_measure_part, len(sums), arguments.ctypes.data, threads)
+    return np.add.reduceat(sums[:, : kernel.rule.n_measured], first_part)

@@ -1,0 +1,74 @@
+"""Adagrad and its proximal form.
+
+::
+
+    A <- A + g*g
+    w <- w - lr * g / sqrt(A)
+
+Duchi, Hazan and Singer (2011), JMLR 12. There is no epsilon: an accumulator of 0 has seen no
+gradient (or none whose square is a number above 0), and then nothing moves.
+
+The proximal form (Duchi and Singer, 2009) follows the step of size ``e = lr / sqrt(A)`` with
+soft thresholding by ``e*l1`` and shrinking by ``1 + e*l2``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from .rule import Rule
+
+
+class AdagradHP(NamedTuple):
+    """Scalars of Adagrad."""
+
+    lr: Any
+    zero: Any
+
+
+class ProximalAdagradHP(NamedTuple):
+    """Scalars of proximal Adagrad."""
+
+    lr: Any
+    l1: Any
+    l2: Any
+    zero: Any
+    one: Any
+
+
+def adagrad(w: Any, g: Any, accum: Any, hp: Any) -> Any:
+    """Adagrad. (A NaN in the accumulator is not 0: it reaches the parameter.)"""
+    accum = accum + g * g
+    return (w if accum == hp.zero else w - hp.lr * g / math.sqrt(accum)), accum
+
+
+def adagrad_fixed(w: Any, g: Any, accum: Any, hp: Any) -> Any:
+    """Adagrad with an accumulator that is read and not updated."""
+    return (w if accum == hp.zero else w - hp.lr * g / math.sqrt(accum)), accum
+
+
+def proximal_adagrad(w: Any, g: Any, accum: Any, hp: Any) -> Any:
+    """Adagrad's step, then the proximal operator of ``l1*|w| + l2/2*w*w`` for its size."""
+    accum = accum + g * g
+    size = hp.lr / math.sqrt(accum)
+    stepped = w - size * g
+    magnitude = abs(stepped) - size * hp.l1
+    magnitude = hp.zero if magnitude < hp.zero else magnitude
+    shrunk = math.copysign(magnitude, stepped) / (hp.one + size * hp.l2)
+    return (w if accum == hp.zero else shrunk), accum
+
+
+def adagrad_hp(real: Any, lr: float) -> AdagradHP:
+    """The learning rate, rounded to ``real``."""
+    return AdagradHP(real(lr), real(0.0))
+
+
+def proximal_adagrad_hp(real: Any, lr: float, l1: float, l2: float) -> ProximalAdagradHP:
+    """Every argument rounded to ``real``."""
+    return ProximalAdagradHP(real(lr), real(l1), real(l2), real(0.0), real(1.0))
+
+
+ADAGRAD = Rule(adagrad, ("accum",), AdagradHP._fields)
+ADAGRAD_FIXED = Rule(adagrad_fixed, ("accum",), AdagradHP._fields)
+PROXIMAL_ADAGRAD = Rule(proximal_adagrad, ("accum",), ProximalAdagradHP._fields)

@@ -1,0 +1,114 @@
+"""LAMB: Adam's direction, scaled per tensor to the norm of the parameter.
+
+With the bias-corrected moments at update ``t = 1, 2, ...``::
+
+    m  <- m + (1 - beta1)*(g - m)
+    v  <- v + (1 - beta2)*(g*g - v)
+    u   = m / (1 - beta1**t) / (sqrt(v / (1 - beta2**t)) + epsilon) + decay*w
+    w  <- w - lr * |w| / |u| * u
+
+You et al. (2020), arXiv:1904.00962. The ratio of the norms is 1 where either of them is 0. The
+first form published limits the ratio to [0, 10], takes epsilon under the root in the norm of
+``u`` only, and needs a gradient that is not 0 instead of a direction that is not 0.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .adam import moments
+from .rule import Rule, rule_helper
+
+_MOST_RATIO = 10.0
+
+
+class LambHP(NamedTuple):
+    """Scalars of LAMB. ``step`` is ``lr`` until the norms are known, then ``lr * ratio``."""
+
+    one_minus_beta1: Any
+    one_minus_beta2: Any
+    correction1: Any
+    correction2: Any
+    epsilon: Any
+    decay: Any
+    step: Any
+
+
+@rule_helper
+def direction(w: Any, m: Any, v: Any, hp: Any) -> Any:
+    """The direction of the step, from the updated moments."""
+    return hp.correction1 * m / (math.sqrt(hp.correction2 * v) + hp.epsilon) + hp.decay * w
+
+
+def lamb(w: Any, g: Any, m: Any, v: Any, hp: Any) -> Any:
+    """LAMB's second stage: the update."""
+    m, v = moments(g, m, v, hp)
+    return w - hp.step * direction(w, m, v, hp), m, v
+
+
+def lamb_norms(w: Any, g: Any, m: Any, v: Any, hp: Any) -> Any:
+    """LAMB's first stage: the norms of the parameter and of the direction."""
+    m, v = moments(g, m, v, hp)
+    return w, direction(w, m, v, hp)
+
+
+def lamb_clipped_norms(w: Any, g: Any, m: Any, v: Any, hp: Any) -> Any:
+    """First stage of the first form: its direction, and the norm of the gradient."""
+    m, v = moments(g, m, v, hp)
+    u = hp.correction1 * m / math.sqrt(hp.correction2 * v + hp.epsilon) + hp.decay * w
+    return w, u, g
+
+
+def lamb_hp(
+    real: Any,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    decay: float,
+    step: int,
+) -> LambHP:
+    """Every argument rounded to ``real``, ``1 - beta`` taken after that rounding.
+
+    The bias corrections are computed in float64 from the rounded betas and rounded once.
+    """
+    one = real(1.0)
+    correction1, correction2 = (
+        real(1.0 / (1.0 - float(real(beta)) ** step)) for beta in (beta1, beta2)
+    )
+    return LambHP(
+        one - real(beta1),
+        one - real(beta2),
+        correction1,
+        correction2,
+        real(epsilon),
+        real(decay),
+        real(lr),
+    )
+
+
+def lamb_ratio(squares: np.ndarray) -> np.ndarray:
+    """``[T]`` ratios of the norms, from the ``[T, 2]`` sums of `lamb_norms`."""
+    of_w, of_u = np.sqrt(squares).T
+    return _ratio(of_w, of_u, (of_w > 0) & (of_u > 0))
+
+
+def lamb_clipped_ratio(squares: np.ndarray) -> np.ndarray:
+    """``[T]`` ratios in [0, 10], from the ``[T, 3]`` sums of `lamb_clipped_norms`."""
+    of_w, of_u, of_g = np.sqrt(squares).T
+    ratio = _ratio(of_w, of_u, (of_w > 0) & (of_g > 0))
+    clipped: np.ndarray = np.clip(ratio, 0.0, _MOST_RATIO)
+    return clipped
+
+
+def _ratio(a: np.ndarray, b: np.ndarray, defined: np.ndarray) -> np.ndarray:
+    with np.errstate(divide="ignore", invalid="ignore"):  # a / 0 is infinite, as it should be
+        return np.where(defined, a / b, 1.0)
+
+
+_STATES = ("lamb_m", "lamb_v")
+LAMB = Rule(lamb, _STATES, LambHP._fields, lamb_norms, 2)
+LAMB_CLIPPED = Rule(lamb, _STATES, LambHP._fields, lamb_clipped_norms, 3)

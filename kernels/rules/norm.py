@@ -1,0 +1,26 @@
+"""Clipping by norm: a gradient times a factor that follows from its L2 norm."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from .rule import Rule
+
+
+class ScaledHP(NamedTuple):
+    """The scalar of a scaled gradient."""
+
+    factor: Any
+
+
+def scaled(out: Any, g: Any, hp: Any) -> Any:
+    """The scaled gradient in the first slot."""
+    return hp.factor * g
+
+
+def norm(out: Any, g: Any, hp: Any) -> Any:
+    """First stage: the norm of the gradient."""
+    return (g,)
+
+
+SCALED = Rule(scaled, (), ScaledHP._fields, norm, 1)

@@ -1,0 +1,96 @@
+"""RMSProp: the gradient over the root of its running mean square.
+
+::
+
+    s  <- s + (1 - rho)*(g*g - s)
+    mo <- mu*mo + lr * g / sqrt(s + epsilon)
+    w  <- w - mo
+
+The centered form subtracts the square of the running mean ``mg`` of the gradient under the
+root, which makes it a running variance (Graves, 2013, arXiv:1308.0850, equations 38 to 45).
+Without momentum ``mo`` is the step itself and need not be kept.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from .rule import Rule, rule_helper
+
+
+class RMSPropHP(NamedTuple):
+    """Scalars of the forms without momentum."""
+
+    lr: Any
+    one_minus_decay: Any
+    epsilon: Any
+    zero: Any
+
+
+class RMSPropMomentumHP(NamedTuple):
+    """Scalars of the forms with momentum."""
+
+    lr: Any
+    one_minus_decay: Any
+    epsilon: Any
+    zero: Any
+    momentum: Any
+
+
+@rule_helper
+def moving_average(average: Any, x: Any, hp: Any) -> Any:
+    """``decay*average + (1 - decay)*x``, in the form that rounds as the original does."""
+    return average + hp.one_minus_decay * (x - average)
+
+
+def rmsprop(w: Any, g: Any, s: Any, hp: Any) -> Any:
+    """RMSProp without momentum."""
+    s = moving_average(s, g * g, hp)
+    return w - hp.lr * g / math.sqrt(s + hp.epsilon), s
+
+
+def rmsprop_momentum(w: Any, g: Any, s: Any, mo: Any, hp: Any) -> Any:
+    """RMSProp."""
+    s = moving_average(s, g * g, hp)
+    mo = hp.momentum * mo + hp.lr * g / math.sqrt(s + hp.epsilon)
+    return w - mo, s, mo
+
+
+def rmsprop_centered(w: Any, g: Any, mg: Any, s: Any, hp: Any) -> Any:
+    """Centered RMSProp without momentum; where the variance is not positive, ``w`` stays."""
+    mg = moving_average(mg, g, hp)
+    s = moving_average(s, g * g, hp)
+    variance = s - mg * mg + hp.epsilon
+    # "not positive" as "<=", so that a NaN takes the step and shows.
+    return (w if variance <= hp.zero else w - hp.lr * g / math.sqrt(variance)), mg, s
+
+
+def rmsprop_centered_momentum(w: Any, g: Any, mg: Any, s: Any, mo: Any, hp: Any) -> Any:
+    """Centered RMSProp; where the variance is not positive, ``w`` and ``mo`` stay."""
+    mg = moving_average(mg, g, hp)
+    s = moving_average(s, g * g, hp)
+    variance = s - mg * mg + hp.epsilon
+    step = hp.momentum * mo + hp.lr * g / math.sqrt(variance)
+    stays = variance <= hp.zero
+    return (w if stays else w - step), mg, s, (mo if stays else step)
+
+
+def rmsprop_hp(real: Any, lr: float, decay: float, epsilon: float) -> RMSPropHP:
+    """Every argument rounded to ``real``, ``1 - decay`` taken after that rounding."""
+    return RMSPropHP(real(lr), real(1.0) - real(decay), real(epsilon), real(0.0))
+
+
+def rmsprop_momentum_hp(
+    real: Any, lr: float, decay: float, epsilon: float, momentum: float
+) -> RMSPropMomentumHP:
+    """As `rmsprop_hp`."""
+    return RMSPropMomentumHP(*rmsprop_hp(real, lr, decay, epsilon), real(momentum))
+
+
+RMSPROP = Rule(rmsprop, ("mean_square",), RMSPropHP._fields)
+RMSPROP_MOMENTUM = Rule(rmsprop_momentum, ("mean_square", "moment"), RMSPropMomentumHP._fields)
+RMSPROP_CENTERED = Rule(rmsprop_centered, ("mean_grad", "mean_square"), RMSPropHP._fields)
+RMSPROP_CENTERED_MOMENTUM = Rule(
+    rmsprop_centered_momentum, ("mean_grad", "mean_square", "moment"), RMSPropMomentumHP._fields
+)

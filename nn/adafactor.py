@@ -1,0 +1,360 @@
+"""Adafactor, under MindSpore's name and defaults."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ..kernels.cpu.factored import FactoredStep
+from ..kernels.cpu.factored_layout import FactoredTable, FactoredTensor
+from ..kernels.factored_blocks import FactoredKernel, factored_kernel
+from ..kernels.rules import adafactor as rules
+from ..ops import check
+from ..ops.errors import message, reject_unknown
+from ..ops.norm import squares_at
+from .arguments import non_negative_float, open_unit, positive_float
+from .conditioning import Conditioning
+from .fused import Call, FusedOptimizer, columns
+from .groups import Groups
+from .layout import Batch
+from .parameter import Parameter
+from .schedule import LearningRateSchedule
+from .stateful import States
+
+_ARGUMENTS = (
+    "params",
+    "learning_rate",
+    "eps",
+    "clip_threshold",
+    "decay_rate",
+    "beta1",
+    "weight_decay",
+    "scale_parameter",
+    "relative_step",
+    "warmup_init",
+    "compression",
+    "loss_scale",
+    "use_locking",
+    "skip_nonfinite",
+    "state_dtype",
+)
+
+
+class RelativeStep(LearningRateSchedule):
+    """Adafactor's own schedule, ``min(1e-2, 1 / sqrt(t))`` at update t = 1, 2, ...
+
+    Args:
+        warmup_init: begin with ``1e-6 * t`` instead of 1e-2.
+
+    >>> RelativeStep()(0), RelativeStep()(40_000 - 1), RelativeStep(warmup_init=True)(0)
+    (0.01, 0.005, 1e-06)
+    """
+
+    def __init__(self, warmup_init: bool = False) -> None:
+        self.warmup_init = warmup_init
+
+    def __repr__(self) -> str:
+        return f"RelativeStep(warmup_init={self.warmup_init})"
+
+    def construct(self, global_step: int) -> float:
+        """The value at ``global_step`` = 0, 1, 2, ..."""
+        t = int(global_step) + 1
+        return min(1e-6 * t if self.warmup_init else 1e-2, 1.0 / math.sqrt(t))
+
+
+class AdaFactor(FusedOptimizer):
+    """Adafactor: second moments of matrices kept as row and column means.
+
+    At update t = 1, 2, ... of a parameter, with ``beta2 = 1 - t**(-decay_rate)``, for a matrix
+    (the last two axes; leading axes are a batch of matrices)::
+
+        q = g*g + eps[0]
+        R <- beta2*R + (1 - beta2)*(mean of q over each row)
+        C <- beta2*C + (1 - beta2)*(mean of q over each column)
+        u  = g / (sqrt(R / mean(R)) * sqrt(C))
+
+    for a parameter of fewer dimensions ``v <- beta2*v + (1 - beta2)*q`` and ``u = g / sqrt(v)``;
+    then, with root mean squares ``|.|`` over the whole parameter::
+
+        a  = lr * max(eps[1], |w|)  with scale_parameter, else lr
+        u <- a * u / max(1, |u| / clip_threshold)
+        M <- beta1*M + (1 - beta1)*u       (M = u without beta1)
+        w <- w - M - weight_decay*a*w
+
+    All parameters take the passes together. A matrix is read three times and written once; sums
+    are float64, in an order that does not depend on the number of threads.
+
+    Args:
+        params: `Parameter` or arrays, or group dicts; see `Optimizer`.
+        learning_rate: see `Optimizer`; needs ``relative_step=False``. None takes ``lr =
+            min(1e-2, 1/sqrt(t))`` at call t. A list, array or schedule turns ``scale_parameter``
+            off. The ``lr`` of a group counts for its parameters, with ``relative_step`` too.
+        eps: two floats >= 0: what is added to the squared gradient, and the smallest size that
+            a step is relative to.
+        clip_threshold: float > 0: largest root mean square of a direction.
+        decay_rate: float in (0, 1).
+        beta1: float in [0, 1); None or 0 keeps no first moment.
+        weight_decay: in [0, 1), or a callable of the step; decoupled. Ungrouped it acts on every
+            parameter, whatever its name.
+        scale_parameter: make the step relative to the size of the parameter.
+        relative_step: take the learning rate from the step.
+        warmup_init: with ``relative_step``, begin with ``lr = 1e-6 * t``.
+        compression: keep the second moment of parameters below two dimensions in float16.
+        loss_scale: see `Optimizer`.
+        use_locking: concurrent calls act like some serial order of them.
+        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing and is
+            counted in ``skipped_steps``.
+        state_dtype: dtype of ``M`` and ``v``; default each parameter's. ``R`` and ``C`` are
+            float32 (float64 for float64 parameters), as the arithmetic is.
+
+    Raises:
+        TypeError: a kind does not fit (an int where a float is published).
+        ValueError: a value does not fit, options exclude each other, or a gradient is
+            row-sparse.
+        KeyError: an unknown keyword (also `TypeError`).
+
+    Source: ``mindspore.nn.AdaFactor`` (experimental there); Shazeer and Stern (2018),
+    arXiv:1804.04235.
+
+    >>> import numpy as np
+    >>> w = np.ones((2, 2), np.float32)
+    >>> opt = AdaFactor([w], learning_rate=0.1, relative_step=False, beta1=None)
+    >>> opt((np.array([[1, 2], [2, 4]], np.float32),))
+    (True,)
+    >>> print(w.round(4))  # the gradient is a product of a row and a column
+    [[0.9 0.9]
+     [0.9 0.9]]
+    """
+
+    _decay_is_coupled = False
+    _filter_names = False
+    _rows_need = ("a dense one: Adafactor needs means over all rows", "a RowTensor")
+
+    def __init__(
+        self,
+        params: Any,
+        learning_rate: Any = None,
+        eps: tuple[float, float] = (1e-30, 1e-3),
+        clip_threshold: float = 1.0,
+        decay_rate: float = 0.8,
+        beta1: float | None = 0.9,
+        weight_decay: Any = 0.0,
+        scale_parameter: bool = True,
+        relative_step: bool = True,
+        warmup_init: bool = False,
+        compression: bool = False,
+        loss_scale: Any = 1.0,
+        *,
+        use_locking: bool = False,
+        skip_nonfinite: bool = False,
+        state_dtype: Any = None,
+        **unknown: Any,
+    ) -> None:
+        reject_unknown(self._name, unknown, _ARGUMENTS)
+        self.eps = _two_epsilons(self._name, eps)
+        self.clip_threshold = positive_float(
+            self._name, "clip_threshold", clip_threshold, np.float32
+        )
+        self.decay_rate = open_unit(self._name, "decay_rate", decay_rate, np.float64)
+        self.beta1 = _beta1(self._name, beta1)
+        self.scale_parameter = check.flag(self._name, "scale_parameter", scale_parameter)
+        self.relative_step = check.flag(self._name, "relative_step", relative_step)
+        self.warmup_init = check.flag(self._name, "warmup_init", warmup_init)
+        self.compression = check.flag(self._name, "compression", compression)
+        self._check_rate(learning_rate)
+        if learning_rate is not None and not isinstance(learning_rate, int | float | np.floating):
+            self.scale_parameter = False  # a schedule is meant as it is
+        super().__init__(
+            RelativeStep(self.warmup_init) if self.relative_step else learning_rate,
+            params,
+            weight_decay,
+            loss_scale,
+            rule=rules.ADAFACTOR if self.beta1 else rules.ADAFACTOR_PLAIN,
+            states={},
+            use_locking=use_locking,
+            sparse_update=None,
+            skip_nonfinite=skip_nonfinite,
+            state_dtype=state_dtype,
+        )
+
+    def _check_rate(self, learning_rate: Any) -> None:
+        if self.relative_step and learning_rate is not None:
+            wrong, expected = "excludes relative_step", "None, or relative_step=False"
+        elif not self.relative_step and learning_rate is None:
+            wrong, expected = "is missing", "a learning rate, or relative_step=True"
+        elif self.warmup_init and not self.relative_step:
+            expected = "relative_step=True"
+            raise ValueError(
+                message(self._name, "warmup_init", "needs relative_step", expected, False)
+            )
+        else:
+            return
+        raise ValueError(message(self._name, "learning_rate", wrong, expected, learning_rate))
+
+    def _check_groups(self, groups: Groups) -> None:
+        for decay in (option.decay for option in groups.options):
+            if isinstance(decay, float) and decay >= 1.0:
+                raise ValueError(
+                    message(self._name, "weight_decay", "is out of range", "in [0, 1)", decay)
+                )
+
+    # State
+
+    def _new_states(self, _initial: Mapping[str, float]) -> States:
+        """Zeros; a first moment only with ``beta1``, row and column means of matrices."""
+        states: dict[str, list[np.ndarray | None]] = {
+            role: [] for role in ("exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq")
+        }
+        for p in self.parameters:
+            real = np.float64 if p.dtype == np.float64 else np.float32
+            is_matrix = _is_factored(p)
+            full = np.float16 if self.compression else self._state_dtype or p.dtype
+            new = (
+                np.zeros(p.shape[:-1], real) if is_matrix else None,
+                np.zeros((*p.shape[:-2], p.shape[-1]), real) if is_matrix else None,
+                None if is_matrix else np.zeros(p.shape, full),
+            )
+            for role, array in zip(states, new, strict=True):
+                states[role].append(array)
+        first: States = {}
+        if self.beta1:
+            first["exp_avg"] = tuple(
+                np.zeros(p.shape, self._state_dtype or p.dtype) for p in self.parameters
+            )
+        return first | {role: tuple(arrays) for role, arrays in states.items()}
+
+    def init_ada_factor_state(self, beta1: float | None) -> None:
+        """Make the state anew, for another ``beta1``: zeros, and no update done.
+
+        Args:
+            beta1: as at construction.
+
+        Raises:
+            TypeError, ValueError: as at construction.
+        """
+        self.beta1 = _beta1(self._name, beta1)
+        self._rule = rules.ADAFACTOR if self.beta1 else rules.ADAFACTOR_PLAIN
+        self._states = self._new_states({})
+        self._steps[...] = 0
+        self.global_step[...] = 0
+        self._derive()
+
+    def _state_name(self, role: str, parameter: str) -> str:
+        return f"{role}.{parameter}" if role == "exp_avg" else f"{role}_{parameter}"
+
+    def _derived_state(self, step: int) -> dict[str, np.ndarray]:
+        return {"afactor_step": np.array([step], np.float32)}
+
+    def _empty_states(self) -> set[str]:
+        # MindSpore keeps an array of one element where a parameter does not have a state.
+        return {
+            self._state_name(role, str(p.name))
+            for role, arrays in self._states.items()
+            for p, array in zip(self.parameters, arrays, strict=True)
+            if array is None
+        }
+
+    def _derive(self) -> None:
+        super()._derive()
+        self._tables: weakref.WeakKeyDictionary[Batch, FactoredTable] = weakref.WeakKeyDictionary()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        del state["_tables"]
+        return state
+
+    # The step
+
+    def _scalars(self, real: Any, lr: float, decay: float, step: int) -> tuple[Any, ...]:
+        beta1 = self.beta1 or 0.0
+        return rules.adafactor_hp(real, lr, beta1, self.decay_rate, self.eps[0], decay, step)
+
+    def _complete(self, squares: np.ndarray, call: Call, column: dict[str, int]) -> None:
+        sizes = np.maximum(1, np.diff(call.batch.variables.table.first))
+        of_w, of_u = np.sqrt(squares / sizes[:, None]).T
+        relative = rules.relative_size(of_w, self.eps[1]) if self.scale_parameter else 1.0
+        call.hp[:, column["step"]] *= relative * rules.clipping(of_u, self.clip_threshold)
+        call.hp[:, column["decay"]] *= relative
+
+    def _compile(self, batch: Batch, conditioning: Conditioning) -> None:
+        if not self._has_matrices(batch):
+            super()._compile(batch, conditioning)
+            return
+        kernel = self._kernel(batch, conditioning)
+        for block in kernel.blocks:
+            block.address  # noqa: B018
+
+    def _run_dense(self, call: Call, gradients: np.ndarray, conditioning: Conditioning) -> None:
+        if not self._has_matrices(call.batch):
+            super()._run_dense(call, gradients, conditioning)
+            return
+        variables, table = call.batch.variables, self._table(call.batch)
+        column = columns(self._rule, conditioning.prologue)
+        if conditioning.is_measured:
+            conditioning.complete(call.batch, gradients, call.hp, column, call.rates, call.decays)
+        kernel = self._kernel(call.batch, conditioning)
+        squares = np.zeros((len(gradients), 2))
+        if self.scale_parameter:
+            sizes = np.diff(variables.table.first)
+            squares[:, 0] = squares_at(variables.w, variables.table.addresses[:, 0], sizes)
+        step = FactoredStep(kernel, table, gradients, call.hp)
+        step.factorize()
+        squares[:, 1] = step.direction_squares()
+        self._complete(squares, call, column)
+        step.update()
+
+    def _has_matrices(self, batch: Batch) -> bool:
+        # All of a batch have the same states, so all are matrices or none is.
+        return _is_factored(self.parameters[batch.positions[0]])
+
+    def _kernel(self, batch: Batch, conditioning: Conditioning) -> FactoredKernel:
+        variables = batch.variables
+        first = variables.s[0] if self.beta1 else None
+        return factored_kernel(conditioning.prologue, variables.w, batch.g, first)
+
+    def _table(self, batch: Batch) -> FactoredTable:
+        table = self._tables.get(batch)
+        if table is None:
+            table = self._tables[batch] = FactoredTable(
+                [
+                    _tensor(arrays, addresses)
+                    for arrays, addresses in zip(
+                        batch.variables.tensors,
+                        batch.variables.table.addresses.tolist(),
+                        strict=True,
+                    )
+                ]
+            )
+        return table
+
+
+def _tensor(arrays: tuple[np.ndarray, ...], addresses: list[int]) -> FactoredTensor:
+    """A parameter as a list of matrices, with its first moment if it has one."""
+    *matrices, height, width = arrays[0].shape
+    w, average, row, column = addresses
+    if len(arrays) == 3:
+        average, row, column = 0, average, row
+    return FactoredTensor(w, average, row, column, math.prod(matrices), height, width)
+
+
+def _is_factored(parameter: Parameter) -> bool:
+    return parameter.ndim >= 2 and parameter.size > 0
+
+
+def _two_epsilons(where: str, value: Any) -> tuple[float, float]:
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise TypeError(message(where, "eps", "has a wrong type", "a pair of floats", value))
+    first, second = (non_negative_float(where, f"eps[{k}]", x) for k, x in enumerate(value))
+    return first, second
+
+
+def _beta1(where: str, value: Any) -> float | None:
+    if value is None:
+        return None
+    beta1 = non_negative_float(where, "beta1", value)
+    check.in_range(where, "beta1", beta1, bool(np.float32(beta1) < 1.0), "None or in [0, 1)")
+    return beta1

@@ -1,0 +1,195 @@
+"""Adagrad and proximal Adagrad, under MindSpore's names and defaults."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..kernels.rules import adagrad as rules
+from ..ops import check
+from ..ops.errors import reject_unknown
+from .arguments import non_negative_float
+from .fused import OPTIONS, FusedOptimizer
+
+_ADAGRAD_ARGUMENTS = (
+    "params",
+    "accum",
+    "learning_rate",
+    "update_slots",
+    "loss_scale",
+    "weight_decay",
+    *OPTIONS,
+)
+_PROXIMAL_ARGUMENTS = (
+    "params",
+    "accum",
+    "learning_rate",
+    "l1",
+    "l2",
+    "loss_scale",
+    "weight_decay",
+    *OPTIONS,
+)
+
+
+class Adagrad(FusedOptimizer):
+    """Adagrad.
+
+    With ``g`` the gradient after decay and scaling::
+
+        A <- A + g*g                  (with update_slots)
+        w <- w - lr * g / sqrt(A)
+
+    Where ``A`` is 0, ``w`` stays: it has seen no gradient. Weight decay is coupled:
+    ``g + weight_decay * w``.
+
+    Args:
+        params: `Parameter` or arrays, or group dicts; see `Optimizer`.
+        accum: float >= 0, with which ``A`` begins.
+        learning_rate: see `Optimizer`.
+        update_slots: whether ``A`` is updated.
+        loss_scale, weight_decay: see `Optimizer`.
+        use_locking: concurrent calls act like some serial order of them.
+        sparse_update: for row-sparse gradients ``"lazy"`` (only the rows that occur, the
+            default) or ``"dense_equivalent"`` (all rows, others with ``g = 0``); the two differ
+            by weight decay alone.
+        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing and is
+            counted in ``skipped_steps``.
+        state_dtype: dtype of ``A``; default each parameter's. Arithmetic is float32 (float64
+            for float64 parameters), rounded once at the store.
+
+    Raises:
+        TypeError: a kind does not fit (an int where a float is published).
+        ValueError: a value does not fit.
+        KeyError: an unknown keyword (also `TypeError`).
+
+    Source: ``mindspore.nn.Adagrad``; Duchi, Hazan and Singer (2011).
+
+    >>> import numpy as np
+    >>> w = np.ones(2, np.float32)
+    >>> Adagrad([w], accum=0.0, learning_rate=0.1)((np.array([3, 0], np.float32),))
+    (True,)
+    >>> print(w)
+    [0.9 1. ]
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        accum: float = 0.1,
+        learning_rate: Any = 0.001,
+        update_slots: bool = True,
+        loss_scale: Any = 1.0,
+        weight_decay: Any = 0.0,
+        *,
+        use_locking: bool = False,
+        sparse_update: str = "lazy",
+        skip_nonfinite: bool = False,
+        state_dtype: Any = None,
+        **unknown: Any,
+    ) -> None:
+        reject_unknown(self._name, unknown, _ADAGRAD_ARGUMENTS)
+        initial = non_negative_float(self._name, "accum", accum)
+        self.update_slots = check.flag(self._name, "update_slots", update_slots)
+        super().__init__(
+            learning_rate,
+            params,
+            weight_decay,
+            loss_scale,
+            rule=rules.ADAGRAD if self.update_slots else rules.ADAGRAD_FIXED,
+            states={"accum": initial},
+            use_locking=use_locking,
+            sparse_update=sparse_update,
+            skip_nonfinite=skip_nonfinite,
+            state_dtype=state_dtype,
+        )
+
+    def _scalars(self, real: Any, lr: float, _decay: float, _step: int) -> tuple[Any, ...]:
+        return rules.adagrad_hp(real, lr)
+
+    @property
+    def accum(self) -> tuple[np.ndarray, ...]:
+        """The accumulated squares of each parameter."""
+        return self._state("accum")
+
+
+class ProximalAdagrad(FusedOptimizer):
+    """Adagrad's step followed by soft thresholding and shrinking.
+
+    With ``g`` the gradient after decay and scaling::
+
+        A <- A + g*g
+        e  = lr / sqrt(A)
+        p  = w - e*g
+        w <- sign(p) * max(|p| - e*l1, 0) / (1 + e*l2)
+
+    Where ``A`` is 0, ``w`` stays: it has seen no gradient. Weight decay is coupled:
+    ``g + weight_decay * w``.
+
+    Args:
+        params: `Parameter` or arrays, or group dicts; see `Optimizer`.
+        accum: float >= 0, with which ``A`` begins.
+        learning_rate: see `Optimizer`.
+        l1, l2: floats >= 0: strengths of the regularisation.
+        use_locking: concurrent calls act like some serial order of them.
+        loss_scale, weight_decay: see `Optimizer`.
+        sparse_update: for row-sparse gradients ``"lazy"`` (only the rows that occur, the
+            default) or ``"dense_equivalent"`` (all rows: others are regularised too).
+        skip_nonfinite, state_dtype: as `Adagrad`.
+
+    Raises:
+        TypeError, ValueError, KeyError: as `Adagrad`.
+
+    Source: ``mindspore.nn.ProximalAdagrad`` (deprecated in MindSpore 2.9), whose kernels use
+    ``e`` where its documentation has ``lr``; Duchi and Singer (2009).
+
+    >>> import numpy as np
+    >>> w = np.ones(2, np.float32)
+    >>> opt = ProximalAdagrad([w], accum=0.0, learning_rate=0.1, l1=1.0)
+    >>> opt((np.array([2, -2], np.float32),))
+    (True,)
+    >>> print(w.round(4))
+    [0.85 1.05]
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        accum: float = 0.1,
+        learning_rate: Any = 0.001,
+        l1: float = 0.0,
+        l2: float = 0.0,
+        use_locking: bool = False,
+        loss_scale: Any = 1.0,
+        weight_decay: Any = 0.0,
+        *,
+        sparse_update: str = "lazy",
+        skip_nonfinite: bool = False,
+        state_dtype: Any = None,
+        **unknown: Any,
+    ) -> None:
+        reject_unknown(self._name, unknown, _PROXIMAL_ARGUMENTS)
+        initial = non_negative_float(self._name, "accum", accum)
+        self.l1 = non_negative_float(self._name, "l1", l1)
+        self.l2 = non_negative_float(self._name, "l2", l2)
+        super().__init__(
+            learning_rate,
+            params,
+            weight_decay,
+            loss_scale,
+            rule=rules.PROXIMAL_ADAGRAD,
+            states={"accum": initial},
+            use_locking=use_locking,
+            sparse_update=sparse_update,
+            skip_nonfinite=skip_nonfinite,
+            state_dtype=state_dtype,
+        )
+
+    def _scalars(self, real: Any, lr: float, _decay: float, _step: int) -> tuple[Any, ...]:
+        return rules.proximal_adagrad_hp(real, lr, self.l1, self.l2)
+
+    @property
+    def accum(self) -> tuple[np.ndarray, ...]:
+        """The accumulated squares of each parameter."""
+        return self._state("accum")

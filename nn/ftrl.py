@@ -1,0 +1,145 @@
+"""FTRL-Proximal, under MindSpore's name and defaults."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..kernels.rules.ftrl import ftrl_hp, ftrl_rule
+from ..ops.errors import message, reject_unknown
+from ..ops.ftrl import check_ftrl_ranges
+from .arguments import finite_float, non_negative_float
+from .fused import OPTIONS, FusedOptimizer
+from .groups import Groups
+
+_ARGUMENTS = (
+    "params",
+    "initial_accum",
+    "learning_rate",
+    "lr_power",
+    "l1",
+    "l2",
+    "loss_scale",
+    "weight_decay",
+    *OPTIONS,
+)
+
+
+class FTRL(FusedOptimizer):
+    """FTRL-Proximal ("follow the regularized leader").
+
+    With ``g`` the gradient after decay and scaling, and ``p = -lr_power``::
+
+        A' = A + g*g
+        L <- L + g - (A'**p - A**p) / lr * w
+        w <- (sign(L)*l1 - L) / (A'**p / lr + 2*l2)   where |L| > l1, else 0
+        A <- A'
+
+    Weight decay is coupled, ``g + weight_decay * w``, and acts on every ungrouped parameter
+    whatever its name. Since ``L`` sums up what earlier steps did with ``lr``, the rate is fixed.
+
+    Args:
+        params: `Parameter` or arrays, or group dicts without ``lr``; see `Optimizer`.
+        initial_accum: float >= 0, with which ``A`` begins.
+        learning_rate: float > 0.
+        lr_power: float <= 0; -0.5 is the fast one, others call ``pow`` for each element.
+        l1, l2: floats >= 0: strengths of the regularisation.
+        use_locking: concurrent calls act like some serial order of them.
+        loss_scale, weight_decay: see `Optimizer`.
+        sparse_update: for row-sparse gradients ``"lazy"`` (only the rows that occur, the
+            default) or ``"dense_equivalent"`` (all rows, others with ``g = 0``).
+        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing and is
+            counted in ``skipped_steps``.
+        state_dtype: dtype of the states; default each parameter's. Arithmetic is float32
+            (float64 for float64 parameters), rounded once at the store.
+
+    Raises:
+        TypeError: a kind does not fit (an int where a float is published).
+        ValueError: a value does not fit, or a group has a learning rate.
+        KeyError: an unknown keyword (also `TypeError`).
+
+    Source: ``mindspore.nn.FTRL`` (deprecated in MindSpore 2.9); McMahan et al. (2013).
+
+    >>> import numpy as np
+    >>> w = np.ones(2, np.float32)
+    >>> opt = FTRL([w], initial_accum=1.0, learning_rate=0.1)
+    >>> opt((np.full(2, 3**0.5, np.float32),))
+    (True,)
+    >>> print(w.round(4))
+    [0.4134 0.4134]
+    """
+
+    _filter_names = False
+
+    def __init__(
+        self,
+        params: Any,
+        initial_accum: float = 0.1,
+        learning_rate: float = 0.001,
+        lr_power: float = -0.5,
+        l1: float = 0.0,
+        l2: float = 0.0,
+        use_locking: bool = False,
+        loss_scale: Any = 1.0,
+        weight_decay: Any = 0.0,
+        *,
+        sparse_update: str = "lazy",
+        skip_nonfinite: bool = False,
+        state_dtype: Any = None,
+        **unknown: Any,
+    ) -> None:
+        reject_unknown(self._name, unknown, _ARGUMENTS)
+        initial = non_negative_float(self._name, "initial_accum", initial_accum)
+        if not isinstance(learning_rate, float | np.floating):
+            raise TypeError(
+                message(
+                    self._name,
+                    "learning_rate",
+                    "has a wrong type",
+                    "a fixed float",
+                    type(learning_rate).__name__,
+                )
+            )
+        self.l1 = non_negative_float(self._name, "l1", l1)
+        self.l2 = non_negative_float(self._name, "l2", l2)
+        self.lr_power = finite_float(self._name, "lr_power", lr_power)
+        self._check_ranges(float(learning_rate))
+        super().__init__(
+            learning_rate,
+            params,
+            weight_decay,
+            loss_scale,
+            rule=ftrl_rule(self.lr_power),
+            states={"moments": initial, "linear": 0.0},
+            use_locking=use_locking,
+            sparse_update=sparse_update,
+            skip_nonfinite=skip_nonfinite,
+            state_dtype=state_dtype,
+        )
+
+    def _check_groups(self, groups: Groups) -> None:
+        if groups.is_group_lr:
+            raise ValueError(
+                message(self._name, "a group", "has a learning rate", "no 'lr'", "one of its own")
+                + "; FTRL has one fixed learning rate"
+            )
+
+    def _check_ranges(self, lr: float) -> None:
+        check_ftrl_ranges(self._name, lr, self.l1, self.l2, self.lr_power, "learning_rate")
+
+    def _scalars(self, real: Any, lr: float, _decay: float, _step: int) -> tuple[Any, ...]:
+        # The rate can be assigned to after construction.
+        self._check_ranges(lr)
+        scalars: tuple[Any, ...] = ftrl_hp(real, lr, self.l1, self.l2, self.lr_power)
+        return scalars
+
+    @property
+    def moments(self) -> tuple[np.ndarray, ...]:
+        """The accumulated squares of each parameter."""
+        return self._state("moments")
+
+    @property
+    def linear(self) -> tuple[np.ndarray, ...]:
+        """The linear coefficient of each parameter."""
+        return self._state("linear")

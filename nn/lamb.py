@@ -1,0 +1,118 @@
+"""LAMB, under MindSpore's name and defaults."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..kernels.rules import lamb as rules
+from ..ops import check
+from ..ops.errors import reject_unknown
+from .arguments import arithmetic_type, open_unit, positive_float
+from .fused import Call, FusedOptimizer
+
+_ARGUMENTS = (
+    "params",
+    "learning_rate",
+    "beta1",
+    "beta2",
+    "eps",
+    "weight_decay",
+    "clip_ratio",
+    "use_locking",
+    "skip_nonfinite",
+    "state_dtype",
+)
+
+
+class Lamb(FusedOptimizer):
+    """LAMB: Adam's direction, scaled per parameter to the parameter's norm.
+
+    With L2 norms over a whole parameter, at its update t = 1, 2, ...::
+
+        m <- beta1*m + (1 - beta1)*g
+        v <- beta2*v + (1 - beta2)*g*g
+        u  = m / (1 - beta1**t) / (sqrt(v / (1 - beta2**t)) + eps) + weight_decay*w
+        w <- w - lr * ratio * u,   ratio = |w| / |u|, or 1 where either norm is 0
+
+    With ``clip_ratio`` the form of MindSpore 1.x: the ratio is limited to [0, 10], the norm is
+    that of ``m / (1 - beta1**t) / sqrt(v / (1 - beta2**t) + eps) + weight_decay*w``,
+    and it is 1 where ``|w|`` or ``|g|`` is 0.
+
+    A step reads each parameter, gradient and moment twice and writes them once; the norms are
+    summed in float64, in an order that does not depend on the number of threads. There is no
+    loss scale: the direction does not depend on the gradient's, but for ``eps``.
+
+    Args:
+        params: `Parameter` or arrays, or group dicts; see `Optimizer`.
+        learning_rate: see `Optimizer`.
+        beta1, beta2: floats in (0, 1).
+        eps: float > 0.
+        weight_decay: see `Optimizer`; names with "beta" or "gamma" are exempt when ungrouped.
+        clip_ratio: the form of MindSpore 1.x.
+        use_locking: concurrent calls act like some serial order of them.
+        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing and is
+            counted in ``skipped_steps``.
+        state_dtype: dtype of the moments; default each parameter's. Arithmetic is float32
+            (float64 for float64 parameters), rounded once at the store.
+
+    Raises:
+        TypeError: a kind does not fit (an int where a float is published).
+        ValueError: a value does not fit, or a gradient is row-sparse: the norm is that of the
+            whole parameter.
+        KeyError: an unknown keyword (also `TypeError`).
+
+    Source: ``mindspore.nn.Lamb``; You et al. (2020), arXiv:1904.00962.
+
+    >>> import numpy as np
+    >>> w = np.array([3.0, 4.0], np.float32)
+    >>> Lamb([w], learning_rate=0.1)((np.ones(2, np.float32),))
+    (True,)
+    >>> print(w.round(4))  # a step of length 0.1 * |w| = 0.5
+    [2.6464 3.6464]
+    """
+
+    _decay_is_coupled = False
+    _rows_need = ("a dense one: LAMB scales by the norm of the whole parameter", "a RowTensor")
+
+    def __init__(
+        self,
+        params: Any,
+        learning_rate: Any,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        eps: float = 1e-6,
+        weight_decay: Any = 0.0,
+        *,
+        clip_ratio: bool = False,
+        use_locking: bool = False,
+        skip_nonfinite: bool = False,
+        state_dtype: Any = None,
+        **unknown: Any,
+    ) -> None:
+        reject_unknown(self._name, unknown, _ARGUMENTS)
+        real = arithmetic_type(params)
+        self.beta1 = open_unit(self._name, "beta1", beta1, real)
+        self.beta2 = open_unit(self._name, "beta2", beta2, real)
+        self.eps = positive_float(self._name, "eps", eps, real)
+        self.clip_ratio = check.flag(self._name, "clip_ratio", clip_ratio)
+        super().__init__(
+            learning_rate,
+            params,
+            weight_decay,
+            1.0,
+            rule=rules.LAMB_CLIPPED if self.clip_ratio else rules.LAMB,
+            states={"lamb_m": 0.0, "lamb_v": 0.0},
+            use_locking=use_locking,
+            sparse_update=None,
+            skip_nonfinite=skip_nonfinite,
+            state_dtype=state_dtype,
+        )
+
+    def _scalars(self, real: Any, lr: float, decay: float, step: int) -> tuple[Any, ...]:
+        return rules.lamb_hp(real, lr, self.beta1, self.beta2, self.eps, decay, step)
+
+    def _complete(self, squares: np.ndarray, call: Call, column: dict[str, int]) -> None:
+        ratio = rules.lamb_clipped_ratio if self.clip_ratio else rules.lamb_ratio
+        call.hp[:, column["step"]] *= ratio(squares)

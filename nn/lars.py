@@ -1,0 +1,286 @@
+"""LARS around any other optimizer, under MindSpore's name and defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ..kernels.rules import lars as rules
+from ..kernels.rules.gradient import COUPLED_DECAY, SCALE, TRUST
+from ..kernels.rules.rule import Prologue
+from ..ops import check
+from ..ops.arrays import adopt
+from ..ops.errors import message, reject_unknown
+from ..ops.lars import LARSUpdate
+from ..ops.norm import squares_at
+from .arguments import non_negative_float
+from .conditioning import Conditioning
+from .fused import FusedOptimizer
+from .groups import Groups
+from .layout import Batch
+from .optimizer import Optimizer
+from .parameter import Parameter
+from .reader import is_row_sparse
+
+_ARGUMENTS = ("optimizer", "epsilon", "coefficient", "use_clip", "lars_filter")
+
+
+def default_filter(parameter: Parameter) -> bool:
+    """Whether LARS acts on a parameter: not on biases and layer norms."""
+    return not any(part in str(parameter.name) for part in ("LayerNorm", "bias"))
+
+
+class LARS(Optimizer):
+    """Layer-wise adaptive rate scaling around another optimizer.
+
+    With L2 norms over a whole parameter and ``g`` the gradient divided by the loss scale::
+
+        c  = coefficient * |w| / (|g| + weight_decay*|w| + epsilon)
+        with use_clip: c <- max(min(c / lr, 1), 0)
+        g <- c * (g + weight_decay*w)
+
+    and then the optimizer's own step with this gradient and without its weight decay. It acts
+    on parameters that pass ``lars_filter``; the others take the optimizer's step with the plain
+    gradient, **without weight decay**.
+
+    The optimizer is left as it is: it keeps its states, counters, learning rate and decay, and
+    can also be called by itself. For the optimizers of this package nothing is written between
+    the norms and the step: two passes over memory, one that reads parameters and gradients and
+    the step. Other subclasses of `Optimizer` get new gradient arrays.
+
+    Args:
+        optimizer: the optimizer; its learning rate, weight decay and loss scale count.
+        epsilon: float >= 0.
+        coefficient: float >= 0: the trust coefficient.
+        use_clip: limit the local learning rate to the optimizer's.
+        lars_filter: called with each `Parameter`; True where LARS acts. Default: the name holds
+            neither "LayerNorm" nor "bias".
+
+    Raises:
+        TypeError: a kind does not fit (an int where a float is published).
+        ValueError: a value does not fit, or a gradient of a parameter on which LARS acts is
+            row-sparse.
+        KeyError: an unknown keyword (also `TypeError`).
+
+    Source: ``mindspore.nn.LARS`` (deprecated in MindSpore 2.9); You, Gitman and Ginsburg
+    (2017), arXiv:1708.03888.
+
+    >>> import numpy as np
+    >>> from fusestep.nn import Momentum
+    >>> w = np.array([3.0, 4.0], np.float32)
+    >>> opt = LARS(Momentum([w], learning_rate=1.0, momentum=0.9), coefficient=0.1)
+    >>> opt((np.array([0, 2], np.float32),))
+    (True,)
+    >>> print(w.round(4))  # a step of length 0.1 * |w| = 0.5
+    [3.  3.5]
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        epsilon: float = 1e-05,
+        coefficient: float = 0.001,
+        use_clip: bool = False,
+        lars_filter: Callable[[Parameter], bool] = default_filter,
+        **unknown: Any,
+    ) -> None:
+        reject_unknown(self._name, unknown, _ARGUMENTS)
+        if not isinstance(optimizer, Optimizer) or isinstance(optimizer, LARS):
+            got = type(optimizer).__name__
+            raise TypeError(
+                message(self._name, "optimizer", "has a wrong type", "another optimizer", got)
+            )
+        self.epsilon = non_negative_float(self._name, "epsilon", epsilon)
+        self.coefficient = non_negative_float(self._name, "coefficient", coefficient)
+        self.use_clip = check.flag(self._name, "use_clip", use_clip)
+        if not callable(lars_filter):
+            got = type(lars_filter).__name__
+            raise TypeError(
+                message(self._name, "lars_filter", "has a wrong type", "a callable", got)
+            )
+        self.opt = optimizer
+        self._acts = np.array([bool(lars_filter(p)) for p in optimizer.parameters])
+
+    def __repr__(self) -> str:
+        return f"LARS({self.opt!r}, coefficient={self.coefficient:g})"
+
+    # What the base class reads is the optimizer's.
+
+    @property
+    def parameters(self) -> tuple[Parameter, ...]:  # type: ignore[override]
+        """The parameters in optimizer order."""
+        return self.opt.parameters
+
+    @property
+    def global_step(self) -> np.ndarray:  # type: ignore[override]
+        """int32 ``(1,)``: the optimizer's count of calls."""
+        return self.opt.global_step
+
+    @property
+    def loss_scale(self) -> float:
+        """The optimizer's loss scale."""
+        return self.opt.loss_scale
+
+    @loss_scale.setter
+    def loss_scale(self, value: Any) -> None:
+        self.opt.loss_scale = value
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that the optimizer has skipped, if it can."""
+        skipped: int = self.opt.skipped_steps  # type: ignore[attr-defined]
+        return skipped
+
+    @property
+    def _groups(self) -> Groups:  # type: ignore[override]
+        return self.opt._groups
+
+    def _state_arrays(self) -> dict[str, np.ndarray]:
+        return self.opt._state_arrays()
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """The optimizer's; LARS has no state of its own."""
+        return self.opt.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As the optimizer's ``load_state_dict``."""
+        self.opt.load_state_dict(state)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+    # The step
+
+    def __call__(self, gradients: Sequence[Any]) -> Any:
+        """One step; gradients in the order of `parameters`, as the optimizer takes them."""
+        return self.construct(self._as_tuple(gradients))
+
+    def construct(self, gradients: tuple[Any, ...]) -> Any:
+        """The step itself, for gradients of the right number."""
+        self._refuse_rows(gradients)
+        if isinstance(self.opt, FusedOptimizer):
+            conditioning = LayerwiseConditioning(self, self._acts, gradients)
+            return self.opt._step_with(gradients, conditioning)
+        new = self._new_gradients(gradients)
+        with _bare(self.opt):
+            return self.opt(new)
+
+    def _refuse_rows(self, gradients: tuple[Any, ...]) -> None:
+        """The norm is that of a whole gradient."""
+        for parameter, gradient, acts in zip(self.parameters, gradients, self._acts, strict=True):
+            if acts and is_row_sparse(gradient):
+                raise ValueError(
+                    message(
+                        self._name,
+                        f"gradient of {parameter.name!r}",
+                        "is row-sparse",
+                        "a dense one, or a lars_filter that leaves this parameter out",
+                        "a RowTensor",
+                    )
+                )
+
+    def _new_gradients(self, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The gradients after LARS, as new arrays."""
+        step = self._step
+        rates, decays = self._rates_at(step), self._decays_at(step)
+        update = LARSUpdate(self.epsilon, self.coefficient, self.use_clip)
+        scaled = self.scale_grad(gradients)
+        new = list(scaled)
+        for i in np.flatnonzero(self._acts).tolist():
+            if scaled[i] is None:
+                continue
+            w = self.parameters[i].data
+            g = adopt(self._name, f"gradient of {self.parameters[i].name!r}", scaled[i])
+            of_w, of_g = (float(np.square(a, dtype=np.float64).sum()) for a in (w, g))
+            new[i] = update(w, g, of_w, of_g, decays[i], rates[i])
+        return tuple(new)
+
+
+@contextmanager
+def _bare(optimizer: Optimizer) -> Iterator[None]:
+    """The optimizer without weight decay and loss scale, which LARS has applied."""
+    groups, loss_scale = optimizer._groups, optimizer.loss_scale
+    bare = tuple(replace(option, decay=0.0) for option in groups.options)
+    optimizer._groups, optimizer.loss_scale = replace(groups, options=bare), 1.0
+    try:
+        yield
+    finally:
+        optimizer._groups, optimizer.loss_scale = groups, loss_scale
+
+
+class LayerwiseConditioning(Conditioning):
+    """LARS's order: the loss scale, weight decay, then the factor of each parameter.
+
+    A centralized gradient is ``center(c * (g + weight_decay*w))`` with the factor c of the
+    plain gradient, as in MindSpore.
+
+    Args:
+        lars: whose options count.
+        acts: bool for each parameter.
+        gradients: as the step was called with them.
+    """
+
+    is_measured = True
+
+    def __init__(self, lars: LARS, acts: np.ndarray, gradients: tuple[Any, ...]) -> None:
+        self._lars = lars
+        self._acts = acts
+        self._gradients = gradients
+        super().__init__(lars._groups.options, lars.loss_scale, coupled=True)
+
+    def _parts(self, decays: bool) -> Prologue:
+        scaled = (SCALE,) if self._loss_scale != 1.0 else ()
+        return scaled + ((COUPLED_DECAY,) if decays else ()) + (TRUST,)
+
+    def centralized_with(self, i: int, decay: float) -> float:
+        """The weight decay where LARS acts, times the loss scale, which comes later."""
+        return decay * self._loss_scale if self._acts[i] else 0.0
+
+    def left_to_rule(self, decays: Sequence[float]) -> Sequence[float]:
+        """Nothing."""
+        return [0.0] * len(decays)
+
+    def scalars(self, i: int, decay: float) -> tuple[float, ...]:  # noqa: ARG002
+        """Those of a parameter on which LARS does not act; `complete` has the others."""
+        scalars = (1.0 / self._loss_scale,) if SCALE in self.prologue else ()
+        return scalars + ((0.0, 0.0) if COUPLED_DECAY in self.prologue else ()) + (1.0,)
+
+    def complete(
+        self,
+        batch: Batch,
+        gradients: np.ndarray,
+        hp: np.ndarray,
+        column: dict[str, int],
+        rates: np.ndarray,
+        decays: np.ndarray,
+    ) -> None:
+        """Fill in decay and factor of the parameters on which LARS acts."""
+        acts = self._acts[batch.positions]
+        table = batch.variables.table
+        sizes = np.diff(table.first)
+        of_w = squares_at(batch.variables.w, table.addresses[:, 0], sizes)
+        of_g = squares_at(batch.g, gradients, sizes)
+        centralized = self._plain_squares(batch, of_g)
+        lars = self._lars
+        ratio = rules.lars_ratio(
+            np.sqrt(of_w), np.sqrt(of_g) / self._loss_scale, decays, lars.coefficient, lars.epsilon
+        )
+        if lars.use_clip:
+            ratio = rules.clipped_ratio(ratio, rates)
+        hp[acts, column["trust_ratio"]] = ratio[acts]
+        if COUPLED_DECAY in self.prologue:
+            # A centralized gradient already holds the decay.
+            hp[:, column["weight_decay"]] = np.where(acts & ~centralized, decays, 0.0)
+
+    def _plain_squares(self, batch: Batch, of_g: np.ndarray) -> np.ndarray:
+        """Put right the squares of gradients that were centralized; returns which they are."""
+        positions = batch.positions.tolist()
+        centralized = np.array([self._options[i].centralize for i in positions])
+        for k in np.flatnonzero(centralized).tolist():
+            plain = adopt("LARS", "a gradient", self._gradients[positions[k]])
+            of_g[k] = np.square(plain, dtype=np.float64).sum()
+        return centralized

@@ -1,0 +1,132 @@
+"""RMSProp, plain and centered, under MindSpore's name and defaults."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..kernels.rules import rmsprop as rules
+from ..kernels.rules.rule import Rule
+from ..ops import check
+from ..ops.errors import reject_unknown
+from .arguments import arithmetic_type, non_negative_float, positive_float
+from .fused import OPTIONS, FusedOptimizer
+
+_ARGUMENTS = (
+    "params",
+    "learning_rate",
+    "decay",
+    "momentum",
+    "epsilon",
+    "centered",
+    "loss_scale",
+    "weight_decay",
+    *OPTIONS,
+)
+
+# By centered and whether there is a momentum.
+_RULES: dict[tuple[bool, bool], Rule] = {
+    (False, False): rules.RMSPROP,
+    (False, True): rules.RMSPROP_MOMENTUM,
+    (True, False): rules.RMSPROP_CENTERED,
+    (True, True): rules.RMSPROP_CENTERED_MOMENTUM,
+}
+_INITIAL = {"mean_grad": 0.0, "mean_square": 1.0, "moment": 0.0}
+
+
+class RMSProp(FusedOptimizer):
+    """RMSProp.
+
+    With ``g`` the gradient after decay and scaling, and ``s`` beginning at 1::
+
+        s  <- decay*s + (1 - decay)*g*g
+        mo <- momentum*mo + lr * g / sqrt(s + epsilon)
+        w  <- w - mo
+
+    With ``centered``, ``s - mg*mg + epsilon`` takes the place of ``s + epsilon``, where
+    ``mg <- decay*mg + (1 - decay)*g``; where that is not positive, ``mo`` and ``w`` stay.
+    Without momentum ``mo`` is the step itself and is not kept. Weight decay is coupled:
+    ``g + weight_decay * w``.
+
+    Args:
+        params: `Parameter` or arrays, or group dicts; see `Optimizer`.
+        learning_rate: see `Optimizer`.
+        decay: float >= 0, of the running means; sensible below 1.
+        momentum: float >= 0.
+        epsilon: float > 0.
+        use_locking: concurrent calls act like some serial order of them.
+        centered: divide by the root of a running variance.
+        loss_scale, weight_decay: see `Optimizer`.
+        sparse_update: ``"lazy"`` (only the rows that occur) or ``"dense_equivalent"`` (all rows,
+            others with ``g = 0``) for row-sparse gradients; None: they raise.
+        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing and is
+            counted in ``skipped_steps``.
+        state_dtype: dtype of the states; default each parameter's. Arithmetic is float32
+            (float64 for float64 parameters), rounded once at the store.
+
+    Raises:
+        TypeError: a kind does not fit (an int where a float is published).
+        ValueError: a value does not fit.
+        KeyError: an unknown keyword (also `TypeError`).
+
+    Source: ``mindspore.nn.RMSProp``; Tieleman and Hinton (2012), Graves (2013).
+
+    >>> import numpy as np
+    >>> w = np.ones(2, np.float32)
+    >>> RMSProp([w], learning_rate=0.1)((np.array([1, -1], np.float32),))
+    (True,)
+    >>> print(w)
+    [0.9 1.1]
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        learning_rate: Any = 0.1,
+        decay: float = 0.9,
+        momentum: float = 0.0,
+        epsilon: float = 1e-10,
+        use_locking: bool = False,
+        centered: bool = False,
+        loss_scale: Any = 1.0,
+        weight_decay: Any = 0.0,
+        *,
+        sparse_update: str | None = None,
+        skip_nonfinite: bool = False,
+        state_dtype: Any = None,
+        **unknown: Any,
+    ) -> None:
+        reject_unknown(self._name, unknown, _ARGUMENTS)
+        self.decay = non_negative_float(self._name, "decay", decay)
+        self.momentum = non_negative_float(self._name, "momentum", momentum)
+        self.epsilon = positive_float(self._name, "epsilon", epsilon, arithmetic_type(params))
+        self.centered = check.flag(self._name, "centered", centered)
+        rule = _RULES[self.centered, self.momentum > 0.0]
+        super().__init__(
+            learning_rate,
+            params,
+            weight_decay,
+            loss_scale,
+            rule=rule,
+            states={role: _INITIAL[role] for role in rule.states},
+            use_locking=use_locking,
+            sparse_update=sparse_update,
+            skip_nonfinite=skip_nonfinite,
+            state_dtype=state_dtype,
+        )
+
+    def _scalars(self, real: Any, lr: float, _decay: float, _step: int) -> tuple[Any, ...]:
+        if self.momentum > 0.0:
+            return rules.rmsprop_momentum_hp(real, lr, self.decay, self.epsilon, self.momentum)
+        return rules.rmsprop_hp(real, lr, self.decay, self.epsilon)
+
+    @property
+    def mean_square(self) -> tuple[np.ndarray, ...]:
+        """The running mean of the squared gradient of each parameter."""
+        return self._state("mean_square")
+
+    def _empty_states(self) -> set[str]:
+        # Without momentum the moment is written by MindSpore and never read.
+        has_moment = "moment" in self._states
+        return set() if has_moment else {f"moment.{p.name}" for p in self.parameters}

@@ -1,0 +1,242 @@
+"""Gradient descent, plain and with momentum, under MindSpore's names and defaults."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..kernels.rules import sgd as rules
+from ..ops import check
+from ..ops.errors import message, reject_unknown
+from .arguments import non_negative_float
+from .fused import OPTIONS, FusedOptimizer
+from .groups import Groups
+
+_MOMENTUM_ARGUMENTS = (
+    "params",
+    "learning_rate",
+    "momentum",
+    "weight_decay",
+    "loss_scale",
+    "use_nesterov",
+    *OPTIONS,
+)
+_SGD_ARGUMENTS = (
+    "params",
+    "learning_rate",
+    "momentum",
+    "dampening",
+    "weight_decay",
+    "nesterov",
+    "loss_scale",
+    *OPTIONS,
+)
+
+
+class Momentum(FusedOptimizer):
+    """Gradient descent with momentum.
+
+    With ``g`` the gradient after decay and scaling::
+
+        a <- momentum*a + g
+        w <- w - lr*a,   or with use_nesterov  w - lr*(g + momentum*a)
+
+    Weight decay is coupled: ``g + weight_decay * w``.
+
+    Args:
+        params: `Parameter` or arrays, or group dicts; see `Optimizer`.
+        learning_rate: see `Optimizer`.
+        momentum: float >= 0.
+        weight_decay, loss_scale: see `Optimizer`.
+        use_nesterov: Nesterov's step.
+        use_locking: concurrent calls act like some serial order of them.
+        sparse_update: ``"lazy"`` (only the rows that occur) or ``"dense_equivalent"`` (all rows,
+            others with ``g = 0``) for row-sparse gradients; None: they raise.
+        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing and is
+            counted in ``skipped_steps``.
+        state_dtype: dtype of ``a``; default each parameter's. Arithmetic is float32 (float64
+            for float64 parameters), rounded once at the store.
+
+    Raises:
+        TypeError: a kind does not fit (an int where a float is published).
+        ValueError: a value does not fit.
+        KeyError: an unknown keyword (also `TypeError`).
+
+    Source: ``mindspore.nn.Momentum``; Sutskever et al. (2013).
+
+    >>> import numpy as np
+    >>> w = np.ones(2, np.float32)
+    >>> opt = Momentum([w], learning_rate=0.1, momentum=0.5)
+    >>> for _ in range(2):
+    ...     _ = opt((np.ones(2, np.float32),))
+    >>> print(w)
+    [0.75 0.75]
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        learning_rate: Any,
+        momentum: float,
+        weight_decay: Any = 0.0,
+        loss_scale: Any = 1.0,
+        use_nesterov: bool = False,
+        *,
+        use_locking: bool = False,
+        sparse_update: str | None = None,
+        skip_nonfinite: bool = False,
+        state_dtype: Any = None,
+        **unknown: Any,
+    ) -> None:
+        reject_unknown(self._name, unknown, _MOMENTUM_ARGUMENTS)
+        self.momentum = non_negative_float(self._name, "momentum", momentum)
+        self.use_nesterov = check.flag(self._name, "use_nesterov", use_nesterov)
+        super().__init__(
+            learning_rate,
+            params,
+            weight_decay,
+            loss_scale,
+            rule=rules.MOMENTUM_NESTEROV if self.use_nesterov else rules.MOMENTUM,
+            states={"moments": 0.0},
+            use_locking=use_locking,
+            sparse_update=sparse_update,
+            skip_nonfinite=skip_nonfinite,
+            state_dtype=state_dtype,
+        )
+
+    def _scalars(self, real: Any, lr: float, _decay: float, _step: int) -> tuple[Any, ...]:
+        return rules.momentum_hp(real, lr, self.momentum)
+
+    @property
+    def moments(self) -> tuple[np.ndarray, ...]:
+        """The accumulated gradient of each parameter."""
+        return self._state("moments")
+
+    def _derived_state(self, _step: int) -> dict[str, np.ndarray]:
+        return {"momentum": np.array(self.momentum, np.float32)}
+
+
+class SGD(FusedOptimizer):
+    """Stochastic gradient descent, with momentum and dampening.
+
+    With ``g`` the gradient after decay and scaling, and with a momentum above 0::
+
+        a <- g                                   at the first update of a parameter
+        a <- momentum*a + (1 - dampening)*g      later
+        w <- w - lr*a,   or with nesterov  w - lr*(g + momentum*a)
+
+    With a momentum of 0, ``w <- w - lr*g`` and there is no state. Weight decay is coupled:
+    ``g + weight_decay * w``.
+
+    Args:
+        params: `Parameter` or arrays, or group dicts; see `Optimizer`.
+        learning_rate: see `Optimizer`.
+        momentum, dampening: floats or ints >= 0.
+        weight_decay: a float or int >= 0; no schedule.
+        nesterov: Nesterov's step; needs a momentum above 0 and no dampening.
+        loss_scale: see `Optimizer`.
+        use_locking, skip_nonfinite, state_dtype: as `Momentum`.
+        sparse_update: as `Momentum`; without momentum the default is ``"lazy"``, which then
+            equals ``"dense_equivalent"`` but for weight decay.
+
+    Raises:
+        TypeError, ValueError, KeyError: as `Momentum`.
+
+    Source: ``mindspore.nn.SGD``.
+
+    >>> import numpy as np
+    >>> w = np.ones(2, np.float32)
+    >>> SGD([w], learning_rate=0.25)((np.array([1, -2], np.float32),))
+    (True,)
+    >>> print(w)
+    [0.75 1.5 ]
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        learning_rate: Any = 0.1,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: Any = 0.0,
+        nesterov: bool = False,
+        loss_scale: Any = 1.0,
+        *,
+        use_locking: bool = False,
+        sparse_update: str | None = None,
+        skip_nonfinite: bool = False,
+        state_dtype: Any = None,
+        **unknown: Any,
+    ) -> None:
+        reject_unknown(self._name, unknown, _SGD_ARGUMENTS)
+        self.momentum = _number_at_least_0(self._name, "momentum", momentum)
+        self.dampening = _number_at_least_0(self._name, "dampening", dampening)
+        self.nesterov = check.flag(self._name, "nesterov", nesterov)
+        if self.nesterov and not (self.momentum > 0.0 and self.dampening == 0.0):
+            got = f"momentum {self.momentum}, dampening {self.dampening}"
+            raise ValueError(
+                message(self._name, "nesterov", "is impossible", "momentum > 0, dampening 0", got)
+            )
+        has_momentum = self.momentum > 0.0
+        rule = rules.MOMENTUM_NESTEROV if self.nesterov else rules.MOMENTUM
+        super().__init__(
+            learning_rate,
+            params,
+            weight_decay,
+            loss_scale,
+            rule=rule if has_momentum else rules.SGD,
+            states={"accum": 0.0} if has_momentum else {},
+            use_locking=use_locking,
+            sparse_update=_default_update(sparse_update, has_momentum),
+            skip_nonfinite=skip_nonfinite,
+            state_dtype=state_dtype,
+        )
+
+    def _check_groups(self, groups: Groups) -> None:
+        for option in groups.options:
+            if not isinstance(option.decay, float):
+                raise TypeError(
+                    message(
+                        self._name,
+                        "weight_decay",
+                        "has a wrong type",
+                        "a float or int",
+                        type(option.decay).__name__,
+                    )
+                )
+
+    def _scalars(self, real: Any, lr: float, _decay: float, step: int) -> tuple[Any, ...]:
+        if self._rule is rules.SGD:
+            return rules.sgd_hp(real, lr)
+        # The accumulator begins at 0, so without dampening the first step makes it g.
+        return rules.momentum_hp(real, lr, self.momentum, self.dampening if step > 1 else 0.0)
+
+    @property
+    def accum(self) -> tuple[np.ndarray, ...]:
+        """The accumulated gradient of each parameter; only with a momentum above 0."""
+        if "accum" not in self._states:
+            raise AttributeError("SGD: accum is there with a momentum above 0 only")
+        return self._state("accum")
+
+    def _derived_state(self, _step: int) -> dict[str, np.ndarray]:
+        return {"momentum": np.array(self.momentum, np.float32)}
+
+    def _empty_states(self) -> set[str]:
+        # stat tells whether there was a first step, which the count of updates tells too.
+        roles = ["stat"] if "accum" in self._states else ["stat", "accum"]
+        return {f"{role}.{p.name}" for role in roles for p in self.parameters}
+
+
+def _default_update(sparse_update: str | None, has_momentum: bool) -> str | None:
+    """Without momentum nothing but weight decay moves a row whose gradient is 0."""
+    return "lazy" if sparse_update is None and not has_momentum else sparse_update
+
+
+def _number_at_least_0(where: str, name: str, value: Any) -> float:
+    """A float or int >= 0."""
+    if isinstance(value, bool) or not isinstance(value, int | float | np.floating):
+        raise TypeError(
+            message(where, name, "has a wrong type", "a float or int", type(value).__name__)
+        )
+    return check.scalar_at_least_0(where, name, value)

@@ -1,0 +1,102 @@
+"""The gradient of layer-wise adaptive rate scaling, under MindSpore's name."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from ..kernels.rules import lars as rules
+from . import check
+from .arrays import real_type
+from .primitive import Primitive, hp_row
+
+
+class LARSUpdate(Primitive):
+    """The gradient that LARS hands to an optimizer::
+
+        c = hyperpara * |w| / (|g| + weight_decay*|w| + epsilon)
+        with use_clip: c <- max(min(c / learning_rate, 1), 0)
+        result = c * (gradient + weight_decay*weight)
+
+    where ``|w| = sqrt(norm_weight)`` and ``|g| = sqrt(norm_gradient)``.
+
+    Args:
+        epsilon: float >= 0.
+        hyperpara: float >= 0: the trust coefficient.
+        use_clip: limit the local learning rate to ``learning_rate``.
+
+    Call arguments:
+        weight: float32, float64, float16 or bfloat16; it is read only.
+        gradient: of the shape of ``weight`` and at most its precision.
+        norm_weight, norm_gradient: scalars >= 0: the sums of **squares** of all elements.
+        weight_decay: scalar >= 0.
+        learning_rate: scalar >= 0; used with ``use_clip`` only.
+
+    Returns:
+        A new array of the shape and dtype of ``weight``.
+
+    Raises:
+        TypeError: a kind or dtype does not fit.
+        ValueError: a shape or value does not fit.
+
+    Source: ``mindspore.ops.LARSUpdate`` (deprecated in MindSpore 2.10); You et al. (2017),
+    arXiv:1708.03888.
+
+    >>> import numpy as np
+    >>> w, g = np.array([3.0, 4.0], np.float32), np.array([1.0, 0.0], np.float32)
+    >>> print(LARSUpdate(epsilon=0.0, hyperpara=0.1)(w, g, 25.0, 1.0, 0.0, 0.01))
+    [0.5 0. ]
+    """
+
+    def __init__(
+        self,
+        epsilon: float = 1e-05,
+        hyperpara: float = 0.001,
+        use_clip: bool = False,
+        **unknown: Any,
+    ) -> None:
+        super().__init__(False, unknown, ("epsilon", "hyperpara", "use_clip"))
+        self.epsilon = check.scalar_at_least_0(
+            self.name, "epsilon", check.float_attribute(self.name, "epsilon", epsilon)
+        )
+        self.hyperpara = check.scalar_at_least_0(
+            self.name, "hyperpara", check.float_attribute(self.name, "hyperpara", hyperpara)
+        )
+        self.use_clip = check.flag(self.name, "use_clip", use_clip)
+
+    def __call__(
+        self,
+        weight: Any,
+        gradient: Any,
+        norm_weight: Any,
+        norm_gradient: Any,
+        weight_decay: Any,
+        learning_rate: Any,
+    ) -> np.ndarray:
+        """The scaled gradient; see the class."""
+        scalars = {
+            name: check.scalar_at_least_0(self.name, name, value)
+            for name, value in (
+                ("norm_weight", norm_weight),
+                ("norm_gradient", norm_gradient),
+                ("weight_decay", weight_decay),
+                ("learning_rate", learning_rate),
+            )
+        }
+        w = check.contiguous(check.float_array(self.name, "weight", weight))
+        ratio = rules.lars_ratio(
+            np.array(math.sqrt(scalars["norm_weight"])),
+            np.array(math.sqrt(scalars["norm_gradient"])),
+            np.array(scalars["weight_decay"]),
+            self.hyperpara,
+            self.epsilon,
+        )
+        if self.use_clip:
+            ratio = rules.clipped_ratio(ratio, np.array(scalars["learning_rate"]))
+        real = real_type(w.dtype)
+        hp = hp_row(real, (real(ratio), real(scalars["weight_decay"])))
+        result = w.copy()
+        self._apply_dense(rules.LARS_GRADIENT, {"result": result}, hp, "gradient", gradient)
+        return result

@@ -1,0 +1,195 @@
+"""The global norm of a model's gradients, and clipping by it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..kernels.blocks import kernel
+from ..kernels.cpu.dense import TensorTable, dense_update
+from ..kernels.cpu.measure import measure
+from ..kernels.cpu.row_step import RowTable, row_norm
+from ..kernels.rules.norm import SCALED
+from ..kernels.storage import STORAGES, Storage, real_of
+from . import check
+from .arrays import RowTensor, address_of, adopt, check_row_gradient, index_error
+from .errors import RejectedTypeError, message
+from .step import check_keys
+
+Gradient = np.ndarray | RowTensor
+
+
+def global_norm(x: Sequence[Any]) -> float:
+    """The L2 norm of all gradients taken together::
+
+        sqrt(sum over all gradients and elements of g*g)
+
+    A row-sparse gradient counts as the dense one that it stands for: rows of equal indices
+    are summed first. Nothing dense is built. Squares and sums are float64, in an order that
+    does not depend on the number of threads.
+
+    Args:
+        x: a list or tuple of float32, float64, float16 or bfloat16 arrays and `RowTensor`; None
+            entries count as 0.
+
+    Raises:
+        TypeError: a kind or dtype does not fit.
+        IndexError: an index of a `RowTensor` is out of range.
+
+    >>> import numpy as np
+    >>> rows = RowTensor(np.array([1, 1]), np.array([[1.0], [2.0]], np.float32), (5, 1))
+    >>> global_norm([np.array([4.0], np.float32), rows])
+    5.0
+    """
+    return math.sqrt(_sum_of_squares("global_norm", _adopted("global_norm", x)))
+
+
+def clip_by_global_norm(
+    x: Sequence[Any], clip_norm: float = 1.0, use_norm: float | None = None
+) -> tuple[Any, ...]:
+    """Gradients scaled so that their global norm is at most ``clip_norm``::
+
+        g * clip_norm / max(norm, clip_norm)
+
+    Args:
+        x: as `global_norm`.
+        clip_norm: number > 0.
+        use_norm: the norm to go by, if it is known; default `global_norm` of ``x``. It can be
+            the norm over several processes.
+
+    Returns:
+        A tuple of new gradients of the same kinds, shapes and dtypes. Gradients with an infinite
+        or NaN norm become NaN, so that they do not pass for clipped ones.
+
+    Raises:
+        TypeError: a kind or dtype does not fit.
+        ValueError: ``clip_norm`` is not above 0, or ``use_norm`` is below.
+        IndexError: an index of a `RowTensor` is out of range.
+
+    Source: ``mindspore.ops.clip_by_global_norm``; Pascanu et al. (2013), arXiv:1211.5063.
+
+    >>> import numpy as np
+    >>> (g,) = clip_by_global_norm([np.array([3.0, 4.0], np.float32)], 2.5)
+    >>> g.tolist()
+    [1.5, 2.0]
+    """
+    where = "clip_by_global_norm"
+    limit = check.scalar(where, "clip_norm", clip_norm)
+    check.in_range(where, "clip_norm", limit, limit > 0.0, "above 0")
+    gradients = _adopted(where, x)
+    if use_norm is None:
+        norm = math.sqrt(_sum_of_squares(where, gradients))
+    else:  # in float64, as it was measured
+        norm = check.number(where, "use_norm", use_norm)
+        if not math.isfinite(norm):
+            raise ValueError(message(where, "use_norm", "is not finite", "a finite number", norm))
+        check.in_range(where, "use_norm", norm, norm >= 0.0, "at least 0")
+    factor = limit / max(norm, limit) if math.isfinite(norm) else math.nan
+    return tuple(_scaled(gradient, factor) for gradient in gradients)
+
+
+def _adopted(where: str, x: Sequence[Any]) -> list[Gradient | None]:
+    """Contiguous gradients, all checked but the values of indices."""
+    if not isinstance(x, list | tuple):
+        raise RejectedTypeError(
+            message(where, "x", "has a wrong type", "a list or tuple", type(x).__name__)
+        )
+    return [None if g is None else _adopted_one(where, f"x[{i}]", g) for i, g in enumerate(x)]
+
+
+def _adopted_one(where: str, name: str, gradient: Any) -> Gradient:
+    if not isinstance(gradient, RowTensor):
+        return check.contiguous(check.float_array(where, name, gradient))
+    # Adopted again: the attributes of a RowTensor can be assigned to.
+    indices = adopt(where, name, gradient.indices)
+    values = check.float_array(where, name, gradient.values)
+    check_row_gradient(where, name, indices, values, gradient.dense_shape)
+    return RowTensor(check.contiguous(indices), check.contiguous(values), gradient.dense_shape)
+
+
+def _sum_of_squares(where: str, gradients: Sequence[Gradient | None]) -> float:
+    """Kind by kind, each in one kernel call."""
+    dense: dict[Storage, list[np.ndarray]] = {}
+    rows: dict[Storage, list[RowTensor]] = {}
+    for gradient in gradients:
+        if isinstance(gradient, RowTensor):
+            rows.setdefault(STORAGES[gradient.dtype], []).append(gradient)
+        elif gradient is not None:
+            dense.setdefault(STORAGES[gradient.dtype], []).append(gradient)
+    total = sum(_of_rows(where, g, tensors) for g, tensors in rows.items())
+    return total + sum(float(squares(g, arrays).sum()) for g, arrays in dense.items())
+
+
+def squares(storage: Storage, arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """The float64 sum of squares of each of some contiguous arrays, in one call."""
+    addresses = np.array([address_of(array) for array in arrays])
+    sizes = np.array([array.size for array in arrays])
+    return squares_at(storage, addresses, sizes)
+
+
+def squares_at(storage: Storage, addresses: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """As `squares`, for arrays given by int64 addresses and numbers of elements."""
+    columns = np.zeros((len(addresses), 4), np.int64)
+    columns[:, 0] = addresses
+    first = np.concatenate(([0], np.cumsum(sizes)))
+    table = TensorTable(columns, first)
+    hp = np.ones((1, 1), real_of(storage).dtype)
+    compiled = kernel(SCALED, (), storage, storage, ())
+    hp_of = np.zeros(len(addresses), np.int64)
+    sums: np.ndarray = measure(compiled, table, columns[:, 0].copy(), hp, hp_of)[:, 0]
+    return sums
+
+
+def _of_rows(where: str, g: Storage, tensors: Sequence[RowTensor]) -> float:
+    check_keys(where, sum(t.dense_shape[0] for t in tensors), sum(len(t.indices) for t in tensors))
+    real = real_of(g)
+    hp = np.ones(1, real.dtype)
+    tables = [
+        RowTable(
+            w=0,
+            s0=0,
+            s1=0,
+            s2=0,
+            hp=address_of(hp),
+            rows=t.dense_shape[0],
+            width=math.prod(t.dense_shape[1:]),
+            indices=address_of(t.indices),
+            index_bytes=t.indices.itemsize,
+            length=len(t.indices),
+            values=address_of(t.values),
+        )
+        for t in tensors
+    ]
+    position, total = row_norm(kernel(SCALED, (), real, g, ()), tables)
+    for tensor in tensors if position >= 0 else ():
+        if position < len(tensor.indices):
+            raise index_error(where, tensor.indices, position, tensor.dense_shape[0])
+        position -= len(tensor.indices)
+    return total
+
+
+def _scaled(gradient: Gradient | None, factor: float) -> Gradient | None:
+    if gradient is None:
+        return None
+    if isinstance(gradient, RowTensor):
+        values = _scaled_array(gradient.values, factor)
+        return RowTensor(gradient.indices.copy(), values, gradient.dense_shape)
+    return _scaled_array(gradient, factor)
+
+
+def _scaled_array(array: np.ndarray, factor: float) -> np.ndarray:
+    result = np.empty(array.shape, array.dtype)
+    storage = STORAGES[array.dtype]
+    columns = np.array([[address_of(result), 0, 0, 0]])
+    hp = np.array([[factor]], real_of(storage).dtype)
+    dense_update(
+        kernel(SCALED, (), storage, storage, ()),
+        TensorTable(columns, np.array([0, array.size])),
+        np.array([address_of(array)]),
+        hp,
+        np.zeros(1, np.int64),
+    )
+    return result

@@ -1,0 +1,135 @@
+"""RMSProp, plain and centered, under MindSpore's names and argument order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..kernels.rules import rmsprop as rules
+from .arrays import real_type
+from .primitive import Primitive, hp_row
+
+
+class ApplyRMSProp(Primitive):
+    """RMSProp::
+
+        mean_square <- decay*mean_square + (1 - decay)*grad*grad
+        moment <- momentum*moment + learning_rate * grad / sqrt(mean_square + epsilon)
+        var <- var - moment
+
+    Args:
+        use_locking: serialise concurrent calls on overlapping memory.
+
+    Call arguments:
+        var, mean_square, moment: float32, float64, float16 or bfloat16, of one dtype and
+            shape; updated in place. 16-bit variables are computed in float32.
+        learning_rate: scalar.
+        grad: of the shape of ``var`` and at most its precision.
+        decay, momentum, epsilon: scalars.
+
+    Returns:
+        ``(var, mean_square, moment)``, the updated arrays.
+
+    Raises:
+        TypeError: a kind or dtype does not fit (`fusestep.ConversionError` where a variable
+            would have to be converted).
+        ValueError: a shape, a value or the memory of a variable does not fit.
+        Nothing has been written when an error is raised.
+
+    Source: ``mindspore.ops.ApplyRMSProp``; Tieleman and Hinton (2012), lecture 6.5.
+
+    >>> import numpy as np
+    >>> w, s, mo = np.ones(2, np.float32), np.ones(2, np.float32), np.zeros(2, np.float32)
+    >>> _ = ApplyRMSProp()(w, s, mo, 0.1, np.ones(2, np.float32), 0.9, 0.0, 1e-10)
+    >>> print(w)
+    [0.9 0.9]
+    """
+
+    def __init__(self, use_locking: bool = False, **unknown: Any) -> None:
+        super().__init__(use_locking, unknown, ("use_locking",))
+
+    def __call__(
+        self,
+        var: Any,
+        mean_square: Any,
+        moment: Any,
+        learning_rate: Any,
+        grad: Any,
+        decay: Any,
+        momentum: Any,
+        epsilon: Any,
+    ) -> tuple[Any, Any, Any]:
+        """Update ``var``, ``mean_square`` and ``moment`` in place; see the class."""
+        hp = self._scalars(
+            learning_rate=learning_rate, decay=decay, epsilon=epsilon, momentum=momentum
+        )
+        variables = self._variables(var=var, mean_square=mean_square, moment=moment)
+        row = _hp(variables["var"], hp)
+        self._apply_dense(rules.RMSPROP_MOMENTUM, variables, row, "grad", grad)
+        return var, mean_square, moment
+
+
+class ApplyCenteredRMSProp(Primitive):
+    """RMSProp with a running variance instead of a running mean square::
+
+        mean_gradient <- decay*mean_gradient + (1 - decay)*grad
+        mean_square <- decay*mean_square + (1 - decay)*grad*grad
+        d = mean_square - mean_gradient*mean_gradient + epsilon
+        moment <- momentum*moment + learning_rate * grad / sqrt(d)
+        var <- var - moment
+
+    Where ``d`` is not positive, ``moment`` and ``var`` stay as they are.
+
+    Args:
+        use_locking: serialise concurrent calls on overlapping memory.
+
+    Call arguments:
+        var, mean_gradient, mean_square, moment: as the variables of `ApplyRMSProp`.
+        grad, learning_rate, decay, momentum, epsilon: as `ApplyRMSProp`.
+
+    Returns:
+        ``(var, mean_gradient, mean_square, moment)``, the updated arrays.
+
+    Raises:
+        TypeError, ValueError: as `ApplyRMSProp`.
+
+    Source: ``mindspore.ops.ApplyCenteredRMSProp``; Graves (2013), arXiv:1308.0850.
+
+    >>> import numpy as np
+    >>> w, mg, s, mo = (np.full(2, x, np.float32) for x in (1.0, 0.0, 1.0, 0.0))
+    >>> _ = ApplyCenteredRMSProp()(w, mg, s, mo, np.ones(2, np.float32), 0.1, 0.9, 0.0, 1e-10)
+    >>> print(w.round(4))
+    [0.8995 0.8995]
+    """
+
+    def __init__(self, use_locking: bool = False, **unknown: Any) -> None:
+        super().__init__(use_locking, unknown, ("use_locking",))
+
+    def __call__(
+        self,
+        var: Any,
+        mean_gradient: Any,
+        mean_square: Any,
+        moment: Any,
+        grad: Any,
+        learning_rate: Any,
+        decay: Any,
+        momentum: Any,
+        epsilon: Any,
+    ) -> tuple[Any, Any, Any, Any]:
+        """Update the variables in place and return them; see the class."""
+        hp = self._scalars(
+            learning_rate=learning_rate, decay=decay, epsilon=epsilon, momentum=momentum
+        )
+        variables = self._variables(
+            var=var, mean_gradient=mean_gradient, mean_square=mean_square, moment=moment
+        )
+        row = _hp(variables["var"], hp)
+        self._apply_dense(rules.RMSPROP_CENTERED_MOMENTUM, variables, row, "grad", grad)
+        return var, mean_gradient, mean_square, moment
+
+
+def _hp(variable: np.ndarray, scalars: dict[str, float]) -> np.ndarray:
+    real = real_type(variable.dtype)
+    return hp_row(real, rules.rmsprop_momentum_hp(real, *scalars.values()))

@@ -1,0 +1,187 @@
+"""Gradient descent, plain and with momentum, under MindSpore's names and argument order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..kernels.rules import sgd as rules
+from ..kernels.rules.gradient import COUPLED_DECAY, SCALE
+from . import check
+from .arrays import real_type
+from .errors import message
+from .primitive import Primitive, hp_row
+
+
+class ApplyMomentum(Primitive):
+    """Gradient descent with momentum::
+
+        accumulation <- momentum*accumulation + gradient_scale*gradient
+        variable <- variable - learning_rate*accumulation
+        with use_nesterov: variable - learning_rate*(gradient_scale*gradient
+                                                     + momentum*accumulation)
+
+    Args:
+        use_nesterov: Nesterov's step.
+        use_locking: serialise concurrent calls on overlapping memory.
+        gradient_scale: float by which gradients are multiplied.
+
+    Call arguments:
+        variable, accumulation: float32, float64, float16 or bfloat16, of one dtype and shape;
+            updated in place. 16-bit variables are computed in float32.
+        learning_rate: scalar.
+        gradient: of the shape of ``variable`` and at most its precision.
+        momentum: scalar.
+
+    Returns:
+        ``(variable, accumulation)``, the updated arrays.
+
+    Raises:
+        TypeError: a kind or dtype does not fit (`fusestep.ConversionError` where a variable
+            would have to be converted).
+        ValueError: a shape, a value or the memory of a variable does not fit.
+        Nothing has been written when an error is raised.
+
+    Source: ``mindspore.ops.ApplyMomentum``.
+
+    >>> import numpy as np
+    >>> w, a, g = np.ones(2, np.float32), np.ones(2, np.float32), np.ones(2, np.float32)
+    >>> _ = ApplyMomentum()(w, a, 0.1, g, 0.9)
+    >>> print(w, a)
+    [0.81 0.81] [1.9 1.9]
+    """
+
+    def __init__(
+        self,
+        use_nesterov: bool = False,
+        use_locking: bool = False,
+        gradient_scale: float = 1.0,
+        **unknown: Any,
+    ) -> None:
+        super().__init__(use_locking, unknown, ("use_nesterov", "use_locking", "gradient_scale"))
+        self.use_nesterov = check.flag(self.name, "use_nesterov", use_nesterov)
+        self.gradient_scale = check.scalar(self.name, "gradient_scale", gradient_scale)
+
+    def __call__(
+        self,
+        variable: Any,
+        accumulation: Any,
+        learning_rate: Any,
+        gradient: Any,
+        momentum: Any,
+    ) -> tuple[Any, Any]:
+        """Update ``variable`` and ``accumulation`` in place and return them; see the class."""
+        scalars = self._scalars(learning_rate=learning_rate, momentum=momentum)
+        variables = self._variables(variable=variable, accumulation=accumulation)
+        real = real_type(variables["variable"].dtype)
+        scalar = rules.momentum_hp(real, scalars["learning_rate"], scalars["momentum"])
+        rule = rules.MOMENTUM_NESTEROV if self.use_nesterov else rules.MOMENTUM
+        is_scaled = self.gradient_scale != 1.0
+        self._apply_dense(
+            rule,
+            variables,
+            hp_row(real, (*scalar, self.gradient_scale) if is_scaled else scalar),
+            "gradient",
+            gradient,
+            (SCALE,) if is_scaled else (),
+        )
+        return variable, accumulation
+
+
+class SGD(Primitive):
+    """Stochastic gradient descent that knows the first step of each element.
+
+    With ``g = gradient + weight_decay*parameters``, and with a momentum above 0::
+
+        accum <- g                                     where stat > 0; there stat <- 0
+        accum <- momentum*accum + (1 - dampening)*g    elsewhere
+        parameters <- parameters - learning_rate*accum
+        with nesterov: parameters - learning_rate*(g + momentum*accum)
+
+    With a momentum of 0: ``parameters <- parameters - learning_rate*g``, and ``accum`` and
+    ``stat`` stay as they are.
+
+    Args:
+        dampening: float >= 0; with ``nesterov`` it must be 0.
+        weight_decay: float >= 0.
+        nesterov: Nesterov's step.
+        use_locking: serialise concurrent calls on overlapping memory (an addition).
+
+    Call arguments:
+        parameters: as ``variable`` of `ApplyMomentum`; updated in place.
+        gradient: of the shape of ``parameters`` and at most its precision.
+        learning_rate: scalar.
+        accum: as ``parameters``; updated in place.
+        momentum: scalar >= 0.
+        stat: as ``parameters``, above 0 where the next step is the first; updated in place.
+
+    Returns:
+        ``parameters``, the updated array.
+
+    Raises:
+        TypeError, ValueError: as `ApplyMomentum`.
+
+    Source: ``mindspore.ops.SGD``.
+
+    >>> import numpy as np
+    >>> w, a, stat = np.ones(2, np.float32), np.zeros(2, np.float32), np.ones(2, np.float32)
+    >>> g = np.ones(2, np.float32)
+    >>> print(SGD(dampening=0.5)(w, g, 0.1, a, 0.9, stat), a, stat)
+    [0.9 0.9] [1. 1.] [0. 0.]
+    """
+
+    def __init__(
+        self,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        use_locking: bool = False,
+        **unknown: Any,
+    ) -> None:
+        super().__init__(
+            use_locking, unknown, ("dampening", "weight_decay", "nesterov", "use_locking")
+        )
+        self.dampening = self._at_least_0("dampening", dampening)
+        self.weight_decay = self._at_least_0("weight_decay", weight_decay)
+        self.nesterov = check.flag(self.name, "nesterov", nesterov)
+        if self.nesterov and self.dampening != 0.0:
+            raise ValueError(
+                message(self.name, "dampening", "excludes nesterov", "0.0", self.dampening)
+            )
+
+    def _at_least_0(self, name: str, value: Any) -> float:
+        return check.scalar_at_least_0(self.name, name, value)
+
+    def __call__(
+        self,
+        parameters: Any,
+        gradient: Any,
+        learning_rate: Any,
+        accum: Any,
+        momentum: Any,
+        stat: Any,
+    ) -> Any:
+        """Update ``parameters``, ``accum`` and ``stat`` in place; see the class."""
+        lr = check.scalar(self.name, "learning_rate", learning_rate)
+        mu = self._at_least_0("momentum", momentum)
+        variables = self._variables(parameters=parameters, accum=accum, stat=stat)
+        real = real_type(variables["parameters"].dtype)
+        scalars: tuple[Any, ...]
+        if mu == 0.0:
+            # The others are checked but have no part in the step.
+            check.no_overlap(self.name, list(variables), list(variables.values()))
+            rule, scalars = rules.SGD, rules.sgd_hp(real, lr)
+            variables = {"parameters": variables["parameters"]}
+        else:
+            rule = rules.SGD_FIRST_STEP_NESTEROV if self.nesterov else rules.SGD_FIRST_STEP
+            scalars = rules.first_step_hp(real, lr, mu, self.dampening)
+        decays = self.weight_decay > 0.0
+        self._apply_dense(
+            rule,
+            variables,
+            hp_row(real, (*scalars, self.weight_decay, 0.0) if decays else scalars),
+            "gradient",
+            gradient,
+            (COUPLED_DECAY,) if decays else (),
+        )
+        return parameters

@@ -1,0 +1,171 @@
+"""Float64 NumPy reference of the elementwise optimizers that are not of the Adam family.
+
+Each function is one step, ``(w, g, *states, scalars by name) -> (w, *states)``: arrays of any
+dtype go in, new float64 arrays come out. The scalars are used as they are given: whoever calls
+decides how they were rounded. Nothing is shared with the library.
+
+Formulas: Polyak's and Nesterov's momentum as in Sutskever et al. (2013); Duchi et al. (2011) for
+Adagrad and its proximal form; Hinton's lecture 6e and Graves (2013), arXiv:1308.0850, for both
+forms of RMSProp; McMahan et al. (2013) for FTRL. Where MindSpore's kernels agree on something
+else, the function says so.
+
+An element is left alone only where its condition holds, so a NaN always reaches the parameter.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from reference import Array, wide
+
+
+def sgd(w: ArrayLike, g: ArrayLike, *, lr: float) -> tuple[Array]:
+    """Plain descent."""
+    return (wide(w) - lr * wide(g),)
+
+
+def momentum(
+    w: ArrayLike,
+    g: ArrayLike,
+    accum: ArrayLike,
+    *,
+    lr: float,
+    momentum: float,
+    one_minus_dampening: float = 1.0,
+    nesterov: bool = False,
+) -> tuple[Array, Array]:
+    """Heavy ball; with `nesterov` the step looks one more momentum ahead."""
+    w, g = wide(w), wide(g)
+    accum = momentum * wide(accum) + one_minus_dampening * g
+    direction = g + momentum * accum if nesterov else accum
+    return w - lr * direction, accum
+
+
+def sgd_stat(
+    w: ArrayLike,
+    g: ArrayLike,
+    accum: ArrayLike,
+    stat: ArrayLike,
+    *,
+    lr: float,
+    momentum: float,
+    one_minus_dampening: float,
+    nesterov: bool = False,
+) -> tuple[Array, Array, Array]:
+    """Heavy ball in which elements with ``stat > 0`` start from the bare gradient.
+
+    The gradient that starts an element is not dampened; its `stat` becomes 0. This is ops.SGD
+    with momentum > 0; without momentum it is `sgd`, and both states stay as they are.
+    """
+    w, g = wide(w), wide(g)
+    fresh = wide(stat) > 0
+    accum = np.where(fresh, g, momentum * wide(accum) + one_minus_dampening * g)
+    direction = g + momentum * accum if nesterov else accum
+    return w - lr * direction, accum, np.where(fresh, 0.0, wide(stat))
+
+
+def rmsprop(
+    w: ArrayLike,
+    g: ArrayLike,
+    mean_square: ArrayLike,
+    moment: ArrayLike,
+    *,
+    lr: float,
+    rho: float,
+    one_minus_rho: float,
+    momentum: float,
+    epsilon: float,
+) -> tuple[Array, Array, Array]:
+    """Gradient over its root mean square, epsilon under the root; lr enters before momentum."""
+    w, g = wide(w), wide(g)
+    mean_square = rho * wide(mean_square) + one_minus_rho * g**2
+    moment = momentum * wide(moment) + lr * g / np.sqrt(mean_square + epsilon)
+    return w - moment, mean_square, moment
+
+
+def rmsprop_centered(
+    w: ArrayLike,
+    g: ArrayLike,
+    mean_gradient: ArrayLike,
+    mean_square: ArrayLike,
+    moment: ArrayLike,
+    *,
+    lr: float,
+    rho: float,
+    one_minus_rho: float,
+    momentum: float,
+    epsilon: float,
+) -> tuple[Array, Array, Array, Array]:
+    """RMSProp over the variance of the gradient instead of its mean square.
+
+    Where rounding left no positive variance plus epsilon, parameter and moment wait; the two
+    means do not. That is what MindSpore's CPU kernel does (its GPU kernel makes NaN).
+    """
+    w, g, moment = wide(w), wide(g), wide(moment)
+    mean_gradient = rho * wide(mean_gradient) + one_minus_rho * g
+    mean_square = rho * wide(mean_square) + one_minus_rho * g**2
+    variance = mean_square - mean_gradient**2 + epsilon
+    waits = variance <= 0
+    root = np.sqrt(np.where(waits, 1.0, variance))
+    moment = np.where(waits, moment, momentum * moment + lr * g / root)
+    return np.where(waits, w, w - moment), mean_gradient, mean_square, moment
+
+
+def adagrad(
+    w: ArrayLike, g: ArrayLike, accum: ArrayLike, *, lr: float, update_slots: bool = True
+) -> tuple[Array, Array]:
+    """Gradient over the root of the sum of its squares, without an epsilon.
+
+    Nothing moves where the accumulator is 0. Without `update_slots` it keeps its value.
+    """
+    w, g, accum = wide(w), wide(g), wide(accum)
+    if update_slots:
+        accum = accum + g**2
+    return w - _rate(lr, accum) * g, accum
+
+
+def proximal_adagrad(
+    w: ArrayLike, g: ArrayLike, accum: ArrayLike, *, lr: float, l1: float, l2: float
+) -> tuple[Array, Array]:
+    """Adagrad, then the proximal step of ``l1*|w| + l2*w**2/2`` at each element's own rate.
+
+    The documentation has `lr` in the proximal step; every kernel of MindSpore has
+    ``lr / sqrt(accum)``, which is also what the paper derives. A rate of 0 moves nothing.
+    """
+    w, g = wide(w), wide(g)
+    accum = wide(accum) + g**2
+    rate = _rate(lr, accum)
+    target = w - rate * g
+    shrunk = np.sign(target) * np.maximum(np.abs(target) - rate * l1, 0.0)
+    return shrunk / (1.0 + rate * l2), accum
+
+
+def ftrl(
+    w: ArrayLike,
+    g: ArrayLike,
+    accum: ArrayLike,
+    linear: ArrayLike,
+    *,
+    lr: float,
+    l1: float,
+    l2: float,
+    lr_power: float,
+) -> tuple[Array, Array, Array]:
+    """Follow the regularised leader, element by element: 0 while ``|linear| <= l1``.
+
+    The new parameter depends on the old one only through `linear`. `lr_power` is the exponent
+    of the accumulator in the learning rate, -0.5 in the paper; l2 counts twice, as published.
+    """
+    w, g, accum = wide(w), wide(g), wide(accum)
+    new_accum = accum + g**2
+    old_power, power = accum**-lr_power, new_accum**-lr_power
+    linear = wide(linear) + g - (power - old_power) / lr * w
+    leader = (np.sign(linear) * l1 - linear) / (power / lr + 2.0 * l2)
+    return np.where(np.abs(linear) <= l1, 0.0, leader), new_accum, linear
+
+
+def _rate(lr: float, accum: Array) -> Array:
+    """``lr / sqrt(accum)``, and 0 where nothing has been accumulated."""
+    empty = accum == 0
+    return np.where(empty, 0.0, lr / np.sqrt(np.where(empty, 1.0, accum)))

@@ -1,0 +1,181 @@
+"""Rules outside of Adam's family: equal bits in every loop, for every storage of the gradient."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fusestep import ops
+
+from helpers import BF16, OPERATORS, ROW_OPERATORS, assert_same_bits
+from rule_cases import CASES, LARS, NEUTRAL, OPTIMIZER, RuleCase, real_of, run_dense, run_rows
+from subprocesses import output_of
+
+EACH = pytest.mark.parametrize("name", CASES)
+F32, F64, F16 = (np.dtype(d) for d in (np.float32, np.float64, np.float16))
+# Storage of parameter and states, storage of the gradient, prologue. Summed rows are float32 or
+# float64, whatever the gradient is: they go through machine code of their own.
+BUILDS = {
+    "float32": (F32, F32, ()),
+    "float32, prologue": (F32, F32, OPTIMIZER),
+    "float32, bfloat16 gradient": (F32, BF16, ()),
+    "float32, bfloat16 gradient, prologue": (F32, BF16, LARS),
+    "float16": (F16, F16, ()),
+    "float64, float32 gradient": (F64, F32, ()),
+}
+
+
+def problem(
+    case: RuleCase, shape: tuple[int, ...], dtype: Any = F32, g_dtype: Any = F32, seed: int = 1
+) -> tuple[list[np.ndarray], np.ndarray]:
+    """Parameter and states, and a gradient."""
+    w, g, *states = case.samples(int(np.prod(shape)), seed)
+    arrays = [a.reshape(shape).astype(dtype) for a in (w, *states)]
+    return arrays, g.reshape(shape).astype(g_dtype)
+
+
+def assert_all_same(found: list[np.ndarray], expected: list[np.ndarray], label: str) -> None:
+    __tracebackhide__ = True
+    for k, (a, b) in enumerate(zip(found, expected, strict=True)):
+        assert_same_bits(a, b, f"{label}, array {k}")
+
+
+@pytest.mark.parametrize(("dtype", "g_dtype", "prologue"), BUILDS.values(), ids=BUILDS)
+@EACH
+def test_dense_rows_and_sweep_agree(name: str, dtype: Any, g_dtype: Any, prologue: Any) -> None:
+    """Rows of every width; half of them absent from a sweep, where their gradient is 0."""
+    case, real = CASES[name], real_of(dtype)
+    hp = case.hp(real)
+    for d in (1, 7, 33, 2_000):
+        n = max(4, 2_000 // d)
+        start, gradient = problem(case, (n, d), dtype, g_dtype)
+        dense, lazy, sweep = ([a.copy() for a in start] for _ in range(3))
+        run_dense(case.rule, dense, gradient, hp, prologue)
+        order = np.random.default_rng(2).permutation(n)
+        run_rows(case.rule, lazy, order, gradient[order], hp, prologue)
+        assert_all_same(lazy, dense, f"lazy rows of {d}")
+        if (dtype, g_dtype) != (F32, F32):
+            continue
+        half = order[: n // 2]
+        run_rows(case.rule, sweep, half, gradient[half], hp, prologue, lazy=False)
+        dense, gradient = [a.copy() for a in start], gradient.copy()
+        gradient[order[n // 2 :]] = 0.0
+        run_dense(case.rule, dense, gradient, hp, prologue)
+        assert_all_same(sweep, dense, f"sweep over rows of {d}")
+
+
+@pytest.mark.parametrize("prologue", [OPTIMIZER, LARS], ids=["optimizer", "lars"])
+@EACH
+def test_a_neutral_prologue_is_none(name: str, prologue: Any) -> None:
+    """A parameter steps the same whether or not others of its call are decayed or scaled."""
+    case = CASES[name]
+    start, gradient = problem(case, (1_003,))
+    plain, neutral = ([a.copy() for a in start] for _ in range(2))
+    run_dense(case.rule, plain, gradient, case.hp(np.float32))
+    run_dense(case.rule, neutral, gradient, case.hp(np.float32), prologue, NEUTRAL)
+    assert_all_same(neutral, plain, "neutral")
+
+
+@EACH
+def test_alignment_and_place_do_not_matter(name: str) -> None:
+    """Vector bodies, scalar tails and unaligned beginnings; each element alone."""
+    case = CASES[name]
+    hp = case.hp(np.float32)
+    for n in (1, 7, 33, 1_003, 40_000):
+        start, gradient = problem(case, (n,))
+        whole, single = ([a.copy() for a in start] for _ in range(2))
+        run_dense(case.rule, whole, gradient, hp)
+        for i in range(0, n, max(1, n // 20)):
+            one = [a[i : i + 1] for a in single]
+            run_dense(case.rule, one, gradient[i : i + 1], hp)
+            assert_all_same(one, [a[i : i + 1] for a in whole], f"element {i} of {n}")
+        for offset in (1, 3, 5):
+            rooms = [np.empty(n + 8, np.float32) for _ in start]
+            shifted = [room[offset : offset + n] for room in rooms]
+            for array, old in zip(shifted, start, strict=True):
+                array[:] = old
+            run_dense(case.rule, shifted, gradient, hp)
+            assert_all_same(shifted, whole, f"{n} from {offset}")
+
+
+def test_bits_do_not_depend_on_the_number_of_threads() -> None:
+    """1, 2, 3 and 7 threads: dense, hot rows, lazy rows and sweeps of every rule."""
+    program = """
+        import hashlib, sys
+        sys.path.insert(0, sys.argv[1])
+        import numpy as np
+        from fusestep import get_num_threads, set_num_threads
+        from test_bits_elementwise import CASES, problem, run_dense, run_rows
+
+        def digest():
+            total = hashlib.sha256()
+            for case in CASES.values():
+                hp = case.hp(np.float32)
+                arrays, g = problem(case, (90_001,))
+                run_dense(case.rule, arrays, g, hp)
+                for lazy in (True, False):
+                    table, _ = problem(case, (900, 40))
+                    indices = np.random.default_rng(3).zipf(1.3, 9_000) % 900
+                    indices[::3] = 5
+                    _, values = problem(case, (9_000, 40), seed=4)
+                    run_rows(case.rule, table, indices, values, hp, lazy=lazy)
+                    arrays += table
+                for array in arrays:
+                    total.update(array.tobytes())
+            return total.hexdigest()
+
+        results = {}
+        for n in (1, 2, 3, 7):
+            set_num_threads(n)
+            assert get_num_threads() == n
+            results[digest()] = n
+        print(len(results))
+    """
+    assert output_of(program, Path(__file__).parent, NUMBA_NUM_THREADS="7").split() == ["1"]
+
+
+# The same through the operators
+
+PAIRS = {
+    "SparseApplyFtrl": "ApplyFtrl",
+    "FusedSparseFtrl": "ApplyFtrl",
+    "SparseApplyProximalAdagrad": "ApplyProximalAdagrad",
+    "FusedSparseProximalAdagrad": "ApplyProximalAdagrad",
+    "FusedSparseLazyAdam": "Adam",
+    "FusedSparseAdam": "Adam",
+}
+
+
+def test_every_row_operator_has_a_dense_one() -> None:
+    assert PAIRS.keys() == ROW_OPERATORS.keys()
+
+
+@pytest.mark.parametrize("power", [-0.5, -0.3, 0.0])
+@pytest.mark.parametrize("name", PAIRS)
+def test_row_operators_take_the_dense_step(name: str, power: float) -> None:
+    """All rows in any order, once each."""
+    rows, dense = ROW_OPERATORS[name], OPERATORS[PAIRS[name]]
+    shape = (301, 13)
+    one, other = rows.inputs(shape), dense.inputs(shape)
+    order = np.random.default_rng(5).permutation(len(one["var"]))
+    one["indices"], one[rows.gradient] = order, other[dense.gradient][order]
+    attributes = {"lr_power": power} if "lr_power" in rows.attributes else {}
+    if "lr_power" in other:
+        other["lr_power"] = power
+    rows.call(one, **attributes)
+    dense.call(other)
+    for variable in rows.variables:
+        assert_same_bits(one[variable], other[variable], variable)
+
+
+def test_the_general_power_of_ftrl_is_not_far_from_the_root() -> None:
+    """Next to -0.5 the other rule runs: their results are neighbours, not equal."""
+    results = []
+    for power in (-0.5, float(np.nextafter(-0.5, 0))):
+        inputs = {**OPERATORS["ApplyFtrl"].inputs((1_000,)), "lr_power": power}
+        ops.ApplyFtrl()(*inputs.values())
+        results.append(inputs["var"])
+    np.testing.assert_allclose(results[0], results[1], rtol=2e-5, atol=1e-6)

@@ -1,0 +1,250 @@
+"""What every optimizer has from the base class: groups, schedules, centralization, skipping."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fusestep import nn
+
+from helpers import assert_same_bits, refused
+from optimizers import FORMS, decayed_and_scaled, gradients, make, parameters
+
+EACH_FORM = pytest.mark.parametrize("form", FORMS)
+SHAPES = {"a": (4, 3), "b": (5,), "c": (), "d.weight": (2, 3, 4)}
+FIXED_RATE = ("FTRL", "FTRL-power")
+OWN_RATE = ("AdaFactor", "AdaFactor-plain", "AdaFactor-compressed", "LARS-AdaFactor")
+SCHEDULED = [form for form in FORMS if form not in FIXED_RATE + OWN_RATE]
+FIXED_DECAY = ("SGD", "SGD-momentum", "SGD-nesterov")
+
+
+class Halving(nn.LearningRateSchedule):
+    """0.4, 0.2, 0.1, ..."""
+
+    def construct(self, global_step: int) -> float:
+        return 0.4 * 0.5**global_step
+
+
+def growing(step: int) -> float:
+    return 0.1 * (1 + step)
+
+
+def assert_same_parameters(one: Any, other: Any) -> None:
+    __tracebackhide__ = True
+    for p, q in zip(one, other, strict=True):
+        assert_same_bits(p.data, q.data, str(p.name))
+
+
+@pytest.mark.parametrize("decay", [Halving(), growing], ids=["schedule", "callable"])
+@pytest.mark.parametrize("form", [form for form in FORMS if form not in FIXED_DECAY])
+def test_dynamic_weight_decay(form: str, decay: Any) -> None:
+    """At each step as an optimizer with that number as its decay, from the same state."""
+    scale = {n: v for n, v in decayed_and_scaled(form).items() if n == "loss_scale"}
+    opt = make(form, parameters(SHAPES), weight_decay=decay, **scale)
+    for step in range(3):
+        assert opt.get_weight_decay() == decay(step)
+        fixed = make(form, parameters(SHAPES), weight_decay=decay(step), **scale)
+        fixed.load_state_dict(opt.state_dict())
+        for p, q in zip(fixed.parameters, opt.parameters, strict=True):
+            p.data[...] = q.data
+        given = gradients(opt.parameters, step)
+        for one in (opt, fixed):
+            one(given)
+        assert_same_parameters(opt.parameters, fixed.parameters)
+
+
+@pytest.mark.parametrize("form", FIXED_DECAY)
+def test_sgd_has_no_dynamic_weight_decay(form: str) -> None:
+    for decay in (Halving(), growing):
+        with pytest.raises(TypeError, match=r"^SGD: weight_decay has a wrong type: .*float or int"):
+            make(form, parameters(SHAPES), weight_decay=decay)
+
+
+@pytest.mark.parametrize("form", SCHEDULED)
+def test_fixed_rates_beside_scheduled_ones_are_exact(form: str) -> None:
+    """MindSpore makes 1e-8 beside a schedule 0, and 1e-6 9.54e-7."""
+    together, apart = parameters(SHAPES), parameters(SHAPES)
+    rates = (Halving(), 1e-6, 1e-8, [0.3, 0.2, 0.1])
+    if form.startswith("AdaFactor"):
+        # A schedule as the default would turn the scaling off.
+        options: dict[str, Any] = {"scale_parameter": False}
+    else:
+        options = {}
+    opt = make(
+        form, [{"params": [p], "lr": lr} for p, lr in zip(together, rates, strict=True)], **options
+    )
+    alone = [
+        make(form, [{"params": [p]}], **{**options, "learning_rate": lr})
+        for p, lr in zip(apart, rates, strict=True)
+    ]
+    for step in range(3):
+        assert opt.get_lr() == (0.4 * 0.5**step, 1e-6, 1e-8, rates[3][step])
+        given = gradients(together, step)
+        opt(given)
+        for one, g in zip(alone, given, strict=True):
+            one([g])
+    assert_same_parameters(together, apart)
+    assert all(
+        (p.data != q.data).any()
+        for p, q in zip(together[::3], parameters(SHAPES)[::3], strict=True)
+    )
+
+
+def in_groups(form: str, params: Any, decays: Any, **options: Any) -> Any:
+    groups = [{"params": [p], "weight_decay": d} for p, d in zip(params, decays, strict=True)]
+    return make(form, groups, **options)
+
+
+@EACH_FORM
+def test_each_parameter_is_as_in_an_optimizer_of_its_own(form: str) -> None:
+    """With its own decay, and with a count of its own where gradients are missing."""
+    together, apart = parameters(SHAPES), parameters(SHAPES)
+    options, decays = decayed_and_scaled(form), (0.1, 0.2, 0.3, 0.1)
+    opt = in_groups(form, together, decays, **options)
+    alone = [in_groups(form, [p], [d], **options) for p, d in zip(apart, decays, strict=True)]
+    patterns = [(1, 1, 0, 1), (0, 1, 0, 1), (0, 0, 0, 0), (1, 1, 1, 0)]
+    if form in OWN_RATE:
+        patterns = [(1, 1, 1, 1)] * 3  # the rate follows the count of calls
+    for step, present in enumerate(patterns):
+        every = gradients(together, step)
+        given = [g if there else None for g, there in zip(every, present, strict=True)]
+        assert opt(given) == (True,) * 4
+        for one, g in zip(alone, given, strict=True):
+            if g is not None:
+                one([g])
+    assert_same_parameters(together, apart)
+
+
+@EACH_FORM
+def test_a_parameter_without_decay_does_not_see_that_others_decay(form: str) -> None:
+    """To the last bit: what is compiled for the call must not show in its result."""
+    together, apart = parameters(SHAPES), parameters(SHAPES)
+    options = decayed_and_scaled(form)
+    opt = in_groups(form, together, (0.1, 0.0, 0.0, 0.1), **options)
+    plain = in_groups(form, apart, (0.0,) * 4, **options)
+    for step in range(4):
+        for one in (opt, plain):
+            one(gradients(together, step))
+    assert_same_parameters(together[1:3], apart[1:3])
+
+
+def test_sgd_does_not_dampen_the_first_gradient_of_a_parameter() -> None:
+    """Whenever it comes: each parameter has a first one of its own."""
+    early, late = parameters({"early": (3,), "late": (3,)}, np.float64)
+    opt = nn.SGD([early, late], 0.5, momentum=0.9, dampening=0.25)
+    g = np.ones(3)
+    for given in ([g, None], [g, g], [g, g]):
+        opt(given)
+    first, second, third = 1.0, 0.9 + 0.75, 0.9 * (0.9 + 0.75) + 0.75
+    np.testing.assert_allclose(opt.accum, [[third] * 3, [second] * 3], rtol=1e-12)
+    start = parameters({"early": (3,), "late": (3,)}, np.float64)
+    moves = [w.data - p.data for w, p in zip(start, (early, late), strict=True)]
+    expected = [0.5 * (first + second + third), 0.5 * (first + second)]
+    np.testing.assert_allclose(moves, np.outer(expected, g), rtol=1e-12)
+
+
+def central(g: np.ndarray) -> np.ndarray:
+    return g - g.mean(axis=tuple(range(1, g.ndim)), keepdims=True) if g.ndim > 1 else g
+
+
+DECOUPLED = ("AdamWeightDecay", "Lamb", "Lamb-clipped")
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if not form.startswith("LARS")])
+def test_centralization(form: str) -> None:
+    """Of the gradient with a coupled decay, without a decoupled one; in its group alone."""
+    decoupled = form in DECOUPLED or form.startswith("AdaFactor")
+    params, plain = parameters(SHAPES, np.float64), parameters(SHAPES, np.float64)
+    options = decayed_and_scaled(form)
+    scale = options.get("loss_scale", 1.0)
+    groups = [
+        {"params": params[:3], "grad_centralization": True},
+        {"params": params[3:], "grad_centralization": False},
+    ]
+    opt = make(form, groups, **options)
+    same = make(form, [{"params": plain}], **({"weight_decay": 0.1} if decoupled else {}))
+    for step in range(3):
+        given = gradients(params, step)
+        opt([g * scale for g in given])
+        decayed = [g if decoupled else g + 0.1 * p.data for g, p in zip(given, plain, strict=True)]
+        same([*map(central, decayed[:3]), decayed[3]])
+    for p, q in zip(params, plain, strict=True):
+        np.testing.assert_allclose(p.data, q.data, rtol=1e-9, err_msg=p.name)
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if not form.startswith("LARS")])
+def test_centralization_acts_alike_with_locking_and_checks(form: str) -> None:
+    results = []
+    for options in ({}, {"use_locking": True}, {"skip_nonfinite": True}):
+        params = parameters(SHAPES)
+        opt = make(form, [{"params": params, "grad_centralization": True}], **options)
+        for step in range(2):
+            opt(gradients(params, step))
+        results.append(params)
+    for found in results[1:]:
+        assert_same_parameters(results[0], found)
+
+
+@pytest.mark.parametrize("form", SCHEDULED)
+def test_learning_rate_that_runs_out(form: str) -> None:
+    opt = make(form, parameters(SHAPES), learning_rate=[0.1, 0.2])
+    for step in range(2):
+        opt(gradients(opt.parameters, step))
+    with refused(RuntimeError, "learning_rate has no value for step 2", opt):
+        opt(gradients(opt.parameters, 2))
+
+
+@pytest.mark.parametrize("form", FIXED_RATE + OWN_RATE)
+def test_learning_rate_that_cannot_be_listed(form: str) -> None:
+    with pytest.raises((TypeError, ValueError), match="learning_rate"):
+        make(form, parameters(SHAPES), learning_rate=[0.1, 0.2])
+
+
+@EACH_FORM
+def test_gradients_that_do_not_fit(form: str) -> None:
+    """Nothing changes, whatever is wrong with the last one."""
+    opt = make(form, parameters(SHAPES))
+    good = gradients(opt.parameters, 0)
+    opt(good)
+    cases: list[tuple[Any, type[Exception], str]] = [
+        (good[:3], ValueError, "has a wrong length"),
+        (good[0], TypeError, "gradients has a wrong type"),
+        ([*good[:3], good[0]], ValueError, "gradient of 'd.weight' has a wrong shape"),
+        (
+            [*good[:3], np.ones((2, 3, 4), int)],
+            TypeError,
+            "gradient of 'd.weight' has a wrong dtype",
+        ),
+        ([*good[:3], "g"], TypeError, "gradient of 'd.weight' is no array"),
+    ]
+    for given, error, text in cases:
+        with refused(error, text, opt):
+            opt(given)
+
+
+SCALED = [form for form in FORMS if "loss_scale" in decayed_and_scaled(form)]
+
+
+@pytest.mark.parametrize("form", SCALED)
+def test_an_assigned_loss_scale_acts_from_the_next_step(form: str) -> None:
+    """As if it had been given at construction; with powers of 2 to the last bit."""
+    changed = make(form, parameters(SHAPES), loss_scale=4.0)
+    plain = make(form, parameters(SHAPES))
+    for step, scale in enumerate((4.0, 1.0, 16.0)):
+        changed.loss_scale = scale
+        assert changed.loss_scale == scale
+        given = gradients(plain.parameters, step)
+        plain(given)
+        changed(tuple(np.float32(scale) * g for g in given))
+    assert_same_parameters(changed.parameters, plain.parameters)
+    for wrong, error in (
+        (0.0, ValueError),
+        (-1.0, ValueError),
+        (1e39, ValueError),
+        ("4", TypeError),
+    ):
+        with refused(error, "loss_scale", changed):
+            changed.loss_scale = wrong
+        assert changed.loss_scale == 16.0

@@ -1,0 +1,344 @@
+"""LARS around every other optimizer: its formula, and that it leaves the optimizer as it was."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fusestep import nn
+
+import reference_layerwise as reference
+from helpers import assert_same_bits, refused, unchanged
+from optimizers import FORMS, decayed_and_scaled, gradients, make, parameters, rows
+
+# The default filter leaves out the two in the middle.
+SHAPES = {"w": (4, 3), "LayerNorm.g": (3,), "fc.bias": (5,), "v": (7,)}
+ACTS = (True, False, False, True)
+INSIDE = [form for form in FORMS if not form.startswith("LARS")]
+EACH_INSIDE = pytest.mark.parametrize("form", INSIDE)
+LARS_OPTIONS = {"coefficient": 0.3, "epsilon": 0.01}
+
+
+class Descent(nn.Optimizer):
+    """A custom optimizer: every step of the base class, then plain descent."""
+
+    def construct(self, gradients: tuple[Any, ...]) -> Any:
+        gradients = self.decay_weight(gradients)
+        gradients = self.gradients_centralization(gradients)
+        gradients = self.scale_grad(gradients)
+        rates = self.get_lr() if self.is_group_lr else (self.get_lr(),) * len(self.parameters)
+        for p, g, rate in zip(self.parameters, gradients, rates, strict=True):
+            p.data -= p.dtype.type(rate) * g
+        return (True,) * len(self.parameters)
+
+
+class Schedule(nn.LearningRateSchedule):
+    """Remembers the steps for which it was asked."""
+
+    def __init__(self, start: float) -> None:
+        self.start = start
+        self.asked: list[int] = []
+
+    def construct(self, global_step: int) -> float:
+        self.asked.append(global_step)
+        return self.start / (1 + global_step)
+
+
+def build(form: str, params: Any, **options: Any) -> Any:
+    """The optimizer to wrap."""
+    if form == "custom":
+        return Descent(parameters=params, **{"learning_rate": 0.5, **options})
+    return make(form, params, **options)
+
+
+def params64(shapes: dict[str, tuple[int, ...]] = SHAPES) -> Any:
+    return parameters(shapes, np.float64)
+
+
+def lars_gradients(
+    params: Any, given: Any, acts: Any, decays: Any, rates: Any = None, **options: Any
+) -> list[np.ndarray]:
+    """What the reference hands on; with rates they are clipped to."""
+    rates = [None] * len(params) if rates is None else rates
+    options = {**LARS_OPTIONS, **options}
+    return [
+        reference.lars_gradient(p.data, g, decay=decay, lr=lr, **options) if act else g
+        for p, g, act, decay, lr in zip(params, given, acts, decays, rates, strict=True)
+    ]
+
+
+def assert_close(one: Any, other: Any) -> None:
+    __tracebackhide__ = True
+    for p, q in zip(one.parameters, other.parameters, strict=True):
+        np.testing.assert_allclose(p.data, q.data, rtol=1e-10, atol=1e-14, err_msg=p.name)
+
+
+# The formula
+
+
+@pytest.mark.parametrize("use_locking", [False, True])
+@EACH_INSIDE
+def test_formula(form: str, use_locking: bool) -> None:
+    """The optimizer's own step with the reference's gradient, and without its decay."""
+    options = decayed_and_scaled(form)
+    scale = options.get("loss_scale", 1.0)
+    inner = make(form, params64(), use_locking=use_locking, **options)
+    opt, plain = nn.LARS(inner, **LARS_OPTIONS), make(form, params64())
+    for step in range(3):
+        given = gradients(opt.parameters, step)
+        assert opt([g * scale for g in given]) == (True,) * len(SHAPES)
+        plain(lars_gradients(plain.parameters, given, ACTS, [0.1] * 4))
+    assert_close(opt, plain)
+
+
+@pytest.mark.parametrize("inside", ["SGD", "custom"])
+def test_decay_acts_only_where_lars_acts(inside: str) -> None:
+    """And there after the factor; a name with "beta" is exempt, as it is without LARS."""
+    params = params64({**SHAPES, "beta": (3,)})
+    before = [p.data.copy() for p in params]
+    nn.LARS(build(inside, params, weight_decay=0.1))([np.zeros(p.shape) for p in params])
+    moved = [not np.array_equal(p.data, w) for p, w in zip(params, before, strict=True)]
+    assert moved == [True, False, False, True, False]
+
+
+@pytest.mark.parametrize("inside", ["SGD", "Lamb", "custom"])
+@pytest.mark.parametrize("coefficient", [1e-3, 0.3, 100.0])
+def test_use_clip(inside: str, coefficient: float) -> None:
+    """With the rate of each group at each step, fixed or scheduled."""
+
+    def in_groups(**more: Any) -> Any:
+        params = params64()
+        groups = [
+            {"params": params[:1], "lr": 0.5, **more},
+            {"params": params[1:3], "lr": Schedule(0.25)},
+            {"params": params[3:], **more},
+        ]
+        return build(inside, groups, learning_rate=Schedule(0.125))
+
+    options = {**LARS_OPTIONS, "coefficient": coefficient}
+    opt, plain = nn.LARS(in_groups(weight_decay=0.1), use_clip=True, **options), in_groups()
+    for step in range(3):
+        given = gradients(opt.parameters, step)
+        rates = (0.5, 0.25 / (1 + step), 0.25 / (1 + step), 0.125 / (1 + step))
+        assert opt.get_lr() == rates
+        opt(given)
+        decays = [0.1, 0.0, 0.0, 0.1]
+        plain(lars_gradients(plain.parameters, given, ACTS, decays, rates, **options))
+    assert_close(opt, plain)
+
+
+def test_clipping_is_from_both_sides() -> None:
+    """A small factor is divided by the rate; a large one becomes 1, which is plain descent."""
+    moves = []
+    for coefficient in (1e-3, 100.0):
+        (p,) = params64({"w": (5,)})
+        before = p.data.copy()
+        nn.LARS(nn.SGD([p], 0.5), coefficient=coefficient, use_clip=True)(gradients([p], 0))
+        moves.append(before - p.data)
+    (p,) = params64({"w": (5,)})
+    (g,) = gradients([p], 0)
+    np.testing.assert_allclose(moves[1], 0.5 * g, rtol=1e-12)
+    # coefficient / rate times the rate: the rate cancels.
+    np.testing.assert_allclose(
+        moves[0],
+        reference.lars_gradient(p.data, g, coefficient=1e-3, epsilon=1e-5, decay=0.0),
+        rtol=1e-12,
+    )
+
+
+def test_filter() -> None:
+    seen = []
+
+    def only_v(parameter: nn.Parameter) -> bool:
+        seen.append(parameter.name)
+        return parameter.name == "v"
+
+    opt, plain = (
+        nn.LARS(nn.SGD(params64(), 0.5), lars_filter=only_v, **LARS_OPTIONS),
+        nn.SGD(params64(), 0.5),
+    )
+    assert seen == list(SHAPES)
+    given = gradients(opt.parameters, 0)
+    opt(given)
+    plain(lars_gradients(plain.parameters, given, (False, False, False, True), [0.0] * 4))
+    assert_close(opt, plain)
+    assert len(seen) == len(SHAPES)
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 1e-5])
+@pytest.mark.parametrize("inside", ["SGD", "Momentum", "Lamb", "AdaFactor", "custom"])
+def test_zero_and_empty_tensors(inside: str, epsilon: float) -> None:
+    """No NaN out of 0 / 0; where the gradient is 0 nothing moves."""
+    shapes = {"zero": (3,), "one": (3,), "both": (2, 2), "none": (0, 3), "scalar": ()}
+    params = params64(shapes)
+    params[0].data[...] = params[2].data[...] = 0.0
+    before = params[1].data.copy()
+    inner = build(inside, params)
+    given = gradients(params, 0)
+    given[1], given[2] = np.zeros(3), np.zeros((2, 2))
+    for _ in range(2):
+        nn.LARS(inner, epsilon=epsilon)(given)
+    assert all(np.isfinite(p.data).all() for p in params)
+    assert_same_bits(params[1].data, before)
+    assert not params[2].data.any()
+
+
+# The optimizer inside
+
+
+@EACH_INSIDE
+def test_the_optimizer_is_left_as_it_was(form: str) -> None:
+    """Its plain steps are those of one that was never wrapped, from the same state."""
+    options = decayed_and_scaled(form)
+    inner, twin = (make(form, parameters(SHAPES), **options) for _ in range(2))
+    opt = nn.LARS(inner, **LARS_OPTIONS)
+    for step in range(3):
+        opt(gradients(inner.parameters, step))
+        twin.load_state_dict(inner.state_dict())
+        for p, q in zip(twin.parameters, inner.parameters, strict=True):
+            p.data[...] = q.data
+        for one in (inner, twin):
+            assert one.get_weight_decay() == 0.1
+            assert one.loss_scale == options.get("loss_scale", 1.0)
+            one(gradients(one.parameters, 10 + step))
+        for p, q in zip(inner.parameters, twin.parameters, strict=True):
+            assert_same_bits(p.data, q.data, str(p.name))
+    assert inner.global_step.tolist() == [6]
+
+
+def test_what_lars_tells_is_the_optimizers() -> None:
+    inner = nn.Momentum(parameters(SHAPES), [0.5, 0.25], 0.9, weight_decay=0.1, loss_scale=4.0)
+    opt = nn.LARS(inner)
+    opt(gradients(inner.parameters, 0))
+    assert opt.parameters is inner.parameters
+    assert opt.global_step is inner.global_step
+    assert (opt.get_lr(), opt.get_weight_decay(), opt.loss_scale) == (0.25, 0.1, 4.0)
+    assert opt.get_lr_parameter(opt.parameters[0]) is inner.get_lr_parameter(inner.parameters[0])
+    assert list(opt.state_dict()) == list(inner.state_dict())
+    opt([None] * 4)
+    with refused(RuntimeError, "^Momentum: learning_rate has no value for step 2", opt):
+        opt([None] * 4)
+
+
+@pytest.mark.parametrize("centralize", [False, True])
+@pytest.mark.parametrize("fixed_rate", [False, True])
+@pytest.mark.parametrize("inside", ["Momentum", "Adam", "Lamb", "AdamWeightDecay", "custom"])
+def test_schedules_are_asked_once_a_step(inside: str, fixed_rate: bool, centralize: bool) -> None:
+    """MindSpore asks for steps 0, 2, 4, ... where the decay alone is scheduled."""
+    decay, rate = Schedule(0.1), Schedule(0.5)
+    options = {"learning_rate": 0.5 if fixed_rate else rate, "weight_decay": decay}
+    groups = [{"params": parameters(SHAPES), "grad_centralization": centralize}]
+    inner = build(inside, groups, **options)
+    opt = nn.LARS(inner, **LARS_OPTIONS)
+    for step in range(4):
+        (inner if step == 2 else opt)(gradients(inner.parameters, step))
+    assert decay.asked == [0, 1, 2, 3]
+    # A custom optimizer asks by itself.
+    assert sorted(set(rate.asked)) == ([] if fixed_rate else [0, 1, 2, 3])
+    assert inside == "custom" or len(rate.asked) <= 4
+    assert inner.global_step.tolist() == [4]
+
+
+def test_a_skipped_step_and_a_refused_one_leave_everything() -> None:
+    inner = nn.Momentum(parameters(SHAPES), 0.5, 0.9, weight_decay=0.1, skip_nonfinite=True)
+    opt = nn.LARS(inner)
+    bad = gradients(inner.parameters, 0)
+    bad[3][2] = np.nan
+    with unchanged(inner):
+        opt(bad)
+    assert inner.skipped_steps == 1
+    for given, error in (
+        ([None] * 3, ValueError),
+        ("abcd", TypeError),
+        ([*bad[:3], np.ones(6)], ValueError),
+    ):
+        with refused(error, "gradient", inner):
+            opt(given)
+    assert inner.get_weight_decay() == 0.1
+
+
+# Custom optimizers
+
+
+def custom(params: Any) -> Descent:
+    return Descent(0.5, params, weight_decay=0.1, loss_scale=4.0)
+
+
+def test_custom_optimizer() -> None:
+    opt, plain = nn.LARS(custom(params64()), **LARS_OPTIONS), Descent(0.5, params64())
+    for step in range(3):
+        given = gradients(opt.parameters, step)
+        scaled = [4 * g for g in given]
+        with unchanged(scaled):
+            opt(scaled)
+        plain(lars_gradients(plain.parameters, given, ACTS, [0.1] * 4))
+    assert_close(opt, plain)
+    assert opt.global_step.tolist() == [3]
+    assert (opt.opt.loss_scale, opt.opt.get_weight_decay()) == (4.0, 0.1)
+
+
+def test_custom_optimizer_that_raises_is_restored() -> None:
+    class Broken(Descent):
+        def construct(self, gradients: tuple[Any, ...]) -> Any:
+            assert (self.get_weight_decay(), self.loss_scale) == (0.0, 1.0)
+            raise ArithmeticError(f"broken by {len(gradients)}")
+
+    inner = Broken(0.5, parameters(SHAPES), weight_decay=0.1, loss_scale=4.0)
+    with refused(ArithmeticError, "broken by 4", inner):
+        nn.LARS(inner)(gradients(inner.parameters, 0))
+    assert (inner.get_weight_decay(), inner.loss_scale) == (0.1, 4.0)
+
+
+def test_custom_optimizer_skips_none_and_refuses_rows() -> None:
+    class Sparse(Descent):
+        def construct(self, gradients: tuple[Any, ...]) -> Any:
+            return [None if g is None else type(g) for g in gradients]
+
+    opt = nn.LARS(Sparse(0.5, parameters(SHAPES)))
+    given = gradients(opt.parameters, 0)
+    # Where LARS does not act, a gradient is passed on as it is.
+    row = rows((5,), [1])
+    kinds = opt([None, None, row, given[3]])
+    assert kinds == [None, None, nn.RowTensor, np.ndarray]
+    with refused(ValueError, "gradient of 'w' is row-sparse", opt.opt):
+        opt([rows((4, 3), [1]), *given[1:]])
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_centralization_is_the_same_for_custom_optimizers(decay: float) -> None:
+    """One formula for both ways in which a step is made."""
+    results = []
+    for inside in ("SGD", "custom"):
+        groups = [{"params": params64(), "grad_centralization": True, "weight_decay": decay}]
+        opt = nn.LARS(build(inside, groups, learning_rate=0.5), **LARS_OPTIONS)
+        opt(gradients(opt.parameters, 0))
+        results.append(opt)
+    assert_close(*results)
+
+
+# Copies
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))])
+@pytest.mark.parametrize(
+    "build",
+    [partial(make, form) for form in ("Momentum", "Lamb", "AdaFactor")] + [custom],
+    ids=["Momentum", "Lamb", "AdaFactor", "custom"],
+)
+def test_copies(build: Callable[..., Any], way: Callable[..., Any]) -> None:
+    """A filter that cannot be pickled has done its work."""
+    opt = nn.LARS(build(parameters(SHAPES)), lars_filter=lambda p: p.name != "w", **LARS_OPTIONS)
+    opt(gradients(opt.parameters, 0))
+    again = way(opt)
+    with unchanged(opt.opt):
+        again(gradients(opt.parameters, 1))
+    opt(gradients(opt.parameters, 1))
+    for p, q in zip(opt.parameters, again.parameters, strict=True):
+        assert_same_bits(p.data, q.data, str(p.name))
+    assert repr(again) == repr(opt)

@@ -1,0 +1,348 @@
+"""Optimizers that look at whole tensors: Lamb, AdaFactor, LARS."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fusestep import nn
+
+import reference_layerwise as reference
+from helpers import BF16, STORAGE_DTYPES, assert_same_bits
+from optimizers import FORMS, gradients, make, parameters, states
+from subprocesses import output_of
+
+WHOLE = [form for form, (name, _) in FORMS.items() if name in ("Lamb", "LARS", "AdaFactor")]
+EACH_WHOLE = pytest.mark.parametrize("form", WHOLE)
+SHAPES = {"a": (6, 4), "b": (5,), "c": (), "d": (2, 3, 4), "e": (1,)}
+
+
+def power(beta: float, step: int) -> dict[str, float]:
+    return {f"beta{k}_power": b**step for k, b in ((1, beta), (2, 0.99))}
+
+
+# The formulas, in float64
+
+LAMB = {"beta1": 0.8, "one_minus_beta1": 0.2, "beta2": 0.99, "one_minus_beta2": 0.01}
+
+
+@pytest.mark.parametrize("clip_ratio", [False, True])
+@pytest.mark.parametrize("case", ["any", "zero parameter", "zero gradient", "long", "short"])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_lamb(case: str, decay: float, clip_ratio: bool) -> None:
+    """Also where a norm is 0, and where the ratio of the norms is beyond 10 or near 0."""
+    size = {"zero parameter": 0.0, "long": 1e3, "short": 1e-3}.get(case, 1.0)
+    params = parameters(SHAPES, np.float64)
+    for p in params:
+        p.data *= size
+    expected = [(p.data.copy(), np.zeros(p.shape), np.zeros(p.shape)) for p in params]
+    opt = nn.Lamb(params, 0.05, 0.8, 0.99, 0.1, decay, clip_ratio=clip_ratio)
+    for step in range(3):
+        given = gradients(params, step)
+        if case == "zero gradient":
+            given = [0 * g for g in given]
+        opt(given)
+        hyper = {**LAMB, **power(0.8, step + 1), "lr": 0.05, "epsilon": 0.1, "decay": decay}
+        formula = reference.lamb_clipped if clip_ratio else reference.lamb
+        more = {"norm_decay": decay} if clip_ratio else {}
+        expected = [
+            formula(*one[:1], g, *one[1:], **hyper, **more)
+            for one, g in zip(expected, given, strict=True)
+        ]
+    for p, (w, *moments) in zip(params, expected, strict=True):
+        np.testing.assert_allclose(p.data, w, rtol=1e-12, atol=1e-300, err_msg=p.name)
+        found = [states(opt)[f"{role}.{p.name}"] for role in ("lamb_m", "lamb_v")]
+        np.testing.assert_allclose(found, moments, rtol=1e-12, atol=1e-300)
+    if case == "zero gradient" and decay == 0:
+        for p, q in zip(params, parameters(SHAPES, np.float64), strict=True):
+            assert_same_bits(p.data, q.data)
+
+
+def test_lamb_decays_neither_beta_nor_gamma() -> None:
+    params = parameters({"w": (3,), "beta": (3,), "bn.gamma": (3,)})
+    before = [p.data.copy() for p in params]
+    nn.Lamb(params, 0.05, weight_decay=0.1)([np.zeros(3, np.float32)] * 3)
+    assert [np.array_equal(p.data, w) for p, w in zip(params, before, strict=True)] == [
+        False, True, True,
+    ]  # fmt: skip
+
+
+ADAFACTOR: dict[str, dict[str, Any]] = {
+    "default": {},
+    "plain": {"beta1": None},
+    "zero beta1": {"beta1": 0.0},
+    "rate": {"relative_step": False, "learning_rate": 0.05},
+    "unscaled": {"scale_parameter": False},
+    "warm": {"warmup_init": True},
+    "decay": {"weight_decay": 0.3, "eps": (0.1, 10.0), "clip_threshold": 0.5, "decay_rate": 0.5},
+    "compressed": {"compression": True},
+    "loss scale": {"loss_scale": 4.0, "weight_decay": 0.1},
+}
+
+
+@pytest.mark.parametrize("case", ADAFACTOR)
+def test_adafactor(case: str) -> None:
+    given_options = ADAFACTOR[case]
+    options = {"eps": (1e-30, 1e-3), "clip_threshold": 1.0, "decay_rate": 0.8, "beta1": 0.9}
+    options |= {"weight_decay": 0.0, "scale_parameter": True, "compression": False, **given_options}
+    params = parameters(SHAPES, np.float64)
+    expected = [p.data.copy() for p in params]
+    averages = [np.zeros(p.shape) for p in params]
+    seconds = [
+        (np.zeros(s[:-1]), np.zeros((*s[:-2], s[-1]))) if len(s) > 1 else (np.zeros(s),)
+        for s in SHAPES.values()
+    ]
+    opt = nn.AdaFactor(params, **given_options)
+    for t in range(1, 4):
+        given = gradients(params, t)
+        opt([g * given_options.get("loss_scale", 1.0) for g in given])
+        relative = min(1e-6 * t if case == "warm" else 1e-2, t**-0.5)
+        rate = given_options.get("learning_rate", relative)
+        fading = t ** -options["decay_rate"]
+        for i, g in enumerate(given):
+            expected[i], averages[i], *seconds[i] = reference.adafactor(
+                expected[i], g, averages[i], *seconds[i],
+                lr=rate, beta2=1 - fading, one_minus_beta2=fading,
+                beta1=options["beta1"] or None, one_minus_beta1=1 - (options["beta1"] or 0.0),
+                epsilon1=options["eps"][0], epsilon2=options["eps"][1],
+                clip_threshold=options["clip_threshold"], decay=options["weight_decay"],
+                scale_parameter=options["scale_parameter"], compression=options["compression"],
+            )  # fmt: skip
+    # In float16 a value halfway between two may be rounded to either.
+    tolerance = 1e-3 if case == "compressed" else 1e-10
+    for p, w in zip(params, expected, strict=True):
+        np.testing.assert_allclose(p.data, w, rtol=tolerance, err_msg=p.name)
+
+
+def test_adafactor_begins_anew_with_another_beta1() -> None:
+    opt, fresh = make("AdaFactor", parameters(SHAPES)), make("AdaFactor-plain", parameters(SHAPES))
+    opt(gradients(opt.parameters, 0))
+    opt.init_ada_factor_state(None)
+    for p, q in zip(opt.parameters, fresh.parameters, strict=True):
+        p.data = q.data.copy()
+    for step in range(2):
+        for one in (opt, fresh):
+            one(gradients(one.parameters, step))
+    for p, q in zip(opt.parameters, fresh.parameters, strict=True):
+        assert_same_bits(p.data, q.data, str(p.name))
+    assert list(opt.state_dict()) == list(fresh.state_dict())
+
+
+# Sizes and dtypes
+
+
+@pytest.mark.parametrize("dtype", STORAGE_DTYPES, ids=str)
+@EACH_WHOLE
+def test_zero_empty_and_0d_tensors(form: str, dtype: Any) -> None:
+    """They move as the others do, or not at all, and nothing becomes NaN."""
+    shapes = {"zero": (3, 2), "still": (3, 2), "empty": (0, 3), "none": (3, 0), "c": (), "e": (1,)}
+    params = parameters(shapes, dtype)
+    params[0].data[...] = 0
+    before = [p.data.copy() for p in params]
+    opt = make(form, params)
+    for step in range(3):
+        given = gradients(params, step)
+        given[1][...] = 0
+        assert opt(given) == (True,) * len(params)
+    assert all(np.isfinite(p.data.astype(np.float64)).all() for p in params)
+    assert_same_bits(params[1].data, before[1])
+    moves = [(p.data != w).all() for p, w in zip(params, before, strict=True)]
+    # A factor of |w| = 0 leaves nothing of the gradient; Lamb and AdaFactor have a way out.
+    # Small steps are lost in 16 bits.
+    if dtype.itemsize > 2:
+        assert moves == [not form.startswith("LARS"), False, True, True, True, True]
+
+
+DTYPES = [(dtype, dtype) for dtype in STORAGE_DTYPES]
+DTYPES += [(np.float32, np.float16), (np.float32, np.float64), (BF16, np.float32)]
+
+
+@pytest.mark.parametrize("form", ["Lamb", "LARS", "AdaFactor"])
+def test_several_dtypes_in_one_optimizer(form: str) -> None:
+    """Each tensor is as in an optimizer of its own, whatever the dtypes of the gradients."""
+    together, apart = (
+        [parameters({f"p{k}": (5, 3)}, dtype)[0] for k, (dtype, _) in enumerate(DTYPES)]
+        for _ in range(2)
+    )
+    start = [p.data.copy() for p in apart]
+    opt, alone = make(form, together), [make(form, [p]) for p in apart]
+    for step in range(2):
+        given = [
+            gradients([p], step, dtype)[0] for p, (_, dtype) in zip(together, DTYPES, strict=True)
+        ]
+        opt(given)
+        for one, g in zip(alone, given, strict=True):
+            one([g])
+    for p, q, w in zip(together, apart, start, strict=True):
+        assert_same_bits(p.data, q.data, str(p.name))
+        assert (p.data != w).any()
+
+
+# A tenth, where the accumulators begin, is no 16-bit number.
+EXACT = {"Adagrad": {"accum": 0.125}, "ProximalAdagrad": {"accum": 0.125}}
+EXACT |= {"FTRL": {"initial_accum": 0.125}}
+
+
+@pytest.mark.parametrize("dtype", [np.float16, BF16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("form", FORMS)
+def test_16_bit_parameters_are_rounded_once(form: str, dtype: Any) -> None:
+    """A step is that of the float32 arithmetic, rounded at the store; the gradient is not."""
+    low = parameters(SHAPES, dtype)
+    wide = [nn.Parameter(p.data.astype(np.float32), p.name) for p in low]
+    given = gradients(wide, 0)
+    options = EXACT.get(FORMS[form][0], {})
+    one, other = make(form, low, **options), make(form, wide, **options)
+    for opt in (one, other):
+        opt(given)
+    for p, q in zip(low, wide, strict=True):
+        assert_same_bits(p.data, q.data.astype(dtype), str(p.name))
+    for name, array in states(one).items():
+        assert_same_bits(array, states(other)[name].astype(array.dtype), name)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_float64_gradient_of_a_float32_parameter_is_rounded_first(form: str) -> None:
+    one, other = (make(form, parameters(SHAPES)) for _ in range(2))
+    given = gradients(one.parameters, 0, np.float64)
+    one(given)
+    other([g.astype(np.float32) for g in given])
+    for p, q in zip(one.parameters, other.parameters, strict=True):
+        assert_same_bits(p.data, q.data, str(p.name))
+
+
+# Bits depend on the tensor alone
+
+
+def test_bits_do_not_depend_on_other_parameters() -> None:
+    """Neither on their number nor on the place: a norm is summed tensor by tensor."""
+    shapes = {
+        "a": (70_001,),
+        "b": (3,),
+        "c": (300, 257),
+        "d": (131_072,),
+        "e": (0,),
+        "f": (2, 65_537),
+    }
+    for form in ("Lamb", "LARS", "AdaFactor"):
+        together, apart = parameters(shapes), parameters(shapes)
+        opt = make(form, together[::-1])
+        alone = [make(form, [p]) for p in apart]
+        for step in range(2):
+            given = gradients(together, step)
+            opt(given[::-1])
+            for one, g in zip(alone, given, strict=True):
+                one([g])
+        for p, q in zip(together, apart, strict=True):
+            assert_same_bits(p.data, q.data, f"{form} {p.name}")
+
+
+def test_bits_do_not_depend_on_the_number_of_threads() -> None:
+    program = """
+        import hashlib
+        import numpy as np
+        from fusestep import get_num_threads, nn, set_num_threads
+
+        def momentum(params):
+            return nn.Momentum(params, 0.5, 0.9, weight_decay=0.1)
+
+        makers = (
+            lambda p: nn.Lamb(p, 0.1, weight_decay=0.1),
+            lambda p: nn.Lamb(p, 0.1, clip_ratio=True),
+            lambda p: nn.LARS(momentum(p), coefficient=0.1),
+            lambda p: nn.LARS(nn.Lamb(p, 0.5, weight_decay=0.1), coefficient=0.1),
+            lambda p: nn.AdaFactor(p, weight_decay=0.1),
+            lambda p: nn.LARS(nn.AdaFactor(p, beta1=None)),
+        )
+        shapes = [(300_000,), (701, 333), (5,), (33, 3), (2, 70_000), (40_000, 2), (7, 50, 60)]
+
+        def digest(make, dtype):
+            rng = np.random.default_rng(0)
+            params = [rng.standard_normal(s).astype(dtype) for s in shapes]
+            opt = make(params)
+            for _ in range(2):
+                opt([rng.standard_normal(s).astype(dtype) for s in shapes])
+            found = hashlib.sha256()
+            for array in params + list(opt.state_dict().values()):
+                found.update(array.tobytes())
+            return found.hexdigest()
+
+        for dtype in (np.float32, np.float16):
+            for make in makers:
+                found = set()
+                for threads in (1, 2, 3, 7):
+                    set_num_threads(threads)
+                    assert get_num_threads() == threads
+                    found.add(digest(make, dtype))
+                print(len(found))
+    """
+    assert output_of(program, NUMBA_NUM_THREADS="7").split() == ["1"] * 12
+
+
+# Locking
+
+
+def at_once(calls: list[Callable[[], Any]]) -> None:
+    """Run the calls on a thread each; what they raise is raised here."""
+    errors: list[BaseException] = []
+    barrier = threading.Barrier(len(calls))
+
+    def work(call: Callable[[], Any]) -> None:
+        barrier.wait()
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+LOCKING = ("Momentum", "SGD-momentum", "RMSProp-both", "FTRL", "Lamb", "LARS", "AdaFactor")
+
+
+@pytest.mark.parametrize("form", LOCKING)
+def test_two_threads_step_in_some_order(form: str) -> None:
+    """Both stages of a step see one state: the result is that of one of the two orders."""
+    shapes = {"a": (250, 300), "b": (40_000,)}
+    first, second = (gradients(parameters(shapes), step) for step in (1, 2))
+
+    def serial(order: Any) -> list[np.ndarray]:
+        opt = make(form, parameters(shapes))
+        for given in order:
+            opt(given)
+        return [p.data for p in opt.parameters]
+
+    one, other = serial((first, second)), serial((second, first))
+    assert not np.array_equal(one[0], other[0])
+    for _ in range(10):
+        opt = make(form, parameters(shapes), use_locking=True)
+        at_once([lambda g=g, opt=opt: opt(g) for g in (first, second)])
+        found = [p.data for p in opt.parameters]
+        equal = [all(map(np.array_equal, found, order)) for order in (one, other)]
+        assert sum(equal) == 1
+        assert opt.global_step.tolist() == [2]
+
+
+@pytest.mark.parametrize("form", LOCKING)
+def test_two_threads_lose_no_step(form: str) -> None:
+    """All steps are equal, so every order of them gives the same."""
+    shapes = {"a": (30, 40), "b": (500,)}
+    opt = make(form, parameters(shapes), use_locking=True)
+    given = gradients(opt.parameters, 1)
+    at_once([lambda: [opt(given) for _ in range(40)]] * 2)
+    plain = make(form, parameters(shapes))
+    for _ in range(80):
+        plain(given)
+    for p, q in zip(opt.parameters, plain.parameters, strict=True):
+        assert_same_bits(p.data, q.data, str(p.name))
+    for name, array in opt.state_dict().items():
+        assert_same_bits(array, plain.state_dict()[name], name)

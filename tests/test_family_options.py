@@ -1,0 +1,388 @@
+"""Constructors of all optimizers: every argument acts, wrong ones are refused."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fusestep import nn
+
+import reference
+from helpers import BF16, refused
+from optimizers import (
+    BY_NAME,
+    ELSEWHERE,
+    FAMILIES,
+    FORMS,
+    Argument,
+    Family,
+    gradients,
+    parameters,
+    rows,
+    states,
+)
+
+EACH_FAMILY = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+
+
+def accepted(family: Family) -> dict[str, inspect.Parameter]:
+    """The arguments of the class but the first one and the unknown ones."""
+    _, *others = inspect.signature(family.cls).parameters.items()
+    return {n: p for n, p in others if p.kind is not inspect.Parameter.VAR_KEYWORD}
+
+
+# The table is complete
+
+
+def test_every_optimizer_is_in_the_table() -> None:
+    exported = {getattr(nn, name) for name in nn.__all__}
+    classes = {c for c in exported if isinstance(c, type) and issubclass(c, nn.Optimizer)}
+    assert classes - {nn.Optimizer} == {family.cls for family in FAMILIES}
+    assert {name for name, _ in FORMS.values()} == set(BY_NAME)
+
+
+@EACH_FAMILY
+def test_every_argument_is_in_the_table(family: Family) -> None:
+    """A new argument needs a value that acts, and a kind that says what is refused."""
+    assert set(accepted(family)) == set(family.arguments)
+
+
+@EACH_FAMILY
+def test_published_signature(family: Family) -> None:
+    """Names, order and defaults of what can be given by position."""
+    found = []
+    for name, parameter in inspect.signature(family.cls).parameters.items():
+        if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD:
+            default = getattr(parameter.default, "__name__", repr(parameter.default))
+            found.append(name if parameter.default is parameter.empty else f"{name}={default}")
+    assert ", ".join(found).replace("=_empty", "") == family.published
+
+
+# Every argument acts, by far more than the 3e-6 within which results agree with MindSpore's.
+
+FAR = 1e-3
+FAR_IN_16_BITS = 1e-4  # a rounding is 2**-11
+
+
+def outcome(family: Family, with_rows: bool, **options: Any) -> Any:
+    """An optimizer after three steps with shrinking gradients."""
+    params = parameters()
+    opt = family.make(params, **options)
+    for step in range(3):
+        given = gradients(params, step)
+        if with_rows:
+            given[0] = rows(params[0].shape, [4, step, 4], seed=step)
+        opt([_shrunk(g, 0.3**step) for g in given])
+    return opt
+
+
+def _shrunk(gradient: Any, factor: float) -> Any:
+    if isinstance(gradient, nn.RowTensor):
+        values = gradient.values * np.float32(factor)
+        return nn.RowTensor(gradient.indices, values, gradient.dense_shape)
+    return gradient * np.float32(factor)
+
+
+def distance(a: np.ndarray, b: np.ndarray) -> float:
+    """The largest difference, relative to the largest value."""
+    a, b = reference.wide(a), reference.wide(b)
+    return float(np.max(np.abs(a - b)) / np.max(np.abs(b)))
+
+
+ACTING = [
+    pytest.param(
+        family, name, with_rows, id=f"{family.name}-{name}-{'rows' * with_rows or 'dense'}"
+    )
+    for family in FAMILIES
+    for name, argument in family.arguments.items()
+    for with_rows in (False, True)
+    if argument.moved is not ELSEWHERE
+    and (family.takes_rows if with_rows else not argument.rows_only)
+]
+
+
+@pytest.mark.parametrize(("family", "name", "with_rows"), ACTING)
+def test_argument_acts(family: Family, name: str, with_rows: bool) -> None:
+    argument = family.arguments[name]
+    how = {"sparse_update": "dense_equivalent"} if with_rows else {}
+    plain, moved = (
+        outcome(family, with_rows, **{**how, **argument.beside, **change})
+        for change in ({}, {**argument.also, name: argument.moved})
+    )
+    if argument.in_states:
+        found = [(states(moved)[n], a) for n, a in states(plain).items()]
+        assert max(distance(a, b) for a, b in found) > FAR_IN_16_BITS
+    else:
+        pairs = zip(moved.parameters, plain.parameters, strict=True)
+        # The other parameter has a dense gradient in both.
+        assert max(distance(p.data, q.data) for p, q in list(pairs)[: 1 if with_rows else 2]) > FAR
+
+
+@pytest.mark.parametrize(
+    "family", [f for f in FAMILIES if "state_dtype" in f.arguments], ids=lambda f: f.name
+)
+def test_state_dtype_is_that_of_every_state(family: Family) -> None:
+    for dtype in (np.float64, BF16):
+        opt = outcome(family, False, state_dtype=dtype, **family.arguments["state_dtype"].beside)
+        # The row and column means of AdaFactor are small, and float32 as the arithmetic is.
+        found = {
+            n: a.dtype for n, a in states(opt).items() if "_row_" not in n and "_col_" not in n
+        }
+        assert found
+        assert set(found.values()) == {np.dtype(dtype)}, found
+
+
+def test_lars_acts_through_the_optimizer_that_is_given() -> None:
+    family = BY_NAME["LARS"]
+    one, other = (outcome(family, False, optimizer=cls) for cls in (nn.SGD, nn.Adagrad))
+    assert distance(one.parameters[0].data, other.parameters[0].data) > FAR
+
+
+# What is refused
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Values of an argument: ``TypeError``, ``ValueError`` and accepted ones."""
+
+    wrong_kinds: tuple[Any, ...] = ()
+    wrong_values: tuple[Any, ...] = ()
+    taken: tuple[Any, ...] = field(default=())
+
+
+def schedule(step: int) -> float:
+    return 0.1 / (1 + step)
+
+
+NOT_FINITE = (np.nan, np.inf)
+NO_FLOATS = (1, 0, True, "0.5", None, np.array(0.5), np.int64(1), [0.5])
+NO_NUMBERS = ("0.5", None, np.array(0.5), [0.5])
+NO_RATES = ("0.1", None, 1j, np.int64(1), {"lr": 0.1}, object())
+BAD_RATES = (-0.1, -1, *NOT_FINITE, [], [0.1, -0.1], np.ones((2, 2)), 1e39)
+KINDS = {
+    "rate": Kind(NO_RATES, BAD_RATES, (0.5, 2, np.float32(0.5), [0.5, 0.1], schedule)),
+    "fixed rate": Kind(
+        (1, True, "0.1", None, np.array(0.1), nn.Parameter(np.array(0.1)), [0.1], schedule),
+        (0.0, -0.1, *NOT_FINITE, 1e-50),
+        (0.5, np.float32(0.5)),
+    ),
+    "rate or none": Kind(
+        ("0.1", 1j, np.int64(1), {"lr": 0.1}), (None, *BAD_RATES), (0.5, 2, [0.5, 0.1], schedule)
+    ),
+    "decay": Kind(NO_NUMBERS, (-0.1, *NOT_FINITE), (0.5, 0, 1, np.float32(0.5), schedule)),
+    "float decay": Kind((*NO_NUMBERS, 0, 1), (-0.1, *NOT_FINITE), (0.5, np.float32(0.5), schedule)),
+    "fixed decay": Kind((*NO_NUMBERS, schedule), (-0.1, *NOT_FINITE), (0.5, 1, np.float32(0.5))),
+    "unit decay": Kind(
+        NO_NUMBERS, (-0.1, 1.0, 1, *NOT_FINITE, np.float32(1.5)), (0.5, 0, schedule)
+    ),
+    "loss scale": Kind(NO_NUMBERS, (0, 0.0, -1.0, *NOT_FINITE), (0.5, 2, np.float32(8))),
+    "open unit": Kind(
+        NO_FLOATS, (0.0, 1.0, -0.5, 1.5, *NOT_FINITE, 1 - 1e-9), (0.5, np.float32(0.5))
+    ),
+    "open unit 64": Kind(NO_FLOATS, (0.0, 1.0, -0.5, 1.5, *NOT_FINITE), (0.5, np.float32(0.5))),
+    "beta1": Kind((1, 0, True, "0.5", [0.5]), (-0.1, 1.0, 1.5, *NOT_FINITE), (None, 0.0, 0.5)),
+    "two floats": Kind(
+        (None, 0.5, "ab", (1, 0.5), (0.5, 0), (None, 0.5), {0.1, 0.2}),
+        ((-1e-3, 0.5), (0.5, -1e-3), (np.nan, 0.5), (0.5, np.inf)),
+        ((0.0, 0.5), [0.5, 0.0], (np.float32(1e-30), np.float64(1e-3))),
+    ),
+    "positive": Kind(NO_FLOATS, (0.0, -1e-8, *NOT_FINITE, 1e-50), (0.5, np.float32(0.5))),
+    "not negative": Kind(NO_FLOATS, (-0.1, *NOT_FINITE), (0.0, 0.5, np.float32(0.5))),
+    "not positive": Kind(NO_FLOATS, (0.1, *NOT_FINITE, -np.inf), (0.0, -1.0, np.float32(-0.3))),
+    "number": Kind(NO_NUMBERS, (-0.1, -1, *NOT_FINITE), (0, 1, 0.5, np.float32(0.5))),
+    "flag": Kind((1, 0, None, "yes", np.bool_(True)), (), (False, True)),
+    "sparse update": Kind((), ("eager", "", 3, False, ["lazy"]), ("lazy", "dense_equivalent")),
+    "dtype": Kind((int, np.complex64, "banana", 3), (), (None, np.float64, "float16", BF16)),
+    "filter": Kind((None, True, "bias", 3), (), (lambda _: True,)),
+}
+KNOWN = [
+    pytest.param(family, name, argument, id=f"{family.name}-{name}")
+    for family in FAMILIES
+    for name, argument in family.arguments.items()
+]
+EACH_ARGUMENT = pytest.mark.parametrize(("family", "name", "argument"), KNOWN)
+
+
+def refuse(family: Family, error: type[Exception], text: str, **options: Any) -> None:
+    """The class refuses the options and leaves the parameter as it was, nameless too."""
+    p = nn.Parameter(np.ones(2, np.float32))
+    with refused(error, f"^{family.name}: {text}", p):
+        family.make([p], **options)
+    if family.build is None:
+        assert p.name is None
+
+
+@EACH_ARGUMENT
+def test_wrong_kind(family: Family, name: str, argument: Argument) -> None:
+    for value in KINDS[argument.takes].wrong_kinds:
+        refuse(family, TypeError, rf"{name}\b", **{**argument.beside, name: value})
+
+
+@EACH_ARGUMENT
+def test_wrong_value(family: Family, name: str, argument: Argument) -> None:
+    for value in KINDS[argument.takes].wrong_values:
+        refuse(family, ValueError, rf"{name}\b", **{**argument.beside, name: value})
+
+
+@pytest.mark.parametrize("name", ["learning_rate", "weight_decay"])
+def test_number_that_float32_cannot_hold(name: str) -> None:
+    """A ValueError alone: warnings are errors here."""
+    for family in FAMILIES:
+        if name in family.arguments:
+            beside = family.arguments[name].beside
+            refuse(family, ValueError, rf"{name}\b", **{**beside, name: 1e39})
+
+
+@EACH_ARGUMENT
+def test_right_values(family: Family, name: str, argument: Argument) -> None:
+    """At the edges of what is taken too; a step with each is finite."""
+    for value in KINDS[argument.takes].taken:
+        params = parameters()
+        also = argument.also if value is argument.moved else {}
+        opt = family.make(params, **{**argument.beside, **also, name: value})
+        assert opt(gradients(params, 0)) == (True, True)
+        assert all(np.isfinite(p.data).all() for p in params)
+
+
+@EACH_FAMILY
+def test_wrong_parameters(family: Family) -> None:
+    w = np.ones(2, np.float32)
+    cases: list[tuple[Any, type[Exception], str]] = [
+        (None, ValueError, "parameters is missing"),
+        ([], ValueError, "parameters is empty"),
+        (3, TypeError, "parameters has a wrong type"),
+        (w, TypeError, "parameters has a wrong type"),
+        ([w, {"params": [w]}], TypeError, "parameters mixes kinds"),
+        ([w, w], ValueError, "parameter '?1'? shares memory with parameter '?0'?"),
+        ([nn.Parameter(w)] * 2, (RuntimeError, ValueError), "parameters? "),
+        ([{"params": [w], "learning_rate": 1.0}], KeyError, "group 0: argument 'learning_rate'"),
+    ]
+    for given, error, text in cases:
+        with refused(error, text, w):
+            family.make(given)
+
+
+@EACH_FAMILY
+def test_unknown_keyword(family: Family) -> None:
+    """It is named together with the nearest known one and all that are known."""
+    known = list(inspect.signature(family.cls).parameters)[:-1]
+    positional = family.make(parameters()).opt if family.name == "LARS" else parameters()
+    for name in family.arguments:
+        for error in (TypeError, KeyError):
+            with pytest.raises(error, match=f"'{name}_' is unknown.*did you mean '{name}'") as info:
+                family.cls(positional, **{**_required(family), f"{name}_": 0.5})
+        listed = re.search("expected one of (.*), got", str(info.value))
+        assert listed
+        assert set(listed[1].split(", ")) == set(known)
+
+
+@EACH_FAMILY
+def test_arguments_of_other_optimizers_are_unknown(family: Family) -> None:
+    """An argument that would do nothing is not taken."""
+    others = {name for other in FAMILIES for name in other.arguments} - set(family.arguments)
+    positional = family.make(parameters()).opt if family.name == "LARS" else parameters()
+    for name in others:
+        with pytest.raises(TypeError, match=f"^{family.name}: argument '{name}' is unknown"):
+            family.cls(positional, **_required(family), **{name: 0.5})
+
+
+def _required(family: Family) -> dict[str, Any]:
+    """What has no default, beside the first argument."""
+    needed = [n for n, p in accepted(family).items() if p.default is p.empty]
+    return {n: family.base[n] for n in needed}
+
+
+@EACH_FAMILY
+def test_required_arguments(family: Family) -> None:
+    for name in _required(family):
+        with pytest.raises(TypeError, match=f"missing .*'{name}'"):
+            family.cls(parameters(), **{n: v for n, v in _required(family).items() if n != name})
+
+
+# What is special
+
+
+def test_ftrl_has_one_fixed_rate() -> None:
+    """Its states sum up what earlier steps did with it."""
+    family = BY_NAME["FTRL"]
+    for lr in (0.1, schedule, [0.1, 0.2]):
+        p = nn.Parameter(np.ones(2, np.float32))
+        with refused(ValueError, "^FTRL: a group has a learning rate", p):
+            family.make([{"params": [p], "lr": lr}])
+        assert p.name is None
+
+
+def test_ftrl_rate_that_is_assigned_later_is_checked() -> None:
+    opt = nn.FTRL(parameters(), learning_rate=0.1)
+    opt(gradients(opt.parameters, 0))
+    opt.get_lr_parameter(opt.parameters[0]).data[...] = 0.0
+    with refused(ValueError, "^FTRL: ", opt):
+        opt(gradients(opt.parameters, 1))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"momentum": 0.9, "dampening": 0.1}, {"dampening": 0.1}], ids=str
+)
+def test_sgd_nesterov_needs_momentum_without_dampening(options: dict[str, float]) -> None:
+    text = "nesterov is impossible: expected momentum > 0, dampening 0"
+    refuse(BY_NAME["SGD"], ValueError, text, nesterov=True, **options)
+
+
+def test_sgd_refuses_a_schedule_as_decay_of_a_group_too() -> None:
+    p = nn.Parameter(np.ones(2, np.float32))
+    with refused(TypeError, "^SGD: .*weight_decay ", p):
+        nn.SGD([{"params": [p], "weight_decay": schedule}])
+
+
+@pytest.mark.parametrize("given", [3, None, nn.SGD, [np.ones(2, np.float32)]], ids=str)
+def test_lars_around_something_else(given: Any) -> None:
+    with pytest.raises(TypeError, match=r"^LARS: optimizer has a wrong type: expected another opt"):
+        nn.LARS(given)
+
+
+def test_lars_around_lars() -> None:
+    with pytest.raises(TypeError, match=r"^LARS: optimizer has a wrong type: .* got LARS"):
+        nn.LARS(BY_NAME["LARS"].make(parameters()))
+
+
+ADAFACTOR = BY_NAME["AdaFactor"]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"learning_rate": 0.1}, "learning_rate excludes relative_step"),
+        ({"learning_rate": schedule}, "learning_rate excludes relative_step"),
+        ({"relative_step": False}, "learning_rate is missing"),
+        (
+            {"relative_step": False, "learning_rate": 0.1, "warmup_init": True},
+            "warmup_init needs relative_step: expected relative_step=True, got False",
+        ),
+    ],
+)
+def test_adafactor_has_one_source_of_its_rate(options: dict[str, Any], text: str) -> None:
+    refuse(ADAFACTOR, ValueError, text, **options)
+
+
+@pytest.mark.parametrize("eps", [(0.5,), (0.5, 0.5, 0.5), []], ids=str)
+def test_adafactor_needs_two_epsilons(eps: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=r"^AdaFactor: eps .*a pair"):
+        nn.AdaFactor(parameters(), eps=eps)
+
+
+def test_the_second_epsilon_of_adafactor_acts() -> None:
+    """It is the smallest size of a parameter, so it shows where parameters are smaller."""
+    one, other = (outcome(ADAFACTOR, False, eps=(1e-30, e)) for e in (1e-3, 10.0))
+    assert distance(one.parameters[0].data, other.parameters[0].data) > FAR
+
+
+def test_adafactor_scales_every_fixed_rate_and_no_schedule() -> None:
+    """A NumPy float is a float; an array or a schedule turns ``scale_parameter`` off."""
+    for lr, scaled in ((0.5, True), (np.float32(0.5), True), ([0.5], False), (schedule, False)):
+        opt = nn.AdaFactor(parameters(), lr, relative_step=False)
+        assert opt.scale_parameter is scaled, lr

@@ -1,0 +1,254 @@
+"""Row-sparse gradients of all optimizers that take them: lazy, dense-equivalent, refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from fusestep import nn
+
+from helpers import assert_same_bits, refused
+from optimizers import BY_NAME, FORMS, decayed_and_scaled, gradients, make, parameters, rows, states
+
+TAKING = [form for form, (name, _) in FORMS.items() if BY_NAME[name].takes_rows]
+REFUSING = [form for form in FORMS if form not in TAKING]
+SWEEPING = [form for form in TAKING if form != "Adam-lazy"]  # it has no such setting
+EACH_TAKING = pytest.mark.parametrize("form", TAKING)
+
+# The same cases in every run; nothing is kept between runs.
+quick = settings(
+    max_examples=25, deadline=None, derandomize=True, database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """Steps on one table.
+
+    Attributes:
+        shape: that of the table.
+        indices: those of each step's gradient.
+        dtype: of the table and the gradients.
+        options: weight decay and loss scale.
+    """
+
+    shape: tuple[int, ...]
+    indices: list[list[int]]
+    dtype: Any
+    options: dict[str, Any]
+
+    def table(self) -> nn.Parameter:
+        """The same in every call; named so that it decays."""
+        return parameters({"table": self.shape}, self.dtype)[0]
+
+    def gradient(self, step: int) -> nn.RowTensor:
+        return rows(self.shape, self.indices[step], seed=step, dtype=self.dtype)
+
+    def options_of(self, form: str) -> dict[str, Any]:
+        """Those that the form has."""
+        return {n: v for n, v in self.options.items() if n in decayed_and_scaled(form)}
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    n = draw(st.integers(1, 30))
+    tail = draw(st.sampled_from([(), (1,), (3,), (8,), (17,), (2, 5)]))
+    indices = draw(st.lists(st.lists(st.integers(0, n - 1), max_size=40), min_size=1, max_size=3))
+    # Two kinds of kernels: each other combination would be compiled too.
+    options = draw(st.sampled_from([{}, {"weight_decay": 0.1, "loss_scale": 3.0}]))
+    return Case((n, *tail), indices, draw(st.sampled_from([np.float32, np.float64])), options)
+
+
+def a_case(indices: list[list[int]], shape: tuple[int, ...] = (6, 4)) -> Case:
+    return Case(shape, indices, np.float32, {"weight_decay": 0.1, "loss_scale": 3.0})
+
+
+def assert_equal_arrays(one: Any, other: Any, only: Any = ...) -> None:
+    """The table and its states, or some rows of them, to the last bit."""
+    __tracebackhide__ = True
+    assert_same_bits(one.parameters[0].data[only], other.parameters[0].data[only], "table")
+    for name, array in states(one).items():
+        assert_same_bits(array[only], states(other)[name][only], name)
+
+
+# Properties
+
+
+@pytest.mark.parametrize("form", SWEEPING)
+@example(a_case([[2, 2, 2], [], [5, 0, 5]]))
+@example(a_case([[3] * 600 + [1]], (9, 3)))
+@quick
+@given(cases())
+def test_dense_equivalent_is_the_dense_step(form: str, case: Case) -> None:
+    """Of the gradient written out, to the last bit."""
+    options = {**case.options_of(form), "sparse_update": "dense_equivalent"}
+    opt, dense = (make(form, [case.table()], **options) for _ in range(2))
+    for step in range(len(case.indices)):
+        gradient = case.gradient(step)
+        opt([gradient])
+        dense([gradient.to_dense()])
+    assert_equal_arrays(opt, dense)
+
+
+@EACH_TAKING
+@example(a_case([[2, 2, 2], [], [5, 0, 5]]))
+@quick
+@given(cases())
+def test_lazy_takes_the_same_step_on_the_named_rows_alone(form: str, case: Case) -> None:
+    """Named rows as in a step on all rows, from the same state; others keep every bit."""
+    options = {**case.options_of(form), "sparse_update": "lazy"}
+    opt = make(form, [case.table()], **options)
+    for step in range(len(case.indices)):
+        gradient = case.gradient(step)
+        before, dense = (make(form, [case.table()], **options) for _ in range(2))
+        for one in (before, dense):
+            one.load_state_dict(opt.state_dict())
+            one.parameters[0].data[...] = opt.parameters[0].data
+        opt([gradient])
+        dense([gradient.to_dense()])
+        named = np.isin(np.arange(case.shape[0]), case.indices[step])
+        assert_equal_arrays(opt, before, ~named)
+        assert_equal_arrays(opt, dense, named)
+
+
+@EACH_TAKING
+@quick
+@given(cases(), st.randoms(use_true_random=False))
+def test_lazy_with_every_row_once_is_the_dense_step(form: str, case: Case, random: Any) -> None:
+    order = list(range(case.shape[0]))
+    random.shuffle(order)
+    case = Case(case.shape, [order] * len(case.indices), case.dtype, case.options)
+    options = {**case.options_of(form), "sparse_update": "lazy"}
+    opt, dense = (make(form, [case.table()], **options) for _ in range(2))
+    for step in range(len(case.indices)):
+        opt([case.gradient(step)])
+        dense([case.gradient(step).to_dense()])
+    assert_equal_arrays(opt, dense)
+
+
+# Beside other parameters, and with counts of their own
+
+
+@pytest.mark.parametrize(
+    ("form", "how"),
+    [(form, "lazy") for form in TAKING] + [(form, "dense_equivalent") for form in SWEEPING],
+)
+def test_rows_and_dense_gradients_in_one_step(form: str, how: str) -> None:
+    """As in optimizers of their own, also where a parameter was skipped."""
+    options = {**decayed_and_scaled(form), "sparse_update": how}
+    together, apart = parameters(), parameters()
+    opt, alone = make(form, together, **options), [make(form, [p], **options) for p in apart]
+    table, vector = together
+    for step, present in enumerate(["tv", "v", "t", "tv"]):
+        g = rows(table.shape, [4, step, 4], seed=step) if "t" in present else None
+        h = gradients([vector], step)[0] if "v" in present else None
+        opt([g, h])
+        for one, gradient in zip(alone, (g, h), strict=True):
+            if gradient is not None:
+                one([gradient])
+    for p, q in zip(together, apart, strict=True):
+        assert_same_bits(p.data, q.data, str(p.name))
+
+
+COUPLED = [form for form in TAKING if form != "AdamWeightDecay"]
+
+
+@pytest.mark.parametrize("form", COUPLED)
+def test_coupled_decay_acts_once_on_a_row_that_occurs_often(form: str) -> None:
+    """Not once for each occurrence."""
+    found = []
+    for indices, decay in (([2], 0.3), ([2, 2, 2], 0.3), ([2, 2, 2], 0.0)):
+        (table,) = parameters({"table": (4, 3)})
+        values = np.zeros((len(indices), 3), np.float32)
+        opt = make(form, [table], weight_decay=decay, sparse_update="lazy")
+        opt([nn.RowTensor(np.array(indices), values, (4, 3))])
+        found.append(table.data)
+    once, often, without = found
+    assert_same_bits(often, once)
+    assert (once[2] != without[2]).any()
+    assert_same_bits(once[[0, 1, 3]], parameters({"table": (4, 3)})[0].data[[0, 1, 3]])
+
+
+# Defaults
+
+
+DEFAULTS = {
+    "Adam": "dense_equivalent", "Adam-nesterov": "dense_equivalent", "Adam-lazy": "lazy",
+    "LazyAdam": "lazy", "SGD": "lazy", "Adagrad": "lazy", "Adagrad-fixed": "lazy",
+    "ProximalAdagrad": "lazy", "FTRL": "lazy", "FTRL-power": "lazy",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", DEFAULTS)
+def test_default(form: str) -> None:
+    (p,), (q,) = parameters({"table": (6, 4)}), parameters({"table": (6, 4)})
+    default, given = make(form, [p]), make(form, [q], sparse_update=DEFAULTS[form])
+    for step in range(2):
+        for one in (default, given):
+            one([rows((6, 4), [1, step, 1], seed=step)])
+    assert_equal_arrays(default, given)
+
+
+@pytest.mark.parametrize("form", [form for form in TAKING if form not in DEFAULTS])
+def test_without_a_default_the_error_names_both_settings(form: str) -> None:
+    opt = make(form, parameters())
+    good = gradients(opt.parameters, 0)
+    opt(good)
+    name, _ = FORMS[form]
+    text = f"^{name}: gradient of 'table' .*sparse_update='lazy' or sparse_update='dense_equival"
+    with refused(ValueError, text, opt):
+        opt([rows((6, 4), [1]), good[1]])
+
+
+# Where a whole parameter is looked at
+
+
+REASONS = {
+    "Lamb": "a dense one: LAMB scales by the norm of the whole parameter",
+    "AdaFactor": "a dense one: Adafactor needs means over all rows",
+    "LARS": "a dense one, or a lars_filter that leaves this parameter out",
+}
+
+
+@pytest.mark.parametrize("form", REFUSING)
+def test_refused_where_the_whole_parameter_counts(form: str) -> None:
+    """The text says why; nothing changes, the parameters before it neither."""
+    name, _ = FORMS[form]
+    # LARS refuses what the optimizer inside would take.
+    takes = name == "LARS" and form.removeprefix("LARS-") not in REASONS
+    options = {"sparse_update": "lazy"} if takes or form == "LARS" else {}
+    opt = make(form, parameters({"vector": (5,), "table": (6, 4)}), **options)
+    good = gradients(opt.parameters, 0)
+    opt(good)
+    reason = REASONS[name]
+    text = f"gradient of 'table' is row-sparse: expected {reason}, got a RowTensor"
+    for bad in (rows((6, 4), [1]), [rows((6, 4), [1]), rows((6, 4), [0, 1])], rows((6, 4), [])):
+        for first in (good[0], None):
+            with refused(ValueError, text, opt):
+                opt([first, bad])
+
+
+@pytest.mark.parametrize("how", ["lazy", "dense_equivalent"])
+@pytest.mark.parametrize("cls", [nn.SGD, nn.Momentum, nn.RMSProp, nn.Adam, nn.FTRL])
+def test_lars_takes_rows_of_a_parameter_that_its_filter_leaves_out(cls: type, how: str) -> None:
+    """It takes the optimizer's own step without decay; the others are scaled as ever."""
+    base = BY_NAME[cls.__name__].base
+    inner = cls(parameters(), **base, weight_decay=0.1, loss_scale=3.0, sparse_update=how)
+    opt = nn.LARS(inner, coefficient=0.3, lars_filter=lambda p: p.name != "table")
+    table, vector = parameters()
+    plain = cls([table], **base, loss_scale=3.0, sparse_update=how)
+    scaled = nn.LARS(cls([vector], **base, weight_decay=0.1, loss_scale=3.0), coefficient=0.3)
+    for step in range(3):
+        g = rows(table.shape, [4, step, 4], seed=step)
+        (h,) = gradients([vector], step)
+        opt([g, h])
+        plain([g])
+        scaled([h])
+    assert_same_bits(opt.parameters[0].data, table.data)
+    assert_same_bits(opt.parameters[1].data, vector.data)

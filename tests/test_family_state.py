@@ -1,0 +1,343 @@
+"""State of all optimizers: resuming, what is refused, rebinding, steps that are skipped."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fusestep import nn
+
+from helpers import BF16, arrays_of, assert_same_bits, refused, unchanged
+from optimizers import FORMS, decayed_and_scaled, gradients, inner, make, parameters
+
+EACH_FORM = pytest.mark.parametrize("form", FORMS)
+SHAPES = {"a": (4, 3), "b": (2,), "c": (), "d.weight": (2, 3, 5)}
+# Which parameters have a gradient: so their counts of updates differ.
+PATTERN = ("abcd", "acd", "acd", "bcd", "abd", "abcd")
+
+
+def step(opt: Any, number: int) -> None:
+    """Step `number` of the pattern."""
+    given = gradients(opt.parameters, number)
+    present = [str(p.name)[0] in PATTERN[number] for p in opt.parameters]
+    opt([g if there else None for g, there in zip(given, present, strict=True)])
+
+
+def steps(opt: Any, numbers: range) -> Any:
+    for number in numbers:
+        step(opt, number)
+    return opt
+
+
+def assert_same_run(one: Any, other: Any) -> None:
+    """Equal parameters and states, to the last bit."""
+    __tracebackhide__ = True
+    for p, q in zip(one.parameters, other.parameters, strict=True):
+        assert_same_bits(p.data, q.data, str(p.name))
+    ours, theirs = one.state_dict(), other.state_dict()
+    assert list(ours) == list(theirs)
+    for name, array in ours.items():
+        assert_same_bits(array, theirs[name], name)
+
+
+# Resuming
+
+
+def by_checkpoint(opt: Any, fresh: Callable[..., Any], folder: Path) -> Any:
+    nn.save_checkpoint(opt, folder / "optimizer")
+    nn.save_checkpoint(opt.parameters, folder / "parameters")
+    loaded = nn.load_checkpoint(folder / "parameters")
+    again = fresh([nn.Parameter(loaded[name], name) for name in SHAPES])
+    again.load_state_dict(nn.load_checkpoint(folder / "optimizer"))
+    return again
+
+
+WAYS: dict[str, Callable[..., Any]] = {
+    "checkpoint": by_checkpoint,
+    "pickle": lambda opt, *_: pickle.loads(pickle.dumps(opt)),
+    "deepcopy": lambda opt, *_: copy.deepcopy(opt),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@EACH_FORM
+def test_resumes_bit_for_bit(form: str, way: str, tmp_path: Path) -> None:
+    fresh = partial(make, form, **decayed_and_scaled(form))
+    whole = steps(fresh(parameters(SHAPES)), range(6))
+    half = steps(fresh(parameters(SHAPES)), range(3))
+    with unchanged(half):
+        again = WAYS[way](half, fresh, tmp_path)
+        steps(again, range(3, 6))
+    assert_same_run(again, whole)
+
+
+@pytest.mark.parametrize("form", ["Momentum", "RMSProp-both", "FTRL", "Lamb", "AdaFactor"])
+def test_resumes_with_16_bit_parameters_and_states(form: str, tmp_path: Path) -> None:
+    for options in ({"dtype": BF16}, {"dtype": np.float32, "state_dtype": np.float16}):
+        fresh = partial(make, form, **{n: v for n, v in options.items() if n != "dtype"})
+        whole, half = (fresh(parameters(SHAPES, options["dtype"])) for _ in range(2))
+        steps(whole, range(6))
+        again = by_checkpoint(steps(half, range(3)), fresh, tmp_path)
+        assert_same_run(steps(again, range(3, 6)), whole)
+
+
+def test_counts_of_skipped_parameters_matter() -> None:
+    """So that the pattern of this file shows a count that is lost."""
+    opt = steps(make("Lamb", parameters(SHAPES)), range(3))
+    again = make("Lamb", copy.deepcopy(opt.parameters))
+    state = opt.state_dict()
+    assert state["step.b"].tolist() == [1]
+    again.load_state_dict({n: a for n, a in state.items() if not n.startswith("step.")})
+    for one in (opt, again):
+        step(one, 5)
+    assert not np.array_equal(opt.parameters[1].data, again.parameters[1].data)
+    assert_same_bits(opt.parameters[0].data, again.parameters[0].data)
+
+
+# States that do not fit
+
+
+@pytest.fixture
+def trained() -> Callable[[str], Any]:
+    return lambda form: steps(make(form, parameters(SHAPES)), range(2))
+
+
+def derived(name: str) -> bool:
+    """Whether an entry only repeats options, so that it may be missing."""
+    return name in ("momentum", "beta1_power", "beta2_power", "afactor_step")
+
+
+def mismatches(state: dict[str, np.ndarray]) -> Iterator[tuple[dict[str, Any], type[Exception]]]:
+    """The state with one entry changed, in all ways, and what is raised."""
+    yield {**state, "unheard.of": np.ones(2, np.float32)}, KeyError
+    yield {}, KeyError
+    for name, array in state.items():
+        if derived(name):
+            yield {**state, name: array + 0.125}, ValueError
+            continue
+        yield {n: a for n, a in state.items() if n != name}, KeyError
+        other = np.float64 if array.dtype != np.float64 else np.float16
+        yield {**state, name: array.astype(other)}, TypeError
+        yield {**state, name: np.stack([array, array])}, ValueError
+        if not name.startswith("step."):
+            yield {**state, name: "nothing"}, TypeError
+
+
+@EACH_FORM
+def test_state_that_does_not_fit(form: str, trained: Callable[[str], Any]) -> None:
+    opt, other = trained(form), make(form, parameters(SHAPES))
+    for state, error in mismatches(opt.state_dict()):
+        with refused(error, "state", other):
+            other.load_state_dict(state)
+    other.load_state_dict(opt.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("step.a", "two"), ("step.a", None), ("step.a", [1]), ("momentum", "two")]
+)
+def test_a_count_or_option_of_a_wrong_kind(
+    name: str, value: Any, trained: Callable[[str], Any]
+) -> None:
+    opt = trained("Momentum")
+    with refused((TypeError, ValueError), f"^Momentum: state '{name}'", opt):  # type: ignore[arg-type]
+        opt.load_state_dict({**opt.state_dict(), name: value})
+
+
+OTHER_OPTIONS: list[tuple[str, str, dict[str, Any]]] = [
+    ("Momentum", "Momentum", {"momentum": 0.8}),
+    ("SGD-momentum", "SGD-momentum", {"momentum": 0.8}),
+    ("SGD", "SGD-momentum", {}),
+    ("SGD-momentum", "SGD", {}),
+    ("LARS", "LARS", {"momentum": 0.8}),
+    ("Adam", "Adam", {"beta1": 0.8}),
+    ("LazyAdam", "LazyAdam", {"beta2": 0.99}),
+    ("Adam", "Adam-amsgrad", {}),
+    ("Adam-amsgrad", "Adam", {}),
+    ("RMSProp", "RMSProp-centered", {}),
+    ("RMSProp-centered", "RMSProp", {}),
+    ("RMSProp", "RMSProp-momentum", {}),
+    ("AdaFactor", "AdaFactor-compressed", {}),
+    ("AdaFactor-plain", "AdaFactor", {}),
+    ("AdaFactor-rate", "AdaFactor", {}),
+    ("Adagrad", "FTRL", {}),
+    ("Lamb", "AdamWeightDecay", {}),
+]
+
+
+@pytest.mark.parametrize(("source", "form", "options"), OTHER_OPTIONS)
+def test_state_of_other_options(
+    source: str, form: str, options: dict[str, Any], trained: Callable[[str], Any]
+) -> None:
+    opt = make(form, parameters(SHAPES), **options)
+    with refused((KeyError, TypeError, ValueError), "state", opt):  # type: ignore[arg-type]
+        opt.load_state_dict(trained(source).state_dict())
+
+
+# States as MindSpore writes them
+
+
+def as_mindspore(state: dict[str, np.ndarray], empty: dict[str, np.ndarray]) -> dict[str, Any]:
+    """No counts for each parameter, rates in float32, and entries that hold nothing."""
+    kept = {n: a for n, a in state.items() if not n.startswith("step.")}
+    rates = {n: a.astype(np.float32) for n, a in kept.items() if n.startswith("learning_rate")}
+    return {**kept, **rates, **empty}
+
+
+def each(role: str, value: float, shape: tuple[int, ...] | None = None) -> dict[str, np.ndarray]:
+    """One array of each parameter."""
+    shapes = {name: own if shape is None else shape for name, own in SHAPES.items()}
+    return {f"{role}{name}": np.full(s, value, np.float32) for name, s in shapes.items()}
+
+
+def of_adafactor(matrices: bool) -> list[str]:
+    return [name for name, shape in SHAPES.items() if (len(shape) >= 2) == matrices]
+
+
+EMPTY_STATES: dict[str, dict[str, np.ndarray]] = {
+    "SGD": {**each("accum.", 0.0), **each("stat.", 1.0)},
+    "SGD-momentum": each("stat.", 0.0),
+    "SGD-nesterov": each("stat.", 0.0),
+    "RMSProp": each("moment.", 0.25),
+    "RMSProp-centered": each("moment.", 0.25),
+    "AdaFactor": {
+        f"exp_avg_sq{part}_{name}": np.zeros(1, np.float32)
+        for part, names in (
+            ("", of_adafactor(True)), ("_row", of_adafactor(False)), ("_col", of_adafactor(False))
+        )
+        for name in names
+    },
+}  # fmt: skip
+
+
+@EACH_FORM
+def test_state_as_mindspore_writes_it(form: str) -> None:
+    """Every parameter has had as many updates as there were steps."""
+    opt, again = (make(form, parameters(SHAPES)) for _ in range(2))
+    for rate in map(opt.get_lr_parameter, opt.parameters):
+        if isinstance(rate, nn.Parameter):
+            rate.data[...] = np.float32(rate.data)
+    for number in (0, 5):
+        opt(gradients(opt.parameters, number))
+    for p, q in zip(again.parameters, opt.parameters, strict=True):
+        p.data[...] = q.data
+    again.load_state_dict(as_mindspore(opt.state_dict(), EMPTY_STATES.get(form, {})))
+    for one in (opt, again):
+        one(gradients(one.parameters, 7))
+    assert_same_run(opt, again)
+
+
+@pytest.mark.parametrize("form", EMPTY_STATES)
+def test_empty_states_of_foreign_parameters_are_refused(form: str) -> None:
+    opt = make(form, parameters(SHAPES))
+    name = next(iter(EMPTY_STATES[form]))
+    foreign = {**opt.state_dict(), name.rstrip("abcd.weight") + "foreign": np.zeros(1, np.float32)}
+    with refused(KeyError, "unknown", opt):
+        opt.load_state_dict(foreign)
+
+
+def test_states_of_other_forms_are_not_empty() -> None:
+    """What one form leaves out, another one needs."""
+    for form, name in (("SGD-momentum", "accum.a"), ("RMSProp-momentum", "moment.a")):
+        opt = make(form, parameters(SHAPES))
+        state = {n: a for n, a in opt.state_dict().items() if n != name}
+        with refused(KeyError, f"missing .*{name}", opt):
+            opt.load_state_dict(state)
+
+
+# Rebinding and shared memory
+
+
+@EACH_FORM
+def test_updates_follow_a_rebinding(form: str) -> None:
+    """They reach the new arrays and never the old ones; states go on."""
+    straight, opt = (make(form, parameters(SHAPES)) for _ in range(2))
+    steps(straight, range(6))
+    for number in range(6):
+        old = []
+        if number in (1, 4):
+            for p in opt.parameters:
+                old.append(p.data)
+                p.data = p.data.copy()
+        with unchanged(old):
+            step(opt, number)
+    assert_same_run(opt, straight)
+
+
+@EACH_FORM
+def test_shared_memory_is_refused(form: str) -> None:
+    pool = np.ones(20, np.float32)
+    for one, other in ((pool[:8], pool[7:]), (pool[:4], pool[:4]), (pool, pool[3:4])):
+        with refused(ValueError, "shares memory with", pool):
+            make(form, [one, other])
+    opt = make(form, [pool[:8], pool[8:16]])
+    opt([np.ones(8, np.float32)] * 2)
+    for array in (pool[4:12], pool[8:16]):
+        with refused(ValueError, "shares memory with", opt):
+            opt.parameters[0].data = array
+
+
+@EACH_FORM
+def test_rebinding_to_a_state_is_refused(form: str) -> None:
+    """A step would read and write both at once."""
+    opt = make(form, parameters({"a": (3,), "m": (3, 3)}))
+    arrays = [a for a in arrays_of(inner(opt)) if a.shape == (3,) and a.dtype == np.float32]
+    own = opt.parameters[0].data
+    assert form == "SGD" or len(arrays) > 1
+    for array in arrays:
+        if array is not own:
+            with refused(ValueError, "shares memory with", opt):
+                opt.parameters[0].data = array
+
+
+@EACH_FORM
+def test_gradient_in_the_memory_of_a_variable_is_refused(form: str) -> None:
+    opt = make(form, parameters({"a": (3,), "b": (3,)}))
+    good = [np.ones(3, np.float32)] * 2
+    for _ in range(2):  # the second step knows its gradients
+        for bad in arrays_of(inner(opt)):
+            if bad.shape == (3,) and bad.dtype == np.float32:
+                with refused(ValueError, "a gradient shares memory", opt):
+                    opt([good[0], bad])
+        opt(good)
+
+
+# Steps that are skipped
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@EACH_FORM
+def test_skip_nonfinite_skips_whole_steps(form: str, bad: float) -> None:
+    """Parameters, states and counters are as if the step had not been tried."""
+    opt, plain = (
+        make(form, parameters(SHAPES), skip_nonfinite=True, **decayed_and_scaled(form))
+        for _ in range(2)
+    )
+    for number in range(3):
+        for place in range(len(opt.parameters)):
+            spoiled = gradients(opt.parameters, number)
+            spoiled[place].reshape(-1)[-1] = bad
+            with unchanged(opt):
+                assert opt(spoiled) == (True,) * len(SHAPES)
+        for one in (opt, plain):
+            step(one, number)
+    assert_same_run(opt, plain)
+    assert (inner(opt).skipped_steps, inner(plain).skipped_steps) == (3 * len(SHAPES), 0)
+
+
+@EACH_FORM
+def test_without_skip_nonfinite_a_nan_is_written(form: str) -> None:
+    opt = make(form, parameters(SHAPES))
+    spoiled = gradients(opt.parameters, 0)
+    spoiled[0][1, 1] = np.nan
+    opt(spoiled)
+    assert np.isnan(opt.parameters[0].data[1, 1])
+    assert inner(opt).skipped_steps == 0
+    others = [p.data for p in opt.parameters[1:]]
+    assert all(np.isfinite(w).all() for w in others)

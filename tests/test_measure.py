@@ -1,0 +1,185 @@
+"""Sums of squares: exact to float64, in an order that nothing but the tensor decides."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fusestep.kernels.cpu.measure import PART
+from fusestep.kernels.rules.gradient import COUPLED_DECAY, SCALE
+from fusestep.kernels.rules.lamb import LAMB, LAMB_CLIPPED, lamb_hp
+from fusestep.kernels.rules.norm import SCALED
+from fusestep.kernels.storage import STORAGES
+from fusestep.ops.norm import squares
+from fusestep.ops.step import Variables, measure_step
+
+from helpers import BF16, STORAGE_DTYPES, assert_same_bits, unchanged
+from reference import wide
+from subprocesses import output_of
+
+# Nothing, a scalar tail, one part, one element more, several parts; a 0-d array.
+SHAPES = [(0,), (1,), (7,), (PART,), (PART + 1,), (300_001,), (), (3, 0), (70, 31, 40)]
+EACH_DTYPE = pytest.mark.parametrize("dtype", STORAGE_DTYPES, ids=str)
+
+
+def array(shape: tuple[int, ...], dtype: Any, seed: int = 0) -> np.ndarray:
+    """Values over ten binary orders of magnitude, so that the order of a sum shows."""
+    rng = np.random.default_rng(seed)
+    values = rng.standard_normal(shape) * np.exp2(rng.uniform(-5, 5, shape))
+    return np.asarray(values).astype(dtype)
+
+
+def exact(values: np.ndarray) -> float:
+    """The correctly rounded sum of the squares, which are float64."""
+    return math.fsum(np.square(wide(values)).ravel())
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_sum_of_squares(shape: tuple[int, ...], dtype: np.dtype) -> None:
+    x = array(shape, dtype)
+    with unchanged(x):
+        (found,) = squares(STORAGES[dtype], [x])
+    assert found == pytest.approx(exact(x), rel=1e-12)
+    assert found.dtype == np.float64
+
+
+@EACH_DTYPE
+def test_a_tensor_alone_and_among_others(dtype: np.dtype) -> None:
+    """To the last bit, at any place in the list; neither size nor neighbours matter."""
+    arrays = [array(shape, dtype, seed=k) for k, shape in enumerate(SHAPES)]
+    alone = np.array([squares(STORAGES[dtype], [x])[0] for x in arrays])
+    for order in (list(range(len(arrays))), [5, 0, 8, 6, 1, 7, 2, 4, 3], [5, 5, 4, 0, 4]):
+        found = squares(STORAGES[dtype], [arrays[k] for k in order])
+        assert_same_bits(found, alone[order])
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize("offset", [1, 3, 5])
+def test_alignment_does_not_matter(dtype: np.dtype, offset: int) -> None:
+    for n in (7, 1_003, PART + 5):
+        room = np.zeros(n + 8, dtype)
+        room[offset : offset + n] = array((n,), dtype)
+        storage = STORAGES[dtype]
+        found = squares(storage, [room[offset : offset + n]])
+        assert_same_bits(found, squares(storage, [array((n,), dtype)]))
+
+
+def test_squares_beyond_float32() -> None:
+    """3e38 squared, and 1e-30 squared, are float64 numbers."""
+    x = np.array([3e38, -3e38, 1e-30], np.float32)
+    assert squares(STORAGES[x.dtype], [x])[0] == pytest.approx(exact(x), rel=1e-12)
+    x = np.array([1e-30] * 3, np.float32)
+    assert squares(STORAGES[x.dtype], [x])[0] == pytest.approx(3e-60, rel=1e-6)
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_is_seen(dtype: np.dtype, bad: float) -> None:
+    """In a vector body, in a scalar tail and in a later part."""
+    for n, place in ((37, 3), (37, 36), (PART + 9, PART + 8), (1, 0)):
+        x = array((n,), dtype)
+        x[place] = bad
+        (found,) = squares(STORAGES[dtype], [x])
+        assert np.isnan(found) if np.isnan(bad) else found == np.inf
+
+
+def measured(
+    rule: Any, prologue: Any, tensors: list[tuple[np.ndarray, ...]], gradients: Any, rows: Any
+) -> np.ndarray:
+    """`measure_step` on fresh tensors, each with a row of scalars of its own."""
+    hp = np.array(rows, np.float64 if tensors[0][0].dtype == np.float64 else np.float32)
+    with unchanged(tensors, gradients):
+        return measure_step(
+            rule, prologue, Variables.of(tensors), np.array([g.ctypes.data for g in gradients]),
+            STORAGES[gradients[0].dtype], hp, np.arange(len(tensors)),
+        )  # fmt: skip
+
+
+@EACH_DTYPE
+def test_the_prologue_comes_first(dtype: np.dtype) -> None:
+    """What is measured is the gradient as the rule sees it."""
+    w, g = array((1_003,), dtype, seed=1), array((1_003,), dtype, seed=2)
+    found = measured(SCALED, (COUPLED_DECAY, SCALE), [(w,)], [g], [(9.0, 0.5, 0.0, 0.25)])
+    expected = exact((wide(g) + 0.5 * wide(w)) * 0.25)
+    # The conditioned gradient is a float32 number.
+    assert found[0, 0] == pytest.approx(expected, rel=1e-12 if dtype == np.float64 else 1e-7)
+
+
+@pytest.mark.parametrize("rule", [LAMB, LAMB_CLIPPED], ids=["lamb", "clipped"])
+def test_each_tensor_is_measured_with_its_own_scalars(rule: Any) -> None:
+    """What LAMB needs of three tensors in one call, against NumPy in float64."""
+    tensors, gradients, rows, expected = [], [], [], []
+    for k, n in enumerate((1_003, 0, PART + 7)):
+        w, g, m, v = (array((n,), np.float64, seed=10 * k + i) for i in range(4))
+        v = v * v
+        hp = lamb_hp(np.float64, 0.1, 0.9 - 0.1 * k, 0.99, 1e-3, 0.1 * k, k + 1)
+        beta1, beta2 = 0.9 - 0.1 * k, 0.99
+        mean = (beta1 * m + (1 - beta1) * g) / (1 - beta1 ** (k + 1))
+        square = (beta2 * v + (1 - beta2) * g * g) / (1 - beta2 ** (k + 1))
+        if rule is LAMB:
+            values = [w, mean / (np.sqrt(square) + 1e-3) + 0.1 * k * w]
+        else:
+            values = [w, mean / np.sqrt(square + 1e-3) + 0.1 * k * w, g]
+        expected.append([exact(x) for x in values])
+        tensors.append((w, m, v))
+        gradients.append(g)
+        rows.append(hp)
+    found = measured(rule, (), tensors, gradients, rows)
+    assert found.shape == (3, rule.n_measured)
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+def test_storage_types_that_all_differ() -> None:
+    """Several parts of a tensor whose parameter, gradient and states lie in different strides."""
+    n = 2 * PART + 3
+    types = (np.float32, BF16, np.float16, np.float64)
+    w, g, m, v = (array((n,), t, seed=k) for k, t in enumerate(types))
+    v = v * v
+    hp = lamb_hp(np.float32, 0.1, 0.5, 0.5, 1e-3, 0.25, 1)
+    mean, square = wide(m) + wide(g), v + wide(g) ** 2  # with betas of 1/2 at the first update
+    direction = mean / (np.sqrt(square) + 1e-3) + 0.25 * wide(w)
+    found = measured(LAMB, (), [(w, m, v)], [g], [hp])
+    np.testing.assert_allclose(found[0], [exact(w), exact(direction)], rtol=1e-6)
+
+
+def test_bits_do_not_depend_on_the_number_of_threads() -> None:
+    """1, 2, 3 and 7 threads in one process that may use 7; alone and together."""
+    program = """
+        import sys
+        sys.path.insert(0, sys.argv[1])
+        import numpy as np
+        from fusestep import get_num_threads, set_num_threads
+        from fusestep.kernels.rules.lamb import LAMB_CLIPPED, lamb_hp
+        from fusestep.kernels.storage import STORAGES
+        from fusestep.ops.norm import squares
+        from test_measure import SHAPES, STORAGE_DTYPES, array, measured
+
+        def sums():
+            for dtype in STORAGE_DTYPES:
+                arrays = [array(shape, dtype, seed=k) for k, shape in enumerate(SHAPES)]
+                yield squares(STORAGES[dtype], arrays)
+                for x in arrays:
+                    yield squares(STORAGES[dtype], [x])
+            tensors = [[array((n,), np.float32, seed=k) ** 2 for k in range(4)]
+                       for n in (300_001, 5, 65_537)]
+            rows = [lamb_hp(np.float32, 0.1, 0.9, 0.99, 1e-3, 0.1, 2)] * 3
+            yield measured(
+                LAMB_CLIPPED, (), [(w, m, v) for w, _, m, v in tensors],
+                [g for _, g, _, _ in tensors], rows,
+            )
+
+        results = set()
+        for n in (1, 2, 3, 7):
+            set_num_threads(n)
+            assert get_num_threads() == n
+            results.add(b"".join(found.tobytes() for found in sums()))
+        print(len(results), len(results.pop()))
+    """
+    printed = output_of(program, Path(__file__).parent, NUMBA_NUM_THREADS="7")
+    n_sums = len(STORAGE_DTYPES) * 2 * len(SHAPES) + 9
+    assert printed.split() == ["1", str(8 * n_sums)]

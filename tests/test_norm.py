@@ -1,0 +1,366 @@
+"""global_norm and clip_by_global_norm: dense and row-sparse gradients taken together."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusestep import nn, ops
+
+import reference_layerwise as layerwise
+from helpers import BF16, EPSILON, STORAGE_DTYPES, assert_same_bits, refused, unchanged
+from reference import wide
+from subprocesses import output_of
+
+EACH_DTYPE = pytest.mark.parametrize("dtype", STORAGE_DTYPES, ids=str)
+HOT = 512  # a row with more occurrences is summed in ranges
+
+
+def dense(shape: Any, dtype: Any = np.float32, seed: int = 0) -> np.ndarray:
+    return np.asarray(np.random.default_rng(seed).standard_normal(shape)).astype(dtype)
+
+
+def rows(
+    indices: Any, tail: tuple[int, ...] = (3,), n: int = 10, dtype: Any = np.float32, seed: int = 0
+) -> ops.RowTensor:
+    """A RowTensor whose values are multiples of 1/32, so that sums of them are exact."""
+    indices = np.asarray(indices, np.int64)
+    values = np.random.default_rng(seed).integers(-64, 65, (len(indices), *tail)) / 32
+    return ops.RowTensor(indices, values.astype(dtype), (n, *tail))
+
+
+def plain(gradients: Any) -> list[Any]:
+    """The same for the reference, which knows arrays and pairs."""
+    return [
+        (g.indices, wide(g.values)) if isinstance(g, ops.RowTensor) else wide(g)
+        for g in gradients
+        if g is not None
+    ]
+
+
+def assert_norm(gradients: Any, rel: float = 1e-12) -> float:
+    """The norm is that of the reference, and no gradient has changed."""
+    __tracebackhide__ = True
+    with unchanged([g for g in gradients if g is not None]):
+        found = ops.global_norm(gradients)
+    assert type(found) is float
+    assert found == pytest.approx(layerwise.global_norm(plain(gradients)), rel=rel)
+    return found
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (1_003,), (3, 4, 5), (70_000,)], ids=str)
+def test_norm_of_one_dense_gradient(shape: tuple[int, ...], dtype: np.dtype) -> None:
+    assert_norm([dense(shape, dtype)])
+
+
+def test_norm_of_nothing() -> None:
+    assert ops.global_norm([]) == 0.0
+    assert ops.global_norm(()) == 0.0
+    assert ops.global_norm([None, None]) == 0.0
+    assert ops.global_norm([rows([]), np.zeros((0, 3), np.float32)]) == 0.0
+
+
+@EACH_DTYPE
+def test_rows_of_equal_indices_are_summed_first(dtype: np.dtype) -> None:
+    """1 and -1 in the same row make no norm; 3 and 1 make 4."""
+    values = np.array([[1.0], [3.0], [-1.0], [1.0]]).astype(dtype)
+    assert ops.global_norm([ops.RowTensor(np.array([2, 5, 2, 5]), values, (9, 1))]) == 4.0
+
+
+@settings(max_examples=80, deadline=None, derandomize=True, database=None)
+@given(data=st.data())
+def test_norm_of_any_rows(data: st.DataObject) -> None:
+    """Any order, any number of duplicates, any width: the norm of the dense gradient."""
+    n = data.draw(st.integers(1, 40))
+    tail = data.draw(st.sampled_from([(), (1,), (3,), (17,), (2, 5), (0,)]))
+    indices = data.draw(st.lists(st.integers(0, n - 1), max_size=60))
+    dtype = data.draw(st.sampled_from(STORAGE_DTYPES))
+    gradient = rows(indices, tail, n, dtype, seed=len(indices))
+    found = assert_norm([gradient])
+    as_dense = [wide(gradient.to_dense())] if dtype != BF16 else plain([gradient])
+    assert found == pytest.approx(layerwise.global_norm(as_dense), rel=1e-12)
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize("count", [HOT, HOT + 1, 5_000, 20_000])
+@pytest.mark.parametrize("width", [1, 3, 200])
+def test_norm_with_a_hot_row(count: int, width: int, dtype: np.dtype) -> None:
+    """16-bit values are added up in float32: 20,000 of them do not get lost."""
+    indices = np.random.default_rng(1).permutation(np.repeat([4, 1, 7], [count, 3, HOT]))
+    gradient = rows(indices, (width,), dtype=dtype)
+    assert_norm([gradient])
+
+
+def mixture(scale: float = 1.0) -> list[Any]:
+    """Dense and row-sparse gradients of all storage types, empty ones and None among them."""
+    hot = np.random.default_rng(2).integers(0, 4, 3_000)
+    gradients: list[Any] = [
+        dense((50, 7)), None, rows([3, 3, 0]), dense(70_000, seed=1), rows(hot, (8,), 5),
+        rows([]), dense((0,)), dense(()), rows([1, 1], (), 4), dense(9, np.float64),
+        rows([0, 9, 0], (2, 2), 10, np.float64), dense((3, 3), np.float16),
+        rows([2, 2], (5,), 3, np.float16), dense(33, BF16), rows([1, 0, 1], (4,), 2, BF16),
+    ]  # fmt: skip
+    for g in gradients:
+        if g is not None:
+            array = g.values if isinstance(g, ops.RowTensor) else g
+            array[...] = (wide(array) * scale).astype(array.dtype)
+    return gradients
+
+
+def test_norm_of_a_mixture() -> None:
+    together = assert_norm(mixture())
+    apart = [ops.global_norm([g]) for g in mixture()]
+    assert together == pytest.approx(math.sqrt(math.fsum(x * x for x in apart)), rel=1e-12)
+    assert ops.global_norm(tuple(mixture())) == together
+
+
+def test_index_dtypes_and_layouts_agree() -> None:
+    expected = ops.global_norm(mixture())
+    narrow, strided = [], []
+    for g in mixture():
+        if isinstance(g, ops.RowTensor):
+            narrow.append(ops.RowTensor(g.indices.astype(np.int32), g.values, g.dense_shape))
+            g.indices, g.values = np.repeat(g.indices, 2)[::2], np.repeat(g.values, 2, axis=0)[::2]
+            strided.append(g)
+        else:
+            narrow.append(nn.Parameter(g) if g is not None else None)
+            strided.append(np.asarray(g.T, order="F") if g is not None else None)
+    assert ops.global_norm(narrow) == expected
+    assert ops.global_norm(strided) == pytest.approx(expected, rel=1e-12)
+
+
+def test_norms_beyond_float32() -> None:
+    """Squares, and sums of rows, that float32 arithmetic would lose."""
+    assert_norm([np.full(9, 3e38, np.float32)])
+    assert_norm([np.full(9, 1e-30, np.float32)], rel=1e-6)
+    assert_norm([rows([1, 2], (1,)), np.full((2, 2), 3e38, np.float32)])
+    assert_norm([np.full(3, 65504.0, np.float16)])
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_norm_that_is_not_finite(bad: float) -> None:
+    for place in (0, 4):
+        gradients = [dense((5,)), rows([1, 0, 1])]
+        (gradients[0] if place == 0 else gradients[1].values).flat[place] = bad
+        found = ops.global_norm(gradients)
+        assert math.isnan(found) if math.isnan(bad) else found == math.inf
+
+
+@pytest.mark.parametrize("n_rows", [2**40, 2**58, 2**62])
+def test_rows_of_a_table_beyond_all_memory(n_rows: int) -> None:
+    """A gradient needs no table. Row and position must fit into 63 bits, or it is refused."""
+    indices = np.array([0, n_rows // 2, *range(1, 8)])
+    gradient = ops.RowTensor(indices, np.ones((9, 1), np.float32), (n_rows, 1))
+    if n_rows < 2**62:
+        assert ops.global_norm([gradient]) == 3.0
+    else:
+        with refused(ValueError, "need too long sort keys: expected at most 63 bits", gradient):
+            ops.global_norm([gradient])
+
+
+def test_bits_do_not_depend_on_the_number_of_threads() -> None:
+    program = """
+        import sys
+        sys.path.insert(0, sys.argv[1])
+        import numpy as np
+        from fusestep import get_num_threads, ops, set_num_threads
+        from test_norm import dense, mixture, rows
+
+        zipf = np.random.default_rng(3).zipf(1.3, 60_000) % 900
+        hot = rows(np.where(np.arange(60_000) % 3 == 0, 5, zipf), (17,), 900)
+        hot.values[...] = dense(hot.values.shape)
+        results = set()
+        for n in (1, 2, 3, 7):
+            set_num_threads(n)
+            assert get_num_threads() == n
+            results.add((ops.global_norm([hot]), ops.global_norm([*mixture(), hot])))
+        print(*results)
+    """
+    printed = output_of(program, Path(__file__).parent, NUMBA_NUM_THREADS="7")
+    assert printed.count("(") == 1
+
+
+# Clipping
+
+
+def assert_clipped(gradients: Any, found: Any, factor: float) -> None:
+    """Kinds, shapes and dtypes as they were; values times `factor`, rounded once."""
+    __tracebackhide__ = True
+    assert type(found) is tuple and len(found) == len(gradients)
+    for old, new in zip(gradients, found, strict=True):
+        if old is None:
+            assert new is None
+            continue
+        assert type(new) is type(old)
+        if isinstance(old, ops.RowTensor):
+            assert new.dense_shape == old.dense_shape
+            assert_same_bits(new.indices, old.indices)
+            assert not np.shares_memory(new.indices, old.indices)
+            old, new = old.values, new.values
+        assert (new.dtype, new.shape) == (old.dtype, old.shape)
+        assert not np.shares_memory(new, old)
+        expected = wide(old) * factor
+        # The factor is rounded to the type of the arithmetic, the product to that of storage.
+        allowed = np.abs(expected) * (EPSILON[new.dtype] + EPSILON[np.dtype(np.float32)])
+        if new.dtype == np.float64:
+            allowed = np.abs(expected) * 4e-16
+        assert (np.abs(wide(new) - expected) <= np.maximum(allowed, 6e-8)).all()
+
+
+@pytest.mark.parametrize("clip_norm", [0.5, 1.0, 250.0, 3])
+def test_clipping_above_the_limit(clip_norm: float) -> None:
+    gradients = mixture(10.0)
+    norm = ops.global_norm(gradients)
+    assert norm > 251
+    with unchanged([g for g in gradients if g is not None]):
+        found = ops.clip_by_global_norm(gradients, clip_norm)
+    assert_clipped(gradients, found, clip_norm / norm)
+    assert ops.global_norm(list(found)) == pytest.approx(clip_norm, rel=1e-3)
+
+
+def test_default_limit_is_one() -> None:
+    (found,) = ops.clip_by_global_norm([np.array([3.0, 4.0])])
+    np.testing.assert_allclose(found, [0.6, 0.8], rtol=1e-15)
+
+
+@pytest.mark.parametrize("excess", [0.0, 1.0])
+def test_clipping_below_the_limit_copies(excess: float) -> None:
+    """On the limit too: every bit stays, negative zeros and subnormal numbers included."""
+    gradients = mixture()
+    gradients[0].flat[:3] = -0.0, 1e-42, -1e-42
+    limit = ops.global_norm(gradients) + excess
+    found = ops.clip_by_global_norm(gradients, limit)
+    assert_clipped(gradients, found, 1.0)
+    for old, new in zip(gradients, found, strict=True):
+        if old is not None:
+            arrays = [g.values if isinstance(g, ops.RowTensor) else g for g in (old, new)]
+            assert_same_bits(arrays[1], arrays[0])
+
+
+def test_rows_stay_unmerged() -> None:
+    """The norm is that of the summed rows, the result has the rows as they came."""
+    values = np.array([[3.0], [4.0], [1.0]], np.float32)
+    gradient = ops.RowTensor(np.array([2, 0, 2], np.int32), values, (4, 1))
+    (found,) = ops.clip_by_global_norm([gradient], math.sqrt(2.0))
+    assert found.indices.tolist() == [2, 0, 2] and found.indices.dtype == np.int32
+    # (3 + 1)**2 + 4**2 = 32: a quarter of each.
+    np.testing.assert_allclose(found.values[:, 0], [0.75, 1.0, 0.25], rtol=1e-6)
+
+
+@pytest.mark.parametrize(("use_norm", "factor"), [(0.0, 1.0), (0.5, 1.0), (2.0, 1.0), (8.0, 0.25)])
+def test_a_known_norm(use_norm: float, factor: float) -> None:
+    """It counts, whatever the gradients' own norm is; 0 and a NumPy scalar are norms too."""
+    gradients = mixture(5.0)
+    for value in (use_norm, np.float64(use_norm), np.array([use_norm])):
+        assert_clipped(gradients, ops.clip_by_global_norm(gradients, 2.0, value), factor)
+
+
+def test_the_norm_that_was_measured_can_be_handed_over() -> None:
+    """Whatever its size: float32 gradients have norms that are no float32 numbers."""
+    for x in (1.0, 3e38):
+        gradients = [np.full(100, x, np.float32)]
+        (expected,) = ops.clip_by_global_norm(gradients, 1.0)
+        (found,) = ops.clip_by_global_norm(gradients, 1.0, use_norm=ops.global_norm(gradients))
+        assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_norm_that_is_not_finite_makes_nan(bad: float) -> None:
+    """Zeros too: no gradient passes for a clipped one."""
+    gradients = [np.array([0.0, bad, 1.0], np.float32), rows([1, 1]), None, dense((2,), BF16)]
+    found = ops.clip_by_global_norm(gradients, 1.0)
+    assert found[2] is None
+    for g in (found[0], found[1].values, found[3]):
+        assert np.isnan(wide(g)).all()
+    assert found[1].indices.tolist() == [1, 1]
+
+
+def test_nothing_to_clip() -> None:
+    assert ops.clip_by_global_norm([]) == ()
+    assert ops.clip_by_global_norm([None]) == (None,)
+    (found,) = ops.clip_by_global_norm([np.zeros(3, np.float32)])
+    assert_same_bits(found, np.zeros(3, np.float32))
+
+
+def test_clipping_against_the_reference() -> None:
+    gradients = [dense((20, 3)), rows([1, 1, 4]), dense(5, np.float64)]
+    found = ops.clip_by_global_norm(gradients, 0.7)
+    expected = layerwise.clip_by_global_norm(plain(gradients), 0.7)
+    for new, wanted in zip(plain(found), expected, strict=True):
+        a, b = (x[1] if isinstance(x, tuple) else x for x in (new, wanted))
+        np.testing.assert_allclose(a, b, rtol=3e-7)
+
+
+# What is refused: TypeError for kinds, ValueError for values, IndexError for indices
+
+GOOD = np.ones(3, np.float32)
+
+
+@pytest.mark.parametrize("function", [ops.global_norm, ops.clip_by_global_norm])
+@pytest.mark.parametrize(
+    ("x", "text"),
+    [
+        (GOOD, "x has a wrong type: expected a list or tuple, got ndarray"),
+        (None, "x has a wrong type: expected a list or tuple, got NoneType"),
+        (rows([1]), "x has a wrong type: expected a list or tuple, got RowTensor"),
+        ({"g": GOOD}, "x has a wrong type: expected a list or tuple, got dict"),
+        ([GOOD, 1.0], r"x\[1\] is no array: expected an array, got float"),
+        ([None, [GOOD]], r"x\[1\] is no array: expected an array, got list"),
+        ([GOOD.astype(int)], r"x\[0\] has a wrong dtype: expected float32, .* got int64"),
+        ([GOOD.astype(complex)], r"x\[0\] has a wrong dtype"),
+    ],
+)
+def test_norm_refuses(function: Any, x: Any, text: str) -> None:
+    with refused(TypeError, f"^{function.__name__}: {text}"):
+        function(x)
+
+
+@pytest.mark.parametrize("function", [ops.global_norm, ops.clip_by_global_norm])
+@pytest.mark.parametrize("bad", [-1, 10, 2**40])
+def test_norm_refuses_indices(function: Any, bad: int) -> None:
+    """The text names the function that was called, the gradient and the place in it."""
+    gradients = [GOOD, rows([1, 2]), rows([0, bad, 3])]
+    text = r"indices\[1\] is out of range: expected 0 <= index < 10"
+    with refused(IndexError, f"^{function.__name__}: .*{text}, got {bad}$", gradients):
+        function(gradients)
+
+
+@pytest.mark.parametrize("function", [ops.global_norm, ops.clip_by_global_norm])
+def test_norm_checks_a_row_tensor_that_was_changed(function: Any) -> None:
+    gradient = rows([1, 2])
+    gradient.values = gradient.values[:1]
+    with refused(ValueError, rf"^{function.__name__}: x\[0\] has a wrong length", gradient):
+        function([gradient])
+    gradient.indices = np.array([0.5])
+    with refused(TypeError, f"^{function.__name__}: indices has a wrong dtype", gradient):
+        function([gradient])
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"clip_norm": 0.0}, ValueError, "clip_norm is out of range: expected above 0, got 0.0"),
+        ({"clip_norm": -1.0}, ValueError, "clip_norm is out of range: expected above 0, got -1.0"),
+        ({"clip_norm": np.nan}, ValueError, "clip_norm is not finite"),
+        ({"clip_norm": np.inf}, ValueError, "clip_norm is not finite"),
+        ({"clip_norm": None}, TypeError, "clip_norm has a wrong type: expected a number"),
+        ({"clip_norm": "1"}, TypeError, "clip_norm has a wrong type: expected a number, got str"),
+        ({"clip_norm": True}, TypeError, "clip_norm has a wrong type: expected a number, got bool"),
+        ({"clip_norm": np.ones(2)}, ValueError, "clip_norm has a wrong shape"),
+        ({"use_norm": -1.0}, ValueError, "use_norm is out of range: expected at least 0, got -1.0"),
+        ({"use_norm": np.nan}, ValueError, "use_norm is not finite"),
+        ({"use_norm": "1"}, TypeError, "use_norm has a wrong type"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_clip_refuses(options: dict[str, Any], error: Any, text: str) -> None:
+    gradients = [GOOD, rows([1, 1])]
+    with refused(error, f"^clip_by_global_norm: {text}", gradients):
+        ops.clip_by_global_norm(gradients, **options)

@@ -1,0 +1,322 @@
+"""Rules outside of Adam's family: in plain Python, compiled to the ulp, and at their edges."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fusestep.kernels.rules import adagrad, ftrl, rmsprop, sgd
+from fusestep.kernels.rules.rule import Rule
+from fusestep.kernels.warmup import all_rules
+
+from helpers import BF16, STORAGE_DTYPES, assert_same_bits, assert_within_ulps
+from reference import wide
+from rule_cases import CASES, LARS, OPTIMIZER, RuleCase, condition, real_of, run_dense, run_rows
+
+EACH = pytest.mark.parametrize("name", CASES)
+F32, F64, F16 = (np.dtype(d) for d in (np.float32, np.float64, np.float16))
+
+
+def assert_near(
+    case: RuleCase,
+    found: Any,
+    before: list[Any],
+    g: Any,
+    size: Any,
+    label: str,
+    ulps: float = 4.0,
+    **changed: Any,
+) -> None:
+    """Every result within some ulps of the largest term that it is a sum of.
+
+    In float64 the reference itself is off by as much, which the factor 2 allows for. `size` is
+    the sum of the absolute values of what the gradient is a sum of.
+    """
+    __tracebackhide__ = True
+    real = real_of(before[0].dtype)
+    old, known = [wide(a) for a in before], case.known(real, **changed)
+    expected = case.step(old[0], g, *old[1:], **known)
+    scales = case.terms(old[0], size, old[1:], known, expected)
+    roles = ("w", *case.rule.states)
+    for role, array, exact, scale in zip(roles, found, expected, scales, strict=True):
+        assert np.isfinite(exact).all(), "the samples overflow"
+        factor = 2.0 if array.dtype == np.float64 else 1.0
+        assert_within_ulps(array, exact, scale, factor * ulps, f"{role} {label}")
+
+
+def test_every_rule_of_the_package_is_tested() -> None:
+    """A new rule must be added to the table of a test; Adafactor's are tested with its norms."""
+    from test_rules import RULES as ADAM
+    from test_two_stage import FORMS
+
+    tested = [case.rule for case in CASES.values()]
+    tested += [rule for rule, _, _ in ADAM.values()]
+    tested += [form.rule for form in FORMS.values()]
+    missing = {name for name, rule in all_rules().items() if rule not in tested}
+    assert missing == {"adafactor", "adafactor_plain"}
+    assert len(all_rules()) == len(tested) + len(missing)
+
+
+@EACH
+def test_in_plain_python(name: str) -> None:
+    """Scalars in, scalars out: each element by itself, as the formulas have it."""
+    case = CASES[name]
+    before = case.samples(40, seed=1)
+    expected = case.step(before[0], before[1], *before[2:], **case.known(np.float64))
+    usable = np.full(40, True)
+    if "centered" in name:  # plain Python has no root of a negative variance
+        usable = expected[2] - expected[1] ** 2 + case.given["epsilon"] > 0
+    before, hp = [a[usable] for a in before], case.hp(np.float64)
+    results = []
+    with np.errstate(divide="ignore", invalid="ignore"):
+        for element in zip(*before, strict=True):
+            found = case.rule.update(*element, hp)
+            results.append(found if isinstance(found, tuple) else (found,))
+    assert usable.sum() >= 25
+    assert all(isinstance(x, float) for found in results for x in found)
+    w, g, *states = before
+    assert_near(case, np.array(results).T, [w, *states], g, g, "in plain Python")
+
+
+@pytest.mark.parametrize("prologue", [(), OPTIMIZER], ids=["plain", "prologue"])
+@pytest.mark.parametrize("dtype", STORAGE_DTYPES, ids=str)
+@EACH
+def test_compiled_step_within_4_ulps(name: str, dtype: np.dtype, prologue: Any) -> None:
+    """Three steps, each against the reference on the state that the step began with."""
+    steps_near_reference(CASES[name], dtype, prologue, ulps=4.0)
+
+
+@pytest.mark.parametrize("dtype", STORAGE_DTYPES, ids=str)
+def test_compiled_step_behind_the_prologue_of_lars(dtype: np.dtype) -> None:
+    """It rounds the gradient three times more."""
+    steps_near_reference(CASES["momentum"], dtype, LARS, ulps=6.0)
+
+
+def steps_near_reference(case: RuleCase, dtype: np.dtype, prologue: Any, ulps: float) -> None:
+    real = real_of(dtype)
+    w, _, *states = case.samples(600, seed=2)
+    arrays = [a.astype(dtype) for a in (w, *states)]
+    for step in range(3):
+        gradient = case.samples(600, seed=3 + step)[1].astype(dtype)
+        before = [a.copy() for a in arrays]
+        g, size = condition(gradient, before[0], prologue, real)
+        run_dense(case.rule, arrays, gradient, case.hp(real), prologue)
+        assert_near(case, arrays, before, g, size, f"after step {step + 1}", ulps)
+
+
+# For each rule storage types of the parameter, the gradient and the states that all differ.
+MIXED = {
+    "momentum": (F16, BF16, F32),
+    "sgd_first_step": (F32, F16, BF16, F16),
+    "rmsprop_momentum": (F32, F32, F32, BF16),
+    "rmsprop_centered_momentum": (BF16, F32, F32, BF16, F16),
+    "adagrad": (F64, BF16, F32),
+    "ftrl": (F64, F32, F16, BF16),
+    "proximal_adagrad": (F16, F16, BF16),
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_states_of_several_storage_types(name: str) -> None:
+    """Each array within 4 ulps of its own type; the rows of a table to the last bit the same."""
+    case, (w_type, g_type, *state_types) = CASES[name], MIXED[name]
+    real = real_of(w_type)
+    w, g, *states = (a.reshape(60, 10) for a in case.samples(600, seed=7))
+    types = (w_type, *state_types)
+    before = [a.astype(t) for a, t in zip((w, *states), types, strict=True)]
+    dense, rows = [a.copy() for a in before], [a.copy() for a in before]
+    gradient, order = g.astype(g_type), np.random.default_rng(8).permutation(60)
+    run_dense(case.rule, dense, gradient, case.hp(real))
+    run_rows(case.rule, rows, order, gradient[order], case.hp(real))
+    for found, same, t in zip(dense, rows, types, strict=True):
+        assert found.dtype == t
+        assert_same_bits(same, found)
+    assert_near(case, dense, before, wide(gradient), np.abs(wide(gradient)), "mixed")
+
+
+# Edges
+
+
+@pytest.mark.parametrize("dtype", STORAGE_DTYPES, ids=str)
+@pytest.mark.parametrize("name", [n for n in CASES if n not in ("scaled", "lars_gradient")])
+def test_nothing_moves_without_gradient_and_history(name: str, dtype: np.dtype) -> None:
+    """All states 0, all gradients 0: also -0.0 and subnormal parameters keep their bits.
+
+    FTRL's parameter is a function of its states, and where they are 0 it is 0.
+    """
+    case = CASES[name]
+    w = np.array([1.0, -3.0, 0.0, -0.0, 1e-7, 60000.0, -1e-40] * 5).astype(dtype)
+    arrays = [w.copy(), *(np.zeros_like(w) for _ in case.kinds)]
+    run_dense(case.rule, arrays, np.zeros_like(w), case.hp(real_of(dtype)))
+    assert_same_bits(arrays[0], np.zeros_like(w) if name.startswith("ftrl") else w)
+    for state in arrays[1:]:
+        assert_same_bits(state, np.zeros_like(w))
+
+
+# Every slot but those that do not reach a parameter: that which a scaled gradient is written to,
+# and `stat`, whose test is below.
+SLOTS = [
+    (name, slot)
+    for name, case in CASES.items()
+    for slot, kind in enumerate(("w", "g", *case.kinds))
+    if (name, kind) != ("scaled", "w") and kind != "stat"
+]
+INFINITIES = [
+    (name, slot, sign * np.inf)
+    for name, slot in SLOTS
+    for sign in (1, -1)
+    if sign > 0 or slot < 2 or CASES[name].kinds[slot - 2] != "squares"
+]
+# Vector bodies and scalar tails.
+PLACES = (0, 5, 16, 36)
+
+
+def with_one_bad(name: str, slot: int, bad: float) -> tuple[list[Any], list[Any]]:
+    """Parameter and states after a step with a bad value in some places, and without it."""
+    case = CASES[name]
+    results = []
+    for value in (bad, None):
+        arrays = [a.astype(np.float32) for a in case.samples(37, seed=11)]
+        if case.kinds[-1:] == ("stat",):
+            arrays[-1][:] = 0.0  # a first step does not read the accumulator
+        if value is not None:
+            arrays[slot][list(PLACES)] = value
+        w, g, *states = arrays
+        run_dense(case.rule, [w, *states], g, case.hp(np.float32))
+        results.append([w, *states])
+    return results[0], results[1]
+
+
+@pytest.mark.parametrize(("name", "slot"), SLOTS)
+def test_nan_reaches_the_parameter(name: str, slot: int) -> None:
+    found, clean = with_one_bad(name, slot, np.nan)
+    assert np.isnan(found[0][list(PLACES)]).all()
+    for array, without in zip(found, clean, strict=True):
+        assert_same_bits(np.delete(array, PLACES), np.delete(without, PLACES))
+
+
+@pytest.mark.parametrize(("name", "slot", "bad"), INFINITIES)
+def test_infinity_is_not_lost(name: str, slot: int, bad: float) -> None:
+    """In a gradient it reaches the parameter; in a state it stays or reaches the parameter.
+
+    An infinite sum of squares makes a step of 0, which is what the formula says.
+    """
+    found, clean = with_one_bad(name, slot, bad)
+    bad_w, bad_state = (~np.isfinite(found[k][list(PLACES)]) for k in (0, max(slot - 1, 0)))
+    assert (bad_w | bad_state if slot > 1 else bad_w).all()
+    for array, without in zip(found, clean, strict=True):
+        assert_same_bits(np.delete(array, PLACES), np.delete(without, PLACES))
+
+
+def float32s(*values: Any) -> list[np.ndarray]:
+    return [np.array(v, np.float32) for v in values]
+
+
+@pytest.mark.parametrize("with_momentum", [False, True])
+def test_centered_rmsprop_waits_without_a_positive_variance(with_momentum: bool) -> None:
+    """The means go on; parameter and moment keep their values where the variance is <= 0."""
+    # With a decay of 1/2: the variances are -3/4, 0, 1 and NaN.
+    w, g, mg, s, mo = float32s(
+        [1.0, 2.0, 3.0, 4.0], [0.0, 1.0, 0.0, 0.0], [2.0, 1.0, 0.0, np.nan],
+        [0.5, 1.0, 2.0, 2.0], [0.5, 0.25, 0.125, 0.5],
+    )  # fmt: skip
+    case = CASES["rmsprop_centered_momentum" if with_momentum else "rmsprop_centered"]
+    arrays = [w, mg, s, *([mo] if with_momentum else [])]
+    run_dense(case.rule, arrays, g, case.hp(np.float32, decay=0.5, epsilon=0.0))
+    assert_same_bits(mg[:3], float32s([1.0, 1.0, 0.0])[0])
+    assert_same_bits(s, float32s([0.25, 1.0, 1.0, 1.0])[0])
+    assert w[:2].tolist() == [1.0, 2.0] and np.isnan(w[3])
+    if with_momentum:
+        assert mo[:2].tolist() == [0.5, 0.25] and np.isnan(mo[3])
+        assert mo[2] == np.float32(0.8) * np.float32(0.125)
+        assert w[2] == 3.0 - mo[2]
+
+
+@pytest.mark.parametrize("rule", [ftrl.FTRL, ftrl.FTRL_POWER], ids=["root", "power"])
+def test_ftrl_inside_of_the_threshold_is_zero(rule: Rule) -> None:
+    """On the threshold too; the next number beyond is not."""
+    beyond = np.nextafter(np.float32(0.5), np.float32(1))
+    linear = np.array([0.0, 0.25, -0.5, 0.5, beyond, -beyond, np.nan] * 5, np.float32)
+    w, accum, g = np.full(35, 3.0, np.float32), np.full(35, 4.0, np.float32), np.zeros(35)
+    name = "ftrl" if rule is ftrl.FTRL else "ftrl_power"
+    hp = CASES[name].hp(np.float32, l1=0.5)
+    run_dense(rule, [w, accum, linear], g.astype(np.float32), hp)
+    w = w.reshape(5, 7)
+    assert_same_bits(w[:, :4], np.zeros((5, 4), np.float32))  # and not -0.0
+    assert (w[:, 4] < 0).all() and (w[:, 5] > 0).all()
+    assert np.isnan(w[:, 6]).all()
+
+
+@pytest.mark.parametrize("name", ["ftrl", "ftrl_power"])
+def test_ftrl_without_regularisation_and_history_is_zero(name: str) -> None:
+    """0 / 0 otherwise: a model that has seen nothing predicts nothing."""
+    w, accum, linear, g = float32s(np.ones(20), np.zeros(20), np.zeros(20), np.zeros(20))
+    run_dense(CASES[name].rule, [w, accum, linear], g, CASES[name].hp(np.float32, l1=0.0, l2=0.0))
+    assert_same_bits(w, np.zeros(20, np.float32))
+
+
+@pytest.mark.parametrize("power", [0.0, -0.3, -0.5, -1.0])
+def test_ftrl_powers(power: float) -> None:
+    """Also -0.5 through the general rule, and 0, where the rate does not depend on gradients."""
+    case = CASES["ftrl_power"]
+    w, g, *states = (a.astype(np.float32) for a in case.samples(300, seed=12))
+    arrays = [w.copy(), *(s.copy() for s in states)]
+    hp = ftrl.FtrlPowerHP(*case.hp(np.float32)[:4], np.float32(-power))
+    run_dense(case.rule, arrays, g, hp)
+    assert_near(
+        case, arrays, [w, *states], wide(g), np.abs(wide(g)), f"power {power}", lr_power=power
+    )
+
+
+def test_ftrl_rule_follows_the_power() -> None:
+    """Rule and scalars fit each other."""
+    for power, rule in ((-0.5, ftrl.FTRL), (-0.3, ftrl.FTRL_POWER), (0.0, ftrl.FTRL_POWER)):
+        assert ftrl.ftrl_rule(power) is rule
+        assert ftrl.ftrl_hp(np.float32, 0.1, 0.0, 0.0, power)._fields == rule.hp
+
+
+def test_proximal_adagrad_shrinks_to_zero() -> None:
+    """Within the threshold exactly 0, of either sign of the step; beyond it closer to 0."""
+    g, w = float32s([1.0, -1.0, 1.0, -1.0, 0.0], [0.5, -0.5, 3.0, -3.0, 0.25])
+    accum = np.array([3.0, 3.0, 3.0, 3.0, 4.0], np.float32)
+    hp = CASES["proximal_adagrad"].hp(np.float32, lr=0.5, l1=2.0, l2=0.0)
+    run_dense(adagrad.PROXIMAL_ADAGRAD, [w, accum], g, hp)
+    # A rate of 1/4 everywhere: |w - g/4| - 1/2, not below 0.
+    assert w.tolist() == [0.0, 0.0, 2.25, -2.25, 0.0]
+
+
+@pytest.mark.parametrize("rule", [sgd.SGD_FIRST_STEP, sgd.SGD_FIRST_STEP_NESTEROV])
+def test_first_step_is_that_of_each_element(rule: Rule) -> None:
+    """Undampened where `stat` is above 0, and only once."""
+    w, a, g = float32s(np.zeros(4), np.full(4, 8.0), np.full(4, 2.0))
+    stat = np.array([1.0, 0.0, 0.5, 0.0], np.float32)
+    hp = sgd.first_step_hp(np.float32, 1.0, 0.5, 0.5)
+    run_dense(rule, [w, a, stat], g, hp)
+    assert a.tolist() == [2.0, 5.0, 2.0, 5.0]
+    assert stat.tolist() == [0.0] * 4
+    ahead = [2.0 + a / 2 for a in (2.0, 5.0, 2.0, 5.0)]
+    assert (-w).tolist() == (ahead if "nesterov" in rule.update.__name__ else a.tolist())
+    run_dense(rule, [w, a, stat], g, hp)
+    assert a.tolist() == [2.0, 3.5, 2.0, 3.5]
+
+
+def test_stat_that_marks_no_first_step_is_kept() -> None:
+    """Only a `stat` above 0 becomes 0: one below it, or a NaN, stays to be seen."""
+    w, a, g = float32s(np.ones(3), np.ones(3), np.ones(3))
+    stat = np.array([-1.0, np.nan, 0.0], np.float32)
+    before = stat.copy()
+    run_dense(sgd.SGD_FIRST_STEP, [w, a, stat], g, CASES["sgd_first_step"].hp(np.float32))
+    assert_same_bits(stat, before)
+
+
+@pytest.mark.parametrize("make", [rmsprop.rmsprop_hp, rmsprop.rmsprop_momentum_hp])
+def test_complements_are_taken_of_rounded_numbers(make: Any) -> None:
+    """1 - 0.999 between float32 numbers is 1.3e-5 below 0.001, which shows in every step."""
+    extra = (0.0,) if make is rmsprop.rmsprop_momentum_hp else ()
+    hp = make(np.float32, 0.1, 0.999, 1e-10, *extra)
+    assert hp.one_minus_decay == np.float32(0.0009999871) != np.float32(0.001)
+    assert all(type(x) is np.float32 for x in hp)
+    hp = sgd.momentum_hp(np.float32, 0.1, 0.9, 0.999)
+    assert hp.one_minus_dampening == np.float32(0.0009999871)

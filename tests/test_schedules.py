@@ -1,0 +1,397 @@
+"""Learning-rate schedules and lists: recorded runs, plain formulas, refusals, composition."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+import pickle
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fusestep import nn
+
+from helpers import assert_same_bits
+from recorded import all_cases
+
+CASES = all_cases("lr_schedules")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_recorded(name: str) -> None:
+    case = CASES[name]
+    api = getattr(nn, case.api.removeprefix("nn."))
+    expected = case.steps[0].outputs["lr"]
+    if "step" in case.initial:
+        found, relative = api(**case.hyper)(case.initial["step"]), 3e-6
+        assert expected.dtype == np.float32
+    else:
+        found, relative = api(**case.hyper), 1e-15
+        assert isinstance(found, list)
+        assert expected.dtype == np.float64
+    np.testing.assert_allclose(found, expected, rtol=relative, atol=0, strict=False)
+    assert len(found) == len(expected) >= 10
+
+
+# The formulas in plain Python, of a time t that is a step or an epoch.
+
+
+def exponential(t: int, lr: float, rate: float, n: int, stair: bool = False) -> float:
+    return lr * math.pow(rate, math.floor(t / n) if stair else t / n)
+
+
+def natural(t: int, lr: float, rate: float, n: int, stair: bool = False) -> float:
+    return lr / math.exp(rate * (math.floor(t / n) * n if stair else t))
+
+
+def inverse(t: int, lr: float, rate: float, n: int, stair: bool = False) -> float:
+    return lr / (1 + rate * (math.floor(t / n) if stair else t / n))
+
+
+def cosine(t: int, low: float, high: float, n: int) -> float:
+    if t >= n:
+        return low
+    return (high + low) / 2 + (high - low) / 2 * math.cos(math.pi * t / n)
+
+
+def polynomial(t: int, lr: float, end: float, n: int, power: float, update: bool = False) -> float:
+    if update:
+        total = n * max(math.ceil(t / n), 1)
+        return (lr - end) * (1 - t / total) ** power + end
+    return end if t >= n else (lr - end) * (1 - t / n) ** power + end
+
+
+def warmup(t: int, lr: float, n: int) -> float:
+    return lr if t >= n else lr * t / n
+
+
+FORMULAS: dict[str, tuple[Callable[..., float], Any, Callable[..., Any]]] = {
+    "exponential": (exponential, nn.ExponentialDecayLR, nn.exponential_decay_lr),
+    "natural_exp": (natural, nn.NaturalExpDecayLR, nn.natural_exp_decay_lr),
+    "inverse": (inverse, nn.InverseDecayLR, nn.inverse_decay_lr),
+    "cosine": (cosine, nn.CosineDecayLR, nn.cosine_decay_lr),
+    "polynomial": (polynomial, nn.PolynomialDecayLR, nn.polynomial_decay_lr),
+    "warmup": (warmup, nn.WarmUpLR, nn.warmup_lr),
+}
+# Arguments in the order of the classes; the int among them is the number of steps or epochs.
+ARGUMENTS: list[tuple[str, tuple[Any, ...]]] = [
+    *(
+        (name, (*arguments, *stair))
+        for name in ("exponential", "natural_exp", "inverse")
+        for arguments in ((0.1, 0.9, 4), (0.5, 0.3, 7), (0.1, 1.5, 1))
+        for stair in ((), (False,), (True,))
+    ),
+    *(("cosine", arguments) for arguments in ((0.01, 0.1, 10), (0.0, 0.5, 7), (0.2, 0.3, 1))),
+    *(
+        ("polynomial", (*arguments, *update))
+        for arguments in ((0.1, 0.01, 7, 0.5), (0.5, 0.0, 10, 2.0), (0.1, 0.3, 1, 1.0))
+        for update in ((), (False,), (True,))
+    ),
+    *(("warmup", arguments) for arguments in ((0.1, 5), (0.3, 1), (0.0, 4))),
+]
+EACH_FORMULA = pytest.mark.parametrize(("name", "arguments"), ARGUMENTS)
+
+
+def close(value: float) -> Any:
+    # The absolute part is for values that cancel to zero.
+    return pytest.approx(value, rel=1e-13, abs=1e-16)
+
+
+@EACH_FORMULA
+def test_schedule_is_its_formula(name: str, arguments: tuple[Any, ...]) -> None:
+    formula, make, _ = FORMULAS[name]
+    schedule = make(*arguments)
+    for step in range(41):
+        found = schedule(step)
+        assert type(found) is float
+        assert found == close(formula(step, *arguments)), step
+
+
+@EACH_FORMULA
+@pytest.mark.parametrize("per_epoch", [1, 3])
+def test_list_is_its_formula(name: str, arguments: tuple[Any, ...], per_epoch: int) -> None:
+    formula, _, make = FORMULAS[name]
+    # Everywhere but in warmup_lr two numbers precede the lengths.
+    before = 1 if name == "warmup" else 2
+    found = make(*arguments[:before], 41, per_epoch, *arguments[before:])
+    assert isinstance(found, list)
+    assert len(found) == 41
+    for step, value in enumerate(found):
+        assert type(value) is float
+        assert value == close(formula(math.floor(step / per_epoch), *arguments)), step
+
+
+def test_values_worked_out_by_hand() -> None:
+    assert nn.WarmUpLR(1.0, 4)(np.arange(6)).tolist() == [0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
+    assert nn.InverseDecayLR(1.0, 1.0, 2, True)(np.arange(5)).tolist() == [1, 1, 0.5, 0.5, 1 / 3]
+    assert nn.ExponentialDecayLR(1.0, 0.25, 2)(np.arange(4)).tolist() == [1, 0.5, 0.25, 0.125]
+    line = nn.PolynomialDecayLR(1.0, 0.0, 4, 1.0, update_decay_steps=True)
+    assert line(np.arange(7)).tolist() == [1, 0.75, 0.5, 0.25, 0, 0.375, 0.25]
+    assert nn.CosineDecayLR(0.25, 0.75, 2)(np.array([0, 1, 2, 9])) == close(
+        np.array([0.75, 0.5, 0.25, 0.25])
+    )
+    assert nn.NaturalExpDecayLR(1.0, math.log(2), 100)(3) == close(0.125)
+
+
+def test_piecewise_constant() -> None:
+    assert nn.piecewise_constant_lr((1, 3, 3, 4), (0.5, 0.25, 9.0, 0.0)) == [0.5, 0.25, 0.25, 0.0]
+    assert nn.piecewise_constant_lr([], []) == []
+    # As published; an optimizer refuses it.
+    assert nn.piecewise_constant_lr([2], [-0.5]) == [-0.5, -0.5]
+
+
+# Arguments: their names, order, defaults, kinds and ranges.
+
+RATES = {"learning_rate": "positive", "decay_rate": "positive"}
+CLOCK = {"total_step": "count", "step_per_epoch": "count"}
+EPOCHS = {**CLOCK, "decay_epoch": "count"}
+COSINE = {"min_lr": "not negative", "max_lr": "positive"}
+ENDS = {"learning_rate": "positive", "end_learning_rate": "not negative"}
+POWER = {"power": "positive"}
+KINDS: dict[Any, dict[str, str]] = {
+    nn.ExponentialDecayLR: {**RATES, "decay_steps": "count", "is_stair": "flag"},
+    nn.NaturalExpDecayLR: {**RATES, "decay_steps": "count", "is_stair": "flag"},
+    nn.InverseDecayLR: {**RATES, "decay_steps": "count", "is_stair": "flag"},
+    nn.CosineDecayLR: {**COSINE, "decay_steps": "count"},
+    nn.PolynomialDecayLR: {**ENDS, "decay_steps": "count", **POWER, "update_decay_steps": "flag"},
+    nn.WarmUpLR: {"learning_rate": "not negative", "warmup_steps": "count"},
+    nn.exponential_decay_lr: {**RATES, **EPOCHS, "is_stair": "flag"},
+    nn.natural_exp_decay_lr: {**RATES, **EPOCHS, "is_stair": "flag"},
+    nn.inverse_decay_lr: {**RATES, **EPOCHS, "is_stair": "flag"},
+    nn.cosine_decay_lr: {**COSINE, **EPOCHS},
+    nn.polynomial_decay_lr: {**ENDS, **EPOCHS, **POWER, "update_decay_epoch": "flag"},
+    nn.warmup_lr: {"learning_rate": "not negative", **CLOCK, "warmup_epoch": "count"},
+}
+EACH_API = pytest.mark.parametrize("api", KINDS, ids=lambda api: api.__name__)
+VALID = {"positive": 0.5, "not negative": 0.25, "count": 3, "flag": True}
+BAD: dict[str, list[tuple[Any, type[Exception], str]]] = {
+    "positive": [
+        (0.0, ValueError, "is out of range: expected positive and finite in float64, got 0.0"),
+        (-0.5, ValueError, "is out of range: expected positive and finite in float64, got -0.5"),
+        (math.nan, ValueError, "is out of range: expected positive and finite in float64, got nan"),
+        (math.inf, ValueError, "is out of range: expected positive and finite in float64, got inf"),
+        (1, TypeError, "has a wrong type: expected a float, got int"),
+        (True, TypeError, "has a wrong type: expected a float, got bool"),
+        ("0.5", TypeError, "has a wrong type: expected a float, got str"),
+        (None, TypeError, "has a wrong type: expected a float, got NoneType"),
+        (np.array(0.5), TypeError, "has a wrong type: expected a float, got ndarray"),
+    ],
+    "not negative": [
+        (-0.5, ValueError, "is out of range: expected at least 0, got -0.5"),
+        (math.nan, ValueError, "is not finite: expected a finite float, got nan"),
+        (math.inf, ValueError, "is not finite: expected a finite float, got inf"),
+        (0, TypeError, "has a wrong type: expected a float, got int"),
+        (True, TypeError, "has a wrong type: expected a float, got bool"),
+        (None, TypeError, "has a wrong type: expected a float, got NoneType"),
+    ],
+    "count": [
+        (0, ValueError, "is out of range: expected at least 1, got 0"),
+        (-3, ValueError, "is out of range: expected at least 1, got -3"),
+        (2.0, TypeError, "has a wrong type: expected an int, got float"),
+        (True, TypeError, "has a wrong type: expected an int, got bool"),
+        ("3", TypeError, "has a wrong type: expected an int, got str"),
+    ],
+    "flag": [
+        (1, TypeError, "has a wrong type: expected a bool, got int"),
+        (None, TypeError, "has a wrong type: expected a bool, got NoneType"),
+    ],
+}
+
+
+@EACH_API
+def test_published_signature(api: Any) -> None:
+    parameters = inspect.signature(api).parameters
+    assert list(parameters) == list(KINDS[api])
+    for name, kind in KINDS[api].items():
+        default = False if kind == "flag" else inspect.Parameter.empty
+        assert parameters[name].default is default
+        assert parameters[name].kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+
+
+@EACH_API
+def test_every_argument_is_checked(api: Any) -> None:
+    valid = {name: VALID[kind] for name, kind in KINDS[api].items()}
+    api(**valid)
+    for name, kind in KINDS[api].items():
+        for value, error, text in BAD[kind]:
+            text = re.escape(f"{api.__name__}: {name} {text}")
+            with pytest.raises(error, match=f"^{text}$") as caught:
+                api(**{**valid, name: value})
+            assert type(caught.value) is error
+
+
+@EACH_API
+def test_numpy_scalars(api: Any) -> None:
+    valid = {name: VALID[kind] for name, kind in KINDS[api].items()}
+    to_numpy = {"count": np.int32, "flag": bool, "positive": np.float32, "not negative": np.float16}
+    given = {name: to_numpy[kind](valid[name]) for name, kind in KINDS[api].items()}
+    # Equal texts: everything is a number of Python's afterwards.
+    assert repr(api(**given)) == repr(api(**valid))
+
+
+def test_range_of_a_cosine() -> None:
+    text = "max_lr is out of range: expected above min_lr"
+    with pytest.raises(ValueError, match=f"^CosineDecayLR: {text} = 0.1, got 0.1$"):
+        nn.CosineDecayLR(0.1, 0.1, 4)
+    with pytest.raises(ValueError, match=f"^cosine_decay_lr: {text} = 0.2, got 0.1$"):
+        nn.cosine_decay_lr(0.2, 0.1, 9, 1, 4)
+
+
+WRONG = "has a wrong type: expected"
+RANGE = "is out of range: expected at least 1"
+ORDER = "is out of order: expected"
+FINITE = "is not finite: expected a finite float"
+LENGTH = "has a wrong length: expected 1 rates, one for each milestone"
+PIECES: list[tuple[Any, Any, type[Exception], str]] = [
+    (5, [0.1], TypeError, f"milestone {WRONG} a list or a tuple, got int"),
+    (np.array([5]), [0.1], TypeError, f"milestone {WRONG} a list or a tuple, got ndarray"),
+    ([0, 2], [0.1, 0.2], ValueError, f"milestone[0] {RANGE}, got 0"),
+    ([1, -2], [0.1, 0.2], ValueError, f"milestone[1] {RANGE}, got -2"),
+    ([1, 2.0], [0.1, 0.2], TypeError, f"milestone[1] {WRONG} an int, got float"),
+    ([True], [0.1], TypeError, f"milestone[0] {WRONG} an int, got bool"),
+    ([5, 2], [0.1, 0.2], ValueError, f"milestone[1] {ORDER} at least 5, the one before, got 2"),
+    ([5], 0.1, TypeError, f"learning_rates {WRONG} a list or a tuple, got float"),
+    ([1, 2], [0.1, 1], TypeError, f"learning_rates[1] {WRONG} a float, got int"),
+    ([1], [math.nan], ValueError, f"learning_rates[0] {FINITE}, got nan"),
+    ([1], [-math.inf], ValueError, f"learning_rates[0] {FINITE}, got -inf"),
+    ([2], [0.1, 0.2], ValueError, f"learning_rates {LENGTH}, got 2"),
+]
+
+
+@pytest.mark.parametrize(("milestone", "rates", "error", "text"), PIECES)
+def test_piecewise_constant_refuses(
+    milestone: Any, rates: Any, error: type[Exception], text: str
+) -> None:
+    with pytest.raises(error, match=f"^{re.escape(f'piecewise_constant_lr: {text}')}$"):
+        nn.piecewise_constant_lr(milestone, rates)
+
+
+# Steps.
+
+SCHEDULES = {
+    make.__name__: make(**{name: VALID[kind] for name, kind in KINDS[make].items()})
+    for make in KINDS
+    if inspect.isclass(make)
+}
+SCHEDULES["SequentialLR"] = nn.SequentialLR(
+    [nn.WarmUpLR(0.1, 5), lambda step: np.float32([0.5 / (1 + step)]), 0.25], [5, 9]
+)
+EACH_SCHEDULE = pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+
+
+@EACH_SCHEDULE
+def test_arrays_of_steps(schedule: Any) -> None:
+    single = np.array([schedule(step) for step in range(12)])
+    assert single.dtype == np.float64
+    assert len(set(single.tolist())) > 2
+    for dtype in (np.uint8, np.int32, np.int64):
+        steps = np.arange(12, dtype=dtype)
+        assert_same_bits(schedule(steps), single)
+        assert_same_bits(schedule(steps.reshape(3, 4)), single.reshape(3, 4))
+        assert_same_bits(schedule(steps[::-2]), single[::-2])
+        assert_same_bits(schedule(steps[4:5]), single[4:5])
+        for one in (steps[4], np.array(steps[4])):
+            assert type(schedule(one)) is float
+            assert schedule(one) == single[4]
+    assert_same_bits(schedule(np.zeros((0, 2), int)), np.zeros((0, 2)))
+    assert schedule.construct(4) == single[4]
+
+
+@EACH_SCHEDULE
+@pytest.mark.parametrize(
+    ("step", "error", "text"),
+    [
+        (-1, ValueError, "is out of range: expected at least 0, got -1"),
+        (np.array([3, -2]), ValueError, "is out of range: expected at least 0, got -2"),
+        (1.0, TypeError, "has a wrong type: expected an int or an array of ints, got float"),
+        (True, TypeError, "has a wrong type: expected an int or an array of ints, got bool"),
+        (np.array([True]), TypeError, "has a wrong type: .*, got bool"),
+        (np.float32(2), TypeError, "has a wrong type: .*, got float32"),
+        (np.arange(2.0), TypeError, "has a wrong type: .*, got float64"),
+        ([1, 2], TypeError, "has a wrong type: .*, got list"),
+        ("1", TypeError, "has a wrong type: .*, got str"),
+        (None, TypeError, "has a wrong type: .*, got NoneType"),
+    ],
+)
+def test_bad_steps(schedule: Any, step: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=f"^{type(schedule).__name__}: global_step {text}$"):
+        schedule(step)
+
+
+@EACH_SCHEDULE
+def test_schedules_are_values(schedule: Any) -> None:
+    assert isinstance(schedule, nn.LearningRateSchedule)
+    assert list(vars(schedule)) == list(inspect.signature(type(schedule)).parameters)
+    steps = np.arange(12)
+    copies = [copy.deepcopy(schedule)]
+    if not isinstance(schedule, nn.SequentialLR):  # its lambda has no text and no pickle
+        copies += [pickle.loads(pickle.dumps(schedule)), eval(repr(schedule), vars(nn).copy())]
+    for other in copies:
+        assert_same_bits(other(steps), schedule(steps))
+
+
+def test_values_beyond_all_floats() -> None:
+    growing = nn.ExponentialDecayLR(0.1, 1e300, 1)
+    assert growing(5) == math.inf
+    assert nn.NaturalExpDecayLR(0.1, 1e300, 1)(5) == 0.0
+    assert nn.InverseDecayLR(0.1, 1e308, 1)(5) == 0.0
+    opt = nn.Adam([np.ones(3, np.float32)], learning_rate=lambda step: growing(step + 5))
+    with pytest.raises(ValueError, match="learning_rate is not finite"):
+        opt.get_lr()
+
+
+# In an optimizer.
+
+
+def gradient(step: int) -> np.ndarray:
+    return np.float32([1.0, -2.0, 0.5]) * (step + 1)
+
+
+def rates_used(opt: Any, count: int) -> list[float]:
+    """What ``get_lr`` says before each of `count` steps."""
+    rates = []
+    for step in range(count):
+        rates.append(opt.get_lr())
+        opt([gradient(step)])
+    return rates
+
+
+@EACH_SCHEDULE
+def test_optimizer_follows_a_schedule(schedule: Any) -> None:
+    w = np.ones(3, np.float32)
+    opt = nn.Adam([w], learning_rate=schedule, weight_decay=schedule)
+    assert rates_used(opt, 3) == [schedule(step) for step in range(3)]
+    assert opt.get_weight_decay() == schedule(3)
+
+
+def test_optimizer_with_a_list_and_with_its_schedule() -> None:
+    listed, scheduled = np.ones(3, np.float32), np.ones(3, np.float32)
+    schedule = nn.PolynomialDecayLR(0.1, 0.0, 3, 2.0)
+    opt = nn.Adam([listed], learning_rate=nn.polynomial_decay_lr(0.1, 0.0, 4, 1, 3, 2.0))
+    assert rates_used(opt, 4) == close(np.array([0.1, 0.4 / 9, 0.1 / 9, 0.0]))
+    rates_used(nn.Adam([scheduled], learning_rate=schedule), 4)
+    assert_same_bits(listed, scheduled)
+    assert (listed != 1).all()
+
+
+def test_training_beyond_the_list() -> None:
+    w = np.ones(3, np.float32)
+    opt = nn.Adam([w], learning_rate=nn.piecewise_constant_lr([1, 3], [0.1, 0.05]))
+    assert rates_used(opt, 3) == [0.1, 0.05, 0.05]
+    before = w.copy()
+    with pytest.raises(RuntimeError, match="learning_rate has no value for step 3: expected 4"):
+        opt([gradient(3)])
+    assert_same_bits(w, before)
+
+
+def test_warm_up_moves_nothing_at_first() -> None:
+    w = np.ones(3, np.float32)
+    opt = nn.Adam([w], learning_rate=nn.WarmUpLR(0.1, 2))
+    opt([gradient(0)])
+    assert (w == 1).all()
+    opt([gradient(1)])
+    assert (w != 1).all()
