@@ -133,7 +133,7 @@ def _identity(
     parts = " ".join(fingerprint(p.apply) + str(p.hp) for p in prologue)
     names = " ".join(storage.name for storage in s)
     return (
-        f"{kind} {function.__name__} {fingerprint(function)} {rule.hp} "
+        f"{kind} {function.__name__} {fingerprint(function)} {rule.n_measured} {rule.hp} "
         f"prologue {parts} storage {w.name} {g.name if g else 'zero'} {names}"
     )
 

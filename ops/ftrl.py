@@ -85,7 +85,7 @@ def check_ftrl_ranges(
         ValueError: one is out of range.
     """
     # In float32, where a tiny rate is 0 and its reciprocal infinite.
-    usable = 1.0 / LARGEST <= lr <= LARGEST
+    usable = 1.0 / LARGEST <= lr <= LARGEST and 1.0 / float(np.float32(lr)) <= LARGEST
     check.in_range(where, rate, lr, usable, "positive, it and its reciprocal within float32")
     check.in_range(where, "l1", l1, l1 >= 0.0, "at least 0")
     check.in_range(where, "l2", l2, l2 >= 0.0, "at least 0")

@@ -67,7 +67,8 @@ def clip_by_global_norm(
     Raises:
         TypeError: a kind or dtype does not fit.
         ValueError: ``clip_norm`` is not above 0, or ``use_norm`` is below.
-        IndexError: an index of a `RowTensor` is out of range.
+        IndexError: an index of a `RowTensor` is out of range (looked for unless ``use_norm`` is
+            given: then nothing is summed).
 
     Source: ``mindspore.ops.clip_by_global_norm``; Pascanu et al. (2013), arXiv:1211.5063.
 
@@ -113,10 +114,10 @@ def _adopted_one(where: str, name: str, gradient: Any) -> Gradient:
 def _sum_of_squares(where: str, gradients: Sequence[Gradient | None]) -> float:
     """Kind by kind, each in one kernel call."""
     dense: dict[Storage, list[np.ndarray]] = {}
-    rows: dict[Storage, list[RowTensor]] = {}
-    for gradient in gradients:
+    rows: dict[Storage, dict[int, RowTensor]] = {}
+    for i, gradient in enumerate(gradients):
         if isinstance(gradient, RowTensor):
-            rows.setdefault(STORAGES[gradient.dtype], []).append(gradient)
+            rows.setdefault(STORAGES[gradient.dtype], {})[i] = gradient
         elif gradient is not None:
             dense.setdefault(STORAGES[gradient.dtype], []).append(gradient)
     total = sum(_of_rows(where, g, tensors) for g, tensors in rows.items())
@@ -143,7 +144,8 @@ def squares_at(storage: Storage, addresses: np.ndarray, sizes: np.ndarray) -> np
     return sums
 
 
-def _of_rows(where: str, g: Storage, tensors: Sequence[RowTensor]) -> float:
+def _of_rows(where: str, g: Storage, by_place: dict[int, RowTensor]) -> float:
+    tensors = list(by_place.values())
     check_keys(where, sum(t.dense_shape[0] for t in tensors), sum(len(t.indices) for t in tensors))
     real = real_of(g)
     hp = np.ones(1, real.dtype)
@@ -164,9 +166,10 @@ def _of_rows(where: str, g: Storage, tensors: Sequence[RowTensor]) -> float:
         for t in tensors
     ]
     position, total = row_norm(kernel(SCALED, (), real, g, ()), tables)
-    for tensor in tensors if position >= 0 else ():
+    for i, tensor in by_place.items() if position >= 0 else ():
         if position < len(tensor.indices):
-            raise index_error(where, tensor.indices, position, tensor.dense_shape[0])
+            n_rows = tensor.dense_shape[0]
+            raise index_error(f"{where}: x[{i}]", tensor.indices, position, n_rows)
         position -= len(tensor.indices)
     return total
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,8 @@ class Primitive:
         self.use_locking = check.flag(self.name, "use_locking", use_locking)
 
     def __repr__(self) -> str:
-        attributes = ", ".join(f"{k}={v!r}" for k, v in vars(self).items() if k != "name")
+        published = inspect.signature(type(self)).parameters
+        attributes = ", ".join(f"{k}={v!r}" for k, v in vars(self).items() if k in published)
         return f"{self.name}({attributes})"
 
     def _scalars(self, **values: Any) -> dict[str, float]:

@@ -14,8 +14,11 @@ from .intrinsics import as_pointer, call7
 from .parallel import get_num_threads, run
 from .search import last_at_most
 
-# Elements per part: long enough for full bandwidth, short enough to balance the threads.
+# Elements per part. A thread's next part is rarely the one beside its last, and at each beginning
+# the hardware has to find the streams anew: parts are long where there is enough to balance.
 CHUNK = 65_536
+_LONG_CHUNK = 262_144
+_PARTS_PER_THREAD = 16
 # Below this many elements one thread is as fast as several.
 SERIAL_BELOW = 32_768
 # Parts begin at multiples of this many elements, so that vectors of different parts
@@ -113,7 +116,8 @@ def dense_update(
         return
     threads = get_num_threads() if total >= SERIAL_BELOW else 1
     share = -(-total // threads)
-    chunk = total if threads == 1 else min(CHUNK, -(-share // _ALIGN) * _ALIGN)
+    longest = min(_LONG_CHUNK, max(CHUNK, share // _PARTS_PER_THREAD))
+    chunk = total if threads == 1 else -(-min(longest, share) // _ALIGN) * _ALIGN
     call = DenseCall(
         kernel.block.address,
         len(gradients),

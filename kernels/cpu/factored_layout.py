@@ -14,7 +14,7 @@ import numpy as np
 
 from ..compile import call_reader
 
-_TILE_WIDTH = 4_096
+_TILE_WIDTH = 8_192  # whole rows of most matrices: a narrower tile jumps from row to row
 _PART = 65_536  # elements
 
 # Columns of the table of tensors, int64 [T, COLUMNS]; places count elements.

@@ -1,8 +1,8 @@
 """The first stage of two-stage rules: sums over each of any number of tensors, in one call.
 
 A tensor is summed in parts of `PART` elements, each in the order of the machine code, and
-the sums of the parts are added in their order. So a sum depends on the tensor alone, not on
-the number of threads or on the other tensors of the call.
+NumPy adds the sums of the parts in an order that their number fixes. So a sum depends on the
+tensor alone, not on the number of threads or on the other tensors of the call.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def row_update(
     size = _sizes(kernel, tables, touched_only, drop)
     with borrow(size.words) as block:
         step = _RowStep(kernel, tables, size, block)
-        step.prepare(touched_only=touched_only, drop=drop, locked=locked)
+        step.prepare(kernel.block_real, touched_only=touched_only, drop=drop, locked=locked)
         step.group()
         position = step.result(layout.BAD_POSITION)
         if position < 0:
@@ -105,7 +105,8 @@ def row_norm(kernel: Kernel, tables: list[RowTable]) -> tuple[int, float]:
     size = _sizes(kernel, tables, touched_only=True, drop=False)
     with borrow(size.words) as block:
         step = _RowStep(kernel, tables, size, block)
-        step.prepare(touched_only=True, drop=False, locked=False)
+        assert kernel.measure_real is not None
+        step.prepare(kernel.measure_real, touched_only=True, drop=False, locked=False)
         step.group()
         position = step.result(layout.BAD_POSITION)
         if position >= 0:
@@ -209,8 +210,10 @@ class _RowStep:
     def _run(self, part: NativeFunction, n: int, threads: int) -> None:
         run(part, n, self._block.address, threads)
 
-    def prepare(self, *, touched_only: bool, drop: bool, locked: bool) -> None:
-        """Write the arguments of the loops and the list of tables."""
+    def prepare(
+        self, of_row: NativeFunction, *, touched_only: bool, drop: bool, locked: bool
+    ) -> None:
+        """Write the arguments of the loops, ``of_row`` the block, and the list of tables."""
         size, kernel, base = self._size, self._kernel, self._block.address
         s0_bytes, s1_bytes, s2_bytes = kernel.state_bytes
         at = [base + 8 * place for place in size.places]
@@ -235,7 +238,7 @@ class _RowStep:
             hot_sums=0,
             add_ranges=0,
             range_numbers=0,
-            block=kernel.block_real.address,
+            block=of_row.address,
             block_zero=0 if touched_only else kernel.block_zero.address,
             accumulate=rows.accumulate(kernel.g, kernel.real).address,
             w_bytes=kernel.w.itemsize,
@@ -342,9 +345,7 @@ class _RowStep:
 
     def measure_touched(self) -> float:
         """The squares of the summed rows, added up in the order of the rows."""
-        assert self._kernel.measure_real is not None
         sums = np.zeros(self._size.n)
-        self._set("block", self._kernel.measure_real.address)
         self._set("measured", sums.ctypes.data)
         n_parts = min(self._size.n, _PARTS_PER_THREAD * self._size.threads)
         self._set("n_parts", n_parts)

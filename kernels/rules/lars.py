@@ -39,7 +39,7 @@ def lars_ratio(
 ) -> np.ndarray:
     """``c`` of each tensor, in float64, from the L2 norms.
 
-    It is 1 where it would be 0 / 0, and at most the largest float32, so that a gradient of 0
+    It is 1 where the denominator is 0, and at most the largest float32, so that a gradient of 0
     stays 0 whatever ``epsilon``.
     """
     denominator = norm_g + decay * norm_w + epsilon
