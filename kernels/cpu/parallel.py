@@ -1,10 +1,12 @@
 """The one parallel loop of the package, and the guard around the threading layer.
 
 ``run(part, n, call)`` calls ``part(index, slot, call)`` for ``index`` in ``range(n)`` on
-several threads. Parts are claimed one by one from a shared counter, so a thread that the
-machine interrupts does not hold up the others; no part's result may depend on which thread
-ran it. Since all work arrives through a function's address, this is the only function that
-Numba compiles with ``parallel=True``.
+several threads. Each thread begins with a stretch of consecutive parts that is the same in every
+call, so it finds in its caches what it left there in the step before, and memory is read as it
+lies. When its stretch is done it helps with the others': parts are claimed one by one, so a
+thread that the machine interrupts does not hold up the rest. No part's result may depend on
+which thread ran it. Since all work arrives through a function's address, this is the only
+function that Numba compiles with ``parallel=True``.
 """
 
 from __future__ import annotations
@@ -25,24 +27,28 @@ from ..cache import KernelCache
 from ..compile import NativeFunction
 from .intrinsics import atomic_add, call3
 
+_LINE_WORDS = 8  # int64 of a cache line: counters of different threads do not share one
 _workqueue_lock = threading.Lock()
 _thread_budget: int | None = None
 _forked_after_openmp = False
 
 
 @njit(nogil=True)
-def _claim_parts(function, n, call, slot, counter):
-    while True:
-        index = atomic_add(counter, 0, 1)
-        if index >= n:
-            break
-        call3(function, index, slot, call)
+def _claim_parts(function, n, call, slot, threads, claimed):
+    for k in range(threads):
+        owner = (slot + k) % threads
+        end = (owner + 1) * n // threads
+        while True:
+            index = owner * n // threads + atomic_add(claimed, owner * _LINE_WORDS, 1)
+            if index >= end:
+                break
+            call3(function, index, slot, call)
 
 
 @njit(parallel=True, nogil=True)
-def _parallel(function, n, call, threads, counter):
+def _parallel(function, n, call, threads, claimed):
     for slot in prange(threads):
-        _claim_parts(function, n, call, slot, counter)
+        _claim_parts(function, n, call, slot, threads, claimed)
 
 
 @njit(nogil=True)
@@ -135,7 +141,7 @@ def start_threads() -> None:
     """Start the threading layer, as the first parallel step would."""
     _prepare_layer()
     with _layer_guard():
-        _parallel(0, 0, 0, 2, np.zeros(1, np.int64))
+        _parallel(0, 0, 0, 2, np.zeros(2 * _LINE_WORDS, np.int64))
 
 
 def run(function: NativeFunction, n: int, call: int, threads: int) -> None:
@@ -153,4 +159,5 @@ def run(function: NativeFunction, n: int, call: int, threads: int) -> None:
         return
     _prepare_layer()
     with _layer_guard():
-        _parallel(function.address, n, call, threads, np.zeros(1, np.int64))
+        claimed = np.zeros(threads * _LINE_WORDS, np.int64)  # parts of each stretch
+        _parallel(function.address, n, call, threads, claimed)
