@@ -85,8 +85,9 @@ class AdaFactor(FusedOptimizer):
         M <- beta1*M + (1 - beta1)*u       (M = u without beta1)
         w <- w - M - weight_decay*a*w
 
-    All parameters take the passes together. A matrix is read three times and written once; sums
-    are float64, in an order that does not depend on the number of threads.
+    All parameters take the passes together. The gradient of a matrix is read three times, its
+    parameter twice, and written once; sums are float64, in an order that does not depend on the
+    number of threads.
 
     Args:
         params: `Parameter` or arrays, or group dicts; see `Optimizer`.
@@ -304,7 +305,8 @@ class AdaFactor(FusedOptimizer):
         step = FactoredStep(kernel, table, gradients, call.hp)
         step.factorize()
         squares[:, 1] = step.direction_squares()
-        self._complete(squares, call, column)
+        with np.errstate(all="ignore"):  # as in the base class
+            self._complete(squares, call, column)
         step.update()
 
     def _has_matrices(self, batch: Batch) -> bool:

@@ -186,8 +186,8 @@ class FusedOptimizer(StatefulOptimizer):
             plan = self._plan(gradients, conditioning)
             if plan is None:
                 return done
-            request = locks.Request(plan[0].layout.lock_spans, shared=False)
             self._advance(plan[0].layout)
+            request = locks.Request(plan[0].layout.lock_spans, shared=False)
         with request:
             self._run_all(*plan, conditioning)
         return done
@@ -223,10 +223,14 @@ class FusedOptimizer(StatefulOptimizer):
         arguments = (self._rule, prologue, batch.variables, gradients, batch.g, call.hp, call.hp_of)
         if conditioning.is_measured or self._rule.measure:
             column = columns(self._rule, prologue)
-            if conditioning.is_measured:
-                conditioning.complete(batch, gradients, call.hp, column, call.rates, call.decays)
-            if self._rule.measure:
-                self._complete(measure_step(*arguments), call, column)
+            # What is infinite or NaN reaches the parameter; it is no reason to stop half way.
+            with np.errstate(all="ignore"):
+                if conditioning.is_measured:
+                    conditioning.complete(
+                        batch, gradients, call.hp, column, call.rates, call.decays
+                    )
+                if self._rule.measure:
+                    self._complete(measure_step(*arguments), call, column)
         dense_step(*arguments)
 
     def _values_at(self, step: int) -> tuple[list[float], list[float]]:
@@ -257,7 +261,8 @@ class FusedOptimizer(StatefulOptimizer):
         if self.skip_nonfinite and not _finite(given):
             self.skipped_steps += 1
             return None
-        for batch in batches if len(batches) > 1 else ():
+        # One batch compiles before it writes; but the counters must not be ahead of it.
+        for batch in batches if len(batches) > 1 or self.use_locking else ():
             self._compile(batch, conditioning)
         # A row call checks its indices before it writes, so it goes first.
         ordered = sorted(batches, key=lambda batch: not batch.row_sparse)
@@ -265,7 +270,14 @@ class FusedOptimizer(StatefulOptimizer):
 
     def _compile(self, batch: Batch, conditioning: Conditioning) -> None:
         """Compile what the batch will run, so that the step cannot fail half way."""
-        compile_step(self._rule, conditioning.prologue, batch.variables, batch.g, batch.row_sparse)
+        compile_step(
+            self._rule,
+            conditioning.prologue,
+            batch.variables,
+            batch.g,
+            row_sparse=batch.row_sparse,
+            every_row=self.sparse_update == "dense_equivalent",
+        )
 
     def _call(
         self, batch: Batch, rates: list[float], decays: list[float], conditioning: Conditioning

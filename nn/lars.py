@@ -162,9 +162,9 @@ class LARS(Optimizer):
     def construct(self, gradients: tuple[Any, ...]) -> Any:
         """The step itself, for gradients of the right number."""
         self._refuse_rows(gradients)
-        if isinstance(self.opt, FusedOptimizer):
+        if _takes_fused_steps(self.opt):
             conditioning = LayerwiseConditioning(self, self._acts, gradients)
-            return self.opt._step_with(gradients, conditioning)
+            return self.opt._step_with(gradients, conditioning)  # type: ignore[attr-defined]
         new = self._new_gradients(gradients)
         with _bare(self.opt):
             return self.opt(new)
@@ -198,6 +198,16 @@ class LARS(Optimizer):
             of_w, of_g = (float(np.square(a, dtype=np.float64).sum()) for a in (w, g))
             new[i] = update(w, g, of_w, of_g, decays[i], rates[i])
         return tuple(new)
+
+
+def _takes_fused_steps(optimizer: Optimizer) -> bool:
+    """Whether its step is that of this package, not one that a user's subclass has changed."""
+    own = type(optimizer)
+    return (
+        isinstance(optimizer, FusedOptimizer)
+        and own.construct is FusedOptimizer.construct
+        and own.__call__ is FusedOptimizer.__call__
+    )
 
 
 @contextmanager

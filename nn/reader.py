@@ -235,7 +235,9 @@ def _check_floating(where: str, name: str, array: np.ndarray) -> None:
 
 def is_row_sparse(gradient: Any) -> bool:
     """A `RowTensor`, a list of them or a torch sparse COO tensor."""
-    return isinstance(gradient, RowTensor | list | tuple) or getattr(gradient, "is_sparse", False)
+    if isinstance(gradient, list | tuple):
+        return any(isinstance(part, RowTensor) for part in gradient)
+    return isinstance(gradient, RowTensor) or getattr(gradient, "is_sparse", False)
 
 
 def _as_rows(where: str, name: str, gradient: Any) -> RowTensor | None:

@@ -102,6 +102,9 @@ def _adopted(where: str, x: Sequence[Any]) -> list[Gradient | None]:
 
 
 def _adopted_one(where: str, name: str, gradient: Any) -> Gradient:
+    if isinstance(gradient, list | tuple) or getattr(gradient, "is_sparse", False):
+        expected, got = "an array, a RowTensor or None", type(gradient).__name__
+        raise TypeError(message(where, name, "is no gradient", expected, got))
     if not isinstance(gradient, RowTensor):
         return check.contiguous(check.float_array(where, name, gradient))
     # Adopted again: the attributes of a RowTensor can be assigned to.

@@ -14,6 +14,7 @@ from ..kernels.blocks import kernel
 from ..kernels.cpu.dense import TensorTable, dense_update
 from ..kernels.cpu.measure import measure
 from ..kernels.cpu.row_step import RowTable, row_update
+from ..kernels.cpu.rows import accumulate
 from ..kernels.rules.rule import Prologue, Rule
 from ..kernels.storage import STORAGES, Storage, real_of
 from . import locks
@@ -26,7 +27,8 @@ class Variables:
     """Checked variables: tensors of the same storage types of parameter and states.
 
     Attributes:
-        tensors: for each tensor the parameter, then its states; contiguous, of one shape.
+        tensors: for each tensor the parameter, then its states; contiguous, of one shape
+            (but for the row and column means of Adafactor).
         w: storage of the parameters.
         s: storage of each state.
         table: their addresses and sizes.
@@ -96,13 +98,33 @@ class RowGradient(NamedTuple):
 
 
 def compile_step(
-    rule: Rule, prologue: Prologue, variables: Variables, g: Storage, row_sparse: bool
+    rule: Rule,
+    prologue: Prologue,
+    variables: Variables,
+    g: Storage,
+    *,
+    row_sparse: bool,
+    every_row: bool,
 ) -> None:
-    """Compile what a step on these variables will run, so that it cannot fail half way."""
+    """Compile what depends on the rule and the storage types, before anything is written.
+
+    Args:
+        rule: as `dense_step`.
+        prologue: as `dense_step`.
+        variables: as `dense_step`.
+        g: as `dense_step`.
+        row_sparse: for a row step, not a dense one.
+        every_row: for a row step that updates all rows.
+    """
     compiled = kernel(rule, prologue, variables.w, g, variables.s)
-    (compiled.block_real if row_sparse else compiled.block).address  # noqa: B018
-    if compiled.measure:
-        compiled.measure.address  # noqa: B018
+    if row_sparse:
+        real = compiled.real
+        wanted = [compiled.block_real, accumulate(g, real), accumulate(real, real)]
+        wanted += [compiled.block_zero] if every_row else []
+    else:
+        wanted = [compiled.block, *([compiled.measure] if compiled.measure else [])]
+    for function in wanted:
+        function.address  # noqa: B018
 
 
 def dense_step(

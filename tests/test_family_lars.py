@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fusestep import nn
+from fusestep import nn, ops
 
 import reference_layerwise as reference
 from helpers import assert_same_bits, refused, unchanged
@@ -342,3 +342,24 @@ def test_copies(build: Callable[..., Any], way: Callable[..., Any]) -> None:
     for p, q in zip(opt.parameters, again.parameters, strict=True):
         assert_same_bits(p.data, q.data, str(p.name))
     assert repr(again) == repr(opt)
+
+
+class Clipped(nn.Momentum):
+    """A user's own step around that of the package."""
+
+    def construct(self, gradients: tuple[Any, ...]) -> Any:
+        return super().construct(ops.clip_by_global_norm(gradients, 1e-3))
+
+
+def test_a_subclass_keeps_its_own_step() -> None:
+    """LARS's gradient, then what the subclass does with it, without decay and loss scale."""
+    inside = Clipped(parameters({"w": (6,)}), 1.0, 0.0, weight_decay=0.5, loss_scale=4.0)
+    opt, (w,) = nn.LARS(inside, **LARS_OPTIONS), inside.parameters
+    for step in range(2):
+        before, (g,) = w.data.copy(), gradients(opt.parameters, step)
+        opt((g,))
+        expected = reference.lars_gradient(before, g / 4.0, decay=0.5, **LARS_OPTIONS)
+        expected *= 1e-3 / np.sqrt(np.sum(expected**2))
+        np.testing.assert_allclose(before - w.data, expected, atol=2e-7)
+    assert inside.loss_scale == 4.0
+    assert inside.get_weight_decay() == 0.5

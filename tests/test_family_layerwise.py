@@ -346,3 +346,12 @@ def test_two_threads_lose_no_step(form: str) -> None:
         assert_same_bits(p.data, q.data, str(p.name))
     for name, array in opt.state_dict().items():
         assert_same_bits(array, plain.state_dict()[name], name)
+
+
+def test_adafactor_of_infinite_size_changes_everything_or_nothing() -> None:
+    """Warnings are errors here: none may come between the states and the parameter."""
+    w = np.full((3, 4), 1e38, np.float32)
+    opt = nn.AdaFactor([w], 100.0, relative_step=False, beta1=None)
+    opt((np.ones((3, 4), np.float32),))
+    assert np.isinf(w).all()
+    assert opt.global_step[0] == 1

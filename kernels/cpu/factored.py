@@ -233,6 +233,8 @@ class FactoredStep:
             kernel.update.address,
         )
         self._call = np.array(call, np.int64)
+        for loop in (sum_squares, make_factors, sum_direction, update_matrices):
+            loop.address  # noqa: B018  (compiled before the first pass writes the states)
         self._threads = 1 if table.n_elements < _SERIAL_BELOW else get_num_threads()
 
     def _run(self, function: NativeFunction, n: int) -> None:

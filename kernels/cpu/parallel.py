@@ -2,9 +2,9 @@
 
 ``run(part, n, call)`` calls ``part(index, slot, call)`` for ``index`` in ``range(n)`` on
 several threads. Each thread begins with a stretch of consecutive parts that is the same in every
-call, so it finds in its caches what it left there in the step before, and memory is read as it
-lies. When its stretch is done it helps with the others': parts are claimed one by one, so a
-thread that the machine interrupts does not hold up the rest. No part's result may depend on
+call, so under OpenMP it finds in its caches what it left there in the step before, and memory is
+read as it lies. When its stretch is done it helps with the others': parts are claimed one by one,
+so a thread that the machine interrupts does not hold up the rest. No part's result may depend on
 which thread ran it. Since all work arrives through a function's address, this is the only
 function that Numba compiles with ``parallel=True``.
 """
@@ -84,6 +84,7 @@ def get_num_threads() -> int:
     """How many threads the next call may use."""
     if _forked_after_openmp:
         return 1
+    _prepare_layer()  # before Numba is asked, which starts the layer
     available: int = numba.get_num_threads()
     return available if _thread_budget is None else min(available, _thread_budget)
 
