@@ -312,7 +312,10 @@ GOOD = np.ones(3, np.float32)
         (rows([1]), "x has a wrong type: expected a list or tuple, got RowTensor"),
         ({"g": GOOD}, "x has a wrong type: expected a list or tuple, got dict"),
         ([GOOD, 1.0], r"x\[1\] is no array: expected an array, got float"),
-        ([None, [GOOD]], r"x\[1\] is no array: expected an array, got list"),
+        (
+            [None, [GOOD]],
+            r"x\[1\] is no gradient: expected an array, a RowTensor or None, got list",
+        ),
         ([GOOD.astype(int)], r"x\[0\] has a wrong dtype: expected float32, .* got int64"),
         ([GOOD.astype(complex)], r"x\[0\] has a wrong dtype"),
     ],
