@@ -15,9 +15,9 @@ from ..kernels.cpu.row_step import RowTable, row_norm
 from ..kernels.rules.norm import SCALED
 from ..kernels.storage import STORAGES, Storage, real_of
 from . import check
-from .arrays import RowTensor, address_of, adopt, check_row_gradient, index_error
+from .arrays import RowTensor, address_of, adopt, check_row_gradient
 from .errors import RejectedTypeError, message
-from .step import check_keys
+from .step import check_keys, first_bad_index
 
 Gradient = np.ndarray | RowTensor
 
@@ -169,11 +169,8 @@ def _of_rows(where: str, g: Storage, by_place: dict[int, RowTensor]) -> float:
         for t in tensors
     ]
     position, total = row_norm(kernel(SCALED, (), real, g, ()), tables)
-    for i, tensor in by_place.items() if position >= 0 else ():
-        if position < len(tensor.indices):
-            n_rows = tensor.dense_shape[0]
-            raise index_error(f"{where}: x[{i}]", tensor.indices, position, n_rows)
-        position -= len(tensor.indices)
+    if position >= 0:
+        raise first_bad_index([f"{where}: x[{i}]" for i in by_place], tensors, tables, position)
     return total
 
 

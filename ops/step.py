@@ -18,7 +18,7 @@ from ..kernels.cpu.rows import accumulate
 from ..kernels.rules.rule import Prologue, Rule
 from ..kernels.storage import STORAGES, Storage, real_of
 from . import locks
-from .arrays import address_of, index_error
+from .arrays import RowTensor, address_of, index_error
 from .errors import message
 
 
@@ -237,7 +237,7 @@ def row_step(
             locked=use_locking and touched_only,
         )
     if position >= 0:
-        raise _first_bad_index(where, gradients, tables, position)
+        raise first_bad_index(where, gradients, tables, position)
 
 
 def check_keys(where: str, n_rows: int, n: int) -> None:
@@ -254,12 +254,13 @@ def check_keys(where: str, n_rows: int, n: int) -> None:
         )
 
 
-def _first_bad_index(
+def first_bad_index(
     where: Sequence[str],
-    gradients: Sequence[RowGradient],
+    gradients: Sequence[RowGradient | RowTensor],
     tables: list[RowTable],
     position: int,
 ) -> IndexError:
+    """The error for ``position`` in the concatenated indices; arguments as `row_step`."""
     for label, gradient, table in zip(where, gradients, tables, strict=True):
         if position < table.length:
             return index_error(label, gradient.indices, position, table.rows)

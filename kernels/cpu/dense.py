@@ -14,8 +14,7 @@ from .intrinsics import as_pointer, call7
 from .parallel import get_num_threads, run
 from .search import last_at_most
 
-# Elements per part. A thread's next part is rarely the one beside its last, and at each beginning
-# the hardware has to find the streams anew: parts are long where there is enough to balance.
+# Elements per part: short enough to balance the threads, and longer where there is much to do.
 CHUNK = 65_536
 _LONG_CHUNK = 262_144
 _PARTS_PER_THREAD = 16
