@@ -1,24 +1,23 @@
 """Bounds: plain loops with the reads and writes of a step, and next to no arithmetic.
 
 A step cannot be faster than the memory it must move. How fast that is depends on the shape of
-the loop, so each bound is written in several shapes, and the fastest of them, measured in the
-same run and on the same arrays, is the bound:
+the loop, so each bound is run in several shapes, and the fastest of them, measured in the same
+run and interleaved with the step, is the bound:
 
-* ``flat``: one ``prange`` over the elements;
-* ``chunks of 16 Ki``, ``chunks of 64 Ki``: ``prange`` over chunks of so many elements;
-* ``one part per thread``: ``prange`` over as many contiguous parts as there are threads.
+* ``chunks of 4 Ki``, ``16 Ki``, ``64 Ki``: ``prange`` over chunks of so many elements;
+* ``one part per thread``: ``prange`` over as many contiguous parts as there are threads;
+* ``serial``, for less than 1 MB: one thread, without the start of a parallel loop.
 
-The bound of a step with two passes is a loop that only reads, followed by such a loop.
-
-The arithmetic adds ``zero * g``: it has to be done, since ``zero`` is an argument, but leaves
+Each pass of a step is a loop of its own. The loops see arrays as unsigned integers of the same
+width and compute ``w ^= g & zero``: it has to be done, since ``zero`` is an argument, but leaves
 the arrays as they are, so a bound can run between two steps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import njit, prange
@@ -26,234 +25,316 @@ from numba import njit, prange
 from ..kernels.cache import KernelCache, fingerprint
 from .workers.worker_protocol import Job
 
-_ZERO = np.float32(0.0)
+Arrays = tuple[np.ndarray, ...]
+_SERIAL_BELOW = 2**20  # bytes
 
 
-def _compiled(function: Callable[..., None]) -> Any:
-    compiled = njit(parallel=True, nogil=True)(function)
-    compiled._cache = KernelCache(f"bound {fingerprint(function)}")
-    return compiled
+@dataclass(frozen=True)
+class Stream:
+    """One pass over arrays of one length.
+
+    Args:
+        updated: read and written.
+        read: read.
+        written: written.
+    """
+
+    updated: Arrays = ()
+    read: Arrays = ()
+    written: Arrays = ()
+
+    @property
+    def bytes(self) -> int:
+        """What the loop moves."""
+        return sum(a.nbytes for a in (*self.updated, *self.updated, *self.read, *self.written))
 
 
-def _flat_12(w, g, zero):  # type: ignore[no-untyped-def]
-    for i in prange(w.size):
-        w[i] += zero * g[i]
+@dataclass(frozen=True)
+class Rows:
+    """One pass over rows scattered over tables ``[N, D]``.
+
+    Args:
+        rows: int64: which rows, each once.
+        updated: read and written at these rows.
+    """
+
+    rows: np.ndarray
+    updated: Arrays
+
+    @property
+    def bytes(self) -> int:
+        """What the loop moves, without the list of rows, which is no part of the task."""
+        return sum(2 * self.rows.size * a.strides[0] for a in self.updated)
 
 
-def _flat_20(w, m, g, zero):  # type: ignore[no-untyped-def]
-    for i in prange(w.size):
-        w[i] += zero * g[i]
-        m[i] += zero * g[i]
+@dataclass(frozen=True)
+class Gather:
+    """Rows of a table, copied side by side.
+
+    Args:
+        indices: int64 ``[B]``.
+        table: ``[N, D]``.
+        out: ``[B, D]``.
+    """
+
+    indices: np.ndarray
+    table: np.ndarray
+    out: np.ndarray
+
+    @property
+    def bytes(self) -> int:
+        """What the loop moves: rows that come again are read from the cache."""
+        different = np.unique(self.indices).size
+        return self.indices.nbytes + different * self.table.strides[0] + self.out.nbytes
 
 
-def _flat_24(w, m, v, zero):  # type: ignore[no-untyped-def]
-    for i in prange(w.size):
-        w[i] += zero
-        m[i] += zero
-        v[i] += zero
-
-
-def _flat_28(w, m, v, g, zero):  # type: ignore[no-untyped-def]
-    for i in prange(w.size):
-        w[i] += zero * g[i]
-        m[i] += zero * g[i]
-        v[i] += zero * g[i]
-
-
-def _flat_36(w, m, v, vhat, g, zero):  # type: ignore[no-untyped-def]
-    for i in prange(w.size):
-        w[i] += zero * g[i]
-        m[i] += zero * g[i]
-        v[i] += zero * g[i]
-        vhat[i] += zero * g[i]
-
-
-# The same loops on slices: a chunk is one of these. Numba vectorises a slice where it would
-# not vectorise the same loop from ``start`` to ``stop``.
-
-
-@njit(nogil=True)
-def _span_12(w, g, zero):  # type: ignore[no-untyped-def]
-    for i in range(w.size):
-        w[i] += zero * g[i]
-
-
-@njit(nogil=True)
-def _span_20(w, m, g, zero):  # type: ignore[no-untyped-def]
-    for i in range(w.size):
-        w[i] += zero * g[i]
-        m[i] += zero * g[i]
-
-
-@njit(nogil=True)
-def _span_24(w, m, v, zero):  # type: ignore[no-untyped-def]
-    for i in range(w.size):
-        w[i] += zero
-        m[i] += zero
-        v[i] += zero
-
-
-@njit(nogil=True)
-def _span_28(w, m, v, g, zero):  # type: ignore[no-untyped-def]
-    for i in range(w.size):
-        w[i] += zero * g[i]
-        m[i] += zero * g[i]
-        v[i] += zero * g[i]
-
-
-@njit(nogil=True)
-def _span_36(w, m, v, vhat, g, zero):  # type: ignore[no-untyped-def]
-    for i in range(w.size):
-        w[i] += zero * g[i]
-        m[i] += zero * g[i]
-        v[i] += zero * g[i]
-        vhat[i] += zero * g[i]
-
-
-def _chunks_12(w, g, zero, chunk):  # type: ignore[no-untyped-def]
-    for c in prange((w.size + chunk - 1) // chunk):
-        a, b = c * chunk, min((c + 1) * chunk, w.size)
-        _span_12(w[a:b], g[a:b], zero)
-
-
-def _chunks_20(w, m, g, zero, chunk):  # type: ignore[no-untyped-def]
-    for c in prange((w.size + chunk - 1) // chunk):
-        a, b = c * chunk, min((c + 1) * chunk, w.size)
-        _span_20(w[a:b], m[a:b], g[a:b], zero)
-
-
-def _chunks_24(w, m, v, zero, chunk):  # type: ignore[no-untyped-def]
-    for c in prange((w.size + chunk - 1) // chunk):
-        a, b = c * chunk, min((c + 1) * chunk, w.size)
-        _span_24(w[a:b], m[a:b], v[a:b], zero)
-
-
-def _chunks_28(w, m, v, g, zero, chunk):  # type: ignore[no-untyped-def]
-    for c in prange((w.size + chunk - 1) // chunk):
-        a, b = c * chunk, min((c + 1) * chunk, w.size)
-        _span_28(w[a:b], m[a:b], v[a:b], g[a:b], zero)
-
-
-def _chunks_36(w, m, v, vhat, g, zero, chunk):  # type: ignore[no-untyped-def]
-    for c in prange((w.size + chunk - 1) // chunk):
-        a, b = c * chunk, min((c + 1) * chunk, w.size)
-        _span_36(w[a:b], m[a:b], v[a:b], vhat[a:b], g[a:b], zero)
-
-
-# Loops that only read. "reassoc" lets them add in packed registers.
-
-
-@njit(nogil=True, fastmath={"reassoc"})
-def _read_1(a):  # type: ignore[no-untyped-def]
-    total = np.float32(0.0)
-    for i in range(a.size):
-        total += a[i]
-    return total
-
-
-@njit(nogil=True, fastmath={"reassoc"})
-def _read_2(a, b):  # type: ignore[no-untyped-def]
-    total = np.float32(0.0)
-    for i in range(a.size):
-        total += a[i] + b[i]
-    return total
-
-
-@njit(nogil=True, fastmath={"reassoc"})
-def _read_4(a, b, c, d):  # type: ignore[no-untyped-def]
-    total = np.float32(0.0)
-    for i in range(a.size):
-        total += (a[i] + b[i]) + (c[i] + d[i])
-    return total
-
-
-def _reads_1(a, sums, chunk):  # type: ignore[no-untyped-def]
-    for c in prange((a.size + chunk - 1) // chunk):
-        sums[c] = _read_1(a[c * chunk : (c + 1) * chunk])
-
-
-def _reads_2(a, b, sums, chunk):  # type: ignore[no-untyped-def]
-    for k in prange((a.size + chunk - 1) // chunk):
-        i, j = k * chunk, min((k + 1) * chunk, a.size)
-        sums[k] = _read_2(a[i:j], b[i:j])
-
-
-def _reads_4(a, b, c, d, sums, chunk):  # type: ignore[no-untyped-def]
-    for k in prange((a.size + chunk - 1) // chunk):
-        i, j = k * chunk, min((k + 1) * chunk, a.size)
-        sums[k] = _read_4(a[i:j], b[i:j], c[i:j], d[i:j])
-
-
-# By bytes of an element.
-_FLAT = {
-    12: _compiled(_flat_12),
-    20: _compiled(_flat_20),
-    24: _compiled(_flat_24),
-    28: _compiled(_flat_28),
-    36: _compiled(_flat_36),
-}
-_CHUNKS = {
-    12: _compiled(_chunks_12),
-    20: _compiled(_chunks_20),
-    24: _compiled(_chunks_24),
-    28: _compiled(_chunks_28),
-    36: _compiled(_chunks_36),
-}
-_READS = {1: _compiled(_reads_1), 2: _compiled(_reads_2), 4: _compiled(_reads_4)}
+Pass = Stream | Rows | Gather
 
 
 @dataclass(frozen=True)
 class Bound:
-    """What a step must move: arrays, all float32 and of one size.
+    """What a step must move: its passes over memory, in order."""
 
-    Args:
-        variables: read and written.
-        gradient: read.
-        passes: for each pass before, the arrays that it reads.
-    """
-
-    variables: tuple[np.ndarray, ...] = ()
-    gradient: np.ndarray | None = None
-    passes: tuple[tuple[np.ndarray, ...], ...] = ()
+    passes: tuple[Pass, ...] = field(default=())
 
     @property
     def bytes(self) -> int:
         """What the loops move."""
-        gradients = () if self.gradient is None else (self.gradient,)
-        read = sum((*self.passes, gradients), ())
-        return sum(2 * a.nbytes for a in self.variables) + sum(a.nbytes for a in read)
+        return sum(p.bytes for p in self.passes)
+
+
+# Loops over a span of the arrays, by how many are (updated, read, written). Slices, because
+# Numba vectorises them where it would not vectorise the same loop from ``start`` to ``stop``.
+
+
+@njit(nogil=True)
+def _update_1(arrays, start, stop, zero):  # type: ignore[no-untyped-def]
+    a, g = arrays[0][start:stop], arrays[1][start:stop]
+    for i in range(a.size):
+        a[i] ^= g[i] & zero
+
+
+@njit(nogil=True)
+def _update_2(arrays, start, stop, zero):  # type: ignore[no-untyped-def]
+    a, b, g = arrays[0][start:stop], arrays[1][start:stop], arrays[2][start:stop]
+    for i in range(a.size):
+        masked = g[i] & zero
+        a[i] ^= masked
+        b[i] ^= masked
+
+
+@njit(nogil=True)
+def _update_3(arrays, start, stop, zero):  # type: ignore[no-untyped-def]
+    a, b, c = arrays[0][start:stop], arrays[1][start:stop], arrays[2][start:stop]
+    g = arrays[3][start:stop]
+    for i in range(a.size):
+        masked = g[i] & zero
+        a[i] ^= masked
+        b[i] ^= masked
+        c[i] ^= masked
+
+
+@njit(nogil=True)
+def _update_4(arrays, start, stop, zero):  # type: ignore[no-untyped-def]
+    a, b, c = arrays[0][start:stop], arrays[1][start:stop], arrays[2][start:stop]
+    d, g = arrays[3][start:stop], arrays[4][start:stop]
+    for i in range(a.size):
+        masked = g[i] & zero
+        a[i] ^= masked
+        b[i] ^= masked
+        c[i] ^= masked
+        d[i] ^= masked
+
+
+@njit(nogil=True)
+def _update_2_write_1(arrays, start, stop, zero):  # type: ignore[no-untyped-def]
+    a, b, g = arrays[0][start:stop], arrays[1][start:stop], arrays[2][start:stop]
+    out = arrays[3][start:stop]
+    for i in range(a.size):
+        masked = g[i] & zero
+        a[i] ^= masked
+        b[i] ^= masked
+        out[i] = masked
+
+
+@njit(nogil=True)
+def _write_1(arrays, start, stop, zero):  # type: ignore[no-untyped-def]
+    g, out = arrays[0][start:stop], arrays[1][start:stop]
+    for i in range(g.size):
+        out[i] = g[i] & zero
+
+
+@njit(nogil=True)
+def _read_2_write_1(arrays, start, stop, zero):  # type: ignore[no-untyped-def]
+    a, g, out = arrays[0][start:stop], arrays[1][start:stop], arrays[2][start:stop]
+    for i in range(g.size):
+        out[i] = (a[i] ^ g[i]) & zero
+
+
+@njit(nogil=True)
+def _read_1(arrays, start, stop, zero):  # type: ignore[no-untyped-def]
+    a, total = arrays[0][start:stop], zero
+    for i in range(a.size):
+        total |= a[i]
+    return total
+
+
+@njit(nogil=True)
+def _read_2(arrays, start, stop, zero):  # type: ignore[no-untyped-def]
+    a, b, total = arrays[0][start:stop], arrays[1][start:stop], zero
+    for i in range(a.size):
+        total |= a[i] | b[i]
+    return total
+
+
+@njit(nogil=True)
+def _read_4(arrays, start, stop, zero):  # type: ignore[no-untyped-def]
+    a, b, c = arrays[0][start:stop], arrays[1][start:stop], arrays[2][start:stop]
+    d, total = arrays[3][start:stop], zero
+    for i in range(a.size):
+        total |= (a[i] | b[i]) | (c[i] | d[i])
+    return total
+
+
+class Loop(NamedTuple):
+    """One loop, compiled in two ways."""
+
+    parallel: Any
+    serial: Any
+
+
+def _loop(span: Any) -> Loop:
+    """``span`` over chunks of arrays."""
+
+    def over_chunks(arrays, zero, chunk):  # type: ignore[no-untyped-def]
+        n = arrays[0].size
+        for c in prange((n + chunk - 1) // chunk):
+            span(arrays, c * chunk, min((c + 1) * chunk, n), zero)
+
+    return _compiled(over_chunks)
+
+
+def _sum_loop(span: Any) -> Loop:
+    """Likewise where only the result shows that something was done."""
+
+    def over_chunks(arrays, zero, chunk, results):  # type: ignore[no-untyped-def]
+        n = arrays[0].size
+        for c in prange((n + chunk - 1) // chunk):
+            results[c] = span(arrays, c * chunk, min((c + 1) * chunk, n), zero)
+
+    return _compiled(over_chunks)
+
+
+def _over_rows(tables, rows, zero, chunk):  # type: ignore[no-untyped-def]
+    for c in prange((rows.size + chunk - 1) // chunk):
+        for row in rows[c * chunk : (c + 1) * chunk]:
+            for table in tables:
+                values = table[row]
+                for d in range(values.size):
+                    values[d] ^= zero
+
+
+def _gathered(table, indices, out, chunk):  # type: ignore[no-untyped-def]
+    for c in prange((indices.size + chunk - 1) // chunk):
+        for b in range(c * chunk, min((c + 1) * chunk, indices.size)):
+            source, target = table[indices[b]], out[b]
+            for d in range(source.size):
+                target[d] = source[d]
+
+
+def _compiled(function: Callable[..., None]) -> Loop:
+    parallel = njit(parallel=True, nogil=True)(function)
+    serial = njit(nogil=True)(function)
+    parallel._cache = KernelCache(f"bound {fingerprint(function)}")
+    serial._cache = KernelCache(f"serial bound {fingerprint(function)}")
+    return Loop(parallel, serial)
+
+
+_STREAMS = {
+    (1, 1, 0): _loop(_update_1),
+    (2, 1, 0): _loop(_update_2),
+    (3, 1, 0): _loop(_update_3),
+    (4, 1, 0): _loop(_update_4),
+    (2, 1, 1): _loop(_update_2_write_1),
+    (0, 1, 1): _loop(_write_1),
+    (0, 2, 1): _loop(_read_2_write_1),
+}
+_READS = {1: _sum_loop(_read_1), 2: _sum_loop(_read_2), 4: _sum_loop(_read_4)}
+_ROWS, _GATHER = _compiled(_over_rows), _compiled(_gathered)
+
+
+class Shape(NamedTuple):
+    """How a loop is cut: into chunks of so many of ``n`` elements, in parallel or not."""
+
+    chunk: Callable[[int], int]
+    parallel: bool = True
+
+    def of(self, loop: Loop) -> Any:
+        """The function to call."""
+        return loop.parallel if self.parallel else loop.serial
 
 
 def jobs(bound: Bound, threads: int) -> dict[str, Job]:
-    """One job per shape of the loop; no value changes.
+    """One job per shape of the loops; no updated value changes.
 
     Args:
-        bound: the arrays.
-        threads: the number of parts of the last shape.
+        bound: the passes.
+        threads: the number of parts of one of the shapes.
     """
-    flat = [a.reshape(-1) for a in bound.variables]
-    if bound.gradient is not None:
-        flat.append(bound.gradient.reshape(-1))
-    width = 8 * len(bound.variables) + (4 if bound.gradient is not None else 0)
-    passes = [[a.reshape(-1) for a in arrays] for arrays in bound.passes]
-    n = flat[0].size
-    chunks = {
-        "chunks of 16 Ki": 16384,
-        "chunks of 64 Ki": 65536,
-        "one part per thread": -(-max(n, 1) // threads),
+    shapes = {
+        "chunks of 4 Ki": Shape(lambda _: 2**12),
+        "chunks of 16 Ki": Shape(lambda _: 2**14),
+        "chunks of 64 Ki": Shape(lambda _: 2**16),
+        "one part per thread": Shape(lambda n: -(-n // threads)),
+    }
+    if bound.bytes < _SERIAL_BELOW:
+        shapes["serial"] = Shape(lambda n: n, parallel=False)
+    return {
+        name: Job(_in_turn([_run(p, shape) for p in bound.passes]))
+        for name, shape in shapes.items()
     }
 
-    def chunked(chunk: int) -> Job:
-        sums = np.zeros(-(-n // chunk), np.float32)
 
-        def step() -> None:
-            for arrays in passes:
-                _READS[len(arrays)](*arrays, sums, chunk)
-            _CHUNKS[width](*flat, _ZERO, chunk)
+def _in_turn(runs: list[Callable[[], None]]) -> Callable[[], None]:
+    def step() -> None:
+        for run in runs:
+            run()
 
-        return Job(step)
+    return step
 
-    shapes = {name: chunked(size) for name, size in chunks.items()}
-    if passes:
-        return shapes
-    return {"flat": Job(lambda: _FLAT[width](*flat, _ZERO)), **shapes}
+
+def _run(p: Pass, shape: Shape) -> Callable[[], None]:
+    if isinstance(p, Stream):
+        return _stream(p, shape)
+    if isinstance(p, Rows):
+        chunk = _row_chunk(shape, p.rows.size, p.updated[0].shape[1])
+        tables, zero, loop = _bits(p.updated), _zero(p.updated), shape.of(_ROWS)
+        return lambda: loop(tables, p.rows, zero, chunk)
+    chunk = _row_chunk(shape, *p.out.shape)
+    (table, out), loop = _bits((p.table, p.out)), shape.of(_GATHER)
+    return lambda: loop(table, p.indices, out, chunk)
+
+
+def _row_chunk(shape: Shape, rows: int, width: int) -> int:
+    return max(1, shape.chunk(max(1, rows * width)) // max(1, width))
+
+
+def _stream(p: Stream, shape: Shape) -> Callable[[], None]:
+    read = p.read or p.updated[:1]  # what is there anyway
+    form = len(p.updated), len(read), len(p.written)
+    arrays = tuple(a.reshape(-1) for a in _bits((*p.updated, *read, *p.written)))
+    chunk, zero = shape.chunk(max(1, arrays[0].size)), _zero(arrays)
+    if p.updated or p.written:
+        loop = shape.of(_STREAMS[form])
+        return lambda: loop(arrays, zero, chunk)
+    results = np.zeros(-(-arrays[0].size // chunk), arrays[0].dtype)
+    summing = shape.of(_READS[len(arrays)])
+    return lambda: summing(arrays, zero, chunk, results)
+
+
+def _bits(arrays: Arrays) -> Arrays:
+    return tuple(a.view(f"u{a.itemsize}") for a in arrays)
+
+
+def _zero(arrays: Arrays) -> Any:
+    return np.dtype(f"u{arrays[0].itemsize}").type(0)

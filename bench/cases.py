@@ -1,62 +1,82 @@
-"""The table of cases: everything that `fusestep bench` measures."""
+"""The table of cases: every operator and optimizer on everything that it can work on."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
-from . import family, work
-from .work import Work
-
-
-@dataclass(frozen=True)
-class PeerForms:
-    """What a peer runs against a case.
-
-    Args:
-        peer: its name.
-        forms: what it runs; where there are several, the fastest counts.
-        target: how many times faster than that we should be; None where nothing was promised.
-        warm_up: steps before the first that is measured.
-    """
-
-    peer: str
-    forms: tuple[str, ...]
-    target: float | None = None
-    warm_up: int = 3
-
-
-def _torch(*forms: str, target: float | None = None) -> PeerForms:
-    return PeerForms("torch", forms, target)
-
-
-def _mindspore(*forms: str, target: float) -> PeerForms:
-    # Long, because it searches for the best number of threads in its first steps.
-    return PeerForms("mindspore", forms, target, warm_up=25)
+from . import indices, workloads
+from .errors import BenchError
+from .operators import FUNCTIONS, LARS_UPDATE, OPERATORS
+from .optimizers import OPTIMIZERS
+from .subject import Subject, Use
+from .workloads import DENSE_MODELS, MIXED_MODELS, Kind, Workload
 
 
 @dataclass(frozen=True)
-class StepCase:
-    """A step that is timed against a bound and peers.
+class Case:
+    """A subject on one kind of workload.
 
     Args:
-        name: as on the command line.
-        summary: what it does, one line.
-        setup: allocates everything.
-        of_bound: the share of the bound's speed that our step should reach.
-        peers: whom it is compared with.
-        rounds: of the interleaved measurement.
-        lead_in, steps: of each sample; see `worker_protocol.sample`.
+        name: ``<workload>/<subject>``, the workload being ``dense`` (one tensor), ``rows`` (one
+            table with a row-sparse gradient) or a model.
+        subject: the operator or optimizer.
+        kind: of its gradients.
+        is_default: it is run when no case is named.
     """
 
     name: str
-    summary: str
-    setup: Callable[[], Work]
-    of_bound: float | None = None
-    peers: tuple[PeerForms, ...] = ()
-    rounds: int = 31
-    lead_in: int = 1
-    steps: int = 1
+    subject: Subject
+    kind: Kind
+    is_default: bool
+
+    @property
+    def use(self) -> Use:
+        """What the subject does with such gradients."""
+        return self.subject.uses[self.kind]
+
+    @property
+    def model(self) -> str | None:
+        """The model of the workload, where it is one."""
+        workload = self.name.partition("/")[0]
+        return workload if workload in (*DENSE_MODELS, *MIXED_MODELS) else None
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measurement: a case at one size, dtype and number of threads."""
+
+    case: Case
+    size: str
+    dtype: str
+    threads: int
+    distribution: str = indices.DEFAULT
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        return f"{self.case.name} {self.workload_size} {self.dtype} x{self.threads}"
+
+    @property
+    def workload_size(self) -> str:
+        """The size as the report names it."""
+        if self.case.kind == "dense":
+            return self.size
+        return f"{self.size} {self.distribution}"
+
+    def workload(self) -> Workload:
+        """What it works on."""
+        if self.case.model in DENSE_MODELS:
+            return DENSE_MODELS[self.case.model]()
+        if self.case.model in MIXED_MODELS:
+            return MIXED_MODELS[self.case.model](self.distribution)
+        if self.case.kind == "rows":
+            return workloads.rows(self.size, self.distribution)
+        if self.case.use.is_matrix:
+            return workloads.dense(self.size, workloads.square)
+        return workloads.dense(self.size)
 
 
 @dataclass(frozen=True)
@@ -65,130 +85,132 @@ class SpecialCase:
 
     name: str
     summary: str
+    is_default: bool = False
 
 
-def _dense(
-    name: str, summary: str, of_bound: float | None, *peers: PeerForms, rounds: int = 21
-) -> StepCase:
-    """A dense step of an optimizer other than Adam."""
-    return StepCase(
-        f"dense-{name}",
-        f"{summary}, one float32 tensor of 2^24 elements",
-        family.setup(name),
-        of_bound,
-        peers,
-        rounds,
-    )
-
-
-STEPS = (
-    StepCase(
-        "dense-adam",
-        "Adam, one float32 tensor of 2^24 elements; 28 B an element",
-        work.dense_adam,
-        of_bound=0.95,
-        peers=(
-            _torch("Adam(fused=True)", target=1.15),
-            _mindspore("nn.Adam", "ops.Adam", target=2.3),
-        ),
-    ),
-    StepCase(
-        "dense-amsgrad",
-        "AMSGrad, one float32 tensor of 2^24 elements; 36 B an element",
-        work.dense_amsgrad,
-        of_bound=0.95,
-        peers=(
-            _torch("Adam(amsgrad, fused=True)"),
-            _mindspore("nn.Adam(use_amsgrad=True)", "ops.ApplyAdamWithAmsgradV2", target=5.0),
-        ),
-        rounds=21,
-    ),
-    StepCase(
-        "many-small",
-        "Adam, 200 parameters of 16 to 4096 elements, new gradients each step, Python included",
-        work.many_small,
-        peers=(_torch("Adam(fused=True)", target=10.0), _torch("Adam(foreach=True)")),
-        rounds=51,
-        steps=5,
-    ),
-    StepCase(
-        "rows-fused",
-        "FusedSparseAdam, 500,000 x 64, 65,536 Zipf indices; bound: the 24 B sweep alone",
-        work.rows_fused,
-        of_bound=0.80,
-        peers=(_mindspore("ops.FusedSparseAdam", target=15.0),),
-        rounds=21,
-    ),
-    StepCase(
-        "rows-lazy",
-        "FusedSparseLazyAdam, 500,000 x 64, 65,536 Zipf indices",
-        work.rows_lazy,
-        peers=(
-            _torch("SparseAdam", target=18.0),
-            _mindspore("ops.FusedSparseLazyAdam", target=25.0),
-        ),
-        rounds=31,
-        steps=3,
-    ),
-    _dense("sgd", "SGD; 12 B an element", 0.92, _torch("SGD(fused=True)", target=1.0)),
-    _dense(
-        "momentum",
-        "Momentum; 20 B an element",
-        0.92,
-        _torch("SGD(momentum, fused=True)", target=1.0),
-    ),
-    _dense(
-        "rmsprop", "RMSProp; 20 B an element", 0.92, _torch("RMSprop(foreach=True)", target=1.0)
-    ),
-    _dense(
-        "rmsprop-momentum",
-        "RMSProp with momentum; 28 B an element",
-        0.92,
-        _torch("RMSprop(momentum, foreach=True)", target=1.0),
-    ),
-    _dense(
-        "rmsprop-centered",
-        "centered RMSProp; 28 B an element",
-        0.92,
-        _torch("RMSprop(centered, foreach=True)", target=1.0),
-    ),
-    _dense("adagrad", "Adagrad; 20 B an element", 0.92, _torch("Adagrad(fused=True)", target=1.0)),
-    _dense("proximal-adagrad", "proximal Adagrad; 20 B an element", 0.92),
-    _dense("ftrl", "FTRL, lr_power -0.5; 28 B an element", 0.92),
-    _dense("ftrl-power", "FTRL, lr_power -0.4; 28 B an element", None, rounds=5),
-    _dense("adam-weight-decay", "AdamWeightDecay; 28 B an element", 0.92),
-    _dense("lamb", "LAMB; 16 + 28 B an element", 0.85),
-    _dense("lars", "LARS around Momentum; 8 + 20 B an element", 0.85),
-    _dense(
-        "adafactor",
-        "Adafactor, 4096 x 4096; no first moment; bound: the update alone, 12 B an element",
-        None,
-        _torch("Adafactor(foreach=True)", target=1.0),
-        rounds=11,
-    ),
-    StepCase(
-        "rows-ftrl",
-        "FusedSparseFtrl, 500,000 x 64, 65,536 Zipf indices",
-        work.rows_ftrl,
-        peers=(_mindspore("ops.FusedSparseFtrl", target=15.0),),
-        rounds=31,
-        steps=3,
-    ),
-    StepCase(
-        "rows-proximal-adagrad",
-        "FusedSparseProximalAdagrad, 500,000 x 64, 65,536 Zipf indices",
-        work.rows_proximal_adagrad,
-        peers=(_mindspore("ops.FusedSparseProximalAdagrad", target=15.0),),
-        rounds=31,
-        steps=3,
-    ),
-)
 NO_CLIFF = SpecialCase(
     "no-cliff",
     "FusedSparseLazyAdam, uniform indices, D = 1 to 1024, B = 1 to 10^6, against the cache "
     "lines it touches",
 )
 FIRST_STEP = SpecialCase(
-    "first-step", "import and first step in a fresh process, cold and with a filled cache"
+    "first-step",
+    "import and first step in a fresh process, cold and with a filled cache",
+    is_default=True,
 )
-CASES: tuple[StepCase | SpecialCase, ...] = (*STEPS, NO_CLIFF, FIRST_STEP)
+THOR = SpecialCase("thor", "steps of THOR: their linear algebra, and what comes on top of it")
+
+SUBJECTS: dict[str, Subject] = {
+    **{f"nn.{name}": optimizer for name, optimizer in OPTIMIZERS.items()},
+    **{f"ops.{name}": operator for name, operator in OPERATORS.items()},
+    f"ops.{LARS_UPDATE.name}": LARS_UPDATE,
+    **{f"ops.{name}": function for name, function in FUNCTIONS.items()},
+}
+# Each model with the optimizers that it is usually trained with, or would be here.
+_ON_MODELS = {
+    "many-small": ("nn.Adam", "nn.SGD(momentum)", "nn.Lamb"),
+    "resnet50": ("nn.Momentum", "nn.LARS", "nn.Adam"),
+    "gpt2": ("nn.Adam", "nn.AdamWeightDecay", "nn.Lamb"),
+    "dlrm": ("nn.SGD", "nn.Adagrad", "nn.LazyAdam"),
+}
+_DEFAULT_ON_MODELS = {"many-small/nn.Adam", "resnet50/nn.Momentum", "resnet50/nn.Adam"}
+# The same steps under other names.
+_NO_DEFAULT = {
+    "dense/nn.SGD(momentum)",
+    "dense/nn.Adam(nesterov)",
+    "dense/nn.AdamOffload",
+    "dense/nn.LazyAdam",
+    "rows/nn.AdamOffload",
+    "dense/nn.FTRL(lr_power=-0.4)",
+    "dense/ops.ApplyAdamWithAmsgrad",
+    "rows/ops.SparseApplyFtrl",
+    "rows/ops.SparseApplyProximalAdagrad",
+}
+
+
+def _cases() -> Iterator[Case]:
+    one_tensor: tuple[Kind, ...] = ("dense", "rows")
+    for name, subject in SUBJECTS.items():
+        for kind in one_tensor:
+            if kind in subject.uses:
+                full = f"{kind}/{name}"
+                yield Case(full, subject, kind, full not in _NO_DEFAULT)
+    for model, names in _ON_MODELS.items():
+        kind = "dense" if model in DENSE_MODELS else "mixed"
+        for name in names:
+            full = f"{model}/{name}"
+            yield Case(full, SUBJECTS[name], kind, full in _DEFAULT_ON_MODELS)
+
+
+STEPS: tuple[Case, ...] = tuple(_cases())
+CASES: tuple[Case | SpecialCase, ...] = (*STEPS, NO_CLIFF, FIRST_STEP, THOR)
+
+
+def select(patterns: list[str]) -> list[Case | SpecialCase]:
+    """The cases that are asked for, in the order of the table; without any, the default ones.
+
+    A pattern such as ``rows/*`` matches whole names, or what comes after the slash.
+
+    Raises:
+        BenchError: nothing has such a name.
+    """
+    for pattern in patterns:
+        if not any(_matches(case.name, pattern) for case in CASES):
+            raise BenchError(f"no case {pattern!r}: {_hint(pattern)}")
+    if not patterns:
+        return [case for case in CASES if case.is_default]
+    return [c for c in CASES if any(_matches(c.name, pattern) for pattern in patterns)]
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(name.partition("/")[2] or name, pattern)
+
+
+def _hint(pattern: str) -> str:
+    names = [case.name for case in CASES]
+    near = difflib.get_close_matches(pattern, [*names, *SUBJECTS], n=1)
+    return f"did you mean {near[0]!r}?" if near else "'fusestep bench --list' names them"
+
+
+def points(
+    cases: Iterable[Case],
+    sizes: str | None,
+    dtypes: list[str],
+    threads: list[int],
+    distributions: list[str],
+) -> list[Point]:
+    """Every combination that there is; a model has one size.
+
+    Args:
+        cases: the cases.
+        sizes: as `workloads.parse_sizes`; None for the default of each kind.
+        dtypes: by name.
+        threads: numbers of them.
+        distributions: of the indices of row cases.
+
+    Raises:
+        BenchError: a size or a dtype fits none of the cases.
+    """
+    cases = list(cases)
+    found = [
+        Point(case, size, dtype, count, distribution)
+        for case in cases
+        for size in _sizes_of(case, sizes)
+        for dtype in dtypes
+        if dtype in case.subject.dtypes
+        for distribution in (distributions if case.kind != "dense" else distributions[:1])
+        for count in threads
+    ]
+    if not found and cases:
+        asked = f"--size {sizes or 'default'}, --dtype {','.join(dtypes)}"
+        raise BenchError(f"{asked}: fits none of the chosen cases")
+    return found
+
+
+def _sizes_of(case: Case, sizes: str | None) -> list[str]:
+    if case.model is not None:
+        return [case.model]
+    if sizes is None:
+        return [workloads.DEFAULT_ROWS if case.kind == "rows" else workloads.DEFAULT_DENSE]
+    dense, rows = workloads.parse_sizes(sizes)
+    return rows if case.kind == "rows" else dense

@@ -1,76 +1,31 @@
-"""The results of a run as JSON: built, checked, written."""
+"""The results of a run as JSON: built, checked against the schema, written, read."""
 
 from __future__ import annotations
 
 import json
 import os
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+import jsonschema
 
 from .. import threading_layer
 from . import machine
 from .errors import BenchError
 from .peer import Peers
-from .result import CaseResult, Settings
-from .stats import Target
+from .result import Against, PointResult, Settings, SpecialResult
 
-SCHEMA = 1
-
-# The form of a document: a type, a choice of them, [form of every item], {"key": form}, or
-# {str: form of every value}.
-_NUMBER = (int, float)
-_MAYBE = (int, float, type(None))
-_SUMMARY = {"median": _NUMBER, "p20": _NUMBER, "p80": _NUMBER, "samples": int}
-_TARGET = {
-    "what": str,
-    "value": _MAYBE,
-    "at_p80": _MAYBE,
-    "target": _NUMBER,
-    "lower_is_better": bool,
-    "unit": str,
-    "verdict": str,
-}
-_CASE = {
-    "name": str,
-    "summary": str,
-    "ours": str,
-    "size": {str: int},
-    "bytes_moved": {str: int},
-    "times": {str: _SUMMARY},
-    "ratios": {str: _NUMBER},
-    "bound": (str, type(None)),
-    "targets": [_TARGET],
-    "unavailable": {str: str},
-    "points": [{str: _NUMBER}],
-}
-_DOCUMENT = {
-    "schema": int,
-    "date": str,
-    "fusestep": {"version": str, "commit": (str, type(None)), "changed": (bool, type(None))},
-    "machine": {
-        "cpu": str,
-        "architecture": str,
-        "llvm_cpu": str,
-        "cores": int,
-        "features": [str],
-        "system": str,
-    },
-    "software": {str: (str, type(None))},
-    "threads": int,
-    "threading_layer": (str, type(None)),
-    "quick": bool,
-    "load_before": _MAYBE,
-    "peers": {str: str},
-    "missing_peers": {str: str},
-    "cases": [_CASE],
-}
+SCHEMA = 2
+Result = PointResult | SpecialResult
 
 
 def document(
-    results: list[CaseResult], settings: Settings, peers: Peers, load: float | None
+    results: Sequence[Result], settings: Settings, peers: Peers, load: float | None
 ) -> dict[str, Any]:
     """Everything about a run, times in seconds; ``load`` is that of the machine before it."""
     return {
@@ -79,25 +34,46 @@ def document(
         "fusestep": machine.fusestep(),
         "machine": machine.machine(),
         "software": machine.software(),
-        "threads": settings.threads,
         "threading_layer": threading_layer(),
-        "quick": settings.quick,
+        "seconds_per_point": settings.seconds,
         "load_before": load,
         "peers": peers.versions,
         "missing_peers": peers.missing,
-        "cases": [_case(result) for result in results],
+        "points": [_point(r) for r in results if isinstance(r, PointResult)],
+        "special": [asdict(r) for r in results if isinstance(r, SpecialResult)],
     }
 
 
-def _case(result: CaseResult) -> dict[str, Any]:
-    ours = result.times.get(result.ours)
-    ratios = {name: t.median / ours.median for name, t in result.times.items()} if ours else {}
-    targets = [_target(target) for target in result.targets]
-    return {**asdict(result), "ratios": ratios, "targets": targets}
+def _point(result: PointResult) -> dict[str, Any]:
+    point = result.point
+    return {
+        "case": point.case.name,
+        "size": point.size,
+        "indices": None if point.case.kind == "dense" else point.distribution,
+        "dtype": point.dtype,
+        "threads": point.threads,
+        "sizes": result.size,
+        "bytes": result.bytes,
+        "from_memory": result.from_memory,
+        "copies": result.copies,
+        "times": {label: asdict(summary) for label, summary in result.times.items()},
+        "bound": _against(result.bound) if result.bound else None,
+        "peers": {peer: _against(against) for peer, against in result.peers.items()},
+        "losses": result.losses,
+        "memory": result.memory,
+        "unavailable": result.unavailable,
+    }
 
 
-def _target(target: Target) -> dict[str, Any]:
-    return {**asdict(target), "verdict": target.verdict}
+def _against(against: Against) -> dict[str, Any]:
+    return {"label": against.label, **asdict(against.speedup)}
+
+
+@cache
+def _schema() -> dict[str, Any]:
+    text = (Path(__file__).parent / "results.schema.json").read_text(encoding="utf-8")
+    schema: dict[str, Any] = json.loads(text)
+    return schema
 
 
 def check_schema(document: Any) -> None:
@@ -106,45 +82,36 @@ def check_schema(document: Any) -> None:
     Raises:
         ValueError: it has not; the text names the place.
     """
-    _check(document, _DOCUMENT, "document")
-    if document["schema"] != SCHEMA:
-        raise ValueError(f"document['schema']: expected {SCHEMA}, got {document['schema']}")
+    found = document.get("schema") if isinstance(document, dict) else None
+    if found != SCHEMA:
+        raise ValueError(f"expected results of schema {SCHEMA}, got {found}")
+    try:
+        jsonschema.validate(document, _schema())
+    except jsonschema.ValidationError as error:
+        raise ValueError(f"{error.json_path}: {error.message}") from error
 
 
-def _check(value: Any, form: Any, where: str) -> None:
-    if isinstance(form, list):
-        _expect(value, list, where)
-        for index, item in enumerate(value):
-            _check(item, form[0], f"{where}[{index}]")
-    elif isinstance(form, dict):
-        _expect(value, dict, where)
-        _check_mapping(value, form, where)
-    else:
-        _expect(value, form, where)
-
-
-def _check_mapping(value: dict[str, Any], form: dict[Any, Any], where: str) -> None:
-    if str in form:
-        form = dict.fromkeys(value, form[str])
-    for key in sorted({*value} ^ {*form}):
-        raise ValueError(f"{where}: {'missing' if key in form else 'unknown'} key {key!r}")
-    for key, item in value.items():
-        _check(item, form[key], f"{where}[{key!r}]")
-
-
-def _expect(value: Any, kinds: Any, where: str) -> None:
-    # True is an int to Python, but no number here.
-    allowed = kinds if isinstance(kinds, tuple) else (kinds,)
-    if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
-        names = " or ".join(kind.__name__ for kind in allowed)
-        raise ValueError(f"{where}: expected {names}, got {value!r}")
-
-
-def check_writable(path: Path) -> None:
-    """Find out before the measurement whether its results can be written.
+def read(path: Path, option: str) -> dict[str, Any]:
+    """The document in a file.
 
     Raises:
-        BenchError: they cannot.
+        BenchError: it cannot be read, or is no such document.
+    """
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        check_schema(found)
+    except OSError as error:
+        raise BenchError(f"{option}: cannot read {str(path)!r}: {error.strerror}") from error
+    except ValueError as error:  # of JSON, of its encoding, of the schema
+        raise BenchError(f"{option}: {str(path)!r} holds no results: {error}") from error
+    return found
+
+
+def check_writable(path: Path, option: str = "--json") -> None:
+    """Find out before the measurement whether a file can be written.
+
+    Raises:
+        BenchError: it cannot.
     """
     try:
         if path.is_dir():
@@ -152,7 +119,7 @@ def check_writable(path: Path) -> None:
         with tempfile.TemporaryFile(dir=path.parent):
             pass
     except OSError as error:
-        raise BenchError(f"--json: cannot write {str(path)!r}: {error.strerror}") from error
+        raise BenchError(f"{option}: cannot write {str(path)!r}: {error.strerror}") from error
 
 
 def write(path: Path, document: dict[str, Any]) -> None:

@@ -18,8 +18,8 @@ import tempfile
 
 from .cases import FIRST_STEP
 from .errors import BenchError
-from .result import CaseResult, Progress, Settings
-from .stats import Summary, time_target
+from .result import Progress, SpecialResult
+from .stats import Summary
 
 _SCRIPT = """
 import json, time
@@ -45,35 +45,41 @@ indices = np.random.default_rng(0).integers(0, shape[0], batch)
 optimizer([nn.RowTensor(indices, np.ones((batch, shape[1]), np.float32), shape)])
 """,
 }
-COLD, CACHED = 3, 5
-IMPORT_LIMIT, CACHED_LIMIT = 0.6, 0.5
-COLD_LIMITS = {"nn.Adam": 2.5, "nn.LazyAdam": 4.0}
+COLD, CACHED = 2, 5
+# Seconds, median.
+LIMITS = {
+    "import": 0.6,
+    "nn.Adam cold": 2.5,
+    "nn.Adam cached": 0.5,
+    "nn.LazyAdam cold": 4.0,
+    "nn.LazyAdam cached": 0.5,
+}
 
 
-def run(settings: Settings, progress: Progress) -> CaseResult:
+def run(threads: int, progress: Progress) -> SpecialResult:
     """Measure cold and cached starts in turn."""
-    cold, cached = (1, 2) if settings.quick else (COLD, CACHED)
     samples: dict[str, list[float]] = {}
-    done, total = 0, len(STEPS) * (cold + cached)
+    done, total = 0, len(STEPS) * (COLD + CACHED)
 
     def measure(step: str, state: str, folder: str) -> None:
         nonlocal done
-        imported, stepped = start(step, folder, settings.threads)
+        imported, stepped = start(step, folder, threads)
         if state == "cached":  # the files of Python and NumPy are in memory by now
             samples.setdefault("import", []).append(imported)
         samples.setdefault(f"{step} {state}", []).append(stepped)
         done += 1
-        progress(done, total)
+        progress(done / total)
 
-    progress(done, total)
+    progress(done / total)
     with tempfile.TemporaryDirectory(prefix="fusestep-bench-") as root:
-        for index in range(cold):
+        for index in range(COLD):
             for step in STEPS:
                 measure(step, "cold", os.path.join(root, f"{step}-{index}"))
-        for _ in range(cached):
+        for _ in range(CACHED):
             for step in STEPS:
                 measure(step, "cached", os.path.join(root, f"{step}-0"))
-    return summarize({label: Summary.of(values) for label, values in samples.items()})
+    times = {label: Summary.of(values) for label, values in samples.items()}
+    return SpecialResult(FIRST_STEP.name, FIRST_STEP.summary, times, LIMITS)
 
 
 def start(step: str, folder: str, threads: int) -> tuple[float, float]:
@@ -101,15 +107,3 @@ def start(step: str, folder: str, threads: int) -> tuple[float, float]:
         raise BenchError(f"first-step: a fresh process of {sys.executable} failed: {said[-1]}")
     imported, stepped = json.loads(process.stdout.splitlines()[-1])
     return imported, stepped
-
-
-def summarize(times: dict[str, Summary]) -> CaseResult:
-    """Times and targets."""
-    targets = [time_target("import fusestep", times["import"], IMPORT_LIMIT)]
-    for step in STEPS:
-        what = f"first {step} step"
-        targets += [
-            time_target(f"{what}, cold", times[f"{step} cold"], COLD_LIMITS[step]),
-            time_target(f"{what}, cached", times[f"{step} cached"], CACHED_LIMIT),
-        ]
-    return CaseResult(FIRST_STEP.name, FIRST_STEP.summary, "", times, targets)

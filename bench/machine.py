@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import llvmlite.binding as llvm
+import psutil
 
 from .. import __version__
 
@@ -22,9 +23,21 @@ def machine() -> dict[str, Any]:
         "architecture": platform.machine(),
         "llvm_cpu": llvm.get_host_cpu_name(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else _count(),
+        "last_cache_bytes": last_cache_bytes(),
+        "memory_bytes": psutil.virtual_memory().total,
         "features": sorted(name for name, present in features.items() if present),
         "system": platform.platform(),
     }
+
+
+def last_cache_bytes() -> int:
+    """Size of the largest cache of the first core; 32 MiB where the system does not say."""
+    sizes = []
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = path.read_text(encoding="ascii").strip()
+        if text.endswith("K"):
+            sizes.append(int(text[:-1]) * 1024)
+    return max(sizes, default=2**25)
 
 
 def _count() -> int:
@@ -60,13 +73,20 @@ def _version(name: str) -> str | None:
 
 def fusestep() -> dict[str, Any]:
     """Version; in a checkout also the commit, and whether files differ from it."""
-    root = Path(__file__).resolve().parent.parent
-    commit = _git(root, "rev-parse", "HEAD") if (root / ".git").exists() else None
-    changed = bool(_git(root, "status", "--porcelain")) if commit else None
+    root = checkout()
+    commit = git(root, "rev-parse", "HEAD") if root else None
+    changed = bool(git(root, "status", "--porcelain")) if root and commit else None
     return {"version": __version__, "commit": commit, "changed": changed}
 
 
-def _git(root: Path, *arguments: str) -> str | None:
+def checkout() -> Path | None:
+    """The root of the Git checkout that this package runs from; None outside of one."""
+    root = Path(__file__).resolve().parent.parent
+    return root if (root / ".git").exists() else None
+
+
+def git(root: Path, *arguments: str) -> str | None:
+    """What a command of Git prints; None when it fails."""
     try:
         process = subprocess.run(
             ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True

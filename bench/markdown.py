@@ -1,55 +1,326 @@
-"""The table of a results file for the README: ``python -m fusestep.bench.markdown FILE``."""
+"""The tables of the documents, made from the committed results.
+
+A region of a document between ``<!-- bench: NAME FILE -->`` and ``<!-- end of bench -->`` holds
+the table NAME of the results file FILE in ``bench/results`` (or, without FILE, one that needs no
+measurement). ``python -m fusestep.bench.markdown`` writes all regions anew;
+``fusestep bench --check`` finds out whether they are what it would write.
+"""
 
 from __future__ import annotations
 
-import json
+import re
 import sys
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-_RESULTS = Path(__file__).resolve().parent / "results"
+from . import document, indices, machine
+from .cases import STEPS
+from .errors import BenchError
+from .result import OF_BOUND, OURS
+from .table import memory, seconds, share, size, speedup
+from .workloads import DEFAULT_DENSE, DEFAULT_ROWS, number
+
+DOCUMENTS = ("README.md", "docs/performance.md", "docs/bytes.md")
+_REGION = re.compile(r"(<!-- bench: (\S+)(?: (\S+))? -->\n).*?(<!-- end of bench -->)", re.DOTALL)
+_SHOWN = (
+    "dense/nn.SGD",
+    "dense/nn.Momentum",
+    "dense/nn.RMSProp",
+    "dense/nn.Adagrad",
+    "dense/nn.FTRL",
+    "dense/nn.Adam",
+    "dense/nn.Adam(amsgrad)",
+    "dense/nn.AdamWeightDecay",
+    "dense/nn.Lamb",
+    "dense/nn.LARS",
+    "dense/nn.AdaFactor",
+    "many-small/nn.Adam",
+    "resnet50/nn.Momentum",
+    "gpt2/nn.Adam",
+    "dlrm/nn.LazyAdam",
+    "rows/nn.SGD",
+    "rows/nn.Adagrad",
+    "rows/ops.FusedSparseAdam",
+    "rows/ops.FusedSparseLazyAdam",
+    "rows/ops.FusedSparseFtrl",
+    "rows/ops.FusedSparseProximalAdagrad",
+)
+Points = list[dict[str, Any]]
 
 
-def newest_results() -> Path:
-    """The results file that the README shows."""
-    return _RESULTS / "epyc-2-cores.json"
+def rewritten(text: str, results: Path) -> str:
+    """A document with all of its regions made anew.
+
+    Raises:
+        BenchError: a region names no table, or no readable results.
+    """
+
+    def region(found: re.Match[str]) -> str:
+        begin, name, file, end = found.groups()
+        if name not in _TABLES:
+            raise BenchError(f"no table {name!r}: there are {', '.join(_TABLES)}")
+        data = document.read(results / file, "--check") if file else {}
+        return f"{begin}{_TABLES[name](data)}\n{end}"
+
+    return _REGION.sub(region, text)
 
 
-def table(document: dict[str, Any]) -> str:
-    """Every target of a results document, reached or missed, as Markdown."""
-    machine, software = document["machine"], document["software"]
-    peers = ", ".join(f"{name} {version}" for name, version in document["peers"].items())
-    lines = [
-        f"{machine['cpu']}, {document['threads']} threads, Numba {software['numba']}, NumPy "
-        f"{software['numpy']}; {peers or 'no peers'}; medians of one run, "
-        f"{document['date'][:10]}. A bound is the fastest of several plain loops with the same "
-        "memory traffic.",
-        "",
-        "| case | figure | measured | target | |",
-        "| --- | --- | ---: | ---: | --- |",
+def documents() -> dict[Path, str]:
+    """The documents of the checkout as they should be.
+
+    Raises:
+        BenchError: this is no checkout.
+    """
+    root = machine.checkout()
+    if root is None:
+        raise BenchError("--check: the documents are in a Git checkout only, and this is none")
+    try:
+        texts = {root / name: (root / name).read_text(encoding="utf-8") for name in DOCUMENTS}
+    except OSError as error:
+        raise BenchError(f"--check: cannot read {error.filename}: {error.strerror}") from error
+    return {path: rewritten(text, root / "bench" / "results") for path, text in texts.items()}
+
+
+# -- the tables -----------------------------------------------------------------------------------
+
+
+def _summary(data: dict[str, Any]) -> str:
+    """A selection of the cases, at the published size, in float32, with all threads."""
+    usual = _usual(data)
+    points = [point for name in _SHOWN for point in usual if point["case"] == name]
+    lost = sum(bool(point["losses"]) for point in _measured(data))
+    return "\n".join(
+        [
+            _setting(data),
+            "",
+            _of_points(points),
+            "",
+            f"{lost} of the {len(_measured(data))} points of this run lose somewhere: less than "
+            f"{OF_BOUND:.0%} of the bound from memory, or slower than a peer.",
+        ]
+    )
+
+
+def _setting(data: dict[str, Any]) -> str:
+    software = data["software"]
+    peers = ", ".join(f"{name} {version}" for name, version in data["peers"].items())
+    return (
+        f"{data['machine']['cpu']}, {data['machine']['cores']} cores, Numba {software['numba']}, "
+        f"NumPy {software['numpy']}; peers: {peers or 'none'}; medians of one run, "
+        f"{data['date'][:10]}."
+    )
+
+
+def _measured(data: dict[str, Any]) -> Points:
+    return [point for point in data["points"] if OURS in point["times"]]
+
+
+def _usual(data: dict[str, Any]) -> Points:
+    """In float32, with all threads, at the default size and distribution of each case."""
+    points = _measured(data)
+    threads = max(point["threads"] for point in points)
+    others = (
+        point
+        for point in points
+        if point["size"] in (DEFAULT_DENSE, DEFAULT_ROWS, point["case"].partition("/")[0])
+    )
+    return [
+        point
+        for point in others
+        if point["threads"] == threads
+        and point["dtype"] == "float32"
+        and point["indices"] in (None, indices.DEFAULT)
     ]
-    for case in document["cases"]:
-        for target in case["targets"]:
-            value, goal = (_number(target[key], target) for key in ("value", "target"))
-            lines.append(
-                f"| {case['name']} | {target['what']} | {value} | {goal} | {target['verdict']} |"
-            )
-    return "\n".join(lines)
 
 
-def _number(value: float, target: dict[str, Any]) -> str:
-    unit = target["unit"]
-    if unit == "%":
-        return f"{100 * value:.0f} %"
-    if unit == "s":
-        return f"{value:.2f} s"
-    return f"{value:.2f}"
+def _of_points(points: Points, *columns: str) -> str:
+    """Figures of points; ``columns`` are keys of a point that are shown beside its case."""
+    peers = list(dict.fromkeys(peer for point in points for peer in point["peers"]))
+    head = ["case", *columns, "time", "GB/s", "of bound", *(f"x {peer}" for peer in peers)]
+    rows = [
+        [
+            f"`{point['case']}`",
+            *(str(point[column]) for column in columns),
+            seconds(point["times"][OURS]["median"]),
+            f"{point['bytes'] / point['times'][OURS]['median'] / 1e9:.1f}",
+            _bold(share(point), any("of the bound" in loss for loss in point["losses"])),
+            *(
+                _bold(speedup(point, p), p in point["peers"] and point["peers"][p]["value"] < 1)
+                for p in peers
+            ),
+        ]
+        for point in points
+    ]
+    return _markdown(head, rows, left=1 + len(columns))
+
+
+def _bold(text: str, lost: bool) -> str:
+    return f"**{text}**" if lost else text
+
+
+def _all_usual(data: dict[str, Any]) -> str:
+    return _of_points(_usual(data))
+
+
+def _sizes(data: dict[str, Any]) -> str:
+    """Time and share of the bound of the dense float32 cases, a column for each size."""
+    threads = max(point["threads"] for point in _measured(data))
+    points = [
+        point
+        for point in _measured(data)
+        if point["case"].startswith("dense/")
+        and point["dtype"] == "float32"
+        and point["threads"] == threads
+    ]
+    sizes = [point["size"] for point in sorted(points, key=lambda point: point["bytes"])]
+    columns = sorted(dict.fromkeys(sizes), key=_elements)
+    cells: dict[str, dict[str, str]] = {}
+    for point in points:
+        time = seconds(point["times"][OURS]["median"])
+        cells.setdefault(point["case"], {})[point["size"]] = f"{time}, {share(point)}"
+    rows = [
+        [f"`{name}`", *(found.get(column, "") for column in columns)]
+        for name, found in cells.items()
+        if len(found) > 1
+    ]
+    return _markdown(["case", *columns], rows)
+
+
+def _elements(label: str) -> int:
+    return number(label)
+
+
+def _rows(data: dict[str, Any]) -> str:
+    """Row cases at all sizes and distributions."""
+    points = [p for p in _measured(data) if p["case"].startswith("rows/")]
+    threads = max(point["threads"] for point in points)
+    chosen = [
+        point for point in points if point["threads"] == threads and point["dtype"] == "float32"
+    ]
+    return _of_points(chosen, "size", "indices")
+
+
+def _dtypes(data: dict[str, Any]) -> str:
+    """Points in 16 bit."""
+    return _of_points([p for p in _measured(data) if p["dtype"] != "float32"], "size", "dtype")
+
+
+def _scaling(data: dict[str, Any]) -> str:
+    """Times faster than with one thread."""
+    alone = {_without_threads(p): p for p in _measured(data) if p["threads"] == 1}
+    rows = []
+    for point in _measured(data):
+        one = alone.get(_without_threads(point))
+        if one is None or point["threads"] == 1:
+            continue
+        times = [p["times"][OURS]["median"] for p in (one, point)]
+        rows.append(
+            [
+                f"`{point['case']}`",
+                size(point),
+                *(seconds(time) for time in times),
+                f"{times[0] / times[1]:.2f}",
+                *(share(p) for p in (one, point)),
+            ]
+        )
+    head = ["case", "size", "1 thread", "all", "faster", "of bound, 1 thread", "all"]
+    return _markdown(head, rows, left=2)
+
+
+def _without_threads(point: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(point[key] for key in ("case", "size", "indices", "dtype"))
+
+
+def _losses(data: dict[str, Any]) -> str:
+    """Everything that falls short."""
+    rows = [
+        [f"`{p['case']}`", size(p), p["dtype"], str(p["threads"]), "; ".join(p["losses"])]
+        for p in _measured(data)
+        if p["losses"]
+    ]
+    return _markdown(["case", "size", "dtype", "threads", "measured"], rows, left=5)
+
+
+def _memory(data: dict[str, Any]) -> str:
+    """What a step needs beside its arrays: ours, and the fastest form of each peer."""
+    points = _usual(data)
+    peers = list(dict.fromkeys(peer for point in points for peer in point["peers"]))
+    rows = [
+        [
+            f"`{point['case']}`",
+            memory(point["memory"][OURS]),
+            *(_memory_of(point, p) for p in peers),
+        ]
+        for point in points
+    ]
+    return _markdown(["case", "fusestep", *peers], rows)
+
+
+def _memory_of(point: dict[str, Any], peer: str) -> str:
+    found = point["peers"].get(peer)
+    return memory(point["memory"].get(found["label"])) if found else ""
+
+
+def _first_step(data: dict[str, Any]) -> str:
+    (special,) = (s for s in data["special"] if s["name"] == "first-step")
+    rows = [
+        [label, seconds(time["median"]), seconds(special["limits"][label])]
+        for label, time in special["times"].items()
+    ]
+    return _markdown(["", "median", "limit"], rows)
+
+
+def _bytes(_: dict[str, Any]) -> str:
+    """The byte model of every operator and optimizer."""
+    rows = []
+    for case in STEPS:
+        if case.model is not None:
+            continue
+        use, name = case.use, f"`{case.name}`"
+        traffic = use.traffic
+        passes = " + ".join(map(str, traffic.passes)) or "-"
+        counts = [str(n) for n in (traffic.updated, traffic.read, traffic.written)]
+        if case.kind == "dense":
+            formula = f"{4 * traffic.arrays} n"
+        elif use.algorithm == "gather":
+            formula = "4 (U + B) D + 8 B"
+        else:
+            touched = "N" if use.every_row else "U"
+            formula = f"{8 * traffic.updated} {touched} D + (4 D + 8) B"
+        rows.append([name, *counts, passes, formula])
+    head = ["case", "updated", "read", "written", "passes before", "bytes in float32"]
+    return _markdown(head, rows)
+
+
+def _markdown(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+    lines = [list(head), ["---"] * left + ["---:"] * (len(head) - left), *map(list, rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+_TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "summary": _summary,
+    "setting": _setting,
+    "usual": _all_usual,
+    "sizes": _sizes,
+    "rows": _rows,
+    "dtypes": _dtypes,
+    "scaling": _scaling,
+    "losses": _losses,
+    "memory": _memory,
+    "first-step": _first_step,
+    "bytes": _bytes,
+}
 
 
 def main() -> int:
-    """Print the table of the file that is named, or of the one that the README shows."""
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else newest_results()
-    print(table(json.loads(path.read_text())))
+    """Write all regions of all documents anew."""
+    try:
+        for path, text in documents().items():
+            path.write_text(text, encoding="utf-8")
+    except BenchError as error:
+        print(error, file=sys.stderr)
+        return 2
     return 0
 
 

@@ -1,16 +1,24 @@
 """Interleaved measurement: every contestant once, then every contestant again, ...
 
-So a change of the machine's mood meets all of them alike.
+So a change of the machine's mood meets all of them alike. How many rounds there are follows
+from the time that they may take; a contestant that is much slower than the first one sits out
+most of the rounds, so that it does not use up the time of the others.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .stats import Summary
 from .workers.worker_protocol import Clock, Job, sample
+
+_SLOW = 4.0  # times the first contestant
+# Our own threads spin for a few milliseconds after a parallel loop, in the hope of another one;
+# the worker processes are stopped while they are not asked.
+_SETTLE = 0.01
+_FEWEST, _MOST, _FEWEST_OF_SLOW, _MOST_STEPS = 7, 101, 3, 200
 
 
 class ContestantLostError(Exception):
@@ -19,45 +27,133 @@ class ContestantLostError(Exception):
 
 @dataclass(frozen=True)
 class Contestant:
-    """Something that gives one time, in seconds, when asked."""
+    """Something that gives one time, in seconds, when asked for a sample of so many steps.
+
+    Args:
+        label: its name.
+        sample: takes the steps.
+        is_elsewhere: in another process.
+    """
 
     label: str
-    sample: Callable[[], float]
+    sample: Callable[[int], float]
+    is_elsewhere: bool = False
 
 
 def in_process(
-    jobs: Mapping[str, Job], lead_in: int, steps: int, clock: Clock = time.perf_counter
+    jobs: Mapping[str, Job], lead_in: int = 1, clock: Clock = time.perf_counter
 ) -> list[Contestant]:
     """Contestants that run in this process."""
 
     def contestant(label: str, job: Job) -> Contestant:
-        return Contestant(label, lambda: sample(job, lead_in, steps, clock))
+        return Contestant(label, lambda steps: sample(job, lead_in, steps, clock))
 
     return [contestant(label, job) for label, job in jobs.items()]
 
 
 @dataclass(frozen=True)
 class Times:
-    """Summaries by label, and why the others have none."""
+    """Samples by label, and why the others have none."""
 
-    summaries: dict[str, Summary]
+    samples: dict[str, list[float]]
     lost: dict[str, str]
+
+    @property
+    def summaries(self) -> dict[str, Summary]:
+        """By label."""
+        return {label: Summary.of(found) for label, found in self.samples.items()}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to measure.
+
+    Args:
+        rounds: of all contestants.
+        steps: of one sample.
+        every: by label, how many rounds there are from one turn of a contestant to its next.
+        steps_of_slow: by label, of one sample of a contestant that sits out.
+    """
+
+    rounds: int
+    steps: int
+    every: Mapping[str, int]
+    steps_of_slow: Mapping[str, int] = field(default_factory=dict)
+
+    def steps_of(self, label: str) -> int:
+        """Of one sample of a contestant."""
+        return self.steps_of_slow.get(label, self.steps)
+
+
+def plan(warm: Mapping[str, float], budget: float, shortest: float = 1e-3) -> Plan:
+    """A plan for contestants with these times of one step, the first of them being ours.
+
+    Args:
+        warm: seconds by label.
+        budget: seconds that the measurement may take, lead-ins included.
+        shortest: what a sample should last at least, in seconds, since short times vary most.
+    """
+    warm = {label: max(seconds, 1e-9) for label, seconds in warm.items()}
+    ours = next(iter(warm.values()))
+    steps = max(1, min(_MOST_STEPS, round(shortest / ours)))
+    quick = sum(seconds * (steps + 1) for seconds in warm.values() if seconds <= _SLOW * ours)
+    steps_of_slow = {
+        label: max(1, min(steps, round(shortest / seconds)))
+        for label, seconds in warm.items()
+        if seconds > _SLOW * ours
+    }
+    slow = {label: warm[label] * (count + 1) for label, count in steps_of_slow.items()}
+    rounds = int(budget / 2 / quick) if slow else int(budget / quick)
+    rounds = max(_FEWEST, min(_MOST, rounds))
+    every = dict.fromkeys(warm, 1)
+    for label, seconds in slow.items():
+        turns = int(budget / 2 / len(slow) / seconds)
+        every[label] = -(-rounds // max(_FEWEST_OF_SLOW, min(rounds, turns)))
+    return Plan(rounds, steps, every, steps_of_slow)
+
+
+def warm_up(contestants: Sequence[Contestant]) -> Times:
+    """One step of each, which also finds out how long it takes about."""
+    samples: dict[str, list[float]] = {}
+    lost: dict[str, str] = {}
+    for contestant in contestants:
+        _take(contestant, 1, samples, lost)
+    return Times(samples, lost)
 
 
 def interleave(
-    contestants: Sequence[Contestant], rounds: int, on_round: Callable[[], None] = lambda: None
+    contestants: Sequence[Contestant],
+    plan: Plan,
+    lost: Mapping[str, str] | None = None,
+    on_round: Callable[[int], None] = lambda _: None,
 ) -> Times:
-    """Ask each contestant once a round; a first round, the warm-up, is thrown away."""
-    samples: dict[str, list[float]] = {contestant.label: [] for contestant in contestants}
-    lost: dict[str, str] = {}
-    for _ in range(rounds + 1):
+    """Ask each contestant in turn, round by round.
+
+    Args:
+        contestants: in the order of their turns.
+        plan: how often.
+        lost: those that are out already.
+        on_round: told the number of rounds that are done.
+    """
+    samples: dict[str, list[float]] = {}
+    out = dict(lost or {})
+    for index in range(plan.rounds):
+        elsewhere = False
         for contestant in contestants:
-            if contestant.label in lost:
-                continue
-            try:
-                samples[contestant.label].append(contestant.sample())
-            except ContestantLostError as error:
-                lost[contestant.label] = str(error)
-        on_round()
-    kept = {label: Summary.of(all_[1:]) for label, all_ in samples.items() if label not in lost}
-    return Times(kept, lost)
+            if contestant.label not in out and index % plan.every[contestant.label] == 0:
+                if contestant.is_elsewhere and not elsewhere:
+                    time.sleep(_SETTLE)
+                elsewhere = contestant.is_elsewhere
+                _take(contestant, plan.steps_of(contestant.label), samples, out)
+        on_round(index + 1)
+    return Times({label: s for label, s in samples.items() if label not in out}, out)
+
+
+def _take(
+    contestant: Contestant, steps: int, samples: dict[str, list[float]], lost: dict[str, str]
+) -> None:
+    try:
+        samples.setdefault(contestant.label, []).append(contestant.sample(steps))
+    except ContestantLostError as error:
+        lost[contestant.label] = str(error)
+        samples.pop(contestant.label, None)

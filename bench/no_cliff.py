@@ -8,7 +8,7 @@ one before, so its rows are not in the caches.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -16,15 +16,16 @@ import numpy as np
 from .. import ops
 from . import bounds, traffic
 from .cases import NO_CLIFF
-from .measure import in_process, interleave
-from .result import CaseResult, Progress, Settings, fastest
-from .stats import Summary, Target
-from .work import DENSE, SCALARS
+from .measure import Plan, in_process, interleave, warm_up
+from .operators import SCALARS
+from .result import BOUND, Progress, SpecialResult, fastest
+from .stats import Summary
 from .workers.worker_protocol import Job
 
 WIDTHS = (1, 16, 128, 1024)
 BATCHES = tuple(10**k for k in range(7))
 MAX_TABLE, MAX_GRADIENT, MIN_ROWS = 2**26, 2**27, 1000
+SWEEP = 2**24  # elements of the bound
 FIXED, FACTOR = 30e-6, 3.0
 ROUNDS = 9
 SETS = 4  # of indices, for a point
@@ -43,31 +44,31 @@ def sizes() -> Iterator[tuple[int, int, list[int]]]:
         yield D, max(MIN_ROWS, MAX_TABLE // D), batches
 
 
-def run(settings: Settings, progress: Progress) -> CaseResult:
+def run(threads: int, progress: Progress) -> SpecialResult:
     """Measure all points."""
     # Room for the bound loops, too, whatever the widths.
     memory = [_aligned(MAX_TABLE, 0.0) for _ in range(VARIABLES)]
     gradient = _aligned(MAX_GRADIENT, 1.0)
-    rounds = settings.rounds(ROUNDS)
-    done, total = 0, len(WIDTHS) * (rounds + 1)
-    progress(done, total)
-
-    def on_round() -> None:
-        nonlocal done
-        done += 1
-        progress(done, total)
-
-    result = CaseResult(NO_CLIFF.name, NO_CLIFF.summary, ours="", times={}, targets=[])
-    sweep = bounds.Bound(tuple(array[:DENSE] for array in memory), gradient[:DENSE])
-    for D, N, batches in sizes():
+    result = SpecialResult(NO_CLIFF.name, NO_CLIFF.summary, times={})
+    sweep = bounds.Stream(tuple(array[:SWEEP] for array in memory), (gradient[:SWEEP],))
+    for done, (D, N, batches) in enumerate(sizes()):
         points = {B: Point(memory, gradient, N, D, B) for B in batches}
-        loops = bounds.jobs(sweep, settings.threads)
-        contestants = in_process(loops, lead_in=1, steps=1)
-        for B, point in points.items():
-            contestants += in_process({_label(D, B): point.job}, 1, 3 if B < 100_000 else 1)
-        times = interleave(contestants, rounds, on_round).summaries
-        _add(result, D, points, times, fastest(times, list(loops)))
+        loops = bounds.jobs(bounds.Bound((sweep,)), threads)
+        jobs = {f"{BOUND}{shape}": job for shape, job in loops.items()}
+        jobs |= {_label(D, B): point.job for B, point in points.items()}
+        contestants = in_process(jobs)
+        warm_up(contestants)
+        plan = Plan(ROUNDS, 1, dict.fromkeys(jobs, 1))
+        times = interleave(contestants, plan, on_round=_share_of(progress, done)).summaries
+        bound = fastest(times, [label for label in times if label.startswith(BOUND)])
+        assert bound is not None
+        _add(result, D, points, times, bound, sweep.bytes)
     return result
+
+
+def _share_of(progress: Progress, done: int) -> Callable[[int], None]:
+    """Tells the progress within one of the widths."""
+    return lambda rounds: progress((done + rounds / ROUNDS) / len(WIDTHS))
 
 
 class Point:
@@ -88,21 +89,22 @@ class Point:
         sets = [rng.integers(0, N, B) for _ in range(SETS)]
         self.rows = N
         self.lines = traffic.lazy_lines(sets[0], D)  # of the others much the same
-        operator = ops.FusedSparseLazyAdam()
+        operator: Any = ops.FusedSparseLazyAdam()
         current = 0
 
         def load() -> None:
             nonlocal current
             current = (current + 1) % SETS
 
-        self.job = Job(lambda: operator(w, m, v, *SCALARS, g, sets[current]), load)
+        scalars = tuple(SCALARS.values())
+        self.job = Job(lambda: operator(w, m, v, *scalars, g, sets[current]), load)
 
 
 def _aligned(size: int, value: float) -> np.ndarray:
     """Float32 numbers that have been written and start on a cache line."""
-    raw = np.empty(size * traffic.FLOAT + traffic.LINE, np.uint8)
+    raw = np.empty(size * 4 + traffic.LINE, np.uint8)
     start = -raw.ctypes.data % traffic.LINE
-    array = raw[start : start + size * traffic.FLOAT].view(np.float32)
+    array = raw[start : start + size * 4].view(np.float32)
     array.fill(value)
     return array
 
@@ -112,23 +114,20 @@ def _label(D: int, B: int) -> str:
 
 
 def _add(
-    result: CaseResult,
+    result: SpecialResult,
     D: int,
     points: dict[int, Point],
     times: dict[str, Summary],
-    bound: str | None,
+    bound: str,
+    moved: int,
 ) -> None:
-    """The points of one width, and its target: the worst of them."""
-    assert bound is not None
-    moved = traffic.dense(DENSE, VARIABLES)
+    """The points of one width, against the bound's bytes in a second."""
     rate = moved / times[bound].median
-    result.times[f"D={D} bound: {bound}"] = times[bound]
-    result.bytes_moved[f"D={D} bound: {bound}"] = moved
-    found: list[dict[str, Any]] = []
+    result.times[f"D={D} {bound}"] = times[bound]
     for B, point in points.items():
         summary, limit = times[_label(D, B)], allowed(point.lines, rate)
         result.times[_label(D, B)] = summary
-        found.append(
+        result.points.append(
             {
                 "D": D,
                 "B": B,
@@ -139,14 +138,3 @@ def _add(
                 "of_allowed_p80": summary.p80 / limit,
             }
         )
-    result.points.extend(found)
-    worst = max(found, key=lambda point: float(point["of_allowed"]))
-    result.targets.append(
-        Target(
-            what=f"D={D}: time / allowed, worst at B={worst['B']:,}",
-            value=worst["of_allowed"],
-            at_p80=max(point["of_allowed_p80"] for point in found),
-            target=1.0,
-            lower_is_better=True,
-        )
-    )

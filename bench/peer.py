@@ -11,8 +11,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,47 @@ from .errors import BenchError
 from .measure import ContestantLostError
 
 _SCRIPTS = Path(__file__).parent / "workers"
+
+
+@dataclass(frozen=True)
+class PeerKind:
+    """A library that we are compared with.
+
+    Args:
+        modules: what has to be installed in the interpreter that runs its worker.
+        script: the worker.
+        is_default: it is asked when no peer is named.
+        interpreter: the peer whose interpreter it shares; by default it has its own.
+    """
+
+    modules: tuple[str, ...]
+    script: Path
+    is_default: bool = True
+    interpreter: str | None = None
+
+
 PEERS = {
-    "torch": _SCRIPTS / "torch_worker.py",
-    "mindspore": _SCRIPTS / "mindspore_worker.py",
+    "numpy": PeerKind(("numpy",), _SCRIPTS / "numpy_worker.py"),
+    "torch": PeerKind(("torch",), _SCRIPTS / "torch_worker.py"),
+    "torch-compile": PeerKind(
+        ("torch",),
+        _SCRIPTS / "torch_compile_worker.py",
+        is_default=False,
+        interpreter="torch",
+    ),
+    "optax": PeerKind(("jax", "optax"), _SCRIPTS / "optax_worker.py"),
+    "mindspore": PeerKind(("mindspore",), _SCRIPTS / "mindspore_worker.py"),
+    "mxnet": PeerKind(("mxnet",), _SCRIPTS / "mxnet_worker.py"),
+    "deepspeed": PeerKind(("torch", "deepspeed"), _SCRIPTS / "deepspeed_worker.py"),
+    "fbgemm": PeerKind(("torch", "fbgemm_gpu"), _SCRIPTS / "fbgemm_worker.py"),
 }
 _CAN_STOP = hasattr(signal, "SIGSTOP")
-_TIMEOUT = 120.0
-# Our own threads spin for a few milliseconds after a parallel loop, in the hope of another one.
-_SETTLE = 0.02
+_TIMEOUT = 600.0  # compiling may take minutes
+
+
+def interpreter_option(peer: str) -> str:
+    """The option that names the interpreter of a peer."""
+    return f"--{PEERS[peer].interpreter or peer}-python"
 
 
 def find_python(peer: str, option: str | None) -> str | None:
@@ -38,9 +71,10 @@ def find_python(peer: str, option: str | None) -> str | None:
         BenchError: the user named something that is no program.
     """
     if option is None:
-        return sys.executable if find_spec(peer) is not None else None
+        here = all(find_spec(module) is not None for module in PEERS[peer].modules)
+        return sys.executable if here else None
     if not (os.path.isfile(option) and os.access(option, os.X_OK)):
-        raise BenchError(f"--{peer}-python: {option!r} is no Python interpreter")
+        raise BenchError(f"{interpreter_option(peer)}: {option!r} is no Python interpreter")
     return option
 
 
@@ -50,19 +84,28 @@ class Worker:
     While it is not asked, it is stopped by a signal, so its threads cannot disturb the others;
     where there are no such signals, it is told to wait passively.
 
+    Args:
+        program: the interpreter's arguments for what serves requests
+            (`worker_protocol.serve`).
+        python: the interpreter.
+        threads: that the library may use.
+        path: where the interpreter looks for packages first.
+
     Raises:
         ContestantLostError: from every method, when the worker or its library does not work.
     """
 
-    def __init__(self, script: Path, python: str, threads: int) -> None:
+    def __init__(
+        self, program: Sequence[str], python: str, threads: int, path: Path | None = None
+    ) -> None:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed in close()
         try:
             self._process = subprocess.Popen(
-                [python, str(script), str(threads)],
+                [python, *program, str(threads)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
-                env=_environment(python, threads),
+                env=_environment(python, threads, path),
                 encoding="utf-8",
             )
         except OSError as error:
@@ -78,6 +121,11 @@ class Worker:
             self.close()
             raise
 
+    @property
+    def is_broken(self) -> bool:
+        """It has ended or does not answer any more."""
+        return self._broken is not None
+
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
@@ -88,7 +136,6 @@ class Worker:
         """Send a request and wait for its answer."""
         if self._broken is not None:
             raise ContestantLostError(self._broken)
-        time.sleep(_SETTLE)
         self._signal("SIGCONT")
         line = self._exchange(json.dumps(request))
         self._signal("SIGSTOP")
@@ -144,16 +191,20 @@ class Worker:
         self._errors.close()
 
 
-def _environment(python: str, threads: int) -> dict[str, str]:
+def _environment(python: str, threads: int, path: Path | None) -> dict[str, str]:
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
+        "OPENBLAS_NUM_THREADS": str(threads),
         "GLOG_v": "3",  # MindSpore's warnings
     }
+    environment.pop("PYTHONSAFEPATH", None)  # a worker imports its neighbours
     if not _CAN_STOP:
         environment |= {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}
-    if python != sys.executable:
+    if path is not None:
+        environment["PYTHONPATH"] = str(path)
+    elif python != sys.executable:
         environment.pop("PYTHONPATH", None)  # it names packages of this interpreter
     return environment
 
@@ -163,32 +214,50 @@ class Peers:
 
     Args:
         pythons: the interpreter of each peer that was asked for; None when there is none.
-        threads: of each worker.
+
+    Attributes:
+        versions: of the libraries of the workers that were started.
+        missing: why a peer cannot take part.
     """
 
-    def __init__(self, pythons: dict[str, str | None], threads: int) -> None:
+    def __init__(self, pythons: dict[str, str | None]) -> None:
         self._pythons = pythons
-        self._threads = threads
-        self._workers: dict[str, Worker] = {}
+        self._workers: dict[tuple[str, int], Worker] = {}
         self.versions: dict[str, str] = {}
         self.missing: dict[str, str] = {}
 
-    def worker(self, peer: str) -> Worker | None:
-        """The running worker of a peer; None, with a reason in ``missing``, when there is none."""
-        if peer in self._workers or peer in self.missing:
-            return self._workers.get(peer)
-        python = self._pythons.get(peer)
-        if peer not in self._pythons:
-            self.missing[peer] = "not asked for"
-        elif python is None:
-            self.missing[peer] = f"not installed here; name an interpreter with --{peer}-python"
-        else:
-            try:
-                self._workers[peer] = worker = Worker(PEERS[peer], python, self._threads)
-                self.versions[peer] = worker.version
-            except ContestantLostError as error:
-                self.missing[peer] = str(error)
-        return self._workers.get(peer)
+    @property
+    def names(self) -> list[str]:
+        """Of the peers that were asked for."""
+        return list(self._pythons)
+
+    def worker(self, peer: str, threads: int) -> Worker | None:
+        """A running worker; None, with a reason in ``missing``, when there is none.
+
+        One that has died, of one point's size say, is started again for the next point.
+        """
+        old = self._workers.get((peer, threads))
+        if old is not None and old.is_broken:
+            old.close()
+            del self._workers[peer, threads]
+        if peer not in self.missing and (peer, threads) not in self._workers:
+            python = self._pythons[peer]
+            if python is None:
+                self.missing[peer] = (
+                    f"not installed here; name its Python with {interpreter_option(peer)}"
+                )
+            else:
+                self._start(peer, python, threads)
+        return None if peer in self.missing else self._workers[peer, threads]
+
+    def _start(self, peer: str, python: str, threads: int) -> None:
+        try:
+            worker = Worker([str(PEERS[peer].script)], python, threads)
+        except ContestantLostError as error:
+            self.missing[peer] = str(error)
+            return
+        self._workers[peer, threads] = worker
+        self.versions[peer] = worker.version
 
     def close(self) -> None:
         """End all workers."""
@@ -198,9 +267,9 @@ class Peers:
 
 
 @contextlib.contextmanager
-def peers_of(pythons: dict[str, str | None], threads: int) -> Iterator[Peers]:
+def peers_of(pythons: dict[str, str | None]) -> Iterator[Peers]:
     """The peers of a run, ended with it."""
-    peers = Peers(pythons, threads)
+    peers = Peers(pythons)
     try:
         yield peers
     finally:

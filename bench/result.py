@@ -1,4 +1,4 @@
-"""What a case hands to the report."""
+"""What the measurement of a point hands to the report."""
 
 from __future__ import annotations
 
@@ -6,50 +6,118 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from .stats import Summary, Target
+from .cases import Point
+from .stats import Ratio, Summary, ratio
+
+OURS = "fusestep"
+BOUND = "bound: "
+# What is called a loss: less than this share of the bound where a step works from memory, and
+# more time than a peer anywhere.
+OF_BOUND = 0.9
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user chose for a run."""
+    """What the user chose for a run.
 
-    threads: int
-    quick: bool = False
+    Args:
+        seconds: that the measurement of a point may take.
+    """
 
-    def rounds(self, full: int) -> int:
-        """How often to measure what a full run measures ``full`` times."""
-        return max(3, full // 5) if self.quick else full
+    seconds: float = 1.0
 
 
-# Told the rounds that are done and all that there are to do.
-Progress = Callable[[int, int], None]
+# Told the share of the work that is done.
+Progress = Callable[[float], None]
 
 
 @dataclass(frozen=True)
-class CaseResult:
-    """The figures of one case.
+class Against:
+    """One reference: the fastest bound loop, or the fastest form of a peer.
+
+    Args:
+        label: of its times.
+        speedup: its time by ours; for a bound, the share of its speed that we reach.
+    """
+
+    label: str
+    speedup: Ratio
+
+
+@dataclass(frozen=True)
+class PointResult:
+    """The figures of one point.
+
+    Args:
+        point: what was measured.
+        bytes: what a step must move.
+        size: the sizes.
+        from_memory: whether a step had to fetch its arrays from memory.
+        copies: how many sets of buffers took turns.
+        times: by label: ours, bounds, peers.
+        memory: by label, bytes that a step needs beside its arrays; None where unknown.
+        unavailable: why a label, or a peer, has no times.
+    """
+
+    point: Point
+    bytes: int
+    size: dict[str, int]
+    from_memory: bool
+    copies: int
+    times: dict[str, Summary]
+    memory: dict[str, int | None] = field(default_factory=dict)
+    unavailable: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def bound(self) -> Against | None:
+        """The fastest loop with the same traffic."""
+        return self._against([label for label in self.times if label.startswith(BOUND)])
+
+    @property
+    def peers(self) -> dict[str, Against]:
+        """The fastest form of each peer."""
+        labels: dict[str, list[str]] = {}
+        for label in self.times:
+            if label != OURS and not label.startswith(BOUND):
+                labels.setdefault(label.split()[0], []).append(label)
+        found = {peer: self._against(forms) for peer, forms in labels.items()}
+        return {peer: against for peer, against in found.items() if against is not None}
+
+    def _against(self, labels: list[str]) -> Against | None:
+        best = fastest(self.times, labels)
+        if best is None or OURS not in self.times:
+            return None
+        return Against(best, ratio(self.times[best], self.times[OURS]))
+
+    @property
+    def losses(self) -> list[str]:
+        """What falls short, in words."""
+        losses = []
+        if self.from_memory and self.bound and self.bound.speedup.value < OF_BOUND:
+            losses.append(f"{self.bound.speedup.value:.1%} of the bound")
+        losses += [
+            f"{against.speedup.value:.2f} x {against.label}"
+            for against in self.peers.values()
+            if against.speedup.value < 1
+        ]
+        return losses
+
+
+@dataclass(frozen=True)
+class SpecialResult:
+    """The figures of a case with a method of its own.
 
     Args:
         name, summary: of the case.
-        ours: the label of our step; the empty string where there are several.
         times: by label.
-        size: the sizes.
-        bytes_moved: by label, for those whose traffic is known.
-        bound: the label of the fastest bound loop.
-        targets: figures and verdicts.
-        unavailable: why a label has no times.
-        points: further measurements of a case that is a series.
+        limits: what some of them should not exceed, in seconds.
+        points: further figures of a case that is a series.
     """
 
     name: str
     summary: str
-    ours: str
     times: dict[str, Summary]
-    targets: list[Target]
-    size: dict[str, int] = field(default_factory=dict)
-    bytes_moved: dict[str, int] = field(default_factory=dict)
-    bound: str | None = None
-    unavailable: dict[str, str] = field(default_factory=dict)
+    limits: dict[str, float] = field(default_factory=dict)
     points: list[dict[str, Any]] = field(default_factory=list)
 
 

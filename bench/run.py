@@ -1,60 +1,90 @@
-"""Runs the chosen cases and reports."""
+"""Measures what was asked for and reports."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-import numba
 from rich.console import Console
 
-from .. import set_num_threads
-from . import document, first_step, machine, no_cliff, step_case, table
-from .cases import CASES, NO_CLIFF, StepCase
+from . import against, document, first_step, machine, no_cliff, plot, point, table, thor
+from .cases import FIRST_STEP, NO_CLIFF, THOR, Point, SpecialCase
+from .errors import BenchError
+from .options import Request
 from .peer import Peers, peers_of
-from .result import CaseResult, Progress, Settings
+from .result import Progress, Settings, SpecialResult
 
 
-def measure_and_report(
-    names: list[str],
-    threads: int,
-    quick: bool,
-    pythons: dict[str, str | None],
-    path: Path | None,
-) -> None:
-    """Measure the named cases, print the tables, write the JSON file."""
-    if path is not None:
-        document.check_writable(path)
-    settings, load = Settings(threads, quick), machine.load()
-    with _threads(threads), peers_of(pythons, threads) as peers:
-        with table.progress(Console(stderr=True)) as reports:
-            results = [measure(name, settings, peers, reports[name]) for name in names]
-        data = document.document(results, settings, peers, load)
+def run(request: Request) -> int:
+    """Measure, print the tables, write the files; returns the exit status."""
+    console = table.console()
+    if request.left_out:
+        console.print(
+            f"left out, no size or dtype fits: {', '.join(request.left_out)}", style="yellow"
+        )
+    if request.against is None:
+        return _measured(request, console)[1]
+    path = Path(request.against)
+    if path.is_file():
+        before = document.read(path, "--against")
+        now, status = _measured(request, console)
+        return table.show_changes(against.changes(before, now), console) or status
+    if request.special:
+        names = ", ".join(case.name for case in request.special)
+        raise BenchError(f"--against {request.against}: compares steps, not {names}")
+    with against.versions(request.against) as folders, table.progress() as progress:
+        found = against.measure(folders, request.points, request.settings, progress)
+    return table.show_changes(found, console)
+
+
+def _measured(request: Request, console: Console) -> tuple[dict[str, Any], int]:
+    """The document of a run, printed and written, and the exit status."""
+    load = machine.load()
+    with peers_of(request.pythons) as peers:
+        results, trouble = _results(request, peers)
+        data = document.document(results, request.settings, peers, load)
     document.check_schema(data)
-    table.show(data, Console())
-    if path is not None:
-        document.write(path, data)
+    table.show(data, console)
+    if request.json is not None:
+        document.write(request.json, data)
+    if request.plot is not None:
+        plot.draw(data, request.plot)
+    if trouble:
+        console.print(f"not all was measured: {trouble}", style="bold red")
+    return data, 130 if trouble else 0
 
 
-@contextmanager
-def _threads(threads: int) -> Iterator[None]:
-    """The bound loops are Numba's own, so Numba has to know the number, too."""
-    before = numba.get_num_threads()
-    numba.set_num_threads(threads)
-    set_num_threads(threads)
+def _results(request: Request, peers: Peers) -> tuple[list[document.Result], str]:
+    """What could be measured, and what ended the run before its end.
+
+    What has been measured by then is not lost.
+    """
+    results: list[document.Result] = []
+    wanted: list[Point | SpecialCase] = [*request.points, *request.special]
     try:
-        yield
-    finally:
-        set_num_threads(None)
-        numba.set_num_threads(before)
+        with table.progress() as reports:
+            for one in wanted:
+                name = one.title if isinstance(one, Point) else one.name
+                report = reports(name, len(results), len(wanted))
+                results.append(measure(one, request.settings, request.threads, peers, report))
+    except (KeyboardInterrupt, BenchError) as error:
+        if not results:
+            raise
+        return results, str(error) or "interrupted"
+    return results, ""
 
 
-def measure(name: str, settings: Settings, peers: Peers, progress: Progress) -> CaseResult:
-    """Measure one case."""
-    (case,) = (case for case in CASES if case.name == name)
-    if isinstance(case, StepCase):
-        return step_case.run(case, settings, peers, progress)
-    if case is NO_CLIFF:
-        return no_cliff.run(settings, progress)
-    return first_step.run(settings, progress)
+def measure(
+    one: Point | SpecialCase,
+    settings: Settings,
+    threads: int,
+    peers: Peers,
+    progress: Progress,
+) -> document.Result:
+    """Measure one point or special case."""
+    if isinstance(one, Point):
+        return point.run(one, settings, peers, progress)
+    with point.using_threads(threads):
+        special = {FIRST_STEP: first_step, NO_CLIFF: no_cliff, THOR: thor}[one]
+        result: SpecialResult = special.run(threads, progress)
+    return result

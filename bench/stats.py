@@ -1,4 +1,4 @@
-"""Medians, percentiles and verdicts."""
+"""Medians, percentiles, ratios and verdicts."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from typing import Literal
 
 import numpy as np
 
-Verdict = Literal["reached", "reached, p80 not", "MISSED", "n/a"]
+# A step is called slower or faster than before when the middle three fifths of the rounds agree
+# on it and the median moved by more than so much.
+NOISE = 0.03
+Change = Literal["slower", "faster", "same"]
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What is kept of the samples of one contestant, in seconds."""
+    """What is kept of the samples of one contestant: seconds, or ratios."""
 
     median: float
     p20: float
@@ -28,48 +31,33 @@ class Summary:
 
 
 @dataclass(frozen=True)
-class Target:
-    """A figure, what it should be, and the verdict.
+class Ratio:
+    """A time by another time.
 
     Args:
-        what: names the figure.
-        value: of the medians; None when it could not be measured.
-        at_p80: the same figure with our 80th percentile in place of our median.
-        target: what the figure should reach.
-        lower_is_better: for times.
-        unit: "x", "%" or "s", for the table.
+        value: of the medians.
+        low, high: its spread: 20th by 80th percentile, and the other way round.
     """
 
-    what: str
-    value: float | None
-    at_p80: float | None
-    target: float
-    lower_is_better: bool = False
-    unit: str = "x"
-
-    @property
-    def verdict(self) -> Verdict:
-        """The median decides; a slow side that falls short is said, but is no miss."""
-        if self.value is None or self.at_p80 is None:
-            return "n/a"
-        if not self._meets(self.value):
-            return "MISSED"
-        return "reached" if self._meets(self.at_p80) else "reached, p80 not"
-
-    def _meets(self, value: float) -> bool:
-        return value <= self.target if self.lower_is_better else value >= self.target
+    value: float
+    low: float
+    high: float
 
 
-def speed_target(
-    what: str, ours: Summary, theirs: Summary | None, target: float, unit: str = "x"
-) -> Target:
-    """How many times faster than a reference we are: its median by ours."""
-    if theirs is None:
-        return Target(what, None, None, target, unit=unit)
-    value, at_p80 = theirs.median / ours.median, theirs.median / ours.p80
-    return Target(what, value, at_p80, target, unit=unit)
+def ratio(of: Summary, by: Summary) -> Ratio:
+    """How much longer ``of`` takes than ``by``: above 1, the second is faster."""
+    return Ratio(of.median / by.median, of.p20 / by.p80, of.p80 / by.p20)
 
 
-def time_target(what: str, ours: Summary, limit: float) -> Target:
-    """Seconds that should not exceed ``limit``."""
-    return Target(what, ours.median, ours.p80, limit, lower_is_better=True, unit="s")
+def paired(new: Sequence[float], old: Sequence[float]) -> Summary:
+    """Ratios of times that were measured in the same rounds, round by round."""
+    return Summary.of([a / b for a, b in zip(new, old, strict=True)])
+
+
+def change(ratios: Summary) -> Change:
+    """The verdict on ratios of new by old times."""
+    if ratios.median > 1 + NOISE and ratios.p20 > 1:
+        return "slower"
+    if ratios.median < 1 - NOISE and ratios.p80 < 1:
+        return "faster"
+    return "same"

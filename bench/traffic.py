@@ -1,63 +1,72 @@
-"""How many bytes a step must move, as formulas of its sizes.
+"""How many bytes a step must move, as formulas of its sizes: the table of docs/bytes.md.
 
-All figures are for float32 and int64 indices. A variable (parameter or state) that is updated
-counts twice, since it is read and written; a gradient counts once. What a kernel needs for
-itself (the sorted indices, for one) does not count: it is not part of the task.
+Every array that a step updates is read once and written once; a gradient is read once. What a
+kernel needs for itself (the sorted indices, for one) does not count: it is not part of the task.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
-FLOAT, INDEX, LINE = 4, 8, 64
+INDEX, LINE = 8, 64  # bytes of an int64 index, and of a cache line
 
 
-def dense(elements: int, variables: int) -> int:
-    """A dense step: ``variables`` read and written, the gradient read.
+@dataclass(frozen=True)
+class Traffic:
+    """How many arrays of a parameter's size one step moves.
 
-    Adam has w, m, v: 28 bytes an element. AMSGrad has vhat too: 36.
+    Args:
+        updated: read and written: the parameter and its states.
+        read: only read: the gradient.
+        written: only written.
+        passes: for each pass before the update, which needs sums over whole tensors, how many
+            arrays it reads: the gradient; with 2, the parameter too; then the states.
     """
-    return elements * FLOAT * (2 * variables + 1)
+
+    updated: int
+    read: int = 1
+    written: int = 0
+    passes: tuple[int, ...] = ()
+
+    @property
+    def arrays(self) -> int:
+        """Arrays that pass through memory, one that is updated counted twice."""
+        return 2 * self.updated + self.read + self.written + sum(self.passes)
+
+    def dense(self, elements: int, itemsize: int) -> int:
+        """A dense step; float32 Adam (three updated arrays): 28 bytes an element."""
+        return elements * itemsize * self.arrays
+
+    def every_row(self, N: int, D: int, B: int, itemsize: int) -> int:
+        """A row-sparse gradient, and all N rows take the step."""
+        return 2 * self.updated * N * D * itemsize + batch(B, D, itemsize)
+
+    def touched_rows(self, unique: int, D: int, B: int, itemsize: int) -> int:
+        """A row-sparse gradient, and the ``unique`` different rows in it take the step."""
+        own = 2 * self.updated + self.written
+        return own * unique * D * itemsize + batch(B, D, itemsize)
 
 
-def read(elements: int, arrays: int) -> int:
-    """A pass that reads ``arrays`` and writes nothing, such as the norms of LAMB: 16 bytes."""
-    return elements * FLOAT * arrays
-
-
-def sweep(elements: int, variables: int) -> int:
-    """Every variable read and written, no gradient: Adam 24 bytes an element."""
-    return elements * FLOAT * 2 * variables
-
-
-def batch(B: int, D: int) -> int:
+def batch(B: int, D: int, itemsize: int) -> int:
     """A row-sparse gradient: ``[B, D]`` values and ``[B]`` indices, read."""
-    return B * (D * FLOAT + INDEX)
+    return B * (D * itemsize + INDEX)
 
 
-def rows_all(N: int, D: int, B: int, variables: int) -> int:
-    """A dense-equivalent row step: the whole table takes the step."""
-    return sweep(N * D, variables) + batch(B, D)
-
-
-def rows_touched(unique: int, D: int, B: int, variables: int) -> int:
-    """A lazy row step: ``unique`` different rows take the step."""
-    return sweep(unique * D, variables) + batch(B, D)
-
-
-def row_lines(rows: np.ndarray, D: int) -> int:
+def row_lines(rows: np.ndarray, D: int, itemsize: int = 4) -> int:
     """Cache lines of some rows of a ``[N, D]`` array that starts on a line.
 
     Each row counts the lines that it spans; lines that two rows share count for both, as
     scattered accesses meet them at different times.
     """
-    first = rows * (D * FLOAT) // LINE
-    last = ((rows + 1) * (D * FLOAT) - 1) // LINE
+    first = rows * (D * itemsize) // LINE
+    last = ((rows + 1) * (D * itemsize) - 1) // LINE
     return int((last - first + 1).sum())
 
 
 def lazy_lines(indices: np.ndarray, D: int, variables: int = 3) -> int:
-    """Cache lines that a lazy row step touches, a line that is read and written twice.
+    """Cache lines that a lazy float32 row step touches, one that is read and written twice.
 
     Per occurrence the lines of its gradient row, and its share of the indices; per different
     row the lines of the row in each variable, read and written.

@@ -1,198 +1,281 @@
-"""What the cases run: arrays, our step on them, and what peers need to do the same.
+"""A point set up: arrays, our step on them, its bound, and what peers need to do the same.
 
-All arrays are plain NumPy arrays, as a user has them. Variables start at zero: moments that
-start elsewhere and decay untouched end as subnormal numbers, which are slow.
+Parameters (but those of LARS) and states start at zero: moments that start elsewhere and decay
+untouched end as subnormal numbers, which are slow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import psutil
 
-from .. import nn, ops
-from . import traffic
-from .bounds import Bound
+from .. import ops
+from . import machine, workloads
+from .bounds import Arrays, Bound, Gather, Rows, Stream
+from .cases import Point
+from .errors import BenchError
+from .subject import DTYPES, Prepared, Subject, Use, written_zeros
+from .traffic import INDEX
 from .workers.worker_protocol import Job
+from .workloads import Gradient, Tensor
 
-# Powers of the betas at the first step, learning rate, betas, epsilon.
-SCALARS = (0.9, 0.999, 1e-3, 0.9, 0.999, 1e-8)
-DENSE = 2**24
-TABLE = (500_000, 64, 65_536)  # N, D, B
+# Buffers that are used in turn come to so many times the last cache. Below an
+# eighth of one, a step is so short that a training loop would find its arrays in the cache, too.
+_ROTATE_TO, _CACHED_BELOW = 3.0, 0.125
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What ours and every peer start from.
+
+    Args:
+        tensors: the parameters.
+        gradients: of each of them.
+        start: what every element of the parameters starts from.
+        bytes: what a step must move, by the model of `traffic`.
+        needed: bytes of one set of buffers, about.
+        copies: how many sets of buffers take turns.
+        from_memory: a step finds nothing of the one before in the cache.
+    """
+
+    tensors: tuple[Tensor, ...]
+    gradients: list[Gradient]
+    start: float
+    bytes: int
+    needed: int
+    copies: int
+    from_memory: bool
+
+    @property
+    def fresh(self) -> bool:
+        """Each step gets new gradient arrays, as in a training loop; large ones take turns."""
+        return not self.from_memory
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """For the report."""
+        sizes = {"parameters": len(self.tensors), "elements": sum(t.size for t in self.tensors)}
+        rows = [gradient.indices for gradient in self.gradients if gradient.indices is not None]
+        if rows:
+            sizes["occurrences"] = sum(index.size for index in rows)
+            sizes["different rows"] = sum(np.unique(index).size for index in rows)
+        return sizes
+
+
+def enough_memory(needed: int) -> str | None:
+    """None, or what is missing for so many bytes.
+
+    A part has to stay free: arrays are drawn and copied on the way.
+    """
+    available = psutil.virtual_memory().available
+    if needed <= 0.7 * available:
+        return None
+    return f"needs {needed / 1e9:.1f} GB, {available / 1e9:.1f} GB of memory are free"
+
+
+def inputs(point: Point) -> Inputs:
+    """What a point works on.
+
+    Raises:
+        BenchError: the machine has not enough memory for it.
+    """
+    workload = point.workload()
+    needed = workload.elements * DTYPES[point.dtype].itemsize * (1 + point.case.use.traffic.updated)
+    if missing := enough_memory(needed):
+        raise BenchError(missing)
+    gradients = workloads.gradients(workload)
+    moved, cache = bytes_moved(point, gradients), machine.last_cache_bytes()
+    from_memory = moved >= _CACHED_BELOW * cache
+    wanted = -(-int(_ROTATE_TO * cache) // moved) if from_memory else 1
+    fitting = int(psutil.virtual_memory().available / 4 / needed)  # peers need memory, too
+    copies = max(1, min(wanted, fitting))
+    return Inputs(
+        tensors=workload.tensors,
+        gradients=gradients,
+        start=point.case.use.start,
+        bytes=moved,
+        needed=needed,
+        copies=copies,
+        from_memory=from_memory,
+    )
+
+
+class Turns:
+    """Sets of buffers in turn, for several jobs together.
+
+    The next step, whoever takes it, is on the next set. If each job went round on its own, one
+    would find in the cache what the one before it has just used.
+    """
+
+    def __init__(self) -> None:
+        self._steps = 0
+
+    def job(self, of_sets: Sequence[Job]) -> Job:
+        """A job whose steps are those of the given jobs, one for each set."""
+        if len(of_sets) == 1:
+            return of_sets[0]
+        now = of_sets[0]
+
+        def load() -> None:
+            nonlocal now
+            self._steps += 1
+            now = of_sets[self._steps % len(of_sets)]
+            now.load()
+
+        return Job(lambda: now.step(), load)
 
 
 @dataclass(frozen=True)
 class Work:
-    """One case, set up.
+    """A point, set up.
 
     Args:
-        jobs: our steps by name; the first is the one that targets speak of.
-        variables: what the first of them updates.
-        bytes: what a step must move, by the model of `traffic`.
-        shapes: of the parameters.
-        inputs: what a peer gets: gradients, and indices if there are any, one per parameter
-            or per batch.
-        size: the sizes, for the report.
-        bound: what the bound loops move; None where no bound applies.
-        new_gradients: each step gets new gradient arrays.
+        turns: in which the steps and the bounds use the sets of buffers.
+        job: our steps.
+        bounds: what the bound loops move, one for each set of buffers.
+        updated: the arrays of the first set that a step updates.
     """
 
-    jobs: dict[str, Job]
-    variables: tuple[np.ndarray, ...]
-    bytes: int
-    shapes: list[tuple[int, ...]]
-    inputs: dict[str, list[np.ndarray]]
-    size: dict[str, int]
-    bound: Bound | None = None
-    new_gradients: bool = field(default=False)
+    turns: Turns
+    job: Job
+    bounds: list[Bound]
+    updated: list[Arrays]
 
 
-def zeros(shape: tuple[int, ...]) -> np.ndarray:
-    """Float32 zeros in memory that has been written, unlike that of ``np.zeros``.
+def build(point: Point, given: Inputs) -> Work:
+    """Set a point up."""
+    case, dtype = point.case, DTYPES[point.dtype]
+    sets = [
+        Buffers(case.subject, case.use, dtype, given.tensors, given.gradients)
+        for _ in range(given.copies)
+    ]
+    turns = Turns()
+    return Work(
+        turns=turns,
+        job=turns.job([s.job(fresh=given.fresh) for s in sets]),
+        bounds=[s.bound() for s in sets],
+        updated=sets[0].prepared.updated,
+    )
 
-    Reading memory that was never written costs no traffic: it is all one page.
+
+def bytes_moved(point: Point, gradients: Sequence[Gradient]) -> int:
+    """What a step of the point must move."""
+    use, itemsize = point.case.use, DTYPES[point.dtype].itemsize
+    total = 0
+    for tensor, gradient in zip(point.workload().tensors, gradients, strict=True):
+        if gradient.indices is None:
+            total += use.traffic.dense(tensor.size, itemsize)
+            continue
+        (N, D), B = tensor.shape, gradient.indices.size
+        unique = np.unique(gradient.indices).size
+        if use.algorithm == "gather":
+            total += (unique + B) * D * itemsize + B * INDEX
+        elif use.every_row:
+            total += use.traffic.every_row(N, D, B, itemsize)
+        else:
+            total += use.traffic.touched_rows(unique, D, B, itemsize)
+    return total
+
+
+class Buffers:
+    """One set of buffers with our step on them.
+
+    Args:
+        subject: takes the steps.
+        use: what it does with such gradients.
+        dtype: of parameters and gradients.
+        tensors: the parameters.
+        gradients: of each of them.
+
+    Attributes:
+        parameters: the parameters.
+        prepared: the subject on them.
     """
-    array = np.empty(shape, np.float32)
-    array.fill(0)
-    return array
+
+    def __init__(
+        self,
+        subject: Subject,
+        use: Use,
+        dtype: np.dtype[Any],
+        tensors: Sequence[Tensor],
+        gradients: Sequence[Gradient],
+    ) -> None:
+        self._use = use
+        self._values = [gradient.values.astype(dtype) for gradient in gradients]
+        self._indices = [_copied(gradient.indices) for gradient in gradients]
+        self._shapes = [tensor.shape for tensor in tensors]
+        self.parameters = [np.full(shape, use.start, dtype) for shape in self._shapes]
+        self.prepared: Prepared = subject.prepare(self.parameters)
+
+    def job(self, *, fresh: bool) -> Job:
+        """Our step."""
+        step, gradients = self.prepared.step, self._gradients(self._values)
+
+        def load() -> None:
+            nonlocal gradients
+            gradients = self._gradients([values.copy() for values in self._values])
+
+        return Job(lambda: step(gradients), load) if fresh else Job(lambda: step(gradients))
+
+    def _gradients(self, values: Sequence[np.ndarray]) -> tuple[Any, ...]:
+        return tuple(
+            array if index is None else ops.RowTensor(index, array, shape)
+            for array, index, shape in zip(values, self._indices, self._shapes, strict=True)
+        )
+
+    def bound(self) -> Bound:
+        """What the loops of a bound move, on the same arrays where there is one tensor."""
+        if self._use.algorithm == "gather":
+            (table,), (index,), (out,) = self.parameters, self._indices, self._values
+            assert index is not None
+            return Bound((Gather(index, table, np.empty_like(out)),))
+        kinds = [index is not None for index in self._indices]
+        return Bound((*self._row_passes(kinds), *self._dense_passes(kinds)))
+
+    def _row_passes(self, is_sparse: list[bool]) -> list[Stream | Rows]:
+        """The gradient in order, then the tables: whole, or the rows that occur."""
+        passes: list[Stream | Rows] = []
+        values = [v for v, sparse in zip(self._values, is_sparse, strict=True) if sparse]
+        indices = [index for index in self._indices if index is not None]
+        if values:
+            passes += [Stream(read=(_joined(values),)), Stream(read=(_joined(indices),))]
+        for index, arrays in zip(self._indices, self.prepared.updated, strict=True):
+            if index is None:
+                continue
+            if self._use.every_row:
+                passes.append(Stream(arrays))
+            else:
+                passes.append(Rows(np.unique(index), arrays))
+        return passes
+
+    def _dense_passes(self, is_sparse: list[bool]) -> list[Stream]:
+        places = [k for k, sparse in enumerate(is_sparse) if not sparse]
+        if not places:
+            return []
+        traffic = self._use.traffic
+        updated = tuple(
+            _joined([self.prepared.updated[k][j] for k in places]) for j in range(traffic.updated)
+        )
+        gradient = _joined([self._values[k] for k in places])
+        only_read = tuple(_joined([a]) for a in self.prepared.reads)
+        reads = (gradient, *updated, *only_read)
+        written = (np.empty_like(gradient),) * traffic.written
+        return [
+            *(Stream(read=reads[:count]) for count in traffic.passes),
+            Stream(updated, (gradient, *only_read)[: traffic.read], written),
+        ]
 
 
-def normal(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Float32 normal numbers."""
-    return rng.standard_normal(shape, np.float32)
+def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """An array itself; in place of several, one as large as all of them."""
+    if len(arrays) == 1:
+        return arrays[0].reshape(-1)
+    return written_zeros(np.empty(sum(a.size for a in arrays), arrays[0].dtype))
 
 
-def dense_adam(n: int = DENSE) -> Work:
-    """Adam on one tensor, as an operator and as an optimizer."""
-    w, m, v = (zeros((n,)) for _ in range(3))
-    g = normal(np.random.default_rng(0), (n,))
-    operator = ops.Adam()
-    optimizer = nn.Adam([w], learning_rate=1e-3)
-    return Work(
-        jobs={
-            "ops.Adam": Job(lambda: operator(w, m, v, *SCALARS, g)),
-            "nn.Adam": Job(lambda: optimizer((g,))),
-        },
-        variables=(w, m, v),
-        bytes=traffic.dense(n, 3),
-        shapes=[(n,)],
-        inputs={"gradient": [g]},
-        size={"elements": n},
-        bound=Bound((w, m, v), g),
-    )
-
-
-def dense_amsgrad(n: int = DENSE) -> Work:
-    """AMSGrad on one tensor."""
-    w, m, v, vhat = (zeros((n,)) for _ in range(4))
-    g = normal(np.random.default_rng(0), (n,))
-    operator = ops.ApplyAdamWithAmsgradV2()
-    return Work(
-        jobs={"ops.ApplyAdamWithAmsgradV2": Job(lambda: operator(w, m, v, vhat, *SCALARS, g))},
-        variables=(w, m, v, vhat),
-        bytes=traffic.dense(n, 4),
-        shapes=[(n,)],
-        inputs={"gradient": [g]},
-        size={"elements": n},
-        bound=Bound((w, m, v, vhat), g),
-    )
-
-
-def many_small(count: int = 200) -> Work:
-    """One step of an optimizer on many small parameters, new gradient arrays each time.
-
-    The sizes are ``np.random.default_rng(0).integers(16, 4097, count)``.
-    """
-    sizes = [int(size) for size in np.random.default_rng(0).integers(16, 4097, count)]
-    rng = np.random.default_rng(1)
-    originals = [normal(rng, (size,)) for size in sizes]
-    parameters = [zeros((size,)) for size in sizes]
-    optimizer = nn.Adam(parameters, learning_rate=1e-3)
-    gradients: list[np.ndarray] = []
-
-    def load() -> None:
-        gradients[:] = [original.copy() for original in originals]
-
-    return Work(
-        jobs={"nn.Adam": Job(lambda: optimizer(gradients), load)},
-        variables=(*parameters, *optimizer.moment1, *optimizer.moment2),
-        bytes=traffic.dense(sum(sizes), 3),
-        shapes=[(size,) for size in sizes],
-        inputs={"gradient": originals},
-        size={"parameters": count, "elements": sum(sizes)},
-        new_gradients=True,
-    )
-
-
-def zipf_rows(N: int, B: int) -> np.ndarray:
-    """Indices by Zipf's law with exponent 1.2, the frequent rows scattered over the table."""
-    rng = np.random.default_rng(0)
-    z = rng.zipf(1.2, 3 * B)
-    z = z[z <= N][:B] - 1
-    return rng.permutation(N)[z]
-
-
-def rows_fused(N: int = TABLE[0], D: int = TABLE[1], B: int = TABLE[2]) -> Work:
-    """A row-sparse gradient, every row takes the step; the bound is the sweep alone."""
-    return _adam_rows(ops.FusedSparseAdam(), N, D, B, touched_only=False)
-
-
-def rows_lazy(N: int = TABLE[0], D: int = TABLE[1], B: int = TABLE[2]) -> Work:
-    """A row-sparse gradient, the rows that occur take the step."""
-    return _adam_rows(ops.FusedSparseLazyAdam(), N, D, B, touched_only=True)
-
-
-def rows_ftrl(N: int = TABLE[0], D: int = TABLE[1], B: int = TABLE[2]) -> Work:
-    """FTRL on the rows that occur."""
-    operator: Any = ops.FusedSparseFtrl(lr=1e-3, l1=0.0, l2=0.0, lr_power=-0.5)
-    return _rows(operator, 3, N, D, B, lambda v, g, i: operator(*v, g, i), touched_only=True)
-
-
-def rows_proximal_adagrad(N: int = TABLE[0], D: int = TABLE[1], B: int = TABLE[2]) -> Work:
-    """Proximal Adagrad on the rows that occur."""
-    operator: Any = ops.FusedSparseProximalAdagrad()
-    return _rows(
-        operator, 2, N, D, B, lambda v, g, i: operator(*v, 1e-3, 0.0, 0.0, g, i), touched_only=True
-    )
-
-
-def _adam_rows(operator: Callable[..., Any], N: int, D: int, B: int, *, touched_only: bool) -> Work:
-    return _rows(
-        operator,
-        3,
-        N,
-        D,
-        B,
-        lambda v, g, i: operator(*v, *SCALARS, g, i),
-        touched_only=touched_only,
-    )
-
-
-def _rows(
-    operator: Callable[..., Any],
-    count: int,
-    N: int,
-    D: int,
-    B: int,
-    call: Callable[[Sequence[np.ndarray], np.ndarray, np.ndarray], Any],
-    *,
-    touched_only: bool,
-) -> Work:
-    """A row-sparse step on a table with ``count`` variables."""
-    variables = tuple(zeros((N, D)) for _ in range(count))
-    indices = zipf_rows(N, B)
-    B = indices.size
-    g = normal(np.random.default_rng(1), (B, D))
-    unique = np.unique(indices).size
-    lazy, whole = traffic.rows_touched(unique, D, B, count), traffic.rows_all(N, D, B, count)
-    return Work(
-        jobs={f"ops.{type(operator).__name__}": Job(lambda: call(variables, g, indices))},
-        variables=variables,
-        bytes=lazy if touched_only else whole,
-        shapes=[(N, D)],
-        inputs={"gradient": [g], "indices": [indices]},
-        size={"N": N, "D": D, "B": B, "different rows": unique},
-        bound=None if touched_only else Bound(variables),
-    )
+def _copied(index: np.ndarray | None) -> np.ndarray | None:
+    return None if index is None else index.copy()

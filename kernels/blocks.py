@@ -65,6 +65,11 @@ class Kernel:
     real: Storage
 
     @property
+    def n_scalars(self) -> int:
+        """The number of fields of a row of ``hp``."""
+        return len(hp_type(self.rule, self.prologue)._fields)  # type: ignore[attr-defined]
+
+    @property
     def state_bytes(self) -> tuple[int, int, int]:
         """Bytes of an element of each state; 0 for a state that the rule does not have."""
         sizes = [storage.itemsize for storage in self.s]

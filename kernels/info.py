@@ -39,7 +39,7 @@ def facts() -> dict[str, str]:
         "cpu": llvmlite.binding.get_host_cpu_name(),
         "threads": str(parallel.get_num_threads()),
         "threading layer": layer,
-        "array headers": "read directly" if headers.usable() else "read through Python (slower)",
+        "array headers": "read directly" if headers.usable else "read through Python (slower)",
         "kernel cache": f"{place}: {len(entries)} kernels, {size:.1f} MiB" if place else "off",
     }
 

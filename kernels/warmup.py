@@ -13,7 +13,7 @@ from . import rules
 from .blocks import kernel
 from .cache import cache_directory, clear_cache
 from .compile import PARTS, NativeFunction
-from .cpu import dense, factored, gather, headers, measure, parallel, row_step, rows  # noqa: F401  (register their parts)
+from .cpu import counts, dense, factored, gather, headers, measure, parallel, row_step, rows, sums  # noqa: F401  (register their parts)
 from .cpu import finite as _finite  # noqa: F401
 from .factored_blocks import factored_kernel
 from .rules.adafactor import ADAFACTOR, ADAFACTOR_PLAIN
@@ -41,8 +41,8 @@ def functions(
     yield from PARTS
     prologues = _PROLOGUES if every_prologue else _PROLOGUES[:1]
     for storage in storages:
-        yield rows.accumulate(storage, real_of(storage))
-        yield rows.accumulate(real_of(storage), real_of(storage))
+        yield sums.accumulate(storage, real_of(storage))
+        yield sums.accumulate(real_of(storage), real_of(storage))
     for rule, prologue, storage in itertools.product(chosen, prologues, storages):
         compiled = kernel(rule, prologue, storage, storage, (storage,) * len(rule.states))
         yield from (compiled.block, compiled.block_zero, compiled.block_real)
@@ -88,8 +88,8 @@ def main(args: argparse.Namespace) -> int:
         clear_cache()
     begin = time.perf_counter()
     parallel.compile_loops()
-    headers.usable()
-    headers.addresses_of([])
+    headers.compile_readers()
+    counts.compile_counts()
     wanted = {f.identity: f for f in functions(chosen, storages, every_prologue=not args.plain)}
     for function in wanted.values():
         function.address  # noqa: B018  (compiles)

@@ -30,8 +30,11 @@ from .optimizer import Optimizer
 from .parameter import Parameter
 from .rmsprop import RMSProp
 from .schedule import LearningRateSchedule
+from .second_order import thor
 from .sequential import SequentialLR
 from .sgd import SGD, Momentum
+from .thor_conv import ThorConv2d
+from .thor_layers import ThorDense, ThorEmbedding, ThorLayerNorm
 
 __all__ = [
     "AdaFactor",
@@ -57,6 +60,10 @@ __all__ = [
     "PolynomialDecayLR",
     "RowTensor",
     "SequentialLR",
+    "ThorConv2d",
+    "ThorDense",
+    "ThorEmbedding",
+    "ThorLayerNorm",
     "WarmUpLR",
     "cosine_decay_lr",
     "exponential_decay_lr",
@@ -66,5 +73,6 @@ __all__ = [
     "piecewise_constant_lr",
     "polynomial_decay_lr",
     "save_checkpoint",
+    "thor",
     "warmup_lr",
 ]

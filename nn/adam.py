@@ -67,8 +67,9 @@ class _BiasCorrectedAdam(FusedOptimizer):
         return rules.ADAM_NESTEROV if self.use_nesterov else rules.ADAM
 
     def _scalars(self, real: Any, lr: float, _decay: float, step: int) -> tuple[Any, ...]:
-        powers = (rules.running_power(real, beta, step) for beta in (self.beta1, self.beta2))
-        return rules.adam_hp(real, lr, self.beta1, self.beta2, self.eps, *powers)
+        power1 = rules.running_power(real, self.beta1, step)
+        power2 = rules.running_power(real, self.beta2, step)
+        return rules.adam_hp(real, lr, self.beta1, self.beta2, self.eps, power1, power2)
 
     @property
     def moment1(self) -> tuple[np.ndarray, ...]:

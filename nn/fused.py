@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..kernels.cpu.counts import are_equal, count_up
 from ..kernels.cpu.finite import all_finite
 from ..kernels.rules.rule import Prologue, Rule, hp_type
 from ..kernels.storage import Storage
@@ -20,6 +21,7 @@ from ..ops.step import compile_step, dense_step, measure_step, row_step
 from .conditioning import Conditioning
 from .layout import Batch, Layout
 from .reader import GradientReader, Gradients
+from .schedule import Values
 from .stateful import StatefulOptimizer
 
 
@@ -128,7 +130,7 @@ class FusedOptimizer(StatefulOptimizer):
                 known[key] = len(known)
                 examples.append(i)
             class_of.append(known[key])
-        return np.array(class_of), examples
+        return np.array(class_of, np.int64), examples
 
     def _derive(self) -> None:
         """What is not part of the state: it is made anew in a copy."""
@@ -144,9 +146,11 @@ class FusedOptimizer(StatefulOptimizer):
         )
 
     def _condition(self) -> None:
-        self._conditioning = Conditioning(
-            self._groups.options, self.loss_scale, coupled=self._decay_is_coupled
-        )
+        options = self._groups.options
+        self._conditioning = Conditioning(options, self.loss_scale, coupled=self._decay_is_coupled)
+        examples = [options[i] for i in self._classes]
+        self._rates = Values(self._name, "learning_rate", [o.rate for o in examples])
+        self._decays = Values(self._name, "weight_decay", [o.decay for o in examples])
 
     # The step
 
@@ -173,42 +177,46 @@ class FusedOptimizer(StatefulOptimizer):
     def _step_with(
         self, gradients: tuple[Any, ...], conditioning: Conditioning
     ) -> tuple[bool, ...]:
-        done = (True,) * len(self.parameters)
-        if not self.use_locking:
+        if self.use_locking:
+            self._locked_step(gradients, conditioning)
+        else:
             plan = self._plan(gradients, conditioning)
             if plan is not None:
                 self._run_all(*plan, conditioning)
                 self._advance(plan[0].layout)
-            return done
-        # The call takes its number of updates and its place in the queue for the memory at
-        # once, so calls run in the order of their numbers.
+        return (True,) * len(gradients)
+
+    def _locked_step(self, gradients: tuple[Any, ...], conditioning: Conditioning) -> None:
+        """The call takes its number of updates and its place in the queue for the memory at
+        once, so calls run in the order of their numbers.
+        """
         with self._lock:
             plan = self._plan(gradients, conditioning)
             if plan is None:
-                return done
+                return
             self._advance(plan[0].layout)
             request = locks.Request(plan[0].layout.lock_spans, shared=False)
         with request:
             self._run_all(*plan, conditioning)
-        return done
 
     def _advance(self, layout: Layout) -> None:
         if layout.is_complete:
-            self._steps += 1
+            count_up(self._steps)
         else:
             self._steps[layout.active] += 1
-        self.global_step += 1
+        self.global_step[0] += 1
 
     def _run_all(self, given: Gradients, calls: list[Call], conditioning: Conditioning) -> None:
         for call in calls:
             batch = call.batch
             if batch.row_sparse:
+                is_only = given.layout.n_row_batches == 1
                 row_step(
                     batch.labels,
                     self._rule,
                     conditioning.prologue,
                     batch.variables,
-                    [given.rows[k] for k in batch.places],
+                    given.rows if is_only else [given.rows[k] for k in batch.places],
                     call.hp,
                     call.hp_of.tolist(),
                     touched_only=self.sparse_update == "lazy",
@@ -233,14 +241,6 @@ class FusedOptimizer(StatefulOptimizer):
                     self._complete(measure_step(*arguments), call, column)
         dense_step(*arguments)
 
-    def _values_at(self, step: int) -> tuple[list[float], list[float]]:
-        """Learning rate and weight decay of each class; every schedule is asked once a step."""
-        examples = [self._groups.options[i] for i in self._classes]
-        return (
-            self._each("learning_rate", [o.rate for o in examples], step),
-            self._each("weight_decay", [o.decay for o in examples], step),
-        )
-
     def _plan(
         self, gradients: tuple[Any, ...], conditioning: Conditioning
     ) -> tuple[Gradients, list[Call]] | None:
@@ -248,25 +248,32 @@ class FusedOptimizer(StatefulOptimizer):
 
         What can fail, fails here: nothing has been written.
         """
-        rates, decays = self._values_at(self._step)
-
-        def added(i: int) -> float:
-            return conditioning.centralized_with(i, decays[self._class_of[i]])
-
-        given = self._reader.read(gradients, added)
-        batches = given.layout.batches
-        several_row_calls = sum(batch.row_sparse for batch in batches) > 1
-        if self.use_locking or self.skip_nonfinite or several_row_calls:
+        step = self._step
+        rates, decays = self._rates.at(step), self._decays.at(step)
+        given = self._reader.read_like_last(gradients) or self._read(
+            gradients, decays, conditioning
+        )
+        layout = given.layout
+        if layout.n_row_batches and (
+            self.use_locking or self.skip_nonfinite or layout.n_row_batches > 1
+        ):
             self._reader.check_indices(given)
         if self.skip_nonfinite and not _finite(given):
             self.skipped_steps += 1
             return None
         # One batch compiles before it writes; but the counters must not be ahead of it.
-        for batch in batches if len(batches) > 1 or self.use_locking else ():
-            self._compile(batch, conditioning)
-        # A row call checks its indices before it writes, so it goes first.
-        ordered = sorted(batches, key=lambda batch: not batch.row_sparse)
-        return given, [self._call(batch, rates, decays, conditioning) for batch in ordered]
+        if self.use_locking or len(layout.batches) > 1:
+            for batch in layout.batches:
+                self._compile(batch, conditioning)
+        return given, [self._call(batch, rates, decays, conditioning) for batch in layout.batches]
+
+    def _read(
+        self, gradients: tuple[Any, ...], decays: list[float], conditioning: Conditioning
+    ) -> Gradients:
+        def added(i: int) -> float:
+            return conditioning.centralized_with(i, decays[self._class_of[i]])
+
+        return self._reader.read(gradients, added)
 
     def _compile(self, batch: Batch, conditioning: Conditioning) -> None:
         """Compile what the batch will run, so that the step cannot fail half way."""
@@ -287,12 +294,12 @@ class FusedOptimizer(StatefulOptimizer):
         There is a row for each class of options and number of updates that occurs. As long
         as no parameter was skipped, all have the same number of updates.
         """
-        real, n_classes = batch.variables.real.dtype.type, len(self._classes)
+        real, n_classes = batch.variables.real.carrier, len(self._classes)
         steps, class_of = self._steps, self._class_of
         if not batch.is_all:
             steps, class_of = steps[batch.positions], class_of[batch.positions]
         first_step = int(steps[0])
-        if (steps == first_step).all():
+        if n_classes <= len(steps) and are_equal(steps):
             keys, hp_of = [(first_step, k) for k in range(n_classes)], class_of
         else:
             codes, hp_of = np.unique(steps * n_classes + class_of, return_inverse=True)
@@ -305,7 +312,7 @@ class FusedOptimizer(StatefulOptimizer):
             )
             for step, k in keys
         ]
-        hp, hp_of = np.array(rows, real), hp_of.astype(np.int64, copy=False)
+        hp: np.ndarray = np.array(rows, real)
         if batch.row_sparse or not (conditioning.is_measured or self._rule.measure):
             return Call(batch, hp, hp_of, _NOTHING, _NOTHING)
         # What is measured differs from tensor to tensor.
@@ -318,7 +325,7 @@ class FusedOptimizer(StatefulOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for derived in ("_reader", "_lock", "_conditioning"):
+        for derived in ("_reader", "_lock", "_conditioning", "_rates", "_decays"):
             del state[derived]
         return state
 

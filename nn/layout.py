@@ -6,16 +6,16 @@ for every later step with gradients of the same kinds.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..kernels.cpu import headers
 from ..kernels.storage import STORAGES, Storage
-from ..ops.arrays import address_of
 from ..ops.locks import Span
 from ..ops.step import Variables
 
@@ -43,49 +43,83 @@ class Batch:
     labels: tuple[str, ...]
 
 
+class Kind(NamedTuple):
+    """The kind of a gradient: its dtype, and that of its indices if it is row-sparse."""
+
+    dtype: np.dtype[Any]
+    index_dtype: np.dtype[Any] | None = None
+
+    @property
+    def row_sparse(self) -> bool:
+        """Whether it has indices."""
+        return self.index_dtype is not None
+
+
 @dataclass(frozen=True, eq=False)
 class Layout:
     """The batches of a step.
 
     Attributes:
-        batches: one for each kernel call.
+        batches: one for each kernel call. Row-sparse ones come first: they check their indices
+            before they write.
         active: int64: places of all parameters that have a gradient.
         is_complete: whether these are all parameters.
-        expected: the headers of the gradients where all are dense, else None.
-        dense_bytes: int64: sizes of the dense gradients, in order.
-        begins, ends: the memory of all active variables, sorted.
+        kinds: those of the gradients.
+        expected: the headers of their arrays (of row-sparse ones first the indices, then the
+            values), where every parameter has a gradient; else None.
+        dense_arrays: int64: places among these arrays of the dense gradients.
+        row_arrays: places of the indices of the row-sparse ones.
+        dense_bytes: sizes of the dense gradients, in order.
+        memory: int64 ``[2, n]``: where the memory of the active variables begins and ends, in
+            order.
     """
+
+    batches: tuple[Batch, ...]
+    active: np.ndarray
+    is_complete: bool
+    dense_bytes: tuple[int, ...]
+    kinds: tuple[Kind | None, ...]
+    expected: headers.Expected | None
+    dense_arrays: np.ndarray
+    row_arrays: tuple[int, ...]
+    memory: np.ndarray
 
     @cached_property
     def lock_spans(self) -> list[Span]:
         """The memory of all active variables, for locking."""
         return sorted(span for batch in self.batches for span in batch.variables.spans)
 
-    batches: tuple[Batch, ...]
-    active: np.ndarray
-    is_complete: bool
-    dense_bytes: np.ndarray
-    expected: headers.Expected | None
-    begins: np.ndarray
-    ends: np.ndarray
+    @cached_property
+    def _stretches(self) -> tuple[list[int], list[int]]:
+        begins, ends = self.memory.tolist()
+        return begins, ends
 
+    def shares_memory(self, begin: int, n_bytes: int) -> bool:
+        """Whether any of ``n_bytes`` bytes from ``begin`` on belongs to an active variable."""
+        begins, ends = self._stretches
+        # Variables do not overlap: the last one that begins before the bytes end decides.
+        last = bisect_left(begins, begin + n_bytes) - 1
+        return n_bytes > 0 and last >= 0 and ends[last] > begin
 
-Kind = tuple[bool, np.dtype[Any]] | None
-"""Row-sparse or not, and the dtype; None without a gradient."""
+    @cached_property
+    def n_row_batches(self) -> int:
+        """How many kernel calls are row-sparse."""
+        return sum(batch.row_sparse for batch in self.batches)
 
 
 def build_layout(
-    kinds: Sequence[Kind], tensors: Sequence[tuple[np.ndarray, ...]], labels: Sequence[str]
+    kinds: tuple[Kind | None, ...], tensors: Sequence[tuple[np.ndarray, ...]], labels: Sequence[str]
 ) -> Layout:
     """Group parameters (with their states) whose gradients are of these ``kinds``."""
+    known = [(i, kind, tensors[i]) for i, kind in enumerate(kinds) if kind is not None]
     groups: dict[Any, list[int]] = {}
-    for i, (kind, arrays) in enumerate(zip(kinds, tensors, strict=True)):
-        if kind is not None:
-            groups.setdefault((kind, *(a.dtype for a in arrays)), []).append(i)
-    dense = [i for i, kind in enumerate(kinds) if kind is not None and not kind[0]]
-    sparse = [i for i, kind in enumerate(kinds) if kind is not None and kind[0]]
+    for i, kind, arrays in known:
+        key = (kind.row_sparse, kind.dtype, *(a.dtype for a in arrays))
+        groups.setdefault(key, []).append(i)
+    dense = [i for i, kind, _ in known if not kind.row_sparse]
+    sparse = [i for i, kind, _ in known if kind.row_sparse]
     batches = []
-    for ((row_sparse, dtype), *_), positions in groups.items():
+    for (row_sparse, dtype, *_), positions in groups.items():
         place = {i: k for k, i in enumerate(sparse if row_sparse else dense)}
         batches.append(
             Batch(
@@ -98,34 +132,41 @@ def build_layout(
                 tuple(labels[i] for i in positions),
             )
         )
-    expected = None
-    if len(dense) == len(kinds) and headers.usable():
-        dtypes = [kind[1] for kind in kinds if kind is not None]
-        expected = headers.Expected(dtypes, [arrays[0].shape for arrays in tensors])
-    dense_bytes = [
-        arrays[0].size * kind[1].itemsize
-        for kind, arrays in zip(kinds, tensors, strict=True)
-        if kind is not None and not kind[0]
-    ]
-    active = sorted(dense + sparse)
     spans = sorted(
-        (address_of(a), address_of(a) + a.nbytes) for i in active for a in tensors[i] if a.size
+        (headers.address_of(a), headers.address_of(a) + a.nbytes)
+        for _, _, arrays in known
+        for a in arrays
+        if a.size
     )
-    begins, ends = np.array(spans, np.int64).reshape(-1, 2).T.copy()
+    memory = np.array(spans, np.int64).reshape(-1, 2).T.copy()
+    is_complete = len(known) == len(kinds)
+    forms, dense_arrays, row_arrays = _array_forms([(kind, arrays[0]) for _, kind, arrays in known])
+    expected = headers.Expected(forms, memory) if is_complete and headers.usable else None
     return Layout(
-        tuple(batches),
-        np.array(active, np.int64),
-        len(active) == len(kinds),
-        np.array(dense_bytes, np.int64),
+        tuple(sorted(batches, key=lambda batch: not batch.row_sparse)),
+        np.array([i for i, _, _ in known], np.int64),
+        is_complete,
+        tuple(w.size * kind.dtype.itemsize for _, kind, (w, *_) in known if not kind.row_sparse),
+        kinds,
         expected,
-        begins,
-        ends,
+        dense_arrays,
+        row_arrays,
+        memory,
     )
 
 
-def shares_memory(layout: Layout, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """For each range of bytes, whether it overlaps a variable of the layout."""
-    # Variables do not overlap: the last one that begins before a range ends decides.
-    last = np.searchsorted(layout.begins, ends, side="left") - 1
-    before = layout.ends[last] if len(layout.ends) else np.zeros(len(last), np.int64)
-    return (last >= 0) & (before > begins) & (ends > begins)
+def _array_forms(
+    gradients: Sequence[tuple[Kind, np.ndarray]],
+) -> tuple[list[headers.Form], np.ndarray, tuple[int, ...]]:
+    """What the arrays of gradients are, and the places of dense ones and of indices among them."""
+    forms: list[headers.Form] = []
+    dense, rows = [], []
+    for kind, w in gradients:
+        if kind.index_dtype is None:
+            dense.append(len(forms))
+            forms.append((kind.dtype, w.shape))
+        else:
+            rows.append(len(forms))
+            forms.append((kind.index_dtype, (headers.ANY,)))
+            forms.append((kind.dtype, (headers.SAME, *w.shape[1:])))
+    return forms, np.array(dense, np.int64), tuple(rows)

@@ -8,13 +8,12 @@ from typing import Any
 import numpy as np
 
 from ..ops import check
-from ..ops.arrays import address_of
 from ..ops.errors import RejectedTypeError, RejectedValueError, message, reject_unknown
 from . import gradients as grads
 from .checkpoint import as_state, checked_state
 from .groups import Groups, name_by_position, read_groups
 from .parameter import Parameter, writable
-from .schedule import Rate, value_at
+from .schedule import Rate, Values
 
 _TARGETS = ("CPU", "GPU", "Ascend")
 
@@ -134,7 +133,7 @@ class Optimizer:
         return result
 
     def _as_tuple(self, gradients: Any) -> tuple[Any, ...]:
-        if not isinstance(gradients, tuple | list):
+        if not isinstance(gradients, (tuple, list)):
             raise RejectedTypeError(
                 message(
                     self._name,
@@ -218,18 +217,12 @@ class Optimizer:
         return int(self.global_step[0])
 
     def _rates_at(self, step: int) -> list[float]:
-        return self._each("learning_rate", [o.rate for o in self._groups.options], step)
+        rates = [option.rate for option in self._groups.options]
+        return Values(self._name, "learning_rate", rates).at(step)
 
     def _decays_at(self, step: int) -> list[float]:
-        return self._each("weight_decay", [o.decay for o in self._groups.options], step)
-
-    def _each(self, name: str, rates: Sequence[Rate | float], step: int) -> list[float]:
-        """The values at ``step``; a rate that several parameters share is evaluated once."""
-        known: dict[int, float] = {}
-        for rate in rates:
-            if id(rate) not in known:
-                known[id(rate)] = value_at(self._name, name, rate, step)
-        return [known[id(rate)] for rate in rates]
+        decays = [option.decay for option in self._groups.options]
+        return Values(self._name, "weight_decay", decays).at(step)
 
     # Gradients, as separate steps for custom optimizers
 
@@ -340,8 +333,7 @@ class Optimizer:
     def _check_overlap(self, rebound: Mapping[int, np.ndarray]) -> None:
         arrays = [rebound.get(id(p), p.data) for p in self.parameters]
         names = [f"parameter {p.name or i!r}" for i, p in enumerate(self.parameters)]
-        # Once per optimizer: not worth compiling the fast reading of addresses.
-        check.no_overlap(self._name, names, arrays, [address_of(array) for array in arrays])
+        check.no_overlap(self._name, names, arrays)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

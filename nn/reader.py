@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..kernels.cpu.headers import address_of
 from ..ops import check
 from ..ops.arrays import (
     RowTensor,
-    address_of,
     adopt,
     check_row_gradient,
     index_error,
@@ -21,14 +20,13 @@ from ..ops.errors import message
 from ..ops.step import RowGradient
 from . import gradients as whole
 from .groups import ParameterOptions
-from .layout import Kind, Layout, build_layout, shares_memory
+from .layout import Kind, Layout, build_layout
 from .parameter import Parameter
 
 _KEPT_LAYOUTS = 16
 
 
-@dataclass(frozen=True, eq=False)
-class Gradients:
+class Gradients(NamedTuple):
     """The checked gradients of one step.
 
     Attributes:
@@ -73,8 +71,45 @@ class GradientReader:
 
     def forget(self) -> None:
         """Drop all layouts: an address has changed."""
-        self._layouts: dict[tuple[Kind, ...], Layout] = {}
+        self._layouts: dict[tuple[Kind | None, ...], Layout] = {}
         self._last: Layout | None = None
+
+    def read_like_last(self, gradients: tuple[Any, ...]) -> Gradients | None:
+        """The gradients of a step if all are of the same kinds as in the step before, else None.
+
+        The headers of all their arrays are read in one compiled call.
+        """
+        last = self._last
+        if last is None or last.expected is None:
+            return None
+        arrays = self._arrays_like(last, gradients) if last.row_arrays else gradients
+        addresses = last.expected.addresses(arrays) if arrays is not None else None
+        if arrays is None or addresses is None:
+            return None
+        if not last.row_arrays:
+            return Gradients(last, addresses, [], arrays)
+        found = addresses.tolist()
+        rows = [
+            RowGradient(arrays[k], arrays[k + 1], found[k], found[k + 1]) for k in last.row_arrays
+        ]
+        # NumPy takes longer to select nothing than all else here.
+        dense = addresses[last.dense_arrays] if last.dense_bytes else addresses[:0]
+        return Gradients(last, dense, rows, arrays)
+
+    def _arrays_like(self, last: Layout, gradients: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """What may be the arrays of ``gradients`` of the same kinds, else None."""
+        arrays: list[Any] = []
+        for kind, option, gradient in zip(last.kinds, self._options, gradients, strict=True):
+            if kind is None or not kind.row_sparse:
+                arrays.append(gradient)
+                continue
+            if type(gradient) is not RowTensor:
+                return None
+            if gradient.dense_shape != option.parameter.shape:
+                return None
+            arrays.append(gradient.indices)
+            arrays.append(gradient.values)
+        return tuple(arrays)
 
     def read(self, gradients: tuple[Any, ...], added: Callable[[int], float]) -> Gradients:
         """The checked gradients of a step.
@@ -86,19 +121,14 @@ class GradientReader:
             ValueError: a shape does not fit, a gradient is row-sparse where none is taken, or
                 it shares memory with a parameter or state.
         """
-        last = self._last
-        if last is not None and last.expected is not None:
-            # All gradients were dense in the step before: read their headers at once.
-            addresses = last.expected.addresses(gradients, last.begins, last.ends)
-            if addresses is not None:
-                return Gradients(last, addresses, [], gradients)
         read, kinds = self._read_each(gradients, added)
         layout = self._layout(tuple(kinds))
         dense = [g for g in read if not isinstance(g, RowGradient)]
         rows = [g for g in read if isinstance(g, RowGradient)]
-        addresses = np.array([address_of(g) for g in dense], np.int64)
+        addresses = [address_of(g) for g in dense]
+        self._check_unshared(layout, addresses, rows)
         self._last = None if self._centralizes else layout
-        return self._unshared(Gradients(layout, addresses, rows, read))
+        return Gradients(layout, np.array(addresses, np.int64), rows, read)
 
     def check_indices(self, given: Gradients) -> None:
         """All indices of all row-sparse gradients, before any of them is used.
@@ -119,25 +149,24 @@ class GradientReader:
 
     def _read_each(
         self, gradients: tuple[Any, ...], added: Callable[[int], float]
-    ) -> tuple[list[Any], list[Kind]]:
+    ) -> tuple[list[Any], list[Kind | None]]:
         read: list[Any] = []
-        kinds: list[Kind] = []
+        kinds: list[Kind | None] = []
         for i, (option, gradient) in enumerate(zip(self._options, gradients, strict=True)):
             if gradient is None:
                 kinds.append(None)
                 continue
             found = read_gradient(self._where, option.parameter, gradient)
-            is_sparse = isinstance(found, RowGradient)
-            if is_sparse and self._sparse_update is None:
+            if isinstance(found, RowGradient) and self._sparse_update is None:
                 raise ValueError(self._refusal(option.parameter))
             if option.centralize:
                 found = self._centralize(option.parameter, found, added(i))
-                is_sparse = isinstance(found, RowGradient)
+            index_dtype = found.indices.dtype if isinstance(found, RowGradient) else None
             read.append(found)
-            kinds.append((is_sparse, found.dtype))
+            kinds.append(Kind(found.dtype, index_dtype))
         return read, kinds
 
-    def _layout(self, kinds: tuple[Kind, ...]) -> Layout:
+    def _layout(self, kinds: tuple[Kind | None, ...]) -> Layout:
         layout = self._layouts.get(kinds)
         if layout is None:
             if len(self._layouts) >= _KEPT_LAYOUTS:
@@ -176,24 +205,19 @@ class GradientReader:
         name = f"gradient of {parameter.name!r}"
         return message(self._where, name, "is row-sparse", *self._rows_need)
 
-    def _unshared(self, given: Gradients) -> Gradients:
+    def _check_unshared(
+        self, layout: Layout, addresses: Sequence[int], rows: Sequence[RowGradient]
+    ) -> None:
         """Refuse gradients in the memory of parameters or states."""
-        begins, sizes = [given.addresses], [given.layout.dense_bytes]
-        for row in given.rows:
-            begins.append(np.array([row.index_address, row.values_address]))
-            sizes.append(np.array([row.indices.nbytes, row.values.nbytes]))
-        begin = np.concatenate(begins)
-        if shares_memory(given.layout, begin, begin + np.concatenate(sizes)).any():
-            raise ValueError(
-                message(
-                    self._where,
-                    "a gradient",
-                    "shares memory with a parameter or state",
-                    "its own memory",
-                    "an overlap",
-                )
-            )
-        return given
+        spans = list(zip(addresses, layout.dense_bytes, strict=True))
+        for row in rows:
+            spans.append((row.index_address, row.indices.nbytes))
+            spans.append((row.values_address, row.values.nbytes))
+        for begin, n_bytes in spans:
+            if layout.shares_memory(begin, n_bytes):
+                expected, got = "its own memory", "an overlap"
+                wrong = "shares memory with a parameter or state"
+                raise ValueError(message(self._where, "a gradient", wrong, expected, got))
 
 
 def read_gradient(where: str, parameter: Parameter, gradient: Any) -> np.ndarray | RowGradient:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -159,6 +159,33 @@ def value_at(where: str, name: str, rate: Rate | float, step: int) -> float:
     return _finite(where, name, float(array[step]))
 
 
+class Values:
+    """The learning rates, or the weight decays, of several owners.
+
+    Args:
+        where: who asks, for errors.
+        name: ``"learning_rate"`` or ``"weight_decay"``, for errors.
+        rates: one for each owner.
+    """
+
+    def __init__(self, where: str, name: str, rates: Sequence[Rate | float]) -> None:
+        self._where = where
+        self._name = name
+        self._rates = list({id(rate): rate for rate in rates}.values())
+        place = {id(rate): k for k, rate in enumerate(self._rates)}
+        self._places = [place[id(rate)] for rate in rates]
+        self._all_differ = len(self._rates) == len(rates)
+
+    def at(self, step: int) -> list[float]:
+        """The value of each owner at ``step``; a schedule that several share is asked once.
+
+        Raises:
+            RuntimeError, TypeError, ValueError: as `value_at`.
+        """
+        values = [value_at(self._where, self._name, rate, step) for rate in self._rates]
+        return values if self._all_differ else [values[k] for k in self._places]
+
+
 def _scheduled(where: str, name: str, value: Any) -> float:
     try:
         if value is None or isinstance(value, str):
@@ -172,10 +199,9 @@ def _scheduled(where: str, name: str, value: Any) -> float:
 
 
 def _finite(where: str, name: str, value: float) -> float:
-    if not math.isfinite(value):
-        raise ValueError(message(where, name, "is not finite", "a finite number", value))
     if not 0 <= value <= LARGEST:
-        raise ValueError(
-            message(where, name, "is out of range", "at least 0 and a float32 number", value)
-        )
+        if math.isfinite(value):
+            expected = "at least 0 and a float32 number"
+            raise ValueError(message(where, name, "is out of range", expected, value))
+        raise ValueError(message(where, name, "is not finite", "a finite number", value))
     return value

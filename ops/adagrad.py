@@ -9,7 +9,7 @@ import numpy as np
 from ..kernels.rules import adagrad as rules
 from . import check
 from .arrays import real_type
-from .primitive import Primitive, hp_row
+from .primitive import Primitive
 
 
 class ApplyAdagrad(Primitive):
@@ -60,7 +60,7 @@ class ApplyAdagrad(Primitive):
         variables = self._variables(var=var, accum=accum)
         real = real_type(variables["var"].dtype)
         rule = rules.ADAGRAD if self.update_slots else rules.ADAGRAD_FIXED
-        hp = hp_row(real, rules.adagrad_hp(real, rate))
+        hp = rules.adagrad_hp(real, rate)
         self._apply_dense(rule, variables, hp, "grad", grad)
         return var, accum
 
@@ -110,7 +110,7 @@ class ApplyProximalAdagrad(Primitive):
         """Update ``var`` and ``accum`` in place and return them; see the class."""
         scalars = proximal_scalars(self.name, lr, l1, l2)
         variables = self._variables(var=var, accum=accum)
-        hp = proximal_hp_row(variables["var"], scalars)
+        hp = proximal_hp_for(variables["var"], scalars)
         self._apply_dense(rules.PROXIMAL_ADAGRAD, variables, hp, "grad", grad)
         return var, accum
 
@@ -129,7 +129,9 @@ def proximal_scalars(where: str, lr: Any, l1: Any, l2: Any) -> tuple[float, floa
     )
 
 
-def proximal_hp_row(variable: np.ndarray, scalars: tuple[float, float, float]) -> np.ndarray:
+def proximal_hp_for(
+    variable: np.ndarray, scalars: tuple[float, float, float]
+) -> rules.ProximalAdagradHP:
     """The scalars of the rule for ``variable``."""
     real = real_type(variable.dtype)
-    return hp_row(real, rules.proximal_adagrad_hp(real, *scalars))
+    return rules.proximal_adagrad_hp(real, *scalars)

@@ -10,17 +10,17 @@ from ..kernels.rules import adam as rules
 from . import check
 from .arrays import real_type
 from .errors import message
-from .primitive import Primitive, hp_row
+from .primitive import Primitive
 
 
-def adam_hp_row(where: str, variable: np.ndarray, scalars: dict[str, float]) -> np.ndarray:
+def adam_hp_for(where: str, variable: np.ndarray, scalars: dict[str, float]) -> rules.AdamHP:
     """The scalars of a rule with a bias-corrected step size."""
     if scalars["beta2_power"] > 1.0:
         raise ValueError(
             message(where, "beta2_power", "is out of range", "at most 1", scalars["beta2_power"])
         )
     real = real_type(variable.dtype)
-    return hp_row(real, rules.adam_hp(real, **scalars))
+    return rules.adam_hp(real, **scalars)
 
 
 class Adam(Primitive):
@@ -89,7 +89,7 @@ class Adam(Primitive):
             epsilon=epsilon,
         )
         variables = self._variables(var=var, m=m, v=v)
-        hp = adam_hp_row(self.name, variables["var"], scalars)
+        hp = adam_hp_for(self.name, variables["var"], scalars)
         rule = rules.ADAM_NESTEROV if self.use_nesterov else rules.ADAM
         self._apply_dense(rule, variables, hp, "gradient", gradient)
         return var, m, v
@@ -155,7 +155,7 @@ class AdamNoUpdateParam(Primitive):
             epsilon=epsilon,
         )
         moments = self._variables(m=m, v=v)
-        hp = adam_hp_row(self.name, moments["m"], scalars)
+        hp = adam_hp_for(self.name, moments["m"], scalars)
         delta = np.empty(moments["m"].shape, moments["m"].dtype)
         rule = rules.ADAM_NESTEROV_DELTA if self.use_nesterov else rules.ADAM_DELTA
         self._apply_dense(rule, {"delta": delta, **moments}, hp, "gradient", gradient)
@@ -212,6 +212,6 @@ class AdamWeightDecay(Primitive):
         scalars = self._scalars(lr=lr, beta1=beta1, beta2=beta2, epsilon=epsilon, decay=decay)
         variables = self._variables(var=var, m=m, v=v)
         real = real_type(variables["var"].dtype)
-        hp = hp_row(real, rules.adam_weight_decay_hp(real, **scalars))
+        hp = rules.adam_weight_decay_hp(real, **scalars)
         self._apply_dense(rules.ADAM_WEIGHT_DECAY, variables, hp, "gradient", gradient)
         return var, m, v

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..kernels.rules import adam as rules
 from . import check
-from .adam import adam_hp_row
+from .adam import adam_hp_for
 from .primitive import Primitive
 
 
@@ -76,7 +76,7 @@ class ApplyAdamWithAmsgradV2(Primitive):
             epsilon=epsilon,
         )
         variables = self._variables(var=var, m=m, v=v, vhat=vhat)
-        hp = adam_hp_row(self.name, variables["var"], scalars)
+        hp = adam_hp_for(self.name, variables["var"], scalars)
         self._apply_dense(rules.ADAM_AMSGRAD, variables, hp, "grad", grad)
         return var, m, v, vhat
 
@@ -136,6 +136,6 @@ class ApplyAdamWithAmsgrad(Primitive):
         scalars = self._scalars(beta1_power=beta1_power, beta2_power=beta2_power, lr=lr)
         scalars.update(beta1=self.beta1, beta2=self.beta2, epsilon=self.epsilon)
         variables = self._variables(var=var, m=m, v=v, vhat=vhat)
-        hp = adam_hp_row(self.name, variables["var"], scalars)
+        hp = adam_hp_for(self.name, variables["var"], scalars)
         self._apply_dense(rules.ADAM_AMSGRAD, variables, hp, "grad", grad)
         return var, m, v, vhat

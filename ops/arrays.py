@@ -8,6 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from ..kernels.cpu.headers import address_of
 from ..kernels.storage import STORAGES
 from .errors import message
 
@@ -18,12 +19,6 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 def real_type(dtype: np.dtype[Any]) -> Any:
     """The NumPy scalar type of the arithmetic on arrays of ``dtype``."""
     return np.float64 if dtype == np.float64 else np.float32
-
-
-def address_of(array: np.ndarray) -> int:
-    """The address of the first element."""
-    address: int = array.__array_interface__["data"][0]
-    return address
 
 
 def adopt(where: str, name: str, value: Any) -> np.ndarray:
@@ -176,8 +171,8 @@ class RowTensor:
 
 
 def _shape(dense_shape: Any) -> tuple[int, ...]:
-    is_list = isinstance(dense_shape, tuple | list)
-    if not is_list or not all(isinstance(n, int | np.integer) for n in dense_shape):
+    is_list = isinstance(dense_shape, (tuple, list))
+    if not is_list or not all(isinstance(n, (int, np.integer)) for n in dense_shape):
         raise TypeError(
             message("RowTensor", "dense_shape", "is no shape", "a tuple of int", repr(dense_shape))
         )
@@ -191,7 +186,7 @@ def _shape(dense_shape: Any) -> tuple[int, ...]:
                 tuple(dense_shape),
             )
         )
-    return tuple(int(n) for n in dense_shape)
+    return tuple(map(int, dense_shape))
 
 
 def check_row_gradient(

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..kernels.cpu.headers import addresses_of
+from ..kernels.cpu.headers import address_of
 from ..kernels.storage import STORAGES
 from .arrays import adopt, adopt_variable
 from .errors import ConversionError, message
@@ -143,39 +143,34 @@ def variable(where: str, name: str, value: Any) -> np.ndarray:
     return array
 
 
-def same_layout(where: str, names: tuple[str, ...], arrays: list[np.ndarray]) -> None:
+def same_layout(where: str, variables: dict[str, np.ndarray]) -> None:
     """Variables of one operator: one dtype and one shape.
 
     Raises:
         ConversionError: dtypes differ (the lower ones would have to be converted).
         ValueError: shapes differ.
     """
-    first = arrays[0]
-    for name, array in zip(names[1:], arrays[1:], strict=True):
-        if array.dtype != first.dtype:
+    first_name, first = next(iter(variables.items()))
+    dtype, shape = first.dtype, first.shape
+    for name, array in variables.items():
+        if array.dtype != dtype:
             raise ConversionError(
-                message(where, name, f"differs in dtype from {names[0]}", first.dtype, array.dtype)
+                message(where, name, f"differs in dtype from {first_name}", dtype, array.dtype)
                 + "; variables are updated in place and cannot be converted"
             )
-        if array.shape != first.shape:
+        if array.shape != shape:
             raise ValueError(
-                message(where, name, f"differs in shape from {names[0]}", first.shape, array.shape)
+                message(where, name, f"differs in shape from {first_name}", shape, array.shape)
             )
 
 
-def no_overlap(
-    where: str,
-    names: Sequence[str],
-    arrays: Sequence[np.ndarray],
-    addresses: list[int] | None = None,
-) -> list[int]:
+def no_overlap(where: str, names: Sequence[str], arrays: Sequence[np.ndarray]) -> list[int]:
     """Contiguous arrays must not share memory; returns their ``addresses``.
 
     Raises:
         ValueError: two of them do.
     """
-    if addresses is None:
-        addresses = addresses_of(arrays)
+    addresses = [address_of(array) for array in arrays]
     end, owner = 0, ""
     for begin, n_bytes, name in sorted(
         zip(addresses, [array.nbytes for array in arrays], names, strict=True)

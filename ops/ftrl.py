@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from ..kernels.rules.ftrl import ftrl_hp, ftrl_rule
+from ..kernels.rules.ftrl import FtrlHP, FtrlPowerHP, ftrl_hp, ftrl_rule
 from . import check
 from .arrays import real_type
 from .check import LARGEST
-from .primitive import Primitive, hp_row
+from .primitive import Primitive
 
 
 class ApplyFtrl(Primitive):
@@ -71,7 +71,7 @@ class ApplyFtrl(Primitive):
             self.name, scalars["lr"], scalars["l1"], scalars["l2"], scalars["lr_power"]
         )
         variables = self._variables(var=var, accum=accum, linear=linear)
-        hp = ftrl_hp_row(variables["var"], scalars)
+        hp = ftrl_hp_for(variables["var"], scalars)
         self._apply_dense(ftrl_rule(scalars["lr_power"]), variables, hp, "grad", grad)
         return var, accum, linear
 
@@ -92,7 +92,8 @@ def check_ftrl_ranges(
     check.in_range(where, "lr_power", lr_power, -LARGEST <= lr_power <= 0.0, "finite and at most 0")
 
 
-def ftrl_hp_row(variable: np.ndarray, scalars: dict[str, float]) -> np.ndarray:
+def ftrl_hp_for(variable: np.ndarray, scalars: dict[str, float]) -> FtrlHP | FtrlPowerHP:
     """The scalars of the rule for ``variable``."""
     real = real_type(variable.dtype)
-    return hp_row(real, ftrl_hp(real, **scalars))
+    hp: FtrlHP | FtrlPowerHP = ftrl_hp(real, **scalars)
+    return hp

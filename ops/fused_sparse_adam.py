@@ -8,7 +8,7 @@ import numpy as np
 
 from ..kernels.rules import adam as rules
 from . import check
-from .adam import adam_hp_row
+from .adam import adam_hp_for
 from .errors import RejectedValueError, message
 from .primitive import Primitive, out_of_range_rule, require_float32
 
@@ -68,7 +68,7 @@ class _FusedSparseAdamBase(Primitive):
         self._apply_rows(
             rules.ADAM_NESTEROV if self.use_nesterov else rules.ADAM,
             variables,
-            adam_hp_row(self.name, variables["var"], scalars),
+            adam_hp_for(self.name, variables["var"], scalars),
             "gradient",
             gradient,
             indices,

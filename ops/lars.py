@@ -10,7 +10,7 @@ import numpy as np
 from ..kernels.rules import lars as rules
 from . import check
 from .arrays import real_type
-from .primitive import Primitive, hp_row
+from .primitive import Primitive
 
 
 class LARSUpdate(Primitive):
@@ -96,7 +96,7 @@ class LARSUpdate(Primitive):
         if self.use_clip:
             ratio = rules.clipped_ratio(ratio, np.array(scalars["learning_rate"]))
         real = real_type(w.dtype)
-        hp = hp_row(real, (real(ratio), real(scalars["weight_decay"])))
+        hp = real(ratio), real(scalars["weight_decay"])
         result = w.copy()
         self._apply_dense(rules.LARS_GRADIENT, {"result": result}, hp, "gradient", gradient)
         return result

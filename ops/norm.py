@@ -9,15 +9,16 @@ from typing import Any
 import numpy as np
 
 from ..kernels.blocks import kernel
-from ..kernels.cpu.dense import TensorTable, dense_update
+from ..kernels.cpu.dense import TensorTable
+from ..kernels.cpu.headers import address_of
 from ..kernels.cpu.measure import measure
 from ..kernels.cpu.row_step import RowTable, row_norm
 from ..kernels.rules.norm import SCALED
 from ..kernels.storage import STORAGES, Storage, real_of
 from . import check
-from .arrays import RowTensor, address_of, adopt, check_row_gradient
+from .arrays import RowTensor, adopt, check_row_gradient
 from .errors import RejectedTypeError, message
-from .step import check_keys, first_bad_index
+from .step import check_keys, first_bad_index, tensor_step
 
 Gradient = np.ndarray | RowTensor
 
@@ -149,7 +150,6 @@ def squares_at(storage: Storage, addresses: np.ndarray, sizes: np.ndarray) -> np
 
 def _of_rows(where: str, g: Storage, by_place: dict[int, RowTensor]) -> float:
     tensors = list(by_place.values())
-    check_keys(where, sum(t.dense_shape[0] for t in tensors), sum(len(t.indices) for t in tensors))
     real = real_of(g)
     hp = np.ones(1, real.dtype)
     tables = [
@@ -168,6 +168,7 @@ def _of_rows(where: str, g: Storage, by_place: dict[int, RowTensor]) -> float:
         )
         for t in tensors
     ]
+    check_keys(where, tables)
     position, total = row_norm(kernel(SCALED, (), real, g, ()), tables)
     if position >= 0:
         raise first_bad_index([f"{where}: x[{i}]" for i in by_place], tensors, tables, position)
@@ -185,14 +186,6 @@ def _scaled(gradient: Gradient | None, factor: float) -> Gradient | None:
 
 def _scaled_array(array: np.ndarray, factor: float) -> np.ndarray:
     result = np.empty(array.shape, array.dtype)
-    storage = STORAGES[array.dtype]
-    columns = np.array([[address_of(result), 0, 0, 0]])
-    hp = np.array([[factor]], real_of(storage).dtype)
-    dense_update(
-        kernel(SCALED, (), storage, storage, ()),
-        TensorTable(columns, np.array([0, array.size])),
-        np.array([address_of(array)]),
-        hp,
-        np.zeros(1, np.int64),
-    )
+    addresses = [address_of(result), address_of(array)]
+    tensor_step(SCALED, (), (result, array), addresses, [factor])
     return result

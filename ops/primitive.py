@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from ..kernels.cpu.headers import alike
 from ..kernels.rules.rule import Prologue, Rule
-from ..kernels.storage import STORAGES
 from . import check
 from .arrays import adopt, check_row_gradient
 from .errors import RejectedValueError, message, reject_unknown
-from .step import RowGradient, Variables, dense_step, row_step
-
-_ONE_TENSOR = np.zeros(1, np.int64)
+from .step import RowGradient, table_step, tensor_step
 
 
 class Primitive:
@@ -42,39 +41,36 @@ class Primitive:
         return {name: check.scalar(self.name, name, value) for name, value in values.items()}
 
     def _variables(self, **values: Any) -> dict[str, np.ndarray]:
-        arrays = {name: check.variable(self.name, name, value) for name, value in values.items()}
-        check.same_layout(self.name, tuple(arrays), list(arrays.values()))
-        return arrays
+        arrays = tuple(values.values())
+        if alike(arrays, len(arrays)) is None:
+            values = {name: check.variable(self.name, name, x) for name, x in values.items()}
+            check.same_layout(self.name, values)
+        return values
 
     def _apply_dense(
         self,
         rule: Rule,
         variables: dict[str, np.ndarray],
-        hp: np.ndarray,
+        hp: Sequence[float],
         name: str,
-        value: Any,
+        gradient: Any,
         prologue: Prologue = (),
     ) -> None:
         """Check the gradient and apply ``rule`` to the variables in place."""
-        arrays = list(variables.values())
-        gradient = check.gradient(self.name, name, value, arrays[0].dtype, arrays[0].shape)
-        *addresses, address = check.no_overlap(self.name, [*variables, name], [*arrays, gradient])
-        dense_step(
-            rule,
-            prologue,
-            Variables.of([tuple(arrays)], [addresses]),
-            np.array([address]),
-            STORAGES[gradient.dtype],
-            hp,
-            _ONE_TENSOR,
-            use_locking=self.use_locking,
-        )
+        arrays = (*variables.values(), gradient)
+        addresses: Sequence[int] | np.ndarray | None = alike(arrays, len(variables))
+        if addresses is None:
+            w = arrays[0]
+            gradient = check.gradient(self.name, name, gradient, w.dtype, w.shape)
+            arrays = (*variables.values(), gradient)
+            addresses = check.no_overlap(self.name, [*variables, name], arrays)
+        tensor_step(rule, prologue, arrays, addresses, hp, use_locking=self.use_locking)
 
     def _apply_rows(
         self,
         rule: Rule,
         variables: dict[str, np.ndarray],
-        hp: np.ndarray,
+        hp: Sequence[float],
         name: str,
         gradient: Any,
         indices: Any,
@@ -95,14 +91,13 @@ class Primitive:
         *addresses, index_address, values_address = check.no_overlap(
             self.name, [*variables, "indices", name], [*arrays, index, values]
         )
-        row_step(
-            [self.name],
+        table_step(
+            self.name,
             rule,
-            (),
-            Variables.of([tuple(arrays)], [addresses]),
-            [RowGradient(index, values, index_address, values_address)],
+            arrays,
+            addresses,
+            RowGradient(index, values, index_address, values_address),
             hp,
-            [0],
             touched_only=touched_only,
             drop=drop,
             use_locking=self.use_locking,
@@ -118,11 +113,6 @@ def out_of_range_rule(where: str, value: Any) -> str:
     if not isinstance(value, str) or value not in ("raise", "drop"):
         raise ValueError(message(where, "out_of_range", "is unknown", "'raise' or 'drop'", value))
     return value
-
-
-def hp_row(real: Any, scalars: tuple[Any, ...]) -> np.ndarray:
-    """One row of scalars for the kernels."""
-    return np.array([scalars], real)
 
 
 def require_float32(where: str, variables: dict[str, np.ndarray]) -> None:

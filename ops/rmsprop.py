@@ -8,7 +8,7 @@ import numpy as np
 
 from ..kernels.rules import rmsprop as rules
 from .arrays import real_type
-from .primitive import Primitive, hp_row
+from .primitive import Primitive
 
 
 class ApplyRMSProp(Primitive):
@@ -130,6 +130,6 @@ class ApplyCenteredRMSProp(Primitive):
         return var, mean_gradient, mean_square, moment
 
 
-def _hp(variable: np.ndarray, scalars: dict[str, float]) -> np.ndarray:
+def _hp(variable: np.ndarray, scalars: dict[str, float]) -> rules.RMSPropMomentumHP:
     real = real_type(variable.dtype)
-    return hp_row(real, rules.rmsprop_momentum_hp(real, *scalars.values()))
+    return rules.rmsprop_momentum_hp(real, *scalars.values())

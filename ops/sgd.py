@@ -9,7 +9,7 @@ from ..kernels.rules.gradient import COUPLED_DECAY, SCALE
 from . import check
 from .arrays import real_type
 from .errors import message
-from .primitive import Primitive, hp_row
+from .primitive import Primitive
 
 
 class ApplyMomentum(Primitive):
@@ -79,7 +79,7 @@ class ApplyMomentum(Primitive):
         self._apply_dense(
             rule,
             variables,
-            hp_row(real, (*scalar, self.gradient_scale) if is_scaled else scalar),
+            (*scalar, self.gradient_scale) if is_scaled else scalar,
             "gradient",
             gradient,
             (SCALE,) if is_scaled else (),
@@ -179,7 +179,7 @@ class SGD(Primitive):
         self._apply_dense(
             rule,
             variables,
-            hp_row(real, (*scalars, self.weight_decay, 0.0) if decays else scalars),
+            (*scalars, self.weight_decay, 0.0) if decays else scalars,
             "gradient",
             gradient,
             (COUPLED_DECAY,) if decays else (),

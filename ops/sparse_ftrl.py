@@ -6,7 +6,7 @@ from typing import Any
 
 from ..kernels.rules.ftrl import ftrl_rule
 from . import check
-from .ftrl import check_ftrl_ranges, ftrl_hp_row
+from .ftrl import check_ftrl_ranges, ftrl_hp_for
 from .primitive import Primitive, out_of_range_rule, require_float32
 
 
@@ -87,7 +87,7 @@ class SparseApplyFtrl(Primitive):
         self._apply_rows(
             ftrl_rule(self.lr_power),
             variables,
-            ftrl_hp_row(variables["var"], scalars),
+            ftrl_hp_for(variables["var"], scalars),
             "grad",
             grad,
             indices,

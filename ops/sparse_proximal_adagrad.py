@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..kernels.rules.adagrad import PROXIMAL_ADAGRAD
-from .adagrad import proximal_hp_row, proximal_scalars
+from .adagrad import proximal_hp_for, proximal_scalars
 from .primitive import Primitive, out_of_range_rule, require_float32
 
 
@@ -69,7 +69,7 @@ class SparseApplyProximalAdagrad(Primitive):
         self._apply_rows(
             PROXIMAL_ADAGRAD,
             variables,
-            proximal_hp_row(variables["var"], scalars),
+            proximal_hp_for(variables["var"], scalars),
             "grad",
             grad,
             indices,

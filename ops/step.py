@@ -1,24 +1,25 @@
-"""The two functions under every operator and optimizer: a dense step and a row step."""
+"""The functions under every operator and optimizer: dense steps and row steps, for any rule."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..kernels.blocks import kernel
-from ..kernels.cpu.dense import TensorTable, dense_update
+from ..kernels.blocks import Kernel, kernel
+from ..kernels.cpu.dense import DenseStep, TensorTable
+from ..kernels.cpu.headers import address_of
 from ..kernels.cpu.measure import measure
 from ..kernels.cpu.row_step import RowTable, row_update
-from ..kernels.cpu.rows import accumulate
+from ..kernels.cpu.sums import accumulate
+from ..kernels.cpu.workspace import Pool
 from ..kernels.rules.rule import Prologue, Rule
 from ..kernels.storage import STORAGES, Storage, real_of
 from . import locks
-from .arrays import RowTensor, address_of, index_error
+from .arrays import RowTensor, index_error
 from .errors import message
 
 
@@ -40,20 +41,12 @@ class Variables:
     table: TensorTable
 
     @classmethod
-    def of(
-        cls,
-        tensors: Sequence[tuple[np.ndarray, ...]],
-        known: Sequence[Sequence[int]] | None = None,
-    ) -> Variables:
-        """Collect the addresses of ``tensors``, unless they are ``known``.
-
-        The arrays are kept alive with the result.
-        """
+    def of(cls, tensors: Sequence[tuple[np.ndarray, ...]]) -> Variables:
+        """Collect the addresses of ``tensors``, which are kept alive with the result."""
         addresses = np.zeros((len(tensors), 4), np.int64)
         first = np.zeros(len(tensors) + 1, np.int64)
         for t, arrays in enumerate(tensors):
-            found = known[t] if known else [address_of(a) for a in arrays]
-            addresses[t, : len(arrays)] = found
+            addresses[t, : len(arrays)] = [address_of(a) for a in arrays]
             first[t + 1] = first[t] + arrays[0].size
         w, *s = (STORAGES[array.dtype] for array in tensors[0])
         return cls(tuple(tensors), w, tuple(s), TensorTable(addresses, first))
@@ -66,16 +59,32 @@ class Variables:
     @cached_property
     def spans(self) -> list[locks.Span]:
         """The memory of all tensors, for locking."""
-        return locks.spans_of(
-            [
-                (
-                    tuple(address_of(a) for a in arrays),
-                    tuple(a.nbytes for a in arrays),
-                    arrays[0].nbytes // max(1, arrays[0].shape[0]) if arrays[0].ndim else 0,
-                )
-                for arrays in self.tensors
-            ]
-        )
+        return _spans(self.tensors)
+
+    @cached_property
+    def _steps(self) -> dict[tuple[Rule, Prologue, Storage], Pool[DenseStep]]:
+        return {}
+
+    def steps(self, rule: Rule, prologue: Prologue, g: Storage) -> Pool[DenseStep]:
+        """The steps of ``rule`` on these tensors, for gradients stored as ``g``."""
+        key = rule, prologue, g
+        if key not in self._steps:
+            compiled = kernel(rule, prologue, self.w, g, self.s)
+            self._steps[key] = Pool(lambda: DenseStep(compiled, self.table))
+        return self._steps[key]
+
+
+def _spans(tensors: Sequence[tuple[np.ndarray, ...]]) -> list[locks.Span]:
+    return locks.spans_of(
+        [
+            (
+                tuple(address_of(a) for a in arrays),
+                tuple(a.nbytes for a in arrays),
+                arrays[0].nbytes // max(1, arrays[0].shape[0]) if arrays[0].ndim else 0,
+            )
+            for arrays in tensors
+        ]
+    )
 
 
 class RowGradient(NamedTuple):
@@ -135,8 +144,6 @@ def dense_step(
     g: Storage,
     hp: np.ndarray,
     hp_of: np.ndarray,
-    *,
-    use_locking: bool = False,
 ) -> None:
     """One step of ``rule`` on all ``variables``, in place, in one kernel call.
 
@@ -146,14 +153,64 @@ def dense_step(
         variables: T tensors with their states.
         gradients: int64 ``[T]``: addresses of contiguous gradients of the tensors' sizes.
         g: storage of the gradients.
-        hp: ``[R, F]`` scalars in the type of the arithmetic: the rule's, then the prologue's.
+        hp: at most T rows of scalars in the type of the arithmetic: the rule's, then the
+            prologue's.
         hp_of: int64 ``[T]``: the row of ``hp`` that each tensor uses.
+    """
+    steps = variables.steps(rule, prologue, g)
+    step = steps.take()
+    step.gradients[:], step.hp[: len(hp)], step.hp_of[:] = gradients, hp, hp_of
+    step.run()
+    steps.give(step)
+
+
+@cache
+def _steps_on_one_tensor(
+    rule: Rule, prologue: Prologue, w: np.dtype[Any], g: np.dtype[Any]
+) -> Pool[DenseStep]:
+    """For variables of dtype ``w`` and a gradient of dtype ``g``, wherever they lie."""
+    s = (STORAGES[w],) * len(rule.states)
+    compiled = kernel(rule, prologue, STORAGES[w], STORAGES[g], s)
+
+    def make() -> DenseStep:
+        nowhere = TensorTable(np.zeros((1, 4), np.int64), np.zeros(2, np.int64))
+        return DenseStep(compiled, nowhere)
+
+    return Pool(make)
+
+
+def tensor_step(
+    rule: Rule,
+    prologue: Prologue,
+    arrays: tuple[np.ndarray, ...],
+    addresses: Sequence[int] | np.ndarray,
+    hp: Sequence[float],
+    *,
+    use_locking: bool = False,
+) -> None:
+    """One step of ``rule`` on one tensor, in place.
+
+    Args:
+        rule: the update rule.
+        prologue: what happens to the gradient before the rule.
+        arrays: the parameter, its states and the gradient: contiguous, of one shape, all but the
+            gradient of one dtype.
+        addresses: those of the arrays.
+        hp: the scalars of the rule, then those of the prologue.
         use_locking: hold the variables exclusively.
     """
-    compiled = kernel(rule, prologue, variables.w, g, variables.s)
-    held = locks.Request(variables.spans, shared=False) if use_locking else nullcontext()
-    with held:
-        dense_update(compiled, variables.table, gradients, hp, hp_of)
+    w, gradient = arrays[0], arrays[-1]
+    steps = _steps_on_one_tensor(rule, prologue, w.dtype, gradient.dtype)
+    step = steps.take()
+    step.table.move(addresses[:-1], w.size)
+    step.gradients[0] = addresses[-1]
+    step.hp[0] = hp
+    if use_locking:
+        with locks.Request(_spans([arrays[:-1]]), shared=False):
+            step.run()
+    else:
+        step.run()
+    steps.give(step)
 
 
 def measure_step(
@@ -206,46 +263,105 @@ def row_step(
         ValueError: the tables have too many rows for the sort keys.
     """
     g = STORAGES[gradients[0].values.dtype]
-    n_rows = sum(arrays[0].shape[0] for arrays in variables.tensors)
-    check_keys(where[0], n_rows, sum(len(gradient.indices) for gradient in gradients))
     compiled = kernel(rule, prologue, variables.w, g, variables.s)
     base, stride = address_of(hp), hp.strides[0]
     tables = [
-        RowTable._make(
-            (
-                *addresses,
-                base + row * stride,
-                arrays[0].shape[0],
-                arrays[0].size // max(1, arrays[0].shape[0]),
-                gradient.index_address,
-                gradient.indices.itemsize,
-                len(gradient.indices),
-                gradient.values_address,
-            )
-        )
+        _row_table(arrays[0], addresses, base + row * stride, gradient)
         for arrays, addresses, gradient, row in zip(
             variables.tensors, variables.table.addresses.tolist(), gradients, hp_of, strict=True
         )
     ]
-    held = locks.Request(variables.spans, shared=touched_only) if use_locking else nullcontext()
-    with held:
-        position = row_update(
-            compiled,
-            tables,
-            touched_only=touched_only,
-            drop=drop,
-            locked=use_locking and touched_only,
+    lock_spans = variables.spans if use_locking else None
+    _update_rows(where, compiled, tables, gradients, touched_only, drop, lock_spans)
+
+
+def table_step(
+    where: str,
+    rule: Rule,
+    variables: Sequence[np.ndarray],
+    addresses: Sequence[int],
+    gradient: RowGradient,
+    hp: Sequence[float],
+    *,
+    touched_only: bool,
+    drop: bool = False,
+    use_locking: bool = False,
+) -> None:
+    """One step of ``rule`` on one table with a row-sparse gradient, in place.
+
+    Args:
+        where: how an error names the operator.
+        rule: the update rule.
+        variables: the table and its states, contiguous, of one dtype and shape.
+        addresses: those of the variables.
+        gradient: as in `row_step`.
+        hp: the scalars of the rule.
+        touched_only: as in `row_step`.
+        drop: as in `row_step`.
+        use_locking: as in `row_step`.
+
+    Raises:
+        IndexError, ValueError: as `row_step`.
+    """
+    w = STORAGES[variables[0].dtype]
+    compiled = kernel(rule, (), w, STORAGES[gradient.dtype], (w,) * len(rule.states))
+    row = np.array(hp, compiled.real.dtype)
+    absent = (0,) * (4 - len(addresses))
+    table = _row_table(variables[0], (*addresses, *absent), address_of(row), gradient)
+    lock_spans = _spans([tuple(variables)]) if use_locking else None
+    _update_rows([where], compiled, [table], [gradient], touched_only, drop, lock_spans)
+
+
+def _row_table(
+    w: np.ndarray, addresses: Sequence[int], hp_address: int, gradient: RowGradient
+) -> RowTable:
+    n_rows = w.shape[0]
+    indices = gradient.indices
+    return RowTable._make(
+        (
+            *addresses,
+            hp_address,
+            n_rows,
+            w.size // max(1, n_rows),
+            gradient.index_address,
+            indices.itemsize,
+            len(indices),
+            gradient.values_address,
         )
+    )
+
+
+def _update_rows(
+    where: Sequence[str],
+    compiled: Kernel,
+    tables: list[RowTable],
+    gradients: Sequence[RowGradient],
+    touched_only: bool,
+    drop: bool,
+    lock_spans: list[locks.Span] | None,
+) -> None:
+    check_keys(where[0], tables)
+    if lock_spans is None:
+        position = row_update(compiled, tables, touched_only=touched_only, drop=drop, locked=False)
+    else:
+        with locks.Request(lock_spans, shared=touched_only):
+            position = row_update(
+                compiled, tables, touched_only=touched_only, drop=drop, locked=touched_only
+            )
     if position >= 0:
         raise first_bad_index(where, gradients, tables, position)
 
 
-def check_keys(where: str, n_rows: int, n: int) -> None:
+def check_keys(where: str, tables: list[RowTable]) -> None:
     """The number of a row and of an occurrence must fit into one sort key of 63 bits.
 
     Raises:
         ValueError: they do not.
     """
+    n = n_rows = 0
+    for table in tables:
+        n += table.length
+        n_rows += table.rows
     bits = n_rows.bit_length() + n.bit_length()
     if bits > 63:
         raise ValueError(

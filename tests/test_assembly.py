@@ -8,7 +8,7 @@ import pytest
 
 from fusestep.kernels import storage
 from fusestep.kernels.blocks import kernel
-from fusestep.kernels.cpu.rows import accumulate
+from fusestep.kernels.cpu.sums import accumulate
 from fusestep.kernels.rules.gradient import COUPLED_DECAY, SCALE
 from fusestep.kernels.warmup import all_rules
 

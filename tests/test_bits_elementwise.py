@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from fusestep import ops
+from fusestep.bench.operators import OPERATORS, ROW_OPERATORS
 
-from helpers import BF16, OPERATORS, ROW_OPERATORS, assert_same_bits
+from helpers import BF16, assert_same_bits
 from rule_cases import CASES, LARS, NEUTRAL, OPTIMIZER, RuleCase, real_of, run_dense, run_rows
 from subprocesses import output_of
 

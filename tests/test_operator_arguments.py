@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from fusestep import ops
+from fusestep.bench.operators import LARS_UPDATE, OPERATORS, Operator
 from fusestep.ops import locks
 from fusestep.ops.primitive import Primitive
 
-from helpers import FAR, LARS_UPDATE, OPERATORS, Operator, assert_same_bits, distance
+from helpers import FAR, assert_same_bits, distance
 
 EVERY = {**OPERATORS, LARS_UPDATE.name: LARS_UPDATE}
 EACH = pytest.mark.parametrize("operator", EVERY.values(), ids=EVERY)

@@ -9,19 +9,9 @@ import numpy as np
 import pytest
 
 from fusestep import ConversionError, nn, ops
+from fusestep.bench.operators import DENSE_OPERATORS, OPERATORS, ROW_OPERATORS, SCALARS, Operator
 
-from helpers import (
-    BF16,
-    DENSE_OPERATORS,
-    OPERATORS,
-    ROW_OPERATORS,
-    SCALARS,
-    STORAGE_DTYPES,
-    Operator,
-    assert_same_bits,
-    refused,
-    unchanged,
-)
+from helpers import BF16, STORAGE_DTYPES, assert_same_bits, refused, unchanged
 
 EACH = pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS.keys())
 EACH_DENSE = pytest.mark.parametrize("operator", DENSE_OPERATORS.values(), ids=DENSE_OPERATORS)

@@ -12,17 +12,9 @@ import numpy as np
 import pytest
 
 from fusestep import ConversionError, ops
+from fusestep.bench.operators import LARS_UPDATE, OPERATORS, Operator
 
-from helpers import (
-    BF16,
-    LARS_UPDATE,
-    OPERATORS,
-    Operator,
-    assert_same_bits,
-    assert_within_ulps,
-    refused,
-    unchanged,
-)
+from helpers import BF16, assert_same_bits, assert_within_ulps, refused, unchanged
 
 
 def reject(

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fusestep.bench.operators import OPERATORS, Operator
+
 import reference
 import reference_elementwise as elementwise
-from helpers import OPERATORS, Operator
 from reference import wide
 
 RENAMED = {"learning_rate": "lr", "decay": "rho"}

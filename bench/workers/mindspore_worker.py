@@ -4,39 +4,106 @@ Everything runs in graph mode: single operators in PyNative mode take longer (2.
 twice as long for ``FusedSparseAdam``) and keep a thread busy between the steps. MindSpore
 searches for the best number of threads during the first steps, which is why its warm-up is
 long.
+
+What is left out has no CPU kernel in 2.10 (Lamb, LARS), does not do on the CPU what it says
+(``nn.Momentum`` ignores ``use_nesterov``), or takes duplicate rows one after the other
+(``SparseApply*``).
 """
+
+# ruff: noqa: B905  # Python 3.8 has no zip(strict=True)
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
 import numpy as np
-from worker_protocol import Job, serve  # type: ignore[import-not-found]
+from worker_protocol import Case, Job, Parameter, Replica, serve  # type: ignore[import-not-found]
 
-# Powers of the betas at the first step, learning rate, betas, epsilon.
-_SCALARS = (0.9, 0.999, 1e-3, 0.9, 0.999, 1e-8)
+_LR = 1e-3
+_BETAS = (0.9, 0.999, 1e-8)
 
 
-_MOMENTS = ("var", "m", "v")
-# Attributes, variables and scalars of each operator; then come the gradient and the indices.
-_OPERATORS: dict[str, tuple[dict[str, float], tuple[str, ...], tuple[float, ...]]] = {
-    "Adam": ({}, _MOMENTS, _SCALARS),
-    "ApplyAdamWithAmsgradV2": ({}, (*_MOMENTS, "vhat"), _SCALARS),
-    "FusedSparseAdam": ({}, _MOMENTS, _SCALARS),
-    "FusedSparseLazyAdam": ({}, _MOMENTS, _SCALARS),
-    "FusedSparseFtrl": (
-        {"lr": 1e-3, "l1": 0.0, "l2": 0.0, "lr_power": -0.5},
-        ("var", "accum", "linear"),
-        (),
+@dataclass(frozen=True)
+class _Operator:
+    """How an operator is called: ``op(variable, *states, [powers], *before, gradient, *after)``.
+
+    Args:
+        name: in ``mindspore.ops``.
+        states: how many arrays of the variable's size it updates.
+        before, after: numbers around the gradient, or around values and indices.
+        powers: the powers of the betas come before all other numbers.
+        attributes: of the operator.
+    """
+
+    name: str
+    states: int
+    before: tuple[float, ...] = ()
+    after: tuple[float, ...] = ()
+    powers: bool = False
+    attributes: dict[str, Any] = field(default_factory=dict)
+
+
+_FTRL = {"lr": _LR, "l1": 0.0, "l2": 0.0, "lr_power": -0.5}
+_OPERATORS = {
+    "adam": _Operator("Adam", 2, (_LR, *_BETAS), powers=True),
+    "amsgrad": _Operator("ApplyAdamWithAmsgradV2", 3, (_LR, *_BETAS), powers=True),
+    "adamw": _Operator("AdamWeightDecay", 2, (_LR, *_BETAS, 0.01)),
+    "sgd": _Operator("ApplyGradientDescent", 0, (_LR,)),
+    "momentum": _Operator("ApplyMomentum", 1, (_LR,), (0.9,)),
+    "rmsprop": _Operator("ApplyRMSProp", 2, (_LR,), (0.9, 0.0, 1e-10)),
+    "rmsprop-momentum": _Operator("ApplyRMSProp", 2, (_LR,), (0.9, 0.9, 1e-10)),
+    "rmsprop-centered": _Operator("ApplyCenteredRMSProp", 3, (), (_LR, 0.9, 0.0, 1e-10)),
+    "adagrad": _Operator("ApplyAdagrad", 1, (_LR,)),
+    "proximal-adagrad": _Operator("ApplyProximalAdagrad", 1, (_LR, 1e-4, 1e-4)),
+    "ftrl": _Operator("ApplyFtrl", 2, (), (_LR, 0.0, 0.0, -0.5)),
+}
+# Each step on rows, and that of the dense parameters beside a table.
+_ROW_OPERATORS = {
+    "adam-lazy": (_Operator("FusedSparseLazyAdam", 2, (_LR, *_BETAS), powers=True), "adam"),
+    "adam-rows": (_Operator("FusedSparseAdam", 2, (_LR, *_BETAS), powers=True), "adam"),
+    "ftrl-rows": (_Operator("FusedSparseFtrl", 2, attributes=_FTRL), "ftrl"),
+    "proximal-adagrad-rows": (
+        _Operator("FusedSparseProximalAdagrad", 1, (_LR, 1e-4, 1e-4)),
+        "proximal-adagrad",
     ),
-    "FusedSparseProximalAdagrad": ({}, ("var", "accum"), (1e-3, 0.0, 0.0)),
+}
+_ONLY_FLOAT32 = {"amsgrad", "ftrl", *_ROW_OPERATORS}
+
+# Label, class and arguments of the optimizers.
+_RMSPROP = {"decay": 0.9, "epsilon": 1e-10}
+_PROXIMAL = {"accum": 0.0, "l1": 1e-4, "l2": 1e-4}
+_OPTIMIZERS: dict[str, tuple[tuple[str, str, dict[str, Any]], ...]] = {
+    "adam": (("nn.Adam", "Adam", {}),),
+    "amsgrad": (("nn.Adam(use_amsgrad)", "Adam", {"use_amsgrad": True}),),
+    "adamw": (("nn.AdamWeightDecay", "AdamWeightDecay", {"eps": 1e-8, "weight_decay": 0.01}),),
+    "sgd": (("nn.SGD", "SGD", {}),),
+    "momentum": (
+        ("nn.Momentum", "Momentum", {"momentum": 0.9}),
+        ("nn.SGD(momentum)", "SGD", {"momentum": 0.9}),
+    ),
+    "nesterov": (("nn.SGD(nesterov)", "SGD", {"momentum": 0.9, "nesterov": True}),),
+    "rmsprop": (("nn.RMSProp", "RMSProp", _RMSPROP),),
+    "rmsprop-momentum": (("nn.RMSProp(momentum)", "RMSProp", {**_RMSPROP, "momentum": 0.9}),),
+    "rmsprop-centered": (("nn.RMSProp(centered)", "RMSProp", {**_RMSPROP, "centered": True}),),
+    "adagrad": (("nn.Adagrad", "Adagrad", {"accum": 0.0}),),
+    "proximal-adagrad": (("nn.ProximalAdagrad", "ProximalAdagrad", _PROXIMAL),),
+    "ftrl": (("nn.FTRL", "FTRL", {"initial_accum": 0.0}),),
+    "adafactor": (("nn.AdaFactor", "AdaFactor", {"relative_step": False, "beta1": None}),),
+    "adam-lazy": (("nn.LazyAdam", "LazyAdam", {}),),
+    "adam-rows": (("nn.Adam", "Adam", {}),),
+    "ftrl-rows": (("nn.FTRL", "FTRL", {"initial_accum": 0.0}),),
+    "proximal-adagrad-rows": (("nn.ProximalAdagrad", "ProximalAdagrad", _PROXIMAL),),
 }
 
 
 class MindSpore:
     """The library, on ``threads`` threads."""
+
+    warm_up = 25
+    keeps_memory = True
 
     def __init__(self, threads: int) -> None:
         self.ms: Any = import_module("mindspore")
@@ -46,63 +113,196 @@ class MindSpore:
         if threads != os.cpu_count():  # else its own choice, which is all of them
             self.ms.device_context.cpu.op_tuning.threads_num(threads)
 
-    def job(self, request: dict[str, Any]) -> Job:
-        """One step of the form on zeros of the given shape."""
-        (shape,) = request["shapes"]
-        form = request["form"]
-        batches = self._batches(request["inputs"], shape)
-        if form.startswith("nn.Adam"):
-            variable = self._variable("w", shape)
-            amsgrad = "use_amsgrad" in form
-            call = self.ms.nn.Adam([variable], learning_rate=1e-3, use_amsgrad=amsgrad)
-            calls: list[Any] = [lambda batch=batch: call(batch) for batch in batches]
+    def forms(self, algorithm: str, kind: str, dtype: str) -> list[str]:
+        """The optimizer and the operator under it."""
+        if dtype == "bfloat16" or (dtype == "float16" and algorithm in _ONLY_FLOAT32):
+            return []
+        if algorithm == "gather":
+            return ["ops.Gather"] * (kind == "rows")
+        if algorithm == "clip-by-global-norm":
+            return ["ops.clip_by_global_norm"] * (kind == "dense")
+        if (kind == "dense") == (algorithm in _ROW_OPERATORS):
+            return []
+        forms = [label for label, _, _ in _OPTIMIZERS.get(algorithm, ())]
+        operators = [_OPERATORS[algorithm]] if algorithm in _OPERATORS else []
+        if kind != "dense":
+            on_rows, beside = _ROW_OPERATORS[algorithm]
+            operators = [on_rows] + [_OPERATORS[beside]] * (kind == "mixed")
+        if operators:
+            forms.append(" + ".join(f"ops.{operator.name}" for operator in operators))
+        return forms
+
+    def replica(self, case: Case) -> Replica:
+        """A cell, compiled at its first call, with its inputs."""
+        variables = [
+            self.ms.Parameter(self._tensor(given.start, case), name=f"parameter_{index}")
+            for index, given in enumerate(case.parameters)
+        ]
+        if case.algorithm in ("gather", "clip-by-global-norm"):
+            return self._function(case, variables)
+        if case.form.startswith("nn."):
+            cell = self._optimizer_cell(case, variables)
         else:
-            call, variable = self._operator(form.removeprefix("ops."), shape)
-            calls = [lambda batch=batch: call(*batch) for batch in batches]
-        count = 0
+            cell = self._operator_cell(case, variables)
+        inputs = self._inputs(case)
+        powers: list[Any] = []
+        t = 0
+
+        def load() -> None:
+            nonlocal t
+            t += 1
+            if case.fresh:
+                inputs[:] = self._inputs(case)
+            if case.form.startswith("ops."):
+                powers[:] = [self.ms.Tensor(np.float32(beta**t)) for beta in _BETAS[:2]]
 
         def step() -> None:
-            nonlocal count
-            calls[count % len(calls)]()
-            count += 1
-            # The call returns before the work is done; reading the variable waits for it.
-            variable.asnumpy()
+            cell(*inputs, *powers)
+            variables[-1].asnumpy()  # waits, if the call has not
 
-        return Job(step)
+        return Replica(Job(step, load), lambda: [variable.asnumpy() for variable in variables])
 
-    def _batches(self, inputs: dict[str, list[str]], shape: list[int]) -> list[tuple[Any, ...]]:
-        """Per step the gradient, and the indices as int32, the only type that is taken."""
-        tensor = self.ms.Tensor
-        if "indices" not in inputs:
-            return [(tensor(np.load(path).reshape(shape)),) for path in inputs["gradient"]]
-        return [
-            (tensor(np.load(values)), tensor(np.load(indices).astype(np.int32)))
-            for values, indices in zip(inputs["gradient"], inputs["indices"], strict=True)
-        ]
+    def _tensor(self, array: np.ndarray, case: Case) -> Any:
+        return self.ms.Tensor(array.astype(case.dtype))
 
-    def _variable(self, name: str, shape: list[int]) -> Any:
-        return self.ms.Parameter(self.ms.Tensor(np.zeros(shape, np.float32)), name=name)
+    def _inputs(self, case: Case) -> list[Any]:
+        """The gradients; after row-sparse values the indices, as int32, which all take."""
+        inputs = []
+        for given in case.parameters:
+            inputs.append(self._tensor(given.gradient, case))
+            if given.indices is not None:
+                inputs.append(self.ms.Tensor(given.indices.astype(np.int32)))
+        return inputs
 
-    def _operator(self, name: str, shape: list[int]) -> tuple[Any, Any]:
-        """A compiled cell that applies the operator to its own variables, and the first of them."""
+    def _optimizer_cell(self, case: Case, variables: list[Any]) -> Any:
+        """An optimizer; row-sparse gradients are put together on the way to it."""
         nn = self.ms.nn
-        make = getattr(self.ms.ops.operations.nn_ops, name)
-        attributes, names, scalars = _OPERATORS[name]
-        variables = [self._variable(name, shape) for name in names]
-        numbers = tuple(self.ms.Tensor(np.float32(value)) for value in scalars)
+        name, arguments = next(
+            (name, arguments)
+            for label, name, arguments in _OPTIMIZERS[case.algorithm]
+            if label == case.form
+        )
+        optimizer = getattr(nn, name)(variables, learning_rate=_LR, **arguments)
+        if case.kind != "dense":
+            optimizer.target = "CPU"  # without it duplicates are not merged
+        row_tensor = import_module("mindspore.common.sparse_tensor").RowTensorInner
+        plan = _plan(case.parameters)
 
         class Cell(nn.Cell):  # type: ignore[name-defined, misc]
             def __init__(self) -> None:
                 super().__init__()
-                self.variables = self_variables
-                self.numbers = numbers
-                self.operator = make(**attributes)
+                self.optimizer = optimizer
+                self.plan = plan
 
             def construct(self, *inputs: Any) -> Any:
-                return self.operator(*self.variables, *self.numbers, *inputs)
+                gradients: tuple[Any, ...] = ()
+                for has_rows, position, shape in self.plan:
+                    gradient = inputs[position]
+                    if has_rows:
+                        gradient = row_tensor(inputs[position + 1], gradient, shape)
+                    gradients = (*gradients, gradient)
+                return self.optimizer(gradients)
 
-        self_variables = self.ms.ParameterTuple(variables)
-        return Cell(), variables[0]
+        return Cell()
+
+    def _operator_cell(self, case: Case, variables: list[Any]) -> Any:
+        """Applies the operators to the variables and to states of its own."""
+        ms = self.ms
+        on_rows, dense = _ROW_OPERATORS.get(case.algorithm, (None, case.algorithm))
+        on_dense = _OPERATORS[dense]
+        arrays: list[Any] = []
+        plan = []
+        for (has_rows, position, _), variable in zip(_plan(case.parameters), variables):
+            count = (on_rows if has_rows and on_rows else on_dense).states
+            plan.append((has_rows, position, len(arrays), len(arrays) + 1 + count))
+            arrays.append(variable)
+            for index in range(count):
+                zeros = self._tensor(np.zeros(variable.shape, np.float32), case)
+                arrays.append(ms.Parameter(zeros, name=f"{variable.name}.{index}"))
+        calls = [self._call(operator) for operator in (on_dense, on_rows or on_dense)]
+
+        class Cell(ms.nn.Cell):  # type: ignore[name-defined, misc]
+            def __init__(self) -> None:
+                super().__init__()
+                self.arrays = ms.ParameterTuple(arrays)
+                self.plan = tuple(plan)
+                self.dense, self.rows = calls
+
+            def construct(self, *inputs: Any) -> Any:
+                powers = inputs[-2:]
+                for has_rows, position, first, last in self.plan:
+                    if has_rows:
+                        gradient = inputs[position : position + 2]
+                        self.rows(self.arrays[first:last], powers, gradient)
+                    else:
+                        gradient = inputs[position : position + 1]
+                        self.dense(self.arrays[first:last], powers, gradient)
+                return True
+
+        return Cell()
+
+    def _call(self, operator: _Operator) -> Any:
+        """A cell that calls an operator with its numbers."""
+        ms = self.ms
+        module = ms.ops.operations
+        primitive = getattr(module, operator.name, None) or getattr(module.nn_ops, operator.name)
+
+        class Call(ms.nn.Cell):  # type: ignore[name-defined, misc]
+            def __init__(self) -> None:
+                super().__init__()
+                self.operator = primitive(**operator.attributes)
+                self.before, self.after = operator.before, operator.after
+                self.takes_powers = operator.powers
+
+            def construct(self, variables: Any, powers: Any, gradient: Any) -> Any:
+                if self.takes_powers:
+                    return self.operator(*variables, *powers, *self.before, *gradient, *self.after)
+                return self.operator(*variables, *self.before, *gradient, *self.after)
+
+        return Call()
+
+    def _function(self, case: Case, variables: list[Any]) -> Replica:
+        """What changes nothing in place, on its inputs."""
+        ops = self.ms.ops
+        gathers = case.algorithm == "gather"
+
+        class Gather(self.ms.nn.Cell):  # type: ignore[name-defined, misc]
+            def __init__(self) -> None:
+                super().__init__()
+                self.table = variables[0]
+                self.gather = ops.Gather()
+
+            def construct(self, _: Any, indices: Any) -> Any:
+                return self.gather(self.table, indices, 0)
+
+        class Clip(self.ms.nn.Cell):  # type: ignore[name-defined, misc]
+            def construct(self, *gradients: Any) -> Any:
+                return ops.clip_by_global_norm(gradients, 1.0)
+
+        cell = Gather() if gathers else Clip()
+        inputs: list[Any] = self._inputs(case)
+        results: list[Any] = []
+
+        def load() -> None:
+            if case.fresh:
+                inputs[:] = self._inputs(case)
+
+        def step() -> None:
+            results[:] = [cell(*inputs)] if gathers else cell(*inputs)
+            results[-1].asnumpy()
+
+        return Replica(Job(step, load), lambda: [result.asnumpy() for result in results])
+
+
+def _plan(parameters: list[Parameter]) -> tuple[tuple[bool, int, tuple[int, ...]], ...]:
+    """Of each parameter: is its gradient row-sparse, its place among the inputs, its shape."""
+    plan = []
+    position = 0
+    for given in parameters:
+        has_rows = given.indices is not None
+        plan.append((has_rows, position, given.shape))
+        position += 1 + has_rows
+    return tuple(plan)
 
 
 if __name__ == "__main__":

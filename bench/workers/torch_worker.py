@@ -1,76 +1,242 @@
-"""PyTorch's steps, for the interpreter in which PyTorch is installed."""
+"""PyTorch's steps, for the interpreter in which PyTorch is installed.
+
+A dense step comes as torch offers it: as a loop, with ``foreach``, and fused where there is such
+a kernel. Steps that torch compiles are another peer, since that takes seconds for each of them:
+`torch_compile_worker`.
+"""
+
+# ruff: noqa: B905  # Python 3.8 has no zip(strict=True)
 
 from __future__ import annotations
 
+import os
+import shutil
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-import numpy as np
-from worker_protocol import Job, serve  # type: ignore[import-not-found]
+from torch_arrays import (  # type: ignore[import-not-found]
+    arrays_of,
+    gradient_of,
+    parameters_of,
+    tensor,
+)
+from worker_protocol import Case, Job, Replica, serve  # type: ignore[import-not-found]
 
-# Class and arguments of each form.
-_FORMS: dict[str, tuple[str, dict[str, Any]]] = {
-    "Adam(fused=True)": ("Adam", {"fused": True}),
-    "Adam(foreach=True)": ("Adam", {"foreach": True}),
-    "Adam(amsgrad, fused=True)": ("Adam", {"amsgrad": True, "fused": True}),
-    "SparseAdam": ("SparseAdam", {}),
-    "SGD(fused=True)": ("SGD", {"fused": True}),
-    "SGD(momentum, fused=True)": ("SGD", {"momentum": 0.9, "fused": True}),
-    "RMSprop(foreach=True)": ("RMSprop", {"foreach": True}),
-    "RMSprop(momentum, foreach=True)": ("RMSprop", {"momentum": 0.9, "foreach": True}),
-    "RMSprop(centered, foreach=True)": ("RMSprop", {"centered": True, "foreach": True}),
-    "Adagrad(fused=True)": ("Adagrad", {"fused": True}),
-    "Adafactor(foreach=True)": ("Adafactor", {"foreach": True}),
+_LOOP, _FOREACH, _FUSED, _COMPILED = "foreach=False", "foreach=True", "fused=True", "compiled"
+_IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
+    _LOOP: {"foreach": False},
+    _FOREACH: {"foreach": True},
+    _FUSED: {"fused": True},
+    _COMPILED: {"foreach": True},
 }
+_ALL = (_LOOP, _FOREACH, _FUSED, _COMPILED)
+_UNFUSED = (_LOOP, _FOREACH, _COMPILED)
+_RMS = {"alpha": 0.9, "eps": 1e-10}
+
+# Class, arguments and implementations of each step on dense gradients. Adafactor reads a number
+# from a tensor in each step, where a compiled step is cut into pieces; that gains nothing.
+_DENSE: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "adam": ("Adam", {}, _ALL),
+    "amsgrad": ("Adam", {"amsgrad": True}, _ALL),
+    "adamw": ("AdamW", {"weight_decay": 0.01}, _ALL),
+    "sgd": ("SGD", {}, _ALL),
+    "momentum": ("SGD", {"momentum": 0.9}, _ALL),
+    "nesterov": ("SGD", {"momentum": 0.9, "nesterov": True}, _ALL),
+    "rmsprop": ("RMSprop", _RMS, _UNFUSED),
+    "rmsprop-momentum": ("RMSprop", {**_RMS, "momentum": 0.9}, _UNFUSED),
+    "rmsprop-centered": ("RMSprop", {**_RMS, "centered": True}, _UNFUSED),
+    "adagrad": ("Adagrad", {}, _ALL),
+    "adafactor": ("Adafactor", {}, (_LOOP, _FOREACH)),
+}
+# Class of each step that takes sparse gradients; the step of dense parameters beside the tables.
+_SPARSE = {
+    "adam-lazy": ("SparseAdam", "adam"),
+    "sgd-rows": ("SGD", "sgd"),
+    "adagrad-rows": ("Adagrad", "adagrad"),
+}
+# Steps for which torch needs a dense gradient.
+_DENSIFIED = {"adam-rows": "adam"}
+_CLIP = {"clip_grad_norm_(foreach=False)": False, "clip_grad_norm_(foreach=True)": True}
+_EMBEDDING, _SELECT, _SELECT_OUT = "nn.functional.embedding", "index_select", "index_select(out=)"
 
 
 class Torch:
-    """The library, on ``threads`` threads."""
+    """The library, on ``threads`` threads.
+
+    Attributes:
+        compiles: it has the compiled forms, and no others.
+    """
+
+    warm_up = 3
+    compiles = False
 
     def __init__(self, threads: int) -> None:
+        # No resident processes that compile; with one thread it compiles in this process.
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
         self.torch: Any = import_module("torch")
         self.torch.set_num_threads(threads)
         self.version: str = self.torch.__version__
 
-    def job(self, request: dict[str, Any]) -> Job:
-        """One step of the form on zeros of the given shapes."""
-        torch = self.torch
-        parameters = [torch.nn.Parameter(torch.zeros(shape)) for shape in request["shapes"]]
-        name, options = _FORMS[request["form"]]
-        optimizer = getattr(torch.optim, name)(parameters, lr=1e-3, **options)
-        # Cloned into torch's own memory, which is better aligned than NumPy's.
-        gradients = [
-            torch.from_numpy(np.load(path)).clone() for path in request["inputs"]["gradient"]
-        ]
-        if "indices" in request["inputs"]:
-            return self._rows(request, parameters[0], gradients, optimizer)
-        if request["new_gradients"]:
-            return Job(optimizer.step, lambda: _assign(parameters, gradients, new=True))
-        _assign(parameters, gradients, new=False)
-        return Job(optimizer.step)
+    def forms(self, algorithm: str, kind: str, dtype: str) -> list[str]:
+        """For mixed gradients there is an optimizer of the tables and one of the others."""
+        if kind == "dense":
+            clips = algorithm == "clip-by-global-norm" and not self.compiles
+            return [*_CLIP] if clips else self._sound_forms(algorithm, dtype)
+        if algorithm == "gather" and not self.compiles:
+            return [_EMBEDDING, _SELECT, _SELECT_OUT] if kind == "rows" else []
+        if algorithm in _DENSIFIED:
+            dense = self._sound_forms(_DENSIFIED[algorithm], dtype)
+            return [f"index_add_, {form}" for form in dense]
+        if algorithm not in _SPARSE or (algorithm == "adam-lazy" and dtype == "float16"):
+            return []
+        name, beside = _SPARSE[algorithm]
+        if kind == "rows":
+            return [] if self.compiles else [name]
+        return [f"{name} + {form}" for form in self._sound_forms(beside, dtype)]
 
-    def _rows(self, request: dict[str, Any], table: Any, gradients: Any, optimizer: Any) -> Job:
-        """Uncoalesced sparse gradients, as ``nn.Embedding(sparse=True)`` leaves them."""
-        batches = [
-            self.torch.sparse_coo_tensor(
-                self.torch.from_numpy(np.load(path)[None]), values, table.shape
-            )
-            for path, values in zip(request["inputs"]["indices"], gradients, strict=True)
+    def _sound_forms(self, algorithm: str, dtype: str) -> list[str]:
+        """The forms of a dense step that compute it in this type."""
+        return [
+            form
+            for form, (name, options, is_compiled) in _dense_forms(algorithm).items()
+            if is_compiled == self.compiles
+            and self._is_sound(name, "fused" in options, is_compiled, dtype)
         ]
-        count = 0
+
+    def _is_sound(self, name: str, is_fused: bool, is_compiled: bool, dtype: str) -> bool:
+        """False in float16 for loop and foreach, which have no other type.
+
+        There an epsilon is 0, and where the gradient is 0 it is divided by 0; so in SparseAdam.
+        """
+        if name == "SGD":
+            return not is_fused or self._fused_sgd_moves(dtype)
+        return dtype != "float16" or is_fused or is_compiled or name == "Adafactor"
+
+    def _fused_sgd_moves(self, dtype: str) -> bool:
+        """False for types of 16 bits in 2.13: all whole vectors stay as they are."""
+        parameter = self.torch.nn.Parameter(self.torch.ones(256, dtype=getattr(self.torch, dtype)))
+        parameter.grad = self.torch.ones_like(parameter)
+        self.torch.optim.SGD([parameter], lr=1.0, fused=True).step()
+        return not parameter.any()
+
+    def replica(self, case: Case) -> Replica:
+        """Parameters with an optimizer, or with what stands in its place."""
+        if case.algorithm == "gather":
+            return self._gather(case)
+        parameters = parameters_of(case.parameters, case.dtype)
+        if case.algorithm in _DENSIFIED:
+            return self._densified(case, parameters)
+        gradients = [gradient_of(given, case.dtype) for given in case.parameters]
+        # With foreach, Nesterov's momentum is added to the gradient itself.
+        fresh = case.fresh or case.algorithm == "nesterov"
 
         def load() -> None:
-            nonlocal count
-            table.grad = batches[count % len(batches)]
-            count += 1
+            for parameter, gradient in zip(parameters, gradients):
+                parameter.grad = gradient.clone() if fresh else gradient
 
-        return Job(optimizer.step, load)
+        if case.algorithm == "clip-by-global-norm":
+            clip, foreach = self.torch.nn.utils.clip_grad_norm_, _CLIP[case.form]
+            job = Job(lambda: clip(parameters, 1.0, foreach=foreach), load)
+            return Replica(job, lambda: arrays_of([x.grad for x in parameters]))
+        return Replica(Job(self._step(case, parameters), load), lambda: arrays_of(parameters))
+
+    def _step(self, case: Case, parameters: list[Any]) -> Callable[[], object]:
+        """One step of all optimizers of the case."""
+        if case.kind == "dense":
+            return self._dense_step(case.algorithm, case.form, parameters)
+        name, algorithm = _SPARSE[case.algorithm]
+        tables: list[Any] = []
+        others: list[Any] = []
+        for given, parameter in zip(case.parameters, parameters):
+            (others if given.indices is None else tables).append(parameter)
+        sparse = getattr(self.torch.optim, name)(tables, lr=1e-3)
+        if not others:
+            step: Callable[[], object] = sparse.step
+            return step
+        dense = self._dense_step(algorithm, case.form.split(" + ")[1], others)
+        return lambda: (sparse.step(), dense())
+
+    def _dense_step(self, algorithm: str, form: str, parameters: list[Any]) -> Callable[[], object]:
+        name, options, compiled = _dense_forms(algorithm)[form]
+        optimizer = getattr(self.torch.optim, name)(parameters, lr=1e-3, **options)
+        step: Callable[[], object] = optimizer.step
+        return self._compiled(step) if compiled else step
+
+    def _compiled(self, step: Callable[[], object]) -> Callable[[], object]:
+        """The step, compiled at its first call, as often as there are new parameters."""
+        config = import_module("torch._dynamo").config
+        limits = {"recompile_limit": 1000, "accumulated_recompile_limit": 1000}
+        # Beyond the limit it would go on without compilation.
+        for name, value in {**limits, "fail_on_recompile_limit_hit": True}.items():
+            if hasattr(config, name):  # not in torch of all years
+                setattr(config, name, value)
+        compiled: Callable[[], object] = self.torch.compile(step)
+        return compiled
+
+    def _densified(self, case: Case, parameters: list[Any]) -> Replica:
+        """Row-sparse gradients are added up in dense ones, which are zero between the steps."""
+        rows: list[tuple[Any, Any, Any]] = []
+        others = []
+        for given, parameter in zip(case.parameters, parameters):
+            gradient = tensor(given.gradient, case.dtype)
+            if given.indices is None:
+                parameter.grad = gradient
+                others.append(parameter)
+            else:
+                parameter.grad = self.torch.zeros_like(parameter)
+                rows.append((parameter.grad, tensor(given.indices, "int64"), gradient))
+        form = case.form.split(", ", 1)[1]
+        dense = self._dense_step(_DENSIFIED[case.algorithm], form, parameters)
+
+        def load() -> None:
+            if case.fresh:
+                rows[:] = [(grad, indices.clone(), x.clone()) for grad, indices, x in rows]
+                for parameter in others:
+                    parameter.grad = parameter.grad.clone()
+
+        def step() -> None:
+            for gradient, indices, values in rows:
+                gradient.index_add_(0, indices, values)
+            dense()
+            for gradient, indices, _ in rows:
+                gradient.index_fill_(0, indices, 0)
+
+        return Replica(Job(step, load), lambda: arrays_of(parameters))
+
+    def _gather(self, case: Case) -> Replica:
+        """Looking up rows, into a new tensor or into one that is there."""
+        (given,) = case.parameters
+        table, indices = tensor(given.start, case.dtype), tensor(given.indices, "int64")
+        looked_up = table.new_zeros((len(indices), *given.shape[1:]))
+
+        def step() -> None:
+            nonlocal looked_up
+            if case.form == _SELECT_OUT:
+                self.torch.index_select(table, 0, indices, out=looked_up)
+            elif case.form == _SELECT:
+                looked_up = self.torch.index_select(table, 0, indices)
+            else:
+                looked_up = self.torch.nn.functional.embedding(indices, table)
+
+        return Replica(Job(step), lambda: arrays_of([looked_up]))
 
 
-def _assign(parameters: list[Any], gradients: list[Any], new: bool) -> None:
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        gradient = gradient.reshape(parameter.shape)
-        parameter.grad = gradient.clone() if new else gradient
+def _dense_forms(algorithm: str) -> dict[str, tuple[str, dict[str, Any], bool]]:
+    """Class, arguments and whether to compile it, of each form of a step on dense gradients."""
+    if algorithm not in _DENSE:
+        return {}
+    name, options, implementations = _DENSE[algorithm]
+    flags = "".join(f"{key}, " for key, value in options.items() if value is True)
+    return {
+        f"{name}({flags}{label})": (name, {**options, **arguments}, label == _COMPILED)
+        for label, arguments in _IMPLEMENTATIONS.items()
+        if label in implementations and (label != _COMPILED or _compiler())
+    }
+
+
+def _compiler() -> str | None:
+    return shutil.which(os.environ.get("CXX", "g++"))
 
 
 if __name__ == "__main__":

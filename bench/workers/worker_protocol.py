@@ -2,32 +2,62 @@
 
 A worker reads JSON lines from its standard input and answers each with one JSON line::
 
-    {"do": "hello"}                       -> {"version": "2.13.0"}
-    {"do": "setup", "form": ..., ...}     -> {"version": "2.13.0"}
-    {"do": "sample", "form": ..., ...}    -> {"seconds": 0.0123}
-    {"do": "drop"}                        -> {"ok": true}
+    {"do": "hello"}
+        -> {"version": "2.13.0"}
+    {"do": "forms", "algorithm": "adam", "kind": "dense", "dtype": "float32"}
+        -> {"forms": ["Adam(foreach=True)", "Adam(fused=True)"]}
+    {"do": "setup", "algorithm": ..., "form": ..., "dtype": ..., "copies": 1,
+     "parameters": [{"shape": [9, 4], "gradient": "/g.npy", "indices": null}],
+     "fresh_gradients": false}
+        -> {}
+    {"do": "sample", "form": ..., "lead_in": 1, "steps": 1}
+        -> {"seconds": 0.0123}
+    {"do": "memory", "form": ...}
+        -> {"bytes": 4096}
+    {"do": "values", "form": ..., "path": "/x.npz"}
+        -> {}
+    {"do": "drop"}
+        -> {}
 
 An answer ``{"error": text}`` says that the request failed; the end of input ends the worker.
-Needs nothing but Python, since the library at the other end chooses the versions.
+
+Kinds are "dense", "rows" (one table with a row-sparse gradient) and "mixed" (tables and dense
+parameters). A set-up may say ``"warm_up": n``, the steps before the first sample, instead of the
+library's own number, and a parameter ``"start": "/w.npy"``, its values instead of zeros.
+
+Needs nothing but Python 3.8 and NumPy, since the library at the other end chooses the versions.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
+import itertools
 import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-Clock = Callable[[], float]
+import numpy as np
+
+
+class Clock(Protocol):
+    """A clock, such as `time.perf_counter`."""
+
+    def __call__(self) -> float:
+        """The time in seconds."""
+        ...
 
 
 def _nothing() -> None:
     pass
+
+
+# -- a step and what is measured of it ------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -41,6 +71,24 @@ class Job:
 
     step: Callable[[], object]
     load: Callable[[], object] = _nothing
+
+
+def in_turn(jobs: Sequence[Job]) -> Job:
+    """A job whose steps are those of the given jobs, one after the other, for ever.
+
+    So a step finds nothing in the cache that the step before it has left there.
+    """
+    if len(jobs) == 1:
+        return jobs[0]
+    turns: Iterator[Job] = itertools.cycle(jobs)
+    now = jobs[0]
+
+    def load() -> None:
+        nonlocal now
+        now = next(turns)
+        now.load()
+
+    return Job(lambda: now.step(), load)
 
 
 def sample(job: Job, lead_in: int, steps: int, clock: Clock = time.perf_counter) -> float:
@@ -65,22 +113,128 @@ def sample(job: Job, lead_in: int, steps: int, clock: Clock = time.perf_counter)
     return total / steps
 
 
+def peak_memory(job: Job) -> int | None:
+    """How many bytes more than before it a step needs at its peak; None where nobody counts them.
+
+    Memory that the C library keeps for the next allocation is given back first: a step that
+    takes it again would seem to need none. The pools of other allocators are not emptied.
+    """
+    job.load()
+    _give_memory_back()
+    try:
+        with open("/proc/self/clear_refs", "w", encoding="ascii") as reset:
+            reset.write("5")  # the peak is now what is in use now
+    except OSError:
+        return None
+    before = _resident_bytes("VmRSS")
+    job.step()
+    return max(0, _resident_bytes("VmHWM") - before)
+
+
+def _give_memory_back() -> None:
+    gc.collect()
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # there is no glibc
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _resident_bytes(field: str) -> int:
+    with open("/proc/self/status", encoding="ascii", errors="replace") as lines:
+        (line,) = (line for line in lines if line.startswith(field + ":"))
+    return int(line.split()[1]) * 1024
+
+
+# -- what a library says about itself -------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of a case and its gradient.
+
+    Args:
+        shape: of the parameter.
+        gradient: float32, of that shape; where there are indices, one row for each of them.
+        indices: int64, the rows of a row-sparse gradient, in any order and with duplicates.
+        start: float32 values of the parameter before the first step.
+    """
+
+    shape: tuple[int, ...]
+    gradient: np.ndarray
+    indices: np.ndarray | None
+    start: np.ndarray
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step as a set-up request describes it.
+
+    Args:
+        algorithm, form: which step, in the names of `Library.forms`.
+        dtype: of parameters and gradients.
+        parameters: all parameters of one optimizer.
+        fresh: the gradients of each step are new arrays.
+    """
+
+    algorithm: str
+    form: str
+    dtype: str
+    parameters: list[Parameter]
+    fresh: bool
+
+    @property
+    def kind(self) -> str:
+        """Which of the three kinds of gradients the parameters have."""
+        sparse = [parameter.indices is not None for parameter in self.parameters]
+        if not any(sparse):
+            return "dense"
+        return "rows" if sparse == [True] else "mixed"
+
+
+@dataclass(frozen=True)
+class Replica:
+    """Parameters, states and gradients of a case, in memory of their own.
+
+    Args:
+        job: takes a step on them.
+        values: the parameters as they are now; where an algorithm has other results, those.
+    """
+
+    job: Job
+    values: Callable[[], Sequence[Any]]
+
+
 class Library(Protocol):
-    """What a worker script says about its library."""
+    """What a worker script says about its library.
+
+    A library that keeps the memory of its steps for the next ones, where nobody sees how much a
+    step needs, says ``keeps_memory = True``.
+
+    Args:
+        version: of the library.
+        warm_up: how many steps each replica takes before the first sample.
+    """
 
     version: str
+    warm_up: int
 
-    def job(self, request: dict[str, Any]) -> Job:
-        """The step that a set-up request describes."""
+    def forms(self, algorithm: str, kind: str, dtype: str) -> list[str]:
+        """The forms in which the library has a step; none if it does not have it."""
+        ...
+
+    def replica(self, case: Case) -> Replica:
+        """Everything that a step in one of these forms needs."""
         ...
 
 
+# -- the server -----------------------------------------------------------------------------------
+
+
 class _Server:
-    """Answers requests; remembers the library and the jobs that were set up."""
+    """Answers requests; remembers the library and what was set up, by form."""
 
     def __init__(self, load: Callable[[int], Library]) -> None:
         self._load = load
-        self._library: Library | None = None
+        self._loaded: Library | None = None
+        self._first: dict[str, Replica] = {}
         self._jobs: dict[str, Job] = {}
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -91,19 +245,83 @@ class _Server:
             return {"error": f"{type(error).__name__}: {error}"}
 
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        if request["do"] == "drop":
-            self._jobs.clear()
-            gc.collect()
-            return {"ok": True}
-        if request["do"] == "sample":
+        do = request["do"]
+        if do == "hello":
+            return {"version": self._library.version}
+        if do == "forms":
+            kind = request["algorithm"], request["kind"], request["dtype"]
+            return {"forms": self._library.forms(*kind)}
+        if do == "setup":
+            return self._set_up(request)
+        if do == "sample":
             job = self._jobs[request["form"]]
             return {"seconds": sample(job, request["lead_in"], request["steps"])}
-        if self._library is None:
-            self._library = self._load(int(sys.argv[1]))
-        if request["do"] == "setup":
-            job = self._jobs[request["form"]] = self._library.job(request)
-            sample(job, request["warm_up"], 1)
-        return {"version": self._library.version}
+        if do == "memory":
+            return {"bytes": self._peak_memory(self._jobs[request["form"]])}
+        if do == "values":
+            return self._save(self._first[request["form"]], request["path"])
+        if do == "drop":
+            return self._drop()
+        raise ValueError(f"no request {do!r}")
+
+    @property
+    def _library(self) -> Library:
+        if self._loaded is None:
+            self._loaded = self._load(int(sys.argv[1]))
+        return self._loaded
+
+    def _set_up(self, request: dict[str, Any]) -> dict[str, Any]:
+        case = _case(request)
+        if case.form not in self._library.forms(case.algorithm, case.kind, case.dtype):
+            what = f"{case.algorithm}, {case.kind}, {case.dtype}"
+            raise ValueError(f"no form {case.form!r} of {what}")
+        replicas = [self._library.replica(case) for _ in range(request["copies"])]
+        steps = request.get("warm_up", self._library.warm_up)
+        for replica in replicas:
+            for _ in range(steps):
+                replica.job.load()
+                replica.job.step()
+        self._first[case.form] = replicas[0]
+        self._jobs[case.form] = in_turn([replica.job for replica in replicas])
+        return {}
+
+    def _peak_memory(self, job: Job) -> int | None:
+        return None if getattr(self._library, "keeps_memory", False) else peak_memory(job)
+
+    def _save(self, replica: Replica, path: str) -> dict[str, Any]:
+        arrays: dict[str, Any] = {
+            f"p{index}": np.asarray(value, np.float32)
+            for index, value in enumerate(replica.values())
+        }
+        np.savez(path, **arrays)
+        return {}
+
+    def _drop(self) -> dict[str, Any]:
+        self._first.clear()
+        self._jobs.clear()
+        _give_memory_back()
+        return {}
+
+
+def _case(request: dict[str, Any]) -> Case:
+    return Case(
+        request["algorithm"],
+        request["form"],
+        request["dtype"],
+        [_parameter(entry) for entry in request["parameters"]],
+        # Clipping in place leaves nothing to clip.
+        request["fresh_gradients"] or request["algorithm"] == "clip-by-global-norm",
+    )
+
+
+def _parameter(entry: dict[str, Any]) -> Parameter:
+    indices, start = entry["indices"], entry.get("start")
+    return Parameter(
+        tuple(entry["shape"]),
+        np.load(entry["gradient"]),
+        None if indices is None else np.load(indices),
+        np.zeros(entry["shape"], np.float32) if start is None else np.load(start),
+    )
 
 
 def serve(load: Callable[[int], Library]) -> None:
@@ -115,6 +333,7 @@ def serve(load: Callable[[int], Library]) -> None:
     # Libraries print to standard output; the answers keep it for themselves.
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
+    os.environ["OMP_NUM_THREADS"] = sys.argv[1]  # for whatever is loaded from now on
     _die_with_parent()
     server = _Server(load)
     for line in sys.stdin:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ from numba import carray
 
 from ..blocks import Kernel
 from ..compile import call_reader, part
+from .headers import address_of
 from .intrinsics import as_pointer, call7
 from .parallel import get_num_threads, run
 from .search import last_at_most
@@ -43,6 +45,9 @@ class DenseCall(NamedTuple):
     s2_bytes: int
     chunk: int
 
+
+_CHUNK_FIELD = DenseCall._fields.index("chunk")
+_WHOLE = 1 << 62  # a chunk that holds all elements
 
 _read_call = call_reader(DenseCall)
 
@@ -81,55 +86,81 @@ class TensorTable:
     Args:
         addresses: int64 ``[T, 4]``: w and up to three states (unused columns are ignored).
         first: int64 ``[T + 1]``: prefix sums of the tensors' sizes.
+
+    Attributes:
+        total: the number of elements of all tensors.
     """
 
     def __init__(self, addresses: np.ndarray, first: np.ndarray) -> None:
         self.addresses = addresses
         self.first = first
+        self.total = int(first[-1])
 
-    @cached_property
-    def total(self) -> int:
-        """The number of elements of all tensors."""
-        return int(self.first[-1])
+    def move(self, addresses: Sequence[int] | np.ndarray, size: int) -> None:
+        """Make a table of one tensor that of another one."""
+        self.addresses[0, : len(addresses)] = addresses
+        self.first[1] = self.total = size
 
     @cached_property
     def pointers(self) -> tuple[int, int]:
         """The addresses of both arrays."""
-        return self.addresses.ctypes.data, self.first.ctypes.data
+        return address_of(self.addresses), address_of(self.first)
 
 
-def dense_update(
-    kernel: Kernel, table: TensorTable, gradients: np.ndarray, hp: np.ndarray, hp_of: np.ndarray
-) -> None:
-    """One step of ``kernel`` on T contiguous tensors, in place, each array read once.
+class DenseStep:
+    """One step of a kernel on a table: what changes from step to step, and the call itself.
+
+    To ask for the addresses of arrays and to write the loop's arguments takes longer than a step
+    on a small tensor, so both is done once, and the object is used for many steps; but for one
+    at a time.
 
     Args:
         kernel: the compiled rule and its storage types.
         table: the tensors.
-        gradients: int64 ``[T]``: addresses of the gradients.
-        hp: ``[R, F]`` scalars in the type of the arithmetic, fields as `hp_type`.
-        hp_of: int64 ``[T]``: which row of ``hp`` a tensor uses.
+
+    Attributes:
+        gradients: int64 ``[T]``: addresses of the gradients; to be written.
+        hp: ``[T, F]`` scalars in the type of the arithmetic, fields as `hp_type`; to be written.
+        hp_of: int64 ``[T]``: which row of ``hp`` a tensor uses; at first 0.
     """
-    total = table.total
-    if total == 0:
-        return
-    threads = get_num_threads() if total >= SERIAL_BELOW else 1
+
+    def __init__(self, kernel: Kernel, table: TensorTable) -> None:
+        n_tensors = len(table.addresses)
+        self.table = table
+        self.gradients = np.zeros(n_tensors, np.int64)
+        self.hp = np.zeros((n_tensors, kernel.n_scalars), kernel.real.dtype)
+        self.hp_of = np.zeros(n_tensors, np.int64)
+        call = DenseCall(
+            kernel.block.address,
+            n_tensors,
+            table.pointers[0],
+            address_of(self.gradients),
+            table.pointers[1],
+            address_of(self.hp),
+            self.hp.strides[0],
+            address_of(self.hp_of),
+            kernel.w.itemsize,
+            kernel.g.itemsize,
+            *kernel.state_bytes,
+            _WHOLE,
+        )
+        self._arguments = np.array(call, np.int64)
+        self._address = address_of(self._arguments)
+
+    def run(self) -> None:
+        """Update the tensors in place, each array read once."""
+        total = self.table.total
+        if total < SERIAL_BELOW:
+            run(_update_chunk, 1, self._address, 1)
+            return
+        threads = get_num_threads()
+        chunk = _chunk(total, threads)
+        self._arguments[_CHUNK_FIELD] = chunk
+        run(_update_chunk, -(-total // chunk), self._address, threads)
+
+
+def _chunk(total: int, threads: int) -> int:
+    """How many elements make a part."""
     share = -(-total // threads)
     longest = min(_LONG_CHUNK, max(CHUNK, share // _PARTS_PER_THREAD))
-    chunk = total if threads == 1 else -(-min(longest, share) // _ALIGN) * _ALIGN
-    call = DenseCall(
-        kernel.block.address,
-        len(gradients),
-        table.pointers[0],
-        gradients.ctypes.data,
-        table.pointers[1],
-        hp.ctypes.data,
-        hp.strides[0],
-        hp_of.ctypes.data,
-        kernel.w.itemsize,
-        kernel.g.itemsize,
-        *kernel.state_bytes,
-        chunk,
-    )
-    arguments = np.array(call, np.int64)
-    run(_update_chunk, -(-total // chunk), arguments.ctypes.data, threads)
+    return total if threads == 1 else -(-min(longest, share) // _ALIGN) * _ALIGN

@@ -28,6 +28,7 @@ from .factored_layout import (
     W,
     read_call,
 )
+from .headers import address_of
 from .intrinsics import as_pointer, call8, call9
 from .parallel import get_num_threads, run
 from .search import last_at_most
@@ -214,19 +215,19 @@ class FactoredStep:
         self._keep = (gradients, hp, sums, factors)  # the loops have their addresses
         call = FactoredCall(
             len(gradients),
-            table.table.ctypes.data,
-            gradients.ctypes.data,
-            table.first_part.ctypes.data,
-            table.first_group.ctypes.data,
-            hp.ctypes.data,
+            address_of(table.table),
+            address_of(gradients),
+            address_of(table.first_part),
+            address_of(table.first_group),
+            address_of(hp),
             hp.strides[0],
             kernel.w.itemsize,
             kernel.g.itemsize,
             kernel.s.itemsize if kernel.s else 0,
             kernel.real.itemsize,
-            sums.ctypes.data,
-            factors.ctypes.data,
-            self._measured.ctypes.data,
+            address_of(sums),
+            address_of(factors),
+            address_of(self._measured),
             kernel.squares.address,
             kernel.factors.address,
             kernel.direction.address,
@@ -238,7 +239,7 @@ class FactoredStep:
         self._threads = 1 if table.n_elements < _SERIAL_BELOW else get_num_threads()
 
     def _run(self, function: NativeFunction, n: int) -> None:
-        run(function, n, self._call.ctypes.data, self._threads)
+        run(function, n, address_of(self._call), self._threads)
 
     def factorize(self) -> None:
         """First pass: row and column means into the states, and the factors."""

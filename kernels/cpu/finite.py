@@ -9,6 +9,7 @@ from numba import carray, njit
 
 from ..compile import call_reader, part
 from ..storage import Storage
+from .headers import address_of
 from .intrinsics import as_pointer
 from .parallel import get_num_threads, run
 from .search import last_at_most
@@ -78,15 +79,15 @@ def all_finite(storage: Storage, addresses: np.ndarray, sizes: np.ndarray) -> bo
     total = int(first[-1])
     found = np.zeros(1, np.int64)
     call = FiniteCall(
-        addresses.ctypes.data,
-        first.ctypes.data,
+        address_of(addresses),
+        address_of(first),
         len(addresses),
         storage.itemsize,
         _EXPONENT[storage.name],
         _CHUNK,
-        found.ctypes.data,
+        address_of(found),
     )
     arguments = np.array(call, np.int64)
     threads = get_num_threads() if total >= _SERIAL_BELOW else 1
-    run(_check_chunk, -(-total // _CHUNK), arguments.ctypes.data, threads)
+    run(_check_chunk, -(-total // _CHUNK), address_of(arguments), threads)
     return not found[0]

@@ -8,6 +8,7 @@ import numpy as np
 from numba import carray
 
 from ..compile import call_reader, part
+from .headers import address_of
 from .intrinsics import as_pointer, prefetch_read
 from .parallel import get_num_threads, run
 
@@ -48,13 +49,13 @@ def gather(table: np.ndarray, indices: np.ndarray, out: np.ndarray) -> None:
     n, row_bytes = len(indices), out.nbytes // max(1, len(indices))
     height = max(1, _PART_BYTES // max(1, row_bytes))
     call = GatherCall(
-        table.__array_interface__["data"][0],
-        indices.__array_interface__["data"][0],
+        address_of(table),
+        address_of(indices),
         n,
         row_bytes,
-        out.__array_interface__["data"][0],
+        address_of(out),
         height,
     )
     arguments = np.array(call, np.int64)
     threads = get_num_threads() if out.nbytes >= _SERIAL_BELOW else 1
-    run(_gather_part, -(-n // height), arguments.ctypes.data, threads)
+    run(_gather_part, -(-n // height), address_of(arguments), threads)

@@ -68,26 +68,17 @@ def range_length(n_positions: int) -> int:
 class RowCall(NamedTuple):
     """Arguments of every loop of a row step, all ``int64``."""
 
-    tables: int  # [T, COLUMNS]
+    # Decided by the sizes of the step.
     n_tables: int
     n: int  # positions
     position_bits: int
     row_bits: int
     digit_bits: int
     dropped_row: int  # global row that out-of-range indices get, or -1 to report them
-    keys: int  # [n + PADDING]
-    spare: int  # [n + PADDING]
-    histogram: int  # [sort_parts, 2**digit_bits]
-    bad: int  # [sort_parts]: first bad position of each share, or -1
     sort_parts: int
-    shift: int  # of the digit that the running pass sorts by
-    result: int  # [N_RESULTS]
-    n_parts: int
-    parts: int  # [n_parts, PART_COLUMNS], for a sweep
-    hot: int  # [n // HOT + 1, HOT_COLUMNS]
-    hot_sums: int
-    add_ranges: int
-    range_numbers: int  # 0, 1, 2, ...
+    scratch_bytes: int  # of a slot
+    tile: int  # elements per tile of a dense-equivalent sweep
+    # Decided by the kernel.
     block: int
     block_zero: int
     accumulate: int
@@ -97,10 +88,23 @@ class RowCall(NamedTuple):
     s2_bytes: int
     g_bytes: int
     real_bytes: int
+    # Where the sections of the borrowed block lie.
+    result: int  # [N_RESULTS]
+    tables: int  # [T, COLUMNS]
+    bad: int  # [sort_parts]: first bad position of each share, or -1
+    hot: int  # [n // HOT + 1, HOT_COLUMNS]
+    histogram: int  # [sort_parts, 2**digit_bits]
+    keys: int  # [n + PADDING]
+    spare: int  # [n + PADDING]
     scratch: int  # one slice of scratch_bytes per slot
-    scratch_bytes: int
-    tile: int  # elements per tile of a dense-equivalent sweep
+    # Of single phases.
     stripes: int  # row locks, or 0 for none
+    shift: int  # of the digit that the running pass sorts by
+    n_parts: int
+    parts: int  # [n_parts, PART_COLUMNS], for a sweep
+    hot_sums: int
+    add_ranges: int
+    range_numbers: int  # 0, 1, 2, ...
     measured: int  # [n] float64: at the first key of each segment what was measured of its row
 
 

@@ -15,6 +15,7 @@ from numba import carray
 from ..blocks import Kernel
 from ..compile import call_reader, part
 from .dense import SERIAL_BELOW, TensorTable
+from .headers import address_of
 from .intrinsics import as_pointer, call8
 from .parallel import get_num_threads, run
 from .search import last_at_most
@@ -94,19 +95,19 @@ def measure(
         kernel.measure.address,
         len(gradients),
         addresses,
-        gradients.ctypes.data,
+        address_of(gradients),
         first,
-        first_part.ctypes.data,
-        hp.ctypes.data,
+        address_of(first_part),
+        address_of(hp),
         hp.strides[0],
-        hp_of.ctypes.data,
+        address_of(hp_of),
         kernel.w.itemsize,
         kernel.g.itemsize,
         *kernel.state_bytes,
         PART,
-        sums.ctypes.data,
+        address_of(sums),
     )
     arguments = np.array(call, np.int64)
     threads = get_num_threads() if table.total >= SERIAL_BELOW else 1
-    run(_measure_part, len(sums), arguments.ctypes.data, threads)
+    run(_measure_part, len(sums), address_of(arguments), threads)
     return np.add.reduceat(sums[:, : kernel.rule.n_measured], first_part)

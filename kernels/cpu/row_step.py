@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-from functools import lru_cache
+import struct
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import numpy as np
 
 from ..blocks import Kernel
 from ..compile import NativeFunction
-from . import layout, rows, sort
+from . import layout, rows, sort, sums
+from .headers import address_of
 from .layout import COLUMNS, HOT, HOT_COLUMNS, N_RESULTS, PADDING, RowCall
 from .parallel import get_num_threads, run
-from .workspace import Block, borrow
+from .workspace import borrow, give_back
 
 SORT_SERIAL_BELOW = 8_192  # positions
 UPDATE_SERIAL_BELOW = 32_768  # elements
@@ -26,11 +28,15 @@ _LINE_WORDS = 8  # int64 of a cache line
 stripes = np.zeros(rows.N_STRIPES, np.int32)
 """Row locks of all calls of the process; 0 is free."""
 
-_stripes_address = stripes.ctypes.data
+_stripes_address = address_of(stripes)
 if hasattr(os, "register_at_fork"):
     # A thread that held a row in the parent does not exist in the child.
     os.register_at_fork(after_in_child=lambda: stripes.fill(0))
 _FIELD = {name: k for k, name in enumerate(RowCall._fields)}
+_NO_PHASE = (0,) * (len(RowCall._fields) - _FIELD["shift"])  # what single phases fill in
+# Numbers to words of a block, ten times as fast as NumPy's assignment.
+_pack_call = struct.Struct(f"{len(RowCall._fields)}q").pack_into
+_pack_table = struct.Struct(f"{COLUMNS}q").pack_into
 
 
 class RowTable(NamedTuple):
@@ -80,15 +86,14 @@ def row_update(
         -1, or the position of the first bad index in the concatenated lists; then nothing
         was written.
     """
-    size = _sizes(kernel, tables, touched_only, drop)
-    with borrow(size.words) as block:
-        step = _RowStep(kernel, tables, size, block)
-        step.prepare(kernel.block_real, touched_only=touched_only, drop=drop, locked=locked)
-        step.group()
-        position = step.result(layout.BAD_POSITION)
-        if position < 0:
-            step.sum_hot()
-            step.update_touched() if touched_only else step.update_all()
+    step = _RowStep(kernel, tables, touched_only=touched_only, drop=drop)
+    step.prepare(kernel.block_real, locked=locked)
+    step.group()
+    position = step.result(layout.BAD_POSITION)
+    if position < 0:
+        step.sum_hot()
+        step.update_touched() if touched_only else step.update_all()
+    step.finish()
     return position
 
 
@@ -102,56 +107,74 @@ def row_norm(kernel: Kernel, tables: list[RowTable]) -> tuple[int, float]:
     Returns:
         As `row_update` the position of the first bad index or -1, and the float64 sum.
     """
-    size = _sizes(kernel, tables, touched_only=True, drop=False)
-    with borrow(size.words) as block:
-        step = _RowStep(kernel, tables, size, block)
-        assert kernel.measure_real is not None
-        step.prepare(kernel.measure_real, touched_only=True, drop=False, locked=False)
-        step.group()
-        position = step.result(layout.BAD_POSITION)
-        if position >= 0:
-            return position, 0.0
+    assert kernel.measure_real is not None
+    step = _RowStep(kernel, tables, touched_only=True, drop=False)
+    step.prepare(kernel.measure_real, locked=False)
+    step.group()
+    position, total = step.result(layout.BAD_POSITION), 0.0
+    if position < 0:
         step.sum_hot()
-        return position, step.measure_touched()
+        total = step.measure_touched()
+    step.finish()
+    return position, total
 
 
 class _Sizes(NamedTuple):
     """The sizes that decide how a step is cut and how much memory it borrows."""
 
     n: int
-    n_rows: int
-    threads: int
-    sort_parts: int
     row_bits: int
     digit_bits: int
-    scratch_words: int  # per slot
+    sort_parts: int
+    threads: int  # of the update
+    arguments: tuple[int, ...]  # the first of `RowCall`
     places: tuple[int, ...]  # word at which each section begins
     words: int
 
 
-# Sections of the borrowed block, in the order of the sizes in `_sizes`.
+# Sections of the borrowed block, in the order of the sizes in `_sizes_of`.
 _CALL, _RESULT, _TABLES, _BAD, _HOT, _HISTOGRAM, _KEYS, _SPARE, _SCRATCH = range(9)
 
 
 def _sizes(kernel: Kernel, tables: list[RowTable], touched_only: bool, drop: bool) -> _Sizes:
-    n = n_rows = widest = 0
+    n = n_rows = widest = elements = 0
     for table in tables:
         n += table.length
         n_rows += table.rows
+        elements += table.rows * table.width
         widest = max(widest, table.width)
-    # The summed gradient of a slot: a row, or a tile of whole rows.
-    elements = widest if touched_only else max(widest, _TILE)
-    scratch_words = _whole_lines(elements * kernel.real.itemsize // 8 + 1)
-    return _sizes_of(n, n_rows, len(tables), get_num_threads(), scratch_words, drop)
+    work = n * (widest + _ROW_COST) if touched_only else elements
+    is_small = n < SORT_SERIAL_BELOW and work < UPDATE_SERIAL_BELOW
+    threads = 1 if is_small else get_num_threads()
+    # Of a slot: the summed gradient of a row, or of a tile of whole rows; the ring of segments.
+    scratch = (widest if touched_only else max(widest, _TILE)) * kernel.real.itemsize
+    scratch += 8 * rows.RING
+    dropped_row = n_rows if drop else -1
+    return _sizes_of(
+        n,
+        n_rows,
+        len(tables),
+        dropped_row,
+        scratch,
+        threads if n >= SORT_SERIAL_BELOW else 1,
+        threads if work >= UPDATE_SERIAL_BELOW else 1,
+    )
 
 
 @lru_cache(maxsize=256)
 def _sizes_of(
-    n: int, n_rows: int, n_tables: int, threads: int, scratch_words: int, drop: bool
+    n: int,
+    n_rows: int,
+    n_tables: int,
+    dropped_row: int,
+    scratch: int,
+    sort_parts: int,
+    threads: int,
 ) -> _Sizes:
-    sort_parts = threads if n >= SORT_SERIAL_BELOW else 1
-    row_bits = max(1, (n_rows if drop else n_rows - 1).bit_length())
+    row_bits = max(1, max(n_rows - 1, dropped_row).bit_length())
     digit_bits = _digit_bits(n, row_bits)
+    scratch_words = _whole_lines(scratch // 8 + 1)
+    slots = max(sort_parts, threads)
     places, words = [], 0
     for size in (
         len(RowCall._fields),
@@ -162,20 +185,36 @@ def _sizes_of(
         sort_parts << digit_bits,
         n + PADDING,
         n + PADDING,
-        threads * scratch_words,
+        slots * scratch_words,
     ):
         places.append(words)
         words += _whole_lines(size)
-    return _Sizes(
+    position_bits = max(1, (n - 1).bit_length())
+    arguments = (
+        n_tables,
         n,
-        n_rows,
-        threads,
-        sort_parts,
+        position_bits,
         row_bits,
         digit_bits,
-        scratch_words,
-        tuple(places),
-        words,
+        dropped_row,
+        sort_parts,
+        scratch_words * 8,
+        _TILE,
+    )
+    return _Sizes(n, row_bits, digit_bits, sort_parts, threads, arguments, tuple(places), words)
+
+
+@cache
+def _kernel_arguments(kernel: Kernel, of_row: NativeFunction, every_row: bool) -> tuple[int, ...]:
+    """The arguments of the loops that the kernel decides; ``of_row`` is called for each row."""
+    return (
+        of_row.address,
+        kernel.block_zero.address if every_row else 0,
+        sums.accumulate(kernel.g, kernel.real).address,
+        kernel.w.itemsize,
+        *kernel.state_bytes,
+        kernel.g.itemsize,
+        kernel.real.itemsize,
     )
 
 
@@ -193,12 +232,20 @@ def _digit_bits(n: int, row_bits: int) -> int:
 class _RowStep:
     """The phases of one step on a borrowed block."""
 
-    def __init__(self, kernel: Kernel, tables: list[RowTable], size: _Sizes, block: Block) -> None:
+    def __init__(
+        self, kernel: Kernel, tables: list[RowTable], *, touched_only: bool, drop: bool
+    ) -> None:
         self._kernel = kernel
         self._tables = tables
-        self._size = size
-        self._block = block
+        self._touched_only = touched_only
+        self._size = _sizes(kernel, tables, touched_only, drop)
+        self._block = borrow(self._size.words)
+        self._n_ranges = 0
         self._keep: list[np.ndarray] = []  # arrays whose addresses the loops have
+
+    def finish(self) -> None:
+        """Give the block back."""
+        give_back(self._block)
 
     def result(self, which: int) -> int:
         """One element of the loops' results."""
@@ -210,88 +257,57 @@ class _RowStep:
     def _run(self, part: NativeFunction, n: int, threads: int) -> None:
         run(part, n, self._block.address, threads)
 
-    def prepare(
-        self, of_row: NativeFunction, *, touched_only: bool, drop: bool, locked: bool
-    ) -> None:
+    def prepare(self, of_row: NativeFunction, *, locked: bool) -> None:
         """Write the arguments of the loops, ``of_row`` the block, and the list of tables."""
-        size, kernel, base = self._size, self._kernel, self._block.address
-        s0_bytes, s1_bytes, s2_bytes = kernel.state_bytes
-        at = [base + 8 * place for place in size.places]
-        call = RowCall(
-            tables=at[_TABLES],
-            n_tables=len(self._tables),
-            n=size.n,
-            position_bits=max(1, (size.n - 1).bit_length()),
-            row_bits=size.row_bits,
-            digit_bits=size.digit_bits,
-            dropped_row=size.n_rows if drop else -1,
-            keys=at[_KEYS],
-            spare=at[_SPARE],
-            histogram=at[_HISTOGRAM],
-            bad=at[_BAD],
-            sort_parts=size.sort_parts,
-            shift=0,
-            result=at[_RESULT],
-            n_parts=1,
-            parts=0,
-            hot=at[_HOT],
-            hot_sums=0,
-            add_ranges=0,
-            range_numbers=0,
-            block=of_row.address,
-            block_zero=0 if touched_only else kernel.block_zero.address,
-            accumulate=rows.accumulate(kernel.g, kernel.real).address,
-            w_bytes=kernel.w.itemsize,
-            s0_bytes=s0_bytes,
-            s1_bytes=s1_bytes,
-            s2_bytes=s2_bytes,
-            g_bytes=kernel.g.itemsize,
-            real_bytes=kernel.real.itemsize,
-            scratch=at[_SCRATCH],
-            scratch_bytes=size.scratch_words * 8,
-            tile=_TILE,
-            stripes=_stripes_address if locked else 0,
-            measured=0,
+        size, (words, base) = self._size, self._block
+        _pack_call(
+            words.data,
+            0,
+            *size.arguments,
+            *_kernel_arguments(self._kernel, of_row, not self._touched_only),
+            *[base + 8 * place for place in size.places[_RESULT:]],
+            _stripes_address if locked else 0,
+            *_NO_PHASE,
         )
-        words = self._block.words
-        words[: len(call)] = call
-        words[size.places[_RESULT] : size.places[_RESULT] + N_RESULTS] = -1
+        words[size.places[_RESULT] + layout.BAD_POSITION] = -1
         self._write_tables(size.places[_TABLES])
 
     def _write_tables(self, place: int) -> None:
         first_row = first_position = first_range = 0
         for table in self._tables:
-            length = layout.range_length(table.length)
-            # The loops know an occurrence by its position among those of all tables.
-            values = table.values - first_position * table.width * self._kernel.g.itemsize
-            self._block.words[place : place + COLUMNS] = (
-                table.w,
-                table.s0,
-                table.s1,
-                table.s2,
-                values,
-                table.hp,
-                table.rows,
-                table.width,
+            w, s0, s1, s2, hp, n_rows, width, indices, index_bytes, n, values = table
+            length = layout.range_length(n)
+            _pack_table(
+                self._block.words.data,
+                8 * place,
+                w,
+                s0,
+                s1,
+                s2,
+                # The loops know an occurrence by its position among those of all tables.
+                values - first_position * width * self._kernel.g.itemsize,
+                hp,
+                n_rows,
+                width,
                 first_row,
                 first_position,
-                table.indices,
-                table.index_bytes,
+                indices,
+                index_bytes,
                 first_range,
                 length,
             )
-            first_range += -(-table.length // length)
-            first_row += table.rows
-            first_position += table.length
+            first_range += -(-n // length)
+            first_row += n_rows
+            first_position += n
             place += COLUMNS
         self._n_ranges = first_range
 
     def group(self) -> None:
-        """Build and sort the keys; stops at a bad index."""
+        """Check the indices, and sort their keys; stops at a bad index."""
         if self._size.sort_parts == 1:
             self._run(sort.group_serial, 1, 1)
             return
-        self._each_share(sort.keys_part)
+        self._each_share(sort.count_rows_part)
         place = self._size.places[_BAD]
         bad = self._block.words[place : place + self._size.sort_parts]
         if (bad >= 0).any():
@@ -307,8 +323,11 @@ class _RowStep:
 
     def _sort(self) -> None:
         words, keys, spare = self._block.words, _FIELD["keys"], _FIELD["spare"]
+        self._run(sort.offsets_part, 1, 1)
+        self._each_share(sort.scatter_rows_part)
         first = int(words[_FIELD["position_bits"]])
-        for shift in range(first, first + self._size.row_bits, self._size.digit_bits):
+        second, last = first + self._size.digit_bits, first + self._size.row_bits
+        for shift in range(second, last, self._size.digit_bits):
             self._set("shift", shift)
             self._each_share(sort.count_part)
             self._run(sort.offsets_part, 1, 1)
@@ -324,18 +343,19 @@ class _RowStep:
         if self.result(layout.N_HOT) == 0:
             return
         kernel = self._kernel
-        sums = np.empty(self.result(layout.HOT_ELEMENTS), kernel.real.dtype)
+        hot_sums = np.empty(self.result(layout.HOT_ELEMENTS), kernel.real.dtype)
         numbers = np.arange(self._n_ranges + PADDING)
-        self._keep += [sums, numbers]
-        self._set("hot_sums", sums.ctypes.data)
-        self._set("range_numbers", numbers.ctypes.data)
-        self._set("add_ranges", rows.accumulate(kernel.real, kernel.real).address)
-        self._run(rows.sum_hot_range, self._n_ranges, self._size.threads)
+        self._keep += [hot_sums, numbers]
+        self._set("hot_sums", address_of(hot_sums))
+        self._set("range_numbers", address_of(numbers))
+        self._set("add_ranges", sums.accumulate(kernel.real, kernel.real).address)
+        threads = max(self._size.sort_parts, self._size.threads)
+        self._run(rows.sum_hot_range, self._n_ranges, threads)
 
     def update_touched(self) -> None:
         """Lazy: the rule on the rows that occur."""
-        widest = max(table.width for table in self._tables)
-        if self._size.n * (widest + _ROW_COST) < UPDATE_SERIAL_BELOW:
+        if self._size.threads == 1:
+            self._set("n_parts", 1)
             self._run(rows.update_touched, 1, 1)
             return
         # Parts differ in cost, as rows do in occurrences: many of them balance the threads.
@@ -345,22 +365,20 @@ class _RowStep:
 
     def measure_touched(self) -> float:
         """The squares of the summed rows, added up in the order of the rows."""
-        sums = np.zeros(self._size.n)
-        self._set("measured", sums.ctypes.data)
+        squares = np.zeros(self._size.n)
+        self._set("measured", address_of(squares))
         n_parts = min(self._size.n, _PARTS_PER_THREAD * self._size.threads)
         self._set("n_parts", n_parts)
         self._run(rows.measure_touched, n_parts, self._size.threads)
-        return float(sums.sum())
+        return float(squares.sum())
 
     def update_all(self) -> None:
         """Dense-equivalent: one sweep over all rows."""
-        elements = sum(table.rows * table.width for table in self._tables)
         parts = np.concatenate([_sweep_parts(t, table) for t, table in enumerate(self._tables)])
         self._keep.append(parts)
-        self._set("parts", parts.ctypes.data)
+        self._set("parts", address_of(parts))
         self._set("n_parts", len(parts))
-        threads = 1 if elements < UPDATE_SERIAL_BELOW else self._size.threads
-        self._run(rows.update_all, len(parts), threads)
+        self._run(rows.update_all, len(parts), self._size.threads)
 
 
 def _sweep_parts(t: int, table: RowTable) -> np.ndarray:

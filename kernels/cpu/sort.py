@@ -47,38 +47,81 @@ def position_end(c, tables, t):
 
 
 @njit(error_model="numpy")
-def build_keys(c, begin, end):
-    """Keys of positions ``begin .. end``; reads every index once and checks it.
+def _count_table(indices, begin, end, n_rows, first_row, dropped_row, histogram):
+    """Count the lowest digits of ``indices[begin:end]``; returns the first bad one, or -1."""
+    mask = np.uint64(histogram.size - 1)
+    for k in range(begin, end):
+        row = np.int64(indices[k])
+        key_row = row + first_row
+        if row < 0 or row >= n_rows:
+            if dropped_row < 0:
+                return k
+            key_row = dropped_row
+        histogram[np.uint64(key_row) & mask] += 1
+    return -1
+
+
+@njit(error_model="numpy")
+def _scatter_table(indices, begin, end, n_rows, first_row, dropped_row, offsets, out, first, bits):
+    """Move the keys of ``indices[begin:end]`` to the places of their lowest digits."""
+    mask = np.uint64(offsets.size - 1)
+    for k in range(begin, end):
+        row = np.int64(indices[k])
+        key_row = row + first_row if 0 <= row < n_rows else dropped_row
+        digit = np.uint64(key_row) & mask
+        place = offsets[digit]
+        out[np.uint64(place)] = (key_row << bits) | (first + k)
+        offsets[digit] = place + 1
+
+
+@njit(error_model="numpy")
+def count_rows(c, begin, end, histogram):
+    """Count the lowest digits of the rows at positions ``begin .. end``; checks every index.
 
     Returns the first position whose index is out of range, or -1.
     """
-    keys, bits, dropped_row = int64s(c.keys, c.n), c.position_bits, c.dropped_row
     tables = carray(as_pointer(c.tables), (c.n_tables, COLUMNS), np.int64)
+    histogram[:] = 0
     for t in range(c.n_tables):
         first, last = tables[t, FIRST_POSITION], position_end(c, tables, t)
-        n_rows, first_row, address = tables[t, ROWS], tables[t, FIRST_ROW], tables[t, INDICES]
-        is_narrow = tables[t, INDEX_BYTES] == 4
-        narrow = carray(as_pointer(address), last - first, np.int32)
-        wide = carray(as_pointer(address), last - first, np.int64)
-        for k in range(max(begin, first), min(end, last)):
-            row = np.int64(narrow[k - first]) if is_narrow else wide[k - first]
-            key_row = row + first_row
-            if row < 0 or row >= n_rows:
-                if dropped_row < 0:
-                    return k
-                key_row = dropped_row
-            keys[k] = (key_row << bits) | k
+        low, high = max(begin, first) - first, min(end, last) - first
+        n_rows, row, address = tables[t, ROWS], tables[t, FIRST_ROW], tables[t, INDICES]
+        if tables[t, INDEX_BYTES] == 4:
+            narrow = carray(as_pointer(address), last - first, np.int32)
+            bad = _count_table(narrow, low, high, n_rows, row, c.dropped_row, histogram)
+        else:
+            wide = int64s(address, last - first)
+            bad = _count_table(wide, low, high, n_rows, row, c.dropped_row, histogram)
+        if bad >= 0:
+            return first + bad
     return -1
+
+
+@njit(error_model="numpy")
+def scatter_rows(c, begin, end, offsets, out):
+    """The first pass of the sort: makes the keys of positions ``begin .. end`` on its way."""
+    tables = carray(as_pointer(c.tables), (c.n_tables, COLUMNS), np.int64)
+    dropped_row, bits = c.dropped_row, c.position_bits
+    for t in range(c.n_tables):
+        first, last = tables[t, FIRST_POSITION], position_end(c, tables, t)
+        low, high = max(begin, first) - first, min(end, last) - first
+        n_rows, row, address = tables[t, ROWS], tables[t, FIRST_ROW], tables[t, INDICES]
+        if tables[t, INDEX_BYTES] == 4:
+            narrow = carray(as_pointer(address), last - first, np.int32)
+            _scatter_table(narrow, low, high, n_rows, row, dropped_row, offsets, out, first, bits)
+        else:
+            wide = int64s(address, last - first)
+            _scatter_table(wide, low, high, n_rows, row, dropped_row, offsets, out, first, bits)
 
 
 @njit(inline="always")
 def count_digits(keys, begin, end, shift, histogram):
     """``histogram[d]``: how many keys of ``begin .. end`` have digit ``d`` at ``shift``."""
-    mask = histogram.size - 1
+    mask = np.uint64(histogram.size - 1)
     for digit in range(histogram.size):
         histogram[digit] = 0
     for k in range(begin, end):
-        histogram[(keys[k] >> shift) & mask] += 1
+        histogram[np.uint64(keys[k] >> shift) & mask] += 1
 
 
 @njit(inline="always")
@@ -87,27 +130,27 @@ def offsets_of(histograms, n):
 
     Returns False when one digit holds all keys: the pass would move nothing.
     """
-    place = 0
+    place, most = 0, 0
     for digit in range(histograms.shape[1]):
         before = place
         for p in range(histograms.shape[0]):
             count = histograms[p, digit]
             histograms[p, digit] = place
             place += count
-        if place - before == n:
-            return False
-    return True
+        most = max(most, place - before)
+    return most < n
 
 
 @njit(inline="always")
 def scatter(keys, begin, end, shift, offsets, out):
     """Move the keys of ``begin .. end`` to their places; equal digits keep their order."""
-    mask = offsets.size - 1
+    mask = np.uint64(offsets.size - 1)
     for k in range(begin, end):
         key = keys[k]
-        digit = (key >> shift) & mask
-        out[offsets[digit]] = key
-        offsets[digit] += 1
+        digit = np.uint64(key >> shift) & mask
+        place = offsets[digit]
+        out[np.uint64(place)] = key
+        offsets[digit] = place + 1
 
 
 @njit
@@ -137,12 +180,14 @@ def group_serial(index, slot, call):
     """Keys and sort on one thread."""
     c = read_call(call)
     result = int64s(c.result, N_RESULTS)
-    result[BAD_POSITION] = build_keys(c, 0, c.n)
+    histograms = carray(as_pointer(c.histogram), (1, 1 << c.digit_bits), np.int64)
+    result[BAD_POSITION] = count_rows(c, 0, c.n, histograms[0])
     if result[BAD_POSITION] >= 0:
         return
+    offsets_of(histograms, c.n)
     keys, spare = int64s(c.keys, c.n + PADDING), int64s(c.spare, c.n + PADDING)
-    histograms = carray(as_pointer(c.histogram), (1, 1 << c.digit_bits), np.int64)
-    shift = c.position_bits
+    scatter_rows(c, 0, c.n, histograms[0], keys)
+    shift = c.position_bits + c.digit_bits
     while shift < c.position_bits + c.row_bits:
         count_digits(keys, 0, c.n, shift, histograms[0])
         if offsets_of(histograms, c.n):
@@ -153,11 +198,21 @@ def group_serial(index, slot, call):
 
 
 @part
-def keys_part(index, slot, call):
-    """Keys of one share of the positions; its bad position, or -1, goes to ``bad``."""
+def count_rows_part(index, slot, call):
+    """Counts of the lowest digit of one share; its bad position, or -1, goes to ``bad``."""
     c = read_call(call)
+    histograms = carray(as_pointer(c.histogram), (c.sort_parts, 1 << c.digit_bits), np.int64)
     begin, end = share(c.n, c.sort_parts, index), share(c.n, c.sort_parts, index + 1)
-    int64s(c.bad, c.sort_parts)[index] = build_keys(c, begin, end)
+    int64s(c.bad, c.sort_parts)[index] = count_rows(c, begin, end, histograms[index])
+
+
+@part
+def scatter_rows_part(index, slot, call):
+    """The first pass of the sort for one share of the positions."""
+    c = read_call(call)
+    histograms = carray(as_pointer(c.histogram), (c.sort_parts, 1 << c.digit_bits), np.int64)
+    begin, end = share(c.n, c.sort_parts, index), share(c.n, c.sort_parts, index + 1)
+    scatter_rows(c, begin, end, histograms[index], int64s(c.keys, c.n))
 
 
 @part

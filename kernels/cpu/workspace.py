@@ -1,15 +1,42 @@
-"""Scratch memory that a call borrows and gives back, so that large calls do not page-fault."""
+"""What a call borrows and gives back: scratch memory, and objects that are costly to make."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-# Blocks kept for the next calls; a block belongs to one call at a time.
+from .headers import address_of
+
+# How many are kept for the next calls; each belongs to one call at a time.
 _KEPT = 4
+
+T = TypeVar("T")
+
+
+class Pool(Generic[T]):
+    """Objects for one call at a time; as many as there are calls at once.
+
+    Args:
+        make: makes one.
+    """
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._free: list[T] = []
+
+    def take(self) -> T:
+        """One that nobody else has. It need not be given back: then it is just not reused."""
+        try:
+            return self._free.pop()  # atomic, as all methods of a list
+        except IndexError:
+            return self._make()
+
+    def give(self, item: T) -> None:
+        """Leave one to later calls."""
+        if len(self._free) < _KEPT:
+            self._free.append(item)
 
 
 class Block(NamedTuple):
@@ -19,25 +46,20 @@ class Block(NamedTuple):
     address: int
 
 
-_free: list[Block] = []
+_blocks: Pool[Block] = Pool(lambda: _allocate(1))
 
 
-@contextmanager
-def borrow(n_words: int) -> Iterator[Block]:
-    """At least ``n_words`` uninitialised words, for one call."""
-    try:
-        block = _free.pop()  # atomic under the GIL, and a lost race only costs an allocation
-        if block.words.size < n_words:
-            block = _allocate(n_words)
-    except IndexError:
-        block = _allocate(n_words)
-    try:
-        yield block
-    finally:
-        if len(_free) < _KEPT:
-            _free.append(block)
+def borrow(n_words: int) -> Block:
+    """At least ``n_words`` uninitialised words, for one call, which gives them back."""
+    block = _blocks.take()
+    return block if block.words.size >= n_words else _allocate(n_words)
+
+
+def give_back(block: Block) -> None:
+    """Leave a block to later calls."""
+    _blocks.give(block)
 
 
 def _allocate(n_words: int) -> Block:
     words = np.empty(n_words, np.int64)
-    return Block(words, words.ctypes.data)
+    return Block(words, address_of(words))

@@ -13,6 +13,7 @@ the textbook form with ``epsilon / sqrt(1 - beta2_power)`` in the place of its e
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -108,16 +109,26 @@ def adam_hp(
     float64 from the rounded arguments and rounded once. With ``beta1_power == 1`` it is
     infinite (or NaN where its numerator is 0), as in the original.
     """
-    one = real(1.0)
     numerator = float(real(lr)) * math.sqrt(1.0 - float(real(beta2_power)))
     correction = 1.0 - float(real(beta1_power))
     step_size = numerator / correction if correction != 0.0 else numerator * math.inf
     return AdamHP(
-        one - real(beta1),
-        one - real(beta2),
+        _complement(real, beta1),
+        _complement(real, beta2),
         real(step_size),
         real(epsilon),
     )
+
+
+# The betas are the same in every step, and NumPy takes longer to round one than to look it up.
+@lru_cache(maxsize=256)
+def _rounded(real: Any, beta: float) -> Any:
+    return real(beta)
+
+
+@lru_cache(maxsize=256)
+def _complement(real: Any, beta: float) -> Any:
+    return real(1.0) - real(beta)
 
 
 def running_power(real: Any, beta: float, step: int) -> Any:
@@ -127,7 +138,7 @@ def running_power(real: Any, beta: float, step: int) -> Any:
     a float32 product in it is a hundred times that of the power.
     """
     known = _powers.get((real, beta, step - 1))
-    power = _product(real(beta), step) if known is None else known * real(beta)
+    power = _product(real(beta), step) if known is None else known * _rounded(real, beta)
     if len(_powers) >= _KEPT_POWERS:
         _powers.clear()
     _powers[real, beta, step] = power
@@ -150,10 +161,9 @@ def adam_weight_decay_hp(
     real: Any, lr: float, beta1: float, beta2: float, epsilon: float, decay: float
 ) -> AdamWeightDecayHP:
     """As `adam_hp`, for the rule without bias correction."""
-    one = real(1.0)
     return AdamWeightDecayHP(
-        one - real(beta1),
-        one - real(beta2),
+        _complement(real, beta1),
+        _complement(real, beta2),
         real(lr),
         real(epsilon),
         real(decay),

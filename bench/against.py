@@ -1,0 +1,172 @@
+"""Two versions of this package, or two results files, compared step by step."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import machine
+from .cases import Point
+from .errors import BenchError
+from .measure import ContestantLostError, interleave, plan, warm_up
+from .peer import Worker
+from .point import in_worker, setup_request
+from .result import OURS, Progress, Settings
+from .stats import Change, Summary, change, paired, ratio
+from .work import inputs
+
+# -P: the folder in which the user happens to be is no place to import from.
+_WORKER = ("-P", "-m", "fusestep.bench.version_worker")
+_PACKAGE, _BENCH = "fusestep", "bench"
+_OLD, _NEW = "before", "now"
+Report = Callable[[str, int, int], Progress]
+
+
+@dataclass(frozen=True)
+class Changed:
+    """A step then and now.
+
+    Args:
+        title: of the point.
+        ratio: its time now by its time then; None where there are not both.
+        reason: why.
+    """
+
+    title: str
+    ratio: Summary | None
+    reason: str = ""
+
+    @property
+    def verdict(self) -> Change:
+        """What the ratio says."""
+        assert self.ratio is not None
+        return change(self.ratio)
+
+
+def changes(before: dict[str, Any], now: dict[str, Any]) -> list[Changed]:
+    """Two documents, point by point; they were not interleaved, so spreads are wide."""
+    old = {_key(point): point for point in before["points"]}
+    return [_changed(old.get(_key(point)), point) for point in now["points"]]
+
+
+def _key(point: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(point[name] for name in ("case", "size", "indices", "dtype", "threads"))
+
+
+def _changed(old: dict[str, Any] | None, new: dict[str, Any]) -> Changed:
+    title = " ".join(str(part) for part in _key(new) if part is not None)
+    if old is None or OURS not in old["times"] or OURS not in new["times"]:
+        return Changed(title, None, "not in both results")
+    found = ratio(*(Summary(**point["times"][OURS]) for point in (new, old)))
+    samples = min(point["times"][OURS]["samples"] for point in (new, old))
+    return Changed(title, Summary(found.value, found.low, found.high, samples))
+
+
+@contextmanager
+def versions(ref: str) -> Iterator[tuple[Path, Path]]:
+    """Folders from which Python imports the commit ``ref``, and the working tree as it is now.
+
+    The first is a worktree of Git, which is removed in the end. The second is a copy of the
+    files that Git knows or would add. Both get the benchmark of the working tree, so both take
+    the same steps.
+
+    Raises:
+        BenchError: this is no checkout, or has no such commit.
+    """
+    root = machine.checkout()
+    if root is None:
+        raise BenchError(
+            f"--against {ref}: no such file, and to compare with a commit fusestep has to run "
+            "from a Git checkout (pip install -e .)"
+        )
+    if machine.git(root, "rev-parse", "--verify", "--quiet", f"{ref}^{{commit}}") is None:
+        raise BenchError(f"--against: expected a results file or a commit, got {ref!r}")
+    with tempfile.TemporaryDirectory(prefix="fusestep-bench-") as folder:
+        old, new = (Path(folder) / name for name in (_OLD, _NEW))
+        _copy(root, new / _PACKAGE)
+        tree = old / _PACKAGE
+        _git(root, "worktree", "add", "--quiet", "--detach", str(tree), ref)
+        try:
+            shutil.rmtree(tree / _BENCH, ignore_errors=True)
+            shutil.copytree(new / _PACKAGE / _BENCH, tree / _BENCH)
+            yield old, new
+        finally:
+            _git(root, "worktree", "remove", "--force", str(tree))
+
+
+def _copy(root: Path, target: Path) -> None:
+    names = _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    for name in names.split("\0"):
+        if name.endswith((".py", ".json")) and (root / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(root / name, target / name)
+
+
+def _git(root: Path, *arguments: str) -> str:
+    process = subprocess.run(
+        ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False
+    )
+    if process.returncode != 0:
+        said = process.stderr.strip().splitlines() or [f"status {process.returncode}"]
+        raise BenchError(f"--against: git {arguments[0]}: {said[-1]}")
+    return process.stdout
+
+
+def measure(
+    folders: tuple[Path, Path], points: Sequence[Point], settings: Settings, report: Report
+) -> list[Changed]:
+    """Every point in both versions, interleaved: before, now, before, now, ..."""
+    found = []
+    for done, point in enumerate(points):
+        progress = report(point.title, done, len(points))
+        with _workers(folders, point.threads) as workers:
+            found.append(_compare(workers, point, settings, progress))
+    return found
+
+
+@contextmanager
+def _workers(folders: tuple[Path, Path], threads: int) -> Iterator[dict[str, Worker]]:
+    """A fresh process of each version, so that no point meets the memory of another one."""
+    workers: dict[str, Worker] = {}
+    try:
+        for name, folder in zip((_OLD, _NEW), folders, strict=True):
+            try:
+                workers[name] = Worker(_WORKER, sys.executable, threads, folder)
+            except ContestantLostError as error:
+                raise BenchError(
+                    f"--against: the version {name} does not start: {error}"
+                ) from error
+        yield workers
+    finally:
+        for worker in workers.values():
+            worker.close()
+
+
+def _compare(
+    workers: dict[str, Worker], point: Point, settings: Settings, progress: Progress
+) -> Changed:
+    try:
+        given = inputs(point)
+        with setup_request(point.case.name, point.dtype, given) as request:
+            for worker in workers.values():
+                worker.ask({"do": "setup", "form": OURS, **request})
+    except (BenchError, ContestantLostError) as error:
+        return Changed(point.title, None, str(error))
+    contestants = [in_worker(name, worker, OURS) for name, worker in workers.items()]
+    warm = warm_up(contestants)
+    if warm.lost:
+        return Changed(point.title, None, next(iter(warm.lost.values())))
+    slowest = max(samples[0] for samples in warm.samples.values())
+    # Nobody sits out, however slow: the times are compared round by round.
+    chosen = plan(dict.fromkeys(warm.samples, slowest), settings.seconds)
+    times = interleave(contestants, chosen, on_round=lambda n: progress(n / chosen.rounds))
+    if times.lost:
+        return Changed(point.title, None, next(iter(times.lost.values())))
+    return Changed(point.title, paired(times.samples[_NEW], times.samples[_OLD]))

@@ -1,0 +1,82 @@
+"""The parameter shapes of real models, in the order in which their layers come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+Shape = tuple[int, ...]
+
+
+def many_small(count: int = 200) -> list[Shape]:
+    """Small vectors: ``np.random.default_rng(0).integers(16, 4097, count)`` elements each."""
+    return [(int(n),) for n in np.random.default_rng(0).integers(16, 4097, count)]
+
+
+def resnet50() -> list[Shape]:
+    """ResNet-50 for 1,000 classes: 161 tensors, 25,557,032 elements (He et al., 2016)."""
+    shapes = [(64, 3, 7, 7), *_norm(64)]
+    channels = 64
+    for blocks, width in ((3, 64), (4, 128), (6, 256), (3, 512)):
+        for block in range(blocks):
+            shapes += _bottleneck(channels, width, projects=block == 0)
+            channels = 4 * width
+    return [*shapes, (1000, channels), (1000,)]
+
+
+def _bottleneck(channels: int, width: int, *, projects: bool) -> Iterator[Shape]:
+    """1 x 1, 3 x 3 and 1 x 1 convolutions; the first of a stage projects its input too."""
+    convolutions = [
+        (width, channels, 1, 1),
+        (width, width, 3, 3),
+        (4 * width, width, 1, 1),
+    ]
+    if projects:
+        convolutions.append((4 * width, channels, 1, 1))
+    for shape in convolutions:
+        yield shape
+        yield from _norm(shape[0])
+
+
+def _norm(channels: int) -> list[Shape]:
+    return [(channels,), (channels,)]
+
+
+def gpt2_small() -> list[Shape]:
+    """GPT-2 small: 148 tensors, 124,439,808 elements, head and token embedding being one
+    (Radford et al., 2019).
+    """
+    width, layers = 768, 12
+    block = [
+        *_norm(width),
+        *((width, 3 * width), (3 * width,)),  # queries, keys, values
+        *((width, width), (width,)),
+        *_norm(width),
+        *((width, 4 * width), (4 * width,)),
+        *((4 * width, width), (width,)),
+    ]
+    return [(50257, width), (1024, width), *(block * layers), *_norm(width)]
+
+
+# Different values of each of the 26 categorical features in the Criteo Kaggle data.
+CRITEO_ROWS = (
+    *(1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194),
+    *(27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572),
+)
+
+
+def dlrm_tables() -> list[Shape]:
+    """The 26 embedding tables of DLRM for Criteo Kaggle, 16 wide: 540,201,232 elements
+    (Naumov et al., 2019).
+    """
+    return [(rows, 16) for rows in CRITEO_ROWS]
+
+
+def dlrm_dense() -> list[Shape]:
+    """Weights and biases of its two perceptrons, 13-512-256-64-16 and 367-512-256-1.
+
+    The second takes the first one's 16 outputs and the 351 products of pairs of 27 vectors.
+    """
+    widths = ((13, 512), (512, 256), (256, 64), (64, 16), (367, 512), (512, 256), (256, 1))
+    return [shape for before, after in widths for shape in ((after, before), (after,))]

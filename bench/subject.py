@@ -1,0 +1,80 @@
+"""What is measured: one operator or optimizer, ready to take steps on given parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import ml_dtypes
+import numpy as np
+
+from .traffic import Traffic
+from .workloads import Kind
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+}
+
+
+class Prepared(NamedTuple):
+    """A subject on given parameters.
+
+    Args:
+        step: takes the gradients, in the order of the parameters.
+        updated: for each parameter the arrays of its size that a step reads and writes.
+        reads: parameters that a step only reads.
+    """
+
+    step: Callable[[Sequence[Any]], object]
+    updated: list[tuple[np.ndarray, ...]]
+    reads: list[np.ndarray]
+
+
+class Subject(Protocol):
+    """An operator or an optimizer that takes steps."""
+
+    @property
+    def uses(self) -> Mapping[Kind, Use]:
+        """What it does with each kind of gradients that it takes."""
+        ...
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Of the parameters that it takes."""
+        ...
+
+    def prepare(self, parameters: list[np.ndarray]) -> Prepared:
+        """Make it for these parameters."""
+        ...
+
+
+@dataclass(frozen=True)
+class Use:
+    """What a subject does with one kind of gradients.
+
+    Args:
+        algorithm: the name under which peers are asked for the same step; None: nobody is.
+        traffic: what it must move.
+        every_row: a row-sparse gradient makes all rows take the step.
+        is_matrix: it is measured on a square matrix, not on a vector.
+        start: what the parameters start from. At 0, the norms of LARS would stop it.
+    """
+
+    algorithm: str | None
+    traffic: Traffic
+    every_row: bool = False
+    is_matrix: bool = field(default=False)
+    start: float = 0.0
+
+
+def written_zeros(like: np.ndarray) -> np.ndarray:
+    """Zeros in memory that has been written, unlike that of ``np.zeros``.
+
+    Reading memory that was never written costs no traffic: it is all one page.
+    """
+    array = np.empty_like(like)
+    array.fill(0)
+    return array

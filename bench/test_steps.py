@@ -1,0 +1,58 @@
+"""``pytest bench/``: the cases under pytest-benchmark, each in a group with its bound.
+
+What pytest-benchmark adds: ``--benchmark-compare`` with earlier runs of the same machine,
+``--benchmark-autosave``, histograms. Ratios to peers come from ``fusestep bench`` only, since
+they need interleaving.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import pytest
+
+from fusestep.bench import bounds, cases, indices
+from fusestep.bench.cases import Case, Point
+from fusestep.bench.errors import BenchError
+from fusestep.bench.work import Work, build, inputs
+from fusestep.bench.workers.worker_protocol import Job
+
+_ROUNDS = 11
+
+
+def _point(case: Case) -> Point:
+    """At the default size, in float32."""
+    threads = numba.get_num_threads()
+    (point,) = cases.points([case], None, ["float32"], [threads], [indices.DEFAULT])
+    return point
+
+
+@pytest.mark.parametrize("case", cases.STEPS, ids=[case.name for case in cases.STEPS])
+@pytest.mark.parametrize("what", ["step", "bound"])
+def test_step(benchmark: Any, case: Case, what: str) -> None:
+    """Median time of one step, or of the fastest shape of loop with its traffic."""
+    point = _point(case)
+    try:
+        given = inputs(point)
+    except BenchError as error:
+        pytest.skip(str(error))
+    work = build(point, given)
+    job = work.job if what == "step" else _fastest(work, point.threads)
+    benchmark.group = case.name
+    benchmark.extra_info |= {"bytes": given.bytes, "copies": given.copies, **given.sizes}
+    benchmark.pedantic(job.step, setup=job.load, rounds=_ROUNDS, warmup_rounds=3)
+    if benchmark.stats is not None:  # it is with --benchmark-disable
+        benchmark.extra_info["GB/s"] = given.bytes / benchmark.stats.stats.median / 1e9
+
+
+def _fastest(work: Work, threads: int) -> Job:
+    """The shape that is fastest in a few rounds."""
+    from fusestep.bench.measure import Plan, in_process, interleave, warm_up
+
+    copies = [bounds.jobs(bound, threads) for bound in work.bounds]
+    shapes = {shape: work.turns.job([jobs[shape] for jobs in copies]) for shape in copies[0]}
+    contestants = in_process(shapes)
+    warm_up(contestants)
+    times = interleave(contestants, Plan(3, 1, dict.fromkeys(shapes, 1))).summaries
+    return shapes[min(times, key=lambda shape: times[shape].median)]

@@ -1,0 +1,48 @@
+"""One version of this package as a worker: what ``fusestep bench --against`` runs twice.
+
+``python -m fusestep.bench.version_worker THREADS`` answers the requests of
+`worker_protocol`; the algorithms are the names of the cases, each in one form.
+"""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+
+from .. import __version__, set_num_threads
+from .cases import STEPS
+from .result import OURS
+from .subject import DTYPES
+from .work import Buffers
+from .workers.worker_protocol import Case, Replica, serve
+from .workloads import Gradient, Tensor
+
+
+class Version:
+    """This version, on ``threads`` threads."""
+
+    version = __version__
+    warm_up = 3
+
+    def __init__(self, threads: int) -> None:
+        numba.set_num_threads(threads)
+        set_num_threads(threads)
+        self._cases = {case.name: case for case in STEPS}
+
+    def forms(self, algorithm: str, kind: str, dtype: str) -> list[str]:
+        """One, of every case that takes the dtype."""
+        case = self._cases.get(algorithm)
+        takes = case is not None and case.kind == kind and dtype in case.subject.dtypes
+        return [OURS] if takes else []
+
+    def replica(self, case: Case) -> Replica:
+        """Buffers of the case of this name."""
+        ours = self._cases[case.algorithm]
+        tensors = [Tensor(given.shape) for given in case.parameters]
+        gradients = [Gradient(np.asarray(g.gradient), g.indices) for g in case.parameters]
+        buffers = Buffers(ours.subject, ours.use, DTYPES[case.dtype], tensors, gradients)
+        return Replica(buffers.job(fresh=case.fresh), lambda: buffers.parameters)
+
+
+if __name__ == "__main__":
+    serve(Version)

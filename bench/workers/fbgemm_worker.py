@@ -1,0 +1,121 @@
+"""FBGEMM's table batched embeddings on the CPU: a backward that updates the tables.
+
+For the interpreter in which it is installed. The lookup before it is not timed. Dense parameters
+beside the tables get torch's fused optimizer, as in models that are built on FBGEMM.
+"""
+
+# ruff: noqa: B905  # Python 3.8 has no zip(strict=True)
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+from torch_arrays import (  # type: ignore[import-not-found]
+    arrays_of,
+    gradient_of,
+    parameters_of,
+    tensor,
+)
+from worker_protocol import Case, Job, Parameter, Replica, serve  # type: ignore[import-not-found]
+
+_LR = 1e-3
+# The optimizer in the tables, and that of torch for the dense parameters.
+_OPTIMIZERS = {"sgd-rows": ("EXACT_SGD", "SGD"), "adagrad-rows": ("EXACT_ADAGRAD", "Adagrad")}
+# Bags of one index each, or rows without bags.
+_POOLING = ("SUM", "NONE")
+_TRAINING = "fbgemm_gpu.split_table_batched_embeddings_ops_training"
+
+
+class FBGEMM:
+    """The library, on ``threads`` threads."""
+
+    warm_up = 3
+
+    def __init__(self, threads: int) -> None:
+        self.torch: Any = import_module("torch")
+        self.torch.set_num_threads(threads)
+        self.version: str = import_module("fbgemm_gpu").__version__
+        self._ops: Any = import_module(_TRAINING)
+
+    def forms(self, algorithm: str, kind: str, dtype: str) -> list[str]:
+        """Exact optimizers: duplicate rows are added up first."""
+        if dtype != "float32" or kind == "dense" or algorithm not in _OPTIMIZERS:
+            return []
+        inside, beside = _OPTIMIZERS[algorithm]
+        dense = f" + {beside}(fused=True)" if kind == "mixed" else ""
+        return [f"{inside}, pooling {pooling}{dense}" for pooling in _POOLING]
+
+    def replica(self, case: Case) -> Replica:
+        """Tables that know their optimizer, and parameters with one."""
+        inside, beside = _OPTIMIZERS[case.algorithm]
+        members: list[Any] = [
+            self._table(given, inside, case.form) if given.indices is not None else given
+            for given in case.parameters
+        ]
+        tables = [member for member in members if isinstance(member, _Table)]
+        others = [member for member in members if not isinstance(member, _Table)]
+        parameters = parameters_of(others, case.dtype)
+        gradients = [gradient_of(given, case.dtype) for given in others]
+        optimizer = None
+        if parameters:
+            optimizer = getattr(self.torch.optim, beside)(parameters, lr=_LR, fused=True)
+
+        def load() -> None:
+            for table in tables:
+                table.look_up(case.fresh)
+            for parameter, gradient in zip(parameters, gradients):
+                parameter.grad = gradient.clone() if case.fresh else gradient
+
+        def step() -> None:
+            looked_up = [table.looked_up for table in tables]
+            self.torch.autograd.backward(looked_up, [table.gradient for table in tables])
+            if optimizer is not None:
+                optimizer.step()
+
+        def values() -> list[Any]:
+            rest = iter(parameters)
+            weights = [x.weight() if isinstance(x, _Table) else next(rest) for x in members]
+            return [*arrays_of(weights)]
+
+        return Replica(Job(step, load), values)
+
+    def _table(self, given: Parameter, optimizer: str, form: str) -> _Table:
+        ops = self._ops
+        pooling = next(pooling for pooling in _POOLING if f"pooling {pooling}" in form)
+        place = (ops.EmbeddingLocation.HOST, ops.ComputeDevice.CPU)
+        module = ops.SplitTableBatchedEmbeddingBagsCodegen(
+            [(*given.shape, *place)],
+            optimizer=ops.OptimType[optimizer],
+            learning_rate=_LR,
+            eps=1e-10,
+            pooling_mode=ops.PoolingMode[pooling],
+        )
+        return _Table(module, given)
+
+
+class _Table:
+    """A table, the indices into it, and the gradient of what they look up."""
+
+    def __init__(self, module: Any, given: Parameter) -> None:
+        self._module = module
+        self._indices = tensor(given.indices, "int64")
+        self._offsets = tensor(np.arange(len(given.indices) + 1), "int64")
+        self.gradient = tensor(given.gradient, "float32")
+        self.looked_up: Any = None
+        self.weight().copy_(tensor(given.start, "float32"))
+
+    def weight(self) -> Any:
+        """The table itself."""
+        return self._module.split_embedding_weights()[0].detach()
+
+    def look_up(self, renew: bool) -> None:
+        """Get the rows, whose backward is the step; the gradient as a new array if asked."""
+        if renew:
+            self.gradient = self.gradient.clone()
+        self.looked_up = self._module(self._indices, self._offsets)
+
+
+if __name__ == "__main__":
+    serve(FBGEMM)

@@ -1,0 +1,270 @@
+"""The update rules of NumPy's steps.
+
+A rule is a function ``rule(t, w, g, *states, a, b)`` of float32 arrays: the number of the step,
+the parameter, the gradient, the states, and two scratch arrays. It changes everything but ``g``
+in place.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+Array = np.ndarray
+
+_LR = 1e-3
+_BETA1, _BETA2, _EPSILON = 0.9, 0.999, 1e-8
+_DECAY = 0.01
+_MOMENTUM = 0.9
+_RHO, _RMS_EPSILON = 0.9, 1e-10
+_TINY = 1e-30  # so that nothing is divided by zero
+_L1 = _L2 = 1e-4
+_MAX_NORM = 1.0
+
+# -- rules of single elements ---------------------------------------------------------------------
+
+
+def _moments(g: Array, m: Array, v: Array, a: Array) -> None:
+    m *= _BETA1
+    np.multiply(g, 1 - _BETA1, out=a)
+    m += a
+    v *= _BETA2
+    np.multiply(g, g, out=a)
+    a *= 1 - _BETA2
+    v += a
+
+
+def _adam_update(t: int, w: Array, m: Array, v: Array, a: Array) -> None:
+    """``w -= lr * mhat / (sqrt(vhat) + epsilon)``, the corrections moved to the scalars."""
+    root = (1 - _BETA2**t) ** 0.5
+    np.sqrt(v, out=a)
+    a += _EPSILON * root
+    np.divide(m, a, out=a)
+    a *= _LR * root / (1 - _BETA1**t)
+    w -= a
+
+
+def _adam(t: int, w: Array, g: Array, m: Array, v: Array, a: Array, _b: Array) -> None:
+    _moments(g, m, v, a)
+    _adam_update(t, w, m, v, a)
+
+
+def _amsgrad(
+    t: int, w: Array, g: Array, m: Array, v: Array, vhat: Array, a: Array, _b: Array
+) -> None:
+    _moments(g, m, v, a)
+    np.maximum(vhat, v, out=vhat)
+    _adam_update(t, w, m, vhat, a)
+
+
+def _adamw(t: int, w: Array, g: Array, m: Array, v: Array, a: Array, b: Array) -> None:
+    w *= 1 - _LR * _DECAY
+    _adam(t, w, g, m, v, a, b)
+
+
+def _sgd(_t: int, w: Array, g: Array, a: Array, _b: Array) -> None:
+    np.multiply(g, _LR, out=a)
+    w -= a
+
+
+def _momentum(t: int, w: Array, g: Array, m: Array, a: Array, b: Array) -> None:
+    m *= _MOMENTUM
+    m += g
+    _sgd(t, w, m, a, b)
+
+
+def _nesterov(t: int, w: Array, g: Array, m: Array, a: Array, b: Array) -> None:
+    m *= _MOMENTUM
+    m += g
+    np.multiply(m, _MOMENTUM, out=b)
+    b += g
+    _sgd(t, w, b, a, b)
+
+
+def _mean_square(g: Array, s: Array, a: Array) -> None:
+    s *= _RHO
+    np.multiply(g, g, out=a)
+    a *= 1 - _RHO
+    s += a
+
+
+def _rmsprop(_t: int, w: Array, g: Array, s: Array, a: Array, _b: Array) -> None:
+    _mean_square(g, s, a)
+    np.add(s, _RMS_EPSILON, out=a)
+    np.sqrt(a, out=a)
+    np.divide(g, a, out=a)
+    a *= _LR
+    w -= a
+
+
+def _rmsprop_momentum(_t: int, w: Array, g: Array, s: Array, m: Array, a: Array, _b: Array) -> None:
+    _mean_square(g, s, a)
+    np.add(s, _RMS_EPSILON, out=a)
+    np.sqrt(a, out=a)
+    np.divide(g, a, out=a)
+    a *= _LR
+    m *= _MOMENTUM
+    m += a
+    w -= m
+
+
+def _rmsprop_centered(
+    _t: int, w: Array, g: Array, s: Array, mean: Array, a: Array, b: Array
+) -> None:
+    _mean_square(g, s, a)
+    mean *= _RHO
+    np.multiply(g, 1 - _RHO, out=a)
+    mean += a
+    np.multiply(mean, mean, out=b)
+    np.subtract(s, b, out=a)
+    a += _RMS_EPSILON
+    np.sqrt(a, out=a)
+    np.divide(g, a, out=a)
+    a *= _LR
+    w -= a
+
+
+def _adagrad(_t: int, w: Array, g: Array, s: Array, a: Array, _b: Array) -> None:
+    np.multiply(g, g, out=a)
+    s += a
+    np.sqrt(s, out=a)
+    a += _TINY
+    np.divide(g, a, out=a)
+    a *= _LR
+    w -= a
+
+
+def _proximal_adagrad(_t: int, w: Array, g: Array, s: Array, a: Array, b: Array) -> None:
+    """``b`` is the element's learning rate; then soft threshold and shrinking by it."""
+    np.multiply(g, g, out=a)
+    s += a
+    np.sqrt(s, out=b)
+    b += _TINY
+    np.divide(_LR, b, out=b)
+    np.multiply(b, g, out=a)
+    w -= a
+    np.multiply(b, _L1, out=a)
+    np.abs(w, out=b)
+    b -= a
+    np.maximum(b, 0, out=b)
+    np.copysign(b, w, out=w)
+    a *= _L2 / _L1
+    a += 1
+    w /= a
+
+
+def _ftrl(_t: int, w: Array, g: Array, s: Array, z: Array, a: Array, b: Array) -> None:
+    """``w = -z * lr / sqrt(s)``: no regularisation, learning rate power -0.5."""
+    np.sqrt(s, out=a)
+    np.multiply(g, g, out=b)
+    s += b
+    np.sqrt(s, out=b)
+    a -= b
+    a *= w
+    a *= 1 / _LR
+    z += g
+    z += a
+    b += _TINY
+    np.divide(z, b, out=b)
+    np.multiply(b, -_LR, out=w)
+
+
+# -- rules that look at the whole tensor ----------------------------------------------------------
+
+
+def _norm(x: Array) -> float:
+    flat = x.reshape(-1).astype(np.float32, copy=False)
+    return math.sqrt(np.dot(flat, flat))
+
+
+def _lamb(t: int, w: Array, g: Array, m: Array, v: Array, a: Array, _b: Array) -> None:
+    _moments(g, m, v, a)
+    np.multiply(v, 1 / (1 - _BETA2**t), out=a)
+    np.sqrt(a, out=a)
+    a += 1e-6
+    np.divide(m, a, out=a)
+    a *= 1 / (1 - _BETA1**t)
+    w_norm, update_norm = _norm(w), _norm(a)
+    a *= _LR * (w_norm / update_norm if w_norm > 0 and update_norm > 0 else 1.0)
+    w -= a
+
+
+def _lars(t: int, w: Array, g: Array, m: Array, a: Array, b: Array) -> None:
+    np.multiply(g, 1e-3 * _norm(w) / (_norm(g) + 1e-5), out=b)
+    _momentum(t, w, b, m, a, b)
+
+
+def _adafactor(t: int, w: Array, g: Array, row: Array, column: Array, a: Array, _b: Array) -> None:
+    """The second moment as the outer product of its means over rows and columns."""
+    beta2 = 1 - t**-0.8
+    np.multiply(g, g, out=a)
+    row *= beta2
+    row += (1 - beta2) * (a.mean(-1) + 1e-30)
+    column *= beta2
+    column += (1 - beta2) * (a.mean(-2) + 1e-30)
+    np.divide(1, np.sqrt(row / row.mean(-1, keepdims=True))[..., None], out=a)
+    np.multiply(g, a, out=a)
+    np.multiply(a, (1 / np.sqrt(column))[..., None, :], out=a)
+    size = w.size**0.5
+    a *= _LR * max(1e-3, _norm(w) / size) / max(1.0, _norm(a) / size)
+    w -= a
+
+
+def _adafactor_vector(t: int, w: Array, g: Array, s: Array, a: Array, _b: Array) -> None:
+    """The same for a parameter of one axis, whose second moment is not factored."""
+    beta2 = 1 - t**-0.8
+    np.multiply(g, g, out=a)
+    a += 1e-30
+    a *= 1 - beta2
+    s *= beta2
+    s += a
+    np.sqrt(s, out=a)
+    np.divide(g, a, out=a)
+    size = w.size**0.5
+    a *= _LR * max(1e-3, _norm(w) / size) / max(1.0, _norm(a) / size)
+    w -= a
+
+
+def clip(gradients: Sequence[Array]) -> None:
+    """Scale all gradients so that their common norm is at most 1."""
+    norm = math.sqrt(sum(_norm(g) ** 2 for g in gradients))
+    for g in gradients:
+        g *= _MAX_NORM / max(norm, _MAX_NORM)
+
+
+# Rule and number of states. An elementwise rule may be applied to any part of a tensor.
+ELEMENTWISE: dict[str, tuple[Callable[..., None], int]] = {
+    "adam": (_adam, 2),
+    "amsgrad": (_amsgrad, 3),
+    "adamw": (_adamw, 2),
+    "sgd": (_sgd, 0),
+    "momentum": (_momentum, 1),
+    "nesterov": (_nesterov, 1),
+    "rmsprop": (_rmsprop, 1),
+    "rmsprop-momentum": (_rmsprop_momentum, 2),
+    "rmsprop-centered": (_rmsprop_centered, 2),
+    "adagrad": (_adagrad, 1),
+    "proximal-adagrad": (_proximal_adagrad, 1),
+    "ftrl": (_ftrl, 2),
+}
+_TENSORWISE: dict[str, tuple[Callable[..., None], int]] = {"lamb": (_lamb, 2), "lars": (_lars, 1)}
+TENSORWISE = {*_TENSORWISE, "adafactor"}
+
+
+def rule_and_states(name: str, shape: tuple[int, ...]) -> tuple[Callable[..., None], list[Array]]:
+    """The rule of that name for a parameter of that shape, and its states, all zero."""
+    if name != "adafactor":
+        rule, count = ELEMENTWISE.get(name) or _TENSORWISE[name]
+        return rule, [zeros(shape) for _ in range(count)]
+    if len(shape) < 2:
+        return _adafactor_vector, [zeros(shape)]
+    return _adafactor, [zeros(shape[:-1]), zeros(shape[:-2] + shape[-1:])]
+
+
+def zeros(shape: tuple[int, ...]) -> Array:
+    """In memory that has been written, unlike that of ``np.zeros``."""
+    array = np.empty(shape, np.float32)
+    array.fill(0)
+    return array

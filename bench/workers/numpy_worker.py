@@ -1,0 +1,231 @@
+"""NumPy's steps, as a careful user writes them: in place, with scratch arrays, in blocks.
+
+States are float32 for every type of parameter; parameters and gradients of 16 bits are converted
+to float32 and back, since NumPy's own arithmetic on them is slow and overflows.
+"""
+
+# ruff: noqa: B905  # Python 3.8 has no zip(strict=True)
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+from numpy_rules import (  # type: ignore[import-not-found]
+    ELEMENTWISE,
+    TENSORWISE,
+    clip,
+    rule_and_states,
+    zeros,
+)
+from worker_protocol import Case, Job, Parameter, Replica, serve  # type: ignore[import-not-found]
+
+Array = np.ndarray
+
+# Algorithms on row-sparse gradients, and their rules.
+_WITH_ROWS = {
+    "adam-lazy": "adam",
+    "adam-rows": "adam",
+    "sgd-rows": "sgd",
+    "momentum-lazy": "momentum",
+    "adagrad-rows": "adagrad",
+    "ftrl-rows": "ftrl",
+    "proximal-adagrad-rows": "proximal-adagrad",
+}
+_WHOLE, _BLOCKS, _THREADS = "whole arrays", "blocks", "blocks in threads"
+_TAKE, _TAKE_OUT = "take", "take(out=, mode='clip')"
+# Large enough to hide the calls (and, in threads, the interpreter's lock), small enough for the
+# cache: 512 KiB of each array.
+_BLOCK = 2**17
+
+
+class _Sweep:
+    """Applies rules to arrays in blocks of about ``block`` elements, on ``threads`` threads."""
+
+    def __init__(self, block: int, threads: int) -> None:
+        self._block = block
+        self._threads = threads
+        self._pool = ThreadPoolExecutor(threads) if threads > 1 else None
+        self._scratch: list[list[Array]] = [[] for _ in range(threads)]
+
+    def __call__(self, rule: Callable[..., None], t: int, arrays: Sequence[Array]) -> None:
+        """Take one step; the arrays are cut along their first axis."""
+        length = len(arrays[0])
+        per_block = max(1, self._block * length // max(1, arrays[0].size))
+        blocks = [slice(start, start + per_block) for start in range(0, length, per_block)]
+        if self._pool is None or len(blocks) == 1:
+            self._run(0, blocks, rule, t, arrays)
+            return
+        running = [
+            self._pool.submit(self._run, thread, blocks[thread :: self._threads], rule, t, arrays)
+            for thread in range(self._threads)
+        ]
+        for one in running:
+            one.result()
+
+    def _run(
+        self,
+        thread: int,
+        blocks: Sequence[slice],
+        rule: Callable[..., None],
+        t: int,
+        arrays: Sequence[Array],
+    ) -> None:
+        for block in blocks:
+            w, g, *states = (array[block] for array in arrays)
+            a, b, *wide = self._buffers(thread, w)
+            if wide:
+                wide[0][...], wide[1][...] = w, g
+                rule(t, *wide, *states, a, b)
+                w[...] = wide[0]
+            else:
+                rule(t, w, g, *states, a, b)
+
+    def _buffers(self, thread: int, like: Array) -> list[Array]:
+        """Two scratch arrays, and two more for a parameter of 16 bits."""
+        buffers = self._scratch[thread]
+        count = 2 if like.dtype == np.float32 else 4
+        if len(buffers) < count or buffers[0].size < like.size:
+            buffers[:] = [np.zeros(like.size, np.float32) for _ in range(count)]
+        return [buffer[: like.size].reshape(like.shape) for buffer in buffers[:count]]
+
+
+class _Variable:
+    """A parameter with its rule, its states and its gradient.
+
+    Where a rule may be applied to any part, dense arrays have one axis and tables have two.
+    """
+
+    def __init__(self, algorithm: str, given: Parameter, dtype: Any, densify: bool) -> None:
+        self._rule, states = rule_and_states(algorithm, given.shape)
+        self.w = np.array(given.start, dtype)
+        self.g = np.array(given.gradient, dtype)
+        self._indices = given.indices
+        self._arrays = [self.w, *states]
+        if algorithm in ELEMENTWISE and given.indices is None:
+            self.g = self.g.reshape(-1)
+            self._arrays = [array.reshape(-1) for array in self._arrays]
+        densify = densify and given.indices is not None
+        self._dense = zeros(given.shape) if densify else None
+
+    def renew(self) -> None:
+        """Put the gradient into a new array."""
+        self.g = self.g.copy()
+
+    def step(self, t: int, sweep: _Sweep) -> None:
+        """Take step number ``t``; with a row-sparse gradient, on the rows that occur."""
+        if self._indices is None:
+            w, *states = self._arrays
+            sweep(self._rule, t, [w, self.g, *states])
+            return
+        rows, sums = _merge(self._indices, self.g)
+        if self._dense is not None:
+            w, *states = self._arrays
+            self._dense[rows] = sums
+            sweep(self._rule, t, [w, self._dense, *states])
+            self._dense[rows] = 0
+            return
+        w, *states = picked = [array[rows] for array in self._arrays]
+        sweep(self._rule, t, [w, sums, *states])
+        for array, new in zip(self._arrays, picked):
+            array[rows] = new
+
+
+def _merge(indices: Array, values: Array) -> tuple[Array, Array]:
+    """The distinct indices and the sums of their rows; faster than ``np.add.at``."""
+    order = np.argsort(indices)
+    ordered = indices[order]
+    starts = np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1])))
+    sums = np.add.reduceat(values[order].astype(np.float32, copy=False), starts, axis=0)
+    return ordered[starts], sums
+
+
+class NumPy:
+    """The library, on ``threads`` threads where a user can have them."""
+
+    version = np.__version__
+    warm_up = 3
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+
+    def forms(self, algorithm: str, kind: str, dtype: str) -> list[str]:
+        """Elementwise rules work in blocks, the others need whole arrays."""
+        if dtype == "bfloat16" and find_spec("ml_dtypes") is None:
+            return []
+        if algorithm == "gather":
+            return [_TAKE, _TAKE_OUT] if kind == "rows" else []
+        if algorithm in (_WITH_ROWS if kind != "dense" else ELEMENTWISE):
+            return [_WHOLE, _BLOCKS] + [_THREADS] * (self._threads > 1)
+        if kind == "dense" and algorithm in {*TENSORWISE, "clip-by-global-norm"}:
+            return [_WHOLE]
+        return []
+
+    def replica(self, case: Case) -> Replica:
+        """One set of arrays, updated in place."""
+        dtype = _dtype(case.dtype)
+        if case.algorithm == "gather":
+            return _gather(case, dtype)
+        rule = _WITH_ROWS.get(case.algorithm, case.algorithm)
+        if rule == "clip-by-global-norm":
+            return _clip(case, dtype)
+        densify = case.algorithm == "adam-rows"
+        variables = [_Variable(rule, given, dtype, densify) for given in case.parameters]
+        sweep = _Sweep(
+            sys.maxsize if case.form == _WHOLE else _BLOCK,
+            self._threads if case.form == _THREADS else 1,
+        )
+        t = 0
+
+        def step() -> None:
+            nonlocal t
+            t += 1
+            for variable in variables:
+                variable.step(t, sweep)
+
+        def load() -> None:
+            if case.fresh:
+                for variable in variables:
+                    variable.renew()
+
+        return Replica(Job(step, load), lambda: [variable.w for variable in variables])
+
+
+def _dtype(name: str) -> Any:
+    return np.dtype(name if name != "bfloat16" else import_module("ml_dtypes").bfloat16)
+
+
+def _clip(case: Case, dtype: Any) -> Replica:
+    originals = [np.array(given.gradient, dtype) for given in case.parameters]
+    gradients: list[Array] = []
+
+    def load() -> None:
+        gradients[:] = [original.copy() for original in originals]
+
+    return Replica(Job(lambda: clip(gradients), load), lambda: gradients)
+
+
+def _gather(case: Case, dtype: Any) -> Replica:
+    """Looking up rows, into a new array or into one that is there."""
+    (given,) = case.parameters
+    table = np.array(given.start, dtype)
+    indices: Any = given.indices
+    looked_up = np.zeros((len(indices), *given.shape[1:]), dtype)
+
+    def step() -> None:
+        nonlocal looked_up
+        if case.form == _TAKE:
+            looked_up = table.take(indices, axis=0)
+        else:
+            table.take(indices, axis=0, out=looked_up, mode="clip")
+
+    return Replica(Job(step), lambda: [looked_up])
+
+
+if __name__ == "__main__":
+    serve(NumPy)

@@ -1,0 +1,163 @@
+"""Optax's steps, compiled by JAX, for the interpreter in which both are installed.
+
+Parameters and states are donated, so they are updated in place. JAX has no row-sparse gradients
+of its own: the derivative of a lookup is dense, and so are its gradients here where the step
+needs more of them than a sum.
+"""
+
+# ruff: noqa: B905  # Python 3.8 has no zip(strict=True)
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+from worker_protocol import Case, Job, Parameter, Replica, serve  # type: ignore[import-not-found]
+
+_LR = 1e-3
+_RMS = {"decay": 0.9, "eps": 1e-10}
+_ADAGRAD = {"initial_accumulator_value": 0.0, "eps": 1e-10}
+
+# Label, function and arguments of each transformation.
+_DENSE: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "adam": ("adam", "adam", {}),
+    "amsgrad": ("amsgrad", "amsgrad", {}),
+    "adamw": ("adamw", "adamw", {"weight_decay": 0.01}),
+    "sgd": ("sgd", "sgd", {}),
+    "momentum": ("sgd(momentum)", "sgd", {"momentum": 0.9}),
+    "nesterov": ("sgd(nesterov)", "sgd", {"momentum": 0.9, "nesterov": True}),
+    "rmsprop": ("rmsprop", "rmsprop", _RMS),
+    "rmsprop-momentum": ("rmsprop(momentum)", "rmsprop", {**_RMS, "momentum": 0.9}),
+    "rmsprop-centered": ("rmsprop(centered)", "rmsprop", {**_RMS, "centered": True}),
+    "adagrad": ("adagrad", "adagrad", _ADAGRAD),
+    "lamb": ("lamb", "lamb", {}),
+    "lars": ("lars", "lars", {"eps": 1e-5}),
+    "adafactor": ("adafactor", "adafactor", {}),
+}
+# Steps that a dense gradient takes as well: rows that do not occur have a gradient of 0.
+_DENSIFIED = {"adam-rows": "adam", "adagrad-rows": "adagrad"}
+# Sums of squares overflow; where the gradient is 0, so is the epsilon that it is divided by.
+_NOT_IN_FLOAT16 = {"lamb", "lars", "adafactor", "clip-by-global-norm", "adam-rows"}
+_SCATTER, _DENSIFY = "at[].add", "at[].add into zeros"
+_GATHER = {"take": "fill", "at[].get(mode='promise_in_bounds')": "promise_in_bounds"}
+
+
+class Optax:
+    """The library, on ``threads`` processors: JAX takes as many threads as it may use."""
+
+    warm_up = 3
+
+    def __init__(self, threads: int) -> None:
+        if hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:threads])
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        self.jax: Any = import_module("jax")
+        self.optax: Any = import_module("optax")
+        self.version = f"{self.optax.__version__}, jax {self.jax.__version__}"
+
+    def forms(self, algorithm: str, kind: str, dtype: str) -> list[str]:
+        """All of a type are in that type."""
+        if dtype == "float16" and algorithm in _NOT_IN_FLOAT16:
+            return []
+        if kind == "dense":
+            if algorithm == "clip-by-global-norm":
+                return ["clip_by_global_norm"]
+            return [_DENSE[algorithm][0]] if algorithm in _DENSE else []
+        if algorithm == "gather":
+            return [*_GATHER] if kind == "rows" else []
+        if algorithm == "sgd-rows":
+            return [_SCATTER]
+        if algorithm in _DENSIFIED:
+            return [f"{_DENSIFY}, {_DENSIFIED[algorithm]}"]
+        return []
+
+    def replica(self, case: Case) -> Replica:
+        """Arrays and a compiled function that replaces them."""
+        parameters: Any = [self._array(given.start, case) for given in case.parameters]
+        gradients = [self._gradient(given, case) for given in case.parameters]
+        if case.algorithm == "gather":
+            return self._gather(case, parameters[0], gradients[0][0])
+        if case.algorithm == "clip-by-global-norm":
+            return self._clip(gradients)
+        if case.algorithm == "sgd-rows":
+            update, state = _scatter, None
+        else:
+            _, name, options = _DENSE[_DENSIFIED.get(case.algorithm, case.algorithm)]
+            optimizer = getattr(self.optax, name)(_LR, **options)
+            update, state = self._update(optimizer), optimizer.init(parameters)
+        update = self.jax.jit(update, donate_argnums=(0, 1))
+
+        def step() -> None:
+            nonlocal parameters, state
+            parameters, state = update(parameters, state, gradients)
+            parameters[-1].block_until_ready()  # what was compiled together is ready together
+
+        return Replica(Job(step), lambda: parameters)
+
+    def _array(self, array: np.ndarray, case: Case) -> Any:
+        return self.jax.numpy.array(array, case.dtype)  # a copy
+
+    def _gradient(self, given: Parameter, case: Case) -> Any:
+        """Dense, or indices (32 bits, as JAX has them by default) and values."""
+        values = self._array(given.gradient, case)
+        if given.indices is None:
+            return values
+        return self.jax.numpy.array(given.indices.astype(np.int32)), values
+
+    def _update(self, optimizer: Any) -> Callable[..., Any]:
+        """One step of an optimizer, which densifies what is row-sparse."""
+        zeros_like, apply_updates = self.jax.numpy.zeros_like, self.optax.apply_updates
+
+        def update(parameters: Any, state: Any, gradients: Any) -> Any:
+            dense = [
+                zeros_like(w).at[g[0]].add(g[1]) if isinstance(g, tuple) else g
+                for w, g in zip(parameters, gradients)
+            ]
+            updates, state = optimizer.update(dense, state, parameters)
+            return apply_updates(parameters, updates), state
+
+        return update
+
+    def _gather(self, case: Case, table: Any, indices: Any) -> Replica:
+        mode = _GATHER[case.form]
+        look_up = self.jax.jit(lambda table, indices: table.at[indices].get(mode=mode))
+        looked_up: Any = None
+
+        def step() -> None:
+            nonlocal looked_up
+            looked_up = look_up(table, indices).block_until_ready()
+
+        return Replica(Job(step), lambda: [looked_up])
+
+    def _clip(self, originals: list[Any]) -> Replica:
+        """Gradients are donated as well, so they are new ones each time."""
+        clip = self.optax.clip_by_global_norm(1.0)
+        state = clip.init(originals)
+        update = self.jax.jit(lambda gradients: clip.update(gradients, state)[0], donate_argnums=0)
+        gradients: list[Any] = []
+
+        def load() -> None:
+            gradients[:] = [original.copy() for original in originals]
+            self.jax.block_until_ready(gradients)
+
+        def step() -> None:
+            gradients[:] = update(gradients)
+            gradients[-1].block_until_ready()
+
+        return Replica(Job(step, load), lambda: gradients)
+
+
+def _scatter(parameters: Any, state: None, gradients: Any) -> Any:
+    """Plain descent, whose row-sparse gradients need not be dense ones first."""
+    stepped = [
+        w.at[g[0]].add(-_LR * g[1]) if isinstance(g, tuple) else w - _LR * g
+        for w, g in zip(parameters, gradients)
+    ]
+    return stepped, state
+
+
+if __name__ == "__main__":
+    serve(Optax)

@@ -1,0 +1,123 @@
+"""What the tests of the benchmark share: small models, a clock of their own, made-up results."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from fusestep.bench import cases, command, document, model_shapes, workloads
+from fusestep.bench.cases import Case, Point
+from fusestep.bench.peer import Peers
+from fusestep.bench.result import OURS, PointResult, Settings, SpecialResult
+from fusestep.bench.stats import Summary
+from fusestep.bench.workers.worker_protocol import Job
+
+# Large enough for every kernel to use several threads.
+SMALL = "70K,900x40x9000"
+TINY = "900,100x8x50"
+
+
+def quiet(_: float) -> None:
+    """A progress report that nobody reads."""
+
+
+def use_small_models(
+    put: Callable[[Any, str, Any], None], tables: int = 900, batch: int = 9000, width: int = 300
+) -> None:
+    """Give the models few, small tensors; ``put`` is `setattr` or a monkeypatch's."""
+    shapes = [(9,), (width, 240), (3, 2, 2)]
+    put(
+        workloads,
+        "DENSE_MODELS",
+        {
+            name: partial(workloads._model, name, lambda: list(shapes))
+            for name in workloads.DENSE_MODELS
+        },
+    )
+    put(cases, "DENSE_MODELS", workloads.DENSE_MODELS)
+    put(model_shapes, "dlrm_tables", lambda: [(tables, 16), (7, 16)])
+    put(model_shapes, "dlrm_dense", lambda: list(shapes))
+    put(workloads, "_DLRM_BATCH", batch)
+
+
+def named(name: str) -> Case:
+    """A case of the table."""
+    (case,) = (case for case in cases.STEPS if case.name == name)
+    return case
+
+
+def point(
+    name: str = "dense/nn.Adam", size: str = TINY, dtype: str = "float32", threads: int = 1
+) -> Point:
+    """The only point of a case at this size."""
+    (found,) = cases.points([named(name)], size, [dtype], [threads], ["zipf1.2"])
+    return found
+
+
+def arguments(*options: str) -> argparse.Namespace:
+    """Options as `command.main` takes them."""
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return parser.parse_args(options)
+
+
+class FakeClock:
+    """Time that passes only when a step says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def job(self, seconds: float) -> Job:
+        """Steps that take so long, after loads that must not be counted."""
+
+        def step() -> None:
+            self.now += seconds
+
+        def load() -> None:
+            self.now += 1000.0
+
+        return Job(step, load)
+
+
+# -- made-up results ------------------------------------------------------------------------------
+
+
+def summary(median: float, spread: float = 0.1, samples: int = 9) -> Summary:
+    """Percentiles that much below and above a median."""
+    return Summary(median, median * (1 - spread), median * (1 + spread), samples)
+
+
+def result(
+    of: Point | None = None, from_memory: bool = True, memory: int | None = 4096, **times: float
+) -> PointResult:
+    """Times by label, underscores standing for spaces; by default 10 ms, in a point of its own."""
+    found = {label.replace("_", " "): summary(value) for label, value in times.items()}
+    found = {label.replace("bound ", "bound: "): value for label, value in found.items()}
+    found.setdefault(OURS, summary(0.010))
+    return PointResult(
+        of or point(),
+        bytes=450_000_000,
+        size={"parameters": 1, "elements": 2**24},
+        from_memory=from_memory,
+        copies=1,
+        times=found,
+        memory=dict.fromkeys(found, memory),
+        unavailable={},
+    )
+
+
+def made_up(
+    *results: PointResult | SpecialResult, load: float | None = 0.1, **peers: dict[str, str]
+) -> dict[str, Any]:
+    """A document of these results; ``versions`` and ``missing`` are those of its peers."""
+    of_run = Peers({})
+    of_run.versions = peers.get("versions", {})
+    of_run.missing = peers.get("missing", {})
+    data = document.document(results, Settings(), of_run, load)
+    document.check_schema(data)
+    return data

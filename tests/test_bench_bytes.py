@@ -1,0 +1,307 @@
+"""The byte model against the arrays that steps really have, and the loops that move as much."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fusestep.bench import bounds, cases, machine, no_cliff, traffic, work
+from fusestep.bench.cases import Case
+from fusestep.bench.errors import BenchError
+from fusestep.bench.measure import in_process, warm_up
+from fusestep.bench.subject import DTYPES
+from fusestep.bench.workers.worker_protocol import Job
+from fusestep.bench.workloads import Gradient, Tensor
+
+from bench_support import named, point, use_small_models
+from helpers import arrays_of, unchanged
+
+EACH = [(case, dtype) for case in cases.STEPS for dtype in case.subject.dtypes]
+each = pytest.mark.parametrize(
+    ("case", "dtype"), EACH, ids=[f"{case.name} {dtype}" for case, dtype in EACH]
+)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models of which a step takes no time."""
+    use_small_models(monkeypatch.setattr, tables=50, batch=20, width=5)
+
+
+def set_up(case: Case, dtype: str) -> tuple[work.Inputs, work.Buffers]:
+    given = work.inputs(point(case.name, dtype=dtype))
+    subject, storage = case.subject, DTYPES[dtype]
+    return given, work.Buffers(subject, case.use, storage, given.tensors, given.gradients)
+
+
+# -- the model ------------------------------------------------------------------------------------
+
+# Arrays of a parameter's size that are read before the update, or only read: what no look at
+# the results shows. Lamb: gradient, parameter and two moments; LARS: gradient and parameter;
+# AdaFactor: gradient for the factors, gradient and parameter (for its size) for the scale.
+READ_BEFORE = {"nn.Lamb": 4, "nn.LARS": 2, "nn.AdaFactor": 3, "ops.clip_by_global_norm": 1}
+
+
+def outputs(result: Any, known: list[np.ndarray]) -> int:
+    """Bytes of the new arrays that a step returns."""
+    arrays = [array for array in arrays_of(result) if array.ndim > 0]
+    return sum(a.nbytes for a in arrays if not any(np.shares_memory(a, b) for b in known))
+
+
+def counted(case: Case, dtype: str, given: work.Inputs, buffers: work.Buffers) -> int:
+    """What a step read and wrote, by the sizes of its arrays and by what changed in them."""
+    rng = np.random.default_rng(0)
+    for _, *states in (updated or (None,) for updated in buffers.prepared.updated):
+        for state in states:
+            state[...] = rng.uniform(0.1, 1.0, state.shape)  # so that rows without gradient change
+    before = [[array.copy() for array in updated] for updated in buffers.prepared.updated]
+    job = buffers.job(fresh=False)
+    job.load()
+    result = job.step()
+    known = [array for updated in buffers.prepared.updated for array in updated]
+    total = outputs(result, [*known, *buffers.parameters])
+    itemsize = DTYPES[dtype].itemsize
+    for gradient in given.gradients:
+        total += gradient.values.size * itemsize
+        total += gradient.indices.nbytes if gradient.indices is not None else 0
+    for gradient, old, new in zip(given.gradients, before, buffers.prepared.updated, strict=True):
+        if not new:
+            continue
+        changed = np.array([(a != b).reshape(len(a), -1) for a, b in zip(new, old, strict=True)])
+        if gradient.indices is None:
+            assert changed.any(axis=(1, 2)).all(), "an array that counts as updated was not"
+            total += 2 * sum(array.nbytes for array in new)
+        else:
+            rows = changed.any(axis=(0, 2)).sum()
+            total += 2 * sum(int(rows) * array[0].nbytes for array in new)
+    size = sum(parameter.nbytes for parameter in buffers.parameters)
+    name = case.name.partition("/")[2]
+    if name == "ops.LARSUpdate":
+        total += size  # the weight
+    if name == "ops.SparseGatherV2":
+        (index,) = (gradient.indices for gradient in given.gradients)
+        total += len(set(index.tolist())) * buffers.parameters[0][0].nbytes
+        total -= given.gradients[0].values.size * itemsize  # there is no gradient
+    return total + READ_BEFORE.get(name, 0) * size
+
+
+@each
+def test_the_model_is_what_a_step_moves(case: Case, dtype: str) -> None:
+    given, buffers = set_up(case, dtype)
+    assert given.bytes == counted(case, dtype, given, buffers)
+
+
+@pytest.mark.parametrize("name", [n for n in cases.SUBJECTS if n.startswith("nn.")])
+def test_all_states_of_an_optimizer_count(name: str) -> None:
+    """All arrays of a parameter's size."""
+    subject = cases.SUBJECTS[name]
+    parameters = [np.zeros((7, 5), np.float32)]
+    prepared = subject.prepare(parameters)
+    arrays = arrays_of(subject.make(parameters))  # type: ignore[attr-defined]
+    same_size = [array for array in arrays if array.size == 35]
+    (updated,) = prepared.updated
+    assert len(updated) == len(same_size) == subject.uses["dense"].traffic.updated
+    assert updated[0] is parameters[0]
+
+
+def test_bytes_by_hand() -> None:
+    adam = traffic.Traffic(3)
+    assert adam.dense(10, 4) == 280
+    # 6 * 100 * 8 * 4 of all rows, 50 * 8 * 4 of the gradient, 50 * 8 of the indices.
+    assert adam.every_row(100, 8, 50, 4) == 19_200 + 1_600 + 400
+    assert adam.touched_rows(9, 8, 50, 2) == 864 + 800 + 400
+    assert traffic.Traffic(3, passes=(4,)).dense(1, 4) == 44
+
+
+def test_cached_and_rotating_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small steps get fresh gradients, large ones sets of buffers in turn."""
+    monkeypatch.setattr(machine, "last_cache_bytes", lambda: 28_000)
+    one = point("dense/nn.Adam", "100")  # 2,800 bytes: less than an eighth of the cache
+    given = work.inputs(one)
+    assert (given.copies, given.from_memory, given.fresh) == (1, False, True)
+    given = work.inputs(point("dense/nn.Adam", "125"))
+    assert (given.copies, given.from_memory, given.fresh) == (24, True, False)
+    assert work.inputs(point("dense/nn.Adam", "10K")).copies == 1
+    made = work.build(one, given)
+    assert len(made.bounds) == 24
+
+
+def test_memory_limits_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "last_cache_bytes", lambda: 28_000)
+    needed = 125 * 4 * 4
+
+    class Memory:
+        available = 8 * needed
+
+    monkeypatch.setattr(work.psutil, "virtual_memory", Memory)
+    assert work.inputs(point("dense/nn.Adam", "125")).copies == 2
+    Memory.available = needed
+    with pytest.raises(BenchError, match=r"needs 0\.0 GB of 0\.0 GB of free memory"):
+        work.inputs(point("dense/nn.Adam", "125"))
+
+
+def test_buffers_take_turns() -> None:
+    """Each set is used once before any is used again."""
+    sets = [
+        work.Buffers(
+            named("dense/nn.SGD").subject,
+            named("dense/nn.SGD").use,
+            DTYPES["float32"],
+            (Tensor((3,)),),
+            [Gradient(np.ones(3, np.float32))],
+        )
+        for _ in range(3)
+    ]
+    job = work.Turns().job([buffers.job(fresh=False) for buffers in sets])
+    steps = []
+    for _ in range(7):
+        job.load()
+        job.step()
+        steps.append([round(float(buffers.parameters[0][0]) / -1e-3) for buffers in sets])
+    assert steps[2] == [1, 1, 1]
+    assert steps[5] == [2, 2, 2]
+    assert sorted(steps[6]) == [2, 2, 3]
+    assert all(sum(found) == k for k, found in enumerate(steps, 1))
+
+
+def test_nobody_meets_the_buffers_of_the_one_before() -> None:
+    """Step and bounds share one turn: with turns of their own a bound would run in the cache."""
+    used: list[int] = []
+    turns = work.Turns()
+
+    def job() -> Job:
+        return turns.job([Job(partial(used.append, k)) for k in range(5)])
+
+    contestants = in_process({"step": job(), "a bound": job(), "another": job()})
+    warm_up(contestants)
+    for contestant in (*contestants, *contestants):
+        contestant.sample(3)
+    assert len(used) == 3 * 2 + 6 * 4
+    assert all(b == (a + 1) % 5 for a, b in pairwise(used))
+
+
+def test_a_fresh_gradient_is_a_new_array(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    buffers = set_up(named("dense/nn.SGD"), "float32")[1]
+    monkeypatch.setattr(buffers, "prepared", buffers.prepared._replace(step=given.append))
+    for fresh in (True, False):
+        job = buffers.job(fresh=fresh)
+        for _ in range(2):
+            job.load()
+            job.step()
+    first, second, third, fourth = (gradients[0] for gradients in given)
+    assert first is not second
+    np.testing.assert_array_equal(first, second)
+    assert third is fourth
+
+
+# -- bounds ---------------------------------------------------------------------------------------
+
+
+@each
+def test_a_bound_moves_what_the_model_says(case: Case, dtype: str) -> None:
+    given, buffers = set_up(case, dtype)
+    assert buffers.bound().bytes == given.bytes
+
+
+@each
+def test_bounds_change_nothing(case: Case, dtype: str) -> None:
+    """Not one bit of what a step updates or reads; they can run between two steps."""
+    given, buffers = set_up(case, dtype)
+    job = buffers.job(fresh=False)
+    job.load()
+    job.step()
+    bound = buffers.bound()
+    loops = bounds.jobs(bound, threads=2)
+    assert list(loops)[-1] == "serial"
+    with unchanged(buffers.prepared.updated, buffers._values, buffers._indices, buffers.parameters):
+        for loop in loops.values():
+            loop.step()
+    for p in bound.passes:
+        if isinstance(p, bounds.Gather):
+            np.testing.assert_array_equal(p.out, buffers.parameters[0][given.gradients[0].indices])
+    if len(given.tensors) == 1 and buffers.prepared.updated[0]:
+        arrays = [a for p in bound.passes if not isinstance(p, bounds.Gather) for a in p.updated]
+        ours = buffers.prepared.updated[0]
+        assert all(np.shares_memory(a, b) for a, b in zip(arrays, ours, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", [*bounds._STREAMS, *((0, n, 0) for n in bounds._READS)])
+def test_loops_of_several_chunks(form: tuple[int, int, int], dtype: str) -> None:
+    """Each shape reaches all elements, which is seen where it writes."""
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal(70_003).astype(DTYPES[dtype]) for _ in range(sum(form))]
+    updated, read, _ = form
+    given, out = tuple(arrays[: updated + read]), tuple(arrays[updated + read :])
+    stream = bounds.Stream(given[:updated], given[updated:], out)
+    assert stream.bytes == sum(a.nbytes for a in (*arrays, *given[:updated]))
+    loops = bounds.jobs(bounds.Bound((stream,)), threads=2)
+    assert len(loops) == (4 if stream.bytes >= 2**20 else 5)
+    with unchanged(*given):
+        for loop in loops.values():
+            for array in out:
+                array.fill(1)
+            loop.step()
+            assert not any(array.any() for array in out)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_a_gather_copies_all_rows(threads: int) -> None:
+    rng = np.random.default_rng(0)
+    table = rng.standard_normal((501, 33)).astype(np.float32)
+    index = rng.integers(0, 501, 2_003)
+    out = np.empty((2_003, 33), np.float32)
+    gather = bounds.Gather(index, table, out)
+    for loop in bounds.jobs(bounds.Bound((gather,)), threads).values():
+        out.fill(np.nan)
+        loop.step()
+        np.testing.assert_array_equal(out, table[index])
+
+
+def test_rows_of_a_bound_are_those_of_the_batch() -> None:
+    """A loop that changes what it is given shows which rows it meets."""
+    table = np.zeros((40, 6), np.uint32)
+    rows = np.array([3, 8, 39])
+    for chunk in (1, 2, 100):
+        table[...] = 0
+        bounds._ROWS.serial((table,), rows, np.uint32(5), chunk)
+        np.testing.assert_array_equal(np.flatnonzero(table.any(axis=1)), rows)
+        assert (table[rows] == 5).all()
+
+
+# -- cache lines of no-cliff ----------------------------------------------------------------------
+
+
+def test_row_lines_by_hand() -> None:
+    # 24 floats are 96 bytes: row 0 is 0..95 (lines 0, 1), row 1 is 96..191 (1, 2),
+    # row 2 is 192..287 (3, 4).
+    assert traffic.row_lines(np.array([0]), 24) == 2
+    assert traffic.row_lines(np.array([0, 1, 2]), 24) == 6
+    assert traffic.row_lines(np.array([0, 1, 15]), 1) == 3
+    assert traffic.row_lines(np.array([3, 5]), 16) == 2
+
+
+def test_lazy_lines_by_hand() -> None:
+    # Four occurrences of three rows of 16 floats, a line each. Gradient 4, indices 32 bytes: 1;
+    # rows 3 in each of three variables, read and written: 18.
+    assert traffic.lazy_lines(np.array([5, 2, 5, 9]), 16) == 4 + 1 + 18
+
+
+def test_allowed_time() -> None:
+    # 1000 lines at 64 GB/s take 1 us.
+    assert math.isclose(no_cliff.allowed(1000, 64e9), 33e-6)
+
+
+def test_sizes_of_no_cliff() -> None:
+    for D, N, batches in no_cliff.sizes():
+        assert N >= 1000
+        assert N * D <= 2**26
+        assert batches[0] == 1
+        assert max(batches) * D <= 2**27
+        assert batches == [10**k for k in range(len(batches))]

@@ -1,0 +1,342 @@
+"""The table of cases: complete, selectable, and every entry of it takes the steps it names."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fusestep import nn, ops
+from fusestep.bench import cases, indices, model_shapes, optimizers, workloads
+from fusestep.bench.errors import BenchError
+from fusestep.bench.workloads import parse_sizes
+
+from bench_support import named, point, use_small_models
+from subprocesses import output_of
+
+# -- complete -------------------------------------------------------------------------------------
+
+
+def without_a_case(subjects: Any) -> set[str]:
+    """Public names of operators and optimizers that no entry of a table makes."""
+    public = {
+        f"ops.{name}"
+        for name in ops.__all__
+        if not (inspect.isclass(getattr(ops, name)) and issubclass(getattr(ops, name), Exception))
+    } - {"ops.RowTensor"}
+    made = {name for name in subjects if name.startswith("ops.")}
+    for name in nn.__all__:
+        value = getattr(nn, name)
+        if inspect.isclass(value) and issubclass(value, nn.Optimizer) and value is not nn.Optimizer:
+            public.add(f"nn.{name}")
+    for name, subject in subjects.items():
+        if name.startswith("nn."):
+            made.add(f"nn.{type(subject.make([np.ones((2, 2), np.float32)])).__name__}")
+    assert made <= public
+    return public - made
+
+
+def test_every_operator_and_optimizer_has_a_case() -> None:
+    assert without_a_case(cases.SUBJECTS) == set()
+    names = {case.name.partition("/")[2] for case in cases.STEPS}
+    assert names == cases.SUBJECTS.keys()
+
+
+@pytest.mark.parametrize("name", ["ops.LARSUpdate", "ops.global_norm", "nn.LARS"])
+def test_one_that_is_missing_is_found(name: str) -> None:
+    subjects = {known: subject for known, subject in cases.SUBJECTS.items() if known != name}
+    assert without_a_case(subjects) == {name}
+
+
+def test_an_entry_is_named_after_what_it_makes() -> None:
+    for name, optimizer in optimizers.OPTIMIZERS.items():
+        made = optimizer.make([np.ones((2, 2), np.float32)])
+        assert type(made).__name__ == name.partition("(")[0]
+    for name, operator in cases.OPERATORS.items():
+        assert operator.make is getattr(ops, name)
+
+
+def test_names_are_unique_and_say_the_workload() -> None:
+    names = [case.name for case in cases.CASES]
+    assert len(set(names)) == len(names)
+    for case in cases.STEPS:
+        workload, _, subject = case.name.partition("/")
+        assert case.subject is cases.SUBJECTS[subject]
+        assert case.model == (workload if workload not in ("dense", "rows") else None)
+        small = "900,100x8x50" if case.model is None else None
+        if case.model in (None, "many-small"):
+            found = point(case.name, small or "")
+            assert found.workload().kind == case.kind
+
+
+def test_every_name_without_default_is_a_case() -> None:
+    """A name with a slip of the pen would be run by default without a word."""
+    names = {case.name for case in cases.STEPS}
+    assert names >= cases._NO_DEFAULT
+    assert names >= cases._DEFAULT_ON_MODELS
+
+
+# -- selection ------------------------------------------------------------------------------------
+
+
+def selected(*patterns: str) -> list[str]:
+    return [case.name for case in cases.select(list(patterns))]
+
+
+def test_selection() -> None:
+    assert selected("nn.LazyAdam") == ["dense/nn.LazyAdam", "rows/nn.LazyAdam", "dlrm/nn.LazyAdam"]
+    assert selected("rows/nn.LazyAdam") == ["rows/nn.LazyAdam"]
+    assert selected("first-step", "no-*") == ["no-cliff", "first-step"]  # as in the table
+    assert selected("rows/*") == [case.name for case in cases.STEPS if case.kind == "rows"]
+    assert selected("*") == [case.name for case in cases.CASES]
+    assert selected("nn.Adam(amsgrad)", "nn.Adam(*") == [
+        "dense/nn.Adam(nesterov)",
+        "dense/nn.Adam(amsgrad)",
+    ]
+
+
+def test_the_default_selection_has_every_subject_but_those_of_the_same_step() -> None:
+    default = selected()
+    assert "first-step" in default
+    assert "no-cliff" not in default
+    of_steps = {name.partition("/")[2] for name in default}
+    left_out = set(cases.SUBJECTS) - of_steps
+    assert left_out == {name.partition("/")[2] for name in cases._NO_DEFAULT} - of_steps
+    assert "ops.FusedSparseLazyAdam" in of_steps
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text"),
+    [
+        ("rows/nn.LasyAdam", "did you mean 'rows/nn.LazyAdam'?"),
+        ("nn.Adagard", "did you mean 'nn.Adagrad'?"),
+        ("zzz", "'fusestep bench --list' names them"),
+    ],
+)
+def test_a_name_of_no_case(pattern: str, text: str) -> None:
+    with pytest.raises(BenchError) as error:
+        cases.select(["nn.Adam", pattern])
+    assert str(error.value) == f"no case {pattern!r}: {text}"
+
+
+# -- sizes and shapes -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "dense", "rows"),
+    [
+        ("1000", ["1000"], []),
+        ("1K, 16M,1K", ["1K", "16M"], []),
+        ("1K..64M", ["1K", "4K", "16K", "64K", "256K", "1M", "4M", "16M", "64M"], []),
+        ("1000..5000", ["1000", "4000"], []),
+        ("10Kx16x1K,7", ["7"], ["10Kx16x1K"]),
+        ("all", list(workloads.DENSE_SIZES), list(workloads.ROW_SIZES)),
+    ],
+)
+def test_sizes(text: str, dense: list[str], rows: list[str]) -> None:
+    assert parse_sizes(text) == (dense, rows)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "0", "-1", "1k", "1.5M", "M", "1K..", "4K..1K", "1Kx2", "1x2x3x4", "0x1x1", "1T"]
+)
+def test_wrong_sizes(text: str) -> None:
+    with pytest.raises(BenchError, match="--size: expected"):
+        parse_sizes(text)
+
+
+def test_numbers_have_units_of_1024() -> None:
+    assert [workloads.number(text) for text in ("1", "2K", "3M", "1G")] == [1, 2048, 3 << 20, 2**30]
+    for n in (1, 1000, 1024, 3 << 20, 2**30, 1536):
+        assert workloads.number(workloads.label(n)) == n
+
+
+def test_points_are_all_combinations_that_there_are() -> None:
+    chosen = [named("dense/nn.SGD"), named("rows/ops.FusedSparseAdam")]
+    found = cases.points(
+        chosen, "1K,4K,9x2x5", ["float32", "float16"], [1, 2], ["uniform", "equal"]
+    )
+    dense = [point for point in found if point.case.kind == "dense"]
+    rows = [point for point in found if point.case.kind == "rows"]
+    assert len(dense) == 2 * 2 * 2  # sizes, dtypes, threads
+    assert len(rows) == 2 * 2  # float32 only; distributions, threads
+    assert {point.distribution for point in rows} == {"uniform", "equal"}
+    assert len({(point.title, point.distribution) for point in found}) == len(found)
+    assert rows[0].title == "rows/ops.FusedSparseAdam 9x2x5 uniform float32 x1"
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "dtype"),
+    [
+        ("rows/nn.SGD", "1K", "float32"),
+        ("dense/nn.SGD", "9x2x5", "float32"),
+        ("rows/ops.FusedSparseAdam", "9x2x5", "float16"),
+    ],
+)
+def test_no_point_is_an_error(name: str, size: str, dtype: str) -> None:
+    with pytest.raises(BenchError, match=f"--size {size}, --dtype {dtype}: fits none"):
+        cases.points([named(name)], size, [dtype], [1], ["uniform"])
+
+
+def test_shapes_of_the_workloads() -> None:
+    assert [t.shape for t in point("dense/nn.SGD", "1K").workload().tensors] == [(1024,)]
+    assert [t.shape for t in point("dense/nn.AdaFactor", "1K").workload().tensors] == [(32, 32)]
+    (table,) = point("rows/nn.SGD", "10Kx16x1K").workload().tensors
+    assert (table.shape, table.B, table.indices) == ((10240, 16), 1024, "zipf1.2")
+
+
+def elements(shapes: list[tuple[int, ...]]) -> int:
+    return sum(int(np.prod(shape)) for shape in shapes)
+
+
+def test_shapes_of_the_models() -> None:
+    """As published: ResNet-50, GPT-2 small and DLRM for Criteo Kaggle."""
+    resnet, gpt2 = model_shapes.resnet50(), model_shapes.gpt2_small()
+    assert (len(resnet), elements(resnet)) == (161, 25_557_032)
+    assert resnet[0] == (64, 3, 7, 7)
+    assert resnet[-2:] == [(1000, 2048), (1000,)]
+    assert (len(gpt2), elements(gpt2)) == (148, 124_439_808)
+    tables = model_shapes.dlrm_tables()
+    assert (len(tables), elements(tables)) == (26, 540_201_232)
+    assert {shape[1] for shape in tables} == {16}
+    assert model_shapes.dlrm_dense() == [
+        *((512, 13), (512,), (256, 512), (256,), (64, 256), (64,), (16, 64), (16,)),
+        *((512, 367), (512,), (256, 512), (256,), (1, 256), (1,)),
+    ]
+    small = model_shapes.many_small()
+    assert len(small) == 200
+    assert all(16 <= n <= 4096 for (n,) in small)
+    dlrm = point("dlrm/nn.SGD").workload()
+    assert dlrm.kind == "mixed"
+    assert [t.B for t in dlrm.tensors] == [2048] * 26 + [None] * 14
+
+
+# -- which rows -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*indices.PUBLISHED, "zipf3", "zipf1.0001"])
+@pytest.mark.parametrize(("N", "B"), [(1, 1), (7, 100), (1000, 10)])
+def test_indices_are_in_range_and_the_same_again(name: str, N: int, B: int) -> None:
+    drawn = indices.draw(name, N, B, seed=3)
+    assert drawn.shape == (B,)
+    assert drawn.dtype == np.int64
+    assert drawn.min() >= 0 and drawn.max() < N
+    np.testing.assert_array_equal(drawn, indices.draw(name, N, B, seed=3))
+
+
+def test_seeds_make_a_difference() -> None:
+    for name in ("uniform", "zipf1.2"):
+        assert (indices.draw(name, 1000, 50, 0) != indices.draw(name, 1000, 50, 1)).any()
+
+
+def test_equal_indices_are_all_equal() -> None:
+    assert np.unique(indices.draw("equal", 1000, 50)).size == 1
+
+
+@pytest.mark.parametrize("exponent", [1.05, 1.5])
+def test_frequencies_follow_zipf(exponent: float) -> None:
+    """Of the ten most frequent rows, within five standard deviations."""
+    N, B = 1000, 100_000
+    drawn = indices.draw(f"zipf{exponent}", N, B)
+    found = np.sort(np.bincount(drawn, minlength=N))[::-1][:10]
+    weights = np.arange(1, N + 1) ** -exponent
+    expected = B * weights[:10] / weights.sum()
+    assert (np.abs(found - expected) < 5 * np.sqrt(expected)).all()
+
+
+def test_frequent_rows_are_scattered() -> None:
+    drawn = indices.draw("zipf1.5", 10_000, 10_000)
+    most = np.argsort(np.bincount(drawn, minlength=10_000))[-20:]
+    assert most.max() > 5_000
+    assert np.diff(np.sort(most)).max() > 100
+
+
+@pytest.mark.parametrize("name", ["", "zipf", "zipf1", "zipf1.0", "zipf0.5", "Uniform", "zipf1,2"])
+def test_wrong_distributions(name: str) -> None:
+    with pytest.raises(BenchError, match="--indices: expected uniform, equal or zipf"):
+        indices.check_distribution(name)
+
+
+# -- every entry takes steps ----------------------------------------------------------------------
+
+_STEPS = """
+    import hashlib, json, sys
+    sys.path.insert(0, sys.argv[1])
+    import numpy as np
+    from fusestep import get_num_threads, set_num_threads
+    from fusestep.bench import cases, work
+    from helpers import arrays_of
+    from bench_support import SMALL, use_small_models
+
+    use_small_models(setattr)
+    found = {}
+    for case in cases.STEPS:
+        for dtype in case.subject.dtypes:
+            size = None if case.model else SMALL
+            (point,) = cases.points([case], size, [dtype], [1], ["zipf1.2"])
+            given = work.inputs(point)
+            digests, entry = [], {}
+            for threads in (1, 2, 3):
+                set_num_threads(threads)
+                assert get_num_threads() == threads
+                buffers = work.Buffers(
+                    case.subject, case.use, work.DTYPES[dtype], given.tensors, given.gradients
+                )
+                for parameter in buffers.parameters:  # LARS leaves those alone that are all 0
+                    parameter.reshape(-1)[::2] = 0.25
+                start = [parameter.copy() for parameter in buffers.parameters]
+                job = buffers.job(fresh=True)
+                job.load()
+                first = arrays_of(job.step())
+                job.load()
+                results = arrays_of(job.step())
+                arrays = [a for updated in buffers.prepared.updated for a in updated] + results
+                total = hashlib.sha256()
+                for array in arrays:
+                    total.update(np.ascontiguousarray(array).tobytes())
+                digests.append(total.hexdigest())
+            now = [updated[0] for updated in buffers.prepared.updated if updated]
+            wide = [np.asarray(a).astype(np.float64) for a in arrays]
+            found[f"{case.name} {dtype}"] = {
+                "finite": all(np.isfinite(a).all() for a in wide),
+                "moved": not any(np.array_equal(a, b) for a, b in zip(now, start)),
+                "digests": digests,
+            }
+    print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def steps() -> dict[str, dict[str, Any]]:
+    """What two steps of every case do, with 1, 2 and 3 threads."""
+    found: dict[str, dict[str, Any]] = json.loads(
+        output_of(_STEPS, Path(__file__).parent, NUMBA_NUM_THREADS="3")
+    )
+    return found
+
+
+EACH = [(case.name, dtype) for case in cases.STEPS for dtype in case.subject.dtypes]
+
+
+@pytest.mark.parametrize(("name", "dtype"), EACH, ids=[" ".join(each) for each in EACH])
+def test_every_case_takes_steps(steps: dict[str, dict[str, Any]], name: str, dtype: str) -> None:
+    """Finite numbers, every parameter moves, and threads make no difference to any bit."""
+    found = steps[f"{name} {dtype}"]
+    assert found["finite"]
+    assert found["moved"]
+    one, two, three = found["digests"]
+    assert one == two == three
+
+
+def test_every_step_was_compared(steps: dict[str, dict[str, Any]]) -> None:
+    """Two steps of different algorithms differ."""
+    assert len({found["digests"][0] for found in steps.values()}) > 100
+
+
+def test_models_can_be_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_small_models(monkeypatch.setattr)
+    assert point("gpt2/nn.Adam").workload().elements == 9 + 300 * 240 + 12

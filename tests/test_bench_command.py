@@ -1,0 +1,302 @@
+"""The command line of the benchmark: what it measures, what it writes, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fusestep import __main__ as main
+from fusestep.bench import cases, command, document, options, run
+from fusestep.bench.errors import BenchError
+from fusestep.bench.result import OURS
+
+from bench_support import arguments
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def said(capsys: pytest.CaptureFixture[str], *given: str) -> tuple[int, str, str]:
+    """Status, output and errors of a command."""
+    status = main.main(["bench", *given])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+# -- a real run -----------------------------------------------------------------------------------
+
+NAMES = ("dense/nn.Adam", "rows/nn.LazyAdam", "ops.LARSUpdate")
+
+
+@pytest.fixture(scope="module")
+def small_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, Path]:
+    """The document, the output and the folder of a small run with one peer."""
+    folder = tmp_path_factory.mktemp("run")
+    given = (
+        *("--size", "3K,100x8x50", "--peers", "numpy", "--threads", "1", "--seconds", "0.05"),
+        *("--json", str(folder / "x.json"), "--plot", str(folder / "x.svg")),
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "fusestep", "bench", *NAMES, *given],
+        cwd=folder,
+        env={**os.environ, "PYTHONSAFEPATH": "1"},  # workers must find each other all the same
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    data = json.loads((folder / "x.json").read_text(encoding="utf-8"))
+    return data, done.stdout, folder
+
+
+def test_a_run_writes_a_document(small_run: tuple[dict[str, Any], str, Path]) -> None:
+    data, _, folder = small_run
+    document.check_schema(data)
+    adam, lazy, lars = data["points"]
+    assert [p["case"] for p in data["points"]] == [
+        "dense/nn.Adam",
+        "rows/nn.LazyAdam",
+        "dense/ops.LARSUpdate",
+    ]
+    assert adam["bytes"] == 28 * 3 * 1024
+    assert adam["sizes"] == {"parameters": 1, "elements": 3072}
+    assert (adam["size"], adam["indices"], adam["dtype"]) == ("3K", None, "float32")
+    unique = lazy["sizes"]["different rows"]
+    assert lazy["bytes"] == 6 * unique * 8 * 4 + 50 * 8 * 4 + 50 * 8
+    assert lazy["indices"] == "zipf1.2"
+    assert all(point["threads"] == 1 for point in data["points"])
+    assert data["seconds_per_point"] == 0.05
+    assert data["peers"] == {"numpy": np.__version__}
+    assert data["missing_peers"] == {}
+    assert {p.name for p in folder.iterdir()} == {"x.json", "x.svg"}
+    assert lars["peers"] == {}
+
+
+def test_the_document_has_times_of_ours_bounds_and_peers(
+    small_run: tuple[dict[str, Any], str, Path],
+) -> None:
+    for point in small_run[0]["points"][:2]:
+        times = point["times"]
+        assert {"numpy whole arrays", "numpy blocks"} <= times.keys()
+        assert sum(label.startswith("bound: ") for label in times) == 5
+        assert all(0 < t["p20"] <= t["median"] <= t["p80"] for t in times.values())
+        assert times[OURS]["samples"] >= 7
+        best = min(times["numpy blocks"]["median"], times["numpy whole arrays"]["median"])
+        assert point["peers"]["numpy"]["value"] == pytest.approx(best / times[OURS]["median"])
+        bound = min(t["median"] for label, t in times.items() if label.startswith("bound"))
+        assert point["bound"]["value"] == pytest.approx(bound / times[OURS]["median"])
+
+
+def test_a_run_prints_what_it_writes(small_run: tuple[dict[str, Any], str, Path]) -> None:
+    data, out, _ = small_run
+    lines = out.splitlines()
+    for point in data["points"]:
+        line = next(line for line in lines if line.strip().startswith(f"{point['case']} "))
+        if "numpy" in point["peers"]:
+            assert f"{point['peers']['numpy']['value']:.2f}" in line.split()
+        else:
+            assert "n/a" in line.split()
+
+
+def test_a_run_draws_its_points(small_run: tuple[dict[str, Any], str, Path]) -> None:
+    assert "<svg" in (small_run[2] / "x.svg").read_text(encoding="utf-8")
+
+
+# -- options --------------------------------------------------------------------------------------
+
+
+def parsed(*given: str) -> options.Request:
+    return options.parse(arguments(*given))
+
+
+def test_list(capsys: pytest.CaptureFixture[str]) -> None:
+    status, out, err = said(capsys, "--list")
+    assert (status, err) == (0, "")
+    assert [line.split()[0] for line in out.splitlines()] == [case.name for case in cases.CASES]
+    marked = [line.split()[0] for line in out.splitlines() if line.endswith("(when named)")]
+    assert marked == [case.name for case in cases.CASES if not case.is_default]
+
+
+def test_list_of_a_selection(capsys: pytest.CaptureFixture[str]) -> None:
+    assert said(capsys, "--list", "rows/nn.S*", "first-step")[1].split() == [
+        "rows/nn.SGD",
+        "first-step",
+    ]
+    assert said(capsys, "--list", "zzz")[0] == 2
+
+
+def test_threads_are_a_dimension() -> None:
+    if options.numba.config.NUMBA_NUM_THREADS < 2:
+        pytest.skip("one core")
+    request = parsed("dense/nn.SGD", "--threads", "1,2,1", "--size", "1K")
+    assert [point.threads for point in request.points] == [1, 2]
+    assert request.threads == 2
+
+
+def test_what_is_left_out_has_a_default() -> None:
+    request = parsed()
+    assert {p.dtype for p in request.points} == {"float32"}
+    assert {p.threads for p in request.points} == {options.numba.get_num_threads()}
+    assert {p.size for p in request.points if p.case.name.startswith("rows/")} == {
+        "500000x64x65536"
+    }
+    assert {p.size for p in request.points if p.case.name.startswith("dense/")} == {"16M"}
+    assert [special.name for special in request.special] == ["first-step"]
+    assert request.settings.seconds == 1.0
+    assert list(request.pythons) == [p for p, kind in options.PEERS.items() if kind.is_default]
+    assert (request.json, request.plot, request.against) == (None, None, None)
+
+
+def test_options_act() -> None:
+    request = parsed(
+        *("rows/nn.SGD", "--size", "all", "--indices", "uniform,equal,uniform"),
+        *("--dtype", "bfloat16, float16", "--quick", "--peers", "torch,numpy,torch"),
+        *("--torch-python", sys.executable),
+    )
+    assert len(request.points) == 4 * 2 * 2
+    assert {p.distribution for p in request.points} == {"uniform", "equal"}
+    assert {p.dtype for p in request.points} == {"bfloat16", "float16"}
+    assert request.settings.seconds == 0.2
+    assert request.pythons == {"torch": sys.executable, "numpy": sys.executable}
+    assert len(parsed("rows/nn.SGD", "--indices", "all", "--dtype", "all").points) == 5 * 3
+    assert parsed("--peers", "none").pythons == {}
+
+
+WRONG: dict[tuple[str, ...], str] = {
+    ("rows/nn.LasyAdam",): "no case 'rows/nn.LasyAdam': did you mean 'rows/nn.LazyAdam'?",
+    ("zzz",): "no case 'zzz': 'fusestep bench --list' names them",
+    ("--size", "1.5M"): "--size: expected a number such as 65536, 64K or 16M, got '1.5M'",
+    ("--size", ""): "--size: expected a number such as 65536, 64K or 16M, got ''",
+    ("--size", "4x4"): "--size: expected N x D x B such as 500000x64x65536, got '4x4'",
+    ("--size", "4K..1K"): "--size: expected a range that ascends, got '4K..1K'",
+    ("rows/nn.SGD", "--size", "1K"): "--size 1K, --dtype float32: fits none of the chosen cases",
+    ("--dtype", "int8"): "--dtype: expected names out of float32, bfloat16, float16, or all, got",
+    ("--dtype", ""): "--dtype: expected names out of float32, bfloat16, float16, or all, got ''",
+    ("--indices", "zipf1"): "--indices: expected uniform, equal or zipf with an exponent above 1",
+    ("--indices", ""): "--indices: expected uniform, equal or zipf with an exponent above 1",
+    ("--threads", "0"): "--threads: expected whole numbers from 1 to",
+    ("--threads", "1,"): "--threads: expected whole numbers from 1 to",
+    ("--threads", "many"): "got 'many'",
+    ("--threads", "100000"): "got '100000'",
+    ("--threads", "-1"): "--threads",
+    ("--seconds", "0"): "--seconds: expected a number above 0, got '0'",
+    ("--seconds", "nan"): "--seconds: expected a number above 0, got 'nan'",
+    ("--seconds", "inf"): "--seconds: expected a number above 0, got 'inf'",
+    ("--seconds", "soon"): "--seconds: expected a number above 0, got 'soon'",
+    ("--quick", "--seconds", "2"): "--quick: is --seconds of its own, give one of the two",
+    ("--peers", "tensorflow"): "--peers: expected names out of numpy, torch, torch-compile, optax,",
+    ("--peers", "torch,none"): "--peers: expected names out of",
+    ("--torch-python", "/nowhere/python"): "--torch-python: '/nowhere/python' is no Python inter",
+    ("--mindspore-python", "/"): "--mindspore-python: '/' is no Python interpreter",
+    ("--json", "/nowhere/x.json"): "--json: cannot write '/nowhere/x.json': No such file or dir",
+    ("--json", "/"): "--json: cannot write '/': is a folder",
+    ("--json", ""): "--json: cannot write '.': is a folder",
+    ("--plot", "x.gif"): "--plot: expected a file .png, .svg or .pdf, got 'x.gif'",
+    ("--plot", "/nowhere/x.png"): "--plot: cannot write '/nowhere/x.png': No such file",
+    ("--nonsense",): "unrecognized arguments: --nonsense",
+    ("--threads",): "argument --threads: expected one argument",
+}
+
+
+@pytest.mark.parametrize(("given", "text"), WRONG.items(), ids=[" ".join(given) for given in WRONG])
+def test_wrong_options_cost_one_line(
+    given: tuple[str, ...],
+    text: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before anything is measured."""
+    monkeypatch.setattr(run, "run", lambda _: pytest.fail("measured"))
+    try:
+        status = main.main(["bench", *given])
+    except SystemExit as error:  # of argparse
+        status = int(str(error.code))
+    captured = capsys.readouterr()
+    assert status == 2
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert line.startswith(("fusestep bench: ", "fusestep: unrecognized"))
+    assert text in line
+
+
+@pytest.mark.parametrize("missing", [("rich",), ("jsonschema", "psutil")])
+@pytest.mark.parametrize("given", [(), ("--list",), ("nn.Adam", "--size", "1K"), ("--quick",)])
+def test_without_its_libraries(
+    missing: tuple[str, ...],
+    given: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One line says what to install, whatever was asked for."""
+    find: Callable[[str], Any] = command.find_spec
+    monkeypatch.setattr(command, "find_spec", lambda n: None if n in missing else find(n))
+    status, out, err = said(capsys, *given)
+    assert (status, out) == (2, "")
+    needed = ", ".join(missing)
+    assert err == (f'fusestep bench: the benchmark needs {needed}: pip install "fusestep[bench]"\n')
+
+
+def test_an_interrupted_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "run", interrupt)
+    assert said(capsys, "nn.SGD") == (130, "", "fusestep bench: interrupted\n")
+
+
+def test_check_is_a_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from fusestep.bench import markdown
+
+    monkeypatch.setattr(markdown, "documents", dict)
+    assert said(capsys, "--check")[0] == 0
+
+    def fail() -> None:
+        raise BenchError("--check: the documents are in a Git checkout only, and this is none")
+
+    monkeypatch.setattr(markdown, "documents", fail)
+    status, out, err = said(capsys, "--check")
+    assert (status, out) == (2, "")
+    assert err == (
+        "fusestep bench: --check: the documents are in a Git checkout only, and this is none\n"
+    )
+
+
+# -- pytest bench/ --------------------------------------------------------------------------------
+
+
+def pytest_of_bench(*given: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "bench/", "-q", "-p", "no:cacheprovider", *given],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def test_the_same_cases_under_pytest() -> None:
+    """Each case, as step and as bound."""
+    collected = pytest_of_bench("--collect-only")
+    for case in cases.STEPS:
+        for what in ("step", "bound"):
+            assert f"test_step[{what}-{case.name}]" in collected
+    assert collected.count("test_step[") == 2 * len(cases.STEPS)
+
+
+@pytest.mark.parametrize("given", [(), ("--benchmark-disable",)])
+def test_pytest_measures_steps_and_bounds(given: tuple[str, ...]) -> None:
+    """A small case, with times and without."""
+    assert "2 passed" in pytest_of_bench("-k", "many-small/nn.Lamb", *given)

@@ -1,0 +1,378 @@
+"""Statistics, plans and verdicts, on a clock that only steps move."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fusestep.bench import bounds, first_step, measure, no_cliff, point, work
+from fusestep.bench.errors import BenchError
+from fusestep.bench.measure import Contestant, ContestantLostError, Plan, interleave, plan
+from fusestep.bench.peer import Peers
+from fusestep.bench.result import OURS, PointResult, Settings, fastest
+from fusestep.bench.stats import Ratio, Summary, change, paired, ratio
+from fusestep.bench.workers.worker_protocol import Job, in_turn, sample
+from fusestep.kernels.cache import cache_directory
+
+import bench_support
+from bench_support import FakeClock, quiet, result
+
+# -- statistics -----------------------------------------------------------------------------------
+
+
+def test_summary() -> None:
+    assert Summary.of([5.0, 1.0, 4.0, 2.0, 3.0, 6.0]) == Summary(3.5, 2.0, 5.0, 6)
+    assert Summary.of([7.0]) == Summary(7.0, 7.0, 7.0, 1)
+
+
+def test_a_ratio_is_of_medians_and_its_spread_of_opposite_ends() -> None:
+    theirs, ours = Summary(6.0, 5.0, 9.0, 9), Summary(2.0, 1.0, 4.0, 9)
+    assert ratio(theirs, ours) == Ratio(3.0, 1.25, 9.0)
+
+
+def test_paired_ratios_are_of_the_same_round() -> None:
+    """A machine that is ten times slower in one round does not show."""
+    assert paired([11.0, 110.0, 11.0], [10.0, 100.0, 10.0]) == Summary(1.1, 1.1, 1.1, 3)
+    with pytest.raises(ValueError, match="zip"):
+        paired([1.0, 2.0], [1.0])
+
+
+@pytest.mark.parametrize(
+    ("median", "p20", "p80", "verdict"),
+    [
+        (1.04, 1.01, 1.5, "slower"),
+        (1.04, 0.99, 1.5, "same"),  # the rounds do not agree
+        (1.02, 1.01, 1.03, "same"),  # they agree on next to nothing
+        (0.96, 0.90, 0.99, "faster"),
+        (0.96, 0.90, 1.01, "same"),
+        (0.98, 0.97, 0.99, "same"),
+    ],
+)
+def test_verdicts_of_changes(median: float, p20: float, p80: float, verdict: str) -> None:
+    assert change(Summary(median, p20, p80, 9)) == verdict
+
+
+def test_the_fastest_has_the_smallest_median() -> None:
+    times = {"a": Summary(2, 0, 2, 3), "b": Summary(1, 1, 9, 3)}
+    assert fastest(times, ["a", "b", "missing"]) == "b"
+    assert fastest(times, ["missing"]) is None
+
+
+# -- plans ----------------------------------------------------------------------------------------
+
+
+def turns(chosen: Plan, label: str) -> int:
+    return -(-chosen.rounds // chosen.every[label])
+
+
+def test_rounds_fill_the_budget() -> None:
+    chosen = plan({"a": 0.010, "b": 0.015}, budget=1.0)
+    assert chosen == Plan(20, 1, {"a": 1, "b": 1})  # 2 x 25 ms a round, lead-ins included
+
+
+@pytest.mark.parametrize(("seconds", "rounds"), [(10.0, 7), (1e-4, 101)])
+def test_rounds_have_limits(seconds: float, rounds: int) -> None:
+    assert plan({"a": seconds}, budget=1.0).rounds == rounds
+
+
+@pytest.mark.parametrize(("seconds", "steps"), [(1e-4, 10), (1e-6, 200), (0.0, 200), (0.5, 1)])
+def test_short_steps_are_taken_several_times(seconds: float, steps: int) -> None:
+    """A sample lasts a millisecond, but is no more than 200 steps."""
+    assert plan({"a": seconds, "b": 1e-3}, budget=1.0).steps == steps
+
+
+def test_slow_contestants_sit_out() -> None:
+    chosen = plan({"a": 0.005, "b": 0.019, "slow": 0.021}, budget=1.0)
+    assert chosen.every["a"] == chosen.every["b"] == 1
+    assert chosen.rounds == 10  # half of the budget by 48 ms
+    assert chosen.every["slow"] == 1  # it has the other half for itself: 11 turns
+    chosen = plan({"a": 0.005, "slow": 0.050}, budget=1.0)
+    assert chosen.rounds == 50
+    assert turns(chosen, "slow") == 5
+
+
+def test_slow_contestants_take_no_more_steps_than_a_sample_needs() -> None:
+    """One that takes a second does not take it 200 times because ours takes 5 us."""
+    chosen = plan({"a": 5e-6, "b": 1e-5, "slow": 1e-4, "slower": 1.0}, budget=1.0)
+    assert [chosen.steps_of(label) for label in ("a", "b", "slow", "slower")] == [200, 200, 10, 1]
+
+
+@pytest.mark.parametrize("ours", [1e-5, 1e-3, 0.02, 3.0])
+@pytest.mark.parametrize("budget", [0.05, 1.0, 10.0])
+def test_every_contestant_gets_some_turns_and_the_budget_is_kept(
+    ours: float, budget: float
+) -> None:
+    for factors in ([1, 2, 3], [1, 5], [1, 3, 40, 1000], [1] + [8] * 6):
+        warm = {str(k): ours * factor for k, factor in enumerate(factors)}
+        chosen = plan(warm, budget)
+        assert 7 <= chosen.rounds <= 101
+        cost = {label: seconds * (chosen.steps_of(label) + 1) for label, seconds in warm.items()}
+        slow = [label for label, seconds in warm.items() if seconds > 4 * ours]
+        quick = sum(cost[label] for label in warm if label not in slow)
+        for_quick = budget / 2 if slow else budget
+        assert chosen.rounds == 7 or chosen.rounds * quick <= for_quick
+        assert all(chosen.every[label] == 1 for label in warm if label not in slow)
+        for label in slow:
+            spent = turns(chosen, label) * cost[label]
+            assert turns(chosen, label) >= 3
+            assert turns(chosen, label) == 3 or spent <= budget / 2 / len(slow)
+
+
+# -- interleaving ---------------------------------------------------------------------------------
+
+
+def scripted(order: list[str], label: str, *values: float) -> Contestant:
+    found = iter(values)
+
+    def take(steps: int) -> float:
+        order.append(f"{label}{steps}")
+        return next(found)
+
+    return Contestant(label, take)
+
+
+def test_everybody_once_then_everybody_again() -> None:
+    order: list[str] = []
+    rounds: list[int] = []
+    contestants = [scripted(order, "a", 1.0, 2.0, 3.0), scripted(order, "b", 5.0, 5.0, 5.0)]
+    times = interleave(contestants, Plan(3, 2, {"a": 1, "b": 1}), on_round=rounds.append)
+    assert order == ["a2", "b2"] * 3
+    assert rounds == [1, 2, 3]
+    assert times.summaries == {"a": Summary.of([1.0, 2.0, 3.0]), "b": Summary.of([5.0] * 3)}
+
+
+def test_who_sits_out_comes_back() -> None:
+    order: list[str] = []
+    contestants = [scripted(order, "a", *[1.0] * 5), scripted(order, "b", *[9.0] * 3)]
+    interleave(contestants, Plan(5, 1, {"a": 1, "b": 2}))
+    assert "".join(order) == "a1b1a1a1b1a1a1b1"
+
+
+@pytest.mark.parametrize("good_turns", [0, 2])
+def test_a_contestant_that_is_lost_does_not_stop_the_others(good_turns: int) -> None:
+    asked: list[int] = []
+
+    def fail(steps: int) -> float:
+        asked.append(steps)
+        if len(asked) > good_turns:
+            raise ContestantLostError("out of memory")
+        return 1.0
+
+    contestants = [Contestant("a", fail), Contestant("b", lambda _: 1.0)]
+    times = interleave(contestants, Plan(5, 1, {"a": 1, "b": 1}))
+    assert times.lost == {"a": "out of memory"}
+    assert len(asked) == good_turns + 1  # and it is not asked again
+    assert {label: len(samples) for label, samples in times.samples.items()} == {"b": 5}
+
+
+def test_who_is_lost_in_the_warm_up_stays_out() -> None:
+    contestants = [Contestant("a", lambda _: 1.0), Contestant("b", lambda _: 1.0)]
+    times = interleave(contestants, Plan(3, 1, {"a": 1}), lost={"b": "gone"})
+    assert list(times.samples) == ["a"]
+    assert times.lost == {"b": "gone"}
+
+
+def test_before_other_processes_start_our_threads_may_settle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(measure.time, "sleep", lambda _: order.append("pause"))
+
+    def contestant(label: str, elsewhere: bool) -> Contestant:
+        return Contestant(label, lambda _: order.append(label) or 1.0, elsewhere)
+
+    contestants = [contestant("a", False), contestant("b", True), contestant("c", True)]
+    interleave(contestants, Plan(2, 1, dict.fromkeys("abc", 1)))
+    assert order == ["a", "pause", "b", "c"] * 2
+
+
+# -- samples --------------------------------------------------------------------------------------
+
+
+def test_a_sample_is_the_mean_of_steps_after_the_lead_in() -> None:
+    clock = FakeClock()
+    durations = iter([9.0, 1.0, 2.0, 3.0])
+
+    def step() -> None:
+        clock.now += next(durations)
+
+    def load() -> None:
+        clock.now += 50.0
+
+    assert sample(Job(step, load), lead_in=1, steps=3, clock=clock) == 2.0
+
+
+def test_jobs_in_turn_load_what_they_step() -> None:
+    done: list[str] = []
+
+    def job(name: str) -> Job:
+        return Job(lambda: done.append(f"step {name}"), lambda: done.append(f"load {name}"))
+
+    several = in_turn([job("a"), job("b")])
+    for _ in range(3):
+        several.load()
+        several.step()
+    assert done == ["load a", "step a", "load b", "step b", "load a", "step a"]
+
+
+# -- a point on the clock of the tests ------------------------------------------------------------
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    """The bound takes 10 s, a slower shape 20 s; our step works from memory."""
+    clock = FakeClock()
+    loops = {"slow": clock.job(20.0), "fast": clock.job(10.0)}
+    monkeypatch.setattr(bounds, "jobs", lambda *_: loops)
+    monkeypatch.setattr(work.machine, "last_cache_bytes", lambda: 1000)
+    return clock
+
+
+def measured(clock: FakeClock, ours: float, monkeypatch: pytest.MonkeyPatch) -> PointResult:
+    """A point whose step takes ``ours`` seconds."""
+    build = work.build
+
+    def slowed(*arguments: Any) -> work.Work:
+        made = build(*arguments)
+        return work.Work(made.turns, clock.job(ours), made.bounds, made.updated)
+
+    monkeypatch.setattr(point, "build", slowed)
+    return point.run(bench_support.point(), Settings(0.01), Peers({}), quiet, clock)
+
+
+@pytest.mark.parametrize(
+    ("ours", "losses"),
+    [
+        (11.4, ["87.7% of the bound"]),
+        (11.0, []),
+        (9.0, []),
+        (40.0, ["25.0% of the bound"]),
+    ],
+)
+def test_a_slowed_step_is_reported(
+    clock: FakeClock, ours: float, losses: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = measured(clock, ours, monkeypatch)
+    assert found.losses == losses
+    assert found.times[OURS].median == pytest.approx(ours)
+    assert found.bound is not None
+    assert found.bound.label == "bound: fast"
+    assert found.bound.speedup.value == pytest.approx(10 / ours)
+    assert found.bytes == 900 * 28
+    assert found.from_memory
+
+
+def test_in_the_cache_the_bound_is_no_target(
+    clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work.machine, "last_cache_bytes", lambda: 2**25)
+    found = measured(clock, 40.0, monkeypatch)
+    assert not found.from_memory
+    assert found.losses == []
+    assert found.bound is not None
+
+
+def test_threads_are_set_and_set_back(clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = point.numba.get_num_threads()
+    seen: list[int] = []
+    jobs = bounds.jobs
+    monkeypatch.setattr(
+        bounds,
+        "jobs",
+        lambda bound, threads: seen.append(point.numba.get_num_threads()) or jobs(bound, threads),
+    )
+    measured(clock, 1.0, monkeypatch)
+    assert set(seen) == {1}
+    assert point.numba.get_num_threads() == before
+
+
+def test_progress_ends_at_the_whole() -> None:
+    clock = FakeClock()
+    told: list[float] = []
+    jobs = {OURS: clock.job(3.0)}
+    point._measure(measure.in_process(jobs, 1, clock), Settings(1.0), told.append)
+    assert told == sorted(told)
+    assert told[-1] == 1.0
+
+
+def test_a_point_that_does_not_fit_is_not_available() -> None:
+    found = point.run(bench_support.point(size="9000000G"), Settings(), Peers({}), quiet)
+    assert not found.times
+    assert "GB of memory are free" in found.unavailable[OURS]
+    assert found.losses == []
+
+
+@pytest.mark.parametrize(
+    ("times", "losses"),
+    [
+        ({"torch_fused": 0.009}, ["0.90 x torch fused"]),
+        ({"torch_fused": 0.011, "torch_foreach": 0.02}, []),
+        ({"torch_fused": 0.02, "torch_foreach": 0.005}, ["0.50 x torch foreach"]),
+        ({"bound_x": 0.0088, "numpy_x": 0.0099}, ["88.0% of the bound", "0.99 x numpy x"]),
+    ],
+)
+def test_what_is_lost(times: dict[str, float], losses: list[str]) -> None:
+    """The fastest form of a peer counts, and less than 90% of the bound."""
+    assert result(**times).losses == losses
+
+
+def test_peers_are_compared_where_nothing_comes_from_memory() -> None:
+    assert result(from_memory=False, bound_x=0.001, torch_x=0.009).losses == ["0.90 x torch x"]
+
+
+# -- cases with a method of their own -------------------------------------------------------------
+
+
+def test_no_cliff_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "WIDTHS": (1, 16),
+        "BATCHES": (1, 100),
+        "MAX_TABLE": 2**15,
+        "MAX_GRADIENT": 2**15,
+        "SWEEP": 2**14,
+    }.items():
+        monkeypatch.setattr(no_cliff, name, value)
+    told: list[float] = []
+    found = no_cliff.run(1, told.append)
+    assert [(p["D"], p["B"]) for p in found.points] == [(1, 1), (1, 100), (16, 1), (16, 100)]
+    assert told[-1] == 1.0
+    for entry in found.points:
+        time = found.times[f"D={entry['D']} B={entry['B']}"]
+        assert entry["of_allowed"] == time.median / entry["allowed"]
+        assert entry["allowed"] > no_cliff.FIXED
+    assert any(label.startswith("D=16 bound: ") for label in found.times)
+
+
+def test_first_steps_are_cold_or_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    folders: list[tuple[str, str]] = []
+
+    def start(step: str, folder: str, threads: int) -> tuple[float, float]:
+        folders.append((step, folder))
+        return 0.1 * threads, 9.0 if folders.count((step, folder)) == 1 else 1.0
+
+    monkeypatch.setattr(first_step, "start", start)
+    told: list[float] = []
+    found = first_step.run(2, told.append)
+    assert {label: time.median for label, time in found.times.items()} == {
+        "import": 0.2,
+        "nn.Adam cold": 9.0,
+        "nn.Adam cached": 1.0,
+        "nn.LazyAdam cold": 9.0,
+        "nn.LazyAdam cached": 1.0,
+    }
+    assert found.times.keys() == found.limits.keys()
+    assert told[-1] == 1.0
+
+
+def test_first_step_in_a_fresh_process(tmp_path: Any) -> None:
+    # In the folder that the tests share, so that little is compiled.
+    imported, stepped = first_step.start("nn.Adam", str(cache_directory() or tmp_path), 1)
+    assert imported > 0
+    assert stepped > 0
+
+
+def test_a_first_step_that_fails(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(first_step.STEPS, "nn.Adam", "raise RuntimeError('no luck')")
+    with pytest.raises(BenchError, match=r"first-step: a fresh process .* no luck"):
+        first_step.start("nn.Adam", str(tmp_path), 1)

@@ -1,0 +1,307 @@
+"""The worker processes of other libraries: they answer, rest, fail and end without us."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fusestep.bench import measure, options, peer, point, work
+from fusestep.bench.measure import ContestantLostError
+from fusestep.bench.peer import PEERS, PeerKind, Peers, Worker, find_python, peers_of
+from fusestep.bench.result import OURS, PointResult, Settings
+from fusestep.bench.workers import worker_protocol
+
+import bench_support
+from bench_support import quiet
+
+WORKERS = Path(worker_protocol.__file__).parent
+
+# Its steps are very fast, very slow, or the end of it.
+FAKE_WORKER = f"""
+import os, sys, time
+sys.path.insert(0, {str(WORKERS)!r})
+from worker_protocol import Job, Replica, serve
+
+class Fake:
+    version = "1.2.3"
+    warm_up = 0
+
+    def __init__(self, threads):
+        print("libraries print what they like")
+        self.threads = threads
+
+    def forms(self, algorithm, kind, dtype):
+        if algorithm == "adam-rows":
+            return []
+        return ["quick", "slow", "unknown", f"on {{self.threads}}"]
+
+    def replica(self, case):
+        if case.form == "unknown":
+            raise KeyError("no such form")
+        if case.form == "fatal":
+            self.end()
+        steps = {{"slow": lambda: time.sleep(0.05), "dies": self.end}}
+        values = [p.start - 2 * p.gradient for p in case.parameters]
+        return Replica(Job(steps.get(case.form, lambda: None)), lambda: values)
+
+    def end(self):
+        sys.stderr.write("Segmentation fault\\n")
+        sys.stderr.flush()
+        os._exit(9)
+
+serve(Fake)
+"""
+
+
+@pytest.fixture
+def fake_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    script = tmp_path / "fake_worker.py"
+    script.write_text(FAKE_WORKER, encoding="utf-8")
+    monkeypatch.setitem(PEERS, "torch", PeerKind(("numpy",), script))
+    monkeypatch.setattr(measure, "_SETTLE", 0.0)
+    return script
+
+
+@pytest.fixture
+def worker(fake_worker: Path) -> Iterator[Worker]:
+    found = Worker([str(fake_worker)], sys.executable, 1)
+    yield found
+    found.close()
+    assert found._process.poll() is not None
+
+
+@contextlib.contextmanager
+def set_up(worker: Worker, form: str, name: str = "dense/nn.Adam") -> Iterator[work.Inputs]:
+    of = bench_support.point(name)
+    given = work.inputs(of)
+    with point.setup_request(str(of.case.use.algorithm), of.dtype, given) as request:
+        worker.ask({"do": "setup", "form": form, **request})
+        yield given
+
+
+def wait_until_stopped(process: int) -> None:
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        status = Path(f"/proc/{process}/stat").read_text(encoding="utf-8")
+        if status.rpartition(")")[2].split()[0] == "T":
+            return
+        time.sleep(0.01)
+    raise AssertionError("the worker has not been stopped")
+
+
+def test_a_worker_answers_and_rests(worker: Worker) -> None:
+    assert worker.version == "1.2.3"
+    with set_up(worker, "slow"):
+        answer = worker.ask({"do": "sample", "form": "slow", "lead_in": 1, "steps": 2})
+    assert answer["seconds"] >= 0.05
+    if sys.platform == "linux":
+        wait_until_stopped(worker._process.pid)
+    assert worker.ask({"do": "memory", "form": "slow"})["bytes"] is not False  # and wakes up
+
+
+def test_a_worker_gets_the_numbers_of_the_gradients(worker: Worker, tmp_path: Path) -> None:
+    path = tmp_path / "values.npz"
+    with set_up(worker, "quick", "many-small/nn.Adam") as given:
+        worker.ask({"do": "values", "form": "quick", "path": str(path)})
+    with np.load(path) as values:
+        assert len(values) == len(given.gradients) == 200
+        for k, gradient in enumerate(given.gradients):
+            np.testing.assert_array_equal(values[f"p{k}"], -2 * gradient.values)
+
+
+def test_what_was_dropped_is_gone(worker: Worker) -> None:
+    with set_up(worker, "quick"):
+        worker.ask({"do": "drop"})
+        with pytest.raises(ContestantLostError, match="KeyError: 'quick'"):
+            worker.ask({"do": "sample", "form": "quick", "lead_in": 0, "steps": 1})
+
+
+@pytest.mark.parametrize(
+    ("form", "text"), [("unknown", "KeyError: 'no such form'"), ("other", "no form 'other' of")]
+)
+def test_an_error_is_an_answer(worker: Worker, form: str, text: str) -> None:
+    with pytest.raises(ContestantLostError, match=text), set_up(worker, form):
+        pass
+    assert not worker.is_broken
+    assert worker.ask({"do": "hello"}) == {"version": "1.2.3"}
+
+
+def test_the_end_of_a_worker(fake_worker: Path) -> None:
+    fake_worker.write_text(FAKE_WORKER.replace('"quick"', '"fatal"'), encoding="utf-8")
+    worker = Worker([str(fake_worker)], sys.executable, 1)
+    try:
+        for _ in range(2):  # the same words again
+            died = pytest.raises(ContestantLostError, match=r"^Segmentation fault$")
+            with died, set_up(worker, "fatal"):
+                pass
+        assert worker.is_broken
+    finally:
+        worker.close()
+
+
+def test_a_worker_that_does_not_answer(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer, "_TIMEOUT", 0.02)
+    with set_up_patiently(worker, monkeypatch), pytest.raises(ContestantLostError, match="within"):
+        worker.ask({"do": "sample", "form": "slow", "lead_in": 0, "steps": 200})
+    assert worker.is_broken
+
+
+@contextlib.contextmanager
+def set_up_patiently(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with monkeypatch.context() as patient:
+        patient.setattr(peer, "_TIMEOUT", 60.0)
+        with set_up(worker, "slow"):
+            pass
+    yield
+
+
+# -- a point with peers ---------------------------------------------------------------------------
+
+
+def measured(pythons: dict[str, str | None], name: str = "dense/nn.Adam") -> PointResult:
+    with peers_of(pythons) as peers:
+        return point.run(bench_support.point(name), Settings(0.01), peers, quiet)
+
+
+@pytest.mark.usefixtures("fake_worker")
+def test_a_faster_peer_is_a_loss_and_a_slower_one_is_none() -> None:
+    found = measured({"torch": sys.executable})
+    assert found.times.keys() >= {OURS, "torch quick", "torch slow", "torch on 1"}
+    assert found.unavailable == {"torch unknown": "KeyError: 'no such form'"}
+    assert found.peers.keys() == {"torch"}
+    assert found.peers["torch"].label in ("torch quick", "torch on 1")
+    assert found.peers["torch"].speedup.value < 1
+    (lost,) = found.losses
+    assert lost == f"{found.peers['torch'].speedup.value:.2f} x {found.peers['torch'].label}"
+    assert found.memory.keys() == found.times.keys() - {k for k in found.times if "bound" in k}
+
+
+def test_a_slower_peer_is_no_loss(fake_worker: Path) -> None:
+    forms = '["quick", "slow", "unknown", f"on {self.threads}"]'
+    assert forms in FAKE_WORKER
+    fake_worker.write_text(FAKE_WORKER.replace(forms, '["slow"]'), encoding="utf-8")
+    found = measured({"torch": sys.executable})
+    assert found.peers["torch"].speedup.value > 1
+    assert found.losses == []
+
+
+@pytest.mark.usefixtures("fake_worker")
+def test_a_peer_without_the_algorithm_has_no_column() -> None:
+    found = measured({"torch": sys.executable}, "rows/nn.Adam")
+    assert found.peers == {}
+    assert found.unavailable == {}
+
+
+@pytest.mark.usefixtures("fake_worker")
+def test_nobody_is_asked_for_a_step_that_only_we_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*_: object) -> None:
+        raise AssertionError("a worker was started")
+
+    monkeypatch.setattr(Peers, "worker", start)
+    assert measured({"torch": sys.executable}, "dense/ops.LARSUpdate").peers == {}
+
+
+def test_a_peer_that_dies_does_not_break_the_run(fake_worker: Path) -> None:
+    """The point keeps its other times; the next point starts the peer again."""
+    fake_worker.write_text(FAKE_WORKER.replace('"unknown"', '"dies"', 1), encoding="utf-8")
+    with peers_of({"torch": sys.executable, "numpy": sys.executable}) as peers:
+        for _ in range(2):
+            found = point.run(bench_support.point(), Settings(0.01), peers, quiet)
+            assert found.unavailable["torch dies"] == "Segmentation fault"
+            assert OURS in found.times
+            assert "numpy" in found.peers
+            assert "torch" not in peers.missing
+
+
+# -- missing peers --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pythons", "reason"),
+    [
+        ({}, None),  # not asked for
+        ({"torch": None}, "not installed here; name its Python with --torch-python"),
+        ({"torch": "/dev/null"}, "cannot start /dev/null: Permission denied"),
+        ({"torch": "/bin/false"}, "the worker ended with status 1"),
+    ],
+)
+def test_a_missing_peer_does_not_break_a_run(
+    pythons: dict[str, str | None], reason: str | None
+) -> None:
+    with peers_of({**pythons, "numpy": sys.executable}) as peers:
+        found = point.run(bench_support.point(), Settings(0.01), peers, quiet)
+        assert peers.missing == ({} if reason is None else {"torch": reason})
+        assert peers.versions == {"numpy": np.__version__}
+    assert found.unavailable == peers.missing
+    assert found.peers.keys() == {"numpy"}
+
+
+def test_an_interpreter_without_the_library(fake_worker: Path) -> None:
+    script = FAKE_WORKER.replace("print(", "import no_such_library; print(")
+    fake_worker.write_text(script, encoding="utf-8")
+    with peers_of({"torch": sys.executable}) as peers:
+        assert peers.worker("torch", 1) is None
+        assert peers.missing == {"torch": "ModuleNotFoundError: No module named 'no_such_library'"}
+        assert peers.versions == {}
+
+
+@pytest.mark.usefixtures("fake_worker")
+def test_a_worker_for_each_number_of_threads() -> None:
+    with peers_of({"torch": sys.executable}) as peers:
+        one, two = (peers.worker("torch", threads) for threads in (1, 2))
+        assert one is not None and two is not None
+        assert one is not two
+        assert peers.worker("torch", 1) is one
+        processes = [one._process, two._process]
+    assert all(process.poll() is not None for process in processes)
+
+
+def test_an_interpreter_is_found_or_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    known = {"torch", "jax"}
+    monkeypatch.setattr(peer, "find_spec", lambda name: object() if name in known else None)
+    assert find_python("torch", None) == sys.executable
+    assert find_python("optax", None) is None  # jax alone is not enough
+    assert find_python("optax", sys.executable) == sys.executable
+    program = tmp_path / "python"
+    program.write_text("", encoding="utf-8")
+    for path in ("/nowhere/python", "/", str(program)):
+        with pytest.raises(options.BenchError, match=f"--optax-python: '{path}' is no Python"):
+            find_python("optax", path)
+
+
+def test_another_interpreter_gets_none_of_our_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/ours")
+    environment: Callable[..., dict[str, str]] = peer._environment
+    assert environment(sys.executable, 3, None)["PYTHONPATH"] == "/ours"
+    assert "PYTHONPATH" not in environment("/other/python", 3, None)
+    assert environment("/other/python", 3, Path("/folder"))["PYTHONPATH"] == "/folder"
+    assert environment(sys.executable, 3, None)["OMP_NUM_THREADS"] == "3"
+
+
+# -- the workers as files -------------------------------------------------------------------------
+
+
+def test_every_peer_has_its_worker() -> None:
+    for name, kind in PEERS.items():
+        assert kind.script == WORKERS / f"{name.replace('-', '_')}_worker.py"
+        assert kind.script.is_file(), name
+
+
+def test_workers_need_no_fusestep() -> None:
+    """They run under interpreters that do not have it."""
+    paths = list(WORKERS.glob("*.py"))
+    assert len(paths) > 3
+    for path in paths:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom):
+                assert node.level == 0
+                assert "fusestep" not in str(node.module)
+            if isinstance(node, ast.Import):
+                assert not any("fusestep" in name.name for name in node.names)

@@ -1,0 +1,365 @@
+"""What becomes of results: the JSON document, the terminal, the picture, the documents' tables."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from fusestep.bench import check, document, machine, markdown, plot, table
+from fusestep.bench.errors import BenchError
+from fusestep.bench.peer import PEERS
+from fusestep.bench.result import OURS, PointResult, SpecialResult
+from fusestep.bench.workloads import DEFAULT_DENSE, DEFAULT_ROWS
+
+from bench_support import made_up, point, result, summary
+
+USUAL = {"bound_fast": 0.0095, "bound_slow": 0.0200, "torch_fused": 0.0125}
+SPECIAL = SpecialResult(
+    "first-step",
+    "import and first step",
+    {"import": summary(0.3), "nn.Adam cold": summary(3.0)},
+    {"import": 0.6, "nn.Adam cold": 2.5},
+)
+CLIFF = SpecialResult(
+    "no-cliff",
+    "series",
+    {"D=1 B=10": summary(2e-5)},
+    points=[{"D": 1, "B": 10, "N": 99, "lines": 12, "allowed": 4e-5, "of_allowed": 0.5}],
+)
+
+
+@pytest.fixture(scope="module")
+def full() -> dict[str, Any]:
+    """A document with one of everything."""
+    lost = point("rows/nn.LazyAdam", DEFAULT_ROWS, threads=2)
+    return made_up(
+        result(point(size=DEFAULT_DENSE, threads=2), **USUAL),
+        result(lost, bound_fast=0.0080, torch_fused=0.0025),
+        SPECIAL,
+        CLIFF,
+        versions={"torch": "2.0"},
+        missing={"mxnet": "not installed here"},
+    )
+
+
+# -- the document ---------------------------------------------------------------------------------
+
+
+def test_a_document_has_the_figures_of_its_results(full: dict[str, Any]) -> None:
+    first, second = full["points"]
+    assert first["case"] == "dense/nn.Adam"
+    assert (first["size"], first["indices"], first["dtype"], first["threads"]) == (
+        *(DEFAULT_DENSE, None, "float32", 2),
+    )
+    assert second["indices"] == "zipf1.2"
+    assert first["times"][OURS] == {
+        "median": 0.010,
+        "p20": pytest.approx(0.009),
+        "p80": pytest.approx(0.011),
+        "samples": 9,
+    }
+    assert first["bound"]["label"] == "bound: fast"
+    assert first["bound"]["value"] == pytest.approx(0.95)
+    assert first["peers"]["torch"]["value"] == pytest.approx(1.25)
+    assert first["losses"] == []
+    assert second["losses"] == ["80.0% of the bound", "0.25 x torch fused"]
+    assert full["peers"] == {"torch": "2.0"}
+    assert full["missing_peers"] == {"mxnet": "not installed here"}
+    assert [special["name"] for special in full["special"]] == ["first-step", "no-cliff"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (lambda d: d.update(schema=1), "expected results of schema 2, got 1"),
+        (lambda d: d.pop("schema"), "expected results of schema 2, got None"),
+        (lambda d: d.pop("seconds_per_point"), "$: 'seconds_per_point' is a required"),
+        (lambda d: d.update(extra=1), "$: Additional properties"),
+        (lambda d: d.update(points={}), "$.points: {} is not of type 'array'"),
+        (lambda d: d["points"][0].pop("bytes"), "$.points[0]: 'bytes' is a required"),
+        (lambda d: d["points"][1].update(threads=0), "$.points[1].threads: 0 is less"),
+        (lambda d: d["points"][1].update(dtype="int8"), "$.points[1].dtype: 'int8' is not"),
+        (lambda d: d["points"][0].update(losses=[1]), "$.points[0].losses[0]: 1 is not"),
+        (
+            lambda d: d["points"][0]["times"][OURS].update(median="1"),
+            "$.points[0].times.fusestep.median: '1' is not of type 'number'",
+        ),
+        (lambda d: d["points"][0]["times"][OURS].update(p20=0), "p20: 0 is less than or equal"),
+        (lambda d: d["points"][0]["bound"].pop("low"), "$.points[0].bound: "),
+        (lambda d: d["points"][0]["peers"].update(torch=2.0), "$.points[0].peers.torch: 2.0 is"),
+        (lambda d: d["machine"].update(cores=True), "$.machine.cores: True is not of type"),
+        (lambda d: d["special"][0].pop("limits"), "$.special[0]: 'limits' is a required"),
+    ],
+)
+def test_a_document_of_another_form_is_refused(
+    full: dict[str, Any], damage: Callable[[dict[str, Any]], object], text: str
+) -> None:
+    data = copy.deepcopy(full)
+    document.check_schema(data)
+    damage(data)
+    with pytest.raises(ValueError) as error:  # noqa: PT011  # the text is checked below
+        document.check_schema(data)
+    assert text in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_document_is_read_as_it_was_written(full: dict[str, Any], tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    document.write(path, full)
+    assert document.read(path, "--against") == json.loads(json.dumps(full))
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (None, "--against: cannot read 'FILE': No such file or directory"),
+        (b"{", "--against: 'FILE' holds no results: Expecting property name"),
+        (b"\xff\xfe\xfa", "--against: 'FILE' holds no results: "),
+        (b"[]", "--against: 'FILE' holds no results: expected results of schema 2, got None"),
+    ],
+)
+def test_what_is_no_document(content: bytes | None, text: str, tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(BenchError) as error:
+        document.read(path, "--against")
+    assert str(error.value).startswith(text.replace("FILE", str(path)))
+
+
+# -- the terminal ---------------------------------------------------------------------------------
+
+
+def shown(data: dict[str, Any], width: int = 200) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    table.show(data, console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_the_report_of_a_run(full: dict[str, Any]) -> None:
+    text = shown(full)
+    assert "peers: torch 2.0" in text
+    (line,) = (line for line in text.splitlines() if line.strip().startswith("dense/nn.Adam"))
+    figures = "16M 10.00 ms 9.00 ms 11.00 ms 45.0 95% 1.25 4 KB"
+    assert line.split() == ["dense/nn.Adam", *figures.split()]
+    assert "float32, 2 threads" in text
+    assert "1 of 2 points lose:" in text
+    name = "rows/nn.LazyAdam 500000x64x65536 zipf1.2 fp32 x2"
+    assert f"{name}: 80.0% of the bound; 0.25 x torch fused" in text
+    assert "mxnet: n/a: not installed here" in text
+    assert "was the machine busy" not in text
+    assert "3.00 s" in text and "2.50 s" in text  # the first step and its limit
+    assert " 50%" in text  # of what no-cliff allows
+
+
+def test_a_run_without_losses(full: dict[str, Any]) -> None:
+    assert "No losses." in shown(made_up(result(**USUAL)))
+    assert "No losses." not in shown(full)
+
+
+def test_what_is_not_available_is_said() -> None:
+    missing = result(point("dense/nn.SGD"))
+    nothing = PointResult(point(), 0, {}, False, 0, {}, unavailable={OURS: "needs 9 GB of 1 GB"})
+    data = made_up(result(**USUAL), missing, nothing)
+    text = shown(data)
+    (line,) = (line for line in text.splitlines() if line.strip().startswith("dense/nn.SGD"))
+    assert line.split().count("n/a") == 2  # bound and torch
+    assert "dense/nn.Adam 900 fp32 x1, fusestep: n/a: needs 9 GB of 1 GB" in text
+
+
+def test_figures_from_the_cache_are_in_brackets() -> None:
+    assert "(95%)" in shown(made_up(result(from_memory=False, **USUAL)))
+
+
+def test_doubts() -> None:
+    wide = result(bound_x=0.0120)
+    wide.times[OURS] = summary(0.010, spread=0.3)
+    text = shown(made_up(wide, load=3.25))
+    assert "the machine was busy before the run: load 3.2" in text
+    assert "dense/nn.Adam 900 fp32 x1: p80 is 1.9 x p20: was the machine busy?" in text
+    assert "dense/nn.Adam 900 fp32 x1: faster than its bound" in text
+
+
+def test_scaling() -> None:
+    one, two = (result(point(threads=n), **{OURS: 0.03 / n**0.5}) for n in (1, 2))
+    text = shown(made_up(one, two)).partition("Scaling: times faster than with 1")[2]
+    (line,) = (line for line in text.splitlines() if line.strip().startswith("dense/nn.Adam"))
+    assert line.split() == ["dense/nn.Adam", "900", "fp32", "1.00", "1.41"]
+
+
+@pytest.mark.parametrize("width", [70, 80, 120, 200, 300])
+def test_no_column_vanishes(width: int) -> None:
+    """With every peer, and dtype and threads as columns, whatever the width."""
+    peers = {f"{peer}_form": 0.02 for peer in PEERS}
+    long = point("rows/ops.SparseApplyProximalAdagrad", DEFAULT_ROWS, threads=2)
+    data = made_up(
+        result(point(size=DEFAULT_DENSE), **USUAL, **peers),
+        result(long, bound_x=0.009, **peers),
+        result(point(dtype="bfloat16", threads=2), **peers),
+    )
+    text = shown(data, width)
+    assert max(len(line) for line in text.splitlines()) <= width
+    assert "…" not in text
+    (head, *others) = [line.split() for line in text.splitlines() if line.split()[:1] == ["case"]]
+    columns = [column for line in (head, *others) for column in line]
+    names = {"dtype", "threads", "time", "p20", "p80", "GB/s", "bound", *PEERS, "memory"}
+    assert names <= set(columns)
+    if width >= 200:
+        assert names <= set(head)
+
+
+@pytest.mark.parametrize(("is_terminal", "width"), [(True, 77), (False, 200)])
+def test_output_that_is_no_terminal_is_wide(
+    is_terminal: bool, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "77")
+    monkeypatch.setenv("FORCE_COLOR" if is_terminal else "NO_COLOR", "1")
+    monkeypatch.delenv("NO_COLOR" if is_terminal else "FORCE_COLOR", raising=False)
+    assert table.console().width == width
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(2.5, "2.50 s"), (0.25, "250 ms"), (0.0123, "12.30 ms"), (2e-4, "200 us"), (2e-5, "20.0 us")],
+)
+def test_times_have_three_digits_or_so(value: float, text: str) -> None:
+    assert table.seconds(value) == text
+
+
+# -- the picture ----------------------------------------------------------------------------------
+
+
+def several_sizes() -> list[PointResult]:
+    sizes = {"1K": 1, "16K": 2, "256K": 3}
+    results = [result(point(size=size), **USUAL) for size in sizes]
+    return [
+        PointResult(r.point, 10_000 * k, r.size, r.from_memory, r.copies, r.times, r.memory)
+        for r, k in zip(results, sizes.values(), strict=True)
+    ]
+
+
+DRAWN: dict[str, Callable[[], dict[str, Any]]] = {
+    "nothing": made_up,
+    "single sizes": lambda: made_up(result(**USUAL), result(point("dense/nn.SGD"), **USUAL)),
+    "no peers and no bound": lambda: made_up(result()),
+    "several sizes": lambda: made_up(*several_sizes()),
+    "both": lambda: made_up(*several_sizes(), result(point("dense/nn.SGD"), **USUAL)),
+    "not available": lambda: made_up(PointResult(point(), 0, {}, False, 0, {}), SPECIAL),
+}
+
+
+@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_pictures(name: str, suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"x.{suffix}"
+    plot.draw(DRAWN[name](), path)
+    begin = path.read_bytes()[:1000]
+    assert begin.startswith(b"\x89PNG") if suffix == "png" else b"<svg" in begin
+
+
+# -- the tables of the documents ------------------------------------------------------------------
+
+DOCUMENT = """# Speed
+<!-- bench: {} -->
+old
+<!-- end of bench -->
+and so on
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, full: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkout with one document and one results file."""
+    results = tmp_path / "bench" / "results"
+    results.mkdir(parents=True)
+    document.write(results / "x.json", full)
+    (tmp_path / "README.md").write_text(DOCUMENT.format("losses x.json"), encoding="utf-8")
+    monkeypatch.setattr(markdown, "DOCUMENTS", ("README.md",))
+    monkeypatch.setattr(machine, "checkout", lambda: tmp_path)
+    return tmp_path
+
+
+def region(name: str, checkout: Path) -> str:
+    text = markdown.rewritten(DOCUMENT.format(name), checkout / "bench" / "results")
+    before, _, rest = text.partition(f"<!-- bench: {name} -->\n")
+    found, _, after = rest.partition("\n<!-- end of bench -->\n")
+    assert (before, after) == ("# Speed\n", "and so on\n")
+    return found
+
+
+def test_the_table_of_losses(checkout: Path) -> None:
+    head, rule, *lines = region("losses x.json", checkout).splitlines()
+    assert [cell.strip() for cell in head.split("|")[1:3]] == ["case", "size"]
+    assert set(rule) <= set("|-: ")
+    (line,) = lines
+    assert "rows/nn.LazyAdam" in line
+    assert "80.0% of the bound; 0.25 x torch fused" in line
+
+
+@pytest.mark.parametrize("name", ["summary", "setting", "usual", "rows", "memory", "first-step"])
+def test_every_table_of_a_run(name: str, checkout: Path) -> None:
+    text = region(f"{name} x.json", checkout)
+    assert text.strip()
+    assert markdown.rewritten(text, checkout) == text  # what is no region stays
+
+
+def test_the_table_of_usual_cases(checkout: Path) -> None:
+    lines = region("usual x.json", checkout).splitlines()
+    (adam,) = (line for line in lines if "dense/nn.Adam" in line)
+    assert all(figure in adam for figure in ("10.00 ms", "45.0", "95%", "1.25"))
+    (lazy,) = (line for line in lines if "rows/nn.LazyAdam" in line)
+    assert "**80%**" in lazy and "**0.25**" in lazy  # what is lost stands out
+
+
+def test_a_table_without_measurement_has_every_case(checkout: Path) -> None:
+    text = region("bytes", checkout)
+    (adam,) = (line for line in text.splitlines() if "`dense/nn.Adam`" in line)
+    assert "28 n" in adam
+    assert "nn.AdaFactor" in text and "ops.SparseGatherV2" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("lossses x.json", "no table 'lossses': there are summary"),
+        ("losses y.json", "--check: cannot read"),
+    ],
+)
+def test_a_region_that_cannot_be_made(name: str, text: str, checkout: Path) -> None:
+    with pytest.raises(BenchError, match=text):
+        region(name, checkout)
+
+
+def test_check_finds_a_figure_changed_by_hand(
+    checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = checkout / "README.md"
+    assert check.main() == 1
+    assert "-old" in capsys.readouterr().out.splitlines()
+    assert markdown.main() == 0
+    assert check.main() == 0
+    assert capsys.readouterr().out == "all tables are those of the committed results\n"
+    text = path.read_text(encoding="utf-8")
+    assert text.count("0.25 x torch") == 1
+    path.write_text(text.replace("0.25 x torch", "0.95 x torch"), encoding="utf-8")
+    assert check.main() == 1
+    out = capsys.readouterr().out.splitlines()
+    assert len([line for line in out if line.startswith("-|") and "0.95 x torch" in line]) == 1
+    assert len([line for line in out if line.startswith("+|") and "0.25 x torch" in line]) == 1
+    assert out[-1].startswith("README.md: write anew with ")
+    assert path.read_text(encoding="utf-8").count("0.95 x torch") == 1  # check writes nothing
+
+
+def test_documents_are_in_a_checkout_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "checkout", lambda: None)
+    with pytest.raises(BenchError, match="--check: the documents are in a Git checkout only"):
+        markdown.documents()

@@ -1,0 +1,475 @@
+"""The workers of the benchmark: their protocol, and that NumPy's computes what it says."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fusestep.bench.workers import worker_protocol
+from fusestep.bench.workers.worker_protocol import Job
+
+import reference
+import reference_elementwise as elementwise
+import reference_layerwise as layerwise
+
+WORKERS = Path(worker_protocol.__file__).parent
+Arrays = list[np.ndarray]
+
+
+class Driver:
+    """A worker process without the benchmark around it."""
+
+    def __init__(self, script: Path, threads: int = 2) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-W", "error", str(script), str(threads)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            encoding="utf-8",
+        )
+
+    def ask(self, do: str, **request: Any) -> dict[str, Any]:
+        """The answer to a request."""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps({"do": do, **request}) + "\n")
+        self.process.stdin.flush()
+        answer: dict[str, Any] = json.loads(self.process.stdout.readline())
+        return answer
+
+    def forms(self, algorithm: str, kind: str, dtype: str = "float32") -> list[str]:
+        return list(self.ask("forms", algorithm=algorithm, kind=kind, dtype=dtype)["forms"])
+
+    def set_up(self, parameters: Sequence[dict[str, Any]], **case: Any) -> dict[str, Any]:
+        """Set up a case with the usual arguments where none are given."""
+        usual = {"dtype": "float32", "copies": 1, "fresh_gradients": False, "warm_up": 3}
+        return self.ask("setup", **{**usual, **case, "parameters": [*parameters]})
+
+    def values(self, form: str, path: Path) -> Arrays:
+        """The parameters as they are now."""
+        assert self.ask("values", form=form, path=str(path)) == {}
+        with np.load(path) as arrays:
+            return [arrays[f"p{index}"] for index in range(len(arrays.files))]
+
+    def close(self) -> int:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.close()
+        status = self.process.wait(timeout=30)
+        self.process.stdout.close()
+        return status
+
+
+# -- the protocol, with a made-up library ---------------------------------------------------------
+
+FAKE = f"""
+import sys
+sys.path.insert(0, {str(WORKERS)!r})
+import numpy as np
+from worker_protocol import Job, Replica, serve
+
+class Fake:
+    version = "1.2.3"
+    warm_up = 5
+    keeps_memory = False
+
+    def __init__(self, threads):
+        print("libraries print what they like, such as", threads)
+
+    def forms(self, algorithm, kind, dtype):
+        return [algorithm + " " + kind + " " + dtype]
+
+    def replica(self, case):
+        (given,) = case.parameters
+        w = given.start.copy()
+        if case.algorithm == "fails":
+            raise MemoryError("too large")
+        self.keeps_memory = case.algorithm == "keeps"
+
+        def step():
+            w[...] += given.gradient
+
+        return Replica(Job(step), lambda: [w])
+
+serve(Fake)
+"""
+
+
+@pytest.fixture
+def fake(tmp_path: Path) -> Iterator[Driver]:
+    script = tmp_path / "fake_worker.py"
+    script.write_text(FAKE, encoding="utf-8")
+    driver = Driver(script)
+    yield driver
+    assert driver.close() == 0
+
+
+@pytest.fixture
+def ones(tmp_path: Path) -> dict[str, Any]:
+    return given(tmp_path, "ones", np.ones((2, 3), np.float32))
+
+
+def given(
+    folder: Path,
+    name: str,
+    gradient: np.ndarray,
+    indices: np.ndarray | None = None,
+    start: np.ndarray | None = None,
+) -> dict[str, Any]:
+    """A parameter as a set-up request describes it."""
+    files = {"gradient": gradient, "indices": indices, "start": start}
+    entry: dict[str, Any] = {"shape": list((gradient if start is None else start).shape)}
+    for what, array in files.items():
+        entry[what] = None if array is None else str(folder / f"{name}-{what}.npy")
+        if array is not None:
+            np.save(entry[what], array)
+    return entry
+
+
+SMALL = {"algorithm": "small", "form": "small dense float32"}
+
+
+def test_what_a_library_says_about_itself(fake: Driver) -> None:
+    assert fake.ask("hello") == {"version": "1.2.3"}
+    assert fake.forms("adam", "rows", "float16") == ["adam rows float16"]
+
+
+@pytest.mark.parametrize(("warm_up", "steps"), [({"warm_up": 0}, 0), ({"warm_up": 2}, 2), ({}, 5)])
+def test_a_case_from_set_up_to_drop(
+    fake: Driver, ones: dict[str, Any], tmp_path: Path, warm_up: dict[str, int], steps: int
+) -> None:
+    case = {**SMALL, "dtype": "float32", "copies": 1, "fresh_gradients": False, **warm_up}
+    assert fake.ask("setup", parameters=[ones], **case) == {}
+    Path(ones["gradient"]).unlink()
+    form = SMALL["form"]
+    assert np.all(fake.values(form, tmp_path / "x.npz")[0] == steps)
+    assert fake.ask("sample", form=form, lead_in=1, steps=3)["seconds"] > 0
+    (w,) = fake.values(form, tmp_path / "x.npz")
+    assert w.dtype == np.float32
+    assert np.all(w == steps + 4)
+    memory = fake.ask("memory", form=form)["bytes"]
+    assert memory is None or memory >= 0
+    assert fake.ask("drop") == {}
+    assert "KeyError" in fake.ask("sample", form=form, lead_in=0, steps=1)["error"]
+
+
+def test_copies_take_turns(fake: Driver, ones: dict[str, Any], tmp_path: Path) -> None:
+    assert fake.set_up([ones], copies=3, warm_up=2, **SMALL) == {}
+    fake.ask("sample", form=SMALL["form"], lead_in=0, steps=7)
+    (first,) = fake.values(SMALL["form"], tmp_path / "x.npz")
+    assert np.all(first == 2 + 3)
+
+
+def test_every_failure_is_answered(fake: Driver, ones: dict[str, Any]) -> None:
+    unknown = {**SMALL, "form": "large"}
+    assert fake.set_up([ones], **unknown) == {
+        "error": "ValueError: no form 'large' of small, dense, float32"
+    }
+    failing = {"algorithm": "fails", "form": "fails dense float32"}
+    assert fake.set_up([ones], **failing) == {"error": "MemoryError: too large"}
+    assert fake.ask("dance") == {"error": "ValueError: no request 'dance'"}
+    assert "KeyError" in fake.ask("values", form="never set up", path="/x.npz")["error"]
+    assert "FileNotFoundError" in fake.set_up([{**ones, "gradient": "/none"}], **SMALL)["error"]
+
+
+def test_memory_that_nobody_sees(fake: Driver, ones: dict[str, Any]) -> None:
+    form = "keeps dense float32"
+    assert fake.set_up([ones], algorithm="keeps", form=form) == {}
+    assert fake.ask("memory", form=form) == {"bytes": None}
+
+
+@pytest.mark.parametrize(
+    ("indices", "kind"),
+    [([None], "dense"), ([None, None], "dense"), ([1], "rows"), ([1, None], "mixed")],
+)
+def test_the_kind_follows_from_the_gradients(indices: list[int | None], kind: str) -> None:
+    gradient = np.zeros((1, 2), np.float32)
+    parameters = [
+        worker_protocol.Parameter((3, 2), gradient, None if i is None else np.array([i]), gradient)
+        for i in indices
+    ]
+    assert worker_protocol.Case("a", "f", "float32", parameters, False).kind == kind
+
+
+def test_jobs_in_turn_load_what_they_step_on() -> None:
+    done: list[str] = []
+
+    def job(name: str) -> Job:
+        return Job(lambda: done.append(f"step {name}"), lambda: done.append(f"load {name}"))
+
+    turns = worker_protocol.in_turn([job("a"), job("b")])
+    worker_protocol.sample(turns, lead_in=1, steps=2)
+    assert done == ["load a", "step a", "load b", "step b", "load a", "step a"]
+
+
+def test_peak_memory_sees_what_a_step_gives_back() -> None:
+    size = 2**25
+    assert_about(worker_protocol.peak_memory(Job(lambda: np.ones(size, np.uint8).sum())), size)
+    loaded: Arrays = []
+    beforehand = Job(lambda: None, lambda: loaded.append(np.ones(size, np.uint8)))
+    assert_about(worker_protocol.peak_memory(beforehand), 0)
+
+
+def assert_about(peak: int | None, size: int) -> None:
+    if peak is None:  # the system does not count it
+        assert not sys.platform.startswith("linux") or not Path("/proc/self/clear_refs").exists()
+    else:
+        assert abs(peak - size) < 2**22
+
+
+def test_workers_are_written_for_old_interpreters() -> None:
+    for path in WORKERS.glob("*.py"):
+        ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 8))
+
+
+# -- NumPy's worker -------------------------------------------------------------------------------
+
+LR, DECAY = 1e-3, 0.01
+FORMS = ["whole arrays", "blocks", "blocks in threads"]
+Step = Callable[..., tuple[Any, ...]]
+
+
+def adam_scalars(t: int) -> reference.AdamScalars:
+    """Epsilon is added to the corrected root, as in the paper's algorithm 1."""
+    epsilon = 1e-8 * np.sqrt(1 - 0.999**t)
+    return reference.adam_scalars(LR, 0.9, 0.999, epsilon, 0.9**t, 0.999**t, real=np.float64)
+
+
+def adamw(t: int, w: Any, *rest: Any) -> tuple[Any, ...]:
+    return reference.adam(w * (1 - LR * DECAY), *rest, adam_scalars(t))
+
+
+def momentum(_: int, w: Any, g: Any, m: Any, nesterov: bool = False) -> tuple[Any, ...]:
+    return elementwise.momentum(w, g, m, lr=LR, momentum=0.9, nesterov=nesterov)
+
+
+def rmsprop(w: Any, g: Any, s: Any, m: Any, factor: float) -> tuple[Any, ...]:
+    scalars = {"rho": 0.9, "one_minus_rho": 0.1, "epsilon": 1e-10}
+    return elementwise.rmsprop(w, g, s, m, lr=LR, momentum=factor, **scalars)
+
+
+def rmsprop_centered(_: int, *arrays: Any) -> tuple[Any, ...]:
+    scalars = {"rho": 0.9, "one_minus_rho": 0.1, "epsilon": 1e-10}
+    return elementwise.rmsprop_centered(*arrays, lr=LR, momentum=0.0, **scalars)
+
+
+def lamb(t: int, *arrays: Any) -> tuple[Any, ...]:
+    scalars = {"beta1": 0.9, "one_minus_beta1": 0.1, "beta2": 0.999, "one_minus_beta2": 0.001}
+    powers = {"beta1_power": 0.9**t, "beta2_power": 0.999**t}
+    return layerwise.lamb(*arrays, lr=LR, epsilon=1e-6, decay=0.0, **scalars, **powers)
+
+
+def lars(t: int, w: Any, g: Any, m: Any) -> tuple[Any, ...]:
+    scaled = layerwise.lars_gradient(w, g, coefficient=1e-3, epsilon=1e-5, decay=0.0)
+    return momentum(t, w, scaled, m)
+
+
+def adafactor(t: int, w: Any, g: Any, *states: Any) -> tuple[Any, ...]:
+    betas = {"beta2": 1 - t**-0.8, "one_minus_beta2": t**-0.8}
+    new_w, _, *new_states = layerwise.adafactor(w, g, None, *states, lr=LR, **betas)
+    return new_w, *new_states
+
+
+def proximal_adagrad(_: int, *arrays: Any) -> tuple[Any, ...]:
+    return elementwise.proximal_adagrad(*arrays, lr=LR, l1=1e-4, l2=1e-4)
+
+
+def ftrl(_: int, *arrays: Any) -> tuple[Any, ...]:
+    return elementwise.ftrl(*arrays, lr=LR, l1=0.0, l2=0.0, lr_power=-0.5)
+
+
+# The reference of each step, and the number of its states.
+DENSE: dict[str, tuple[Step, int]] = {
+    "adam": (lambda t, *arrays: reference.adam(*arrays, adam_scalars(t)), 2),
+    "amsgrad": (lambda t, *arrays: reference.adam_amsgrad(*arrays, adam_scalars(t)), 3),
+    "adamw": (adamw, 2),
+    "sgd": (lambda _, *arrays: elementwise.sgd(*arrays, lr=LR), 0),
+    "momentum": (momentum, 1),
+    "nesterov": (lambda *arrays: momentum(*arrays, nesterov=True), 1),
+    "rmsprop": (lambda _, *arrays: rmsprop(*arrays, 0.0), 2),
+    "rmsprop-momentum": (lambda _, *arrays: rmsprop(*arrays, 0.9), 2),
+    "rmsprop-centered": (rmsprop_centered, 3),
+    "adagrad": (lambda _, *arrays: elementwise.adagrad(*arrays, lr=LR), 1),
+    "proximal-adagrad": (proximal_adagrad, 1),
+    "ftrl": (ftrl, 2),
+    "lamb": (lamb, 2),
+    "lars": (lars, 1),
+    "adafactor": (adafactor, 0),
+}
+BLOCKED = [name for name in DENSE if name not in ("lamb", "lars", "adafactor")]
+LAZY = {
+    "adam-lazy": "adam",
+    "sgd-rows": "sgd",
+    "momentum-lazy": "momentum",
+    "adagrad-rows": "adagrad",
+    "ftrl-rows": "ftrl",
+    "proximal-adagrad-rows": "proximal-adagrad",
+}
+
+
+def run(name: str, w: np.ndarray, g: np.ndarray, indices: np.ndarray | None = None) -> np.ndarray:
+    """Three steps of the reference."""
+    dense = LAZY.get(name, "adam" if name == "adam-rows" else name)
+    step, count = DENSE[dense]
+    shapes = [w.shape] * count
+    if name == "adafactor":
+        shapes = [w.shape[:-1], w.shape[:-2] + w.shape[-1:]] if w.ndim > 1 else [w.shape]
+    arrays: tuple[Any, ...] = (reference.wide(w), *map(np.zeros, shapes))
+    for t in (1, 2, 3):
+
+        def at(w: Any, g: Any, *states: Any, t: int = t) -> tuple[Any, ...]:
+            return step(t, w, g, *states)
+
+        w, *states = arrays
+        if indices is None:
+            arrays = at(w, g, *states)
+        elif name == "adam-rows":
+            arrays = reference.dense_equivalent_step(at, w, indices, g, *states)
+        else:
+            arrays = reference.lazy_step(at, w, indices, g, *states)
+    new_w: np.ndarray = arrays[0]
+    return new_w
+
+
+@pytest.fixture(scope="module")
+def numpy_worker() -> Iterator[Driver]:
+    driver = Driver(WORKERS / "numpy_worker.py")
+    yield driver
+    assert driver.close() == 0
+
+
+def normal(seed: int, shape: tuple[int, ...]) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape, np.float32)
+
+
+def assert_steps(got: np.ndarray, want: np.ndarray, start: np.ndarray, tolerance: float) -> None:
+    """The steps are equal, relative to the largest, but for the rounding of the parameters."""
+    assert got.shape == want.shape
+    rounding = 4 * np.finfo(np.float32 if tolerance < 1e-3 else np.float16).eps * np.abs(want).max()
+    largest = np.abs(want - start).max()
+    np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * largest + rounding)
+
+
+def check(worker: Driver, folder: Path, name: str, form: str, dtype: str = "float32") -> None:
+    """Three steps on three dense parameters, one of which needs several blocks."""
+    starts = [0.01 * normal(1, shape) for shape in [(7, 5), (1003,), (3, 110_000)]]
+    gradients = [normal(2, w.shape) for w in starts]
+    if dtype == "float16":
+        starts, gradients = ([half(x) for x in arrays] for arrays in (starts, gradients))
+    parameters = [
+        given(folder, str(index), gradients[index], start=w) for index, w in enumerate(starts)
+    ]
+    case = {"algorithm": name, "form": form, "dtype": dtype}
+    assert worker.set_up(parameters, **case) == {}
+    tolerance = 1e-5 if dtype == "float32" else 2e-3
+    for got, w, g in zip(worker.values(form, folder / "x.npz"), starts, gradients, strict=True):
+        assert_steps(got, run(name, w, g), w, tolerance)
+
+
+def half(x: np.ndarray) -> np.ndarray:
+    return x.astype(np.float16).astype(np.float32)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", BLOCKED)
+def test_elementwise_steps(numpy_worker: Driver, tmp_path: Path, name: str, form: str) -> None:
+    assert numpy_worker.forms(name, "dense") == FORMS
+    check(numpy_worker, tmp_path, name, form)
+
+
+@pytest.mark.parametrize("name", ["lamb", "lars", "adafactor"])
+def test_steps_on_whole_tensors(numpy_worker: Driver, tmp_path: Path, name: str) -> None:
+    assert numpy_worker.forms(name, "dense") == FORMS[:1]
+    check(numpy_worker, tmp_path, name, FORMS[0])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_step_on_float16(numpy_worker: Driver, tmp_path: Path, form: str) -> None:
+    check(numpy_worker, tmp_path, "adam", form, "float16")
+
+
+def row_case(folder: Path) -> tuple[dict[str, Any], Arrays]:
+    """A table whose gradient names rows twice, three times, and not at all."""
+    start, g = 0.01 * normal(3, (9, 4)), normal(4, (8, 4))
+    indices = np.array([5, 0, 5, 8, 2, 5, 2, 7])
+    return given(folder, "table", g, indices, start), [start, g, indices]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", [*LAZY, "adam-rows"])
+def test_steps_on_rows(numpy_worker: Driver, tmp_path: Path, name: str, form: str) -> None:
+    assert numpy_worker.forms(name, "rows") == numpy_worker.forms(name, "mixed") == FORMS
+    table, (start, g, indices) = row_case(tmp_path)
+    w, dense = 0.01 * normal(5, (6,)), normal(6, (6,))
+    beside = given(tmp_path, "beside", dense, start=w)
+    for parameters in ([table], [table, beside]):
+        assert numpy_worker.set_up(parameters, algorithm=name, form=form) == {}
+        got = numpy_worker.values(form, tmp_path / "x.npz")
+        assert_steps(got[0], run(name, start, g, indices), start, 1e-5)
+        if name != "adam-rows":
+            absent = np.setdiff1d(np.arange(9), indices)
+            np.testing.assert_array_equal(got[0][absent], start[absent])
+    assert_steps(got[1], run(name, w, dense), w, 1e-5)
+
+
+def test_rows_larger_than_a_block(numpy_worker: Driver, tmp_path: Path) -> None:
+    start, g = 0.01 * normal(3, (4000, 100)), normal(4, (3000, 100))
+    indices = np.random.default_rng(5).integers(0, 4000, 3000)
+    table = given(tmp_path, "table", g, indices, start)
+    for name in ("adam-lazy", "adam-rows"):
+        for form in FORMS:
+            assert numpy_worker.set_up([table], algorithm=name, form=form) == {}
+            (got,) = numpy_worker.values(form, tmp_path / "x.npz")
+            assert_steps(got, run(name, start, g, indices), start, 1e-5)
+
+
+def test_clipping(numpy_worker: Driver, tmp_path: Path) -> None:
+    (form,) = numpy_worker.forms("clip-by-global-norm", "dense")
+    gradients = [normal(1, (7, 5)), normal(2, (11,))]
+    parameters = [given(tmp_path, str(index), g) for index, g in enumerate(gradients)]
+    assert numpy_worker.set_up(parameters, algorithm="clip-by-global-norm", form=form) == {}
+    got = numpy_worker.values(form, tmp_path / "x.npz")
+    for array, want in zip(got, layerwise.clip_by_global_norm(gradients, 1.0), strict=True):
+        np.testing.assert_allclose(array, np.asarray(want), rtol=1e-5)
+
+
+def test_gather(numpy_worker: Driver, tmp_path: Path) -> None:
+    table, (start, _, indices) = row_case(tmp_path)
+    for form in numpy_worker.forms("gather", "rows"):
+        assert numpy_worker.set_up([table], algorithm="gather", form=form) == {}
+        (looked_up,) = numpy_worker.values(form, tmp_path / "x.npz")
+        np.testing.assert_array_equal(looked_up, start[indices])
+
+
+@pytest.mark.parametrize(("name", "kind"), [("adam", "dense"), ("adam-lazy", "rows")])
+def test_copies_and_fresh_gradients(
+    numpy_worker: Driver, tmp_path: Path, name: str, kind: str
+) -> None:
+    table, (start, g, indices) = row_case(tmp_path)
+    if kind == "dense":
+        start, g = start[:8], g
+        table = given(tmp_path, "dense", g, start=start)
+    case = {"algorithm": name, "form": FORMS[0], "copies": 2, "fresh_gradients": True}
+    assert numpy_worker.set_up([table], **case) == {}
+    want = run(name, start, g, None if kind == "dense" else indices)
+    (got,) = numpy_worker.values(FORMS[0], tmp_path / "x.npz")
+    assert_steps(got, want, start, 1e-5)
+    assert numpy_worker.ask("sample", form=FORMS[0], lead_in=1, steps=2)["seconds"] > 0
+    memory = numpy_worker.ask("memory", form=FORMS[0])["bytes"]
+    assert memory is None or memory >= 0
+
+
+def test_what_numpy_does_not_have(numpy_worker: Driver, tmp_path: Path) -> None:
+    for name, kind in [("adam", "rows"), ("adam-lazy", "dense"), ("lamb", "mixed"), ("x", "dense")]:
+        assert numpy_worker.forms(name, kind) == []
+    table, _ = row_case(tmp_path)
+    answer = numpy_worker.set_up([table], algorithm="adam-lazy", form="in place")
+    assert answer == {"error": "ValueError: no form 'in place' of adam-lazy, rows, float32"}
+    single = Driver(WORKERS / "numpy_worker.py", threads=1)
+    assert single.forms("adam", "dense") == FORMS[:2]
+    assert single.close() == 0

@@ -1,0 +1,283 @@
+"""The compiled reading of array headers: what it takes, what it leaves to the checks in Python."""
+
+from __future__ import annotations
+
+import threading
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from fusestep import nn, ops
+from fusestep.kernels.cpu import headers
+from fusestep.kernels.cpu.counts import are_equal, count_up
+from fusestep.kernels.cpu.headers import ANY, SAME, Expected, address_of, alike
+from fusestep.kernels.cpu.search import overlaps
+
+NOWHERE = np.zeros((2, 0), np.int64)
+SCALARS = (0.9, 0.999, 0.01, 0.9, 0.999, 1e-8)
+F32, F64 = np.dtype(np.float32), np.dtype(np.float64)
+
+
+class Subclass(np.ndarray):
+    pass
+
+
+def three(shape=(6,), dtype=np.float32):
+    return tuple(np.ones(shape, dtype) for _ in range(3))
+
+
+def unaligned():
+    return np.zeros(25, np.uint8)[1:].view(np.float32)
+
+
+def read_only():
+    array = np.ones(6, np.float32)
+    array.flags.writeable = False
+    return array
+
+
+def test_the_layout_of_headers_is_known_here():
+    assert headers.usable
+
+
+@pytest.mark.parametrize("usable", [True, False])
+def test_address(monkeypatch, usable):
+    monkeypatch.setattr(headers, "usable", usable)
+    base = np.arange(24, dtype=np.float64).reshape(4, 6)
+    for array in (base, base[1:], base[:, 2:], base.T, base[:0], np.array(1.0), base[::-1]):
+        assert address_of(array) == array.__array_interface__["data"][0]
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("shape", [(6,), (2, 3), (1, 1, 4), (), (0,), (3, 0)])
+def test_alike_arrays(dtype, shape):
+    arrays = three(shape, dtype)
+    found = alike(arrays, 2)
+    assert found.tolist() == [address_of(a) for a in arrays]
+
+
+def test_only_what_is_written_must_be_writable():
+    arrays = (*three(), read_only())
+    assert alike(arrays, 3) is not None
+    assert alike(arrays, 4) is None
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        np.ones(6, np.float64),
+        np.ones(6, np.int32),
+        np.ones(6, ">f4"),
+        np.ones(5, np.float32),
+        np.ones((6, 1), np.float32),
+        np.ones(12, np.float32)[::2],
+        np.ones(6, np.float32).view(Subclass),
+        unaligned(),
+        [1.0] * 6,
+        None,
+        1.0,
+        nn.Parameter(np.ones(6, np.float32)),
+    ],
+)
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_not_alike(other, place):
+    arrays = list(three())
+    arrays[place] = other
+    assert alike(tuple(arrays), 3) is None
+
+
+@pytest.mark.parametrize("shift", [0, 1, 5, -1, -5])
+def test_alike_arrays_that_overlap(shift):
+    memory = np.zeros(18, np.float32)
+    arrays = (memory[6:12], np.ones(6, np.float32), memory[6 + shift : 12 + shift])
+    assert alike(arrays, 3) is None
+
+
+def test_alike_arrays_that_touch():
+    memory = np.zeros(18, np.float32)
+    assert alike((memory[6:12], memory[:6], memory[12:]), 3) is not None
+
+
+def test_other_numbers_are_not_alike():
+    assert alike(three(dtype=np.int32), 3) is None
+    assert alike(three(dtype=np.complex64), 3) is None
+
+
+def row_forms():
+    """A dense gradient, and a row-sparse one of two columns."""
+    return [(F32, (2, 3)), (np.dtype(np.int64), (ANY,)), (F64, (SAME, 2))]
+
+
+@pytest.mark.parametrize("n", [0, 1, 7])
+def test_expected_rows(n):
+    arrays = (np.ones((2, 3), np.float32), np.zeros(n, np.int64), np.ones((n, 2)))
+    found = Expected(row_forms(), NOWHERE).addresses(arrays)
+    assert found.tolist() == [address_of(a) for a in arrays]
+
+
+@pytest.mark.parametrize(
+    ("place", "other"),
+    [
+        (0, np.ones((3, 2), np.float32)),
+        (1, np.zeros(4, np.int32)),
+        (1, np.zeros((4, 1), np.int64)),
+        (1, np.zeros(5, np.int64)),
+        (1, np.zeros(8, np.int64)[::2]),
+        (2, np.ones((4, 3))),
+        (2, np.ones((5, 2))),
+        (2, np.ones((4, 2), np.float32)),
+        (2, np.ones((2, 4)).T),
+    ],
+)
+def test_unexpected_rows(place, other):
+    arrays = [np.ones((2, 3), np.float32), np.zeros(4, np.int64), np.ones((4, 2))]
+    arrays[place] = other
+    assert Expected(row_forms(), NOWHERE).addresses(tuple(arrays)) is None
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_expected_elsewhere(place):
+    arrays = (np.ones((2, 3), np.float32), np.zeros(4, np.int64), np.ones((4, 2)))
+    last = address_of(arrays[place]) + arrays[place].nbytes - 1
+    forbidden = np.array([[last], [last + 1]])
+    assert Expected(row_forms(), forbidden).addresses(arrays) is None
+    assert Expected(row_forms(), forbidden + 1).addresses(arrays) is not None
+
+
+def test_overlaps():
+    stretches = np.array([[10, 30], [20, 40]])
+    touching = [(0, 10), (20, 30), (40, 50), (15, 15), (25, 25)]
+    assert not any(overlaps(stretches, begin, end) for begin, end in touching)
+    sharing = [(0, 11), (19, 21), (12, 13), (0, 50), (29, 31), (39, 45), (20, 31)]
+    assert all(overlaps(stretches, begin, end) for begin, end in sharing)
+    assert not overlaps(NOWHERE, 0, 100)
+
+
+def test_counts():
+    counts = np.array([3, 3, 3])
+    assert are_equal(counts)
+    assert are_equal(counts[:1])
+    count_up(counts)
+    assert counts.tolist() == [4, 4, 4]
+    counts[2] = 5
+    assert not are_equal(counts)
+
+
+# The same results and errors whichever way the headers are read
+
+
+def operator_step(gradient):
+    variables = three((4, 3))
+    ops.Adam()(*variables, *SCALARS, gradient)
+    return variables
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_operators_read_slowly(monkeypatch, dtype):
+    gradient = np.linspace(-1, 1, 12).reshape(4, 3).astype(dtype)
+    fast = operator_step(gradient)
+    for other in (gradient, np.asfortranarray(gradient), gradient.view(Subclass)):
+        found = operator_step(other)
+        assert all(np.array_equal(a, b) for a, b in zip(found, fast, strict=True))
+    monkeypatch.setattr(headers, "usable", False)
+    slow = operator_step(gradient)
+    assert all(np.array_equal(a, b) for a, b in zip(slow, fast, strict=True))
+
+
+def row_gradient(rng, n, index_dtype=np.int64, dtype=np.float32):
+    indices = rng.integers(0, 5, n).astype(index_dtype)
+    return ops.RowTensor(indices, rng.standard_normal((n, 3)).astype(dtype), (5, 3))
+
+
+def mixed_steps():
+    """Steps whose gradients change in kind, dtype and length."""
+    rng = np.random.default_rng(0)
+    parameters = [np.ones((5, 3), np.float32), np.ones(4, np.float32)]
+    optimizer = nn.LazyAdam(parameters, 0.1)
+    for k in range(12):
+        n, index_dtype = (4, 4, 0, 9)[k % 4], (np.int64, np.int64, np.int32)[k % 3]
+        rows = row_gradient(rng, n, index_dtype, np.float64 if k == 7 else np.float32)
+        dense = rng.standard_normal(8).astype(np.float32)[:: 2 if k == 5 else 1][:4]
+        optimizer(([rows, rows] if k == 9 else rows, None if k == 10 else dense))
+    return [*parameters, *optimizer.moment1, *optimizer.moment2]
+
+
+def test_optimizers_read_slowly(monkeypatch):
+    fast = mixed_steps()
+    monkeypatch.setattr(headers, "usable", False)
+    slow = mixed_steps()
+    assert all(np.array_equal(a, b) for a, b in zip(fast, slow, strict=True))
+
+
+def broken(rows, attribute, value):
+    setattr(rows, attribute, value)
+    return rows
+
+
+@pytest.mark.parametrize("usable", [True, False])
+@pytest.mark.parametrize(
+    ("attribute", "value", "error", "text"),
+    [
+        ("dense_shape", (4, 3), ValueError, "has a wrong dense_shape"),
+        ("values", np.ones((4, 2), np.float32), ValueError, "has a wrong shape"),
+        ("values", np.ones((3, 3), np.float32), ValueError, "has a wrong length"),
+        ("values", np.ones((4, 3), np.int32), TypeError, "has a wrong dtype"),
+        ("indices", np.zeros(4, np.int16), TypeError, "has a wrong dtype"),
+        ("indices", np.zeros((4, 1), np.int64), ValueError, "has a wrong shape"),
+        ("indices", np.full(4, 5), IndexError, "is out of range"),
+    ],
+)
+def test_row_tensor_that_was_assigned_to(monkeypatch, usable, attribute, value, error, text):
+    monkeypatch.setattr(headers, "usable", usable)
+    rng = np.random.default_rng(1)
+    table = np.ones((5, 3), np.float32)
+    optimizer = nn.LazyAdam([table], 0.1)
+    optimizer((row_gradient(rng, 4),))
+    before = table.copy()
+    with pytest.raises(error, match=text):
+        optimizer((broken(row_gradient(rng, 4), attribute, value),))
+    assert np.array_equal(table, before)
+    assert optimizer.global_step[0] == 1
+
+
+def test_row_gradient_in_the_memory_of_its_table():
+    table = np.ones((5, 3), np.float32)
+    optimizer = nn.LazyAdam([table], 0.1)
+    optimizer((row_gradient(np.random.default_rng(2), 2),))
+    with pytest.raises(ValueError, match="shares memory with a parameter or state"):
+        optimizer((ops.RowTensor(np.array([0, 1]), table[1:3], (5, 3)),))
+
+
+def test_a_rebound_table_is_found_anew():
+    rng = np.random.default_rng(3)
+    table = nn.Parameter(np.ones((5, 3), np.float32))
+    optimizer = nn.LazyAdam([table], 0.1)
+    optimizer((row_gradient(rng, 4),))
+    old, table.data = table.data.copy(), np.ones((5, 3), np.float32)
+    kept = table.data
+    optimizer((row_gradient(rng, 4),))
+    assert not np.array_equal(kept, np.ones((5, 3)))
+    assert table.data is kept
+    assert old.shape == kept.shape
+
+
+def test_prepared_steps_belong_to_one_call_at_a_time():
+    """Threads that share a kernel, an operator and the prepared calls do not mix their arrays."""
+    gradients = [np.full(3000, k + 1, np.float32) for k in range(4)]
+    operator = ops.ApplyMomentum()
+    found = [np.zeros((2, 3000), np.float32) for _ in gradients]
+
+    def work(k):
+        w, a = found[k]
+        for _ in range(300):
+            operator(w, a, 0.5, gradients[k], 0.0)
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for k, (w, a) in enumerate(found):
+        assert (w == -150.0 * (k + 1)).all()
+        assert (a == k + 1).all()

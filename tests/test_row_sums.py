@@ -1,0 +1,108 @@
+"""Sums of gradient rows: every width, storage type and place, and segments of every length."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+
+from fusestep import nn, ops
+from fusestep.kernels import storage
+from fusestep.kernels.cpu.layout import PADDING
+from fusestep.kernels.cpu.sums import accumulate
+
+from helpers import assert_same_bits
+
+BITS = 10  # of a position in a key
+WIDTHS = [*range(1, 20), 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 200, 1_000, 5_000]
+PAIRS = [
+    (storage.F32, storage.F32),
+    (storage.F16, storage.F32),
+    (storage.BF16, storage.F32),
+    (storage.F64, storage.F32),
+    (storage.F32, storage.F64),
+    (storage.F64, storage.F64),
+    (storage.F16, storage.F64),
+]
+
+
+def compiled_sum(
+    g: storage.Storage, real: storage.Storage, values: np.ndarray, positions: np.ndarray
+) -> np.ndarray:
+    """The sum of ``values[positions]`` by the compiled loop; nothing beside it is written."""
+    width = values.shape[1]
+    keys = np.full(len(positions) + 2 + PADDING, -1, np.int64)
+    keys[1 : len(positions) + 1] = 7 << BITS | positions
+    room = np.full(width + 2, 99, real.dtype)
+    call = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 7)(accumulate(g, real).address)
+    mask = (1 << BITS) - 1
+    total = room[1:].ctypes.data
+    call(total, values.ctypes.data, keys.ctypes.data, 1, len(positions) + 1, width, mask)
+    assert room[0] == room[-1] == 99
+    return room[1:-1]
+
+
+@pytest.mark.parametrize(("g", "real"), PAIRS, ids=lambda s: s.name)
+@pytest.mark.parametrize("n", [1, 2, 3, 40])
+def test_rows_are_added_in_the_order_of_their_keys(
+    g: storage.Storage, real: storage.Storage, n: int
+) -> None:
+    rng = np.random.default_rng(0)
+    for width in WIDTHS:
+        values = rng.standard_normal((50, width)).astype(g.dtype)
+        values[rng.random(values.shape) < 0.3] *= 0  # zeros of both signs
+        positions = rng.permutation(50)[:n]
+        expected = np.add.accumulate(values[positions].astype(real.dtype), axis=0)[-1]
+        assert_same_bits(compiled_sum(g, real, values, positions), expected, f"width {width}")
+
+
+@pytest.mark.parametrize("offset", range(17))
+@pytest.mark.parametrize("width", [1, 5, 16, 64, 72])
+def test_place_of_the_gradient_does_not_matter(width: int, offset: int) -> None:
+    rng = np.random.default_rng(1)
+    values = rng.standard_normal((30, width)).astype(np.float32)
+    positions = rng.permutation(30)
+    room = np.empty(values.size + 16, np.float32)
+    moved = room[offset : offset + values.size].reshape(values.shape)
+    moved[:] = values
+    expected = compiled_sum(storage.F32, storage.F32, values, positions)
+    assert_same_bits(compiled_sum(storage.F32, storage.F32, moved, positions), expected)
+
+
+def test_special_values() -> None:
+    """Infinities and NaN go through; a row that occurs once is not changed by the sum."""
+    values = np.array([[np.inf, -np.inf, np.nan, -0.0, 1e-45] * 4] * 2, np.float32)
+    once = compiled_sum(storage.F32, storage.F32, values, np.array([1]))
+    assert_same_bits(once, values[1])
+    values[1] = -values[1]
+    twice = compiled_sum(storage.F32, storage.F32, values, np.array([0, 1]))
+    assert np.isnan(twice.reshape(4, 5)[:, :3]).all()
+    assert (twice.reshape(4, 5)[:, 3:] == 0).all()
+
+
+@pytest.mark.parametrize("lazy", [False, True], ids=["dense_equivalent", "lazy"])
+@pytest.mark.parametrize("index_dtype", [np.int32, np.int64])
+@pytest.mark.parametrize("longest", [1, 3, 31, 32, 33, 70, 400])
+def test_segments_of_every_length(longest: int, index_dtype: type, lazy: bool) -> None:
+    """Either side of the length from which the end of a segment is searched for.
+
+    Several tables, the lists long enough for several threads and cut anywhere.
+    """
+    rng = np.random.default_rng(longest)
+    tables, gradients, sums = [], [], []
+    for n_rows, width in ((4_000, 5), (300, 64), (2_000, 1)):
+        counts = rng.integers(0, longest + 1, n_rows)
+        indices = rng.permutation(np.repeat(np.arange(n_rows), counts))[:12_000]
+        values = rng.integers(-64, 65, (len(indices), width)).astype(np.float32) / 32
+        tables.append(rng.standard_normal((n_rows, width)).astype(np.float32))
+        rows = ops.RowTensor(indices.astype(index_dtype), values, (n_rows, width))
+        gradients.append(rows)
+        dense = np.zeros((n_rows, width), np.float32)
+        np.add.at(dense, indices, values)  # exact in any order
+        sums.append(dense)
+    dense = [table.copy() for table in tables]
+    nn.Adam(tables, 0.1, use_lazy=lazy)(gradients)
+    nn.Adam(dense, 0.1)(sums)
+    for table, expected in zip(tables, dense, strict=True):
+        assert_same_bits(table, expected)  # without a gradient a first step moves nothing
