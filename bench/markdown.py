@@ -163,6 +163,11 @@ def _all_usual(data: dict[str, Any]) -> str:
     return _of_points(_usual(data))
 
 
+def _models(data: dict[str, Any]) -> str:
+    """Whole models."""
+    return _of_points(_measured(data))
+
+
 def _sizes(data: dict[str, Any]) -> str:
     """Time and share of the bound of the dense float32 cases, a column for each size."""
     threads = max(point["threads"] for point in _measured(data))
@@ -302,6 +307,7 @@ _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "summary": _summary,
     "setting": _setting,
     "usual": _all_usual,
+    "models": _models,
     "sizes": _sizes,
     "rows": _rows,
     "dtypes": _dtypes,

@@ -291,6 +291,8 @@ def seconds(value: float) -> str:
 def progress() -> Iterator[Callable[[str, int, int], Report]]:
     """A bar that is drawn between rounds only: a thread that draws would disturb the times.
 
+    Where standard error is no terminal, a line for each measurement.
+
     Yields what gives, for the name of a measurement and its place among so many, the function
     that is told its progress.
     """
@@ -300,11 +302,14 @@ def progress() -> Iterator[Callable[[str, int, int], Report]]:
         TimeElapsedColumn(),
         TextColumn("{task.description}", markup=False),
     )
-    bars = Progress(*columns, console=Console(stderr=True), auto_refresh=False)
+    errors = Console(stderr=True)
+    bars = Progress(*columns, console=errors, auto_refresh=False, disable=not errors.is_terminal)
     with bars:
         task = bars.add_task("", total=None)
 
         def of(name: str, done: int, total: int) -> Report:
+            if not errors.is_terminal:
+                errors.print(f"{done + 1} of {total}: {name}", markup=False, highlight=False)
             bars.update(task, description=name, completed=done, total=total)
             bars.refresh()
 

@@ -286,7 +286,9 @@ _STEPS = """
                 buffers = work.Buffers(
                     case.subject, case.use, work.DTYPES[dtype], given.tensors, given.gradients
                 )
-                for parameter in buffers.parameters:  # LARS leaves those alone that are all 0
+                # LARS leaves those alone that are all 0; of 1, float16 is too coarse for its steps.
+                for parameter in buffers.parameters:
+                    parameter.reshape(-1)[:] = 0.0
                     parameter.reshape(-1)[::2] = 0.25
                 start = [parameter.copy() for parameter in buffers.parameters]
                 job = buffers.job(fresh=True)
