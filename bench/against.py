@@ -80,11 +80,11 @@ def versions(ref: str) -> Iterator[tuple[Path, Path]]:
     Raises:
         BenchError: this is no checkout, or has no such commit.
     """
-    root = machine.checkout()
+    root = machine.checkout_at_hand()
     if root is None:
         raise BenchError(
             f"--against {ref}: no such file, and to compare with a commit fusestep has to run "
-            "from a Git checkout (pip install -e .)"
+            "from, or in, a Git checkout of it"
         )
     if machine.git(root, "rev-parse", "--verify", "--quiet", f"{ref}^{{commit}}") is None:
         raise BenchError(f"--against: expected a results file or a commit, got {ref!r}")

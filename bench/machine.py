@@ -85,6 +85,13 @@ def checkout() -> Path | None:
     return root if (root / ".git").exists() else None
 
 
+def checkout_at_hand() -> Path | None:
+    """That checkout, or for an installed package the one in the current folder."""
+    here = Path.cwd()
+    is_ours = (here / ".git").exists() and (here / "bench" / "results.schema.json").exists()
+    return checkout() or (here if is_ours else None)
+
+
 def git(root: Path, *arguments: str) -> str | None:
     """What a command of Git prints; None when it fails."""
     try:

@@ -72,7 +72,7 @@ def documents() -> dict[Path, str]:
     Raises:
         BenchError: this is no checkout.
     """
-    root = machine.checkout()
+    root = machine.checkout_at_hand()
     if root is None:
         raise BenchError("--check: the documents are in a Git checkout only, and this is none")
     try:

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--indices", metavar="NAMES", help="of row cases: uniform, zipf1.2, equal, or all")
     add("--dtype", metavar="NAMES", help="float32 (default), bfloat16, float16, or all")
     add("--threads", metavar="N", help="threads of everything; several with commas (default: all)")
-    add("--seconds", metavar="S", help="time to measure each point (default: 1)")
+    add("--seconds", metavar="S", help=f"time for each point (default: {Settings().seconds})")
     add("--quick", action="store_true", help=f"the same as --seconds {_QUICK}: rough figures")
     add(
         "--peers",

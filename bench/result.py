@@ -24,7 +24,7 @@ class Settings:
         seconds: that the measurement of a point may take.
     """
 
-    seconds: float = 1.0
+    seconds: float = 0.5
 
 
 # Told the share of the work that is done.

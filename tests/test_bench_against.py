@@ -81,7 +81,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (root / "bench" / "old.py").unlink()
     for name in ("new.py", "ignored.py", "bench/new.py", "bench/results.schema.json"):
         (root / name).write_text("now", encoding="utf-8")
-    monkeypatch.setattr(machine, "checkout", lambda: root)
+    monkeypatch.setattr(machine, "checkout_at_hand", lambda: root)
     return root
 
 
@@ -132,7 +132,7 @@ def test_a_commit_that_does_not_exist(ref: str, repository: Path) -> None:
 
 
 def test_outside_of_a_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "checkout", lambda: None)
+    monkeypatch.setattr(machine, "checkout_at_hand", lambda: None)
     with pytest.raises(BenchError) as error, against.versions("main"):
         pass
     assert str(error.value).startswith("--against main: no such file, and to compare with a commit")
@@ -310,7 +310,7 @@ def test_a_version_worker_takes_the_steps_of_the_cases() -> None:
     assert set(table.any(axis=1).nonzero()[0]) == set(gradient.indices)
 
 
-ROOT = machine.checkout()
+ROOT = machine.checkout_at_hand()
 
 
 @pytest.mark.skipif(ROOT is None, reason="not in a Git checkout")

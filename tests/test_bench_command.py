@@ -149,7 +149,7 @@ def test_what_is_left_out_has_a_default() -> None:
     }
     assert {p.size for p in request.points if p.case.name.startswith("dense/")} == {"16M"}
     assert [special.name for special in request.special] == ["first-step"]
-    assert request.settings.seconds == 1.0
+    assert request.settings.seconds == 0.5
     assert list(request.pythons) == [p for p, kind in options.PEERS.items() if kind.is_default]
     assert (request.json, request.plot, request.against) == (None, None, None)
 

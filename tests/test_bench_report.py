@@ -284,7 +284,7 @@ def checkout(tmp_path: Path, full: dict[str, Any], monkeypatch: pytest.MonkeyPat
     document.write(results / "x.json", full)
     (tmp_path / "README.md").write_text(DOCUMENT.format("losses x.json"), encoding="utf-8")
     monkeypatch.setattr(markdown, "DOCUMENTS", ("README.md",))
-    monkeypatch.setattr(machine, "checkout", lambda: tmp_path)
+    monkeypatch.setattr(machine, "checkout_at_hand", lambda: tmp_path)
     return tmp_path
 
 
@@ -360,6 +360,6 @@ def test_check_finds_a_figure_changed_by_hand(
 
 
 def test_documents_are_in_a_checkout_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "checkout", lambda: None)
+    monkeypatch.setattr(machine, "checkout_at_hand", lambda: None)
     with pytest.raises(BenchError, match="--check: the documents are in a Git checkout only"):
         markdown.documents()

@@ -41,7 +41,9 @@ def test_set_up_is_two_commands():
     ]
 
 
-@pytest.mark.skipif(machine.checkout() is None, reason="the documents are in a checkout only")
+@pytest.mark.skipif(
+    machine.checkout_at_hand() is None, reason="the documents are in a checkout only"
+)
 def test_results_are_those_of_the_committed_files():
     """No figure is typed by hand: python -m fusestep.bench.markdown writes these tables."""
     documents = markdown.documents()
