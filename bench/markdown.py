@@ -19,7 +19,7 @@ from .cases import STEPS
 from .errors import BenchError
 from .result import OF_BOUND, OURS
 from .table import memory, seconds, share, size, speedup
-from .workloads import DEFAULT_DENSE, DEFAULT_ROWS, number
+from .workloads import DEFAULT_ROWS, PUBLISHED_DENSE, number
 
 DOCUMENTS = ("README.md", "docs/performance.md", "docs/bytes.md")
 _REGION = re.compile(r"(<!-- bench: (\S+)(?: (\S+))? -->\n).*?(<!-- end of bench -->)", re.DOTALL)
@@ -123,7 +123,7 @@ def _usual(data: dict[str, Any]) -> Points:
     others = (
         point
         for point in points
-        if point["size"] in (DEFAULT_DENSE, DEFAULT_ROWS, point["case"].partition("/")[0])
+        if point["size"] in (PUBLISHED_DENSE, DEFAULT_ROWS, point["case"].partition("/")[0])
     )
     return [
         point

@@ -147,7 +147,7 @@ def test_what_is_left_out_has_a_default() -> None:
     assert {p.size for p in request.points if p.case.name.startswith("rows/")} == {
         "500000x64x65536"
     }
-    assert {p.size for p in request.points if p.case.name.startswith("dense/")} == {"16M"}
+    assert {p.size for p in request.points if p.case.name.startswith("dense/")} == {"4M"}
     assert [special.name for special in request.special] == ["first-step"]
     assert request.settings.seconds == 0.5
     assert list(request.pythons) == [p for p, kind in options.PEERS.items() if kind.is_default]

@@ -16,7 +16,7 @@ from fusestep.bench import check, document, machine, markdown, plot, table
 from fusestep.bench.errors import BenchError
 from fusestep.bench.peer import PEERS
 from fusestep.bench.result import OURS, PointResult, SpecialResult
-from fusestep.bench.workloads import DEFAULT_DENSE, DEFAULT_ROWS
+from fusestep.bench.workloads import DEFAULT_ROWS, PUBLISHED_DENSE
 
 from bench_support import made_up, point, result, summary
 
@@ -40,7 +40,7 @@ def full() -> dict[str, Any]:
     """A document with one of everything."""
     lost = point("rows/nn.LazyAdam", DEFAULT_ROWS, threads=2)
     return made_up(
-        result(point(size=DEFAULT_DENSE, threads=2), **USUAL),
+        result(point(size=PUBLISHED_DENSE, threads=2), **USUAL),
         result(lost, bound_fast=0.0080, torch_fused=0.0025),
         SPECIAL,
         CLIFF,
@@ -56,7 +56,7 @@ def test_a_document_has_the_figures_of_its_results(full: dict[str, Any]) -> None
     first, second = full["points"]
     assert first["case"] == "dense/nn.Adam"
     assert (first["size"], first["indices"], first["dtype"], first["threads"]) == (
-        *(DEFAULT_DENSE, None, "float32", 2),
+        *(PUBLISHED_DENSE, None, "float32", 2),
     )
     assert second["indices"] == "zipf1.2"
     assert first["times"][OURS] == {
@@ -202,7 +202,7 @@ def test_no_column_vanishes(width: int) -> None:
     peers = {f"{peer}_form": 0.02 for peer in PEERS}
     long = point("rows/ops.SparseApplyProximalAdagrad", DEFAULT_ROWS, threads=2)
     data = made_up(
-        result(point(size=DEFAULT_DENSE), **USUAL, **peers),
+        result(point(size=PUBLISHED_DENSE), **USUAL, **peers),
         result(long, bound_x=0.009, **peers),
         result(point(dtype="bfloat16", threads=2), **peers),
     )
