@@ -110,13 +110,11 @@ def _copy(root: Path, target: Path) -> None:
 
 
 def _git(root: Path, *arguments: str) -> str:
-    process = subprocess.run(
-        ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False
-    )
-    if process.returncode != 0:
-        said = process.stderr.strip().splitlines() or [f"status {process.returncode}"]
-        raise BenchError(f"--against: git {arguments[0]}: {said[-1]}")
-    return process.stdout
+    try:
+        return machine.run_git(root, *arguments)
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.strip().splitlines() or [f"status {error.returncode}"]
+        raise BenchError(f"--against: git {arguments[0]}: {said[-1]}") from error
 
 
 def measure(

@@ -16,7 +16,7 @@ the arrays as they are, so a bound can run between two steps.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -95,7 +95,7 @@ Pass = Stream | Rows | Gather
 class Bound:
     """What a step must move: its passes over memory, in order."""
 
-    passes: tuple[Pass, ...] = field(default=())
+    passes: tuple[Pass, ...] = ()
 
     @property
     def bytes(self) -> int:

@@ -95,9 +95,16 @@ def checkout_at_hand() -> Path | None:
 def git(root: Path, *arguments: str) -> str | None:
     """What a command of Git prints; None when it fails."""
     try:
-        process = subprocess.run(
-            ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True
-        )
+        return run_git(root, *arguments).strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-    return process.stdout.strip()
+
+
+def run_git(root: Path, *arguments: str) -> str:
+    """What a command of Git prints.
+
+    Raises:
+        OSError, subprocess.CalledProcessError: it fails; the latter has what it said.
+    """
+    command = ["git", "-C", str(root), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout

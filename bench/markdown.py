@@ -18,7 +18,17 @@ from . import document, indices, machine
 from .cases import STEPS
 from .errors import BenchError
 from .result import OF_BOUND, OURS
-from .table import memory, seconds, share, size, speedup
+from .table import (
+    bandwidth,
+    loses_to,
+    loses_to_bound,
+    memory,
+    peers_of,
+    seconds,
+    share,
+    size,
+    speedup,
+)
 from .workloads import DEFAULT_ROWS, PUBLISHED_DENSE, number
 
 DOCUMENTS = ("README.md", "docs/performance.md", "docs/bytes.md")
@@ -117,38 +127,34 @@ def _measured(data: dict[str, Any]) -> Points:
 
 
 def _usual(data: dict[str, Any]) -> Points:
-    """In float32, with all threads, at the default size and distribution of each case."""
-    points = _measured(data)
-    threads = max(point["threads"] for point in points)
-    others = (
-        point
-        for point in points
-        if point["size"] in (PUBLISHED_DENSE, DEFAULT_ROWS, point["case"].partition("/")[0])
-    )
+    """Plain points, at the published size and the default distribution of each case."""
     return [
         point
-        for point in others
-        if point["threads"] == threads
-        and point["dtype"] == "float32"
+        for point in _plain(data)
+        if point["size"] in (PUBLISHED_DENSE, DEFAULT_ROWS, point["case"].partition("/")[0])
         and point["indices"] in (None, indices.DEFAULT)
     ]
 
 
+def _plain(data: dict[str, Any]) -> Points:
+    """In float32, with all threads."""
+    points = _measured(data)
+    threads = max(point["threads"] for point in points)
+    return [p for p in points if p["threads"] == threads and p["dtype"] == "float32"]
+
+
 def _of_points(points: Points, *columns: str) -> str:
     """Figures of points; ``columns`` are keys of a point that are shown beside its case."""
-    peers = list(dict.fromkeys(peer for point in points for peer in point["peers"]))
+    peers = peers_of(points)
     head = ["case", *columns, "time", "GB/s", "of bound", *(f"x {peer}" for peer in peers)]
     rows = [
         [
             f"`{point['case']}`",
             *(str(point[column]) for column in columns),
             seconds(point["times"][OURS]["median"]),
-            f"{point['bytes'] / point['times'][OURS]['median'] / 1e9:.1f}",
-            _bold(share(point), any("of the bound" in loss for loss in point["losses"])),
-            *(
-                _bold(speedup(point, p), p in point["peers"] and point["peers"][p]["value"] < 1)
-                for p in peers
-            ),
+            bandwidth(point),
+            _bold(share(point), loses_to_bound(point)),
+            *(_bold(speedup(point, peer), loses_to(point, peer)) for peer in peers),
         ]
         for point in points
     ]
@@ -170,16 +176,9 @@ def _models(data: dict[str, Any]) -> str:
 
 def _sizes(data: dict[str, Any]) -> str:
     """Time and share of the bound of the dense float32 cases, a column for each size."""
-    threads = max(point["threads"] for point in _measured(data))
-    points = [
-        point
-        for point in _measured(data)
-        if point["case"].startswith("dense/")
-        and point["dtype"] == "float32"
-        and point["threads"] == threads
-    ]
+    points = [point for point in _plain(data) if point["case"].startswith("dense/")]
     sizes = [point["size"] for point in sorted(points, key=lambda point: point["bytes"])]
-    columns = sorted(dict.fromkeys(sizes), key=_elements)
+    columns = sorted(dict.fromkeys(sizes), key=number)
     cells: dict[str, dict[str, str]] = {}
     for point in points:
         time = seconds(point["times"][OURS]["median"])
@@ -192,18 +191,10 @@ def _sizes(data: dict[str, Any]) -> str:
     return _markdown(["case", *columns], rows)
 
 
-def _elements(label: str) -> int:
-    return number(label)
-
-
 def _rows(data: dict[str, Any]) -> str:
     """Row cases at all sizes and distributions."""
-    points = [p for p in _measured(data) if p["case"].startswith("rows/")]
-    threads = max(point["threads"] for point in points)
-    chosen = [
-        point for point in points if point["threads"] == threads and point["dtype"] == "float32"
-    ]
-    return _of_points(chosen, "size", "indices")
+    points = [point for point in _plain(data) if point["case"].startswith("rows/")]
+    return _of_points(points, "size", "indices")
 
 
 def _dtypes(data: dict[str, Any]) -> str:
@@ -250,7 +241,7 @@ def _losses(data: dict[str, Any]) -> str:
 def _memory(data: dict[str, Any]) -> str:
     """What a step needs beside its arrays: ours, and the fastest form of each peer."""
     points = _usual(data)
-    peers = list(dict.fromkeys(peer for point in points for peer in point["peers"]))
+    peers = peers_of(points)
     rows = [
         [
             f"`{point['case']}`",

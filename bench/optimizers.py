@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ class Optimizer:
     dense: str | None
     rows: str | None = None
     every_row: bool = False
-    is_matrix: bool = field(default=False)
+    is_matrix: bool = False
     start: float = 0.0
 
     @property

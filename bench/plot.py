@@ -26,8 +26,7 @@ def draw(document: dict[str, Any], path: Path) -> None:
     curves = {name: points for name, points in series.items() if len(points) > 1}
     single = {name: points[0] for name, points in series.items() if len(points) == 1}
     peers = list(dict.fromkeys(p for points in series.values() for x in points for p in x["peers"]))
-    panels = [*peers] if curves else []
-    rows = (len(panels) + 2) // 2 if curves else 0
+    rows = (len(peers) + 2) // 2 if curves else 0
     height = 4.0 * rows + (_LINE * len(single) + 1.5 if single else 0.0)
     figure = Figure(figsize=(_WIDTH, max(height, 2.0)), layout="constrained")
     parts = [4.0 * rows] if curves else []
@@ -38,7 +37,7 @@ def draw(document: dict[str, Any], path: Path) -> None:
     if curves:
         axes = grids.pop(0).subplots(rows, 2, squeeze=False).flat
         _curves_of_bound(next(axes), curves)
-        for peer, axis in zip(panels, axes, strict=False):
+        for peer, axis in zip(peers, axes, strict=False):
             _curves_of_peer(axis, curves, peer)
         for axis in axes:
             axis.set_axis_off()

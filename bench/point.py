@@ -40,7 +40,7 @@ def run(
         except BenchError as error:  # too large for this machine
             return PointResult(point, 0, {}, False, 0, {}, unavailable={OURS: str(error)})
         work = build(point, given)
-        jobs = {OURS: work.job, **_bound_jobs(work, point.threads)}
+        jobs = {OURS: work.job, **bound_jobs(work, point.threads)}
         with _Rivals(point, given, peers) as rivals:
             contestants = [*in_process(jobs, _LEAD_IN, clock), *rivals.contestants]
             times = _measure(contestants, settings, progress)
@@ -70,7 +70,7 @@ def using_threads(threads: int) -> Iterator[None]:
         numba.set_num_threads(before)
 
 
-def _bound_jobs(work: Work, threads: int) -> dict[str, Job]:
+def bound_jobs(work: Work, threads: int) -> dict[str, Job]:
     """One job for each shape of the loops; with the step they take the sets of buffers in turn."""
     copies = [bounds.jobs(bound, threads) for bound in work.bounds]
     return {
@@ -84,8 +84,7 @@ def _measure(contestants: list[Contestant], settings: Settings, progress: Progre
     warm = warm_up(contestants)
     of_each = {label: samples[0] for label, samples in warm.samples.items()}
     chosen = plan(of_each, settings.seconds)
-    done = lambda rounds: progress(rounds / chosen.rounds)  # noqa: E731
-    return interleave(contestants, chosen, warm.lost, done)
+    return interleave(contestants, chosen, warm.lost, lambda n: progress(n / chosen.rounds))
 
 
 class _Rivals:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import ml_dtypes
@@ -66,7 +66,7 @@ class Use:
     algorithm: str | None
     traffic: Traffic
     every_row: bool = False
-    is_matrix: bool = field(default=False)
+    is_matrix: bool = False
     start: float = 0.0
 
 

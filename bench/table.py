@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .against import Changed
-from .result import OURS
+from .result import OF_BOUND, OURS
 from .result import Progress as Report
 
 # On a quiet machine the slow fifth is this close to the fast one, and no step beats its bound.
@@ -62,7 +62,7 @@ def _points(points: list[dict[str, Any]], width: int) -> list[Table]:
     varied = {key: len({point[key] for point in points}) > 1 for key in ("dtype", "threads")}
     common = [_of(points[0], key) for key, differs in varied.items() if not differs]
     title = f"Steps, {', '.join([*common, 'times faster than the fastest form of each peer'])}"
-    peers, shown = _peers(points), [key for key, differs in varied.items() if differs]
+    peers, shown = peers_of(points), [key for key, differs in varied.items() if differs]
     head = (*shown, "time", "p20", "p80", "GB/s", "bound", *peers, "memory")
     rows = []
     for point in points:
@@ -70,9 +70,9 @@ def _points(points: list[dict[str, Any]], width: int) -> list[Table]:
         row = (
             *(str(point[key]) for key in shown),
             *(seconds(time[name]) for name in ("median", "p20", "p80")),
-            f"{point['bytes'] / time['median'] / 1e9:.1f}",
-            _marked(share(point), _of_bound_is_lost(point)),
-            *(_marked(speedup(point, peer), _is_lost(point, peer)) for peer in peers),
+            bandwidth(point),
+            _marked(share(point), loses_to_bound(point)),
+            *(_marked(speedup(point, peer), loses_to(point, peer)) for peer in peers),
             memory(point["memory"][OURS]),
         )
         rows.append(row)
@@ -112,25 +112,34 @@ def _of(point: dict[str, Any], key: str) -> str:
     return f"{point[key]} threads" if key == "threads" else str(point[key])
 
 
-def _peers(points: list[dict[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(peer for point in points for peer in point["peers"]))
-
-
 def _marked(text: str, lost: bool) -> str:
     return f"[bold red]{text}[/]" if lost else text
 
 
-def _of_bound_is_lost(point: dict[str, Any]) -> bool:
-    return any("of the bound" in loss for loss in point["losses"])
+def loses_to_bound(point: dict[str, Any]) -> bool:
+    """Whether a step from memory falls short of the bound."""
+    bound = point["bound"]
+    return bool(point["from_memory"] and bound and bound["value"] < OF_BOUND)
 
 
-def _is_lost(point: dict[str, Any], peer: str) -> bool:
+def loses_to(point: dict[str, Any], peer: str) -> bool:
+    """Whether a peer is faster."""
     return peer in point["peers"] and point["peers"][peer]["value"] < 1
+
+
+def peers_of(points: list[dict[str, Any]]) -> list[str]:
+    """The peers that any of the points was compared with."""
+    return list(dict.fromkeys(peer for point in points for peer in point["peers"]))
 
 
 def size(point: dict[str, Any]) -> str:
     """The size, with the distribution of rows."""
     return f"{point['size']} {point['indices']}" if point["indices"] else str(point["size"])
+
+
+def bandwidth(point: dict[str, Any]) -> str:
+    """Of our step, in GB/s by the model of its traffic."""
+    return f"{point['bytes'] / point['times'][OURS]['median'] / 1e9:.1f}"
 
 
 def share(point: dict[str, Any]) -> str:

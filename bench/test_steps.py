@@ -12,9 +12,11 @@ from typing import Any
 import numba
 import pytest
 
-from fusestep.bench import bounds, cases, indices
+from fusestep.bench import cases, indices
 from fusestep.bench.cases import Case, Point
 from fusestep.bench.errors import BenchError
+from fusestep.bench.measure import Plan, in_process, interleave, warm_up
+from fusestep.bench.point import bound_jobs
 from fusestep.bench.work import Work, build, inputs
 from fusestep.bench.workers.worker_protocol import Job
 
@@ -48,10 +50,7 @@ def test_step(benchmark: Any, case: Case, what: str) -> None:
 
 def _fastest(work: Work, threads: int) -> Job:
     """The shape that is fastest in a few rounds."""
-    from fusestep.bench.measure import Plan, in_process, interleave, warm_up
-
-    copies = [bounds.jobs(bound, threads) for bound in work.bounds]
-    shapes = {shape: work.turns.job([jobs[shape] for jobs in copies]) for shape in copies[0]}
+    shapes = bound_jobs(work, threads)
     contestants = in_process(shapes)
     warm_up(contestants)
     times = interleave(contestants, Plan(3, 1, dict.fromkeys(shapes, 1))).summaries

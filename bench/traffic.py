@@ -45,8 +45,12 @@ class Traffic:
 
     def touched_rows(self, unique: int, D: int, B: int, itemsize: int) -> int:
         """A row-sparse gradient, and the ``unique`` different rows in it take the step."""
-        own = 2 * self.updated + self.written
-        return own * unique * D * itemsize + batch(B, D, itemsize)
+        return 2 * self.updated * unique * D * itemsize + batch(B, D, itemsize)
+
+
+def gathered(unique: int, D: int, B: int, itemsize: int) -> int:
+    """A lookup of B rows, ``unique`` of them different: these are read, and B rows written."""
+    return (unique + B) * D * itemsize + B * INDEX
 
 
 def batch(B: int, D: int, itemsize: int) -> int:

@@ -14,17 +14,16 @@ import numpy as np
 import psutil
 
 from .. import ops
-from . import machine, workloads
-from .bounds import Arrays, Bound, Gather, Rows, Stream
+from . import machine, traffic, workloads
+from .bounds import Bound, Gather, Rows, Stream
 from .cases import Point
 from .errors import BenchError
 from .subject import DTYPES, Prepared, Subject, Use, written_zeros
-from .traffic import INDEX
-from .workers.worker_protocol import Job
+from .workers.worker_protocol import Job, Turns
 from .workloads import Gradient, Tensor
 
-# Buffers that are used in turn come to so many times the last cache. Below an
-# eighth of one, a step is so short that a training loop would find its arrays in the cache, too.
+# Buffers that are used in turn come to so many times the last cache. Below an eighth of one, a
+# step is so short that a training loop would find its arrays in the cache, too.
 _ROTATE_TO, _CACHED_BELOW = 3.0, 0.125
 
 
@@ -88,7 +87,8 @@ def inputs(point: Point) -> Inputs:
     if missing := enough_memory(needed):
         raise BenchError(missing)
     gradients = workloads.gradients(workload)
-    moved, cache = bytes_moved(point, gradients), machine.last_cache_bytes()
+    moved = bytes_moved(point, workload.tensors, gradients)
+    cache = machine.last_cache_bytes()
     from_memory = moved >= _CACHED_BELOW * cache
     wanted = -(-int(_ROTATE_TO * cache) // moved) if from_memory else 1
     fitting = int(psutil.virtual_memory().available / 4 / needed)  # peers need memory, too
@@ -104,31 +104,6 @@ def inputs(point: Point) -> Inputs:
     )
 
 
-class Turns:
-    """Sets of buffers in turn, for several jobs together.
-
-    The next step, whoever takes it, is on the next set. If each job went round on its own, one
-    would find in the cache what the one before it has just used.
-    """
-
-    def __init__(self) -> None:
-        self._steps = 0
-
-    def job(self, of_sets: Sequence[Job]) -> Job:
-        """A job whose steps are those of the given jobs, one for each set."""
-        if len(of_sets) == 1:
-            return of_sets[0]
-        now = of_sets[0]
-
-        def load() -> None:
-            nonlocal now
-            self._steps += 1
-            now = of_sets[self._steps % len(of_sets)]
-            now.load()
-
-        return Job(lambda: now.step(), load)
-
-
 @dataclass(frozen=True)
 class Work:
     """A point, set up.
@@ -137,13 +112,11 @@ class Work:
         turns: in which the steps and the bounds use the sets of buffers.
         job: our steps.
         bounds: what the bound loops move, one for each set of buffers.
-        updated: the arrays of the first set that a step updates.
     """
 
     turns: Turns
     job: Job
     bounds: list[Bound]
-    updated: list[Arrays]
 
 
 def build(point: Point, given: Inputs) -> Work:
@@ -158,22 +131,21 @@ def build(point: Point, given: Inputs) -> Work:
         turns=turns,
         job=turns.job([s.job(fresh=given.fresh) for s in sets]),
         bounds=[s.bound() for s in sets],
-        updated=sets[0].prepared.updated,
     )
 
 
-def bytes_moved(point: Point, gradients: Sequence[Gradient]) -> int:
+def bytes_moved(point: Point, tensors: Sequence[Tensor], gradients: Sequence[Gradient]) -> int:
     """What a step of the point must move."""
     use, itemsize = point.case.use, DTYPES[point.dtype].itemsize
     total = 0
-    for tensor, gradient in zip(point.workload().tensors, gradients, strict=True):
+    for tensor, gradient in zip(tensors, gradients, strict=True):
         if gradient.indices is None:
             total += use.traffic.dense(tensor.size, itemsize)
             continue
         (N, D), B = tensor.shape, gradient.indices.size
         unique = np.unique(gradient.indices).size
         if use.algorithm == "gather":
-            total += (unique + B) * D * itemsize + B * INDEX
+            total += traffic.gathered(unique, D, B, itemsize)
         elif use.every_row:
             total += use.traffic.every_row(N, D, B, itemsize)
         else:
@@ -256,17 +228,17 @@ class Buffers:
         places = [k for k, sparse in enumerate(is_sparse) if not sparse]
         if not places:
             return []
-        traffic = self._use.traffic
+        moved = self._use.traffic
         updated = tuple(
-            _joined([self.prepared.updated[k][j] for k in places]) for j in range(traffic.updated)
+            _joined([self.prepared.updated[k][j] for k in places]) for j in range(moved.updated)
         )
         gradient = _joined([self._values[k] for k in places])
         only_read = tuple(_joined([a]) for a in self.prepared.reads)
         reads = (gradient, *updated, *only_read)
-        written = (np.empty_like(gradient),) * traffic.written
+        written = (np.empty_like(gradient),) * moved.written
         return [
-            *(Stream(read=reads[:count]) for count in traffic.passes),
-            Stream(updated, (gradient, *only_read)[: traffic.read], written),
+            *(Stream(read=reads[:count]) for count in moved.passes),
+            Stream(updated, (gradient, *only_read)[: moved.read], written),
         ]
 
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from .. import nn
 from .digits_nets import Classifier, FloatArray, IntArray, convnet, mlp
-from .errors import DemoError
+from .errors import DemoError, status_of
 from .options import integer
 from .report import prepare_folder, write_atomically
 
@@ -151,15 +151,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Trains, reports, saves; returns the exit status (2 for a mistake of the user)."""
-    try:
-        _run(args)
-    except DemoError as error:
-        print(f"thor_digits: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("thor_digits: interrupted", file=sys.stderr)
-        return 130
-    return 0
+    return status_of("thor_digits", lambda: _run(args))
 
 
 def _run(args: argparse.Namespace) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from .. import get_num_threads, set_num_threads
 from .corpus import Corpus, read_standard_library, read_text
-from .errors import DemoError
+from .errors import DemoError, status_of
 from .options import integer, positive
 from .report import choose_queries, nearest_neighbours, prepare_folder, save
 from .training import MAX_EPOCHS, OPTIMIZERS, History, Settings, Trainer
@@ -74,15 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Trains, reports, saves; returns the exit status (2 for a mistake of the user)."""
-    try:
-        _run(args)
-    except DemoError as error:
-        print(f"fusestep demo: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("fusestep demo: interrupted", file=sys.stderr)
-        return 130
-    return 0
+    return status_of("fusestep demo", lambda: _run(args))
 
 
 def _run(args: argparse.Namespace) -> None:

@@ -235,7 +235,7 @@ def measured(clock: FakeClock, ours: float, monkeypatch: pytest.MonkeyPatch) -> 
 
     def slowed(*arguments: Any) -> work.Work:
         made = build(*arguments)
-        return work.Work(made.turns, clock.job(ours), made.bounds, made.updated)
+        return work.Work(made.turns, clock.job(ours), made.bounds)
 
     monkeypatch.setattr(point, "build", slowed)
     return point.run(bench_support.point(), Settings(0.01), Peers({}), quiet, clock)

@@ -90,21 +90,22 @@ def _mean_square(g: Array, s: Array, a: Array) -> None:
     s += a
 
 
-def _rmsprop(_t: int, w: Array, g: Array, s: Array, a: Array, _b: Array) -> None:
+def _rms_step(g: Array, s: Array, a: Array) -> None:
+    """``a`` is the learning rate times the gradient over its root mean square."""
     _mean_square(g, s, a)
     np.add(s, _RMS_EPSILON, out=a)
     np.sqrt(a, out=a)
     np.divide(g, a, out=a)
     a *= _LR
+
+
+def _rmsprop(_t: int, w: Array, g: Array, s: Array, a: Array, _b: Array) -> None:
+    _rms_step(g, s, a)
     w -= a
 
 
 def _rmsprop_momentum(_t: int, w: Array, g: Array, s: Array, m: Array, a: Array, _b: Array) -> None:
-    _mean_square(g, s, a)
-    np.add(s, _RMS_EPSILON, out=a)
-    np.sqrt(a, out=a)
-    np.divide(g, a, out=a)
-    a *= _LR
+    _rms_step(g, s, a)
     m *= _MOMENTUM
     m += a
     w -= m

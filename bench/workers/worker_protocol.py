@@ -33,12 +33,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import itertools
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -73,22 +72,34 @@ class Job:
     load: Callable[[], object] = _nothing
 
 
-def in_turn(jobs: Sequence[Job]) -> Job:
-    """A job whose steps are those of the given jobs, one after the other, for ever.
+class Turns:
+    """Sets of buffers in turn, so that a step finds nothing in the cache that the last one left.
 
-    So a step finds nothing in the cache that the step before it has left there.
+    Several jobs can share the turns: the next step, whoever takes it, is on the next set. If each
+    job went round on its own, one would find in the cache what the one before it has just used.
     """
-    if len(jobs) == 1:
-        return jobs[0]
-    turns: Iterator[Job] = itertools.cycle(jobs)
-    now = jobs[0]
 
-    def load() -> None:
-        nonlocal now
-        now = next(turns)
-        now.load()
+    def __init__(self) -> None:
+        self._steps = 0
 
-    return Job(lambda: now.step(), load)
+    def job(self, of_sets: Sequence[Job]) -> Job:
+        """A job whose steps are those of the given jobs, one for each set."""
+        if len(of_sets) == 1:
+            return of_sets[0]
+        now = of_sets[0]
+
+        def load() -> None:
+            nonlocal now
+            now = of_sets[self._steps % len(of_sets)]
+            self._steps += 1
+            now.load()
+
+        return Job(lambda: now.step(), load)
+
+
+def in_turn(jobs: Sequence[Job]) -> Job:
+    """A job whose steps are those of the given jobs, one after the other, for ever."""
+    return Turns().job(jobs)
 
 
 def sample(job: Job, lead_in: int, steps: int, clock: Clock = time.perf_counter) -> float:
