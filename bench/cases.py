@@ -9,6 +9,7 @@ from fnmatch import fnmatchcase
 
 from . import indices, workloads
 from .errors import BenchError
+from .mxnet_subjects import MXNET
 from .operators import FUNCTIONS, LARS_UPDATE, OPERATORS
 from .optimizers import OPTIMIZERS
 from .subject import Subject, Use
@@ -105,10 +106,11 @@ SUBJECTS: dict[str, Subject] = {
     **{f"ops.{name}": operator for name, operator in OPERATORS.items()},
     f"ops.{LARS_UPDATE.name}": LARS_UPDATE,
     **{f"ops.{name}": function for name, function in FUNCTIONS.items()},
+    **MXNET,
 }
 # Each model with the optimizers that it is usually trained with, or would be here.
 _ON_MODELS = {
-    "many-small": ("nn.Adam", "nn.SGD(momentum)", "nn.Lamb"),
+    "many-small": ("nn.Adam", "nn.SGD(momentum)", "nn.Lamb", "nn.mxnet.Adam"),
     "resnet50": ("nn.Momentum", "nn.LARS", "nn.Adam"),
     "gpt2": ("nn.Adam", "nn.AdamWeightDecay", "nn.Lamb"),
     "dlrm": ("nn.SGD", "nn.Adagrad", "nn.LazyAdam"),
@@ -136,6 +138,12 @@ _NO_DEFAULT = {
     "rows/ops.SparseApplyFtrl",
     "rows/ops.FusedSparseProximalAdagrad",
     "rows/ops.SparseApplyProximalAdagrad",
+    "dense/nn.mxnet.AdamW",
+    "rows/nn.mxnet.Adam",
+    "rows/nn.mxnet.Adam(lazy)",
+    "dense/ops.adam_update",
+    "rows/ops.adam_update",
+    "rows/ops.adam_update(lazy)",
 }
 
 

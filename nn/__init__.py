@@ -1,6 +1,7 @@
-"""Stateful optimizers under MindSpore's names, on NumPy arrays."""
+"""Stateful optimizers on NumPy arrays, under MindSpore's names; under MXNet's in `mxnet`."""
 
 from ..ops.arrays import RowTensor
+from . import mxnet
 from .adafactor import AdaFactor
 from .adagrad import Adagrad, ProximalAdagrad
 from .adam import Adam, AdamOffload, LazyAdam
@@ -69,6 +70,7 @@ __all__ = [
     "exponential_decay_lr",
     "inverse_decay_lr",
     "load_checkpoint",
+    "mxnet",
     "natural_exp_decay_lr",
     "piecewise_constant_lr",
     "polynomial_decay_lr",

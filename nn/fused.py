@@ -139,10 +139,11 @@ class FusedOptimizer(StatefulOptimizer):
         self._condition()
         self._reader = GradientReader(
             self._name,
-            self._groups.options,
+            self.parameters,
             self._states_of_each(),
             self.sparse_update,
             self._rows_need,
+            [i for i, option in enumerate(self._groups.options) if option.centralize],
         )
 
     def _condition(self) -> None:
@@ -210,20 +211,18 @@ class FusedOptimizer(StatefulOptimizer):
         for call in calls:
             batch = call.batch
             if batch.row_sparse:
-                is_only = given.layout.n_row_batches == 1
                 row_step(
                     batch.labels,
                     self._rule,
                     conditioning.prologue,
                     batch.variables,
-                    given.rows if is_only else [given.rows[k] for k in batch.places],
+                    given.rows_of(batch),
                     call.hp,
                     call.hp_of.tolist(),
                     touched_only=self.sparse_update == "lazy",
                 )
             else:
-                addresses = given.addresses if batch.is_all else given.addresses[batch.places]
-                self._run_dense(call, addresses, conditioning)
+                self._run_dense(call, given.addresses_of(batch), conditioning)
 
     def _run_dense(self, call: Call, gradients: np.ndarray, conditioning: Conditioning) -> None:
         """One kernel call for each stage."""
@@ -361,11 +360,11 @@ def _finite(given: Gradients) -> bool:
     for batch in given.layout.batches:
         found = arrays.setdefault(batch.g, [])
         if batch.row_sparse:
-            gradients = [given.rows[place] for place in batch.places]
+            gradients = given.rows_of(batch)
             found += [(g.values_address, g.values.size) for g in gradients]
         else:
             sizes = np.diff(batch.variables.table.first)
-            found += zip(given.addresses[batch.places].tolist(), sizes.tolist(), strict=True)
+            found += zip(given.addresses_of(batch).tolist(), sizes.tolist(), strict=True)
     return all(
         all_finite(storage, *np.array(spans, np.int64).T.copy())
         for storage, spans in arrays.items()

@@ -19,8 +19,7 @@ from ..ops.arrays import (
 from ..ops.errors import message
 from ..ops.step import RowGradient
 from . import gradients as whole
-from .groups import ParameterOptions
-from .layout import Kind, Layout, build_layout
+from .layout import Batch, Kind, Layout, build_layout
 from .parameter import Parameter
 
 _KEPT_LAYOUTS = 16
@@ -41,32 +40,43 @@ class Gradients(NamedTuple):
     rows: list[RowGradient]
     keep: object
 
+    def addresses_of(self, batch: Batch) -> np.ndarray:
+        """The addresses of the gradients of a batch of dense ones."""
+        return self.addresses if batch.is_all else self.addresses[batch.places]
+
+    def rows_of(self, batch: Batch) -> list[RowGradient]:
+        """The gradients of a batch of row-sparse ones."""
+        is_only = self.layout.n_row_batches == 1
+        return self.rows if is_only else [self.rows[k] for k in batch.places]
+
 
 class GradientReader:
     """Checks gradients and finds how they lie; keeps the layouts it has seen.
 
     Args:
         where: the optimizer's name, for errors.
-        options: the parameters with their options.
+        parameters: the parameters.
         states: the states of each parameter.
         sparse_update: what row-sparse gradients do, or None where they raise.
         rows_need: where row-sparse gradients raise: what was expected, and what was found.
+        centralized: places of the parameters whose gradients are centralized.
     """
 
     def __init__(
         self,
         where: str,
-        options: Sequence[ParameterOptions],
+        parameters: Sequence[Parameter],
         states: Sequence[tuple[np.ndarray, ...]],
         sparse_update: str | None,
-        rows_need: tuple[str, str | None],
+        rows_need: tuple[str, str | None] = ("", None),
+        centralized: Sequence[int] = (),
     ) -> None:
         self._where = where
-        self._options = options
+        self._parameters = parameters
         self._states = states
         self._sparse_update = sparse_update
         self._rows_need = rows_need
-        self._centralizes = any(option.centralize for option in options)
+        self._centralized = frozenset(centralized)
         self.forget()
 
     def forget(self) -> None:
@@ -99,13 +109,13 @@ class GradientReader:
     def _arrays_like(self, last: Layout, gradients: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """What may be the arrays of ``gradients`` of the same kinds, else None."""
         arrays: list[Any] = []
-        for kind, option, gradient in zip(last.kinds, self._options, gradients, strict=True):
+        for kind, parameter, gradient in zip(last.kinds, self._parameters, gradients, strict=True):
             if kind is None or not kind.row_sparse:
                 arrays.append(gradient)
                 continue
             if type(gradient) is not RowTensor:
                 return None
-            if gradient.dense_shape != option.parameter.shape:
+            if gradient.dense_shape != parameter.shape:
                 return None
             arrays.append(gradient.indices)
             arrays.append(gradient.values)
@@ -127,7 +137,7 @@ class GradientReader:
         rows = [g for g in read if isinstance(g, RowGradient)]
         addresses = [address_of(g) for g in dense]
         self._check_unshared(layout, addresses, rows)
-        self._last = None if self._centralizes else layout
+        self._last = None if self._centralized else layout
         return Gradients(layout, np.array(addresses, np.int64), rows, read)
 
     def check_indices(self, given: Gradients) -> None:
@@ -152,15 +162,15 @@ class GradientReader:
     ) -> tuple[list[Any], list[Kind | None]]:
         read: list[Any] = []
         kinds: list[Kind | None] = []
-        for i, (option, gradient) in enumerate(zip(self._options, gradients, strict=True)):
+        for i, (parameter, gradient) in enumerate(zip(self._parameters, gradients, strict=True)):
             if gradient is None:
                 kinds.append(None)
                 continue
-            found = read_gradient(self._where, option.parameter, gradient)
+            found = read_gradient(self._where, parameter, gradient)
             if isinstance(found, RowGradient) and self._sparse_update is None:
-                raise ValueError(self._refusal(option.parameter))
-            if option.centralize:
-                found = self._centralize(option.parameter, found, added(i))
+                raise ValueError(self._refusal(parameter))
+            if i in self._centralized:
+                found = self._centralize(parameter, found, added(i))
             index_dtype = found.indices.dtype if isinstance(found, RowGradient) else None
             read.append(found)
             kinds.append(Kind(found.dtype, index_dtype))
@@ -171,15 +181,12 @@ class GradientReader:
         if layout is None:
             if len(self._layouts) >= _KEPT_LAYOUTS:
                 self._layouts.clear()
-            for option in self._options:  # may have been made read-only since construction
-                check.variable(
-                    self._where, f"parameter {option.parameter.name!r}", option.parameter.data
-                )
+            for p in self._parameters:  # may have been made read-only since construction
+                check.variable(self._where, f"parameter {p.name!r}", p.data)
             tensors = [
-                (option.parameter.data, *states)
-                for option, states in zip(self._options, self._states, strict=True)
+                (p.data, *states) for p, states in zip(self._parameters, self._states, strict=True)
             ]
-            labels = [f"{self._where}: gradient of {o.parameter.name!r}" for o in self._options]
+            labels = [f"{self._where}: gradient of {p.name!r}" for p in self._parameters]
             layout = self._layouts[kinds] = build_layout(kinds, tensors, labels)
         return layout
 

@@ -2,6 +2,7 @@
 
 from .adagrad import ApplyAdagrad, ApplyProximalAdagrad
 from .adam import Adam, AdamNoUpdateParam, AdamWeightDecay
+from .adam_update import adam_update
 from .amsgrad import ApplyAdamWithAmsgrad, ApplyAdamWithAmsgradV2
 from .arrays import RowTensor
 from .embedding import SparseGatherV2
@@ -40,6 +41,7 @@ __all__ = [
     "SparseApplyProximalAdagrad",
     "SparseGatherV2",
     "UnknownArgumentError",
+    "adam_update",
     "clip_by_global_norm",
     "global_norm",
 ]

@@ -76,7 +76,8 @@ class Primitive:
         indices: Any,
         *,
         touched_only: bool,
-        drop: bool,
+        drop: bool = False,
+        prologue: Prologue = (),
     ) -> None:
         """Check the row-sparse gradient and apply ``rule`` to the variables in place."""
         arrays = list(variables.values())
@@ -94,6 +95,7 @@ class Primitive:
         table_step(
             self.name,
             rule,
+            prologue,
             arrays,
             addresses,
             RowGradient(index, values, index_address, values_address),

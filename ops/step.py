@@ -278,6 +278,7 @@ def row_step(
 def table_step(
     where: str,
     rule: Rule,
+    prologue: Prologue,
     variables: Sequence[np.ndarray],
     addresses: Sequence[int],
     gradient: RowGradient,
@@ -292,10 +293,11 @@ def table_step(
     Args:
         where: how an error names the operator.
         rule: the update rule.
+        prologue: as in `row_step`.
         variables: the table and its states, contiguous, of one dtype and shape.
         addresses: those of the variables.
         gradient: as in `row_step`.
-        hp: the scalars of the rule.
+        hp: the scalars of the rule, then those of the prologue.
         touched_only: as in `row_step`.
         drop: as in `row_step`.
         use_locking: as in `row_step`.
@@ -304,7 +306,7 @@ def table_step(
         IndexError, ValueError: as `row_step`.
     """
     w = STORAGES[variables[0].dtype]
-    compiled = kernel(rule, (), w, STORAGES[gradient.dtype], (w,) * len(rule.states))
+    compiled = kernel(rule, prologue, w, STORAGES[gradient.dtype], (w,) * len(rule.states))
     row = np.array(hp, compiled.real.dtype)
     absent = (0,) * (4 - len(addresses))
     table = _row_table(variables[0], (*addresses, *absent), address_of(row), gradient)

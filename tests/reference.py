@@ -111,6 +111,15 @@ def adam_weight_decay(
     return wide(w) - hp.lr * (m / (np.sqrt(v) + hp.epsilon) + hp.decay * wide(w)), m, v
 
 
+def adam_then_decay(
+    w: ArrayLike, g: ArrayLike, m: ArrayLike, v: ArrayLike, hp: Any
+) -> tuple[Array, Array, Array]:
+    """Decoupled decay of the parameter that has stepped, times the learning rate."""
+    m, v = moments(g, m, v, hp)
+    stepped = wide(w) - hp.lr * m / (np.sqrt(v) + hp.epsilon)
+    return stepped - hp.lr * hp.decay * stepped, m, v
+
+
 def moments(g: ArrayLike, m: ArrayLike, v: ArrayLike, hp: Any) -> tuple[Array, Array]:
     """Exponential moving averages of the gradient and of its square."""
     g = wide(g)

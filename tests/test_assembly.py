@@ -9,7 +9,7 @@ import pytest
 from fusestep.kernels import storage
 from fusestep.kernels.blocks import kernel
 from fusestep.kernels.cpu.sums import accumulate
-from fusestep.kernels.rules.gradient import COUPLED_DECAY, SCALE
+from fusestep.kernels.rules.gradient import CLIP, COUPLED_DECAY, SCALE
 from fusestep.kernels.warmup import all_rules
 
 RULES = all_rules()
@@ -54,7 +54,8 @@ MUST_HAVE = {
             *("adam", "adam_nesterov", "adam_amsgrad", "adam_delta", "adam_nesterov_delta"),
             *("adam_weight_decay", "lamb", "lamb_clipped", "adafactor", "adafactor_plain"),
             *("rmsprop", "rmsprop_momentum", "rmsprop_centered", "rmsprop_centered_momentum"),
-            *("adagrad", "proximal_adagrad", "ftrl"),
+            *("adagrad", "proximal_adagrad", "ftrl", "adam_then_decay"),
+            *("adam_master", "adam_weight_decay_master", "adam_then_decay_master"),
         ),
         WITH_ROOT,
     ),
@@ -76,7 +77,11 @@ def test_every_rule_is_in_the_table():
 
 
 @pytest.mark.parametrize("name", sorted(RULES))
-@pytest.mark.parametrize("prologue", [(), (COUPLED_DECAY, SCALE)], ids=["plain", "decay+scale"])
+@pytest.mark.parametrize(
+    "prologue",
+    [(), (COUPLED_DECAY, SCALE), (SCALE, CLIP, COUPLED_DECAY)],
+    ids=["plain", "decay+scale", "scale+clip+decay"],
+)
 def test_blocks_of_every_rule_are_vectorised(name, prologue):
     f32 = storage.F32
     states = (f32,) * len(RULES[name].states)
@@ -111,6 +116,18 @@ def test_16_bit_blocks_are_vectorised(kind):
     assert_packed(text, {ROOT})
     if kind is storage.F16 and MACHINE == "x86_64" and FEATURES["f16c"]:
         assert re.search(r"vcvtph2psx?\s+[^\n]*[yz]mm", text)
+
+
+@pytest.mark.parametrize("kind", [storage.F16, storage.BF16], ids=lambda s: s.name)
+def test_the_copy_of_a_master_is_not_read(kind):
+    """Only written: nothing is converted from 16 bit where the gradient is float32."""
+    f32 = storage.F32
+    text = kernel(RULES["adam_master"], (), f32, f32, (f32, f32, kind)).block.assembly()
+    assert_packed(text, WITH_ROOT)
+    if MACHINE == "x86_64" and FEATURES["f16c"]:
+        assert ("vcvtps2ph" in text) == (kind is storage.F16)
+        assert "vcvtph2ps" not in text
+        assert "pmovzxwd" not in text  # how bfloat16 is widened
 
 
 def test_zero_gradient_block_is_vectorised():

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fusestep import nn, ops
-from fusestep.bench import cases, indices, model_shapes, optimizers, workloads
+from fusestep.bench import cases, indices, model_shapes, mxnet_subjects, optimizers, workloads
 from fusestep.bench.errors import BenchError
 from fusestep.bench.workloads import parse_sizes
 
@@ -28,15 +28,13 @@ def without_a_case(subjects: Any) -> set[str]:
         for name in ops.__all__
         if not (inspect.isclass(getattr(ops, name)) and issubclass(getattr(ops, name), Exception))
     } - {"ops.RowTensor"}
-    made = {name for name in subjects if name.startswith("ops.")}
-    for name in nn.__all__:
-        value = getattr(nn, name)
-        if inspect.isclass(value) and issubclass(value, nn.Optimizer) and value is not nn.Optimizer:
-            public.add(f"nn.{name}")
-    for name, subject in subjects.items():
-        if name.startswith("nn."):
-            made.add(f"nn.{type(subject.make([np.ones((2, 2), np.float32)])).__name__}")
-    assert made <= public
+    for prefix, module in (("nn", nn), ("nn.mxnet", nn.mxnet)):
+        for name in module.__all__:
+            value = getattr(module, name)
+            is_optimizer = inspect.isclass(value) and issubclass(value, module.Optimizer)
+            if is_optimizer and value is not module.Optimizer:
+                public.add(f"{prefix}.{name}")
+    made = {name.partition("(")[0] for name in subjects}
     return public - made
 
 
@@ -58,6 +56,10 @@ def test_an_entry_is_named_after_what_it_makes() -> None:
         assert type(made).__name__ == name.partition("(")[0]
     for name, operator in cases.OPERATORS.items():
         assert operator.make is getattr(ops, name)
+    for name, subject in mxnet_subjects.MXNET.items():
+        if isinstance(subject, mxnet_subjects.MxnetOptimizer):
+            cls = getattr(nn.mxnet, name.removeprefix("nn.mxnet.").partition("(")[0])
+            assert type(nn.mxnet.create(subject.name, **subject.arguments)) is cls
 
 
 def test_names_are_unique_and_say_the_workload() -> None:

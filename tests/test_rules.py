@@ -12,6 +12,7 @@ import pytest
 
 from fusestep import nn, ops
 from fusestep.kernels.rules import adam as rules
+from fusestep.kernels.rules import adam_master as masters
 from fusestep.kernels.rules import gradient as prologues
 from fusestep.kernels.rules.rule import Rule, hp_type
 from fusestep.kernels.storage import STORAGES
@@ -24,6 +25,17 @@ HYPER = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "epsilon": 1e-3}
 # Powers of the third update; the fourth scalar of decay is only in its rule.
 POWERS = {"beta1_power": 0.9**3, "beta2_power": 0.99**3}
 DECAY = {"decay": 0.05}
+
+
+def with_copy(formula: Callable[..., Any]) -> Callable[..., Any]:
+    """The formula on a master parameter; the last state is not read and becomes a copy of it."""
+
+    def copied(w: Any, g: Any, m: Any, v: Any, _: Any, hp: Any) -> Any:
+        w, m, v = formula(w, g, m, v, hp)
+        return w, m, v, w
+
+    return copied
+
 
 # Each rule of the family: how its scalars are made, and the reference step (w, g, *states, hp).
 RULES: dict[str, tuple[Rule, dict[str, float], Callable[..., Any]]] = {
@@ -41,6 +53,18 @@ RULES: dict[str, tuple[Rule, dict[str, float], Callable[..., Any]]] = {
         lambda _, *a: reference.adam_delta(*a, nesterov=True),
     ),
     "weight_decay": (rules.ADAM_WEIGHT_DECAY, DECAY, reference.adam_weight_decay),
+    "then_decay": (rules.ADAM_THEN_DECAY, DECAY, reference.adam_then_decay),
+    "master": (masters.ADAM_MASTER, POWERS, with_copy(reference.adam)),
+    "weight_decay_master": (
+        masters.ADAM_WEIGHT_DECAY_MASTER,
+        DECAY,
+        with_copy(reference.adam_weight_decay),
+    ),
+    "then_decay_master": (
+        masters.ADAM_THEN_DECAY_MASTER,
+        DECAY,
+        with_copy(reference.adam_then_decay),
+    ),
 }
 EACH_RULE = pytest.mark.parametrize("name", RULES)
 
@@ -48,13 +72,15 @@ EACH_RULE = pytest.mark.parametrize("name", RULES)
 def scalars(name: str, real: Any) -> tuple[tuple[Any, ...], reference.AdamScalars]:
     """The scalars of a rule, rounded to `real`, for the library and for the reference."""
     rule, extra, _ = RULES[name]
-    make = rules.adam_weight_decay_hp if rule is rules.ADAM_WEIGHT_DECAY else rules.adam_hp
+    decays = rule.hp == rules.AdamWeightDecayHP._fields
+    make = rules.adam_weight_decay_hp if decays else rules.adam_hp
     given = {**HYPER, **extra}
     return make(real, **given), reference.adam_scalars(**given, real=real)
 
 
 def test_every_rule_is_tested() -> None:
-    found = {value for value in vars(rules).values() if isinstance(value, Rule)}
+    modules = (rules, masters)
+    found = {x for module in modules for x in vars(module).values() if isinstance(x, Rule)}
     assert found == {rule for rule, _, _ in RULES.values()}
 
 
@@ -90,6 +116,11 @@ def test_prologue_in_plain_python() -> None:
     assert prologues.scale(3.0, -4.0, hp) == 0.75
     hp.weight_decay = 0.0
     assert prologues.coupled_decay(3.0, np.inf, hp) == 3.0
+    hp = SimpleNamespace(clip_bound=0.5)
+    given = [0.5, -0.5, 0.25, 7.0, -7.0, np.inf, -np.inf]
+    clipped = [prologues.clip(g, 1.0, hp) for g in given]
+    assert clipped == [0.5, -0.5, 0.25, 0.5, -0.5, 0.5, -0.5]
+    assert np.isnan(prologues.clip(np.nan, 1.0, hp))
 
 
 @pytest.mark.parametrize("real", [np.float32, np.float64])
@@ -155,11 +186,12 @@ def largest_terms(
     """
     m, v = reference.moments(np.abs(g), np.abs(states[0]), states[1], hp)
     ahead = hp.beta1 * m + hp.one_minus_beta1 * np.abs(g) if "nesterov" in name else m
-    denominator = np.sqrt(expected[-1]) + hp.epsilon
-    rate = hp.lr if name == "weight_decay" else hp.step_size
+    denominator = np.sqrt(expected[3] if name == "amsgrad" else expected[2]) + hp.epsilon
+    rate = hp.lr if "decay" in name else hp.step_size
     step = rate * ahead / denominator
     old = 0.0 if name.endswith("delta") else np.abs(w) * (1 + hp.lr * hp.decay)
-    return [old + step, m, v, *expected[3:]]
+    last = {"amsgrad": [expected[-1]], "master": [old + step]}
+    return [old + step, m, v, *last.get(name.rpartition("_")[2], [])]
 
 
 # Tested with and without what comes before the rule.

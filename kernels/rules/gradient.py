@@ -32,6 +32,13 @@ def trust(g: Any, w: Any, hp: Any) -> Any:
     return g * hp.trust_ratio
 
 
+def clip(g: Any, w: Any, hp: Any) -> Any:
+    """``g`` bounded by ``[-clip_bound, clip_bound]``; a NaN stays a NaN."""
+    bounded = hp.clip_bound if g > hp.clip_bound else g
+    return -hp.clip_bound if g < -hp.clip_bound else bounded
+
+
+CLIP = Part(clip, ("clip_bound",))
 COUPLED_DECAY = Part(coupled_decay, ("weight_decay", "no_decay"))
 SCALE = Part(scale, ("grad_scale",))
 TRUST = Part(trust, ("trust_ratio",))

@@ -1,0 +1,33 @@
+"""MXNet's optimizers on NumPy arrays: ``from fusestep.nn import mxnet as mx``.
+
+`Adam` and `AdamW` of ``mxnet.optimizer``, the base class `Optimizer` with its registry, the
+`Updater`, and the schedulers of ``mxnet.lr_scheduler``. MXNet is retired since 2023; where its
+versions disagree, ``compat`` chooses, and where it has traps, ``docs/parity.md`` says what is
+done here instead.
+
+>>> import numpy as np
+>>> from fusestep.nn import mxnet as mx
+>>> opt = mx.create("adam", lr_scheduler=mx.lr_scheduler.FactorScheduler(10, 0.5, base_lr=0.1))
+>>> updater = mx.get_updater(opt)
+>>> w = np.ones(2, np.float32)
+>>> updater(0, np.array([1, -1], np.float32), w)  # index, gradient, weight
+>>> print(w.round(5))
+[0.9 1.1]
+"""
+
+from . import mxnet_schedulers as lr_scheduler
+from .mxnet_adam import Adam, AdamW
+from .mxnet_optimizer import Optimizer, ScheduledRateError, create, register
+from .mxnet_updater import Updater, get_updater
+
+__all__ = [
+    "Adam",
+    "AdamW",
+    "Optimizer",
+    "ScheduledRateError",
+    "Updater",
+    "create",
+    "get_updater",
+    "lr_scheduler",
+    "register",
+]

@@ -1,0 +1,149 @@
+"""Arguments of MXNet's optimizers: attributes that are checked whenever they are assigned to, and
+the lists of a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..ops import check
+from ..ops.errors import RejectedValueError, message
+
+Check = Callable[[str, str, Any], Any]
+"""``check(where, name, value)`` returns the checked value, or raises."""
+
+
+class Checked:
+    """An attribute whose values go through ``accept`` when they are assigned."""
+
+    def __init__(self, accept: Check) -> None:
+        self._accept = accept
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else instance.__dict__[self._name]
+
+    def __set__(self, instance: Any, value: Any) -> None:
+        instance.__dict__[self._name] = self._accept(type(instance).__name__, self._name, value)
+
+
+def decay_rate(where: str, name: str, value: Any) -> float:
+    """A number in [0, 1), also after rounding to float32.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is out of range.
+    """
+    beta = check.scalar(where, name, value)
+    in_range = beta >= 0.0 and np.float32(beta) < 1.0
+    check.in_range(where, name, beta, bool(in_range), "at least 0 and below 1 in float32")
+    return beta
+
+
+def clip_bound(where: str, name: str, value: Any) -> float | None:
+    """A number or None; 0 and below mean None, as in MXNet.
+
+    Raises:
+        TypeError: it is neither.
+        ValueError: it is not finite.
+    """
+    return None if value is None else check.scalar(where, name, value)
+
+
+def count(where: str, name: str, value: Any) -> int:
+    """An int of at least 0.
+
+    Raises:
+        TypeError: it is no int.
+        ValueError: it is negative.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise TypeError(message(where, name, "has a wrong type", "an int", type(value).__name__))
+    check.in_range(where, name, value, value >= 0, "at least 0")
+    return int(value)
+
+
+def aggregate_number(where: str, name: str, value: Any) -> float:
+    """An int of at least 0, or infinity.
+
+    Raises:
+        TypeError: it is neither.
+        ValueError: it is negative.
+    """
+    if isinstance(value, float) and value == np.inf:
+        return value
+    return count(where, name, value)
+
+
+def scheduler(where: str, name: str, value: Any) -> Any:
+    """None, or what computes a learning rate from the number of updates.
+
+    Raises:
+        TypeError: it is neither None nor callable, or it is a class.
+    """
+    if value is not None and (isinstance(value, type) or not callable(value)):
+        raise TypeError(
+            message(where, name, "has a wrong type", "an LRScheduler or a callable", repr(value))
+        )
+    return value
+
+
+def multipliers(where: str, name: str, value: Any) -> dict[Any, float]:
+    """A dict from indices or names to numbers of at least 0.
+
+    Raises:
+        TypeError: it is no dict, or a value is no number.
+        ValueError: a value is negative or not finite.
+    """
+    if not isinstance(value, Mapping):
+        got = type(value).__name__
+        raise TypeError(message(where, name, "has a wrong type", "a dict of numbers", got))
+    return {k: check.scalar_at_least_0(where, f"{name}[{k!r}]", x) for k, x in value.items()}
+
+
+def names(where: str, name: str, value: Any) -> dict[Any, str]:
+    """A copy of a dict from indices to names; None is an empty one.
+
+    Raises:
+        TypeError: it is no dict, or a name is no str.
+    """
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping) or not all(isinstance(n, str) for n in value.values()):
+        raise TypeError(message(where, name, "has a wrong type", "a dict of names", repr(value)))
+    return dict(value)
+
+
+def is_list(index: Any) -> bool:
+    """Whether there are several indices."""
+    return isinstance(index, list | tuple)
+
+
+def as_lists(
+    where: str, index: Any, weight: Any, grad: Any, state: Any
+) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any], Sequence[Any]]:
+    """Lists of equal length, of one element each where there is one index.
+
+    Raises:
+        TypeError: there are several indices, but no list of something else.
+        ValueError: the lengths differ, or an index repeats.
+    """
+    if not is_list(index):
+        return [index], [weight], [grad], [state]
+    for name, values in (("weights", weight), ("grads", grad), ("states", state)):
+        if not is_list(values):
+            got = type(values).__name__
+            raise TypeError(message(where, name, "has a wrong type", "a list", got))
+        if len(values) != len(index):
+            expected = f"{len(index)}, one for each index"
+            raise RejectedValueError(
+                message(where, name, "has a wrong length", expected, len(values))
+            )
+    if len(set(index)) != len(index):
+        raise ValueError(message(where, "indices", "repeat", "different ones", list(index)))
+    return index, weight, grad, state

@@ -1,0 +1,198 @@
+"""States of an Updater as bytes: arrays in the safetensors format, the rest as JSON within."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import safetensors
+from safetensors.numpy import load as load_tensors
+from safetensors.numpy import save as save_tensors
+
+from ..ops.errors import message
+from . import mxnet_schedulers as schedulers
+from .mxnet_optimizer import Optimizer, arguments_of
+
+_FORMAT = "fusestep.nn.mxnet.Updater/1"
+_DOCUMENT = "document"
+_SCHEDULERS = {
+    cls.__name__: cls
+    for cls in (
+        schedulers.FactorScheduler,
+        schedulers.MultiFactorScheduler,
+        schedulers.PolyScheduler,
+        schedulers.CosineScheduler,
+    )
+}
+# What belongs to the process, and what is written in another form.
+_NOT_WRITTEN = {"sym", "param_dict", "lr_scheduler", "learning_rate", "param_idx2name"}
+
+
+def dump(states: Mapping[Any, Any], optimizer: Optimizer, *, with_optimizer: bool) -> bytes:
+    """As `Updater.get_states`."""
+    tensors: dict[str, np.ndarray] = {}
+    document = {
+        "format": _FORMAT,
+        "states": [
+            [_index(index), _structure(state, f"state.{k}", tensors)]
+            for k, (index, state) in enumerate(states.items())
+        ],
+        "counts": [[_index(i), t] for i, t in optimizer._index_update_count.items()],
+        "num_update": optimizer.num_update,
+        "optimizer": _described(optimizer) if with_optimizer else None,
+    }
+    tensors[_DOCUMENT] = np.frombuffer(json.dumps(document).encode(), np.uint8)
+    return bytes(save_tensors(tensors))
+
+
+def load(data: Any, optimizer: Optimizer) -> tuple[dict[Any, Any], Optimizer]:
+    """The states, and the optimizer with their counts; a new one where ``data`` holds one."""
+    if not isinstance(data, bytes | bytearray | memoryview):
+        got = type(data).__name__
+        raise TypeError(message("set_states", "states", "has a wrong type", "bytes", got))
+    tensors, document = _parsed(bytes(data))
+    try:
+        states = {index: _restored(value, tensors) for index, value in document["states"]}
+        counts = {index: int(t) for index, t in document["counts"]}
+        num_update = int(document["num_update"])
+        description = document["optimizer"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(_not_ours(repr(error))) from None
+    if description is not None:
+        optimizer = _made(description, optimizer)
+    optimizer._index_update_count, optimizer.num_update = counts, num_update
+    return states, optimizer
+
+
+def _parsed(data: bytes) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    try:
+        tensors = load_tensors(data)
+        document = json.loads(tensors.pop(_DOCUMENT).tobytes())
+    except (safetensors.SafetensorError, KeyError, ValueError) as error:
+        raise ValueError(_not_ours(type(error).__name__)) from None
+    if not isinstance(document, dict) or document.get("format") != _FORMAT:
+        raise ValueError(_not_ours("another format"))
+    return tensors, document
+
+
+def _not_ours(got: str) -> str:
+    expected = "bytes of Updater.get_states"
+    return (
+        message("set_states", "states", "cannot be read", expected, got)
+        + "; pickles of MXNet are not read, because they can execute anything"
+    )
+
+
+def _index(index: Any) -> int | str:
+    if isinstance(index, int | np.integer) and not isinstance(index, bool):
+        return int(index)
+    if isinstance(index, str):
+        return index
+    raise TypeError(
+        message("get_states", "an index", "cannot be written", "an int or a str", repr(index))
+    )
+
+
+def _structure(value: Any, name: str, tensors: dict[str, np.ndarray]) -> Any:
+    """``value`` with names in the place of its arrays, which go to ``tensors``."""
+    if isinstance(value, tuple | list):
+        parts = [_structure(part, f"{name}.{k}", tensors) for k, part in enumerate(value)]
+        return {type(value).__name__: parts}
+    if isinstance(value, np.ndarray):
+        tensors[name] = value.copy(order="C")
+        return {"array": name}
+    if value is None or isinstance(value, bool | int | float | str):
+        return {"value": value}
+    expected = "None, numbers, arrays, tuples and lists"
+    raise TypeError(message("get_states", name, "cannot be written", expected, type(value)))
+
+
+def _restored(value: Any, tensors: Mapping[str, np.ndarray]) -> Any:
+    ((kind, content),) = value.items()
+    if kind == "array":
+        return tensors[content].copy()  # of its own, and writable
+    if kind == "value":
+        return content
+    parts = [_restored(part, tensors) for part in content]
+    return {"tuple": tuple, "list": list}[kind](parts)
+
+
+# The optimizer
+
+
+def _described(optimizer: Optimizer) -> dict[str, Any]:
+    klass = type(optimizer)
+    name = klass.__name__.lower()
+    if Optimizer.opt_registry.get(name) is not klass:
+        expected = "a registered class"
+        raise TypeError(message("get_states", "optimizer", "cannot be written", expected, klass))
+    described = {
+        "name": name,
+        "arguments": _arguments(optimizer, set(arguments_of(klass)) - _NOT_WRITTEN),
+        "learning_rate": float(optimizer.lr),
+        "idx2name": _pairs(optimizer.idx2name.items()),
+        "lr_mult": _pairs(optimizer.lr_mult.items()),
+        "wd_mult": _pairs(optimizer.wd_mult.items()),
+        "lr_scheduler": None,
+    }
+    if optimizer.lr_scheduler is not None:
+        described["lr_scheduler"] = _described_scheduler(optimizer.lr_scheduler)
+    return described
+
+
+def _described_scheduler(scheduler: Any) -> dict[str, Any]:
+    name = type(scheduler).__name__
+    if _SCHEDULERS.get(name) is not type(scheduler):
+        expected = f"None or one of {', '.join(_SCHEDULERS)}"
+        raise TypeError(
+            message("get_states", "lr_scheduler", "cannot be written", expected, scheduler)
+        )
+    return {"name": name, "arguments": _arguments(scheduler, arguments_of(type(scheduler)))}
+
+
+def _arguments(owner: Any, names: Iterable[str]) -> dict[str, Any]:
+    """The present value of each argument, which is the attribute of the same name."""
+    where = type(owner).__name__
+    found = {}
+    for name in names:
+        if not hasattr(owner, name):
+            expected = "an attribute of the same name"
+            raise TypeError(message(where, f"argument {name!r}", "is not kept", expected, "none"))
+        found[name] = _plain(where, name, getattr(owner, name))
+    return found
+
+
+def _plain(where: str, name: str, value: Any) -> Any:
+    """A value that JSON holds."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [_plain(where, name, part) for part in value]
+    expected = "None, a number, a str or a list"
+    raise TypeError(message(where, name, "cannot be written", expected, type(value).__name__))
+
+
+def _pairs(items: Iterable[tuple[Any, Any]]) -> list[list[Any]]:
+    return [[_index(key), value] for key, value in items]
+
+
+def _made(described: Mapping[str, Any], present: Optimizer) -> Optimizer:
+    """The optimizer that was written; what belongs to the process is that of the present one."""
+    scheduler = described["lr_scheduler"]
+    if scheduler is None:
+        rate = {"learning_rate": described["learning_rate"]}
+    else:
+        rate = {"lr_scheduler": _SCHEDULERS[scheduler["name"]](**scheduler["arguments"])}
+    optimizer = Optimizer.create_optimizer(
+        described["name"],
+        param_idx2name=dict(described["idx2name"]),
+        param_dict=present.param_dict,
+        **rate,
+        **described["arguments"],
+    )
+    optimizer.lr_mult, optimizer.wd_mult = dict(described["lr_mult"]), dict(described["wd_mult"])
+    return optimizer

@@ -1,0 +1,191 @@
+"""Steps on lists of weights whose states come with them, as MXNet's optimizers are called."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+
+from ..kernels.rules.rule import Prologue, Rule
+from ..ops import check
+from ..ops.errors import message
+from ..ops.step import compile_step, dense_step, row_step
+from .layout import Batch
+from .parameter import Parameter
+from .reader import GradientReader, Gradients
+
+_KEPT = 4096
+
+Scalars = Callable[[Any, Any], tuple[float, ...]]
+"""``scalars(real, numbers)``: those of rule and prologue for what belongs to a weight."""
+
+
+class Bound:
+    """Weights with their states, checked, and what is remembered for later steps on them.
+
+    Args:
+        where: the optimizer's name, for errors.
+        names: one for each weight.
+        variables: for each weight the array, then its states.
+        sparse_update: ``"lazy"`` or ``"dense_equivalent"``.
+
+    Raises:
+        TypeError: an array is none, or no floating one.
+        ValueError: an array cannot be updated in place, shapes differ, or arrays overlap.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        names: Sequence[str],
+        variables: Sequence[tuple[Any, ...]],
+        sparse_update: str,
+    ) -> None:
+        self._given = tuple(chain.from_iterable(variables))
+        self._sparse_update = sparse_update
+        checked = [
+            _checked(where, name, arrays) for name, arrays in zip(names, variables, strict=True)
+        ]
+        labels = [f"an array of {n!r}" for n, a in zip(names, checked, strict=True) for _ in a]
+        check.no_overlap(where, labels, [a for arrays in checked for a in arrays])
+        parameters = [
+            Parameter(arrays[0], name) for arrays, name in zip(checked, names, strict=True)
+        ]
+        self.reader = GradientReader(
+            where, parameters, [arrays[1:] for arrays in checked], sparse_update
+        )
+        # Of any other object the array may be another one the next time.
+        self.can_be_kept = all(type(a) is np.ndarray for a in self._given)
+
+    def is_of(self, variables: Sequence[tuple[Any, ...]], sparse_update: str) -> bool:
+        """Whether these are the very same arrays."""
+        given = tuple(chain.from_iterable(variables))
+        same = len(given) == len(self._given) and all(map(operator.is_, given, self._given))
+        return same and sparse_update == self._sparse_update
+
+    def read(self, gradients: Sequence[Any]) -> Gradients:
+        """The checked gradients; as `GradientReader.read`."""
+        given = tuple(gradients)
+        return self.reader.read_like_last(given) or self.reader.read(given, lambda _: 0.0)
+
+
+class Bindings:
+    """What `Bound` remembers, by the indices of a call."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._known: dict[tuple[Any, ...], Bound] = {}
+
+    def bound(
+        self,
+        indices: Sequence[Any],
+        names: Callable[[Any], str],
+        variables: Sequence[tuple[Any, ...]],
+        sparse_update: str,
+    ) -> Bound:
+        """The checked weights of a call; the same ones again where the arrays are the same."""
+        key = tuple(indices)
+        known = self._known.get(key)
+        if known is not None and known.is_of(variables, sparse_update):
+            return known
+        found = Bound(self._where, [names(index) for index in indices], variables, sparse_update)
+        if len(self._known) >= _KEPT:
+            self._known.clear()
+        if found.can_be_kept:
+            self._known[key] = found
+        return found
+
+    def __reduce__(self) -> Any:
+        return Bindings, (self._where,)  # a copy has other arrays
+
+
+class Step:
+    """One step on bound weights: first everything that can fail, then `run`.
+
+    Args:
+        bound: the weights.
+        given: their gradients.
+        rules: the rule for weights without and with a master copy.
+        prologue: what happens to the gradients.
+        touched_only: row-sparse gradients update only the rows that occur.
+        numbers: for each weight what its scalars are made of; hashable.
+        scalars: makes them.
+
+    Raises:
+        IndexError: an index of a row-sparse gradient is out of range.
+    """
+
+    def __init__(
+        self,
+        bound: Bound,
+        given: Gradients,
+        rules: tuple[Rule, Rule],
+        prologue: Prologue,
+        *,
+        touched_only: bool,
+        numbers: Sequence[Any],
+        scalars: Scalars,
+    ) -> None:
+        self._given, self._rules, self._prologue = given, rules, prologue
+        self._touched_only = touched_only
+        batches = given.layout.batches
+        if given.layout.n_row_batches > 1:
+            bound.reader.check_indices(given)
+        if len(batches) > 1:  # one batch compiles before it writes
+            for batch in batches:
+                compile_step(
+                    self._rule(batch),
+                    prologue,
+                    batch.variables,
+                    batch.g,
+                    row_sparse=batch.row_sparse,
+                    every_row=not touched_only,
+                )
+        self._calls = [(batch, *_scalars_of(batch, numbers, scalars)) for batch in batches]
+
+    def _rule(self, batch: Batch) -> Rule:
+        plain, with_master = self._rules
+        return with_master if len(batch.variables.s) > len(plain.states) else plain
+
+    def run(self) -> None:
+        """Write."""
+        for batch, hp, hp_of in self._calls:
+            rule, variables = self._rule(batch), batch.variables
+            if batch.row_sparse:
+                row_step(
+                    batch.labels,
+                    rule,
+                    self._prologue,
+                    variables,
+                    self._given.rows_of(batch),
+                    hp,
+                    hp_of,
+                    touched_only=self._touched_only,
+                )
+            else:
+                addresses = self._given.addresses_of(batch)
+                dense_step(rule, self._prologue, variables, addresses, batch.g, hp, np.array(hp_of))
+
+
+def _scalars_of(
+    batch: Batch, numbers: Sequence[Any], scalars: Scalars
+) -> tuple[np.ndarray, list[int]]:
+    """Rows of scalars, and the row of each tensor of a batch."""
+    real = batch.variables.real.carrier
+    rows: dict[Any, int] = {}
+    hp_of = [rows.setdefault(numbers[i], len(rows)) for i in batch.positions.tolist()]
+    return np.array([scalars(real, numbers) for numbers in rows], real), hp_of
+
+
+def _checked(where: str, name: str, arrays: Sequence[Any]) -> tuple[np.ndarray, ...]:
+    """A weight and its states: arrays that can be updated in place, of one shape."""
+    weight = check.variable(where, f"weight {name!r}", arrays[0])
+    states = tuple(check.variable(where, f"state of {name!r}", a) for a in arrays[1:])
+    for state in states:
+        if state.shape != weight.shape:
+            wrong = "has a wrong shape"
+            raise ValueError(message(where, f"state of {name!r}", wrong, weight.shape, state.shape))
+    return weight, *states

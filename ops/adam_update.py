@@ -1,0 +1,220 @@
+"""MXNet's kernel-level Adam, ``adam_update``: dense and row-sparse, one pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..kernels.rules import mxnet
+from ..kernels.rules.adam import ADAM, AdamHP
+from ..kernels.rules.rule import Prologue
+from . import check
+from .arrays import RowTensor, real_type
+from .errors import message, reject_unknown
+from .primitive import Primitive
+
+_ARGUMENTS = (
+    "weight", "grad", "mean", "var", "out", "lr", "beta1", "beta2", "epsilon", "wd",
+    "rescale_grad", "clip_gradient", "lazy_update", "compat", "use_locking",
+)  # fmt: skip
+
+
+def compat_version(where: str, value: Any) -> str:
+    """The version of MXNet whose order of clipping and decay counts.
+
+    Raises:
+        ValueError: it is neither ``"2.0"`` nor ``"1.9"``.
+    """
+    if not (isinstance(value, str) and value in mxnet.VERSIONS):
+        raise ValueError(message(where, "compat", "is unknown", "'2.0' or '1.9'", repr(value)))
+    return value
+
+
+class _AdamUpdate(Primitive):
+    """The operator behind `adam_update`, whose name errors carry."""
+
+    def __init__(self, use_locking: bool) -> None:
+        super().__init__(use_locking, {}, ())
+        self.name = "adam_update"
+
+    def apply(
+        self, weight: Any, grad: Any, mean: Any, var: Any, out: Any, lazy: bool, scalars: _Scalars
+    ) -> Any:
+        """Check everything, update, and return the array with the new weight."""
+        if out is weight or _is_same_memory(weight, out):
+            self._step(check.variable(self.name, "weight", weight), grad, mean, var, lazy, scalars)
+            return out
+        given = check.float_array(self.name, "weight", weight)
+        written = {"mean": check.variable(self.name, "mean", mean)}
+        written["var"] = check.variable(self.name, "var", var)
+        if out is not None:
+            written["out"] = check.variable(self.name, "out", out)
+            check.same_layout(self.name, {"weight": given, "out": written["out"]})
+        self._check_apart(written, {"weight": given, **_arrays_of(grad)})
+        # What is not updated in place is written when nothing can fail any more.
+        result = given.copy(order="C")
+        self._step(result, grad, mean, var, lazy, scalars)
+        if out is None:
+            return result
+        written["out"][...] = result
+        return out
+
+    def _step(
+        self, w: np.ndarray, grad: Any, mean: Any, var: Any, lazy: bool, scalars: _Scalars
+    ) -> None:
+        variables = self._variables(weight=w, mean=mean, var=var)
+        prologue, hp = scalars.for_dtype(w.dtype)
+        if not isinstance(grad, RowTensor):
+            self._apply_dense(ADAM, variables, hp, "grad", grad, prologue)
+            return
+        if grad.dense_shape != w.shape:
+            wrong = "has a wrong dense_shape"
+            raise ValueError(message(self.name, "grad", wrong, w.shape, grad.dense_shape))
+        rows = grad.values, grad.indices
+        self._apply_rows(ADAM, variables, hp, "grad", *rows, touched_only=lazy, prologue=prologue)
+
+    def _check_apart(self, written: dict[str, np.ndarray], read: dict[str, np.ndarray]) -> None:
+        for name, array in written.items():
+            for other, its_array in read.items():
+                if np.may_share_memory(array, its_array):
+                    raise ValueError(
+                        message(
+                            self.name,
+                            name,
+                            f"shares memory with {other}",
+                            "separate arrays",
+                            "an overlap",
+                        )
+                    )
+
+
+def _is_same_memory(weight: Any, out: Any) -> bool:
+    """Whether two objects are views of the very same elements."""
+    if not (isinstance(weight, np.ndarray) and isinstance(out, np.ndarray)):
+        return False
+    ours, theirs = weight.__array_interface__, out.__array_interface__
+    return all(ours[key] == theirs[key] for key in ("data", "shape", "typestr", "strides"))
+
+
+def _arrays_of(grad: Any) -> dict[str, np.ndarray]:
+    if isinstance(grad, RowTensor):
+        return {"grad": grad.values, "indices": grad.indices}
+    return {"grad": check.float_array("adam_update", "grad", grad)}
+
+
+class _Scalars:
+    """The checked scalars of a call."""
+
+    def __init__(self, where: str, compat: str, **given: Any) -> None:
+        checked = {name: check.scalar(where, name, value) for name, value in given.items()}
+        for name in ("lr", "epsilon", "wd"):
+            check.in_range(where, name, checked[name], checked[name] >= 0.0, "at least 0")
+        for name in ("beta1", "beta2"):
+            in_unit = 0.0 <= checked[name] <= 1.0
+            check.in_range(where, name, checked[name], in_unit, "between 0 and 1")
+        self._version = compat_version(where, compat)
+        self._given = checked
+
+    def for_dtype(self, dtype: np.dtype[Any]) -> tuple[Prologue, tuple[float, ...]]:
+        """The prologue, and the scalars of rule and prologue."""
+        real, given = real_type(dtype), self._given
+        rescale, bound, decay = (
+            mxnet.rounded(real, given[name], composed=False)
+            for name in ("rescale_grad", "clip_gradient", "wd")
+        )
+        prologue = mxnet.conditioning(
+            self._version, scales=rescale != 1, clips=bound > 0, decays=decay > 0
+        )
+        hp: AdamHP = mxnet.adam_hp(
+            real, given["lr"], given["beta1"], given["beta2"], given["epsilon"], composed=False
+        )
+        return prologue, hp + mxnet.conditioning_scalars(prologue, rescale, bound, decay)
+
+
+def adam_update(
+    weight: Any,
+    grad: Any,
+    mean: Any,
+    var: Any,
+    out: Any = None,
+    *,
+    lr: Any,
+    beta1: Any = 0.9,
+    beta2: Any = 0.999,
+    epsilon: Any = 1e-8,
+    wd: Any = 0.0,
+    rescale_grad: Any = 1.0,
+    clip_gradient: Any = -1.0,
+    lazy_update: bool = True,
+    compat: str = "2.0",
+    use_locking: bool = False,
+    **unknown: Any,
+) -> Any:
+    """One update of Adam, without correction of the bias (a caller folds it into ``lr``)::
+
+        g    = clip(rescale_grad*grad, clip_gradient) + wd*weight        (compat "1.9":
+        g    = clip(rescale_grad*grad + wd*weight, clip_gradient))
+        mean <- beta1*mean + (1 - beta1)*g
+        var  <- beta2*var + (1 - beta2)*g*g
+        out  <- weight - lr * mean / (sqrt(var) + epsilon)
+
+    Hyper-parameters are rounded to float32, for float64 weights too, and ``1 - beta`` is taken
+    after that, as in MXNet.
+
+    Args:
+        weight: float32, float64, float16 or bfloat16, of any shape; 16-bit arrays are computed
+            in float32. It changes only where it is ``out``.
+        grad: an array of the shape of ``weight`` and at most its precision, or a `RowTensor`,
+            whose rows of equal indices are summed first. It is never written.
+        mean: the moving mean, of the dtype and shape of ``weight``; updated in place.
+        var: the moving variance, likewise.
+        out: where the result goes, of the dtype and shape of ``weight``. ``out=weight`` updates
+            in place, in one pass; None makes a new array, at the price of a copy.
+        lr: the learning rate, a scalar of at least 0.
+        beta1: a scalar in [0, 1].
+        beta2: a scalar in [0, 1].
+        epsilon: a scalar of at least 0.
+        wd: the weight decay, a scalar of at least 0.
+        rescale_grad: a scalar.
+        clip_gradient: the bound of the clipped gradient; 0 and below: no clipping.
+        lazy_update: a row-sparse gradient updates only the rows that occur; else rows that do
+            not occur take the step with ``grad = 0``.
+        compat: ``"2.0"`` or ``"1.9"``: the version of MXNet whose order counts.
+        use_locking: serialise concurrent calls on overlapping memory.
+        **unknown: any other keyword raises.
+
+    Returns:
+        ``out``, or the new array.
+
+    Raises:
+        TypeError: a kind or dtype does not fit (`fusestep.ConversionError` where a variable
+            would have to be converted).
+        ValueError: a shape, a value or the memory of an array does not fit.
+        IndexError: an index of the `RowTensor` is out of range.
+        KeyError: an unknown keyword (also `TypeError`).
+        Nothing has been written when an error is raised.
+
+    Source: ``mxnet.nd.adam_update`` (MXNet is retired since 2023).
+
+    >>> import numpy as np
+    >>> w, mean, var = np.ones(2, np.float32), np.zeros(2, np.float32), np.zeros(2, np.float32)
+    >>> g = np.array([1, -1], np.float32)
+    >>> _ = adam_update(w, g, mean, var, out=w, lr=0.001, wd=0.0)
+    >>> print(w)
+    [0.9968377 1.0031623]
+    """
+    reject_unknown("adam_update", unknown, _ARGUMENTS)
+    lazy = check.flag("adam_update", "lazy_update", lazy_update)
+    scalars = _Scalars(
+        "adam_update",
+        compat,
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        epsilon=epsilon,
+        wd=wd,
+        rescale_grad=rescale_grad,
+        clip_gradient=clip_gradient,
+    )
+    return _AdamUpdate(use_locking).apply(weight, grad, mean, var, out, lazy, scalars)
