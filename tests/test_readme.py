@@ -1,4 +1,4 @@
-"""The README: its Python blocks run, and its set-up commands are the two that CI runs."""
+"""The README: its Python blocks run, and those of the way over, and its set-up commands are the two that CI runs."""
 
 import os
 import re
@@ -12,10 +12,16 @@ from fusestep.bench import machine, markdown
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+BLOCKS = {
+    f"{name}-{k}": block
+    for name in ("README.md", "docs/parity.md")
+    for k, block in enumerate(
+        re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), re.DOTALL)
+    )
+}
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=range(len(BLOCKS)))
+@pytest.mark.parametrize("block", BLOCKS.values(), ids=BLOCKS)
 def test_python_blocks_run(block, tmp_path):
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", block],
@@ -28,8 +34,14 @@ def test_python_blocks_run(block, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
-def test_there_are_blocks_for_operators_and_classes():
-    assert len(BLOCKS) == 2
+def test_there_are_blocks_for_operators_classes_and_both_origins():
+    assert [name for name in BLOCKS if name.startswith("README")] == [
+        f"README.md-{k}" for k in range(3)
+    ]
+    assert [name for name in BLOCKS if name.startswith("docs")] == [
+        "docs/parity.md-0",
+        "docs/parity.md-1",
+    ]
 
 
 def test_set_up_is_two_commands():
