@@ -91,8 +91,8 @@ class MxnetOptimizer:
         indices = list(range(len(parameters)))
         states = [tuple(map(written_zeros, optimizer.create_state(0, p))) for p in parameters]
 
-        def step(gradients: Sequence[Any]) -> object:
-            return optimizer.update(indices, parameters, list(gradients), states)
+        def step(gradients: Sequence[Any]) -> None:
+            optimizer.update(indices, parameters, list(gradients), states)
 
         updated = [(p, *state) for p, state in zip(parameters, states, strict=True)]
         return Prepared(step, updated, [])

@@ -184,7 +184,7 @@ class _AdamFamily(Optimizer):
             self.compat,
             scales=np.float32(self.rescale_grad) != 1,
             clips=bound is not None and bound > 0,
-            decays=self._decay_is_coupled and np.float32(decay) > 0,
+            decays=self._decay_is_coupled and bool(np.float32(decay) > 0),
         )
 
     def _scalars(

@@ -64,8 +64,9 @@ def count(where: str, name: str, value: Any) -> int:
     """
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(message(where, name, "has a wrong type", "an int", type(value).__name__))
-    check.in_range(where, name, value, value >= 0, "at least 0")
-    return int(value)
+    number = int(value)
+    check.in_range(where, name, number, number >= 0, "at least 0")
+    return number
 
 
 def aggregate_number(where: str, name: str, value: Any) -> float:
