@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..kernels.cpu.parallel import serial
 from ..kernels.rules import sgd as rules
 from ..ops import check
 from ..ops.errors import message
@@ -33,6 +34,11 @@ from .thor_factors import FactorError, FloatArray, warn_skipped
 from .thor_layers import ThorLayerNorm
 from .thor_net import declared, trainable
 from .thor_preconditioners import Inverses, Options, Preconditioner, Scratch, preconditioner_of
+
+# Up to so many elements the last pass of a step runs on one thread. BLAS has just used all cores,
+# and its idle threads and those of OpenMP wait by spinning, against each other: that costs
+# milliseconds, more than the pass itself, which is short beside the products.
+_SERIAL_UP_TO = 1 << 22
 
 
 def every_parameter(parameter: Parameter) -> bool:  # noqa: ARG001  (what a filter is called with)
@@ -205,7 +211,8 @@ class Thor(FusedOptimizer):
                         position, gradient, inverses or preconditioner.inverses, options,
                         self._scratch,
                     )  # fmt: skip
-        done = super().construct(tuple(given))
+        with serial(sum(p.size for p in self.parameters) <= _SERIAL_UP_TO):
+            done = super().construct(tuple(given))
         for preconditioner, inverses in fresh:
             preconditioner.keep(inverses)
         self._is_requested = False

@@ -1,10 +1,13 @@
 """Threading layers, forks and several Python threads, each for real in a fresh process; and
 results that are equal to the last bit for any number of threads."""
 
+import threading
+
 import numpy as np
 import pytest
 
 from fusestep import get_num_threads, set_num_threads
+from fusestep.kernels.cpu.parallel import serial
 
 from subprocesses import output_of, run_python
 
@@ -156,3 +159,17 @@ def test_budget_is_reached_by_kernels(monkeypatch):
     finally:
         set_num_threads(None)
     assert used == [1]
+
+
+def test_a_python_thread_can_ask_for_no_others():
+    available, elsewhere = get_num_threads(), []
+    with serial(True):
+        assert get_num_threads() == 1
+        with serial(False):  # an inner wish does not undo an outer one
+            assert get_num_threads() == 1
+        thread = threading.Thread(target=lambda: elsewhere.append(get_num_threads()))
+        thread.start()
+        thread.join()
+    assert elsewhere == [available]
+    with serial(False):
+        assert get_num_threads() == available

@@ -14,7 +14,8 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
@@ -30,6 +31,7 @@ from .intrinsics import atomic_add, call3
 _LINE_WORDS = 8  # int64 of a cache line: counters of different threads do not share one
 _workqueue_lock = threading.Lock()
 _thread_budget: int | None = None
+_caller = threading.local()  # .serial: this Python thread wants no others
 _forked_after_openmp = False
 
 
@@ -82,11 +84,22 @@ def set_num_threads(n: int | None) -> None:
 
 def get_num_threads() -> int:
     """How many threads the next call may use."""
-    if _forked_after_openmp:
+    if _forked_after_openmp or getattr(_caller, "serial", False):
         return 1
     _prepare_layer()  # before Numba is asked, which starts the layer
     available: int = numba.get_num_threads()
     return available if _thread_budget is None else min(available, _thread_budget)
+
+
+@contextmanager
+def serial(wanted: bool) -> Iterator[None]:
+    """Within it, calls of this Python thread run on it alone, if that is ``wanted``."""
+    before = getattr(_caller, "serial", False)
+    _caller.serial = before or wanted
+    try:
+        yield
+    finally:
+        _caller.serial = before
 
 
 def threading_layer() -> str | None:
