@@ -10,8 +10,10 @@ temporary file and renamed, so a reader sees a whole one or none.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import pickle
+import secrets
 import sys
 import tempfile
 import types
@@ -24,6 +26,7 @@ import llvmlite
 import numba
 import numpy as np
 from numba.core import serialize
+from numba.core.bytecode import FunctionIdentity
 from numba.core.caching import _Cache
 from numba.core.compiler import CompileResult
 from numba.core.dispatcher import Dispatcher
@@ -31,6 +34,21 @@ from numba.core.dispatcher import Dispatcher
 PACKAGE = Path(__file__).resolve().parent
 _MAGIC = b"fusestep kernel 1\n"
 _SUFFIX = ".kernel"
+
+
+def _number_functions_apart() -> None:
+    """Let the numbers of this process's functions begin where no other process's are.
+
+    Numba puts them into the names of symbols. As they begin at 1, closures of two processes get
+    the same name, and of two cached objects that are loaded together the second would call the
+    functions of the first: other machine code than it was compiled with.
+    """
+    FunctionIdentity._unique_ids = itertools.count(secrets.randbits(62))
+
+
+_number_functions_apart()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_number_functions_apart)
 
 
 def sources_hash() -> str:

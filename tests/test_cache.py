@@ -224,3 +224,62 @@ def test_a_user_without_a_home_goes_without_a_cache(monkeypatch):
 
     monkeypatch.setattr(cache.Path, "home", homeless)
     assert cache.cache_directory() is None
+
+
+ONE_STORAGE = """
+    import sys
+    import numpy as np, ml_dtypes
+    from fusestep.kernels.cpu.sums import accumulate
+    from fusestep.kernels.storage import F32, STORAGES
+    for name in sys.argv[1:]:
+        accumulate(STORAGES[np.dtype(name)], F32).address
+"""
+BOTH_STORAGES = """
+    import ctypes
+    import numpy as np, ml_dtypes
+    from fusestep.kernels.cpu.sums import accumulate
+    from fusestep.kernels.storage import BF16, F32, STORAGES
+    keys = np.zeros(100, np.int64)
+    keys[:3] = 0, 1, 2
+    for storage in (F32, BF16):
+        compiled = accumulate(storage, F32)
+        values = np.arange(3 * 70).reshape(3, 70).astype(storage.dtype)
+        total = np.zeros(70, np.float32)
+        call = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 7)(compiled.address)
+        call(total.ctypes.data, values.ctypes.data, keys.ctypes.data, 0, 3, 70, 3)
+        assert compiled._compiled.cache_hits == 1
+        assert (total == values.astype(np.float32).sum(0)).all(), storage.name
+    print("right")
+"""
+
+
+def test_entries_of_different_processes_can_be_loaded_together(tmp_path):
+    """Numba numbers the functions of a process, and the numbers are in the names of symbols. Two
+    processes that both begin at 1 give different functions one name, and of two entries that
+    are loaded together the second then calls the functions of the first.
+    """
+    folder = {"FUSESTEP_CACHE_DIR": str(tmp_path)}
+    for name in ("float32", "bfloat16"):
+        output_of(ONE_STORAGE, name, **folder)
+    assert output_of(BOTH_STORAGES, **folder) == "right\n"
+
+
+def test_processes_and_forks_number_their_functions_apart():
+    program = """
+        import os
+        from numba.core.bytecode import FunctionIdentity
+        import fusestep.kernels.cache
+
+        def number():
+            return FunctionIdentity.from_function(number).unique_id
+
+        read, write = os.pipe()
+        if os.fork() == 0:
+            os.write(write, str(number()).encode())
+            os._exit(0)
+        os.wait()
+        print(number(), os.read(read, 100).decode())
+    """
+    numbers = [int(n) for _ in range(2) for n in output_of(program).split()]
+    assert len(set(numbers)) == 4
+    assert min(numbers) > 1 << 32
