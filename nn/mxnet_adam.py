@@ -8,13 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..kernels.rules import mxnet as scalars
-from ..kernels.rules.adam import ADAM, ADAM_THEN_DECAY, ADAM_WEIGHT_DECAY
-from ..kernels.rules.adam_master import (
-    ADAM_MASTER,
-    ADAM_THEN_DECAY_MASTER,
-    ADAM_WEIGHT_DECAY_MASTER,
-)
+from ..kernels.rules import mxnet as rules
 from ..kernels.rules.rule import Prologue, Rule
 from ..ops import check
 from ..ops.arrays import adopt, real_type
@@ -180,7 +174,7 @@ class _AdamFamily(Optimizer):
 
     def _prologue(self, decay: float) -> Prologue:
         bound = self.clip_gradient
-        return scalars.conditioning(
+        return rules.conditioning(
             self.compat,
             scales=np.float32(self.rescale_grad) != 1,
             clips=bound is not None and bound > 0,
@@ -192,11 +186,9 @@ class _AdamFamily(Optimizer):
     ) -> tuple[Any, ...]:
         """The scalars of rule and prologue for a weight that is updated the ``t``-th time."""
         own = self._rule_scalars(real, t, lr, wd, composed)
-        of_prologue = (
-            scalars.rounded(real, x, composed=composed)
-            for x in (self.rescale_grad, self.clip_gradient or 0.0, wd)
+        return own + rules.conditioning_scalars(
+            real, prologue, self.rescale_grad, self.clip_gradient or 0.0, wd, composed=composed
         )
-        return own + scalars.conditioning_scalars(prologue, *of_prologue)
 
     def _rule_scalars(
         self, real: Any, t: int, lr: float, wd: float, composed: bool
@@ -205,7 +197,7 @@ class _AdamFamily(Optimizer):
         raise NotImplementedError
 
     def _step_size(self, t: int, lr: float) -> float:
-        corrected = scalars.bias_corrected(lr, self.beta1, self.beta2, t)
+        corrected = rules.bias_corrected(lr, self.beta1, self.beta2, t)
         return check.scalar(self._name, "the learning rate", corrected)
 
 
@@ -268,8 +260,8 @@ class Adam(_AdamFamily):
     [0.9 1.1 1. ]
     """
 
-    _fused = (ADAM, ADAM_MASTER)
-    _composed = (ADAM, ADAM_MASTER)
+    _fused = (rules.MXNET_ADAM, rules.MXNET_ADAM_MASTER)
+    _composed = _fused
     lazy_update = Checked(check.flag)
 
     def __init__(
@@ -302,7 +294,7 @@ class Adam(_AdamFamily):
         self, real: Any, t: int, lr: float, wd: float, composed: bool  # noqa: ARG002
     ) -> tuple[Any, ...]:  # fmt: skip
         step_size = self._step_size(t, lr)
-        return scalars.adam_hp(
+        return rules.adam_hp(
             real, step_size, self.beta1, self.beta2, self.epsilon, composed=composed
         )
 
@@ -347,8 +339,8 @@ class AdamW(_AdamFamily):
     """
 
     _decay_is_coupled = False
-    _fused = (ADAM_WEIGHT_DECAY, ADAM_WEIGHT_DECAY_MASTER)
-    _composed = (ADAM_THEN_DECAY, ADAM_THEN_DECAY_MASTER)
+    _fused = (rules.MXNET_ADAMW, rules.MXNET_ADAMW_MASTER)
+    _composed = (rules.MXNET_ADAMW_COMPOSED, rules.MXNET_ADAMW_COMPOSED_MASTER)
     correct_bias = Checked(check.flag)
     rescale_grad = Checked(check.number)
 
@@ -376,6 +368,6 @@ class AdamW(_AdamFamily):
         self, real: Any, t: int, lr: float, wd: float, composed: bool
     ) -> tuple[Any, ...]:
         step_size = self._step_size(t, lr) if self.correct_bias else lr
-        return scalars.adam_weight_decay_hp(
+        return rules.adamw_hp(
             real, step_size, self.beta1, self.beta2, self.epsilon, wd, composed=composed
         )

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from ..kernels.rules import mxnet
-from ..kernels.rules.adam import ADAM, AdamHP
 from ..kernels.rules.rule import Prologue
 from . import check
 from .arrays import RowTensor, real_type
@@ -66,13 +65,15 @@ class _AdamUpdate(Primitive):
         variables = self._variables(weight=w, mean=mean, var=var)
         prologue, hp = scalars.for_dtype(w.dtype)
         if not isinstance(grad, RowTensor):
-            self._apply_dense(ADAM, variables, hp, "grad", grad, prologue)
+            self._apply_dense(mxnet.MXNET_ADAM, variables, hp, "grad", grad, prologue)
             return
         if grad.dense_shape != w.shape:
             wrong = "has a wrong dense_shape"
             raise ValueError(message(self.name, "grad", wrong, w.shape, grad.dense_shape))
         rows = grad.values, grad.indices
-        self._apply_rows(ADAM, variables, hp, "grad", *rows, touched_only=lazy, prologue=prologue)
+        self._apply_rows(
+            mxnet.MXNET_ADAM, variables, hp, "grad", *rows, touched_only=lazy, prologue=prologue
+        )
 
     def _check_apart(self, written: dict[str, np.ndarray], read: dict[str, np.ndarray]) -> None:
         for name, array in written.items():
@@ -119,17 +120,18 @@ class _Scalars:
     def for_dtype(self, dtype: np.dtype[Any]) -> tuple[Prologue, tuple[float, ...]]:
         """The prologue, and the scalars of rule and prologue."""
         real, given = real_type(dtype), self._given
-        rescale, bound, decay = (
-            mxnet.rounded(real, given[name], composed=False)
-            for name in ("rescale_grad", "clip_gradient", "wd")
-        )
+        rescale, bound, decay = given["rescale_grad"], given["clip_gradient"], given["wd"]
         prologue = mxnet.conditioning(
-            self._version, scales=rescale != 1, clips=bound > 0, decays=decay > 0
+            self._version,
+            scales=np.float32(rescale) != 1,
+            clips=bound > 0,
+            decays=bool(np.float32(decay) > 0),
         )
-        hp: AdamHP = mxnet.adam_hp(
-            real, given["lr"], given["beta1"], given["beta2"], given["epsilon"], composed=False
+        names = ("lr", "beta1", "beta2", "epsilon")
+        hp = mxnet.adam_hp(real, *(given[name] for name in names), composed=False)
+        return prologue, hp + mxnet.conditioning_scalars(
+            real, prologue, rescale, bound, decay, composed=False
         )
-        return prologue, hp + mxnet.conditioning_scalars(prologue, rescale, bound, decay)
 
 
 def adam_update(

@@ -111,7 +111,7 @@ def adam_weight_decay(
     return wide(w) - hp.lr * (m / (np.sqrt(v) + hp.epsilon) + hp.decay * wide(w)), m, v
 
 
-def adam_then_decay(
+def adamw_composed(
     w: ArrayLike, g: ArrayLike, m: ArrayLike, v: ArrayLike, hp: Any
 ) -> tuple[Array, Array, Array]:
     """Decoupled decay of the parameter that has stepped, times the learning rate."""

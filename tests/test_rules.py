@@ -12,8 +12,8 @@ import pytest
 
 from fusestep import nn, ops
 from fusestep.kernels.rules import adam as rules
-from fusestep.kernels.rules import adam_master as masters
 from fusestep.kernels.rules import gradient as prologues
+from fusestep.kernels.rules import mxnet
 from fusestep.kernels.rules.rule import Rule, hp_type
 from fusestep.kernels.storage import STORAGES
 from fusestep.ops.step import Variables, dense_step
@@ -53,17 +53,19 @@ RULES: dict[str, tuple[Rule, dict[str, float], Callable[..., Any]]] = {
         lambda _, *a: reference.adam_delta(*a, nesterov=True),
     ),
     "weight_decay": (rules.ADAM_WEIGHT_DECAY, DECAY, reference.adam_weight_decay),
-    "then_decay": (rules.ADAM_THEN_DECAY, DECAY, reference.adam_then_decay),
-    "master": (masters.ADAM_MASTER, POWERS, with_copy(reference.adam)),
-    "weight_decay_master": (
-        masters.ADAM_WEIGHT_DECAY_MASTER,
+    "mxnet": (mxnet.MXNET_ADAM, POWERS, reference.adam),
+    "mxnet_decay": (mxnet.MXNET_ADAMW, DECAY, reference.adam_weight_decay),
+    "mxnet_decay_composed": (mxnet.MXNET_ADAMW_COMPOSED, DECAY, reference.adamw_composed),
+    "mxnet_master": (mxnet.MXNET_ADAM_MASTER, POWERS, with_copy(reference.adam)),
+    "mxnet_decay_master": (
+        mxnet.MXNET_ADAMW_MASTER,
         DECAY,
         with_copy(reference.adam_weight_decay),
     ),
-    "then_decay_master": (
-        masters.ADAM_THEN_DECAY_MASTER,
+    "mxnet_decay_composed_master": (
+        mxnet.MXNET_ADAMW_COMPOSED_MASTER,
         DECAY,
-        with_copy(reference.adam_then_decay),
+        with_copy(reference.adamw_composed),
     ),
 }
 EACH_RULE = pytest.mark.parametrize("name", RULES)
@@ -72,14 +74,17 @@ EACH_RULE = pytest.mark.parametrize("name", RULES)
 def scalars(name: str, real: Any) -> tuple[tuple[Any, ...], reference.AdamScalars]:
     """The scalars of a rule, rounded to `real`, for the library and for the reference."""
     rule, extra, _ = RULES[name]
-    decays = rule.hp == rules.AdamWeightDecayHP._fields
-    make = rules.adam_weight_decay_hp if decays else rules.adam_hp
+    make = rules.adam_weight_decay_hp if rule is rules.ADAM_WEIGHT_DECAY else rules.adam_hp
     given = {**HYPER, **extra}
-    return make(real, **given), reference.adam_scalars(**given, real=real)
+    expected = reference.adam_scalars(**given, real=real)
+    if name.startswith("mxnet"):  # how it rounds is tested with its optimizers
+        hp = mxnet.AdamWHP if "decay" in name else mxnet.AdamHP
+        return hp(*(real(getattr(expected, field)) for field in rule.hp)), expected
+    return make(real, **given), expected
 
 
 def test_every_rule_is_tested() -> None:
-    modules = (rules, masters)
+    modules = (rules, mxnet)
     found = {x for module in modules for x in vars(module).values() if isinstance(x, Rule)}
     assert found == {rule for rule, _, _ in RULES.values()}
 

@@ -10,7 +10,7 @@ import numpy as np
 from numba import carray, njit
 
 from ..compile import part
-from .intrinsics import as_pointer
+from .intrinsics import as_pointer, load_int32, load_int64
 from .layout import (
     BAD_POSITION,
     COLUMNS,
@@ -46,12 +46,22 @@ def position_end(c, tables, t):
     return tables[t + 1, FIRST_POSITION] if t + 1 < c.n_tables else c.n
 
 
-@njit(error_model="numpy")
-def _count_table(indices, begin, end, n_rows, first_row, dropped_row, histogram):
+@njit(inline="always")
+def _index(indices, n_bytes, k):
+    """Element ``k`` of int32 or int64 indices; the test is the same in a whole loop."""
+    if n_bytes == 4:
+        return np.int64(load_int32(indices + 4 * k))
+    return load_int64(indices + 8 * k)
+
+
+@njit(inline="always")
+def _count_table(table, begin, end, dropped_row, histogram):
     """Count the lowest digits of ``indices[begin:end]``; returns the first bad one, or -1."""
     mask = np.uint64(histogram.size - 1)
+    n_rows, first_row = table[ROWS], table[FIRST_ROW]
+    indices, n_bytes = table[INDICES], table[INDEX_BYTES]
     for k in range(begin, end):
-        row = np.int64(indices[k])
+        row = _index(indices, n_bytes, k)
         key_row = row + first_row
         if row < 0 or row >= n_rows:
             if dropped_row < 0:
@@ -61,17 +71,26 @@ def _count_table(indices, begin, end, n_rows, first_row, dropped_row, histogram)
     return -1
 
 
-@njit(error_model="numpy")
-def _scatter_table(indices, begin, end, n_rows, first_row, dropped_row, offsets, out, first, bits):
+@njit(inline="always")
+def _scatter_table(table, begin, end, dropped_row, offsets, out, bits):
     """Move the keys of ``indices[begin:end]`` to the places of their lowest digits."""
     mask = np.uint64(offsets.size - 1)
+    n_rows, first_row, first = table[ROWS], table[FIRST_ROW], table[FIRST_POSITION]
+    indices, n_bytes = table[INDICES], table[INDEX_BYTES]
     for k in range(begin, end):
-        row = np.int64(indices[k])
+        row = _index(indices, n_bytes, k)
         key_row = row + first_row if 0 <= row < n_rows else dropped_row
         digit = np.uint64(key_row) & mask
         place = offsets[digit]
         out[np.uint64(place)] = (key_row << bits) | (first + k)
         offsets[digit] = place + 1
+
+
+@njit(inline="always")
+def _stretch(c, tables, t, begin, end):
+    """The part of positions ``begin .. end`` that is of table ``t``, counted within it."""
+    first = tables[t, FIRST_POSITION]
+    return max(begin, first) - first, min(end, position_end(c, tables, t)) - first
 
 
 @njit(error_model="numpy")
@@ -83,17 +102,10 @@ def count_rows(c, begin, end, histogram):
     tables = carray(as_pointer(c.tables), (c.n_tables, COLUMNS), np.int64)
     histogram[:] = 0
     for t in range(c.n_tables):
-        first, last = tables[t, FIRST_POSITION], position_end(c, tables, t)
-        low, high = max(begin, first) - first, min(end, last) - first
-        n_rows, row, address = tables[t, ROWS], tables[t, FIRST_ROW], tables[t, INDICES]
-        if tables[t, INDEX_BYTES] == 4:
-            narrow = carray(as_pointer(address), last - first, np.int32)
-            bad = _count_table(narrow, low, high, n_rows, row, c.dropped_row, histogram)
-        else:
-            wide = int64s(address, last - first)
-            bad = _count_table(wide, low, high, n_rows, row, c.dropped_row, histogram)
+        low, high = _stretch(c, tables, t, begin, end)
+        bad = _count_table(tables[t], low, high, c.dropped_row, histogram)
         if bad >= 0:
-            return first + bad
+            return tables[t, FIRST_POSITION] + bad
     return -1
 
 
@@ -101,17 +113,9 @@ def count_rows(c, begin, end, histogram):
 def scatter_rows(c, begin, end, offsets, out):
     """The first pass of the sort: makes the keys of positions ``begin .. end`` on its way."""
     tables = carray(as_pointer(c.tables), (c.n_tables, COLUMNS), np.int64)
-    dropped_row, bits = c.dropped_row, c.position_bits
     for t in range(c.n_tables):
-        first, last = tables[t, FIRST_POSITION], position_end(c, tables, t)
-        low, high = max(begin, first) - first, min(end, last) - first
-        n_rows, row, address = tables[t, ROWS], tables[t, FIRST_ROW], tables[t, INDICES]
-        if tables[t, INDEX_BYTES] == 4:
-            narrow = carray(as_pointer(address), last - first, np.int32)
-            _scatter_table(narrow, low, high, n_rows, row, dropped_row, offsets, out, first, bits)
-        else:
-            wide = int64s(address, last - first)
-            _scatter_table(wide, low, high, n_rows, row, dropped_row, offsets, out, first, bits)
+        low, high = _stretch(c, tables, t, begin, end)
+        _scatter_table(tables[t], low, high, c.dropped_row, offsets, out, c.position_bits)
 
 
 @njit(inline="always")

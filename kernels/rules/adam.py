@@ -54,7 +54,6 @@ def moments(g: Any, m: Any, v: Any, hp: Any) -> Any:
     return m + hp.one_minus_beta1 * (g - m), v + hp.one_minus_beta2 * (g * g - v)
 
 
-@rule_helper
 def adam(w: Any, g: Any, m: Any, v: Any, hp: Any) -> Any:
     """Adam."""
     m, v = moments(g, m, v, hp)
@@ -88,19 +87,10 @@ def adam_nesterov_delta(delta: Any, g: Any, m: Any, v: Any, hp: Any) -> Any:
     return -hp.step_size * ahead / (math.sqrt(v) + hp.epsilon), m, v
 
 
-@rule_helper
 def adam_weight_decay(w: Any, g: Any, m: Any, v: Any, hp: Any) -> Any:
     """Decoupled decay, no bias correction: ``w - lr * (m / (sqrt(v) + epsilon) + decay*w)``."""
     m, v = moments(g, m, v, hp)
     return w - hp.lr * (m / (math.sqrt(v) + hp.epsilon) + hp.decay * w), m, v
-
-
-@rule_helper
-def adam_then_decay(w: Any, g: Any, m: Any, v: Any, hp: Any) -> Any:
-    """Decoupled decay of the weight that has already stepped."""
-    m, v = moments(g, m, v, hp)
-    w = w - hp.lr * (m / (math.sqrt(v) + hp.epsilon))
-    return w - hp.lr * hp.decay * w, m, v
 
 
 def adam_hp(
@@ -187,4 +177,3 @@ ADAM_AMSGRAD = Rule(adam_amsgrad, (*MOMENTS, "vhat"), AdamHP._fields)
 ADAM_DELTA = Rule(adam_delta, MOMENTS, AdamHP._fields)
 ADAM_NESTEROV_DELTA = Rule(adam_nesterov_delta, MOMENTS, AdamHP._fields)
 ADAM_WEIGHT_DECAY = Rule(adam_weight_decay, ("adam_m", "adam_v"), AdamWeightDecayHP._fields)
-ADAM_THEN_DECAY = Rule(adam_then_decay, MOMENTS, AdamWeightDecayHP._fields)

@@ -1,26 +1,117 @@
-"""MXNet's Adam: what happens to the gradient first, and how its scalars are rounded.
+"""MXNet's Adam and AdamW: the rules, what happens to the gradient first, and the scalars.
 
-Update and states are those of `adam`; the scalars are where the numbers differ from MindSpore's.
-MXNet's kernels take every hyper-parameter as a float32 field, for float64 weights too, and subtract
-``1 - beta`` from that: ``1 - float32(0.999)`` is 1.3e-5 below 0.001, which shows in every step.
-The same update out of composed array operations (``use_fused_step=False`` in MXNet 2.0) takes
-Python's doubles instead, ``1 - beta`` included. The correction of the bias is part of the
-learning rate and is computed in double precision in both.
+With a step size ``l`` that holds the learning rate and the correction of the bias::
+
+    m <- beta1*m + (1 - beta1)*g
+    v <- beta2*v + ((1 - beta2)*g)*g
+    w <- w - l * m / (sqrt(v) + epsilon)                     Adam
+    w <- w - l * (m / (sqrt(v) + epsilon) + decay*w)         AdamW
+
+The form of the moments is MXNet's, not that of `adam`: with ``beta = 0`` nothing of the past is
+left, and ``v`` stays finite up to gradients of 1e20, whose square is no float32.
+
+Each rule also exists for a float32 master weight. The last state is then the 16-bit weight, a
+copy that is written on the way. It is never read, so the compiler leaves its load out.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from .adam import AdamHP, AdamWeightDecayHP
 from .gradient import CLIP, COUPLED_DECAY, SCALE
-from .rule import Prologue
+from .rule import Prologue, Rule, product, rule_helper
 
 VERSIONS = ("2.0", "1.9")
 """Whose order of clipping and weight decay."""
+
+
+class AdamHP(NamedTuple):
+    """Scalars of Adam."""
+
+    beta1: Any
+    one_minus_beta1: Any
+    beta2: Any
+    one_minus_beta2: Any
+    step_size: Any
+    epsilon: Any
+
+
+class AdamWHP(NamedTuple):
+    """Scalars of AdamW."""
+
+    beta1: Any
+    one_minus_beta1: Any
+    beta2: Any
+    one_minus_beta2: Any
+    lr: Any
+    epsilon: Any
+    decay: Any
+
+
+@rule_helper
+def moments(g: Any, m: Any, v: Any, hp: Any) -> Any:
+    """The exponential moving averages of the gradient and of its square.
+
+    Every product is rounded, as in MXNet's builds for x86, which have no FMA: where two terms
+    cancel, the result is that of MXNet to the last bit.
+    """
+    m = product(hp.beta1, m) + product(hp.one_minus_beta1, g)
+    return m, product(hp.beta2, v) + product(product(hp.one_minus_beta2, g), g)
+
+
+@rule_helper
+def adam(w: Any, g: Any, m: Any, v: Any, hp: Any) -> Any:
+    """Adam."""
+    m, v = moments(g, m, v, hp)
+    return w - hp.step_size * m / (math.sqrt(v) + hp.epsilon), m, v
+
+
+@rule_helper
+def adamw(w: Any, g: Any, m: Any, v: Any, hp: Any) -> Any:
+    """AdamW: the old weight decays."""
+    m, v = moments(g, m, v, hp)
+    return w - hp.lr * (m / (math.sqrt(v) + hp.epsilon) + hp.decay * w), m, v
+
+
+@rule_helper
+def adamw_composed(w: Any, g: Any, m: Any, v: Any, hp: Any) -> Any:
+    """AdamW out of MXNet's composed operations: the weight decays after it has stepped."""
+    m, v = moments(g, m, v, hp)
+    w = w - hp.lr * (m / (math.sqrt(v) + hp.epsilon))
+    return w - hp.lr * hp.decay * w, m, v
+
+
+def adam_master(w: Any, g: Any, m: Any, v: Any, copy: Any, hp: Any) -> Any:
+    """Adam, and the copy."""
+    w, m, v = adam(w, g, m, v, hp)
+    return w, m, v, w
+
+
+def adamw_master(w: Any, g: Any, m: Any, v: Any, copy: Any, hp: Any) -> Any:
+    """AdamW, and the copy."""
+    w, m, v = adamw(w, g, m, v, hp)
+    return w, m, v, w
+
+
+def adamw_composed_master(w: Any, g: Any, m: Any, v: Any, copy: Any, hp: Any) -> Any:
+    """AdamW out of composed operations, and the copy."""
+    w, m, v = adamw_composed(w, g, m, v, hp)
+    return w, m, v, w
+
+
+MOMENTS = ("mean", "var")
+MXNET_ADAM = Rule(adam, MOMENTS, AdamHP._fields)
+MXNET_ADAMW = Rule(adamw, MOMENTS, AdamWHP._fields)
+MXNET_ADAMW_COMPOSED = Rule(adamw_composed, MOMENTS, AdamWHP._fields)
+MXNET_ADAM_MASTER = Rule(adam_master, (*MOMENTS, "copy"), AdamHP._fields)
+MXNET_ADAMW_MASTER = Rule(adamw_master, (*MOMENTS, "copy"), AdamWHP._fields)
+MXNET_ADAMW_COMPOSED_MASTER = Rule(adamw_composed_master, (*MOMENTS, "copy"), AdamWHP._fields)
+
+
+# Before the rule
 
 
 def conditioning(version: str, *, scales: bool, clips: bool, decays: bool) -> Prologue:
@@ -33,11 +124,26 @@ def conditioning(version: str, *, scales: bool, clips: bool, decays: bool) -> Pr
 
 
 def conditioning_scalars(
-    prologue: Prologue, rescale: float, bound: float, decay: float
-) -> tuple[float, ...]:
-    """The scalars of a `conditioning`, in the order of its parts."""
-    of_part = {SCALE: (rescale,), CLIP: (bound,), COUPLED_DECAY: (decay, 0.0)}
+    real: Any, prologue: Prologue, rescale: float, bound: float, decay: float, *, composed: bool
+) -> tuple[Any, ...]:
+    """The scalars of a `conditioning`, in the order of its parts.
+
+    The bound of the clipping is float32 in composed operations too.
+    """
+    of_part = {
+        SCALE: (rounded(real, rescale, composed=composed),),
+        CLIP: (rounded(real, bound, composed=False),),
+        COUPLED_DECAY: (rounded(real, decay, composed=composed), real(0.0)),
+    }
     return tuple(x for part in prologue for x in of_part[part])
+
+
+# Scalars
+#
+# MXNet's kernels take every hyper-parameter as a float32 field, for float64 weights too, and
+# subtract 1 - beta from that: 1 - float32(0.999) is 1.3e-5 below 0.001, which shows in every step.
+# The same update out of composed array operations (use_fused_step=False in 2.0) takes Python's
+# doubles instead, 1 - beta included. The bias is corrected in double precision in both.
 
 
 def bias_corrected(lr: float, beta1: float, beta2: float, t: int) -> float:
@@ -50,32 +156,32 @@ def rounded(real: Any, value: float, *, composed: bool) -> Any:
     return real(value) if composed else real(np.float32(value))
 
 
-def _complement(real: Any, beta: float, composed: bool) -> Any:
-    return real(1.0 - beta) if composed else real(1.0) - real(np.float32(beta))
+def _of_betas(real: Any, beta1: float, beta2: float, composed: bool) -> tuple[Any, Any, Any, Any]:
+    """Each beta and its complement."""
+    if composed:
+        return real(beta1), real(1.0 - beta1), real(beta2), real(1.0 - beta2)
+    first, second = real(np.float32(beta1)), real(np.float32(beta2))
+    return first, real(1.0) - first, second, real(1.0) - second
 
 
 def adam_hp(
     real: Any, step_size: float, beta1: float, beta2: float, epsilon: float, *, composed: bool
 ) -> AdamHP:
     """The scalars of Adam for a corrected learning rate."""
-    return AdamHP(
-        _complement(real, beta1, composed),
-        _complement(real, beta2, composed),
-        rounded(real, step_size, composed=composed),
-        rounded(real, epsilon, composed=composed),
-    )
+    size, eps = (rounded(real, x, composed=composed) for x in (step_size, epsilon))
+    return AdamHP(*_of_betas(real, beta1, beta2, composed), size, eps)
 
 
-def adam_weight_decay_hp(
+def adamw_hp(
     real: Any,
-    step_size: float,
+    lr: float,
     beta1: float,
     beta2: float,
     epsilon: float,
     decay: float,
     *,
     composed: bool,
-) -> AdamWeightDecayHP:
-    """The scalars of Adam with decoupled decay, which the corrected rate multiplies too."""
-    adam = adam_hp(real, step_size, beta1, beta2, epsilon, composed=composed)
-    return AdamWeightDecayHP(*adam, rounded(real, decay, composed=composed))
+) -> AdamWHP:
+    """The scalars of AdamW, whose decay is multiplied by the corrected learning rate too."""
+    adam = adam_hp(real, lr, beta1, beta2, epsilon, composed=composed)
+    return AdamWHP(*adam, rounded(real, decay, composed=composed))
