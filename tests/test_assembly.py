@@ -47,7 +47,8 @@ MUST_HAVE = {
     "sgd_first_step_nesterov": {FMA},
     "adagrad_fixed": {ROOT, DIVISION},  # w - lr*g/sqrt(A): no product is added to anything
     # Every product is rounded, as in MXNet's builds.
-    **dict.fromkeys(("mxnet_adam", "mxnet_adam_master"), {ROOT, DIVISION, "multiplication"}),
+    "mxnet_adam": {ROOT, DIVISION, "multiplication"},
+    "mxnet_adam_master": {ROOT, DIVISION, "multiplication"},
     "lars_gradient": {FMA},
     "scaled": {"multiplication"},
     "ftrl_power": set(),  # calls pow for each element, so its loop is scalar
