@@ -15,19 +15,27 @@ done here instead.
 [0.9 1.1]
 """
 
+import sys
+
+from ..ops.arrays import RowTensor
 from . import mxnet_schedulers as lr_scheduler
 from .mxnet_adam import Adam, AdamW
 from .mxnet_optimizer import Optimizer, ScheduledRateError, create, register
 from .mxnet_updater import Updater, get_updater
 
+# ``mx.optimizer.Adam`` as in MXNet is ``mx.Adam``.
+optimizer = sys.modules[__name__]
+
 __all__ = [
     "Adam",
     "AdamW",
     "Optimizer",
+    "RowTensor",
     "ScheduledRateError",
     "Updater",
     "create",
     "get_updater",
     "lr_scheduler",
+    "optimizer",
     "register",
 ]

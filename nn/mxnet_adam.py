@@ -1,208 +1,20 @@
-"""MXNet's Adam and AdamW, over the same rules as MindSpore's."""
+"""MXNet's Adam and AdamW."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from ..kernels.rules import mxnet as rules
-from ..kernels.rules.rule import Prologue, Rule
 from ..ops import check
-from ..ops.arrays import adopt, real_type
 from ..ops.errors import message
-from .mxnet_arguments import Checked, as_lists, decay_rate
-from .mxnet_optimizer import Optimizer, register
-from .mxnet_step import Bindings, Step
-from .parameter import Parameter
-
-_RATE = 0.001
-
-
-class _AdamFamily(Optimizer):
-    """What `Adam` and `AdamW` share: two moments, one kernel call for all weights of a dtype."""
-
-    _decay_is_coupled = True
-    # The rules for weights without and with a master copy: fused, and composed.
-    _fused: tuple[Rule, Rule]
-    _composed: tuple[Rule, Rule]
-
-    beta1 = Checked(decay_rate)
-    beta2 = Checked(decay_rate)
-    epsilon = Checked(check.scalar_at_least_0)
-
-    def __init__(
-        self,
-        learning_rate: float | None,
-        beta1: float,
-        beta2: float,
-        epsilon: float,
-        use_fused_step: bool,
-        **base: Any,
-    ) -> None:
-        if learning_rate is None and base.get("lr_scheduler") is None:
-            learning_rate = _RATE
-        if base.get("aggregate_num") is None:
-            base["aggregate_num"] = np.inf  # results do not depend on it
-        super().__init__(learning_rate=learning_rate, use_fused_step=use_fused_step, **base)
-        self.beta1, self.beta2, self.epsilon = beta1, beta2, epsilon
-        self._bindings = Bindings(self._name)
-
-    def create_state(self, index: Any, weight: Any) -> tuple[np.ndarray, np.ndarray]:  # noqa: ARG002
-        """Zeros for mean and variance, float32 (float64 for a float64 weight)."""
-        array = adopt(self._name, "weight", weight)
-        mean, var = (np.zeros(array.shape, real_type(array.dtype)) for _ in range(2))
-        return mean, var
-
-    def step(
-        self, indices: Sequence[Any], weights: Sequence[Any], grads: Sequence[Any],
-        states: Sequence[Any],
-    ) -> None:  # fmt: skip
-        """Update weights with the scalars of MXNet's composed operations; see ``update``."""
-        self._update_all(indices, self._variables(weights, states), grads, composed=True)
-
-    def fused_step(
-        self, indices: Sequence[Any], weights: Sequence[Any], grads: Sequence[Any],
-        states: Sequence[Any],
-    ) -> None:  # fmt: skip
-        """Update weights with the scalars of MXNet's kernels; see ``update``."""
-        self._update_all(indices, self._variables(weights, states), grads, composed=False)
-
-    def update_multi_precision(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
-        """As `Optimizer.update_multi_precision`; master copy and weight in one pass."""
-        lists = as_lists(self._name, index, weight, grad, state)
-        indices, weights, grads, states = lists
-        masters = [self._has_master(w) for w in weights]
-        if self._has_own_update() or not any(masters):
-            super().update_multi_precision(index, weight, grad, state)
-            return
-        variables = [
-            self._with_master(i, w, s) if has_master else self._variables([w], [s])[0]
-            for i, w, s, has_master in zip(indices, weights, states, masters, strict=True)
-        ]
-        self._update_all(indices, variables, grads, composed=not self.use_fused_step)
-
-    def _has_own_update(self) -> bool:
-        """Whether a subclass of a user does something else."""
-        steps = ("update", "step", "fused_step")
-        return any(getattr(type(self), n) is not getattr(_AdamFamily, n) for n in steps)
-
-    def _variables(self, weights: Sequence[Any], states: Sequence[Any]) -> list[tuple[Any, ...]]:
-        """Weight, mean and variance of each index."""
-        if not all(isinstance(s, tuple | list) and len(s) == 2 for s in states):
-            expected = "(mean, var) of create_state"
-            raise TypeError(message(self._name, "state", "has a wrong type", expected, states))
-        return [
-            (w.data if isinstance(w, Parameter) else w, *s)
-            for w, s in zip(weights, states, strict=True)
-        ]
-
-    def _with_master(self, index: Any, weight: Any, state: Any) -> tuple[Any, ...]:
-        """Master copy, mean, variance, and the weight that becomes the rounded copy."""
-        if not isinstance(state, tuple | list) or len(state) != 2:
-            name, got = f"state of {self._label(index)!r}", type(state).__name__
-            expected = "(master, (mean, var)) of create_state_multi_precision"
-            raise TypeError(message(self._name, name, "has a wrong type", expected, got))
-        (variables,) = self._variables([state[0]], [state[1]])
-        return (*variables, weight.data if isinstance(weight, Parameter) else weight)
-
-    def _label(self, index: Any) -> str:
-        return str(self.idx2name.get(index, index))
-
-    def _update_all(
-        self,
-        indices: Sequence[Any],
-        variables: Sequence[tuple[Any, ...]],
-        grads: Sequence[Any],
-        *,
-        composed: bool,
-    ) -> None:
-        """Everything that can fail comes before the first write, and the counts go back then."""
-        if not self._acts():
-            return
-        lazy = self._touches_only_rows_of_gradient(composed)
-        bound = self._bindings.bound(
-            indices, self._label, variables, "lazy" if lazy else "dense_equivalent"
-        )
-        given = bound.read(grads)
-        counts, num_update = dict(self._index_update_count), self.num_update
-        try:
-            numbers = self._advance([indices[i] for i in given.layout.active.tolist()])
-            prologue = self._prologue(max((wd for *_, wd in numbers), default=0.0))
-            of_each: list[Any] = [None] * len(indices)
-            for i, of_one in zip(given.layout.active.tolist(), numbers, strict=True):
-                of_each[i] = of_one
-            Step(
-                bound,
-                given,
-                self._composed if composed else self._fused,
-                prologue,
-                touched_only=lazy,
-                numbers=of_each,
-                scalars=lambda real, n: self._scalars(real, prologue, *n, composed=composed),
-            ).run()
-        except BaseException:
-            self._index_update_count, self.num_update = counts, num_update
-            raise
-
-    def _acts(self) -> bool:
-        """Whether there is an update at all."""
-        return True
-
-    def _touches_only_rows_of_gradient(self, composed: bool) -> bool:  # noqa: ARG002
-        """What a row-sparse gradient does."""
-        return False
-
-    def _advance(self, indices: Sequence[Any]) -> list[tuple[int, float, float]]:
-        """Count an update of each index: its count, learning rate and weight decay.
-
-        A scheduler is asked with the largest count so far, as if the indices came one by one.
-        """
-        largest = self.num_update
-        self._update_count(indices)
-        counts = [self._index_update_count[index] for index in indices]
-        if not counts or counts[0] == self.num_update:  # it has been this from the first one on
-            lrs = self._get_lrs(indices)
-        else:
-            lrs = []
-            for index, t in zip(indices, counts, strict=True):
-                largest = self.num_update = max(largest, t)
-                lrs += self._get_lrs([index])
-        return list(zip(counts, lrs, self._get_wds(indices), strict=True))
-
-    def _prologue(self, decay: float) -> Prologue:
-        bound = self.clip_gradient
-        return rules.conditioning(
-            self.compat,
-            scales=np.float32(self.rescale_grad) != 1,
-            clips=bound is not None and bound > 0,
-            decays=self._decay_is_coupled and bool(np.float32(decay) > 0),
-        )
-
-    def _scalars(
-        self, real: Any, prologue: Prologue, t: int, lr: float, wd: float, *, composed: bool
-    ) -> tuple[Any, ...]:
-        """The scalars of rule and prologue for a weight that is updated the ``t``-th time."""
-        own = self._rule_scalars(real, t, lr, wd, composed)
-        return own + rules.conditioning_scalars(
-            real, prologue, self.rescale_grad, self.clip_gradient or 0.0, wd, composed=composed
-        )
-
-    def _rule_scalars(
-        self, real: Any, t: int, lr: float, wd: float, composed: bool
-    ) -> tuple[Any, ...]:
-        """The scalars of the rule."""
-        raise NotImplementedError
-
-    def _step_size(self, t: int, lr: float) -> float:
-        corrected = rules.bias_corrected(lr, self.beta1, self.beta2, t)
-        return check.scalar(self._name, "the learning rate", corrected)
+from .mxnet_arguments import Checked, rescale_factor
+from .mxnet_family import AdamFamily
+from .mxnet_optimizer import register
 
 
 @register
-class Adam(_AdamFamily):
+class Adam(AdamFamily):
     """MXNet's Adam.
 
     At update t = 1, 2, ... of an index (``begin_num_update`` shifts t)::
@@ -279,16 +91,21 @@ class Adam(_AdamFamily):
         if self.use_fused_step:
             return
         if lazy_update:
-            raise AssertionError(
-                message(self._name, "lazy_update", "needs use_fused_step", True, False)
-            )
+            raise self._not_lazy()
         if self.compat == "1.9":
             raise ValueError(
                 message(self._name, "use_fused_step", "is not in MXNet 1.9", True, False)
             )
 
+    def _not_lazy(self) -> AssertionError:
+        return AssertionError(
+            message(self._name, "lazy_update", "needs use_fused_step", True, False)
+        )
+
     def _touches_only_rows_of_gradient(self, composed: bool) -> bool:
-        return bool(self.lazy_update) and not composed
+        if composed and self.lazy_update:  # one of them was assigned to
+            raise self._not_lazy()
+        return bool(self.lazy_update)
 
     def _rule_scalars(
         self, real: Any, t: int, lr: float, wd: float, composed: bool  # noqa: ARG002
@@ -300,7 +117,7 @@ class Adam(_AdamFamily):
 
 
 @register
-class AdamW(_AdamFamily):
+class AdamW(AdamFamily):
     """MXNet 2.0's AdamW, whose decay is scaled by the bias-corrected learning rate.
 
     At update t = 1, 2, ... of an index::
@@ -342,7 +159,7 @@ class AdamW(_AdamFamily):
     _fused = (rules.MXNET_ADAMW, rules.MXNET_ADAMW_MASTER)
     _composed = (rules.MXNET_ADAMW_COMPOSED, rules.MXNET_ADAMW_COMPOSED_MASTER)
     correct_bias = Checked(check.flag)
-    rescale_grad = Checked(check.number)
+    rescale_grad = Checked(rescale_factor)
 
     def __init__(
         self,
@@ -362,12 +179,12 @@ class AdamW(_AdamFamily):
             )
 
     def _acts(self) -> bool:
-        return math.isfinite(np.float32(self.rescale_grad)) and self.rescale_grad != 0.0
+        return math.isfinite(self.rescale_grad) and self.rescale_grad != 0.0
 
     def _rule_scalars(
         self, real: Any, t: int, lr: float, wd: float, composed: bool
     ) -> tuple[Any, ...]:
-        step_size = self._step_size(t, lr) if self.correct_bias else lr
+        step_size = self._step_size(t, lr, corrected=self.correct_bias)
         return rules.adamw_hp(
             real, step_size, self.beta1, self.beta2, self.epsilon, wd, composed=composed
         )

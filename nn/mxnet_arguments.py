@@ -4,6 +4,8 @@ the lists of a call.
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +28,12 @@ class Checked:
         self._name = name
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else instance.__dict__[self._name]
+        if instance is None:
+            return self
+        try:
+            return instance.__dict__[self._name]
+        except KeyError:
+            raise AttributeError(f"{type(instance).__name__}: {self._name} is not set") from None
 
     def __set__(self, instance: Any, value: Any) -> None:
         instance.__dict__[self._name] = self._accept(type(instance).__name__, self._name, value)
@@ -43,6 +50,17 @@ def decay_rate(where: str, name: str, value: Any) -> float:
     in_range = beta >= 0.0 and np.float32(beta) < 1.0
     check.in_range(where, name, beta, bool(in_range), "at least 0 and below 1 in float32")
     return beta
+
+
+def rescale_factor(where: str, name: str, value: Any) -> float:
+    """Any float32 number; NaN and infinities too, which stand for a step to be skipped.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is finite, but beyond float32.
+    """
+    factor = check.number(where, name, value)
+    return check.scalar(where, name, factor) if math.isfinite(factor) else factor
 
 
 def clip_bound(where: str, name: str, value: Any) -> float | None:
@@ -107,6 +125,25 @@ def multipliers(where: str, name: str, value: Any) -> dict[Any, float]:
     return {k: check.scalar_at_least_0(where, f"{name}[{k!r}]", x) for k, x in value.items()}
 
 
+def parameters(where: str, name: str, value: Any) -> dict[Any, Any]:
+    """A copy of a dict from indices to objects with ``lr_mult`` and ``wd_mult``; None: empty.
+
+    Raises:
+        TypeError: it is no dict, or an object has not both.
+    """
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        got = type(value).__name__
+        raise TypeError(message(where, name, "has a wrong type", "a dict of parameters", got))
+    for index, parameter in value.items():
+        if not (hasattr(parameter, "lr_mult") and hasattr(parameter, "wd_mult")):
+            expected = "an object with lr_mult and wd_mult"
+            got = type(parameter).__name__
+            raise TypeError(message(where, f"{name}[{index!r}]", "has a wrong type", expected, got))
+    return dict(value)
+
+
 def names(where: str, name: str, value: Any) -> dict[Any, str]:
     """A copy of a dict from indices to names; None is an empty one.
 
@@ -135,7 +172,13 @@ def as_lists(
         ValueError: the lengths differ, or an index repeats.
     """
     if not is_list(index):
-        return [index], [weight], [grad], [state]
+        index, weight, grad, state = [index], [weight], [grad], [state]
+    try:
+        n_different = len(set(index))
+    except TypeError:
+        raise TypeError(
+            message(where, "index", "has a wrong type", "ints and strs", index)
+        ) from None
     for name, values in (("weights", weight), ("grads", grad), ("states", state)):
         if not is_list(values):
             got = type(values).__name__
@@ -145,6 +188,21 @@ def as_lists(
             raise RejectedValueError(
                 message(where, name, "has a wrong length", expected, len(values))
             )
-    if len(set(index)) != len(index):
+    if n_different != len(index):
         raise ValueError(message(where, "indices", "repeat", "different ones", list(index)))
     return index, weight, grad, state
+
+
+def arguments_of(klass: type) -> list[str]:
+    """Names of all arguments of a class, those that it passes on included."""
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    found: dict[str, None] = {}
+    for each in klass.__mro__:
+        if each is object or "__init__" not in vars(each):
+            continue
+        parameters = inspect.signature(each.__init__).parameters.values()  # type: ignore[misc]
+        found.update({p.name: None for p in parameters if p.kind in named})
+        if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+            break  # it passes on what it decides itself
+    found.pop("self", None)
+    return list(found)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,8 @@ from ..ops.adam_update import compat_version
 from ..ops.arrays import BFLOAT16, RowTensor, adopt
 from ..ops.errors import message, reject_unknown
 from . import mxnet_arguments as arguments
-from .mxnet_arguments import Checked, as_lists, is_list
+from .gradients import concatenated
+from .mxnet_arguments import Checked, arguments_of, as_lists, is_list
 
 _BASE_RATE = 0.01
 _HALVES = (np.dtype(np.float16), BFLOAT16)
@@ -28,7 +28,7 @@ class ScheduledRateError(RuntimeError, UserWarning):
 
 
 class Optimizer:
-    """The base class of MXNet's optimizers: it keeps rates, multipliers and counts, no arrays.
+    """The base class of MXNet's optimizers: it keeps rates, multipliers and counts.
 
     Weights, gradients and states come with every call, each weight under an index. A subclass
     defines ``create_state`` and ``step`` or ``fused_step`` (or, as in 1.9, ``update``), and asks
@@ -79,6 +79,7 @@ class Optimizer:
 
     opt_registry: dict[str, type[Optimizer]] = {}  # noqa: RUF012  (shared on purpose)
 
+    compat = Checked(lambda where, _, value: compat_version(where, value))
     rescale_grad = Checked(check.scalar)
     wd = Checked(check.scalar_at_least_0)
     clip_gradient = Checked(arguments.clip_bound)
@@ -88,6 +89,11 @@ class Optimizer:
     multi_precision = Checked(check.flag)
     aggregate_num = Checked(arguments.aggregate_number)
     use_fused_step = Checked(check.flag)
+    num_update = Checked(arguments.count)
+    lr_mult = Checked(arguments.multipliers)
+    wd_mult = Checked(arguments.multipliers)
+    idx2name = Checked(arguments.names)
+    param_dict = Checked(arguments.parameters)
 
     def __init__(
         self,
@@ -108,21 +114,21 @@ class Optimizer:
         **unknown: Any,
     ) -> None:
         reject_unknown(self._name, unknown, arguments_of(type(self)))
-        self.compat = compat_version(self._name, compat)
+        self.compat = compat
         _refuse_symbol(self._name, sym)
         self.rescale_grad = rescale_grad
         self.wd = wd
         self.clip_gradient = clip_gradient
         self._set_rate(learning_rate, lr_scheduler)
         self.begin_num_update = begin_num_update
-        self.num_update: int = self.begin_num_update
+        self.num_update = self.begin_num_update
         self._index_update_count: dict[Any, int] = {}
         self.multi_precision = multi_precision
         one_by_one = 0 if compat == "1.9" else 1
         self.aggregate_num = one_by_one if aggregate_num is None else aggregate_num
         self.use_fused_step = False if use_fused_step is None else use_fused_step
         self.idx2name = arguments.names(self._name, "param_idx2name", param_idx2name)
-        self.param_dict = dict(param_dict or {})
+        self.param_dict = param_dict
         self.set_lr_mult({})
         self.set_wd_mult({})
 
@@ -133,7 +139,7 @@ class Optimizer:
     def _set_rate(self, learning_rate: Any, lr_scheduler: Any) -> None:
         self.lr_scheduler = lr_scheduler
         own = getattr(lr_scheduler, "base_lr", _BASE_RATE)
-        self.lr = own if learning_rate is None else learning_rate
+        self.lr = own if learning_rate is None else self._checked_rate(learning_rate)
         if lr_scheduler is None or learning_rate is None:
             return
         if not hasattr(lr_scheduler, "starting_from"):
@@ -148,6 +154,9 @@ class Optimizer:
                 )
             )
         self.lr_scheduler = lr_scheduler.starting_from(self.lr)
+
+    def _checked_rate(self, value: Any) -> float:
+        return check.scalar_at_least_0(self._name, "learning_rate", value)
 
     # The registry
 
@@ -208,6 +217,9 @@ class Optimizer:
 
     def _has_master(self, weight: Any) -> bool:
         return self.multi_precision and adopt(self._name, "weight", weight).dtype in _HALVES
+
+    def forget_arrays(self) -> None:
+        """Hold no array of a former call any more; the base class holds none."""
 
     # Updates
 
@@ -300,9 +312,9 @@ class Optimizer:
                 message(
                     self._name, "learning_rate", "is computed by a scheduler", "no scheduler", lr
                 )
-                + "; assign to lr_scheduler.base_lr, or remove the scheduler"
+                + "; assign to lr_scheduler.base_lr of the optimizer, or set lr_scheduler to None"
             )
-        self.lr = lr
+        self.lr = self._checked_rate(lr)
 
     def set_lr_mult(self, args_lr_mult: Mapping[Any, float]) -> None:
         """Set the factors of the learning rate by index or name; all others become 1.
@@ -310,7 +322,7 @@ class Optimizer:
         Raises:
             TypeError, ValueError: a factor is no number of at least 0.
         """
-        self.lr_mult = arguments.multipliers(self._name, "lr_mult", args_lr_mult)
+        self.lr_mult = args_lr_mult
 
     def set_wd_mult(self, args_wd_mult: Mapping[Any, float]) -> None:
         """Set the factors of the weight decay by index or name; all others become 1 (with
@@ -323,39 +335,38 @@ class Optimizer:
         exempt = (n for n in self.idx2name.values() if not n.endswith(("_weight", "_gamma")))
         self.wd_mult = {**(dict.fromkeys(exempt, 0.0) if self.compat == "1.9" else {}), **given}
 
-    def _factors(
-        self, indices: Sequence[Any], name: str, table: Mapping[Any, float]
-    ) -> list[float]:
-        """Of each index: that of ``param_dict``, else of the index, else of its name, else 1."""
-        if not table and not self.param_dict:
-            return [1.0] * len(indices)
-        return [self._factor(index, name, table) for index in indices]
-
     def _factor(self, index: Any, name: str, table: Mapping[Any, float]) -> float:
+        """That of ``param_dict``, else that of the index, else that of its name, else 1."""
         if index in self.param_dict:
             factor = getattr(self.param_dict[index], name)
             return check.scalar_at_least_0(self._name, f"{name} of param_dict[{index!r}]", factor)
         if index in table:
             return table[index]
-        return table.get(self.idx2name.get(index), 1.0)
+        return table.get(self.idx2name[index], 1.0) if index in self.idx2name else 1.0
 
-    def _get_lrs(self, indices: Sequence[Any]) -> list[float]:
-        """The learning rate of each index, at the present ``num_update``."""
-        lr = self.learning_rate
-        return [lr * factor for factor in self._factors(indices, "lr_mult", self.lr_mult)]
+    def _of_each(self, of_one: Callable[[Any], float], alike: float, indices: Any) -> list[float]:
+        """What belongs to each index: asked one by one, or ``alike`` for all."""
+        own = getattr(type(self), of_one.__name__) is not getattr(Optimizer, of_one.__name__)
+        if own or self.param_dict or self.lr_mult or self.wd_mult:
+            return [of_one(index) for index in indices]
+        return [alike] * len(indices)
 
     def _get_lr(self, index: Any) -> float:
-        """The learning rate of an index."""
-        return self._get_lrs([index])[0]
+        """The learning rate of an index, at the present ``num_update``."""
+        return self.learning_rate * self._factor(index, "lr_mult", self.lr_mult)
 
-    def _get_wds(self, indices: Sequence[Any]) -> list[float]:
-        """The weight decay of each index."""
-        wd = self.wd
-        return [wd * factor for factor in self._factors(indices, "wd_mult", self.wd_mult)]
+    def _get_lrs(self, indices: Sequence[Any]) -> list[float]:
+        """The learning rate of each index."""
+        return self._of_each(self._get_lr, self.learning_rate, indices)
 
     def _get_wd(self, index: Any) -> float:
         """The weight decay of an index."""
-        return self._get_wds([index])[0]
+        wd: float = self.wd
+        return wd * self._factor(index, "wd_mult", self.wd_mult)
+
+    def _get_wds(self, indices: Sequence[Any]) -> list[float]:
+        """The weight decay of each index."""
+        return self._of_each(self._get_wd, self.wd, indices)
 
     def _update_count(self, index: Any) -> None:
         """Count an update of an index, or of each of a list of them."""
@@ -366,24 +377,17 @@ class Optimizer:
         self.num_update = max([self.num_update, *(counts[each] for each in indices)])
 
 
-def arguments_of(klass: type) -> list[str]:
-    """Names of all arguments of a class, those that it passes on included."""
-    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    found: dict[str, None] = {}
-    for each in klass.__mro__:
-        if each is not object and "__init__" in vars(each):
-            parameters = inspect.signature(each.__init__).parameters.values()  # type: ignore[misc]
-            found.update({p.name: None for p in parameters if p.kind in named})
-    del found["self"]
-    return list(found)
-
-
 def _of_master(grad: Any, state: Any) -> tuple[Any, Any, Any]:
     """Master copy, float32 gradient and state of the master copy."""
+    where = "update_multi_precision"
+    if isinstance(grad, list | tuple):
+        grad = concatenated(where, "grad", grad)
     if isinstance(grad, RowTensor):
         values = grad.values.astype(np.float32)
-        return state[0], RowTensor(grad.indices, values, grad.dense_shape), state[1]
-    return state[0], adopt("update_multi_precision", "grad", grad).astype(np.float32), state[1]
+        grad = RowTensor(grad.indices, values, grad.dense_shape)
+    elif grad is not None:
+        grad = adopt(where, "grad", grad).astype(np.float32)
+    return state[0], grad, state[1]
 
 
 def _refuse_symbol(where: str, sym: Any) -> None:

@@ -17,6 +17,14 @@ from ..ops.errors import message, reject_unknown
 from .arguments import positive_int
 from .mxnet_arguments import count
 
+__all__ = [
+    "CosineScheduler",
+    "FactorScheduler",
+    "LRScheduler",
+    "MultiFactorScheduler",
+    "PolyScheduler",
+]
+
 _MODES = ("linear", "constant")
 _WARM_UP = ("base_lr", "warmup_steps", "warmup_begin_lr", "warmup_mode")
 
@@ -95,10 +103,11 @@ class LRScheduler:
         """A copy with another ``base_lr``.
 
         Raises:
-            ValueError: it is below ``warmup_begin_lr``.
+            TypeError: it is no number.
+            ValueError: it is negative, not finite, or below ``warmup_begin_lr``.
         """
         other = copy.copy(self)
-        other.base_lr = base_lr
+        other.base_lr = check.scalar_at_least_0(self._name, "base_lr", base_lr)
         other._check_warm_up()
         return other
 

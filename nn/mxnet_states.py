@@ -11,9 +11,12 @@ import safetensors
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
+from ..ops import check
+from ..ops.arrays import BFLOAT16
 from ..ops.errors import message
 from . import mxnet_schedulers as schedulers
-from .mxnet_optimizer import Optimizer, arguments_of
+from .mxnet_arguments import arguments_of, count
+from .mxnet_optimizer import Optimizer
 
 _FORMAT = "fusestep.nn.mxnet.Updater/1"
 _DOCUMENT = "document"
@@ -27,7 +30,7 @@ _SCHEDULERS = {
     )
 }
 # What belongs to the process, and what is written in another form.
-_NOT_WRITTEN = {"sym", "param_dict", "lr_scheduler", "learning_rate", "param_idx2name"}
+_NOT_ARGUMENTS = {"sym", "param_dict", "lr_scheduler", "learning_rate", "param_idx2name"}
 
 
 def dump(states: Mapping[Any, Any], optimizer: Optimizer, *, with_optimizer: bool) -> bytes:
@@ -52,29 +55,42 @@ def load(data: Any, optimizer: Optimizer) -> tuple[dict[Any, Any], Optimizer]:
     if not isinstance(data, bytes | bytearray | memoryview):
         got = type(data).__name__
         raise TypeError(message("set_states", "states", "has a wrong type", "bytes", got))
-    tensors, document = _parsed(bytes(data))
     try:
-        states = {index: _restored(value, tensors) for index, value in document["states"]}
-        counts = {index: int(t) for index, t in document["counts"]}
-        num_update = int(document["num_update"])
-        description = document["optimizer"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(_not_ours(repr(error))) from None
-    if description is not None:
-        optimizer = _made(description, optimizer)
+        tensors, document = _parsed(bytes(data))
+        states = {_read_index(index): _restored(v, tensors) for index, v in document["states"]}
+        counts = {_read_index(i): _read_count("a count", t) for i, t in document["counts"]}
+        num_update = _read_count("num_update", document["num_update"])
+        if document["optimizer"] is not None:
+            optimizer = _made(document["optimizer"], optimizer)
+    except _DAMAGES as error:
+        raise ValueError(_not_ours(f"{type(error).__name__} {error}")) from None
     optimizer._index_update_count, optimizer.num_update = counts, num_update
     return states, optimizer
 
 
+# What reading a document that was damaged or made by hand can run into.
+_DAMAGES = (
+    AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError, ValueError,
+    safetensors.SafetensorError,
+)  # fmt: skip
+
+
 def _parsed(data: bytes) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    try:
-        tensors = load_tensors(data)
-        document = json.loads(tensors.pop(_DOCUMENT).tobytes())
-    except (safetensors.SafetensorError, KeyError, ValueError) as error:
-        raise ValueError(_not_ours(type(error).__name__)) from None
-    if not isinstance(document, dict) or document.get("format") != _FORMAT:
-        raise ValueError(_not_ours("another format"))
+    tensors = load_tensors(data)
+    document = json.loads(tensors.pop(_DOCUMENT).tobytes())
+    if document["format"] != _FORMAT:
+        raise ValueError("another format")
     return tensors, document
+
+
+def _read_index(index: Any) -> Any:
+    if isinstance(index, bool) or not isinstance(index, int | str):
+        raise TypeError(f"an index {index!r}")
+    return index
+
+
+def _read_count(name: str, value: Any) -> int:
+    return count("set_states", name, value)
 
 
 def _not_ours(got: str) -> str:
@@ -97,24 +113,29 @@ def _index(index: Any) -> int | str:
 
 def _structure(value: Any, name: str, tensors: dict[str, np.ndarray]) -> Any:
     """``value`` with names in the place of its arrays, which go to ``tensors``."""
-    if isinstance(value, tuple | list):
+    if type(value) in (tuple, list):  # a subclass could not be made again
         parts = [_structure(part, f"{name}.{k}", tensors) for k, part in enumerate(value)]
         return {type(value).__name__: parts}
-    if isinstance(value, np.ndarray):
-        tensors[name] = value.copy(order="C")
-        return {"array": name}
-    if value is None or isinstance(value, bool | int | float | str):
+    if isinstance(value, np.ndarray) and (value.dtype.kind in "biuf" or value.dtype == BFLOAT16):
+        # The format has bfloat16, its reader for NumPy has not.
+        is_bfloat16 = value.dtype == BFLOAT16
+        kept = value.view(np.uint16) if is_bfloat16 else value
+        tensors[name] = np.ascontiguousarray(kept).reshape(value.shape)
+        return {"bfloat16" if is_bfloat16 else "array": name}
+    if value is None or type(value) in (bool, int, float, str):
         return {"value": value}
-    expected = "None, numbers, arrays, tuples and lists"
-    raise TypeError(message("get_states", name, "cannot be written", expected, type(value)))
+    expected = "None, numbers, arrays of real numbers, tuples and lists"
+    got = value.dtype if isinstance(value, np.ndarray) else type(value).__name__
+    raise TypeError(message("get_states", name, "cannot be written", expected, got))
 
 
 def _restored(value: Any, tensors: Mapping[str, np.ndarray]) -> Any:
     ((kind, content),) = value.items()
-    if kind == "array":
-        return tensors[content].copy()  # of its own, and writable
     if kind == "value":
         return content
+    if kind in ("array", "bfloat16"):
+        array = tensors[content].copy()  # of its own, and writable
+        return array.view(BFLOAT16) if kind == "bfloat16" else array
     parts = [_restored(part, tensors) for part in content]
     return {"tuple": tuple, "list": list}[kind](parts)
 
@@ -130,7 +151,7 @@ def _described(optimizer: Optimizer) -> dict[str, Any]:
         raise TypeError(message("get_states", "optimizer", "cannot be written", expected, klass))
     described = {
         "name": name,
-        "arguments": _arguments(optimizer, set(arguments_of(klass)) - _NOT_WRITTEN),
+        "arguments": _arguments(optimizer, sorted(set(arguments_of(klass)) - _NOT_ARGUMENTS)),
         "learning_rate": float(optimizer.lr),
         "idx2name": _pairs(optimizer.idx2name.items()),
         "lr_mult": _pairs(optimizer.lr_mult.items()),
@@ -182,17 +203,25 @@ def _pairs(items: Iterable[tuple[Any, Any]]) -> list[list[Any]]:
 
 def _made(described: Mapping[str, Any], present: Optimizer) -> Optimizer:
     """The optimizer that was written; what belongs to the process is that of the present one."""
-    scheduler = described["lr_scheduler"]
-    if scheduler is None:
-        rate = {"learning_rate": described["learning_rate"]}
-    else:
-        rate = {"lr_scheduler": _SCHEDULERS[scheduler["name"]](**scheduler["arguments"])}
-    optimizer = Optimizer.create_optimizer(
-        described["name"],
-        param_idx2name=dict(described["idx2name"]),
-        param_dict=present.param_dict,
-        **rate,
-        **described["arguments"],
-    )
+    arguments = described["arguments"]
+    if not _NOT_ARGUMENTS.isdisjoint(arguments):
+        raise ValueError(f"arguments {sorted(_NOT_ARGUMENTS.intersection(arguments))}")
+    optimizer = Optimizer.create_optimizer(described["name"], **arguments)
+    optimizer.lr = described["learning_rate"]
+    optimizer.lr_scheduler = _made_scheduler(described["lr_scheduler"])
+    optimizer.idx2name = dict(described["idx2name"])
+    optimizer.param_dict = present.param_dict
     optimizer.lr_mult, optimizer.wd_mult = dict(described["lr_mult"]), dict(described["wd_mult"])
     return optimizer
+
+
+def _made_scheduler(described: Mapping[str, Any] | None) -> Any:
+    if described is None:
+        return None
+    arguments = dict(described["arguments"])
+    base_lr = arguments.pop("base_lr")
+    # After the warm-up it may have been set below where that began.
+    begin = max(base_lr, arguments["warmup_begin_lr"])
+    scheduler = _SCHEDULERS[described["name"]](**arguments, base_lr=begin)
+    scheduler.base_lr = check.scalar_at_least_0("set_states", "base_lr", base_lr)
+    return scheduler

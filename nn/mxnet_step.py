@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import operator
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
 import numpy as np
 
+from ..kernels.cpu import headers
 from ..kernels.rules.rule import Prologue, Rule
 from ..ops import check
 from ..ops.errors import message
@@ -17,7 +19,7 @@ from .layout import Batch
 from .parameter import Parameter
 from .reader import GradientReader, Gradients
 
-_KEPT = 4096
+_KEPT_WEIGHTS = 4096
 
 Scalars = Callable[[Any, Any], tuple[float, ...]]
 """``scalars(real, numbers)``: those of rule and prologue for what belongs to a weight."""
@@ -57,14 +59,22 @@ class Bound:
         self.reader = GradientReader(
             where, parameters, [arrays[1:] for arrays in checked], sparse_update
         )
+        flat = tuple(array for arrays in checked for array in arrays)
         # Of any other object the array may be another one the next time.
-        self.can_be_kept = all(type(a) is np.ndarray for a in self._given)
+        self.can_be_kept = headers.usable and all(type(a) is np.ndarray for a in self._given)
+        forms = [(a.dtype, a.shape) for a in flat]
+        self._expected = headers.Expected(forms, headers.NOWHERE, writable=True)
+        self._addresses = [headers.address_of(a) for a in flat]
 
     def is_of(self, variables: Sequence[tuple[Any, ...]], sparse_update: str) -> bool:
-        """Whether these are the very same arrays."""
+        """Whether these are the very same arrays, where and as they were."""
         given = tuple(chain.from_iterable(variables))
-        same = len(given) == len(self._given) and all(map(operator.is_, given, self._given))
-        return same and sparse_update == self._sparse_update
+        if sparse_update != self._sparse_update or len(given) != len(self._given):
+            return False
+        if not all(map(operator.is_, given, self._given)):
+            return False
+        addresses = self._expected.addresses(given)
+        return addresses is not None and addresses.tolist() == self._addresses
 
     def read(self, gradients: Sequence[Any]) -> Gradients:
         """The checked gradients; as `GradientReader.read`."""
@@ -73,11 +83,16 @@ class Bound:
 
 
 class Bindings:
-    """What `Bound` remembers, by the indices of a call."""
+    """What `Bound` remembers, by the indices of a call; the arrays of the last calls."""
 
     def __init__(self, where: str) -> None:
         self._where = where
-        self._known: dict[tuple[Any, ...], Bound] = {}
+        self.forget()
+
+    def forget(self) -> None:
+        """Hold no array any more."""
+        self._known: OrderedDict[tuple[Any, ...], Bound] = OrderedDict()
+        self._n_weights = 0
 
     def bound(
         self,
@@ -90,13 +105,21 @@ class Bindings:
         key = tuple(indices)
         known = self._known.get(key)
         if known is not None and known.is_of(variables, sparse_update):
+            self._known.move_to_end(key)
             return known
         found = Bound(self._where, [names(index) for index in indices], variables, sparse_update)
-        if len(self._known) >= _KEPT:
-            self._known.clear()
+        self._drop(key)
         if found.can_be_kept:
             self._known[key] = found
+            self._n_weights += len(key)
+            # The last one stays, however long it is.
+            while self._n_weights > _KEPT_WEIGHTS and len(self._known) > 1:
+                self._drop(next(iter(self._known)))
         return found
+
+    def _drop(self, key: tuple[Any, ...]) -> None:
+        if self._known.pop(key, None) is not None:
+            self._n_weights -= len(key)
 
     def __reduce__(self) -> Any:
         return Bindings, (self._where,)  # a copy has other arrays

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
+from ..ops import check
 from ..ops.arrays import adopt
 from ..ops.errors import message
 from . import mxnet_states
@@ -61,38 +63,38 @@ class Updater:
             TypeError, ValueError, IndexError: as the optimizer. Nothing has changed then, where
                 everything goes to the optimizer in one call (``aggregate_num``).
         """
-        several = is_list(index)
-        indices = [_decoded(i) for i in (index if several else [index])]
-        weights, grads = (weight, grad) if several else ([weight], [grad])
-        as_lists("Updater", indices, weights, grads, indices)
-        states = [
-            self.states[i]
-            if i in self.states
-            else self.optimizer.create_state_multi_precision(i, w)
-            for i, w in zip(indices, weights, strict=True)
-        ]
-        for chunk in self._chunks(weights):
-            self._update(
-                [[values[k] for k in chunk] for values in (indices, weights, grads, states)]
-            )
-            # A state that was never used would keep an old copy of its weight.
-            self.states.update((indices[k], states[k]) for k in chunk)
+        index = [_decoded(i) for i in index] if is_list(index) else _decoded(index)
+        lists = as_lists("Updater", index, weight, grad, index)
+        indices = lists[0]
+        # A state made for no gradient would keep an old copy of its weight.
+        given = [k for k, gradient in enumerate(lists[2]) if gradient is not None]
+        for chunk in self._chunks(given, lists[1]):
+            weights, grads = ([values[k] for k in chunk] for values in lists[1:3])
+            of_chunk = [indices[k] for k in chunk]
+            states = [self._state(i, w) for i, w in zip(of_chunk, weights, strict=True)]
+            self._update([of_chunk, weights, grads, states])
+            # Likewise one whose update has failed.
+            self.states.update(zip(of_chunk, states, strict=True))
 
-    def _chunks(self, weights: Sequence[Any]) -> Iterator[Sequence[int]]:
-        """Places of the weights of each call of the optimizer: of one dtype, unless one call
-        takes everything.
+    def _state(self, index: Any, weight: Any) -> Any:
+        if index in self.states:
+            return self.states[index]
+        return self.optimizer.create_state_multi_precision(index, weight)
+
+    def _chunks(self, places: Sequence[int], weights: Sequence[Any]) -> Iterator[Sequence[int]]:
+        """Places of the weights of each call of the optimizer, in the given order: unless one call
+        takes everything, neighbours of one dtype.
         """
-        largest = self.optimizer.aggregate_num
-        if largest >= len(weights):
-            yield range(len(weights))
+        if self.optimizer.aggregate_num >= len(places):
+            if places:
+                yield places
             return
-        by_dtype: dict[Any, list[int]] = {}
-        for k, weight in enumerate(weights):
-            by_dtype.setdefault(adopt("Updater", "weight", weight).dtype, []).append(k)
-        size = max(1, int(largest))
-        for places in by_dtype.values():
-            for first in range(0, len(places), size):
-                yield places[first : first + size]
+        size = max(1, int(self.optimizer.aggregate_num))
+        dtypes = groupby(places, lambda k: adopt("Updater", "weight", weights[k]).dtype)
+        for _, neighbours in dtypes:
+            alike = list(neighbours)
+            for first in range(0, len(alike), size):
+                yield alike[first : first + size]
 
     def _update(self, lists: list[list[Any]]) -> None:
         # 1.9 passes single weights as they are unless it aggregates, 2.0 always lists.
@@ -111,7 +113,8 @@ class Updater:
         Raises:
             TypeError: something cannot be written.
         """
-        return mxnet_states.dump(self.states, self.optimizer, with_optimizer=dump_optimizer)
+        with_optimizer = check.flag("get_states", "dump_optimizer", dump_optimizer)
+        return mxnet_states.dump(self.states, self.optimizer, with_optimizer=with_optimizer)
 
     def set_states(self, states: bytes) -> None:
         """Take over what `get_states` gave; reading it can execute nothing.
@@ -124,6 +127,7 @@ class Updater:
                 can execute anything), or hold an optimizer that is not registered.
         """
         self.states, self.optimizer = mxnet_states.load(states, self.optimizer)
+        self.optimizer.forget_arrays()
 
 
 def get_updater(optimizer: Optimizer) -> Updater:

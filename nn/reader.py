@@ -17,7 +17,7 @@ from ..ops.arrays import (
     real_type,
 )
 from ..ops.errors import message
-from ..ops.step import RowGradient
+from ..ops.step import RowGradient, check_keys
 from . import gradients as whole
 from .layout import Batch, Kind, Layout, build_layout
 from .parameter import Parameter
@@ -145,10 +145,14 @@ class GradientReader:
 
         Raises:
             IndexError: one is out of range.
+            ValueError: the tables of a call have too many rows for its sort keys.
         """
         for batch in given.layout.batches:
             if not batch.row_sparse:
                 continue
+            rows = [len(arrays[0]) for arrays in batch.variables.tensors]
+            lengths = [len(gradient.indices) for gradient in given.rows_of(batch)]
+            check_keys(batch.labels[0], list(zip(rows, lengths, strict=True)))
             for label, place, arrays in zip(
                 batch.labels, batch.places, batch.variables.tensors, strict=True
             ):

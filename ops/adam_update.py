@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 
+from ..kernels.cpu.headers import address_of
 from ..kernels.rules import mxnet
 from ..kernels.rules.rule import Prologue
-from . import check
-from .arrays import RowTensor, real_type
+from . import check, locks
+from .arrays import RowTensor, adopt, real_type
 from .errors import message, reject_unknown
 from .primitive import Primitive
 
@@ -34,30 +36,39 @@ class _AdamUpdate(Primitive):
     """The operator behind `adam_update`, whose name errors carry."""
 
     def __init__(self, use_locking: bool) -> None:
-        super().__init__(use_locking, {}, ())
+        super().__init__(check.flag("adam_update", "use_locking", use_locking), {}, ())
         self.name = "adam_update"
 
     def apply(
         self, weight: Any, grad: Any, mean: Any, var: Any, out: Any, lazy: bool, scalars: _Scalars
     ) -> Any:
         """Check everything, update, and return the array with the new weight."""
-        if out is weight or _is_same_memory(weight, out):
+        given = check.float_array(self.name, "weight", weight)
+        if out is weight or (out is not None and _is_same_memory(given, out)):
             self._step(check.variable(self.name, "weight", weight), grad, mean, var, lazy, scalars)
             return out
-        given = check.float_array(self.name, "weight", weight)
         written = {"mean": check.variable(self.name, "mean", mean)}
         written["var"] = check.variable(self.name, "var", var)
         if out is not None:
             written["out"] = check.variable(self.name, "out", out)
             check.same_layout(self.name, {"weight": given, "out": written["out"]})
+        check.no_overlap(self.name, list(written), list(written.values()))
         self._check_apart(written, {"weight": given, **_arrays_of(grad)})
-        # What is not updated in place is written when nothing can fail any more.
-        result = given.copy(order="C")
-        self._step(result, grad, mean, var, lazy, scalars)
-        if out is None:
-            return result
-        written["out"][...] = result
+        with self._held([given, *written.values()]):
+            # What is not updated in place is written when nothing can fail any more.
+            result = given.copy(order="C")
+            _AdamUpdate(False)._step(result, grad, mean, var, lazy, scalars)
+            if out is None:
+                return result
+            written["out"][...] = result
         return out
+
+    def _held(self, arrays: list[np.ndarray]) -> AbstractContextManager[object]:
+        """All memory of a call that does not update in place, where it is to be locked."""
+        if not self.use_locking:
+            return nullcontext()
+        spans = [locks.spans_of([((address_of(a),), (a.nbytes,), 0)]) for a in arrays]
+        return locks.Request(sorted(s for each in spans for s in each), shared=False)
 
     def _step(
         self, w: np.ndarray, grad: Any, mean: Any, var: Any, lazy: bool, scalars: _Scalars
@@ -90,11 +101,10 @@ class _AdamUpdate(Primitive):
                     )
 
 
-def _is_same_memory(weight: Any, out: Any) -> bool:
+def _is_same_memory(weight: np.ndarray, out: Any) -> bool:
     """Whether two objects are views of the very same elements."""
-    if not (isinstance(weight, np.ndarray) and isinstance(out, np.ndarray)):
-        return False
-    ours, theirs = weight.__array_interface__, out.__array_interface__
+    ours = weight.__array_interface__
+    theirs = adopt("adam_update", "out", out).__array_interface__
     return all(ours[key] == theirs[key] for key in ("data", "shape", "typestr", "strides"))
 
 

@@ -168,7 +168,7 @@ def _of_rows(where: str, g: Storage, by_place: dict[int, RowTensor]) -> float:
         )
         for t in tensors
     ]
-    check_keys(where, tables)
+    check_keys(where, [(table.rows, table.length) for table in tables])
     position, total = row_norm(kernel(SCALED, (), real, g, ()), tables)
     if position >= 0:
         raise first_bad_index([f"{where}: x[{i}]" for i in by_place], tensors, tables, position)

@@ -342,7 +342,7 @@ def _update_rows(
     drop: bool,
     lock_spans: list[locks.Span] | None,
 ) -> None:
-    check_keys(where[0], tables)
+    check_keys(where[0], [(table.rows, table.length) for table in tables])
     if lock_spans is None:
         position = row_update(compiled, tables, touched_only=touched_only, drop=drop, locked=False)
     else:
@@ -354,16 +354,17 @@ def _update_rows(
         raise first_bad_index(where, gradients, tables, position)
 
 
-def check_keys(where: str, tables: list[RowTable]) -> None:
+def check_keys(where: str, sizes: Sequence[tuple[int, int]]) -> None:
     """The number of a row and of an occurrence must fit into one sort key of 63 bits.
 
+    Args:
+        where: how an error names the call.
+        sizes: for each table its rows and the length of its indices.
+
     Raises:
-        ValueError: they do not.
+        ValueError: they do not fit.
     """
-    n = n_rows = 0
-    for table in tables:
-        n += table.length
-        n_rows += table.rows
+    n_rows, n = (sum(column) for column in zip(*sizes, strict=True))
     bits = n_rows.bit_length() + n.bit_length()
     if bits > 63:
         raise ValueError(

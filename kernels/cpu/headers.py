@@ -97,7 +97,7 @@ def _is_plain(a, array_type, descriptor, flags, ndim):
 
 
 @njit
-def _read(arrays, n, array_type, expected, dims, memory, addresses):
+def _read(arrays, n, array_type, flags, expected, dims, memory, addresses):
     """Addresses of the ``n`` arrays of a tuple, if they are as expected and lie elsewhere.
 
     Returns whether all of them are.
@@ -106,7 +106,7 @@ def _read(arrays, n, array_type, expected, dims, memory, addresses):
     for k in range(n):
         a = load_int64(arrays + _ITEMS + 8 * k)
         descriptor, ndim, n_bytes = expected[k, 0], expected[k, 1], expected[k, 2]
-        if not _is_plain(a, array_type, descriptor, _C_CONTIGUOUS_ALIGNED, ndim):
+        if not _is_plain(a, array_type, descriptor, flags, ndim):
             return False
         shape = load_int64(a + _DIMS)
         for d in range(ndim):
@@ -128,6 +128,9 @@ def _read(arrays, n, array_type, expected, dims, memory, addresses):
 _read._cache = KernelCache("array headers")
 
 
+NOWHERE = np.zeros((2, 0), np.int64)
+"""No memory, in the form of `overlaps`."""
+
 Form = tuple[np.dtype, tuple[int, ...]]
 """Dtype and shape of an array; a dimension can be `ANY` or `SAME`."""
 
@@ -138,9 +141,13 @@ class Expected:
     Args:
         forms: the form of each array.
         memory: where the arrays should not lie, as for `overlaps`.
+        writable: whether they must be.
     """
 
-    def __init__(self, forms: Sequence[Form], memory: np.ndarray) -> None:
+    def __init__(
+        self, forms: Sequence[Form], memory: np.ndarray, *, writable: bool = False
+    ) -> None:
+        self._flags = _C_CONTIGUOUS_ALIGNED | (_WRITEABLE if writable else 0)
         self._forms = list(forms)  # the identities below stay valid while the dtypes live
         rows = [  # identity of the dtype, dimensions, bytes but for the dimensions left open
             (id(dtype), len(shape), math.prod(n for n in shape if n >= 0) * dtype.itemsize)
@@ -155,7 +162,14 @@ class Expected:
         n = len(arrays)
         addresses = np.empty(n, np.int64)
         as_expected = _read(
-            id(arrays), n, _ARRAY_TYPE, self._rows, self._dims, self._memory, addresses
+            id(arrays),
+            n,
+            _ARRAY_TYPE,
+            self._flags,
+            self._rows,
+            self._dims,
+            self._memory,
+            addresses,
         )
         return addresses if as_expected else None
 
@@ -217,8 +231,7 @@ def alike(arrays: tuple[Any, ...], n_written: int) -> np.ndarray | None:
 
 def compile_readers() -> None:
     """Compile all of this module, or read it from the cache."""
-    nowhere = np.zeros((2, 0), np.int64)
     if usable:
         array = np.zeros(1, np.float32)
-        Expected([(array.dtype, array.shape)], nowhere).addresses((array,))
+        Expected([(array.dtype, array.shape)], NOWHERE).addresses((array,))
         alike((array,), 1)

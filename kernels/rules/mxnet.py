@@ -17,6 +17,7 @@ copy that is written on the way. It is never read, so the compiler leaves its lo
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -111,9 +112,13 @@ MXNET_ADAMW_MASTER = Rule(adamw_master, (*MOMENTS, "copy"), AdamWHP._fields)
 MXNET_ADAMW_COMPOSED_MASTER = Rule(adamw_composed_master, (*MOMENTS, "copy"), AdamWHP._fields)
 
 
+# A model has few different options, and its weights are often updated one by one.
+_remembered = lru_cache(maxsize=64)
+
 # Before the rule
 
 
+@_remembered
 def conditioning(version: str, *, scales: bool, clips: bool, decays: bool) -> Prologue:
     """What happens to the gradient: 2.0 clips before the decay is added, 1.9 after it."""
     scale, clip, decay = (
@@ -123,6 +128,7 @@ def conditioning(version: str, *, scales: bool, clips: bool, decays: bool) -> Pr
     return scale + (decay + clip if version == "1.9" else clip + decay)
 
 
+@_remembered
 def conditioning_scalars(
     real: Any, prologue: Prologue, rescale: float, bound: float, decay: float, *, composed: bool
 ) -> tuple[Any, ...]:
@@ -146,6 +152,7 @@ def conditioning_scalars(
 # doubles instead, 1 - beta included. The bias is corrected in double precision in both.
 
 
+@_remembered
 def bias_corrected(lr: float, beta1: float, beta2: float, t: int) -> float:
     """``lr * sqrt(1 - beta2**t) / (1 - beta1**t)`` at update ``t`` = 1, 2, ..."""
     return lr * (math.sqrt(1.0 - beta2**t) / (1.0 - beta1**t))
@@ -164,6 +171,7 @@ def _of_betas(real: Any, beta1: float, beta2: float, composed: bool) -> tuple[An
     return first, real(1.0) - first, second, real(1.0) - second
 
 
+@_remembered
 def adam_hp(
     real: Any, step_size: float, beta1: float, beta2: float, epsilon: float, *, composed: bool
 ) -> AdamHP:
@@ -172,6 +180,7 @@ def adam_hp(
     return AdamHP(*_of_betas(real, beta1, beta2, composed), size, eps)
 
 
+@_remembered
 def adamw_hp(
     real: Any,
     lr: float,
