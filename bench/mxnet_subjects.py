@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from .. import ops
-from ..nn import mxnet as mx
 from .subject import DTYPES, Prepared, Subject, Use, written_zeros
 from .traffic import Traffic
 from .workloads import Kind
@@ -87,6 +86,8 @@ class MxnetOptimizer:
 
     def prepare(self, parameters: list[np.ndarray]) -> Prepared:
         """Make it, with a state for each of these weights."""
+        from ..nn import mxnet as mx  # versions to compare with may not have it
+
         optimizer = mx.create(self.name, learning_rate=_LR, **self.arguments)
         indices = list(range(len(parameters)))
         states = [tuple(map(written_zeros, optimizer.create_state(0, p))) for p in parameters]
