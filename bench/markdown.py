@@ -258,13 +258,19 @@ def _memory_of(point: dict[str, Any], peer: str) -> str:
     return memory(point["memory"].get(found["label"])) if found else ""
 
 
-def _first_step(data: dict[str, Any]) -> str:
-    (special,) = (s for s in data["special"] if s["name"] == "first-step")
-    rows = [
-        [label, seconds(time["median"]), seconds(special["limits"][label])]
-        for label, time in special["times"].items()
-    ]
-    return _markdown(["", "median", "limit"], rows)
+def _special(name: str) -> Callable[[dict[str, Any]], str]:
+    """The table of a case that is no step of one optimizer."""
+
+    def table(data: dict[str, Any]) -> str:
+        (special,) = (s for s in data["special"] if s["name"] == name)
+        limits = special["limits"]
+        rows = [
+            [label, seconds(time["median"]), seconds(limits[label]) if label in limits else ""]
+            for label, time in special["times"].items()
+        ]
+        return _markdown(["", "median", "limit"], rows)
+
+    return table
 
 
 def _bytes(_: dict[str, Any]) -> str:
@@ -305,7 +311,8 @@ _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "scaling": _scaling,
     "losses": _losses,
     "memory": _memory,
-    "first-step": _first_step,
+    "first-step": _special("first-step"),
+    "thor": _special("thor"),
     "bytes": _bytes,
 }
 
