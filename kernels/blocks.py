@@ -143,54 +143,81 @@ def _identity(
     )
 
 
-def compose(prologue: tuple[Part, ...]) -> Any:
-    """One compiled function out of the parts of a prologue, first part first."""
+def _of_cpu(function: Any) -> Any:
+    return njit(**PROLOGUE_FLAGS)(function)
+
+
+def compose(prologue: tuple[Part, ...], of_part: Any = _of_cpu, compiled: Any = njit) -> Any:
+    """One compiled function out of the parts of a prologue, first part first.
+
+    Args:
+        prologue: the parts.
+        of_part: compiles the function of a part.
+        compiled: compiles what joins them.
+    """
     if not prologue:
 
-        @njit
         def identity(g, w, hp):
             return g
 
-        return identity
-    first, rest = njit(**PROLOGUE_FLAGS)(prologue[0].apply), compose(prologue[1:])
+        return compiled(identity)
+    first, rest = of_part(prologue[0].apply), compose(prologue[1:], of_part, compiled)
 
-    @njit
     def composed(g, w, hp):
         return rest(first(g, w, hp), w, hp)
 
-    return composed
+    return compiled(composed)
+
+
+def padded(values: list[Any], filler: Any) -> list[Any]:
+    """One value for each state that there may be; the filler is never used."""
+    return values + [filler] * (MOST_STATES - len(values))
 
 
 def _loads(s: tuple[Storage, ...]) -> list[Any]:
     """The conversion of each state to the type of the arithmetic; any one where there is none."""
-    loads = [storage.to_real for storage in s]
-    return loads + [loads[0] if loads else None] * (MOST_STATES - len(s))
-
-
-def _stores(s: tuple[Storage, ...], wide: bool) -> list[Any]:
-    """The conversion of each state from the type of the arithmetic."""
-    stores = [storage.from_wide if wide else storage.from_real for storage in s]
-    return stores + [stores[0] if stores else None] * (MOST_STATES - len(s))
+    return padded([storage.to_real for storage in s], s[0].to_real if s else None)
 
 
 def _element(
     rule: Rule, prologue: Prologue, w: Storage, g: Storage | None, s: tuple[Storage, ...]
 ) -> Any:
+    """`element_of` a rule on the CPU."""
+    update, condition = njit(**RULE_FLAGS)(rule.update), compose(prologue)
+    return njit(error_model="numpy")(element_of(update, condition, w, g, s, lambda f: f))
+
+
+def element_of(
+    update: Any,
+    condition: Any,
+    w: Storage,
+    g: Storage | None,
+    s: tuple[Storage, ...],
+    compiled: Any,
+) -> Any:
     """``element(w, g, states, i, hp)``: load, prologue, rule, store for one element.
 
     ``n_states`` and ``zero_gradient`` are constants of the closure, so that Numba prunes
     the other branches before it types them.
-    """
-    update, condition = njit(**RULE_FLAGS)(rule.update), compose(prologue)
-    wide = real_of(w) is F64
-    load_w, store_w = w.to_real, w.from_wide if wide else w.from_real
-    load_0, load_1, load_2 = _loads(s)
-    store_0, store_1, store_2 = _stores(s, wide)
-    load_g = g.to_real if g else w.to_real
-    real = numba_type(real_of(w))
-    n_states, zero_gradient = len(s), g is None
 
-    @njit(error_model="numpy")
+    Args:
+        update: the compiled rule.
+        condition: the compiled prologue.
+        w: storage of the parameter.
+        g: storage of the gradient; None: it is 0 and is not read.
+        s: storage of each state.
+        compiled: compiles a conversion of a storage type.
+    """
+    wide, real, n_states = real_of(w) is F64, numba_type(real_of(w)), len(s)
+
+    def store_of(storage: Storage) -> Any:
+        return compiled(storage.from_wide if wide else storage.from_real)
+
+    load_w, store_w = compiled(w.to_real), store_of(w)
+    load_0, load_1, load_2 = padded([compiled(storage.to_real) for storage in s], load_w)
+    store_0, store_1, store_2 = padded([store_of(storage) for storage in s], store_w)
+    load_g, zero_gradient = compiled(g.to_real) if g else load_w, g is None
+
     def element(w, g, states, i, hp):
         x = real(load_w(w[i]))
         d = real(0) if zero_gradient else real(load_g(g[i]))

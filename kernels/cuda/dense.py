@@ -1,0 +1,160 @@
+"""Any number of dense tensors in one launch.
+
+Each block takes a chunk of one tensor. A table tells where the tensors lie and at which block
+each begins; a block finds its tensor by bisection. What differs from step to step, gradients and
+scalars, is in the table too, so a step is one copy to the device and one launch.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numba import config, cuda
+
+from ..blocks import Kernel
+from .tiles import tiles
+
+if config.ENABLE_CUDASIM:
+    from .simulated import address_of, load_int64
+else:
+    from .intrinsics import address_of, load_int64
+
+THREADS = 256
+_TILES_PER_THREAD = 4  # of a chunk
+# Columns of the table, int64 [T, COLUMNS].
+W, G, S0, S1, S2, SIZE, HP, FIRST_BLOCK, IS_ALIGNED, COLUMNS = range(10)
+_ALIGN = 16  # bytes
+_ROW = 8 * COLUMNS
+
+
+@cache
+def dense_kernel(kernel: Kernel) -> Any:
+    """The compiled loop of a rule, ``loop[blocks, THREADS](table, n_tensors)``."""
+    length, vector, single, read_hp, sizes = tiles(
+        kernel.rule, kernel.prologue, kernel.w, kernel.g, kernel.s
+    )
+    w_bytes, g_bytes, s0_bytes, s1_bytes, s2_bytes = sizes
+    chunk, stride = chunk_of(kernel), THREADS * length
+
+    @cuda.jit
+    def loop(table, n_tensors):
+        block = cuda.blockIdx.x
+        low, high = 0, n_tensors
+        while high - low > 1:
+            middle = (low + high) >> 1
+            if load_int64(table + middle * _ROW + 8 * FIRST_BLOCK) <= block:
+                low = middle
+            else:
+                high = middle
+        row = table + low * _ROW
+        w, g = load_int64(row + 8 * W), load_int64(row + 8 * G)
+        s0, s1 = load_int64(row + 8 * S0), load_int64(row + 8 * S1)
+        s2, hp = load_int64(row + 8 * S2), read_hp(load_int64(row + 8 * HP))
+        # Unsigned: with signed bounds the compiler unrolls the loops and divides for their
+        # number of rounds.
+        begin = np.uint64(block - load_int64(row + 8 * FIRST_BLOCK)) * np.uint64(chunk)
+        end = min(np.uint64(load_int64(row + 8 * SIZE)), begin + np.uint64(chunk))
+        thread = np.uint64(cuda.threadIdx.x)
+        whole = begin
+        if load_int64(row + 8 * IS_ALIGNED):
+            whole = end - end % np.uint64(length)
+            i = begin + thread * np.uint64(length)
+            while i < whole:
+                k = np.int64(i)
+                vector(
+                    w + k * w_bytes,
+                    g + k * g_bytes,
+                    s0 + k * s0_bytes,
+                    s1 + k * s1_bytes,
+                    s2 + k * s2_bytes,
+                    hp,
+                )
+                i += np.uint64(stride)
+        i = whole + thread
+        while i < end:
+            k = np.int64(i)
+            single(
+                w + k * w_bytes,
+                g + k * g_bytes,
+                s0 + k * s0_bytes,
+                s1 + k * s1_bytes,
+                s2 + k * s2_bytes,
+                hp,
+            )
+            i += np.uint64(THREADS)
+
+    return loop
+
+
+def chunk_of(kernel: Kernel) -> int:
+    """Elements of a chunk: a multiple of the length of a tile, so that only ends are single."""
+    length = tiles(kernel.rule, kernel.prologue, kernel.w, kernel.g, kernel.s).length
+    return THREADS * length * _TILES_PER_THREAD
+
+
+def table_of(
+    kernel: Kernel,
+    addresses: np.ndarray,
+    gradients: np.ndarray,
+    sizes: np.ndarray,
+    hp_addresses: np.ndarray,
+) -> tuple[np.ndarray, int]:
+    """The table of a launch, and its number of blocks; tensors of no elements are left out.
+
+    Args:
+        kernel: the rule and its storage types.
+        addresses: int64 ``[T, 4]`` on the device: w and up to three states (others 0).
+        gradients: int64 ``[T]``, on the device.
+        sizes: int64 ``[T]``: elements of each tensor.
+        hp_addresses: int64 ``[T]``: where the scalars of each tensor will lie on the device.
+    """
+    known = np.flatnonzero(sizes)
+    table = np.zeros((len(known), COLUMNS), np.int64)
+    table[:, W], table[:, G] = addresses[known, 0], gradients[known]
+    table[:, [S0, S1, S2]] = addresses[known, 1:]
+    table[:, SIZE], table[:, HP] = sizes[known], hp_addresses[known]
+    blocks = -(-sizes[known] // chunk_of(kernel))
+    table[:, FIRST_BLOCK] = np.cumsum(blocks) - blocks
+    table[:, IS_ALIGNED] = (table[:, [W, G, S0, S1, S2]] % _ALIGN == 0).all(1)
+    return table, int(blocks.sum())
+
+
+def dense_update(
+    kernel: Kernel,
+    addresses: np.ndarray,
+    gradients: np.ndarray,
+    sizes: np.ndarray,
+    hp: np.ndarray,
+    hp_of: np.ndarray,
+    stream: Any = 0,
+) -> Any:
+    """Launch one step of ``kernel`` on tensors of the device, in place.
+
+    Args:
+        kernel: the rule and its storage types.
+        addresses: as in `table_of`.
+        gradients: as in `table_of`.
+        sizes: as in `table_of`.
+        hp: ``[R, F]`` scalars in the type of the arithmetic, on the host.
+        hp_of: int64 ``[T]``: which row of ``hp`` a tensor uses.
+        stream: of numba-cuda.
+
+    Returns:
+        What must stay alive until the launch has ended.
+    """
+    # The scalars come first: their place does not depend on how many tensors are left out.
+    scalars = np.ascontiguousarray(hp).view(np.uint8).reshape(-1)
+    offset = -(-len(scalars) // 8) * 8
+    content = np.zeros(offset + len(sizes) * _ROW, np.uint8)
+    on_device = cuda.device_array(len(content), np.uint8, stream=stream)
+    base = address_of(on_device)
+    table, n_blocks = table_of(kernel, addresses, gradients, sizes, base + hp_of * hp.strides[0])
+    if n_blocks == 0:
+        return None
+    content[: len(scalars)] = scalars
+    content[offset : offset + table.nbytes] = table.view(np.uint8).reshape(-1)
+    on_device.copy_to_device(content, stream=stream)
+    dense_kernel(kernel)[n_blocks, THREADS, stream](base + offset, len(table))
+    return on_device, content

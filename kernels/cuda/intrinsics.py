@@ -1,0 +1,163 @@
+"""All LLVM-level code for CUDA: tiles of consecutive elements between memory and registers.
+
+Addresses are ``int64``. Pointers lie in the address space of global memory, so that loads are
+``LDG``, not the generic ``LD``; vectors of 16 bytes are one instruction each. Numba's own arrays
+give neither.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba.core import cgutils
+from numba.cuda import types
+from numba.cuda.extending import intrinsic
+
+from ..rules.rule import product
+
+_I32 = ir.IntType(32)
+_I64 = ir.IntType(64)
+_GLOBAL = 1
+_WIDEST = 16  # bytes of an instruction
+
+
+def _pieces(builder, address, element, count, itemsize):
+    """The vectors that ``count`` elements are moved by: first element, length, pointer.
+
+    Elements of 2 bytes travel in pairs, as words of 4: the compiler has no vector of eight.
+    """
+    length = min(count, _WIDEST // itemsize)
+    if itemsize == 2 and length > 1:
+        kind = ir.VectorType(_I32, length // 2)
+    else:
+        kind = ir.VectorType(element, length) if length > 1 else element
+    for first in range(0, count, length):
+        at = builder.add(address, ir.Constant(_I64, first * itemsize))
+        yield first, length, builder.inttoptr(at, ir.PointerType(kind, _GLOBAL))
+
+
+def _unpacked(builder, vector, length, itemsize):
+    """The elements of a vector that was loaded."""
+    if length == 1:
+        return [vector]
+    if itemsize != 2:
+        return [builder.extract_element(vector, ir.Constant(_I32, k)) for k in range(length)]
+    words = [builder.extract_element(vector, ir.Constant(_I32, k)) for k in range(length // 2)]
+    shift = ir.Constant(_I32, 16)
+    pairs = [(word, builder.lshr(word, shift)) for word in words]
+    return [builder.trunc(half, ir.IntType(16)) for pair in pairs for half in pair]
+
+
+def _packed(builder, values, itemsize):
+    """Elements as the vector to be stored."""
+    if len(values) == 1:
+        return values[0]
+    if itemsize == 2:
+        halves = [builder.zext(value, _I32) for value in values]
+        shift = ir.Constant(_I32, 16)
+        pairs = zip(halves[::2], halves[1::2], strict=True)
+        values = [builder.or_(low, builder.shl(high, shift)) for low, high in pairs]
+    vector = ir.Constant(ir.VectorType(values[0].type, len(values)), ir.Undefined)
+    for k, value in enumerate(values):
+        vector = builder.insert_element(vector, value, ir.Constant(_I32, k))
+    return vector
+
+
+def _place(context, builder, kind, array, index):
+    data = context.make_array(kind)(context, builder, array).data
+    return builder.gep(data, [ir.Constant(_I64, index)])
+
+
+def tile_loader(count, itemsize):
+    """``load(tile, address)``: fill a local array with ``count`` elements."""
+    align = min(count * itemsize, _WIDEST)
+
+    @intrinsic
+    def load(typingctx, tile, address):
+        def codegen(context, builder, signature, args):
+            kind = signature.args[0]
+            element = context.get_data_type(kind.dtype)
+            for first, length, pointer in _pieces(builder, args[1], element, count, itemsize):
+                loaded = builder.load(pointer, align=align)
+                for k, value in enumerate(_unpacked(builder, loaded, length, itemsize)):
+                    builder.store(value, _place(context, builder, kind, args[0], first + k))
+            return context.get_dummy_value()
+
+        return types.void(tile, types.int64), codegen
+
+    return load
+
+
+def tile_storer(count, itemsize):
+    """``store(address, tile)``: write ``count`` elements of a local array."""
+    align = min(count * itemsize, _WIDEST)
+
+    @intrinsic
+    def store(typingctx, address, tile):
+        def codegen(context, builder, signature, args):
+            kind = signature.args[1]
+            element = context.get_data_type(kind.dtype)
+            for first, length, pointer in _pieces(builder, args[0], element, count, itemsize):
+                values = [
+                    builder.load(_place(context, builder, kind, args[1], first + k))
+                    for k in range(length)
+                ]
+                builder.store(_packed(builder, values, itemsize), pointer, align=align)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, tile), codegen
+
+    return store
+
+
+def tuple_reader(cls, scalar):
+    """``read(address) -> cls`` of consecutive values of type ``scalar``."""
+    count, itemsize = len(cls._fields), scalar.bitwidth // 8
+    result = types.NamedUniTuple(scalar, count, cls)
+
+    @intrinsic
+    def read(typingctx, address):
+        def codegen(context, builder, signature, args):
+            kind = ir.PointerType(context.get_value_type(scalar), _GLOBAL)
+            pointer = builder.inttoptr(args[0], kind)
+            values = [
+                builder.load(builder.gep(pointer, [ir.Constant(_I64, k)]), align=itemsize)
+                for k in range(count)
+            ]
+            return context.make_tuple(builder, result, values)
+
+        return result(types.int64), codegen
+
+    return read
+
+
+@intrinsic
+def load_int64(typingctx, address):
+    """The ``int64`` at an address."""
+
+    def codegen(context, builder, signature, args):
+        pointer = builder.inttoptr(args[0], ir.PointerType(_I64, _GLOBAL))
+        return builder.load(pointer, align=8)
+
+    return types.int64(types.int64), codegen
+
+
+def address_of(array):
+    """The address of a device array."""
+    return array.__cuda_array_interface__["data"][0]
+
+
+@intrinsic
+def rounded_product(typingctx, x, y):
+    """``x * y`` that is not fused with what is added to it."""
+    name = {32: "llvm.nvvm.mul.rn.f", 64: "llvm.nvvm.mul.rn.d"}[x.bitwidth]
+
+    def codegen(context, builder, signature, args):
+        kind = args[0].type
+        function = ir.FunctionType(kind, [kind, kind])
+        return builder.call(cgutils.get_or_insert_function(builder.module, function, name), args)
+
+    return x(x, y), codegen
+
+
+REPLACED = {product: rounded_product}
+"""Functions that mean something else on a device than their text says."""

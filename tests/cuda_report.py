@@ -1,0 +1,133 @@
+"""CUDA kernels as machine code, compiled without a GPU: ``python cuda_report.py 9.0a``.
+
+The pipeline is the one that ``cuda.jit`` uses: NVVM to LTO-IR, and nvJitLink to a cubin. Only the
+question for the device's compute capability is answered here in its place.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+CAPABILITIES = {"8.0": (8, 0, ""), "9.0a": (9, 0, "a")}
+
+
+def tool(name: str) -> str:
+    """A program of the CUDA toolkit, out of its package on PyPI or on the PATH."""
+    inside = Path(sysconfig.get_path("purelib"), "nvidia", "cu13", "bin", name)
+    found = str(inside) if inside.exists() else shutil.which(name)
+    if found is None:
+        raise FileNotFoundError(f"{name}: pip install nvidia-cuda-{name}")
+    return found
+
+
+def kernels() -> dict[str, Any]:
+    """The rules and storage types of every kernel that is looked at: all rules, and mixtures."""
+    from fusestep.kernels.blocks import kernel
+    from fusestep.kernels.rules.adafactor import ADAFACTOR, ADAFACTOR_PLAIN
+    from fusestep.kernels.rules.adam import ADAM
+    from fusestep.kernels.rules.gradient import CLIP, COUPLED_DECAY, SCALE
+    from fusestep.kernels.rules.mxnet import MXNET_ADAM_MASTER
+    from fusestep.kernels.storage import BF16, F16, F32, F64
+    from fusestep.kernels.warmup import all_rules
+
+    found = {
+        f"dense {name}": kernel(rule, (), F32, F32, (F32,) * len(rule.states))
+        for name, rule in all_rules().items()
+        if rule not in (ADAFACTOR, ADAFACTOR_PLAIN)  # their means need loops of their own
+    }
+    prologue = (SCALE, CLIP, COUPLED_DECAY)
+    found |= {
+        "dense adam, scaled, clipped, decayed": kernel(ADAM, prologue, F32, F32, (F32, F32)),
+        "dense adam f64": kernel(ADAM, (), F64, F64, (F64, F64)),
+        "dense adam f16": kernel(ADAM, (), F16, F16, (F32, F32)),
+        "dense adam bf16": kernel(ADAM, (), BF16, BF16, (F32, F32)),
+        "dense adam all bf16": kernel(ADAM, (), BF16, BF16, (BF16, BF16)),
+        "dense mxnet_adam_master f16": kernel(MXNET_ADAM_MASTER, (), F32, F16, (F32, F32, F16)),
+    }
+    return found
+
+
+# Rules that do not read their first variable (a step that is not taken), and one that leaves its
+# state as it is. A master's copy is not read either.
+_ONLY_WRITTEN = {"adam_delta", "adam_nesterov_delta", "lars_gradient", "scaled"}
+_ONLY_READ = {"adagrad_fixed"}
+
+
+def arrays_of(name: str, compiled: Any) -> dict[str, int]:
+    """How many arrays a kernel reads and writes."""
+    rule, states = name.split()[1].rstrip(","), len(compiled.s)
+    unread = (rule in _ONLY_WRITTEN) + rule.endswith("_master")
+    return {"read": 2 + states - unread, "written": 1 + states - (rule in _ONLY_READ)}
+
+
+def machine_code(function: Any, capability: tuple[int, int, str]) -> dict[str, Any]:
+    """Registers, stack, memory instructions of a kernel of two ``int64`` arguments."""
+    from numba.cuda import types
+    from numba.cuda.compiler import _compile_pyfunc_with_fixup
+
+    major, minor, variant = capability
+    cc = (major, minor, variant) if variant else (major, minor)
+    library, _ = _compile_pyfunc_with_fixup(
+        function.py_func,
+        types.void(types.int64, types.int64),
+        device=False,
+        fastmath=False,
+        cc=cc,
+        opt=True,
+        abi="numba",
+        abi_info={},
+        lto=False,
+        debug=False,
+        lineinfo=False,
+        forceinline=False,
+        launch_bounds=None,
+    )
+    divisions = re.findall(r"\b(?:div|rem)\.[us]64", library.get_asm_str(cc=cc))
+    library._lto = True  # as cuda.jit does by default
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder, "kernel.cubin")
+        cubin.write_bytes(library.get_cubin(cc=cc).code)
+        text, usage = (
+            subprocess.run(
+                [tool(name), option, cubin], capture_output=True, text=True, check=True
+            ).stdout
+            for name, option in (("nvdisasm", "-c"), ("cuobjdump", "-res-usage"))
+        )
+    (registers, stack), *_ = re.findall(r"REG:(\d+) STACK:(\d+)", usage)
+    memory = Counter(re.findall(r"\b(?:LDG|STG|LDL|STL|ATOM|ATOMG|RED|REDG)\b[.\w]*", text))
+    return {
+        "registers": int(registers),
+        "stack": int(stack),
+        "memory": dict(memory),
+        "64-bit divisions": len(divisions),
+    }
+
+
+def main() -> None:
+    """Print the report of one compute capability as JSON."""
+    import numba.cuda.dispatcher
+
+    from fusestep.kernels.cuda.dense import dense_kernel
+
+    capability = CAPABILITIES[sys.argv[1]]
+    device = SimpleNamespace(compute_capability=capability[: 3 if capability[2] else 2])
+    numba.cuda.dispatcher.get_current_device = lambda: device
+    report = {
+        name: machine_code(dense_kernel(compiled), capability) | arrays_of(name, compiled)
+        for name, compiled in kernels().items()
+    }
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""CUDA kernels without a GPU: index arithmetic under the simulator, and their machine code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent
+needs_numba_cuda = pytest.mark.skipif(
+    find_spec("numba_cuda") is None, reason='needs numba-cuda: pip install ".[sass]"'
+)
+CHECKS = ("every_rule", "sizes_and_prologues", "storage_types", "unaligned")
+CAPABILITIES = ("8.0", "9.0a")
+# Registers that a thread may have, so that enough of them fit to hide the latency of memory:
+# 64 Ki of them are 2.6 blocks of 256 threads at 96, with 64 bytes or more on the way in each.
+MOST_REGISTERS = {"float32": 64, "others": 72}
+
+
+def run(program: str, argument: str) -> str:
+    done = subprocess.run(
+        [sys.executable, str(HERE / program), argument], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@needs_numba_cuda
+@pytest.mark.parametrize("check", CHECKS)
+def test_loops_under_the_simulator(check: str) -> None:
+    assert run("cuda_simulation.py", check) == "right\n"
+
+
+@cache
+def report(capability: str) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = json.loads(run("cuda_report.py", capability))
+    return found
+
+
+@needs_numba_cuda
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_nothing_spills(capability: str) -> None:
+    for name, code in report(capability).items():
+        assert code["stack"] == 0, name
+        assert not any(kind.startswith(("LDL", "STL")) for kind in code["memory"]), name
+
+
+@needs_numba_cuda
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_registers_stay_within_their_budget(capability: str) -> None:
+    for name, code in report(capability).items():
+        is_mixed = name.rpartition(" ")[2] in ("f16", "bf16", "f64")
+        assert code["registers"] <= MOST_REGISTERS["others" if is_mixed else "float32"], name
+
+
+@needs_numba_cuda
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_loads_and_stores_are_of_16_bytes(capability: str) -> None:
+    """At least one for each array; what is narrower is tails, the table and the scalars."""
+    for name, code in report(capability).items():
+        memory = code["memory"]
+        assert memory["LDG.E.128"] >= code["read"], name
+        assert memory["STG.E.128"] >= code["written"], name
+
+
+@needs_numba_cuda
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_no_float_atomics_and_no_64_bit_division(capability: str) -> None:
+    for name, code in report(capability).items():
+        assert not any(kind.startswith(("ATOM", "RED")) for kind in code["memory"]), name
+        assert code["64-bit divisions"] == 0, name
