@@ -24,7 +24,11 @@ else:
     from .intrinsics import tile_loader, tile_storer, tuple_reader
 
 _WIDEST = 16  # bytes of a load
-_CARRIERS: dict[Any, Any] = {np.float32: types.float32, np.float64: types.float64, np.uint16: types.uint16}
+_CARRIERS: dict[Any, Any] = {
+    np.float32: types.float32,
+    np.float64: types.float64,
+    np.uint16: types.uint16,
+}
 
 
 class Tiles(NamedTuple):
