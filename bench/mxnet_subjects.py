@@ -90,7 +90,8 @@ class MxnetOptimizer:
 
         optimizer = mx.create(self.name, learning_rate=_LR, **self.arguments)
         indices = list(range(len(parameters)))
-        states = [tuple(map(written_zeros, optimizer.create_state(0, p))) for p in parameters]
+        # Of the weight's own dtype, as the byte model counts them.
+        states = [(written_zeros(p), written_zeros(p)) for p in parameters]
 
         def step(gradients: Sequence[Any]) -> None:
             optimizer.update(indices, parameters, list(gradients), states)

@@ -14,6 +14,7 @@ from fusestep.bench import bounds, cases, machine, no_cliff, traffic, work
 from fusestep.bench.cases import Case
 from fusestep.bench.errors import BenchError
 from fusestep.bench.measure import in_process, warm_up
+from fusestep.bench.optimizers import OPTIMIZERS
 from fusestep.bench.subject import DTYPES
 from fusestep.bench.workers.worker_protocol import Job
 from fusestep.bench.workloads import Gradient, Tensor
@@ -98,7 +99,7 @@ def test_the_model_is_what_a_step_moves(case: Case, dtype: str) -> None:
     assert given.bytes == counted(case, dtype, given, buffers)
 
 
-@pytest.mark.parametrize("name", [n for n in cases.SUBJECTS if n.startswith("nn.")])
+@pytest.mark.parametrize("name", [f"nn.{name}" for name in OPTIMIZERS])
 def test_all_states_of_an_optimizer_count(name: str) -> None:
     """All arrays of a parameter's size."""
     subject = cases.SUBJECTS[name]

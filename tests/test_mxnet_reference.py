@@ -61,6 +61,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "betas": {"beta1": 0.3, "beta2": 0.95, "epsilon": 1e-2},
     "forgetful": {"beta1": 0.0, "beta2": 0.5},
 }
+# Every option in float32; of other types, whose kernels take long to compile, all in one.
+SOME = [(o, s) for s in STORAGE for o in OPTIONS if s == "float32" or o == "all"]
 ROWS = {
     "Adam-1.9-lazy": Hyper(compat="1.9", lazy=True),
     "Adam-1.9-standard": Hyper(compat="1.9"),
@@ -275,8 +277,7 @@ def merged(h: Hyper, changed: dict[str, Any]) -> Hyper:
 # ----------------------------------------------------------------------------------------- Dense
 
 
-@pytest.mark.parametrize("storage", STORAGE)
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize(("option", "storage"), SOME)
 @pytest.mark.parametrize("kind", KINDS)
 def test_dense(kind: str, option: str, storage: str) -> None:
     """Weights of many sizes in a call, four steps."""
@@ -389,8 +390,9 @@ def test_nothing_is_remembered_with_betas_of_0(kind: str) -> None:
 # ------------------------------------------------------------------------------------------ Rows
 
 
-@pytest.mark.parametrize("storage", STORAGE)
-@pytest.mark.parametrize("option", ["plain", "all", "betas"])
+@pytest.mark.parametrize(
+    ("option", "storage"), [pair for pair in SOME if pair[0] in ("plain", "all", "betas")]
+)
 @pytest.mark.parametrize("kind", ROWS)
 def test_rows(kind: str, option: str, storage: str) -> None:
     """Unsorted and repeated ids, an empty gradient, a dense one beside and in between."""
@@ -660,8 +662,11 @@ def outs(weight: np.ndarray) -> Iterator[Any]:
     yield from (None, weight, np.full_like(weight, 7.0))
 
 
-@pytest.mark.parametrize("dtype", [F32, F64, F16, BF16], ids=str)
-@pytest.mark.parametrize("option", OPERATOR)
+@pytest.mark.parametrize(
+    ("option", "dtype"),
+    [(o, d) for d in (F32, F64, F16, BF16) for o in OPERATOR if d == F32 or o == "all"],
+    ids=str,
+)
 @pytest.mark.parametrize("compat", ["1.9", "2.0"])
 @pytest.mark.parametrize("grad", ["dense", "lazy", "standard"])
 def test_adam_update(grad: str, compat: str, option: str, dtype: np.dtype) -> None:
