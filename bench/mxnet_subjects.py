@@ -96,7 +96,9 @@ class MxnetOptimizer:
         def step(gradients: Sequence[Any]) -> None:
             optimizer.update(indices, parameters, list(gradients), states)
 
-        updated = [(p, *state) for p, state in zip(parameters, states, strict=True)]
+        updated: list[tuple[np.ndarray, ...]] = [
+            (p, *state) for p, state in zip(parameters, states, strict=True)
+        ]
         return Prepared(step, updated, [])
 
 
