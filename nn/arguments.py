@@ -92,10 +92,24 @@ def positive_int(where: str, name: str, value: Any) -> int:
         TypeError: it is no int (a bool and a float are none).
         ValueError: it is less than 1.
     """
+    return _int_from(1, where, name, value)
+
+
+def count(where: str, name: str, value: Any) -> int:
+    """As `positive_int`, of at least 0.
+
+    Raises:
+        TypeError: it is no int.
+        ValueError: it is negative.
+    """
+    return _int_from(0, where, name, value)
+
+
+def _int_from(least: int, where: str, name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
         raise TypeError(message(where, name, "has a wrong type", "an int", type(value).__name__))
-    if value < 1:
-        raise ValueError(message(where, name, "is out of range", "at least 1", value))
+    if value < least:
+        raise ValueError(message(where, name, "is out of range", f"at least {least}", value))
     return int(value)
 
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..ops import check
 from ..ops.errors import RejectedValueError, message
+from .arguments import count
 
 Check = Callable[[str, str, Any], Any]
 """``check(where, name, value)`` returns the checked value, or raises."""
@@ -71,20 +72,6 @@ def clip_bound(where: str, name: str, value: Any) -> float | None:
         ValueError: it is not finite.
     """
     return None if value is None else check.scalar(where, name, value)
-
-
-def count(where: str, name: str, value: Any) -> int:
-    """An int of at least 0.
-
-    Raises:
-        TypeError: it is no int.
-        ValueError: it is negative.
-    """
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise TypeError(message(where, name, "has a wrong type", "an int", type(value).__name__))
-    number = int(value)
-    check.in_range(where, name, number, number >= 0, "at least 0")
-    return number
 
 
 def aggregate_number(where: str, name: str, value: Any) -> float:

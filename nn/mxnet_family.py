@@ -211,12 +211,12 @@ class AdamFamily(Optimizer):
         return list(zip(counts, lrs, self._get_wds(indices), strict=True))
 
     def _prologue(self, decay: float, composed: bool) -> Prologue:
-        bound, rescale = self.clip_gradient, self.rescale_grad
         return rules.conditioning(
             self.compat,
-            scales=rescale != 1.0 if composed else bool(np.float32(rescale) != 1),
-            clips=bound is not None and bound > 0,
-            decays=self._decay_is_coupled and bool(np.float32(decay) > 0),
+            self.rescale_grad,
+            self.clip_gradient or 0.0,
+            decay if self._decay_is_coupled else 0.0,
+            composed=composed,
         )
 
     def _scalars(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from ..ops.adam_update import compat_version
 from ..ops.arrays import BFLOAT16, RowTensor, adopt
 from ..ops.errors import message, reject_unknown
 from . import mxnet_arguments as arguments
+from .arguments import count
 from .gradients import concatenated
 from .mxnet_arguments import Checked, arguments_of, as_lists, is_list
 
@@ -85,11 +86,11 @@ class Optimizer:
     clip_gradient = Checked(arguments.clip_bound)
     lr = Checked(check.scalar_at_least_0)
     lr_scheduler = Checked(arguments.scheduler)
-    begin_num_update = Checked(arguments.count)
+    begin_num_update = Checked(count)
     multi_precision = Checked(check.flag)
     aggregate_num = Checked(arguments.aggregate_number)
     use_fused_step = Checked(check.flag)
-    num_update = Checked(arguments.count)
+    num_update = Checked(count)
     lr_mult = Checked(arguments.multipliers)
     wd_mult = Checked(arguments.multipliers)
     idx2name = Checked(arguments.names)
@@ -248,6 +249,9 @@ class Optimizer:
         The update of a weight with a master copy acts on the copy, with a float32 gradient; the
         weight becomes the rounded copy.
         """
+        if not self.multi_precision:
+            self.update(index, weight, grad, state)
+            return
         lists = as_lists(self._name, index, weight, grad, state)
         masters = [
             (w, s[0]) for w, s in zip(lists[1], lists[3], strict=True) if self._has_master(w)
@@ -344,29 +348,37 @@ class Optimizer:
             return table[index]
         return table.get(self.idx2name[index], 1.0) if index in self.idx2name else 1.0
 
-    def _of_each(self, of_one: Callable[[Any], float], alike: float, indices: Any) -> list[float]:
-        """What belongs to each index: asked one by one, or ``alike`` for all."""
-        own = getattr(type(self), of_one.__name__) is not getattr(Optimizer, of_one.__name__)
-        if own or self.param_dict or self.lr_mult or self.wd_mult:
-            return [of_one(index) for index in indices]
-        return [alike] * len(indices)
+    def _scaled(
+        self, value: float, indices: Sequence[Any], name: str, table: Mapping[Any, float]
+    ) -> list[float]:
+        """``value`` times the factor of each index."""
+        if not table and not self.param_dict:
+            return [value] * len(indices)
+        return [value * self._factor(index, name, table) for index in indices]
+
+    def _is_own(self, method: str) -> bool:
+        """Whether a subclass of a user defines it."""
+        return getattr(type(self), method) is not getattr(Optimizer, method)
 
     def _get_lr(self, index: Any) -> float:
         """The learning rate of an index, at the present ``num_update``."""
-        return self.learning_rate * self._factor(index, "lr_mult", self.lr_mult)
+        return self._scaled(self.learning_rate, [index], "lr_mult", self.lr_mult)[0]
 
     def _get_lrs(self, indices: Sequence[Any]) -> list[float]:
         """The learning rate of each index."""
-        return self._of_each(self._get_lr, self.learning_rate, indices)
+        if self._is_own("_get_lr"):
+            return [self._get_lr(index) for index in indices]
+        return self._scaled(self.learning_rate, indices, "lr_mult", self.lr_mult)
 
     def _get_wd(self, index: Any) -> float:
         """The weight decay of an index."""
-        wd: float = self.wd
-        return wd * self._factor(index, "wd_mult", self.wd_mult)
+        return self._scaled(self.wd, [index], "wd_mult", self.wd_mult)[0]
 
     def _get_wds(self, indices: Sequence[Any]) -> list[float]:
         """The weight decay of each index."""
-        return self._of_each(self._get_wd, self.wd, indices)
+        if self._is_own("_get_wd"):
+            return [self._get_wd(index) for index in indices]
+        return self._scaled(self.wd, indices, "wd_mult", self.wd_mult)
 
     def _update_count(self, index: Any) -> None:
         """Count an update of an index, or of each of a list of them."""

@@ -14,8 +14,8 @@ from typing import Any
 
 from ..ops import check
 from ..ops.errors import message, reject_unknown
-from .arguments import positive_int
-from .mxnet_arguments import count
+from .arguments import count, positive_int
+from .mxnet_arguments import arguments_of
 
 __all__ = [
     "CosineScheduler",
@@ -26,7 +26,6 @@ __all__ = [
 ]
 
 _MODES = ("linear", "constant")
-_WARM_UP = ("base_lr", "warmup_steps", "warmup_begin_lr", "warmup_mode")
 
 
 class LRScheduler:
@@ -61,7 +60,7 @@ class LRScheduler:
         warmup_mode: str = "linear",
         **unknown: Any,
     ) -> None:
-        reject_unknown(self._name, unknown, _WARM_UP)
+        reject_unknown(self._name, unknown, arguments_of(type(self)))
         self.base_lr = check.scalar_at_least_0(self._name, "base_lr", base_lr)
         self.warmup_steps = count(self._name, "warmup_steps", warmup_steps)
         self.warmup_begin_lr = check.scalar_at_least_0(
@@ -152,8 +151,7 @@ class FactorScheduler(LRScheduler):
         warmup_mode: str = "linear",
         **unknown: Any,
     ) -> None:
-        reject_unknown(self._name, unknown, ("step", "factor", "stop_factor_lr", *_WARM_UP))
-        super().__init__(base_lr, warmup_steps, warmup_begin_lr, warmup_mode)
+        super().__init__(base_lr, warmup_steps, warmup_begin_lr, warmup_mode, **unknown)
         self.step = positive_int(self._name, "step", step)
         self.factor = _factor(self._name, factor)
         self.stop_factor_lr = check.scalar_at_least_0(self._name, "stop_factor_lr", stop_factor_lr)
@@ -197,8 +195,7 @@ class MultiFactorScheduler(LRScheduler):
         warmup_mode: str = "linear",
         **unknown: Any,
     ) -> None:
-        reject_unknown(self._name, unknown, ("step", "factor", *_WARM_UP))
-        super().__init__(base_lr, warmup_steps, warmup_begin_lr, warmup_mode)
+        super().__init__(base_lr, warmup_steps, warmup_begin_lr, warmup_mode, **unknown)
         self.step = _increasing(self._name, step)
         self.factor = _factor(self._name, factor)
 
@@ -212,8 +209,8 @@ class MultiFactorScheduler(LRScheduler):
 class _Falling(LRScheduler):
     """From ``base_lr`` at the end of the warm-up to ``final_lr`` at ``max_update``."""
 
-    def __init__(self, max_update: int, final_lr: float, *warm_up: Any) -> None:
-        super().__init__(*warm_up)
+    def __init__(self, max_update: int, final_lr: float, *warm_up: Any, **unknown: Any) -> None:
+        super().__init__(*warm_up, **unknown)
         self.max_update = positive_int(self._name, "max_update", max_update)
         self.final_lr = check.scalar_at_least_0(self._name, "final_lr", final_lr)
         if self.warmup_steps >= self.max_update:
@@ -267,8 +264,9 @@ class PolyScheduler(_Falling):
         warmup_mode: str = "linear",
         **unknown: Any,
     ) -> None:
-        reject_unknown(self._name, unknown, ("max_update", "pwr", "final_lr", *_WARM_UP))
-        super().__init__(max_update, final_lr, base_lr, warmup_steps, warmup_begin_lr, warmup_mode)
+        super().__init__(
+            max_update, final_lr, base_lr, warmup_steps, warmup_begin_lr, warmup_mode, **unknown
+        )
         self.power = check.scalar(self._name, "pwr", pwr)
         check.in_range(self._name, "pwr", self.power, self.power > 0.0, "above 0")
 
@@ -312,8 +310,9 @@ class CosineScheduler(_Falling):
         warmup_mode: str = "linear",
         **unknown: Any,
     ) -> None:
-        reject_unknown(self._name, unknown, ("max_update", "final_lr", *_WARM_UP))
-        super().__init__(max_update, final_lr, base_lr, warmup_steps, warmup_begin_lr, warmup_mode)
+        super().__init__(
+            max_update, final_lr, base_lr, warmup_steps, warmup_begin_lr, warmup_mode, **unknown
+        )
 
     def _share_left(self, done: float) -> float:
         return (1.0 + math.cos(math.pi * done)) / 2.0

@@ -15,7 +15,8 @@ from ..ops import check
 from ..ops.arrays import BFLOAT16
 from ..ops.errors import message
 from . import mxnet_schedulers as schedulers
-from .mxnet_arguments import arguments_of, count
+from .arguments import count
+from .mxnet_arguments import arguments_of
 from .mxnet_optimizer import Optimizer
 
 _FORMAT = "fusestep.nn.mxnet.Updater/1"
@@ -57,9 +58,9 @@ def load(data: Any, optimizer: Optimizer) -> tuple[dict[Any, Any], Optimizer]:
         raise TypeError(message("set_states", "states", "has a wrong type", "bytes", got))
     try:
         tensors, document = _parsed(bytes(data))
-        states = {_read_index(index): _restored(v, tensors) for index, v in document["states"]}
-        counts = {_read_index(i): _read_count("a count", t) for i, t in document["counts"]}
-        num_update = _read_count("num_update", document["num_update"])
+        states = {_index(index): _restored(v, tensors) for index, v in document["states"]}
+        counts = {_index(i): count("set_states", "a count", t) for i, t in document["counts"]}
+        num_update = count("set_states", "num_update", document["num_update"])
         if document["optimizer"] is not None:
             optimizer = _made(document["optimizer"], optimizer)
     except _DAMAGES as error:
@@ -81,16 +82,6 @@ def _parsed(data: bytes) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     if document["format"] != _FORMAT:
         raise ValueError("another format")
     return tensors, document
-
-
-def _read_index(index: Any) -> Any:
-    if isinstance(index, bool) or not isinstance(index, int | str):
-        raise TypeError(f"an index {index!r}")
-    return index
-
-
-def _read_count(name: str, value: Any) -> int:
-    return count("set_states", name, value)
 
 
 def _not_ours(got: str) -> str:
@@ -149,21 +140,20 @@ def _described(optimizer: Optimizer) -> dict[str, Any]:
     if Optimizer.opt_registry.get(name) is not klass:
         expected = "a registered class"
         raise TypeError(message("get_states", "optimizer", "cannot be written", expected, klass))
-    described = {
+    return {
         "name": name,
         "arguments": _arguments(optimizer, sorted(set(arguments_of(klass)) - _NOT_ARGUMENTS)),
         "learning_rate": float(optimizer.lr),
         "idx2name": _pairs(optimizer.idx2name.items()),
         "lr_mult": _pairs(optimizer.lr_mult.items()),
         "wd_mult": _pairs(optimizer.wd_mult.items()),
-        "lr_scheduler": None,
+        "lr_scheduler": _described_scheduler(optimizer.lr_scheduler),
     }
-    if optimizer.lr_scheduler is not None:
-        described["lr_scheduler"] = _described_scheduler(optimizer.lr_scheduler)
-    return described
 
 
-def _described_scheduler(scheduler: Any) -> dict[str, Any]:
+def _described_scheduler(scheduler: Any) -> dict[str, Any] | None:
+    if scheduler is None:
+        return None
     name = type(scheduler).__name__
     if _SCHEDULERS.get(name) is not type(scheduler):
         expected = f"None or one of {', '.join(_SCHEDULERS)}"

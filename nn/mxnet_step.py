@@ -52,19 +52,18 @@ class Bound:
             _checked(where, name, arrays) for name, arrays in zip(names, variables, strict=True)
         ]
         labels = [f"an array of {n!r}" for n, a in zip(names, checked, strict=True) for _ in a]
-        check.no_overlap(where, labels, [a for arrays in checked for a in arrays])
+        flat = [array for arrays in checked for array in arrays]
+        self._addresses = check.no_overlap(where, labels, flat)
         parameters = [
             Parameter(arrays[0], name) for arrays, name in zip(checked, names, strict=True)
         ]
         self.reader = GradientReader(
             where, parameters, [arrays[1:] for arrays in checked], sparse_update
         )
-        flat = tuple(array for arrays in checked for array in arrays)
         # Of any other object the array may be another one the next time.
         self.can_be_kept = headers.usable and all(type(a) is np.ndarray for a in self._given)
         forms = [(a.dtype, a.shape) for a in flat]
         self._expected = headers.Expected(forms, headers.NOWHERE, writable=True)
-        self._addresses = [headers.address_of(a) for a in flat]
 
     def is_of(self, variables: Sequence[tuple[Any, ...]], sparse_update: str) -> bool:
         """Whether these are the very same arrays, where and as they were."""

@@ -67,8 +67,8 @@ class _AdamUpdate(Primitive):
         """All memory of a call that does not update in place, where it is to be locked."""
         if not self.use_locking:
             return nullcontext()
-        spans = [locks.spans_of([((address_of(a),), (a.nbytes,), 0)]) for a in arrays]
-        return locks.Request(sorted(s for each in spans for s in each), shared=False)
+        memory = tuple(map(address_of, arrays)), tuple(a.nbytes for a in arrays), 0
+        return locks.Request(locks.spans_of([memory]), shared=False)
 
     def _step(
         self, w: np.ndarray, grad: Any, mean: Any, var: Any, lazy: bool, scalars: _Scalars
@@ -131,12 +131,7 @@ class _Scalars:
         """The prologue, and the scalars of rule and prologue."""
         real, given = real_type(dtype), self._given
         rescale, bound, decay = given["rescale_grad"], given["clip_gradient"], given["wd"]
-        prologue = mxnet.conditioning(
-            self._version,
-            scales=np.float32(rescale) != 1,
-            clips=bound > 0,
-            decays=bool(np.float32(decay) > 0),
-        )
+        prologue = mxnet.conditioning(self._version, rescale, bound, decay, composed=False)
         names = ("lr", "beta1", "beta2", "epsilon")
         hp = mxnet.adam_hp(real, *(given[name] for name in names), composed=False)
         return prologue, hp + mxnet.conditioning_scalars(

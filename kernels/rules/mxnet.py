@@ -119,13 +119,17 @@ _remembered = lru_cache(maxsize=64)
 
 
 @_remembered
-def conditioning(version: str, *, scales: bool, clips: bool, decays: bool) -> Prologue:
-    """What happens to the gradient: 2.0 clips before the decay is added, 1.9 after it."""
-    scale, clip, decay = (
-        (part,) if acts else ()
-        for part, acts in ((SCALE, scales), (CLIP, clips), (COUPLED_DECAY, decays))
-    )
-    return scale + (decay + clip if version == "1.9" else clip + decay)
+def conditioning(
+    version: str, rescale: float, bound: float, decay: float, *, composed: bool
+) -> Prologue:
+    """What happens to the gradient: 2.0 clips before the decay is added, 1.9 after it.
+
+    A factor that rounds to 1, a bound of 0 or below and a decay that rounds to 0 cost nothing.
+    """
+    scale = (SCALE,) if rounded(np.float64, rescale, composed=composed) != 1 else ()
+    clip = (CLIP,) if bound > 0 else ()
+    added = (COUPLED_DECAY,) if np.float32(decay) > 0 else ()
+    return scale + (added + clip if version == "1.9" else clip + added)
 
 
 @_remembered
