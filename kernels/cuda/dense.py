@@ -32,10 +32,9 @@ _ROW = 8 * COLUMNS
 @cache
 def dense_kernel(kernel: Kernel) -> Any:
     """The compiled loop of a rule, ``loop[blocks, THREADS](table, n_tensors)``."""
-    length, vector, single, read_hp, sizes = tiles(
+    length, vector, single, read_hp = tiles(
         kernel.rule, kernel.prologue, kernel.w, kernel.g, kernel.s
     )
-    w_bytes, g_bytes, s0_bytes, s1_bytes, s2_bytes = sizes
     chunk, stride = chunk_of(kernel), THREADS * length
 
     @cuda.jit
@@ -62,27 +61,11 @@ def dense_kernel(kernel: Kernel) -> Any:
             whole = end - end % np.uint64(length)
             i = begin + thread * np.uint64(length)
             while i < whole:
-                k = np.int64(i)
-                vector(
-                    w + k * w_bytes,
-                    g + k * g_bytes,
-                    s0 + k * s0_bytes,
-                    s1 + k * s1_bytes,
-                    s2 + k * s2_bytes,
-                    hp,
-                )
+                vector(w, g, s0, s1, s2, np.int64(i), hp)
                 i += np.uint64(stride)
         i = whole + thread
         while i < end:
-            k = np.int64(i)
-            single(
-                w + k * w_bytes,
-                g + k * g_bytes,
-                s0 + k * s0_bytes,
-                s1 + k * s1_bytes,
-                s2 + k * s2_bytes,
-                hp,
-            )
+            single(w, g, s0, s1, s2, np.int64(i), hp)
             i += np.uint64(THREADS)
 
     return loop

@@ -1,8 +1,8 @@
 """A rule on a tile: as many consecutive elements as the widest loads of a thread bring.
 
 A tile is loaded into registers with vectors of 16 bytes, the rule runs on each element, and the
-tile is stored. What is compiled is ``run(w, g, s0, s1, s2, hp)``, addresses and a tuple of
-scalars.
+tile is stored. What is compiled is ``run(w, g, s0, s1, s2, i, hp)``: addresses of tensors, the first
+element, and a tuple of scalars.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import config, cuda, types
 
-from ..blocks import MOST_STATES, compose, element_of, padded
+from ..blocks import compose, element_of, padded
 from ..rules.rule import Prologue, Rule, hp_type
 from ..storage import Storage, numba_type, real_of
 from .functions import device_function
@@ -36,17 +36,15 @@ class Tiles(NamedTuple):
 
     Attributes:
         length: elements of a vectorised tile.
-        vector: ``run`` on a tile whose addresses are multiples of 16.
+        vector: ``run`` on a tile that begins at a multiple of 16 bytes in every tensor.
         single: ``run`` on one element.
         read_hp: reads the scalars from an address.
-        bytes: of an element of w, g, s0, s1, s2.
     """
 
     length: int
     vector: Any
     single: Any
     read_hp: Any
-    bytes: tuple[int, ...]
 
 
 @cache
@@ -54,13 +52,11 @@ def tiles(rule: Rule, prologue: Prologue, w: Storage, g: Storage, s: tuple[Stora
     """For these storage types; nothing is compiled yet."""
     element = _element(rule, prologue, w, g, s)
     length = _WIDEST // min(storage.itemsize for storage in (w, g, *s))
-    state_bytes = [storage.itemsize for storage in s] + [0] * (MOST_STATES - len(s))
     return Tiles(
         length,
         _tile(element, w, g, s, length),
         _tile(element, w, g, s, 1),
         tuple_reader(hp_type(rule, prologue), numba_type(real_of(w))),
-        (w.itemsize, g.itemsize, *state_bytes),
     )
 
 
@@ -72,7 +68,7 @@ def _element(rule: Rule, prologue: Prologue, w: Storage, g: Storage, s: tuple[St
 
 
 def _tile(element: Any, w: Storage, g: Storage, s: tuple[Storage, ...], length: int) -> Any:
-    """``run(w, g, s0, s1, s2, hp)`` on ``length`` elements."""
+    """``run(w, g, s0, s1, s2, i, hp)`` on ``length`` elements from ``i`` on."""
     w_type, g_type = _CARRIERS[w.carrier], _CARRIERS[g.carrier]
     type_0, type_1, type_2 = padded([_CARRIERS[x.carrier] for x in s], w_type)
     load_w, store_w = tile_loader(length, w.itemsize), tile_storer(length, w.itemsize)
@@ -80,8 +76,13 @@ def _tile(element: Any, w: Storage, g: Storage, s: tuple[Storage, ...], length: 
     load_0, load_1, load_2 = padded([tile_loader(length, x.itemsize) for x in s], load_w)
     store_0, store_1, store_2 = padded([tile_storer(length, x.itemsize) for x in s], store_w)
 
+    w_bytes, g_bytes = w.itemsize, g.itemsize
+    s0_bytes, s1_bytes, s2_bytes = padded([x.itemsize for x in s], 0)
+
     @cuda.jit(device=True)
-    def run(w, g, s0, s1, s2, hp):
+    def run(w, g, s0, s1, s2, i, hp):
+        w, g = w + i * w_bytes, g + i * g_bytes
+        s0, s1, s2 = s0 + i * s0_bytes, s1 + i * s1_bytes, s2 + i * s2_bytes
         x, d = cuda.local.array(length, w_type), cuda.local.array(length, g_type)
         load_w(x, w)
         load_g(d, g)
