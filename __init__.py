@@ -20,6 +20,7 @@ _NAMES = {
     "ConversionError": "fusestep.ops.errors",
     "get_num_threads": "fusestep.kernels.cpu.parallel",
     "set_num_threads": "fusestep.kernels.cpu.parallel",
+    "synchronize": "fusestep.ops.pending",
     "threading_layer": "fusestep.kernels.cpu.parallel",
 }
 __all__ = ["__version__", "nn", "ops", *_NAMES]

@@ -174,11 +174,6 @@ def padded(values: list[Any], filler: Any) -> list[Any]:
     return values + [filler] * (MOST_STATES - len(values))
 
 
-def _loads(s: tuple[Storage, ...]) -> list[Any]:
-    """The conversion of each state to the type of the arithmetic; any one where there is none."""
-    return padded([storage.to_real for storage in s], s[0].to_real if s else None)
-
-
 def _element(
     rule: Rule, prologue: Prologue, w: Storage, g: Storage | None, s: tuple[Storage, ...]
 ) -> Any:
@@ -242,13 +237,22 @@ def element_of(
 def _measured_values(
     rule: Rule, prologue: Prologue, w: Storage, g: Storage, s: tuple[Storage, ...]
 ) -> Any:
-    """``values(w, g, states, i, hp)``: load, prologue and ``rule.measure`` for one element."""
+    """`values_of` a rule on the CPU."""
     measure, condition = njit(**RULE_FLAGS)(rule.measure), compose(prologue)
-    load_w, load_g = w.to_real, g.to_real
-    load_0, load_1, _ = _loads(s)
+    return njit(error_model="numpy")(values_of(measure, condition, w, g, s, lambda f: f))
+
+
+def values_of(
+    measure: Any, condition: Any, w: Storage, g: Storage, s: tuple[Storage, ...], compiled: Any
+) -> Any:
+    """``values(w, g, states, i, hp)``: load, prologue and ``rule.measure`` for one element.
+
+    Arguments as `element_of`.
+    """
+    load_w, load_g = compiled(w.to_real), compiled(g.to_real)
+    load_0, load_1, _ = padded([compiled(storage.to_real) for storage in s], load_w)
     real, n_states = numba_type(real_of(w)), len(s)
 
-    @njit(error_model="numpy")
     def values(w, g, states, i, hp):
         x = real(load_w(w[i]))
         d = condition(real(load_g(g[i])), x, hp)

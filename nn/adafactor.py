@@ -14,6 +14,7 @@ from ..kernels.cpu.factored_layout import FactoredTable, FactoredTensor
 from ..kernels.factored_blocks import FactoredKernel, factored_kernel
 from ..kernels.rules import adafactor as rules
 from ..ops import check
+from ..ops.device_step import Launch
 from ..ops.errors import message, reject_unknown
 from ..ops.norm import squares_at
 from .arguments import non_negative_float, open_unit, positive_float
@@ -132,6 +133,7 @@ class AdaFactor(FusedOptimizer):
     """
 
     _decay_is_coupled = False
+    _takes_devices = False
     _filter_names = False
     _rows_need = ("a dense one: Adafactor needs means over all rows", "a RowTensor")
 
@@ -289,9 +291,15 @@ class AdaFactor(FusedOptimizer):
         for block in kernel.blocks:
             block.address  # noqa: B018
 
-    def _run_dense(self, call: Call, gradients: np.ndarray, conditioning: Conditioning) -> None:
+    def _run_dense(
+        self,
+        call: Call,
+        gradients: np.ndarray,
+        conditioning: Conditioning,
+        launch: Launch | None = None,
+    ) -> None:
         if not self._has_matrices(call.batch):
-            super()._run_dense(call, gradients, conditioning)
+            super()._run_dense(call, gradients, conditioning, launch)
             return
         variables, table = call.batch.variables, self._table(call.batch)
         column = columns(self._rule, conditioning.prologue)

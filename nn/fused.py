@@ -13,13 +13,15 @@ import numpy as np
 
 from ..kernels.cpu.counts import are_equal, count_up
 from ..kernels.cpu.finite import all_finite
-from ..kernels.rules.rule import Prologue, Rule, hp_type
+from ..kernels.rules.rule import Prologue, Rule, factors, hp_type
 from ..kernels.storage import Storage
-from ..ops import check, locks
+from ..ops import check, locks, pending
+from ..ops.device_step import Launch
 from ..ops.errors import message
-from ..ops.step import compile_step, dense_step, measure_step, row_step
+from ..ops.step import check_rows_on_device, compile_step, dense_step, measure_step, row_step
 from .conditioning import Conditioning
 from .layout import Batch, Layout
+from .on_device import Launcher, are_finite, row_batches
 from .reader import GradientReader, Gradients
 from .schedule import Values
 from .stateful import StatefulOptimizer
@@ -51,7 +53,8 @@ class FusedOptimizer(StatefulOptimizer):
     """An optimizer whose step is an update rule: one kernel call for all dense tensors of a
     dtype (two for a two-stage rule), and one for all tables with row-sparse gradients.
 
-    A subclass gives the rule and defines `_scalars`; for a two-stage rule `_complete` too.
+    A subclass gives the rule and defines `_scalars`; for a two-stage rule whose ``factor`` does
+    not say all, `_complete` too.
 
     Args:
         rule: the update rule.
@@ -113,7 +116,7 @@ class FusedOptimizer(StatefulOptimizer):
             call: the kernel call; its ``hp`` is changed.
             column: where each scalar is in ``hp``.
         """
-        raise NotImplementedError
+        call.hp[:, column[self._rule.factor_of]] *= factors(self._rule, squares)
 
     def _option_classes(self) -> tuple[np.ndarray, list[int]]:
         """Parameters that share all options share their scalars.
@@ -136,6 +139,8 @@ class FusedOptimizer(StatefulOptimizer):
         """What is not part of the state: it is made anew in a copy."""
         self._lock = threading.Lock()
         _living.add(self)
+        if self._device is not None:
+            self._launcher = Launcher(self._device)
         self._condition()
         self._reader = GradientReader(
             self._name,
@@ -178,7 +183,9 @@ class FusedOptimizer(StatefulOptimizer):
     def _step_with(
         self, gradients: tuple[Any, ...], conditioning: Conditioning
     ) -> tuple[bool, ...]:
-        if self.use_locking:
+        if self._device is not None:
+            self._step_on_device(gradients, conditioning)
+        elif self.use_locking:
             self._locked_step(gradients, conditioning)
         else:
             plan = self._plan(gradients, conditioning)
@@ -200,6 +207,26 @@ class FusedOptimizer(StatefulOptimizer):
         with request:
             self._run_all(*plan, conditioning)
 
+    def _step_on_device(self, gradients: tuple[Any, ...], conditioning: Conditioning) -> None:
+        """The step is enqueued; that of this thread, then that of the next."""
+        with self._lock, pending.held():  # the counts stay until the step is enqueued
+            if self.skip_nonfinite:
+                pending.settle()  # the host waits in such a step anyway
+            plan = self._plan(gradients, conditioning)
+            if plan is None:
+                return
+            given, calls = plan
+            layout = given.layout
+            with self._launcher.launch(
+                given, use_locking=self.use_locking, take_back=lambda: self._take_back(layout)
+            ) as launch:
+                if layout.n_row_batches > 1:  # one checks its indices before it writes
+                    for batch, first in row_batches(given):
+                        rows = given.rows_of(batch)
+                        check_rows_on_device(batch.variables, rows, launch.after(first))
+                self._run_all(given, calls, conditioning, launch)
+                self._advance(layout)
+
     def _advance(self, layout: Layout) -> None:
         if layout.is_complete:
             count_up(self._steps)
@@ -207,28 +234,49 @@ class FusedOptimizer(StatefulOptimizer):
             self._steps[layout.active] += 1
         self.global_step[0] += 1
 
-    def _run_all(self, given: Gradients, calls: list[Call], conditioning: Conditioning) -> None:
+    def _take_back(self, layout: Layout) -> None:
+        """A step that turned out to have written nothing was not a step."""
+        self._steps[layout.active] -= 1
+        self.global_step[0] -= 1
+
+    def _run_all(
+        self,
+        given: Gradients,
+        calls: list[Call],
+        conditioning: Conditioning,
+        launch: Launch | None = None,
+    ) -> None:
+        first = 0  # of the positions of a batch among those of all batches
         for call in calls:
             batch = call.batch
             if batch.row_sparse:
+                rows = given.rows_of(batch)
                 row_step(
                     batch.labels,
                     self._rule,
                     conditioning.prologue,
                     batch.variables,
-                    given.rows_of(batch),
+                    rows,
                     call.hp,
                     call.hp_of.tolist(),
                     touched_only=self.sparse_update == "lazy",
+                    launch=launch and launch.after(first),
                 )
+                first += sum(len(gradient.indices) for gradient in rows)
             else:
-                self._run_dense(call, given.addresses_of(batch), conditioning)
+                self._run_dense(call, given.addresses_of(batch), conditioning, launch)
 
-    def _run_dense(self, call: Call, gradients: np.ndarray, conditioning: Conditioning) -> None:
+    def _run_dense(
+        self,
+        call: Call,
+        gradients: np.ndarray,
+        conditioning: Conditioning,
+        launch: Launch | None = None,
+    ) -> None:
         """One kernel call for each stage."""
         batch, prologue = call.batch, conditioning.prologue
         arguments = (self._rule, prologue, batch.variables, gradients, batch.g, call.hp, call.hp_of)
-        if conditioning.is_measured or self._rule.measure:
+        if launch is None and (conditioning.is_measured or self._rule.measure):
             column = columns(self._rule, prologue)
             # What is infinite or NaN reaches the parameter; it is no reason to stop half way.
             with np.errstate(all="ignore"):
@@ -238,7 +286,7 @@ class FusedOptimizer(StatefulOptimizer):
                     )
                 if self._rule.measure:
                     self._complete(measure_step(*arguments), call, column)
-        dense_step(*arguments)
+        dense_step(*arguments, launch)
 
     def _plan(
         self, gradients: tuple[Any, ...], conditioning: Conditioning
@@ -253,18 +301,27 @@ class FusedOptimizer(StatefulOptimizer):
             gradients, decays, conditioning
         )
         layout = given.layout
-        if layout.n_row_batches and (
-            self.use_locking or self.skip_nonfinite or layout.n_row_batches > 1
+        on_host = self._device is None
+        if (
+            layout.n_row_batches
+            and on_host
+            and (self.use_locking or self.skip_nonfinite or layout.n_row_batches > 1)
         ):
             self._reader.check_indices(given)
-        if self.skip_nonfinite and not _finite(given):
+        if self.skip_nonfinite and not self._all_finite(given):
             self.skipped_steps += 1
             return None
         # One batch compiles before it writes; but the counters must not be ahead of it.
-        if self.use_locking or len(layout.batches) > 1:
+        if on_host and (self.use_locking or len(layout.batches) > 1):
             for batch in layout.batches:
                 self._compile(batch, conditioning)
         return given, [self._call(batch, rates, decays, conditioning) for batch in layout.batches]
+
+    def _all_finite(self, given: Gradients) -> bool:
+        """One read of all gradients; on a device it is waited for."""
+        if self._device is not None:
+            return are_finite(given, _by_storage(given))
+        return all(all_finite(*arrays) for arrays in _by_storage(given))
 
     def _read(
         self, gradients: tuple[Any, ...], decays: list[float], conditioning: Conditioning
@@ -324,8 +381,8 @@ class FusedOptimizer(StatefulOptimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for derived in ("_reader", "_lock", "_conditioning", "_rates", "_decays"):
-            del state[derived]
+        for derived in ("_reader", "_lock", "_conditioning", "_rates", "_decays", "_launcher"):
+            state.pop(derived, None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -354,8 +411,8 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-def _finite(given: Gradients) -> bool:
-    """One read of all gradients."""
+def _by_storage(given: Gradients) -> tuple[tuple[Storage, np.ndarray, np.ndarray], ...]:
+    """The arrays of all gradients by storage type: int64 addresses and numbers of elements."""
     arrays: dict[Storage, list[tuple[int, int]]] = {}
     for batch in given.layout.batches:
         found = arrays.setdefault(batch.g, [])
@@ -365,8 +422,8 @@ def _finite(given: Gradients) -> bool:
         else:
             sizes = np.diff(batch.variables.table.first)
             found += zip(given.addresses_of(batch).tolist(), sizes.tolist(), strict=True)
-    return all(
-        all_finite(storage, *np.array(spans, np.int64).T.copy())
+    return tuple(
+        (storage, *np.array(spans, np.int64).reshape(-1, 2).T.copy())
         for storage, spans in arrays.items()
     )
 

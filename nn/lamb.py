@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from ..kernels.rules import lamb as rules
 from ..ops import check
 from ..ops.errors import reject_unknown
 from .arguments import arithmetic_type, open_unit, positive_float
-from .fused import Call, FusedOptimizer
+from .fused import FusedOptimizer
 
 _ARGUMENTS = (
     "params",
@@ -112,7 +110,3 @@ class Lamb(FusedOptimizer):
 
     def _scalars(self, real: Any, lr: float, decay: float, step: int) -> tuple[Any, ...]:
         return rules.lamb_hp(real, lr, self.beta1, self.beta2, self.eps, decay, step)
-
-    def _complete(self, squares: np.ndarray, call: Call, column: dict[str, int]) -> None:
-        ratio = rules.lamb_clipped_ratio if self.clip_ratio else rules.lamb_ratio
-        call.hp[:, column["step"]] *= ratio(squares)

@@ -16,6 +16,8 @@ import numpy as np
 
 from ..kernels.cpu import headers
 from ..kernels.storage import STORAGES, Storage
+from ..ops.arrays import address_of
+from ..ops.device import DeviceArray
 from ..ops.locks import Span
 from ..ops.step import Variables
 
@@ -108,7 +110,7 @@ class Layout:
 
 
 def build_layout(
-    kinds: tuple[Kind | None, ...], tensors: Sequence[tuple[np.ndarray, ...]], labels: Sequence[str]
+    kinds: tuple[Kind | None, ...], tensors: Sequence[tuple[Any, ...]], labels: Sequence[str]
 ) -> Layout:
     """Group parameters (with their states) whose gradients are of these ``kinds``."""
     known = [(i, kind, tensors[i]) for i, kind in enumerate(kinds) if kind is not None]
@@ -133,15 +135,17 @@ def build_layout(
             )
         )
     spans = sorted(
-        (headers.address_of(a), headers.address_of(a) + a.nbytes)
+        (address_of(a), address_of(a) + a.nbytes)
         for _, _, arrays in known
         for a in arrays
         if a.size
     )
     memory = np.array(spans, np.int64).reshape(-1, 2).T.copy()
     is_complete = len(known) == len(kinds)
+    are_plain = not any(isinstance(w, DeviceArray) for _, _, (w, *_) in known)
     forms, dense_arrays, row_arrays = _array_forms([(kind, arrays[0]) for _, kind, arrays in known])
-    expected = headers.Expected(forms, memory) if is_complete and headers.usable else None
+    can_expect = is_complete and headers.usable and are_plain
+    expected = headers.Expected(forms, memory) if can_expect else None
     return Layout(
         tuple(sorted(batches, key=lambda batch: not batch.row_sparse)),
         np.array([i for i, _, _ in known], np.int64),
@@ -156,7 +160,7 @@ def build_layout(
 
 
 def _array_forms(
-    gradients: Sequence[tuple[Kind, np.ndarray]],
+    gradients: Sequence[tuple[Kind, Any]],
 ) -> tuple[list[headers.Form], np.ndarray, tuple[int, ...]]:
     """What the arrays of gradients are, and the places of dense ones and of indices among them."""
     forms: list[headers.Form] = []

@@ -204,8 +204,8 @@ def _scalars_of(
 
 def _checked(where: str, name: str, arrays: Sequence[Any]) -> tuple[np.ndarray, ...]:
     """A weight and its states: arrays that can be updated in place, of one shape."""
-    weight = check.variable(where, f"weight {name!r}", arrays[0])
-    states = tuple(check.variable(where, f"state of {name!r}", a) for a in arrays[1:])
+    weight = check.host_variable(where, f"weight {name!r}", arrays[0])
+    states = tuple(check.host_variable(where, f"state of {name!r}", a) for a in arrays[1:])
     for state in states:
         if state.shape != weight.shape:
             wrong = "has a wrong shape"

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ..ops import check
+from ..ops import check, pending
+from ..ops.device import DeviceArray, device_of
 from ..ops.errors import RejectedTypeError, RejectedValueError, message, reject_unknown
 from . import gradients as grads
 from .checkpoint import as_state, checked_state
@@ -61,6 +62,7 @@ class Optimizer:
     """
 
     _filter_names = True
+    _takes_devices = True
 
     def __init__(
         self,
@@ -79,6 +81,7 @@ class Optimizer:
         self._check_groups(self._groups)
         self.parameters = tuple(option.parameter for option in self._groups.options)
         self.global_step = np.zeros(1, np.int32)
+        self._device = self._common_device()
         self._check_overlap({})
         name_by_position(self._groups.options)
         for parameter in self.parameters:
@@ -96,6 +99,17 @@ class Optimizer:
     @property
     def _name(self) -> str:
         return type(self).__name__
+
+    def _common_device(self) -> int | None:
+        """The CUDA device of all parameters, or None where they live on the host."""
+        arrays = {f"parameter {p.name or i!r}": p.array for i, p in enumerate(self.parameters)}
+        device = device_of(self._name, arrays)
+        if device is not None and not self._takes_devices:
+            raise RuntimeError(
+                message(self._name, "parameters", "live on a device", "the host", f"CUDA {device}")
+                + "; this optimizer has no CUDA kernels"
+            )
+        return device
 
     def _check_groups(self, groups: Groups) -> None:
         """Refuse what a subclass does not take in groups; before anything has changed."""
@@ -262,8 +276,8 @@ class Optimizer:
 
     @property
     def target(self) -> str:
-        """Where state and arithmetic live: ``"CPU"``."""
-        return "CPU"
+        """Where state and arithmetic live: ``"CPU"`` or ``"GPU"``, with the parameters."""
+        return "CPU" if self._device is None else "GPU"
 
     @target.setter
     def target(self, value: str) -> None:
@@ -273,12 +287,9 @@ class Optimizer:
             )
         if value not in _TARGETS:
             raise ValueError(message(self._name, "target", "is unknown", _TARGETS, value))
-        if value != "CPU":
-            raise ValueError(
-                message(
-                    self._name, "target", "is impossible", "'CPU': the parameters live there", value
-                )
-            )
+        if value != self.target:
+            expected = f"{self.target!r}: the parameters live there"
+            raise ValueError(message(self._name, "target", "is impossible", expected, value))
 
     @property
     def unique(self) -> bool:
@@ -296,8 +307,12 @@ class Optimizer:
     # State
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Copies of all that a resumed run needs beside the parameters, by name."""
-        return {name: array.copy() for name, array in self._state_arrays().items()}
+        """Copies on the host of all that a resumed run needs beside the parameters, by name."""
+        pending.settle()
+        return {
+            name: array.numpy() if isinstance(array, DeviceArray) else array.copy()
+            for name, array in self._state_arrays().items()
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a `state_dict`, after checking all of it.
@@ -307,11 +322,15 @@ class Optimizer:
             TypeError: a dtype differs.
             ValueError: a shape differs.
         """
+        pending.settle()
         own = self._state_arrays()
         for name, array in checked_state(self._name, as_state(self._name, state), own).items():
-            own[name][...] = array
+            if isinstance(own[name], DeviceArray):
+                own[name].assign(array)
+            else:
+                own[name][...] = array
 
-    def _state_arrays(self) -> dict[str, np.ndarray]:
+    def _state_arrays(self) -> dict[str, Any]:
         """The arrays of the state themselves, by name."""
         arrays = {"global_step": self.global_step}
         for rate in self._groups.rates:
@@ -319,19 +338,20 @@ class Optimizer:
                 arrays[str(rate.name)] = rate.data
         return arrays
 
-    def check_rebinding(self, parameter: Parameter, array: np.ndarray) -> None:
+    def check_rebinding(self, parameter: Parameter, array: Any) -> None:
         """Called before ``parameter.data`` becomes ``array``.
 
         Raises:
-            ValueError: it shares memory with another array of this optimizer.
+            ValueError: it shares memory with another array of this optimizer, or lives elsewhere.
         """
+        device_of(self._name, {f"parameter {parameter.name!r}": parameter.array, "its data": array})
         self._check_overlap({id(parameter): array})
 
     def forget_addresses(self) -> None:
         """Called after a parameter was rebound; a subclass drops what it derived."""
 
-    def _check_overlap(self, rebound: Mapping[int, np.ndarray]) -> None:
-        arrays = [rebound.get(id(p), p.data) for p in self.parameters]
+    def _check_overlap(self, rebound: Mapping[int, Any]) -> None:
+        arrays = [rebound.get(id(p), p.array) for p in self.parameters]
         names = [f"parameter {p.name or i!r}" for i, p in enumerate(self.parameters)]
         check.no_overlap(self._name, names, arrays)
 

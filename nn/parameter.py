@@ -1,4 +1,4 @@
-"""A named array that optimizers update in place."""
+"""A named array, on the host or on a CUDA device, that optimizers update in place."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..ops import check
+from ..ops.device import DeviceArray
 from ..ops.errors import message
 
 
@@ -16,13 +17,14 @@ class Parameter:
 
     Args:
         data: a writable, C-contiguous floating array (float32, float64, float16 or
-            ``ml_dtypes.bfloat16``) of any shape.
+            ``ml_dtypes.bfloat16``) of any shape, on the host or on a CUDA device (an array of
+            torch, CuPy or Numba, or anything with ``__cuda_array_interface__``).
         name: its name; an optimizer names an unnamed parameter ``parameter_<i>`` by position.
         requires_grad: whether optimizers may update it.
 
     ``data`` can be rebound at any time to an array of the same shape; optimizers that hold the
-    parameter notice. The parameter offers NumPy's array interface, so operators take it as an
-    array.
+    parameter notice. The parameter offers NumPy's array interface, or that of CUDA arrays, so
+    operators take it as an array.
 
     Raises:
         TypeError: ``data`` is no floating array, ``name`` no str, ``requires_grad`` no bool.
@@ -36,14 +38,14 @@ class Parameter:
 
     def __init__(self, data: Any, name: str | None = None, requires_grad: bool = True) -> None:
         if isinstance(data, Parameter):
-            data = data.data
+            data = data.array
         if name is not None and not isinstance(name, str):
             raise TypeError(
                 message("Parameter", "name", "has a wrong type", "a str", type(name).__name__)
             )
         self._name = name
         self.requires_grad = check.flag("Parameter", "requires_grad", requires_grad)
-        self._data = check.variable("Parameter", "data", data)
+        self._data: Any = check.variable("Parameter", "data", data)
         self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @property
@@ -62,9 +64,12 @@ class Parameter:
         self._name = value
 
     @property
-    def data(self) -> np.ndarray:
-        """The array; assign another one of the same shape to rebind it."""
-        return self._data
+    def data(self) -> Any:
+        """The array; assign another one of the same shape to rebind it.
+
+        On the host it is a NumPy array, on a device what was given.
+        """
+        return self._data.owner if isinstance(self._data, DeviceArray) else self._data
 
     @data.setter
     def data(self, value: Any) -> None:
@@ -81,43 +86,70 @@ class Parameter:
             owner.forget_addresses()
 
     @property
+    def array(self) -> Any:
+        """The array as steps see it: of NumPy, or a `DeviceArray`."""
+        return self._data
+
+    @property
+    def __fusestep_array__(self) -> Any:  # operators look for it
+        return self._data
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the array."""
-        return self._data.shape
+        shape: tuple[int, ...] = self._data.shape
+        return shape
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """The dtype of the array."""
-        return self._data.dtype
+        dtype: np.dtype[Any] = self._data.dtype
+        return dtype
 
     @property
     def ndim(self) -> int:
         """The number of dimensions."""
-        return self._data.ndim
+        ndim: int = self._data.ndim
+        return ndim
 
     @property
     def size(self) -> int:
         """The number of elements."""
-        return self._data.size
+        size: int = self._data.size
+        return size
 
     def asnumpy(self) -> np.ndarray:
-        """The array itself."""
-        return self._data
+        """The array itself; of one on a device a copy on the host, which is waited for."""
+        array: np.ndarray = self._data.numpy() if self._is_on_device else self._data
+        return array
+
+    @property
+    def _is_on_device(self) -> bool:
+        return isinstance(self._data, DeviceArray)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        if not self._is_on_device:
+            raise AttributeError("this parameter lives on the host")
+        interface: dict[str, Any] = self._data.__cuda_array_interface__
+        return interface
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        array = self._data if dtype is None else self._data.astype(dtype, copy=False)
+        if self._is_on_device:
+            raise TypeError("Parameter: it lives on a CUDA device; asnumpy() copies it to the host")
+        array: np.ndarray = self._data if dtype is None else self._data.astype(dtype, copy=False)
         if copy is False and array is not self._data:
             raise ValueError(f"Parameter: a copy is needed to convert {self.dtype} to {dtype}")
         return array.copy() if copy and array is self._data else array
 
     def __bool__(self) -> bool:
-        return bool(self._data)
+        return bool(self.data)
 
     def __len__(self) -> int:
         return len(self._data)
 
     def __float__(self) -> float:
-        return float(self._data)
+        return float(self.data)
 
     def __repr__(self) -> str:
         return f"Parameter(name={self.name!r}, shape={self.shape}, dtype={self.dtype})"
@@ -135,11 +167,13 @@ class Parameter:
         self._owners = weakref.WeakSet()
 
 
-def writable(array: np.ndarray) -> np.ndarray:
+def writable(array: Any) -> Any:
     """``array``, or a copy that can be updated in place.
 
     Arrays that were unpickled from a foreign buffer can be read-only.
     """
+    if isinstance(array, DeviceArray):
+        return array
     flags = array.flags
     can_be_updated = flags.writeable and flags.c_contiguous and flags.aligned
     return array if can_be_updated else array.copy(order="C")

@@ -7,15 +7,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..kernels.cpu.headers import address_of
 from ..ops import check
 from ..ops.arrays import (
     RowTensor,
-    adopt,
+    address_of,
+    adopt_anywhere,
     check_row_gradient,
     index_error,
     real_type,
 )
+from ..ops.device import device_of
 from ..ops.errors import message
 from ..ops.step import RowGradient, check_keys
 from . import gradients as whole
@@ -38,7 +39,7 @@ class Gradients(NamedTuple):
     layout: Layout
     addresses: np.ndarray
     rows: list[RowGradient]
-    keep: object
+    keep: Sequence[Any]
 
     def addresses_of(self, batch: Batch) -> np.ndarray:
         """The addresses of the gradients of a batch of dense ones."""
@@ -66,7 +67,7 @@ class GradientReader:
         self,
         where: str,
         parameters: Sequence[Parameter],
-        states: Sequence[tuple[np.ndarray, ...]],
+        states: Sequence[tuple[Any, ...]],
         sparse_update: str | None,
         rows_need: tuple[str, str | None] = ("", None),
         centralized: Sequence[int] = (),
@@ -159,7 +160,8 @@ class GradientReader:
                 indices, n_rows = given.rows[place].indices, len(arrays[0])
                 if len(indices) and (indices.min() < 0 or indices.max() >= n_rows):
                     bad = (indices < 0) | (indices >= n_rows)
-                    raise index_error(label, indices, int(np.argmax(bad)), n_rows)
+                    position = int(np.argmax(bad))
+                    raise index_error(label, position, int(indices[position]), n_rows)
 
     def _read_each(
         self, gradients: tuple[Any, ...], added: Callable[[int], float]
@@ -186,9 +188,9 @@ class GradientReader:
             if len(self._layouts) >= _KEPT_LAYOUTS:
                 self._layouts.clear()
             for p in self._parameters:  # may have been made read-only since construction
-                check.variable(self._where, f"parameter {p.name!r}", p.data)
+                check.variable(self._where, f"parameter {p.name!r}", p.array)
             tensors = [
-                (p.data, *states) for p, states in zip(self._parameters, self._states, strict=True)
+                (p.array, *states) for p, states in zip(self._parameters, self._states, strict=True)
             ]
             labels = [f"{self._where}: gradient of {p.name!r}" for p in self._parameters]
             layout = self._layouts[kinds] = build_layout(kinds, tensors, labels)
@@ -231,8 +233,8 @@ class GradientReader:
                 raise ValueError(message(self._where, "a gradient", wrong, expected, got))
 
 
-def read_gradient(where: str, parameter: Parameter, gradient: Any) -> np.ndarray | RowGradient:
-    """The checked, contiguous form of one gradient that is not None.
+def read_gradient(where: str, parameter: Parameter, gradient: Any) -> Any:
+    """The checked, contiguous form of one gradient that is not None: an array or `RowGradient`.
 
     Raises:
         TypeError: its kind or dtype does not fit.
@@ -241,13 +243,14 @@ def read_gradient(where: str, parameter: Parameter, gradient: Any) -> np.ndarray
     name = f"gradient of {parameter.name!r}"
     rows = _as_rows(where, name, gradient)
     if rows is None:
-        array = adopt(where, name, gradient)
+        array = adopt_anywhere(where, name, gradient)
         _check_floating(where, name, array)
+        device_of(where, {"the parameter": parameter.array, name: array})
         if array.shape != parameter.shape:
             raise ValueError(
                 message(where, name, "has a wrong shape", parameter.shape, array.shape)
             )
-        return check.contiguous(array)
+        return check.contiguous(array, where, name)
     if parameter.ndim == 0:
         raise ValueError(
             message(where, name, "is row-sparse", "a dense gradient", "a 0-d parameter")
@@ -257,13 +260,17 @@ def read_gradient(where: str, parameter: Parameter, gradient: Any) -> np.ndarray
             message(where, name, "has a wrong dense_shape", parameter.shape, rows.dense_shape)
         )
     # Adopted again: the attributes of a RowTensor can be assigned to.
-    indices, values = adopt(where, name, rows.indices), adopt(where, name, rows.values)
+    indices = adopt_anywhere(where, name, rows.indices)
+    values = adopt_anywhere(where, name, rows.values)
     _check_floating(where, name, values)
+    device_of(where, {"the parameter": parameter.array, name: values, "its indices": indices})
     check_row_gradient(where, name, indices, values, parameter.shape)
-    return RowGradient.of(check.contiguous(indices), check.contiguous(values))
+    return RowGradient.of(
+        check.contiguous(indices, where, name), check.contiguous(values, where, name)
+    )
 
 
-def _check_floating(where: str, name: str, array: np.ndarray) -> None:
+def _check_floating(where: str, name: str, array: Any) -> None:
     if array.dtype not in check.FLOATS:
         raise TypeError(message(where, name, "has a wrong dtype", "a floating dtype", array.dtype))
 
@@ -293,4 +300,4 @@ def _from_torch(where: str, name: str, tensor: Any) -> RowTensor:
         raise ValueError(
             message(where, name, "has a wrong layout", "1 sparse dimension", len(indices))
         )
-    return RowTensor(indices[0].numpy(), tensor._values().detach().numpy(), tuple(tensor.shape))
+    return RowTensor(indices[0], tensor._values().detach(), tuple(tensor.shape))

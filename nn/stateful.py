@@ -10,12 +10,13 @@ import numpy as np
 from ..kernels.storage import STORAGES
 from ..ops import check
 from ..ops.arrays import adopt
+from ..ops.device import DeviceArray
 from ..ops.errors import message
 from .checkpoint import as_state, steps_done
 from .optimizer import Optimizer
 from .parameter import Parameter, writable
 
-States = dict[str, tuple[np.ndarray | None, ...]]
+States = dict[str, tuple[Any, ...]]
 """By role, one array for each parameter, or None for a parameter without this role."""
 
 
@@ -46,27 +47,25 @@ class StatefulOptimizer(Optimizer):
     def _new_states(self, initial: Mapping[str, float]) -> States:
         """Arrays of the shape of each parameter, filled with the initial value of their role."""
         return {
-            role: tuple(
-                np.full(p.shape, value, self._state_dtype or p.dtype) for p in self.parameters
-            )
+            role: tuple(_filled_like(p.array, value, self._state_dtype) for p in self.parameters)
             for role, value in initial.items()
         }
 
-    def _states_of_each(self) -> list[tuple[np.ndarray, ...]]:
+    def _states_of_each(self) -> list[tuple[Any, ...]]:
         """The states of each parameter, in the order of the roles."""
         return [
             tuple(a for a in (arrays[i] for arrays in self._states.values()) if a is not None)
             for i in range(len(self.parameters))
         ]
 
-    def _state(self, role: str) -> tuple[np.ndarray, ...]:
+    def _state(self, role: str) -> tuple[Any, ...]:
         """One role of every parameter that has it."""
         return tuple(array for array in self._states[role] if array is not None)
 
     def _state_name(self, role: str, parameter: str) -> str:
         return f"{role}.{parameter}"
 
-    def _state_arrays(self) -> dict[str, np.ndarray]:
+    def _state_arrays(self) -> dict[str, Any]:
         arrays = super()._state_arrays()
         for role, states in self._states.items():
             for parameter, state in zip(self.parameters, states, strict=True):
@@ -146,7 +145,7 @@ class StatefulOptimizer(Optimizer):
                     )
                 )
 
-    def check_rebinding(self, parameter: Parameter, array: np.ndarray) -> None:
+    def check_rebinding(self, parameter: Parameter, array: Any) -> None:
         """As `Optimizer.check_rebinding`; states are memory of this optimizer too."""
         super().check_rebinding(parameter, array)
         states = [state for states in self._states_of_each() for state in states]
@@ -161,6 +160,14 @@ class StatefulOptimizer(Optimizer):
             for role, arrays in state["_states"].items()
         }
         super().__setstate__(state)
+
+
+def _filled_like(array: Any, value: float, dtype: np.dtype[Any] | None) -> Any:
+    """A new array of the same shape in the same place."""
+    dtype = dtype or array.dtype
+    if isinstance(array, DeviceArray):
+        return array.filled_like(value, dtype)
+    return np.full(array.shape, value, dtype)
 
 
 def _state_dtype(where: str, value: Any) -> np.dtype[Any] | None:

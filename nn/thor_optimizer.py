@@ -55,6 +55,7 @@ class Thor(FusedOptimizer):
     """
 
     _filter_names = False
+    _takes_devices = False
     _rows_need = ("a dense one: THOR multiplies it by matrices", "a RowTensor")
 
     def __init__(

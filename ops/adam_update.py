@@ -45,12 +45,14 @@ class _AdamUpdate(Primitive):
         """Check everything, update, and return the array with the new weight."""
         given = check.float_array(self.name, "weight", weight)
         if out is weight or (out is not None and _is_same_memory(given, out)):
-            self._step(check.variable(self.name, "weight", weight), grad, mean, var, lazy, scalars)
+            self._step(
+                check.host_variable(self.name, "weight", weight), grad, mean, var, lazy, scalars
+            )
             return out
-        written = {"mean": check.variable(self.name, "mean", mean)}
-        written["var"] = check.variable(self.name, "var", var)
+        written = {"mean": check.host_variable(self.name, "mean", mean)}
+        written["var"] = check.host_variable(self.name, "var", var)
         if out is not None:
-            written["out"] = check.variable(self.name, "out", out)
+            written["out"] = check.host_variable(self.name, "out", out)
             check.same_layout(self.name, {"weight": given, "out": written["out"]})
         check.no_overlap(self.name, list(written), list(written.values()))
         self._check_apart(written, {"weight": given, **_arrays_of(grad)})

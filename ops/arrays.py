@@ -8,9 +8,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from ..kernels.cpu.headers import address_of
+from ..kernels.cpu import headers
 from ..kernels.storage import STORAGES
+from .device import DeviceArray, device_of
 from .errors import message
+from .frameworks import framework_of
+
+Array = np.ndarray | DeviceArray
+"""What is adopted."""
 
 INDEX_DTYPES = (np.dtype(np.int32), np.dtype(np.int64))
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -19,6 +24,24 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 def real_type(dtype: np.dtype[Any]) -> Any:
     """The NumPy scalar type of the arithmetic on arrays of ``dtype``."""
     return np.float64 if dtype == np.float64 else np.float32
+
+
+def address_of(array: Any) -> int:
+    """The address of the first element of what was adopted."""
+    return array.address if isinstance(array, DeviceArray) else headers.address_of(array)
+
+
+def adopt_anywhere(where: str, name: str, value: Any) -> Any:
+    """As `adopt`, or a `DeviceArray` for an array on a CUDA device.
+
+    Of devices are taken arrays of torch, CuPy and Numba, and any object with
+    ``__cuda_array_interface__``.
+    """
+    if type(value) is np.ndarray:
+        return value
+    inner = getattr(value, "__fusestep_array__", value)
+    on_device = DeviceArray.adopt(where, name, inner)
+    return adopt(where, name, inner) if on_device is None else on_device
 
 
 def adopt(where: str, name: str, value: Any) -> np.ndarray:
@@ -39,10 +62,10 @@ def adopt(where: str, name: str, value: Any) -> np.ndarray:
         )
     if isinstance(value, np.ndarray):
         return value.view(np.ndarray)  # a subclass may change what shapes and indices mean
-    if _is_on_cuda(value):
+    if framework_of(getattr(value, "__fusestep_array__", value)) is not None:
         raise RuntimeError(
             message(where, name, "lives on a CUDA device", "an array on the host", type(value))
-            + "; copy it to the host first: this version has no CUDA kernels"
+            + "; copy it to the host first: there are no CUDA kernels for this"
         )
     if hasattr(value, "__array__"):
         return np.asarray(value)
@@ -51,22 +74,16 @@ def adopt(where: str, name: str, value: Any) -> np.ndarray:
     raise TypeError(message(where, name, "is no array", "an array", type(value).__name__))
 
 
-def _is_on_cuda(value: Any) -> bool:
-    # The attribute itself may raise: a torch tensor that requires grad has it and refuses.
-    try:
-        return getattr(value, "__cuda_array_interface__", None) is not None
-    except RuntimeError:
-        return True
-
-
-def adopt_variable(where: str, name: str, value: Any) -> np.ndarray:
-    """As `adopt`, for an array that is updated in place.
+def adopt_variable(where: str, name: str, value: Any) -> Any:
+    """As `adopt_anywhere`, for an array that is updated in place.
 
     Raises:
         TypeError: also when reading ``value`` twice gives two different arrays, so that an
             update of one would be lost.
     """
-    array = adopt(where, name, value)
+    array = adopt_anywhere(where, name, value)
+    if isinstance(array, DeviceArray):
+        return array
     if array is not value and not isinstance(value, np.ndarray):
         again = adopt(where, name, value)
         if address_of(array) != address_of(again):
@@ -83,7 +100,7 @@ class RowTensor:
     Duplicates are allowed and summed, in any order of rows.
 
     Args:
-        indices: ``[B]`` int32 or int64, each in ``[0, N)``.
+        indices: ``[B]`` int32 or int64, each in ``[0, N)``; on the host or on a CUDA device.
         values: ``[B, ...]`` floating; trailing dimensions as those of the dense tensor.
         dense_shape: shape ``(N, ...)`` of the tensor.
 
@@ -103,9 +120,10 @@ class RowTensor:
     __slots__ = ("dense_shape", "indices", "values")
 
     def __init__(self, indices: Any, values: Any, dense_shape: tuple[int, ...]) -> None:
-        self.indices = adopt("RowTensor", "indices", indices)
-        self.values = adopt("RowTensor", "values", values)
+        self.indices = adopt_anywhere("RowTensor", "indices", indices)
+        self.values = adopt_anywhere("RowTensor", "values", values)
         self.dense_shape = _shape(dense_shape)
+        device_of("RowTensor", {"indices": self.indices, "values": self.values})
         check_row_gradient("RowTensor", "values", self.indices, self.values, self.dense_shape)
         if self.values.dtype not in STORAGES:
             raise TypeError(
@@ -127,7 +145,8 @@ class RowTensor:
     @property
     def dtype(self) -> np.dtype[Any]:
         """The dtype of the values."""
-        return self.values.dtype
+        dtype: np.dtype[Any] = self.values.dtype
+        return dtype
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -164,10 +183,12 @@ class RowTensor:
         return total.astype(self.dtype, copy=False)
 
     def _check_indices(self) -> None:
+        adopt("RowTensor", "indices", self.indices)  # refuses those on a device
         bad = (self.indices < 0) | (self.indices >= self.dense_shape[0])
         if bad.any():
             position = int(np.argmax(bad))
-            raise index_error("RowTensor", self.indices, position, self.dense_shape[0])
+            index = int(self.indices[position])
+            raise index_error("RowTensor", position, index, self.dense_shape[0])
 
 
 def _shape(dense_shape: Any) -> tuple[int, ...]:
@@ -214,14 +235,14 @@ def check_row_gradient(
         raise ValueError(message(where, name, "has a wrong length", expected, len(values)))
 
 
-def index_error(where: str, indices: np.ndarray, position: int, n_rows: int) -> IndexError:
-    """The error for ``indices[position]``."""
+def index_error(where: str, position: int, index: int, n_rows: int) -> IndexError:
+    """The error for ``indices[position]``, which is ``index``."""
     return IndexError(
         message(
             where,
             f"indices[{position}]",
             "is out of range",
             f"0 <= index < {n_rows}",
-            int(indices[position]),
+            index,
         )
     )

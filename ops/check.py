@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ..kernels.cpu.headers import address_of
 from ..kernels.storage import STORAGES
-from .arrays import adopt, adopt_variable
+from .arrays import address_of, adopt, adopt_anywhere, adopt_variable
+from .device import DeviceArray, device_of
 from .errors import ConversionError, message
 
 FLOATS = tuple(STORAGES)
@@ -109,8 +109,10 @@ def number(where: str, name: str, value: Any) -> float:
     return float(array.reshape(()))
 
 
-def variable(where: str, name: str, value: Any) -> np.ndarray:
+def variable(where: str, name: str, value: Any) -> Any:
     """An array that can be updated in place: floating, writable, contiguous, aligned.
+
+    It is a NumPy array, or a `DeviceArray`.
 
     Raises:
         TypeError: it is no array or no floating one.
@@ -143,13 +145,28 @@ def variable(where: str, name: str, value: Any) -> np.ndarray:
     return array
 
 
-def same_layout(where: str, variables: dict[str, np.ndarray]) -> None:
-    """Variables of one operator: one dtype and one shape.
+def host_variable(where: str, name: str, value: Any) -> np.ndarray:
+    """As `variable`, and on the host.
+
+    Raises:
+        RuntimeError: it lives on a CUDA device.
+        TypeError, ValueError: as `variable`.
+    """
+    array = variable(where, name, value)
+    if isinstance(array, DeviceArray):
+        return adopt(where, name, array)
+    host: np.ndarray = array
+    return host
+
+
+def same_layout(where: str, variables: dict[str, Any]) -> None:
+    """Variables of one operator: one dtype and one shape, in one place.
 
     Raises:
         ConversionError: dtypes differ (the lower ones would have to be converted).
-        ValueError: shapes differ.
+        ValueError: shapes differ, or the places where they live.
     """
+    device_of(where, variables)
     first_name, first = next(iter(variables.items()))
     dtype, shape = first.dtype, first.shape
     for name, array in variables.items():
@@ -164,7 +181,7 @@ def same_layout(where: str, variables: dict[str, np.ndarray]) -> None:
             )
 
 
-def no_overlap(where: str, names: Sequence[str], arrays: Sequence[np.ndarray]) -> list[int]:
+def no_overlap(where: str, names: Sequence[str], arrays: Sequence[Any]) -> list[int]:
     """Contiguous arrays must not share memory; returns their ``addresses``.
 
     Raises:
@@ -186,7 +203,7 @@ def no_overlap(where: str, names: Sequence[str], arrays: Sequence[np.ndarray]) -
 
 def gradient(
     where: str, name: str, value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]
-) -> np.ndarray:
+) -> Any:
     """A contiguous gradient for a variable of ``dtype`` and ``shape``; copied if strided.
 
     Raises:
@@ -197,17 +214,17 @@ def gradient(
     array = floating(where, name, value, dtype)
     if array.shape != shape:
         raise ValueError(message(where, name, "has a wrong shape", shape, array.shape))
-    return contiguous(array)
+    return contiguous(array, where, name)
 
 
-def floating(where: str, name: str, value: Any, dtype: np.dtype[Any]) -> np.ndarray:
-    """A floating array of at most the precision of ``dtype``.
+def floating(where: str, name: str, value: Any, dtype: np.dtype[Any]) -> Any:
+    """A floating array, on the host or a device, of at most the precision of ``dtype``.
 
     Raises:
         TypeError: it is no floating array.
         ConversionError: its dtype is higher than ``dtype``.
     """
-    array = float_array(where, name, value)
+    array = float_array_anywhere(where, name, value)
     if not _holds(dtype, array.dtype):
         raise ConversionError(
             message(where, name, "has a higher dtype than the variable", dtype, array.dtype)
@@ -222,7 +239,20 @@ def float_array(where: str, name: str, value: Any) -> np.ndarray:
     Raises:
         TypeError: it is none.
     """
-    array = adopt(where, name, value)
+    array: np.ndarray = _floating(where, name, adopt(where, name, value))
+    return array
+
+
+def float_array_anywhere(where: str, name: str, value: Any) -> Any:
+    """As `float_array`, or a floating `DeviceArray`.
+
+    Raises:
+        TypeError: it is none.
+    """
+    return _floating(where, name, adopt_anywhere(where, name, value))
+
+
+def _floating(where: str, name: str, array: Any) -> Any:
     if array.dtype not in STORAGES:
         raise TypeError(message(where, name, "has a wrong dtype", FLOAT_NAMES, array.dtype))
     return array
@@ -233,7 +263,13 @@ def _holds(dtype: np.dtype[Any], other: np.dtype[Any]) -> bool:
     return dtype == other or dtype.itemsize > other.itemsize
 
 
-def contiguous(array: np.ndarray) -> np.ndarray:
-    """``array``, or a C-contiguous aligned copy of it (0-d stays 0-d)."""
+def contiguous(array: Any, where: str = "", name: str = "") -> Any:
+    """``array``, or a C-contiguous aligned copy of it (0-d stays 0-d).
+
+    Raises:
+        ValueError: it is on a device, and its framework has no way to make one.
+    """
+    if isinstance(array, DeviceArray):
+        return array.contiguous(where, name)
     flags = array.flags
     return array if flags.c_contiguous and flags.aligned else array.copy(order="C")

@@ -64,7 +64,8 @@ class SparseGatherV2:
         flat = index.reshape(-1).astype(np.int64, copy=True)
         bad = (flat < 0) | (flat >= len(table))
         if bad.any():
-            raise index_error(where, flat, int(np.argmax(bad)), len(table))
+            position = int(np.argmax(bad))
+            raise index_error(where, position, int(flat[position]), len(table))
         out = np.empty(index.shape + table.shape[1:], table.dtype)
         if out.size:
             gather(check.contiguous(table), flat, out.reshape(len(flat), -1))

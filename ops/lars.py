@@ -85,7 +85,7 @@ class LARSUpdate(Primitive):
                 ("learning_rate", learning_rate),
             )
         }
-        w = check.contiguous(check.float_array(self.name, "weight", weight))
+        w: np.ndarray = check.contiguous(check.float_array(self.name, "weight", weight))
         ratio = rules.lars_ratio(
             np.array(math.sqrt(scalars["norm_weight"])),
             np.array(math.sqrt(scalars["norm_gradient"])),

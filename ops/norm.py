@@ -107,7 +107,8 @@ def _adopted_one(where: str, name: str, gradient: Any) -> Gradient:
         expected, got = "an array, a RowTensor or None", type(gradient).__name__
         raise TypeError(message(where, name, "is no gradient", expected, got))
     if not isinstance(gradient, RowTensor):
-        return check.contiguous(check.float_array(where, name, gradient))
+        array: np.ndarray = check.contiguous(check.float_array(where, name, gradient))
+        return array
     # Adopted again: the attributes of a RowTensor can be assigned to.
     indices = adopt(where, name, gradient.indices)
     values = check.float_array(where, name, gradient.values)

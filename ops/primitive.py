@@ -11,7 +11,8 @@ import numpy as np
 from ..kernels.cpu.headers import alike
 from ..kernels.rules.rule import Prologue, Rule
 from . import check
-from .arrays import adopt, check_row_gradient
+from .arrays import adopt_anywhere, check_row_gradient
+from .device import device_of
 from .errors import RejectedValueError, message, reject_unknown
 from .step import RowGradient, table_step, tensor_step
 
@@ -40,7 +41,7 @@ class Primitive:
     def _scalars(self, **values: Any) -> dict[str, float]:
         return {name: check.scalar(self.name, name, value) for name, value in values.items()}
 
-    def _variables(self, **values: Any) -> dict[str, np.ndarray]:
+    def _variables(self, **values: Any) -> dict[str, Any]:
         arrays = tuple(values.values())
         if alike(arrays, len(arrays)) is None:
             values = {name: check.variable(self.name, name, x) for name, x in values.items()}
@@ -50,7 +51,7 @@ class Primitive:
     def _apply_dense(
         self,
         rule: Rule,
-        variables: dict[str, np.ndarray],
+        variables: dict[str, Any],
         hp: Sequence[float],
         name: str,
         gradient: Any,
@@ -63,13 +64,14 @@ class Primitive:
             w = arrays[0]
             gradient = check.gradient(self.name, name, gradient, w.dtype, w.shape)
             arrays = (*variables.values(), gradient)
+            device_of(self.name, {**variables, name: gradient})
             addresses = check.no_overlap(self.name, [*variables, name], arrays)
         tensor_step(rule, prologue, arrays, addresses, hp, use_locking=self.use_locking)
 
     def _apply_rows(
         self,
         rule: Rule,
-        variables: dict[str, np.ndarray],
+        variables: dict[str, Any],
         hp: Sequence[float],
         name: str,
         gradient: Any,
@@ -86,9 +88,11 @@ class Primitive:
                 message(self.name, "var", "has no rows", "at least 1 dimension", "0 dimensions")
             )
         values = check.floating(self.name, name, gradient, arrays[0].dtype)
-        index = adopt(self.name, "indices", indices)
+        index = adopt_anywhere(self.name, "indices", indices)
+        device_of(self.name, {**variables, name: values, "indices": index})
         check_row_gradient(self.name, name, index, values, arrays[0].shape)
-        values, index = check.contiguous(values), check.contiguous(index)
+        values = check.contiguous(values, self.name, name)
+        index = check.contiguous(index, self.name, "indices")
         *addresses, index_address, values_address = check.no_overlap(
             self.name, [*variables, "indices", name], [*arrays, index, values]
         )
@@ -117,7 +121,7 @@ def out_of_range_rule(where: str, value: Any) -> str:
     return value
 
 
-def require_float32(where: str, variables: dict[str, np.ndarray]) -> None:
+def require_float32(where: str, variables: dict[str, Any]) -> None:
     """The fused sparse operators are published for float32 variables.
 
     Raises:

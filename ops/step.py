@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, NamedTuple
@@ -11,15 +11,16 @@ import numpy as np
 
 from ..kernels.blocks import Kernel, kernel
 from ..kernels.cpu.dense import DenseStep, TensorTable
-from ..kernels.cpu.headers import address_of
 from ..kernels.cpu.measure import measure
 from ..kernels.cpu.row_step import RowTable, row_update
 from ..kernels.cpu.sums import accumulate
 from ..kernels.cpu.workspace import Pool
 from ..kernels.rules.rule import Prologue, Rule
 from ..kernels.storage import STORAGES, Storage, real_of
-from . import locks
-from .arrays import RowTensor, index_error
+from . import device_step, locks
+from .arrays import RowTensor, address_of, index_error
+from .device import DeviceArray
+from .device_step import Launch
 from .errors import message
 
 
@@ -29,19 +30,20 @@ class Variables:
 
     Attributes:
         tensors: for each tensor the parameter, then its states; contiguous, of one shape
-            (but for the row and column means of Adafactor).
+            (but for the row and column means of Adafactor); all on the host, or all on one
+            device.
         w: storage of the parameters.
         s: storage of each state.
         table: their addresses and sizes.
     """
 
-    tensors: tuple[tuple[np.ndarray, ...], ...]
+    tensors: tuple[tuple[Any, ...], ...]
     w: Storage
     s: tuple[Storage, ...]
     table: TensorTable
 
     @classmethod
-    def of(cls, tensors: Sequence[tuple[np.ndarray, ...]]) -> Variables:
+    def of(cls, tensors: Sequence[tuple[Any, ...]]) -> Variables:
         """Collect the addresses of ``tensors``, which are kept alive with the result."""
         addresses = np.zeros((len(tensors), 4), np.int64)
         first = np.zeros(len(tensors) + 1, np.int64)
@@ -74,7 +76,7 @@ class Variables:
         return self._steps[key]
 
 
-def _spans(tensors: Sequence[tuple[np.ndarray, ...]]) -> list[locks.Span]:
+def _spans(tensors: Sequence[tuple[Any, ...]]) -> list[locks.Span]:
     return locks.spans_of(
         [
             (
@@ -90,18 +92,19 @@ def _spans(tensors: Sequence[tuple[np.ndarray, ...]]) -> list[locks.Span]:
 class RowGradient(NamedTuple):
     """A checked row-sparse gradient: contiguous ``indices [B]`` and ``values [B, ...]``."""
 
-    indices: np.ndarray
-    values: np.ndarray
+    indices: Any
+    values: Any
     index_address: int
     values_address: int
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """The dtype of the values."""
-        return self.values.dtype
+        dtype: np.dtype[Any] = self.values.dtype
+        return dtype
 
     @classmethod
-    def of(cls, indices: np.ndarray, values: np.ndarray) -> RowGradient:
+    def of(cls, indices: Any, values: Any) -> RowGradient:
         """With the addresses of the arrays."""
         return cls(indices, values, address_of(indices), address_of(values))
 
@@ -144,6 +147,7 @@ def dense_step(
     g: Storage,
     hp: np.ndarray,
     hp_of: np.ndarray,
+    launch: Launch | None = None,
 ) -> None:
     """One step of ``rule`` on all ``variables``, in place, in one kernel call.
 
@@ -156,7 +160,14 @@ def dense_step(
         hp: at most T rows of scalars in the type of the arithmetic: the rule's, then the
             prologue's.
         hp_of: int64 ``[T]``: the row of ``hp`` that each tensor uses.
+        launch: for variables on a device; the step is enqueued.
     """
+    if launch is not None:
+        compiled = kernel(rule, prologue, variables.w, g, variables.s)
+        table = variables.table
+        sizes = np.diff(table.first)
+        device_step.dense_update(compiled, table.addresses, gradients, sizes, hp, hp_of, launch)
+        return
     steps = variables.steps(rule, prologue, g)
     step = steps.take()
     step.gradients[:], step.hp[: len(hp)], step.hp_of[:] = gradients, hp, hp_of
@@ -182,13 +193,13 @@ def _steps_on_one_tensor(
 def tensor_step(
     rule: Rule,
     prologue: Prologue,
-    arrays: tuple[np.ndarray, ...],
+    arrays: tuple[Any, ...],
     addresses: Sequence[int] | np.ndarray,
     hp: Sequence[float],
     *,
     use_locking: bool = False,
 ) -> None:
-    """One step of ``rule`` on one tensor, in place.
+    """One step of ``rule`` on one tensor, in place; on a device it is enqueued.
 
     Args:
         rule: the update rule.
@@ -200,6 +211,9 @@ def tensor_step(
         use_locking: hold the variables exclusively.
     """
     w, gradient = arrays[0], arrays[-1]
+    if isinstance(w, DeviceArray):
+        _tensor_step_on_device(rule, prologue, arrays, addresses, hp, use_locking)
+        return
     steps = _steps_on_one_tensor(rule, prologue, w.dtype, gradient.dtype)
     step = steps.take()
     step.table.move(addresses[:-1], w.size)
@@ -211,6 +225,32 @@ def tensor_step(
     else:
         step.run()
     steps.give(step)
+
+
+def _tensor_step_on_device(
+    rule: Rule,
+    prologue: Prologue,
+    arrays: tuple[Any, ...],
+    addresses: Sequence[int] | np.ndarray,
+    hp: Sequence[float],
+    use_locking: bool,
+) -> None:
+    *variables, gradient = arrays
+    w = STORAGES[variables[0].dtype]
+    compiled = kernel(rule, prologue, w, STORAGES[gradient.dtype], (w,) * len(rule.states))
+    of_variables = np.zeros((1, 4), np.int64)
+    of_variables[0, : len(variables)] = addresses[:-1]
+    spans = _spans([tuple(variables)]) if use_locking else None
+    with device_step.launch_on(arrays, spans) as launch:
+        device_step.dense_update(
+            compiled,
+            of_variables,
+            np.array(addresses[-1:], np.int64),
+            np.array([gradient.size]),
+            np.array([hp], compiled.real.dtype),
+            np.zeros(1, np.int64),
+            launch,
+        )
 
 
 def measure_step(
@@ -243,6 +283,7 @@ def row_step(
     touched_only: bool,
     drop: bool = False,
     use_locking: bool = False,
+    launch: Launch | None = None,
 ) -> None:
     """One step of ``rule`` on tables with row-sparse gradients, in place, in one kernel call.
 
@@ -257,6 +298,8 @@ def row_step(
         touched_only: update the rows that occur (lazy), or all rows (dense-equivalent).
         drop: leave out indices that are out of range.
         use_locking: lazy calls lock the rows they touch, others the whole variables.
+        launch: for variables on a device; the step is enqueued, and its guard knows of bad
+            indices. Such variables are locked by whoever launches.
 
     Raises:
         IndexError: an index is out of range; nothing was written.
@@ -265,12 +308,13 @@ def row_step(
     g = STORAGES[gradients[0].values.dtype]
     compiled = kernel(rule, prologue, variables.w, g, variables.s)
     base, stride = address_of(hp), hp.strides[0]
-    tables = [
-        _row_table(arrays[0], addresses, base + row * stride, gradient)
-        for arrays, addresses, gradient, row in zip(
-            variables.tensors, variables.table.addresses.tolist(), gradients, hp_of, strict=True
+    tables = _row_tables(variables, gradients, [base + row * stride for row in hp_of])
+    if launch is not None:
+        check_keys(where[0], [(table.rows, table.length) for table in tables])
+        device_step.row_update(
+            compiled, tables, hp, hp_of, launch, touched_only=touched_only, drop=drop
         )
-    ]
+        return
     lock_spans = variables.spans if use_locking else None
     _update_rows(where, compiled, tables, gradients, touched_only, drop, lock_spans)
 
@@ -279,7 +323,7 @@ def table_step(
     where: str,
     rule: Rule,
     prologue: Prologue,
-    variables: Sequence[np.ndarray],
+    variables: Sequence[Any],
     addresses: Sequence[int],
     gradient: RowGradient,
     hp: Sequence[float],
@@ -311,11 +355,46 @@ def table_step(
     absent = (0,) * (4 - len(addresses))
     table = _row_table(variables[0], (*addresses, *absent), address_of(row), gradient)
     lock_spans = _spans([tuple(variables)]) if use_locking else None
-    _update_rows([where], compiled, [table], [gradient], touched_only, drop, lock_spans)
+    if not isinstance(variables[0], DeviceArray):
+        _update_rows([where], compiled, [table], [gradient], touched_only, drop, lock_spans)
+        return
+    check_keys(where, [(table.rows, table.length)])
+    arrays = [*variables, gradient.indices, gradient.values]
+    error = None if drop else bad_index_error([(where, table.length, table.rows)])
+    with (
+        device_step.launch_on(arrays, lock_spans) as launch,
+        device_step.checked(variables[0].device, launch, error) as guarded,
+    ):
+        device_step.row_update(
+            compiled, [table], row[None], [0], guarded, touched_only=touched_only, drop=drop
+        )
+
+
+def check_rows_on_device(
+    variables: Variables, gradients: Sequence[RowGradient], launch: Launch
+) -> None:
+    """Enqueue the check of all indices alone; a bad one closes the guard of ``launch``."""
+    tables = _row_tables(variables, gradients, [0] * len(gradients))
+    device_step.check_indices(tables, launch)
+
+
+def _row_tables(
+    variables: Variables, gradients: Sequence[RowGradient], hp_addresses: Sequence[int]
+) -> list[RowTable]:
+    return [
+        _row_table(arrays[0], addresses, hp, gradient)
+        for arrays, addresses, gradient, hp in zip(
+            variables.tensors,
+            variables.table.addresses.tolist(),
+            gradients,
+            hp_addresses,
+            strict=True,
+        )
+    ]
 
 
 def _row_table(
-    w: np.ndarray, addresses: Sequence[int], hp_address: int, gradient: RowGradient
+    w: Any, addresses: Sequence[int], hp_address: int, gradient: RowGradient
 ) -> RowTable:
     n_rows = w.shape[0]
     indices = gradient.indices
@@ -380,8 +459,29 @@ def first_bad_index(
     position: int,
 ) -> IndexError:
     """The error for ``position`` in the concatenated indices; arguments as `row_step`."""
-    for label, gradient, table in zip(where, gradients, tables, strict=True):
-        if position < table.length:
-            return index_error(label, gradient.indices, position, table.rows)
-        position -= table.length
-    raise AssertionError("a position beyond all indices")
+    first = 0
+    for gradient, table in zip(gradients, tables, strict=True):  # noqa: B007  (used below)
+        if position < first + table.length:
+            break
+        first += table.length
+    lists = [(label, table.length, table.rows) for label, table in zip(where, tables, strict=True)]
+    return bad_index_error(lists)(position, int(gradient.indices[position - first]))
+
+
+def bad_index_error(
+    lists: Sequence[tuple[str, int, int]],
+) -> Callable[[int, int], IndexError]:
+    """What makes the error for a position in concatenated indices and the index there.
+
+    Args:
+        lists: for each list of indices how an error names it, its length, and the rows there are.
+    """
+
+    def error(position: int, index: int) -> IndexError:
+        for label, length, n_rows in lists:
+            if position < length:
+                return index_error(label, position, index, n_rows)
+            position -= length
+        raise AssertionError("a position beyond all indices")
+
+    return error

@@ -57,6 +57,33 @@ def kernels() -> dict[str, Any]:
     return found
 
 
+def other_loops() -> dict[str, Any]:
+    """The loops of row-sparse steps, of first stages and of checks."""
+    from fusestep.kernels.blocks import kernel
+    from fusestep.kernels.cuda import dense, fill, finite, measure, rows, sort
+    from fusestep.kernels.rules.adam import ADAM
+    from fusestep.kernels.rules.lamb import LAMB
+    from fusestep.kernels.storage import BF16, F16, F32, F64
+
+    f32, bf16 = (kernel(ADAM, (), storage, storage, (F32, F32)) for storage in (F32, BF16))
+    f64, lamb = (kernel(ADAM, (), F64, F64, (F64, F64)), kernel(LAMB, (), F32, F32, (F32, F32)))
+    by_type = {"f32": f32, "bf16": bf16, "f64": f64}
+    found = {f"rows lazy {name}": rows.touched_kernel(k) for name, k in by_type.items()}
+    found |= {f"rows sweep {name}": rows.sweep_kernel(k) for name, k in by_type.items()}
+    found |= {f"rows hot {s.name}": rows.hot_kernel(s, F32, 16 // s.itemsize) for s in (F32, BF16)}
+    found |= {f"finite {s.name}": finite.finite_kernel(s) for s in (F32, F64, F16)}
+    return found | {
+        "rows check": rows.check_kernel,
+        "rows mark": rows.mark_kernel,
+        "sort count": sort.counting(),
+        "sort scan": sort.scanning(),
+        "sort scatter": sort.scattering(),
+        "measure lamb": measure.chunk_sums_kernel(lamb, dense.THREADS, dense.chunk_of(lamb)),
+        "factor lamb": measure.factor_kernel(lamb, dense.THREADS),
+        "fill": fill.fill_kernel,
+    }
+
+
 # Rules that do not read their first variable (a step that is not taken), and one that leaves its
 # state as it is. A master's copy is not read either.
 _ONLY_WRITTEN = {"adam_delta", "adam_nesterov_delta", "lars_gradient", "scaled"}
@@ -71,7 +98,7 @@ def arrays_of(name: str, compiled: Any) -> dict[str, int]:
 
 
 def machine_code(function: Any, capability: tuple[int, int, str]) -> dict[str, Any]:
-    """Registers, stack, memory instructions of a kernel of two ``int64`` arguments."""
+    """Registers, stack, memory instructions of a kernel; all its arguments are ``int64``."""
     from numba.cuda import types
     from numba.cuda.compiler import _compile_pyfunc_with_fixup
 
@@ -79,7 +106,7 @@ def machine_code(function: Any, capability: tuple[int, int, str]) -> dict[str, A
     cc = (major, minor, variant) if variant else (major, minor)
     library, _ = _compile_pyfunc_with_fixup(
         function.py_func,
-        types.void(types.int64, types.int64),
+        types.void(*[types.int64] * function.py_func.__code__.co_argcount),
         device=False,
         fastmath=False,
         cc=cc,
@@ -104,7 +131,7 @@ def machine_code(function: Any, capability: tuple[int, int, str]) -> dict[str, A
             for name, option in (("nvdisasm", "-c"), ("cuobjdump", "-res-usage"))
         )
     (registers, stack), *_ = re.findall(r"REG:(\d+) STACK:(\d+)", usage)
-    memory = Counter(re.findall(r"\b(?:LDG|STG|LDL|STL|ATOM|ATOMG|RED|REDG)\b[.\w]*", text))
+    memory = Counter(re.findall(r"\b(?:LDG|STG|LDL|STL|ATOM|ATOMG|ATOMS|RED|REDG)\b[.\w]*", text))
     return {
         "registers": int(registers),
         "stack": int(stack),
@@ -129,6 +156,7 @@ def main() -> None:
         name: machine_code(dense_kernel(compiled), capability) | arrays_of(name, compiled)
         for name, compiled in chosen.items()
     }
+    report |= {name: machine_code(loop, capability) for name, loop in other_loops().items()}
     print(json.dumps(report))
 
 

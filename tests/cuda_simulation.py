@@ -17,17 +17,29 @@ from typing import Any
 import numpy as np
 
 from fusestep.kernels.blocks import Kernel, kernel
-from fusestep.kernels.cuda import dense
+from fusestep.kernels.cpu import row_step as host_rows
+from fusestep.kernels.cpu.layout import HOT
+from fusestep.kernels.cpu.row_step import RowTable
+from fusestep.kernels.cuda import dense, finite, row_step, sort
+from fusestep.kernels.cuda.guard import AFTER_ANOTHER, NOTHING, WORDS
 from fusestep.kernels.rules import adam, mxnet
 from fusestep.kernels.rules.adafactor import ADAFACTOR, ADAFACTOR_PLAIN
 from fusestep.kernels.rules.gradient import CLIP, COUPLED_DECAY, SCALE
-from fusestep.kernels.rules.rule import Prologue, Rule
+from fusestep.kernels.rules.rule import Prologue, Rule, factors, hp_type
 from fusestep.kernels.storage import BF16, F16, F32, F64, Storage
 from fusestep.kernels.warmup import all_rules
-from fusestep.ops.step import Variables, dense_step
+from fusestep.ops.step import Variables, dense_step, measure_step
 
+# The simulator polls its threads, and would else let each wait for its turn.
+sys.setswitchinterval(1e-4)
 # Few threads a block and one tile a thread, so that short tensors have several blocks.
 dense.THREADS, dense._TILES_PER_THREAD = 4, 1
+finite.THREADS, finite.TILES_PER_THREAD = 4, 1
+row_step.THREADS = 8
+# Tiles of 16 keys, digits of 3 bits and 1, rounds of 4 counters.
+sort.DIGIT_BITS, sort._SPLIT_BITS, sort._HALF = 4, 3, 4
+sort.THREADS, sort.GROUP, sort.LINE_BITS = 4, 2, 2
+sort.KEYS_PER_THREAD, sort._COUNTS_PER_THREAD = 4, 1
 Tensors = list[list[np.ndarray]]
 
 
@@ -53,12 +65,12 @@ def step_on_device(compiled: Kernel, tensors: Tensors, hp: np.ndarray, hp_of: np
         addresses[t, : len(arrays) - 1] = [a.ctypes.data for a in arrays[:-1]]
     gradients = np.array([arrays[-1].ctypes.data for arrays in tensors])
     sizes = np.array([arrays[0].size for arrays in tensors])
-    dense.dense_update(compiled, addresses, gradients, sizes, hp, hp_of)
+    dense.dense_update(compiled, addresses, gradients, sizes, hp, hp_of, stream=0)
 
 
 def step_on_host(compiled: Kernel, tensors: Tensors, hp: np.ndarray, hp_of: np.ndarray) -> None:
     """The same step by the loop of the CPU."""
-    dense_step(
+    arguments = (
         compiled.rule,
         compiled.prologue,
         Variables.of([tuple(arrays[:-1]) for arrays in tensors]),
@@ -67,6 +79,10 @@ def step_on_host(compiled: Kernel, tensors: Tensors, hp: np.ndarray, hp_of: np.n
         hp,
         hp_of,
     )
+    if compiled.rule.factor:
+        place = hp_type(compiled.rule, compiled.prologue)._fields.index(compiled.rule.factor_of)
+        hp[:, place] *= factors(compiled.rule, measure_step(*arguments))
+    dense_step(*arguments)
 
 
 def compare(
@@ -85,6 +101,8 @@ def compare(
     rows = min(3, len(sizes))
     hp = rng.uniform(0.1, 0.9, (rows, compiled.n_scalars)).astype(compiled.real.carrier)
     hp_of = np.arange(len(sizes)) % rows
+    if rule.factor:
+        rows, hp, hp_of = len(sizes), hp[hp_of], np.arange(len(sizes))
     step_on_device(compiled, found, hp, hp_of)
     step_on_host(compiled, expected, hp, hp_of)
     for ours, theirs in zip(found, expected, strict=True):
@@ -125,8 +143,208 @@ def unaligned() -> None:
     compare(adam.ADAM, SIZES, w=BF16, g=F32, s=(F32, F32), shift=3)
 
 
+# Of the tables of a step: rows, columns, occurrences.
+Tables = Sequence[tuple[int, int, int]]
+
+
+class NumPySort:
+    """A sorter as a framework has one."""
+
+    def room(self, n: int) -> int:
+        self.keys = np.zeros(n, np.int64)
+        return self.keys.ctypes.data
+
+    def sort(self) -> int:
+        self.keys.sort()
+        return self.keys.ctypes.data
+
+
+class RowCase:
+    """Tables with row-sparse gradients, the same twice; the parameters of one are stepped."""
+
+    def __init__(
+        self,
+        tables: Tables,
+        w: Storage = F32,
+        g: Storage = F32,
+        s: tuple[Storage, ...] = (F32, F32),
+        hottest: int = 0,
+        shift: int = 0,
+        index_dtype: type = np.int64,
+    ) -> None:
+        self.kernel = kernel(adam.ADAM, (), w, g, s)
+        rng = np.random.default_rng(7)
+        scalars = rng.uniform(0.1, 0.9, (2, self.kernel.n_scalars))
+        self.hp = scalars.astype(self.kernel.real.carrier)
+        self.hp_of = [t % 2 for t in range(len(tables))]
+        self.shapes = tables
+        self.found, self.expected = tensors_for(self.kernel, [n * d for n, d, _ in tables], shift)
+        self.before = [[a.copy() for a in arrays] for arrays in self.found]
+        self.indices = [rng.integers(0, n, b).astype(index_dtype) for n, _, b in tables]
+        for index in self.indices:
+            index[rng.permutation(len(index))[:hottest]] = 1
+        self.values = [rng.uniform(-1, 1, (b, d)).astype(g.dtype) for _, d, b in tables]
+
+    def tables(self, tensors: Tensors) -> list[RowTable]:
+        """These parameters and states as the tables of a step."""
+        made = []
+        for t, (n, d, b) in enumerate(self.shapes):
+            places = [a.ctypes.data for a in tensors[t][:-1]]
+            places += [0] * (4 - len(places))
+            hp, index = self.hp[self.hp_of[t] :].ctypes.data, self.indices[t]
+            place, values = index.ctypes.data, self.values[t].ctypes.data
+            made.append(RowTable(*places, hp, n, d, place, index.itemsize, b, values))
+        return made
+
+    def step_on_device(
+        self, *, touched_only: bool, drop: bool = False, previous: int = 0, own_sort: bool = False
+    ) -> np.ndarray:
+        """One step, and the guard after it."""
+        guard = np.array([NOTHING, 0], np.int64)
+        assert len(guard) == WORDS
+        row_step.row_update(
+            self.kernel,
+            self.tables(self.found),
+            self.hp,
+            self.hp_of,
+            touched_only=touched_only,
+            drop=drop,
+            guard=guard.ctypes.data,
+            base=1_000,
+            previous=previous,
+            sorter=None if own_sort else NumPySort(),
+            stream=0,
+        )
+        return guard
+
+    def step_on_host(self, *, touched_only: bool, drop: bool = False) -> None:
+        """The same step by the loops of the CPU."""
+        tables = self.tables(self.expected)
+        bad = host_rows.row_update(
+            self.kernel, tables, touched_only=touched_only, drop=drop, locked=False
+        )
+        assert bad == -1
+
+    def compare(self) -> None:
+        """Device and host have done the same to every element."""
+        for ours, theirs in zip(self.found, self.expected, strict=True):
+            for a, b in zip(ours, theirs, strict=True):
+                unit = {2: 2.0**-7, 4: 1e-5, 8: 1e-13}[a.itemsize]
+                np.testing.assert_allclose(a.astype(float), b.astype(float), unit, unit)
+
+
+def compare_rows(
+    tables: Tables, own_sort: bool = False, drop: bool = False, **options: Any
+) -> None:
+    """Both updates, on the device as on the host."""
+    for touched_only in (True, False):
+        case = RowCase(tables, **options)
+        if drop:
+            for index, (n, _, _) in zip(case.indices, tables, strict=True):
+                index[::3] = [n, -1, n + 7][: len(index[::3])] + [n] * (len(index[::3]) - 3)
+        guard = case.step_on_device(touched_only=touched_only, drop=drop, own_sort=own_sort)
+        assert guard[0] == NOTHING
+        case.step_on_host(touched_only=touched_only, drop=drop)
+        case.compare()
+
+
+def row_steps() -> None:
+    """Duplicates, several tables of different widths, ends of rows, unaligned ones, none."""
+    compare_rows([(9, 8, 20)])
+    compare_rows([(5, 3, 7), (9, 16, 0), (4, 7, 12), (3, 1, 5)])
+    compare_rows([(6, 40, 10)], shift=1, index_dtype=np.int32)
+    compare_rows([(4, 4, 0)])
+    compare_rows([(4, 5, 12)], drop=True)
+    compare_rows([(5, 3, 7), (9, 16, 30)], own_sort=True)
+
+
+def row_storage_types() -> None:
+    """16-bit and mixed storage types."""
+    compare_rows([(6, 24, 10)], w=BF16, g=BF16)
+    compare_rows([(6, 8, 10)], w=F64, g=F32, s=(F64, F64))
+    compare_rows([(4, 9, 10)], w=F32, g=F16)
+
+
+def hot_rows() -> None:
+    """Rows with so many occurrences that they are summed range by range."""
+    compare_rows([(3, 4, HOT + 90), (4, 1, 4_500)], hottest=HOT + 40)
+    compare_rows([(3, 5, HOT + 1)], hottest=HOT + 1)
+
+
+def guards() -> None:
+    """A bad index keeps the call from writing, and is found; so does an earlier call's guard."""
+    for touched_only in (True, False):
+        case = RowCase([(5, 4, 6), (3, 4, 9)])
+        case.indices[1][[4, 7]] = 3, -2
+        guard = case.step_on_device(touched_only=touched_only)
+        assert guard.tolist() == [1_000 + 6 + 4, 3]
+        case.expected = case.before
+        case.compare()
+        case = RowCase([(5, 4, 6)])
+        guard = case.step_on_device(touched_only=touched_only, previous=guard.ctypes.data)
+        assert guard[0] == AFTER_ANOTHER
+        case.expected = case.before
+        case.compare()
+
+
+def sort_by_bits(keys: np.ndarray, first_bit: int, n_bits: int) -> None:
+    """The device's sort is NumPy's stable one, and writes nothing beyond its buffers."""
+    n, words, guard = len(keys), sort.scratch_words(len(keys)), -7
+    buffers = [np.full(size + 1, guard) for size in (n, n, words)]
+    buffers[0][:n] = keys
+    first, spare, scratch = (buffer.ctypes.data for buffer in buffers)
+    place = sort.sort_keys(first, spare, scratch, n, first_bit, n_bits)
+    order = np.argsort(keys >> first_bit & (1 << n_bits) - 1, kind="stable")
+    np.testing.assert_array_equal(buffers[[first, spare].index(place)][:n], keys[order])
+    assert all(buffer[-1] == guard for buffer in buffers)
+
+
+def sorting() -> None:
+    """Tiles and parts of one, several passes, keys in any order and many of them equal."""
+    rng = np.random.default_rng(7)
+    keys = rng.integers(0, 1 << 62, 85)
+    sort_by_bits(keys, 11, 10)
+    for n in (0, 1, 32):
+        sort_by_bits(keys[:n], 50, 3)
+    positions = np.arange(40)
+    rows = np.sort(rng.zipf(1.5, 40) % 64)
+    for some_rows in (np.full(40, 15), rows, rows[::-1]):
+        sort_by_bits(some_rows << 9 | positions, 9, 6)
+
+
+def finite_values() -> None:
+    """NaN and infinities anywhere, in every storage type, aligned or not."""
+    for storage in (F32, F64, F16, BF16):
+        for shift in (0, 1):
+            room = np.zeros(150, storage.dtype)
+            first = -room.ctypes.data % 16 // storage.itemsize + shift
+            arrays = [room[first : first + 70], room[first + 80 : first + 83], room[:0]]
+            addresses = np.array([a.ctypes.data for a in arrays])
+            sizes = np.array([a.size for a in arrays])
+            arrays[0][:] = np.finfo(np.float16).max  # finite in all of them
+            assert finite.all_finite(storage, addresses, sizes, stream=0)
+            for array, place, value in ((0, 69, np.nan), (0, 3, np.inf), (1, 2, -np.inf)):
+                before = arrays[array][place]
+                arrays[array][place] = value
+                assert not finite.all_finite(storage, addresses, sizes, stream=0)
+                arrays[array][place] = before
+    assert finite.all_finite(F32, addresses[2:], sizes[2:], stream=0)
+
+
 CHECKS: dict[str, Callable[[], Any]] = {
-    check.__name__: check for check in (every_rule, sizes_and_prologues, storage_types, unaligned)
+    check.__name__: check
+    for check in (
+        every_rule,
+        sizes_and_prologues,
+        storage_types,
+        unaligned,
+        row_steps,
+        row_storage_types,
+        hot_rows,
+        guards,
+        sorting,
+        finite_values,
+    )
 }
 
 if __name__ == "__main__":

@@ -16,11 +16,20 @@ HERE = Path(__file__).parent
 needs_numba_cuda = pytest.mark.skipif(
     find_spec("numba_cuda") is None, reason='needs numba-cuda: pip install ".[sass]"'
 )
-CHECKS = ("every_rule", "sizes_and_prologues", "storage_types", "unaligned")
+CHECKS = (
+    "every_rule", "sizes_and_prologues", "storage_types", "unaligned", "row_steps",
+    "row_storage_types", "hot_rows", "guards", "sorting", "finite_values",
+)  # fmt: skip
 CAPABILITIES = ("8.0", "9.0a")
 # Registers that a thread may have, so that enough of them fit to hide the latency of memory:
 # 64 Ki of them are 2.6 blocks of 256 threads at 96, with 64 bytes or more on the way in each.
 MOST_REGISTERS = {"float32": 64, "others": 72}
+# Integers, whose order does not matter: digits are counted in shared memory, and the first bad
+# index is the smallest.
+INTEGER_ATOMICS = {
+    "sort count": {"ATOMS.POPC.INC.32", "ATOMS.ADD"},
+    "rows check": {"REDG.E.MIN.S64.STRONG.GPU", "RED.E.MIN.S64.STRONG.GPU"},
+}
 
 
 def run(program: str, argument: str) -> str:
@@ -65,13 +74,20 @@ def test_loads_and_stores_are_of_16_bytes(capability: str) -> None:
     """At least one for each array; what is narrower is tails, the table and the scalars."""
     for name, code in report(capability).items():
         memory = code["memory"]
-        assert memory["LDG.E.128"] >= code["read"], name
-        assert memory["STG.E.128"] >= code["written"], name
+        if name.startswith("dense"):
+            assert memory["LDG.E.128"] >= code["read"], name
+            assert memory["STG.E.128"] >= code["written"], name
+        elif name.startswith(("rows lazy", "rows sweep")):  # w, m, v, and the gradient 4 + 1 times
+            assert memory["LDG.E.128"] >= 8, name
+            assert memory["STG.E.128"] >= 3, name
+        elif name.startswith(("rows hot", "finite")):
+            assert memory["LDG.E.128"] >= 1, name
 
 
 @needs_numba_cuda
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_no_float_atomics_and_no_64_bit_division(capability: str) -> None:
     for name, code in report(capability).items():
-        assert not any(kind.startswith(("ATOM", "RED")) for kind in code["memory"]), name
+        atomics = {kind for kind in code["memory"] if kind.startswith(("ATOM", "RED"))}
+        assert atomics <= INTEGER_ATOMICS.get(name, set()), name
         assert code["64-bit divisions"] == 0, name

@@ -14,40 +14,39 @@ import numpy as np
 from numba import config, cuda
 
 from ..blocks import Kernel
+from . import measure
+from .guard import is_closed
+from .memory import Places, copy_in, room_of
+from .search import last_at_most
 from .tiles import tiles
 
 if config.ENABLE_CUDASIM:
-    from .simulated import address_of, load_int64
+    from .simulated import load_int64
 else:
-    from .intrinsics import address_of, load_int64
+    from .intrinsics import load_int64
 
 THREADS = 256
 _TILES_PER_THREAD = 4  # of a chunk
 # Columns of the table, int64 [T, COLUMNS].
 W, G, S0, S1, S2, SIZE, HP, FIRST_BLOCK, IS_ALIGNED, COLUMNS = range(10)
 _ALIGN = 16  # bytes
-_ROW = 8 * COLUMNS
+ROW_BYTES = 8 * COLUMNS
 
 
 @cache
 def dense_kernel(kernel: Kernel) -> Any:
-    """The compiled loop of a rule, ``loop[blocks, THREADS](table, n_tensors)``."""
+    """The compiled loop of a rule, ``loop[blocks, THREADS](table, n_tensors, guard)``."""
     length, vector, single, read_hp = tiles(
         kernel.rule, kernel.prologue, kernel.w, kernel.g, kernel.s
     )
     chunk, stride = chunk_of(kernel), THREADS * length
 
     @cuda.jit
-    def loop(table, n_tensors):
+    def loop(table, n_tensors, guard):
+        if is_closed(guard):
+            return
         block = cuda.blockIdx.x
-        low, high = 0, n_tensors
-        while high - low > 1:
-            middle = (low + high) >> 1
-            if load_int64(table + middle * _ROW + 8 * FIRST_BLOCK) <= block:
-                low = middle
-            else:
-                high = middle
-        row = table + low * _ROW
+        row = table + last_at_most(table + 8 * FIRST_BLOCK, ROW_BYTES, n_tensors, block) * ROW_BYTES
         w, g = load_int64(row + 8 * W), load_int64(row + 8 * G)
         s0, s1 = load_int64(row + 8 * S0), load_int64(row + 8 * S1)
         s2, hp = load_int64(row + 8 * S2), read_hp(load_int64(row + 8 * HP))
@@ -111,33 +110,42 @@ def dense_update(
     sizes: np.ndarray,
     hp: np.ndarray,
     hp_of: np.ndarray,
-    stream: Any = 0,
-) -> Any:
-    """Launch one step of ``kernel`` on tensors of the device, in place.
+    *,
+    guard: int = 0,
+    stream: Any,
+) -> None:
+    """Enqueue one step of ``kernel`` on tensors of the device, in place.
 
     Args:
         kernel: the rule and its storage types.
         addresses: as in `table_of`.
         gradients: as in `table_of`.
         sizes: as in `table_of`.
-        hp: ``[R, F]`` scalars in the type of the arithmetic, on the host.
-        hp_of: int64 ``[T]``: which row of ``hp`` a tensor uses.
-        stream: of numba-cuda.
-
-    Returns:
-        What must stay alive until the launch has ended.
+        hp: ``[R, F]`` scalars in the type of the arithmetic, on the host. Those of a two-stage
+            rule are completed on the device.
+        hp_of: int64 ``[T]``: which row of ``hp`` a tensor uses; of a two-stage rule each its own.
+        guard: address of the guard of the call (`guard`), or 0.
+        stream: of Numba.
     """
-    # The scalars come first: their place does not depend on how many tensors are left out.
-    scalars = np.ascontiguousarray(hp).view(np.uint8).reshape(-1)
-    offset = -(-len(scalars) // 8) * 8
-    content = np.zeros(offset + len(sizes) * _ROW, np.uint8)
-    on_device = cuda.device_array(len(content), np.uint8, stream=stream)
-    base = address_of(on_device)
-    table, n_blocks = table_of(kernel, addresses, gradients, sizes, base + hp_of * hp.strides[0])
-    if n_blocks == 0:
-        return None
-    content[: len(scalars)] = scalars
-    content[offset : offset + table.nbytes] = table.view(np.uint8).reshape(-1)
-    on_device.copy_to_device(content, stream=stream)
-    dense_kernel(kernel)[n_blocks, THREADS, stream](base + offset, len(table))
-    return on_device, content
+    if not sizes.any():
+        return
+    scalars, places = np.ascontiguousarray(hp), Places()
+    places.add(scalars.nbytes)
+    offset = places.add(len(sizes) * ROW_BYTES)
+    n_most = int((-(-sizes // chunk_of(kernel))).sum()) if kernel.rule.factor else 0
+    at_sums = places.add(n_most * measure.SUMS_BYTES)
+    with room_of(stream) as room:
+        base = room.take(places.size)
+        hp_addresses = base + hp_of * scalars.strides[0]
+        table, n_blocks = table_of(kernel, addresses, gradients, sizes, hp_addresses)
+        content = np.zeros(offset + table.nbytes, np.uint8)
+        content[: scalars.nbytes] = scalars.reshape(-1).view(np.uint8)
+        content[offset:] = table.reshape(-1).view(np.uint8)
+        copy_in(base, content, stream)
+        arguments, sums = (base + offset, len(table)), base + at_sums
+        if kernel.rule.factor:
+            loop = measure.chunk_sums_kernel(kernel, THREADS, chunk_of(kernel))
+            loop[n_blocks, THREADS, stream](*arguments, sums, guard)
+            loop = measure.factor_kernel(kernel, THREADS)
+            loop[len(table), THREADS, stream](*arguments, n_blocks, sums, guard)
+        dense_kernel(kernel)[n_blocks, THREADS, stream](*arguments, guard)

@@ -159,5 +159,91 @@ def rounded_product(typingctx, x, y):
     return x(x, y), codegen
 
 
+def _int_loader(bits):
+    @intrinsic
+    def load(typingctx, address):
+        def codegen(context, builder, signature, args):
+            pointer = builder.inttoptr(args[0], ir.PointerType(ir.IntType(bits), _GLOBAL))
+            return builder.sext(builder.load(pointer, align=bits // 8), _I64)
+
+        return types.int64(types.int64), codegen
+
+    return load
+
+
+load_int32 = _int_loader(32)
+"""The ``int32`` at an address, as ``int64``."""
+
+
+@intrinsic
+def store_int64(typingctx, address, value):
+    """Write an ``int64``."""
+
+    def codegen(context, builder, signature, args):
+        pointer = builder.inttoptr(args[0], ir.PointerType(_I64, _GLOBAL))
+        builder.store(args[1], pointer, align=8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
+def load_float64(typingctx, address):
+    """The ``float64`` at an address."""
+
+    def codegen(context, builder, signature, args):
+        pointer = builder.inttoptr(args[0], ir.PointerType(ir.DoubleType(), _GLOBAL))
+        return builder.load(pointer, align=8)
+
+    return types.float64(types.int64), codegen
+
+
+@intrinsic
+def store_float64(typingctx, address, value):
+    """Write a ``float64``."""
+
+    def codegen(context, builder, signature, args):
+        pointer = builder.inttoptr(args[0], ir.PointerType(ir.DoubleType(), _GLOBAL))
+        builder.store(args[1], pointer, align=8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float64), codegen
+
+
+def scale_real(scalar):
+    """``scale(address, factor)``: multiply a value of type ``scalar`` by a ``float64``.
+
+    The product is rounded once, from ``float64``.
+    """
+    kind, size = {32: ir.FloatType(), 64: ir.DoubleType()}[scalar.bitwidth], scalar.bitwidth // 8
+
+    @intrinsic
+    def scale(typingctx, address, factor):
+        def codegen(context, builder, signature, args):
+            pointer = builder.inttoptr(args[0], ir.PointerType(kind, _GLOBAL))
+            value = builder.load(pointer, align=size)
+            wide = value if size == 8 else builder.fpext(value, ir.DoubleType())
+            product = builder.fmul(wide, args[1])
+            result = product if size == 8 else builder.fptrunc(product, kind)
+            builder.store(result, pointer, align=size)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.float64), codegen
+
+    return scale
+
+
+@intrinsic
+def lower_int64(typingctx, address, value):
+    """Make the ``int64`` at an address the smaller of itself and ``value``, atomically."""
+
+    def codegen(context, builder, signature, args):
+        pointer = builder.inttoptr(args[0], ir.PointerType(_I64, _GLOBAL))
+        builder.atomic_rmw("min", pointer, args[1], "monotonic")
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
 REPLACED = {product: rounded_product}
 """Functions that mean something else on a device than their text says."""

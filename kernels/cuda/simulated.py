@@ -7,10 +7,14 @@ be tested without a GPU. Addresses are those of the host; vectors of 16 bytes me
 from __future__ import annotations
 
 import ctypes
+import threading
+from typing import Any
 
 import numpy as np
 
 from ..cpu.intrinsics import f16_to_f32, f32_to_f16
+
+_one_at_a_time = threading.Lock()  # each thread of the device is a thread of Python
 
 
 def _at(address, dtype, count):
@@ -50,9 +54,47 @@ def load_int64(address):
     return int(_at(int(address), np.dtype(np.int64), 1)[0])
 
 
-def address_of(array):
+def load_int32(address):
+    """The ``int32`` at an address, as ``int64``."""
+    return int(_at(int(address), np.dtype(np.int32), 1)[0])
+
+
+def store_int64(address, value):
+    """Write an ``int64``."""
+    _at(int(address), np.dtype(np.int64), 1)[0] = value
+
+
+def load_float64(address):
+    """The ``float64`` at an address."""
+    return float(_at(int(address), np.dtype(np.float64), 1)[0])
+
+
+def store_float64(address, value):
+    """Write a ``float64``."""
+    _at(int(address), np.dtype(np.float64), 1)[0] = value
+
+
+def scale_real(scalar):
+    """``scale(address, factor)``: multiply a value of type ``scalar`` by a ``float64``."""
+    dtype = np.dtype(str(scalar))
+
+    def scale(address, factor):
+        place = _at(int(address), dtype, 1)
+        place[0] = np.float64(place[0]) * factor
+
+    return scale
+
+
+def lower_int64(address, value):
+    """Make the ``int64`` at an address the smaller of itself and ``value``, atomically."""
+    with _one_at_a_time:
+        store_int64(address, min(load_int64(address), int(value)))
+
+
+def address_of(array: Any) -> int:
     """The address of a device array, whose memory is the host's here."""
-    return array._ary.ctypes.data
+    address: int = array._ary.ctypes.data
+    return address
 
 
 REPLACED = {
@@ -60,3 +102,51 @@ REPLACED = {
     f32_to_f16: lambda x: np.float16(x).view(np.uint16),
 }
 """Functions that Python cannot run, and what takes their place."""
+
+
+def device_id() -> int:
+    """The number of the current device; here there is one."""
+    return 0
+
+
+def device_at(address: int) -> int:
+    """The number of the device that an address belongs to."""
+    return 0
+
+
+class _Event:
+    """Everything that was launched is done."""
+
+    def record(self, stream=0):
+        pass
+
+    def wait(self, stream=0):
+        pass
+
+    def query(self):
+        return True
+
+
+def new_event() -> Any:
+    """An event to wait for on other streams."""
+    return _Event()
+
+
+def handle_of(stream: Any) -> int:
+    """The handle of a stream; here there is one."""
+    return 0
+
+
+def copy_in(address: int, array: np.ndarray, stream: Any) -> None:
+    """Copy a contiguous array to an address."""
+    ctypes.memmove(int(address), array.ctypes.data, array.nbytes)
+
+
+def copy_out(array: np.ndarray, address: int, stream: Any) -> None:
+    """Copy from an address to a contiguous array."""
+    ctypes.memmove(array.ctypes.data, int(address), array.nbytes)
+
+
+def fill_ones(address: int, n_bytes: int, stream: Any) -> None:
+    """Set all bits of some memory."""
+    ctypes.memset(int(address), 0xFF, n_bytes)

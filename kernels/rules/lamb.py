@@ -17,8 +17,6 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from .adam import moments
 from .rule import Rule, rule_helper
 
@@ -90,25 +88,22 @@ def lamb_hp(
     )
 
 
-def lamb_ratio(squares: np.ndarray) -> np.ndarray:
-    """``[T]`` ratios of the norms, from the ``[T, 2]`` sums of `lamb_norms`."""
-    of_w, of_u = np.sqrt(squares).T
-    return _ratio(of_w, of_u, (of_w > 0) & (of_u > 0))
+def ratio(square_of_w: Any, square_of_u: Any) -> Any:
+    """The ratio of the norms of a tensor, in float64, from the sums of `lamb_norms`."""
+    of_w, of_u = math.sqrt(square_of_w), math.sqrt(square_of_u)
+    return of_w / of_u if of_w > 0.0 and of_u > 0.0 else 1.0
 
 
-def lamb_clipped_ratio(squares: np.ndarray) -> np.ndarray:
-    """``[T]`` ratios in [0, 10], from the ``[T, 3]`` sums of `lamb_clipped_norms`."""
-    of_w, of_u, of_g = np.sqrt(squares).T
-    ratio = _ratio(of_w, of_u, (of_w > 0) & (of_g > 0))
-    clipped: np.ndarray = np.clip(ratio, 0.0, _MOST_RATIO)
-    return clipped
-
-
-def _ratio(a: np.ndarray, b: np.ndarray, defined: np.ndarray) -> np.ndarray:
-    with np.errstate(divide="ignore", invalid="ignore"):  # a / 0 is infinite, as it should be
-        return np.where(defined, a / b, 1.0)
+def clipped_ratio(square_of_w: Any, square_of_u: Any, square_of_g: Any) -> Any:
+    """The same in [0, 10], from the sums of `lamb_clipped_norms`."""
+    of_w, of_u = math.sqrt(square_of_w), math.sqrt(square_of_u)
+    if not (of_w > 0.0 and square_of_g > 0.0):
+        return 1.0
+    if of_w > _MOST_RATIO * of_u:
+        return _MOST_RATIO
+    return of_w / of_u
 
 
 _STATES = ("lamb_m", "lamb_v")
-LAMB = Rule(lamb, _STATES, LambHP._fields, lamb_norms, 2)
-LAMB_CLIPPED = Rule(lamb, _STATES, LambHP._fields, lamb_clipped_norms, 3)
+LAMB = Rule(lamb, _STATES, LambHP._fields, lamb_norms, 2, ratio, "step")
+LAMB_CLIPPED = Rule(lamb, _STATES, LambHP._fields, lamb_clipped_norms, 3, clipped_ratio, "step")

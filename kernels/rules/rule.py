@@ -9,6 +9,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
+import numpy as np
 from numba.extending import register_jitable
 
 # FMA contraction and IEEE division without Numba's zero check: both are needed for packed
@@ -62,6 +63,9 @@ class Rule(_Constant):
             values, whose squares are summed over the tensor before anything is updated (at
             most two states). What follows from the sums comes to ``update`` through ``hp``.
         n_measured: how many values (at most three).
+        factor: ``factor(*sums) -> float64``: what follows from the sums, a scalar function too:
+            a factor of one field of ``hp``. None: it takes more than the sums of the tensor.
+        factor_of: that field.
     """
 
     update: Callable[..., Any]
@@ -69,6 +73,14 @@ class Rule(_Constant):
     hp: tuple[str, ...]
     measure: Callable[..., Any] | None = None
     n_measured: int = 0
+    factor: Callable[..., Any] | None = None
+    factor_of: str = ""
+
+
+def factors(rule: Rule, squares: np.ndarray) -> np.ndarray:
+    """``[T]`` factors of ``rule.factor_of``, from the ``[T, n_measured]`` sums of squares."""
+    assert rule.factor is not None
+    return np.array([rule.factor(*of_tensor) for of_tensor in squares.tolist()])
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,63 @@
+"""Copies between host and device, by address, through NVIDIA's bindings of the driver."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from cuda.bindings import driver
+from numba import cuda
+
+
+def _checked(result: tuple[Any, ...]) -> None:
+    error = result[0]
+    if error != driver.CUresult.CUDA_SUCCESS:
+        _, name = driver.cuGetErrorName(error)
+        raise RuntimeError(f"CUDA driver: {name.decode()}")
+
+
+def device_id() -> int:
+    """The number of the current device."""
+    number: int = cuda.get_current_device().id
+    return number
+
+
+def device_at(address: int) -> int:
+    """The number of the device that an address belongs to; for 0 the current one."""
+    if address == 0:
+        return device_id()
+    attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
+    result = driver.cuPointerGetAttribute(attribute, address)
+    _checked(result)
+    return int(result[1])
+
+
+def new_event() -> Any:
+    """An event to wait for on other streams; it takes no time."""
+    return cuda.event(timing=False)
+
+
+def handle_of(stream: Any) -> int:
+    """The handle of a stream of Numba."""
+    return int(stream)
+
+
+def copy_in(address: int, array: np.ndarray, stream: Any) -> None:
+    """Enqueue a copy of a contiguous array of the host to an address of the device."""
+    if array.nbytes:
+        place = array.ctypes.data
+        _checked(driver.cuMemcpyHtoDAsync(address, place, array.nbytes, handle_of(stream)))
+
+
+def copy_out(array: np.ndarray, address: int, stream: Any) -> None:
+    """Copy from an address of the device to a contiguous array, and wait until it is there."""
+    if array.nbytes:
+        place = array.ctypes.data
+        _checked(driver.cuMemcpyDtoHAsync(place, address, array.nbytes, handle_of(stream)))
+    _checked(driver.cuStreamSynchronize(handle_of(stream)))
+
+
+def fill_ones(address: int, n_bytes: int, stream: Any) -> None:
+    """Enqueue setting all bits of some memory: every ``int64`` becomes -1."""
+    if n_bytes:
+        _checked(driver.cuMemsetD8Async(address, 0xFF, n_bytes, handle_of(stream)))

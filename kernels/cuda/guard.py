@@ -1,0 +1,28 @@
+"""The guard of a call: a word on the device that says whether the call may write.
+
+Indices are checked on the device, and the host does not wait for the answer. Every later loop of
+the call reads the word and leaves when something was found; so do the loops of later calls that
+depend on this one.
+
+A guard is two ``int64``: what was found, `NOTHING` at first; and the index that was found.
+"""
+
+from __future__ import annotations
+
+from numba import config, cuda
+
+if config.ENABLE_CUDASIM:
+    from .simulated import load_int64
+else:
+    from .intrinsics import load_int64
+
+NOTHING = (1 << 63) - 1
+AFTER_ANOTHER = -1  # an earlier call on which this one depends has found something
+FOUND, INDEX, WORDS = range(3)
+BYTES = 8 * WORDS
+
+
+@cuda.jit(device=True)
+def is_closed(guard):
+    """Whether the call may not write; ``guard`` 0 is that of a call that cannot fail."""
+    return guard != 0 and load_int64(guard) != NOTHING

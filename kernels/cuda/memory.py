@@ -1,0 +1,104 @@
+"""Memory of the device: copies by address, and room that the calls on a stream share.
+
+A copy from ordinary host memory is staged by the driver before the call returns, so its source may
+change at once and nothing waits for the device. (On "stream 0" of Numba's own copies it would.)
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+from numba import config, cuda
+
+if config.ENABLE_CUDASIM:
+    from .simulated import (
+        address_of,
+        copy_in,
+        copy_out,
+        device_at,
+        device_id,
+        fill_ones,
+        handle_of,
+        new_event,
+    )
+else:
+    from .driver import (
+        copy_in,
+        copy_out,
+        device_at,
+        device_id,
+        fill_ones,
+        handle_of,
+        new_event,
+    )
+    from .intrinsics import address_of
+
+__all__ = [
+    "Places",
+    "Room",
+    "address_of",
+    "copy_in",
+    "copy_out",
+    "device_at",
+    "fill_ones",
+    "new_event",
+    "room_of",
+]
+
+ALIGN = 256  # bytes
+_LEAST = 1 << 16
+_PER_THREAD = 2  # CU_STREAM_PER_THREAD
+
+
+class Room:
+    """Memory on the device that every call on one stream uses, one after the other.
+
+    What is enqueued on a stream runs in order, so a call may overwrite what an earlier one has
+    left. ``with room:`` keeps other threads from enqueueing in between.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._array: Any = None
+        self._size = 0
+
+    def __enter__(self) -> Room:
+        self._lock.acquire()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+    def take(self, n_bytes: int) -> int:
+        """The address of at least ``n_bytes``; what was there may be overwritten."""
+        if n_bytes > self._size:
+            self._array = None  # freed when the device is done with it
+            self._size = max(_LEAST, 1 << (n_bytes - 1).bit_length())
+            self._array = cuda.device_array(self._size, np.uint8)
+        return int(address_of(self._array))
+
+
+class Places:
+    """Sections of a room, one after the other."""
+
+    def __init__(self) -> None:
+        self.size = 0
+
+    def add(self, n_bytes: int) -> int:
+        """The offset of a further section."""
+        place = self.size
+        self.size += -(-n_bytes // ALIGN) * ALIGN
+        return place
+
+
+_rooms: dict[tuple[int, ...], Room] = {}
+
+
+def room_of(stream: Any) -> Room:
+    """The room of a stream of the current device."""
+    handle = handle_of(stream)
+    # One handle means another stream in every thread.
+    own = threading.get_ident() if handle == _PER_THREAD else 0
+    return _rooms.setdefault((device_id(), handle, own), Room())

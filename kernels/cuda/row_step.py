@@ -1,0 +1,250 @@
+"""One row-sparse step of a rule on any number of tables on the device, enqueued on a stream."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..blocks import Kernel
+from ..cpu.layout import HOT
+from ..cpu.row_step import RowTable
+from . import rows
+from .memory import Places, copy_in, fill_ones, room_of
+from .row_table import ROW_BYTES, Sizes, sizes_of, table_of
+from .sort import scratch_words, sort_keys
+from .tiles import row_tiles
+
+THREADS = 256
+
+
+class Sorter(Protocol):
+    """A sort of int64 keys that a framework has."""
+
+    def room(self, n: int) -> int:
+        """The address of room for ``n`` keys."""
+
+    def sort(self) -> int:
+        """Enqueue the sort of the keys there; the address at which they will lie."""
+
+
+def check_indices(
+    tables: Sequence[RowTable], guard: int, base: int, previous: int, *, stream: Any
+) -> None:
+    """Enqueue the check of all indices alone; a bad one closes the guard."""
+    sizes = sizes_of(tables, drop=False)
+    with room_of(stream) as room:
+        table = table_of(tables)
+        place = room.take(table.nbytes)
+        copy_in(place, table, stream)
+        _check(place, len(tables), sizes, -1, 0, (guard, base, previous), stream)
+
+
+def _check(
+    table: int,
+    n_tables: int,
+    sizes: Sizes,
+    dropped_row: int,
+    keys: int,
+    check: tuple[int, int, int],
+    stream: Any,
+) -> None:
+    blocks = max(1, -(-sizes.n // THREADS))
+    rows.check_kernel[blocks, THREADS, stream](
+        table, n_tables, sizes.n, sizes.position_bits, dropped_row, keys, *check
+    )
+
+
+def row_update(
+    kernel: Kernel,
+    tables: Sequence[RowTable],
+    hp: np.ndarray,
+    hp_of: Sequence[int],
+    *,
+    touched_only: bool,
+    drop: bool,
+    guard: int = 0,
+    base: int = 0,
+    previous: int = 0,
+    sorter: Sorter | None,
+    stream: Any,
+) -> None:
+    """Enqueue one step of ``kernel`` on tables with row-sparse gradients, in place.
+
+    Args:
+        kernel: the rule and its storage types.
+        tables: at least one; their ``hp`` is not used.
+        hp: ``[R, F]`` scalars in the type of the arithmetic, on the host.
+        hp_of: which row of ``hp`` each table uses.
+        touched_only: True updates the rows that occur (lazy); False all rows, those that do
+            not occur with a gradient of 0 (dense-equivalent).
+        drop: leave out indices outside of ``[0, N)`` instead of closing the guard.
+        guard: address of the guard of the call; when it is closed, nothing is written. 0: the
+            call cannot fail.
+        base: added to the position of a bad index.
+        previous: address of the guard of the call on which this one depends, or 0.
+        sorter: sorts the keys; None: the sort of this package.
+        stream: of Numba.
+    """
+    sizes = sizes_of(tables, drop=drop)
+    if sizes.n == 0 and touched_only:
+        return
+    with room_of(stream) as room:
+        step = _Step(kernel, tables, sizes, touched_only, sorter is None)
+        step.place(room.take(step.size))
+        step.write_tables(hp, hp_of, stream)
+        keys = step.keys if sorter is None else sorter.room(sizes.n)
+        dropped_row = sizes.rows if drop else -1
+        check = (guard, base, previous)
+        _check(step.table, len(tables), sizes, dropped_row, keys, check, stream)
+        keys = step.sort(stream) if sorter is None else sorter.sort()
+        step.sum_hot(keys, guard, stream)
+        if touched_only:
+            step.update_touched(keys, guard, base, stream)
+        else:
+            step.update_all(keys, guard, base, stream)
+
+
+class _Step:
+    """The sections of a step's room, and its launches."""
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        tables: Sequence[RowTable],
+        sizes: Sizes,
+        touched_only: bool,
+        sorts: bool,
+    ) -> None:
+        self._kernel = kernel
+        self._tables = tables
+        self._sizes = sizes
+        n, places = sizes.n, Places()
+        self._hot_stride = sizes.most_ranges * sizes.widest
+        n_probes = -(-n // HOT) if n > HOT else 0
+        scalars = len(tables) * kernel.n_scalars * kernel.real.itemsize
+        self._n_probes = n_probes
+        self._hp_place = places.add(scalars)
+        self._table_place = places.add(len(tables) * ROW_BYTES)
+        self._hot_place = places.add(n_probes * self._hot_stride * kernel.real.itemsize)
+        self._first_place = places.add(0 if touched_only else 8 * sizes.rows)
+        self._keys_place = places.add(8 * n if sorts else 0)
+        self._spare_place = places.add(8 * n if sorts else 0)
+        self._scratch_place = places.add(8 * scratch_words(n) if sorts else 0)
+        self.size = places.size
+        self._base = 0
+
+    def place(self, base: int) -> None:
+        """Where the sections begin."""
+        self._base = base
+
+    @property
+    def table(self) -> int:
+        """The address of the table of tables."""
+        return self._base + self._table_place
+
+    @property
+    def keys(self) -> int:
+        """The address of the keys."""
+        return self._base + self._keys_place
+
+    @property
+    def _hot_sums(self) -> int:
+        return self._base + self._hot_place
+
+    def write_tables(self, hp: np.ndarray, hp_of: Sequence[int], stream: Any) -> None:
+        """Scalars and the table of tables, in one copy."""
+        scalars = np.ascontiguousarray(hp[list(hp_of)])
+        first = self._base + self._hp_place
+        tables = [
+            table._replace(hp=first + t * scalars.strides[0])
+            for t, table in enumerate(self._tables)
+        ]
+        content = np.zeros(self._table_place + len(tables) * ROW_BYTES, np.uint8)
+        content[: scalars.nbytes] = scalars.reshape(-1).view(np.uint8)
+        kernel = self._kernel
+        made = table_of(tables, kernel.g.itemsize, [x.itemsize for x in (kernel.w, *kernel.s)])
+        content[self._table_place :] = made.reshape(-1).view(np.uint8)
+        copy_in(self._base, content, stream)
+
+    def sort(self, stream: Any) -> int:
+        """The sort of this package; positions are in order before and stay so."""
+        return sort_keys(
+            self.keys,
+            self._base + self._spare_place,
+            self._base + self._scratch_place,
+            self._sizes.n,
+            self._sizes.position_bits,
+            self._sizes.row_bits,
+            stream,
+        )
+
+    def sum_hot(self, keys: int, guard: int, stream: Any) -> None:
+        """The sums of the ranges of hot rows."""
+        if self._n_probes == 0:
+            return
+        sizes, kernel = self._sizes, self._kernel
+        length = self._tile_length
+        tiles, lanes, tile_groups = _block(sizes.widest, length)
+        loop = rows.hot_kernel(kernel.g, kernel.real, length)
+        grid = (self._n_probes, -(-sizes.most_ranges // lanes), tile_groups)
+        loop[grid, (tiles, lanes), stream](
+            keys,
+            sizes.n,
+            self.table,
+            len(self._tables),
+            sizes.position_bits,
+            sizes.rows,
+            self._hot_sums,
+            self._hot_stride,
+            guard,
+        )
+
+    @property
+    def _tile_length(self) -> int:
+        kernel = self._kernel
+        return row_tiles(kernel.rule, kernel.prologue, kernel.w, kernel.g, kernel.s).length
+
+    @property
+    def _common(self) -> tuple[int, ...]:
+        """The arguments that both updating loops have."""
+        sizes = self._sizes
+        return (
+            sizes.n,
+            self.table,
+            len(self._tables),
+            sizes.position_bits,
+            sizes.rows,
+            self._hot_sums,
+            self._hot_stride,
+        )
+
+    def update_touched(self, keys: int, guard: int, base: int, stream: Any) -> None:
+        """Lazy: the rule on the rows that occur."""
+        tiles, lanes, tile_groups = _block(self._sizes.widest, self._tile_length)
+        grid = (-(-self._sizes.n // lanes), tile_groups)
+        loop = rows.touched_kernel(self._kernel)
+        loop[grid, (tiles, lanes), stream](keys, *self._common, guard, base)
+
+    def update_all(self, keys: int, guard: int, base: int, stream: Any) -> None:
+        """Dense-equivalent: one sweep over all rows."""
+        sizes, first = self._sizes, self._base + self._first_place
+        if sizes.rows == 0 or sizes.widest == 0:
+            return
+        fill_ones(first, 8 * sizes.rows, stream)
+        if sizes.n:
+            rows.mark_kernel[-(-sizes.n // THREADS), THREADS, stream](
+                keys, sizes.n, sizes.position_bits, sizes.rows, first, guard
+            )
+        tiles, lanes, tile_groups = _block(sizes.widest, self._tile_length)
+        grid = (-(-sizes.rows // lanes), tile_groups)
+        loop = rows.sweep_kernel(self._kernel)
+        loop[grid, (tiles, lanes), stream](first, keys, *self._common, guard, base)
+
+
+def _block(widest: int, length: int) -> tuple[int, int, int]:
+    """Threads of a block along the columns and along the rows, and groups of columns."""
+    needed = max(1, -(-widest // length))
+    tiles = min(THREADS, 1 << (needed - 1).bit_length())
+    return tiles, THREADS // tiles, -(-needed // tiles)

@@ -1,0 +1,266 @@
+"""Arrays on CUDA devices as operators and optimizers see them, and the streams of their calls."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .errors import RejectedValueError, message
+from .frameworks import Framework, Place, framework_of, lacks, n_bytes_of, on_device, stream_of
+
+
+class Flags(NamedTuple):
+    """What is asked of an array's memory, under NumPy's names."""
+
+    c_contiguous: bool
+    aligned: bool
+    writeable: bool
+
+
+class DeviceArray:
+    """An array on a CUDA device, adopted without a copy.
+
+    It has the attributes of a NumPy array that describe it, and none that computes. `owner` is
+    the array that was adopted.
+
+    Attributes:
+        owner: keeps the memory alive.
+        framework: that of ``owner``.
+        address: of the first element.
+        shape: its shape.
+        strides: in bytes.
+        dtype: as NumPy has it.
+        device: number of the CUDA device.
+        flags: as of a NumPy array.
+        stream: handle of the stream that belongs to the array itself, or None.
+    """
+
+    __slots__ = (
+        "address",
+        "device",
+        "dtype",
+        "flags",
+        "framework",
+        "owner",
+        "shape",
+        "stream",
+        "strides",
+    )
+
+    def __init__(self, owner: Any, framework: Framework, place: Place) -> None:
+        self.owner = owner
+        self.framework = framework
+        self.address = place.address
+        self.shape = place.shape
+        self.dtype = place.dtype
+        self.device = place.device
+        self.stream = place.stream
+        compact = _compact_strides(self.shape, self.dtype.itemsize)
+        self.strides = compact if place.strides is None else place.strides
+        self.flags = Flags(
+            _is_compact(self.shape, self.strides, compact),
+            self.address % self.dtype.itemsize == 0,
+            place.writable,
+        )
+
+    @classmethod
+    def adopt(cls, where: str, name: str, value: Any) -> DeviceArray | None:
+        """``value`` as a device array, or None if it is none.
+
+        Raises:
+            RuntimeError: what CUDA arrays need is not installed.
+            TypeError: its dtype is not known, or it is masked.
+        """
+        if isinstance(value, DeviceArray):
+            return value
+        framework = framework_of(value)
+        if framework is None:
+            return None
+        lacking = lacks()
+        if lacking:
+            expected, got = "an array on the host", type(value).__name__
+            raise RuntimeError(
+                message(where, name, "lives on a CUDA device", expected, got) + f"; {lacking}"
+            )
+        return cls(value, framework, framework.place(where, name, value))
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self.size * self.itemsize
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("an array of 0 dimensions has no length")
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        return f"DeviceArray(shape={self.shape}, dtype={self.dtype}, device={self.device})"
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """Version 3 of the interface; bfloat16 as two bytes, for want of a letter."""
+        return {
+            "shape": self.shape,
+            "typestr": "<V2" if self.dtype.kind == "V" else self.dtype.str,
+            "data": (self.address, not self.flags.writeable),
+            "strides": None if self.flags.c_contiguous else self.strides,
+            "version": 3,
+            "stream": self.stream,
+        }
+
+    def contiguous(self, where: str, name: str) -> DeviceArray:
+        """Itself, or a C-contiguous copy.
+
+        Raises:
+            ValueError: the framework has no way to make one.
+        """
+        if self.flags.c_contiguous and self.flags.aligned:
+            return self
+        copied = self.framework.contiguous(self.owner)
+        if copied is None:
+            raise RejectedValueError(
+                message(where, name, "is not contiguous", "a C-contiguous array", self.strides)
+                + "; copy it first"
+            )
+        return DeviceArray(copied, self.framework, self.framework.place(where, name, copied))
+
+    def filled_like(self, value: float, dtype: np.dtype[Any]) -> DeviceArray:
+        """A new array of the same shape, of another dtype and filled with ``value``."""
+        from ..kernels.cuda.fill import fill
+
+        made = self._empty(dtype)
+        with launching([self]) as stream:
+            fill(made.address, made.size, value, dtype, stream)
+        return made
+
+    def _empty(self, dtype: np.dtype[Any]) -> DeviceArray:
+        with on_device(self.device):
+            owner, address = self.framework.empty(n_bytes_of(self.shape, dtype), self.device)
+        place = Place(address, self.shape, None, dtype, self.device, True)
+        return DeviceArray(owner, self.framework, place)
+
+    def numpy(self) -> np.ndarray:
+        """A copy on the host; waits until it is there."""
+        from ..kernels.cuda.memory import copy_out
+
+        copied: np.ndarray = np.empty(self.shape, self.dtype)
+        with launching([self]) as stream:
+            copy_out(copied, self.address, stream)
+        return copied
+
+    def assign(self, array: np.ndarray) -> None:
+        """Copy a contiguous array of the host, of this shape and dtype, to the device."""
+        from ..kernels.cuda.memory import copy_in
+
+        with launching([self]) as stream:
+            copy_in(self.address, np.ascontiguousarray(array), stream)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DeviceArray:
+        copied = self._empty(self.dtype)
+        copied.assign(self.numpy())
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _to_device, (self.numpy(), self.device)
+
+
+def _to_device(array: np.ndarray, device: int) -> DeviceArray:
+    """Memory of Numba's with the contents of an array that was pickled."""
+    framework = Framework()
+    with on_device(device):
+        owner, address = framework.empty(array.nbytes, device)
+    place = Place(address, array.shape, None, array.dtype, device, True)
+    made = DeviceArray(owner, framework, place)
+    made.assign(array)
+    return made
+
+
+def _compact_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    strides, step = [], itemsize
+    for n in reversed(shape):
+        strides.append(step)
+        step *= n
+    return tuple(reversed(strides))
+
+
+def _is_compact(shape: tuple[int, ...], strides: tuple[int, ...], compact: tuple[int, ...]) -> bool:
+    """Whether an array is C-contiguous: the stride of a dimension of 1 does not matter."""
+    if 0 in shape:
+        return True
+    return all(n == 1 or a == b for n, a, b in zip(shape, strides, compact, strict=True))
+
+
+def device_of(where: str, named: dict[str, Any]) -> int | None:
+    """The device on which arrays lie; None for the host.
+
+    Raises:
+        ValueError: they lie in different places.
+    """
+    places = {
+        name: array.device if isinstance(array, DeviceArray) else None
+        for name, array in named.items()
+    }
+    first, place = next(iter(places.items()))
+    for name, other in places.items():
+        if other != place:
+            raise RejectedValueError(
+                message(where, name, f"lives elsewhere than {first}", _named(place), _named(other))
+            )
+    return place
+
+
+def _named(device: int | None) -> str:
+    return "the host" if device is None else f"CUDA device {device}"
+
+
+@contextmanager
+def launching(arrays: Sequence[DeviceArray]) -> Iterator[Any]:
+    """The stream on which a call on some arrays of one device runs; the first array decides.
+
+    Where others belong to another stream (of another framework, say), the call waits for what was
+    enqueued there, and what is enqueued there later waits for the call. Nothing waits on the host.
+    """
+    device = arrays[0].device
+    with on_device(device):
+        kinds = dict.fromkeys((array.framework, array.stream) for array in arrays)
+        own, *others = dict.fromkeys(_handle(*kind, device) for kind in kinds)
+        stream = stream_of(device, own)
+        for handle in others:
+            _follow(stream, stream_of(device, handle))
+        yield stream
+        for handle in others:
+            _follow(stream_of(device, handle), stream)
+
+
+def _handle(framework: Framework, stream: int | None, device: int) -> int:
+    return framework.stream(device) if stream is None else stream
+
+
+def _follow(stream: Any, other: Any) -> None:
+    """What comes next on ``stream`` waits for what is on ``other`` now."""
+    from ..kernels.cuda.memory import new_event
+
+    event = new_event()
+    event.record(other)
+    event.wait(stream)

@@ -1,0 +1,187 @@
+"""Calls on a device whose indices the host has not heard about yet.
+
+Indices on a device are checked there, and a call with a bad one writes nothing
+(`kernels.cuda.guard`). The host hears of it when it next waits for the device: in
+`synchronize`, or in whatever else waits. Then the error is raised, and what the call had counted
+is taken back.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+
+from .frameworks import on_device
+
+MOST_PENDING = 1_024
+"""Calls with indices after which the host waits for the device, to make room for further ones."""
+
+
+class Pending(NamedTuple):
+    """A call that may turn out to have written nothing.
+
+    Attributes:
+        slot: the guard that decides it.
+        error: makes the exception, from a bad position and the index there; None for a call
+            that only depends on another.
+        undo: takes back what the call has counted.
+    """
+
+    slot: int
+    error: Callable[[int, int], Exception] | None
+    undo: Callable[[], None]
+
+
+class _Guards:
+    """The guards of one device, and the calls that wait for their answer."""
+
+    def __init__(self, device: int) -> None:
+        from numba import cuda
+
+        from ..kernels.cuda.guard import NOTHING, WORDS
+        from ..kernels.cuda.memory import address_of
+
+        self._device = device
+        self._fresh = np.tile(np.array([NOTHING] + [0] * (WORDS - 1), np.int64), (MOST_PENDING, 1))
+        with on_device(device):
+            self._array = cuda.device_array(self._fresh.nbytes, np.uint8)
+            self.address = int(address_of(self._array))
+        self.used = 0
+        self.calls: list[Pending] = []
+        self._clear()
+
+    def _clear(self) -> None:
+        from numba import cuda
+
+        from ..kernels.cuda.memory import copy_in
+
+        self.used, self.calls = 0, []
+        with on_device(self._device):
+            copy_in(self.address, self._fresh, cuda.default_stream())
+            cuda.synchronize()
+
+    def settle(self) -> list[Exception]:
+        """Wait for the device; the errors of all calls, whose counts are taken back."""
+        from numba import cuda
+
+        from ..kernels.cuda.guard import FOUND, INDEX, NOTHING
+        from ..kernels.cuda.memory import copy_out
+
+        found = np.empty_like(self._fresh)
+        with on_device(self._device):
+            cuda.synchronize()
+            copy_out(found, self.address, cuda.default_stream())
+        calls, errors = self.calls, []
+        self._clear()
+        for call in calls:
+            position = int(found[call.slot, FOUND])
+            if position == NOTHING:
+                continue
+            call.undo()
+            if position >= 0 and call.error is not None:
+                errors.append(call.error(position, int(found[call.slot, INDEX])))
+        return errors
+
+
+_lock = threading.RLock()
+_guards: dict[int, _Guards] = {}
+_generation = 0
+
+
+class Guard(NamedTuple):
+    """A guard that a call has been given.
+
+    Attributes:
+        device: whose it is.
+        slot: its number.
+        address: on the device.
+    """
+
+    device: int
+    slot: int
+    address: int
+
+
+@contextmanager
+def guarded(device: int) -> Iterator[Guard]:
+    """An open guard for a call on a device, and time to enqueue that call and to `add` it.
+
+    Raises:
+        Exception: every `MOST_PENDING` calls the host waits for the device; then what an
+            earlier call has found is raised, and nothing of this one has happened.
+    """
+    from ..kernels.cuda.guard import BYTES
+
+    with _lock:
+        guards = _guards.get(device) or _guards.setdefault(device, _Guards(device))
+        if guards.used == MOST_PENDING:
+            synchronize()
+        slot = guards.used
+        guards.used += 1
+        yield Guard(device, slot, guards.address + slot * BYTES)
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """Nothing is settled meanwhile, but by this thread."""
+    with _lock:
+        yield
+
+
+def add(
+    guard: Guard,
+    error: Callable[[int, int], Exception] | None,
+    undo: Callable[[], None] = lambda: None,
+) -> None:
+    """Tell of a call that writes only if ``guard`` stays open."""
+    with _lock:
+        _guards[guard.device].calls.append(Pending(guard.slot, error, undo))
+
+
+def generation() -> int:
+    """Changes whenever guards are given anew: one that is older is settled."""
+    return _generation
+
+
+def synchronize() -> None:
+    """Wait for all calls on CUDA devices, and raise what they have found.
+
+    A row-sparse call on device arrays returns before its indices are checked. One with an index
+    out of range writes nothing, and neither do later steps of the same optimizer; their counters
+    are as if they had not been called. The error is raised here, or by the next call that waits
+    for the device anyway (``state_dict``, ``load_state_dict``, a step with ``skip_nonfinite``,
+    every 1,024th row-sparse call). Without calls on a device there is nothing to wait for.
+
+    Raises:
+        IndexError: an index was out of range. Further errors are in its notes.
+    """
+    global _generation
+    with _lock:
+        errors = [error for guards in _guards.values() for error in guards.settle()]
+        _generation += 1
+    if errors:
+        for other in errors[1:]:
+            errors[0].add_note(f"also: {other}")
+        raise errors[0]
+
+
+def settle() -> None:
+    """As `synchronize`, where anything is pending."""
+    if any(guards.calls for guards in _guards.values()):
+        synchronize()
+
+
+def _after_fork_in_child() -> None:
+    # A forked child cannot use the parent's devices.
+    global _lock
+    _lock = threading.RLock()
+    _guards.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
