@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .errors import RejectedValueError, message
-from .frameworks import Framework, Place, framework_of, lacks, n_bytes_of, on_device, stream_of
+from .frameworks import Framework, Place, framework_of, lacks, on_device, stream_of
 
 
 class Flags(NamedTuple):
@@ -148,16 +148,23 @@ class DeviceArray:
         """A new array of the same shape, of another dtype and filled with ``value``."""
         from ..kernels.cuda.fill import fill
 
-        made = self._empty(dtype)
+        made = self.empty_like(dtype)
         with launching([self]) as stream:
             fill(made.address, made.size, value, dtype, stream)
         return made
 
-    def _empty(self, dtype: np.dtype[Any]) -> DeviceArray:
+    def empty_like(self, dtype: np.dtype[Any] | None = None) -> DeviceArray:
+        """A new array of the same shape in the same framework."""
+        dtype = dtype or self.dtype
         with on_device(self.device):
-            owner, address = self.framework.empty(n_bytes_of(self.shape, dtype), self.device)
+            owner, address = self.framework.empty(self.shape, dtype, self.device)
         place = Place(address, self.shape, None, dtype, self.device, True)
         return DeviceArray(owner, self.framework, place)
+
+    def native(self) -> Any:
+        """The array of the framework, or itself where that has no such dtype."""
+        same = self.framework.place("", "", self.owner).dtype == self.dtype
+        return self.owner if same else self
 
     def numpy(self) -> np.ndarray:
         """A copy on the host; waits until it is there."""
@@ -176,7 +183,7 @@ class DeviceArray:
             copy_in(self.address, np.ascontiguousarray(array), stream)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DeviceArray:
-        copied = self._empty(self.dtype)
+        copied = self.empty_like()
         copied.assign(self.numpy())
         memo[id(self)] = copied
         return copied
@@ -189,7 +196,7 @@ def _to_device(array: np.ndarray, device: int) -> DeviceArray:
     """Memory of Numba's with the contents of an array that was pickled."""
     framework = Framework()
     with on_device(device):
-        owner, address = framework.empty(array.nbytes, device)
+        owner, address = framework.empty(array.shape, array.dtype, device)
     place = Place(address, array.shape, None, array.dtype, device, True)
     made = DeviceArray(owner, framework, place)
     made.assign(array)

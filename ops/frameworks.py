@@ -6,7 +6,6 @@ there.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -80,13 +79,22 @@ class Framework:
         """The handle of the framework's current stream; Numba has the default stream only."""
         return 0
 
-    def empty(self, n_bytes: int, device: int) -> tuple[Any, int]:  # noqa: ARG002
-        """Memory on the current device: what owns it, and its address."""
+    def empty(
+        self,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        device: int,  # noqa: ARG002
+    ) -> tuple[Any, int]:
+        """A new array on a device, which is the current one, and its address.
+
+        Numba has no bfloat16: there the array is one of ``uint16``.
+        """
         from numba import cuda
 
         from ..kernels.cuda.memory import address_of
 
-        owner = cuda.device_array(max(1, n_bytes), np.uint8)
+        carrier = np.dtype(np.uint16) if dtype == _BFLOAT16 else dtype
+        owner = cuda.device_array(shape, carrier)
         return owner, int(address_of(owner))
 
     def contiguous(self, value: Any) -> Any:  # noqa: ARG002
@@ -118,8 +126,9 @@ class _Torch(Framework):
     def stream(self, device: int) -> int:
         return int(self._torch.cuda.current_stream(device).cuda_stream)
 
-    def empty(self, n_bytes: int, device: int) -> tuple[Any, int]:
-        owner = self._torch.empty(max(1, n_bytes), dtype=self._torch.uint8, device=f"cuda:{device}")
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], device: int) -> tuple[Any, int]:
+        kind = getattr(self._torch, dtype.name)
+        owner = self._torch.empty(shape, dtype=kind, device=f"cuda:{device}")
         return owner, owner.data_ptr()
 
     def contiguous(self, value: Any) -> Any:
@@ -161,9 +170,9 @@ class _CuPy(Framework):
         with self._cupy.cuda.Device(device):
             return int(self._cupy.cuda.get_current_stream().ptr)
 
-    def empty(self, n_bytes: int, device: int) -> tuple[Any, int]:
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], device: int) -> tuple[Any, int]:
         with self._cupy.cuda.Device(device):
-            owner = self._cupy.empty(max(1, n_bytes), np.uint8)
+            owner = self._cupy.empty(shape, dtype)
         return owner, owner.data.ptr
 
     def contiguous(self, value: Any) -> Any:
@@ -279,8 +288,3 @@ def _external_stream(device: int, handle: int) -> Any:  # noqa: ARG001  (part of
 def stream_of(device: int, handle: int) -> Any:
     """The stream of Numba for a handle of the current device."""
     return _external_stream(device, handle)
-
-
-def n_bytes_of(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
-    """The bytes of a contiguous array."""
-    return math.prod(shape) * dtype.itemsize

@@ -10,17 +10,18 @@ import numpy as np
 
 from ..kernels.blocks import kernel
 from ..kernels.cpu.dense import TensorTable
-from ..kernels.cpu.headers import address_of
 from ..kernels.cpu.measure import measure
 from ..kernels.cpu.row_step import RowTable, row_norm
 from ..kernels.rules.norm import SCALED
 from ..kernels.storage import STORAGES, Storage, real_of
-from . import check
-from .arrays import RowTensor, adopt, check_row_gradient
+from . import check, device_norm
+from .arrays import RowTensor, address_of, adopt_anywhere, check_row_gradient
+from .device import device_of
 from .errors import RejectedTypeError, message
 from .step import check_keys, first_bad_index, tensor_step
 
-Gradient = np.ndarray | RowTensor
+Gradient = Any
+"""An array, of NumPy or a `DeviceArray`, or a `RowTensor`."""
 
 
 def global_norm(x: Sequence[Any]) -> float:
@@ -30,7 +31,7 @@ def global_norm(x: Sequence[Any]) -> float:
 
     A row-sparse gradient counts as the dense one that it stands for: rows of equal indices
     are summed first. Nothing dense is built. Squares and sums are float64, in an order that
-    does not depend on the number of threads.
+    does not depend on the number of threads. On a CUDA device the host waits for the result.
 
     Args:
         x: a list or tuple of float32, float64, float16 or bfloat16 arrays and `RowTensor`; None
@@ -63,7 +64,9 @@ def clip_by_global_norm(
 
     Returns:
         A tuple of new gradients of the same kinds, shapes and dtypes. Gradients with an infinite
-        or NaN norm become NaN, so that they do not pass for clipped ones.
+        or NaN norm become NaN, so that they do not pass for clipped ones. On a CUDA device they
+        are arrays of the same framework; the norm stays there and nothing is waited for, so a
+        bad index is reported by `fusestep.synchronize`.
 
     Raises:
         TypeError: a kind or dtype does not fit.
@@ -82,6 +85,9 @@ def clip_by_global_norm(
     limit = check.scalar(where, "clip_norm", clip_norm)
     check.in_range(where, "clip_norm", limit, limit > 0.0, "above 0")
     gradients = _adopted(where, x)
+    on_device = _are_on_device(where, gradients)
+    if use_norm is None and on_device:
+        return device_norm.clipped(where, gradients, limit)
     if use_norm is None:
         norm = math.sqrt(_sum_of_squares(where, gradients))
     else:  # in float64, as it was measured
@@ -90,6 +96,8 @@ def clip_by_global_norm(
             raise ValueError(message(where, "use_norm", "is not finite", "a finite number", norm))
         check.in_range(where, "use_norm", norm, norm >= 0.0, "at least 0")
     factor = limit / max(norm, limit) if math.isfinite(norm) else math.nan
+    if on_device:
+        return device_norm.scaled(gradients, factor)
     return tuple(_scaled(gradient, factor) for gradient in gradients)
 
 
@@ -107,17 +115,34 @@ def _adopted_one(where: str, name: str, gradient: Any) -> Gradient:
         expected, got = "an array, a RowTensor or None", type(gradient).__name__
         raise TypeError(message(where, name, "is no gradient", expected, got))
     if not isinstance(gradient, RowTensor):
-        array: np.ndarray = check.contiguous(check.float_array(where, name, gradient))
-        return array
+        array = check.float_array_anywhere(where, name, gradient)
+        return check.contiguous(array, where, name)
     # Adopted again: the attributes of a RowTensor can be assigned to.
-    indices = adopt(where, name, gradient.indices)
-    values = check.float_array(where, name, gradient.values)
+    indices = adopt_anywhere(where, name, gradient.indices)
+    values = check.float_array_anywhere(where, name, gradient.values)
     check_row_gradient(where, name, indices, values, gradient.dense_shape)
-    return RowTensor(check.contiguous(indices), check.contiguous(values), gradient.dense_shape)
+    indices, values = (check.contiguous(a, where, name) for a in (indices, values))
+    return RowTensor(indices, values, gradient.dense_shape)
+
+
+def _are_on_device(where: str, gradients: Sequence[Gradient | None]) -> bool:
+    """Whether the gradients live on a CUDA device.
+
+    Raises:
+        ValueError: not all of them do.
+    """
+    values = {
+        f"x[{i}]": g.values if isinstance(g, RowTensor) else g
+        for i, g in enumerate(gradients)
+        if g is not None
+    }
+    return bool(values) and device_of(where, values) is not None
 
 
 def _sum_of_squares(where: str, gradients: Sequence[Gradient | None]) -> float:
     """Kind by kind, each in one kernel call."""
+    if _are_on_device(where, gradients):
+        return device_norm.squares(where, gradients)
     dense: dict[Storage, list[np.ndarray]] = {}
     rows: dict[Storage, dict[int, RowTensor]] = {}
     for i, gradient in enumerate(gradients):

@@ -210,6 +210,18 @@ def store_float64(typingctx, address, value):
     return types.void(types.int64, types.float64), codegen
 
 
+@intrinsic
+def store_float32(typingctx, address, value):
+    """Write a ``float64`` as ``float32``, rounded."""
+
+    def codegen(context, builder, signature, args):
+        pointer = builder.inttoptr(args[0], ir.PointerType(ir.FloatType(), _GLOBAL))
+        builder.store(builder.fptrunc(args[1], ir.FloatType()), pointer, align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float64), codegen
+
+
 def scale_real(scalar):
     """``scale(address, factor)``: multiply a value of type ``scalar`` by a ``float64``.
 

@@ -30,6 +30,21 @@ MOST_VALUES = 3
 SUMS_BYTES = 8 * MOST_VALUES
 
 
+@cuda.jit(device=True)
+def add_tree(shared, thread, threads, n_values):
+    """Add up ``shared[k, :]``, each in a tree of fixed shape, into ``shared[k, 0]``.
+
+    The number of threads is a power of 2.
+    """
+    half = threads >> 1
+    while half > 0:
+        cuda.syncthreads()
+        if thread < half:
+            for k in range(n_values):
+                shared[k, thread] += shared[k, thread + half]
+        half >>= 1
+
+
 @cache
 def chunk_sums_kernel(kernel: Kernel, threads: int, chunk: int) -> Any:
     """``loop[blocks, threads](table, n_tensors, sums, guard)``: float64 ``sums[block, value]``.
@@ -68,13 +83,7 @@ def chunk_sums_kernel(kernel: Kernel, threads: int, chunk: int) -> Any:
             i += np.uint64(threads)
         shared = cuda.shared.array((MOST_VALUES, threads), float64)
         shared[0, thread], shared[1, thread], shared[2, thread] = own[0], own[1], own[2]
-        half = threads >> 1
-        while half > 0:
-            cuda.syncthreads()
-            if thread < half:
-                for k in range(n_values):
-                    shared[k, thread] += shared[k, thread + half]
-            half >>= 1
+        add_tree(shared, thread, threads, n_values)
         if thread == 0:
             for k in range(n_values):
                 store_float64(sums + (block * MOST_VALUES + k) * 8, shared[k, 0])
@@ -112,13 +121,7 @@ def factor_kernel(kernel: Kernel, threads: int) -> Any:
                 total += load_float64(sums + (i * MOST_VALUES + k) * 8)
                 i += threads
             shared[k, thread] = total
-        half = threads >> 1
-        while half > 0:
-            cuda.syncthreads()
-            if thread < half:
-                for k in range(n_values):
-                    shared[k, thread] += shared[k, thread + half]
-            half >>= 1
+        add_tree(shared, thread, threads, n_values)
         if thread == 0:
             place = load_int64(row + 8 * HP) + offset
             if n_values == 1:

@@ -36,6 +36,8 @@ else:
     from .intrinsics import address_of
 
 __all__ = [
+    "SUMS",
+    "WORK",
     "Places",
     "Room",
     "address_of",
@@ -50,6 +52,8 @@ __all__ = [
 ALIGN = 256  # bytes
 _LEAST = 1 << 16
 _PER_THREAD = 2  # CU_STREAM_PER_THREAD
+WORK, SUMS = range(2)
+"""Kinds of room: for one launch or step, and for what several steps add to."""
 
 
 class Room:
@@ -96,9 +100,9 @@ class Places:
 _rooms: dict[tuple[int, ...], Room] = {}
 
 
-def room_of(stream: Any) -> Room:
-    """The room of a stream of the current device."""
+def room_of(stream: Any, kind: int = WORK) -> Room:
+    """The room of a stream of the current device; there is one of each ``kind``."""
     handle = handle_of(stream)
     # One handle means another stream in every thread.
     own = threading.get_ident() if handle == _PER_THREAD else 0
-    return _rooms.setdefault((device_id(), handle, own), Room())
+    return _rooms.setdefault((device_id(), handle, own, kind), Room())

@@ -94,16 +94,63 @@ def row_update(
         step = _Step(kernel, tables, sizes, touched_only, sorter is None)
         step.place(room.take(step.size))
         step.write_tables(hp, hp_of, stream)
-        keys = step.keys if sorter is None else sorter.room(sizes.n)
         dropped_row = sizes.rows if drop else -1
-        check = (guard, base, previous)
-        _check(step.table, len(tables), sizes, dropped_row, keys, check, stream)
-        keys = step.sort(stream) if sorter is None else sorter.sort()
+        keys = step.sorted_keys(dropped_row, (guard, base, previous), sorter, stream)
         step.sum_hot(keys, guard, stream)
         if touched_only:
             step.update_touched(keys, guard, base, stream)
         else:
             step.update_all(keys, guard, base, stream)
+
+
+class RowSquares:
+    """The sum of squares of row-sparse gradients whose duplicates are summed first.
+
+    Args:
+        kernel: of a rule that measures the gradient; its storage types are those of the sums.
+        tables: at least one; only their gradients are read.
+        guard: as `row_update`; when it is closed, the sums are 0.
+        base: as `row_update`.
+        sorter: as `row_update`.
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        tables: Sequence[RowTable],
+        *,
+        guard: int,
+        base: int,
+        sorter: Sorter | None,
+    ) -> None:
+        self._kernel = kernel
+        self._tables = tables
+        self._guard = guard
+        self._base = base
+        self._sorter = sorter
+        self._sizes = sizes_of(tables, drop=False)
+        self._block = _block(self._sizes.widest, _tile_length(kernel))
+
+    @property
+    def n_sums(self) -> int:
+        """How many parts the sum has."""
+        _, lanes, tile_groups = self._block
+        return -(-self._sizes.n // lanes) * tile_groups
+
+    def enqueue(self, sums: int, stream: Any) -> None:
+        """Enqueue the sums of all parts, to an address."""
+        if self.n_sums == 0:
+            return
+        kernel, sizes = self._kernel, self._sizes
+        hp, hp_of = np.zeros((1, kernel.n_scalars), kernel.real.dtype), [0] * len(self._tables)
+        with room_of(stream) as room:
+            step = _Step(kernel, self._tables, sizes, True, self._sorter is None)
+            step.place(room.take(step.size))
+            step.write_tables(hp, hp_of, stream)
+            check = (self._guard, self._base, 0)
+            keys = step.sorted_keys(-1, check, self._sorter, stream)
+            step.sum_hot(keys, self._guard, stream)
+            step.square(keys, self._guard, self._base, self._block, sums, stream)
 
 
 class _Step:
@@ -145,11 +192,6 @@ class _Step:
         return self._base + self._table_place
 
     @property
-    def keys(self) -> int:
-        """The address of the keys."""
-        return self._base + self._keys_place
-
-    @property
     def _hot_sums(self) -> int:
         return self._base + self._hot_place
 
@@ -168,10 +210,17 @@ class _Step:
         content[self._table_place :] = made.reshape(-1).view(np.uint8)
         copy_in(self._base, content, stream)
 
-    def sort(self, stream: Any) -> int:
-        """The sort of this package; positions are in order before and stay so."""
+    def sorted_keys(
+        self, dropped_row: int, check: tuple[int, int, int], sorter: Sorter | None, stream: Any
+    ) -> int:
+        """The address of the sorted keys; the indices are checked on the way."""
+        keys = self._base + self._keys_place if sorter is None else sorter.room(self._sizes.n)
+        _check(self.table, len(self._tables), self._sizes, dropped_row, keys, check, stream)
+        if sorter is not None:
+            return sorter.sort()
+        # Positions are in order before and stay so.
         return sort_keys(
-            self.keys,
+            keys,
             self._base + self._spare_place,
             self._base + self._scratch_place,
             self._sizes.n,
@@ -185,7 +234,7 @@ class _Step:
         if self._n_probes == 0:
             return
         sizes, kernel = self._sizes, self._kernel
-        length = self._tile_length
+        length = _tile_length(kernel)
         tiles, lanes, tile_groups = _block(sizes.widest, length)
         loop = rows.hot_kernel(kernel.g, kernel.real, length)
         grid = (self._n_probes, -(-sizes.most_ranges // lanes), tile_groups)
@@ -202,11 +251,6 @@ class _Step:
         )
 
     @property
-    def _tile_length(self) -> int:
-        kernel = self._kernel
-        return row_tiles(kernel.rule, kernel.prologue, kernel.w, kernel.g, kernel.s).length
-
-    @property
     def _common(self) -> tuple[int, ...]:
         """The arguments that both updating loops have."""
         sizes = self._sizes
@@ -220,9 +264,36 @@ class _Step:
             self._hot_stride,
         )
 
+    def square(
+        self,
+        keys: int,
+        guard: int,
+        base: int,
+        block: tuple[int, int, int],
+        sums: int,
+        stream: Any,
+    ) -> None:
+        """The squares of the summed rows."""
+        sizes, kernel = self._sizes, self._kernel
+        tiles, lanes, tile_groups = block
+        grid = (-(-sizes.n // lanes), tile_groups)
+        loop = rows.row_squares_kernel(kernel.g, kernel.real, _tile_length(kernel), tiles * lanes)
+        loop[grid, (tiles, lanes), stream](
+            keys,
+            sizes.n,
+            self.table,
+            len(self._tables),
+            sizes.position_bits,
+            self._hot_sums,
+            self._hot_stride,
+            guard,
+            base,
+            sums,
+        )
+
     def update_touched(self, keys: int, guard: int, base: int, stream: Any) -> None:
         """Lazy: the rule on the rows that occur."""
-        tiles, lanes, tile_groups = _block(self._sizes.widest, self._tile_length)
+        tiles, lanes, tile_groups = _block(self._sizes.widest, _tile_length(self._kernel))
         grid = (-(-self._sizes.n // lanes), tile_groups)
         loop = rows.touched_kernel(self._kernel)
         loop[grid, (tiles, lanes), stream](keys, *self._common, guard, base)
@@ -237,10 +308,14 @@ class _Step:
             rows.mark_kernel[-(-sizes.n // THREADS), THREADS, stream](
                 keys, sizes.n, sizes.position_bits, sizes.rows, first, guard
             )
-        tiles, lanes, tile_groups = _block(sizes.widest, self._tile_length)
+        tiles, lanes, tile_groups = _block(sizes.widest, _tile_length(self._kernel))
         grid = (-(-sizes.rows // lanes), tile_groups)
         loop = rows.sweep_kernel(self._kernel)
         loop[grid, (tiles, lanes), stream](first, keys, *self._common, guard, base)
+
+
+def _tile_length(kernel: Kernel) -> int:
+    return row_tiles(kernel.rule, kernel.prologue, kernel.w, kernel.g, kernel.s).length
 
 
 def _block(widest: int, length: int) -> tuple[int, int, int]:

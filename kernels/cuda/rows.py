@@ -14,12 +14,13 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import config, cuda
+from numba import config, cuda, float64
 
 from ..blocks import Kernel
 from ..cpu.layout import HOT
 from ..storage import Storage, numba_type
 from .guard import AFTER_ANOTHER, FOUND, INDEX, is_closed
+from .measure import SUMS_BYTES, add_tree
 from .row_table import (
     FIRST_POSITION,
     FIRST_ROW,
@@ -42,9 +43,9 @@ from .search import first_at_least, last_at_most
 from .tiles import row_tiles, sums
 
 if config.ENABLE_CUDASIM:
-    from .simulated import load_int32, load_int64, lower_int64, store_int64
+    from .simulated import load_int32, load_int64, lower_int64, store_float64, store_int64
 else:
-    from .intrinsics import load_int32, load_int64, lower_int64, store_int64
+    from .intrinsics import load_int32, load_int64, lower_int64, store_float64, store_int64
 
 
 @cuda.jit(device=True)
@@ -104,13 +105,15 @@ def _may_not_write(guard, base, n, tables, n_tables):
 
 
 @cuda.jit(device=True)
-def _row_of_key(keys, k, bits):
+def row_of_key(keys, k, bits):
+    """The row of sorted key ``k``."""
     return load_int64(keys + 8 * k) >> bits
 
 
 @cuda.jit(device=True)
-def _is_first_of_row(keys, k, bits):
-    return k == 0 or _row_of_key(keys, k - 1, bits) != _row_of_key(keys, k, bits)
+def is_first_of_row(keys, k, bits):
+    """Whether sorted key ``k`` is the first of its row."""
+    return k == 0 or row_of_key(keys, k - 1, bits) != row_of_key(keys, k, bits)
 
 
 @cache
@@ -164,11 +167,11 @@ def hot_kernel(g: Storage, real: Storage, length: int) -> Any:
         tile = np.int64(cuda.blockIdx.z) * cuda.blockDim.x + cuda.threadIdx.x
         if k >= n or is_closed(guard):
             return
-        row = _row_of_key(keys, k, bits)
-        if row >= n_rows or (k >= HOT and _row_of_key(keys, k - HOT, bits) == row):
+        row = row_of_key(keys, k, bits)
+        if row >= n_rows or (k >= HOT and row_of_key(keys, k - HOT, bits) == row):
             return
         begin = first_at_least(keys, max(0, k - HOT), k, row << bits)
-        if begin + HOT >= n or _row_of_key(keys, begin + HOT, bits) != row:
+        if begin + HOT >= n or row_of_key(keys, begin + HOT, bits) != row:
             return
         t = last_at_most(tables + 8 * FIRST_ROW, ROW_BYTES, n_tables, row)
         table = tables + t * ROW_BYTES
@@ -213,7 +216,8 @@ def _of_range(g: Storage, real: Storage, length: int) -> Any:
     return run
 
 
-def _sum_of_row(g: Storage, real: Storage, length: int) -> Any:
+@cache
+def sum_of_row(g: Storage, real: Storage, length: int) -> Any:
     """``run(total, keys, k, n, bits, table, column, hot_sums, hot_stride)``.
 
     The summed gradient of the row whose first key is ``k``; 0 where ``k`` is -1.
@@ -227,8 +231,8 @@ def _sum_of_row(g: Storage, real: Storage, length: int) -> Any:
             for c in range(length):
                 total[c] = real_type(0)
             return
-        row, width = _row_of_key(keys, k, bits), load_int64(table + 8 * WIDTH)
-        if k + HOT < n and _row_of_key(keys, k + HOT, bits) == row:
+        row, width = row_of_key(keys, k, bits), load_int64(table + 8 * WIDTH)
+        if k + HOT < n and row_of_key(keys, k + HOT, bits) == row:
             probe, n_ranges = (k + HOT - 1) // HOT, load_int64(table + 8 * N_RANGES)
             place = hot_sums + (probe * hot_stride + column) * real_bytes
             start(total, place)
@@ -246,13 +250,13 @@ def _sum_of_row(g: Storage, real: Storage, length: int) -> Any:
 def _update_tile(kernel: Kernel) -> Any:
     """``run(keys, k, n, bits, table, row, tile, hot_sums, hot_stride)``: sum and update.
 
-    On one tile of columns of row ``row`` of a table; ``k`` as in `_sum_of_row`.
+    On one tile of columns of row ``row`` of a table; ``k`` as in `sum_of_row`.
     """
     length, update, update_one, read_hp = row_tiles(
         kernel.rule, kernel.prologue, kernel.w, kernel.g, kernel.s
     )
     real = numba_type(kernel.real)
-    sum_tile, sum_one = (_sum_of_row(kernel.g, kernel.real, count) for count in (length, 1))
+    sum_tile, sum_one = (sum_of_row(kernel.g, kernel.real, count) for count in (length, 1))
 
     @cuda.jit(device=True)
     def run(keys, k, n, bits, table, row, tile, hot_sums, hot_stride):
@@ -289,9 +293,9 @@ def touched_kernel(kernel: Kernel) -> Any:
             return
         k = np.int64(cuda.blockIdx.x) * cuda.blockDim.y + cuda.threadIdx.y
         tile = np.int64(cuda.blockIdx.y) * cuda.blockDim.x + cuda.threadIdx.x
-        if k >= n or not _is_first_of_row(keys, k, bits):
+        if k >= n or not is_first_of_row(keys, k, bits):
             return
-        row = _row_of_key(keys, k, bits)
+        row = row_of_key(keys, k, bits)
         if row >= n_rows:
             return
         t = last_at_most(tables + 8 * FIRST_ROW, ROW_BYTES, n_tables, row)
@@ -306,9 +310,9 @@ def touched_kernel(kernel: Kernel) -> Any:
 def mark_kernel(keys, n, bits, n_rows, first, guard):
     """Write to ``first[row]`` where the keys of each row begin; the others are -1 already."""
     k = cuda.grid(1)
-    if k >= n or is_closed(guard) or not _is_first_of_row(keys, k, bits):
+    if k >= n or is_closed(guard) or not is_first_of_row(keys, k, bits):
         return
-    row = _row_of_key(keys, k, bits)
+    row = row_of_key(keys, k, bits)
     if row < n_rows:
         store_int64(first + 8 * row, k)
 
@@ -336,3 +340,56 @@ def sweep_kernel(kernel: Kernel) -> Any:
         update_tile(keys, k, n, bits, table, row, tile, hot_sums, hot_stride)
 
     return loop
+
+
+@cache
+def row_squares_kernel(g: Storage, real: Storage, length: int, threads: int) -> Any:
+    """The squares of summed rows: what the threads of a block have, added up in a fixed tree.
+
+    ``loop[(groups of keys, groups of tiles), (tiles, keys)]`` with ``threads`` threads writes one
+    float64 for each block to ``sums``.
+    """
+    squares_of_tile = _squares_of_tile(g, real, length)
+
+    @cuda.jit
+    def loop(keys, n, tables, n_tables, bits, hot_sums, hot_stride, guard, base, sums):
+        is_bad = _may_not_write(guard, base, n, tables, n_tables)
+        k = np.int64(cuda.blockIdx.x) * cuda.blockDim.y + cuda.threadIdx.y
+        tile = np.int64(cuda.blockIdx.y) * cuda.blockDim.x + cuda.threadIdx.x
+        thread, own = cuda.threadIdx.y * cuda.blockDim.x + cuda.threadIdx.x, 0.0
+        if k < n and not is_bad and is_first_of_row(keys, k, bits):
+            row = row_of_key(keys, k, bits)
+            t = last_at_most(tables + 8 * FIRST_ROW, ROW_BYTES, n_tables, row)
+            table = tables + t * ROW_BYTES
+            own = squares_of_tile(keys, k, n, bits, table, tile, hot_sums, hot_stride)
+        shared = cuda.shared.array((1, threads), float64)
+        shared[0, thread] = own
+        add_tree(shared, thread, threads, 1)
+        if thread == 0:
+            block = np.int64(cuda.blockIdx.y) * cuda.gridDim.x + cuda.blockIdx.x
+            store_float64(sums + block * SUMS_BYTES, shared[0, 0])
+
+    return loop
+
+
+def _squares_of_tile(g: Storage, real: Storage, length: int) -> Any:
+    """``run(keys, k, n, bits, table, tile, hot_sums, hot_stride)``: a float64."""
+    sum_tile, sum_one = (sum_of_row(g, real, count) for count in (length, 1))
+    real_type = numba_type(real)
+
+    @cuda.jit(device=True)
+    def run(keys, k, n, bits, table, tile, hot_sums, hot_stride):
+        width, column, squares = load_int64(table + 8 * WIDTH), tile * length, 0.0
+        if load_int64(table + 8 * IS_ALIGNED) and column + length <= width:
+            total = cuda.local.array(length, real_type)
+            sum_tile(total, keys, k, n, bits, table, column, hot_sums, hot_stride)
+            for c in range(length):
+                squares += np.float64(total[c]) * np.float64(total[c])
+            return squares
+        for c in range(min(length, width - column)):
+            one = cuda.local.array(1, real_type)
+            sum_one(one, keys, k, n, bits, table, column + c, hot_sums, hot_stride)
+            squares += np.float64(one[0]) * np.float64(one[0])
+        return squares
+
+    return run

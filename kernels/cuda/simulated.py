@@ -74,6 +74,11 @@ def store_float64(address, value):
     _at(int(address), np.dtype(np.float64), 1)[0] = value
 
 
+def store_float32(address, value):
+    """Write a ``float64`` as ``float32``, rounded."""
+    _at(int(address), np.dtype(np.float32), 1)[0] = value
+
+
 def scale_real(scalar):
     """``scale(address, factor)``: multiply a value of type ``scalar`` by a ``float64``."""
     dtype = np.dtype(str(scalar))
