@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -105,6 +105,27 @@ def _f64_to_f16(x):
 @njit
 def _f64_to_bf16(x):
     return _f32_to_bf16(_to_odd_f32(x))
+
+
+class Piece(NamedTuple):
+    """Consecutive elements of an array of a device, on their way through the host.
+
+    Attributes:
+        address: of the first one.
+        size: how many.
+        dtype: theirs.
+        goes_back: whether they are written back.
+    """
+
+    address: int
+    size: int
+    dtype: np.dtype[Any]
+    goes_back: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self.size * self.dtype.itemsize
 
 
 F32 = Storage("f32", np.dtype(np.float32), np.float32, _same, _same, _to_f32, 4)

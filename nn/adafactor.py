@@ -19,7 +19,8 @@ from ..ops.errors import message, reject_unknown
 from ..ops.norm import squares_at
 from .arguments import non_negative_float, open_unit, positive_float
 from .conditioning import Conditioning
-from .fused import Call, FusedOptimizer, columns
+from .device_steps import Call
+from .fused import FusedOptimizer, columns
 from .groups import Groups
 from .layout import Batch
 from .parameter import Parameter

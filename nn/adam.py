@@ -113,7 +113,8 @@ class Adam(_BiasCorrectedAdam):
         weight_decay, loss_scale: see `Optimizer`.
         use_amsgrad: AMSGrad.
         use_lazy: row-sparse gradients update only the rows that occur.
-        use_offload: keep state and arithmetic on the host, where they are in this version.
+        use_offload: keep state and arithmetic on the host, also of parameters on a CUDA device
+            (`AdamOffload`).
         sparse_update: ``"lazy"`` or ``"dense_equivalent"`` for row-sparse gradients. Default
             dense_equivalent, with ``use_lazy`` lazy; with ``use_amsgrad`` or ``use_offload``
             there is none and such gradients raise.
@@ -185,6 +186,10 @@ class Adam(_BiasCorrectedAdam):
             skip_nonfinite=skip_nonfinite,
             state_dtype=state_dtype,
         )
+
+    @property
+    def _stays_on_host(self) -> bool:  # type: ignore[override]
+        return self.use_offload
 
     def _check_exclusive(self) -> None:
         pairs = (
@@ -282,8 +287,10 @@ class LazyAdam(_BiasCorrectedAdam):
 class AdamOffload(_BiasCorrectedAdam):
     """Adam whose state and arithmetic stay on the host.
 
-    The formulas of `Adam`. In this version parameters live on the host too, so the step is
-    that of `Adam`; row-sparse gradients need ``sparse_update``.
+    The formulas of `Adam`. Of parameters on a CUDA device the moments live on the host: in a step
+    parameters and gradients come there in chunks, through pinned memory, and the parameters go
+    back while the next chunk is worked on. For parameters on the host it is `Adam`. Row-sparse
+    gradients need ``sparse_update``.
 
     Args:
         params, learning_rate, beta1, beta2, eps, use_locking, use_nesterov, weight_decay,
@@ -305,6 +312,7 @@ class AdamOffload(_BiasCorrectedAdam):
     """
 
     _power_shape = (1,)
+    _stays_on_host = True
 
     def __init__(
         self,

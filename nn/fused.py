@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -15,41 +15,23 @@ from ..kernels.cpu.counts import are_equal, count_up
 from ..kernels.cpu.finite import all_finite
 from ..kernels.rules.rule import Prologue, Rule, factors, hp_type
 from ..kernels.storage import Storage
-from ..ops import check, locks, pending
+from ..ops import check, locks
 from ..ops.device_step import Launch
 from ..ops.errors import message
-from ..ops.step import check_rows_on_device, compile_step, dense_step, measure_step, row_step
+from ..ops.step import compile_step, dense_step, measure_step, row_step
 from .conditioning import Conditioning
+from .device_steps import Call, DeviceSteps
 from .layout import Batch, Layout
-from .on_device import Launcher, are_finite, row_batches
+from .on_device import are_finite
 from .reader import GradientReader, Gradients
 from .schedule import Values
-from .stateful import StatefulOptimizer
-
-
-class Call(NamedTuple):
-    """A kernel call.
-
-    Attributes:
-        batch: its tensors.
-        hp: rows of scalars.
-        hp_of: the row of each tensor.
-        rates, decays: float64 ``[T]``: learning rate and weight decay of each tensor.
-    """
-
-    batch: Batch
-    hp: np.ndarray
-    hp_of: np.ndarray
-    rates: np.ndarray
-    decays: np.ndarray
-
 
 SPARSE_UPDATES = ("lazy", "dense_equivalent")
 OPTIONS = ("use_locking", "sparse_update", "skip_nonfinite", "state_dtype")
 """The arguments that every optimizer of this kind has."""
 
 
-class FusedOptimizer(StatefulOptimizer):
+class FusedOptimizer(DeviceSteps):
     """An optimizer whose step is an update rule: one kernel call for all dense tensors of a
     dtype (two for a two-stage rule), and one for all tables with row-sparse gradients.
 
@@ -137,10 +119,9 @@ class FusedOptimizer(StatefulOptimizer):
 
     def _derive(self) -> None:
         """What is not part of the state: it is made anew in a copy."""
+        super()._derive()
         self._lock = threading.Lock()
         _living.add(self)
-        if self._device is not None:
-            self._launcher = Launcher(self._device)
         self._condition()
         self._reader = GradientReader(
             self._name,
@@ -184,7 +165,7 @@ class FusedOptimizer(StatefulOptimizer):
         self, gradients: tuple[Any, ...], conditioning: Conditioning
     ) -> tuple[bool, ...]:
         if self._device is not None:
-            self._step_on_device(gradients, conditioning)
+            self._step_for_device(gradients, conditioning)
         elif self.use_locking:
             self._locked_step(gradients, conditioning)
         else:
@@ -207,37 +188,12 @@ class FusedOptimizer(StatefulOptimizer):
         with request:
             self._run_all(*plan, conditioning)
 
-    def _step_on_device(self, gradients: tuple[Any, ...], conditioning: Conditioning) -> None:
-        """The step is enqueued; that of this thread, then that of the next."""
-        with self._lock, pending.held():  # the counts stay until the step is enqueued
-            if self.skip_nonfinite:
-                pending.settle()  # the host waits in such a step anyway
-            plan = self._plan(gradients, conditioning)
-            if plan is None:
-                return
-            given, calls = plan
-            layout = given.layout
-            with self._launcher.launch(
-                given, use_locking=self.use_locking, take_back=lambda: self._take_back(layout)
-            ) as launch:
-                if layout.n_row_batches > 1:  # one checks its indices before it writes
-                    for batch, first in row_batches(given):
-                        rows = given.rows_of(batch)
-                        check_rows_on_device(batch.variables, rows, launch.after(first))
-                self._run_all(given, calls, conditioning, launch)
-                self._advance(layout)
-
     def _advance(self, layout: Layout) -> None:
         if layout.is_complete:
             count_up(self._steps)
         else:
             self._steps[layout.active] += 1
         self.global_step[0] += 1
-
-    def _take_back(self, layout: Layout) -> None:
-        """A step that turned out to have written nothing was not a step."""
-        self._steps[layout.active] -= 1
-        self.global_step[0] -= 1
 
     def _run_all(
         self,
@@ -319,7 +275,7 @@ class FusedOptimizer(StatefulOptimizer):
 
     def _all_finite(self, given: Gradients) -> bool:
         """One read of all gradients; on a device it is waited for."""
-        if self._device is not None:
+        if self._device is not None:  # the gradients are there
             return are_finite(given, _by_storage(given))
         return all(all_finite(*arrays) for arrays in _by_storage(given))
 

@@ -75,6 +75,14 @@ def _arrays(given: Gradients) -> list[Any]:
     return arrays
 
 
+@contextmanager
+def launching_for(given: Gradients, *, use_locking: bool) -> Iterator[Any]:
+    """The stream of a step that itself waits for the host."""
+    spans = given.layout.lock_spans if use_locking else None
+    with launch_on(_arrays(given), spans) as launch:
+        yield launch.stream
+
+
 def are_finite(
     given: Gradients, by_storage: Sequence[tuple[Storage, np.ndarray, np.ndarray]]
 ) -> bool:

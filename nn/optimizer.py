@@ -275,9 +275,22 @@ class Optimizer:
     # Where it runs
 
     @property
+    def _works_on_host(self) -> bool:
+        return self._device is None
+
+    @property
     def target(self) -> str:
-        """Where state and arithmetic live: ``"CPU"`` or ``"GPU"``, with the parameters."""
-        return "CPU" if self._device is None else "GPU"
+        """Where state and arithmetic live: ``"CPU"`` or ``"GPU"``.
+
+        That is where the parameters live, unless it is set. Optimizers of this package take
+        ``"CPU"`` for parameters on a CUDA device: then the states move to the host, parameters
+        and gradients come there for the step, and the parameters go back.
+
+        Raises:
+            TypeError: what is assigned is no str.
+            ValueError: it is none of the published targets, or impossible.
+        """
+        return "CPU" if self._works_on_host else "GPU"
 
     @target.setter
     def target(self, value: str) -> None:
@@ -288,8 +301,12 @@ class Optimizer:
         if value not in _TARGETS:
             raise ValueError(message(self._name, "target", "is unknown", _TARGETS, value))
         if value != self.target:
-            expected = f"{self.target!r}: the parameters live there"
-            raise ValueError(message(self._name, "target", "is impossible", expected, value))
+            self._move_to(value)
+
+    def _move_to(self, target: str) -> None:
+        """Move state and arithmetic to another target, where a subclass can."""
+        expected = f"{self.target!r}: the parameters live there"
+        raise ValueError(message(self._name, "target", "is impossible", expected, target))
 
     @property
     def unique(self) -> bool:

@@ -120,22 +120,23 @@ class Parameter:
 
     def asnumpy(self) -> np.ndarray:
         """The array itself; of one on a device a copy on the host, which is waited for."""
-        array: np.ndarray = self._data.numpy() if self._is_on_device else self._data
+        array: np.ndarray = self._data.numpy() if self.is_on_device else self._data
         return array
 
     @property
-    def _is_on_device(self) -> bool:
+    def is_on_device(self) -> bool:
+        """Whether it lives on a CUDA device."""
         return isinstance(self._data, DeviceArray)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        if not self._is_on_device:
+        if not self.is_on_device:
             raise AttributeError("this parameter lives on the host")
         interface: dict[str, Any] = self._data.__cuda_array_interface__
         return interface
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        if self._is_on_device:
+        if self.is_on_device:
             raise TypeError("Parameter: it lives on a CUDA device; asnumpy() copies it to the host")
         array: np.ndarray = self._data if dtype is None else self._data.astype(dtype, copy=False)
         if copy is False and array is not self._data:

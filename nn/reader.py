@@ -149,19 +149,8 @@ class GradientReader:
             ValueError: the tables of a call have too many rows for its sort keys.
         """
         for batch in given.layout.batches:
-            if not batch.row_sparse:
-                continue
-            rows = [len(arrays[0]) for arrays in batch.variables.tensors]
-            lengths = [len(gradient.indices) for gradient in given.rows_of(batch)]
-            check_keys(batch.labels[0], list(zip(rows, lengths, strict=True)))
-            for label, place, arrays in zip(
-                batch.labels, batch.places, batch.variables.tensors, strict=True
-            ):
-                indices, n_rows = given.rows[place].indices, len(arrays[0])
-                if len(indices) and (indices.min() < 0 or indices.max() >= n_rows):
-                    bad = (indices < 0) | (indices >= n_rows)
-                    position = int(np.argmax(bad))
-                    raise index_error(label, position, int(indices[position]), n_rows)
+            if batch.row_sparse:
+                check_rows(batch, given.rows_of(batch))
 
     def _read_each(
         self, gradients: tuple[Any, ...], added: Callable[[int], float]
@@ -231,6 +220,23 @@ class GradientReader:
                 expected, got = "its own memory", "an overlap"
                 wrong = "shares memory with a parameter or state"
                 raise ValueError(message(self._where, "a gradient", wrong, expected, got))
+
+
+def check_rows(batch: Batch, gradients: Sequence[RowGradient]) -> None:
+    """All indices of the gradients of one batch; on the host.
+
+    Raises:
+        IndexError, ValueError: as `GradientReader.check_indices`.
+    """
+    rows = [len(arrays[0]) for arrays in batch.variables.tensors]
+    lengths = [len(gradient.indices) for gradient in gradients]
+    check_keys(batch.labels[0], list(zip(rows, lengths, strict=True)))
+    for label, gradient, n_rows in zip(batch.labels, gradients, rows, strict=True):
+        indices = gradient.indices
+        if len(indices) and (indices.min() < 0 or indices.max() >= n_rows):
+            bad = (indices < 0) | (indices >= n_rows)
+            position = int(np.argmax(bad))
+            raise index_error(label, position, int(indices[position]), n_rows)
 
 
 def read_gradient(where: str, parameter: Parameter, gradient: Any) -> Any:

@@ -10,7 +10,6 @@ import numpy as np
 from ..kernels.storage import STORAGES
 from ..ops import check
 from ..ops.arrays import adopt
-from ..ops.device import DeviceArray
 from ..ops.errors import message
 from .checkpoint import as_state, steps_done
 from .optimizer import Optimizer
@@ -47,7 +46,12 @@ class StatefulOptimizer(Optimizer):
     def _new_states(self, initial: Mapping[str, float]) -> States:
         """Arrays of the shape of each parameter, filled with the initial value of their role."""
         return {
-            role: tuple(_filled_like(p.array, value, self._state_dtype) for p in self.parameters)
+            role: tuple(
+                np.full(p.shape, value, self._state_dtype or p.dtype)
+                if self._works_on_host
+                else p.array.filled_like(value, self._state_dtype or p.dtype)
+                for p in self.parameters
+            )
             for role, value in initial.items()
         }
 
@@ -160,14 +164,6 @@ class StatefulOptimizer(Optimizer):
             for role, arrays in state["_states"].items()
         }
         super().__setstate__(state)
-
-
-def _filled_like(array: Any, value: float, dtype: np.dtype[Any] | None) -> Any:
-    """A new array of the same shape in the same place."""
-    dtype = dtype or array.dtype
-    if isinstance(array, DeviceArray):
-        return array.filled_like(value, dtype)
-    return np.full(array.shape, value, dtype)
 
 
 def _state_dtype(where: str, value: Any) -> np.dtype[Any] | None:

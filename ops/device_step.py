@@ -10,7 +10,7 @@ import numpy as np
 
 from ..kernels.blocks import Kernel
 from ..kernels.cpu.row_step import RowTable
-from ..kernels.storage import Storage
+from ..kernels.storage import Piece, Storage
 from . import locks, pending
 from .device import DeviceArray, launching
 from .stream_order import in_order
@@ -128,6 +128,17 @@ def all_finite(storage: Storage, addresses: np.ndarray, sizes: np.ndarray, launc
     from ..kernels.cuda import finite
 
     return finite.all_finite(storage, addresses, sizes, stream=launch.stream)
+
+
+def bring_to_host(
+    chunks: Sequence[Sequence[Piece]],
+    work: Callable[[int, list[np.ndarray]], None],
+    stream: Any,
+) -> None:
+    """Work on device arrays on the host; arguments as `kernels.cuda.staging.Staging.run`."""
+    from ..kernels.cuda.staging import staging
+
+    staging().run(chunks, work, stream)
 
 
 @contextmanager

@@ -49,11 +49,16 @@ def copy_in(address: int, array: np.ndarray, stream: Any) -> None:
         _checked(driver.cuMemcpyHtoDAsync(address, place, array.nbytes, handle_of(stream)))
 
 
-def copy_out(array: np.ndarray, address: int, stream: Any) -> None:
-    """Copy from an address of the device to a contiguous array, and wait until it is there."""
+def start_copy_out(array: np.ndarray, address: int, stream: Any) -> None:
+    """Enqueue a copy from an address of the device to a contiguous pinned array."""
     if array.nbytes:
         place = array.ctypes.data
         _checked(driver.cuMemcpyDtoHAsync(place, address, array.nbytes, handle_of(stream)))
+
+
+def copy_out(array: np.ndarray, address: int, stream: Any) -> None:
+    """Copy from an address of the device to a contiguous array, and wait until it is there."""
+    start_copy_out(array, address, stream)
     _checked(driver.cuStreamSynchronize(handle_of(stream)))
 
 

@@ -22,6 +22,7 @@ if config.ENABLE_CUDASIM:
         fill_ones,
         handle_of,
         new_event,
+        start_copy_out,
     )
 else:
     from .driver import (
@@ -32,6 +33,7 @@ else:
         fill_ones,
         handle_of,
         new_event,
+        start_copy_out,
     )
     from .intrinsics import address_of
 
@@ -44,9 +46,11 @@ __all__ = [
     "copy_in",
     "copy_out",
     "device_at",
+    "device_id",
     "fill_ones",
     "new_event",
     "room_of",
+    "start_copy_out",
 ]
 
 ALIGN = 256  # bytes

@@ -131,6 +131,9 @@ class _Event:
     def query(self):
         return True
 
+    def synchronize(self):
+        pass
+
 
 def new_event() -> Any:
     """An event to wait for on other streams."""
@@ -145,6 +148,11 @@ def handle_of(stream: Any) -> int:
 def copy_in(address: int, array: np.ndarray, stream: Any) -> None:
     """Copy a contiguous array to an address."""
     ctypes.memmove(int(address), array.ctypes.data, array.nbytes)
+
+
+def start_copy_out(array: np.ndarray, address: int, stream: Any) -> None:
+    """Copy from an address to a contiguous array."""
+    copy_out(array, address, stream)
 
 
 def copy_out(array: np.ndarray, address: int, stream: Any) -> None:
