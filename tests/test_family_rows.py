@@ -60,9 +60,10 @@ def cases(draw: st.DrawFn) -> Case:
     n = draw(st.integers(1, 30))
     tail = draw(st.sampled_from([(), (1,), (3,), (8,), (17,), (2, 5)]))
     indices = draw(st.lists(st.lists(st.integers(0, n - 1), max_size=40), min_size=1, max_size=3))
-    # Two kinds of kernels: each other combination would be compiled too.
-    options = draw(st.sampled_from([{}, {"weight_decay": 0.1, "loss_scale": 3.0}]))
-    return Case((n, *tail), indices, draw(st.sampled_from([np.float32, np.float64])), options)
+    # Three kinds of kernels: each other combination would be compiled too.
+    conditioned = {"weight_decay": 0.1, "loss_scale": 3.0}
+    kinds = [(np.float32, {}), (np.float32, conditioned), (np.float64, {})]
+    return Case((n, *tail), indices, *draw(st.sampled_from(kinds)))
 
 
 def a_case(indices: list[list[int]], shape: tuple[int, ...] = (6, 4)) -> Case:
