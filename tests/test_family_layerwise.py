@@ -135,7 +135,7 @@ def test_adafactor_begins_anew_with_another_beta1() -> None:
 # Sizes and dtypes
 
 
-# Each form in float32 and one other type, each class in all types; so below.
+# Each form in float32 and one other type, each class in all types.
 F32, *OTHERS = STORAGE_DTYPES
 TYPED = [
     (form, dtype)
@@ -196,12 +196,8 @@ EXACT = {"Adagrad": {"accum": 0.125}, "ProximalAdagrad": {"accum": 0.125}}
 EXACT |= {"FTRL": {"initial_accum": 0.125}}
 
 
-ROUNDED = [
-    (form, dtype)
-    for k, form in enumerate(FORMS)
-    for j, dtype in enumerate((np.dtype(np.float16), BF16))
-    if form in ONE_OF_EACH or k % 2 == j
-]
+# The types in turn: each has a kernel of its own, and the forms of a class come one after another.
+ROUNDED = [(form, (np.dtype(np.float16), BF16)[k % 2]) for k, form in enumerate(FORMS)]
 
 
 @pytest.mark.parametrize(("form", "dtype"), ROUNDED, ids=str)

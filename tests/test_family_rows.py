@@ -164,10 +164,11 @@ COUPLED = [form for form in TAKING if form != "AdamWeightDecay"]
 def test_coupled_decay_acts_once_on_a_row_that_occurs_often(form: str) -> None:
     """Not once for each occurrence."""
     found = []
-    for indices, decay in (([2], 0.3), ([2, 2, 2], 0.3), ([2, 2, 2], 0.0)):
+    decay = {**decayed_and_scaled(form), "weight_decay": 0.9}
+    for indices, options in (([2], decay), ([2, 2, 2], decay), ([2, 2, 2], {})):
         (table,) = parameters({"table": (4, 3)})
         values = np.zeros((len(indices), 3), np.float32)
-        opt = make(form, [table], weight_decay=decay, sparse_update="lazy")
+        opt = make(form, [table], **options, sparse_update="lazy")
         opt([nn.RowTensor(np.array(indices), values, (4, 3))])
         found.append(table.data)
     once, often, without = found
