@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -275,7 +275,9 @@ CASES = {
 }  # fmt: skip
 
 
-def with_prologues(names: Iterable[str], prologue: Prologue) -> list[Any]:
+def with_prologues(
+    names: Iterable[str], prologue: Prologue, only_float32: Collection[str] = ()
+) -> list[Any]:
     """Rule, storage type and prologue, as parameters of a test.
 
     Every rule alone in every type. Behind the prologue, which does not see the storage, every
@@ -283,8 +285,10 @@ def with_prologues(names: Iterable[str], prologue: Prologue) -> list[Any]:
     """
     chosen = []
     for k, name in enumerate(names):
-        chosen += [(name, dtype, ()) for dtype in STORAGE_DTYPES]
-        chosen += [(name, F32, prologue), (name, OTHERS[k % len(OTHERS)], prologue)]
+        chosen += [(name, F32, ()), (name, F32, prologue)]
+        if name not in only_float32:
+            chosen += [(name, dtype, ()) for dtype in OTHERS]
+            chosen.append((name, OTHERS[k % len(OTHERS)], prologue))
     return [
         pytest.param(*one, id=f"{one[0]}-{one[1]}-{'prologue' if one[2] else 'plain'}")
         for one in chosen

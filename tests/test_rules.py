@@ -200,7 +200,12 @@ def largest_terms(
     return [old + step, m, v, *last.get(name.rpartition("_")[2], [])]
 
 
-@pytest.mark.parametrize(("name", "dtype", "prologue"), with_prologues(RULES, PROLOGUE))
+# What a rule with a copy steps is a float32 master, whatever the type of the copy.
+MASTERS = [name for name in RULES if name.endswith("master")]
+STEPPED = with_prologues(RULES, PROLOGUE, only_float32=MASTERS)
+
+
+@pytest.mark.parametrize(("name", "dtype", "prologue"), STEPPED)
 def test_compiled_step_within_4_ulps(name: str, dtype: np.dtype, prologue: tuple[Any, ...]) -> None:
     """Three steps, each against the float64 reference on the state that the step began with.
 
