@@ -188,12 +188,12 @@ def test_filter() -> None:
 def test_zero_and_empty_tensors(inside: str, epsilon: float) -> None:
     """No NaN out of 0 / 0; where the gradient is 0 nothing moves."""
     shapes = {"zero": (3,), "one": (3,), "both": (2, 2), "none": (0, 3), "scalar": ()}
-    params = params64(shapes)
+    params = parameters(shapes)
     params[0].data[...] = params[2].data[...] = 0.0
     before = params[1].data.copy()
     inner = build(inside, params)
     given = gradients(params, 0)
-    given[1], given[2] = np.zeros(3), np.zeros((2, 2))
+    given[1][...] = given[2][...] = 0.0
     for _ in range(2):
         nn.LARS(inner, epsilon=epsilon)(given)
     assert all(np.isfinite(p.data).all() for p in params)
