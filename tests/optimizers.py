@@ -288,6 +288,15 @@ FORMS: dict[str, tuple[str, Options]] = {
     "AdaFactor-rate": ("AdaFactor", {"relative_step": False, "learning_rate": 0.05}),
 }
 
+# One form of each class, that with the most states (and plain Adam, whose kernels LazyAdam has
+# too): what forms of a class share, like the types of arrays, is tested with these alone where it
+# needs kernels of its own.
+ONE_OF_EACH = (
+    *("Adam", "Adam-amsgrad", "LazyAdam", "AdamOffload", "AdamWeightDecay", "Momentum"),
+    *("SGD-momentum", "RMSProp-both", "Adagrad", "ProximalAdagrad", "FTRL"),
+    *("Lamb", "LARS", "AdaFactor"),
+)
+
 
 def make(form: str, params: Any, **options: Any) -> Any:
     """An optimizer of one of the `FORMS`."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
+import pytest
 
 from fusestep.kernels.rules import adagrad, ftrl, lars, norm, rmsprop, sgd
 from fusestep.kernels.rules.gradient import COUPLED_DECAY, SCALE, TRUST
@@ -16,10 +17,12 @@ from fusestep.kernels.storage import STORAGES
 from fusestep.ops.step import RowGradient, Variables, dense_step, row_step
 
 import reference_elementwise as elementwise
+from helpers import STORAGE_DTYPES
 from reference import wide
 
 Array = Any
 Known = dict[str, float]
+F32, *OTHERS = STORAGE_DTYPES
 
 # The prologue of an optimizer with weight decay and loss scale, and that of LARS. The factors
 # are not exact in binary, so that their rounding counts.
@@ -270,6 +273,26 @@ CASES = {
         norm.SCALED, rounded(norm.ScaledHP), {"factor": 0.3}, scaled, scaled_terms, ()
     ),
 }  # fmt: skip
+
+
+def with_prologues(
+    names: Iterable[str], prologue: Prologue, only_float32: Collection[str] = ()
+) -> list[Any]:
+    """Rule, storage type and prologue, as parameters of a test.
+
+    Every rule alone in every type. Behind the prologue, which does not see the storage, every
+    rule in float32 and in one other type, so that each type is behind it with several rules.
+    """
+    chosen = []
+    for k, name in enumerate(names):
+        chosen += [(name, F32, ()), (name, F32, prologue)]
+        if name not in only_float32:
+            chosen += [(name, dtype, ()) for dtype in OTHERS]
+            chosen.append((name, OTHERS[k % len(OTHERS)], prologue))
+    return [
+        pytest.param(*one, id=f"{one[0]}-{one[1]}-{'prologue' if one[2] else 'plain'}")
+        for one in chosen
+    ]
 
 
 def real_of(dtype: np.dtype) -> Any:

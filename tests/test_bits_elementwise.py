@@ -44,10 +44,22 @@ def assert_all_same(found: list[np.ndarray], expected: list[np.ndarray], label: 
         assert_same_bits(a, b, f"{label}, array {k}")
 
 
-@pytest.mark.parametrize(("dtype", "g_dtype", "prologue"), BUILDS.values(), ids=BUILDS)
-@EACH
-def test_dense_rows_and_sweep_agree(name: str, dtype: Any, g_dtype: Any, prologue: Any) -> None:
+# Every rule in both float32 builds, where sweeps are compared, and in two of the four whose rows
+# have machine code of their own: each of those with half of the rules, not with all variants of
+# one rule alike.
+MIXED = [build for build, (dtype, g_dtype, _) in BUILDS.items() if (dtype, g_dtype) != (F32, F32)]
+BUILT = [
+    (name, build)
+    for k, name in enumerate(CASES)
+    for build in BUILDS
+    if build not in MIXED or (MIXED.index(build) - k) % len(MIXED) < 2
+]
+
+
+@pytest.mark.parametrize(("name", "build"), BUILT)
+def test_dense_rows_and_sweep_agree(name: str, build: str) -> None:
     """Rows of every width; half of them absent from a sweep, where their gradient is 0."""
+    dtype, g_dtype, prologue = BUILDS[build]
     case, real = CASES[name], real_of(dtype)
     hp = case.hp(real)
     for d in (1, 7, 33, 2_000):

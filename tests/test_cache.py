@@ -1,6 +1,7 @@
 """The cache of compiled kernels: hit when nothing changed, never stale, safe to share."""
 
 import os
+import shutil
 import textwrap
 
 import numpy as np
@@ -41,10 +42,24 @@ STEP = """
 """
 
 
+def write_rule(folder, text=RULE):
+    (folder / "own_rule.py").write_text(textwrap.dedent(text))
+    (folder / "helper.py").write_text(textwrap.dedent(HELPER))
+
+
+@pytest.fixture(scope="module")
+def loops(tmp_path_factory):
+    """A cache with the package's loops, which take a second to compile, and with another rule."""
+    folder = tmp_path_factory.mktemp("loops")
+    write_rule(folder, RULE.replace("w - ", "w * "))
+    output_of(STEP, folder, FUSESTEP_CACHE_DIR=str(folder / "cache"))
+    return folder / "cache"
+
+
 @pytest.fixture
-def own_rule(tmp_path):
-    (tmp_path / "own_rule.py").write_text(textwrap.dedent(RULE))
-    (tmp_path / "helper.py").write_text(textwrap.dedent(HELPER))
+def own_rule(tmp_path, loops):
+    write_rule(tmp_path)
+    shutil.copytree(loops, tmp_path / "cache")
 
     def step():
         value, hits = output_of(STEP, tmp_path, FUSESTEP_CACHE_DIR=str(tmp_path / "cache")).split()
@@ -99,7 +114,8 @@ def test_processes_can_share_a_cold_cache(own_rule):
     """Several processes fill one folder at once; all get the right code."""
     from concurrent.futures import ThreadPoolExecutor
 
-    _, step = own_rule
+    folder, step = own_rule
+    shutil.rmtree(folder / "cache")
     with ThreadPoolExecutor(3) as pool:
         results = list(pool.map(lambda _: step(), range(3)))
     assert {value for value, _ in results} == {-2.0}
@@ -201,9 +217,8 @@ def test_fingerprint_sees_defaults_module_constants_and_arrays():
     assert cache.fingerprint(lambda x, k=1: x + k) != cache.fingerprint(lambda x, k=2: x + k)
 
 
-def test_sources_that_changed_since_the_import_are_not_saved(own_rule):
+def test_sources_that_changed_since_the_import_are_not_saved(tmp_path):
     """Which of both texts was compiled is not known, so neither is kept."""
-    folder, _ = own_rule
     program = """
         import numpy as np
         from fusestep.kernels import cache
@@ -212,7 +227,7 @@ def test_sources_that_changed_since_the_import_are_not_saved(own_rule):
         nn.Adam([np.ones(3, np.float32)])((np.ones(3, np.float32),))
         print(len(cache.cache_entries()))
     """
-    assert output_of(program, FUSESTEP_CACHE_DIR=str(folder / "cache")).strip() == "0"
+    assert output_of(program, FUSESTEP_CACHE_DIR=str(tmp_path)).strip() == "0"
 
 
 def test_a_user_without_a_home_goes_without_a_cache(monkeypatch):

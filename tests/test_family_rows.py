@@ -60,9 +60,10 @@ def cases(draw: st.DrawFn) -> Case:
     n = draw(st.integers(1, 30))
     tail = draw(st.sampled_from([(), (1,), (3,), (8,), (17,), (2, 5)]))
     indices = draw(st.lists(st.lists(st.integers(0, n - 1), max_size=40), min_size=1, max_size=3))
-    # Two kinds of kernels: each other combination would be compiled too.
-    options = draw(st.sampled_from([{}, {"weight_decay": 0.1, "loss_scale": 3.0}]))
-    return Case((n, *tail), indices, draw(st.sampled_from([np.float32, np.float64])), options)
+    # Three kinds of kernels: each other combination would be compiled too.
+    conditioned = {"weight_decay": 0.1, "loss_scale": 3.0}
+    kinds = [(np.float32, {}), (np.float32, conditioned), (np.float64, {})]
+    return Case((n, *tail), indices, *draw(st.sampled_from(kinds)))
 
 
 def a_case(indices: list[list[int]], shape: tuple[int, ...] = (6, 4)) -> Case:
@@ -163,10 +164,11 @@ COUPLED = [form for form in TAKING if form != "AdamWeightDecay"]
 def test_coupled_decay_acts_once_on_a_row_that_occurs_often(form: str) -> None:
     """Not once for each occurrence."""
     found = []
-    for indices, decay in (([2], 0.3), ([2, 2, 2], 0.3), ([2, 2, 2], 0.0)):
+    decay = {**decayed_and_scaled(form), "weight_decay": 0.9}
+    for indices, options in (([2], decay), ([2, 2, 2], decay), ([2, 2, 2], {})):
         (table,) = parameters({"table": (4, 3)})
         values = np.zeros((len(indices), 3), np.float32)
-        opt = make(form, [table], weight_decay=decay, sparse_update="lazy")
+        opt = make(form, [table], **options, sparse_update="lazy")
         opt([nn.RowTensor(np.array(indices), values, (4, 3))])
         found.append(table.data)
     once, often, without = found

@@ -50,20 +50,22 @@ def test_gather_beyond_2_31_elements():
 
 @pytest.mark.skipif(
     not os.environ.get("FUSESTEP_LARGE_TESTS"),
-    reason="takes 13 GiB of memory and a minute; FUSESTEP_LARGE_TESTS=1 runs it",
+    reason="takes 9 GiB of memory and half a minute; FUSESTEP_LARGE_TESTS=1 runs it",
 )
 def test_dense_fp16_beyond_2_31_elements():
-    if available_gib() < 15:
-        pytest.skip(f"needs 13 GiB for var, m and v; {available_gib():.0f} GiB are available")
+    """With one state: each takes 4 GiB, and most of the time goes into getting memory at all."""
+    if available_gib() < 11:
+        pytest.skip(f"needs 9 GiB for var and accum; {available_gib():.0f} GiB are available")
     n = 2**31 + 40
-    var, m, v, gradient = (sparse_memory(n, np.float16) for _ in range(4))
+    var, accum, gradient = (sparse_memory(n, np.float16) for _ in range(3))
     places = np.array([0, 2**31 - 1, 2**31, n - 1])
     # Reading untouched pages of the gradient maps one page of zeros, so it takes no memory.
     gradient[places] = 1, 2, 3, 4
-    ops.Adam()(var, m, v, *HP, gradient)
-    small = [np.zeros(4, np.float16) for _ in range(3)]
-    ops.Adam()(*small, *HP, gradient[places])
-    for large, expected in zip((var, m, v), small, strict=True):
+    ops.ApplyMomentum()(var, accum, 0.1, gradient, 0.9)
+    small = [np.zeros(4, np.float16) for _ in range(2)]
+    ops.ApplyMomentum()(*small, 0.1, gradient[places], 0.9)
+    assert all(array.all() for array in small)
+    for large, expected in zip((var, accum), small, strict=True):
         np.testing.assert_array_equal(large[places], expected)
         assert not large[1:1_000].any()
         assert not large[2**31 + 1 : n - 1].any()

@@ -320,9 +320,10 @@ def test_weights_of_all_types_in_a_call(kind: str) -> None:
 def test_gradients_that_are_not_finite(kind: str, storage: str) -> None:
     """They spoil their own elements; clipped, infinities are the bound."""
     dtype, master = STORAGE[storage]
-    for clip in (None, 1.0):
+    # Without options and with all: the kernels of other tests.
+    for clip, options in ((None, {}), (1.0, {"wd": 0.1, "rescale_grad": 0.7})):
         rng = np.random.default_rng(4)
-        h = merged(KINDS[kind], {"clip_gradient": clip, "wd": 0.1})
+        h = merged(KINDS[kind], {"clip_gradient": clip, **options})
         pair = Pair(h, [normal(rng, (9,), dtype)], master=master)
         g = normal(rng, (9,), dtype)
         g[[1, 4, 6]] = np.inf, -np.inf, np.nan
@@ -390,10 +391,17 @@ def test_nothing_is_remembered_with_betas_of_0(kind: str) -> None:
 # ------------------------------------------------------------------------------------------ Rows
 
 
-@pytest.mark.parametrize(
-    ("option", "storage"), [pair for pair in SOME if pair[0] in ("plain", "all", "betas")]
-)
-@pytest.mark.parametrize("kind", ROWS)
+# Beyond float32 one version is lazy and the other is not.
+SOME_ROWS = [
+    (kind, option, storage)
+    for kind in ROWS
+    for option, storage in SOME
+    if option in ("plain", "all", "betas")
+    if storage == "float32" or kind not in ("Adam-1.9-standard", "Adam-2.0-lazy")
+]
+
+
+@pytest.mark.parametrize(("kind", "option", "storage"), SOME_ROWS)
 def test_rows(kind: str, option: str, storage: str) -> None:
     """Unsorted and repeated ids, an empty gradient, a dense one beside and in between."""
     dtype, master = STORAGE[storage]
@@ -416,25 +424,25 @@ def test_rows_of_adamw_are_standard(kind: str) -> None:
         pair.step({0: some_rows(rng, (20, 3), F32, n)})
 
 
-@pytest.mark.parametrize("storage", STORAGE)
-@pytest.mark.parametrize("compat", ["1.9", "2.0"])
-def test_an_empty_gradient_of_rows(compat: str, storage: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "storage"), [(kind, storage) for kind, option, storage in SOME_ROWS if option == "all"]
+)
+def test_an_empty_gradient_of_rows(kind: str, storage: str) -> None:
     """Lazy, it changes nothing and still counts; standard, it decays everything."""
     dtype, master = STORAGE[storage]
     rng = np.random.default_rng(8)
-    for lazy in (True, False):
-        h = Hyper(compat=compat, lazy=lazy, wd=0.1)
-        pair = Pair(h, [normal(rng, (6, 4), dtype)], rate=0.5, master=master)
-        pair.step({0: normal(rng, (6, 4), dtype)})
-        before = {name: x.copy() for name, x in pair.held[0].arrays().items()}
-        pair.step({0: some_rows(rng, (6, 4), dtype, 0)})
-        assert pair.opt._index_update_count[0] == 2
-        for name, x in pair.held[0].arrays().items():
-            if lazy:
-                assert_same_bits(x, before[name], name)
-            else:
-                assert (x != before[name]).all(), name
-        pair.step({0: some_rows(rng, (6, 4), dtype)})
+    h = merged(ROWS[kind], OPTIONS["all"])
+    pair = Pair(h, [normal(rng, (6, 4), dtype)], rate=0.5, master=master)
+    pair.step({0: normal(rng, (6, 4), dtype)})
+    before = {name: x.copy() for name, x in pair.held[0].arrays().items()}
+    pair.step({0: some_rows(rng, (6, 4), dtype, 0)})
+    assert pair.opt._index_update_count[0] == 2
+    for name, x in pair.held[0].arrays().items():
+        if h.lazy:
+            assert_same_bits(x, before[name], name)
+        else:
+            assert (x != before[name]).all(), name
+    pair.step({0: some_rows(rng, (6, 4), dtype)})
 
 
 @pytest.mark.parametrize("kind", ROWS)

@@ -792,8 +792,18 @@ def test_gradient_layouts(operator: Operator, layout: Any) -> None:
         assert_same_bits(inputs[name], plain[name], name)
 
 
-@EACH
-@pytest.mark.parametrize("dtype", [np.float16, BF16])
+LOWER = (np.dtype(np.float16), BF16)
+
+
+# One of the types with each operator, both with Adam.
+@pytest.mark.parametrize(
+    ("operator", "dtype"),
+    [
+        pytest.param(operator, dtype, id=f"{operator.name}-{dtype}")
+        for k, operator in enumerate(OPERATORS.values())
+        for dtype in (LOWER if operator.name == "Adam" else (LOWER[k % 2],))
+    ],
+)
 def test_gradient_of_lower_precision(operator: Operator, dtype: Any) -> None:
     low, high = operator.inputs(), operator.inputs()
     low[operator.gradient] = low[operator.gradient].astype(dtype)

@@ -13,7 +13,17 @@ from fusestep.kernels.warmup import all_rules
 
 from helpers import BF16, STORAGE_DTYPES, assert_same_bits, assert_within_ulps
 from reference import wide
-from rule_cases import CASES, LARS, OPTIMIZER, RuleCase, condition, real_of, run_dense, run_rows
+from rule_cases import (
+    CASES,
+    LARS,
+    OPTIMIZER,
+    RuleCase,
+    condition,
+    real_of,
+    run_dense,
+    run_rows,
+    with_prologues,
+)
 
 EACH = pytest.mark.parametrize("name", CASES)
 F32, F64, F16 = (np.dtype(d) for d in (np.float32, np.float64, np.float16))
@@ -80,9 +90,7 @@ def test_in_plain_python(name: str) -> None:
     assert_near(case, np.array(results).T, [w, *states], g, g, "in plain Python")
 
 
-@pytest.mark.parametrize("prologue", [(), OPTIMIZER], ids=["plain", "prologue"])
-@pytest.mark.parametrize("dtype", STORAGE_DTYPES, ids=str)
-@EACH
+@pytest.mark.parametrize(("name", "dtype", "prologue"), with_prologues(CASES, OPTIMIZER))
 def test_compiled_step_within_4_ulps(name: str, dtype: np.dtype, prologue: Any) -> None:
     """Three steps, each against the reference on the state that the step began with."""
     steps_near_reference(CASES[name], dtype, prologue, ulps=4.0)

@@ -21,7 +21,7 @@ from fusestep.ops.step import Variables, dense_step, measure_step
 import reference_layerwise as layerwise
 from helpers import BF16, STORAGE_DTYPES, assert_same_bits, assert_within_ulps, unchanged
 from reference import wide
-from rule_cases import condition, hp_row, real_of
+from rule_cases import condition, hp_row, real_of, with_prologues
 
 LAMB_SCALARS = {"lr": 0.05, "beta1": 0.9, "beta2": 0.99, "epsilon": 1e-3, "decay": 0.1}
 STEP = 3
@@ -122,11 +122,10 @@ def test_lamb_in_plain_python(form: Form) -> None:
         np.testing.assert_allclose(found, expected[:, i], rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("dtype", STORAGE_DTYPES, ids=str)
-@pytest.mark.parametrize("prologue", [(), (SCALE,)], ids=["plain", "scaled"])
-@EACH_FORM
-def test_compiled_lamb_within_4_ulps(form: Form, dtype: np.dtype, prologue: Prologue) -> None:
+@pytest.mark.parametrize(("name", "dtype", "prologue"), with_prologues(FORMS, (SCALE,)))
+def test_compiled_lamb_within_4_ulps(name: str, dtype: np.dtype, prologue: Prologue) -> None:
     """Three steps; the norms are those of the gradient after the prologue."""
+    form = FORMS[name]
     w, _, m, v = (a.astype(dtype) for a in samples(700, seed=2))
     for step in range(3):
         gradient = samples(700, seed=3 + step)[1].astype(dtype)
@@ -136,12 +135,19 @@ def test_compiled_lamb_within_4_ulps(form: Form, dtype: np.dtype, prologue: Prol
         assert_near(form, [w, m, v], before, g, size)
 
 
+# Storage of parameter, gradient, m and v, which the two forms load and store alike.
 @pytest.mark.parametrize(
-    "types", [(F16, F32, F32, BF16), (F64, BF16, F16, F32), (F32, F32, F64, F16)], ids=str
+    ("name", "types"),
+    [
+        ("lamb", (F16, F32, F32, BF16)),
+        ("clipped", (F64, BF16, F16, F32)),
+        ("lamb", (F32, F32, F64, F16)),
+    ],
+    ids=str,
 )
-@EACH_FORM
-def test_states_of_several_storage_types(form: Form, types: Any) -> None:
-    """Storage of parameter, gradient, m and v; with a float64 m there is still float32 in it."""
+def test_states_of_several_storage_types(name: str, types: Any) -> None:
+    """With a float64 m there is still float32 in it."""
+    form = FORMS[name]
     arrays = [a.astype(t) for a, t in zip(samples(500, seed=6), types, strict=True)]
     w, g, m, v = (a.copy() for a in arrays)
     run(form, [w, m, v], g)
