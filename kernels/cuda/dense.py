@@ -16,6 +16,7 @@ from numba import config, cuda
 from ..blocks import Kernel
 from . import measure
 from .guard import is_closed
+from .launch import on_grid
 from .memory import Places, copy_in, room_of
 from .search import last_at_most
 from .tiles import tiles
@@ -145,7 +146,7 @@ def dense_update(
         arguments, sums = (base + offset, len(table)), base + at_sums
         if kernel.rule.factor:
             loop = measure.chunk_sums_kernel(kernel, THREADS, chunk_of(kernel))
-            loop[n_blocks, THREADS, stream](*arguments, sums, guard)
+            on_grid(loop, n_blocks, THREADS, stream)(*arguments, sums, guard)
             loop = measure.factor_kernel(kernel, THREADS)
-            loop[len(table), THREADS, stream](*arguments, n_blocks, sums, guard)
-        dense_kernel(kernel)[n_blocks, THREADS, stream](*arguments, guard)
+            on_grid(loop, len(table), THREADS, stream)(*arguments, n_blocks, sums, guard)
+        on_grid(dense_kernel(kernel), n_blocks, THREADS, stream)(*arguments, guard)

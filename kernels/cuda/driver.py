@@ -38,8 +38,8 @@ def new_event() -> Any:
 
 
 def handle_of(stream: Any) -> int:
-    """The handle of a stream of Numba."""
-    return int(stream)
+    """The handle of a stream of Numba; 0 is that of the default stream."""
+    return int(stream.handle)
 
 
 def copy_in(address: int, array: np.ndarray, stream: Any) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numba import config, cuda
 
+from .launch import on_grid
 from .memory import copy_in
 
 if config.ENABLE_CUDASIM:
@@ -32,5 +33,5 @@ def fill(address: int, n: int, value: Any, dtype: np.dtype[Any], stream: Any) ->
     n_words, rest = divmod(n * dtype.itemsize, _WORD)
     if n_words:
         word = int(pattern.view(np.int64)[0])
-        fill_kernel[-(-n_words // THREADS), THREADS, stream](address, n_words, word)
+        on_grid(fill_kernel, -(-n_words // THREADS), THREADS, stream)(address, n_words, word)
     copy_in(address + n_words * _WORD, pattern[: rest // dtype.itemsize], stream)

@@ -10,6 +10,7 @@ from numba import config, cuda, types
 
 from ..cpu.finite import EXPONENTS
 from ..storage import Storage
+from .launch import on_grid
 from .memory import Places, copy_in, copy_out, room_of
 from .search import last_at_most
 
@@ -91,6 +92,8 @@ def all_finite(storage: Storage, addresses: np.ndarray, sizes: np.ndarray, *, st
         copy_in(base + at_found, found, stream)
         copy_in(base + at_table, table, stream)
         loop = finite_kernel(storage)
-        loop[int(blocks.sum()), THREADS, stream](base + at_table, len(table), base + at_found)
+        on_grid(loop, int(blocks.sum()), THREADS, stream)(
+            base + at_table, len(table), base + at_found
+        )
         copy_out(found, base + at_found, stream)
     return not found[0]

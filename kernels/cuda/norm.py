@@ -13,6 +13,7 @@ from ..blocks import kernel
 from ..rules.norm import SCALED
 from ..storage import F64, Storage, real_of
 from . import dense, measure
+from .launch import on_grid
 from .memory import SUMS, Places, copy_in, copy_out, room_of
 from .row_step import RowSquares
 
@@ -123,7 +124,7 @@ class GlobalNorm:
         for of_rows in self._rows:
             of_rows.enqueue(sums, stream)
             sums += of_rows.n_sums * measure.SUMS_BYTES
-        total_kernel(THREADS)[1, THREADS, stream](first, n_sums, self._totals)
+        on_grid(total_kernel(THREADS), 1, THREADS, stream)(first, n_sums, self._totals)
 
     def squares(self) -> float:
         """The sum of squares; the host waits for it."""
@@ -167,7 +168,7 @@ def _add_dense(found: DenseGradients, n_blocks: int, sums: int, stream: Any) -> 
         table, _ = _table(found, found.addresses, scalars)
         copy_in(place, np.vstack([np.zeros((1, dense.COLUMNS), np.int64), table]), stream)
         loop = measure.chunk_sums_kernel(compiled, dense.THREADS, dense.chunk_of(compiled))
-        loop[n_blocks, dense.THREADS, stream](place + dense.ROW_BYTES, len(table), sums, 0)
+        on_grid(loop, n_blocks, dense.THREADS, stream)(place + dense.ROW_BYTES, len(table), sums, 0)
 
 
 def scale(
@@ -181,4 +182,4 @@ def scale(
         place = room.take(table.nbytes)
         copy_in(place, table, stream)
         loop = dense.dense_kernel(_kernel_of(found.storage))
-        loop[n_blocks, dense.THREADS, stream](place, len(table), 0)
+        on_grid(loop, n_blocks, dense.THREADS, stream)(place, len(table), 0)

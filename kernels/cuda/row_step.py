@@ -11,6 +11,7 @@ from ..blocks import Kernel
 from ..cpu.layout import HOT
 from ..cpu.row_step import RowTable
 from . import rows
+from .launch import on_grid
 from .memory import Places, copy_in, fill_ones, room_of
 from .row_table import ROW_BYTES, Sizes, sizes_of, table_of
 from .sort import scratch_words, sort_keys
@@ -51,7 +52,7 @@ def _check(
     stream: Any,
 ) -> None:
     blocks = max(1, -(-sizes.n // THREADS))
-    rows.check_kernel[blocks, THREADS, stream](
+    on_grid(rows.check_kernel, blocks, THREADS, stream)(
         table, n_tables, sizes.n, sizes.position_bits, dropped_row, keys, *check
     )
 
@@ -238,7 +239,7 @@ class _Step:
         tiles, lanes, tile_groups = _block(sizes.widest, length)
         loop = rows.hot_kernel(kernel.g, kernel.real, length)
         grid = (self._n_probes, -(-sizes.most_ranges // lanes), tile_groups)
-        loop[grid, (tiles, lanes), stream](
+        on_grid(loop, grid, (tiles, lanes), stream)(
             keys,
             sizes.n,
             self.table,
@@ -278,7 +279,7 @@ class _Step:
         tiles, lanes, tile_groups = block
         grid = (-(-sizes.n // lanes), tile_groups)
         loop = rows.row_squares_kernel(kernel.g, kernel.real, _tile_length(kernel), tiles * lanes)
-        loop[grid, (tiles, lanes), stream](
+        on_grid(loop, grid, (tiles, lanes), stream)(
             keys,
             sizes.n,
             self.table,
@@ -296,7 +297,7 @@ class _Step:
         tiles, lanes, tile_groups = _block(self._sizes.widest, _tile_length(self._kernel))
         grid = (-(-self._sizes.n // lanes), tile_groups)
         loop = rows.touched_kernel(self._kernel)
-        loop[grid, (tiles, lanes), stream](keys, *self._common, guard, base)
+        on_grid(loop, grid, (tiles, lanes), stream)(keys, *self._common, guard, base)
 
     def update_all(self, keys: int, guard: int, base: int, stream: Any) -> None:
         """Dense-equivalent: one sweep over all rows."""
@@ -305,13 +306,13 @@ class _Step:
             return
         fill_ones(first, 8 * sizes.rows, stream)
         if sizes.n:
-            rows.mark_kernel[-(-sizes.n // THREADS), THREADS, stream](
+            on_grid(rows.mark_kernel, -(-sizes.n // THREADS), THREADS, stream)(
                 keys, sizes.n, sizes.position_bits, sizes.rows, first, guard
             )
         tiles, lanes, tile_groups = _block(sizes.widest, _tile_length(self._kernel))
         grid = (-(-sizes.rows // lanes), tile_groups)
         loop = rows.sweep_kernel(self._kernel)
-        loop[grid, (tiles, lanes), stream](first, keys, *self._common, guard, base)
+        on_grid(loop, grid, (tiles, lanes), stream)(first, keys, *self._common, guard, base)
 
 
 def _tile_length(kernel: Kernel) -> int:

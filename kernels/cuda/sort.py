@@ -16,6 +16,8 @@ from typing import Any
 
 from numba import config, cuda, int32, int64, uint32
 
+from .launch import on_grid
+
 if config.ENABLE_CUDASIM:
     from .simulated import load_int64, store_int64
 else:
@@ -67,9 +69,9 @@ def sort_keys(
     n_tiles, n_digits = _n_tiles(n), 1 << DIGIT_BITS
     for done in range(0, n_bits, DIGIT_BITS):
         shift, mask = first_bit + done, (1 << min(DIGIT_BITS, n_bits - done)) - 1
-        counting()[n_tiles, THREADS, stream](keys, scratch, n, shift, mask)
-        scanning()[n_digits, THREADS, stream](scratch, n_tiles)
-        scattering()[n_tiles, THREADS, stream](keys, spare, scratch, n, shift, mask)
+        on_grid(counting(), n_tiles, THREADS, stream)(keys, scratch, n, shift, mask)
+        on_grid(scanning(), n_digits, THREADS, stream)(scratch, n_tiles)
+        on_grid(scattering(), n_tiles, THREADS, stream)(keys, spare, scratch, n, shift, mask)
         keys, spare = spare, keys
     return keys
 

@@ -1,0 +1,25 @@
+"""Launching a loop, without Numba's advice on the size of grids."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from numba import config
+
+_lock = threading.Lock()
+
+
+def on_grid(loop: Any, grid: Any, block: Any, stream: Any) -> Any:
+    """``loop[grid, block, stream]``, to be called with the arguments of the loop.
+
+    A grid of few blocks is right for a few small tensors, but Numba would warn of it. The setting
+    is the process's, so it is changed for the moment that counts only.
+    """
+    with _lock:
+        before = config.CUDA_LOW_OCCUPANCY_WARNINGS
+        config.CUDA_LOW_OCCUPANCY_WARNINGS = 0
+        try:
+            return loop[grid, block, stream]
+        finally:
+            config.CUDA_LOW_OCCUPANCY_WARNINGS = before
