@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import numpy as np
 
@@ -77,3 +79,18 @@ class Conditioning:
             rates: float64 ``[T]``: learning rates.
             decays: float64 ``[T]``: weight decays.
         """
+
+    def complete_on_device(
+        self,
+        *arguments: Any,
+    ) -> AbstractContextManager[Callable[[np.ndarray], None]]:
+        """As `complete`, for tensors on a device and without waiting for it.
+
+        Args:
+            arguments: those of `complete`, and the launch.
+
+        Returns:
+            A context in which to launch the step. It gives what enqueues the change of the
+            scalars on the device, called with the addresses of the rows of ``hp`` there.
+        """
+        raise NotImplementedError

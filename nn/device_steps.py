@@ -135,9 +135,6 @@ class DeviceSteps(StatefulOptimizer):
         if self._works_on_host:
             self._step_on_host(gradients, conditioning)
             return
-        if conditioning.is_measured:
-            expected, got = "parameters on the host", f"CUDA device {self._device}"
-            raise RuntimeError(message("LARS", "parameters", "live on a device", expected, got))
         self._step_on_device(gradients, conditioning)
 
     # On the device

@@ -14,6 +14,7 @@ from ..kernels.rules.gradient import COUPLED_DECAY, SCALE, TRUST
 from ..kernels.rules.rule import Prologue
 from ..ops import check
 from ..ops.arrays import adopt
+from ..ops.device_step import Launch, trust_ratios
 from ..ops.errors import message, reject_unknown
 from ..ops.lars import LARSUpdate
 from ..ops.norm import squares_at
@@ -138,6 +139,13 @@ class LARS(Optimizer):
     @property
     def _groups(self) -> Groups:  # type: ignore[override]
         return self.opt._groups
+
+    @property
+    def _works_on_host(self) -> bool:
+        return self.opt._works_on_host
+
+    def _move_to(self, target: str) -> None:
+        self.opt._move_to(target)
 
     def _state_arrays(self) -> dict[str, np.ndarray]:
         return self.opt._state_arrays()
@@ -285,6 +293,36 @@ class LayerwiseConditioning(Conditioning):
         if COUPLED_DECAY in self.prologue:
             # A centralized gradient already holds the decay.
             hp[:, column["weight_decay"]] = np.where(acts & ~centralized, decays, 0.0)
+
+    @contextmanager
+    def complete_on_device(
+        self,
+        batch: Batch,
+        gradients: np.ndarray,
+        hp: np.ndarray,
+        column: dict[str, int],
+        rates: np.ndarray,
+        decays: np.ndarray,
+        launch: Launch,
+    ) -> Iterator[Callable[[np.ndarray], None]]:
+        """Decay is filled in here, the factor on the device."""
+        acts, table, lars = self._acts[batch.positions], batch.variables.table, self._lars
+        if COUPLED_DECAY in self.prologue:
+            hp[:, column["weight_decay"]] = np.where(acts, decays, 0.0)
+        with trust_ratios(
+            (batch.variables.w, table.addresses[:, 0], batch.g, gradients, np.diff(table.first)),
+            decays,
+            rates,
+            (lars.coefficient, lars.epsilon, self._loss_scale, lars.use_clip),
+            batch.variables.real,
+            launch,
+        ) as complete:
+            place = column["trust_ratio"] * hp.itemsize
+
+            def complete_rows(rows: np.ndarray) -> None:
+                complete(np.where(acts, rows + place, 0))
+
+            yield complete_rows
 
     def _plain_squares(self, batch: Batch, of_g: np.ndarray) -> np.ndarray:
         """Put right the squares of gradients that were centralized; returns which they are."""

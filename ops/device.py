@@ -170,9 +170,10 @@ class DeviceArray:
         """A copy on the host; waits until it is there."""
         from ..kernels.cuda.memory import copy_out
 
+        source = self.contiguous("DeviceArray", "array")
         copied: np.ndarray = np.empty(self.shape, self.dtype)
         with launching([self]) as stream:
-            copy_out(copied, self.address, stream)
+            copy_out(copied, source.address, stream)
         return copied
 
     def assign(self, array: np.ndarray) -> None:

@@ -37,11 +37,13 @@ class Launch(NamedTuple):
         stream: of Numba.
         sorter: of the framework whose stream that is, or None.
         check: the guard of the call.
+        complete: what changes the scalars of a dense step on the device, or None.
     """
 
     stream: Any
     sorter: Any
     check: Check = Check(0)
+    complete: Callable[[np.ndarray], None] | None = None
 
     def after(self, positions: int) -> Launch:
         """The launch of a part of the call whose positions come after so many others."""
@@ -84,6 +86,7 @@ def dense_update(
         hp,
         hp_of,
         guard=launch.check.guard,
+        complete=launch.complete,
         stream=launch.stream,
     )
 
@@ -114,6 +117,36 @@ def row_update(
         sorter=launch.sorter,
         stream=launch.stream,
     )
+
+
+@contextmanager
+def trust_ratios(
+    arrays: tuple[Storage, np.ndarray, Storage, np.ndarray, np.ndarray],
+    decays: np.ndarray,
+    rates: np.ndarray,
+    options: tuple[float, float, float, bool],
+    real: Storage,
+    launch: Launch,
+) -> Iterator[Callable[[np.ndarray], None]]:
+    """The trust ratios of LARS; further arguments as `kernels.cuda.trust.trust_ratios`.
+
+    Args:
+        arrays: storage and addresses of the parameters, those of the gradients, and the sizes.
+        decays: float64 ``[T]``: weight decays.
+        rates: float64 ``[T]``: learning rates.
+        options: coefficient, epsilon, loss scale, and whether ratios are clipped.
+        real: the type of the arithmetic.
+        launch: of the step.
+    """
+    from ..kernels.cuda.norm import DenseGradients
+    from ..kernels.cuda.trust import Options, trust_ratios
+
+    w, of_w, g, of_g, sizes = arrays
+    parameters, gradients = DenseGradients(w, of_w, sizes), DenseGradients(g, of_g, sizes)
+    with trust_ratios(
+        parameters, gradients, decays, rates, Options(*options), real, launch.stream
+    ) as complete:
+        yield complete
 
 
 def check_indices(tables: Sequence[RowTable], launch: Launch) -> None:

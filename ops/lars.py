@@ -86,15 +86,15 @@ class LARSUpdate(Primitive):
             )
         }
         w: np.ndarray = check.contiguous(check.float_array(self.name, "weight", weight))
-        ratio = rules.lars_ratio(
-            np.array(math.sqrt(scalars["norm_weight"])),
-            np.array(math.sqrt(scalars["norm_gradient"])),
-            np.array(scalars["weight_decay"]),
+        ratio = rules.ratio(
+            math.sqrt(scalars["norm_weight"]),
+            math.sqrt(scalars["norm_gradient"]),
+            scalars["weight_decay"],
             self.hyperpara,
             self.epsilon,
         )
         if self.use_clip:
-            ratio = rules.clipped_ratio(ratio, np.array(scalars["learning_rate"]))
+            ratio = rules.clipped(ratio, scalars["learning_rate"])
         real = real_type(w.dtype)
         hp = real(ratio), real(scalars["weight_decay"])
         result = w.copy()

@@ -7,6 +7,7 @@ scalars, is in the table too, so a step is one copy to the device and one launch
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -113,6 +114,7 @@ def dense_update(
     hp_of: np.ndarray,
     *,
     guard: int = 0,
+    complete: Callable[[np.ndarray], None] | None = None,
     stream: Any,
 ) -> None:
     """Enqueue one step of ``kernel`` on tensors of the device, in place.
@@ -126,6 +128,8 @@ def dense_update(
             rule are completed on the device.
         hp_of: int64 ``[T]``: which row of ``hp`` a tensor uses; of a two-stage rule each its own.
         guard: address of the guard of the call (`guard`), or 0.
+        complete: enqueues what changes the scalars before they are used; called with the
+            addresses of the rows of the tensors.
         stream: of Numba.
     """
     if not sizes.any():
@@ -143,6 +147,8 @@ def dense_update(
         content[: scalars.nbytes] = scalars.reshape(-1).view(np.uint8)
         content[offset:] = table.reshape(-1).view(np.uint8)
         copy_in(base, content, stream)
+        if complete is not None:
+            complete(hp_addresses)
         arguments, sums = (base + offset, len(table)), base + at_sums
         if kernel.rule.factor:
             loop = measure.chunk_sums_kernel(kernel, THREADS, chunk_of(kernel))

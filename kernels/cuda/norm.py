@@ -110,7 +110,7 @@ class GlobalNorm:
     def _enqueue(self) -> None:
         places, stream = Places(), self._stream
         places.add(8 * TOTALS)
-        blocks = [_n_blocks(found) for found in self._gradients]
+        blocks = [int(n_blocks(found).sum()) for found in self._gradients]
         n_sums = sum(blocks) + sum(found.n_sums for found in self._rows)
         at_sums = places.add(n_sums * measure.SUMS_BYTES)
         self._totals = self._room.take(places.size)
@@ -118,9 +118,9 @@ class GlobalNorm:
         totals = np.zeros(TOTALS)
         totals[LIMIT] = self._limit
         copy_in(self._totals, totals, stream)
-        for found, n_blocks in zip(self._gradients, blocks, strict=True):
-            _add_dense(found, n_blocks, sums, stream)
-            sums += n_blocks * measure.SUMS_BYTES
+        for found, count in zip(self._gradients, blocks, strict=True):
+            add_squares(found, sums, stream)
+            sums += count * measure.SUMS_BYTES
         for of_rows in self._rows:
             of_rows.enqueue(sums, stream)
             sums += of_rows.n_sums * measure.SUMS_BYTES
@@ -143,8 +143,10 @@ def _kernel_of(storage: Storage) -> Any:
     return kernel(SCALED, (), storage, storage, ())
 
 
-def _n_blocks(found: DenseGradients) -> int:
-    return int((-(-found.sizes // dense.chunk_of(_kernel_of(found.storage)))).sum())
+def n_blocks(found: DenseGradients) -> np.ndarray:
+    """How many sums `add_squares` writes for each tensor."""
+    blocks: np.ndarray = -(-found.sizes // dense.chunk_of(_kernel_of(found.storage)))
+    return blocks
 
 
 def _table(
@@ -157,8 +159,10 @@ def _table(
     return dense.table_of(compiled, columns, found.addresses, found.sizes, hp_addresses)
 
 
-def _add_dense(found: DenseGradients, n_blocks: int, sums: int, stream: Any) -> None:
-    if n_blocks == 0:
+def add_squares(found: DenseGradients, sums: int, stream: Any) -> None:
+    """Enqueue the sums of squares of the blocks of some tensors, to an address."""
+    count = int(n_blocks(found).sum())
+    if count == 0:
         return
     compiled = _kernel_of(found.storage)
     with room_of(stream) as room:
@@ -168,18 +172,18 @@ def _add_dense(found: DenseGradients, n_blocks: int, sums: int, stream: Any) -> 
         table, _ = _table(found, found.addresses, scalars)
         copy_in(place, np.vstack([np.zeros((1, dense.COLUMNS), np.int64), table]), stream)
         loop = measure.chunk_sums_kernel(compiled, dense.THREADS, dense.chunk_of(compiled))
-        on_grid(loop, n_blocks, dense.THREADS, stream)(place + dense.ROW_BYTES, len(table), sums, 0)
+        on_grid(loop, count, dense.THREADS, stream)(place + dense.ROW_BYTES, len(table), sums, 0)
 
 
 def scale(
     found: DenseGradients, results: np.ndarray, hp_addresses: np.ndarray, stream: Any
 ) -> None:
     """Enqueue writing arrays, times the factor at an address for each, to ``results``."""
-    table, n_blocks = _table(found, results, hp_addresses)
-    if n_blocks == 0:
+    table, count = _table(found, results, hp_addresses)
+    if count == 0:
         return
     with room_of(stream) as room:
         place = room.take(table.nbytes)
         copy_in(place, table, stream)
         loop = dense.dense_kernel(_kernel_of(found.storage))
-        on_grid(loop, n_blocks, dense.THREADS, stream)(place, len(table), 0)
+        on_grid(loop, count, dense.THREADS, stream)(place, len(table), 0)

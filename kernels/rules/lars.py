@@ -17,6 +17,8 @@ import numpy as np
 
 from .rule import Rule
 
+_LARGEST = float(np.finfo(np.float32).max)
+
 
 class LarsHP(NamedTuple):
     """Scalars of the gradient as an array of its own."""
@@ -30,6 +32,28 @@ def lars_gradient(w: Any, g: Any, hp: Any) -> Any:
     return hp.ratio * (g + hp.decay * w)
 
 
+def ratio(norm_w: Any, norm_g: Any, decay: Any, coefficient: Any, epsilon: Any) -> Any:
+    """``c`` of a tensor, in float64, from the L2 norms.
+
+    It is 1 where the denominator is 0, and at most the largest float32, so that a gradient of 0
+    stays 0 whatever ``epsilon``.
+    """
+    denominator = norm_g + decay * norm_w + epsilon
+    if denominator == 0.0:
+        return 1.0
+    found = coefficient * norm_w / denominator
+    return _LARGEST if found > _LARGEST else found
+
+
+def clipped(ratio: Any, lr: Any) -> Any:
+    """``max(min(ratio / lr, 1), 0)``; with a rate of 0 the limit, which is 1 or, for 0, 0."""
+    if ratio == 0.0:
+        return 0.0
+    if lr == 0.0 or ratio / lr > 1.0:
+        return 1.0
+    return ratio / lr
+
+
 def lars_ratio(
     norm_w: np.ndarray,
     norm_g: np.ndarray,
@@ -37,23 +61,14 @@ def lars_ratio(
     coefficient: float,
     epsilon: float,
 ) -> np.ndarray:
-    """``c`` of each tensor, in float64, from the L2 norms.
-
-    It is 1 where the denominator is 0, and at most the largest float32, so that a gradient of 0
-    stays 0 whatever ``epsilon``.
-    """
-    denominator = norm_g + decay * norm_w + epsilon
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        ratio = np.where(denominator == 0, 1.0, coefficient * norm_w / denominator)
-    held: np.ndarray = np.minimum(ratio, float(np.finfo(np.float32).max))
-    return held
+    """`ratio` of each tensor."""
+    of_each = zip(norm_w.tolist(), norm_g.tolist(), decay.tolist(), strict=True)
+    return np.array([ratio(*norms, coefficient, epsilon) for norms in of_each])
 
 
-def clipped_ratio(ratio: np.ndarray, lr: np.ndarray) -> np.ndarray:
-    """``max(min(ratio / lr, 1), 0)``; with a rate of 0 the limit, which is 1 or, for 0, 0."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        relative = np.where(ratio == 0, ratio, ratio / lr)
-    return np.clip(relative, 0.0, 1.0)
+def clipped_ratio(ratios: np.ndarray, lr: np.ndarray) -> np.ndarray:
+    """`clipped` of each tensor."""
+    return np.array([clipped(*pair) for pair in zip(ratios.tolist(), lr.tolist(), strict=True)])
 
 
 LARS_GRADIENT = Rule(lars_gradient, (), LarsHP._fields)
