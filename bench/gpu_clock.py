@@ -96,7 +96,8 @@ def copy_on_device(to: int, source: int, n_bytes: int) -> None:
 @cache
 def _copy_kernels() -> tuple[Any, Any]:
     """Copies of one and of four vectors of 16 bytes by each thread; arguments ``to, source``."""
-    load, store = tile_loader(4, 4), tile_storer(4, 4)
+    load: Any = tile_loader(4, 4)  # type: ignore[no-untyped-call]
+    store: Any = tile_storer(4, 4)  # type: ignore[no-untyped-call]
 
     @cuda.jit
     def copy_one(to, source):  # type: ignore[no-untyped-def]
