@@ -383,11 +383,11 @@ def lazy_rows(bench: Bench, distribution: str) -> Point:
     moved["update alone"] = moved[OURS]
     jobs: dict[str, Callable[[], object]] = {OURS: step, **_parts(tables)}
     if (torch := bench.torch) is not None:  # the same memory, but the keys are sorted by torch
-        given = [
+        var, m, v, values, rows = (
             torch.as_tensor(a, device="cuda")
             for a in (*tables.arrays, tables.values, tables.indices)
-        ]
-        jobs[f"{OURS}, sort of torch"] = lambda: operator(*given[:3], *SCALARS, *given[3:])
+        )
+        jobs[f"{OURS}, sort of torch"] = lambda: operator(var, m, v, *SCALARS, values, rows)
     point = _row_point(bench, operator.name, distribution, tables, jobs, moved)
     point.aim_at_copy("update alone", 0.6)
     point.aim_at_copy(OURS, 0.4)

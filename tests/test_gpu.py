@@ -38,7 +38,7 @@ import gpu_arrays
 import recorded_nn
 import recorded_quirks
 import reference
-from gpu_arrays import FRAMEWORKS, Maker, Stream, adopted, copies
+from gpu_arrays import FRAMEWORKS, Maker, adopted, copies
 from helpers import BF16, EPSILON, STORAGE_DTYPES, assert_same_bits, assert_within_ulps
 from optimizers import BY_NAME, FORMS, decayed_and_scaled
 from optimizers import make as new_optimizer
@@ -672,23 +672,26 @@ def row_step(
 
 
 # A row of up to 512 occurrences; of more, in one range and in several of them.
-OCCURRENCES = {"cold": (400, 900), "hot": (600, 900), "ranges": (9_000, 20_000)}
+OCCURRENCES = {
+    **{f"cold-{d}": (400, 900, d) for d in (1, 8, 33, 300)},
+    **{f"hot-{d}": (600, 900, d) for d in (1, 8, 33, 300)},
+    **{f"ranges-{d}": (9_000, 20_000, d) for d in (1, 8, 33, 300)},
+    "longer ranges-8": (150_000, 300_000, 8),
+}
 BOTH = pytest.mark.parametrize(
     "operator", [ops.FusedSparseLazyAdam(), ops.FusedSparseAdam()], ids=["lazy", "all"]
 )
 
 
-@pytest.mark.parametrize("d", [1, 8, 33, 300])
-@pytest.mark.parametrize("occurrences", OCCURRENCES.values(), ids=OCCURRENCES)
+@pytest.mark.parametrize(("hottest", "b", "d"), OCCURRENCES.values(), ids=OCCURRENCES)
 @BOTH
 def test_rows_are_summed_as_on_the_cpu(
-    maker: Maker, operator: Any, occurrences: tuple[int, int], d: int
+    maker: Maker, operator: Any, hottest: int, b: int, d: int
 ) -> None:
     """In the same order: with the folded gradient, once for each row, the bits are the same.
 
     Sums have no products that could become an FMA, so the order alone decides.
     """
-    hottest, b = occurrences
     n, rng, length = 500, np.random.default_rng(3), range_length(b)
     indices = rng.integers(0, n, b)
     indices[rng.permutation(b)[:hottest]] = 7
@@ -717,6 +720,25 @@ def test_rows_are_summed_as_on_the_cpu(
     for a, b_, c in zip(found, once, cpu, strict=True):
         assert_same_bits(a, b_)
         assert_within_ulps(a, c, 1 + np.abs(c), CPU_ULPS)
+
+
+@pytest.mark.parametrize("shift", [1, 3])
+@pytest.mark.parametrize("hottest", [3, HOT + 9])
+@BOTH
+def test_alignment_of_tables_does_not_matter(
+    maker: Maker, operator: Any, hottest: int, shift: int
+) -> None:
+    """Of parameter, moments and gradient: the same bits as from aligned ones."""
+    n, d, b = 9, 12, hottest + 20
+    rng = np.random.default_rng(9)
+    indices = np.concatenate([np.full(hottest, 4), rng.integers(0, n, 20)])
+    values, start = rng.standard_normal((b, d)).astype(np.float32), moments((n, d))
+    expected = row_step(maker, operator, start, values, indices)
+    *on, g = (maker.shifted(a.reshape(-1), shift).reshape(a.shape) for a in (*start, values))
+    operator(*on, *ADAM_HP, g, maker.shifted(indices, 1))
+    fusestep.synchronize()
+    for a, b_ in zip(on, expected, strict=True):
+        assert_same_bits(maker.get(a), b_)
 
 
 @BOTH
@@ -897,16 +919,16 @@ def expected_late(make: Maker) -> list[np.ndarray]:
     return [make.get(a) for a in on]
 
 
-def assert_in_order(make: Maker, variables: Stream | None) -> None:
+def assert_in_order(make: Maker, *, apart: bool) -> None:
     """A step on a gradient of a new stream, written there later than the call is made.
 
-    The variables belong to that stream too, or to the default stream.
+    The variables belong to that stream too, or ``apart``, to the default stream.
     """
     expected, stream = expected_late(make), make.stream()
 
     def given() -> tuple[list[Any], Any]:
         on, g = copies(make, moments((N_LATE,))), make.put(np.zeros(N_LATE, np.float32))
-        if variables is None:
+        if not apart:
             on = [make.bound(a, stream) for a in on]
         return on, make.bound(g, stream)
 
@@ -927,12 +949,12 @@ def assert_in_order(make: Maker, variables: Stream | None) -> None:
 
 def test_a_step_comes_after_what_is_on_its_stream(maker: Maker) -> None:
     """On a stream of the framework: first the gradient is written, later it is overwritten."""
-    assert_in_order(maker, None)
+    assert_in_order(maker, apart=False)
 
 
 def test_a_step_waits_for_arrays_of_another_stream(numba_maker: Maker) -> None:
     """The parameter decides where it runs; that stream and the gradient's wait for each other."""
-    assert_in_order(numba_maker, Stream(0, None))
+    assert_in_order(numba_maker, apart=True)
 
 
 @pytest.mark.parametrize("rows", [False, True], ids=["dense", "rows"])
