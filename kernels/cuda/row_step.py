@@ -92,7 +92,7 @@ def row_update(
     if sizes.n == 0 and touched_only:
         return
     with room_of(stream) as room:
-        step = _Step(kernel, tables, sizes, touched_only, sorter is None)
+        step = Step(kernel, tables, sizes, touched_only, sorter is None)
         step.place(room.take(step.size))
         step.write_tables(hp, hp_of, stream)
         dropped_row = sizes.rows if drop else -1
@@ -145,7 +145,7 @@ class RowSquares:
         kernel, sizes = self._kernel, self._sizes
         hp, hp_of = np.zeros((1, kernel.n_scalars), kernel.real.dtype), [0] * len(self._tables)
         with room_of(stream) as room:
-            step = _Step(kernel, self._tables, sizes, True, self._sorter is None)
+            step = Step(kernel, self._tables, sizes, True, self._sorter is None)
             step.place(room.take(step.size))
             step.write_tables(hp, hp_of, stream)
             check = (self._guard, self._base, 0)
@@ -154,7 +154,7 @@ class RowSquares:
             step.square(keys, self._guard, self._base, self._block, sums, stream)
 
 
-class _Step:
+class Step:
     """The sections of a step's room, and its launches."""
 
     def __init__(

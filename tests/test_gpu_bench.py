@@ -1,0 +1,102 @@
+"""The benchmark on a CUDA device: its report without one, and small points on one."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from fusestep.bench import gpu, gpu_points
+from fusestep.bench.gpu_points import Point
+from fusestep.bench.result import BOUND, OURS
+from fusestep.bench.stats import Summary
+
+import gpu_arrays
+
+DEVICE = {
+    "name": "NVIDIA Test",
+    "compute_capability": "9.0",
+    "multiprocessors": 132,
+    "memory_bytes": 10**11,
+    "driver": None,
+    "cuda_of_driver": "13.0",
+}
+
+
+class FakeBench:
+    """What the report reads of a run."""
+
+    seconds = 1.5
+
+    class copies:
+        n_bytes = 1 << 31
+
+
+def a_point() -> Point:
+    """Ours takes 2 ms for 4 GB, torch 3 ms, the copy of 2 GB 1 ms."""
+    times = {OURS: 2e-3, gpu_points.TORCH: 3e-3, f"{BOUND}cuMemcpyDtoD": 1e-3}
+    device = {label: Summary(t, 0.9 * t, 1.1 * t, 9) for label, t in times.items()}
+    host = {label: Summary(1e-5, 9e-6, 2e-5, 9) for label in times}
+    moved = {OURS: 4 * 10**9, gpu_points.TORCH: 4 * 10**9}
+    point = Point("dense/x", {"elements": 7}, moved, device, host, dict.fromkeys(times, 1.0))
+    point.copy = 4e12
+    point.aim_at_copy(OURS, 0.93)
+    point.aim_at_torch()
+    point.aim("more than there is", 3.0, 2.0, at_most=True)
+    point.notes.append("7 elements instead of 8")
+    return point
+
+
+def test_report_says_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "gpu", lambda: DEVICE)
+    bench: Any = FakeBench
+    data = json.loads(json.dumps(gpu.results([a_point()], bench)))
+    (point,) = data["points"]
+    assert point["of_copy"] == {OURS: pytest.approx(0.5), gpu_points.TORCH: pytest.approx(1 / 3)}
+    assert point["by_ours"][gpu_points.TORCH]["value"] == pytest.approx(1.5)
+    assert [target["is_met"] for target in point["targets"]] == [False, True, False]
+    console = Console(width=160, file=io.StringIO())
+    gpu.show(data, console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    for expected in ("NVIDIA Test", "2.00 ms", "2000", "50.0%", "1.50", "10.0 us", "4000 GB/s"):
+        assert expected in text
+    assert "0.500, target >= 0.93: missed" in text
+    assert "1.500, target >= 1.0: met" in text
+    assert "note: 7 elements instead of 8" in text
+
+
+def test_names(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main(["--list", "rows/*"]) == 0
+    assert capsys.readouterr().out.split() == [
+        f"rows/{kind}/{name}" for kind in ("all", "lazy") for name in gpu_points.DISTRIBUTIONS
+    ]
+    assert gpu.main(["nothing"]) == 2
+    assert "no point is called nothing" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not gpu_arrays.missing(), reason="there is a CUDA device")
+def test_without_a_device_it_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gpu.main([]) == 2
+    assert capsys.readouterr().err.startswith("fusestep bench: ")
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")
+@pytest.mark.skipif(bool(gpu_arrays.missing()), reason=gpu_arrays.missing())
+def test_small_points_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every point; the times mean nothing."""
+    sizes = {
+        "LARGE": (1 << 16,), "ROWS": 1 << 12, "WIDTH": 32, "BATCH": 5_000, "SORTED": (10_000,),
+        "COPY_BYTES": 1 << 22,
+    }  # fmt: skip
+    for name, value in sizes.items():
+        monkeypatch.setattr(gpu_points, name, value)
+    path = tmp_path / "x.json"
+    assert gpu.main(["--seconds", "0.05", "--json", str(path)]) == 0
+    data = json.loads(path.read_text(encoding="utf-8"))
+    assert len(data["points"]) == len(gpu_points.points())
+    assert all(min(point["ahead"].values()) >= 0.0 for point in data["points"])
