@@ -342,6 +342,8 @@ class FusedOptimizer(DeviceSteps):
         self._reader.forget()
 
     def __getstate__(self) -> dict[str, Any]:
+        if self._device is not None:
+            pending.settle()  # a copy's counts could not be taken back
         state = self.__dict__.copy()
         for derived in ("_reader", "_lock", "_conditioning", "_rates", "_decays", "_launcher"):
             state.pop(derived, None)
