@@ -9,6 +9,7 @@ import numpy as np
 from ..kernels.rules import adam as rules
 from . import check
 from .arrays import real_type
+from .device import DeviceArray
 from .errors import message
 from .primitive import Primitive
 
@@ -144,7 +145,7 @@ class AdamNoUpdateParam(Primitive):
         beta2: Any,
         epsilon: Any,
         gradient: Any,
-    ) -> np.ndarray:
+    ) -> Any:
         """Update ``m`` and ``v`` in place and return the step; see the class."""
         scalars = self._scalars(
             beta1_power=beta1_power,
@@ -156,10 +157,12 @@ class AdamNoUpdateParam(Primitive):
         )
         moments = self._variables(m=m, v=v)
         hp = adam_hp_for(self.name, moments["m"], scalars)
-        delta = np.empty(moments["m"].shape, moments["m"].dtype)
+        m_array = moments["m"]
+        is_on_device = isinstance(m_array, DeviceArray)
+        delta = m_array.empty_like() if is_on_device else np.empty(m_array.shape, m_array.dtype)
         rule = rules.ADAM_NESTEROV_DELTA if self.use_nesterov else rules.ADAM_DELTA
         self._apply_dense(rule, {"delta": delta, **moments}, hp, "gradient", gradient)
-        return delta
+        return delta.native() if is_on_device else delta
 
 
 class AdamWeightDecay(Primitive):
