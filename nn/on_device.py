@@ -11,7 +11,7 @@ import numpy as np
 from ..kernels.storage import Storage
 from ..ops import pending
 from ..ops.device_step import Check, Launch, all_finite, launch_on
-from ..ops.step import bad_index_error
+from ..ops.step import bad_index_error, check_keys
 from .layout import Batch
 from .reader import Gradients
 
@@ -54,6 +54,7 @@ class Launcher:
                     pending.add(guard, _error(given), take_back)
                     self._last, self._generation = guard, pending.generation()
                 return
+            pending.make_room(self._device)
             previous = self._unsettled()
             if previous is None:
                 yield launch
@@ -92,12 +93,19 @@ def are_finite(
 
 
 def row_batches(given: Gradients) -> list[tuple[Batch, int]]:
-    """The row-sparse batches of a step, and the number of positions before each."""
+    """The row-sparse batches of a step, and the number of positions before each.
+
+    Raises:
+        ValueError: the tables of a batch have too many rows for its sort keys.
+    """
     found, first = [], 0
     for batch in given.layout.batches:
         if batch.row_sparse:
+            lengths = [len(gradient.indices) for gradient in given.rows_of(batch)]
+            rows = [len(arrays[0]) for arrays in batch.variables.tensors]
+            check_keys(batch.labels[0], list(zip(rows, lengths, strict=True)))
             found.append((batch, first))
-            first += sum(len(gradient.indices) for gradient in given.rows_of(batch))
+            first += sum(lengths)
     return found
 
 
