@@ -259,9 +259,11 @@ def launching(arrays: Sequence[DeviceArray]) -> Iterator[Any]:
         stream = stream_of(device, own)
         for handle in others:
             _follow(stream, stream_of(device, handle))
-        yield stream
-        for handle in others:
-            _follow(stream_of(device, handle), stream)
+        try:
+            yield stream
+        finally:  # also what was enqueued before an error
+            for handle in others:
+                _follow(stream_of(device, handle), stream)
 
 
 def _handle(framework: Framework, stream: int | None, device: int) -> int:
