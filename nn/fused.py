@@ -15,7 +15,7 @@ from ..kernels.cpu.counts import are_equal, count_up
 from ..kernels.cpu.finite import all_finite
 from ..kernels.rules.rule import Prologue, Rule, factors, hp_type
 from ..kernels.storage import Storage
-from ..ops import check, locks
+from ..ops import check, locks, pending
 from ..ops.device_step import Launch
 from ..ops.errors import message
 from ..ops.step import compile_step, dense_step, measure_step, row_step
