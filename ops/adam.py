@@ -157,12 +157,14 @@ class AdamNoUpdateParam(Primitive):
         )
         moments = self._variables(m=m, v=v)
         hp = adam_hp_for(self.name, moments["m"], scalars)
-        m_array = moments["m"]
-        is_on_device = isinstance(m_array, DeviceArray)
-        delta = m_array.empty_like() if is_on_device else np.empty(m_array.shape, m_array.dtype)
+        first = moments["m"]
+        if isinstance(first, DeviceArray):
+            delta: Any = first.empty_like()
+        else:
+            delta = np.empty(first.shape, first.dtype)
         rule = rules.ADAM_NESTEROV_DELTA if self.use_nesterov else rules.ADAM_DELTA
         self._apply_dense(rule, {"delta": delta, **moments}, hp, "gradient", gradient)
-        return delta.native() if is_on_device else delta
+        return delta.native() if isinstance(delta, DeviceArray) else delta
 
 
 class AdamWeightDecay(Primitive):
