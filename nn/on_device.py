@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from ..kernels.storage import Storage
 from ..ops import pending
 from ..ops.device_step import Check, Launch, all_finite, launch_on
+from ..ops.locks import Span
 from ..ops.step import bad_index_error, check_keys
 from .layout import Batch
 from .reader import Gradients
@@ -45,7 +46,7 @@ class Launcher:
         """
         layout = given.layout
         spans = layout.lock_spans if use_locking else None
-        with launch_on(_arrays(given), spans) as launch, pending.held():
+        with _launch_for(given, spans) as launch, pending.held():
             if layout.n_row_batches:
                 with pending.guarded(self._device) as guard:
                     previous = self._unsettled()
@@ -67,6 +68,12 @@ class Launcher:
         return self._last if self._generation == pending.generation() else None
 
 
+def _launch_for(given: Gradients, spans: list[Span] | None) -> AbstractContextManager[Launch]:
+    """As `launch_on`; of a step without any gradient nothing is launched."""
+    arrays = _arrays(given)
+    return launch_on(arrays, spans) if arrays else nullcontext(Launch(None, None))
+
+
 def _arrays(given: Gradients) -> list[Any]:
     """All arrays of a step; a parameter first, which decides the stream."""
     arrays = [arrays[0] for batch in given.layout.batches for arrays in batch.variables.tensors]
@@ -80,7 +87,7 @@ def _arrays(given: Gradients) -> list[Any]:
 def launching_for(given: Gradients, *, use_locking: bool) -> Iterator[Any]:
     """The stream of a step that itself waits for the host."""
     spans = given.layout.lock_spans if use_locking else None
-    with launch_on(_arrays(given), spans) as launch:
+    with _launch_for(given, spans) as launch:
         yield launch.stream
 
 
@@ -88,7 +95,7 @@ def are_finite(
     given: Gradients, by_storage: Sequence[tuple[Storage, np.ndarray, np.ndarray]]
 ) -> bool:
     """Whether all gradients are finite; the host waits for the answer."""
-    with launch_on(_arrays(given), None) as launch:
+    with _launch_for(given, None) as launch:
         return all(all_finite(*arrays, launch) for arrays in by_storage)
 
 
