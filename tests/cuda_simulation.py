@@ -30,9 +30,9 @@ from fusestep.kernels.storage import BF16, F16, F32, F64, Storage
 from fusestep.kernels.warmup import all_rules
 from fusestep.ops.step import Variables, dense_step, measure_step
 
-from simulator import shrink_blocks
+from simulator import prepare_simulator
 
-shrink_blocks()
+prepare_simulator()
 Tensors = list[list[np.ndarray]]
 
 

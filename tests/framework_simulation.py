@@ -31,9 +31,9 @@ from fusestep.kernels.cuda import memory
 from fusestep.ops import frameworks, stream_order
 from fusestep.ops.device import DeviceArray, launching
 
-from simulator import shrink_blocks
+from simulator import prepare_simulator
 
-shrink_blocks()
+prepare_simulator()
 RNG = np.random.default_rng(13)
 BF16 = np.dtype(ml_dtypes.bfloat16)
 log: list[str] = []
