@@ -105,7 +105,7 @@ def _named(save_obj: Any) -> list[tuple[str, np.ndarray]]:
                     parameter.name,
                 )
             )
-        named[parameter.name] = parameter.data
+        named[parameter.name] = parameter.asnumpy()
     return list(named.items())
 
 

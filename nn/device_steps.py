@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -150,7 +152,9 @@ class DeviceSteps(StatefulOptimizer):
             given, calls = plan
             layout = given.layout
             with self._launcher.launch(
-                given, use_locking=self.use_locking, take_back=lambda: self._take_back(layout)
+                given,
+                use_locking=self.use_locking,
+                take_back=_taking_back(self, layout.active),
             ) as launch:
                 if layout.n_row_batches > 1:  # one checks its indices before it writes
                     for batch, first in row_batches(given):
@@ -159,9 +163,9 @@ class DeviceSteps(StatefulOptimizer):
                 self._run_all(given, calls, conditioning, launch)
                 self._advance(layout)
 
-    def _take_back(self, layout: Layout) -> None:
+    def _take_back(self, active: np.ndarray) -> None:
         """A step that turned out to have written nothing was not a step."""
-        self._steps[layout.active] -= 1
+        self._steps[active] -= 1
         self.global_step[0] -= 1
 
     # On the host
@@ -223,3 +227,15 @@ class DeviceSteps(StatefulOptimizer):
             self._run_dense(Call(batch, hp, hp_of, rates, decays), addresses, conditioning)
 
         run_dense(call.batch, gradients, step, split=not is_measured, stream=stream)
+
+
+def _taking_back(optimizer: DeviceSteps, active: np.ndarray) -> Callable[[], None]:
+    """What takes back the counts of a step; it keeps nothing alive while it waits."""
+    owner = weakref.ref(optimizer)
+
+    def take_back() -> None:
+        living = owner()
+        if living is not None:
+            living._take_back(active)
+
+    return take_back

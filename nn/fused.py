@@ -15,7 +15,7 @@ from ..kernels.cpu.counts import are_equal, count_up
 from ..kernels.cpu.finite import all_finite
 from ..kernels.rules.rule import Prologue, Rule, factors, hp_type
 from ..kernels.storage import Storage
-from ..ops import check, locks
+from ..ops import check, locks, pending
 from ..ops.device_step import Launch
 from ..ops.errors import message
 from ..ops.step import compile_step, dense_step, measure_step, row_step
@@ -342,6 +342,8 @@ class FusedOptimizer(DeviceSteps):
         self._reader.forget()
 
     def __getstate__(self) -> dict[str, Any]:
+        if self._device is not None:
+            pending.settle()  # a copy's counts could not be taken back
         state = self.__dict__.copy()
         for derived in ("_reader", "_lock", "_conditioning", "_rates", "_decays", "_launcher"):
             state.pop(derived, None)

@@ -17,6 +17,7 @@ def concatenated(where: str, name: str, parts: Sequence[Any]) -> RowTensor:
     Raises:
         TypeError: a part is no `RowTensor`, or there is none.
         ValueError: their shapes or dtypes differ.
+        RuntimeError: they live on a CUDA device.
     """
     if not parts or not all(isinstance(part, RowTensor) for part in parts):
         got = ", ".join(type(part).__name__ for part in parts) or "nothing"
@@ -25,17 +26,18 @@ def concatenated(where: str, name: str, parts: Sequence[Any]) -> RowTensor:
         raise ValueError(
             message(where, name, "has parts that differ", "one dense_shape and dtype", list(parts))
         )
-    return RowTensor(
-        np.concatenate([part.indices for part in parts]),
-        np.concatenate([part.values for part in parts]),
-        parts[0].dense_shape,
+    indices, values = (
+        np.concatenate([adopt(where, name, array) for array in arrays])
+        for arrays in zip(*((part.indices, part.values) for part in parts), strict=True)
     )
+    return RowTensor(indices, values, parts[0].dense_shape)
 
 
-def decayed(gradient: Any, w: np.ndarray, factor: float) -> Any:
-    """``gradient + factor * w``, rounded to the gradient's dtype."""
+def decayed(gradient: Any, parameter: Any, factor: float) -> Any:
+    """``gradient + factor * parameter``, rounded to the gradient's dtype."""
     if gradient is None:
         return None
+    w = adopt("decay_weight", "the parameter", parameter)
     if isinstance(gradient, list | tuple):
         gradient = concatenated("RowTensor", "gradients", gradient)
     if isinstance(gradient, RowTensor):

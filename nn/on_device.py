@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,8 @@ import numpy as np
 from ..kernels.storage import Storage
 from ..ops import pending
 from ..ops.device_step import Check, Launch, all_finite, launch_on
-from ..ops.step import bad_index_error
+from ..ops.locks import Span
+from ..ops.step import bad_index_error, check_keys
 from .layout import Batch
 from .reader import Gradients
 
@@ -45,7 +46,7 @@ class Launcher:
         """
         layout = given.layout
         spans = layout.lock_spans if use_locking else None
-        with launch_on(_arrays(given), spans) as launch, pending.held():
+        with _launch_for(given, spans) as launch, pending.held():
             if layout.n_row_batches:
                 with pending.guarded(self._device) as guard:
                     previous = self._unsettled()
@@ -54,6 +55,7 @@ class Launcher:
                     pending.add(guard, _error(given), take_back)
                     self._last, self._generation = guard, pending.generation()
                 return
+            pending.make_room(self._device)
             previous = self._unsettled()
             if previous is None:
                 yield launch
@@ -64,6 +66,12 @@ class Launcher:
     def _unsettled(self) -> pending.Guard | None:
         """The guard of the last step with indices, if its answer is not known yet."""
         return self._last if self._generation == pending.generation() else None
+
+
+def _launch_for(given: Gradients, spans: list[Span] | None) -> AbstractContextManager[Launch]:
+    """As `launch_on`; of a step without any gradient nothing is launched."""
+    arrays = _arrays(given)
+    return launch_on(arrays, spans) if arrays else nullcontext(Launch(None, None))
 
 
 def _arrays(given: Gradients) -> list[Any]:
@@ -79,7 +87,7 @@ def _arrays(given: Gradients) -> list[Any]:
 def launching_for(given: Gradients, *, use_locking: bool) -> Iterator[Any]:
     """The stream of a step that itself waits for the host."""
     spans = given.layout.lock_spans if use_locking else None
-    with launch_on(_arrays(given), spans) as launch:
+    with _launch_for(given, spans) as launch:
         yield launch.stream
 
 
@@ -87,17 +95,24 @@ def are_finite(
     given: Gradients, by_storage: Sequence[tuple[Storage, np.ndarray, np.ndarray]]
 ) -> bool:
     """Whether all gradients are finite; the host waits for the answer."""
-    with launch_on(_arrays(given), None) as launch:
+    with _launch_for(given, None) as launch:
         return all(all_finite(*arrays, launch) for arrays in by_storage)
 
 
 def row_batches(given: Gradients) -> list[tuple[Batch, int]]:
-    """The row-sparse batches of a step, and the number of positions before each."""
+    """The row-sparse batches of a step, and the number of positions before each.
+
+    Raises:
+        ValueError: the tables of a batch have too many rows for its sort keys.
+    """
     found, first = [], 0
     for batch in given.layout.batches:
         if batch.row_sparse:
+            lengths = [len(gradient.indices) for gradient in given.rows_of(batch)]
+            rows = [len(arrays[0]) for arrays in batch.variables.tensors]
+            check_keys(batch.labels[0], list(zip(rows, lengths, strict=True)))
             found.append((batch, first))
-            first += sum(len(gradient.indices) for gradient in given.rows_of(batch))
+            first += sum(lengths)
     return found
 
 

@@ -102,7 +102,11 @@ class Optimizer:
 
     def _common_device(self) -> int | None:
         """The CUDA device of all parameters, or None where they live on the host."""
-        arrays = {f"parameter {p.name or i!r}": p.array for i, p in enumerate(self.parameters)}
+        # By their places too: a name may be that of another one's place.
+        arrays = {
+            f"parameter {i}" + (f" ({p.name!r})" if p.name else ""): p.array
+            for i, p in enumerate(self.parameters)
+        }
         device = device_of(self._name, arrays)
         if device is not None and not self._takes_devices:
             raise RuntimeError(

@@ -9,6 +9,7 @@ import numpy as np
 from ..kernels.rules import adam as rules
 from . import check
 from .arrays import real_type
+from .device import DeviceArray
 from .errors import message
 from .primitive import Primitive
 
@@ -144,7 +145,7 @@ class AdamNoUpdateParam(Primitive):
         beta2: Any,
         epsilon: Any,
         gradient: Any,
-    ) -> np.ndarray:
+    ) -> Any:
         """Update ``m`` and ``v`` in place and return the step; see the class."""
         scalars = self._scalars(
             beta1_power=beta1_power,
@@ -156,10 +157,14 @@ class AdamNoUpdateParam(Primitive):
         )
         moments = self._variables(m=m, v=v)
         hp = adam_hp_for(self.name, moments["m"], scalars)
-        delta = np.empty(moments["m"].shape, moments["m"].dtype)
+        first = moments["m"]
+        if isinstance(first, DeviceArray):
+            delta: Any = first.empty_like()
+        else:
+            delta = np.empty(first.shape, first.dtype)
         rule = rules.ADAM_NESTEROV_DELTA if self.use_nesterov else rules.ADAM_DELTA
         self._apply_dense(rule, {"delta": delta, **moments}, hp, "gradient", gradient)
-        return delta
+        return delta.native() if isinstance(delta, DeviceArray) else delta
 
 
 class AdamWeightDecay(Primitive):

@@ -137,12 +137,15 @@ class DeviceArray:
         if self.flags.c_contiguous and self.flags.aligned:
             return self
         copied = self.framework.contiguous(self.owner)
-        if copied is None:
-            raise RejectedValueError(
-                message(where, name, "is not contiguous", "a C-contiguous array", self.strides)
-                + "; copy it first"
-            )
-        return DeviceArray(copied, self.framework, self.framework.place(where, name, copied))
+        if copied is not None:
+            made = DeviceArray(copied, self.framework, self.framework.place(where, name, copied))
+            if made.flags.c_contiguous and made.flags.aligned:
+                return made
+        if self.flags.c_contiguous:
+            wrong, expected, got = "is not aligned", "aligned elements", hex(self.address)
+        else:
+            wrong, expected, got = "is not contiguous", "a C-contiguous array", str(self.strides)
+        raise RejectedValueError(message(where, name, wrong, expected, got) + "; copy it first")
 
     def filled_like(self, value: float, dtype: np.dtype[Any]) -> DeviceArray:
         """A new array of the same shape, of another dtype and filled with ``value``."""
@@ -256,9 +259,11 @@ def launching(arrays: Sequence[DeviceArray]) -> Iterator[Any]:
         stream = stream_of(device, own)
         for handle in others:
             _follow(stream, stream_of(device, handle))
-        yield stream
-        for handle in others:
-            _follow(stream_of(device, handle), stream)
+        try:
+            yield stream
+        finally:  # also what was enqueued before an error
+            for handle in others:
+                _follow(stream_of(device, handle), stream)
 
 
 def _handle(framework: Framework, stream: int | None, device: int) -> int:

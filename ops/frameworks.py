@@ -217,16 +217,20 @@ _INTERFACE, _TORCH, _CUPY, _SIMULATOR = Framework(), _Torch(), _CuPy(), _Simulat
 
 def framework_of(value: Any) -> Framework | None:
     """The framework of an array on a CUDA device; None for everything else."""
-    torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
-    if torch is not None and isinstance(value, torch.Tensor):
+    if isinstance(value, _class("torch", "Tensor")):
         return _TORCH if value.is_cuda else None
-    if cupy is not None and isinstance(value, cupy.ndarray):
+    if isinstance(value, _class("cupy", "ndarray")):
         return _CUPY
     if type(value).__module__.startswith("numba.cuda.simulator."):
         return _SIMULATOR if hasattr(value, "_ary") else None
     if getattr(value, "__cuda_array_interface__", None) is not None:
         return _INTERFACE
     return None
+
+
+def _class(module: str, name: str) -> Any:
+    """A class of a module that is imported; of one that is not, or only in part, no class."""
+    return getattr(sys.modules.get(module), name, ())
 
 
 @cache

@@ -119,11 +119,18 @@ def guarded(device: int) -> Iterator[Guard]:
 
     with _lock:
         guards = _guards.get(device) or _guards.setdefault(device, _Guards(device))
-        if guards.used == MOST_PENDING:
-            synchronize()
+        make_room(device)
         slot = guards.used
         guards.used += 1
         yield Guard(device, slot, guards.address + slot * BYTES)
+
+
+def make_room(device: int) -> None:
+    """Wait for the device if there is no guard left on it, or so many calls depend on some."""
+    with _lock:
+        guards = _guards.get(device)
+        if guards and max(guards.used, len(guards.calls)) >= MOST_PENDING:
+            synchronize()
 
 
 @contextmanager
@@ -172,8 +179,9 @@ def synchronize() -> None:
 
 def settle() -> None:
     """As `synchronize`, where anything is pending."""
-    if any(guards.calls for guards in _guards.values()):
-        synchronize()
+    with _lock:
+        if any(guards.calls for guards in _guards.values()):
+            synchronize()
 
 
 def _after_fork_in_child() -> None:

@@ -17,7 +17,7 @@ from ..kernels.cpu.sums import accumulate
 from ..kernels.cpu.workspace import Pool
 from ..kernels.rules.rule import Prologue, Rule
 from ..kernels.storage import STORAGES, Storage, real_of
-from . import device_step, locks
+from . import device_step, locks, pending
 from .arrays import RowTensor, address_of, index_error
 from .device import DeviceArray
 from .device_step import Launch
@@ -362,6 +362,7 @@ def table_step(
     arrays = [*variables, gradient.indices, gradient.values]
     error = None if drop else bad_index_error([(where, table.length, table.rows)])
     with (
+        pending.held(),  # before the order of streams is held, as in steps of optimizers
         device_step.launch_on(arrays, lock_spans) as launch,
         device_step.checked(variables[0].device, launch, error) as guarded,
     ):

@@ -39,12 +39,14 @@ def in_order(spans: list[Span], stream: Any) -> Iterator[None]:
         for use in _uses:
             if _overlap(use.spans, spans):
                 use.event.wait(stream)
-        yield
-        event = new_event()
-        event.record(stream)
-        # What it waited for is behind it: the list holds the last use of a stretch of memory.
-        _uses[:] = [use for use in _uses if not _covers(spans, use.spans)]
-        _uses.append(_Use(spans, event))
+        try:
+            yield
+        finally:  # also what was enqueued before an error
+            event = new_event()
+            event.record(stream)
+            # What it waited for is behind it: the list holds the last use of a stretch of memory.
+            _uses[:] = [use for use in _uses if not _covers(spans, use.spans)]
+            _uses.append(_Use(spans, event))
 
 
 def _overlap(a: list[Span], b: list[Span]) -> bool:

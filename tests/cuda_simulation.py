@@ -30,16 +30,9 @@ from fusestep.kernels.storage import BF16, F16, F32, F64, Storage
 from fusestep.kernels.warmup import all_rules
 from fusestep.ops.step import Variables, dense_step, measure_step
 
-# The simulator polls its threads, and would else let each wait for its turn.
-sys.setswitchinterval(1e-4)
-# Few threads a block and one tile a thread, so that short tensors have several blocks.
-dense.THREADS, dense._TILES_PER_THREAD = 4, 1
-finite.THREADS, finite.TILES_PER_THREAD = 4, 1
-row_step.THREADS = 8
-# Tiles of 16 keys, digits of 3 bits and 1, rounds of 4 counters.
-sort.DIGIT_BITS, sort._SPLIT_BITS, sort._HALF = 4, 3, 4
-sort.THREADS, sort.GROUP, sort.LINE_BITS = 4, 2, 2
-sort.KEYS_PER_THREAD, sort._COUNTS_PER_THREAD = 4, 1
+from simulator import prepare_simulator
+
+prepare_simulator()
 Tensors = list[list[np.ndarray]]
 
 

@@ -16,10 +16,17 @@ HERE = Path(__file__).parent
 needs_numba_cuda = pytest.mark.skipif(
     find_spec("numba_cuda") is None, reason='needs numba-cuda: pip install ".[sass]"'
 )
-CHECKS = (
-    "every_rule", "sizes_and_prologues", "storage_types", "unaligned", "row_steps",
-    "row_storage_types", "hot_rows", "guards", "sorting", "finite_values",
-)  # fmt: skip
+CHECKS = {
+    "cuda_simulation.py": (
+        "every_rule", "sizes_and_prologues", "storage_types", "unaligned", "row_steps",
+        "row_storage_types", "hot_rows", "guards", "sorting", "finite_values",
+    ),
+    "device_simulation.py": (
+        "operators", "dense_optimizers", "row_optimizers", "index_errors", "locking", "copies",
+        "refusals",
+    ),
+    "framework_simulation.py": ("arrays", "steps"),
+}  # fmt: skip
 CAPABILITIES = ("8.0", "9.0a")
 # Registers that a thread may have, so that enough of them fit to hide the latency of memory:
 # 64 Ki of them are 2.6 blocks of 256 threads at 96, with 64 bytes or more on the way in each.
@@ -41,9 +48,9 @@ def run(program: str, argument: str) -> str:
 
 
 @needs_numba_cuda
-@pytest.mark.parametrize("check", CHECKS)
-def test_loops_under_the_simulator(check: str) -> None:
-    assert run("cuda_simulation.py", check) == "right\n"
+@pytest.mark.parametrize(("program", "check"), [(p, c) for p in CHECKS for c in CHECKS[p]])
+def test_under_the_simulator(program: str, check: str) -> None:
+    assert run(program, check) == "right\n"
 
 
 @cache

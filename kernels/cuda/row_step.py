@@ -90,6 +90,8 @@ def row_update(
     """
     sizes = sizes_of(tables, drop=drop)
     if sizes.n == 0 and touched_only:
+        if previous:  # later calls depend on this one
+            check_indices(tables, guard, base, previous, stream=stream)
         return
     with room_of(stream) as room:
         step = Step(kernel, tables, sizes, touched_only, sorter is None)
@@ -302,7 +304,7 @@ class Step:
     def update_all(self, keys: int, guard: int, base: int, stream: Any) -> None:
         """Dense-equivalent: one sweep over all rows."""
         sizes, first = self._sizes, self._base + self._first_place
-        if sizes.rows == 0 or sizes.widest == 0:
+        if sizes.n == 0 and (sizes.rows == 0 or sizes.widest == 0):
             return
         fill_ones(first, 8 * sizes.rows, stream)
         if sizes.n:
@@ -310,7 +312,7 @@ class Step:
                 keys, sizes.n, sizes.position_bits, sizes.rows, first, guard
             )
         tiles, lanes, tile_groups = _block(sizes.widest, _tile_length(self._kernel))
-        grid = (-(-sizes.rows // lanes), tile_groups)
+        grid = (max(1, -(-sizes.rows // lanes)), tile_groups)  # one keeps a bad index
         loop = rows.sweep_kernel(self._kernel)
         on_grid(loop, grid, (tiles, lanes), stream)(first, keys, *self._common, guard, base)
 

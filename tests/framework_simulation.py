@@ -1,0 +1,514 @@
+"""Checks of arrays of torch and CuPy, by stand-ins: ``python framework_simulation.py <check>``.
+
+The stand-ins have what `fusestep.ops.frameworks` asks of the real modules, under the names that
+those have, around NumPy arrays, which are the device arrays of Numba's simulator. It has to be
+switched on before Numba is imported, hence a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
+
+import copy
+import re
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from numba import cuda
+
+import fusestep
+from fusestep import nn, ops
+from fusestep.kernels.cuda import memory
+from fusestep.ops import frameworks, stream_order
+from fusestep.ops.device import DeviceArray, launching
+
+from simulator import prepare_simulator
+
+prepare_simulator()
+RNG = np.random.default_rng(13)
+BF16 = np.dtype(ml_dtypes.bfloat16)
+log: list[str] = []
+"""What happens on streams and to allocators, in order."""
+
+
+# Stand-ins
+
+
+class Current(threading.local):
+    """The current stream of a framework: of a thread."""
+
+    torch = 0
+    cupy = 0
+
+
+current = Current()
+
+
+class TorchDType:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __str__(self) -> str:
+        return f"torch.{self.name}"
+
+
+class Tensor:
+    """``torch.Tensor``."""
+
+    __array__ = None  # a tensor on a device does not convert
+
+    def __init__(self, array: np.ndarray, name: str = "", is_cuda: bool = True) -> None:
+        self._array = array
+        self.is_cuda = is_cuda
+        self.dtype = TorchDType(name or array.dtype.name)
+        self.device = SimpleNamespace(type="cuda", index=0 if is_cuda else None)
+        self.shape = array.shape
+        self.is_sparse = False
+
+    def data_ptr(self) -> int:
+        return self._array.ctypes.data
+
+    def stride(self) -> tuple[int, ...]:
+        return tuple(n // self._array.itemsize for n in self._array.strides)
+
+    def is_contiguous(self) -> bool:
+        return self._array.flags.c_contiguous
+
+    def detach(self) -> Tensor:
+        return Tensor(self._array)
+
+    def contiguous(self) -> Tensor:
+        if self.is_contiguous():
+            return self
+        log.append("torch copies")
+        return Tensor(np.ascontiguousarray(self._array))
+
+    def __getitem__(self, place: Any) -> Tensor:
+        return Tensor(self._array[place])
+
+
+class SparseTensor(Tensor):
+    """A sparse COO tensor, which has no strides."""
+
+    def __init__(self, indices: np.ndarray, values: np.ndarray, shape: tuple[int, ...]) -> None:
+        super().__init__(values)
+        self._index, self.shape, self.is_sparse = indices, shape, True
+
+    def _indices(self) -> Any:
+        rows = Tensor(self._index)
+        rows.__class__ = _Rows
+        return rows
+
+    def _values(self) -> Tensor:
+        return Tensor(self._array)
+
+    def data_ptr(self) -> int:
+        raise RuntimeError("a sparse tensor has no storage")
+
+
+class _Rows(Tensor):
+    def __len__(self) -> int:
+        return len(self._array)
+
+
+def torch_empty(shape: Any, *, dtype: TorchDType, device: str) -> Tensor:
+    assert device == "cuda:0"
+    return Tensor(np.empty(shape, dtype.name))
+
+
+def torch_sort(keys: Tensor) -> Any:
+    log.append("torch sorts")
+    return SimpleNamespace(values=Tensor(np.sort(keys._array)), indices=None)
+
+
+def torch_stand_in() -> ModuleType:
+    torch = ModuleType("torch")
+    names = ("float16", "bfloat16", "float32", "float64", "int64", "uint8")
+    vars(torch).update({name: TorchDType(name) for name in names})
+    vars(torch).update(Tensor=Tensor, empty=torch_empty, sort=torch_sort)
+    torch.cuda = SimpleNamespace(  # type: ignore[attr-defined]
+        current_stream=lambda device: SimpleNamespace(cuda_stream=current.torch + 100 * device)
+    )
+    return torch
+
+
+class Device:
+    """``cupy.cuda.Device``."""
+
+    def __init__(self, number: int) -> None:
+        self.id = number
+
+    def __enter__(self) -> Device:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+
+class CuPyArray:
+    """``cupy.ndarray``, which may lie between addresses."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self._array = array
+        self.data = SimpleNamespace(ptr=array.ctypes.data)
+        self.shape, self.strides, self.dtype = array.shape, array.strides, array.dtype
+        self.flags = SimpleNamespace(c_contiguous=array.flags.c_contiguous)
+        self.device = Device(0)
+
+    def __array__(self, *_: object, **__: object) -> np.ndarray:
+        raise TypeError("Implicit conversion to a NumPy array is not allowed.")
+
+    def sort(self) -> None:
+        log.append("cupy sorts")
+        self._array.sort()
+
+
+def ascontiguousarray(array: CuPyArray) -> CuPyArray:
+    is_contiguous = array.flags.c_contiguous
+    return array if is_contiguous else CuPyArray(np.ascontiguousarray(array._array))
+
+
+def cupy_stand_in() -> ModuleType:
+    cupy = ModuleType("cupy")
+    vars(cupy).update(
+        ndarray=CuPyArray,
+        empty=lambda shape, dtype: CuPyArray(np.empty(shape, dtype)),
+        ascontiguousarray=ascontiguousarray,
+        cuda=SimpleNamespace(
+            Device=Device, get_current_stream=lambda: SimpleNamespace(ptr=current.cupy)
+        ),
+    )
+    return cupy
+
+
+sys.modules["torch"], sys.modules["cupy"] = torch_stand_in(), cupy_stand_in()
+
+
+class Interface:
+    """An object with nothing but ``__cuda_array_interface__``."""
+
+    def __init__(self, array: np.ndarray, **changed: Any) -> None:
+        self._array = array
+        strides = None if array.flags.c_contiguous else array.strides
+        self.__cuda_array_interface__ = {
+            "shape": array.shape,
+            "typestr": array.dtype.str,
+            "data": (array.ctypes.data, not array.flags.writeable),
+            "strides": strides,
+            "version": 3,
+            **changed,
+        }
+
+
+class Stream(int):
+    """A stream of Numba, known by its handle."""
+
+
+class Event:
+    """An event that is never done, so that whoever has to wait does."""
+
+    def record(self, stream: int) -> None:
+        self.at = int(stream)
+        log.append(f"record {self.at}")
+
+    def wait(self, stream: int) -> None:
+        log.append(f"{int(stream)} waits for {self.at}")
+
+    def query(self) -> bool:
+        return False
+
+
+@contextmanager
+def recorded() -> Iterator[list[str]]:
+    """Streams with handles, and a log of the events on them."""
+    before = frameworks._external_stream, memory.new_event
+    frameworks._external_stream = lambda _, handle: Stream(handle)
+    memory.new_event = Event
+    log.clear()
+    try:
+        yield log
+    finally:
+        frameworks._external_stream, memory.new_event = before
+        stream_order._uses.clear()
+        log.clear()
+        current.torch = current.cupy = 0
+
+
+def array(*shape: int, dtype: Any = np.float32) -> np.ndarray:
+    return RNG.uniform(0.1, 1.0, shape).astype(dtype)
+
+
+def adopted(value: Any) -> DeviceArray:
+    found = DeviceArray.adopt("here", "x", value)
+    assert found is not None
+    return found
+
+
+def refused(error: type[BaseException], text: str) -> Any:
+    """The block raises ``error``, with ``text`` in its message."""
+    return pytest.raises(error, match=re.escape(text))
+
+
+# Checks
+
+
+def places() -> None:
+    """Address, shape, strides, dtype and device are those of the framework's array."""
+    whole = array(4, 6)
+    for make in (Tensor, CuPyArray, Interface):
+        for part in (whole, whole[1:3], whole[:, ::2], whole.T, whole[:0], array()):
+            found = adopted(make(part))
+            assert (found.address, found.shape) == (part.ctypes.data, part.shape)
+            assert (found.dtype, found.device) == (part.dtype, 0)
+            assert found.flags == (part.flags.c_contiguous, True, True)
+            assert found.size == part.size
+            if part.size and not part.flags.c_contiguous:
+                assert found.strides == part.strides
+    # The stride of a dimension of one element does not matter.
+    ones = np.lib.stride_tricks.as_strided(whole, (1, 6), (999, 4))
+    assert adopted(Interface(ones, strides=(999, 4))).flags.c_contiguous
+    read_only = array(3)
+    read_only.flags.writeable = False
+    assert not adopted(Interface(read_only)).flags.writeable
+    nothing = Interface(array(0), data=(None, False))
+    assert adopted(nothing).address == 0
+    assert not adopted(Interface(np.zeros(9, np.uint8)[1:].view(np.float32))).flags.aligned
+
+
+def dtypes() -> None:
+    """Every dtype that NumPy or ml_dtypes has; bfloat16 by its two bytes."""
+    for name in ("float16", "float32", "float64", "bfloat16", "int32", "int64"):
+        dtype = BF16 if name == "bfloat16" else np.dtype(name)
+        assert adopted(Tensor(np.zeros(3, dtype), name)).dtype == dtype
+        assert adopted(CuPyArray(np.zeros(3, dtype))).dtype == dtype
+    two_bytes = Interface(np.zeros(3, BF16), typestr="<V2")
+    with refused(TypeError, "has a wrong dtype"):
+        adopted(two_bytes)
+    two_bytes.dtype = "bfloat16"  # type: ignore[attr-defined]
+    assert adopted(two_bytes).dtype == BF16
+    own = adopted(adopted(Tensor(np.zeros(3, BF16), "bfloat16")))
+    assert own.__cuda_array_interface__["typestr"] == "<V2"
+    assert frameworks.framework_of(own) is not None
+    assert frameworks._INTERFACE.place("", "", own).dtype == BF16
+    for name in ("qint8", "bits8"):
+        with refused(TypeError, f"expected a dtype that NumPy has, got torch.{name}"):
+            adopted(Tensor(np.zeros(3, np.uint8), name))
+    for typestr in ("<c8", "|O8", "<M8"):
+        with refused(TypeError, "has a wrong dtype"):
+            adopted(Interface(np.zeros(3, np.uint64), typestr=typestr))
+    with refused(TypeError, "is masked"):
+        adopted(Interface(array(3), mask=Interface(array(3))))
+    for kind in (np.complex64, np.int32, ">f4"):
+        with refused(TypeError, "has a wrong dtype"):
+            nn.Parameter(Interface(np.zeros(3, kind)))
+
+
+def other_objects() -> None:
+    """Arrays on the host are none of a device, nor are those of modules imported in part."""
+    host = Tensor(array(3), is_cuda=False)
+    for value in (host, array(3), 1.0, [1.0], None, np.float32(1), nn.Parameter(array(3))):
+        assert frameworks.framework_of(value) is None
+    torch, cupy = sys.modules["torch"], sys.modules["cupy"]
+    for part in (ModuleType("torch"), None):
+        sys.modules["torch"] = sys.modules["cupy"] = part  # type: ignore[assignment]
+        try:
+            assert frameworks.framework_of(array(3)) is None
+            assert frameworks.framework_of(Interface(array(3))) is frameworks._INTERFACE
+        finally:
+            sys.modules["torch"], sys.modules["cupy"] = torch, cupy
+
+
+def updates() -> None:
+    """Arrays of every framework are updated in place, as those of the host are."""
+    adam = (0.9, 0.99, 0.1, 0.9, 0.99, 1e-8)
+    for make in (Tensor, CuPyArray, Interface):
+        w, m, v, g = arrays = [array(5, 3) for _ in range(4)]
+        expected = [a.copy() for a in arrays]
+        ops.Adam()(*(make(a) for a in (w, m, v)), *adam, make(g))
+        ops.Adam()(*expected[:3], *adam, g)
+        step = ops.FusedSparseLazyAdam(use_locking=True)
+        index, values = np.array([4, 1, 4]), array(3, 3)
+        log.clear()
+        theirs = [make(a) for a in (w, m, v)]
+        assert step(*theirs, *adam, make(values), make(index))[0] is theirs[0]
+        sorts = {Tensor: ["torch sorts"], CuPyArray: ["cupy sorts"], Interface: []}
+        assert log == sorts[make]
+        step(*expected[:3], *adam, values, index)
+        for a, b in zip(arrays, expected, strict=True):
+            np.testing.assert_allclose(a, b, 1e-5, 1e-6)
+        fusestep.synchronize()
+        # Bad indices and none at all.
+        step(*theirs, *adam, make(values[:0]), make(index[:0]))
+        step(*theirs, *adam, make(values), make(index + 1))
+        with refused(IndexError, "indices[0] is out of range: expected 0 <= index < 5, got 5"):
+            fusestep.synchronize()
+        for a, b in zip(arrays, expected, strict=True):
+            np.testing.assert_allclose(a, b, 1e-5, 1e-6)
+
+
+def strided_gradients() -> None:
+    """The framework copies what is not contiguous; where it cannot, that is an error."""
+    wide = array(5, 6)
+    for make in (Tensor, CuPyArray):
+        w, expected = array(5, 3), nn.Parameter(array(5, 3))
+        expected.data[:] = w
+        opt, other = nn.SGD([make(w)], 0.1), nn.SGD([expected], 0.1)
+        for part in (wide[:, ::2], wide[:, :3], wide.reshape(6, 5)[:3].T):
+            opt((make(part),))
+            other((part,))
+        rows = nn.RowTensor(make(np.array([4, 0, 1, 0])[::2]), make(wide[:2, 1::2]), (5, 3))
+        opt, other = (nn.LazyAdam([p]) for p in (make(w), expected))
+        opt((rows,))
+        other((nn.RowTensor(np.array([4, 1]), wide[:2, 1::2], (5, 3)),))
+        np.testing.assert_allclose(w, expected.data, 1e-5)
+        with refused(ValueError, "is not contiguous"):
+            nn.Parameter(make(wide.T))
+    opt = nn.SGD([Interface(array(5, 3))], 0.1)
+    with refused(ValueError, "is not contiguous: expected a C-contiguous array, got (24, 8)"):
+        opt((Interface(wide[:, ::2]),))
+    # CuPy gives an array back as it is where it is contiguous, between addresses or not.
+    between = np.zeros(61, np.uint8)[1:].view(np.float32).reshape(5, 3)
+    for make in (CuPyArray, Interface):
+        opt = nn.SGD([make(array(5, 3))], 0.1)
+        with refused(ValueError, "is not aligned"):
+            opt((make(between),))
+        assert opt.global_step == 0
+    index = np.array([1, 2, 2])
+    sparse = SparseTensor(index[None], array(3, 3), (5, 3))
+    w = array(5, 3)
+    expected = w.copy()
+    nn.LazyAdam([Tensor(w)])((sparse,))
+    nn.LazyAdam([expected])((nn.RowTensor(index, sparse._array, (5, 3)),))
+    np.testing.assert_allclose(w, expected, 1e-5)
+
+
+def new_arrays() -> None:
+    """States, copies and results are of the parameter's framework."""
+    for make, kinds in ((Tensor, (np.float32, BF16)), (CuPyArray, (np.float32, np.float64))):
+        for dtype in kinds:
+            p = nn.Parameter(make(array(5, 3, dtype=dtype)), "w")
+            opt = nn.Adam([p], state_dtype=np.float32)
+            (moment,) = opt.moment1
+            assert type(moment.owner) is make and moment.dtype == np.float32
+            assert not moment.owner._array.any()
+            other = copy.deepcopy(opt).parameters[0]
+            assert type(other.data) is make
+            assert (other.shape, other.dtype) == (p.shape, p.dtype)
+            np.testing.assert_array_equal(other.data._array, p.data._array)
+            assert other.data._array is not p.data._array
+        m, v, g = (make(array(3)) for _ in range(3))
+        delta = ops.AdamNoUpdateParam()(m, v, 0.9, 0.99, 0.1, 0.9, 0.99, 1e-8, g)
+        assert type(delta) is make
+        assert delta.shape == (3,)
+
+
+def streams() -> None:
+    """A call is launched on the current stream of the first array's framework and thread."""
+    with recorded():
+        current.torch, current.cupy = 7, 8
+        torch, cupy = adopted(Tensor(array(3))), adopted(CuPyArray(array(3)))
+        with launching([torch, adopted(Tensor(array(3)))]) as stream:
+            assert stream == 7
+        with launching([cupy]) as stream:
+            assert stream == 8
+        with launching([adopted(Interface(array(3)))]) as stream:
+            assert stream == 0
+        own = adopted(Interface(array(3), stream=9))
+        with launching([own]) as stream:
+            assert stream == 9
+        assert log == []
+        seen = []
+
+        def elsewhere() -> None:
+            with launching([torch]) as stream:
+                seen.append(int(stream))
+
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+        assert seen == [0]
+        # Other streams wait for each other on the device, also when the call fails.
+        with launching([torch, cupy, own, cupy]) as stream:
+            assert stream == 7
+            assert log == ["record 8", "7 waits for 8", "record 9", "7 waits for 9"]
+            log.clear()
+        after = ["record 7", "8 waits for 7", "record 7", "9 waits for 7"]
+        assert log == after
+        log.clear()
+        with refused(RuntimeError, "in the middle"), launching([torch, cupy, own]):
+            log.clear()
+            raise RuntimeError("in the middle")
+        assert log == after
+
+
+def order_of_streams() -> None:
+    """Under use_locking a call waits for those on other streams that use the same memory."""
+    adam = (0.9, 0.99, 0.1, 0.9, 0.99, 1e-8)
+    with recorded():
+        w, m, v, g = (Tensor(array(5, 3)) for _ in range(4))
+        other = [Tensor(array(5, 3)) for _ in range(3)]
+        index = Tensor(np.array([1, 2]))
+        for op in (ops.Adam(use_locking=True), ops.Adam()):
+            current.torch = 1
+            op(w, m, v, *adam, g)
+        assert log == ["record 1"]
+        current.torch = 2
+        ops.Adam(use_locking=True)(*other, *adam, g)
+        assert log == ["record 1", "record 2"]
+        log.clear()
+        ops.FusedSparseLazyAdam(use_locking=True)(w, m, v, *adam, g[:2], index)
+        assert log == ["2 waits for 1", "torch sorts", "record 2"]
+        log.clear()
+        current.torch = 3
+        opt = nn.LazyAdam([w[1:], other[0]], use_locking=True)
+        log.clear()
+        opt((g[1:], None))
+        assert log == ["3 waits for 2", "record 3"]
+        log.clear()
+        # What covers the memory of earlier calls stands for them.
+        opt((g[1:], g))
+        assert sorted(log) == ["3 waits for 2", "3 waits for 2", "3 waits for 3", "record 3"]
+        assert len(stream_order._uses) == 3
+        log.clear()
+        with refused(IndexError, "got 5"):
+            bad = Tensor(np.array([5, 0]))
+            ops.FusedSparseLazyAdam(use_locking=True)(w, m, v, *adam, g[:2], bad)
+            fusestep.synchronize()
+        assert stream_order._lock.acquire(timeout=1)
+        stream_order._lock.release()
+
+
+def mixtures() -> None:
+    """Arrays of several frameworks work together, on the stream of the first."""
+    with recorded():
+        current.torch, current.cupy = 1, 2
+        w, expected, g = array(5, 3), nn.Parameter(array(5, 3)), array(5, 3)
+        expected.data[:] = w
+        opt, other = nn.Momentum([Tensor(w)], 0.1, 0.9), nn.Momentum([expected], 0.1, 0.9)
+        opt((CuPyArray(g),))
+        assert log == ["record 2", "1 waits for 2", "record 1", "2 waits for 1"]
+        opt((Interface(g),))
+        opt((cuda.to_device(g),))
+        for _ in range(3):
+            other((g,))
+        np.testing.assert_allclose(w, expected.data, 1e-5)
+
+
+CHECKS: dict[str, tuple[Callable[[], Any], ...]] = {
+    "arrays": (places, dtypes, other_objects),
+    "steps": (updates, strided_gradients, new_arrays, streams, order_of_streams, mixtures),
+}
+
+if __name__ == "__main__":
+    for check in CHECKS[sys.argv[1]]:
+        check()
+    print("right")
