@@ -13,7 +13,7 @@ from ..kernels.rules.rule import Rule
 from ..ops import pending
 from ..ops.device_step import Launch
 from ..ops.errors import message
-from ..ops.step import RowGradient, check_rows_on_device, row_step
+from ..ops.row_step import RowGradient, check_rows_on_device, row_step
 from .conditioning import Conditioning
 from .groups import Groups
 from .layout import Batch, Layout

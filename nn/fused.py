@@ -18,7 +18,8 @@ from ..kernels.storage import Storage
 from ..ops import check, locks, pending
 from ..ops.device_step import Launch
 from ..ops.errors import message
-from ..ops.step import compile_step, dense_step, measure_step, row_step
+from ..ops.row_step import row_step
+from ..ops.step import compile_step, dense_step, measure_step
 from .conditioning import Conditioning
 from .device_steps import Call, DeviceSteps
 from .layout import Batch, Layout

@@ -14,7 +14,8 @@ from ..kernels.cpu import headers
 from ..kernels.rules.rule import Prologue, Rule
 from ..ops import check
 from ..ops.errors import message
-from ..ops.step import compile_step, dense_step, row_step
+from ..ops.row_step import row_step
+from ..ops.step import compile_step, dense_step
 from .layout import Batch
 from .parameter import Parameter
 from .reader import GradientReader, Gradients

@@ -15,7 +15,8 @@ import numpy as np
 from ..kernels.storage import Piece
 from ..ops.arrays import address_of
 from ..ops.device_step import bring_to_host
-from ..ops.step import RowGradient, Variables
+from ..ops.row_step import RowGradient
+from ..ops.step import Variables
 from .layout import Batch
 
 CHUNK = 1 << 22

@@ -12,7 +12,7 @@ from ..kernels.storage import Storage
 from ..ops import pending
 from ..ops.device_step import Check, Launch, all_finite, launch_on
 from ..ops.locks import Span
-from ..ops.step import bad_index_error, check_keys
+from ..ops.row_step import bad_index_error, check_keys
 from .layout import Batch
 from .reader import Gradients
 

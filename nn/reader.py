@@ -18,7 +18,7 @@ from ..ops.arrays import (
 )
 from ..ops.device import device_of
 from ..ops.errors import message
-from ..ops.step import RowGradient, check_keys
+from ..ops.row_step import RowGradient, check_keys
 from . import gradients as whole
 from .layout import Batch, Kind, Layout, build_layout
 from .parameter import Parameter

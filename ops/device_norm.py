@@ -17,7 +17,7 @@ from . import pending
 from .arrays import RowTensor
 from .device import DeviceArray
 from .device_step import Launch, checked, launch_on
-from .step import bad_index_error, check_keys
+from .row_step import bad_index_error, check_keys
 
 Gradient = DeviceArray | RowTensor
 

@@ -18,7 +18,8 @@ from . import check, device_norm
 from .arrays import RowTensor, address_of, adopt_anywhere, check_row_gradient
 from .device import device_of
 from .errors import RejectedTypeError, message
-from .step import check_keys, first_bad_index, tensor_step
+from .row_step import check_keys, first_bad_index
+from .step import tensor_step
 
 Gradient = Any
 """An array, of NumPy or a `DeviceArray`, or a `RowTensor`."""

@@ -14,7 +14,8 @@ from . import check
 from .arrays import adopt_anywhere, check_row_gradient
 from .device import device_of
 from .errors import RejectedValueError, message, reject_unknown
-from .step import RowGradient, table_step, tensor_step
+from .row_step import RowGradient, table_step
+from .step import tensor_step
 
 
 class Primitive:
