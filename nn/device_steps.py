@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -119,19 +120,14 @@ class DeviceSteps(StatefulOptimizer):
             raise ValueError(message(self._name, "target", "is impossible", expected, target))
         pending.settle()
         with self._lock:
-            self._moved_to_host = target == "CPU"
-            for role, states in self._states.items():
-                pairs = zip(self.parameters, states, strict=True)
-                self._states[role] = tuple(self._moved(*pair) for pair in pairs)
+            to_host = target == "CPU"
+            moved = {
+                role: tuple(map(partial(_moved, to_host), self.parameters, states))
+                for role, states in self._states.items()
+            }
+            # All of it or nothing: there may be no room.
+            self._states, self._moved_to_host = moved, to_host
         self._derive()
-
-    def _moved(self, parameter: Parameter, state: Any) -> Any:
-        """A state to where the arithmetic is now."""
-        if self._moved_to_host:
-            return state.numpy()
-        moved = parameter.array.empty_like(state.dtype)
-        moved.assign(state)
-        return moved
 
     def _step_for_device(self, gradients: tuple[Any, ...], conditioning: Conditioning) -> None:
         if self._works_on_host:
@@ -239,3 +235,12 @@ def _taking_back(optimizer: DeviceSteps, active: np.ndarray) -> Callable[[], Non
             living._take_back(active)
 
     return take_back
+
+
+def _moved(to_host: bool, parameter: Parameter, state: Any) -> Any:
+    """A copy of a state where the arithmetic will be."""
+    if to_host:
+        return state.numpy()
+    moved = parameter.array.empty_like(state.dtype)
+    moved.assign(state)
+    return moved

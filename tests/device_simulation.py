@@ -32,6 +32,7 @@ from fusestep import nn, ops
 from fusestep.kernels.cuda import dense, row_step
 from fusestep.nn.on_device import Launcher
 from fusestep.ops import pending
+from fusestep.ops.device import DeviceArray
 from fusestep.ops.primitive import Primitive
 
 from simulator import prepare_simulator
@@ -781,6 +782,39 @@ def not_taken() -> None:
         np.asarray(nn.Parameter(w))
 
 
+def targets() -> None:
+    """States move from the device to the host and back, all of them or none."""
+    run, copy_out = Run(), DeviceArray.numpy
+    copied: list[Any] = []
+
+    def fail(array: DeviceArray) -> Any:
+        copied.append(array)
+        if len(copied) == 2:
+            raise RuntimeError("no room")
+        return copy_out(array)
+
+    DeviceArray.numpy = fail
+    try:
+        with refused(RuntimeError, "no room", *run.w):
+            run.opt.target = "CPU"
+    finally:
+        DeviceArray.numpy = copy_out
+    assert run.opt.target == "GPU"
+    for target in ("CPU", "GPU"):
+        run.assert_as_before()
+        run.opt.target = target
+        with refused(IndexError, "got 5", *run.w):
+            run.step([5])
+            fusestep.synchronize()
+        run.step([1, 2])
+        run.before = run.opt.state_dict()
+    assert run.opt.global_step == 3
+    run.step([6])
+    with refused(IndexError, "got 6", *run.w):
+        run.opt.target = "CPU"
+    assert run.opt.target == "GPU"
+
+
 def launchers() -> None:
     """A guard that is settled is not asked again."""
     run = Run()
@@ -809,7 +843,7 @@ CHECKS: dict[str, Sequence[Callable[[], Any]]] = {
         nonfinite_steps,
     ),
     "locking": (failing_steps, threads, lock_order),
-    "copies": (states, copies, rebinding, launchers),
+    "copies": (states, copies, rebinding, targets, launchers),
     "refusals": (mixtures, not_taken),
 }
 
