@@ -85,6 +85,9 @@ class DeviceSteps(StatefulOptimizer):
     def _advance(self, layout: Layout) -> None:
         raise NotImplementedError
 
+    def _read_anew(self) -> None:
+        raise NotImplementedError
+
     def _derive(self) -> None:
         """What is not part of the state: it is made anew in a copy."""
         if self._device is not None:
@@ -127,7 +130,7 @@ class DeviceSteps(StatefulOptimizer):
             }
             # All of it or nothing: there may be no room.
             self._states, self._moved_to_host = moved, to_host
-        self._derive()
+            self._read_anew()
 
     def _step_for_device(self, gradients: tuple[Any, ...], conditioning: Conditioning) -> None:
         if self._works_on_host:

@@ -124,6 +124,10 @@ class FusedOptimizer(DeviceSteps):
         self._lock = threading.Lock()
         _living.add(self)
         self._condition()
+        self._read_anew()
+
+    def _read_anew(self) -> None:
+        """States or their places have changed: nothing that was derived from them stays."""
         self._reader = GradientReader(
             self._name,
             self.parameters,

@@ -63,15 +63,17 @@ class Staging:
             stream: what is enqueued there before comes first; what comes later waits.
         """
         with self._lock:
-            self._run(chunks, work, stream)
+            _follow(self._arrivals, stream)
+            try:
+                self._run(chunks, work)
+            finally:  # also what went back before an error is there before what comes next
+                _follow(stream, self._departures)
 
     def _run(
         self,
         chunks: Sequence[Sequence[Piece]],
         work: Callable[[int, list[np.ndarray]], None],
-        stream: Any,
     ) -> None:
-        _follow(self._arrivals, stream)
         arriving = [self._fetch(k, chunk) for k, chunk in enumerate(chunks[:1])]
         for k, chunk in enumerate(chunks):
             views = arriving.pop()
@@ -84,7 +86,6 @@ class Staging:
                 if piece.goes_back:
                     copy_in(piece.address, view, self._departures)
             stage.free.record(self._departures)
-        _follow(stream, self._departures)
 
     def _fetch(self, k: int, chunk: Sequence[Piece]) -> list[np.ndarray]:
         stage = self._stages[k % 2]
