@@ -32,7 +32,8 @@ from rich.table import Table
 
 from . import document, machine, table
 from .errors import BenchError
-from .gpu_points import Bench, Point, points
+from .gpu_point import Bench, Point
+from .gpu_points import points
 from .result import BOUND, OURS
 from .stats import ratio
 

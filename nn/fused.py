@@ -14,7 +14,6 @@ import numpy as np
 from ..kernels.cpu.counts import are_equal, count_up
 from ..kernels.cpu.finite import all_finite
 from ..kernels.rules.rule import Prologue, Rule, factors, hp_type
-from ..kernels.storage import Storage
 from ..ops import check, locks, pending
 from ..ops.device_step import Launch
 from ..ops.errors import message
@@ -24,7 +23,7 @@ from .conditioning import Conditioning
 from .device_steps import Call, DeviceSteps
 from .layout import Batch, Layout
 from .on_device import are_finite
-from .reader import GradientReader, Gradients
+from .reader import GradientReader, Gradients, by_storage
 from .schedule import Values
 
 SPARSE_UPDATES = ("lazy", "dense_equivalent")
@@ -287,8 +286,8 @@ class FusedOptimizer(DeviceSteps):
     def _all_finite(self, given: Gradients) -> bool:
         """One read of all gradients; on a device it is waited for."""
         if self._device is not None:  # the gradients are there
-            return are_finite(given, _by_storage(given))
-        return all(all_finite(*arrays) for arrays in _by_storage(given))
+            return are_finite(given, by_storage(given))
+        return all(all_finite(*arrays) for arrays in by_storage(given))
 
     def _read(
         self, gradients: tuple[Any, ...], decays: list[float], conditioning: Conditioning
@@ -378,23 +377,6 @@ def _after_fork_in_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)
-
-
-def _by_storage(given: Gradients) -> tuple[tuple[Storage, np.ndarray, np.ndarray], ...]:
-    """The arrays of all gradients by storage type: int64 addresses and numbers of elements."""
-    arrays: dict[Storage, list[tuple[int, int]]] = {}
-    for batch in given.layout.batches:
-        found = arrays.setdefault(batch.g, [])
-        if batch.row_sparse:
-            gradients = given.rows_of(batch)
-            found += [(g.values_address, g.values.size) for g in gradients]
-        else:
-            sizes = np.diff(batch.variables.table.first)
-            found += zip(given.addresses_of(batch).tolist(), sizes.tolist(), strict=True)
-    return tuple(
-        (storage, *np.array(spans, np.int64).reshape(-1, 2).T.copy())
-        for storage, spans in arrays.items()
-    )
 
 
 def _sparse_update(where: str, value: str | None) -> str | None:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..kernels.storage import Storage
 from ..ops import check
 from ..ops.arrays import (
     RowTensor,
@@ -220,6 +221,23 @@ class GradientReader:
                 expected, got = "its own memory", "an overlap"
                 wrong = "shares memory with a parameter or state"
                 raise ValueError(message(self._where, "a gradient", wrong, expected, got))
+
+
+def by_storage(given: Gradients) -> tuple[tuple[Storage, np.ndarray, np.ndarray], ...]:
+    """The arrays of all gradients by storage type: int64 addresses and numbers of elements."""
+    arrays: dict[Storage, list[tuple[int, int]]] = {}
+    for batch in given.layout.batches:
+        found = arrays.setdefault(batch.g, [])
+        if batch.row_sparse:
+            gradients = given.rows_of(batch)
+            found += [(g.values_address, g.values.size) for g in gradients]
+        else:
+            sizes = np.diff(batch.variables.table.first)
+            found += zip(given.addresses_of(batch).tolist(), sizes.tolist(), strict=True)
+    return tuple(
+        (storage, *np.array(spans, np.int64).reshape(-1, 2).T.copy())
+        for storage, spans in arrays.items()
+    )
 
 
 def check_rows(batch: Batch, gradients: Sequence[RowGradient]) -> None:

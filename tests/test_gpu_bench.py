@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from fusestep.bench import gpu, gpu_points
-from fusestep.bench.gpu_points import Point
+from fusestep.bench import gpu, gpu_point, gpu_points, gpu_rows
+from fusestep.bench.gpu_point import Point
 from fusestep.bench.result import BOUND, OURS
 from fusestep.bench.stats import Summary
 
@@ -38,10 +38,10 @@ class FakeBench:
 
 def a_point() -> Point:
     """Ours takes 2 ms for 4 GB, torch 3 ms, the copy of 2 GB 1 ms."""
-    times = {OURS: 2e-3, gpu_points.TORCH: 3e-3, f"{BOUND}cuMemcpyDtoD": 1e-3}
+    times = {OURS: 2e-3, gpu_point.TORCH: 3e-3, f"{BOUND}cuMemcpyDtoD": 1e-3}
     device = {label: Summary(t, 0.9 * t, 1.1 * t, 9) for label, t in times.items()}
     host = {label: Summary(1e-5, 9e-6, 2e-5, 9) for label in times}
-    moved = {OURS: 4 * 10**9, gpu_points.TORCH: 4 * 10**9}
+    moved = {OURS: 4 * 10**9, gpu_point.TORCH: 4 * 10**9}
     point = Point("dense/x", {"elements": 7}, moved, device, host, dict.fromkeys(times, 1.0))
     point.copy = 4e12
     point.aim_at_copy(OURS, 0.93)
@@ -56,8 +56,8 @@ def test_report_says_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     bench: Any = FakeBench
     data = json.loads(json.dumps(gpu.results([a_point()], bench)))
     (point,) = data["points"]
-    assert point["of_copy"] == {OURS: pytest.approx(0.5), gpu_points.TORCH: pytest.approx(1 / 3)}
-    assert point["by_ours"][gpu_points.TORCH]["value"] == pytest.approx(1.5)
+    assert point["of_copy"] == {OURS: pytest.approx(0.5), gpu_point.TORCH: pytest.approx(1 / 3)}
+    assert point["by_ours"][gpu_point.TORCH]["value"] == pytest.approx(1.5)
     assert [target["is_met"] for target in point["targets"]] == [False, True, False]
     console = Console(width=160, file=io.StringIO())
     gpu.show(data, console)
@@ -90,11 +90,13 @@ def test_without_a_device_it_says_what_is_missing(capsys: pytest.CaptureFixture[
 def test_small_points_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every point; the times mean nothing."""
     sizes = {
-        "LARGE": (1 << 16,), "ROWS": 1 << 12, "WIDTH": 32, "BATCH": 5_000, "SORTED": (10_000,),
-        "COPY_BYTES": 1 << 22,
-    }  # fmt: skip
-    for name, value in sizes.items():
-        monkeypatch.setattr(gpu_points, name, value)
+        gpu_points: {"LARGE": (1 << 16,), "SORTED": (10_000,)},
+        gpu_rows: {"ROWS": 1 << 12, "WIDTH": 32, "BATCH": 5_000},
+        gpu_point: {"COPY_BYTES": 1 << 22},
+    }
+    for module, values in sizes.items():
+        for name, value in values.items():
+            monkeypatch.setattr(module, name, value)
     path = tmp_path / "x.json"
     assert gpu.main(["--seconds", "0.05", "--json", str(path)]) == 0
     data = json.loads(path.read_text(encoding="utf-8"))

@@ -19,7 +19,7 @@ from fusestep.nn import RowTensor
 from fusestep.nn import mxnet as mx
 from fusestep.nn.mxnet_step import _KEPT_WEIGHTS
 from fusestep.ops import adam_update, locks
-from fusestep.ops.step import _spans
+from fusestep.ops.step import spans_of
 
 F16, F32 = np.float16, np.float32
 
@@ -140,7 +140,7 @@ def test_locks_cover_the_result() -> None:
         adam_update(weight, gradient, *moments, out=out, lr=0.1, use_locking=True)
         done.append(True)
 
-    with locks.Request(_spans([(out,)]), shared=False):
+    with locks.Request(spans_of([(out,)]), shared=False):
         thread = threading.Thread(target=call)
         thread.start()
         time.sleep(0.5)
