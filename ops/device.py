@@ -156,13 +156,38 @@ class DeviceArray:
             fill(made.address, made.size, value, dtype, stream)
         return made
 
-    def empty_like(self, dtype: np.dtype[Any] | None = None) -> DeviceArray:
-        """A new array of the same shape in the same framework."""
-        dtype = dtype or self.dtype
+    def empty_like(
+        self, dtype: np.dtype[Any] | None = None, shape: tuple[int, ...] | None = None
+    ) -> DeviceArray:
+        """A new array in the same framework, of the same dtype and shape but for what is given."""
+        dtype, shape = dtype or self.dtype, self.shape if shape is None else shape
         with on_device(self.device):
-            owner, address = self.framework.empty(self.shape, dtype, self.device)
-        place = Place(address, self.shape, None, dtype, self.device, True)
-        return DeviceArray(owner, self.framework, place)
+            owner, address = self.framework.empty(shape, dtype, self.device)
+        return DeviceArray(
+            owner, self.framework, Place(address, shape, None, dtype, self.device, True)
+        )
+
+    def copy(self) -> DeviceArray:
+        """A copy in the same framework."""
+        from ..kernels.cuda.memory import copy_within
+
+        source, copied = self.contiguous("DeviceArray", "array"), self.empty_like()
+        with launching([self]) as stream:
+            copy_within(copied.address, source.address, self.nbytes, stream)
+        return copied
+
+    def reshape(self, *shape: int) -> DeviceArray:
+        """A view of a contiguous array in another shape."""
+        place = Place(
+            self.address,
+            shape,
+            None,
+            self.dtype,
+            self.device,
+            self.flags.writeable,
+            self.stream,
+        )
+        return DeviceArray(self.owner, self.framework, place)
 
     def native(self) -> Any:
         """The array of the framework, or itself where that has no such dtype."""

@@ -149,6 +149,32 @@ def trust_ratios(
         yield complete
 
 
+def gather(
+    table: DeviceArray,
+    index: DeviceArray,
+    n: int,
+    out: DeviceArray,
+    kept: DeviceArray,
+    launch: Launch,
+) -> None:
+    """Enqueue the rows of ``table`` at ``n`` indices; see `kernels.cuda.gather.gather`."""
+    from ..kernels.cuda.gather import gather as enqueue
+
+    n_rows = len(table)
+    enqueue(
+        table.address,
+        n_rows,
+        table.nbytes // max(1, n_rows),
+        index.address,
+        index.itemsize,
+        n,
+        out.address,
+        kept.address,
+        launch.check.guard,
+        stream=launch.stream,
+    )
+
+
 def check_indices(tables: Sequence[RowTable], launch: Launch) -> None:
     """Enqueue the check of the indices of some tables."""
     from ..kernels.cuda import row_step

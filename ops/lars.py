@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
-
 from ..kernels.rules import lars as rules
 from . import check
 from .arrays import real_type
+from .device import DeviceArray
 from .primitive import Primitive
 
 
@@ -74,7 +73,7 @@ class LARSUpdate(Primitive):
         norm_gradient: Any,
         weight_decay: Any,
         learning_rate: Any,
-    ) -> np.ndarray:
+    ) -> Any:
         """The scaled gradient; see the class."""
         scalars = {
             name: check.scalar_at_least_0(self.name, name, value)
@@ -85,7 +84,8 @@ class LARSUpdate(Primitive):
                 ("learning_rate", learning_rate),
             )
         }
-        w: np.ndarray = check.contiguous(check.float_array(self.name, "weight", weight))
+        w = check.float_array_anywhere(self.name, "weight", weight)
+        w = check.contiguous(w, self.name, "weight")
         ratio = rules.ratio(
             math.sqrt(scalars["norm_weight"]),
             math.sqrt(scalars["norm_gradient"]),
@@ -99,4 +99,4 @@ class LARSUpdate(Primitive):
         hp = real(ratio), real(scalars["weight_decay"])
         result = w.copy()
         self._apply_dense(rules.LARS_GRADIENT, {"result": result}, hp, "gradient", gradient)
-        return result
+        return result.native() if isinstance(result, DeviceArray) else result

@@ -60,7 +60,7 @@ def kernels() -> dict[str, Any]:
 def other_loops() -> dict[str, Any]:
     """The loops of row-sparse steps, of first stages and of checks."""
     from fusestep.kernels.blocks import kernel
-    from fusestep.kernels.cuda import dense, fill, finite, measure, rows, sort
+    from fusestep.kernels.cuda import dense, fill, finite, gather, measure, norm, rows, sort, trust
     from fusestep.kernels.rules.adam import ADAM
     from fusestep.kernels.rules.lamb import LAMB
     from fusestep.kernels.storage import BF16, F16, F32, F64
@@ -80,6 +80,10 @@ def other_loops() -> dict[str, Any]:
         "sort scatter": sort.scattering(),
         "measure lamb": measure.chunk_sums_kernel(lamb, dense.THREADS, dense.chunk_of(lamb)),
         "factor lamb": measure.factor_kernel(lamb, dense.THREADS),
+        "rows squares": rows.row_squares_kernel(F32, F32, 4, dense.THREADS),
+        "total": norm.total_kernel(norm.THREADS),
+        "trust": trust.trust_kernel(F32, trust.Options(0.1, 0.1, 2.0, True), trust.THREADS),
+        "gather": gather.gather_kernel(16),
         "fill": fill.fill_kernel,
     }
 

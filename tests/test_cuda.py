@@ -36,6 +36,7 @@ MOST_REGISTERS = {"float32": 64, "others": 72}
 INTEGER_ATOMICS = {
     "sort count": {"ATOMS.POPC.INC.32", "ATOMS.ADD"},
     "rows check": {"REDG.E.MIN.S64.STRONG.GPU", "RED.E.MIN.S64.STRONG.GPU"},
+    "gather": {"REDG.E.MIN.S64.STRONG.GPU", "RED.E.MIN.S64.STRONG.GPU"},
 }
 
 

@@ -62,6 +62,12 @@ def copy_out(array: np.ndarray, address: int, stream: Any) -> None:
     _checked(driver.cuStreamSynchronize(handle_of(stream)))
 
 
+def copy_within(address: int, source: int, n_bytes: int, stream: Any) -> None:
+    """Enqueue a copy from one address of the device to another."""
+    if n_bytes:
+        _checked(driver.cuMemcpyDtoDAsync(address, source, n_bytes, handle_of(stream)))
+
+
 def fill_ones(address: int, n_bytes: int, stream: Any) -> None:
     """Enqueue setting all bits of some memory: every ``int64`` becomes -1."""
     if n_bytes:

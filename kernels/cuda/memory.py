@@ -17,6 +17,7 @@ if config.ENABLE_CUDASIM:
         address_of,
         copy_in,
         copy_out,
+        copy_within,
         device_at,
         device_id,
         fill_ones,
@@ -28,6 +29,7 @@ else:
     from .driver import (
         copy_in,
         copy_out,
+        copy_within,
         device_at,
         device_id,
         fill_ones,
@@ -45,6 +47,7 @@ __all__ = [
     "address_of",
     "copy_in",
     "copy_out",
+    "copy_within",
     "device_at",
     "device_id",
     "fill_ones",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
@@ -60,7 +61,7 @@ def total_kernel(threads: int) -> Any:
         measure.add_tree(shared, thread, threads, 1)
         if thread == 0:
             squares, limit = shared[0, 0], load_float64(totals + 8 * LIMIT)
-            norm = np.sqrt(squares)
+            norm = math.sqrt(squares)
             factor = limit / max(norm, limit) if norm < np.inf else np.nan
             store_float64(totals + 8 * SQUARES, squares)
             store_float64(totals + 8 * FACTOR, factor)

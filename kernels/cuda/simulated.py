@@ -160,6 +160,11 @@ def copy_out(array: np.ndarray, address: int, stream: Any) -> None:
     ctypes.memmove(array.ctypes.data, int(address), array.nbytes)
 
 
+def copy_within(address: int, source: int, n_bytes: int, stream: Any) -> None:
+    """Copy from one address to another."""
+    ctypes.memmove(int(address), int(source), n_bytes)
+
+
 def fill_ones(address: int, n_bytes: int, stream: Any) -> None:
     """Set all bits of some memory."""
     ctypes.memset(int(address), 0xFF, n_bytes)
