@@ -1,0 +1,388 @@
+"""What is found out later on a device, and what is refused: ``python device_errors.py <check>``.
+
+A process of its own, under Numba's simulator, where device arrays lie on the host.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
+
+import copy
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from numba import cuda
+
+import fusestep
+from fusestep import nn, ops
+from fusestep.kernels.cuda import dense, row_step
+from fusestep.ops import pending
+
+from device_arrays import (
+    BETAS,
+    F16,
+    F32,
+    F64,
+    Run,
+    gradient,
+    on_device,
+    positive,
+    refused,
+    rows,
+    unchanged,
+)
+
+BAD = "LazyAdam: gradient of 'parameter_0': indices[1] is out of range: expected 0 <= index < 5"
+
+
+def index_errors() -> None:
+    """The call writes nothing, nor do later ones; counts are taken back, and steps go on."""
+    run = Run()
+    with unchanged(*run.w):
+        run.step([1, 5])
+        run.step([0, 2])
+        run.step(None)
+        run.step([], dense=False)
+        run.step(None, dense=False)
+        run.step([-3], dense=False)
+        assert run.opt.global_step == 7
+        with refused(IndexError, f"{BAD}, got 5"):
+            run.opt.state_dict()
+        assert run.opt.global_step == 1
+        fusestep.synchronize()
+        run.assert_as_before()
+    # It goes on as one that never had a bad step.
+    other, arrays = copy.deepcopy(run.opt), []
+    step = (on_device(rows([1, 2], (5, 4))), on_device(gradient((7,))))
+    for opt in (run.opt, other):
+        opt(step)
+        arrays.append([p.asnumpy() for p in opt.parameters])
+    for a, b in zip(*arrays, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert run.opt.global_step == 2
+
+
+def rows_without_indices() -> None:
+    """A lazy step without any index passes on what an earlier one has found."""
+    run = Run()
+    with unchanged(*run.w):
+        run.step([1, 9], dense=False)
+        run.step([])
+        run.step([2])
+        with refused(IndexError, f"{BAD}, got 9"):
+            fusestep.synchronize()
+        run.assert_as_before()
+
+
+def several_tables() -> None:
+    """Tables of several kernel calls: none of them writes; the error names the table."""
+    w = on_device([positive((5, 4)), positive((3, 2), F64), positive((4,))])
+    for make in (nn.LazyAdam, nn.Adam):
+        opt = make(w, 0.1)
+        for bad in ([7, 0], [0, 7]):
+            good = on_device(rows([1], (5, 4)))
+            with unchanged(*w):
+                opt((good, on_device(rows(bad, (3, 2), F64)), on_device(gradient((4,)))))
+                with refused(IndexError, f"'parameter_1': indices[{bad.index(7)}] is out of"):
+                    fusestep.synchronize()
+                with refused(IndexError, "got 7"):
+                    opt((on_device(rows([7], (5, 4))), on_device(rows([9], (3, 2), F64)), None))
+                    fusestep.synchronize()
+        state = opt.state_dict()
+        assert not any(state[f"step.{p.name}"] for p in opt.parameters) and opt.global_step == 0
+    # Keys that are too long are refused before anything is written.
+    huge = on_device(np.zeros((2**61, 0), F16))
+    opt = nn.LazyAdam([w[0], huge], 0.1)
+    step = on_device([rows([1], (5, 4)), rows([1, 2, 1], (2**61, 0), F16)])
+    with refused(ValueError, "need too long sort keys", w[0]):
+        opt(tuple(step))
+    assert opt.global_step == 0
+
+
+def many_calls() -> None:
+    """When too many calls wait for an answer, the host asks; so it does for steps after them."""
+    pending.MOST_PENDING = 4
+    try:
+        for most in (4, 5):
+            run = Run()
+            run.step([9, 1])
+            for _ in range(3):
+                run.step([1], dense=False)
+            with refused(IndexError, "got 9", *run.w):
+                for _ in range(most - 3):
+                    run.step([1])
+            run.assert_as_before()
+        run = Run()
+        run.step([1])
+        for _ in range(10):
+            run.step(None)
+        (guards,) = pending._guards.values()
+        assert len(guards.calls) <= 4
+        assert run.opt.global_step == 12
+        run.step([8])
+        with refused(IndexError, "got 8", *run.w):
+            for _ in range(10):
+                run.step(None)
+        assert run.opt.global_step == 12
+    finally:
+        pending.MOST_PENDING = 1_024
+        pending._guards.clear()
+
+
+def several_optimizers() -> None:
+    """One bad step does not keep other optimizers from writing; all errors are told."""
+    first, second, third = Run(), Run(), Run()
+    for run, index in ((first, 5), (second, 2), (third, 6)):
+        run.step([index])
+    with pytest.raises(IndexError, match="got 5") as found:
+        fusestep.synchronize()
+    (note,) = found.value.__notes__
+    assert "got 6" in note
+    steps = [run.opt.global_step[0] for run in (first, second, third)]
+    assert steps == [1, 2, 1]
+    first.assert_as_before()
+    third.assert_as_before()
+    # What waits for an answer keeps no optimizer alive.
+    gone = weakref.ref(second.opt)
+    second.step([1])
+    second.step([9])
+    del second, run
+    gc.collect()
+    assert gone() is None
+    with refused(IndexError, "got 9"):
+        fusestep.synchronize()
+
+
+def nonfinite_steps() -> None:
+    """A step that is to be skipped is skipped; it hears of earlier bad indices first."""
+    run = Run(skip_nonfinite=True)
+    bad = rows([1], (5, 4))
+    bad.values[0, 2] = np.inf
+    with unchanged(*run.w):
+        run.opt((on_device(bad), on_device(gradient((7,)))))
+        run.opt((None, on_device(np.full(7, np.nan, F32))))
+        run.step(None, dense=False)
+        assert (run.opt.skipped_steps, run.opt.global_step) == (2, 2)
+        run.before = run.opt.state_dict()
+        run.step([1, 8])
+        with refused(IndexError, f"{BAD}, got 8"):
+            run.step([1])
+        run.assert_as_before()
+    run.step([1])
+    assert run.opt.global_step == 3
+
+
+def failing_steps() -> None:
+    """An error in the middle of a call leaves no lock held and counts nothing."""
+    run, (w, m, v) = Run(use_locking=True), on_device([positive((5, 3)) for _ in range(3)])
+    op, index = ops.FusedSparseLazyAdam(use_locking=True), on_device(np.array([1, 2]))
+    update, dense_update = row_step.rows.touched_kernel, dense.dense_kernel
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("it does not compile")
+
+    try:
+        row_step.rows.touched_kernel = dense.dense_kernel = fail
+        with refused(RuntimeError, "does not compile", *run.w, w, m, v):
+            run.step([1, 2])
+        with refused(RuntimeError, "does not compile", *run.w):
+            run.step(None)
+        with refused(RuntimeError, "does not compile", w, m, v):
+            op(w, m, v, *BETAS, on_device(gradient((2, 3))), index)
+        with refused(RuntimeError, "does not compile", w, m, v):
+            ops.Adam(use_locking=True)(w, m, v, *BETAS, on_device(gradient((5, 3))))
+    finally:
+        row_step.rows.touched_kernel, dense.dense_kernel = update, dense_update
+    run.assert_as_before()
+
+    def go_on() -> None:
+        run.step([1, 2])
+        op(w, m, v, *BETAS, on_device(gradient((2, 3))), index)
+        fusestep.synchronize()
+
+    in_threads(go_on)
+    assert run.opt.global_step == 2
+
+
+def in_threads(*works: Callable[[], Any]) -> None:
+    """Run each in a thread of its own, all of which end without an error."""
+    errors: list[BaseException] = []
+
+    def guarded(work: Callable[[], Any]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=[w], daemon=True) for w in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads), "threads wait for each other"
+    assert not errors, errors
+
+
+def threads() -> None:
+    """Operators and optimizers under use_locking at once: every step counts, nothing waits."""
+    run, (w, m, v) = Run(use_locking=True), on_device([positive((5, 3)) for _ in range(3)])
+    op, index = ops.FusedSparseLazyAdam(use_locking=True), on_device(np.array([1, 2]))
+    values = on_device(np.zeros((2, 3), F32))
+    heard = []
+
+    def step() -> None:
+        for k in range(8):
+            run.step([1, 2] if k % 2 else None)
+
+    def operate() -> None:
+        for _ in range(8):
+            op(w, m, v, *BETAS, values, index)
+
+    def listen() -> None:
+        for _ in range(8):
+            try:
+                fusestep.synchronize()
+            except IndexError as error:
+                heard.append(error)
+
+    in_threads(step, operate, listen, step)
+    fusestep.synchronize()
+    assert not heard and run.opt.global_step == 17
+    assert run.opt.state_dict()["step.parameter_0"] == 9
+
+
+def lock_order() -> None:
+    """Every call takes the locks of guards and streams in the same order."""
+    from fusestep.ops import device_step
+
+    held: list[str] = []
+    orders = set()
+
+    def noting(name: str, context: Callable[..., Any]) -> Callable[..., Any]:
+        @contextmanager
+        def note(*arguments: Any) -> Iterator[Any]:
+            with context(*arguments) as value:
+                if name not in held:  # it can be taken again by who has it
+                    orders.update((other, name) for other in held)
+                held.append(name)
+                yield value
+                held.remove(name)
+
+        return note
+
+    device_step.in_order = noting("streams", device_step.in_order)
+    pending.guarded = noting("guards", pending.guarded)
+    pending.held = noting("guards", pending.held)
+    run, table = Run(use_locking=True), on_device([positive((5, 3)) for _ in range(3)])
+    run.step([1])
+    index = on_device(np.array([1, 2]))
+    ops.FusedSparseLazyAdam(use_locking=True)(*table, *BETAS, on_device(gradient((2, 3))), index)
+    assert orders == {("guards", "streams")}
+
+
+def mixtures() -> None:
+    """Parameters, gradients and indices of a step are all on the host, or all on the device."""
+    w, host = cuda.to_device(positive((5, 4))), positive((5, 4))
+    for named in ([w, host], [nn.Parameter(w, "1"), host], [nn.Parameter(host, "1"), w]):
+        with refused(ValueError, "lives elsewhere than", w):
+            nn.Adam(named)
+    opt, on_cpu, before = nn.LazyAdam([w]), nn.LazyAdam([host]), host.copy()
+    index, values = np.array([1]), gradient((1, 4))
+    theirs = on_device(rows([1], (5, 4)))
+    mixed = on_device(rows([1], (5, 4)))
+    mixed.indices = index
+    for one, bad in (
+        (opt, gradient((5, 4))),
+        (opt, rows([1], (5, 4))),
+        (opt, mixed),
+        (on_cpu, cuda.to_device(gradient((5, 4)))),
+        (on_cpu, theirs),
+        (on_cpu, mixed),
+    ):
+        with refused(ValueError, "lives elsewhere than", w):
+            one((bad,))
+    with refused(ValueError, "lives elsewhere than"):
+        nn.RowTensor(index, cuda.to_device(values), (5, 4))
+    for bad in ([rows([1], (5, 4)), theirs], [theirs, theirs]):
+        with refused(RuntimeError, "lives on a CUDA device", w):
+            opt((bad,))
+    np.testing.assert_array_equal(host, before)
+    assert opt.global_step == on_cpu.global_step == 0
+    shared = on_device(rows([1], (5, 4)))
+    shared.values = w[:1]
+    for bad in (w, shared):
+        with refused(ValueError, "shares memory with", w):
+            opt((bad,))
+
+
+def not_taken() -> None:
+    """What has no kernels for the device says so, and computes nothing."""
+    w, m, v = theirs = on_device([positive((5, 4)) for _ in range(3)])
+    host, g = positive((5, 4)), cuda.to_device(gradient((5, 4)))
+    tensor = on_device(rows([1, 3], (5, 4)))
+    centralized = [{"params": [w], "grad_centralization": True}]
+    plain = nn.Adam([w], weight_decay=0.1, loss_scale=2.0)
+    updater = nn.mxnet.get_updater(nn.mxnet.Adam())
+    layer = nn.ThorDense(cuda.to_device(positive((2, 3))))
+    for call in (
+        lambda: nn.AdaFactor([w]),
+        lambda: nn.thor(layer, 0.1, 0.1, 0.9),
+        lambda: layer.capture(cuda.to_device(gradient((4, 3))), gradient((4, 2))),
+        lambda: nn.Adam(centralized)((g,)),
+        lambda: nn.LazyAdam(centralized)((tensor,)),
+        lambda: updater(0, gradient((5, 4)), w),
+        lambda: nn.mxnet.Adam().update([0], [w], [gradient((5, 4))], [(m, v)]),
+        lambda: updater(0, g, host),
+        lambda: ops.adam_update(w, g, m, v, lr=0.1),
+        lambda: ops.adam_update(w, g, m, v, w, lr=0.1),
+        lambda: ops.adam_update(host, gradient((5, 4)), m, v, lr=0.1),
+        lambda: ops.adam_update(host, g, host + 1, host + 2, lr=0.1),
+        lambda: ops.adam_update(host, tensor, host + 1, host + 2, host, lr=0.1),
+        lambda: tensor.coalesce(),
+        lambda: tensor.to_dense(),
+        lambda: plain.decay_weight((g,)),
+        lambda: plain.decay_weight((gradient((5, 4)),)),
+        lambda: plain.decay_weight((tensor,)),
+        lambda: plain.scale_grad((tensor,)),
+        lambda: nn.Adam([w], cuda.to_device(np.array([0.1, 0.2]))),
+        lambda: ops.ApplyMomentum()(w, m, cuda.to_device(np.array(0.1)), g, 0.9),
+    ):
+        with refused(RuntimeError, "device", *theirs):
+            call()
+    with refused(TypeError, "lives on a CUDA device"):
+        np.asarray(nn.Parameter(w))
+
+
+CHECKS: dict[str, Sequence[Callable[[], Any]]] = {
+    "index_errors": (
+        index_errors,
+        rows_without_indices,
+        several_tables,
+        many_calls,
+        several_optimizers,
+        nonfinite_steps,
+    ),
+    "locking": (
+        failing_steps,
+        threads,
+        lock_order,
+    ),
+    "refusals": (
+        mixtures,
+        not_taken,
+    ),
+}
+
+if __name__ == "__main__":
+    for check in CHECKS[sys.argv[1]]:
+        check()
+    print("right")
