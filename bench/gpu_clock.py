@@ -18,8 +18,8 @@ import ml_dtypes
 import numpy as np
 from numba import config, cuda, float32, int64
 
+from ..kernels.cuda.backend import address_of, copy_in
 from ..kernels.cuda.fill import fill
-from ..kernels.cuda.memory import address_of, copy_in
 from ..ops import pending
 from .errors import BenchError
 from .result import BOUND
@@ -182,9 +182,9 @@ def _sleeper() -> Any:
     return sleep
 
 
-def keep_busy(seconds: float) -> Any:
-    """Enqueue work of about so long on the default stream; the event that comes after it."""
-    stream = cuda.default_stream()
+def keep_busy(seconds: float, stream: Any = None) -> Any:
+    """Enqueue work of about so long, on the default stream; the event that comes after it."""
+    stream = cuda.default_stream() if stream is None else stream
     _sleeper()[1, 1, stream](max(1, round(seconds * 1e3)))
     event = cuda.event(timing=False)
     event.record(stream)

@@ -101,8 +101,8 @@ def _launches(bench: Bench, shapes: Sequence[tuple[int, ...]]) -> dict[str, Call
 
     from ..kernels.blocks import kernel
     from ..kernels.cuda import dense
+    from ..kernels.cuda.backend import address_of, copy_in
     from ..kernels.cuda.launch import on_grid
-    from ..kernels.cuda.memory import address_of, copy_in
     from ..kernels.rules import adam
     from ..kernels.storage import F32
 

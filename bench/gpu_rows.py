@@ -122,7 +122,7 @@ def _parts(tables: Tables) -> dict[str, Callable[[], object]]:
     from ..kernels.blocks import kernel
     from ..kernels.cpu.row_step import RowTable
     from ..kernels.cuda import row_step
-    from ..kernels.cuda.memory import address_of
+    from ..kernels.cuda.backend import address_of
     from ..kernels.cuda.row_table import sizes_of
     from ..kernels.rules import adam
     from ..kernels.storage import F32
@@ -157,7 +157,7 @@ def sorts(bench: Bench, n: int) -> Point:
     """The sort of keys by their rows, the positions being in order; peers sort whole keys."""
     from numba import cuda
 
-    from ..kernels.cuda.memory import address_of
+    from ..kernels.cuda.backend import address_of
     from ..kernels.cuda.sort import scratch_words, sort_keys
 
     n_rows = min(ROWS, 1 << 30)

@@ -236,14 +236,15 @@ class FusedOptimizer(DeviceSteps):
         """One kernel call for each stage."""
         batch, prologue = call.batch, conditioning.prologue
         arguments = (self._rule, prologue, batch.variables, gradients, batch.g, call.hp, call.hp_of)
-        column = columns(self._rule, prologue)
         if launch is not None and conditioning.is_measured:
+            column = columns(self._rule, prologue)
             with conditioning.complete_on_device(
                 batch, gradients, call.hp, column, call.rates, call.decays, launch
             ) as complete:
                 dense_step(*arguments, launch._replace(complete=complete))
             return
         if launch is None and (conditioning.is_measured or self._rule.measure):
+            column = columns(self._rule, prologue)
             # What is infinite or NaN reaches the parameter; it is no reason to stop half way.
             with np.errstate(all="ignore"):
                 if conditioning.is_measured:

@@ -169,7 +169,7 @@ class DeviceArray:
 
     def copy(self) -> DeviceArray:
         """A copy in the same framework."""
-        from ..kernels.cuda.memory import copy_within
+        from ..kernels.cuda.backend import copy_within
 
         source, copied = self.contiguous("DeviceArray", "array"), self.empty_like()
         with launching([self]) as stream:
@@ -196,7 +196,7 @@ class DeviceArray:
 
     def numpy(self) -> np.ndarray:
         """A copy on the host; waits until it is there."""
-        from ..kernels.cuda.memory import copy_out
+        from ..kernels.cuda.backend import copy_out
 
         source = self.contiguous("DeviceArray", "array")
         copied: np.ndarray = np.empty(self.shape, self.dtype)
@@ -206,7 +206,7 @@ class DeviceArray:
 
     def assign(self, array: np.ndarray) -> None:
         """Copy a contiguous array of the host, of this shape and dtype, to the device."""
-        from ..kernels.cuda.memory import copy_in
+        from ..kernels.cuda.backend import copy_in
 
         with launching([self]) as stream:
             copy_in(self.address, np.ascontiguousarray(array), stream)
@@ -277,28 +277,21 @@ def launching(arrays: Sequence[DeviceArray]) -> Iterator[Any]:
     Where others belong to another stream (of another framework, say), the call waits for what was
     enqueued there, and what is enqueued there later waits for the call. Nothing waits on the host.
     """
+    from ..kernels.cuda.memory import follow
+
     device = arrays[0].device
     with on_device(device):
         kinds = dict.fromkeys((array.framework, array.stream) for array in arrays)
         own, *others = dict.fromkeys(_handle(*kind, device) for kind in kinds)
         stream = stream_of(device, own)
         for handle in others:
-            _follow(stream, stream_of(device, handle))
+            follow(stream, stream_of(device, handle))
         try:
             yield stream
         finally:  # also what was enqueued before an error
             for handle in others:
-                _follow(stream_of(device, handle), stream)
+                follow(stream_of(device, handle), stream)
 
 
 def _handle(framework: Framework, stream: int | None, device: int) -> int:
     return framework.stream(device) if stream is None else stream
-
-
-def _follow(stream: Any, other: Any) -> None:
-    """What comes next on ``stream`` waits for what is on ``other`` now."""
-    from ..kernels.cuda.memory import new_event
-
-    event = new_event()
-    event.record(other)
-    event.wait(stream)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -10,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from ..kernels.blocks import kernel
-from ..kernels.cpu.row_step import RowTable
 from ..kernels.rules.norm import SCALED
 from ..kernels.storage import STORAGES, Storage, real_of
 from . import pending
 from .arrays import RowTensor
 from .device import DeviceArray
 from .device_step import Launch, checked, launch_on
+from .gradient_kinds import by_storage, gradient_table
 from .row_step import bad_index_error, check_keys
 
 Gradient = DeviceArray | RowTensor
@@ -100,13 +99,7 @@ def _global_norm(where: str, gradients: Sequence[Gradient | None], limit: float)
     """The enqueued norm of all gradients."""
     from ..kernels.cuda.norm import DenseGradients, GlobalNorm
 
-    dense: dict[Storage, list[DeviceArray]] = {}
-    rows: dict[Storage, dict[int, RowTensor]] = {}
-    for i, gradient in enumerate(gradients):
-        if isinstance(gradient, RowTensor):
-            rows.setdefault(STORAGES[gradient.dtype], {})[i] = gradient
-        elif gradient is not None:
-            dense.setdefault(STORAGES[gradient.dtype], []).append(gradient)
+    dense, rows = by_storage(gradients)
     for by_place in rows.values():
         check_keys(where, [(t.dense_shape[0], len(t.indices)) for t in by_place.values()])
     arrays = [_values(gradient) for gradient in gradients if gradient is not None]
@@ -139,25 +132,9 @@ def _row_squares(rows: dict[Storage, dict[int, RowTensor]], launch: Launch) -> l
 
     found, base = [], 0
     for g, by_place in rows.items():
-        tables = [_table(t) for t in by_place.values()]
+        tables = [gradient_table(t) for t in by_place.values()]
         compiled = kernel(SCALED, (), real_of(g), g, ())
         guard = launch.check.guard
         found.append(RowSquares(compiled, tables, guard=guard, base=base, sorter=launch.sorter))
         base += sum(table.length for table in tables)
     return found
-
-
-def _table(t: RowTensor) -> RowTable:
-    return RowTable(
-        w=0,
-        s0=0,
-        s1=0,
-        s2=0,
-        hp=0,
-        rows=t.dense_shape[0],
-        width=math.prod(t.dense_shape[1:]),
-        indices=t.indices.address,
-        index_bytes=t.indices.itemsize,
-        length=len(t.indices),
-        values=t.values.address,
-    )

@@ -91,7 +91,7 @@ class Framework:
         """
         from numba import cuda
 
-        from ..kernels.cuda.memory import address_of
+        from ..kernels.cuda.backend import address_of
 
         carrier = np.dtype(np.uint16) if dtype == _BFLOAT16 else dtype
         owner = cuda.device_array(shape, carrier)
@@ -268,7 +268,7 @@ def _interface_dtype(where: str, name: str, value: Any, typestr: str) -> np.dtyp
 
 def _device_of(address: int) -> int:
     """The number of the device that an address belongs to; the current one for none."""
-    from ..kernels.cuda.memory import device_at
+    from ..kernels.cuda.backend import device_at
 
     return device_at(address)
 
@@ -283,12 +283,8 @@ def on_device(device: int) -> Iterator[None]:
 
 
 @cache
-def _external_stream(device: int, handle: int) -> Any:  # noqa: ARG001  (part of the key)
+def stream_of(device: int, handle: int) -> Any:  # noqa: ARG001  (part of the key)
+    """The stream of Numba for a handle of the current device."""
     from numba import cuda
 
     return cuda.external_stream(handle) if handle else cuda.default_stream()
-
-
-def stream_of(device: int, handle: int) -> Any:
-    """The stream of Numba for a handle of the current device."""
-    return _external_stream(device, handle)

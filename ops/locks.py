@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
 
 _changed = threading.Condition()
 _requests: list[Request] = []
 
-Span = tuple[int, int, tuple[int, ...]]
+Identity = tuple[int, ...]
+Span = tuple[int, int, Identity]
 """First byte, byte after the last, and the variables that this memory is part of."""
 
 
@@ -70,6 +72,20 @@ def spans_of(variables: list[tuple[tuple[int, ...], tuple[int, ...], int]]) -> l
     return sorted(spans)
 
 
+def overlaps(a: list[Span], b: list[Span]) -> Iterator[tuple[Identity, Identity]]:
+    """The variables whose memory overlaps, of two lists in order."""
+    i = j = 0
+    while i < len(a) and j < len(b):
+        begin_a, end_a, identity_a = a[i]
+        begin_b, end_b, identity_b = b[j]
+        if begin_a < end_b and begin_b < end_a:
+            yield identity_a, identity_b
+        if end_a <= end_b:
+            i += 1
+        else:
+            j += 1
+
+
 def _must_wait(mine: Request) -> bool:
     for other in _requests:
         if other is mine:
@@ -82,15 +98,5 @@ def _must_wait(mine: Request) -> bool:
 def _conflict(a: Request, b: Request) -> bool:
     """Whether any memory overlaps, other than that of equal variables held by row calls."""
     both_shared = a.shared and b.shared
-    i = j = 0
-    while i < len(a.spans) and j < len(b.spans):
-        begin_a, end_a, identity_a = a.spans[i]
-        begin_b, end_b, identity_b = b.spans[j]
-        overlap = begin_a < end_b and begin_b < end_a
-        if overlap and not (both_shared and identity_a == identity_b):
-            return True
-        if end_a <= end_b:
-            i += 1
-        else:
-            j += 1
-    return False
+    pairs = overlaps(a.spans, b.spans)
+    return any(not both_shared or identity_a != identity_b for identity_a, identity_b in pairs)

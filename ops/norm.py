@@ -11,13 +11,14 @@ import numpy as np
 from ..kernels.blocks import kernel
 from ..kernels.cpu.dense import TensorTable
 from ..kernels.cpu.measure import measure
-from ..kernels.cpu.row_step import RowTable, row_norm
+from ..kernels.cpu.row_step import row_norm
 from ..kernels.rules.norm import SCALED
-from ..kernels.storage import STORAGES, Storage, real_of
+from ..kernels.storage import Storage, real_of
 from . import check, device_norm
 from .arrays import RowTensor, address_of, adopt_anywhere, check_row_gradient
 from .device import device_of
 from .errors import RejectedTypeError, message
+from .gradient_kinds import by_storage, gradient_table
 from .row_step import check_keys, first_bad_index
 from .step import tensor_step
 
@@ -144,13 +145,7 @@ def _sum_of_squares(where: str, gradients: Sequence[Gradient | None]) -> float:
     """Kind by kind, each in one kernel call."""
     if _are_on_device(where, gradients):
         return device_norm.squares(where, gradients)
-    dense: dict[Storage, list[np.ndarray]] = {}
-    rows: dict[Storage, dict[int, RowTensor]] = {}
-    for i, gradient in enumerate(gradients):
-        if isinstance(gradient, RowTensor):
-            rows.setdefault(STORAGES[gradient.dtype], {})[i] = gradient
-        elif gradient is not None:
-            dense.setdefault(STORAGES[gradient.dtype], []).append(gradient)
+    dense, rows = by_storage(gradients)
     total = sum(_of_rows(where, g, tensors) for g, tensors in rows.items())
     return total + sum(float(squares(g, arrays).sum()) for g, arrays in dense.items())
 
@@ -179,22 +174,7 @@ def _of_rows(where: str, g: Storage, by_place: dict[int, RowTensor]) -> float:
     tensors = list(by_place.values())
     real = real_of(g)
     hp = np.ones(1, real.dtype)
-    tables = [
-        RowTable(
-            w=0,
-            s0=0,
-            s1=0,
-            s2=0,
-            hp=address_of(hp),
-            rows=t.dense_shape[0],
-            width=math.prod(t.dense_shape[1:]),
-            indices=address_of(t.indices),
-            index_bytes=t.indices.itemsize,
-            length=len(t.indices),
-            values=address_of(t.values),
-        )
-        for t in tensors
-    ]
+    tables = [gradient_table(t, address_of(hp)) for t in tensors]
     check_keys(where, [(table.rows, table.length) for table in tables])
     position, total = row_norm(kernel(SCALED, (), real, g, ()), tables)
     if position >= 0:

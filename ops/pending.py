@@ -43,8 +43,8 @@ class _Guards:
     def __init__(self, device: int) -> None:
         from numba import cuda
 
+        from ..kernels.cuda.backend import address_of
         from ..kernels.cuda.guard import NOTHING, WORDS
-        from ..kernels.cuda.memory import address_of
 
         self._device = device
         self._fresh = np.tile(np.array([NOTHING] + [0] * (WORDS - 1), np.int64), (MOST_PENDING, 1))
@@ -58,7 +58,7 @@ class _Guards:
     def _clear(self) -> None:
         from numba import cuda
 
-        from ..kernels.cuda.memory import copy_in
+        from ..kernels.cuda.backend import copy_in
 
         self.used, self.calls = 0, []
         with on_device(self._device):
@@ -69,8 +69,8 @@ class _Guards:
         """Wait for the device; the errors of all calls, whose counts are taken back."""
         from numba import cuda
 
+        from ..kernels.cuda.backend import copy_out
         from ..kernels.cuda.guard import FOUND, INDEX, NOTHING
-        from ..kernels.cuda.memory import copy_out
 
         found = np.empty_like(self._fresh)
         with on_device(self._device):

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from .locks import Span
+from .locks import Span, overlaps
 
 _lock = threading.Lock()
 
@@ -32,12 +32,12 @@ def in_order(spans: list[Span], stream: Any) -> Iterator[None]:
         spans: memory of one device, from `locks.spans_of`.
         stream: of Numba.
     """
-    from ..kernels.cuda.memory import new_event
+    from ..kernels.cuda.backend import new_event
 
     with _lock:
         _uses[:] = [use for use in _uses if not use.event.query()]
         for use in _uses:
-            if _overlap(use.spans, spans):
+            if any(True for _ in overlaps(use.spans, spans)):
                 use.event.wait(stream)
         try:
             yield
@@ -49,9 +49,12 @@ def in_order(spans: list[Span], stream: Any) -> Iterator[None]:
             _uses.append(_Use(spans, event))
 
 
-def _overlap(a: list[Span], b: list[Span]) -> bool:
-    return any(x[0] < y[1] and y[0] < x[1] for x in a for y in b)
-
-
 def _covers(outer: list[Span], inner: list[Span]) -> bool:
-    return all(any(x[0] <= y[0] and y[1] <= x[1] for x in outer) for y in inner)
+    """Whether each stretch of ``inner`` lies in one of ``outer``; both are in order."""
+    k = 0
+    for begin, end, _ in inner:
+        while k < len(outer) and outer[k][1] <= begin:
+            k += 1
+        if k == len(outer) or begin < outer[k][0] or outer[k][1] < end:
+            return False
+    return True

@@ -27,8 +27,8 @@ from numba import cuda
 
 import fusestep
 from fusestep import nn, ops
-from fusestep.kernels.cuda import memory
-from fusestep.ops import frameworks, stream_order
+from fusestep.kernels.cuda import backend, memory
+from fusestep.ops import device, frameworks, stream_order
 from fusestep.ops.device import DeviceArray, launching
 
 from simulator import prepare_simulator
@@ -230,14 +230,15 @@ class Event:
 @contextmanager
 def recorded() -> Iterator[list[str]]:
     """Streams with handles, and a log of the events on them."""
-    before = frameworks._external_stream, memory.new_event
-    frameworks._external_stream = lambda _, handle: Stream(handle)
-    memory.new_event = Event
+    before = device.stream_of, backend.new_event
+    device.stream_of = lambda _, handle: Stream(handle)
+    backend.new_event = memory.new_event = Event
     log.clear()
     try:
         yield log
     finally:
-        frameworks._external_stream, memory.new_event = before
+        device.stream_of, backend.new_event = before
+        memory.new_event = backend.new_event
         stream_order._uses.clear()
         log.clear()
         current.torch = current.cupy = 0

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -183,30 +182,14 @@ def numba_stream(handle: int) -> Any:
     return cuda.external_stream(handle) if handle else cuda.default_stream()
 
 
-@cache
-def _sleeper() -> Any:
-    from numba import cuda
-
-    @cuda.jit
-    def sleep(milliseconds):  # type: ignore[no-untyped-def]
-        for _ in range(milliseconds):
-            cuda.nanosleep(1_000_000)
-
-    return sleep
-
-
 def keep_busy(handle: int, milliseconds: int) -> Any:
     """Enqueue work of about so long; the event that comes after it.
 
     One thread sleeps, so other streams can work meanwhile. It may sleep up to twice as long.
     """
-    from numba import cuda
+    from fusestep.bench import gpu_clock
 
-    stream = numba_stream(handle)
-    _sleeper()[1, 1, stream](milliseconds)
-    event = cuda.event(timing=False)
-    event.record(stream)
-    return event
+    return gpu_clock.keep_busy(milliseconds / 1e3, numba_stream(handle))
 
 
 def fill_later(handle: int, array: Any, value: float) -> None:

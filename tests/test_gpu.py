@@ -839,7 +839,7 @@ def test_own_sort(numba_maker: Maker, n: int) -> None:
 
 @pytest.mark.parametrize("n", SORTED)
 def test_sorts_of_frameworks(maker: Maker, n: int) -> None:
-    from fusestep.kernels.cuda.memory import copy_in, copy_out
+    from fusestep.kernels.cuda.backend import copy_in, copy_out
 
     array = adopted(maker.put(np.zeros(1, np.float32)))
     sorter = array.framework.sorter(array.device)

@@ -12,27 +12,33 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import config, cuda
+from numba import cuda
 
 from ..blocks import Kernel
 from . import measure
+from .backend import load_int64
 from .guard import is_closed
 from .launch import on_grid
-from .memory import Places, copy_in, room_of
+from .memory import Places, copy_scalars_and_table, room_of
 from .search import last_at_most
+from .tensor_table import (
+    COLUMNS,
+    FIRST_BLOCK,
+    HP,
+    IS_ALIGNED,
+    ROW_BYTES,
+    S0,
+    S1,
+    S2,
+    SIZE,
+    G,
+    W,
+)
 from .tiles import tiles
-
-if config.ENABLE_CUDASIM:
-    from .simulated import load_int64
-else:
-    from .intrinsics import load_int64
 
 THREADS = 256
 _TILES_PER_THREAD = 4  # of a chunk
-# Columns of the table, int64 [T, COLUMNS].
-W, G, S0, S1, S2, SIZE, HP, FIRST_BLOCK, IS_ALIGNED, COLUMNS = range(10)
 _ALIGN = 16  # bytes
-ROW_BYTES = 8 * COLUMNS
 
 
 @cache
@@ -143,10 +149,7 @@ def dense_update(
         base = room.take(places.size)
         hp_addresses = base + hp_of * scalars.strides[0]
         table, n_blocks = table_of(kernel, addresses, gradients, sizes, hp_addresses)
-        content = np.zeros(offset + table.nbytes, np.uint8)
-        content[: scalars.nbytes] = scalars.reshape(-1).view(np.uint8)
-        content[offset:] = table.reshape(-1).view(np.uint8)
-        copy_in(base, content, stream)
+        copy_scalars_and_table(base, scalars, offset, table, stream)
         if complete is not None:
             complete(hp_addresses)
         arguments, sums = (base + offset, len(table)), base + at_sums

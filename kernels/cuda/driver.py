@@ -16,6 +16,12 @@ def _checked(result: tuple[Any, ...]) -> None:
         raise RuntimeError(f"CUDA driver: {name.decode()}")
 
 
+def address_of(array: Any) -> int:
+    """The address of a device array."""
+    address: int = array.__cuda_array_interface__["data"][0]
+    return address
+
+
 def device_id() -> int:
     """The number of the current device."""
     number: int = cuda.get_current_device().id

@@ -5,15 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import config, cuda
+from numba import cuda
 
+from .backend import copy_in, store_int64
 from .launch import on_grid
-from .memory import copy_in
-
-if config.ENABLE_CUDASIM:
-    from .simulated import store_int64
-else:
-    from .intrinsics import store_int64
 
 THREADS = 256
 _WORD = 8  # bytes

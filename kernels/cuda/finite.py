@@ -6,18 +6,14 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import config, cuda, types
+from numba import cuda, types
 
 from ..cpu.finite import EXPONENTS
 from ..storage import Storage
+from .backend import copy_in, copy_out, load_int64, store_int64, tile_loader
 from .launch import on_grid
-from .memory import Places, copy_in, copy_out, room_of
+from .memory import Places, room_of
 from .search import last_at_most
-
-if config.ENABLE_CUDASIM:
-    from .simulated import load_int64, store_int64, tile_loader
-else:
-    from .intrinsics import load_int64, store_int64, tile_loader
 
 THREADS = 256
 TILES_PER_THREAD = 8

@@ -13,12 +13,9 @@ import types
 from collections.abc import Hashable
 from functools import cache
 
-from numba import config, cuda
+from numba import cuda
 
-if config.ENABLE_CUDASIM:
-    from .simulated import REPLACED
-else:
-    from .intrinsics import REPLACED
+from .backend import REPLACED
 
 _PACKAGE = __name__.rpartition(".kernels.")[0]
 

@@ -6,29 +6,11 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import config, cuda, types
+from numba import cuda, types
 
+from .backend import load_int32, load_int64, lower_int64, store_int64, tile_loader, tile_storer
 from .guard import FOUND
 from .launch import on_grid
-
-if config.ENABLE_CUDASIM:
-    from .simulated import (
-        load_int32,
-        load_int64,
-        lower_int64,
-        store_int64,
-        tile_loader,
-        tile_storer,
-    )
-else:
-    from .intrinsics import (
-        load_int32,
-        load_int64,
-        lower_int64,
-        store_int64,
-        tile_loader,
-        tile_storer,
-    )
 
 THREADS = 256
 # A row is copied in pieces of this many bytes, the longest that divides all rows and addresses.

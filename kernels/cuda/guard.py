@@ -9,12 +9,9 @@ A guard is two ``int64``: what was found, `NOTHING` at first; and the index that
 
 from __future__ import annotations
 
-from numba import config, cuda
+from numba import cuda
 
-if config.ENABLE_CUDASIM:
-    from .simulated import load_int64
-else:
-    from .intrinsics import load_int64
+from .backend import load_int64
 
 NOTHING = (1 << 63) - 1
 AFTER_ANOTHER = -1  # an earlier call on which this one depends has found something

@@ -130,20 +130,42 @@ def tuple_reader(cls, scalar):
     return read
 
 
-@intrinsic
-def load_int64(typingctx, address):
-    """The ``int64`` at an address."""
+def _loader(kind, scalar):
+    """``load(address) -> scalar`` of what lies there as LLVM's ``kind``; integers are widened."""
+    size = scalar.bitwidth // 8 if kind is not _I32 else 4
 
-    def codegen(context, builder, signature, args):
-        pointer = builder.inttoptr(args[0], ir.PointerType(_I64, _GLOBAL))
-        return builder.load(pointer, align=8)
+    @intrinsic
+    def load(typingctx, address):
+        def codegen(context, builder, signature, args):
+            pointer = builder.inttoptr(args[0], ir.PointerType(kind, _GLOBAL))
+            value = builder.load(pointer, align=size)
+            return builder.sext(value, _I64) if kind is _I32 else value
 
-    return types.int64(types.int64), codegen
+        return scalar(types.int64), codegen
+
+    return load
 
 
-def address_of(array):
-    """The address of a device array."""
-    return array.__cuda_array_interface__["data"][0]
+def _storer(kind, scalar):
+    """``store(address, value)`` of a ``scalar``, which is LLVM's ``kind``."""
+
+    @intrinsic
+    def store(typingctx, address, value):
+        def codegen(context, builder, signature, args):
+            pointer = builder.inttoptr(args[0], ir.PointerType(kind, _GLOBAL))
+            builder.store(args[1], pointer, align=scalar.bitwidth // 8)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, scalar), codegen
+
+    return store
+
+
+load_int64, store_int64 = _loader(_I64, types.int64), _storer(_I64, types.int64)
+load_int32 = _loader(_I32, types.int64)
+"""The ``int32`` at an address, as ``int64``."""
+load_float64 = _loader(ir.DoubleType(), types.float64)
+store_float64 = _storer(ir.DoubleType(), types.float64)
 
 
 @intrinsic
@@ -157,57 +179,6 @@ def rounded_product(typingctx, x, y):
         return builder.call(cgutils.get_or_insert_function(builder.module, function, name), args)
 
     return x(x, y), codegen
-
-
-def _int_loader(bits):
-    @intrinsic
-    def load(typingctx, address):
-        def codegen(context, builder, signature, args):
-            pointer = builder.inttoptr(args[0], ir.PointerType(ir.IntType(bits), _GLOBAL))
-            return builder.sext(builder.load(pointer, align=bits // 8), _I64)
-
-        return types.int64(types.int64), codegen
-
-    return load
-
-
-load_int32 = _int_loader(32)
-"""The ``int32`` at an address, as ``int64``."""
-
-
-@intrinsic
-def store_int64(typingctx, address, value):
-    """Write an ``int64``."""
-
-    def codegen(context, builder, signature, args):
-        pointer = builder.inttoptr(args[0], ir.PointerType(_I64, _GLOBAL))
-        builder.store(args[1], pointer, align=8)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
-
-
-@intrinsic
-def load_float64(typingctx, address):
-    """The ``float64`` at an address."""
-
-    def codegen(context, builder, signature, args):
-        pointer = builder.inttoptr(args[0], ir.PointerType(ir.DoubleType(), _GLOBAL))
-        return builder.load(pointer, align=8)
-
-    return types.float64(types.int64), codegen
-
-
-@intrinsic
-def store_float64(typingctx, address, value):
-    """Write a ``float64``."""
-
-    def codegen(context, builder, signature, args):
-        pointer = builder.inttoptr(args[0], ir.PointerType(ir.DoubleType(), _GLOBAL))
-        builder.store(args[1], pointer, align=8)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.float64), codegen
 
 
 @intrinsic

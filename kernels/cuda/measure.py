@@ -11,20 +11,17 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import config, cuda, float64
+from numba import cuda, float64
 
 from ..blocks import Kernel
 from ..rules.rule import hp_type
 from ..storage import numba_type
+from .backend import load_float64, load_int64, scale_real, store_float64
 from .functions import device_function
 from .guard import is_closed
 from .search import last_at_most
+from .tensor_table import FIRST_BLOCK, HP, IS_ALIGNED, ROW_BYTES, S0, S1, SIZE, G, W
 from .tiles import measured_tiles, tiles
-
-if config.ENABLE_CUDASIM:
-    from .simulated import load_float64, load_int64, scale_real, store_float64
-else:
-    from .intrinsics import load_float64, load_int64, scale_real, store_float64
 
 MOST_VALUES = 3
 SUMS_BYTES = 8 * MOST_VALUES
@@ -51,8 +48,6 @@ def chunk_sums_kernel(kernel: Kernel, threads: int, chunk: int) -> Any:
 
     Table and blocks are those of the dense loop.
     """
-    from .dense import FIRST_BLOCK, HP, IS_ALIGNED, ROW_BYTES, S0, S1, SIZE, G, W
-
     rule, n_values = kernel.rule, kernel.rule.n_measured
     length, vector, single = measured_tiles(rule, kernel.prologue, kernel.w, kernel.g, kernel.s)
     read_hp = tiles(rule, kernel.prologue, kernel.w, kernel.g, kernel.s).read_hp
@@ -97,8 +92,6 @@ def factor_kernel(kernel: Kernel, threads: int) -> Any:
 
     It adds the sums of a tensor's chunks and multiplies the field ``factor_of`` of its scalars.
     """
-    from .dense import FIRST_BLOCK, HP, ROW_BYTES
-
     rule, real = kernel.rule, kernel.real
     n_values, factor = rule.n_measured, device_function(rule.factor)
     fields: Any = hp_type(rule, kernel.prologue)

@@ -1,4 +1,4 @@
-"""Memory of the device: copies by address, and room that the calls on a stream share.
+"""Room on the device that the calls on a stream share, and the order of streams.
 
 A copy from ordinary host memory is staged by the driver before the call returns, so its source may
 change at once and nothing waits for the device. (On "stream 0" of Numba's own copies it would.)
@@ -10,51 +10,9 @@ import threading
 from typing import Any
 
 import numpy as np
-from numba import config, cuda
+from numba import cuda
 
-if config.ENABLE_CUDASIM:
-    from .simulated import (
-        address_of,
-        copy_in,
-        copy_out,
-        copy_within,
-        device_at,
-        device_id,
-        fill_ones,
-        handle_of,
-        new_event,
-        start_copy_out,
-    )
-else:
-    from .driver import (
-        copy_in,
-        copy_out,
-        copy_within,
-        device_at,
-        device_id,
-        fill_ones,
-        handle_of,
-        new_event,
-        start_copy_out,
-    )
-    from .intrinsics import address_of
-
-__all__ = [
-    "SUMS",
-    "WORK",
-    "Places",
-    "Room",
-    "address_of",
-    "copy_in",
-    "copy_out",
-    "copy_within",
-    "device_at",
-    "device_id",
-    "fill_ones",
-    "new_event",
-    "room_of",
-    "start_copy_out",
-]
+from .backend import address_of, copy_in, device_id, handle_of, new_event
 
 ALIGN = 256  # bytes
 _LEAST = 1 << 16
@@ -113,3 +71,20 @@ def room_of(stream: Any, kind: int = WORK) -> Room:
     # One handle means another stream in every thread.
     own = threading.get_ident() if handle == _PER_THREAD else 0
     return _rooms.setdefault((device_id(), handle, own, kind), Room())
+
+
+def copy_scalars_and_table(
+    base: int, scalars: np.ndarray, offset: int, table: np.ndarray, stream: Any
+) -> None:
+    """Enqueue one copy of the scalars of a launch to ``base``, and of its table ``offset`` on."""
+    content = np.zeros(offset + table.nbytes, np.uint8)
+    content[: scalars.nbytes] = scalars.reshape(-1).view(np.uint8)
+    content[offset:] = table.reshape(-1).view(np.uint8)
+    copy_in(base, content, stream)
+
+
+def follow(stream: Any, other: Any) -> None:
+    """What comes next on ``stream`` waits, on the device, for what is on ``other`` now."""
+    event = new_event()
+    event.record(other)
+    event.wait(stream)

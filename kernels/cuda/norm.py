@@ -8,20 +8,17 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import config, cuda, float64
+from numba import cuda, float64
 
 from ..blocks import kernel
 from ..rules.norm import SCALED
 from ..storage import F64, Storage, real_of
 from . import dense, measure
+from .backend import copy_in, copy_out, load_float64, store_float32, store_float64
 from .launch import on_grid
-from .memory import SUMS, Places, copy_in, copy_out, room_of
+from .memory import SUMS, Places, room_of
 from .row_step import RowSquares
-
-if config.ENABLE_CUDASIM:
-    from .simulated import load_float64, store_float32, store_float64
-else:
-    from .intrinsics import load_float64, store_float32, store_float64
+from .tensor_table import COLUMNS, ROW_BYTES
 
 THREADS = 256
 # What the parts add up to, and what follows; FACTOR_32 is a float32.
@@ -167,13 +164,13 @@ def add_squares(found: DenseGradients, sums: int, stream: Any) -> None:
         return
     compiled = _kernel_of(found.storage)
     with room_of(stream) as room:
-        place = room.take((1 + len(found.sizes)) * dense.ROW_BYTES)
+        place = room.take((1 + len(found.sizes)) * ROW_BYTES)
         # The scalars are not used by what is measured; they are somewhere to be read.
         scalars = np.full(len(found.sizes), place)
         table, _ = _table(found, found.addresses, scalars)
-        copy_in(place, np.vstack([np.zeros((1, dense.COLUMNS), np.int64), table]), stream)
+        copy_in(place, np.vstack([np.zeros((1, COLUMNS), np.int64), table]), stream)
         loop = measure.chunk_sums_kernel(compiled, dense.THREADS, dense.chunk_of(compiled))
-        on_grid(loop, count, dense.THREADS, stream)(place + dense.ROW_BYTES, len(table), sums, 0)
+        on_grid(loop, count, dense.THREADS, stream)(place + ROW_BYTES, len(table), sums, 0)
 
 
 def scale(

@@ -11,8 +11,9 @@ from ..blocks import Kernel
 from ..cpu.layout import HOT
 from ..cpu.row_step import RowTable
 from . import rows
+from .backend import copy_in, fill_ones
 from .launch import on_grid
-from .memory import Places, copy_in, fill_ones, room_of
+from .memory import Places, copy_scalars_and_table, room_of
 from .row_table import ROW_BYTES, Sizes, sizes_of, table_of
 from .sort import scratch_words, sort_keys
 from .tiles import row_tiles
@@ -206,12 +207,9 @@ class Step:
             table._replace(hp=first + t * scalars.strides[0])
             for t, table in enumerate(self._tables)
         ]
-        content = np.zeros(self._table_place + len(tables) * ROW_BYTES, np.uint8)
-        content[: scalars.nbytes] = scalars.reshape(-1).view(np.uint8)
         kernel = self._kernel
         made = table_of(tables, kernel.g.itemsize, [x.itemsize for x in (kernel.w, *kernel.s)])
-        content[self._table_place :] = made.reshape(-1).view(np.uint8)
-        copy_in(self._base, content, stream)
+        copy_scalars_and_table(self._base, scalars, self._table_place, made, stream)
 
     def sorted_keys(
         self, dropped_row: int, check: tuple[int, int, int], sorter: Sorter | None, stream: Any
@@ -241,21 +239,11 @@ class Step:
         tiles, lanes, tile_groups = _block(sizes.widest, length)
         loop = rows.hot_kernel(kernel.g, kernel.real, length)
         grid = (self._n_probes, -(-sizes.most_ranges // lanes), tile_groups)
-        on_grid(loop, grid, (tiles, lanes), stream)(
-            keys,
-            sizes.n,
-            self.table,
-            len(self._tables),
-            sizes.position_bits,
-            sizes.rows,
-            self._hot_sums,
-            self._hot_stride,
-            guard,
-        )
+        on_grid(loop, grid, (tiles, lanes), stream)(keys, *self._common, guard)
 
     @property
     def _common(self) -> tuple[int, ...]:
-        """The arguments that both updating loops have."""
+        """The arguments that the loops over rows have."""
         sizes = self._sizes
         return (
             sizes.n,

@@ -14,11 +14,12 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import config, cuda, float64
+from numba import cuda, float64
 
 from ..blocks import Kernel
 from ..cpu.layout import HOT
 from ..storage import Storage, numba_type
+from .backend import load_int32, load_int64, lower_int64, store_float64, store_int64
 from .guard import AFTER_ANOTHER, FOUND, INDEX, is_closed
 from .measure import SUMS_BYTES, add_tree
 from .row_table import (
@@ -41,11 +42,6 @@ from .row_table import (
 )
 from .search import first_at_least, last_at_most
 from .tiles import row_tiles, sums
-
-if config.ENABLE_CUDASIM:
-    from .simulated import load_int32, load_int64, lower_int64, store_float64, store_int64
-else:
-    from .intrinsics import load_int32, load_int64, lower_int64, store_float64, store_int64
 
 
 @cuda.jit(device=True)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from numba import config, cuda
+from numba import cuda
 
-if config.ENABLE_CUDASIM:
-    from .simulated import load_int64
-else:
-    from .intrinsics import load_int64
+from .backend import load_int64
 
 
 @cuda.jit(device=True)

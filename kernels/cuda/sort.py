@@ -14,14 +14,10 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from numba import config, cuda, int32, int64, uint32
+from numba import cuda, int32, int64, uint32
 
+from .backend import load_int64, store_int64
 from .launch import on_grid
-
-if config.ENABLE_CUDASIM:
-    from .simulated import load_int64, store_int64
-else:
-    from .intrinsics import load_int64, store_int64
 
 DIGIT_BITS = 8  # of a pass
 THREADS = 256  # of a block; a divisor of the number of digits

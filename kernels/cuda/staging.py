@@ -14,7 +14,8 @@ import numpy as np
 from numba import cuda
 
 from ..storage import Piece
-from .memory import copy_in, device_id, new_event, start_copy_out
+from .backend import copy_in, device_id, new_event, start_copy_out
+from .memory import follow
 
 _ALIGN = 64  # bytes
 
@@ -63,11 +64,11 @@ class Staging:
             stream: what is enqueued there before comes first; what comes later waits.
         """
         with self._lock:
-            _follow(self._arrivals, stream)
+            follow(self._arrivals, stream)
             try:
                 self._run(chunks, work)
             finally:  # also what went back before an error is there before what comes next
-                _follow(stream, self._departures)
+                follow(stream, self._departures)
 
     def _run(
         self,
@@ -95,12 +96,6 @@ class Staging:
             start_copy_out(view, piece.address, self._arrivals)
         stage.arrived.record(self._arrivals)
         return views
-
-
-def _follow(stream: Any, other: Any) -> None:
-    event = new_event()
-    event.record(other)
-    event.wait(stream)
 
 
 _stagings: dict[int, Staging] = {}

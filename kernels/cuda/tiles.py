@@ -11,17 +11,13 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import config, cuda, types
+from numba import cuda, types
 
 from ..blocks import compose, element_of, padded, values_of
 from ..rules.rule import Prologue, Rule, hp_type
 from ..storage import Storage, numba_type, real_of
+from .backend import tile_loader, tile_storer, tuple_reader
 from .functions import device_function
-
-if config.ENABLE_CUDASIM:
-    from .simulated import tile_loader, tile_storer, tuple_reader
-else:
-    from .intrinsics import tile_loader, tile_storer, tuple_reader
 
 _WIDEST = 16  # bytes of a load
 _CARRIERS: dict[Any, Any] = {

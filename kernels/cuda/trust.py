@@ -9,20 +9,16 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import config, cuda, float64
+from numba import cuda, float64
 
 from ..rules import lars
 from ..storage import Storage, numba_type
+from .backend import copy_in, load_float64, load_int64, scale_real
 from .functions import device_function
 from .launch import on_grid
 from .measure import SUMS_BYTES, add_tree
-from .memory import SUMS, Places, copy_in, room_of
+from .memory import SUMS, Places, room_of
 from .norm import DenseGradients, add_squares, n_blocks
-
-if config.ENABLE_CUDASIM:
-    from .simulated import load_float64, load_int64, scale_real
-else:
-    from .intrinsics import load_float64, load_int64, scale_real
 
 THREADS = 256
 # Columns of the table, [T, COLUMNS]; the last ones are float64.
