@@ -13,6 +13,7 @@ from ..kernels.cpu.factored import FactoredStep
 from ..kernels.cpu.factored_layout import FactoredTable, FactoredTensor
 from ..kernels.factored_blocks import FactoredKernel, factored_kernel
 from ..kernels.rules import adafactor as rules
+from ..kernels.rules.formula import Formula
 from ..ops import check
 from ..ops.device_step import Launch
 from ..ops.errors import message, reject_unknown
@@ -273,9 +274,8 @@ class AdaFactor(FusedOptimizer):
 
     # The step
 
-    def _scalars(self, real: Any, lr: float, decay: float, step: int) -> tuple[Any, ...]:
-        beta1 = self.beta1 or 0.0
-        return rules.adafactor_hp(real, lr, beta1, self.decay_rate, self.eps[0], decay, step)
+    def _formula(self) -> Formula:
+        return Formula(rules.adafactor_scalars, (self.beta1 or 0.0, self.decay_rate, self.eps[0]))
 
     def _complete(self, squares: np.ndarray, call: Call, column: dict[str, int]) -> None:
         sizes = np.maximum(1, np.diff(call.batch.variables.table.first))

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..kernels.rules import adagrad as rules
+from ..kernels.rules.formula import Formula
 from ..ops import check
 from ..ops.errors import reject_unknown
 from .arguments import non_negative_float
@@ -105,8 +106,8 @@ class Adagrad(FusedOptimizer):
             state_dtype=state_dtype,
         )
 
-    def _scalars(self, real: Any, lr: float, _decay: float, _step: int) -> tuple[Any, ...]:
-        return rules.adagrad_hp(real, lr)
+    def _formula(self) -> Formula:
+        return Formula(rules.adagrad_scalars)
 
     @property
     def accum(self) -> tuple[np.ndarray, ...]:
@@ -186,8 +187,8 @@ class ProximalAdagrad(FusedOptimizer):
             state_dtype=state_dtype,
         )
 
-    def _scalars(self, real: Any, lr: float, _decay: float, _step: int) -> tuple[Any, ...]:
-        return rules.proximal_adagrad_hp(real, lr, self.l1, self.l2)
+    def _formula(self) -> Formula:
+        return Formula(rules.proximal_adagrad_scalars, (self.l1, self.l2))
 
     @property
     def accum(self) -> tuple[np.ndarray, ...]:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..kernels.rules import adam as rules
+from ..kernels.rules.formula import Formula, running_power
 from ..kernels.rules.rule import Rule
 from ..ops import check
 from ..ops.errors import message, reject_unknown
@@ -66,10 +67,9 @@ class _BiasCorrectedAdam(FusedOptimizer):
     def _pick_rule(self) -> Rule:
         return rules.ADAM_NESTEROV if self.use_nesterov else rules.ADAM
 
-    def _scalars(self, real: Any, lr: float, _decay: float, step: int) -> tuple[Any, ...]:
-        power1 = rules.running_power(real, self.beta1, step)
-        power2 = rules.running_power(real, self.beta2, step)
-        return rules.adam_hp(real, lr, self.beta1, self.beta2, self.eps, power1, power2)
+    def _formula(self) -> Formula:
+        betas = self.beta1, self.beta2
+        return Formula(rules.adam_scalars, (*betas, self.eps), betas)
 
     @property
     def moment1(self) -> tuple[np.ndarray, ...]:
@@ -84,7 +84,7 @@ class _BiasCorrectedAdam(FusedOptimizer):
     def _derived_state(self, step: int) -> dict[str, np.ndarray]:
         return {
             f"{name}_power": np.full(
-                self._power_shape, rules.running_power(np.float32, beta, step), np.float32
+                self._power_shape, running_power(np.float32, beta, step), np.float32
             )
             for name, beta in (("beta1", self.beta1), ("beta2", self.beta2))
         }

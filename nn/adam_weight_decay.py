@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..kernels.rules import adam as rules
+from ..kernels.rules.formula import Formula
 from ..ops.errors import reject_unknown
 from .arguments import arithmetic_type, open_unit, positive_float
 from .fused import FusedOptimizer
@@ -90,5 +91,5 @@ class AdamWeightDecay(FusedOptimizer):
             state_dtype=state_dtype,
         )
 
-    def _scalars(self, real: Any, lr: float, decay: float, _step: int) -> tuple[Any, ...]:
-        return rules.adam_weight_decay_hp(real, lr, self.beta1, self.beta2, self.eps, decay)
+    def _formula(self) -> Formula:
+        return Formula(rules.adam_weight_decay_scalars, (self.beta1, self.beta2, self.eps))

@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ..kernels.rules.ftrl import ftrl_hp, ftrl_rule
+from ..kernels.rules.formula import Formula
+from ..kernels.rules.ftrl import ftrl_power_scalars, ftrl_rule, ftrl_scalars
 from ..ops.errors import message, reject_unknown
 from ..ops.ftrl import check_ftrl_ranges
 from .arguments import finite_float, non_negative_float
@@ -128,11 +129,14 @@ class FTRL(FusedOptimizer):
     def _check_ranges(self, lr: float) -> None:
         check_ftrl_ranges(self._name, lr, self.l1, self.l2, self.lr_power, "learning_rate")
 
-    def _scalars(self, real: Any, lr: float, _decay: float, _step: int) -> tuple[Any, ...]:
-        # The rate can be assigned to after construction.
+    def _formula(self) -> Formula:
+        if self.lr_power == -0.5:
+            return Formula(ftrl_scalars, (self.l1, self.l2))
+        return Formula(ftrl_power_scalars, (self.l1, self.l2, self.lr_power))
+
+    def _check_rate(self, lr: float) -> None:
+        # It can be assigned to after construction.
         self._check_ranges(lr)
-        scalars: tuple[Any, ...] = ftrl_hp(real, lr, self.l1, self.l2, self.lr_power)
-        return scalars
 
     @property
     def moments(self) -> tuple[np.ndarray, ...]:

@@ -13,6 +13,7 @@ import numpy as np
 
 from ..kernels.cpu.counts import are_equal, count_up
 from ..kernels.cpu.finite import all_finite
+from ..kernels.rules.formula import Formula
 from ..kernels.rules.rule import Prologue, Rule, factors, hp_type
 from ..ops import check, locks, pending
 from ..ops.device_step import Launch
@@ -35,7 +36,7 @@ class FusedOptimizer(DeviceSteps):
     """An optimizer whose step is an update rule: one kernel call for all dense tensors of a
     dtype (two for a two-stage rule), and one for all tables with row-sparse gradients.
 
-    A subclass gives the rule and defines `_scalars`; for a two-stage rule whose ``factor`` does
+    A subclass gives the rule and defines `_formula`; for a two-stage rule whose ``factor`` does
     not say all, `_complete` too.
 
     Args:
@@ -86,9 +87,12 @@ class FusedOptimizer(DeviceSteps):
         self._class_of, self._classes = self._option_classes()
         self._derive()
 
-    def _scalars(self, real: Any, lr: float, decay: float, step: int) -> tuple[Any, ...]:
-        """The rule's scalars for update ``step`` = 1, 2, ... of a tensor."""
+    def _formula(self) -> Formula:
+        """How the rule's scalars follow from the learning rate and the update of a tensor."""
         raise NotImplementedError
+
+    def _check_rate(self, lr: float) -> None:
+        """Refuse a learning rate that is out of the range of a subclass; before every step."""
 
     def _complete(self, squares: np.ndarray, call: Call, column: dict[str, int]) -> None:
         """The second half of the scalars of a two-stage rule.
@@ -327,10 +331,12 @@ class FusedOptimizer(DeviceSteps):
         else:
             codes, hp_of = np.unique(steps * n_classes + class_of, return_inverse=True)
             keys = [divmod(code, n_classes) for code in codes.tolist()]
-        own_decays = conditioning.left_to_rule(decays)
+        own_decays, formula = conditioning.left_to_rule(decays), self._formula()
+        for rate in rates:
+            self._check_rate(rate)
         rows = [
             (
-                *self._scalars(real, rates[k], own_decays[k], step + 1),
+                *formula.at(real, rates[k], own_decays[k], step + 1),
                 *conditioning.scalars(self._classes[k], decays[k]),
             )
             for step, k in keys

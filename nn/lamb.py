@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..kernels.rules import lamb as rules
+from ..kernels.rules.formula import Formula
 from ..ops import check
 from ..ops.errors import reject_unknown
 from .arguments import arithmetic_type, open_unit, positive_float
@@ -108,5 +109,5 @@ class Lamb(FusedOptimizer):
             state_dtype=state_dtype,
         )
 
-    def _scalars(self, real: Any, lr: float, decay: float, step: int) -> tuple[Any, ...]:
-        return rules.lamb_hp(real, lr, self.beta1, self.beta2, self.eps, decay, step)
+    def _formula(self) -> Formula:
+        return Formula(rules.lamb_scalars, (self.beta1, self.beta2, self.eps))

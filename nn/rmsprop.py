@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..kernels.rules import rmsprop as rules
+from ..kernels.rules.formula import Formula
 from ..kernels.rules.rule import Rule
 from ..ops import check
 from ..ops.errors import reject_unknown
@@ -116,10 +117,11 @@ class RMSProp(FusedOptimizer):
             state_dtype=state_dtype,
         )
 
-    def _scalars(self, real: Any, lr: float, _decay: float, _step: int) -> tuple[Any, ...]:
+    def _formula(self) -> Formula:
+        constants = self.decay, self.epsilon
         if self.momentum > 0.0:
-            return rules.rmsprop_momentum_hp(real, lr, self.decay, self.epsilon, self.momentum)
-        return rules.rmsprop_hp(real, lr, self.decay, self.epsilon)
+            return Formula(rules.rmsprop_momentum_scalars, (*constants, self.momentum))
+        return Formula(rules.rmsprop_scalars, constants)
 
     @property
     def mean_square(self) -> tuple[np.ndarray, ...]:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..kernels.rules import sgd as rules
+from ..kernels.rules.formula import Formula
 from ..ops import check
 from ..ops.errors import message, reject_unknown
 from .arguments import non_negative_float
@@ -105,8 +106,8 @@ class Momentum(FusedOptimizer):
             state_dtype=state_dtype,
         )
 
-    def _scalars(self, real: Any, lr: float, _decay: float, _step: int) -> tuple[Any, ...]:
-        return rules.momentum_hp(real, lr, self.momentum)
+    def _formula(self) -> Formula:
+        return Formula(rules.momentum_scalars, (self.momentum, 0.0))
 
     @property
     def moments(self) -> tuple[np.ndarray, ...]:
@@ -206,11 +207,10 @@ class SGD(FusedOptimizer):
                     )
                 )
 
-    def _scalars(self, real: Any, lr: float, _decay: float, step: int) -> tuple[Any, ...]:
+    def _formula(self) -> Formula:
         if self._rule is rules.SGD:
-            return rules.sgd_hp(real, lr)
-        # The accumulator begins at 0, so without dampening the first step makes it g.
-        return rules.momentum_hp(real, lr, self.momentum, self.dampening if step > 1 else 0.0)
+            return Formula(rules.sgd_scalars)
+        return Formula(rules.momentum_scalars, (self.momentum, self.dampening))
 
     @property
     def accum(self) -> tuple[np.ndarray, ...]:

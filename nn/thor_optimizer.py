@@ -10,6 +10,7 @@ import numpy as np
 
 from ..kernels.cpu.parallel import serial
 from ..kernels.rules import sgd as rules
+from ..kernels.rules.formula import Formula
 from ..ops import check
 from ..ops.errors import message
 from .arguments import non_negative_float, positive_int
@@ -135,8 +136,8 @@ class Thor(FusedOptimizer):
                 found.append(preconditioner_of(layer, positions, is_compatible=self.is_compatible))
         return found
 
-    def _scalars(self, real: Any, lr: float, _decay: float, _step: int) -> tuple[Any, ...]:
-        return rules.momentum_hp(real, lr, self.momentum)
+    def _formula(self) -> Formula:
+        return Formula(rules.momentum_scalars, (self.momentum, 0.0))
 
     def _condition(self) -> None:
         super()._condition()

@@ -9,6 +9,7 @@ that it is, with all functions of this package that it reaches, and compiled ane
 from __future__ import annotations
 
 import dis
+import inspect
 import types
 from collections.abc import Hashable
 from functools import cache
@@ -25,7 +26,7 @@ def device_function(function):
     """``function`` and what it calls, compiled for the device without fast-math."""
     if function in REPLACED:
         return REPLACED[function]
-    plain = getattr(function, "py_func", function)
+    plain = _text_of(function)
     return cuda.jit(device=True)(_with_device_callees(plain))
 
 
@@ -44,5 +45,10 @@ def _with_device_callees(plain):
 
 
 def _is_ours(value):
-    plain = getattr(value, "py_func", value)
+    plain = _text_of(value)
     return isinstance(plain, types.FunctionType) and plain.__module__.startswith(_PACKAGE)
+
+
+def _text_of(function):
+    """What the decorators of Numba and of `functools` were put on."""
+    return inspect.unwrap(getattr(function, "py_func", function))

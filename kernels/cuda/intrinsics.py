@@ -14,6 +14,7 @@ from numba.cuda.extending import intrinsic
 
 from ..rules.rule import product
 
+_I8 = ir.IntType(8)
 _I32 = ir.IntType(32)
 _I64 = ir.IntType(64)
 _GLOBAL = 1
@@ -131,15 +132,17 @@ def tuple_reader(cls, scalar):
 
 
 def _loader(kind, scalar):
-    """``load(address) -> scalar`` of what lies there as LLVM's ``kind``; integers are widened."""
-    size = scalar.bitwidth // 8 if kind is not _I32 else 4
+    """``load(address) -> scalar`` of what lies there as LLVM's ``kind``; it is widened."""
+    size = {_I8: 1, _I32: 4, ir.FloatType(): 4}.get(kind, 8)
 
     @intrinsic
     def load(typingctx, address):
         def codegen(context, builder, signature, args):
             pointer = builder.inttoptr(args[0], ir.PointerType(kind, _GLOBAL))
             value = builder.load(pointer, align=size)
-            return builder.sext(value, _I64) if kind is _I32 else value
+            if isinstance(kind, ir.FloatType):
+                return builder.fpext(value, ir.DoubleType())
+            return builder.sext(value, _I64) if kind in (_I8, _I32) else value
 
         return scalar(types.int64), codegen
 
@@ -164,8 +167,36 @@ def _storer(kind, scalar):
 load_int64, store_int64 = _loader(_I64, types.int64), _storer(_I64, types.int64)
 load_int32 = _loader(_I32, types.int64)
 """The ``int32`` at an address, as ``int64``."""
+load_int8 = _loader(_I8, types.int64)
+"""The ``int8`` at an address, as ``int64``."""
+load_float32 = _loader(ir.FloatType(), types.float64)
+"""The ``float32`` at an address, as ``float64``."""
 load_float64 = _loader(ir.DoubleType(), types.float64)
 store_float64 = _storer(ir.DoubleType(), types.float64)
+
+
+def tuple_storer(scalar):
+    """``store(address, values)``: write a tuple of numbers of one type as type ``scalar``.
+
+    From ``float64`` to ``float32`` they are rounded once; integers must be of type ``scalar``.
+    """
+    n_bytes = scalar.bitwidth // 8
+
+    @intrinsic
+    def store(typingctx, address, values):
+        def codegen(context, builder, signature, args):
+            kind = context.get_value_type(scalar)
+            pointer = builder.inttoptr(args[0], ir.PointerType(kind, _GLOBAL))
+            for k in range(signature.args[1].count):
+                value = builder.extract_value(args[1], k)
+                value = context.cast(builder, value, signature.args[1].dtype, scalar)
+                place = builder.gep(pointer, [ir.Constant(_I64, k)])
+                builder.store(value, place, align=n_bytes)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, values), codegen
+
+    return store
 
 
 @intrinsic

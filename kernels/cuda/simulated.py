@@ -59,6 +59,26 @@ def load_int32(address):
     return int(_at(int(address), np.dtype(np.int32), 1)[0])
 
 
+def load_int8(address):
+    """The ``int8`` at an address, as ``int64``."""
+    return int(_at(int(address), np.dtype(np.int8), 1)[0])
+
+
+def load_float32(address):
+    """The ``float32`` at an address, as ``float64``."""
+    return float(_at(int(address), np.dtype(np.float32), 1)[0])
+
+
+def tuple_storer(scalar):
+    """``store(address, values)``: write a tuple of numbers as type ``scalar``."""
+    dtype = np.dtype(str(scalar))
+
+    def store(address, values):
+        _at(int(address), dtype, len(values))[:] = values
+
+    return store
+
+
 def store_int64(address, value):
     """Write an ``int64``."""
     _at(int(address), np.dtype(np.int64), 1)[0] = value

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .formula import Numbers
 from .rule import Rule, product, rule_helper
 
 _SMALLEST = 1e-30
@@ -127,6 +128,14 @@ def adafactor_hp(
         real(rho),
         real(decay * rho),
     )
+
+
+def adafactor_scalars(
+    real: Any, rho: float, decay: float, step: int, constants: Numbers, _powers: Numbers
+) -> AdafactorHP:
+    """A `Formula` of `adafactor_hp`."""
+    beta1, decay_rate, epsilon1 = constants
+    return adafactor_hp(real, rho, beta1, decay_rate, epsilon1, decay, step)
 
 
 def relative_size(of_w: np.ndarray, epsilon2: float) -> np.ndarray:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+from .formula import Numbers
 from .rule import Rule
 
 
@@ -67,6 +68,21 @@ def adagrad_hp(real: Any, lr: float) -> AdagradHP:
 def proximal_adagrad_hp(real: Any, lr: float, l1: float, l2: float) -> ProximalAdagradHP:
     """Every argument rounded to ``real``."""
     return ProximalAdagradHP(real(lr), real(l1), real(l2), real(0.0), real(1.0))
+
+
+def adagrad_scalars(
+    real: Any, lr: float, _decay: float, _step: int, _constants: Numbers, _powers: Numbers
+) -> AdagradHP:
+    """A `Formula` of `adagrad_hp`."""
+    return adagrad_hp(real, lr)
+
+
+def proximal_adagrad_scalars(
+    real: Any, lr: float, _decay: float, _step: int, constants: Numbers, _powers: Numbers
+) -> ProximalAdagradHP:
+    """A `Formula` of `proximal_adagrad_hp`."""
+    l1, l2 = constants
+    return proximal_adagrad_hp(real, lr, l1, l2)
 
 
 ADAGRAD = Rule(adagrad, ("accum",), AdagradHP._fields)

@@ -16,13 +16,8 @@ import math
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import numpy as np
-
+from .formula import Numbers
 from .rule import Rule, rule_helper
-
-# Powers of the last updates, by type, beta and update: the next one is one multiplication.
-_powers: dict[tuple[Any, float, int], Any] = {}
-_KEPT_POWERS = 1024
 
 
 class AdamHP(NamedTuple):
@@ -122,39 +117,17 @@ def adam_hp(
 
 # The betas are the same in every step, and NumPy takes longer to round one than to look it up.
 @lru_cache(maxsize=256)
-def _rounded(real: Any, beta: float) -> Any:
-    return real(beta)
-
-
-@lru_cache(maxsize=256)
 def _complement(real: Any, beta: float) -> Any:
     return real(1.0) - real(beta)
 
 
-def running_power(real: Any, beta: float, step: int) -> Any:
-    """``beta**step`` as the original keeps it: a product rounded after every update.
-
-    The rounding shows: at the third update ``1 - beta2**t`` is about 0.003, and the error of
-    a float32 product in it is a hundred times that of the power.
-    """
-    known = _powers.get((real, beta, step - 1))
-    power = _product(real(beta), step) if known is None else known * _rounded(real, beta)
-    if len(_powers) >= _KEPT_POWERS:
-        _powers.clear()
-    _powers[real, beta, step] = power
-    return power
-
-
-def _product(beta: Any, count: int) -> Any:
-    """``1 * beta * beta * ...``, rounded after every multiplication."""
-    power, chunk = beta.dtype.type(1), 65_536
-    with np.errstate(under="ignore"):
-        while count > 0 and power * beta != power:  # in the end it is 0 or moves no more
-            factors = np.full(min(count, chunk) + 1, beta)
-            factors[0] = power
-            power = np.multiply.accumulate(factors)[-1]
-            count -= chunk
-    return power
+def adam_scalars(
+    real: Any, lr: float, _decay: float, _step: int, constants: Numbers, powers: Numbers
+) -> AdamHP:
+    """A `Formula` of `adam_hp`."""
+    beta1, beta2, epsilon = constants
+    beta1_power, beta2_power = powers
+    return adam_hp(real, lr, beta1, beta2, epsilon, beta1_power, beta2_power)
 
 
 def adam_weight_decay_hp(
@@ -168,6 +141,14 @@ def adam_weight_decay_hp(
         real(epsilon),
         real(decay),
     )
+
+
+def adam_weight_decay_scalars(
+    real: Any, lr: float, decay: float, _step: int, constants: Numbers, _powers: Numbers
+) -> AdamWeightDecayHP:
+    """A `Formula` of `adam_weight_decay_hp`."""
+    beta1, beta2, epsilon = constants
+    return adam_weight_decay_hp(real, lr, beta1, beta2, epsilon, decay)
 
 
 MOMENTS = ("moment1", "moment2")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+from .formula import Numbers
 from .rule import Rule, rule_helper
 
 
@@ -65,8 +66,26 @@ def ftrl_rule(lr_power: float) -> Rule:
 
 def ftrl_hp(real: Any, lr: float, l1: float, l2: float, lr_power: float) -> Any:
     """Every argument rounded to ``real``; the fields are those of ``ftrl_rule(lr_power)``."""
-    scalars = (real(1.0 / float(real(lr))), real(l1), real(2.0) * real(l2), real(0.0))
-    return FtrlHP(*scalars) if lr_power == -0.5 else FtrlPowerHP(*scalars, real(-lr_power))
+    if lr_power == -0.5:
+        return ftrl_scalars(real, lr, 0.0, 0, (l1, l2), ())
+    return ftrl_power_scalars(real, lr, 0.0, 0, (l1, l2, lr_power), ())
+
+
+def ftrl_scalars(
+    real: Any, lr: float, _decay: float, _step: int, constants: Numbers, _powers: Numbers
+) -> FtrlHP:
+    """A `Formula` of `ftrl_hp` with the square root."""
+    l1, l2 = constants
+    return FtrlHP(real(1.0 / float(real(lr))), real(l1), real(2.0) * real(l2), real(0.0))
+
+
+def ftrl_power_scalars(
+    real: Any, lr: float, decay: float, step: int, constants: Numbers, powers: Numbers
+) -> FtrlPowerHP:
+    """A `Formula` of `ftrl_hp` with another power."""
+    l1, l2, lr_power = constants
+    hp = ftrl_scalars(real, lr, decay, step, (l1, l2), powers)
+    return FtrlPowerHP(hp.lr_reciprocal, hp.l1, hp.two_l2, hp.zero, real(-lr_power))
 
 
 FTRL = Rule(ftrl, ("accum", "linear"), FtrlHP._fields)

@@ -18,6 +18,7 @@ import math
 from typing import Any, NamedTuple
 
 from .adam import moments
+from .formula import Numbers
 from .rule import Rule, rule_helper
 
 _MOST_RATIO = 10.0
@@ -69,23 +70,29 @@ def lamb_hp(
     decay: float,
     step: int,
 ) -> LambHP:
-    """Every argument rounded to ``real``, ``1 - beta`` taken after that rounding.
-
-    The bias corrections are computed in float64 from the rounded betas and rounded once.
-    """
-    one = real(1.0)
-    correction1, correction2 = (
-        real(1.0 / (1.0 - float(real(beta)) ** step)) for beta in (beta1, beta2)
-    )
+    """Every argument rounded to ``real``, ``1 - beta`` taken after that rounding."""
     return LambHP(
-        one - real(beta1),
-        one - real(beta2),
-        correction1,
-        correction2,
+        real(1.0) - real(beta1),
+        real(1.0) - real(beta2),
+        _correction(real, beta1, step),
+        _correction(real, beta2, step),
         real(epsilon),
         real(decay),
         real(lr),
     )
+
+
+def _correction(real: Any, beta: float, step: int) -> Any:
+    """``1 / (1 - beta**step)`` in float64 from the rounded ``beta``, rounded once."""
+    return real(1.0 / (1.0 - math.pow(float(real(beta)), float(step))))
+
+
+def lamb_scalars(
+    real: Any, lr: float, decay: float, step: int, constants: Numbers, _powers: Numbers
+) -> LambHP:
+    """A `Formula` of `lamb_hp`."""
+    beta1, beta2, epsilon = constants
+    return lamb_hp(real, lr, beta1, beta2, epsilon, decay, step)
 
 
 def ratio(square_of_w: Any, square_of_u: Any) -> Any:

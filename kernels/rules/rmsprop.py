@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+from .formula import Numbers
 from .rule import Rule, rule_helper
 
 
@@ -85,7 +86,26 @@ def rmsprop_momentum_hp(
     real: Any, lr: float, decay: float, epsilon: float, momentum: float
 ) -> RMSPropMomentumHP:
     """As `rmsprop_hp`."""
-    return RMSPropMomentumHP(*rmsprop_hp(real, lr, decay, epsilon), real(momentum))
+    scalars = rmsprop_hp(real, lr, decay, epsilon)
+    return RMSPropMomentumHP(
+        scalars.lr, scalars.one_minus_decay, scalars.epsilon, scalars.zero, real(momentum)
+    )
+
+
+def rmsprop_scalars(
+    real: Any, lr: float, _decay: float, _step: int, constants: Numbers, _powers: Numbers
+) -> RMSPropHP:
+    """A `Formula` of `rmsprop_hp`."""
+    rho, epsilon = constants
+    return rmsprop_hp(real, lr, rho, epsilon)
+
+
+def rmsprop_momentum_scalars(
+    real: Any, lr: float, _decay: float, _step: int, constants: Numbers, _powers: Numbers
+) -> RMSPropMomentumHP:
+    """A `Formula` of `rmsprop_momentum_hp`."""
+    rho, epsilon, momentum = constants
+    return rmsprop_momentum_hp(real, lr, rho, epsilon, momentum)
 
 
 RMSPROP = Rule(rmsprop, ("mean_square",), RMSPropHP._fields)

@@ -85,10 +85,19 @@ def factors(rule: Rule, squares: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Part(_Constant):
-    """One part of a prologue: ``apply(g, w, hp) -> g`` and the ``hp`` fields it reads."""
+    """One part of a prologue; compared by identity.
+
+    Attributes:
+        apply: ``apply(g, w, hp) -> g``.
+        hp: the fields of ``hp`` that it reads.
+        scalars: ``scalars(decay, loss_scale)``: these fields for the weight decay that is added
+            to the gradient and the loss scale, as float64; None where they follow from something
+            else. Compilable by Numba.
+    """
 
     apply: Callable[..., Any]
     hp: tuple[str, ...]
+    scalars: Callable[[float, float], tuple[float, ...]] | None = None
 
 
 Prologue = tuple[Part, ...]

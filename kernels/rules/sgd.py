@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from .formula import Numbers
 from .rule import Rule, product, rule_helper
 
 
@@ -88,6 +89,24 @@ def momentum_hp(real: Any, lr: float, momentum: float, dampening: float = 0.0) -
 def first_step_hp(real: Any, lr: float, momentum: float, dampening: float) -> FirstStepHP:
     """As `momentum_hp`."""
     return FirstStepHP(*momentum_hp(real, lr, momentum, dampening), real(0.0))
+
+
+def sgd_scalars(
+    real: Any, lr: float, _decay: float, _step: int, _constants: Numbers, _powers: Numbers
+) -> SgdHP:
+    """A `Formula` of `sgd_hp`."""
+    return sgd_hp(real, lr)
+
+
+def momentum_scalars(
+    real: Any, lr: float, _decay: float, step: int, constants: Numbers, _powers: Numbers
+) -> MomentumHP:
+    """A `Formula` of `momentum_hp` whose first update is not dampened.
+
+    The accumulator begins at 0, so that update makes it the gradient.
+    """
+    momentum, dampening = constants
+    return momentum_hp(real, lr, momentum, dampening if step > 1 else 0.0)
 
 
 SGD = Rule(sgd, (), SgdHP._fields)

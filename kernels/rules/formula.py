@@ -1,0 +1,75 @@
+"""How the scalars of a rule follow from the learning rate, the decay and the number of updates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+# Powers of the last updates, by type, beta and update: the next one is one multiplication.
+_powers: dict[tuple[Any, float, int], Any] = {}
+_KEPT_POWERS = 1024
+
+
+Numbers = tuple[float, ...]
+
+
+class Formula(NamedTuple):
+    """The scalars of a rule as a function, which runs on the host and is compiled for devices.
+
+    Attributes:
+        function: ``function(real, lr, decay, step, constants, powers)`` returns the scalars, all
+            of type ``real``. Compilable by Numba, with functions of `math` only.
+        constants: what stays the same from step to step.
+        bases: numbers whose running powers (`running_power`) the function takes.
+    """
+
+    function: Callable[..., Any]
+    constants: Numbers = ()
+    bases: Numbers = ()
+
+    def at(self, real: Any, lr: float, decay: float, step: int) -> Any:
+        """The scalars at update ``step`` = 1, 2, ...
+
+        Args:
+            real: NumPy's type of the arithmetic.
+            lr: learning rate.
+            decay: weight decay.
+            step: the number of the update of the tensor.
+        """
+        powers = tuple([running_power(real, base, step) for base in self.bases])
+        return self.function(real, lr, decay, step, self.constants, powers)
+
+
+def running_power(real: Any, beta: float, step: int) -> Any:
+    """``beta**step`` as MindSpore keeps it: a product rounded after every update.
+
+    The rounding shows: at the third update of Adam ``1 - beta2**t`` is about 0.003, and the error
+    of a float32 product in it is a hundred times that of the power.
+    """
+    known = _powers.get((real, beta, step - 1))
+    power = _product(real(beta), step) if known is None else known * _rounded(real, beta)
+    if len(_powers) >= _KEPT_POWERS:
+        _powers.clear()
+    _powers[real, beta, step] = power
+    return power
+
+
+# The same in every step, and NumPy takes longer to round a number than to look it up.
+@cache
+def _rounded(real: Any, beta: float) -> Any:
+    return real(beta)
+
+
+def _product(beta: Any, count: int) -> Any:
+    """``1 * beta * beta * ...``, rounded after every multiplication."""
+    power, chunk = beta.dtype.type(1), 65_536
+    with np.errstate(under="ignore"):
+        while count > 0 and power * beta != power:  # in the end it is 0 or moves no more
+            factors = np.full(min(count, chunk) + 1, beta)
+            factors[0] = power
+            power = np.multiply.accumulate(factors)[-1]
+            count -= chunk
+    return power
