@@ -136,19 +136,18 @@ def _parts(tables: Tables) -> dict[str, Callable[[], object]]:
     one = [RowTable(w, m, v, 0, 0, n, d, rows, 8, tables.drawn.size, values)]
     sizes, stream = sizes_of(one, drop=False), cuda.default_stream()
     step = row_step.Step(compiled, one, sizes, touched_only=True, sorts=True)
-    room = cuda.device_array(step.size, np.uint8)
-    step.place(int(address_of(room)))
-    step.write_tables(hp, [0], stream)
+    scalars, scratch = cuda.to_device(hp), cuda.device_array(max(1, step.size), np.uint8)
+    table = cuda.to_device(step.table_with(np.array([address_of(scalars)])))
+    step.place(int(address_of(table)), int(address_of(scratch)))
 
-    def group(keep: Any = room) -> int:
+    def group(keep: Any = (scalars, scratch, table)) -> int:
         del keep
-        return step.sorted_keys(-1, (0, 0, 0), None, stream)
+        return step.sorted_keys(-1, (0, 0), None, stream)
 
     keys = group()
 
     def update() -> None:
-        step.sum_hot(keys, 0, stream)
-        step.update_touched(keys, 0, 0, stream)
+        step.update(keys, 0, 0, stream)
 
     return {"grouping alone": group, "update alone": update}
 

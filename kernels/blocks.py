@@ -26,7 +26,7 @@ from numba import carray, njit
 from .cache import fingerprint
 from .compile import NativeFunction
 from .cpu.intrinsics import as_pointer, tuple_reader
-from .rules.rule import PROLOGUE_FLAGS, RULE_FLAGS, Part, Prologue, Rule, hp_type
+from .rules.rule import PROLOGUE_FLAGS, RULE_FLAGS, Part, Prologue, Rule, columns, hp_type
 from .storage import F64, Storage, numba_type, real_of
 
 MOST_STATES = 3
@@ -68,6 +68,11 @@ class Kernel:
     def n_scalars(self) -> int:
         """The number of fields of a row of ``hp``."""
         return len(hp_type(self.rule, self.prologue)._fields)  # type: ignore[attr-defined]
+
+    @property
+    def column(self) -> dict[str, int]:
+        """Where each scalar is in a row of ``hp``."""
+        return columns(self.rule, self.prologue)
 
     @property
     def state_bytes(self) -> tuple[int, int, int]:

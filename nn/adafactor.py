@@ -14,14 +14,14 @@ from ..kernels.cpu.factored_layout import FactoredTable, FactoredTensor
 from ..kernels.factored_blocks import FactoredKernel, factored_kernel
 from ..kernels.rules import adafactor as rules
 from ..kernels.rules.formula import Formula
+from ..kernels.rules.rule import columns
 from ..ops import check
-from ..ops.device_step import Launch
 from ..ops.errors import message, reject_unknown
 from ..ops.norm import squares_at
 from .arguments import non_negative_float, open_unit, positive_float
 from .conditioning import Conditioning
 from .device_steps import Call
-from .fused import FusedOptimizer, columns
+from .fused import FusedOptimizer
 from .groups import Groups
 from .layout import Batch
 from .parameter import Parameter
@@ -297,10 +297,9 @@ class AdaFactor(FusedOptimizer):
         call: Call,
         gradients: np.ndarray,
         conditioning: Conditioning,
-        launch: Launch | None = None,
     ) -> None:
         if not self._has_matrices(call.batch):
-            super()._run_dense(call, gradients, conditioning, launch)
+            super()._run_dense(call, gradients, conditioning)
             return
         variables, table = call.batch.variables, self._table(call.batch)
         column = columns(self._rule, conditioning.prologue)

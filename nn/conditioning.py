@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..kernels.rules.gradient import COUPLED_DECAY, SCALE
 from ..kernels.rules.rule import Prologue
+from ..ops.device import DeviceArray
 from .groups import ParameterOptions
 from .layout import Batch
+from .numbers import number_of
+
+if TYPE_CHECKING:
+    from .device_program import Measured
 
 
 class Conditioning:
@@ -24,26 +29,43 @@ class Conditioning:
 
     Attributes:
         prologue: the parts that are compiled in front of the rule.
+        loss_scale: as it was given.
+        scales_decay: whether a decay that joins the gradient is multiplied by the loss scale.
         is_measured: whether `complete` has to be called, with scalars for each tensor.
     """
 
     is_measured = False
+    scales_decay = True
 
     def __init__(
-        self, options: Sequence[ParameterOptions], loss_scale: float, *, coupled: bool
+        self,
+        options: Sequence[ParameterOptions],
+        loss_scale: float | DeviceArray,
+        *,
+        coupled: bool,
     ) -> None:
         self._options = options
-        self._loss_scale = loss_scale
-        self._coupling = loss_scale if coupled else 0.0
+        self.loss_scale = loss_scale
+        self._is_coupled = coupled
         self.prologue = self._parts(coupled and any(o.decay != 0.0 for o in options))
 
     def _parts(self, decays: bool) -> Prologue:
-        scaled = (SCALE,) if self._loss_scale != 1.0 else ()
-        return ((COUPLED_DECAY,) if decays else ()) + scaled
+        return ((COUPLED_DECAY,) if decays else ()) + self._scaling
+
+    @property
+    def _scaling(self) -> Prologue:
+        # What is on a device may become another one.
+        is_one = not isinstance(self.loss_scale, DeviceArray) and self.loss_scale == 1.0
+        return () if is_one else (SCALE,)
+
+    @property
+    def _scale(self) -> float:
+        """The loss scale; one on a device is waited for."""
+        return number_of(self.loss_scale)
 
     def centralized_with(self, i: int, decay: float) -> float:  # noqa: ARG002
         """The factor with which parameter ``i`` joins its gradient before that is centralized."""
-        return decay * self._coupling
+        return decay * self._scale if self._is_coupled else 0.0
 
     def left_to_rule(self, decays: Sequence[float]) -> Sequence[float]:
         """The weight decays that the rule applies, if it has any."""
@@ -51,14 +73,17 @@ class Conditioning:
 
     def scalars(self, i: int, decay: float) -> tuple[float, ...]:
         """The scalars of the prologue of parameter ``i``, in the order of its parts."""
-        scalars: tuple[float, ...] = ()
-        if COUPLED_DECAY in self.prologue:
-            # A centralized gradient already holds the decay: it is centralized with it.
-            factor = 0.0 if self._options[i].centralize else decay * self._coupling
-            scalars += (factor, 0.0)
-        if SCALE in self.prologue:
-            scalars += (1.0 / self._loss_scale,)
-        return scalars
+        scale = self._scale
+        # A centralized gradient already holds the decay: it is centralized with it.
+        return self._of_parts(0.0 if self._options[i].centralize else decay * scale, scale)
+
+    def _of_parts(self, decay: float, scale: float) -> tuple[float, ...]:
+        of_each = [part.scalars(decay, scale) for part in self.prologue if part.scalars]
+        return tuple(itertools.chain.from_iterable(of_each))
+
+    def acts(self, positions: np.ndarray) -> np.ndarray:
+        """Of which parameters the weight decay is part of the prologue; bool."""
+        return np.array([not self._options[i].centralize for i in positions.tolist()])
 
     def complete(
         self,
@@ -80,17 +105,16 @@ class Conditioning:
             decays: float64 ``[T]``: weight decays.
         """
 
-    def complete_on_device(
+    def measured_on_device(
         self,
-        *arguments: Any,
-    ) -> AbstractContextManager[Callable[[np.ndarray], None]]:
-        """As `complete`, for tensors on a device and without waiting for it.
+        batch: Batch,  # noqa: ARG002
+        gradients: np.ndarray,  # noqa: ARG002
+        column: dict[str, int],  # noqa: ARG002
+    ) -> Measured | None:
+        """What fills in these scalars on a device; arguments as `complete`."""
+        return None
 
-        Args:
-            arguments: those of `complete`, and the launch.
-
-        Returns:
-            A context in which to launch the step. It gives what enqueues the change of the
-            scalars on the device, called with the addresses of the rows of ``hp`` there.
-        """
-        raise NotImplementedError
+    @property
+    def options_on_device(self) -> tuple[Any, ...]:
+        """What `measured_on_device` depends on beside the arrays."""
+        return ()

@@ -4,25 +4,38 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ..kernels.blocks import kernel
+from ..kernels.cpu.layout import HOT
+from ..kernels.rules.formula import Formula, running_power
 from ..kernels.rules.rule import Rule
 from ..ops import pending
-from ..ops.device_step import Launch
+from ..ops.arrays import real_type
+from ..ops.device import DeviceArray
+from ..ops.device_step import Launch, launch_on
 from ..ops.errors import message
-from ..ops.row_step import RowGradient, check_rows_on_device, row_step
+from ..ops.row_step import RowGradient, row_step, row_tables
 from .conditioning import Conditioning
 from .groups import Groups
 from .layout import Batch, Layout
+from .numbers import FLOATS, check_place, number_of, on_device
 from .offload import rows_on_host, run_dense, run_rows
-from .on_device import Launcher, launching_for, row_batches
+from .on_device import arrays_of, error_of, launching_for, row_batches
 from .parameter import Parameter
-from .reader import Gradients, check_rows
+from .reader import Gradients, by_storage, check_rows
+from .schedule import Values
 from .stateful import StatefulOptimizer
+
+if TYPE_CHECKING:
+    from .device_program import Part, Program, Scalars
+    from .resident import Resident
+
+_KEPT_PROGRAMS = 4
+_FLAGS = (*FLOATS, np.dtype(np.bool_))
 
 
 class Call(NamedTuple):
@@ -51,8 +64,13 @@ class DeviceSteps(StatefulOptimizer):
 
     _stays_on_host = False  # whatever is assigned to `target`
     _moved_to_host = False
+    _found_inf: DeviceArray | None = None
+    _skipped_steps: int
     _lock: threading.Lock
     _rule: Rule
+    _rates: Values
+    _decays: Values
+    _class_of: np.ndarray
     sparse_update: str | None
     use_locking: bool
     skip_nonfinite: bool
@@ -64,22 +82,12 @@ class DeviceSteps(StatefulOptimizer):
     ) -> tuple[Gradients, list[Call]] | None:
         raise NotImplementedError
 
-    def _run_all(
-        self,
-        given: Gradients,
-        calls: list[Call],
-        conditioning: Conditioning,
-        launch: Launch | None = None,
-    ) -> None:
+    def _read(
+        self, gradients: tuple[Any, ...], decays: list[float], conditioning: Conditioning
+    ) -> Gradients:
         raise NotImplementedError
 
-    def _run_dense(
-        self,
-        call: Call,
-        gradients: np.ndarray,
-        conditioning: Conditioning,
-        launch: Launch | None = None,
-    ) -> None:
+    def _run_dense(self, call: Call, gradients: np.ndarray, conditioning: Conditioning) -> None:
         raise NotImplementedError
 
     def _advance(self, layout: Layout) -> None:
@@ -88,22 +96,34 @@ class DeviceSteps(StatefulOptimizer):
     def _read_anew(self) -> None:
         raise NotImplementedError
 
+    def _formula(self) -> Formula:
+        raise NotImplementedError
+
+    def _check_used_rate(self, lr: float) -> None:
+        raise NotImplementedError
+
     def _derive(self) -> None:
         """What is not part of the state: it is made anew in a copy."""
+        self._resident: Resident | None = None
+        self._forget_programs()
+        self._ran: set[Any] = set()
         if self._device is not None:
-            self._launcher = Launcher(self._device)
+            pending.register(self)
+
+    def _forget_programs(self) -> None:
+        self._programs: dict[Any, tuple[Program, int]] = {}
 
     def _check_groups(self, groups: Groups) -> None:
         super()._check_groups(groups)
-        on_device = [p for p in (o.parameter for o in groups.options) if p.is_on_device]
-        if on_device and any(option.centralize for option in groups.options):
+        on_devices = [p for p in (o.parameter for o in groups.options) if p.is_on_device]
+        if on_devices and any(option.centralize for option in groups.options):
             raise RuntimeError(
                 message(
                     self._name,
                     "grad_centralization",
                     "has no CUDA kernels",
                     "parameters on the host",
-                    f"{on_device[0].name or 'a parameter'} on a device",
+                    f"{on_devices[0].name or 'a parameter'} on a device",
                 )
             )
 
@@ -131,6 +151,7 @@ class DeviceSteps(StatefulOptimizer):
             # All of it or nothing: there may be no room.
             self._states, self._moved_to_host = moved, to_host
             self._read_anew()
+            self._load_counts()
 
     def _step_for_device(self, gradients: tuple[Any, ...], conditioning: Conditioning) -> None:
         if self._works_on_host:
@@ -138,34 +159,305 @@ class DeviceSteps(StatefulOptimizer):
             return
         self._step_on_device(gradients, conditioning)
 
+    # What is known on the device
+
+    @property
+    def found_inf(self) -> Any:
+        """An array of one element on the device of the parameters, or None.
+
+        Steps in which it is not 0 change nothing and are counted in `skipped_steps`; it is read
+        where it is. float32, float64 or bool: what a loss scaler has.
+
+        Raises:
+            TypeError: what is assigned is no such array.
+            ValueError: it has not one element, or lives elsewhere than the parameters.
+        """
+        return None if self._found_inf is None else self._found_inf.native()
+
+    @found_inf.setter
+    def found_inf(self, value: Any) -> None:
+        found = None if value is None else on_device(self._name, "found_inf", value, _FLAGS)
+        if value is not None and found is None:
+            expected = "an array on the device of the parameters, or None"
+            raise TypeError(
+                message(self._name, "found_inf", "has a wrong type", expected, type(value).__name__)
+            )
+        check_place(self._name, "found_inf", found, self._device)
+        self._found_inf = found
+
+    def _is_overflow(self) -> bool:
+        """Whether `found_inf` says so; it is waited for."""
+        return self._found_inf is not None and number_of(self._found_inf) != 0.0
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that were skipped; of steps on a device it waits for them."""
+        if self._device is not None:
+            pending.settle()
+        return self._skipped_steps
+
+    @property
+    def is_unsettled(self) -> bool:
+        """Whether the device may know of steps what the host does not."""
+        return self._resident is not None and self._resident.is_unsettled
+
+    def settle(self) -> Exception | None:
+        """Wait for all steps on the device and take over their counts; what one has found.
+
+        `fusestep.synchronize` calls it.
+        """
+        assert self._resident is not None
+        counts, error = self._resident.settle()
+        self._forget_programs()
+        self.global_step[0], self._skipped_steps = counts.global_step, counts.n_skipped
+        self._steps[:] = counts.steps
+        return error
+
+    def _load_counts(self) -> None:
+        """Tell the device, where it counts, how far the host is."""
+        if self._resident is None:
+            return
+        from .resident import Counts
+
+        bases = self._formula().bases
+        powers = [
+            [running_power(real_type(p.dtype), base, step) for base in bases]
+            for p, step in zip(self.parameters, self._steps.tolist(), strict=True)
+        ]
+        counts = Counts(int(self.global_step[0]), self._skipped_steps, self._steps)
+        self._resident.load(counts, np.array(powers, np.float64))
+
+    def _residence(self) -> Resident:
+        """The optimizer's memory on the device."""
+        if self._resident is None:
+            from .resident import Resident
+
+            assert self._device is not None
+            n_bases = len(self._formula().bases)
+            self._resident = Resident(self._device, len(self.parameters), n_bases)
+            weakref.finalize(self, _leave, self._resident).atexit = False
+            self._load_counts()
+        return self._resident
+
+    def load_state_dict(self, state: Any) -> None:
+        """As `StatefulOptimizer.load_state_dict`."""
+        super().load_state_dict(state)
+        self._load_counts()
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._device is not None:
+            pending.settle()
+        state = self.__dict__.copy()
+        for derived in ("_resident", "_programs", "_ran"):
+            state.pop(derived, None)
+        return state
+
     # On the device
 
     def _step_on_device(self, gradients: tuple[Any, ...], conditioning: Conditioning) -> None:
         """The step is enqueued; that of this thread, then that of the next."""
-        with self._lock, pending.held():  # the counts stay until the step is enqueued
-            if self.skip_nonfinite:
-                pending.settle()  # the host waits in such a step anyway
-            plan = self._plan(gradients, conditioning)
-            if plan is None:
-                return
-            given, calls = plan
+        with self._lock, pending.held():
+            resident = self._residence()
+            if self._must_settle(resident):
+                pending.synchronize()
+            step = self._step
+            rates, decays = self._rates.as_given(step), self._decays.at(step)
+            for rate in rates:
+                if not isinstance(rate, DeviceArray):
+                    self._check_used_rate(rate)
+            given = self._read(gradients, decays, conditioning)
             layout = given.layout
-            with self._launcher.launch(
-                given,
-                use_locking=self.use_locking,
-                take_back=_taking_back(self, layout.active),
+            with launch_on(
+                [self.parameters[0].array, *arrays_of(given)],
+                layout.lock_spans if self.use_locking else None,
+                can_be_captured=True,
             ) as launch:
-                if layout.n_row_batches > 1:  # one checks its indices before it writes
-                    for batch, first in row_batches(given):
-                        rows = given.rows_of(batch)
-                        check_rows_on_device(batch.variables, rows, launch.after(first))
-                self._run_all(given, calls, conditioning, launch)
+                self._enqueue(resident, given, conditioning, rates, decays, launch)
+            if not launch.is_captured:
                 self._advance(layout)
 
-    def _take_back(self, active: np.ndarray) -> None:
-        """A step that turned out to have written nothing was not a step."""
-        self._steps[active] -= 1
-        self.global_step[0] -= 1
+    def _must_settle(self, resident: Resident) -> bool:
+        """Whether the host has to know how far the device is, or has not asked for long."""
+        may_skip = resident.may_skip or self.skip_nonfinite or self._found_inf is not None
+        follows = self._rates.follow_steps or self._decays.follow_steps
+        is_behind = resident.is_unsettled and may_skip and follows
+        return is_behind or resident.n_to_check >= pending.MOST_PENDING
+
+    def _enqueue(
+        self,
+        resident: Resident,
+        given: Gradients,
+        conditioning: Conditioning,
+        rates: list[float | DeviceArray],
+        decays: list[float],
+        launch: Launch,
+    ) -> None:
+        from .resident import Settings
+
+        stream, capturing, formula = launch.stream, launch.is_captured, self._formula()
+        kinds = self._kinds(given, conditioning)
+        if capturing:
+            self._check_capture(launch, given.layout, is_known=kinds in self._ran)
+        settings = Settings(
+            conditioning.loss_scale,
+            (*formula.constants, *formula.bases),
+            rates,
+            conditioning.left_to_rule(decays),
+            decays,
+        )
+        resident.follow_last(stream, capturing=capturing)
+        classes = resident.write_settings(settings, stream, capturing=capturing)
+        program, origin = self._program(resident, given, conditioning, classes, launch)
+        resident.tables.write(program.words, stream, capturing=capturing)
+        resident.scratch.take(max(1, program.scratch_bytes), capturing=capturing)
+        resident.run(program, origin, self._found_inf, launch)
+        resident.has_run(program, stream, capturing=capturing)
+        self._ran.add(kinds)
+
+    def _kinds(self, given: Gradients, conditioning: Conditioning) -> Any:
+        """On what it depends which loops a step launches."""
+        row_batches = (given.rows_of(batch) for batch in given.layout.batches if batch.row_sparse)
+        lengths = [sum(len(row.indices) for row in rows) for rows in row_batches]
+        return (
+            given.layout.kinds,
+            tuple((n > 0, n > HOT) for n in lengths),
+            conditioning.prologue,
+            conditioning.options_on_device,
+            self._formula().function,
+            self.skip_nonfinite,
+            self._found_inf is not None,
+        )
+
+    def _check_capture(self, launch: Launch, layout: Layout, *, is_known: bool) -> None:
+        """Refuse to become part of a CUDA graph that could not run.
+
+        Raises:
+            RuntimeError: it could not.
+        """
+        if self._rates.follow_steps or self._decays.follow_steps:
+            raise RuntimeError(
+                message(
+                    self._name,
+                    "a rate or decay in a CUDA graph",
+                    "follows the number of the step",
+                    "a number, or an array on the device",
+                    "a list or a schedule of the host",
+                )
+            )
+        if layout.n_row_batches and launch.sorter is not None and not launch.sorter.can_be_captured:
+            raise RuntimeError(
+                message(
+                    self._name,
+                    "a row-sparse step in a CUDA graph",
+                    "cannot use this framework's sort",
+                    "arrays of torch or Numba",
+                    type(launch.sorter).__name__,
+                )
+            )
+        if not is_known:
+            raise RuntimeError(
+                message(
+                    self._name,
+                    "a step in a CUDA graph",
+                    "is the first of its kind",
+                    "the same step once outside of a graph, which compiles it and takes memory",
+                    "none",
+                )
+            )
+
+    def _program(
+        self,
+        resident: Resident,
+        given: Gradients,
+        conditioning: Conditioning,
+        classes: int,
+        launch: Launch,
+    ) -> tuple[Program, int]:
+        """The launches of a step, and the number of what it may find.
+
+        They are made once for the same arrays; what a graph may run gets a number of its own.
+        """
+        from .device_program import Program
+
+        capturing, tables = launch.is_captured, resident.tables
+        addresses = tuple(
+            (row.index_address, row.values_address, len(row.indices)) for row in given.rows
+        )
+        key = (
+            given.layout,
+            given.addresses.tobytes(),
+            addresses,
+            conditioning.prologue,
+            conditioning.acts(np.arange(len(self.parameters))).tobytes(),
+            conditioning.options_on_device,
+            classes,
+            launch.sorter is None,
+        )
+        known = None if capturing else self._programs.get(key)
+        if known is not None and known[0].place == tables.address:
+            return known
+        parts = self._parts(resident, given, conditioning, classes, launch)
+        finite = by_storage(given) if self.skip_nonfinite else ()
+        program = Program(parts, finite, partial(tables.take, capturing=capturing))
+        origin = resident.remember(error_of(given), capturing=capturing) if given.rows else 0
+        if not capturing:
+            if len(self._programs) >= _KEPT_PROGRAMS:
+                self._forget_programs()
+            self._programs[key] = program, origin
+        return program, origin
+
+    def _parts(
+        self,
+        resident: Resident,
+        given: Gradients,
+        conditioning: Conditioning,
+        classes: int,
+        launch: Launch,
+    ) -> list[tuple[Part, Scalars]]:
+        """The batches of a step."""
+        from ..kernels.cuda import scalars
+        from .device_program import RowsPart, Scalars, Tensors
+
+        first_of = {id(batch): first for batch, first in row_batches(given)}
+        found: list[tuple[Part, Scalars]] = []
+        for batch in given.layout.batches:
+            part: Part
+            if batch.row_sparse:
+                rows = given.rows_of(batch)
+                compiled = kernel(
+                    self._rule, conditioning.prologue, batch.variables.w, batch.g, batch.variables.s
+                )
+                part = RowsPart(
+                    compiled,
+                    row_tables(batch.variables, rows, [0] * len(rows)),
+                    first_of[id(batch)],
+                    touched_only=self.sparse_update == "lazy",
+                    sorts=launch.sorter is None,
+                )
+            else:
+                part = self._dense_part(batch, given.addresses_of(batch), conditioning)
+            positions = batch.positions
+            tensors = Tensors(
+                resident.counts_at(positions),
+                resident.powers_at(positions),
+                classes + 8 * scalars.CLASS * self._class_of[positions],
+                conditioning.acts(positions),
+            )
+            own = Scalars(
+                self._formula(), part.kernel, tensors, scales_decay=conditioning.scales_decay
+            )
+            found.append((part, own))
+        return found
+
+    def _dense_part(self, batch: Batch, gradients: np.ndarray, conditioning: Conditioning) -> Part:
+        """The launches of a batch of dense tensors."""
+        from .device_program import DensePart
+
+        variables, prologue = batch.variables, conditioning.prologue
+        compiled = kernel(self._rule, prologue, variables.w, batch.g, variables.s)
+        table = variables.table
+        measured = conditioning.measured_on_device(batch, gradients, compiled.column)
+        return DensePart(compiled, table.addresses, gradients, np.diff(table.first), measured)
 
     # On the host
 
@@ -228,16 +520,10 @@ class DeviceSteps(StatefulOptimizer):
         run_dense(call.batch, gradients, step, split=not is_measured, stream=stream)
 
 
-def _taking_back(optimizer: DeviceSteps, active: np.ndarray) -> Callable[[], None]:
-    """What takes back the counts of a step; it keeps nothing alive while it waits."""
-    owner = weakref.ref(optimizer)
-
-    def take_back() -> None:
-        living = owner()
-        if living is not None:
-            living._take_back(active)
-
-    return take_back
+def _leave(resident: Resident) -> None:
+    """The optimizer is gone; what its last steps have found is still to be told."""
+    if resident.n_to_check:
+        pending.bequeath(lambda: resident.settle()[1])
 
 
 def _moved(to_host: bool, parameter: Parameter, state: Any) -> Any:

@@ -134,7 +134,7 @@ class FTRL(FusedOptimizer):
             return Formula(ftrl_scalars, (self.l1, self.l2))
         return Formula(ftrl_power_scalars, (self.l1, self.l2, self.lr_power))
 
-    def _check_rate(self, lr: float) -> None:
+    def _check_used_rate(self, lr: float) -> None:
         # It can be assigned to after construction.
         self._check_ranges(lr)
 

@@ -6,7 +6,6 @@ import os
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -14,9 +13,8 @@ import numpy as np
 from ..kernels.cpu.counts import are_equal, count_up
 from ..kernels.cpu.finite import all_finite
 from ..kernels.rules.formula import Formula
-from ..kernels.rules.rule import Prologue, Rule, factors, hp_type
-from ..ops import check, locks, pending
-from ..ops.device_step import Launch
+from ..kernels.rules.rule import Rule, columns, factors
+from ..ops import check, locks
 from ..ops.errors import message
 from ..ops.row_step import row_step
 from ..ops.step import compile_step, dense_step, measure_step
@@ -82,7 +80,7 @@ class FusedOptimizer(DeviceSteps):
             states=states,
             state_dtype=state_dtype,
         )
-        self.skipped_steps = 0
+        self._skipped_steps = 0
         self._rule = rule
         self._class_of, self._classes = self._option_classes()
         self._derive()
@@ -91,7 +89,7 @@ class FusedOptimizer(DeviceSteps):
         """How the rule's scalars follow from the learning rate and the update of a tensor."""
         raise NotImplementedError
 
-    def _check_rate(self, lr: float) -> None:
+    def _check_used_rate(self, lr: float) -> None:
         """Refuse a learning rate that is out of the range of a subclass; before every step."""
 
     def _complete(self, squares: np.ndarray, call: Call, column: dict[str, int]) -> None:
@@ -131,6 +129,7 @@ class FusedOptimizer(DeviceSteps):
 
     def _read_anew(self) -> None:
         """States or their places have changed: nothing that was derived from them stays."""
+        self._forget_programs()
         self._reader = GradientReader(
             self._name,
             self.parameters,
@@ -142,7 +141,7 @@ class FusedOptimizer(DeviceSteps):
 
     def _condition(self) -> None:
         options = self._groups.options
-        self._conditioning = Conditioning(options, self.loss_scale, coupled=self._decay_is_coupled)
+        self._conditioning = Conditioning(options, self._loss_scale, coupled=self._decay_is_coupled)
         examples = [options[i] for i in self._classes]
         self._rates = Values(self._name, "learning_rate", [o.rate for o in examples])
         self._decays = Values(self._name, "weight_decay", [o.decay for o in examples])
@@ -208,46 +207,33 @@ class FusedOptimizer(DeviceSteps):
         given: Gradients,
         calls: list[Call],
         conditioning: Conditioning,
-        launch: Launch | None = None,
     ) -> None:
-        first = 0  # of the positions of a batch among those of all batches
         for call in calls:
             batch = call.batch
             if batch.row_sparse:
-                rows = given.rows_of(batch)
                 row_step(
                     batch.labels,
                     self._rule,
                     conditioning.prologue,
                     batch.variables,
-                    rows,
+                    given.rows_of(batch),
                     call.hp,
                     call.hp_of.tolist(),
                     touched_only=self.sparse_update == "lazy",
-                    launch=launch and launch.after(first),
                 )
-                first += sum(len(gradient.indices) for gradient in rows)
             else:
-                self._run_dense(call, given.addresses_of(batch), conditioning, launch)
+                self._run_dense(call, given.addresses_of(batch), conditioning)
 
     def _run_dense(
         self,
         call: Call,
         gradients: np.ndarray,
         conditioning: Conditioning,
-        launch: Launch | None = None,
     ) -> None:
         """One kernel call for each stage."""
         batch, prologue = call.batch, conditioning.prologue
         arguments = (self._rule, prologue, batch.variables, gradients, batch.g, call.hp, call.hp_of)
-        if launch is not None and conditioning.is_measured:
-            column = columns(self._rule, prologue)
-            with conditioning.complete_on_device(
-                batch, gradients, call.hp, column, call.rates, call.decays, launch
-            ) as complete:
-                dense_step(*arguments, launch._replace(complete=complete))
-            return
-        if launch is None and (conditioning.is_measured or self._rule.measure):
+        if conditioning.is_measured or self._rule.measure:
             column = columns(self._rule, prologue)
             # What is infinite or NaN reaches the parameter; it is no reason to stop half way.
             with np.errstate(all="ignore"):
@@ -257,7 +243,7 @@ class FusedOptimizer(DeviceSteps):
                     )
                 if self._rule.measure:
                     self._complete(measure_step(*arguments), call, column)
-        dense_step(*arguments, launch)
+        dense_step(*arguments)
 
     def _plan(
         self, gradients: tuple[Any, ...], conditioning: Conditioning
@@ -279,8 +265,8 @@ class FusedOptimizer(DeviceSteps):
             and (self.use_locking or self.skip_nonfinite or layout.n_row_batches > 1)
         ):
             self._reader.check_indices(given)
-        if self.skip_nonfinite and not self._all_finite(given):
-            self.skipped_steps += 1
+        if self._is_overflow() or (self.skip_nonfinite and not self._all_finite(given)):
+            self._skipped_steps += 1
             return None
         # One batch compiles before it writes; but the counters must not be ahead of it.
         if on_host and (self.use_locking or len(layout.batches) > 1):
@@ -333,7 +319,7 @@ class FusedOptimizer(DeviceSteps):
             keys = [divmod(code, n_classes) for code in codes.tolist()]
         own_decays, formula = conditioning.left_to_rule(decays), self._formula()
         for rate in rates:
-            self._check_rate(rate)
+            self._check_used_rate(rate)
         rows = [
             (
                 *formula.at(real, rates[k], own_decays[k], step + 1),
@@ -351,12 +337,11 @@ class FusedOptimizer(DeviceSteps):
     def forget_addresses(self) -> None:
         """A parameter was rebound: nothing that was derived from its address stays."""
         self._reader.forget()
+        self._forget_programs()
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._device is not None:
-            pending.settle()  # a copy's counts could not be taken back
-        state = self.__dict__.copy()
-        for derived in ("_reader", "_lock", "_conditioning", "_rates", "_decays", "_launcher"):
+        state = super().__getstate__()
+        for derived in ("_reader", "_lock", "_conditioning", "_rates", "_decays"):
             state.pop(derived, None)
         return state
 
@@ -364,12 +349,6 @@ class FusedOptimizer(DeviceSteps):
         super().__setstate__(state)
         self._class_of, self._classes = self._option_classes()
         self._derive()
-
-
-@cache
-def columns(rule: Rule, prologue: Prologue) -> dict[str, int]:
-    """Where each scalar is in a row of ``hp``."""
-    return {name: k for k, name in enumerate(hp_type(rule, prologue)._fields)}  # type: ignore[attr-defined]
 
 
 _NOTHING = np.empty(0)

@@ -267,7 +267,9 @@ def name_by_position(options: Sequence[ParameterOptions]) -> None:
 
 def _check_lengths(where: str, rates: tuple[Rate, ...]) -> None:
     lengths = {
-        len(rate.data) for rate in rates if isinstance(rate, Parameter) and rate.data.ndim == 1
+        len(rate.data)
+        for rate in rates
+        if isinstance(rate, Parameter) and rate.ndim == 1 and not rate.is_on_device
     }
     if len(lengths) > 1:
         raise ValueError(

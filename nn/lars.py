@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..kernels.rules import lars as rules
-from ..kernels.rules.gradient import COUPLED_DECAY, SCALE, TRUST
+from ..kernels.rules.gradient import COUPLED_DECAY, TRUST
 from ..kernels.rules.rule import Prologue
 from ..ops import check
 from ..ops.arrays import adopt
-from ..ops.device_step import Launch, trust_ratios
 from ..ops.errors import message, reject_unknown
 from ..ops.lars import LARSUpdate
 from ..ops.norm import squares_at
@@ -26,6 +25,9 @@ from .layout import Batch
 from .optimizer import Optimizer
 from .parameter import Parameter
 from .reader import is_row_sparse
+
+if TYPE_CHECKING:
+    from .device_program import Measured
 
 _ARGUMENTS = ("optimizer", "epsilon", "coefficient", "use_clip", "lars_filter")
 
@@ -122,7 +124,7 @@ class LARS(Optimizer):
         return self.opt.global_step
 
     @property
-    def loss_scale(self) -> float:
+    def loss_scale(self) -> Any:
         """The optimizer's loss scale."""
         return self.opt.loss_scale
 
@@ -243,20 +245,20 @@ class LayerwiseConditioning(Conditioning):
     """
 
     is_measured = True
+    scales_decay = False
 
     def __init__(self, lars: LARS, acts: np.ndarray, gradients: tuple[Any, ...]) -> None:
         self._lars = lars
         self._acts = acts
         self._gradients = gradients
-        super().__init__(lars._groups.options, lars.loss_scale, coupled=True)
+        super().__init__(lars._groups.options, lars.opt._loss_scale, coupled=True)
 
     def _parts(self, decays: bool) -> Prologue:
-        scaled = (SCALE,) if self._loss_scale != 1.0 else ()
-        return scaled + ((COUPLED_DECAY,) if decays else ()) + (TRUST,)
+        return self._scaling + ((COUPLED_DECAY,) if decays else ()) + (TRUST,)
 
     def centralized_with(self, i: int, decay: float) -> float:
         """The weight decay where LARS acts, times the loss scale, which comes later."""
-        return decay * self._loss_scale if self._acts[i] else 0.0
+        return decay * self._scale if self._acts[i] else 0.0
 
     def left_to_rule(self, decays: Sequence[float]) -> Sequence[float]:
         """Nothing."""
@@ -264,8 +266,12 @@ class LayerwiseConditioning(Conditioning):
 
     def scalars(self, i: int, decay: float) -> tuple[float, ...]:  # noqa: ARG002
         """Those of a parameter on which LARS does not act; `complete` has the others."""
-        scalars = (1.0 / self._loss_scale,) if SCALE in self.prologue else ()
-        return scalars + ((0.0, 0.0) if COUPLED_DECAY in self.prologue else ()) + (1.0,)
+        return self._of_parts(0.0, self._scale)
+
+    def acts(self, positions: np.ndarray) -> np.ndarray:
+        """Where LARS acts, and the gradient does not hold the decay already."""
+        acts: np.ndarray = self._acts[positions] & super().acts(positions)
+        return acts
 
     def complete(
         self,
@@ -285,7 +291,7 @@ class LayerwiseConditioning(Conditioning):
         centralized = self._plain_squares(batch, of_g)
         lars = self._lars
         ratio = rules.lars_ratio(
-            np.sqrt(of_w), np.sqrt(of_g) / self._loss_scale, decays, lars.coefficient, lars.epsilon
+            np.sqrt(of_w), np.sqrt(of_g) / self._scale, decays, lars.coefficient, lars.epsilon
         )
         if lars.use_clip:
             ratio = rules.clipped_ratio(ratio, rates)
@@ -294,35 +300,20 @@ class LayerwiseConditioning(Conditioning):
             # A centralized gradient already holds the decay.
             hp[:, column["weight_decay"]] = np.where(acts & ~centralized, decays, 0.0)
 
-    @contextmanager
-    def complete_on_device(
-        self,
-        batch: Batch,
-        gradients: np.ndarray,
-        hp: np.ndarray,
-        column: dict[str, int],
-        rates: np.ndarray,
-        decays: np.ndarray,
-        launch: Launch,
-    ) -> Iterator[Callable[[np.ndarray], None]]:
-        """Decay is filled in here, the factor on the device."""
-        acts, table, lars = self._acts[batch.positions], batch.variables.table, self._lars
-        if COUPLED_DECAY in self.prologue:
-            hp[:, column["weight_decay"]] = np.where(acts, decays, 0.0)
-        with trust_ratios(
-            (batch.variables.w, table.addresses[:, 0], batch.g, gradients, np.diff(table.first)),
-            decays,
-            rates,
-            (lars.coefficient, lars.epsilon, self._loss_scale, lars.use_clip),
-            batch.variables.real,
-            launch,
-        ) as complete:
-            place = column["trust_ratio"] * hp.itemsize
+    def measured_on_device(
+        self, batch: Batch, gradients: np.ndarray, column: dict[str, int]
+    ) -> Measured:
+        """The factors; see `Conditioning.measured_on_device`."""
+        from .device_lars import MeasuredRatios
 
-            def complete_rows(rows: np.ndarray) -> None:
-                complete(np.where(acts, rows + place, 0))
+        acts = self._acts[batch.positions]
+        return MeasuredRatios(batch, gradients, acts, self.options_on_device, column)
 
-            yield complete_rows
+    @property
+    def options_on_device(self) -> tuple[Any, ...]:
+        """Coefficient, epsilon, and whether ratios are clipped."""
+        lars = self._lars
+        return lars.coefficient, lars.epsilon, lars.use_clip
 
     def _plain_squares(self, batch: Batch, of_g: np.ndarray) -> np.ndarray:
         """Put right the squares of gradients that were centralized; returns which they are."""

@@ -13,6 +13,7 @@ from ..ops.errors import RejectedTypeError, RejectedValueError, message, reject_
 from . import gradients as grads
 from .checkpoint import as_state, checked_state
 from .groups import Groups, name_by_position, read_groups
+from .numbers import check_place, number_of, on_device
 from .parameter import Parameter, writable
 from .schedule import Rate, Values
 
@@ -27,14 +28,17 @@ class Optimizer:
 
     Args:
         learning_rate: float or int >= 0, a 0-d or 1-d array or an iterable of floats (step s
-            uses element s), a `LearningRateSchedule`, or a callable of the step 0, 1, 2, ...
+            uses element s), a `LearningRateSchedule`, a callable of the step 0, 1, 2, ..., or a
+            float32 or float64 array of one element on the CUDA device of the parameters, which
+            every step reads there.
         parameters: a list of `Parameter` (arrays are wrapped), or of dicts with the keys
             ``params``, ``lr``, ``weight_decay``, ``grad_centralization``; a further dict with
             the only key ``order_params`` gives the order.
         weight_decay: float or int >= 0, or a callable of the step. Ungrouped parameters whose
             name contains "beta" or "gamma" do not decay; in groups the values of the groups
             count alone.
-        loss_scale: float or int > 0; gradients are multiplied by ``float32(1 / loss_scale)``.
+        loss_scale: float or int > 0, or such an array on a device; gradients are multiplied by
+            ``float32(1 / loss_scale)``.
 
     Attributes:
         parameters: the parameters in optimizer order.
@@ -82,6 +86,7 @@ class Optimizer:
         self.parameters = tuple(option.parameter for option in self._groups.options)
         self.global_step = np.zeros(1, np.int32)
         self._device = self._common_device()
+        self._check_numbers()
         self._check_overlap({})
         name_by_position(self._groups.options)
         for parameter in self.parameters:
@@ -91,7 +96,9 @@ class Optimizer:
         n = sum(parameter.size for parameter in self.parameters)
         rates = {option.rate: None for option in self._groups.options}
         lr = ", ".join(
-            f"{float(rate):g}" if isinstance(rate, Parameter) and rate.ndim == 0 else repr(rate)
+            f"{float(rate):g}"
+            if isinstance(rate, Parameter) and rate.ndim == 0 and not rate.is_on_device
+            else repr(rate)
             for rate in rates
         )
         return f"{self._name}({len(self.parameters)} parameters, {n:,} elements, lr={lr})"
@@ -115,22 +122,35 @@ class Optimizer:
             )
         return device
 
+    def _check_numbers(self) -> None:
+        """Learning rates and loss scale live on the host, or where the parameters do."""
+        for rate in self._groups.rates:
+            if isinstance(rate, Parameter):
+                check_place(self._name, "learning_rate", rate.array, self._device)
+        check_place(self._name, "loss_scale", self._loss_scale, self._device)
+
     def _check_groups(self, groups: Groups) -> None:
         """Refuse what a subclass does not take in groups; before anything has changed."""
 
     @property
-    def loss_scale(self) -> float:
+    def loss_scale(self) -> Any:
         """What gradients are divided by; it can be assigned to between steps.
+
+        A float, or the array of one element on the device of the parameters that was assigned.
+        Steps on that device read it there.
 
         Raises:
             TypeError: a value that is assigned is no number.
-            ValueError: it is not above 0 or not finite in float32.
+            ValueError: it is not above 0 or not finite in float32, or lives elsewhere.
         """
-        return self._loss_scale
+        scale = self._loss_scale
+        return scale.native() if isinstance(scale, DeviceArray) else scale
 
     @loss_scale.setter
     def loss_scale(self, value: Any) -> None:
-        self._loss_scale = _loss_scale(self._name, value)
+        scale = _loss_scale(self._name, value)
+        check_place(self._name, "loss_scale", scale, self._device)
+        self._loss_scale = scale
         self._condition()
 
     def _condition(self) -> None:
@@ -251,7 +271,7 @@ class Optimizer:
         """
         decays = self._decays_at(self._step)
         return tuple(
-            grads.decayed(g, p.data, decay * self.loss_scale) if decay else g
+            grads.decayed(g, p.data, decay * number_of(self._loss_scale)) if decay else g
             for g, p, decay in zip(self._as_tuple(gradients), self.parameters, decays, strict=True)
         )
 
@@ -268,9 +288,10 @@ class Optimizer:
     def scale_grad(self, gradients: Sequence[Any]) -> tuple[Any, ...]:
         """``g * float32(1 / loss_scale)``, as new gradients; the same ones if it is 1."""
         gradients = self._as_tuple(gradients)
-        if self.loss_scale == 1.0:
+        scale = number_of(self._loss_scale)
+        if scale == 1.0:
             return gradients
-        return tuple(grads.scaled(g, 1.0 / self.loss_scale) for g in gradients)
+        return tuple(grads.scaled(g, 1.0 / scale) for g in gradients)
 
     def broadcast_params(self, optim_result: Any) -> bool:  # noqa: ARG002  (published name)
         """Send updated parameters to the other processes: with one process, nothing to do."""
@@ -356,7 +377,7 @@ class Optimizer:
         arrays = {"global_step": self.global_step}
         for rate in self._groups.rates:
             if isinstance(rate, Parameter):
-                arrays[str(rate.name)] = rate.data
+                arrays[str(rate.name)] = rate.array
         return arrays
 
     def check_rebinding(self, parameter: Parameter, array: Any) -> None:
@@ -383,7 +404,10 @@ class Optimizer:
             parameter.watch(self)
 
 
-def _loss_scale(where: str, value: Any) -> float:
+def _loss_scale(where: str, value: Any) -> float | DeviceArray:
+    there = on_device(where, "loss_scale", value)
+    if there is not None:
+        return there
     if not isinstance(value, bool | int | float | np.floating):
         raise TypeError(
             message(where, "loss_scale", "has a wrong type", "a float or int", type(value).__name__)

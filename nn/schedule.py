@@ -10,7 +10,9 @@ import numpy as np
 
 from ..ops import arrays
 from ..ops.check import LARGEST
+from ..ops.device import DeviceArray
 from ..ops.errors import message
+from .numbers import number_of, on_device
 from .parameter import Parameter
 
 
@@ -49,7 +51,8 @@ def learning_rate(where: str, name: str, value: Any) -> Rate:
         where: who asks, for errors.
         name: the name of the parameter that will hold it.
         value: a float or int, a 0-d or 1-d array, an iterable of floats (step s uses element
-            s), a `LearningRateSchedule`, or any callable of the step.
+            s), a `LearningRateSchedule`, any callable of the step, or an array of one element on
+            a CUDA device.
 
     Raises:
         TypeError: another kind.
@@ -57,6 +60,9 @@ def learning_rate(where: str, name: str, value: Any) -> Rate:
     """
     if callable(value) and not isinstance(value, Parameter):
         return _schedule(where, "learning_rate", value)
+    there = on_device(where, "learning_rate", value)
+    if there is not None:
+        return Parameter(there, name)
     array = _numbers(where, value)
     if array.ndim > 1 or array.size == 0:
         expected = "a scalar or a non-empty list"
@@ -148,7 +154,9 @@ def value_at(where: str, name: str, rate: Rate | float, step: int) -> float:
         return rate
     if not isinstance(rate, Parameter):
         return _scheduled(where, name, rate(step))
-    array = rate.data
+    array = rate.array
+    if isinstance(array, DeviceArray):
+        return _finite(where, name, number_of(array))
     if array.ndim == 0:
         return _finite(where, name, float(array))
     if step >= len(array):
@@ -184,6 +192,26 @@ class Values:
         """
         values = [value_at(self._where, self._name, rate, step) for rate in self._rates]
         return values if self._all_differ else [values[k] for k in self._places]
+
+    def as_given(self, step: int) -> list[float | DeviceArray]:
+        """As `at`, but those on a device as they are: they are not waited for."""
+        values = [
+            rate.array
+            if isinstance(rate, Parameter) and rate.is_on_device
+            else value_at(self._where, self._name, rate, step)
+            for rate in self._rates
+        ]
+        return [values[k] for k in self._places]
+
+    @property
+    def follow_steps(self) -> bool:
+        """Whether any is a list or a schedule, for which the number of the step must be known."""
+        return any(
+            rate.ndim == 1 and not rate.is_on_device
+            if isinstance(rate, Parameter)
+            else not isinstance(rate, float)
+            for rate in self._rates
+        )
 
 
 def _scheduled(where: str, name: str, value: Any) -> float:

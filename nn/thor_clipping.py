@@ -24,10 +24,6 @@ class ClippedConditioning(Conditioning):
     def _parts(self, decays: bool) -> Prologue:
         return (*super()._parts(decays), TRUST)
 
-    def scalars(self, i: int, decay: float) -> tuple[float, ...]:
-        """As `Conditioning.scalars`; `complete` has the factor."""
-        return (*super().scalars(i, decay), 1.0)
-
     def complete(
         self,
         batch: Batch,

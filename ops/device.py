@@ -277,6 +277,7 @@ def launching(arrays: Sequence[DeviceArray]) -> Iterator[Any]:
     Where others belong to another stream (of another framework, say), the call waits for what was
     enqueued there, and what is enqueued there later waits for the call. Nothing waits on the host.
     """
+    from ..kernels.cuda.backend import is_capturing
     from ..kernels.cuda.memory import follow
 
     device = arrays[0].device
@@ -284,6 +285,11 @@ def launching(arrays: Sequence[DeviceArray]) -> Iterator[Any]:
         kinds = dict.fromkeys((array.framework, array.stream) for array in arrays)
         own, *others = dict.fromkeys(_handle(*kind, device) for kind in kinds)
         stream = stream_of(device, own)
+        if others and is_capturing(stream):
+            raise RuntimeError(
+                "fusestep: a CUDA graph is being captured on the stream of the first variable; "
+                "arrays whose frameworks use other streams cannot be part of it"
+            )
         for handle in others:
             follow(stream, stream_of(device, handle))
         try:

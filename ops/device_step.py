@@ -22,12 +22,10 @@ class Check(NamedTuple):
     Attributes:
         guard: of the guard, or 0 for a call that cannot fail.
         base: added to a bad position.
-        previous: of the guard of the call on which this one depends, or 0.
     """
 
     guard: int
     base: int = 0
-    previous: int = 0
 
 
 class Launch(NamedTuple):
@@ -37,33 +35,45 @@ class Launch(NamedTuple):
         stream: of Numba.
         sorter: of the framework whose stream that is, or None.
         check: the guard of the call.
-        complete: what changes the scalars of a dense step on the device, or None.
+        is_captured: whether it becomes part of a CUDA graph.
     """
 
     stream: Any
     sorter: Any
     check: Check = Check(0)
-    complete: Callable[[np.ndarray], None] | None = None
-
-    def after(self, positions: int) -> Launch:
-        """The launch of a part of the call whose positions come after so many others."""
-        return self._replace(check=self.check._replace(base=positions))
+    is_captured: bool = False
 
 
 @contextmanager
 def launch_on(
-    arrays: Sequence[DeviceArray], lock_spans: list[locks.Span] | None
+    arrays: Sequence[DeviceArray],
+    lock_spans: list[locks.Span] | None,
+    *,
+    can_be_captured: bool = False,
 ) -> Iterator[Launch]:
     """A launch on the stream of the first array; with ``lock_spans`` in order with others.
 
     Args:
         arrays: all that the call reads or writes.
         lock_spans: the memory that no other such call uses at the same time, or None.
+        can_be_captured: whether the call may become part of a CUDA graph.
+
+    Raises:
+        RuntimeError: it would become part of one, and cannot.
     """
+    from ..kernels.cuda.backend import is_capturing
+
     with launching(arrays) as stream:
+        is_captured = is_capturing(stream)
+        if is_captured and not (can_be_captured and lock_spans is None):
+            raise RuntimeError(
+                "fusestep: a CUDA graph is being captured; it can hold steps of optimizers "
+                "without use_locking, and no other calls"
+            )
         order = nullcontext() if lock_spans is None else in_order(lock_spans, stream)
         with order:
-            yield Launch(stream, arrays[0].framework.sorter(arrays[0].device))
+            sorter = arrays[0].framework.sorter(arrays[0].device)
+            yield Launch(stream, sorter, is_captured=is_captured)
 
 
 def dense_update(
@@ -86,7 +96,6 @@ def dense_update(
         hp,
         hp_of,
         guard=launch.check.guard,
-        complete=launch.complete,
         stream=launch.stream,
     )
 
@@ -113,40 +122,9 @@ def row_update(
         drop=drop,
         guard=launch.check.guard,
         base=launch.check.base,
-        previous=launch.check.previous,
         sorter=launch.sorter,
         stream=launch.stream,
     )
-
-
-@contextmanager
-def trust_ratios(
-    arrays: tuple[Storage, np.ndarray, Storage, np.ndarray, np.ndarray],
-    decays: np.ndarray,
-    rates: np.ndarray,
-    options: tuple[float, float, float, bool],
-    real: Storage,
-    launch: Launch,
-) -> Iterator[Callable[[np.ndarray], None]]:
-    """The trust ratios of LARS; further arguments as `kernels.cuda.trust.trust_ratios`.
-
-    Args:
-        arrays: storage and addresses of the parameters, those of the gradients, and the sizes.
-        decays: float64 ``[T]``: weight decays.
-        rates: float64 ``[T]``: learning rates.
-        options: coefficient, epsilon, loss scale, and whether ratios are clipped.
-        real: the type of the arithmetic.
-        launch: of the step.
-    """
-    from ..kernels.cuda.norm import DenseGradients
-    from ..kernels.cuda.trust import Options, trust_ratios
-
-    w, of_w, g, of_g, sizes = arrays
-    parameters, gradients = DenseGradients(w, of_w, sizes), DenseGradients(g, of_g, sizes)
-    with trust_ratios(
-        parameters, gradients, decays, rates, Options(*options), real, launch.stream
-    ) as complete:
-        yield complete
 
 
 def gather(
@@ -173,13 +151,6 @@ def gather(
         launch.check.guard,
         stream=launch.stream,
     )
-
-
-def check_indices(tables: Sequence[RowTable], launch: Launch) -> None:
-    """Enqueue the check of the indices of some tables."""
-    from ..kernels.cuda import row_step
-
-    row_step.check_indices(tables, *launch.check, stream=launch.stream)
 
 
 def all_finite(storage: Storage, addresses: np.ndarray, sizes: np.ndarray, launch: Launch) -> bool:

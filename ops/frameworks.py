@@ -141,6 +141,8 @@ class _Torch(Framework):
 class _TorchSort:
     """Sorts keys by torch; its allocator gives memory back in the order of the stream."""
 
+    can_be_captured = True  # ``torch.cuda.graph`` has a pool of its own
+
     def __init__(self, torch: Any, device: int) -> None:
         self._torch = torch
         self._device = f"cuda:{device}"
@@ -185,6 +187,8 @@ class _CuPy(Framework):
 
 class _CuPySort:
     """Sorts keys by CuPy, whose pool gives memory back in the order of the stream."""
+
+    can_be_captured = False  # the pool would give the memory of a graph to others
 
     def __init__(self, cupy: Any, device: int) -> None:
         self._cupy = cupy

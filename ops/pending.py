@@ -12,7 +12,8 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -88,9 +89,21 @@ class _Guards:
         return errors
 
 
+class Owner(Protocol):
+    """What counts steps on a device by itself: an optimizer."""
+
+    @property
+    def is_unsettled(self) -> bool:
+        """Whether its device may know of something that the host does not."""
+
+    def settle(self) -> Exception | None:
+        """Learn it; what went wrong there."""
+
+
 _lock = threading.RLock()
+_owners: WeakKeyDictionary[Owner, None] = WeakKeyDictionary()  # in the order of creation
+_bequeathed: list[Callable[[], Exception | None]] = []
 _guards: dict[int, _Guards] = {}
-_generation = 0
 
 
 class Guard(NamedTuple):
@@ -150,37 +163,55 @@ def add(
         _guards[guard.device].calls.append(Pending(guard.slot, error, undo))
 
 
-def generation() -> int:
-    """Changes whenever guards are given anew: one that is older is settled."""
-    return _generation
+def register(owner: Owner) -> None:
+    """Have `synchronize` settle ``owner`` too, which is held weakly."""
+    with _lock:
+        _owners[owner] = None
+
+
+def bequeath(settle: Callable[[], Exception | None]) -> None:
+    """Have `synchronize` call ``settle`` once: what is left of an owner that is gone."""
+    _bequeathed.append(settle)  # no lock: the garbage collector may call this at any time
 
 
 def synchronize() -> None:
     """Wait for all calls on CUDA devices, and raise what they have found.
 
     A row-sparse call on device arrays returns before its indices are checked. One with an index
-    out of range writes nothing, and neither do later steps of the same optimizer; their counters
-    are as if they had not been called. The error is raised here, or by the next call that waits
-    for the device anyway (``state_dict``, ``load_state_dict``, a step with ``skip_nonfinite``,
-    every 1,024th row-sparse call). Without calls on a device there is nothing to wait for.
+    out of range writes nothing, and neither do later steps of the same optimizer, also those of
+    CUDA graphs; its counters are as if they had not been called. The error is raised here, or by
+    the next call that waits for the device anyway (``state_dict``, ``load_state_dict``,
+    ``skipped_steps``, every 1,024th row-sparse call). What the host does not know of steps that
+    ran in a graph, or that were skipped on the device, it learns here too. Without calls on a
+    device there is nothing to wait for.
 
     Raises:
         IndexError: an index was out of range. Further errors are in its notes.
     """
-    global _generation
-    with _lock:
-        errors = [error for guards in _guards.values() for error in guards.settle()]
-        _generation += 1
+    errors = _settle_all()
     if errors:
         for other in errors[1:]:
             errors[0].add_note(f"also: {other}")
         raise errors[0]
 
 
+def _settle_all() -> list[Exception]:
+    # Apart from who raises what is found: a traceback would keep the owners alive.
+    with _lock:
+        errors = [error for guards in _guards.values() for error in guards.settle()]
+        left = [_bequeathed.pop(0) for _ in range(len(_bequeathed))]
+        left += [owner.settle for owner in list(_owners) if owner.is_unsettled]
+        return errors + [error for settle in left for error in [settle()] if error is not None]
+
+
 def settle() -> None:
     """As `synchronize`, where anything is pending."""
     with _lock:
-        if any(guards.calls for guards in _guards.values()):
+        if (
+            _bequeathed
+            or any(guards.calls for guards in _guards.values())
+            or any(owner.is_unsettled for owner in list(_owners))
+        ):
             synchronize()
 
 
@@ -189,6 +220,8 @@ def _after_fork_in_child() -> None:
     global _lock
     _lock = threading.RLock()
     _guards.clear()
+    _owners.clear()
+    _bequeathed.clear()
 
 
 if hasattr(os, "register_at_fork"):

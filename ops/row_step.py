@@ -76,7 +76,7 @@ def row_step(
     g = STORAGES[gradients[0].values.dtype]
     compiled = kernel(rule, prologue, variables.w, g, variables.s)
     base, stride = address_of(hp), hp.strides[0]
-    tables = _row_tables(variables, gradients, [base + row * stride for row in hp_of])
+    tables = row_tables(variables, gradients, [base + row * stride for row in hp_of])
     if launch is not None:
         check_keys(where[0], [(table.rows, table.length) for table in tables])
         device_step.row_update(
@@ -139,17 +139,16 @@ def table_step(
         )
 
 
-def check_rows_on_device(
-    variables: Variables, gradients: Sequence[RowGradient], launch: Launch
-) -> None:
-    """Enqueue the check of all indices alone; a bad one closes the guard of ``launch``."""
-    tables = _row_tables(variables, gradients, [0] * len(gradients))
-    device_step.check_indices(tables, launch)
-
-
-def _row_tables(
+def row_tables(
     variables: Variables, gradients: Sequence[RowGradient], hp_addresses: Sequence[int]
 ) -> list[RowTable]:
+    """The tables of a row step, as the kernels take them.
+
+    Args:
+        variables: T tables with their states.
+        gradients: one for each.
+        hp_addresses: the address of the scalars of each.
+    """
     return [
         _row_table(arrays[0], addresses, hp, gradient)
         for arrays, addresses, gradient, hp in zip(

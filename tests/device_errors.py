@@ -125,8 +125,6 @@ def many_calls() -> None:
         run.step([1])
         for _ in range(10):
             run.step(None)
-        (guards,) = pending._guards.values()
-        assert len(guards.calls) <= 4
         assert run.opt.global_step == 12
         run.step([8])
         with refused(IndexError, "got 8", *run.w):
@@ -135,7 +133,6 @@ def many_calls() -> None:
         assert run.opt.global_step == 12
     finally:
         pending.MOST_PENDING = 1_024
-        pending._guards.clear()
 
 
 def several_optimizers() -> None:
@@ -163,7 +160,7 @@ def several_optimizers() -> None:
 
 
 def nonfinite_steps() -> None:
-    """A step that is to be skipped is skipped; it hears of earlier bad indices first."""
+    """A step that is to be skipped is skipped, without the host; after a bad one none is taken."""
     run = Run(skip_nonfinite=True)
     bad = rows([1], (5, 4))
     bad.values[0, 2] = np.inf
@@ -171,11 +168,13 @@ def nonfinite_steps() -> None:
         run.opt((on_device(bad), on_device(gradient((7,)))))
         run.opt((None, on_device(np.full(7, np.nan, F32))))
         run.step(None, dense=False)
-        assert (run.opt.skipped_steps, run.opt.global_step) == (2, 2)
+        assert run.opt.skipped_steps == 2  # which waits for the device
+        assert run.opt.global_step == 2
         run.before = run.opt.state_dict()
         run.step([1, 8])
+        run.step([1])
         with refused(IndexError, f"{BAD}, got 8"):
-            run.step([1])
+            fusestep.synchronize()
         run.assert_as_before()
     run.step([1])
     assert run.opt.global_step == 3
@@ -353,7 +352,6 @@ def not_taken() -> None:
         lambda: plain.decay_weight((gradient((5, 4)),)),
         lambda: plain.decay_weight((tensor,)),
         lambda: plain.scale_grad((tensor,)),
-        lambda: nn.Adam([w], cuda.to_device(np.array([0.1, 0.2]))),
         lambda: ops.ApplyMomentum()(w, m, cuda.to_device(np.array(0.1)), g, 0.9),
     ):
         with refused(RuntimeError, "device", *theirs):

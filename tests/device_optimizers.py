@@ -21,8 +21,6 @@ from numba import cuda
 
 import fusestep
 from fusestep import nn
-from fusestep.nn.on_device import Launcher
-from fusestep.ops import pending
 from fusestep.ops.device import DeviceArray
 
 from device_arrays import (
@@ -276,21 +274,6 @@ def targets() -> None:
     assert run.opt.target == "GPU"
 
 
-def launchers() -> None:
-    """A guard that is settled is not asked again."""
-    run = Run()
-    launcher: Launcher = run.opt._launcher
-    run.step([1])
-    assert launcher._unsettled() is not None
-    fusestep.synchronize()
-    assert launcher._unsettled() is None
-    run.step([7])
-    with refused(IndexError, "got 7"):
-        fusestep.synchronize()
-    run.step(None)
-    assert run.opt.global_step == 3 and not any(g.calls for g in pending._guards.values())
-
-
 CHECKS: dict[str, Sequence[Callable[[], Any]]] = {
     "dense_optimizers": (dense_optimizers,),
     "row_optimizers": (
@@ -302,7 +285,6 @@ CHECKS: dict[str, Sequence[Callable[[], Any]]] = {
         copies,
         rebinding,
         targets,
-        launchers,
     ),
 }
 

@@ -13,7 +13,17 @@ from typing import Any
 import numpy as np
 from numba.cuda.simulator.kernelapi import FakeCUDAShared
 
-from fusestep.kernels.cuda import dense, fill, finite, gather, norm, row_step, sort, trust
+from fusestep.kernels.cuda import (
+    dense,
+    fill,
+    finite,
+    gather,
+    norm,
+    row_step,
+    scalars,
+    sort,
+    trust,
+)
 
 
 def prepare_simulator() -> None:
@@ -25,7 +35,7 @@ def prepare_simulator() -> None:
     dense.THREADS, dense._TILES_PER_THREAD = 4, 1
     finite.THREADS, finite.TILES_PER_THREAD = 4, 1
     row_step.THREADS = fill.THREADS = gather.THREADS = 8
-    norm.THREADS = trust.THREADS = 4
+    norm.THREADS = trust.THREADS = scalars.THREADS = 4
     # Tiles of 16 keys, digits of 3 bits and 1, rounds of 4 counters.
     sort.DIGIT_BITS, sort._SPLIT_BITS, sort._HALF = 4, 3, 4
     sort.THREADS, sort.GROUP, sort.LINE_BITS = 4, 2, 2

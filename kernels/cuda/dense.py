@@ -7,7 +7,6 @@ scalars, is in the table too, so a step is one copy to the device and one launch
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -120,7 +119,6 @@ def dense_update(
     hp_of: np.ndarray,
     *,
     guard: int = 0,
-    complete: Callable[[np.ndarray], None] | None = None,
     stream: Any,
 ) -> None:
     """Enqueue one step of ``kernel`` on tensors of the device, in place.
@@ -134,8 +132,6 @@ def dense_update(
             rule are completed on the device.
         hp_of: int64 ``[T]``: which row of ``hp`` a tensor uses; of a two-stage rule each its own.
         guard: address of the guard of the call (`guard`), or 0.
-        complete: enqueues what changes the scalars before they are used; called with the
-            addresses of the rows of the tensors.
         stream: of Numba.
     """
     if not sizes.any():
@@ -143,19 +139,58 @@ def dense_update(
     scalars, places = np.ascontiguousarray(hp), Places()
     places.add(scalars.nbytes)
     offset = places.add(len(sizes) * ROW_BYTES)
-    n_most = int((-(-sizes // chunk_of(kernel))).sum()) if kernel.rule.factor else 0
-    at_sums = places.add(n_most * measure.SUMS_BYTES)
+    at_sums = places.add(sums_bytes(kernel, sizes))
     with room_of(stream) as room:
         base = room.take(places.size)
         hp_addresses = base + hp_of * scalars.strides[0]
         table, n_blocks = table_of(kernel, addresses, gradients, sizes, hp_addresses)
         copy_scalars_and_table(base, scalars, offset, table, stream)
-        if complete is not None:
-            complete(hp_addresses)
-        arguments, sums = (base + offset, len(table)), base + at_sums
-        if kernel.rule.factor:
-            loop = measure.chunk_sums_kernel(kernel, THREADS, chunk_of(kernel))
-            on_grid(loop, n_blocks, THREADS, stream)(*arguments, sums, guard)
-            loop = measure.factor_kernel(kernel, THREADS)
-            on_grid(loop, len(table), THREADS, stream)(*arguments, n_blocks, sums, guard)
-        on_grid(dense_kernel(kernel), n_blocks, THREADS, stream)(*arguments, guard)
+        enqueue(kernel, base + offset, len(table), n_blocks, base + at_sums, guard, stream)
+
+
+def sums_bytes(kernel: Kernel, sizes: np.ndarray) -> int:
+    """Bytes of scratch memory that `enqueue` needs."""
+    if not kernel.rule.factor:
+        return 0
+    return int((-(-sizes // chunk_of(kernel))).sum()) * measure.SUMS_BYTES
+
+
+def loops(kernel: Kernel) -> list[Any]:
+    """The loops that `enqueue` launches."""
+    if not kernel.rule.factor:
+        return [dense_kernel(kernel)]
+    return [
+        measure.chunk_sums_kernel(kernel, THREADS, chunk_of(kernel)),
+        measure.factor_kernel(kernel, THREADS),
+        dense_kernel(kernel),
+    ]
+
+
+def enqueue(
+    kernel: Kernel,
+    table: int,
+    n_tensors: int,
+    n_blocks: int,
+    sums: int,
+    guard: int,
+    stream: Any,
+) -> None:
+    """Enqueue the loops of a step.
+
+    Args:
+        kernel: the rule and its storage types.
+        table: address of the table on the device, from `table_of`.
+        n_tensors: its rows.
+        n_blocks: from `table_of`.
+        sums: address of scratch memory.
+        guard: as in `dense_update`.
+        stream: of Numba.
+    """
+    if n_tensors == 0:
+        return
+    *first, update = loops(kernel)
+    if first:
+        add_up, follow = first
+        on_grid(add_up, n_blocks, THREADS, stream)(table, n_tensors, sums, guard)
+        on_grid(follow, n_tensors, THREADS, stream)(table, n_tensors, n_blocks, sums, guard)
+    on_grid(update, n_blocks, THREADS, stream)(table, n_tensors, guard)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 from cuda.bindings import driver
-from numba import cuda
+from numba import cuda, types
 
 
 def _checked(result: tuple[Any, ...]) -> None:
@@ -46,6 +46,27 @@ def new_event() -> Any:
 def handle_of(stream: Any) -> int:
     """The handle of a stream of Numba; 0 is that of the default stream."""
     return int(stream.handle)
+
+
+def launcher(loop: Any, grid: Any, block: Any, stream: Any) -> Any:
+    """What launches a loop, called with its arguments."""
+    return loop[grid, block, stream]
+
+
+def prepare(loop: Any) -> None:
+    """Compile and load a loop whose arguments are all ``int64``, so that a launch cannot fail."""
+    if not loop.overloads:
+        loop.compile((types.int64,) * loop.py_func.__code__.co_argcount)
+
+
+def is_capturing(stream: Any) -> bool:
+    """Whether what is enqueued on a stream becomes part of a CUDA graph."""
+    result = driver.cuStreamIsCapturing(handle_of(stream))
+    # The default stream cannot be asked while a stream that waits for it is captured.
+    if result[0] == driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT:
+        return True
+    _checked(result)
+    return bool(result[1] != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
 
 
 def copy_in(address: int, array: np.ndarray, stream: Any) -> None:

@@ -1,4 +1,4 @@
-"""Is every element of arrays on the device finite? One read; the answer is waited for."""
+"""Is every element of arrays on the device finite? One read."""
 
 from __future__ import annotations
 
@@ -65,31 +65,48 @@ def chunk_of(storage: Storage) -> int:
     return THREADS * TILES_PER_THREAD * _WIDEST // storage.itemsize
 
 
-def all_finite(storage: Storage, addresses: np.ndarray, sizes: np.ndarray, *, stream: Any) -> bool:
-    """Whether contiguous arrays of ``storage`` hold no NaN and no infinity; the host waits.
+def table_of(storage: Storage, addresses: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, int]:
+    """The table of the loop, and its number of blocks; arrays of no elements are left out.
 
     Args:
-        storage: their storage type.
+        storage: the storage type of the arrays.
         addresses: int64 ``[T]``, on the device.
         sizes: int64 ``[T]``, elements.
-        stream: of Numba.
     """
     known = np.flatnonzero(sizes)
-    if len(known) == 0:
-        return True
     table, blocks = np.zeros((len(known), COLUMNS), np.int64), -(-sizes[known] // chunk_of(storage))
     table[:, ADDRESS], table[:, SIZE] = addresses[known], sizes[known]
     table[:, FIRST_BLOCK] = np.cumsum(blocks) - blocks
     table[:, IS_ALIGNED] = table[:, ADDRESS] % _WIDEST == 0
+    return table, int(blocks.sum())
+
+
+def enqueue(
+    storage: Storage, table: int, n_arrays: int, n_blocks: int, found: int, stream: Any
+) -> None:
+    """Enqueue the loop: the word at the address ``found`` becomes 1 at a NaN or an infinity."""
+    if n_blocks:
+        on_grid(finite_kernel(storage), n_blocks, THREADS, stream)(table, n_arrays, found)
+
+
+def all_finite(storage: Storage, addresses: np.ndarray, sizes: np.ndarray, *, stream: Any) -> bool:
+    """Whether contiguous arrays hold no NaN and no infinity; the host waits.
+
+    Args:
+        storage: as `table_of`.
+        addresses: as `table_of`.
+        sizes: as `table_of`.
+        stream: of Numba.
+    """
+    table, n_blocks = table_of(storage, addresses, sizes)
+    if n_blocks == 0:
+        return True
     found, places = np.zeros(1, np.int64), Places()
     at_found, at_table = places.add(found.nbytes), places.add(table.nbytes)
     with room_of(stream) as room:
         base = room.take(places.size)
         copy_in(base + at_found, found, stream)
         copy_in(base + at_table, table, stream)
-        loop = finite_kernel(storage)
-        on_grid(loop, int(blocks.sum()), THREADS, stream)(
-            base + at_table, len(table), base + at_found
-        )
+        enqueue(storage, base + at_table, len(table), n_blocks, base + at_found, stream)
         copy_out(found, base + at_found, stream)
     return not found[0]

@@ -1,8 +1,8 @@
 """The guard of a call: a word on the device that says whether the call may write.
 
 Indices are checked on the device, and the host does not wait for the answer. Every later loop of
-the call reads the word and leaves when something was found; so do the loops of later calls that
-depend on this one.
+the call reads the word and leaves when something was found. An optimizer has one guard for all its
+steps, which stays closed.
 
 A guard is two ``int64``: what was found, `NOTHING` at first; and the index that was found.
 """
@@ -14,7 +14,6 @@ from numba import cuda
 from .backend import load_int64
 
 NOTHING = (1 << 63) - 1
-AFTER_ANOTHER = -1  # an earlier call on which this one depends has found something
 FOUND, INDEX, WORDS = range(3)
 BYTES = 8 * WORDS
 

@@ -7,6 +7,8 @@ from typing import Any
 
 from numba import config
 
+from .backend import launcher
+
 _lock = threading.Lock()
 
 
@@ -20,6 +22,6 @@ def on_grid(loop: Any, grid: Any, block: Any, stream: Any) -> Any:
         before = config.CUDA_LOW_OCCUPANCY_WARNINGS
         config.CUDA_LOW_OCCUPANCY_WARNINGS = 0
         try:
-            return loop[grid, block, stream]
+            return launcher(loop, grid, block, stream)
         finally:
             config.CUDA_LOW_OCCUPANCY_WARNINGS = before

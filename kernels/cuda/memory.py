@@ -13,6 +13,7 @@ import numpy as np
 from numba import cuda
 
 from .backend import address_of, copy_in, device_id, handle_of, new_event
+from .by_value import store_words
 
 ALIGN = 256  # bytes
 _LEAST = 1 << 16
@@ -62,15 +63,65 @@ class Places:
         return place
 
 
+class Held:
+    """Memory on the device that belongs to one owner, and whose contents stay from call to call.
+
+    A CUDA graph that was captured writes the contents anew whenever it runs, so after that no
+    call relies on what was there; and it uses the memory, which is therefore kept.
+    """
+
+    def __init__(self) -> None:
+        self._array: Any = None
+        self._size = 0
+        self._content: np.ndarray = np.empty(0, np.int64)
+        self._is_captured = False
+        self._kept: list[Any] = []
+
+    def take(self, n_bytes: int, *, capturing: bool = False) -> int:
+        """The address of at least ``n_bytes``.
+
+        Raises:
+            RuntimeError: there is less, and a graph is being captured.
+        """
+        if n_bytes > self._size:
+            if capturing:
+                raise RuntimeError("memory cannot be taken while a CUDA graph is being captured")
+            if self._is_captured:
+                self._kept.append(self._array)
+            self._size = max(_LEAST, 1 << (n_bytes - 1).bit_length())
+            self._array = cuda.device_array(self._size, np.uint8)
+            self._content = np.empty(0, np.int64)
+        self._is_captured |= capturing
+        return self.address
+
+    @property
+    def address(self) -> int:
+        """Where it lies; 0 before any was taken."""
+        return 0 if self._array is None else int(address_of(self._array))
+
+    def write(self, words: np.ndarray, stream: Any, *, capturing: bool) -> None:
+        """Have int64 ``words`` there; they are copied if others were."""
+        address = self.take(words.nbytes, capturing=capturing)
+        if capturing:
+            store_words(address, words, stream)
+        elif self._is_captured or not np.array_equal(words, self._content):
+            copy_in(address, words, stream)
+            self._content = words.copy()
+
+
 _rooms: dict[tuple[int, ...], Room] = {}
 
 
 def room_of(stream: Any, kind: int = WORK) -> Room:
     """The room of a stream of the current device; there is one of each ``kind``."""
+    return _rooms.setdefault((device_id(), *key_of(stream), kind), Room())
+
+
+def key_of(stream: Any) -> tuple[int, int]:
+    """What is equal for the same stream of the current device."""
     handle = handle_of(stream)
     # One handle means another stream in every thread.
-    own = threading.get_ident() if handle == _PER_THREAD else 0
-    return _rooms.setdefault((device_id(), handle, own, kind), Room())
+    return handle, threading.get_ident() if handle == _PER_THREAD else 0
 
 
 def copy_scalars_and_table(

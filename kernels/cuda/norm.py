@@ -159,18 +159,36 @@ def _table(
 
 def add_squares(found: DenseGradients, sums: int, stream: Any) -> None:
     """Enqueue the sums of squares of the blocks of some tensors, to an address."""
-    count = int(n_blocks(found).sum())
-    if count == 0:
+    if not found.sizes.any():
         return
-    compiled = _kernel_of(found.storage)
     with room_of(stream) as room:
         place = room.take((1 + len(found.sizes)) * ROW_BYTES)
-        # The scalars are not used by what is measured; they are somewhere to be read.
-        scalars = np.full(len(found.sizes), place)
-        table, _ = _table(found, found.addresses, scalars)
-        copy_in(place, np.vstack([np.zeros((1, COLUMNS), np.int64), table]), stream)
-        loop = measure.chunk_sums_kernel(compiled, dense.THREADS, dense.chunk_of(compiled))
-        on_grid(loop, count, dense.THREADS, stream)(place + ROW_BYTES, len(table), sums, 0)
+        copy_in(place, squares_table(found, place), stream)
+        enqueue_squares(found, place, sums, stream)
+
+
+def squares_table(found: DenseGradients, place: int) -> np.ndarray:
+    """The table of `enqueue_squares`, to lie at the address ``place``.
+
+    Its first row holds the scalars, which are not used: they are somewhere to be read.
+    """
+    table, _ = _table(found, found.addresses, np.full(len(found.sizes), place))
+    return np.vstack([np.zeros((1, COLUMNS), np.int64), table])
+
+
+def enqueue_squares(found: DenseGradients, place: int, sums: int, stream: Any) -> None:
+    """Enqueue the sums of squares of the blocks, with the table at ``place``."""
+    count, n_tensors = int(n_blocks(found).sum()), np.count_nonzero(found.sizes)
+    if count == 0:
+        return
+    loop = squares_kernel(found.storage)
+    on_grid(loop, count, dense.THREADS, stream)(place + ROW_BYTES, n_tensors, sums, 0)
+
+
+def squares_kernel(storage: Storage) -> Any:
+    """The loop of `enqueue_squares`."""
+    compiled = _kernel_of(storage)
+    return measure.chunk_sums_kernel(compiled, dense.THREADS, dense.chunk_of(compiled))
 
 
 def scale(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -11,18 +12,24 @@ from ..blocks import Kernel
 from ..cpu.layout import HOT
 from ..cpu.row_step import RowTable
 from . import rows
-from .backend import copy_in, fill_ones
+from .backend import fill_ones
 from .launch import on_grid
 from .memory import Places, copy_scalars_and_table, room_of
 from .row_table import ROW_BYTES, Sizes, sizes_of, table_of
-from .sort import scratch_words, sort_keys
+from .sort import counting, scanning, scattering, scratch_words, sort_keys
 from .tiles import row_tiles
 
 THREADS = 256
 
 
 class Sorter(Protocol):
-    """A sort of int64 keys that a framework has."""
+    """A sort of int64 keys that a framework has.
+
+    Attributes:
+        can_be_captured: whether its memory is kept for a CUDA graph that holds it.
+    """
+
+    can_be_captured: bool
 
     def room(self, n: int) -> int:
         """The address of room for ``n`` keys."""
@@ -31,25 +38,13 @@ class Sorter(Protocol):
         """Enqueue the sort of the keys there; the address at which they will lie."""
 
 
-def check_indices(
-    tables: Sequence[RowTable], guard: int, base: int, previous: int, *, stream: Any
-) -> None:
-    """Enqueue the check of all indices alone; a bad one closes the guard."""
-    sizes = sizes_of(tables, drop=False)
-    with room_of(stream) as room:
-        table = table_of(tables)
-        place = room.take(table.nbytes)
-        copy_in(place, table, stream)
-        _check(place, len(tables), sizes, -1, 0, (guard, base, previous), stream)
-
-
 def _check(
     table: int,
     n_tables: int,
     sizes: Sizes,
     dropped_row: int,
     keys: int,
-    check: tuple[int, int, int],
+    check: tuple[int, int],
     stream: Any,
 ) -> None:
     blocks = max(1, -(-sizes.n // THREADS))
@@ -68,7 +63,6 @@ def row_update(
     drop: bool,
     guard: int = 0,
     base: int = 0,
-    previous: int = 0,
     sorter: Sorter | None,
     stream: Any,
 ) -> None:
@@ -85,26 +79,39 @@ def row_update(
         guard: address of the guard of the call; when it is closed, nothing is written. 0: the
             call cannot fail.
         base: added to the position of a bad index.
-        previous: address of the guard of the call on which this one depends, or 0.
         sorter: sorts the keys; None: the sort of this package.
         stream: of Numba.
     """
     sizes = sizes_of(tables, drop=drop)
     if sizes.n == 0 and touched_only:
-        if previous:  # later calls depend on this one
-            check_indices(tables, guard, base, previous, stream=stream)
         return
+    with _placed(kernel, tables, sizes, hp[list(hp_of)], touched_only, sorter, stream) as step:
+        keys = step.sorted_keys(sizes.rows if drop else -1, (guard, base), sorter, stream)
+        step.update(keys, guard, base, stream)
+
+
+@contextmanager
+def _placed(
+    kernel: Kernel,
+    tables: Sequence[RowTable],
+    sizes: Sizes,
+    hp: np.ndarray,
+    touched_only: bool,
+    sorter: Sorter | None,
+    stream: Any,
+) -> Iterator[Step]:
+    """A step in the room of the stream, with its tables and a row of ``hp`` for each."""
+    step, places = Step(kernel, tables, sizes, touched_only, sorter is None), Places()
+    scalars = np.ascontiguousarray(hp)
+    places.add(scalars.nbytes)
+    at_table = places.add(len(tables) * ROW_BYTES)
+    at_scratch = places.add(step.size)
     with room_of(stream) as room:
-        step = Step(kernel, tables, sizes, touched_only, sorter is None)
-        step.place(room.take(step.size))
-        step.write_tables(hp, hp_of, stream)
-        dropped_row = sizes.rows if drop else -1
-        keys = step.sorted_keys(dropped_row, (guard, base, previous), sorter, stream)
-        step.sum_hot(keys, guard, stream)
-        if touched_only:
-            step.update_touched(keys, guard, base, stream)
-        else:
-            step.update_all(keys, guard, base, stream)
+        base = room.take(places.size)
+        made = step.table_with(base + scalars.strides[0] * np.arange(len(tables)))
+        copy_scalars_and_table(base, scalars, at_table, made, stream)
+        step.place(base + at_table, base + at_scratch)
+        yield step
 
 
 class RowSquares:
@@ -145,20 +152,24 @@ class RowSquares:
         """Enqueue the sums of all parts, to an address."""
         if self.n_sums == 0:
             return
-        kernel, sizes = self._kernel, self._sizes
-        hp, hp_of = np.zeros((1, kernel.n_scalars), kernel.real.dtype), [0] * len(self._tables)
-        with room_of(stream) as room:
-            step = Step(kernel, self._tables, sizes, True, self._sorter is None)
-            step.place(room.take(step.size))
-            step.write_tables(hp, hp_of, stream)
-            check = (self._guard, self._base, 0)
-            keys = step.sorted_keys(-1, check, self._sorter, stream)
+        kernel, sizes, sorter = self._kernel, self._sizes, self._sorter
+        hp = np.zeros((len(self._tables), kernel.n_scalars), kernel.real.dtype)
+        with _placed(kernel, self._tables, sizes, hp, True, sorter, stream) as step:
+            keys = step.sorted_keys(-1, (self._guard, self._base), sorter, stream)
             step.sum_hot(keys, self._guard, stream)
             step.square(keys, self._guard, self._base, self._block, sums, stream)
 
 
 class Step:
-    """The sections of a step's room, and its launches."""
+    """The scratch memory of a step, and its launches.
+
+    Args:
+        kernel: the rule and its storage types.
+        tables: at least one; their ``hp`` is not used.
+        sizes: theirs.
+        touched_only: as `row_update`.
+        sorts: whether the keys are sorted by this package.
+    """
 
     def __init__(
         self,
@@ -171,48 +182,64 @@ class Step:
         self._kernel = kernel
         self._tables = tables
         self._sizes = sizes
+        self._touched_only = touched_only
+        self._sorts = sorts
         n, places = sizes.n, Places()
         self._hot_stride = sizes.most_ranges * sizes.widest
         n_probes = -(-n // HOT) if n > HOT else 0
-        scalars = len(tables) * kernel.n_scalars * kernel.real.itemsize
         self._n_probes = n_probes
-        self._hp_place = places.add(scalars)
-        self._table_place = places.add(len(tables) * ROW_BYTES)
         self._hot_place = places.add(n_probes * self._hot_stride * kernel.real.itemsize)
         self._first_place = places.add(0 if touched_only else 8 * sizes.rows)
         self._keys_place = places.add(8 * n if sorts else 0)
         self._spare_place = places.add(8 * n if sorts else 0)
         self._scratch_place = places.add(8 * scratch_words(n) if sorts else 0)
         self.size = places.size
+        self.table = 0
         self._base = 0
 
-    def place(self, base: int) -> None:
-        """Where the sections begin."""
-        self._base = base
-
-    @property
-    def table(self) -> int:
-        """The address of the table of tables."""
-        return self._base + self._table_place
+    def place(self, table: int, scratch: int) -> None:
+        """Where the table of tables lies, and `size` bytes of scratch memory."""
+        self.table, self._base = table, scratch
 
     @property
     def _hot_sums(self) -> int:
         return self._base + self._hot_place
 
-    def write_tables(self, hp: np.ndarray, hp_of: Sequence[int], stream: Any) -> None:
-        """Scalars and the table of tables, in one copy."""
-        scalars = np.ascontiguousarray(hp[list(hp_of)])
-        first = self._base + self._hp_place
+    def table_with(self, hp_addresses: np.ndarray) -> np.ndarray:
+        """The table of tables, with the address of the scalars of each."""
         tables = [
-            table._replace(hp=first + t * scalars.strides[0])
-            for t, table in enumerate(self._tables)
+            table._replace(hp=address)
+            for table, address in zip(self._tables, hp_addresses.tolist(), strict=True)
         ]
         kernel = self._kernel
-        made = table_of(tables, kernel.g.itemsize, [x.itemsize for x in (kernel.w, *kernel.s)])
-        copy_scalars_and_table(self._base, scalars, self._table_place, made, stream)
+        return table_of(tables, kernel.g.itemsize, [x.itemsize for x in (kernel.w, *kernel.s)])
+
+    def loops(self) -> list[Any]:
+        """All loops that are launched."""
+        kernel, length, n = self._kernel, _tile_length(self._kernel), self._sizes.n
+        found: list[Any] = [rows.check_kernel]
+        if n and self._sorts:
+            found += [counting(), scanning(), scattering()]
+        if self._n_probes:
+            found.append(rows.hot_kernel(kernel.g, kernel.real, length))
+        if not self._touched_only:
+            return [*found, rows.mark_kernel, rows.sweep_kernel(kernel)]
+        return [*found, rows.touched_kernel(kernel)] if n else found
+
+    def check(self, check: tuple[int, int], stream: Any) -> None:
+        """The check of the indices alone; a bad one closes the guard."""
+        _check(self.table, len(self._tables), self._sizes, -1, 0, check, stream)
+
+    def update(self, keys: int, guard: int, base: int, stream: Any) -> None:
+        """The rule, on rows whose keys are sorted."""
+        self.sum_hot(keys, guard, stream)
+        if self._touched_only:
+            self._update_touched(keys, guard, base, stream)
+        else:
+            self._update_all(keys, guard, base, stream)
 
     def sorted_keys(
-        self, dropped_row: int, check: tuple[int, int, int], sorter: Sorter | None, stream: Any
+        self, dropped_row: int, check: tuple[int, int], sorter: Sorter | None, stream: Any
     ) -> int:
         """The address of the sorted keys; the indices are checked on the way."""
         keys = self._base + self._keys_place if sorter is None else sorter.room(self._sizes.n)
@@ -282,14 +309,16 @@ class Step:
             sums,
         )
 
-    def update_touched(self, keys: int, guard: int, base: int, stream: Any) -> None:
+    def _update_touched(self, keys: int, guard: int, base: int, stream: Any) -> None:
         """Lazy: the rule on the rows that occur."""
+        if self._sizes.n == 0:
+            return
         tiles, lanes, tile_groups = _block(self._sizes.widest, _tile_length(self._kernel))
         grid = (-(-self._sizes.n // lanes), tile_groups)
         loop = rows.touched_kernel(self._kernel)
         on_grid(loop, grid, (tiles, lanes), stream)(keys, *self._common, guard, base)
 
-    def update_all(self, keys: int, guard: int, base: int, stream: Any) -> None:
+    def _update_all(self, keys: int, guard: int, base: int, stream: Any) -> None:
         """Dense-equivalent: one sweep over all rows."""
         sizes, first = self._sizes, self._base + self._first_place
         if sizes.n == 0 and (sizes.rows == 0 or sizes.widest == 0):

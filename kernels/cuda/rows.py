@@ -20,7 +20,7 @@ from ..blocks import Kernel
 from ..cpu.layout import HOT
 from ..storage import Storage, numba_type
 from .backend import load_int32, load_int64, lower_int64, store_float64, store_int64
-from .guard import AFTER_ANOTHER, FOUND, INDEX, is_closed
+from .guard import FOUND, INDEX, is_closed
 from .measure import SUMS_BYTES, add_tree
 from .row_table import (
     FIRST_POSITION,
@@ -56,7 +56,7 @@ def _index_at(tables, n_tables, position):
 
 
 @cuda.jit
-def check_kernel(tables, n_tables, n, bits, dropped_row, keys, guard, base, previous):
+def check_kernel(tables, n_tables, n, bits, dropped_row, keys, guard, base):
     """Make the key of each position, and close the guard at the first bad index.
 
     Args:
@@ -68,11 +68,8 @@ def check_kernel(tables, n_tables, n, bits, dropped_row, keys, guard, base, prev
         keys: address of the keys, or 0: indices are checked only.
         guard: address of the guard of the call.
         base: added to a bad position, the smallest of which is what was found.
-        previous: address of the guard of the call on which this one depends, or 0.
     """
     position = cuda.grid(1)
-    if position == 0 and is_closed(previous):
-        lower_int64(guard + 8 * FOUND, AFTER_ANOTHER)
     if position >= n:
         return
     table, index = _index_at(tables, n_tables, position)

@@ -32,13 +32,15 @@ from .numbers import load_number
 
 THREADS = 64
 
-SKIPPED = -1
-"""What a guard has found where a step is skipped: it is open again in the next one."""
+SKIPPED, FAILED = -1, -2
+"""What a guard has found where a step is skipped, which opens it again in the next one; and in
+the steps after one with a bad index."""
 
 # The memory of an optimizer, int64: its guard, then these.
-ORIGIN, IS_NONFINITE, N_SKIPPED, GLOBAL_STEP, STATE = range(WORDS, WORDS + 5)
-"""Which step has closed the guard, whether a gradient is not finite, steps that were skipped,
-steps that were not; then there are the counts of the parameters, and their running powers."""
+ORIGIN, FAILED_AT, IS_NONFINITE, N_SKIPPED, GLOBAL_STEP, STATE = range(WORDS, WORDS + 6)
+"""Which step has closed the guard, at which position, whether a gradient is not finite, steps that
+were skipped, steps that were not; then there are the counts of the parameters, and their running
+powers."""
 
 # The settings of a step: the loss scale, then constants and bases of the formula, then classes.
 SCALE_AT, SCALE_KIND, SCALE, SETTINGS = range(4)
@@ -68,7 +70,11 @@ def begin_kernel(state, found_inf, kind, origin):
     is_skipped = load_int64(state + 8 * IS_NONFINITE) != 0
     store_int64(state + 8 * IS_NONFINITE, 0)
     found = load_int64(state + 8 * FOUND)
-    if 0 <= found < NOTHING:
+    if found == FAILED:
+        return
+    if 0 <= found < NOTHING:  # what later steps may find does not take its place
+        store_int64(state + 8 * FAILED_AT, found)
+        store_int64(state + 8 * FOUND, FAILED)
         return
     if found_inf != 0 and load_number(found_inf, kind) != 0.0:
         is_skipped = True

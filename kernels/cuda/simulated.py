@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -165,8 +167,57 @@ def handle_of(stream: Any) -> int:
     return 0
 
 
+class Graph:
+    """What was enqueued in ``with graph:``, to be run as often as `replay` is called."""
+
+    recording: Graph | None = None
+
+    def __init__(self) -> None:
+        self.calls: list[Callable[[], object]] = []
+
+    def __enter__(self) -> Graph:
+        Graph.recording = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        Graph.recording = None
+
+    def replay(self) -> None:
+        """Run everything, in order."""
+        for call in self.calls:
+            call()
+
+
+def _enqueue(call: Callable[..., object], *arguments: Any) -> None:
+    if Graph.recording is None:
+        call(*arguments)
+    else:
+        Graph.recording.calls.append(partial(call, *arguments))
+
+
+def _refuse_capture(what: str) -> None:
+    """As the driver does: a graph that held it would read what is no longer there."""
+    if Graph.recording is not None:
+        raise RuntimeError(f"{what} cannot be captured")
+
+
+def launcher(loop: Any, grid: Any, block: Any, stream: Any) -> Any:
+    """What launches a loop, called with its arguments."""
+    return partial(_enqueue, loop[grid, block, stream])
+
+
+def prepare(loop: Any) -> None:
+    """Nothing is compiled."""
+
+
+def is_capturing(stream: Any) -> bool:
+    """Whether what is enqueued becomes part of a graph."""
+    return Graph.recording is not None
+
+
 def copy_in(address: int, array: np.ndarray, stream: Any) -> None:
     """Copy a contiguous array to an address."""
+    _refuse_capture("a copy from memory of the host")
     ctypes.memmove(int(address), array.ctypes.data, array.nbytes)
 
 
@@ -177,14 +228,15 @@ def start_copy_out(array: np.ndarray, address: int, stream: Any) -> None:
 
 def copy_out(array: np.ndarray, address: int, stream: Any) -> None:
     """Copy from an address to a contiguous array."""
+    _refuse_capture("waiting for a copy")
     ctypes.memmove(array.ctypes.data, int(address), array.nbytes)
 
 
 def copy_within(address: int, source: int, n_bytes: int, stream: Any) -> None:
     """Copy from one address to another."""
-    ctypes.memmove(int(address), int(source), n_bytes)
+    _enqueue(ctypes.memmove, int(address), int(source), n_bytes)
 
 
 def fill_ones(address: int, n_bytes: int, stream: Any) -> None:
     """Set all bits of some memory."""
-    ctypes.memset(int(address), 0xFF, n_bytes)
+    _enqueue(ctypes.memset, int(address), 0xFF, n_bytes)

@@ -108,3 +108,9 @@ def hp_type(rule: Rule, prologue: Prologue) -> type:
     """The named tuple of scalars that ``rule`` behind ``prologue`` reads, in memory order."""
     fields = rule.hp + tuple(name for part in prologue for name in part.hp)
     return namedtuple("hp", fields)
+
+
+@cache
+def columns(rule: Rule, prologue: Prologue) -> dict[str, int]:
+    """Where each scalar is in a row of ``hp``."""
+    return {name: k for k, name in enumerate(hp_type(rule, prologue)._fields)}  # type: ignore[attr-defined]
