@@ -20,9 +20,9 @@ from ..ops.errors import message, reject_unknown
 from ..ops.norm import squares_at
 from .arguments import non_negative_float, open_unit, positive_float
 from .conditioning import Conditioning
-from .device_steps import Call
 from .fused import FusedOptimizer
 from .groups import Groups
+from .host_steps import Call
 from .layout import Batch
 from .parameter import Parameter
 from .schedule import LearningRateSchedule

@@ -183,8 +183,10 @@ def checked_state(
             raise ValueError(
                 message(where, f"state {name!r}", "is out of range", "finite and at least 0", array)
             )
-        if name.startswith("learning_rate") and array.dtype == np.float32:
-            array = arrays[name] = array.astype(np.float64)  # as MindSpore keeps it
+        if name.startswith("learning_rate") and array.dtype in (np.float32, np.float64):
+            array = array.astype(own[name].dtype)  # MindSpore keeps float32
+            is_number = array.size == own[name].size == 1
+            arrays[name] = array = array.reshape(own[name].shape) if is_number else array
         if array.dtype != own[name].dtype:
             raise TypeError(
                 message(where, f"state {name!r}", "has a wrong dtype", own[name].dtype, array.dtype)

@@ -47,6 +47,7 @@ class Conditioning:
         self._options = options
         self.loss_scale = loss_scale
         self._is_coupled = coupled
+        self._joins = np.array([not option.centralize for option in options])
         self.prologue = self._parts(coupled and any(o.decay != 0.0 for o in options))
 
     def _parts(self, decays: bool) -> Prologue:
@@ -83,7 +84,8 @@ class Conditioning:
 
     def acts(self, positions: np.ndarray) -> np.ndarray:
         """Of which parameters the weight decay is part of the prologue; bool."""
-        return np.array([not self._options[i].centralize for i in positions.tolist()])
+        acts: np.ndarray = self._joins[positions]
+        return acts
 
     def complete(
         self,

@@ -1,34 +1,30 @@
-"""Steps of optimizers whose parameters live on a CUDA device: there, or on the host."""
+"""Steps of optimizers on a CUDA device: what is enqueued, and what is known there."""
 
 from __future__ import annotations
 
-import threading
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..kernels.blocks import kernel
 from ..kernels.cpu.layout import HOT
 from ..kernels.rules.formula import Formula, running_power
-from ..kernels.rules.rule import Rule
 from ..ops import pending
 from ..ops.arrays import real_type
 from ..ops.device import DeviceArray
 from ..ops.device_step import Launch, launch_on
 from ..ops.errors import message
-from ..ops.row_step import RowGradient, row_step, row_tables
+from ..ops.row_step import row_tables
 from .conditioning import Conditioning
 from .groups import Groups
+from .host_steps import HostSteps
 from .layout import Batch, Layout
 from .numbers import FLOATS, check_place, number_of, on_device
-from .offload import rows_on_host, run_dense, run_rows
-from .on_device import arrays_of, error_of, launching_for, row_batches
-from .parameter import Parameter
-from .reader import Gradients, by_storage, check_rows
+from .on_device import arrays_of, error_of, row_batches
+from .reader import Gradients, by_storage
 from .schedule import Values
-from .stateful import StatefulOptimizer
 
 if TYPE_CHECKING:
     from .device_program import Part, Program, Scalars
@@ -38,62 +34,25 @@ _KEPT_PROGRAMS = 4
 _FLAGS = (*FLOATS, np.dtype(np.bool_))
 
 
-class Call(NamedTuple):
-    """A kernel call.
-
-    Attributes:
-        batch: its tensors.
-        hp: rows of scalars.
-        hp_of: the row of each tensor.
-        rates, decays: float64 ``[T]``: learning rate and weight decay of each tensor.
-    """
-
-    batch: Batch
-    hp: np.ndarray
-    hp_of: np.ndarray
-    rates: np.ndarray
-    decays: np.ndarray
-
-
-class DeviceSteps(StatefulOptimizer):
+class DeviceSteps(HostSteps):
     """What an optimizer does for parameters on a device; `FusedOptimizer` has the rest.
 
     Either states and arithmetic are there too, and a step is enqueued; or both are on the host
-    (``target == "CPU"``).
+    (``target == "CPU"``, `HostSteps`).
     """
 
-    _stays_on_host = False  # whatever is assigned to `target`
-    _moved_to_host = False
     _found_inf: DeviceArray | None = None
     _skipped_steps: int
-    _lock: threading.Lock
-    _rule: Rule
     _rates: Values
     _decays: Values
     _class_of: np.ndarray
-    sparse_update: str | None
-    use_locking: bool
     skip_nonfinite: bool
 
     # What the step is made of, in `FusedOptimizer`.
 
-    def _plan(
-        self, gradients: tuple[Any, ...], conditioning: Conditioning
-    ) -> tuple[Gradients, list[Call]] | None:
-        raise NotImplementedError
-
     def _read(
         self, gradients: tuple[Any, ...], decays: list[float], conditioning: Conditioning
     ) -> Gradients:
-        raise NotImplementedError
-
-    def _run_dense(self, call: Call, gradients: np.ndarray, conditioning: Conditioning) -> None:
-        raise NotImplementedError
-
-    def _advance(self, layout: Layout) -> None:
-        raise NotImplementedError
-
-    def _read_anew(self) -> None:
         raise NotImplementedError
 
     def _formula(self) -> Formula:
@@ -105,10 +64,14 @@ class DeviceSteps(StatefulOptimizer):
     def _derive(self) -> None:
         """What is not part of the state: it is made anew in a copy."""
         self._resident: Resident | None = None
-        self._forget_programs()
-        self._ran: set[Any] = set()
+        self._forget_launches()
         if self._device is not None:
             pending.register(self)
+
+    def _forget_launches(self) -> None:
+        """An address has changed: nothing that was derived from it stays."""
+        self._forget_programs()
+        self._ran: set[Any] = set()  # kinds of steps; what they launch is compiled
 
     def _forget_programs(self) -> None:
         self._programs: dict[Any, tuple[Program, int]] = {}
@@ -126,38 +89,6 @@ class DeviceSteps(StatefulOptimizer):
                     f"{on_devices[0].name or 'a parameter'} on a device",
                 )
             )
-
-    # Where it runs
-
-    @property
-    def _works_on_host(self) -> bool:
-        return self._device is None or self._stays_on_host or self._moved_to_host
-
-    def _move_to(self, target: str) -> None:
-        if self._device is None:
-            super()._move_to(target)
-        if self._stays_on_host or target == "Ascend":
-            expected = (
-                "'CPU': this optimizer works there" if self._stays_on_host else "'CPU' or 'GPU'"
-            )
-            raise ValueError(message(self._name, "target", "is impossible", expected, target))
-        pending.settle()
-        with self._lock:
-            to_host = target == "CPU"
-            moved = {
-                role: tuple(map(partial(_moved, to_host), self.parameters, states))
-                for role, states in self._states.items()
-            }
-            # All of it or nothing: there may be no room.
-            self._states, self._moved_to_host = moved, to_host
-            self._read_anew()
-            self._load_counts()
-
-    def _step_for_device(self, gradients: tuple[Any, ...], conditioning: Conditioning) -> None:
-        if self._works_on_host:
-            self._step_on_host(gradients, conditioning)
-            return
-        self._step_on_device(gradients, conditioning)
 
     # What is known on the device
 
@@ -252,7 +183,13 @@ class DeviceSteps(StatefulOptimizer):
             state.pop(derived, None)
         return state
 
-    # On the device
+    # The step
+
+    def _step_for_device(self, gradients: tuple[Any, ...], conditioning: Conditioning) -> None:
+        if self._works_on_host:
+            self._step_on_host(gradients, conditioning)
+        else:
+            self._step_on_device(gradients, conditioning)
 
     def _step_on_device(self, gradients: tuple[Any, ...], conditioning: Conditioning) -> None:
         """The step is enqueued; that of this thread, then that of the next."""
@@ -319,7 +256,7 @@ class DeviceSteps(StatefulOptimizer):
         row_batches = (given.rows_of(batch) for batch in given.layout.batches if batch.row_sparse)
         lengths = [sum(len(row.indices) for row in rows) for rows in row_batches]
         return (
-            given.layout.kinds,
+            given.layout,
             tuple((n > 0, n > HOT) for n in lengths),
             conditioning.prologue,
             conditioning.options_on_device,
@@ -388,7 +325,7 @@ class DeviceSteps(StatefulOptimizer):
             given.addresses.tobytes(),
             addresses,
             conditioning.prologue,
-            conditioning.acts(np.arange(len(self.parameters))).tobytes(),
+            conditioning.acts(given.layout.active).tobytes(),
             conditioning.options_on_device,
             classes,
             launch.sorter is None,
@@ -459,77 +396,8 @@ class DeviceSteps(StatefulOptimizer):
         measured = conditioning.measured_on_device(batch, gradients, compiled.column)
         return DensePart(compiled, table.addresses, gradients, np.diff(table.first), measured)
 
-    # On the host
-
-    def _step_on_host(self, gradients: tuple[Any, ...], conditioning: Conditioning) -> None:
-        """Parameters and gradients come to the host, which waits; the parameters go back."""
-        with self._lock:
-            plan = self._plan(gradients, conditioning)
-            if plan is None:
-                return
-            given, calls = plan
-            with launching_for(given, use_locking=self.use_locking) as stream:
-                rows = self._checked_rows(given, calls)
-                for call in calls:
-                    if call.batch.row_sparse:
-                        self._run_rows_on_host(call, rows.pop(0), conditioning, stream)
-                    else:
-                        gradient = given.addresses_of(call.batch)
-                        self._run_dense_on_host(call, gradient, conditioning, stream)
-            self._advance(given.layout)
-
-    def _checked_rows(self, given: Gradients, calls: list[Call]) -> list[list[RowGradient]]:
-        """The row-sparse gradients of each call that has some; all indices are in range."""
-        found = []
-        for batch in (call.batch for call in calls):
-            if batch.row_sparse:
-                rows = rows_on_host(given.rows_of(batch))
-                check_rows(batch, rows)
-                found.append(rows)
-        return found
-
-    def _run_rows_on_host(
-        self, call: Call, rows: list[RowGradient], conditioning: Conditioning, stream: Any
-    ) -> None:
-        def step(batch: Batch, t: int, gradient: RowGradient) -> None:
-            row_step(
-                batch.labels,
-                self._rule,
-                conditioning.prologue,
-                batch.variables,
-                [gradient],
-                call.hp,
-                [int(call.hp_of[t])],
-                touched_only=self.sparse_update == "lazy",
-            )
-
-        run_rows(call.batch, rows, step, stream=stream)
-
-    def _run_dense_on_host(
-        self, call: Call, gradients: np.ndarray, conditioning: Conditioning, stream: Any
-    ) -> None:
-        is_measured = bool(conditioning.is_measured or self._rule.measure)
-
-        def step(batch: Batch, chosen: list[int], addresses: np.ndarray) -> None:
-            rates, decays = call.rates, call.decays
-            if is_measured:
-                rates, decays = rates[chosen], decays[chosen]
-            hp, hp_of = call.hp[call.hp_of[chosen]], np.arange(len(chosen))
-            self._run_dense(Call(batch, hp, hp_of, rates, decays), addresses, conditioning)
-
-        run_dense(call.batch, gradients, step, split=not is_measured, stream=stream)
-
 
 def _leave(resident: Resident) -> None:
     """The optimizer is gone; what its last steps have found is still to be told."""
     if resident.n_to_check:
         pending.bequeath(lambda: resident.settle()[1])
-
-
-def _moved(to_host: bool, parameter: Parameter, state: Any) -> Any:
-    """A copy of a state where the arithmetic will be."""
-    if to_host:
-        return state.numpy()
-    moved = parameter.array.empty_like(state.dtype)
-    moved.assign(state)
-    return moved

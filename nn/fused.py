@@ -19,7 +19,8 @@ from ..ops.errors import message
 from ..ops.row_step import row_step
 from ..ops.step import compile_step, dense_step, measure_step
 from .conditioning import Conditioning
-from .device_steps import Call, DeviceSteps
+from .device_steps import DeviceSteps
+from .host_steps import Call
 from .layout import Batch, Layout
 from .on_device import are_finite
 from .reader import GradientReader, Gradients, by_storage
@@ -129,7 +130,7 @@ class FusedOptimizer(DeviceSteps):
 
     def _read_anew(self) -> None:
         """States or their places have changed: nothing that was derived from them stays."""
-        self._forget_programs()
+        self._forget_launches()
         self._reader = GradientReader(
             self._name,
             self.parameters,
@@ -337,7 +338,7 @@ class FusedOptimizer(DeviceSteps):
     def forget_addresses(self) -> None:
         """A parameter was rebound: nothing that was derived from its address stays."""
         self._reader.forget()
-        self._forget_programs()
+        self._forget_launches()
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()

@@ -133,6 +133,21 @@ class LARS(Optimizer):
         self.opt.loss_scale = value
 
     @property
+    def found_inf(self) -> Any:
+        """The optimizer's, if that is one of this package."""
+        return self._fused.found_inf
+
+    @found_inf.setter
+    def found_inf(self, value: Any) -> None:
+        self._fused.found_inf = value
+
+    @property
+    def _fused(self) -> FusedOptimizer:
+        if not isinstance(self.opt, FusedOptimizer):
+            raise AttributeError(f"{type(self.opt).__name__} has no found_inf")
+        return self.opt
+
+    @property
     def skipped_steps(self) -> int:
         """Steps that the optimizer has skipped, if it can."""
         skipped: int = self.opt.skipped_steps  # type: ignore[attr-defined]

@@ -18,6 +18,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 CAPABILITIES = {"8.0": (8, 0, ""), "9.0a": (9, 0, "a")}
 
 
@@ -60,7 +62,19 @@ def kernels() -> dict[str, Any]:
 def other_loops() -> dict[str, Any]:
     """The loops of row-sparse steps, of first stages and of checks."""
     from fusestep.kernels.blocks import kernel
-    from fusestep.kernels.cuda import dense, fill, finite, gather, measure, norm, rows, sort, trust
+    from fusestep.kernels.cuda import (
+        by_value,
+        dense,
+        fill,
+        finite,
+        gather,
+        measure,
+        norm,
+        rows,
+        scalars,
+        sort,
+        trust,
+    )
     from fusestep.kernels.rules.adam import ADAM
     from fusestep.kernels.rules.lamb import LAMB
     from fusestep.kernels.storage import BF16, F16, F32, F64
@@ -72,7 +86,11 @@ def other_loops() -> dict[str, Any]:
     found |= {f"rows sweep {name}": rows.sweep_kernel(k) for name, k in by_type.items()}
     found |= {f"rows hot {s.name}": rows.hot_kernel(s, F32, 16 // s.itemsize) for s in (F32, BF16)}
     found |= {f"finite {s.name}": finite.finite_kernel(s) for s in (F32, F64, F16)}
+    found |= {f"scalars {name}": loop for name, loop in scalars_loops().items()}
     return found | {
+        "begin": scalars.begin_kernel,
+        "count": scalars.count_kernel,
+        "words by value": by_value.storing(),
         "rows check": rows.check_kernel,
         "rows mark": rows.mark_kernel,
         "sort count": sort.counting(),
@@ -82,10 +100,35 @@ def other_loops() -> dict[str, Any]:
         "factor lamb": measure.factor_kernel(lamb, dense.THREADS),
         "rows squares": rows.row_squares_kernel(F32, F32, 4, dense.THREADS),
         "total": norm.total_kernel(norm.THREADS),
-        "trust": trust.trust_kernel(F32, trust.Options(0.1, 0.1, 2.0, True), trust.THREADS),
+        "trust": trust.trust_kernel(F32, trust.Options(0.1, 0.1, True), trust.THREADS),
         "gather": gather.gather_kernel(16),
         "fill": fill.fill_kernel,
     }
+
+
+def scalars_loops() -> dict[str, Any]:
+    """The loops that compute the scalars of each optimizer, with every prologue."""
+    from fusestep import nn
+    from fusestep.kernels.cuda.scalars import scalars_kernel
+    from fusestep.kernels.rules.gradient import COUPLED_DECAY, SCALE, TRUST
+    from fusestep.kernels.storage import F32, F64
+
+    w = [np.ones((2, 2), np.float32)]
+    optimizers = {
+        "adam": nn.Adam(w), "adam_weight_decay": nn.AdamWeightDecay(w), "lamb": nn.Lamb(w, 0.1),
+        "adagrad": nn.Adagrad(w), "proximal_adagrad": nn.ProximalAdagrad(w), "sgd": nn.SGD(w),
+        "ftrl": nn.FTRL(w), "ftrl_power": nn.FTRL(w, lr_power=-0.3), "rmsprop": nn.RMSProp(w),
+        "momentum": nn.Momentum(w, 0.1, 0.9), "adafactor": nn.AdaFactor(w),
+        "rmsprop_momentum": nn.RMSProp(w, momentum=0.1),
+    }  # fmt: skip
+    prologues = ((), (COUPLED_DECAY, SCALE), (SCALE, COUPLED_DECAY, TRUST))
+    found = {}
+    for k, (name, optimizer) in enumerate(optimizers.items()):
+        formula, n = optimizer._formula(), len(optimizer._rule.hp)
+        sizes = len(formula.constants), len(formula.bases), n
+        real, prologue = (F64 if k % 4 == 3 else F32), prologues[k % 3]
+        found[name] = scalars_kernel(formula.function, *sizes, prologue, k % 3 == 1, real)
+    return found
 
 
 # Rules that do not read their first variable (a step that is not taken), and one that leaves its
@@ -102,15 +145,24 @@ def arrays_of(name: str, compiled: Any) -> dict[str, int]:
 
 
 def machine_code(function: Any, capability: tuple[int, int, str]) -> dict[str, Any]:
-    """Registers, stack, memory instructions of a kernel; all its arguments are ``int64``."""
+    """Registers, stack, memory instructions of a kernel.
+
+    Its arguments are ``int64``; one that is called ``words`` is a tuple of them.
+    """
     from numba.cuda import types
     from numba.cuda.compiler import _compile_pyfunc_with_fixup
+
+    from fusestep.kernels.cuda.by_value import WORDS
+
+    code, words = function.py_func.__code__, types.UniTuple(types.int64, WORDS)
+    names = code.co_varnames[: code.co_argcount]
+    arguments = [words if name == "words" else types.int64 for name in names]
 
     major, minor, variant = capability
     cc = (major, minor, variant) if variant else (major, minor)
     library, _ = _compile_pyfunc_with_fixup(
         function.py_func,
-        types.void(*[types.int64] * function.py_func.__code__.co_argcount),
+        types.void(*arguments),
         device=False,
         fastmath=False,
         cc=cc,

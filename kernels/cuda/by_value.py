@@ -20,7 +20,8 @@ WORDS = 128
 
 
 @cache
-def _store_kernel() -> Any:
+def storing() -> Any:
+    """``store[1, 1](address, words)`` of a tuple of `WORDS` int64."""
     store = tuple_storer(types.int64)
 
     @cuda.jit
@@ -41,4 +42,4 @@ def store_words(address: int, words: np.ndarray, stream: Any) -> None:
     for begin in range(0, len(padded), WORDS):
         first = min(begin, len(padded) - WORDS)
         values = tuple(padded[first : first + WORDS].tolist())
-        on_grid(_store_kernel(), 1, 1, stream)(address + 8 * first, values)
+        on_grid(storing(), 1, 1, stream)(address + 8 * first, values)

@@ -9,7 +9,6 @@ that it is, with all functions of this package that it reaches, and compiled ane
 from __future__ import annotations
 
 import dis
-import inspect
 import types
 from collections.abc import Hashable
 from functools import cache
@@ -50,5 +49,7 @@ def _is_ours(value):
 
 
 def _text_of(function):
-    """What the decorators of Numba and of `functools` were put on."""
-    return inspect.unwrap(getattr(function, "py_func", function))
+    """What `cuda.jit`, `numba.njit` or `functools.cache` was put on."""
+    if hasattr(function, "cache_info"):
+        return function.__wrapped__
+    return getattr(function, "py_func", function)

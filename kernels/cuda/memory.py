@@ -13,7 +13,7 @@ import numpy as np
 from numba import cuda
 
 from .backend import address_of, copy_in, device_id, handle_of, new_event
-from .by_value import store_words
+from .by_value import WORDS, store_words
 
 ALIGN = 256  # bytes
 _LEAST = 1 << 16
@@ -88,7 +88,7 @@ class Held:
                 raise RuntimeError("memory cannot be taken while a CUDA graph is being captured")
             if self._is_captured:
                 self._kept.append(self._array)
-            self._size = max(_LEAST, 1 << (n_bytes - 1).bit_length())
+            self._size = max(_LEAST, 8 * WORDS, 1 << (n_bytes - 1).bit_length())
             self._array = cuda.device_array(self._size, np.uint8)
             self._content = np.empty(0, np.int64)
         self._is_captured |= capturing
@@ -100,7 +100,10 @@ class Held:
         return 0 if self._array is None else int(address_of(self._array))
 
     def write(self, words: np.ndarray, stream: Any, *, capturing: bool) -> None:
-        """Have int64 ``words`` there; they are copied if others were."""
+        """Have int64 ``words`` there; they are copied if others were.
+
+        What lies within `WORDS` words is overwritten with them.
+        """
         address = self.take(words.nbytes, capturing=capturing)
         if capturing:
             store_words(address, words, stream)

@@ -203,7 +203,11 @@ def _refuse_capture(what: str) -> None:
 
 def launcher(loop: Any, grid: Any, block: Any, stream: Any) -> Any:
     """What launches a loop, called with its arguments."""
-    return partial(_enqueue, loop[grid, block, stream])
+
+    def launch(*arguments: Any) -> None:
+        loop[grid, block, stream](*arguments)  # which is one object, whatever the grid
+
+    return partial(_enqueue, launch)
 
 
 def prepare(loop: Any) -> None:
