@@ -13,7 +13,7 @@ from ..kernels.cpu.layout import HOT
 from ..kernels.rules.formula import Formula, running_power
 from ..ops import pending
 from ..ops.arrays import real_type
-from ..ops.device import DeviceArray
+from ..ops.device import DeviceArray, is_captured
 from ..ops.device_step import Launch, launch_on
 from ..ops.errors import message
 from ..ops.row_step import row_tables
@@ -159,8 +159,19 @@ class DeviceSteps(HostSteps):
         self._resident.load(counts, np.array(powers, np.float64))
 
     def _residence(self) -> Resident:
-        """The optimizer's memory on the device."""
+        """The optimizer's memory on the device; the host knows of the last steps what it must.
+
+        Raises:
+            RuntimeError: there is none yet, and a CUDA graph is being captured.
+            Exception: what a step before has found, if the host waits.
+        """
+        must_settle = self._resident is not None and self._must_settle(self._resident)
+        captured = (self._resident is None or must_settle) and is_captured(self.parameters[0].array)
+        if must_settle and not captured:
+            pending.synchronize()
         if self._resident is None:
+            if captured:
+                raise self._first_in_graph()
             from .resident import Resident
 
             assert self._device is not None
@@ -195,8 +206,6 @@ class DeviceSteps(HostSteps):
         """The step is enqueued; that of this thread, then that of the next."""
         with self._lock, pending.held():
             resident = self._residence()
-            if self._must_settle(resident):
-                pending.synchronize()
             step = self._step
             rates, decays = self._rates.as_given(step), self._decays.at(step)
             for rate in rates:
@@ -292,15 +301,18 @@ class DeviceSteps(HostSteps):
                 )
             )
         if not is_known:
-            raise RuntimeError(
-                message(
-                    self._name,
-                    "a step in a CUDA graph",
-                    "is the first of its kind",
-                    "the same step once outside of a graph, which compiles it and takes memory",
-                    "none",
-                )
+            raise self._first_in_graph()
+
+    def _first_in_graph(self) -> RuntimeError:
+        return RuntimeError(
+            message(
+                self._name,
+                "a step in a CUDA graph",
+                "is the first of its kind",
+                "the same step once outside of a graph, which compiles it and takes memory",
+                "none",
             )
+        )
 
     def _program(
         self,

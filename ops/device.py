@@ -299,5 +299,14 @@ def launching(arrays: Sequence[DeviceArray]) -> Iterator[Any]:
                 follow(stream_of(device, handle), stream)
 
 
+def is_captured(array: DeviceArray) -> bool:
+    """Whether what is launched for a variable becomes part of a CUDA graph."""
+    from ..kernels.cuda.backend import is_capturing
+
+    device = array.device
+    with on_device(device):
+        return is_capturing(stream_of(device, _handle(array.framework, array.stream, device)))
+
+
 def _handle(framework: Framework, stream: int | None, device: int) -> int:
     return framework.stream(device) if stream is None else stream

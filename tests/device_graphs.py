@@ -325,6 +325,9 @@ def refusals() -> None:
         assert run.opt.global_step == before
 
     refuse("is the first of its kind", lambda: run.opt((None, g)))
+    new = nn.Adam(on_device([positive((7,))]))
+    refuse("is the first of its kind", lambda: new((g,)))
+    assert new._resident is None
     run.opt((None, g))
     captured(lambda: run.opt((None, g)))
     run.opt.found_inf = on_device(np.zeros((), F32))
