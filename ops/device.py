@@ -266,6 +266,26 @@ def device_of(where: str, named: dict[str, Any]) -> int | None:
     return place
 
 
+def may_share_memory(a: Any, b: Any) -> bool:
+    """Whether the bytes from the first to the last element of two arrays overlap.
+
+    Both are on the host, or both on devices.
+    """
+    if not isinstance(a, DeviceArray):
+        return np.may_share_memory(a, b)
+    (begin, end), (other_begin, other_end) = _extent(a), _extent(b)
+    return begin < other_end and other_begin < end
+
+
+def _extent(array: DeviceArray) -> tuple[int, int]:
+    """The first byte, and that after the last; of an array without elements nothing."""
+    if array.size == 0:
+        return 0, 0
+    reach = [(n - 1) * step for n, step in zip(array.shape, array.strides, strict=True)]
+    first = array.address + sum(step for step in reach if step < 0)
+    return first, array.address + sum(step for step in reach if step > 0) + array.itemsize
+
+
 def _named(device: int | None) -> str:
     return "the host" if device is None else f"CUDA device {device}"
 
