@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from ..ops.arrays import RowTensor, adopt, real_type
+from ..ops import device_gradient
+from ..ops.arrays import RowTensor, adopt, adopt_anywhere, real_type
+from ..ops.device import device_of
 from ..ops.errors import message
 
 
@@ -16,8 +18,7 @@ def concatenated(where: str, name: str, parts: Sequence[Any]) -> RowTensor:
 
     Raises:
         TypeError: a part is no `RowTensor`, or there is none.
-        ValueError: their shapes or dtypes differ.
-        RuntimeError: they live on a CUDA device.
+        ValueError: their shapes, dtypes or places differ.
     """
     if not parts or not all(isinstance(part, RowTensor) for part in parts):
         got = ", ".join(type(part).__name__ for part in parts) or "nothing"
@@ -26,11 +27,14 @@ def concatenated(where: str, name: str, parts: Sequence[Any]) -> RowTensor:
         raise ValueError(
             message(where, name, "has parts that differ", "one dense_shape and dtype", list(parts))
         )
-    indices, values = (
-        np.concatenate([adopt(where, name, array) for array in arrays])
-        for arrays in zip(*((part.indices, part.values) for part in parts), strict=True)
-    )
-    return RowTensor(indices, values, parts[0].dense_shape)
+    # Adopted again: the attributes of a RowTensor can be assigned to.
+    arrays = [[adopt_anywhere(where, name, a) for a in (p.indices, p.values)] for p in parts]
+    places = {f"part {k} of {name}": values for k, (_, values) in enumerate(arrays)}
+    shape = parts[0].dense_shape
+    if device_of(where, places) is not None:
+        return device_gradient.concatenated([RowTensor(i, v, shape) for i, v in arrays])
+    indices, values = map(np.concatenate, zip(*arrays, strict=True))
+    return RowTensor(indices, values, shape)
 
 
 def decayed(gradient: Any, parameter: Any, factor: float) -> Any:

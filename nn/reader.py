@@ -42,6 +42,16 @@ class Gradients(NamedTuple):
     rows: list[RowGradient]
     keep: Sequence[Any]
 
+    @property
+    def arrays(self) -> list[Any]:
+        """All arrays of the step; a parameter first, which on a device decides the stream."""
+        variables = (batch.variables.tensors for batch in self.layout.batches)
+        found = [arrays[0] for tensors in variables for arrays in tensors]
+        for gradient in self.keep:
+            is_sparse = isinstance(gradient, RowGradient)
+            found += [gradient.indices, gradient.values] if is_sparse else [gradient]
+        return found
+
     def addresses_of(self, batch: Batch) -> np.ndarray:
         """The addresses of the gradients of a batch of dense ones."""
         return self.addresses if batch.is_all else self.addresses[batch.places]

@@ -145,20 +145,6 @@ def variable(where: str, name: str, value: Any) -> Any:
     return array
 
 
-def host_variable(where: str, name: str, value: Any) -> np.ndarray:
-    """As `variable`, and on the host.
-
-    Raises:
-        RuntimeError: it lives on a CUDA device.
-        TypeError, ValueError: as `variable`.
-    """
-    array = variable(where, name, value)
-    if isinstance(array, DeviceArray):
-        return adopt(where, name, array)
-    host: np.ndarray = array
-    return host
-
-
 def same_layout(where: str, variables: dict[str, Any]) -> None:
     """Variables of one operator: one dtype and one shape, in one place.
 

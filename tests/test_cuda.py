@@ -24,7 +24,7 @@ CHECKS = {
     "device_operators.py": ("operators",),
     "device_optimizers.py": ("dense_optimizers", "row_optimizers", "copies"),
     "device_errors.py": ("index_errors", "locking", "refusals"),
-    "device_mxnet.py": ("adam_update",),
+    "device_mxnet.py": ("adam_update", "optimizers", "updaters"),
     "framework_simulation.py": ("arrays", "steps"),
 }  # fmt: skip
 CAPABILITIES = ("8.0", "9.0a")
