@@ -16,7 +16,6 @@ from ..ops.device_step import Launch
 from ..ops.errors import message
 from ..ops.row_step import RowGradient, check_rows_on_device, row_step
 from .conditioning import Conditioning
-from .groups import Groups
 from .layout import Batch, Layout
 from .offload import rows_on_host, run_dense, run_rows
 from .on_device import Launcher, launching_for, row_batches
@@ -92,20 +91,6 @@ class DeviceSteps(StatefulOptimizer):
         """What is not part of the state: it is made anew in a copy."""
         if self._device is not None:
             self._launcher = Launcher(self._device)
-
-    def _check_groups(self, groups: Groups) -> None:
-        super()._check_groups(groups)
-        on_device = [p for p in (o.parameter for o in groups.options) if p.is_on_device]
-        if on_device and any(option.centralize for option in groups.options):
-            raise RuntimeError(
-                message(
-                    self._name,
-                    "grad_centralization",
-                    "has no CUDA kernels",
-                    "parameters on the host",
-                    f"{on_device[0].name or 'a parameter'} on a device",
-                )
-            )
 
     # Where it runs
 

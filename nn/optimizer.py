@@ -251,7 +251,7 @@ class Optimizer:
         """
         decays = self._decays_at(self._step)
         return tuple(
-            grads.decayed(g, p.data, decay * self.loss_scale) if decay else g
+            grads.decayed(g, p.array, decay * self.loss_scale) if decay else g
             for g, p, decay in zip(self._as_tuple(gradients), self.parameters, decays, strict=True)
         )
 

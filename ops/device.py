@@ -147,11 +147,13 @@ class DeviceArray:
             wrong, expected, got = "is not contiguous", "a C-contiguous array", str(self.strides)
         raise RejectedValueError(message(where, name, wrong, expected, got) + "; copy it first")
 
-    def filled_like(self, value: float, dtype: np.dtype[Any]) -> DeviceArray:
-        """A new array of the same shape, of another dtype and filled with ``value``."""
+    def filled_like(
+        self, value: float, dtype: np.dtype[Any], shape: tuple[int, ...] | None = None
+    ) -> DeviceArray:
+        """A new array of another dtype, filled with ``value``; of the same shape unless given."""
         from ..kernels.cuda.fill import fill
 
-        made = self.empty_like(dtype)
+        made = self.empty_like(dtype, shape)
         with launching([self]) as stream:
             fill(made.address, made.size, value, dtype, stream)
         return made
@@ -245,6 +247,11 @@ def _is_compact(shape: tuple[int, ...], strides: tuple[int, ...], compact: tuple
     if 0 in shape:
         return True
     return all(n == 1 or a == b for n, a, b in zip(shape, strides, compact, strict=True))
+
+
+def is_on_device(array: Any) -> bool:
+    """Whether what was adopted is on a CUDA device."""
+    return isinstance(array, DeviceArray)
 
 
 def device_of(where: str, named: dict[str, Any]) -> int | None:

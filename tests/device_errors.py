@@ -326,22 +326,11 @@ def not_taken() -> None:
     """What has no kernels for the device says so, and computes nothing."""
     w, m = theirs = on_device([positive((5, 4)) for _ in range(2)])
     g = cuda.to_device(gradient((5, 4)))
-    tensor = on_device(rows([1, 3], (5, 4)))
-    centralized = [{"params": [w], "grad_centralization": True}]
-    plain = nn.Adam([w], weight_decay=0.1, loss_scale=2.0)
     layer = nn.ThorDense(cuda.to_device(positive((2, 3))))
     for call in (
         lambda: nn.AdaFactor([w]),
         lambda: nn.thor(layer, 0.1, 0.1, 0.9),
         lambda: layer.capture(cuda.to_device(gradient((4, 3))), gradient((4, 2))),
-        lambda: nn.Adam(centralized)((g,)),
-        lambda: nn.LazyAdam(centralized)((tensor,)),
-        lambda: tensor.coalesce(),
-        lambda: tensor.to_dense(),
-        lambda: plain.decay_weight((g,)),
-        lambda: plain.decay_weight((gradient((5, 4)),)),
-        lambda: plain.decay_weight((tensor,)),
-        lambda: plain.scale_grad((tensor,)),
         lambda: nn.Adam([w], cuda.to_device(np.array([0.1, 0.2]))),
         lambda: ops.ApplyMomentum()(w, m, cuda.to_device(np.array(0.1)), g, 0.9),
     ):

@@ -13,7 +13,19 @@ from typing import Any
 import numpy as np
 from numba.cuda.simulator.kernelapi import FakeCUDAShared
 
-from fusestep.kernels.cuda import dense, fill, finite, gather, norm, row_step, sort, trust
+from fusestep.kernels.cuda import (
+    centralize,
+    dense,
+    equal_rows,
+    fill,
+    finite,
+    gather,
+    norm,
+    row_step,
+    sort,
+    trust,
+    widen,
+)
 
 
 def prepare_simulator() -> None:
@@ -24,7 +36,8 @@ def prepare_simulator() -> None:
     # Few threads a block and one tile a thread, so that short tensors have several blocks.
     dense.THREADS, dense._TILES_PER_THREAD = 4, 1
     finite.THREADS, finite.TILES_PER_THREAD = 4, 1
-    row_step.THREADS = fill.THREADS = gather.THREADS = 8
+    row_step.THREADS = fill.THREADS = gather.THREADS = equal_rows.THREADS = widen.THREADS = 8
+    centralize.THREADS, centralize.TILES_PER_THREAD, centralize.MOST_CHUNKS = 8, 1, 3
     norm.THREADS = trust.THREADS = 4
     # Tiles of 16 keys, digits of 3 bits and 1, rounds of 4 counters.
     sort.DIGIT_BITS, sort._SPLIT_BITS, sort._HALF = 4, 3, 4
