@@ -26,7 +26,7 @@ CHECKS = {
     "device_gradients.py": ("row_tensors", "centralization"),
     "device_errors.py": ("index_errors", "locking", "refusals"),
     "device_mxnet.py": ("adam_update", "optimizers", "updaters"),
-    "framework_simulation.py": ("arrays", "steps"),
+    "framework_simulation.py": ("arrays", "steps", "gradients"),
 }  # fmt: skip
 CAPABILITIES = ("8.0", "9.0a")
 # Registers that a thread may have, so that enough of them fit to hide the latency of memory:
