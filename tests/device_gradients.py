@@ -177,7 +177,8 @@ def lists_of_rows() -> None:
 
 # Centralization, and the steps of custom optimizers
 
-SHAPES = ((5, 4), (7,), (3, 2, 3), (2, 40), (4, 1), (0, 3), (3, 0), ())
+# The last row is that of several chunks for each thread, and of longer ones.
+SHAPES = ((5, 4), (7,), (3, 2, 3), (2, 40), (4, 1), (0, 3), (3, 0), (), (1, 700))
 
 
 def helpers(dtype: Any, of_gradient: Any) -> None:

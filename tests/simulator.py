@@ -37,7 +37,7 @@ def prepare_simulator() -> None:
     dense.THREADS, dense._TILES_PER_THREAD = 4, 1
     finite.THREADS, finite.TILES_PER_THREAD = 4, 1
     row_step.THREADS = fill.THREADS = gather.THREADS = equal_rows.THREADS = widen.THREADS = 8
-    centralize.THREADS, centralize.TILES_PER_THREAD, centralize.MOST_CHUNKS = 8, 1, 3
+    centralize.THREADS, centralize.TILES_PER_THREAD, centralize.MOST_CHUNKS = 8, 1, 20
     norm.THREADS = trust.THREADS = 4
     # Tiles of 16 keys, digits of 3 bits and 1, rounds of 4 counters.
     sort.DIGIT_BITS, sort._SPLIT_BITS, sort._HALF = 4, 3, 4
