@@ -19,7 +19,7 @@ from numba import cuda
 import fusestep
 from fusestep import nn
 from fusestep.kernels.cpu.layout import HOT
-from fusestep.ops import pending
+from fusestep.ops import device_gradient, pending
 
 from device_arrays import (
     BF16,
@@ -285,6 +285,18 @@ def optimizers() -> None:
     compare_steps(OPTIMIZERS[3], (F16, F64, BF16))
 
 
+def joined_rows() -> None:
+    """The decay of a row is in the place of its first occurrence; a bad index has no row."""
+    host, w = rows([1, 5, 1, -2, 0], (5, 4)), nn.Parameter(on_device(positive((5, 4))))
+    found = device_gradient.decayed_rows(on_device(host), w.array, 0.5)
+    sums = host.values.copy()
+    sums[0] += sums[2] + np.float32(0.5) * w.asnumpy()[1]
+    sums[4] += np.float32(0.5) * w.asnumpy()[0]
+    sums[1:4] = 0
+    assert_close(on_host(found.values), sums)
+    np.testing.assert_array_equal(on_host(found.indices), host.indices)
+
+
 def errors_of_centralized_steps() -> None:
     """A bad index writes nothing, and its error comes when that of the step comes, or earlier."""
     for make in (nn.LazyAdam, nn.Adam):
@@ -341,6 +353,7 @@ CHECKS: dict[str, Sequence[Callable[[], Any]]] = {
         steps_of_custom_optimizers,
         not_finite,
         optimizers,
+        joined_rows,
         errors_of_centralized_steps,
         waits,
     ),
