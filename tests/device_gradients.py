@@ -177,8 +177,7 @@ def lists_of_rows() -> None:
 
 # Centralization, and the steps of custom optimizers
 
-# The last row is that of several chunks for each thread, and of longer ones.
-SHAPES = ((5, 4), (7,), (3, 2, 3), (2, 40), (4, 1), (0, 3), (3, 0), (), (1, 700))
+SHAPES = ((5, 4), (7,), (3, 2, 3), (2, 40), (4, 1), (0, 3), (3, 0), ())
 
 
 def helpers(dtype: Any, of_gradient: Any) -> None:
@@ -223,6 +222,15 @@ def steps_of_custom_optimizers() -> None:
         opt.decay_weight((on_device(gradient((4, 5))),))
     with refused(IndexError, "got 5", w):
         opt.decay_weight((on_device(rows([5], (5, 4))),))
+
+
+def long_rows() -> None:
+    """More chunks than a block has threads along a row, and chunks of more than one round."""
+    for shape in ((2, 330), (1, 700)):
+        params, g = [on_device(positive(shape))], gradient(shape)
+        opt = nn.Optimizer(0.1, [{"params": params, "grad_centralization": True}])
+        (found,) = opt.gradients_centralization((on_device(g),))
+        assert_close(on_host(found), g - g.mean(1, keepdims=True, dtype=np.float64).astype(F32))
 
 
 def not_finite() -> None:
@@ -351,6 +359,7 @@ CHECKS: dict[str, Sequence[Callable[[], Any]]] = {
     ),
     "centralization": (
         steps_of_custom_optimizers,
+        long_rows,
         not_finite,
         optimizers,
         joined_rows,
