@@ -247,7 +247,8 @@ class Optimizer:
     def decay_weight(self, gradients: Sequence[Any]) -> tuple[Any, ...]:
         """``g + weight_decay * loss_scale * w`` where decay applies, as new gradients.
 
-        A row-sparse gradient is summed by row first: a row decays once, and only if it occurs.
+        A row-sparse gradient is summed by row first: a row decays once, and only if it occurs. On
+        a device the host waits for the number of rows then.
         """
         decays = self._decays_at(self._step)
         return tuple(
