@@ -219,26 +219,13 @@ def floating(where: str, name: str, value: Any, dtype: np.dtype[Any]) -> Any:
     return array
 
 
-def float_array(where: str, name: str, value: Any) -> np.ndarray:
-    """A floating array.
-
-    Raises:
-        TypeError: it is none.
-    """
-    array: np.ndarray = _floating(where, name, adopt(where, name, value))
-    return array
-
-
 def float_array_anywhere(where: str, name: str, value: Any) -> Any:
-    """As `float_array`, or a floating `DeviceArray`.
+    """A floating array of the host, or a floating `DeviceArray`.
 
     Raises:
         TypeError: it is none.
     """
-    return _floating(where, name, adopt_anywhere(where, name, value))
-
-
-def _floating(where: str, name: str, array: Any) -> Any:
+    array = adopt_anywhere(where, name, value)
     if array.dtype not in STORAGES:
         raise TypeError(message(where, name, "has a wrong dtype", FLOAT_NAMES, array.dtype))
     return array
