@@ -18,11 +18,10 @@ from ..ops.device_step import Launch, launch_on
 from ..ops.errors import message
 from ..ops.row_step import row_tables
 from .conditioning import Conditioning
-from .groups import Groups
 from .host_steps import HostSteps
 from .layout import Batch, Layout
 from .numbers import FLOATS, check_place, number_of, on_device
-from .on_device import arrays_of, error_of, row_batches
+from .on_device import error_of, row_batches
 from .reader import Gradients, by_storage
 from .schedule import Values
 
@@ -75,20 +74,6 @@ class DeviceSteps(HostSteps):
 
     def _forget_programs(self) -> None:
         self._programs: dict[Any, tuple[Program, int]] = {}
-
-    def _check_groups(self, groups: Groups) -> None:
-        super()._check_groups(groups)
-        on_devices = [p for p in (o.parameter for o in groups.options) if p.is_on_device]
-        if on_devices and any(option.centralize for option in groups.options):
-            raise RuntimeError(
-                message(
-                    self._name,
-                    "grad_centralization",
-                    "has no CUDA kernels",
-                    "parameters on the host",
-                    f"{on_devices[0].name or 'a parameter'} on a device",
-                )
-            )
 
     # What is known on the device
 
@@ -214,7 +199,7 @@ class DeviceSteps(HostSteps):
             given = self._read(gradients, decays, conditioning)
             layout = given.layout
             with launch_on(
-                [self.parameters[0].array, *arrays_of(given)],
+                [self.parameters[0].array, *given.arrays],
                 layout.lock_spans if self.use_locking else None,
                 can_be_captured=True,
             ) as launch:

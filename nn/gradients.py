@@ -7,7 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from ..ops.arrays import RowTensor, adopt, real_type
+from ..ops import device_gradient
+from ..ops.arrays import RowTensor, adopt_anywhere, real_type
+from ..ops.device import device_of, is_on_device
+from ..ops.device_gradient import convert, converted
+from ..ops.embedding import SparseGatherV2
 from ..ops.errors import message
 
 
@@ -16,8 +20,7 @@ def concatenated(where: str, name: str, parts: Sequence[Any]) -> RowTensor:
 
     Raises:
         TypeError: a part is no `RowTensor`, or there is none.
-        ValueError: their shapes or dtypes differ.
-        RuntimeError: they live on a CUDA device.
+        ValueError: their shapes, dtypes or places differ.
     """
     if not parts or not all(isinstance(part, RowTensor) for part in parts):
         got = ", ".join(type(part).__name__ for part in parts) or "nothing"
@@ -26,29 +29,37 @@ def concatenated(where: str, name: str, parts: Sequence[Any]) -> RowTensor:
         raise ValueError(
             message(where, name, "has parts that differ", "one dense_shape and dtype", list(parts))
         )
-    indices, values = (
-        np.concatenate([adopt(where, name, array) for array in arrays])
-        for arrays in zip(*((part.indices, part.values) for part in parts), strict=True)
-    )
-    return RowTensor(indices, values, parts[0].dense_shape)
+    # Adopted again: the attributes of a RowTensor can be assigned to.
+    arrays = [[adopt_anywhere(where, name, a) for a in (p.indices, p.values)] for p in parts]
+    places = {f"part {k} of {name}": values for k, (_, values) in enumerate(arrays)}
+    shape = parts[0].dense_shape
+    if device_of(where, places) is not None:
+        return device_gradient.concatenated([RowTensor(i, v, shape) for i, v in arrays])
+    indices, values = map(np.concatenate, zip(*arrays, strict=True))
+    return RowTensor(indices, values, shape)
 
 
 def decayed(gradient: Any, parameter: Any, factor: float) -> Any:
     """``gradient + factor * parameter``, rounded to the gradient's dtype."""
     if gradient is None:
         return None
-    w = adopt("decay_weight", "the parameter", parameter)
+    w = adopt_anywhere("decay_weight", "the parameter", parameter)
     if isinstance(gradient, list | tuple):
         gradient = concatenated("RowTensor", "gradients", gradient)
     if isinstance(gradient, RowTensor):
         rows = gradient.coalesce()
-        values = decayed(rows.values, w[rows.indices], factor)
-        return RowTensor(rows.indices, values, rows.dense_shape)
-    g = adopt("decay_weight", "gradients", gradient)
+        device_of("decay_weight", {"the parameter": w, "gradients": rows.values})
+        of_rows = SparseGatherV2()(w, rows.indices) if is_on_device(w) else w[rows.indices]
+        return RowTensor(rows.indices, decayed(rows.values, of_rows, factor), rows.dense_shape)
+    g = adopt_anywhere("decay_weight", "gradients", gradient)
+    device_of("decay_weight", {"the parameter": w, "gradients": g})
     if g.shape != w.shape:
         raise ValueError(
             message("decay_weight", "gradients", "has a wrong shape", w.shape, g.shape)
         )
+    if is_on_device(g):
+        found = device_gradient.decayed(g, w, factor)
+        return (found if found.dtype == g.dtype else converted(found, g.dtype)).native()
     real = real_type(w.dtype)
     return (g.astype(real) + real(factor) * w.astype(real)).astype(g.dtype)
 
@@ -63,7 +74,9 @@ def centralized(gradient: Any) -> Any:
         # The mean of a sum is the sum of the means, so duplicates need not be summed first.
         values = centralized(gradient.values)
         return RowTensor(gradient.indices, values, gradient.dense_shape)
-    g = adopt("gradients_centralization", "gradients", gradient)
+    g = adopt_anywhere("gradients_centralization", "gradients", gradient)
+    if is_on_device(g):
+        return device_gradient.centralized(g).native()
     if g.ndim < 2 or g.size == 0:
         return g
     wide = g.astype(real_type(g.dtype))
@@ -80,6 +93,10 @@ def scaled(gradient: Any, factor: float) -> Any:
         gradient = concatenated("RowTensor", "gradients", gradient)
     if isinstance(gradient, RowTensor):
         return RowTensor(gradient.indices, scaled(gradient.values, factor), gradient.dense_shape)
-    g = adopt("scale_grad", "gradients", gradient)
+    g = adopt_anywhere("scale_grad", "gradients", gradient)
+    if is_on_device(g):
+        made = g.empty_like()
+        convert(g, made, factor)
+        return made.native()
     real = real_type(g.dtype)
     return (g.astype(real) * real(factor)).astype(g.dtype)

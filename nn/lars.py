@@ -321,14 +321,20 @@ class LayerwiseConditioning(Conditioning):
         """The factors; see `Conditioning.measured_on_device`."""
         from .device_lars import MeasuredRatios
 
-        acts = self._acts[batch.positions]
-        return MeasuredRatios(batch, gradients, acts, self.options_on_device, column)
+        lars, acts = self._lars, self._acts[batch.positions]
+        plain = [
+            self._gradients[i] if self._options[i].centralize else None
+            for i in batch.positions.tolist()
+        ]
+        options = lars.coefficient, lars.epsilon, lars.use_clip
+        return MeasuredRatios(batch, gradients, plain, acts, options, column)
 
     @property
     def options_on_device(self) -> tuple[Any, ...]:
-        """Coefficient, epsilon, and whether ratios are clipped."""
+        """The options of LARS; where gradients are centralized, this step alone."""
         lars = self._lars
-        return lars.coefficient, lars.epsilon, lars.use_clip
+        own = self if any(option.centralize for option in self._options) else None
+        return lars.coefficient, lars.epsilon, lars.use_clip, own
 
     def _plain_squares(self, batch: Batch, of_g: np.ndarray) -> np.ndarray:
         """Put right the squares of gradients that were centralized; returns which they are."""

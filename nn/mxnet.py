@@ -1,4 +1,4 @@
-"""MXNet's optimizers on NumPy arrays: ``from fusestep.nn import mxnet as mx``.
+"""MXNet's optimizers on NumPy and CUDA arrays: ``from fusestep.nn import mxnet as mx``.
 
 `Adam` and `AdamW` of ``mxnet.optimizer``, the base class `Optimizer` with its registry, the
 `Updater`, and the schedulers of ``mxnet.lr_scheduler``. MXNet is retired since 2023; where its

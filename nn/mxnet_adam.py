@@ -52,13 +52,17 @@ class Adam(AdamFamily):
     first, in any order of indices. The caller's gradients are never written. A gradient None
     leaves its weight out.
 
+    Arrays are on the host, or on a CUDA device, where an update is enqueued. There an update with
+    an index out of range writes nothing, and `fusestep.synchronize` raises the `IndexError`; its
+    counts stay, as MXNet's do after an error, and later updates go on.
+
     Raises:
         AssertionError: ``lazy_update=True`` with ``use_fused_step=False``.
         TypeError: a kind or dtype does not fit.
         ValueError: a value, a shape or the memory of an array does not fit.
         IndexError: an index of a `RowTensor` is out of range.
         KeyError: an unknown keyword (also `TypeError`).
-        After an error no weight, state or count has changed.
+        After an error that a call raises no weight, state or count has changed.
 
     Source: ``mxnet.optimizer.Adam`` (MXNet is retired since 2023); Kingma and Ba (2015),
     arXiv:1412.6980.

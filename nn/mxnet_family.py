@@ -10,7 +10,8 @@ import numpy as np
 from ..kernels.rules import mxnet as rules
 from ..kernels.rules.rule import Prologue, Rule
 from ..ops import check
-from ..ops.arrays import adopt, real_type
+from ..ops.arrays import adopt_anywhere, real_type
+from ..ops.device import DeviceArray
 from ..ops.errors import message
 from .mxnet_arguments import Checked, as_lists, decay_rate, is_list
 from .mxnet_optimizer import Optimizer
@@ -49,10 +50,13 @@ class AdamFamily(Optimizer):
         self.beta1, self.beta2, self.epsilon = beta1, beta2, epsilon
         self._bindings = Bindings(self._name)
 
-    def create_state(self, index: Any, weight: Any) -> tuple[np.ndarray, np.ndarray]:  # noqa: ARG002
-        """Zeros for mean and variance, float32 (float64 for a float64 weight)."""
-        array = adopt(self._name, "weight", weight)
-        mean, var = (np.zeros(array.shape, real_type(array.dtype)) for _ in range(2))
+    def create_state(self, index: Any, weight: Any) -> tuple[Any, Any]:  # noqa: ARG002
+        """Zeros for mean and variance, float32 (float64 for a float64 weight).
+
+        They live where the weight does, on a device in its framework.
+        """
+        array = adopt_anywhere(self._name, "weight", weight)
+        mean, var = (_zeros_like(array, np.dtype(real_type(array.dtype))) for _ in range(2))
         return mean, var
 
     def step(
@@ -111,13 +115,13 @@ class AdamFamily(Optimizer):
     def _variables(self, index: Any, weight: Any, state: Any) -> tuple[Any, ...]:
         """Weight, mean and variance of an index."""
         mean, var = self._pair(index, state, "(mean, var) of create_state")
-        return weight.data if isinstance(weight, Parameter) else weight, mean, var
+        return weight.array if isinstance(weight, Parameter) else weight, mean, var
 
     def _with_master(self, index: Any, weight: Any, state: Any) -> tuple[Any, ...]:
         """Master copy, mean, variance, and the weight that becomes the rounded copy."""
         expected = "(master, (mean, var)) of create_state_multi_precision"
         master, moments = self._pair(index, state, expected)
-        copy = weight.data if isinstance(weight, Parameter) else weight
+        copy = weight.array if isinstance(weight, Parameter) else weight
         return (*self._variables(index, master, moments), copy)
 
     def _pair(self, index: Any, state: Any, expected: str) -> tuple[Any, Any]:
@@ -241,3 +245,9 @@ class AdamFamily(Optimizer):
     def _step_size(self, t: int, lr: float, *, corrected: bool = True) -> float:
         size = rules.bias_corrected(lr, self.beta1, self.beta2, t) if corrected else lr
         return check.scalar_at_least_0(self._name, "the learning rate with its factors", size)
+
+
+def _zeros_like(array: Any, dtype: np.dtype[Any]) -> Any:
+    if isinstance(array, DeviceArray):
+        return array.filled_like(0.0, dtype).native()
+    return np.zeros(array.shape, dtype)

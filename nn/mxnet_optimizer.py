@@ -10,7 +10,9 @@ import numpy as np
 
 from ..ops import check
 from ..ops.adam_update import compat_version
-from ..ops.arrays import BFLOAT16, RowTensor, adopt
+from ..ops.arrays import BFLOAT16, RowTensor, adopt_anywhere
+from ..ops.device import DeviceArray
+from ..ops.device_gradient import convert, converted
 from ..ops.errors import message, reject_unknown
 from . import mxnet_arguments as arguments
 from .arguments import count
@@ -213,11 +215,13 @@ class Optimizer:
         """
         if not self._has_master(weight):
             return self.create_state(index, weight)
-        master = np.array(adopt(self._name, "weight", weight), np.float32, order="C")
+        master = _as_float32(adopt_anywhere(self._name, "weight", weight))
         return master, self.create_state(index, master)
 
     def _has_master(self, weight: Any) -> bool:
-        return self.multi_precision and adopt(self._name, "weight", weight).dtype in _HALVES
+        if not self.multi_precision:
+            return False
+        return adopt_anywhere(self._name, "weight", weight).dtype in _HALVES
 
     def forget_arrays(self) -> None:
         """Hold no array of a former call any more; the base class holds none."""
@@ -267,7 +271,7 @@ class Optimizer:
         else:
             self.update(index, weights[0], grads[0], states[0])
         for w, master in masters:
-            adopt(self._name, "weight", w)[...] = master
+            _round_to(adopt_anywhere(self._name, "weight", w), master)
 
     def step(
         self, indices: Sequence[Any], weights: Sequence[Any], grads: Sequence[Any],
@@ -395,11 +399,25 @@ def _of_master(grad: Any, state: Any) -> tuple[Any, Any, Any]:
     if isinstance(grad, list | tuple):
         grad = concatenated(where, "grad", grad)
     if isinstance(grad, RowTensor):
-        values = grad.values.astype(np.float32)
-        grad = RowTensor(grad.indices, values, grad.dense_shape)
+        grad = RowTensor(grad.indices, _as_float32(grad.values), grad.dense_shape)
     elif grad is not None:
-        grad = adopt(where, "grad", grad).astype(np.float32)
+        grad = _as_float32(adopt_anywhere(where, "grad", grad))
     return state[0], grad, state[1]
+
+
+def _as_float32(array: Any) -> Any:
+    """A float32 copy; of an array on a device in its framework."""
+    if isinstance(array, DeviceArray):
+        return converted(array, np.dtype(np.float32)).native()
+    return np.array(array, np.float32, order="C")
+
+
+def _round_to(weight: Any, master: Any) -> None:
+    """Make a 16-bit weight the rounded master copy."""
+    if isinstance(weight, DeviceArray):
+        convert(adopt_anywhere("update_multi_precision", "the master copy", master), weight)
+    else:
+        weight[...] = master
 
 
 def _refuse_symbol(where: str, sym: Any) -> None:

@@ -12,7 +12,8 @@ from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
 from ..ops import check
-from ..ops.arrays import BFLOAT16
+from ..ops.arrays import BFLOAT16, adopt_anywhere
+from ..ops.device import DeviceArray
 from ..ops.errors import message
 from . import mxnet_schedulers as schedulers
 from .arguments import count
@@ -69,6 +70,18 @@ def load(data: Any, optimizer: Optimizer) -> tuple[dict[Any, Any], Optimizer]:
     return states, optimizer
 
 
+def moved(state: Any, weight: Any) -> Any:
+    """A state that was read, with its arrays where the weight lives."""
+    if type(state) in (tuple, list):
+        return type(state)(moved(part, weight) for part in state)
+    array = adopt_anywhere("set_states", "weight", weight)
+    if not (isinstance(array, DeviceArray) and isinstance(state, np.ndarray)):
+        return state
+    made = array.empty_like(state.dtype, state.shape)
+    made.assign(state)
+    return made.native()
+
+
 # What reading a document that was damaged or made by hand can run into.
 _DAMAGES = (
     AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError, ValueError,
@@ -107,6 +120,9 @@ def _structure(value: Any, name: str, tensors: dict[str, np.ndarray]) -> Any:
     if type(value) in (tuple, list):  # a subclass could not be made again
         parts = [_structure(part, f"{name}.{k}", tensors) for k, part in enumerate(value)]
         return {type(value).__name__: parts}
+    on_device = DeviceArray.adopt("get_states", name, value)
+    if on_device is not None:
+        value = on_device.numpy()
     if isinstance(value, np.ndarray) and (value.dtype.kind in "biuf" or value.dtype == BFLOAT16):
         # The format has bfloat16, its reader for NumPy has not.
         is_bfloat16 = value.dtype == BFLOAT16

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -12,11 +13,15 @@ import numpy as np
 
 from ..kernels.cpu import headers
 from ..kernels.rules.rule import Prologue, Rule
-from ..ops import check
+from ..ops import check, pending
+from ..ops.arrays import adopt_anywhere
+from ..ops.device import DeviceArray, device_of
+from ..ops.device_step import Launch, checked, launch_on
 from ..ops.errors import message
-from ..ops.row_step import row_step
+from ..ops.row_step import check_rows_on_device, row_step
 from ..ops.step import compile_step, dense_step
 from .layout import Batch
+from .on_device import error_of, row_batches
 from .parameter import Parameter
 from .reader import GradientReader, Gradients
 
@@ -35,9 +40,12 @@ class Bound:
         variables: for each weight the array, then its states.
         sparse_update: ``"lazy"`` or ``"dense_equivalent"``.
 
+    Attributes:
+        device: where the weights live; None for the host.
+
     Raises:
         TypeError: an array is none, or no floating one.
-        ValueError: an array cannot be updated in place, shapes differ, or arrays overlap.
+        ValueError: an array cannot be updated in place, shapes or places differ, or arrays overlap.
     """
 
     def __init__(
@@ -52,6 +60,7 @@ class Bound:
         checked = [
             _checked(where, name, arrays) for name, arrays in zip(names, variables, strict=True)
         ]
+        self.device = _device_of_all(where, names, checked)
         labels = [f"an array of {n!r}" for n, a in zip(names, checked, strict=True) for _ in a]
         flat = [array for arrays in checked for array in arrays]
         self._addresses = check.no_overlap(where, labels, flat)
@@ -61,6 +70,10 @@ class Bound:
         self.reader = GradientReader(
             where, parameters, [arrays[1:] for arrays in checked], sparse_update
         )
+        if self.device is not None:
+            self.can_be_kept = True  # and looked at again: memory can be exchanged under a tensor
+            self._places = [_place(array) for array in flat]
+            return
         # Of any other object the array may be another one the next time.
         self.can_be_kept = headers.usable and all(type(a) is np.ndarray for a in self._given)
         forms = [(a.dtype, a.shape) for a in flat]
@@ -73,6 +86,8 @@ class Bound:
             return False
         if not all(map(operator.is_, given, self._given)):
             return False
+        if self.device is not None:
+            return all(map(_lies_at, given, self._places))
         addresses = self._expected.addresses(given)
         return addresses is not None and addresses.tolist() == self._addresses
 
@@ -153,11 +168,11 @@ class Step:
         scalars: Scalars,
     ) -> None:
         self._given, self._rules, self._prologue = given, rules, prologue
-        self._touched_only = touched_only
-        batches = given.layout.batches
-        if given.layout.n_row_batches > 1:
+        self._touched_only, self._device = touched_only, bound.device
+        batches, on_host = given.layout.batches, bound.device is None
+        if on_host and given.layout.n_row_batches > 1:
             bound.reader.check_indices(given)
-        if len(batches) > 1:  # one batch compiles before it writes
+        if on_host and len(batches) > 1:  # one batch compiles before it writes
             for batch in batches:
                 compile_step(
                     self._rule(batch),
@@ -174,23 +189,50 @@ class Step:
         return with_master if len(batch.variables.s) > len(plain.states) else plain
 
     def run(self) -> None:
-        """Write."""
+        """Write; on a device it is enqueued."""
+        if self._device is None:
+            self._run(None)
+        elif self._calls:
+            with _launched(self._given, self._device) as launch:
+                self._run(launch)
+
+    def _run(self, launch: Launch | None) -> None:
+        first = 0  # of the positions of a batch among those of all batches
         for batch, hp, hp_of in self._calls:
-            rule, variables = self._rule(batch), batch.variables
+            rule, prologue, variables = self._rule(batch), self._prologue, batch.variables
             if batch.row_sparse:
+                rows = self._given.rows_of(batch)
                 row_step(
                     batch.labels,
                     rule,
-                    self._prologue,
+                    prologue,
                     variables,
-                    self._given.rows_of(batch),
+                    rows,
                     hp,
                     hp_of,
                     touched_only=self._touched_only,
+                    launch=launch and launch.after(first),
                 )
+                first += sum(len(gradient.indices) for gradient in rows)
             else:
-                addresses = self._given.addresses_of(batch)
-                dense_step(rule, self._prologue, variables, addresses, batch.g, hp, np.array(hp_of))
+                places, g = self._given.addresses_of(batch), batch.g
+                dense_step(rule, prologue, variables, places, g, hp, np.array(hp_of), launch)
+
+
+@contextmanager
+def _launched(given: Gradients, device: int) -> Iterator[Launch]:
+    """A launch of a step that writes nothing if an index turns out to be out of range."""
+    batches = row_batches(given)
+    error = error_of(given) if batches else None
+    with (
+        pending.held(),  # before the order of streams is held, as in operators
+        launch_on(given.arrays, None) as launch,
+        checked(device, launch, error) as guarded,
+    ):
+        if len(batches) > 1:  # one checks its indices before it writes
+            for batch, first in batches:
+                check_rows_on_device(batch.variables, given.rows_of(batch), guarded.after(first))
+        yield guarded
 
 
 def _scalars_of(
@@ -203,12 +245,33 @@ def _scalars_of(
     return np.array([scalars(real, numbers) for numbers in rows], real), hp_of
 
 
-def _checked(where: str, name: str, arrays: Sequence[Any]) -> tuple[np.ndarray, ...]:
-    """A weight and its states: arrays that can be updated in place, of one shape."""
-    weight = check.host_variable(where, f"weight {name!r}", arrays[0])
-    states = tuple(check.host_variable(where, f"state of {name!r}", a) for a in arrays[1:])
+def _checked(where: str, name: str, arrays: Sequence[Any]) -> tuple[Any, ...]:
+    """A weight and its states: arrays that can be updated in place, of one shape and place."""
+    weight = check.variable(where, f"weight {name!r}", arrays[0])
+    states = tuple(check.variable(where, f"state of {name!r}", a) for a in arrays[1:])
     for state in states:
+        device_of(where, {f"weight {name!r}": weight, f"state of {name!r}": state})
         if state.shape != weight.shape:
             wrong = "has a wrong shape"
             raise ValueError(message(where, f"state of {name!r}", wrong, weight.shape, state.shape))
     return weight, *states
+
+
+def _device_of_all(
+    where: str, names: Sequence[str], variables: Sequence[tuple[Any, ...]]
+) -> int | None:
+    """The device on which all weights lie; None for the host."""
+    device = None
+    for name, (weight, *_) in zip(names, variables, strict=True):
+        device = device_of(where, {"the first weight": variables[0][0], f"weight {name!r}": weight})
+    return device
+
+
+def _place(array: DeviceArray) -> tuple[Any, ...]:
+    return array.address, array.shape, array.strides, array.dtype, array.flags, array.stream
+
+
+def _lies_at(given: Any, place: tuple[Any, ...]) -> bool:
+    """Whether an object is an array on a device where it was."""
+    array = adopt_anywhere("a weight", "or a state", given)
+    return isinstance(array, DeviceArray) and _place(array) == place

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from ..ops import check
-from ..ops.arrays import adopt
+from ..ops import check, pending
+from ..ops.arrays import adopt_anywhere
 from ..ops.errors import message
 from . import mxnet_states
 from .mxnet_arguments import as_lists, is_list
@@ -50,6 +50,8 @@ class Updater:
             )
         self.optimizer = optimizer
         self.states: dict[Any, Any] = {}
+        # Those of which the states have been read, and go to where the weight lives.
+        self._were_read: set[Any] = set()
 
     def __call__(self, index: Any, grad: Any, weight: Any) -> None:
         """Update one weight, or each of a list of weights, in place.
@@ -75,8 +77,11 @@ class Updater:
             self._update([of_chunk, weights, grads, states])
             # Likewise one whose update has failed.
             self.states.update(zip(of_chunk, states, strict=True))
+            self._were_read.difference_update(of_chunk)
 
     def _state(self, index: Any, weight: Any) -> Any:
+        if index in self._were_read:
+            return mxnet_states.moved(self.states[index], weight)
         if index in self.states:
             return self.states[index]
         return self.optimizer.create_state_multi_precision(index, weight)
@@ -90,7 +95,7 @@ class Updater:
                 yield places
             return
         size = max(1, int(self.optimizer.aggregate_num))
-        dtypes = groupby(places, lambda k: adopt("Updater", "weight", weights[k]).dtype)
+        dtypes = groupby(places, lambda k: adopt_anywhere("Updater", "weight", weights[k]).dtype)
         for _, neighbours in dtypes:
             alike = list(neighbours)
             for first in range(0, len(alike), size):
@@ -105,6 +110,8 @@ class Updater:
     def get_states(self, dump_optimizer: bool = False) -> bytes:
         """All states and counts as bytes in the safetensors format.
 
+        States on a device are waited for, and copied to the host.
+
         Args:
             dump_optimizer: put in the optimizer's hyper-parameters, multipliers and scheduler, so
                 that `set_states` makes it anew. It must be registered, with an attribute for each
@@ -112,14 +119,17 @@ class Updater:
 
         Raises:
             TypeError: something cannot be written.
+            IndexError: on a device, an index of an earlier call was out of range.
         """
+        pending.settle()
         with_optimizer = check.flag("get_states", "dump_optimizer", dump_optimizer)
         return mxnet_states.dump(self.states, self.optimizer, with_optimizer=with_optimizer)
 
     def set_states(self, states: bytes) -> None:
         """Take over what `get_states` gave; reading it can execute nothing.
 
-        Unlike in MXNet the counts come back too, so the bias correction goes on where it was.
+        Unlike in MXNet the counts come back too, so the bias correction goes on where it was. The
+        states of a weight on a device are moved there when it is next updated.
 
         Raises:
             TypeError: ``states`` are no bytes.
@@ -127,6 +137,7 @@ class Updater:
                 can execute anything), or hold an optimizer that is not registered.
         """
         self.states, self.optimizer = mxnet_states.load(states, self.optimizer)
+        self._were_read = set(self.states)
         self.optimizer.forget_arrays()
 
 

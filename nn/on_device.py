@@ -15,19 +15,10 @@ from .layout import Batch
 from .reader import Gradients
 
 
-def arrays_of(given: Gradients) -> list[Any]:
-    """All arrays of a step; a parameter first, which decides the stream."""
-    arrays = [arrays[0] for batch in given.layout.batches for arrays in batch.variables.tensors]
-    for gradient in given.keep:
-        rows = hasattr(gradient, "indices")
-        arrays += [gradient.indices, gradient.values] if rows else [gradient]
-    return arrays
-
-
 @contextmanager
 def launching_for(given: Gradients, *, use_locking: bool) -> Iterator[Any]:
     """The stream of a step that itself waits for the host."""
-    arrays = arrays_of(given)
+    arrays = given.arrays
     if not arrays:
         yield None
         return
@@ -39,7 +30,7 @@ def are_finite(
     given: Gradients, by_storage: Sequence[tuple[Storage, np.ndarray, np.ndarray]]
 ) -> bool:
     """Whether all gradients are finite; the host waits for the answer."""
-    arrays = arrays_of(given)
+    arrays = given.arrays
     if not arrays:
         return True
     with launch_on(arrays, None) as launch:

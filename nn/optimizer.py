@@ -267,11 +267,12 @@ class Optimizer:
     def decay_weight(self, gradients: Sequence[Any]) -> tuple[Any, ...]:
         """``g + weight_decay * loss_scale * w`` where decay applies, as new gradients.
 
-        A row-sparse gradient is summed by row first: a row decays once, and only if it occurs.
+        A row-sparse gradient is summed by row first: a row decays once, and only if it occurs. On
+        a device the host waits for the number of rows then.
         """
         decays = self._decays_at(self._step)
         return tuple(
-            grads.decayed(g, p.data, decay * number_of(self._loss_scale)) if decay else g
+            grads.decayed(g, p.array, decay * number_of(self._loss_scale)) if decay else g
             for g, p, decay in zip(self._as_tuple(gradients), self.parameters, decays, strict=True)
         )
 

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..kernels.storage import Storage
-from ..ops import check
+from ..ops import check, pending
+from ..ops import device_gradient as on_device
 from ..ops.arrays import (
     RowTensor,
     address_of,
@@ -17,7 +18,7 @@ from ..ops.arrays import (
     index_error,
     real_type,
 )
-from ..ops.device import device_of
+from ..ops.device import DeviceArray, device_of
 from ..ops.errors import message
 from ..ops.row_step import RowGradient, check_keys
 from . import gradients as whole
@@ -41,6 +42,16 @@ class Gradients(NamedTuple):
     addresses: np.ndarray
     rows: list[RowGradient]
     keep: Sequence[Any]
+
+    @property
+    def arrays(self) -> list[Any]:
+        """All arrays of the step; a parameter first, which on a device decides the stream."""
+        variables = (batch.variables.tensors for batch in self.layout.batches)
+        found = [arrays[0] for tensors in variables for arrays in tensors]
+        for gradient in self.keep:
+            is_sparse = isinstance(gradient, RowGradient)
+            found += [gradient.indices, gradient.values] if is_sparse else [gradient]
+        return found
 
     def addresses_of(self, batch: Batch) -> np.ndarray:
         """The addresses of the gradients of a batch of dense ones."""
@@ -188,6 +199,8 @@ class GradientReader:
 
     def _centralize(self, parameter: Parameter, gradient: Any, factor: float) -> Any:
         """The centralized gradient; a coupled decay is centralized with it, as in MindSpore."""
+        if parameter.is_on_device:
+            return self._centralize_on_device(parameter.array, gradient, factor)
         w = parameter.data
         # In the type of the arithmetic, so that nothing is rounded twice.
         real = real_type(w.dtype)
@@ -203,6 +216,23 @@ class GradientReader:
             return whole.centralized(whole.decayed(rows.to_dense(), w, factor))
         central = whole.centralized(whole.decayed(rows, w, factor) if factor else rows)
         return RowGradient.of(central.indices, np.ascontiguousarray(central.values))
+
+    def _centralize_on_device(self, w: DeviceArray, gradient: Any, factor: float) -> Any:
+        """The same, enqueued; in a new array of the parameter's framework."""
+        if not isinstance(gradient, RowGradient):
+            return _centralized(gradient, w, factor)
+        rows = RowTensor(gradient.indices, gradient.values, w.shape)
+        if not factor:
+            values = on_device.centralized(gradient.values, w)
+            return RowGradient.of(gradient.indices, values)
+        if self._sparse_update == "lazy":
+            values = on_device.decayed_rows(rows, w, factor).values
+            on_device.centralize(values, values)
+            return RowGradient.of(gradient.indices, values)
+        gradient = on_device.dense(rows, np.dtype(real_type(w.dtype)))
+        # It has no indices any more by which the step could tell that it may not write.
+        pending.settle()
+        return _centralized(gradient, w, factor)
 
     def _refusal(self, parameter: Parameter) -> str:
         name = f"gradient of {parameter.name!r}"
@@ -221,6 +251,15 @@ class GradientReader:
                 expected, got = "its own memory", "an overlap"
                 wrong = "shares memory with a parameter or state"
                 raise ValueError(message(self._where, "a gradient", wrong, expected, got))
+
+
+def _centralized(gradient: DeviceArray, w: DeviceArray, factor: float) -> DeviceArray:
+    """A dense gradient on a device, first joined by ``factor * w``."""
+    if not factor:
+        return on_device.centralized(gradient, w)
+    joined = on_device.decayed(gradient, w, factor)
+    on_device.centralize(joined, joined)
+    return joined
 
 
 def by_storage(given: Gradients) -> tuple[tuple[Storage, np.ndarray, np.ndarray], ...]:

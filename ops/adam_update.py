@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
 
-from ..kernels.cpu.headers import address_of
 from ..kernels.rules import mxnet
+from ..kernels.rules.norm import SCALED
 from ..kernels.rules.rule import Prologue
-from . import check, locks
-from .arrays import RowTensor, adopt, real_type
+from ..kernels.storage import STORAGES
+from . import check, locks, pending
+from .arrays import RowTensor, address_of, adopt_anywhere, real_type
+from .device import DeviceArray, device_of, may_share_memory
+from .device_step import Launch, checked, launch_on
 from .errors import message, reject_unknown
 from .primitive import Primitive
+from .row_step import RowGradient, bad_index_error, check_keys, check_rows_on_device, row_step
+from .step import Variables, dense_step
 
 _ARGUMENTS = (
     "weight", "grad", "mean", "var", "out", "lr", "beta1", "beta2", "epsilon", "wd",
@@ -43,19 +49,21 @@ class _AdamUpdate(Primitive):
         self, weight: Any, grad: Any, mean: Any, var: Any, out: Any, lazy: bool, scalars: _Scalars
     ) -> Any:
         """Check everything, update, and return the array with the new weight."""
-        given = check.float_array(self.name, "weight", weight)
+        given = check.float_array_anywhere(self.name, "weight", weight)
         if out is weight or (out is not None and _is_same_memory(given, out)):
-            self._step(
-                check.host_variable(self.name, "weight", weight), grad, mean, var, lazy, scalars
-            )
+            self._step(check.variable(self.name, "weight", weight), grad, mean, var, lazy, scalars)
             return out
-        written = {"mean": check.host_variable(self.name, "mean", mean)}
-        written["var"] = check.host_variable(self.name, "var", var)
+        named = {"mean": mean, "var": var, **({} if out is None else {"out": out})}
+        written = {name: check.variable(self.name, name, x) for name, x in named.items()}
         if out is not None:
-            written["out"] = check.host_variable(self.name, "out", out)
             check.same_layout(self.name, {"weight": given, "out": written["out"]})
+        read = {"weight": given, **_arrays_of(grad)}
+        device = device_of(self.name, {**read, **written})
         check.no_overlap(self.name, list(written), list(written.values()))
-        self._check_apart(written, {"weight": given, **_arrays_of(grad)})
+        self._check_apart(written, read)
+        if device is not None:
+            result = self._step_elsewhere(given, grad, written, lazy, scalars)
+            return result.native() if out is None else out
         with self._held([given, *written.values()]):
             # What is not updated in place is written when nothing can fail any more.
             result = given.copy(order="C")
@@ -67,31 +75,90 @@ class _AdamUpdate(Primitive):
 
     def _held(self, arrays: list[np.ndarray]) -> AbstractContextManager[object]:
         """All memory of a call that does not update in place, where it is to be locked."""
-        if not self.use_locking:
-            return nullcontext()
-        memory = tuple(map(address_of, arrays)), tuple(a.nbytes for a in arrays), 0
-        return locks.Request(locks.spans_of([memory]), shared=False)
+        spans = self._lock_spans(arrays)
+        return nullcontext() if spans is None else locks.Request(spans, shared=False)
 
-    def _step(
-        self, w: np.ndarray, grad: Any, mean: Any, var: Any, lazy: bool, scalars: _Scalars
-    ) -> None:
+    def _lock_spans(self, arrays: list[Any]) -> list[locks.Span] | None:
+        if not self.use_locking:
+            return None
+        memory = tuple(map(address_of, arrays)), tuple(a.nbytes for a in arrays), 0
+        return locks.spans_of([memory])
+
+    def _step(self, w: Any, grad: Any, mean: Any, var: Any, lazy: bool, scalars: _Scalars) -> None:
         variables = self._variables(weight=w, mean=mean, var=var)
         prologue, hp = scalars.for_dtype(w.dtype)
         if not isinstance(grad, RowTensor):
             self._apply_dense(mxnet.MXNET_ADAM, variables, hp, "grad", grad, prologue)
             return
-        if grad.dense_shape != w.shape:
-            wrong = "has a wrong dense_shape"
-            raise ValueError(message(self.name, "grad", wrong, w.shape, grad.dense_shape))
+        self._check_shape(grad, w)
         rows = grad.values, grad.indices
         self._apply_rows(
             mxnet.MXNET_ADAM, variables, hp, "grad", *rows, touched_only=lazy, prologue=prologue
         )
 
-    def _check_apart(self, written: dict[str, np.ndarray], read: dict[str, np.ndarray]) -> None:
+    def _step_elsewhere(
+        self, given: Any, grad: Any, written: dict[str, Any], lazy: bool, scalars: _Scalars
+    ) -> Any:
+        """Enqueue the step on a copy of the weight on its device; the copy, or ``out``.
+
+        Neither copy nor step write to ``out`` if an index turns out to be out of range.
+        """
+        given = given.contiguous(self.name, "weight")
+        result = written["out"] if "out" in written else given.empty_like()
+        variables = self._variables(weight=result, mean=written["mean"], var=written["var"])
+        rows = None
+        if isinstance(grad, RowTensor):
+            self._check_shape(grad, given)
+            rows, _ = self._checked_rows(variables, "grad", grad.values, grad.indices)
+            gradient = [rows.indices, rows.values]
+        else:
+            gradient = [self._checked_dense(variables, "grad", grad)[0][-1]]
+        arrays = [given, *variables.values()]
+        spans = self._lock_spans(arrays)
+        error = None if rows is None else self._index_error(rows, given)
+        with (
+            pending.held(),  # before the order of streams is held, as in `table_step`
+            launch_on([*arrays, *gradient], spans) as launch,
+            checked(given.device, launch, error) as guarded,
+        ):
+            bound = Variables.of([tuple(variables.values())])
+            if rows is not None and "out" in written:
+                check_rows_on_device(bound, [rows], guarded)
+                _copy(given, result, guarded)
+            else:
+                _copy(given, result, launch)
+            self._enqueue(bound, gradient[0] if rows is None else rows, lazy, scalars, guarded)
+        return result
+
+    def _enqueue(
+        self, bound: Variables, gradient: Any, lazy: bool, scalars: _Scalars, launch: Launch
+    ) -> None:
+        prologue, of_rule = scalars.for_dtype(bound.tensors[0][0].dtype)
+        rule, hp = mxnet.MXNET_ADAM, np.array([of_rule], bound.real.dtype)
+        if isinstance(gradient, RowGradient):
+            row_step(
+                [self.name], rule, prologue, bound, [gradient], hp, [0],
+                touched_only=lazy, launch=launch,
+            )  # fmt: skip
+            return
+        place, g = np.array([gradient.address], np.int64), STORAGES[gradient.dtype]
+        dense_step(rule, prologue, bound, place, g, hp, np.zeros(1, np.int64), launch)
+
+    def _index_error(self, rows: RowGradient, table: Any) -> Callable[[int, int], IndexError]:
+        """What makes the error; keys that are too long are refused here."""
+        n, n_rows = len(rows.indices), len(table)
+        check_keys(self.name, [(n_rows, n)])
+        return bad_index_error([(self.name, n, n_rows)])
+
+    def _check_shape(self, grad: RowTensor, w: Any) -> None:
+        if grad.dense_shape != w.shape:
+            wrong = "has a wrong dense_shape"
+            raise ValueError(message(self.name, "grad", wrong, w.shape, grad.dense_shape))
+
+    def _check_apart(self, written: dict[str, Any], read: dict[str, Any]) -> None:
         for name, array in written.items():
             for other, its_array in read.items():
-                if np.may_share_memory(array, its_array):
+                if may_share_memory(array, its_array):
                     raise ValueError(
                         message(
                             self.name,
@@ -103,17 +170,27 @@ class _AdamUpdate(Primitive):
                     )
 
 
-def _is_same_memory(weight: np.ndarray, out: Any) -> bool:
+def _copy(given: DeviceArray, result: DeviceArray, launch: Launch) -> None:
+    """Enqueue a copy that is not made where the guard of ``launch`` is closed."""
+    bound, place = Variables.of([(result,)]), np.array([given.address], np.int64)
+    one = np.ones((1, 1), bound.real.dtype)
+    dense_step(SCALED, (), bound, place, bound.w, one, np.zeros(1, np.int64), launch)
+
+
+def _is_same_memory(weight: Any, out: Any) -> bool:
     """Whether two objects are views of the very same elements."""
-    ours = weight.__array_interface__
-    theirs = adopt("adam_update", "out", out).__array_interface__
-    return all(ours[key] == theirs[key] for key in ("data", "shape", "typestr", "strides"))
+    ours, theirs = (
+        (address_of(a), a.shape, a.dtype, a.strides, a.flags.writeable)
+        for a in (weight, adopt_anywhere("adam_update", "out", out))
+    )
+    return bool(ours == theirs)
 
 
-def _arrays_of(grad: Any) -> dict[str, np.ndarray]:
-    if isinstance(grad, RowTensor):
-        return {"grad": grad.values, "indices": grad.indices}
-    return {"grad": check.float_array("adam_update", "grad", grad)}
+def _arrays_of(grad: Any) -> dict[str, Any]:
+    if isinstance(grad, RowTensor):  # its attributes can be assigned to
+        arrays = {"grad": grad.values, "indices": grad.indices}
+        return {name: adopt_anywhere("adam_update", name, a) for name, a in arrays.items()}
+    return {"grad": check.float_array_anywhere("adam_update", "grad", grad)}
 
 
 class _Scalars:
@@ -193,8 +270,11 @@ def adam_update(
         use_locking: serialise concurrent calls on overlapping memory.
         **unknown: any other keyword raises.
 
+    All arrays are on the host, or all on one CUDA device; there the update is enqueued, and an
+    index that is out of range is reported by `fusestep.synchronize`.
+
     Returns:
-        ``out``, or the new array.
+        ``out``, or the new array (on a device, of the framework of ``weight``).
 
     Raises:
         TypeError: a kind or dtype does not fit (`fusestep.ConversionError` where a variable

@@ -156,20 +156,33 @@ class RowTensor:
     def coalesce(self) -> RowTensor:
         """Each row once, in ascending order, duplicates summed in order of occurrence.
 
+        On a device the host waits for the number of rows.
+
         Raises:
             IndexError: an index is outside of ``[0, N)``.
         """
+        if self._is_on_device:
+            from .device_gradient import coalesced
+
+            return coalesced(self)
         self._check_indices()
         unique, places = np.unique(self.indices, return_inverse=True)
         total = self._summed(places.reshape(-1), (len(unique), *self.dense_shape[1:]))
         return RowTensor(unique, total, self.dense_shape)
 
-    def to_dense(self) -> np.ndarray:
+    def to_dense(self) -> Any:
         """The dense ``[N, ...]`` array, duplicates summed in order of occurrence.
+
+        On a device it is one of the framework of the values, and enqueued: where an index turns
+        out to be out of range it is 0 throughout, and `fusestep.synchronize` raises the error.
 
         Raises:
             IndexError: an index is outside of ``[0, N)``.
         """
+        if self._is_on_device:
+            from .device_gradient import dense
+
+            return dense(self, self.dtype).native()
         self._check_indices()
         return self._summed(self.indices, self.dense_shape)
 
@@ -181,6 +194,10 @@ class RowTensor:
         flat = places.astype(np.int64)[:, None] * width + np.arange(width)
         np.add.at(total.reshape(-1), flat.reshape(-1), self.values.astype(real).reshape(-1))
         return total.astype(self.dtype, copy=False)
+
+    @property
+    def _is_on_device(self) -> bool:
+        return isinstance(adopt_anywhere("RowTensor", "values", self.values), DeviceArray)
 
     def _check_indices(self) -> None:
         adopt("RowTensor", "indices", self.indices)  # refuses those on a device

@@ -145,20 +145,6 @@ def variable(where: str, name: str, value: Any) -> Any:
     return array
 
 
-def host_variable(where: str, name: str, value: Any) -> np.ndarray:
-    """As `variable`, and on the host.
-
-    Raises:
-        RuntimeError: it lives on a CUDA device.
-        TypeError, ValueError: as `variable`.
-    """
-    array = variable(where, name, value)
-    if isinstance(array, DeviceArray):
-        return adopt(where, name, array)
-    host: np.ndarray = array
-    return host
-
-
 def same_layout(where: str, variables: dict[str, Any]) -> None:
     """Variables of one operator: one dtype and one shape, in one place.
 
@@ -233,26 +219,13 @@ def floating(where: str, name: str, value: Any, dtype: np.dtype[Any]) -> Any:
     return array
 
 
-def float_array(where: str, name: str, value: Any) -> np.ndarray:
-    """A floating array.
-
-    Raises:
-        TypeError: it is none.
-    """
-    array: np.ndarray = _floating(where, name, adopt(where, name, value))
-    return array
-
-
 def float_array_anywhere(where: str, name: str, value: Any) -> Any:
-    """As `float_array`, or a floating `DeviceArray`.
+    """A floating array of the host, or a floating `DeviceArray`.
 
     Raises:
         TypeError: it is none.
     """
-    return _floating(where, name, adopt_anywhere(where, name, value))
-
-
-def _floating(where: str, name: str, array: Any) -> Any:
+    array = adopt_anywhere(where, name, value)
     if array.dtype not in STORAGES:
         raise TypeError(message(where, name, "has a wrong dtype", FLOAT_NAMES, array.dtype))
     return array

@@ -147,11 +147,13 @@ class DeviceArray:
             wrong, expected, got = "is not contiguous", "a C-contiguous array", str(self.strides)
         raise RejectedValueError(message(where, name, wrong, expected, got) + "; copy it first")
 
-    def filled_like(self, value: float, dtype: np.dtype[Any]) -> DeviceArray:
-        """A new array of the same shape, of another dtype and filled with ``value``."""
+    def filled_like(
+        self, value: float, dtype: np.dtype[Any], shape: tuple[int, ...] | None = None
+    ) -> DeviceArray:
+        """A new array of another dtype, filled with ``value``; of the same shape unless given."""
         from ..kernels.cuda.fill import fill
 
-        made = self.empty_like(dtype)
+        made = self.empty_like(dtype, shape)
         with launching([self]) as stream:
             fill(made.address, made.size, value, dtype, stream)
         return made
@@ -247,6 +249,11 @@ def _is_compact(shape: tuple[int, ...], strides: tuple[int, ...], compact: tuple
     return all(n == 1 or a == b for n, a, b in zip(shape, strides, compact, strict=True))
 
 
+def is_on_device(array: Any) -> bool:
+    """Whether what was adopted is on a CUDA device."""
+    return isinstance(array, DeviceArray)
+
+
 def device_of(where: str, named: dict[str, Any]) -> int | None:
     """The device on which arrays lie; None for the host.
 
@@ -264,6 +271,26 @@ def device_of(where: str, named: dict[str, Any]) -> int | None:
                 message(where, name, f"lives elsewhere than {first}", _named(place), _named(other))
             )
     return place
+
+
+def may_share_memory(a: Any, b: Any) -> bool:
+    """Whether the bytes from the first to the last element of two arrays overlap.
+
+    Both are on the host, or both on devices.
+    """
+    if not isinstance(a, DeviceArray):
+        return np.may_share_memory(a, b)
+    (begin, end), (other_begin, other_end) = _extent(a), _extent(b)
+    return begin < other_end and other_begin < end
+
+
+def _extent(array: DeviceArray) -> tuple[int, int]:
+    """The first byte, and that after the last; of an array without elements nothing."""
+    if array.size == 0:
+        return 0, 0
+    reach = [(n - 1) * step for n, step in zip(array.shape, array.strides, strict=True)]
+    first = array.address + sum(step for step in reach if step < 0)
+    return first, array.address + sum(step for step in reach if step > 0) + array.itemsize
 
 
 def _named(device: int | None) -> str:

@@ -43,6 +43,10 @@ class Launch(NamedTuple):
     check: Check = Check(0)
     is_captured: bool = False
 
+    def after(self, positions: int) -> Launch:
+        """The launch of a part of the call whose positions come after so many others."""
+        return self._replace(check=self.check._replace(base=positions))
+
 
 @contextmanager
 def launch_on(
@@ -151,6 +155,13 @@ def gather(
         launch.check.guard,
         stream=launch.stream,
     )
+
+
+def check_indices(tables: Sequence[RowTable], launch: Launch) -> None:
+    """Enqueue the check of the indices of some tables."""
+    from ..kernels.cuda import row_step
+
+    row_step.check_indices(tables, *launch.check, stream=launch.stream)
 
 
 def all_finite(storage: Storage, addresses: np.ndarray, sizes: np.ndarray, launch: Launch) -> bool:

@@ -62,12 +62,18 @@ class Primitive:
         arrays = (*variables.values(), gradient)
         addresses: Sequence[int] | np.ndarray | None = alike(arrays, len(variables))
         if addresses is None:
-            w = arrays[0]
-            gradient = check.gradient(self.name, name, gradient, w.dtype, w.shape)
-            arrays = (*variables.values(), gradient)
-            device_of(self.name, {**variables, name: gradient})
-            addresses = check.no_overlap(self.name, [*variables, name], arrays)
+            arrays, addresses = self._checked_dense(variables, name, gradient)
         tensor_step(rule, prologue, arrays, addresses, hp, use_locking=self.use_locking)
+
+    def _checked_dense(
+        self, variables: dict[str, Any], name: str, gradient: Any
+    ) -> tuple[tuple[Any, ...], list[int]]:
+        """The variables and the checked gradient, and their addresses."""
+        w = next(iter(variables.values()))
+        gradient = check.gradient(self.name, name, gradient, w.dtype, w.shape)
+        arrays = (*variables.values(), gradient)
+        device_of(self.name, {**variables, name: gradient})
+        return arrays, check.no_overlap(self.name, [*variables, name], arrays)
 
     def _apply_rows(
         self,
@@ -83,6 +89,24 @@ class Primitive:
         prologue: Prologue = (),
     ) -> None:
         """Check the row-sparse gradient and apply ``rule`` to the variables in place."""
+        rows, addresses = self._checked_rows(variables, name, gradient, indices)
+        table_step(
+            self.name,
+            rule,
+            prologue,
+            list(variables.values()),
+            addresses,
+            rows,
+            hp,
+            touched_only=touched_only,
+            drop=drop,
+            use_locking=self.use_locking,
+        )
+
+    def _checked_rows(
+        self, variables: dict[str, Any], name: str, gradient: Any, indices: Any
+    ) -> tuple[RowGradient, list[int]]:
+        """The checked row-sparse gradient, and the addresses of the variables."""
         arrays = list(variables.values())
         if arrays[0].ndim == 0:
             raise RejectedValueError(
@@ -97,18 +121,7 @@ class Primitive:
         *addresses, index_address, values_address = check.no_overlap(
             self.name, [*variables, "indices", name], [*arrays, index, values]
         )
-        table_step(
-            self.name,
-            rule,
-            prologue,
-            arrays,
-            addresses,
-            RowGradient(index, values, index_address, values_address),
-            hp,
-            touched_only=touched_only,
-            drop=drop,
-            use_locking=self.use_locking,
-        )
+        return RowGradient(index, values, index_address, values_address), addresses
 
 
 def out_of_range_rule(where: str, value: Any) -> str:

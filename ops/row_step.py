@@ -139,6 +139,14 @@ def table_step(
         )
 
 
+def check_rows_on_device(
+    variables: Variables, gradients: Sequence[RowGradient], launch: Launch
+) -> None:
+    """Enqueue the check of all indices alone; a bad one closes the guard of ``launch``."""
+    tables = row_tables(variables, gradients, [0] * len(gradients))
+    device_step.check_indices(tables, launch)
+
+
 def row_tables(
     variables: Variables, gradients: Sequence[RowGradient], hp_addresses: Sequence[int]
 ) -> list[RowTable]:

@@ -59,6 +59,29 @@ def kernels() -> dict[str, Any]:
     return found
 
 
+def gradient_loops() -> dict[str, Any]:
+    """The loops on whole gradients, outside of a step: sums of equal rows, centralization."""
+    from fusestep.kernels.cuda import centralize, row_sums, widen
+    from fusestep.kernels.storage import BF16, F16, F32, F64
+
+    threads = centralize.THREADS
+    return {
+        "rows dense sums f32": row_sums.dense_sums_kernel(F32, F32, F32),
+        "rows dense sums f32 to f64": row_sums.dense_sums_kernel(F32, F64, F64),
+        "rows distinct sums f32": row_sums.distinct_sums_kernel(F32, F32, F32),
+        "rows distinct sums bf16": row_sums.distinct_sums_kernel(BF16, F32, BF16),
+        "rows decayed sums f32": row_sums.decayed_sums_kernel(F32, F32, F32),
+        "rows decayed sums f16": row_sums.decayed_sums_kernel(F16, F32, F16),
+        "rows mark firsts": row_sums.mark_firsts_kernel,
+        "rows count firsts": row_sums.count_firsts_kernel,
+        "central sums f32": centralize.chunk_sums_kernel(F32, F32, F32, threads),
+        "central sums bf16": centralize.chunk_sums_kernel(BF16, F32, BF16, threads),
+        "central difference f64": centralize.subtract_kernel(F64, F64, F64, threads),
+        "central difference f32 bf16": centralize.subtract_kernel(BF16, F32, F32, threads),
+        "widen": widen.widen_kernel,
+    }
+
+
 def other_loops() -> dict[str, Any]:
     """The loops of row-sparse steps, of first stages and of checks."""
     from fusestep.kernels.blocks import kernel
@@ -212,7 +235,8 @@ def main() -> None:
         name: machine_code(dense_kernel(compiled), capability) | arrays_of(name, compiled)
         for name, compiled in chosen.items()
     }
-    report |= {name: machine_code(loop, capability) for name, loop in other_loops().items()}
+    loops = other_loops() | gradient_loops()
+    report |= {name: machine_code(loop, capability) for name, loop in loops.items()}
     print(json.dumps(report))
 
 

@@ -412,6 +412,72 @@ def new_arrays() -> None:
         assert delta.shape == (3,)
 
 
+def whole_gradients() -> None:
+    """What is made out of a gradient is of its framework; in a step, of the parameter's."""
+    for make in (Tensor, CuPyArray):
+        index, wide = np.array([4, 1, 4, 0])[::2], array(2, 6)
+        sparse = nn.RowTensor(make(index), make(wide[:, ::2]), (5, 3))
+        host = nn.RowTensor(index.copy(), wide[:, ::2].copy(), (5, 3))
+        log.clear()
+        dense, distinct = sparse.to_dense(), sparse.coalesce()
+        assert log.count("torch sorts" if make is Tensor else "cupy sorts") == 2
+        assert type(dense) is type(distinct.values.owner) is type(distinct.indices.owner) is make
+        np.testing.assert_array_equal(dense._array, host.to_dense())
+        np.testing.assert_array_equal(distinct.values.owner._array, host.coalesce().values)
+        for dtype in (np.float32, BF16):
+            g = array(5, 3, dtype=dtype)
+            groups = [{"params": [make(array(5, 3, dtype=dtype))], "grad_centralization": True}]
+            opt = nn.Optimizer(0.1, groups, weight_decay=0.1, loss_scale=2.0)
+            for step in (opt.decay_weight, opt.gradients_centralization, opt.scale_grad):
+                (found,) = step((make(g),))
+                assert type(found) is make and found._array.dtype == dtype
+    # Of several frameworks: the step is that of the parameter's.
+    for make, other in ((Tensor, CuPyArray), (CuPyArray, Tensor)):
+        for decay in (0.0, 0.1):
+            w, g, rows = array(5, 3), array(5, 3), (np.array([1, 4, 1]), array(3, 3))
+            arrays = w.copy()
+            options = {"grad_centralization": True, "weight_decay": decay}
+            opt = nn.LazyAdam([{"params": [make(w)], **options}], 0.1)
+            on_cpu = nn.LazyAdam([{"params": [arrays], **options}], 0.1)
+            parts = [
+                nn.RowTensor(*map(make, rows), (5, 3)),
+                nn.RowTensor(*map(other, rows), (5, 3)),
+            ]
+            of_host = [nn.RowTensor(*rows, (5, 3))] * 2
+            for given, expected in ((other(g), g), (parts[1], of_host[0]), (parts, of_host)):
+                opt((given,))
+                on_cpu((expected,))
+            fusestep.synchronize()
+            np.testing.assert_allclose(w, arrays, 1e-5)
+
+
+def mxnet_arrays() -> None:
+    """States and master copies are of the framework of the weight, after `set_states` too."""
+    for make in (Tensor, CuPyArray):
+        for dtype in (np.float32, BF16):
+            w, g = array(5, 3, dtype=dtype), array(5, 3, dtype=dtype)
+            expected, weight = w.copy(), make(w)
+            updaters = [
+                nn.mxnet.get_updater(nn.mxnet.Adam(0.1, multi_precision=True)) for _ in "ab"
+            ]
+            for _ in range(2):
+                updaters[0](0, make(g), weight)
+                updaters[1](0, g, expected)
+            kept = updaters[0].get_states()
+            updaters[0].set_states(kept)
+            assert updaters[0].get_states() == kept
+            updaters[0](0, make(g), weight)
+            updaters[1](0, g, expected)
+            np.testing.assert_allclose(w.astype(float), expected.astype(float), 1e-5)
+            state = updaters[0].states[0]
+            master, moments = state if dtype == BF16 else (weight, state)
+            assert type(master) is type(moments[0]) is type(moments[1]) is make
+        new = ops.adam_update(
+            make(array(5, 6)[:, ::2]), *(make(array(5, 3)) for _ in "gmv"), lr=0.1
+        )
+        assert type(new) is make
+
+
 def streams() -> None:
     """A call is launched on the current stream of the first array's framework and thread."""
     with recorded():
@@ -507,6 +573,7 @@ def mixtures() -> None:
 CHECKS: dict[str, tuple[Callable[[], Any], ...]] = {
     "arrays": (places, dtypes, other_objects),
     "steps": (updates, strided_gradients, new_arrays, streams, order_of_streams, mixtures),
+    "gradients": (whole_gradients, mxnet_arrays),
 }
 
 if __name__ == "__main__":

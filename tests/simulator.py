@@ -14,7 +14,9 @@ import numpy as np
 from numba.cuda.simulator.kernelapi import FakeCUDAShared
 
 from fusestep.kernels.cuda import (
+    centralize,
     dense,
+    equal_rows,
     fill,
     finite,
     gather,
@@ -23,6 +25,7 @@ from fusestep.kernels.cuda import (
     scalars,
     sort,
     trust,
+    widen,
 )
 
 
@@ -34,7 +37,8 @@ def prepare_simulator() -> None:
     # Few threads a block and one tile a thread, so that short tensors have several blocks.
     dense.THREADS, dense._TILES_PER_THREAD = 4, 1
     finite.THREADS, finite.TILES_PER_THREAD = 4, 1
-    row_step.THREADS = fill.THREADS = gather.THREADS = 8
+    row_step.THREADS = fill.THREADS = gather.THREADS = equal_rows.THREADS = widen.THREADS = 8
+    centralize.THREADS, centralize.TILES_PER_THREAD, centralize.MOST_CHUNKS = 8, 1, 20
     norm.THREADS = trust.THREADS = scalars.THREADS = 4
     # Tiles of 16 keys, digits of 3 bits and 1, rounds of 4 counters.
     sort.DIGIT_BITS, sort._SPLIT_BITS, sort._HALF = 4, 3, 4

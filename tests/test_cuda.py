@@ -24,8 +24,10 @@ CHECKS = {
     "device_operators.py": ("operators",),
     "device_optimizers.py": ("dense_optimizers", "row_optimizers", "copies"),
     "device_graphs.py": ("numbers", "graphs"),
+    "device_gradients.py": ("row_tensors", "centralization"),
     "device_errors.py": ("index_errors", "locking", "refusals"),
-    "framework_simulation.py": ("arrays", "steps"),
+    "device_mxnet.py": ("adam_update", "optimizers", "updaters"),
+    "framework_simulation.py": ("arrays", "steps", "gradients"),
 }  # fmt: skip
 CAPABILITIES = ("8.0", "9.0a")
 # Registers that a thread may have, so that enough of them fit to hide the latency of memory:
@@ -88,8 +90,12 @@ def test_loads_and_stores_are_of_16_bytes(capability: str) -> None:
         elif name.startswith(("rows lazy", "rows sweep")):  # w, m, v, and the gradient 4 + 1 times
             assert memory["LDG.E.128"] >= 8, name
             assert memory["STG.E.128"] >= 3, name
-        elif name.startswith(("rows hot", "finite")):
+        elif name.startswith("rows") and "sums" in name:  # the first, one more, and four at once
+            assert memory["LDG.E.128"] >= 6, name
+            assert memory["STG.E.128"] >= 1, name
+        elif name.startswith(("rows hot", "finite", "central")):
             assert memory["LDG.E.128"] >= 1, name
+            assert memory.get("STG.E.128", 0) >= ("difference" in name), name
 
 
 @needs_numba_cuda

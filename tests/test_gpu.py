@@ -378,9 +378,6 @@ def test_what_has_no_kernels_says_so(maker: Maker) -> None:
     for form in WITHOUT_KERNELS:
         with pytest.raises(RuntimeError, match="no CUDA kernels"):
             new_optimizer(form, [nn.Parameter(w)])
-    rows = nn.RowTensor(maker.put(np.array([1, 1])), maker.put(np.ones((2, 3), F32)), (4, 3))
-    with pytest.raises(RuntimeError, match="CUDA device"):
-        rows.coalesce()
     assert_same_bits(maker.get(w), np.ones((4, 3), np.float32))
 
 
@@ -590,37 +587,143 @@ def test_copies_hold_arrays_like_the_originals(maker: Maker) -> None:
 
 
 def test_lists_of_row_tensors(maker: Maker) -> None:
-    """Right, or refused in clear words."""
     start, _ = problem({"table": (60, 9)}, F32)
     opt, host = (nn.LazyAdam(parameters(m, start), 0.05, eps=0.01) for m in (maker, None))
     parts = [
-        nn.RowTensor(np.array([k, 7]), np.full((2, 9), 0.5 + k, np.float32), (60, 9))
-        for k in (3, 7)
+        nn.RowTensor(np.array([k, 7]).astype(kind), np.full((2, 9), 0.5 + k, F32), (60, 9))
+        for k, kind in ((3, np.int32), (7, np.int64), (9, np.int32))
     ]
-    try:
-        opt([[row_tensor(maker, part) for part in parts]])
-    except RuntimeError as error:
-        refusal_is_a_skip(error)
+    opt([[row_tensor(maker, part) for part in parts]])
     host([parts])
     assert_runs_are_near(opt, host)
 
 
-def test_centralized_gradients(maker: Maker) -> None:
-    """Right, or refused in clear words."""
-    start, (gs, *_) = problem({"table": (60, 9)}, F32)
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", STORAGE_DTYPES, ids=str)
+def test_centralized_gradients(maker: Maker, dtype: Any, decay: float) -> None:
+    """Rows of few elements and of many, which several blocks share; row-sparse ones beside."""
+    start, steps = problem({"table": (60, 9), "long": (2, 100_003), "conv": (8, 3, 3, 3)}, dtype)
+    rng = np.random.default_rng(4)
 
-    def centralizing(make: Maker | None) -> nn.Momentum:
-        options = {"grad_centralization": True, "weight_decay": 0.1}
-        return nn.Momentum([{"params": parameters(make, start), **options}], 0.5, 0.9)
+    def centralizing(make: Maker | None, how: str) -> nn.Momentum:
+        options = {"grad_centralization": True, "weight_decay": decay}
+        groups = [{"params": parameters(make, start), **options}]
+        return nn.Momentum(groups, 0.5, 0.9, sparse_update=how)
 
-    host = centralizing(None)
-    try:
-        opt = centralizing(maker)
-        opt(copies(maker, gs))
-    except RuntimeError as error:
-        refusal_is_a_skip(error)
-    host(gs)
-    assert_runs_are_near(opt, host)
+    for how in ("lazy", "dense_equivalent"):
+        host, opt = centralizing(None, how), centralizing(maker, how)
+        for k, (table, *others) in enumerate(steps):
+            indices = rng.integers(0, 60, 70)
+            values = rng.standard_normal((70, 9)).astype(dtype)
+            rows = nn.RowTensor(indices, values, (60, 9)) if k else table
+            opt([row_tensor(maker, rows) if k else maker.put(table), *copies(maker, others)])
+            host([rows, *others])
+        fusestep.synchronize()
+        assert_runs_are_near(opt, host)
+
+
+def held(array: Any) -> np.ndarray:
+    """What an array of the device holds; of bfloat16 Numba has no own."""
+    return adopted(array).numpy()
+
+
+@pytest.mark.parametrize("dtype", STORAGE_DTYPES, ids=str)
+def test_sums_of_rows(maker: Maker, dtype: Any) -> None:
+    """`to_dense` and `coalesce` have the bits of the host, of hot rows too."""
+    rng = np.random.default_rng(12)
+    for shape, n in (((50, 12), HOT + 500), ((2_000, 33), 3_000), ((9,), 40), ((7, 2, 5), 0)):
+        for kind in (np.int32, np.int64):
+            indices = rng.integers(0, shape[0], n).astype(kind)
+            indices[: max(0, n - 400)] = 3
+            host = nn.RowTensor(indices, rng.standard_normal((n, *shape[1:])).astype(dtype), shape)
+            rows = row_tensor(maker, host)
+            assert_same_bits(held(rows.to_dense()), host.to_dense())
+            found, expected = rows.coalesce(), host.coalesce()
+            assert_same_bits(held(found.indices), expected.indices)
+            assert_same_bits(held(found.values), expected.values)
+    fusestep.synchronize()
+    bad = row_tensor(maker, nn.RowTensor(np.array([1, 9]), np.ones((2, 3), dtype), (9, 3)))
+    with pytest.raises(IndexError, match="got 9"):
+        bad.coalesce()
+    assert not held(bad.to_dense()).any()
+    with pytest.raises(IndexError, match="got 9"):
+        fusestep.synchronize()
+
+
+# ----------------------------------------------------------------------------------------- MXNet
+
+MXNET_SHAPES = {0: (60, 9), 1: (1_003,), 2: (4, 5, 6)}
+
+
+@pytest.mark.parametrize("dtype", STORAGE_DTYPES, ids=str)
+@pytest.mark.parametrize("place", ["weight", "new", "other"])
+def test_adam_update(maker: Maker, place: str, dtype: Any) -> None:
+    """Dense and row-sparse, wherever the result goes."""
+    rng = np.random.default_rng(3)
+    options = {"lr": 0.1, "epsilon": 0.01, "wd": 0.1, "rescale_grad": 0.5, "clip_gradient": 0.4}
+    values = rng.standard_normal((70, 9)).astype(dtype)
+    rows = nn.RowTensor(rng.integers(0, 60, 70), values, (60, 9))
+    for grad in (rng.standard_normal((60, 9)).astype(dtype), rows):
+        arrays = [rng.uniform(0.1, 1.0, (60, 9)).astype(dtype) for _ in range(4)]
+        ours, given = copies(maker, arrays), grad
+        given = maker.put(grad) if isinstance(grad, np.ndarray) else row_tensor(maker, rows)
+        outs = [{"weight": a[0], "new": None, "other": a[3]}[place] for a in (arrays, ours)]
+        expected = ops.adam_update(arrays[0], grad, *arrays[1:3], outs[0], **options)
+        found = ops.adam_update(ours[0], given, *ours[1:3], outs[1], **options)
+        fusestep.synchronize()
+        for a, b in zip([found, *ours], [expected, *arrays], strict=True):
+            size = 1.0 + np.abs(b.astype(np.float64))
+            assert_within_ulps(held(a), b, size, CPU_ULPS, place)
+
+
+def mxnet_run(make: Maker | None, cls: Any, dtype: Any, **options: Any) -> tuple[Any, list[Any]]:
+    """Three steps of an Updater; the last one without a gradient of one weight."""
+    rng = np.random.default_rng(8)
+    arrays = [rng.standard_normal(shape).astype(dtype) for shape in MXNET_SHAPES.values()]
+    weights = copies(make, arrays) if make else arrays
+    updater = nn.mxnet.get_updater(cls(0.05, epsilon=0.01, wd=0.1, **options))
+    for t in range(3):
+        gs = [rng.standard_normal(shape).astype(dtype) for shape in MXNET_SHAPES.values()]
+        rows = nn.RowTensor(rng.integers(0, 60, 33), gs[0][:33], (60, 9))
+        given = [row_tensor(make, rows), *(copies(make, gs[1:]) if make else gs[1:])]
+        if t == 2:
+            given[1] = None
+        updater(list(MXNET_SHAPES), given, weights)
+    fusestep.synchronize()
+    return updater, weights
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("Adam", {}),
+        ("Adam", {"lazy_update": True, "clip_gradient": 0.5}),
+        ("Adam", {"multi_precision": True}),
+        ("AdamW", {"multi_precision": True}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", STORAGE_DTYPES, ids=str)
+def test_mxnet(maker: Maker, name: str, options: dict[str, Any], dtype: Any) -> None:
+    """Weights and states; these are taken over on either side."""
+    cls = getattr(nn.mxnet, name)
+    updater, weights = mxnet_run(maker, cls, dtype, **options)
+    _, arrays = mxnet_run(None, cls, dtype, **options)
+    for k, (w, expected) in enumerate(zip(weights, arrays, strict=True)):
+        near_run(held(w), expected, dtype, f"weight {k}")
+    data, kept = updater.get_states(), [held(w) for w in weights]
+    again, there = (nn.mxnet.get_updater(cls(0.05, epsilon=0.01, **options)) for _ in range(2))
+    gs, made = [np.full(w.shape, 0.5, dtype) for w in kept], []
+    updater.optimizer.wd = 0.0
+    for other, make in ((updater, maker), (again, maker), (there, None)):
+        other.set_states(data)
+        given, ws = ([make.put(a) if make else a.copy() for a in of_one] for of_one in (gs, kept))
+        other(list(MXNET_SHAPES), given, ws)
+        assert other.optimizer._index_update_count == {0: 4, 1: 3, 2: 4}
+        made.append([held(w) if make else w for w in ws])
+    for a, b, c in zip(*made, strict=True):
+        assert_same_bits(a, b)
+        near_run(b, c, dtype, "after set_states")
 
 
 def test_parameters_can_be_rebound(maker: Maker) -> None:

@@ -25,3 +25,12 @@ def on_grid(loop: Any, grid: Any, block: Any, stream: Any) -> Any:
             return launcher(loop, grid, block, stream)
         finally:
             config.CUDA_LOW_OCCUPANCY_WARNINGS = before
+
+
+def tile_grid(n_tiles: int, threads: int) -> tuple[int, int, int]:
+    """Threads of a block along the tiles of a row and along rows, and the groups of tiles.
+
+    The first is a power of 2.
+    """
+    tiles = min(threads, 1 << (max(1, n_tiles) - 1).bit_length())
+    return tiles, threads // tiles, -(-max(1, n_tiles) // tiles)

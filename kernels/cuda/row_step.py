@@ -12,7 +12,7 @@ from ..blocks import Kernel
 from ..cpu.layout import HOT
 from ..cpu.row_step import RowTable
 from . import rows
-from .backend import fill_ones
+from .backend import copy_in, fill_ones
 from .launch import on_grid
 from .memory import Places, copy_scalars_and_table, room_of
 from .row_table import ROW_BYTES, Sizes, sizes_of, table_of
@@ -36,6 +36,15 @@ class Sorter(Protocol):
 
     def sort(self) -> int:
         """Enqueue the sort of the keys there; the address at which they will lie."""
+
+
+def check_indices(tables: Sequence[RowTable], guard: int, base: int, *, stream: Any) -> None:
+    """Enqueue the check of all indices alone; a bad one closes the guard."""
+    table = table_of(tables)
+    with room_of(stream) as room:
+        place = room.take(table.nbytes)
+        copy_in(place, table, stream)
+        _check(place, len(tables), sizes_of(tables, drop=False), -1, 0, (guard, base), stream)
 
 
 def _check(

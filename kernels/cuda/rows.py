@@ -84,7 +84,7 @@ def check_kernel(tables, n_tables, n, bits, dropped_row, keys, guard, base):
 
 
 @cuda.jit(device=True)
-def _may_not_write(guard, base, n, tables, n_tables):
+def may_not_write(guard, base, n, tables, n_tables):
     """Whether the guard is closed; one thread keeps the index that did it, for the error."""
     if not is_closed(guard):
         return False
@@ -110,7 +110,7 @@ def is_first_of_row(keys, k, bits):
 
 
 @cache
-def _add_up(g: Storage, real: Storage, length: int) -> Any:
+def add_up_rows(g: Storage, real: Storage, length: int) -> Any:
     """``run(total, keys, k, n, limit, mask, values, stride)``: a sum of gradient rows.
 
     It begins with key ``k`` and ends before the first key that is ``limit`` or more. Four rows
@@ -186,7 +186,7 @@ def _of_range(g: Storage, real: Storage, length: int) -> Any:
 
     It sums what a row has in range ``number``; the keys of the row begin at ``begin``.
     """
-    add_up, store = _add_up(g, real, length), sums(g, real, length).store
+    add_up, store = add_up_rows(g, real, length), sums(g, real, length).store
     real_type, real_bytes, g_bytes = numba_type(real), real.itemsize, g.itemsize
 
     @cuda.jit(device=True)
@@ -215,7 +215,7 @@ def sum_of_row(g: Storage, real: Storage, length: int) -> Any:
 
     The summed gradient of the row whose first key is ``k``; 0 where ``k`` is -1.
     """
-    add_up, (start, add, _, _) = _add_up(g, real, length), sums(real, real, length)
+    add_up, (start, add, _, _) = add_up_rows(g, real, length), sums(real, real, length)
     real_type, real_bytes, g_bytes = numba_type(real), real.itemsize, g.itemsize
 
     @cuda.jit(device=True)
@@ -282,7 +282,7 @@ def touched_kernel(kernel: Kernel) -> Any:
 
     @cuda.jit
     def loop(keys, n, tables, n_tables, bits, n_rows, hot_sums, hot_stride, guard, base):
-        if _may_not_write(guard, base, n, tables, n_tables):
+        if may_not_write(guard, base, n, tables, n_tables):
             return
         k = np.int64(cuda.blockIdx.x) * cuda.blockDim.y + cuda.threadIdx.y
         tile = np.int64(cuda.blockIdx.y) * cuda.blockDim.x + cuda.threadIdx.x
@@ -320,7 +320,7 @@ def sweep_kernel(kernel: Kernel) -> Any:
 
     @cuda.jit
     def loop(first, keys, n, tables, n_tables, bits, n_rows, hot_sums, hot_stride, guard, base):
-        if _may_not_write(guard, base, n, tables, n_tables):
+        if may_not_write(guard, base, n, tables, n_tables):
             return
         row = np.int64(cuda.blockIdx.x) * cuda.blockDim.y + cuda.threadIdx.y
         tile = np.int64(cuda.blockIdx.y) * cuda.blockDim.x + cuda.threadIdx.x
@@ -346,7 +346,7 @@ def row_squares_kernel(g: Storage, real: Storage, length: int, threads: int) -> 
 
     @cuda.jit
     def loop(keys, n, tables, n_tables, bits, hot_sums, hot_stride, guard, base, sums):
-        is_bad = _may_not_write(guard, base, n, tables, n_tables)
+        is_bad = may_not_write(guard, base, n, tables, n_tables)
         k = np.int64(cuda.blockIdx.x) * cuda.blockDim.y + cuda.threadIdx.y
         tile = np.int64(cuda.blockIdx.y) * cuda.blockDim.x + cuda.threadIdx.x
         thread, own = cuda.threadIdx.y * cuda.blockDim.x + cuda.threadIdx.x, 0.0

@@ -173,7 +173,7 @@ def scalars_kernel(
         scale = load_number(
             load_int64(settings + 8 * SCALE_AT), load_int64(settings + 8 * SCALE_KIND)
         )
-        decay = load_float64(options + 8 * DECAY) * load_int64(row + 8 * ACTS)
+        decay = load_float64(options + 8 * DECAY)
         numbers = load_int64(row + 8 * NUMBERS)
         store_float64(numbers + 8 * USED_RATE, rate)
         store_float64(numbers + 8 * USED_DECAY, decay)
@@ -191,9 +191,10 @@ def scalars_kernel(
             ),
         )
         if has_prologue:
+            own = decay * load_int64(row + 8 * ACTS)
             store(
                 hp + n_scalars * itemsize,
-                condition(decay * scale if scales_decay else decay, scale),
+                condition(own * scale if scales_decay else own, scale),
             )
 
     return loop

@@ -27,6 +27,11 @@ _CARRIERS: dict[Any, Any] = {
 }
 
 
+def carrier_of(storage: Storage) -> Any:
+    """The Numba type through which kernels see a storage type."""
+    return _CARRIERS[storage.carrier]
+
+
 class Tiles(NamedTuple):
     """The functions of a rule on the device.
 

@@ -1,0 +1,392 @@
+"""Whole gradients on device arrays, outside of a step: ``python device_gradients.py <check>``.
+
+A process of its own, under Numba's simulator, where device arrays lie on the host.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numba import cuda
+
+import fusestep
+from fusestep import nn
+from fusestep.kernels.cpu.layout import HOT
+from fusestep.ops import device_gradient, pending
+
+from device_arrays import (
+    BF16,
+    F16,
+    F32,
+    F64,
+    assert_close,
+    gradient,
+    on_device,
+    on_host,
+    positive,
+    refused,
+    rows,
+    unchanged,
+)
+
+# Row-sparse gradients
+
+
+def assert_same(found: Any, expected: np.ndarray) -> None:
+    """An array of the framework, and the same bits."""
+    assert type(found) is cuda.cudadrv.devicearray.FakeCUDAArray or expected.dtype == BF16
+    array = on_host(found)
+    assert (array.dtype, array.shape) == (expected.dtype, expected.shape)
+    assert array.tobytes() == expected.tobytes()
+
+
+def compare_sums(host: nn.RowTensor) -> None:
+    """Device and host add up alike, to the last bit, and leave the gradient as it is."""
+    theirs = on_device(host)
+    with unchanged(theirs.indices, theirs.values):
+        dense, distinct = theirs.to_dense(), theirs.coalesce()
+    fusestep.synchronize()
+    assert_same(dense, host.to_dense())
+    expected = host.coalesce()
+    assert distinct.dense_shape == expected.dense_shape
+    assert_same(distinct.indices.native(), expected.indices)
+    assert_same(distinct.values.native(), expected.values)
+
+
+def row_sums() -> None:
+    """Every storage type and size of indices; tails, no rows, no columns, empty tensors."""
+    for dtype in (F32, F64, F16, BF16):
+        compare_sums(rows([4, 1, 4, 0, 1, 4], (6, 9), dtype))
+    for shape in ((6,), (6, 1), (6, 4), (6, 2, 3), (6, 40), (6, 0)):
+        compare_sums(rows([5, 1, 5], shape))
+        compare_sums(rows([], shape))
+    compare_sums(rows([], (0, 3)))
+    host = rows([3, 3, 0], (4, 5))
+    compare_sums(nn.RowTensor(host.indices.astype(np.int32), host.values, (4, 5)))
+    # A sum of zeros is 0, not -0; and what is not finite stays so.
+    host = rows([1, 2, 2, 3], (4, 2))
+    host.values[...] = [[-0.0, 1.0], [-0.0, np.inf], [-0.0, 1.0], [np.inf, -np.inf]]
+    compare_sums(host)
+    # Not aligned to 16 bytes.
+    room, index = gradient((4, 9)), np.array([1, 0, 1])
+    theirs = nn.RowTensor(on_device(index), on_device(room)[1:], (3, 9))
+    assert_same(theirs.to_dense(), nn.RowTensor(index, room[1:], (3, 9)).to_dense())
+
+
+class NumPySort:
+    """A sorter as a framework has one."""
+
+    def room(self, n: int) -> int:
+        self.keys = np.zeros(n, np.int64)
+        return self.keys.ctypes.data
+
+    def sort(self) -> int:
+        self.keys.sort()
+        return self.keys.ctypes.data
+
+
+def hot_rows() -> None:
+    """Rows with many occurrences are added in one order too, not range by range.
+
+    The keys are sorted by a framework here.
+    """
+    indices = np.ones(HOT + 60, np.int64)
+    indices[::7], indices[5::40] = 0, 2
+    host = nn.RowTensor(indices, gradient((len(indices), 2)), (4, 2))
+    theirs = on_device(host)
+    framework = type(theirs.values.framework)
+    own, framework.sorter = framework.sorter, lambda *_: NumPySort()
+    try:
+        assert_same(theirs.to_dense(), host.to_dense())
+        compare_sums(rows([4, 1, 4, 0], (6, 5)))
+    finally:
+        framework.sorter = own
+
+
+def bad_rows() -> None:
+    """`coalesce` raises at once; `to_dense` gives zeros and is heard of later."""
+    for bad, n in (([1, 7, -1], 7), ([2, 1, -3], -3)):
+        tensor = on_device(rows(bad, (4, 3)))
+        place = bad.index(n)
+        with refused(IndexError, f"indices[{place}] is out of range: expected 0 <= index < 4, got"):
+            tensor.coalesce()
+        fusestep.synchronize()
+        dense = tensor.to_dense()
+        assert not on_host(dense).any()
+        with refused(IndexError, f"RowTensor: indices[{place}] is out of range: expected 0 <= ind"):
+            fusestep.synchronize()
+    for shape in ((0, 3), (4, 0)):
+        tensor = on_device(rows([5], shape))
+        with refused(IndexError, "got 5"):
+            tensor.coalesce()
+        tensor.to_dense()
+        with refused(IndexError, "got 5"):
+            fusestep.synchronize()
+    huge = nn.RowTensor(*on_device([np.array([1, 2]), np.zeros((2, 0), F16)]), (2**62, 0))
+    with refused(ValueError, "need too long sort keys"):
+        huge.coalesce()
+    # The attributes can be assigned to.
+    tensor = on_device(rows([1, 1], (4, 3)))
+    tensor.values = on_device(gradient((3, 3)))
+    for call in (tensor.coalesce, tensor.to_dense):
+        with refused(ValueError, "has a wrong length"):
+            call()
+    tensor.values = gradient((2, 3))
+    for call in (tensor.coalesce, tensor.to_dense):
+        with refused(RuntimeError, "lives on a CUDA device"):
+            call()
+
+
+def lists_of_rows() -> None:
+    """A list of row-sparse gradients is their concatenation, of either size of indices."""
+    for dtype in (F32, BF16):
+        parts = [rows([4, 1], (5, 3), dtype), rows([], (5, 3), dtype), rows([1], (5, 3), dtype)]
+        for k in (None, 0, 2):
+            if k is not None:
+                narrow = parts[k].indices.astype(np.int32)
+                parts[k] = nn.RowTensor(narrow, parts[k].values, (5, 3))
+            w = positive((5, 3), dtype)
+            theirs = on_device(w)
+            on_gpu, on_cpu = nn.LazyAdam([theirs], 0.1), nn.LazyAdam([w], 0.1)
+            for _ in range(2):
+                on_gpu((on_device(parts),))
+                on_cpu((parts,))
+            fusestep.synchronize()
+            assert_close(on_host(theirs), w)
+    opt = nn.LazyAdam([theirs], 0.1)
+    bad = on_device([rows([1], (5, 3), BF16), rows([2, 5], (5, 3), BF16)])
+    with unchanged(theirs):
+        opt((bad,))
+        with refused(IndexError, "LazyAdam: gradient of 'parameter_0': indices[2] is out of range"):
+            fusestep.synchronize()
+        with refused(ValueError, "has parts that differ"):
+            opt((on_device([rows([1], (5, 3), BF16), rows([1], (5, 3))]),))
+        assigned = bad[0]
+        assigned.values = on_device(gradient((2, 3), BF16))
+        with refused(ValueError, "has a wrong length"):
+            opt((bad,))
+    assert opt.global_step == 0
+
+
+# Centralization, and the steps of custom optimizers
+
+SHAPES = ((5, 4), (7,), (3, 2, 3), (2, 40), (4, 1), (0, 3), (3, 0), ())
+
+
+def helpers(dtype: Any, of_gradient: Any) -> None:
+    """Each published step of a custom optimizer, on gradients of every form."""
+    arrays = [positive(shape, dtype) for shape in SHAPES]
+    gradients = [gradient(shape, of_gradient) for shape in SHAPES]
+    gradients[1] = None
+    parts = [rows([1], (2, 40), of_gradient), rows([0, 1], (2, 40), of_gradient)]
+    gradients[0], gradients[3] = rows([3, 1, 3], (5, 4), of_gradient), parts
+    made = []
+    for device in (False, True):
+        params = on_device(arrays) if device else arrays
+        groups = [{"params": params, "weight_decay": 0.3, "grad_centralization": True}]
+        opt = nn.Optimizer(0.1, groups, loss_scale=4.0)
+        given = tuple(on_device(gradients) if device else gradients)
+        made.append([
+            step(given)
+            for step in (opt.decay_weight, opt.gradients_centralization, opt.scale_grad)
+        ])  # fmt: skip
+    for expected, found in zip(*made, strict=True):
+        for i, (a, b) in enumerate(zip(expected, found, strict=True)):
+            if isinstance(a, nn.RowTensor):
+                np.testing.assert_array_equal(on_host(b.indices), a.indices)
+                assert_close(on_host(b.values), a.values, f"{dtype} {i}")
+            elif a is None:
+                assert b is None
+            else:
+                assert of_gradient == BF16 or isinstance(b, type(params[0]))
+                assert_close(on_host(b), a, f"{dtype} {i}")
+
+
+def steps_of_custom_optimizers() -> None:
+    """`decay_weight`, `gradients_centralization` and `scale_grad` are as on the host."""
+    for dtype, of_gradient in ((F32, F32), (F64, F32), (F32, F64), (F16, F16), (BF16, BF16)):
+        helpers(dtype, of_gradient)
+    w, host = on_device(positive((5, 4))), gradient((5, 4))
+    opt = nn.Optimizer(0.1, [w], weight_decay=0.1)
+    for bad in (host, rows([1], (5, 4))):
+        with refused(ValueError, "lives elsewhere than", w):
+            opt.decay_weight((bad,))
+    with refused(ValueError, "has a wrong shape", w):
+        opt.decay_weight((on_device(gradient((4, 5))),))
+    with refused(IndexError, "got 5", w):
+        opt.decay_weight((on_device(rows([5], (5, 4))),))
+
+
+def long_rows() -> None:
+    """More chunks than a block has threads along a row, and chunks of more than one round."""
+    for shape in ((2, 330), (1, 700)):
+        params, g = [on_device(positive(shape))], gradient(shape)
+        opt = nn.Optimizer(0.1, [{"params": params, "grad_centralization": True}])
+        (found,) = opt.gradients_centralization((on_device(g),))
+        assert_close(on_host(found), g - g.mean(1, keepdims=True, dtype=np.float64).astype(F32))
+
+
+def not_finite() -> None:
+    """An infinity spoils its row and no other; large values do not overflow their mean."""
+    g = gradient((4, 20))
+    g[1, 3], g[2, :] = np.inf, 3e38
+    opt = nn.Optimizer(0.1, [{"params": [on_device(g)], "grad_centralization": True}])
+    (found,) = opt.gradients_centralization((on_device(g),))
+    array = on_host(found)
+    np.testing.assert_array_equal(array[1], [np.nan if k == 3 else -np.inf for k in range(20)])
+    assert not array[2].any()
+    assert np.isfinite(array[[0, 3]]).all()
+
+
+def centralized(params: Any, decay: float = 0.0) -> list[dict[str, Any]]:
+    return [
+        {"params": params[:2], "grad_centralization": True, "weight_decay": decay},
+        {"params": params[2:], "weight_decay": decay},
+    ]
+
+
+OPTIMIZERS: tuple[Callable[[Any], Any], ...] = (
+    lambda p: nn.Momentum(centralized(p), 0.1, 0.9, sparse_update="lazy"),
+    lambda p: nn.Momentum(centralized(p, 0.3), 0.1, 0.9, loss_scale=2.0, sparse_update="lazy"),
+    lambda p: nn.Adam(centralized(p, 0.3), 0.1, loss_scale=2.0),
+    lambda p: nn.LazyAdam(centralized(p, 0.3), 0.1, use_locking=True),
+    lambda p: nn.AdamOffload(centralized(p, 0.3), 0.1, sparse_update="lazy"),
+)
+
+
+def compare_steps(make: Callable[[Any], Any], dtypes: Sequence[Any]) -> None:
+    shapes = ((5, 4), (3, 2, 3), (4, 3))
+    variables = [positive(shape, d) for shape, d in zip(shapes, dtypes, strict=True)]
+    theirs = on_device(variables)
+    on_cpu, on_gpu = make(variables), make(theirs)
+    first, second, third = ((shape, d) for shape, d in zip(shapes, dtypes, strict=True))
+    for step in (
+        [gradient(*first), gradient(*second), gradient(*third)],
+        [rows([3, 1, 3, 3], *first), gradient(*second), None],
+        [rows([], *first), None, rows([2, 2], *third)],
+        [[rows([2], *first), rows([2, 0], *first)], gradient(*second), gradient(*third)],
+    ):
+        given = on_device(step)
+        on_gpu(tuple(given))
+        on_cpu(tuple(step))
+        for ours, host in zip(given, step, strict=True):  # no gradient is written
+            if isinstance(host, np.ndarray):
+                np.testing.assert_array_equal(on_host(ours), host)
+    for a, b in zip(theirs, variables, strict=True):
+        assert_close(on_host(a), b, repr(on_gpu))
+    expected, found = on_cpu.state_dict(), on_gpu.state_dict()
+    for name, array in expected.items():
+        assert_close(found[name], array, name)
+
+
+def optimizers() -> None:
+    """Steps with centralized gradients, dense and row-sparse, with and without a decay."""
+    for make in OPTIMIZERS:
+        compare_steps(make, (F32, F32, F32))
+    compare_steps(OPTIMIZERS[3], (F16, F64, BF16))
+
+
+def ratios() -> None:
+    """LARS measures gradients as they were before they were centralized."""
+    for dtype in (F32, F16):
+        variables = [positive(shape, dtype) for shape in ((5, 4), (3, 2, 3), (4, 3))]
+        theirs = on_device(variables)
+        on_cpu, on_gpu = (
+            nn.LARS(nn.SGD(centralized(p, 0.3), 0.1, loss_scale=2.0), coefficient=0.1)
+            for p in (variables, theirs)
+        )
+        for _ in range(2):
+            step = [gradient(w.shape, dtype) for w in variables]
+            on_cpu(tuple(step))
+            on_gpu(tuple(on_device(step)))
+        for a, b in zip(theirs, variables, strict=True):
+            assert_close(on_host(a), b)
+
+
+def joined_rows() -> None:
+    """The decay of a row is in the place of its first occurrence; a bad index has no row."""
+    host, w = rows([1, 5, 1, -2, 0], (5, 4)), nn.Parameter(on_device(positive((5, 4))))
+    found = device_gradient.decayed_rows(on_device(host), w.array, 0.5)
+    sums = host.values.copy()
+    sums[0] += sums[2] + np.float32(0.5) * w.asnumpy()[1]
+    sums[4] += np.float32(0.5) * w.asnumpy()[0]
+    sums[1:4] = 0
+    assert_close(on_host(found.values), sums)
+    np.testing.assert_array_equal(on_host(found.indices), host.indices)
+
+
+def errors_of_centralized_steps() -> None:
+    """A bad index writes nothing, and its error comes when that of the step comes, or earlier."""
+    for make in (nn.LazyAdam, nn.Adam):
+        for decay in (0.0, 0.3):
+            w = on_device([positive((5, 4))])
+            groups = [{"params": w, "grad_centralization": True, "weight_decay": decay}]
+            opt = make(groups, 0.1)
+            opt((on_device(rows([1, 3], (5, 4))),))
+            moment = opt.moment1[0]
+            for bad in ([1, 5], [-1]):
+                with unchanged(w[0], moment):
+                    with refused(IndexError, f"got {next(i for i in bad if i != 1)}"):
+                        opt((on_device(rows(bad, (5, 4))),))
+                        fusestep.synchronize()
+                    assert opt.global_step == 1
+            opt((on_device(rows([1, 3], (5, 4))),))
+            fusestep.synchronize()
+            assert opt.global_step == 2
+    empty = on_device([positive((0, 3))])
+    opt = nn.LazyAdam([{"params": empty, "grad_centralization": True, "weight_decay": 0.1}], 0.1)
+    opt((on_device(rows([2], (0, 3))),))
+    with refused(IndexError, "expected 0 <= index < 0, got 2"):
+        fusestep.synchronize()
+
+
+def waits() -> None:
+    """The host waits for the gradients of a step in one case only."""
+    settle, settled = pending.settle, []
+    w = on_device([positive((5, 4))])
+    sparse, dense = on_device(rows([1, 1], (5, 4))), on_device(gradient((5, 4)))
+    pending.settle = lambda: settled.append(None)
+    try:
+        for make in (nn.LazyAdam, nn.Adam):
+            for decay in (0.0, 0.3):
+                groups = [{"params": w, "grad_centralization": True, "weight_decay": decay}]
+                opt = make(groups, 0.1)
+                for g, n in ((dense, 0), (sparse, 1 if decay and make is nn.Adam else 0)):
+                    del settled[:]
+                    opt((g,))
+                    assert len(settled) == n
+    finally:
+        pending.settle = settle
+    fusestep.synchronize()
+
+
+CHECKS: dict[str, Sequence[Callable[[], Any]]] = {
+    "row_tensors": (
+        row_sums,
+        hot_rows,
+        bad_rows,
+        lists_of_rows,
+    ),
+    "centralization": (
+        steps_of_custom_optimizers,
+        long_rows,
+        not_finite,
+        optimizers,
+        ratios,
+        joined_rows,
+        errors_of_centralized_steps,
+        waits,
+    ),
+}
+
+if __name__ == "__main__":
+    for check in CHECKS[sys.argv[1]]:
+        check()
+    print("right")
