@@ -13,7 +13,6 @@ int64: addresses and counts. The mathematics is in `rules.adafactor`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -128,14 +127,15 @@ def _squares(load: Any, hp: type, w: Storage, g: Storage) -> Callable[..., None]
 def _factors(hp: type, w: Storage, suffix: str) -> NativeFunction:
     real_type = np.float64 if real_of(w) is F64 else np.float32
     read_hp = tuple_reader(hp, numba_type(real_of(w)))
+    averaged_mean, held_up = rules.averaged_mean, rules.held_up
+    row_factor, column_factor = rules.row_factor, rules.column_factor
 
     @njit(error_model="numpy")
     def average(state, sums, count, hp):
         """The moving averages; returns their mean."""
         total = 0.0
         for i in range(state.size):
-            mean = hp.one_minus_beta2 * real_type(sums[i] / count)
-            state[i] = hp.beta2 * state[i] + mean
+            state[i] = averaged_mean(state[i], real_type(sums[i] / count), hp)
             total += np.float64(state[i])
         return total / max(1, state.size)
 
@@ -145,14 +145,13 @@ def _factors(hp: type, w: Storage, suffix: str) -> NativeFunction:
         columns = carray(as_pointer(column_state), width, real_type)
         of_row = carray(as_pointer(out), height + width, real_type)
         mean = average(rows, carray(as_pointer(row_sums), height, np.float64), width, scalars)
-        mean = max(mean, np.float64(scalars.smallest))
+        mean = held_up(mean, np.float64(scalars.smallest))
         average(columns, carray(as_pointer(column_sums), width, np.float64), height, scalars)
         for i in range(rows.size):
-            of_row[i] = real_type(math.sqrt(mean / np.float64(rows[i])))
+            of_row[i] = real_type(row_factor(np.float64(rows[i]), mean))
         for j in range(columns.size):
-            if columns[j] < scalars.smallest:
-                columns[j] = scalars.smallest
-            of_row[height + j] = real_type(1.0 / math.sqrt(np.float64(columns[j])))
+            columns[j] = held_up(columns[j], scalars.smallest)
+            of_row[height + j] = real_type(column_factor(np.float64(columns[j])))
 
     return NativeFunction(factors, 8, f"factored factors {real_type.__name__} {suffix}")
 

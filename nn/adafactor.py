@@ -64,8 +64,7 @@ class RelativeStep(LearningRateSchedule):
 
     def construct(self, global_step: int) -> float:
         """The value at ``global_step`` = 0, 1, 2, ..."""
-        t = int(global_step) + 1
-        return min(1e-6 * t if self.warmup_init else 1e-2, 1.0 / math.sqrt(t))
+        return rules.relative_rate(int(global_step) + 1, self.warmup_init)
 
 
 class AdaFactor(FusedOptimizer):
@@ -275,14 +274,18 @@ class AdaFactor(FusedOptimizer):
 
     def _scalars(self, real: Any, lr: float, decay: float, step: int) -> tuple[Any, ...]:
         beta1 = self.beta1 or 0.0
-        return rules.adafactor_hp(real, lr, beta1, self.decay_rate, self.eps[0], decay, step)
+        return rules.adafactor_hp(real, lr, decay, step, beta1, self.decay_rate, self.eps[0])
 
     def _complete(self, squares: np.ndarray, call: Call, column: dict[str, int]) -> None:
-        sizes = np.maximum(1, np.diff(call.batch.variables.table.first))
-        of_w, of_u = np.sqrt(squares / sizes[:, None]).T
-        relative = rules.relative_size(of_w, self.eps[1]) if self.scale_parameter else 1.0
-        call.hp[:, column["step"]] *= relative * rules.clipping(of_u, self.clip_threshold)
-        call.hp[:, column["decay"]] *= relative
+        sizes = np.maximum(1, np.diff(call.batch.variables.table.first)).tolist()
+        options = self.eps[1], self.clip_threshold, self.scale_parameter
+        found = [
+            rules.size_factors(*sums, size, *options)
+            for sums, size in zip(squares.tolist(), sizes, strict=True)
+        ]
+        of_step, of_decay = np.array(found).T
+        call.hp[:, column["step"]] *= of_step
+        call.hp[:, column["decay"]] *= of_decay
 
     def _compile(self, batch: Batch, conditioning: Conditioning) -> None:
         if not self._has_matrices(batch):
