@@ -35,6 +35,7 @@ class FactoredKernel:
     """The blocks for a parameter, gradient and first moment of these storage types.
 
     Attributes:
+        prologue: what happens to the gradient first.
         w: storage of the parameter; the arithmetic follows it.
         g: storage of the gradient.
         s: storage of the first moment, None without one.
@@ -43,6 +44,7 @@ class FactoredKernel:
         squares, factors, direction, update: the blocks.
     """
 
+    prologue: Prologue
     w: Storage
     g: Storage
     s: Storage | None
@@ -72,6 +74,7 @@ def factored_kernel(
         return NativeFunction(function, count, f"factored {name} {suffix}{more}")
 
     return FactoredKernel(
+        prologue,
         w,
         g,
         s,
@@ -198,23 +201,19 @@ def _update(load: Any, hp: type, w: Storage, g: Storage, s: Storage | None) -> C
     s_type, s_bytes, load_s = s.carrier, s.itemsize, s.to_real
     store_s = s.from_wide if wide else s.from_real
     real = numba_type(real_of(w))
-    factored_direction, averaged, descended = (
-        rules.factored_direction,
-        rules.averaged,
-        rules.descended,
-    )
+    factored, factored_plain = rules.factored, rules.factored_plain
 
     @njit(error_model="numpy")
     def update_row(w, g, average, of_row, of_columns, hp):
         for j in range(w.size):
             x, d = load(w[j], g[j], hp)
-            u = factored_direction(d, of_row, of_columns[j], hp)
             if has_average:
-                step = averaged(u, real(load_s(average[j])), hp)
-                average[j] = store_s(step)
+                a = real(load_s(average[j]))
+                x, a = factored(x, d, a, of_row, of_columns[j], hp)
+                average[j] = store_s(a)
             else:
-                step = hp.step * u
-            w[j] = store_w(descended(x, step, hp))
+                x = factored_plain(x, d, of_row, of_columns[j], hp)
+            w[j] = store_w(x)
 
     def update(
         w_address,

@@ -5,16 +5,23 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 
+from ..kernels.blocks import kernel
 from ..kernels.cpu.factored import FactoredStep
 from ..kernels.cpu.factored_layout import FactoredTable, FactoredTensor
 from ..kernels.factored_blocks import FactoredKernel, factored_kernel
 from ..kernels.rules import adafactor as rules
 from ..ops import check
-from ..ops.device_step import Launch
+from ..ops.device_step import (
+    Launch,
+    adafactor_matrices,
+    adafactor_tables,
+    adafactor_vectors,
+)
 from ..ops.errors import message, reject_unknown
 from ..ops.norm import squares_at
 from .arguments import non_negative_float, open_unit, positive_float
@@ -133,7 +140,6 @@ class AdaFactor(FusedOptimizer):
     """
 
     _decay_is_coupled = False
-    _takes_devices = False
     _filter_names = False
     _rows_need = ("a dense one: Adafactor needs means over all rows", "a RowTensor")
 
@@ -199,6 +205,7 @@ class AdaFactor(FusedOptimizer):
         raise ValueError(message(self._name, "learning_rate", wrong, expected, learning_rate))
 
     def _check_groups(self, groups: Groups) -> None:
+        super()._check_groups(groups)
         for decay in (option.decay for option in groups.options):
             if isinstance(decay, float) and decay >= 1.0:
                 raise ValueError(
@@ -209,7 +216,7 @@ class AdaFactor(FusedOptimizer):
 
     def _new_states(self, _initial: Mapping[str, float]) -> States:
         """Zeros; a first moment only with ``beta1``, row and column means of matrices."""
-        states: dict[str, list[np.ndarray | None]] = {
+        states: dict[str, list[Any]] = {
             role: [] for role in ("exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq")
         }
         for p in self.parameters:
@@ -217,18 +224,23 @@ class AdaFactor(FusedOptimizer):
             is_matrix = _is_factored(p)
             full = np.float16 if self.compression else self._state_dtype or p.dtype
             new = (
-                np.zeros(p.shape[:-1], real) if is_matrix else None,
-                np.zeros((*p.shape[:-2], p.shape[-1]), real) if is_matrix else None,
-                None if is_matrix else np.zeros(p.shape, full),
+                self._zeros(p, real, p.shape[:-1]) if is_matrix else None,
+                self._zeros(p, real, (*p.shape[:-2], p.shape[-1])) if is_matrix else None,
+                None if is_matrix else self._zeros(p, full, p.shape),
             )
             for role, array in zip(states, new, strict=True):
                 states[role].append(array)
         first: States = {}
         if self.beta1:
             first["exp_avg"] = tuple(
-                np.zeros(p.shape, self._state_dtype or p.dtype) for p in self.parameters
+                self._zeros(p, self._state_dtype or p.dtype, p.shape) for p in self.parameters
             )
         return first | {role: tuple(arrays) for role, arrays in states.items()}
+
+    def _zeros(self, parameter: Parameter, dtype: Any, shape: tuple[int, ...]) -> Any:
+        if self._works_on_host:
+            return np.zeros(shape, dtype)
+        return parameter.array.filled_like(0.0, np.dtype(dtype), shape)
 
     def init_ada_factor_state(self, beta1: float | None) -> None:
         """Make the state anew, for another ``beta1``: zeros, and no update done.
@@ -263,7 +275,7 @@ class AdaFactor(FusedOptimizer):
 
     def _derive(self) -> None:
         super()._derive()
-        self._tables: weakref.WeakKeyDictionary[Batch, FactoredTable] = weakref.WeakKeyDictionary()
+        self._tables: weakref.WeakKeyDictionary[Batch, Any] = weakref.WeakKeyDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
@@ -291,8 +303,7 @@ class AdaFactor(FusedOptimizer):
         if not self._has_matrices(batch):
             super()._compile(batch, conditioning)
             return
-        kernel = self._kernel(batch, conditioning)
-        for block in kernel.blocks:
+        for block in self._kernel(batch, conditioning).blocks:
             block.address  # noqa: B018
 
     def _run_dense(
@@ -302,24 +313,50 @@ class AdaFactor(FusedOptimizer):
         conditioning: Conditioning,
         launch: Launch | None = None,
     ) -> None:
+        if launch is not None:
+            self._enqueue(call, gradients, conditioning, launch)
+            return
         if not self._has_matrices(call.batch):
-            super()._run_dense(call, gradients, conditioning, launch)
+            super()._run_dense(call, gradients, conditioning)
             return
         variables, table = call.batch.variables, self._table(call.batch)
         column = columns(self._rule, conditioning.prologue)
         if conditioning.is_measured:
             conditioning.complete(call.batch, gradients, call.hp, column, call.rates, call.decays)
-        kernel = self._kernel(call.batch, conditioning)
+        compiled = self._kernel(call.batch, conditioning)
         squares = np.zeros((len(gradients), 2))
         if self.scale_parameter:
             sizes = np.diff(variables.table.first)
             squares[:, 0] = squares_at(variables.w, variables.table.addresses[:, 0], sizes)
-        step = FactoredStep(kernel, table, gradients, call.hp)
+        step = FactoredStep(compiled, table, gradients, call.hp)
         step.factorize()
         squares[:, 1] = step.direction_squares()
         with np.errstate(all="ignore"):  # as in the base class
             self._complete(squares, call, column)
         step.update()
+
+    def _enqueue(
+        self, call: Call, gradients: np.ndarray, conditioning: Conditioning, launch: Launch
+    ) -> None:
+        """The step on a device, in the order of `_run_dense`."""
+        batch, column = call.batch, columns(self._rule, conditioning.prologue)
+        completing = nullcontext(None)
+        if conditioning.is_measured:
+            completing = conditioning.complete_on_device(
+                batch, gradients, call.hp, column, call.rates, call.decays, launch
+            )
+        options = self.eps[1], self.clip_threshold, self.scale_parameter
+        with completing as complete:
+            launch = launch._replace(complete=complete)
+            if self._has_matrices(batch):
+                matrices = self._kernel(batch, conditioning)
+                table = self._device_table(batch, matrices)
+                adafactor_matrices(matrices, table, gradients, call.hp, options, launch)
+            else:
+                variables, g = batch.variables, batch.g
+                vectors = kernel(self._rule, conditioning.prologue, variables.w, g, variables.s)
+                addresses, sizes = variables.table.addresses, np.diff(variables.table.first)
+                adafactor_vectors(vectors, addresses, gradients, sizes, call.hp, options, launch)
 
     def _has_matrices(self, batch: Batch) -> bool:
         # All of a batch have the same states, so all are matrices or none is.
@@ -333,17 +370,20 @@ class AdaFactor(FusedOptimizer):
     def _table(self, batch: Batch) -> FactoredTable:
         table = self._tables.get(batch)
         if table is None:
-            table = self._tables[batch] = FactoredTable(
-                [
-                    _tensor(arrays, addresses)
-                    for arrays, addresses in zip(
-                        batch.variables.tensors,
-                        batch.variables.table.addresses.tolist(),
-                        strict=True,
-                    )
-                ]
-            )
+            table = self._tables[batch] = FactoredTable(_tensors(batch))
         return table
+
+    def _device_table(self, batch: Batch, matrices: FactoredKernel) -> Any:
+        table = self._tables.get(batch)
+        if table is None:
+            table = self._tables[batch] = adafactor_tables(matrices, _tensors(batch))
+        return table
+
+
+def _tensors(batch: Batch) -> list[FactoredTensor]:
+    variables = batch.variables
+    of_each = zip(variables.tensors, variables.table.addresses.tolist(), strict=True)
+    return [_tensor(arrays, addresses) for arrays, addresses in of_each]
 
 
 def _tensor(arrays: tuple[np.ndarray, ...], addresses: list[int]) -> FactoredTensor:

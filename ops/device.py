@@ -147,11 +147,13 @@ class DeviceArray:
             wrong, expected, got = "is not contiguous", "a C-contiguous array", str(self.strides)
         raise RejectedValueError(message(where, name, wrong, expected, got) + "; copy it first")
 
-    def filled_like(self, value: float, dtype: np.dtype[Any]) -> DeviceArray:
-        """A new array of the same shape, of another dtype and filled with ``value``."""
+    def filled_like(
+        self, value: float, dtype: np.dtype[Any], shape: tuple[int, ...] | None = None
+    ) -> DeviceArray:
+        """A new array as `empty_like` makes it, filled with ``value``."""
         from ..kernels.cuda.fill import fill
 
-        made = self.empty_like(dtype)
+        made = self.empty_like(dtype, shape)
         with launching([self]) as stream:
             fill(made.address, made.size, value, dtype, stream)
         return made

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..kernels.blocks import Kernel
+from ..kernels.cpu.factored_layout import FactoredTensor
 from ..kernels.cpu.row_step import RowTable
+from ..kernels.factored_blocks import FactoredKernel
 from ..kernels.storage import Piece, Storage
 from . import locks, pending
 from .device import DeviceArray, launching
@@ -85,6 +87,61 @@ def dense_update(
         sizes,
         hp,
         hp_of,
+        guard=launch.check.guard,
+        complete=launch.complete,
+        stream=launch.stream,
+    )
+
+
+def adafactor_vectors(
+    kernel: Kernel,
+    addresses: np.ndarray,
+    gradients: np.ndarray,
+    sizes: np.ndarray,
+    hp: np.ndarray,
+    options: tuple[float, float, bool],
+    launch: Launch,
+) -> None:
+    """Enqueue a step of Adafactor; arguments as `kernels.cuda.factored.vectors_update`."""
+    from ..kernels.cuda import factored
+
+    factored.vectors_update(
+        kernel,
+        addresses,
+        gradients,
+        sizes,
+        hp,
+        factored.Options(*options),
+        guard=launch.check.guard,
+        complete=launch.complete,
+        stream=launch.stream,
+    )
+
+
+def adafactor_tables(kernel: FactoredKernel, tensors: Sequence[FactoredTensor]) -> Any:
+    """The tables of matrices for `adafactor_matrices`."""
+    from ..kernels.cuda import factored
+
+    return factored.FactoredTables(tensors, factored.length_of(kernel), kernel.real.itemsize)
+
+
+def adafactor_matrices(
+    kernel: FactoredKernel,
+    tables: Any,
+    gradients: np.ndarray,
+    hp: np.ndarray,
+    options: tuple[float, float, bool],
+    launch: Launch,
+) -> None:
+    """Enqueue a step of Adafactor; arguments as `kernels.cuda.factored.matrices_update`."""
+    from ..kernels.cuda import factored
+
+    factored.matrices_update(
+        kernel,
+        tables,
+        gradients,
+        hp,
+        factored.Options(*options),
         guard=launch.check.guard,
         complete=launch.complete,
         stream=launch.stream,

@@ -334,7 +334,6 @@ def not_taken() -> None:
     updater = nn.mxnet.get_updater(nn.mxnet.Adam())
     layer = nn.ThorDense(cuda.to_device(positive((2, 3))))
     for call in (
-        lambda: nn.AdaFactor([w]),
         lambda: nn.thor(layer, 0.1, 0.1, 0.9),
         lambda: layer.capture(cuda.to_device(gradient((4, 3))), gradient((4, 2))),
         lambda: nn.Adam(centralized)((g,)),

@@ -23,6 +23,7 @@ CHECKS = {
     ),
     "device_operators.py": ("operators",),
     "device_optimizers.py": ("dense_optimizers", "row_optimizers", "copies"),
+    "device_adafactor.py": ("values", "shapes", "types", "states"),
     "device_errors.py": ("index_errors", "locking", "refusals"),
     "framework_simulation.py": ("arrays", "steps"),
 }  # fmt: skip

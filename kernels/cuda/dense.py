@@ -121,6 +121,7 @@ def dense_update(
     *,
     guard: int = 0,
     complete: Callable[[np.ndarray], None] | None = None,
+    second_loop: Any = None,
     stream: Any,
 ) -> None:
     """Enqueue one step of ``kernel`` on tensors of the device, in place.
@@ -136,6 +137,8 @@ def dense_update(
         guard: address of the guard of the call (`guard`), or 0.
         complete: enqueues what changes the scalars before they are used; called with the
             addresses of the rows of the tensors.
+        second_loop: of a two-stage rule without a ``factor``: changes the scalars after the first
+            stage, with the arguments of `measure.factor_kernel`.
         stream: of Numba.
     """
     if not sizes.any():
@@ -143,7 +146,8 @@ def dense_update(
     scalars, places = np.ascontiguousarray(hp), Places()
     places.add(scalars.nbytes)
     offset = places.add(len(sizes) * ROW_BYTES)
-    n_most = int((-(-sizes // chunk_of(kernel))).sum()) if kernel.rule.factor else 0
+    is_measured = bool(kernel.rule.factor or second_loop)
+    n_most = int((-(-sizes // chunk_of(kernel))).sum()) if is_measured else 0
     at_sums = places.add(n_most * measure.SUMS_BYTES)
     with room_of(stream) as room:
         base = room.take(places.size)
@@ -153,9 +157,9 @@ def dense_update(
         if complete is not None:
             complete(hp_addresses)
         arguments, sums = (base + offset, len(table)), base + at_sums
-        if kernel.rule.factor:
+        if is_measured:
             loop = measure.chunk_sums_kernel(kernel, THREADS, chunk_of(kernel))
             on_grid(loop, n_blocks, THREADS, stream)(*arguments, sums, guard)
-            loop = measure.factor_kernel(kernel, THREADS)
+            loop = second_loop or measure.factor_kernel(kernel, THREADS)
             on_grid(loop, len(table), THREADS, stream)(*arguments, n_blocks, sums, guard)
         on_grid(dense_kernel(kernel), n_blocks, THREADS, stream)(*arguments, guard)

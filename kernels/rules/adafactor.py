@@ -83,6 +83,19 @@ def factored_direction(g: Any, row: Any, column: Any, hp: Any) -> Any:
 
 
 @rule_helper
+def factored(w: Any, g: Any, average: Any, row: Any, column: Any, hp: Any) -> Any:
+    """Adafactor on an element of a matrix, with a first moment."""
+    average = averaged(factored_direction(g, row, column, hp), average, hp)
+    return descended(w, average, hp), average
+
+
+@rule_helper
+def factored_plain(w: Any, g: Any, row: Any, column: Any, hp: Any) -> Any:
+    """Adafactor on an element of a matrix, without a first moment."""
+    return descended(w, product(hp.step, factored_direction(g, row, column, hp)), hp)
+
+
+@rule_helper
 def full_direction(g: Any, v: Any, hp: Any) -> Any:
     """The direction of a vector, and its new second moment."""
     v = hp.beta2 * v + product(hp.one_minus_beta2, squared(g, hp))
