@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -292,8 +292,8 @@ class AdaFactor(FusedOptimizer):
         sizes = np.maximum(1, np.diff(call.batch.variables.table.first)).tolist()
         options = self.eps[1], self.clip_threshold, self.scale_parameter
         found = [
-            rules.size_factors(*sums, size, *options)
-            for sums, size in zip(squares.tolist(), sizes, strict=True)
+            rules.size_factors(of_w, of_u, size, *options)
+            for (of_w, of_u), size in zip(squares.tolist(), sizes, strict=True)
         ]
         of_step, of_decay = np.array(found).T
         call.hp[:, column["step"]] *= of_step
@@ -340,7 +340,7 @@ class AdaFactor(FusedOptimizer):
     ) -> None:
         """The step on a device, in the order of `_run_dense`."""
         batch, column = call.batch, columns(self._rule, conditioning.prologue)
-        completing = nullcontext(None)
+        completing: AbstractContextManager[Any] = nullcontext()
         if conditioning.is_measured:
             completing = conditioning.complete_on_device(
                 batch, gradients, call.hp, column, call.rates, call.decays, launch

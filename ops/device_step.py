@@ -104,6 +104,7 @@ def adafactor_vectors(
 ) -> None:
     """Enqueue a step of Adafactor; arguments as `kernels.cuda.factored.vectors_update`."""
     from ..kernels.cuda import factored
+    from ..kernels.cuda.sizes import Options
 
     factored.vectors_update(
         kernel,
@@ -111,7 +112,7 @@ def adafactor_vectors(
         gradients,
         sizes,
         hp,
-        factored.Options(*options),
+        Options(*options),
         guard=launch.check.guard,
         complete=launch.complete,
         stream=launch.stream,
@@ -120,9 +121,10 @@ def adafactor_vectors(
 
 def adafactor_tables(kernel: FactoredKernel, tensors: Sequence[FactoredTensor]) -> Any:
     """The tables of matrices for `adafactor_matrices`."""
-    from ..kernels.cuda import factored
+    from ..kernels.cuda.factored import length_of
+    from ..kernels.cuda.factored_layout import FactoredTables
 
-    return factored.FactoredTables(tensors, factored.length_of(kernel), kernel.real.itemsize)
+    return FactoredTables(tensors, length_of(kernel), kernel.real.itemsize)
 
 
 def adafactor_matrices(
@@ -135,13 +137,14 @@ def adafactor_matrices(
 ) -> None:
     """Enqueue a step of Adafactor; arguments as `kernels.cuda.factored.matrices_update`."""
     from ..kernels.cuda import factored
+    from ..kernels.cuda.sizes import Options
 
     factored.matrices_update(
         kernel,
         tables,
         gradients,
         hp,
-        factored.Options(*options),
+        Options(*options),
         guard=launch.check.guard,
         complete=launch.complete,
         stream=launch.stream,

@@ -88,8 +88,14 @@ def test_loads_and_stores_are_of_16_bytes(capability: str) -> None:
         elif name.startswith(("rows lazy", "rows sweep")):  # w, m, v, and the gradient 4 + 1 times
             assert memory["LDG.E.128"] >= 8, name
             assert memory["STG.E.128"] >= 3, name
-        elif name.startswith(("rows hot", "finite")):
+        elif name.startswith(("rows hot", "finite", "factored squares")):
             assert memory["LDG.E.128"] >= 1, name
+        elif name.startswith("factored direction"):  # w, g, factors of columns
+            assert memory["LDG.E.128"] >= 3, name
+        elif name.startswith("factored update"):  # and the first moment, if there is one
+            n_written = 1 if name.endswith("plain") else 2
+            assert memory["LDG.E.128"] >= 2 + n_written, name
+            assert memory["STG.E.128"] >= n_written, name
 
 
 @needs_numba_cuda

@@ -46,7 +46,8 @@ def direction_kernel(
         row = row_of_table(table, n_tensors, block)
         strip, hp = strip_at(row, block, thread), read_hp(load_int64(row + 8 * HP))
         w, g = load_int64(row + 8 * W), load_int64(row + 8 * G)
-        line, width = strip.matrix * load_int64(row + 8 * HEIGHT), load_int64(row + 8 * WIDTH)
+        line = strip.matrix * load_int64(row + 8 * HEIGHT) + strip.top
+        width = load_int64(row + 8 * WIDTH)
         row_factors, of_row = load_int64(row + 8 * ROW_FACTORS), cuda.local.array(1, real)
         x, d = cuda.local.array(length, w_type), cuda.local.array(length, g_type)
         of_columns = cuda.local.array(length, real)
@@ -55,8 +56,8 @@ def direction_kernel(
             column = strip.matrix * width + strip.column
             factors = load_int64(row + 8 * COLUMN_FACTORS) + column * real_bytes
             load_columns(of_columns, factors, strip)
-            i, end = np.uint64(strip.top + strip.y), np.uint64(strip.end)
-            while i < end:
+            i = strip.y
+            while i < strip.rows:
                 offset = (line + np.int64(i)) * width + strip.column
                 load_w(x, w + offset * w_bytes, strip)
                 load_g(d, g + offset * g_bytes, strip)
@@ -68,7 +69,7 @@ def direction_kernel(
                         of_u += u * u
                         if of_parameter:
                             of_w += np.float64(value) * np.float64(value)
-                i += np.uint64(strip.threads_down)
+                i = np.uint32(i + strip.threads_down)
         shared = cuda.shared.array((2, threads), float64)
         shared[0, thread], shared[1, thread] = of_w, of_u
         add_tree(shared, thread, threads, 2)
@@ -105,15 +106,16 @@ def update_kernel(
             return
         hp = read_hp(load_int64(row + 8 * HP))
         w, g, s = load_int64(row + 8 * W), load_int64(row + 8 * G), load_int64(row + 8 * S0)
-        line, width = strip.matrix * load_int64(row + 8 * HEIGHT), load_int64(row + 8 * WIDTH)
+        line = strip.matrix * load_int64(row + 8 * HEIGHT) + strip.top
+        width = load_int64(row + 8 * WIDTH)
         row_factors, of_row = load_int64(row + 8 * ROW_FACTORS), cuda.local.array(1, kind)
         x, d = cuda.local.array(length, w_type), cuda.local.array(length, g_type)
         a, of_columns = cuda.local.array(length, s_type), cuda.local.array(length, kind)
         column = strip.matrix * width + strip.column
         factors = load_int64(row + 8 * COLUMN_FACTORS) + column * real_bytes
         load_columns(of_columns, factors, strip)
-        i, end = np.uint64(strip.top + strip.y), np.uint64(strip.end)
-        while i < end:
+        i = strip.y
+        while i < strip.rows:
             offset = (line + np.int64(i)) * width + strip.column
             load_w(x, w + offset * w_bytes, strip)
             load_g(d, g + offset * g_bytes, strip)
@@ -126,7 +128,7 @@ def update_kernel(
             store_w(w + offset * w_bytes, x, strip)
             if has_average:
                 store_s(s + offset * s_bytes, a, strip)
-            i += np.uint64(strip.threads_down)
+            i = np.uint32(i + strip.threads_down)
 
     return loop
 

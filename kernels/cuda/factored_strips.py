@@ -42,7 +42,7 @@ class Strip(NamedTuple):
         down: number of the tile from the top.
         across: number of the tile from the left.
         top: first row of the tile.
-        end: the row after its last one.
+        rows: of the tile.
         column: first column of the thread.
         step: from a column of the thread to the next.
         count: columns of the thread; 0 for one that has nothing to do.
@@ -57,7 +57,7 @@ class Strip(NamedTuple):
     down: Any
     across: Any
     top: Any
-    end: Any
+    rows: Any
     column: Any
     step: Any
     count: Any
@@ -101,7 +101,7 @@ def strips(length: int, threads: int) -> Any:
         tile_down = quotient(rest, tiles_across)
         tile_across = rest - tile_down * tiles_across
         top = tile_down * load_int64(row + 8 * TILE_HEIGHT)
-        end = min(top + load_int64(row + 8 * TILE_HEIGHT), load_int64(row + 8 * HEIGHT))
+        rows = min(load_int64(row + 8 * TILE_HEIGHT), load_int64(row + 8 * HEIGHT) - top)
         is_aligned = load_int64(row + 8 * IS_ALIGNED)
         column, step = tile_across * across * length + x, across
         if is_aligned != 0:
@@ -113,8 +113,9 @@ def strips(length: int, threads: int) -> Any:
                 if column + k * step < width:
                     count += 1
         return Strip(
-            matrix, tile_down, tile_across, top, end, column, np.int32(step), np.int32(count),
-            np.int32(x), np.int32(y), np.int32(across), np.int32(down), is_aligned != 0,
+            matrix, tile_down, tile_across, top, np.uint32(rows), column, np.int32(step),
+            np.int32(count), np.int32(x), np.uint32(y), np.int32(across), np.uint32(down),
+            is_aligned != 0,
         )  # fmt: skip
 
     return strip_at

@@ -50,32 +50,36 @@ def squares_kernel(
         strip, hp = strip_at(row, block, thread), read_hp(load_int64(row + 8 * HP))
         w, g = load_int64(row + 8 * W), load_int64(row + 8 * G)
         height, width = load_int64(row + 8 * HEIGHT), load_int64(row + 8 * WIDTH)
-        first = strip.matrix * height * width + strip.column
+        first = (strip.matrix * height + strip.top) * width + strip.column
         line = strip.matrix * load_int64(row + 8 * TILES_ACROSS) + strip.across
-        row_sums = load_int64(row + 8 * ROW_SUMS) + line * height * 8
+        row_sums = load_int64(row + 8 * ROW_SUMS) + (line * height + strip.top) * 8
         shared = cuda.shared.array((slots, threads), float64)
         own = cuda.local.array(length, float64)
         for k in range(length):
             own[k] = 0.0
-        band = strip.top
-        while band < strip.end:
+        band = np.uint32(0)
+        while band < strip.rows:
             cuda.syncthreads()  # what was there has been read
+            i = np.uint32(band + strip.y)
             for k in range(rounds):
-                i, total = band + k * strip.threads_down + strip.y, 0.0
-                if i < strip.end and strip.count > 0:
-                    total = add_row(own, w, g, first + i * width, strip, hp)
+                total = 0.0
+                if i < strip.rows and strip.count > 0:
+                    total = add_row(own, w, g, first + np.int64(i) * width, strip, hp)
                 shared[k, thread] = total
+                i = np.uint32(i + strip.threads_down)
             add_lanes(shared, thread, strip.x, strip.threads_across, 1, rounds)
             if strip.x == 0 and strip.count > 0:
+                i = np.uint32(band + strip.y)
                 for k in range(rounds):
-                    i = band + k * strip.threads_down + strip.y
-                    if i < strip.end:
-                        store_float64(row_sums + i * 8, shared[k, thread])
-            band += strip.threads_down * rounds
+                    if i < strip.rows:
+                        store_float64(row_sums + np.int64(i) * 8, shared[k, thread])
+                    i = np.uint32(i + strip.threads_down)
+            band = np.uint32(band + strip.threads_down * np.uint32(rounds))
         cuda.syncthreads()
         for k in range(length):
             shared[k, thread] = own[k]
-        add_lanes(shared, thread, strip.y, strip.threads_down, strip.threads_across, length)
+        lane, lanes = np.int64(strip.y), np.int64(strip.threads_down)
+        add_lanes(shared, thread, lane, lanes, strip.threads_across, length)
         if strip.y == 0:
             line = strip.matrix * load_int64(row + 8 * TILES_DOWN) + strip.down
             column_sums = load_int64(row + 8 * COLUMN_SUMS) + (line * width + strip.column) * 8
