@@ -109,7 +109,7 @@ def wrapped() -> None:
 
     def make(p: Any) -> Any:
         opt = nn.AdaFactor(p, weight_decay=0.1, loss_scale=2.0)
-        return nn.LARS(opt, coefficient=0.1, lars_filter=lambda q: q.ndim > 1)
+        return nn.LARS(opt, coefficient=0.1, lars_filter=lambda q: q.shape != FEW[0])
 
     compare(make, [positive(s, F64) for s in FEW], steps_of(FEW, F64))
 
@@ -205,13 +205,20 @@ def bits() -> None:
     for bad in (np.nan, np.inf):
         broken = [g.copy() for g in steps[0]]
         broken[0][1, 2] = broken[1][3] = bad
-        with warnings.catch_warnings():  # the threads of the simulator have settings of their own
-            warnings.simplefilter("ignore", RuntimeWarning)
+        with without_warnings():
             compare(nn.AdaFactor, start, [steps[1], broken])
     opt = nn.AdaFactor(on_device(start), skip_nonfinite=True)
     with unchanged_states(opt):
         opt(tuple(on_device(broken)))
     assert (opt.skipped_steps, int(opt.global_step[0])) == (1, 0)
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Of NumPy's, whose ``errstate`` the threads of the simulator do not see."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        yield
 
 
 @contextmanager
@@ -221,6 +228,23 @@ def unchanged_states(opt: Any) -> Iterator[None]:
     yield
     assert [p.asnumpy().tobytes() for p in opt.parameters] == before
     assert {name: array.tobytes() for name, array in opt.state_dict().items()} == states
+
+
+def zeros() -> None:
+    """Nothing is divided by 0: not in a matrix, a row, a column or a vector without gradients."""
+    start, (given, *_) = [positive(s) for s in FEW], steps_of(FEW, F32)
+    given[0][2], given[0][:, 3], given[1][:], given[2][1] = 0.0, 0.0, 0.0, 0.0
+    with without_warnings():
+        opt = compare(lambda p: nn.AdaFactor(p, eps=(0.0, 1e-3)), start, [given, given])
+    smallest = np.float32(1e-30)
+    for name, lowest in (
+        ("exp_avg_sq_row_parameter_0", np.float32(0.0)),  # those of rows may be 0, not their mean
+        ("exp_avg_sq_col_parameter_0", smallest),
+        ("exp_avg_sq_col_parameter_2", smallest),
+        ("exp_avg_sq_parameter_1", smallest),
+    ):
+        assert opt.state_dict()[name].min() == lowest, name
+    assert all(np.isfinite(p.asnumpy()).all() for p in opt.parameters)
 
 
 def guards() -> None:
@@ -308,7 +332,7 @@ def refusals() -> None:
 CHECKS: dict[str, Sequence[Callable[[], Any]]] = {
     "values": (options, wrapped),
     "shapes": (shapes, tiles, unaligned),
-    "types": (dtypes, bits, guards),
+    "types": (dtypes, bits, zeros, guards),
     "states": (copies_of_a_step, states, refusals),
 }
 
