@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -288,11 +288,14 @@ class AdaFactor(FusedOptimizer):
         beta1 = self.beta1 or 0.0
         return rules.adafactor_hp(real, lr, decay, step, beta1, self.decay_rate, self.eps[0])
 
+    @property
+    def _size_options(self) -> tuple[float, float, bool]:
+        return self.eps[1], self.clip_threshold, self.scale_parameter
+
     def _complete(self, squares: np.ndarray, call: Call, column: dict[str, int]) -> None:
         sizes = np.maximum(1, np.diff(call.batch.variables.table.first)).tolist()
-        options = self.eps[1], self.clip_threshold, self.scale_parameter
         found = [
-            rules.size_factors(of_w, of_u, size, *options)
+            rules.size_factors(of_w, of_u, size, *self._size_options)
             for (of_w, of_u), size in zip(squares.tolist(), sizes, strict=True)
         ]
         of_step, of_decay = np.array(found).T
@@ -319,7 +322,7 @@ class AdaFactor(FusedOptimizer):
         if not self._has_matrices(call.batch):
             super()._run_dense(call, gradients, conditioning)
             return
-        variables, table = call.batch.variables, self._table(call.batch)
+        variables, table = call.batch.variables, self._table(call.batch, FactoredTable)
         column = columns(self._rule, conditioning.prologue)
         if conditioning.is_measured:
             conditioning.complete(call.batch, gradients, call.hp, column, call.rates, call.decays)
@@ -345,12 +348,12 @@ class AdaFactor(FusedOptimizer):
             completing = conditioning.complete_on_device(
                 batch, gradients, call.hp, column, call.rates, call.decays, launch
             )
-        options = self.eps[1], self.clip_threshold, self.scale_parameter
+        options = self._size_options
         with completing as complete:
             launch = launch._replace(complete=complete)
             if self._has_matrices(batch):
                 matrices = self._kernel(batch, conditioning)
-                table = self._device_table(batch, matrices)
+                table = self._table(batch, partial(adafactor_tables, matrices))
                 adafactor_matrices(matrices, table, gradients, call.hp, options, launch)
             else:
                 variables, g = batch.variables, batch.g
@@ -367,32 +370,15 @@ class AdaFactor(FusedOptimizer):
         first = variables.s[0] if self.beta1 else None
         return factored_kernel(conditioning.prologue, variables.w, batch.g, first)
 
-    def _table(self, batch: Batch) -> FactoredTable:
-        table = self._tables.get(batch)
-        if table is None:
-            table = self._tables[batch] = FactoredTable(_tensors(batch))
-        return table
-
-    def _device_table(self, batch: Batch, matrices: FactoredKernel) -> Any:
-        table = self._tables.get(batch)
-        if table is None:
-            table = self._tables[batch] = adafactor_tables(matrices, _tensors(batch))
-        return table
-
-
-def _tensors(batch: Batch) -> list[FactoredTensor]:
-    variables = batch.variables
-    of_each = zip(variables.tensors, variables.table.addresses.tolist(), strict=True)
-    return [_tensor(arrays, addresses) for arrays, addresses in of_each]
-
-
-def _tensor(arrays: tuple[np.ndarray, ...], addresses: list[int]) -> FactoredTensor:
-    """A parameter as a list of matrices, with its first moment if it has one."""
-    *matrices, height, width = arrays[0].shape
-    w, average, row, column = addresses
-    if len(arrays) == 3:
-        average, row, column = 0, average, row
-    return FactoredTensor(w, average, row, column, math.prod(matrices), height, width)
+    def _table(self, batch: Batch, make: Callable[[list[FactoredTensor]], Any]) -> Any:
+        """What `make` makes of the matrices of a batch, once."""
+        if batch not in self._tables:
+            variables = batch.variables
+            of_each = zip(variables.tensors, variables.table.addresses.tolist(), strict=True)
+            self._tables[batch] = make(
+                [FactoredTensor.of(a[0].shape, places[: len(a)]) for a, places in of_each]
+            )
+        return self._tables[batch]
 
 
 def _is_factored(parameter: Parameter) -> bool:

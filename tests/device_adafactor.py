@@ -23,8 +23,8 @@ from numba import cuda
 
 from fusestep import nn
 from fusestep.kernels.cpu.factored_layout import FactoredTensor
-from fusestep.kernels.cuda import factored, factored_layout, memory
-from fusestep.kernels.cuda.factored_layout import FactoredTables, Lines
+from fusestep.kernels.cuda import factored, factored_layout, line_table, memory
+from fusestep.kernels.cuda.factored_layout import FactoredTables
 from fusestep.kernels.cuda.guard import NOTHING
 from fusestep.kernels.cuda.sizes import Options as Sizes
 from fusestep.kernels.factored_blocks import factored_kernel
@@ -141,10 +141,10 @@ def tiles() -> None:
         found[:, factored_layout.TILES_ACROSS] > 1,
         groups < factored_layout.THREADS,
         found[:, factored_layout.WIDTH] % 4 == 0,
-        tables._lines[:, Lines.LOG_PARTS] > 0,
-        lines[:, Lines.SEGMENTS] > 1,
-        lines[:, Lines.CHUNKS] > 1,
-        (lines[:, Lines.MATRICES] > 1) & (lines[:, Lines.SEGMENTS] > 1),
+        tables._lines[:, line_table.LOG_PARTS] > 0,
+        lines[:, line_table.SEGMENTS] > 1,
+        lines[:, line_table.CHUNKS] > 1,
+        (lines[:, line_table.MATRICES] > 1) & (lines[:, line_table.SEGMENTS] > 1),
     ):
         assert reached.any() and not reached.all()
 

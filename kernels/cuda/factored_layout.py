@@ -3,10 +3,11 @@
 A tile of a matrix is worked on by a group of ``2**LOG_ACROSS * 2**LOG_DOWN`` threads. A thread has
 as many columns as its widest loads bring, and every ``2**LOG_DOWN``-th row. A block is one such
 group where the matrix is large, and several, each with a matrix of its own, where it is small. The
-cut depends on shapes and storage types alone, and so do the bits of all sums.
+cut depends on shapes and storage types alone. The order of a sum depends on them, and on whether
+rows are aligned.
 
-What follows from the sums of rows and columns is computed line by line: a line is a row or a
-column, and has as many sums as there are tiles along it.
+What follows from the sums of rows and columns is computed line by line (`line_table`): a line has
+as many sums as there are tiles along it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..cpu.factored_layout import FactoredTensor
-from . import tensor_table
+from . import line_table, tensor_table
 from .memory import Places
 from .tensor_table import FIRST_BLOCK, HP, IS_ALIGNED, S0, SIZE, G, W
 
@@ -48,30 +49,6 @@ _ALIGN = 16  # bytes
 ROW_BYTES = 8 * COLUMNS
 
 
-class Lines:
-    """Columns of the table of lines, int64 [2 T, COLUMNS]: rows of all tensors, then columns."""
-
-    (
-        SUMS,
-        PARTS,  # sums of a line
-        STATE,
-        FACTORS,
-        HP,
-        MATRICES,
-        LENGTH,  # lines of a matrix
-        COUNT,  # elements of a line
-        LOG_LANES,  # lines that a group of threads has
-        LOG_PARTS,  # threads that share a line
-        SEGMENTS,  # groups of a matrix
-        TOTALS,  # float64 [matrices, SEGMENTS]: sums of the states of rows; 0 for columns
-        FIRST_BLOCK,
-        CHUNKS,  # groups of a matrix where its mean is known
-        FIRST_CHUNK_BLOCK,  # rows alone
-        COLUMNS,
-    ) = range(16)
-    ROW_BYTES = 8 * COLUMNS
-
-
 class FactoredTables:
     """The tables of a step; what stays the same from step to step.
 
@@ -90,45 +67,47 @@ class FactoredTables:
     """
 
     def __init__(self, tensors: Sequence[FactoredTensor], length: int, real_bytes: int) -> None:
-        self._length = length
         self.n_tensors = len(tensors)
-        places, n_bytes = Places(), real_bytes
+        self._length, self._real_bytes = length, real_bytes
         self._tiles = np.zeros((len(tensors), COLUMNS), np.int64)
-        self._lines = np.zeros((2 * len(tensors), Lines.COLUMNS), np.int64)
+        self._lines = np.zeros((2 * len(tensors), line_table.COLUMNS), np.int64)
+        places = Places()
         for t, tensor in enumerate(tensors):
-            matrices, height, width = tensor.matrices, tensor.height, tensor.width
-            cut = _cut(tensor, length)
-            _, _, _, down, across = cut
-            places_of = (
-                places.add(8 * matrices * across * height),
-                places.add(8 * matrices * down * width),
-                places.add(n_bytes * matrices * height),
-                places.add(n_bytes * matrices * width),
-            )
-            tile = self._tiles[t]
-            tile[[W, S0, SIZE]] = tensor.w, tensor.average, matrices * height * width
-            tile[MATRICES:COLUMNS] = (matrices, height, width, *cut, *places_of)
-            rows, columns = self._lines[t], self._lines[t + len(tensors)]
-            _fill_lines(rows, tensor.row_state, matrices, height, width, across)
-            _fill_lines(columns, tensor.column_state, matrices, width, height, down)
-            rows[[Lines.SUMS, Lines.FACTORS]] = places_of[0], places_of[2]
-            columns[[Lines.SUMS, Lines.FACTORS]] = places_of[1], places_of[3]
-            rows[Lines.TOTALS] = places.add(8 * matrices * int(rows[Lines.SEGMENTS]))
+            self._add(t, tensor, places)
         self._number_blocks()
         self.size, self.scratch = self._tiles.nbytes + self._lines.nbytes, places.size
+
+    def _add(self, t: int, tensor: FactoredTensor, places: Places) -> None:
+        matrices, height, width = tensor.matrices, tensor.height, tensor.width
+        cut = _cut(tensor, self._length)
+        _, _, _, down, across = cut
+        of_rows, of_columns = matrices * height, matrices * width
+        row_sums, column_sums = places.add(8 * of_rows * across), places.add(8 * of_columns * down)
+        row_factors = places.add(self._real_bytes * of_rows)
+        column_factors = places.add(self._real_bytes * of_columns)
+        tile, rows, columns = self._tiles[t], self._lines[t], self._lines[t + self.n_tensors]
+        tile[[W, S0, SIZE]] = tensor.w, tensor.average, matrices * height * width
+        own = (row_sums, column_sums, row_factors, column_factors)
+        tile[MATRICES:COLUMNS] = (matrices, height, width, *cut, *own)
+        _fill_lines(rows, (row_sums, tensor.row_state, row_factors), (height, width), across)
+        states = (column_sums, tensor.column_state, column_factors)
+        _fill_lines(columns, states, (width, height), down)
+        rows[line_table.MATRICES] = columns[line_table.MATRICES] = matrices
+        rows[line_table.TOTALS] = places.add(8 * matrices * int(rows[line_table.SEGMENTS]))
 
     def _number_blocks(self) -> None:
         tiles, lines = self._tiles, self._lines
         units = tiles[:, MATRICES] * tiles[:, TILES_DOWN] * tiles[:, TILES_ACROSS]
         logs = tiles[:, LOG_ACROSS] + tiles[:, LOG_DOWN]
         tiles[:, FIRST_BLOCK], self.n_blocks = _blocks(units, logs)
-        units = lines[:, Lines.MATRICES] * lines[:, Lines.SEGMENTS]
-        logs = lines[:, Lines.LOG_LANES] + lines[:, Lines.LOG_PARTS]
-        lines[:, Lines.FIRST_BLOCK], self.n_line_blocks = _blocks(units, logs)
+        units = lines[:, line_table.MATRICES] * lines[:, line_table.SEGMENTS]
+        logs = lines[:, line_table.LOG_LANES] + lines[:, line_table.LOG_PARTS]
+        lines[:, line_table.FIRST_BLOCK], self.n_line_blocks = _blocks(units, logs)
         rows = lines[: self.n_tensors]
-        units = rows[:, Lines.MATRICES] * rows[:, Lines.CHUNKS]
-        logs = np.where(rows[:, Lines.SEGMENTS] > 1, _log(THREADS), rows[:, Lines.LOG_LANES])
-        rows[:, Lines.FIRST_CHUNK_BLOCK], self.n_chunk_blocks = _blocks(units, logs)
+        units = rows[:, line_table.MATRICES] * rows[:, line_table.CHUNKS]
+        own = rows[:, line_table.LOG_LANES]
+        logs = np.where(rows[:, line_table.SEGMENTS] > 1, _log(THREADS), own)
+        rows[:, line_table.FIRST_CHUNK_BLOCK], self.n_chunk_blocks = _blocks(units, logs)
 
     def at(self, scratch: int, gradients: np.ndarray, hp_addresses: np.ndarray) -> np.ndarray:
         """Both tables, one after the other, as they will lie on the device.
@@ -144,9 +123,9 @@ class FactoredTables:
         addresses = tiles[:, [W, G, S0]]
         rows_fit = tiles[:, WIDTH] % self._length == 0
         tiles[:, IS_ALIGNED] = rows_fit & (addresses % _ALIGN == 0).all(1)
-        lines[:, [Lines.SUMS, Lines.FACTORS]] += scratch
-        lines[: self.n_tensors, Lines.TOTALS] += scratch
-        lines[:, Lines.HP] = np.tile(hp_addresses, 2)
+        lines[:, [line_table.SUMS, line_table.FACTORS]] += scratch
+        lines[: self.n_tensors, line_table.TOTALS] += scratch
+        lines[:, line_table.HP] = np.tile(hp_addresses, 2)
         return np.concatenate([tiles.reshape(-1), lines.reshape(-1)])
 
 
@@ -164,16 +143,25 @@ def _cut(tensor: FactoredTensor, length: int) -> tuple[int, int, int, int, int]:
 
 
 def _fill_lines(
-    row: np.ndarray, state: int, matrices: int, length: int, count: int, parts: int
+    row: np.ndarray, places: tuple[int, int, int], shape: tuple[int, int], parts: int
 ) -> None:
-    """What is known of the rows, or the columns, of the matrices of a tensor."""
+    """What is known of the rows, or the columns, of the matrices of a tensor.
+
+    Args:
+        row: of the table.
+        places: of sums, states and factors.
+        shape: lines of a matrix, and elements of a line.
+        parts: sums of a line.
+    """
+    length = shape[0]
     sharing = max(1, min(_power(parts // 4 + 1) // 2, THREADS // _NEIGHBOURS))
     lanes = THREADS // sharing if parts > 1 else min(_power(length), THREADS)
     segments = -(-length // lanes)
-    row[[Lines.STATE, Lines.MATRICES, Lines.LENGTH, Lines.COUNT]] = state, matrices, length, count
-    row[[Lines.PARTS, Lines.SEGMENTS]] = parts, segments
-    row[[Lines.LOG_LANES, Lines.LOG_PARTS]] = _log(lanes), _log(sharing)
-    row[Lines.CHUNKS] = -(-length // (THREADS * _CHUNK)) if segments > 1 else 1
+    row[[line_table.SUMS, line_table.STATE, line_table.FACTORS]] = places
+    row[[line_table.LENGTH, line_table.COUNT]] = shape
+    row[[line_table.PARTS, line_table.SEGMENTS]] = parts, segments
+    row[[line_table.LOG_LANES, line_table.LOG_PARTS]] = _log(lanes), _log(sharing)
+    row[line_table.CHUNKS] = -(-length // (THREADS * _CHUNK)) if segments > 1 else 1
 
 
 def _blocks(units: np.ndarray, logs: np.ndarray) -> tuple[np.ndarray, int]:

@@ -23,21 +23,30 @@ from .backend import (
     tile_storer,
     tuple_reader,
 )
-from .factored_layout import Lines
 from .factored_strips import quotient
 from .functions import device_function
 from .guard import is_closed
+from .line_table import (
+    CHUNKS,
+    COUNT,
+    FACTORS,
+    FIRST_BLOCK,
+    FIRST_CHUNK_BLOCK,
+    HP,
+    LENGTH,
+    LOG_LANES,
+    LOG_PARTS,
+    MATRICES,
+    PARTS,
+    ROW_BYTES,
+    SEGMENTS,
+    STATE,
+    SUMS,
+    TOTALS,
+)
 from .measure import add_lanes
 from .search import last_at_most
 from .tiles import CARRIERS
-
-_ROW_BYTES = Lines.ROW_BYTES
-(
-    _SUMS, _PARTS, _STATE, _FACTORS, _HP, _MATRICES, _LENGTH, _COUNT, _LOG_LANES, _LOG_PARTS,
-    _SEGMENTS, _TOTALS, _FIRST_BLOCK, _CHUNKS, _FIRST_CHUNK_BLOCK,
-) = (
-    8 * k for k in range(Lines.COLUMNS)
-)  # fmt: skip
 
 
 @cache
@@ -55,10 +64,10 @@ def lines_kernel(prologue: Prologue, real: Storage, threads: int) -> Any:
     @cuda.jit(device=True)
     def write_line(row, place, total, is_row):
         """The new state of a line; in float64."""
-        hp, one = read_hp(load_int64(row + _HP)), cuda.local.array(1, kind)
-        state = load_int64(row + _STATE) + place * real_bytes
+        hp, one = read_hp(load_int64(row + 8 * HP)), cuda.local.array(1, kind)
+        state = load_int64(row + 8 * STATE) + place * real_bytes
         load_one(one, state)
-        mean = scalar(total / np.float64(load_int64(row + _COUNT)))
+        mean = scalar(total / np.float64(load_int64(row + 8 * COUNT)))
         one[0] = averaged_mean(one[0], mean, hp)
         if not is_row:
             one[0] = held_up(one[0], hp.smallest)
@@ -66,7 +75,7 @@ def lines_kernel(prologue: Prologue, real: Storage, threads: int) -> Any:
         found = np.float64(one[0])
         if not is_row:
             one[0] = scalar(column_factor(found))
-            store_one(load_int64(row + _FACTORS) + place * real_bytes, one)
+            store_one(load_int64(row + 8 * FACTORS) + place * real_bytes, one)
         return found
 
     @cuda.jit
@@ -74,29 +83,29 @@ def lines_kernel(prologue: Prologue, real: Storage, threads: int) -> Any:
         if is_closed(guard):
             return
         block, thread = np.int64(cuda.blockIdx.x), np.int64(cuda.threadIdx.x)
-        row = table + last_at_most(table + _FIRST_BLOCK, _ROW_BYTES, n_lines, block) * _ROW_BYTES
-        log_lanes, log_parts = load_int64(row + _LOG_LANES), load_int64(row + _LOG_PARTS)
+        row = table + last_at_most(table + 8 * FIRST_BLOCK, ROW_BYTES, n_lines, block) * ROW_BYTES
+        log_lanes, log_parts = load_int64(row + 8 * LOG_LANES), load_int64(row + 8 * LOG_PARTS)
         lanes, sharing = np.int64(1) << log_lanes, np.int64(1) << log_parts
         lane, part = thread & (lanes - 1), (thread >> log_lanes) & (sharing - 1)
         log_group = log_lanes + log_parts
         n_groups = np.int64(threads) >> log_group
-        unit = (block - load_int64(row + _FIRST_BLOCK)) * n_groups + (thread >> log_group)
-        segments, length = load_int64(row + _SEGMENTS), load_int64(row + _LENGTH)
+        unit = (block - load_int64(row + 8 * FIRST_BLOCK)) * n_groups + (thread >> log_group)
+        segments, length = load_int64(row + 8 * SEGMENTS), load_int64(row + 8 * LENGTH)
         matrix = quotient(unit, segments)
         line = (unit - matrix * segments) * lanes + lane
-        is_there = matrix < load_int64(row + _MATRICES) and line < length
+        is_there = matrix < load_int64(row + 8 * MATRICES) and line < length
         shared = cuda.shared.array((1, threads), float64)
         own = 0.0
         if is_there:
-            n_parts = load_int64(row + _PARTS)
-            place = load_int64(row + _SUMS) + (matrix * n_parts * length + line) * 8
+            n_parts = load_int64(row + 8 * PARTS)
+            place = load_int64(row + 8 * SUMS) + (matrix * n_parts * length + line) * 8
             k = np.uint64(part)
             while k < np.uint64(n_parts):
                 own += load_float64(place + np.int64(k) * length * 8)
                 k += np.uint64(sharing)
         shared[0, thread] = own
         add_lanes(shared, thread, part, sharing, lanes, 1)
-        totals = load_int64(row + _TOTALS)
+        totals = load_int64(row + 8 * TOTALS)
         found = 0.0
         if is_there and part == 0:
             found = write_line(row, matrix * length + line, shared[0, thread], totals != 0)
@@ -127,20 +136,20 @@ def row_factors_kernel(prologue: Prologue, real: Storage, threads: int) -> Any:
         if is_closed(guard):
             return
         block, thread = np.int64(cuda.blockIdx.x), np.int64(cuda.threadIdx.x)
-        t = last_at_most(table + _FIRST_CHUNK_BLOCK, _ROW_BYTES, n_tensors, block)
-        row = table + t * _ROW_BYTES
-        segments, chunks = load_int64(row + _SEGMENTS), load_int64(row + _CHUNKS)
-        log_lanes = load_int64(row + _LOG_LANES) if segments == 1 else np.int64(log_threads)
+        t = last_at_most(table + 8 * FIRST_CHUNK_BLOCK, ROW_BYTES, n_tensors, block)
+        row = table + t * ROW_BYTES
+        segments, chunks = load_int64(row + 8 * SEGMENTS), load_int64(row + 8 * CHUNKS)
+        log_lanes = load_int64(row + 8 * LOG_LANES) if segments == 1 else np.int64(log_threads)
         lanes = np.int64(1) << log_lanes
         lane, n_groups = thread & (lanes - 1), np.int64(threads) >> log_lanes
-        first = load_int64(row + _FIRST_CHUNK_BLOCK)
+        first = load_int64(row + 8 * FIRST_CHUNK_BLOCK)
         unit = (block - first) * n_groups + (thread >> log_lanes)
         matrix = quotient(unit, chunks)
-        is_there = matrix < load_int64(row + _MATRICES)
+        is_there = matrix < load_int64(row + 8 * MATRICES)
         shared = cuda.shared.array((1, threads), float64)
         own = 0.0
         if is_there:
-            totals = load_int64(row + _TOTALS) + matrix * segments * 8
+            totals = load_int64(row + 8 * TOTALS) + matrix * segments * 8
             k = np.uint64(lane)
             while k < np.uint64(segments):
                 own += load_float64(totals + np.int64(k) * 8)
@@ -150,12 +159,12 @@ def row_factors_kernel(prologue: Prologue, real: Storage, threads: int) -> Any:
         cuda.syncthreads()
         if not is_there:
             return
-        length, one = load_int64(row + _LENGTH), cuda.local.array(1, kind)
-        hp = read_hp(load_int64(row + _HP))
+        length, one = load_int64(row + 8 * LENGTH), cuda.local.array(1, kind)
+        hp = read_hp(load_int64(row + 8 * HP))
         mean = shared[0, thread - lane] / np.float64(length)
         mean = held_up(mean, np.float64(hp.smallest))
-        states = load_int64(row + _STATE) + matrix * length * real_bytes
-        factors = load_int64(row + _FACTORS) + matrix * length * real_bytes
+        states = load_int64(row + 8 * STATE) + matrix * length * real_bytes
+        factors = load_int64(row + 8 * FACTORS) + matrix * length * real_bytes
         k = np.uint64((unit - matrix * chunks) * lanes + lane)
         while k < np.uint64(length):
             load_one(one, states + np.int64(k) * real_bytes)
