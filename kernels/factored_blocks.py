@@ -13,7 +13,6 @@ int64: addresses and counts. The mathematics is in `rules.adafactor`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -36,6 +35,7 @@ class FactoredKernel:
     """The blocks for a parameter, gradient and first moment of these storage types.
 
     Attributes:
+        prologue: what happens to the gradient first.
         w: storage of the parameter; the arithmetic follows it.
         g: storage of the gradient.
         s: storage of the first moment, None without one.
@@ -44,6 +44,7 @@ class FactoredKernel:
         squares, factors, direction, update: the blocks.
     """
 
+    prologue: Prologue
     w: Storage
     g: Storage
     s: Storage | None
@@ -73,6 +74,7 @@ def factored_kernel(
         return NativeFunction(function, count, f"factored {name} {suffix}{more}")
 
     return FactoredKernel(
+        prologue,
         w,
         g,
         s,
@@ -128,14 +130,15 @@ def _squares(load: Any, hp: type, w: Storage, g: Storage) -> Callable[..., None]
 def _factors(hp: type, w: Storage, suffix: str) -> NativeFunction:
     real_type = np.float64 if real_of(w) is F64 else np.float32
     read_hp = tuple_reader(hp, numba_type(real_of(w)))
+    averaged_mean, held_up = rules.averaged_mean, rules.held_up
+    row_factor, column_factor = rules.row_factor, rules.column_factor
 
     @njit(error_model="numpy")
     def average(state, sums, count, hp):
         """The moving averages; returns their mean."""
         total = 0.0
         for i in range(state.size):
-            mean = hp.one_minus_beta2 * real_type(sums[i] / count)
-            state[i] = hp.beta2 * state[i] + mean
+            state[i] = averaged_mean(state[i], real_type(sums[i] / count), hp)
             total += np.float64(state[i])
         return total / max(1, state.size)
 
@@ -145,14 +148,13 @@ def _factors(hp: type, w: Storage, suffix: str) -> NativeFunction:
         columns = carray(as_pointer(column_state), width, real_type)
         of_row = carray(as_pointer(out), height + width, real_type)
         mean = average(rows, carray(as_pointer(row_sums), height, np.float64), width, scalars)
-        mean = max(mean, np.float64(scalars.smallest))
+        mean = held_up(mean, np.float64(scalars.smallest))
         average(columns, carray(as_pointer(column_sums), width, np.float64), height, scalars)
         for i in range(rows.size):
-            of_row[i] = real_type(math.sqrt(mean / np.float64(rows[i])))
+            of_row[i] = real_type(row_factor(np.float64(rows[i]), mean))
         for j in range(columns.size):
-            if columns[j] < scalars.smallest:
-                columns[j] = scalars.smallest
-            of_row[height + j] = real_type(1.0 / math.sqrt(np.float64(columns[j])))
+            columns[j] = held_up(columns[j], scalars.smallest)
+            of_row[height + j] = real_type(column_factor(np.float64(columns[j])))
 
     return NativeFunction(factors, 8, f"factored factors {real_type.__name__} {suffix}")
 
@@ -199,23 +201,19 @@ def _update(load: Any, hp: type, w: Storage, g: Storage, s: Storage | None) -> C
     s_type, s_bytes, load_s = s.carrier, s.itemsize, s.to_real
     store_s = s.from_wide if wide else s.from_real
     real = numba_type(real_of(w))
-    factored_direction, averaged, descended = (
-        rules.factored_direction,
-        rules.averaged,
-        rules.descended,
-    )
+    factored, factored_plain = rules.factored, rules.factored_plain
 
     @njit(error_model="numpy")
     def update_row(w, g, average, of_row, of_columns, hp):
         for j in range(w.size):
             x, d = load(w[j], g[j], hp)
-            u = factored_direction(d, of_row, of_columns[j], hp)
             if has_average:
-                step = averaged(u, real(load_s(average[j])), hp)
-                average[j] = store_s(step)
+                a = real(load_s(average[j]))
+                x, a = factored(x, d, a, of_row, of_columns[j], hp)
+                average[j] = store_s(a)
             else:
-                step = hp.step * u
-            w[j] = store_w(descended(x, step, hp))
+                x = factored_plain(x, d, of_row, of_columns[j], hp)
+            w[j] = store_w(x)
 
     def update(
         w_address,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..kernels.blocks import kernel
 from ..kernels.cpu.factored import FactoredStep
 from ..kernels.cpu.factored_layout import FactoredTable, FactoredTensor
 from ..kernels.factored_blocks import FactoredKernel, factored_kernel
@@ -27,6 +27,9 @@ from .layout import Batch
 from .parameter import Parameter
 from .schedule import LearningRateSchedule
 from .stateful import States
+
+if TYPE_CHECKING:
+    from .device_program import Part
 
 _ARGUMENTS = (
     "params",
@@ -65,8 +68,7 @@ class RelativeStep(LearningRateSchedule):
 
     def construct(self, global_step: int) -> float:
         """The value at ``global_step`` = 0, 1, 2, ..."""
-        t = int(global_step) + 1
-        return min(1e-6 * t if self.warmup_init else 1e-2, 1.0 / math.sqrt(t))
+        return rules.relative_rate(int(global_step) + 1, self.warmup_init)
 
 
 class AdaFactor(FusedOptimizer):
@@ -135,7 +137,6 @@ class AdaFactor(FusedOptimizer):
     """
 
     _decay_is_coupled = False
-    _takes_devices = False
     _filter_names = False
     _rows_need = ("a dense one: Adafactor needs means over all rows", "a RowTensor")
 
@@ -201,6 +202,7 @@ class AdaFactor(FusedOptimizer):
         raise ValueError(message(self._name, "learning_rate", wrong, expected, learning_rate))
 
     def _check_groups(self, groups: Groups) -> None:
+        super()._check_groups(groups)
         for decay in (option.decay for option in groups.options):
             if isinstance(decay, float) and decay >= 1.0:
                 raise ValueError(
@@ -211,7 +213,7 @@ class AdaFactor(FusedOptimizer):
 
     def _new_states(self, _initial: Mapping[str, float]) -> States:
         """Zeros; a first moment only with ``beta1``, row and column means of matrices."""
-        states: dict[str, list[np.ndarray | None]] = {
+        states: dict[str, list[Any]] = {
             role: [] for role in ("exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq")
         }
         for p in self.parameters:
@@ -219,18 +221,23 @@ class AdaFactor(FusedOptimizer):
             is_matrix = _is_factored(p)
             full = np.float16 if self.compression else self._state_dtype or p.dtype
             new = (
-                np.zeros(p.shape[:-1], real) if is_matrix else None,
-                np.zeros((*p.shape[:-2], p.shape[-1]), real) if is_matrix else None,
-                None if is_matrix else np.zeros(p.shape, full),
+                self._zeros(p, real, p.shape[:-1]) if is_matrix else None,
+                self._zeros(p, real, (*p.shape[:-2], p.shape[-1])) if is_matrix else None,
+                None if is_matrix else self._zeros(p, full, p.shape),
             )
             for role, array in zip(states, new, strict=True):
                 states[role].append(array)
         first: States = {}
         if self.beta1:
             first["exp_avg"] = tuple(
-                np.zeros(p.shape, self._state_dtype or p.dtype) for p in self.parameters
+                self._zeros(p, self._state_dtype or p.dtype, p.shape) for p in self.parameters
             )
         return first | {role: tuple(arrays) for role, arrays in states.items()}
+
+    def _zeros(self, parameter: Parameter, dtype: Any, shape: tuple[int, ...]) -> Any:
+        if self._works_on_host:
+            return np.zeros(shape, dtype)
+        return parameter.array.filled_like(0.0, np.dtype(dtype), shape)
 
     def init_ada_factor_state(self, beta1: float | None) -> None:
         """Make the state anew, for another ``beta1``: zeros, and no update done.
@@ -277,19 +284,25 @@ class AdaFactor(FusedOptimizer):
     def _formula(self) -> Formula:
         return Formula(rules.adafactor_scalars, (self.beta1 or 0.0, self.decay_rate, self.eps[0]))
 
+    @property
+    def _size_options(self) -> tuple[float, float, bool]:
+        return self.eps[1], self.clip_threshold, self.scale_parameter
+
     def _complete(self, squares: np.ndarray, call: Call, column: dict[str, int]) -> None:
-        sizes = np.maximum(1, np.diff(call.batch.variables.table.first))
-        of_w, of_u = np.sqrt(squares / sizes[:, None]).T
-        relative = rules.relative_size(of_w, self.eps[1]) if self.scale_parameter else 1.0
-        call.hp[:, column["step"]] *= relative * rules.clipping(of_u, self.clip_threshold)
-        call.hp[:, column["decay"]] *= relative
+        sizes = np.maximum(1, np.diff(call.batch.variables.table.first)).tolist()
+        found = [
+            rules.size_factors(of_w, of_u, size, *self._size_options)
+            for (of_w, of_u), size in zip(squares.tolist(), sizes, strict=True)
+        ]
+        of_step, of_decay = np.array(found).T
+        call.hp[:, column["step"]] *= of_step
+        call.hp[:, column["decay"]] *= of_decay
 
     def _compile(self, batch: Batch, conditioning: Conditioning) -> None:
         if not self._has_matrices(batch):
             super()._compile(batch, conditioning)
             return
-        kernel = self._kernel(batch, conditioning)
-        for block in kernel.blocks:
+        for block in self._kernel(batch, conditioning).blocks:
             block.address  # noqa: B018
 
     def _run_dense(
@@ -305,17 +318,28 @@ class AdaFactor(FusedOptimizer):
         column = columns(self._rule, conditioning.prologue)
         if conditioning.is_measured:
             conditioning.complete(call.batch, gradients, call.hp, column, call.rates, call.decays)
-        kernel = self._kernel(call.batch, conditioning)
+        compiled = self._kernel(call.batch, conditioning)
         squares = np.zeros((len(gradients), 2))
         if self.scale_parameter:
             sizes = np.diff(variables.table.first)
             squares[:, 0] = squares_at(variables.w, variables.table.addresses[:, 0], sizes)
-        step = FactoredStep(kernel, table, gradients, call.hp)
+        step = FactoredStep(compiled, table, gradients, call.hp)
         step.factorize()
         squares[:, 1] = step.direction_squares()
         with np.errstate(all="ignore"):  # as in the base class
             self._complete(squares, call, column)
         step.update()
+
+    def _dense_part(self, batch: Batch, gradients: np.ndarray, conditioning: Conditioning) -> Part:
+        from .device_adafactor import matrices_part, vectors_part
+
+        variables, prologue, options = batch.variables, conditioning.prologue, self._size_options
+        measured = conditioning.measured_on_device(batch, gradients, columns(self._rule, prologue))
+        if self._has_matrices(batch):
+            compiled, tensors = self._kernel(batch, conditioning), self._tensors(batch)
+            return matrices_part(compiled, tensors, gradients, options, measured)
+        vectors = kernel(self._rule, prologue, variables.w, batch.g, variables.s)
+        return vectors_part(vectors, variables.table, gradients, options, measured)
 
     def _has_matrices(self, batch: Batch) -> bool:
         # All of a batch have the same states, so all are matrices or none is.
@@ -326,29 +350,16 @@ class AdaFactor(FusedOptimizer):
         first = variables.s[0] if self.beta1 else None
         return factored_kernel(conditioning.prologue, variables.w, batch.g, first)
 
+    def _tensors(self, batch: Batch) -> list[FactoredTensor]:
+        variables = batch.variables
+        of_each = zip(variables.tensors, variables.table.addresses.tolist(), strict=True)
+        return [FactoredTensor.of(a[0].shape, places[: len(a)]) for a, places in of_each]
+
     def _table(self, batch: Batch) -> FactoredTable:
-        table = self._tables.get(batch)
-        if table is None:
-            table = self._tables[batch] = FactoredTable(
-                [
-                    _tensor(arrays, addresses)
-                    for arrays, addresses in zip(
-                        batch.variables.tensors,
-                        batch.variables.table.addresses.tolist(),
-                        strict=True,
-                    )
-                ]
-            )
-        return table
-
-
-def _tensor(arrays: tuple[np.ndarray, ...], addresses: list[int]) -> FactoredTensor:
-    """A parameter as a list of matrices, with its first moment if it has one."""
-    *matrices, height, width = arrays[0].shape
-    w, average, row, column = addresses
-    if len(arrays) == 3:
-        average, row, column = 0, average, row
-    return FactoredTensor(w, average, row, column, math.prod(matrices), height, width)
+        """The table of the matrices of a batch on the host, which is made once."""
+        if batch not in self._tables:
+            self._tables[batch] = FactoredTable(self._tensors(batch))
+        return self._tables[batch]
 
 
 def _is_factored(parameter: Parameter) -> bool:

@@ -16,9 +16,10 @@ from ..kernels.cpu.row_step import RowTable
 from ..kernels.cuda import dense, finite, row_step, scalars
 from ..kernels.cuda.backend import prepare
 from ..kernels.cuda.launch import on_grid
-from ..kernels.cuda.memory import Places
+from ..kernels.cuda.memory import ALIGN, Places
 from ..kernels.cuda.row_table import sizes_of
 from ..kernels.rules.formula import Formula
+from ..kernels.rules.rule import Prologue, Rule, columns
 from ..kernels.storage import Storage
 
 
@@ -26,21 +27,22 @@ class Part(Protocol):
     """The launches of a batch of tensors after its scalars are there.
 
     Attributes:
-        kernel: the rule, its prologue and storage types.
         scratch_bytes: of memory that they need.
+        kept_bytes: of memory that they need and whose address is in their tables.
     """
 
-    kernel: Kernel
     scratch_bytes: int
+    kept_bytes: int
 
     def loops(self) -> list[Any]:
         """All loops that are launched."""
 
-    def words(self, place: int, hp: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    def words(self, place: int, kept: int, hp: np.ndarray, numbers: np.ndarray) -> np.ndarray:
         """The int64 tables of the launches, to lie at the address ``place``.
 
         Args:
             place: where.
+            kept: address of `kept_bytes`.
             hp: int64 ``[T]``: addresses of the scalars of each tensor.
             numbers: int64 ``[T]``: addresses of what they were computed from (`scalars.USED`).
         """
@@ -58,7 +60,7 @@ class Measured(Protocol):
         """All loops that are launched."""
 
     def words(self, place: int, hp: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-        """As `Part.words`."""
+        """As `Part.words`, without memory that is kept."""
 
     def enqueue(self, scratch: int, guard: int, stream: Any) -> None:
         """Enqueue measuring, and the change of the scalars."""
@@ -73,7 +75,10 @@ class DensePart:
         gradients: int64 ``[T]``.
         sizes: int64 ``[T]``: elements of each tensor.
         measured: completes the scalars, or None.
+        follow: of a two-stage rule, as `dense.loops_of`.
     """
+
+    kept_bytes = 0
 
     def __init__(
         self,
@@ -82,8 +87,10 @@ class DensePart:
         gradients: np.ndarray,
         sizes: np.ndarray,
         measured: Measured | None,
+        follow: Any = None,
     ) -> None:
-        self.kernel = kernel
+        self._kernel = kernel
+        self._loops = dense.loops_of(kernel, follow)
         self._arrays = addresses, gradients, sizes
         self._measured = measured
         own = dense.sums_bytes(kernel, sizes)
@@ -92,11 +99,18 @@ class DensePart:
 
     def loops(self) -> list[Any]:
         """See `Part`."""
-        return [*dense.loops(self.kernel), *(self._measured.loops() if self._measured else ())]
+        measured = self._measured.loops() if self._measured else ()
+        return [*filter(None, self._loops), *measured]
 
-    def words(self, place: int, hp: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    def words(
+        self,
+        place: int,
+        kept: int,  # noqa: ARG002
+        hp: np.ndarray,
+        numbers: np.ndarray,
+    ) -> np.ndarray:
         """See `Part`."""
-        table, self._n_blocks = dense.table_of(self.kernel, *self._arrays, hp)
+        table, self._n_blocks = dense.table_of(self._kernel, *self._arrays, hp)
         self._table, self._n_tensors = place, len(table)
         if self._measured is None:
             return table.ravel()
@@ -108,7 +122,7 @@ class DensePart:
         if self._measured is not None:
             self._measured.enqueue(scratch, guard, stream)
         dense.enqueue(
-            self.kernel, self._table, self._n_tensors, self._n_blocks, scratch, guard, stream
+            self._loops, self._table, self._n_tensors, self._n_blocks, scratch, guard, stream
         )
 
 
@@ -123,6 +137,8 @@ class RowsPart:
         sorts: whether the keys are sorted by this package.
     """
 
+    kept_bytes = 0
+
     def __init__(
         self,
         kernel: Kernel,
@@ -132,7 +148,6 @@ class RowsPart:
         touched_only: bool,
         sorts: bool,
     ) -> None:
-        self.kernel = kernel
         sizes = sizes_of(tables, drop=False)
         self._base = base
         self._step = row_step.Step(kernel, tables, sizes, touched_only, sorts)
@@ -143,7 +158,13 @@ class RowsPart:
         """See `Part`."""
         return self._step.loops()
 
-    def words(self, place: int, hp: np.ndarray, numbers: np.ndarray) -> np.ndarray:  # noqa: ARG002
+    def words(
+        self,
+        place: int,
+        kept: int,  # noqa: ARG002
+        hp: np.ndarray,
+        numbers: np.ndarray,  # noqa: ARG002
+    ) -> np.ndarray:
         """See `Part`."""
         self._table = place
         return self._step.table_with(hp).ravel()
@@ -187,32 +208,41 @@ class Scalars:
 
     Args:
         formula: of the rule.
-        kernel: the rule and its prologue.
+        rule: the rule.
+        prologue: what happens to the gradient before.
+        real: type of the arithmetic.
         tensors: on what they depend.
         scales_decay: see `scalars.scalars_kernel`.
     """
 
     def __init__(
-        self, formula: Formula, kernel: Kernel, tensors: Tensors, *, scales_decay: bool
+        self,
+        formula: Formula,
+        rule: Rule,
+        prologue: Prologue,
+        real: Storage,
+        tensors: Tensors,
+        *,
+        scales_decay: bool,
     ) -> None:
         self._tensors = tensors
-        of_rule = len(kernel.rule.hp)
         self.loop = scalars.scalars_kernel(
             formula.function,
             len(formula.constants),
             len(formula.bases),
-            of_rule,
-            kernel.prologue,
+            len(rule.hp),
+            prologue,
             scales_decay,
-            kernel.real,
+            real,
         )
-        self._row_bytes = -(-kernel.n_scalars * kernel.real.itemsize // 8) * 8 + 8 * scalars.USED
+        n_bytes = len(columns(rule, prologue)) * real.itemsize
+        self._row_bytes = -(-n_bytes // 8) * 8 + 8 * scalars.USED
         self._table = 0
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the scalars of all tensors, and of what they were computed from."""
-        return len(self._tensors.counts) * self._row_bytes
+        """Bytes of the scalars of all tensors, and of what they were computed from, aligned."""
+        return -(-len(self._tensors.counts) * self._row_bytes // ALIGN) * ALIGN
 
     @property
     def table_bytes(self) -> int:
@@ -266,9 +296,9 @@ class Program:
         # Once to learn how long the tables are.
         places, n_words = Places(), len(self._words_at(0, 0))
         places.add(8 * n_words)
-        at_scalars = places.add(sum(own.n_bytes for _, own in parts))
+        at_rest = places.add(sum(own.n_bytes + part.kept_bytes for part, own in parts))
         self.place = take(places.size)
-        self.words = self._words_at(self.place, self.place + at_scalars)
+        self.words = self._words_at(self.place, self.place + at_rest)
 
     def _prepare(self) -> None:
         """Compile all loops: a step that fails half way would have counted or written."""
@@ -280,16 +310,16 @@ class Program:
         if not self._parts:
             prepare(scalars.count_kernel)
 
-    def _words_at(self, place: int, at_scalars: int) -> np.ndarray:
-        """The tables, to lie at ``place``, and the scalars at ``at_scalars``."""
+    def _words_at(self, place: int, rest: int) -> np.ndarray:
+        """The tables, to lie at ``place``; ``rest`` is where scalars and the like will be."""
         found: list[np.ndarray] = [np.empty(0, np.int64)]
         for part, own in self._parts:
-            hp, numbers = own.addresses(at_scalars)
-            at_scalars += own.n_bytes
+            hp, numbers = own.addresses(rest)
             found.append(own.words(place, hp, numbers))
             place += found[-1].nbytes
-            found.append(part.words(place, hp, numbers))
+            found.append(part.words(place, rest + own.n_bytes, hp, numbers))
             place += found[-1].nbytes
+            rest += own.n_bytes + part.kept_bytes
         self._at_finite = place
         found += [table.ravel() for _, table, _ in self._finite]
         return np.concatenate(found)

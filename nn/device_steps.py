@@ -378,7 +378,12 @@ class DeviceSteps(HostSteps):
                 conditioning.acts(positions),
             )
             own = Scalars(
-                self._formula(), part.kernel, tensors, scales_decay=conditioning.scales_decay
+                self._formula(),
+                self._rule,
+                conditioning.prologue,
+                batch.variables.real,
+                tensors,
+                scales_decay=conditioning.scales_decay,
             )
             found.append((part, own))
         return found

@@ -156,9 +156,11 @@ class HostSteps(StatefulOptimizer):
 
 
 def _moved(to_host: bool, parameter: Parameter, state: Any) -> Any:
-    """A copy of a state where the arithmetic will be."""
+    """A copy of a state, if there is one, where the arithmetic will be."""
+    if state is None:
+        return None
     if to_host:
         return state.numpy()
-    moved = parameter.array.empty_like(state.dtype)
+    moved = parameter.array.empty_like(state.dtype, state.shape)
     moved.assign(state)
     return moved

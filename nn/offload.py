@@ -72,11 +72,10 @@ def run_dense(
 
     def work(k: int, views: list[np.ndarray]) -> None:
         parts, of_w, of_g = chunks[k], views[::2], views[1::2]
-        states = [tensors[t][1:] for t, _, _ in parts]
         variables = Variables.of(
             [
-                (w, *(s.reshape(-1)[part.begin : part.end] for s in own))
-                for part, w, own in zip(parts, of_w, states, strict=True)
+                _part_of(tensors[part.t], part, w) if split else _whole(tensors[part.t], w)
+                for part, w in zip(parts, of_w, strict=True)
             ]
         )
         chosen = [part.t for part in parts]
@@ -87,6 +86,16 @@ def run_dense(
         for chunk in chunks
     ]
     bring_to_host(pieces, work, stream)
+
+
+def _part_of(tensor: tuple[Any, ...], part: Part, w: np.ndarray) -> tuple[np.ndarray, ...]:
+    """A part of a parameter that has come to the host, with the same part of each state."""
+    return (w, *(state.reshape(-1)[part.begin : part.end] for state in tensor[1:]))
+
+
+def _whole(tensor: tuple[Any, ...], w: np.ndarray) -> tuple[np.ndarray, ...]:
+    """A parameter that has come to the host, with its states, which may have other shapes."""
+    return (w.reshape(tensor[0].shape), *tensor[1:])
 
 
 def _pieces(w: Any, gradients: np.ndarray, g: Any, part: Part) -> list[Piece]:

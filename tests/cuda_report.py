@@ -35,7 +35,6 @@ def tool(name: str) -> str:
 def kernels() -> dict[str, Any]:
     """The rules and storage types of every kernel that is looked at: all rules, and mixtures."""
     from fusestep.kernels.blocks import kernel
-    from fusestep.kernels.rules.adafactor import ADAFACTOR, ADAFACTOR_PLAIN
     from fusestep.kernels.rules.adam import ADAM
     from fusestep.kernels.rules.gradient import CLIP, COUPLED_DECAY, SCALE
     from fusestep.kernels.rules.mxnet import MXNET_ADAM_MASTER
@@ -45,7 +44,6 @@ def kernels() -> dict[str, Any]:
     found = {
         f"dense {name}": kernel(rule, (), F32, F32, (F32,) * len(rule.states))
         for name, rule in all_rules().items()
-        if rule not in (ADAFACTOR, ADAFACTOR_PLAIN)  # their means need loops of their own
     }
     prologue = (SCALE, CLIP, COUPLED_DECAY)
     found |= {
@@ -154,6 +152,50 @@ def scalars_loops() -> dict[str, Any]:
     return found
 
 
+def factored_loops(*, every: bool) -> dict[str, Any]:
+    """The loops of Adafactor on matrices, and what completes its scalars.
+
+    Args:
+        every: or those alone that have the most registers.
+    """
+    from fusestep.kernels.cuda import factored_layout
+    from fusestep.kernels.cuda.factored import length_of
+    from fusestep.kernels.cuda.factored_lines import lines_kernel, row_factors_kernel
+    from fusestep.kernels.cuda.factored_passes import direction_kernel, update_kernel
+    from fusestep.kernels.cuda.factored_sums import squares_kernel
+    from fusestep.kernels.cuda.sizes import Options, sizes_kernel
+    from fusestep.kernels.factored_blocks import factored_kernel
+    from fusestep.kernels.rules.gradient import COUPLED_DECAY, SCALE, TRUST
+    from fusestep.kernels.storage import BF16, F16, F32, F64
+
+    threads, rounds = factored_layout.THREADS, factored_layout.ROUNDS
+    kinds: list[tuple[str, Any, Any, Any]] = [("f32", (), F32, F32), ("f16", (), F16, F16)]
+    if every:
+        kinds += [
+            ("plain", (), F32, None),
+            ("in LARS", (SCALE, COUPLED_DECAY, TRUST), F32, F32),
+            ("f64", (), F64, F64),
+            ("bf16", (), BF16, F32),
+        ]
+    found = {}
+    for name, prologue, w, s in kinds:
+        length = length_of(factored_kernel(prologue, w, w, s))
+        types = (prologue, w, w)
+        found |= {
+            f"factored squares {name}": squares_kernel(*types, length, threads, rounds),
+            f"factored direction {name}": direction_kernel(*types, length, threads, True),
+            f"factored update {name}": update_kernel(*types, s, length, threads),
+        }
+    options, row_bytes = Options(1e-3, 1.0, True), factored_layout.ROW_BYTES
+    for real in (F32, F64) if every else (F32,):
+        found |= {
+            f"factored lines {real.name}": lines_kernel((), real, threads),
+            f"factored rows {real.name}": row_factors_kernel((), real, threads),
+            f"sizes {real.name}": sizes_kernel(real, options, threads, row_bytes),
+        }
+    return found
+
+
 # Rules that do not read their first variable (a step that is not taken), and one that leaves its
 # state as it is. A master's copy is not read either.
 _ONLY_WRITTEN = {"adam_delta", "adam_nesterov_delta", "lars_gradient", "scaled"}
@@ -235,7 +277,7 @@ def main() -> None:
         name: machine_code(dense_kernel(compiled), capability) | arrays_of(name, compiled)
         for name, compiled in chosen.items()
     }
-    loops = other_loops() | gradient_loops()
+    loops = other_loops() | gradient_loops() | factored_loops(every=capability[0] >= 9)
     report |= {name: machine_code(loop, capability) for name, loop in loops.items()}
     print(json.dumps(report))
 

@@ -108,7 +108,7 @@ SIZES = (37, 0, 16, 1, 5, 64, 3)
 
 
 def every_rule() -> None:
-    """All rules that are one loop."""
+    """All rules; `device_adafactor.py` has those whose second half takes more than sums."""
     for rule in all_rules().values():
         if rule not in (ADAFACTOR, ADAFACTOR_PLAIN):
             compare(rule, (19, 2))

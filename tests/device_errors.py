@@ -327,7 +327,6 @@ def not_taken() -> None:
     g = cuda.to_device(gradient((5, 4)))
     layer = nn.ThorDense(cuda.to_device(positive((2, 3))))
     for call in (
-        lambda: nn.AdaFactor([w]),
         lambda: nn.thor(layer, 0.1, 0.1, 0.9),
         lambda: layer.capture(cuda.to_device(gradient((4, 3))), gradient((4, 2))),
         lambda: ops.ApplyMomentum()(w, m, cuda.to_device(np.array(0.1)), g, 0.9),

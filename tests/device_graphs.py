@@ -50,6 +50,9 @@ OPTIMIZERS: tuple[Make, ...] = (
     lambda p, lr, scale: nn.Adagrad(p, learning_rate=lr, loss_scale=scale),
     lambda p, lr, scale: nn.ProximalAdagrad(p, learning_rate=lr, l1=0.01, loss_scale=scale),
     lambda p, lr, _: nn.Lamb(p, lr, weight_decay=0.1),
+    lambda p, lr, scale: nn.AdaFactor(
+        p, lr, scale_parameter=False, relative_step=False, beta1=0.9, loss_scale=scale
+    ),
     lambda p, lr, scale: nn.LARS(
         nn.SGD(p, lr, weight_decay=0.1, loss_scale=scale), coefficient=0.1, use_clip=True
     ),

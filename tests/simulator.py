@@ -17,6 +17,7 @@ from fusestep.kernels.cuda import (
     centralize,
     dense,
     equal_rows,
+    factored_layout,
     fill,
     finite,
     gather,
@@ -40,6 +41,10 @@ def prepare_simulator() -> None:
     row_step.THREADS = fill.THREADS = gather.THREADS = equal_rows.THREADS = widen.THREADS = 8
     centralize.THREADS, centralize.TILES_PER_THREAD, centralize.MOST_CHUNKS = 8, 1, 20
     norm.THREADS = trust.THREADS = scalars.THREADS = 4
+    # Tiles of 2 threads by 2, rounds of 2 rows; lines that 2 threads share; chunks of 8 rows.
+    factored_layout.THREADS, factored_layout.ROUNDS, factored_layout._LANES = 4, 2, 2
+    factored_layout._ENOUGH_TILES, factored_layout._MOST_BANDS = 4, 2
+    factored_layout._NEIGHBOURS, factored_layout._CHUNK = 2, 2
     # Tiles of 16 keys, digits of 3 bits and 1, rounds of 4 counters.
     sort.DIGIT_BITS, sort._SPLIT_BITS, sort._HALF = 4, 3, 4
     sort.THREADS, sort.GROUP, sort.LINE_BITS = 4, 2, 2

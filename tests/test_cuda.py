@@ -25,6 +25,7 @@ CHECKS = {
     "device_optimizers.py": ("dense_optimizers", "row_optimizers", "copies"),
     "device_graphs.py": ("numbers", "graphs"),
     "device_gradients.py": ("row_tensors", "centralization"),
+    "device_adafactor.py": ("values", "shapes", "types", "states"),
     "device_errors.py": ("index_errors", "locking", "refusals"),
     "device_mxnet.py": ("adam_update", "optimizers", "updaters"),
     "framework_simulation.py": ("arrays", "steps", "gradients"),
@@ -93,9 +94,15 @@ def test_loads_and_stores_are_of_16_bytes(capability: str) -> None:
         elif name.startswith("rows") and "sums" in name:  # the first, one more, and four at once
             assert memory["LDG.E.128"] >= 6, name
             assert memory["STG.E.128"] >= 1, name
-        elif name.startswith(("rows hot", "finite", "central")):
+        elif name.startswith(("rows hot", "finite", "central", "factored squares")):
             assert memory["LDG.E.128"] >= 1, name
             assert memory.get("STG.E.128", 0) >= ("difference" in name), name
+        elif name.startswith("factored direction"):  # w, g, factors of columns
+            assert memory["LDG.E.128"] >= 3, name
+        elif name.startswith("factored update"):  # and the first moment, if there is one
+            n_written = 1 if name.endswith("plain") else 2
+            assert memory["LDG.E.128"] >= 2 + n_written, name
+            assert memory["STG.E.128"] >= n_written, name
 
 
 @needs_numba_cuda

@@ -7,6 +7,7 @@ result does not depend on the number of threads.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -48,6 +49,20 @@ class FactoredTensor(NamedTuple):
     matrices: int
     height: int
     width: int
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], addresses: Sequence[int]) -> FactoredTensor:
+        """A parameter as a list of matrices.
+
+        Args:
+            shape: its own.
+            addresses: of the parameter, its first moment unless there is none, and its states of
+                rows and columns.
+        """
+        w, *average, row, column = addresses
+        *matrices, height, width = shape
+        first = average[0] if average else 0
+        return cls(w, first, row, column, math.prod(matrices), height, width)
 
 
 class FactoredCall(NamedTuple):

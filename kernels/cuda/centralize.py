@@ -18,7 +18,7 @@ from .backend import load_float64, store_float64, tile_storer
 from .launch import on_grid, tile_grid
 from .memory import room_of
 from .row_sums import narrowing, tile_length
-from .tiles import carrier_of, sums
+from .tiles import CARRIERS, sums
 
 THREADS = 256
 TILES_PER_THREAD = 8  # of a chunk
@@ -122,7 +122,7 @@ def _write_difference(g: Storage, real: Storage, out: Storage, length: int) -> A
     load, narrow = sums(g, real, length).start, narrowing(real, out)
     real_type, out_type, store = (
         numba_type(real),
-        carrier_of(out),
+        CARRIERS[out.carrier],
         tile_storer(length, out.itemsize),
     )
 

@@ -8,7 +8,7 @@ scalars, is in the table too, so a step is one copy to the device and one launch
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import cuda
@@ -145,29 +145,42 @@ def dense_update(
         hp_addresses = base + hp_of * scalars.strides[0]
         table, n_blocks = table_of(kernel, addresses, gradients, sizes, hp_addresses)
         copy_scalars_and_table(base, scalars, offset, table, stream)
-        enqueue(kernel, base + offset, len(table), n_blocks, base + at_sums, guard, stream)
+        enqueue(
+            loops_of(kernel), base + offset, len(table), n_blocks, base + at_sums, guard, stream
+        )
+
+
+class Loops(NamedTuple):
+    """The loops of a step.
+
+    Attributes:
+        measure: the first stage of a two-stage rule, else None.
+        follow: what then changes the scalars, with the arguments of `measure.factor_kernel`.
+        update: the rule.
+    """
+
+    measure: Any
+    follow: Any
+    update: Any
+
+
+def loops_of(kernel: Kernel, follow: Any = None) -> Loops:
+    """The loops for a rule; ``follow`` is that of one whose ``factor`` does not say all."""
+    if kernel.rule.factor:
+        follow = measure.factor_kernel(kernel, THREADS)
+    first = measure.chunk_sums_kernel(kernel, THREADS, chunk_of(kernel)) if follow else None
+    return Loops(first, follow, dense_kernel(kernel))
 
 
 def sums_bytes(kernel: Kernel, sizes: np.ndarray) -> int:
-    """Bytes of scratch memory that `enqueue` needs."""
-    if not kernel.rule.factor:
+    """Bytes of scratch memory that `enqueue` needs for a two-stage rule."""
+    if not kernel.rule.measure:
         return 0
     return int((-(-sizes // chunk_of(kernel))).sum()) * measure.SUMS_BYTES
 
 
-def loops(kernel: Kernel) -> list[Any]:
-    """The loops that `enqueue` launches."""
-    if not kernel.rule.factor:
-        return [dense_kernel(kernel)]
-    return [
-        measure.chunk_sums_kernel(kernel, THREADS, chunk_of(kernel)),
-        measure.factor_kernel(kernel, THREADS),
-        dense_kernel(kernel),
-    ]
-
-
 def enqueue(
-    kernel: Kernel,
+    loops: Loops,
     table: int,
     n_tensors: int,
     n_blocks: int,
@@ -178,7 +191,7 @@ def enqueue(
     """Enqueue the loops of a step.
 
     Args:
-        kernel: the rule and its storage types.
+        loops: these.
         table: address of the table on the device, from `table_of`.
         n_tensors: its rows.
         n_blocks: from `table_of`.
@@ -188,9 +201,7 @@ def enqueue(
     """
     if n_tensors == 0:
         return
-    *first, update = loops(kernel)
-    if first:
-        add_up, follow = first
-        on_grid(add_up, n_blocks, THREADS, stream)(table, n_tensors, sums, guard)
-        on_grid(follow, n_tensors, THREADS, stream)(table, n_tensors, n_blocks, sums, guard)
-    on_grid(update, n_blocks, THREADS, stream)(table, n_tensors, guard)
+    if loops.measure:
+        on_grid(loops.measure, n_blocks, THREADS, stream)(table, n_tensors, sums, guard)
+        on_grid(loops.follow, n_tensors, THREADS, stream)(table, n_tensors, n_blocks, sums, guard)
+    on_grid(loops.update, n_blocks, THREADS, stream)(table, n_tensors, guard)

@@ -28,18 +28,27 @@ SUMS_BYTES = 8 * MOST_VALUES
 
 
 @cuda.jit(device=True)
+def add_lanes(shared, thread, lane, lanes, stride, n_values):
+    """As `add_tree`, for each group of threads that lie ``stride`` apart: into that of lane 0.
+
+    All groups of a block have the same number of lanes, a power of 2.
+    """
+    half = lanes >> 1
+    while half > 0:
+        cuda.syncthreads()
+        if lane < half:
+            for k in range(n_values):
+                shared[k, thread] += shared[k, thread + half * stride]
+        half >>= 1
+
+
+@cuda.jit(device=True)
 def add_tree(shared, thread, threads, n_values):
     """Add up ``shared[k, :]``, each in a tree of fixed shape, into ``shared[k, 0]``.
 
     The number of threads is a power of 2.
     """
-    half = threads >> 1
-    while half > 0:
-        cuda.syncthreads()
-        if thread < half:
-            for k in range(n_values):
-                shared[k, thread] += shared[k, thread + half]
-        half >>= 1
+    add_lanes(shared, thread, thread, threads, 1, n_values)
 
 
 @cache

@@ -21,7 +21,7 @@ from .backend import load_int64, store_int64, tile_storer, tuple_reader
 from .functions import device_function
 from .rows import add_up_rows, is_first_of_row, may_not_write, row_of_key
 from .search import first_at_least
-from .tiles import carrier_of, sums
+from .tiles import CARRIERS, sums
 
 _WIDEST = 16  # bytes of a load
 DECAY = hp_type(SCALED, (COUPLED_DECAY,))
@@ -80,7 +80,7 @@ def _write_tile(g: Storage, real: Storage, out: Storage, length: int) -> Any:
     sum_of_row, narrow = _sum_of_row(g, real, length), narrowing(real, out)
     real_type, out_type, store = (
         numba_type(real),
-        carrier_of(out),
+        CARRIERS[out.carrier],
         tile_storer(length, out.itemsize),
     )
     g_bytes, out_bytes = g.itemsize, out.itemsize

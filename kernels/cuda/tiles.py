@@ -20,16 +20,11 @@ from .backend import tile_loader, tile_storer, tuple_reader
 from .functions import device_function
 
 _WIDEST = 16  # bytes of a load
-_CARRIERS: dict[Any, Any] = {
+CARRIERS: dict[Any, Any] = {
     np.float32: types.float32,
     np.float64: types.float64,
     np.uint16: types.uint16,
 }
-
-
-def carrier_of(storage: Storage) -> Any:
-    """The Numba type through which kernels see a storage type."""
-    return _CARRIERS[storage.carrier]
 
 
 class Tiles(NamedTuple):
@@ -70,7 +65,7 @@ def _element(rule: Rule, prologue: Prologue, w: Storage, g: Storage, s: tuple[St
 
 def _tile(element: Any, w: Storage, g: Storage, s: tuple[Storage, ...], length: int) -> Any:
     """``run(w, g, s0, s1, s2, i, hp)`` on ``length`` elements from ``i`` on."""
-    g_type, g_bytes, load_g = _CARRIERS[g.carrier], g.itemsize, tile_loader(length, g.itemsize)
+    g_type, g_bytes, load_g = CARRIERS[g.carrier], g.itemsize, tile_loader(length, g.itemsize)
     update = _update(element, w, s, length)
 
     @cuda.jit(device=True)
@@ -84,8 +79,8 @@ def _tile(element: Any, w: Storage, g: Storage, s: tuple[Storage, ...], length: 
 
 def _update(element: Any, w: Storage, s: tuple[Storage, ...], length: int) -> Any:
     """``update(w, s0, s1, s2, i, d, hp)``: the rule on ``length`` elements, ``d`` in registers."""
-    w_type, n_states = _CARRIERS[w.carrier], len(s)
-    type_0, type_1, type_2 = padded([_CARRIERS[x.carrier] for x in s], w_type)
+    w_type, n_states = CARRIERS[w.carrier], len(s)
+    type_0, type_1, type_2 = padded([CARRIERS[x.carrier] for x in s], w_type)
     load_w, store_w = tile_loader(length, w.itemsize), tile_storer(length, w.itemsize)
     load_0, load_1, load_2 = padded([tile_loader(length, x.itemsize) for x in s], load_w)
     store_0, store_1, store_2 = padded([tile_storer(length, x.itemsize) for x in s], store_w)
@@ -165,8 +160,8 @@ def _measured_tile(
         values_of(device_function(rule.measure), condition, w, g, s, device_function)
     )
     n_values, n_states = rule.n_measured, len(s)
-    w_type, g_type = _CARRIERS[w.carrier], _CARRIERS[g.carrier]
-    type_0, type_1, _ = padded([_CARRIERS[x.carrier] for x in s], w_type)
+    w_type, g_type = CARRIERS[w.carrier], CARRIERS[g.carrier]
+    type_0, type_1, _ = padded([CARRIERS[x.carrier] for x in s], w_type)
     load_w, load_g = tile_loader(length, w.itemsize), tile_loader(length, g.itemsize)
     load_0, load_1, _ = padded([tile_loader(length, x.itemsize) for x in s], load_w)
     w_bytes, g_bytes = w.itemsize, g.itemsize
@@ -218,7 +213,7 @@ class Sums(NamedTuple):
 @cache
 def sums(g: Storage, real: Storage, length: int) -> Sums:
     """For gradients stored as ``g`` that are summed in the type ``real``."""
-    g_type, load_g = _CARRIERS[g.carrier], tile_loader(length, g.itemsize)
+    g_type, load_g = CARRIERS[g.carrier], tile_loader(length, g.itemsize)
     to_type, to_real = numba_type(real), device_function(g.to_real)
 
     @cuda.jit(device=True)

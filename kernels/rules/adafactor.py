@@ -23,8 +23,6 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from .formula import Numbers
 from .rule import Rule, product, rule_helper
 
@@ -55,6 +53,30 @@ def squared(g: Any, hp: Any) -> Any:
 
 
 @rule_helper
+def averaged_mean(state: Any, mean: Any, hp: Any) -> Any:
+    """The moving average of the means of a row or a column; every product is rounded."""
+    return product(hp.beta2, state) + product(hp.one_minus_beta2, mean)
+
+
+@rule_helper
+def held_up(v: Any, smallest: Any) -> Any:
+    """A second moment that can be divided by; a NaN stays a NaN."""
+    return smallest if v < smallest else v
+
+
+@rule_helper
+def row_factor(row: Any, mean: Any) -> Any:
+    """``1 / sqrt(R / mean(R))``."""
+    return math.sqrt(mean / row)
+
+
+@rule_helper
+def column_factor(column: Any) -> Any:
+    """``1 / sqrt(C)``, in float64."""
+    return 1.0 / math.sqrt(column)
+
+
+@rule_helper
 def factored_direction(g: Any, row: Any, column: Any, hp: Any) -> Any:
     """``g / (sqrt(R / mean(R)) * sqrt(C))``, given the reciprocals of the two roots."""
     reciprocal = row * column
@@ -62,10 +84,23 @@ def factored_direction(g: Any, row: Any, column: Any, hp: Any) -> Any:
 
 
 @rule_helper
+def factored(w: Any, g: Any, average: Any, row: Any, column: Any, hp: Any) -> Any:
+    """Adafactor on an element of a matrix, with a first moment."""
+    average = averaged(factored_direction(g, row, column, hp), average, hp)
+    return descended(w, average, hp), average
+
+
+@rule_helper
+def factored_plain(w: Any, g: Any, row: Any, column: Any, hp: Any) -> Any:
+    """Adafactor on an element of a matrix, without a first moment."""
+    return descended(w, product(hp.step, factored_direction(g, row, column, hp)), hp)
+
+
+@rule_helper
 def full_direction(g: Any, v: Any, hp: Any) -> Any:
     """The direction of a vector, and its new second moment."""
     v = hp.beta2 * v + product(hp.one_minus_beta2, squared(g, hp))
-    v = hp.smallest if v < hp.smallest else v
+    v = held_up(v, hp.smallest)
     return g / math.sqrt(v), v
 
 
@@ -109,11 +144,11 @@ def adafactor_plain_norms(w: Any, g: Any, v: Any, hp: Any) -> Any:
 def adafactor_hp(
     real: Any,
     rho: float,
+    decay: float,
+    step: int,
     beta1: float,
     decay_rate: float,
     epsilon1: float,
-    decay: float,
-    step: int,
 ) -> AdafactorHP:
     """The scalars of update ``step``, computed in float64 and rounded to ``real`` once."""
     one_minus_beta2 = float(step) ** -decay_rate
@@ -135,18 +170,34 @@ def adafactor_scalars(
 ) -> AdafactorHP:
     """A `Formula` of `adafactor_hp`."""
     beta1, decay_rate, epsilon1 = constants
-    return adafactor_hp(real, rho, beta1, decay_rate, epsilon1, decay, step)
+    return adafactor_hp(real, rho, decay, step, beta1, decay_rate, epsilon1)
 
 
-def relative_size(of_w: np.ndarray, epsilon2: float) -> np.ndarray:
-    """``max(epsilon2, |w|)``: what a step is relative to."""
-    size: np.ndarray = np.maximum(epsilon2, of_w)
-    return size
+def relative_rate(step: int, warmup_init: bool) -> float:
+    """The learning rate of update ``step`` where none is given."""
+    largest = 1e-6 * step if warmup_init else 1e-2
+    return min(largest, 1.0 / math.sqrt(step))
 
 
-def clipping(of_u: np.ndarray, clip_threshold: float) -> np.ndarray:
-    """``1 / max(1, |u| / clip_threshold)``: what limits the size of a direction."""
-    return 1.0 / np.maximum(1.0, of_u / clip_threshold)
+def size_factors(
+    squares_of_w: Any,
+    squares_of_u: Any,
+    size: Any,
+    epsilon2: Any,
+    clip_threshold: Any,
+    scale_parameter: Any,
+) -> Any:
+    """Factors of ``step`` and ``decay``, in float64, from sums over ``size`` elements.
+
+    ``max(epsilon2, |w|)`` with ``scale_parameter``, else 1, is a factor of both; ``1 / max(1, |u| /
+    clip_threshold)`` one of the step.
+    """
+    relative = 1.0
+    if scale_parameter:
+        relative = math.sqrt(squares_of_w / size)
+        relative = epsilon2 if relative < epsilon2 else relative
+    excess = math.sqrt(squares_of_u / size) / clip_threshold
+    return relative if excess <= 1.0 else relative / excess, relative
 
 
 _HP = AdafactorHP._fields
