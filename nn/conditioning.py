@@ -74,6 +74,8 @@ class Conditioning:
 
     def scalars(self, i: int, decay: float) -> tuple[float, ...]:
         """The scalars of the prologue of parameter ``i``, in the order of its parts."""
+        if not self.prologue:
+            return ()
         scale = self._scale
         # A centralized gradient already holds the decay: it is centralized with it.
         return self._of_parts(0.0 if self._options[i].centralize else decay * scale, scale)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from ..ops.row_step import row_tables
 from .conditioning import Conditioning
 from .host_steps import HostSteps
 from .layout import Batch, Layout
-from .numbers import FLOATS, check_place, number_of, on_device
+from .numbers import FLOATS, Number, check_place, on_device
 from .on_device import error_of, row_batches
 from .reader import Gradients, by_storage
 from .schedule import Values
@@ -57,7 +58,7 @@ class DeviceSteps(HostSteps):
     def _formula(self) -> Formula:
         raise NotImplementedError
 
-    def _check_used_rate(self, lr: float) -> None:
+    def _check_used_rates(self, rates: Sequence[Number]) -> None:
         raise NotImplementedError
 
     def _derive(self) -> None:
@@ -100,10 +101,6 @@ class DeviceSteps(HostSteps):
             )
         check_place(self._name, "found_inf", found, self._device)
         self._found_inf = found
-
-    def _is_overflow(self) -> bool:
-        """Whether `found_inf` says so; it is waited for."""
-        return self._found_inf is not None and number_of(self._found_inf) != 0.0
 
     @property
     def skipped_steps(self) -> int:
@@ -193,9 +190,7 @@ class DeviceSteps(HostSteps):
             resident = self._residence()
             step = self._step
             rates, decays = self._rates.as_given(step), self._decays.at(step)
-            for rate in rates:
-                if not isinstance(rate, DeviceArray):
-                    self._check_used_rate(rate)
+            self._check_used_rates(rates)
             given = self._read(gradients, decays, conditioning)
             layout = given.layout
             with launch_on(
@@ -219,7 +214,7 @@ class DeviceSteps(HostSteps):
         resident: Resident,
         given: Gradients,
         conditioning: Conditioning,
-        rates: list[float | DeviceArray],
+        rates: Sequence[Number],
         decays: list[float],
         launch: Launch,
     ) -> None:

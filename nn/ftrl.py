@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from ..ops.ftrl import check_ftrl_ranges
 from .arguments import finite_float, non_negative_float
 from .fused import OPTIONS, FusedOptimizer
 from .groups import Groups
+from .numbers import Number, number_of
 
 _ARGUMENTS = (
     "params",
@@ -134,9 +136,10 @@ class FTRL(FusedOptimizer):
             return Formula(ftrl_scalars, (self.l1, self.l2))
         return Formula(ftrl_power_scalars, (self.l1, self.l2, self.lr_power))
 
-    def _check_used_rate(self, lr: float) -> None:
-        # It can be assigned to after construction.
-        self._check_ranges(lr)
+    def _check_used_rates(self, rates: Sequence[Number]) -> None:
+        # They can be assigned to after construction; none is on a device.
+        for rate in rates:
+            self._check_ranges(number_of(rate))
 
     @property
     def moments(self) -> tuple[np.ndarray, ...]:

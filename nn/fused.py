@@ -22,6 +22,7 @@ from .conditioning import Conditioning
 from .device_steps import DeviceSteps
 from .host_steps import Call
 from .layout import Batch, Layout
+from .numbers import Number, number_of
 from .on_device import are_finite
 from .reader import GradientReader, Gradients, by_storage
 from .schedule import Values
@@ -90,8 +91,8 @@ class FusedOptimizer(DeviceSteps):
         """How the rule's scalars follow from the learning rate and the update of a tensor."""
         raise NotImplementedError
 
-    def _check_used_rate(self, lr: float) -> None:
-        """Refuse a learning rate that is out of the range of a subclass; before every step."""
+    def _check_used_rates(self, rates: Sequence[Number]) -> None:
+        """Refuse learning rates that are out of the range of a subclass; before every step."""
 
     def _complete(self, squares: np.ndarray, call: Call, column: dict[str, int]) -> None:
         """The second half of the scalars of a two-stage rule.
@@ -255,6 +256,7 @@ class FusedOptimizer(DeviceSteps):
         """
         step = self._step
         rates, decays = self._rates.at(step), self._decays.at(step)
+        self._check_used_rates(rates)
         given = self._reader.read_like_last(gradients) or self._read(
             gradients, decays, conditioning
         )
@@ -266,7 +268,7 @@ class FusedOptimizer(DeviceSteps):
             and (self.use_locking or self.skip_nonfinite or layout.n_row_batches > 1)
         ):
             self._reader.check_indices(given)
-        if self._is_overflow() or (self.skip_nonfinite and not self._all_finite(given)):
+        if self._is_skipped(given):
             self._skipped_steps += 1
             return None
         # One batch compiles before it writes; but the counters must not be ahead of it.
@@ -274,6 +276,11 @@ class FusedOptimizer(DeviceSteps):
             for batch in layout.batches:
                 self._compile(batch, conditioning)
         return given, [self._call(batch, rates, decays, conditioning) for batch in layout.batches]
+
+    def _is_skipped(self, given: Gradients) -> bool:
+        if self._found_inf is not None and number_of(self._found_inf) != 0.0:
+            return True
+        return self.skip_nonfinite and not self._all_finite(given)
 
     def _all_finite(self, given: Gradients) -> bool:
         """One read of all gradients; on a device it is waited for."""
@@ -319,8 +326,6 @@ class FusedOptimizer(DeviceSteps):
             codes, hp_of = np.unique(steps * n_classes + class_of, return_inverse=True)
             keys = [divmod(code, n_classes) for code in codes.tolist()]
         own_decays, formula = conditioning.left_to_rule(decays), self._formula()
-        for rate in rates:
-            self._check_used_rate(rate)
         rows = [
             (
                 *formula.at(real, rates[k], own_decays[k], step + 1),

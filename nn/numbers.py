@@ -10,6 +10,9 @@ import numpy as np
 from ..ops.device import DeviceArray
 from ..ops.errors import message
 
+Number = float | DeviceArray
+"""A number of the host, or an array of one element on a device."""
+
 FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
 
 
@@ -40,7 +43,7 @@ def on_device(
     return array.contiguous(where, name)
 
 
-def number_of(value: float | DeviceArray) -> float:
+def number_of(value: Number) -> float:
     """The number; one on a device is waited for."""
     return float(value.numpy().reshape(())) if isinstance(value, DeviceArray) else value
 

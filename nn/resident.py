@@ -26,12 +26,10 @@ from ..kernels.cuda.numbers import FLOAT64, KINDS
 from ..ops.device import DeviceArray
 from ..ops.frameworks import on_device
 from .device_program import Program
+from .numbers import Number
 
 Error = Callable[[int, int], IndexError]
 """Makes the error for a bad position of a step and the index there."""
-
-Number = float | DeviceArray
-"""A number of the host, or an array of one element on the device."""
 
 
 class Counts(NamedTuple):

@@ -39,7 +39,7 @@ class Formula(NamedTuple):
             decay: weight decay.
             step: the number of the update of the tensor.
         """
-        powers = tuple([running_power(real, base, step) for base in self.bases])
+        powers = self.bases and tuple([running_power(real, base, step) for base in self.bases])
         return self.function(real, lr, decay, step, self.constants, powers)
 
 
