@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,11 @@ _LAZY_ARGUMENTS = (
     "state_dtype",
 )
 _ADAM_ARGUMENTS = (*_LAZY_ARGUMENTS, "use_amsgrad", "use_lazy", "use_offload")
+
+
+@cache  # asked for in every step
+def _formula_of(beta1: float, beta2: float, eps: float) -> Formula:
+    return Formula(rules.adam_scalars, (beta1, beta2, eps), (beta1, beta2))
 
 
 class _BiasCorrectedAdam(FusedOptimizer):
@@ -68,8 +74,7 @@ class _BiasCorrectedAdam(FusedOptimizer):
         return rules.ADAM_NESTEROV if self.use_nesterov else rules.ADAM
 
     def _formula(self) -> Formula:
-        betas = self.beta1, self.beta2
-        return Formula(rules.adam_scalars, (*betas, self.eps), betas)
+        return _formula_of(self.beta1, self.beta2, self.eps)
 
     @property
     def moment1(self) -> tuple[np.ndarray, ...]:
