@@ -133,6 +133,10 @@ class LARS(Optimizer):
         self.opt.loss_scale = value
 
     @property
+    def _loss_scale(self) -> Any:  # type: ignore[override]
+        return self.opt._loss_scale
+
+    @property
     def found_inf(self) -> Any:
         """The optimizer's, if that is one of this package."""
         return self._fused.found_inf
@@ -266,7 +270,7 @@ class LayerwiseConditioning(Conditioning):
         self._lars = lars
         self._acts = acts
         self._gradients = gradients
-        super().__init__(lars._groups.options, lars.opt._loss_scale, coupled=True)
+        super().__init__(lars._groups.options, lars._loss_scale, coupled=True)
 
     def _parts(self, decays: bool) -> Prologue:
         return self._scaling + ((COUPLED_DECAY,) if decays else ()) + (TRUST,)

@@ -212,16 +212,16 @@ def arrays_of(name: str, compiled: Any) -> dict[str, int]:
 def machine_code(function: Any, capability: tuple[int, int, str]) -> dict[str, Any]:
     """Registers, stack, memory instructions of a kernel.
 
-    Its arguments are ``int64``; one that is called ``words`` is a tuple of them.
+    Its arguments are ``int64``; that of `by_value` is a tuple of them.
     """
     from numba.cuda import types
     from numba.cuda.compiler import _compile_pyfunc_with_fixup
 
-    from fusestep.kernels.cuda.by_value import WORDS
+    from fusestep.kernels.cuda import by_value
 
-    code, words = function.py_func.__code__, types.UniTuple(types.int64, WORDS)
-    names = code.co_varnames[: code.co_argcount]
-    arguments = [words if name == "words" else types.int64 for name in names]
+    arguments = [types.int64] * function.py_func.__code__.co_argcount
+    if function is by_value.storing():
+        arguments[1] = types.UniTuple(types.int64, by_value.WORDS)
 
     major, minor, variant = capability
     cc = (major, minor, variant) if variant else (major, minor)
