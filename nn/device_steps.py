@@ -112,7 +112,9 @@ class DeviceSteps(HostSteps):
     @property
     def is_unsettled(self) -> bool:
         """Whether the device may know of steps what the host does not."""
-        return self._resident is not None and self._resident.is_unsettled
+        if self._resident is None or self._works_on_host:
+            return False
+        return self._resident.is_unsettled
 
     def settle(self) -> Exception | None:
         """Wait for all steps on the device and take over their counts; what one has found.
@@ -132,7 +134,7 @@ class DeviceSteps(HostSteps):
             return
         from .resident import Counts
 
-        bases = self._formula().bases
+        bases = self._resident.bases = self._formula().bases
         powers = [
             [running_power(real_type(p.dtype), base, step) for base in bases]
             for p, step in zip(self.parameters, self._steps.tolist(), strict=True)
@@ -151,14 +153,14 @@ class DeviceSteps(HostSteps):
         captured = (self._resident is None or must_settle) and is_captured(self.parameters[0].array)
         if must_settle and not captured:
             pending.synchronize()
+            self._load_counts()
         if self._resident is None:
             if captured:
                 raise self._first_in_graph()
             from .resident import Resident
 
             assert self._device is not None
-            n_bases = len(self._formula().bases)
-            self._resident = Resident(self._device, len(self.parameters), n_bases)
+            self._resident = Resident(self._device, len(self.parameters), self._formula().bases)
             weakref.finalize(self, _leave, self._resident).atexit = False
             self._load_counts()
         return self._resident
@@ -207,7 +209,8 @@ class DeviceSteps(HostSteps):
         may_skip = resident.may_skip or self.skip_nonfinite or self._found_inf is not None
         follows = self._rates.follow_steps or self._decays.follow_steps
         is_behind = resident.is_unsettled and may_skip and follows
-        return is_behind or resident.n_to_check >= pending.MOST_PENDING
+        has_other_powers = resident.bases != self._formula().bases
+        return is_behind or has_other_powers or resident.n_to_check >= pending.MOST_PENDING
 
     def _enqueue(
         self,

@@ -70,13 +70,13 @@ class Resident:
     Args:
         device: its number.
         n_parameters: of the optimizer.
-        n_bases: running powers of each.
+        bases: of the running powers of each.
     """
 
-    def __init__(self, device: int, n_parameters: int, n_bases: int) -> None:
+    def __init__(self, device: int, n_parameters: int, bases: Sequence[float]) -> None:
         self._device = device
         self._n_parameters = n_parameters
-        self._n_bases = n_bases
+        self.bases = tuple(bases)
         self._state, self._settings, self.tables, self.scratch = (Held() for _ in range(4))
         self._errors: dict[int, Error] = {}
         self._n_errors = 0
@@ -88,7 +88,7 @@ class Resident:
         self.n_to_check = 0  # steps since the first one that may have found a bad index
         self.may_skip = False
         with on_device(device):
-            self._state.take(8 * (scalars.STATE + n_parameters * (1 + n_bases)))
+            self._state.take(8 * (scalars.STATE + n_parameters * (1 + len(bases))))
             # Compiles and loads it: in a graph there is no time for that.
             place = self._settings.take(8 * WORDS)
             store_words(place, np.zeros(WORDS, np.int64), cuda.default_stream())
@@ -105,7 +105,7 @@ class Resident:
     def powers_at(self, positions: np.ndarray) -> np.ndarray:
         """Addresses of the running powers of some parameters."""
         first = scalars.STATE + self._n_parameters
-        return self.state + 8 * (first + positions * self._n_bases)
+        return self.state + 8 * (first + positions * len(self.bases))
 
     # Counts
 

@@ -182,6 +182,31 @@ def schedules_and_skips() -> None:
         assert asked == [0, 1, 1, 1, 2] and opt.skipped_steps == 2
 
 
+def changed_options() -> None:
+    """What is assigned between two steps counts from the next one on, as on the host."""
+    w = [positive(shape) for shape in SHAPES]
+    ours, theirs = nn.Adam(on_device(w), 0.1), nn.Adam(w, 0.1)
+    for k, step in enumerate(steps_of(8)):
+        for opt in (ours, theirs):
+            if k == 1:
+                opt.beta1 = 0.5
+            if k == 2:
+                opt.loss_scale = 4.0
+            if k == 3:
+                opt.learning_rate.data = np.array(0.25)
+            if k == 4:
+                opt.eps, opt.beta2, opt.loss_scale = 1e-3, 0.9, 1.0
+            if k in (5, 6) and opt is ours:
+                opt.target = ("CPU", "GPU")[k - 5]
+        ours(tuple(on_device(step)))
+        theirs(tuple(step))
+    for p, v in zip(ours.parameters, w, strict=True):
+        assert_close(p.asnumpy(), v)
+    expected = theirs.state_dict()
+    for name, array in ours.state_dict().items():
+        assert_close(array, expected[name], name)
+
+
 def captured(step: Callable[[], Any]) -> Graph:
     """A graph of what ``step`` does."""
     with Graph() as graph:
@@ -294,6 +319,20 @@ def graphs_that_skip() -> None:
     assert run.opt.global_step == 3 and run.opt.skipped_steps == 2
 
 
+def graphs_and_targets() -> None:
+    """After a capture the work can go to the host and back; no step is lost."""
+    run, g = Run(), on_device(gradient((7,)))
+    run.opt((None, g))
+    captured(lambda: run.opt((None, g))).replay()
+    run.opt.target = "CPU"
+    assert run.opt.global_step == 3
+    run.opt((None, g))
+    assert run.opt.state_dict()["step.parameter_1"] == 4
+    run.opt.target = "GPU"
+    run.opt((None, g))
+    assert run.opt.state_dict()["step.parameter_1"] == 5
+
+
 def graphs_with_growth() -> None:
     """Memory that a graph uses stays when later steps need more."""
     memory._LEAST = 64
@@ -382,8 +421,22 @@ def wrong_numbers() -> None:
 
 
 CHECKS: dict[str, Sequence[Callable[[], Any]]] = {
-    "numbers": (numbers, rates_in_states, overflows, schedules_and_skips, wrong_numbers),
-    "graphs": (graphs, graphs_of_rows, graphs_that_skip, graphs_with_growth, refusals),
+    "numbers": (
+        numbers,
+        rates_in_states,
+        overflows,
+        schedules_and_skips,
+        changed_options,
+        wrong_numbers,
+    ),
+    "graphs": (
+        graphs,
+        graphs_of_rows,
+        graphs_that_skip,
+        graphs_and_targets,
+        graphs_with_growth,
+        refusals,
+    ),
 }
 
 if __name__ == "__main__":
