@@ -82,7 +82,7 @@ if sanitizer=$(command -v compute-sanitizer); then
     step "some of them under compute-sanitizer"
     few="numba and (many_tensors_of_all_shapes or row_operators or finite or summed_as_on_the_cpu)"
     "$sanitizer" --error-exitcode 1 --target-processes all \
-        "$python" -P -m pytest -q -m gpu -p no:cacheprovider -k "$few" tests/test_gpu.py ||
+        "$python" -P -m pytest -q -m gpu -p no:cacheprovider -k "$few" tests/test_gpu*.py ||
         status=$((status ? status : $?))
 fi
 

@@ -16,12 +16,12 @@ import fusestep
 from fusestep import nn
 
 import gpu_arrays
-from gpu_arrays import FRAMEWORKS, Maker, Stream
+from gpu_arrays import Maker, Stream
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(bool(gpu_arrays.missing()), reason=gpu_arrays.missing() or "-"),
-]
+if lacking := gpu_arrays.missing():
+    pytest.skip(lacking, allow_module_level=True)
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 SHAPES = ((1_030, 65), (4_099,), (3,))
 Replay = Callable[[], None]
 
@@ -31,12 +31,6 @@ DENSE: dict[str, Callable[[Any, Any], Any]] = {
     "LARS": lambda p, lr: nn.LARS(nn.Momentum(p, lr, 0.9, weight_decay=0.1), coefficient=0.1),
     "AdaFactor": lambda p, lr: nn.AdaFactor(p, lr, scale_parameter=False, relative_step=False),
 }
-
-
-@pytest.fixture(params=FRAMEWORKS)
-def maker(request: pytest.FixtureRequest) -> Iterator[Maker]:
-    yield gpu_arrays.maker(request.param)
-    gpu_arrays.wait()
 
 
 @contextmanager

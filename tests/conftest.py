@@ -1,0 +1,30 @@
+"""Fixtures of several test files."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+
+import pytest
+
+import fusestep
+
+import gpu_arrays
+from gpu_arrays import FRAMEWORKS, Maker
+
+
+@pytest.fixture(params=FRAMEWORKS)
+def maker(request: pytest.FixtureRequest) -> Iterator[Maker]:
+    """Makes arrays of each framework; what a failed test has left pending is dropped."""
+    yield gpu_arrays.maker(request.param)
+    gpu_arrays.wait()
+    try:
+        fusestep.synchronize()
+    except IndexError:
+        warnings.warn("a test has left an index error pending", stacklevel=1)
+
+
+@pytest.fixture
+def numba_maker() -> Maker:
+    """Where the framework does not matter."""
+    return gpu_arrays.maker("numba")
