@@ -24,6 +24,7 @@ from .host_steps import Call
 from .layout import Batch, Layout
 from .numbers import Number, number_of
 from .on_device import are_finite
+from .parameter import Parameter
 from .reader import GradientReader, Gradients, by_storage
 from .schedule import Values
 
@@ -129,12 +130,17 @@ class FusedOptimizer(DeviceSteps):
         self._condition()
         self._read_anew()
 
+    @property
+    def _stepped(self) -> tuple[Parameter, ...]:
+        """The parameters that steps change."""
+        return self.parameters
+
     def _read_anew(self) -> None:
         """States or their places have changed: nothing that was derived from them stays."""
         self._forget_launches()
         self._reader = GradientReader(
             self._name,
-            self.parameters,
+            self._stepped,
             self._states_of_each(),
             self.sparse_update,
             self._rows_need,

@@ -66,7 +66,6 @@ class Optimizer:
     """
 
     _filter_names = True
-    _takes_devices = True
 
     def __init__(
         self,
@@ -114,13 +113,7 @@ class Optimizer:
             f"parameter {i}" + (f" ({p.name!r})" if p.name else ""): p.array
             for i, p in enumerate(self.parameters)
         }
-        device = device_of(self._name, arrays)
-        if device is not None and not self._takes_devices:
-            raise RuntimeError(
-                message(self._name, "parameters", "live on a device", "the host", f"CUDA {device}")
-                + "; this optimizer has no CUDA kernels"
-            )
-        return device
+        return device_of(self._name, arrays)
 
     def _check_numbers(self) -> None:
         """Learning rates and loss scale live on the host, or where the parameters do."""

@@ -108,9 +108,8 @@ class ThorConv2d(ThorLayer):
         rows, columns = (0, 0) if isinstance(self.padding, str) else self.padding
         return (rows, rows), (columns, columns)
 
-    def _read(self, inputs: Any, output_gradients: Any) -> tuple[FloatArray, FloatArray]:
-        x = self._floating("inputs", inputs)
-        d = self._floating("output_gradients", output_gradients)
+    def _check(self, x: Any, d: Any) -> None:
+        self._check_floating(inputs=x, output_gradients=d)
         out, channels = self.weight.shape[:2]
         if x.ndim != 4 or x.shape[1] != channels:
             expected = f"(N, {channels}, H, W)"
@@ -129,7 +128,6 @@ class ThorConv2d(ThorLayer):
             raise ValueError(
                 self._text("output_gradients", "has a wrong shape", expected_shape, d.shape)
             )
-        return x, d
 
     def _add(self, x: FloatArray, d: FloatArray) -> None:
         if self._is_compatible:

@@ -6,8 +6,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from ..ops.arrays import adopt, real_type
+from ..ops.arrays import adopt_anywhere, real_type
 from ..ops.check import FLOAT_NAMES, FLOATS
+from ..ops.device import device_of, is_on_device
+from ..ops.device_step import launch_on
 from ..ops.errors import message
 from .arguments import positive_float
 from .parameter import Parameter
@@ -21,6 +23,10 @@ class ThorLayer:
     Between two refreshes of its factors a layer does not capture: `capture` checks its arguments
     and returns at once. Several captures before one step add up, those of a layer that is used
     twice and those of accumulated gradients.
+
+    Of a weight on a CUDA device the factors are kept on the host: what is captured is copied
+    there, which waits. Ids of an embedding are looked at then; in the steps between only shapes
+    and dtypes are checked.
 
     Attributes:
         weight: its `Parameter`.
@@ -135,33 +141,48 @@ class ThorLayer:
             ValueError: a shape does not fit.
             IndexError: an id of an embedding is out of range.
         """
-        x, d = self._read(inputs, output_gradients)
+        given = self._adopted(inputs=inputs, output_gradients=output_gradients)
+        self._check(*given.values())
         if not self.is_capturing:
             return
+        if self.weight.is_on_device:
+            given = self._copied(given)
+            self._check(*given.values())  # values too, now that they can be read
         if self._is_compatible:
             self.clear()  # MindSpore's layers keep the last call only
         # What is not finite is found where the factors are inverted.
         with np.errstate(all="ignore"):
-            self._add(x, d)
+            self._add(*given.values())
 
-    def _read(self, inputs: Any, output_gradients: Any) -> tuple[FloatArray, FloatArray]:
-        """Checked inputs and gradients."""
+    def _adopted(self, **named: Any) -> dict[str, Any]:
+        """Arrays where the weight lives; nothing else of them is known."""
+        where = type(self).__name__
+        arrays = {name: adopt_anywhere(where, name, value) for name, value in named.items()}
+        device_of(where, {"the weight": self.weight.array, **arrays})
+        return arrays
+
+    def _copied(self, arrays: dict[str, Any]) -> dict[str, Any]:
+        """Copies on the host of arrays on a device."""
+        where = type(self).__name__
+        compact = {name: array.contiguous(where, name) for name, array in arrays.items()}
+        with launch_on(list(compact.values()), None):  # not in a CUDA graph
+            return {name: array.numpy() for name, array in compact.items()}
+
+    def _check(self, x: Any, d: Any) -> None:
+        """Refuse inputs and gradients that do not fit."""
         out, width = self.weight.shape
-        x = self._floating("inputs", inputs)
-        d = self._floating("output_gradients", output_gradients)
+        self._check_floating(inputs=x, output_gradients=d)
         if x.ndim < 1 or x.shape[-1] != width:
             raise ValueError(self._text("inputs", "has a wrong shape", f"(..., {width})", x.shape))
         if d.shape != (*x.shape[:-1], out):
             raise ValueError(
                 self._text("output_gradients", "has a wrong shape", (*x.shape[:-1], out), d.shape)
             )
-        return x.reshape(-1, width), d.reshape(-1, out)
 
-    def _floating(self, name: str, value: Any) -> FloatArray:
-        array = adopt(type(self).__name__, name, value)
-        if array.dtype not in FLOATS:
-            raise TypeError(self._text(name, "has a wrong dtype", FLOAT_NAMES, array.dtype))
-        return array
+    def _check_floating(self, **arrays: Any) -> None:
+        for name, array in arrays.items():
+            if array.dtype not in FLOATS:
+                raise TypeError(self._text(name, "has a wrong dtype", FLOAT_NAMES, array.dtype))
 
     def _add(self, x: FloatArray, d: FloatArray) -> None:
         raise NotImplementedError
@@ -182,21 +203,23 @@ class ThorLayer:
             TypeError: a kind or dtype does not fit.
             ValueError: a shape does not fit.
         """
-        full = []
-        for name, value, total in (("a", a, self._a), ("g", g, self._g)):
-            array = self._floating(name, value)
+        given = self._adopted(a=a, g=g)
+        self._check_floating(**given)
+        for (name, array), total in zip(given.items(), (self._a, self._g), strict=True):
             shape = (len(total),) * total.ndim
             if array.shape != shape:
                 raise ValueError(self._text(name, "has a wrong shape", shape, array.shape))
-            full.append(array.astype(self.real, copy=False))
         for name, value in (("a_normalizer", a_normalizer), ("g_normalizer", g_normalizer)):
             positive_float(type(self).__name__, name, value, np.float64)
         if not self.is_capturing:
             return
+        if self.weight.is_on_device:
+            given = self._copied(given)
         if self._is_compatible:
             self.clear()
-        self._a += full[0] if self._a.ndim == 1 else packed(full[0], self._a.shape[1])
-        self._g += packed(full[1], self._g.shape[1])
+        of_a, of_g = (array.astype(self.real, copy=False) for array in given.values())
+        self._a += of_a if self._a.ndim == 1 else packed(of_a, self._a.shape[1])
+        self._g += packed(of_g, self._g.shape[1])
         self._count(1, 1, 1)
         self._a_positions += float(a_normalizer)
         self._g_positions += float(g_normalizer)
@@ -236,6 +259,7 @@ class ThorDense(ThorLayer):
     """
 
     def _add(self, x: FloatArray, d: FloatArray) -> None:
+        x, d = (array.reshape(-1, array.shape[-1]) for array in (x, d))
         add_gram(self._a, x.astype(self.real, copy=False))
         add_gram(self._g, d.astype(self.real, copy=False))
         # MindSpore's A is divided by the rows of A, not by those of X.
@@ -292,26 +316,28 @@ class ThorEmbedding(ThorLayer):
         block_size = width if self._is_compatible else self._block_size
         return np.zeros(size, self.real), empty_packed(width, block_size, self.real)
 
-    def _read(self, inputs: Any, output_gradients: Any) -> tuple[FloatArray, FloatArray]:
+    def _check(self, x: Any, d: Any) -> None:
         size, width = self.weight.shape
-        ids = adopt(type(self).__name__, "inputs", inputs)
+        ids = x
         if ids.dtype not in (np.dtype(np.int32), np.dtype(np.int64)):
             raise TypeError(
                 self._text("inputs", "has a wrong dtype", "int32 or int64 ids", ids.dtype)
             )
-        d = self._floating("output_gradients", output_gradients)
+        self._check_floating(output_gradients=d)
         if d.shape != (*ids.shape, width):
             raise ValueError(
                 self._text("output_gradients", "has a wrong shape", (*ids.shape, width), d.shape)
             )
+        if is_on_device(ids):
+            return
         if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < size:
             bad = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
             raise IndexError(
                 self._text("inputs", "has an id out of range", f"0 <= id < {size}", bad)
             )
-        return ids.reshape(-1), d.reshape(-1, width)
 
     def _add(self, x: FloatArray, d: FloatArray) -> None:
+        x, d = x.reshape(-1), d.reshape(-1, d.shape[-1])
         if self.padding_idx is not None:
             counts = x != self.padding_idx
             x, d = x[counts], d[counts]
@@ -365,9 +391,8 @@ class ThorLayerNorm(ThorLayer):
     def _empty(self) -> tuple[FloatArray, FloatArray]:
         return np.zeros(self.weight.size, self.real), np.zeros(self.weight.size, self.real)
 
-    def _read(self, inputs: Any, output_gradients: Any) -> tuple[FloatArray, FloatArray]:
-        x = self._floating("inputs", inputs)
-        d = self._floating("output_gradients", output_gradients)
+    def _check(self, x: Any, d: Any) -> None:
+        self._check_floating(inputs=x, output_gradients=d)
         shape = self.weight.shape
         if x.shape[max(x.ndim - len(shape), 0) :] != shape:
             raise ValueError(
@@ -375,7 +400,6 @@ class ThorLayerNorm(ThorLayer):
             )
         if d.shape != x.shape:
             raise ValueError(self._text("output_gradients", "has a wrong shape", x.shape, d.shape))
-        return x.reshape(-1, self.weight.size), d.reshape(-1, self.weight.size)
 
     def capture_covariances(self, *_: Any, **__: Any) -> None:
         """Refused: a layer normalization has diagonal factors.
@@ -388,6 +412,7 @@ class ThorLayerNorm(ThorLayer):
         )
 
     def _add(self, x: FloatArray, d: FloatArray) -> None:
+        x, d = (array.reshape(-1, self.weight.size) for array in (x, d))
         x, d = x.astype(self.real, copy=False), d.astype(self.real, copy=False)
         centered = x - x.mean(axis=1, keepdims=True)
         variance = np.square(centered).mean(axis=1, keepdims=True)

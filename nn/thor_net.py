@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..ops.errors import message
+from ..ops.frameworks import framework_of
 from .parameter import Parameter
 from .thor_layers import ThorLayer
 
@@ -50,6 +51,8 @@ def _walk(name: str, value: Any, found: dict[str, Declared], seen: set[int]) -> 
     seen.add(id(value))
     if isinstance(value, ThorLayer | Parameter):
         found[name or "net"] = value
+        return
+    if framework_of(value) is not None:  # an array on a device, with attributes of its framework
         return
     for key, part in _parts(value):
         _walk(f"{name}.{key}" if name else str(key), part, found, seen)

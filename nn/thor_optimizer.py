@@ -15,9 +15,8 @@ from ..ops import check
 from ..ops.errors import message
 from .arguments import non_negative_float, positive_int
 from .checkpoint import as_state
-from .fused import FusedOptimizer
+from .numbers import number_of
 from .parameter import Parameter
-from .reader import read_gradient
 from .schedule import Schedule, value_at
 from .thor_arguments import (
     BLOCK_SIZE,
@@ -31,6 +30,7 @@ from .thor_arguments import (
     frequency_of,
 )
 from .thor_clipping import ClippedConditioning
+from .thor_device import HostCopies
 from .thor_factors import FactorError, FloatArray, warn_skipped
 from .thor_layers import ThorLayerNorm
 from .thor_net import declared, trainable
@@ -47,7 +47,7 @@ def every_parameter(parameter: Parameter) -> bool:  # noqa: ARG001  (what a filt
     return True
 
 
-class Thor(FusedOptimizer):
+class Thor(HostCopies):
     """What `thor` makes; see there for its arguments.
 
     Attributes:
@@ -56,7 +56,6 @@ class Thor(FusedOptimizer):
     """
 
     _filter_names = False
-    _takes_devices = False
     _rows_need = ("a dense one: THOR multiplies it by matrices", "a RowTensor")
 
     def __init__(
@@ -143,7 +142,7 @@ class Thor(FusedOptimizer):
         super()._condition()
         if self.enable_clip_grad:
             self._conditioning = ClippedConditioning(
-                self._groups.options, self.loss_scale, coupled=True
+                self._groups.options, self._loss_scale, coupled=True
             )
 
     # Damping and refreshes
@@ -165,7 +164,8 @@ class Thor(FusedOptimizer):
     def _options(self, step: int) -> Options:
         damping = value_at(NAME, "damping", self._damping, step)
         check.in_range(NAME, "damping", damping, damping > 0.0, "above 0")
-        return Options(damping, self.batch_size, self.loss_scale, self.is_compatible)
+        loss_scale = number_of(self._loss_scale)
+        return Options(damping, self.batch_size, loss_scale, self.is_compatible)
 
     def request_refresh(self) -> None:
         """Compute the factors anew in the next step too, whatever its number is."""
@@ -191,10 +191,18 @@ class Thor(FusedOptimizer):
 
     def construct(self, gradients: tuple[Any, ...]) -> tuple[bool, ...]:
         """The step itself, for gradients of the right number."""
+        with self._on_host(gradients) as given:
+            return self._step_with_factors(given)
+
+    def _step_with_factors(self, gradients: tuple[Any, ...]) -> tuple[bool, ...]:
         step = self._step
         self._rates.at(step)  # a list that is used up raises here
         self._decays.at(step)
         options = self._options(step)
+        if self._found_inf is not None and number_of(self._found_inf) != 0.0:
+            self._skipped_steps += 1
+            self.clear_captured()  # it has overflown too
+            return (True,) * len(gradients)
         fresh: list[tuple[Preconditioner, Inverses]] = []
         given = list(gradients)
         for preconditioner in self._preconditioners:
@@ -228,14 +236,8 @@ class Thor(FusedOptimizer):
         """The checked gradients of a layer, by position; those that are None are left out."""
         read: dict[int, FloatArray] = {}
         for position in preconditioner.positions:
-            if gradients[position] is None:
-                continue
-            parameter = self.parameters[position]
-            gradient = read_gradient(NAME, parameter, gradients[position])
-            if not isinstance(gradient, np.ndarray):
-                name = f"gradient of {parameter.name!r}"
-                raise ValueError(message(NAME, name, "is row-sparse", *self._rows_need))
-            read[position] = gradient
+            if gradients[position] is not None:
+                read[position] = self._read_dense(self._stepped[position], gradients[position])
         return read
 
     def _refreshed(self, preconditioner: Preconditioner, options: Options) -> Inverses | None:

@@ -14,7 +14,9 @@ import ml_dtypes
 import numpy as np
 import torch
 
+from ..ops.arrays import address_of, adopt_anywhere
 from ..ops.errors import message
+from ..ops.frameworks import framework_of
 from .parameter import Parameter
 from .thor_arguments import NAME
 from .thor_conv import ThorConv2d
@@ -24,7 +26,7 @@ from .thor_optimizer import Thor
 
 
 class TorchThor(Thor):
-    """THOR over the parameters of a ``torch.nn.Module`` on the CPU; what `thor` makes of one.
+    """THOR over the parameters of a ``torch.nn.Module``; what `thor` makes of one.
 
     Its ``Linear``, ``Conv2d``, ``Embedding`` and ``LayerNorm`` modules capture through hooks, in
     the steps whose factors are due only. Modules of these kinds that cannot be treated (groups,
@@ -39,8 +41,9 @@ class TorchThor(Thor):
         module: the module.
 
     Raises:
-        ValueError: no module of the four kinds, or a parameter is not contiguous.
-        RuntimeError: a parameter is not on the CPU.
+        ValueError: no module of the four kinds, a parameter is not contiguous, or not all are on
+            the CPU or on one CUDA device.
+        RuntimeError: a parameter is on a device of another kind.
     """
 
     def __init__(self, net: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -94,9 +97,10 @@ class TorchThor(Thor):
     def _follow(self) -> None:
         """Parameters whose storage PyTorch has replaced are bound to the new one."""
         for parameter, tensor in zip(self.parameters, self._tensors, strict=True):
-            array = _view(tensor)
-            if array.ctypes.data != parameter.data.ctypes.data:
-                parameter.data = array
+            view = _view(tensor)
+            found = adopt_anywhere(NAME, f"parameter {parameter.name!r}", view)
+            if address_of(found) != address_of(parameter.array):
+                parameter.data = view
 
 
 class _Capture:
@@ -118,11 +122,13 @@ class _Capture:
         self._layer.capture(_view(inputs), _view(gradient))
 
 
-def _view(tensor: torch.Tensor) -> np.ndarray:
-    """The memory of a tensor as an array."""
+def _view(tensor: torch.Tensor) -> Any:
+    """The memory of a tensor as an array; one on a CUDA device is an array by itself."""
     tensor = tensor.detach()
+    if framework_of(tensor) is not None:
+        return tensor
     if tensor.device.type != "cpu":
-        expected, got = "a tensor on the CPU", str(tensor.device)
+        expected, got = "a tensor on the CPU or a CUDA device", str(tensor.device)
         raise RuntimeError(message(NAME, "a tensor", "is elsewhere", expected, got))
     is_bfloat16 = tensor.dtype is torch.bfloat16  # which NumPy has not: by its bits
     array: np.ndarray = (tensor.view(torch.int16) if is_bfloat16 else tensor).numpy()
