@@ -325,14 +325,8 @@ def not_taken() -> None:
     """What has no kernels for the device says so, and computes nothing."""
     w, m = theirs = on_device([positive((5, 4)) for _ in range(2)])
     g = cuda.to_device(gradient((5, 4)))
-    layer = nn.ThorDense(cuda.to_device(positive((2, 3))))
-    for call in (
-        lambda: nn.thor(layer, 0.1, 0.1, 0.9),
-        lambda: layer.capture(cuda.to_device(gradient((4, 3))), gradient((4, 2))),
-        lambda: ops.ApplyMomentum()(w, m, cuda.to_device(np.array(0.1)), g, 0.9),
-    ):
-        with refused(RuntimeError, "device", *theirs):
-            call()
+    with refused(RuntimeError, "device", *theirs):
+        ops.ApplyMomentum()(w, m, cuda.to_device(np.array(0.1)), g, 0.9)
     with refused(TypeError, "lives on a CUDA device"):
         np.asarray(nn.Parameter(w))
 

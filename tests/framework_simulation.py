@@ -135,6 +135,7 @@ def torch_stand_in() -> ModuleType:
     names = ("float16", "bfloat16", "float32", "float64", "int64", "uint8")
     vars(torch).update({name: TorchDType(name) for name in names})
     vars(torch).update(Tensor=Tensor, empty=torch_empty, sort=torch_sort)
+    torch.nn = SimpleNamespace(Module=type("Module", (), {}))  # type: ignore[attr-defined]
     torch.cuda = SimpleNamespace(  # type: ignore[attr-defined]
         current_stream=lambda device: SimpleNamespace(cuda_stream=current.torch + 100 * device)
     )
@@ -570,10 +571,38 @@ def mixtures() -> None:
         np.testing.assert_allclose(w, expected.data, 1e-5)
 
 
+def thor() -> None:
+    """What is copied to the host comes from each framework, and the parameters go back there."""
+    wide, out, g = array(6, 8), array(6, 5), array(5, 4)
+    for make, strided in ((Tensor, True), (CuPyArray, True), (Interface, False)):
+        x = wide[:, ::2] if strided else wide[:, ::2].copy()
+        w = array(5, 4)
+        ours, theirs = nn.ThorDense(w.copy()), nn.ThorDense(make(w))
+        for layer, given in ((ours, np.asarray), (theirs, make)):
+            opt = nn.thor(layer, 0.1, 0.1, 0.9, batch_size=6)
+            for _ in range(2):
+                layer.capture(given(np.ascontiguousarray(x) if layer is ours else x), given(out))
+                opt((given(g),))
+        np.testing.assert_array_equal(w, ours.weight.data)
+    with recorded():
+        current.torch, current.cupy = 1, 2
+        layers = [nn.ThorDense(Tensor(array(5, 4))), nn.Parameter(CuPyArray(array(3)))]
+        opt = nn.thor(layers, 0.1, 0.1, 0.9)
+        layers[0].capture(CuPyArray(wide[:, :4]), Tensor(out))
+        before = ["record 2", "1 waits for 2"]
+        after = ["record 1", "2 waits for 1"]
+        assert log == ["record 1", "2 waits for 1", "record 2", "1 waits for 2"]
+        log.clear()
+        # The step has the gradients, and in it the parameters come and go on one stream.
+        opt((CuPyArray(g), Tensor(array(3))))
+        assert log == [*before, *before, *after, *after]
+
+
 CHECKS: dict[str, tuple[Callable[[], Any], ...]] = {
     "arrays": (places, dtypes, other_objects),
     "steps": (updates, strided_gradients, new_arrays, streams, order_of_streams, mixtures),
     "gradients": (whole_gradients, mxnet_arrays),
+    "thor": (thor,),
 }
 
 if __name__ == "__main__":

@@ -28,7 +28,8 @@ CHECKS = {
     "device_adafactor.py": ("values", "shapes", "types", "states"),
     "device_errors.py": ("index_errors", "locking", "refusals"),
     "device_mxnet.py": ("adam_update", "optimizers", "updaters"),
-    "framework_simulation.py": ("arrays", "steps", "gradients"),
+    "device_thor.py": ("steps", "states", "numbers", "errors"),
+    "framework_simulation.py": ("arrays", "steps", "gradients", "thor"),
 }  # fmt: skip
 CAPABILITIES = ("8.0", "9.0a")
 # Registers that a thread may have, so that enough of them fit to hide the latency of memory:
@@ -43,10 +44,9 @@ INTEGER_ATOMICS = {
 }
 
 
-def run(program: str, argument: str) -> str:
-    done = subprocess.run(
-        [sys.executable, str(HERE / program), argument], capture_output=True, text=True, check=False
-    )
+def run(program: str, *arguments: str) -> str:
+    command = [sys.executable, str(HERE / program), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 
@@ -54,6 +54,8 @@ def run(program: str, argument: str) -> str:
 @needs_numba_cuda
 @pytest.mark.parametrize(("program", "check"), [(p, c) for p in CHECKS for c in CHECKS[p]])
 def test_under_the_simulator(program: str, check: str) -> None:
+    if "thor" in program + check:
+        pytest.importorskip("scipy", reason="the factors are inverted by scipy's LAPACK")
     assert run(program, check) == "right\n"
 
 

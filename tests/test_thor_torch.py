@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from test_cuda import needs_numba_cuda, run
 
 from fusestep import nn
 
@@ -341,6 +342,11 @@ def test_no_warning_for_a_plain_module() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         make(make_module())
+
+
+@needs_numba_cuda
+def test_modules_on_a_device() -> None:
+    assert run("device_thor_torch.py") == "right\n"
 
 
 def test_torch_is_not_imported_by_fusestep() -> None:

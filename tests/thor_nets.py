@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from fusestep import nn
 
+Put = Callable[[np.ndarray], Any]
 BATCH = 6
 DAMPING = 0.07
 BASE = {"learning_rate": 0.02, "momentum": 0.9, "weight_decay": 0.01}
@@ -22,13 +24,13 @@ def array(rng: np.random.Generator, *shape: int, dtype: Any = np.float32) -> np.
 
 
 class Net:
-    """One layer of each kind, and a parameter of none."""
+    """One layer of each kind, and a parameter of none; ``put`` says where they live."""
 
-    def __init__(self, dtype: Any = np.float32, seed: int = 0) -> None:
+    def __init__(self, dtype: Any = np.float32, seed: int = 0, put: Put = np.asarray) -> None:
         rng = random(seed)
 
-        def new(*shape: int) -> np.ndarray:
-            return array(rng, *shape, dtype=dtype)
+        def new(*shape: int) -> Any:
+            return put(array(rng, *shape, dtype=dtype))
 
         self.emb = nn.ThorEmbedding(new(7, 4))
         self.conv = nn.ThorConv2d(new(3, 2, 3, 3), new(3), stride=2, padding=1)
@@ -58,10 +60,14 @@ class Pass:
         wanted = ((7, 4), (3, 2, 3, 3), (3,), (5, 4), (5,), (5,), (5,), (3,))
         self.gradients = tuple(new(*shape) * np.asarray(scale, dtype) for shape in wanted)
 
-    def step(self, net: Net, opt: Any) -> Any:
+    def capture(self, net: Net, put: Put = np.asarray) -> None:
         for layer, x, d in zip(net.layers, self.inputs, self.outputs, strict=True):
-            layer.capture(x, d)
-        return opt(self.gradients)
+            layer.capture(put(x), put(d))
+
+    def step(self, net: Net, opt: Any, put: Put = np.asarray, without: Sequence[int] = ()) -> Any:
+        """A step, in which the parameters in ``without`` have no gradient."""
+        self.capture(net, put)
+        return opt(tuple(None if i in without else put(g) for i, g in enumerate(self.gradients)))
 
 
 def train(opt: Any, net: Net, steps: range, dtype: Any = np.float32, scale: float = 1.0) -> None:

@@ -1,0 +1,428 @@
+"""THOR with parameters, gradients and captures on a device: ``python device_thor.py <check>``.
+
+A process of its own, under Numba's simulator, where device arrays lie on the host. The arithmetic
+is the host's, so that everything is compared to the last bit.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
+
+import copy
+import pickle
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from numba import cuda
+
+import fusestep
+from fusestep import nn
+from fusestep.kernels.cuda.simulated import Graph
+from fusestep.nn.thor_factors import FactorError
+from fusestep.ops.device import DeviceArray
+
+from device_arrays import BF16, F16, F32, F64, on_device, on_host, refused, rows
+from helpers import assert_same_bits
+from thor_nets import BASE, Net, Pass, make
+
+
+class Both:
+    """THOR on the host and on a device, with the same numbers."""
+
+    def __init__(self, dtype: Any = F32, **options: Any) -> None:
+        self.host, self.device = Net(dtype), Net(dtype, put=on_device)
+        self.on_cpu = make(self.host, **{**BASE, **options})
+        self.opt = make(self.device, **{**BASE, **options})
+        self.dtype = dtype
+        self.scale = float(options.get("loss_scale", 1.0))
+
+    def step(self, t: int, without: Sequence[int] = ()) -> None:
+        step = Pass(t, self.dtype, self.scale)
+        assert step.step(self.host, self.on_cpu, without=without) == (True,) * 8
+        assert step.step(self.device, self.opt, on_device, without) == (True,) * 8
+
+    def assert_equal(self) -> None:
+        assert_equal(self.opt, self.on_cpu)
+        for ours, theirs in zip(self.device.layers, self.host.layers, strict=True):
+            assert ours.is_capturing == theirs.is_capturing
+
+
+def assert_equal(one: Any, other: Any, but_for: Sequence[str] = ()) -> None:
+    """Parameters and states of two optimizers, to the last bit."""
+    found, expected = one.state_dict(), other.state_dict()
+    assert list(found) == list(expected)
+    for name in found.keys() - set(but_for):
+        assert_same_bits(found[name], expected[name], name)
+    for p, q in zip(one.parameters, other.parameters, strict=True):
+        assert p.name == q.name
+        assert_same_bits(p.asnumpy(), q.asnumpy(), str(p.name))
+
+
+def memory(opt: Any) -> list[Any]:
+    return [p.data for p in opt.parameters]
+
+
+@contextmanager
+def counted(name: str) -> Iterator[list[Any]]:
+    """The device arrays of which a method of `DeviceArray` is called."""
+    method, calls = getattr(DeviceArray, name), []
+
+    def count(array: DeviceArray, *arguments: Any) -> Any:
+        calls.append(array)
+        return method(array, *arguments)
+
+    setattr(DeviceArray, name, count)
+    try:
+        yield calls
+    finally:
+        setattr(DeviceArray, name, method)
+
+
+# Steps
+
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"loss_scale": 64.0, "enable_clip_grad": True},
+    {"use_nesterov": True, "frequency": 3, "learning_rate": [0.1, 0.05, 0.02, 0.01, 0.01, 0.01]},
+    {"block_size": 2, "decay_filter": lambda p: p.ndim > 1},
+    {"compat": "mindspore", "enable_clip_grad": True, "loss_scale": 8.0},
+)
+
+
+def options() -> None:
+    """Every kind of layer, refreshes and steps between them, gradients that are None."""
+    for given in OPTIONS:
+        both = Both(**given)
+        assert [p.is_on_device for p in both.opt.parameters] == [True] * 8
+        before = memory(both.opt)
+        for t, without in enumerate([(), (3, 7), (), (0, 4), ()]):
+            both.step(t, without)
+            both.assert_equal()
+        assert all(a is b for a, b in zip(memory(both.opt), before, strict=True))
+        assert all(type(moment) is np.ndarray for moment in both.opt.moments)
+        both.on_cpu((None,) * 8)
+        both.opt((None,) * 8)
+        both.assert_equal()
+
+
+def dtypes() -> None:
+    """Parameters of every storage type; gradients and captures of another one."""
+    for dtype in (F64, F16, BF16):
+        both = Both(dtype)
+        for t in range(3):
+            both.step(t)
+        both.assert_equal()
+    both = Both()
+    both.dtype = F64
+    for t in range(2):
+        both.step(t)
+    both.assert_equal()
+
+
+def captures() -> None:
+    """Captures add up; covariances from elsewhere; between refreshes nothing is copied."""
+    both, step = Both(frequency=3), Pass(7)
+    step.capture(both.host)
+    step.capture(both.device, on_device)
+    both.step(0)
+    both.assert_equal()
+    with counted("numpy") as calls:
+        step.capture(both.device, on_device)
+        assert not calls
+        assert not both.device.fc.has_captured
+        with refused(ValueError, "ThorConv2d: inputs has a wrong shape"):
+            both.device.conv.capture(*on_device([np.ones((2, 3, 5, 5), F32)] * 2))
+    both.step(1)
+    both.opt.request_refresh()
+    both.on_cpu.request_refresh()
+    for net, opt, put in (
+        (both.host, both.on_cpu, np.asarray),
+        (both.device, both.opt, on_device),
+    ):
+        step.capture(net, put)
+        net.fc.clear()
+        net.fc.capture_covariances(put(2 * np.eye(4)), put(np.eye(5, dtype=F32)))
+        net.emb.capture_covariances(put(np.arange(7, dtype=F32)), put(np.eye(4)))
+        opt(tuple(put(g) for g in step.gradients))
+    both.assert_equal()
+    assert both.opt.state_dict()["refreshes.fc.weight"] == 2
+
+
+def nets() -> None:
+    """A net may hold arrays of the device that are no parameters, with all that they hold."""
+    net = Net(put=on_device)
+    net.activations = cuda.to_device(np.ones(3, F32))
+    net.activations.layer = nn.ThorDense(np.ones((2, 3), F32))
+    assert len(make(net).parameters) == 8
+
+
+# States
+
+
+def states() -> None:
+    """A state is taken over on either side; a checkpoint holds the parameters."""
+    both = Both(frequency=3)
+    for t in range(4):
+        both.step(t)
+    state = both.opt.state_dict()
+    resumed = Both(frequency=3)
+    for p, q in zip(resumed.opt.parameters, both.opt.parameters, strict=True):
+        cuda.to_device(q.asnumpy(), to=p.data)
+    for p, q in zip(resumed.on_cpu.parameters, both.opt.parameters, strict=True):
+        p.data[...] = q.asnumpy()
+    resumed.opt.load_state_dict(both.on_cpu.state_dict())
+    resumed.on_cpu.load_state_dict(state)
+    for t in range(4, 7):
+        both.step(t)
+        resumed.step(t)
+    resumed.assert_equal()
+    assert_equal(both.opt, resumed.opt)
+    with refused(ValueError, "'refreshes.fc.weight' is out of range", *memory(both.opt)):
+        both.opt.load_state_dict({**state, "refreshes.fc.weight": np.array([-1])})
+    with tempfile.TemporaryDirectory() as folder:
+        nn.save_checkpoint(both.opt.parameters, f"{folder}/parameters")
+        saved = nn.load_checkpoint(f"{folder}/parameters")
+    for p in both.opt.parameters:
+        assert_same_bits(saved[p.name], p.asnumpy())
+
+
+def copies() -> None:
+    """Pickles and deep copies live on the device, apart, and go on as the original does."""
+    both = Both()
+    both.step(0)
+    pair = both.device, both.opt
+    for copied in (copy.deepcopy(pair), pickle.loads(pickle.dumps(pair))):
+        net, opt = copied
+        assert all(p.is_on_device for p in opt.parameters)
+        assert net.fc.weight is opt.parameters[3]
+        assert net.fc.weight.array.address != both.device.fc.weight.array.address
+        other = copy.deepcopy((both.host, both.on_cpu))
+        for t in range(1, 4):
+            Pass(t).step(net, opt, on_device)
+            Pass(t).step(*other)
+        assert_equal(opt, other[1])
+    both.step(1)
+    both.assert_equal()
+
+
+def rebinding() -> None:
+    """A parameter can be bound to other memory on the device, and changed there."""
+    both = Both()
+    both.step(0)
+    p, old = both.opt.parameters[3], both.opt.parameters[3].data
+    p.data = cuda.to_device(np.ones(p.shape, F32))
+    both.on_cpu.parameters[3].data[...] = 1.0
+    before = on_host(old)
+    both.step(1)
+    both.assert_equal()
+    assert_same_bits(on_host(old), before)
+    with refused(ValueError, "lives elsewhere than", p.data):
+        p.data = np.ones(p.shape, F32)
+
+
+def targets() -> None:
+    """States stay on the host."""
+    both = Both()
+    assert both.opt.target == both.on_cpu.target == "CPU"
+    both.opt.target = "CPU"
+    for target in ("GPU", "Ascend"):
+        with refused(
+            ValueError, "thor: target is impossible: expected 'CPU': this optimizer works"
+        ):
+            both.opt.target = target
+    both.step(0)
+    both.assert_equal()
+
+
+# Numbers on the device, skipped steps
+
+
+def numbers() -> None:
+    """Learning rate and loss scale may live on the device, and change there."""
+    both = Both(loss_scale=8.0, enable_clip_grad=True)
+    lr, scale = on_device([np.array(0.125, F32), np.array([8.0], F32)])
+    options = {**BASE, "learning_rate": lr, "loss_scale": scale, "enable_clip_grad": True}
+    both.device = Net(put=on_device)
+    both.opt = make(both.device, **options)
+    for rate in (0.125, 0.5):
+        cuda.to_device(np.array(rate, F32), to=lr)
+        for p in both.on_cpu.get_lr_parameter(list(both.on_cpu.parameters)):
+            p.data[...] = rate
+        both.step(0)
+        both.step(1)
+    rates = {"learning_rate": both.opt.state_dict()["learning_rate"]}
+    assert rates == {"learning_rate": np.float32(0.5)}
+    assert_equal(both.opt, both.on_cpu, but_for=tuple(rates))
+
+
+def overflows() -> None:
+    """A step in which `found_inf` is not 0 changes nothing, and forgets what was captured."""
+    both, flag = Both(), on_device(np.zeros(1, F32))
+    both.opt.found_inf = flag
+    both.step(0)
+    both.step(1)
+    cuda.to_device(np.ones(1, F32), to=flag)
+    bad = Pass(2)
+    bad.outputs[2][...] = np.inf
+    bad.gradients[3][...] = np.nan
+    before = both.opt.state_dict()
+    bad.capture(both.device, on_device)
+    with counted("assign") as assigned:
+        assert both.opt(tuple(on_device(bad.gradients))) == (True,) * 8
+    assert not assigned
+    for name, value in both.opt.state_dict().items():
+        assert_same_bits(value, before[name], name)
+    assert both.opt.skipped_steps == 1
+    assert not both.device.fc.has_captured
+    cuda.to_device(np.zeros(1, F32), to=flag)
+    for t in (2, 3):
+        both.step(t)
+    both.assert_equal()
+    with refused(ValueError, "found_inf lives elsewhere than the parameters"):
+        both.on_cpu.found_inf = flag
+
+
+def bad_factors() -> None:
+    """A factor without an inverse raises and changes nothing, or is skipped."""
+    bad = Pass(2)
+    bad.outputs[2][...] = np.inf
+    both = Both()
+    bad.capture(both.device, on_device)
+    with refused(FactorError, "factor G of layer 'fc'", *memory(both.opt)):
+        both.opt(tuple(on_device(bad.gradients)))
+    assert both.opt.global_step == 0
+    both.opt.clear_captured()
+    both.step(0)
+    both.assert_equal()
+    both = Both(bad_factor="skip")
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        bad.step(both.host, both.on_cpu)
+        bad.step(both.device, both.opt, on_device)
+    assert len(found) == 2
+    both.step(1)
+    both.assert_equal()
+
+
+# Errors
+
+
+def bad_captures() -> None:
+    """What does not fit is refused before anything of it is taken note of."""
+    net = Net(put=on_device)
+    x, d = np.ones((3, 4), F32), np.ones((3, 5), F32)
+    wide = on_device(np.ones((3, 8), F32))
+    for layer, inputs, outputs, error, text in (
+        (net.fc, on_device(x), d, ValueError, "ThorDense: output_gradients lives elsewhere than"),
+        (net.fc, x, on_device(d), ValueError, "ThorDense: inputs lives elsewhere than the weight"),
+        (net.fc, x, d, ValueError, "expected CUDA device 0, got the host"),
+        (net.fc, on_device(d), on_device(d), ValueError, "inputs has a wrong shape"),
+        (net.fc, on_device(x), on_device(x), ValueError, "output_gradients has a wrong shape"),
+        (net.fc, on_device(x.astype(int)), on_device(d), TypeError, "inputs has a wrong dtype"),
+        (net.fc, wide[:, ::2], on_device(d), ValueError, "ThorDense: inputs is not contiguous"),
+        (net.emb, on_device(np.array([0, 7])), on_device(x[:2]), IndexError, "id < 7, got 7"),
+        (net.emb, on_device(np.array([0, -1])), on_device(x[:2]), IndexError, "got -1"),
+        (net.emb, on_device(x), on_device(x), TypeError, "int32 or int64 ids"),
+        (net.ln, on_device(x), on_device(x), ValueError, "inputs has a wrong shape"),
+    ):
+        with refused(error, text):
+            layer.capture(inputs, outputs)
+        assert not layer.has_captured
+    with refused(ValueError, "ThorDense: g lives elsewhere than the weight"):
+        net.fc.capture_covariances(on_device(np.eye(4)), np.eye(5))
+    with refused(ValueError, "ThorDense: inputs lives elsewhere than the weight"):
+        Net().fc.capture(on_device(x), d)
+
+
+def bad_gradients() -> None:
+    """A step that is refused leaves everything, what was captured included."""
+    both, step = Both(), Pass(0)
+    step.capture(both.device, on_device)
+    wide = on_device(np.ones((5, 8), F32))
+    for place, bad, error, text in (
+        (3, np.ones((5, 4), F32), ValueError, "gradient of 'fc.weight' lives elsewhere than"),
+        (7, np.ones(3, F32), ValueError, "gradient of 'scale' lives elsewhere than"),
+        (7, on_device(np.ones(4, F32)), ValueError, "gradient of 'scale' has a wrong shape"),
+        (3, on_device(np.ones((5, 4), int)), TypeError, "'fc.weight' has a wrong dtype"),
+        (3, wide[:, ::2], ValueError, "gradient of 'fc.weight' is not contiguous"),
+        (0, on_device(rows([1], (7, 4))), ValueError, "is row-sparse: expected a dense one: THOR"),
+        (7, on_device(rows([1], (3,))), ValueError, "gradient of 'scale' is row-sparse: expected"),
+    ):
+        gradients = on_device(step.gradients)
+        gradients[place] = bad
+        with counted("numpy") as calls, pytest.raises(error) as raised:
+            both.opt(tuple(gradients))
+        assert text in str(raised.value)
+        assert not calls  # all gradients are checked before the first one is copied
+        assert both.opt.global_step == 0
+    both.opt(tuple(on_device(step.gradients)))
+    step.step(both.host, both.on_cpu)
+    both.assert_equal()
+    with refused(ValueError, "lives elsewhere than", both.device.fc.weight.data):
+        both.on_cpu(tuple(on_device(step.gradients)))
+
+
+def mixed_nets() -> None:
+    """All parameters live in one place."""
+    net = Net(put=on_device)
+    net.scale = nn.Parameter(np.ones(3, F32))
+    with refused(ValueError, "lives elsewhere than"):
+        make(net)
+
+
+def used_up() -> None:
+    """A list of rates or dampings that is used up raises before the step."""
+    for name in ("learning_rate", "damping"):
+        both = Both(**{name: [0.1, 0.1]})
+        both.step(0)
+        both.step(1)
+        with refused(RuntimeError, f"thor: {name} has no value for step 2", *memory(both.opt)):
+            Pass(2).step(both.device, both.opt, on_device)
+        both.assert_equal()
+
+
+def graphs() -> None:
+    """Nothing of it can be part of a CUDA graph, and nothing has changed."""
+    both, step = Both(), Pass(1)
+    x, d = on_device(step.inputs[2]), on_device(step.outputs[2])
+    Pass(0).capture(both.device, on_device)
+    gradients = tuple(on_device(step.gradients))
+    graph = Graph()
+    for call in (lambda: both.opt(gradients), lambda: both.device.fc.capture(x, d)):
+        with refused(RuntimeError, "a CUDA graph is being captured", *memory(both.opt)), graph:
+            call()
+    assert both.opt.global_step == 0
+    both.device.fc.clear()
+    both.opt.clear_captured()
+    both.step(0)
+    both.assert_equal()
+
+
+def lars() -> None:
+    """LARS around it computes gradients of its own, which it cannot on a device."""
+    both = Both()
+    with refused(RuntimeError, "lives on a CUDA device", *memory(both.opt)):
+        nn.LARS(both.opt)(tuple(on_device(Pass(0).gradients)))
+    assert both.opt.global_step == 0
+    assert both.opt.loss_scale == 1.0
+
+
+CHECKS: dict[str, Sequence[Callable[[], Any]]] = {
+    "steps": (options, dtypes, captures, nets),
+    "states": (states, copies, rebinding, targets),
+    "numbers": (numbers, overflows, bad_factors),
+    "errors": (bad_captures, bad_gradients, mixed_nets, used_up, graphs, lars),
+}
+
+if __name__ == "__main__":
+    for check in CHECKS[sys.argv[1]]:
+        check()
+    fusestep.synchronize()
+    print("right")

@@ -1,0 +1,152 @@
+"""THOR on PyTorch modules that live on a device: ``python device_thor_torch.py``.
+
+A process of its own, under Numba's simulator, whose device is the host: tensors of the CPU are
+given out as tensors of a CUDA device there.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from test_thor_torch import loss_of, make, make_module, train
+
+from fusestep.nn import thor_net, thor_torch
+from fusestep.ops import arrays, device, frameworks
+
+from simulator import prepare_simulator
+
+prepare_simulator()
+
+
+class OnDevice(frameworks._Torch):
+    """The framework of torch's tensors on a device, which they are not."""
+
+    def place(self, where: str, name: str, value: Any) -> frameworks.Place:
+        return super().place(where, name, value)._replace(device=0)
+
+    def stream(self, device: int) -> int:  # noqa: ARG002
+        return 0
+
+    def empty(self, shape: Any, dtype: Any, device: int) -> tuple[Any, int]:  # noqa: ARG002
+        owner = torch.empty(shape, dtype=getattr(torch, dtype.name))
+        return owner, owner.data_ptr()
+
+
+framework_of, torch_on_device = frameworks.framework_of, OnDevice()
+
+
+def give_out() -> None:
+    """From now on every tensor is one of a device."""
+
+    def found(value: Any) -> Any:
+        return torch_on_device if isinstance(value, torch.Tensor) else framework_of(value)
+
+    for module in (arrays, device, thor_net, thor_torch):
+        module.framework_of = found  # type: ignore[attr-defined]
+
+
+def host_runs() -> dict[Any, list[Any]]:
+    """The parameters of modules on the host after some steps."""
+    found = {}
+    for dtype in (torch.float32, torch.float64):
+        module = make_module(dtype=dtype)
+        steps(module, make(module), dtype, range(5))
+        found[dtype] = list(module.parameters())
+    return found
+
+
+def steps(module: Any, opt: Any, dtype: Any, numbers: range) -> None:
+    for t in numbers:
+        opt.zero_grad()
+        loss_of(module, t, dtype).backward()
+        opt.step()
+
+
+def same_bits(module: Any, expected: list[Any]) -> None:
+    for p, q in zip(module.parameters(), expected, strict=True):
+        assert p.dtype == q.dtype
+        assert torch.equal(p, q)
+
+
+def runs(expected: dict[Any, list[Any]]) -> None:
+    """The steps are those of the host; storage may be replaced, optimizers be copied."""
+    for dtype, parameters in expected.items():
+        module = make_module(dtype=dtype)
+        opt = make(module)
+        assert opt.target == "CPU"
+        assert all(p.is_on_device and type(p.data) is torch.Tensor for p in opt.parameters)
+        steps(module, opt, dtype, range(2))
+        for p in module.parameters():
+            p.data = p.data.clone()
+        other_module, other = copy.deepcopy((module, opt))
+        steps(module, opt, dtype, range(2, 5))
+        same_bits(module, parameters)
+        steps(other_module, other, dtype, range(2, 5))
+        same_bits(other_module, parameters)
+
+
+def pickles() -> None:
+    """What is pickled with its module goes on with it."""
+    module = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.Tanh(), torch.nn.Linear(5, 3))
+    opt, x = make(module), torch.randn(6, 4)
+    pairs = [(module, opt), pickle.loads(pickle.dumps((module, opt)))]
+    for one, its in pairs:
+        for _ in range(4):
+            its.zero_grad()
+            one(x).square().sum().backward()
+            its.step()
+        assert all(p.is_on_device for p in its.parameters)
+    same_bits(pairs[1][0], list(module.parameters()))
+
+
+def bfloat16_and_strides() -> None:
+    """bfloat16, and gradients that are not contiguous."""
+    module = torch.nn.Linear(8, 4).to(torch.bfloat16)
+    opt, x = make(module), torch.randn(4, 8, dtype=torch.bfloat16)
+    losses = []
+    for _ in range(10):
+        opt.zero_grad()
+        loss = (module(x).t().float() - 1).square().mean()
+        loss.backward()
+        module.weight.grad = module.weight.grad.t().contiguous().t()
+        opt.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def errors() -> None:
+    """Row-sparse gradients, devices of other kinds, and modules that were moved."""
+    module = torch.nn.Embedding(5, 4, sparse=True)
+    opt = make(module)
+    module(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(ValueError, match="gradient of 'weight' is row-sparse: expected a dense"):
+        opt.step()
+    module = make_module()
+    opt = make(module)
+    train(module, opt, range(1))
+    for part in (arrays, device, thor_net, thor_torch):
+        part.framework_of = framework_of  # type: ignore[attr-defined]
+    for p in module.parameters():
+        p.data = p.data.clone()
+    before = [p.detach().clone() for p in module.parameters()]
+    with pytest.raises(ValueError, match="its data lives elsewhere than"):
+        opt.step()
+    same_bits(module, before)
+
+
+if __name__ == "__main__":
+    expected = host_runs()
+    give_out()
+    runs(expected)
+    pickles()
+    bfloat16_and_strides()
+    errors()
+    print("right")
