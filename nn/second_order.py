@@ -53,6 +53,9 @@ def thor(
     normalization have diagonal factors: ``g <- g / (F + lambda)``. Biases and all other
     parameters take the plain gradient.
 
+    States and arithmetic are on the host. Parameters on a CUDA device come there for a step and
+    go back; their gradients, and what their layers capture, are taken from the device too.
+
     The matrix products and inversions are NumPy's and SciPy's BLAS and LAPACK: their results may
     depend on its number of threads. Nothing else depends on a number of threads.
 
