@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Sequence
 from functools import partial
@@ -399,5 +400,5 @@ class DeviceSteps(HostSteps):
 
 def _leave(resident: Resident) -> None:
     """The optimizer is gone; what its last steps have found is still to be told."""
-    if resident.n_to_check:
+    if resident.n_to_check and resident.pid == os.getpid():
         pending.bequeath(lambda: resident.settle()[1])
