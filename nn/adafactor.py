@@ -288,6 +288,10 @@ class AdaFactor(FusedOptimizer):
     def _size_options(self) -> tuple[float, float, bool]:
         return self.eps[1], self.clip_threshold, self.scale_parameter
 
+    @property
+    def _options_on_device(self) -> tuple[Any, ...]:
+        return (*super()._options_on_device, self._size_options)
+
     def _complete(self, squares: np.ndarray, call: Call, column: dict[str, int]) -> None:
         sizes = np.maximum(1, np.diff(call.batch.variables.table.first)).tolist()
         found = [

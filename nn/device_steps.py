@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .resident import Resident
 
 _KEPT_PROGRAMS = 4
+_KEPT_KINDS = 64
 _FLAGS = (*FLOATS, np.dtype(np.bool_))
 
 
@@ -72,7 +73,7 @@ class DeviceSteps(HostSteps):
     def _forget_launches(self) -> None:
         """An address has changed: nothing that was derived from it stays."""
         self._forget_programs()
-        self._ran: set[Any] = set()  # kinds of steps; what they launch is compiled
+        self._ran: dict[Any, None] = {}  # the last kinds of steps; what they launch is compiled
 
     def _forget_programs(self) -> None:
         self._programs: dict[Any, tuple[Program, int]] = {}
@@ -237,12 +238,20 @@ class DeviceSteps(HostSteps):
         )
         resident.follow_last(stream, capturing=capturing)
         classes = resident.write_settings(settings, stream, capturing=capturing)
-        program, origin = self._program(resident, given, conditioning, classes, launch)
+        program, origin = self._program(resident, given, conditioning, kinds, classes, launch)
         resident.tables.write(program.words, stream, capturing=capturing)
         resident.scratch.take(max(1, program.scratch_bytes), capturing=capturing)
         resident.run(program, origin, self._found_inf, launch)
         resident.has_run(program, stream, capturing=capturing)
-        self._ran.add(kinds)
+        self._ran.pop(kinds, None)
+        self._ran[kinds] = None
+        if len(self._ran) > _KEPT_KINDS:
+            del self._ran[next(iter(self._ran))]
+
+    @property
+    def _options_on_device(self) -> tuple[Any, ...]:
+        """Options that can be assigned to and are not among the settings on the device."""
+        return self.sparse_update, self.skip_nonfinite, self._formula().function
 
     def _kinds(self, given: Gradients, conditioning: Conditioning) -> Any:
         """On what it depends which loops a step launches."""
@@ -253,8 +262,7 @@ class DeviceSteps(HostSteps):
             tuple((n > 0, n > HOT) for n in lengths),
             conditioning.prologue,
             conditioning.options_on_device,
-            self._formula().function,
-            self.skip_nonfinite,
+            self._options_on_device,
             self._found_inf is not None,
         )
 
@@ -303,6 +311,7 @@ class DeviceSteps(HostSteps):
         resident: Resident,
         given: Gradients,
         conditioning: Conditioning,
+        kinds: Any,
         classes: int,
         launch: Launch,
     ) -> tuple[Program, int]:
@@ -313,27 +322,26 @@ class DeviceSteps(HostSteps):
         from .device_program import Program
 
         capturing, tables = launch.is_captured, resident.tables
+        is_kept = not (capturing or conditioning.is_of_one_step)
         addresses = tuple(
             (row.index_address, row.values_address, len(row.indices)) for row in given.rows
         )
         key = (
-            given.layout,
+            kinds,
             given.addresses.tobytes(),
             addresses,
-            conditioning.prologue,
             conditioning.acts(given.layout.active).tobytes(),
-            conditioning.options_on_device,
             classes,
             launch.sorter is None,
         )
-        known = None if capturing else self._programs.get(key)
+        known = self._programs.get(key) if is_kept else None
         if known is not None and known[0].place == tables.address:
             return known
         parts = self._parts(resident, given, conditioning, classes, launch)
         finite = by_storage(given) if self.skip_nonfinite else ()
         program = Program(parts, finite, partial(tables.take, capturing=capturing))
         origin = resident.remember(error_of(given), capturing=capturing) if given.rows else 0
-        if not capturing:
+        if is_kept:
             if len(self._programs) >= _KEPT_PROGRAMS:
                 self._forget_programs()
             self._programs[key] = program, origin
