@@ -148,24 +148,27 @@ class DeviceSteps(HostSteps):
         """The optimizer's memory on the device; the host knows of the last steps what it must.
 
         Raises:
-            RuntimeError: there is none yet, and a CUDA graph is being captured.
+            RuntimeError: there is none yet for these options, and a CUDA graph is being captured.
             Exception: what a step before has found, if the host waits.
         """
-        must_settle = self._resident is not None and self._must_settle(self._resident)
-        captured = (self._resident is None or must_settle) and is_captured(self.parameters[0].array)
+        resident, bases = self._resident, self._formula().bases
+        # Powers of other numbers are computed anew from the counts.
+        is_new = resident is None or resident.bases != bases
+        must_settle = resident is not None and (is_new or self._must_settle(resident))
+        captured = (is_new or must_settle) and is_captured(self.parameters[0].array)
+        if is_new and captured:
+            raise self._first_in_graph()
         if must_settle and not captured:
             pending.synchronize()
-            self._load_counts()
-        if self._resident is None:
-            if captured:
-                raise self._first_in_graph()
+        if resident is None:
             from .resident import Resident
 
             assert self._device is not None
-            self._resident = Resident(self._device, len(self.parameters), self._formula().bases)
-            weakref.finalize(self, _leave, self._resident).atexit = False
+            resident = self._resident = Resident(self._device, len(self.parameters), bases)
+            weakref.finalize(self, _leave, resident).atexit = False
+        if is_new:
             self._load_counts()
-        return self._resident
+        return resident
 
     def load_state_dict(self, state: Any) -> None:
         """As `StatefulOptimizer.load_state_dict`."""
@@ -211,8 +214,7 @@ class DeviceSteps(HostSteps):
         may_skip = resident.may_skip or self.skip_nonfinite or self._found_inf is not None
         follows = self._rates.follow_steps or self._decays.follow_steps
         is_behind = resident.is_unsettled and may_skip and follows
-        has_other_powers = resident.bases != self._formula().bases
-        return is_behind or has_other_powers or resident.n_to_check >= pending.MOST_PENDING
+        return is_behind or resident.n_to_check >= pending.MOST_PENDING
 
     def _enqueue(
         self,

@@ -72,6 +72,14 @@ class Resident:
         device: its number.
         n_parameters: of the optimizer.
         bases: of the running powers of each.
+
+    Attributes:
+        bases: these.
+        tables: memory for the tables of a step.
+        scratch: memory that is used within a step.
+        n_to_check: steps since the first one that may have found a bad index.
+        may_skip: whether any step was one that may be skipped.
+        pid: of the process that can use it: not of a forked one.
     """
 
     def __init__(self, device: int, n_parameters: int, bases: Sequence[float]) -> None:
