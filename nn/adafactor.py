@@ -15,7 +15,7 @@ from ..kernels.factored_blocks import FactoredKernel, factored_kernel
 from ..kernels.rules import adafactor as rules
 from ..kernels.rules.formula import Formula
 from ..kernels.rules.rule import columns
-from ..ops import check
+from ..ops import check, pending
 from ..ops.errors import message, reject_unknown
 from ..ops.norm import squares_at
 from .arguments import non_negative_float, open_unit, positive_float
@@ -248,7 +248,10 @@ class AdaFactor(FusedOptimizer):
         Raises:
             TypeError, ValueError: as at construction.
         """
-        self.beta1 = _beta1(self._name, beta1)
+        checked = _beta1(self._name, beta1)
+        if self._device is not None:
+            pending.settle()  # what was skipped on the device still counts
+        self.beta1 = checked
         self._rule = rules.ADAFACTOR if self.beta1 else rules.ADAFACTOR_PLAIN
         self._states = self._new_states({})
         self._steps[...] = 0

@@ -82,8 +82,8 @@ class HostSteps(StatefulOptimizer):
                 "'CPU': this optimizer works there" if self._stays_on_host else "'CPU' or 'GPU'"
             )
             raise ValueError(message(self._name, "target", "is impossible", expected, target))
-        pending.settle()
-        with self._lock:
+        with self._lock, pending.held():
+            pending.settle()
             to_host = target == "CPU"
             moved = {
                 role: tuple(map(partial(_moved, to_host), self.parameters, states))
