@@ -213,10 +213,13 @@ class DeviceArray:
         with launching([self]) as stream:
             copy_in(self.address, np.ascontiguousarray(array), stream)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DeviceArray:
-        copied = self.empty_like()
-        copied.assign(self.numpy())
-        memo[id(self)] = copied
+    def __deepcopy__(self, memo: dict[Any, Any]) -> DeviceArray:
+        # Adopted twice, by two groups of parameters say, an array is still one.
+        key = (DeviceArray, id(self.owner), self.address, self.shape, self.strides, self.dtype)
+        if key not in memo:
+            memo[key] = self.empty_like()
+            memo[key].assign(self.numpy())
+        copied: DeviceArray = memo[key]
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
