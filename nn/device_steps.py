@@ -24,7 +24,7 @@ from .host_steps import HostSteps
 from .layout import Batch, Layout
 from .numbers import FLOATS, Number, check_place, on_device
 from .on_device import error_of, row_batches
-from .reader import Gradients, by_storage
+from .reader import GradientReader, Gradients, by_storage
 from .schedule import Values
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ class DeviceSteps(HostSteps):
     _rates: Values
     _decays: Values
     _class_of: np.ndarray
+    _reader: GradientReader
     skip_nonfinite: bool
 
     # What the step is made of, in `FusedOptimizer`.
@@ -194,6 +195,7 @@ class DeviceSteps(HostSteps):
     def _step_on_device(self, gradients: tuple[Any, ...], conditioning: Conditioning) -> None:
         """The step is enqueued; that of this thread, then that of the next."""
         with self._lock, pending.held():
+            self._check_conditioning()
             resident = self._residence()
             step = self._step
             rates, decays = self._rates.as_given(step), self._decays.at(step)
@@ -201,13 +203,45 @@ class DeviceSteps(HostSteps):
             given = self._read(gradients, decays, conditioning)
             layout = given.layout
             with launch_on(
-                [self.parameters[0].array, *given.arrays],
+                [
+                    self.parameters[0].array,
+                    *given.arrays,
+                    *self._numbers_there(rates, conditioning),
+                ],
                 layout.lock_spans if self.use_locking else None,
                 can_be_captured=True,
             ) as launch:
                 self._enqueue(resident, given, conditioning, rates, decays, launch)
             if not launch.is_captured:
                 self._advance(layout)
+
+    def _numbers_there(
+        self, rates: Sequence[Number], conditioning: Conditioning
+    ) -> list[DeviceArray]:
+        """The numbers that the step reads on the device, if it runs once.
+
+        When a graph runs is the user's to order.
+        """
+        known = (*rates, conditioning.loss_scale, self._found_inf)
+        found = [number for number in known if isinstance(number, DeviceArray)]
+        return [] if found and is_captured(self.parameters[0].array) else found
+
+    def _check_conditioning(self) -> None:
+        """Refuse to centralize gradients in a CUDA graph, before memory is taken for it.
+
+        Raises:
+            RuntimeError: one is being captured, and some are.
+        """
+        if self._reader.centralizes and is_captured(self.parameters[0].array):
+            raise RuntimeError(
+                message(
+                    self._name,
+                    "a step in a CUDA graph",
+                    "centralizes gradients",
+                    "groups without grad_centralization",
+                    "one with it",
+                )
+            )
 
     def _must_settle(self, resident: Resident) -> bool:
         """Whether the host has to know how far the device is, or has not asked for long."""

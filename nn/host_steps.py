@@ -10,6 +10,7 @@ import numpy as np
 
 from ..kernels.rules.rule import Rule
 from ..ops import pending
+from ..ops.device_step import refuse_capture
 from ..ops.errors import message
 from ..ops.row_step import RowGradient, row_step
 from .conditioning import Conditioning
@@ -98,6 +99,7 @@ class HostSteps(StatefulOptimizer):
 
     def _step_on_host(self, gradients: tuple[Any, ...], conditioning: Conditioning) -> None:
         """Parameters and gradients come to the host, which waits; the parameters go back."""
+        refuse_capture(self.parameters[0].array)
         with self._lock:
             plan = self._plan(gradients, conditioning)
             if plan is None:
