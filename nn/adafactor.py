@@ -15,7 +15,7 @@ from ..kernels.factored_blocks import FactoredKernel, factored_kernel
 from ..kernels.rules import adafactor as rules
 from ..kernels.rules.formula import Formula
 from ..kernels.rules.rule import columns
-from ..ops import check
+from ..ops import check, pending
 from ..ops.errors import message, reject_unknown
 from ..ops.norm import squares_at
 from .arguments import non_negative_float, open_unit, positive_float
@@ -248,7 +248,10 @@ class AdaFactor(FusedOptimizer):
         Raises:
             TypeError, ValueError: as at construction.
         """
-        self.beta1 = _beta1(self._name, beta1)
+        checked = _beta1(self._name, beta1)
+        if self._device is not None:
+            pending.settle()  # what was skipped on the device still counts
+        self.beta1 = checked
         self._rule = rules.ADAFACTOR if self.beta1 else rules.ADAFACTOR_PLAIN
         self._states = self._new_states({})
         self._steps[...] = 0
@@ -287,6 +290,10 @@ class AdaFactor(FusedOptimizer):
     @property
     def _size_options(self) -> tuple[float, float, bool]:
         return self.eps[1], self.clip_threshold, self.scale_parameter
+
+    @property
+    def _options_on_device(self) -> tuple[Any, ...]:
+        return (*super()._options_on_device, self._size_options)
 
     def _complete(self, squares: np.ndarray, call: Call, column: dict[str, int]) -> None:
         sizes = np.maximum(1, np.diff(call.batch.variables.table.first)).tolist()

@@ -122,3 +122,8 @@ class Conditioning:
     def options_on_device(self) -> tuple[Any, ...]:
         """What `measured_on_device` depends on beside the arrays."""
         return ()
+
+    @property
+    def is_of_one_step(self) -> bool:
+        """Whether what `measured_on_device` returns is of no use in another step."""
+        return False

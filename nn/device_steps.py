@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Sequence
 from functools import partial
@@ -23,7 +24,7 @@ from .host_steps import HostSteps
 from .layout import Batch, Layout
 from .numbers import FLOATS, Number, check_place, on_device
 from .on_device import error_of, row_batches
-from .reader import Gradients, by_storage
+from .reader import GradientReader, Gradients, by_storage
 from .schedule import Values
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from .resident import Resident
 
 _KEPT_PROGRAMS = 4
+_KEPT_KINDS = 64
 _FLAGS = (*FLOATS, np.dtype(np.bool_))
 
 
@@ -46,6 +48,7 @@ class DeviceSteps(HostSteps):
     _rates: Values
     _decays: Values
     _class_of: np.ndarray
+    _reader: GradientReader
     skip_nonfinite: bool
 
     # What the step is made of, in `FusedOptimizer`.
@@ -71,7 +74,7 @@ class DeviceSteps(HostSteps):
     def _forget_launches(self) -> None:
         """An address has changed: nothing that was derived from it stays."""
         self._forget_programs()
-        self._ran: set[Any] = set()  # kinds of steps; what they launch is compiled
+        self._ran: dict[Any, None] = {}  # the last kinds of steps; what they launch is compiled
 
     def _forget_programs(self) -> None:
         self._programs: dict[Any, tuple[Program, int]] = {}
@@ -146,24 +149,27 @@ class DeviceSteps(HostSteps):
         """The optimizer's memory on the device; the host knows of the last steps what it must.
 
         Raises:
-            RuntimeError: there is none yet, and a CUDA graph is being captured.
+            RuntimeError: there is none yet for these options, and a CUDA graph is being captured.
             Exception: what a step before has found, if the host waits.
         """
-        must_settle = self._resident is not None and self._must_settle(self._resident)
-        captured = (self._resident is None or must_settle) and is_captured(self.parameters[0].array)
+        resident, bases = self._resident, self._formula().bases
+        # Powers of other numbers are computed anew from the counts.
+        is_new = resident is None or resident.bases != bases
+        must_settle = resident is not None and (is_new or self._must_settle(resident))
+        captured = (is_new or must_settle) and is_captured(self.parameters[0].array)
+        if is_new and captured:
+            raise self._first_in_graph()
         if must_settle and not captured:
             pending.synchronize()
-            self._load_counts()
-        if self._resident is None:
-            if captured:
-                raise self._first_in_graph()
+        if resident is None:
             from .resident import Resident
 
             assert self._device is not None
-            self._resident = Resident(self._device, len(self.parameters), self._formula().bases)
-            weakref.finalize(self, _leave, self._resident).atexit = False
+            resident = self._resident = Resident(self._device, len(self.parameters), bases)
+            weakref.finalize(self, _leave, resident).atexit = False
+        if is_new:
             self._load_counts()
-        return self._resident
+        return resident
 
     def load_state_dict(self, state: Any) -> None:
         """As `StatefulOptimizer.load_state_dict`."""
@@ -189,6 +195,7 @@ class DeviceSteps(HostSteps):
     def _step_on_device(self, gradients: tuple[Any, ...], conditioning: Conditioning) -> None:
         """The step is enqueued; that of this thread, then that of the next."""
         with self._lock, pending.held():
+            self._check_conditioning()
             resident = self._residence()
             step = self._step
             rates, decays = self._rates.as_given(step), self._decays.at(step)
@@ -196,7 +203,11 @@ class DeviceSteps(HostSteps):
             given = self._read(gradients, decays, conditioning)
             layout = given.layout
             with launch_on(
-                [self.parameters[0].array, *given.arrays],
+                [
+                    self.parameters[0].array,
+                    *given.arrays,
+                    *self._numbers_there(rates, conditioning),
+                ],
                 layout.lock_spans if self.use_locking else None,
                 can_be_captured=True,
             ) as launch:
@@ -204,13 +215,40 @@ class DeviceSteps(HostSteps):
             if not launch.is_captured:
                 self._advance(layout)
 
+    def _numbers_there(
+        self, rates: Sequence[Number], conditioning: Conditioning
+    ) -> list[DeviceArray]:
+        """The numbers that the step reads on the device, if it runs once.
+
+        When a graph runs is the user's to order.
+        """
+        known = (*rates, conditioning.loss_scale, self._found_inf)
+        found = [number for number in known if isinstance(number, DeviceArray)]
+        return [] if found and is_captured(self.parameters[0].array) else found
+
+    def _check_conditioning(self) -> None:
+        """Refuse to centralize gradients in a CUDA graph, before memory is taken for it.
+
+        Raises:
+            RuntimeError: one is being captured, and some are.
+        """
+        if self._reader.centralizes and is_captured(self.parameters[0].array):
+            raise RuntimeError(
+                message(
+                    self._name,
+                    "a step in a CUDA graph",
+                    "centralizes gradients",
+                    "groups without grad_centralization",
+                    "one with it",
+                )
+            )
+
     def _must_settle(self, resident: Resident) -> bool:
         """Whether the host has to know how far the device is, or has not asked for long."""
         may_skip = resident.may_skip or self.skip_nonfinite or self._found_inf is not None
         follows = self._rates.follow_steps or self._decays.follow_steps
         is_behind = resident.is_unsettled and may_skip and follows
-        has_other_powers = resident.bases != self._formula().bases
-        return is_behind or has_other_powers or resident.n_to_check >= pending.MOST_PENDING
+        return is_behind or resident.n_to_check >= pending.MOST_PENDING
 
     def _enqueue(
         self,
@@ -236,12 +274,20 @@ class DeviceSteps(HostSteps):
         )
         resident.follow_last(stream, capturing=capturing)
         classes = resident.write_settings(settings, stream, capturing=capturing)
-        program, origin = self._program(resident, given, conditioning, classes, launch)
+        program, origin = self._program(resident, given, conditioning, kinds, classes, launch)
         resident.tables.write(program.words, stream, capturing=capturing)
         resident.scratch.take(max(1, program.scratch_bytes), capturing=capturing)
         resident.run(program, origin, self._found_inf, launch)
         resident.has_run(program, stream, capturing=capturing)
-        self._ran.add(kinds)
+        self._ran.pop(kinds, None)
+        self._ran[kinds] = None
+        if len(self._ran) > _KEPT_KINDS:
+            del self._ran[next(iter(self._ran))]
+
+    @property
+    def _options_on_device(self) -> tuple[Any, ...]:
+        """Options that can be assigned to and are not among the settings on the device."""
+        return self.sparse_update, self.skip_nonfinite, self._formula().function
 
     def _kinds(self, given: Gradients, conditioning: Conditioning) -> Any:
         """On what it depends which loops a step launches."""
@@ -252,8 +298,7 @@ class DeviceSteps(HostSteps):
             tuple((n > 0, n > HOT) for n in lengths),
             conditioning.prologue,
             conditioning.options_on_device,
-            self._formula().function,
-            self.skip_nonfinite,
+            self._options_on_device,
             self._found_inf is not None,
         )
 
@@ -302,6 +347,7 @@ class DeviceSteps(HostSteps):
         resident: Resident,
         given: Gradients,
         conditioning: Conditioning,
+        kinds: Any,
         classes: int,
         launch: Launch,
     ) -> tuple[Program, int]:
@@ -312,27 +358,26 @@ class DeviceSteps(HostSteps):
         from .device_program import Program
 
         capturing, tables = launch.is_captured, resident.tables
+        is_kept = not (capturing or conditioning.is_of_one_step)
         addresses = tuple(
             (row.index_address, row.values_address, len(row.indices)) for row in given.rows
         )
         key = (
-            given.layout,
+            kinds,
             given.addresses.tobytes(),
             addresses,
-            conditioning.prologue,
             conditioning.acts(given.layout.active).tobytes(),
-            conditioning.options_on_device,
             classes,
             launch.sorter is None,
         )
-        known = None if capturing else self._programs.get(key)
+        known = self._programs.get(key) if is_kept else None
         if known is not None and known[0].place == tables.address:
             return known
         parts = self._parts(resident, given, conditioning, classes, launch)
         finite = by_storage(given) if self.skip_nonfinite else ()
         program = Program(parts, finite, partial(tables.take, capturing=capturing))
         origin = resident.remember(error_of(given), capturing=capturing) if given.rows else 0
-        if not capturing:
+        if is_kept:
             if len(self._programs) >= _KEPT_PROGRAMS:
                 self._forget_programs()
             self._programs[key] = program, origin
@@ -399,5 +444,5 @@ class DeviceSteps(HostSteps):
 
 def _leave(resident: Resident) -> None:
     """The optimizer is gone; what its last steps have found is still to be told."""
-    if resident.n_to_check:
+    if resident.n_to_check and resident.pid == os.getpid():
         pending.bequeath(lambda: resident.settle()[1])

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..kernels.rules.rule import Rule
 from ..ops import pending
+from ..ops.device_step import refuse_capture
 from ..ops.errors import message
 from ..ops.row_step import RowGradient, row_step
 from .conditioning import Conditioning
@@ -82,8 +83,8 @@ class HostSteps(StatefulOptimizer):
                 "'CPU': this optimizer works there" if self._stays_on_host else "'CPU' or 'GPU'"
             )
             raise ValueError(message(self._name, "target", "is impossible", expected, target))
-        pending.settle()
-        with self._lock:
+        with self._lock, pending.held():
+            pending.settle()
             to_host = target == "CPU"
             moved = {
                 role: tuple(map(partial(_moved, to_host), self.parameters, states))
@@ -98,6 +99,7 @@ class HostSteps(StatefulOptimizer):
 
     def _step_on_host(self, gradients: tuple[Any, ...], conditioning: Conditioning) -> None:
         """Parameters and gradients come to the host, which waits; the parameters go back."""
+        refuse_capture(self.parameters[0].array)
         with self._lock:
             plan = self._plan(gradients, conditioning)
             if plan is None:

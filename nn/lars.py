@@ -325,20 +325,23 @@ class LayerwiseConditioning(Conditioning):
         """The factors; see `Conditioning.measured_on_device`."""
         from .device_lars import MeasuredRatios
 
-        lars, acts = self._lars, self._acts[batch.positions]
+        acts = self._acts[batch.positions]
         plain = [
             self._gradients[i] if self._options[i].centralize else None
             for i in batch.positions.tolist()
         ]
-        options = lars.coefficient, lars.epsilon, lars.use_clip
-        return MeasuredRatios(batch, gradients, plain, acts, options, column)
+        return MeasuredRatios(batch, gradients, plain, acts, self.options_on_device, column)
 
     @property
     def options_on_device(self) -> tuple[Any, ...]:
-        """The options of LARS; where gradients are centralized, this step alone."""
+        """The options of LARS."""
         lars = self._lars
-        own = self if any(option.centralize for option in self._options) else None
-        return lars.coefficient, lars.epsilon, lars.use_clip, own
+        return lars.coefficient, lars.epsilon, lars.use_clip
+
+    @property
+    def is_of_one_step(self) -> bool:
+        """Where gradients are centralized: it holds what they were before."""
+        return any(option.centralize for option in self._options)
 
     def _plain_squares(self, batch: Batch, of_g: np.ndarray) -> np.ndarray:
         """Put right the squares of gradients that were centralized; returns which they are."""

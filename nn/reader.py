@@ -92,6 +92,11 @@ class GradientReader:
         self._centralized = frozenset(centralized)
         self.forget()
 
+    @property
+    def centralizes(self) -> bool:
+        """Whether any gradient is centralized."""
+        return bool(self._centralized)
+
     def forget(self) -> None:
         """Drop all layouts: an address has changed."""
         self._layouts: dict[tuple[Kind | None, ...], Layout] = {}

@@ -10,6 +10,7 @@ CUDA graph, which then goes on counting by itself.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ import numpy as np
 from numba import cuda
 
 from ..kernels.cuda import scalars
-from ..kernels.cuda.backend import copy_in, copy_out, new_event, prepare
+from ..kernels.cuda.backend import copy_in, copy_out, new_event
 from ..kernels.cuda.by_value import WORDS, store_words
 from ..kernels.cuda.guard import FOUND, INDEX, NOTHING
 from ..kernels.cuda.launch import on_grid
@@ -71,6 +72,14 @@ class Resident:
         device: its number.
         n_parameters: of the optimizer.
         bases: of the running powers of each.
+
+    Attributes:
+        bases: these.
+        tables: memory for the tables of a step.
+        scratch: memory that is used within a step.
+        n_to_check: steps since the first one that may have found a bad index.
+        may_skip: whether any step was one that may be skipped.
+        pid: of the process that can use it: not of a forked one.
     """
 
     def __init__(self, device: int, n_parameters: int, bases: Sequence[float]) -> None:
@@ -82,16 +91,18 @@ class Resident:
         self._n_errors = 0
         self._graphs: set[int] = set()  # errors of steps that a graph may run at any time
         self._was_captured = False
-        self._event = new_event()
         self._last_stream: tuple[int, int] | None = None
         self._n_unsettled = 0
-        self.n_to_check = 0  # steps since the first one that may have found a bad index
+        self.n_to_check = 0
         self.may_skip = False
+        self.pid = os.getpid()
         with on_device(device):
+            self._event = new_event()
             self._state.take(8 * (scalars.STATE + n_parameters * (1 + len(bases))))
-            # Compiles and loads it: in a graph there is no time for that.
-            place = self._settings.take(8 * WORDS)
-            store_words(place, np.zeros(WORDS, np.int64), cuda.default_stream())
+            # Compiles and loads what a graph needs: while it is captured there is no time for that.
+            place, stream = self._settings.take(8 * WORDS), cuda.default_stream()
+            store_words(place, np.zeros(WORDS, np.int64), stream)
+            self._begin(0, None, stream)
 
     @property
     def state(self) -> int:
@@ -202,15 +213,16 @@ class Resident:
         """
         stream = launch.stream
         self.may_skip |= found_inf is not None or program.checks_finite
-        begins = self.may_skip or program.has_rows
-        if begins:
-            prepare(scalars.begin_kernel)
         program.check_finite(self.state + 8 * scalars.IS_NONFINITE, stream)
-        if begins:
-            place, kind = _place_of(found_inf)
-            on_grid(scalars.begin_kernel, 1, 1, stream)(self.state, place, kind, origin)
+        # A step before a run of a graph may have been skipped, even if none could be until now.
+        if self.may_skip or program.has_rows or launch.is_captured:
+            self._begin(origin, found_inf, stream)
         scratch = self.scratch.address
         program.run(self.settings, self.state, scratch, launch.sorter, stream)
+
+    def _begin(self, origin: int, found_inf: DeviceArray | None, stream: Any) -> None:
+        place, kind = _place_of(found_inf)
+        on_grid(scalars.begin_kernel, 1, 1, stream)(self.state, place, kind, origin)
 
     def has_run(self, program: Program, stream: Any, *, capturing: bool) -> None:
         """The step is enqueued."""

@@ -133,9 +133,11 @@ class DeviceArray:
 
         Raises:
             ValueError: the framework has no way to make one.
+            RuntimeError: a CUDA graph would write the copy after its memory is given to others.
         """
         if self.flags.c_contiguous and self.flags.aligned:
             return self
+        self._check_memory()
         copied = self.framework.contiguous(self.owner)
         if copied is not None:
             made = DeviceArray(copied, self.framework, self.framework.place(where, name, copied))
@@ -161,13 +163,22 @@ class DeviceArray:
     def empty_like(
         self, dtype: np.dtype[Any] | None = None, shape: tuple[int, ...] | None = None
     ) -> DeviceArray:
-        """A new array in the same framework, of the same dtype and shape but for what is given."""
+        """A new array in the same framework, of the same dtype and shape but for what is given.
+
+        Raises:
+            RuntimeError: a CUDA graph would use it after its memory is given to others.
+        """
+        self._check_memory()
         dtype, shape = dtype or self.dtype, self.shape if shape is None else shape
         with on_device(self.device):
             owner, address = self.framework.empty(shape, dtype, self.device)
         return DeviceArray(
             owner, self.framework, Place(address, shape, None, dtype, self.device, True)
         )
+
+    def _check_memory(self) -> None:
+        if not self.framework.keeps_memory_of_graphs and is_captured(self):
+            raise cannot_be_captured()
 
     def copy(self) -> DeviceArray:
         """A copy in the same framework."""
@@ -213,10 +224,13 @@ class DeviceArray:
         with launching([self]) as stream:
             copy_in(self.address, np.ascontiguousarray(array), stream)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> DeviceArray:
-        copied = self.empty_like()
-        copied.assign(self.numpy())
-        memo[id(self)] = copied
+    def __deepcopy__(self, memo: dict[Any, Any]) -> DeviceArray:
+        # Adopted twice, by two groups of parameters say, an array is still one.
+        key = (DeviceArray, id(self.owner), self.address, self.shape, self.strides, self.dtype)
+        if key not in memo:
+            memo[key] = self.empty_like()
+            memo[key].assign(self.numpy())
+        copied: DeviceArray = memo[key]
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -312,18 +326,19 @@ def launching(arrays: Sequence[DeviceArray]) -> Iterator[Any]:
         kinds = dict.fromkeys((array.framework, array.stream) for array in arrays)
         own, *others = dict.fromkeys(_handle(*kind, device) for kind in kinds)
         stream = stream_of(device, own)
-        if others and is_capturing(stream):
+        elsewhere = [stream_of(device, handle) for handle in others]
+        if others and any(map(is_capturing, (stream, *elsewhere))):
             raise RuntimeError(
-                "fusestep: a CUDA graph is being captured on the stream of the first variable; "
-                "arrays whose frameworks use other streams cannot be part of it"
+                "fusestep: a CUDA graph is being captured on the stream of one of the arrays; "
+                "those whose frameworks use other streams cannot be part of it"
             )
-        for handle in others:
-            follow(stream, stream_of(device, handle))
+        for other in elsewhere:
+            follow(stream, other)
         try:
             yield stream
         finally:  # also what was enqueued before an error
-            for handle in others:
-                follow(stream_of(device, handle), stream)
+            for other in elsewhere:
+                follow(other, stream)
 
 
 def is_captured(array: DeviceArray) -> bool:
@@ -333,6 +348,14 @@ def is_captured(array: DeviceArray) -> bool:
     device = array.device
     with on_device(device):
         return is_capturing(stream_of(device, _handle(array.framework, array.stream, device)))
+
+
+def cannot_be_captured() -> RuntimeError:
+    """The error of what would become part of a CUDA graph and must not."""
+    return RuntimeError(
+        "fusestep: a CUDA graph is being captured; it can hold steps of optimizers without "
+        "use_locking, of contiguous gradients and no lists of them, and no other calls"
+    )
 
 
 def _handle(framework: Framework, stream: int | None, device: int) -> int:

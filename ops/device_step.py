@@ -12,7 +12,7 @@ from ..kernels.blocks import Kernel
 from ..kernels.cpu.row_step import RowTable
 from ..kernels.storage import Piece, Storage
 from . import locks, pending
-from .device import DeviceArray, launching
+from .device import DeviceArray, cannot_be_captured, is_captured, launching
 from .stream_order import in_order
 
 
@@ -68,16 +68,23 @@ def launch_on(
     from ..kernels.cuda.backend import is_capturing
 
     with launching(arrays) as stream:
-        is_captured = is_capturing(stream)
-        if is_captured and not (can_be_captured and lock_spans is None):
-            raise RuntimeError(
-                "fusestep: a CUDA graph is being captured; it can hold steps of optimizers "
-                "without use_locking, and no other calls"
-            )
+        capturing = is_capturing(stream)
+        if capturing and not (can_be_captured and lock_spans is None):
+            raise cannot_be_captured()
         order = nullcontext() if lock_spans is None else in_order(lock_spans, stream)
         with order:
             sorter = arrays[0].framework.sorter(arrays[0].device)
-            yield Launch(stream, sorter, is_captured=is_captured)
+            yield Launch(stream, sorter, is_captured=capturing)
+
+
+def refuse_capture(variable: DeviceArray) -> None:
+    """For a call that waits before it launches anything.
+
+    Raises:
+        RuntimeError: it would become part of a CUDA graph.
+    """
+    if is_captured(variable):
+        raise cannot_be_captured()
 
 
 def dense_update(

@@ -48,7 +48,13 @@ class Framework:
 
     This class itself is for everything with ``__cuda_array_interface__`` that is not known, and
     for Numba's own arrays. Streams are given by their handle.
+
+    Attributes:
+        keeps_memory_of_graphs: whether memory that is taken while a CUDA graph is being captured
+            stays the graph's.
     """
+
+    keeps_memory_of_graphs = False
 
     def place(self, where: str, name: str, value: Any) -> Place:
         """Where ``value`` lies.
@@ -107,6 +113,8 @@ class Framework:
 
 
 class _Torch(Framework):
+    keeps_memory_of_graphs = True  # ``torch.cuda.graph`` has a pool of its own
+
     @property
     def _torch(self) -> Any:
         return sys.modules["torch"]
@@ -141,7 +149,7 @@ class _Torch(Framework):
 class _TorchSort:
     """Sorts keys by torch; its allocator gives memory back in the order of the stream."""
 
-    can_be_captured = True  # ``torch.cuda.graph`` has a pool of its own
+    can_be_captured = _Torch.keeps_memory_of_graphs
 
     def __init__(self, torch: Any, device: int) -> None:
         self._torch = torch

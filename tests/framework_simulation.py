@@ -28,6 +28,7 @@ from numba import cuda
 import fusestep
 from fusestep import nn, ops
 from fusestep.kernels.cuda import backend, memory
+from fusestep.kernels.cuda.simulated import Graph
 from fusestep.ops import device, frameworks, stream_order
 from fusestep.ops.device import DeviceArray, launching
 
@@ -393,6 +394,25 @@ def strided_gradients() -> None:
     np.testing.assert_allclose(w, expected, 1e-5)
 
 
+def copies_in_graphs() -> None:
+    """Copies that are made while a graph is captured have to stay the graph's."""
+    wide, narrow = array(5, 6), array(5, 3)
+    for make in (Tensor, CuPyArray):
+        opt = nn.SGD([make(narrow)], 0.1)
+        for g in (wide[:, ::2], narrow.copy()):
+            opt((make(g),))
+        with Graph() as graph:
+            opt((make(g),))
+            if make is CuPyArray:
+                with refused(RuntimeError, "of contiguous gradients"):
+                    opt((make(wide[:, ::2]),))
+            else:
+                opt((make(wide[:, ::2]),))
+        graph.replay()
+        fusestep.synchronize()
+        assert opt.global_step == (4 if make is Tensor else 3)
+
+
 def new_arrays() -> None:
     """States, copies and results are of the parameter's framework."""
     for make, kinds in ((Tensor, (np.float32, BF16)), (CuPyArray, (np.float32, np.float64))):
@@ -598,9 +618,44 @@ def thor() -> None:
         assert log == [*before, *before, *after, *after]
 
 
+def numbers() -> None:
+    """A step waits, on the device, for the numbers that it reads there."""
+    with recorded():
+        current.torch, current.cupy = 1, 2
+        rate, g = CuPyArray(np.array(0.5, np.float32)), Tensor(array(5, 3))
+        opt = nn.SGD([Tensor(array(5, 3))], rate)
+        opt((g,))
+        expected = ["record 2", "1 waits for 2", "record 1", "2 waits for 1"]
+        assert log == expected
+        opt.found_inf = CuPyArray(np.zeros(1, np.float32))
+        log.clear()
+        opt((g,))
+        assert log == expected
+        log.clear()
+        with Graph():  # which may run later, and as often as the user wants
+            opt((g,))
+        assert log == []
+
+
+def captured_streams() -> None:
+    """A graph that another framework captures is left alone."""
+    before = backend.is_capturing
+    with recorded():
+        current.torch, current.cupy = 1, 2
+        opt, g = nn.SGD([Tensor(array(5, 3))], 0.1), CuPyArray(array(5, 3))
+        opt((g,))
+        backend.is_capturing = lambda stream: int(stream) == 2
+        log.clear()
+        with refused(RuntimeError, "captured on the stream of one of the arrays"):
+            opt((g,))
+        backend.is_capturing = before
+        assert log == [] and opt.global_step == 1
+
+
 CHECKS: dict[str, tuple[Callable[[], Any], ...]] = {
     "arrays": (places, dtypes, other_objects),
     "steps": (updates, strided_gradients, new_arrays, streams, order_of_streams, mixtures),
+    "graphs": (copies_in_graphs, numbers, captured_streams),
     "gradients": (whole_gradients, mxnet_arrays),
     "thor": (thor,),
 }

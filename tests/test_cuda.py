@@ -24,12 +24,13 @@ CHECKS = {
     "device_operators.py": ("operators",),
     "device_optimizers.py": ("dense_optimizers", "row_optimizers", "copies"),
     "device_graphs.py": ("numbers", "graphs"),
+    "device_changes.py": ("options", "graphs"),
     "device_gradients.py": ("row_tensors", "centralization"),
     "device_adafactor.py": ("values", "shapes", "types", "states"),
     "device_errors.py": ("index_errors", "locking", "refusals"),
     "device_mxnet.py": ("adam_update", "optimizers", "updaters"),
     "device_thor.py": ("steps", "states", "numbers", "errors"),
-    "framework_simulation.py": ("arrays", "steps", "gradients", "thor"),
+    "framework_simulation.py": ("arrays", "steps", "graphs", "gradients", "thor"),
 }  # fmt: skip
 CAPABILITIES = ("8.0", "9.0a")
 # Registers that a thread may have, so that enough of them fit to hide the latency of memory:

@@ -104,6 +104,8 @@ class Held:
 
         What lies within `WORDS` words is overwritten with them.
         """
+        if words.size == 0:
+            return  # there may be no memory
         address = self.take(words.nbytes, capturing=capturing)
         if capturing:
             store_words(address, words, stream)
