@@ -199,6 +199,8 @@ class DeviceSteps(HostSteps):
             resident = self._residence()
             step = self._step
             rates, decays = self._rates.as_given(step), self._decays.at(step)
+            for rate in rates:
+                check_place(self._name, "learning_rate", rate, self._device)
             self._check_used_rates(rates)
             given = self._read(gradients, decays, conditioning)
             layout = given.layout

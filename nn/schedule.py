@@ -12,7 +12,7 @@ from ..ops import arrays
 from ..ops.check import LARGEST
 from ..ops.device import DeviceArray
 from ..ops.errors import message
-from .numbers import number_of, on_device
+from .numbers import Number, number_of, on_device
 from .parameter import Parameter
 
 
@@ -193,15 +193,20 @@ class Values:
         values = [value_at(self._where, self._name, rate, step) for rate in self._rates]
         return values if self._all_differ else [values[k] for k in self._places]
 
-    def as_given(self, step: int) -> list[float | DeviceArray]:
-        """As `at`, but those on a device as they are: they are not waited for."""
-        values = [
-            rate.array
-            if isinstance(rate, Parameter) and rate.is_on_device
-            else value_at(self._where, self._name, rate, step)
-            for rate in self._rates
-        ]
+    def as_given(self, step: int) -> list[Number]:
+        """As `at`, but those on a device as they are: they are not waited for.
+
+        Raises:
+            TypeError, ValueError: one that was assigned is not of `on_device`'s kind.
+        """
+        values = [self._as_given(rate, step) for rate in self._rates]
         return [values[k] for k in self._places]
+
+    def _as_given(self, rate: Rate | float, step: int) -> Number:
+        there = None
+        if isinstance(rate, Parameter) and rate.is_on_device:
+            there = on_device(self._where, self._name, rate.array)
+        return value_at(self._where, self._name, rate, step) if there is None else there
 
     @property
     def follow_steps(self) -> bool:

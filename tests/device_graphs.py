@@ -23,6 +23,7 @@ from fusestep.kernels.cuda.simulated import Graph
 
 from device_arrays import (
     BETAS,
+    F16,
     F32,
     F64,
     Run,
@@ -418,6 +419,13 @@ def wrong_numbers() -> None:
         with refused(error, text):
             call()
     assert opt.loss_scale == 1.0 and opt.found_inf is None
+    # A rate that is assigned later is looked at by the step.
+    opt.learning_rate.data = on_device(np.array(0.1, F16))
+    with refused(TypeError, "learning_rate has a wrong dtype", *w):
+        opt((on_device(gradient((7,))),))
+    opt.learning_rate.data = on_device(np.array(0.1, F32))
+    opt((on_device(gradient((7,))),))
+    assert opt.global_step == 1
 
 
 CHECKS: dict[str, Sequence[Callable[[], Any]]] = {
