@@ -19,9 +19,10 @@ from ..ops.device import DeviceArray, is_captured
 from ..ops.device_step import Launch, launch_on
 from ..ops.errors import message
 from ..ops.row_step import row_tables
+from . import captures
 from .conditioning import Conditioning
 from .host_steps import HostSteps
-from .layout import Batch, Layout
+from .layout import Batch
 from .numbers import FLOATS, Number, check_place, on_device
 from .on_device import error_of, row_batches
 from .reader import GradientReader, Gradients, by_storage
@@ -158,7 +159,7 @@ class DeviceSteps(HostSteps):
         must_settle = resident is not None and (is_new or self._must_settle(resident))
         captured = (is_new or must_settle) and is_captured(self.parameters[0].array)
         if is_new and captured:
-            raise self._first_in_graph()
+            raise captures.first_of_its_kind(self._name)
         if must_settle and not captured:
             pending.synchronize()
         if resident is None:
@@ -195,7 +196,8 @@ class DeviceSteps(HostSteps):
     def _step_on_device(self, gradients: tuple[Any, ...], conditioning: Conditioning) -> None:
         """The step is enqueued; that of this thread, then that of the next."""
         with self._lock, pending.held():
-            self._check_conditioning()
+            if self._reader.centralizes and is_captured(self.parameters[0].array):
+                raise captures.centralizes(self._name)
             resident = self._residence()
             step = self._step
             rates, decays = self._rates.as_given(step), self._decays.at(step)
@@ -228,28 +230,15 @@ class DeviceSteps(HostSteps):
         found = [number for number in known if isinstance(number, DeviceArray)]
         return [] if found and is_captured(self.parameters[0].array) else found
 
-    def _check_conditioning(self) -> None:
-        """Refuse to centralize gradients in a CUDA graph, before memory is taken for it.
-
-        Raises:
-            RuntimeError: one is being captured, and some are.
-        """
-        if self._reader.centralizes and is_captured(self.parameters[0].array):
-            raise RuntimeError(
-                message(
-                    self._name,
-                    "a step in a CUDA graph",
-                    "centralizes gradients",
-                    "groups without grad_centralization",
-                    "one with it",
-                )
-            )
+    @property
+    def _follows_steps(self) -> bool:
+        """Whether the host has to know the number of the step."""
+        return self._rates.follow_steps or self._decays.follow_steps
 
     def _must_settle(self, resident: Resident) -> bool:
         """Whether the host has to know how far the device is, or has not asked for long."""
         may_skip = resident.may_skip or self.skip_nonfinite or self._found_inf is not None
-        follows = self._rates.follow_steps or self._decays.follow_steps
-        is_behind = resident.is_unsettled and may_skip and follows
+        is_behind = resident.is_unsettled and may_skip and self._follows_steps
         return is_behind or resident.n_to_check >= pending.MOST_PENDING
 
     def _enqueue(
@@ -266,7 +255,14 @@ class DeviceSteps(HostSteps):
         stream, capturing, formula = launch.stream, launch.is_captured, self._formula()
         kinds = self._kinds(given, conditioning)
         if capturing:
-            self._check_capture(launch, given.layout, is_known=kinds in self._ran)
+            captures.check_step(
+                self._name,
+                follows_steps=self._follows_steps,
+                has_rows=bool(given.rows),
+                sorter=launch.sorter,
+            )
+            if kinds not in self._ran:
+                raise captures.first_of_its_kind(self._name)
         settings = Settings(
             conditioning.loss_scale,
             (*formula.constants, *formula.bases),
@@ -302,46 +298,6 @@ class DeviceSteps(HostSteps):
             conditioning.options_on_device,
             self._options_on_device,
             self._found_inf is not None,
-        )
-
-    def _check_capture(self, launch: Launch, layout: Layout, *, is_known: bool) -> None:
-        """Refuse to become part of a CUDA graph that could not run.
-
-        Raises:
-            RuntimeError: it could not.
-        """
-        if self._rates.follow_steps or self._decays.follow_steps:
-            raise RuntimeError(
-                message(
-                    self._name,
-                    "a rate or decay in a CUDA graph",
-                    "follows the number of the step",
-                    "a number, or an array on the device",
-                    "a list or a schedule of the host",
-                )
-            )
-        if layout.n_row_batches and launch.sorter is not None and not launch.sorter.can_be_captured:
-            raise RuntimeError(
-                message(
-                    self._name,
-                    "a row-sparse step in a CUDA graph",
-                    "cannot use this framework's sort",
-                    "arrays of torch or Numba",
-                    type(launch.sorter).__name__,
-                )
-            )
-        if not is_known:
-            raise self._first_in_graph()
-
-    def _first_in_graph(self) -> RuntimeError:
-        return RuntimeError(
-            message(
-                self._name,
-                "a step in a CUDA graph",
-                "is the first of its kind",
-                "the same step once outside of a graph, which compiles it and takes memory",
-                "none",
-            )
         )
 
     def _program(
