@@ -18,6 +18,7 @@ LARGE = (1 << 26, 1 << 28)  # elements of dense steps
 DISTRIBUTIONS = ("zipf1.05", "zipf1.2")
 SORTED = (10**5, 10**6, 10**7)
 SMALL = 200  # tensors
+WIDTH = 4_096  # of a matrix
 LEAST_ELEMENTS = 1 << 16
 
 
@@ -73,8 +74,22 @@ def dense_lamb(bench: Bench, wanted: int) -> Point:
     return bench.measure("dense/nn.Lamb float32", {"elements": n}, jobs, moved)
 
 
+def dense_adafactor(bench: Bench, wanted: int) -> Point:
+    """``nn.AdaFactor`` on a matrix, without a first moment: three passes."""
+    from .. import nn
+
+    height = max(1, bench.fits(wanted, 8, LEAST_ELEMENTS) // WIDTH)
+    n = height * WIDTH
+    parameter = nn.Parameter(bench.clock.normal_array((height, WIDTH)), "w")
+    optimizer = nn.AdaFactor([parameter])
+    gradients = (bench.clock.normal_array((height, WIDTH)),)
+    moved = {OURS: traffic.Traffic(updated=1, passes=(1, 2)).dense(n, 4)}
+    jobs = {OURS: lambda: optimizer(gradients)}
+    return bench.measure("dense/nn.AdaFactor float32", {"elements": n}, jobs, moved)
+
+
 def small_adam(bench: Bench, count: int) -> Point:
-    """``nn.Adam`` on small tensors in one launch, and that kernel beside one that does nothing."""
+    """``nn.Adam`` on small tensors; and the launch of its rule beside one that does nothing."""
     from .. import nn
 
     shapes = model_shapes.many_small(SMALL)[:count]
@@ -142,6 +157,7 @@ def points() -> dict[str, Callable[[Bench], Point]]:
         for dtype in ("float32", "bfloat16"):
             found[f"dense/adam/{dtype}/{n}"] = partial(dense_adam, wanted=n, dtype=dtype)
     found[f"dense/lamb/{LARGE[0]}"] = partial(dense_lamb, wanted=LARGE[0])
+    found[f"dense/adafactor/{LARGE[0]}"] = partial(dense_adafactor, wanted=LARGE[0])
     for count in (1, SMALL):
         found[f"small/adam/{count}"] = partial(small_adam, count=count)
     for name, run in (("all", all_rows), ("lazy", lazy_rows)):
