@@ -190,15 +190,13 @@ def bring_to_host(
 
 
 @contextmanager
-def checked(
-    device: int, launch: Launch, error: Callable[[int, int], Exception] | None
-) -> Iterator[Launch]:
+def checked(device: int, launch: Launch, error: pending.Error | None) -> Iterator[Launch]:
     """``launch`` with a guard of its own, whose answer is waited for later.
 
     Args:
         device: where.
         launch: of the call.
-        error: as `pending.Pending`; None for a call that cannot fail.
+        error: as `pending.add`; None for a call that cannot fail.
     """
     if error is None:
         yield launch

@@ -23,19 +23,8 @@ MOST_PENDING = 1_024
 """Calls with indices after which the host waits for the device, to make room for further ones."""
 
 
-class Pending(NamedTuple):
-    """A call that may turn out to have written nothing.
-
-    Attributes:
-        slot: the guard that decides it.
-        error: makes the exception, from a bad position and the index there; None for a call
-            that only depends on another.
-        undo: takes back what the call has counted.
-    """
-
-    slot: int
-    error: Callable[[int, int], Exception] | None
-    undo: Callable[[], None]
+Error = Callable[[int, int], Exception]
+"""Makes the exception for a call, from a bad position and the index there."""
 
 
 class _Guards:
@@ -53,7 +42,7 @@ class _Guards:
             self._array = cuda.device_array(self._fresh.nbytes, np.uint8)
             self.address = int(address_of(self._array))
         self.used = 0
-        self.calls: list[Pending] = []
+        self.calls: list[tuple[int, Error]] = []  # by the number of the guard
         self._clear()
 
     def _clear(self) -> None:
@@ -67,7 +56,7 @@ class _Guards:
             cuda.synchronize()
 
     def settle(self) -> list[Exception]:
-        """Wait for the device; the errors of all calls, whose counts are taken back."""
+        """Wait for the device; the errors of all calls."""
         from numba import cuda
 
         from ..kernels.cuda.backend import copy_out
@@ -77,16 +66,13 @@ class _Guards:
         with on_device(self._device):
             cuda.synchronize()
             copy_out(found, self.address, cuda.default_stream())
-        calls, errors = self.calls, []
+        calls = self.calls
         self._clear()
-        for call in calls:
-            position = int(found[call.slot, FOUND])
-            if position == NOTHING:
-                continue
-            call.undo()
-            if position >= 0 and call.error is not None:
-                errors.append(call.error(position, int(found[call.slot, INDEX])))
-        return errors
+        return [
+            error(int(found[slot, FOUND]), int(found[slot, INDEX]))
+            for slot, error in calls
+            if found[slot, FOUND] != NOTHING
+        ]
 
 
 class Owner(Protocol):
@@ -132,18 +118,11 @@ def guarded(device: int) -> Iterator[Guard]:
 
     with _lock:
         guards = _guards.get(device) or _guards.setdefault(device, _Guards(device))
-        make_room(device)
+        if guards.used >= MOST_PENDING:
+            synchronize()
         slot = guards.used
         guards.used += 1
         yield Guard(device, slot, guards.address + slot * BYTES)
-
-
-def make_room(device: int) -> None:
-    """Wait for the device if there is no guard left on it, or so many calls depend on some."""
-    with _lock:
-        guards = _guards.get(device)
-        if guards and max(guards.used, len(guards.calls)) >= MOST_PENDING:
-            synchronize()
 
 
 @contextmanager
@@ -153,14 +132,10 @@ def held() -> Iterator[None]:
         yield
 
 
-def add(
-    guard: Guard,
-    error: Callable[[int, int], Exception] | None,
-    undo: Callable[[], None] = lambda: None,
-) -> None:
+def add(guard: Guard, error: Error) -> None:
     """Tell of a call that writes only if ``guard`` stays open."""
     with _lock:
-        _guards[guard.device].calls.append(Pending(guard.slot, error, undo))
+        _guards[guard.device].calls.append((guard.slot, error))
 
 
 def register(owner: Owner) -> None:
