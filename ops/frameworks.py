@@ -108,7 +108,7 @@ class Framework:
         return None
 
     def sorter(self, device: int) -> Any:  # noqa: ARG002
-        """Its sort of int64 keys, a `kernels.cuda.row_step.Sorter`; None: that of this package."""
+        """Its sort of int64 keys, a `kernels.cuda.keys.Sorter`; None: that of this package."""
         return None
 
 

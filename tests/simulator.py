@@ -21,6 +21,7 @@ from fusestep.kernels.cuda import (
     fill,
     finite,
     gather,
+    keys,
     norm,
     row_step,
     scalars,
@@ -39,6 +40,7 @@ def prepare_simulator() -> None:
     dense.THREADS, dense._TILES_PER_THREAD = 4, 1
     finite.THREADS, finite.TILES_PER_THREAD = 4, 1
     row_step.THREADS = fill.THREADS = gather.THREADS = equal_rows.THREADS = widen.THREADS = 8
+    keys.THREADS = 8
     centralize.THREADS, centralize.TILES_PER_THREAD, centralize.MOST_CHUNKS = 8, 1, 20
     norm.THREADS = trust.THREADS = scalars.THREADS = 4
     # Tiles of 2 threads by 2, rounds of 2 rows; lines that 2 threads share; chunks of 8 rows.

@@ -11,11 +11,10 @@ from ..storage import Storage
 from . import row_sums
 from .backend import copy_in, copy_out
 from .guard import NOTHING, WORDS
+from .keys import Keys, Sorter
 from .launch import on_grid, tile_grid
 from .memory import Places, room_of
-from .row_step import Sorter
 from .row_table import ROW_BYTES, sizes_of, table_of
-from .rows import check_kernel
 from .sort import scratch_words, sort_keys
 
 THREADS = 256
@@ -46,33 +45,17 @@ class _Sorting:
         self.sizes = sizes_of([rows.table], drop=drop)
         self._dropped_row = self.sizes.rows if drop else -1
         self.places = Places()
-        n = self.sizes.n
-        own = n if rows.sorter is None else 0
         self._table = self.places.add(ROW_BYTES)
-        self._keys, self._spare = (self.places.add(8 * own) for _ in range(2))
-        self._scratch = self.places.add(8 * scratch_words(n) if own else 0)
+        self._keys = Keys(self.sizes, self.places, sorts=rows.sorter is None)
 
     def enqueue(self, base: int, guard: int, stream: Any) -> tuple[int, int]:
         """Check the indices and sort the keys; their address, and that of the table."""
-        sizes, sorter = self.sizes, self._rows.sorter
         table = table_of([self._rows.table], self._rows.g.itemsize)
-        copy_in(base + self._table, table, stream)
-        keys = base + self._keys if sorter is None else sorter.room(sizes.n)
-        on_grid(check_kernel, -(-sizes.n // THREADS), THREADS, stream)(
-            base + self._table,
-            1,
-            sizes.n,
-            sizes.position_bits,
-            self._dropped_row,
-            keys,
-            guard,
-            0,
-        )
-        if sorter is not None:
-            return sorter.sort(), base + self._table
-        spare, scratch = base + self._spare, base + self._scratch
-        bits = sizes.position_bits, sizes.row_bits
-        return sort_keys(keys, spare, scratch, sizes.n, *bits, stream), base + self._table
+        place = base + self._table
+        copy_in(place, table, stream)
+        check, sorter = (guard, 0), self._rows.sorter
+        keys = self._keys.enqueue(base, place, 1, self._dropped_row, check, sorter, stream)
+        return keys, place
 
 
 def _grid(n: int, width: int, length: int) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -13,29 +13,13 @@ from ..cpu.layout import HOT
 from ..cpu.row_step import RowTable
 from . import rows
 from .backend import copy_in, fill_ones
-from .launch import on_grid
+from .keys import Keys, Sorter, make_keys
+from .launch import on_grid, tile_grid
 from .memory import Places, copy_scalars_and_table, room_of
 from .row_table import ROW_BYTES, Sizes, sizes_of, table_of
-from .sort import counting, scanning, scattering, scratch_words, sort_keys
 from .tiles import row_tiles
 
 THREADS = 256
-
-
-class Sorter(Protocol):
-    """A sort of int64 keys that a framework has.
-
-    Attributes:
-        can_be_captured: whether its memory is kept for a CUDA graph that holds it.
-    """
-
-    can_be_captured: bool
-
-    def room(self, n: int) -> int:
-        """The address of room for ``n`` keys."""
-
-    def sort(self) -> int:
-        """Enqueue the sort of the keys there; the address at which they will lie."""
 
 
 def check_indices(tables: Sequence[RowTable], guard: int, base: int, *, stream: Any) -> None:
@@ -44,22 +28,8 @@ def check_indices(tables: Sequence[RowTable], guard: int, base: int, *, stream: 
     with room_of(stream) as room:
         place = room.take(table.nbytes)
         copy_in(place, table, stream)
-        _check(place, len(tables), sizes_of(tables, drop=False), -1, 0, (guard, base), stream)
-
-
-def _check(
-    table: int,
-    n_tables: int,
-    sizes: Sizes,
-    dropped_row: int,
-    keys: int,
-    check: tuple[int, int],
-    stream: Any,
-) -> None:
-    blocks = max(1, -(-sizes.n // THREADS))
-    on_grid(rows.check_kernel, blocks, THREADS, stream)(
-        table, n_tables, sizes.n, sizes.position_bits, dropped_row, keys, *check
-    )
+        sizes = sizes_of(tables, drop=False)
+        make_keys(place, len(tables), sizes, -1, 0, (guard, base), stream)
 
 
 def row_update(
@@ -192,16 +162,13 @@ class Step:
         self._tables = tables
         self._sizes = sizes
         self._touched_only = touched_only
-        self._sorts = sorts
         n, places = sizes.n, Places()
         self._hot_stride = sizes.most_ranges * sizes.widest
         n_probes = -(-n // HOT) if n > HOT else 0
         self._n_probes = n_probes
         self._hot_place = places.add(n_probes * self._hot_stride * kernel.real.itemsize)
         self._first_place = places.add(0 if touched_only else 8 * sizes.rows)
-        self._keys_place = places.add(8 * n if sorts else 0)
-        self._spare_place = places.add(8 * n if sorts else 0)
-        self._scratch_place = places.add(8 * scratch_words(n) if sorts else 0)
+        self._keys = Keys(sizes, places, sorts=sorts)
         self.size = places.size
         self.table = 0
         self._base = 0
@@ -226,9 +193,7 @@ class Step:
     def loops(self) -> list[Any]:
         """All loops that are launched."""
         kernel, length, n = self._kernel, _tile_length(self._kernel), self._sizes.n
-        found: list[Any] = [rows.check_kernel]
-        if n and self._sorts:
-            found += [counting(), scanning(), scattering()]
+        found = self._keys.loops()
         if self._n_probes:
             found.append(rows.hot_kernel(kernel.g, kernel.real, length))
         if not self._touched_only:
@@ -237,7 +202,7 @@ class Step:
 
     def check(self, check: tuple[int, int], stream: Any) -> None:
         """The check of the indices alone; a bad one closes the guard."""
-        _check(self.table, len(self._tables), self._sizes, -1, 0, check, stream)
+        make_keys(self.table, len(self._tables), self._sizes, -1, 0, check, stream)
 
     def update(self, keys: int, guard: int, base: int, stream: Any) -> None:
         """The rule, on rows whose keys are sorted."""
@@ -251,20 +216,8 @@ class Step:
         self, dropped_row: int, check: tuple[int, int], sorter: Sorter | None, stream: Any
     ) -> int:
         """The address of the sorted keys; the indices are checked on the way."""
-        keys = self._base + self._keys_place if sorter is None else sorter.room(self._sizes.n)
-        _check(self.table, len(self._tables), self._sizes, dropped_row, keys, check, stream)
-        if sorter is not None:
-            return sorter.sort()
-        # Positions are in order before and stay so.
-        return sort_keys(
-            keys,
-            self._base + self._spare_place,
-            self._base + self._scratch_place,
-            self._sizes.n,
-            self._sizes.position_bits,
-            self._sizes.row_bits,
-            stream,
-        )
+        tables = self.table, len(self._tables)
+        return self._keys.enqueue(self._base, *tables, dropped_row, check, sorter, stream)
 
     def sum_hot(self, keys: int, guard: int, stream: Any) -> None:
         """The sums of the ranges of hot rows."""
@@ -349,6 +302,4 @@ def _tile_length(kernel: Kernel) -> int:
 
 def _block(widest: int, length: int) -> tuple[int, int, int]:
     """Threads of a block along the columns and along the rows, and groups of columns."""
-    needed = max(1, -(-widest // length))
-    tiles = min(THREADS, 1 << (needed - 1).bit_length())
-    return tiles, THREADS // tiles, -(-needed // tiles)
+    return tile_grid(-(-widest // length), THREADS)
