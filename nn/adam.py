@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ _LAZY_ARGUMENTS = (
 _ADAM_ARGUMENTS = (*_LAZY_ARGUMENTS, "use_amsgrad", "use_lazy", "use_offload")
 
 
-@cache  # asked for in every step
+@lru_cache(maxsize=256)  # asked for in every step
 def _formula_of(beta1: float, beta2: float, eps: float) -> Formula:
     return Formula(rules.adam_scalars, (beta1, beta2, eps), (beta1, beta2))
 

@@ -244,11 +244,6 @@ class Scalars:
         """Bytes of the scalars of all tensors, and of what they were computed from, aligned."""
         return -(-len(self._tensors.counts) * self._row_bytes // ALIGN) * ALIGN
 
-    @property
-    def table_bytes(self) -> int:
-        """Bytes of the table."""
-        return len(self._tensors.counts) * scalars.ROW_BYTES
-
     def addresses(self, place: int) -> tuple[np.ndarray, np.ndarray]:
         """Addresses of the scalars of each tensor, and of what they were computed from."""
         rows = place + np.arange(len(self._tensors.counts)) * self._row_bytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -58,7 +58,7 @@ def running_power(real: Any, beta: float, step: int) -> Any:
 
 
 # The same in every step, and NumPy takes longer to round a number than to look it up.
-@cache
+@lru_cache(maxsize=256)
 def _rounded(real: Any, beta: float) -> Any:
     return real(beta)
 
