@@ -284,9 +284,11 @@ class FusedOptimizer(DeviceSteps):
         return given, [self._call(batch, rates, decays, conditioning) for batch in layout.batches]
 
     def _is_skipped(self, given: Gradients) -> bool:
-        if self._found_inf is not None and number_of(self._found_inf) != 0.0:
-            return True
-        return self.skip_nonfinite and not self._all_finite(given)
+        return self._has_overflown() or (self.skip_nonfinite and not self._all_finite(given))
+
+    def _has_overflown(self) -> bool:
+        """Whether `found_inf` says so; it is waited for."""
+        return self._found_inf is not None and number_of(self._found_inf) != 0.0
 
     def _all_finite(self, given: Gradients) -> bool:
         """One read of all gradients; on a device it is waited for."""

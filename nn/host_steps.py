@@ -161,8 +161,4 @@ def _moved(to_host: bool, parameter: Parameter, state: Any) -> Any:
     """A copy of a state, if there is one, where the arithmetic will be."""
     if state is None:
         return None
-    if to_host:
-        return state.numpy()
-    moved = parameter.array.empty_like(state.dtype, state.shape)
-    moved.assign(state)
-    return moved
+    return state.numpy() if to_host else parameter.array.holding(state)

@@ -77,9 +77,7 @@ def moved(state: Any, weight: Any) -> Any:
     array = adopt_anywhere("set_states", "weight", weight)
     if not (isinstance(array, DeviceArray) and isinstance(state, np.ndarray)):
         return state
-    made = array.empty_like(state.dtype, state.shape)
-    made.assign(state)
-    return made.native()
+    return array.holding(state).native()
 
 
 # What reading a document that was damaged or made by hand can run into.

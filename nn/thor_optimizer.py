@@ -199,7 +199,7 @@ class Thor(HostCopies):
         self._rates.at(step)  # a list that is used up raises here
         self._decays.at(step)
         options = self._options(step)
-        if self._found_inf is not None and number_of(self._found_inf) != 0.0:
+        if self._has_overflown():
             self._skipped_steps += 1
             self.clear_captured()  # it has overflown too
             return (True,) * len(gradients)

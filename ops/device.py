@@ -180,6 +180,12 @@ class DeviceArray:
         if not self.framework.keeps_memory_of_graphs and is_captured(self):
             raise cannot_be_captured()
 
+    def holding(self, array: np.ndarray) -> DeviceArray:
+        """A new array in the same framework with the contents of one of the host."""
+        made = self.empty_like(array.dtype, array.shape)
+        made.assign(array)
+        return made
+
     def copy(self) -> DeviceArray:
         """A copy in the same framework."""
         from ..kernels.cuda.backend import copy_within
@@ -228,8 +234,7 @@ class DeviceArray:
         # Adopted twice, by two groups of parameters say, an array is still one.
         key = (DeviceArray, id(self.owner), self.address, self.shape, self.strides, self.dtype)
         if key not in memo:
-            memo[key] = self.empty_like()
-            memo[key].assign(self.numpy())
+            memo[key] = self.holding(self.numpy())
         copied: DeviceArray = memo[key]
         return copied
 
