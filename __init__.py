@@ -13,7 +13,7 @@ Layers, each importing only from those below it:
 from importlib import import_module as _import_module
 from typing import Any as _Any
 
-__version__ = "0.1.0"
+__version__ = "0.1.1"
 
 _LAYERS = ("bench", "examples", "kernels", "nn", "ops")
 _NAMES = {

@@ -47,7 +47,6 @@ class DenseCall(NamedTuple):
 
 
 _CHUNK_FIELD = DenseCall._fields.index("chunk")
-_WHOLE = 1 << 62  # a chunk that holds all elements
 
 _read_call = call_reader(DenseCall)
 
@@ -142,7 +141,7 @@ class DenseStep:
             kernel.w.itemsize,
             kernel.g.itemsize,
             *kernel.state_bytes,
-            _WHOLE,
+            0,  # the chunk, which `run` decides
         )
         self._arguments = np.array(call, np.int64)
         self._address = address_of(self._arguments)
@@ -150,11 +149,9 @@ class DenseStep:
     def run(self) -> None:
         """Update the tensors in place, each array read once."""
         total = self.table.total
-        if total < SERIAL_BELOW:
-            run(_update_chunk, 1, self._address, 1)
-            return
-        threads = get_num_threads()
+        threads = 1 if total < SERIAL_BELOW else get_num_threads()
         chunk = _chunk(total, threads)
+        # In every call: the object may have been used for a table of another size.
         self._arguments[_CHUNK_FIELD] = chunk
         run(_update_chunk, -(-total // chunk), self._address, threads)
 
@@ -163,4 +160,4 @@ def _chunk(total: int, threads: int) -> int:
     """How many elements make a part."""
     share = -(-total // threads)
     longest = min(_LONG_CHUNK, max(CHUNK, share // _PARTS_PER_THREAD))
-    return total if threads == 1 else -(-min(longest, share) // _ALIGN) * _ALIGN
+    return max(1, total) if threads == 1 else -(-min(longest, share) // _ALIGN) * _ALIGN
