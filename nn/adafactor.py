@@ -18,6 +18,7 @@ from ..kernels.rules.rule import columns
 from ..ops import check, pending
 from ..ops.errors import message, reject_unknown
 from ..ops.norm import squares_at
+from ..ops.step import Prepared
 from .arguments import non_negative_float, open_unit, positive_float
 from .conditioning import Conditioning
 from .fused import FusedOptimizer
@@ -255,7 +256,7 @@ class AdaFactor(FusedOptimizer):
         self._rule = rules.ADAFACTOR if self.beta1 else rules.ADAFACTOR_PLAIN
         self._states = self._new_states({})
         self._steps[...] = 0
-        self.global_step[...] = 0
+        self._global_step[...] = 0
         self._derive()
 
     def _state_name(self, role: str, parameter: str) -> str:
@@ -305,22 +306,14 @@ class AdaFactor(FusedOptimizer):
         call.hp[:, column["step"]] *= of_step
         call.hp[:, column["decay"]] *= of_decay
 
-    def _compile(self, batch: Batch, conditioning: Conditioning) -> None:
-        if not self._has_matrices(batch):
-            super()._compile(batch, conditioning)
-            return
-        for block in self._kernel(batch, conditioning).blocks:
-            block.address  # noqa: B018
-
-    def _run_dense(
+    def _prepared_dense(
         self,
         call: Call,
         gradients: np.ndarray,
         conditioning: Conditioning,
-    ) -> None:
+    ) -> Prepared:
         if not self._has_matrices(call.batch):
-            super()._run_dense(call, gradients, conditioning)
-            return
+            return super()._prepared_dense(call, gradients, conditioning)
         variables, table = call.batch.variables, self._table(call.batch)
         column = columns(self._rule, conditioning.prologue)
         if conditioning.is_measured:
@@ -331,11 +324,10 @@ class AdaFactor(FusedOptimizer):
             sizes = np.diff(variables.table.first)
             squares[:, 0] = squares_at(variables.w, variables.table.addresses[:, 0], sizes)
         step = FactoredStep(compiled, table, gradients, call.hp)
-        step.factorize()
         squares[:, 1] = step.direction_squares()
         with np.errstate(all="ignore"):  # as in the base class
             self._complete(squares, call, column)
-        step.update()
+        return Prepared(step.loops(), step.forget)
 
     def _dense_part(self, batch: Batch, gradients: np.ndarray, conditioning: Conditioning) -> Part:
         from .device_adafactor import matrices_part, vectors_part

@@ -13,7 +13,7 @@ import numpy as np
 from ..kernels.blocks import kernel
 from ..kernels.cpu.layout import HOT
 from ..kernels.rules.formula import Formula, running_power
-from ..ops import pending
+from ..ops import locks, pending
 from ..ops.arrays import real_type
 from ..ops.device import DeviceArray, is_captured
 from ..ops.device_step import Launch, launch_on
@@ -128,7 +128,7 @@ class DeviceSteps(HostSteps):
         assert self._resident is not None
         counts, error = self._resident.settle()
         self._forget_programs()
-        self.global_step[0], self._skipped_steps = counts.global_step, counts.n_skipped
+        self._global_step[0], self._skipped_steps = counts.global_step, counts.n_skipped
         self._steps[:] = counts.steps
         return error
 
@@ -189,17 +189,17 @@ class DeviceSteps(HostSteps):
 
     def _step_for_device(self, gradients: tuple[Any, ...], conditioning: Conditioning) -> None:
         if self._works_on_host:
-            self._step_on_host(gradients, conditioning)
+            self._step_offloaded(gradients, conditioning)
         else:
             self._step_on_device(gradients, conditioning)
 
     def _step_on_device(self, gradients: tuple[Any, ...], conditioning: Conditioning) -> None:
         """The step is enqueued; that of this thread, then that of the next."""
-        with self._lock, pending.held():
+        with locks.entered(self._lock, self._name), pending.held():
             if self._reader.centralizes and is_captured(self.parameters[0].array):
                 raise captures.centralizes(self._name)
             resident = self._residence()
-            step = self._step
+            step = self._next_step()
             rates, decays = self._rates.as_given(step), self._decays.at(step)
             for rate in rates:
                 check_place(self._name, "learning_rate", rate, self._device)

@@ -6,18 +6,19 @@ import os
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from ..kernels.cpu.counts import are_equal, count_up
+from ..kernels.cpu.counts import Count, are_equal
 from ..kernels.cpu.finite import all_finite
 from ..kernels.rules.formula import Formula
 from ..kernels.rules.rule import Rule, columns, factors
 from ..ops import check, locks
 from ..ops.errors import message
-from ..ops.row_step import row_step
-from ..ops.step import compile_step, dense_step, measure_step
+from ..ops.row_step import RowGradient, prepared_rows
+from ..ops.step import Prepared, commit, measure_step, prepared_dense
 from .conditioning import Conditioning
 from .device_steps import DeviceSteps
 from .host_steps import Call
@@ -125,7 +126,7 @@ class FusedOptimizer(DeviceSteps):
     def _derive(self) -> None:
         """What is not part of the state: it is made anew in a copy."""
         super()._derive()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         _living.add(self)
         self._condition()
         self._read_anew()
@@ -182,63 +183,65 @@ class FusedOptimizer(DeviceSteps):
         if self._device is not None:
             self._step_for_device(gradients, conditioning)
         elif self.use_locking:
-            self._locked_step(gradients, conditioning)
+            # The scalars of a step follow from the number of steps before it.
+            with locks.entered(self._lock, self._name):
+                self._step_on_host(gradients, conditioning)
         else:
-            plan = self._plan(gradients, conditioning)
-            if plan is not None:
-                self._run_all(*plan, conditioning)
-                self._advance(plan[0].layout)
+            self._step_on_host(gradients, conditioning)
         return (True,) * len(gradients)
 
-    def _locked_step(self, gradients: tuple[Any, ...], conditioning: Conditioning) -> None:
-        """The call takes its number of updates and its place in the queue for the memory at
-        once, so calls run in the order of their numbers.
-        """
-        with self._lock:
-            plan = self._plan(gradients, conditioning)
-            if plan is None:
-                return
-            self._advance(plan[0].layout)
-            request = locks.Request(plan[0].layout.lock_spans, shared=False)
-        with request:
-            self._run_all(*plan, conditioning)
+    def _step_on_host(self, gradients: tuple[Any, ...], conditioning: Conditioning) -> None:
+        plan = self._plan(gradients, conditioning)
+        if plan is not None:
+            spans = plan[0].layout.lock_spans if self.use_locking else None
+            locks.serialized(partial(self._run, *plan, conditioning), spans, shared=False)
+
+    def _run(self, given: Gradients, calls: list[Call], conditioning: Conditioning) -> None:
+        """Write and count, after all that can fail."""
+        steps = [self._prepared(call, given, conditioning) for call in calls]
+        commit(steps, self._count(given.layout))
+
+    def _count(self, layout: Layout) -> Count:
+        active = None if layout.is_complete else layout.active
+        return Count(self._steps, active, self.global_step)
 
     def _advance(self, layout: Layout) -> None:
-        if layout.is_complete:
-            count_up(self._steps)
-        else:
-            self._steps[layout.active] += 1
-        self.global_step[0] += 1
+        """Count a step whose writes are elsewhere."""
+        commit([], self._count(layout))
 
-    def _run_all(
+    def _prepared(self, call: Call, given: Gradients, conditioning: Conditioning) -> Prepared:
+        batch = call.batch
+        if not batch.row_sparse:
+            return self._prepared_dense(call, given.addresses_of(batch), conditioning)
+        rows = given.rows_of(batch)
+        return self._prepared_rows(call, rows, call.hp_of.tolist(), conditioning)
+
+    def _prepared_rows(
         self,
-        given: Gradients,
-        calls: list[Call],
+        call: Call,
+        gradients: Sequence[RowGradient],
+        hp_of: Sequence[int],
         conditioning: Conditioning,
-    ) -> None:
-        for call in calls:
-            batch = call.batch
-            if batch.row_sparse:
-                row_step(
-                    batch.labels,
-                    self._rule,
-                    conditioning.prologue,
-                    batch.variables,
-                    given.rows_of(batch),
-                    call.hp,
-                    call.hp_of.tolist(),
-                    touched_only=self.sparse_update == "lazy",
-                )
-            else:
-                self._run_dense(call, given.addresses_of(batch), conditioning)
+    ) -> Prepared:
+        batch = call.batch
+        return prepared_rows(
+            batch.labels,
+            self._rule,
+            conditioning.prologue,
+            batch.variables,
+            gradients,
+            call.hp,
+            hp_of,
+            touched_only=self.sparse_update == "lazy",
+        )
 
-    def _run_dense(
+    def _prepared_dense(
         self,
         call: Call,
         gradients: np.ndarray,
         conditioning: Conditioning,
-    ) -> None:
-        """One kernel call for each stage."""
+    ) -> Prepared:
+        """What is measured first is measured here."""
         batch, prologue = call.batch, conditioning.prologue
         arguments = (self._rule, prologue, batch.variables, gradients, batch.g, call.hp, call.hp_of)
         if conditioning.is_measured or self._rule.measure:
@@ -251,7 +254,7 @@ class FusedOptimizer(DeviceSteps):
                     )
                 if self._rule.measure:
                     self._complete(measure_step(*arguments), call, column)
-        dense_step(*arguments)
+        return prepared_dense(*arguments)
 
     def _plan(
         self, gradients: tuple[Any, ...], conditioning: Conditioning
@@ -260,7 +263,7 @@ class FusedOptimizer(DeviceSteps):
 
         What can fail, fails here: nothing has been written.
         """
-        step = self._step
+        step = self._next_step()
         rates, decays = self._rates.at(step), self._decays.at(step)
         self._check_used_rates(rates)
         given = self._reader.read_like_last(gradients) or self._read(
@@ -268,19 +271,11 @@ class FusedOptimizer(DeviceSteps):
         )
         layout = given.layout
         on_host = self._device is None
-        if (
-            layout.n_row_batches
-            and on_host
-            and (self.use_locking or self.skip_nonfinite or layout.n_row_batches > 1)
-        ):
-            self._reader.check_indices(given)
+        if layout.n_row_batches and on_host and self.skip_nonfinite:
+            self._reader.check_indices(given)  # a bad index is an error in a skipped step too
         if self._is_skipped(given):
             self._skipped_steps += 1
             return None
-        # One batch compiles before it writes; but the counters must not be ahead of it.
-        if on_host and (self.use_locking or len(layout.batches) > 1):
-            for batch in layout.batches:
-                self._compile(batch, conditioning)
         return given, [self._call(batch, rates, decays, conditioning) for batch in layout.batches]
 
     def _is_skipped(self, given: Gradients) -> bool:
@@ -303,17 +298,6 @@ class FusedOptimizer(DeviceSteps):
             return conditioning.centralized_with(i, decays[self._class_of[i]])
 
         return self._reader.read(gradients, added)
-
-    def _compile(self, batch: Batch, conditioning: Conditioning) -> None:
-        """Compile what the batch will run, so that the step cannot fail half way."""
-        compile_step(
-            self._rule,
-            conditioning.prologue,
-            batch.variables,
-            batch.g,
-            row_sparse=batch.row_sparse,
-            every_row=self.sparse_update == "dense_equivalent",
-        )
 
     def _call(
         self, batch: Batch, rates: list[float], decays: list[float], conditioning: Conditioning
@@ -372,7 +356,7 @@ _living: weakref.WeakSet[FusedOptimizer] = weakref.WeakSet()
 
 def _after_fork_in_child() -> None:
     for optimizer in list(_living):
-        optimizer._lock = threading.Lock()
+        optimizer._lock = threading.RLock()
 
 
 if hasattr(os, "register_at_fork"):

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..kernels.rules.rule import Rule
-from ..ops import pending
+from ..ops import locks, pending
 from ..ops.device_step import refuse_capture
 from ..ops.errors import message
-from ..ops.row_step import RowGradient, row_step
+from ..ops.row_step import RowGradient
+from ..ops.step import Prepared, commit
 from .conditioning import Conditioning
 from .layout import Batch, Layout
 from .offload import rows_on_host, run_dense, run_rows
@@ -47,9 +49,8 @@ class HostSteps(StatefulOptimizer):
 
     _stays_on_host = False  # whatever is assigned to `target`
     _moved_to_host = False
-    _lock: threading.Lock
+    _lock: threading.RLock
     _rule: Rule
-    sparse_update: str | None
     use_locking: bool
 
     def _plan(
@@ -57,7 +58,18 @@ class HostSteps(StatefulOptimizer):
     ) -> tuple[Gradients, list[Call]] | None:
         raise NotImplementedError
 
-    def _run_dense(self, call: Call, gradients: np.ndarray, conditioning: Conditioning) -> None:
+    def _prepared_dense(
+        self, call: Call, gradients: np.ndarray, conditioning: Conditioning
+    ) -> Prepared:
+        raise NotImplementedError
+
+    def _prepared_rows(
+        self,
+        call: Call,
+        gradients: Sequence[RowGradient],
+        hp_of: Sequence[int],
+        conditioning: Conditioning,
+    ) -> Prepared:
         raise NotImplementedError
 
     def _advance(self, layout: Layout) -> None:
@@ -83,7 +95,7 @@ class HostSteps(StatefulOptimizer):
                 "'CPU': this optimizer works there" if self._stays_on_host else "'CPU' or 'GPU'"
             )
             raise ValueError(message(self._name, "target", "is impossible", expected, target))
-        with self._lock, pending.held():
+        with locks.entered(self._lock, self._name), pending.held():
             pending.settle()
             to_host = target == "CPU"
             moved = {
@@ -97,10 +109,10 @@ class HostSteps(StatefulOptimizer):
 
     # The step
 
-    def _step_on_host(self, gradients: tuple[Any, ...], conditioning: Conditioning) -> None:
+    def _step_offloaded(self, gradients: tuple[Any, ...], conditioning: Conditioning) -> None:
         """Parameters and gradients come to the host, which waits; the parameters go back."""
         refuse_capture(self.parameters[0].array)
-        with self._lock:
+        with locks.entered(self._lock, self._name):
             plan = self._plan(gradients, conditioning)
             if plan is None:
                 return
@@ -129,16 +141,9 @@ class HostSteps(StatefulOptimizer):
         self, call: Call, rows: list[RowGradient], conditioning: Conditioning, stream: Any
     ) -> None:
         def step(batch: Batch, t: int, gradient: RowGradient) -> None:
-            row_step(
-                batch.labels,
-                self._rule,
-                conditioning.prologue,
-                batch.variables,
-                [gradient],
-                call.hp,
-                [int(call.hp_of[t])],
-                touched_only=self.sparse_update == "lazy",
-            )
+            of_batch = call._replace(batch=batch)
+            hp_of = [int(call.hp_of[t])]
+            commit([self._prepared_rows(of_batch, [gradient], hp_of, conditioning)])
 
         run_rows(call.batch, rows, step, stream=stream)
 
@@ -152,7 +157,8 @@ class HostSteps(StatefulOptimizer):
             if is_measured:
                 rates, decays = rates[chosen], decays[chosen]
             hp, hp_of = call.hp[call.hp_of[chosen]], np.arange(len(chosen))
-            self._run_dense(Call(batch, hp, hp_of, rates, decays), addresses, conditioning)
+            of_batch = Call(batch, hp, hp_of, rates, decays)
+            commit([self._prepared_dense(of_batch, addresses, conditioning)])
 
         run_dense(call.batch, gradients, step, split=not is_measured, stream=stream)
 

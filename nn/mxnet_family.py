@@ -153,6 +153,7 @@ class AdamFamily(Optimizer):
         given = bound.read(grads)
         active = given.layout.active.tolist()
         before = self._counts_of(indices)
+        step = None
         try:
             numbers = self._advance([indices[i] for i in active])
             decay = max((wd for *_, wd in numbers), default=0.0)
@@ -160,7 +161,7 @@ class AdamFamily(Optimizer):
             of_each: list[Any] = [None] * len(indices)
             for i, of_one in zip(active, numbers, strict=True):
                 of_each[i] = of_one
-            Step(
+            step = Step(
                 bound,
                 given,
                 self._composed if composed else self._fused,
@@ -168,9 +169,11 @@ class AdamFamily(Optimizer):
                 touched_only=lazy,
                 numbers=of_each,
                 scalars=lambda real, n: self._scalars(real, prologue, *n, composed=composed),
-            ).run()
+            )
+            step.run()
         except BaseException:
-            self._restore(*before)
+            if step is None or not step.is_done:  # an interrupt may come right after it
+                self._restore(*before)
             raise
 
     def _counts_of(self, indices: Sequence[Any]) -> tuple[int, dict[Any, int | None]]:

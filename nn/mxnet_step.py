@@ -12,14 +12,15 @@ from typing import Any
 import numpy as np
 
 from ..kernels.cpu import headers
+from ..kernels.cpu.counts import Count
 from ..kernels.rules.rule import Prologue, Rule
 from ..ops import check, pending
 from ..ops.arrays import adopt_anywhere
 from ..ops.device import DeviceArray, device_of
 from ..ops.device_step import Launch, checked, launch_on
 from ..ops.errors import message
-from ..ops.row_step import check_rows_on_device, row_step
-from ..ops.step import compile_step, dense_step
+from ..ops.row_step import check_rows_on_device, prepared_rows, row_step
+from ..ops.step import Prepared, commit, dense_step, prepared_dense
 from .layout import Batch
 from .on_device import error_of, row_batches
 from .parameter import Parameter
@@ -151,9 +152,6 @@ class Step:
         touched_only: row-sparse gradients update only the rows that occur.
         numbers: for each weight what its scalars are made of; hashable.
         scalars: makes them.
-
-    Raises:
-        IndexError: an index of a row-sparse gradient is out of range.
     """
 
     def __init__(
@@ -169,54 +167,61 @@ class Step:
     ) -> None:
         self._given, self._rules, self._prologue = given, rules, prologue
         self._touched_only, self._device = touched_only, bound.device
-        batches, on_host = given.layout.batches, bound.device is None
-        if on_host and given.layout.n_row_batches > 1:
-            bound.reader.check_indices(given)
-        if on_host and len(batches) > 1:  # one batch compiles before it writes
-            for batch in batches:
-                compile_step(
-                    self._rule(batch),
-                    prologue,
-                    batch.variables,
-                    batch.g,
-                    row_sparse=batch.row_sparse,
-                    every_row=not touched_only,
-                )
-        self._calls = [(batch, *_scalars_of(batch, numbers, scalars)) for batch in batches]
+        self._calls = [
+            (batch, *_scalars_of(batch, numbers, scalars)) for batch in given.layout.batches
+        ]
+        self._done = np.zeros(1, np.int64)
 
     def _rule(self, batch: Batch) -> Rule:
         plain, with_master = self._rules
         return with_master if len(batch.variables.s) > len(plain.states) else plain
 
+    @property
+    def is_done(self) -> bool:
+        """Whether it has been written; on a device it is never known."""
+        return bool(self._done[0])
+
     def run(self) -> None:
-        """Write; on a device it is enqueued."""
+        """Write; on a device it is enqueued.
+
+        Raises:
+            IndexError: an index of a row-sparse gradient is out of range.
+        """
         if self._device is None:
-            self._run(None)
+            commit([self._prepared(*call) for call in self._calls], Count(self._done))
         elif self._calls:
             with _launched(self._given, self._device) as launch:
-                self._run(launch)
+                self._enqueue(launch)
 
-    def _run(self, launch: Launch | None) -> None:
+    def _prepared(self, batch: Batch, hp: np.ndarray, hp_of: list[int]) -> Prepared:
+        arguments = self._rule(batch), self._prologue, batch.variables
+        if batch.row_sparse:
+            rows, touched_only = self._given.rows_of(batch), self._touched_only
+            return prepared_rows(
+                batch.labels, *arguments, rows, hp, hp_of, touched_only=touched_only
+            )
+        places = self._given.addresses_of(batch)
+        return prepared_dense(*arguments, places, batch.g, hp, np.array(hp_of))
+
+    def _enqueue(self, launch: Launch) -> None:
         first = 0  # of the positions of a batch among those of all batches
         for batch, hp, hp_of in self._calls:
-            rule, prologue, variables = self._rule(batch), self._prologue, batch.variables
+            arguments = self._rule(batch), self._prologue, batch.variables
             if batch.row_sparse:
                 rows = self._given.rows_of(batch)
                 row_step(
                     batch.labels,
-                    rule,
-                    prologue,
-                    variables,
+                    *arguments,
                     rows,
                     hp,
                     hp_of,
                     touched_only=self._touched_only,
-                    launch=launch and launch.after(first),
+                    launch=launch.after(first),
                 )
                 first += sum(len(gradient.indices) for gradient in rows)
             else:
-                places, g = self._given.addresses_of(batch), batch.g
-                dense_step(rule, prologue, variables, places, g, hp, np.array(hp_of), launch)
+                places = self._given.addresses_of(batch)
+                dense_step(*arguments, places, batch.g, hp, np.array(hp_of), launch)
 
 
 @contextmanager

@@ -74,10 +74,19 @@ class Updater:
             weights, grads = ([values[k] for k in chunk] for values in lists[1:3])
             of_chunk = [indices[k] for k in chunk]
             states = [self._state(i, w) for i, w in zip(of_chunk, weights, strict=True)]
-            self._update([of_chunk, weights, grads, states])
-            # Likewise one whose update has failed.
-            self.states.update(zip(of_chunk, states, strict=True))
-            self._were_read.difference_update(of_chunk)
+            before = self.states.copy(), self._were_read.copy(), self._counts(of_chunk)
+            try:
+                self.states.update(zip(of_chunk, states, strict=True))
+                self._were_read.difference_update(of_chunk)
+                self._update([of_chunk, weights, grads, states])
+            except BaseException:
+                # Likewise one whose update has failed; an interrupt can come when it is done.
+                if self._counts(of_chunk) == before[2]:
+                    self.states, self._were_read, _ = before
+                raise
+
+    def _counts(self, indices: list[Any]) -> list[int | None]:
+        return [self.optimizer._index_update_count.get(index) for index in indices]
 
     def _state(self, index: Any, weight: Any) -> Any:
         if index in self._were_read:

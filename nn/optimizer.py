@@ -11,13 +11,14 @@ from ..ops import check, pending
 from ..ops.device import DeviceArray, device_of
 from ..ops.errors import RejectedTypeError, RejectedValueError, message, reject_unknown
 from . import gradients as grads
-from .checkpoint import as_state, checked_state
+from .checkpoint import as_state, checked_state, steps_done
 from .groups import Groups, name_by_position, read_groups
 from .numbers import check_place, number_of, on_device
 from .parameter import Parameter, writable
 from .schedule import Rate, Values
 
 _TARGETS = ("CPU", "GPU", "Ascend")
+MOST_STEPS = int(np.iinfo(np.int32).max)
 
 
 class Optimizer:
@@ -83,7 +84,7 @@ class Optimizer:
         )
         self._check_groups(self._groups)
         self.parameters = tuple(option.parameter for option in self._groups.options)
-        self.global_step = np.zeros(1, np.int32)
+        self._global_step = np.zeros(1, np.int32)
         self._device = self._common_device()
         self._check_numbers()
         self._check_overlap({})
@@ -159,8 +160,10 @@ class Optimizer:
 
     def __call__(self, gradients: Sequence[Any]) -> Any:
         """One step with ``gradients`` in the order of `parameters`."""
-        result = self.construct(self._as_tuple(gradients))
-        self.global_step += 1
+        gradients = self._as_tuple(gradients)
+        self._next_step()
+        result = self.construct(gradients)
+        self._global_step += 1
         return result
 
     def _as_tuple(self, gradients: Any) -> tuple[Any, ...]:
@@ -244,8 +247,34 @@ class Optimizer:
         return tuple(decays) if self.is_group else max(decays)
 
     @property
+    def global_step(self) -> np.ndarray:
+        """int32 ``(1,)``: the calls that succeeded; what is assigned is copied into it.
+
+        Raises:
+            TypeError: what is assigned is no array of int32.
+            ValueError: it has another shape or is negative.
+        """
+        return self._global_step
+
+    @global_step.setter
+    def global_step(self, value: Any) -> None:
+        self._global_step[0] = steps_done(self._name, value)
+
+    @property
     def _step(self) -> int:
-        return int(self.global_step[0])
+        return int(self._global_step[0])
+
+    def _next_step(self) -> int:
+        """The number of the next step, from 0 on.
+
+        Raises:
+            OverflowError: there is none: the count is an int32, as published.
+        """
+        step = self._step
+        if step >= MOST_STEPS:
+            expected = f"at most {MOST_STEPS} steps"
+            raise OverflowError(message(self._name, "global_step", "is at its end", expected, step))
+        return step
 
     def _rates_at(self, step: int) -> list[float]:
         rates = [option.rate for option in self._groups.options]
@@ -393,7 +422,7 @@ class Optimizer:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.global_step = writable(self.global_step)
+        self._global_step = writable(self._global_step)
         for parameter in self.parameters:
             parameter.watch(self)
 

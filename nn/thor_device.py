@@ -90,8 +90,7 @@ class HostCopies(FusedOptimizer):
             plan = self._plan(gradients, conditioning)
             if plan is None:
                 return
-            self._run_all(*plan, conditioning)
-            self._advance(plan[0].layout)
+            self._run(*plan, conditioning)
             for address, copied in moved:
                 copy_in(address, copied, launch.stream)
 

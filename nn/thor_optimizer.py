@@ -105,7 +105,7 @@ class Thor(HostCopies):
         self._preconditioners = self._precondition_layers()
         self._scratch = Scratch()
         self._is_requested = False
-        self._announce()
+        self._announce(self._step)
 
     @property
     def _name(self) -> str:
@@ -170,22 +170,22 @@ class Thor(HostCopies):
     def request_refresh(self) -> None:
         """Compute the factors anew in the next step too, whatever its number is."""
         self._is_requested = True
-        self._announce()
+        self._announce(self._step)
 
     def clear_captured(self) -> None:
         """Forget what the layers have captured since the last step."""
         for preconditioner in self._preconditioners:
             preconditioner.layer.clear()
 
-    def _is_due(self, preconditioner: Preconditioner) -> bool:
+    def _is_due(self, preconditioner: Preconditioner, step: int) -> bool:
         return preconditioner.needs_capture and (
-            self._is_requested or self._step % self.frequency == 0 or not preconditioner.has_factors
+            self._is_requested or step % self.frequency == 0 or not preconditioner.has_factors
         )
 
-    def _announce(self) -> None:
-        """Tell the layers whether the next step needs what they capture."""
+    def _announce(self, step: int) -> None:
+        """Tell the layers whether this step, the next one, needs what they capture."""
         for preconditioner in self._preconditioners:
-            preconditioner.layer.is_capturing = self._is_due(preconditioner)
+            preconditioner.layer.is_capturing = self._is_due(preconditioner, step)
 
     # The step
 
@@ -221,14 +221,29 @@ class Thor(HostCopies):
                         position, gradient, inverses or preconditioner.inverses, options,
                         self._scratch,
                     )  # fmt: skip
-        with serial(sum(p.size for p in self.parameters) <= _SERIAL_UP_TO):
-            done = super().construct(tuple(given))
-        for preconditioner, inverses in fresh:
-            preconditioner.keep(inverses)
-        self._is_requested = False
-        self.clear_captured()
-        self._announce()
-        return done
+        before = self._attributes()
+        try:
+            # What belongs to the step beside the parameters comes before they are written: an
+            # interrupt may come right after that.
+            for preconditioner, inverses in fresh:
+                preconditioner.keep(inverses)
+            self._is_requested = False
+            self.clear_captured()
+            self._announce(step + 1)
+            with serial(sum(p.size for p in self.parameters) <= _SERIAL_UP_TO):
+                return super().construct(tuple(given))
+        except BaseException:
+            if self._step == step:
+                for owner, attributes in before:
+                    vars(owner).update(attributes)
+            raise
+
+    def _attributes(self) -> list[tuple[Any, dict[str, Any]]]:
+        """What a step changes beside the parameters and their states, as it is now."""
+        parts = [part for p in self._preconditioners for part in (p, p.layer)]
+        return [(self, {"_is_requested": self._is_requested})] + [
+            (part, vars(part).copy()) for part in parts
+        ]
 
     def _read_layer(
         self, preconditioner: Preconditioner, gradients: tuple[Any, ...]
@@ -242,7 +257,7 @@ class Thor(HostCopies):
 
     def _refreshed(self, preconditioner: Preconditioner, options: Options) -> Inverses | None:
         """New inverses where they are due; None where the old ones are to be used."""
-        if not self._is_due(preconditioner):
+        if not self._is_due(preconditioner, self._step):
             return None
         layer = preconditioner.layer
         if not layer.has_captured:
@@ -289,7 +304,7 @@ class Thor(HostCopies):
         super().load_state_dict(state)
         self._is_requested = False
         self.clear_captured()
-        self._announce()
+        self._announce(self._step)
 
     @property
     def moments(self) -> tuple[np.ndarray, ...]:

@@ -134,7 +134,7 @@ class Preconditioner:
     def keep(self, inverses: Inverses) -> None:
         """Take the inverses for this and the next steps."""
         self.inverses = inverses
-        self.refreshes += 1
+        self.refreshes = self.refreshes + 1
 
     def precondition(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,11 +15,18 @@ from ..kernels.storage import STORAGES
 from . import check, locks, pending
 from .arrays import RowTensor, address_of, adopt_anywhere, real_type
 from .device import DeviceArray, device_of, may_share_memory
-from .device_step import Launch, checked, launch_on
+from .device_step import checked, launch_on
 from .errors import message, reject_unknown
 from .primitive import Primitive
-from .row_step import RowGradient, bad_index_error, check_keys, check_rows_on_device, row_step
-from .step import Variables, dense_step
+from .row_step import (
+    RowGradient,
+    bad_index_error,
+    check_keys,
+    check_rows_on_device,
+    prepared_rows,
+    row_step,
+)
+from .step import Variables, commit, dense_step, prepared_dense
 
 _ARGUMENTS = (
     "weight", "grad", "mean", "var", "out", "lr", "beta1", "beta2", "epsilon", "wd",
@@ -61,22 +68,10 @@ class _AdamUpdate(Primitive):
         device = device_of(self.name, {**read, **written})
         check.no_overlap(self.name, list(written), list(written.values()))
         self._check_apart(written, read)
-        if device is not None:
-            result = self._step_elsewhere(given, grad, written, lazy, scalars)
-            return result.native() if out is None else out
-        with self._held([given, *written.values()]):
-            # What is not updated in place is written when nothing can fail any more.
-            result = given.copy(order="C")
-            _AdamUpdate(False)._step(result, grad, mean, var, lazy, scalars)
-            if out is None:
-                return result
-            written["out"][...] = result
-        return out
-
-    def _held(self, arrays: list[np.ndarray]) -> AbstractContextManager[object]:
-        """All memory of a call that does not update in place, where it is to be locked."""
-        spans = self._lock_spans(arrays)
-        return nullcontext() if spans is None else locks.Request(spans, shared=False)
+        result = self._step_elsewhere(given, grad, written, lazy, scalars)
+        if out is not None:
+            return out
+        return result if device is None else result.native()
 
     def _lock_spans(self, arrays: list[Any]) -> list[locks.Span] | None:
         if not self.use_locking:
@@ -99,50 +94,68 @@ class _AdamUpdate(Primitive):
     def _step_elsewhere(
         self, given: Any, grad: Any, written: dict[str, Any], lazy: bool, scalars: _Scalars
     ) -> Any:
-        """Enqueue the step on a copy of the weight on its device; the copy, or ``out``.
+        """The step on a copy of the weight, which is ``out`` or new; on a device it is enqueued.
 
-        Neither copy nor step write to ``out`` if an index turns out to be out of range.
+        Copy and step are written together, or neither.
         """
-        given = given.contiguous(self.name, "weight")
-        result = written["out"] if "out" in written else given.empty_like()
+        given = check.contiguous(given, self.name, "weight")
+        result = written["out"] if "out" in written else _empty_like(given)
         variables = self._variables(weight=result, mean=written["mean"], var=written["var"])
-        rows = None
+        gradient: Any
         if isinstance(grad, RowTensor):
             self._check_shape(grad, given)
-            rows, _ = self._checked_rows(variables, "grad", grad.values, grad.indices)
-            gradient = [rows.indices, rows.values]
+            gradient, _ = self._checked_rows(variables, "grad", grad.values, grad.indices)
         else:
-            gradient = [self._checked_dense(variables, "grad", grad)[0][-1]]
-        arrays = [given, *variables.values()]
-        spans = self._lock_spans(arrays)
-        error = None if rows is None else self._index_error(rows, given)
-        with (
-            pending.held(),  # before the order of streams is held, as in `table_step`
-            launch_on([*arrays, *gradient], spans) as launch,
-            checked(given.device, launch, error) as guarded,
-        ):
-            bound = Variables.of([tuple(variables.values())])
-            if rows is not None and "out" in written:
-                check_rows_on_device(bound, [rows], guarded)
-                _copy(given, result, guarded)
-            else:
-                _copy(given, result, launch)
-            self._enqueue(bound, gradient[0] if rows is None else rows, lazy, scalars, guarded)
+            gradient = self._checked_dense(variables, "grad", grad)[0][-1]
+        bound = Variables.of([tuple(variables.values())])
+        copy, arguments = _copying(given, bound), self._arguments(bound, gradient, scalars)
+        spans = self._lock_spans([given, *variables.values()])
+        if isinstance(given, DeviceArray):
+            self._enqueue(given, bound, gradient, copy, arguments, lazy, spans, "out" in written)
+            return result
+        if isinstance(gradient, RowGradient):
+            step = prepared_rows([self.name], *arguments, touched_only=lazy)
+        else:
+            step = prepared_dense(*arguments)
+        locks.serialized(partial(commit, [prepared_dense(*copy), step]), spans, shared=False)
         return result
 
-    def _enqueue(
-        self, bound: Variables, gradient: Any, lazy: bool, scalars: _Scalars, launch: Launch
-    ) -> None:
+    def _arguments(self, bound: Variables, gradient: Any, scalars: _Scalars) -> tuple[Any, ...]:
+        """Those of `dense_step`, or those of `row_step` but for the first."""
         prologue, of_rule = scalars.for_dtype(bound.tensors[0][0].dtype)
-        rule, hp = mxnet.MXNET_ADAM, np.array([of_rule], bound.real.dtype)
+        hp = np.array([of_rule], bound.real.dtype)
         if isinstance(gradient, RowGradient):
-            row_step(
-                [self.name], rule, prologue, bound, [gradient], hp, [0],
-                touched_only=lazy, launch=launch,
-            )  # fmt: skip
-            return
-        place, g = np.array([gradient.address], np.int64), STORAGES[gradient.dtype]
-        dense_step(rule, prologue, bound, place, g, hp, np.zeros(1, np.int64), launch)
+            return mxnet.MXNET_ADAM, prologue, bound, [gradient], hp, [0]
+        place, g = np.array([address_of(gradient)], np.int64), STORAGES[gradient.dtype]
+        return mxnet.MXNET_ADAM, prologue, bound, place, g, hp, np.zeros(1, np.int64)
+
+    def _enqueue(
+        self,
+        given: DeviceArray,
+        bound: Variables,
+        gradient: Any,
+        copy: tuple[Any, ...],
+        arguments: tuple[Any, ...],
+        lazy: bool,
+        spans: list[locks.Span] | None,
+        has_out: bool,
+    ) -> None:
+        """Neither copy nor step write to ``out`` if an index turns out to be out of range."""
+        of_rows = isinstance(gradient, RowGradient)
+        read = [gradient.indices, gradient.values] if of_rows else [gradient]
+        error = self._index_error(gradient, given) if of_rows else None
+        with (
+            pending.held(),  # before the order of streams is held, as in `table_step`
+            launch_on([given, *bound.tensors[0], *read], spans) as launch,
+            checked(given.device, launch, error) as guarded,
+        ):
+            if of_rows and has_out:
+                check_rows_on_device(bound, [gradient], guarded)
+            dense_step(*copy, guarded if of_rows and has_out else launch)
+            if of_rows:
+                row_step([self.name], *arguments, touched_only=lazy, launch=guarded)
+            else:
+                dense_step(*arguments, guarded)
 
     def _index_error(self, rows: RowGradient, table: Any) -> Callable[[int, int], IndexError]:
         """What makes the error; keys that are too long are refused here."""
@@ -170,11 +183,17 @@ class _AdamUpdate(Primitive):
                     )
 
 
-def _copy(given: DeviceArray, result: DeviceArray, launch: Launch) -> None:
-    """Enqueue a copy that is not made where the guard of ``launch`` is closed."""
-    bound, place = Variables.of([(result,)]), np.array([given.address], np.int64)
-    one = np.ones((1, 1), bound.real.dtype)
-    dense_step(SCALED, (), bound, place, bound.w, one, np.zeros(1, np.int64), launch)
+def _copying(given: Any, bound: Variables) -> tuple[Any, ...]:
+    """The arguments of the `dense_step` that copies ``given`` to the weight of ``bound``."""
+    result = Variables.of([bound.tensors[0][:1]])
+    place, one = np.array([address_of(given)], np.int64), np.ones((1, 1), bound.real.dtype)
+    return SCALED, (), result, place, bound.w, one, np.zeros(1, np.int64)
+
+
+def _empty_like(array: Any) -> Any:
+    if isinstance(array, DeviceArray):
+        return array.empty_like()
+    return np.empty(array.shape, array.dtype)
 
 
 def _is_same_memory(weight: Any, out: Any) -> bool:

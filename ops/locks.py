@@ -7,24 +7,32 @@ memory, not the Python object: two views of one buffer exclude each other.
 Requests are served in order of arrival: one waits for every earlier request that it conflicts
 with, so neither readers of a row nor a sweep over the table can starve. A request takes all
 its memory at once, so there is no deadlock.
+
+A place in the queue is a lock of its thread, held by a ``with`` that is compiled code from end
+to end. Whatever interrupts the call, it is released; a context manager in Python could itself be
+interrupted before it does that.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
-_changed = threading.Condition()
-_requests: list[Request] = []
+from .errors import message
 
+T = TypeVar("T")
 Identity = tuple[int, ...]
 Span = tuple[int, int, Identity]
 """First byte, byte after the last, and the variables that this memory is part of."""
 
+_entry = threading.RLock()
+_requests: list[Request] = []  # in order of arrival
+
 
 class Request:
-    """A place in the queue for memory, taken when it is made; ``with`` waits and holds it.
+    """A request for memory, to be used once: `serialized` holds ``place`` around all of it.
 
     Args:
         spans: from `spans_of`.
@@ -34,28 +42,68 @@ class Request:
     def __init__(self, spans: list[Span], *, shared: bool) -> None:
         self.spans = spans
         self.shared = shared
-        with _changed:
+        self.place = threading.RLock()
+        self._over: list[Request] = [self]  # when it has left
+
+    def wait(self) -> None:
+        """Enter the queue and wait until the memory is free.
+
+        Raises:
+            RuntimeError: this thread has it already.
+        """
+        with entered(_entry, "use_locking"):
+            earlier = [request for request in _requests if _conflict(self, request)]
+            for request in earlier:
+                entered(request.place, "use_locking")
             _requests.append(self)
+        for request in earlier:
+            with request.place:
+                pass
+        self._over += earlier
 
-    def __enter__(self) -> None:
-        try:
-            with _changed:
-                _changed.wait_for(lambda: not _must_wait(self))
-        except BaseException:  # an interrupt while waiting must not leave the place taken
-            self.__exit__()
-            raise
+    def leave(self) -> None:
+        """Tidy up after the place was released; one that was interrupted here others remove."""
+        with _entry:
+            over = self._over
+            _requests[:] = [request for request in _requests if request not in over]
 
-    def __exit__(self, *_: object) -> None:
-        with _changed:
-            if self in _requests:
-                _requests.remove(self)
-            _changed.notify_all()
+
+def serialized(work: Callable[[], T], spans: list[Span] | None, *, shared: bool) -> T:
+    """The result of ``work``, which is done while the memory of ``spans`` is held; None: at once.
+
+    Raises:
+        RuntimeError: this thread holds it already.
+    """
+    if spans is None:
+        return work()
+    request = Request(spans, shared=shared)
+    try:
+        with request.place:
+            request.wait()
+            return work()
+    finally:
+        request.leave()
+
+
+def entered(lock: Any, where: str) -> Any:
+    """``lock``, an RLock that is to be held once.
+
+    A signal handler, or the ``__array__`` of a gradient, runs within a call of its own thread:
+    if it waited for that call to end, it would wait for ever.
+
+    Raises:
+        RuntimeError: this thread holds it already.
+    """
+    if lock._is_owned():
+        expected, got = "a call after its end", "one from a signal handler or an array's __array__"
+        raise RuntimeError(message(where, "a call", "is made within another one", expected, got))
+    return lock
 
 
 def _after_fork_in_child() -> None:
     # The threads that held or awaited memory in the parent do not exist here.
-    global _changed
-    _changed = threading.Condition()
+    global _entry
+    _entry = threading.RLock()
     _requests.clear()
 
 
@@ -84,15 +132,6 @@ def overlaps(a: list[Span], b: list[Span]) -> Iterator[tuple[Identity, Identity]
             i += 1
         else:
             j += 1
-
-
-def _must_wait(mine: Request) -> bool:
-    for other in _requests:
-        if other is mine:
-            return False
-        if _conflict(mine, other):
-            return True
-    return False
 
 
 def _conflict(a: Request, b: Request) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..kernels.blocks import Kernel, kernel
-from ..kernels.cpu.row_step import RowTable, row_update
+from ..kernels.cpu.row_step import RowStep, RowTable
 from ..kernels.rules.rule import Prologue, Rule
 from ..kernels.storage import STORAGES
 from . import device_step, locks, pending
@@ -16,7 +17,7 @@ from .arrays import RowTensor, address_of, index_error
 from .device import DeviceArray
 from .device_step import Launch
 from .errors import message
-from .step import Variables, spans_of
+from .step import Prepared, Variables, commit, spans_of
 
 
 class RowGradient(NamedTuple):
@@ -50,7 +51,6 @@ def row_step(
     *,
     touched_only: bool,
     drop: bool = False,
-    use_locking: bool = False,
     launch: Launch | None = None,
 ) -> None:
     """One step of ``rule`` on tables with row-sparse gradients, in place, in one kernel call.
@@ -65,7 +65,6 @@ def row_step(
         hp_of: the row of ``hp`` that each table uses.
         touched_only: update the rows that occur (lazy), or all rows (dense-equivalent).
         drop: leave out indices that are out of range.
-        use_locking: lazy calls lock the rows they touch, others the whole variables.
         launch: for variables on a device; the step is enqueued, and its guard knows of bad
             indices. Such variables are locked by whoever launches.
 
@@ -73,18 +72,49 @@ def row_step(
         IndexError: an index is out of range; nothing was written.
         ValueError: the tables have too many rows for the sort keys.
     """
+    if launch is None:
+        arguments = (where, rule, prologue, variables, gradients, hp, hp_of)
+        commit([prepared_rows(*arguments, touched_only=touched_only, drop=drop)])
+        return
+    compiled, tables = _compiled_tables(rule, prologue, variables, gradients, hp, hp_of)
+    check_keys(where[0], [(table.rows, table.length) for table in tables])
+    device_step.row_update(
+        compiled, tables, hp, hp_of, launch, touched_only=touched_only, drop=drop
+    )
+
+
+def prepared_rows(
+    where: Sequence[str],
+    rule: Rule,
+    prologue: Prologue,
+    variables: Variables,
+    gradients: Sequence[RowGradient],
+    hp: np.ndarray,
+    hp_of: Sequence[int],
+    *,
+    touched_only: bool,
+    drop: bool = False,
+) -> Prepared:
+    """A step on tables on the host, to be run by `commit`; as `row_step`.
+
+    The caller keeps ``hp`` and the gradients alive until then.
+    """
+    compiled, tables = _compiled_tables(rule, prologue, variables, gradients, hp, hp_of)
+    return _prepared(where, compiled, tables, gradients, touched_only=touched_only, drop=drop)
+
+
+def _compiled_tables(
+    rule: Rule,
+    prologue: Prologue,
+    variables: Variables,
+    gradients: Sequence[RowGradient],
+    hp: np.ndarray,
+    hp_of: Sequence[int],
+) -> tuple[Kernel, list[RowTable]]:
     g = STORAGES[gradients[0].values.dtype]
     compiled = kernel(rule, prologue, variables.w, g, variables.s)
     base, stride = address_of(hp), hp.strides[0]
-    tables = row_tables(variables, gradients, [base + row * stride for row in hp_of])
-    if launch is not None:
-        check_keys(where[0], [(table.rows, table.length) for table in tables])
-        device_step.row_update(
-            compiled, tables, hp, hp_of, launch, touched_only=touched_only, drop=drop
-        )
-        return
-    lock_spans = variables.spans if use_locking else None
-    _update_rows(where, compiled, tables, gradients, touched_only, drop, lock_spans)
+    return compiled, row_tables(variables, gradients, [base + row * stride for row in hp_of])
 
 
 def table_step(
@@ -124,7 +154,13 @@ def table_step(
     table = _row_table(variables[0], (*addresses, *absent), address_of(row), gradient)
     lock_spans = spans_of([tuple(variables)]) if use_locking else None
     if not isinstance(variables[0], DeviceArray):
-        _update_rows([where], compiled, [table], [gradient], touched_only, drop, lock_spans)
+        # Rows have locks of their own where several lazy calls hold a table together.
+        locked = use_locking and touched_only
+        step = _prepared(
+            [where], compiled, [table], [gradient], touched_only=touched_only, drop=drop,
+            locked=locked,
+        )  # fmt: skip
+        locks.serialized(partial(commit, [step]), lock_spans, shared=touched_only)
         return
     check_keys(where, [(table.rows, table.length)])
     arrays = [*variables, gradient.indices, gradient.values]
@@ -188,25 +224,22 @@ def _row_table(
     )
 
 
-def _update_rows(
+def _prepared(
     where: Sequence[str],
     compiled: Kernel,
     tables: list[RowTable],
     gradients: Sequence[RowGradient],
+    *,
     touched_only: bool,
     drop: bool,
-    lock_spans: list[locks.Span] | None,
-) -> None:
+    locked: bool = False,
+) -> Prepared:
     check_keys(where[0], [(table.rows, table.length) for table in tables])
-    if lock_spans is None:
-        position = row_update(compiled, tables, touched_only=touched_only, drop=drop, locked=False)
-    else:
-        with locks.Request(lock_spans, shared=touched_only):
-            position = row_update(
-                compiled, tables, touched_only=touched_only, drop=drop, locked=touched_only
-            )
-    if position >= 0:
-        raise first_bad_index(where, gradients, tables, position)
+    step = RowStep(compiled, tables, touched_only=touched_only, drop=drop, locked=locked)
+    if step.bad_position >= 0:
+        step.finish()
+        raise first_bad_index(where, gradients, tables, step.bad_position)
+    return Prepared((step.loop(),), step.finish)
 
 
 def check_keys(where: str, sizes: Sequence[tuple[int, int]]) -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
-from typing import Any
+from functools import cache, cached_property, partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..kernels.blocks import kernel
+from ..kernels.cpu.counts import Count
 from ..kernels.cpu.dense import DenseStep, TensorTable
 from ..kernels.cpu.measure import measure
-from ..kernels.cpu.sums import accumulate
+from ..kernels.cpu.parallel import Loop, run_all
 from ..kernels.cpu.workspace import Pool
 from ..kernels.rules.rule import Prologue, Rule
 from ..kernels.storage import STORAGES, Storage, real_of
@@ -88,34 +89,25 @@ def spans_of(tensors: Sequence[tuple[Any, ...]]) -> list[locks.Span]:
     )
 
 
-def compile_step(
-    rule: Rule,
-    prologue: Prologue,
-    variables: Variables,
-    g: Storage,
-    *,
-    row_sparse: bool,
-    every_row: bool,
-) -> None:
-    """Compile what depends on the rule and the storage types, before anything is written.
+class Prepared(NamedTuple):
+    """A step that only has to be run: all is checked and compiled, and all its memory taken.
 
-    Args:
-        rule: as `dense_step`.
-        prologue: as `dense_step`.
-        variables: as `dense_step`.
-        g: as `dense_step`.
-        row_sparse: for a row step, not a dense one.
-        every_row: for a row step that updates all rows.
+    Attributes:
+        loops: what it runs.
+        release: gives back what it has borrowed, which it keeps alive until then.
     """
-    compiled = kernel(rule, prologue, variables.w, g, variables.s)
-    if row_sparse:
-        real = compiled.real
-        wanted = [compiled.block_real, accumulate(g, real), accumulate(real, real)]
-        wanted += [compiled.block_zero] if every_row else []
-    else:
-        wanted = [compiled.block, *([compiled.measure] if compiled.measure else [])]
-    for function in wanted:
-        function.address  # noqa: B018
+
+    loops: tuple[Loop, ...]
+    release: Callable[[], object]
+
+
+def commit(steps: Sequence[Prepared], *counts: Count) -> None:
+    """Write: run steps and count them, in one compiled call that nothing interrupts."""
+    loops = [loop for step in steps for loop in step.loops]
+    loops += [count.loop for count in counts]
+    run_all(loops)
+    for step in steps:
+        step.release()
 
 
 def dense_step(
@@ -141,17 +133,29 @@ def dense_step(
         hp_of: int64 ``[T]``: the row of ``hp`` that each tensor uses.
         launch: for variables on a device; the step is enqueued.
     """
-    if launch is not None:
-        compiled = kernel(rule, prologue, variables.w, g, variables.s)
-        table = variables.table
-        sizes = np.diff(table.first)
-        device_step.dense_update(compiled, table.addresses, gradients, sizes, hp, hp_of, launch)
+    if launch is None:
+        commit([prepared_dense(rule, prologue, variables, gradients, g, hp, hp_of)])
         return
+    compiled = kernel(rule, prologue, variables.w, g, variables.s)
+    table = variables.table
+    sizes = np.diff(table.first)
+    device_step.dense_update(compiled, table.addresses, gradients, sizes, hp, hp_of, launch)
+
+
+def prepared_dense(
+    rule: Rule,
+    prologue: Prologue,
+    variables: Variables,
+    gradients: np.ndarray,
+    g: Storage,
+    hp: np.ndarray,
+    hp_of: np.ndarray,
+) -> Prepared:
+    """A step on variables on the host, to be run by `commit`; arguments as `dense_step`."""
     steps = variables.steps(rule, prologue, g)
     step = steps.take()
     step.gradients[:], step.hp[: len(hp)], step.hp_of[:] = gradients, hp, hp_of
-    step.run()
-    steps.give(step)
+    return Prepared((step.loop(),), partial(steps.give, step))
 
 
 @cache
@@ -199,8 +203,7 @@ def tensor_step(
     step.gradients[0] = addresses[-1]
     step.hp[0] = hp
     if use_locking:
-        with locks.Request(spans_of([arrays[:-1]]), shared=False):
-            step.run()
+        locks.serialized(step.run, spans_of([arrays[:-1]]), shared=False)
     else:
         step.run()
     steps.give(step)

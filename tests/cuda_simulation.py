@@ -19,6 +19,7 @@ import numpy as np
 from fusestep.kernels.blocks import Kernel, kernel
 from fusestep.kernels.cpu import row_step as host_rows
 from fusestep.kernels.cpu.layout import HOT
+from fusestep.kernels.cpu.parallel import run_all
 from fusestep.kernels.cpu.row_step import RowTable
 from fusestep.kernels.cuda import dense, finite, row_step, sort
 from fusestep.kernels.cuda.guard import NOTHING, WORDS
@@ -212,10 +213,10 @@ class RowCase:
     def step_on_host(self, *, touched_only: bool, drop: bool = False) -> None:
         """The same step by the loops of the CPU."""
         tables = self.tables(self.expected)
-        bad = host_rows.row_update(
-            self.kernel, tables, touched_only=touched_only, drop=drop, locked=False
-        )
-        assert bad == -1
+        step = host_rows.RowStep(self.kernel, tables, touched_only=touched_only, drop=drop)
+        assert step.bad_position == -1
+        run_all([step.loop()])
+        step.finish()
 
     def compare(self) -> None:
         """Device and host have done the same to every element."""

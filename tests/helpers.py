@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from fusestep import nn, ops
+from fusestep.ops import locks
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 STORAGE_DTYPES = (np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16), BF16)
@@ -34,6 +35,16 @@ def arrays_of(values: Any) -> list[np.ndarray]:
     if isinstance(values, list | tuple):
         return [array for value in values for array in arrays_of(value)]
     return []
+
+
+@contextmanager
+def holding(spans: list[locks.Span], *, shared: bool = False) -> Iterator[None]:
+    """This thread has the memory, as a call with ``use_locking=True`` has it."""
+    request = locks.Request(spans, shared=shared)
+    with request.place:
+        request.wait()
+        yield
+    request.leave()
 
 
 @contextmanager

@@ -10,8 +10,9 @@ import pytest
 
 from fusestep import nn, ops
 from fusestep.kernels.cpu import headers
-from fusestep.kernels.cpu.counts import are_equal, count_up
+from fusestep.kernels.cpu.counts import Count, are_equal
 from fusestep.kernels.cpu.headers import ANY, SAME, Expected, address_of, alike
+from fusestep.kernels.cpu.parallel import run_all
 from fusestep.kernels.cpu.search import overlaps
 
 NOWHERE = np.zeros((2, 0), np.int64)
@@ -158,10 +159,17 @@ def test_counts():
     counts = np.array([3, 3, 3])
     assert are_equal(counts)
     assert are_equal(counts[:1])
-    count_up(counts)
+    run_all([Count(counts).loop])
     assert counts.tolist() == [4, 4, 4]
     counts[2] = 5
     assert not are_equal(counts)
+    total = np.array([7], np.int32)
+    run_all([Count(counts, np.array([0, 2]), total).loop])
+    assert counts.tolist() == [5, 4, 6]
+    assert total.tolist() == [8]
+    run_all([Count(counts, np.empty(0, np.int64), total).loop])
+    assert counts.tolist() == [5, 4, 6]
+    assert total.tolist() == [9]
 
 
 # The same results and errors whichever way the headers are read

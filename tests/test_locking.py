@@ -1,7 +1,9 @@
 """use_locking=True: many threads, some serial order for every row, no update lost."""
 
+import signal
 import threading
 import time
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from fusestep import nn, ops
 from fusestep.kernels.cpu import row_step
 from fusestep.ops import locks
 
+from helpers import holding
 from subprocesses import output_of
 
 HP = (0.9, 0.999, 0.01, 0.9, 0.999, 1e-8)
@@ -263,7 +266,7 @@ class TestRequests:
 
     def start(self, order, name, spans, shared, release):
         def work():
-            with locks.Request(spans, shared=shared):
+            with holding(spans, shared=shared):
                 order.append(name)
                 release.wait(10)
 
@@ -301,19 +304,52 @@ class TestRequests:
             thread.join()
         assert order == ["narrow", "wide"]
 
-    def test_an_interrupt_while_waiting_leaves_the_queue(self, monkeypatch):
+    def test_an_interrupt_while_waiting_leaves_the_queue(self):
         spans = self.spans((1_000, 80))
-        holder, waiting = locks.Request(spans, shared=False), locks.Request(spans, shared=False)
+        main, order = threading.get_ident(), []
 
-        def interrupt(*_):
-            raise KeyboardInterrupt
+        def interrupt():
+            time.sleep(0.1)
+            signal.pthread_kill(main, signal.SIGINT)
 
-        with holder:
-            monkeypatch.setattr(locks, "_must_wait", interrupt)
-            with pytest.raises(KeyboardInterrupt), waiting:
-                pass
-            monkeypatch.undo()
+        def work():
+            order.append("worked")
+
+        with TestRequests.held_elsewhere(spans):
+            threading.Thread(target=interrupt).start()
+            with pytest.raises(KeyboardInterrupt):
+                locks.serialized(work, spans, shared=False)
+        locks.serialized(work, spans, shared=False)
+        assert order == ["worked"]
         assert locks._requests == []
+
+    @staticmethod
+    @contextmanager
+    def held_elsewhere(spans):
+        """Another thread has the memory."""
+        inside, leave = threading.Event(), threading.Event()
+
+        def hold():
+            with holding(spans):
+                inside.set()
+                leave.wait()
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        inside.wait()
+        try:
+            yield
+        finally:
+            leave.set()
+            thread.join()
+
+    def test_a_thread_does_not_wait_for_itself(self):
+        spans = self.spans((1_000, 80))
+        with holding(spans, shared=True):
+            assert locks.serialized(lambda: 1, spans, shared=True) == 1
+            with pytest.raises(RuntimeError, match="use_locking: a call is made within another"):
+                locks.serialized(lambda: 1, spans, shared=False)
+        assert locks.serialized(lambda: 2, spans, shared=False) == 2
 
 
 def test_fork_while_a_thread_is_in_a_locked_call():
@@ -330,7 +366,9 @@ def test_fork_while_a_thread_is_in_a_locked_call():
         inside, leave = threading.Event(), threading.Event()
         spans = locks.spans_of([((0,), (1 << 62,), 0)])
         def hold_all():
-            with locks.Request(spans, shared=False), opt._lock:
+            request = locks.Request(spans, shared=False)
+            with request.place, opt._lock:
+                request.wait()
                 inside.set()
                 leave.wait()
         thread = threading.Thread(target=hold_all)

@@ -18,8 +18,10 @@ from fusestep import nn
 from fusestep.nn import RowTensor
 from fusestep.nn import mxnet as mx
 from fusestep.nn.mxnet_step import _KEPT_WEIGHTS
-from fusestep.ops import adam_update, locks
+from fusestep.ops import adam_update
 from fusestep.ops.step import spans_of
+
+from helpers import holding
 
 F16, F32 = np.float16, np.float32
 
@@ -140,7 +142,7 @@ def test_locks_cover_the_result() -> None:
         adam_update(weight, gradient, *moments, out=out, lr=0.1, use_locking=True)
         done.append(True)
 
-    with locks.Request(spans_of([(out,)]), shared=False):
+    with holding(spans_of([(out,)])):
         thread = threading.Thread(target=call)
         thread.start()
         time.sleep(0.5)

@@ -14,7 +14,7 @@ from fusestep.bench.operators import LARS_UPDATE, OPERATORS, Operator
 from fusestep.ops import locks
 from fusestep.ops.primitive import Primitive
 
-from helpers import FAR, assert_same_bits, distance
+from helpers import FAR, assert_same_bits, distance, holding
 
 EVERY = {**OPERATORS, LARS_UPDATE.name: LARS_UPDATE}
 EACH = pytest.mark.parametrize("operator", EVERY.values(), ids=EVERY)
@@ -137,7 +137,7 @@ def test_use_locking_waits_for_the_memory(operator: Operator, use_locking: bool)
         spans = locks.spans_of([((array.ctypes.data,), (array.nbytes,), 0)])
         op = operator.new(use_locking=use_locking)
         thread = threading.Thread(target=op, args=tuple(inputs.values()))
-        with locks.Request(spans, shared=False):
+        with holding(spans):
             thread.start()
             thread.join(0.03 if use_locking else 60)
             assert thread.is_alive() == use_locking

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from array import array
+from typing import NamedTuple
+
 import numpy as np
-from numba import njit
+from numba import carray, njit
 
 from ..cache import KernelCache
+from ..compile import call_reader, part
+from .headers import address_of
+from .intrinsics import as_pointer
+from .parallel import Loop
 
 
 @njit
@@ -17,19 +24,64 @@ def are_equal(counts):
     return n_others == 0
 
 
-@njit
-def count_up(counts):
-    """Add 1 to every count."""
-    for i in range(counts.size):
-        counts[i] += 1
-
-
 are_equal._cache = KernelCache("counts are equal")
-count_up._cache = KernelCache("count up")
+
+
+class CountCall(NamedTuple):
+    """Arguments of the loop, all ``int64``."""
+
+    counts: int
+    positions: int  # [n], or 0 for the first n counts
+    n: int
+    total: int  # int32 [1], or 0
+
+
+_read_call = call_reader(CountCall)
+
+
+@part
+def _count_up(index, slot, call):
+    c = _read_call(call)
+    counts = as_pointer(c.counts)
+    if c.positions == 0:
+        every = carray(counts, c.n, np.int64)
+        for i in range(every.size):
+            every[i] += 1
+    else:
+        positions = carray(as_pointer(c.positions), c.n, np.int64)
+        for i in range(positions.size):
+            carray(counts, positions[i] + 1, np.int64)[positions[i]] += 1
+    if c.total != 0:
+        carray(as_pointer(c.total), 1, np.int32)[0] += 1
+
+
+class Count:
+    """Adding 1 to counts, as the last loop of a step.
+
+    Args:
+        counts: int64; kept alive by the caller, as are the other arrays.
+        positions: int64 ``[n]``: those that count up; None: all.
+        total: int32 ``(1,)`` that counts up once; None: there is none.
+
+    Attributes:
+        loop: to be run.
+    """
+
+    def __init__(
+        self,
+        counts: np.ndarray,
+        positions: np.ndarray | None = None,
+        total: np.ndarray | None = None,
+    ) -> None:
+        of_positions = 0 if positions is None else address_of(positions)
+        n = len(counts if positions is None else positions)
+        of_total = 0 if total is None else address_of(total)
+        self._call = array("q", (address_of(counts), of_positions, n, of_total))
+        self.loop = Loop(_count_up.address, 1, self._call.buffer_info()[0], 1)
 
 
 def compile_counts() -> None:
     """Compile all of this module, or read it from the cache."""
-    zero = np.zeros(1, np.int64)
-    are_equal(zero)
-    count_up(zero)
+    counts = np.zeros(1, np.int64)
+    are_equal(counts)
+    Count(counts)

@@ -13,7 +13,7 @@ from ..blocks import Kernel
 from ..compile import call_reader, part
 from .headers import address_of
 from .intrinsics import as_pointer, call7
-from .parallel import get_num_threads, run
+from .parallel import Loop, get_num_threads, run
 from .search import last_at_most
 
 # Elements per part: short enough to balance the threads, and longer where there is much to do.
@@ -141,19 +141,27 @@ class DenseStep:
             kernel.w.itemsize,
             kernel.g.itemsize,
             *kernel.state_bytes,
-            0,  # the chunk, which `run` decides
+            0,  # the chunk, which each step decides
         )
         self._arguments = np.array(call, np.int64)
         self._address = address_of(self._arguments)
 
+    def loop(self) -> Loop:
+        """What updates the tensors in place, each array read once."""
+        return Loop.of(_update_chunk, *self._parts())
+
     def run(self) -> None:
-        """Update the tensors in place, each array read once."""
+        """Run that loop alone."""
+        run(_update_chunk, *self._parts())
+
+    def _parts(self) -> tuple[int, int, int]:
+        """How many there are, the address of the loop's arguments, and threads."""
         total = self.table.total
         threads = 1 if total < SERIAL_BELOW else get_num_threads()
         chunk = _chunk(total, threads)
-        # In every call: the object may have been used for a table of another size.
+        # In every step: the object may have been used for a table of another size.
         self._arguments[_CHUNK_FIELD] = chunk
-        run(_update_chunk, -(-total // chunk), self._address, threads)
+        return -(-total // chunk), self._address, threads
 
 
 def _chunk(total: int, threads: int) -> int:

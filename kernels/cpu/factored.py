@@ -1,4 +1,8 @@
-"""Adafactor on matrices: three passes over the gradients of any number of tensors in one step."""
+"""Adafactor on matrices: three passes over the gradients of any number of tensors in one step.
+
+The states of rows and columns are small, and the first pass makes the new ones beside the old
+ones; the last pass, which writes the parameters, puts them in their place.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ from .factored_layout import (
 )
 from .headers import address_of
 from .intrinsics import as_pointer, call8, call9
-from .parallel import get_num_threads, run
+from .parallel import Loop, get_num_threads, run_all
 from .search import last_at_most
 from .sort import int64s
 
@@ -113,9 +117,22 @@ def _add_tiles(address, n_tiles, n):
             sums[0, i] += sums[k, i]
 
 
+@njit
+def _new_states(c, tensor):
+    """Addresses of the new states of rows and columns of a tensor."""
+    rows = c.states + tensor[FACTORS] * c.real_bytes
+    return rows, rows + tensor[MATRICES] * tensor[HEIGHT] * c.real_bytes
+
+
+@njit
+def _copy(target, source, n_bytes):
+    words = carray(as_pointer(target), n_bytes // 4, np.int32)
+    words[:] = carray(as_pointer(source), n_bytes // 4, np.int32)
+
+
 @part
 def make_factors(index, slot, call):
-    """States and factors of one group of matrices."""
+    """New states and factors of one group of matrices."""
     c = read_call(call)
     first = int64s(c.first_group, c.n_tensors)
     t = last_at_most(first, c.n_tensors, index)
@@ -127,7 +144,11 @@ def make_factors(index, slot, call):
         tensor[TILES_DOWN],
     )
     begin = (index - first[t]) * tensor[GROUP]
+    new_rows, new_columns = _new_states(c, tensor)
     for matrix in range(begin, min(begin + tensor[GROUP], tensor[MATRICES])):
+        rows, columns = matrix * height * c.real_bytes, matrix * width * c.real_bytes
+        _copy(new_rows + rows, tensor[ROW_STATE] + rows, height * c.real_bytes)
+        _copy(new_columns + columns, tensor[COLUMN_STATE] + columns, width * c.real_bytes)
         row_sums = c.sums + (tensor[ROW_SUMS] + matrix * across * height) * 8
         column_sums = c.sums + (tensor[COLUMN_SUMS] + matrix * down * width) * 8
         _add_tiles(row_sums, across, height)
@@ -139,8 +160,8 @@ def make_factors(index, slot, call):
             column_sums,
             height,
             width,
-            tensor[ROW_STATE] + matrix * height * c.real_bytes,
-            tensor[COLUMN_STATE] + matrix * width * c.real_bytes,
+            new_rows + rows,
+            new_columns + columns,
             factors,
             c.hp + t * c.hp_row_bytes,
         )
@@ -173,6 +194,17 @@ def sum_direction(index, slot, call):
 
 
 @part
+def store_states(index, slot, call):
+    """The new states of one tensor in their place."""
+    c = read_call(call)
+    tensor = _tensor(c, index)
+    new_rows, new_columns = _new_states(c, tensor)
+    matrix_bytes = tensor[MATRICES] * c.real_bytes
+    _copy(tensor[ROW_STATE], new_rows, tensor[HEIGHT] * matrix_bytes)
+    _copy(tensor[COLUMN_STATE], new_columns, tensor[WIDTH] * matrix_bytes)
+
+
+@part
 def update_matrices(index, slot, call):
     """The update of one part."""
     c = read_call(call)
@@ -197,7 +229,7 @@ def update_matrices(index, slot, call):
 
 
 class FactoredStep:
-    """One step; its passes are called in their order.
+    """One step: `direction_squares` computes, and `loops` write.
 
     Args:
         kernel: the compiled blocks.
@@ -211,8 +243,9 @@ class FactoredStep:
     ) -> None:
         self._table = table
         self._measured = np.empty(table.n_parts)
-        sums, factors = np.empty(table.n_sums), np.empty(table.n_factors, kernel.real.dtype)
-        self._keep = (gradients, hp, sums, factors)  # the loops have their addresses
+        sums = np.empty(table.n_sums)
+        factors, states = (np.empty(table.n_factors, kernel.real.dtype) for _ in range(2))
+        self._keep = (gradients, hp, sums, factors, states)  # the loops have their addresses
         call = FactoredCall(
             len(gradients),
             address_of(table.table),
@@ -227,6 +260,7 @@ class FactoredStep:
             kernel.real.itemsize,
             address_of(sums),
             address_of(factors),
+            address_of(states),
             address_of(self._measured),
             kernel.squares.address,
             kernel.factors.address,
@@ -234,23 +268,33 @@ class FactoredStep:
             kernel.update.address,
         )
         self._call = np.array(call, np.int64)
-        for loop in (sum_squares, make_factors, sum_direction, update_matrices):
-            loop.address  # noqa: B018  (compiled before the first pass writes the states)
         self._threads = 1 if table.n_elements < _SERIAL_BELOW else get_num_threads()
 
-    def _run(self, function: NativeFunction, n: int) -> None:
-        run(function, n, address_of(self._call), self._threads)
-
-    def factorize(self) -> None:
-        """First pass: row and column means into the states, and the factors."""
-        self._run(sum_squares, self._table.n_parts)
-        self._run(make_factors, self._table.n_groups)
+    def _loop(self, function: NativeFunction, n: int) -> Loop:
+        return Loop.of(function, n, address_of(self._call), self._threads)
 
     def direction_squares(self) -> np.ndarray:
-        """Second pass: float64 ``[T]``, the sum of squares of each tensor's direction."""
-        self._run(sum_direction, self._table.n_parts)
-        return np.add.reduceat(self._measured, self._table.first_part)
+        """float64 ``[T]``, the sum of squares of each tensor's direction; nothing is written.
 
-    def update(self) -> None:
-        """Third pass: the parameters and their first moments."""
-        self._run(update_matrices, self._table.n_parts)
+        The first two passes: row and column means and what follows from them; the direction.
+        """
+        table = self._table
+        run_all(
+            [
+                self._loop(sum_squares, table.n_parts),
+                self._loop(make_factors, table.n_groups),
+                self._loop(sum_direction, table.n_parts),
+            ]
+        )
+        return np.add.reduceat(self._measured, table.first_part)
+
+    def loops(self) -> tuple[Loop, ...]:
+        """Third pass: the states of rows and columns, the parameters and their first moments."""
+        return (
+            self._loop(store_states, len(self._table.table)),
+            self._loop(update_matrices, self._table.n_parts),
+        )
+
+    def forget(self) -> None:
+        """Called when the loops have run, until when they need the memory of this object."""
+        self._keep = ()

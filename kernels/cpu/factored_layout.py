@@ -34,7 +34,7 @@ _PART = 65_536  # elements
     GROUP,  # matrices of a part, where a part is whole matrices
     ROW_SUMS,  # [matrices, TILES_ACROSS, height]
     COLUMN_SUMS,  # [matrices, TILES_DOWN, width]
-    FACTORS,  # [matrices, height + width]
+    FACTORS,  # [matrices, height + width]; of states the rows of all matrices come first
     COLUMNS,
 ) = range(16)
 
@@ -81,6 +81,7 @@ class FactoredCall(NamedTuple):
     real_bytes: int
     sums: int  # float64
     factors: int  # of the arithmetic
+    states: int  # of the arithmetic: the new ones, each tensor's where its factors are
     measured: int  # float64 [parts]: sums of squares of the direction
     squares: int
     make_factors: int

@@ -1,32 +1,38 @@
 """The one parallel loop of the package, and the guard around the threading layer.
 
-``run(part, n, call)`` calls ``part(index, slot, call)`` for ``index`` in ``range(n)`` on
-several threads. Each thread begins with a stretch of consecutive parts that is the same in every
+A `Loop` calls ``part(index, slot, call)`` for ``index`` in ``range(n)`` on several threads.
+Each thread begins with a stretch of consecutive parts that is the same in every
 call, so under OpenMP it finds in its caches what it left there in the step before, and memory is
 read as it lies. When its stretch is done it helps with the others': parts are claimed one by one,
 so a thread that the machine interrupts does not hold up the rest. No part's result may depend on
 which thread ran it. Since all work arrives through a function's address, this is the only
 function that Numba compiles with ``parallel=True``.
+
+`run_all` runs several loops in one compiled call. Python looks at signals between its own
+instructions only, so no KeyboardInterrupt falls between the loops of a step that change memory.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import threading
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
+from typing import NamedTuple
 
 import numba
 import numpy as np
-from numba import njit, prange, types
+from numba import carray, njit, prange, types
 
 from ..cache import KernelCache
 from ..compile import NativeFunction
-from .intrinsics import atomic_add, call3
+from .intrinsics import as_pointer, atomic_add, call3
 
 _LINE_WORDS = 8  # int64 of a cache line: counters of different threads do not share one
 _workqueue_lock = threading.Lock()
@@ -47,20 +53,59 @@ def _claim_parts(function, n, call, slot, threads, claimed):
             call3(function, index, slot, call)
 
 
-@njit(parallel=True, nogil=True)
-def _parallel(function, n, call, threads, claimed):
-    for slot in prange(threads):
-        _claim_parts(function, n, call, slot, threads, claimed)
-
-
 @njit(nogil=True)
 def _serial(function, n, call):
     for index in range(n):
         call3(function, index, 0, call)
 
 
-_parallel._cache = KernelCache("parallel loop")
+@njit(nogil=True)
+def _serial_loops(loops, n_loops):
+    fields = carray(as_pointer(loops), (n_loops, _LOOP_WORDS), np.int64)
+    for k in range(n_loops):
+        _serial(fields[k, 0], fields[k, 1], fields[k, 2])
+
+
+@njit(parallel=True, nogil=True)
+def _parallel_loops(loops, n_loops, claimed, claimed_words):
+    fields = carray(as_pointer(loops), (n_loops, _LOOP_WORDS), np.int64)
+    for k in range(n_loops):
+        function, n, call, threads = fields[k, 0], fields[k, 1], fields[k, 2], fields[k, 3]
+        counters = claimed[k * claimed_words : (k + 1) * claimed_words]
+        if threads <= 1:
+            _serial(function, n, call)
+        else:
+            for slot in prange(threads):
+                _claim_parts(function, n, call, slot, threads, counters)
+
+
 _serial._cache = KernelCache("serial loop")
+_serial_loops._cache = KernelCache("serial loops")
+_parallel_loops._cache = KernelCache("parallel loops")
+
+
+class Loop(NamedTuple):
+    """A loop that is ready to run: parts ``0 .. n-1`` of a function.
+
+    Attributes:
+        function: the address of a part.
+        n: number of parts.
+        call: address of the loop's arguments, which the caller keeps alive.
+        threads: how many; 1 and 0 run on the calling thread, without a dispatch.
+    """
+
+    function: int
+    n: int
+    call: int
+    threads: int
+
+    @classmethod
+    def of(cls, function: NativeFunction, n: int, call: int, threads: int) -> Loop:
+        """On at most ``threads`` threads; compiles the function where that is still to be done."""
+        return cls(function.address, n, call, min(threads, n))
+
+
+_LOOP_WORDS = len(Loop._fields)
 
 
 def set_num_threads(n: int | None) -> None:
@@ -146,32 +191,38 @@ def _layer_guard() -> AbstractContextManager[object]:
 
 
 def compile_loops() -> None:
-    """Compile both loops, or read them from the cache."""
+    """Compile all loops, or read them from the cache."""
     _serial.compile((types.int64,) * 3)
-    _parallel.compile((*(types.int64,) * 4, types.int64[::1]))
+    _serial_loops.compile((types.int64,) * 2)
+    _parallel_loops.compile((types.int64, types.int64, types.int64[::1], types.int64))
 
 
 def start_threads() -> None:
     """Start the threading layer, as the first parallel step would."""
-    _prepare_layer()
-    with _layer_guard():
-        _parallel(0, 0, 0, 2, np.zeros(2 * _LINE_WORDS, np.int64))
+    run_all([Loop(0, 0, 0, 2)])
 
 
 def run(function: NativeFunction, n: int, call: int, threads: int) -> None:
-    """Run parts ``0 .. n-1`` of ``function`` with the arguments ``call`` on ``threads`` threads.
-
-    Args:
-        function: a part.
-        n: number of parts.
-        call: address of the loop's arguments, which the caller keeps alive.
-        threads: at most this many; 1 runs on the calling thread, without a dispatch.
-    """
-    threads = min(threads, n)
-    if threads <= 1:
+    """Run one loop; arguments as `Loop.of`."""
+    if threads <= 1 or n <= 1:
         _serial(function.address, n, call)
+    else:
+        run_all([Loop.of(function, n, call, threads)])
+
+
+def run_all(loops: Sequence[Loop]) -> None:
+    """Run loops one after the other; all of them, whatever signal comes in.
+
+    All memory is taken before the first one begins.
+    """
+    fields = array("q", itertools.chain.from_iterable(loops))
+    address, _ = fields.buffer_info()
+    threads = max([loop.threads for loop in loops])
+    if threads <= 1:
+        _serial_loops(address, len(loops))
         return
     _prepare_layer()
     with _layer_guard():
-        claimed = np.zeros(threads * _LINE_WORDS, np.int64)  # parts of each stretch
-        _parallel(function.address, n, call, threads, claimed)
+        words = threads * _LINE_WORDS
+        claimed = np.zeros(len(loops) * words, np.int64)  # parts of each stretch
+        _parallel_loops(address, len(loops), claimed, words)

@@ -14,7 +14,7 @@ from ..compile import NativeFunction
 from . import layout, rows, sort, sums
 from .headers import address_of
 from .layout import COLUMNS, HOT, HOT_COLUMNS, N_RESULTS, PADDING, RowCall
-from .parallel import get_num_threads, run
+from .parallel import Loop, get_num_threads, run
 from .workspace import borrow, give_back
 
 SORT_SERIAL_BELOW = 8_192  # positions
@@ -66,37 +66,6 @@ class RowTable(NamedTuple):
     values: int
 
 
-def row_update(
-    kernel: Kernel, tables: list[RowTable], *, touched_only: bool, drop: bool, locked: bool
-) -> int:
-    """One step of ``kernel`` on tables with row-sparse gradients, in place.
-
-    Occurrences of a row are summed in order (a row with more than ``layout.HOT`` of them range
-    by range of positions, the sums of the ranges in order), then the rule runs once on the row.
-
-    Args:
-        kernel: the compiled rule and its storage types.
-        tables: at least one; all of the kernel's storage types.
-        touched_only: True updates the rows that occur (lazy); False all rows, those that do
-            not occur with a gradient of 0 (dense-equivalent).
-        drop: leave out indices outside of ``[0, N)`` instead of reporting them.
-        locked: take a row's lock around its update (lazy only).
-
-    Returns:
-        -1, or the position of the first bad index in the concatenated lists; then nothing
-        was written.
-    """
-    step = _RowStep(kernel, tables, touched_only=touched_only, drop=drop)
-    step.prepare(kernel.block_real, locked=locked)
-    step.group()
-    position = step.result(layout.BAD_POSITION)
-    if position < 0:
-        step.sum_hot()
-        step.update_touched() if touched_only else step.update_all()
-    step.finish()
-    return position
-
-
 def row_norm(kernel: Kernel, tables: list[RowTable]) -> tuple[int, float]:
     """The sum of squares of row-sparse gradients whose duplicates are summed first.
 
@@ -105,18 +74,13 @@ def row_norm(kernel: Kernel, tables: list[RowTable]) -> tuple[int, float]:
         tables: at least one; only their gradients are read.
 
     Returns:
-        As `row_update` the position of the first bad index or -1, and the float64 sum.
+        The position of the first bad index or -1, as `RowStep` has it, and the float64 sum.
     """
     assert kernel.measure_real is not None
-    step = _RowStep(kernel, tables, touched_only=True, drop=False)
-    step.prepare(kernel.measure_real, locked=False)
-    step.group()
-    position, total = step.result(layout.BAD_POSITION), 0.0
-    if position < 0:
-        step.sum_hot()
-        total = step.measure_touched()
+    step = RowStep(kernel, tables, kernel.measure_real, touched_only=True)
+    total = step.measure_touched() if step.bad_position < 0 else 0.0
     step.finish()
-    return position, total
+    return step.bad_position, total
 
 
 class _Sizes(NamedTuple):
@@ -229,11 +193,36 @@ def _digit_bits(n: int, row_bits: int) -> int:
     return -(-row_bits // passes)
 
 
-class _RowStep:
-    """The phases of one step on a borrowed block."""
+class RowStep:
+    """One step of a rule on tables with row-sparse gradients: ready to `loop` over the rows.
+
+    Occurrences of a row are summed in order (a row with more than ``layout.HOT`` of them range
+    by range of positions, the sums of the ranges in order), then the rule runs once on the row.
+    When the object is made, the indices are checked and grouped, and all memory is taken.
+
+    Args:
+        kernel: the compiled rule and its storage types.
+        tables: at least one; all of the kernel's storage types.
+        of_row: the block that is called for each row; None: the kernel's update.
+        touched_only: True updates the rows that occur (lazy); False all rows, those that do
+            not occur with a gradient of 0 (dense-equivalent).
+        drop: leave out indices outside of ``[0, N)`` instead of reporting them.
+        locked: take a row's lock around its update (lazy only).
+
+    Attributes:
+        bad_position: -1, or the position of the first bad index in the concatenated lists;
+            then there is nothing to run.
+    """
 
     def __init__(
-        self, kernel: Kernel, tables: list[RowTable], *, touched_only: bool, drop: bool
+        self,
+        kernel: Kernel,
+        tables: list[RowTable],
+        of_row: NativeFunction | None = None,
+        *,
+        touched_only: bool,
+        drop: bool = False,
+        locked: bool = False,
     ) -> None:
         self._kernel = kernel
         self._tables = tables
@@ -242,12 +231,17 @@ class _RowStep:
         self._block = borrow(self._size.words)
         self._n_ranges = 0
         self._keep: list[np.ndarray] = []  # arrays whose addresses the loops have
+        self._write_arguments(of_row or kernel.block_real, locked=locked)
+        self._group()
+        self.bad_position = self._result(layout.BAD_POSITION)
+        if self.bad_position < 0:
+            self._sum_hot()
 
     def finish(self) -> None:
         """Give the block back."""
         give_back(self._block)
 
-    def result(self, which: int) -> int:
+    def _result(self, which: int) -> int:
         """One element of the loops' results."""
         return int(self._block.words[self._size.places[_RESULT] + which])
 
@@ -257,7 +251,7 @@ class _RowStep:
     def _run(self, part: NativeFunction, n: int, threads: int) -> None:
         run(part, n, self._block.address, threads)
 
-    def prepare(self, of_row: NativeFunction, *, locked: bool) -> None:
+    def _write_arguments(self, of_row: NativeFunction, *, locked: bool) -> None:
         """Write the arguments of the loops, ``of_row`` the block, and the list of tables."""
         size, (words, base) = self._size, self._block
         _pack_call(
@@ -302,7 +296,7 @@ class _RowStep:
             place += COLUMNS
         self._n_ranges = first_range
 
-    def group(self) -> None:
+    def _group(self) -> None:
         """Check the indices, and sort their keys; stops at a bad index."""
         if self._size.sort_parts == 1:
             self._run(sort.group_serial, 1, 1)
@@ -331,19 +325,19 @@ class _RowStep:
             self._set("shift", shift)
             self._each_share(sort.count_part)
             self._run(sort.offsets_part, 1, 1)
-            if self.result(layout.MOVED):
+            if self._result(layout.MOVED):
                 self._each_share(sort.scatter_part)
                 words[keys], words[spare] = int(words[spare]), int(words[keys])
 
-    def sum_hot(self) -> None:
+    def _sum_hot(self) -> None:
         """Sum the hot rows, range by range."""
         if self._size.n <= HOT:
             return
         self._run(rows.find_hot, 1, 1)
-        if self.result(layout.N_HOT) == 0:
+        if self._result(layout.N_HOT) == 0:
             return
         kernel = self._kernel
-        hot_sums = np.empty(self.result(layout.HOT_ELEMENTS), kernel.real.dtype)
+        hot_sums = np.empty(self._result(layout.HOT_ELEMENTS), kernel.real.dtype)
         numbers = np.arange(self._n_ranges + PADDING)
         self._keep += [hot_sums, numbers]
         self._set("hot_sums", address_of(hot_sums))
@@ -352,16 +346,17 @@ class _RowStep:
         threads = max(self._size.sort_parts, self._size.threads)
         self._run(rows.sum_hot_range, self._n_ranges, threads)
 
-    def update_touched(self) -> None:
+    def loop(self) -> Loop:
+        """What updates the rows."""
+        return self._touched_loop() if self._touched_only else self._sweep()
+
+    def _touched_loop(self) -> Loop:
         """Lazy: the rule on the rows that occur."""
-        if self._size.threads == 1:
-            self._set("n_parts", 1)
-            self._run(rows.update_touched, 1, 1)
-            return
+        threads = self._size.threads
         # Parts differ in cost, as rows do in occurrences: many of them balance the threads.
-        n_parts = min(self._size.n, _PARTS_PER_THREAD * self._size.threads)
+        n_parts = 1 if threads == 1 else min(self._size.n, _PARTS_PER_THREAD * threads)
         self._set("n_parts", n_parts)
-        self._run(rows.update_touched, n_parts, self._size.threads)
+        return Loop.of(rows.update_touched, n_parts, self._block.address, threads)
 
     def measure_touched(self) -> float:
         """The squares of the summed rows, added up in the order of the rows."""
@@ -372,13 +367,13 @@ class _RowStep:
         self._run(rows.measure_touched, n_parts, self._size.threads)
         return float(squares.sum())
 
-    def update_all(self) -> None:
+    def _sweep(self) -> Loop:
         """Dense-equivalent: one sweep over all rows."""
         parts = np.concatenate([_sweep_parts(t, table) for t, table in enumerate(self._tables)])
         self._keep.append(parts)
         self._set("parts", address_of(parts))
         self._set("n_parts", len(parts))
-        self._run(rows.update_all, len(parts), self._size.threads)
+        return Loop.of(rows.update_all, len(parts), self._block.address, self._size.threads)
 
 
 def _sweep_parts(t: int, table: RowTable) -> np.ndarray:
