@@ -28,8 +28,11 @@ HP = (0.9, 0.999, 0.01, 0.9, 0.999, 1e-8)
 MOMENTS = {"call", "return", "c_return"}
 
 
-def interrupted_at(moment: int, step: Callable[[], Any]) -> int:
-    """A step with a KeyboardInterrupt at this moment of it; how many moments have passed."""
+def done_at(moment: int, step: Callable[[], Any], handler: Callable[[], Any]) -> int:
+    """A step with a call of a signal handler at this moment of it; how many moments have passed.
+
+    A KeyboardInterrupt of the handler ends the step.
+    """
     passed = 0
 
     def look(_frame: FrameType, event: str, _argument: Any) -> None:
@@ -38,7 +41,7 @@ def interrupted_at(moment: int, step: Callable[[], Any]) -> int:
             passed += 1
             if passed > moment:
                 sys.setprofile(None)
-                raise KeyboardInterrupt
+                handler()
 
     try:
         sys.setprofile(look)
@@ -48,6 +51,10 @@ def interrupted_at(moment: int, step: Callable[[], Any]) -> int:
     finally:
         sys.setprofile(None)
     return passed
+
+
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def ones(*shape: int, dtype: Any = F32) -> np.ndarray:
@@ -174,7 +181,7 @@ def test_a_step_happens_in_whole_or_not_at_all(
         for _ in range(n_before):
             steps.step()
         with np.errstate():
-            passed = interrupted_at(moment, steps.step)
+            passed = done_at(moment, steps.step, interrupt)
         done = expected.index(steps.digest()) - n_before
         assert done in (0, 1)
         outcomes.add(done)
@@ -199,21 +206,47 @@ def trajectory(case: Callable[[], Steps], n: int) -> list[str]:
     return found
 
 
-def in_time(step: Callable[[], Any]) -> None:
-    """Do it in another thread, which must not wait for a place that was left behind."""
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            step()
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=work, daemon=True)
+def in_time(work: Callable[[], Any]) -> Any:
+    """The result of another thread, which must not wait for a place that was left behind."""
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(work()), daemon=True)
     thread.start()
     thread.join(20)
-    assert not thread.is_alive()
-    assert not errors
+    assert len(results) == 1
+    return results[0]
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if "locked" in name])
+def test_a_step_of_a_signal_handler_does_not_wait_for_ever(case: str) -> None:
+    """A handler runs in the thread that it interrupts: within a step it is refused."""
+    expected = trajectory(CASES[case], 2)
+    n_refused, moment = 0, 0
+    while True:
+        steps = CASES[case]()
+        errors = in_time(lambda k=moment, steps=steps: stepped_within(steps, k))
+        if errors is None:
+            break
+        n_refused += bool(errors)
+        assert all("a call is made within another one" in error for error in errors)
+        assert steps.digest() == expected[1 if errors else 2], moment
+        moment += 1
+    assert 0 < n_refused < moment
+
+
+def stepped_within(steps: Steps, moment: int) -> list[str] | None:
+    """The errors of a step within a step at this moment; None: there is no such moment."""
+    errors: list[str] | None = None
+
+    def handler() -> None:
+        nonlocal errors
+        errors = []
+        try:
+            steps.step()
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    done_at(moment, steps.step, handler)
+    return errors
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="Windows has no timers")
@@ -230,9 +263,6 @@ def test_signals_during_steps(use_locking: bool) -> None:
     n = 150
     expected = trajectory(case, n)
     steps, rng, done, n_interrupts = case(), np.random.default_rng(0), 0, 0
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGALRM, interrupt)
     try:

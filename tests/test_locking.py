@@ -258,6 +258,36 @@ def test_a_failed_call_releases_the_lock():
     assert (var[1] != 1).all()
 
 
+def test_a_gradient_cannot_step_its_own_optimizer():
+    """Reading it is a part of the step, which would wait for itself."""
+    w = np.ones(3, np.float32)
+    opt = nn.Adam([w], use_locking=True)
+
+    class Stepping:
+        def __array__(self, *_, **__):
+            opt((np.ones(3, np.float32),))
+            return np.ones(3, np.float32)
+
+    errors = []
+
+    def work():
+        try:
+            opt((Stepping(),))
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert errors == [
+        "Adam: a call is made within another one: expected a call after its end, "
+        "got one from a signal handler or an array's __array__"
+    ]
+    assert (w == 1).all()
+    opt((np.ones(3, np.float32),))
+    assert opt.global_step == 1
+
+
 class TestRequests:
     """The order in which memory is granted."""
 
