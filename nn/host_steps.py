@@ -51,6 +51,7 @@ class HostSteps(StatefulOptimizer):
     _moved_to_host = False
     _lock: threading.RLock
     _rule: Rule
+    sparse_update: str | None
     use_locking: bool
 
     def _plan(

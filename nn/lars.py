@@ -119,9 +119,8 @@ class LARS(Optimizer):
         return self.opt.parameters
 
     @property
-    def global_step(self) -> np.ndarray:  # type: ignore[override]
-        """int32 ``(1,)``: the optimizer's count of calls."""
-        return self.opt.global_step
+    def _global_step(self) -> np.ndarray:  # type: ignore[override]
+        return self.opt._global_step
 
     @property
     def loss_scale(self) -> Any:

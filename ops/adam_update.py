@@ -134,8 +134,8 @@ class _AdamUpdate(Primitive):
         given: DeviceArray,
         bound: Variables,
         gradient: Any,
-        copy: tuple[Any, ...],
-        arguments: tuple[Any, ...],
+        copy: Any,
+        arguments: Any,
         lazy: bool,
         spans: list[locks.Span] | None,
         has_out: bool,
@@ -151,11 +151,11 @@ class _AdamUpdate(Primitive):
         ):
             if of_rows and has_out:
                 check_rows_on_device(bound, [gradient], guarded)
-            dense_step(*copy, guarded if of_rows and has_out else launch)
+            dense_step(*copy, launch=guarded if of_rows and has_out else launch)
             if of_rows:
                 row_step([self.name], *arguments, touched_only=lazy, launch=guarded)
             else:
-                dense_step(*arguments, guarded)
+                dense_step(*arguments, launch=guarded)
 
     def _index_error(self, rows: RowGradient, table: Any) -> Callable[[int, int], IndexError]:
         """What makes the error; keys that are too long are refused here."""

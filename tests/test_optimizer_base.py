@@ -1853,3 +1853,41 @@ def test_row_tensor_of_ops_and_nn_are_one(form: Any) -> None:
     assert nn.RowTensor is ops.RowTensor
     opt = nn.LazyAdam(parameters("a"))
     assert opt(form([rows([1])])) == (True,)
+
+
+def test_global_step_is_copied_when_it_is_assigned():
+    opt = nn.Adam([np.ones(2, np.float32)])
+    given = np.array([5], np.int32)
+    opt.global_step = given
+    opt((np.ones(2, np.float32),))
+    assert given.tolist() == [5]
+    assert opt.global_step.tolist() == [6]
+    lars = nn.LARS(opt)
+    lars.global_step = given
+    assert opt.global_step.tolist() == [5]
+    for bad, error in ((3, TypeError), (np.array([3]), TypeError), (-given, ValueError)):
+        with pytest.raises(error, match="'global_step'"):
+            opt.global_step = bad
+    assert opt.global_step.tolist() == [5]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("cls", [nn.Adam, nn.SGD, "custom"])
+def test_the_last_step_there_is(cls, wrapped):
+    """The published count is an int32."""
+
+    class Descent(nn.Optimizer):
+        def construct(self, gradients):
+            for p, g in zip(self.parameters, gradients, strict=True):
+                p.data -= g
+            return True
+
+    w = np.zeros(2, np.float32)
+    opt = Descent(0.1, [w]) if cls == "custom" else cls([w], 0.1)
+    stepped = nn.LARS(opt) if wrapped else opt
+    opt.global_step[0] = 2**31 - 2
+    stepped((np.ones(2, np.float32),))
+    assert opt.global_step[0] == 2**31 - 1
+    with unchanged(opt), pytest.raises(OverflowError, match="global_step is at its end: expected"):
+        stepped((np.ones(2, np.float32),))
+    assert opt.state_dict()["global_step"] == 2**31 - 1

@@ -245,7 +245,8 @@ class FactoredStep:
         self._measured = np.empty(table.n_parts)
         sums = np.empty(table.n_sums)
         factors, states = (np.empty(table.n_factors, kernel.real.dtype) for _ in range(2))
-        self._keep = (gradients, hp, sums, factors, states)  # the loops have their addresses
+        # The loops have their addresses.
+        self._keep: tuple[np.ndarray, ...] = (gradients, hp, sums, factors, states)
         call = FactoredCall(
             len(gradients),
             address_of(table.table),
