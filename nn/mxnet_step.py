@@ -221,7 +221,7 @@ class Step:
                 first += sum(len(gradient.indices) for gradient in rows)
             else:
                 places = self._given.addresses_of(batch)
-                dense_step(*arguments, places, batch.g, hp, np.array(hp_of), launch)
+                dense_step(*arguments, places, batch.g, hp, np.array(hp_of), launch=launch)
 
 
 @contextmanager

@@ -118,6 +118,7 @@ def dense_step(
     g: Storage,
     hp: np.ndarray,
     hp_of: np.ndarray,
+    *,
     launch: Launch | None = None,
 ) -> None:
     """One step of ``rule`` on all ``variables``, in place, in one kernel call.

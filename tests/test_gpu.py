@@ -63,7 +63,7 @@ def step_on_device(
             STORAGES[g.dtype],
             hp,
             np.zeros(1, np.int64),
-            launch,
+            launch=launch,
         )
     return [make.get(a) for a in on_device]
 
