@@ -25,11 +25,13 @@ import numpy as np
 from numba import njit, prange, types
 
 from ..cache import KernelCache
-from ..compile import NativeFunction
+from ..compile import NativeFunction, fork_between
 from .intrinsics import atomic_add, call3
 
 _LINE_WORDS = 8  # int64 of a cache line: counters of different threads do not share one
-_workqueue_lock = threading.Lock()
+# Of the thread that holds it, a signal handler may step too: before the loop or after it.
+_workqueue_lock = threading.RLock()
+fork_between(_workqueue_lock)  # before those of the compiler, which a first step takes within
 _thread_budget: int | None = None
 _caller = threading.local()  # .serial: this Python thread wants no others
 _forked_after_openmp = False
@@ -112,8 +114,7 @@ def threading_layer() -> str | None:
 
 def _after_fork_in_child() -> None:
     # GNU OpenMP kills a forked child at its first parallel loop.
-    global _forked_after_openmp, _workqueue_lock
-    _workqueue_lock = threading.Lock()
+    global _forked_after_openmp
     if threading_layer() == "omp":
         _forked_after_openmp = True
 
@@ -124,12 +125,13 @@ if hasattr(os, "register_at_fork"):
 
 @cache
 def _prepare_layer() -> None:
-    """Make tbb from PyPI loadable, if it is installed and the user chose no layer.
+    """Make tbb from PyPI loadable, if it is installed and the user chose no other layer.
 
     Its library lies in a folder that the loader does not search; loaded by its full path,
     Numba finds it.
     """
-    if numba.config.THREADING_LAYER != "default" or threading_layer() is not None:
+    chosen = str(numba.config.THREADING_LAYER).lower()
+    if chosen in ("omp", "workqueue") or threading_layer() is not None:
         return
     try:
         for file in files("tbb") or ():
@@ -147,6 +149,7 @@ def _layer_guard() -> AbstractContextManager[object]:
 
 def compile_loops() -> None:
     """Compile both loops, or read them from the cache."""
+    _prepare_layer()  # either starts the layer
     _serial.compile((types.int64,) * 3)
     _parallel.compile((*(types.int64,) * 4, types.int64[::1]))
 
