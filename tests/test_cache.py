@@ -517,7 +517,7 @@ def test_roots_kernels_are_not_used_by_another_user(tmp_path):
                 traceback.print_exc()
                 os._exit(1)
         _, status = os.wait()
-        sys.exit(status)
+        sys.exit(os.waitstatus_to_exitcode(status))
     """
     tmp_path.chmod(0o755)
     done = run_python(program, tmp_path, FUSESTEP_CACHE_DIR=".")
