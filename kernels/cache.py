@@ -130,7 +130,7 @@ def clear_cache() -> None:
 
 
 def fingerprint(function: Any) -> str:
-    """Hash of a function's code, constants, closure and of every function it reaches.
+    """Hash of a function's module, code, constants, closure and of every function it reaches.
 
     Reached are functions by a global name, as an attribute of a global module or from the
     closure; global numbers and strings count with their values. A user's own rule therefore
@@ -146,6 +146,7 @@ def _feed_function(digest: Any, function: Any, seen: set[int]) -> None:
     if id(function) in seen:
         return
     seen.add(id(function))
+    digest.update(f"{function.__module__} ".encode())  # entries name it: it must be there to load
     _feed_code(digest, function.__code__)
     for value in _reached_values(function):
         if isinstance(value, types.FunctionType | Dispatcher):

@@ -99,6 +99,16 @@ def test_edited_helper_in_another_module_misses(own_rule):
     assert step() == (-3.0, 0)
 
 
+def test_rule_that_moved_to_another_module_misses(own_rule):
+    """Its entry names the module of old, which cannot be imported any more."""
+    folder, step = own_rule
+    step()
+    (folder / "own_rule.py").rename(folder / "moved_rule.py")
+    moved = STEP.replace("own_rule", "moved_rule")
+    environment = {"FUSESTEP_CACHE_DIR": str(folder / "cache")}
+    assert output_of(moved, folder, **environment).split() == ["-2.0", "0"]
+
+
 def test_damaged_and_foreign_entries_are_compiled_anew(own_rule):
     folder, step = own_rule
     step()
