@@ -5,6 +5,9 @@ for closures over compiled functions, and keeps an index per function that two p
 leave pointing at each other's code. Here the file name is the hash of everything that decides
 the machine code, so an entry can be missing but never stale, and entries are written to a
 temporary file and renamed, so a reader sees a whole one or none.
+
+Loading an entry runs what is in it. So one counts only if nobody but the user of this process can
+have written it: the folder and the file belong to that user, and no one else may write to them.
 """
 
 from __future__ import annotations
@@ -14,13 +17,14 @@ import itertools
 import os
 import pickle
 import secrets
+import stat
 import sys
-import tempfile
 import types
 import warnings
-from functools import cache
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import llvmlite
 import numba
@@ -34,6 +38,7 @@ from numba.core.dispatcher import Dispatcher
 PACKAGE = Path(__file__).resolve().parent
 _MAGIC = b"fusestep kernel 1\n"
 _SUFFIX = ".kernel"
+_problems: dict[Path, str] = {}  # folders that this process does without, and why
 
 
 def _number_functions_apart() -> None:
@@ -87,20 +92,45 @@ def cache_directory() -> Path | None:
     return Path(base) / "fusestep"
 
 
-def cache_entries() -> list[Path]:
-    """The files of the cache, those of other versions included."""
+def cache_problem() -> str | None:
+    """Why this process has had to do without the folder; None if it has not."""
     directory = cache_directory()
-    return sorted(directory.glob(f"*{_SUFFIX}")) if directory and directory.is_dir() else []
+    return None if directory is None else _problems.get(directory)
+
+
+def cache_entries() -> list[Path]:
+    """The files of the cache, those of other versions included; none of a folder not trusted."""
+    directory = cache_directory()
+    if directory is None:
+        return []
+    try:
+        with _opened(directory) as folder:
+            return [directory / name for name in folder.entries()]
+    except OSError:
+        return []
 
 
 def clear_cache() -> None:
-    """Remove every entry; processes that have loaded one keep running on it."""
-    for path in cache_entries():
-        path.unlink(missing_ok=True)
+    """Remove every entry; processes that have loaded one keep running on it.
+
+    A folder that is not trusted stays as it is, with a warning.
+    """
+    directory = cache_directory()
+    if directory is None:
+        return
+    try:
+        with _opened(directory) as folder:
+            for name in folder.entries():
+                with suppress(FileNotFoundError):  # another process clears it too
+                    folder.remove(name)
+    except FileNotFoundError:  # nothing has been kept yet
+        return
+    except OSError as error:
+        _do_without(directory, error)
 
 
 def fingerprint(function: Any) -> str:
-    """Hash of a function's code, constants, closure and of every function it reaches.
+    """Hash of a function's module, code, constants, closure and of every function it reaches.
 
     Reached are functions by a global name, as an attribute of a global module or from the
     closure; global numbers and strings count with their values. A user's own rule therefore
@@ -116,6 +146,7 @@ def _feed_function(digest: Any, function: Any, seen: set[int]) -> None:
     if id(function) in seen:
         return
     seen.add(id(function))
+    digest.update(f"{function.__module__} ".encode())  # entries name it: it must be there to load
     _feed_code(digest, function.__code__)
     for value in _reached_values(function):
         if isinstance(value, types.FunctionType | Dispatcher):
@@ -207,7 +238,7 @@ class KernelCache(_Cache):
         path = self._path(key)
         if not self._enabled or path is None:
             return None
-        payload = _read(path, key)
+        payload = _load(path, key)
         if payload is None:
             self.misses += 1
             return None
@@ -221,22 +252,118 @@ class KernelCache(_Cache):
         path = self._path(key)
         if not self._enabled or path is None:
             return
-        if sources_hash() != _IMPORTED_SOURCES:
-            return  # a file has changed since: which of both texts was compiled is not known
         try:
-            _write(path, key, serialize.dumps(data._reduce()))
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with _opened(path.parent) as folder:
+                # If a file has changed since, which of both texts was compiled is not known.
+                if sources_hash() == _IMPORTED_SOURCES:
+                    _write(folder, path.name, key, serialize.dumps(data._reduce()))
         except OSError as error:
-            _warn_unwritable(str(path.parent), str(error))
+            _do_without(path.parent, error)
 
 
-def _read(path: Path, key: str) -> bytes | None:
+class _Folder(NamedTuple):
+    """An open folder, whose files are named relative to ``handle``.
+
+    So it stays the one that was checked when somebody who may write to a folder above it
+    exchanges what its path leads to. Before the check such a person can choose among folders
+    that pass it, which only this user has written; those above are therefore not looked at.
+    """
+
+    path: Path
+    handle: int | None  # None on Windows, where files have whole paths
+
+    def entries(self) -> list[str]:
+        """The names of the files with compiled code."""
+        with os.scandir(self.path if self.handle is None else self.handle) as found:
+            return sorted(
+                entry.name
+                for entry in found
+                if entry.name.endswith(_SUFFIX) and entry.is_file(follow_symlinks=False)
+            )
+
+    def open(self, name: str, flags: int) -> int:
+        """A descriptor of a file itself, not of what a link points to; waits for no writer."""
+        for flag in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_BINARY"):
+            flags |= getattr(os, flag, 0)
+        return os.open(self._named(name), flags, 0o600, dir_fd=self.handle)
+
+    def rename(self, old: str, new: str) -> None:
+        """Let ``new`` be the file that is ``old``."""
+        names = self._named(old), self._named(new)
+        os.replace(*names, src_dir_fd=self.handle, dst_dir_fd=self.handle)
+
+    def remove(self, name: str) -> None:
+        """Remove a file itself, not what a link points to."""
+        os.unlink(self._named(name), dir_fd=self.handle)
+
+    def _named(self, name: str) -> str:
+        return str(self.path / name) if self.handle is None else name
+
+
+@contextmanager
+def _opened(directory: Path) -> Iterator[_Folder]:
+    """A folder that only this user can have written, for one use.
+
+    It is not kept open: a daemon closes descriptors that it does not know, and their numbers
+    come to mean something else.
+
+    Raises:
+        OSError: it cannot be opened, or others may write to it.
+    """
+    if not hasattr(os, "geteuid"):  # Windows, where a user's folders are that user's by default
+        yield _Folder(directory, None)
+        return
+    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        distrust = _distrust(os.fstat(handle))
+        if distrust:
+            raise PermissionError(distrust)
+        yield _Folder(directory, handle)
+    finally:
+        os.close(handle)
+
+
+def _distrust(status: os.stat_result) -> str | None:
+    """Why somebody else may have written what has this status, or None."""
+    if not hasattr(os, "geteuid"):
+        return None
+    if status.st_uid != os.geteuid():
+        return f"it belongs to user {status.st_uid}, not to user {os.geteuid()} who runs this"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        mode = stat.S_IMODE(status.st_mode)
+        return f"its mode {mode:o} lets others put machine code there; chmod go-w mends that"
+    return None
+
+
+def _load(path: Path, key: str) -> bytes | None:
+    """The payload of the entry for ``key``; a folder that cannot be used is reported once."""
+    try:
+        with _opened(path.parent) as folder:
+            return _read(folder, path.name, key)
+    except FileNotFoundError:  # nothing has been kept yet
+        return None
+    except OSError as error:
+        _do_without(path.parent, error)
+        return None
+
+
+def _read(folder: _Folder, name: str, key: str) -> bytes | None:
     """The payload of an entry that is whole, ours and for exactly ``key``."""
     try:
-        if hasattr(os, "getuid") and path.stat().st_uid != os.getuid():
-            return None  # unpickling another user's file would run their code
-        content = path.read_bytes()
+        handle = folder.open(name, os.O_RDONLY)
+    except OSError:  # there is none, or a link
+        return None
+    try:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode) or _distrust(status):
+            return None
+        with open(handle, "rb", closefd=False) as file:
+            content = file.read()
     except OSError:
         return None
+    finally:
+        os.close(handle)
     header = _MAGIC + hashlib.sha256(key.encode()).digest()
     payload = content[len(header) + 32 :]
     intact = content[: len(header)] == header and (
@@ -245,24 +372,27 @@ def _read(path: Path, key: str) -> bytes | None:
     return payload if intact else None
 
 
-def _write(path: Path, key: str, payload: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+def _write(folder: _Folder, name: str, key: str, payload: bytes) -> None:
     header = _MAGIC + hashlib.sha256(key.encode()).digest() + hashlib.sha256(payload).digest()
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".new-")
+    temporary = f".new-{secrets.token_hex(8)}"
+    handle = folder.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(header + payload)
-        os.replace(temporary, path)
+        folder.rename(temporary, name)
     except BaseException:
-        os.unlink(temporary)
+        folder.remove(temporary)
         raise
 
 
-@cache
-def _warn_unwritable(directory: str, reason: str) -> None:
+def _do_without(directory: Path, error: OSError) -> None:
+    """Warn, once for each folder."""
+    if directory in _problems:
+        return
+    _problems[directory] = str(error)
     warnings.warn(
-        f"fusestep cannot keep compiled kernels in {directory} ({reason}); every process "
-        "compiles them anew. Set FUSESTEP_CACHE_DIR to a folder that can be written, or to "
+        f"fusestep cannot keep compiled kernels in {directory} ({error}); every process "
+        "compiles them anew. Set FUSESTEP_CACHE_DIR to a folder that only you can write, or to "
         "nothing to do without.",
         RuntimeWarning,
         stacklevel=2,

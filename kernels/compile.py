@@ -5,11 +5,16 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
+import numba
 import numpy as np
+from llvmlite.binding import ffi
 from numba import carray, njit, types
 from numba.core.ccallback import CFunc
+from numba.core.compiler_lock import global_compiler_lock
+from numba.np.ufunc.parallel import _backend_init_thread_lock
 
 from .cache import KernelCache
 from .cpu.intrinsics import as_pointer
@@ -18,14 +23,37 @@ _I64 = types.int64
 _PART_ARGUMENTS = 3
 _lock = threading.RLock()
 
+if numba.config.DISABLE_JIT:
+    raise RuntimeError(
+        "fusestep: NUMBA_DISABLE_JIT switches off the compiler, and without it there are no "
+        f"kernels: expected it unset or 0, got {numba.config.DISABLE_JIT}"
+    )
 
-def _after_fork_in_child() -> None:
-    global _lock
-    _lock = threading.RLock()
+
+def fork_between(*locks: Any) -> None:
+    """Let every fork of this process wait until no other thread holds one of ``locks``.
+
+    A child has only the thread that forked: a lock that another one held is never released
+    there. A new lock in the child would not do, as what the lock guards may be half changed:
+    lists of Numba, the heap and tables of LLVM, queues of threads. Waiting lasts as long as one
+    compilation or step. Locks are taken in the order in which steps take them; those given in a
+    later call come before those of an earlier one.
+    """
+    mine = threading.local()
+
+    def acquire() -> None:
+        mine.held = ExitStack()
+        for lock in locks:
+            mine.held.enter_context(lock)
+
+    def release() -> None:  # what has been taken: an interrupt may have ended the waiting
+        mine.held.close()
+
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(before=acquire, after_in_parent=release, after_in_child=release)
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+fork_between(_lock, global_compiler_lock, _backend_init_thread_lock, ffi.lib._lock)
 
 
 class NativeFunction:

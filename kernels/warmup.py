@@ -7,11 +7,12 @@ import importlib
 import itertools
 import pkgutil
 import time
+import warnings
 from collections.abc import Iterator
 
 from . import rules
 from .blocks import kernel
-from .cache import cache_directory, clear_cache
+from .cache import cache_directory, cache_problem, clear_cache
 from .compile import PARTS, NativeFunction
 from .cpu import counts, dense, factored, gather, headers, measure, parallel, row_step, rows, sums  # noqa: F401  (register their parts)
 from .cpu import finite as _finite  # noqa: F401
@@ -84,17 +85,20 @@ def main(args: argparse.Namespace) -> int:
     known = all_rules()
     chosen = [known[name] for name in args.rule or known]
     storages = [_BY_NAME[name] for name in args.dtype]
-    if args.clear:
-        clear_cache()
-    begin = time.perf_counter()
-    parallel.compile_loops()
-    headers.compile_readers()
-    counts.compile_counts()
     wanted = {f.identity: f for f in functions(chosen, storages, every_prologue=not args.plain)}
-    for function in wanted.values():
-        function.address  # noqa: B018  (compiles)
+    begin = time.perf_counter()
+    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # said below
+        if args.clear:
+            clear_cache()
+        parallel.compile_loops()
+        headers.compile_readers()
+        counts.compile_counts()
+        for function in wanted.values():
+            function.address  # noqa: B018  (compiles)
     seconds = time.perf_counter() - begin
-    place = cache_directory()
+    place, problem = cache_directory(), cache_problem()
     kept = f"kept in {place}" if place else "not kept: FUSESTEP_CACHE_DIR is empty"
+    if problem:
+        kept = f"not kept in {place}: {problem}"
     print(f"{len(wanted)} kernels ready in {seconds:.1f} s, {kept}")
     return 0

@@ -1,13 +1,20 @@
 """The cache of compiled kernels: hit when nothing changed, never stale, safe to share."""
 
+import hashlib
+import itertools
 import os
+import pickle
 import shutil
+import stat
 import textwrap
+import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from fusestep.kernels import cache
+from fusestep.kernels.compile import NativeFunction
 
 from subprocesses import output_of, run_python
 
@@ -92,6 +99,16 @@ def test_edited_helper_in_another_module_misses(own_rule):
     assert step() == (-3.0, 0)
 
 
+def test_rule_that_moved_to_another_module_misses(own_rule):
+    """Its entry names the module of old, which cannot be imported any more."""
+    folder, step = own_rule
+    step()
+    (folder / "own_rule.py").rename(folder / "moved_rule.py")
+    moved = STEP.replace("own_rule", "moved_rule")
+    environment = {"FUSESTEP_CACHE_DIR": str(folder / "cache")}
+    assert output_of(moved, folder, **environment).split() == ["-2.0", "0"]
+
+
 def test_damaged_and_foreign_entries_are_compiled_anew(own_rule):
     folder, step = own_rule
     step()
@@ -154,15 +171,6 @@ def test_folder_follows_numba(monkeypatch, tmp_path):
     assert cache.cache_directory() == tmp_path / "fusestep"
 
 
-@pytest.mark.skipif(not hasattr(os, "getuid"), reason="no user ids on this system")
-def test_another_users_entry_is_not_unpickled(own_rule, monkeypatch):
-    folder, step = own_rule
-    step()
-    entry = next((folder / "cache").glob("*.kernel"))
-    monkeypatch.setattr(os, "getuid", lambda: 12_345)
-    assert cache._read(entry, "any key") is None
-
-
 def test_fingerprint_sees_constants_closures_and_callees():
     def make(k):
         return lambda x: x + k
@@ -175,7 +183,6 @@ def test_fingerprint_sees_constants_closures_and_callees():
 
 def test_second_step_compiles_nothing(monkeypatch):
     from fusestep import nn
-    from fusestep.kernels.compile import NativeFunction
 
     w, table = np.ones(10, np.float32), np.ones((20, 3), np.float32)
     opt = nn.LazyAdam([w, table])
@@ -298,3 +305,296 @@ def test_processes_and_forks_number_their_functions_apart():
     numbers = [int(n) for _ in range(2) for n in output_of(program).split()]
     assert len(set(numbers)) == 4
     assert min(numbers) > 1 << 32
+
+
+# A kernel that is compiled in no time, its entry in the cache, and one that somebody planted.
+IDENTITY = "a test of the cache"
+NOBODY = 65_534
+on_posix = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="no owners and modes as on POSIX")
+as_root = pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give files away"
+)
+
+
+def kernel():
+    def nothing(n):
+        pass
+
+    return NativeFunction(nothing, 1, IDENTITY)
+
+
+def load():
+    """What the cache has for the kernel, loaded; or None."""
+    compiled = kernel()._uncompiled()
+    context = compiled._targetdescr.target_context
+    return cache.KernelCache(IDENTITY).load_overload(compiled._sig, context)
+
+
+class Touch:
+    """Makes a file when it is unpickled, and then is no compiled kernel."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+@pytest.fixture
+def entry(tmp_path, monkeypatch):
+    """The genuine entry, in a folder of mode 700."""
+    monkeypatch.setenv("FUSESTEP_CACHE_DIR", str(tmp_path / "cache"))
+    assert kernel().address
+    (found,) = cache.cache_entries()
+    assert load() is not None
+    return found
+
+
+@pytest.fixture
+def planted(entry, tmp_path):
+    """A file like the entry, but for what is loaded, and the file that loading it makes."""
+    payload = pickle.dumps(Touch(tmp_path / "loaded"))
+    header = entry.read_bytes()[: len(cache._MAGIC) + 32]
+    (tmp_path / "planted").write_bytes(header + hashlib.sha256(payload).digest() + payload)
+    (tmp_path / "planted").chmod(0o600)
+    return tmp_path / "planted", tmp_path / "loaded"
+
+
+def test_what_is_planted_would_run(entry, planted):
+    """Where only this user can have put it, it does: the tests below can fail."""
+    file, loaded = planted
+    file.rename(entry)
+    with pytest.raises(TypeError):
+        load()
+    assert loaded.exists()
+
+
+def make_writable(entry, file):
+    file.rename(entry)
+    entry.chmod(0o666)
+
+
+def make_writable_for_group(entry, file):
+    file.rename(entry)
+    entry.chmod(0o620)
+
+
+def make_link(entry, file):
+    entry.unlink()
+    entry.symlink_to(file)
+
+
+def make_foreign(entry, file):
+    file.rename(entry)
+    os.chown(entry, NOBODY, NOBODY)
+
+
+def make_foreign_link(entry, file):
+    make_link(entry, file)
+    os.chown(entry, NOBODY, NOBODY, follow_symlinks=False)
+
+
+@on_posix
+@pytest.mark.parametrize(
+    "replace",
+    [
+        make_writable,
+        make_writable_for_group,
+        make_link,
+        pytest.param(make_foreign, marks=as_root),
+        pytest.param(make_foreign_link, marks=as_root),
+    ],
+)
+def test_entries_that_others_may_have_written_are_replaced(entry, planted, replace):
+    file, loaded = planted
+    replace(entry, file)
+    assert load() is None
+    assert kernel().address
+    assert not loaded.exists()
+    assert load() is not None
+    status = entry.lstat()
+    assert stat.S_ISREG(status.st_mode) and stat.S_IMODE(status.st_mode) == 0o600
+    assert status.st_uid == os.geteuid()
+
+
+@on_posix
+def test_a_pipe_in_the_cache_does_not_hold_up_the_start(entry):
+    entry.unlink()
+    os.mkfifo(entry, 0o600)
+    program = f"""
+        from fusestep.kernels.compile import NativeFunction
+        def nothing(n):
+            pass
+        for _ in range(2):
+            kernel = NativeFunction(nothing, 1, {IDENTITY!r})
+            kernel.address
+            print(kernel._compiled.cache_hits)
+    """
+    done = run_python(program, timeout=60, FUSESTEP_CACHE_DIR=str(entry.parent))
+    assert done.stdout.split() == ["0", "1"], done.stderr
+
+
+@on_posix
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o775])
+def test_a_folder_that_others_may_write_is_reported_once_and_not_used(entry, planted, mode):
+    file, loaded = planted
+    file.rename(entry)
+    content = entry.read_bytes()
+    entry.parent.chmod(mode)
+    with pytest.warns(RuntimeWarning, match=f"mode {mode:o} .* chmod go-w") as seen:
+        assert load() is None
+    assert len(seen) == 1
+    assert load() is None and kernel().address  # a further warning would be an error
+    assert not loaded.exists()
+    assert f"mode {mode:o}" in cache.cache_problem()
+    assert cache.cache_entries() == []
+    cache.clear_cache()
+    assert [p.read_bytes() for p in entry.parent.iterdir()] == [content]
+
+
+@on_posix
+def test_a_folder_that_others_may_read_is_used(entry):
+    entry.parent.chmod(0o755)
+    entry.chmod(0o644)
+    assert load() is not None
+
+
+@on_posix
+def test_a_new_folder_is_its_users_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("FUSESTEP_CACHE_DIR", str(tmp_path / "above" / "cache"))
+    before = os.umask(0o002)
+    try:
+        assert load() is None
+        assert kernel().address
+    finally:
+        os.umask(before)
+    (entry,) = cache.cache_entries()
+    modes = [stat.S_IMODE(p.stat().st_mode) for p in (entry, entry.parent, tmp_path / "above")]
+    assert modes == [0o600, 0o700, 0o775]
+    assert load() is not None
+
+
+@on_posix
+def test_a_folder_behind_a_link_is_used(entry, tmp_path, monkeypatch):
+    (tmp_path / "link").symlink_to(entry.parent)
+    monkeypatch.setenv("FUSESTEP_CACHE_DIR", str(tmp_path / "link"))
+    assert load() is not None
+
+
+@on_posix
+def test_what_belongs_to_another_user_is_not_used(entry, monkeypatch):
+    user = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: user + 1)
+    text = f"belongs to user {user}, not to user {user + 1}"
+    with pytest.warns(RuntimeWarning, match=text):
+        assert load() is None
+    assert cache.cache_entries() == []
+    assert entry.exists()
+
+
+@as_root
+def test_a_folder_of_another_user_is_not_used(entry):
+    os.chown(entry.parent, NOBODY, NOBODY)
+    with pytest.warns(RuntimeWarning, match=f"belongs to user {NOBODY}, not to user 0"):
+        assert load() is None
+
+
+@as_root
+def test_roots_kernels_are_not_used_by_another_user(tmp_path):
+    program = f"""
+        import os, sys, traceback, warnings
+        from fusestep.kernels.compile import NativeFunction
+
+        def hits():
+            def nothing(n):
+                pass
+            kernel = NativeFunction(nothing, 1, {IDENTITY!r})
+            kernel.address
+            return kernel._compiled.cache_hits
+
+        os.chdir(sys.argv[1])  # the folders above it are root's alone
+        assert hits() == 0 and hits() == 1
+        os.chmod(os.listdir()[0], 0o644)
+        if os.fork() == 0:
+            try:
+                os.setuid({NOBODY})
+                warnings.simplefilter("always")
+                with warnings.catch_warnings(record=True) as seen:
+                    assert hits() == 0
+                assert len(seen) == 1 and "belongs to user 0" in str(seen[0].message), seen
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+        _, status = os.wait()
+        sys.exit(os.waitstatus_to_exitcode(status))
+    """
+    tmp_path.chmod(0o755)
+    done = run_python(program, tmp_path, FUSESTEP_CACHE_DIR=".")
+    assert done.returncode == 0, done.stderr
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def exchange(a, b):
+    a.rename(a.parent / "aside")
+    b.rename(a)
+    (a.parent / "aside").rename(b)
+
+
+@on_posix
+@pytest.mark.parametrize("kind", ["link", "writable", "folder"])
+def test_exchanges_while_an_entry_is_loaded(entry, planted, tmp_path, monkeypatch, kind):
+    """Before the load and after each call that looks at a path or opens it, another user may
+    exchange what is there; all ways to do so are tried.
+    """
+    file, loaded = planted
+    good, bad = entry, tmp_path / "bad"
+    if kind == "link":
+        bad.symlink_to(file)
+    elif kind == "writable":
+        file.rename(bad)
+        bad.chmod(0o666)
+    else:
+        good = entry.parent
+        bad.mkdir()
+        bad.chmod(0o777)
+        file.rename(bad / entry.name)
+        warnings.simplefilter("ignore", RuntimeWarning)
+    wanted, found, n_calls = iter(()), [], 0
+
+    def then_exchange(call):
+        def instead(*args, **options):
+            nonlocal n_calls
+            try:
+                return call(*args, **options)
+            finally:
+                n_calls += 1
+                if next(wanted, False):
+                    exchange(good, bad)
+
+        return instead
+
+    for before, *exchanges in itertools.product([False, True], repeat=6):
+        wanted, n_calls = iter(exchanges), 0
+        if before:
+            exchange(good, bad)
+        with monkeypatch.context() as patch:
+            for name in ("stat", "lstat", "open", "fstat"):
+                patch.setattr(os, name, then_exchange(getattr(os, name)))
+            found.append(load() is not None)
+        assert 0 < n_calls <= len(exchanges)
+        assert not loaded.exists(), (before, exchanges)
+        if (before + sum(exchanges[:n_calls])) % 2:
+            exchange(good, bad)
+    assert any(found) and not all(found)
+
+
+def test_clearing_leaves_what_links_point_to(entry, tmp_path):
+    (tmp_path / "outside").mkdir()
+    for name in ("kept.kernel", "linked.kernel"):
+        (tmp_path / "outside" / name).write_bytes(b"")
+    (entry.parent / "file.kernel").symlink_to(tmp_path / "outside" / "linked.kernel")
+    (entry.parent / "folder.kernel").symlink_to(tmp_path / "outside")
+    cache.clear_cache()
+    assert not entry.exists()
+    assert len(list((tmp_path / "outside").iterdir())) == 2

@@ -1,19 +1,22 @@
 """The command line, the import of the package, and what a wrong command says."""
 
+import argparse
+import os
 import subprocess
 import sys
 
 import pytest
 
 import fusestep
-from fusestep.kernels import cache
+from fusestep.kernels import cache, warmup
 
 from subprocesses import output_of, run_python
 
 
-def command(*arguments):
+def command(*arguments, **environment):
     return subprocess.run(
         [sys.executable, "-W", "error", "-m", "fusestep", *arguments],
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
         check=False,
@@ -33,6 +36,41 @@ def test_info():
     assert fusestep.__version__ in done.stdout
     assert "threads:" in done.stdout
     assert "array headers:   read directly" in done.stdout
+
+
+def test_info_of_a_layer_that_cannot_be_loaded():
+    done = command("info", NUMBA_THREADING_LAYER="nonsense", FUSESTEP_CACHE_DIR="")
+    assert done.returncode == 0, done.stderr
+    assert "layer requested 'nonsense' is unknown" in done.stdout
+    assert "kernel cache:    off" in done.stdout
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="no modes as on POSIX")
+def test_info_and_warmup_say_that_a_folder_is_not_used(tmp_path, monkeypatch, capsys):
+    tmp_path.chmod(0o777)
+    done = command("info", FUSESTEP_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert f"kernel cache:    {tmp_path}: not used, its mode 777 lets others" in done.stdout
+
+    monkeypatch.setenv("FUSESTEP_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(warmup, "functions", lambda *_, **__: warmup.PARTS[:1])
+    parser = argparse.ArgumentParser()
+    warmup.add_arguments(parser)
+    assert warmup.main(parser.parse_args(["--clear"])) == 0
+    assert f"not kept in {tmp_path}: its mode 777 lets others" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_the_compiler_there_is_one_clear_error():
+    text = "RuntimeError: fusestep: NUMBA_DISABLE_JIT switches off the compiler"
+    for program in ("import fusestep.nn", "from fusestep import get_num_threads"):
+        done = run_python(f"import fusestep; {program}", NUMBA_DISABLE_JIT="1")
+        assert done.returncode == 1
+        assert done.stderr.splitlines()[-1].startswith(text), done.stderr
+    assert command("--version", NUMBA_DISABLE_JIT="1").returncode == 0
+    done = command("info", NUMBA_DISABLE_JIT="1")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("kernels:         none: fusestep: NUMBA_DISABLE")
 
 
 def test_warmup_fills_the_cache(tmp_path):

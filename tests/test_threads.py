@@ -1,15 +1,22 @@
 """Threading layers, forks and several Python threads, each for real in a fresh process; and
 results that are equal to the last bit for any number of threads."""
 
+import os
+import signal
 import threading
+from importlib.metadata import distributions
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from fusestep import get_num_threads, set_num_threads
+from fusestep.kernels.cpu import parallel
 from fusestep.kernels.cpu.parallel import serial
 
 from subprocesses import output_of, run_python
+
+TBB = next(distributions(name="tbb"), None)
 
 # Steps that take every parallel path: dense (one tensor, many), sort, hot rows, lazy, sweep.
 STEPS = """
@@ -106,6 +113,124 @@ def test_fork_after_a_parallel_step(layer, serial_digests):
     assert printed.split() == serial_digests[:1]
 
 
+FORK_BETWEEN = """
+    import os, signal, sys, threading, time, warnings
+    warnings.simplefilter("ignore", DeprecationWarning)  # Python's own, of forks beside threads
+    from llvmlite.binding import ffi
+    from numba.core import event
+    from numba.np.ufunc import parallel as threads
+    from fusestep.kernels.compile import NativeFunction
+    from fusestep.kernels.cpu import parallel
+
+    def compile_new():
+        def function(n):
+            pass
+        NativeFunction(function, 1, "a test of forks").address
+
+    busy = threading.Event()
+
+    class WaitingPass(event.Listener):
+        def on_start(self, _):
+            if not busy.is_set():
+                busy.set()
+                time.sleep(1)
+        def on_end(self, _):
+            pass
+
+    def compile_slowly():
+        with event.install_listener("numba:run_pass", WaitingPass()):
+            compile_new()
+
+    def hold(lock):
+        with lock:
+            busy.set()
+            time.sleep(1)
+
+    other = {
+        "compiler": compile_slowly,
+        "LLVM": lambda: hold(ffi.lib._lock),
+        "start of threads": lambda: hold(threads._backend_init_thread_lock),
+        "workqueue": lambda: hold(parallel._workqueue_lock),
+    }[sys.argv[1]]
+    thread = threading.Thread(target=other)
+    thread.start()
+    busy.wait()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(60)  # ends a child that waits for a thread of its parent
+        compile_new()
+        parallel.start_threads()
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    thread.join()
+    compile_new()
+    print("ended with", status)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.parametrize("busy", ["compiler", "LLVM", "start of threads", "workqueue"])
+def test_fork_while_another_thread_holds_a_lock(busy):
+    """The fork waits for it, so the child finds it free, and the parent too afterwards."""
+    printed = output_of(
+        FORK_BETWEEN, busy, NUMBA_THREADING_LAYER="workqueue", FUSESTEP_CACHE_DIR=""
+    )
+    assert printed == "ended with 0\n"
+
+
+def test_an_interrupted_fork_gives_back_what_it_holds():
+    """A fork that need not wait any more leaves no lock taken that it had already."""
+    program = """
+        import os, threading
+        from fusestep.kernels.compile import fork_between
+
+        class Interrupted:
+            def __enter__(self):
+                raise KeyboardInterrupt
+            def __exit__(self, *_):
+                raise AssertionError("was not entered")
+
+        first = threading.Lock()
+        fork_between(first, Interrupted())
+        if os.fork() == 0:
+            os._exit(first.locked())
+        print(os.wait()[1], first.locked())
+    """
+    done = run_python(program)
+    assert done.stdout == "0 False\n", done.stderr
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="this system has no such signal")
+def test_a_signal_handler_may_step_while_its_thread_is_about_to():
+    program = """
+        import signal
+        from contextlib import contextmanager
+        import numpy as np
+        from fusestep import nn, threading_layer
+        from fusestep.kernels.cpu import parallel
+
+        arrays = [np.ones(100_000, np.float32) for _ in range(2)]
+        ones = np.ones(100_000, np.float32)
+        first, second = (nn.Momentum([array], 0.5, 0.0) for array in arrays)
+        guard, waiting = parallel._layer_guard, [signal.SIGUSR1]
+
+        @contextmanager
+        def interrupted():
+            with guard():
+                if waiting:
+                    signal.raise_signal(waiting.pop())
+                yield
+
+        signal.signal(signal.SIGUSR1, lambda *_: second((ones,)))
+        parallel._layer_guard = interrupted
+        first((ones,))
+        assert not waiting and threading_layer() == "workqueue"
+        print(*[set(array.tolist()) for array in arrays])
+    """
+    environment = {"NUMBA_NUM_THREADS": "2", "NUMBA_THREADING_LAYER": "workqueue"}
+    assert run_python(program, timeout=120, **environment).stdout == "{0.5} {0.5}\n"
+
+
 def test_the_hazard_is_real():
     """Without the guard, workqueue aborts the process: the guard's test can fail."""
     program = (
@@ -123,6 +248,45 @@ def test_the_hazard_is_real():
     )
     done = run_python(program, NUMBA_NUM_THREADS="2", NUMBA_THREADING_LAYER="workqueue")
     assert done.returncode != 0
+
+
+@pytest.mark.parametrize(
+    ("layer", "could_be_tbb"),
+    [
+        *((name, True) for name in ("default", "tbb", "TBB", "safe", "threadsafe", "forksafe")),
+        ("omp", False),
+        ("workqueue", False),
+    ],
+)
+def test_tbb_of_pypi_is_loaded_for_layers_that_may_use_it(
+    monkeypatch, tmp_path, layer, could_be_tbb
+):
+    library = tmp_path / "lib" / "libtbb.so.12"
+    record = tmp_path / "tbb-2021.6.dist-info" / "RECORD"
+    for path in (library, record, record.with_name("METADATA")):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("")
+    record.write_text("lib/libtbb.so.12,,\ntbb-2021.6.dist-info/RECORD,,\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    loaded = []
+    loader = SimpleNamespace(CDLL=lambda path, **_: loaded.append(path), RTLD_GLOBAL=0)
+    monkeypatch.setattr(parallel, "ctypes", loader)
+    monkeypatch.setattr(parallel, "threading_layer", lambda: None)
+    monkeypatch.setattr(parallel.numba.config, "THREADING_LAYER", layer)
+    parallel._prepare_layer.__wrapped__()
+    assert loaded == ([str(library.resolve())] if could_be_tbb else [])
+
+
+@pytest.mark.skipif(TBB is None, reason="needs the extra tbb")
+@pytest.mark.parametrize("first", ["compile_loops", "start_threads", "get_num_threads"])
+@pytest.mark.parametrize("layer", ["default", "tbb", "forksafe"])
+def test_tbb_of_pypi_runs(layer, first):
+    program = f"""
+        from fusestep.kernels.cpu import parallel
+        parallel.{first}()
+        print(parallel.threading_layer())
+    """
+    assert output_of(program, NUMBA_THREADING_LAYER=layer) == "tbb\n"
 
 
 def test_thread_budget():

@@ -31,11 +31,13 @@ import numpy as np
 from numba import carray, njit, prange, types
 
 from ..cache import KernelCache
-from ..compile import NativeFunction
+from ..compile import NativeFunction, fork_between
 from .intrinsics import as_pointer, atomic_add, call3
 
 _LINE_WORDS = 8  # int64 of a cache line: counters of different threads do not share one
-_workqueue_lock = threading.Lock()
+# Of the thread that holds it, a signal handler may step too: before the loop or after it.
+_workqueue_lock = threading.RLock()
+fork_between(_workqueue_lock)  # before those of the compiler, which a first step takes within
 _thread_budget: int | None = None
 _caller = threading.local()  # .serial: this Python thread wants no others
 _forked_after_openmp = False
@@ -157,8 +159,7 @@ def threading_layer() -> str | None:
 
 def _after_fork_in_child() -> None:
     # GNU OpenMP kills a forked child at its first parallel loop.
-    global _forked_after_openmp, _workqueue_lock
-    _workqueue_lock = threading.Lock()
+    global _forked_after_openmp
     if threading_layer() == "omp":
         _forked_after_openmp = True
 
@@ -169,12 +170,13 @@ if hasattr(os, "register_at_fork"):
 
 @cache
 def _prepare_layer() -> None:
-    """Make tbb from PyPI loadable, if it is installed and the user chose no layer.
+    """Make tbb from PyPI loadable, if it is installed and the user chose no other layer.
 
     Its library lies in a folder that the loader does not search; loaded by its full path,
     Numba finds it.
     """
-    if numba.config.THREADING_LAYER != "default" or threading_layer() is not None:
+    chosen = str(numba.config.THREADING_LAYER).lower()
+    if chosen in ("omp", "workqueue") or threading_layer() is not None:
         return
     try:
         for file in files("tbb") or ():
@@ -190,8 +192,10 @@ def _layer_guard() -> AbstractContextManager[object]:
     return _workqueue_lock if threading_layer() in ("workqueue", None) else nullcontext()
 
 
+@cache
 def compile_loops() -> None:
-    """Compile all loops, or read them from the cache."""
+    """Compile all loops, or read them from the cache; either starts the layer."""
+    _prepare_layer()
     _serial.compile((types.int64,) * 3)
     _serial_loops.compile((types.int64,) * 2)
     _parallel_loops.compile((types.int64, types.int64, types.int64[::1], types.int64))
@@ -221,7 +225,7 @@ def run_all(loops: Sequence[Loop]) -> None:
     if threads <= 1:
         _serial_loops(address, len(loops))
         return
-    _prepare_layer()
+    compile_loops()  # not within the guard: a thread that compiles may come to wait for it
     with _layer_guard():
         words = threads * _LINE_WORDS
         claimed = np.zeros(len(loops) * words, np.int64)  # parts of each stretch
