@@ -274,7 +274,7 @@ def checked_state(
     Raises:
         KeyError: a name is missing or unknown.
         TypeError: a dtype differs.
-        ValueError: a shape differs.
+        ValueError: a shape differs, or a learning rate is negative or NaN.
     """
     missing, foreign = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
     if missing or foreign:
@@ -289,20 +289,21 @@ def checked_state(
         )
     arrays = {name: adopt(where, f"state {name!r}", value) for name, value in state.items()}
     for name, array in arrays.items():
-        if name.startswith("learning_rate") and not (np.asarray(array, np.float64) >= 0).all():
+        mine, is_rate = own[name], name.startswith("learning_rate")
+        if is_rate and array.size == mine.size == 1:
+            array = array.reshape(mine.shape)
+        # MindSpore keeps rates in float32.
+        if array.dtype != mine.dtype and not (is_rate and array.dtype in (np.float32, np.float64)):
+            raise TypeError(
+                message(where, f"state {name!r}", "has a wrong dtype", mine.dtype, array.dtype)
+            )
+        if array.shape != mine.shape:
+            raise ValueError(
+                message(where, f"state {name!r}", "has a wrong shape", mine.shape, array.shape)
+            )
+        if is_rate and not (np.asarray(array, np.float64) >= 0).all():
             raise ValueError(
                 message(where, f"state {name!r}", "is out of range", "finite and at least 0", array)
             )
-        if name.startswith("learning_rate") and array.dtype in (np.float32, np.float64):
-            array = array.astype(own[name].dtype)  # MindSpore keeps float32
-            is_number = array.size == own[name].size == 1
-            arrays[name] = array = array.reshape(own[name].shape) if is_number else array
-        if array.dtype != own[name].dtype:
-            raise TypeError(
-                message(where, f"state {name!r}", "has a wrong dtype", own[name].dtype, array.dtype)
-            )
-        if array.shape != own[name].shape:
-            raise ValueError(
-                message(where, f"state {name!r}", "has a wrong shape", own[name].shape, array.shape)
-            )
+        arrays[name] = array.astype(mine.dtype, copy=False)
     return arrays

@@ -341,3 +341,16 @@ def test_without_skip_nonfinite_a_nan_is_written(form: str) -> None:
     assert inner(opt).skipped_steps == 0
     others = [p.data for p in opt.parameters[1:]]
     assert all(np.isfinite(w).all() for w in others)
+
+
+@EACH_FORM
+def test_shapes_of_a_state_come_before_its_values(form: str) -> None:
+    """No value of an array is read that is too large, and so large that it could not be."""
+    opt = make(form, parameters(SHAPES))
+    state = opt.state_dict()
+    for name, array in state.items():
+        far_too_large = np.broadcast_to(np.array(-1, array.dtype), (1 << 40,))
+        with refused(
+            ValueError, f"state {name!r} has a wrong shape: .*got \\(1099511627776,\\)", opt
+        ):
+            opt.load_state_dict({**state, name: far_too_large})

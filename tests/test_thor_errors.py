@@ -314,6 +314,17 @@ def test_states_of_other_kinds() -> None:
         opt.load_state_dict({**state, "refreshes.fc.weight": np.array([-1])})
 
 
+@pytest.mark.parametrize("name", ["refreshes.fc.weight", "step.fc.weight", "learning_rate"])
+def test_shapes_of_a_state_come_before_its_values(name: str) -> None:
+    opt = make(Net())
+    state = opt.state_dict()
+    negative = np.full((2, 3), -1, state[name].dtype)
+    with refused(ValueError, rf"thor: state '{name}' has a wrong shape: .*got \(2, 3\)", opt):
+        opt.load_state_dict({**state, name: negative})
+    with refused(TypeError, f"thor: state '{name}' has a wrong dtype", opt):
+        opt.load_state_dict({**state, name: negative.astype(np.float16)})
+
+
 def test_the_class_has_the_arguments_of_the_function() -> None:
     import inspect
 
