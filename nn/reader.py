@@ -146,10 +146,11 @@ class GradientReader:
 
         Raises:
             TypeError: a kind or dtype does not fit.
-            ValueError: a shape does not fit, a gradient is row-sparse where none is taken, or
-                it shares memory with a parameter or state.
+            ValueError: a shape does not fit, a gradient is row-sparse where none is taken, it
+                shares memory with a parameter or state, or one of those is read-only.
         """
         read, kinds = self._read_each(gradients, added)
+        self._check_writable(kinds)
         layout = self._layout(tuple(kinds))
         dense = [g for g in read if not isinstance(g, RowGradient)]
         rows = [g for g in read if isinstance(g, RowGradient)]
@@ -188,13 +189,20 @@ class GradientReader:
             kinds.append(Kind(found.dtype, index_dtype))
         return read, kinds
 
+    def _check_writable(self, kinds: Sequence[Kind | None]) -> None:
+        """Refuse variables that have been made read-only since construction."""
+        for kind, p, states in zip(kinds, self._parameters, self._states, strict=True):
+            for array in (p.array, *states) if kind is not None else ():
+                if not array.flags.writeable:
+                    name = f"parameter {p.name!r}" if array is p.array else f"a state of {p.name!r}"
+                    expected, got = "a writable array", "a read-only one"
+                    raise ValueError(message(self._where, name, "is read-only", expected, got))
+
     def _layout(self, kinds: tuple[Kind | None, ...]) -> Layout:
         layout = self._layouts.get(kinds)
         if layout is None:
             if len(self._layouts) >= _KEPT_LAYOUTS:
                 self._layouts.clear()
-            for p in self._parameters:  # may have been made read-only since construction
-                check.variable(self._where, f"parameter {p.name!r}", p.array)
             tensors = [
                 (p.array, *states) for p, states in zip(self._parameters, self._states, strict=True)
             ]

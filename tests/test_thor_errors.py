@@ -314,6 +314,18 @@ def test_states_of_other_kinds() -> None:
         opt.load_state_dict({**state, "refreshes.fc.weight": np.array([-1])})
 
 
+def test_read_only_since_the_last_step() -> None:
+    net = Net()
+    opt = make(net)
+    train(opt, net, range(1))
+    for array, name in ((net.fc.weight.data, "parameter"), (opt.moments[3], "a state of")):
+        array.flags.writeable = False
+        with refused(ValueError, f"thor: {name} 'fc.weight' is read-only", opt):
+            train(opt, net, range(1, 2))
+        array.flags.writeable = True
+        train(opt, net, range(1, 2))
+
+
 @pytest.mark.parametrize("name", ["refreshes.fc.weight", "step.fc.weight", "learning_rate"])
 def test_shapes_of_a_state_come_before_its_values(name: str) -> None:
     opt = make(Net())
