@@ -54,7 +54,8 @@ def functions(
         yield from (compiled.block, compiled.block_zero, compiled.block_real)
         yield from (m for m in (compiled.measure, compiled.measure_real) if m)
         if rule in _IN_LARS and not prologue:
-            yield kernel(SCALED, (), storage, storage, ()).measure
+            norm = kernel(SCALED, (), storage, storage, ()).measure
+            yield from (norm,) if norm else ()
             own = _TRUST_PROLOGUES if every_prologue else _TRUST_PROLOGUES[:1]
             yield from (kernel(rule, p, storage, storage, (storage,)).block for p in own)
         if rule in (ADAFACTOR, ADAFACTOR_PLAIN):

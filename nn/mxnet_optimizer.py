@@ -14,9 +14,9 @@ from ..ops.arrays import BFLOAT16, RowTensor, adopt_anywhere
 from ..ops.device import DeviceArray
 from ..ops.device_gradient import convert, converted
 from ..ops.errors import message, reject_unknown
+from ..ops.row_forms import concatenated
 from . import mxnet_arguments as arguments
 from .arguments import count
-from .gradients import concatenated
 from .mxnet_arguments import Checked, arguments_of, as_lists, is_list
 
 _BASE_RATE = 0.01

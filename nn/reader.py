@@ -20,6 +20,7 @@ from ..ops.arrays import (
 )
 from ..ops.device import DeviceArray, device_of
 from ..ops.errors import message
+from ..ops.row_forms import as_rows
 from ..ops.row_step import RowGradient, check_keys
 from . import gradients as whole
 from .layout import Batch, Kind, Layout, build_layout
@@ -317,7 +318,7 @@ def read_gradient(where: str, parameter: Parameter, gradient: Any) -> Any:
         ValueError: its shape does not fit.
     """
     name = f"gradient of {parameter.name!r}"
-    rows = _as_rows(where, name, gradient)
+    rows = as_rows(where, name, gradient)
     if rows is None:
         array = adopt_anywhere(where, name, gradient)
         _check_floating(where, name, array)
@@ -356,24 +357,3 @@ def is_row_sparse(gradient: Any) -> bool:
     if isinstance(gradient, list | tuple):
         return any(isinstance(part, RowTensor) for part in gradient)
     return isinstance(gradient, RowTensor) or getattr(gradient, "is_sparse", False)
-
-
-def _as_rows(where: str, name: str, gradient: Any) -> RowTensor | None:
-    """A `RowTensor`, a list of them (concatenated) or a torch sparse COO tensor; else None."""
-    if isinstance(gradient, RowTensor):
-        return gradient
-    if isinstance(gradient, list | tuple):
-        return whole.concatenated(where, name, gradient)
-    if getattr(gradient, "is_sparse", False):
-        return _from_torch(where, name, gradient)
-    return None
-
-
-def _from_torch(where: str, name: str, tensor: Any) -> RowTensor:
-    # The accessors with an underscore also work on a tensor that is not coalesced.
-    indices = tensor._indices()
-    if len(indices) != 1:
-        raise ValueError(
-            message(where, name, "has a wrong layout", "1 sparse dimension", len(indices))
-        )
-    return RowTensor(indices[0], tensor._values().detach(), tuple(tensor.shape))
