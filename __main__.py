@@ -42,16 +42,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    chosen = next((a for a in arguments if not a.startswith("-")), None)
     parser = _Parser(prog="fusestep", description=__doc__.partition("\n")[0])
     parser.add_argument("--version", action="version", version=f"fusestep {fusestep.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (module, text) in _COMMANDS.items():
-        command = commands.add_parser(name, help=text, description=text)
-        if name == chosen:
-            importlib.import_module(module).add_arguments(command)
-    args = parser.parse_args(arguments)
-    status: int = importlib.import_module(_COMMANDS[args.command][0]).main(args)
+    for name, (_, text) in _COMMANDS.items():
+        commands.add_parser(name, help=text)
+    chosen = parser.parse_args(arguments[:1]).command
+    module, text = _COMMANDS[chosen]
+    command = importlib.import_module(module)
+    # A parser of its own: options may stand among its arguments, which a subparser does not take.
+    own = _Parser(prog=f"fusestep {chosen}", description=text)
+    command.add_arguments(own)
+    status: int = command.main(own.parse_intermixed_args(arguments[1:]))
     return status
 
 

@@ -18,12 +18,18 @@ from .cpu import counts, dense, factored, gather, headers, measure, parallel, ro
 from .cpu import finite as _finite  # noqa: F401
 from .factored_blocks import factored_kernel
 from .rules.adafactor import ADAFACTOR, ADAFACTOR_PLAIN
-from .rules.gradient import COUPLED_DECAY, SCALE
-from .rules.rule import Rule
+from .rules.gradient import COUPLED_DECAY, SCALE, TRUST
+from .rules.norm import SCALED
+from .rules.rule import Prologue, Rule
+from .rules.sgd import MOMENTUM, MOMENTUM_NESTEROV
 from .storage import STORAGES, Storage, real_of
 
 _BY_NAME = {storage.name: storage for storage in STORAGES.values()}
-_PROLOGUES = ((), (COUPLED_DECAY,), (SCALE,), (COUPLED_DECAY, SCALE))
+_PROLOGUES: tuple[Prologue, ...] = ((), (COUPLED_DECAY,), (SCALE,), (COUPLED_DECAY, SCALE))
+# LARS can be around every rule, which would double the time: it is compiled around those with
+# which it was published, which are THOR's too. (Its order of scale and decay is the other one.)
+_IN_LARS = (MOMENTUM, MOMENTUM_NESTEROV)
+_TRUST_PROLOGUES = tuple((*parts, TRUST) for parts in (*_PROLOGUES, (SCALE, COUPLED_DECAY)))
 
 
 def all_rules() -> dict[str, Rule]:
@@ -48,6 +54,11 @@ def functions(
         compiled = kernel(rule, prologue, storage, storage, (storage,) * len(rule.states))
         yield from (compiled.block, compiled.block_zero, compiled.block_real)
         yield from (m for m in (compiled.measure, compiled.measure_real) if m)
+        if rule in _IN_LARS and not prologue:
+            norm = kernel(SCALED, (), storage, storage, ()).measure
+            yield from (norm,) if norm else ()
+            own = _TRUST_PROLOGUES if every_prologue else _TRUST_PROLOGUES[:1]
+            yield from (kernel(rule, p, storage, storage, (storage,)).block for p in own)
         if rule in (ADAFACTOR, ADAFACTOR_PLAIN):
             first_moment = storage if rule is ADAFACTOR else None
             of_matrices = factored_kernel(prologue, storage, storage, first_moment)

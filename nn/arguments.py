@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..ops.check import LARGEST
+from ..ops import check
 from ..ops.errors import message
 
 
@@ -62,26 +62,9 @@ def non_negative_float(where: str, name: str, value: Any) -> float:
         TypeError: it is no float (an int is none).
         ValueError: it is negative or not finite.
     """
-    number = finite_float(where, name, value)
+    number = check.float_attribute(where, name, value)
     if number < 0.0:
         raise ValueError(message(where, name, "is out of range", "at least 0", value))
-    return number
-
-
-def finite_float(where: str, name: str, value: Any) -> float:
-    """A float of any sign that is neither NaN nor infinite.
-
-    Raises:
-        TypeError: it is no float (an int is none).
-        ValueError: it is not finite.
-    """
-    if not isinstance(value, float | np.floating):
-        raise TypeError(message(where, name, "has a wrong type", "a float", type(value).__name__))
-    number = float(value)
-    if not np.isfinite(number):
-        raise ValueError(message(where, name, "is not finite", "a finite float", value))
-    if abs(number) > LARGEST:
-        raise ValueError(message(where, name, "is too large", "a float32 number", value))
     return number
 
 

@@ -13,13 +13,7 @@ import numpy as np
 
 from ..ops import check
 from ..ops.errors import message
-from .arguments import (
-    finite_float,
-    list_or_tuple,
-    non_negative_float,
-    positive_float,
-    positive_int,
-)
+from .arguments import list_or_tuple, non_negative_float, positive_float, positive_int
 from .decay import (
     CosineDecayLR,
     ExponentialDecayLR,
@@ -63,7 +57,7 @@ def piecewise_constant_lr(milestone: Sequence[int], learning_rates: Sequence[flo
     values: list[float] = []
     for k, (end, rate) in enumerate(zip(ends, rates, strict=True)):
         end = positive_int(where, f"milestone[{k}]", end)
-        rate = finite_float(where, f"learning_rates[{k}]", rate)
+        rate = check.float_attribute(where, f"learning_rates[{k}]", rate)
         if end < len(values):
             expected = f"at least {len(values)}, the one before"
             raise ValueError(message(where, f"milestone[{k}]", "is out of order", expected, end))

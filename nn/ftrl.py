@@ -9,9 +9,10 @@ import numpy as np
 
 from ..kernels.rules.formula import Formula
 from ..kernels.rules.ftrl import ftrl_power_scalars, ftrl_rule, ftrl_scalars
+from ..ops import check
 from ..ops.errors import message, reject_unknown
 from ..ops.ftrl import check_ftrl_ranges
-from .arguments import finite_float, non_negative_float
+from .arguments import non_negative_float
 from .fused import OPTIONS, FusedOptimizer
 from .groups import Groups
 from .numbers import Number, number_of
@@ -106,7 +107,7 @@ class FTRL(FusedOptimizer):
             )
         self.l1 = non_negative_float(self._name, "l1", l1)
         self.l2 = non_negative_float(self._name, "l2", l2)
-        self.lr_power = finite_float(self._name, "lr_power", lr_power)
+        self.lr_power = check.float_attribute(self._name, "lr_power", lr_power)
         self._check_ranges(float(learning_rate))
         super().__init__(
             learning_rate,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,30 +12,7 @@ from ..ops.device import device_of, is_on_device
 from ..ops.device_gradient import convert, converted
 from ..ops.embedding import SparseGatherV2
 from ..ops.errors import message
-
-
-def concatenated(where: str, name: str, parts: Sequence[Any]) -> RowTensor:
-    """One row-sparse gradient out of several for the same tensor.
-
-    Raises:
-        TypeError: a part is no `RowTensor`, or there is none.
-        ValueError: their shapes, dtypes or places differ.
-    """
-    if not parts or not all(isinstance(part, RowTensor) for part in parts):
-        got = ", ".join(type(part).__name__ for part in parts) or "nothing"
-        raise TypeError(message(where, name, "is no gradient", "an array or RowTensors", got))
-    if len({(part.dense_shape, part.values.dtype) for part in parts}) > 1:
-        raise ValueError(
-            message(where, name, "has parts that differ", "one dense_shape and dtype", list(parts))
-        )
-    # Adopted again: the attributes of a RowTensor can be assigned to.
-    arrays = [[adopt_anywhere(where, name, a) for a in (p.indices, p.values)] for p in parts]
-    places = {f"part {k} of {name}": values for k, (_, values) in enumerate(arrays)}
-    shape = parts[0].dense_shape
-    if device_of(where, places) is not None:
-        return device_gradient.concatenated([RowTensor(i, v, shape) for i, v in arrays])
-    indices, values = map(np.concatenate, zip(*arrays, strict=True))
-    return RowTensor(indices, values, shape)
+from ..ops.row_forms import concatenated
 
 
 def decayed(gradient: Any, parameter: Any, factor: float) -> Any:

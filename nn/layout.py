@@ -68,7 +68,8 @@ class Layout:
         is_complete: whether these are all parameters.
         kinds: those of the gradients.
         expected: the headers of their arrays (of row-sparse ones first the indices, then the
-            values), where every parameter has a gradient; else None.
+            values), and that the variables can be written to, where every parameter has a
+            gradient; else None.
         dense_arrays: int64: places among these arrays of the dense gradients.
         row_arrays: places of the indices of the row-sparse ones.
         dense_bytes: sizes of the dense gradients, in order.
@@ -145,7 +146,8 @@ def build_layout(
     are_plain = not any(isinstance(w, DeviceArray) for _, _, (w, *_) in known)
     forms, dense_arrays, row_arrays = _array_forms([(kind, arrays[0]) for _, kind, arrays in known])
     can_expect = is_complete and headers.usable and are_plain
-    expected = headers.Expected(forms, memory) if can_expect else None
+    written = [array for _, _, arrays in known for array in arrays]
+    expected = headers.Expected(forms, memory, written=written) if can_expect else None
     return Layout(
         tuple(sorted(batches, key=lambda batch: not batch.row_sparse)),
         np.array([i for i, _, _ in known], np.int64),

@@ -124,16 +124,20 @@ class AdamFamily(Optimizer):
         copy = weight.array if isinstance(weight, Parameter) else weight
         return (*self._variables(index, master, moments), copy)
 
-    def _pair(self, index: Any, state: Any, expected: str) -> tuple[Any, Any]:
-        if not (isinstance(state, tuple | list) and len(state) == 2):
-            got = f"{type(state).__name__} of {len(state)}" if hasattr(state, "__len__") else state
-            name = f"state of {self._label(index)!r}"
-            raise TypeError(message(self._name, name, "has a wrong type", expected, got))
-        first, second = state
-        return first, second
-
-    def _label(self, index: Any) -> str:
-        return str(self.idx2name.get(index, index))
+    def check_state(self, index: Any, state: Any) -> None:
+        """As `Optimizer.check_state`: two moments, or a master copy and its moments."""
+        made = (AdamFamily.create_state, AdamFamily.create_state_multi_precision)
+        if (type(self).create_state, type(self).create_state_multi_precision) != made:
+            return  # a subclass of a user has others
+        first, second = self._pair(index, state, "(mean, var) of create_state")
+        arrays = [first, second]
+        if isinstance(second, tuple | list):
+            arrays = [first, *self._pair(index, second, "(mean, var) of create_state")]
+        name = f"state of {self._label(index)!r}"
+        for array in (check.variable(self._name, name, given) for given in arrays):
+            if array.shape != first.shape:
+                wrong = "has arrays that differ in shape"
+                raise ValueError(message(self._name, name, wrong, first.shape, array.shape))
 
     def _update_all(
         self,

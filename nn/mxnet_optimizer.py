@@ -14,9 +14,9 @@ from ..ops.arrays import BFLOAT16, RowTensor, adopt_anywhere
 from ..ops.device import DeviceArray
 from ..ops.device_gradient import convert, converted
 from ..ops.errors import message, reject_unknown
+from ..ops.row_forms import concatenated
 from . import mxnet_arguments as arguments
 from .arguments import count
-from .gradients import concatenated
 from .mxnet_arguments import Checked, arguments_of, as_lists, is_list
 
 _BASE_RATE = 0.01
@@ -223,6 +223,28 @@ class Optimizer:
             return False
         return adopt_anywhere(self._name, "weight", weight).dtype in _HALVES
 
+    def check_state(self, index: Any, state: Any) -> None:
+        """Refuse a state that was read and is none of `create_state_multi_precision`.
+
+        The base class takes any.
+
+        Raises:
+            TypeError: it is of another form.
+            ValueError: its arrays do not fit together.
+        """
+
+    def _pair(self, index: Any, state: Any, expected: str) -> tuple[Any, Any]:
+        """The two parts of a state."""
+        if not (isinstance(state, tuple | list) and len(state) == 2):
+            got = f"{type(state).__name__} of {len(state)}" if hasattr(state, "__len__") else state
+            name = f"state of {self._label(index)!r}"
+            raise TypeError(message(self._name, name, "has a wrong type", expected, got))
+        first, second = state
+        return first, second
+
+    def _label(self, index: Any) -> str:
+        return str(self.idx2name.get(index, index))
+
     def forget_arrays(self) -> None:
         """Hold no array of a former call any more; the base class holds none."""
 
@@ -257,8 +279,11 @@ class Optimizer:
             self.update(index, weight, grad, state)
             return
         lists = as_lists(self._name, index, weight, grad, state)
+        expected = "(master, its state) of create_state_multi_precision"
         masters = [
-            (w, s[0]) for w, s in zip(lists[1], lists[3], strict=True) if self._has_master(w)
+            (w, self._pair(i, s, expected)[0])
+            for i, w, _, s in zip(*lists, strict=True)
+            if self._has_master(w)
         ]
         if not masters:
             self.update(index, weight, grad, state)

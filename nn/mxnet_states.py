@@ -66,6 +66,8 @@ def load(data: Any, optimizer: Optimizer) -> tuple[dict[Any, Any], Optimizer]:
             optimizer = _made(document["optimizer"], optimizer)
     except _DAMAGES as error:
         raise ValueError(_not_ours(f"{type(error).__name__} {error}")) from None
+    for index, state in states.items():
+        optimizer.check_state(index, state)
     optimizer._index_update_count, optimizer.num_update = counts, num_update
     return states, optimizer
 

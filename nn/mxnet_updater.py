@@ -141,9 +141,11 @@ class Updater:
         states of a weight on a device are moved there when it is next updated.
 
         Raises:
-            TypeError: ``states`` are no bytes.
+            TypeError: ``states`` are no bytes, or a state in them is of another form than those of
+                the optimizer.
             ValueError: they are not of this format (MXNet's are pickles, which are not read: they
-                can execute anything), or hold an optimizer that is not registered.
+                can execute anything), hold an optimizer that is not registered, or the arrays of
+                a state do not fit together.
         """
         self.states, self.optimizer = mxnet_states.load(states, self.optimizer)
         self._were_read = set(self.states)

@@ -389,11 +389,16 @@ class Optimizer:
         """
         pending.settle()
         own = self._state_arrays()
-        for name, array in checked_state(self._name, as_state(self._name, state), own).items():
+        arrays = checked_state(self._name, as_state(self._name, state), own)
+        self._check_values(arrays)
+        for name, array in arrays.items():
             if isinstance(own[name], DeviceArray):
                 own[name].assign(array)
             else:
                 own[name][...] = array
+
+    def _check_values(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Refuse values of a state that fits in names, dtypes and shapes."""
 
     def _state_arrays(self) -> dict[str, Any]:
         """The arrays of the state themselves, by name."""

@@ -20,6 +20,7 @@ from ..ops.arrays import (
 )
 from ..ops.device import DeviceArray, device_of
 from ..ops.errors import message
+from ..ops.row_forms import as_rows
 from ..ops.row_step import RowGradient, check_keys
 from . import gradients as whole
 from .layout import Batch, Kind, Layout, build_layout
@@ -146,10 +147,11 @@ class GradientReader:
 
         Raises:
             TypeError: a kind or dtype does not fit.
-            ValueError: a shape does not fit, a gradient is row-sparse where none is taken, or
-                it shares memory with a parameter or state.
+            ValueError: a shape does not fit, a gradient is row-sparse where none is taken, it
+                shares memory with a parameter or state, or one of those is read-only.
         """
         read, kinds = self._read_each(gradients, added)
+        self._check_writable(kinds)
         layout = self._layout(tuple(kinds))
         dense = [g for g in read if not isinstance(g, RowGradient)]
         rows = [g for g in read if isinstance(g, RowGradient)]
@@ -188,13 +190,20 @@ class GradientReader:
             kinds.append(Kind(found.dtype, index_dtype))
         return read, kinds
 
+    def _check_writable(self, kinds: Sequence[Kind | None]) -> None:
+        """Refuse variables that have been made read-only since construction."""
+        for kind, p, states in zip(kinds, self._parameters, self._states, strict=True):
+            for array in (p.array, *states) if kind is not None else ():
+                if not array.flags.writeable:
+                    name = f"parameter {p.name!r}" if array is p.array else f"a state of {p.name!r}"
+                    expected, got = "a writable array", "a read-only one"
+                    raise ValueError(message(self._where, name, "is read-only", expected, got))
+
     def _layout(self, kinds: tuple[Kind | None, ...]) -> Layout:
         layout = self._layouts.get(kinds)
         if layout is None:
             if len(self._layouts) >= _KEPT_LAYOUTS:
                 self._layouts.clear()
-            for p in self._parameters:  # may have been made read-only since construction
-                check.variable(self._where, f"parameter {p.name!r}", p.array)
             tensors = [
                 (p.array, *states) for p, states in zip(self._parameters, self._states, strict=True)
             ]
@@ -309,7 +318,7 @@ def read_gradient(where: str, parameter: Parameter, gradient: Any) -> Any:
         ValueError: its shape does not fit.
     """
     name = f"gradient of {parameter.name!r}"
-    rows = _as_rows(where, name, gradient)
+    rows = as_rows(where, name, gradient)
     if rows is None:
         array = adopt_anywhere(where, name, gradient)
         _check_floating(where, name, array)
@@ -348,24 +357,3 @@ def is_row_sparse(gradient: Any) -> bool:
     if isinstance(gradient, list | tuple):
         return any(isinstance(part, RowTensor) for part in gradient)
     return isinstance(gradient, RowTensor) or getattr(gradient, "is_sparse", False)
-
-
-def _as_rows(where: str, name: str, gradient: Any) -> RowTensor | None:
-    """A `RowTensor`, a list of them (concatenated) or a torch sparse COO tensor; else None."""
-    if isinstance(gradient, RowTensor):
-        return gradient
-    if isinstance(gradient, list | tuple):
-        return whole.concatenated(where, name, gradient)
-    if getattr(gradient, "is_sparse", False):
-        return _from_torch(where, name, gradient)
-    return None
-
-
-def _from_torch(where: str, name: str, tensor: Any) -> RowTensor:
-    # The accessors with an underscore also work on a tensor that is not coalesced.
-    indices = tensor._indices()
-    if len(indices) != 1:
-        raise ValueError(
-            message(where, name, "has a wrong layout", "1 sparse dimension", len(indices))
-        )
-    return RowTensor(indices[0], tensor._values().detach(), tuple(tensor.shape))

@@ -28,6 +28,8 @@ class StatefulOptimizer(Optimizer):
         learning_rate, parameters, weight_decay, loss_scale: as `Optimizer`.
     """
 
+    _counts: tuple[str, ...] = ("step.",)  # how the names of states begin that are counts
+
     def __init__(
         self,
         learning_rate: Any,
@@ -118,7 +120,6 @@ class StatefulOptimizer(Optimizer):
             self._check_derived(given, step)
             if not any(name.startswith("step.") for name in state):
                 state.update({f"step.{p.name}": np.array([step]) for p in self.parameters})
-        self._check_counts(state)
         super().load_state_dict(state)
 
     def _check_derived(self, given: Mapping[str, Any], step: int) -> None:
@@ -126,7 +127,13 @@ class StatefulOptimizer(Optimizer):
             value = given[name]
             if value is None:
                 continue
-            if not np.allclose(self._numbers(name, value), expected, rtol=1e-5, atol=1e-30):
+            array = self._numbers(name, value)
+            if array.size != expected.size:
+                wanted = expected.shape
+                raise ValueError(
+                    message(self._name, f"state {name!r}", "has a wrong shape", wanted, array.shape)
+                )
+            if not np.allclose(array, expected, rtol=1e-5, atol=1e-30):
                 raise ValueError(
                     message(self._name, f"state {name!r}", "is of other options", expected, value)
                 )
@@ -140,14 +147,11 @@ class StatefulOptimizer(Optimizer):
             )
         return array
 
-    def _check_counts(self, state: Mapping[str, Any]) -> None:
-        for name in (name for name in state if name.startswith("step.")):
-            if not (self._numbers(name, state[name]) >= 0).all():
-                raise ValueError(
-                    message(
-                        self._name, f"state {name!r}", "is out of range", "at least 0", state[name]
-                    )
-                )
+    def _check_values(self, arrays: Mapping[str, np.ndarray]) -> None:
+        super()._check_values(arrays)
+        for name in (n for n in arrays if n.startswith(self._counts)):
+            least = int(arrays[name].min(initial=0))
+            check.in_range(self._name, f"state {name!r}", least, least >= 0, "at least 0")
 
     def check_rebinding(self, parameter: Parameter, array: Any) -> None:
         """As `Optimizer.check_rebinding`; states are memory of this optimizer too."""

@@ -14,7 +14,6 @@ from ..kernels.rules.formula import Formula
 from ..ops import check
 from ..ops.errors import message
 from .arguments import non_negative_float, positive_int
-from .checkpoint import as_state
 from .numbers import number_of
 from .parameter import Parameter
 from .schedule import Schedule, value_at
@@ -56,6 +55,7 @@ class Thor(HostCopies):
     """
 
     _filter_names = False
+    _counts = ("step.", "refreshes.")
     _rows_need = ("a dense one: THOR multiplies it by matrices", "a RowTensor")
 
     def __init__(
@@ -297,10 +297,6 @@ class Thor(HostCopies):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As `Optimizer.load_state_dict`, factors included."""
-        for name in (n for n in as_state(NAME, state) if n.startswith("refreshes.")):
-            count = self._numbers(name, state[name])
-            least = float(count.min(initial=0))
-            check.in_range(NAME, f"state {name!r}", least, least >= 0, "at least 0")
         super().load_state_dict(state)
         self._is_requested = False
         self.clear_captured()

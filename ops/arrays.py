@@ -109,6 +109,9 @@ class RowTensor:
         ValueError: a shape or length does not fit. (Index values are checked by the step that
             uses them: `IndexError`.)
 
+    The attributes can be assigned to: then each is checked by itself, and by the step that uses
+    it whether they fit together.
+
     Source: ``mindspore.RowTensor``.
 
     >>> import numpy as np
@@ -120,9 +123,7 @@ class RowTensor:
     __slots__ = ("dense_shape", "indices", "values")
 
     def __init__(self, indices: Any, values: Any, dense_shape: tuple[int, ...]) -> None:
-        self.indices = adopt_anywhere("RowTensor", "indices", indices)
-        self.values = adopt_anywhere("RowTensor", "values", values)
-        self.dense_shape = _shape(dense_shape)
+        self.indices, self.values, self.dense_shape = indices, values, dense_shape
         device_of("RowTensor", {"indices": self.indices, "values": self.values})
         check_row_gradient("RowTensor", "values", self.indices, self.values, self.dense_shape)
         if self.values.dtype not in STORAGES:
@@ -135,6 +136,14 @@ class RowTensor:
                     self.values.dtype,
                 )
             )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Not properties: steps read the attributes far more often than anyone assigns to them.
+        if name in ("indices", "values"):
+            value = adopt_anywhere("RowTensor", name, value)
+        elif name == "dense_shape":
+            value = _shape(value)
+        super().__setattr__(name, value)
 
     def __repr__(self) -> str:
         return (
@@ -201,6 +210,7 @@ class RowTensor:
 
     def _check_indices(self) -> None:
         adopt("RowTensor", "indices", self.indices)  # refuses those on a device
+        check_row_gradient("RowTensor", "values", self.indices, self.values, self.dense_shape)
         bad = (self.indices < 0) | (self.indices >= self.dense_shape[0])
         if bad.any():
             position = int(np.argmax(bad))

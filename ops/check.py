@@ -48,7 +48,7 @@ def scalar(where: str, name: str, value: Any) -> float:
 
 
 def float_attribute(where: str, name: str, value: Any) -> float:
-    """A finite float (an int is none), as attributes of operators are published.
+    """A finite float (an int is none), as attributes of operators and optimizers are published.
 
     Raises:
         TypeError: it is no float.
@@ -56,7 +56,7 @@ def float_attribute(where: str, name: str, value: Any) -> float:
     """
     if not isinstance(value, float | np.floating):
         raise TypeError(message(where, name, "has a wrong type", "a float", type(value).__name__))
-    return scalar(where, name, value)
+    return scalar(where, name, float(value))
 
 
 def in_range(where: str, name: str, value: float, accepted: bool, expected: str) -> None:

@@ -19,6 +19,7 @@ from .arrays import RowTensor, address_of, adopt_anywhere, check_row_gradient
 from .device import device_of
 from .errors import RejectedTypeError, message
 from .gradient_kinds import by_storage, gradient_table
+from .row_forms import as_rows
 from .row_step import check_keys, first_bad_index
 from .step import tensor_step
 
@@ -36,8 +37,8 @@ def global_norm(x: Sequence[Any]) -> float:
     does not depend on the number of threads. On a CUDA device the host waits for the result.
 
     Args:
-        x: a list or tuple of float32, float64, float16 or bfloat16 arrays and `RowTensor`; None
-            entries count as 0.
+        x: a list or tuple of float32, float64, float16 or bfloat16 arrays, `RowTensor`, lists of
+            them (for one tensor) and torch sparse COO tensors; None entries count as 0.
 
     Raises:
         TypeError: a kind or dtype does not fit.
@@ -65,7 +66,8 @@ def clip_by_global_norm(
             the norm over several processes.
 
     Returns:
-        A tuple of new gradients of the same kinds, shapes and dtypes. Gradients with an infinite
+        A tuple of new gradients of the same kinds, shapes and dtypes; where a list of `RowTensor`
+        or a sparse tensor was given, there is one `RowTensor`. Gradients with an infinite
         or NaN norm become NaN, so that they do not pass for clipped ones. On a CUDA device they
         are arrays of the same framework; the norm stays there and nothing is waited for, so a
         bad index is reported by `fusestep.synchronize`.
@@ -113,18 +115,16 @@ def _adopted(where: str, x: Sequence[Any]) -> list[Gradient | None]:
 
 
 def _adopted_one(where: str, name: str, gradient: Any) -> Gradient:
-    if isinstance(gradient, list | tuple) or getattr(gradient, "is_sparse", False):
-        expected, got = "an array, a RowTensor or None", type(gradient).__name__
-        raise TypeError(message(where, name, "is no gradient", expected, got))
-    if not isinstance(gradient, RowTensor):
+    rows = as_rows(where, name, gradient)
+    if rows is None:
         array = check.float_array_anywhere(where, name, gradient)
         return check.contiguous(array, where, name)
     # Adopted again: the attributes of a RowTensor can be assigned to.
-    indices = adopt_anywhere(where, name, gradient.indices)
-    values = check.float_array_anywhere(where, name, gradient.values)
-    check_row_gradient(where, name, indices, values, gradient.dense_shape)
+    indices = adopt_anywhere(where, name, rows.indices)
+    values = check.float_array_anywhere(where, name, rows.values)
+    check_row_gradient(where, name, indices, values, rows.dense_shape)
     indices, values = (check.contiguous(a, where, name) for a in (indices, values))
-    return RowTensor(indices, values, gradient.dense_shape)
+    return RowTensor(indices, values, rows.dense_shape)
 
 
 def _are_on_device(where: str, gradients: Sequence[Gradient | None]) -> bool:

@@ -5,10 +5,14 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 import fusestep
+from fusestep import nn
 from fusestep.kernels import cache, warmup
+from fusestep.kernels.compile import NativeFunction
+from fusestep.kernels.storage import STORAGES
 
 from subprocesses import output_of, run_python
 
@@ -101,6 +105,35 @@ def test_warmup_fills_the_cache(tmp_path):
     folder = cache.cache_directory() or tmp_path
     printed = output_of(program, FUSESTEP_CACHE_DIR=str(folder))
     assert "kernels ready in" in printed
+
+
+@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1}, {"loss_scale": 2.0},
+                                     {"weight_decay": 0.1, "loss_scale": 2.0}])  # fmt: skip
+@pytest.mark.parametrize("make", ["LARS", "thor"])
+def test_warmup_compiles_what_steps_with_factors_need(make, options, monkeypatch):
+    """LARS around Momentum, and thor with clipped gradients, which needs norms of its own."""
+    rules = warmup.all_rules()
+    chosen = [rules["momentum"], *([rules["scaled"]] if make == "thor" else [])]
+    f32 = STORAGES[np.dtype(np.float32)]
+    every = bool(options)
+    wanted = {f.identity for f in warmup.functions(chosen, [f32], every_prologue=every)}
+    original, used = NativeFunction.address, set()
+
+    def address(self):
+        used.add(self.identity)
+        return original.fget(self)
+
+    monkeypatch.setattr(NativeFunction, "address", property(address))
+    w = nn.Parameter(np.ones((2, 3), np.float32), "w")
+    if make == "LARS":
+        opt = nn.LARS(nn.Momentum([w], 0.1, 0.9, **options))
+    else:
+        layer = nn.ThorDense(w)
+        opt = nn.thor({"fc": layer}, 0.1, 0.1, 0.9, enable_clip_grad=True, **options)
+        layer.capture(np.ones((4, 3), np.float32), np.ones((4, 2), np.float32))
+    opt([np.ones((2, 3), np.float32)])
+    assert any("trust" in identity for identity in used)
+    assert used <= wanted
 
 
 def test_clear(tmp_path, monkeypatch):

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 
 from fusestep import nn
+from fusestep.kernels.cpu import headers
 
 from helpers import BF16, arrays_of, assert_same_bits, refused, unchanged
-from optimizers import FORMS, decayed_and_scaled, gradients, inner, make, parameters
+from optimizers import BY_NAME, FORMS, decayed_and_scaled, gradients, inner, make, parameters, rows
 
 EACH_FORM = pytest.mark.parametrize("form", FORMS)
 SHAPES = {"a": (4, 3), "b": (2,), "c": (), "d.weight": (2, 3, 5)}
@@ -341,3 +342,62 @@ def test_without_skip_nonfinite_a_nan_is_written(form: str) -> None:
     assert inner(opt).skipped_steps == 0
     others = [p.data for p in opt.parameters[1:]]
     assert all(np.isfinite(w).all() for w in others)
+
+
+@EACH_FORM
+def test_shapes_of_a_state_come_before_its_values(form: str) -> None:
+    """No value of an array is read that is too large, and so large that it could not be."""
+    opt = make(form, parameters(SHAPES))
+    state = opt.state_dict()
+    for name, array in state.items():
+        far_too_large = np.broadcast_to(np.array(-1, array.dtype), (1 << 40,))
+        with refused(
+            ValueError, f"state {name!r} has a wrong shape: .*got \\(1099511627776,\\)", opt
+        ):
+            opt.load_state_dict({**state, name: far_too_large})
+
+
+# Variables that are made read-only between steps
+
+
+def refuse_each_read_only(opt: Any, given: list[Any]) -> None:
+    """A step with any parameter or state read-only raises and writes nothing."""
+    opt(given)
+    of_each = inner(opt)._states_of_each()
+    for p, states in zip(opt.parameters, of_each, strict=True):
+        for array in (p.data, *states):
+            name = f"parameter '{p.name}'" if array is p.data else f"a state of '{p.name}'"
+            array.flags.writeable = False
+            with refused(ValueError, f"{name} is read-only: expected a writable array", opt):
+                opt(given)
+            array.flags.writeable = True
+            opt(given)
+
+
+@pytest.mark.parametrize("usable", [True, False])
+@EACH_FORM
+def test_read_only_since_the_last_step(
+    form: str, usable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(headers, "usable", usable)
+    opt = make(form, parameters(SHAPES))
+    refuse_each_read_only(opt, gradients(opt.parameters, 0))
+
+
+@pytest.mark.parametrize("usable", [True, False])
+@pytest.mark.parametrize("form", [f for f in FORMS if BY_NAME[FORMS[f][0]].takes_rows])
+def test_read_only_since_the_last_rows(
+    form: str, usable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(headers, "usable", usable)
+    opt = make(form, parameters({"a": (4, 3), "b": (2,)}), sparse_update="lazy")
+    refuse_each_read_only(opt, [rows((4, 3), [2, 0]), np.ones(2, np.float32)])
+
+
+def test_only_what_is_written_must_be_writable() -> None:
+    opt = make("Adam", parameters({"a": (4, 3), "b": (2,)}))
+    a, b = gradients(opt.parameters, 0)
+    opt.parameters[1].data.flags.writeable = False
+    opt([a, None])
+    with refused(ValueError, "parameter 'b' is read-only", opt):
+        opt([None, b])

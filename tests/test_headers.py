@@ -146,6 +146,17 @@ def test_expected_elsewhere(place):
     assert Expected(row_forms(), forbidden + 1).addresses(arrays) is not None
 
 
+def test_expected_of_what_is_written():
+    arrays, written = three()[:1], three((2,))
+    expected = Expected([(F32, (6,))], NOWHERE, written=written)
+    for array in written:
+        assert expected.addresses(arrays) is not None
+        array.flags.writeable = False
+        assert expected.addresses(arrays) is None
+        array.flags.writeable = True
+    assert expected.addresses((read_only(),)) is not None
+
+
 def test_overlaps():
     stretches = np.array([[10, 30], [20, 40]])
     touching = [(0, 10), (20, 30), (40, 50), (15, 15), (25, 25)]

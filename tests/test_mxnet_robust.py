@@ -271,10 +271,10 @@ def kept_and_restored(updater: mx.Updater, **options: Any) -> mx.Updater:
 
 def test_bfloat16_states() -> None:
     updater = mx.get_updater(mx.Adam())
-    updater.states[0] = np.arange(3).astype(ml_dtypes.bfloat16)
-    found = kept_and_restored(updater).states[0]
-    assert found.dtype == ml_dtypes.bfloat16
-    assert found.tolist() == [0, 1, 2]
+    updater.states[0] = (np.arange(3).astype(ml_dtypes.bfloat16),) * 2
+    for found in kept_and_restored(updater).states[0]:
+        assert found.dtype == ml_dtypes.bfloat16
+        assert found.tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize(

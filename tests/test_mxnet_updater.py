@@ -431,7 +431,7 @@ def test_saved_states_are_apart_from_the_present_ones() -> None:
 
 def test_states_of_any_nesting() -> None:
     arrays = [random(2, 3), random(2, dtype=F16), np.array(2.0), np.zeros((0, 3), np.int64)]
-    first, second = (mx.get_updater(mx.Adam()) for _ in "ab")
+    first, second = (mx.get_updater(mx.Optimizer()) for _ in "ab")
     first.states = {0: [(arrays[0], None), [3, 0.5, "x", True], ()], "b": None, -5: arrays[1:]}
     first.states["F"] = np.asfortranarray(random(2, 3))
     second.set_states(first.get_states())
@@ -442,6 +442,70 @@ def test_states_of_any_nesting() -> None:
     arrays.append(first.states["F"])
     for a, b in zip([found, *second.states[-5], second.states["F"]], arrays, strict=True):
         assert_same_bits(a, b)
+
+
+BAD_STATES: dict[str, tuple[Any, type[Exception], str]] = {
+    "none": (
+        None,
+        TypeError,
+        r"has a wrong type: expected \(mean, var\) of create_state, got None",
+    ),
+    "nones": ((None, None), TypeError, "is no array: expected an array, got NoneType"),
+    "one": ((ones(3),), TypeError, "has a wrong type: .*got tuple of 1"),
+    "three": ([ones(3)] * 3, TypeError, "has a wrong type: .*got list of 3"),
+    "array": (ones(2), TypeError, "has a wrong type: .*got ndarray of 2"),
+    "numbers": ((0.5, 1), TypeError, "is no array: .*got float"),
+    "integers": ((ones(3), ones(3, dtype=int)), TypeError, "has a wrong dtype"),
+    "shapes": ((ones(3), ones(2)), ValueError, r"has arrays that differ in shape: .*got \(2,\)"),
+    "no moments": ((ones(3), ()), TypeError, "has a wrong type: .*got tuple of 0"),
+    "one moment": ((ones(3), (ones(3), None)), TypeError, "is no array: .*got NoneType"),
+    "master": ((ones(2), (ones(3), ones(3))), ValueError, "has arrays that differ in shape"),
+}
+
+
+@EACH_KIND
+@pytest.mark.parametrize("case", BAD_STATES.values(), ids=BAD_STATES)
+@pytest.mark.parametrize("dump_optimizer", [False, True])
+def test_states_that_the_optimizer_could_not_take(
+    make: Any, case: Any, dump_optimizer: bool
+) -> None:
+    state, error, text = case
+    updater, _ = trained(make)
+    before, opt, counts = updater.states, updater.optimizer, counts_of(updater.optimizer)
+    other = mx.get_updater(make(param_idx2name={2: "c"}))
+    other.states = {1: (ones(1), ones(1)), 2: state}
+    label = "'c'" if dump_optimizer else "'2'"
+    opt.idx2name = {}
+    with refused(error, f"^{opt._name}: state of {label} {text}", before):
+        updater.set_states(other.get_states(dump_optimizer=dump_optimizer))
+    assert updater.states is before
+    assert updater.optimizer is opt
+    assert counts_of(opt) == counts
+
+
+def test_states_of_a_subclass_are_its_own() -> None:
+    class Plain(mx.Adam):
+        def create_state(self, index: Any, weight: Any) -> Any:  # noqa: ARG002
+            return None
+
+    updater = mx.get_updater(Plain())
+    updater.states = {0: None}
+    updater.set_states(updater.get_states())
+    assert updater.states == {0: None}
+
+
+@pytest.mark.parametrize("state", [None, (ones(3),), (ones(3), None, None), ones(2)])
+def test_update_with_a_state_without_its_master_copy(state: Any) -> None:
+    class Descent(mx.Optimizer):
+        def step(self, indices: Any, weights: Any, grads: Any, states: Any) -> None:  # noqa: ARG002
+            weights[0] -= grads[0]
+
+    opt, w = Descent(multi_precision=True), ones(3, dtype=F16)
+    text = (
+        r"^Descent: state of '0' has a wrong type: expected \(master, its state\) of create_state_"
+    )
+    with refused(TypeError, text, w):
+        opt.update_multi_precision(0, w, ones(3, dtype=F16), state)
 
 
 def test_param_dict_stays_with_the_process() -> None:

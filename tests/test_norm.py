@@ -74,6 +74,43 @@ def test_rows_of_equal_indices_are_summed_first(dtype: np.dtype) -> None:
     assert ops.global_norm([ops.RowTensor(np.array([2, 5, 2, 5]), values, (9, 1))]) == 4.0
 
 
+class Sparse:
+    """What is asked of a sparse COO tensor of torch."""
+
+    is_sparse = True
+
+    def __init__(self, g: ops.RowTensor) -> None:
+        self.shape, self._parts = g.shape, (g.indices[None], g.values)
+
+    def _indices(self) -> np.ndarray:
+        return self._parts[0]
+
+    def _values(self) -> Any:
+        return self
+
+    def detach(self) -> np.ndarray:
+        return self._parts[1]
+
+
+def test_forms_of_rows() -> None:
+    """Those that optimizers take: a list for one tensor, and a sparse tensor of torch."""
+    first, second = rows([2, 5, 2]), rows([5, 0], seed=1)
+    joined = ops.RowTensor(
+        np.concatenate([first.indices, second.indices]),
+        np.concatenate([first.values, second.values]),
+        first.shape,
+    )
+    for form, same in (([first, second], joined), (Sparse(first), first)):
+        gradients = [dense(3), form, None]
+        assert ops.global_norm(gradients) == ops.global_norm([dense(3), same, None])
+        _, clipped, nothing = ops.clip_by_global_norm(gradients, 0.5)
+        _, expected, _ = ops.clip_by_global_norm([dense(3), same, None], 0.5)
+        assert nothing is None
+        assert_same_bits(clipped.indices, expected.indices)
+        assert_same_bits(clipped.values, expected.values)
+        assert clipped.shape == expected.shape
+
+
 @settings(max_examples=80, deadline=None, derandomize=True, database=None)
 @given(data=st.data())
 def test_norm_of_any_rows(data: st.DataObject) -> None:
@@ -313,9 +350,10 @@ GOOD = np.ones(3, np.float32)
         ({"g": GOOD}, "x has a wrong type: expected a list or tuple, got dict"),
         ([GOOD, 1.0], r"x\[1\] is no array: expected an array, got float"),
         (
-            [None, [GOOD]],
-            r"x\[1\] is no gradient: expected an array, a RowTensor or None, got list",
+            [None, [rows([1]), GOOD]],
+            r"x\[1\] is no gradient: expected an array or RowTensors, got RowTensor, ndarray",
         ),
+        ([[]], r"x\[0\] is no gradient: expected an array or RowTensors, got nothing"),
         ([GOOD.astype(int)], r"x\[0\] has a wrong dtype: expected float32, .* got int64"),
         ([GOOD.astype(complex)], r"x\[0\] has a wrong dtype"),
     ],

@@ -628,6 +628,52 @@ def test_row_tensor(dtype: Any) -> None:
     assert "RowTensor(indices=(3,) int32" in repr(rows)
 
 
+@pytest.mark.parametrize(
+    ("attribute", "value", "error", "text"),
+    [
+        ("dense_shape", np.array([5, 3]), TypeError, r"is no shape: .*got array\(\[5, 3\]\)"),
+        ("dense_shape", 5, TypeError, "is no shape: expected a tuple of int, got 5"),
+        ("dense_shape", (5.0, 3), TypeError, "is no shape"),
+        ("dense_shape", (), ValueError, "has no rows or a negative size"),
+        ("indices", [0, 1], TypeError, "is no array: expected an array, got list"),
+        ("values", None, TypeError, "is no array: expected an array, got NoneType"),
+    ],
+)
+def test_what_cannot_be_assigned_to_row_tensor(
+    attribute: str, value: Any, error: type[Exception], text: str
+) -> None:
+    rows = ops.RowTensor(np.array([3, 0]), np.ones((2, 3), np.float32), (5, 3))
+    with pytest.raises(error, match=f"^RowTensor: {attribute} {text}"):
+        setattr(rows, attribute, value)
+    assert rows.dense_shape == (5, 3)
+    assert rows.coalesce().values.shape == (2, 3)
+
+
+@pytest.mark.parametrize("use", [ops.RowTensor.coalesce, ops.RowTensor.to_dense])
+@pytest.mark.parametrize(
+    ("attribute", "value", "text"),
+    [
+        ("dense_shape", (5, 4), "values has a wrong shape"),
+        ("values", np.ones((3, 3), np.float32), "values has a wrong length"),
+        ("indices", np.zeros((2, 1), np.int64), "indices has a wrong shape"),
+    ],
+)
+def test_attributes_of_row_tensor_that_do_not_fit_together(
+    use: Any, attribute: str, value: Any, text: str
+) -> None:
+    rows = ops.RowTensor(np.array([3, 0]), np.ones((2, 3), np.float32), (5, 3))
+    setattr(rows, attribute, value)
+    with pytest.raises(ValueError, match=f"^RowTensor: {text}"):
+        use(rows)
+
+
+def test_a_list_that_is_assigned_as_dense_shape() -> None:
+    rows = ops.RowTensor(np.array([3, 0]), np.ones((2, 3), np.float32), (5, 3))
+    rows.dense_shape = [6, np.int64(3)]
+    assert rows.dense_shape == (6, 3)
+    nn.LazyAdam([np.ones((6, 3), np.float32)])([rows])
+
+
 def test_row_tensor_without_rows() -> None:
     rows = ops.RowTensor(np.array([], np.int64), np.ones((0, 2), np.float32), (4, 2))
     assert rows.to_dense().tolist() == np.zeros((4, 2)).tolist()

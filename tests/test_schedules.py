@@ -182,8 +182,8 @@ BAD: dict[str, list[tuple[Any, type[Exception], str]]] = {
     ],
     "not negative": [
         (-0.5, ValueError, "is out of range: expected at least 0, got -0.5"),
-        (math.nan, ValueError, "is not finite: expected a finite float, got nan"),
-        (math.inf, ValueError, "is not finite: expected a finite float, got inf"),
+        (math.nan, ValueError, "is not finite: expected a finite number, got nan"),
+        (math.inf, ValueError, "is not finite: expected a finite number, got inf"),
         (0, TypeError, "has a wrong type: expected a float, got int"),
         (True, TypeError, "has a wrong type: expected a float, got bool"),
         (None, TypeError, "has a wrong type: expected a float, got NoneType"),
@@ -244,7 +244,7 @@ def test_range_of_a_cosine() -> None:
 WRONG = "has a wrong type: expected"
 RANGE = "is out of range: expected at least 1"
 ORDER = "is out of order: expected"
-FINITE = "is not finite: expected a finite float"
+FINITE = "is not finite: expected a finite number"
 LENGTH = "has a wrong length: expected 1 rates, one for each milestone"
 PIECES: list[tuple[Any, Any, type[Exception], str]] = [
     (5, [0.1], TypeError, f"milestone {WRONG} a list or a tuple, got int"),

@@ -64,7 +64,7 @@ REFUSED: list[tuple[Any, Any, type[Exception], str]] = [
     ([0.5, [0.1]], [3], TypeError, f"schedules[1] {WRONG} {FORMS}, got list"),
     ([nn.WarmUpLR], [], TypeError, f"schedules[0] {WRONG} {FORMS}, got the class WarmUpLR"),
     ([-0.5], [], ValueError, "schedules[0] is out of range: expected at least 0, got -0.5"),
-    ([math.inf], [], ValueError, "schedules[0] is not finite: expected a finite float, got inf"),
+    ([math.inf], [], ValueError, "schedules[0] is not finite: expected a finite number, got inf"),
     ([0.5], 3, TypeError, f"milestones {WRONG} a list or a tuple, got int"),
     (
         [0.5, 0.5, 0.5],

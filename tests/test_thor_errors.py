@@ -314,6 +314,29 @@ def test_states_of_other_kinds() -> None:
         opt.load_state_dict({**state, "refreshes.fc.weight": np.array([-1])})
 
 
+def test_read_only_since_the_last_step() -> None:
+    net = Net()
+    opt = make(net)
+    train(opt, net, range(1))
+    for array, name in ((net.fc.weight.data, "parameter"), (opt.moments[3], "a state of")):
+        array.flags.writeable = False
+        with refused(ValueError, f"thor: {name} 'fc.weight' is read-only", opt):
+            train(opt, net, range(1, 2))
+        array.flags.writeable = True
+        train(opt, net, range(1, 2))
+
+
+@pytest.mark.parametrize("name", ["refreshes.fc.weight", "step.fc.weight", "learning_rate"])
+def test_shapes_of_a_state_come_before_its_values(name: str) -> None:
+    opt = make(Net())
+    state = opt.state_dict()
+    negative = np.full((2, 3), -1, state[name].dtype)
+    with refused(ValueError, rf"thor: state '{name}' has a wrong shape: .*got \(2, 3\)", opt):
+        opt.load_state_dict({**state, name: negative})
+    with refused(TypeError, f"thor: state '{name}' has a wrong dtype", opt):
+        opt.load_state_dict({**state, name: negative.astype(np.float16)})
+
+
 def test_the_class_has_the_arguments_of_the_function() -> None:
     import inspect
 

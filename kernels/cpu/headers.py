@@ -100,8 +100,12 @@ def _is_plain(a, array_type, descriptor, flags, ndim):
 def _read(arrays, n, array_type, flags, expected, dims, memory, addresses):
     """Addresses of the ``n`` arrays of a tuple, if they are as expected and lie elsewhere.
 
-    Returns whether all of them are.
+    Returns whether all of them are, and the arrays of the further rows of ``expected``, which hold
+    the addresses of these objects, can be written to.
     """
+    for k in range(n, len(expected)):
+        if not load_int32(expected[k, 0] + _FLAGS) & _WRITEABLE:
+            return False
     first_dim = length = 0
     for k in range(n):
         a = load_int64(arrays + _ITEMS + 8 * k)
@@ -142,23 +146,29 @@ class Expected:
         forms: the form of each array.
         memory: where the arrays should not lie, as for `overlaps`.
         writable: whether they must be.
+        written: other arrays that must be, whatever arrays are given.
     """
 
     def __init__(
-        self, forms: Sequence[Form], memory: np.ndarray, *, writable: bool = False
+        self,
+        forms: Sequence[Form],
+        memory: np.ndarray,
+        *,
+        writable: bool = False,
+        written: Sequence[np.ndarray] = (),
     ) -> None:
         self._flags = _C_CONTIGUOUS_ALIGNED | (_WRITEABLE if writable else 0)
-        self._forms = list(forms)  # the identities below stay valid while the dtypes live
+        self._alive = list(forms), list(written)  # the identities below stay valid while they live
         rows = [  # identity of the dtype, dimensions, bytes but for the dimensions left open
             (id(dtype), len(shape), math.prod(n for n in shape if n >= 0) * dtype.itemsize)
             for dtype, shape in forms
-        ]
+        ] + [(id(array), 0, 0) for array in written]
         self._rows = np.array(rows, np.int64)
         self._dims = np.array([n for _, shape in forms for n in shape], np.int64)
         self._memory = memory
 
     def addresses(self, arrays: tuple[np.ndarray, ...]) -> np.ndarray | None:
-        """The int64 addresses of as many ``arrays``; None if one is not as expected."""
+        """The int64 addresses of as many ``arrays``; None if anything is not as expected."""
         n = len(arrays)
         addresses = np.empty(n, np.int64)
         as_expected = _read(
