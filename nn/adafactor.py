@@ -12,6 +12,7 @@ from ..kernels.blocks import kernel
 from ..kernels.cpu.factored import FactoredStep
 from ..kernels.cpu.factored_layout import FactoredTable, FactoredTensor
 from ..kernels.factored_blocks import FactoredKernel, factored_kernel
+from ..kernels.quiet import quiet
 from ..kernels.rules import adafactor as rules
 from ..kernels.rules.formula import Formula
 from ..kernels.rules.rule import columns
@@ -312,6 +313,7 @@ class AdaFactor(FusedOptimizer):
         for block in self._kernel(batch, conditioning).blocks:
             block.address  # noqa: B018
 
+    @quiet
     def _run_dense(
         self,
         call: Call,
@@ -333,8 +335,7 @@ class AdaFactor(FusedOptimizer):
         step = FactoredStep(compiled, table, gradients, call.hp)
         step.factorize()
         squares[:, 1] = step.direction_squares()
-        with np.errstate(all="ignore"):  # as in the base class
-            self._complete(squares, call, column)
+        self._complete(squares, call, column)
         step.update()
 
     def _dense_part(self, batch: Batch, gradients: np.ndarray, conditioning: Conditioning) -> Part:

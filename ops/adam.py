@@ -8,7 +8,7 @@ import numpy as np
 
 from ..kernels.rules import adam as rules
 from . import check
-from .arrays import real_type
+from .arrays import rounding
 from .device import DeviceArray
 from .errors import message
 from .primitive import Primitive
@@ -20,7 +20,7 @@ def adam_hp_for(where: str, variable: np.ndarray, scalars: dict[str, float]) -> 
         raise ValueError(
             message(where, "beta2_power", "is out of range", "at most 1", scalars["beta2_power"])
         )
-    real = real_type(variable.dtype)
+    real = rounding(variable.dtype)
     return rules.adam_hp(real, **scalars)
 
 
@@ -216,7 +216,7 @@ class AdamWeightDecay(Primitive):
         """Update ``var``, ``m`` and ``v`` in place and return them; see the class."""
         scalars = self._scalars(lr=lr, beta1=beta1, beta2=beta2, epsilon=epsilon, decay=decay)
         variables = self._variables(var=var, m=m, v=v)
-        real = real_type(variables["var"].dtype)
+        real = rounding(variables["var"].dtype)
         hp = rules.adam_weight_decay_hp(real, **scalars)
         self._apply_dense(rules.ADAM_WEIGHT_DECAY, variables, hp, "gradient", gradient)
         return var, m, v

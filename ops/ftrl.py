@@ -8,7 +8,7 @@ import numpy as np
 
 from ..kernels.rules.ftrl import FtrlHP, FtrlPowerHP, ftrl_hp, ftrl_rule
 from . import check
-from .arrays import real_type
+from .arrays import rounding
 from .check import LARGEST
 from .primitive import Primitive
 
@@ -94,6 +94,6 @@ def check_ftrl_ranges(
 
 def ftrl_hp_for(variable: np.ndarray, scalars: dict[str, float]) -> FtrlHP | FtrlPowerHP:
     """The scalars of the rule for ``variable``."""
-    real = real_type(variable.dtype)
+    real = rounding(variable.dtype)
     hp: FtrlHP | FtrlPowerHP = ftrl_hp(real, **scalars)
     return hp

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..kernels.rules import rmsprop as rules
-from .arrays import real_type
+from .arrays import rounding
 from .primitive import Primitive
 
 
@@ -131,5 +131,5 @@ class ApplyCenteredRMSProp(Primitive):
 
 
 def _hp(variable: np.ndarray, scalars: dict[str, float]) -> rules.RMSPropMomentumHP:
-    real = real_type(variable.dtype)
+    real = rounding(variable.dtype)
     return rules.rmsprop_momentum_hp(real, *scalars.values())
