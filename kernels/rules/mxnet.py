@@ -17,7 +17,6 @@ copy that is written on the way. It is never read, so the compiler leaves its lo
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -169,10 +168,14 @@ def rounded(real: Any, value: float, *, composed: bool) -> float:
     return ROUNDING[real](value if composed else to_float32(value))
 
 
-def _of_betas(real: Any, betas: Sequence[float], composed: bool) -> list[float]:
+def _of_betas(
+    real: Any, beta1: float, beta2: float, composed: bool
+) -> tuple[float, float, float, float]:
     """Each beta and its complement."""
-    kept = betas if composed else [to_float32(beta) for beta in betas]
-    return [ROUNDING[real](x) for beta in kept for x in (beta, 1.0 - beta)]
+    if not composed:
+        beta1, beta2 = to_float32(beta1), to_float32(beta2)
+    to_real = ROUNDING[real]
+    return to_real(beta1), to_real(1.0 - beta1), to_real(beta2), to_real(1.0 - beta2)
 
 
 @_remembered
@@ -181,7 +184,7 @@ def adam_hp(
 ) -> AdamHP:
     """The scalars of Adam for a corrected learning rate."""
     size, eps = (rounded(real, x, composed=composed) for x in (step_size, epsilon))
-    return AdamHP(*_of_betas(real, (beta1, beta2), composed), size, eps)
+    return AdamHP(*_of_betas(real, beta1, beta2, composed), size, eps)
 
 
 @_remembered
