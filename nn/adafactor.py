@@ -93,7 +93,8 @@ class AdaFactor(FusedOptimizer):
 
     All parameters take the passes together. The gradient of a matrix is read three times, its
     parameter twice, and written once; sums are float64, in an order that does not depend on the
-    number of threads.
+    number of threads. ``g*g`` must be a number of the arithmetic: in float32 one element of 1.8e19
+    or more makes a whole matrix NaN.
 
     Args:
         params: `Parameter` or arrays, or group dicts; see `Optimizer`.

@@ -21,6 +21,9 @@ class ApplyFtrl(Primitive):
         var <- (sign(linear)*l1 - linear) / (new**p / lr + 2*l2)   where |linear| > l1, else 0
         accum <- new
 
+    ``grad*grad`` must be a number of the arithmetic: in float32 a gradient of 1.8e19 or more makes
+    NaN.
+
     Args:
         use_locking: serialise concurrent calls on overlapping memory.
 
