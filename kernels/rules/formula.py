@@ -32,8 +32,10 @@ class Formula(NamedTuple):
     """The scalars of a rule as a function, which runs on the host and is compiled for devices.
 
     Attributes:
-        function: ``function(real, lr, decay, step, constants, powers)`` returns the scalars, all
-            of type ``real``. Compilable by Numba, with functions of `math` only.
+        function: ``function(real, lr, decay, step, constants, powers)`` returns the scalars.
+            Compilable by Numba, with functions of `math` only. ``real`` rounds a number: it is the
+            type of the arithmetic on a device, and one of `ROUNDING` on the host, where a result
+            that is a sum may be left to be rounded by whoever stores it.
         constants: what stays the same from step to step.
         bases: numbers whose running powers (`running_power`) the function takes.
     """
