@@ -12,6 +12,7 @@ from ..kernels.blocks import kernel
 from ..kernels.cpu.factored import FactoredStep
 from ..kernels.cpu.factored_layout import FactoredTable, FactoredTensor
 from ..kernels.factored_blocks import FactoredKernel, factored_kernel
+from ..kernels.quiet import quiet
 from ..kernels.rules import adafactor as rules
 from ..kernels.rules.formula import Formula
 from ..kernels.rules.rule import columns
@@ -93,7 +94,8 @@ class AdaFactor(FusedOptimizer):
 
     All parameters take the passes together. The gradient of a matrix is read three times, its
     parameter twice, and written once; sums are float64, in an order that does not depend on the
-    number of threads.
+    number of threads. ``g*g`` must be a number of the arithmetic: in float32 one element of 1.8e19
+    or more makes a whole matrix NaN.
 
     Args:
         params: `Parameter` or arrays, or group dicts; see `Optimizer`.
@@ -306,6 +308,7 @@ class AdaFactor(FusedOptimizer):
         call.hp[:, column["step"]] *= of_step
         call.hp[:, column["decay"]] *= of_decay
 
+    @quiet
     def _prepared_dense(
         self,
         call: Call,
@@ -325,8 +328,7 @@ class AdaFactor(FusedOptimizer):
             squares[:, 0] = squares_at(variables.w, variables.table.addresses[:, 0], sizes)
         step = FactoredStep(compiled, table, gradients, call.hp)
         squares[:, 1] = step.direction_squares()
-        with np.errstate(all="ignore"):  # as in the base class
-            self._complete(squares, call, column)
+        self._complete(squares, call, column)
         return Prepared(step.loops(), step.forget)
 
     def _dense_part(self, batch: Batch, gradients: np.ndarray, conditioning: Conditioning) -> Part:

@@ -6,10 +6,12 @@ from typing import Any
 
 import numpy as np
 
+from ..kernels.quiet import quiet
 from ..ops import check
 from ..ops.errors import message
 
 
+@quiet
 def open_unit(where: str, name: str, value: Any, real: Any) -> float:
     """A float strictly between 0 and 1, in the arithmetic type ``real`` too.
 
@@ -26,6 +28,7 @@ def open_unit(where: str, name: str, value: Any, real: Any) -> float:
     return float(value)
 
 
+@quiet
 def positive_float(where: str, name: str, value: Any, real: Any) -> float:
     """A finite float above 0, in the arithmetic type ``real`` too.
 

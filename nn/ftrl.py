@@ -42,6 +42,7 @@ class FTRL(FusedOptimizer):
 
     Weight decay is coupled, ``g + weight_decay * w``, and acts on every ungrouped parameter
     whatever its name. Since ``L`` sums up what earlier steps did with ``lr``, the rate is fixed.
+    ``g*g`` must be a number of the arithmetic: in float32 a ``g`` of 1.8e19 or more makes NaN.
 
     Args:
         params: `Parameter` or arrays, or group dicts without ``lr``; see `Optimizer`.

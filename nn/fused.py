@@ -13,7 +13,7 @@ import numpy as np
 
 from ..kernels.cpu.counts import Count, are_equal
 from ..kernels.cpu.finite import all_finite
-from ..kernels.rules.formula import Formula
+from ..kernels.rules.formula import ROUNDING, Formula
 from ..kernels.rules.rule import Rule, columns, factors
 from ..ops import check, locks
 from ..ops.errors import message
@@ -321,7 +321,7 @@ class FusedOptimizer(DeviceSteps):
         rows = [
             (
                 *formula.at(real, rates[k], own_decays[k], step + 1),
-                *conditioning.scalars(self._classes[k], decays[k]),
+                *map(ROUNDING[real], conditioning.scalars(self._classes[k], decays[k])),
             )
             for step, k in keys
         ]

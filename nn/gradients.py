@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from ..kernels.quiet import quiet
 from ..ops import device_gradient
 from ..ops.arrays import RowTensor, adopt_anywhere, real_type
 from ..ops.device import device_of, is_on_device
@@ -15,6 +16,7 @@ from ..ops.errors import message
 from ..ops.row_forms import concatenated
 
 
+@quiet
 def decayed(gradient: Any, parameter: Any, factor: float) -> Any:
     """``gradient + factor * parameter``, rounded to the gradient's dtype."""
     if gradient is None:
@@ -40,6 +42,7 @@ def decayed(gradient: Any, parameter: Any, factor: float) -> Any:
     return (g.astype(real) + real(factor) * w.astype(real)).astype(g.dtype)
 
 
+@quiet
 def centralized(gradient: Any) -> Any:
     """``gradient - mean over all axes but the first``; unchanged below two dimensions."""
     if gradient is None:
@@ -56,11 +59,11 @@ def centralized(gradient: Any) -> Any:
     if g.ndim < 2 or g.size == 0:
         return g
     wide = g.astype(real_type(g.dtype))
-    with np.errstate(invalid="ignore"):  # infinity - infinity is NaN, as it should be
-        mean = wide.mean(axis=tuple(range(1, g.ndim)), keepdims=True, dtype=np.float64)
-        return (wide - mean.astype(wide.dtype)).astype(g.dtype)
+    mean = wide.mean(axis=tuple(range(1, g.ndim)), keepdims=True, dtype=np.float64)
+    return (wide - mean.astype(wide.dtype)).astype(g.dtype)
 
 
+@quiet
 def scaled(gradient: Any, factor: float) -> Any:
     """``gradient * factor``, the factor rounded to the type of the arithmetic first."""
     if gradient is None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..kernels.quiet import quiet
 from ..kernels.rules import lars as rules
 from ..kernels.rules.gradient import COUPLED_DECAY, TRUST
 from ..kernels.rules.rule import Prologue
@@ -211,6 +212,7 @@ class LARS(Optimizer):
                     )
                 )
 
+    @quiet
     def _new_gradients(self, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
         """The gradients after LARS, as new arrays."""
         step = self._step

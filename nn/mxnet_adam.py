@@ -36,7 +36,7 @@ class Adam(AdamFamily):
         learning_rate: at least 0. None: 0.001, or with a scheduler the scheduler's own (MXNet's
             default of 0.001 overwrites it).
         beta1, beta2: in [0, 1).
-        epsilon: at least 0.
+        epsilon: at least 0; what is 0 only in float32 (1e-46) raises.
         lazy_update: a `RowTensor` updates only the rows that occur; else all rows take the step,
             those that do not occur with ``grad = 0``. t advances either way. None: False, with
             ``compat="1.9"`` True.
@@ -137,7 +137,7 @@ class AdamW(AdamFamily):
     Args:
         learning_rate: as `Adam`.
         beta1, beta2: in [0, 1).
-        epsilon: at least 0.
+        epsilon: at least 0; what is 0 only in float32 (1e-46) raises.
         correct_bias: as in the formula.
         use_fused_step: False: the numbers of MXNet's composed operations: ``1 - beta`` in double
             precision, and the weight decays after it has stepped. It is one pass too.

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ..kernels.rules.formula import to_float32
 from ..ops import check
 from ..ops.errors import RejectedValueError, message
 from .arguments import count
@@ -51,6 +52,18 @@ def decay_rate(where: str, name: str, value: Any) -> float:
     in_range = beta >= 0.0 and np.float32(beta) < 1.0
     check.in_range(where, name, beta, bool(in_range), "at least 0 and below 1 in float32")
     return beta
+
+
+def kept_epsilon(where: str, name: str, value: Any) -> float:
+    """A number of at least 0, and not one that is 0 only in float32, in which kernels take it.
+
+    Raises:
+        TypeError: it is no number.
+        ValueError: it is out of range.
+    """
+    checked = check.scalar_at_least_0(where, name, value)
+    check.epsilon(where, name, checked, to_float32(checked))
+    return checked
 
 
 def rescale_factor(where: str, name: str, value: Any) -> float:

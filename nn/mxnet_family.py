@@ -13,7 +13,7 @@ from ..ops import check
 from ..ops.arrays import adopt_anywhere, real_type
 from ..ops.device import DeviceArray
 from ..ops.errors import message
-from .mxnet_arguments import Checked, as_lists, decay_rate, is_list
+from .mxnet_arguments import Checked, as_lists, decay_rate, is_list, kept_epsilon
 from .mxnet_optimizer import Optimizer
 from .mxnet_step import Bindings, Step
 from .parameter import Parameter
@@ -31,7 +31,7 @@ class AdamFamily(Optimizer):
 
     beta1 = Checked(decay_rate)
     beta2 = Checked(decay_rate)
-    epsilon = Checked(check.scalar_at_least_0)
+    epsilon = Checked(kept_epsilon)
 
     def __init__(
         self,

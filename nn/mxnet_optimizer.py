@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..kernels.quiet import quiet
 from ..ops import check
 from ..ops.adam_update import compat_version
 from ..ops.arrays import BFLOAT16, RowTensor, adopt_anywhere
@@ -430,6 +431,7 @@ def _of_master(grad: Any, state: Any) -> tuple[Any, Any, Any]:
     return state[0], grad, state[1]
 
 
+@quiet
 def _as_float32(array: Any) -> Any:
     """A float32 copy; of an array on a device in its framework."""
     if isinstance(array, DeviceArray):
@@ -437,6 +439,7 @@ def _as_float32(array: Any) -> Any:
     return np.array(array, np.float32, order="C")
 
 
+@quiet
 def _round_to(weight: Any, master: Any) -> None:
     """Make a 16-bit weight the rounded master copy."""
     if isinstance(weight, DeviceArray):

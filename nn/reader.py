@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..kernels.quiet import quiet
 from ..kernels.storage import Storage
 from ..ops import check, pending
 from ..ops import device_gradient as on_device
@@ -211,6 +212,7 @@ class GradientReader:
             layout = self._layouts[kinds] = build_layout(kinds, tensors, labels)
         return layout
 
+    @quiet
     def _centralize(self, parameter: Parameter, gradient: Any, factor: float) -> Any:
         """The centralized gradient; a coupled decay is centralized with it, as in MindSpore."""
         if parameter.is_on_device:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ..kernels.quiet import quiet
 from ..kernels.storage import STORAGES
 from ..ops import check
 from ..ops.arrays import adopt
@@ -45,6 +46,7 @@ class StatefulOptimizer(Optimizer):
         self._states = self._new_states(states)
         self._steps = np.zeros(len(self.parameters), np.int64)
 
+    @quiet
     def _new_states(self, initial: Mapping[str, float]) -> States:
         """Arrays of the shape of each parameter, filled with the initial value of their role."""
         return {
@@ -100,6 +102,7 @@ class StatefulOptimizer(Optimizer):
         """
         return {**super().state_dict(), **self._derived_state(self._step)}
 
+    @quiet
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over a `state_dict`, after checking all of it.
 

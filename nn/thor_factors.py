@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ..kernels.quiet import quiet
 from ..ops.errors import message
 
 FloatArray = np.ndarray[Any, np.dtype[Any]]
@@ -61,6 +62,7 @@ def packed(full: FloatArray, block_size: int) -> FloatArray:
     return result
 
 
+@quiet
 def inverse(
     where: str, covariance: FloatArray, scale: float, damping: float, *, product: Any = None
 ) -> FloatArray:
@@ -102,8 +104,7 @@ def inverse(
                 message(where, "the damped covariance", "cannot be inverted", expected, got)
                 + "; raise the damping"
             )
-        with np.errstate(all="ignore"):  # looked for below
-            result[block, :size] = matmul(root.T, root) if product is None else product(root)
+        result[block, :size] = matmul(root.T, root) if product is None else product(root)
         # Covariances from elsewhere may be bad beside the diagonal, or nearly singular.
         if not np.isfinite(result[block, :size]).all():
             expected, got = "finite numbers", f"others in rows {block.start} to {block.stop - 1}"

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from ..kernels.quiet import quiet
 from ..ops.arrays import adopt_anywhere, real_type
 from ..ops.check import FLOAT_NAMES, FLOATS
 from ..ops.device import device_of, is_on_device
@@ -127,6 +128,7 @@ class ThorLayer:
 
     # Capturing
 
+    @quiet
     def capture(self, inputs: Any, output_gradients: Any) -> None:
         """Take note of what went through the layer.
 
@@ -151,8 +153,7 @@ class ThorLayer:
         if self._is_compatible:
             self.clear()  # MindSpore's layers keep the last call only
         # What is not finite is found where the factors are inverted.
-        with np.errstate(all="ignore"):
-            self._add(*given.values())
+        self._add(*given.values())
 
     def _adopted(self, **named: Any) -> dict[str, Any]:
         """Arrays where the weight lives; nothing else of them is known."""
@@ -187,6 +188,7 @@ class ThorLayer:
     def _add(self, x: FloatArray, d: FloatArray) -> None:
         raise NotImplementedError
 
+    @quiet
     def capture_covariances(
         self, a: Any, g: Any, a_normalizer: float = 1.0, g_normalizer: float = 1.0
     ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..kernels.cpu.parallel import serial
+from ..kernels.quiet import quiet
 from ..kernels.rules import sgd as rules
 from ..kernels.rules.formula import Formula
 from ..ops import check
@@ -194,6 +195,7 @@ class Thor(HostCopies):
         with self._on_host(gradients) as given:
             return self._step_with_factors(given)
 
+    @quiet
     def _step_with_factors(self, gradients: tuple[Any, ...]) -> tuple[bool, ...]:
         step = self._step
         self._rates.at(step)  # a list that is used up raises here
@@ -215,12 +217,10 @@ class Thor(HostCopies):
             elif preconditioner.needs_capture and not preconditioner.has_factors:
                 continue  # a first refresh that was skipped, with a warning
             for position, gradient in read.items():
-                # What is infinite or NaN reaches the parameter, as in every optimizer.
-                with np.errstate(all="ignore"):
-                    given[position] = preconditioner.precondition(
-                        position, gradient, inverses or preconditioner.inverses, options,
-                        self._scratch,
-                    )  # fmt: skip
+                given[position] = preconditioner.precondition(
+                    position, gradient, inverses or preconditioner.inverses, options,
+                    self._scratch,
+                )  # fmt: skip
         before = self._attributes()
         try:
             # What belongs to the step beside the parameters comes before they are written: an

@@ -246,15 +246,14 @@ class CompatibleLayerNorm(LayerNormPreconditioner):
     ) -> FloatArray:
         """As `Preconditioner.precondition`."""
         real, result = self.layer.real, self._result(position, gradient.shape)
-        with np.errstate(all="ignore"):
-            plain = self._wide(gradient) * real(1.0 / options.loss_scale)
-            squares = np.square(plain) * real(1.0 / options.batch_size)
-            # The loss scale is divided out once more, in the step.
-            np.multiply(
-                plain / (squares + real(math.sqrt(options.damping))),
-                real(options.loss_scale),
-                out=result,
-            )
+        plain = self._wide(gradient) * real(1.0 / options.loss_scale)
+        squares = np.square(plain) * real(1.0 / options.batch_size)
+        # The loss scale is divided out once more, in the step.
+        np.multiply(
+            plain / (squares + real(math.sqrt(options.damping))),
+            real(options.loss_scale),
+            out=result,
+        )
         return result
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..kernels.rules import adagrad as rules
 from . import check
-from .arrays import real_type
+from .arrays import rounding
 from .primitive import Primitive
 
 
@@ -58,7 +58,7 @@ class ApplyAdagrad(Primitive):
         """Update ``var`` and ``accum`` in place and return them; see the class."""
         rate = check.scalar(self.name, "lr", lr)
         variables = self._variables(var=var, accum=accum)
-        real = real_type(variables["var"].dtype)
+        real = rounding(variables["var"].dtype)
         rule = rules.ADAGRAD if self.update_slots else rules.ADAGRAD_FIXED
         hp = rules.adagrad_hp(real, rate)
         self._apply_dense(rule, variables, hp, "grad", grad)
@@ -133,5 +133,5 @@ def proximal_hp_for(
     variable: np.ndarray, scalars: tuple[float, float, float]
 ) -> rules.ProximalAdagradHP:
     """The scalars of the rule for ``variable``."""
-    real = real_type(variable.dtype)
+    real = rounding(variable.dtype)
     return rules.proximal_adagrad_hp(real, *scalars)

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..kernels.rules import adam as rules
 from . import check
-from .arrays import real_type
+from .arrays import rounding
 from .device import DeviceArray
 from .errors import message
 from .primitive import Primitive
@@ -20,8 +20,9 @@ def adam_hp_for(where: str, variable: np.ndarray, scalars: dict[str, float]) -> 
         raise ValueError(
             message(where, "beta2_power", "is out of range", "at most 1", scalars["beta2_power"])
         )
-    real = real_type(variable.dtype)
-    return rules.adam_hp(real, **scalars)
+    hp = rules.adam_hp(rounding(variable.dtype), **scalars)
+    check.epsilon(where, "epsilon", scalars["epsilon"], hp.epsilon)
+    return hp
 
 
 class Adam(Primitive):
@@ -40,7 +41,9 @@ class Adam(Primitive):
         var, m, v: float32, float64, float16 or bfloat16, of one dtype and shape (0-d and
             empty work); updated in place. 16-bit variables are computed in float32.
         beta1_power, beta2_power: ``beta1**t`` and ``beta2**t`` at update t = 1, 2, ...
-        lr, beta1, beta2, epsilon: scalars.
+        lr, beta1, beta2: scalars.
+        epsilon: a scalar. With 0, an element whose moments are 0 becomes NaN; what is 0 only in
+            the type of the arithmetic (1e-46 in float32) raises.
         gradient: of the shape of ``var`` and at most its precision.
 
     Returns:
@@ -179,7 +182,7 @@ class AdamWeightDecay(Primitive):
 
     Call arguments:
         var, m, v: of one floating dtype and shape; updated in place.
-        lr, beta1, beta2, epsilon, decay: scalars.
+        lr, beta1, beta2, epsilon, decay: scalars; epsilon as `Adam`.
         gradient: of the shape of ``var`` and at most its precision.
 
     Returns:
@@ -216,7 +219,8 @@ class AdamWeightDecay(Primitive):
         """Update ``var``, ``m`` and ``v`` in place and return them; see the class."""
         scalars = self._scalars(lr=lr, beta1=beta1, beta2=beta2, epsilon=epsilon, decay=decay)
         variables = self._variables(var=var, m=m, v=v)
-        real = real_type(variables["var"].dtype)
+        real = rounding(variables["var"].dtype)
         hp = rules.adam_weight_decay_hp(real, **scalars)
+        check.epsilon(self.name, "epsilon", scalars["epsilon"], hp.epsilon)
         self._apply_dense(rules.ADAM_WEIGHT_DECAY, variables, hp, "gradient", gradient)
         return var, m, v

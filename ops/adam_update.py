@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..kernels.rules import mxnet
+from ..kernels.rules.formula import to_float32
 from ..kernels.rules.norm import SCALED
 from ..kernels.rules.rule import Prologue
 from ..kernels.storage import STORAGES
@@ -219,6 +220,7 @@ class _Scalars:
         checked = {name: check.scalar(where, name, value) for name, value in given.items()}
         for name in ("lr", "epsilon", "wd"):
             check.in_range(where, name, checked[name], checked[name] >= 0.0, "at least 0")
+        check.epsilon(where, "epsilon", checked["epsilon"], to_float32(checked["epsilon"]))
         for name in ("beta1", "beta2"):
             in_unit = 0.0 <= checked[name] <= 1.0
             check.in_range(where, name, checked[name], in_unit, "between 0 and 1")
@@ -279,7 +281,8 @@ def adam_update(
         lr: the learning rate, a scalar of at least 0.
         beta1: a scalar in [0, 1].
         beta2: a scalar in [0, 1].
-        epsilon: a scalar of at least 0.
+        epsilon: a scalar of at least 0. With 0, an element whose moments are 0 becomes NaN; what is
+            0 only in float32 (1e-46) raises.
         wd: the weight decay, a scalar of at least 0.
         rescale_grad: a scalar.
         clip_gradient: the bound of the clipped gradient; 0 and below: no clipping.

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from ..kernels.cpu import headers
+from ..kernels.quiet import quiet
+from ..kernels.rules.formula import ROUNDING
 from ..kernels.storage import STORAGES
 from .device import DeviceArray, device_of
 from .errors import message
@@ -24,6 +27,11 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 def real_type(dtype: np.dtype[Any]) -> Any:
     """The NumPy scalar type of the arithmetic on arrays of ``dtype``."""
     return np.float64 if dtype == np.float64 else np.float32
+
+
+def rounding(dtype: np.dtype[Any]) -> Callable[[float], float]:
+    """What rounds a number to the type of the arithmetic on arrays of ``dtype``."""
+    return ROUNDING[real_type(dtype)]
 
 
 def address_of(array: Any) -> int:
@@ -195,6 +203,7 @@ class RowTensor:
         self._check_indices()
         return self._summed(self.indices, self.dense_shape)
 
+    @quiet
     def _summed(self, places: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         """The values added up at row ``places[b]`` of an array of ``shape``."""
         real = real_type(self.dtype)

@@ -81,6 +81,20 @@ def scalar_at_least_0(where: str, name: str, value: Any) -> float:
     return checked
 
 
+def epsilon(where: str, name: str, value: float, used: float) -> None:
+    """Refuse a ``value`` that keeps from dividing by 0, and is 0 itself as it is ``used``.
+
+    One that is given as 0 is what the caller wants.
+
+    Raises:
+        ValueError: it is 0 only since it was rounded.
+    """
+    if used == 0.0 and value != 0.0:
+        raise ValueError(
+            message(where, name, "is 0 in float32", "at least 1e-45, or 0 itself", value)
+        )
+
+
 def number(where: str, name: str, value: Any) -> float:
     """Any number, NaN and infinities included, out of what `scalar` takes.
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..kernels.rules.ftrl import FtrlHP, FtrlPowerHP, ftrl_hp, ftrl_rule
 from . import check
-from .arrays import real_type
+from .arrays import rounding
 from .check import LARGEST
 from .primitive import Primitive
 
@@ -20,6 +20,9 @@ class ApplyFtrl(Primitive):
         linear <- linear + grad - (new**p - accum**p) / lr * var
         var <- (sign(linear)*l1 - linear) / (new**p / lr + 2*l2)   where |linear| > l1, else 0
         accum <- new
+
+    ``grad*grad`` must be a number of the arithmetic: in float32 a gradient of 1.8e19 or more makes
+    NaN.
 
     Args:
         use_locking: serialise concurrent calls on overlapping memory.
@@ -94,6 +97,6 @@ def check_ftrl_ranges(
 
 def ftrl_hp_for(variable: np.ndarray, scalars: dict[str, float]) -> FtrlHP | FtrlPowerHP:
     """The scalars of the rule for ``variable``."""
-    real = real_type(variable.dtype)
+    real = rounding(variable.dtype)
     hp: FtrlHP | FtrlPowerHP = ftrl_hp(real, **scalars)
     return hp

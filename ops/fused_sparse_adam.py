@@ -98,7 +98,7 @@ class FusedSparseAdam(_FusedSparseAdamBase):
     Call arguments:
         var, m, v: float32 ``[N, ...]``, at least 1-d, of one shape; updated in place.
         beta1_power, beta2_power: ``beta1**t`` and ``beta2**t`` at update t = 1, 2, ...
-        lr, beta1, beta2, epsilon: scalars.
+        lr, beta1, beta2, epsilon: scalars; epsilon as `Adam`.
         gradient: float32 or 16-bit ``[B, ...]``.
         indices: int32 or int64 ``[B]``; duplicates are summed, B may be 0.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..kernels.rules import lars as rules
 from . import check
-from .arrays import real_type
+from .arrays import rounding
 from .device import DeviceArray
 from .primitive import Primitive
 
@@ -95,7 +95,7 @@ class LARSUpdate(Primitive):
         )
         if self.use_clip:
             ratio = rules.clipped(ratio, scalars["learning_rate"])
-        real = real_type(w.dtype)
+        real = rounding(w.dtype)
         hp = real(ratio), real(scalars["weight_decay"])
         result = w.copy()
         self._apply_dense(rules.LARS_GRADIENT, {"result": result}, hp, "gradient", gradient)

@@ -12,6 +12,7 @@ from ..kernels.blocks import kernel
 from ..kernels.cpu.dense import TensorTable
 from ..kernels.cpu.measure import measure
 from ..kernels.cpu.row_step import row_norm
+from ..kernels.quiet import quiet
 from ..kernels.rules.norm import SCALED
 from ..kernels.storage import Storage, real_of
 from . import check, device_norm
@@ -141,6 +142,7 @@ def _are_on_device(where: str, gradients: Sequence[Gradient | None]) -> bool:
     return bool(values) and device_of(where, values) is not None
 
 
+@quiet
 def _sum_of_squares(where: str, gradients: Sequence[Gradient | None]) -> float:
     """Kind by kind, each in one kernel call."""
     if _are_on_device(where, gradients):

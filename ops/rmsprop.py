@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from ..kernels.rules import rmsprop as rules
-from .arrays import real_type
+from . import check
+from .arrays import rounding
 from .primitive import Primitive
 
 
@@ -26,7 +27,8 @@ class ApplyRMSProp(Primitive):
             shape; updated in place. 16-bit variables are computed in float32.
         learning_rate: scalar.
         grad: of the shape of ``var`` and at most its precision.
-        decay, momentum, epsilon: scalars.
+        decay, momentum: scalars.
+        epsilon: a scalar; what is 0 only in the type of the arithmetic (1e-46 in float32) raises.
 
     Returns:
         ``(var, mean_square, moment)``, the updated arrays.
@@ -65,7 +67,7 @@ class ApplyRMSProp(Primitive):
             learning_rate=learning_rate, decay=decay, epsilon=epsilon, momentum=momentum
         )
         variables = self._variables(var=var, mean_square=mean_square, moment=moment)
-        row = _hp(variables["var"], hp)
+        row = _hp(self.name, variables["var"], hp)
         self._apply_dense(rules.RMSPROP_MOMENTUM, variables, row, "grad", grad)
         return var, mean_square, moment
 
@@ -125,11 +127,12 @@ class ApplyCenteredRMSProp(Primitive):
         variables = self._variables(
             var=var, mean_gradient=mean_gradient, mean_square=mean_square, moment=moment
         )
-        row = _hp(variables["var"], hp)
+        row = _hp(self.name, variables["var"], hp)
         self._apply_dense(rules.RMSPROP_CENTERED_MOMENTUM, variables, row, "grad", grad)
         return var, mean_gradient, mean_square, moment
 
 
-def _hp(variable: np.ndarray, scalars: dict[str, float]) -> rules.RMSPropMomentumHP:
-    real = real_type(variable.dtype)
-    return rules.rmsprop_momentum_hp(real, *scalars.values())
+def _hp(where: str, variable: np.ndarray, scalars: dict[str, float]) -> rules.RMSPropMomentumHP:
+    hp = rules.rmsprop_momentum_hp(rounding(variable.dtype), *scalars.values())
+    check.epsilon(where, "epsilon", scalars["epsilon"], hp.epsilon)
+    return hp

@@ -7,7 +7,7 @@ from typing import Any
 from ..kernels.rules import sgd as rules
 from ..kernels.rules.gradient import COUPLED_DECAY, SCALE
 from . import check
-from .arrays import real_type
+from .arrays import rounding
 from .errors import message
 from .primitive import Primitive
 
@@ -72,7 +72,7 @@ class ApplyMomentum(Primitive):
         """Update ``variable`` and ``accumulation`` in place and return them; see the class."""
         scalars = self._scalars(learning_rate=learning_rate, momentum=momentum)
         variables = self._variables(variable=variable, accumulation=accumulation)
-        real = real_type(variables["variable"].dtype)
+        real = rounding(variables["variable"].dtype)
         scalar = rules.momentum_hp(real, scalars["learning_rate"], scalars["momentum"])
         rule = rules.MOMENTUM_NESTEROV if self.use_nesterov else rules.MOMENTUM
         is_scaled = self.gradient_scale != 1.0
@@ -165,7 +165,7 @@ class SGD(Primitive):
         lr = check.scalar(self.name, "learning_rate", learning_rate)
         mu = self._at_least_0("momentum", momentum)
         variables = self._variables(parameters=parameters, accum=accum, stat=stat)
-        real = real_type(variables["parameters"].dtype)
+        real = rounding(variables["parameters"].dtype)
         scalars: tuple[Any, ...]
         if mu == 0.0:
             # The others are checked but have no part in the step.

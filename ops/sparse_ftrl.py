@@ -21,7 +21,7 @@ class SparseApplyFtrl(Primitive):
         var <- (sign(linear)*l1 - linear) / (new**p / lr + 2*l2)   where |linear| > l1, else 0
         accum <- new
 
-    All other rows stay as they are.
+    All other rows stay as they are. ``g*g`` must be a number of the arithmetic, as in `ApplyFtrl`.
 
     Args:
         lr: float > 0.

@@ -304,6 +304,7 @@ BAD: dict[str, tuple[dict[str, Any], Any, str]] = {
     "beta1": ({"beta1": 1.1}, ValueError, "beta1 is out of range: expected between 0 and 1, got 1"),
     "beta2": ({"beta2": -0.1}, ValueError, "beta2 is out of range"),
     "epsilon": ({"epsilon": -1e-8}, ValueError, "epsilon is out of range: expected at least 0"),
+    "tiny": ({"epsilon": 1e-46}, ValueError, "epsilon is 0 in float32: expected .*, got 1e-46"),
     "wd": ({"wd": -0.1}, ValueError, "wd is out of range: expected at least 0"),
     "rescale_grad": ({"rescale_grad": np.inf}, ValueError, "rescale_grad is not finite"),
     "clip_gradient": ({"clip_gradient": None}, TypeError, "clip_gradient has a wrong type"),

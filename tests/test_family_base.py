@@ -250,3 +250,62 @@ def test_an_assigned_loss_scale_acts_from_the_next_step(form: str) -> None:
         with refused(error, "loss_scale", changed):
             changed.loss_scale = wrong
         assert changed.loss_scale == 16.0
+
+
+# Large gradients
+
+MOVES = ("Momentum", "SGD", "Adagrad-fixed", "LARS")  # forms whose names begin so
+STOPS = ("Adagrad", "ProximalAdagrad")
+
+
+@pytest.mark.parametrize("size", [1.84e19, 1.85e19, 1e38])
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "LARS-AdaFactor"])
+def test_gradient_whose_square_is_infinite(form: str, size: float) -> None:
+    """As the documents say: one element has a large gradient once, and gradients go on."""
+    w = nn.Parameter(np.ones((4, 4), np.float32), "w")
+    opt, one = make(form, [w]), np.ones((4, 4), np.float32)
+    first = one.copy()
+    first[1, 1] = size
+    opt([first])
+    after, at_first = w.data.copy(), w.data[1, 1]
+    opt([one])
+    lost = np.isnan(w.data)
+    if form.startswith(MOVES):
+        assert at_first != 1
+        assert np.isfinite(w.data).all()
+    elif size < 1.845e19:
+        assert np.isfinite(w.data).all()
+    elif form in STOPS:
+        assert at_first == w.data[1, 1] == 1
+        assert np.isfinite(w.data).all()
+    elif form.startswith("FTRL"):
+        assert np.isnan(at_first)
+        assert lost.sum() == 1
+    elif form.startswith("AdaFactor"):
+        assert np.isnan(after).all()
+    else:
+        assert at_first == 1
+        assert np.isfinite(after).all()
+        assert lost[1, 1]
+        assert lost.all() if form == "Lamb-clipped" else lost.sum() == 1
+
+
+@pytest.mark.parametrize("beta1", [0.9, None])
+def test_large_gradient_of_a_vector_in_adafactor(beta1: float | None) -> None:
+    w = nn.Parameter(np.ones(5, np.float32), "w")
+    opt, one = nn.AdaFactor([w], beta1=beta1), np.ones(5, np.float32)
+    opt([np.where(np.arange(5) == 1, np.float32(1e38), one)])
+    opt([one])
+    assert w.data[1] == 1
+    assert (w.data[[0, 2, 3, 4]] != 1).all()
+
+
+def test_large_gradient_in_mxnet() -> None:
+    """Its squares are taken a thousandth."""
+    for size, after in ((5.8e20, 0.9), (5.9e20, 1.0)):
+        w = np.ones(1, np.float32)
+        updater = nn.mxnet.get_updater(nn.mxnet.Adam(0.1))
+        updater([0], [np.array([size], np.float32)], [w])
+        np.testing.assert_allclose(w, after, rtol=1e-5)
+        updater([0], [np.ones(1, np.float32)], [w])
+        assert np.isfinite(w).all()

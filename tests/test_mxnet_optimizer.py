@@ -122,6 +122,7 @@ BAD_OF_ADAM: list[tuple[dict[str, Any], Any, str]] = [
     ({"beta1": -0.1}, ValueError, "beta1 is out of range"),
     ({"beta2": "0.9"}, TypeError, "beta2 has a wrong type"),
     ({"epsilon": -1e-8}, ValueError, "epsilon is out of range: expected at least 0"),
+    ({"epsilon": 1e-46}, ValueError, "epsilon is 0 in float32: expected .*or 0 itself, got 1e-46"),
     ({"eps": 1e-8}, TypeError, "argument 'eps' is unknown: .*did you mean 'epsilon'"),
     ({"betas": (0.9, 0.99)}, TypeError, "argument 'betas' is unknown: .*did you mean 'beta1'"),
 ]

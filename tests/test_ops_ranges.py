@@ -40,6 +40,44 @@ def refuse_attribute(cls: Any, error: type[BaseException], text: str, **attribut
         cls(**attributes)
 
 
+# Epsilon
+
+DIVIDED = [op for op in OPERATORS.values() if "epsilon" in op.scalars]
+
+
+@pytest.mark.parametrize("operator", DIVIDED, ids=lambda op: op.name)
+@pytest.mark.parametrize("epsilon", [1e-46, np.float64(7e-46), -1e-46])
+def test_epsilon_that_is_0_in_float32(operator: Operator, epsilon: float) -> None:
+    """Where moments are 0 it would be 0/0."""
+    zeros = {name: np.zeros((5, 3), np.float32) for name in operator.variables}
+    text = f"epsilon is 0 in float32: expected at least 1e-45, or 0 itself, got {epsilon}$"
+    reject(operator, {**zeros, "epsilon": epsilon}, ValueError, text)
+    accept(operator, {"epsilon": 1e-45})
+    accept(operator, {"epsilon": 0.0})  # it is what was asked for
+
+
+@pytest.mark.parametrize(
+    "operator", [op for op in DIVIDED if not op.only_float32], ids=lambda op: op.name
+)
+def test_small_epsilon_of_other_dtypes(operator: Operator) -> None:
+    """16-bit variables are computed in float32; in float64 it is a number as any other."""
+    inputs = {**operator.inputs(dtype=np.float16), "epsilon": 1e-46}
+    with refused(ValueError, "epsilon is 0 in float32", inputs):
+        operator.call(inputs)
+    inputs = {**operator.inputs(dtype=np.float64), "epsilon": 1e-46}
+    for name in operator.variables:
+        inputs[name][...] = 0.0
+    inputs[operator.gradient][...] = 0.0
+    operator.call(inputs)
+    assert all(np.isfinite(inputs[name]).all() for name in operator.variables)
+
+
+def test_epsilon_attribute_that_is_0_in_float32() -> None:
+    operator = OPERATORS["ApplyAdamWithAmsgrad"]
+    reject(operator, {}, ValueError, "epsilon is 0 in float32", epsilon=1e-46)
+    operator.call(operator.inputs(dtype=np.float64), epsilon=1e-46)
+
+
 # FTRL
 
 FTRL = OPERATORS["ApplyFtrl"]

@@ -135,7 +135,8 @@ WAYS = (OneByOne, InLists, ByUpdater, ByUpdaterWithOptimizer)
 # ------------------------------------------------------------------------------------ Comparison
 
 # Cases in which MXNet's kernels have another form than its Adam for dense weights, and the library
-# has one for all: they agree to a few last bits. Everything else is equal to the last bit.
+# has one for all: they agree to two units in the last place, AdamW to a thousand. Everything else
+# is equal to the last bit.
 OTHER_FORM = {
     "rsp_std": "squares x*x first, where the dense kernel has ((1 - beta2)*x)*x",
     "rsp_lazy_all": "likewise in 1.9.1, where it clips",

@@ -3,25 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from ctypes import c_float
 from typing import Any, NamedTuple
 
 import numpy as np
 
 # Powers of the last updates, by type, beta and update: the next one is one multiplication.
-_powers: dict[tuple[Any, float, int], Any] = {}
+_powers: dict[tuple[Any, float, int], float] = {}
 _KEPT_POWERS = 1024
 
 
 Numbers = tuple[float, ...]
 
 
+def to_float32(x: float) -> float:
+    """``x`` rounded to float32, infinite beyond it."""
+    return c_float(x).value
+
+
+# Python's floats, not scalars of NumPy: those ask for the caller's error state, in which a power
+# that underflows may be an error. Sums and products of two float32 are rounded right by way of
+# float64.
+ROUNDING: dict[Any, Callable[[float], float]] = {np.float32: to_float32, np.float64: float}
+"""By type of the arithmetic, what rounds a number to it on the host."""
+
+
 class Formula(NamedTuple):
     """The scalars of a rule as a function, which runs on the host and is compiled for devices.
 
     Attributes:
-        function: ``function(real, lr, decay, step, constants, powers)`` returns the scalars, all
-            of type ``real``. Compilable by Numba, with functions of `math` only.
+        function: ``function(real, lr, decay, step, constants, powers)`` returns the scalars.
+            Compilable by Numba, with functions of `math` only. ``real`` rounds a number: it is the
+            type of the arithmetic on a device, and one of `ROUNDING` on the host, where a result
+            that is a sum may be left to be rounded by whoever stores it.
         constants: what stays the same from step to step.
         bases: numbers whose running powers (`running_power`) the function takes.
     """
@@ -40,27 +54,23 @@ class Formula(NamedTuple):
             step: the number of the update of the tensor.
         """
         powers = self.bases and tuple([running_power(real, base, step) for base in self.bases])
-        return self.function(real, lr, decay, step, self.constants, powers)
+        return self.function(ROUNDING[real], lr, decay, step, self.constants, powers)
 
 
-def running_power(real: Any, beta: float, step: int) -> Any:
+def running_power(real: Any, beta: float, step: int) -> float:
     """``beta**step`` as MindSpore keeps it: a product rounded after every update.
 
     The rounding shows: at the third update of Adam ``1 - beta2**t`` is about 0.003, and the error
     of a float32 product in it is a hundred times that of the power.
     """
     known = _powers.get((real, beta, step - 1))
-    power = _product(real(beta), step) if known is None else known * _rounded(real, beta)
+    rounded = ROUNDING[real]
+    base = rounded(beta)
+    power = float(_product(real(base), step)) if known is None else rounded(known * base)
     if len(_powers) >= _KEPT_POWERS:
         _powers.clear()
     _powers[real, beta, step] = power
     return power
-
-
-# The same in every step, and NumPy takes longer to round a number than to look it up.
-@lru_cache(maxsize=256)
-def _rounded(real: Any, beta: float) -> Any:
-    return real(beta)
 
 
 def _product(beta: Any, count: int) -> Any:

@@ -76,7 +76,7 @@ def ftrl_scalars(
 ) -> FtrlHP:
     """A `Formula` of `ftrl_hp` with the square root."""
     l1, l2 = constants
-    return FtrlHP(real(1.0 / float(real(lr))), real(l1), real(2.0) * real(l2), real(0.0))
+    return FtrlHP(real(1.0 / float(real(lr))), real(l1), real(2.0 * l2), real(0.0))
 
 
 def ftrl_power_scalars(

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .formula import ROUNDING, to_float32
 from .gradient import CLIP, COUPLED_DECAY, SCALE
 from .rule import Prologue, Rule, product, rule_helper
 
@@ -128,7 +129,7 @@ def conditioning(
     """
     scale = (SCALE,) if rounded(np.float64, rescale, composed=composed) != 1 else ()
     clip = (CLIP,) if bound > 0 else ()
-    added = (COUPLED_DECAY,) if np.float32(decay) > 0 else ()
+    added = (COUPLED_DECAY,) if to_float32(decay) > 0 else ()
     return scale + (added + clip if version == "1.9" else clip + added)
 
 
@@ -143,7 +144,7 @@ def conditioning_scalars(
     of_part = {
         SCALE: (rounded(real, rescale, composed=composed),),
         CLIP: (rounded(real, bound, composed=False),),
-        COUPLED_DECAY: (rounded(real, decay, composed=composed), real(0.0)),
+        COUPLED_DECAY: (rounded(real, decay, composed=composed), 0.0),
     }
     return tuple(x for part in prologue for x in of_part[part])
 
@@ -162,17 +163,19 @@ def bias_corrected(lr: float, beta1: float, beta2: float, t: int) -> float:
     return lr * (math.sqrt(1.0 - beta2**t) / (1.0 - beta1**t))
 
 
-def rounded(real: Any, value: float, *, composed: bool) -> Any:
+def rounded(real: Any, value: float, *, composed: bool) -> float:
     """A scalar in the type of the arithmetic, by way of float32 unless ``composed``."""
-    return real(value) if composed else real(np.float32(value))
+    return ROUNDING[real](value if composed else to_float32(value))
 
 
-def _of_betas(real: Any, beta1: float, beta2: float, composed: bool) -> tuple[Any, Any, Any, Any]:
+def _of_betas(
+    real: Any, beta1: float, beta2: float, composed: bool
+) -> tuple[float, float, float, float]:
     """Each beta and its complement."""
-    if composed:
-        return real(beta1), real(1.0 - beta1), real(beta2), real(1.0 - beta2)
-    first, second = real(np.float32(beta1)), real(np.float32(beta2))
-    return first, real(1.0) - first, second, real(1.0) - second
+    if not composed:
+        beta1, beta2 = to_float32(beta1), to_float32(beta2)
+    to_real = ROUNDING[real]
+    return to_real(beta1), to_real(1.0 - beta1), to_real(beta2), to_real(1.0 - beta2)
 
 
 @_remembered
