@@ -329,7 +329,7 @@ class AdaFactor(FusedOptimizer):
         step = FactoredStep(compiled, table, gradients, call.hp)
         squares[:, 1] = step.direction_squares()
         self._complete(squares, call, column)
-        return Prepared(step.loops(), step.forget)
+        return step
 
     def _dense_part(self, batch: Batch, gradients: np.ndarray, conditioning: Conditioning) -> Part:
         from .device_adafactor import matrices_part, vectors_part

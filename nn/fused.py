@@ -127,6 +127,7 @@ class FusedOptimizer(DeviceSteps):
         """What is not part of the state: it is made anew in a copy."""
         super()._derive()
         self._lock = threading.RLock()
+        self._counted: tuple[Layout, Count] | None = None
         _living.add(self)
         self._condition()
         self._read_anew()
@@ -183,18 +184,20 @@ class FusedOptimizer(DeviceSteps):
         if self._device is not None:
             self._step_for_device(gradients, conditioning)
         elif self.use_locking:
-            # The scalars of a step follow from the number of steps before it.
-            with locks.entered(self._lock, self._name):
-                self._step_on_host(gradients, conditioning)
+            self._locked_step(gradients, conditioning)
         else:
-            self._step_on_host(gradients, conditioning)
+            plan = self._plan(gradients, conditioning)
+            if plan is not None:
+                self._run(*plan, conditioning)
         return (True,) * len(gradients)
 
-    def _step_on_host(self, gradients: tuple[Any, ...], conditioning: Conditioning) -> None:
-        plan = self._plan(gradients, conditioning)
-        if plan is not None:
-            spans = plan[0].layout.lock_spans if self.use_locking else None
-            locks.serialized(partial(self._run, *plan, conditioning), spans, shared=False)
+    def _locked_step(self, gradients: tuple[Any, ...], conditioning: Conditioning) -> None:
+        # The scalars of a step follow from the number of steps before it.
+        with locks.entered(self._lock, self._name):
+            plan = self._plan(gradients, conditioning)
+            if plan is not None:
+                work = partial(self._run, *plan, conditioning)
+                locks.serialized(work, plan[0].layout.lock_spans, shared=False)
 
     def _run(self, given: Gradients, calls: list[Call], conditioning: Conditioning) -> None:
         """Write and count, after all that can fail."""
@@ -202,8 +205,11 @@ class FusedOptimizer(DeviceSteps):
         commit(steps, self._count(given.layout))
 
     def _count(self, layout: Layout) -> Count:
-        active = None if layout.is_complete else layout.active
-        return Count(self._steps, active, self.global_step)
+        """What counts a step with gradients of this layout; the last one is kept."""
+        if self._counted is None or self._counted[0] is not layout:
+            active = None if layout.is_complete else layout.active
+            self._counted = layout, Count(self._steps, active, self._global_step)
+        return self._counted[1]
 
     def _advance(self, layout: Layout) -> None:
         """Count a step whose writes are elsewhere."""
@@ -339,7 +345,7 @@ class FusedOptimizer(DeviceSteps):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        for derived in ("_reader", "_lock", "_conditioning", "_rates", "_decays"):
+        for derived in ("_reader", "_lock", "_counted", "_conditioning", "_rates", "_decays"):
             state.pop(derived, None)
         return state
 

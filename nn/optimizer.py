@@ -270,7 +270,7 @@ class Optimizer:
         Raises:
             OverflowError: there is none: the count is an int32, as published.
         """
-        step = self._step
+        step = int(self._global_step[0])
         if step >= MOST_STEPS:
             expected = f"at most {MOST_STEPS} steps"
             raise OverflowError(message(self._name, "global_step", "is at its end", expected, step))

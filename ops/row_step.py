@@ -237,9 +237,9 @@ def _prepared(
     check_keys(where[0], [(table.rows, table.length) for table in tables])
     step = RowStep(compiled, tables, touched_only=touched_only, drop=drop, locked=locked)
     if step.bad_position >= 0:
-        step.finish()
+        step.release()
         raise first_bad_index(where, gradients, tables, step.bad_position)
-    return Prepared((step.loop(),), step.finish)
+    return step
 
 
 def check_keys(where: str, sizes: Sequence[tuple[int, int]]) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -71,7 +71,8 @@ class Variables:
         key = rule, prologue, g
         if key not in self._steps:
             compiled = kernel(rule, prologue, self.w, g, self.s)
-            self._steps[key] = Pool(lambda: DenseStep(compiled, self.table))
+            pool: Pool[DenseStep] = Pool(lambda: DenseStep(compiled, self.table, pool.give))
+            self._steps[key] = pool
         return self._steps[key]
 
 
@@ -89,23 +90,22 @@ def spans_of(tensors: Sequence[tuple[Any, ...]]) -> list[locks.Span]:
     )
 
 
-class Prepared(NamedTuple):
-    """A step that only has to be run: all is checked and compiled, and all its memory taken.
-
-    Attributes:
-        loops: what it runs.
-        release: gives back what it has borrowed, which it keeps alive until then.
-    """
+class Prepared(Protocol):
+    """A step that only has to be run: all is checked and compiled, and all its memory taken."""
 
     loops: tuple[Loop, ...]
-    release: Callable[[], object]
+    """What it runs."""
+
+    def release(self) -> None:
+        """Give back what it has borrowed."""
 
 
-def commit(steps: Sequence[Prepared], *counts: Count) -> None:
+def commit(steps: Sequence[Prepared], count: Count | None = None) -> None:
     """Write: run steps and count them, in one compiled call that nothing interrupts."""
-    loops = [loop for step in steps for loop in step.loops]
-    loops += [count.loop for count in counts]
-    run_all(loops)
+    loops: tuple[Loop, ...] = ()
+    for step in steps:
+        loops += step.loops
+    run_all(loops if count is None else loops + count.loops)
     for step in steps:
         step.release()
 
@@ -153,10 +153,10 @@ def prepared_dense(
     hp_of: np.ndarray,
 ) -> Prepared:
     """A step on variables on the host, to be run by `commit`; arguments as `dense_step`."""
-    steps = variables.steps(rule, prologue, g)
-    step = steps.take()
+    step = variables.steps(rule, prologue, g).take()
     step.gradients[:], step.hp[: len(hp)], step.hp_of[:] = gradients, hp, hp_of
-    return Prepared((step.loop(),), partial(steps.give, step))
+    step.prepare()
+    return step
 
 
 @cache
@@ -169,9 +169,10 @@ def _steps_on_one_tensor(
 
     def make() -> DenseStep:
         nowhere = TensorTable(np.zeros((1, 4), np.int64), np.zeros(2, np.int64))
-        return DenseStep(compiled, nowhere)
+        return DenseStep(compiled, nowhere, pool.give)
 
-    return Pool(make)
+    pool = Pool(make)
+    return pool
 
 
 def tensor_step(
@@ -198,16 +199,16 @@ def tensor_step(
     if isinstance(w, DeviceArray):
         _tensor_step_on_device(rule, prologue, arrays, addresses, hp, use_locking)
         return
-    steps = _steps_on_one_tensor(rule, prologue, w.dtype, gradient.dtype)
-    step = steps.take()
+    step = _steps_on_one_tensor(rule, prologue, w.dtype, gradient.dtype).take()
     step.table.move(addresses[:-1], w.size)
     step.gradients[0] = addresses[-1]
     step.hp[0] = hp
+    step.prepare()
     if use_locking:
         locks.serialized(step.run, spans_of([arrays[:-1]]), shared=False)
     else:
         step.run()
-    steps.give(step)
+    step.release()
 
 
 def _tensor_step_on_device(

@@ -215,8 +215,8 @@ class RowCase:
         tables = self.tables(self.expected)
         step = host_rows.RowStep(self.kernel, tables, touched_only=touched_only, drop=drop)
         assert step.bad_position == -1
-        run_all([step.loop()])
-        step.finish()
+        run_all(step.loops)
+        step.release()
 
     def compare(self) -> None:
         """Device and host have done the same to every element."""

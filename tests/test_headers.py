@@ -170,15 +170,15 @@ def test_counts():
     counts = np.array([3, 3, 3])
     assert are_equal(counts)
     assert are_equal(counts[:1])
-    run_all([Count(counts).loop])
+    run_all(Count(counts).loops)
     assert counts.tolist() == [4, 4, 4]
     counts[2] = 5
     assert not are_equal(counts)
     total = np.array([7], np.int32)
-    run_all([Count(counts, np.array([0, 2]), total).loop])
+    run_all(Count(counts, np.array([0, 2]), total).loops)
     assert counts.tolist() == [5, 4, 6]
     assert total.tolist() == [8]
-    run_all([Count(counts, np.empty(0, np.int64), total).loop])
+    run_all(Count(counts, np.empty(0, np.int64), total).loops)
     assert counts.tolist() == [5, 4, 6]
     assert total.tolist() == [9]
 

@@ -64,7 +64,7 @@ class Count:
         total: int32 ``(1,)`` that counts up once; None: there is none.
 
     Attributes:
-        loop: to be run.
+        loops: one loop, to be run.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Count:
         n = len(counts if positions is None else positions)
         of_total = 0 if total is None else address_of(total)
         self._call = array("q", (address_of(counts), of_positions, n, of_total))
-        self.loop = Loop(_count_up.address, 1, self._call.buffer_info()[0], 1)
+        self.loops = (Loop(_count_up.address, 1, self._call.buffer_info()[0], 1),)
 
 
 def compile_counts() -> None:

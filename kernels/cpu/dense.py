@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -116,16 +116,21 @@ class DenseStep:
     Args:
         kernel: the compiled rule and its storage types.
         table: the tensors.
+        give: leaves the object to later steps.
 
     Attributes:
+        loops: what updates the tensors in place, each array read once.
         gradients: int64 ``[T]``: addresses of the gradients; to be written.
         hp: ``[T, F]`` scalars in the type of the arithmetic, fields as `hp_type`; to be written.
         hp_of: int64 ``[T]``: which row of ``hp`` a tensor uses; at first 0.
     """
 
-    def __init__(self, kernel: Kernel, table: TensorTable) -> None:
+    def __init__(
+        self, kernel: Kernel, table: TensorTable, give: Callable[[DenseStep], None]
+    ) -> None:
         n_tensors = len(table.addresses)
         self.table = table
+        self._give = give
         self.gradients = np.zeros(n_tensors, np.int64)
         self.hp = np.zeros((n_tensors, kernel.n_scalars), kernel.real.dtype)
         self.hp_of = np.zeros(n_tensors, np.int64)
@@ -145,27 +150,35 @@ class DenseStep:
         )
         self._arguments = np.array(call, np.int64)
         self._address = address_of(self._arguments)
+        self.loops = (Loop(_update_chunk.address, 1, self._address, 1),)
 
-    def loop(self) -> Loop:
-        """What updates the tensors in place, each array read once."""
-        return Loop.of(_update_chunk, *self._parts())
-
-    def run(self) -> None:
-        """Run that loop alone."""
-        run(_update_chunk, *self._parts())
-
-    def _parts(self) -> tuple[int, int, int]:
-        """How many there are, the address of the loop's arguments, and threads."""
+    def prepare(self) -> None:
+        """Cut the tensors into parts, for this step: after it, `loops` can be run."""
         total = self.table.total
         threads = 1 if total < SERIAL_BELOW else get_num_threads()
         chunk = _chunk(total, threads)
         # In every step: the object may have been used for a table of another size.
         self._arguments[_CHUNK_FIELD] = chunk
-        return -(-total // chunk), self._address, threads
+        n = -(-total // chunk)
+        threads = min(threads, n)
+        loop = self.loops[0]
+        if n != loop[1] or threads != loop[3]:
+            self.loops = (loop._replace(n=n, threads=threads),)
+
+    def run(self) -> None:
+        """Run `loops`."""
+        _, n, call, threads = self.loops[0]
+        run(_update_chunk, n, call, threads)
+
+    def release(self) -> None:
+        """Leave the object to later steps."""
+        self._give(self)
 
 
 def _chunk(total: int, threads: int) -> int:
     """How many elements make a part."""
+    if threads == 1:
+        return max(1, total)
     share = -(-total // threads)
     longest = min(_LONG_CHUNK, max(CHUNK, share // _PARTS_PER_THREAD))
-    return max(1, total) if threads == 1 else -(-min(longest, share) // _ALIGN) * _ALIGN
+    return -(-min(longest, share) // _ALIGN) * _ALIGN

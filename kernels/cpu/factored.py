@@ -229,13 +229,17 @@ def update_matrices(index, slot, call):
 
 
 class FactoredStep:
-    """One step: `direction_squares` computes, and `loops` write.
+    """One step: `direction_squares` computes, then `loops` write.
 
     Args:
         kernel: the compiled blocks.
         table: the tensors.
         gradients: int64 ``[T]``: addresses of the gradients.
         hp: ``[T, F]`` scalars in the type of the arithmetic.
+
+    Attributes:
+        loops: the third pass: the states of rows and columns, the parameters and their first
+            moments.
     """
 
     def __init__(
@@ -245,8 +249,7 @@ class FactoredStep:
         self._measured = np.empty(table.n_parts)
         sums = np.empty(table.n_sums)
         factors, states = (np.empty(table.n_factors, kernel.real.dtype) for _ in range(2))
-        # The loops have their addresses.
-        self._keep: tuple[np.ndarray, ...] = (gradients, hp, sums, factors, states)
+        self._keep = (gradients, hp, sums, factors, states)  # the loops have their addresses
         call = FactoredCall(
             len(gradients),
             address_of(table.table),
@@ -270,6 +273,10 @@ class FactoredStep:
         )
         self._call = np.array(call, np.int64)
         self._threads = 1 if table.n_elements < _SERIAL_BELOW else get_num_threads()
+        self.loops = (
+            self._loop(store_states, len(table.table)),
+            self._loop(update_matrices, table.n_parts),
+        )
 
     def _loop(self, function: NativeFunction, n: int) -> Loop:
         return Loop.of(function, n, address_of(self._call), self._threads)
@@ -281,21 +288,13 @@ class FactoredStep:
         """
         table = self._table
         run_all(
-            [
+            (
                 self._loop(sum_squares, table.n_parts),
                 self._loop(make_factors, table.n_groups),
                 self._loop(sum_direction, table.n_parts),
-            ]
+            )
         )
         return np.add.reduceat(self._measured, table.first_part)
 
-    def loops(self) -> tuple[Loop, ...]:
-        """Third pass: the states of rows and columns, the parameters and their first moments."""
-        return (
-            self._loop(store_states, len(self._table.table)),
-            self._loop(update_matrices, self._table.n_parts),
-        )
-
-    def forget(self) -> None:
-        """Called when the loops have run, until when they need the memory of this object."""
-        self._keep = ()
+    def release(self) -> None:
+        """Nothing was borrowed."""

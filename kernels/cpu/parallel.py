@@ -15,11 +15,10 @@ instructions only, so no KeyboardInterrupt falls between the loops of a step tha
 from __future__ import annotations
 
 import ctypes
-import itertools
 import os
 import threading
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from importlib.metadata import PackageNotFoundError, files
@@ -62,6 +61,12 @@ def _serial(function, n, call):
 
 
 @njit(nogil=True)
+def _serial_pair(function, n, call, last_function, last_n, last_call):
+    _serial(function, n, call)
+    _serial(last_function, last_n, last_call)
+
+
+@njit(nogil=True)
 def _serial_loops(loops, n_loops):
     fields = carray(as_pointer(loops), (n_loops, _LOOP_WORDS), np.int64)
     for k in range(n_loops):
@@ -82,6 +87,7 @@ def _parallel_loops(loops, n_loops, claimed, claimed_words):
 
 
 _serial._cache = KernelCache("serial loop")
+_serial_pair._cache = KernelCache("two serial loops")
 _serial_loops._cache = KernelCache("serial loops")
 _parallel_loops._cache = KernelCache("parallel loops")
 
@@ -197,13 +203,14 @@ def compile_loops() -> None:
     """Compile all loops, or read them from the cache; either starts the layer."""
     _prepare_layer()
     _serial.compile((types.int64,) * 3)
+    _serial_pair.compile((types.int64,) * 6)
     _serial_loops.compile((types.int64,) * 2)
     _parallel_loops.compile((types.int64, types.int64, types.int64[::1], types.int64))
 
 
 def start_threads() -> None:
     """Start the threading layer, as the first parallel step would."""
-    run_all([Loop(0, 0, 0, 2)])
+    run_all((Loop(0, 0, 0, 2),))
 
 
 def run(function: NativeFunction, n: int, call: int, threads: int) -> None:
@@ -211,18 +218,24 @@ def run(function: NativeFunction, n: int, call: int, threads: int) -> None:
     if threads <= 1 or n <= 1:
         _serial(function.address, n, call)
     else:
-        run_all([Loop.of(function, n, call, threads)])
+        run_all((Loop.of(function, n, call, threads),))
 
 
-def run_all(loops: Sequence[Loop]) -> None:
+def run_all(loops: tuple[Loop, ...]) -> None:
     """Run loops one after the other; all of them, whatever signal comes in.
 
     All memory is taken before the first one begins.
     """
-    fields = array("q", itertools.chain.from_iterable(loops))
+    threads = 1
+    for loop in loops:
+        threads = max(threads, loop[3])
+    if threads == 1 and len(loops) == 2:  # a list of them takes longer to make than they to run
+        (function, n, call, _), (last, last_n, last_call, _) = loops
+        _serial_pair(function, n, call, last, last_n, last_call)
+        return
+    fields = array("q", sum(loops, ()))
     address, _ = fields.buffer_info()
-    threads = max([loop.threads for loop in loops])
-    if threads <= 1:
+    if threads == 1:
         _serial_loops(address, len(loops))
         return
     compile_loops()  # not within the guard: a thread that compiles may come to wait for it

@@ -79,7 +79,7 @@ def row_norm(kernel: Kernel, tables: list[RowTable]) -> tuple[int, float]:
     assert kernel.measure_real is not None
     step = RowStep(kernel, tables, kernel.measure_real, touched_only=True)
     total = step.measure_touched() if step.bad_position < 0 else 0.0
-    step.finish()
+    step.release()
     return step.bad_position, total
 
 
@@ -194,7 +194,7 @@ def _digit_bits(n: int, row_bits: int) -> int:
 
 
 class RowStep:
-    """One step of a rule on tables with row-sparse gradients: ready to `loop` over the rows.
+    """One step of a rule on tables with row-sparse gradients.
 
     Occurrences of a row are summed in order (a row with more than ``layout.HOT`` of them range
     by range of positions, the sums of the ranges in order), then the rule runs once on the row.
@@ -212,6 +212,7 @@ class RowStep:
     Attributes:
         bad_position: -1, or the position of the first bad index in the concatenated lists;
             then there is nothing to run.
+        loops: what updates the rows.
     """
 
     def __init__(
@@ -234,10 +235,13 @@ class RowStep:
         self._write_arguments(of_row or kernel.block_real, locked=locked)
         self._group()
         self.bad_position = self._result(layout.BAD_POSITION)
+        self.loops: tuple[Loop, ...] = ()
         if self.bad_position < 0:
             self._sum_hot()
+            if of_row is None:
+                self.loops = (self._touched() if touched_only else self._sweep(),)
 
-    def finish(self) -> None:
+    def release(self) -> None:
         """Give the block back."""
         give_back(self._block)
 
@@ -346,11 +350,7 @@ class RowStep:
         threads = max(self._size.sort_parts, self._size.threads)
         self._run(rows.sum_hot_range, self._n_ranges, threads)
 
-    def loop(self) -> Loop:
-        """What updates the rows."""
-        return self._touched_loop() if self._touched_only else self._sweep()
-
-    def _touched_loop(self) -> Loop:
+    def _touched(self) -> Loop:
         """Lazy: the rule on the rows that occur."""
         threads = self._size.threads
         # Parts differ in cost, as rows do in occurrences: many of them balance the threads.
