@@ -93,8 +93,9 @@ def spans_of(tensors: Sequence[tuple[Any, ...]]) -> list[locks.Span]:
 class Prepared(Protocol):
     """A step that only has to be run: all is checked and compiled, and all its memory taken."""
 
-    loops: tuple[Loop, ...]
-    """What it runs."""
+    @property
+    def loops(self) -> tuple[Loop, ...]:
+        """What it runs."""
 
     def release(self) -> None:
         """Give back what it has borrowed."""

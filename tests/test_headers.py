@@ -12,8 +12,8 @@ from fusestep import nn, ops
 from fusestep.kernels.cpu import headers
 from fusestep.kernels.cpu.counts import Count, are_equal
 from fusestep.kernels.cpu.headers import ANY, SAME, Expected, address_of, alike
-from fusestep.kernels.cpu.parallel import run_all
 from fusestep.kernels.cpu.search import overlaps
+from fusestep.ops.step import commit
 
 NOWHERE = np.zeros((2, 0), np.int64)
 SCALARS = (0.9, 0.999, 0.01, 0.9, 0.999, 1e-8)
@@ -170,15 +170,15 @@ def test_counts():
     counts = np.array([3, 3, 3])
     assert are_equal(counts)
     assert are_equal(counts[:1])
-    run_all(Count(counts).loops)
+    commit([], Count(counts))
     assert counts.tolist() == [4, 4, 4]
     counts[2] = 5
     assert not are_equal(counts)
     total = np.array([7], np.int32)
-    run_all(Count(counts, np.array([0, 2]), total).loops)
+    commit([], Count(counts, np.array([0, 2]), total))
     assert counts.tolist() == [5, 4, 6]
     assert total.tolist() == [8]
-    run_all(Count(counts, np.empty(0, np.int64), total).loops)
+    commit([], Count(counts, np.empty(0, np.int64), total))
     assert counts.tolist() == [5, 4, 6]
     assert total.tolist() == [9]
 
