@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -49,6 +50,7 @@ class Trained:
         self.form = list(FORMS)[number % len(FORMS)]
         memory.forget()
         self._dtype = DTYPES[number % len(DTYPES)]
+        self._mixes = number // 3 % 3 == 1  # gradients of another dtype
         self._data, self._names = [], []
         for i in range(int(rng.integers(1, 6))):
             dtype, shape = pick(rng, (F32, self._dtype)), self._shape(rng)
@@ -133,7 +135,9 @@ class Trained:
         gradients, kind = self._gradients(rng)
         opt = self._now()
         before = _copied(opt._state_arrays())
-        text = f"{opt!r} step {int(opt.global_step[0])} {kind}"
+        shapes = [(w.shape, str(w.dtype), k) for w, k in zip(self._data, self._kinds, strict=True)]
+        text = f"{self.form} {shapes} {self._options} {self._groups} step "
+        text = re.sub(r" at 0x\w+", "", f"{text}{int(opt.global_step[0])} {kind}")
 
         def run() -> Any:
             try:
@@ -172,8 +176,8 @@ class Trained:
 
     def _kind(self, rng: np.random.Generator, w: np.ndarray) -> str:
         takes_rows = w.ndim > 0 and "sparse_update" in BY_NAME[FORMS[self.form][0]].arguments
-        kinds = ["dense"] * 6 + ["none", "other"] + ["rows"] * 4 * takes_rows + ["list"] * takes_rows
-        return str(pick(rng, kinds))
+        kinds = ["dense"] * 6 + ["none"] + ["other"] * self._mixes
+        return str(pick(rng, kinds + (["rows"] * 4 + ["list"]) * takes_rows))
 
     def _gradient(self, rng: np.random.Generator, w: np.ndarray, kind: str) -> Any:
         memory = self._memory_of_gradients()
