@@ -45,6 +45,7 @@ assert {512, 1_024, 8_192, 32_768, 65_536, 262_144} <= set(THRESHOLDS)
 
 def size(rng: np.random.Generator, most: int = _LARGEST) -> int:
     """Small mostly; else at a threshold or beside it, or of any magnitude."""
+    rng = _often(rng)
     kind = rng.random()
     if kind < 0.6 or most <= _SMALL:
         return min(int(rng.integers(_SMALL)), most)
@@ -54,6 +55,11 @@ def size(rng: np.random.Generator, most: int = _LARGEST) -> int:
     # A large one takes as long as hundreds of small ones.
     weights = np.array([min(1.0, 32_768 / n) for n in reached])
     return int(rng.choice(reached, p=weights / weights.sum()) + rng.integers(-1, 2))
+
+
+def _often(rng: np.random.Generator) -> np.random.Generator:
+    """One of a few that make the same numbers each time: sizes come again."""
+    return np.random.default_rng(int(rng.integers(20))) if rng.random() < 0.3 else rng
 
 
 def shape(rng: np.random.Generator, n: int) -> tuple[int, ...]:
@@ -140,6 +146,7 @@ class Memory:
 
 def table(rng: np.random.Generator) -> tuple[tuple[int, ...], int]:
     """The shape of a table and a number of occurrences, of which not both are large."""
+    rng = _often(rng)
     if rng.random() < 0.15:
         return (size(rng, 4_096) + 1, int(rng.choice([1, 2, 17]))), size(rng, 40_000)
     width = size(rng, 2_048) if rng.random() < 0.3 else int(rng.choice([1, 2, 3, 16, 64]))

@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from test_family_base import FIXED_RATE, OWN_RATE
 
 from fusestep import nn
 from fusestep.nn import mxnet as mx
@@ -25,8 +26,7 @@ import reference_elementwise as elementwise
 import sequence_arrays as arrays
 from optimizers import BY_NAME, FORMS, decayed_and_scaled, inner
 from sequence_arrays import DTYPES, F32, F64, OTHER, Memory, pick
-from sequence_operators import Call
-from test_family_base import FIXED_RATE, OWN_RATE
+from sequence_operators import Call, assert_near
 
 _FAULTS = ("shape", "dense_shape", "index", "dtype", "not finite", "shared", "length")
 
@@ -45,8 +45,10 @@ class Trained:
         number: decides its form and the dtype beside float32, so that a sequence has few kernels.
     """
 
-    def __init__(self, rng: np.random.Generator, memory: Memory, *, kept: bool, number: int) -> None:
-        self._kept, self._memory = kept, memory
+    def __init__(
+        self, rng: np.random.Generator, memory: Memory, *, kept: bool, number: int
+    ) -> None:
+        self._kept, self._of_gradients = kept, Memory(1 << 22)
         self.form = list(FORMS)[number % len(FORMS)]
         memory.forget()
         self._dtype = DTYPES[number % len(DTYPES)]
@@ -158,10 +160,11 @@ class Trained:
     def digested(self, opt: Any) -> list[Any]:
         """All that must be equal whether it is kept or made anew."""
         states = opt._state_arrays()
-        return [sorted(states), *(states[name] for name in sorted(states)), self._skipped, *self._old]
+        found = [states[name] for name in sorted(states)]
+        return [sorted(states), *found, self._skipped, *self._old]
 
     def _gradients(self, rng: np.random.Generator) -> tuple[Any, str]:
-        self._memory_of_gradients().forget()
+        self._of_gradients.forget()
         if rng.random() < 0.3 or not any(self._kinds):
             self._kinds = [self._kind(rng, w) for w in self._data]
         found = [self._gradient(rng, w, k) for w, k in zip(self._data, self._kinds, strict=True)]
@@ -169,18 +172,13 @@ class Trained:
             return tuple(found), ""
         return self._spoiled(rng, found, pick(rng, _FAULTS))
 
-    def _memory_of_gradients(self) -> Memory:
-        if not hasattr(self, "_own"):
-            self._own = Memory(1 << 22)
-        return self._own
-
     def _kind(self, rng: np.random.Generator, w: np.ndarray) -> str:
         takes_rows = w.ndim > 0 and "sparse_update" in BY_NAME[FORMS[self.form][0]].arguments
         kinds = ["dense"] * 6 + ["none"] + ["other"] * self._mixes
         return str(pick(rng, kinds + (["rows"] * 4 + ["list"]) * takes_rows))
 
     def _gradient(self, rng: np.random.Generator, w: np.ndarray, kind: str) -> Any:
-        memory = self._memory_of_gradients()
+        memory = self._of_gradients
         if kind == "none":
             return None
         if kind in ("dense", "other"):
@@ -192,9 +190,7 @@ class Trained:
 
         return rows() if kind == "rows" else [rows(), rows()]
 
-    def _spoiled(
-        self, rng: np.random.Generator, found: list[Any], fault: str
-    ) -> tuple[Any, str]:
+    def _spoiled(self, rng: np.random.Generator, found: list[Any], fault: str) -> tuple[Any, str]:
         """Gradients with which a step must fail, or be skipped; as they are where none can."""
         i = int(rng.integers(len(found)))
         g, w = found[i], self._data[i]
@@ -230,8 +226,8 @@ class Trained:
 
     def _rebind(self, rng: np.random.Generator) -> None:
         i = int(rng.integers(len(self._data)))
-        old, self._data[i] = self._data[i], self._data[i] * self._data[i].dtype.type(0.5)
-        self._data[i] = np.asarray(self._data[i]).astype(old.dtype)
+        old = self._data[i]
+        self._data[i] = np.asarray(old * 0.5).astype(old.dtype)
         if self._kept:
             self._opt.parameters[i].data = self._data[i]
         self._leave([old])
@@ -335,9 +331,7 @@ class Trained:
                 for found, exact in zip(after, expected, strict=False):
                     rough = found.dtype not in (F32, F64) or gradients[i].dtype != w.dtype
                     tolerance = 1e-2 if rough else 1e-11 if w.dtype == F64 else 2e-5
-                    np.testing.assert_allclose(
-                        found.astype(np.float64), exact, rtol=tolerance, atol=tolerance
-                    )
+                    assert_near(found, exact, tolerance, self.form)
 
         return check
 
@@ -374,8 +368,10 @@ _FORMULAS: dict[str, Any] = {
 class Updated:
     """Weights under MXNet's optimizers, called directly or by an Updater; as `Trained`."""
 
-    def __init__(self, rng: np.random.Generator, memory: Memory, *, kept: bool, number: int) -> None:
-        self._kept, self._memory = kept, memory
+    def __init__(
+        self, rng: np.random.Generator, memory: Memory, *, kept: bool, number: int
+    ) -> None:
+        self._kept, self._of_gradients = kept, Memory(1 << 22)
         memory.forget()
         self.form = f"mxnet {number % 2}"
         self._make = (mx.Adam, mx.AdamW)[number % 2]
@@ -383,7 +379,8 @@ class Updated:
         other = DTYPES[number % len(DTYPES)]
         self._weights = []
         for _ in range(int(rng.integers(1, 6))):
-            shape = arrays.table(rng)[0] if rng.random() < 0.6 else arrays.shape(rng, arrays.size(rng))
+            is_table = rng.random() < 0.6
+            shape = arrays.table(rng)[0] if is_table else arrays.shape(rng, arrays.size(rng))
             self._weights.append(memory.positive(rng, shape, pick(rng, (F32, other))))
         self._assigned: dict[str, Any] = {}
         self._opt = self._make(**self._options)
@@ -397,7 +394,8 @@ class Updated:
         self._counts: tuple[int, dict[Any, int]] = (0, {})
 
     def _random_options(self, rng: np.random.Generator, number: int) -> dict[str, Any]:
-        options: dict[str, Any] = {"learning_rate": 0.05, "multi_precision": bool(rng.random() < 0.6)}
+        has_masters = bool(rng.random() < 0.6)
+        options: dict[str, Any] = {"learning_rate": 0.05, "multi_precision": has_masters}
         if number // 3 % 3:  # what decides the kernel
             options |= {"wd": 0.05, "clip_gradient": 0.8, "rescale_grad": 0.5}
         if self._make is mx.Adam:
@@ -423,18 +421,18 @@ class Updated:
     def step(self, rng: np.random.Generator) -> Call:
         """An update of some of the weights, in some order."""
         update = self._now()
-        self._gradient_memory().forget()
-        n = int(rng.integers(1, len(self._weights) + 1)) if rng.random() < 0.4 else len(self._weights)
-        chosen = rng.permutation(len(self._weights))[:n].tolist()
+        self._of_gradients.forget()
+        n = len(self._weights)
+        n_chosen = int(rng.integers(1, n + 1)) if rng.random() < 0.4 else n
+        chosen = rng.permutation(n)[:n_chosen].tolist()
         if rng.random() < 0.6:
             chosen.sort()
         gradients = [self._gradient(rng, self._weights[i]) for i in chosen]
         kind = ""
         if rng.random() < 0.12 and isinstance(gradients[-1], np.ndarray):
             kind, gradients[-1] = "shape", gradients[-1][None]
-        elif rng.random() < 0.2 and isinstance(gradients[-1], mx.RowTensor):
-            if len(gradients[-1].indices):
-                kind, gradients[-1].indices[0] = "index", -1
+        elif rng.random() < 0.2 and len(getattr(gradients[-1], "indices", ())):
+            kind, gradients[-1].indices[0] = "index", -1
         weights = [self._weights[i] for i in chosen]
         given: list[Any] = [chosen, weights, gradients, [self._states[i] for i in chosen]]
         if not self._by_list:
@@ -456,13 +454,8 @@ class Updated:
         held = [self._weights, list(self._states.values()), gradients]
         return Call(text, run, _flat(held))
 
-    def _gradient_memory(self) -> Memory:
-        if not hasattr(self, "_own"):
-            self._own = Memory(1 << 22)
-        return self._own
-
     def _gradient(self, rng: np.random.Generator, w: np.ndarray) -> Any:
-        memory = self._gradient_memory()
+        memory = self._of_gradients
         if w.ndim and rng.random() < 0.3:
             width = arrays.n_elements(w.shape[1:])
             return memory.rows(rng, w.shape, w.dtype, arrays.size(rng, 30_000 // max(1, width)))
@@ -478,11 +471,12 @@ class Updated:
         return Call(f"{self.form} {change.__name__}", lambda: None, list(self._weights))
 
     def _assign(self, rng: np.random.Generator) -> None:
-        opt, name = self._opt, pick(rng, ("lr", "wd", "rescale_grad", "lr_mult"))
-        if name in ("wd", "rescale_grad") and name not in self._options:
+        opt, name = self._opt, pick(rng, ("lr", "wd", "rescale_grad", "lr_mult", "lazy_update"))
+        value = float(rng.uniform(0.01, 0.1))
+        if name not in self._options and name not in ("lr", "lr_mult"):
             return
-        value: Any = float(rng.uniform(0.01, 0.1))
-        self._assigned[name] = {0: value} if name == "lr_mult" else value
+        values = {"lr_mult": {0: value}, "lazy_update": value < 0.05}
+        self._assigned[name] = values.get(name, value)
         if self._kept:
             setattr(opt, name, self._assigned[name])
 
@@ -496,12 +490,10 @@ class Updated:
         if self._updater is not None:
             self._updater.states = self._states
 
-    def _save(self, rng: np.random.Generator) -> None:
-        if self._updater is None or not self._kept:
-            rng.random()
-            return
-        self._updater.set_states(self._updater.get_states())
-        self._states = self._updater.states
+    def _save(self, _rng: np.random.Generator) -> None:
+        if self._updater is not None and self._kept:
+            self._updater.set_states(self._updater.get_states())
+            self._states = self._updater.states
 
     def drop(self) -> None:
         """Nothing refers to it any more."""

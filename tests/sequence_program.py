@@ -87,7 +87,7 @@ class World:
         for drop in self._drop:
             drop()
         call = self._call(np.random.default_rng([self._seed, number, 1]), number)
-        yield f"{number} {call.text}"
+        yield f"{number} {' '.join(call.text.split())}"
         before = [array.copy() for array in call.arrays]
         result: Any = None
         try:
@@ -148,7 +148,7 @@ def main(how: str, n_threads: int, seed: int, first: int, end: int) -> None:
     if how == "stale":
         formula._powers = _Untyped()
     kept = how != "fresh"
-    worlds = [World(seed + 1_000 * k, kept=kept) for k in range(n_threads)]
+    worlds = [World(seed + 333 * _PARTS * k, kept=kept) for k in range(n_threads)]
 
     def run(k: int) -> None:
         for number in range(first, end):
