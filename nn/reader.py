@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..kernels.cpu import headers
 from ..kernels.storage import Storage
 from ..ops import check, pending
 from ..ops import device_gradient as on_device
@@ -90,6 +91,7 @@ class GradientReader:
         self._sparse_update = sparse_update
         self._rows_need = rows_need
         self._centralized = frozenset(centralized)
+        self._shapes = [p.shape for p in parameters]
         self.forget()
 
     @property
@@ -101,6 +103,7 @@ class GradientReader:
         """Drop all layouts: an address has changed."""
         self._layouts: dict[tuple[Kind | None, ...], Layout] = {}
         self._last: Layout | None = None
+        self._variables: _Variables | None = None
 
     def read_like_last(self, gradients: tuple[Any, ...]) -> Gradients | None:
         """The gradients of a step if all are of the same kinds as in the step before, else None.
@@ -108,7 +111,7 @@ class GradientReader:
         The headers of all their arrays are read in one compiled call.
         """
         last = self._last
-        if last is None or last.expected is None:
+        if last is None or last.expected is None or not self._are_in_place():
             return None
         arrays = self._arrays_like(last, gradients) if last.row_arrays else gradients
         addresses = last.expected.addresses(arrays) if arrays is not None else None
@@ -189,18 +192,40 @@ class GradientReader:
         return read, kinds
 
     def _layout(self, kinds: tuple[Kind | None, ...]) -> Layout:
+        if not self._are_in_place():
+            self.forget()
         layout = self._layouts.get(kinds)
         if layout is None:
             if len(self._layouts) >= _KEPT_LAYOUTS:
                 self._layouts.clear()
-            for p in self._parameters:  # may have been made read-only since construction
-                check.variable(self._where, f"parameter {p.name!r}", p.array)
+            self._check_variables()
             tensors = [
                 (p.array, *states) for p, states in zip(self._parameters, self._states, strict=True)
             ]
             labels = [f"{self._where}: gradient of {p.name!r}" for p in self._parameters]
             layout = self._layouts[kinds] = build_layout(kinds, tensors, labels)
         return layout
+
+    def _are_in_place(self) -> bool:
+        """Whether parameters and states are where and as they were when a layout was made."""
+        if self._variables is None:
+            of_each = zip(self._parameters, self._states, strict=True)
+            self._variables = _Variables([a for p, s in of_each for a in (p.array, *s)])
+        return self._variables.are_in_place()
+
+    def _check_variables(self) -> None:
+        """What may have been done to arrays since construction: made read-only, or of a new shape.
+
+        Raises:
+            TypeError, ValueError: they cannot be updated in place.
+        """
+        for p, shape, states in zip(self._parameters, self._shapes, self._states, strict=True):
+            name = f"parameter {p.name!r}"
+            for label, array in ((name, p.array), *((f"a state of {name}", s) for s in states)):
+                check.variable(self._where, label, array)
+            if p.shape != shape:
+                wrong = "has another shape than at construction"
+                raise ValueError(message(self._where, name, wrong, shape, p.shape))
 
     def _centralize(self, parameter: Parameter, gradient: Any, factor: float) -> Any:
         """The centralized gradient; a coupled decay is centralized with it, as in MindSpore."""
@@ -256,6 +281,23 @@ class GradientReader:
                 expected, got = "its own memory", "an overlap"
                 wrong = "shares memory with a parameter or state"
                 raise ValueError(message(self._where, "a gradient", wrong, expected, got))
+
+
+class _Variables:
+    """Arrays of the host, and where and how they lie; of one on a device it stays as it is."""
+
+    def __init__(self, arrays: Sequence[Any]) -> None:
+        self._arrays = tuple(a for a in arrays if not isinstance(a, DeviceArray))
+        forms = [(a.dtype, a.shape) for a in self._arrays]
+        self._expected = headers.Expected(forms, headers.NOWHERE, writable=True)
+        self._places = np.array([address_of(a) for a in self._arrays], np.int64).tobytes()
+
+    def are_in_place(self) -> bool:
+        """Whether all can be written to, and nobody has changed them under their names."""
+        if not (self._arrays and headers.usable):
+            return not self._arrays
+        places = self._expected.addresses(self._arrays)
+        return places is not None and places.tobytes() == self._places
 
 
 def _centralized(gradient: DeviceArray, w: DeviceArray, factor: float) -> DeviceArray:

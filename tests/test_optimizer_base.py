@@ -1853,3 +1853,47 @@ def test_row_tensor_of_ops_and_nn_are_one(form: Any) -> None:
     assert nn.RowTensor is ops.RowTensor
     opt = nn.LazyAdam(parameters("a"))
     assert opt(form([rows([1])])) == (True,)
+
+
+@pytest.mark.parametrize("is_sparse", [False, True], ids=["dense", "rows"])
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        (lambda w: w.setflags(write=False), ValueError, "parameter 'w' is read-only"),
+        (lambda w: w.resize((2, 4), refcheck=False), ValueError, r"'w' .*\(4, 2\), got \(2, 4\)"),
+        (lambda w: w.resize((90_000, 2), refcheck=False), ValueError, "wrong (dense_)?shape"),
+    ],
+    ids=["read-only", "shape", "resized"],
+)
+def test_arrays_that_were_changed_between_steps(
+    change: Any, error: Any, text: str, is_sparse: bool
+) -> None:
+    """In place, so that nobody is told: the step looks, and does not write where they were."""
+
+    def gradient(shape: tuple[int, ...]) -> Any:
+        rows = nn.RowTensor(np.array([1, 0]), np.ones((2, *shape[1:]), np.float32), shape)
+        return rows if is_sparse else np.ones(shape, np.float32)
+
+    w, other = np.ones((4, 2), np.float32), np.ones(3, np.float32)
+    params = [nn.Parameter(w, "w"), nn.Parameter(other, "other")]
+    opt = nn.Momentum(params, 0.1, 0.9, sparse_update="lazy")
+    g = np.ones(3, np.float32)
+    opt((gradient((4, 2)), g))
+    change(w)
+    shape = (4, 2) if w.size > 8 else w.shape
+    for _ in range(2):
+        with refused(error, text, w, other):
+            opt((gradient(shape), g))
+    assert opt.global_step == 1
+
+
+def test_a_state_that_was_made_read_only() -> None:
+    opt = nn.Momentum([np.ones(3, np.float32)], 0.1, 0.9)
+    g = (np.ones(3, np.float32),)
+    opt(g)
+    opt.moments[0].flags.writeable = False
+    with refused(ValueError, "a state of parameter 'parameter_0' is read-only", opt):
+        opt(g)
+    opt.moments[0].flags.writeable = True
+    opt(g)
+    assert opt.global_step == 2
