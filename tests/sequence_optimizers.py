@@ -28,7 +28,7 @@ from optimizers import BY_NAME, FORMS, decayed_and_scaled, inner
 from sequence_arrays import DTYPES, F32, F64, OTHER, Memory, pick
 from sequence_operators import Call, assert_near
 
-_FAULTS = ("shape", "dense_shape", "index", "dtype", "not finite", "shared", "length")
+_FAULTS = ("shape", "dense_shape", "index", "dtype", "not finite", "shared", "length", "read-only")
 
 
 def halving(step: int) -> float:
@@ -62,7 +62,7 @@ class Trained:
         self._groups = self._random_groups(rng) if rng.random() < 0.4 else None
         self._assigned: dict[str, Any] = {}
         self._kinds = [""] * len(self._data)
-        self._skipped = 0
+        self._skipped, self._was_pickled = 0, False
         self._old: list[np.ndarray] = []  # where parameters have been
         opt = self._built()
         self._state = _copied(opt._state_arrays())
@@ -142,11 +142,16 @@ class Trained:
         text = re.sub(r" at 0x\w+", "", f"{text}{int(opt.global_step[0])} {kind}")
 
         def run() -> Any:
+            if kind == "read-only":
+                self._data[0].flags.writeable = False
             try:
                 opt(gradients)
             except BaseException:
                 self._after(opt, before)
                 raise
+            finally:
+                if kind == "read-only":
+                    self._data[0].flags.writeable = True
             self._after(opt, opt._state_arrays())
             return self.digested(opt)
 
@@ -196,6 +201,8 @@ class Trained:
         g, w = found[i], self._data[i]
         if fault == "length":
             return tuple(found[1:]), fault
+        if fault == "read-only" and not self._was_pickled:
+            return tuple(found), fault
         if isinstance(g, nn.RowTensor) and fault == "dense_shape":
             g.dense_shape = (g.dense_shape[0] + 1, *g.dense_shape[1:])
         elif isinstance(g, nn.RowTensor) and fault == "index" and len(g.indices):
@@ -242,6 +249,7 @@ class Trained:
         self._become(copy.deepcopy)
 
     def _pickle(self, _rng: np.random.Generator) -> None:
+        self._was_pickled = True  # and lies in bytes, which could not be made writable again
         self._become(lambda opt: pickle.loads(pickle.dumps(opt)))
 
     def _become(self, copied: Callable[[Any], Any]) -> None:
