@@ -28,7 +28,9 @@ from optimizers import BY_NAME, FORMS, decayed_and_scaled, inner
 from sequence_arrays import DTYPES, F32, F64, OTHER, Memory, pick
 from sequence_operators import Call, assert_near
 
-_FAULTS = ("shape", "dense_shape", "index", "dtype", "not finite", "shared", "length", "read-only")
+_FAULTS = ("length", "read-only")
+_FAULTS_OF_ROWS = ("dense_shape", "index")
+_FAULTS_OF_ARRAYS = ("shape", "dtype", "not finite", "shared")
 
 
 def halving(step: int) -> float:
@@ -61,7 +63,9 @@ class Trained:
         self._options = self._random_options(rng, number)
         self._groups = self._random_groups(rng) if rng.random() < 0.4 else None
         self._assigned: dict[str, Any] = {}
-        self._kinds = [""] * len(self._data)
+        # Few, so that they come again after others.
+        self._patterns = [[self._kind(rng, w) for w in self._data] for _ in range(3)]
+        self._kinds = self._patterns[0]
         self._skipped, self._was_pickled = 0, False
         self._old: list[np.ndarray] = []  # where parameters have been
         opt = self._built()
@@ -170,12 +174,12 @@ class Trained:
 
     def _gradients(self, rng: np.random.Generator) -> tuple[Any, str]:
         self._of_gradients.forget()
-        if rng.random() < 0.3 or not any(self._kinds):
-            self._kinds = [self._kind(rng, w) for w in self._data]
+        if rng.random() < 0.3:
+            self._kinds = pick(rng, self._patterns)
         found = [self._gradient(rng, w, k) for w, k in zip(self._data, self._kinds, strict=True)]
         if rng.random() > 0.15:
             return tuple(found), ""
-        return self._spoiled(rng, found, pick(rng, _FAULTS))
+        return self._spoiled(rng, found)
 
     def _kind(self, rng: np.random.Generator, w: np.ndarray) -> str:
         takes_rows = w.ndim > 0 and "sparse_update" in BY_NAME[FORMS[self.form][0]].arguments
@@ -195,10 +199,12 @@ class Trained:
 
         return rows() if kind == "rows" else [rows(), rows()]
 
-    def _spoiled(self, rng: np.random.Generator, found: list[Any], fault: str) -> tuple[Any, str]:
+    def _spoiled(self, rng: np.random.Generator, found: list[Any]) -> tuple[Any, str]:
         """Gradients with which a step must fail, or be skipped; as they are where none can."""
         i = int(rng.integers(len(found)))
         g, w = found[i], self._data[i]
+        of_kind = _FAULTS_OF_ROWS if isinstance(g, nn.RowTensor) else _FAULTS_OF_ARRAYS
+        fault = pick(rng, _FAULTS if rng.random() < 0.3 else of_kind)
         if fault == "length":
             return tuple(found[1:]), fault
         if fault == "read-only" and not self._was_pickled:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 PROGRAM = Path(__file__).parent / "sequence_program.py"
-CALLS, CALLS_OF_THREAD = 900, 200
+CALLS, CALLS_OF_THREAD = 1_500, 200
 # Each of three has a third of the operators and of the optimizers; see `World`.
 SEEDS = range(3)
 MORE_SEEDS = range(3, 8)
