@@ -47,7 +47,7 @@ def size(rng: np.random.Generator, most: int = _LARGEST) -> int:
     """Small mostly; else at a threshold or beside it, or of any magnitude."""
     rng = _often(rng)
     kind = rng.random()
-    if kind < 0.6 or most <= _SMALL:
+    if kind < 0.5 or most <= _SMALL:
         return min(int(rng.integers(_SMALL)), most)
     if kind < 0.8:
         return min(int(np.exp(rng.uniform(4.0, 11.5))), most)
@@ -59,7 +59,7 @@ def size(rng: np.random.Generator, most: int = _LARGEST) -> int:
 
 def _often(rng: np.random.Generator) -> np.random.Generator:
     """One of a few that make the same numbers each time: sizes come again."""
-    return np.random.default_rng(int(rng.integers(12))) if rng.random() < 0.4 else rng
+    return np.random.default_rng(int(rng.integers(6))) if rng.random() < 0.4 else rng
 
 
 def shape(rng: np.random.Generator, n: int) -> tuple[int, ...]:

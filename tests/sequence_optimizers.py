@@ -183,7 +183,7 @@ class Trained:
 
     def _kind(self, rng: np.random.Generator, w: np.ndarray) -> str:
         takes_rows = w.ndim > 0 and "sparse_update" in BY_NAME[FORMS[self.form][0]].arguments
-        kinds = ["dense"] * 6 + ["none"] + ["other"] * self._mixes
+        kinds = ["dense"] * 6 + ["none"] * 3 + ["other"] * self._mixes
         return str(pick(rng, kinds + (["rows"] * 4 + ["list"]) * takes_rows))
 
     def _gradient(self, rng: np.random.Generator, w: np.ndarray, kind: str) -> Any:

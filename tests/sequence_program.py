@@ -77,6 +77,7 @@ class World:
         # Some of them often, rather than all of them seldom: they share what is kept.
         of_operators = range(seed % _PARTS, len(operators.NAMES), _PARTS)
         self._operators = [(operators.NAMES[i], DTYPES[i % len(DTYPES)]) for i in of_operators]
+        self._operator = self._operators[0]
         self._forms = range(seed % _PARTS, len(FORMS), _PARTS)
 
     def perform(self, number: int) -> Iterator[str]:
@@ -106,7 +107,9 @@ class World:
 
     def _call(self, rng: np.random.Generator, number: int) -> operators.Call:
         if rng.random() < 0.4:
-            return operators.make(*pick(rng, self._operators), rng, self._memory)
+            if rng.random() < 0.6:  # else the one of before: it shares most with it
+                self._operator = pick(rng, self._operators)
+            return operators.make(*self._operator, rng, self._memory)
         k = int(rng.integers(_N_SLOTS))
         if self._slots[k] is not None and rng.random() < 0.05:
             self._slots[k].drop()
