@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from .fused import FusedOptimizer
 from .groups import Groups
 from .host_steps import Call
 from .layout import Batch
+from .numbers import Number
 from .parameter import Parameter
 from .schedule import LearningRateSchedule
 from .stateful import States
@@ -287,6 +288,12 @@ class AdaFactor(FusedOptimizer):
 
     # The step
 
+    def _check_used_rates(self, _rates: Sequence[Number]) -> None:
+        # It can be assigned to after construction.
+        if self.beta1 and "exp_avg" not in self._states:
+            wrong, expected = "needs a first moment", "init_ada_factor_state, which makes one"
+            raise ValueError(message(self._name, "beta1", wrong, expected, self.beta1))
+
     def _formula(self) -> Formula:
         return Formula(rules.adafactor_scalars, (self.beta1 or 0.0, self.decay_rate, self.eps[0]))
 
@@ -348,7 +355,7 @@ class AdaFactor(FusedOptimizer):
 
     def _kernel(self, batch: Batch, conditioning: Conditioning) -> FactoredKernel:
         variables = batch.variables
-        first = variables.s[0] if self.beta1 else None
+        first = variables.s[0] if "exp_avg" in self._states else None
         return factored_kernel(conditioning.prologue, variables.w, batch.g, first)
 
     def _tensors(self, batch: Batch) -> list[FactoredTensor]:

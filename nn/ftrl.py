@@ -140,6 +140,10 @@ class FTRL(FusedOptimizer):
 
     def _check_used_rates(self, rates: Sequence[Number]) -> None:
         # They can be assigned to after construction; none is on a device.
+        if ftrl_rule(self.lr_power) is not self._rule:
+            expected = "an optimizer that was made with it: -0.5 has a rule of its own"
+            wrong = "needs another rule"
+            raise ValueError(message(self._name, "lr_power", wrong, expected, self.lr_power))
         for rate in rates:
             self._check_ranges(number_of(rate))
 

@@ -57,6 +57,10 @@ class Kind(NamedTuple):
         return self.index_dtype is not None
 
 
+Place = tuple[np.ndarray, int, tuple[int, ...], np.dtype[Any]]
+"""An array, its address, shape and dtype."""
+
+
 @dataclass(frozen=True, eq=False)
 class Layout:
     """The batches of a step.
@@ -68,13 +72,13 @@ class Layout:
         is_complete: whether these are all parameters.
         kinds: those of the gradients.
         expected: the headers of their arrays (of row-sparse ones first the indices, then the
-            values), and that the variables can be written to, where every parameter has a
-            gradient; else None.
+            values) and of the variables, where every parameter has a gradient; else None.
         dense_arrays: int64: places among these arrays of the dense gradients.
         row_arrays: places of the indices of the row-sparse ones.
         dense_bytes: sizes of the dense gradients, in order.
         memory: int64 ``[2, n]``: where the memory of the active variables begins and ends, in
             order.
+        places: where and what the active variables on the host were.
     """
 
     batches: tuple[Batch, ...]
@@ -86,6 +90,14 @@ class Layout:
     dense_arrays: np.ndarray
     row_arrays: tuple[int, ...]
     memory: np.ndarray
+    places: tuple[Place, ...]
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the variables on the host are where and as they were: nobody has resized one,
+        or given it another shape, in place.
+        """
+        return all(map(_lies_at, self.places))
 
     @cached_property
     def lock_spans(self) -> list[Span]:
@@ -158,7 +170,16 @@ def build_layout(
         dense_arrays,
         row_arrays,
         memory,
+        tuple(_place(a) for a in written if not isinstance(a, DeviceArray)),
     )
+
+
+def _place(array: np.ndarray) -> Place:
+    return array, address_of(array), array.shape, array.dtype
+
+
+def _lies_at(place: Place) -> bool:
+    return place[1:] == _place(place[0])[1:]
 
 
 def _array_forms(

@@ -92,6 +92,7 @@ class GradientReader:
         self._sparse_update = sparse_update
         self._rows_need = rows_need
         self._centralized = frozenset(centralized)
+        self._shapes = [p.shape for p in parameters]
         self.forget()
 
     @property
@@ -149,10 +150,10 @@ class GradientReader:
         Raises:
             TypeError: a kind or dtype does not fit.
             ValueError: a shape does not fit, a gradient is row-sparse where none is taken, it
-                shares memory with a parameter or state, or one of those is read-only.
+                shares memory with a parameter or state, or one of those cannot be updated.
         """
         read, kinds = self._read_each(gradients, added)
-        self._check_writable(kinds)
+        self._check_variables(kinds)
         layout = self._layout(tuple(kinds))
         dense = [g for g in read if not isinstance(g, RowGradient)]
         rows = [g for g in read if isinstance(g, RowGradient)]
@@ -191,23 +192,39 @@ class GradientReader:
             kinds.append(Kind(found.dtype, index_dtype))
         return read, kinds
 
-    def _check_writable(self, kinds: Sequence[Kind | None]) -> None:
-        """Refuse variables that have been made read-only since construction."""
-        for kind, p, states in zip(kinds, self._parameters, self._states, strict=True):
-            for array in (p.array, *states) if kind is not None else ():
+    def _check_variables(self, kinds: Sequence[Kind | None]) -> None:
+        """Refuse variables that were changed in place since construction.
+
+        Raises:
+            ValueError: one is read-only, or a parameter has another shape.
+        """
+        of_each = zip(kinds, self._parameters, self._shapes, self._states, strict=True)
+        for kind, p, shape, states in of_each:
+            if kind is None:
+                continue
+            for array in (p.array, *states):
                 if not array.flags.writeable:
                     name = f"parameter {p.name!r}" if array is p.array else f"a state of {p.name!r}"
                     expected, got = "a writable array", "a read-only one"
                     raise ValueError(message(self._where, name, "is read-only", expected, got))
+            if p.shape != shape:
+                name, wrong = f"parameter {p.name!r}", "has another shape than at construction"
+                raise ValueError(message(self._where, name, wrong, shape, p.shape))
 
     def _layout(self, kinds: tuple[Kind | None, ...]) -> Layout:
         layout = self._layouts.get(kinds)
+        if layout is not None and not layout.is_in_place:
+            self.forget()
+            layout = None
         if layout is None:
             if len(self._layouts) >= _KEPT_LAYOUTS:
                 self._layouts.clear()
             tensors = [
                 (p.array, *states) for p, states in zip(self._parameters, self._states, strict=True)
             ]
+            for kind, p, arrays in zip(kinds, self._parameters, tensors, strict=True):
+                for array in arrays if kind is not None else ():
+                    check.variable(self._where, f"parameter {p.name!r} or its state", array)
             labels = [f"{self._where}: gradient of {p.name!r}" for p in self._parameters]
             layout = self._layouts[kinds] = build_layout(kinds, tensors, labels)
         return layout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,10 @@ from ..kernels.rules import rmsprop as rules
 from ..kernels.rules.formula import Formula
 from ..kernels.rules.rule import Rule
 from ..ops import check
-from ..ops.errors import reject_unknown
+from ..ops.errors import message, reject_unknown
 from .arguments import arithmetic_type, non_negative_float, positive_float
 from .fused import OPTIONS, FusedOptimizer
+from .numbers import Number
 
 _ARGUMENTS = (
     "params",
@@ -117,9 +119,15 @@ class RMSProp(FusedOptimizer):
             state_dtype=state_dtype,
         )
 
+    def _check_used_rates(self, _rates: Sequence[Number]) -> None:
+        # It can be assigned to after construction.
+        if self.momentum > 0.0 and "moment" not in self._states:
+            wrong, expected = "needs a moment", "an optimizer that was made with a momentum"
+            raise ValueError(message(self._name, "momentum", wrong, expected, self.momentum))
+
     def _formula(self) -> Formula:
         constants = self.decay, self.epsilon
-        if self.momentum > 0.0:
+        if "moment" in self._states:
             return Formula(rules.rmsprop_momentum_scalars, (*constants, self.momentum))
         return Formula(rules.rmsprop_scalars, constants)
 

@@ -13,7 +13,7 @@ import pytest
 from fusestep import nn
 
 import reference
-from helpers import BF16, refused
+from helpers import BF16, arrays_of, refused
 from optimizers import (
     BY_NAME,
     ELSEWHERE,
@@ -22,6 +22,7 @@ from optimizers import (
     Argument,
     Family,
     gradients,
+    make,
     parameters,
     rows,
     states,
@@ -402,3 +403,51 @@ def test_adafactor_scales_every_fixed_rate_and_no_schedule() -> None:
     for lr, scaled in ((0.5, True), (np.float32(0.5), True), ([0.5], False), (schedule, False)):
         opt = nn.AdaFactor(parameters(), lr, relative_step=False)
         assert opt.scale_parameter is scaled, lr
+
+
+@pytest.mark.parametrize("is_sparse", [False, True], ids=["dense", "rows"])
+@pytest.mark.parametrize(
+    ("form", "name", "value", "text"),
+    [
+        ("AdaFactor-plain", "beta1", 0.9, "AdaFactor: beta1 needs a first moment: .*got 0.9"),
+        ("RMSProp", "momentum", 0.5, "RMSProp: momentum needs a moment: .*got 0.5"),
+        ("FTRL", "lr_power", -0.3, "FTRL: lr_power needs another rule: .*got -0.3"),
+        ("FTRL-power", "lr_power", -0.5, "FTRL: lr_power needs another rule: .*got -0.5"),
+    ],
+)
+def test_what_needs_another_rule_cannot_be_assigned(
+    form: str, name: str, value: float, text: str, is_sparse: bool
+) -> None:
+    """The scalars would be of another number than the rule reads."""
+    takes_rows = is_sparse and form != "AdaFactor-plain"
+    opt = make(form, parameters(), **({"sparse_update": "lazy"} if takes_rows else {}))
+    table, vector = gradients(opt.parameters, 0)
+    given = (rows((6, 4), [1, 3, 1]) if takes_rows else table, vector)
+    opt(given)
+    before = getattr(opt, name)
+    setattr(opt, name, value)
+    with refused(ValueError, text, opt):
+        opt(given)
+    setattr(opt, name, before)
+    opt(given)
+    assert opt.global_step == 2
+
+
+@pytest.mark.parametrize(
+    ("form", "name"), [("RMSProp-momentum", "momentum"), ("AdaFactor", "beta1")]
+)
+def test_a_moment_can_be_left_unused(form: str, name: str) -> None:
+    """Assigned 0: as an optimizer that has kept a moment with this factor from the start."""
+    opt = make(form, parameters())
+    opt(gradients(opt.parameters, 0))
+    setattr(opt, name, 0.0)
+    plain = make(f"{form.partition('-')[0]}{'-plain' * (name == 'beta1')}", parameters())
+    known = opt._state_arrays()
+    for array, now in zip(arrays_of(plain.parameters), arrays_of(opt.parameters), strict=True):
+        array[...] = now
+    for n, array in plain._state_arrays().items():
+        array[...] = known[n]
+    for one in (opt, plain):
+        one(gradients(opt.parameters, 1))
+    for p, q in zip(opt.parameters, plain.parameters, strict=True):
+        np.testing.assert_allclose(p.data, q.data, 1e-6)

@@ -1752,7 +1752,7 @@ def test_checkpoint_has_the_permissions_of_any_new_file(tmp_path: Any) -> None:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kernel calls of every step, by kind."""
     made: list[str] = []
-    for name in ("dense_step", "row_step"):
+    for name in ("prepared_dense", "prepared_rows"):
         original = getattr(fused, name)
 
         def count(
@@ -1776,14 +1776,14 @@ def test_one_call_for_all_dense_tensors(make: Callable[..., Any], calls: list[st
     opt = make(groups)
     for step in range(3):
         opt([None if step == 1 and k == 2 else g for k, g in enumerate(gradients_of(opt, step))])
-    assert calls == ["dense_step"] * 3
+    assert calls == ["prepared_dense"] * 3
 
 
 def test_one_call_for_all_tables(calls: list[str]) -> None:
     opt = nn.LazyAdam([ones(4, k + 1) for k in range(6)], weight_decay=0.1)
     for _ in range(3):
         opt([rows([1, 2, 1], p.shape) for p in opt.parameters])
-    assert calls == ["row_step"] * 3
+    assert calls == ["prepared_rows"] * 3
     calls.clear()
     opt(
         [
@@ -1791,7 +1791,7 @@ def test_one_call_for_all_tables(calls: list[str]) -> None:
             for k, p in enumerate(opt.parameters)
         ]
     )
-    assert sorted(calls) == ["dense_step", "row_step"]
+    assert sorted(calls) == ["prepared_dense", "prepared_rows"]
     calls.clear()
     opt([None] * 6)
     assert calls == []
@@ -1801,13 +1801,13 @@ def test_one_call_for_each_dtype(calls: list[str]) -> None:
     dtypes = [d for d in STORAGE_DTYPES for _ in range(3)]
     opt = nn.Adam([np.ones(3, d) for d in dtypes])
     opt([np.ones(3, d) for d in dtypes])
-    assert calls == ["dense_step"] * 4
+    assert calls == ["prepared_dense"] * 4
     calls.clear()
     opt([np.ones(3, np.float32)] * 12)
-    assert calls == ["dense_step"] * 4
+    assert calls == ["prepared_dense"] * 4
     calls.clear()
     opt([np.ones(3, np.float16) if k % 2 else np.ones(3, np.float32) for k in range(12)])
-    assert calls == ["dense_step"] * 8
+    assert calls == ["prepared_dense"] * 8
 
 
 @pytest.mark.parametrize("state_dtype", [None, *STORAGE_DTYPES], ids=str)
@@ -1891,3 +1891,47 @@ def test_the_last_step_there_is(cls, wrapped):
     with unchanged(opt), pytest.raises(OverflowError, match="global_step is at its end: expected"):
         stepped((np.ones(2, np.float32),))
     assert opt.state_dict()["global_step"] == 2**31 - 1
+
+
+@pytest.mark.parametrize("is_sparse", [False, True], ids=["dense", "rows"])
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        (lambda w: w.setflags(write=False), ValueError, "parameter 'w' is read-only"),
+        (lambda w: w.resize((2, 4), refcheck=False), ValueError, r"'w' .*\(4, 2\), got \(2, 4\)"),
+        (lambda w: w.resize((90_000, 2), refcheck=False), ValueError, "wrong (dense_)?shape"),
+    ],
+    ids=["read-only", "shape", "resized"],
+)
+def test_arrays_that_were_changed_between_steps(
+    change: Any, error: Any, text: str, is_sparse: bool
+) -> None:
+    """In place, so that nobody is told: the step looks, and does not write where they were."""
+
+    def gradient(shape: tuple[int, ...]) -> Any:
+        rows = nn.RowTensor(np.array([1, 0]), np.ones((2, *shape[1:]), np.float32), shape)
+        return rows if is_sparse else np.ones(shape, np.float32)
+
+    w, other = np.ones((4, 2), np.float32), np.ones(3, np.float32)
+    params = [nn.Parameter(w, "w"), nn.Parameter(other, "other")]
+    opt = nn.Momentum(params, 0.1, 0.9, sparse_update="lazy")
+    g = np.ones(3, np.float32)
+    opt((gradient((4, 2)), g))
+    change(w)
+    shape = (4, 2) if w.size > 8 else w.shape
+    for _ in range(2):
+        with refused(error, text, w, other):
+            opt((gradient(shape), g))
+    assert opt.global_step == 1
+
+
+def test_a_state_that_was_made_read_only() -> None:
+    opt = nn.Momentum([np.ones(3, np.float32)], 0.1, 0.9)
+    g = (np.ones(3, np.float32),)
+    opt(g)
+    opt.moments[0].flags.writeable = False
+    with refused(ValueError, "a state of 'parameter_0' is read-only", opt):
+        opt(g)
+    opt.moments[0].flags.writeable = True
+    opt(g)
+    assert opt.global_step == 2

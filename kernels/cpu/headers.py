@@ -30,6 +30,10 @@ _DATA, _NDIM, _DIMS, _DESCR, _FLAGS = _HEAD, _HEAD + 8, _HEAD + 16, _HEAD + 40, 
 _C_CONTIGUOUS, _ALIGNED, _WRITEABLE = 0x0001, 0x0100, 0x0400
 _C_CONTIGUOUS_ALIGNED = _C_CONTIGUOUS | _ALIGNED
 ANY, SAME = -1, -2  # as a dimension: any size, and the size that was last found for `ANY`
+# Columns of the table of what is expected: of each array the identity of its dtype and how many
+# dimensions it has; then the bytes, but for the dimensions left open, or the place and the object.
+_DESCRIPTOR, _N_DIMENSIONS, _N_BYTES, _OBJECT = range(4)
+_PLACE = _N_BYTES
 _ITEMS = tuple.__basicsize__  # where the pointers to the elements of a tuple begin
 
 
@@ -100,16 +104,14 @@ def _is_plain(a, array_type, descriptor, flags, ndim):
 def _read(arrays, n, array_type, flags, expected, dims, memory, addresses):
     """Addresses of the ``n`` arrays of a tuple, if they are as expected and lie elsewhere.
 
-    Returns whether all of them are, and the arrays of the further rows of ``expected``, which hold
-    the addresses of these objects, can be written to.
+    Returns whether all of them are, and those of the further rows of ``expected`` are where and
+    as they were, and can be written to.
     """
-    for k in range(n, len(expected)):
-        if not load_int32(expected[k, 0] + _FLAGS) & _WRITEABLE:
-            return False
     first_dim = length = 0
     for k in range(n):
         a = load_int64(arrays + _ITEMS + 8 * k)
-        descriptor, ndim, n_bytes = expected[k, 0], expected[k, 1], expected[k, 2]
+        descriptor, ndim = expected[k, _DESCRIPTOR], expected[k, _N_DIMENSIONS]
+        n_bytes = expected[k, _N_BYTES]
         if not _is_plain(a, array_type, descriptor, flags, ndim):
             return False
         shape = load_int64(a + _DIMS)
@@ -126,6 +128,18 @@ def _read(arrays, n, array_type, flags, expected, dims, memory, addresses):
         if overlaps(memory, begin, begin + n_bytes):
             return False
         addresses[k] = begin
+    for k in range(n, len(expected)):
+        descriptor, ndim = expected[k, _DESCRIPTOR], expected[k, _N_DIMENSIONS]
+        a = expected[k, _OBJECT]
+        if not _is_plain(a, array_type, descriptor, _C_CONTIGUOUS_ALIGNED | _WRITEABLE, ndim):
+            return False
+        if load_int64(a + _DATA) != expected[k, _PLACE]:
+            return False
+        shape = load_int64(a + _DIMS)
+        for d in range(ndim):
+            if load_int64(shape + 8 * d) != dims[first_dim + d]:
+                return False
+        first_dim += ndim
     return True
 
 
@@ -146,7 +160,8 @@ class Expected:
         forms: the form of each array.
         memory: where the arrays should not lie, as for `overlaps`.
         writable: whether they must be.
-        written: other arrays that must be, whatever arrays are given.
+        written: arrays that must be so too and stay where and as they are now, whatever arrays
+            are given.
     """
 
     def __init__(
@@ -159,12 +174,14 @@ class Expected:
     ) -> None:
         self._flags = _C_CONTIGUOUS_ALIGNED | (_WRITEABLE if writable else 0)
         self._alive = list(forms), list(written)  # the identities below stay valid while they live
-        rows = [  # identity of the dtype, dimensions, bytes but for the dimensions left open
-            (id(dtype), len(shape), math.prod(n for n in shape if n >= 0) * dtype.itemsize)
+        rows = [
+            (id(dtype), len(shape), math.prod(n for n in shape if n >= 0) * dtype.itemsize, 0)
             for dtype, shape in forms
-        ] + [(id(array), 0, 0) for array in written]
+        ]
+        rows += [(id(a.dtype), a.ndim, address_of(a), id(a)) for a in written]
+        shapes = [shape for _, shape in forms] + [array.shape for array in written]
         self._rows = np.array(rows, np.int64)
-        self._dims = np.array([n for _, shape in forms for n in shape], np.int64)
+        self._dims = np.array([n for shape in shapes for n in shape], np.int64)
         self._memory = memory
 
     def addresses(self, arrays: tuple[np.ndarray, ...]) -> np.ndarray | None:
