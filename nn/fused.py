@@ -206,10 +206,11 @@ class FusedOptimizer(DeviceSteps):
 
     def _count(self, layout: Layout) -> Count:
         """What counts a step with gradients of this layout; the last one is kept."""
-        if self._counted is None or self._counted[0] is not layout:
+        known = self._counted  # another thread may exchange it meanwhile
+        if known is None or known[0] is not layout:
             active = None if layout.is_complete else layout.active
-            self._counted = layout, Count(self._steps, active, self._global_step)
-        return self._counted[1]
+            known = self._counted = layout, Count(self._steps, active, self._global_step)
+        return known[1]
 
     def _advance(self, layout: Layout) -> None:
         """Count a step whose writes are elsewhere."""
