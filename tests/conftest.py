@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator
 
@@ -11,6 +12,16 @@ import fusestep
 
 import gpu_arrays
 from gpu_arrays import FRAMEWORKS, Maker
+
+
+MOST_WORKERS = 8  # each has several threads and compiles
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """How many processes share the tests."""
+    if hasattr(os, "sched_getaffinity"):
+        return min(MOST_WORKERS, len(os.sched_getaffinity(0)))
+    return min(MOST_WORKERS, os.cpu_count() or 1)
 
 
 @pytest.fixture(params=FRAMEWORKS)

@@ -19,7 +19,7 @@ PROGRAM = Path(__file__).parent / "sequence_program.py"
 CALLS, CALLS_OF_THREAD = 1_500, 200
 # Each of three has a third of the operators and of the optimizers; see `World`.
 SEEDS = range(3)
-MORE_SEEDS = range(3, 8)
+MORE_SEEDS = range(3, 6)
 large = pytest.mark.skipif(
     not os.environ.get("FUSESTEP_LARGE_TESTS"),
     reason="takes a minute; FUSESTEP_LARGE_TESTS=1 runs it",
