@@ -13,7 +13,6 @@ import fusestep
 import gpu_arrays
 from gpu_arrays import FRAMEWORKS, Maker
 
-
 MOST_WORKERS = 8  # each has several threads and compiles
 
 
