@@ -381,7 +381,8 @@ def _write(folder: _Folder, name: str, key: str, payload: bytes) -> None:
             file.write(header + payload)
         folder.rename(temporary, name)
     except BaseException:
-        folder.remove(temporary)
+        with suppress(FileNotFoundError):  # an interrupt right after it was renamed
+            folder.remove(temporary)
         raise
 
 

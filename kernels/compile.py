@@ -10,6 +10,7 @@ from typing import Any
 
 import numba
 import numpy as np
+import numpy.ma  # Numba's first call would, and a child that is forked meanwhile wait for it
 from llvmlite.binding import ffi
 from numba import carray, njit, types
 from numba.core.ccallback import CFunc
@@ -42,12 +43,14 @@ def fork_between(*locks: Any) -> None:
     mine = threading.local()
 
     def acquire() -> None:
-        mine.held = ExitStack()
+        held = ExitStack()
+        # A list: a signal handler may fork while this fork waits.
+        vars(mine).setdefault("forks", []).append(held)
         for lock in locks:
-            mine.held.enter_context(lock)
+            held.enter_context(lock)
 
     def release() -> None:  # what has been taken: an interrupt may have ended the waiting
-        mine.held.close()
+        mine.forks.pop().close()
 
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(before=acquire, after_in_parent=release, after_in_child=release)

@@ -92,7 +92,10 @@ class GradientReader:
         self._sparse_update = sparse_update
         self._rows_need = rows_need
         self._centralized = frozenset(centralized)
-        self._shapes = [p.shape for p in parameters]
+        self._shapes = [
+            [array.shape for array in (p.array, *own)]
+            for p, own in zip(parameters, states, strict=True)
+        ]
         self.forget()
 
     @property
@@ -196,20 +199,20 @@ class GradientReader:
         """Refuse variables that were changed in place since construction.
 
         Raises:
-            ValueError: one is read-only, or a parameter has another shape.
+            ValueError: one is read-only or has another shape.
         """
         of_each = zip(kinds, self._parameters, self._shapes, self._states, strict=True)
-        for kind, p, shape, states in of_each:
+        for kind, p, shapes, states in of_each:
             if kind is None:
                 continue
-            for array in (p.array, *states):
+            for array, shape in zip((p.array, *states), shapes, strict=True):
+                name = f"parameter {p.name!r}" if array is p.array else f"a state of {p.name!r}"
                 if not array.flags.writeable:
-                    name = f"parameter {p.name!r}" if array is p.array else f"a state of {p.name!r}"
                     expected, got = "a writable array", "a read-only one"
                     raise ValueError(message(self._where, name, "is read-only", expected, got))
-            if p.shape != shape:
-                name, wrong = f"parameter {p.name!r}", "has another shape than at construction"
-                raise ValueError(message(self._where, name, wrong, shape, p.shape))
+                if array.shape != shape:
+                    wrong = "has another shape than at construction"
+                    raise ValueError(message(self._where, name, wrong, shape, array.shape))
 
     def _layout(self, kinds: tuple[Kind | None, ...]) -> Layout:
         layout = self._layouts.get(kinds)

@@ -43,28 +43,31 @@ class Request:
         self.spans = spans
         self.shared = shared
         self.place = threading.RLock()
-        self._over: list[Request] = [self]  # when it has left
+        self._over: list[Request] = []  # when it leaves
 
     def wait(self) -> None:
         """Enter the queue and wait until the memory is free.
 
         Raises:
-            RuntimeError: this thread has it already.
+            RuntimeError: this thread has it already, or has what one before it waits for.
         """
+        awaited = [self]  # then all that it waits for, also by way of others
         with entered(_entry, "use_locking"):
-            earlier = [request for request in _requests if _conflict(self, request)]
-            for request in earlier:
-                entered(request.place, "use_locking")
+            for earlier in reversed(_requests):
+                if any(_conflict(later, earlier) for later in awaited):
+                    entered(earlier.place, "use_locking")
+                    awaited.append(earlier)
             _requests.append(self)
-        for request in earlier:
-            with request.place:
+        for earlier in awaited[1:]:
+            with earlier.place:
                 pass
-        self._over += earlier
+        self._over = awaited[1:]
 
     def leave(self) -> None:
         """Tidy up after the place was released; one that was interrupted here others remove."""
         with _entry:
-            over = self._over
+            over = [self, *self._over]
+            self._over = []  # else each would keep the one before it
             _requests[:] = [request for request in _requests if request not in over]
 
 
@@ -72,7 +75,7 @@ def serialized(work: Callable[[], T], spans: list[Span] | None, *, shared: bool)
     """The result of ``work``, which is done while the memory of ``spans`` is held; None: at once.
 
     Raises:
-        RuntimeError: this thread holds it already.
+        RuntimeError: as `Request.wait`.
     """
     if spans is None:
         return work()

@@ -598,3 +598,17 @@ def test_clearing_leaves_what_links_point_to(entry, tmp_path):
     cache.clear_cache()
     assert not entry.exists()
     assert len(list((tmp_path / "outside").iterdir())) == 2
+
+
+def test_an_interrupt_right_after_an_entry_was_renamed(tmp_path, monkeypatch):
+    rename = cache._Folder.rename
+
+    def interrupted(self, old, new):
+        rename(self, old, new)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cache._Folder, "rename", interrupted)
+    tmp_path.chmod(0o700)
+    with cache._opened(tmp_path) as folder, pytest.raises(KeyboardInterrupt):
+        cache._write(folder, "a.kernel", "key", b"payload")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.kernel"]

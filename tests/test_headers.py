@@ -155,6 +155,8 @@ def test_expected_of_what_is_written():
         assert expected.addresses(arrays) is None
         array.flags.writeable = True
     assert expected.addresses((read_only(),)) is not None
+    for n in (0, 2):
+        assert expected.addresses(three()[:n]) is None
 
 
 def test_overlaps():
@@ -258,6 +260,17 @@ def test_row_tensor_that_was_assigned_to(monkeypatch, usable, attribute, value, 
         optimizer((broken(row_gradient(rng, 4), attribute, value),))
     assert np.array_equal(table, before)
     assert optimizer.global_step[0] == 1
+
+
+def test_a_step_with_too_few_or_many_gradients():
+    opt = nn.Adam(list(three()))
+    opt(three())
+    before = [p.data.copy() for p in opt.parameters]
+    for gradients in (three()[:2], (*three(), *three())):
+        with pytest.raises(ValueError, match="argument"):
+            opt.construct(gradients)
+    for parameter, old in zip(opt.parameters, before, strict=True):
+        np.testing.assert_array_equal(parameter.data, old)
 
 
 def test_row_gradient_in_the_memory_of_its_table():

@@ -1,5 +1,6 @@
 """use_locking=True: many threads, some serial order for every row, no update lost."""
 
+import gc
 import signal
 import threading
 import time
@@ -16,6 +17,7 @@ from helpers import holding
 from subprocesses import output_of
 
 HP = (0.9, 0.999, 0.01, 0.9, 0.999, 1e-8)
+DENSE = {"shared": False}
 
 
 def hammer(calls):
@@ -380,6 +382,58 @@ class TestRequests:
             with pytest.raises(RuntimeError, match="use_locking: a call is made within another"):
                 locks.serialized(lambda: 1, spans, shared=False)
         assert locks.serialized(lambda: 2, spans, shared=False) == 2
+
+    @pytest.mark.parametrize("shared", [False, True])
+    def test_a_thread_does_not_wait_for_another_that_waits_for_it(self, shared):
+        mine, others = self.spans((1_000, 80)), self.spans((1_000, 80), (5_000, 80))
+        asked = mine if shared else self.spans((5_000, 80))
+        errors = []
+
+        def work():
+            with holding(mine, shared=True):
+                other = threading.Thread(
+                    target=locks.serialized, args=(int, others), kwargs=DENSE, daemon=True
+                )
+                other.start()
+                time.sleep(0.05)  # it waits
+                with pytest.raises(RuntimeError, match="a call is made within another one") as info:
+                    locks.serialized(int, asked, shared=shared)
+                errors.append(info.value)
+            other.join()
+
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        thread.join(20)
+        assert len(errors) == 1
+        assert locks._requests == []
+
+    def test_nothing_is_kept_of_requests_that_are_over(self):
+        """There is always a next one that waits, and knows the one before it."""
+        spans, turn, alive = self.spans((1_000, 80)), threading.Semaphore(0), []
+
+        def work():
+            turn.acquire()
+            alive.append(n_requests())
+
+        def n_requests():
+            return sum(isinstance(found, locks.Request) for found in gc.get_objects())
+
+        threads, before = [], n_requests()
+        gc.disable()
+        try:
+            for n in range(20):
+                call = threading.Thread(target=locks.serialized, args=(work, spans), kwargs=DENSE)
+                threads.append(call)
+                call.start()
+                time.sleep(0.02)  # it waits
+                if n:
+                    turn.release()
+            turn.release()
+            for call in threads:
+                call.join()
+        finally:
+            gc.enable()
+        assert max(alive) < before + 10, alive
 
 
 def test_fork_while_a_thread_is_in_a_locked_call():

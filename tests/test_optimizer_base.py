@@ -1935,3 +1935,14 @@ def test_a_state_that_was_made_read_only() -> None:
     opt.moments[0].flags.writeable = True
     opt(g)
     assert opt.global_step == 2
+
+
+def test_a_state_that_was_cut_off_in_place_is_refused():
+    """The kernels would write beyond it."""
+    opt = nn.Adam([np.ones(6, np.float32)])
+    gradients = (np.ones(6, np.float32),)
+    opt(gradients)
+    opt._states["moment1"][0].resize(2, refcheck=False)
+    with pytest.raises(ValueError, match="has another shape than at construction"):
+        opt(gradients)
+    assert opt.global_step == 1

@@ -200,6 +200,54 @@ def test_an_interrupted_fork_gives_back_what_it_holds():
     assert done.stdout == "0 False\n", done.stderr
 
 
+def test_a_fork_within_a_fork_that_waits():
+    """As of a signal handler: either gives back what it holds itself."""
+    program = """
+        import os, threading
+        from fusestep.kernels.compile import fork_between
+
+        class Forking:
+            forks = 0
+            def __enter__(self):
+                self.forks += 1
+                if self.forks == 1:
+                    assert os.fork() or os._exit(0)
+            def __exit__(self, *_):
+                pass
+
+        first = threading.RLock()
+        fork_between(first, Forking())
+        if os.fork() == 0:
+            os._exit(first._is_owned())
+        print(sorted(os.wait()[1] for _ in range(2)), first._is_owned())
+    """
+    assert output_of(program) == "[0, 0] False\n"
+
+
+def test_first_steps_import_nothing_beside_a_lock():
+    """A fork meanwhile would leave the child with a module that is never ready."""
+    program = """
+        import sys
+        import numpy as np
+        from fusestep import nn
+        from numba.core.compiler_lock import global_compiler_lock
+        from numba.np.ufunc.parallel import _backend_init_thread_lock
+
+        class Look:
+            def find_spec(self, name, path=None, target=None):
+                held = (global_compiler_lock._lock, _backend_init_thread_lock)
+                if not any(lock._is_owned() for lock in held):
+                    print(name)
+
+        sys.meta_path.insert(0, Look())
+        for n in (4, 70_000):
+            opt = nn.LazyAdam([np.ones((n, 2), np.float32)])
+            opt([np.ones((n, 2), np.float32)])
+            opt([nn.RowTensor(np.zeros(2, int), np.ones((2, 2), np.float32), (n, 2))])
+    """
+    assert output_of(program) == ""
+
+
 @pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="this system has no such signal")
 def test_a_signal_handler_may_step_while_its_thread_is_about_to():
     program = """

@@ -187,6 +187,8 @@ class Expected:
     def addresses(self, arrays: tuple[np.ndarray, ...]) -> np.ndarray | None:
         """The int64 addresses of as many ``arrays``; None if anything is not as expected."""
         n = len(arrays)
+        if n != len(self._alive[0]):
+            return None
         addresses = np.empty(n, np.int64)
         as_expected = _read(
             id(arrays),
