@@ -249,6 +249,18 @@ def stepped_within(steps: Steps, moment: int) -> list[str] | None:
     return errors
 
 
+def test_no_step_but_the_first_asks_numba_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numba takes a lock of the process then, which a signal could leave behind."""
+    opt = nn.SGD([ones(100_000)])
+    opt((ones(100_000),))
+
+    def launch() -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("numba.np.ufunc.parallel._launch_threads", launch)
+    opt((ones(100_000),))
+
+
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="Windows has no timers")
 @pytest.mark.parametrize("use_locking", [False, True])
 def test_signals_during_steps(use_locking: bool) -> None:

@@ -86,6 +86,16 @@ def _parallel_loops(loops, n_loops, claimed, claimed_words):
                 _claim_parts(function, n, call, slot, threads, counters)
 
 
+@njit
+def _available_threads():
+    """The answer of Numba, which takes a lock each time that Python asks.
+
+    A signal that ends a call while it takes that lock would leave it taken.
+    """
+    return numba.get_num_threads()
+
+
+_available_threads._cache = KernelCache("available threads")
 _serial._cache = KernelCache("serial loop")
 _serial_pair._cache = KernelCache("two serial loops")
 _serial_loops._cache = KernelCache("serial loops")
@@ -139,8 +149,8 @@ def get_num_threads() -> int:
     """How many threads the next call may use."""
     if _forked_after_openmp or getattr(_caller, "serial", False):
         return 1
-    _prepare_layer()  # before Numba is asked, which starts the layer
-    available: int = numba.get_num_threads()
+    _start_layer()
+    available: int = _available_threads()
     return available if _thread_budget is None else min(available, _thread_budget)
 
 
@@ -193,6 +203,13 @@ def _prepare_layer() -> None:
         return
 
 
+@cache
+def _start_layer() -> None:
+    """Once for a process; what is compiled finds the layer then."""
+    _prepare_layer()
+    numba.get_num_threads()
+
+
 def _layer_guard() -> AbstractContextManager[object]:
     """Workqueue aborts the process when two Python threads enter it at once."""
     return _workqueue_lock if threading_layer() in ("workqueue", None) else nullcontext()
@@ -200,8 +217,9 @@ def _layer_guard() -> AbstractContextManager[object]:
 
 @cache
 def compile_loops() -> None:
-    """Compile all loops, or read them from the cache; either starts the layer."""
-    _prepare_layer()
+    """Compile all loops, or read them from the cache."""
+    _start_layer()
+    _available_threads.compile(())
     _serial.compile((types.int64,) * 3)
     _serial_pair.compile((types.int64,) * 6)
     _serial_loops.compile((types.int64,) * 2)
