@@ -416,7 +416,7 @@ class TestRequests:
             alive.append(n_requests())
 
         def n_requests():
-            return sum(isinstance(found, locks.Request) for found in gc.get_objects())
+            return sum(type(found) is locks.Request for found in gc.get_objects())
 
         threads, before = [], n_requests()
         gc.disable()

@@ -112,6 +112,18 @@ def call9(typingctx, function, a, b, c, d, e, f, g, h, i):
 
 
 @intrinsic
+def threads_of_numba(typingctx):
+    """What ``numba.get_num_threads()`` returns, once its threading layer has been started."""
+
+    def codegen(context, builder, signature, args):
+        function_type = ir.FunctionType(_I32, [])
+        function = cgutils.get_or_insert_function(builder.module, function_type, "get_num_threads")
+        return builder.call(function, [])
+
+    return types.int32(), codegen
+
+
+@intrinsic
 def f16_to_f32(typingctx, bits):
     """The float32 value of a half-precision bit pattern (``uint16``); exact."""
 

@@ -31,7 +31,7 @@ from numba import carray, njit, prange, types
 
 from ..cache import KernelCache
 from ..compile import NativeFunction, fork_between
-from .intrinsics import as_pointer, atomic_add, call3
+from .intrinsics import as_pointer, atomic_add, call3, threads_of_numba
 
 _LINE_WORDS = 8  # int64 of a cache line: counters of different threads do not share one
 # Of the thread that holds it, a signal handler may step too: before the loop or after it.
@@ -88,11 +88,9 @@ def _parallel_loops(loops, n_loops, claimed, claimed_words):
 
 @njit
 def _available_threads():
-    """The answer of Numba, which takes a lock each time that Python asks.
-
-    A signal that ends a call while it takes that lock would leave it taken.
-    """
-    return numba.get_num_threads()
+    # Through Python, Numba takes a lock of the process each time that it is asked, and a signal
+    # that ends the call while it takes that lock would leave it taken.
+    return threads_of_numba()
 
 
 _available_threads._cache = KernelCache("available threads")
