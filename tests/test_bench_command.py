@@ -294,6 +294,8 @@ def pytest_of_bench(*given: str) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "bench/", "-q", "-p", "no:cacheprovider", *given],
         cwd=ROOT,
+        # It is no worker of the process that shares these tests out.
+        env={name: value for name, value in os.environ.items() if "PYTEST_XDIST" not in name},
         capture_output=True,
         text=True,
         check=False,

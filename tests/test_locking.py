@@ -302,8 +302,9 @@ class TestRequests:
                 order.append(name)
                 release.wait(10)
 
-        thread = threading.Thread(target=work)
+        thread, n_before = threading.Thread(target=work), len(locks._requests)
         thread.start()
+        until(lambda: len(locks._requests) > n_before)
         time.sleep(0.05)
         return thread
 
@@ -317,6 +318,7 @@ class TestRequests:
             self.start(order, "lazy 3", rows, True, release),
             self.start(order, "elsewhere", self.spans((5_000, 80)), False, release),
         ]
+        until(lambda: len(order) >= 3)
         assert sorted(order) == ["elsewhere", "lazy 1", "lazy 2"]
         release.set()
         for thread in threads:
@@ -330,6 +332,7 @@ class TestRequests:
             self.start(order, "narrow", self.spans((1_000, 80)), True, release),
             self.start(order, "wide", wide, True, release),
         ]
+        until(lambda: order)
         assert order == ["narrow"]
         release.set()
         for thread in threads:
@@ -425,15 +428,24 @@ class TestRequests:
                 call = threading.Thread(target=locks.serialized, args=(work, spans), kwargs=DENSE)
                 threads.append(call)
                 call.start()
-                time.sleep(0.02)  # it waits
+                until(lambda n=n: len(locks._requests) == 1 + min(n, 1))
                 if n:
                     turn.release()
+                    until(lambda n=n: len(alive) == n and len(locks._requests) == 1)
             turn.release()
             for call in threads:
                 call.join()
         finally:
             gc.enable()
-        assert max(alive) < before + 10, alive
+        assert max(alive) < before + 6, alive
+
+
+def until(condition):
+    """Wait for other threads."""
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
 
 
 def test_fork_while_a_thread_is_in_a_locked_call():
