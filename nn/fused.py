@@ -169,8 +169,10 @@ class FusedOptimizer(DeviceSteps):
             A True for each parameter.
 
         Raises:
-            TypeError, ValueError, IndexError, RuntimeError: a gradient does not fit, or a list
-                of learning rates is used up; then nothing has changed.
+            TypeError, ValueError, IndexError, RuntimeError: a gradient does not fit, a parameter
+                or state has become read-only, or a list of learning rates is used up.
+            OverflowError: ``global_step`` has reached the end of int32.
+            Nothing has changed then.
         """
         return self.construct(self._as_tuple(gradients))
 
