@@ -17,10 +17,10 @@ __version__ = "0.1.1"
 
 _LAYERS = ("bench", "examples", "kernels", "nn", "ops")
 _NAMES = {
-    "ConversionError": "fusestep.ops.errors",
+    "ConversionError": "fusestep.ops.runtime.errors",
     "get_num_threads": "fusestep.kernels.cpu.parallel",
     "set_num_threads": "fusestep.kernels.cpu.parallel",
-    "synchronize": "fusestep.ops.pending",
+    "synchronize": "fusestep.ops.runtime.pending",
     "threading_layer": "fusestep.kernels.cpu.parallel",
 }
 __all__ = ["__version__", "nn", "ops", *_NAMES]

@@ -16,8 +16,8 @@ import fusestep
 _COMMANDS = {
     "demo": ("fusestep.examples.word2vec", "train word vectors on real text and look at them"),
     "bench": ("fusestep.bench.command", "measure the steps against bounds and peers"),
-    "warmup": ("fusestep.kernels.warmup", "compile kernels ahead of their first use"),
-    "info": ("fusestep.kernels.info", "print versions, threads and the cache of kernels"),
+    "warmup": ("fusestep.kernels.cpu.warmup", "compile kernels ahead of their first use"),
+    "info": ("fusestep.kernels.cpu.info", "print versions, threads and the cache of kernels"),
 }
 
 

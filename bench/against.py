@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from . import machine
-from .cases import Point
+from .cases.steps import Point
 from .errors import BenchError
 from .measure import ContestantLostError, interleave, plan, warm_up
 from .peer import Worker
 from .point import in_worker, setup_request
-from .result import OURS, Progress, Settings
-from .stats import Change, Summary, change, paired, ratio
+from .report.result import OURS, Progress, Settings
+from .report.stats import Change, Summary, change, paired, ratio
 from .work import inputs
 
 # -P: the folder in which the user happens to be is no place to import from.

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit, prange
 
-from ..kernels.cache import KernelCache, fingerprint
+from ..kernels.cpu.cache import KernelCache, fingerprint
 from .workers.worker_protocol import Job
 
 Arrays = tuple[np.ndarray, ...]

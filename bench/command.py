@@ -14,7 +14,7 @@ _NEEDED = ("jsonschema", "matplotlib", "psutil", "rich")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the benchmark to ``parser``."""
     if not _missing():
-        from . import options
+        from .cases import options
 
         options.add_arguments(parser)
     else:  # main says so in one line, whatever was asked for: nothing is an option here
@@ -46,8 +46,10 @@ def _missing() -> list[str]:
 def _run(args: argparse.Namespace) -> int:
     if missing := _missing():
         raise BenchError(f'the benchmark needs {", ".join(missing)}: pip install "fusestep[bench]"')
-    from . import check, options, run
-    from .cases import CASES, select
+    from . import run
+    from .cases import options
+    from .cases.steps import CASES, select
+    from .report import check
 
     if args.list:
         for case in select(args.cases) if args.cases else CASES:

@@ -16,10 +16,10 @@ import subprocess
 import sys
 import tempfile
 
-from .cases import FIRST_STEP
+from .cases.steps import FIRST_STEP
 from .errors import BenchError
-from .result import Progress, SpecialResult
-from .stats import Summary
+from .report.result import Progress, SpecialResult
+from .report.stats import Summary
 
 _SCRIPT = """
 import json, time

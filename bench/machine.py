@@ -88,7 +88,7 @@ def checkout() -> Path | None:
 def checkout_at_hand() -> Path | None:
     """That checkout, or for an installed package the one in the current folder."""
     here = Path.cwd()
-    is_ours = (here / ".git").exists() and (here / "bench" / "results.schema.json").exists()
+    is_ours = (here / ".git").exists() and (here / "bench" / "command.py").exists()
     return checkout() or (here if is_ours else None)
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .stats import Summary
+from .report.stats import Summary
 from .workers.worker_protocol import Clock, Job, sample
 
 _SLOW = 4.0  # times the first contestant

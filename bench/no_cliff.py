@@ -14,12 +14,13 @@ from typing import Any
 import numpy as np
 
 from .. import ops
-from . import bounds, traffic
-from .cases import NO_CLIFF
+from . import bounds
+from .cases import traffic
+from .cases.operators import SCALARS
+from .cases.steps import NO_CLIFF
 from .measure import Plan, in_process, interleave, warm_up
-from .operators import SCALARS
-from .result import BOUND, Progress, SpecialResult, fastest
-from .stats import Summary
+from .report.result import BOUND, Progress, SpecialResult, fastest
+from .report.stats import Summary
 from .workers.worker_protocol import Job
 
 WIDTHS = (1, 16, 128, 1024)

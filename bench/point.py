@@ -14,14 +14,14 @@ import numpy as np
 
 from .. import set_num_threads
 from . import bounds
-from .cases import Point
+from .cases.steps import Point
+from .cases.workloads import Gradient, Tensor
 from .errors import BenchError
 from .measure import Contestant, ContestantLostError, Times, in_process, interleave, plan, warm_up
 from .peer import Peers, Worker
-from .result import BOUND, OURS, PointResult, Progress, Settings
+from .report.result import BOUND, OURS, PointResult, Progress, Settings
 from .work import Inputs, Work, build, enough_memory, inputs
 from .workers.worker_protocol import Clock, Job, peak_memory
-from .workloads import Gradient, Tensor
 
 _LEAD_IN = 1
 

@@ -7,12 +7,14 @@ from typing import Any
 
 from rich.console import Console
 
-from . import against, document, first_step, machine, no_cliff, plot, point, table, thor
-from .cases import FIRST_STEP, NO_CLIFF, THOR, Point, SpecialCase
+from . import against, first_step, machine, no_cliff, point
+from .cases import thor
+from .cases.options import Request
+from .cases.steps import FIRST_STEP, NO_CLIFF, THOR, Point, SpecialCase
 from .errors import BenchError
-from .options import Request
 from .peer import Peers, peers_of
-from .result import Progress, Settings, SpecialResult
+from .report import document, plot, table
+from .report.result import Progress, Settings, SpecialResult
 
 
 def run(request: Request) -> int:

@@ -12,8 +12,9 @@ from typing import Any
 import numba
 import pytest
 
-from fusestep.bench import cases, indices
-from fusestep.bench.cases import Case, Point
+from fusestep.bench.cases import indices
+from fusestep.bench.cases import steps as cases
+from fusestep.bench.cases.steps import Case, Point
 from fusestep.bench.errors import BenchError
 from fusestep.bench.measure import Plan, in_process, interleave, warm_up
 from fusestep.bench.point import bound_jobs

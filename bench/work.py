@@ -14,13 +14,14 @@ import numpy as np
 import psutil
 
 from .. import ops
-from . import machine, traffic, workloads
+from . import machine
 from .bounds import Bound, Gather, Rows, Stream
-from .cases import Point
+from .cases import traffic, workloads
+from .cases.steps import Point
+from .cases.subject import DTYPES, Prepared, Subject, Use, written_zeros
+from .cases.workloads import Gradient, Tensor
 from .errors import BenchError
-from .subject import DTYPES, Prepared, Subject, Use, written_zeros
 from .workers.worker_protocol import Job, Turns
-from .workloads import Gradient, Tensor
 
 # Buffers that are used in turn come to so many times the last cache. Below an eighth of one, a
 # step is so short that a training loop would find its arrays in the cache, too.

@@ -1,13 +1,20 @@
 """Stateful optimizers on NumPy arrays, under MindSpore's names; under MXNet's in `mxnet`."""
 
-from ..ops.arrays import RowTensor
+from ..ops.runtime.arrays import RowTensor
 from . import mxnet
 from .adafactor import AdaFactor
 from .adagrad import Adagrad, ProximalAdagrad
 from .adam import Adam, AdamOffload, LazyAdam
 from .adam_weight_decay import AdamWeightDecay
-from .checkpoint import load_checkpoint, save_checkpoint
-from .decay import (
+from .base.checkpoint import load_checkpoint, save_checkpoint
+from .base.optimizer import Optimizer
+from .base.parameter import Parameter
+from .ftrl import FTRL
+from .lamb import Lamb
+from .lars import LARS
+from .rmsprop import RMSProp
+from .schedules.base import LearningRateSchedule
+from .schedules.decay import (
     CosineDecayLR,
     ExponentialDecayLR,
     InverseDecayLR,
@@ -15,7 +22,7 @@ from .decay import (
     PolynomialDecayLR,
     WarmUpLR,
 )
-from .decay_lists import (
+from .schedules.lists import (
     cosine_decay_lr,
     exponential_decay_lr,
     inverse_decay_lr,
@@ -24,18 +31,11 @@ from .decay_lists import (
     polynomial_decay_lr,
     warmup_lr,
 )
-from .ftrl import FTRL
-from .lamb import Lamb
-from .lars import LARS
-from .optimizer import Optimizer
-from .parameter import Parameter
-from .rmsprop import RMSProp
-from .schedule import LearningRateSchedule
-from .second_order import thor
-from .sequential import SequentialLR
+from .schedules.sequential import SequentialLR
 from .sgd import SGD, Momentum
-from .thor_conv import ThorConv2d
-from .thor_layers import ThorDense, ThorEmbedding, ThorLayerNorm
+from .thor import thor
+from .thor.conv import ThorConv2d
+from .thor.layers import ThorDense, ThorEmbedding, ThorLayerNorm
 
 __all__ = [
     "AdaFactor",

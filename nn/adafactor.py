@@ -8,31 +8,31 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..kernels.blocks import kernel
-from ..kernels.cpu.factored import FactoredStep
-from ..kernels.cpu.factored_layout import FactoredTable, FactoredTensor
-from ..kernels.factored_blocks import FactoredKernel, factored_kernel
+from ..kernels.cpu.adafactor.blocks import FactoredKernel, factored_kernel
+from ..kernels.cpu.adafactor.layout import FactoredTable, FactoredTensor
+from ..kernels.cpu.adafactor.step import FactoredStep
+from ..kernels.cpu.blocks import kernel
 from ..kernels.quiet import quiet
 from ..kernels.rules import adafactor as rules
 from ..kernels.rules.formula import Formula
 from ..kernels.rules.rule import columns
-from ..ops import check, pending
-from ..ops.errors import message, reject_unknown
 from ..ops.norm import squares_at
-from ..ops.step import Prepared
-from .arguments import non_negative_float, open_unit, positive_float
-from .conditioning import Conditioning
+from ..ops.runtime import check, pending
+from ..ops.runtime.errors import message, reject_unknown
+from ..ops.runtime.step import Prepared
+from .base.arguments import non_negative_float, open_unit, positive_float
+from .base.groups import Groups
+from .base.numbers import Number
+from .base.parameter import Parameter
+from .base.stateful import States
+from .engine.conditioning import Conditioning
+from .engine.host_steps import Call
+from .engine.layout import Batch
 from .fused import FusedOptimizer
-from .groups import Groups
-from .host_steps import Call
-from .layout import Batch
-from .numbers import Number
-from .parameter import Parameter
-from .schedule import LearningRateSchedule
-from .stateful import States
+from .schedules.base import LearningRateSchedule
 
 if TYPE_CHECKING:
-    from .device_program import Part
+    from .engine.program import Part
 
 _ARGUMENTS = (
     "params",
@@ -339,7 +339,7 @@ class AdaFactor(FusedOptimizer):
         return step
 
     def _dense_part(self, batch: Batch, gradients: np.ndarray, conditioning: Conditioning) -> Part:
-        from .device_adafactor import matrices_part, vectors_part
+        from .engine.adafactor import matrices_part, vectors_part
 
         variables, prologue, options = batch.variables, conditioning.prologue, self._size_options
         measured = conditioning.measured_on_device(batch, gradients, columns(self._rule, prologue))

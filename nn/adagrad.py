@@ -8,9 +8,9 @@ import numpy as np
 
 from ..kernels.rules import adagrad as rules
 from ..kernels.rules.formula import Formula
-from ..ops import check
-from ..ops.errors import reject_unknown
-from .arguments import non_negative_float
+from ..ops.runtime import check
+from ..ops.runtime.errors import reject_unknown
+from .base.arguments import non_negative_float
 from .fused import OPTIONS, FusedOptimizer
 
 _ADAGRAD_ARGUMENTS = (

@@ -10,9 +10,9 @@ import numpy as np
 from ..kernels.rules import adam as rules
 from ..kernels.rules.formula import Formula, running_power
 from ..kernels.rules.rule import Rule
-from ..ops import check
-from ..ops.errors import message, reject_unknown
-from .arguments import arithmetic_type, open_unit, positive_float
+from ..ops.runtime import check
+from ..ops.runtime.errors import message, reject_unknown
+from .base.arguments import arithmetic_type, open_unit, positive_float
 from .fused import FusedOptimizer
 
 _LAZY_ARGUMENTS = (

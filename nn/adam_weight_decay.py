@@ -6,8 +6,8 @@ from typing import Any
 
 from ..kernels.rules import adam as rules
 from ..kernels.rules.formula import Formula
-from ..ops.errors import reject_unknown
-from .arguments import arithmetic_type, open_unit, positive_float
+from ..ops.runtime.errors import reject_unknown
+from .base.arguments import arithmetic_type, open_unit, positive_float
 from .fused import FusedOptimizer
 
 _ARGUMENTS = (

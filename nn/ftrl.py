@@ -9,13 +9,13 @@ import numpy as np
 
 from ..kernels.rules.formula import Formula
 from ..kernels.rules.ftrl import ftrl_power_scalars, ftrl_rule, ftrl_scalars
-from ..ops import check
-from ..ops.errors import message, reject_unknown
 from ..ops.ftrl import check_ftrl_ranges
-from .arguments import non_negative_float
+from ..ops.runtime import check
+from ..ops.runtime.errors import message, reject_unknown
+from .base.arguments import non_negative_float
+from .base.groups import Groups
+from .base.numbers import Number, number_of
 from .fused import OPTIONS, FusedOptimizer
-from .groups import Groups
-from .numbers import Number, number_of
 
 _ARGUMENTS = (
     "params",

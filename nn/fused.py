@@ -15,19 +15,19 @@ from ..kernels.cpu.counts import Count, are_equal
 from ..kernels.cpu.finite import all_finite
 from ..kernels.rules.formula import ROUNDING, Formula
 from ..kernels.rules.rule import Rule, columns, factors
-from ..ops import check, locks
-from ..ops.errors import message
-from ..ops.row_step import RowGradient, prepared_rows
-from ..ops.step import Prepared, commit, measure_step, prepared_dense
-from .conditioning import Conditioning
-from .device_steps import DeviceSteps
-from .host_steps import Call
-from .layout import Batch, Layout
-from .numbers import Number, number_of
-from .on_device import are_finite
-from .parameter import Parameter
-from .reader import GradientReader, Gradients, by_storage
-from .schedule import Values
+from ..ops.runtime import check, locks
+from ..ops.runtime.errors import message
+from ..ops.runtime.row_step import RowGradient, prepared_rows
+from ..ops.runtime.step import Prepared, commit, measure_step, prepared_dense
+from .base.numbers import Number, number_of
+from .base.parameter import Parameter
+from .engine.conditioning import Conditioning
+from .engine.device_steps import DeviceSteps
+from .engine.host_steps import Call
+from .engine.layout import Batch, Layout
+from .engine.on_device import are_finite
+from .engine.reader import GradientReader, Gradients, by_storage
+from .schedules.base import Values
 
 SPARSE_UPDATES = ("lazy", "dense_equivalent")
 OPTIONS = ("use_locking", "sparse_update", "skip_nonfinite", "state_dtype")

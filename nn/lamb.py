@@ -6,9 +6,9 @@ from typing import Any
 
 from ..kernels.rules import lamb as rules
 from ..kernels.rules.formula import Formula
-from ..ops import check
-from ..ops.errors import reject_unknown
-from .arguments import arithmetic_type, open_unit, positive_float
+from ..ops.runtime import check
+from ..ops.runtime.errors import reject_unknown
+from .base.arguments import arithmetic_type, open_unit, positive_float
 from .fused import FusedOptimizer
 
 _ARGUMENTS = (

@@ -13,22 +13,22 @@ from ..kernels.quiet import quiet
 from ..kernels.rules import lars as rules
 from ..kernels.rules.gradient import COUPLED_DECAY, TRUST
 from ..kernels.rules.rule import Prologue
-from ..ops import check
-from ..ops.arrays import adopt
-from ..ops.errors import message, reject_unknown
 from ..ops.lars import LARSUpdate
 from ..ops.norm import squares_at
-from .arguments import non_negative_float
-from .conditioning import Conditioning
+from ..ops.runtime import check
+from ..ops.runtime.arrays import adopt
+from ..ops.runtime.errors import message, reject_unknown
+from .base.arguments import non_negative_float
+from .base.groups import Groups
+from .base.optimizer import Optimizer
+from .base.parameter import Parameter
+from .engine.conditioning import Conditioning
+from .engine.layout import Batch
+from .engine.reader import is_row_sparse
 from .fused import FusedOptimizer
-from .groups import Groups
-from .layout import Batch
-from .optimizer import Optimizer
-from .parameter import Parameter
-from .reader import is_row_sparse
 
 if TYPE_CHECKING:
-    from .device_program import Measured
+    from .engine.program import Measured
 
 _ARGUMENTS = ("optimizer", "epsilon", "coefficient", "use_clip", "lars_filter")
 
@@ -324,7 +324,7 @@ class LayerwiseConditioning(Conditioning):
         self, batch: Batch, gradients: np.ndarray, column: dict[str, int]
     ) -> Measured:
         """The factors; see `Conditioning.measured_on_device`."""
-        from .device_lars import MeasuredRatios
+        from .engine.lars import MeasuredRatios
 
         acts = self._acts[batch.positions]
         plain = [

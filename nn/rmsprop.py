@@ -10,11 +10,11 @@ import numpy as np
 from ..kernels.rules import rmsprop as rules
 from ..kernels.rules.formula import Formula
 from ..kernels.rules.rule import Rule
-from ..ops import check
-from ..ops.errors import message, reject_unknown
-from .arguments import arithmetic_type, non_negative_float, positive_float
+from ..ops.runtime import check
+from ..ops.runtime.errors import message, reject_unknown
+from .base.arguments import arithmetic_type, non_negative_float, positive_float
+from .base.numbers import Number
 from .fused import OPTIONS, FusedOptimizer
-from .numbers import Number
 
 _ARGUMENTS = (
     "params",

@@ -8,11 +8,11 @@ import numpy as np
 
 from ..kernels.rules import sgd as rules
 from ..kernels.rules.formula import Formula
-from ..ops import check
-from ..ops.errors import message, reject_unknown
-from .arguments import non_negative_float
+from ..ops.runtime import check
+from ..ops.runtime.errors import message, reject_unknown
+from .base.arguments import non_negative_float
+from .base.groups import Groups
 from .fused import OPTIONS, FusedOptimizer
-from .groups import Groups
 
 _MOMENTUM_ARGUMENTS = (
     "params",

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from ..kernels.rules import adagrad as rules
-from . import check
-from .arrays import rounding
 from .primitive import Primitive
+from .runtime import check
+from .runtime.arrays import rounding
 
 
 class ApplyAdagrad(Primitive):

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from ..kernels.rules import adam as rules
-from . import check
-from .arrays import rounding
-from .device import DeviceArray
-from .errors import message
 from .primitive import Primitive
+from .runtime import check
+from .runtime.arrays import rounding
+from .runtime.device import DeviceArray
+from .runtime.errors import message
 
 
 def adam_hp_for(where: str, variable: np.ndarray, scalars: dict[str, float]) -> rules.AdamHP:

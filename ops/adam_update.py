@@ -13,13 +13,13 @@ from ..kernels.rules.formula import to_float32
 from ..kernels.rules.norm import SCALED
 from ..kernels.rules.rule import Prologue
 from ..kernels.storage import STORAGES
-from . import check, locks, pending
-from .arrays import RowTensor, address_of, adopt_anywhere, real_type
-from .device import DeviceArray, device_of, may_share_memory
-from .device_step import checked, launch_on
-from .errors import message, reject_unknown
 from .primitive import Primitive
-from .row_step import (
+from .runtime import check, locks, pending
+from .runtime.arrays import RowTensor, address_of, adopt_anywhere, real_type
+from .runtime.device import DeviceArray, device_of, may_share_memory
+from .runtime.device_step import checked, launch_on
+from .runtime.errors import message, reject_unknown
+from .runtime.row_step import (
     RowGradient,
     bad_index_error,
     check_keys,
@@ -27,7 +27,7 @@ from .row_step import (
     prepared_rows,
     row_step,
 )
-from .step import Variables, commit, dense_step, prepared_dense
+from .runtime.step import Variables, commit, dense_step, prepared_dense
 
 _ARGUMENTS = (
     "weight", "grad", "mean", "var", "out", "lr", "beta1", "beta2", "epsilon", "wd",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ..kernels.rules import adam as rules
-from . import check
 from .adam import adam_hp_for
 from .primitive import Primitive
+from .runtime import check
 
 
 class ApplyAdamWithAmsgradV2(Primitive):

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from ..kernels.cpu.gather import gather
-from . import check, device_step
-from .arrays import INDEX_DTYPES, RowTensor, adopt_anywhere, index_error
-from .device import DeviceArray, device_of
-from .errors import message, reject_unknown
+from .runtime import check, device_step
+from .runtime.arrays import INDEX_DTYPES, RowTensor, adopt_anywhere, index_error
+from .runtime.device import DeviceArray, device_of
+from .runtime.errors import message, reject_unknown
 
 
 class SparseGatherV2:

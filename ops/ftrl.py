@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from ..kernels.rules.ftrl import FtrlHP, FtrlPowerHP, ftrl_hp, ftrl_rule
-from . import check
-from .arrays import rounding
-from .check import LARGEST
 from .primitive import Primitive
+from .runtime import check
+from .runtime.arrays import rounding
+from .runtime.check import LARGEST
 
 
 class ApplyFtrl(Primitive):

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from ..kernels.rules import adam as rules
-from . import check
 from .adam import adam_hp_for
-from .errors import RejectedValueError, message
 from .primitive import Primitive, out_of_range_rule, require_float32
+from .runtime import check
+from .runtime.errors import RejectedValueError, message
 
 
 class _FusedSparseAdamBase(Primitive):

@@ -6,10 +6,10 @@ import math
 from typing import Any
 
 from ..kernels.rules import lars as rules
-from . import check
-from .arrays import rounding
-from .device import DeviceArray
 from .primitive import Primitive
+from .runtime import check
+from .runtime.arrays import rounding
+from .runtime.device import DeviceArray
 
 
 class LARSUpdate(Primitive):

@@ -8,21 +8,21 @@ from typing import Any
 
 import numpy as np
 
-from ..kernels.blocks import kernel
+from ..kernels.cpu.blocks import kernel
 from ..kernels.cpu.dense import TensorTable
 from ..kernels.cpu.measure import measure
-from ..kernels.cpu.row_step import row_norm
+from ..kernels.cpu.rows.step import row_norm
 from ..kernels.quiet import quiet
 from ..kernels.rules.norm import SCALED
 from ..kernels.storage import Storage, real_of
-from . import check, device_norm
-from .arrays import RowTensor, address_of, adopt_anywhere, check_row_gradient
-from .device import device_of
-from .errors import RejectedTypeError, message
-from .gradient_kinds import by_storage, gradient_table
-from .row_forms import as_rows
-from .row_step import check_keys, first_bad_index
-from .step import tensor_step
+from .runtime import check, device_norm
+from .runtime.arrays import RowTensor, address_of, adopt_anywhere, check_row_gradient
+from .runtime.device import device_of
+from .runtime.errors import RejectedTypeError, message
+from .runtime.gradient_kinds import by_storage, gradient_table
+from .runtime.row_forms import as_rows
+from .runtime.row_step import check_keys, first_bad_index
+from .runtime.step import tensor_step
 
 Gradient = Any
 """An array, of NumPy or a `DeviceArray`, or a `RowTensor`."""

@@ -10,12 +10,12 @@ import numpy as np
 
 from ..kernels.cpu.headers import alike
 from ..kernels.rules.rule import Prologue, Rule
-from . import check
-from .arrays import adopt_anywhere, check_row_gradient
-from .device import device_of
-from .errors import RejectedValueError, message, reject_unknown
-from .row_step import RowGradient, table_step
-from .step import tensor_step
+from .runtime import check
+from .runtime.arrays import adopt_anywhere, check_row_gradient
+from .runtime.device import device_of
+from .runtime.errors import RejectedValueError, message, reject_unknown
+from .runtime.row_step import RowGradient, table_step
+from .runtime.step import tensor_step
 
 
 class Primitive:
@@ -23,7 +23,7 @@ class Primitive:
 
     Attributes:
         use_locking: whether concurrent calls on overlapping memory are serialised
-            (`fusestep.ops.locks`).
+            (`fusestep.ops.runtime.locks`).
         name: the operator's name, for messages.
     """
 

@@ -6,10 +6,10 @@ from typing import Any
 
 from ..kernels.rules import sgd as rules
 from ..kernels.rules.gradient import COUPLED_DECAY, SCALE
-from . import check
-from .arrays import rounding
-from .errors import message
 from .primitive import Primitive
+from .runtime import check
+from .runtime.arrays import rounding
+from .runtime.errors import message
 
 
 class ApplyMomentum(Primitive):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from ..kernels.rules.ftrl import ftrl_rule
-from . import check
 from .ftrl import check_ftrl_ranges, ftrl_hp_for
 from .primitive import Primitive, out_of_range_rule, require_float32
+from .runtime import check
 
 
 class SparseApplyFtrl(Primitive):

@@ -7,11 +7,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from fusestep.bench import cases, command, document, model_shapes, workloads
-from fusestep.bench.cases import Case, Point
+from fusestep.bench import command
+from fusestep.bench.cases import model_shapes, workloads
+from fusestep.bench.cases import steps as cases
+from fusestep.bench.cases.steps import Case, Point
 from fusestep.bench.peer import Peers
-from fusestep.bench.result import OURS, PointResult, Settings, SpecialResult
-from fusestep.bench.stats import Summary
+from fusestep.bench.report import document
+from fusestep.bench.report.result import OURS, PointResult, Settings, SpecialResult
+from fusestep.bench.report.stats import Summary
 from fusestep.bench.workers.worker_protocol import Job
 
 # Large enough for every kernel to use several threads.

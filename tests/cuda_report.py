@@ -34,12 +34,12 @@ def tool(name: str) -> str:
 
 def kernels() -> dict[str, Any]:
     """The rules and storage types of every kernel that is looked at: all rules, and mixtures."""
-    from fusestep.kernels.blocks import kernel
+    from fusestep.kernels.cpu.blocks import kernel
+    from fusestep.kernels.cpu.warmup import all_rules
     from fusestep.kernels.rules.adam import ADAM
     from fusestep.kernels.rules.gradient import CLIP, COUPLED_DECAY, SCALE
     from fusestep.kernels.rules.mxnet import MXNET_ADAM_MASTER
     from fusestep.kernels.storage import BF16, F16, F32, F64
-    from fusestep.kernels.warmup import all_rules
 
     found = {
         f"dense {name}": kernel(rule, (), F32, F32, (F32,) * len(rule.states))
@@ -59,7 +59,9 @@ def kernels() -> dict[str, Any]:
 
 def gradient_loops() -> dict[str, Any]:
     """The loops on whole gradients, outside of a step: sums of equal rows, centralization."""
-    from fusestep.kernels.cuda import centralize, row_sums, widen
+    from fusestep.kernels.cuda.dense import centralize
+    from fusestep.kernels.cuda.device import widen
+    from fusestep.kernels.cuda.rows import sums as row_sums
     from fusestep.kernels.storage import BF16, F16, F32, F64
 
     threads = centralize.THREADS
@@ -82,20 +84,18 @@ def gradient_loops() -> dict[str, Any]:
 
 def other_loops() -> dict[str, Any]:
     """The loops of row-sparse steps, of first stages and of checks."""
-    from fusestep.kernels.blocks import kernel
-    from fusestep.kernels.cuda import (
-        by_value,
-        dense,
-        fill,
+    from fusestep.kernels.cpu.blocks import kernel
+    from fusestep.kernels.cuda.dense import (
         finite,
-        gather,
         measure,
         norm,
-        rows,
         scalars,
-        sort,
         trust,
     )
+    from fusestep.kernels.cuda.dense import update as dense
+    from fusestep.kernels.cuda.device import by_value, fill
+    from fusestep.kernels.cuda.rows import gather, sort
+    from fusestep.kernels.cuda.rows import update as rows
     from fusestep.kernels.rules.adam import ADAM
     from fusestep.kernels.rules.lamb import LAMB
     from fusestep.kernels.storage import BF16, F16, F32, F64
@@ -130,7 +130,7 @@ def other_loops() -> dict[str, Any]:
 def scalars_loops() -> dict[str, Any]:
     """The loops that compute the scalars of each optimizer, with every prologue."""
     from fusestep import nn
-    from fusestep.kernels.cuda.scalars import scalars_kernel
+    from fusestep.kernels.cuda.dense.scalars import scalars_kernel
     from fusestep.kernels.rules.gradient import COUPLED_DECAY, SCALE, TRUST
     from fusestep.kernels.storage import F32, F64
 
@@ -158,13 +158,13 @@ def factored_loops(*, every: bool) -> dict[str, Any]:
     Args:
         every: or those alone that have the most registers.
     """
-    from fusestep.kernels.cuda import factored_layout
-    from fusestep.kernels.cuda.factored import length_of
-    from fusestep.kernels.cuda.factored_lines import lines_kernel, row_factors_kernel
-    from fusestep.kernels.cuda.factored_passes import direction_kernel, update_kernel
-    from fusestep.kernels.cuda.factored_sums import squares_kernel
-    from fusestep.kernels.cuda.sizes import Options, sizes_kernel
-    from fusestep.kernels.factored_blocks import factored_kernel
+    from fusestep.kernels.cpu.adafactor.blocks import factored_kernel
+    from fusestep.kernels.cuda.adafactor import layout as factored_layout
+    from fusestep.kernels.cuda.adafactor.lines import lines_kernel, row_factors_kernel
+    from fusestep.kernels.cuda.adafactor.passes import direction_kernel, update_kernel
+    from fusestep.kernels.cuda.adafactor.sizes import Options, sizes_kernel
+    from fusestep.kernels.cuda.adafactor.step import length_of
+    from fusestep.kernels.cuda.adafactor.sums import squares_kernel
     from fusestep.kernels.rules.gradient import COUPLED_DECAY, SCALE, TRUST
     from fusestep.kernels.storage import BF16, F16, F32, F64
 
@@ -217,7 +217,7 @@ def machine_code(function: Any, capability: tuple[int, int, str]) -> dict[str, A
     from numba.cuda import types
     from numba.cuda.compiler import _compile_pyfunc_with_fixup
 
-    from fusestep.kernels.cuda import by_value
+    from fusestep.kernels.cuda.device import by_value
 
     arguments = [types.int64] * function.py_func.__code__.co_argcount
     if function is by_value.storing():
@@ -265,7 +265,7 @@ def main() -> None:
     """Print the report of one compute capability as JSON."""
     import numba.cuda.dispatcher
 
-    from fusestep.kernels.cuda.dense import dense_kernel
+    from fusestep.kernels.cuda.dense.update import dense_kernel
     from fusestep.kernels.rules.adam import ADAM
 
     capability = CAPABILITIES[sys.argv[1]]

@@ -16,20 +16,23 @@ from typing import Any
 
 import numpy as np
 
-from fusestep.kernels.blocks import Kernel, kernel
-from fusestep.kernels.cpu import row_step as host_rows
-from fusestep.kernels.cpu.layout import HOT
+from fusestep.kernels.cpu.blocks import Kernel, kernel
 from fusestep.kernels.cpu.parallel import run_all
-from fusestep.kernels.cpu.row_step import RowTable
-from fusestep.kernels.cuda import dense, finite, row_step, sort
-from fusestep.kernels.cuda.guard import NOTHING, WORDS
+from fusestep.kernels.cpu.rows import step as host_rows
+from fusestep.kernels.cpu.rows.layout import HOT
+from fusestep.kernels.cpu.rows.step import RowTable
+from fusestep.kernels.cpu.warmup import all_rules
+from fusestep.kernels.cuda.dense import finite
+from fusestep.kernels.cuda.dense import update as dense
+from fusestep.kernels.cuda.device.guard import NOTHING, WORDS
+from fusestep.kernels.cuda.rows import sort
+from fusestep.kernels.cuda.rows import step as row_step
 from fusestep.kernels.rules import adam, mxnet
 from fusestep.kernels.rules.adafactor import ADAFACTOR, ADAFACTOR_PLAIN
 from fusestep.kernels.rules.gradient import CLIP, COUPLED_DECAY, SCALE
 from fusestep.kernels.rules.rule import Prologue, Rule, factors, hp_type
 from fusestep.kernels.storage import BF16, F16, F32, F64, Storage
-from fusestep.kernels.warmup import all_rules
-from fusestep.ops.step import Variables, dense_step, measure_step
+from fusestep.ops.runtime.step import Variables, dense_step, measure_step
 
 from simulator import prepare_simulator
 

@@ -22,13 +22,16 @@ import numpy as np
 from numba import cuda
 
 from fusestep import nn
-from fusestep.kernels.cpu.factored_layout import FactoredTensor
-from fusestep.kernels.cuda import factored, factored_layout, line_table, memory
-from fusestep.kernels.cuda.factored_layout import FactoredTables
-from fusestep.kernels.cuda.guard import NOTHING
-from fusestep.kernels.cuda.measure import SUMS_BYTES
-from fusestep.kernels.cuda.sizes import Options as Sizes
-from fusestep.kernels.factored_blocks import factored_kernel
+from fusestep.kernels.cpu.adafactor.blocks import factored_kernel
+from fusestep.kernels.cpu.adafactor.layout import FactoredTensor
+from fusestep.kernels.cuda.adafactor import layout as factored_layout
+from fusestep.kernels.cuda.adafactor import line_table
+from fusestep.kernels.cuda.adafactor import step as factored
+from fusestep.kernels.cuda.adafactor.layout import FactoredTables
+from fusestep.kernels.cuda.adafactor.sizes import Options as Sizes
+from fusestep.kernels.cuda.dense.measure import SUMS_BYTES
+from fusestep.kernels.cuda.device import memory
+from fusestep.kernels.cuda.device.guard import NOTHING
 from fusestep.kernels.rules import adafactor as rules
 from fusestep.kernels.storage import F32 as STORED_F32
 

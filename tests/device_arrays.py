@@ -16,7 +16,7 @@ import pytest
 from numba import cuda
 
 from fusestep import nn
-from fusestep.ops.device import DeviceArray
+from fusestep.ops.runtime.device import DeviceArray
 
 from simulator import prepare_simulator
 

@@ -21,8 +21,8 @@ import numpy as np
 
 import fusestep
 from fusestep import nn
-from fusestep.kernels.cuda.simulated import Graph
-from fusestep.nn import resident
+from fusestep.kernels.cuda.device.simulated import Graph
+from fusestep.nn.engine import resident
 
 from device_arrays import F32, Run, gradient, on_device, on_host, positive, refused, rows
 from device_graphs import assert_same, captured, put

@@ -24,8 +24,9 @@ from numba import cuda
 
 import fusestep
 from fusestep import nn, ops
-from fusestep.kernels.cuda import dense, row_step
-from fusestep.ops import pending
+from fusestep.kernels.cuda.dense import update as dense
+from fusestep.kernels.cuda.rows import step as row_step
+from fusestep.ops.runtime import pending
 
 from device_arrays import (
     BETAS,
@@ -261,7 +262,7 @@ def threads() -> None:
 
 def lock_order() -> None:
     """Every call takes the locks of guards and streams in the same order."""
-    from fusestep.ops import device_step
+    from fusestep.ops.runtime import device_step
 
     held: list[str] = []
     orders = set()

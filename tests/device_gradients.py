@@ -18,8 +18,8 @@ from numba import cuda
 
 import fusestep
 from fusestep import nn
-from fusestep.kernels.cpu.layout import HOT
-from fusestep.ops import device_gradient, pending
+from fusestep.kernels.cpu.rows.layout import HOT
+from fusestep.ops.runtime import device_gradient, pending
 
 from device_arrays import (
     BF16,

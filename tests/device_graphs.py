@@ -18,8 +18,8 @@ from numba import cuda
 
 import fusestep
 from fusestep import nn, ops
-from fusestep.kernels.cuda import memory
-from fusestep.kernels.cuda.simulated import Graph
+from fusestep.kernels.cuda.device import memory
+from fusestep.kernels.cuda.device.simulated import Graph
 
 from device_arrays import (
     BETAS,

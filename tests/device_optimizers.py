@@ -21,7 +21,7 @@ from numba import cuda
 
 import fusestep
 from fusestep import nn
-from fusestep.ops.device import DeviceArray
+from fusestep.ops.runtime.device import DeviceArray
 
 from device_arrays import (
     BF16,

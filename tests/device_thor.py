@@ -25,9 +25,9 @@ from numba import cuda
 
 import fusestep
 from fusestep import nn
-from fusestep.kernels.cuda.simulated import Graph
-from fusestep.nn.thor_factors import FactorError
-from fusestep.ops.device import DeviceArray
+from fusestep.kernels.cuda.device.simulated import Graph
+from fusestep.nn.thor.factors import FactorError
+from fusestep.ops.runtime.device import DeviceArray
 
 from device_arrays import BF16, F16, F32, F64, on_device, on_host, refused, rows
 from helpers import assert_same_bits

@@ -18,8 +18,9 @@ import pytest
 import torch
 from test_thor_torch import loss_of, make, make_module, train
 
-from fusestep.nn import thor_net, thor_torch
-from fusestep.ops import arrays, device, frameworks
+from fusestep.nn.thor import net as thor_net
+from fusestep.nn.thor import torch as thor_torch
+from fusestep.ops.runtime import arrays, device, frameworks
 
 from simulator import prepare_simulator
 

@@ -1,7 +1,7 @@
 """Checks of arrays of torch and CuPy, by stand-ins: ``python framework_simulation.py <check>``.
 
-The stand-ins have what `fusestep.ops.frameworks` asks of the real modules, under the names that
-those have, around NumPy arrays, which are the device arrays of Numba's simulator. It has to be
+The stand-ins have what `fusestep.ops.runtime.frameworks` asks of the real modules, under their
+names, around NumPy arrays, which are the device arrays of Numba's simulator. It has to be
 switched on before Numba is imported, hence a process of its own.
 """
 
@@ -27,10 +27,10 @@ from numba import cuda
 
 import fusestep
 from fusestep import nn, ops
-from fusestep.kernels.cuda import backend, memory
-from fusestep.kernels.cuda.simulated import Graph
-from fusestep.ops import device, frameworks, stream_order
-from fusestep.ops.device import DeviceArray, launching
+from fusestep.kernels.cuda.device import backend, memory
+from fusestep.kernels.cuda.device.simulated import Graph
+from fusestep.ops.runtime import device, frameworks, stream_order
+from fusestep.ops.runtime.device import DeviceArray, launching
 
 from simulator import prepare_simulator
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from fusestep.ops.device import DeviceArray
+from fusestep.ops.runtime.device import DeviceArray
 
 from helpers import BF16
 
@@ -187,14 +187,14 @@ def keep_busy(handle: int, milliseconds: int) -> Any:
 
     One thread sleeps, so other streams can work meanwhile. It may sleep up to twice as long.
     """
-    from fusestep.bench import gpu_clock
+    from fusestep.bench.gpu import clock as gpu_clock
 
     return gpu_clock.keep_busy(milliseconds / 1e3, numba_stream(handle))
 
 
 def fill_later(handle: int, array: Any, value: float) -> None:
     """Enqueue filling an array, of a size divisible by 8, with one value."""
-    from fusestep.kernels.cuda.fill import fill
+    from fusestep.kernels.cuda.device.fill import fill
 
     found = adopted(array)
     assert found.size % 8 == 0

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fusestep import nn, ops
-from fusestep.ops import locks
+from fusestep.ops.runtime import locks
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 STORAGE_DTYPES = (np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16), BF16)

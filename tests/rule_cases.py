@@ -14,8 +14,8 @@ from fusestep.kernels.rules import adagrad, ftrl, lars, norm, rmsprop, sgd
 from fusestep.kernels.rules.gradient import COUPLED_DECAY, SCALE, TRUST
 from fusestep.kernels.rules.rule import Prologue, Rule, hp_type
 from fusestep.kernels.storage import STORAGES
-from fusestep.ops.row_step import RowGradient, row_step
-from fusestep.ops.step import Variables, dense_step
+from fusestep.ops.runtime.row_step import RowGradient, row_step
+from fusestep.ops.runtime.step import Variables, dense_step
 
 import reference_elementwise as elementwise
 from helpers import STORAGE_DTYPES

@@ -12,12 +12,7 @@ import numpy as np
 from test_ops_reference import CALLS, known_scalars
 
 from fusestep import ops
-from fusestep.bench.operators import (
-    FUNCTIONS,
-    LARS_UPDATE,
-    OPERATORS,
-    Operator,
-)
+from fusestep.bench.cases.operators import FUNCTIONS, LARS_UPDATE, OPERATORS, Operator
 
 import reference
 import sequence_arrays as arrays

@@ -13,22 +13,18 @@ from typing import Any
 import numpy as np
 from numba.cuda.simulator.kernelapi import FakeCUDAShared
 
-from fusestep.kernels.cuda import (
+from fusestep.kernels.cuda.adafactor import layout as factored_layout
+from fusestep.kernels.cuda.dense import (
     centralize,
-    dense,
-    equal_rows,
-    factored_layout,
-    fill,
     finite,
-    gather,
-    keys,
     norm,
-    row_step,
     scalars,
-    sort,
     trust,
-    widen,
 )
+from fusestep.kernels.cuda.dense import update as dense
+from fusestep.kernels.cuda.device import fill, widen
+from fusestep.kernels.cuda.rows import equal_rows, gather, keys, sort
+from fusestep.kernels.cuda.rows import step as row_step
 
 
 def prepare_simulator() -> None:

@@ -7,12 +7,12 @@ import llvmlite.binding as llvm
 import pytest
 
 from fusestep.kernels import storage
-from fusestep.kernels.blocks import kernel
-from fusestep.kernels.cache import KernelCache
-from fusestep.kernels.compile import NativeFunction
-from fusestep.kernels.cpu.sums import accumulate
+from fusestep.kernels.cpu.blocks import kernel
+from fusestep.kernels.cpu.cache import KernelCache
+from fusestep.kernels.cpu.compile import NativeFunction
+from fusestep.kernels.cpu.rows.sums import accumulate
+from fusestep.kernels.cpu.warmup import all_rules
 from fusestep.kernels.rules.gradient import CLIP, COUPLED_DECAY, SCALE
-from fusestep.kernels.warmup import all_rules
 
 RULES = all_rules()
 FEATURES = llvm.get_host_cpu_features()

@@ -13,11 +13,12 @@ from typing import Any, ClassVar
 import pytest
 
 from fusestep import __main__ as main
-from fusestep.bench import against, document, machine, measure, run, version_worker
+from fusestep.bench import against, machine, measure, run, version_worker
 from fusestep.bench.against import Changed
 from fusestep.bench.errors import BenchError
-from fusestep.bench.result import OURS, Settings
-from fusestep.bench.stats import Summary
+from fusestep.bench.report import document
+from fusestep.bench.report.result import OURS, Settings
+from fusestep.bench.report.stats import Summary
 from fusestep.bench.workers import worker_protocol
 
 import bench_support

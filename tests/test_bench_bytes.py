@@ -10,14 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fusestep.bench import bounds, cases, machine, no_cliff, traffic, work
-from fusestep.bench.cases import Case
+from fusestep.bench import bounds, machine, no_cliff, work
+from fusestep.bench.cases import steps as cases
+from fusestep.bench.cases import traffic
+from fusestep.bench.cases.optimizers import OPTIMIZERS
+from fusestep.bench.cases.steps import Case
+from fusestep.bench.cases.subject import DTYPES
+from fusestep.bench.cases.workloads import Gradient, Tensor
 from fusestep.bench.errors import BenchError
 from fusestep.bench.measure import in_process, warm_up
-from fusestep.bench.optimizers import OPTIMIZERS
-from fusestep.bench.subject import DTYPES
 from fusestep.bench.workers.worker_protocol import Job
-from fusestep.bench.workloads import Gradient, Tensor
 
 from bench_support import named, point, use_small_models
 from helpers import arrays_of, unchanged

@@ -11,9 +11,16 @@ import numpy as np
 import pytest
 
 from fusestep import nn, ops
-from fusestep.bench import cases, indices, model_shapes, mxnet_subjects, optimizers, workloads
+from fusestep.bench.cases import (
+    indices,
+    model_shapes,
+    optimizers,
+    workloads,
+)
+from fusestep.bench.cases import mxnet as mxnet_subjects
+from fusestep.bench.cases import steps as cases
+from fusestep.bench.cases.workloads import parse_sizes
 from fusestep.bench.errors import BenchError
-from fusestep.bench.workloads import parse_sizes
 
 from bench_support import named, point, use_small_models
 from subprocesses import output_of
@@ -270,7 +277,8 @@ _STEPS = """
     sys.path.insert(0, sys.argv[1])
     import numpy as np
     from fusestep import get_num_threads, set_num_threads
-    from fusestep.bench import cases, work
+    from fusestep.bench import work
+    from fusestep.bench.cases import steps as cases
     from helpers import arrays_of
     from bench_support import SMALL, use_small_models
 

@@ -14,9 +14,12 @@ import numpy as np
 import pytest
 
 from fusestep import __main__ as main
-from fusestep.bench import cases, command, document, options, run
+from fusestep.bench import command, run
+from fusestep.bench.cases import options
+from fusestep.bench.cases import steps as cases
 from fusestep.bench.errors import BenchError
-from fusestep.bench.result import OURS
+from fusestep.bench.report import document
+from fusestep.bench.report.result import OURS
 
 from bench_support import arguments
 
@@ -271,7 +274,7 @@ def test_an_interrupted_run(
 def test_check_is_a_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from fusestep.bench import markdown
+    from fusestep.bench.report import markdown
 
     monkeypatch.setattr(markdown, "documents", dict)
     assert said(capsys, "--check")[0] == 0

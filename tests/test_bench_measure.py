@@ -10,10 +10,10 @@ from fusestep.bench import bounds, first_step, measure, no_cliff, point, work
 from fusestep.bench.errors import BenchError
 from fusestep.bench.measure import Contestant, ContestantLostError, Plan, interleave, plan
 from fusestep.bench.peer import Peers
-from fusestep.bench.result import OURS, PointResult, Settings, fastest
-from fusestep.bench.stats import Ratio, Summary, change, paired, ratio
+from fusestep.bench.report.result import OURS, PointResult, Settings, fastest
+from fusestep.bench.report.stats import Ratio, Summary, change, paired, ratio
 from fusestep.bench.workers.worker_protocol import Job, in_turn, sample
-from fusestep.kernels.cache import cache_directory
+from fusestep.kernels.cpu.cache import cache_directory
 
 import bench_support
 from bench_support import FakeClock, quiet, result

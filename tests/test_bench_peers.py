@@ -12,10 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fusestep.bench import measure, options, peer, point, work
+from fusestep.bench import measure, peer, point, work
+from fusestep.bench.cases import options
 from fusestep.bench.measure import ContestantLostError
 from fusestep.bench.peer import PEERS, PeerKind, Peers, Worker, find_python, peers_of
-from fusestep.bench.result import OURS, PointResult, Settings
+from fusestep.bench.report.result import OURS, PointResult, Settings
 from fusestep.bench.workers import worker_protocol
 
 import bench_support

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from fusestep.bench import check, document, machine, markdown, plot, table
+from fusestep.bench import machine
+from fusestep.bench.cases.workloads import DEFAULT_ROWS, PUBLISHED_DENSE
 from fusestep.bench.errors import BenchError
 from fusestep.bench.peer import PEERS
-from fusestep.bench.result import OURS, PointResult, SpecialResult
-from fusestep.bench.workloads import DEFAULT_ROWS, PUBLISHED_DENSE
+from fusestep.bench.report import check, document, markdown, plot, table
+from fusestep.bench.report.result import OURS, PointResult, SpecialResult
 
 from bench_support import made_up, point, result, summary
 

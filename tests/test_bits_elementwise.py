@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fusestep import ops
-from fusestep.bench.operators import OPERATORS, ROW_OPERATORS
+from fusestep.bench.cases.operators import OPERATORS, ROW_OPERATORS
 
 from helpers import BF16, assert_same_bits
 from rule_cases import CASES, LARS, NEUTRAL, OPTIMIZER, RuleCase, real_of, run_dense, run_rows

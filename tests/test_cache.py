@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fusestep.kernels import cache
-from fusestep.kernels.compile import NativeFunction
+from fusestep.kernels.cpu import cache
+from fusestep.kernels.cpu.compile import NativeFunction
 
 from subprocesses import output_of, run_python
 
@@ -36,9 +36,9 @@ STEP = """
     import sys
     sys.path.insert(0, sys.argv[1])
     import numpy as np
-    from fusestep.kernels.blocks import kernel
+    from fusestep.kernels.cpu.blocks import kernel
     from fusestep.kernels.storage import F32
-    from fusestep.ops.step import Variables, dense_step
+    from fusestep.ops.runtime.step import Variables, dense_step
     from own_rule import DESCENT
     w, g = np.zeros(4, np.float32), np.ones(4, np.float32)
     address = np.array([g.ctypes.data])
@@ -197,7 +197,7 @@ def test_second_step_compiles_nothing(monkeypatch):
 def test_a_kernel_that_fails_to_compile_says_so(tmp_path):
     program = """
         import numpy as np
-        from fusestep.kernels.blocks import kernel
+        from fusestep.kernels.cpu.blocks import kernel
         from fusestep.kernels.rules.rule import Rule
         from fusestep.kernels.storage import F32
         def wrong(w, g, hp):
@@ -228,7 +228,7 @@ def test_sources_that_changed_since_the_import_are_not_saved(tmp_path):
     """Which of both texts was compiled is not known, so neither is kept."""
     program = """
         import numpy as np
-        from fusestep.kernels import cache
+        from fusestep.kernels.cpu import cache
         cache.sources_hash = lambda: "edited"
         from fusestep import nn
         nn.Adam([np.ones(3, np.float32)])((np.ones(3, np.float32),))
@@ -251,7 +251,7 @@ def test_a_user_without_a_home_goes_without_a_cache(monkeypatch):
 ONE_STORAGE = """
     import sys
     import numpy as np, ml_dtypes
-    from fusestep.kernels.cpu.sums import accumulate
+    from fusestep.kernels.cpu.rows.sums import accumulate
     from fusestep.kernels.storage import F32, STORAGES
     for name in sys.argv[1:]:
         accumulate(STORAGES[np.dtype(name)], F32).address
@@ -259,7 +259,7 @@ ONE_STORAGE = """
 BOTH_STORAGES = """
     import ctypes
     import numpy as np, ml_dtypes
-    from fusestep.kernels.cpu.sums import accumulate
+    from fusestep.kernels.cpu.rows.sums import accumulate
     from fusestep.kernels.storage import BF16, F32, STORAGES
     keys = np.zeros(100, np.int64)
     keys[:3] = 0, 1, 2
@@ -290,7 +290,7 @@ def test_processes_and_forks_number_their_functions_apart():
     program = """
         import os
         from numba.core.bytecode import FunctionIdentity
-        import fusestep.kernels.cache
+        import fusestep.kernels.cpu.cache
 
         def number():
             return FunctionIdentity.from_function(number).unique_id
@@ -422,7 +422,7 @@ def test_a_pipe_in_the_cache_does_not_hold_up_the_start(entry):
     entry.unlink()
     os.mkfifo(entry, 0o600)
     program = f"""
-        from fusestep.kernels.compile import NativeFunction
+        from fusestep.kernels.cpu.compile import NativeFunction
         def nothing(n):
             pass
         for _ in range(2):
@@ -503,7 +503,7 @@ def test_a_folder_of_another_user_is_not_used(entry):
 def test_roots_kernels_are_not_used_by_another_user(tmp_path):
     program = f"""
         import os, sys, traceback, warnings
-        from fusestep.kernels.compile import NativeFunction
+        from fusestep.kernels.cpu.compile import NativeFunction
 
         def hits():
             def nothing(n):

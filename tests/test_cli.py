@@ -10,8 +10,8 @@ import pytest
 
 import fusestep
 from fusestep import nn
-from fusestep.kernels import cache, warmup
-from fusestep.kernels.compile import NativeFunction
+from fusestep.kernels.cpu import cache, warmup
+from fusestep.kernels.cpu.compile import NativeFunction
 from fusestep.kernels.storage import STORAGES
 
 from subprocesses import output_of, run_python
@@ -83,7 +83,7 @@ def test_warmup_fills_the_cache(tmp_path):
     In the cache of these tests: all loops of the package take long to compile.
     """
     program = """
-        from fusestep.kernels.cache import KernelCache
+        from fusestep.kernels.cpu.cache import KernelCache
         load, paths = KernelCache.load_overload, []
         def recorded(self, sig, context):
             paths.append(self._path(self._key(sig, context.codegen())))

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from fusestep import nn, ops
-from fusestep.bench.operators import LARS_UPDATE, OPERATORS, Operator
+from fusestep.bench.cases.operators import LARS_UPDATE, OPERATORS, Operator
 from fusestep.kernels.rules import formula, mxnet
 
 from helpers import arrays_of, assert_same_bits

@@ -15,8 +15,8 @@ import test_rules
 from fusestep import nn, ops
 from fusestep.kernels.rules.rule import Prologue, Rule
 from fusestep.kernels.storage import STORAGES
-from fusestep.ops.device_step import launch_on
-from fusestep.ops.step import Variables, dense_step
+from fusestep.ops.runtime.device_step import launch_on
+from fusestep.ops.runtime.step import Variables, dense_step
 
 import gpu_arrays
 import reference

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from fusestep.bench import gpu, gpu_point, gpu_points, gpu_rows
-from fusestep.bench.gpu_point import Point
-from fusestep.bench.result import BOUND, OURS
-from fusestep.bench.stats import Summary
+from fusestep.bench.gpu import __main__ as gpu
+from fusestep.bench.gpu import point as gpu_point
+from fusestep.bench.gpu import points as gpu_points
+from fusestep.bench.gpu import rows as gpu_rows
+from fusestep.bench.gpu.point import Point
+from fusestep.bench.report.result import BOUND, OURS
+from fusestep.bench.report.stats import Summary
 
 import gpu_arrays
 

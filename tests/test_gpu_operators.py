@@ -14,9 +14,9 @@ from test_ops_reference import CALLS, known_scalars
 
 import fusestep
 from fusestep import nn, ops
-from fusestep.bench.operators import DENSE_OPERATORS, ROW_OPERATORS, Operator
-from fusestep.kernels.cpu.layout import HOT
-from fusestep.ops.device import DeviceArray
+from fusestep.bench.cases.operators import DENSE_OPERATORS, ROW_OPERATORS, Operator
+from fusestep.kernels.cpu.rows.layout import HOT
+from fusestep.ops.runtime.device import DeviceArray
 
 import gpu_arrays
 import reference

@@ -15,7 +15,7 @@ import pytest
 
 import fusestep
 from fusestep import nn
-from fusestep.kernels.cpu.layout import HOT
+from fusestep.kernels.cpu.rows.layout import HOT
 from fusestep.kernels.storage import STORAGES
 
 import gpu_arrays

@@ -13,8 +13,8 @@ import pytest
 
 import fusestep
 from fusestep import nn, ops
-from fusestep.kernels.cpu.layout import HOT, range_length
-from fusestep.ops.device_step import launch_on
+from fusestep.kernels.cpu.rows.layout import HOT, range_length
+from fusestep.ops.runtime.device_step import launch_on
 
 import gpu_arrays
 from gpu_arrays import Maker, adopted, copies
@@ -174,7 +174,7 @@ def test_own_sort(numba_maker: Maker, n: int) -> None:
     """NumPy's stable sort, and nothing is written beyond the buffers."""
     from numba import cuda
 
-    from fusestep.kernels.cuda.sort import scratch_words, sort_keys
+    from fusestep.kernels.cuda.rows.sort import scratch_words, sort_keys
 
     rng = np.random.default_rng(n)
     for first_bit, n_bits in ((0, 62), (20, 24), (31, 1)):
@@ -195,7 +195,7 @@ def test_own_sort(numba_maker: Maker, n: int) -> None:
 
 @pytest.mark.parametrize("n", SORTED)
 def test_sorts_of_frameworks(maker: Maker, n: int) -> None:
-    from fusestep.kernels.cuda.backend import copy_in, copy_out
+    from fusestep.kernels.cuda.device.backend import copy_in, copy_out
 
     array = adopted(maker.put(np.zeros(1, np.float32)))
     sorter = array.framework.sorter(array.device)

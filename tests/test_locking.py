@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from fusestep import nn, ops
-from fusestep.kernels.cpu import row_step
-from fusestep.ops import locks
+from fusestep.kernels.cpu.rows import step as row_step
+from fusestep.ops.runtime import locks
 
 from helpers import holding
 from subprocesses import output_of
@@ -453,7 +453,7 @@ def test_fork_while_a_thread_is_in_a_locked_call():
         import os, threading
         import numpy as np
         from fusestep import nn, ops
-        from fusestep.ops import locks
+        from fusestep.ops.runtime import locks
         HP = (0.9, 0.999, 0.01, 0.9, 0.999, 1e-8)
         arrays = [np.full(1000, x, np.float32) for x in (1.0, 0.1, 0.2)]
         op, g = ops.Adam(use_locking=True), np.ones(1000, np.float32)

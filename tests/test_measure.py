@@ -15,7 +15,7 @@ from fusestep.kernels.rules.lamb import LAMB, LAMB_CLIPPED, lamb_hp
 from fusestep.kernels.rules.norm import SCALED
 from fusestep.kernels.storage import STORAGES
 from fusestep.ops.norm import squares
-from fusestep.ops.step import Variables, measure_step
+from fusestep.ops.runtime.step import Variables, measure_step
 
 from helpers import BF16, STORAGE_DTYPES, assert_same_bits, unchanged
 from reference import wide

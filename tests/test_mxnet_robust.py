@@ -17,9 +17,9 @@ from safetensors.numpy import load, save
 from fusestep import nn
 from fusestep.nn import RowTensor
 from fusestep.nn import mxnet as mx
-from fusestep.nn.mxnet_step import _KEPT_WEIGHTS
+from fusestep.nn.mxnet.step import _KEPT_WEIGHTS
 from fusestep.ops import adam_update
-from fusestep.ops.step import spans_of
+from fusestep.ops.runtime.step import spans_of
 
 from helpers import holding
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from fusestep import ops
-from fusestep.bench.operators import LARS_UPDATE, OPERATORS, Operator
-from fusestep.ops import locks
+from fusestep.bench.cases.operators import LARS_UPDATE, OPERATORS, Operator
 from fusestep.ops.primitive import Primitive
+from fusestep.ops.runtime import locks
 
 from helpers import FAR, assert_same_bits, distance, holding
 

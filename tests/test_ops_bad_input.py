@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 
 from fusestep import ConversionError, nn, ops
-from fusestep.bench.operators import DENSE_OPERATORS, OPERATORS, ROW_OPERATORS, SCALARS, Operator
+from fusestep.bench.cases.operators import (
+    DENSE_OPERATORS,
+    OPERATORS,
+    ROW_OPERATORS,
+    SCALARS,
+    Operator,
+)
 
 from helpers import BF16, STORAGE_DTYPES, assert_same_bits, refused, unchanged
 

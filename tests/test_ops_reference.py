@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fusestep.bench.operators import OPERATORS, Operator
+from fusestep.bench.cases.operators import OPERATORS, Operator
 
 import reference
 import reference_elementwise as elementwise

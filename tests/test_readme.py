@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fusestep.bench import machine, markdown
+from fusestep.bench import machine
+from fusestep.bench.report import markdown
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -53,7 +54,7 @@ def test_set_up_is_two_commands():
     machine.checkout_at_hand() is None, reason="the documents are in a checkout only"
 )
 def test_results_are_those_of_the_committed_files():
-    """No figure is typed by hand: python -m fusestep.bench.markdown writes these tables."""
+    """No figure is typed by hand: python -m fusestep.bench.report.markdown writes these tables."""
     documents = markdown.documents()
     assert ROOT / "README.md" in documents
     for path, expected in documents.items():

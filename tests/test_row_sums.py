@@ -9,8 +9,8 @@ import pytest
 
 from fusestep import nn, ops
 from fusestep.kernels import storage
-from fusestep.kernels.cpu.layout import PADDING
-from fusestep.kernels.cpu.sums import accumulate
+from fusestep.kernels.cpu.rows.layout import PADDING
+from fusestep.kernels.cpu.rows.sums import accumulate
 
 from helpers import assert_same_bits
 

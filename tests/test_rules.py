@@ -17,7 +17,7 @@ from fusestep.kernels.rules import mxnet
 from fusestep.kernels.rules.formula import running_power
 from fusestep.kernels.rules.rule import Rule, hp_type
 from fusestep.kernels.storage import STORAGES
-from fusestep.ops.step import Variables, dense_step
+from fusestep.ops.runtime.step import Variables, dense_step
 
 import reference
 from helpers import FAR, assert_within_ulps, distance

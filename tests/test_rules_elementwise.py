@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fusestep.kernels.cpu.warmup import all_rules
 from fusestep.kernels.rules import adagrad, ftrl, rmsprop, sgd
 from fusestep.kernels.rules.rule import Rule
-from fusestep.kernels.warmup import all_rules
 
 from helpers import BF16, STORAGE_DTYPES, assert_same_bits, assert_within_ulps
 from reference import wide

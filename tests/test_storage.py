@@ -13,7 +13,7 @@ from numba import njit
 from fusestep.kernels.rules import adam as rules
 from fusestep.kernels.storage import BF16 as BF16_STORAGE
 from fusestep.kernels.storage import F16, STORAGES, Storage, real_of
-from fusestep.ops.step import Variables, dense_step
+from fusestep.ops.runtime.step import Variables, dense_step
 
 import reference
 from helpers import BF16, STORAGE_DTYPES, assert_same_bits, assert_within_ulps

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from fusestep import nn
-from fusestep.nn import thor_conv, thor_factors
+from fusestep.nn.thor import conv as thor_conv
+from fusestep.nn.thor import factors as thor_factors
 
 import thor_nets
 from helpers import FAR, distance

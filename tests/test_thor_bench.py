@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from fusestep import nn
-from fusestep.bench import thor
-from fusestep.nn import thor_factors
+from fusestep.bench.cases import thor
+from fusestep.nn.thor import factors as thor_factors
 
 pytest.importorskip("scipy", reason="the factors are inverted by scipy's LAPACK")
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from fusestep import nn
-from fusestep.nn import second_order, thor_factors
+from fusestep.nn import thor as second_order
+from fusestep.nn.thor import factors as thor_factors
 
 from helpers import refused, unchanged
 from thor_nets import BATCH, Net, Pass, train

@@ -119,7 +119,7 @@ FORK_BETWEEN = """
     from llvmlite.binding import ffi
     from numba.core import event
     from numba.np.ufunc import parallel as threads
-    from fusestep.kernels.compile import NativeFunction
+    from fusestep.kernels.cpu.compile import NativeFunction
     from fusestep.kernels.cpu import parallel
 
     def compile_new():
@@ -182,7 +182,7 @@ def test_an_interrupted_fork_gives_back_what_it_holds():
     """A fork that need not wait any more leaves no lock taken that it had already."""
     program = """
         import os, threading
-        from fusestep.kernels.compile import fork_between
+        from fusestep.kernels.cpu.compile import fork_between
 
         class Interrupted:
             def __enter__(self):
@@ -204,7 +204,7 @@ def test_a_fork_within_a_fork_that_waits():
     """As of a signal handler: either gives back what it holds itself."""
     program = """
         import os, threading
-        from fusestep.kernels.compile import fork_between
+        from fusestep.kernels.cpu.compile import fork_between
 
         class Forking:
             forks = 0
@@ -357,7 +357,7 @@ def test_thread_budget_rejects(n, error):
 
 def test_budget_is_reached_by_kernels(monkeypatch):
     from fusestep import nn
-    from fusestep.ops import step
+    from fusestep.ops.runtime import step
 
     used = []
     run_all = step.run_all

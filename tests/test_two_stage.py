@@ -16,7 +16,7 @@ from fusestep.kernels.rules import lamb, lars
 from fusestep.kernels.rules.gradient import SCALE
 from fusestep.kernels.rules.rule import Prologue, Rule, factors
 from fusestep.kernels.storage import STORAGES
-from fusestep.ops.step import Variables, dense_step, measure_step
+from fusestep.ops.runtime.step import Variables, dense_step, measure_step
 
 import reference_layerwise as layerwise
 from helpers import BF16, STORAGE_DTYPES, assert_same_bits, assert_within_ulps, unchanged

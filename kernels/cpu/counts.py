@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from numba import carray, njit
 
-from ..cache import KernelCache
-from ..compile import call_reader, part
+from .cache import KernelCache
+from .compile import call_reader, part
 from .headers import address_of
 from .intrinsics import as_pointer
 from .parallel import Loop

@@ -9,12 +9,12 @@ from typing import NamedTuple
 import numpy as np
 from numba import carray
 
-from ..blocks import Kernel
-from ..compile import call_reader, part
+from .blocks import Kernel
+from .compile import call_reader, part
 from .headers import address_of
 from .intrinsics import as_pointer, call7
 from .parallel import Loop, get_num_threads, run
-from .search import last_at_most
+from .rows.search import last_at_most
 
 # Elements per part: short enough to balance the threads, and longer where there is much to do.
 CHUNK = 65_536

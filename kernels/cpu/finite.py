@@ -7,12 +7,12 @@ from typing import NamedTuple
 import numpy as np
 from numba import carray, njit
 
-from ..compile import call_reader, part
 from ..storage import Storage
+from .compile import call_reader, part
 from .headers import address_of
 from .intrinsics import as_pointer
 from .parallel import get_num_threads, run
-from .search import last_at_most
+from .rows.search import last_at_most
 
 _CHUNK = 65_536
 _SERIAL_BELOW = 65_536  # elements

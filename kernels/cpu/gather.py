@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import carray
 
-from ..compile import call_reader, part
+from .compile import call_reader, part
 from .headers import address_of
 from .intrinsics import as_pointer, prefetch_read
 from .parallel import get_num_threads, run

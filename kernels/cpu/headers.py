@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from ..cache import KernelCache
 from ..storage import STORAGES
+from .cache import KernelCache
 from .intrinsics import load_int32, load_int64
-from .search import overlaps
+from .rows.search import overlaps
 
 _TYPE = 8  # ob_type in PyObject
 _ARRAY_TYPE = id(np.ndarray)

@@ -12,13 +12,13 @@ from typing import NamedTuple
 import numpy as np
 from numba import carray
 
-from ..blocks import Kernel
-from ..compile import call_reader, part
+from .blocks import Kernel
+from .compile import call_reader, part
 from .dense import SERIAL_BELOW, TensorTable
 from .headers import address_of
 from .intrinsics import as_pointer, call8
 from .parallel import get_num_threads, run
-from .search import last_at_most
+from .rows.search import last_at_most
 
 PART = 65_536  # elements; fixes the last bits of a sum
 _MOST_VALUES = 3

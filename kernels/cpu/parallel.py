@@ -29,8 +29,8 @@ import numba
 import numpy as np
 from numba import carray, njit, prange, types
 
-from ..cache import KernelCache
-from ..compile import NativeFunction, fork_between
+from .cache import KernelCache
+from .compile import NativeFunction, fork_between
 from .intrinsics import as_pointer, atomic_add, call3, threads_of_numba
 
 _LINE_WORDS = 8  # int64 of a cache line: counters of different threads do not share one

@@ -1,0 +1,328 @@
+"""Every operator as one table: how it is made and called, and what a step of it moves.
+
+The tests of operators and the benchmark both start from it, so an operator that is missing here
+fails a test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ... import ops
+from .subject import DTYPES, Prepared, Use, written_zeros
+from .traffic import Traffic
+from .workloads import Kind
+
+SCALARS: dict[str, Any] = {
+    "beta1_power": 0.9,
+    "beta2_power": 0.999,
+    "lr": 0.01,
+    "beta1": 0.9,
+    "beta2": 0.999,
+    "epsilon": 1e-8,
+}
+
+
+@dataclass(frozen=True)
+class Operator:
+    """How an operator is made and called: everything that one valid call needs.
+
+    Attributes:
+        make: the class.
+        variables: names of the arrays that it updates.
+        scalars: names and values of the scalars of a call.
+        gradient: what its gradient is called.
+        takes_rows: whether the gradient is row-sparse.
+        order: published order of a call's arguments, where it is not variables, scalars,
+            gradient, indices.
+        attributes: arguments of the constructor that have no default.
+        returns: which variables are returned; by default all.
+        ranges: how a variable is made out of random numbers in (0.1, 1), by default as they are.
+        algorithm: what peers are asked for.
+        traffic: what a step moves; by default all variables, and the gradient.
+        every_row: a row-sparse gradient makes all rows take the step.
+        only_float32: it takes no other parameters.
+    """
+
+    make: Any
+    variables: tuple[str, ...]
+    scalars: Mapping[str, Any]
+    algorithm: str | None
+    gradient: str = "gradient"
+    takes_rows: bool = False
+    order: str = ""
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    returns: tuple[str, ...] | None = None
+    ranges: Mapping[str, Callable[[np.ndarray], Any]] = field(default_factory=dict)
+    traffic: Traffic | None = None
+    every_row: bool = False
+    only_float32: bool = False
+
+    @property
+    def name(self) -> str:
+        """Of the class."""
+        return str(self.make.__name__)
+
+    @property
+    def returned(self) -> tuple[str, ...]:
+        """Names of the variables that are returned."""
+        return self.variables if self.returns is None else self.returns
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Names of a call's arguments in the published order."""
+        indices = ("indices",) if self.takes_rows else ()
+        usual = (*self.variables, *self.scalars, self.gradient, *indices)
+        return tuple(self.order.split()) or usual
+
+    def inputs(self, shape: tuple[int, ...] = (5, 3), dtype: Any = np.float32) -> dict[str, Any]:
+        """Fresh arguments of one valid call, by name and in order."""
+        rng = np.random.default_rng(7)
+        given: dict[str, Any] = {**self.scalars}
+        for name in self.variables:
+            values = rng.uniform(0.1, 1.0, shape)
+            given[name] = np.asarray(self.ranges.get(name, np.asarray)(values)).astype(dtype)
+        if self.takes_rows:
+            given[self.gradient] = rng.standard_normal((4, *shape[1:])).astype(dtype)
+            given["indices"] = np.array([1, 0, 1, 3])
+        else:
+            given[self.gradient] = np.asarray(rng.standard_normal(shape)).astype(dtype)
+        return {name: given[name] for name in self.arguments}
+
+    def new(self, **constructor: Any) -> Any:
+        """An instance; what is not given has the value of `attributes` or its default."""
+        return self.make(**{**self.attributes, **constructor})
+
+    @property
+    def uses(self) -> Mapping[Kind, Use]:
+        """What it does with the one kind of gradients that it takes."""
+        traffic = self.traffic or Traffic(updated=len(self.variables))
+        use = Use(self.algorithm, traffic, self.every_row)
+        return {"rows": use} if self.takes_rows else {"dense": use}
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Of the variables that it takes."""
+        return ("float32",) if self.only_float32 else tuple(DTYPES)
+
+    def prepare(self, parameters: list[np.ndarray]) -> Prepared:
+        """An instance with the parameter as its first variable; the others start at 0."""
+        (parameter,) = parameters
+        others = {name: written_zeros(parameter) for name in self.variables[1:]}
+        arrays = {self.variables[0]: parameter, **others}
+        given = {**self.scalars, **arrays}
+        place = self.arguments.index(self.gradient)
+        before = [given[name] for name in self.arguments[:place]]
+        after = [given[name] for name in self.arguments[place + 1 :] if name in given]
+        instance = self.new()
+
+        def step(gradients: Sequence[Any]) -> object:
+            (gradient,) = gradients
+            return instance(*before, gradient, *after)
+
+        def row_step(gradients: Sequence[Any]) -> object:
+            (rows,) = gradients
+            return instance(*before, rows.values, rows.indices)
+
+        updates = self.traffic is None or self.traffic.updated > 0
+        return Prepared(
+            row_step if self.takes_rows else step,
+            [tuple(arrays.values()) if updates else ()],
+            [] if updates else [parameter],
+        )
+
+    def call(self, inputs: dict[str, Any], **constructor: Any) -> Any:
+        """The result of one call of a new instance."""
+        return self.new(**constructor)(*inputs.values())
+
+
+_MOMENTS = ("var", "m", "v")
+_FTRL = ("var", "accum", "linear")
+_FTRL_SCALARS = {"lr": 0.1, "l1": 0.05, "l2": 0.1, "lr_power": -0.5}
+_PROXIMAL_SCALARS = {"lr": 0.1, "l1": 0.05, "l2": 0.1}
+_RMSPROP_SCALARS = {"learning_rate": 0.1, "decay": 0.9, "momentum": 0.8, "epsilon": 1e-3}
+OPERATORS: dict[str, Operator] = {
+    operator.name: operator
+    for operator in (
+        Operator(
+            ops.FusedSparseAdam,
+            _MOMENTS,
+            SCALARS,
+            "adam-rows",
+            takes_rows=True,
+            every_row=True,
+            only_float32=True,
+        ),
+        Operator(
+            ops.FusedSparseLazyAdam,
+            _MOMENTS,
+            SCALARS,
+            "adam-lazy",
+            takes_rows=True,
+            only_float32=True,
+        ),
+        Operator(ops.Adam, _MOMENTS, SCALARS, "adam"),
+        Operator(
+            ops.AdamNoUpdateParam,
+            ("m", "v"),
+            SCALARS,
+            None,
+            returns=(),
+            traffic=Traffic(updated=2, written=1),
+        ),
+        Operator(
+            ops.AdamWeightDecay,
+            _MOMENTS,
+            {"lr": 0.01, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "decay": 0.1},
+            "adamw",
+        ),
+        Operator(ops.ApplyAdamWithAmsgradV2, (*_MOMENTS, "vhat"), SCALARS, "amsgrad", "grad"),
+        Operator(
+            ops.ApplyAdamWithAmsgrad,
+            (*_MOMENTS, "vhat"),
+            {name: SCALARS[name] for name in ("beta1_power", "beta2_power", "lr")},
+            "amsgrad",
+            "grad",
+        ),
+        Operator(
+            ops.ApplyMomentum,
+            ("variable", "accumulation"),
+            {"learning_rate": 0.1, "momentum": 0.9},
+            "momentum",
+            order="variable accumulation learning_rate gradient momentum",
+        ),
+        Operator(
+            ops.SGD,
+            ("parameters", "accum", "stat"),
+            {"learning_rate": 0.1, "momentum": 0.9},
+            "momentum",
+            order="parameters gradient learning_rate accum momentum stat",
+            returns=("parameters",),
+            ranges={"stat": np.round},  # some elements take their first step
+        ),
+        Operator(
+            ops.ApplyRMSProp,
+            ("var", "mean_square", "moment"),
+            _RMSPROP_SCALARS,
+            "rmsprop-momentum",
+            "grad",
+            order="var mean_square moment learning_rate grad decay momentum epsilon",
+        ),
+        Operator(
+            ops.ApplyCenteredRMSProp,
+            ("var", "mean_gradient", "mean_square", "moment"),
+            _RMSPROP_SCALARS,
+            "rmsprop-centered-momentum",
+            "grad",
+            order="var mean_gradient mean_square moment grad learning_rate decay momentum epsilon",
+            ranges={"mean_gradient": lambda x: x / 10},  # a positive variance everywhere
+        ),
+        Operator(ops.ApplyAdagrad, ("var", "accum"), {"lr": 0.1}, "adagrad", "grad"),
+        Operator(
+            ops.ApplyProximalAdagrad,
+            ("var", "accum"),
+            _PROXIMAL_SCALARS,
+            "proximal-adagrad",
+            "grad",
+        ),
+        Operator(
+            ops.ApplyFtrl,
+            _FTRL,
+            _FTRL_SCALARS,
+            "ftrl",
+            "grad",
+            order="var accum linear grad lr l1 l2 lr_power",
+        ),
+        *(
+            Operator(
+                cls,
+                _FTRL,
+                {},
+                "ftrl-rows",
+                "grad",
+                takes_rows=True,
+                attributes=_FTRL_SCALARS,
+                only_float32=True,
+            )
+            for cls in (ops.FusedSparseFtrl, ops.SparseApplyFtrl)
+        ),
+        *(
+            Operator(
+                cls,
+                ("var", "accum"),
+                _PROXIMAL_SCALARS,
+                "proximal-adagrad-rows",
+                "grad",
+                takes_rows=True,
+                only_float32=True,
+            )
+            for cls in (ops.FusedSparseProximalAdagrad, ops.SparseApplyProximalAdagrad)
+        ),
+    )
+}
+# It updates nothing: `weight` is only read, so it is in no table of operators that write.
+LARS_UPDATE = Operator(
+    ops.LARSUpdate,
+    ("weight",),
+    {"norm_weight": 4.0, "norm_gradient": 9.0, "weight_decay": 0.2, "learning_rate": 1e-3},
+    None,
+    order="weight gradient norm_weight norm_gradient weight_decay learning_rate",
+    returns=(),
+    traffic=Traffic(updated=0, read=2, written=1),
+)
+ROW_OPERATORS = {name: op for name, op in OPERATORS.items() if op.takes_rows}
+DENSE_OPERATORS = {name: op for name, op in OPERATORS.items() if not op.takes_rows}
+
+
+@dataclass(frozen=True)
+class Function:
+    """What has no variables: it makes new arrays out of those that it is given.
+
+    Args:
+        make: called with the parameters, gives what takes the gradients.
+        use: what it does with them.
+        kind: of gradients that it is measured on.
+    """
+
+    make: Callable[[list[np.ndarray]], Callable[[Sequence[Any]], object]]
+    use: Use
+    kind: Kind = "dense"
+
+    @property
+    def uses(self) -> Mapping[Kind, Use]:
+        """What it does with the gradients that it takes."""
+        return {self.kind: self.use}
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """All."""
+        return tuple(DTYPES)
+
+    def prepare(self, parameters: list[np.ndarray]) -> Prepared:
+        """Nothing is updated."""
+        reads = parameters if self.kind == "rows" else []
+        return Prepared(self.make(parameters), [()] * len(parameters), reads)
+
+
+def _gather(parameters: list[np.ndarray]) -> Callable[[Sequence[Any]], object]:
+    (table,), lookup = parameters, ops.SparseGatherV2()
+    return lambda gradients: lookup(table, gradients[0].indices, 0)
+
+
+FUNCTIONS: dict[str, Function] = {
+    "global_norm": Function(
+        lambda _: ops.global_norm,
+        Use("global-norm", Traffic(updated=0, read=1)),
+    ),
+    "clip_by_global_norm": Function(
+        lambda _: ops.clip_by_global_norm,
+        Use("clip-by-global-norm", Traffic(updated=0, written=1, passes=(1,))),
+    ),
+    "SparseGatherV2": Function(
+        _gather, Use("gather", Traffic(updated=0, read=0, written=1)), "rows"
+    ),
+}

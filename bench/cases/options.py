@@ -1,0 +1,225 @@
+"""The options of ``fusestep bench``: what they may be, and what they mean.
+
+Values are parsed here and not by argparse, so that a wrong one costs one line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numba
+
+from ..errors import BenchError
+from ..peer import PEERS, find_python, interpreter_option
+from ..report import document
+from ..report.result import Settings
+from . import indices
+from . import steps as cases
+from .steps import Case, Point, SpecialCase
+from .subject import DTYPES
+
+_QUICK = 0.2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options to ``parser``."""
+    add = parser.add_argument
+    add("cases", nargs="*", metavar="CASE", help="cases such as nn.Adam, 'rows/*' or first-step")
+    add("--list", action="store_true", help="name the cases, all or those given, and end")
+    add(
+        "--size",
+        metavar="SIZES",
+        help="elements of dense cases (64K, 16M, 1K..64M), N x D x B of row cases "
+        "(500000x64x65536), or all; several with commas",
+    )
+    add("--indices", metavar="NAMES", help="of row cases: uniform, zipf1.2, equal, or all")
+    add("--dtype", metavar="NAMES", help="float32 (default), bfloat16, float16, or all")
+    add("--threads", metavar="N", help="threads of everything; several with commas (default: all)")
+    add("--seconds", metavar="S", help=f"time for each point (default: {Settings().seconds})")
+    add("--quick", action="store_true", help=f"the same as --seconds {_QUICK}: rough figures")
+    add(
+        "--peers",
+        metavar="NAMES",
+        help=f"libraries to compare with: {', '.join(PEERS)}; all, none (default: all but "
+        f"{', '.join(peer for peer in PEERS if not PEERS[peer].is_default)}, which compile for "
+        "every point)",
+    )
+    for peer in (peer for peer, kind in PEERS.items() if kind.interpreter is None):
+        add(
+            interpreter_option(peer),
+            metavar="PATH",
+            help=f"an interpreter that has {' and '.join(PEERS[peer].modules)} (default: this)",
+        )
+    add("--json", metavar="FILE", help="write the results there")
+    add("--plot", metavar="FILE", help="draw them there: .png, .svg or .pdf")
+    add(
+        "--against",
+        metavar="FILE|GIT-REF",
+        help="compare with an earlier --json file, or, in a checkout, with another commit",
+    )
+    add("--check", action="store_true", help="check the tables of the documents, in a checkout")
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be measured, and what becomes of it.
+
+    Args:
+        points, special: the measurements.
+        settings: how.
+        pythons: the interpreter of each peer that was asked for; None where there is none.
+        json, plot: files to write.
+        against: what to compare with: the text of the option.
+        left_out: cases for which no size or dtype that was asked for fits.
+    """
+
+    points: list[Point]
+    special: list[SpecialCase]
+    settings: Settings
+    pythons: dict[str, str | None]
+    json: Path | None
+    plot: Path | None
+    against: str | None
+    left_out: list[str]
+
+    @property
+    def threads(self) -> int:
+        """Of the cases that are measured with one number only."""
+        return max((p.threads for p in self.points), default=numba.get_num_threads())
+
+
+def parse(args: argparse.Namespace) -> Request:
+    """Check all options.
+
+    Raises:
+        BenchError: one of them is wrong.
+    """
+    chosen = cases.select(args.cases)
+    steps = [case for case in chosen if isinstance(case, Case)]
+    threads = parse_threads(args.threads)
+    points = cases.points(
+        steps,
+        args.size,
+        _names("--dtype", "float32" if args.dtype is None else args.dtype, tuple(DTYPES)),
+        threads,
+        _distributions(indices.DEFAULT if args.indices is None else args.indices),
+    )
+    found = {peer: find_python(peer, getattr(args, _attribute(peer))) for peer in PEERS}
+    json, plot = (None if path is None else Path(path) for path in (args.json, args.plot))
+    if json is not None:
+        document.check_writable(json)
+    if plot is not None:
+        check_plot(plot)
+    return Request(
+        points=points,
+        special=[case for case in chosen if isinstance(case, SpecialCase)],
+        settings=Settings(parse_seconds(args.seconds, quick=args.quick)),
+        pythons={peer: found[peer] for peer in parse_peers(args.peers)},
+        json=json,
+        plot=plot,
+        against=_against(args),
+        left_out=[case.name for case in steps if not any(p.case is case for p in points)],
+    )
+
+
+def _attribute(peer: str) -> str:
+    return interpreter_option(peer).removeprefix("--").replace("-", "_")
+
+
+def _against(args: argparse.Namespace) -> str | None:
+    """What to compare with; a commit takes no other options of the report.
+
+    Raises:
+        BenchError: it is given with others.
+    """
+    against: str | None = args.against
+    if against is None or Path(against).is_file():
+        return against
+    others = ("json", "plot", "peers")
+    given = [f"--{name}" for name in others if getattr(args, name) is not None]
+    if given:
+        raise BenchError(
+            f"--against {against}: no such file, and to compare with a commit takes no "
+            f"{' and no '.join(given)}"
+        )
+    return against
+
+
+def parse_threads(text: str | None) -> list[int]:
+    """Numbers of threads that this machine and Numba can give.
+
+    Raises:
+        BenchError: anything else.
+    """
+    most = numba.config.NUMBA_NUM_THREADS
+    if text is None:
+        return [numba.get_num_threads()]
+    counts = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
+    if not all(1 <= count <= most for count in counts):
+        expected = f"whole numbers from 1 to {most}"
+        raise BenchError(f"--threads: expected {expected}, got {text!r}")
+    return list(dict.fromkeys(counts))
+
+
+def parse_seconds(text: str | None, *, quick: bool) -> float:
+    """Seconds for a point.
+
+    Raises:
+        BenchError: it is no number above 0, or contradicts ``--quick``.
+    """
+    if text is None:
+        return _QUICK if quick else Settings().seconds
+    if quick:
+        raise BenchError("--quick: is --seconds of its own, give one of the two")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not (seconds > 0 and math.isfinite(seconds)):
+        raise BenchError(f"--seconds: expected a number above 0, got {text!r}")
+    return seconds
+
+
+def parse_peers(text: str | None) -> list[str]:
+    """Names of peers, separated by commas; ``all``, or ``none``; None for the default ones.
+
+    Raises:
+        BenchError: an unknown name.
+    """
+    if text is None:
+        return [peer for peer in PEERS if PEERS[peer].is_default]
+    if text.strip() == "none":
+        return []
+    return _names("--peers", text, tuple(PEERS), "all or none")
+
+
+def _names(option: str, text: str, known: tuple[str, ...], special: str = "all") -> list[str]:
+    if text.strip() == "all":
+        return list(known)
+    names = [part.strip() for part in text.split(",")]
+    for name in names:
+        if name not in known:
+            expected = f"names out of {', '.join(known)}, or {special}"
+            raise BenchError(f"{option}: expected {expected}, got {name!r}")
+    return list(dict.fromkeys(names))
+
+
+def _distributions(text: str) -> list[str]:
+    if text.strip() == "all":
+        return list(indices.PUBLISHED)
+    names = [indices.check_distribution(part.strip()) for part in text.split(",")]
+    return list(dict.fromkeys(names))
+
+
+def check_plot(path: Path) -> None:
+    """Find out before the measurement whether the plot can be drawn.
+
+    Raises:
+        BenchError: it cannot.
+    """
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise BenchError(f"--plot: expected a file .png, .svg or .pdf, got {str(path)!r}")
+    document.check_writable(path, "--plot")

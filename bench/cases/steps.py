@@ -1,0 +1,235 @@
+"""The table of cases: every operator and optimizer on everything that it can work on."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from ..errors import BenchError
+from . import indices, workloads
+from .mxnet import MXNET
+from .operators import FUNCTIONS, LARS_UPDATE, OPERATORS
+from .optimizers import OPTIMIZERS
+from .subject import Subject, Use
+from .workloads import DENSE_MODELS, MIXED_MODELS, Kind, Workload
+
+
+@dataclass(frozen=True)
+class Case:
+    """A subject on one kind of workload.
+
+    Args:
+        name: ``<workload>/<subject>``, the workload being ``dense`` (one tensor), ``rows`` (one
+            table with a row-sparse gradient) or a model.
+        subject: the operator or optimizer.
+        kind: of its gradients.
+        is_default: it is run when no case is named.
+    """
+
+    name: str
+    subject: Subject
+    kind: Kind
+    is_default: bool
+
+    @property
+    def use(self) -> Use:
+        """What the subject does with such gradients."""
+        return self.subject.uses[self.kind]
+
+    @property
+    def model(self) -> str | None:
+        """The model of the workload, where it is one."""
+        workload = self.name.partition("/")[0]
+        return workload if workload in (*DENSE_MODELS, *MIXED_MODELS) else None
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measurement: a case at one size, dtype and number of threads."""
+
+    case: Case
+    size: str
+    dtype: str
+    threads: int
+    distribution: str = indices.DEFAULT
+
+    @property
+    def title(self) -> str:
+        """For people."""
+        return f"{self.case.name} {self.workload_size} {self.dtype} x{self.threads}"
+
+    @property
+    def workload_size(self) -> str:
+        """The size as the report names it."""
+        if self.case.kind == "dense":
+            return self.size
+        return f"{self.size} {self.distribution}"
+
+    def workload(self) -> Workload:
+        """What it works on."""
+        if self.case.model in DENSE_MODELS:
+            return DENSE_MODELS[self.case.model]()
+        if self.case.model in MIXED_MODELS:
+            return MIXED_MODELS[self.case.model](self.distribution)
+        if self.case.kind == "rows":
+            return workloads.rows(self.size, self.distribution)
+        if self.case.use.is_matrix:
+            return workloads.dense(self.size, workloads.square)
+        return workloads.dense(self.size)
+
+
+@dataclass(frozen=True)
+class SpecialCase:
+    """A case with a method of its own, which its module describes."""
+
+    name: str
+    summary: str
+    is_default: bool = False
+
+
+NO_CLIFF = SpecialCase(
+    "no-cliff",
+    "FusedSparseLazyAdam, uniform indices, D = 1 to 1024, B = 1 to 10^6, against the cache "
+    "lines it touches",
+)
+FIRST_STEP = SpecialCase(
+    "first-step",
+    "import and first step in a fresh process, cold and with a filled cache",
+    is_default=True,
+)
+THOR = SpecialCase("thor", "steps of THOR: their linear algebra, and what comes on top of it")
+
+SUBJECTS: dict[str, Subject] = {
+    **{f"nn.{name}": optimizer for name, optimizer in OPTIMIZERS.items()},
+    **{f"ops.{name}": operator for name, operator in OPERATORS.items()},
+    f"ops.{LARS_UPDATE.name}": LARS_UPDATE,
+    **{f"ops.{name}": function for name, function in FUNCTIONS.items()},
+    **MXNET,
+}
+# Each model with the optimizers that it is usually trained with, or would be here.
+_ON_MODELS = {
+    "many-small": ("nn.Adam", "nn.SGD(momentum)", "nn.Lamb", "nn.mxnet.Adam"),
+    "resnet50": ("nn.Momentum", "nn.LARS", "nn.Adam"),
+    "gpt2": ("nn.Adam", "nn.AdamWeightDecay", "nn.Lamb"),
+    "dlrm": ("nn.SGD", "nn.Adagrad", "nn.LazyAdam"),
+}
+_DEFAULT_ON_MODELS = {"many-small/nn.Adam", "resnet50/nn.Momentum", "resnet50/nn.Adam"}
+# The same steps under other names: left to those who name them, so that a run stays short.
+_NO_DEFAULT = {
+    "dense/nn.SGD(momentum)",
+    "dense/nn.Momentum(nesterov)",
+    "dense/nn.Adam(nesterov)",
+    "dense/nn.AdamOffload",
+    "dense/nn.LazyAdam",
+    "rows/nn.AdamOffload",
+    "dense/nn.FTRL(lr_power=-0.4)",
+    "dense/ops.Adam",
+    "dense/ops.AdamWeightDecay",
+    "dense/ops.ApplyAdamWithAmsgrad",
+    "dense/ops.ApplyAdamWithAmsgradV2",
+    "dense/ops.ApplyMomentum",
+    "dense/ops.ApplyRMSProp",
+    "dense/ops.ApplyAdagrad",
+    "dense/ops.ApplyProximalAdagrad",
+    "dense/ops.ApplyFtrl",
+    "rows/ops.FusedSparseFtrl",
+    "rows/ops.SparseApplyFtrl",
+    "rows/ops.FusedSparseProximalAdagrad",
+    "rows/ops.SparseApplyProximalAdagrad",
+    "dense/nn.mxnet.AdamW",
+    "rows/nn.mxnet.Adam",
+    "rows/nn.mxnet.Adam(lazy)",
+    "dense/ops.adam_update",
+    "rows/ops.adam_update",
+    "rows/ops.adam_update(lazy)",
+}
+
+
+def _cases() -> Iterator[Case]:
+    one_tensor: tuple[Kind, ...] = ("dense", "rows")
+    for name, subject in SUBJECTS.items():
+        for kind in one_tensor:
+            if kind in subject.uses:
+                full = f"{kind}/{name}"
+                yield Case(full, subject, kind, full not in _NO_DEFAULT)
+    for model, names in _ON_MODELS.items():
+        kind = "dense" if model in DENSE_MODELS else "mixed"
+        for name in names:
+            full = f"{model}/{name}"
+            yield Case(full, SUBJECTS[name], kind, full in _DEFAULT_ON_MODELS)
+
+
+STEPS: tuple[Case, ...] = tuple(_cases())
+CASES: tuple[Case | SpecialCase, ...] = (*STEPS, NO_CLIFF, FIRST_STEP, THOR)
+
+
+def select(patterns: list[str]) -> list[Case | SpecialCase]:
+    """The cases that are asked for, in the order of the table; without any, the default ones.
+
+    A pattern such as ``rows/*`` matches whole names, or what comes after the slash.
+
+    Raises:
+        BenchError: nothing has such a name.
+    """
+    for pattern in patterns:
+        if not any(_matches(case.name, pattern) for case in CASES):
+            raise BenchError(f"no case {pattern!r}: {_hint(pattern)}")
+    if not patterns:
+        return [case for case in CASES if case.is_default]
+    return [c for c in CASES if any(_matches(c.name, pattern) for pattern in patterns)]
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(name.partition("/")[2] or name, pattern)
+
+
+def _hint(pattern: str) -> str:
+    names = [case.name for case in CASES]
+    near = difflib.get_close_matches(pattern, [*names, *SUBJECTS], n=1)
+    return f"did you mean {near[0]!r}?" if near else "'fusestep bench --list' names them"
+
+
+def points(
+    cases: Iterable[Case],
+    sizes: str | None,
+    dtypes: list[str],
+    threads: list[int],
+    distributions: list[str],
+) -> list[Point]:
+    """Every combination that there is; a model has one size.
+
+    Args:
+        cases: the cases.
+        sizes: as `workloads.parse_sizes`; None for the default of each kind.
+        dtypes: by name.
+        threads: numbers of them.
+        distributions: of the indices of row cases.
+
+    Raises:
+        BenchError: a size or a dtype fits none of the cases.
+    """
+    cases = list(cases)
+    found = [
+        Point(case, size, dtype, count, distribution)
+        for case in cases
+        for size in _sizes_of(case, sizes)
+        for dtype in dtypes
+        if dtype in case.subject.dtypes
+        for distribution in (distributions if case.kind != "dense" else distributions[:1])
+        for count in threads
+    ]
+    if not found and cases:
+        asked = f"--size {sizes or 'default'}, --dtype {','.join(dtypes)}"
+        raise BenchError(f"{asked}: fits none of the chosen cases")
+    return found
+
+
+def _sizes_of(case: Case, sizes: str | None) -> list[str]:
+    if case.model is not None:
+        return [case.model]
+    if sizes is None:
+        return [workloads.DEFAULT_ROWS if case.kind == "rows" else workloads.DEFAULT_DENSE]
+    dense, rows = workloads.parse_sizes(sizes)
+    return rows if case.kind == "rows" else dense

@@ -1,0 +1,198 @@
+"""What a step works on: shapes of parameters, and which of their gradients are row-sparse."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import numpy as np
+
+from ..errors import BenchError
+from . import indices, model_shapes
+from .model_shapes import Shape
+
+Kind = Literal["dense", "rows", "mixed"]
+
+# The published sizes.
+DENSE_SIZES = ("1K", "16K", "256K", "1M", "4M", "16M", "64M")
+DEFAULT_DENSE = "4M"
+PUBLISHED_DENSE = "16M"  # in the tables of the documents
+ROW_SIZES = ("10Kx16x1K", "100Kx32x8K", "500000x64x65536", "1Mx128x64K")
+DEFAULT_ROWS = "500000x64x65536"
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+_NUMBER = re.compile(r"([1-9]\d*)([KMG]?)")
+_RANGE_FACTOR = 4
+_DLRM_BATCH = 2048
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One parameter and the kind of its gradient.
+
+    Args:
+        shape: ``[N, D]`` where the gradient is row-sparse.
+        B: how many rows the gradient names; None for a dense one.
+        indices: their distribution.
+    """
+
+    shape: Shape
+    B: int | None = None
+    indices: str = ""
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A set of parameters with their gradients.
+
+    Args:
+        size: how the user and the report name it.
+        tensors: the parameters.
+    """
+
+    size: str
+    tensors: tuple[Tensor, ...]
+
+    @property
+    def kind(self) -> Kind:
+        """Which gradients there are."""
+        sparse = {tensor.B is not None for tensor in self.tensors}
+        return "mixed" if len(sparse) == 2 else "rows" if True in sparse else "dense"
+
+    @property
+    def elements(self) -> int:
+        """Elements of all parameters."""
+        return sum(tensor.size for tensor in self.tensors)
+
+
+def dense(size: str, shape: Callable[[int], Shape] = lambda n: (n,)) -> Workload:
+    """One tensor of so many elements, or of about as many in a ``shape``."""
+    return Workload(size, (Tensor(shape(number(size))),))
+
+
+def square(n: int) -> Shape:
+    """The shape of a square matrix of about ``n`` elements."""
+    side = max(1, math.isqrt(n))
+    return side, side
+
+
+def rows(size: str, distribution: str) -> Workload:
+    """A table ``[N, D]`` and a batch of B of its rows, from ``NxDxB``."""
+    N, D, B = (number(part) for part in size.split("x"))
+    return Workload(f"{size} {distribution}", (Tensor((N, D), B, distribution),))
+
+
+def _model(name: str, shapes: Callable[[], list[Shape]]) -> Workload:
+    return Workload(name, tuple(Tensor(shape) for shape in shapes()))
+
+
+def _dlrm(distribution: str) -> Workload:
+    """One lookup of each sample of a batch in each table."""
+    tables = [Tensor(shape, _DLRM_BATCH, distribution) for shape in model_shapes.dlrm_tables()]
+    perceptrons = [Tensor(shape) for shape in model_shapes.dlrm_dense()]
+    return Workload(f"dlrm {distribution}", (*tables, *perceptrons))
+
+
+DENSE_MODELS: dict[str, Callable[[], Workload]] = {
+    "many-small": partial(_model, "many-small", model_shapes.many_small),
+    "resnet50": partial(_model, "resnet50", model_shapes.resnet50),
+    "gpt2": partial(_model, "gpt2", model_shapes.gpt2_small),
+}
+MIXED_MODELS: dict[str, Callable[[str], Workload]] = {"dlrm": _dlrm}
+
+
+def number(text: str) -> int:
+    """A whole number above 0, with K, M or G for powers of 1024.
+
+    Raises:
+        BenchError: it is none.
+    """
+    found = _NUMBER.fullmatch(text)
+    if not found:
+        raise BenchError(f"--size: expected a number such as 65536, 64K or 16M, got {text!r}")
+    return int(found[1]) * _UNITS[found[2]]
+
+
+def label(n: int) -> str:
+    """A number with the largest unit that divides it."""
+    unit = max((u for u, value in _UNITS.items() if n % value == 0), key=_UNITS.__getitem__)
+    return f"{n // _UNITS[unit]}{unit}"
+
+
+def parse_sizes(text: str) -> tuple[list[str], list[str]]:
+    """Sizes of dense and of row cases, from a list with commas.
+
+    An entry is a number of elements (``16M``), a range of them in steps of four (``1K..64M``),
+    rows, width and batch of a table (``500000x64x65536``), or ``all`` published sizes.
+
+    Raises:
+        BenchError: an entry is none of these.
+    """
+    dense_sizes: list[str] = []
+    row_sizes: list[str] = []
+    for entry in (part.strip() for part in text.split(",")):
+        if entry == "all":
+            dense_sizes += DENSE_SIZES
+            row_sizes += ROW_SIZES
+        elif "x" in entry:
+            row_sizes.append(_row_size(entry))
+        elif ".." in entry:
+            dense_sizes += _range(entry)
+        else:
+            number(entry)
+            dense_sizes.append(entry)
+    return list(dict.fromkeys(dense_sizes)), list(dict.fromkeys(row_sizes))
+
+
+def _row_size(entry: str) -> str:
+    parts = entry.split("x")
+    if len(parts) != 3:
+        raise BenchError(f"--size: expected N x D x B such as 500000x64x65536, got {entry!r}")
+    for part in parts:
+        number(part)
+    return entry
+
+
+def _range(entry: str) -> Iterator[str]:
+    first, _, last = entry.partition("..")
+    n, end = number(first), number(last)
+    if n > end:
+        raise BenchError(f"--size: expected a range that ascends, got {entry!r}")
+    while n <= end:
+        yield label(n)
+        n *= _RANGE_FACTOR
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """The gradient of one tensor, in float32: what ours and all peers start from.
+
+    Args:
+        values: of the tensor's shape, or ``[B, D]``.
+        indices: ``[B]``; None for a dense one.
+    """
+
+    values: np.ndarray
+    indices: np.ndarray | None = None
+
+
+def gradients(workload: Workload) -> list[Gradient]:
+    """Normal numbers, the same in every run; distributed rows."""
+    rng = np.random.default_rng(1)
+    return [_gradient(rng, tensor, seed) for seed, tensor in enumerate(workload.tensors)]
+
+
+def _gradient(rng: np.random.Generator, tensor: Tensor, seed: int) -> Gradient:
+    if tensor.B is None:
+        return Gradient(rng.standard_normal(tensor.shape, np.float32))
+    N, D = tensor.shape
+    values = rng.standard_normal((tensor.B, D), np.float32)
+    return Gradient(values, indices.draw(tensor.indices, N, tensor.B, seed))

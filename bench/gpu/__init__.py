@@ -1,0 +1,1 @@
+"""Steps on a CUDA device: ``python -m fusestep.bench.gpu``."""

@@ -1,0 +1,248 @@
+"""Times on a CUDA device: events around what was enqueued, contestants in turn.
+
+Before each sample the stream is kept busy until all steps of the sample are enqueued, so that
+the device never waits for the host between them: what is measured is the work of the device. How
+long the host took to enqueue them is measured beside it.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from numba import config, cuda, float32, int64
+
+from ...kernels.cuda.device.backend import address_of, copy_in
+from ...kernels.cuda.device.fill import fill
+from ...ops.runtime import pending
+from ..errors import BenchError
+from ..report.result import BOUND
+from ..report.stats import Summary
+
+if config.ENABLE_CUDASIM:
+    from ...kernels.cuda.device.simulated import tile_loader, tile_storer
+else:
+    from ...kernels.cuda.device.intrinsics import tile_loader, tile_storer
+
+Enqueue = Callable[[], object]
+"""Enqueues one step on the default stream."""
+
+THREADS = 256
+_COPIED_TILES = 4  # of a thread of the wider copy kernel
+COPY_UNIT = 16 * THREADS * _COPIED_TILES
+"""Copies are of a multiple of so many bytes."""
+
+_SHORTEST = 2e-3  # seconds of a sample, on the device
+_MOST_STEPS = 20  # of a sample; far fewer launches than a stream can hold
+_FEWEST, _MOST = 9, 101  # rounds
+_LONGEST_LEAD = 0.5  # seconds
+BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+
+
+# ---------------------------------------------------------------------------------------- Memory
+
+
+def new_array(shape: int | tuple[int, ...], value: float = 0.0, dtype: Any = np.float32) -> Any:
+    """An array of Numba's, filled on the device."""
+    array = cuda.device_array(shape, dtype)
+    if array.size:
+        fill(int(address_of(array)), int(array.size), value, np.dtype(dtype), cuda.default_stream())
+    return array
+
+
+def normal_array(shape: int | tuple[int, ...], dtype: Any = np.float32) -> Any:
+    """Normal numbers; a block of them, again and again."""
+    array = cuda.device_array(shape, dtype)
+    n, itemsize = int(np.prod(shape)), np.dtype(dtype).itemsize
+    block = np.random.default_rng(1).standard_normal(min(n, 1 << 22), np.float32).astype(dtype)
+    for first in range(0, n, len(block)):
+        part = block[: n - first]
+        copy_in(int(address_of(array)) + first * itemsize, part, cuda.default_stream())
+    return array
+
+
+def free_bytes() -> int:
+    """Of the device, after everything that nobody needs is given back."""
+    gc.collect()
+    context = cuda.current_context()
+    deallocations = getattr(context, "deallocations", None)
+    if deallocations is not None:
+        deallocations.clear()
+    return int(context.get_memory_info().free)
+
+
+# ----------------------------------------------------------------------------------------- Copies
+
+
+def copy_on_device(to: int, source: int, n_bytes: int) -> None:
+    """Enqueue the driver's own copy.
+
+    Raises:
+        BenchError: the driver refuses.
+    """
+    from cuda.bindings import driver
+
+    (error,) = driver.cuMemcpyDtoDAsync(to, source, n_bytes, 0)
+    if error != driver.CUresult.CUDA_SUCCESS:
+        raise BenchError(f"cuMemcpyDtoDAsync: {error!r}")
+
+
+@cache
+def _copy_kernels() -> tuple[Any, Any]:
+    """Copies of one and of four vectors of 16 bytes by each thread; arguments ``to, source``."""
+    load: Any = tile_loader(4, 4)  # type: ignore[no-untyped-call]
+    store: Any = tile_storer(4, 4)  # type: ignore[no-untyped-call]
+
+    @cuda.jit
+    def copy_one(to, source):  # type: ignore[no-untyped-def]
+        a = cuda.local.array(4, float32)
+        at = (int64(cuda.blockIdx.x) * THREADS + cuda.threadIdx.x) * 16
+        load(a, source + at)
+        store(to + at, a)
+
+    @cuda.jit
+    def copy_four(to, source):  # type: ignore[no-untyped-def]
+        a, b = cuda.local.array(4, float32), cuda.local.array(4, float32)
+        c, d = cuda.local.array(4, float32), cuda.local.array(4, float32)
+        at = (int64(cuda.blockIdx.x) * (THREADS * 4) + cuda.threadIdx.x) * 16
+        step = THREADS * 16
+        load(a, source + at)
+        load(b, source + at + step)
+        load(c, source + at + 2 * step)
+        load(d, source + at + 3 * step)
+        store(to + at, a)
+        store(to + at + step, b)
+        store(to + at + 2 * step, c)
+        store(to + at + 3 * step, d)
+
+    return copy_one, copy_four
+
+
+class Copies:
+    """Plain copies on the device; the fastest of them is the bound.
+
+    Args:
+        n_bytes: of a copy; a multiple of `COPY_UNIT`.
+    """
+
+    def __init__(self, n_bytes: int) -> None:
+        self.n_bytes = n_bytes
+        self._arrays = [new_array(n_bytes, 0, np.uint8) for _ in range(2)]
+        to, source = (int(address_of(array)) for array in self._arrays)
+        one, four = _copy_kernels()
+        stream, tiles = cuda.default_stream(), n_bytes // 16
+        self.jobs: dict[str, Enqueue] = {
+            f"{BOUND}cuMemcpyDtoD": lambda: copy_on_device(to, source, n_bytes),
+            f"{BOUND}copy kernel": lambda: one[tiles // THREADS, THREADS, stream](to, source),
+            f"{BOUND}copy kernel, 4 vectors": lambda: four[
+                tiles // (THREADS * _COPIED_TILES), THREADS, stream
+            ](to, source),
+        }
+
+    def bandwidth(self, times: Mapping[str, Timed]) -> float:
+        """Bytes a second of the fastest copy; each byte is read and written."""
+        best = min(times[label].device.median for label in self.jobs)
+        return 2 * self.n_bytes / best
+
+
+# ----------------------------------------------------------------------------------------- Timing
+
+
+@dataclass(frozen=True)
+class Timed:
+    """The times of one contestant, in seconds a step.
+
+    Args:
+        device: between two events on the stream.
+        host: that the calls took.
+        steps: of a sample.
+        ahead: the share of samples in which the host had enqueued all before the device began;
+            in the others the device may have waited for it.
+    """
+
+    device: Summary
+    host: Summary
+    steps: int
+    ahead: float
+
+
+@cache
+def _sleeper() -> Any:
+    @cuda.jit
+    def sleep(milliseconds):  # type: ignore[no-untyped-def]
+        for _ in range(milliseconds):
+            cuda.nanosleep(1_000_000)
+
+    return sleep
+
+
+def keep_busy(seconds: float, stream: Any = None) -> Any:
+    """Enqueue work of about so long, on the default stream; the event that comes after it."""
+    stream = cuda.default_stream() if stream is None else stream
+    _sleeper()[1, 1, stream](max(1, round(seconds * 1e3)))
+    event = cuda.event(timing=False)
+    event.record(stream)
+    return event
+
+
+@dataclass(frozen=True)
+class _Sample:
+    device: float
+    host: float
+    ahead: bool
+
+
+def _sample(enqueue: Enqueue, steps: int, lead: float) -> _Sample:
+    stream = cuda.default_stream()
+    begin, end = cuda.event(), cuda.event()
+    before = keep_busy(lead)
+    begin.record(stream)
+    started = time.perf_counter()
+    for _ in range(steps):
+        enqueue()
+    took = time.perf_counter() - started
+    end.record(stream)
+    ahead = not before.query()
+    end.synchronize()
+    pending.settle()  # not in the middle of a sample
+    return _Sample(begin.elapsed_time(end) / 1e3 / steps, took / steps, ahead)
+
+
+def interleave(jobs: Mapping[str, Enqueue], seconds: float) -> dict[str, Timed]:
+    """Every contestant once, then every contestant again, ...
+
+    Args:
+        jobs: by label.
+        seconds: that the measurement may take, about.
+    """
+    plans: dict[str, tuple[int, float]] = {}
+    round_takes = 0.0
+    for label, enqueue in jobs.items():
+        enqueue()  # compiles
+        cuda.synchronize()
+        first = _sample(enqueue, 2, 0.02)
+        steps = max(1, min(_MOST_STEPS, round(_SHORTEST / max(first.device, 1e-9))))
+        # The sleep of a thread may be shorter than asked for.
+        lead = min(_LONGEST_LEAD, 2e-3 + 3 * steps * first.host)
+        plans[label] = steps, lead
+        round_takes += lead + steps * first.device
+    rounds = max(_FEWEST, min(_MOST, round(seconds / round_takes)))
+    samples: dict[str, list[_Sample]] = {label: [] for label in jobs}
+    for _ in range(rounds):
+        for label, enqueue in jobs.items():
+            samples[label].append(_sample(enqueue, *plans[label]))
+    return {
+        label: Timed(
+            Summary.of([s.device for s in found]),
+            Summary.of([s.host for s in found]),
+            plans[label][0],
+            sum(s.ahead for s in found) / len(found),
+        )
+        for label, found in samples.items()
+    }

@@ -1,0 +1,1 @@
+"""Results files, and the tables, pictures and documents made of them."""

@@ -1,0 +1,136 @@
+"""The results of a run as JSON: built, checked against the schema, written, read."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+
+from ... import threading_layer
+from .. import machine
+from ..errors import BenchError
+from ..peer import Peers
+from .result import Against, PointResult, Settings, SpecialResult
+
+SCHEMA = 2
+Result = PointResult | SpecialResult
+
+
+def document(
+    results: Sequence[Result], settings: Settings, peers: Peers, load: float | None
+) -> dict[str, Any]:
+    """Everything about a run, times in seconds; ``load`` is that of the machine before it."""
+    return {
+        "schema": SCHEMA,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "fusestep": machine.fusestep(),
+        "machine": machine.machine(),
+        "software": machine.software(),
+        "threading_layer": threading_layer(),
+        "seconds_per_point": settings.seconds,
+        "load_before": load,
+        "peers": peers.versions,
+        "missing_peers": peers.missing,
+        "points": [_point(r) for r in results if isinstance(r, PointResult)],
+        "special": [asdict(r) for r in results if isinstance(r, SpecialResult)],
+    }
+
+
+def _point(result: PointResult) -> dict[str, Any]:
+    point = result.point
+    return {
+        "case": point.case.name,
+        "size": point.size,
+        "indices": None if point.case.kind == "dense" else point.distribution,
+        "dtype": point.dtype,
+        "threads": point.threads,
+        "sizes": result.size,
+        "bytes": result.bytes,
+        "from_memory": result.from_memory,
+        "copies": result.copies,
+        "times": {label: asdict(summary) for label, summary in result.times.items()},
+        "bound": _against(result.bound) if result.bound else None,
+        "peers": {peer: _against(against) for peer, against in result.peers.items()},
+        "losses": result.losses,
+        "memory": result.memory,
+        "unavailable": result.unavailable,
+    }
+
+
+def _against(against: Against) -> dict[str, Any]:
+    return {"label": against.label, **asdict(against.speedup)}
+
+
+@cache
+def _schema() -> dict[str, Any]:
+    text = (Path(__file__).parent / "results.schema.json").read_text(encoding="utf-8")
+    schema: dict[str, Any] = json.loads(text)
+    return schema
+
+
+def check_schema(document: Any) -> None:
+    """Check that a document has the form of this version.
+
+    Raises:
+        ValueError: it has not; the text names the place.
+    """
+    found = document.get("schema") if isinstance(document, dict) else None
+    if found != SCHEMA:
+        raise ValueError(f"expected results of schema {SCHEMA}, got {found}")
+    try:
+        jsonschema.validate(document, _schema())
+    except jsonschema.ValidationError as error:
+        raise ValueError(f"{error.json_path}: {error.message}") from error
+
+
+def read(path: Path, option: str) -> dict[str, Any]:
+    """The document in a file.
+
+    Raises:
+        BenchError: it cannot be read, or is no such document.
+    """
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        check_schema(found)
+    except OSError as error:
+        raise BenchError(f"{option}: cannot read {str(path)!r}: {error.strerror}") from error
+    except ValueError as error:  # of JSON, of its encoding, of the schema
+        raise BenchError(f"{option}: {str(path)!r} holds no results: {error}") from error
+    return found
+
+
+def check_writable(path: Path, option: str = "--json") -> None:
+    """Find out before the measurement whether a file can be written.
+
+    Raises:
+        BenchError: it cannot.
+    """
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(21, "is a folder")
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise BenchError(f"{option}: cannot write {str(path)!r}: {error.strerror}") from error
+
+
+def write(path: Path, document: dict[str, Any]) -> None:
+    """Write the file as a whole or not at all.
+
+    Raises:
+        BenchError: it cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        os.replace(temporary, path)
+    except OSError as error:
+        raise BenchError(f"--json: cannot write {str(path)!r}: {error.strerror}") from error

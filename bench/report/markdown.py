@@ -1,0 +1,334 @@
+"""The tables of the documents, made from the committed results.
+
+A region of a document between ``<!-- bench: NAME FILE -->`` and ``<!-- end of bench -->`` holds
+the table NAME of the results file FILE in ``bench/results`` (or, without FILE, one that needs no
+measurement). ``python -m fusestep.bench.report.markdown`` writes all regions anew;
+``fusestep bench --check`` finds out whether they are what it would write.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .. import machine
+from ..cases import indices
+from ..cases.steps import STEPS
+from ..cases.workloads import DEFAULT_ROWS, PUBLISHED_DENSE, number
+from ..errors import BenchError
+from . import document
+from .result import OF_BOUND, OURS
+from .table import (
+    bandwidth,
+    loses_to,
+    loses_to_bound,
+    memory,
+    peers_of,
+    seconds,
+    share,
+    size,
+    speedup,
+)
+
+DOCUMENTS = ("README.md", "docs/performance.md", "docs/bytes.md")
+_REGION = re.compile(r"(<!-- bench: (\S+)(?: (\S+))? -->\n).*?(<!-- end of bench -->)", re.DOTALL)
+_SHOWN = (
+    "dense/nn.SGD",
+    "dense/nn.Momentum",
+    "dense/nn.RMSProp",
+    "dense/nn.Adagrad",
+    "dense/nn.FTRL",
+    "dense/nn.Adam",
+    "dense/nn.Adam(amsgrad)",
+    "dense/nn.AdamWeightDecay",
+    "dense/nn.Lamb",
+    "dense/nn.LARS",
+    "dense/nn.AdaFactor",
+    "many-small/nn.Adam",
+    "resnet50/nn.Momentum",
+    "gpt2/nn.Adam",
+    "dlrm/nn.LazyAdam",
+    "rows/nn.SGD",
+    "rows/nn.Adagrad",
+    "rows/ops.FusedSparseAdam",
+    "rows/ops.FusedSparseLazyAdam",
+    "rows/ops.FusedSparseFtrl",
+    "rows/ops.FusedSparseProximalAdagrad",
+)
+Points = list[dict[str, Any]]
+
+
+def rewritten(text: str, results: Path) -> str:
+    """A document with all of its regions made anew.
+
+    Raises:
+        BenchError: a region names no table, or no readable results.
+    """
+
+    def region(found: re.Match[str]) -> str:
+        begin, name, file, end = found.groups()
+        if name not in _TABLES:
+            raise BenchError(f"no table {name!r}: there are {', '.join(_TABLES)}")
+        data = document.read(results / file, "--check") if file else {}
+        return f"{begin}{_TABLES[name](data)}\n{end}"
+
+    return _REGION.sub(region, text)
+
+
+def documents() -> dict[Path, str]:
+    """The documents of the checkout as they should be.
+
+    Raises:
+        BenchError: this is no checkout.
+    """
+    root = machine.checkout_at_hand()
+    if root is None:
+        raise BenchError("--check: the documents are in a Git checkout only, and this is none")
+    try:
+        texts = {root / name: (root / name).read_text(encoding="utf-8") for name in DOCUMENTS}
+    except OSError as error:
+        raise BenchError(f"--check: cannot read {error.filename}: {error.strerror}") from error
+    return {path: rewritten(text, root / "bench" / "results") for path, text in texts.items()}
+
+
+# -- the tables -----------------------------------------------------------------------------------
+
+
+def _summary(data: dict[str, Any]) -> str:
+    """A selection of the cases, at the published size, in float32, with all threads."""
+    usual = _usual(data)
+    points = [point for name in _SHOWN for point in usual if point["case"] == name]
+    lost = sum(bool(point["losses"]) for point in _measured(data))
+    return "\n".join(
+        [
+            _setting(data),
+            "",
+            _of_points(points),
+            "",
+            f"{lost} of the {len(_measured(data))} points of this run lose somewhere: less than "
+            f"{OF_BOUND:.0%} of the bound from memory, or slower than a peer.",
+        ]
+    )
+
+
+def _setting(data: dict[str, Any]) -> str:
+    software = data["software"]
+    peers = ", ".join(f"{name} {version}" for name, version in data["peers"].items())
+    return (
+        f"{data['machine']['cpu']}, {data['machine']['cores']} cores, Numba {software['numba']}, "
+        f"NumPy {software['numpy']}; peers: {peers or 'none'}; medians of one run, "
+        f"{data['date'][:10]}."
+    )
+
+
+def _measured(data: dict[str, Any]) -> Points:
+    return [point for point in data["points"] if OURS in point["times"]]
+
+
+def _usual(data: dict[str, Any]) -> Points:
+    """Plain points, at the published size and the default distribution of each case."""
+    return [
+        point
+        for point in _plain(data)
+        if point["size"] in (PUBLISHED_DENSE, DEFAULT_ROWS, point["case"].partition("/")[0])
+        and point["indices"] in (None, indices.DEFAULT)
+    ]
+
+
+def _plain(data: dict[str, Any]) -> Points:
+    """In float32, with all threads."""
+    points = _measured(data)
+    threads = max(point["threads"] for point in points)
+    return [p for p in points if p["threads"] == threads and p["dtype"] == "float32"]
+
+
+def _of_points(points: Points, *columns: str) -> str:
+    """Figures of points; ``columns`` are keys of a point that are shown beside its case."""
+    peers = peers_of(points)
+    head = ["case", *columns, "time", "GB/s", "of bound", *(f"x {peer}" for peer in peers)]
+    rows = [
+        [
+            f"`{point['case']}`",
+            *(str(point[column]) for column in columns),
+            seconds(point["times"][OURS]["median"]),
+            bandwidth(point),
+            _bold(share(point), loses_to_bound(point)),
+            *(_bold(speedup(point, peer), loses_to(point, peer)) for peer in peers),
+        ]
+        for point in points
+    ]
+    return _markdown(head, rows, left=1 + len(columns))
+
+
+def _bold(text: str, lost: bool) -> str:
+    return f"**{text}**" if lost else text
+
+
+def _all_usual(data: dict[str, Any]) -> str:
+    return _of_points(_usual(data))
+
+
+def _models(data: dict[str, Any]) -> str:
+    """Whole models."""
+    return _of_points(_measured(data))
+
+
+def _sizes(data: dict[str, Any]) -> str:
+    """Time and share of the bound of the dense float32 cases, a column for each size."""
+    points = [point for point in _plain(data) if point["case"].startswith("dense/")]
+    sizes = [point["size"] for point in sorted(points, key=lambda point: point["bytes"])]
+    columns = sorted(dict.fromkeys(sizes), key=number)
+    cells: dict[str, dict[str, str]] = {}
+    for point in points:
+        time = seconds(point["times"][OURS]["median"])
+        cells.setdefault(point["case"], {})[point["size"]] = f"{time}, {share(point)}"
+    rows = [
+        [f"`{name}`", *(found.get(column, "") for column in columns)]
+        for name, found in cells.items()
+        if len(found) > 1
+    ]
+    return _markdown(["case", *columns], rows)
+
+
+def _rows(data: dict[str, Any]) -> str:
+    """Row cases at all sizes and distributions."""
+    points = [point for point in _plain(data) if point["case"].startswith("rows/")]
+    return _of_points(points, "size", "indices")
+
+
+def _dtypes(data: dict[str, Any]) -> str:
+    """Points in 16 bit."""
+    return _of_points([p for p in _measured(data) if p["dtype"] != "float32"], "size", "dtype")
+
+
+def _scaling(data: dict[str, Any]) -> str:
+    """Times faster than with one thread."""
+    alone = {_without_threads(p): p for p in _measured(data) if p["threads"] == 1}
+    rows = []
+    for point in _measured(data):
+        one = alone.get(_without_threads(point))
+        if one is None or point["threads"] == 1:
+            continue
+        times = [p["times"][OURS]["median"] for p in (one, point)]
+        rows.append(
+            [
+                f"`{point['case']}`",
+                size(point),
+                *(seconds(time) for time in times),
+                f"{times[0] / times[1]:.2f}",
+                *(share(p) for p in (one, point)),
+            ]
+        )
+    head = ["case", "size", "1 thread", "all", "faster", "of bound, 1 thread", "all"]
+    return _markdown(head, rows, left=2)
+
+
+def _without_threads(point: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(point[key] for key in ("case", "size", "indices", "dtype"))
+
+
+def _losses(data: dict[str, Any]) -> str:
+    """Everything that falls short."""
+    rows = [
+        [f"`{p['case']}`", size(p), p["dtype"], str(p["threads"]), "; ".join(p["losses"])]
+        for p in _measured(data)
+        if p["losses"]
+    ]
+    return _markdown(["case", "size", "dtype", "threads", "measured"], rows, left=5)
+
+
+def _memory(data: dict[str, Any]) -> str:
+    """What a step needs beside its arrays: ours, and the fastest form of each peer."""
+    points = _usual(data)
+    peers = peers_of(points)
+    rows = [
+        [
+            f"`{point['case']}`",
+            memory(point["memory"][OURS]),
+            *(_memory_of(point, p) for p in peers),
+        ]
+        for point in points
+    ]
+    return _markdown(["case", "fusestep", *peers], rows)
+
+
+def _memory_of(point: dict[str, Any], peer: str) -> str:
+    found = point["peers"].get(peer)
+    return memory(point["memory"].get(found["label"])) if found else ""
+
+
+def _special(name: str) -> Callable[[dict[str, Any]], str]:
+    """The table of a case that is no step of one optimizer."""
+
+    def table(data: dict[str, Any]) -> str:
+        (special,) = (s for s in data["special"] if s["name"] == name)
+        limits = special["limits"]
+        rows = [
+            [label, seconds(time["median"]), seconds(limits[label]) if label in limits else ""]
+            for label, time in special["times"].items()
+        ]
+        return _markdown(["", "median", "limit"], rows)
+
+    return table
+
+
+def _bytes(_: dict[str, Any]) -> str:
+    """The byte model of every operator and optimizer."""
+    rows = []
+    for case in STEPS:
+        if case.model is not None:
+            continue
+        use, name = case.use, f"`{case.name}`"
+        traffic = use.traffic
+        passes = " + ".join(map(str, traffic.passes)) or "-"
+        counts = [str(n) for n in (traffic.updated, traffic.read, traffic.written)]
+        if case.kind == "dense":
+            formula = f"{4 * traffic.arrays} n"
+        elif use.algorithm == "gather":
+            formula = "4 (U + B) D + 8 B"
+        else:
+            touched = "N" if use.every_row else "U"
+            formula = f"{8 * traffic.updated} {touched} D + (4 D + 8) B"
+        rows.append([name, *counts, passes, formula])
+    head = ["case", "updated", "read", "written", "passes before", "bytes in float32"]
+    return _markdown(head, rows)
+
+
+def _markdown(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+    lines = [list(head), ["---"] * left + ["---:"] * (len(head) - left), *map(list, rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+_TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
+    "summary": _summary,
+    "setting": _setting,
+    "usual": _all_usual,
+    "models": _models,
+    "sizes": _sizes,
+    "rows": _rows,
+    "dtypes": _dtypes,
+    "scaling": _scaling,
+    "losses": _losses,
+    "memory": _memory,
+    "first-step": _special("first-step"),
+    "thor": _special("thor"),
+    "bytes": _bytes,
+}
+
+
+def main() -> int:
+    """Write all regions of all documents anew."""
+    try:
+        for path, text in documents().items():
+            path.write_text(text, encoding="utf-8")
+    except BenchError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

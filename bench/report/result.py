@@ -1,0 +1,127 @@
+"""What the measurement of a point hands to the report."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..cases.steps import Point
+from .stats import Ratio, Summary, ratio
+
+OURS = "fusestep"
+BOUND = "bound: "
+# What is called a loss: less than this share of the bound where a step works from memory, and
+# more time than a peer anywhere.
+OF_BOUND = 0.9
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user chose for a run.
+
+    Args:
+        seconds: that the measurement of a point may take.
+    """
+
+    seconds: float = 0.5
+
+
+# Told the share of the work that is done.
+Progress = Callable[[float], None]
+
+
+@dataclass(frozen=True)
+class Against:
+    """One reference: the fastest bound loop, or the fastest form of a peer.
+
+    Args:
+        label: of its times.
+        speedup: its time by ours; for a bound, the share of its speed that we reach.
+    """
+
+    label: str
+    speedup: Ratio
+
+
+@dataclass(frozen=True)
+class PointResult:
+    """The figures of one point.
+
+    Args:
+        point: what was measured.
+        bytes: what a step must move.
+        size: the sizes.
+        from_memory: whether a step had to fetch its arrays from memory.
+        copies: how many sets of buffers took turns.
+        times: by label: ours, bounds, peers.
+        memory: by label, bytes that a step needs beside its arrays; None where unknown.
+        unavailable: why a label, or a peer, has no times.
+    """
+
+    point: Point
+    bytes: int
+    size: dict[str, int]
+    from_memory: bool
+    copies: int
+    times: dict[str, Summary]
+    memory: dict[str, int | None] = field(default_factory=dict)
+    unavailable: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def bound(self) -> Against | None:
+        """The fastest loop with the same traffic."""
+        return self._against([label for label in self.times if label.startswith(BOUND)])
+
+    @property
+    def peers(self) -> dict[str, Against]:
+        """The fastest form of each peer."""
+        labels: dict[str, list[str]] = {}
+        for label in self.times:
+            if label != OURS and not label.startswith(BOUND):
+                labels.setdefault(label.split()[0], []).append(label)
+        found = {peer: self._against(forms) for peer, forms in labels.items()}
+        return {peer: against for peer, against in found.items() if against is not None}
+
+    def _against(self, labels: list[str]) -> Against | None:
+        best = fastest(self.times, labels)
+        if best is None or OURS not in self.times:
+            return None
+        return Against(best, ratio(self.times[best], self.times[OURS]))
+
+    @property
+    def losses(self) -> list[str]:
+        """What falls short, in words."""
+        losses = []
+        if self.from_memory and self.bound and self.bound.speedup.value < OF_BOUND:
+            losses.append(f"{self.bound.speedup.value:.1%} of the bound")
+        losses += [
+            f"{against.speedup.value:.2f} x {against.label}"
+            for against in self.peers.values()
+            if against.speedup.value < 1
+        ]
+        return losses
+
+
+@dataclass(frozen=True)
+class SpecialResult:
+    """The figures of a case with a method of its own.
+
+    Args:
+        name, summary: of the case.
+        times: by label.
+        limits: what some of them should not exceed, in seconds.
+        points: further figures of a case that is a series.
+    """
+
+    name: str
+    summary: str
+    times: dict[str, Summary]
+    limits: dict[str, float] = field(default_factory=dict)
+    points: list[dict[str, Any]] = field(default_factory=list)
+
+
+def fastest(times: dict[str, Summary], labels: list[str]) -> str | None:
+    """The label with the smallest median, of those that have one."""
+    measured = [label for label in labels if label in times]
+    return min(measured, key=lambda label: times[label].median, default=None)

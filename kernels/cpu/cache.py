@@ -1,0 +1,400 @@
+"""The on-disk cache of compiled code: one file per kernel, named by all that it depends on.
+
+Numba's own cache does not see that a function called by a closure has changed, never hits
+for closures over compiled functions, and keeps an index per function that two processes can
+leave pointing at each other's code. Here the file name is the hash of everything that decides
+the machine code, so an entry can be missing but never stale, and entries are written to a
+temporary file and renamed, so a reader sees a whole one or none.
+
+Loading an entry runs what is in it. So one counts only if nobody but the user of this process can
+have written it: the folder and the file belong to that user, and no one else may write to them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import pickle
+import secrets
+import stat
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import llvmlite
+import numba
+import numpy as np
+from numba.core import serialize
+from numba.core.bytecode import FunctionIdentity
+from numba.core.caching import _Cache
+from numba.core.compiler import CompileResult
+from numba.core.dispatcher import Dispatcher
+
+PACKAGE = Path(__file__).resolve().parent.parent
+_MAGIC = b"fusestep kernel 1\n"
+_SUFFIX = ".kernel"
+_problems: dict[Path, str] = {}  # folders that this process does without, and why
+
+
+def _number_functions_apart() -> None:
+    """Let the numbers of this process's functions begin where no other process's are.
+
+    Numba puts them into the names of symbols. As they begin at 1, closures of two processes get
+    the same name, and of two cached objects that are loaded together the second would call the
+    functions of the first: other machine code than it was compiled with.
+    """
+    FunctionIdentity._unique_ids = itertools.count(secrets.randbits(62))
+
+
+_number_functions_apart()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_number_functions_apart)
+
+
+def sources_hash() -> str:
+    """Hash of every source file below ``kernels/``, as they are now."""
+    digest = hashlib.sha256()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        digest.update(str(path.relative_to(PACKAGE)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+# Taken before the other modules are imported: what is compiled later is the code of then.
+_IMPORTED_SOURCES = sources_hash()
+
+
+def cache_directory() -> Path | None:
+    """Where compiled kernels are kept; None when ``FUSESTEP_CACHE_DIR`` is set but empty, or
+    when there is no folder to keep them in.
+
+    ``FUSESTEP_CACHE_DIR``, else ``NUMBA_CACHE_DIR/fusestep``, else the user's cache folder.
+    """
+    chosen = os.environ.get("FUSESTEP_CACHE_DIR")
+    if chosen is not None:
+        return Path(chosen) if chosen else None
+    if os.environ.get("NUMBA_CACHE_DIR"):
+        return Path(os.environ["NUMBA_CACHE_DIR"]) / "fusestep"
+    try:
+        home = Path.home()
+    except RuntimeError:  # a user without a home folder, as containers have
+        return None
+    if sys.platform == "win32":
+        base = os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local"
+    elif sys.platform == "darwin":
+        base = home / "Library" / "Caches"
+    else:
+        base = os.environ.get("XDG_CACHE_HOME") or home / ".cache"
+    return Path(base) / "fusestep"
+
+
+def cache_problem() -> str | None:
+    """Why this process has had to do without the folder; None if it has not."""
+    directory = cache_directory()
+    return None if directory is None else _problems.get(directory)
+
+
+def cache_entries() -> list[Path]:
+    """The files of the cache, those of other versions included; none of a folder not trusted."""
+    directory = cache_directory()
+    if directory is None:
+        return []
+    try:
+        with _opened(directory) as folder:
+            return [directory / name for name in folder.entries()]
+    except OSError:
+        return []
+
+
+def clear_cache() -> None:
+    """Remove every entry; processes that have loaded one keep running on it.
+
+    A folder that is not trusted stays as it is, with a warning.
+    """
+    directory = cache_directory()
+    if directory is None:
+        return
+    try:
+        with _opened(directory) as folder:
+            for name in folder.entries():
+                with suppress(FileNotFoundError):  # another process clears it too
+                    folder.remove(name)
+    except FileNotFoundError:  # nothing has been kept yet
+        return
+    except OSError as error:
+        _do_without(directory, error)
+
+
+def fingerprint(function: Any) -> str:
+    """Hash of a function's module, code, constants, closure and of every function it reaches.
+
+    Reached are functions by a global name, as an attribute of a global module or from the
+    closure; global numbers and strings count with their values. A user's own rule therefore
+    misses the cache when it, or anything that it calls, has changed.
+    """
+    digest = hashlib.sha256()
+    _feed_function(digest, function, set())
+    return digest.hexdigest()
+
+
+def _feed_function(digest: Any, function: Any, seen: set[int]) -> None:
+    function = getattr(function, "py_func", function)
+    if id(function) in seen:
+        return
+    seen.add(id(function))
+    digest.update(f"{function.__module__} ".encode())  # entries name it: it must be there to load
+    _feed_code(digest, function.__code__)
+    for value in _reached_values(function):
+        if isinstance(value, types.FunctionType | Dispatcher):
+            _feed_function(digest, value, seen)
+        elif isinstance(value, np.ndarray):
+            digest.update(f"{value.dtype} {value.shape}".encode() + value.tobytes())
+        else:
+            digest.update(f"{type(value).__name__} {value!r}".encode())
+
+
+def _feed_code(digest: Any, code: types.CodeType) -> None:
+    digest.update(code.co_code + repr((code.co_names, code.co_varnames)).encode())
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            _feed_code(digest, constant)
+        else:
+            digest.update(f"{type(constant).__name__} {constant!r}".encode())
+
+
+def _reached_values(function: types.FunctionType) -> list[Any]:
+    """Constants and functions that the code of ``function`` can reach by its names."""
+    constants = int | float | bool | str | tuple | np.generic | np.ndarray
+    names = function.__code__.co_names
+    values = [function.__globals__.get(name) for name in names]
+    values += [cell.cell_contents for cell in function.__closure__ or ()]
+    values += function.__defaults__ or ()
+    modules = [v for v in values if isinstance(v, types.ModuleType) and v is not np]
+    for module in modules:  # grows by the modules that are attributes of modules
+        members = [getattr(module, name, None) for name in names]
+        values += members
+        modules += [m for m in members if isinstance(m, types.ModuleType) and m not in modules]
+    return [v for v in values if isinstance(v, constants | types.FunctionType | Dispatcher)]
+
+
+class KernelCache(_Cache):
+    """Numba's cache interface for one function, keyed by ``identity`` and the environment.
+
+    Args:
+        identity: names the function and every choice that was compiled into it.
+    """
+
+    def __init__(self, identity: str) -> None:
+        self._identity = identity
+        self._enabled = True
+        self.hits = 0
+        self.misses = 0
+
+    @property
+    def cache_path(self) -> str | None:
+        """The folder of the entries."""
+        directory = cache_directory()
+        return None if directory is None else str(directory)
+
+    def enable(self) -> None:
+        """Use the cache (the default)."""
+        self._enabled = True
+
+    def disable(self) -> None:
+        """Neither read nor write."""
+        self._enabled = False
+
+    def flush(self) -> None:
+        """Nothing is kept in memory."""
+
+    def _key(self, sig: Any, codegen: Any) -> str:
+        return "\n".join(
+            (
+                self._identity,
+                __name__,  # entries name their modules: another import name cannot load them
+                str(sig),
+                repr(codegen.magic_tuple()),
+                _IMPORTED_SOURCES,
+                f"numba {numba.__version__} llvmlite {llvmlite.__version__}",
+                f"python {sys.version_info[:3]} {sys.implementation.cache_tag}",
+                f"numpy {np.__version__}",
+                repr((numba.config.OPT, numba.config.BOUNDSCHECK, numba.config.DEBUG_JIT)),
+            )
+        )
+
+    def _path(self, key: str) -> Path | None:
+        directory = cache_directory()
+        name = hashlib.sha256(key.encode()).hexdigest()
+        return None if directory is None else directory / f"{name}{_SUFFIX}"
+
+    def load_overload(self, sig: Any, target_context: Any) -> CompileResult | None:
+        """The cached code for ``sig``, or None."""
+        target_context.refresh()
+        key = self._key(sig, target_context.codegen())
+        path = self._path(key)
+        if not self._enabled or path is None:
+            return None
+        payload = _load(path, key)
+        if payload is None:
+            self.misses += 1
+            return None
+        self.hits += 1
+        loaded: CompileResult = CompileResult._rebuild(target_context, *pickle.loads(payload))
+        return loaded
+
+    def save_overload(self, sig: Any, data: CompileResult) -> None:
+        """Write the code for ``sig``; a folder that cannot be written is reported once."""
+        key = self._key(sig, data.codegen)
+        path = self._path(key)
+        if not self._enabled or path is None:
+            return
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            with _opened(path.parent) as folder:
+                # If a file has changed since, which of both texts was compiled is not known.
+                if sources_hash() == _IMPORTED_SOURCES:
+                    _write(folder, path.name, key, serialize.dumps(data._reduce()))
+        except OSError as error:
+            _do_without(path.parent, error)
+
+
+class _Folder(NamedTuple):
+    """An open folder, whose files are named relative to ``handle``.
+
+    So it stays the one that was checked when somebody who may write to a folder above it
+    exchanges what its path leads to. Before the check such a person can choose among folders
+    that pass it, which only this user has written; those above are therefore not looked at.
+    """
+
+    path: Path
+    handle: int | None  # None on Windows, where files have whole paths
+
+    def entries(self) -> list[str]:
+        """The names of the files with compiled code."""
+        with os.scandir(self.path if self.handle is None else self.handle) as found:
+            return sorted(
+                entry.name
+                for entry in found
+                if entry.name.endswith(_SUFFIX) and entry.is_file(follow_symlinks=False)
+            )
+
+    def open(self, name: str, flags: int) -> int:
+        """A descriptor of a file itself, not of what a link points to; waits for no writer."""
+        for flag in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_BINARY"):
+            flags |= getattr(os, flag, 0)
+        return os.open(self._named(name), flags, 0o600, dir_fd=self.handle)
+
+    def rename(self, old: str, new: str) -> None:
+        """Let ``new`` be the file that is ``old``."""
+        names = self._named(old), self._named(new)
+        os.replace(*names, src_dir_fd=self.handle, dst_dir_fd=self.handle)
+
+    def remove(self, name: str) -> None:
+        """Remove a file itself, not what a link points to."""
+        os.unlink(self._named(name), dir_fd=self.handle)
+
+    def _named(self, name: str) -> str:
+        return str(self.path / name) if self.handle is None else name
+
+
+@contextmanager
+def _opened(directory: Path) -> Iterator[_Folder]:
+    """A folder that only this user can have written, for one use.
+
+    It is not kept open: a daemon closes descriptors that it does not know, and their numbers
+    come to mean something else.
+
+    Raises:
+        OSError: it cannot be opened, or others may write to it.
+    """
+    if not hasattr(os, "geteuid"):  # Windows, where a user's folders are that user's by default
+        yield _Folder(directory, None)
+        return
+    handle = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        distrust = _distrust(os.fstat(handle))
+        if distrust:
+            raise PermissionError(distrust)
+        yield _Folder(directory, handle)
+    finally:
+        os.close(handle)
+
+
+def _distrust(status: os.stat_result) -> str | None:
+    """Why somebody else may have written what has this status, or None."""
+    if not hasattr(os, "geteuid"):
+        return None
+    if status.st_uid != os.geteuid():
+        return f"it belongs to user {status.st_uid}, not to user {os.geteuid()} who runs this"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        mode = stat.S_IMODE(status.st_mode)
+        return f"its mode {mode:o} lets others put machine code there; chmod go-w mends that"
+    return None
+
+
+def _load(path: Path, key: str) -> bytes | None:
+    """The payload of the entry for ``key``; a folder that cannot be used is reported once."""
+    try:
+        with _opened(path.parent) as folder:
+            return _read(folder, path.name, key)
+    except FileNotFoundError:  # nothing has been kept yet
+        return None
+    except OSError as error:
+        _do_without(path.parent, error)
+        return None
+
+
+def _read(folder: _Folder, name: str, key: str) -> bytes | None:
+    """The payload of an entry that is whole, ours and for exactly ``key``."""
+    try:
+        handle = folder.open(name, os.O_RDONLY)
+    except OSError:  # there is none, or a link
+        return None
+    try:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode) or _distrust(status):
+            return None
+        with open(handle, "rb", closefd=False) as file:
+            content = file.read()
+    except OSError:
+        return None
+    finally:
+        os.close(handle)
+    header = _MAGIC + hashlib.sha256(key.encode()).digest()
+    payload = content[len(header) + 32 :]
+    intact = content[: len(header)] == header and (
+        content[len(header) : len(header) + 32] == hashlib.sha256(payload).digest()
+    )
+    return payload if intact else None
+
+
+def _write(folder: _Folder, name: str, key: str, payload: bytes) -> None:
+    header = _MAGIC + hashlib.sha256(key.encode()).digest() + hashlib.sha256(payload).digest()
+    temporary = f".new-{secrets.token_hex(8)}"
+    handle = folder.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(header + payload)
+        folder.rename(temporary, name)
+    except BaseException:
+        with suppress(FileNotFoundError):  # an interrupt right after it was renamed
+            folder.remove(temporary)
+        raise
+
+
+def _do_without(directory: Path, error: OSError) -> None:
+    """Warn, once for each folder."""
+    if directory in _problems:
+        return
+    _problems[directory] = str(error)
+    warnings.warn(
+        f"fusestep cannot keep compiled kernels in {directory} ({error}); every process "
+        "compiles them anew. Set FUSESTEP_CACHE_DIR to a folder that only you can write, or to "
+        "nothing to do without.",
+        RuntimeWarning,
+        stacklevel=2,
+    )

@@ -1,0 +1,68 @@
+"""What this installation runs on: ``fusestep info``."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import warnings
+
+import llvmlite
+import numba
+import numpy as np
+
+from .cache import cache_directory, cache_entries, cache_problem
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """``fusestep info`` has no options."""
+
+
+def facts() -> dict[str, str]:
+    """Versions, threads and the state of the kernel cache."""
+    from ... import __version__
+
+    found = {
+        "fusestep": __version__,
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "numba": numba.__version__,
+        "llvmlite": llvmlite.__version__,
+        "cpu": llvmlite.binding.get_host_cpu_name(),
+    }
+    try:
+        from . import headers, parallel
+    except RuntimeError as error:  # the user has switched the compiler off
+        return {**found, "kernels": f"none: {error}"}
+
+    try:
+        with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # said below
+            parallel.compile_loops()
+        parallel.start_threads()
+        layer, threads = str(parallel.threading_layer()), str(parallel.get_num_threads())
+    except ValueError as error:  # the layer that the user chose cannot be loaded
+        layer, threads = str(error).strip().splitlines()[0], "none"
+    return {
+        **found,
+        "threads": threads,
+        "threading layer": layer,
+        "array headers": "read directly" if headers.usable else "read through Python (slower)",
+        "kernel cache": _cache_state(),
+    }
+
+
+def _cache_state() -> str:
+    place, problem = cache_directory(), cache_problem()
+    if place is None:
+        return "off"
+    if problem:
+        return f"{place}: not used, {problem}"
+    entries = cache_entries()
+    size = sum(entry.stat().st_size for entry in entries) / 2**20
+    return f"{place}: {len(entries)} kernels, {size:.1f} MiB"
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print the facts."""
+    for name, value in facts().items():
+        print(f"{name + ':':<17}{value}")
+    return 0

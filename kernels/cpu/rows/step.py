@@ -1,0 +1,386 @@
+"""One row-sparse step of a rule on any number of tables: group, sum, update."""
+
+from __future__ import annotations
+
+import os
+import struct
+from functools import cache, lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from ..blocks import Kernel
+from ..compile import NativeFunction
+from ..headers import address_of
+from ..parallel import Loop, get_num_threads, run
+from ..workspace import borrow, give_back
+from . import layout, sort, sums
+from . import update as rows
+from .layout import COLUMNS, HOT, HOT_COLUMNS, N_RESULTS, PADDING, RowCall
+
+SORT_SERIAL_BELOW = 8_192  # positions
+UPDATE_SERIAL_BELOW = 32_768  # elements
+_ROW_COST = 96  # elements that could be updated while one row is fetched from memory
+_PARTS_PER_THREAD = 16
+_SWEEP_PART = 65_536  # elements of a part of a dense-equivalent sweep
+_TILE = 1_024  # elements of a tile of that sweep
+_LINE_WORDS = 8  # int64 of a cache line
+
+stripes = np.zeros(rows.N_STRIPES, np.int32)
+"""Row locks of all calls of the process; 0 is free."""
+
+_stripes_address = address_of(stripes)
+if hasattr(os, "register_at_fork"):
+    # A thread that held a row in the parent does not exist in the child.
+    os.register_at_fork(after_in_child=lambda: stripes.fill(0))
+_FIELD = {name: k for k, name in enumerate(RowCall._fields)}
+_NO_PHASE = (0,) * (len(RowCall._fields) - _FIELD["shift"])  # what single phases fill in
+# Numbers to words of a block, ten times as fast as NumPy's assignment.
+_pack_call = struct.Struct(f"{len(RowCall._fields)}q").pack_into
+_pack_table = struct.Struct(f"{COLUMNS}q").pack_into
+
+
+class RowTable(NamedTuple):
+    """One ``[N, D]`` table, its states, its scalars and its row-sparse gradient; addresses.
+
+    Attributes:
+        w, s0, s1, s2: the parameter and its states; absent states 0.
+        hp: the scalars, in the type of the arithmetic.
+        rows: N.
+        width: D, elements of a row.
+        indices: ``[B]``.
+        index_bytes: 4 (int32) or 8 (int64).
+        length: B.
+        values: ``[B, D]``.
+    """
+
+    w: int
+    s0: int
+    s1: int
+    s2: int
+    hp: int
+    rows: int
+    width: int
+    indices: int
+    index_bytes: int
+    length: int
+    values: int
+
+
+def row_norm(kernel: Kernel, tables: list[RowTable]) -> tuple[int, float]:
+    """The sum of squares of row-sparse gradients whose duplicates are summed first.
+
+    Args:
+        kernel: of a rule that measures the gradient; its storage types are those of the sums.
+        tables: at least one; only their gradients are read.
+
+    Returns:
+        The position of the first bad index or -1, as `RowStep` has it, and the float64 sum.
+    """
+    assert kernel.measure_real is not None
+    step = RowStep(kernel, tables, kernel.measure_real, touched_only=True)
+    total = step.measure_touched() if step.bad_position < 0 else 0.0
+    step.release()
+    return step.bad_position, total
+
+
+class _Sizes(NamedTuple):
+    """The sizes that decide how a step is cut and how much memory it borrows."""
+
+    n: int
+    row_bits: int
+    digit_bits: int
+    sort_parts: int
+    threads: int  # of the update
+    arguments: tuple[int, ...]  # the first of `RowCall`
+    places: tuple[int, ...]  # word at which each section begins
+    words: int
+
+
+# Sections of the borrowed block, in the order of the sizes in `_sizes_of`.
+_CALL, _RESULT, _TABLES, _BAD, _HOT, _HISTOGRAM, _KEYS, _SPARE, _SCRATCH = range(9)
+
+
+def _sizes(kernel: Kernel, tables: list[RowTable], touched_only: bool, drop: bool) -> _Sizes:
+    n = n_rows = widest = elements = 0
+    for table in tables:
+        n += table.length
+        n_rows += table.rows
+        elements += table.rows * table.width
+        widest = max(widest, table.width)
+    work = n * (widest + _ROW_COST) if touched_only else elements
+    is_small = n < SORT_SERIAL_BELOW and work < UPDATE_SERIAL_BELOW
+    threads = 1 if is_small else get_num_threads()
+    # Of a slot: the summed gradient of a row, or of a tile of whole rows; the ring of segments.
+    scratch = (widest if touched_only else max(widest, _TILE)) * kernel.real.itemsize
+    scratch += 8 * rows.RING
+    dropped_row = n_rows if drop else -1
+    return _sizes_of(
+        n,
+        n_rows,
+        len(tables),
+        dropped_row,
+        scratch,
+        threads if n >= SORT_SERIAL_BELOW else 1,
+        threads if work >= UPDATE_SERIAL_BELOW else 1,
+    )
+
+
+@lru_cache(maxsize=256)
+def _sizes_of(
+    n: int,
+    n_rows: int,
+    n_tables: int,
+    dropped_row: int,
+    scratch: int,
+    sort_parts: int,
+    threads: int,
+) -> _Sizes:
+    row_bits = max(1, max(n_rows - 1, dropped_row).bit_length())
+    digit_bits = _digit_bits(n, row_bits)
+    scratch_words = _whole_lines(scratch // 8 + 1)
+    slots = max(sort_parts, threads)
+    places, words = [], 0
+    for size in (
+        len(RowCall._fields),
+        N_RESULTS,
+        n_tables * COLUMNS,
+        sort_parts,
+        (n // HOT + 1) * HOT_COLUMNS,
+        sort_parts << digit_bits,
+        n + PADDING,
+        n + PADDING,
+        slots * scratch_words,
+    ):
+        places.append(words)
+        words += _whole_lines(size)
+    position_bits = max(1, (n - 1).bit_length())
+    arguments = (
+        n_tables,
+        n,
+        position_bits,
+        row_bits,
+        digit_bits,
+        dropped_row,
+        sort_parts,
+        scratch_words * 8,
+        _TILE,
+    )
+    return _Sizes(n, row_bits, digit_bits, sort_parts, threads, arguments, tuple(places), words)
+
+
+@cache
+def _kernel_arguments(kernel: Kernel, of_row: NativeFunction, every_row: bool) -> tuple[int, ...]:
+    """The arguments of the loops that the kernel decides; ``of_row`` is called for each row."""
+    return (
+        of_row.address,
+        kernel.block_zero.address if every_row else 0,
+        sums.accumulate(kernel.g, kernel.real).address,
+        kernel.w.itemsize,
+        *kernel.state_bytes,
+        kernel.g.itemsize,
+        kernel.real.itemsize,
+    )
+
+
+def _whole_lines(words: int) -> int:
+    return -(-words // _LINE_WORDS) * _LINE_WORDS
+
+
+def _digit_bits(n: int, row_bits: int) -> int:
+    """Bits of a radix digit: at most 11, even passes, and no more counters than keys need."""
+    most = min(11, max(4, n.bit_length() + 1))
+    passes = -(-row_bits // most)
+    return -(-row_bits // passes)
+
+
+class RowStep:
+    """One step of a rule on tables with row-sparse gradients.
+
+    Occurrences of a row are summed in order (a row with more than ``layout.HOT`` of them range
+    by range of positions, the sums of the ranges in order), then the rule runs once on the row.
+    When the object is made, the indices are checked and grouped, and all memory is taken.
+
+    Args:
+        kernel: the compiled rule and its storage types.
+        tables: at least one; all of the kernel's storage types.
+        of_row: the block that is called for each row; None: the kernel's update.
+        touched_only: True updates the rows that occur (lazy); False all rows, those that do
+            not occur with a gradient of 0 (dense-equivalent).
+        drop: leave out indices outside of ``[0, N)`` instead of reporting them.
+        locked: take a row's lock around its update (lazy only).
+
+    Attributes:
+        bad_position: -1, or the position of the first bad index in the concatenated lists;
+            then there is nothing to run.
+        loops: what updates the rows.
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        tables: list[RowTable],
+        of_row: NativeFunction | None = None,
+        *,
+        touched_only: bool,
+        drop: bool = False,
+        locked: bool = False,
+    ) -> None:
+        self._kernel = kernel
+        self._tables = tables
+        self._touched_only = touched_only
+        self._size = _sizes(kernel, tables, touched_only, drop)
+        self._block = borrow(self._size.words)
+        self._n_ranges = 0
+        self._keep: list[np.ndarray] = []  # arrays whose addresses the loops have
+        self._write_arguments(of_row or kernel.block_real, locked=locked)
+        self._group()
+        self.bad_position = self._result(layout.BAD_POSITION)
+        self.loops: tuple[Loop, ...] = ()
+        if self.bad_position < 0:
+            self._sum_hot()
+            if of_row is None:
+                self.loops = (self._touched() if touched_only else self._sweep(),)
+
+    def release(self) -> None:
+        """Give the block back."""
+        give_back(self._block)
+
+    def _result(self, which: int) -> int:
+        """One element of the loops' results."""
+        return int(self._block.words[self._size.places[_RESULT] + which])
+
+    def _set(self, field: str, value: int) -> None:
+        self._block.words[_FIELD[field]] = value
+
+    def _run(self, part: NativeFunction, n: int, threads: int) -> None:
+        run(part, n, self._block.address, threads)
+
+    def _write_arguments(self, of_row: NativeFunction, *, locked: bool) -> None:
+        """Write the arguments of the loops, ``of_row`` the block, and the list of tables."""
+        size, (words, base) = self._size, self._block
+        _pack_call(
+            words.data,
+            0,
+            *size.arguments,
+            *_kernel_arguments(self._kernel, of_row, not self._touched_only),
+            *[base + 8 * place for place in size.places[_RESULT:]],
+            _stripes_address if locked else 0,
+            *_NO_PHASE,
+        )
+        words[size.places[_RESULT] + layout.BAD_POSITION] = -1
+        self._write_tables(size.places[_TABLES])
+
+    def _write_tables(self, place: int) -> None:
+        first_row = first_position = first_range = 0
+        for table in self._tables:
+            w, s0, s1, s2, hp, n_rows, width, indices, index_bytes, n, values = table
+            length = layout.range_length(n)
+            _pack_table(
+                self._block.words.data,
+                8 * place,
+                w,
+                s0,
+                s1,
+                s2,
+                # The loops know an occurrence by its position among those of all tables.
+                values - first_position * width * self._kernel.g.itemsize,
+                hp,
+                n_rows,
+                width,
+                first_row,
+                first_position,
+                indices,
+                index_bytes,
+                first_range,
+                length,
+            )
+            first_range += -(-n // length)
+            first_row += n_rows
+            first_position += n
+            place += COLUMNS
+        self._n_ranges = first_range
+
+    def _group(self) -> None:
+        """Check the indices, and sort their keys; stops at a bad index."""
+        if self._size.sort_parts == 1:
+            self._run(sort.group_serial, 1, 1)
+            return
+        self._each_share(sort.count_rows_part)
+        place = self._size.places[_BAD]
+        bad = self._block.words[place : place + self._size.sort_parts]
+        if (bad >= 0).any():
+            self._block.words[self._size.places[_RESULT] + layout.BAD_POSITION] = bad[
+                bad >= 0
+            ].min()
+            return
+        self._sort()
+        self._run(sort.finish_part, 1, 1)
+
+    def _each_share(self, part: NativeFunction) -> None:
+        self._run(part, self._size.sort_parts, self._size.sort_parts)
+
+    def _sort(self) -> None:
+        words, keys, spare = self._block.words, _FIELD["keys"], _FIELD["spare"]
+        self._run(sort.offsets_part, 1, 1)
+        self._each_share(sort.scatter_rows_part)
+        first = int(words[_FIELD["position_bits"]])
+        second, last = first + self._size.digit_bits, first + self._size.row_bits
+        for shift in range(second, last, self._size.digit_bits):
+            self._set("shift", shift)
+            self._each_share(sort.count_part)
+            self._run(sort.offsets_part, 1, 1)
+            if self._result(layout.MOVED):
+                self._each_share(sort.scatter_part)
+                words[keys], words[spare] = int(words[spare]), int(words[keys])
+
+    def _sum_hot(self) -> None:
+        """Sum the hot rows, range by range."""
+        if self._size.n <= HOT:
+            return
+        self._run(rows.find_hot, 1, 1)
+        if self._result(layout.N_HOT) == 0:
+            return
+        kernel = self._kernel
+        hot_sums = np.empty(self._result(layout.HOT_ELEMENTS), kernel.real.dtype)
+        numbers = np.arange(self._n_ranges + PADDING)
+        self._keep += [hot_sums, numbers]
+        self._set("hot_sums", address_of(hot_sums))
+        self._set("range_numbers", address_of(numbers))
+        self._set("add_ranges", sums.accumulate(kernel.real, kernel.real).address)
+        threads = max(self._size.sort_parts, self._size.threads)
+        self._run(rows.sum_hot_range, self._n_ranges, threads)
+
+    def _touched(self) -> Loop:
+        """Lazy: the rule on the rows that occur."""
+        threads = self._size.threads
+        # Parts differ in cost, as rows do in occurrences: many of them balance the threads.
+        n_parts = 1 if threads == 1 else min(self._size.n, _PARTS_PER_THREAD * threads)
+        self._set("n_parts", n_parts)
+        return Loop.of(rows.update_touched, n_parts, self._block.address, threads)
+
+    def measure_touched(self) -> float:
+        """The squares of the summed rows, added up in the order of the rows."""
+        squares = np.zeros(self._size.n)
+        self._set("measured", address_of(squares))
+        n_parts = min(self._size.n, _PARTS_PER_THREAD * self._size.threads)
+        self._set("n_parts", n_parts)
+        self._run(rows.measure_touched, n_parts, self._size.threads)
+        return float(squares.sum())
+
+    def _sweep(self) -> Loop:
+        """Dense-equivalent: one sweep over all rows."""
+        parts = np.concatenate([_sweep_parts(t, table) for t, table in enumerate(self._tables)])
+        self._keep.append(parts)
+        self._set("parts", address_of(parts))
+        self._set("n_parts", len(parts))
+        return Loop.of(rows.update_all, len(parts), self._block.address, self._size.threads)
+
+
+def _sweep_parts(t: int, table: RowTable) -> np.ndarray:
+    """Row ranges of about `_SWEEP_PART` elements, in whole tiles: ``[P, PART_COLUMNS]``."""
+    tile = max(1, _TILE // max(table.width, 1))
+    height = max(1, _SWEEP_PART // max(table.width, 1) // tile) * tile
+    begins = np.arange(0, table.rows, height)
+    ends = np.minimum(begins + height, table.rows)
+    return np.stack([np.full_like(begins, t), begins, ends], axis=1)

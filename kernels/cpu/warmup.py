@@ -1,0 +1,116 @@
+"""Compile kernels ahead of their first use: ``fusestep warmup``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import itertools
+import pkgutil
+import time
+import warnings
+from collections.abc import Iterator
+
+from .. import rules
+from ..rules.adafactor import ADAFACTOR, ADAFACTOR_PLAIN
+from ..rules.gradient import COUPLED_DECAY, SCALE, TRUST
+from ..rules.norm import SCALED
+from ..rules.rule import Prologue, Rule
+from ..rules.sgd import MOMENTUM, MOMENTUM_NESTEROV
+from ..storage import STORAGES, Storage, real_of
+from . import counts, dense, finite, gather, headers, measure, parallel  # noqa: F401  (register their parts)
+from .adafactor import step as _adafactor_step  # noqa: F401
+from .adafactor.blocks import factored_kernel
+from .blocks import kernel
+from .cache import cache_directory, cache_problem, clear_cache
+from .compile import PARTS, NativeFunction
+from .rows import step, sums, update  # noqa: F401
+
+_BY_NAME = {storage.name: storage for storage in STORAGES.values()}
+_PROLOGUES: tuple[Prologue, ...] = ((), (COUPLED_DECAY,), (SCALE,), (COUPLED_DECAY, SCALE))
+# LARS can be around every rule, which would double the time: it is compiled around those with
+# which it was published, which are THOR's too. (Its order of scale and decay is the other one.)
+_IN_LARS = (MOMENTUM, MOMENTUM_NESTEROV)
+_TRUST_PROLOGUES = tuple((*parts, TRUST) for parts in (*_PROLOGUES, (SCALE, COUPLED_DECAY)))
+
+
+def all_rules() -> dict[str, Rule]:
+    """Every rule of the package, by the name of its constant in lower case."""
+    found = {}
+    for module in pkgutil.iter_modules(rules.__path__):
+        members = vars(importlib.import_module(f"{rules.__name__}.{module.name}"))
+        found.update({n.lower(): r for n, r in members.items() if isinstance(r, Rule)})
+    return found
+
+
+def functions(
+    chosen: list[Rule], storages: list[Storage], *, every_prologue: bool
+) -> Iterator[NativeFunction]:
+    """The loops of the package, and the blocks of ``chosen`` rules for equal storage types."""
+    yield from PARTS
+    prologues = _PROLOGUES if every_prologue else _PROLOGUES[:1]
+    for storage in storages:
+        yield sums.accumulate(storage, real_of(storage))
+        yield sums.accumulate(real_of(storage), real_of(storage))
+    for rule, prologue, storage in itertools.product(chosen, prologues, storages):
+        compiled = kernel(rule, prologue, storage, storage, (storage,) * len(rule.states))
+        yield from (compiled.block, compiled.block_zero, compiled.block_real)
+        yield from (m for m in (compiled.measure, compiled.measure_real) if m)
+        if rule in _IN_LARS and not prologue:
+            norm = kernel(SCALED, (), storage, storage, ()).measure
+            yield from (norm,) if norm else ()
+            own = _TRUST_PROLOGUES if every_prologue else _TRUST_PROLOGUES[:1]
+            yield from (kernel(rule, p, storage, storage, (storage,)).block for p in own)
+        if rule in (ADAFACTOR, ADAFACTOR_PLAIN):
+            first_moment = storage if rule is ADAFACTOR else None
+            of_matrices = factored_kernel(prologue, storage, storage, first_moment)
+            yield from of_matrices.blocks
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of ``fusestep warmup``."""
+    parser.add_argument(
+        "--dtype",
+        nargs="+",
+        choices=sorted(_BY_NAME),
+        default=["f32"],
+        help="storage types of parameter, gradient and state (default: f32)",
+    )
+    parser.add_argument(
+        "--rule",
+        nargs="+",
+        choices=sorted(all_rules()),
+        default=None,
+        help="update rules (default: all)",
+    )
+    parser.add_argument(
+        "--plain",
+        action="store_true",
+        help="without weight decay and loss scale, which are compiled in",
+    )
+    parser.add_argument(
+        "--clear", action="store_true", help="first remove every kernel from the cache"
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Compile what is not in the cache yet."""
+    known = all_rules()
+    chosen = [known[name] for name in args.rule or known]
+    storages = [_BY_NAME[name] for name in args.dtype]
+    wanted = {f.identity: f for f in functions(chosen, storages, every_prologue=not args.plain)}
+    begin = time.perf_counter()
+    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # said below
+        if args.clear:
+            clear_cache()
+        parallel.compile_loops()
+        headers.compile_readers()
+        counts.compile_counts()
+        for function in wanted.values():
+            function.address  # noqa: B018  (compiles)
+    seconds = time.perf_counter() - begin
+    place, problem = cache_directory(), cache_problem()
+    kept = f"kept in {place}" if place else "not kept: FUSESTEP_CACHE_DIR is empty"
+    if problem:
+        kept = f"not kept in {place}: {problem}"
+    print(f"{len(wanted)} kernels ready in {seconds:.1f} s, {kept}")
+    return 0

@@ -1,0 +1,1 @@
+"""Adafactor's steps on matrices: second moments of rows and columns."""

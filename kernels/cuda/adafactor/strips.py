@@ -1,0 +1,178 @@
+"""What a thread has of a matrix, and its elements between memory and registers.
+
+A strip is some columns of every so many rows of a tile. Where rows are aligned, the columns lie
+next to each other and are moved by vectors of 16 bytes; else as many columns lie between them as
+there are threads across the tile, so that the threads of a warp read what lies next to each other.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import cuda
+
+from ...cpu.blocks import compose
+from ...rules.rule import Prologue
+from ...storage import Storage, numba_type, real_of
+from ..dense.tensor_table import FIRST_BLOCK, IS_ALIGNED
+from ..dense.tiles import CARRIERS
+from ..device.backend import load_int64, tile_loader, tile_storer
+from ..device.functions import device_function
+from ..rows.search import last_at_most
+from .layout import (
+    HEIGHT,
+    LOG_ACROSS,
+    LOG_DOWN,
+    MATRICES,
+    ROW_BYTES,
+    TILE_HEIGHT,
+    TILES_ACROSS,
+    TILES_DOWN,
+    WIDTH,
+)
+
+
+class Strip(NamedTuple):
+    """What a thread has of a tile.
+
+    Attributes:
+        matrix: number of the matrix.
+        down: number of the tile from the top.
+        across: number of the tile from the left.
+        top: first row of the tile.
+        rows: of the tile.
+        column: first column of the thread.
+        step: from a column of the thread to the next.
+        count: columns of the thread; 0 for one that has nothing to do.
+        x: place of the thread across the tile.
+        y: place of the thread down the tile.
+        threads_across: of the tile.
+        threads_down: of the tile.
+        is_aligned: whether its columns are moved by vectors.
+    """
+
+    matrix: Any
+    down: Any
+    across: Any
+    top: Any
+    rows: Any
+    column: Any
+    step: Any
+    count: Any
+    x: Any
+    y: Any
+    threads_across: Any
+    threads_down: Any
+    is_aligned: Any
+
+
+@cuda.jit(device=True)
+def row_of_table(table, n_tensors, block):
+    """The address of the row of the tensor that a block works on."""
+    return table + last_at_most(table + 8 * FIRST_BLOCK, ROW_BYTES, n_tensors, block) * ROW_BYTES
+
+
+@cuda.jit(device=True)
+def quotient(n, divisor):
+    """``n // divisor``, both below 2**32 unless the divisor is 1: a 64-bit division is slow."""
+    if divisor == 1:
+        return n
+    return np.int64(np.uint32(n) // np.uint32(divisor))
+
+
+@cache
+def strips(length: int, threads: int) -> Any:
+    """``strip_at(row, block, thread)``: of a row of the table, for ``length`` columns a thread."""
+
+    @cuda.jit(device=True)
+    def strip_at(row, block, thread):
+        log_across, log_down = load_int64(row + 8 * LOG_ACROSS), load_int64(row + 8 * LOG_DOWN)
+        across, down = np.int64(1) << log_across, np.int64(1) << log_down
+        x, y = thread & (across - 1), (thread >> log_across) & (down - 1)
+        log_group = log_across + log_down
+        n_groups, group = np.int64(threads) >> log_group, thread >> log_group
+        unit = (block - load_int64(row + 8 * FIRST_BLOCK)) * n_groups + group
+        tiles_across = load_int64(row + 8 * TILES_ACROSS)
+        tiles = tiles_across * load_int64(row + 8 * TILES_DOWN)
+        matrix = quotient(unit, tiles)
+        rest = unit - matrix * tiles
+        tile_down = quotient(rest, tiles_across)
+        tile_across = rest - tile_down * tiles_across
+        top = tile_down * load_int64(row + 8 * TILE_HEIGHT)
+        rows = min(load_int64(row + 8 * TILE_HEIGHT), load_int64(row + 8 * HEIGHT) - top)
+        is_aligned = load_int64(row + 8 * IS_ALIGNED)
+        column, step = tile_across * across * length + x, across
+        if is_aligned != 0:
+            column, step = column + x * (length - 1), np.int64(1)
+        count = np.int64(0)
+        if matrix < load_int64(row + 8 * MATRICES):
+            width = load_int64(row + 8 * WIDTH)
+            for k in range(length):
+                if column + k * step < width:
+                    count += 1
+        return Strip(
+            matrix, tile_down, tile_across, top, np.uint32(rows), column, np.int32(step),
+            np.int32(count), np.int32(x), np.uint32(y), np.int32(across), np.uint32(down),
+            is_aligned != 0,
+        )  # fmt: skip
+
+    return strip_at
+
+
+@cache
+def strip_loader(storage: Storage, length: int) -> Any:
+    """``load(elements, address, strip)``: those of one row, from the first one's address."""
+    carrier, itemsize = CARRIERS[storage.carrier], storage.itemsize
+    load_tile, load_one = tile_loader(length, itemsize), tile_loader(1, itemsize)
+
+    @cuda.jit(device=True)
+    def load(elements, address, strip):
+        if strip.is_aligned:
+            load_tile(elements, address)
+        else:
+            one, place = cuda.local.array(1, carrier), address
+            for k in range(length):
+                if k < strip.count:
+                    load_one(one, place)
+                    elements[k] = one[0]
+                    place += np.int64(strip.step) * itemsize
+
+    return load
+
+
+@cache
+def strip_storer(storage: Storage, length: int) -> Any:
+    """``store(address, elements, strip)``."""
+    carrier, itemsize = CARRIERS[storage.carrier], storage.itemsize
+    store_tile, store_one = tile_storer(length, itemsize), tile_storer(1, itemsize)
+
+    @cuda.jit(device=True)
+    def store(address, elements, strip):
+        if strip.is_aligned:
+            store_tile(address, elements)
+        else:
+            one, place = cuda.local.array(1, carrier), address
+            for k in range(length):
+                if k < strip.count:
+                    one[0] = elements[k]
+                    store_one(place, one)
+                    place += np.int64(strip.step) * itemsize
+
+    return store
+
+
+@cache
+def conditioned(prologue: Prologue, w: Storage, g: Storage) -> Any:
+    """``values(w, g, hp)``: the parameter and the gradient after the prologue, as numbers."""
+    load_w, load_g = device_function(w.to_real), device_function(g.to_real)
+    condition = compose(prologue, device_function, cuda.jit(device=True))
+    real = numba_type(real_of(w))
+
+    @cuda.jit(device=True)
+    def values(w, g, hp):
+        x = real(load_w(w))
+        return x, condition(real(load_g(g)), x, hp)
+
+    return values

@@ -1,0 +1,1 @@
+"""Steps, sums and checks of whole tensors, many in one launch."""

@@ -1,0 +1,1 @@
+"""What every kernel stands on: driver, memory, launches, intrinsics."""

@@ -1,0 +1,263 @@
+"""All LLVM-level code for CUDA: tiles of consecutive elements between memory and registers.
+
+Addresses are ``int64``. Pointers lie in the address space of global memory, so that loads are
+``LDG``, not the generic ``LD``; vectors of 16 bytes are one instruction each. Numba's own arrays
+give neither.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba.core import cgutils
+from numba.cuda import types
+from numba.cuda.extending import intrinsic
+
+from ...rules.rule import product
+
+_I8 = ir.IntType(8)
+_I32 = ir.IntType(32)
+_I64 = ir.IntType(64)
+_GLOBAL = 1
+_WIDEST = 16  # bytes of an instruction
+
+
+def _pieces(builder, address, element, count, itemsize):
+    """The vectors that ``count`` elements are moved by: first element, length, pointer.
+
+    Elements of 2 bytes travel in pairs, as words of 4: the compiler has no vector of eight.
+    """
+    length = min(count, _WIDEST // itemsize)
+    if itemsize == 2 and length > 1:
+        kind = ir.VectorType(_I32, length // 2)
+    else:
+        kind = ir.VectorType(element, length) if length > 1 else element
+    for first in range(0, count, length):
+        at = builder.add(address, ir.Constant(_I64, first * itemsize))
+        yield first, length, builder.inttoptr(at, ir.PointerType(kind, _GLOBAL))
+
+
+def _unpacked(builder, vector, length, itemsize):
+    """The elements of a vector that was loaded."""
+    if length == 1:
+        return [vector]
+    if itemsize != 2:
+        return [builder.extract_element(vector, ir.Constant(_I32, k)) for k in range(length)]
+    words = [builder.extract_element(vector, ir.Constant(_I32, k)) for k in range(length // 2)]
+    shift = ir.Constant(_I32, 16)
+    pairs = [(word, builder.lshr(word, shift)) for word in words]
+    return [builder.trunc(half, ir.IntType(16)) for pair in pairs for half in pair]
+
+
+def _packed(builder, values, itemsize):
+    """Elements as the vector to be stored."""
+    if len(values) == 1:
+        return values[0]
+    if itemsize == 2:
+        halves = [builder.zext(value, _I32) for value in values]
+        shift = ir.Constant(_I32, 16)
+        pairs = zip(halves[::2], halves[1::2], strict=True)
+        values = [builder.or_(low, builder.shl(high, shift)) for low, high in pairs]
+    vector = ir.Constant(ir.VectorType(values[0].type, len(values)), ir.Undefined)
+    for k, value in enumerate(values):
+        vector = builder.insert_element(vector, value, ir.Constant(_I32, k))
+    return vector
+
+
+def _place(context, builder, kind, array, index):
+    data = context.make_array(kind)(context, builder, array).data
+    return builder.gep(data, [ir.Constant(_I64, index)])
+
+
+def tile_loader(count, itemsize):
+    """``load(tile, address)``: fill a local array with ``count`` elements."""
+    align = min(count * itemsize, _WIDEST)
+
+    @intrinsic
+    def load(typingctx, tile, address):
+        def codegen(context, builder, signature, args):
+            kind = signature.args[0]
+            element = context.get_data_type(kind.dtype)
+            for first, length, pointer in _pieces(builder, args[1], element, count, itemsize):
+                loaded = builder.load(pointer, align=align)
+                for k, value in enumerate(_unpacked(builder, loaded, length, itemsize)):
+                    builder.store(value, _place(context, builder, kind, args[0], first + k))
+            return context.get_dummy_value()
+
+        return types.void(tile, types.int64), codegen
+
+    return load
+
+
+def tile_storer(count, itemsize):
+    """``store(address, tile)``: write ``count`` elements of a local array."""
+    align = min(count * itemsize, _WIDEST)
+
+    @intrinsic
+    def store(typingctx, address, tile):
+        def codegen(context, builder, signature, args):
+            kind = signature.args[1]
+            element = context.get_data_type(kind.dtype)
+            for first, length, pointer in _pieces(builder, args[0], element, count, itemsize):
+                values = [
+                    builder.load(_place(context, builder, kind, args[1], first + k))
+                    for k in range(length)
+                ]
+                builder.store(_packed(builder, values, itemsize), pointer, align=align)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, tile), codegen
+
+    return store
+
+
+def tuple_reader(cls, scalar):
+    """``read(address) -> cls`` of consecutive values of type ``scalar``."""
+    count, itemsize = len(cls._fields), scalar.bitwidth // 8
+    result = types.NamedUniTuple(scalar, count, cls)
+
+    @intrinsic
+    def read(typingctx, address):
+        def codegen(context, builder, signature, args):
+            kind = ir.PointerType(context.get_value_type(scalar), _GLOBAL)
+            pointer = builder.inttoptr(args[0], kind)
+            values = [
+                builder.load(builder.gep(pointer, [ir.Constant(_I64, k)]), align=itemsize)
+                for k in range(count)
+            ]
+            return context.make_tuple(builder, result, values)
+
+        return result(types.int64), codegen
+
+    return read
+
+
+def _loader(kind, scalar):
+    """``load(address) -> scalar`` of what lies there as LLVM's ``kind``; it is widened."""
+    size = {_I8: 1, _I32: 4, ir.FloatType(): 4}.get(kind, 8)
+
+    @intrinsic
+    def load(typingctx, address):
+        def codegen(context, builder, signature, args):
+            pointer = builder.inttoptr(args[0], ir.PointerType(kind, _GLOBAL))
+            value = builder.load(pointer, align=size)
+            if isinstance(kind, ir.FloatType):
+                return builder.fpext(value, ir.DoubleType())
+            return builder.sext(value, _I64) if kind in (_I8, _I32) else value
+
+        return scalar(types.int64), codegen
+
+    return load
+
+
+def _storer(kind, scalar):
+    """``store(address, value)`` of a ``scalar``, which is LLVM's ``kind``."""
+
+    @intrinsic
+    def store(typingctx, address, value):
+        def codegen(context, builder, signature, args):
+            pointer = builder.inttoptr(args[0], ir.PointerType(kind, _GLOBAL))
+            builder.store(args[1], pointer, align=scalar.bitwidth // 8)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, scalar), codegen
+
+    return store
+
+
+load_int64, store_int64 = _loader(_I64, types.int64), _storer(_I64, types.int64)
+load_int32 = _loader(_I32, types.int64)
+"""The ``int32`` at an address, as ``int64``."""
+load_int8 = _loader(_I8, types.int64)
+"""The ``int8`` at an address, as ``int64``."""
+load_float32 = _loader(ir.FloatType(), types.float64)
+"""The ``float32`` at an address, as ``float64``."""
+load_float64 = _loader(ir.DoubleType(), types.float64)
+store_float64 = _storer(ir.DoubleType(), types.float64)
+
+
+def tuple_storer(scalar):
+    """``store(address, values)``: write a tuple of numbers of one type as type ``scalar``.
+
+    From ``float64`` to ``float32`` they are rounded once; integers must be of type ``scalar``.
+    """
+    n_bytes = scalar.bitwidth // 8
+
+    @intrinsic
+    def store(typingctx, address, values):
+        def codegen(context, builder, signature, args):
+            kind = context.get_value_type(scalar)
+            pointer = builder.inttoptr(args[0], ir.PointerType(kind, _GLOBAL))
+            for k in range(signature.args[1].count):
+                value = builder.extract_value(args[1], k)
+                value = context.cast(builder, value, signature.args[1].dtype, scalar)
+                place = builder.gep(pointer, [ir.Constant(_I64, k)])
+                builder.store(value, place, align=n_bytes)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, values), codegen
+
+    return store
+
+
+@intrinsic
+def rounded_product(typingctx, x, y):
+    """``x * y`` that is not fused with what is added to it."""
+    name = {32: "llvm.nvvm.mul.rn.f", 64: "llvm.nvvm.mul.rn.d"}[x.bitwidth]
+
+    def codegen(context, builder, signature, args):
+        kind = args[0].type
+        function = ir.FunctionType(kind, [kind, kind])
+        return builder.call(cgutils.get_or_insert_function(builder.module, function, name), args)
+
+    return x(x, y), codegen
+
+
+@intrinsic
+def store_float32(typingctx, address, value):
+    """Write a ``float64`` as ``float32``, rounded."""
+
+    def codegen(context, builder, signature, args):
+        pointer = builder.inttoptr(args[0], ir.PointerType(ir.FloatType(), _GLOBAL))
+        builder.store(builder.fptrunc(args[1], ir.FloatType()), pointer, align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float64), codegen
+
+
+def scale_real(scalar):
+    """``scale(address, factor)``: multiply a value of type ``scalar`` by a ``float64``.
+
+    The product is rounded once, from ``float64``.
+    """
+    kind, size = {32: ir.FloatType(), 64: ir.DoubleType()}[scalar.bitwidth], scalar.bitwidth // 8
+
+    @intrinsic
+    def scale(typingctx, address, factor):
+        def codegen(context, builder, signature, args):
+            pointer = builder.inttoptr(args[0], ir.PointerType(kind, _GLOBAL))
+            value = builder.load(pointer, align=size)
+            wide = value if size == 8 else builder.fpext(value, ir.DoubleType())
+            product = builder.fmul(wide, args[1])
+            result = product if size == 8 else builder.fptrunc(product, kind)
+            builder.store(result, pointer, align=size)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.float64), codegen
+
+    return scale
+
+
+@intrinsic
+def lower_int64(typingctx, address, value):
+    """Make the ``int64`` at an address the smaller of itself and ``value``, atomically."""
+
+    def codegen(context, builder, signature, args):
+        pointer = builder.inttoptr(args[0], ir.PointerType(_I64, _GLOBAL))
+        builder.atomic_rmw("min", pointer, args[1], "monotonic")
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+REPLACED = {product: rounded_product}
+"""Functions that mean something else on a device than their text says."""

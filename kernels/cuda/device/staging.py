@@ -1,0 +1,109 @@
+"""Pinned memory through which pieces of device arrays come to the host and go back.
+
+There are two stages, so that while the host works on what lies in one, the next pieces arrive in
+the other. Arrivals and departures have a stream each.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numba import cuda
+
+from ...storage import Piece
+from .backend import copy_in, device_id, new_event, start_copy_out
+from .memory import follow
+
+_ALIGN = 64  # bytes
+
+
+class _Stage:
+    """One of the two: pinned bytes, and when they are free again."""
+
+    def __init__(self) -> None:
+        self._bytes: Any = np.empty(0, np.uint8)
+        self.arrived, self.free = new_event(), new_event()
+
+    def views(self, pieces: Sequence[Piece]) -> list[np.ndarray]:
+        """Room for pieces, one after the other."""
+        places, size = [], 0
+        for piece in pieces:
+            places.append(size)
+            size += -(-piece.nbytes // _ALIGN) * _ALIGN
+        if size > len(self._bytes):
+            self.free.synchronize()
+            self._bytes = cuda.pinned_array(size, np.uint8)
+        return [
+            self._bytes[place : place + piece.nbytes].view(piece.dtype)
+            for place, piece in zip(places, pieces, strict=True)
+        ]
+
+
+class Staging:
+    """The two stages of the current device, and their streams."""
+
+    def __init__(self) -> None:
+        self._stages = (_Stage(), _Stage())
+        self._arrivals, self._departures = cuda.stream(), cuda.stream()
+        self._lock = threading.Lock()
+
+    def run(
+        self,
+        chunks: Sequence[Sequence[Piece]],
+        work: Callable[[int, list[np.ndarray]], None],
+        stream: Any,
+    ) -> None:
+        """Bring each chunk to the host, work on it, and send back what goes back.
+
+        Args:
+            chunks: pieces that are worked on together.
+            work: called with the number of a chunk and its pieces as arrays of the host.
+            stream: what is enqueued there before comes first; what comes later waits.
+        """
+        with self._lock:
+            follow(self._arrivals, stream)
+            try:
+                self._run(chunks, work)
+            finally:  # also what went back before an error is there before what comes next
+                follow(stream, self._departures)
+
+    def _run(
+        self,
+        chunks: Sequence[Sequence[Piece]],
+        work: Callable[[int, list[np.ndarray]], None],
+    ) -> None:
+        arriving = [self._fetch(k, chunk) for k, chunk in enumerate(chunks[:1])]
+        for k, chunk in enumerate(chunks):
+            views = arriving.pop()
+            if k + 1 < len(chunks):
+                arriving.append(self._fetch(k + 1, chunks[k + 1]))
+            stage = self._stages[k % 2]
+            stage.arrived.synchronize()
+            work(k, views)
+            for piece, view in zip(chunk, views, strict=True):
+                if piece.goes_back:
+                    copy_in(piece.address, view, self._departures)
+            stage.free.record(self._departures)
+
+    def _fetch(self, k: int, chunk: Sequence[Piece]) -> list[np.ndarray]:
+        stage = self._stages[k % 2]
+        views = stage.views(chunk)
+        stage.free.wait(self._arrivals)
+        for piece, view in zip(chunk, views, strict=True):
+            start_copy_out(view, piece.address, self._arrivals)
+        stage.arrived.record(self._arrivals)
+        return views
+
+
+_stagings: dict[int, Staging] = {}
+
+
+def staging() -> Staging:
+    """That of the current device; made at its first use."""
+    device = device_id()
+    if device not in _stagings:
+        _stagings[device] = Staging()
+    return _stagings[device]

@@ -1,0 +1,306 @@
+"""A stable radix sort of ``int64`` keys on the device, from the lowest digit to the highest.
+
+A pass sorts by one digit, in three launches. `counting` counts the digits of each tile of keys,
+one tile a block. `scanning` turns the counts into places: they lie digit by digit, and the sum of
+all counts before one of them is where its keys begin. `scattering` sorts each tile in shared
+memory, so that equal digits lie side by side, and writes them to their places.
+
+Equal digits keep their order throughout, so the result is fixed by the keys alone. The index
+arithmetic is tested with smaller constants than these.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from numba import cuda, int32, int64, uint32
+
+from ..device.backend import load_int64, store_int64
+from ..device.launch import on_grid
+
+DIGIT_BITS = 8  # of a pass
+THREADS = 256  # of a block; a divisor of the number of digits
+GROUP = 16  # threads whose values one thread adds up: best the root of THREADS
+KEYS_PER_THREAD = 8  # of a tile
+_COUNTS_PER_THREAD = 4  # of a round of `scanning`
+
+# Of arrays in shared memory a word is left out after each line of 1 << LINE_BITS: threads that
+# read at a distance of a power of two would else meet in few banks. What a thread or a group reads
+# in one go lies within a line, and a line within a row of THREADS words.
+LINE_BITS = 4
+
+# A tile is sorted by a few bits of the digit at a time, so that each thread can have counters of
+# its own. Two of them share a word: those of values d and d + _HALF.
+_SPLIT_BITS = 4
+_HALF = 1 << (_SPLIT_BITS - 1)
+_COUNTER_BITS = 16
+_COUNTER_MASK = (1 << _COUNTER_BITS) - 1
+
+
+def scratch_words(n: int) -> int:
+    """The ``int64`` words of scratch that sorting ``n`` keys needs."""
+    return (_n_tiles(n) + 1) << DIGIT_BITS
+
+
+def sort_keys(
+    keys: int, spare: int, scratch: int, n: int, first_bit: int, n_bits: int, stream: Any = 0
+) -> int:
+    """Launch a stable sort of keys by some of their bits; it neither waits nor allocates.
+
+    Args:
+        keys: address of int64 ``[n]``, none negative.
+        spare: address of int64 ``[n]`` elsewhere. Both may be written.
+        scratch: address of int64 ``[scratch_words(n)]``.
+        n: the number of keys.
+        first_bit: the lowest bit to sort by.
+        n_bits: how many bits to sort by. They alone decide the number of launches.
+        stream: of numba-cuda.
+
+    Returns:
+        The address where the sorted keys will lie: ``keys`` or ``spare``.
+    """
+    if n == 0:
+        return keys
+    n_tiles, n_digits = _n_tiles(n), 1 << DIGIT_BITS
+    for done in range(0, n_bits, DIGIT_BITS):
+        shift, mask = first_bit + done, (1 << min(DIGIT_BITS, n_bits - done)) - 1
+        on_grid(counting(), n_tiles, THREADS, stream)(keys, scratch, n, shift, mask)
+        on_grid(scanning(), n_digits, THREADS, stream)(scratch, n_tiles)
+        on_grid(scattering(), n_tiles, THREADS, stream)(keys, spare, scratch, n, shift, mask)
+        keys, spare = spare, keys
+    return keys
+
+
+def _n_tiles(n: int) -> int:
+    return -(-n // (THREADS * KEYS_PER_THREAD))
+
+
+def _words(n: int) -> int:
+    """The words of ``n`` elements in lines, and the word of element ``n``."""
+    return n + (n >> LINE_BITS)
+
+
+_word = cuda.jit(device=True)(_words)
+
+
+@cache
+def counting() -> Any:
+    """``count(keys, counters, n, shift, mask)``: how often each digit is in each tile.
+
+    The counters are ``[digits, tiles]``; room for the sums of the rows comes after them.
+    """
+    n_digits, own_digits = 1 << DIGIT_BITS, (1 << DIGIT_BITS) // THREADS
+
+    @cuda.jit
+    def count(keys, counters, n, shift, mask):
+        own, counts = cuda.local.array(KEYS_PER_THREAD, int64), cuda.shared.array(n_digits, int32)
+        for k in range(own_digits):
+            counts[_thread() + k * THREADS] = 0
+        _load_keys(own, keys, n)
+        cuda.syncthreads()
+        # What is counted beyond the last key is the greatest digit of the last tile: no place comes
+        # after it. The sums are of integers, the same in any order.
+        for k in range(KEYS_PER_THREAD):
+            cuda.atomic.add(counts, _digit(own[k], shift, mask), 1)
+        cuda.syncthreads()
+        for k in range(own_digits):
+            digit = _thread() + k * THREADS
+            place = digit * int64(cuda.gridDim.x) + cuda.blockIdx.x
+            store_int64(counters + 8 * place, counts[digit])
+
+    return count
+
+
+@cache
+def scanning() -> Any:
+    """``scan(counters, n_tiles)``: a counter becomes the sum of those before it in its row.
+
+    A block has a digit, hence a row.
+    """
+    n_digits, sums_words = 1 << DIGIT_BITS, _sums_words()
+
+    @cuda.jit
+    def scan(counters, n_tiles):
+        counts = cuda.local.array(_COUNTS_PER_THREAD, int64)
+        sums = cuda.shared.array(sums_words, int64)
+        row, row_sum = counters + 8 * cuda.blockIdx.x * n_tiles, 0
+        for begin in range(0, n_tiles, THREADS * _COUNTS_PER_THREAD):
+            first, sum_of_own = begin + _thread() * _COUNTS_PER_THREAD, 0
+            for k in range(_COUNTS_PER_THREAD):
+                counts[k] = load_int64(row + 8 * (first + k)) if first + k < n_tiles else 0
+                sum_of_own += counts[k]
+            before, sum_of_all = _sum_before(sum_of_own, sums)
+            before += row_sum
+            for k in range(_COUNTS_PER_THREAD):
+                if first + k < n_tiles:
+                    store_int64(row + 8 * (first + k), before)
+                before += counts[k]
+            row_sum += sum_of_all
+        if _thread() == 0:
+            store_int64(counters + 8 * (n_digits * n_tiles + cuda.blockIdx.x), row_sum)
+
+    return scan
+
+
+@cache
+def scattering() -> Any:
+    """``scatter(keys, out, counters, n, shift, mask)``: move the keys to their places."""
+    n_digits, sums_words = 1 << DIGIT_BITS, _sums_words()
+    tile_words, ranks_words = _words(THREADS * KEYS_PER_THREAD), _words(THREADS * _HALF)
+
+    @cuda.jit
+    def scatter(keys, out, counters, n, shift, mask):
+        own = cuda.local.array(KEYS_PER_THREAD, int64)
+        # A line for each: that is how the simulator tells shared arrays apart.
+        tile = cuda.shared.array(tile_words, int64)
+        places = cuda.shared.array(n_digits, int64)
+        place_sums = cuda.shared.array(sums_words, int64)
+        ranks = cuda.shared.array(ranks_words, uint32)
+        rank_sums = cuda.shared.array(sums_words, uint32)
+        n_valid = _load_keys(own, keys, n)
+        for k in range(KEYS_PER_THREAD):
+            tile[_word(_thread()) + k * _word(THREADS)] = own[k]
+        _load_places(places, place_sums, counters, out)
+        cuda.syncthreads()
+        low_bit, rest = shift, mask
+        while rest > 0:
+            _split(tile, ranks, rank_sums, low_bit, rest)
+            low_bit, rest = low_bit + _SPLIT_BITS, rest >> _SPLIT_BITS
+        for k in range(KEYS_PER_THREAD):
+            i = _thread() + k * THREADS
+            own[k] = tile[_word(_thread()) + k * _word(THREADS)]
+            digit = _digit(own[k], shift, mask)
+            # One thread has the first key of a digit. Key i of the tile then goes to place + 8 i.
+            if i == 0 or _digit(tile[_word(i - 1)], shift, mask) != digit:
+                places[digit] -= 8 * i
+        cuda.syncthreads()
+        for k in range(KEYS_PER_THREAD):
+            i = _thread() + k * THREADS
+            if i < n_valid:
+                store_int64(places[_digit(own[k], shift, mask)] + 8 * i, own[k])
+
+    return scatter
+
+
+@cuda.jit(device=True)
+def _thread():
+    """The number of the thread. Of an unsigned index Numba need not test the sign."""
+    return int64(uint32(cuda.threadIdx.x))
+
+
+@cuda.jit(device=True)
+def _digit(key, shift, mask):
+    return uint32((key >> shift) & mask)
+
+
+@cuda.jit(device=True)
+def _load_keys(own, keys, n):
+    """Load a thread's keys of the block's tile, ``THREADS`` apart; returns how many the tile has.
+
+    Those beyond are nothing but 1 bits: no digit is greater, so they stay at the end of the tile.
+    """
+    first = int64(cuda.blockIdx.x) * (THREADS * KEYS_PER_THREAD)
+    n_valid = uint32(min(n - first, THREADS * KEYS_PER_THREAD))
+    address = keys + 8 * (first + _thread())
+    for k in range(KEYS_PER_THREAD):
+        is_valid = _thread() + k * THREADS < n_valid
+        own[k] = load_int64(address + 8 * THREADS * k) if is_valid else -1
+    return n_valid
+
+
+@cuda.jit(device=True)
+def _load_places(places, sums, counters, out):
+    """The address for the block's keys of each digit: after smaller digits, and earlier tiles."""
+    n_tiles, n_digits = int64(cuda.gridDim.x), 1 << DIGIT_BITS
+    column, row_sums = counters + 8 * cuda.blockIdx.x, counters + 8 * n_digits * n_tiles
+    first, sum_of_own = _thread() * (n_digits // THREADS), 0
+    for digit in range(first, first + n_digits // THREADS):
+        sum_of_own += load_int64(row_sums + 8 * digit)
+    before, _ = _sum_before(sum_of_own, sums)
+    for digit in range(first, first + n_digits // THREADS):
+        places[digit] = out + 8 * (before + load_int64(column + 8 * digit * n_tiles))
+        before += load_int64(row_sums + 8 * digit)
+
+
+@cuda.jit(device=True)
+def _split(tile, ranks, sums, shift, mask):
+    """Sort a tile in shared memory by up to ``_SPLIT_BITS`` bits.
+
+    A thread has consecutive keys, and a column of the counters ``[_HALF, THREADS]``: the sum of
+    the counters before one of them is the rank of its first key.
+    """
+    own = cuda.local.array(KEYS_PER_THREAD, int64)
+    rank = cuda.local.array(KEYS_PER_THREAD, int32)
+    column, first = _word(_thread()), _word(_thread() * KEYS_PER_THREAD)
+    for row in range(_HALF):
+        ranks[column + row * _word(THREADS)] = 0
+    for k in range(KEYS_PER_THREAD):
+        own[k] = tile[first + k]
+        row, bit = _row_and_bit(own[k], shift, mask)
+        word = column + row * _word(THREADS)
+        rank[k] = (ranks[word] >> bit) & _COUNTER_MASK
+        ranks[word] += 1 << bit
+    cuda.syncthreads()
+    _scan_counters(ranks, sums)
+    cuda.syncthreads()
+    for k in range(KEYS_PER_THREAD):
+        row, bit = _row_and_bit(own[k], shift, mask)
+        rank[k] += (ranks[column + row * _word(THREADS)] >> bit) & _COUNTER_MASK
+        tile[_word(rank[k])] = own[k]
+    cuda.syncthreads()
+
+
+@cuda.jit(device=True)
+def _row_and_bit(key, shift, mask):
+    """The row of the counter of a key's bits, and where in its word it begins."""
+    bits = int32((key >> shift) & mask)
+    return bits & (_HALF - 1), (bits & _HALF) * (_COUNTER_BITS // _HALF)
+
+
+@cuda.jit(device=True)
+def _scan_counters(counters, sums):
+    """Each counter becomes the sum of those before it: all lower halves, then all upper ones."""
+    first, sum_of_own = _word(_thread() * _HALF), 0
+    for k in range(_HALF):
+        sum_of_own += counters[first + k]
+    before, sum_of_all = _sum_before(sum_of_own, sums)
+    before += (sum_of_all & _COUNTER_MASK) << _COUNTER_BITS
+    for k in range(_HALF):
+        count = counters[first + k]
+        counters[first + k] = before
+        before += count
+
+
+@cuda.jit(device=True)
+def _sum_before(value, sums):
+    """The sum of the values of the block's earlier threads, and that of all.
+
+    ``sums`` is scratch of `_sums_words`. Few threads add up a group each, then one the groups: less
+    work for the device than when all threads take part in each of a number of steps.
+    """
+    groups, n_groups = _word(THREADS), THREADS // GROUP
+    sums[_word(_thread())] = value
+    cuda.syncthreads()
+    if _thread() < n_groups:
+        sums[groups + _thread()] = _scan_run(sums, _word(_thread() * GROUP), GROUP)
+    cuda.syncthreads()
+    if _thread() == 0:
+        sums[groups + n_groups] = _scan_run(sums, groups, n_groups)
+    cuda.syncthreads()
+    return sums[_word(_thread())] + sums[groups + _thread() // GROUP], sums[groups + n_groups]
+
+
+def _sums_words() -> int:
+    return _words(THREADS) + THREADS // GROUP + 1
+
+
+@cuda.jit(device=True)
+def _scan_run(values, first, count):
+    """Each value becomes the sum of those before it in the run; returns that of all."""
+    before = 0
+    for k in range(first, first + count):
+        value = values[k]
+        values[k] = before
+        before += value
+    return before

@@ -1,0 +1,1 @@
+"""What every optimizer is: parameters, groups, learning rates, states, checkpoints."""

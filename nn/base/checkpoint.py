@@ -1,0 +1,309 @@
+"""Checkpoints: safetensors files, written whole or not at all, and the check of a state."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import save
+
+from ...ops.runtime.arrays import BFLOAT16, adopt
+from ...ops.runtime.errors import UnknownArgumentError, message
+from .parameter import Parameter
+
+if os.name != "nt":
+    import fcntl
+
+_SAVED = frozenset(map(np.dtype, ("?", *"bhilq", *"BHILQ", *"efd"))) | {BFLOAT16}
+_SAVED_NAMES = "bool, an integer, float16, bfloat16, float32 or float64"
+# By the names of safetensors, whose other dtypes are those of 4 to 8 bits that NumPy does not have.
+_LOADED = (
+    *("BOOL", "I8", "I16", "I32", "I64", "U8", "U16", "U32", "U64"),
+    *("F16", "BF16", "F32", "F64", "C64"),
+)
+_RESERVED = "__metadata__"  # no name of an array in safetensors
+
+
+def save_checkpoint(save_obj: Any, path: str | os.PathLike[str]) -> None:
+    """Write arrays by name to a safetensors file, atomically.
+
+    The file is written beside its place, flushed to the disk and renamed: after a crash the
+    old file or the new one is there, never a part of one. What a process that was killed has
+    left beside ``path`` is removed by the user's next call with this path (not on Windows).
+
+    A new file gets the permissions of any new file. One that replaces another keeps its
+    permissions, and its group and owner if the system allows; where the group cannot be kept,
+    there are no permissions for a group. Of a symbolic link the file is written that it points
+    to, whether that exists or not; the link stays.
+
+    An optimizer is saved without its parameters: save those too.
+
+    Args:
+        save_obj: an optimizer (its `state_dict`), a mapping of names to arrays, or an iterable
+            of named `Parameter`, such as ``optimizer.parameters``.
+        path: the file.
+
+    Raises:
+        TypeError: ``save_obj`` is none of these, a name is no str, or a dtype is none of bool,
+            integers of 8 to 64 bits, float16, bfloat16, float32 and float64.
+        ValueError: a parameter has no name, two have one, or a name is ``__metadata__``, which
+            safetensors keeps for itself.
+        OSError: the file cannot be written.
+
+    >>> import numpy as np, tempfile, os
+    >>> path = os.path.join(tempfile.mkdtemp(), "state.safetensors")
+    >>> save_checkpoint({"a": np.arange(3.0)}, path)
+    >>> load_checkpoint(path)["a"].tolist()
+    [0.0, 1.0, 2.0]
+    """
+    named = _named(save_obj)
+    for name, array in named:
+        _check_savable(name, array)
+    arrays = {name: np.ascontiguousarray(a).reshape(a.shape) for name, a in named}
+    content = save(arrays, metadata={"format": "fusestep"})
+    target = Path(os.path.realpath(path))
+    _remove_abandoned(target)
+    with _temporary(target) as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    _flush_folder(target.parent)
+
+
+def _check_savable(name: Any, array: np.ndarray) -> None:
+    if not isinstance(name, str):
+        raise TypeError(
+            message("save_checkpoint", f"name {name!r}", "is no str", "a str", type(name).__name__)
+        )
+    if name == _RESERVED:
+        raise ValueError(
+            message("save_checkpoint", "name", "is reserved", "another one", repr(name))
+        )
+    if np.dtype(array.dtype.type) not in _SAVED:
+        raise TypeError(
+            message("save_checkpoint", name, "has a wrong dtype", _SAVED_NAMES, array.dtype)
+        )
+
+
+def _prefix(target: Path) -> str:
+    """How names of temporary files for ``target`` begin; short, however long its own name is."""
+    return f".fusestep.{hashlib.sha256(os.fsencode(target.name)).hexdigest()[:16]}."
+
+
+@contextmanager
+def _temporary(target: Path) -> Iterator[BinaryIO]:
+    """A new file beside ``target`` that takes its place in the end; after an error it is gone."""
+    try:
+        old = os.stat(target)
+    except FileNotFoundError:
+        old = None
+    with _locked(target, 0o666 if old is None else old.st_mode & 0o600) as file:
+        try:
+            yield file
+            if os.name == "nt":
+                file.close()  # what is open cannot be renamed there
+            elif old is not None:
+                _make_like(file.fileno(), old)
+            os.replace(file.name, target)
+        except BaseException:
+            file.close()
+            Path(file.name).unlink(missing_ok=True)
+            raise
+
+
+def _locked(target: Path, mode: int) -> BinaryIO:
+    """A new file beside ``target``, locked until it is closed or its process has ended."""
+    while True:
+        path = target.with_name(_prefix(target) + secrets.token_hex(8))
+        file = open(path, "xb", opener=lambda name, flags: os.open(name, flags, mode))  # noqa: SIM115
+        if os.name != "nt":
+            with suppress(OSError):  # where files cannot be locked, none is taken for abandoned
+                fcntl.flock(file, fcntl.LOCK_EX)
+        if path.exists():
+            return file
+        file.close()  # another save took it for abandoned before it was locked
+
+
+def _make_like(handle: int, old: os.stat_result) -> None:
+    """Give a file group, owner and permissions of another; the permissions last."""
+    for owner, group in ((-1, old.st_gid), (old.st_uid, -1)):
+        with suppress(OSError):
+            os.fchown(handle, owner, group)
+    mode = stat.S_IMODE(old.st_mode)
+    # What was for one group is not for another.
+    os.fchmod(handle, mode if os.fstat(handle).st_gid == old.st_gid else mode & ~0o070)
+
+
+def _remove_abandoned(target: Path) -> None:
+    """Remove this user's temporary files for ``target`` that no process is writing."""
+    if os.name == "nt":
+        return
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+    for path in target.parent.glob(f"{_prefix(target)}*"):
+        # Without error only what this user may open and what is not locked, so not being written.
+        with suppress(OSError), _opened(path, flags) as handle:
+            found = os.fstat(handle)
+            if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
+                fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                path.unlink()
+
+
+def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
+    """Read the arrays of a safetensors file by name; it can execute nothing.
+
+    Raises:
+        OSError: the file cannot be read.
+        TypeError: NumPy has no such dtype: an array has numbers of 4, 6 or 8 bits (F4, F6, F8).
+        safetensors.SafetensorError: it is no safetensors file.
+    """
+    with safe_open(os.fspath(path), framework="np") as file:
+        names = list(file.keys())
+        for name in names:
+            dtype = file.get_slice(name).get_dtype()
+            if dtype not in _LOADED:
+                expected = f"one of {', '.join(_LOADED)}"
+                got = f"{dtype} in {os.fspath(path)}"
+                raise TypeError(
+                    message("load_checkpoint", name, "has a wrong dtype", expected, got)
+                )
+        return {name: file.get_tensor(name) for name in names}
+
+
+def _named(save_obj: Any) -> list[tuple[Any, np.ndarray]]:
+    if hasattr(save_obj, "state_dict"):
+        save_obj = save_obj.state_dict()
+    if isinstance(save_obj, Mapping):
+        return [(n, adopt("save_checkpoint", str(n), a)) for n, a in save_obj.items()]
+    if not isinstance(save_obj, Iterable):
+        raise TypeError(
+            message(
+                "save_checkpoint",
+                "save_obj",
+                "has a wrong type",
+                "an optimizer, a mapping or parameters",
+                type(save_obj).__name__,
+            )
+        )
+    named: dict[str, np.ndarray] = {}
+    for parameter in save_obj:
+        if not isinstance(parameter, Parameter):
+            got = type(parameter).__name__
+            raise TypeError(
+                message("save_checkpoint", "save_obj", "holds a wrong type", "Parameters", got)
+            )
+        if parameter.name is None or parameter.name in named:
+            raise ValueError(
+                message(
+                    "save_checkpoint",
+                    "parameter name",
+                    "is missing or repeats",
+                    "unique names",
+                    parameter.name,
+                )
+            )
+        named[parameter.name] = parameter.asnumpy()
+    return list(named.items())
+
+
+def _flush_folder(folder: Path) -> None:
+    """Make the rename itself durable, where folders can be opened (not on Windows)."""
+    if os.name == "nt":
+        return
+    with _opened(folder, os.O_RDONLY) as handle:
+        os.fsync(handle)
+
+
+@contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    handle = os.open(path, flags)
+    try:
+        yield handle
+    finally:
+        os.close(handle)
+
+
+def as_state(where: str, state: Any) -> dict[str, Any]:
+    """A copy of the mapping ``state``.
+
+    Raises:
+        TypeError: it is no mapping.
+    """
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            message(where, "state", "has a wrong type", "a mapping", type(state).__name__)
+        )
+    return dict(state)
+
+
+def steps_done(where: str, value: Any) -> int:
+    """The number of steps that a saved ``global_step`` tells.
+
+    Raises:
+        TypeError: it is no array of int32.
+        ValueError: it has another shape than ``(1,)`` or is negative.
+    """
+    array = adopt(where, "state 'global_step'", value)
+    if array.dtype != np.int32:
+        raise TypeError(
+            message(where, "state 'global_step'", "has a wrong dtype", "int32", array.dtype)
+        )
+    if array.shape != (1,):
+        raise ValueError(
+            message(where, "state 'global_step'", "has a wrong shape", "(1,)", array.shape)
+        )
+    if array[0] < 0:
+        raise ValueError(
+            message(where, "state 'global_step'", "is out of range", "at least 0", array[0])
+        )
+    return int(array[0])
+
+
+def checked_state(
+    where: str, state: Mapping[str, Any], own: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """``state`` as arrays that fit ``own`` in names, dtypes and shapes.
+
+    Raises:
+        KeyError: a name is missing or unknown.
+        TypeError: a dtype differs.
+        ValueError: a shape differs, or a learning rate is negative or NaN.
+    """
+    missing, foreign = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+    if missing or foreign:
+        raise UnknownArgumentError(
+            message(
+                where,
+                "state",
+                "does not fit this optimizer",
+                f"all of its {len(own)} names",
+                f"missing {missing[:3]}, unknown {foreign[:3]}",
+            )
+        )
+    arrays = {name: adopt(where, f"state {name!r}", value) for name, value in state.items()}
+    for name, array in arrays.items():
+        mine, is_rate = own[name], name.startswith("learning_rate")
+        if is_rate and array.size == mine.size == 1:
+            array = array.reshape(mine.shape)
+        # MindSpore keeps rates in float32.
+        if array.dtype != mine.dtype and not (is_rate and array.dtype in (np.float32, np.float64)):
+            raise TypeError(
+                message(where, f"state {name!r}", "has a wrong dtype", mine.dtype, array.dtype)
+            )
+        if array.shape != mine.shape:
+            raise ValueError(
+                message(where, f"state {name!r}", "has a wrong shape", mine.shape, array.shape)
+            )
+        if is_rate and not (np.asarray(array, np.float64) >= 0).all():
+            raise ValueError(
+                message(where, f"state {name!r}", "is out of range", "finite and at least 0", array)
+            )
+        arrays[name] = array.astype(mine.dtype, copy=False)
+    return arrays

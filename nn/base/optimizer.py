@@ -1,0 +1,448 @@
+"""The public base class of optimizers: groups, learning rates, decay, scaling, counters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...ops.runtime import check, pending
+from ...ops.runtime import gradients as grads
+from ...ops.runtime.device import DeviceArray, device_of
+from ...ops.runtime.errors import RejectedTypeError, RejectedValueError, message, reject_unknown
+from ..schedules.base import Rate, Values
+from .checkpoint import as_state, checked_state, steps_done
+from .groups import Groups, name_by_position, read_groups
+from .numbers import check_place, number_of, on_device
+from .parameter import Parameter, writable
+
+_TARGETS = ("CPU", "GPU", "Ascend")
+MOST_STEPS = int(np.iinfo(np.int32).max)
+
+
+class Optimizer:
+    """The base class of every optimizer.
+
+    A subclass defines ``construct(gradients)``; the optimizer is called with the gradients in
+    the order of `parameters`. ``global_step`` counts the calls that succeeded.
+
+    Args:
+        learning_rate: float or int >= 0, a 0-d or 1-d array or an iterable of floats (step s
+            uses element s), a `LearningRateSchedule`, a callable of the step 0, 1, 2, ..., or a
+            float32 or float64 array of one element on the CUDA device of the parameters, which
+            every step reads there.
+        parameters: a list of `Parameter` (arrays are wrapped), or of dicts with the keys
+            ``params``, ``lr``, ``weight_decay``, ``grad_centralization``; a further dict with
+            the only key ``order_params`` gives the order.
+        weight_decay: float or int >= 0, or a callable of the step. Ungrouped parameters whose
+            name contains "beta" or "gamma" do not decay; in groups the values of the groups
+            count alone.
+        loss_scale: float or int > 0, or such an array on a device; gradients are multiplied by
+            ``float32(1 / loss_scale)``.
+
+    Attributes:
+        parameters: the parameters in optimizer order.
+        global_step: int32 ``(1,)``.
+
+    Raises:
+        TypeError: a kind does not fit.
+        ValueError: a value or name does not fit, or parameters share memory.
+        RuntimeError: a parameter is given twice.
+        KeyError: an unknown or missing key of a group.
+
+    Source: ``mindspore.nn.Optimizer``.
+
+    >>> import numpy as np
+    >>> class SignDescent(Optimizer):
+    ...     def construct(self, gradients):
+    ...         for p, g in zip(self.parameters, self.decay_weight(gradients)):
+    ...             p.data -= self.get_lr() * np.sign(g)
+    ...         return (True,) * len(self.parameters)
+    >>> w = Parameter(np.ones(2, np.float32))
+    >>> SignDescent(0.5, [w])((np.array([3.0, -3.0], np.float32),))
+    (True,)
+    >>> w.data.tolist()
+    [0.5, 1.5]
+    """
+
+    _filter_names = True
+
+    def __init__(
+        self,
+        learning_rate: Any,
+        parameters: Any,
+        weight_decay: Any = 0.0,
+        loss_scale: Any = 1.0,
+        **unknown: Any,
+    ) -> None:
+        known = ("learning_rate", "parameters", "weight_decay", "loss_scale")
+        reject_unknown(self._name, unknown, known)
+        self._loss_scale = _loss_scale(self._name, loss_scale)
+        self._groups: Groups = read_groups(
+            self._name, parameters, learning_rate, weight_decay, filter_names=self._filter_names
+        )
+        self._check_groups(self._groups)
+        self.parameters = tuple(option.parameter for option in self._groups.options)
+        self._global_step = np.zeros(1, np.int32)
+        self._device = self._common_device()
+        self._check_numbers()
+        self._check_overlap({})
+        name_by_position(self._groups.options)
+        for parameter in self.parameters:
+            parameter.watch(self)
+
+    def __repr__(self) -> str:
+        n = sum(parameter.size for parameter in self.parameters)
+        rates = {option.rate: None for option in self._groups.options}
+        lr = ", ".join(
+            f"{float(rate):g}"
+            if isinstance(rate, Parameter) and rate.ndim == 0 and not rate.is_on_device
+            else repr(rate)
+            for rate in rates
+        )
+        return f"{self._name}({len(self.parameters)} parameters, {n:,} elements, lr={lr})"
+
+    @property
+    def _name(self) -> str:
+        return type(self).__name__
+
+    def _common_device(self) -> int | None:
+        """The CUDA device of all parameters, or None where they live on the host."""
+        # By their places too: a name may be that of another one's place.
+        arrays = {
+            f"parameter {i}" + (f" ({p.name!r})" if p.name else ""): p.array
+            for i, p in enumerate(self.parameters)
+        }
+        return device_of(self._name, arrays)
+
+    def _check_numbers(self) -> None:
+        """Learning rates and loss scale live on the host, or where the parameters do."""
+        for rate in self._groups.rates:
+            if isinstance(rate, Parameter):
+                check_place(self._name, "learning_rate", rate.array, self._device)
+        check_place(self._name, "loss_scale", self._loss_scale, self._device)
+
+    def _check_groups(self, groups: Groups) -> None:
+        """Refuse what a subclass does not take in groups; before anything has changed."""
+
+    @property
+    def loss_scale(self) -> Any:
+        """What gradients are divided by; it can be assigned to between steps.
+
+        A float, or the array of one element on the device of the parameters that was assigned.
+        Steps on that device read it there.
+
+        Raises:
+            TypeError: a value that is assigned is no number.
+            ValueError: it is not above 0 or not finite in float32, or lives elsewhere.
+        """
+        scale = self._loss_scale
+        return scale.native() if isinstance(scale, DeviceArray) else scale
+
+    @loss_scale.setter
+    def loss_scale(self, value: Any) -> None:
+        scale = _loss_scale(self._name, value)
+        check_place(self._name, "loss_scale", scale, self._device)
+        self._loss_scale = scale
+        self._condition()
+
+    def _condition(self) -> None:
+        """Called after weight decay or loss scale have changed; a subclass derives anew."""
+
+    def construct(self, gradients: tuple[Any, ...]) -> Any:
+        """Update the parameters; defined by subclasses.
+
+        Raises:
+            NotImplementedError: in the base class.
+        """
+        raise NotImplementedError(f"{self._name}: define construct(self, gradients)")
+
+    def __call__(self, gradients: Sequence[Any]) -> Any:
+        """One step with ``gradients`` in the order of `parameters`."""
+        gradients = self._as_tuple(gradients)
+        self._next_step()
+        result = self.construct(gradients)
+        self._global_step += 1
+        return result
+
+    def _as_tuple(self, gradients: Any) -> tuple[Any, ...]:
+        if not isinstance(gradients, (tuple, list)):
+            raise RejectedTypeError(
+                message(
+                    self._name,
+                    "gradients",
+                    "has a wrong type",
+                    "a tuple or list in the order of the parameters",
+                    type(gradients).__name__,
+                )
+            )
+        if len(gradients) != len(self.parameters):
+            raise RejectedValueError(
+                message(
+                    self._name,
+                    "gradients",
+                    "has a wrong length",
+                    f"{len(self.parameters)}, one for each parameter",
+                    len(gradients),
+                )
+            )
+        return tuple(gradients)
+
+    # Learning rate and weight decay
+
+    @property
+    def is_group(self) -> bool:
+        """Whether the parameters were given in groups."""
+        return self._groups.is_group
+
+    @property
+    def is_group_lr(self) -> bool:
+        """Whether any group has a learning rate of its own."""
+        return self._groups.is_group_lr
+
+    @property
+    def learning_rate(self) -> Rate | tuple[Rate, ...]:
+        """The learning rate as it is kept; with group rates one for each parameter."""
+        if self.is_group_lr:
+            return tuple(option.rate for option in self._groups.options)
+        return self._groups.options[0].rate
+
+    def get_lr(self) -> float | tuple[float, ...]:
+        """The learning rate of the next step; with group rates one for each parameter."""
+        rates = self._rates_at(self._step)
+        return tuple(rates) if self.is_group_lr else rates[0]
+
+    def get_lr_parameter(self, param: Parameter | list[Parameter]) -> Any:
+        """The learning rate of ``param`` as it is kept, or a list of them for a list.
+
+        A fixed rate or list is a `Parameter`, which may be assigned to; a schedule is itself.
+
+        Raises:
+            TypeError: ``param`` is neither a `Parameter` nor a list of them.
+            ValueError: it does not belong to this optimizer.
+        """
+        if isinstance(param, list):
+            return [self.get_lr_parameter(p) for p in param]
+        if not isinstance(param, Parameter):
+            raise TypeError(
+                message(
+                    self._name,
+                    "param",
+                    "has a wrong type",
+                    "a Parameter or a list",
+                    type(param).__name__,
+                )
+            )
+        for option in self._groups.options:
+            if option.parameter is param:
+                return option.rate
+        raise ValueError(
+            message(self._name, f"parameter {param.name!r}", "is foreign", "one of mine", "another")
+        )
+
+    def get_weight_decay(self) -> float | tuple[float, ...]:
+        """The weight decay of the next step; in groups one for each parameter."""
+        decays = self._decays_at(self._step)
+        return tuple(decays) if self.is_group else max(decays)
+
+    @property
+    def global_step(self) -> np.ndarray:
+        """int32 ``(1,)``: the calls that succeeded; what is assigned is copied into it.
+
+        Raises:
+            TypeError: what is assigned is no array of int32.
+            ValueError: it has another shape or is negative.
+        """
+        return self._global_step
+
+    @global_step.setter
+    def global_step(self, value: Any) -> None:
+        self._global_step[0] = steps_done(self._name, value)
+
+    @property
+    def _step(self) -> int:
+        return int(self._global_step[0])
+
+    def _next_step(self) -> int:
+        """The number of the next step, from 0 on.
+
+        Raises:
+            OverflowError: there is none: the count is an int32, as published.
+        """
+        step = int(self._global_step[0])
+        if step >= MOST_STEPS:
+            expected = f"at most {MOST_STEPS} steps"
+            raise OverflowError(message(self._name, "global_step", "is at its end", expected, step))
+        return step
+
+    def _rates_at(self, step: int) -> list[float]:
+        rates = [option.rate for option in self._groups.options]
+        return Values(self._name, "learning_rate", rates).at(step)
+
+    def _decays_at(self, step: int) -> list[float]:
+        decays = [option.decay for option in self._groups.options]
+        return Values(self._name, "weight_decay", decays).at(step)
+
+    # Gradients, as separate steps for custom optimizers
+
+    def decay_weight(self, gradients: Sequence[Any]) -> tuple[Any, ...]:
+        """``g + weight_decay * loss_scale * w`` where decay applies, as new gradients.
+
+        A row-sparse gradient is summed by row first: a row decays once, and only if it occurs. On
+        a device the host waits for the number of rows then.
+        """
+        decays = self._decays_at(self._step)
+        return tuple(
+            grads.decayed(g, p.array, decay * number_of(self._loss_scale)) if decay else g
+            for g, p, decay in zip(self._as_tuple(gradients), self.parameters, decays, strict=True)
+        )
+
+    def gradients_centralization(self, gradients: Sequence[Any]) -> tuple[Any, ...]:
+        """``g - mean of g over all axes but the first`` where a group asks for it.
+
+        It acts on parameters of two or more dimensions; others have nothing to centralize.
+        """
+        return tuple(
+            grads.centralized(g) if option.centralize else g
+            for g, option in zip(self._as_tuple(gradients), self._groups.options, strict=True)
+        )
+
+    def scale_grad(self, gradients: Sequence[Any]) -> tuple[Any, ...]:
+        """``g * float32(1 / loss_scale)``, as new gradients; the same ones if it is 1."""
+        gradients = self._as_tuple(gradients)
+        scale = number_of(self._loss_scale)
+        if scale == 1.0:
+            return gradients
+        return tuple(grads.scaled(g, 1.0 / scale) for g in gradients)
+
+    def broadcast_params(self, optim_result: Any) -> bool:  # noqa: ARG002  (published name)
+        """Send updated parameters to the other processes: with one process, nothing to do."""
+        return True
+
+    # Where it runs
+
+    @property
+    def _works_on_host(self) -> bool:
+        return self._device is None
+
+    @property
+    def target(self) -> str:
+        """Where state and arithmetic live: ``"CPU"`` or ``"GPU"``.
+
+        That is where the parameters live, unless it is set. Optimizers of this package take
+        ``"CPU"`` for parameters on a CUDA device: then the states move to the host, parameters
+        and gradients come there for the step, and the parameters go back.
+
+        Raises:
+            TypeError: what is assigned is no str.
+            ValueError: it is none of the published targets, or impossible.
+        """
+        return "CPU" if self._works_on_host else "GPU"
+
+    @target.setter
+    def target(self, value: str) -> None:
+        if not isinstance(value, str):
+            raise TypeError(
+                message(self._name, "target", "has a wrong type", "a str", type(value).__name__)
+            )
+        if value not in _TARGETS:
+            raise ValueError(message(self._name, "target", "is unknown", _TARGETS, value))
+        if value != self.target:
+            self._move_to(value)
+
+    def _move_to(self, target: str) -> None:
+        """Move state and arithmetic to another target, where a subclass can."""
+        expected = f"{self.target!r}: the parameters live there"
+        raise ValueError(message(self._name, "target", "is impossible", expected, target))
+
+    @property
+    def unique(self) -> bool:
+        """Whether duplicate rows are summed before the update: always."""
+        return True
+
+    @unique.setter
+    def unique(self, value: bool) -> None:
+        if not check.flag(self._name, "unique", value):
+            raise ValueError(
+                message(self._name, "unique", "is impossible", True, False)
+                + "; duplicate rows are always summed, an update without it is not defined"
+            )
+
+    # State
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Copies on the host of all that a resumed run needs beside the parameters, by name."""
+        pending.settle()
+        return {
+            name: array.numpy() if isinstance(array, DeviceArray) else array.copy()
+            for name, array in self._state_arrays().items()
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a `state_dict`, after checking all of it.
+
+        Raises:
+            KeyError: a name is missing or unknown.
+            TypeError: a dtype differs.
+            ValueError: a shape differs.
+        """
+        pending.settle()
+        own = self._state_arrays()
+        arrays = checked_state(self._name, as_state(self._name, state), own)
+        self._check_values(arrays)
+        for name, array in arrays.items():
+            if isinstance(own[name], DeviceArray):
+                own[name].assign(array)
+            else:
+                own[name][...] = array
+
+    def _check_values(self, arrays: Mapping[str, np.ndarray]) -> None:
+        """Refuse values of a state that fits in names, dtypes and shapes."""
+
+    def _state_arrays(self) -> dict[str, Any]:
+        """The arrays of the state themselves, by name."""
+        arrays = {"global_step": self.global_step}
+        for rate in self._groups.rates:
+            if isinstance(rate, Parameter):
+                arrays[str(rate.name)] = rate.array
+        return arrays
+
+    def check_rebinding(self, parameter: Parameter, array: Any) -> None:
+        """Called before ``parameter.data`` becomes ``array``.
+
+        Raises:
+            ValueError: it shares memory with another array of this optimizer, or lives elsewhere.
+        """
+        device_of(self._name, {f"parameter {parameter.name!r}": parameter.array, "its data": array})
+        self._check_overlap({id(parameter): array})
+
+    def forget_addresses(self) -> None:
+        """Called after a parameter was rebound; a subclass drops what it derived."""
+
+    def _check_overlap(self, rebound: Mapping[int, Any]) -> None:
+        arrays = [rebound.get(id(p), p.array) for p in self.parameters]
+        names = [f"parameter {p.name or i!r}" for i, p in enumerate(self.parameters)]
+        check.no_overlap(self._name, names, arrays)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._global_step = writable(self._global_step)
+        for parameter in self.parameters:
+            parameter.watch(self)
+
+
+def _loss_scale(where: str, value: Any) -> float | DeviceArray:
+    there = on_device(where, "loss_scale", value)
+    if there is not None:
+        return there
+    if not isinstance(value, bool | int | float | np.floating):
+        raise TypeError(
+            message(where, "loss_scale", "has a wrong type", "a float or int", type(value).__name__)
+        )
+    usable = 1.0 / check.LARGEST <= float(value) <= check.LARGEST
+    if not usable:
+        raise ValueError(
+            message(where, "loss_scale", "is out of range", "positive and finite in float32", value)
+        )
+    return float(value)

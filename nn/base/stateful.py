@@ -1,0 +1,187 @@
+"""Optimizers with arrays and a count of updates for each parameter: their state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ...kernels.quiet import quiet
+from ...kernels.storage import STORAGES
+from ...ops.runtime import check
+from ...ops.runtime.arrays import adopt
+from ...ops.runtime.errors import message
+from .checkpoint import as_state, steps_done
+from .optimizer import Optimizer
+from .parameter import Parameter, writable
+
+States = dict[str, tuple[Any, ...]]
+"""By role, one array for each parameter, or None for a parameter without this role."""
+
+
+class StatefulOptimizer(Optimizer):
+    """An optimizer that keeps arrays for each parameter and counts its updates.
+
+    Args:
+        states: the name of each role and the value with which its arrays begin.
+        state_dtype: dtype of the states; None takes each parameter's.
+        learning_rate, parameters, weight_decay, loss_scale: as `Optimizer`.
+    """
+
+    _counts: tuple[str, ...] = ("step.",)  # how the names of states begin that are counts
+
+    def __init__(
+        self,
+        learning_rate: Any,
+        parameters: Any,
+        weight_decay: Any,
+        loss_scale: Any,
+        *,
+        states: Mapping[str, float],
+        state_dtype: Any,
+    ) -> None:
+        self._state_dtype = _state_dtype(self._name, state_dtype)
+        super().__init__(learning_rate, parameters, weight_decay, loss_scale)
+        self._states = self._new_states(states)
+        self._steps = np.zeros(len(self.parameters), np.int64)
+
+    @quiet
+    def _new_states(self, initial: Mapping[str, float]) -> States:
+        """Arrays of the shape of each parameter, filled with the initial value of their role."""
+        return {
+            role: tuple(
+                np.full(p.shape, value, self._state_dtype or p.dtype)
+                if self._works_on_host
+                else p.array.filled_like(value, self._state_dtype or p.dtype)
+                for p in self.parameters
+            )
+            for role, value in initial.items()
+        }
+
+    def _states_of_each(self) -> list[tuple[Any, ...]]:
+        """The states of each parameter, in the order of the roles."""
+        return [
+            tuple(a for a in (arrays[i] for arrays in self._states.values()) if a is not None)
+            for i in range(len(self.parameters))
+        ]
+
+    def _state(self, role: str) -> tuple[Any, ...]:
+        """One role of every parameter that has it."""
+        return tuple(array for array in self._states[role] if array is not None)
+
+    def _state_name(self, role: str, parameter: str) -> str:
+        return f"{role}.{parameter}"
+
+    def _state_arrays(self) -> dict[str, Any]:
+        arrays = super()._state_arrays()
+        for role, states in self._states.items():
+            for parameter, state in zip(self.parameters, states, strict=True):
+                if state is not None:
+                    arrays[self._state_name(role, str(parameter.name))] = state
+        for i, parameter in enumerate(self.parameters):
+            arrays[f"step.{parameter.name}"] = self._steps[i : i + 1]
+        return arrays
+
+    def _derived_state(self, step: int) -> dict[str, np.ndarray]:  # noqa: ARG002
+        """Arrays that follow from the options and the number of steps.
+
+        MindSpore keeps them, so they are written for other readers and checked when read.
+        """
+        return {}
+
+    def _empty_states(self) -> set[str]:
+        """Names of arrays that MindSpore keeps and that hold nothing to resume from."""
+        return set()
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Copies of all that a resumed run needs beside the parameters, by MindSpore's names.
+
+        ``step.<parameter>`` is the number of updates of a parameter: those whose gradient was
+        None have had fewer than ``global_step``.
+        """
+        return {**super().state_dict(), **self._derived_state(self._step)}
+
+    @quiet
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a `state_dict`, after checking all of it.
+
+        A state without any ``step.<parameter>`` (as MindSpore writes it) is taken to have
+        updated every parameter ``global_step`` times.
+
+        Raises:
+            KeyError: a name is missing or unknown.
+            TypeError: a dtype differs.
+            ValueError: a shape differs, or the state was made with other options.
+        """
+        state = as_state(self._name, state)
+        for name in self._empty_states() & state.keys():
+            del state[name]
+        given = {name: state.pop(name, None) for name in self._derived_state(0)}
+        if "global_step" in state:
+            step = steps_done(self._name, state["global_step"])
+            self._check_derived(given, step)
+            if not any(name.startswith("step.") for name in state):
+                state.update({f"step.{p.name}": np.array([step]) for p in self.parameters})
+        super().load_state_dict(state)
+
+    def _check_derived(self, given: Mapping[str, Any], step: int) -> None:
+        for name, expected in self._derived_state(step).items():
+            value = given[name]
+            if value is None:
+                continue
+            array = self._numbers(name, value)
+            if array.size != expected.size:
+                wanted = expected.shape
+                raise ValueError(
+                    message(self._name, f"state {name!r}", "has a wrong shape", wanted, array.shape)
+                )
+            if not np.allclose(array, expected, rtol=1e-5, atol=1e-30):
+                raise ValueError(
+                    message(self._name, f"state {name!r}", "is of other options", expected, value)
+                )
+
+    def _numbers(self, name: str, value: Any) -> np.ndarray:
+        """A state as an array of numbers."""
+        array = adopt(self._name, f"state {name!r}", value)
+        if array.dtype.kind not in "iuf":
+            raise TypeError(
+                message(self._name, f"state {name!r}", "has a wrong dtype", "numbers", array.dtype)
+            )
+        return array
+
+    def _check_values(self, arrays: Mapping[str, np.ndarray]) -> None:
+        super()._check_values(arrays)
+        for name in (n for n in arrays if n.startswith(self._counts)):
+            least = int(arrays[name].min(initial=0))
+            check.in_range(self._name, f"state {name!r}", least, least >= 0, "at least 0")
+
+    def check_rebinding(self, parameter: Parameter, array: Any) -> None:
+        """As `Optimizer.check_rebinding`; states are memory of this optimizer too."""
+        super().check_rebinding(parameter, array)
+        states = [state for states in self._states_of_each() for state in states]
+        names = [f"a state of {self._name}"] * len(states)
+        check.no_overlap(self._name, [*names, f"parameter {parameter.name!r}"], [*states, array])
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Arrays that arrive in foreign buffers may be read-only.
+        state["_steps"] = writable(state["_steps"])
+        state["_states"] = {
+            role: tuple(None if array is None else writable(array) for array in arrays)
+            for role, arrays in state["_states"].items()
+        }
+        super().__setstate__(state)
+
+
+def _state_dtype(where: str, value: Any) -> np.dtype[Any] | None:
+    if value is None:
+        return None
+    try:
+        dtype: np.dtype[Any] | None = np.dtype(value)
+    except TypeError:
+        dtype = None
+    if dtype not in STORAGES:
+        raise TypeError(
+            message(where, "state_dtype", "has a wrong dtype", check.FLOAT_NAMES, repr(value))
+        )
+    return dtype

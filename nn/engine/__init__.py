@@ -1,0 +1,1 @@
+"""How one step runs: gradients are read and checked, planned, and run where they live."""

@@ -1,0 +1,129 @@
+"""What happens to the gradients of a step before the rule: decay, loss scale, factors."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...kernels.rules.gradient import COUPLED_DECAY, SCALE
+from ...kernels.rules.rule import Prologue
+from ...ops.runtime.device import DeviceArray
+from ..base.groups import ParameterOptions
+from ..base.numbers import number_of
+from .layout import Batch
+
+if TYPE_CHECKING:
+    from .program import Measured
+
+
+class Conditioning:
+    """MindSpore's order: coupled weight decay, then the loss scale.
+
+    Args:
+        options: the parameters with their options.
+        loss_scale: gradients are divided by it.
+        coupled: whether weight decay is part of the gradient; else the rule has it.
+
+    Attributes:
+        prologue: the parts that are compiled in front of the rule.
+        loss_scale: as it was given.
+        scales_decay: whether a decay that joins the gradient is multiplied by the loss scale.
+        is_measured: whether `complete` has to be called, with scalars for each tensor.
+    """
+
+    is_measured = False
+    scales_decay = True
+
+    def __init__(
+        self,
+        options: Sequence[ParameterOptions],
+        loss_scale: float | DeviceArray,
+        *,
+        coupled: bool,
+    ) -> None:
+        self._options = options
+        self.loss_scale = loss_scale
+        self._is_coupled = coupled
+        self._joins = np.array([not option.centralize for option in options])
+        self.prologue = self._parts(coupled and any(o.decay != 0.0 for o in options))
+
+    def _parts(self, decays: bool) -> Prologue:
+        return ((COUPLED_DECAY,) if decays else ()) + self._scaling
+
+    @property
+    def _scaling(self) -> Prologue:
+        # What is on a device may become another one.
+        is_one = not isinstance(self.loss_scale, DeviceArray) and self.loss_scale == 1.0
+        return () if is_one else (SCALE,)
+
+    @property
+    def _scale(self) -> float:
+        """The loss scale; one on a device is waited for."""
+        return number_of(self.loss_scale)
+
+    def centralized_with(self, i: int, decay: float) -> float:  # noqa: ARG002
+        """The factor with which parameter ``i`` joins its gradient before that is centralized."""
+        return decay * self._scale if self._is_coupled else 0.0
+
+    def left_to_rule(self, decays: Sequence[float]) -> Sequence[float]:
+        """The weight decays that the rule applies, if it has any."""
+        return decays
+
+    def scalars(self, i: int, decay: float) -> tuple[float, ...]:
+        """The scalars of the prologue of parameter ``i``, in the order of its parts."""
+        if not self.prologue:
+            return ()
+        scale = self._scale
+        # A centralized gradient already holds the decay: it is centralized with it.
+        return self._of_parts(0.0 if self._options[i].centralize else decay * scale, scale)
+
+    def _of_parts(self, decay: float, scale: float) -> tuple[float, ...]:
+        of_each = [part.scalars(decay, scale) for part in self.prologue if part.scalars]
+        return tuple(itertools.chain.from_iterable(of_each))
+
+    def acts(self, positions: np.ndarray) -> np.ndarray:
+        """Of which parameters the weight decay is part of the prologue; bool."""
+        acts: np.ndarray = self._joins[positions]
+        return acts
+
+    def complete(
+        self,
+        batch: Batch,
+        gradients: np.ndarray,
+        hp: np.ndarray,
+        column: dict[str, int],
+        rates: np.ndarray,
+        decays: np.ndarray,
+    ) -> None:
+        """Fill in the scalars that have to be measured.
+
+        Args:
+            batch: dense tensors.
+            gradients: int64 ``[T]``: addresses of their gradients.
+            hp: ``[T, F]``: their scalars.
+            column: where each scalar is.
+            rates: float64 ``[T]``: learning rates.
+            decays: float64 ``[T]``: weight decays.
+        """
+
+    def measured_on_device(
+        self,
+        batch: Batch,  # noqa: ARG002
+        gradients: np.ndarray,  # noqa: ARG002
+        column: dict[str, int],  # noqa: ARG002
+    ) -> Measured | None:
+        """What fills in these scalars on a device; arguments as `complete`."""
+        return None
+
+    @property
+    def options_on_device(self) -> tuple[Any, ...]:
+        """What `measured_on_device` depends on beside the arrays."""
+        return ()
+
+    @property
+    def is_of_one_step(self) -> bool:
+        """Whether what `measured_on_device` returns is of no use in another step."""
+        return False

@@ -1,0 +1,199 @@
+"""How the gradients of one step lie: which kernel calls they need, and on what.
+
+A layout depends on the kinds and dtypes of the gradients alone, so it is made once and used
+for every later step with gradients of the same kinds.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...kernels.cpu import headers
+from ...kernels.storage import STORAGES, Storage
+from ...ops.runtime.arrays import address_of
+from ...ops.runtime.device import DeviceArray
+from ...ops.runtime.locks import Span
+from ...ops.runtime.step import Variables
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """Tensors of one kernel call: equal storage types of parameters, gradients and states.
+
+    Attributes:
+        positions: int64 ``[T]``: places of the tensors in optimizer order.
+        variables: parameters and states.
+        g: storage of the gradients.
+        row_sparse: whether the gradients are.
+        places: int64 ``[T]``: places among the dense, or the row-sparse, gradients.
+        is_all: whether these are all parameters of the optimizer, in order.
+        labels: how errors name the gradients.
+    """
+
+    positions: np.ndarray
+    variables: Variables
+    g: Storage
+    row_sparse: bool
+    places: np.ndarray
+    is_all: bool
+    labels: tuple[str, ...]
+
+
+class Kind(NamedTuple):
+    """The kind of a gradient: its dtype, and that of its indices if it is row-sparse."""
+
+    dtype: np.dtype[Any]
+    index_dtype: np.dtype[Any] | None = None
+
+    @property
+    def row_sparse(self) -> bool:
+        """Whether it has indices."""
+        return self.index_dtype is not None
+
+
+Place = tuple[np.ndarray, int, tuple[int, ...], np.dtype[Any]]
+"""An array, its address, shape and dtype."""
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """The batches of a step.
+
+    Attributes:
+        batches: one for each kernel call. Row-sparse ones come first: they check their indices
+            before they write.
+        active: int64: places of all parameters that have a gradient.
+        is_complete: whether these are all parameters.
+        kinds: those of the gradients.
+        expected: the headers of their arrays (of row-sparse ones first the indices, then the
+            values) and of the variables, where every parameter has a gradient; else None.
+        dense_arrays: int64: places among these arrays of the dense gradients.
+        row_arrays: places of the indices of the row-sparse ones.
+        dense_bytes: sizes of the dense gradients, in order.
+        memory: int64 ``[2, n]``: where the memory of the active variables begins and ends, in
+            order.
+        places: where and what the active variables on the host were.
+    """
+
+    batches: tuple[Batch, ...]
+    active: np.ndarray
+    is_complete: bool
+    dense_bytes: tuple[int, ...]
+    kinds: tuple[Kind | None, ...]
+    expected: headers.Expected | None
+    dense_arrays: np.ndarray
+    row_arrays: tuple[int, ...]
+    memory: np.ndarray
+    places: tuple[Place, ...]
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the variables on the host are where and as they were: nobody has resized one,
+        or given it another shape, in place.
+        """
+        return all(map(_lies_at, self.places))
+
+    @cached_property
+    def lock_spans(self) -> list[Span]:
+        """The memory of all active variables, for locking."""
+        return sorted(span for batch in self.batches for span in batch.variables.spans)
+
+    @cached_property
+    def _stretches(self) -> tuple[list[int], list[int]]:
+        begins, ends = self.memory.tolist()
+        return begins, ends
+
+    def shares_memory(self, begin: int, n_bytes: int) -> bool:
+        """Whether any of ``n_bytes`` bytes from ``begin`` on belongs to an active variable."""
+        begins, ends = self._stretches
+        # Variables do not overlap: the last one that begins before the bytes end decides.
+        last = bisect_left(begins, begin + n_bytes) - 1
+        return n_bytes > 0 and last >= 0 and ends[last] > begin
+
+    @cached_property
+    def n_row_batches(self) -> int:
+        """How many kernel calls are row-sparse."""
+        return sum(batch.row_sparse for batch in self.batches)
+
+
+def build_layout(
+    kinds: tuple[Kind | None, ...], tensors: Sequence[tuple[Any, ...]], labels: Sequence[str]
+) -> Layout:
+    """Group parameters (with their states) whose gradients are of these ``kinds``."""
+    known = [(i, kind, tensors[i]) for i, kind in enumerate(kinds) if kind is not None]
+    groups: dict[Any, list[int]] = {}
+    for i, kind, arrays in known:
+        key = (kind.row_sparse, kind.dtype, *(a.dtype for a in arrays))
+        groups.setdefault(key, []).append(i)
+    dense = [i for i, kind, _ in known if not kind.row_sparse]
+    sparse = [i for i, kind, _ in known if kind.row_sparse]
+    batches = []
+    for (row_sparse, dtype, *_), positions in groups.items():
+        place = {i: k for k, i in enumerate(sparse if row_sparse else dense)}
+        batches.append(
+            Batch(
+                np.array(positions),
+                Variables.of([tensors[i] for i in positions]),
+                STORAGES[dtype],
+                row_sparse,
+                np.array([place[i] for i in positions]),
+                len(positions) == len(kinds),
+                tuple(labels[i] for i in positions),
+            )
+        )
+    spans = sorted(
+        (address_of(a), address_of(a) + a.nbytes)
+        for _, _, arrays in known
+        for a in arrays
+        if a.size
+    )
+    memory = np.array(spans, np.int64).reshape(-1, 2).T.copy()
+    is_complete = len(known) == len(kinds)
+    are_plain = not any(isinstance(w, DeviceArray) for _, _, (w, *_) in known)
+    forms, dense_arrays, row_arrays = _array_forms([(kind, arrays[0]) for _, kind, arrays in known])
+    can_expect = is_complete and headers.usable and are_plain
+    written = [array for _, _, arrays in known for array in arrays]
+    expected = headers.Expected(forms, memory, written=written) if can_expect else None
+    return Layout(
+        tuple(sorted(batches, key=lambda batch: not batch.row_sparse)),
+        np.array([i for i, _, _ in known], np.int64),
+        is_complete,
+        tuple(w.size * kind.dtype.itemsize for _, kind, (w, *_) in known if not kind.row_sparse),
+        kinds,
+        expected,
+        dense_arrays,
+        row_arrays,
+        memory,
+        tuple(_place(a) for a in written if not isinstance(a, DeviceArray)),
+    )
+
+
+def _place(array: np.ndarray) -> Place:
+    return array, address_of(array), array.shape, array.dtype
+
+
+def _lies_at(place: Place) -> bool:
+    return place[1:] == _place(place[0])[1:]
+
+
+def _array_forms(
+    gradients: Sequence[tuple[Kind, Any]],
+) -> tuple[list[headers.Form], np.ndarray, tuple[int, ...]]:
+    """What the arrays of gradients are, and the places of dense ones and of indices among them."""
+    forms: list[headers.Form] = []
+    dense, rows = [], []
+    for kind, w in gradients:
+        if kind.index_dtype is None:
+            dense.append(len(forms))
+            forms.append((kind.dtype, w.shape))
+        else:
+            rows.append(len(forms))
+            forms.append((kind.index_dtype, (headers.ANY,)))
+            forms.append((kind.dtype, (headers.SAME, *w.shape[1:])))
+    return forms, np.array(dense, np.int64), tuple(rows)

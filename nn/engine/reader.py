@@ -1,0 +1,381 @@
+"""Reading the gradients of a step: checked in full before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...kernels.quiet import quiet
+from ...kernels.storage import Storage
+from ...ops.runtime import check, pending
+from ...ops.runtime import device_gradient as on_device
+from ...ops.runtime import gradients as whole
+from ...ops.runtime.arrays import (
+    RowTensor,
+    address_of,
+    adopt_anywhere,
+    check_row_gradient,
+    index_error,
+    real_type,
+)
+from ...ops.runtime.device import DeviceArray, device_of
+from ...ops.runtime.errors import message
+from ...ops.runtime.row_forms import as_rows
+from ...ops.runtime.row_step import RowGradient, check_keys
+from ..base.parameter import Parameter
+from .layout import Batch, Kind, Layout, build_layout
+
+_KEPT_LAYOUTS = 16
+
+
+class Gradients(NamedTuple):
+    """The checked gradients of one step.
+
+    Attributes:
+        layout: their layout.
+        addresses: int64: addresses of the dense ones, in order.
+        rows: the row-sparse ones, in order.
+        keep: what must stay alive until the step is done.
+    """
+
+    layout: Layout
+    addresses: np.ndarray
+    rows: list[RowGradient]
+    keep: Sequence[Any]
+
+    @property
+    def arrays(self) -> list[Any]:
+        """All arrays of the step; a parameter first, which on a device decides the stream."""
+        variables = (batch.variables.tensors for batch in self.layout.batches)
+        found = [arrays[0] for tensors in variables for arrays in tensors]
+        for gradient in self.keep:
+            is_sparse = isinstance(gradient, RowGradient)
+            found += [gradient.indices, gradient.values] if is_sparse else [gradient]
+        return found
+
+    def addresses_of(self, batch: Batch) -> np.ndarray:
+        """The addresses of the gradients of a batch of dense ones."""
+        return self.addresses if batch.is_all else self.addresses[batch.places]
+
+    def rows_of(self, batch: Batch) -> list[RowGradient]:
+        """The gradients of a batch of row-sparse ones."""
+        is_only = self.layout.n_row_batches == 1
+        return self.rows if is_only else [self.rows[k] for k in batch.places]
+
+
+class GradientReader:
+    """Checks gradients and finds how they lie; keeps the layouts it has seen.
+
+    Args:
+        where: the optimizer's name, for errors.
+        parameters: the parameters.
+        states: the states of each parameter.
+        sparse_update: what row-sparse gradients do, or None where they raise.
+        rows_need: where row-sparse gradients raise: what was expected, and what was found.
+        centralized: places of the parameters whose gradients are centralized.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        parameters: Sequence[Parameter],
+        states: Sequence[tuple[Any, ...]],
+        sparse_update: str | None,
+        rows_need: tuple[str, str | None] = ("", None),
+        centralized: Sequence[int] = (),
+    ) -> None:
+        self._where = where
+        self._parameters = parameters
+        self._states = states
+        self._sparse_update = sparse_update
+        self._rows_need = rows_need
+        self._centralized = frozenset(centralized)
+        self._shapes = [
+            [array.shape for array in (p.array, *own)]
+            for p, own in zip(parameters, states, strict=True)
+        ]
+        self.forget()
+
+    @property
+    def centralizes(self) -> bool:
+        """Whether any gradient is centralized."""
+        return bool(self._centralized)
+
+    def forget(self) -> None:
+        """Drop all layouts: an address has changed."""
+        self._layouts: dict[tuple[Kind | None, ...], Layout] = {}
+        self._last: Layout | None = None
+
+    def read_like_last(self, gradients: tuple[Any, ...]) -> Gradients | None:
+        """The gradients of a step if all are of the same kinds as in the step before, else None.
+
+        The headers of all their arrays are read in one compiled call.
+        """
+        last = self._last
+        if last is None or last.expected is None:
+            return None
+        arrays = self._arrays_like(last, gradients) if last.row_arrays else gradients
+        addresses = last.expected.addresses(arrays) if arrays is not None else None
+        if arrays is None or addresses is None:
+            return None
+        if not last.row_arrays:
+            return Gradients(last, addresses, [], arrays)
+        found = addresses.tolist()
+        rows = [
+            RowGradient(arrays[k], arrays[k + 1], found[k], found[k + 1]) for k in last.row_arrays
+        ]
+        # NumPy takes longer to select nothing than all else here.
+        dense = addresses[last.dense_arrays] if last.dense_bytes else addresses[:0]
+        return Gradients(last, dense, rows, arrays)
+
+    def _arrays_like(self, last: Layout, gradients: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """What may be the arrays of ``gradients`` of the same kinds, else None."""
+        arrays: list[Any] = []
+        for kind, parameter, gradient in zip(last.kinds, self._parameters, gradients, strict=True):
+            if kind is None or not kind.row_sparse:
+                arrays.append(gradient)
+                continue
+            if type(gradient) is not RowTensor:
+                return None
+            if gradient.dense_shape != parameter.shape:
+                return None
+            arrays.append(gradient.indices)
+            arrays.append(gradient.values)
+        return tuple(arrays)
+
+    def read(self, gradients: tuple[Any, ...], added: Callable[[int], float]) -> Gradients:
+        """The checked gradients of a step.
+
+        Before gradient ``i`` is centralized, ``added(i)`` times the parameter is added to it.
+
+        Raises:
+            TypeError: a kind or dtype does not fit.
+            ValueError: a shape does not fit, a gradient is row-sparse where none is taken, it
+                shares memory with a parameter or state, or one of those cannot be updated.
+        """
+        read, kinds = self._read_each(gradients, added)
+        self._check_variables(kinds)
+        layout = self._layout(tuple(kinds))
+        dense = [g for g in read if not isinstance(g, RowGradient)]
+        rows = [g for g in read if isinstance(g, RowGradient)]
+        addresses = [address_of(g) for g in dense]
+        self._check_unshared(layout, addresses, rows)
+        self._last = None if self._centralized else layout
+        return Gradients(layout, np.array(addresses, np.int64), rows, read)
+
+    def check_indices(self, given: Gradients) -> None:
+        """All indices of all row-sparse gradients, before any of them is used.
+
+        Raises:
+            IndexError: one is out of range.
+            ValueError: the tables of a call have too many rows for its sort keys.
+        """
+        for batch in given.layout.batches:
+            if batch.row_sparse:
+                check_rows(batch, given.rows_of(batch))
+
+    def _read_each(
+        self, gradients: tuple[Any, ...], added: Callable[[int], float]
+    ) -> tuple[list[Any], list[Kind | None]]:
+        read: list[Any] = []
+        kinds: list[Kind | None] = []
+        for i, (parameter, gradient) in enumerate(zip(self._parameters, gradients, strict=True)):
+            if gradient is None:
+                kinds.append(None)
+                continue
+            found = read_gradient(self._where, parameter, gradient)
+            if isinstance(found, RowGradient) and self._sparse_update is None:
+                raise ValueError(self._refusal(parameter))
+            if i in self._centralized:
+                found = self._centralize(parameter, found, added(i))
+            index_dtype = found.indices.dtype if isinstance(found, RowGradient) else None
+            read.append(found)
+            kinds.append(Kind(found.dtype, index_dtype))
+        return read, kinds
+
+    def _check_variables(self, kinds: Sequence[Kind | None]) -> None:
+        """Refuse variables that were changed in place since construction.
+
+        Raises:
+            ValueError: one is read-only or has another shape.
+        """
+        of_each = zip(kinds, self._parameters, self._shapes, self._states, strict=True)
+        for kind, p, shapes, states in of_each:
+            if kind is None:
+                continue
+            for array, shape in zip((p.array, *states), shapes, strict=True):
+                name = f"parameter {p.name!r}" if array is p.array else f"a state of {p.name!r}"
+                if not array.flags.writeable:
+                    expected, got = "a writable array", "a read-only one"
+                    raise ValueError(message(self._where, name, "is read-only", expected, got))
+                if array.shape != shape:
+                    wrong = "has another shape than at construction"
+                    raise ValueError(message(self._where, name, wrong, shape, array.shape))
+
+    def _layout(self, kinds: tuple[Kind | None, ...]) -> Layout:
+        layout = self._layouts.get(kinds)
+        if layout is not None and not layout.is_in_place:
+            self.forget()
+            layout = None
+        if layout is None:
+            if len(self._layouts) >= _KEPT_LAYOUTS:
+                self._layouts.clear()
+            tensors = [
+                (p.array, *states) for p, states in zip(self._parameters, self._states, strict=True)
+            ]
+            for kind, p, arrays in zip(kinds, self._parameters, tensors, strict=True):
+                for array in arrays if kind is not None else ():
+                    check.variable(self._where, f"parameter {p.name!r} or its state", array)
+            labels = [f"{self._where}: gradient of {p.name!r}" for p in self._parameters]
+            layout = self._layouts[kinds] = build_layout(kinds, tensors, labels)
+        return layout
+
+    @quiet
+    def _centralize(self, parameter: Parameter, gradient: Any, factor: float) -> Any:
+        """The centralized gradient; a coupled decay is centralized with it, as in MindSpore."""
+        if parameter.is_on_device:
+            return self._centralize_on_device(parameter.array, gradient, factor)
+        w = parameter.data
+        # In the type of the arithmetic, so that nothing is rounded twice.
+        real = real_type(w.dtype)
+        if not isinstance(gradient, RowGradient):
+            wide = gradient.astype(real, copy=False)
+            return np.ascontiguousarray(
+                whole.centralized(whole.decayed(wide, w, factor) if factor else wide)
+            )
+        values = gradient.values.astype(real, copy=False)
+        rows = RowTensor(gradient.indices, values, parameter.shape)
+        if factor and self._sparse_update != "lazy":
+            # Every row decays, so every row has a gradient to centralize.
+            return whole.centralized(whole.decayed(rows.to_dense(), w, factor))
+        central = whole.centralized(whole.decayed(rows, w, factor) if factor else rows)
+        return RowGradient.of(central.indices, np.ascontiguousarray(central.values))
+
+    def _centralize_on_device(self, w: DeviceArray, gradient: Any, factor: float) -> Any:
+        """The same, enqueued; in a new array of the parameter's framework."""
+        if not isinstance(gradient, RowGradient):
+            return _centralized(gradient, w, factor)
+        rows = RowTensor(gradient.indices, gradient.values, w.shape)
+        if not factor:
+            values = on_device.centralized(gradient.values, w)
+            return RowGradient.of(gradient.indices, values)
+        if self._sparse_update == "lazy":
+            values = on_device.decayed_rows(rows, w, factor).values
+            on_device.centralize(values, values)
+            return RowGradient.of(gradient.indices, values)
+        gradient = on_device.dense(rows, np.dtype(real_type(w.dtype)))
+        # It has no indices any more by which the step could tell that it may not write.
+        pending.settle()
+        return _centralized(gradient, w, factor)
+
+    def _refusal(self, parameter: Parameter) -> str:
+        name = f"gradient of {parameter.name!r}"
+        return message(self._where, name, "is row-sparse", *self._rows_need)
+
+    def _check_unshared(
+        self, layout: Layout, addresses: Sequence[int], rows: Sequence[RowGradient]
+    ) -> None:
+        """Refuse gradients in the memory of parameters or states."""
+        spans = list(zip(addresses, layout.dense_bytes, strict=True))
+        for row in rows:
+            spans.append((row.index_address, row.indices.nbytes))
+            spans.append((row.values_address, row.values.nbytes))
+        for begin, n_bytes in spans:
+            if layout.shares_memory(begin, n_bytes):
+                expected, got = "its own memory", "an overlap"
+                wrong = "shares memory with a parameter or state"
+                raise ValueError(message(self._where, "a gradient", wrong, expected, got))
+
+
+def _centralized(gradient: DeviceArray, w: DeviceArray, factor: float) -> DeviceArray:
+    """A dense gradient on a device, first joined by ``factor * w``."""
+    if not factor:
+        return on_device.centralized(gradient, w)
+    joined = on_device.decayed(gradient, w, factor)
+    on_device.centralize(joined, joined)
+    return joined
+
+
+def by_storage(given: Gradients) -> tuple[tuple[Storage, np.ndarray, np.ndarray], ...]:
+    """The arrays of all gradients by storage type: int64 addresses and numbers of elements."""
+    arrays: dict[Storage, list[tuple[int, int]]] = {}
+    for batch in given.layout.batches:
+        found = arrays.setdefault(batch.g, [])
+        if batch.row_sparse:
+            gradients = given.rows_of(batch)
+            found += [(g.values_address, g.values.size) for g in gradients]
+        else:
+            sizes = np.diff(batch.variables.table.first)
+            found += zip(given.addresses_of(batch).tolist(), sizes.tolist(), strict=True)
+    return tuple(
+        (storage, *np.array(spans, np.int64).reshape(-1, 2).T.copy())
+        for storage, spans in arrays.items()
+    )
+
+
+def check_rows(batch: Batch, gradients: Sequence[RowGradient]) -> None:
+    """All indices of the gradients of one batch; on the host.
+
+    Raises:
+        IndexError, ValueError: as `GradientReader.check_indices`.
+    """
+    rows = [len(arrays[0]) for arrays in batch.variables.tensors]
+    lengths = [len(gradient.indices) for gradient in gradients]
+    check_keys(batch.labels[0], list(zip(rows, lengths, strict=True)))
+    for label, gradient, n_rows in zip(batch.labels, gradients, rows, strict=True):
+        indices = gradient.indices
+        if len(indices) and (indices.min() < 0 or indices.max() >= n_rows):
+            bad = (indices < 0) | (indices >= n_rows)
+            position = int(np.argmax(bad))
+            raise index_error(label, position, int(indices[position]), n_rows)
+
+
+def read_gradient(where: str, parameter: Parameter, gradient: Any) -> Any:
+    """The checked, contiguous form of one gradient that is not None: an array or `RowGradient`.
+
+    Raises:
+        TypeError: its kind or dtype does not fit.
+        ValueError: its shape does not fit.
+    """
+    name = f"gradient of {parameter.name!r}"
+    rows = as_rows(where, name, gradient)
+    if rows is None:
+        array = adopt_anywhere(where, name, gradient)
+        _check_floating(where, name, array)
+        device_of(where, {"the parameter": parameter.array, name: array})
+        if array.shape != parameter.shape:
+            raise ValueError(
+                message(where, name, "has a wrong shape", parameter.shape, array.shape)
+            )
+        return check.contiguous(array, where, name)
+    if parameter.ndim == 0:
+        raise ValueError(
+            message(where, name, "is row-sparse", "a dense gradient", "a 0-d parameter")
+        )
+    if rows.dense_shape != parameter.shape:
+        raise ValueError(
+            message(where, name, "has a wrong dense_shape", parameter.shape, rows.dense_shape)
+        )
+    # Adopted again: the attributes of a RowTensor can be assigned to.
+    indices = adopt_anywhere(where, name, rows.indices)
+    values = adopt_anywhere(where, name, rows.values)
+    _check_floating(where, name, values)
+    device_of(where, {"the parameter": parameter.array, name: values, "its indices": indices})
+    check_row_gradient(where, name, indices, values, parameter.shape)
+    return RowGradient.of(
+        check.contiguous(indices, where, name), check.contiguous(values, where, name)
+    )
+
+
+def _check_floating(where: str, name: str, array: Any) -> None:
+    if array.dtype not in check.FLOATS:
+        raise TypeError(message(where, name, "has a wrong dtype", "a floating dtype", array.dtype))
+
+
+def is_row_sparse(gradient: Any) -> bool:
+    """A `RowTensor`, a list of them or a torch sparse COO tensor."""
+    if isinstance(gradient, list | tuple):
+        return any(isinstance(part, RowTensor) for part in gradient)
+    return isinstance(gradient, RowTensor) or getattr(gradient, "is_sparse", False)

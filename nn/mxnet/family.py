@@ -1,0 +1,260 @@
+"""What MXNet's Adam and AdamW share: how they are called, and that nothing changes on an error."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ...kernels.rules import mxnet as rules
+from ...kernels.rules.rule import Prologue, Rule
+from ...ops.runtime import check
+from ...ops.runtime.arrays import adopt_anywhere, real_type
+from ...ops.runtime.device import DeviceArray
+from ...ops.runtime.errors import message
+from ..base.parameter import Parameter
+from .arguments import Checked, as_lists, decay_rate, is_list, kept_epsilon
+from .optimizer import Optimizer
+from .step import Bindings, Step
+
+_RATE = 0.001
+
+
+class AdamFamily(Optimizer):
+    """What Adam and AdamW share: two moments, one kernel call for all weights of a dtype."""
+
+    _decay_is_coupled = True
+    # The rules for weights without and with a master copy: fused, and composed.
+    _fused: tuple[Rule, Rule]
+    _composed: tuple[Rule, Rule]
+
+    beta1 = Checked(decay_rate)
+    beta2 = Checked(decay_rate)
+    epsilon = Checked(kept_epsilon)
+
+    def __init__(
+        self,
+        learning_rate: float | None,
+        beta1: float,
+        beta2: float,
+        epsilon: float,
+        use_fused_step: bool,
+        **base: Any,
+    ) -> None:
+        if learning_rate is None and base.get("lr_scheduler") is None:
+            learning_rate = _RATE
+        if base.get("aggregate_num") is None and not self._has_own_update():
+            base["aggregate_num"] = np.inf  # results do not depend on it
+        super().__init__(learning_rate=learning_rate, use_fused_step=use_fused_step, **base)
+        self.beta1, self.beta2, self.epsilon = beta1, beta2, epsilon
+        self._bindings = Bindings(self._name)
+
+    def create_state(self, index: Any, weight: Any) -> tuple[Any, Any]:  # noqa: ARG002
+        """Zeros for mean and variance, float32 (float64 for a float64 weight).
+
+        They live where the weight does, on a device in its framework.
+        """
+        array = adopt_anywhere(self._name, "weight", weight)
+        mean, var = (_zeros_like(array, np.dtype(real_type(array.dtype))) for _ in range(2))
+        return mean, var
+
+    def step(
+        self, indices: Sequence[Any], weights: Sequence[Any], grads: Sequence[Any],
+        states: Sequence[Any],
+    ) -> None:  # fmt: skip
+        """Update weights with the scalars of MXNet's composed operations; see ``update``."""
+        self._update_lists(indices, weights, grads, states, composed=True)
+
+    def fused_step(
+        self, indices: Sequence[Any], weights: Sequence[Any], grads: Sequence[Any],
+        states: Sequence[Any],
+    ) -> None:  # fmt: skip
+        """Update weights with the scalars of MXNet's kernels; see ``update``."""
+        self._update_lists(indices, weights, grads, states, composed=False)
+
+    def _update_lists(
+        self,
+        indices: Sequence[Any],
+        weights: Sequence[Any],
+        grads: Sequence[Any],
+        states: Sequence[Any],
+        *,
+        composed: bool,
+    ) -> None:
+        as_lists(self._name, indices, weights, grads, states)
+        variables = [self._variables(*each) for each in zip(indices, weights, states, strict=True)]
+        self._update_all(indices, variables, grads, composed=composed)
+
+    def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
+        """As `Optimizer.update`."""
+        if not is_list(index):
+            index, weight, grad, state = [index], [weight], [grad], [state]
+        step = self.fused_step if self.use_fused_step else self.step
+        step(index, weight, grad, state)
+
+    def update_multi_precision(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
+        """As `Optimizer.update_multi_precision`; master copy and weight in one pass."""
+        if not self.multi_precision or self._has_own_update():
+            super().update_multi_precision(index, weight, grad, state)
+            return
+        lists = as_lists(self._name, index, weight, grad, state)
+        indices, weights, grads, states = lists
+        masters = [self._has_master(w) for w in weights]
+        variables = [
+            self._with_master(i, w, s) if has_master else self._variables(i, w, s)
+            for i, w, s, has_master in zip(indices, weights, states, masters, strict=True)
+        ]
+        self._update_all(indices, variables, grads, composed=not self.use_fused_step)
+
+    def _has_own_update(self) -> bool:
+        """Whether a subclass of a user does something else."""
+        steps = ("update", "step", "fused_step")
+        return any(getattr(type(self), n) is not getattr(AdamFamily, n) for n in steps)
+
+    def _variables(self, index: Any, weight: Any, state: Any) -> tuple[Any, ...]:
+        """Weight, mean and variance of an index."""
+        mean, var = self._pair(index, state, "(mean, var) of create_state")
+        return weight.array if isinstance(weight, Parameter) else weight, mean, var
+
+    def _with_master(self, index: Any, weight: Any, state: Any) -> tuple[Any, ...]:
+        """Master copy, mean, variance, and the weight that becomes the rounded copy."""
+        expected = "(master, (mean, var)) of create_state_multi_precision"
+        master, moments = self._pair(index, state, expected)
+        copy = weight.array if isinstance(weight, Parameter) else weight
+        return (*self._variables(index, master, moments), copy)
+
+    def check_state(self, index: Any, state: Any) -> None:
+        """As `Optimizer.check_state`: two moments, or a master copy and its moments."""
+        made = (AdamFamily.create_state, AdamFamily.create_state_multi_precision)
+        if (type(self).create_state, type(self).create_state_multi_precision) != made:
+            return  # a subclass of a user has others
+        first, second = self._pair(index, state, "(mean, var) of create_state")
+        arrays = [first, second]
+        if isinstance(second, tuple | list):
+            arrays = [first, *self._pair(index, second, "(mean, var) of create_state")]
+        name = f"state of {self._label(index)!r}"
+        for array in (check.variable(self._name, name, given) for given in arrays):
+            if array.shape != first.shape:
+                wrong = "has arrays that differ in shape"
+                raise ValueError(message(self._name, name, wrong, first.shape, array.shape))
+
+    def _update_all(
+        self,
+        indices: Sequence[Any],
+        variables: Sequence[tuple[Any, ...]],
+        grads: Sequence[Any],
+        *,
+        composed: bool,
+    ) -> None:
+        """Everything that can fail comes before the first write, and the counts go back then."""
+        if not self._acts():
+            return
+        lazy = self._touches_only_rows_of_gradient(composed)
+        bound = self._bindings.bound(
+            indices, self._label, variables, "lazy" if lazy else "dense_equivalent"
+        )
+        given = bound.read(grads)
+        active = given.layout.active.tolist()
+        before = self._counts_of(indices)
+        step = None
+        try:
+            numbers = self._advance([indices[i] for i in active])
+            decay = max((wd for *_, wd in numbers), default=0.0)
+            prologue = self._prologue(self._checked_decay(decay), composed)
+            of_each: list[Any] = [None] * len(indices)
+            for i, of_one in zip(active, numbers, strict=True):
+                of_each[i] = of_one
+            step = Step(
+                bound,
+                given,
+                self._composed if composed else self._fused,
+                prologue,
+                touched_only=lazy,
+                numbers=of_each,
+                scalars=lambda real, n: self._scalars(real, prologue, *n, composed=composed),
+            )
+            step.run()
+        except BaseException:
+            if step is None or not step.is_done:  # an interrupt may come right after it
+                self._restore(*before)
+            raise
+
+    def _counts_of(self, indices: Sequence[Any]) -> tuple[int, dict[Any, int | None]]:
+        counts = self._index_update_count
+        return self.num_update, {index: counts.get(index) for index in indices}
+
+    def _restore(self, num_update: int, counts: dict[Any, int | None]) -> None:
+        self.num_update = num_update
+        for index, count in counts.items():
+            if count is None:
+                self._index_update_count.pop(index, None)
+            else:
+                self._index_update_count[index] = count
+
+    def forget_arrays(self) -> None:
+        """Hold no array of a former call any more."""
+        self._bindings.forget()
+
+    def _acts(self) -> bool:
+        """Whether there is an update at all."""
+        return True
+
+    def _touches_only_rows_of_gradient(self, composed: bool) -> bool:  # noqa: ARG002
+        """What a row-sparse gradient does."""
+        return False
+
+    def _advance(self, indices: Sequence[Any]) -> list[tuple[int, float, float]]:
+        """Count an update of each index: its count, learning rate and weight decay.
+
+        A scheduler is asked with the largest count so far, as if the indices came one by one.
+        """
+        largest = self.num_update
+        self._update_count(indices)
+        counts = [self._index_update_count[index] for index in indices]
+        if not counts or counts[0] == self.num_update:  # it has been this from the first one on
+            lrs = self._get_lrs(indices)
+        else:
+            lrs = []
+            for index, t in zip(indices, counts, strict=True):
+                largest = self.num_update = max(largest, t)
+                lrs += self._get_lrs([index])
+        return list(zip(counts, lrs, self._get_wds(indices), strict=True))
+
+    def _prologue(self, decay: float, composed: bool) -> Prologue:
+        return rules.conditioning(
+            self.compat,
+            self.rescale_grad,
+            self.clip_gradient or 0.0,
+            decay if self._decay_is_coupled else 0.0,
+            composed=composed,
+        )
+
+    def _scalars(
+        self, real: Any, prologue: Prologue, t: int, lr: float, wd: float, *, composed: bool
+    ) -> tuple[Any, ...]:
+        """The scalars of rule and prologue for a weight that is updated the ``t``-th time."""
+        self._checked_decay(wd)
+        own = self._rule_scalars(real, t, lr, wd, composed)
+        return own + rules.conditioning_scalars(
+            real, prologue, self.rescale_grad, self.clip_gradient or 0.0, wd, composed=composed
+        )
+
+    def _rule_scalars(
+        self, real: Any, t: int, lr: float, wd: float, composed: bool
+    ) -> tuple[Any, ...]:
+        """The scalars of the rule."""
+        raise NotImplementedError
+
+    def _checked_decay(self, wd: float) -> float:
+        return check.scalar_at_least_0(self._name, "wd with its factor", wd)
+
+    def _step_size(self, t: int, lr: float, *, corrected: bool = True) -> float:
+        size = rules.bias_corrected(lr, self.beta1, self.beta2, t) if corrected else lr
+        return check.scalar_at_least_0(self._name, "the learning rate with its factors", size)
+
+
+def _zeros_like(array: Any, dtype: np.dtype[Any]) -> Any:
+    if isinstance(array, DeviceArray):
+        return array.filled_like(0.0, dtype).native()
+    return np.zeros(array.shape, dtype)

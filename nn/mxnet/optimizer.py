@@ -1,0 +1,460 @@
+"""The base class of ``mxnet.optimizer``: rates, multipliers, counts, and the registry."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...kernels.quiet import quiet
+from ...ops.adam_update import compat_version
+from ...ops.runtime import check
+from ...ops.runtime.arrays import BFLOAT16, RowTensor, adopt_anywhere
+from ...ops.runtime.device import DeviceArray
+from ...ops.runtime.device_gradient import convert, converted
+from ...ops.runtime.errors import message, reject_unknown
+from ...ops.runtime.row_forms import concatenated
+from ..base.arguments import count
+from . import arguments
+from .arguments import Checked, arguments_of, as_lists, is_list
+
+_BASE_RATE = 0.01
+_HALVES = (np.dtype(np.float16), BFLOAT16)
+
+
+class ScheduledRateError(RuntimeError, UserWarning):
+    """The learning rate cannot be set: a scheduler computes it.
+
+    It is a `UserWarning` too, which is what MXNet raises.
+    """
+
+
+class Optimizer:
+    """The base class of MXNet's optimizers: it keeps rates, multipliers and counts.
+
+    Weights, gradients and states come with every call, each weight under an index. A subclass
+    defines ``create_state`` and ``step`` or ``fused_step`` (or, as in 1.9, ``update``), and asks
+    ``_update_count``, ``_get_lr`` and ``_get_wd`` for what belongs to an index.
+
+    Args:
+        rescale_grad: gradients are multiplied by it.
+        param_idx2name: dict from index to name.
+        wd: weight decay, at least 0.
+        clip_gradient: bound of the rescaled gradient; None, 0 and below: no clipping.
+        learning_rate: at least 0. None: 0.01, or with a scheduler the scheduler's own.
+        lr_scheduler: an `LRScheduler` or any callable of ``num_update`` = 1, 2, ... Where a
+            ``learning_rate`` is given too, a copy of the scheduler starts from it.
+        sym: None. Symbols of MXNet do not exist here: use ``set_lr_mult`` and ``set_wd_mult``.
+        begin_num_update: where the counts of all indices begin.
+        multi_precision: 16-bit weights get a float32 master copy in their state.
+        param_dict: dict from index to an object with ``lr_mult`` and ``wd_mult``; it counts
+            before the tables of ``set_lr_mult`` and ``set_wd_mult``.
+        aggregate_num: how many weights an `Updater` passes in one call; ``numpy.inf``: all.
+        use_fused_step: ``update`` calls ``fused_step``, else ``step``. Default False.
+        compat: the version of MXNet whose behaviour counts where versions differ, ``"2.0"`` or
+            ``"1.9"``. Here: in 1.9, with ``param_idx2name``, names that do not end with
+            ``_weight`` or ``_gamma`` have no weight decay unless ``set_wd_mult`` gives them one.
+
+    Attributes:
+        rescale_grad, wd, clip_gradient, lr, lr_scheduler: can be assigned to between updates.
+        num_update: the largest count of any index; what the scheduler is asked with.
+
+    Raises:
+        TypeError: a kind does not fit.
+        ValueError: a value does not fit.
+        KeyError: an unknown keyword (also `TypeError`).
+
+    Source: ``mxnet.optimizer.Optimizer`` (MXNet is retired since 2023).
+
+    >>> import numpy as np
+    >>> @register
+    ... class SignDescent(Optimizer):
+    ...     def step(self, indices, weights, grads, states):
+    ...         for index, weight, grad, state in zip(indices, weights, grads, states):
+    ...             self._update_count(index)
+    ...             weight -= self._get_lr(index) * np.sign(grad)
+    >>> w = np.ones(2, np.float32)
+    >>> create("signdescent", learning_rate=0.5).update(0, w, np.array([3.0, -3.0]), None)
+    >>> w.tolist()
+    [0.5, 1.5]
+    """
+
+    opt_registry: dict[str, type[Optimizer]] = {}  # noqa: RUF012  (shared on purpose)
+
+    compat = Checked(lambda where, _, value: compat_version(where, value))
+    rescale_grad = Checked(check.scalar)
+    wd = Checked(check.scalar_at_least_0)
+    clip_gradient = Checked(arguments.clip_bound)
+    lr = Checked(check.scalar_at_least_0)
+    lr_scheduler = Checked(arguments.scheduler)
+    begin_num_update = Checked(count)
+    multi_precision = Checked(check.flag)
+    aggregate_num = Checked(arguments.aggregate_number)
+    use_fused_step = Checked(check.flag)
+    num_update = Checked(count)
+    lr_mult = Checked(arguments.multipliers)
+    wd_mult = Checked(arguments.multipliers)
+    idx2name = Checked(arguments.names)
+    param_dict = Checked(arguments.parameters)
+
+    def __init__(
+        self,
+        rescale_grad: float = 1.0,
+        param_idx2name: Mapping[Any, str] | None = None,
+        wd: float = 0.0,
+        clip_gradient: float | None = None,
+        learning_rate: float | None = None,
+        lr_scheduler: Any = None,
+        sym: None = None,
+        begin_num_update: int = 0,
+        multi_precision: bool = False,
+        param_dict: Mapping[Any, Any] | None = None,
+        aggregate_num: float | None = None,
+        use_fused_step: bool | None = None,
+        *,
+        compat: str = "2.0",
+        **unknown: Any,
+    ) -> None:
+        reject_unknown(self._name, unknown, arguments_of(type(self)))
+        self.compat = compat
+        _refuse_symbol(self._name, sym)
+        self.rescale_grad = rescale_grad
+        self.wd = wd
+        self.clip_gradient = clip_gradient
+        self._set_rate(learning_rate, lr_scheduler)
+        self.begin_num_update = begin_num_update
+        self.num_update = self.begin_num_update
+        self._index_update_count: dict[Any, int] = {}
+        self.multi_precision = multi_precision
+        one_by_one = 0 if compat == "1.9" else 1
+        self.aggregate_num = one_by_one if aggregate_num is None else aggregate_num
+        self.use_fused_step = False if use_fused_step is None else use_fused_step
+        self.idx2name = arguments.names(self._name, "param_idx2name", param_idx2name)
+        self.param_dict = param_dict
+        self.set_lr_mult({})
+        self.set_wd_mult({})
+
+    @property
+    def _name(self) -> str:
+        return type(self).__name__
+
+    def _set_rate(self, learning_rate: Any, lr_scheduler: Any) -> None:
+        self.lr_scheduler = lr_scheduler
+        own = getattr(lr_scheduler, "base_lr", _BASE_RATE)
+        self.lr = own if learning_rate is None else self._checked_rate(learning_rate)
+        if lr_scheduler is None or learning_rate is None:
+            return
+        if not hasattr(lr_scheduler, "starting_from"):
+            expected = "no learning_rate, or an LRScheduler, which can start from it"
+            raise ValueError(
+                message(
+                    self._name,
+                    "learning_rate",
+                    "is given beside a callable",
+                    expected,
+                    learning_rate,
+                )
+            )
+        self.lr_scheduler = lr_scheduler.starting_from(self.lr)
+
+    def _checked_rate(self, value: Any) -> float:
+        return check.scalar_at_least_0(self._name, "learning_rate", value)
+
+    # The registry
+
+    @staticmethod
+    def register(klass: type[Optimizer]) -> type[Optimizer]:
+        """Make a class known to `create` by its name; a decorator.
+
+        Raises:
+            TypeError: it is no subclass of `Optimizer`.
+        """
+        if not (isinstance(klass, type) and issubclass(klass, Optimizer)):
+            expected = "a subclass of Optimizer"
+            raise TypeError(message("register", "klass", "has a wrong type", expected, klass))
+        known = Optimizer.opt_registry.get(klass.__name__.lower())
+        if known is not None:
+            warnings.warn(
+                f"register: {klass.__module__}.{klass.__name__} takes the place of "
+                f"{known.__module__}.{known.__name__}",
+                stacklevel=2,
+            )
+        Optimizer.opt_registry[klass.__name__.lower()] = klass
+        return klass
+
+    @staticmethod
+    def create_optimizer(name: str, **kwargs: Any) -> Optimizer:
+        """An instance of a registered class, by its name in upper or lower case.
+
+        Raises:
+            TypeError: ``name`` is no str.
+            ValueError: no class of this name is registered.
+        """
+        if not isinstance(name, str):
+            got = type(name).__name__
+            raise TypeError(message("create", "name", "has a wrong type", "a str", got))
+        klass = Optimizer.opt_registry.get(name.lower())
+        if klass is None:
+            known = ", ".join(sorted(Optimizer.opt_registry))
+            raise ValueError(
+                message("create", "name", "is unknown", f"one of {known}", repr(name))
+                + "; fusestep.nn has more optimizers, under MindSpore's names"
+            )
+        return klass(**kwargs)
+
+    # States
+
+    def create_state(self, index: Any, weight: Any) -> Any:  # noqa: ARG002
+        """The state of a weight: None in the base class."""
+        return None
+
+    def create_state_multi_precision(self, index: Any, weight: Any) -> Any:
+        """The state of a weight; with ``multi_precision``, of a 16-bit weight
+        ``(float32 master copy, state of that)``.
+        """
+        if not self._has_master(weight):
+            return self.create_state(index, weight)
+        master = _as_float32(adopt_anywhere(self._name, "weight", weight))
+        return master, self.create_state(index, master)
+
+    def _has_master(self, weight: Any) -> bool:
+        if not self.multi_precision:
+            return False
+        return adopt_anywhere(self._name, "weight", weight).dtype in _HALVES
+
+    def check_state(self, index: Any, state: Any) -> None:
+        """Refuse a state that was read and is none of `create_state_multi_precision`.
+
+        The base class takes any.
+
+        Raises:
+            TypeError: it is of another form.
+            ValueError: its arrays do not fit together.
+        """
+
+    def _pair(self, index: Any, state: Any, expected: str) -> tuple[Any, Any]:
+        """The two parts of a state."""
+        if not (isinstance(state, tuple | list) and len(state) == 2):
+            got = f"{type(state).__name__} of {len(state)}" if hasattr(state, "__len__") else state
+            name = f"state of {self._label(index)!r}"
+            raise TypeError(message(self._name, name, "has a wrong type", expected, got))
+        first, second = state
+        return first, second
+
+    def _label(self, index: Any) -> str:
+        return str(self.idx2name.get(index, index))
+
+    def forget_arrays(self) -> None:
+        """Hold no array of a former call any more; the base class holds none."""
+
+    # Updates
+
+    def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
+        """Update one weight, or each of a list of weights, in place.
+
+        Args:
+            index: the index of the weight, or a list of different ones.
+            weight: an array, or a list of as many.
+            grad: likewise; an array or a `RowTensor`.
+            state: likewise, from `create_state`.
+
+        Raises:
+            ValueError: the lists differ in length or an index repeats.
+            TypeError, ValueError, IndexError: as ``step`` or ``fused_step``.
+        """
+        lists = as_lists(self._name, index, weight, grad, state)
+        if self.use_fused_step:
+            self.fused_step(*lists)
+        else:
+            self.step(*lists)
+
+    def update_multi_precision(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
+        """As `update`, with states from `create_state_multi_precision`.
+
+        The update of a weight with a master copy acts on the copy, with a float32 gradient; the
+        weight becomes the rounded copy.
+        """
+        if not self.multi_precision:
+            self.update(index, weight, grad, state)
+            return
+        lists = as_lists(self._name, index, weight, grad, state)
+        expected = "(master, its state) of create_state_multi_precision"
+        masters = [
+            (w, self._pair(i, s, expected)[0])
+            for i, w, _, s in zip(*lists, strict=True)
+            if self._has_master(w)
+        ]
+        if not masters:
+            self.update(index, weight, grad, state)
+            return
+        whole = [_of_master(g, s) if self._has_master(w) else (w, g, s)
+                 for _, w, g, s in zip(*lists, strict=True)]  # fmt: skip
+        weights, grads, states = (list(each) for each in zip(*whole, strict=True))
+        if is_list(index):
+            self.update(index, weights, grads, states)
+        else:
+            self.update(index, weights[0], grads[0], states[0])
+        for w, master in masters:
+            _round_to(adopt_anywhere(self._name, "weight", w), master)
+
+    def step(
+        self, indices: Sequence[Any], weights: Sequence[Any], grads: Sequence[Any],
+        states: Sequence[Any],
+    ) -> None:  # fmt: skip
+        """Update weights; defined by subclasses.
+
+        Raises:
+            NotImplementedError: in the base class.
+        """
+        raise NotImplementedError(f"{self._name}: define step(indices, weights, grads, states)")
+
+    def fused_step(
+        self, indices: Sequence[Any], weights: Sequence[Any], grads: Sequence[Any],
+        states: Sequence[Any],
+    ) -> None:  # fmt: skip
+        """Update weights in as few passes over memory as possible; defined by subclasses.
+
+        Raises:
+            NotImplementedError: in the base class.
+        """
+        raise NotImplementedError(
+            f"{self._name}: define fused_step(indices, weights, grads, states)"
+        )
+
+    # Rates
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of now, without multipliers."""
+        if self.lr_scheduler is None:
+            return float(self.lr)
+        return check.scalar_at_least_0(
+            self._name, "lr_scheduler's rate", self.lr_scheduler(self.num_update)
+        )
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Set the learning rate.
+
+        Raises:
+            ScheduledRateError: a scheduler computes it (`RuntimeError` and `UserWarning`).
+            TypeError, ValueError: it is no number of at least 0.
+        """
+        if self.lr_scheduler is not None:
+            raise ScheduledRateError(
+                message(
+                    self._name, "learning_rate", "is computed by a scheduler", "no scheduler", lr
+                )
+                + "; assign to lr_scheduler.base_lr of the optimizer, or set lr_scheduler to None"
+            )
+        self.lr = self._checked_rate(lr)
+
+    def set_lr_mult(self, args_lr_mult: Mapping[Any, float]) -> None:
+        """Set the factors of the learning rate by index or name; all others become 1.
+
+        Raises:
+            TypeError, ValueError: a factor is no number of at least 0.
+        """
+        self.lr_mult = args_lr_mult
+
+    def set_wd_mult(self, args_wd_mult: Mapping[Any, float]) -> None:
+        """Set the factors of the weight decay by index or name; all others become 1 (with
+        ``compat="1.9"`` some become 0, see the class).
+
+        Raises:
+            TypeError, ValueError: a factor is no number of at least 0.
+        """
+        given = arguments.multipliers(self._name, "wd_mult", args_wd_mult)
+        exempt = (n for n in self.idx2name.values() if not n.endswith(("_weight", "_gamma")))
+        self.wd_mult = {**(dict.fromkeys(exempt, 0.0) if self.compat == "1.9" else {}), **given}
+
+    def _factor(self, index: Any, name: str, table: Mapping[Any, float]) -> float:
+        """That of ``param_dict``, else that of the index, else that of its name, else 1."""
+        if index in self.param_dict:
+            factor = getattr(self.param_dict[index], name)
+            return check.scalar_at_least_0(self._name, f"{name} of param_dict[{index!r}]", factor)
+        if index in table:
+            return table[index]
+        return table.get(self.idx2name[index], 1.0) if index in self.idx2name else 1.0
+
+    def _scaled(
+        self, value: float, indices: Sequence[Any], name: str, table: Mapping[Any, float]
+    ) -> list[float]:
+        """``value`` times the factor of each index."""
+        if not table and not self.param_dict:
+            return [value] * len(indices)
+        return [value * self._factor(index, name, table) for index in indices]
+
+    def _is_own(self, method: str) -> bool:
+        """Whether a subclass of a user defines it."""
+        return getattr(type(self), method) is not getattr(Optimizer, method)
+
+    def _get_lr(self, index: Any) -> float:
+        """The learning rate of an index, at the present ``num_update``."""
+        return self._scaled(self.learning_rate, [index], "lr_mult", self.lr_mult)[0]
+
+    def _get_lrs(self, indices: Sequence[Any]) -> list[float]:
+        """The learning rate of each index."""
+        if self._is_own("_get_lr"):
+            return [self._get_lr(index) for index in indices]
+        return self._scaled(self.learning_rate, indices, "lr_mult", self.lr_mult)
+
+    def _get_wd(self, index: Any) -> float:
+        """The weight decay of an index."""
+        return self._scaled(self.wd, [index], "wd_mult", self.wd_mult)[0]
+
+    def _get_wds(self, indices: Sequence[Any]) -> list[float]:
+        """The weight decay of each index."""
+        if self._is_own("_get_wd"):
+            return [self._get_wd(index) for index in indices]
+        return self._scaled(self.wd, indices, "wd_mult", self.wd_mult)
+
+    def _update_count(self, index: Any) -> None:
+        """Count an update of an index, or of each of a list of them."""
+        counts, begin = self._index_update_count, self.begin_num_update
+        indices = index if is_list(index) else [index]
+        for each in indices:
+            counts[each] = counts.get(each, begin) + 1
+        self.num_update = max([self.num_update, *(counts[each] for each in indices)])
+
+
+def _of_master(grad: Any, state: Any) -> tuple[Any, Any, Any]:
+    """Master copy, float32 gradient and state of the master copy."""
+    where = "update_multi_precision"
+    if isinstance(grad, list | tuple):
+        grad = concatenated(where, "grad", grad)
+    if isinstance(grad, RowTensor):
+        grad = RowTensor(grad.indices, _as_float32(grad.values), grad.dense_shape)
+    elif grad is not None:
+        grad = _as_float32(adopt_anywhere(where, "grad", grad))
+    return state[0], grad, state[1]
+
+
+@quiet
+def _as_float32(array: Any) -> Any:
+    """A float32 copy; of an array on a device in its framework."""
+    if isinstance(array, DeviceArray):
+        return converted(array, np.dtype(np.float32)).native()
+    return np.array(array, np.float32, order="C")
+
+
+@quiet
+def _round_to(weight: Any, master: Any) -> None:
+    """Make a 16-bit weight the rounded master copy."""
+    if isinstance(weight, DeviceArray):
+        convert(adopt_anywhere("update_multi_precision", "the master copy", master), weight)
+    else:
+        weight[...] = master
+
+
+def _refuse_symbol(where: str, sym: Any) -> None:
+    if sym is not None:
+        raise TypeError(
+            message(where, "sym", "is not supported", None, type(sym).__name__)
+            + "; give its multipliers to set_lr_mult and set_wd_mult"
+        )
+
+
+register = Optimizer.register
+create = Optimizer.create_optimizer

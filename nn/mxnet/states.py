@@ -1,0 +1,233 @@
+"""States of an Updater as bytes: arrays in the safetensors format, the rest as JSON within."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import safetensors
+from safetensors.numpy import load as load_tensors
+from safetensors.numpy import save as save_tensors
+
+from ...ops.runtime import check
+from ...ops.runtime.arrays import BFLOAT16, adopt_anywhere
+from ...ops.runtime.device import DeviceArray
+from ...ops.runtime.errors import message
+from ..base.arguments import count
+from . import lr_scheduler as schedulers
+from .arguments import arguments_of
+from .optimizer import Optimizer
+
+_FORMAT = "fusestep.nn.mxnet.Updater/1"
+_DOCUMENT = "document"
+_SCHEDULERS = {
+    cls.__name__: cls
+    for cls in (
+        schedulers.FactorScheduler,
+        schedulers.MultiFactorScheduler,
+        schedulers.PolyScheduler,
+        schedulers.CosineScheduler,
+    )
+}
+# What belongs to the process, and what is written in another form.
+_NOT_ARGUMENTS = {"sym", "param_dict", "lr_scheduler", "learning_rate", "param_idx2name"}
+
+
+def dump(states: Mapping[Any, Any], optimizer: Optimizer, *, with_optimizer: bool) -> bytes:
+    """As `Updater.get_states`."""
+    tensors: dict[str, np.ndarray] = {}
+    document = {
+        "format": _FORMAT,
+        "states": [
+            [_index(index), _structure(state, f"state.{k}", tensors)]
+            for k, (index, state) in enumerate(states.items())
+        ],
+        "counts": [[_index(i), t] for i, t in optimizer._index_update_count.items()],
+        "num_update": optimizer.num_update,
+        "optimizer": _described(optimizer) if with_optimizer else None,
+    }
+    tensors[_DOCUMENT] = np.frombuffer(json.dumps(document).encode(), np.uint8)
+    return bytes(save_tensors(tensors))
+
+
+def load(data: Any, optimizer: Optimizer) -> tuple[dict[Any, Any], Optimizer]:
+    """The states, and the optimizer with their counts; a new one where ``data`` holds one."""
+    if not isinstance(data, bytes | bytearray | memoryview):
+        got = type(data).__name__
+        raise TypeError(message("set_states", "states", "has a wrong type", "bytes", got))
+    try:
+        tensors, document = _parsed(bytes(data))
+        states = {_index(index): _restored(v, tensors) for index, v in document["states"]}
+        counts = {_index(i): count("set_states", "a count", t) for i, t in document["counts"]}
+        num_update = count("set_states", "num_update", document["num_update"])
+        if document["optimizer"] is not None:
+            optimizer = _made(document["optimizer"], optimizer)
+    except _DAMAGES as error:
+        raise ValueError(_not_ours(f"{type(error).__name__} {error}")) from None
+    for index, state in states.items():
+        optimizer.check_state(index, state)
+    optimizer._index_update_count, optimizer.num_update = counts, num_update
+    return states, optimizer
+
+
+def moved(state: Any, weight: Any) -> Any:
+    """A state that was read, with its arrays where the weight lives."""
+    if type(state) in (tuple, list):
+        return type(state)(moved(part, weight) for part in state)
+    array = adopt_anywhere("set_states", "weight", weight)
+    if not (isinstance(array, DeviceArray) and isinstance(state, np.ndarray)):
+        return state
+    return array.holding(state).native()
+
+
+# What reading a document that was damaged or made by hand can run into.
+_DAMAGES = (
+    AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError, ValueError,
+    safetensors.SafetensorError,
+)  # fmt: skip
+
+
+def _parsed(data: bytes) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    tensors = load_tensors(data)
+    document = json.loads(tensors.pop(_DOCUMENT).tobytes())
+    if document["format"] != _FORMAT:
+        raise ValueError("another format")
+    return tensors, document
+
+
+def _not_ours(got: str) -> str:
+    expected = "bytes of Updater.get_states"
+    return (
+        message("set_states", "states", "cannot be read", expected, got)
+        + "; pickles of MXNet are not read, because they can execute anything"
+    )
+
+
+def _index(index: Any) -> int | str:
+    if isinstance(index, int | np.integer) and not isinstance(index, bool):
+        return int(index)
+    if isinstance(index, str):
+        return index
+    raise TypeError(
+        message("get_states", "an index", "cannot be written", "an int or a str", repr(index))
+    )
+
+
+def _structure(value: Any, name: str, tensors: dict[str, np.ndarray]) -> Any:
+    """``value`` with names in the place of its arrays, which go to ``tensors``."""
+    if type(value) in (tuple, list):  # a subclass could not be made again
+        parts = [_structure(part, f"{name}.{k}", tensors) for k, part in enumerate(value)]
+        return {type(value).__name__: parts}
+    on_device = DeviceArray.adopt("get_states", name, value)
+    if on_device is not None:
+        value = on_device.numpy()
+    if isinstance(value, np.ndarray) and (value.dtype.kind in "biuf" or value.dtype == BFLOAT16):
+        # The format has bfloat16, its reader for NumPy has not.
+        is_bfloat16 = value.dtype == BFLOAT16
+        kept = value.view(np.uint16) if is_bfloat16 else value
+        tensors[name] = np.ascontiguousarray(kept).reshape(value.shape)
+        return {"bfloat16" if is_bfloat16 else "array": name}
+    if value is None or type(value) in (bool, int, float, str):
+        return {"value": value}
+    expected = "None, numbers, arrays of real numbers, tuples and lists"
+    got = value.dtype if isinstance(value, np.ndarray) else type(value).__name__
+    raise TypeError(message("get_states", name, "cannot be written", expected, got))
+
+
+def _restored(value: Any, tensors: Mapping[str, np.ndarray]) -> Any:
+    ((kind, content),) = value.items()
+    if kind == "value":
+        return content
+    if kind in ("array", "bfloat16"):
+        array = tensors[content].copy()  # of its own, and writable
+        return array.view(BFLOAT16) if kind == "bfloat16" else array
+    parts = [_restored(part, tensors) for part in content]
+    return {"tuple": tuple, "list": list}[kind](parts)
+
+
+# The optimizer
+
+
+def _described(optimizer: Optimizer) -> dict[str, Any]:
+    klass = type(optimizer)
+    name = klass.__name__.lower()
+    if Optimizer.opt_registry.get(name) is not klass:
+        expected = "a registered class"
+        raise TypeError(message("get_states", "optimizer", "cannot be written", expected, klass))
+    return {
+        "name": name,
+        "arguments": _arguments(optimizer, sorted(set(arguments_of(klass)) - _NOT_ARGUMENTS)),
+        "learning_rate": float(optimizer.lr),
+        "idx2name": _pairs(optimizer.idx2name.items()),
+        "lr_mult": _pairs(optimizer.lr_mult.items()),
+        "wd_mult": _pairs(optimizer.wd_mult.items()),
+        "lr_scheduler": _described_scheduler(optimizer.lr_scheduler),
+    }
+
+
+def _described_scheduler(scheduler: Any) -> dict[str, Any] | None:
+    if scheduler is None:
+        return None
+    name = type(scheduler).__name__
+    if _SCHEDULERS.get(name) is not type(scheduler):
+        expected = f"None or one of {', '.join(_SCHEDULERS)}"
+        raise TypeError(
+            message("get_states", "lr_scheduler", "cannot be written", expected, scheduler)
+        )
+    return {"name": name, "arguments": _arguments(scheduler, arguments_of(type(scheduler)))}
+
+
+def _arguments(owner: Any, names: Iterable[str]) -> dict[str, Any]:
+    """The present value of each argument, which is the attribute of the same name."""
+    where = type(owner).__name__
+    found = {}
+    for name in names:
+        if not hasattr(owner, name):
+            expected = "an attribute of the same name"
+            raise TypeError(message(where, f"argument {name!r}", "is not kept", expected, "none"))
+        found[name] = _plain(where, name, getattr(owner, name))
+    return found
+
+
+def _plain(where: str, name: str, value: Any) -> Any:
+    """A value that JSON holds."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple):
+        return [_plain(where, name, part) for part in value]
+    expected = "None, a number, a str or a list"
+    raise TypeError(message(where, name, "cannot be written", expected, type(value).__name__))
+
+
+def _pairs(items: Iterable[tuple[Any, Any]]) -> list[list[Any]]:
+    return [[_index(key), value] for key, value in items]
+
+
+def _made(described: Mapping[str, Any], present: Optimizer) -> Optimizer:
+    """The optimizer that was written; what belongs to the process is that of the present one."""
+    arguments = described["arguments"]
+    if not _NOT_ARGUMENTS.isdisjoint(arguments):
+        raise ValueError(f"arguments {sorted(_NOT_ARGUMENTS.intersection(arguments))}")
+    optimizer = Optimizer.create_optimizer(described["name"], **arguments)
+    optimizer.lr = described["learning_rate"]
+    optimizer.lr_scheduler = _made_scheduler(described["lr_scheduler"])
+    optimizer.idx2name = dict(described["idx2name"])
+    optimizer.param_dict = present.param_dict
+    optimizer.lr_mult, optimizer.wd_mult = dict(described["lr_mult"]), dict(described["wd_mult"])
+    return optimizer
+
+
+def _made_scheduler(described: Mapping[str, Any] | None) -> Any:
+    if described is None:
+        return None
+    arguments = dict(described["arguments"])
+    base_lr = arguments.pop("base_lr")
+    # After the warm-up it may have been set below where that began.
+    begin = max(base_lr, arguments["warmup_begin_lr"])
+    scheduler = _SCHEDULERS[described["name"]](**arguments, base_lr=begin)
+    scheduler.base_lr = check.scalar_at_least_0("set_states", "base_lr", base_lr)
+    return scheduler

@@ -1,0 +1,161 @@
+"""MXNet's Updater: an optimizer with the states of all weights that it has seen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any
+
+from ...ops.runtime import check, pending
+from ...ops.runtime.arrays import adopt_anywhere
+from ...ops.runtime.errors import message
+from . import states as mxnet_states
+from .arguments import as_lists, is_list
+from .optimizer import Optimizer
+
+
+class Updater:
+    """Calls an optimizer with the states that belong to the indices.
+
+    A state is made when its index is seen for the first time.
+
+    Args:
+        optimizer: an `Optimizer`.
+
+    Attributes:
+        optimizer: the optimizer.
+        states: dict from index to state.
+
+    Raises:
+        TypeError: ``optimizer`` is none.
+
+    Source: ``mxnet.optimizer.Updater``.
+
+    >>> import numpy as np
+    >>> from fusestep.nn import mxnet as mx
+    >>> updater = Updater(mx.Adam(learning_rate=0.1))
+    >>> a, b = np.ones(1, np.float32), np.ones(2, np.float32)
+    >>> updater([0, 1], [np.ones(1, np.float32), np.ones(2, np.float32)], [a, b])
+    >>> kept = updater.get_states()
+    >>> updater.set_states(kept)  # of this or of another process
+    >>> updater.optimizer.num_update
+    1
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        if not isinstance(optimizer, Optimizer):
+            got = type(optimizer).__name__
+            raise TypeError(
+                message("Updater", "optimizer", "has a wrong type", "an Optimizer", got)
+            )
+        self.optimizer = optimizer
+        self.states: dict[Any, Any] = {}
+        # Those of which the states have been read, and go to where the weight lives.
+        self._were_read: set[Any] = set()
+
+    def __call__(self, index: Any, grad: Any, weight: Any) -> None:
+        """Update one weight, or each of a list of weights, in place.
+
+        Args:
+            index: an int or str, or a list of different ones; bytes are decoded.
+            grad: the gradient, or a list of as many; before the weight, as in MXNet.
+            weight: the array, or a list of as many.
+
+        Raises:
+            TypeError, ValueError, IndexError: as the optimizer. Nothing has changed then, where
+                everything goes to the optimizer in one call (``aggregate_num``).
+        """
+        index = [_decoded(i) for i in index] if is_list(index) else _decoded(index)
+        lists = as_lists("Updater", index, weight, grad, index)
+        indices = lists[0]
+        # A state made for no gradient would keep an old copy of its weight.
+        given = [k for k, gradient in enumerate(lists[2]) if gradient is not None]
+        for chunk in self._chunks(given, lists[1]):
+            weights, grads = ([values[k] for k in chunk] for values in lists[1:3])
+            of_chunk = [indices[k] for k in chunk]
+            states = [self._state(i, w) for i, w in zip(of_chunk, weights, strict=True)]
+            before = self.states.copy(), self._were_read.copy(), self._counts(of_chunk)
+            try:
+                self.states.update(zip(of_chunk, states, strict=True))
+                self._were_read.difference_update(of_chunk)
+                self._update([of_chunk, weights, grads, states])
+            except BaseException:
+                # Likewise one whose update has failed; an interrupt can come when it is done.
+                if self._counts(of_chunk) == before[2]:
+                    self.states, self._were_read, _ = before
+                raise
+
+    def _counts(self, indices: list[Any]) -> list[int | None]:
+        return [self.optimizer._index_update_count.get(index) for index in indices]
+
+    def _state(self, index: Any, weight: Any) -> Any:
+        if index in self._were_read:
+            return mxnet_states.moved(self.states[index], weight)
+        if index in self.states:
+            return self.states[index]
+        return self.optimizer.create_state_multi_precision(index, weight)
+
+    def _chunks(self, places: Sequence[int], weights: Sequence[Any]) -> Iterator[Sequence[int]]:
+        """Places of the weights of each call of the optimizer, in the given order: unless one call
+        takes everything, neighbours of one dtype.
+        """
+        if self.optimizer.aggregate_num >= len(places):
+            if places:
+                yield places
+            return
+        size = max(1, int(self.optimizer.aggregate_num))
+        dtypes = groupby(places, lambda k: adopt_anywhere("Updater", "weight", weights[k]).dtype)
+        for _, neighbours in dtypes:
+            alike = list(neighbours)
+            for first in range(0, len(alike), size):
+                yield alike[first : first + size]
+
+    def _update(self, lists: list[list[Any]]) -> None:
+        # 1.9 passes single weights as they are unless it aggregates, 2.0 always lists.
+        if self.optimizer.compat == "1.9" and self.optimizer.aggregate_num == 0:
+            lists = [values[0] for values in lists]
+        self.optimizer.update_multi_precision(*lists)
+
+    def get_states(self, dump_optimizer: bool = False) -> bytes:
+        """All states and counts as bytes in the safetensors format.
+
+        States on a device are waited for, and copied to the host.
+
+        Args:
+            dump_optimizer: put in the optimizer's hyper-parameters, multipliers and scheduler, so
+                that `set_states` makes it anew. It must be registered, with an attribute for each
+                argument, and its scheduler one of ``lr_scheduler``.
+
+        Raises:
+            TypeError: something cannot be written.
+            IndexError: on a device, an index of an earlier call was out of range.
+        """
+        pending.settle()
+        with_optimizer = check.flag("get_states", "dump_optimizer", dump_optimizer)
+        return mxnet_states.dump(self.states, self.optimizer, with_optimizer=with_optimizer)
+
+    def set_states(self, states: bytes) -> None:
+        """Take over what `get_states` gave; reading it can execute nothing.
+
+        Unlike in MXNet the counts come back too, so the bias correction goes on where it was. The
+        states of a weight on a device are moved there when it is next updated.
+
+        Raises:
+            TypeError: ``states`` are no bytes, or a state in them is of another form than those of
+                the optimizer.
+            ValueError: they are not of this format (MXNet's are pickles, which are not read: they
+                can execute anything), hold an optimizer that is not registered, or the arrays of
+                a state do not fit together.
+        """
+        self.states, self.optimizer = mxnet_states.load(states, self.optimizer)
+        self._were_read = set(self.states)
+        self.optimizer.forget_arrays()
+
+
+def get_updater(optimizer: Optimizer) -> Updater:
+    """An `Updater` of ``optimizer``."""
+    return Updater(optimizer)
+
+
+def _decoded(index: Any) -> Any:
+    return index.decode() if isinstance(index, bytes) else index

@@ -1,0 +1,240 @@
+"""Learning rates and weight decays: fixed, listed by step, or computed by a schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from typing import Any
+
+import numpy as np
+
+from ...ops.runtime import arrays
+from ...ops.runtime.check import LARGEST
+from ...ops.runtime.device import DeviceArray
+from ...ops.runtime.errors import message
+from ..base.numbers import Number, number_of, on_device
+from ..base.parameter import Parameter
+
+
+class LearningRateSchedule:
+    """The base class of schedules: subclass it and define ``construct(global_step)``.
+
+    ``construct`` receives the int 0, 1, 2, ... and returns a float or a 1-element array.
+
+    >>> class Halving(LearningRateSchedule):
+    ...     def construct(self, global_step):
+    ...         return 0.1 * 0.5**global_step
+    >>> Halving()(3)
+    0.0125
+    """
+
+    def construct(self, global_step: int) -> Any:
+        """The value at ``global_step`` = 0, 1, 2, ..."""
+        raise NotImplementedError(
+            f"{type(self).__name__}: define construct(self, global_step) in the subclass"
+        )
+
+    def __call__(self, global_step: int) -> Any:
+        """The value at ``global_step``."""
+        return self.construct(global_step)
+
+
+Schedule = Callable[[int], Any]
+Rate = Parameter | Schedule
+"""A fixed or listed value (a `Parameter` that may be assigned to) or a schedule."""
+
+
+def learning_rate(where: str, name: str, value: Any) -> Rate:
+    """The learning rate that a user gave, in the form in which it is kept.
+
+    Args:
+        where: who asks, for errors.
+        name: the name of the parameter that will hold it.
+        value: a float or int, a 0-d or 1-d array, an iterable of floats (step s uses element
+            s), a `LearningRateSchedule`, any callable of the step, or an array of one element on
+            a CUDA device.
+
+    Raises:
+        TypeError: another kind.
+        ValueError: negative, not finite, empty or of more than one dimension.
+    """
+    if callable(value) and not isinstance(value, Parameter):
+        return _schedule(where, "learning_rate", value)
+    there = on_device(where, "learning_rate", value)
+    if there is not None:
+        return Parameter(there, name)
+    array = _numbers(where, value)
+    if array.ndim > 1 or array.size == 0:
+        expected = "a scalar or a non-empty list"
+        raise ValueError(
+            message(where, "learning_rate", "has a wrong shape", expected, array.shape)
+        )
+    if not ((array >= 0) & (array <= LARGEST)).all():
+        raise ValueError(
+            message(where, "learning_rate", "is out of range", "finite and at least 0", value)
+        )
+    return Parameter(array, name)
+
+
+def _numbers(where: str, value: Any) -> np.ndarray:
+    if isinstance(value, bool | int | float | np.floating):
+        return np.array(_float(value))
+    if isinstance(value, (str | bytes, np.generic)) or value is None:
+        raise TypeError(_wrong_rate(where, value))
+    if isinstance(value, np.ndarray | Parameter) or hasattr(value, "__array__"):
+        array = arrays.adopt(where, "learning_rate", value)
+        if array.dtype.kind not in "fiu" and array.dtype != arrays.BFLOAT16:
+            raise TypeError(_wrong_rate(where, array.dtype))
+        return np.array(array, np.float64)
+    if not isinstance(value, Iterable) or isinstance(value, Mapping | Set):
+        raise TypeError(_wrong_rate(where, value))
+    try:
+        return np.array([_float(x) for x in value])
+    except (TypeError, ValueError):
+        raise TypeError(_wrong_rate(where, value)) from None
+
+
+def _float(value: Any) -> float:
+    """An int beyond all floats is infinite here, and out of range where it is checked."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _wrong_rate(where: str, value: Any) -> str:
+    got = value if isinstance(value, np.dtype) else type(value).__name__
+    expected = "a float, an int, an array, an iterable of floats or a schedule"
+    return message(where, "learning_rate", "has a wrong type", expected, got)
+
+
+def weight_decay(where: str, value: Any) -> float | Schedule:
+    """The weight decay that a user gave: a float or int >= 0, or a callable of the step.
+
+    Raises:
+        TypeError: another kind.
+        ValueError: negative or not finite.
+    """
+    if isinstance(value, bool | int | float | np.floating):
+        if not 0 <= _float(value) <= LARGEST:
+            raise ValueError(
+                message(where, "weight_decay", "is out of range", "finite and at least 0", value)
+            )
+        return _float(value)
+    if callable(value):
+        return _schedule(where, "weight_decay", value)
+    raise TypeError(
+        message(
+            where,
+            "weight_decay",
+            "has a wrong type",
+            "a float, an int or a schedule",
+            type(value).__name__,
+        )
+    )
+
+
+def _schedule(where: str, name: str, value: Any) -> Schedule:
+    if isinstance(value, type):
+        raise TypeError(
+            message(where, f"{name} {value.__name__}", "is a class", "an instance", "the class")
+        )
+    return value  # type: ignore[no-any-return]
+
+
+def value_at(where: str, name: str, rate: Rate | float, step: int) -> float:
+    """The value for ``step`` = 0, 1, 2, ...
+
+    Raises:
+        RuntimeError: a list ends before ``step``.
+        TypeError: a schedule returned no number.
+        ValueError: a value is not finite.
+    """
+    if isinstance(rate, float):
+        return rate
+    if not isinstance(rate, Parameter):
+        return _scheduled(where, name, rate(step))
+    array = rate.array
+    if isinstance(array, DeviceArray):
+        return _finite(where, name, number_of(array))
+    if array.ndim == 0:
+        return _finite(where, name, float(array))
+    if step >= len(array):
+        raise RuntimeError(
+            message(where, name, f"has no value for step {step}", f"{step + 1} values", len(array))
+            + "; give a longer list or a schedule"
+        )
+    return _finite(where, name, float(array[step]))
+
+
+class Values:
+    """The learning rates, or the weight decays, of several owners.
+
+    Args:
+        where: who asks, for errors.
+        name: ``"learning_rate"`` or ``"weight_decay"``, for errors.
+        rates: one for each owner.
+    """
+
+    def __init__(self, where: str, name: str, rates: Sequence[Rate | float]) -> None:
+        self._where = where
+        self._name = name
+        self._rates = list({id(rate): rate for rate in rates}.values())
+        place = {id(rate): k for k, rate in enumerate(self._rates)}
+        self._places = [place[id(rate)] for rate in rates]
+        self._all_differ = len(self._rates) == len(rates)
+
+    def at(self, step: int) -> list[float]:
+        """The value of each owner at ``step``; a schedule that several share is asked once.
+
+        Raises:
+            RuntimeError, TypeError, ValueError: as `value_at`.
+        """
+        values = [value_at(self._where, self._name, rate, step) for rate in self._rates]
+        return values if self._all_differ else [values[k] for k in self._places]
+
+    def as_given(self, step: int) -> list[Number]:
+        """As `at`, but those on a device as they are: they are not waited for.
+
+        Raises:
+            TypeError, ValueError: one that was assigned is not of `on_device`'s kind.
+        """
+        values = [self._as_given(rate, step) for rate in self._rates]
+        return [values[k] for k in self._places]
+
+    def _as_given(self, rate: Rate | float, step: int) -> Number:
+        there = None
+        if isinstance(rate, Parameter) and rate.is_on_device:
+            there = on_device(self._where, self._name, rate.array)
+        return value_at(self._where, self._name, rate, step) if there is None else there
+
+    @property
+    def follow_steps(self) -> bool:
+        """Whether any is a list or a schedule, for which the number of the step must be known."""
+        return any(
+            rate.ndim == 1 and not rate.is_on_device
+            if isinstance(rate, Parameter)
+            else not isinstance(rate, float)
+            for rate in self._rates
+        )
+
+
+def _scheduled(where: str, name: str, value: Any) -> float:
+    try:
+        if value is None or isinstance(value, str):
+            raise TypeError
+        number = float(np.asarray(value, np.float64).reshape(()))
+    except (TypeError, ValueError):
+        raise TypeError(
+            message(where, name, "has a schedule that returned no number", "a float", repr(value))
+        ) from None
+    return _finite(where, name, number)
+
+
+def _finite(where: str, name: str, value: float) -> float:
+    if not 0 <= value <= LARGEST:
+        if math.isfinite(value):
+            expected = "at least 0 and a float32 number"
+            raise ValueError(message(where, name, "is out of range", expected, value))
+        raise ValueError(message(where, name, "is not finite", "a finite number", value))
+    return value

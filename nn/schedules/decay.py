@@ -1,0 +1,330 @@
+"""Learning rates that decay or warm up step by step, under MindSpore's names and defaults.
+
+All arithmetic is that of Python's floats (float64); MindSpore's is float32.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from ...ops.runtime import check
+from ...ops.runtime.errors import message
+from ..base.arguments import non_negative_float, positive_float, positive_int, step_numbers
+from .base import LearningRateSchedule
+
+
+class StepSchedule(LearningRateSchedule):
+    """What the schedules of this package share.
+
+    A subclass defines ``_at(step)`` for one int and keeps the arguments of its constructor, and
+    nothing else, as attributes.
+    """
+
+    def _at(self, step: int) -> float:
+        raise NotImplementedError
+
+    def construct(self, global_step: Any) -> Any:
+        """The value at a step: 0, 1, 2, ...
+
+        Args:
+            global_step: an int gives a float, an array of ints the array of their values. An
+                array is computed one element at a time, so it holds the bits of single calls.
+
+        Raises:
+            TypeError: another kind.
+            ValueError: a step is negative.
+        """
+        steps = step_numbers(type(self).__name__, global_step)
+        if steps.ndim == 0:
+            return self._at(int(steps))
+        values = [self._at(step) for step in steps.ravel().tolist()]
+        return np.array(values, np.float64).reshape(steps.shape)
+
+    def __call__(self, global_step: Any) -> Any:
+        """As `construct`, for arrays of steps too."""
+        return self.construct(global_step)
+
+    def __repr__(self) -> str:
+        arguments = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        return f"{type(self).__name__}({arguments})"
+
+
+class ExponentialDecayLR(StepSchedule):
+    """The rate shrinks by the factor ``decay_rate`` over every ``decay_steps`` steps.
+
+    At step s = 0, 1, 2, ...::
+
+        learning_rate * decay_rate**p
+        p = s / decay_steps,  or with is_stair  floor(s / decay_steps)
+
+    Args:
+        learning_rate: float > 0, the rate of step 0.
+        decay_rate: float > 0. Above 1 the rate grows, in the end to infinity, which optimizers
+            refuse.
+        decay_steps: int > 0.
+        is_stair: hold the rate for ``decay_steps`` steps, then change it at once.
+
+    Raises:
+        TypeError: a kind does not fit (an int where a float is published).
+        ValueError: a value is out of range.
+
+    Source: ``mindspore.nn.ExponentialDecayLR``.
+
+    >>> schedule = ExponentialDecayLR(0.1, 0.5, 2)
+    >>> [round(schedule(step), 6) for step in range(5)]
+    [0.1, 0.070711, 0.05, 0.035355, 0.025]
+    >>> schedule
+    ExponentialDecayLR(learning_rate=0.1, decay_rate=0.5, decay_steps=2, is_stair=False)
+    """
+
+    def __init__(
+        self, learning_rate: float, decay_rate: float, decay_steps: int, is_stair: bool = False
+    ) -> None:
+        where = type(self).__name__
+        self.learning_rate, self.decay_rate = decay_rates(where, learning_rate, decay_rate)
+        self.decay_steps = positive_int(where, "decay_steps", decay_steps)
+        self.is_stair = check.flag(where, "is_stair", is_stair)
+
+    def _at(self, step: int) -> float:
+        periods = _periods(step, self.decay_steps, self.is_stair)
+        return self.learning_rate * _power(self.decay_rate, periods)
+
+
+class NaturalExpDecayLR(StepSchedule):
+    """The rate shrinks by the factor ``exp(-decay_rate)`` at every step.
+
+    At step s = 0, 1, 2, ...::
+
+        learning_rate * exp(-decay_rate * s)
+        with is_stair  learning_rate * exp(-decay_rate * floor(s / decay_steps) * decay_steps)
+
+    MindSpore's documentation divides the exponent by ``decay_steps``; its code does not, and
+    neither does this class. So ``decay_steps`` matters with ``is_stair`` only.
+
+    Args:
+        learning_rate: float > 0, the rate of step 0.
+        decay_rate: float > 0.
+        decay_steps: int > 0, the length of a stair.
+        is_stair: hold the rate for ``decay_steps`` steps, then change it at once.
+
+    Raises:
+        TypeError: a kind does not fit (an int where a float is published).
+        ValueError: a value is out of range.
+
+    Source: ``mindspore.nn.NaturalExpDecayLR``, as it behaves.
+
+    >>> schedule = NaturalExpDecayLR(0.1, 0.5, 2)
+    >>> [round(schedule(step), 6) for step in range(4)]
+    [0.1, 0.060653, 0.036788, 0.022313]
+    >>> stairs = NaturalExpDecayLR(0.1, 0.5, 2, is_stair=True)
+    >>> [round(stairs(step), 6) for step in range(4)]
+    [0.1, 0.1, 0.036788, 0.036788]
+    """
+
+    def __init__(
+        self, learning_rate: float, decay_rate: float, decay_steps: int, is_stair: bool = False
+    ) -> None:
+        where = type(self).__name__
+        self.learning_rate, self.decay_rate = decay_rates(where, learning_rate, decay_rate)
+        self.decay_steps = positive_int(where, "decay_steps", decay_steps)
+        self.is_stair = check.flag(where, "is_stair", is_stair)
+
+    def _at(self, step: int) -> float:
+        if self.is_stair:
+            step -= step % self.decay_steps
+        return self.learning_rate * math.exp(-self.decay_rate * step)
+
+
+class InverseDecayLR(StepSchedule):
+    """The rate shrinks like the inverse of time.
+
+    At step s = 0, 1, 2, ...::
+
+        learning_rate / (1 + decay_rate * p)
+        p = s / decay_steps,  or with is_stair  floor(s / decay_steps)
+
+    Args:
+        learning_rate: float > 0, the rate of step 0.
+        decay_rate: float > 0.
+        decay_steps: int > 0.
+        is_stair: hold the rate for ``decay_steps`` steps, then change it at once.
+
+    Raises:
+        TypeError: a kind does not fit (an int where a float is published).
+        ValueError: a value is out of range.
+
+    Source: ``mindspore.nn.InverseDecayLR``.
+
+    >>> schedule = InverseDecayLR(0.1, 1.0, 2)
+    >>> [round(schedule(step), 6) for step in range(5)]
+    [0.1, 0.066667, 0.05, 0.04, 0.033333]
+    """
+
+    def __init__(
+        self, learning_rate: float, decay_rate: float, decay_steps: int, is_stair: bool = False
+    ) -> None:
+        where = type(self).__name__
+        self.learning_rate, self.decay_rate = decay_rates(where, learning_rate, decay_rate)
+        self.decay_steps = positive_int(where, "decay_steps", decay_steps)
+        self.is_stair = check.flag(where, "is_stair", is_stair)
+
+    def _at(self, step: int) -> float:
+        periods = _periods(step, self.decay_steps, self.is_stair)
+        return self.learning_rate / (1.0 + self.decay_rate * periods)
+
+
+class CosineDecayLR(StepSchedule):
+    """The rate falls from ``max_lr`` to ``min_lr`` along half a cosine, and stays there.
+
+    At step s = 0, 1, 2, ...::
+
+        min_lr + (max_lr - min_lr) / 2 * (1 + cos(pi * min(s, decay_steps) / decay_steps))
+
+    Args:
+        min_lr: float >= 0, the rate from step ``decay_steps`` on.
+        max_lr: float > ``min_lr``, the rate of step 0.
+        decay_steps: int > 0.
+
+    Raises:
+        TypeError: a kind does not fit (an int where a float is published).
+        ValueError: a value is out of range.
+
+    Source: ``mindspore.nn.CosineDecayLR``; Loshchilov and Hutter (2017), arXiv:1608.03983.
+
+    >>> schedule = CosineDecayLR(0.0, 0.1, 4)
+    >>> [round(schedule(step), 6) for step in range(6)]
+    [0.1, 0.085355, 0.05, 0.014645, 0.0, 0.0]
+    """
+
+    def __init__(self, min_lr: float, max_lr: float, decay_steps: int) -> None:
+        where = type(self).__name__
+        self.min_lr, self.max_lr = cosine_range(where, min_lr, max_lr)
+        self.decay_steps = positive_int(where, "decay_steps", decay_steps)
+
+    def _at(self, step: int) -> float:
+        angle = math.pi * min(step, self.decay_steps) / self.decay_steps
+        return self.min_lr + 0.5 * (self.max_lr - self.min_lr) * (1.0 + math.cos(angle))
+
+
+class PolynomialDecayLR(StepSchedule):
+    """The rate goes from ``learning_rate`` to ``end_learning_rate`` along a power of the time left.
+
+    At step s = 0, 1, 2, ...::
+
+        (learning_rate - end_learning_rate) * (1 - t / D)**power + end_learning_rate
+        t = min(s, decay_steps),  D = decay_steps
+
+    It reaches its end at step ``decay_steps`` and stays there. With ``update_decay_steps`` the
+    end is put off each time that it has been reached: t = s, and D is the smallest multiple of
+    ``decay_steps`` that is at least s (and not 0), so the rate jumps up again.
+
+    Args:
+        learning_rate: float > 0, the rate of step 0.
+        end_learning_rate: float >= 0; it may be more than ``learning_rate``.
+        decay_steps: int > 0.
+        power: float > 0; 1.0 is a straight line.
+        update_decay_steps: see above.
+
+    Raises:
+        TypeError: a kind does not fit (an int where a float is published).
+        ValueError: a value is out of range.
+
+    Source: ``mindspore.nn.PolynomialDecayLR``.
+
+    >>> schedule = PolynomialDecayLR(0.5, 0.1, 4, power=1.0)
+    >>> [round(schedule(step), 6) for step in range(7)]
+    [0.5, 0.4, 0.3, 0.2, 0.1, 0.1, 0.1]
+    >>> again = PolynomialDecayLR(0.5, 0.1, 4, power=1.0, update_decay_steps=True)
+    >>> [round(again(step), 6) for step in range(7)]
+    [0.5, 0.4, 0.3, 0.2, 0.1, 0.25, 0.2]
+    """
+
+    def __init__(
+        self,
+        learning_rate: float,
+        end_learning_rate: float,
+        decay_steps: int,
+        power: float,
+        update_decay_steps: bool = False,
+    ) -> None:
+        where = type(self).__name__
+        self.learning_rate = positive_float(where, "learning_rate", learning_rate, np.float64)
+        self.end_learning_rate = non_negative_float(where, "end_learning_rate", end_learning_rate)
+        self.decay_steps = positive_int(where, "decay_steps", decay_steps)
+        self.power = positive_float(where, "power", power, np.float64)
+        self.update_decay_steps = check.flag(where, "update_decay_steps", update_decay_steps)
+
+    def _at(self, step: int) -> float:
+        end = self.decay_steps
+        if self.update_decay_steps:
+            # -(-a // b) is the ceiling of a / b, in exact integers.
+            end *= max(-(-step // end), 1)
+        left = 1.0 - min(step, end) / end
+        drop = self.learning_rate - self.end_learning_rate
+        return drop * float(left**self.power) + self.end_learning_rate
+
+
+class WarmUpLR(StepSchedule):
+    """The rate rises from 0 along a straight line and then stays.
+
+    At step s = 0, 1, 2, ...::
+
+        learning_rate * min(s, warmup_steps) / warmup_steps
+
+    The rate of the first step is 0: it moves no parameter.
+
+    Args:
+        learning_rate: float >= 0, the rate from step ``warmup_steps`` on.
+        warmup_steps: int > 0.
+
+    Raises:
+        TypeError: a kind does not fit (an int where a float is published).
+        ValueError: a value is out of range.
+
+    Source: ``mindspore.nn.WarmUpLR``. `SequentialLR` lets a decay follow.
+
+    >>> schedule = WarmUpLR(0.1, 4)
+    >>> [round(schedule(step), 6) for step in range(6)]
+    [0.0, 0.025, 0.05, 0.075, 0.1, 0.1]
+    """
+
+    def __init__(self, learning_rate: float, warmup_steps: int) -> None:
+        where = type(self).__name__
+        self.learning_rate = non_negative_float(where, "learning_rate", learning_rate)
+        self.warmup_steps = positive_int(where, "warmup_steps", warmup_steps)
+
+    def _at(self, step: int) -> float:
+        return self.learning_rate * min(step, self.warmup_steps) / self.warmup_steps
+
+
+def decay_rates(where: str, learning_rate: Any, decay_rate: Any) -> tuple[float, float]:
+    """The two positive floats of a decay."""
+    return (
+        positive_float(where, "learning_rate", learning_rate, np.float64),
+        positive_float(where, "decay_rate", decay_rate, np.float64),
+    )
+
+
+def cosine_range(where: str, min_lr: Any, max_lr: Any) -> tuple[float, float]:
+    """The ends of a cosine: 0 <= ``min_lr`` < ``max_lr``."""
+    low = non_negative_float(where, "min_lr", min_lr)
+    high = positive_float(where, "max_lr", max_lr, np.float64)
+    if not low < high:
+        raise ValueError(message(where, "max_lr", "is out of range", f"above min_lr = {low}", high))
+    return low, high
+
+
+def _periods(step: int, length: int, whole: bool) -> float:
+    """How many periods have passed; in exact integers when only ``whole`` ones count."""
+    return step // length if whole else step / length
+
+
+def _power(base: float, exponent: float) -> float:
+    """``base**exponent`` for ``base`` > 0, infinite where Python refuses to overflow."""
+    try:
+        return float(base**exponent)
+    except OverflowError:
+        return math.inf

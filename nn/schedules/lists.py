@@ -1,0 +1,313 @@
+"""Lists of learning rates, one for each step, that change from epoch to epoch.
+
+They carry MindSpore's names. A list is a schedule of `decay` whose time is counted in epochs,
+written out; give it as ``learning_rate`` to an optimizer, which raises `RuntimeError` when it is
+called more often than the list is long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ...ops.runtime import check
+from ...ops.runtime.errors import message
+from ..base.arguments import list_or_tuple, non_negative_float, positive_float, positive_int
+from .decay import (
+    CosineDecayLR,
+    ExponentialDecayLR,
+    InverseDecayLR,
+    NaturalExpDecayLR,
+    PolynomialDecayLR,
+    StepSchedule,
+    WarmUpLR,
+    cosine_range,
+    decay_rates,
+)
+
+
+def piecewise_constant_lr(milestone: Sequence[int], learning_rates: Sequence[float]) -> list[float]:
+    """One rate up to each milestone.
+
+    Step i has ``learning_rates[k]`` for ``milestone[k - 1] <= i < milestone[k]``, where
+    ``milestone[-1]`` stands for 0. The list is ``milestone``'s last element long.
+
+    Args:
+        milestone: list or tuple of ints > 0 that never decrease.
+        learning_rates: list or tuple of as many finite floats.
+
+    Raises:
+        TypeError: a kind does not fit (an int where a float is published).
+        ValueError: a value is out of range, or the lengths differ.
+
+    Source: ``mindspore.nn.piecewise_constant_lr``.
+
+    >>> piecewise_constant_lr([2, 5], [0.1, 0.05])
+    [0.1, 0.1, 0.05, 0.05, 0.05]
+    """
+    where = "piecewise_constant_lr"
+    ends = list_or_tuple(where, "milestone", milestone)
+    rates = list_or_tuple(where, "learning_rates", learning_rates)
+    if len(ends) != len(rates):
+        expected = f"{len(ends)} rates, one for each milestone"
+        raise ValueError(
+            message(where, "learning_rates", "has a wrong length", expected, len(rates))
+        )
+    values: list[float] = []
+    for k, (end, rate) in enumerate(zip(ends, rates, strict=True)):
+        end = positive_int(where, f"milestone[{k}]", end)
+        rate = check.float_attribute(where, f"learning_rates[{k}]", rate)
+        if end < len(values):
+            expected = f"at least {len(values)}, the one before"
+            raise ValueError(message(where, f"milestone[{k}]", "is out of order", expected, end))
+        values += [rate] * (end - len(values))
+    return values
+
+
+def exponential_decay_lr(
+    learning_rate: float,
+    decay_rate: float,
+    total_step: int,
+    step_per_epoch: int,
+    decay_epoch: int,
+    is_stair: bool = False,
+) -> list[float]:
+    """`ExponentialDecayLR` by epochs.
+
+    At step i, with the epoch e = floor(i / step_per_epoch)::
+
+        learning_rate * decay_rate**p
+        p = e / decay_epoch,  or with is_stair  floor(e / decay_epoch)
+
+    Args:
+        learning_rate: float > 0, the rate of the first epoch.
+        decay_rate: float > 0.
+        total_step: int > 0, the length of the list.
+        step_per_epoch: int > 0.
+        decay_epoch: int > 0.
+        is_stair: hold the rate for ``decay_epoch`` epochs, then change it at once.
+
+    Raises:
+        TypeError: a kind does not fit (an int where a float is published).
+        ValueError: a value is out of range.
+
+    Source: ``mindspore.nn.exponential_decay_lr``.
+
+    >>> exponential_decay_lr(0.1, 0.5, total_step=6, step_per_epoch=2, decay_epoch=1)
+    [0.1, 0.1, 0.05, 0.05, 0.025, 0.025]
+    """
+    where = "exponential_decay_lr"
+    schedule = ExponentialDecayLR(
+        *decay_rates(where, learning_rate, decay_rate),
+        positive_int(where, "decay_epoch", decay_epoch),
+        check.flag(where, "is_stair", is_stair),
+    )
+    return _by_epoch(where, schedule, total_step, step_per_epoch)
+
+
+def natural_exp_decay_lr(
+    learning_rate: float,
+    decay_rate: float,
+    total_step: int,
+    step_per_epoch: int,
+    decay_epoch: int,
+    is_stair: bool = False,
+) -> list[float]:
+    """`NaturalExpDecayLR` by epochs.
+
+    At step i, with the epoch e = floor(i / step_per_epoch)::
+
+        learning_rate * exp(-decay_rate * e)
+        with is_stair  learning_rate * exp(-decay_rate * floor(e / decay_epoch) * decay_epoch)
+
+    Args:
+        learning_rate: float > 0, the rate of the first epoch.
+        decay_rate: float > 0.
+        total_step: int > 0, the length of the list.
+        step_per_epoch: int > 0.
+        decay_epoch: int > 0; it matters with ``is_stair`` only.
+        is_stair: hold the rate for ``decay_epoch`` epochs, then change it at once.
+
+    Raises:
+        TypeError: a kind does not fit (an int where a float is published).
+        ValueError: a value is out of range.
+
+    Source: ``mindspore.nn.natural_exp_decay_lr``.
+
+    >>> rates = natural_exp_decay_lr(0.1, 0.5, total_step=6, step_per_epoch=2, decay_epoch=1)
+    >>> [round(rate, 6) for rate in rates]
+    [0.1, 0.1, 0.060653, 0.060653, 0.036788, 0.036788]
+    """
+    where = "natural_exp_decay_lr"
+    schedule = NaturalExpDecayLR(
+        *decay_rates(where, learning_rate, decay_rate),
+        positive_int(where, "decay_epoch", decay_epoch),
+        check.flag(where, "is_stair", is_stair),
+    )
+    return _by_epoch(where, schedule, total_step, step_per_epoch)
+
+
+def inverse_decay_lr(
+    learning_rate: float,
+    decay_rate: float,
+    total_step: int,
+    step_per_epoch: int,
+    decay_epoch: int,
+    is_stair: bool = False,
+) -> list[float]:
+    """`InverseDecayLR` by epochs.
+
+    At step i, with the epoch e = floor(i / step_per_epoch)::
+
+        learning_rate / (1 + decay_rate * p)
+        p = e / decay_epoch,  or with is_stair  floor(e / decay_epoch)
+
+    Args:
+        learning_rate: float > 0, the rate of the first epoch.
+        decay_rate: float > 0.
+        total_step: int > 0, the length of the list.
+        step_per_epoch: int > 0.
+        decay_epoch: int > 0.
+        is_stair: hold the rate for ``decay_epoch`` epochs, then change it at once.
+
+    Raises:
+        TypeError: a kind does not fit (an int where a float is published).
+        ValueError: a value is out of range.
+
+    Source: ``mindspore.nn.inverse_decay_lr``.
+
+    >>> inverse_decay_lr(0.5, 1.0, total_step=6, step_per_epoch=3, decay_epoch=1)
+    [0.5, 0.5, 0.5, 0.25, 0.25, 0.25]
+    """
+    where = "inverse_decay_lr"
+    schedule = InverseDecayLR(
+        *decay_rates(where, learning_rate, decay_rate),
+        positive_int(where, "decay_epoch", decay_epoch),
+        check.flag(where, "is_stair", is_stair),
+    )
+    return _by_epoch(where, schedule, total_step, step_per_epoch)
+
+
+def cosine_decay_lr(
+    min_lr: float, max_lr: float, total_step: int, step_per_epoch: int, decay_epoch: int
+) -> list[float]:
+    """`CosineDecayLR` by epochs.
+
+    At step i, with the epoch e = floor(i / step_per_epoch)::
+
+        min_lr + (max_lr - min_lr) / 2 * (1 + cos(pi * min(e, decay_epoch) / decay_epoch))
+
+    Args:
+        min_lr: float >= 0, the rate from epoch ``decay_epoch`` on.
+        max_lr: float > ``min_lr``, the rate of the first epoch.
+        total_step: int > 0, the length of the list.
+        step_per_epoch: int > 0.
+        decay_epoch: int > 0.
+
+    Raises:
+        TypeError: a kind does not fit (an int where a float is published).
+        ValueError: a value is out of range.
+
+    Source: ``mindspore.nn.cosine_decay_lr``.
+
+    >>> rates = cosine_decay_lr(0.0, 0.1, total_step=6, step_per_epoch=2, decay_epoch=2)
+    >>> [round(rate, 6) for rate in rates]
+    [0.1, 0.1, 0.05, 0.05, 0.0, 0.0]
+    """
+    where = "cosine_decay_lr"
+    schedule = CosineDecayLR(
+        *cosine_range(where, min_lr, max_lr), positive_int(where, "decay_epoch", decay_epoch)
+    )
+    return _by_epoch(where, schedule, total_step, step_per_epoch)
+
+
+def polynomial_decay_lr(
+    learning_rate: float,
+    end_learning_rate: float,
+    total_step: int,
+    step_per_epoch: int,
+    decay_epoch: int,
+    power: float,
+    update_decay_epoch: bool = False,
+) -> list[float]:
+    """`PolynomialDecayLR` by epochs.
+
+    At step i, with the epoch e = floor(i / step_per_epoch)::
+
+        (learning_rate - end_learning_rate) * (1 - t / D)**power + end_learning_rate
+        t = min(e, decay_epoch),  D = decay_epoch
+
+    With ``update_decay_epoch`` t = e, and D is the smallest multiple of ``decay_epoch`` that is
+    at least e (and not 0).
+
+    Args:
+        learning_rate: float > 0, the rate of the first epoch.
+        end_learning_rate: float >= 0; it may be more than ``learning_rate``.
+        total_step: int > 0, the length of the list.
+        step_per_epoch: int > 0.
+        decay_epoch: int > 0.
+        power: float > 0; 1.0 is a straight line.
+        update_decay_epoch: see above.
+
+    Raises:
+        TypeError: a kind does not fit (an int where a float is published).
+        ValueError: a value is out of range.
+
+    Source: ``mindspore.nn.polynomial_decay_lr``.
+
+    >>> polynomial_decay_lr(0.5, 0.0, total_step=6, step_per_epoch=2, decay_epoch=2, power=1.0)
+    [0.5, 0.5, 0.25, 0.25, 0.0, 0.0]
+    """
+    where = "polynomial_decay_lr"
+    schedule = PolynomialDecayLR(
+        positive_float(where, "learning_rate", learning_rate, np.float64),
+        non_negative_float(where, "end_learning_rate", end_learning_rate),
+        positive_int(where, "decay_epoch", decay_epoch),
+        positive_float(where, "power", power, np.float64),
+        check.flag(where, "update_decay_epoch", update_decay_epoch),
+    )
+    return _by_epoch(where, schedule, total_step, step_per_epoch)
+
+
+def warmup_lr(
+    learning_rate: float, total_step: int, step_per_epoch: int, warmup_epoch: int
+) -> list[float]:
+    """`WarmUpLR` by epochs.
+
+    At step i, with the epoch e = floor(i / step_per_epoch)::
+
+        learning_rate * min(e, warmup_epoch) / warmup_epoch
+
+    The rate of the whole first epoch is 0: it moves no parameter.
+
+    Args:
+        learning_rate: float >= 0, the rate from epoch ``warmup_epoch`` on.
+        total_step: int > 0, the length of the list.
+        step_per_epoch: int > 0.
+        warmup_epoch: int > 0.
+
+    Raises:
+        TypeError: a kind does not fit (an int where a float is published).
+        ValueError: a value is out of range.
+
+    Source: ``mindspore.nn.warmup_lr``.
+
+    >>> warmup_lr(0.5, total_step=7, step_per_epoch=2, warmup_epoch=2)
+    [0.0, 0.0, 0.25, 0.25, 0.5, 0.5, 0.5]
+    """
+    where = "warmup_lr"
+    schedule = WarmUpLR(
+        non_negative_float(where, "learning_rate", learning_rate),
+        positive_int(where, "warmup_epoch", warmup_epoch),
+    )
+    return _by_epoch(where, schedule, total_step, step_per_epoch)
+
+
+def _by_epoch(
+    where: str, schedule: StepSchedule, total_step: int, step_per_epoch: int
+) -> list[float]:
+    """The values of steps 0 to ``total_step - 1`` of a schedule that counts epochs."""
+    total_step = positive_int(where, "total_step", total_step)
+    step_per_epoch = positive_int(where, "step_per_epoch", step_per_epoch)
+    return [schedule(step // step_per_epoch) for step in range(total_step)]

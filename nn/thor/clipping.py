@@ -1,0 +1,47 @@
+"""Gradients clipped tensor by tensor, after weight decay and loss scale."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from ...kernels.rules.gradient import TRUST
+from ...kernels.rules.norm import SCALED
+from ...kernels.rules.rule import Prologue
+from ...ops.runtime.step import measure_step
+from ..engine.conditioning import Conditioning
+from ..engine.layout import Batch
+
+LARGEST_NORM = 1.0
+
+
+class ClippedConditioning(Conditioning):
+    """THOR's order: weight decay, the loss scale, then a norm of each tensor of at most 1."""
+
+    is_measured = True
+
+    def _parts(self, decays: bool) -> Prologue:
+        return (*super()._parts(decays), TRUST)
+
+    def complete(
+        self,
+        batch: Batch,
+        gradients: np.ndarray,
+        hp: np.ndarray,
+        column: dict[str, int],
+        rates: np.ndarray,  # noqa: ARG002
+        decays: np.ndarray,  # noqa: ARG002
+    ) -> None:
+        """Fill in the factor of each tensor: 1 over its norm where that is above 1."""
+        before = self.prologue[:-1]
+        fields = [name for part in before for name in part.hp]
+        own = np.ones((len(hp), 1 + len(fields)), hp.dtype)
+        own[:, 1:] = hp[:, [column[name] for name in fields]]
+        squares = measure_step(
+            SCALED, before, replace(batch.variables, s=()), gradients, batch.g, own,
+            np.arange(len(hp)),
+        )  # fmt: skip
+        hp[:, column["trust_ratio"]] = LARGEST_NORM / np.maximum(
+            np.sqrt(squares[:, 0]), LARGEST_NORM
+        )

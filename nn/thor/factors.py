@@ -1,0 +1,179 @@
+"""The factors of THOR: block-diagonal covariances, their inverses, and products with them.
+
+A factor of ``n`` rows is cut into blocks of ``b = block_size`` rows and columns along its
+diagonal, the last one smaller; what lies outside of them is left out. It travels *packed*: an
+``[n, b]`` array in which the rows of a block hold that block, followed by zeros where the last one
+is narrower.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from ...kernels.quiet import quiet
+from ...ops.runtime.errors import message
+
+FloatArray = np.ndarray[Any, np.dtype[Any]]
+
+
+class FactorError(np.linalg.LinAlgError):
+    """A factor that has no inverse worth the name; a `ValueError` too."""
+
+
+def blocks(n: int, width: int) -> Iterator[slice]:
+    """Where the diagonal blocks of a factor of ``n`` rows lie, ``width`` rows each."""
+    for start in range(0, n, width):
+        yield slice(start, min(start + width, n))
+
+
+def empty_packed(n: int, block_size: int, dtype: Any) -> FloatArray:
+    """A packed factor of zeros."""
+    return np.zeros((n, min(n, block_size)), dtype)
+
+
+def add_gram(total: FloatArray, columns: FloatArray) -> None:
+    """Add the diagonal blocks of ``columns' columns`` to the packed ``total``.
+
+    Args:
+        total: ``[n, b]``.
+        columns: ``[rows, n]``.
+    """
+    for block in blocks(len(total), total.shape[1]):
+        part = columns[:, block]
+        total[block, : part.shape[1]] += matmul(part.T, part)
+
+
+def add_gram_of_rows(total: FloatArray, rows: FloatArray) -> None:
+    """As `add_gram`, for the transposed ``rows`` ``[n, samples]``: ``rows rows'``."""
+    for block in blocks(len(total), total.shape[1]):
+        part = rows[block]
+        total[block, : len(part)] += matmul(part, part.T)
+
+
+def packed(full: FloatArray, block_size: int) -> FloatArray:
+    """The diagonal blocks of a full ``[n, n]`` matrix."""
+    result = empty_packed(len(full), block_size, full.dtype)
+    for block in blocks(len(full), result.shape[1]):
+        result[block, : block.stop - block.start] = full[block, block]
+    return result
+
+
+@quiet
+def inverse(
+    where: str, covariance: FloatArray, scale: float, damping: float, *, product: Any = None
+) -> FloatArray:
+    """The inverse of ``scale*covariance + damping*I``, block by block, by Cholesky.
+
+    ``L L' = block``, ``inverse = L^-T L^-1``, in float64, rounded to the type of ``covariance``.
+
+    Args:
+        where: what an error calls the factor.
+        covariance: packed, symmetric.
+        scale: a factor of the covariance.
+        damping: what is added to its diagonal.
+        product: what makes the inverse out of ``L^-1``; default ``L^-T L^-1``.
+
+    Raises:
+        FactorError: a block or its inverse is not finite, or it is not positive definite.
+        ImportError: scipy is not installed.
+    """
+    lapack = load_lapack()
+    result = np.zeros_like(covariance)
+    for block in blocks(len(covariance), covariance.shape[1]):
+        size = block.stop - block.start
+        # A sum of squares that is finite is one of finite numbers, so the diagonal tells all.
+        matrix = np.empty((size, size), np.float64, order="F")
+        np.multiply(covariance[block, :size], scale, out=matrix.T, dtype=np.float64)
+        diagonal = matrix.reshape(-1, order="F")[:: size + 1]
+        diagonal += damping
+        if not np.isfinite(diagonal).all():
+            k = block.start + int(np.argmin(np.isfinite(diagonal)))
+            expected, got = "finite numbers", f"{diagonal[k - block.start]} in row {k}"
+            raise FactorError(message(where, "the covariance", "is not finite", expected, got))
+        root, failed = lapack.dpotrf(matrix, lower=1, clean=1, overwrite_a=1)
+        if failed == 0:
+            root, failed = lapack.dtrtri(root, lower=1, overwrite_c=1)
+        if failed != 0:
+            expected = "a positive definite matrix"
+            got = f"a pivot that is not above 0 in row {block.start + abs(failed) - 1}"
+            raise FactorError(
+                message(where, "the damped covariance", "cannot be inverted", expected, got)
+                + "; raise the damping"
+            )
+        result[block, :size] = matmul(root.T, root) if product is None else product(root)
+        # Covariances from elsewhere may be bad beside the diagonal, or nearly singular.
+        if not np.isfinite(result[block, :size]).all():
+            expected, got = "finite numbers", f"others in rows {block.start} to {block.stop - 1}"
+            raise FactorError(message(where, "the inverse", "is not finite", expected, got))
+    return result
+
+
+def product_without_transpose(root: FloatArray) -> FloatArray:
+    """``L^-1 L^-1``, which MindSpore takes for the inverse in an embedding's factor."""
+    product: FloatArray = matmul(root, root)
+    return product
+
+
+def times_packed(matrix: FloatArray, factor: FloatArray, out: FloatArray) -> None:
+    """``out = matrix @ factor`` with a packed ``factor`` of ``matrix.shape[1]`` rows."""
+    n, width = factor.shape
+    if n == width:
+        matmul(matrix, factor, out=out)
+        return
+    count = n // width
+    whole = count * width
+    stacked = (len(matrix), count, width)
+    matmul(
+        matrix[:, :whole].reshape(stacked).transpose(1, 0, 2),
+        factor[:whole].reshape(count, width, width),
+        out=out[:, :whole].reshape(stacked).transpose(1, 0, 2),
+    )
+    if whole < n:
+        matmul(matrix[:, whole:], factor[whole:, : n - whole], out=out[:, whole:])
+
+
+def packed_times(factor: FloatArray, matrix: FloatArray, out: FloatArray) -> None:
+    """``out = factor @ matrix`` with a packed ``factor`` of ``len(matrix)`` rows."""
+    n, width = factor.shape
+    if n == width:
+        matmul(factor, matrix, out=out)
+        return
+    count = n // width
+    whole = count * width
+    stacked = (count, width, matrix.shape[1])
+    matmul(
+        factor[:whole].reshape(count, width, width),
+        matrix[:whole].reshape(stacked),
+        out=out[:whole].reshape(stacked),
+    )
+    if whole < n:
+        matmul(factor[whole:, : n - whole], matrix[whole:], out=out[whole:])
+
+
+def warn_skipped(text: str) -> None:
+    """Say that a refresh was skipped, where the user's call is."""
+    warnings.warn(f"{text}; the layer keeps its last factors", RuntimeWarning, stacklevel=2)
+
+
+matmul: Callable[..., Any] = np.matmul
+"""Every matrix product of THOR goes through this name, so that a benchmark can time it."""
+
+
+def load_lapack() -> Any:
+    """SciPy's LAPACK; imported when the first factor is inverted.
+
+    Raises:
+        ImportError: scipy is not installed.
+    """
+    try:
+        from scipy.linalg import lapack
+    except ImportError as error:
+        raise ImportError(
+            message("thor", "scipy", "is not installed", 'pip install "fusestep[thor]"', "no scipy")
+            + "; the factors are inverted by its LAPACK"
+        ) from error
+    return lapack

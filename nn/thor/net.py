@@ -1,0 +1,86 @@
+"""Which layers and parameters a net declares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from ...ops.runtime.errors import message
+from ...ops.runtime.frameworks import framework_of
+from ..base.parameter import Parameter
+from .layers import ThorLayer
+
+Declared = ThorLayer | Parameter
+_LEAVES = (str, bytes, int, float, complex, np.ndarray, np.generic, type, ModuleType)
+
+
+def declared(net: Any) -> dict[str, Declared]:
+    """Layers and further parameters of a net by their place in it, in the order of attributes.
+
+    Args:
+        net: a layer, a list, tuple or mapping, or an object: what its elements or attributes
+            hold, and theirs.
+
+    Raises:
+        ValueError: there is no layer, or two layers have one weight.
+    """
+    found: dict[str, Declared] = {}
+    _walk("", net, found, set())
+    layers = {name: d for name, d in found.items() if isinstance(d, ThorLayer)}
+    if not layers:
+        expected = "a ThorDense, ThorConv2d, ThorEmbedding or ThorLayerNorm in it"
+        raise ValueError(message("thor", "net", "declares no layers", expected, type(net).__name__))
+    owners: dict[int, str] = {}
+    for name, layer in layers.items():
+        for parameter in layer.parameters:
+            if id(parameter) in owners:
+                expected, got = "layers with parameters of their own", owners[id(parameter)]
+                raise ValueError(
+                    message("thor", f"layer {name!r}", "shares a parameter", expected, repr(got))
+                )
+            owners[id(parameter)] = name
+    return {n: d for n, d in found.items() if isinstance(d, ThorLayer) or id(d) not in owners}
+
+
+def _walk(name: str, value: Any, found: dict[str, Declared], seen: set[int]) -> None:
+    if value is None or isinstance(value, _LEAVES) or id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, ThorLayer | Parameter):
+        found[name or "net"] = value
+        return
+    if framework_of(value) is not None:  # an array on a device, with attributes of its framework
+        return
+    for key, part in _parts(value):
+        _walk(f"{name}.{key}" if name else str(key), part, found, seen)
+
+
+def _parts(value: Any) -> Iterator[tuple[Any, Any]]:
+    if isinstance(value, Mapping):
+        yield from value.items()
+    elif isinstance(value, list | tuple):
+        yield from enumerate(value)
+    elif hasattr(value, "__dict__"):
+        yield from vars(value).items()
+
+
+def trainable(entries: Mapping[str, Declared]) -> list[Parameter]:
+    """The parameters that may be updated, in order; those without a name get one by their place."""
+    parameters: list[Parameter] = []
+    for place, entry in entries.items():
+        if isinstance(entry, Parameter):
+            named = [(place, entry)]
+        else:
+            named = [
+                (f"{place}.{name}", parameter)
+                for name, parameter in zip(entry.NAMES, entry.parameters, strict=False)
+            ]
+        for name, parameter in named:
+            if parameter.requires_grad:
+                if parameter.name is None:
+                    parameter.name = name
+                parameters.append(parameter)
+    return parameters

@@ -1,0 +1,317 @@
+"""The optimizer behind `thor`: when factors are computed, and the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ...kernels.cpu.parallel import serial
+from ...kernels.quiet import quiet
+from ...kernels.rules import sgd as rules
+from ...kernels.rules.formula import Formula
+from ...ops.runtime import check
+from ...ops.runtime.errors import message
+from ..base.arguments import non_negative_float, positive_int
+from ..base.numbers import number_of
+from ..base.parameter import Parameter
+from ..schedules.base import Schedule, value_at
+from .arguments import (
+    BLOCK_SIZE,
+    NAME,
+    bad_factor_of,
+    block_size_of,
+    check_filter,
+    check_split,
+    compatibility,
+    damping_of,
+    frequency_of,
+)
+from .clipping import ClippedConditioning
+from .device import HostCopies
+from .factors import FactorError, FloatArray, warn_skipped
+from .layers import ThorLayerNorm
+from .net import declared, trainable
+from .preconditioners import Inverses, Options, Preconditioner, Scratch, preconditioner_of
+
+# Up to so many elements the last pass of a step runs on one thread. BLAS has just used all cores,
+# and its idle threads and those of OpenMP wait by spinning, against each other: that costs
+# milliseconds, more than the pass itself, which is short beside the products.
+_SERIAL_UP_TO = 1 << 22
+
+
+def every_parameter(parameter: Parameter) -> bool:  # noqa: ARG001  (what a filter is called with)
+    """The published ``decay_filter``: all parameters decay."""
+    return True
+
+
+class Thor(HostCopies):
+    """What `thor` makes; see there for its arguments.
+
+    Attributes:
+        net: what was declared: the layers and further parameters, by their place in the net.
+        frequency: steps from one refresh of the factors to the next.
+    """
+
+    _filter_names = False
+    _counts = ("step.", "refreshes.")
+    _rows_need = ("a dense one: THOR multiplies it by matrices", "a RowTensor")
+
+    def __init__(
+        self,
+        net: Any,
+        learning_rate: Any,
+        damping: Any,
+        momentum: float,
+        weight_decay: Any = 0.0,
+        loss_scale: Any = 1.0,
+        batch_size: int = 32,
+        use_nesterov: bool = False,
+        decay_filter: Callable[[Parameter], bool] = every_parameter,
+        split_indices: Any = None,
+        enable_clip_grad: bool = False,
+        frequency: int = 100,
+        *,
+        compat: str | None = None,
+        block_size: int | None = BLOCK_SIZE,
+        bad_factor: str = "raise",
+    ) -> None:
+        self.damping = damping
+        self.momentum = non_negative_float(NAME, "momentum", momentum)
+        self.use_nesterov = check.flag(NAME, "use_nesterov", use_nesterov)
+        self.enable_clip_grad = check.flag(NAME, "enable_clip_grad", enable_clip_grad)
+        self.batch_size = positive_int(NAME, "batch_size", batch_size)
+        self.frequency = frequency_of(frequency)
+        self.is_compatible = compatibility(compat, block_size)
+        self.block_size = block_size_of(block_size)
+        self.bad_factor = bad_factor_of(bad_factor)
+        check_filter(decay_filter)
+        check_split(split_indices)
+        self.net = declared(net)
+        super().__init__(
+            learning_rate,
+            trainable(self.net),
+            weight_decay,
+            loss_scale,
+            rule=rules.MOMENTUM_NESTEROV if self.use_nesterov else rules.MOMENTUM,
+            states={"moments": 0.0},
+            use_locking=False,
+            sparse_update=None,
+            skip_nonfinite=False,
+            state_dtype=None,
+        )
+        self._filter_decay(decay_filter)
+        self._preconditioners = self._precondition_layers()
+        self._scratch = Scratch()
+        self._is_requested = False
+        self._announce(self._step)
+
+    @property
+    def _name(self) -> str:
+        return NAME
+
+    def _filter_decay(self, decay_filter: Callable[[Parameter], bool]) -> None:
+        options = tuple(
+            option if decay_filter(option.parameter) else replace(option, decay=0.0)
+            for option in self._groups.options
+        )
+        self._groups = replace(self._groups, options=options)
+        self._class_of, self._classes = self._option_classes()
+        self._derive()
+
+    def _precondition_layers(self) -> list[Preconditioner]:
+        places = {id(p): i for i, p in enumerate(self.parameters)}
+        found = []
+        for name, layer in self.net.items():
+            if isinstance(layer, Parameter):
+                continue
+            layer.configure(name, self.block_size, is_compatible=self.is_compatible)
+            treated = layer.parameters if isinstance(layer, ThorLayerNorm) else (layer.weight,)
+            # A parameter that does not require a gradient has no place.
+            positions = {places[id(p)]: k for k, p in enumerate(treated) if id(p) in places}
+            layer.is_capturing = False
+            if positions:
+                found.append(preconditioner_of(layer, positions, is_compatible=self.is_compatible))
+        return found
+
+    def _formula(self) -> Formula:
+        return Formula(rules.momentum_scalars, (self.momentum, 0.0))
+
+    def _condition(self) -> None:
+        super()._condition()
+        if self.enable_clip_grad:
+            self._conditioning = ClippedConditioning(
+                self._groups.options, self._loss_scale, coupled=True
+            )
+
+    # Damping and refreshes
+
+    @property
+    def damping(self) -> float | Parameter | Schedule:
+        """Lambda: a number, one for each step, or a schedule; it can be assigned to.
+
+        Raises:
+            TypeError: another kind is assigned.
+            ValueError: a value is not above 0 or not finite.
+        """
+        return self._damping
+
+    @damping.setter
+    def damping(self, value: Any) -> None:
+        self._damping = damping_of(value)
+
+    def _options(self, step: int) -> Options:
+        damping = value_at(NAME, "damping", self._damping, step)
+        check.in_range(NAME, "damping", damping, damping > 0.0, "above 0")
+        loss_scale = number_of(self._loss_scale)
+        return Options(damping, self.batch_size, loss_scale, self.is_compatible)
+
+    def request_refresh(self) -> None:
+        """Compute the factors anew in the next step too, whatever its number is."""
+        self._is_requested = True
+        self._announce(self._step)
+
+    def clear_captured(self) -> None:
+        """Forget what the layers have captured since the last step."""
+        for preconditioner in self._preconditioners:
+            preconditioner.layer.clear()
+
+    def _is_due(self, preconditioner: Preconditioner, step: int) -> bool:
+        return preconditioner.needs_capture and (
+            self._is_requested or step % self.frequency == 0 or not preconditioner.has_factors
+        )
+
+    def _announce(self, step: int) -> None:
+        """Tell the layers whether this step, the next one, needs what they capture."""
+        for preconditioner in self._preconditioners:
+            preconditioner.layer.is_capturing = self._is_due(preconditioner, step)
+
+    # The step
+
+    def construct(self, gradients: tuple[Any, ...]) -> tuple[bool, ...]:
+        """The step itself, for gradients of the right number."""
+        with self._on_host(gradients) as given:
+            return self._step_with_factors(given)
+
+    @quiet
+    def _step_with_factors(self, gradients: tuple[Any, ...]) -> tuple[bool, ...]:
+        step = self._step
+        self._rates.at(step)  # a list that is used up raises here
+        self._decays.at(step)
+        options = self._options(step)
+        if self._has_overflown():
+            self._skipped_steps += 1
+            self.clear_captured()  # it has overflown too
+            return (True,) * len(gradients)
+        fresh: list[tuple[Preconditioner, Inverses]] = []
+        given = list(gradients)
+        for preconditioner in self._preconditioners:
+            read = self._read_layer(preconditioner, gradients)
+            if not read:
+                continue
+            inverses = self._refreshed(preconditioner, options)
+            if inverses is not None:
+                fresh.append((preconditioner, inverses))
+            elif preconditioner.needs_capture and not preconditioner.has_factors:
+                continue  # a first refresh that was skipped, with a warning
+            for position, gradient in read.items():
+                given[position] = preconditioner.precondition(
+                    position, gradient, inverses or preconditioner.inverses, options,
+                    self._scratch,
+                )  # fmt: skip
+        before = self._attributes()
+        try:
+            # What belongs to the step beside the parameters comes before they are written: an
+            # interrupt may come right after that.
+            for preconditioner, inverses in fresh:
+                preconditioner.keep(inverses)
+            self._is_requested = False
+            self.clear_captured()
+            self._announce(step + 1)
+            with serial(sum(p.size for p in self.parameters) <= _SERIAL_UP_TO):
+                return super().construct(tuple(given))
+        except BaseException:
+            if self._step == step:
+                for owner, attributes in before:
+                    vars(owner).update(attributes)
+            raise
+
+    def _attributes(self) -> list[tuple[Any, dict[str, Any]]]:
+        """What a step changes beside the parameters and their states, as it is now."""
+        parts = [part for p in self._preconditioners for part in (p, p.layer)]
+        return [(self, {"_is_requested": self._is_requested})] + [
+            (part, vars(part).copy()) for part in parts
+        ]
+
+    def _read_layer(
+        self, preconditioner: Preconditioner, gradients: tuple[Any, ...]
+    ) -> dict[int, FloatArray]:
+        """The checked gradients of a layer, by position; those that are None are left out."""
+        read: dict[int, FloatArray] = {}
+        for position in preconditioner.positions:
+            if gradients[position] is not None:
+                read[position] = self._read_dense(self._stepped[position], gradients[position])
+        return read
+
+    def _refreshed(self, preconditioner: Preconditioner, options: Options) -> Inverses | None:
+        """New inverses where they are due; None where the old ones are to be used."""
+        if not self._is_due(preconditioner, self._step):
+            return None
+        layer = preconditioner.layer
+        if not layer.has_captured:
+            expected = f"capture(inputs, output_gradients) before step {self._step}"
+            raise RuntimeError(
+                message(NAME, f"layer {layer.name!r}", "has captured nothing", expected, "none")
+            )
+        try:
+            return preconditioner.inverted(options)
+        except FactorError as error:
+            if self.bad_factor == "raise":
+                raise
+            warn_skipped(str(error))
+            return None
+
+    # State
+
+    def _state_arrays(self) -> dict[str, np.ndarray]:
+        arrays = super()._state_arrays()
+        for preconditioner in self._preconditioners:
+            name = self.parameters[next(iter(preconditioner.positions))].name
+            arrays |= preconditioner.state(str(name))
+        return arrays
+
+    def _derived_state(self, _step: int) -> dict[str, np.ndarray]:
+        return {"momentum": np.array(self.momentum, np.float32)}
+
+    def state_dict(self) -> dict[str, np.ndarray]:
+        """Copies of all that a resumed run needs beside the parameters, by name.
+
+        Beside those of Momentum: ``matrix_a_inv.<weight>`` and ``matrix_g_inv.<weight>``, the
+        inverses in use (block-diagonal ones as the rows of their blocks), and
+        ``refreshes.<weight>``, how often they were computed. What was captured since the last
+        step is no part of it.
+        """
+        return super().state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As `Optimizer.load_state_dict`, factors included."""
+        super().load_state_dict(state)
+        self._is_requested = False
+        self.clear_captured()
+        self._announce(self._step)
+
+    @property
+    def moments(self) -> tuple[np.ndarray, ...]:
+        """The accumulated gradient of each parameter."""
+        return self._state("moments")
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        del state["_scratch"]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._scratch = Scratch()

@@ -1,0 +1,269 @@
+"""What THOR does with the gradients of a layer: the inverses that it keeps, and their use."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...ops.runtime.errors import message
+from ..base.parameter import writable
+from .factors import (
+    FactorError,
+    FloatArray,
+    inverse,
+    packed_times,
+    product_without_transpose,
+    times_packed,
+)
+from .layers import ThorEmbedding, ThorLayer, ThorLayerNorm
+
+Inverses = tuple[FloatArray, FloatArray]
+
+
+class Options(NamedTuple):
+    """What a step tells its layers.
+
+    Attributes:
+        damping: lambda of this step.
+        batch_size: samples that the loss averages over.
+        loss_scale: what the loss was multiplied by.
+        is_compatible: do as MindSpore does.
+    """
+
+    damping: float
+    batch_size: float
+    loss_scale: float
+    is_compatible: bool
+
+    @property
+    def sample_scale(self) -> float:
+        """The square of what makes gradients of a mean loss those of the single samples."""
+        return (self.batch_size / self.loss_scale) ** 2
+
+
+class Scratch:
+    """Arrays between the two products of a layer; one for all layers of a type."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[Any, FloatArray] = {}
+
+    def take(self, shape: tuple[int, ...], real: Any) -> FloatArray:
+        """An array that holds anything, until the next one is taken."""
+        size = math.prod(shape)
+        if real not in self._arrays or self._arrays[real].size < size:
+            self._arrays[real] = np.empty(size, real)
+        return self._arrays[real][:size].reshape(shape)
+
+
+class Preconditioner:
+    """One layer: ``g <- Ginv g Ainv`` for its weight, seen as a matrix of ``out`` rows.
+
+    Args:
+        layer: the layer.
+        positions: places of the parameters on which it acts, in optimizer order, and which of
+            the parameters of the layer they are.
+
+    Attributes:
+        inverses: both inverses, packed; zeros before the first refresh.
+        refreshes: int64 ``(1,)``: how often they were computed.
+    """
+
+    # MindSpore treats the gradient of a layer normalization anew in every step.
+    needs_capture = True
+
+    def __init__(self, layer: ThorLayer, positions: dict[int, int]) -> None:
+        self.layer = layer
+        self.positions = positions
+        a, _, g, _ = layer.covariances
+        self.inverses: Inverses = (np.zeros_like(a), np.zeros_like(g))
+        self.refreshes = np.zeros(1, np.int64)
+        self._results: dict[int, FloatArray] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_results": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.refreshes = writable(self.refreshes)
+        first, second = self.inverses
+        self.inverses = (writable(first), writable(second))
+
+    @property
+    def has_factors(self) -> bool:
+        """Whether the inverses are those of something."""
+        return int(self.refreshes[0]) > 0
+
+    def state(self, weight: str) -> dict[str, np.ndarray]:
+        """The arrays to save, by name."""
+        first, second = self.inverses
+        return {
+            f"matrix_a_inv.{weight}": first,
+            f"matrix_g_inv.{weight}": second,
+            f"refreshes.{weight}": self.refreshes,
+        }
+
+    def _label(self, factor: str) -> str:
+        return f"thor: factor {factor} of layer {self.layer.name!r}"
+
+    def inverted(self, options: Options) -> Inverses:
+        """The inverses of what the layer has captured; nothing of it is kept.
+
+        Raises:
+            FactorError: a factor is not finite or not positive definite.
+        """
+        a, a_weight, g, g_weight = self.layer.covariances
+        a_positions, g_positions = self.layer.normalizers
+        # Of a convolution both factors stand for a sum over positions, split between them.
+        split = math.sqrt(1.0 / a_positions)
+        a_inverse = inverse(
+            self._label("A"), a, 1.0 / a_weight, math.sqrt(options.damping / a_positions)
+        )
+        g_inverse = inverse(
+            self._label("G"),
+            g,
+            options.sample_scale / g_weight,
+            math.sqrt(options.damping / g_positions),
+        )
+        if split != 1.0:
+            a_inverse *= a_inverse.dtype.type(split)
+            g_inverse *= g_inverse.dtype.type(split)
+        return a_inverse, g_inverse
+
+    def keep(self, inverses: Inverses) -> None:
+        """Take the inverses for this and the next steps."""
+        self.inverses = inverses
+        self.refreshes = self.refreshes + 1
+
+    def precondition(
+        self,
+        position: int,
+        gradient: FloatArray,
+        inverses: Inverses,
+        options: Options,  # noqa: ARG002  (for layers that look at it)
+        scratch: Scratch,
+    ) -> FloatArray:
+        """The preconditioned gradient of a parameter, in an array that the layer keeps."""
+        result = self._result(position, gradient.shape)
+        matrix = self._wide(gradient).reshape(len(gradient), -1)
+        between = scratch.take(matrix.shape, self.layer.real)
+        times_packed(matrix, inverses[0], between)
+        packed_times(inverses[1], between, result.reshape(matrix.shape))
+        return result
+
+    def _wide(self, gradient: FloatArray) -> FloatArray:
+        return gradient.astype(self.layer.real, copy=False)
+
+    def _result(self, position: int, shape: tuple[int, ...]) -> FloatArray:
+        if position not in self._results:
+            self._results[position] = np.empty(shape, self.layer.real)
+        return self._results[position]
+
+
+class EmbeddingPreconditioner(Preconditioner):
+    """An embedding: ``g <- (Ainv[:, None] * g) Ginv`` with a diagonal A."""
+
+    def inverted(self, options: Options) -> Inverses:
+        """As `Preconditioner.inverted`."""
+        a, a_weight, g, g_weight = self.layer.covariances
+        root = math.sqrt(options.damping)
+        frequencies = a.astype(np.float64) / a_weight
+        if options.is_compatible:
+            frequencies /= options.batch_size
+        return (1.0 / (frequencies + root)).astype(a.dtype), inverse(
+            self._label("G"),
+            g,
+            options.sample_scale / g_weight,
+            root,
+            product=product_without_transpose if options.is_compatible else None,
+        )
+
+    def precondition(
+        self,
+        position: int,
+        gradient: FloatArray,
+        inverses: Inverses,
+        options: Options,  # noqa: ARG002
+        scratch: Scratch,
+    ) -> FloatArray:
+        """As `Preconditioner.precondition`."""
+        result = self._result(position, gradient.shape)
+        between = scratch.take(gradient.shape, self.layer.real)
+        np.multiply(self._wide(gradient), inverses[0][:, None], out=between)
+        times_packed(between, inverses[1], result)
+        return result
+
+
+class LayerNormPreconditioner(Preconditioner):
+    """A layer normalization: ``g <- g / (F + damping)`` with diagonal factors F."""
+
+    def inverted(self, options: Options) -> Inverses:
+        """As `Preconditioner.inverted`."""
+        a, weight, g, _ = self.layer.covariances
+        found = []
+        for name, squares in (("weight", a), ("bias", g)):
+            factor = squares.astype(np.float64) * (options.sample_scale / weight)
+            if not np.isfinite(factor).all():
+                k = int(np.argmin(np.isfinite(factor)))
+                expected, got = "finite numbers", f"{factor[k]} in element {k}"
+                where = self._label(f"of the {name}")
+                raise FactorError(message(where, "the mean square", "is not finite", expected, got))
+            found.append((1.0 / (factor + options.damping)).astype(squares.dtype))
+        return found[0], found[1]
+
+    def precondition(
+        self,
+        position: int,
+        gradient: FloatArray,
+        inverses: Inverses,
+        options: Options,  # noqa: ARG002
+        scratch: Scratch,  # noqa: ARG002
+    ) -> FloatArray:
+        """As `Preconditioner.precondition`."""
+        result = self._result(position, gradient.shape)
+        inverse_of = inverses[self.positions[position]].reshape(gradient.shape)
+        np.multiply(self._wide(gradient), inverse_of, out=result)
+        return result
+
+
+class CompatibleLayerNorm(LayerNormPreconditioner):
+    """MindSpore's layer normalization: ``g <- g / (g^2/batch_size + sqrt(damping))``."""
+
+    needs_capture = False
+
+    def state(self, weight: str) -> dict[str, np.ndarray]:  # noqa: ARG002
+        """Nothing is kept."""
+        return {}
+
+    def precondition(
+        self,
+        position: int,
+        gradient: FloatArray,
+        inverses: Inverses,  # noqa: ARG002
+        options: Options,
+        scratch: Scratch,  # noqa: ARG002
+    ) -> FloatArray:
+        """As `Preconditioner.precondition`."""
+        real, result = self.layer.real, self._result(position, gradient.shape)
+        plain = self._wide(gradient) * real(1.0 / options.loss_scale)
+        squares = np.square(plain) * real(1.0 / options.batch_size)
+        # The loss scale is divided out once more, in the step.
+        np.multiply(
+            plain / (squares + real(math.sqrt(options.damping))),
+            real(options.loss_scale),
+            out=result,
+        )
+        return result
+
+
+def preconditioner_of(
+    layer: ThorLayer, positions: dict[int, int], *, is_compatible: bool
+) -> Preconditioner:
+    """What a layer of this kind needs."""
+    if isinstance(layer, ThorEmbedding):
+        return EmbeddingPreconditioner(layer, positions)
+    if isinstance(layer, ThorLayerNorm):
+        kind = CompatibleLayerNorm if is_compatible else LayerNormPreconditioner
+        return kind(layer, positions)
+    return Preconditioner(layer, positions)

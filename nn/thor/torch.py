@@ -1,0 +1,224 @@
+"""THOR on a PyTorch module: hooks capture, gradients are read from ``.grad``.
+
+This module is imported when the first PyTorch module is given: by then PyTorch is too.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+
+from ...ops.runtime.arrays import address_of, adopt_anywhere
+from ...ops.runtime.errors import message
+from ...ops.runtime.frameworks import framework_of
+from ..base.parameter import Parameter
+from .arguments import NAME
+from .conv import ThorConv2d
+from .layers import ThorDense, ThorEmbedding, ThorLayer, ThorLayerNorm
+from .net import Declared
+from .optimizer import Thor
+
+
+class TorchThor(Thor):
+    """THOR over the parameters of a ``torch.nn.Module``; what `thor` makes of one.
+
+    Its ``Linear``, ``Conv2d``, ``Embedding`` and ``LayerNorm`` modules capture through hooks, in
+    the steps whose factors are due only. Modules of these kinds that cannot be treated (groups,
+    a shared weight, another padding than zeros, ...) take the plain gradient, with one warning
+    that names them; so do all other parameters, without.
+
+    Weights change in place, so they have to be contiguous; their version counters tell autograd.
+    A ``GradScaler`` is not supported: it divides the gradients behind THOR's back. Give
+    ``loss_scale``, or train in bfloat16. Learning rates come from this package's schedules.
+
+    Attributes:
+        module: the module.
+
+    Raises:
+        ValueError: no module of the four kinds, a parameter is not contiguous, or not all are on
+            the CPU or on one CUDA device.
+        RuntimeError: a parameter is on a device of another kind.
+    """
+
+    def __init__(self, net: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        entries, tensors, layers = _entries(net)
+        super().__init__(entries, *args, **kwargs)
+        self.module = net
+        self._tensors = [tensors[id(p)] for p in self.parameters]
+        self._hooks = [
+            layers[id(p.layer)].register_forward_hook(_Capture(p.layer), with_kwargs=True)
+            for p in self._preconditioners
+            if p.needs_capture
+        ]
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step with the gradients in ``.grad``; parameters without one are skipped.
+
+        Args:
+            closure: computes the loss anew, with derivatives, before the step.
+
+        Returns:
+            What the closure returned, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            self._follow()
+            self(tuple(_gradient(tensor) for tensor in self._tensors))
+            for tensor in self._tensors:
+                if tensor.grad is not None:
+                    torch.autograd.graph.increment_version(tensor)
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, and what was captured with them."""
+        for tensor in self._tensors:
+            if set_to_none:
+                tensor.grad = None
+            elif tensor.grad is not None:
+                tensor.grad.detach_()
+                tensor.grad.zero_()
+        self.clear_captured()
+
+    def remove_hooks(self) -> None:
+        """Take the hooks off the module, which another optimizer is going to train."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _follow(self) -> None:
+        """Parameters whose storage PyTorch has replaced are bound to the new one."""
+        for parameter, tensor in zip(self.parameters, self._tensors, strict=True):
+            view = _view(tensor)
+            found = adopt_anywhere(NAME, f"parameter {parameter.name!r}", view)
+            if address_of(found) != address_of(parameter.array):
+                parameter.data = view
+
+
+class _Capture:
+    """A forward hook: when derivatives reach the output, the layer captures."""
+
+    def __init__(self, layer: ThorLayer) -> None:
+        self._layer = layer
+
+    def __call__(
+        self, _module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        if self._layer.is_capturing and output.requires_grad:
+            (inputs,) = args or kwargs.values()
+            output.register_hook(partial(self._capture, inputs.detach()))
+
+    def _capture(self, inputs: torch.Tensor, gradient: torch.Tensor) -> None:
+        if isinstance(self._layer, ThorConv2d) and inputs.ndim == 3:  # an image without a batch
+            inputs, gradient = inputs[None], gradient[None]
+        self._layer.capture(_view(inputs), _view(gradient))
+
+
+def _view(tensor: torch.Tensor) -> Any:
+    """The memory of a tensor as an array; one on a CUDA device is an array by itself."""
+    tensor = tensor.detach()
+    if framework_of(tensor) is not None:
+        return tensor
+    if tensor.device.type != "cpu":
+        expected, got = "a tensor on the CPU or a CUDA device", str(tensor.device)
+        raise RuntimeError(message(NAME, "a tensor", "is elsewhere", expected, got))
+    is_bfloat16 = tensor.dtype is torch.bfloat16  # which NumPy has not: by its bits
+    array: np.ndarray = (tensor.view(torch.int16) if is_bfloat16 else tensor).numpy()
+    return array.view(ml_dtypes.bfloat16) if is_bfloat16 else array
+
+
+def _gradient(tensor: torch.Tensor) -> Any:
+    """A gradient as the optimizer takes it; row-sparse ones raise there."""
+    gradient = tensor.grad
+    return gradient if gradient is None or gradient.is_sparse else _view(gradient)
+
+
+def _entries(
+    net: torch.nn.Module,
+) -> tuple[dict[str, Declared], dict[int, torch.Tensor], dict[int, torch.nn.Module]]:
+    """Layers and parameters by name, tensors by parameter, modules by layer."""
+    adopted: dict[int, Parameter] = {}
+    tensors: dict[int, torch.Tensor] = {}
+    for name, tensor in net.named_parameters():  # each tensor once
+        parameter = Parameter(_view(tensor), name, tensor.requires_grad)
+        adopted[id(tensor)], tensors[id(parameter)] = parameter, tensor
+    records, modules = _records(net, adopted)
+    of_weight = {id(record.weight): (name, record) for name, record in records.items()}
+    treated = {id(p) for record in records.values() for p in record.parameters}
+    entries: dict[str, Declared] = {}
+    for parameter in adopted.values():
+        if id(parameter) in of_weight:
+            name, record = of_weight[id(parameter)]
+            entries[name] = record
+        elif id(parameter) not in treated:
+            entries[str(parameter.name)] = parameter
+    return entries, tensors, modules
+
+
+def _records(
+    net: torch.nn.Module, adopted: dict[int, Parameter]
+) -> tuple[dict[str, ThorLayer], dict[int, torch.nn.Module]]:
+    users: dict[int, int] = {}
+    for _, module in net.named_modules():
+        for tensor in module.parameters(recurse=False):
+            users[id(tensor)] = users.get(id(tensor), 0) + 1
+    records: dict[str, ThorLayer] = {}
+    modules: dict[int, torch.nn.Module] = {}
+    left_out = []
+    for name, module in net.named_modules():
+        if not isinstance(module, _KINDS) or getattr(module, "weight", None) is None:
+            continue
+        own = dict(module.named_parameters(recurse=False))
+        why = _obstacle(module)
+        if "weight" not in own:
+            why = "its weight is computed from other parameters"
+        elif max(users[id(tensor)] for tensor in own.values()) > 1:
+            why = "a parameter that other modules have too"
+        if why:
+            left_out.append(f"{name or 'the module'} ({why})")
+            continue
+        record = _record(module, {n: adopted[id(tensor)] for n, tensor in own.items()})
+        records[name or "net"], modules[id(record)] = record, module
+    if left_out:
+        warnings.warn(
+            f"{NAME}: some layers take the plain gradient: {', '.join(left_out)}",
+            UserWarning,
+            stacklevel=5,
+        )
+    return records, modules
+
+
+_KINDS = (torch.nn.Linear, torch.nn.Conv2d, torch.nn.Embedding, torch.nn.LayerNorm)
+
+
+def _obstacle(module: Any) -> str | None:
+    """Why a module of a known kind cannot be treated, or None."""
+    if isinstance(module, torch.nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return "attention reads its weight without calling it"
+    if isinstance(module, torch.nn.Conv2d):
+        if module.groups > 1:
+            return f"groups={module.groups}"
+        if module.padding_mode != "zeros":
+            return f"padding_mode={module.padding_mode!r}"
+    if isinstance(module, torch.nn.Embedding) and module.scale_grad_by_freq:
+        return "scale_grad_by_freq=True"
+    return None
+
+
+def _record(module: Any, parameters: dict[str, Parameter]) -> ThorLayer:
+    weight, bias = parameters["weight"], parameters.get("bias")
+    if isinstance(module, torch.nn.Conv2d):
+        return ThorConv2d(weight, bias, module.stride, module.padding, module.dilation)
+    if isinstance(module, torch.nn.Embedding):
+        return ThorEmbedding(weight, module.padding_idx)
+    if isinstance(module, torch.nn.LayerNorm):
+        return ThorLayerNorm(weight, bias, module.eps)
+    return ThorDense(weight, bias)

@@ -1,0 +1,1 @@
+"""What is under the operators: arrays and frameworks, checks, locks, streams, steps."""

@@ -1,0 +1,367 @@
+"""Arrays on CUDA devices as operators and optimizers see them, and the streams of their calls."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .errors import RejectedValueError, message
+from .frameworks import Framework, Place, framework_of, lacks, on_device, stream_of
+
+
+class Flags(NamedTuple):
+    """What is asked of an array's memory, under NumPy's names."""
+
+    c_contiguous: bool
+    aligned: bool
+    writeable: bool
+
+
+class DeviceArray:
+    """An array on a CUDA device, adopted without a copy.
+
+    It has the attributes of a NumPy array that describe it, and none that computes. `owner` is
+    the array that was adopted.
+
+    Attributes:
+        owner: keeps the memory alive.
+        framework: that of ``owner``.
+        address: of the first element.
+        shape: its shape.
+        strides: in bytes.
+        dtype: as NumPy has it.
+        device: number of the CUDA device.
+        flags: as of a NumPy array.
+        stream: handle of the stream that belongs to the array itself, or None.
+    """
+
+    __slots__ = (
+        "address",
+        "device",
+        "dtype",
+        "flags",
+        "framework",
+        "owner",
+        "shape",
+        "stream",
+        "strides",
+    )
+
+    def __init__(self, owner: Any, framework: Framework, place: Place) -> None:
+        self.owner = owner
+        self.framework = framework
+        self.address = place.address
+        self.shape = place.shape
+        self.dtype = place.dtype
+        self.device = place.device
+        self.stream = place.stream
+        compact = _compact_strides(self.shape, self.dtype.itemsize)
+        self.strides = compact if place.strides is None else place.strides
+        self.flags = Flags(
+            _is_compact(self.shape, self.strides, compact),
+            self.address % self.dtype.itemsize == 0,
+            place.writable,
+        )
+
+    @classmethod
+    def adopt(cls, where: str, name: str, value: Any) -> DeviceArray | None:
+        """``value`` as a device array, or None if it is none.
+
+        Raises:
+            RuntimeError: what CUDA arrays need is not installed.
+            TypeError: its dtype is not known, or it is masked.
+        """
+        if isinstance(value, DeviceArray):
+            return value
+        framework = framework_of(value)
+        if framework is None:
+            return None
+        lacking = lacks()
+        if lacking:
+            expected, got = "an array on the host", type(value).__name__
+            raise RuntimeError(
+                message(where, name, "lives on a CUDA device", expected, got) + f"; {lacking}"
+            )
+        return cls(value, framework, framework.place(where, name, value))
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self.size * self.itemsize
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("an array of 0 dimensions has no length")
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        return f"DeviceArray(shape={self.shape}, dtype={self.dtype}, device={self.device})"
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """Version 3 of the interface; bfloat16 as two bytes, for want of a letter."""
+        return {
+            "shape": self.shape,
+            "typestr": "<V2" if self.dtype.kind == "V" else self.dtype.str,
+            "data": (self.address, not self.flags.writeable),
+            "strides": None if self.flags.c_contiguous else self.strides,
+            "version": 3,
+            "stream": self.stream,
+        }
+
+    def contiguous(self, where: str, name: str) -> DeviceArray:
+        """Itself, or a C-contiguous copy.
+
+        Raises:
+            ValueError: the framework has no way to make one.
+            RuntimeError: a CUDA graph would write the copy after its memory is given to others.
+        """
+        if self.flags.c_contiguous and self.flags.aligned:
+            return self
+        self._check_memory()
+        copied = self.framework.contiguous(self.owner)
+        if copied is not None:
+            made = DeviceArray(copied, self.framework, self.framework.place(where, name, copied))
+            if made.flags.c_contiguous and made.flags.aligned:
+                return made
+        if self.flags.c_contiguous:
+            wrong, expected, got = "is not aligned", "aligned elements", hex(self.address)
+        else:
+            wrong, expected, got = "is not contiguous", "a C-contiguous array", str(self.strides)
+        raise RejectedValueError(message(where, name, wrong, expected, got) + "; copy it first")
+
+    def filled_like(
+        self, value: float, dtype: np.dtype[Any], shape: tuple[int, ...] | None = None
+    ) -> DeviceArray:
+        """A new array of another dtype, filled with ``value``; of the same shape unless given."""
+        from ...kernels.cuda.device.fill import fill
+
+        made = self.empty_like(dtype, shape)
+        with launching([self]) as stream:
+            fill(made.address, made.size, value, dtype, stream)
+        return made
+
+    def empty_like(
+        self, dtype: np.dtype[Any] | None = None, shape: tuple[int, ...] | None = None
+    ) -> DeviceArray:
+        """A new array in the same framework, of the same dtype and shape but for what is given.
+
+        Raises:
+            RuntimeError: a CUDA graph would use it after its memory is given to others.
+        """
+        self._check_memory()
+        dtype, shape = dtype or self.dtype, self.shape if shape is None else shape
+        with on_device(self.device):
+            owner, address = self.framework.empty(shape, dtype, self.device)
+        return DeviceArray(
+            owner, self.framework, Place(address, shape, None, dtype, self.device, True)
+        )
+
+    def _check_memory(self) -> None:
+        if not self.framework.keeps_memory_of_graphs and is_captured(self):
+            raise cannot_be_captured()
+
+    def holding(self, array: np.ndarray) -> DeviceArray:
+        """A new array in the same framework with the contents of one of the host."""
+        made = self.empty_like(array.dtype, array.shape)
+        made.assign(array)
+        return made
+
+    def copy(self) -> DeviceArray:
+        """A copy in the same framework."""
+        from ...kernels.cuda.device.backend import copy_within
+
+        source, copied = self.contiguous("DeviceArray", "array"), self.empty_like()
+        with launching([self]) as stream:
+            copy_within(copied.address, source.address, self.nbytes, stream)
+        return copied
+
+    def reshape(self, *shape: int) -> DeviceArray:
+        """A view of a contiguous array in another shape."""
+        place = Place(
+            self.address,
+            shape,
+            None,
+            self.dtype,
+            self.device,
+            self.flags.writeable,
+            self.stream,
+        )
+        return DeviceArray(self.owner, self.framework, place)
+
+    def native(self) -> Any:
+        """The array of the framework, or itself where that has no such dtype."""
+        same = self.framework.place("", "", self.owner).dtype == self.dtype
+        return self.owner if same else self
+
+    def numpy(self) -> np.ndarray:
+        """A copy on the host; waits until it is there."""
+        from ...kernels.cuda.device.backend import copy_out
+
+        source = self.contiguous("DeviceArray", "array")
+        copied: np.ndarray = np.empty(self.shape, self.dtype)
+        with launching([self]) as stream:
+            copy_out(copied, source.address, stream)
+        return copied
+
+    def assign(self, array: np.ndarray) -> None:
+        """Copy a contiguous array of the host, of this shape and dtype, to the device."""
+        from ...kernels.cuda.device.backend import copy_in
+
+        with launching([self]) as stream:
+            copy_in(self.address, np.ascontiguousarray(array), stream)
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> DeviceArray:
+        # Adopted twice, by two groups of parameters say, an array is still one.
+        key = (DeviceArray, id(self.owner), self.address, self.shape, self.strides, self.dtype)
+        if key not in memo:
+            memo[key] = self.holding(self.numpy())
+        copied: DeviceArray = memo[key]
+        return copied
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _to_device, (self.numpy(), self.device)
+
+
+def _to_device(array: np.ndarray, device: int) -> DeviceArray:
+    """Memory of Numba's with the contents of an array that was pickled."""
+    framework = Framework()
+    with on_device(device):
+        owner, address = framework.empty(array.shape, array.dtype, device)
+    place = Place(address, array.shape, None, array.dtype, device, True)
+    made = DeviceArray(owner, framework, place)
+    made.assign(array)
+    return made
+
+
+def _compact_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
+    strides, step = [], itemsize
+    for n in reversed(shape):
+        strides.append(step)
+        step *= n
+    return tuple(reversed(strides))
+
+
+def _is_compact(shape: tuple[int, ...], strides: tuple[int, ...], compact: tuple[int, ...]) -> bool:
+    """Whether an array is C-contiguous: the stride of a dimension of 1 does not matter."""
+    if 0 in shape:
+        return True
+    return all(n == 1 or a == b for n, a, b in zip(shape, strides, compact, strict=True))
+
+
+def is_on_device(array: Any) -> bool:
+    """Whether what was adopted is on a CUDA device."""
+    return isinstance(array, DeviceArray)
+
+
+def device_of(where: str, named: dict[str, Any]) -> int | None:
+    """The device on which arrays lie; None for the host.
+
+    Raises:
+        ValueError: they lie in different places.
+    """
+    places = {
+        name: array.device if isinstance(array, DeviceArray) else None
+        for name, array in named.items()
+    }
+    first, place = next(iter(places.items()))
+    for name, other in places.items():
+        if other != place:
+            raise RejectedValueError(
+                message(where, name, f"lives elsewhere than {first}", _named(place), _named(other))
+            )
+    return place
+
+
+def may_share_memory(a: Any, b: Any) -> bool:
+    """Whether the bytes from the first to the last element of two arrays overlap.
+
+    Both are on the host, or both on devices.
+    """
+    if not isinstance(a, DeviceArray):
+        return np.may_share_memory(a, b)
+    (begin, end), (other_begin, other_end) = _extent(a), _extent(b)
+    return begin < other_end and other_begin < end
+
+
+def _extent(array: DeviceArray) -> tuple[int, int]:
+    """The first byte, and that after the last; of an array without elements nothing."""
+    if array.size == 0:
+        return 0, 0
+    reach = [(n - 1) * step for n, step in zip(array.shape, array.strides, strict=True)]
+    first = array.address + sum(step for step in reach if step < 0)
+    return first, array.address + sum(step for step in reach if step > 0) + array.itemsize
+
+
+def _named(device: int | None) -> str:
+    return "the host" if device is None else f"CUDA device {device}"
+
+
+@contextmanager
+def launching(arrays: Sequence[DeviceArray]) -> Iterator[Any]:
+    """The stream on which a call on some arrays of one device runs; the first array decides.
+
+    Where others belong to another stream (of another framework, say), the call waits for what was
+    enqueued there, and what is enqueued there later waits for the call. Nothing waits on the host.
+    """
+    from ...kernels.cuda.device.backend import is_capturing
+    from ...kernels.cuda.device.memory import follow
+
+    device = arrays[0].device
+    with on_device(device):
+        kinds = dict.fromkeys((array.framework, array.stream) for array in arrays)
+        own, *others = dict.fromkeys(_handle(*kind, device) for kind in kinds)
+        stream = stream_of(device, own)
+        elsewhere = [stream_of(device, handle) for handle in others]
+        if others and any(map(is_capturing, (stream, *elsewhere))):
+            raise RuntimeError(
+                "fusestep: a CUDA graph is being captured on the stream of one of the arrays; "
+                "those whose frameworks use other streams cannot be part of it"
+            )
+        for other in elsewhere:
+            follow(stream, other)
+        try:
+            yield stream
+        finally:  # also what was enqueued before an error
+            for other in elsewhere:
+                follow(other, stream)
+
+
+def is_captured(array: DeviceArray) -> bool:
+    """Whether what is launched for a variable becomes part of a CUDA graph."""
+    from ...kernels.cuda.device.backend import is_capturing
+
+    device = array.device
+    with on_device(device):
+        return is_capturing(stream_of(device, _handle(array.framework, array.stream, device)))
+
+
+def cannot_be_captured() -> RuntimeError:
+    """The error of what would become part of a CUDA graph and must not."""
+    return RuntimeError(
+        "fusestep: a CUDA graph is being captured; it can hold steps of optimizers without "
+        "use_locking, of contiguous gradients and no lists of them, and no other calls"
+    )
+
+
+def _handle(framework: Framework, stream: int | None, device: int) -> int:
+    return framework.stream(device) if stream is None else stream

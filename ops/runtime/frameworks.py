@@ -1,0 +1,302 @@
+"""The frameworks whose device arrays are adopted: where an array lies, and on which stream.
+
+Nothing is imported that the caller has not imported: an array of a framework tells that it is
+there.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from .errors import message
+
+_BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+
+
+class Place(NamedTuple):
+    """Where a device array lies.
+
+    Attributes:
+        address: of its first element.
+        shape: its shape.
+        strides: in bytes, or None where it is C-contiguous.
+        dtype: as NumPy has it.
+        device: number of the CUDA device.
+        writable: whether it may be written to.
+        stream: handle of the stream that belongs to the array itself, or None.
+    """
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...] | None
+    dtype: np.dtype[Any]
+    device: int
+    writable: bool
+    stream: int | None = None
+
+
+class Framework:
+    """What is done differently for the arrays of different frameworks.
+
+    This class itself is for everything with ``__cuda_array_interface__`` that is not known, and
+    for Numba's own arrays. Streams are given by their handle.
+
+    Attributes:
+        keeps_memory_of_graphs: whether memory that is taken while a CUDA graph is being captured
+            stays the graph's.
+    """
+
+    keeps_memory_of_graphs = False
+
+    def place(self, where: str, name: str, value: Any) -> Place:
+        """Where ``value`` lies.
+
+        Raises:
+            TypeError: its dtype is not known, or it is masked.
+        """
+        found = value.__cuda_array_interface__
+        if found.get("mask") is not None:
+            raise TypeError(
+                message(where, name, "is masked", "an array without a mask", "masked array")
+            )
+        address, read_only = found["data"]
+        dtype = _interface_dtype(where, name, value, found["typestr"])
+        shape, strides = tuple(found["shape"]), found.get("strides")
+        device = _device_of(address or 0)
+        return Place(
+            address or 0,
+            shape,
+            None if strides is None else tuple(strides),
+            dtype,
+            device,
+            not read_only,
+            found.get("stream"),
+        )
+
+    def stream(self, device: int) -> int:  # noqa: ARG002
+        """The handle of the framework's current stream; Numba has the default stream only."""
+        return 0
+
+    def empty(
+        self,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        device: int,  # noqa: ARG002
+    ) -> tuple[Any, int]:
+        """A new array on a device, which is the current one, and its address.
+
+        Numba has no bfloat16: there the array is one of ``uint16``.
+        """
+        from numba import cuda
+
+        from ...kernels.cuda.device.backend import address_of
+
+        carrier = np.dtype(np.uint16) if dtype == _BFLOAT16 else dtype
+        owner = cuda.device_array(shape, carrier)
+        return owner, int(address_of(owner))
+
+    def contiguous(self, value: Any) -> Any:  # noqa: ARG002
+        """A C-contiguous copy of a strided array, or None: there is no way to make one."""
+        return None
+
+    def sorter(self, device: int) -> Any:  # noqa: ARG002
+        """Its sort of int64 keys, a `kernels.cuda.keys.Sorter`; None: that of this package."""
+        return None
+
+
+class _Torch(Framework):
+    keeps_memory_of_graphs = True  # ``torch.cuda.graph`` has a pool of its own
+
+    @property
+    def _torch(self) -> Any:
+        return sys.modules["torch"]
+
+    def place(self, where: str, name: str, value: Any) -> Place:
+        dtype = _torch_dtype(where, name, str(value.dtype))
+        strides = tuple(n * dtype.itemsize for n in value.stride())
+        return Place(
+            value.data_ptr(),
+            tuple(value.shape),
+            None if value.is_contiguous() else strides,
+            dtype,
+            value.device.index,
+            True,
+        )
+
+    def stream(self, device: int) -> int:
+        return int(self._torch.cuda.current_stream(device).cuda_stream)
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], device: int) -> tuple[Any, int]:
+        kind = getattr(self._torch, dtype.name)
+        owner = self._torch.empty(shape, dtype=kind, device=f"cuda:{device}")
+        return owner, owner.data_ptr()
+
+    def contiguous(self, value: Any) -> Any:
+        return value.detach().contiguous()
+
+    def sorter(self, device: int) -> Any:
+        return _TorchSort(self._torch, device)
+
+
+class _TorchSort:
+    """Sorts keys by torch; its allocator gives memory back in the order of the stream."""
+
+    can_be_captured = _Torch.keeps_memory_of_graphs
+
+    def __init__(self, torch: Any, device: int) -> None:
+        self._torch = torch
+        self._device = f"cuda:{device}"
+
+    def room(self, n: int) -> int:
+        self._keys = self._torch.empty(n, dtype=self._torch.int64, device=self._device)
+        address: int = self._keys.data_ptr()
+        return address
+
+    def sort(self) -> int:
+        self._keys = self._torch.sort(self._keys).values
+        address: int = self._keys.data_ptr()
+        return address
+
+
+class _CuPy(Framework):
+    @property
+    def _cupy(self) -> Any:
+        return sys.modules["cupy"]
+
+    def place(self, where: str, name: str, value: Any) -> Place:  # noqa: ARG002
+        dtype = np.dtype(value.dtype)
+        strides = None if value.flags.c_contiguous else tuple(value.strides)
+        return Place(value.data.ptr, value.shape, strides, dtype, value.device.id, True)
+
+    def stream(self, device: int) -> int:
+        with self._cupy.cuda.Device(device):
+            return int(self._cupy.cuda.get_current_stream().ptr)
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any], device: int) -> tuple[Any, int]:
+        with self._cupy.cuda.Device(device):
+            owner = self._cupy.empty(shape, dtype)
+        return owner, owner.data.ptr
+
+    def contiguous(self, value: Any) -> Any:
+        with value.device:
+            return self._cupy.ascontiguousarray(value)
+
+    def sorter(self, device: int) -> Any:
+        return _CuPySort(self._cupy, device)
+
+
+class _CuPySort:
+    """Sorts keys by CuPy, whose pool gives memory back in the order of the stream."""
+
+    can_be_captured = False  # the pool would give the memory of a graph to others
+
+    def __init__(self, cupy: Any, device: int) -> None:
+        self._cupy = cupy
+        self._device = device
+
+    def room(self, n: int) -> int:
+        with self._cupy.cuda.Device(self._device):
+            self._keys = self._cupy.empty(n, np.int64)
+        address: int = self._keys.data.ptr
+        return address
+
+    def sort(self) -> int:
+        with self._cupy.cuda.Device(self._device):
+            self._keys.sort()
+        address: int = self._keys.data.ptr
+        return address
+
+
+class _Simulator(Framework):
+    """Arrays of Numba's simulator, which lie on the host."""
+
+    def place(self, where: str, name: str, value: Any) -> Place:  # noqa: ARG002
+        array = value._ary
+        strides = None if array.flags.c_contiguous else array.strides
+        return Place(array.ctypes.data, array.shape, strides, array.dtype, 0, array.flags.writeable)
+
+
+_INTERFACE, _TORCH, _CUPY, _SIMULATOR = Framework(), _Torch(), _CuPy(), _Simulator()
+
+
+def framework_of(value: Any) -> Framework | None:
+    """The framework of an array on a CUDA device; None for everything else."""
+    if isinstance(value, _class("torch", "Tensor")):
+        return _TORCH if value.is_cuda else None
+    if isinstance(value, _class("cupy", "ndarray")):
+        return _CUPY
+    if type(value).__module__.startswith("numba.cuda.simulator."):
+        return _SIMULATOR if hasattr(value, "_ary") else None
+    if getattr(value, "__cuda_array_interface__", None) is not None:
+        return _INTERFACE
+    return None
+
+
+def _class(module: str, name: str) -> Any:
+    """A class of a module that is imported; of one that is not, or only in part, no class."""
+    return getattr(sys.modules.get(module), name, ())
+
+
+@cache
+def lacks() -> str:
+    """What is missing for arrays on devices, and where to get it; "" for nothing."""
+    if find_spec("numba_cuda") is None:
+        return "for arrays on devices: pip install 'fusestep[cuda13]' (or cuda12)"
+    from numba import cuda
+
+    return "" if cuda.is_available() else "Numba finds no CUDA driver"
+
+
+def _torch_dtype(where: str, name: str, dtype: str) -> np.dtype[Any]:
+    known = dtype.removeprefix("torch.")
+    if known == "bfloat16":
+        return _BFLOAT16
+    try:
+        found: np.dtype[Any] = np.dtype(known)
+    except TypeError:
+        raise TypeError(
+            message(where, name, "has a wrong dtype", "a dtype that NumPy has", dtype)
+        ) from None
+    return found
+
+
+def _interface_dtype(where: str, name: str, value: Any, typestr: str) -> np.dtype[Any]:
+    # bfloat16 has no letter there: torch and CuPy say "two bytes".
+    if typestr.endswith("V2") and "bfloat16" in str(getattr(value, "dtype", "")):
+        return _BFLOAT16
+    dtype: np.dtype[Any] = np.dtype(typestr)
+    if dtype.kind not in "fiub":
+        raise TypeError(message(where, name, "has a wrong dtype", "a number", typestr))
+    return dtype
+
+
+def _device_of(address: int) -> int:
+    """The number of the device that an address belongs to; the current one for none."""
+    from ...kernels.cuda.device.backend import device_at
+
+    return device_at(address)
+
+
+@contextmanager
+def on_device(device: int) -> Iterator[None]:
+    """Make a device the current one of this thread."""
+    from numba import cuda
+
+    with cuda.gpus[device]:
+        yield
+
+
+@cache
+def stream_of(device: int, handle: int) -> Any:  # noqa: ARG001  (part of the key)
+    """The stream of Numba for a handle of the current device."""
+    from numba import cuda
+
+    return cuda.external_stream(handle) if handle else cuda.default_stream()

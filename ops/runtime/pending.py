@@ -1,0 +1,203 @@
+"""Calls on a device whose indices the host has not heard about yet.
+
+Indices on a device are checked there, and a call with a bad one writes nothing
+(`kernels.cuda.guard`). The host hears of it when it next waits for the device: in
+`synchronize`, or in whatever else waits. Then the error is raised, and what the call had counted
+is taken back.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from .frameworks import on_device
+
+MOST_PENDING = 1_024
+"""Calls with indices after which the host waits for the device, to make room for further ones."""
+
+
+Error = Callable[[int, int], Exception]
+"""Makes the exception for a call, from a bad position and the index there."""
+
+
+class _Guards:
+    """The guards of one device, and the calls that wait for their answer."""
+
+    def __init__(self, device: int) -> None:
+        from numba import cuda
+
+        from ...kernels.cuda.device.backend import address_of
+        from ...kernels.cuda.device.guard import NOTHING, WORDS
+
+        self._device = device
+        self._fresh = np.tile(np.array([NOTHING] + [0] * (WORDS - 1), np.int64), (MOST_PENDING, 1))
+        with on_device(device):
+            self._array = cuda.device_array(self._fresh.nbytes, np.uint8)
+            self.address = int(address_of(self._array))
+        self.used = 0
+        self.calls: list[tuple[int, Error]] = []  # by the number of the guard
+        self._clear()
+
+    def _clear(self) -> None:
+        from numba import cuda
+
+        from ...kernels.cuda.device.backend import copy_in
+
+        self.used, self.calls = 0, []
+        with on_device(self._device):
+            copy_in(self.address, self._fresh, cuda.default_stream())
+            cuda.synchronize()
+
+    def settle(self) -> list[Exception]:
+        """Wait for the device; the errors of all calls."""
+        from numba import cuda
+
+        from ...kernels.cuda.device.backend import copy_out
+        from ...kernels.cuda.device.guard import FOUND, INDEX, NOTHING
+
+        found = np.empty_like(self._fresh)
+        with on_device(self._device):
+            cuda.synchronize()
+            copy_out(found, self.address, cuda.default_stream())
+        calls = self.calls
+        self._clear()
+        return [
+            error(int(found[slot, FOUND]), int(found[slot, INDEX]))
+            for slot, error in calls
+            if found[slot, FOUND] != NOTHING
+        ]
+
+
+class Owner(Protocol):
+    """What counts steps on a device by itself: an optimizer."""
+
+    @property
+    def is_unsettled(self) -> bool:
+        """Whether its device may know of something that the host does not."""
+
+    def settle(self) -> Exception | None:
+        """Learn it; what went wrong there."""
+
+
+_lock = threading.RLock()
+_owners: WeakKeyDictionary[Owner, None] = WeakKeyDictionary()  # in the order of creation
+_bequeathed: list[Callable[[], Exception | None]] = []
+_guards: dict[int, _Guards] = {}
+
+
+class Guard(NamedTuple):
+    """A guard that a call has been given.
+
+    Attributes:
+        device: whose it is.
+        slot: its number.
+        address: on the device.
+    """
+
+    device: int
+    slot: int
+    address: int
+
+
+@contextmanager
+def guarded(device: int) -> Iterator[Guard]:
+    """An open guard for a call on a device, and time to enqueue that call and to `add` it.
+
+    Raises:
+        Exception: every `MOST_PENDING` calls the host waits for the device; then what an
+            earlier call has found is raised, and nothing of this one has happened.
+    """
+    from ...kernels.cuda.device.guard import BYTES
+
+    with _lock:
+        guards = _guards.get(device) or _guards.setdefault(device, _Guards(device))
+        if guards.used >= MOST_PENDING:
+            synchronize()
+        slot = guards.used
+        guards.used += 1
+        yield Guard(device, slot, guards.address + slot * BYTES)
+
+
+@contextmanager
+def held() -> Iterator[None]:
+    """Nothing is settled meanwhile, but by this thread."""
+    with _lock:
+        yield
+
+
+def add(guard: Guard, error: Error) -> None:
+    """Tell of a call that writes only if ``guard`` stays open."""
+    with _lock:
+        _guards[guard.device].calls.append((guard.slot, error))
+
+
+def register(owner: Owner) -> None:
+    """Have `synchronize` settle ``owner`` too, which is held weakly."""
+    with _lock:
+        _owners[owner] = None
+
+
+def bequeath(settle: Callable[[], Exception | None]) -> None:
+    """Have `synchronize` call ``settle`` once: what is left of an owner that is gone."""
+    _bequeathed.append(settle)  # no lock: the garbage collector may call this at any time
+
+
+def synchronize() -> None:
+    """Wait for all calls on CUDA devices, and raise what they have found.
+
+    A row-sparse call on device arrays returns before its indices are checked. One with an index
+    out of range writes nothing, and neither do later steps of the same optimizer, also those of
+    CUDA graphs; its counters are as if they had not been called. The error is raised here, or by
+    the next call that waits for the device anyway (``state_dict``, ``load_state_dict``,
+    ``skipped_steps``, every 1,024th row-sparse call). What the host does not know of steps that
+    ran in a graph, or that were skipped on the device, it learns here too. Without calls on a
+    device there is nothing to wait for.
+
+    Raises:
+        IndexError: an index was out of range. Further errors are in its notes.
+    """
+    errors = _settle_all()
+    if errors:
+        for other in errors[1:]:
+            errors[0].add_note(f"also: {other}")
+        raise errors[0]
+
+
+def _settle_all() -> list[Exception]:
+    # Apart from who raises what is found: a traceback would keep the owners alive.
+    with _lock:
+        errors = [error for guards in _guards.values() for error in guards.settle()]
+        left = [_bequeathed.pop(0) for _ in range(len(_bequeathed))]
+        left += [owner.settle for owner in list(_owners) if owner.is_unsettled]
+        return errors + [error for settle in left for error in [settle()] if error is not None]
+
+
+def settle() -> None:
+    """As `synchronize`, where anything is pending."""
+    with _lock:
+        if (
+            _bequeathed
+            or any(guards.calls for guards in _guards.values())
+            or any(owner.is_unsettled for owner in list(_owners))
+        ):
+            synchronize()
+
+
+def _after_fork_in_child() -> None:
+    # A forked child cannot use the parent's devices.
+    global _lock
+    _lock = threading.RLock()
+    _guards.clear()
+    _owners.clear()
+    _bequeathed.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
