@@ -106,7 +106,8 @@ class Adagrad(FusedOptimizer):
             state_dtype=state_dtype,
         )
 
-    def _formula(self) -> Formula:
+    def formula(self) -> Formula:
+        """See `FusedOptimizer`."""
         return Formula(rules.adagrad_scalars)
 
     @property
@@ -187,7 +188,8 @@ class ProximalAdagrad(FusedOptimizer):
             state_dtype=state_dtype,
         )
 
-    def _formula(self) -> Formula:
+    def formula(self) -> Formula:
+        """See `FusedOptimizer`."""
         return Formula(rules.proximal_adagrad_scalars, (self.l1, self.l2))
 
     @property

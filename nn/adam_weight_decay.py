@@ -91,5 +91,6 @@ class AdamWeightDecay(FusedOptimizer):
             state_dtype=state_dtype,
         )
 
-    def _formula(self) -> Formula:
+    def formula(self) -> Formula:
+        """See `FusedOptimizer`."""
         return Formula(rules.adam_weight_decay_scalars, (self.beta1, self.beta2, self.eps))

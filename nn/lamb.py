@@ -109,5 +109,6 @@ class Lamb(FusedOptimizer):
             state_dtype=state_dtype,
         )
 
-    def _formula(self) -> Formula:
+    def formula(self) -> Formula:
+        """See `FusedOptimizer`."""
         return Formula(rules.lamb_scalars, (self.beta1, self.beta2, self.eps))

@@ -106,7 +106,8 @@ class Momentum(FusedOptimizer):
             state_dtype=state_dtype,
         )
 
-    def _formula(self) -> Formula:
+    def formula(self) -> Formula:
+        """See `FusedOptimizer`."""
         return Formula(rules.momentum_scalars, (self.momentum, 0.0))
 
     @property
@@ -207,7 +208,8 @@ class SGD(FusedOptimizer):
                     )
                 )
 
-    def _formula(self) -> Formula:
+    def formula(self) -> Formula:
+        """See `FusedOptimizer`."""
         if self._rule is rules.SGD:
             return Formula(rules.sgd_scalars)
         return Formula(rules.momentum_scalars, (self.momentum, self.dampening))

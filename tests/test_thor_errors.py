@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from fusestep import nn
-from fusestep.nn import thor as second_order
 from fusestep.nn.thor import factors as thor_factors
+from fusestep.nn.thor import optimizer as thor_optimizer
 
 from helpers import refused, unchanged
 from thor_nets import BATCH, Net, Pass, train
@@ -343,5 +343,5 @@ def test_the_class_has_the_arguments_of_the_function() -> None:
 
     of_function = dict(inspect.signature(nn.thor).parameters)
     of_function.pop("unknown")
-    of_class = inspect.signature(second_order.Thor).parameters
+    of_class = inspect.signature(thor_optimizer.Thor).parameters
     assert list(of_function.values()) == list(of_class.values())
