@@ -121,6 +121,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         if self._on_device is not None:
             self._on_device.forget()
             self._stepper = self._on_device
+            self._on_device.is_in_use = not self._works_on_host
             if self._works_on_host:
                 from .engine.offload import Offload
 

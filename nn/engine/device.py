@@ -43,6 +43,9 @@ class Device:
         parameters: of the optimizer.
         host: has its lock, and counts.
         centralizes: whether any gradient is centralized.
+
+    Attributes:
+        is_in_use: whether steps are taken here, not on the host.
     """
 
     works_on_host = False
@@ -53,6 +56,7 @@ class Device:
         self._where, self._parameters, self._host = where, parameters, host
         self._centralizes = centralizes
         self._resident: Resident | None = None
+        self.is_in_use = True
         self.forget()
         pending.register(self)
 
@@ -73,7 +77,8 @@ class Device:
     @property
     def is_unsettled(self) -> bool:
         """Whether the device may know of steps what the host does not."""
-        return self._resident is not None and self._resident.is_unsettled
+        resident = self._resident
+        return self.is_in_use and resident is not None and resident.is_unsettled
 
     def settle(self) -> Exception | None:
         """Wait for all steps on the device and take over their counts; what one has found.
