@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..kernels.cpu.adafactor.blocks import FactoredKernel, factored_kernel
-from ..kernels.cpu.adafactor.layout import FactoredTable, FactoredTensor
+from ..kernels.cpu.adafactor.layout import FactoredTable
 from ..kernels.cpu.adafactor.step import FactoredStep
-from ..kernels.cpu.blocks import kernel
+from ..kernels.element import Kernel, kernel
 from ..kernels.quiet import quiet
 from ..kernels.rules import adafactor as rules
 from ..kernels.rules.formula import Formula
 from ..kernels.rules.rule import columns
+from ..kernels.tables import FactoredTensor
 from ..ops.norm import squares_at
 from ..ops.runtime import check, pending
 from ..ops.runtime.errors import message, reject_unknown
@@ -353,15 +353,15 @@ class AdaFactor(FusedOptimizer):
         # All of a batch have the same states, so all are matrices or none is.
         return _is_factored(self.parameters[batch.positions[0]])
 
-    def _kernel(self, batch: Batch, conditioning: Conditioning) -> FactoredKernel:
+    def _kernel(self, batch: Batch, conditioning: Conditioning) -> Kernel:
         variables = batch.variables
-        first = variables.s[0] if "exp_avg" in self._states else None
-        return factored_kernel(conditioning.prologue, variables.w, batch.g, first)
+        first = variables.s[:1] if "exp_avg" in self._states else ()
+        return kernel(self._rule, conditioning.prologue, variables.w, batch.g, first)
 
     def _tensors(self, batch: Batch) -> list[FactoredTensor]:
         variables = batch.variables
         of_each = zip(variables.tensors, variables.table.addresses.tolist(), strict=True)
-        return [FactoredTensor.of(a[0].shape, places[: len(a)]) for a, places in of_each]
+        return [FactoredTensor.of(a[0].shape, addresses) for a, addresses in of_each]
 
     def _table(self, batch: Batch) -> FactoredTable:
         """The table of the matrices of a batch on the host, which is made once."""

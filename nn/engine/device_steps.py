@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...kernels.cpu.blocks import kernel
-from ...kernels.cpu.rows.layout import HOT
+from ...kernels.element import kernel
 from ...kernels.rules.formula import Formula, running_power
+from ...kernels.tables import HOT
 from ...ops.runtime import locks, pending
 from ...ops.runtime.arrays import real_type
 from ...ops.runtime.device import DeviceArray, is_captured
