@@ -56,5 +56,6 @@ def _text_of(function):
     return getattr(function, "py_func", function)
 
 
-DEVICE = Compiler(device_function, device_function, device_function, cuda.jit(device=True))
+_on_device = cuda.jit(device=True)
+DEVICE = Compiler(device_function, device_function, device_function, _on_device, _on_device)
 """How functions of an element are compiled here."""
