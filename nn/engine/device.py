@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.cpu.blocks import kernel
-from ...kernels.cpu.rows.layout import HOT
 from ...kernels.cuda.dense import scalars
+from ...kernels.element import kernel
 from ...kernels.rules.formula import running_power
+from ...kernels.tables import HOT
 from ...ops.runtime import pending
 from ...ops.runtime.arrays import real_type
 from ...ops.runtime.device import DeviceArray, is_captured

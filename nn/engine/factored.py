@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...kernels.cpu.adafactor.blocks import FactoredKernel, factored_kernel
-from ...kernels.cpu.adafactor.layout import FactoredTable, FactoredTensor
+from ...kernels.cpu.adafactor.layout import FactoredTable
 from ...kernels.cpu.adafactor.step import FactoredStep
-from ...kernels.cpu.blocks import kernel
+from ...kernels.element import Kernel, kernel
 from ...kernels.quiet import quiet
 from ...kernels.rules.adafactor import size_factors
 from ...kernels.rules.rule import Rule, columns
+from ...kernels.tables import FactoredTensor
 from ...ops.norm import squares_at
 from ...ops.runtime.step import Prepared
 from .conditioning import Conditioning
@@ -90,10 +90,10 @@ class FactoredUpdate:
         vectors = kernel(self.rule, prologue, variables.w, batch.g, variables.s)
         return vectors_part(vectors, variables.table, gradients, self.options, measured)
 
-    def _kernel(self, batch: Batch, conditioning: Conditioning) -> FactoredKernel:
+    def _kernel(self, batch: Batch, conditioning: Conditioning) -> Kernel:
         variables = batch.variables
-        average = variables.s[0] if self.has_average else None
-        return factored_kernel(conditioning.prologue, variables.w, batch.g, average)
+        average = variables.s[:1] if self.has_average else ()
+        return kernel(self.rule, conditioning.prologue, variables.w, batch.g, average)
 
 
 def _has_matrices(batch: Batch) -> bool:
@@ -109,4 +109,4 @@ def is_factored(parameter: Any) -> bool:
 def _matrices_of(batch: Batch) -> list[FactoredTensor]:
     variables = batch.variables
     of_each = zip(variables.tensors, variables.table.addresses.tolist(), strict=True)
-    return [FactoredTensor.of(a[0].shape, places[: len(a)]) for a, places in of_each]
+    return [FactoredTensor.of(a[0].shape, addresses) for a, addresses in of_each]
