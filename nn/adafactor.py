@@ -12,8 +12,8 @@ from ..kernels.cpu.adafactor.layout import FactoredTable
 from ..kernels.rules import adafactor as rules
 from ..kernels.rules.formula import Formula
 from ..ops.runtime import check, pending
-from ..ops.runtime.errors import message, reject_unknown
-from .base.arguments import non_negative_float, open_unit, positive_float
+from ..ops.runtime.errors import reject, reject_unknown
+from .base.arguments import Fixed, non_negative_float, open_unit, positive_float, step_options
 from .base.groups import Groups
 from .base.numbers import Number
 from .base.parameter import Parameter
@@ -23,24 +23,6 @@ from .engine.layout import Batch
 from .engine.plan import Update
 from .fused import FusedOptimizer
 from .schedules.base import LearningRateSchedule
-
-_ARGUMENTS = (
-    "params",
-    "learning_rate",
-    "eps",
-    "clip_threshold",
-    "decay_rate",
-    "beta1",
-    "weight_decay",
-    "scale_parameter",
-    "relative_step",
-    "warmup_init",
-    "compression",
-    "loss_scale",
-    "use_locking",
-    "skip_nonfinite",
-    "state_dtype",
-)
 
 
 class RelativeStep(LearningRateSchedule):
@@ -130,6 +112,8 @@ class AdaFactor(FusedOptimizer):
      [0.9 0.9]]
     """
 
+    relative_step = Fixed(check.flag)
+    warmup_init = Fixed(check.flag)
     _decay_is_coupled = False
     _filter_names = False
     _rows_need = ("a dense one: Adafactor needs means over all rows", "a RowTensor")
@@ -154,7 +138,7 @@ class AdaFactor(FusedOptimizer):
         state_dtype: Any = None,
         **unknown: Any,
     ) -> None:
-        reject_unknown(self._name, unknown, _ARGUMENTS)
+        reject_unknown(self._name, unknown, AdaFactor)
         self.eps = _two_epsilons(self._name, eps)
         self.clip_threshold = positive_float(
             self._name, "clip_threshold", clip_threshold, np.float32
@@ -162,46 +146,32 @@ class AdaFactor(FusedOptimizer):
         self.decay_rate = open_unit(self._name, "decay_rate", decay_rate, np.float64)
         self.beta1 = _beta1(self._name, beta1)
         self.scale_parameter = check.flag(self._name, "scale_parameter", scale_parameter)
-        self.relative_step = check.flag(self._name, "relative_step", relative_step)
-        self.warmup_init = check.flag(self._name, "warmup_init", warmup_init)
+        self.relative_step, self.warmup_init = relative_step, warmup_init
         self.compression = check.flag(self._name, "compression", compression)
         self._check_rate(learning_rate)
         if learning_rate is not None and not isinstance(learning_rate, int | float | np.floating):
             self.scale_parameter = False  # a schedule is meant as it is
-        super().__init__(
-            RelativeStep(self.warmup_init) if self.relative_step else learning_rate,
-            params,
-            weight_decay,
-            loss_scale,
-            rule=rules.ADAFACTOR if self.beta1 else rules.ADAFACTOR_PLAIN,
-            states={},
-            use_locking=use_locking,
-            sparse_update=None,
-            skip_nonfinite=skip_nonfinite,
-            state_dtype=state_dtype,
-        )
+        rate = RelativeStep(self.warmup_init) if self.relative_step else learning_rate
+        rule = rules.ADAFACTOR if self.beta1 else rules.ADAFACTOR_PLAIN
+        options = step_options(use_locking, None, skip_nonfinite, state_dtype)
+        super().__init__(rate, params, weight_decay, loss_scale, rule=rule, states={}, **options)
 
     def _check_rate(self, learning_rate: Any) -> None:
         if self.relative_step and learning_rate is not None:
             wrong, expected = "excludes relative_step", "None, or relative_step=False"
-        elif not self.relative_step and learning_rate is None:
-            wrong, expected = "is missing", "a learning rate, or relative_step=True"
-        elif self.warmup_init and not self.relative_step:
-            expected = "relative_step=True"
-            raise ValueError(
-                message(self._name, "warmup_init", "needs relative_step", expected, False)
-            )
-        else:
-            return
-        raise ValueError(message(self._name, "learning_rate", wrong, expected, learning_rate))
+            reject(ValueError, self._name, "learning_rate", wrong, expected, learning_rate)
+        if not self.relative_step and learning_rate is None:
+            expected = "a learning rate, or relative_step=True"
+            reject(ValueError, self._name, "learning_rate", "is missing", expected, None)
+        if self.warmup_init and not self.relative_step:
+            wrong, expected = "needs relative_step", "relative_step=True"
+            reject(ValueError, self._name, "warmup_init", wrong, expected, False)
 
     def _check_groups(self, groups: Groups) -> None:
         super()._check_groups(groups)
         for decay in (option.decay for option in groups.options):
-            if isinstance(decay, float) and decay >= 1.0:
-                raise ValueError(
-                    message(self._name, "weight_decay", "is out of range", "in [0, 1)", decay)
-                )
+            if isinstance(decay, float):
+                check.in_range(self._name, "weight_decay", decay, decay < 1.0, "in [0, 1)")
 
     # State
 
@@ -282,7 +252,7 @@ class AdaFactor(FusedOptimizer):
         # It can be assigned to after construction.
         if self.beta1 and "exp_avg" not in self._states:
             wrong, expected = "needs a first moment", "init_ada_factor_state, which makes one"
-            raise ValueError(message(self._name, "beta1", wrong, expected, self.beta1))
+            reject(ValueError, self._name, "beta1", wrong, expected, self.beta1)
 
     def formula(self) -> Formula:
         """See `FusedOptimizer`."""
@@ -297,7 +267,7 @@ class AdaFactor(FusedOptimizer):
 
 def _two_epsilons(where: str, value: Any) -> tuple[float, float]:
     if not isinstance(value, list | tuple) or len(value) != 2:
-        raise TypeError(message(where, "eps", "has a wrong type", "a pair of floats", value))
+        reject(TypeError, where, "eps", "has a wrong type", "a pair of floats", value)
     first, second = (non_negative_float(where, f"eps[{k}]", x) for k, x in enumerate(value))
     return first, second
 

@@ -9,9 +9,10 @@ import numpy as np
 
 from ...ops.runtime import check, pending
 from ...ops.runtime.device import DeviceArray, device_of
-from ...ops.runtime.errors import RejectedTypeError, RejectedValueError, message, reject_unknown
+from ...ops.runtime.errors import RejectedTypeError, RejectedValueError, reject, reject_unknown
 from ..schedules.base import Rate, Values
 from . import gradients as grads
+from .arguments import of_kind
 from .checkpoint import as_state, checked_state, steps_done
 from .groups import Groups, name_by_position, read_groups
 from .numbers import check_place, number_of, on_device
@@ -76,8 +77,7 @@ class Optimizer:
         loss_scale: Any = 1.0,
         **unknown: Any,
     ) -> None:
-        known = ("learning_rate", "parameters", "weight_decay", "loss_scale")
-        reject_unknown(self._name, unknown, known)
+        reject_unknown(self._name, unknown, Optimizer)
         self._loss_scale = _loss_scale(self._name, loss_scale)
         self._groups: Groups = read_groups(
             self._name, parameters, learning_rate, weight_decay, filter_names=self._filter_names
@@ -168,25 +168,13 @@ class Optimizer:
 
     def _as_tuple(self, gradients: Any) -> tuple[Any, ...]:
         if not isinstance(gradients, (tuple, list)):
-            raise RejectedTypeError(
-                message(
-                    self._name,
-                    "gradients",
-                    "has a wrong type",
-                    "a tuple or list in the order of the parameters",
-                    type(gradients).__name__,
-                )
-            )
+            wrong, got = "has a wrong type", type(gradients).__name__
+            expected = "a tuple or list in the order of the parameters"
+            reject(RejectedTypeError, self._name, "gradients", wrong, expected, got)
         if len(gradients) != len(self.parameters):
-            raise RejectedValueError(
-                message(
-                    self._name,
-                    "gradients",
-                    "has a wrong length",
-                    f"{len(self.parameters)}, one for each parameter",
-                    len(gradients),
-                )
-            )
+            wrong, length = "has a wrong length", len(gradients)
+            expected = f"{len(self.parameters)}, one for each parameter"
+            reject(RejectedValueError, self._name, "gradients", wrong, expected, length)
         return tuple(gradients)
 
     # Learning rate and weight decay
@@ -224,22 +212,12 @@ class Optimizer:
         """
         if isinstance(param, list):
             return [self.get_lr_parameter(p) for p in param]
-        if not isinstance(param, Parameter):
-            raise TypeError(
-                message(
-                    self._name,
-                    "param",
-                    "has a wrong type",
-                    "a Parameter or a list",
-                    type(param).__name__,
-                )
-            )
-        for option in self._groups.options:
-            if option.parameter is param:
-                return option.rate
-        raise ValueError(
-            message(self._name, f"parameter {param.name!r}", "is foreign", "one of mine", "another")
-        )
+        of_kind(self._name, "param", param, Parameter, "a Parameter or a list")
+        found = [option.rate for option in self._groups.options if option.parameter is param]
+        if not found:
+            name = f"parameter {param.name!r}"
+            reject(ValueError, self._name, name, "is foreign", "one of mine", "another")
+        return found[0]
 
     def get_weight_decay(self) -> float | tuple[float, ...]:
         """The weight decay of the next step; in groups one for each parameter."""
@@ -273,7 +251,7 @@ class Optimizer:
         step = int(self._global_step[0])
         if step >= MOST_STEPS:
             expected = f"at most {MOST_STEPS} steps"
-            raise OverflowError(message(self._name, "global_step", "is at its end", expected, step))
+            reject(OverflowError, self._name, "global_step", "is at its end", expected, step)
         return step
 
     def _rates_at(self, step: int) -> list[float]:
@@ -342,19 +320,16 @@ class Optimizer:
 
     @target.setter
     def target(self, value: str) -> None:
-        if not isinstance(value, str):
-            raise TypeError(
-                message(self._name, "target", "has a wrong type", "a str", type(value).__name__)
-            )
+        of_kind(self._name, "target", value, str, "a str")
         if value not in _TARGETS:
-            raise ValueError(message(self._name, "target", "is unknown", _TARGETS, value))
+            reject(ValueError, self._name, "target", "is unknown", _TARGETS, value)
         if value != self.target:
             self._move_to(value)
 
     def _move_to(self, target: str) -> None:
         """Move state and arithmetic to another target, where a subclass can."""
         expected = f"{self.target!r}: the parameters live there"
-        raise ValueError(message(self._name, "target", "is impossible", expected, target))
+        reject(ValueError, self._name, "target", "is impossible", expected, target)
 
     @property
     def unique(self) -> bool:
@@ -364,10 +339,8 @@ class Optimizer:
     @unique.setter
     def unique(self, value: bool) -> None:
         if not check.flag(self._name, "unique", value):
-            raise ValueError(
-                message(self._name, "unique", "is impossible", True, False)
-                + "; duplicate rows are always summed, an update without it is not defined"
-            )
+            fix = "; duplicate rows are always summed, an update without it is not defined"
+            reject(ValueError, self._name, "unique", "is impossible", True, False, fix)
 
     # State
 
@@ -436,13 +409,7 @@ def _loss_scale(where: str, value: Any) -> float | DeviceArray:
     there = on_device(where, "loss_scale", value)
     if there is not None:
         return there
-    if not isinstance(value, bool | int | float | np.floating):
-        raise TypeError(
-            message(where, "loss_scale", "has a wrong type", "a float or int", type(value).__name__)
-        )
+    of_kind(where, "loss_scale", value, bool | int | float | np.floating, "a float or int")
     usable = 1.0 / check.LARGEST <= float(value) <= check.LARGEST
-    if not usable:
-        raise ValueError(
-            message(where, "loss_scale", "is out of range", "positive and finite in float32", value)
-        )
+    check.in_range(where, "loss_scale", value, usable, "positive and finite in float32")
     return float(value)
