@@ -56,6 +56,7 @@ class Thor(FusedOptimizer):
         frequency: steps from one refresh of the factors to the next.
     """
 
+    _name = NAME
     _filter_names = False
     _stays_on_host = True
     _counts = ("step.", "refreshes.")
@@ -109,10 +110,6 @@ class Thor(FusedOptimizer):
         self._scratch = Scratch()
         self._is_requested = False
         self._announce(self._step)
-
-    @property
-    def _name(self) -> str:
-        return NAME
 
     def _filter_decay(self, decay_filter: Callable[[Parameter], bool]) -> None:
         options = tuple(
