@@ -13,7 +13,7 @@ from ...ops.runtime import check
 from ...ops.runtime.arrays import adopt_anywhere, real_type
 from ...ops.runtime.device import DeviceArray
 from ...ops.runtime.errors import reject
-from ..base.arguments import Checked
+from ..base.attributes import Checked
 from ..base.parameter import Parameter
 from .arguments import Lists, as_lists, decay_rate, is_list, kept_epsilon
 from .optimizer import Optimizer
