@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 from numba import njit, types
 
-from .cpu.intrinsics import f16_to_f32, f32_to_f16
+from .half import f16_to_f32, f32_to_f16
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +30,7 @@ class Storage:
             to even.
         from_wide: the same for float64, rounding once.
         itemsize: bytes per element.
+        exponent: all bits of the exponent, which are set in an infinity or a NaN.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Storage:
     from_real: Callable[..., Any]
     from_wide: Callable[..., Any]
     itemsize: int
+    exponent: int
 
 
 @njit
@@ -128,11 +130,20 @@ class Piece(NamedTuple):
         return self.size * self.dtype.itemsize
 
 
-F32 = Storage("f32", np.dtype(np.float32), np.float32, _same, _same, _to_f32, 4)
-F64 = Storage("f64", np.dtype(np.float64), np.float64, _same, _to_f64, _same, 8)
-F16 = Storage("f16", np.dtype(np.float16), np.uint16, _f16_to_f32, _f32_to_f16, _f64_to_f16, 2)
+F32 = Storage("f32", np.dtype(np.float32), np.float32, _same, _same, _to_f32, 4, 0x7F800000)
+F64 = Storage("f64", np.dtype(np.float64), np.float64, _same, _to_f64, _same, 8, 0x7FF << 52)
+F16 = Storage(
+    "f16", np.dtype(np.float16), np.uint16, _f16_to_f32, _f32_to_f16, _f64_to_f16, 2, 0x7C00
+)
 BF16 = Storage(
-    "bf16", np.dtype(ml_dtypes.bfloat16), np.uint16, _bf16_to_f32, _f32_to_bf16, _f64_to_bf16, 2
+    "bf16",
+    np.dtype(ml_dtypes.bfloat16),
+    np.uint16,
+    _bf16_to_f32,
+    _f32_to_bf16,
+    _f64_to_bf16,
+    2,
+    0x7F80,
 )
 
 STORAGES: dict[np.dtype[Any], Storage] = {s.dtype: s for s in (F32, F64, F16, BF16)}

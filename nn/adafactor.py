@@ -4,36 +4,26 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from ..kernels.cpu.adafactor.blocks import FactoredKernel, factored_kernel
-from ..kernels.cpu.adafactor.layout import FactoredTable, FactoredTensor
-from ..kernels.cpu.adafactor.step import FactoredStep
-from ..kernels.cpu.blocks import kernel
-from ..kernels.quiet import quiet
+from ..kernels.cpu.adafactor.layout import FactoredTable
 from ..kernels.rules import adafactor as rules
 from ..kernels.rules.formula import Formula
-from ..kernels.rules.rule import columns
-from ..ops.norm import squares_at
 from ..ops.runtime import check, pending
 from ..ops.runtime.errors import reject, reject_unknown
-from ..ops.runtime.step import Prepared
 from .base.arguments import non_negative_float, open_unit, positive_float, step_options
 from .base.attributes import Fixed
 from .base.groups import Groups
 from .base.numbers import Number
 from .base.parameter import Parameter
 from .base.stateful import States
-from .engine.conditioning import Conditioning
-from .engine.host_steps import Call
+from .engine.factored import FactoredUpdate, is_factored
 from .engine.layout import Batch
+from .engine.plan import Update
 from .fused import FusedOptimizer
 from .schedules.base import LearningRateSchedule
-
-if TYPE_CHECKING:
-    from .engine.program import Part
 
 
 class RelativeStep(LearningRateSchedule):
@@ -193,7 +183,7 @@ class AdaFactor(FusedOptimizer):
         }
         for p in self.parameters:
             real = np.float64 if p.dtype == np.float64 else np.float32
-            is_matrix = _is_factored(p)
+            is_matrix = is_factored(p)
             full = np.float16 if self.compression else self._state_dtype or p.dtype
             new = (
                 self._zeros(p, real, p.shape[:-1]) if is_matrix else None,
@@ -265,81 +255,15 @@ class AdaFactor(FusedOptimizer):
             wrong, expected = "needs a first moment", "init_ada_factor_state, which makes one"
             reject(ValueError, self._name, "beta1", wrong, expected, self.beta1)
 
-    def _formula(self) -> Formula:
+    def formula(self) -> Formula:
+        """See `FusedOptimizer`."""
         return Formula(rules.adafactor_scalars, (self.beta1 or 0.0, self.decay_rate, self.eps[0]))
 
-    @property
-    def _size_options(self) -> tuple[float, float, bool]:
-        return self.eps[1], self.clip_threshold, self.scale_parameter
-
-    @property
-    def _options_on_device(self) -> tuple[Any, ...]:
-        return (*super()._options_on_device, self._size_options)
-
-    def _complete(self, squares: np.ndarray, call: Call, column: dict[str, int]) -> None:
-        sizes = np.maximum(1, np.diff(call.batch.variables.table.first)).tolist()
-        found = [
-            rules.size_factors(of_w, of_u, size, *self._size_options)
-            for (of_w, of_u), size in zip(squares.tolist(), sizes, strict=True)
-        ]
-        of_step, of_decay = np.array(found).T
-        call.hp[:, column["step"]] *= of_step
-        call.hp[:, column["decay"]] *= of_decay
-
-    @quiet
-    def _prepared_dense(
-        self, call: Call, gradients: np.ndarray, conditioning: Conditioning
-    ) -> Prepared:
-        if not self._has_matrices(call.batch):
-            return super()._prepared_dense(call, gradients, conditioning)
-        variables, table = call.batch.variables, self._table(call.batch)
-        column = columns(self._rule, conditioning.prologue)
-        if conditioning.is_measured:
-            conditioning.complete(call.batch, gradients, call.hp, column, call.rates, call.decays)
-        compiled = self._kernel(call.batch, conditioning)
-        squares = np.zeros((len(gradients), 2))
-        if self.scale_parameter:
-            sizes = np.diff(variables.table.first)
-            squares[:, 0] = squares_at(variables.w, variables.table.addresses[:, 0], sizes)
-        step = FactoredStep(compiled, table, gradients, call.hp)
-        squares[:, 1] = step.direction_squares()
-        self._complete(squares, call, column)
-        return step
-
-    def _dense_part(self, batch: Batch, gradients: np.ndarray, conditioning: Conditioning) -> Part:
-        from .engine.adafactor import matrices_part, vectors_part
-
-        variables, prologue, options = batch.variables, conditioning.prologue, self._size_options
-        measured = conditioning.measured_on_device(batch, gradients, columns(self._rule, prologue))
-        if self._has_matrices(batch):
-            compiled, tensors = self._kernel(batch, conditioning), self._tensors(batch)
-            return matrices_part(compiled, tensors, gradients, options, measured)
-        vectors = kernel(self._rule, prologue, variables.w, batch.g, variables.s)
-        return vectors_part(vectors, variables.table, gradients, options, measured)
-
-    def _has_matrices(self, batch: Batch) -> bool:
-        # All of a batch have the same states, so all are matrices or none is.
-        return _is_factored(self.parameters[batch.positions[0]])
-
-    def _kernel(self, batch: Batch, conditioning: Conditioning) -> FactoredKernel:
-        variables = batch.variables
-        first = variables.s[0] if "exp_avg" in self._states else None
-        return factored_kernel(conditioning.prologue, variables.w, batch.g, first)
-
-    def _tensors(self, batch: Batch) -> list[FactoredTensor]:
-        variables = batch.variables
-        of_each = zip(variables.tensors, variables.table.addresses.tolist(), strict=True)
-        return [FactoredTensor.of(a[0].shape, places[: len(a)]) for a, places in of_each]
-
-    def _table(self, batch: Batch) -> FactoredTable:
-        """The table of the matrices of a batch on the host, which is made once."""
-        if batch not in self._tables:
-            self._tables[batch] = FactoredTable(self._tensors(batch))
-        return self._tables[batch]
-
-
-def _is_factored(parameter: Parameter) -> bool:
-    return parameter.ndim >= 2 and parameter.size > 0
+    def _update(self) -> Update:
+        sizes = self.eps[1], self.clip_threshold, self.scale_parameter
+        has_average = "exp_avg" in self._states
+        factored = FactoredUpdate(self._rule, sizes, has_average, self._tables)
+        return super()._update()._replace(factored=factored)
 
 
 def _two_epsilons(where: str, value: Any) -> tuple[float, float]:

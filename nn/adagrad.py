@@ -82,7 +82,8 @@ class Adagrad(FusedOptimizer):
             learning_rate, params, weight_decay, loss_scale, rule=rule, states=states, **options
         )
 
-    def _formula(self) -> Formula:
+    def formula(self) -> Formula:
+        """See `FusedOptimizer`."""
         return Formula(rules.adagrad_scalars)
 
     @property
@@ -156,7 +157,8 @@ class ProximalAdagrad(FusedOptimizer):
             learning_rate, params, weight_decay, loss_scale, rule=rule, states=states, **options
         )
 
-    def _formula(self) -> Formula:
+    def formula(self) -> Formula:
+        """See `FusedOptimizer`."""
         return Formula(rules.proximal_adagrad_scalars, (self.l1, self.l2))
 
     @property

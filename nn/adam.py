@@ -48,7 +48,8 @@ class _BiasCorrectedAdam(FusedOptimizer):
     def _pick_rule(self) -> Rule:
         return rules.ADAM_NESTEROV if self.use_nesterov else rules.ADAM
 
-    def _formula(self) -> Formula:
+    def formula(self) -> Formula:
+        """See `FusedOptimizer`."""
         return _formula_of(self.beta1, self.beta2, self.eps)
 
     @property

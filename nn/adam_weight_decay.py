@@ -68,5 +68,6 @@ class AdamWeightDecay(FusedOptimizer):
             learning_rate, params, weight_decay, 1.0, rule=rule, states=states, **options
         )
 
-    def _formula(self) -> Formula:
+    def formula(self) -> Formula:
+        """See `FusedOptimizer`."""
         return Formula(rules.adam_weight_decay_scalars, (self.beta1, self.beta2, self.eps))

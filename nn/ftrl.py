@@ -104,7 +104,8 @@ class FTRL(FusedOptimizer):
     def _check_ranges(self, lr: float) -> None:
         check_ftrl_ranges(self._name, lr, self.l1, self.l2, self.lr_power, "learning_rate")
 
-    def _formula(self) -> Formula:
+    def formula(self) -> Formula:
+        """See `FusedOptimizer`."""
         if self.lr_power == -0.5:
             return Formula(ftrl_scalars, (self.l1, self.l2))
         return Formula(ftrl_power_scalars, (self.l1, self.l2, self.lr_power))

@@ -89,5 +89,6 @@ class Lamb(FusedOptimizer):
             learning_rate, params, weight_decay, 1.0, rule=rule, states=states, **options
         )
 
-    def _formula(self) -> Formula:
+    def formula(self) -> Formula:
+        """See `FusedOptimizer`."""
         return Formula(rules.lamb_scalars, (self.beta1, self.beta2, self.eps))

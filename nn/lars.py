@@ -251,6 +251,7 @@ class LayerwiseConditioning(Conditioning):
     """
 
     is_measured = True
+    leaves_decay = False
     scales_decay = False
 
     def __init__(self, lars: LARS, acts: np.ndarray, gradients: tuple[Any, ...]) -> None:
@@ -265,10 +266,6 @@ class LayerwiseConditioning(Conditioning):
     def centralized_with(self, i: int, decay: float) -> float:
         """The weight decay where LARS acts, times the loss scale, which comes later."""
         return decay * self._scale if self._acts[i] else 0.0
-
-    def left_to_rule(self, decays: Sequence[float]) -> Sequence[float]:
-        """Nothing."""
-        return [0.0] * len(decays)
 
     def scalars(self, i: int, decay: float) -> tuple[float, ...]:  # noqa: ARG002
         """Those of a parameter on which LARS does not act; `complete` has the others."""

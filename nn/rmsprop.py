@@ -109,7 +109,8 @@ class RMSProp(FusedOptimizer):
             wrong, expected = "needs a moment", "an optimizer that was made with a momentum"
             reject(ValueError, self._name, "momentum", wrong, expected, self.momentum)
 
-    def _formula(self) -> Formula:
+    def formula(self) -> Formula:
+        """See `FusedOptimizer`."""
         constants = self.decay, self.epsilon
         if "moment" in self._states:
             return Formula(rules.rmsprop_momentum_scalars, (*constants, self.momentum))

@@ -90,7 +90,8 @@ class Momentum(FusedOptimizer):
             learning_rate, params, weight_decay, loss_scale, rule=rule, states=states, **options
         )
 
-    def _formula(self) -> Formula:
+    def formula(self) -> Formula:
+        """See `FusedOptimizer`."""
         return Formula(rules.momentum_scalars, (self.momentum, 0.0))
 
     @property
@@ -181,7 +182,8 @@ class SGD(FusedOptimizer):
         for option in groups.options:
             of_kind(self._name, "weight_decay", option.decay, float, "a float or int")
 
-    def _formula(self) -> Formula:
+    def formula(self) -> Formula:
+        """See `FusedOptimizer`."""
         if self._rule is rules.SGD:
             return Formula(rules.sgd_scalars)
         return Formula(rules.momentum_scalars, (self.momentum, self.dampening))

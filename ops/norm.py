@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from ..kernels.cpu.blocks import kernel
-from ..kernels.cpu.dense import TensorTable
 from ..kernels.cpu.measure import measure
 from ..kernels.cpu.rows.step import row_norm
+from ..kernels.element import kernel
 from ..kernels.quiet import quiet
 from ..kernels.rules.norm import SCALED
 from ..kernels.storage import Storage, real_of
+from ..kernels.tables import TensorTable
 from .runtime import check, device_norm
 from .runtime.arrays import RowTensor, address_of, adopt_anywhere, check_row_gradient
 from .runtime.device import device_of
@@ -161,14 +161,12 @@ def squares(storage: Storage, arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 def squares_at(storage: Storage, addresses: np.ndarray, sizes: np.ndarray) -> np.ndarray:
     """As `squares`, for arrays given by int64 addresses and numbers of elements."""
-    columns = np.zeros((len(addresses), 4), np.int64)
-    columns[:, 0] = addresses
-    first = np.concatenate(([0], np.cumsum(sizes)))
-    table = TensorTable(columns, first)
+    addresses = np.array(addresses, np.int64)
+    table = TensorTable(addresses[:, None], np.concatenate(([0], np.cumsum(sizes))))
     hp = np.ones((1, 1), real_of(storage).dtype)
     compiled = kernel(SCALED, (), storage, storage, ())
     hp_of = np.zeros(len(addresses), np.int64)
-    sums: np.ndarray = measure(compiled, table, columns[:, 0].copy(), hp, hp_of)[:, 0]
+    sums: np.ndarray = measure(compiled, table, addresses, hp, hp_of)[:, 0]
     return sums
 
 

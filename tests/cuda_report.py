@@ -34,8 +34,8 @@ def tool(name: str) -> str:
 
 def kernels() -> dict[str, Any]:
     """The rules and storage types of every kernel that is looked at: all rules, and mixtures."""
-    from fusestep.kernels.cpu.blocks import kernel
     from fusestep.kernels.cpu.warmup import all_rules
+    from fusestep.kernels.element import kernel
     from fusestep.kernels.rules.adam import ADAM
     from fusestep.kernels.rules.gradient import CLIP, COUPLED_DECAY, SCALE
     from fusestep.kernels.rules.mxnet import MXNET_ADAM_MASTER
@@ -84,7 +84,6 @@ def gradient_loops() -> dict[str, Any]:
 
 def other_loops() -> dict[str, Any]:
     """The loops of row-sparse steps, of first stages and of checks."""
-    from fusestep.kernels.cpu.blocks import kernel
     from fusestep.kernels.cuda.dense import (
         finite,
         measure,
@@ -96,6 +95,7 @@ def other_loops() -> dict[str, Any]:
     from fusestep.kernels.cuda.device import by_value, fill
     from fusestep.kernels.cuda.rows import gather, sort
     from fusestep.kernels.cuda.rows import update as rows
+    from fusestep.kernels.element import kernel
     from fusestep.kernels.rules.adam import ADAM
     from fusestep.kernels.rules.lamb import LAMB
     from fusestep.kernels.storage import BF16, F16, F32, F64
@@ -145,7 +145,7 @@ def scalars_loops() -> dict[str, Any]:
     prologues = ((), (COUPLED_DECAY, SCALE), (SCALE, COUPLED_DECAY, TRUST))
     found = {}
     for k, (name, optimizer) in enumerate(optimizers.items()):
-        formula, n = optimizer._formula(), len(optimizer._rule.hp)
+        formula, n = optimizer.formula(), len(optimizer._rule.hp)
         sizes = len(formula.constants), len(formula.bases), n
         real, prologue = (F64 if k % 4 == 3 else F32), prologues[k % 3]
         found[name] = scalars_kernel(formula.function, *sizes, prologue, k % 3 == 1, real)
@@ -158,13 +158,14 @@ def factored_loops(*, every: bool) -> dict[str, Any]:
     Args:
         every: or those alone that have the most registers.
     """
-    from fusestep.kernels.cpu.adafactor.blocks import factored_kernel
     from fusestep.kernels.cuda.adafactor import layout as factored_layout
     from fusestep.kernels.cuda.adafactor.lines import lines_kernel, row_factors_kernel
     from fusestep.kernels.cuda.adafactor.passes import direction_kernel, update_kernel
     from fusestep.kernels.cuda.adafactor.sizes import Options, sizes_kernel
     from fusestep.kernels.cuda.adafactor.step import length_of
     from fusestep.kernels.cuda.adafactor.sums import squares_kernel
+    from fusestep.kernels.element import kernel
+    from fusestep.kernels.rules.adafactor import ADAFACTOR
     from fusestep.kernels.rules.gradient import COUPLED_DECAY, SCALE, TRUST
     from fusestep.kernels.storage import BF16, F16, F32, F64
 
@@ -179,7 +180,7 @@ def factored_loops(*, every: bool) -> dict[str, Any]:
         ]
     found = {}
     for name, prologue, w, s in kinds:
-        length = length_of(factored_kernel(prologue, w, w, s))
+        length = length_of(kernel(ADAFACTOR, prologue, w, w, (s,) if s else ()))
         types = (prologue, w, w)
         found |= {
             f"factored squares {name}": squares_kernel(*types, length, threads, rounds),

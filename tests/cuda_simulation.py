@@ -16,22 +16,21 @@ from typing import Any
 
 import numpy as np
 
-from fusestep.kernels.cpu.blocks import Kernel, kernel
 from fusestep.kernels.cpu.parallel import run_all
 from fusestep.kernels.cpu.rows import step as host_rows
-from fusestep.kernels.cpu.rows.layout import HOT
-from fusestep.kernels.cpu.rows.step import RowTable
 from fusestep.kernels.cpu.warmup import all_rules
 from fusestep.kernels.cuda.dense import finite
 from fusestep.kernels.cuda.dense import update as dense
 from fusestep.kernels.cuda.device.guard import NOTHING, WORDS
 from fusestep.kernels.cuda.rows import sort
 from fusestep.kernels.cuda.rows import step as row_step
+from fusestep.kernels.element import Kernel, kernel
 from fusestep.kernels.rules import adam, mxnet
 from fusestep.kernels.rules.adafactor import ADAFACTOR, ADAFACTOR_PLAIN
 from fusestep.kernels.rules.gradient import CLIP, COUPLED_DECAY, SCALE
 from fusestep.kernels.rules.rule import Prologue, Rule, factors, hp_type
 from fusestep.kernels.storage import BF16, F16, F32, F64, Storage
+from fusestep.kernels.tables import HOT, RowTable
 from fusestep.ops.runtime.step import Variables, dense_step, measure_step
 
 from simulator import prepare_simulator
@@ -57,9 +56,9 @@ def tensors_for(compiled: Kernel, sizes: Sequence[int], shift: int = 0) -> tuple
 
 def step_on_device(compiled: Kernel, tensors: Tensors, hp: np.ndarray, hp_of: np.ndarray) -> None:
     """One step by the device's loop."""
-    addresses = np.zeros((len(tensors), 4), np.int64)
+    addresses = np.zeros((len(tensors), 1 + len(compiled.s)), np.int64)
     for t, arrays in enumerate(tensors):
-        addresses[t, : len(arrays) - 1] = [a.ctypes.data for a in arrays[:-1]]
+        addresses[t] = [a.ctypes.data for a in arrays[:-1]]
     gradients = np.array([arrays[-1].ctypes.data for arrays in tensors])
     sizes = np.array([arrays[0].size for arrays in tensors])
     dense.dense_update(compiled, addresses, gradients, sizes, hp, hp_of, stream=0)
@@ -186,11 +185,10 @@ class RowCase:
         """These parameters and states as the tables of a step."""
         made = []
         for t, (n, d, b) in enumerate(self.shapes):
-            places = [a.ctypes.data for a in tensors[t][:-1]]
-            places += [0] * (4 - len(places))
+            places = tuple(a.ctypes.data for a in tensors[t][:-1])
             hp, index = self.hp[self.hp_of[t] :].ctypes.data, self.indices[t]
             place, values = index.ctypes.data, self.values[t].ctypes.data
-            made.append(RowTable(*places, hp, n, d, place, index.itemsize, b, values))
+            made.append(RowTable(places, hp, n, d, place, index.itemsize, b, values))
         return made
 
     def step_on_device(

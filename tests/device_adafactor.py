@@ -22,8 +22,6 @@ import numpy as np
 from numba import cuda
 
 from fusestep import nn
-from fusestep.kernels.cpu.adafactor.blocks import factored_kernel
-from fusestep.kernels.cpu.adafactor.layout import FactoredTensor
 from fusestep.kernels.cuda.adafactor import layout as factored_layout
 from fusestep.kernels.cuda.adafactor import line_table
 from fusestep.kernels.cuda.adafactor import step as factored
@@ -32,8 +30,10 @@ from fusestep.kernels.cuda.adafactor.sizes import Options as Sizes
 from fusestep.kernels.cuda.dense.measure import SUMS_BYTES
 from fusestep.kernels.cuda.device import memory
 from fusestep.kernels.cuda.device.guard import NOTHING
+from fusestep.kernels.element import kernel
 from fusestep.kernels.rules import adafactor as rules
 from fusestep.kernels.storage import F32 as STORED_F32
+from fusestep.kernels.tables import FactoredTensor
 
 from device_arrays import (
     BF16,
@@ -131,7 +131,7 @@ def shapes() -> None:
 def tiles() -> None:
     """The shapes above reach all that there is: bands, shared lines, several groups of lines."""
     tensors = [
-        FactoredTensor(0, 0, 0, 0, math.prod(s[:-2]), *s[-2:])
+        FactoredTensor((0, 0), 0, 0, math.prod(s[:-2]), *s[-2:])
         for s in SHAPES
         if len(s) > 1 and math.prod(s)
     ]
@@ -253,17 +253,17 @@ def zeros() -> None:
 
 def guards() -> None:
     """A step behind a closed guard writes nothing: neither states nor parameters."""
-    kernel = factored_kernel((), STORED_F32, STORED_F32, STORED_F32)
+    compiled = kernel(rules.ADAFACTOR, (), STORED_F32, STORED_F32, (STORED_F32,))
     w, average, of_rows, of_columns, g = arrays = [
         positive(s) for s in ((9, 12), (9, 12), (9,), (12,), (9, 12))
     ]
     places = [a.ctypes.data for a in (w, average, of_rows, of_columns)]
-    tables = FactoredTables([FactoredTensor(*places, 1, 9, 12)], 4, 4)
+    tables = FactoredTables([FactoredTensor.of((9, 12), places)], 4, 4)
     before = [a.copy() for a in arrays]
     hp = np.array([rules.adafactor_hp(np.float32, 0.1, 0.0, 3, 0.9, 0.8, 1e-30)], np.float32)
     scratch, sums = np.zeros(tables.scratch // 8), np.zeros(tables.n_blocks * SUMS_BYTES // 8)
     table = tables.at(scratch.ctypes.data, np.array([g.ctypes.data]), np.array([hp.ctypes.data]))
-    loops = factored.loops_of(kernel, Sizes(1e-3, 1.0, True))
+    loops = factored.loops_of(compiled, Sizes(1e-3, 1.0, True))
     for found in (0, NOTHING):
         guard = np.array([found, 0])
         factored.enqueue(loops, tables, table.ctypes.data, sums.ctypes.data, guard.ctypes.data, 0)

@@ -18,7 +18,7 @@ from numba import cuda
 
 import fusestep
 from fusestep import nn
-from fusestep.kernels.cpu.rows.layout import HOT
+from fusestep.kernels.tables import HOT
 from fusestep.ops.runtime import device_gradient, pending
 
 from device_arrays import (

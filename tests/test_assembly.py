@@ -7,11 +7,12 @@ import llvmlite.binding as llvm
 import pytest
 
 from fusestep.kernels import storage
-from fusestep.kernels.cpu.blocks import kernel
+from fusestep.kernels.cpu.blocks import blocks
 from fusestep.kernels.cpu.cache import KernelCache
 from fusestep.kernels.cpu.compile import NativeFunction
 from fusestep.kernels.cpu.rows.sums import accumulate
 from fusestep.kernels.cpu.warmup import all_rules
+from fusestep.kernels.element import kernel
 from fusestep.kernels.rules.gradient import CLIP, COUPLED_DECAY, SCALE
 
 RULES = all_rules()
@@ -105,13 +106,13 @@ def test_blocks_of_every_rule_are_vectorised(name, conditioned):
     f32 = storage.F32
     states = (f32,) * len(RULES[name].states)
     compiled = kernel(RULES[name], longest if conditioned else (), f32, f32, states)
-    assert_packed(assembly(compiled.block), MUST_HAVE[name])
+    assert_packed(assembly(blocks(compiled).update), MUST_HAVE[name])
 
 
 def test_the_general_power_is_the_only_scalar_rule():
     """The reason for which it is exempt; when it goes, so must the exemption."""
     f32 = storage.F32
-    text = assembly(kernel(RULES["ftrl_power"], (), f32, f32, (f32, f32)).block)
+    text = assembly(blocks(kernel(RULES["ftrl_power"], (), f32, f32, (f32, f32))).update)
     assert re.search(r"\b_?powf?\b", text)
     assert [name for name, must in MUST_HAVE.items() if not must] == ["ftrl_power"]
 
@@ -126,12 +127,13 @@ def test_sums_of_squares_are_vectorised(name, kind):
     """Products of float64 numbers are added to several partial sums at once."""
     rule = RULES[name]
     compiled = kernel(rule, (), kind, kind, (kind,) * len(rule.states))
-    assert_packed(assembly(compiled.measure), {"float64 FMA"})
+    assert_packed(assembly(blocks(compiled).measure), {"float64 FMA"})
 
 
 @pytest.mark.parametrize("kind", [storage.F16, storage.BF16], ids=lambda s: s.name)
 def test_16_bit_blocks_are_vectorised(kind):
-    text = assembly(kernel(RULES["adam"], (), kind, kind, (storage.F32,) * 2).block)
+    compiled = kernel(RULES["adam"], (), kind, kind, (storage.F32,) * 2)
+    text = assembly(blocks(compiled).update)
     assert_packed(text, {ROOT})
     if kind is storage.F16 and MACHINE == "x86_64" and FEATURES["f16c"]:
         assert re.search(r"vcvtph2psx?\s+[^\n]*[yz]mm", text)
@@ -141,7 +143,8 @@ def test_16_bit_blocks_are_vectorised(kind):
 def test_the_copy_of_a_master_is_not_read(kind):
     """Only written: nothing is converted from 16 bit where the gradient is float32."""
     f32 = storage.F32
-    text = assembly(kernel(RULES["mxnet_adam_master"], (), f32, f32, (f32, f32, kind)).block)
+    compiled = kernel(RULES["mxnet_adam_master"], (), f32, f32, (f32, f32, kind))
+    text = assembly(blocks(compiled).update)
     assert_packed(text, MUST_HAVE["mxnet_adam"])
     if MACHINE == "x86_64" and FEATURES["f16c"]:
         assert ("vcvtps2ph" in text) == (kind is storage.F16)
@@ -151,7 +154,8 @@ def test_the_copy_of_a_master_is_not_read(kind):
 
 def test_zero_gradient_block_is_vectorised():
     f32 = storage.F32
-    assert_packed(kernel(RULES["adam"], (), f32, f32, (f32, f32)).block_zero.assembly(), WITH_ROOT)
+    compiled = kernel(RULES["adam"], (), f32, f32, (f32, f32))
+    assert_packed(blocks(compiled).update_zero.assembly(), WITH_ROOT)
 
 
 def test_sums_of_rows_are_vectorised():

@@ -36,7 +36,8 @@ STEP = """
     import sys
     sys.path.insert(0, sys.argv[1])
     import numpy as np
-    from fusestep.kernels.cpu.blocks import kernel
+    from fusestep.kernels.cpu.blocks import blocks
+    from fusestep.kernels.element import kernel
     from fusestep.kernels.storage import F32
     from fusestep.ops.runtime.step import Variables, dense_step
     from own_rule import DESCENT
@@ -44,7 +45,7 @@ STEP = """
     address = np.array([g.ctypes.data])
     hp = np.ones((1, 1), np.float32)
     dense_step(DESCENT, (), Variables.of([(w,)]), address, F32, hp, np.zeros(1, np.int64))
-    compiled = kernel(DESCENT, (), F32, F32, ()).block._compiled
+    compiled = blocks(kernel(DESCENT, (), F32, F32, ())).update._compiled
     print(w[0], compiled.cache_hits)
 """
 
@@ -197,12 +198,13 @@ def test_second_step_compiles_nothing(monkeypatch):
 def test_a_kernel_that_fails_to_compile_says_so(tmp_path):
     program = """
         import numpy as np
-        from fusestep.kernels.cpu.blocks import kernel
+        from fusestep.kernels.cpu.blocks import blocks
+        from fusestep.kernels.element import kernel
         from fusestep.kernels.rules.rule import Rule
         from fusestep.kernels.storage import F32
         def wrong(w, g, hp):
             return w + hp.absent
-        kernel(Rule(wrong, (), ("lr",)), (), F32, F32, ()).block.address
+        blocks(kernel(Rule(wrong, (), ("lr",)), (), F32, F32, ())).update.address
     """
     done = run_python(program, FUSESTEP_CACHE_DIR=str(tmp_path))
     assert done.returncode != 0

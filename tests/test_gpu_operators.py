@@ -15,7 +15,7 @@ from test_ops_reference import CALLS, known_scalars
 import fusestep
 from fusestep import nn, ops
 from fusestep.bench.cases.operators import DENSE_OPERATORS, ROW_OPERATORS, Operator
-from fusestep.kernels.cpu.rows.layout import HOT
+from fusestep.kernels.tables import HOT
 from fusestep.ops.runtime.device import DeviceArray
 
 import gpu_arrays

@@ -15,8 +15,8 @@ import pytest
 
 import fusestep
 from fusestep import nn
-from fusestep.kernels.cpu.rows.layout import HOT
 from fusestep.kernels.storage import STORAGES
+from fusestep.kernels.tables import HOT
 
 import gpu_arrays
 from gpu_arrays import Maker, adopted, copies

@@ -13,7 +13,7 @@ import pytest
 
 import fusestep
 from fusestep import nn, ops
-from fusestep.kernels.cpu.rows.layout import HOT, range_length
+from fusestep.kernels.tables import HOT, range_length
 from fusestep.ops.runtime.device_step import launch_on
 
 import gpu_arrays

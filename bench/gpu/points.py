@@ -114,10 +114,10 @@ def _launches(bench: Bench, shapes: Sequence[tuple[int, ...]]) -> dict[str, Call
     """The launch of a dense step alone, its table being there already; and an empty kernel's."""
     from numba import cuda
 
-    from ...kernels.cpu.blocks import kernel
     from ...kernels.cuda.dense import update as dense
     from ...kernels.cuda.device.backend import address_of, copy_in
     from ...kernels.cuda.device.launch import on_grid
+    from ...kernels.element import kernel
     from ...kernels.rules import adam
     from ...kernels.storage import F32
 
@@ -127,8 +127,7 @@ def _launches(bench: Bench, shapes: Sequence[tuple[int, ...]]) -> dict[str, Call
 
     compiled = kernel(adam.ADAM, (), F32, F32, (F32, F32))
     arrays = [[bench.clock.new_array(shape) for _ in range(4)] for shape in shapes]
-    addresses = np.zeros((len(shapes), 4), np.int64)
-    addresses[:, :3] = [[int(address_of(a)) for a in tensor[:3]] for tensor in arrays]
+    addresses = np.array([[int(address_of(a)) for a in tensor[:3]] for tensor in arrays])
     gradients = np.array([int(address_of(tensor[3])) for tensor in arrays])
     sizes = np.array([shape[0] for shape in shapes])
     hp = np.array([adam.adam_hp(np.float32, **ADAM, **POWERS)], np.float32)

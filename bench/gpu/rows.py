@@ -119,13 +119,13 @@ def _parts(tables: Tables) -> dict[str, Callable[[], object]]:
     """Of a lazy step: finding and sorting the keys, and the update by sorted ones."""
     from numba import cuda
 
-    from ...kernels.cpu.blocks import kernel
-    from ...kernels.cpu.rows.step import RowTable
     from ...kernels.cuda.device.backend import address_of
     from ...kernels.cuda.rows import step as row_step
     from ...kernels.cuda.rows.table import sizes_of
+    from ...kernels.element import kernel
     from ...kernels.rules import adam
     from ...kernels.storage import F32
+    from ...kernels.tables import RowTable
 
     n, d = tables.arrays[0].shape
     w, m, v, values, rows = (
@@ -133,7 +133,7 @@ def _parts(tables: Tables) -> dict[str, Callable[[], object]]:
     )
     compiled = kernel(adam.ADAM, (), F32, F32, (F32, F32))
     hp = np.array([adam.adam_hp(np.float32, **ADAM, **POWERS)], np.float32)
-    one = [RowTable(w, m, v, 0, 0, n, d, rows, 8, tables.drawn.size, values)]
+    one = [RowTable((w, m, v), 0, n, d, rows, 8, tables.drawn.size, values)]
     sizes, stream = sizes_of(one, drop=False), cuda.default_stream()
     step = row_step.Step(compiled, one, sizes, touched_only=True, sorts=True)
     scalars, scratch = cuda.to_device(hp), cuda.device_array(max(1, step.size), np.uint8)

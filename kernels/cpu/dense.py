@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cached_property
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 from numba import carray
 
-from .blocks import Kernel
+from ..element import Kernel
+from ..tables import TensorTable
+from .blocks import blocks
 from .compile import call_reader, part
 from .headers import address_of
-from .intrinsics import as_pointer, call7
+from .intrinsics import as_pointer, call_address
 from .parallel import Loop, get_num_threads, run
 from .rows.search import last_at_most
 
@@ -32,17 +33,14 @@ class DenseCall(NamedTuple):
 
     block: int
     n_tensors: int
-    addresses: int  # [T, 4]: w, s0, s1, s2
+    addresses: int  # [T, 1 + number of states]
+    addresses_bytes: int  # of a row of them
     gradients: int  # [T]
     first: int  # [T + 1]: flat index of each tensor's first element
     hp: int  # [R, F] of the arithmetic type
     hp_row_bytes: int
     hp_of: int  # [T]: row of hp
-    w_bytes: int
     g_bytes: int
-    s0_bytes: int
-    s1_bytes: int
-    s2_bytes: int
     chunk: int
 
 
@@ -55,7 +53,6 @@ _read_call = call_reader(DenseCall)
 def _update_chunk(index, slot, call):
     c = _read_call(call)
     first = carray(as_pointer(c.first), c.n_tensors + 1, np.int64)
-    table = carray(as_pointer(c.addresses), (c.n_tensors, 4), np.int64)
     gradients = carray(as_pointer(c.gradients), c.n_tensors, np.int64)
     hp_of = carray(as_pointer(c.hp_of), c.n_tensors, np.int64)
     flat = index * c.chunk
@@ -65,45 +62,16 @@ def _update_chunk(index, slot, call):
         offset = flat - first[t]
         n = min(end, first[t + 1]) - flat
         if n > 0:
-            call7(
+            call_address(
                 c.block,
-                table[t, 0] + offset * c.w_bytes,
+                c.addresses + t * c.addresses_bytes,
+                offset,
                 gradients[t] + offset * c.g_bytes,
-                table[t, 1] + offset * c.s0_bytes,
-                table[t, 2] + offset * c.s1_bytes,
-                table[t, 3] + offset * c.s2_bytes,
                 n,
                 c.hp + hp_of[t] * c.hp_row_bytes,
             )
             flat += n
         t += 1
-
-
-class TensorTable:
-    """Where T tensors and their states lie; what stays the same from step to step.
-
-    Args:
-        addresses: int64 ``[T, 4]``: w and up to three states (unused columns are ignored).
-        first: int64 ``[T + 1]``: prefix sums of the tensors' sizes.
-
-    Attributes:
-        total: the number of elements of all tensors.
-    """
-
-    def __init__(self, addresses: np.ndarray, first: np.ndarray) -> None:
-        self.addresses = addresses
-        self.first = first
-        self.total = int(first[-1])
-
-    def move(self, addresses: Sequence[int] | np.ndarray, size: int) -> None:
-        """Make a table of one tensor that of another one."""
-        self.addresses[0, : len(addresses)] = addresses
-        self.first[1] = self.total = size
-
-    @cached_property
-    def pointers(self) -> tuple[int, int]:
-        """The addresses of both arrays."""
-        return address_of(self.addresses), address_of(self.first)
 
 
 class DenseStep:
@@ -135,17 +103,16 @@ class DenseStep:
         self.hp = np.zeros((n_tensors, kernel.n_scalars), kernel.real.dtype)
         self.hp_of = np.zeros(n_tensors, np.int64)
         call = DenseCall(
-            kernel.block.address,
+            blocks(kernel).update.address,
             n_tensors,
-            table.pointers[0],
+            address_of(table.addresses),
+            table.addresses.strides[0],
             address_of(self.gradients),
-            table.pointers[1],
+            address_of(table.first),
             address_of(self.hp),
             self.hp.strides[0],
             address_of(self.hp_of),
-            kernel.w.itemsize,
             kernel.g.itemsize,
-            *kernel.state_bytes,
             0,  # the chunk, which each step decides
         )
         self._arguments = np.array(call, np.int64)

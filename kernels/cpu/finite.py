@@ -16,8 +16,6 @@ from .rows.search import last_at_most
 
 _CHUNK = 65_536
 _SERIAL_BELOW = 65_536  # elements
-# All exponent bits set: infinity or NaN.
-EXPONENTS = {"f32": 0x7F800000, "f64": 0x7FF0000000000000, "f16": 0x7C00, "bf16": 0x7F80}
 
 
 class FiniteCall(NamedTuple):
@@ -83,7 +81,7 @@ def all_finite(storage: Storage, addresses: np.ndarray, sizes: np.ndarray) -> bo
         address_of(first),
         len(addresses),
         storage.itemsize,
-        EXPONENTS[storage.name],
+        storage.exponent,
         _CHUNK,
         address_of(found),
     )

@@ -1,13 +1,16 @@
-"""All LLVM-level code for the CPU: pointers, half precision, atomics, prefetch."""
+"""All LLVM-level code for the CPU: pointers, calls, atomics, prefetch."""
 
 from __future__ import annotations
 
 import platform
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+from numba.np.arrayobj import populate_array
+from numba.np.numpy_support import from_dtype
 
 _I32 = ir.IntType(32)
 _I64 = ir.IntType(64)
@@ -62,53 +65,55 @@ def tuple_reader(cls, scalar):
     return read
 
 
-def _call(builder, address, arguments):
-    function = ir.FunctionType(ir.VoidType(), [_I64] * len(arguments))
-    builder.call(builder.inttoptr(address, function.as_pointer()), list(arguments))
+def array_reader(carriers):
+    """A compiled function ``read(addresses, offset, n)``: a tuple of arrays of ``n`` elements.
+
+    There is one for each NumPy scalar type of ``carriers``; it begins ``offset`` elements after the
+    address of its number in the list at ``addresses``.
+    """
+    arrays = [types.Array(from_dtype(np.dtype(carrier)), 1, "C") for carrier in carriers]
+    result = types.Tuple(arrays)
+
+    @intrinsic
+    def read(typingctx, addresses, offset, n):
+        def codegen(context, builder, signature, args):
+            place, offset, n = args
+            base = builder.inttoptr(place, _I64.as_pointer())
+            made = []
+            for k, kind in enumerate(arrays):
+                element = context.get_data_type(kind.dtype)
+                itemsize = ir.Constant(_I64, context.get_abi_sizeof(element))
+                address = builder.load(builder.gep(base, [ir.Constant(_I64, k)]))
+                first = builder.add(address, builder.mul(offset, itemsize))
+                array = context.make_array(kind)(context, builder)
+                populate_array(
+                    array,
+                    data=builder.inttoptr(first, element.as_pointer()),
+                    shape=[n],
+                    strides=[itemsize],
+                    itemsize=itemsize,
+                    meminfo=None,
+                )
+                made.append(array._getvalue())
+            return context.make_tuple(builder, result, made)
+
+        return result(types.int64, types.int64, types.int64), codegen
+
+    return read
 
 
 @intrinsic
-def call3(typingctx, function, a, b, c):
-    """Call the C function at address ``function`` with three ``int64`` arguments."""
+def call_address(typingctx, function, *arguments):
+    """Call the C function at address ``function`` with any number of ``int64`` arguments."""
+    count = len(arguments)
 
     def codegen(context, builder, signature, args):
-        _call(builder, args[0], args[1:])
+        kind = ir.FunctionType(ir.VoidType(), [_I64] * count)
+        values = cgutils.unpack_tuple(builder, args[1], count)
+        builder.call(builder.inttoptr(args[0], kind.as_pointer()), values)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 4), codegen
-
-
-@intrinsic
-def call7(typingctx, function, a, b, c, d, e, f, g):
-    """Call the C function at address ``function`` with seven ``int64`` arguments."""
-
-    def codegen(context, builder, signature, args):
-        _call(builder, args[0], args[1:])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 8), codegen
-
-
-@intrinsic
-def call8(typingctx, function, a, b, c, d, e, f, g, h):
-    """Call the C function at address ``function`` with eight ``int64`` arguments."""
-
-    def codegen(context, builder, signature, args):
-        _call(builder, args[0], args[1:])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 9), codegen
-
-
-@intrinsic
-def call9(typingctx, function, a, b, c, d, e, f, g, h, i):
-    """Call the C function at address ``function`` with nine ``int64`` arguments."""
-
-    def codegen(context, builder, signature, args):
-        _call(builder, args[0], args[1:])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 10), codegen
+    return types.void(types.int64, types.UniTuple(types.int64, count)), codegen
 
 
 @intrinsic
@@ -121,26 +126,6 @@ def threads_of_numba(typingctx):
         return builder.call(function, [])
 
     return types.int32(), codegen
-
-
-@intrinsic
-def f16_to_f32(typingctx, bits):
-    """The float32 value of a half-precision bit pattern (``uint16``); exact."""
-
-    def codegen(context, builder, signature, args):
-        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
-
-    return types.float32(types.uint16), codegen
-
-
-@intrinsic
-def f32_to_f16(typingctx, x):
-    """The half-precision bit pattern nearest to a float32, ties to even."""
-
-    def codegen(context, builder, signature, args):
-        return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
-
-    return types.uint16(types.float32), codegen
 
 
 def _element(context, builder, array_type, array, index, index_type):

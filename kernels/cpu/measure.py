@@ -12,16 +12,17 @@ from typing import NamedTuple
 import numpy as np
 from numba import carray
 
-from .blocks import Kernel
+from ..element import Kernel
+from ..tables import TensorTable
+from .blocks import blocks
 from .compile import call_reader, part
-from .dense import SERIAL_BELOW, TensorTable
+from .dense import SERIAL_BELOW
 from .headers import address_of
-from .intrinsics import as_pointer, call8
+from .intrinsics import as_pointer, call_address
 from .parallel import get_num_threads, run
 from .rows.search import last_at_most
 
 PART = 65_536  # elements; fixes the last bits of a sum
-_MOST_VALUES = 3
 
 
 class MeasureCall(NamedTuple):
@@ -29,20 +30,18 @@ class MeasureCall(NamedTuple):
 
     measure: int
     n_tensors: int
-    addresses: int  # [T, 4]: w, s0, s1, s2
+    addresses: int  # [T, 1 + number of states]
+    addresses_bytes: int  # of a row of them
     gradients: int  # [T]
     first: int  # [T + 1]: flat index of each tensor's first element
     first_part: int  # [T]: number of each tensor's first part
     hp: int  # [R, F] of the arithmetic type
     hp_row_bytes: int
     hp_of: int  # [T]: row of hp
-    w_bytes: int
     g_bytes: int
-    s0_bytes: int
-    s1_bytes: int
-    s2_bytes: int
     part: int
-    sums: int  # [parts, _MOST_VALUES] float64
+    sums: int  # [parts, n_measured] float64
+    sums_bytes: int  # of a row of them
 
 
 _read_call = call_reader(MeasureCall)
@@ -53,21 +52,18 @@ def _measure_part(index, slot, call):
     c = _read_call(call)
     first = carray(as_pointer(c.first), c.n_tensors + 1, np.int64)
     first_part = carray(as_pointer(c.first_part), c.n_tensors, np.int64)
-    table = carray(as_pointer(c.addresses), (c.n_tensors, 4), np.int64)
     gradients = carray(as_pointer(c.gradients), c.n_tensors, np.int64)
     hp_of = carray(as_pointer(c.hp_of), c.n_tensors, np.int64)
     t = last_at_most(first_part, c.n_tensors, index)
     offset = (index - first_part[t]) * c.part
-    call8(
+    call_address(
         c.measure,
-        table[t, 0] + offset * c.w_bytes,
+        c.addresses + t * c.addresses_bytes,
+        offset,
         gradients[t] + offset * c.g_bytes,
-        table[t, 1] + offset * c.s0_bytes,
-        table[t, 2] + offset * c.s1_bytes,
-        table[t, 3] + offset * c.s2_bytes,
         min(c.part, first[t + 1] - first[t] - offset),
         c.hp + hp_of[t] * c.hp_row_bytes,
-        c.sums + index * _MOST_VALUES * 8,
+        c.sums + index * c.sums_bytes,
     )
 
 
@@ -86,28 +82,28 @@ def measure(
     Returns:
         float64 ``[T, n_measured]``.
     """
-    assert kernel.measure is not None
+    block = blocks(kernel).measure
+    assert block is not None
     parts = np.maximum(1, -(-np.diff(table.first) // PART))
     first_part = np.concatenate(([0], np.cumsum(parts)[:-1]))
-    sums = np.zeros((int(parts.sum()), _MOST_VALUES))
-    addresses, first = table.pointers
+    sums = np.zeros((int(parts.sum()), kernel.rule.n_measured))
     call = MeasureCall(
-        kernel.measure.address,
+        block.address,
         len(gradients),
-        addresses,
+        address_of(table.addresses),
+        table.addresses.strides[0],
         address_of(gradients),
-        first,
+        address_of(table.first),
         address_of(first_part),
         address_of(hp),
         hp.strides[0],
         address_of(hp_of),
-        kernel.w.itemsize,
         kernel.g.itemsize,
-        *kernel.state_bytes,
         PART,
         address_of(sums),
+        sums.strides[0],
     )
     arguments = np.array(call, np.int64)
     threads = get_num_threads() if table.total >= SERIAL_BELOW else 1
     run(_measure_part, len(sums), address_of(arguments), threads)
-    return np.add.reduceat(sums[:, : kernel.rule.n_measured], first_part)
+    return np.add.reduceat(sums, first_part)

@@ -31,7 +31,7 @@ from numba import carray, njit, prange, types
 
 from .cache import KernelCache
 from .compile import NativeFunction, fork_between
-from .intrinsics import as_pointer, atomic_add, call3, threads_of_numba
+from .intrinsics import as_pointer, atomic_add, call_address, threads_of_numba
 
 _LINE_WORDS = 8  # int64 of a cache line: counters of different threads do not share one
 # Of the thread that holds it, a signal handler may step too: before the loop or after it.
@@ -51,13 +51,13 @@ def _claim_parts(function, n, call, slot, threads, claimed):
             index = owner * n // threads + atomic_add(claimed, owner * _LINE_WORDS, 1)
             if index >= end:
                 break
-            call3(function, index, slot, call)
+            call_address(function, index, slot, call)
 
 
 @njit(nogil=True)
 def _serial(function, n, call):
     for index in range(n):
-        call3(function, index, 0, call)
+        call_address(function, index, 0, call)
 
 
 @njit(nogil=True)

@@ -11,16 +11,15 @@ import warnings
 from collections.abc import Iterator
 
 from .. import rules
-from ..rules.adafactor import ADAFACTOR, ADAFACTOR_PLAIN
+from ..element import kernel
 from ..rules.gradient import COUPLED_DECAY, SCALE, TRUST
 from ..rules.norm import SCALED
 from ..rules.rule import Prologue, Rule
-from ..rules.sgd import MOMENTUM, MOMENTUM_NESTEROV
 from ..storage import STORAGES, Storage, real_of
 from . import counts, dense, finite, gather, headers, measure, parallel  # noqa: F401  (register their parts)
 from .adafactor import step as _adafactor_step  # noqa: F401
-from .adafactor.blocks import factored_kernel
-from .blocks import kernel
+from .adafactor.blocks import factored_blocks
+from .blocks import blocks
 from .cache import cache_directory, cache_problem, clear_cache
 from .compile import PARTS, NativeFunction
 from .rows import step, sums, update  # noqa: F401
@@ -29,7 +28,6 @@ _BY_NAME = {storage.name: storage for storage in STORAGES.values()}
 _PROLOGUES: tuple[Prologue, ...] = ((), (COUPLED_DECAY,), (SCALE,), (COUPLED_DECAY, SCALE))
 # LARS can be around every rule, which would double the time: it is compiled around those with
 # which it was published, which are THOR's too. (Its order of scale and decay is the other one.)
-_IN_LARS = (MOMENTUM, MOMENTUM_NESTEROV)
 _TRUST_PROLOGUES = tuple((*parts, TRUST) for parts in (*_PROLOGUES, (SCALE, COUPLED_DECAY)))
 
 
@@ -52,18 +50,17 @@ def functions(
         yield sums.accumulate(storage, real_of(storage))
         yield sums.accumulate(real_of(storage), real_of(storage))
     for rule, prologue, storage in itertools.product(chosen, prologues, storages):
-        compiled = kernel(rule, prologue, storage, storage, (storage,) * len(rule.states))
-        yield from (compiled.block, compiled.block_zero, compiled.block_real)
-        yield from (m for m in (compiled.measure, compiled.measure_real) if m)
-        if rule in _IN_LARS and not prologue:
-            norm = kernel(SCALED, (), storage, storage, ()).measure
+        states = (storage,) * len(rule.states)
+        of_rule = blocks(kernel(rule, prologue, storage, storage, states))
+        yield from (of_rule.update, of_rule.update_zero, of_rule.update_real)
+        yield from (m for m in (of_rule.measure, of_rule.measure_real) if m)
+        if rule.layerwise and not prologue:
+            norm = blocks(kernel(SCALED, (), storage, storage, ())).measure
             yield from (norm,) if norm else ()
             own = _TRUST_PROLOGUES if every_prologue else _TRUST_PROLOGUES[:1]
-            yield from (kernel(rule, p, storage, storage, (storage,)).block for p in own)
-        if rule in (ADAFACTOR, ADAFACTOR_PLAIN):
-            first_moment = storage if rule is ADAFACTOR else None
-            of_matrices = factored_kernel(prologue, storage, storage, first_moment)
-            yield from of_matrices.blocks
+            yield from (blocks(kernel(rule, p, storage, storage, states)).update for p in own)
+        if rule.factored:
+            yield from factored_blocks(kernel(rule, prologue, storage, storage, states[:-1]))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

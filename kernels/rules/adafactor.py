@@ -201,5 +201,7 @@ def size_factors(
 
 
 _HP = AdafactorHP._fields
-ADAFACTOR = Rule(adafactor, ("exp_avg", "exp_avg_sq"), _HP, adafactor_norms, 2)
-ADAFACTOR_PLAIN = Rule(adafactor_plain, ("exp_avg_sq",), _HP, adafactor_plain_norms, 2)
+ADAFACTOR = Rule(adafactor, ("exp_avg", "exp_avg_sq"), _HP, adafactor_norms, 2, factored=factored)
+ADAFACTOR_PLAIN = Rule(
+    adafactor_plain, ("exp_avg_sq",), _HP, adafactor_plain_norms, 2, factored=factored_plain
+)

@@ -57,15 +57,18 @@ class Rule(_Constant):
         update: ``update(w, g, *states, hp) -> (w, *states)``, scalars in and scalars
             out, compilable by Numba, without literals (a literal turns float32
             arithmetic into float64; constants come in through ``hp``).
-        states: the role of each state, in argument order (at most three).
+        states: the role of each state, in argument order.
         hp: the fields of ``hp`` that ``update`` and ``measure`` read.
         measure: makes it a two-stage rule: ``measure(w, g, *states, hp)`` returns a tuple of
-            values, whose squares are summed over the tensor before anything is updated (at
-            most two states). What follows from the sums comes to ``update`` through ``hp``.
-        n_measured: how many values (at most three).
+            values, whose squares are summed over the tensor before anything is updated. What
+            follows from the sums comes to ``update`` through ``hp``.
+        n_measured: how many values.
         factor: ``factor(*sums) -> float64``: what follows from the sums, a scalar function too:
             a factor of one field of ``hp``. None: it takes more than the sums of the tensor.
         factor_of: that field.
+        factored: ``factored(w, g, *others, row, column, hp) -> (w, *others)``: the update of a
+            matrix whose last state is kept as a factor of each row and one of each column.
+        layerwise: whether LARS and THOR are published around it, with a factor for each tensor.
     """
 
     update: Callable[..., Any]
@@ -75,6 +78,8 @@ class Rule(_Constant):
     n_measured: int = 0
     factor: Callable[..., Any] | None = None
     factor_of: str = ""
+    factored: Callable[..., Any] | None = None
+    layerwise: bool = False
 
 
 def factors(rule: Rule, squares: np.ndarray) -> np.ndarray:

@@ -110,7 +110,7 @@ def momentum_scalars(
 
 
 SGD = Rule(sgd, (), SgdHP._fields)
-MOMENTUM = Rule(momentum, ("accum",), MomentumHP._fields)
-MOMENTUM_NESTEROV = Rule(momentum_nesterov, ("accum",), MomentumHP._fields)
+MOMENTUM = Rule(momentum, ("accum",), MomentumHP._fields, layerwise=True)
+MOMENTUM_NESTEROV = Rule(momentum_nesterov, ("accum",), MomentumHP._fields, layerwise=True)
 SGD_FIRST_STEP = Rule(sgd_first_step, ("accum", "stat"), FirstStepHP._fields)
 SGD_FIRST_STEP_NESTEROV = Rule(sgd_first_step_nesterov, ("accum", "stat"), FirstStepHP._fields)

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from ...ops.runtime import check, pending
-from ...ops.runtime import gradients as grads
 from ...ops.runtime.device import DeviceArray, device_of
 from ...ops.runtime.errors import RejectedTypeError, RejectedValueError, reject, reject_unknown
 from ..schedules.base import Rate, Values
+from . import gradients as grads
 from .arguments import of_kind
 from .checkpoint import as_state, checked_state, steps_done
 from .groups import Groups, name_by_position, read_groups

@@ -11,8 +11,6 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ...kernels.cpu.blocks import Kernel
-from ...kernels.cpu.rows.step import RowTable
 from ...kernels.cuda.dense import finite, scalars
 from ...kernels.cuda.dense import update as dense
 from ...kernels.cuda.device.backend import prepare
@@ -20,9 +18,11 @@ from ...kernels.cuda.device.launch import on_grid
 from ...kernels.cuda.device.memory import ALIGN, Places
 from ...kernels.cuda.rows import step as row_step
 from ...kernels.cuda.rows.table import sizes_of
+from ...kernels.element import Kernel
 from ...kernels.rules.formula import Formula
 from ...kernels.rules.rule import Prologue, Rule, columns
 from ...kernels.storage import Storage
+from ...kernels.tables import RowTable
 
 
 class Part(Protocol):
@@ -73,7 +73,7 @@ class DensePart:
 
     Args:
         kernel: the rule, its prologue and storage types.
-        addresses: int64 ``[T, 4]``: w and up to three states (others 0).
+        addresses: int64 ``[T, 1 + number of states]``.
         gradients: int64 ``[T]``.
         sizes: int64 ``[T]``: elements of each tensor.
         measured: completes the scalars, or None.

@@ -27,24 +27,11 @@ from ...kernels.cuda.device.numbers import FLOAT64, KINDS
 from ...ops.runtime.device import DeviceArray
 from ...ops.runtime.frameworks import on_device
 from ..base.numbers import Number
+from .plan import Counts
 from .program import Program
 
 Error = Callable[[int, int], IndexError]
 """Makes the error for a bad position of a step and the index there."""
-
-
-class Counts(NamedTuple):
-    """How far an optimizer is.
-
-    Attributes:
-        global_step: steps that were not skipped.
-        n_skipped: steps that were.
-        steps: int64 ``[P]``: updates of each parameter.
-    """
-
-    global_step: int
-    n_skipped: int
-    steps: np.ndarray
 
 
 class Settings(NamedTuple):
@@ -129,7 +116,8 @@ class Resident:
         """
         words = np.zeros(scalars.STATE, np.int64)
         words[FOUND] = NOTHING
-        words[scalars.GLOBAL_STEP], words[scalars.N_SKIPPED] = counts.global_step, counts.n_skipped
+        words[scalars.GLOBAL_STEP] = counts.global_step[0]
+        words[scalars.N_SKIPPED] = counts.skipped[0]
         state = np.concatenate([words, counts.steps, powers.ravel().view(np.int64)])
         with on_device(self._device):
             cuda.synchronize()
@@ -158,8 +146,8 @@ class Resident:
             error = self._errors[int(words[scalars.ORIGIN])](position, int(words[INDEX]))
         self._errors = {k: e for k, e in self._errors.items() if k in self._graphs}
         self._n_unsettled = self.n_to_check = 0
-        global_step, n_skipped = int(words[scalars.GLOBAL_STEP]), int(words[scalars.N_SKIPPED])
-        return Counts(global_step, n_skipped, words[scalars.STATE :]), error
+        steps, skipped = scalars.GLOBAL_STEP, scalars.N_SKIPPED
+        return Counts(words[steps:][:1], words[skipped:][:1], words[scalars.STATE :]), error
 
     def remember(self, error: Error, *, capturing: bool) -> int:
         """A number for what a step may find."""

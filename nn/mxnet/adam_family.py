@@ -7,17 +7,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...kernels.cpu.counts import Count
 from ...kernels.rules import mxnet as rules
 from ...kernels.rules.rule import Prologue, Rule
 from ...ops.runtime import check
 from ...ops.runtime.arrays import adopt_anywhere, real_type
 from ...ops.runtime.device import DeviceArray
 from ...ops.runtime.errors import reject
+from ...ops.runtime.step import commit
 from ..base.attributes import Checked
 from ..base.parameter import Parameter
+from ..engine.host import prepared_call
+from ..engine.on_device import launch_calls
 from .arguments import Lists, as_lists, decay_rate, is_list, kept_epsilon
+from .bindings import Bindings, calls_of
 from .optimizer import Optimizer
-from .step import Bindings, Step
 
 _RATE = 0.001
 
@@ -162,7 +166,7 @@ class AdamFamily(Optimizer):
         given = bound.read(grads)
         active = given.layout.active.tolist()
         before = self._counts_of(indices)
-        step = None
+        done = np.zeros(1, np.int64)  # counted up by the call that writes
         try:
             numbers = self._advance([indices[i] for i in active])
             decay = max((wd for *_, wd in numbers), default=0.0)
@@ -170,8 +174,7 @@ class AdamFamily(Optimizer):
             of_each: list[Any] = [None] * len(indices)
             for i, of_one in zip(active, numbers, strict=True):
                 of_each[i] = of_one
-            step = Step(
-                bound,
+            calls = calls_of(
                 given,
                 self._variant.composed if composed else self._variant.fused,
                 prologue,
@@ -179,9 +182,12 @@ class AdamFamily(Optimizer):
                 numbers=of_each,
                 scalars=lambda real, n: self._scalars(real, prologue, *n, composed=composed),
             )
-            step.run()
+            if bound.device is None:
+                commit([prepared_call(call) for call in calls], Count(done))
+            elif calls:
+                launch_calls(calls, given)
         except BaseException:
-            if step is None or not step.is_done:  # an interrupt may come right after it
+            if not done[0]:  # an interrupt may come right after it
                 self._restore(*before)
             raise
 

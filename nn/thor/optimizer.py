@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from ..base.arguments import non_negative_float, of_kind, positive_int
 from ..base.attributes import Checked, Fixed
 from ..base.numbers import number_of
 from ..base.parameter import Parameter
+from ..fused import FusedOptimizer
 from ..schedules.base import value_at
 from .arguments import (
     NAME,
@@ -29,7 +30,7 @@ from .arguments import (
     frequency_of,
 )
 from .clipping import ClippedConditioning
-from .device import HostCopies
+from .device import copies_on_host, read_dense
 from .factors import FactorError, FloatArray, warn_skipped
 from .layers import ThorLayerNorm
 from .net import declared, trainable
@@ -46,7 +47,7 @@ def every_parameter(parameter: Parameter) -> bool:  # noqa: ARG001  (what a filt
     return True
 
 
-class Thor(HostCopies):
+class Thor(FusedOptimizer):
     """What `thor` makes out of a net and of its other arguments, ``given`` by name.
 
     Attributes:
@@ -55,6 +56,7 @@ class Thor(HostCopies):
     """
 
     _filter_names = False
+    _stays_on_host = True
     _counts = ("step.", "refreshes.")
     _rows_need = ("a dense one: THOR multiplies it by matrices", "a RowTensor")
 
@@ -106,7 +108,6 @@ class Thor(HostCopies):
             for option in self._groups.options
         )
         self._groups = replace(self._groups, options=options)
-        self._class_of, self._classes = self._option_classes()
         self._derive()
 
     def _precondition_layers(self) -> list[Preconditioner]:
@@ -124,7 +125,8 @@ class Thor(HostCopies):
                 found.append(preconditioner_of(layer, positions, is_compatible=self.is_compatible))
         return found
 
-    def _formula(self) -> Formula:
+    def formula(self) -> Formula:
+        """See `FusedOptimizer`."""
         return Formula(rules.momentum_scalars, (self.momentum, 0.0))
 
     def _condition(self) -> None:
@@ -166,17 +168,23 @@ class Thor(HostCopies):
 
     def construct(self, gradients: tuple[Any, ...]) -> tuple[bool, ...]:
         """The step itself, for gradients of the right number."""
-        with self._on_host(gradients) as given:
+        if self._device is None:
+            return self._step_with_factors(gradients)
+        read = [
+            None if g is None else read_dense(p, g, self._rows_need)
+            for p, g in zip(self.parameters, gradients, strict=True)
+        ]
+        with copies_on_host(self.parameters, read) as given:
             return self._step_with_factors(given)
 
     @quiet
     def _step_with_factors(self, gradients: tuple[Any, ...]) -> tuple[bool, ...]:
         step = self._step
-        self._rates.at(step)  # a list that is used up raises here
-        self._decays.at(step)
+        self._classes.rates.at(step)  # a list that is used up raises here
+        self._classes.decays.at(step)
         options = self._options(step)
         if self._has_overflown():
-            self._skipped_steps += 1
+            self._skipped[0] += 1
             self.clear_captured()  # it has overflown too
             return (True,) * len(gradients)
         fresh: list[tuple[Preconditioner, Inverses]] = []
@@ -204,12 +212,18 @@ class Thor(HostCopies):
             self.clear_captured()
             self._announce(step + 1)
             with serial(sum(p.size for p in self.parameters) <= _SERIAL_UP_TO):
-                return super().construct(tuple(given))
+                return super().construct(self._where_parameters_live(given))
         except BaseException:
             if self._step == step:
                 for owner, attributes in before:
                     vars(owner).update(attributes)
             raise
+
+    def _where_parameters_live(self, gradients: Sequence[Any]) -> tuple[Any, ...]:
+        if self._device is None:
+            return tuple(gradients)
+        of_each = zip(self.parameters, gradients, strict=True)
+        return tuple(None if g is None else p.array.holding(g) for p, g in of_each)
 
     def _attributes(self) -> list[tuple[Any, dict[str, Any]]]:
         """What a step changes beside the parameters and their states, as it is now."""
@@ -225,8 +239,14 @@ class Thor(HostCopies):
         read: dict[int, FloatArray] = {}
         for position in preconditioner.positions:
             if gradients[position] is not None:
-                read[position] = self._read_dense(self._stepped[position], gradients[position])
+                read[position] = self._read(position, gradients[position])
         return read
+
+    def _read(self, position: int, gradient: Any) -> Any:
+        """A gradient on the host; of one that came from a device all is checked."""
+        if self._device is not None:
+            return gradient
+        return read_dense(self.parameters[position], gradient, self._rows_need)
 
     def _refreshed(self, preconditioner: Preconditioner, options: Options) -> Inverses | None:
         """New inverses where they are due; None where the old ones are to be used."""

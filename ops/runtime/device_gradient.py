@@ -115,7 +115,7 @@ def _rows_of(tensor: RowTensor, real: np.dtype[Any], w: int, sorter: Any) -> Any
     """A gradient as kernels see it; ``w`` is the address of its parameter, or 0."""
     from ...kernels.cuda.rows.equal_rows import Rows
 
-    table = gradient_table(tensor)._replace(w=w)
+    table = gradient_table(tensor)._replace(addresses=(w,))
     check_keys("RowTensor", [(table.rows, table.length)])
     return Rows(table, STORAGES[tensor.dtype], STORAGES[real], sorter)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.cpu.blocks import kernel
+from ...kernels.element import kernel
 from ...kernels.rules.norm import SCALED
 from ...kernels.storage import STORAGES, Storage, real_of
 from . import pending

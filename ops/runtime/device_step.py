@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...kernels.cpu.blocks import Kernel
-from ...kernels.cpu.rows.step import RowTable
+from ...kernels.element import Kernel
 from ...kernels.storage import Piece, Storage
+from ...kernels.tables import RowTable
 from . import locks, pending
 from .device import DeviceArray, cannot_be_captured, is_captured, launching
 from .stream_order import in_order

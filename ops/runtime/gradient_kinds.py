@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ...kernels.cpu.rows.step import RowTable
 from ...kernels.storage import STORAGES, Storage
+from ...kernels.tables import RowTable
 from .arrays import RowTensor, address_of
 
 ByStorage = tuple[dict[Storage, list[Any]], dict[Storage, dict[int, RowTensor]]]
@@ -28,10 +28,7 @@ def by_storage(gradients: Sequence[Any]) -> ByStorage:
 def gradient_table(t: RowTensor, hp: int = 0) -> RowTable:
     """A table of which there is the gradient alone; ``hp`` is the address of its scalars."""
     return RowTable(
-        w=0,
-        s0=0,
-        s1=0,
-        s2=0,
+        addresses=(),
         hp=hp,
         rows=t.dense_shape[0],
         width=math.prod(t.dense_shape[1:]),

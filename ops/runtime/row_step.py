@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...kernels.cpu.blocks import Kernel, kernel
-from ...kernels.cpu.rows.step import RowStep, RowTable
+from ...kernels.cpu.rows.step import RowStep
+from ...kernels.element import Kernel, kernel
 from ...kernels.rules.rule import Prologue, Rule
 from ...kernels.storage import STORAGES
+from ...kernels.tables import RowTable
 from . import device_step, locks, pending
 from .arrays import RowTensor, address_of, index_error
 from .device import DeviceArray
@@ -150,8 +151,7 @@ def table_step(
     w = STORAGES[variables[0].dtype]
     compiled = kernel(rule, prologue, w, STORAGES[gradient.dtype], (w,) * len(rule.states))
     row = np.array(hp, compiled.real.dtype)
-    absent = (0,) * (4 - len(addresses))
-    table = _row_table(variables[0], (*addresses, *absent), address_of(row), gradient)
+    table = _row_table(variables[0], addresses, address_of(row), gradient)
     lock_spans = spans_of([tuple(variables)]) if use_locking else None
     if not isinstance(variables[0], DeviceArray):
         # Rows have locks of their own where several lazy calls hold a table together.
@@ -212,7 +212,7 @@ def _row_table(
     indices = gradient.indices
     return RowTable._make(
         (
-            *addresses,
+            tuple(addresses),
             hp_address,
             n_rows,
             w.size // max(1, n_rows),

@@ -9,14 +9,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ...kernels.cpu.blocks import kernel
 from ...kernels.cpu.counts import Count
-from ...kernels.cpu.dense import DenseStep, TensorTable
+from ...kernels.cpu.dense import DenseStep
 from ...kernels.cpu.measure import measure
 from ...kernels.cpu.parallel import Loop, run_all
 from ...kernels.cpu.workspace import Pool
+from ...kernels.element import kernel
 from ...kernels.rules.rule import Prologue, Rule
 from ...kernels.storage import STORAGES, Storage, real_of
+from ...kernels.tables import TensorTable
 from . import device_step, locks
 from .arrays import address_of
 from .device import DeviceArray
@@ -44,11 +45,9 @@ class Variables:
     @classmethod
     def of(cls, tensors: Sequence[tuple[Any, ...]]) -> Variables:
         """Collect the addresses of ``tensors``, which are kept alive with the result."""
-        addresses = np.zeros((len(tensors), 4), np.int64)
+        addresses = np.array([[address_of(a) for a in arrays] for arrays in tensors], np.int64)
         first = np.zeros(len(tensors) + 1, np.int64)
-        for t, arrays in enumerate(tensors):
-            addresses[t, : len(arrays)] = [address_of(a) for a in arrays]
-            first[t + 1] = first[t] + arrays[0].size
+        first[1:] = np.cumsum([arrays[0].size for arrays in tensors])
         w, *s = (STORAGES[array.dtype] for array in tensors[0])
         return cls(tuple(tensors), w, tuple(s), TensorTable(addresses, first))
 
@@ -169,7 +168,7 @@ def _steps_on_one_tensor(
     compiled = kernel(rule, prologue, STORAGES[w], STORAGES[g], s)
 
     def make() -> DenseStep:
-        nowhere = TensorTable(np.zeros((1, 4), np.int64), np.zeros(2, np.int64))
+        nowhere = TensorTable(np.zeros((1, 1 + len(s)), np.int64), np.zeros(2, np.int64))
         return DenseStep(compiled, nowhere, pool.give)
 
     pool = Pool(make)
@@ -223,13 +222,11 @@ def _tensor_step_on_device(
     *variables, gradient = arrays
     w = STORAGES[variables[0].dtype]
     compiled = kernel(rule, prologue, w, STORAGES[gradient.dtype], (w,) * len(rule.states))
-    of_variables = np.zeros((1, 4), np.int64)
-    of_variables[0, : len(variables)] = addresses[:-1]
     spans = spans_of([tuple(variables)]) if use_locking else None
     with device_step.launch_on(arrays, spans) as launch:
         device_step.dense_update(
             compiled,
-            of_variables,
+            np.array([addresses[:-1]], np.int64),
             np.array(addresses[-1:], np.int64),
             np.array([gradient.size]),
             np.array([hp], compiled.real.dtype),

@@ -2,134 +2,98 @@
 
 A tile is ``height`` rows of ``width`` elements, ``stride`` elements apart::
 
-    squares(w, g, height, width, stride, row_sums, column_sums, hp)
+    squares(arrays, offset, g, height, width, stride, row_sums, column_sums, hp)
     factors(row_sums, column_sums, height, width, row_state, column_state, factors, hp)
-    direction(w, g, height, width, stride, row_factors, column_factors, hp, sum)
-    update(w, g, average, height, width, stride, row_factors, column_factors, hp)
+    direction(arrays, offset, g, height, width, stride, row_factors, column_factors, hp, sum)
+    update(arrays, offset, g, height, width, stride, row_factors, column_factors, hp)
 
-``factors`` works on a whole matrix: its row factors, then its column factors. All arguments are
-int64: addresses and counts. The mathematics is in `rules.adafactor`.
+``arrays`` and ``offset`` are as in `cpu.blocks`. ``factors`` works on a whole matrix: its row
+factors, then its column factors. All arguments are int64: addresses and counts. The mathematics is
+in `rules.adafactor`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 from numba import carray, njit
 
+from ...element import Kernel, conditioned, element_of
 from ...rules import adafactor as rules
-from ...rules.rule import Prologue, hp_type
-from ...storage import F64, Storage, numba_type, real_of
-from ..blocks import compose
+from ...rules.rule import hp_type
+from ...storage import numba_type
+from ..blocks import CPU, SUMS
 from ..cache import fingerprint
 from ..compile import NativeFunction
-from ..intrinsics import as_pointer, tuple_reader
+from ..intrinsics import array_reader, as_pointer, tuple_reader
 
 
-@dataclass(frozen=True, eq=False)
-class FactoredKernel:
-    """The blocks for a parameter, gradient and first moment of these storage types.
+class FactoredBlocks(NamedTuple):
+    """The machine code of the passes; each is compiled when its address is first asked for."""
 
-    Attributes:
-        prologue: what happens to the gradient first.
-        w: storage of the parameter; the arithmetic follows it.
-        g: storage of the gradient.
-        s: storage of the first moment, None without one.
-        real: storage of the arithmetic, of ``hp``, of the states of rows and columns and of the
-            factors; sums are float64.
-        squares, factors, direction, update: the blocks.
-    """
-
-    prologue: Prologue
-    w: Storage
-    g: Storage
-    s: Storage | None
-    real: Storage
     squares: NativeFunction
     factors: NativeFunction
     direction: NativeFunction
     update: NativeFunction
 
-    @property
-    def blocks(self) -> tuple[NativeFunction, ...]:
-        """All four blocks."""
-        return self.squares, self.factors, self.direction, self.update
-
 
 @cache
-def factored_kernel(
-    prologue: Prologue, w: Storage, g: Storage, s: Storage | None
-) -> FactoredKernel:
-    """The blocks behind ``prologue`` for these storage types; nothing is compiled yet."""
-    hp = hp_type(rules.ADAFACTOR, prologue)
-    load = _conditioned(prologue, w, g)
-    parts = " ".join(fingerprint(p.apply) + str(p.hp) for p in prologue)
-    suffix = f"{rules.ADAFACTOR.hp} prologue {parts} storage {w.name} {g.name} "
+def factored_blocks(kernel: Kernel) -> FactoredBlocks:
+    """The blocks of a `rule.factored`, whose states in the kernel are those of the whole shape."""
+    assert kernel.rule.factored is not None
+    parts = " ".join(fingerprint(p.apply) + str(p.hp) for p in kernel.prologue)
+    suffix = f"{kernel.rule.hp} prologue {parts} storage {kernel.w.name} "
+    states = " ".join(storage.name for storage in kernel.s)
+    of_update = f"{fingerprint(kernel.rule.factored)} {states}"
 
-    def block(name: str, function: Callable[..., None], count: int, more: str) -> NativeFunction:
-        return NativeFunction(function, count, f"factored {name} {suffix}{more}")
+    def block(function: Callable[..., None], n_arguments: int, more: str) -> NativeFunction:
+        identity = f"factored {function.__name__} {suffix}{more}"
+        return NativeFunction(function, n_arguments, identity)
 
-    return FactoredKernel(
-        prologue,
-        w,
-        g,
-        s,
-        real_of(w),
-        block("squares", _squares(load, hp, w, g), 8, ""),
-        _factors(hp, w, suffix),
-        block("direction", _direction(load, hp, w, g), 9, ""),
-        block("update", _update(load, hp, w, g, s), 9, s.name if s else "none"),
+    return FactoredBlocks(
+        block(_squares(kernel), 9, kernel.g.name),
+        block(_factors(kernel), 8, ""),
+        block(_direction(kernel), 10, kernel.g.name),
+        block(_update(kernel), 9, f"{kernel.g.name} {of_update}"),
     )
 
 
-def _conditioned(prologue: Prologue, w: Storage, g: Storage) -> Any:
-    """``load(w, g, hp)``: the parameter and the gradient after the prologue, as numbers."""
-    load_w, load_g, condition = w.to_real, g.to_real, compose(prologue)
-    real = numba_type(real_of(w))
-
-    @njit(error_model="numpy")
-    def load(w, g, hp):
-        x = real(load_w(w))
-        return x, condition(real(load_g(g)), x, hp)
-
-    return load
-
-
-def _squares(load: Any, hp: type, w: Storage, g: Storage) -> Callable[..., None]:
-    read_hp = tuple_reader(hp, numba_type(real_of(w)))
-    w_type, g_type, w_bytes, g_bytes = w.carrier, g.carrier, w.itemsize, g.itemsize
+def _squares(kernel: Kernel) -> Callable[..., None]:
+    load = conditioned(kernel.prologue, kernel.w, kernel.g, CPU)
+    read_hp = tuple_reader(hp_type(kernel.rule, kernel.prologue), numba_type(kernel.real))
+    read_arrays = array_reader([kernel.w.carrier])
+    g_type, g_bytes = kernel.g.carrier, kernel.g.itemsize
     squared = rules.squared
 
-    @njit(error_model="numpy", fastmath={"reassoc", "contract"})
+    @njit(error_model="numpy", fastmath=SUMS)
     def add_row(w, g, column_sums, hp):
         total = 0.0
         for j in range(g.size):
-            _, d = load(w[j], g[j], hp)
+            _, d = load(w, g, j, hp)
             q = np.float64(squared(d, hp))
             column_sums[j] += q
             total += q
         return total
 
-    def squares(w_address, g_address, height, width, stride, row_sums, column_sums, hp_address):
-        scalars = read_hp(hp_address)
+    def squares(arrays, offset, g_address, height, width, stride, row_sums, column_sums, hp):
+        scalars = read_hp(hp)
         of_row = carray(as_pointer(row_sums), height, np.float64)
         of_column = carray(as_pointer(column_sums), width, np.float64)
         of_column[:] = 0.0
         for i in range(height):
-            w = carray(as_pointer(w_address + i * stride * w_bytes), width, w_type)
+            (w,) = read_arrays(arrays, offset + i * stride, width)
             g = carray(as_pointer(g_address + i * stride * g_bytes), width, g_type)
             of_row[i] = add_row(w, g, of_column, scalars)
 
     return squares
 
 
-def _factors(hp: type, w: Storage, suffix: str) -> NativeFunction:
-    real_type = np.float64 if real_of(w) is F64 else np.float32
-    read_hp = tuple_reader(hp, numba_type(real_of(w)))
+def _factors(kernel: Kernel) -> Callable[..., None]:
+    real = kernel.real.carrier
+    read_hp = tuple_reader(hp_type(kernel.rule, kernel.prologue), numba_type(kernel.real))
     averaged_mean, held_up = rules.averaged_mean, rules.held_up
     row_factor, column_factor = rules.row_factor, rules.column_factor
 
@@ -138,51 +102,52 @@ def _factors(hp: type, w: Storage, suffix: str) -> NativeFunction:
         """The moving averages; returns their mean."""
         total = 0.0
         for i in range(state.size):
-            state[i] = averaged_mean(state[i], real_type(sums[i] / count), hp)
+            state[i] = averaged_mean(state[i], real(sums[i] / count), hp)
             total += np.float64(state[i])
         return total / max(1, state.size)
 
     def factors(row_sums, column_sums, height, width, row_state, column_state, out, hp_address):
         scalars = read_hp(hp_address)
-        rows = carray(as_pointer(row_state), height, real_type)
-        columns = carray(as_pointer(column_state), width, real_type)
-        of_row = carray(as_pointer(out), height + width, real_type)
+        rows = carray(as_pointer(row_state), height, real)
+        columns = carray(as_pointer(column_state), width, real)
+        of_row = carray(as_pointer(out), height + width, real)
         mean = average(rows, carray(as_pointer(row_sums), height, np.float64), width, scalars)
         mean = held_up(mean, np.float64(scalars.smallest))
         average(columns, carray(as_pointer(column_sums), width, np.float64), height, scalars)
         for i in range(rows.size):
-            of_row[i] = real_type(row_factor(np.float64(rows[i]), mean))
+            of_row[i] = real(row_factor(np.float64(rows[i]), mean))
         for j in range(columns.size):
             columns[j] = held_up(columns[j], scalars.smallest)
-            of_row[height + j] = real_type(column_factor(np.float64(columns[j])))
+            of_row[height + j] = real(column_factor(np.float64(columns[j])))
 
-    return NativeFunction(factors, 8, f"factored factors {real_type.__name__} {suffix}")
+    return factors
 
 
-def _direction(load: Any, hp: type, w: Storage, g: Storage) -> Callable[..., None]:
-    real_type = np.float64 if real_of(w) is F64 else np.float32
-    read_hp = tuple_reader(hp, numba_type(real_of(w)))
-    w_type, g_type, w_bytes, g_bytes = w.carrier, g.carrier, w.itemsize, g.itemsize
+def _direction(kernel: Kernel) -> Callable[..., None]:
+    load = conditioned(kernel.prologue, kernel.w, kernel.g, CPU)
+    read_hp = tuple_reader(hp_type(kernel.rule, kernel.prologue), numba_type(kernel.real))
+    read_arrays = array_reader([kernel.w.carrier])
+    real, g_type, g_bytes = kernel.real.carrier, kernel.g.carrier, kernel.g.itemsize
     factored_direction = rules.factored_direction
 
-    @njit(error_model="numpy", fastmath={"reassoc", "contract"})
+    @njit(error_model="numpy", fastmath=SUMS)
     def add_row(w, g, of_row, of_columns, hp):
         total = 0.0
         for j in range(g.size):
-            _, d = load(w[j], g[j], hp)
+            _, d = load(w, g, j, hp)
             u = np.float64(factored_direction(d, of_row, of_columns[j], hp))
             total += u * u
         return total
 
     def direction(
-        w_address, g_address, height, width, stride, row_factors, column_factors, hp_address, out
+        arrays, offset, g_address, height, width, stride, row_factors, column_factors, hp, out
     ):
-        scalars = read_hp(hp_address)
-        of_rows = carray(as_pointer(row_factors), height, real_type)
-        of_columns = carray(as_pointer(column_factors), width, real_type)
+        scalars = read_hp(hp)
+        of_rows = carray(as_pointer(row_factors), height, real)
+        of_columns = carray(as_pointer(column_factors), width, real)
         total = 0.0
         for i in range(height):
-            w = carray(as_pointer(w_address + i * stride * w_bytes), width, w_type)
+            (w,) = read_arrays(arrays, offset + i * stride, width)
             g = carray(as_pointer(g_address + i * stride * g_bytes), width, g_type)
             total += add_row(w, g, of_rows[i], of_columns, scalars)
         carray(as_pointer(out), 1, np.float64)[0] += total
@@ -190,50 +155,25 @@ def _direction(load: Any, hp: type, w: Storage, g: Storage) -> Callable[..., Non
     return direction
 
 
-def _update(load: Any, hp: type, w: Storage, g: Storage, s: Storage | None) -> Callable[..., None]:
-    real_type = np.float64 if real_of(w) is F64 else np.float32
-    read_hp = tuple_reader(hp, numba_type(real_of(w)))
-    wide = real_of(w) is F64
-    w_type, g_type, w_bytes, g_bytes = w.carrier, g.carrier, w.itemsize, g.itemsize
-    store_w = w.from_wide if wide else w.from_real
-    has_average = s is not None
-    s = s or w  # without a first moment nothing of it is compiled
-    s_type, s_bytes, load_s = s.carrier, s.itemsize, s.to_real
-    store_s = s.from_wide if wide else s.from_real
-    real = numba_type(real_of(w))
-    factored, factored_plain = rules.factored, rules.factored_plain
+def _update(kernel: Kernel) -> Callable[..., None]:
+    assert kernel.rule.factored is not None
+    element = element_of(kernel.rule.factored, kernel.prologue, kernel.w, kernel.g, kernel.s, CPU)
+    read_hp = tuple_reader(hp_type(kernel.rule, kernel.prologue), numba_type(kernel.real))
+    read_arrays = array_reader([storage.carrier for storage in (kernel.w, *kernel.s)])
+    real, g_type, g_bytes = kernel.real.carrier, kernel.g.carrier, kernel.g.itemsize
 
     @njit(error_model="numpy")
-    def update_row(w, g, average, of_row, of_columns, hp):
-        for j in range(w.size):
-            x, d = load(w[j], g[j], hp)
-            if has_average:
-                a = real(load_s(average[j]))
-                x, a = factored(x, d, a, of_row, of_columns[j], hp)
-                average[j] = store_s(a)
-            else:
-                x = factored_plain(x, d, of_row, of_columns[j], hp)
-            w[j] = store_w(x)
+    def update_row(arrays, g, of_row, of_columns, hp):
+        for j in range(g.size):
+            element(arrays, g, j, of_row, of_columns[j], hp)
 
-    def update(
-        w_address,
-        g_address,
-        average_address,
-        height,
-        width,
-        stride,
-        row_factors,
-        column_factors,
-        hp_address,
-    ):
-        scalars = read_hp(hp_address)
-        of_rows = carray(as_pointer(row_factors), height, real_type)
-        of_columns = carray(as_pointer(column_factors), width, real_type)
+    def update(arrays, offset, g_address, height, width, stride, row_factors, column_factors, hp):
+        scalars = read_hp(hp)
+        of_rows = carray(as_pointer(row_factors), height, real)
+        of_columns = carray(as_pointer(column_factors), width, real)
         for i in range(height):
-            offset = i * stride
-            w = carray(as_pointer(w_address + offset * w_bytes), width, w_type)
-            g = carray(as_pointer(g_address + offset * g_bytes), width, g_type)
-            average = carray(as_pointer(average_address + offset * s_bytes), width, s_type)
-            update_row(w, g, average, of_rows[i], of_columns, scalars)
+            row = read_arrays(arrays, offset + i * stride, width)
+            g = carray(as_pointer(g_address + i * stride * g_bytes), width, g_type)
+            update_row(row, g, of_rows[i], of_columns, scalars)
 
     return update

@@ -7,21 +7,21 @@ result does not depend on the number of threads.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from ...tables import FactoredTensor
 from ..compile import call_reader
+from ..headers import address_of
 
 _TILE_WIDTH = 8_192  # whole rows of most matrices: a narrower tile jumps from row to row
 _PART = 65_536  # elements
 
 # Columns of the table of tensors, int64 [T, COLUMNS]; places count elements.
 (
-    W,
-    AVERAGE,
+    ARRAYS,  # address of the addresses of the parameter and of the states of its shape
     ROW_STATE,
     COLUMN_STATE,
     MATRICES,
@@ -36,33 +36,7 @@ _PART = 65_536  # elements
     COLUMN_SUMS,  # [matrices, TILES_DOWN, width]
     FACTORS,  # [matrices, height + width]; of states the rows of all matrices come first
     COLUMNS,
-) = range(16)
-
-
-class FactoredTensor(NamedTuple):
-    """``[matrices, height, width]`` elements and their states; addresses, absent ones 0."""
-
-    w: int
-    average: int
-    row_state: int
-    column_state: int
-    matrices: int
-    height: int
-    width: int
-
-    @classmethod
-    def of(cls, shape: tuple[int, ...], addresses: Sequence[int]) -> FactoredTensor:
-        """A parameter as a list of matrices.
-
-        Args:
-            shape: its own.
-            addresses: of the parameter, its first moment unless there is none, and its states of
-                rows and columns.
-        """
-        w, *average, row, column = addresses
-        *matrices, height, width = shape
-        first = average[0] if average else 0
-        return cls(w, first, row, column, math.prod(matrices), height, width)
+) = range(15)
 
 
 class FactoredCall(NamedTuple):
@@ -75,9 +49,7 @@ class FactoredCall(NamedTuple):
     first_group: int  # [T]: number of each tensor's first group of matrices
     hp: int  # [T, F]
     hp_row_bytes: int
-    w_bytes: int
     g_bytes: int
-    s_bytes: int
     real_bytes: int
     sums: int  # float64
     factors: int  # of the arithmetic
@@ -101,12 +73,13 @@ class FactoredTable:
 
     def __init__(self, tensors: Sequence[FactoredTensor]) -> None:
         rows, parts, groups, n_sums, n_factors = [], [], [], 0, 0
-        for tensor in tensors:
+        self._addresses = np.array([tensor.addresses for tensor in tensors], np.int64)
+        for place, tensor in zip(self._addresses, tensors, strict=True):
             cut = _cut(tensor)
             _, _, down, across, group = cut
             in_rows, in_columns = tensor.matrices * tensor.height, tensor.matrices * tensor.width
             column_sums = n_sums + in_rows * across
-            rows.append((*tensor, *cut, n_sums, column_sums, n_factors))
+            rows.append((address_of(place), *tensor[1:], *cut, n_sums, column_sums, n_factors))
             n_sums = column_sums + in_columns * down
             n_factors += in_rows + in_columns
             groups.append(-(-tensor.matrices // group))

@@ -9,15 +9,16 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit
 
+from ...element import Kernel
 from ..compile import NativeFunction, part
 from ..headers import address_of
-from ..intrinsics import as_pointer, call8, call9
+from ..intrinsics import as_pointer, call_address
 from ..parallel import Loop, get_num_threads, run_all
 from ..rows.search import last_at_most
 from ..rows.sort import int64s
-from .blocks import FactoredKernel
+from .blocks import factored_blocks
 from .layout import (
-    AVERAGE,
+    ARRAYS,
     COLUMN_STATE,
     COLUMN_SUMS,
     COLUMNS,
@@ -34,7 +35,6 @@ from .layout import (
     WIDTH,
     FactoredCall,
     FactoredTable,
-    W,
     read_call,
 )
 
@@ -95,9 +95,10 @@ def sum_squares(index, slot, call):
         offset = _offset(tensor, matrix, down, across)
         of_rows = (matrix * tensor[TILES_ACROSS] + across) * tensor[HEIGHT]
         of_columns = (matrix * tensor[TILES_DOWN] + down) * tensor[WIDTH]
-        call8(
+        call_address(
             c.squares,
-            tensor[W] + offset * c.w_bytes,
+            tensor[ARRAYS],
+            offset,
             g + offset * c.g_bytes,
             height,
             width,
@@ -154,7 +155,7 @@ def make_factors(index, slot, call):
         _add_tiles(row_sums, across, height)
         _add_tiles(column_sums, down, width)
         factors, _ = _factor_places(c, tensor, matrix, 0, 0)
-        call8(
+        call_address(
             c.make_factors,
             row_sums,
             column_sums,
@@ -179,9 +180,10 @@ def sum_direction(index, slot, call):
         matrix, down, across, height, width = _tile(tensor, number)
         offset = _offset(tensor, matrix, down, across)
         row_factors, column_factors = _factor_places(c, tensor, matrix, down, across)
-        call9(
+        call_address(
             c.direction,
-            tensor[W] + offset * c.w_bytes,
+            tensor[ARRAYS],
+            offset,
             g + offset * c.g_bytes,
             height,
             width,
@@ -214,11 +216,11 @@ def update_matrices(index, slot, call):
         matrix, down, across, height, width = _tile(tensor, number)
         offset = _offset(tensor, matrix, down, across)
         row_factors, column_factors = _factor_places(c, tensor, matrix, down, across)
-        call9(
+        call_address(
             c.update,
-            tensor[W] + offset * c.w_bytes,
+            tensor[ARRAYS],
+            offset,
             g + offset * c.g_bytes,
-            tensor[AVERAGE] + offset * c.s_bytes,
             height,
             width,
             tensor[WIDTH],
@@ -232,7 +234,7 @@ class FactoredStep:
     """One step: `direction_squares` computes, then `loops` write.
 
     Args:
-        kernel: the compiled blocks.
+        kernel: the rule and its storage types, as for `factored_blocks`.
         table: the tensors.
         gradients: int64 ``[T]``: addresses of the gradients.
         hp: ``[T, F]`` scalars in the type of the arithmetic.
@@ -243,7 +245,7 @@ class FactoredStep:
     """
 
     def __init__(
-        self, kernel: FactoredKernel, table: FactoredTable, gradients: np.ndarray, hp: np.ndarray
+        self, kernel: Kernel, table: FactoredTable, gradients: np.ndarray, hp: np.ndarray
     ) -> None:
         self._table = table
         self._measured = np.empty(table.n_parts)
@@ -258,18 +260,13 @@ class FactoredStep:
             address_of(table.first_group),
             address_of(hp),
             hp.strides[0],
-            kernel.w.itemsize,
             kernel.g.itemsize,
-            kernel.s.itemsize if kernel.s else 0,
             kernel.real.itemsize,
             address_of(sums),
             address_of(factors),
             address_of(states),
             address_of(self._measured),
-            kernel.squares.address,
-            kernel.factors.address,
-            kernel.direction.address,
-            kernel.update.address,
+            *(block.address for block in factored_blocks(kernel)),
         )
         self._call = np.array(call, np.int64)
         self._threads = 1 if table.n_elements < _SERIAL_BELOW else get_num_threads()

@@ -19,10 +19,7 @@ from ..compile import call_reader
 
 # Columns of the table of tables, int64 [T, COLUMNS].
 (
-    W,
-    S0,
-    S1,
-    S2,
+    ARRAYS,  # address of the addresses of the parameter and its states
     VALUES,
     HP,
     ROWS,
@@ -34,7 +31,7 @@ from ..compile import call_reader
     FIRST_RANGE,
     RANGE,
     COLUMNS,
-) = range(15)
+) = range(12)
 
 # Elements of ``result``.
 (
@@ -50,19 +47,6 @@ from ..compile import call_reader
 # Columns of the parts of a sweep and of the list of hot segments.
 PART_TABLE, PART_BEGIN, PART_END, PART_COLUMNS = range(4)
 HOT_BEGIN, HOT_END, HOT_OFFSET, HOT_TABLE, HOT_COLUMNS = range(5)
-
-# A row of up to HOT occurrences is summed in their order. A hotter one is summed range by
-# range, each in order, and the sums of the ranges are added in order: one row then cannot hold
-# up all threads, and gradients are read range after range, as they lie, not all over memory.
-# These numbers fix the result to the last bit: they must not depend on the machine.
-HOT = 512
-_RANGE_POSITIONS = 4_096
-_MOST_RANGES = 64
-
-
-def range_length(n_positions: int) -> int:
-    """Positions of a range of a table with ``n_positions``."""
-    return max(_RANGE_POSITIONS, -(-n_positions // _MOST_RANGES))
 
 
 class RowCall(NamedTuple):
@@ -82,15 +66,13 @@ class RowCall(NamedTuple):
     block: int
     block_zero: int
     accumulate: int
-    w_bytes: int
-    s0_bytes: int
-    s1_bytes: int
-    s2_bytes: int
-    g_bytes: int
+    n_arrays: int  # of each table: the parameter and its states
+    itemsizes: int  # [n_arrays]
     real_bytes: int
     # Where the sections of the borrowed block lie.
     result: int  # [N_RESULTS]
     tables: int  # [T, COLUMNS]
+    addresses: int  # [T, n_arrays]
     bad: int  # [sort_parts]: first bad position of each share, or -1
     hot: int  # [n // HOT + 1, HOT_COLUMNS]
     histogram: int  # [sort_parts, 2**digit_bits]

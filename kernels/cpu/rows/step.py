@@ -9,14 +9,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..blocks import Kernel
+from ...element import Kernel
+from ...tables import HOT, RowTable, range_length
+from ..blocks import blocks
 from ..compile import NativeFunction
 from ..headers import address_of
 from ..parallel import Loop, get_num_threads, run
 from ..workspace import borrow, give_back
 from . import layout, sort, sums
 from . import update as rows
-from .layout import COLUMNS, HOT, HOT_COLUMNS, N_RESULTS, PADDING, RowCall
+from .layout import COLUMNS, HOT_COLUMNS, N_RESULTS, PADDING, RowCall
 
 SORT_SERIAL_BELOW = 8_192  # positions
 UPDATE_SERIAL_BELOW = 32_768  # elements
@@ -40,33 +42,6 @@ _pack_call = struct.Struct(f"{len(RowCall._fields)}q").pack_into
 _pack_table = struct.Struct(f"{COLUMNS}q").pack_into
 
 
-class RowTable(NamedTuple):
-    """One ``[N, D]`` table, its states, its scalars and its row-sparse gradient; addresses.
-
-    Attributes:
-        w, s0, s1, s2: the parameter and its states; absent states 0.
-        hp: the scalars, in the type of the arithmetic.
-        rows: N.
-        width: D, elements of a row.
-        indices: ``[B]``.
-        index_bytes: 4 (int32) or 8 (int64).
-        length: B.
-        values: ``[B, D]``.
-    """
-
-    w: int
-    s0: int
-    s1: int
-    s2: int
-    hp: int
-    rows: int
-    width: int
-    indices: int
-    index_bytes: int
-    length: int
-    values: int
-
-
 def row_norm(kernel: Kernel, tables: list[RowTable]) -> tuple[int, float]:
     """The sum of squares of row-sparse gradients whose duplicates are summed first.
 
@@ -77,8 +52,9 @@ def row_norm(kernel: Kernel, tables: list[RowTable]) -> tuple[int, float]:
     Returns:
         The position of the first bad index or -1, as `RowStep` has it, and the float64 sum.
     """
-    assert kernel.measure_real is not None
-    step = RowStep(kernel, tables, kernel.measure_real, touched_only=True)
+    block = blocks(kernel).measure_real
+    assert block is not None
+    step = RowStep(kernel, tables, block, touched_only=True)
     total = step.measure_touched() if step.bad_position < 0 else 0.0
     step.release()
     return step.bad_position, total
@@ -98,7 +74,7 @@ class _Sizes(NamedTuple):
 
 
 # Sections of the borrowed block, in the order of the sizes in `_sizes_of`.
-_CALL, _RESULT, _TABLES, _BAD, _HOT, _HISTOGRAM, _KEYS, _SPARE, _SCRATCH = range(9)
+_CALL, _RESULT, _TABLES, _ADDRESSES, _BAD, _HOT, _HISTOGRAM, _KEYS, _SPARE, _SCRATCH = range(10)
 
 
 def _sizes(kernel: Kernel, tables: list[RowTable], touched_only: bool, drop: bool) -> _Sizes:
@@ -119,6 +95,7 @@ def _sizes(kernel: Kernel, tables: list[RowTable], touched_only: bool, drop: boo
         n,
         n_rows,
         len(tables),
+        len(kernel.itemsizes),
         dropped_row,
         scratch,
         threads if n >= SORT_SERIAL_BELOW else 1,
@@ -131,6 +108,7 @@ def _sizes_of(
     n: int,
     n_rows: int,
     n_tables: int,
+    n_arrays: int,
     dropped_row: int,
     scratch: int,
     sort_parts: int,
@@ -145,6 +123,7 @@ def _sizes_of(
         len(RowCall._fields),
         N_RESULTS,
         n_tables * COLUMNS,
+        n_tables * n_arrays,
         sort_parts,
         (n // HOT + 1) * HOT_COLUMNS,
         sort_parts << digit_bits,
@@ -174,11 +153,10 @@ def _kernel_arguments(kernel: Kernel, of_row: NativeFunction, every_row: bool) -
     """The arguments of the loops that the kernel decides; ``of_row`` is called for each row."""
     return (
         of_row.address,
-        kernel.block_zero.address if every_row else 0,
+        blocks(kernel).update_zero.address if every_row else 0,
         sums.accumulate(kernel.g, kernel.real).address,
-        kernel.w.itemsize,
-        *kernel.state_bytes,
-        kernel.g.itemsize,
+        len(kernel.itemsizes),
+        address_of(kernel.itemsizes),  # which lives as long as this tuple is kept
         kernel.real.itemsize,
     )
 
@@ -197,7 +175,7 @@ def _digit_bits(n: int, row_bits: int) -> int:
 class RowStep:
     """One step of a rule on tables with row-sparse gradients.
 
-    Occurrences of a row are summed in order (a row with more than ``layout.HOT`` of them range
+    Occurrences of a row are summed in order (a row with more than `HOT` of them range
     by range of positions, the sums of the ranges in order), then the rule runs once on the row.
     When the object is made, the indices are checked and grouped, and all memory is taken.
 
@@ -233,7 +211,7 @@ class RowStep:
         self._block = borrow(self._size.words)
         self._n_ranges = 0
         self._keep: list[np.ndarray] = []  # arrays whose addresses the loops have
-        self._write_arguments(of_row or kernel.block_real, locked=locked)
+        self._write_arguments(of_row or blocks(kernel).update_real, locked=locked)
         self._group()
         self.bad_position = self._result(layout.BAD_POSITION)
         self.loops: tuple[Loop, ...] = ()
@@ -269,20 +247,19 @@ class RowStep:
             *_NO_PHASE,
         )
         words[size.places[_RESULT] + layout.BAD_POSITION] = -1
-        self._write_tables(size.places[_TABLES])
+        self._write_tables(size.places[_TABLES], size.places[_ADDRESSES])
 
-    def _write_tables(self, place: int) -> None:
+    def _write_tables(self, place: int, at_addresses: int) -> None:
+        words, base = self._block
         first_row = first_position = first_range = 0
         for table in self._tables:
-            w, s0, s1, s2, hp, n_rows, width, indices, index_bytes, n, values = table
-            length = layout.range_length(n)
+            addresses, hp, n_rows, width, indices, index_bytes, n, values = table
+            length = range_length(n)
+            struct.pack_into(f"{len(addresses)}q", words.data, 8 * at_addresses, *addresses)
             _pack_table(
-                self._block.words.data,
+                words.data,
                 8 * place,
-                w,
-                s0,
-                s1,
-                s2,
+                base + 8 * at_addresses,
                 # The loops know an occurrence by its position among those of all tables.
                 values - first_position * width * self._kernel.g.itemsize,
                 hp,
@@ -299,6 +276,7 @@ class RowStep:
             first_row += n_rows
             first_position += n
             place += COLUMNS
+            at_addresses += len(addresses)
         self._n_ranges = first_range
 
     def _group(self) -> None:

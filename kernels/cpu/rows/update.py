@@ -8,23 +8,24 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit
 
+from ...tables import HOT
 from ..compile import part
 from ..intrinsics import (
     as_pointer,
-    call7,
-    call8,
+    call_address,
     compare_and_swap,
     cpu_pause,
     load_acquire,
+    load_int64,
     prefetch_write,
     store_release,
 )
 from .layout import (
+    ARRAYS,
     COLUMNS,
     FIRST_POSITION,
     FIRST_RANGE,
     FIRST_ROW,
-    HOT,
     HOT_BEGIN,
     HOT_COLUMNS,
     HOT_ELEMENTS,
@@ -42,13 +43,9 @@ from .layout import (
     PART_TABLE,
     RANGE,
     ROWS,
-    S0,
-    S1,
-    S2,
     SORTED_KEYS,
     VALUES,
     WIDTH,
-    W,
     read_call,
 )
 from .search import last_at_most
@@ -106,7 +103,7 @@ def _n_ranges(c, tables, t):
 @njit(inline="always")
 def _accumulate(c, table, sorted_keys, begin, end, total):
     mask = (1 << c.position_bits) - 1
-    call7(c.accumulate, total, table[VALUES], sorted_keys, begin, end, table[WIDTH], mask)
+    call_address(c.accumulate, total, table[VALUES], sorted_keys, begin, end, table[WIDTH], mask)
 
 
 @part
@@ -166,7 +163,7 @@ def _sum_segment(c, tables, t, begin, end, total):
     h = last_at_most(hot[:, HOT_BEGIN], result[N_HOT], begin)
     sums = c.hot_sums + hot[h, HOT_OFFSET] * c.real_bytes
     n_ranges = _n_ranges(c, tables, t)
-    call7(c.add_ranges, total, sums, c.range_numbers, 0, n_ranges, tables[t, WIDTH], -1)
+    call_address(c.add_ranges, total, sums, c.range_numbers, 0, n_ranges, tables[t, WIDTH], -1)
 
 
 @njit
@@ -199,26 +196,15 @@ def _prefetch_stretch(address, n_bytes):
 
 @njit(inline="always")
 def _prefetch_row(c, table, row):
-    # Of an absent state the row has no bytes, so nothing is fetched.
-    width = table[WIDTH]
-    _prefetch_stretch(table[W] + row * width * c.w_bytes, width * c.w_bytes)
-    _prefetch_stretch(table[S0] + row * width * c.s0_bytes, width * c.s0_bytes)
-    _prefetch_stretch(table[S1] + row * width * c.s1_bytes, width * c.s1_bytes)
+    arrays, offset = table[ARRAYS], row * table[WIDTH]
+    for k in range(c.n_arrays):
+        itemsize = load_int64(c.itemsizes + 8 * k)
+        _prefetch_stretch(load_int64(arrays + 8 * k) + offset * itemsize, table[WIDTH] * itemsize)
 
 
 @njit(inline="always")
-def _call_block(c, block, table, row, n, gradient):
-    offset = row * table[WIDTH]
-    call7(
-        block,
-        table[W] + offset * c.w_bytes,
-        gradient,
-        table[S0] + offset * c.s0_bytes,
-        table[S1] + offset * c.s1_bytes,
-        table[S2] + offset * c.s2_bytes,
-        n,
-        table[HP],
-    )
+def _call_block(block, table, row, n, gradient):
+    call_address(block, table[ARRAYS], row * table[WIDTH], gradient, n, table[HP])
 
 
 @njit
@@ -236,7 +222,9 @@ def measure_touched(index, slot, call):
     result = int64s(c.result, N_RESULTS)
     n, bits, tables = result[N_VALID], c.position_bits, _tables(c)
     keys = int64s(result[SORTED_KEYS], c.n + PADDING)
-    total = c.scratch + slot * c.scratch_bytes
+    scratch = c.scratch + slot * c.scratch_bytes
+    parameter, total = int64s(scratch, 1), scratch + 8 * RING
+    parameter[0] = total  # the rule measures the gradient, and reads nothing else
     begin, stop = share(n, c.n_parts, index), share(n, c.n_parts, index + 1)
     begin = _first_segment(keys, begin, n, bits)
     while begin < stop:
@@ -244,7 +232,7 @@ def measure_touched(index, slot, call):
         end = _segment_end(keys, begin, n, bits)
         _sum_segment(c, tables, t, begin, end, total)
         sums = c.measured + begin * 8
-        call8(c.block, total, total, 0, 0, 0, tables[t, WIDTH], tables[t, HP], sums)
+        call_address(c.block, scratch, 0, total, tables[t, WIDTH], tables[t, HP], sums)
         begin = end
 
 
@@ -254,8 +242,9 @@ def _update_row(c, table, row, total):
     stripes = carray(as_pointer(c.stripes), N_STRIPES, np.int32)
     stripe = 0
     if c.stripes != 0:
-        stripe = _lock(stripes, table[W] + row * table[WIDTH] * c.w_bytes)
-    _call_block(c, c.block, table, row, table[WIDTH], total)
+        offset = row * table[WIDTH] * load_int64(c.itemsizes)
+        stripe = _lock(stripes, load_int64(table[ARRAYS]) + offset)
+    _call_block(c.block, table, row, table[WIDTH], total)
     if c.stripes != 0:
         store_release(stripes, stripe, 0)
 
@@ -271,7 +260,8 @@ def _table_of(tables, t, row):
 @njit
 def _rows_ahead(c, table):
     """How many rows of a table may be on their way to the caches at a time."""
-    lines = 3 + 3 * table[WIDTH] * c.w_bytes // _LINE
+    row_bytes = table[WIDTH] * load_int64(c.itemsizes)
+    lines = c.n_arrays + c.n_arrays * row_bytes // _LINE
     return max(2, min(RING - 1, _LINES_AHEAD // lines))
 
 
@@ -337,7 +327,7 @@ def update_all(index, slot, call):
         touched = (keys[begin] >> bits) - first_row if begin < stop else last
         idle = last - row if begin == stop else (touched - row) // tile * tile
         if idle > 0:
-            _call_block(c, c.block_zero, tables[t], row, idle * width, buffer)
+            _call_block(c.block_zero, tables[t], row, idle * width, buffer)
             row += idle
             continue
         height = min(tile, last - row)
@@ -349,5 +339,5 @@ def update_all(index, slot, call):
             end = _segment_end(keys, begin, stop, bits)
             _sum_segment(c, tables, t, begin, end, buffer + r * width * c.real_bytes)
             begin = end
-        _call_block(c, c.block, tables[t], row, height * width, buffer)
+        _call_block(c.block, tables[t], row, height * width, buffer)
         row += height

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...cpu.adafactor.layout import FactoredTensor
+from ...tables import FactoredTensor
 from ..dense import tensor_table
 from ..dense.tensor_table import FIRST_BLOCK, HP, IS_ALIGNED, S0, SIZE, G, W
 from ..device.memory import Places
@@ -87,7 +87,8 @@ class FactoredTables:
         row_factors = places.add(self._real_bytes * of_rows)
         column_factors = places.add(self._real_bytes * of_columns)
         tile, rows, columns = self._tiles[t], self._lines[t], self._lines[t + self.n_tensors]
-        tile[[W, S0, SIZE]] = tensor.w, tensor.average, matrices * height * width
+        tile[W], tile[SIZE] = tensor.addresses[0], matrices * height * width
+        tile[S0 : S0 + len(tensor.addresses) - 1] = tensor.addresses[1:]
         own = (row_sums, column_sums, row_factors, column_factors)
         tile[MATRICES:COLUMNS] = (matrices, height, width, *cut, *own)
         _fill_lines(rows, (row_sums, tensor.row_state, row_factors), (height, width), across)

@@ -8,17 +8,18 @@ from typing import Any
 import numpy as np
 from numba import cuda, float64
 
+from ...element import conditioned, element_of
 from ...rules import adafactor as rules
 from ...rules.rule import Prologue, hp_type
-from ...storage import F64, Storage, numba_type, real_of
+from ...storage import Storage, numba_type, real_of
 from ..dense.measure import MOST_VALUES, add_tree
 from ..dense.tensor_table import HP, S0, G, W
 from ..dense.tiles import CARRIERS
 from ..device.backend import load_int64, store_float64, tile_loader, tuple_reader
-from ..device.functions import device_function
+from ..device.functions import DEVICE, device_function
 from ..device.guard import is_closed
 from .layout import COLUMN_FACTORS, HEIGHT, ROW_FACTORS, WIDTH
-from .strips import conditioned, row_of_table, strip_loader, strip_storer, strips
+from .strips import row_of_table, strip_loader, strip_storer, strips
 
 
 @cache
@@ -35,7 +36,7 @@ def direction_kernel(
     read_hp = tuple_reader(hp_type(rules.ADAFACTOR, prologue), numba_type(real_of(w)))
     load_w, load_g = strip_loader(w, length), strip_loader(g, length)
     load_columns, load_one = strip_loader(real_of(w), length), tile_loader(1, real_bytes)
-    values, strip_at = conditioned(prologue, w, g), strips(length, threads)
+    values, strip_at = conditioned(prologue, w, g, DEVICE), strips(length, threads)
     direction = device_function(rules.factored_direction)
 
     @cuda.jit
@@ -64,7 +65,7 @@ def direction_kernel(
                 load_one(of_row, row_factors + (line + np.int64(i)) * real_bytes)
                 for k in range(length):
                     if k < strip.count:
-                        value, gradient = values(x[k], d[k], hp)
+                        value, gradient = values(x, d, k, hp)
                         u = np.float64(direction(gradient, of_row[0], of_columns[k], hp))
                         of_u += u * u
                         if of_parameter:
@@ -135,23 +136,15 @@ def update_kernel(
 
 def _element(prologue: Prologue, w: Storage, g: Storage, s: Storage | None) -> Any:
     """``element(w, g, average, k, row, column, hp)``: the update of element ``k``, in registers."""
-    wide, real, has_average = real_of(w) is F64, numba_type(real_of(w)), s is not None
-    values, load_s = conditioned(prologue, w, g), device_function((s or w).to_real)
-    store_w, store_s = (
-        device_function(storage.from_wide if wide else storage.from_real) for storage in (w, s or w)
-    )
-    factored, factored_plain = (
-        device_function(rule) for rule in (rules.factored, rules.factored_plain)
-    )
+    has_average = s is not None
+    rule = rules.factored if has_average else rules.factored_plain
+    of_arrays = element_of(rule, prologue, w, g, (s,) if s else (), DEVICE)
 
     @cuda.jit(device=True)
     def element(w, g, average, k, row, column, hp):
-        x, d = values(w[k], g[k], hp)
         if has_average:
-            x, a = factored(x, d, real(load_s(average[k])), row, column, hp)
-            average[k] = store_s(a)
+            of_arrays((w, average), g, k, row, column, hp)
         else:
-            x = factored_plain(x, d, row, column, hp)
-        w[k] = store_w(x)
+            of_arrays((w,), g, k, row, column, hp)
 
     return element

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ...cpu.adafactor.blocks import FactoredKernel
+from ...element import Kernel
 from ..device.launch import on_grid
 from . import layout as factored_layout
 from .layout import FactoredTables
@@ -21,10 +21,9 @@ from .sums import squares_kernel
 _WIDEST = 16  # bytes of a load
 
 
-def length_of(kernel: FactoredKernel) -> int:
+def length_of(kernel: Kernel) -> int:
     """Elements of a thread's widest loads."""
-    storages = (kernel.w, kernel.g, *([kernel.s] if kernel.s else []))
-    return _WIDEST // min(storage.itemsize for storage in storages)
+    return _WIDEST // min(storage.itemsize for storage in (kernel.w, kernel.g, *kernel.s))
 
 
 class Loops(NamedTuple):
@@ -38,7 +37,7 @@ class Loops(NamedTuple):
     update: Any
 
 
-def loops_of(kernel: FactoredKernel, options: Options) -> Loops:
+def loops_of(kernel: Kernel, options: Options) -> Loops:
     """The loops for some storage types."""
     prologue, w, g, real = kernel.prologue, kernel.w, kernel.g, kernel.real
     length, threads = length_of(kernel), factored_layout.THREADS
@@ -48,7 +47,7 @@ def loops_of(kernel: FactoredKernel, options: Options) -> Loops:
         row_factors_kernel(prologue, real, threads),
         direction_kernel(prologue, w, g, length, threads, options.scale_parameter),
         sizes_kernel(real, options, threads, factored_layout.ROW_BYTES),
-        update_kernel(prologue, w, g, kernel.s, length, threads),
+        update_kernel(prologue, w, g, kernel.s[0] if kernel.s else None, length, threads),
     )
 
 

@@ -13,13 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cuda
 
-from ...cpu.blocks import compose
-from ...rules.rule import Prologue
-from ...storage import Storage, numba_type, real_of
+from ...storage import Storage
 from ..dense.tensor_table import FIRST_BLOCK, IS_ALIGNED
 from ..dense.tiles import CARRIERS
 from ..device.backend import load_int64, tile_loader, tile_storer
-from ..device.functions import device_function
 from ..rows.search import last_at_most
 from .layout import (
     HEIGHT,
@@ -161,18 +158,3 @@ def strip_storer(storage: Storage, length: int) -> Any:
                     place += np.int64(strip.step) * itemsize
 
     return store
-
-
-@cache
-def conditioned(prologue: Prologue, w: Storage, g: Storage) -> Any:
-    """``values(w, g, hp)``: the parameter and the gradient after the prologue, as numbers."""
-    load_w, load_g = device_function(w.to_real), device_function(g.to_real)
-    condition = compose(prologue, device_function, cuda.jit(device=True))
-    real = numba_type(real_of(w))
-
-    @cuda.jit(device=True)
-    def values(w, g, hp):
-        x = real(load_w(w))
-        return x, condition(real(load_g(g)), x, hp)
-
-    return values

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from numba import cuda, float64
 
+from ...element import conditioned
 from ...rules import adafactor as rules
 from ...rules.rule import Prologue, hp_type
 from ...storage import Storage, numba_type, real_of
@@ -15,10 +16,10 @@ from ..dense.measure import add_lanes
 from ..dense.tensor_table import HP, G, W
 from ..dense.tiles import CARRIERS
 from ..device.backend import load_int64, store_float64, tuple_reader
-from ..device.functions import device_function
+from ..device.functions import DEVICE, device_function
 from ..device.guard import is_closed
 from .layout import COLUMN_SUMS, HEIGHT, ROW_SUMS, TILES_ACROSS, TILES_DOWN, WIDTH
-from .strips import conditioned, row_of_table, strip_loader, strips
+from .strips import row_of_table, strip_loader, strips
 
 
 @cache
@@ -88,7 +89,7 @@ def _row_adder(prologue: Prologue, w: Storage, g: Storage, length: int) -> Any:
     w_type, g_type = CARRIERS[w.carrier], CARRIERS[g.carrier]
     w_bytes, g_bytes = w.itemsize, g.itemsize
     load_w, load_g = strip_loader(w, length), strip_loader(g, length)
-    values, squared = conditioned(prologue, w, g), device_function(rules.squared)
+    values, squared = conditioned(prologue, w, g, DEVICE), device_function(rules.squared)
 
     @cuda.jit(device=True)
     def add_row(of_columns, w, g, offset, strip, hp):
@@ -98,7 +99,7 @@ def _row_adder(prologue: Prologue, w: Storage, g: Storage, length: int) -> Any:
         total = 0.0
         for k in range(length):
             if k < strip.count:
-                _, gradient = values(x[k], d[k], hp)
+                _, gradient = values(x, d, k, hp)
                 square = np.float64(squared(gradient, hp))
                 of_columns[k] += square
                 total += square

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 from numba import cuda, types
 
-from ...cpu.finite import EXPONENTS
 from ...storage import Storage
 from ..device.backend import copy_in, copy_out, load_int64, store_int64, tile_loader
 from ..device.launch import on_grid
@@ -27,7 +26,7 @@ _ROW = 8 * COLUMNS
 @cache
 def finite_kernel(storage: Storage) -> Any:
     """``loop[blocks, THREADS](table, n_arrays, found)``: ``found`` becomes 1 at the first NaN."""
-    itemsize, exponent = storage.itemsize, EXPONENTS[storage.name]
+    itemsize, exponent = storage.itemsize, storage.exponent
     length, unsigned = _WIDEST // itemsize, _UNSIGNED[storage.itemsize]
     load_tile, load_one = tile_loader(length, itemsize), tile_loader(1, itemsize)
     chunk = chunk_of(storage)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numba import cuda, float64
 
-from ...cpu.blocks import Kernel
+from ...element import Kernel
 from ...rules.rule import hp_type
 from ...storage import numba_type
 from ..device.backend import load_float64, load_int64, scale_real, store_float64

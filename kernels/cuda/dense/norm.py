@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cuda, float64
 
-from ...cpu.blocks import kernel
+from ...element import kernel
 from ...rules.norm import SCALED
 from ...storage import F64, Storage, real_of
 from ..device.backend import copy_in, copy_out, load_float64, store_float32, store_float64

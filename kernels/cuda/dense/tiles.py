@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cuda, types
 
-from ...cpu.blocks import compose, element_of, padded, values_of
+from ...element import element_of, values_of
 from ...rules.rule import Prologue, Rule, hp_type
 from ...storage import Storage, numba_type, real_of
 from ..device.backend import tile_loader, tile_storer, tuple_reader
-from ..device.functions import device_function
+from ..device.functions import DEVICE, device_function
 
 _WIDEST = 16  # bytes of a load
 CARRIERS: dict[Any, Any] = {
@@ -46,7 +46,7 @@ class Tiles(NamedTuple):
 @cache
 def tiles(rule: Rule, prologue: Prologue, w: Storage, g: Storage, s: tuple[Storage, ...]) -> Tiles:
     """For these storage types; nothing is compiled yet."""
-    element = _element(rule, prologue, w, g, s)
+    element = element_of(rule.update, prologue, w, g, s, DEVICE)
     length = _WIDEST // min(storage.itemsize for storage in (w, g, *s))
     return Tiles(
         length,
@@ -56,11 +56,9 @@ def tiles(rule: Rule, prologue: Prologue, w: Storage, g: Storage, s: tuple[Stora
     )
 
 
-def _element(rule: Rule, prologue: Prologue, w: Storage, g: Storage, s: tuple[Storage, ...]) -> Any:
-    """`element_of` a rule on the device."""
-    on_device = cuda.jit(device=True)
-    update, condition = device_function(rule.update), compose(prologue, device_function, on_device)
-    return on_device(element_of(update, condition, w, g, s, device_function))
+def padded(values: list[Any], filler: Any) -> list[Any]:
+    """One value for each state that there may be; the filler is never used."""
+    return values + [filler] * (3 - len(values))
 
 
 def _tile(element: Any, w: Storage, g: Storage, s: tuple[Storage, ...], length: int) -> Any:
@@ -94,19 +92,19 @@ def _update(element: Any, w: Storage, s: tuple[Storage, ...], length: int) -> An
         load_w(x, w)
         if n_states == 0:
             for k in range(length):
-                element(x, d, (), k, hp)
+                element((x,), d, k, hp)
         elif n_states == 1:
             a = cuda.local.array(length, type_0)
             load_0(a, s0)
             for k in range(length):
-                element(x, d, (a,), k, hp)
+                element((x, a), d, k, hp)
             store_0(s0, a)
         elif n_states == 2:
             a, b = cuda.local.array(length, type_0), cuda.local.array(length, type_1)
             load_0(a, s0)
             load_1(b, s1)
             for k in range(length):
-                element(x, d, (a, b), k, hp)
+                element((x, a, b), d, k, hp)
             store_0(s0, a)
             store_1(s1, b)
         else:
@@ -116,7 +114,7 @@ def _update(element: Any, w: Storage, s: tuple[Storage, ...], length: int) -> An
             load_1(b, s1)
             load_2(c, s2)
             for k in range(length):
-                element(x, d, (a, b, c), k, hp)
+                element((x, a, b, c), d, k, hp)
             store_0(s0, a)
             store_1(s1, b)
             store_2(s2, c)
@@ -154,11 +152,8 @@ def _measured_tile(
     rule: Rule, prologue: Prologue, w: Storage, g: Storage, s: tuple[Storage, ...], length: int
 ) -> Any:
     """``add(sums, w, g, s0, s1, i, hp)`` on ``length`` elements from ``i`` on."""
-    on_device = cuda.jit(device=True)
-    condition = compose(prologue, device_function, on_device)
-    values = on_device(
-        values_of(device_function(rule.measure), condition, w, g, s, device_function)
-    )
+    assert rule.measure is not None
+    values = values_of(rule.measure, prologue, w, g, s, DEVICE)
     n_values, n_states = rule.n_measured, len(s)
     w_type, g_type = CARRIERS[w.carrier], CARRIERS[g.carrier]
     type_0, type_1, _ = padded([CARRIERS[x.carrier] for x in s], w_type)
@@ -183,13 +178,13 @@ def _measured_tile(
         load_g(d, g + i * g_bytes)
         if n_states == 0:
             for k in range(length):
-                add_squares(sums, values(x, d, (), k, hp))
+                add_squares(sums, values((x,), d, k, hp))
         else:
             a, b = cuda.local.array(length, type_0), cuda.local.array(length, type_1)
             load_0(a, s0 + i * s0_bytes)
             load_1(b, s1 + i * s1_bytes)
             for k in range(length):
-                add_squares(sums, values(x, d, (a, b), k, hp))
+                add_squares(sums, values((x, a, b), d, k, hp))
 
     return add
 
@@ -267,5 +262,5 @@ def row_tiles(
 ) -> RowTiles:
     """For these storage types; nothing is compiled yet."""
     length, _, _, read_hp = tiles(rule, prologue, w, g, s)
-    element = _element(rule, prologue, w, real_of(w), s)
+    element = element_of(rule.update, prologue, w, real_of(w), s, DEVICE)
     return RowTiles(length, _update(element, w, s, length), _update(element, w, s, 1), read_hp)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cuda
 
-from ...cpu.blocks import Kernel
+from ...element import Kernel
 from ..device.backend import load_int64
 from ..device.guard import is_closed
 from ..device.launch import on_grid
@@ -82,7 +82,7 @@ def table_of(
 
     Args:
         kernel: the rule and its storage types.
-        addresses: int64 ``[T, 4]`` on the device: w and up to three states (others 0).
+        addresses: int64 ``[T, 1 + number of states]``, on the device.
         gradients: int64 ``[T]``, on the device.
         sizes: int64 ``[T]``: elements of each tensor.
         hp_addresses: int64 ``[T]``: where the scalars of each tensor will lie on the device.
@@ -90,7 +90,7 @@ def table_of(
     known = np.flatnonzero(sizes)
     table = np.zeros((len(known), COLUMNS), np.int64)
     table[:, W], table[:, G] = addresses[known, 0], gradients[known]
-    table[:, [S0, S1, S2]] = addresses[known, 1:]
+    table[:, S0 : S0 + addresses.shape[1] - 1] = addresses[known, 1:]
     table[:, SIZE], table[:, HP] = sizes[known], hp_addresses[known]
     blocks = -(-sizes[known] // chunk_of(kernel))
     table[:, FIRST_BLOCK] = np.cumsum(blocks) - blocks

@@ -15,6 +15,7 @@ from functools import cache
 
 from numba import cuda
 
+from ...element import Compiler
 from .backend import REPLACED
 
 _PACKAGE = __name__.rpartition(".kernels.")[0]
@@ -53,3 +54,8 @@ def _text_of(function):
     if hasattr(function, "cache_info"):
         return function.__wrapped__
     return getattr(function, "py_func", function)
+
+
+_on_device = cuda.jit(device=True)
+DEVICE = Compiler(device_function, device_function, device_function, _on_device, _on_device)
+"""How functions of an element are compiled here."""

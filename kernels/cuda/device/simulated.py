@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ...cpu.intrinsics import f16_to_f32, f32_to_f16
+from ...half import f16_to_f32, f32_to_f16
 
 _one_at_a_time = threading.Lock()  # each thread of the device is a thread of Python
 

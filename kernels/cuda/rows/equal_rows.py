@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...cpu.rows.step import RowTable
 from ...storage import Storage
+from ...tables import RowTable
 from ..device.backend import copy_in, copy_out
 from ..device.guard import NOTHING, WORDS
 from ..device.launch import on_grid, tile_grid
@@ -108,7 +108,7 @@ def decayed_sums(rows: Rows, w: Storage, hp: np.ndarray, result: int, stream: An
         stream: of Numba.
     """
     sorting, table = _Sorting(rows, drop=True), rows.table
-    n, at_hp = sorting.sizes.n, sorting.places.add(hp.nbytes)
+    n, at_hp, (parameter,) = sorting.sizes.n, sorting.places.add(hp.nbytes), table.addresses
     if n == 0 or table.width == 0:
         return
     with room_of(stream) as room:
@@ -117,10 +117,10 @@ def decayed_sums(rows: Rows, w: Storage, hp: np.ndarray, result: int, stream: An
         keys, _ = sorting.enqueue(base, 0, stream)
         loop = row_sums.decayed_sums_kernel(rows.g, rows.real, w)
         grid, block = _grid(n, table.width, row_sums.tile_length(rows.g, w))
-        arrays = ((table.values, rows.g), (table.w, w), (result, rows.real))
+        arrays = ((table.values, rows.g), (parameter, w), (result, rows.real))
         on_grid(loop, grid, block, stream)(
             keys, n, sorting.sizes.position_bits, table.rows, table.values, table.width,
-            table.w, base + at_hp, result, _is_aligned(table.width, *arrays),
+            parameter, base + at_hp, result, _is_aligned(table.width, *arrays),
         )  # fmt: skip
 
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ...cpu.blocks import Kernel
-from ...cpu.rows.layout import HOT
-from ...cpu.rows.step import RowTable
+from ...element import Kernel
+from ...tables import HOT, RowTable
 from ..dense.tiles import row_tiles
 from ..device.backend import copy_in, fill_ones
 from ..device.launch import on_grid, tile_grid

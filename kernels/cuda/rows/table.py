@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...cpu.rows.layout import range_length
-from ...cpu.rows.step import RowTable
+from ...tables import RowTable, range_length
 
 # Columns, int64 [T, COLUMNS].
 (
@@ -46,7 +45,7 @@ def table_of(
     made = np.zeros((len(tables), COLUMNS), np.int64)
     first_row = first_position = 0
     for table, row in zip(tables, made, strict=True):
-        row[[W, S0, S1, S2]] = table.w, table.s0, table.s1, table.s2
+        row[W : W + len(table.addresses)] = table.addresses
         # The loops know an occurrence by its position among those of all tables.
         row[VALUES] = table.values - first_position * table.width * g_bytes
         row[INDICES] = table.indices - first_position * table.index_bytes
@@ -56,7 +55,7 @@ def table_of(
         row[RANGE] = range_length(table.length)
         row[N_RANGES] = -(-table.length // row[RANGE])
         strides = [table.width * n for n in (g_bytes, *variable_bytes)]
-        places = [table.w, table.values, table.s0, table.s1, table.s2]
+        places = [table.values, *table.addresses]
         row[IS_ALIGNED] = all(x % _ALIGN == 0 for x in (*strides, *places))
         first_row += table.rows
         first_position += table.length

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from numba import cuda, float64
 
-from ...cpu.blocks import Kernel
-from ...cpu.rows.layout import HOT
+from ...element import Kernel
 from ...storage import Storage, numba_type
+from ...tables import HOT
 from ..dense.measure import SUMS_BYTES, add_tree
 from ..dense.tiles import row_tiles, sums
 from ..device.backend import load_int32, load_int64, lower_int64, store_float64, store_int64

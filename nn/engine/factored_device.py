@@ -7,16 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.cpu.adafactor.blocks import FactoredKernel
-from ...kernels.cpu.adafactor.layout import FactoredTensor
-from ...kernels.cpu.blocks import Kernel
-from ...kernels.cpu.dense import TensorTable
 from ...kernels.cuda.adafactor import step as factored
 from ...kernels.cuda.adafactor.layout import FactoredTables
 from ...kernels.cuda.adafactor.sizes import Options, sizes_kernel
 from ...kernels.cuda.dense import tensor_table
 from ...kernels.cuda.dense import update as dense
 from ...kernels.cuda.dense.measure import SUMS_BYTES
+from ...kernels.element import Kernel
+from ...kernels.tables import FactoredTensor, TensorTable
 from .program import DensePart, Measured
 
 SizeOptions = tuple[float, float, bool]
@@ -38,7 +36,7 @@ def vectors_part(
 
 
 def matrices_part(
-    kernel: FactoredKernel,
+    kernel: Kernel,
     tensors: Sequence[FactoredTensor],
     gradients: np.ndarray,
     options: SizeOptions,

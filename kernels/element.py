@@ -1,0 +1,194 @@
+"""What is compiled, a rule behind a prologue for some storage types, and its work on one element.
+
+Nothing is compiled here: a backend says how (`Compiler`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .rules.rule import Prologue, Rule, columns
+from .storage import F64, Storage, numba_type, real_of
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """A rule behind a prologue for some storage types; compared by identity, see `kernel`.
+
+    Attributes:
+        rule: the update rule.
+        prologue: what happens to the gradient first.
+        w: storage of the parameter; the arithmetic follows it.
+        g: storage of the gradient.
+        s: storage of each state.
+    """
+
+    rule: Rule
+    prologue: Prologue
+    w: Storage
+    g: Storage
+    s: tuple[Storage, ...]
+
+    @property
+    def real(self) -> Storage:
+        """Storage of the arithmetic, of ``hp`` and of summed gradients."""
+        return real_of(self.w)
+
+    @cached_property
+    def itemsizes(self) -> np.ndarray:
+        """int64: bytes of an element of the parameter, then of each state."""
+        return np.array([storage.itemsize for storage in (self.w, *self.s)])
+
+    @property
+    def n_scalars(self) -> int:
+        """The number of fields of a row of ``hp``."""
+        return len(self.column)
+
+    @property
+    def column(self) -> dict[str, int]:
+        """Where each scalar is in a row of ``hp``."""
+        return columns(self.rule, self.prologue)
+
+
+@cache
+def kernel(
+    rule: Rule, prologue: Prologue, w: Storage, g: Storage, s: tuple[Storage, ...]
+) -> Kernel:
+    """The only kernel of ``rule`` behind ``prologue`` for these storage types."""
+    return Kernel(rule, prologue, w, g, s)
+
+
+class Compiler(NamedTuple):
+    """How a backend compiles the functions of an element.
+
+    Attributes:
+        rule: a function of a rule.
+        part: the function of a part of a prologue.
+        conversion: from or to a storage type.
+        element: what calls them.
+        inlined: a part of that, one of many, so that each must compile in no time.
+    """
+
+    rule: Callable[..., Any]
+    part: Callable[..., Any]
+    conversion: Callable[..., Any]
+    element: Callable[..., Any]
+    inlined: Callable[..., Any]
+
+
+def compose(prologue: Prologue, compiler: Compiler) -> Any:
+    """``condition(g, w, hp)``: one function out of the parts of a prologue, first part first."""
+    if not prologue:
+
+        def identity(g, w, hp):
+            return g
+
+        return compiler.inlined(identity)
+    first, rest = compiler.part(prologue[0].apply), compose(prologue[1:], compiler)
+
+    def composed(g, w, hp):
+        return rest(first(g, w, hp), w, hp)
+
+    return compiler.inlined(composed)
+
+
+def conditioned(prologue: Prologue, w: Storage, g: Storage | None, compiler: Compiler) -> Any:
+    """``load(w, g, i, hp)``: parameter and gradient after the prologue, as numbers.
+
+    Without a storage of the gradient this is 0 and is not read.
+    """
+    load_w, load_g = compiler.conversion(w.to_real), compiler.conversion((g or w).to_real)
+    condition, real, zero_gradient = compose(prologue, compiler), numba_type(real_of(w)), g is None
+
+    def load(w, g, i, hp):
+        x = real(load_w(w[i]))
+        d = real(0) if zero_gradient else real(load_g(g[i]))
+        return x, condition(d, x, hp)
+
+    return compiler.inlined(load)
+
+
+def _loaded(w: Storage, s: tuple[Storage, ...], compiler: Compiler, k: int = 0) -> Any:
+    """``load(arrays, i)``: element ``i`` of the states from number ``k`` on, as numbers."""
+    if k == len(s):
+
+        def nothing(arrays, i):
+            return ()
+
+        return compiler.inlined(nothing)
+    to_real, real, place = compiler.conversion(s[k].to_real), numba_type(real_of(w)), 1 + k
+    rest = _loaded(w, s, compiler, k + 1)
+
+    def load(arrays, i):
+        return (real(to_real(arrays[place][i])), *rest(arrays, i))
+
+    return compiler.inlined(load)
+
+
+def _stored(storages: tuple[Storage, ...], compiler: Compiler, k: int = 0) -> Any:
+    """``store(arrays, i, values)``: element ``i`` of the arrays from number ``k`` on."""
+    if k == len(storages):
+
+        def nothing(arrays, i, values):
+            pass
+
+        return compiler.inlined(nothing)
+    to, wide = storages[k], real_of(storages[0]) is F64
+    convert = compiler.conversion(to.from_wide if wide else to.from_real)
+    rest = _stored(storages, compiler, k + 1)
+
+    def store(arrays, i, values):
+        arrays[k][i] = convert(values[k])
+        rest(arrays, i, values)
+
+    return compiler.inlined(store)
+
+
+def element_of(
+    update: Callable[..., Any],
+    prologue: Prologue,
+    w: Storage,
+    g: Storage | None,
+    s: tuple[Storage, ...],
+    compiler: Compiler,
+) -> Any:
+    """``element(arrays, g, i, *rest)``: load, prologue, ``update`` and store of one element.
+
+    ``arrays`` is a tuple, of the parameter and its states; ``rest`` is what ``update`` takes after
+    the states, ``hp`` the last. Without a storage of the gradient this is 0 and is not read.
+    """
+    compiled, load = compiler.rule(update), conditioned(prologue, w, g, compiler)
+    load_states, store = _loaded(w, s, compiler), _stored((w, *s), compiler)
+    has_states = bool(s)
+
+    def element(arrays, g, i, *rest):
+        x, d = load(arrays[0], g, i, rest[-1])
+        new = compiled(x, d, *load_states(arrays, i), *rest)
+        # A constant of the closure: Numba prunes the other branch before it types it.
+        store(arrays, i, new if has_states else (new,))
+
+    return compiler.element(element)
+
+
+def values_of(
+    measure: Callable[..., Any],
+    prologue: Prologue,
+    w: Storage,
+    g: Storage,
+    s: tuple[Storage, ...],
+    compiler: Compiler,
+) -> Any:
+    """``values(arrays, g, i, hp)``: load, prologue and ``measure`` of one element."""
+    compiled, load = compiler.rule(measure), conditioned(prologue, w, g, compiler)
+    load_states = _loaded(w, s, compiler)
+
+    def values(arrays, g, i, hp):
+        x, d = load(arrays[0], g, i, hp)
+        return compiled(x, d, *load_states(arrays, i), hp)
+
+    return compiler.element(values)

@@ -1,0 +1,95 @@
+"""What the tables of a step hold before a backend lays them out, and what fixes its results."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+# A row of up to HOT occurrences is summed in their order. A hotter one is summed range by
+# range, each in order, and the sums of the ranges are added in order: one row then cannot hold
+# up all threads, and gradients are read range after range, as they lie, not all over memory.
+# These numbers fix the result to the last bit: they must not depend on the machine.
+HOT = 512
+_RANGE_POSITIONS = 4_096
+_MOST_RANGES = 64
+
+
+def range_length(n_positions: int) -> int:
+    """Positions of a range of a table with ``n_positions``."""
+    return max(_RANGE_POSITIONS, -(-n_positions // _MOST_RANGES))
+
+
+class TensorTable:
+    """Where T tensors and their states lie; what stays the same from step to step.
+
+    Args:
+        addresses: int64 ``[T, 1 + number of states]``: the parameter, then its states.
+        first: int64 ``[T + 1]``: prefix sums of the tensors' sizes.
+
+    Attributes:
+        total: the number of elements of all tensors.
+    """
+
+    def __init__(self, addresses: np.ndarray, first: np.ndarray) -> None:
+        self.addresses = addresses
+        self.first = first
+        self.total = int(first[-1])
+
+    def move(self, addresses: Sequence[int] | np.ndarray, size: int) -> None:
+        """Make a table of one tensor that of another one."""
+        self.addresses[0] = addresses
+        self.first[1] = self.total = size
+
+
+class RowTable(NamedTuple):
+    """One ``[N, D]`` table, its states, its scalars and its row-sparse gradient; addresses.
+
+    Attributes:
+        addresses: the parameter, then its states; none where only the gradient is read.
+        hp: the scalars, in the type of the arithmetic.
+        rows: N.
+        width: D, elements of a row.
+        indices: ``[B]``.
+        index_bytes: 4 (int32) or 8 (int64).
+        length: B.
+        values: ``[B, D]``.
+    """
+
+    addresses: tuple[int, ...]
+    hp: int
+    rows: int
+    width: int
+    indices: int
+    index_bytes: int
+    length: int
+    values: int
+
+
+class FactoredTensor(NamedTuple):
+    """``[matrices, height, width]`` elements and their states; addresses.
+
+    Attributes:
+        addresses: the parameter, then the states of its shape.
+        row_state: ``[matrices, height]``.
+        column_state: ``[matrices, width]``.
+        matrices: how many.
+        height: rows of a matrix.
+        width: columns of a matrix.
+    """
+
+    addresses: tuple[int, ...]
+    row_state: int
+    column_state: int
+    matrices: int
+    height: int
+    width: int
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], addresses: Sequence[int]) -> FactoredTensor:
+        """A parameter of a shape as a list of matrices; its addresses, those of factors last."""
+        *whole, row, column = addresses
+        *matrices, height, width = shape
+        return cls(tuple(whole), row, column, math.prod(matrices), height, width)
