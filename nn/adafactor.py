@@ -13,7 +13,8 @@ from ..kernels.rules import adafactor as rules
 from ..kernels.rules.formula import Formula
 from ..ops.runtime import check, pending
 from ..ops.runtime.errors import reject, reject_unknown
-from .base.arguments import Fixed, non_negative_float, open_unit, positive_float, step_options
+from .base.arguments import non_negative_float, open_unit, positive_float, step_options
+from .base.attributes import Fixed
 from .base.groups import Groups
 from .base.numbers import Number
 from .base.parameter import Parameter

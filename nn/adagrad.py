@@ -10,7 +10,8 @@ from ..kernels.rules import adagrad as rules
 from ..kernels.rules.formula import Formula
 from ..ops.runtime import check
 from ..ops.runtime.errors import reject_unknown
-from .base.arguments import Fixed, non_negative_float, step_options
+from .base.arguments import non_negative_float, step_options
+from .base.attributes import Fixed
 from .fused import FusedOptimizer
 
 

@@ -15,7 +15,7 @@ from ...ops.runtime.arrays import adopt_anywhere, real_type
 from ...ops.runtime.device import DeviceArray
 from ...ops.runtime.errors import reject
 from ...ops.runtime.step import commit
-from ..base.arguments import Checked
+from ..base.attributes import Checked
 from ..base.parameter import Parameter
 from ..engine.host import prepared_call
 from ..engine.on_device import launch_calls

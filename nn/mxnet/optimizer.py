@@ -16,7 +16,8 @@ from ...ops.runtime.device import DeviceArray
 from ...ops.runtime.device_gradient import convert, converted
 from ...ops.runtime.errors import reject, reject_unknown
 from ...ops.runtime.row_forms import concatenated
-from ..base.arguments import Checked, count, of_kind
+from ..base.arguments import count, of_kind
+from ..base.attributes import Checked
 from . import arguments
 from .arguments import arguments_of, as_lists, is_list
 

@@ -13,18 +13,17 @@ from ...kernels.quiet import quiet
 from ...kernels.rules import sgd as rules
 from ...kernels.rules.formula import Formula
 from ...ops.runtime import check
-from ...ops.runtime.errors import message
-from ..base.arguments import non_negative_float, positive_int
+from ...ops.runtime.errors import reject
+from ..base.arguments import non_negative_float, of_kind, positive_int
+from ..base.attributes import Checked, Fixed
 from ..base.numbers import number_of
 from ..base.parameter import Parameter
 from ..fused import FusedOptimizer
-from ..schedules.base import Schedule, value_at
+from ..schedules.base import value_at
 from .arguments import (
-    BLOCK_SIZE,
     NAME,
     bad_factor_of,
     block_size_of,
-    check_filter,
     check_split,
     compatibility,
     damping_of,
@@ -49,11 +48,11 @@ def every_parameter(parameter: Parameter) -> bool:  # noqa: ARG001  (what a filt
 
 
 class Thor(FusedOptimizer):
-    """What `thor` makes; see there for its arguments.
+    """What `thor` makes out of a net and of its other arguments, ``given`` by name.
 
     Attributes:
         net: what was declared: the layers and further parameters, by their place in the net.
-        frequency: steps from one refresh of the factors to the next.
+        damping, momentum, batch_size, frequency, bad_factor: can be assigned to between steps.
     """
 
     _name = NAME
@@ -62,42 +61,31 @@ class Thor(FusedOptimizer):
     _counts = ("step.", "refreshes.")
     _rows_need = ("a dense one: THOR multiplies it by matrices", "a RowTensor")
 
-    def __init__(
-        self,
-        net: Any,
-        learning_rate: Any,
-        damping: Any,
-        momentum: float,
-        weight_decay: Any = 0.0,
-        loss_scale: Any = 1.0,
-        batch_size: int = 32,
-        use_nesterov: bool = False,
-        decay_filter: Callable[[Parameter], bool] = every_parameter,
-        split_indices: Any = None,
-        enable_clip_grad: bool = False,
-        frequency: int = 100,
-        *,
-        compat: str | None = None,
-        block_size: int | None = BLOCK_SIZE,
-        bad_factor: str = "raise",
-    ) -> None:
-        self.damping = damping
-        self.momentum = non_negative_float(NAME, "momentum", momentum)
-        self.use_nesterov = check.flag(NAME, "use_nesterov", use_nesterov)
-        self.enable_clip_grad = check.flag(NAME, "enable_clip_grad", enable_clip_grad)
-        self.batch_size = positive_int(NAME, "batch_size", batch_size)
-        self.frequency = frequency_of(frequency)
-        self.is_compatible = compatibility(compat, block_size)
-        self.block_size = block_size_of(block_size)
-        self.bad_factor = bad_factor_of(bad_factor)
-        check_filter(decay_filter)
-        check_split(split_indices)
+    damping = Checked(damping_of)
+    momentum = Checked(non_negative_float)
+    use_nesterov = Fixed(check.flag)
+    enable_clip_grad = Fixed(check.flag)
+    batch_size = Checked(positive_int)
+    frequency = Checked(frequency_of)
+    is_compatible = Fixed(check.flag)
+    block_size = Fixed(block_size_of)
+    bad_factor = Checked(bad_factor_of)
+
+    def __init__(self, net: Any, given: Mapping[str, Any]) -> None:
+        for name in ("damping", "momentum", "use_nesterov", "enable_clip_grad", "batch_size"):
+            setattr(self, name, given[name])
+        self.frequency = given["frequency"]
+        self.is_compatible = compatibility(given["compat"], given["block_size"])
+        self.block_size, self.bad_factor = given["block_size"], given["bad_factor"]
+        decay_filter = given["decay_filter"]
+        of_kind(NAME, "decay_filter", decay_filter, Callable, "a callable")
+        check_split(given["split_indices"])
         self.net = declared(net)
         super().__init__(
-            learning_rate,
+            given["learning_rate"],
             trainable(self.net),
-            weight_decay,
-            loss_scale,
+            given["weight_decay"],
+            given["loss_scale"],
             rule=rules.MOMENTUM_NESTEROV if self.use_nesterov else rules.MOMENTUM,
             states={"moments": 0.0},
             use_locking=False,
@@ -147,25 +135,11 @@ class Thor(FusedOptimizer):
 
     # Damping and refreshes
 
-    @property
-    def damping(self) -> float | Parameter | Schedule:
-        """Lambda: a number, one for each step, or a schedule; it can be assigned to.
-
-        Raises:
-            TypeError: another kind is assigned.
-            ValueError: a value is not above 0 or not finite.
-        """
-        return self._damping
-
-    @damping.setter
-    def damping(self, value: Any) -> None:
-        self._damping = damping_of(value)
-
     def _options(self, step: int) -> Options:
-        damping = value_at(NAME, "damping", self._damping, step)
+        damping = value_at(NAME, "damping", self.damping, step)
         check.in_range(NAME, "damping", damping, damping > 0.0, "above 0")
         loss_scale = number_of(self._loss_scale)
-        return Options(damping, self.batch_size, loss_scale, self.is_compatible)
+        return Options(damping, self.batch_size, loss_scale, self.is_compatible, self._scratch)
 
     def request_refresh(self) -> None:
         """Compute the factors anew in the next step too, whatever its number is."""
@@ -223,9 +197,8 @@ class Thor(FusedOptimizer):
                 continue  # a first refresh that was skipped, with a warning
             for position, gradient in read.items():
                 given[position] = preconditioner.precondition(
-                    position, gradient, inverses or preconditioner.inverses, options,
-                    self._scratch,
-                )  # fmt: skip
+                    position, gradient, inverses or preconditioner.inverses, options
+                )
         before = self._attributes()
         try:
             # What belongs to the step beside the parameters comes before they are written: an
@@ -278,10 +251,9 @@ class Thor(FusedOptimizer):
             return None
         layer = preconditioner.layer
         if not layer.has_captured:
+            name, wrong = f"layer {layer.name!r}", "has captured nothing"
             expected = f"capture(inputs, output_gradients) before step {self._step}"
-            raise RuntimeError(
-                message(NAME, f"layer {layer.name!r}", "has captured nothing", expected, "none")
-            )
+            reject(RuntimeError, NAME, name, wrong, expected, "none")
         try:
             return preconditioner.inverted(options)
         except FactorError as error:
