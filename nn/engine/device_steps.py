@@ -29,7 +29,8 @@ from .on_device import error_of, row_batches
 from .reader import GradientReader, Gradients, by_storage
 
 if TYPE_CHECKING:
-    from .program import Part, Program, Scalars
+    from ...kernels.cuda.device.part import Part
+    from .program import Program, Scalars
     from .resident import Resident
 
 _KEPT_PROGRAMS = 4
@@ -350,8 +351,10 @@ class DeviceSteps(HostSteps):
         launch: Launch,
     ) -> list[tuple[Part, Scalars]]:
         """The batches of a step."""
-        from ...kernels.cuda.dense import scalars
-        from .program import RowsPart, Scalars, Tensors
+        from ...kernels.cuda.dense.scalars import ClassRow
+        from ...kernels.cuda.device.records import size_of
+        from ...kernels.cuda.rows.step import RowStep
+        from .program import Scalars, Tensors
 
         first_of = {id(batch): first for batch, first in row_batches(given)}
         found: list[tuple[Part, Scalars]] = []
@@ -362,10 +365,10 @@ class DeviceSteps(HostSteps):
                 compiled = kernel(
                     self._rule, conditioning.prologue, batch.variables.w, batch.g, batch.variables.s
                 )
-                part = RowsPart(
+                part = RowStep(
                     compiled,
                     row_tables(batch.variables, rows, [0] * len(rows)),
-                    first_of[id(batch)],
+                    base=first_of[id(batch)],
                     touched_only=self.sparse_update == "lazy",
                     sorts=launch.sorter is None,
                 )
@@ -375,7 +378,7 @@ class DeviceSteps(HostSteps):
             tensors = Tensors(
                 resident.counts_at(positions),
                 resident.powers_at(positions),
-                classes + 8 * scalars.CLASS * self._class_of[positions],
+                classes + size_of(ClassRow) * self._class_of[positions],
                 conditioning.acts(positions),
             )
             own = Scalars(
@@ -391,13 +394,15 @@ class DeviceSteps(HostSteps):
 
     def _dense_part(self, batch: Batch, gradients: np.ndarray, conditioning: Conditioning) -> Part:
         """The launches of a batch of dense tensors."""
-        from .program import DensePart
+        from ...kernels.cuda.dense.step import DenseStep
+        from ...kernels.cuda.device.part import Parts
 
         variables, prologue = batch.variables, conditioning.prologue
         compiled = kernel(self._rule, prologue, variables.w, batch.g, variables.s)
         table = variables.table
         measured = conditioning.measured_on_device(batch, gradients, compiled.column)
-        return DensePart(compiled, table.addresses, gradients, np.diff(table.first), measured)
+        step = DenseStep(compiled, table.addresses, gradients, np.diff(table.first))
+        return Parts(measured, step)
 
 
 def _leave(resident: Resident) -> None:
