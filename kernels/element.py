@@ -70,13 +70,15 @@ class Compiler(NamedTuple):
         rule: a function of a rule.
         part: the function of a part of a prologue.
         conversion: from or to a storage type.
-        joint: what calls them.
+        element: what calls them.
+        inlined: a part of that, one of many, so that each must compile in no time.
     """
 
     rule: Callable[..., Any]
     part: Callable[..., Any]
     conversion: Callable[..., Any]
-    joint: Callable[..., Any]
+    element: Callable[..., Any]
+    inlined: Callable[..., Any]
 
 
 def compose(prologue: Prologue, compiler: Compiler) -> Any:
@@ -86,13 +88,13 @@ def compose(prologue: Prologue, compiler: Compiler) -> Any:
         def identity(g, w, hp):
             return g
 
-        return compiler.joint(identity)
+        return compiler.inlined(identity)
     first, rest = compiler.part(prologue[0].apply), compose(prologue[1:], compiler)
 
     def composed(g, w, hp):
         return rest(first(g, w, hp), w, hp)
 
-    return compiler.joint(composed)
+    return compiler.inlined(composed)
 
 
 def conditioned(prologue: Prologue, w: Storage, g: Storage | None, compiler: Compiler) -> Any:
@@ -108,7 +110,7 @@ def conditioned(prologue: Prologue, w: Storage, g: Storage | None, compiler: Com
         d = real(0) if zero_gradient else real(load_g(g[i]))
         return x, condition(d, x, hp)
 
-    return compiler.joint(load)
+    return compiler.inlined(load)
 
 
 def _loaded(w: Storage, s: tuple[Storage, ...], compiler: Compiler, k: int = 0) -> Any:
@@ -118,14 +120,14 @@ def _loaded(w: Storage, s: tuple[Storage, ...], compiler: Compiler, k: int = 0) 
         def nothing(arrays, i):
             return ()
 
-        return compiler.joint(nothing)
+        return compiler.inlined(nothing)
     to_real, real, place = compiler.conversion(s[k].to_real), numba_type(real_of(w)), 1 + k
     rest = _loaded(w, s, compiler, k + 1)
 
     def load(arrays, i):
         return (real(to_real(arrays[place][i])), *rest(arrays, i))
 
-    return compiler.joint(load)
+    return compiler.inlined(load)
 
 
 def _stored(storages: tuple[Storage, ...], compiler: Compiler, k: int = 0) -> Any:
@@ -135,7 +137,7 @@ def _stored(storages: tuple[Storage, ...], compiler: Compiler, k: int = 0) -> An
         def nothing(arrays, i, values):
             pass
 
-        return compiler.joint(nothing)
+        return compiler.inlined(nothing)
     to, wide = storages[k], real_of(storages[0]) is F64
     convert = compiler.conversion(to.from_wide if wide else to.from_real)
     rest = _stored(storages, compiler, k + 1)
@@ -144,7 +146,7 @@ def _stored(storages: tuple[Storage, ...], compiler: Compiler, k: int = 0) -> An
         arrays[k][i] = convert(values[k])
         rest(arrays, i, values)
 
-    return compiler.joint(store)
+    return compiler.inlined(store)
 
 
 def element_of(
@@ -170,7 +172,7 @@ def element_of(
         # A constant of the closure: Numba prunes the other branch before it types it.
         store(arrays, i, new if has_states else (new,))
 
-    return compiler.joint(element)
+    return compiler.element(element)
 
 
 def values_of(
@@ -189,4 +191,4 @@ def values_of(
         x, d = load(arrays[0], g, i, hp)
         return compiled(x, d, *load_states(arrays, i), hp)
 
-    return compiler.joint(values)
+    return compiler.element(values)

@@ -36,7 +36,8 @@ CPU = Compiler(
     rule=njit(**RULE_FLAGS),
     part=njit(**PROLOGUE_FLAGS),
     conversion=lambda function: function,
-    joint=njit(error_model="numpy"),
+    element=njit(error_model="numpy"),
+    inlined=njit(error_model="numpy", inline="always"),
 )
 _BLOCK_ARGUMENTS = 5
 _MEASURE_ARGUMENTS = 6
@@ -133,14 +134,13 @@ def _span(
 def _adder(n_values: int, k: int = 0) -> Any:
     """``add(sums, values)``: a tuple of sums, from number ``k`` on, and the squares of values."""
     if k == n_values:
-        return njit(lambda sums, values: ())  # noqa: ARG005
+        return CPU.inlined(lambda sums, values: ())  # noqa: ARG005
     rest = _adder(n_values, k + 1)
 
-    @njit(error_model="numpy", fastmath=SUMS)
     def add(sums, values):
         return (sums[k] + np.float64(values[k]) * np.float64(values[k]), *rest(sums, values))
 
-    return add
+    return CPU.inlined(add)
 
 
 def _sum_of_squares(
