@@ -28,7 +28,7 @@ from .engine.reader import is_row_sparse
 from .fused import FusedOptimizer
 
 if TYPE_CHECKING:
-    from .engine.program import Measured
+    from ..kernels.cuda.device.part import Part
 
 
 def default_filter(parameter: Parameter) -> bool:
@@ -305,7 +305,7 @@ class LayerwiseConditioning(Conditioning):
 
     def measured_on_device(
         self, batch: Batch, gradients: np.ndarray, column: dict[str, int]
-    ) -> Measured:
+    ) -> Part:
         """The factors; see `Conditioning.measured_on_device`."""
         from .engine.lars import MeasuredRatios
 

@@ -16,7 +16,7 @@ from ..base.numbers import number_of
 from .layout import Batch
 
 if TYPE_CHECKING:
-    from .program import Measured
+    from ...kernels.cuda.device.part import Part
 
 
 class Conditioning:
@@ -112,7 +112,7 @@ class Conditioning:
         batch: Batch,  # noqa: ARG002
         gradients: np.ndarray,  # noqa: ARG002
         column: dict[str, int],  # noqa: ARG002
-    ) -> Measured | None:
+    ) -> Part | None:
         """What fills in these scalars on a device; arguments as `complete`."""
         return None
 

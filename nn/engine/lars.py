@@ -9,13 +9,14 @@ import numpy as np
 
 from ...kernels.cuda.dense.norm import DenseGradients
 from ...kernels.cuda.dense.trust import Options, TrustRatios
+from ...kernels.cuda.device.part import Call
 from ...ops.runtime.device import DeviceArray
 from ...ops.runtime.device_gradient import converted
 from .layout import Batch
 
 
 class MeasuredRatios:
-    """What fills in the ratios; a `device_program.Measured`.
+    """What fills in the ratios; a `Part` that comes before the step.
 
     Args:
         batch: dense tensors.
@@ -52,16 +53,16 @@ class MeasuredRatios:
         self._offset = column["trust_ratio"] * variables.real.itemsize
 
     def loops(self) -> list[Any]:
-        """See `device_program.Part`."""
+        """See `Part`."""
         return self._ratios.loops()
 
     def words(self, place: int, hp: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-        """See `device_program.Part`."""
+        """See `Part`."""
         return self._ratios.words(place, hp + self._offset, numbers)
 
-    def enqueue(self, scratch: int, guard: int, stream: Any) -> None:
+    def enqueue(self, call: Call) -> None:
         """Enqueue the norms, and the change of the scalars."""
-        self._ratios.enqueue(scratch, guard, stream)
+        self._ratios.enqueue(call)
 
 
 def _of_dtype(gradient: Any, dtype: np.dtype[Any]) -> DeviceArray:

@@ -8,6 +8,10 @@ import numpy as np
 from cuda.bindings import driver
 from numba import cuda, types
 
+from .geometry import Geometry
+
+GEOMETRY = Geometry()
+
 
 def _checked(result: tuple[Any, ...]) -> None:
     error = result[0]
