@@ -18,6 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from roundings import Rounded
+
 Array = NDArray[np.float64]
 # (w, g, *states) -> (new w, *new states)
 Step = Callable[..., tuple[Array, ...]]
@@ -67,12 +69,12 @@ def adam_scalars(
     )
 
 
-def beta_powers(beta: float, steps: int) -> list[np.float32]:
-    """``beta**t`` for ``t = 1 .. steps`` as MindSpore keeps it: a running float32 product."""
+def beta_powers(beta: float, steps: int, real: Any = np.float32) -> list[Any]:
+    """``beta**t`` for ``t = 1 .. steps`` as MindSpore keeps it: a running product, rounded."""
     powers = []
-    power = np.float32(1.0)
+    power = real(1.0)
     for _ in range(steps):
-        power = power * np.float32(beta)
+        power = power * real(beta)
         powers.append(power)
     return powers
 
@@ -162,6 +164,6 @@ def densify(indices: ArrayLike, values: ArrayLike, shape: Sequence[int]) -> Arra
     return dense
 
 
-def wide(array: ArrayLike) -> Array:
-    """A float64 copy."""
-    return np.array(array, dtype=np.float64)
+def wide(array: Any) -> Any:
+    """A float64 copy; numbers that carry the bounds of their errors stay what they are."""
+    return array if isinstance(array, Rounded) else np.array(array, dtype=np.float64)

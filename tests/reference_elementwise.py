@@ -42,6 +42,24 @@ def momentum(
     return w - lr * direction, accum
 
 
+def sgd_momentum(
+    w: ArrayLike,
+    g: ArrayLike,
+    accum: ArrayLike,
+    *,
+    lr: float,
+    momentum: float,
+    one_minus_dampening: float,
+    nesterov: bool,
+    t: int,
+) -> tuple[Array, Array]:
+    """Heavy ball that begins, at t = 1, with the first gradient as it is: nn.SGD."""
+    w, g = wide(w), wide(g)
+    accum = g if t == 1 else momentum * wide(accum) + one_minus_dampening * g
+    direction = g + momentum * accum if nesterov else accum
+    return w - lr * direction, accum
+
+
 def sgd_stat(
     w: ArrayLike,
     g: ArrayLike,
@@ -69,7 +87,7 @@ def rmsprop(
     w: ArrayLike,
     g: ArrayLike,
     mean_square: ArrayLike,
-    moment: ArrayLike,
+    moment: ArrayLike = 0.0,
     *,
     lr: float,
     rho: float,
@@ -89,7 +107,7 @@ def rmsprop_centered(
     g: ArrayLike,
     mean_gradient: ArrayLike,
     mean_square: ArrayLike,
-    moment: ArrayLike,
+    moment: ArrayLike = 0.0,
     *,
     lr: float,
     rho: float,

@@ -28,7 +28,7 @@ def thresholds() -> list[int]:
     may be compared with; most are sizes, and the others do no harm.
     """
     found = set()
-    for module in pkgutil.iter_modules(cpu.__path__, f"{cpu.__name__}."):
+    for module in pkgutil.walk_packages(cpu.__path__, f"{cpu.__name__}."):
         members = vars(importlib.import_module(module.name))
         found |= {
             value

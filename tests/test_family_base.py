@@ -8,16 +8,27 @@ import numpy as np
 import pytest
 
 from fusestep import nn
+from fusestep.bench.registry.record import LOST, LOST_LATER, MOVES, STOPS
 
 from helpers import assert_same_bits, refused
-from optimizers import FORMS, ONE_OF_EACH, decayed_and_scaled, gradients, make, parameters
+from optimizers import (
+    ALL_FORMS,
+    FIXED_RATE,
+    FORMS,
+    ONE_OF_EACH,
+    OWN_RATE,
+    arguments_of,
+    decayed_and_scaled,
+    gradients,
+    inner,
+    make,
+    parameters,
+)
 
 EACH_FORM = pytest.mark.parametrize("form", FORMS)
 SHAPES = {"a": (4, 3), "b": (5,), "c": (), "d.weight": (2, 3, 4)}
-FIXED_RATE = ("FTRL", "FTRL-power")
-OWN_RATE = ("AdaFactor", "AdaFactor-plain", "AdaFactor-compressed", "LARS-AdaFactor")
 SCHEDULED = [form for form in FORMS if form not in FIXED_RATE + OWN_RATE]
-FIXED_DECAY = ("SGD", "SGD-momentum", "SGD-nesterov")
+FIXED_DECAY = [f for f in FORMS if arguments_of(f)["weight_decay"].takes == "fixed decay"]
 
 
 class Halving(nn.LearningRateSchedule):
@@ -56,9 +67,10 @@ def test_dynamic_weight_decay(form: str, decay: Any) -> None:
 
 
 @pytest.mark.parametrize("form", FIXED_DECAY)
-def test_sgd_has_no_dynamic_weight_decay(form: str) -> None:
+def test_some_have_no_dynamic_weight_decay(form: str) -> None:
+    text = f"^{FORMS[form][0]}: weight_decay has a wrong type: .*float or int"
     for decay in (Halving(), growing):
-        with pytest.raises(TypeError, match=r"^SGD: weight_decay has a wrong type: .*float or int"):
+        with pytest.raises(TypeError, match=text):
             make(form, parameters(SHAPES), weight_decay=decay)
 
 
@@ -149,13 +161,13 @@ def central(g: np.ndarray) -> np.ndarray:
     return g - g.mean(axis=tuple(range(1, g.ndim)), keepdims=True) if g.ndim > 1 else g
 
 
-DECOUPLED = ("AdamWeightDecay", "Lamb", "Lamb-clipped")
+DECOUPLED = [f for f in FORMS if not inner(make(f, parameters()))._decay_is_coupled]
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if not form.startswith("LARS")])
 def test_centralization(form: str) -> None:
     """Of the gradient with a coupled decay, without a decoupled one; in its group alone."""
-    decoupled = form in DECOUPLED or form.startswith("AdaFactor")
+    decoupled = form in DECOUPLED
     # One form of each class in float64; the others with kernels that most tests need anyway.
     dtype, rtol = (np.float64, 1e-9) if form in ONE_OF_EACH else (np.float32, 1e-5)
     params, plain = parameters(SHAPES, dtype), parameters(SHAPES, dtype)
@@ -254,9 +266,6 @@ def test_an_assigned_loss_scale_acts_from_the_next_step(form: str) -> None:
 
 # Large gradients
 
-MOVES = ("Momentum", "SGD", "Adagrad-fixed", "LARS")  # forms whose names begin so
-STOPS = ("Adagrad", "ProximalAdagrad")
-
 
 @pytest.mark.parametrize("size", [1.84e19, 1.85e19, 1e38])
 @pytest.mark.parametrize("form", [form for form in FORMS if form != "LARS-AdaFactor"])
@@ -269,21 +278,22 @@ def test_gradient_whose_square_is_infinite(form: str, size: float) -> None:
     opt([first])
     after, at_first = w.data.copy(), w.data[1, 1]
     opt([one])
-    lost = np.isnan(w.data)
-    if form.startswith(MOVES):
+    lost, large = np.isnan(w.data), ALL_FORMS[form].large
+    if large is MOVES:
         assert at_first != 1
         assert np.isfinite(w.data).all()
     elif size < 1.845e19:
         assert np.isfinite(w.data).all()
-    elif form in STOPS:
+    elif large is STOPS:
         assert at_first == w.data[1, 1] == 1
         assert np.isfinite(w.data).all()
-    elif form.startswith("FTRL"):
+    elif large is LOST:
         assert np.isnan(at_first)
         assert lost.sum() == 1
     elif form.startswith("AdaFactor"):
         assert np.isnan(after).all()
     else:
+        assert large is LOST_LATER
         assert at_first == 1
         assert np.isfinite(after).all()
         assert lost[1, 1]

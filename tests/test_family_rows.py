@@ -13,7 +13,18 @@ from hypothesis import strategies as st
 from fusestep import nn
 
 from helpers import assert_same_bits, refused
-from optimizers import BY_NAME, FORMS, decayed_and_scaled, gradients, make, parameters, rows, states
+from optimizers import (
+    ALL_FORMS,
+    BY_NAME,
+    FORMS,
+    arguments_of,
+    decayed_and_scaled,
+    gradients,
+    make,
+    parameters,
+    rows,
+    states,
+)
 
 TAKING = [form for form, (name, _) in FORMS.items() if BY_NAME[name].takes_rows]
 REFUSING = [form for form in FORMS if form not in TAKING]
@@ -180,11 +191,7 @@ def test_coupled_decay_acts_once_on_a_row_that_occurs_often(form: str) -> None:
 # Defaults
 
 
-DEFAULTS = {
-    "Adam": "dense_equivalent", "Adam-nesterov": "dense_equivalent", "Adam-lazy": "lazy",
-    "LazyAdam": "lazy", "SGD": "lazy", "Adagrad": "lazy", "Adagrad-fixed": "lazy",
-    "ProximalAdagrad": "lazy", "FTRL": "lazy", "FTRL-power": "lazy",
-}  # fmt: skip
+DEFAULTS = {name: form.rows for name, form in ALL_FORMS.items() if form.rows}
 
 
 @pytest.mark.parametrize("form", DEFAULTS)
@@ -211,24 +218,15 @@ def test_without_a_default_the_error_names_both_settings(form: str) -> None:
 # Where a whole parameter is looked at
 
 
-REASONS = {
-    "Lamb": "a dense one: LAMB scales by the norm of the whole parameter",
-    "AdaFactor": "a dense one: Adafactor needs means over all rows",
-    "LARS": "a dense one, or a lars_filter that leaves this parameter out",
-}
-
-
 @pytest.mark.parametrize("form", REFUSING)
 def test_refused_where_the_whole_parameter_counts(form: str) -> None:
     """The text says why; nothing changes, the parameters before it neither."""
-    name, _ = FORMS[form]
     # LARS refuses what the optimizer inside would take.
-    takes = name == "LARS" and form.removeprefix("LARS-") not in REASONS
-    options = {"sparse_update": "lazy"} if takes or form == "LARS" else {}
+    options = {"sparse_update": "lazy"} if "sparse_update" in arguments_of(form) else {}
     opt = make(form, parameters({"vector": (5,), "table": (6, 4)}), **options)
     good = gradients(opt.parameters, 0)
     opt(good)
-    reason = REASONS[name]
+    reason = BY_NAME[FORMS[form][0]].needs
     text = f"gradient of 'table' is row-sparse: expected {reason}, got a RowTensor"
     for bad in (rows((6, 4), [1]), [rows((6, 4), [1]), rows((6, 4), [0, 1])], rows((6, 4), [])):
         for first in (good[0], None):

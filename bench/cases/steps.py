@@ -118,13 +118,10 @@ _ON_MODELS = {
 _DEFAULT_ON_MODELS = {"many-small/nn.Adam", "resnet50/nn.Momentum", "resnet50/nn.Adam"}
 # The same steps under other names: left to those who name them, so that a run stays short.
 _NO_DEFAULT = {
-    "dense/nn.SGD(momentum)",
-    "dense/nn.Momentum(nesterov)",
-    "dense/nn.Adam(nesterov)",
-    "dense/nn.AdamOffload",
-    "dense/nn.LazyAdam",
-    "rows/nn.AdamOffload",
-    "dense/nn.FTRL(lr_power=-0.4)",
+    f"{kind}/nn.{name}"
+    for name, optimizer in OPTIMIZERS.items()
+    for kind in optimizer.measured.on_request
+} | {
     "dense/ops.Adam",
     "dense/ops.AdamWeightDecay",
     "dense/ops.ApplyAdamWithAmsgrad",
@@ -151,7 +148,7 @@ def _cases() -> Iterator[Case]:
     one_tensor: tuple[Kind, ...] = ("dense", "rows")
     for name, subject in SUBJECTS.items():
         for kind in one_tensor:
-            if kind in subject.uses:
+            if kind in subject.kinds:
                 full = f"{kind}/{name}"
                 yield Case(full, subject, kind, full not in _NO_DEFAULT)
     for model, names in _ON_MODELS.items():

@@ -1,0 +1,186 @@
+"""Optimizers that look at one element at a time, beside Adam's."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+
+from .arguments import FLAG, L1_L2, ROWS, SCALED
+from .record import LOST, LOST_LATER, MINDSPORE, MOVES, STOPS, Argument, Form, Measured, Row, Source
+
+_RATE = {"learning_rate": 0.05}
+_HEAVY = {"momentum": 0.9}
+_SOME_ROWS = "rows that occur"
+_IF_ASKED = "takes rows if `sparse_update` is given"
+
+_heavy_ball = partial(Form, reference="elementwise.momentum", large=MOVES)
+MOMENTUM = Row(
+    "Momentum",
+    "params, learning_rate, momentum, weight_decay=0.0, loss_scale=1.0, use_nesterov=False",
+    {**_RATE, **_HEAVY},
+    {**SCALED, **ROWS, "momentum": Argument("not negative", 0.5), "use_nesterov": FLAG},
+    forms={
+        "": _heavy_ball(renamed={"nesterov": "use_nesterov"}),
+        "nesterov": _heavy_ball({"use_nesterov": True}, renamed={"nesterov": "use_nesterov"}),
+    },
+    measured={
+        "": Measured("momentum", "momentum-lazy", {**_HEAVY, "sparse_update": "lazy"}),
+        "nesterov": Measured(
+            "nesterov", options={**_HEAVY, "use_nesterov": True}, on_request=("dense",)
+        ),
+    },
+    source=Source(MINDSPORE, "recorded", "to go", f"`use_nesterov` acts; {_IF_ASKED}"),
+)
+
+_sgd = partial(Form, reference="elementwise.sgd_momentum", large=MOVES)
+SGD = Row(
+    "SGD",
+    "params, learning_rate=0.1, momentum=0.0, dampening=0.0, weight_decay=0.0, "
+    "nesterov=False, loss_scale=1.0",
+    _RATE,
+    {
+        **SCALED,
+        **ROWS,
+        "state_dtype": Argument("dtype", np.float16, beside=_HEAVY, in_states=True),
+        "momentum": Argument("number", 0.5),
+        "dampening": Argument("number", 0.5, beside=_HEAVY),
+        "weight_decay": Argument("fixed decay", 0.3),
+        "nesterov": Argument("flag", True, beside=_HEAVY),
+    },
+    forms={
+        "": _sgd(reference="elementwise.sgd", rows="lazy"),
+        "momentum": _sgd({**_HEAVY, "dampening": 0.3}, "with momentum"),
+        "nesterov": _sgd({**_HEAVY, "nesterov": True}),
+    },
+    measured={
+        "": Measured("sgd", "sgd-rows"),
+        "momentum": Measured("momentum", options=_HEAVY, on_request=("dense",)),
+    },
+    source=Source(
+        MINDSPORE,
+        "recorded",
+        "signature",
+        "dampening counts the updates of each parameter; `momentum=True` raises; takes rows",
+        "`stat.` (whether there was a first step); without momentum `accum.` (zeros)",
+    ),
+)
+
+_RHO = {"rho": "decay"}
+RMSPROP = Row(
+    "RMSProp",
+    "params, learning_rate=0.1, decay=0.9, momentum=0.0, epsilon=1e-10, use_locking=False, "
+    "centered=False, loss_scale=1.0, weight_decay=0.0",
+    _RATE,
+    {
+        **SCALED,
+        **ROWS,
+        "decay": Argument("not negative", 0.5),
+        "momentum": Argument("not negative", 0.5),
+        "epsilon": Argument("positive", 0.5),
+        "centered": Argument("flag", True, beside={"decay": 0.5}),
+    },
+    forms={
+        "": Form({}, "", "elementwise.rmsprop", _RHO, large=LOST_LATER),
+        "momentum": Form(_HEAVY, "with momentum", "elementwise.rmsprop", _RHO, large=LOST_LATER),
+        "centered": Form(
+            {"centered": True},
+            "with `centered`",
+            "elementwise.rmsprop_centered",
+            _RHO,
+            large=LOST_LATER,
+        ),
+        "both": Form(
+            {**_HEAVY, "centered": True}, "", "elementwise.rmsprop_centered", _RHO, large=LOST_LATER
+        ),
+    },
+    measured={
+        "": Measured("rmsprop", "rmsprop-lazy", {"sparse_update": "lazy"}),
+        "momentum": Measured("rmsprop-momentum", options=_HEAVY),
+        "centered": Measured("rmsprop-centered", options={"centered": True}),
+    },
+    source=Source(
+        MINDSPORE,
+        "recorded",
+        "signature",
+        f"epsilon under the root everywhere; {_IF_ASKED}",
+        "without momentum `moment.` (the last step)",
+    ),
+)
+ADAGRAD = Row(
+    "Adagrad",
+    "params, accum=0.1, learning_rate=0.001, update_slots=True, loss_scale=1.0, weight_decay=0.0",
+    _RATE,
+    {
+        **SCALED,
+        **ROWS,
+        "accum": Argument("not negative", 1.0),
+        "update_slots": Argument("flag", False),
+    },
+    forms={
+        "": Form(reference="elementwise.adagrad", rows="lazy", large=STOPS),
+        "fixed": Form(
+            {"update_slots": False},
+            "with `update_slots=False`",
+            "elementwise.adagrad",
+            rows="lazy",
+            large=MOVES,
+        ),
+    },
+    measured={"": Measured("adagrad", "adagrad-rows")},
+    source=Source(
+        MINDSPORE,
+        "recorded",
+        "signature",
+        "no hidden epsilon; `update_slots=False` acts; takes rows",
+    ),
+)
+PROXIMAL_ADAGRAD = Row(
+    "ProximalAdagrad",
+    "params, accum=0.1, learning_rate=0.001, l1=0.0, l2=0.0, use_locking=False, "
+    "loss_scale=1.0, weight_decay=0.0",
+    _RATE,
+    {**SCALED, **ROWS, **L1_L2, "accum": Argument("not negative", 1.0)},
+    forms={
+        "": Form(
+            {"l1": 0.1, "l2": 0.2},
+            reference="elementwise.proximal_adagrad",
+            rows="lazy",
+            rows_there=_SOME_ROWS,
+            large=STOPS,
+        )
+    },
+    measured={"": Measured("proximal-adagrad", "proximal-adagrad-rows", {"l1": 1e-4, "l2": 1e-4})},
+    source=Source(MINDSPORE, "recorded", "since 2.9", "an accumulator of 0 moves nothing"),
+)
+
+_ftrl = partial(Form, reference="elementwise.ftrl", rows="lazy", rows_there=_SOME_ROWS, large=LOST)
+FTRL = Row(
+    "FTRL",
+    "params, initial_accum=0.1, learning_rate=0.001, lr_power=-0.5, l1=0.0, l2=0.0, "
+    "use_locking=False, loss_scale=1.0, weight_decay=0.0",
+    _RATE,
+    {
+        **SCALED,
+        **ROWS,
+        **L1_L2,
+        "learning_rate": Argument("fixed rate", 0.1),
+        "initial_accum": Argument("not negative", 1.0),
+        "lr_power": Argument("not positive", -0.3),
+    },
+    forms={
+        "": _ftrl({"l1": 0.1, "l2": 0.2}),
+        "power": _ftrl({"lr_power": -0.7, "l1": 0.1}),
+    },
+    measured={
+        "": Measured("ftrl", "ftrl-rows"),
+        "lr_power=-0.4": Measured(None, options={"lr_power": -0.4}, on_request=("dense",)),
+    },
+    source=Source(
+        MINDSPORE,
+        "recorded",
+        "since 2.9",
+        "sign of `l1` in dense steps; NaN shows; a rate assigned later acts on rows too",
+    ),
+)
+ELEMENTWISE_ROWS = (MOMENTUM, SGD, RMSPROP, ADAGRAD, PROXIMAL_ADAGRAD, FTRL)

@@ -1,0 +1,169 @@
+"""What is known about an optimizer class beside its code: one row for each class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from ... import nn
+from ..cases.workloads import Kind
+
+Options = Mapping[str, Any]
+ELSEWHERE = object()  # what the argument does is no number: errors, concurrency, skipped steps
+MINDSPORE = "MindSpore 2.10"
+
+
+class Large(NamedTuple):
+    """What an element does after a gradient whose square is infinite: in that step, and later."""
+
+    in_step: str
+    later: str
+
+
+MOVES = Large("as ever: nothing is squared, or not kept", "as ever")
+STOPS = Large("stays", "stays for good: the accumulator is infinite")
+LOST_LATER = Large(
+    "stays, but for a decoupled weight decay and `RMSProp`'s momentum",
+    "NaN from its next update on: `v + (1 - beta2)*(g*g - v)` is infinity minus infinity; with "
+    "`Lamb(clip_ratio=True)` the whole parameter",
+)
+LOST = Large("NaN", "NaN")
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument of a constructor.
+
+    Attributes:
+        takes: what may be given, a key of `KINDS` in test_family_options.py.
+        moved: a value with which a run ends far from one with the value in `Row.base`.
+        beside: other arguments, in both runs.
+        also: other arguments, in the run with the moved value.
+        in_states: it shows in the states, not in the parameters.
+        rows_only: it shows with row-sparse gradients only.
+    """
+
+    takes: str
+    moved: Any = ELSEWHERE
+    beside: Options = field(default_factory=dict)
+    also: Options = field(default_factory=dict)
+    in_states: bool = False
+    rows_only: bool = False
+
+
+@dataclass(frozen=True)
+class Form:
+    """Options with which a class has a rule, states or habits of its own.
+
+    Attributes:
+        options: beside those of `Row.base`.
+        when: these options in words, for documents; "" where they make no difference there.
+        reference: the function that is its step: ``adam`` in tests/reference.py, or
+            ``elementwise.sgd`` in tests/reference_elementwise.py; "" where only tests of its own
+            compare it with one.
+        renamed: options by the names that the reference has for them, where those differ.
+        rows: `sparse_update` where none is given.
+        rows_there: what its source does with row-sparse gradients.
+        large: what large gradients do; None: it takes more than one line to say.
+    """
+
+    options: Options = field(default_factory=dict)
+    when: str = ""
+    reference: str = ""
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    rows: Literal["lazy", "dense_equivalent"] | None = None
+    rows_there: str = "refused"
+    large: Large | None = None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A class with options that decide what a step moves, as the benchmark has it.
+
+    Attributes:
+        dense: the algorithm that peers are asked for when all gradients are dense; None: nobody
+            is.
+        rows: likewise when they are row-sparse; None: not measured.
+        options: of the class, beside the learning rate.
+        passes: for each pass over whole tensors before the update, how many arrays it reads.
+        on_request: kinds of gradients that are left to those who name the case, because the step
+            is that of another one.
+        is_matrix: it is measured on a square matrix.
+        start: what the parameters start from.
+    """
+
+    dense: str | None
+    rows: str | None = None
+    options: Options = field(default_factory=dict)
+    passes: tuple[int, ...] = ()
+    on_request: tuple[Kind, ...] = ()
+    is_matrix: bool = False
+    start: float = 0.0
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a class is from, and what it was compared with.
+
+    Attributes:
+        system: that published it, with its version; or the paper.
+        compared: with what: the words are those of docs/parity.md.
+        status: in that system.
+        differs: from it.
+        unkept: states that it keeps and that hold nothing.
+    """
+
+    system: str
+    compared: str
+    status: str = "-"
+    differs: str = ""
+    unkept: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One class of `fusestep.nn`.
+
+    Attributes:
+        name: of the class.
+        published: its positional arguments with their defaults, as its source has them.
+        base: the arguments of a run: the required ones, and others with which all act.
+        arguments: all arguments but the parameters (or the optimizer) to work on.
+        forms: by what is added to the name of the class; "" is the class as it is.
+        measured: by what stands in brackets after the name.
+        source: where it is from.
+        needs: why it takes no row-sparse gradient: what the error says is expected; "": it does.
+        states: its states for documents, where they do not follow from its forms.
+        build: makes one from parameters and options, where that is not the class.
+    """
+
+    name: str
+    published: str
+    base: Options
+    arguments: Mapping[str, Argument]
+    forms: Mapping[str, Form]
+    measured: Mapping[str, Measured]
+    source: Source
+    needs: str = ""
+    states: str = ""
+    build: Callable[..., Any] | None = None
+
+    @property
+    def cls(self) -> type:
+        """The class, which an older version to compare with may not have."""
+        found: type = getattr(nn, self.name)
+        return found
+
+    @property
+    def takes_rows(self) -> bool:
+        """Whether it can take row-sparse gradients."""
+        return not self.needs
+
+    def new(self, params: Any, **options: Any) -> Any:
+        """An optimizer with these options."""
+        return (self.build or self.cls)(params, **options)
+
+    def make(self, params: Any, **options: Any) -> Any:
+        """An optimizer with the options of `base` unless others are given."""
+        return self.new(params, **{**self.base, **options})
