@@ -123,12 +123,9 @@ class Optimizer:
         if sym is not None:
             fix = "; give its multipliers to set_lr_mult and set_wd_mult"
             reject(TypeError, self._name, "sym", "is not supported", None, type(sym).__name__, fix)
-        self.rescale_grad = rescale_grad
-        self.wd = wd
-        self.clip_gradient = clip_gradient
+        self.rescale_grad, self.wd, self.clip_gradient = rescale_grad, wd, clip_gradient
         self._set_rate(learning_rate, lr_scheduler)
-        self.begin_num_update = begin_num_update
-        self.num_update = self.begin_num_update
+        self.begin_num_update = self.num_update = begin_num_update
         self._index_update_count: dict[Any, int] = {}
         self.multi_precision = multi_precision
         one_by_one = 0 if compat == "1.9" else 1
@@ -283,11 +280,8 @@ class Optimizer:
             return
         whole = [_of_master(g, s) if self._has_master(w) else (w, g, s)
                  for _, w, g, s in zip(*lists, strict=True)]  # fmt: skip
-        weights, grads, states = (list(each) for each in zip(*whole, strict=True))
-        if is_list(index):
-            self.update(index, weights, grads, states)
-        else:
-            self.update(index, weights[0], grads[0], states[0])
+        of_call = map(list, zip(*whole, strict=True)) if is_list(index) else whole[0]
+        self.update(index, *of_call)
         for w, master in masters:
             _round_to(adopt_anywhere(self._name, "weight", w), master)
 
