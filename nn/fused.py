@@ -15,11 +15,13 @@ from ..kernels.rules.rule import Rule
 from ..ops.runtime import check, pending
 from ..ops.runtime.device import DeviceArray
 from ..ops.runtime.errors import reject
+from .base.arguments import gradients_of, next_step
 from .base.numbers import FLOATS, Number, check_place, number_of, on_device
 from .base.parameter import Parameter
 from .base.stateful import StatefulOptimizer
 from .engine.conditioning import Conditioning
 from .engine.host import Host
+from .engine.offload import Offload
 from .engine.on_device import are_finite
 from .engine.plan import Call, Classes, Counts, Plan, Stepper, Update, calls_of
 from .engine.reader import GradientReader, Gradients, by_storage
@@ -100,6 +102,11 @@ class FusedOptimizer(StatefulOptimizer, ABC):
     def _check_used_rates(self, rates: Sequence[Number]) -> None:
         """Refuse learning rates that are out of the range of a subclass; before every step."""
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Any attribute may be an option, from which the next step's update follows."""
+        super().__setattr__(name, value)
+        vars(self)["_known_update"] = None
+
     # What is not part of the state: it is made anew in a copy.
 
     def _derive(self) -> None:
@@ -123,8 +130,6 @@ class FusedOptimizer(StatefulOptimizer, ABC):
             self._stepper = self._on_device
             self._on_device.is_in_use = not self._works_on_host
             if self._works_on_host:
-                from .engine.offload import Offload
-
                 self._stepper = Offload(self._host, self.parameters[0])
         self._reader = GradientReader(
             self._name,
@@ -158,7 +163,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
             OverflowError: ``global_step`` has reached the end of int32.
             Nothing has changed then.
         """
-        return self.construct(self._as_tuple(gradients))
+        return self.construct(gradients_of(self._name, gradients, len(self.parameters)))
 
     def construct(self, gradients: tuple[Any, ...]) -> tuple[bool, ...]:
         """The step itself, for gradients of the right number."""
@@ -167,7 +172,10 @@ class FusedOptimizer(StatefulOptimizer, ABC):
     def _step_with(
         self, gradients: tuple[Any, ...], conditioning: Conditioning
     ) -> tuple[bool, ...]:
-        update, stepper = self._update(), self._stepper
+        update: Update | None = vars(self)["_known_update"]
+        stepper = self._stepper
+        if update is None:
+            update = vars(self)["_known_update"] = self._update()
         if self._device is None and not self.use_locking:
             plan = self._plan(gradients, update, conditioning)
             if plan is not None:
@@ -188,13 +196,13 @@ class FusedOptimizer(StatefulOptimizer, ABC):
 
         What can fail, fails here: nothing has been written.
         """
-        step, classes, on_host = self._next_step(), self._classes, self._stepper.works_on_host
-        decays = classes.decays.at(step)
+        classes, on_host = self._classes, self._stepper.works_on_host
+        step = next_step(self._name, self._global_step)
         rates: list[Any]
         if on_host:
-            rates = classes.rates.at(step)
+            rates, decays = classes.at(step)
         else:
-            rates = classes.rates.as_given(step)
+            rates, decays = classes.rates.as_given(step), classes.decays.at(step)
             for rate in rates:
                 check_place(self._name, "learning_rate", rate, self._device)
         self._check_used_rates(rates)

@@ -178,7 +178,7 @@ class LARS(Optimizer):
 
     def __call__(self, gradients: Sequence[Any]) -> Any:
         """One step; gradients in the order of `parameters`, as the optimizer takes them."""
-        return self.construct(self._as_tuple(gradients))
+        return self.construct(self._given(gradients))
 
     def construct(self, gradients: tuple[Any, ...]) -> Any:
         """The step itself, for gradients of the right number."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from array import array
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
@@ -18,6 +19,7 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.np.ufunc.parallel import _backend_init_thread_lock
 
 from .cache import KernelCache
+from .headers import address_of
 from .intrinsics import as_pointer
 
 _I64 = types.int64
@@ -119,16 +121,53 @@ def part(function: Callable[[int, int, int], None]) -> NativeFunction:
     return made
 
 
+class Arguments:
+    """The arguments of a loop as ``int64`` words in memory.
+
+    Args:
+        call: numbers, and arrays, which become their addresses and live as long as the object;
+            None is 0.
+
+    Attributes:
+        words: the words; a number may be changed.
+        address: of the first one.
+    """
+
+    def __init__(self, call: tuple[int | np.ndarray | None, ...]) -> None:
+        self._call = call
+        self.words = array(
+            "q", [address_of(x) if isinstance(x, np.ndarray) else x or 0 for x in call]
+        )
+        self.address, _ = self.words.buffer_info()
+
+
 def call_reader(cls: Any) -> Any:
     """The compiled reader of a loop's arguments: a record of ``int64``, read by name.
 
     A record travels as one pointer. The same fields in a named tuple take seconds more to
     compile, because every function that is handed the tuple gets one argument per field.
     """
-    record = np.dtype([(name, np.int64) for name in cls._fields])
+    at = records(cls)
 
     @njit
     def read(address):
-        return carray(as_pointer(address), 1, record)[0]
+        return at(address, 1)[0]
 
     return read
+
+
+@njit(inline="always")
+def int64s(address, n):
+    """The ``n`` int64 at ``address``."""
+    return carray(as_pointer(address), n, np.int64)
+
+
+def records(cls: Any) -> Any:
+    """``at(address, n)``, compiled: the ``n`` records of ``int64`` there, an array."""
+    record = np.dtype([(name, np.int64) for name in cls._fields])
+
+    @njit(inline="always")
+    def at(address, n):
+        return carray(as_pointer(address), n, record)
+
+    return at

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from array import array
 from typing import NamedTuple
 
 import numpy as np
 from numba import carray, njit
 
 from .cache import KernelCache
-from .compile import call_reader, part
-from .headers import address_of
+from .compile import Arguments, call_reader, int64s, part
 from .intrinsics import as_pointer
 from .parallel import Loop
 
@@ -30,10 +28,10 @@ are_equal._cache = KernelCache("counts are equal")
 class CountCall(NamedTuple):
     """Arguments of the loop, all ``int64``."""
 
-    counts: int
-    positions: int  # [n], or 0 for the first n counts
+    counts: np.ndarray
+    positions: np.ndarray | None  # [n]; None: the first n counts
     n: int
-    total: int  # int32 [1], or 0
+    total: np.ndarray | None  # int32 [1]
 
 
 _read_call = call_reader(CountCall)
@@ -42,15 +40,14 @@ _read_call = call_reader(CountCall)
 @part
 def _count_up(index, slot, call):
     c = _read_call(call)
-    counts = as_pointer(c.counts)
     if c.positions == 0:
-        every = carray(counts, c.n, np.int64)
+        every = int64s(c.counts, c.n)
         for i in range(every.size):
             every[i] += 1
     else:
-        positions = carray(as_pointer(c.positions), c.n, np.int64)
+        positions = int64s(c.positions, c.n)
         for i in range(positions.size):
-            carray(counts, positions[i] + 1, np.int64)[positions[i]] += 1
+            int64s(c.counts, positions[i] + 1)[positions[i]] += 1
     if c.total != 0:
         carray(as_pointer(c.total), 1, np.int32)[0] += 1
 
@@ -59,7 +56,7 @@ class Count:
     """Adding 1 to counts, as the last loop of a step.
 
     Args:
-        counts: int64; kept alive by the caller, as are the other arrays.
+        counts: int64.
         positions: int64 ``[n]``: those that count up; None: all.
         total: int32 ``(1,)`` that counts up once; None: there is none.
 
@@ -73,11 +70,9 @@ class Count:
         positions: np.ndarray | None = None,
         total: np.ndarray | None = None,
     ) -> None:
-        of_positions = 0 if positions is None else address_of(positions)
         n = len(counts if positions is None else positions)
-        of_total = 0 if total is None else address_of(total)
-        self._call = array("q", (address_of(counts), of_positions, n, of_total))
-        self.loops = (Loop(_count_up.address, 1, self._call.buffer_info()[0], 1),)
+        self._call = Arguments(CountCall(counts, positions, n, total))
+        self.loops = (Loop(_count_up.address, 1, self._call.address, 1),)
 
 
 def compile_counts() -> None:

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-from numba import carray
+from numba import njit
 
 from ..element import Kernel
+from ..storage import Storage
 from ..tables import TensorTable
 from .blocks import blocks
-from .compile import call_reader, part
-from .headers import address_of
-from .intrinsics import as_pointer, call_address
+from .compile import Arguments, NativeFunction, call_reader, int64s, part
+from .intrinsics import call_address
 from .parallel import Loop, get_num_threads, run
 from .rows.search import last_at_most
 
@@ -33,43 +33,68 @@ class DenseCall(NamedTuple):
 
     block: int
     n_tensors: int
-    addresses: int  # [T, 1 + number of states]
+    addresses: np.ndarray  # [T, 1 + number of states]
     addresses_bytes: int  # of a row of them
-    gradients: int  # [T]
-    first: int  # [T + 1]: flat index of each tensor's first element
-    hp: int  # [R, F] of the arithmetic type
+    gradients: np.ndarray  # [T]
+    first: np.ndarray  # [T + 1]: flat index of each tensor's first element
+    hp: np.ndarray  # [R, F] of the arithmetic type
     hp_row_bytes: int
-    hp_of: int  # [T]: row of hp
+    hp_of: np.ndarray  # [T]: row of hp
     g_bytes: int
     chunk: int
 
+    @classmethod
+    def of(
+        cls,
+        block: NativeFunction,
+        g: Storage,
+        table: TensorTable,
+        gradients: np.ndarray,
+        hp: np.ndarray,
+        hp_of: np.ndarray,
+        chunk: int,
+    ) -> DenseCall:
+        """``block`` on the tensors of a table, ``chunk`` elements at a time."""
+        return cls(
+            block.address,
+            len(gradients),
+            table.addresses,
+            table.addresses.strides[0],
+            gradients,
+            table.first,
+            hp,
+            hp.strides[0],
+            hp_of,
+            g.itemsize,
+            chunk,
+        )
 
-_CHUNK_FIELD = DenseCall._fields.index("chunk")
 
-_read_call = call_reader(DenseCall)
+_CHUNK = DenseCall._fields.index("chunk")
+
+read_call = call_reader(DenseCall)
+
+
+@njit(inline="always")
+def block_arguments(c, t, offset, n):
+    """For ``n`` elements of tensor ``t``, from number ``offset`` on."""
+    gradients, hp_of = int64s(c.gradients, c.n_tensors), int64s(c.hp_of, c.n_tensors)
+    g, hp = gradients[t] + offset * c.g_bytes, c.hp + hp_of[t] * c.hp_row_bytes
+    return c.addresses + t * c.addresses_bytes, offset, g, n, hp
 
 
 @part
-def _update_chunk(index, slot, call):
-    c = _read_call(call)
-    first = carray(as_pointer(c.first), c.n_tensors + 1, np.int64)
-    gradients = carray(as_pointer(c.gradients), c.n_tensors, np.int64)
-    hp_of = carray(as_pointer(c.hp_of), c.n_tensors, np.int64)
+def update_chunk(index, slot, call):
+    """The block on the elements of one chunk, tensor after tensor."""
+    c = read_call(call)
+    first = int64s(c.first, c.n_tensors + 1)
     flat = index * c.chunk
     end = min(flat + c.chunk, first[c.n_tensors])
     t = last_at_most(first, c.n_tensors, flat)
     while flat < end:
-        offset = flat - first[t]
         n = min(end, first[t + 1]) - flat
         if n > 0:
-            call_address(
-                c.block,
-                c.addresses + t * c.addresses_bytes,
-                offset,
-                gradients[t] + offset * c.g_bytes,
-                n,
-                c.hp + hp_of[t] * c.hp_row_bytes,
-            )
+            call_address(c.block, *block_arguments(c, t, flat - first[t], n))
             flat += n
         t += 1
 
@@ -102,22 +127,10 @@ class DenseStep:
         self.gradients = np.zeros(n_tensors, np.int64)
         self.hp = np.zeros((n_tensors, kernel.n_scalars), kernel.real.dtype)
         self.hp_of = np.zeros(n_tensors, np.int64)
-        call = DenseCall(
-            blocks(kernel).update.address,
-            n_tensors,
-            address_of(table.addresses),
-            table.addresses.strides[0],
-            address_of(self.gradients),
-            address_of(table.first),
-            address_of(self.hp),
-            self.hp.strides[0],
-            address_of(self.hp_of),
-            kernel.g.itemsize,
-            0,  # the chunk, which each step decides
-        )
-        self._arguments = np.array(call, np.int64)
-        self._address = address_of(self._arguments)
-        self.loops = (Loop(_update_chunk.address, 1, self._address, 1),)
+        of_table = table, self.gradients, self.hp, self.hp_of
+        # Each step decides the chunk.
+        self._call = Arguments(DenseCall.of(blocks(kernel).update, kernel.g, *of_table, chunk=0))
+        self.loops = (Loop(update_chunk.address, 1, self._call.address, 1),)
 
     def prepare(self) -> None:
         """Cut the tensors into parts, for this step: after it, `loops` can be run."""
@@ -125,7 +138,7 @@ class DenseStep:
         threads = 1 if total < SERIAL_BELOW else get_num_threads()
         chunk = _chunk(total, threads)
         # In every step: the object may have been used for a table of another size.
-        self._arguments[_CHUNK_FIELD] = chunk
+        self._call.words[_CHUNK] = chunk
         n = -(-total // chunk)
         threads = min(threads, n)
         loop = self.loops[0]
@@ -135,7 +148,7 @@ class DenseStep:
     def run(self) -> None:
         """Run `loops`."""
         _, n, call, threads = self.loops[0]
-        run(_update_chunk, n, call, threads)
+        run(update_chunk, n, call, threads)
 
     def release(self) -> None:
         """Leave the object to later steps."""

@@ -7,8 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import carray
 
-from .compile import call_reader, part
-from .headers import address_of
+from .compile import Arguments, call_reader, int64s, part
 from .intrinsics import as_pointer, prefetch_read
 from .parallel import get_num_threads, run
 
@@ -20,11 +19,11 @@ _PART_BYTES = 65_536
 class GatherCall(NamedTuple):
     """Arguments of the gather loop, all ``int64``."""
 
-    table: int
-    indices: int  # int64 [B]
+    table: np.ndarray
+    indices: np.ndarray  # int64 [B]
     n: int
     row_bytes: int
-    out: int
+    out: np.ndarray
     height: int  # rows per part
 
 
@@ -34,7 +33,7 @@ _read_call = call_reader(GatherCall)
 @part
 def _gather_part(index, slot, call):
     c = _read_call(call)
-    indices = carray(as_pointer(c.indices), c.n, np.int64)
+    indices = int64s(c.indices, c.n)
     end = min((index + 1) * c.height, c.n)
     for b in range(index * c.height, end):
         prefetch_read(c.table + indices[min(b + _ROWS_AHEAD, end - 1)] * c.row_bytes)
@@ -48,14 +47,6 @@ def gather(table: np.ndarray, indices: np.ndarray, out: np.ndarray) -> None:
     """``out[b] = table[indices[b]]`` for contiguous arrays and int64 indices in range."""
     n, row_bytes = len(indices), out.nbytes // max(1, len(indices))
     height = max(1, _PART_BYTES // max(1, row_bytes))
-    call = GatherCall(
-        address_of(table),
-        address_of(indices),
-        n,
-        row_bytes,
-        address_of(out),
-        height,
-    )
-    arguments = np.array(call, np.int64)
+    call = Arguments(GatherCall(table, indices, n, row_bytes, out, height))
     threads = get_num_threads() if out.nbytes >= _SERIAL_BELOW else 1
-    run(_gather_part, -(-n // height), address_of(arguments), threads)
+    run(_gather_part, -(-n // height), call.address, threads)

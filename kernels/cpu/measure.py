@@ -10,15 +10,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import carray
 
 from ..element import Kernel
 from ..tables import TensorTable
 from .blocks import blocks
-from .compile import call_reader, part
-from .dense import SERIAL_BELOW
-from .headers import address_of
-from .intrinsics import as_pointer, call_address
+from .compile import Arguments, call_reader, int64s, part
+from .dense import SERIAL_BELOW, DenseCall, block_arguments, read_call
+from .intrinsics import call_address
 from .parallel import get_num_threads, run
 from .rows.search import last_at_most
 
@@ -28,19 +26,9 @@ PART = 65_536  # elements; fixes the last bits of a sum
 class MeasureCall(NamedTuple):
     """Arguments of the measuring loop, all ``int64``."""
 
-    measure: int
-    n_tensors: int
-    addresses: int  # [T, 1 + number of states]
-    addresses_bytes: int  # of a row of them
-    gradients: int  # [T]
-    first: int  # [T + 1]: flat index of each tensor's first element
-    first_part: int  # [T]: number of each tensor's first part
-    hp: int  # [R, F] of the arithmetic type
-    hp_row_bytes: int
-    hp_of: int  # [T]: row of hp
-    g_bytes: int
-    part: int
-    sums: int  # [parts, n_measured] float64
+    dense: int  # address of those of the dense loop: a chunk is a part
+    first_part: np.ndarray  # [T]: number of each tensor's first part
+    sums: np.ndarray  # [parts, n_measured] float64
     sums_bytes: int  # of a row of them
 
 
@@ -50,21 +38,13 @@ _read_call = call_reader(MeasureCall)
 @part
 def _measure_part(index, slot, call):
     c = _read_call(call)
-    first = carray(as_pointer(c.first), c.n_tensors + 1, np.int64)
-    first_part = carray(as_pointer(c.first_part), c.n_tensors, np.int64)
-    gradients = carray(as_pointer(c.gradients), c.n_tensors, np.int64)
-    hp_of = carray(as_pointer(c.hp_of), c.n_tensors, np.int64)
-    t = last_at_most(first_part, c.n_tensors, index)
-    offset = (index - first_part[t]) * c.part
-    call_address(
-        c.measure,
-        c.addresses + t * c.addresses_bytes,
-        offset,
-        gradients[t] + offset * c.g_bytes,
-        min(c.part, first[t + 1] - first[t] - offset),
-        c.hp + hp_of[t] * c.hp_row_bytes,
-        c.sums + index * c.sums_bytes,
-    )
+    d = read_call(c.dense)
+    first, first_part = int64s(d.first, d.n_tensors + 1), int64s(c.first_part, d.n_tensors)
+    t = last_at_most(first_part, d.n_tensors, index)
+    offset = (index - first_part[t]) * d.chunk
+    n = min(d.chunk, first[t + 1] - first[t] - offset)
+    arguments = block_arguments(d, t, offset, n)
+    call_address(d.block, *arguments, c.sums + index * c.sums_bytes)
 
 
 def measure(
@@ -86,24 +66,9 @@ def measure(
     assert block is not None
     parts = np.maximum(1, -(-np.diff(table.first) // PART))
     first_part = np.concatenate(([0], np.cumsum(parts)[:-1]))
-    sums = np.zeros((int(parts.sum()), kernel.rule.n_measured))
-    call = MeasureCall(
-        block.address,
-        len(gradients),
-        address_of(table.addresses),
-        table.addresses.strides[0],
-        address_of(gradients),
-        address_of(table.first),
-        address_of(first_part),
-        address_of(hp),
-        hp.strides[0],
-        address_of(hp_of),
-        kernel.g.itemsize,
-        PART,
-        address_of(sums),
-        sums.strides[0],
-    )
-    arguments = np.array(call, np.int64)
+    sums = np.empty((int(parts.sum()), kernel.rule.n_measured))
+    dense = Arguments(DenseCall.of(block, kernel.g, table, gradients, hp, hp_of, PART))
+    call = Arguments(MeasureCall(dense.address, first_part, sums, sums.strides[0]))
     threads = get_num_threads() if table.total >= SERIAL_BELOW else 1
-    run(_measure_part, len(sums), address_of(arguments), threads)
+    run(_measure_part, len(sums), call.address, threads)
     return np.add.reduceat(sums, first_part)

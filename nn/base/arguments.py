@@ -11,7 +11,9 @@ import numpy as np
 
 from ...kernels.quiet import quiet
 from ...ops.runtime import check
-from ...ops.runtime.errors import reject
+from ...ops.runtime.errors import RejectedTypeError, RejectedValueError, reject
+
+MOST_STEPS = int(np.iinfo(np.int32).max)
 
 
 def step_options(
@@ -119,3 +121,24 @@ def step_numbers(where: str, step: Any) -> np.ndarray:
     if (steps < 0).any():
         reject(ValueError, where, "global_step", "is out of range", "at least 0", steps.min())
     return steps
+
+
+def gradients_of(where: str, gradients: Any, n_parameters: int) -> tuple[Any, ...]:
+    """The gradients of a step as a tuple, one for each parameter."""
+    if not isinstance(gradients, (tuple, list)):
+        wrong, got = "has a wrong type", type(gradients).__name__
+        expected = "a tuple or list in the order of the parameters"
+        reject(RejectedTypeError, where, "gradients", wrong, expected, got)
+    if len(gradients) != n_parameters:
+        wrong, expected = "has a wrong length", f"{n_parameters}, one for each parameter"
+        reject(RejectedValueError, where, "gradients", wrong, expected, len(gradients))
+    return tuple(gradients)
+
+
+def next_step(where: str, global_step: np.ndarray) -> int:
+    """The number of the next step, from 0 on; the count is an int32, as published."""
+    step = int(global_step[0])
+    if step >= MOST_STEPS:
+        expected = f"at most {MOST_STEPS} steps"
+        reject(OverflowError, where, "global_step", "is at its end", expected, step)
+    return step

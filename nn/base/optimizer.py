@@ -9,17 +9,16 @@ import numpy as np
 
 from ...ops.runtime import check, pending
 from ...ops.runtime.device import DeviceArray, device_of
-from ...ops.runtime.errors import RejectedTypeError, RejectedValueError, reject, reject_unknown
+from ...ops.runtime.errors import reject, reject_unknown
 from ..schedules.base import Rate, Values
 from . import gradients as grads
-from .arguments import of_kind
+from .arguments import gradients_of, next_step, of_kind
 from .checkpoint import as_state, checked_state, steps_done
 from .groups import Groups, name_by_position, read_groups
 from .numbers import check_place, loss_scale_of, number_of
 from .parameter import Parameter, writable
 
 _TARGETS = ("CPU", "GPU", "Ascend")
-MOST_STEPS = int(np.iinfo(np.int32).max)
 
 
 class Optimizer:
@@ -68,6 +67,11 @@ class Optimizer:
     """
 
     _filter_names = True
+    _name = "Optimizer"  # in errors
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls._name = vars(cls).get("_name", cls.__name__)
 
     def __init__(
         self,
@@ -102,10 +106,6 @@ class Optimizer:
             for rate in rates
         )
         return f"{self._name}({len(self.parameters)} parameters, {n:,} elements, lr={lr})"
-
-    @property
-    def _name(self) -> str:
-        return type(self).__name__
 
     def _common_device(self) -> int | None:
         """The CUDA device of all parameters, or None where they live on the host."""
@@ -160,22 +160,11 @@ class Optimizer:
 
     def __call__(self, gradients: Sequence[Any]) -> Any:
         """One step with ``gradients`` in the order of `parameters`."""
-        gradients = self._as_tuple(gradients)
-        self._next_step()
+        gradients = self._given(gradients)
+        next_step(self._name, self._global_step)
         result = self.construct(gradients)
         self._global_step += 1
         return result
-
-    def _as_tuple(self, gradients: Any) -> tuple[Any, ...]:
-        if not isinstance(gradients, (tuple, list)):
-            wrong, got = "has a wrong type", type(gradients).__name__
-            expected = "a tuple or list in the order of the parameters"
-            reject(RejectedTypeError, self._name, "gradients", wrong, expected, got)
-        if len(gradients) != len(self.parameters):
-            wrong, length = "has a wrong length", len(gradients)
-            expected = f"{len(self.parameters)}, one for each parameter"
-            reject(RejectedValueError, self._name, "gradients", wrong, expected, length)
-        return tuple(gradients)
 
     # Learning rate and weight decay
 
@@ -242,14 +231,6 @@ class Optimizer:
     def _step(self) -> int:
         return int(self._global_step[0])
 
-    def _next_step(self) -> int:
-        """The number of the next step, from 0 on; there is an end: the count is an int32."""
-        step = self._step
-        if step >= MOST_STEPS:
-            expected = f"at most {MOST_STEPS} steps"
-            reject(OverflowError, self._name, "global_step", "is at its end", expected, step)
-        return step
-
     def _rates_at(self, step: int) -> list[float]:
         rates = [option.rate for option in self._groups.options]
         return Values(self._name, "learning_rate", rates).at(step)
@@ -260,6 +241,9 @@ class Optimizer:
 
     # Gradients, as separate steps for custom optimizers
 
+    def _given(self, gradients: Any) -> tuple[Any, ...]:
+        return gradients_of(self._name, gradients, len(self.parameters))
+
     def decay_weight(self, gradients: Sequence[Any]) -> tuple[Any, ...]:
         """``g + weight_decay * loss_scale * w`` where decay applies, as new gradients.
 
@@ -269,7 +253,12 @@ class Optimizer:
         decays = self._decays_at(self._step)
         return tuple(
             grads.decayed(g, p.array, decay * number_of(self._loss_scale)) if decay else g
-            for g, p, decay in zip(self._as_tuple(gradients), self.parameters, decays, strict=True)
+            for g, p, decay in zip(
+                self._given(gradients),
+                self.parameters,
+                decays,
+                strict=True,
+            )
         )
 
     def gradients_centralization(self, gradients: Sequence[Any]) -> tuple[Any, ...]:
@@ -279,12 +268,16 @@ class Optimizer:
         """
         return tuple(
             grads.centralized(g) if option.centralize else g
-            for g, option in zip(self._as_tuple(gradients), self._groups.options, strict=True)
+            for g, option in zip(
+                self._given(gradients),
+                self._groups.options,
+                strict=True,
+            )
         )
 
     def scale_grad(self, gradients: Sequence[Any]) -> tuple[Any, ...]:
         """``g * float32(1 / loss_scale)``, as new gradients; the same ones if it is 1."""
-        gradients = self._as_tuple(gradients)
+        gradients = self._given(gradients)
         scale = number_of(self._loss_scale)
         if scale == 1.0:
             return gradients

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -79,10 +80,9 @@ class Parameter:
         for owner in owners:
             owner.forget_addresses()
 
-    @property
-    def array(self) -> Any:
-        """The array as steps see it: of NumPy, or a `DeviceArray`."""
-        return self._data
+    array = property(  # read in every step, so without a call of Python
+        attrgetter("_data"), doc="The array as steps see it: of NumPy, or a `DeviceArray`."
+    )
 
     @property
     def __fusestep_array__(self) -> Any:  # operators look for it

@@ -11,9 +11,11 @@ import numpy as np
 from ...kernels.cpu.counts import are_equal
 from ...kernels.rules.formula import ROUNDING, Formula
 from ...kernels.rules.rule import Prologue, Rule
+from ...ops.runtime.check import LARGEST
 from ...ops.runtime.device import DeviceArray
 from ...ops.runtime.step import Prepared
 from ..base.groups import ParameterOptions
+from ..base.parameter import Parameter
 from ..schedules.base import Values
 from .conditioning import Conditioning
 from .layout import Batch
@@ -120,8 +122,29 @@ class Classes:
             of.append(known[key])
         self.of = np.array(of, np.int64)
         examples = [options[i] for i in self.examples]
-        self.rates = Values(where, "learning_rate", [option.rate for option in examples])
-        self.decays = Values(where, "weight_decay", [option.decay for option in examples])
+        self._rates, decays = zip(*((o.rate, o.decay) for o in examples), strict=True)
+        self.rates = Values(where, "learning_rate", self._rates)
+        self.decays = Values(where, "weight_decay", decays)
+        self._fixed_decays = list(decays) if all(type(d) is float for d in decays) else None
+
+    def at(self, step: int) -> tuple[list[float], list[float]]:
+        """Learning rates and weight decays for a step on the host.
+
+        Raises:
+            RuntimeError, TypeError, ValueError: as `Values.at`.
+        """
+        rates = self._fixed_rates() or self.rates.at(step)
+        return rates, self._fixed_decays or self.decays.at(step)
+
+    def _fixed_rates(self) -> list[float] | None:
+        """The learning rates, where all are numbers of the host and in range."""
+        rates = []
+        for rate in self._rates:
+            array = rate.array if type(rate) is Parameter else None
+            if type(array) is not np.ndarray or array.ndim or not 0 <= float(array) <= LARGEST:
+                return None
+            rates.append(float(array))
+        return rates
 
     @property
     def follow_steps(self) -> bool:

@@ -55,6 +55,7 @@ class Thor(FusedOptimizer):
         damping, momentum, batch_size, frequency, bad_factor: can be assigned to between steps.
     """
 
+    _name = NAME
     _filter_names = False
     _stays_on_host = True
     _counts = ("step.", "refreshes.")
@@ -97,10 +98,6 @@ class Thor(FusedOptimizer):
         self._scratch = Scratch()
         self._is_requested = False
         self._announce(self._step)
-
-    @property
-    def _name(self) -> str:
-        return NAME
 
     def _filter_decay(self, decay_filter: Callable[[Parameter], bool]) -> None:
         options = tuple(

@@ -13,55 +13,55 @@ from typing import NamedTuple
 import numpy as np
 
 from ...tables import FactoredTensor
-from ..compile import call_reader
+from ..compile import call_reader, records
 from ..headers import address_of
 
 _TILE_WIDTH = 8_192  # whole rows of most matrices: a narrower tile jumps from row to row
 _PART = 65_536  # elements
 
-# Columns of the table of tensors, int64 [T, COLUMNS]; places count elements.
-(
-    ARRAYS,  # address of the addresses of the parameter and of the states of its shape
-    ROW_STATE,
-    COLUMN_STATE,
-    MATRICES,
-    HEIGHT,
-    WIDTH,
-    TILE_HEIGHT,
-    TILE_WIDTH,
-    TILES_DOWN,
-    TILES_ACROSS,
-    GROUP,  # matrices of a part, where a part is whole matrices
-    ROW_SUMS,  # [matrices, TILES_ACROSS, height]
-    COLUMN_SUMS,  # [matrices, TILES_DOWN, width]
-    FACTORS,  # [matrices, height + width]; of states the rows of all matrices come first
-    COLUMNS,
-) = range(15)
+
+class Matrices(NamedTuple):
+    """A tensor of the step, all ``int64``; places count elements."""
+
+    arrays: int  # address of the addresses of the parameter and of the states of its shape
+    row_state: int
+    column_state: int
+    matrices: int
+    height: int
+    width: int
+    tile_height: int
+    tile_width: int
+    tiles_down: int
+    tiles_across: int
+    group: int  # matrices of a part, where a part is whole matrices
+    first_part: int
+    first_group: int  # number of the first group of matrices
+    row_sums: int  # [matrices, tiles_across, height]
+    column_sums: int  # [matrices, tiles_down, width]
+    factors: int  # [matrices, height + width]; of states the rows of all matrices come first
 
 
 class FactoredCall(NamedTuple):
     """Arguments of every loop, all ``int64``."""
 
     n_tensors: int
-    tensors: int  # [T, COLUMNS]
-    gradients: int  # [T]
-    first_part: int  # [T]: number of each tensor's first part
-    first_group: int  # [T]: number of each tensor's first group of matrices
-    hp: int  # [T, F]
+    tensors: np.ndarray  # [T] of `Matrices`
+    gradients: np.ndarray  # [T]
+    hp: np.ndarray  # [T, F]
     hp_row_bytes: int
     g_bytes: int
     real_bytes: int
-    sums: int  # float64
-    factors: int  # of the arithmetic
-    states: int  # of the arithmetic: the new ones, each tensor's where its factors are
-    measured: int  # float64 [parts]: sums of squares of the direction
+    sums: np.ndarray  # float64
+    factors: np.ndarray  # of the arithmetic
+    states: np.ndarray  # of the arithmetic: the new ones, each tensor's where its factors are
+    measured: np.ndarray  # float64 [parts]: sums of squares of the direction
     squares: int
     make_factors: int
     direction: int
     update: int
 
 
-read_call = call_reader(FactoredCall)
+read_call, tensors_at = call_reader(FactoredCall), records(Matrices)
 
 
 class FactoredTable:
@@ -69,37 +69,45 @@ class FactoredTable:
 
     Args:
         tensors: at least one.
+
+    Attributes:
+        table: int64 ``[T]`` of `Matrices`.
+        first_part: int64 ``[T]``: number of each tensor's first part.
+        n_parts, n_groups, n_elements: of all tensors.
+        n_sums, n_factors: how much room they take.
     """
 
     def __init__(self, tensors: Sequence[FactoredTensor]) -> None:
-        rows, parts, groups, n_sums, n_factors = [], [], [], 0, 0
         self._addresses = np.array([tensor.addresses for tensor in tensors], np.int64)
-        for place, tensor in zip(self._addresses, tensors, strict=True):
-            cut = _cut(tensor)
-            _, _, down, across, group = cut
-            in_rows, in_columns = tensor.matrices * tensor.height, tensor.matrices * tensor.width
-            column_sums = n_sums + in_rows * across
-            rows.append((address_of(place), *tensor[1:], *cut, n_sums, column_sums, n_factors))
-            n_sums = column_sums + in_columns * down
-            n_factors += in_rows + in_columns
-            groups.append(-(-tensor.matrices // group))
-            parts.append(tensor.matrices * down * across if down * across > 1 else groups[-1])
-        self.table = np.array(rows, np.int64)
-        self.n_elements = sum(t.matrices * t.height * t.width for t in tensors)
-        self.first_part, self.n_parts = _offsets(parts)
-        self.first_group, self.n_groups = _offsets(groups)
-        self.n_sums, self.n_factors = n_sums, n_factors
+        self.n_parts = self.n_groups = self.n_elements = self.n_sums = self.n_factors = 0
+        self.table = np.array(
+            [self._row(*each) for each in zip(self._addresses, tensors, strict=True)], np.int64
+        )
+        self.first_part = self.table[:, Matrices._fields.index("first_part")]
+
+    def _row(self, addresses: np.ndarray, tensor: FactoredTensor) -> Matrices:
+        """The next row of the table."""
+        _, row_state, column_state, matrices, height, width = tensor
+        states = address_of(addresses), row_state, column_state
+        cut = _cut(height, width)
+        _, _, down, across, group = cut
+        of_rows, of_columns = matrices * height, matrices * width
+        column_sums = self.n_sums + of_rows * across
+        first = self.n_parts, self.n_groups
+        places = self.n_sums, column_sums, self.n_factors
+        n_groups = -(-matrices // group)
+        self.n_parts += matrices * down * across if down * across > 1 else n_groups
+        self.n_groups += n_groups
+        self.n_elements += of_rows * width
+        self.n_sums = column_sums + of_columns * down
+        self.n_factors += of_rows + of_columns
+        return Matrices(*states, matrices, height, width, *cut, *first, *places)
 
 
-def _cut(tensor: FactoredTensor) -> tuple[int, int, int, int, int]:
+def _cut(height: int, width: int) -> tuple[int, int, int, int, int]:
     """Height and width of a tile, tiles down and across, and matrices of a part."""
-    width = min(tensor.width, _TILE_WIDTH)
-    height = min(tensor.height, max(1, _PART // width))
-    down, across = -(-tensor.height // height), -(-tensor.width // width)
-    group = max(1, _PART // (tensor.height * tensor.width)) if down * across == 1 else 1
-    return height, width, down, across, group
-
-
-def _offsets(counts: Sequence[int]) -> tuple[np.ndarray, int]:
-    ends = np.cumsum(counts)
-    return np.concatenate(([0], ends[:-1])), int(ends[-1])
+    tile_width = min(width, _TILE_WIDTH)
+    tile_height = min(height, max(1, _PART // tile_width))
+    down, across = -(-height // tile_height), -(-width // tile_width)
+    group = max(1, _PART // (height * width)) if down * across == 1 else 1
+    return tile_height, tile_width, down, across, group

@@ -10,101 +10,60 @@ import numpy as np
 from numba import carray, njit
 
 from ...element import Kernel
-from ..compile import NativeFunction, part
-from ..headers import address_of
+from ..compile import Arguments, NativeFunction, int64s, part
 from ..intrinsics import as_pointer, call_address
 from ..parallel import Loop, get_num_threads, run_all
 from ..rows.search import last_at_most
-from ..rows.sort import int64s
 from .blocks import factored_blocks
-from .layout import (
-    ARRAYS,
-    COLUMN_STATE,
-    COLUMN_SUMS,
-    COLUMNS,
-    FACTORS,
-    GROUP,
-    HEIGHT,
-    MATRICES,
-    ROW_STATE,
-    ROW_SUMS,
-    TILE_HEIGHT,
-    TILE_WIDTH,
-    TILES_ACROSS,
-    TILES_DOWN,
-    WIDTH,
-    FactoredCall,
-    FactoredTable,
-    read_call,
-)
+from .layout import FactoredCall, FactoredTable, read_call, tensors_at
 
 _SERIAL_BELOW = 32_768  # elements
 
 
-@njit
-def _tensor(c, t):
-    return carray(as_pointer(c.tensors), (c.n_tensors, COLUMNS), np.int64)[t]
-
-
-@njit
+@njit(inline="always")
 def _part_of(c, index):
-    """The tensor of a part, its first tile and the tile after its last."""
-    first = int64s(c.first_part, c.n_tensors)
-    t = last_at_most(first, c.n_tensors, index)
-    tensor = _tensor(c, t)
-    begin = (index - first[t]) * tensor[GROUP]
-    n_tiles = tensor[MATRICES] * tensor[TILES_DOWN] * tensor[TILES_ACROSS]
-    return t, begin, min(begin + tensor[GROUP], n_tiles)
+    """The number of a part's tensor, the tensor, its first tile and the tile after its last."""
+    tensors = tensors_at(c.tensors, c.n_tensors)
+    t = last_at_most(tensors.first_part, c.n_tensors, index)
+    tensor = tensors[t]
+    begin = (index - tensor.first_part) * tensor.group
+    n_tiles = tensor.matrices * tensor.tiles_down * tensor.tiles_across
+    return t, tensor, begin, min(begin + tensor.group, n_tiles)
 
 
 @njit
 def _tile(tensor, number):
-    """Matrix, place down and across, and size of a tile."""
-    tiles = tensor[TILES_DOWN] * tensor[TILES_ACROSS]
+    """Matrix, place down and across, size of a tile, and the elements before its first one."""
+    tiles = tensor.tiles_down * tensor.tiles_across
     matrix, rest = number // tiles, number % tiles
-    down, across = rest // tensor[TILES_ACROSS], rest % tensor[TILES_ACROSS]
-    height = min(tensor[TILE_HEIGHT], tensor[HEIGHT] - down * tensor[TILE_HEIGHT])
-    width = min(tensor[TILE_WIDTH], tensor[WIDTH] - across * tensor[TILE_WIDTH])
-    return matrix, down, across, height, width
-
-
-@njit
-def _offset(tensor, matrix, down, across):
-    """Elements before a tile's first one."""
-    row = matrix * tensor[HEIGHT] + down * tensor[TILE_HEIGHT]
-    return row * tensor[WIDTH] + across * tensor[TILE_WIDTH]
-
-
-@njit
-def _factor_places(c, tensor, matrix, down, across):
-    """Addresses of the row and column factors of a tile."""
-    place = tensor[FACTORS] + matrix * (tensor[HEIGHT] + tensor[WIDTH])
-    row = place + down * tensor[TILE_HEIGHT]
-    column = place + tensor[HEIGHT] + across * tensor[TILE_WIDTH]
-    return c.factors + row * c.real_bytes, c.factors + column * c.real_bytes
+    down, across = rest // tensor.tiles_across, rest % tensor.tiles_across
+    top, left = down * tensor.tile_height, across * tensor.tile_width
+    height = min(tensor.tile_height, tensor.height - top)
+    width = min(tensor.tile_width, tensor.width - left)
+    offset = (matrix * tensor.height + top) * tensor.width + left
+    return matrix, down, across, height, width, offset
 
 
 @part
 def sum_squares(index, slot, call):
     """Sums over the rows and columns of the tiles of one part."""
     c = read_call(call)
-    t, begin, end = _part_of(c, index)
-    tensor, g = _tensor(c, t), int64s(c.gradients, c.n_tensors)[t]
+    t, tensor, begin, end = _part_of(c, index)
+    g = int64s(c.gradients, c.n_tensors)[t]
     for number in range(begin, end):
-        matrix, down, across, height, width = _tile(tensor, number)
-        offset = _offset(tensor, matrix, down, across)
-        of_rows = (matrix * tensor[TILES_ACROSS] + across) * tensor[HEIGHT]
-        of_columns = (matrix * tensor[TILES_DOWN] + down) * tensor[WIDTH]
+        matrix, down, across, height, width, offset = _tile(tensor, number)
+        of_rows = (matrix * tensor.tiles_across + across) * tensor.height
+        of_columns = (matrix * tensor.tiles_down + down) * tensor.width
         call_address(
             c.squares,
-            tensor[ARRAYS],
+            tensor.arrays,
             offset,
             g + offset * c.g_bytes,
             height,
             width,
-            tensor[WIDTH],
-            c.sums + (tensor[ROW_SUMS] + of_rows + down * tensor[TILE_HEIGHT]) * 8,
-            c.sums + (tensor[COLUMN_SUMS] + of_columns + across * tensor[TILE_WIDTH]) * 8,
+            tensor.width,
+            c.sums + (tensor.row_sums + of_rows + down * tensor.tile_height) * 8,
+            c.sums + (tensor.column_sums + of_columns + across * tensor.tile_width) * 8,
             c.hp + t * c.hp_row_bytes,
         )
 
@@ -121,8 +80,8 @@ def _add_tiles(address, n_tiles, n):
 @njit
 def _new_states(c, tensor):
     """Addresses of the new states of rows and columns of a tensor."""
-    rows = c.states + tensor[FACTORS] * c.real_bytes
-    return rows, rows + tensor[MATRICES] * tensor[HEIGHT] * c.real_bytes
+    rows = c.states + tensor.factors * c.real_bytes
+    return rows, rows + tensor.matrices * tensor.height * c.real_bytes
 
 
 @njit
@@ -135,26 +94,20 @@ def _copy(target, source, n_bytes):
 def make_factors(index, slot, call):
     """New states and factors of one group of matrices."""
     c = read_call(call)
-    first = int64s(c.first_group, c.n_tensors)
-    t = last_at_most(first, c.n_tensors, index)
-    tensor = _tensor(c, t)
-    height, width, across, down = (
-        tensor[HEIGHT],
-        tensor[WIDTH],
-        tensor[TILES_ACROSS],
-        tensor[TILES_DOWN],
-    )
-    begin = (index - first[t]) * tensor[GROUP]
+    tensors = tensors_at(c.tensors, c.n_tensors)
+    t = last_at_most(tensors.first_group, c.n_tensors, index)
+    tensor = tensors[t]
+    height, width = tensor.height, tensor.width
+    begin = (index - tensor.first_group) * tensor.group
     new_rows, new_columns = _new_states(c, tensor)
-    for matrix in range(begin, min(begin + tensor[GROUP], tensor[MATRICES])):
+    for matrix in range(begin, min(begin + tensor.group, tensor.matrices)):
         rows, columns = matrix * height * c.real_bytes, matrix * width * c.real_bytes
-        _copy(new_rows + rows, tensor[ROW_STATE] + rows, height * c.real_bytes)
-        _copy(new_columns + columns, tensor[COLUMN_STATE] + columns, width * c.real_bytes)
-        row_sums = c.sums + (tensor[ROW_SUMS] + matrix * across * height) * 8
-        column_sums = c.sums + (tensor[COLUMN_SUMS] + matrix * down * width) * 8
-        _add_tiles(row_sums, across, height)
-        _add_tiles(column_sums, down, width)
-        factors, _ = _factor_places(c, tensor, matrix, 0, 0)
+        _copy(new_rows + rows, tensor.row_state + rows, height * c.real_bytes)
+        _copy(new_columns + columns, tensor.column_state + columns, width * c.real_bytes)
+        row_sums = c.sums + (tensor.row_sums + matrix * tensor.tiles_across * height) * 8
+        column_sums = c.sums + (tensor.column_sums + matrix * tensor.tiles_down * width) * 8
+        _add_tiles(row_sums, tensor.tiles_across, height)
+        _add_tiles(column_sums, tensor.tiles_down, width)
         call_address(
             c.make_factors,
             row_sums,
@@ -163,8 +116,33 @@ def make_factors(index, slot, call):
             width,
             new_rows + rows,
             new_columns + columns,
-            factors,
+            c.factors + (tensor.factors + matrix * (height + width)) * c.real_bytes,
             c.hp + t * c.hp_row_bytes,
+        )
+
+
+@njit
+def _call_with_factors(c, block, index, *out):
+    """A block on the tiles of one part."""
+    t, tensor, begin, end = _part_of(c, index)
+    g = int64s(c.gradients, c.n_tensors)[t]
+    for number in range(begin, end):
+        matrix, down, across, height, width, offset = _tile(tensor, number)
+        place = tensor.factors + matrix * (tensor.height + tensor.width)
+        row = place + down * tensor.tile_height
+        column = place + tensor.height + across * tensor.tile_width
+        call_address(
+            block,
+            tensor.arrays,
+            offset,
+            g + offset * c.g_bytes,
+            height,
+            width,
+            tensor.width,
+            c.factors + row * c.real_bytes,
+            c.factors + column * c.real_bytes,
+            c.hp + t * c.hp_row_bytes,
+            *out,
         )
 
 
@@ -172,62 +150,27 @@ def make_factors(index, slot, call):
 def sum_direction(index, slot, call):
     """The squares of the direction of one part."""
     c = read_call(call)
-    t, begin, end = _part_of(c, index)
-    tensor, g = _tensor(c, t), int64s(c.gradients, c.n_tensors)[t]
     out = c.measured + index * 8
     carray(as_pointer(out), 1, np.float64)[0] = 0.0
-    for number in range(begin, end):
-        matrix, down, across, height, width = _tile(tensor, number)
-        offset = _offset(tensor, matrix, down, across)
-        row_factors, column_factors = _factor_places(c, tensor, matrix, down, across)
-        call_address(
-            c.direction,
-            tensor[ARRAYS],
-            offset,
-            g + offset * c.g_bytes,
-            height,
-            width,
-            tensor[WIDTH],
-            row_factors,
-            column_factors,
-            c.hp + t * c.hp_row_bytes,
-            out,
-        )
+    _call_with_factors(c, c.direction, index, out)
 
 
 @part
 def store_states(index, slot, call):
     """The new states of one tensor in their place."""
     c = read_call(call)
-    tensor = _tensor(c, index)
+    tensor = tensors_at(c.tensors, c.n_tensors)[index]
     new_rows, new_columns = _new_states(c, tensor)
-    matrix_bytes = tensor[MATRICES] * c.real_bytes
-    _copy(tensor[ROW_STATE], new_rows, tensor[HEIGHT] * matrix_bytes)
-    _copy(tensor[COLUMN_STATE], new_columns, tensor[WIDTH] * matrix_bytes)
+    matrix_bytes = tensor.matrices * c.real_bytes
+    _copy(tensor.row_state, new_rows, tensor.height * matrix_bytes)
+    _copy(tensor.column_state, new_columns, tensor.width * matrix_bytes)
 
 
 @part
 def update_matrices(index, slot, call):
     """The update of one part."""
     c = read_call(call)
-    t, begin, end = _part_of(c, index)
-    tensor, g = _tensor(c, t), int64s(c.gradients, c.n_tensors)[t]
-    for number in range(begin, end):
-        matrix, down, across, height, width = _tile(tensor, number)
-        offset = _offset(tensor, matrix, down, across)
-        row_factors, column_factors = _factor_places(c, tensor, matrix, down, across)
-        call_address(
-            c.update,
-            tensor[ARRAYS],
-            offset,
-            g + offset * c.g_bytes,
-            height,
-            width,
-            tensor[WIDTH],
-            row_factors,
-            column_factors,
-            c.hp + t * c.hp_row_bytes,
-        )
+    _call_with_factors(c, c.update, index)
 
 
 class FactoredStep:
@@ -249,26 +192,22 @@ class FactoredStep:
     ) -> None:
         self._table = table
         self._measured = np.empty(table.n_parts)
-        sums = np.empty(table.n_sums)
         factors, states = (np.empty(table.n_factors, kernel.real.dtype) for _ in range(2))
-        self._keep = (gradients, hp, sums, factors, states)  # the loops have their addresses
         call = FactoredCall(
             len(gradients),
-            address_of(table.table),
-            address_of(gradients),
-            address_of(table.first_part),
-            address_of(table.first_group),
-            address_of(hp),
+            table.table,
+            gradients,
+            hp,
             hp.strides[0],
             kernel.g.itemsize,
             kernel.real.itemsize,
-            address_of(sums),
-            address_of(factors),
-            address_of(states),
-            address_of(self._measured),
+            np.empty(table.n_sums),
+            factors,
+            states,
+            self._measured,
             *(block.address for block in factored_blocks(kernel)),
         )
-        self._call = np.array(call, np.int64)
+        self._call = Arguments(call)
         self._threads = 1 if table.n_elements < _SERIAL_BELOW else get_num_threads()
         self.loops = (
             self._loop(store_states, len(table.table)),
@@ -276,7 +215,7 @@ class FactoredStep:
         )
 
     def _loop(self, function: NativeFunction, n: int) -> Loop:
-        return Loop.of(function, n, address_of(self._call), self._threads)
+        return Loop.of(function, n, self._call.address, self._threads)
 
     def direction_squares(self) -> np.ndarray:
         """float64 ``[T]``, the sum of squares of each tensor's direction; nothing is written.

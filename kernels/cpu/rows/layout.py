@@ -15,42 +15,47 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..compile import call_reader
+from numba import njit
 
-# Columns of the table of tables, int64 [T, COLUMNS].
-(
-    ARRAYS,  # address of the addresses of the parameter and its states
-    VALUES,
-    HP,
-    ROWS,
-    WIDTH,
-    FIRST_ROW,
-    FIRST_POSITION,
-    INDICES,
-    INDEX_BYTES,
-    FIRST_RANGE,
-    RANGE,
-    COLUMNS,
-) = range(12)
+from ...tables import HOT
+from ..compile import call_reader, records
 
-# Elements of ``result``.
-(
-    BAD_POSITION,
-    MOVED,
-    SORTED_KEYS,
-    N_VALID,
-    N_HOT,
-    HOT_ELEMENTS,
-    N_RESULTS,
-) = range(7)
 
-# Columns of the parts of a sweep and of the list of hot segments.
-PART_TABLE, PART_BEGIN, PART_END, PART_COLUMNS = range(4)
-HOT_BEGIN, HOT_END, HOT_OFFSET, HOT_TABLE, HOT_COLUMNS = range(5)
+class Table(NamedTuple):
+    """A table of the step, in the order of their rows and positions; all ``int64``."""
+
+    arrays: int  # address of the addresses of the parameter and its states
+    values: int  # where the gradient of position 0 would be
+    hp: int
+    rows: int
+    width: int
+    first_row: int
+    first_position: int
+    indices: int
+    index_bytes: int
+    first_range: int
+    range: int  # positions of a range
+
+
+class HotSegment(NamedTuple):
+    """A hot segment; all ``int64``."""
+
+    begin: int
+    end: int
+    offset: int  # of its sums, in elements
+    table: int
+
+
+class SweepPart(NamedTuple):
+    """Rows of a table that are one part of a dense-equivalent sweep; all ``int64``."""
+
+    table: int
+    begin: int
+    end: int
 
 
 class RowCall(NamedTuple):
-    """Arguments of every loop of a row step, all ``int64``."""
+    """Arguments of every loop of a row step and what one loop tells the next, all ``int64``."""
 
     # Decided by the sizes of the step.
     n_tables: int
@@ -61,7 +66,6 @@ class RowCall(NamedTuple):
     dropped_row: int  # global row that out-of-range indices get, or -1 to report them
     sort_parts: int
     scratch_bytes: int  # of a slot
-    tile: int  # elements per tile of a dense-equivalent sweep
     # Decided by the kernel.
     block: int
     block_zero: int
@@ -70,23 +74,27 @@ class RowCall(NamedTuple):
     itemsizes: int  # [n_arrays]
     real_bytes: int
     # Where the sections of the borrowed block lie.
-    result: int  # [N_RESULTS]
-    tables: int  # [T, COLUMNS]
-    addresses: int  # [T, n_arrays]
+    tables: int  # [T] of `Table`
     bad: int  # [sort_parts]: first bad position of each share, or -1
-    hot: int  # [n // HOT + 1, HOT_COLUMNS]
+    hot: int  # [n // HOT + 1] of `HotSegment`
     histogram: int  # [sort_parts, 2**digit_bits]
     keys: int  # [n + PADDING]
     spare: int  # [n + PADDING]
     scratch: int  # one slice of scratch_bytes per slot
     # Of single phases.
     stripes: int  # row locks, or 0 for none
+    bad_position: int  # -1 for none
     shift: int  # of the digit that the running pass sorts by
-    n_parts: int
-    parts: int  # [n_parts, PART_COLUMNS], for a sweep
+    moved: int  # whether the pass moves anything
+    sorted_keys: int  # where they lie
+    n_valid: int  # how many of them belong to rows
+    n_hot: int
+    hot_elements: int
     hot_sums: int
     add_ranges: int
     range_numbers: int  # 0, 1, 2, ...
+    n_parts: int
+    parts: int  # [n_parts] of `SweepPart`
     measured: int  # [n] float64: at the first key of each segment what was measured of its row
 
 
@@ -94,3 +102,16 @@ class RowCall(NamedTuple):
 PADDING = 32
 
 read_call = call_reader(RowCall)
+parts_at, _tables_at, _hot_at = records(SweepPart), records(Table), records(HotSegment)
+
+
+@njit(inline="always")
+def tables_of(c):
+    """The tables of a step."""
+    return _tables_at(c.tables, c.n_tables)
+
+
+@njit(inline="always")
+def hot_of(c):
+    """The hot segments of a step, with room for all that there can be."""
+    return _hot_at(c.hot, c.n // HOT + 1)

@@ -9,29 +9,9 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit
 
-from ..compile import part
+from ..compile import int64s, part
 from ..intrinsics import as_pointer, load_int32, load_int64
-from .layout import (
-    BAD_POSITION,
-    COLUMNS,
-    FIRST_POSITION,
-    FIRST_ROW,
-    INDEX_BYTES,
-    INDICES,
-    MOVED,
-    N_RESULTS,
-    N_VALID,
-    PADDING,
-    ROWS,
-    SORTED_KEYS,
-    read_call,
-)
-
-
-@njit(inline="always")
-def int64s(address, n):
-    """The ``n`` int64 at ``address``."""
-    return carray(as_pointer(address), n, np.int64)
+from .layout import PADDING, read_call, tables_of
 
 
 @njit(inline="always")
@@ -43,7 +23,7 @@ def share(n, parts, index):
 @njit(inline="always")
 def position_end(c, tables, t):
     """The position after the last of table ``t``."""
-    return tables[t + 1, FIRST_POSITION] if t + 1 < c.n_tables else c.n
+    return tables[t + 1].first_position if t + 1 < c.n_tables else c.n
 
 
 @njit(inline="always")
@@ -58,8 +38,8 @@ def _index(indices, n_bytes, k):
 def _count_table(table, begin, end, dropped_row, histogram):
     """Count the lowest digits of ``indices[begin:end]``; returns the first bad one, or -1."""
     mask = np.uint64(histogram.size - 1)
-    n_rows, first_row = table[ROWS], table[FIRST_ROW]
-    indices, n_bytes = table[INDICES], table[INDEX_BYTES]
+    n_rows, first_row = table.rows, table.first_row
+    indices, n_bytes = table.indices, table.index_bytes
     for k in range(begin, end):
         row = _index(indices, n_bytes, k)
         key_row = row + first_row
@@ -75,8 +55,8 @@ def _count_table(table, begin, end, dropped_row, histogram):
 def _scatter_table(table, begin, end, dropped_row, offsets, out, bits):
     """Move the keys of ``indices[begin:end]`` to the places of their lowest digits."""
     mask = np.uint64(offsets.size - 1)
-    n_rows, first_row, first = table[ROWS], table[FIRST_ROW], table[FIRST_POSITION]
-    indices, n_bytes = table[INDICES], table[INDEX_BYTES]
+    n_rows, first_row, first = table.rows, table.first_row, table.first_position
+    indices, n_bytes = table.indices, table.index_bytes
     for k in range(begin, end):
         row = _index(indices, n_bytes, k)
         key_row = row + first_row if 0 <= row < n_rows else dropped_row
@@ -89,7 +69,7 @@ def _scatter_table(table, begin, end, dropped_row, offsets, out, bits):
 @njit(inline="always")
 def _stretch(c, tables, t, begin, end):
     """The part of positions ``begin .. end`` that is of table ``t``, counted within it."""
-    first = tables[t, FIRST_POSITION]
+    first = tables[t].first_position
     return max(begin, first) - first, min(end, position_end(c, tables, t)) - first
 
 
@@ -99,20 +79,20 @@ def count_rows(c, begin, end, histogram):
 
     Returns the first position whose index is out of range, or -1.
     """
-    tables = carray(as_pointer(c.tables), (c.n_tables, COLUMNS), np.int64)
+    tables = tables_of(c)
     histogram[:] = 0
     for t in range(c.n_tables):
         low, high = _stretch(c, tables, t, begin, end)
         bad = _count_table(tables[t], low, high, c.dropped_row, histogram)
         if bad >= 0:
-            return tables[t, FIRST_POSITION] + bad
+            return tables[t].first_position + bad
     return -1
 
 
 @njit(error_model="numpy")
 def scatter_rows(c, begin, end, offsets, out):
     """The first pass of the sort: makes the keys of positions ``begin .. end`` on its way."""
-    tables = carray(as_pointer(c.tables), (c.n_tables, COLUMNS), np.int64)
+    tables = tables_of(c)
     for t in range(c.n_tables):
         low, high = _stretch(c, tables, t, begin, end)
         _scatter_table(tables[t], low, high, c.dropped_row, offsets, out, c.position_bits)
@@ -171,22 +151,25 @@ def first_key_at_least(keys, n, key):
 
 
 @njit(inline="always")
-def finish(c, keys, result):
+def _histograms(c):
+    return carray(as_pointer(c.histogram), (c.sort_parts, 1 << c.digit_bits), np.int64)
+
+
+@njit(inline="always")
+def _finish(c, keys):
     """Tell where the sorted keys lie, and how many of them belong to rows."""
-    result[SORTED_KEYS] = keys.ctypes.data
-    result[N_VALID] = c.n
+    c.sorted_keys, c.n_valid = keys.ctypes.data, c.n
     if c.dropped_row >= 0:
-        result[N_VALID] = first_key_at_least(keys, c.n, c.dropped_row << c.position_bits)
+        c.n_valid = first_key_at_least(keys, c.n, c.dropped_row << c.position_bits)
 
 
 @part
 def group_serial(index, slot, call):
     """Keys and sort on one thread."""
     c = read_call(call)
-    result = int64s(c.result, N_RESULTS)
-    histograms = carray(as_pointer(c.histogram), (1, 1 << c.digit_bits), np.int64)
-    result[BAD_POSITION] = count_rows(c, 0, c.n, histograms[0])
-    if result[BAD_POSITION] >= 0:
+    histograms = _histograms(c)
+    c.bad_position = count_rows(c, 0, c.n, histograms[0])
+    if c.bad_position >= 0:
         return
     offsets_of(histograms, c.n)
     keys, spare = int64s(c.keys, c.n + PADDING), int64s(c.spare, c.n + PADDING)
@@ -198,56 +181,51 @@ def group_serial(index, slot, call):
             scatter(keys, 0, c.n, shift, histograms[0], spare)
             keys, spare = spare, keys
         shift += c.digit_bits
-    finish(c, keys, result)
+    _finish(c, keys)
 
 
 @part
 def count_rows_part(index, slot, call):
     """Counts of the lowest digit of one share; its bad position, or -1, goes to ``bad``."""
     c = read_call(call)
-    histograms = carray(as_pointer(c.histogram), (c.sort_parts, 1 << c.digit_bits), np.int64)
     begin, end = share(c.n, c.sort_parts, index), share(c.n, c.sort_parts, index + 1)
-    int64s(c.bad, c.sort_parts)[index] = count_rows(c, begin, end, histograms[index])
+    int64s(c.bad, c.sort_parts)[index] = count_rows(c, begin, end, _histograms(c)[index])
 
 
 @part
 def scatter_rows_part(index, slot, call):
     """The first pass of the sort for one share of the positions."""
     c = read_call(call)
-    histograms = carray(as_pointer(c.histogram), (c.sort_parts, 1 << c.digit_bits), np.int64)
     begin, end = share(c.n, c.sort_parts, index), share(c.n, c.sort_parts, index + 1)
-    scatter_rows(c, begin, end, histograms[index], int64s(c.keys, c.n))
+    scatter_rows(c, begin, end, _histograms(c)[index], int64s(c.keys, c.n))
 
 
 @part
 def count_part(index, slot, call):
     """Digit counts of one share of the keys."""
     c = read_call(call)
-    histograms = carray(as_pointer(c.histogram), (c.sort_parts, 1 << c.digit_bits), np.int64)
     begin, end = share(c.n, c.sort_parts, index), share(c.n, c.sort_parts, index + 1)
-    count_digits(int64s(c.keys, c.n), begin, end, c.shift, histograms[index])
+    count_digits(int64s(c.keys, c.n), begin, end, c.shift, _histograms(c)[index])
 
 
 @part
 def scatter_part(index, slot, call):
     """Move one share of the keys."""
     c = read_call(call)
-    histograms = carray(as_pointer(c.histogram), (c.sort_parts, 1 << c.digit_bits), np.int64)
     begin, end = share(c.n, c.sort_parts, index), share(c.n, c.sort_parts, index + 1)
     keys, spare = int64s(c.keys, c.n), int64s(c.spare, c.n)
-    scatter(keys, begin, end, c.shift, histograms[index], spare)
+    scatter(keys, begin, end, c.shift, _histograms(c)[index], spare)
 
 
 @part
 def offsets_part(index, slot, call):
-    """Turn all counts into places; ``result[MOVED]`` tells whether the pass moves anything."""
+    """Turn all counts into places; ``moved`` tells whether the pass moves anything."""
     c = read_call(call)
-    histograms = carray(as_pointer(c.histogram), (c.sort_parts, 1 << c.digit_bits), np.int64)
-    int64s(c.result, N_RESULTS)[MOVED] = offsets_of(histograms, c.n)
+    c.moved = offsets_of(_histograms(c), c.n)
 
 
 @part
 def finish_part(index, slot, call):
     """The last step of a sort on several threads."""
     c = read_call(call)
-    finish(c, int64s(c.keys, c.n), int64s(c.result, N_RESULTS))
+    _finish(c, int64s(c.keys, c.n))

@@ -16,16 +16,15 @@ from ..compile import NativeFunction
 from ..headers import address_of
 from ..parallel import Loop, get_num_threads, run
 from ..workspace import borrow, give_back
-from . import layout, sort, sums
+from . import sort, sums
 from . import update as rows
-from .layout import COLUMNS, HOT_COLUMNS, N_RESULTS, PADDING, RowCall
+from .layout import PADDING, HotSegment, RowCall, Table
 
 SORT_SERIAL_BELOW = 8_192  # positions
 UPDATE_SERIAL_BELOW = 32_768  # elements
 _ROW_COST = 96  # elements that could be updated while one row is fetched from memory
 _PARTS_PER_THREAD = 16
 _SWEEP_PART = 65_536  # elements of a part of a dense-equivalent sweep
-_TILE = 1_024  # elements of a tile of that sweep
 _LINE_WORDS = 8  # int64 of a cache line
 
 stripes = np.zeros(rows.N_STRIPES, np.int32)
@@ -36,10 +35,11 @@ if hasattr(os, "register_at_fork"):
     # A thread that held a row in the parent does not exist in the child.
     os.register_at_fork(after_in_child=lambda: stripes.fill(0))
 _FIELD = {name: k for k, name in enumerate(RowCall._fields)}
-_NO_PHASE = (0,) * (len(RowCall._fields) - _FIELD["shift"])  # what single phases fill in
+# What one loop tells the next, or single phases fill in; no bad position is known.
+_UNKNOWN = (-1, *(0,) * (len(RowCall._fields) - _FIELD["bad_position"] - 1))
 # Numbers to words of a block, ten times as fast as NumPy's assignment.
 _pack_call = struct.Struct(f"{len(RowCall._fields)}q").pack_into
-_pack_table = struct.Struct(f"{COLUMNS}q").pack_into
+_pack_table = struct.Struct(f"{len(Table._fields)}q").pack_into
 
 
 def row_norm(kernel: Kernel, tables: list[RowTable]) -> tuple[int, float]:
@@ -74,7 +74,7 @@ class _Sizes(NamedTuple):
 
 
 # Sections of the borrowed block, in the order of the sizes in `_sizes_of`.
-_CALL, _RESULT, _TABLES, _ADDRESSES, _BAD, _HOT, _HISTOGRAM, _KEYS, _SPARE, _SCRATCH = range(10)
+_CALL, _TABLES, _BAD, _HOT, _HISTOGRAM, _KEYS, _SPARE, _SCRATCH = range(8)
 
 
 def _sizes(kernel: Kernel, tables: list[RowTable], touched_only: bool, drop: bool) -> _Sizes:
@@ -88,7 +88,7 @@ def _sizes(kernel: Kernel, tables: list[RowTable], touched_only: bool, drop: boo
     is_small = n < SORT_SERIAL_BELOW and work < UPDATE_SERIAL_BELOW
     threads = 1 if is_small else get_num_threads()
     # Of a slot: the summed gradient of a row, or of a tile of whole rows; the ring of segments.
-    scratch = (widest if touched_only else max(widest, _TILE)) * kernel.real.itemsize
+    scratch = (widest if touched_only else max(widest, rows.TILE)) * kernel.real.itemsize
     scratch += 8 * rows.RING
     dropped_row = n_rows if drop else -1
     return _sizes_of(
@@ -121,11 +121,9 @@ def _sizes_of(
     places, words = [], 0
     for size in (
         len(RowCall._fields),
-        N_RESULTS,
-        n_tables * COLUMNS,
-        n_tables * n_arrays,
+        n_tables * (len(Table._fields) + n_arrays),
         sort_parts,
-        (n // HOT + 1) * HOT_COLUMNS,
+        (n // HOT + 1) * len(HotSegment._fields),
         sort_parts << digit_bits,
         n + PADDING,
         n + PADDING,
@@ -143,7 +141,6 @@ def _sizes_of(
         dropped_row,
         sort_parts,
         scratch_words * 8,
-        _TILE,
     )
     return _Sizes(n, row_bits, digit_bits, sort_parts, threads, arguments, tuple(places), words)
 
@@ -213,7 +210,7 @@ class RowStep:
         self._keep: list[np.ndarray] = []  # arrays whose addresses the loops have
         self._write_arguments(of_row or blocks(kernel).update_real, locked=locked)
         self._group()
-        self.bad_position = self._result(layout.BAD_POSITION)
+        self.bad_position = self._get("bad_position")
         self.loops: tuple[Loop, ...] = ()
         if self.bad_position < 0:
             self._sum_hot()
@@ -224,9 +221,8 @@ class RowStep:
         """Give the block back."""
         give_back(self._block)
 
-    def _result(self, which: int) -> int:
-        """One element of the loops' results."""
-        return int(self._block.words[self._size.places[_RESULT] + which])
+    def _get(self, field: str) -> int:
+        return int(self._block.words[_FIELD[field]])
 
     def _set(self, field: str, value: int) -> None:
         self._block.words[_FIELD[field]] = value
@@ -242,41 +238,42 @@ class RowStep:
             0,
             *size.arguments,
             *_kernel_arguments(self._kernel, of_row, not self._touched_only),
-            *[base + 8 * place for place in size.places[_RESULT:]],
+            *[base + 8 * place for place in size.places[_TABLES:]],
             _stripes_address if locked else 0,
-            *_NO_PHASE,
+            *_UNKNOWN,
         )
-        words[size.places[_RESULT] + layout.BAD_POSITION] = -1
-        self._write_tables(size.places[_TABLES], size.places[_ADDRESSES])
+        self._write_tables(size.places[_TABLES])
 
-    def _write_tables(self, place: int, at_addresses: int) -> None:
+    def _write_tables(self, place: int) -> None:
+        """The tables, and after them all their addresses."""
         words, base = self._block
+        at_addresses = place + len(self._tables) * len(Table._fields)
         first_row = first_position = first_range = 0
         for table in self._tables:
-            addresses, hp, n_rows, width, indices, index_bytes, n, values = table
-            length = range_length(n)
-            struct.pack_into(f"{len(addresses)}q", words.data, 8 * at_addresses, *addresses)
+            length = range_length(table.length)
+            count = len(table.addresses)
+            struct.pack_into(f"{count}q", words.data, 8 * at_addresses, *table.addresses)
             _pack_table(
                 words.data,
                 8 * place,
                 base + 8 * at_addresses,
                 # The loops know an occurrence by its position among those of all tables.
-                values - first_position * width * self._kernel.g.itemsize,
-                hp,
-                n_rows,
-                width,
+                table.values - first_position * table.width * self._kernel.g.itemsize,
+                table.hp,
+                table.rows,
+                table.width,
                 first_row,
                 first_position,
-                indices,
-                index_bytes,
+                table.indices,
+                table.index_bytes,
                 first_range,
                 length,
             )
-            first_range += -(-n // length)
-            first_row += n_rows
-            first_position += n
-            place += COLUMNS
-            at_addresses += len(addresses)
+            first_range += -(-table.length // length)
+            first_row += table.rows
+            first_position += table.length
+            place += len(Table._fields)
+            at_addresses += count
         self._n_ranges = first_range
 
     def _group(self) -> None:
@@ -288,9 +285,7 @@ class RowStep:
         place = self._size.places[_BAD]
         bad = self._block.words[place : place + self._size.sort_parts]
         if (bad >= 0).any():
-            self._block.words[self._size.places[_RESULT] + layout.BAD_POSITION] = bad[
-                bad >= 0
-            ].min()
+            self._set("bad_position", bad[bad >= 0].min())
             return
         self._sort()
         self._run(sort.finish_part, 1, 1)
@@ -308,7 +303,7 @@ class RowStep:
             self._set("shift", shift)
             self._each_share(sort.count_part)
             self._run(sort.offsets_part, 1, 1)
-            if self._result(layout.MOVED):
+            if self._get("moved"):
                 self._each_share(sort.scatter_part)
                 words[keys], words[spare] = int(words[spare]), int(words[keys])
 
@@ -317,10 +312,10 @@ class RowStep:
         if self._size.n <= HOT:
             return
         self._run(rows.find_hot, 1, 1)
-        if self._result(layout.N_HOT) == 0:
+        if self._get("n_hot") == 0:
             return
         kernel = self._kernel
-        hot_sums = np.empty(self._result(layout.HOT_ELEMENTS), kernel.real.dtype)
+        hot_sums = np.empty(self._get("hot_elements"), kernel.real.dtype)
         numbers = np.arange(self._n_ranges + PADDING)
         self._keep += [hot_sums, numbers]
         self._set("hot_sums", address_of(hot_sums))
@@ -356,8 +351,8 @@ class RowStep:
 
 
 def _sweep_parts(t: int, table: RowTable) -> np.ndarray:
-    """Row ranges of about `_SWEEP_PART` elements, in whole tiles: ``[P, PART_COLUMNS]``."""
-    tile = max(1, _TILE // max(table.width, 1))
+    """Row ranges of about `_SWEEP_PART` elements, in whole tiles: ``[P]`` of `SweepPart`."""
+    tile = max(1, rows.TILE // max(table.width, 1))
     height = max(1, _SWEEP_PART // max(table.width, 1) // tile) * tile
     begins = np.arange(0, table.rows, height)
     ends = np.minimum(begins + height, table.rows)

@@ -9,7 +9,7 @@ import numpy as np
 from numba import carray, njit
 
 from ...tables import HOT
-from ..compile import part
+from ..compile import int64s, part
 from ..intrinsics import (
     as_pointer,
     call_address,
@@ -20,36 +20,9 @@ from ..intrinsics import (
     prefetch_write,
     store_release,
 )
-from .layout import (
-    ARRAYS,
-    COLUMNS,
-    FIRST_POSITION,
-    FIRST_RANGE,
-    FIRST_ROW,
-    HOT_BEGIN,
-    HOT_COLUMNS,
-    HOT_ELEMENTS,
-    HOT_END,
-    HOT_OFFSET,
-    HOT_TABLE,
-    HP,
-    N_HOT,
-    N_RESULTS,
-    N_VALID,
-    PADDING,
-    PART_BEGIN,
-    PART_COLUMNS,
-    PART_END,
-    PART_TABLE,
-    RANGE,
-    ROWS,
-    SORTED_KEYS,
-    VALUES,
-    WIDTH,
-    read_call,
-)
+from .layout import PADDING, hot_of, parts_at, read_call, tables_of
 from .search import last_at_most
-from .sort import first_key_at_least, int64s, position_end, share
+from .sort import first_key_at_least, position_end, share
 
 _LINE = 64  # bytes of a cache line
 _LINES = 8  # lines of a row that are prefetched; the hardware follows from there
@@ -57,21 +30,12 @@ _LINES = 8  # lines of a row that are prefetched; the hardware follows from ther
 # each costs a miss of the cache and of the page table, and only many at once hide them.
 # Measured at 256-byte rows: 32 take a fifth longer, 128 no less.
 _LINES_AHEAD = 64
+TILE = 1_024  # elements of a tile of a dense-equivalent sweep
 RING = 16  # segments found ahead of their update; a power of 2
 _NEAR = 32  # keys that are looked at one by one for the end of a segment
 _STRIPE_BITS = 14
 N_STRIPES = 1 << _STRIPE_BITS
 _STRIPE_SHIFT = 64 - _STRIPE_BITS
-
-
-@njit(inline="always")
-def _tables(c):
-    return carray(as_pointer(c.tables), (c.n_tables, COLUMNS), np.int64)
-
-
-@njit(inline="always")
-def _hot(c):
-    return carray(as_pointer(c.hot), (c.n // HOT + 1, HOT_COLUMNS), np.int64)
 
 
 @njit
@@ -96,23 +60,26 @@ def _clear(address, n_bytes):
 
 @njit(inline="always")
 def _n_ranges(c, tables, t):
-    n_positions = position_end(c, tables, t) - tables[t, FIRST_POSITION]
-    return (n_positions + tables[t, RANGE] - 1) // tables[t, RANGE]
+    n_positions = position_end(c, tables, t) - tables[t].first_position
+    return (n_positions + tables[t].range - 1) // tables[t].range
 
 
 @njit(inline="always")
 def _accumulate(c, table, sorted_keys, begin, end, total):
     mask = (1 << c.position_bits) - 1
-    call_address(c.accumulate, total, table[VALUES], sorted_keys, begin, end, table[WIDTH], mask)
+    call_address(c.accumulate, total, table.values, sorted_keys, begin, end, table.width, mask)
 
 
 @part
 def find_hot(index, slot, call):
     """List the hot segments. Every one covers a multiple of HOT, so only those are probed."""
     c = read_call(call)
-    result = int64s(c.result, N_RESULTS)
-    n, bits = result[N_VALID], c.position_bits
-    keys, tables, hot = int64s(result[SORTED_KEYS], c.n), _tables(c), _hot(c)
+    n, bits = c.n_valid, c.position_bits
+    keys, tables, hot = (
+        int64s(c.sorted_keys, c.n),
+        tables_of(c),
+        hot_of(c),
+    )
     n_hot = elements = last_end = 0
     for k in range(0, n, HOT):
         if k < last_end:
@@ -122,48 +89,50 @@ def find_hot(index, slot, call):
         last_end = first_key_at_least(keys, n, (row + 1) << bits)
         if last_end - begin <= HOT:
             continue
-        t = last_at_most(tables[:, FIRST_ROW], c.n_tables, row)
-        hot[n_hot, HOT_BEGIN], hot[n_hot, HOT_END] = begin, last_end
-        hot[n_hot, HOT_OFFSET], hot[n_hot, HOT_TABLE] = elements, t
+        t = last_at_most(tables.first_row, c.n_tables, row)
+        found = hot[n_hot]
+        found.begin, found.end, found.offset, found.table = begin, last_end, elements, t
         n_hot += 1
-        elements += _n_ranges(c, tables, t) * tables[t, WIDTH]
-    result[N_HOT], result[HOT_ELEMENTS] = n_hot, elements
+        elements += _n_ranges(c, tables, t) * tables[t].width
+    c.n_hot, c.hot_elements = n_hot, elements
 
 
 @part
 def sum_hot_range(index, slot, call):
     """Sum what the hot rows of a table have in one range of its positions."""
     c = read_call(call)
-    result = int64s(c.result, N_RESULTS)
-    keys, hot, tables = int64s(result[SORTED_KEYS], c.n), _hot(c), _tables(c)
-    t = last_at_most(tables[:, FIRST_RANGE], c.n_tables, index)
-    number, width = index - tables[t, FIRST_RANGE], tables[t, WIDTH]
-    first = tables[t, FIRST_POSITION] + number * tables[t, RANGE]
-    for h in range(result[N_HOT]):
-        if hot[h, HOT_TABLE] != t:
+    keys, hot, tables = (
+        int64s(c.sorted_keys, c.n),
+        hot_of(c),
+        tables_of(c),
+    )
+    t = last_at_most(tables.first_range, c.n_tables, index)
+    number, width = index - tables[t].first_range, tables[t].width
+    first = tables[t].first_position + number * tables[t].range
+    for h in range(c.n_hot):
+        if hot[h].table != t:
             continue
-        row = keys[hot[h, HOT_BEGIN]] >> c.position_bits << c.position_bits
-        begin = first_key_at_least(keys, hot[h, HOT_END], row + first)
-        end = first_key_at_least(keys, hot[h, HOT_END], row + first + tables[t, RANGE])
-        total = c.hot_sums + (hot[h, HOT_OFFSET] + number * width) * c.real_bytes
+        row = keys[hot[h].begin] >> c.position_bits << c.position_bits
+        begin = first_key_at_least(keys, hot[h].end, row + first)
+        end = first_key_at_least(keys, hot[h].end, row + first + tables[t].range)
+        total = c.hot_sums + (hot[h].offset + number * width) * c.real_bytes
         if begin == end:
             _clear(total, width * c.real_bytes)
         else:
-            _accumulate(c, tables[t], result[SORTED_KEYS], begin, end, total)
+            _accumulate(c, tables[t], c.sorted_keys, begin, end, total)
 
 
 @njit
 def _sum_segment(c, tables, t, begin, end, total):
     """The summed gradient of one segment to address ``total``."""
-    result = int64s(c.result, N_RESULTS)
     if end - begin <= HOT:
-        _accumulate(c, tables[t], result[SORTED_KEYS], begin, end, total)
+        _accumulate(c, tables[t], c.sorted_keys, begin, end, total)
         return
-    hot = _hot(c)
-    h = last_at_most(hot[:, HOT_BEGIN], result[N_HOT], begin)
-    sums = c.hot_sums + hot[h, HOT_OFFSET] * c.real_bytes
+    hot = hot_of(c)
+    h = last_at_most(hot.begin, c.n_hot, begin)
+    sums = c.hot_sums + hot[h].offset * c.real_bytes
     n_ranges = _n_ranges(c, tables, t)
-    call_address(c.add_ranges, total, sums, c.range_numbers, 0, n_ranges, tables[t, WIDTH], -1)
+    call_address(c.add_ranges, total, sums, c.range_numbers, 0, n_ranges, tables[t].width, -1)
 
 
 @njit
@@ -196,15 +165,15 @@ def _prefetch_stretch(address, n_bytes):
 
 @njit(inline="always")
 def _prefetch_row(c, table, row):
-    arrays, offset = table[ARRAYS], row * table[WIDTH]
+    arrays, offset = table.arrays, row * table.width
     for k in range(c.n_arrays):
         itemsize = load_int64(c.itemsizes + 8 * k)
-        _prefetch_stretch(load_int64(arrays + 8 * k) + offset * itemsize, table[WIDTH] * itemsize)
+        _prefetch_stretch(load_int64(arrays + 8 * k) + offset * itemsize, table.width * itemsize)
 
 
 @njit(inline="always")
 def _call_block(block, table, row, n, gradient):
-    call_address(block, table[ARRAYS], row * table[WIDTH], gradient, n, table[HP])
+    call_address(block, table.arrays, row * table.width, gradient, n, table.hp)
 
 
 @njit
@@ -219,20 +188,19 @@ def _first_segment(keys, begin, n, bits):
 def measure_touched(index, slot, call):
     """The measuring block on the summed rows of one share of the sorted keys."""
     c = read_call(call)
-    result = int64s(c.result, N_RESULTS)
-    n, bits, tables = result[N_VALID], c.position_bits, _tables(c)
-    keys = int64s(result[SORTED_KEYS], c.n + PADDING)
+    n, bits, tables = c.n_valid, c.position_bits, tables_of(c)
+    keys = int64s(c.sorted_keys, c.n + PADDING)
     scratch = c.scratch + slot * c.scratch_bytes
     parameter, total = int64s(scratch, 1), scratch + 8 * RING
     parameter[0] = total  # the rule measures the gradient, and reads nothing else
     begin, stop = share(n, c.n_parts, index), share(n, c.n_parts, index + 1)
     begin = _first_segment(keys, begin, n, bits)
     while begin < stop:
-        t = last_at_most(tables[:, FIRST_ROW], c.n_tables, keys[begin] >> bits)
+        t = last_at_most(tables.first_row, c.n_tables, keys[begin] >> bits)
         end = _segment_end(keys, begin, n, bits)
         _sum_segment(c, tables, t, begin, end, total)
         sums = c.measured + begin * 8
-        call_address(c.block, scratch, 0, total, tables[t, WIDTH], tables[t, HP], sums)
+        call_address(c.block, scratch, 0, total, tables[t].width, tables[t].hp, sums)
         begin = end
 
 
@@ -242,9 +210,9 @@ def _update_row(c, table, row, total):
     stripes = carray(as_pointer(c.stripes), N_STRIPES, np.int32)
     stripe = 0
     if c.stripes != 0:
-        offset = row * table[WIDTH] * load_int64(c.itemsizes)
-        stripe = _lock(stripes, load_int64(table[ARRAYS]) + offset)
-    _call_block(c.block, table, row, table[WIDTH], total)
+        offset = row * table.width * load_int64(c.itemsizes)
+        stripe = _lock(stripes, load_int64(table.arrays) + offset)
+    _call_block(c.block, table, row, table.width, total)
     if c.stripes != 0:
         store_release(stripes, stripe, 0)
 
@@ -252,7 +220,7 @@ def _update_row(c, table, row, total):
 @njit(inline="always")
 def _table_of(tables, t, row):
     """The table of a global row, which is table ``t`` or a later one."""
-    while row >= tables[t, FIRST_ROW] + tables[t, ROWS]:
+    while row >= tables[t].first_row + tables[t].rows:
         t += 1
     return t
 
@@ -260,7 +228,7 @@ def _table_of(tables, t, row):
 @njit
 def _rows_ahead(c, table):
     """How many rows of a table may be on their way to the caches at a time."""
-    row_bytes = table[WIDTH] * load_int64(c.itemsizes)
+    row_bytes = table.width * load_int64(c.itemsizes)
     lines = c.n_arrays + c.n_arrays * row_bytes // _LINE
     return max(2, min(RING - 1, _LINES_AHEAD // lines))
 
@@ -273,9 +241,8 @@ def update_touched(index, slot, call):
     while their parameters and states are on the way to the caches.
     """
     c = read_call(call)
-    result = int64s(c.result, N_RESULTS)
-    n, bits, tables = result[N_VALID], c.position_bits, _tables(c)
-    keys = int64s(result[SORTED_KEYS], c.n + PADDING)
+    n, bits, tables = c.n_valid, c.position_bits, tables_of(c)
+    keys = int64s(c.sorted_keys, c.n + PADDING)
     ring = c.scratch + slot * c.scratch_bytes
     begins, total = int64s(ring, RING), ring + 8 * RING
     stop = share(n, c.n_parts, index + 1)
@@ -286,7 +253,7 @@ def update_touched(index, slot, call):
         while ahead < stop and found - done < most:
             row = keys[ahead] >> bits
             t_ahead = _table_of(tables, t_ahead, row)
-            _prefetch_row(c, tables[t_ahead], row - tables[t_ahead, FIRST_ROW])
+            _prefetch_row(c, tables[t_ahead], row - tables[t_ahead].first_row)
             begins[found & (RING - 1)] = ahead
             found += 1
             ahead = _segment_end(keys, ahead, n, bits)
@@ -296,11 +263,11 @@ def update_touched(index, slot, call):
         done += 1
         end = begins[done & (RING - 1)] if done < found else ahead
         row = keys[begin] >> bits
-        if row >= tables[t, FIRST_ROW] + tables[t, ROWS]:
+        if row >= tables[t].first_row + tables[t].rows:
             t = _table_of(tables, t, row)
             most = _rows_ahead(c, tables[t])
         _sum_segment(c, tables, t, begin, end, total)
-        _update_row(c, tables[t], row - tables[t, FIRST_ROW], total)
+        _update_row(c, tables[t], row - tables[t].first_row, total)
 
 
 @part
@@ -312,14 +279,12 @@ def update_all(index, slot, call):
     out in a small buffer.
     """
     c = read_call(call)
-    result = int64s(c.result, N_RESULTS)
-    n, bits, tables = result[N_VALID], c.position_bits, _tables(c)
-    keys = int64s(result[SORTED_KEYS], c.n + PADDING)
-    parts = carray(as_pointer(c.parts), (c.n_parts, PART_COLUMNS), np.int64)
-    t = parts[index, PART_TABLE]
-    first_row, width = tables[t, FIRST_ROW], tables[t, WIDTH]
-    row, last = parts[index, PART_BEGIN], parts[index, PART_END]
-    tile = max(1, c.tile // max(width, 1))
+    n, bits, tables = c.n_valid, c.position_bits, tables_of(c)
+    keys = int64s(c.sorted_keys, c.n + PADDING)
+    own = parts_at(c.parts, c.n_parts)[index]
+    t, row, last = own.table, own.begin, own.end
+    first_row, width = tables[t].first_row, tables[t].width
+    tile = max(1, TILE // max(width, 1))
     buffer = c.scratch + slot * c.scratch_bytes
     begin = first_key_at_least(keys, n, (first_row + row) << bits)
     stop = first_key_at_least(keys, n, (first_row + last) << bits)
