@@ -23,7 +23,6 @@ from .headers import address_of
 from .intrinsics import as_pointer
 
 _I64 = types.int64
-_PART_ARGUMENTS = 3
 _lock = threading.RLock()
 
 if numba.config.DISABLE_JIT:
@@ -66,13 +65,11 @@ class NativeFunction:
 
     Args:
         function: the Python function; it returns nothing.
-        n_arguments: how many ``int64`` arguments it takes.
         identity: what distinguishes it in the on-disk cache.
     """
 
-    def __init__(self, function: Callable[..., None], n_arguments: int, identity: str) -> None:
+    def __init__(self, function: Callable[..., None], identity: str) -> None:
         self._function = function
-        self._n_arguments = n_arguments
         self.identity = identity
         self._compiled: CFunc | None = None
 
@@ -93,7 +90,7 @@ class NativeFunction:
         return compiled
 
     def _uncompiled(self) -> CFunc:
-        signature = ((_I64,) * self._n_arguments, types.void)
+        signature = ((_I64,) * self._function.__code__.co_argcount, types.void)
         return CFunc(self._function, signature, {}, {"error_model": "numpy"})
 
     def assembly(self) -> str:
@@ -114,9 +111,7 @@ def part(function: Callable[[int, int, int], None]) -> NativeFunction:
     ``index`` numbers the part, ``slot`` the thread that runs it (for scratch memory), ``call``
     is the address of the loop's arguments.
     """
-    made = NativeFunction(
-        function, _PART_ARGUMENTS, f"{function.__module__}.{function.__qualname__}"
-    )
+    made = NativeFunction(function, f"{function.__module__}.{function.__qualname__}")
     PARTS.append(made)
     return made
 

@@ -23,12 +23,9 @@ from numba import carray, njit
 
 from ...element import Kernel, conditioned, element_of
 from ...rules import adafactor as rules
-from ...rules.rule import hp_type
-from ...storage import numba_type
-from ..blocks import CPU, SUMS
-from ..cache import fingerprint
+from ..blocks import CPU, SUMS, identity, readers
 from ..compile import NativeFunction
-from ..intrinsics import array_reader, as_pointer, tuple_reader
+from ..intrinsics import as_pointer
 
 
 class FactoredBlocks(NamedTuple):
@@ -43,28 +40,20 @@ class FactoredBlocks(NamedTuple):
 @cache
 def factored_blocks(kernel: Kernel) -> FactoredBlocks:
     """The blocks of a `rule.factored`, whose states in the kernel are those of the whole shape."""
-    assert kernel.rule.factored is not None
-    parts = " ".join(fingerprint(p.apply) + str(p.hp) for p in kernel.prologue)
-    suffix = f"{kernel.rule.hp} prologue {parts} storage {kernel.w.name} "
-    states = " ".join(storage.name for storage in kernel.s)
-    of_update = f"{fingerprint(kernel.rule.factored)} {states}"
-
-    def block(function: Callable[..., None], n_arguments: int, more: str) -> NativeFunction:
-        identity = f"factored {function.__name__} {suffix}{more}"
-        return NativeFunction(function, n_arguments, identity)
-
+    squared, factored, w, g = rules.squared, kernel.rule.factored, kernel.w, kernel.g
     return FactoredBlocks(
-        block(_squares(kernel), 9, kernel.g.name),
-        block(_factors(kernel), 8, ""),
-        block(_direction(kernel), 10, kernel.g.name),
-        block(_update(kernel), 9, f"{kernel.g.name} {of_update}"),
+        NativeFunction(_squares(kernel), identity("factored squares", squared, kernel, w, g)),
+        NativeFunction(_factors(kernel), identity("factors", squared, kernel, w)),
+        NativeFunction(_direction(kernel), identity("factored direction", squared, kernel, w, g)),
+        NativeFunction(
+            _update(kernel), identity("factored update", factored, kernel, w, g, *kernel.s)
+        ),
     )
 
 
 def _squares(kernel: Kernel) -> Callable[..., None]:
     load = conditioned(kernel.prologue, kernel.w, kernel.g, CPU)
-    read_hp = tuple_reader(hp_type(kernel.rule, kernel.prologue), numba_type(kernel.real))
-    read_arrays = array_reader([kernel.w.carrier])
+    read_hp, read_arrays = readers(kernel)
     g_type, g_bytes = kernel.g.carrier, kernel.g.itemsize
     squared = rules.squared
 
@@ -84,7 +73,7 @@ def _squares(kernel: Kernel) -> Callable[..., None]:
         of_column = carray(as_pointer(column_sums), width, np.float64)
         of_column[:] = 0.0
         for i in range(height):
-            (w,) = read_arrays(arrays, offset + i * stride, width)
+            w = read_arrays(arrays, offset + i * stride, width)[0]
             g = carray(as_pointer(g_address + i * stride * g_bytes), width, g_type)
             of_row[i] = add_row(w, g, of_column, scalars)
 
@@ -93,7 +82,7 @@ def _squares(kernel: Kernel) -> Callable[..., None]:
 
 def _factors(kernel: Kernel) -> Callable[..., None]:
     real = kernel.real.carrier
-    read_hp = tuple_reader(hp_type(kernel.rule, kernel.prologue), numba_type(kernel.real))
+    read_hp, _ = readers(kernel)
     averaged_mean, held_up = rules.averaged_mean, rules.held_up
     row_factor, column_factor = rules.row_factor, rules.column_factor
 
@@ -125,8 +114,7 @@ def _factors(kernel: Kernel) -> Callable[..., None]:
 
 def _direction(kernel: Kernel) -> Callable[..., None]:
     load = conditioned(kernel.prologue, kernel.w, kernel.g, CPU)
-    read_hp = tuple_reader(hp_type(kernel.rule, kernel.prologue), numba_type(kernel.real))
-    read_arrays = array_reader([kernel.w.carrier])
+    read_hp, read_arrays = readers(kernel)
     real, g_type, g_bytes = kernel.real.carrier, kernel.g.carrier, kernel.g.itemsize
     factored_direction = rules.factored_direction
 
@@ -147,7 +135,7 @@ def _direction(kernel: Kernel) -> Callable[..., None]:
         of_columns = carray(as_pointer(column_factors), width, real)
         total = 0.0
         for i in range(height):
-            (w,) = read_arrays(arrays, offset + i * stride, width)
+            w = read_arrays(arrays, offset + i * stride, width)[0]
             g = carray(as_pointer(g_address + i * stride * g_bytes), width, g_type)
             total += add_row(w, g, of_rows[i], of_columns, scalars)
         carray(as_pointer(out), 1, np.float64)[0] += total
@@ -158,8 +146,7 @@ def _direction(kernel: Kernel) -> Callable[..., None]:
 def _update(kernel: Kernel) -> Callable[..., None]:
     assert kernel.rule.factored is not None
     element = element_of(kernel.rule.factored, kernel.prologue, kernel.w, kernel.g, kernel.s, CPU)
-    read_hp = tuple_reader(hp_type(kernel.rule, kernel.prologue), numba_type(kernel.real))
-    read_arrays = array_reader([storage.carrier for storage in (kernel.w, *kernel.s)])
+    read_hp, read_arrays = readers(kernel)
     real, g_type, g_bytes = kernel.real.carrier, kernel.g.carrier, kernel.g.itemsize
 
     @njit(error_model="numpy")

@@ -137,17 +137,15 @@ def _sum_segment(c, tables, t, begin, end, total):
 
 @njit
 def _lock(stripes, address):
-    """Take the row lock of a row address; returns its stripe.
+    """Take the row lock of a row address; returns where it is.
 
     Fibonacci hashing spreads the row addresses, which are multiples of the row size.
     """
-    stripe = np.int64(
-        (np.uint64(address) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(_STRIPE_SHIFT)
-    )
-    while True:
-        if load_acquire(stripes, stripe) == 0 and compare_and_swap(stripes, stripe, 0, 1) == 0:
-            return stripe
+    spread = np.uint64(address) * np.uint64(0x9E3779B97F4A7C15)
+    lock = stripes + 4 * np.int64(spread >> np.uint64(_STRIPE_SHIFT))
+    while load_acquire(lock) != 0 or compare_and_swap(lock, 0, 1) != 0:
         cpu_pause()
+    return lock
 
 
 @njit(inline="always")
@@ -207,14 +205,13 @@ def measure_touched(index, slot, call):
 @njit(inline="always")
 def _update_row(c, table, row, total):
     """The block on one row, under its lock where rows have locks."""
-    stripes = carray(as_pointer(c.stripes), N_STRIPES, np.int32)
-    stripe = 0
+    lock = 0
     if c.stripes != 0:
         offset = row * table.width * load_int64(c.itemsizes)
-        stripe = _lock(stripes, load_int64(table.arrays) + offset)
+        lock = _lock(c.stripes, load_int64(table.arrays) + offset)
     _call_block(c.block, table, row, table.width, total)
     if c.stripes != 0:
-        store_release(stripes, stripe, 0)
+        store_release(lock, 0)
 
 
 @njit(inline="always")
