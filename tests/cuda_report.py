@@ -18,8 +18,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-
 CAPABILITIES = {"8.0": (8, 0, ""), "9.0a": (9, 0, "a")}
 
 
@@ -121,22 +119,17 @@ def other_loops() -> dict[str, Any]:
 
 def scalars_loops() -> dict[str, Any]:
     """The loops that compute the scalars of each optimizer, with every prologue."""
-    from fusestep import nn
     from fusestep.kernels.cuda.dense.scalars import scalars_kernel
     from fusestep.kernels.rules.gradient import COUPLED_DECAY, SCALE, TRUST
     from fusestep.kernels.storage import F32, F64
 
-    w = [np.ones((2, 2), np.float32)]
-    optimizers = {
-        "adam": nn.Adam(w), "adam_weight_decay": nn.AdamWeightDecay(w), "lamb": nn.Lamb(w, 0.1),
-        "adagrad": nn.Adagrad(w), "proximal_adagrad": nn.ProximalAdagrad(w), "sgd": nn.SGD(w),
-        "ftrl": nn.FTRL(w), "ftrl_power": nn.FTRL(w, lr_power=-0.3), "rmsprop": nn.RMSProp(w),
-        "momentum": nn.Momentum(w, 0.1, 0.9), "adafactor": nn.AdaFactor(w),
-        "rmsprop_momentum": nn.RMSProp(w, momentum=0.1),
-    }  # fmt: skip
+    from optimizers import FORMS, inner, make, parameters
+
+    made = {form: inner(make(form, parameters())) for form in reversed(FORMS)}
+    of_formulas = {opt.formula().function: (form, opt) for form, opt in made.items()}
     prologues = ((), (COUPLED_DECAY, SCALE), (SCALE, COUPLED_DECAY, TRUST))
     found = {}
-    for k, (name, optimizer) in enumerate(optimizers.items()):
+    for k, (name, optimizer) in enumerate(of_formulas.values()):
         formula, n = optimizer.formula(), len(optimizer._rule.hp)
         sizes = len(formula.constants), len(formula.bases), n
         real, prologue = (F64 if k % 4 == 3 else F32), prologues[k % 3]

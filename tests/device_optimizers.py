@@ -14,6 +14,7 @@ import copy
 import pickle
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,8 @@ from device_arrays import (
     rows,
     unchanged,
 )
+from optimizers import FORMS, decayed_and_scaled, parameters
+from optimizers import make as new_optimizer
 
 SHAPES = ((5, 4), (7,), (), (0, 3))
 Step = list[Any]
@@ -78,25 +81,21 @@ def compare_optimizer(
     return on_gpu, theirs
 
 
+# One for each rule; those of AdaFactor are in device_adafactor.py.
+OF_RULES = {
+    new_optimizer(form, parameters())._rule: partial(
+        new_optimizer, form, **decayed_and_scaled(form)
+    )
+    for form, (name, _) in FORMS.items()
+    if name not in ("LARS", "AdaFactor")
+}
 DENSE_OPTIMIZERS: tuple[Callable[[Any], Any], ...] = (
-    lambda p: nn.Adam(p, 0.1, weight_decay=0.1, loss_scale=2.0),
-    lambda p: nn.Adam(p, 0.1, use_amsgrad=True),
-    lambda p: nn.Adam(p, 0.1, use_nesterov=True),
+    *OF_RULES.values(),
     lambda p: nn.Adam(
         [{"params": p[:1], "lr": 0.3, "weight_decay": 0.2}, {"params": p[1:]}],
         [0.1, 0.05, 0.01, 0.1],
     ),
-    lambda p: nn.FTRL(p, learning_rate=0.1, l1=0.01, l2=0.1, weight_decay=0.1),
-    lambda p: nn.FTRL(p, learning_rate=0.1, lr_power=-0.3),
-    lambda p: nn.ProximalAdagrad(p, learning_rate=0.1, l1=0.01, l2=0.1),
-    lambda p: nn.Adagrad(p, learning_rate=0.1, update_slots=False),
-    lambda p: nn.Momentum(p, 0.1, 0.9, use_nesterov=True),
     lambda p: nn.SGD(p, 0.1, momentum=0.9, dampening=0.1, weight_decay=0.1),
-    lambda p: nn.RMSProp(p, 0.1, momentum=0.5),
-    lambda p: nn.RMSProp(p, 0.1, centered=True, epsilon=1.0),
-    lambda p: nn.AdamWeightDecay(p, 0.1, weight_decay=0.1),
-    lambda p: nn.Lamb(p, 0.1, weight_decay=0.1),
-    lambda p: nn.Lamb(p, 0.1, clip_ratio=True),
     lambda p: nn.LARS(nn.Momentum(p, 0.1, 0.9, weight_decay=0.1, loss_scale=2.0), coefficient=0.1),
     lambda p: nn.LARS(nn.Lamb(p, 0.1), use_clip=True, lars_filter=lambda q: q.ndim > 0),
     lambda p: nn.AdamOffload(p, 0.1),

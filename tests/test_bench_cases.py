@@ -21,6 +21,7 @@ from fusestep.bench.cases import mxnet as mxnet_subjects
 from fusestep.bench.cases import steps as cases
 from fusestep.bench.cases.workloads import parse_sizes
 from fusestep.bench.errors import BenchError
+from fusestep.bench.registry import ROWS
 
 from bench_support import named, point, use_small_models
 from subprocesses import output_of
@@ -35,12 +36,12 @@ def without_a_case(subjects: Any) -> set[str]:
         for name in ops.__all__
         if not (inspect.isclass(getattr(ops, name)) and issubclass(getattr(ops, name), Exception))
     } - {"ops.RowTensor"}
-    for prefix, module in (("nn", nn), ("nn.mxnet", nn.mxnet)):
-        for name in module.__all__:
-            value = getattr(module, name)
-            is_optimizer = inspect.isclass(value) and issubclass(value, module.Optimizer)
-            if is_optimizer and value is not module.Optimizer:
-                public.add(f"{prefix}.{name}")
+    public |= {f"nn.{name}" for name in ROWS}
+    for name in nn.mxnet.__all__:
+        value = getattr(nn.mxnet, name)
+        is_optimizer = inspect.isclass(value) and issubclass(value, nn.mxnet.Optimizer)
+        if is_optimizer and value is not nn.mxnet.Optimizer:
+            public.add(f"nn.mxnet.{name}")
     made = {name.partition("(")[0] for name in subjects}
     return public - made
 

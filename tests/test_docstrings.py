@@ -2,52 +2,26 @@
 
 import doctest
 import importlib
+import inspect
 
 import pytest
 
-MODULES = [
-    "fusestep.nn.adafactor",
-    "fusestep.nn.adagrad",
-    "fusestep.nn.adam",
-    "fusestep.nn.adam_weight_decay",
-    "fusestep.nn.base.checkpoint",
-    "fusestep.nn.schedules.decay",
-    "fusestep.nn.schedules.lists",
-    "fusestep.nn.ftrl",
-    "fusestep.nn.lamb",
-    "fusestep.nn.lars",
-    "fusestep.nn.mxnet",
-    "fusestep.nn.mxnet.adam",
-    "fusestep.nn.mxnet.optimizer",
-    "fusestep.nn.mxnet.lr_scheduler",
-    "fusestep.nn.mxnet.updater",
-    "fusestep.nn.base.optimizer",
-    "fusestep.nn.base.parameter",
-    "fusestep.nn.rmsprop",
-    "fusestep.nn.schedules.base",
-    "fusestep.nn.thor.thor",
-    "fusestep.nn.schedules.sequential",
-    "fusestep.nn.sgd",
-    "fusestep.nn.thor.conv",
-    "fusestep.nn.thor.layers",
-    "fusestep.ops.adagrad",
-    "fusestep.ops.adam",
-    "fusestep.ops.adam_update",
-    "fusestep.ops.amsgrad",
-    "fusestep.ops.runtime.arrays",
-    "fusestep.ops.embedding",
-    "fusestep.ops.ftrl",
-    "fusestep.ops.fused_sparse_adam",
-    "fusestep.ops.lars",
-    "fusestep.ops.norm",
-    "fusestep.ops.rmsprop",
-    "fusestep.ops.sgd",
-    "fusestep.ops.sparse_ftrl",
-    "fusestep.ops.sparse_proximal_adagrad",
-]
+from fusestep import nn, ops
 
 
-@pytest.mark.parametrize("name", MODULES)
+def modules() -> list[str]:
+    """Those that define what the public layers export."""
+    found = set()
+    for layer in (ops, nn, nn.mxnet):
+        for value in (getattr(layer, name) for name in layer.__all__):
+            if inspect.ismodule(value):
+                found.add(value.__name__)
+            elif not (inspect.isclass(value) and issubclass(value, Exception)):
+                found.add(value.__module__)
+    return sorted(found)
+
+
+@pytest.mark.parametrize("name", modules())
 def test_examples(name):
     failed, attempted = doctest.testmod(importlib.import_module(name))
     assert attempted > 0

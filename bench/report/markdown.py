@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from .. import machine
 from ..cases import indices
-from ..cases.steps import STEPS
 from ..cases.workloads import DEFAULT_ROWS, PUBLISHED_DENSE, number
 from ..errors import BenchError
-from . import document
+from . import catalogue, document
+from .catalogue import markdown
 from .result import OF_BOUND, OURS
 from .table import (
     bandwidth,
@@ -33,7 +33,7 @@ from .table import (
     speedup,
 )
 
-DOCUMENTS = ("README.md", "docs/performance.md", "docs/bytes.md")
+DOCUMENTS = ("README.md", "docs/performance.md", "docs/bytes.md", "docs/parity.md")
 _REGION = re.compile(r"(<!-- bench: (\S+)(?: (\S+))? -->\n).*?(<!-- end of bench -->)", re.DOTALL)
 _SHOWN = (
     "dense/nn.SGD",
@@ -160,7 +160,7 @@ def _of_points(points: Points, *columns: str) -> str:
         ]
         for point in points
     ]
-    return _markdown(head, rows, left=1 + len(columns))
+    return markdown(head, rows, left=1 + len(columns))
 
 
 def _bold(text: str, lost: bool) -> str:
@@ -190,7 +190,7 @@ def _sizes(data: dict[str, Any]) -> str:
         for name, found in cells.items()
         if len(found) > 1
     ]
-    return _markdown(["case", *columns], rows)
+    return markdown(["case", *columns], rows)
 
 
 def _rows(data: dict[str, Any]) -> str:
@@ -223,7 +223,7 @@ def _scaling(data: dict[str, Any]) -> str:
             ]
         )
     head = ["case", "size", "1 thread", "all", "faster", "of bound, 1 thread", "all"]
-    return _markdown(head, rows, left=2)
+    return markdown(head, rows, left=2)
 
 
 def _without_threads(point: dict[str, Any]) -> tuple[Any, ...]:
@@ -237,7 +237,7 @@ def _losses(data: dict[str, Any]) -> str:
         for p in _measured(data)
         if p["losses"]
     ]
-    return _markdown(["case", "size", "dtype", "threads", "measured"], rows, left=5)
+    return markdown(["case", "size", "dtype", "threads", "measured"], rows, left=5)
 
 
 def _memory(data: dict[str, Any]) -> str:
@@ -252,7 +252,7 @@ def _memory(data: dict[str, Any]) -> str:
         ]
         for point in points
     ]
-    return _markdown(["case", "fusestep", *peers], rows)
+    return markdown(["case", "fusestep", *peers], rows)
 
 
 def _memory_of(point: dict[str, Any], peer: str) -> str:
@@ -270,36 +270,9 @@ def _special(name: str) -> Callable[[dict[str, Any]], str]:
             [label, seconds(time["median"]), seconds(limits[label]) if label in limits else ""]
             for label, time in special["times"].items()
         ]
-        return _markdown(["", "median", "limit"], rows)
+        return markdown(["", "median", "limit"], rows)
 
     return table
-
-
-def _bytes(_: dict[str, Any]) -> str:
-    """The byte model of every operator and optimizer."""
-    rows = []
-    for case in STEPS:
-        if case.model is not None:
-            continue
-        use, name = case.use, f"`{case.name}`"
-        traffic = use.traffic
-        passes = " + ".join(map(str, traffic.passes)) or "-"
-        counts = [str(n) for n in (traffic.updated, traffic.read, traffic.written)]
-        if case.kind == "dense":
-            formula = f"{4 * traffic.arrays} n"
-        elif use.algorithm == "gather":
-            formula = "4 (U + B) D + 8 B"
-        else:
-            touched = "N" if use.every_row else "U"
-            formula = f"{8 * traffic.updated} {touched} D + (4 D + 8) B"
-        rows.append([name, *counts, passes, formula])
-    head = ["case", "updated", "read", "written", "passes before", "bytes in float32"]
-    return _markdown(head, rows)
-
-
-def _markdown(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
-    lines = [list(head), ["---"] * left + ["---:"] * (len(head) - left), *map(list, rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -315,7 +288,11 @@ _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "memory": _memory,
     "first-step": _special("first-step"),
     "thor": _special("thor"),
-    "bytes": _bytes,
+    "bytes": catalogue.traffic,
+    "optimizers": catalogue.optimizers,
+    "states": catalogue.states,
+    "row-sparse": catalogue.row_sparse,
+    "large-gradients": catalogue.large_gradients,
 }
 
 

@@ -1,0 +1,117 @@
+"""The tables of the documents that say what there is: made from the registry, not from results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..cases.steps import STEPS
+from ..registry import ROWS, Row
+from ..registry.record import MINDSPORE, Form
+
+_HERE = {
+    "lazy": '`sparse_update="lazy"`, the default',
+    "dense_equivalent": '`sparse_update="dense_equivalent"`, the default',
+    None: "no default: give `sparse_update`; the error names both",
+}
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
+    """A table whose first columns are text, and the others figures."""
+    lines = [list(head), ["---"] * left + ["---:"] * (len(head) - left), *map(list, rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def optimizers(_: Any) -> str:
+    """Each class in MindSpore and here."""
+    rows = []
+    for row in ROWS.values():
+        source = row.source
+        there = source.status if source.system == MINDSPORE else f"not there; {source.system}"
+        rows.append([f"`{row.name}`", there, source.compared, source.differs])
+    return markdown(["class", MINDSPORE, "here", "what differs"], rows, left=4)
+
+
+def states(_: Any) -> str:
+    """The names of states in a checkpoint."""
+    found = ((f"`{row.name}`", (_states(row), row.source.unkept)) for row in ROWS.values())
+    head = ["optimizer", "states of `<parameter>`", "MindSpore's that are not kept"]
+    return markdown(head, _grouped(found), left=3)
+
+
+def row_sparse(_: Any) -> str:
+    """What row-sparse gradients do."""
+
+    def text(row: Row, form: Form) -> tuple[str, ...]:
+        here = f"`ValueError`: expected {row.needs}" if row.needs else _HERE[form.rows]
+        return form.rows_there, here
+
+    return markdown(["", MINDSPORE, "here"], _grouped(_of_forms(text)), left=3)
+
+
+def large_gradients(_: Any) -> str:
+    """What an element does whose square is infinite."""
+    found = _of_forms(lambda row, form: () if row.build else form.large or ())
+    return markdown(["", "in that step", "later"], _grouped(found), left=3)
+
+
+def traffic(_: Any) -> str:
+    """The byte model of every operator and optimizer."""
+    rows = []
+    for case in STEPS:
+        if case.model is not None:
+            continue
+        use, name = case.use, f"`{case.name}`"
+        moved = use.traffic
+        passes = " + ".join(map(str, moved.passes)) or "-"
+        counts = [str(n) for n in (moved.updated, moved.read, moved.written)]
+        if case.kind == "dense":
+            formula = f"{4 * moved.arrays} n"
+        elif use.algorithm == "gather":
+            formula = "4 (U + B) D + 8 B"
+        else:
+            touched = "N" if use.every_row else "U"
+            formula = f"{8 * moved.updated} {touched} D + (4 D + 8) B"
+        rows.append([name, *counts, passes, formula])
+    head = ["case", "updated", "read", "written", "passes before", "bytes in float32"]
+    return markdown(head, rows)
+
+
+def _grouped(labelled: Iterable[tuple[str, tuple[str, ...]]]) -> list[list[str]]:
+    """One line for all labels with the same text."""
+    lines: dict[tuple[str, ...], list[str]] = {}
+    for label, text in labelled:
+        lines.setdefault(text, []).append(label)
+    return [[", ".join(labels), *text] for text, labels in lines.items()]
+
+
+def _of_forms(
+    text_of: Callable[[Row, Form], tuple[str, ...]],
+) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Each class as it is, and with the options that make another text, if there is any."""
+    for row in ROWS.values():
+        usual = text_of(row, row.forms[""])
+        if usual:
+            yield f"`{row.name}`", usual
+        for form in row.forms.values():
+            text = text_of(row, form)
+            if form.when and text and text != usual:
+                yield f"`{row.name}` {form.when}", text
+
+
+def _states(row: Row) -> str:
+    """``roles, with an option further roles; counters``."""
+    if row.states:
+        return row.states
+    known: set[str] = set()
+    parts = []
+    for form in row.forms.values():
+        optimizer = row.make([np.zeros((2, 2), np.float32)], **form.options)
+        new = [f"`{role}.`" for role in optimizer._states if role not in known]
+        known |= optimizer._states.keys()
+        if new:
+            parts.append(f"{form.when} {', '.join(new)}".strip())
+    counters = [f"`{name}`" for name in optimizer._derived_state(0)]
+    return "; ".join(filter(None, [", ".join(parts), ", ".join(counters)]))
