@@ -10,9 +10,10 @@ import numpy as np
 from numba import carray, njit
 
 from ...element import Kernel
-from ..compile import Arguments, NativeFunction, int64s, part
+from ..compile import Arguments, NativeFunction, part
 from ..intrinsics import as_pointer, call_address
 from ..parallel import Loop, get_num_threads, run_all
+from ..records import int64s
 from ..rows.search import last_at_most
 from .blocks import factored_blocks
 from .layout import FactoredCall, FactoredTable, read_call, tensors_at

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from numba import njit
 
 from ...tables import HOT
-from ..compile import call_reader, records
+from ..records import call_reader, records
 
 
 class Table(NamedTuple):

@@ -9,8 +9,9 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit
 
-from ..compile import int64s, part
+from ..compile import part
 from ..intrinsics import as_pointer, load_int32, load_int64
+from ..records import int64s
 from .layout import PADDING, read_call, tables_of
 
 

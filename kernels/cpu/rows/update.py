@@ -9,7 +9,7 @@ import numpy as np
 from numba import carray, njit
 
 from ...tables import HOT
-from ..compile import int64s, part
+from ..compile import part
 from ..intrinsics import (
     as_pointer,
     call_address,
@@ -20,6 +20,7 @@ from ..intrinsics import (
     prefetch_write,
     store_release,
 )
+from ..records import int64s
 from .layout import PADDING, hot_of, parts_at, read_call, tables_of
 from .search import last_at_most
 from .sort import first_key_at_least, position_end, share
