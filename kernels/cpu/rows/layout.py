@@ -35,6 +35,7 @@ class Table(NamedTuple):
     index_bytes: int
     first_range: int
     range: int  # positions of a range
+    n_ranges: int
 
 
 class HotSegment(NamedTuple):
