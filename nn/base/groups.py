@@ -10,9 +10,9 @@ import numpy as np
 
 from ...ops.runtime import check
 from ...ops.runtime.errors import UnknownArgumentError, reject, reject_unknown
-from ..schedules.base import Rate, Schedule, learning_rate, weight_decay
 from .arguments import of_kind
 from .parameter import Parameter
+from .rates import Rate, Schedule, learning_rate, weight_decay
 
 GROUP_KEYS = ("params", "lr", "weight_decay", "grad_centralization", "order_params")
 
