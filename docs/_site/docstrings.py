@@ -35,7 +35,7 @@ _SIGNS = (
     (r"\^-(\w+)", r"<sup>−\1</sup>"),  # noqa: RUF001  (a minus sign)
     (r"(?:\*\*|\^)(\w+)", r"<sup>\1</sup>"),
     (r"\*", "·"),
-    (r"(?<=[\w)'|] )-(?= )|(?<=[ (])-(?=\w)", "−"),  # noqa: RUF001
+    (r"(?<=[\w)'|>] )-(?= )|(?<=[ (])-(?=\w)", "−"),  # noqa: RUF001
 )
 
 
@@ -97,7 +97,8 @@ def _formula(lines: list[str]) -> str:
 
 
 def _linked(text: str) -> str:
-    """Names in single backticks as links to their pages, and papers to arXiv."""
+    """Names in single backticks as links to their pages, papers to arXiv, and arrows."""
+    text = text.replace("<-", "←")
     text = re.sub(r"arXiv:(\d+\.\d+)", r"[arXiv:\1](https://arxiv.org/abs/\1)", text)
     return _REFERENCE.sub(_link, text)
 
