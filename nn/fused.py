@@ -323,7 +323,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
 
 
 _DERIVED = {
-    "_host", "_on_device", "_stepper", "_reader", "_classes", "_conditioning",
+    "_host", "_on_device", "_stepper", "_reader", "_classes", "_conditioning", "_known_update",
 }  # fmt: skip
 
 

@@ -2,26 +2,34 @@
 
 import doctest
 import importlib
-import inspect
+import pkgutil
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
-from fusestep import nn, ops
+LAYERS = ("fusestep.nn", "fusestep.ops")
 
 
-def modules() -> list[str]:
-    """Those that define what the public layers export."""
-    found = set()
-    for layer in (ops, nn, nn.mxnet):
-        for value in (getattr(layer, name) for name in layer.__all__):
-            if inspect.ismodule(value):
-                found.add(value.__name__)
-            elif not (inspect.isclass(value) and issubclass(value, Exception)):
-                found.add(value.__module__)
-    return sorted(found)
+def modules_with_examples() -> Iterator[str]:
+    for layer in LAYERS:
+        found = pkgutil.walk_packages(importlib.import_module(layer).__path__, f"{layer}.")
+        for name in (layer, *(module.name for module in found)):
+            spec = find_spec(name)
+            if spec and spec.origin and ">>> " in Path(spec.origin).read_text(encoding="utf-8"):
+                yield name
 
 
-@pytest.mark.parametrize("name", modules())
+MODULES = sorted(modules_with_examples())
+
+
+def test_both_layers_have_examples():
+    for layer in LAYERS:
+        assert sum(name.startswith(layer) for name in MODULES) > 10
+
+
+@pytest.mark.parametrize("name", MODULES)
 def test_examples(name):
     failed, attempted = doctest.testmod(importlib.import_module(name))
     assert attempted > 0

@@ -67,7 +67,7 @@ LARS = Row(
         MINDSPORE,
         "patched",
         "since 2.9; no CPU kernel",
-        "leaves the wrapped optimizer as it is; see the quirks",
+        "leaves the wrapped optimizer as it is; see [what numbers you get](numbers.md#mindspore)",
     ),
     needs="a dense one, or a lars_filter that leaves this parameter out",
     states="those of the optimizer that it wraps",

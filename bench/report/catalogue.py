@@ -11,10 +11,10 @@ from ..cases.steps import STEPS
 from ..registry import ROWS, Row
 from ..registry.record import MINDSPORE, Form
 
-_HERE = {
-    "lazy": '`sparse_update="lazy"`, the default',
-    "dense_equivalent": '`sparse_update="dense_equivalent"`, the default',
-    None: "no default: give `sparse_update`; the error names both",
+_DEFAULTS = {
+    "lazy": "lazy",
+    "dense_equivalent": "dense-equivalent",
+    None: "none: say which, or the step raises an error that names both",
 }
 
 
@@ -42,19 +42,25 @@ def states(_: Any) -> str:
 
 
 def row_sparse(_: Any) -> str:
-    """What row-sparse gradients do."""
+    """What row-sparse gradients do there and here."""
+    found = _of_forms(lambda row, form: (form.rows_there, _default(row, form)))
+    return markdown(["optimizer", MINDSPORE, "default here"], _grouped(found), left=3)
 
-    def text(row: Row, form: Form) -> tuple[str, ...]:
-        here = f"`ValueError`: expected {row.needs}" if row.needs else _HERE[form.rows]
-        return form.rows_there, here
 
-    return markdown(["", MINDSPORE, "here"], _grouped(_of_forms(text)), left=3)
+def row_defaults(_: Any) -> str:
+    """The same, here alone."""
+    found = _of_forms(lambda row, form: (_default(row, form),))
+    return markdown(["optimizer", "default for row-sparse gradients"], _grouped(found), left=2)
+
+
+def _default(row: Row, form: Form) -> str:
+    return f"`ValueError`: expected {row.needs}" if row.needs else _DEFAULTS[form.rows]
 
 
 def large_gradients(_: Any) -> str:
     """What an element does whose square is infinite."""
     found = _of_forms(lambda row, form: () if row.build else form.large or ())
-    return markdown(["", "in that step", "later"], _grouped(found), left=3)
+    return markdown(["optimizer", "in that step", "later"], _grouped(found), left=3)
 
 
 def traffic(_: Any) -> str:

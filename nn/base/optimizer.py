@@ -10,13 +10,13 @@ import numpy as np
 from ...ops.runtime import check, pending
 from ...ops.runtime.device import DeviceArray, device_of
 from ...ops.runtime.errors import reject, reject_unknown
-from ..schedules.base import Rate, Values
 from . import gradients as grads
 from .arguments import gradients_of, next_step, of_kind
 from .checkpoint import as_state, checked_state, steps_done
 from .groups import Groups, name_by_position, read_groups
 from .numbers import check_place, loss_scale_of, number_of
 from .parameter import Parameter, writable
+from .rates import Rate, Values
 
 _TARGETS = ("CPU", "GPU", "Ascend")
 

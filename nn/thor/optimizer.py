@@ -18,8 +18,8 @@ from ..base.arguments import non_negative_float, of_kind, positive_int
 from ..base.attributes import Checked, Fixed
 from ..base.numbers import number_of
 from ..base.parameter import Parameter
+from ..base.rates import value_at
 from ..fused import FusedOptimizer
-from ..schedules.base import value_at
 from .arguments import (
     NAME,
     bad_factor_of,
