@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from ...kernels.cpu.parallel import commit
 from ...kernels.cuda.dense import scalars
 from ...kernels.element import kernel
 from ...kernels.rules.formula import running_power
@@ -21,7 +22,6 @@ from ...ops.runtime.device import DeviceArray, is_captured
 from ...ops.runtime.device_step import Launch, launch_on
 from ...ops.runtime.errors import reject
 from ...ops.runtime.row_step import row_tables
-from ...ops.runtime.step import commit
 from ..base.parameter import Parameter
 from .host import Host
 from .layout import Batch
