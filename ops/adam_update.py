@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..kernels.cpu.parallel import commit
 from ..kernels.rules import mxnet
 from ..kernels.rules.formula import to_float32
 from ..kernels.rules.norm import SCALED
@@ -27,7 +28,7 @@ from .runtime.row_step import (
     prepared_rows,
     row_step,
 )
-from .runtime.step import Variables, commit, dense_step, prepared_dense
+from .runtime.step import Variables, dense_step, prepared_dense
 
 _ARGUMENTS = (
     "weight", "grad", "mean", "var", "out", "lr", "beta1", "beta2", "epsilon", "wd",

@@ -28,8 +28,9 @@ def thresholds() -> list[int]:
     may be compared with; most are sizes, and the others do no harm.
     """
     found = set()
-    for module in pkgutil.walk_packages(cpu.__path__, f"{cpu.__name__}."):
-        members = vars(importlib.import_module(module.name))
+    in_cpu = pkgutil.walk_packages(cpu.__path__, f"{cpu.__name__}.")
+    for name in ("fusestep.kernels.tables", *(module.name for module in in_cpu)):
+        members = vars(importlib.import_module(name))
         found |= {
             value
             for name, value in members.items()

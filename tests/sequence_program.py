@@ -54,7 +54,7 @@ def droppers() -> dict[str, Callable[[], None]]:
                 if value.__module__ == module.__name__ and name not in COMPILED:
                     found[label] = value.cache_clear
             elif isinstance(value, Pool):
-                found[label] = value._free.clear
+                found[label] = value.free.clear
             elif isinstance(value, dict | list) and name.islower() and not name.startswith("__"):
                 found[label] = value.clear
     return found

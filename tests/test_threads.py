@@ -357,12 +357,14 @@ def test_thread_budget_rejects(n, error):
 
 def test_budget_is_reached_by_kernels(monkeypatch):
     from fusestep import nn
-    from fusestep.ops.runtime import step
+    from fusestep.kernels.cpu import parallel
 
     used = []
-    run_all = step.run_all
+    run_all = parallel.run_all
     monkeypatch.setattr(
-        step, "run_all", lambda loops: (used.extend(loop.threads for loop in loops), run_all(loops))
+        parallel,
+        "run_all",
+        lambda loops: (used.extend(loop.threads for loop in loops), run_all(loops)),
     )
     set_num_threads(1)
     try:

@@ -18,12 +18,12 @@ import ctypes
 import os
 import threading
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numba
 import numpy as np
@@ -258,3 +258,28 @@ def run_all(loops: tuple[Loop, ...]) -> None:
     with _layer_guard():
         claimed = np.zeros((len(loops), threads * _LINE_BYTES), np.uint8)  # parts of each stretch
         _parallel_loops(address, len(loops), address_of(claimed), claimed.strides[0])
+
+
+class Runs(Protocol):
+    """What has loops that are ready to run."""
+
+    @property
+    def loops(self) -> tuple[Loop, ...]:
+        """These."""
+
+
+class Prepared(Runs, Protocol):
+    """A step that only has to be run: all is checked and compiled, and all its memory taken."""
+
+    def release(self) -> None:
+        """Give back what it has borrowed."""
+
+
+def commit(steps: Sequence[Prepared], count: Runs | None = None) -> None:
+    """Write: run steps and count them, in one compiled call that nothing interrupts."""
+    loops: tuple[Loop, ...] = ()
+    for step in steps:
+        loops += step.loops
+    run_all(loops if count is None else loops + count.loops)
+    for step in steps:
+        step.release()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeVar
 
@@ -20,23 +21,23 @@ class Pool(Generic[T]):
 
     Args:
         make: makes one.
+
+    Attributes:
+        free: those that nobody uses. Its methods are atomic.
+        give: leaves one to later calls.
     """
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
-        self._free: list[T] = []
+        self.free: deque[T] = deque(maxlen=_KEPT)
+        self.give: Callable[[T], None] = self.free.append
 
     def take(self) -> T:
         """One that nobody else has. It need not be given back: then it is just not reused."""
         try:
-            return self._free.pop()  # atomic, as all methods of a list
+            return self.free.pop()
         except IndexError:
             return self._make()
-
-    def give(self, item: T) -> None:
-        """Leave one to later calls."""
-        if len(self._free) < _KEPT:
-            self._free.append(item)
 
 
 class Block(NamedTuple):

@@ -11,11 +11,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ...kernels.cuda.dense.scalars import ClassRow
-from ...kernels.cuda.dense.step import DenseStep
-from ...kernels.cuda.device.part import Part, Parts
-from ...kernels.cuda.device.records import size_of
-from ...kernels.cuda.rows.step import RowStep
+from ...kernels.cpu.parallel import commit
+from ...kernels.cuda.dense import scalars
 from ...kernels.element import kernel
 from ...kernels.rules.formula import running_power
 from ...kernels.tables import HOT
@@ -25,13 +22,12 @@ from ...ops.runtime.device import DeviceArray, is_captured
 from ...ops.runtime.device_step import Launch, launch_on
 from ...ops.runtime.errors import reject
 from ...ops.runtime.row_step import row_tables
-from ...ops.runtime.step import commit
 from ..base.parameter import Parameter
 from .host import Host
 from .layout import Batch
 from .on_device import error_of, row_batches
 from .plan import Classes, Plan, Update
-from .program import Program, Scalars, Tensors
+from .program import DensePart, Part, Program, RowsPart, Scalars, Tensors
 from .reader import by_storage
 from .resident import Resident, Settings
 
@@ -279,10 +275,10 @@ def _parts(
         if batch.row_sparse:
             rows = given.rows_of(batch)
             variables = batch.variables
-            part = RowStep(
+            part = RowsPart(
                 kernel(rule, conditioning.prologue, variables.w, batch.g, variables.s),
                 row_tables(variables, rows, [0] * len(rows)),
-                base=first_of[id(batch)],
+                first_of[id(batch)],
                 touched_only=plan.touched_only,
                 sorts=launch.sorter is None,
             )
@@ -294,7 +290,7 @@ def _parts(
         tensors = Tensors(
             resident.counts_at(positions),
             resident.powers_at(positions),
-            classes + size_of(ClassRow) * plan.classes.of[positions],
+            classes + 8 * scalars.CLASS * plan.classes.of[positions],
             conditioning.acts(positions),
         )
         own = Scalars(
@@ -316,8 +312,7 @@ def _dense_part(plan: Plan, batch: Batch) -> Part:
     compiled = kernel(plan.update.rule, conditioning.prologue, variables.w, batch.g, variables.s)
     table = variables.table
     measured = conditioning.measured_on_device(batch, gradients, compiled.column)
-    step = DenseStep(compiled, table.addresses, gradients, np.diff(table.first))
-    return Parts(measured, step)
+    return DensePart(compiled, table.addresses, gradients, np.diff(table.first), measured)
 
 
 def _leave(resident: Resident) -> None:

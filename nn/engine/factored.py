@@ -10,13 +10,13 @@ import numpy as np
 
 from ...kernels.cpu.adafactor.layout import FactoredTable
 from ...kernels.cpu.adafactor.step import FactoredStep
+from ...kernels.cpu.parallel import Prepared
 from ...kernels.element import Kernel, kernel
 from ...kernels.quiet import quiet
 from ...kernels.rules.adafactor import size_factors
 from ...kernels.rules.rule import Rule, columns
 from ...kernels.tables import FactoredTensor
 from ...ops.norm import squares_at
-from ...ops.runtime.step import Prepared
 from .conditioning import Conditioning
 from .host import prepared_measured
 from .layout import Batch

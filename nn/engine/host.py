@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 
 from ...kernels.cpu.counts import Count
+from ...kernels.cpu.parallel import Prepared, commit
 from ...kernels.rules.rule import columns, factors
 from ...ops.runtime import locks
 from ...ops.runtime.row_step import prepared_rows
-from ...ops.runtime.step import Prepared, commit, measure_step, prepared_dense
+from ...ops.runtime.step import measure_step, prepared_dense
 from .conditioning import Conditioning
 from .layout import Layout
 from .plan import NOTHING, Call, Classes, Counts, Plan, Update

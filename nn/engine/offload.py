@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...kernels.cpu.parallel import commit
 from ...kernels.storage import Piece
 from ...ops.runtime.arrays import address_of
 from ...ops.runtime.device_step import bring_to_host, refuse_capture
 from ...ops.runtime.row_step import RowGradient
-from ...ops.runtime.step import Variables, commit
+from ...ops.runtime.step import Variables
 from ..base.parameter import Parameter
 from .host import Host, prepared
 from .layout import Batch

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from ...kernels.cpu.counts import are_equal
+from ...kernels.cpu.parallel import Prepared
 from ...kernels.rules.formula import ROUNDING, Formula
 from ...kernels.rules.rule import Prologue, Rule
 from ...ops.runtime.check import LARGEST
 from ...ops.runtime.device import DeviceArray
-from ...ops.runtime.step import Prepared
 from ..base.groups import ParameterOptions
 from ..base.parameter import Parameter
 from ..base.rates import Values

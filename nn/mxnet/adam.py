@@ -7,7 +7,7 @@ from typing import Any
 
 from ...kernels.rules import mxnet as rules
 from ...ops.runtime import check
-from ...ops.runtime.errors import message, reject
+from ...ops.runtime.errors import reject
 from ..base.attributes import Checked
 from .adam_family import AdamFamily, Variant
 from .arguments import rescale_factor
@@ -122,18 +122,16 @@ class Adam(AdamFamily):
         if self.use_fused_step:
             return
         if lazy_update:
-            raise self._not_lazy()
+            self._refuse_lazy()
         if self.compat == "1.9":
             reject(ValueError, self._name, "use_fused_step", "is not in MXNet 1.9", True, False)
 
-    def _not_lazy(self) -> AssertionError:
-        return AssertionError(
-            message(self._name, "lazy_update", "needs use_fused_step", True, False)
-        )
+    def _refuse_lazy(self) -> None:
+        reject(AssertionError, self._name, "lazy_update", "needs use_fused_step", True, False)
 
     def _touches_only_rows_of_gradient(self, composed: bool) -> bool:
         if composed and self.lazy_update:  # one of them was assigned to
-            raise self._not_lazy()
+            self._refuse_lazy()
         return bool(self.lazy_update)
 
 

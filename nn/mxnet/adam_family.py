@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...kernels.cpu.counts import Count
+from ...kernels.cpu.parallel import commit
 from ...kernels.rules import mxnet as rules
 from ...kernels.rules.rule import Prologue, Rule
 from ...ops.runtime import check
 from ...ops.runtime.arrays import adopt_anywhere, real_type
 from ...ops.runtime.device import DeviceArray
 from ...ops.runtime.errors import reject
-from ...ops.runtime.step import commit
 from ..base.attributes import Checked
 from ..base.parameter import Parameter
 from ..engine.host import prepared_call

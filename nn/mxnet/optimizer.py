@@ -367,7 +367,6 @@ class Optimizer:
         return self._scaled(self.learning_rate, [index], "lr_mult", self.lr_mult)[0]
 
     def _get_lrs(self, indices: Sequence[Any]) -> list[float]:
-        """The learning rate of each index."""
         if type(self)._get_lr is not Optimizer._get_lr:  # a user's
             return [self._get_lr(index) for index in indices]
         return self._scaled(self.learning_rate, indices, "lr_mult", self.lr_mult)
@@ -377,7 +376,6 @@ class Optimizer:
         return self._scaled(self.wd, [index], "wd_mult", self.wd_mult)[0]
 
     def _get_wds(self, indices: Sequence[Any]) -> list[float]:
-        """The weight decay of each index."""
         if type(self)._get_wd is not Optimizer._get_wd:  # a user's
             return [self._get_wd(index) for index in indices]
         return self._scaled(self.wd, indices, "wd_mult", self.wd_mult)

@@ -23,7 +23,8 @@ from .optimizer import Optimizer
 _FORMAT = "fusestep.nn.mxnet.Updater/1"
 _DOCUMENT = "document"
 _SCHEDULERS = {
-    name: getattr(schedulers, name) for name in schedulers.__all__ if name != "LRScheduler"
+    name: getattr(schedulers, name)
+    for name in ("FactorScheduler", "MultiFactorScheduler", "PolyScheduler", "CosineScheduler")
 }
 _TABLES = ("idx2name", "lr_mult", "wd_mult")
 # What belongs to the process, and what is written in another form.

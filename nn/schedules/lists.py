@@ -14,17 +14,7 @@ import numpy as np
 from ...ops.runtime import check
 from ...ops.runtime.errors import reject
 from ..base.arguments import list_or_tuple, non_negative_float, positive_float, positive_int
-from .decay import (
-    CosineDecayLR,
-    ExponentialDecayLR,
-    InverseDecayLR,
-    NaturalExpDecayLR,
-    PolynomialDecayLR,
-    StepSchedule,
-    WarmUpLR,
-    cosine_range,
-    decay_arguments,
-)
+from . import decay
 
 
 def piecewise_constant_lr(milestone: Sequence[int], learning_rates: Sequence[float]) -> list[float]:
@@ -96,8 +86,8 @@ def exponential_decay_lr(
     [0.1, 0.1, 0.05, 0.05, 0.025, 0.025]
     """
     where, name = "exponential_decay_lr", "decay_epoch"
-    schedule = ExponentialDecayLR(
-        *decay_arguments(where, learning_rate, decay_rate, name, decay_epoch, is_stair)
+    schedule = decay.ExponentialDecayLR(
+        *decay.decay_arguments(where, learning_rate, decay_rate, name, decay_epoch, is_stair)
     )
     return _by_epoch(where, schedule, total_step, step_per_epoch)
 
@@ -136,8 +126,8 @@ def natural_exp_decay_lr(
     [0.1, 0.1, 0.060653, 0.060653, 0.036788, 0.036788]
     """
     where, name = "natural_exp_decay_lr", "decay_epoch"
-    schedule = NaturalExpDecayLR(
-        *decay_arguments(where, learning_rate, decay_rate, name, decay_epoch, is_stair)
+    schedule = decay.NaturalExpDecayLR(
+        *decay.decay_arguments(where, learning_rate, decay_rate, name, decay_epoch, is_stair)
     )
     return _by_epoch(where, schedule, total_step, step_per_epoch)
 
@@ -175,8 +165,8 @@ def inverse_decay_lr(
     [0.5, 0.5, 0.5, 0.25, 0.25, 0.25]
     """
     where, name = "inverse_decay_lr", "decay_epoch"
-    schedule = InverseDecayLR(
-        *decay_arguments(where, learning_rate, decay_rate, name, decay_epoch, is_stair)
+    schedule = decay.InverseDecayLR(
+        *decay.decay_arguments(where, learning_rate, decay_rate, name, decay_epoch, is_stair)
     )
     return _by_epoch(where, schedule, total_step, step_per_epoch)
 
@@ -208,8 +198,8 @@ def cosine_decay_lr(
     [0.1, 0.1, 0.05, 0.05, 0.0, 0.0]
     """
     where = "cosine_decay_lr"
-    schedule = CosineDecayLR(
-        *cosine_range(where, min_lr, max_lr), positive_int(where, "decay_epoch", decay_epoch)
+    schedule = decay.CosineDecayLR(
+        *decay.cosine_range(where, min_lr, max_lr), positive_int(where, "decay_epoch", decay_epoch)
     )
     return _by_epoch(where, schedule, total_step, step_per_epoch)
 
@@ -252,7 +242,7 @@ def polynomial_decay_lr(
     [0.5, 0.5, 0.25, 0.25, 0.0, 0.0]
     """
     where = "polynomial_decay_lr"
-    schedule = PolynomialDecayLR(
+    schedule = decay.PolynomialDecayLR(
         positive_float(where, "learning_rate", learning_rate, np.float64),
         non_negative_float(where, "end_learning_rate", end_learning_rate),
         positive_int(where, "decay_epoch", decay_epoch),
@@ -289,7 +279,7 @@ def warmup_lr(
     [0.0, 0.0, 0.25, 0.25, 0.5, 0.5, 0.5]
     """
     where = "warmup_lr"
-    schedule = WarmUpLR(
+    schedule = decay.WarmUpLR(
         non_negative_float(where, "learning_rate", learning_rate),
         positive_int(where, "warmup_epoch", warmup_epoch),
     )
@@ -297,7 +287,7 @@ def warmup_lr(
 
 
 def _by_epoch(
-    where: str, schedule: StepSchedule, total_step: int, step_per_epoch: int
+    where: str, schedule: decay.StepSchedule, total_step: int, step_per_epoch: int
 ) -> list[float]:
     """The values of steps 0 to ``total_step - 1`` of a schedule that counts epochs."""
     total_step = positive_int(where, "total_step", total_step)

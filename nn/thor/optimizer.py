@@ -20,15 +20,8 @@ from ..base.numbers import number_of
 from ..base.parameter import Parameter
 from ..base.rates import value_at
 from ..fused import FusedOptimizer
-from .arguments import (
-    NAME,
-    bad_factor_of,
-    block_size_of,
-    check_split,
-    compatibility,
-    damping_of,
-    frequency_of,
-)
+from . import arguments
+from .arguments import NAME
 from .clipping import ClippedConditioning
 from .device import copies_on_host, read_dense
 from .factors import FactorError, FloatArray, warn_skipped
@@ -61,25 +54,25 @@ class Thor(FusedOptimizer):
     _counts = ("step.", "refreshes.")
     _rows_need = ("a dense one: THOR multiplies it by matrices", "a RowTensor")
 
-    damping = Checked(damping_of)
+    damping = Checked(arguments.damping_of)
     momentum = Checked(non_negative_float)
     use_nesterov = Fixed(check.flag)
     enable_clip_grad = Fixed(check.flag)
     batch_size = Checked(positive_int)
-    frequency = Checked(frequency_of)
+    frequency = Checked(arguments.frequency_of)
     is_compatible = Fixed(check.flag)
-    block_size = Fixed(block_size_of)
-    bad_factor = Checked(bad_factor_of)
+    block_size = Fixed(arguments.block_size_of)
+    bad_factor = Checked(arguments.bad_factor_of)
 
     def __init__(self, net: Any, given: Mapping[str, Any]) -> None:
         for name in ("damping", "momentum", "use_nesterov", "enable_clip_grad", "batch_size"):
             setattr(self, name, given[name])
         self.frequency = given["frequency"]
-        self.is_compatible = compatibility(given["compat"], given["block_size"])
+        self.is_compatible = arguments.compatibility(given["compat"], given["block_size"])
         self.block_size, self.bad_factor = given["block_size"], given["bad_factor"]
         decay_filter = given["decay_filter"]
         of_kind(NAME, "decay_filter", decay_filter, Callable, "a callable")
-        check_split(given["split_indices"])
+        arguments.check_split(given["split_indices"])
         self.net = declared(net)
         super().__init__(
             given["learning_rate"],

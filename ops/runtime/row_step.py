@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...kernels.cpu.parallel import Prepared, commit
 from ...kernels.cpu.rows.step import RowStep
 from ...kernels.element import Kernel, kernel
 from ...kernels.rules.rule import Prologue, Rule
@@ -18,7 +19,7 @@ from .arrays import RowTensor, address_of, index_error
 from .device import DeviceArray
 from .device_step import Launch
 from .errors import message
-from .step import Prepared, Variables, commit, spans_of
+from .step import Variables, spans_of
 
 
 class RowGradient(NamedTuple):

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from ...kernels.cpu.counts import Count
 from ...kernels.cpu.dense import DenseStep
 from ...kernels.cpu.measure import measure
-from ...kernels.cpu.parallel import Loop, run_all
+from ...kernels.cpu.parallel import Prepared, commit
 from ...kernels.cpu.workspace import Pool
 from ...kernels.element import kernel
 from ...kernels.rules.rule import Prologue, Rule
@@ -89,27 +88,6 @@ def spans_of(tensors: Sequence[tuple[Any, ...]]) -> list[locks.Span]:
     )
 
 
-class Prepared(Protocol):
-    """A step that only has to be run: all is checked and compiled, and all its memory taken."""
-
-    @property
-    def loops(self) -> tuple[Loop, ...]:
-        """What it runs."""
-
-    def release(self) -> None:
-        """Give back what it has borrowed."""
-
-
-def commit(steps: Sequence[Prepared], count: Count | None = None) -> None:
-    """Write: run steps and count them, in one compiled call that nothing interrupts."""
-    loops: tuple[Loop, ...] = ()
-    for step in steps:
-        loops += step.loops
-    run_all(loops if count is None else loops + count.loops)
-    for step in steps:
-        step.release()
-
-
 def dense_step(
     rule: Rule,
     prologue: Prologue,
@@ -153,7 +131,11 @@ def prepared_dense(
     hp_of: np.ndarray,
 ) -> Prepared:
     """A step on variables on the host, to be run by `commit`; arguments as `dense_step`."""
-    step = variables.steps(rule, prologue, g).take()
+    pool = variables.steps(rule, prologue, g)
+    try:
+        step = pool.free.pop()
+    except IndexError:
+        step = pool.take()
     step.gradients[:], step.hp[: len(hp)], step.hp_of[:] = gradients, hp, hp_of
     step.prepare()
     return step
