@@ -137,7 +137,7 @@ def scalars_loops() -> dict[str, Any]:
     prologues = ((), (COUPLED_DECAY, SCALE), (SCALE, COUPLED_DECAY, TRUST))
     found = {}
     for k, (name, optimizer) in enumerate(optimizers.items()):
-        formula, n = optimizer._formula(), len(optimizer._rule.hp)
+        formula, n = optimizer.formula(), len(optimizer._rule.hp)
         sizes = len(formula.constants), len(formula.bases), n
         real, prologue = (F64 if k % 4 == 3 else F32), prologues[k % 3]
         found[name] = scalars_kernel(formula.function, *sizes, prologue, k % 3 == 1, real)

@@ -1,6 +1,7 @@
 """CUDA kernels under Numba's simulator, which runs a Python thread for each of the device's.
 
-Blocks are small there (`kernels.cuda.device.simulated`), and arrays have to be short. It has to be switched on, by ``NUMBA_ENABLE_CUDASIM``, before Numba is imported.
+Blocks are small there (`kernels.cuda.device.simulated`), and arrays have to be short. It has to be
+switched on, by ``NUMBA_ENABLE_CUDASIM``, before Numba is imported.
 """
 
 from __future__ import annotations

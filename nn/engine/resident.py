@@ -28,26 +28,13 @@ from ...kernels.cuda.device.records import size_of
 from ...ops.runtime.device import DeviceArray
 from ...ops.runtime.frameworks import on_device
 from ..base.numbers import Number
+from .plan import Counts
 from .program import Program
 
 _STATE_BYTES = size_of(scalars.State)
 
 Error = Callable[[int, int], IndexError]
 """Makes the error for a bad position of a step and the index there."""
-
-
-class Counts(NamedTuple):
-    """How far an optimizer is.
-
-    Attributes:
-        global_step: steps that were not skipped.
-        n_skipped: steps that were.
-        steps: int64 ``[P]``: updates of each parameter.
-    """
-
-    global_step: int
-    n_skipped: int
-    steps: np.ndarray
 
 
 class Settings(NamedTuple):
@@ -130,7 +117,9 @@ class Resident:
             counts: these.
             powers: float64 ``[P, n_bases]``: the running powers.
         """
-        state = scalars.State(NOTHING, n_skipped=counts.n_skipped, global_step=counts.global_step)
+        state = scalars.State(
+            NOTHING, n_skipped=counts.skipped[0], global_step=counts.global_step[0]
+        )
         words = np.concatenate([state, counts.steps, powers.ravel().view(np.int64)])
         with on_device(self._device):
             cuda.synchronize()
@@ -160,7 +149,8 @@ class Resident:
             error = self._errors[state.origin](position, state.bad_index)
         self._errors = {k: e for k, e in self._errors.items() if k in self._graphs}
         self._n_unsettled = self.n_to_check = 0
-        return Counts(state.global_step, state.n_skipped, words[n_words:]), error
+        counts = np.array([state.global_step]), np.array([state.n_skipped]), words[n_words:]
+        return Counts(*counts), error
 
     def remember(self, error: Error, *, capturing: bool) -> int:
         """A number for what a step may find."""

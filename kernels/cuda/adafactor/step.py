@@ -74,7 +74,7 @@ class MatrixStep:
         """See `Part`."""
         return list(self._loops)
 
-    def words(self, place: int, hp: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    def words(self, place: int, hp: np.ndarray) -> np.ndarray:
         """See `Part`."""
         self._table = place
         return self._tables.words(self._gradients, hp)

@@ -98,8 +98,7 @@ class ScalarRow(NamedTuple):
     Attributes:
         updates: of their number.
         powers: of its running powers.
-        hp: of its scalars.
-        numbers: of its `Numbers`.
+        hp: of its scalars; right before them lie its `Numbers`.
         options: of its `ClassRow`.
         acts: whether a weight decay of the prologue is its own.
     """
@@ -107,7 +106,6 @@ class ScalarRow(NamedTuple):
     updates: Word
     powers: Word
     hp: Word
-    numbers: Word
     options: Word
     acts: Word
 
@@ -207,7 +205,8 @@ def scalars_kernel(
     row_at, settings_at, class_at = map(row_reader, (ScalarRow, SettingsRow, ClassRow))
     real_type = np.float64 if real is F64 else np.float32
     n_bytes, condition = n_scalars * real.itemsize, _conditioning(prologue) if prologue else None
-    has_prologue, at_constants = bool(prologue), size_of(SettingsRow)
+    has_prologue, size_of_numbers = bool(prologue), size_of(Numbers)
+    at_constants = size_of(SettingsRow)
     at_bases = at_constants + 8 * n_constants
 
     @cuda.jit
@@ -229,9 +228,10 @@ def scalars_kernel(
         of_class, of_all = class_at(row.options, 0), settings_at(settings, 0)
         rate = load_number(of_class.rate_at, of_class.rate_kind)
         scale = load_number(of_all.scale_at, of_all.scale_kind)
-        store_float64(row.numbers + USED.rate, rate)
-        store_float64(row.numbers + USED.decay, of_class.decay)
-        store_float64(row.numbers + USED.scale, scale)
+        numbers = row.hp - size_of_numbers
+        store_float64(numbers + USED.rate, rate)
+        store_float64(numbers + USED.decay, of_class.decay)
+        store_float64(numbers + USED.scale, scale)
         constants, powers = read_constants(settings + at_constants), read_powers(row.powers)
         store(row.hp, scalars(real_type, rate, of_class.rule_decay, step, constants, powers))
         if has_prologue:

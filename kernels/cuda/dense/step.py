@@ -73,7 +73,7 @@ class DenseStep:
         """See `Part`."""
         return [loop for loop in (self._measure, self._follow, self._update) if loop]
 
-    def words(self, place: int, hp: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    def words(self, place: int, hp: np.ndarray) -> np.ndarray:
         """See `Part`."""
         self._table = place
         return self._chunks.words(hp)

@@ -17,7 +17,7 @@ from ..device.guard import is_closed
 from ..device.launch import on_grid
 from ..device.numbers import multiplier
 from ..device.part import Call
-from ..device.records import Word, row_reader, table_of
+from ..device.records import Word, row_reader, size_of, table_of
 from ..device.sums import PART_BYTES, add_tree, share_of_parts
 from .norm import DenseGradients, DenseSquares
 from .scalars import Numbers
@@ -89,6 +89,7 @@ class TrustRatios:
         acts: bool ``[T]``: which tensors have one.
         options: what all have in common.
         real: the type of the arithmetic.
+        column: where the scalar is that is multiplied by the ratio.
     """
 
     def __init__(
@@ -98,7 +99,9 @@ class TrustRatios:
         acts: np.ndarray,
         options: Options,
         real: Storage,
+        column: int,
     ) -> None:
+        self._offset = column * real.itemsize
         self._squares = DenseSquares(parameters), DenseSquares(gradients)
         self._acts, self._loop = acts, trust_kernel(real, options)
         self.scratch_bytes = sum(found.n_parts for found in self._squares) * PART_BYTES
@@ -108,15 +111,16 @@ class TrustRatios:
         """See `Part`."""
         return [*(found.loop for found in self._squares), self._loop]
 
-    def words(self, place: int, factors: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-        """See `Part`; ``factors`` are addresses of the scalars that are multiplied."""
+    def words(self, place: int, hp: np.ndarray) -> np.ndarray:
+        """See `Part`."""
         of_w, of_g = self._squares
         end_w, end_g = np.cumsum(of_w.counts), of_w.n_parts + np.cumsum(of_g.counts)
-        rows = RatioRow(end_w - of_w.counts, end_w, end_g - of_g.counts, end_g, factors, numbers)
+        places = hp + self._offset, hp - size_of(Numbers)
+        rows = RatioRow(end_w - of_w.counts, end_w, end_g - of_g.counts, end_g, *places)
         first = of_w.words(place)
         second = of_g.words(place + first.nbytes)
         self._table = place + first.nbytes + second.nbytes
-        own = table_of(rows, len(factors))[self._acts]
+        own = table_of(rows, len(hp))[self._acts]
         return np.concatenate([first, second, own.ravel()])
 
     def enqueue(self, call: Call) -> None:

@@ -56,13 +56,12 @@ class Part(Protocol):
     def loops(self) -> list[Any]:
         """All loops that are launched."""
 
-    def words(self, place: int, hp: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    def words(self, place: int, hp: np.ndarray) -> np.ndarray:
         """The int64 tables of the launches, to lie at the address ``place``.
 
         Args:
             place: where.
             hp: int64 ``[T]``: addresses of the scalars of each tensor.
-            numbers: int64 ``[T]``: addresses of what they were computed from (`scalars.Numbers`).
         """
 
     def enqueue(self, call: Call) -> None:
@@ -80,11 +79,11 @@ class Parts:
         """See `Part`."""
         return [loop for part in self._parts for loop in part.loops()]
 
-    def words(self, place: int, hp: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    def words(self, place: int, hp: np.ndarray) -> np.ndarray:
         """See `Part`."""
         found: list[np.ndarray] = []
         for part in self._parts:
-            found.append(part.words(place, hp, numbers))
+            found.append(part.words(place, hp))
             place += found[-1].nbytes
         return np.concatenate(found)
 
@@ -110,7 +109,7 @@ def placed(part: Any, hp: np.ndarray, hp_of: Any, call: Call) -> Iterator[Call]:
     with room_of(call.stream) as room:
         base = room.take(places.size)
         addresses = base + np.asarray(hp_of) * scalars.strides[0]
-        words = part.words(base + at_words, addresses, addresses)
+        words = part.words(base + at_words, addresses)
         content = np.zeros(at_words + words.nbytes, np.uint8)
         content[: scalars.nbytes] = scalars.reshape(-1).view(np.uint8)
         content[at_words:] = words.view(np.uint8)

@@ -52,7 +52,7 @@ class _Sorted:
         """See `Part`."""
         return self.places.size
 
-    def words(self, place: int, hp: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    def words(self, place: int, hp: np.ndarray) -> np.ndarray:
         """See `Part`."""
         return self._keys.words(place, (self._rows.g.itemsize,), hp)
 

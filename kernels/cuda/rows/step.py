@@ -72,7 +72,7 @@ class RowStep:
             return [*found, rows.mark_kernel, rows.sweep_kernel(kernel)]
         return [*found, rows.touched_kernel(kernel)] if self._sizes.n else found
 
-    def words(self, place: int, hp: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    def words(self, place: int, hp: np.ndarray) -> np.ndarray:
         """See `Part`."""
         kernel = self._kernel
         itemsizes = [storage.itemsize for storage in (kernel.g, kernel.w, *kernel.s)]
@@ -90,12 +90,16 @@ class RowStep:
         """See `Part`."""
         if not self._sorted:
             self.sort(call)
+        self.update(call)
+        self._sorted = 0
+
+    def update(self, call: Call) -> None:
+        """Enqueue the rule, on rows whose keys are sorted."""
         self._sum_hot(call)
         if self._touched_only:
             self._launch(rows.touched_kernel(self._kernel), self._sizes.n, call)
         else:
             self._sweep(call)
-        self._sorted = 0
 
     def _arguments(self, call: Call) -> tuple[int, ...]:
         """Those of all loops over rows, but for the guard."""
