@@ -114,7 +114,7 @@ def _launches(bench: Bench, shapes: Sequence[tuple[int, ...]]) -> dict[str, Call
     """The launch of a dense step alone, its table being there already; and an empty kernel's."""
     from numba import cuda
 
-    from ...kernels.cuda.dense.chunks import Chunks
+    from ...kernels.cuda.dense.chunks import THREADS, Chunks, chunk_of
     from ...kernels.cuda.dense.step import dense_kernel
     from ...kernels.cuda.device.backend import address_of, copy_in
     from ...kernels.element import kernel
@@ -133,7 +133,7 @@ def _launches(bench: Bench, shapes: Sequence[tuple[int, ...]]) -> dict[str, Call
     hp = np.array([adam.adam_hp(np.float32, **ADAM, **POWERS)], np.float32)
     on_device, stream = cuda.device_array(hp.nbytes, np.uint8), cuda.default_stream()
     hp_address = int(address_of(on_device))
-    chunks = Chunks(compiled, addresses, gradients, sizes)
+    chunks = Chunks(chunk_of(compiled), addresses, gradients, sizes)
     words = chunks.words(np.full(len(shapes), hp_address))
     room = cuda.device_array(words.nbytes, np.uint8)
     place = int(address_of(room))
@@ -144,7 +144,7 @@ def _launches(bench: Bench, shapes: Sequence[tuple[int, ...]]) -> dict[str, Call
 
     def launch(function: Any, keep: Any = keep) -> None:
         del keep  # its memory is used as long as this can be called
-        chunks.launch(function, stream, place, chunks.n_tensors, 0)
+        chunks.launch(function, THREADS, stream, place, chunks.n_tensors, 0)
 
     return {"kernel alone": partial(launch, loop), "empty kernel": partial(launch, empty)}
 

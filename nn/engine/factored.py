@@ -23,7 +23,7 @@ from .layout import Batch
 from .plan import Call
 
 if TYPE_CHECKING:
-    from .program import Part
+    from ...kernels.cuda.device.part import Part
 
 SizeOptions = tuple[float, float, bool]
 """Epsilon of a parameter's size, threshold of clipping, whether steps are relative to sizes."""

@@ -22,7 +22,7 @@ from .layout import Batch
 from .reader import Gradients
 
 if TYPE_CHECKING:
-    from .program import Part
+    from ...kernels.cuda.device.part import Part
 
 
 NOTHING = np.empty(0)

@@ -91,7 +91,7 @@ class Scalars:
         self._table = place
         counts, powers, classes, acts = self._tensors
         row = scalars.ScalarRow(counts, powers, hp, classes, acts)
-        return table_of(row, len(hp)).ravel()
+        return table_of(row, len(hp))
 
     def enqueue(self, settings: int, state: int, stream: Any, *, counts_step: bool) -> None:
         """Enqueue counting the updates of the tensors, and their scalars."""

@@ -11,8 +11,7 @@ from numba import cuda, float64
 from ...element import Kernel, conditioned, element_of
 from ...rules import adafactor as rules
 from ...storage import Storage
-from ..dense.tiles import CARRIERS, in_registers, length_of
-from ..device.backend import tile_loader
+from ..dense.tiles import access, in_registers, length_of
 from ..device.functions import DEVICE, device_function
 from ..device.guard import is_closed
 from ..device.records import hp_reader, row_finder
@@ -27,33 +26,25 @@ def _over_strip(kernel: Kernel, storages: tuple[Storage, ...], work: Any, *, sto
     It is called ``work(tiles, d, of_row, of_columns, count, hp, *rest)``: the elements of arrays of
     these storages and of the gradient, and the factors of row and columns, in registers.
     """
-    g, real, length = kernel.g, kernel.real, length_of(kernel)
-    kind, real_bytes, g_type, g_bytes = (
-        CARRIERS[real.carrier],
-        real.itemsize,
-        CARRIERS[g.carrier],
-        g.itemsize,
-    )
-    (load_g, _), (load_columns, _) = strip_access(g, length), strip_access(real, length)
-    load_one = tile_loader(1, real_bytes)
-    on_arrays = in_registers(storages, length, work, access=strip_access, stores=stores)
+    length, load_one = length_of(kernel), access(kernel.real, 1).load
+    g_type, load_g, _ = strip_access(kernel.g, length)
+    kind, load_columns, _ = strip_access(kernel.real, length)
+    of_arrays = [strip_access(storage, length) for storage in storages]
+    in_tiles = in_registers(of_arrays, length, work, stores=stores)
 
     @cuda.jit(device=True)
     def run(row, strip, scratch, hp, *rest):
         of_row, d = cuda.local.array(1, kind), cuda.local.array(length, g_type)
-        of_columns = cuda.local.array(length, kind)
-        column = strip.matrix * row.width + strip.column
-        load_columns(of_columns, scratch + row.column_factors + column * real_bytes, strip)
-        i = strip.y
-        while i < strip.rows:
-            line = strip.matrix * row.height + strip.top + np.int64(i)
-            offset = line * row.width + strip.column
-            load_g(d, row.g + offset * g_bytes, strip)
-            load_one(of_row, scratch + row.row_factors + line * real_bytes)
-            on_arrays(
-                offset, row.arrays, (strip,), (), d, of_row, of_columns, strip.count, hp, *rest
-            )
-            i = np.uint32(i + strip.threads_down)
+        of_columns, column = cuda.local.array(length, kind), strip.matrix * row.width + strip.column
+        load_columns(of_columns, scratch + row.column_factors, column, strip)
+        y, count = strip.y, strip.count
+        while y < strip.rows:
+            line = strip.matrix * row.height + strip.top + np.int64(y)
+            i = line * row.width + strip.column
+            load_g(d, row.g, i, strip)
+            load_one(of_row, scratch + row.row_factors, line)
+            in_tiles(i, row.arrays, (strip,), (), d, of_row, of_columns, count, hp, *rest)
+            y = np.uint32(y + strip.threads_down)
 
     return run
 

@@ -14,42 +14,26 @@ import numpy as np
 from numba import cuda
 
 from ...storage import Storage
-from ..dense.tiles import CARRIERS, tile_access
+from ..dense.tiles import Access, access
 from .layout import THREADS
 
 
 class Strip(NamedTuple):
-    """What a thread has of a tile.
+    """What a thread has of a tile."""
 
-    Attributes:
-        matrix: number of the matrix.
-        down: number of the tile from the top.
-        across: number of the tile from the left.
-        top: first row of the tile.
-        rows: of the tile.
-        column: first column of the thread.
-        step: from a column of the thread to the next.
-        count: columns of the thread; 0 for one that has nothing to do.
-        x: place of the thread across the tile.
-        y: place of the thread down the tile.
-        threads_across: of the tile.
-        threads_down: of the tile.
-        is_aligned: whether its columns are moved by vectors.
-    """
-
-    matrix: Any
-    down: Any
-    across: Any
-    top: Any
-    rows: Any
-    column: Any
-    step: Any
-    count: Any
-    x: Any
-    y: Any
+    matrix: Any  # number of the matrix
+    down: Any  # number of the tile from the top
+    across: Any  # number of the tile from the left
+    top: Any  # first row of the tile
+    rows: Any  # of the tile
+    column: Any  # first one of the thread
+    step: Any  # from a column of the thread to the next
+    count: Any  # columns of the thread; 0 for one that has nothing to do
+    x: Any  # place of the thread across the tile
+    y: Any  # place of the thread down the tile
     threads_across: Any
     threads_down: Any
-    is_aligned: Any
+    is_aligned: Any  # whether the columns are moved by vectors
 
 
 @cuda.jit(device=True)
@@ -96,33 +80,34 @@ def strips(length: int) -> Any:
 
 
 @cache
-def strip_access(storage: Storage, length: int) -> tuple[Any, Any]:
-    """``load(elements, address, strip)`` and ``store(address, elements, strip)`` of one row."""
-    carrier, itemsize = CARRIERS[storage.carrier], storage.itemsize
-    (load_tile, store_tile), (load_one, store_one) = (tile_access(storage, n) for n in (length, 1))
+def strip_access(storage: Storage, length: int) -> Access:
+    """With a strip at the end: elements of one row, the first of them being number ``i``."""
+    (kind, load_tile, store_tile), (_, load_one, store_one) = (
+        access(storage, n) for n in (length, 1)
+    )
 
     @cuda.jit(device=True)
-    def load(elements, address, strip):
+    def load(tile, address, i, strip):
         if strip.is_aligned:
-            load_tile(elements, address)
+            load_tile(tile, address, i)
         else:
-            one, place = cuda.local.array(1, carrier), address
+            one = cuda.local.array(1, kind)
             for k in range(length):
                 if k < strip.count:
-                    load_one(one, place)
-                    elements[k] = one[0]
-                    place += np.int64(strip.step) * itemsize
+                    load_one(one, address, i)
+                    tile[k] = one[0]
+                    i += np.int64(strip.step)
 
     @cuda.jit(device=True)
-    def store(address, elements, strip):
+    def store(tile, address, i, strip):
         if strip.is_aligned:
-            store_tile(address, elements)
+            store_tile(tile, address, i)
         else:
-            one, place = cuda.local.array(1, carrier), address
+            one = cuda.local.array(1, kind)
             for k in range(length):
                 if k < strip.count:
-                    one[0] = elements[k]
-                    store_one(place, one)
-                    place += np.int64(strip.step) * itemsize
+                    one[0] = tile[k]
+                    store_one(one, address, i)
+                    i += np.int64(strip.step)
 
-    return load, store
+    return Access(kind, load, store)

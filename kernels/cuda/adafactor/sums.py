@@ -10,7 +10,7 @@ from numba import cuda, float64
 
 from ...element import Kernel, conditioned
 from ...rules import adafactor as rules
-from ..dense.tiles import CARRIERS, length_of
+from ..dense.tiles import length_of
 from ..device.backend import store_float64
 from ..device.functions import DEVICE, device_function
 from ..device.guard import is_closed
@@ -53,8 +53,8 @@ def squares_kernel(kernel: Kernel) -> Any:
             for k in range(rounds):
                 total = 0.0
                 if i < strip.rows and strip.count > 0:
-                    offset = first + np.int64(i) * row.width
-                    total = add_row(own, row.arrays[0], row.g, offset, strip, hp)
+                    at = first + np.int64(i) * row.width
+                    total = add_row(own, row.arrays[0], row.g, at, strip, hp)
                 shared[k, thread] = total
                 i = np.uint32(i + strip.threads_down)
             add_lanes(shared, thread, strip.x, strip.threads_across, 1, rounds)
@@ -81,22 +81,17 @@ def squares_kernel(kernel: Kernel) -> Any:
 
 
 def _row_adder(kernel: Kernel) -> Any:
-    """``add_row(of_columns, w, g, offset, strip, hp)``: the sum over a row of a strip."""
-    w, g, length = kernel.w, kernel.g, length_of(kernel)
-    w_type, g_type, w_bytes, g_bytes = (
-        CARRIERS[w.carrier],
-        CARRIERS[g.carrier],
-        w.itemsize,
-        g.itemsize,
-    )
-    (load_w, _), (load_g, _) = strip_access(w, length), strip_access(g, length)
-    values, squared = conditioned(kernel.prologue, w, g, DEVICE), device_function(rules.squared)
+    """``add_row(of_columns, w, g, i, strip, hp)``: the sum over a row of a strip."""
+    length, squared = length_of(kernel), device_function(rules.squared)
+    values = conditioned(kernel.prologue, kernel.w, kernel.g, DEVICE)
+    w_type, load_w, _ = strip_access(kernel.w, length)
+    g_type, load_g, _ = strip_access(kernel.g, length)
 
     @cuda.jit(device=True)
-    def add_row(of_columns, w, g, offset, strip, hp):
+    def add_row(of_columns, w, g, i, strip, hp):
         x, d = cuda.local.array(length, w_type), cuda.local.array(length, g_type)
-        load_w(x, w + offset * w_bytes, strip)
-        load_g(d, g + offset * g_bytes, strip)
+        load_w(x, w, i, strip)
+        load_g(d, g, i, strip)
         total = 0.0
         for k in range(length):
             if k < strip.count:

@@ -14,23 +14,23 @@ import numpy as np
 from numba import cuda, float64
 
 from ...storage import Storage, numba_type
-from ..device.backend import GEOMETRY, load_float64, store_float64, tile_storer
+from ..device.backend import GEOMETRY, store_float64
 from ..device.launch import on_grid, tile_grid
 from ..device.memory import room_of
-from ..device.sums import add_lanes
-from .tiles import CARRIERS, WIDEST, by_tiles, narrowing, sums, tile_length
+from ..device.sums import add_lanes, strided_sum
+from .tiles import WIDEST, access, by_tiles, narrowing, sums, tile_length
 
 THREADS, _TILES, _MOST_CHUNKS = GEOMETRY.central
 
 
 def _add_tile(g: Storage, real: Storage, length: int) -> Any:
     """``add(i, values, own)``: the elements from ``i`` on, to a float64 sum."""
-    g_bytes, real_type, load = g.itemsize, numba_type(real), sums(g, real, length).start
+    kind, load = numba_type(real), sums(g, real, length).start
 
     @cuda.jit(device=True)
     def add(i, values, own):
-        tile = cuda.local.array(length, real_type)
-        load(tile, values + i * g_bytes)
+        tile = cuda.local.array(length, kind)
+        load(tile, values, i)
         for c in range(length):
             own[0] += np.float64(tile[c])
 
@@ -39,17 +39,16 @@ def _add_tile(g: Storage, real: Storage, length: int) -> Any:
 
 def _write_difference(g: Storage, real: Storage, out: Storage, length: int) -> Any:
     """``write(i, values, mean, out)``: the elements from ``i`` on, less the mean."""
-    load, narrow = sums(g, real, length).start, narrowing(real, out)
-    real_type, out_type = numba_type(real), CARRIERS[out.carrier]
-    g_bytes, out_bytes, store = g.itemsize, out.itemsize, tile_storer(length, out.itemsize)
+    load, narrow, kind = sums(g, real, length).start, narrowing(real, out), numba_type(real)
+    out_type, _, store = access(out, length)
 
     @cuda.jit(device=True)
     def write(i, values, mean, out):
-        total, x = cuda.local.array(length, real_type), cuda.local.array(length, out_type)
-        load(total, values + i * g_bytes)
+        total, x = cuda.local.array(length, kind), cuda.local.array(length, out_type)
+        load(total, values, i)
         for c in range(length):
             x[c] = narrow(total[c] - mean)
-        store(out + i * out_bytes, x)
+        store(x, out, i)
 
     return write
 
@@ -108,11 +107,9 @@ def subtract_kernel(g: Storage, real: Storage, out: Storage) -> Any:
         row = np.int64(cuda.blockIdx.x) * cuda.blockDim.y + cuda.threadIdx.y
         thread = cuda.threadIdx.y * cuda.blockDim.x + lane
         shared = cuda.shared.array((1, THREADS), float64)
-        own, k, n_chunks = 0.0, np.int64(lane), np.int64(cuda.gridDim.y)
+        n_chunks, own = np.int64(cuda.gridDim.y), 0.0
         if row < n_rows:
-            while k < n_chunks:
-                own += load_float64(sums + (row * n_chunks + k) * 8)
-                k += lanes
+            own = strided_sum(sums + row * n_chunks * 8, lane, n_chunks, lanes, 8)
         shared[0, thread] = own
         add_lanes(shared, thread, lane, lanes, 1, 1)
         cuda.syncthreads()
@@ -157,7 +154,5 @@ def centralize(
     arguments = (values, n_rows, width, chunk, int(all(x % WIDEST == 0 for x in places)))
     with room_of(stream) as room:
         parts = room.take(8 * n_rows * grid[1])
-        loop = chunk_sums_kernel(g, real, out)
-        on_grid(loop, grid, block, stream)(*arguments, parts)
-        loop = subtract_kernel(g, real, out)
-        on_grid(loop, grid, block, stream)(*arguments, parts, result)
+        on_grid(chunk_sums_kernel(g, real, out), grid, block, stream)(*arguments, parts)
+        on_grid(subtract_kernel(g, real, out), grid, block, stream)(*arguments, parts, result)

@@ -13,30 +13,21 @@ import numpy as np
 from ...element import Kernel
 from ..device.backend import GEOMETRY
 from ..device.launch import on_grid
-from ..device.records import Word, Words, table_of
+from ..device.records import Word, Words, size_of, table_of
 from .tiles import are_aligned, length_of
 
 THREADS = GEOMETRY.dense.threads
 
 
 class TensorRow(NamedTuple):
-    """A tensor of a launch.
+    """A tensor of a launch."""
 
-    Attributes:
-        g: address of the gradient.
-        hp: of the scalars.
-        size: elements.
-        first_block: the number of its first block.
-        is_aligned: whether tiles are moved by vectors.
-        arrays: addresses of the parameter, then of its states.
-    """
-
-    g: Word
-    hp: Word
+    g: Word  # address of the gradient
+    hp: Word  # address of the scalars
     size: Word
     first_block: Word
-    is_aligned: Word
-    arrays: Words
+    is_aligned: Word  # whether tiles are moved by vectors
+    arrays: Words  # addresses of the parameter, then of its states
 
 
 def chunk_of(kernel: Kernel) -> int:
@@ -48,36 +39,29 @@ class Chunks:
     """The tensors of a launch; those of no elements are left out.
 
     Args:
-        kernel: the rule and its storage types.
-        addresses: int64 ``[T, 1 + number of states]``, on the device.
+        chunk: elements of a chunk.
+        addresses: int64 ``[T, n]``, on the device: of the parameters, then of their states.
         gradients: int64 ``[T]``, on the device.
         sizes: int64 ``[T]``: elements of each tensor.
-
-    Attributes:
-        n_tensors: rows of the table.
-        n_words: of the table.
-        counts: int64 ``[T]``: blocks of each tensor.
-        n_blocks: of all.
     """
 
     def __init__(
-        self, kernel: Kernel, addresses: np.ndarray, gradients: np.ndarray, sizes: np.ndarray
+        self, chunk: int, addresses: np.ndarray, gradients: np.ndarray, sizes: np.ndarray
     ) -> None:
         self._known = known = np.flatnonzero(sizes)
-        self.counts = -(-sizes // chunk_of(kernel))
-        ends, g, arrays = np.cumsum(self.counts), gradients[known], addresses[known]
-        places = np.column_stack([g, arrays])
-        self._rows = TensorRow(
-            g, 0, sizes[known], (ends - self.counts)[known], are_aligned(places), arrays
-        )
+        self.counts = -(-sizes // chunk)  # blocks of each tensor
+        first = np.cumsum(self.counts) - self.counts
+        aligned, no_hp = are_aligned(np.column_stack([gradients, addresses])), 0 * sizes
+        columns = (gradients, no_hp, sizes, first, aligned, addresses)
+        self._rows = TensorRow(*(column[known] for column in columns))
         self.n_tensors, self.n_blocks = len(known), int(self.counts.sum())
-        self.n_words = self.n_tensors * (len(TensorRow._fields) - 1 + addresses.shape[1])
+        self.n_words = self.n_tensors * size_of(TensorRow, addresses.shape[1]) // 8
 
     def words(self, hp: np.ndarray) -> np.ndarray:
         """The int64 table; ``hp`` are the addresses of the scalars of each tensor."""
-        return table_of(self._rows._replace(hp=hp[self._known]), self.n_tensors).ravel()
+        return table_of(self._rows._replace(hp=hp[self._known]), self.n_tensors)
 
-    def launch(self, loop: Any, stream: Any, *arguments: int) -> None:
+    def launch(self, loop: Any, threads: int, stream: Any, *arguments: int) -> None:
         """Enqueue a loop with a block for each chunk."""
         if self.n_blocks:
-            on_grid(loop, self.n_blocks, THREADS, stream)(*arguments)
+            on_grid(loop, self.n_blocks, threads, stream)(*arguments)

@@ -31,9 +31,8 @@ def chunk_sums_kernel(kernel: Kernel) -> Any:
     """
     n_values, find = kernel.rule.n_measured, row_finder(TensorRow, "first_block", 1 + len(kernel.s))
     read_hp = hp_reader(kernel.rule, kernel.prologue, kernel.real)
-    add_chunk = by_chunks(
-        lambda n: measured_tile(kernel, n), length_of(kernel), THREADS, chunk_of(kernel)
-    )
+    shape = length_of(kernel), THREADS, chunk_of(kernel)
+    add_chunk = by_chunks(lambda n: measured_tile(kernel, n), *shape)
 
     @cuda.jit
     def loop(table, n_tensors, parts, guard):
@@ -41,10 +40,9 @@ def chunk_sums_kernel(kernel: Kernel) -> Any:
             return
         block, thread = cuda.blockIdx.x, cuda.threadIdx.x
         row = find(table, n_tensors, block)
-        own, hp = cuda.local.array(MOST_VALUES, float64), read_hp(row.hp)
+        own, number = cuda.local.array(MOST_VALUES, float64), block - row.first_block
         own[0] = own[1] = own[2] = 0.0
-        number = block - row.first_block
-        add_chunk(number, row.size, row.is_aligned, row.arrays, row.g, hp, own)
+        add_chunk(number, row.size, row.is_aligned, row.arrays, row.g, read_hp(row.hp), own)
         shared = cuda.shared.array((MOST_VALUES, THREADS), float64)
         shared[0, thread], shared[1, thread], shared[2, thread] = own[0], own[1], own[2]
         store_part(parts, block, shared, thread, THREADS, n_values)

@@ -1,4 +1,4 @@
-"""One step of a rule on any number of dense tensors, in one launch, two or three.
+"""One step of a rule on any number of dense tensors, in one launch, or three of a two-stage rule.
 
 Each block takes a chunk of one tensor, which it finds by bisection in the table.
 """
@@ -14,7 +14,7 @@ from numba import cuda
 from ...element import Kernel
 from ..device.guard import is_closed
 from ..device.launch import on_grid
-from ..device.part import Call, placed
+from ..device.part import Call
 from ..device.records import hp_reader, row_finder
 from ..device.sums import PART_BYTES
 from . import measure
@@ -27,9 +27,8 @@ def dense_kernel(kernel: Kernel) -> Any:
     """The loop of a rule, ``loop[blocks, THREADS](table, n_tensors, guard)``."""
     find = row_finder(TensorRow, "first_block", 1 + len(kernel.s))
     read_hp = hp_reader(kernel.rule, kernel.prologue, kernel.real)
-    update_chunk = by_chunks(
-        lambda n: update_tile(kernel, n), length_of(kernel), THREADS, chunk_of(kernel)
-    )
+    shape = length_of(kernel), THREADS, chunk_of(kernel)
+    update_chunk = by_chunks(lambda n: update_tile(kernel, n), *shape)
 
     @cuda.jit
     def loop(table, n_tensors, guard):
@@ -65,8 +64,8 @@ class DenseStep:
             follow = measure.factor_kernel(kernel)
         self._follow, self._update = follow, dense_kernel(kernel)
         self._measure = measure.chunk_sums_kernel(kernel) if follow else None
-        self._chunks, self._table = Chunks(kernel, addresses, gradients, sizes), 0
-        self.n_words = self._chunks.n_words
+        self._chunks = Chunks(chunk_of(kernel), addresses, gradients, sizes)
+        self._table, self.n_words = 0, self._chunks.n_words
         self.scratch_bytes = self._chunks.n_blocks * PART_BYTES if follow else 0
 
     def loops(self) -> list[Any]:
@@ -80,41 +79,10 @@ class DenseStep:
 
     def enqueue(self, call: Call) -> None:
         """See `Part`."""
-        chunks, stream = self._chunks, call.stream
-        table = self._table, chunks.n_tensors
+        stream, guard, _, parts = call
+        chunks, table = self._chunks, (self._table, self._chunks.n_tensors)
         if self._measure and chunks.n_tensors:
-            chunks.launch(self._measure, stream, *table, call.scratch, call.guard)
-            on_grid(self._follow, chunks.n_tensors, THREADS, stream)(
-                *table, chunks.n_blocks, call.scratch, call.guard
-            )
-        chunks.launch(self._update, stream, *table, call.guard)
-
-
-def dense_update(
-    kernel: Kernel,
-    addresses: np.ndarray,
-    gradients: np.ndarray,
-    sizes: np.ndarray,
-    hp: np.ndarray,
-    hp_of: np.ndarray,
-    *,
-    guard: int = 0,
-    stream: Any,
-) -> None:
-    """Enqueue one step on tensors of the device, in place.
-
-    Args:
-        kernel: the rule and its storage types.
-        addresses: as `Chunks`.
-        gradients: as `Chunks`.
-        sizes: as `Chunks`.
-        hp: ``[R, F]`` scalars in the type of the arithmetic, on the host. Those of a two-stage
-            rule are completed on the device.
-        hp_of: int64 ``[T]``: which row of ``hp`` a tensor uses; of a two-stage rule each its own.
-        guard: address of the guard of the call (`guard`), or 0.
-        stream: of Numba.
-    """
-    if sizes.any():
-        step = DenseStep(kernel, addresses, gradients, sizes)
-        with placed(step, hp, hp_of, Call(stream, guard)) as call:
-            step.enqueue(call)
+            chunks.launch(self._measure, THREADS, stream, *table, parts, guard)
+            follow = on_grid(self._follow, chunks.n_tensors, THREADS, stream)
+            follow(*table, chunks.n_blocks, parts, guard)
+        chunks.launch(self._update, THREADS, stream, *table, guard)

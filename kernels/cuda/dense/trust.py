@@ -26,23 +26,14 @@ THREADS = GEOMETRY.totals
 
 
 class RatioRow(NamedTuple):
-    """A tensor that has a trust ratio.
+    """A tensor that has a trust ratio."""
 
-    Attributes:
-        first_w: the first part of the squares of the parameter.
-        end_w: where they end.
-        first_g: the first part of the squares of the gradient.
-        end_g: where they end.
-        factor: address of the scalar that is multiplied by the ratio.
-        numbers: of the `Numbers` of the tensor.
-    """
-
-    first_w: Word
+    first_w: Word  # part of the squares of the parameter
     end_w: Word
-    first_g: Word
+    first_g: Word  # part of the squares of the gradient
     end_g: Word
-    factor: Word
-    numbers: Word
+    factor: Word  # address of the scalar that is multiplied by the ratio
+    numbers: Word  # address of the `Numbers` of the tensor
 
 
 class Options(NamedTuple):
@@ -120,7 +111,7 @@ class TrustRatios:
         first = of_w.words(place)
         second = of_g.words(place + first.nbytes)
         self._table = place + first.nbytes + second.nbytes
-        own = table_of(rows, len(hp))[self._acts]
+        own = table_of(rows, len(hp)).reshape(len(hp), -1)[self._acts]
         return np.concatenate([first, second, own.ravel()])
 
     def enqueue(self, call: Call) -> None:

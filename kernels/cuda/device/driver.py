@@ -23,14 +23,12 @@ def _checked(result: tuple[Any, ...]) -> None:
 
 def address_of(array: Any) -> int:
     """The address of a device array."""
-    address: int = array.__cuda_array_interface__["data"][0]
-    return address
+    return int(array.__cuda_array_interface__["data"][0])
 
 
 def device_id() -> int:
     """The number of the current device."""
-    number: int = cuda.get_current_device().id
-    return number
+    return int(cuda.get_current_device().id)
 
 
 def device_at(address: int) -> int:

@@ -21,11 +21,12 @@ _GLOBAL = 1
 _WIDEST = 16  # bytes of an instruction
 
 
-def _pieces(builder, address, element, count, itemsize):
-    """The vectors that ``count`` elements are moved by: first element, length, pointer.
+def _pieces(builder, address, i, element, count, itemsize):
+    """The vectors that elements from ``i`` on are moved by: first one, length, pointer.
 
     Elements of 2 bytes travel in pairs, as words of 4: the compiler has no vector of eight.
     """
+    address = builder.add(address, builder.mul(i, ir.Constant(_I64, itemsize)))
     length = min(count, _WIDEST // itemsize)
     if itemsize == 2 and length > 1:
         kind = ir.VectorType(_I32, length // 2)
@@ -69,43 +70,41 @@ def _place(context, builder, kind, array, index):
 
 
 def tile_loader(count, itemsize):
-    """``load(tile, address)``: fill a local array with ``count`` elements."""
+    """``load(tile, address, i)``: ``count`` elements of an array from ``i`` on."""
     align = min(count * itemsize, _WIDEST)
 
     @intrinsic
-    def load(typingctx, tile, address):
+    def load(typingctx, tile, address, i):
         def codegen(context, builder, signature, args):
-            kind = signature.args[0]
+            kind, (to, *at) = signature.args[0], args
             element = context.get_data_type(kind.dtype)
-            for first, length, pointer in _pieces(builder, args[1], element, count, itemsize):
+            for first, length, pointer in _pieces(builder, *at, element, count, itemsize):
                 loaded = builder.load(pointer, align=align)
                 for k, value in enumerate(_unpacked(builder, loaded, length, itemsize)):
-                    builder.store(value, _place(context, builder, kind, args[0], first + k))
+                    builder.store(value, _place(context, builder, kind, to, first + k))
             return context.get_dummy_value()
 
-        return types.void(tile, types.int64), codegen
+        return types.void(tile, types.int64, types.int64), codegen
 
     return load
 
 
 def tile_storer(count, itemsize):
-    """``store(address, tile)``: write ``count`` elements of a local array."""
+    """``store(tile, address, i)``: write a local array to elements from ``i`` on."""
     align = min(count * itemsize, _WIDEST)
 
     @intrinsic
-    def store(typingctx, address, tile):
+    def store(typingctx, tile, address, i):
         def codegen(context, builder, signature, args):
-            kind = signature.args[1]
+            kind, (source, *at) = signature.args[0], args
             element = context.get_data_type(kind.dtype)
-            for first, length, pointer in _pieces(builder, args[0], element, count, itemsize):
-                values = [
-                    builder.load(_place(context, builder, kind, args[1], first + k))
-                    for k in range(length)
-                ]
+            for first, length, pointer in _pieces(builder, *at, element, count, itemsize):
+                places = range(first, first + length)
+                values = [builder.load(_place(context, builder, kind, source, k)) for k in places]
                 builder.store(_packed(builder, values, itemsize), pointer, align=align)
             return context.get_dummy_value()
 
-        return types.void(types.int64, tile), codegen
+        return types.void(tile, types.int64, types.int64), codegen
 
     return store
 
@@ -142,20 +141,6 @@ def reader(kind):
     return read
 
 
-def _loader(kind, scalar):
-    """``load(address) -> scalar`` of what lies there as ``kind``; it is widened."""
-
-    @intrinsic
-    def load(typingctx, address):
-        def codegen(context, builder, signature, args):
-            value = builder.load(_at(context, builder, args[0], kind), align=_bytes(kind))
-            return context.cast(builder, value, kind, scalar)
-
-        return scalar(types.int64), codegen
-
-    return load
-
-
 def _storer(kind, scalar):
     """``store(address, value)`` of a ``scalar``, rounded to ``kind``."""
 
@@ -171,17 +156,10 @@ def _storer(kind, scalar):
     return store
 
 
-load_int8, load_int32, load_int64 = (
-    _loader(kind, types.int64) for kind in (types.int8, types.int32, types.int64)
-)
-load_float32, load_float64 = (
-    _loader(kind, types.float64) for kind in (types.float32, types.float64)
-)
-store_int64 = _storer(types.int64, types.int64)
-store_int32 = _storer(types.int32, types.int64)
-store_float32, store_float64 = (
-    _storer(kind, types.float64) for kind in (types.float32, types.float64)
-)
+_KINDS = (types.int8, types.int32, types.int64, types.float32, types.float64)
+load_int8, load_int32, load_int64, load_float32, load_float64 = map(reader, _KINDS)
+store_int32, store_int64 = (_storer(kind, types.int64) for kind in _KINDS[1:3])
+store_float32, store_float64 = (_storer(kind, types.float64) for kind in _KINDS[3:])
 
 
 def tuple_storer(scalar):
@@ -193,10 +171,10 @@ def tuple_storer(scalar):
     @intrinsic
     def store(typingctx, address, values):
         def codegen(context, builder, signature, args):
-            pointer = _at(context, builder, args[0], scalar)
-            for k in range(signature.args[1].count):
+            kind, pointer = signature.args[1], _at(context, builder, args[0], scalar)
+            for k in range(kind.count):
                 value = builder.extract_value(args[1], k)
-                value = context.cast(builder, value, signature.args[1].dtype, scalar)
+                value = context.cast(builder, value, kind.dtype, scalar)
                 place = builder.gep(pointer, [ir.Constant(_I64, k)])
                 builder.store(value, place, align=_bytes(scalar))
             return context.get_dummy_value()

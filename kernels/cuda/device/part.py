@@ -13,13 +13,10 @@ from .memory import Places, room_of
 
 
 class Sorter(Protocol):
-    """A sort of int64 keys that a framework has.
-
-    Attributes:
-        can_be_captured: whether its memory is kept for a CUDA graph that holds it.
-    """
+    """A sort of int64 keys that a framework has."""
 
     can_be_captured: bool
+    """Whether its memory is kept for a CUDA graph that holds it."""
 
     def room(self, n: int) -> int:
         """The address of room for ``n`` keys."""
@@ -29,43 +26,28 @@ class Sorter(Protocol):
 
 
 class Call(NamedTuple):
-    """Where and under which condition launches are enqueued.
+    """Where and under which condition launches are enqueued."""
 
-    Attributes:
-        stream: of Numba.
-        guard: address of the guard (`guard`), or 0: the call cannot fail.
-        sorter: sorts keys; None: the sort of this package.
-        scratch: address of as much memory as is needed.
-    """
-
-    stream: Any
-    guard: int = 0
-    sorter: Sorter | None = None
-    scratch: int = 0
+    stream: Any  # of Numba
+    guard: int = 0  # address of the guard (`guard`), or 0: the call cannot fail
+    sorter: Sorter | None = None  # of the keys; None: the sort of this package
+    scratch: int = 0  # address of as much memory as is needed
 
 
 class Part(Protocol):
-    """The launches of a batch of tensors after its scalars are there.
-
-    Attributes:
-        scratch_bytes: of memory that they need for the time of the call.
-    """
+    """The launches of a batch of tensors after its scalars are there."""
 
     scratch_bytes: int
+    """Of memory that they need for the time of the call."""
 
     def loops(self) -> list[Any]:
         """All loops that are launched."""
 
     def words(self, place: int, hp: np.ndarray) -> np.ndarray:
-        """The int64 tables of the launches, to lie at the address ``place``.
-
-        Args:
-            place: where.
-            hp: int64 ``[T]``: addresses of the scalars of each tensor.
-        """
+        """The int64 tables, to lie at ``place``; addresses of the scalars of each tensor."""
 
     def enqueue(self, call: Call) -> None:
-        """Enqueue the launches; ``words`` are there."""
+        """Enqueue the launches; the tables are there."""
 
 
 class Parts:
@@ -98,9 +80,9 @@ def placed(part: Any, hp: np.ndarray, hp_of: Any, call: Call) -> Iterator[Call]:
     """A part by itself, with scalars of the host, in the room of the stream.
 
     Args:
-        part: a `Part` that says by ``n_words`` how long its tables are at most.
+        part: has tables of ``n_words`` at most, and may have no launches.
         hp: ``[R, F]`` scalars in the type of the arithmetic.
-        hp_of: which row of ``hp`` each tensor uses.
+        hp_of: which row of ``hp`` each tensor uses; where they are completed on the device its own.
         call: gets the scratch memory.
     """
     scalars, places = np.ascontiguousarray(hp), Places()
@@ -108,10 +90,16 @@ def placed(part: Any, hp: np.ndarray, hp_of: Any, call: Call) -> Iterator[Call]:
     at_words, at_scratch = places.add(8 * part.n_words), places.add(part.scratch_bytes)
     with room_of(call.stream) as room:
         base = room.take(places.size)
-        addresses = base + np.asarray(hp_of) * scalars.strides[0]
-        words = part.words(base + at_words, addresses)
+        words = part.words(base + at_words, base + np.asarray(hp_of) * scalars.strides[0])
         content = np.zeros(at_words + words.nbytes, np.uint8)
         content[: scalars.nbytes] = scalars.reshape(-1).view(np.uint8)
         content[at_words:] = words.view(np.uint8)
         copy_in(base, content, call.stream)
         yield call._replace(scratch=base + at_scratch)
+
+
+def run(part: Any, hp: np.ndarray, hp_of: Any, call: Call) -> None:
+    """Enqueue a part by itself, unless it has nothing to do (``n_words`` is 0); as `placed`."""
+    if part.n_words:
+        with placed(part, hp, hp_of, call) as there:
+            part.enqueue(there)

@@ -24,19 +24,12 @@ _NO_SCALARS = np.empty((1, 0))
 
 
 class Rows(NamedTuple):
-    """A row-sparse gradient.
+    """A row-sparse gradient."""
 
-    Attributes:
-        table: where its indices and values lie, and the shape of what it is of.
-        g: storage of the values.
-        real: of the arithmetic.
-        sorter: sorts the keys; None: the sort of this package.
-    """
-
-    table: RowTable
-    g: Storage
-    real: Storage
-    sorter: Sorter | None
+    table: RowTable  # where its indices and values lie, and the shape of what it is of
+    g: Storage  # of the values
+    real: Storage  # of the arithmetic
+    sorter: Sorter | None  # as `Call`
 
 
 class _Sorted:
@@ -57,9 +50,8 @@ class _Sorted:
         return self._keys.words(place, (self._rows.g.itemsize,), hp)
 
     def enqueue(self, call: Call) -> tuple[int, ...]:
-        """Enqueue the sort; what all loops need: keys, their number, their bits, and the table."""
-        keys, sizes = self._keys.enqueue(call), self._keys.sizes
-        return keys, sizes.n, sizes.position_bits, self._keys.of_tables[0]
+        """Enqueue the sort; what all loops need: the keys (`KeySort.enqueue`), and the table."""
+        return *self._keys.enqueue(call), self._keys.of_tables[0]
 
 
 def _launcher(loop: Any, rows: Rows, n: int, out: Storage, stream: Any) -> Any:

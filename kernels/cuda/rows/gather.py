@@ -51,8 +51,8 @@ def gather_kernel(piece: int) -> Any:
         p = np.int64(cuda.threadIdx.x)
         while p < n_pieces:
             if not is_bad:
-                load(words, table + (index * n_pieces + p) * piece)
-            store(out + (b * n_pieces + p) * piece, words)
+                load(words, table, (index * n_pieces + p) * count)
+            store(words, out, (b * n_pieces + p) * count)
             p += cuda.blockDim.x
 
     return loop
@@ -71,19 +71,9 @@ def gather(
     *,
     stream: Any,
 ) -> None:
-    """Enqueue ``out[b] = table[indices[b]]``.
+    """Enqueue ``out[b] = table[indices[b]]`` for ``n`` indices of 4 or 8 bytes; addresses.
 
-    Args:
-        table: address of the rows.
-        n_rows: how many there are.
-        row_bytes: of a row.
-        indices: address of the indices.
-        index_bytes: 4 or 8.
-        n: how many indices there are.
-        out: address of the result, contiguous.
-        kept: address of int64 ``[n]``: the indices are copied there.
-        guard: address of the guard of the call; the position of a bad index closes it.
-        stream: of Numba.
+    ``kept``, int64 ``[n]``, gets the indices; the position of a bad one closes the guard.
     """
     if n == 0:
         return

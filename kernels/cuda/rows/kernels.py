@@ -25,7 +25,16 @@ from ..device.backend import GEOMETRY, load_int64, reader, store_int64
 from ..device.guard import is_closed
 from ..device.records import hp_reader
 from ..device.sums import store_part
-from .keys import Keys, first_at_least, is_first_of_row, key_at, may_not_write, row_at, table_of_row
+from .keys import (
+    Keys,
+    first_at_least,
+    is_first_of_row,
+    key_at,
+    may_not_write,
+    position_at,
+    row_at,
+    table_of_row,
+)
 
 THREADS = GEOMETRY.rows
 
@@ -34,7 +43,7 @@ class HotSums(NamedTuple):
     """The sums of the ranges of hot rows, in a kernel.
 
     Every multiple of `HOT` in the list of keys is a *probe*; a hot row covers one. The sum of range
-    ``r`` lies at ``place[probe * stride + r * width]``, of the first probe of the row.
+    ``r`` lies at ``place[probe * stride + r * width]``, of the first such probe of the row.
     """
 
     place: Any
@@ -50,33 +59,59 @@ def thread_place():
 
 @cache
 def add_up_rows(g: Storage, real: Storage, length: int) -> Any:
-    """``run(total, keys, k, limit, values, stride)``: a sum of gradient rows.
+    """``run(total, keys, k, limit, table, column)``: a sum of gradient rows.
 
     It begins with key ``k`` and ends before the first key that is ``limit`` or more. Four rows
     are loaded at once, so that their way from memory is not waited for four times.
     """
-    start, add, add_4, _ = sums(g, real, length)
+    (start, add, add_4, _), g_bytes = sums(g, real, length), g.itemsize
 
     @cuda.jit(device=True)
-    def run(total, keys, k, limit, values, stride):
-        mask = (1 << keys.bits) - 1
-        start(total, values + (key_at(keys, k) & mask) * stride)
+    def run(total, keys, k, limit, table, column):
+        values, stride = table.values, table.width * g_bytes
+        start(total, values + position_at(keys, k) * stride, column)
         k += 1
         while k + 4 <= keys.n and key_at(keys, k + 3) < limit:
             add_4(
                 total,
-                values + (key_at(keys, k) & mask) * stride,
-                values + (key_at(keys, k + 1) & mask) * stride,
-                values + (key_at(keys, k + 2) & mask) * stride,
-                values + (key_at(keys, k + 3) & mask) * stride,
+                column,
+                values + position_at(keys, k) * stride,
+                values + position_at(keys, k + 1) * stride,
+                values + position_at(keys, k + 2) * stride,
+                values + position_at(keys, k + 3) * stride,
             )
             k += 4
-        while k < keys.n:
-            key = key_at(keys, k)
-            if key >= limit:
-                break
-            add(total, values + (key & mask) * stride)
+        while k < keys.n and key_at(keys, k) < limit:
+            add(total, values + position_at(keys, k) * stride, column)
             k += 1
+
+    return run
+
+
+@cache
+def sum_of_row(g: Storage, real: Storage, length: int) -> Any:
+    """``run(total, keys, k, table, column, hot)``.
+
+    The summed gradient of the row whose first key is ``k``; 0 where ``k`` is -1.
+    """
+    add_up, (start, add, _, _) = add_up_rows(g, real, length), sums(real, real, length)
+    real_type, real_bytes = numba_type(real), real.itemsize
+
+    @cuda.jit(device=True)
+    def run(total, keys, k, table, column, hot):
+        if k < 0:
+            for c in range(length):
+                total[c] = real_type(0)
+            return
+        row = row_at(keys, k)
+        if k + HOT < keys.n and row_at(keys, k + HOT) == row:
+            probe = (k + HOT - 1) // HOT
+            place = hot.place + probe * hot.stride * real_bytes
+            start(total, place, column)
+            for r in range(1, table.n_ranges):
+                add(total, place + r * table.width * real_bytes, column)
+        else:
+            add_up(total, keys, k, (row + 1) << keys.bits, table, column)
 
     return run
 
@@ -87,7 +122,7 @@ def _sum_of_range(g: Storage, real: Storage, length: int) -> Any:
     It sums what a row has in range ``number``; the keys of the row begin at ``begin``.
     """
     add_up, store = add_up_rows(g, real, length), sums(g, real, length).store
-    real_type, real_bytes, g_bytes = numba_type(real), real.itemsize, g.itemsize
+    real_type = numba_type(real)
 
     @cuda.jit(device=True)
     def run(column, keys, begin, row, table, number, place):
@@ -100,9 +135,8 @@ def _sum_of_range(g: Storage, real: Storage, length: int) -> Any:
             for c in range(length):
                 total[c] = real_type(0)
         else:
-            values = table.values + column * g_bytes
-            add_up(total, keys, k, limit, values, table.width * g_bytes)
-        store(place + column * real_bytes, total)
+            add_up(total, keys, k, limit, table, column)
+        store(total, place, column)
 
     return run
 
@@ -110,8 +144,6 @@ def _sum_of_range(g: Storage, real: Storage, length: int) -> Any:
 @cache
 def hot_kernel(g: Storage, real: Storage, length: int) -> Any:
     """The loop that sums hot rows range by range; the same for every rule.
-
-    Only probes are looked at, one by a block.
 
     ``loop[(probes, groups of ranges, groups of tiles), (tiles, ranges)]``
     """
@@ -133,56 +165,26 @@ def hot_kernel(g: Storage, real: Storage, length: int) -> Any:
             return
         table = table_of_row(tables, n_tables, row)
         if number < table.n_ranges:
-            place = hot_sums + (probe * hot_stride + number * table.width) * real_bytes
-            sum_range(
-                tile * length, table.width, table.is_aligned,
-                keys, begin, row, table, number, place,
-            )  # fmt: skip
+            column, width, is_aligned = tile * length, table.width, table.is_aligned
+            place = hot_sums + (probe * hot_stride + number * width) * real_bytes
+            sum_range(column, width, is_aligned, keys, begin, row, table, number, place)
 
     return loop
 
 
-@cache
-def sum_of_row(g: Storage, real: Storage, length: int) -> Any:
-    """``run(total, keys, k, table, column, hot)``.
-
-    The summed gradient of the row whose first key is ``k``; 0 where ``k`` is -1.
-    """
-    add_up, (start, add, _, _) = add_up_rows(g, real, length), sums(real, real, length)
-    real_type, real_bytes, g_bytes = numba_type(real), real.itemsize, g.itemsize
-
-    @cuda.jit(device=True)
-    def run(total, keys, k, table, column, hot):
-        if k < 0:
-            for c in range(length):
-                total[c] = real_type(0)
-            return
-        row = row_at(keys, k)
-        if k + HOT < keys.n and row_at(keys, k + HOT) == row:
-            probe = (k + HOT - 1) // HOT
-            place = hot.place + (probe * hot.stride + column) * real_bytes
-            start(total, place)
-            for r in range(1, table.n_ranges):
-                add(total, place + r * table.width * real_bytes)
-            return
-        values, limit = table.values + column * g_bytes, (row + 1) << keys.bits
-        add_up(total, keys, k, limit, values, table.width * g_bytes)
-
-    return run
-
-
 def _update_tile(kernel: Kernel, length: int) -> Any:
-    """``run(column, keys, k, row, table, hot, arrays, hp)``: sum and update; ``k`` as above."""
+    """``run(column, keys, k, row, table, hot, hp)``: sum and update; ``k`` as in `sum_of_row`."""
     sum_up, update = sum_of_row(kernel.g, kernel.real, length), update_summed_tile(kernel, length)
-    real_type = numba_type(kernel.real)
     read_arrays = reader(types.UniTuple(types.int64, 1 + len(kernel.s)))
+    real_type = numba_type(kernel.real)
 
     @cuda.jit(device=True)
     def run(column, keys, k, row, table, hot, hp):
         total = cuda.local.array(length, real_type)
         sum_up(total, keys, k, table, column, hot)
-        i, arrays = (row - table.first_row) * table.width + column, read_arrays(table.arrays)
-        update(i, arrays, (), (), total, hp)
+        i = (row - table.first_row) * table.width + column
+        # Not before the sum: they would take registers.
+        update(i, read_arrays(table.arrays), total, hp)
 
     return run
 
@@ -190,16 +192,15 @@ def _update_tile(kernel: Kernel, length: int) -> Any:
 @cache
 def _row_update(kernel: Kernel) -> Any:
     """``run(keys, k, row, tables, n_tables, tile, hot)``: a tile of columns of a global row."""
-    length = length_of(kernel)
-    update_tile = by_tiles(lambda n: _update_tile(kernel, n), length)
-    read_hp = hp_reader(kernel.rule, kernel.prologue, kernel.real)
+    length, read_hp = length_of(kernel), hp_reader(kernel.rule, kernel.prologue, kernel.real)
+    update = by_tiles(lambda n: _update_tile(kernel, n), length)
 
     @cuda.jit(device=True)
     def run(keys, k, row, tables, n_tables, tile, hot):
         table = table_of_row(tables, n_tables, row)
         if tile * length < table.width:
             hp = read_hp(table.hp)
-            update_tile(tile * length, table.width, table.is_aligned, keys, k, row, table, hot, hp)
+            update(tile * length, table.width, table.is_aligned, keys, k, row, table, hot, hp)
 
     return run
 
@@ -250,6 +251,20 @@ def sweep_kernel(kernel: Kernel) -> Any:
     return loop
 
 
+def _squares_of_tile(g: Storage, real: Storage, length: int) -> Any:
+    """``run(column, keys, k, table, hot, own)``: added to a float64."""
+    sum_up, real_type = sum_of_row(g, real, length), numba_type(real)
+
+    @cuda.jit(device=True)
+    def run(column, keys, k, table, hot, own):
+        total = cuda.local.array(length, real_type)
+        sum_up(total, keys, k, table, column, hot)
+        for c in range(length):
+            own[0] += np.float64(total[c]) * np.float64(total[c])
+
+    return run
+
+
 @cache
 def row_squares_kernel(g: Storage, real: Storage, length: int) -> Any:
     """The squares of summed rows: each block writes its part of them."""
@@ -271,17 +286,3 @@ def row_squares_kernel(g: Storage, real: Storage, length: int) -> Any:
         store_part(parts, block, shared, thread, THREADS, 1)
 
     return loop
-
-
-def _squares_of_tile(g: Storage, real: Storage, length: int) -> Any:
-    """``run(column, keys, k, table, hot, own)``: added to a float64."""
-    sum_up, real_type = sum_of_row(g, real, length), numba_type(real)
-
-    @cuda.jit(device=True)
-    def run(column, keys, k, table, hot, own):
-        total = cuda.local.array(length, real_type)
-        sum_up(total, keys, k, table, column, hot)
-        for c in range(length):
-            own[0] += np.float64(total[c]) * np.float64(total[c])
-
-    return run

@@ -18,7 +18,7 @@ from ..device.launch import on_elements
 from ..device.memory import Places
 from ..device.part import Call
 from ..device.records import row_finder
-from .sort import counting, scanning, scattering, scratch_words, sort_keys
+from .sort import count_kernel, scan_kernel, scatter_kernel, scratch_words, sort_keys
 from .table import TableRow, n_words, sizes_of, words_of
 
 table_of_position = row_finder(TableRow, "first_position")
@@ -26,17 +26,11 @@ table_of_row = row_finder(TableRow, "first_row")
 
 
 class Keys(NamedTuple):
-    """Sorted keys in a kernel.
+    """Sorted keys in a kernel."""
 
-    Attributes:
-        place: their address.
-        n: how many.
-        bits: of a key that hold the position.
-    """
-
-    place: Any
+    place: Any  # their address
     n: Any
-    bits: Any
+    bits: Any  # of a key that hold the position
 
 
 @cuda.jit(device=True)
@@ -49,6 +43,12 @@ def key_at(keys, k):
 def row_at(keys, k):
     """The global row of sorted key ``k``."""
     return key_at(keys, k) >> keys.bits
+
+
+@cuda.jit(device=True)
+def position_at(keys, k):
+    """The position of sorted key ``k``."""
+    return key_at(keys, k) & ((1 << keys.bits) - 1)
 
 
 @cuda.jit(device=True)
@@ -128,11 +128,6 @@ class KeySort:
         drop: bad indices are left out instead of closing the guard.
         sorts: whether the keys are sorted by this package.
         base: added to the position of a bad index.
-
-    Attributes:
-        tables: these.
-        sizes: what they add up to.
-        n_words: of the table of tables.
     """
 
     def __init__(
@@ -159,8 +154,8 @@ class KeySort:
 
     def loops(self) -> list[Any]:
         """All loops that are launched."""
-        sorting = [counting(), scanning(), scattering()] if self.sizes.n and self._sorts else []
-        return [check_kernel, *sorting]
+        is_sorted = self.sizes.n and self._sorts
+        return [check_kernel, *((count_kernel, scan_kernel, scatter_kernel) if is_sorted else ())]
 
     @property
     def of_tables(self) -> tuple[int, int]:
@@ -169,20 +164,19 @@ class KeySort:
 
     def check(self, call: Call, keys: int = 0) -> None:
         """Enqueue the check of all indices, and making the keys unless their address is 0."""
-        sizes = self.sizes
-        on_elements(check_kernel, sizes.n, call.stream)(
-            *self.of_tables, sizes.n, sizes.position_bits, self._dropped_row,
-            keys, call.guard, self._base,
-        )  # fmt: skip
+        n, bits = self.sizes.n, self.sizes.position_bits
+        check = on_elements(check_kernel, n, call.stream)
+        check(*self.of_tables, n, bits, self._dropped_row, keys, call.guard, self._base)
 
-    def enqueue(self, call: Call) -> int:
-        """Enqueue making and sorting the keys; their address."""
-        sizes, sorter = self.sizes, call.sorter
-        keys = call.scratch + self._keys if sorter is None else sorter.room(sizes.n)
+    def enqueue(self, call: Call) -> tuple[int, int, int]:
+        """Enqueue making and sorting the keys: their address, how many, bits of positions."""
+        n, bits, row_bits = self.sizes.n, self.sizes.position_bits, self.sizes.row_bits
+        if call.sorter is not None:
+            self.check(call, call.sorter.room(n))
+            return call.sorter.sort(), n, bits
+        keys, spare, scratch = (
+            call.scratch + at for at in (self._keys, self._spare, self._scratch)
+        )
         self.check(call, keys)
-        if sorter is not None:
-            return sorter.sort()
-        spare, scratch = call.scratch + self._spare, call.scratch + self._scratch
         # Positions are in order before and stay so.
-        bits = sizes.position_bits, sizes.row_bits
-        return sort_keys(keys, spare, scratch, sizes.n, *bits, call.stream)
+        return sort_keys(keys, spare, scratch, n, bits, row_bits, call.stream), n, bits

@@ -53,9 +53,10 @@ class RowStep:
         self._kernel, self._touched_only, self._base = kernel, touched_only, base
         places = Places()
         self._keys = KeySort(tables, places, drop=drop, sorts=sorts, base=base)
-        self._sorted = 0
+        self._sorted: tuple[int, ...] = ()  # as `KeySort.enqueue`
         self._sizes = sizes = self._keys.sizes
-        self.n_words, self._length = self._keys.n_words, length_of(kernel)
+        is_idle = touched_only and sizes.n == 0
+        self.n_words, self._length = 0 if is_idle else self._keys.n_words, length_of(kernel)
         self._block = tile_grid(sizes.widest, self._length, GEOMETRY.rows)
         self._hot_stride = sizes.most_ranges * sizes.widest
         self._n_probes = -(-sizes.n // HOT) if sizes.n > HOT else 0
@@ -91,7 +92,7 @@ class RowStep:
         if not self._sorted:
             self.sort(call)
         self.update(call)
-        self._sorted = 0
+        self._sorted = ()
 
     def update(self, call: Call) -> None:
         """Enqueue the rule, on rows whose keys are sorted."""
@@ -103,11 +104,8 @@ class RowStep:
 
     def _arguments(self, call: Call) -> tuple[int, ...]:
         """Those of all loops over rows, but for the guard."""
-        sizes = self._sizes
-        return (
-            *(self._sorted, sizes.n, sizes.position_bits, *self._keys.of_tables, sizes.rows),
-            *(call.scratch + self._at_hot, self._hot_stride),
-        )
+        hot_sums = call.scratch + self._at_hot, self._hot_stride
+        return *self._sorted, *self._keys.of_tables, self._sizes.rows, *hot_sums
 
     def _sum_hot(self, call: Call) -> None:
         """The sums of the ranges of hot rows."""
@@ -131,9 +129,8 @@ class RowStep:
             return
         fill_ones(first, 8 * sizes.rows, call.stream)
         if sizes.n:
-            on_elements(rows.mark_kernel, sizes.n, call.stream)(
-                self._sorted, sizes.n, sizes.position_bits, sizes.rows, first, call.guard
-            )
+            mark = on_elements(rows.mark_kernel, sizes.n, call.stream)
+            mark(*self._sorted, sizes.rows, first, call.guard)
         # Of no rows one block keeps a bad index.
         self._launch(rows.sweep_kernel(self._kernel), max(1, sizes.rows), call, first)
 
@@ -180,39 +177,3 @@ class RowSquares:
         call = self._call._replace(stream=stream)
         with placed(self._step, self._hp, self._hp_of, call) as there:
             self._step.square(there, parts)
-
-
-def row_update(
-    kernel: Kernel,
-    tables: Sequence[RowTable],
-    hp: np.ndarray,
-    hp_of: Sequence[int],
-    *,
-    touched_only: bool,
-    drop: bool,
-    guard: int = 0,
-    base: int = 0,
-    sorter: Sorter | None,
-    stream: Any,
-) -> None:
-    """Enqueue one step of ``kernel`` on tables with row-sparse gradients, in place.
-
-    Args:
-        kernel: as `RowStep`.
-        tables: as `RowStep`.
-        hp: ``[R, F]`` scalars in the type of the arithmetic, on the host.
-        hp_of: which row of ``hp`` each table uses.
-        touched_only: as `RowStep`.
-        drop: as `RowStep`.
-        guard: as `Call`; when it is closed, nothing is written.
-        base: as `RowStep`.
-        sorter: as `Call`.
-        stream: of Numba.
-    """
-    if touched_only and not any(table.length for table in tables):
-        return
-    step = RowStep(
-        kernel, tables, touched_only=touched_only, drop=drop, sorts=sorter is None, base=base
-    )
-    with placed(step, hp, hp_of, Call(stream, guard, sorter)) as call:
-        step.enqueue(call)

@@ -15,12 +15,12 @@ from numba import cuda
 from ...rules.gradient import COUPLED_DECAY
 from ...rules.norm import SCALED
 from ...storage import Storage, numba_type
-from ..dense.tiles import CARRIERS, by_tiles, narrowing, sums, tile_length
-from ..device.backend import load_int64, store_int32, store_int64, tile_storer
+from ..dense.tiles import access, by_tiles, narrowing, sums, tile_length
+from ..device.backend import load_int64, store_int32, store_int64
 from ..device.functions import device_function
 from ..device.records import hp_reader, row_reader
 from .kernels import add_up_rows, thread_place
-from .keys import Keys, first_at_least, is_first_of_row, key_at, may_not_write, row_at
+from .keys import Keys, first_at_least, is_first_of_row, may_not_write, position_at, row_at
 from .table import TableRow
 
 OTHER_BIT = 62
@@ -31,12 +31,11 @@ _table_at = row_reader(TableRow)
 
 def _sum_of_row(g: Storage, real: Storage, length: int) -> Any:
     """``run(total, keys, k, table, column)``: of the row whose first key is ``k``."""
-    add_up, real_type, g_bytes = add_up_rows(g, real, length), numba_type(real), g.itemsize
+    add_up, real_type = add_up_rows(g, real, length), numba_type(real)
 
     @cuda.jit(device=True)
     def run(total, keys, k, table, column):
-        values, limit = table.values + column * g_bytes, (row_at(keys, k) + 1) << keys.bits
-        add_up(total, keys, k, limit, values, table.width * g_bytes)
+        add_up(total, keys, k, (row_at(keys, k) + 1) << keys.bits, table, column)
         for c in range(length):
             total[c] += real_type(0)
 
@@ -46,8 +45,7 @@ def _sum_of_row(g: Storage, real: Storage, length: int) -> Any:
 def _write_sum(g: Storage, real: Storage, out: Storage, length: int) -> Any:
     """``run(column, keys, k, table, place)``: the sum of a row to the row at ``place``."""
     sum_of_row, narrow = _sum_of_row(g, real, length), narrowing(real, out)
-    real_type, out_type, out_bytes = numba_type(real), CARRIERS[out.carrier], out.itemsize
-    store = tile_storer(length, out_bytes)
+    real_type, (out_type, _, store) = numba_type(real), access(out, length)
 
     @cuda.jit(device=True)
     def run(column, keys, k, table, place):
@@ -55,7 +53,7 @@ def _write_sum(g: Storage, real: Storage, out: Storage, length: int) -> Any:
         sum_of_row(total, keys, k, table, column)
         for c in range(length):
             x[c] = narrow(total[c])
-        store(place + column * out_bytes, x)
+        store(x, place, column)
 
     return run
 
@@ -124,8 +122,7 @@ def decayed_sums_kernel(g: Storage, real: Storage, w: Storage) -> Any:
         table, row = _table_at(tables, 0), row_at(keys, k)
         if row < table.rows:
             hp, w_row = read_hp(table.hp), load_int64(table.arrays) + row * table.width * w_bytes
-            position = key_at(keys, k) & ((1 << bits) - 1)
-            place = out + position * table.width * real_bytes
+            place = out + position_at(keys, k) * table.width * real_bytes
             write(tile * length, table.width, is_aligned, keys, k, table, place, w_row, hp)
 
     return loop
@@ -134,17 +131,16 @@ def decayed_sums_kernel(g: Storage, real: Storage, w: Storage) -> Any:
 def _write_decayed(g: Storage, real: Storage, w: Storage, length: int) -> Any:
     """``run(column, keys, k, table, place, w_row, hp)``: the sum of a row, decayed."""
     sum_of_row, load_w = _sum_of_row(g, real, length), sums(w, real, length).start
-    decay, store = device_function(COUPLED_DECAY.apply), tile_storer(length, real.itemsize)
-    real_type, real_bytes, w_bytes = numba_type(real), real.itemsize, w.itemsize
+    (kind, _, store), decay = access(real, length), device_function(COUPLED_DECAY.apply)
 
     @cuda.jit(device=True)
     def run(column, keys, k, table, place, w_row, hp):
-        total, x = cuda.local.array(length, real_type), cuda.local.array(length, real_type)
+        total, x = cuda.local.array(length, kind), cuda.local.array(length, kind)
         sum_of_row(total, keys, k, table, column)
-        load_w(x, w_row + column * w_bytes)
+        load_w(x, w_row, column)
         for c in range(length):
             total[c] = decay(total[c], x[c], hp)
-        store(place + column * real_bytes, total)
+        store(total, place, column)
 
     return run
 

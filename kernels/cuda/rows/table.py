@@ -12,6 +12,7 @@ Terms used by the loops over rows:
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -23,55 +24,31 @@ from ..device.records import Word, size_of
 
 
 class TableRow(NamedTuple):
-    """A table with a row-sparse gradient; an occurrence is known by its position in all tables.
+    """A table with a row-sparse gradient."""
 
-    Attributes:
-        arrays: address of the addresses of the parameter and of its states.
-        values: address that the first position would have.
-        hp: of the scalars.
-        rows: of the table.
-        width: elements of a row.
-        first_row: the global row of its first.
-        first_position: of its list of indices.
-        indices: address that the index of the first position would have.
-        index_bytes: 4 or 8.
-        range: positions of a range.
-        n_ranges: of its list of indices.
-        is_aligned: whether tiles are moved by vectors.
-    """
-
-    arrays: Word
-    values: Word
-    hp: Word
+    arrays: Word  # where the addresses of the parameter and of its states lie
+    values: Word  # address that those of position 0 would have
+    hp: Word  # address of the scalars
     rows: Word
-    width: Word
-    first_row: Word
+    width: Word  # elements of a row
+    first_row: Word  # global row
     first_position: Word
-    indices: Word
-    index_bytes: Word
-    range: Word
+    indices: Word  # address that the one of position 0 would have
+    index_bytes: Word  # 4 or 8
+    range: Word  # positions of a range
     n_ranges: Word
-    is_aligned: Word
+    is_aligned: Word  # whether tiles are moved by vectors
 
 
 class Sizes(NamedTuple):
-    """What the tables of a step add up to.
+    """What the tables of a step add up to."""
 
-    Attributes:
-        n: positions.
-        rows: rows of all tables.
-        widest: columns of the widest table.
-        most_ranges: ranges of the longest list of indices.
-        position_bits: bits of a key that hold the position.
-        row_bits: bits of a key that hold the row.
-    """
-
-    n: int
+    n: int  # positions
     rows: int
-    widest: int
-    most_ranges: int
-    position_bits: int
-    row_bits: int
+    widest: int  # columns of the widest table
+    most_ranges: int  # of the longest list of indices
+    position_bits: int  # bits of a key that hold the position
+    row_bits: int  # bits of a key that hold the row
 
 
 def sizes_of(tables: Sequence[RowTable], *, drop: bool) -> Sizes:
@@ -107,27 +84,25 @@ def words_of(
     rows: list[TableRow] = []
     arrays: list[int] = []
     at_arrays, first_row, first_position = place + len(tables) * size_of(TableRow), 0, 0
-    for table, own_hp in zip(tables, hp, strict=True):
-        width, length = table.width, range_length(table.length)
-        strides = [width * n for n in itemsizes]
-        places = np.array([table.values, *table.addresses, *strides])
-        rows.append(
-            TableRow(
-                at_arrays + 8 * len(arrays),
-                table.values - first_position * strides[0],
-                own_hp,
-                table.rows,
-                width,
-                first_row,
-                first_position,
-                table.indices - first_position * table.index_bytes,
-                table.index_bytes,
-                length,
-                -(-table.length // length),
-                bool(are_aligned(places)),
-            )
+    for table, of_table in zip(tables, hp, strict=True):
+        strides = [table.width * n for n in itemsizes]
+        is_aligned = are_aligned(np.array([table.values, *table.addresses, *strides]))
+        length = range_length(table.length)
+        row = TableRow(
+            arrays=at_arrays + 8 * len(arrays),
+            values=table.values - first_position * strides[0],
+            hp=of_table,
+            rows=table.rows,
+            width=table.width,
+            first_row=first_row,
+            first_position=first_position,
+            indices=table.indices - first_position * table.index_bytes,
+            index_bytes=table.index_bytes,
+            range=length,
+            n_ranges=-(-table.length // length),
+            is_aligned=bool(is_aligned),
         )
+        rows.append(row)
         arrays += table.addresses
-        first_row += table.rows
-        first_position += table.length
-    return np.array([*np.ravel(rows), *arrays], np.int64)
+        first_row, first_position = first_row + table.rows, first_position + table.length
+    return np.array([*itertools.chain(*rows), *arrays], np.int64)
