@@ -49,7 +49,7 @@ def _run(args: argparse.Namespace) -> int:
     from . import run
     from .cases import options
     from .cases.steps import CASES, select
-    from .report import check
+    from .report import check, show
 
     if args.list:
         for case in select(args.cases) if args.cases else CASES:
@@ -57,4 +57,6 @@ def _run(args: argparse.Namespace) -> int:
         return 0
     if args.check:
         return check.main()
+    if args.earlier is not None:
+        return show.main(args)
     return run.run(options.parse(args))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
+from statistics import median
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -17,12 +19,14 @@ from .. import nn, ops
 from .corpus import Corpus
 from .errors import DemoError
 from .sampling import Batch, NegativeSampler, Pairs, PairStream, keep_probabilities, with_negatives
-from .skipgram import SkipGram, mean_loss
+from .skipgram import SkipGram, mean_loss, split
 
 OPTIMIZERS = ("lazy", "fused", "dense")
 MAX_EPOCHS = 20  # a short text is not repeated more often than this
 MIN_STEPS = 500  # a short text gets smaller batches rather than fewer steps
 MIN_BATCH, HELD_OUT_PAIRS, MEASUREMENTS = 64, 20_000, 20
+PATIENCE = 3  # measurements of the held-out loss in a row without a new lowest one
+DENSE_STEPS = 5  # that are measured, after one that is not
 FINAL_RATE = 0.05  # the learning rate falls linearly to this part of its start
 
 
@@ -47,7 +51,7 @@ class Settings:
 
     optimizer: str = "lazy"
     dim: int = 64
-    pairs: int = 24_000_000
+    pairs: int = 12_000_000
     learning_rate: float = 0.002
     batch: int = 8192
     negatives: int = 5
@@ -81,6 +85,12 @@ class History:
     def pairs(self) -> int:
         """How many pairs were seen."""
         return self.batch * len(self.losses)
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether the last measurements on held-out text brought no lower loss."""
+        losses = [loss for _, loss in self.held_out]
+        return len(losses) - 1 - losses.index(min(losses)) >= PATIENCE
 
 
 class StopOnInterrupt:
@@ -149,8 +159,13 @@ class Trainer:
         """How many pairs all steps together have."""
         return self.n_steps * self.history.batch
 
+    @property
+    def is_row_sparse(self) -> bool:
+        """Whether the optimizer is given row-sparse gradients."""
+        return self._settings.optimizer != "dense"
+
     def train(self, progress: Callable[[History], None]) -> History:
-        """Runs all steps, or fewer on Ctrl-C or when the time is over.
+        """Runs all steps, or until Ctrl-C, the time limit, or a held-out loss that stands still.
 
         Args:
             progress: called after every step.
@@ -166,7 +181,9 @@ class Trainer:
                 if len(history.losses) % measure_every == 0:
                     self._measure()
                 progress(history)
-                if interrupt.requested:
+                if history.stands_still and len(history.losses) < self.n_steps:
+                    history.stopped = "the held-out loss does not fall any more"
+                elif interrupt.requested:
                     history.stopped = "interrupted"
                 elif history.seconds > self._settings.time_limit:
                     history.stopped = f"time limit of {self._settings.time_limit:g} s"
@@ -175,6 +192,21 @@ class Trainer:
         if history.held_out[-1][0] != history.pairs:
             self._measure()
         return history
+
+    def dense_seconds(self) -> float:
+        """What the optimizer would have taken for the same steps with dense gradients.
+
+        An estimate: a few such steps of copies of the tables are measured.
+        """
+        model = copy.deepcopy(self.model)
+        step = make_step(replace(self._settings, optimizer="dense"), model, 1 + DENSE_STEPS)
+        _, gradients = model.gradients(next(split(self.held_out, self.history.batch)))
+        seconds = []
+        for _ in range(1 + DENSE_STEPS):
+            begin = time.perf_counter()
+            step(gradients)
+            seconds.append(time.perf_counter() - begin)
+        return median(seconds[1:]) * len(self.history.losses)
 
     def _one_step(self, pairs: Pairs) -> None:
         settings, history = self._settings, self.history

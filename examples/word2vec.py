@@ -23,7 +23,7 @@ from .corpus import Corpus, read_standard_library, read_text
 from .errors import DemoError, status_of
 from .options import integer, positive
 from .report import choose_queries, nearest_neighbours, prepare_folder, save
-from .training import MAX_EPOCHS, OPTIMIZERS, History, Settings, Trainer
+from .training import DENSE_STEPS, MAX_EPOCHS, OPTIMIZERS, History, Settings, Trainer
 
 MIN_COUNT = 2
 MAX_DIM = 1024
@@ -153,6 +153,10 @@ def print_report(corpus: Corpus, trainer: Trainer, history: History) -> None:
     rate = history.pairs / max(history.seconds, 1e-9)
     print(f"speed       {rate:,.0f} pairs/s, {share:.0%} of the time in the optimizer")
     untrained, trained = history.held_out[0][1], history.held_out[-1][1]
+    if trainer.is_row_sparse:
+        dense, ours = f"{trainer.dense_seconds():.3g} s", f"{history.optimizer_seconds:.3g} s"
+        of_steps = f"(from {DENSE_STEPS} such steps)"
+        print(f"estimate    with dense gradients {dense} in the optimizer, not {ours} {of_steps}")
     print(f"held out    loss {trained:.3f} per pair, untrained {untrained:.3f}")
     vectors = trainer.model.center.data
     neighbours = nearest_neighbours(corpus.words, vectors, choose_queries(corpus))

@@ -34,6 +34,10 @@ class Kernel:
     g: Storage
     s: tuple[Storage, ...]
 
+    def with_gradient(self, g: Storage) -> Kernel:
+        """The same for another storage of the gradient."""
+        return kernel(self.rule, self.prologue, self.w, g, self.s)
+
     @property
     def real(self) -> Storage:
         """Storage of the arithmetic, of ``hp`` and of summed gradients."""

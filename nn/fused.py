@@ -21,6 +21,7 @@ from .base.parameter import Parameter
 from .base.stateful import StatefulOptimizer
 from .engine.conditioning import Conditioning
 from .engine.host import Host
+from .engine.offload import Offload
 from .engine.on_device import are_finite
 from .engine.plan import Call, Classes, Counts, Plan, Stepper, Update, calls_of
 from .engine.reader import GradientReader, Gradients, by_storage
@@ -129,8 +130,6 @@ class FusedOptimizer(StatefulOptimizer, ABC):
             self._stepper = self._on_device
             self._on_device.is_in_use = not self._works_on_host
             if self._works_on_host:
-                from .engine.offload import Offload
-
                 self._stepper = Offload(self._host, self.parameters[0])
         self._reader = GradientReader(
             self._name,
@@ -324,7 +323,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
 
 
 _DERIVED = {
-    "_host", "_on_device", "_stepper", "_reader", "_classes", "_conditioning",
+    "_host", "_on_device", "_stepper", "_reader", "_classes", "_conditioning", "_known_update",
 }  # fmt: skip
 
 

@@ -19,7 +19,6 @@ from ..ops.runtime import check
 from ..ops.runtime.arrays import adopt
 from ..ops.runtime.errors import reject, reject_unknown
 from .base.arguments import non_negative_float, of_kind
-from .base.groups import Groups
 from .base.optimizer import Optimizer
 from .base.parameter import Parameter
 from .engine.conditioning import Conditioning
@@ -34,6 +33,24 @@ if TYPE_CHECKING:
 def default_filter(parameter: Parameter) -> bool:
     """Whether LARS acts on a parameter: not on biases and layer norms."""
     return not any(part in str(parameter.name) for part in ("LayerNorm", "bias"))
+
+
+class Inner:
+    """An attribute of LARS that is the optimizer's, where that has it."""
+
+    def __init__(self, name: str, *, can_be_assigned: bool = False) -> None:
+        self._name = name
+        self._can_be_assigned = can_be_assigned
+
+    def __get__(self, lars: Any, owner: type | None = None) -> Any:
+        return self if lars is None else getattr(lars.opt, self._name)
+
+    def __set__(self, lars: Any, value: Any) -> None:
+        if not self._can_be_assigned:
+            raise AttributeError(f"LARS: {self._name} cannot be assigned to")
+        if not hasattr(lars.opt, self._name):
+            raise AttributeError(f"{type(lars.opt).__name__} has no {self._name}")
+        setattr(lars.opt, self._name, value)
 
 
 class LARS(Optimizer):
@@ -61,6 +78,10 @@ class LARS(Optimizer):
         use_clip: limit the local learning rate to the optimizer's.
         lars_filter: called with each `Parameter`; True where LARS acts. Default: the name holds
             neither "LayerNorm" nor "bias".
+
+    Attributes:
+        opt: the optimizer.
+        parameters, loss_scale, found_inf, skipped_steps: the optimizer's.
 
     Raises:
         TypeError: a kind does not fit (an int where a float is published).
@@ -106,56 +127,14 @@ class LARS(Optimizer):
 
     # What the base class reads is the optimizer's.
 
-    @property
-    def parameters(self) -> tuple[Parameter, ...]:  # type: ignore[override]
-        """The parameters in optimizer order."""
-        return self.opt.parameters
-
-    @property
-    def _global_step(self) -> np.ndarray:  # type: ignore[override]
-        return self.opt._global_step
-
-    @property
-    def loss_scale(self) -> Any:
-        """The optimizer's loss scale."""
-        return self.opt.loss_scale
-
-    @loss_scale.setter
-    def loss_scale(self, value: Any) -> None:
-        self.opt.loss_scale = value
-
-    @property
-    def _loss_scale(self) -> Any:  # type: ignore[override]
-        return self.opt._loss_scale
-
-    @property
-    def found_inf(self) -> Any:
-        """The optimizer's, if that is one of this package."""
-        return self._fused.found_inf
-
-    @found_inf.setter
-    def found_inf(self, value: Any) -> None:
-        self._fused.found_inf = value
-
-    @property
-    def _fused(self) -> FusedOptimizer:
-        if not isinstance(self.opt, FusedOptimizer):
-            raise AttributeError(f"{type(self.opt).__name__} has no found_inf")
-        return self.opt
-
-    @property
-    def skipped_steps(self) -> int:
-        """Steps that the optimizer has skipped, if it can."""
-        skipped: int = self.opt.skipped_steps  # type: ignore[attr-defined]
-        return skipped
-
-    @property
-    def _groups(self) -> Groups:  # type: ignore[override]
-        return self.opt._groups
-
-    @property
-    def _works_on_host(self) -> bool:
-        return self.opt._works_on_host
+    parameters: Any = Inner("parameters")
+    loss_scale: Any = Inner("loss_scale", can_be_assigned=True)
+    found_inf = Inner("found_inf", can_be_assigned=True)
+    skipped_steps = Inner("skipped_steps")
+    _global_step: Any = Inner("_global_step")
+    _loss_scale: Any = Inner("_loss_scale")
+    _groups: Any = Inner("_groups")
+    _works_on_host: Any = Inner("_works_on_host")
 
     def _move_to(self, target: str) -> None:
         self.opt._move_to(target)

@@ -170,6 +170,6 @@ def test_the_check_can_fail():
         for _ in range(n):
             from_address = from_address * from_address + step
 
-    text = NativeFunction(scalar, 3, "test").assembly()
+    text = NativeFunction(scalar, "test").assembly()
     with pytest.raises(AssertionError, match="no packed square root"):
         assert_packed(text, {ROOT})

@@ -290,6 +290,24 @@ def test_check_is_a_command(
     )
 
 
+def test_an_earlier_run_is_shown_and_drawn(
+    small_run: tuple[dict[str, Any], str, Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    earlier = ("--from", str(small_run[2] / "x.json"))
+    status, out, err = said(capsys, "rows/nn.LazyAdam", *earlier, "--plot", str(tmp_path / "x.svg"))
+    assert (status, err) == (0, "")
+    assert "rows/nn.LazyAdam" in out and "dense/nn.Adam" not in out
+    assert "numpy" in (tmp_path / "x.svg").read_text(encoding="utf-8")
+    assert "dense/nn.Adam" in said(capsys, *earlier)[1]
+    for given, text in (
+        (("--threads", "1"), "measures nothing, so it takes no --threads"),
+        (("nn.SGD",), "holds no results of nn.SGD"),
+        (("--plot", "x.jpg"), "expected a file .png, .svg or .pdf"),
+    ):
+        status, out, err = said(capsys, *given, *earlier)
+        assert (status, out) == (2, "") and text in err
+
+
 # -- pytest bench/ --------------------------------------------------------------------------------
 
 

@@ -267,6 +267,19 @@ def test_pictures(name: str, suffix: str, tmp_path: Path) -> None:
     assert begin.startswith(b"\x89PNG") if suffix == "png" else b"<svg" in begin
 
 
+def test_one_point_is_drawn_as_bars_with_its_times(tmp_path: Path) -> None:
+    path = tmp_path / "x.svg"
+    data = made_up(result(point(threads=2), torch_fused=0.0125, torch_loop=0.02, numpy_x=0.5))
+    plot.draw(data, path)
+    text = path.read_text(encoding="utf-8")
+    times = {OURS: "10.00 ms", "torch fused": "12.50 ms", "numpy x": "500 ms"}
+    for words in (*times, *times.values(), "2 threads"):
+        assert f"{words}<" in text, words
+    assert "torch loop" not in text
+    plot.draw(data, tmp_path / "again.svg")
+    assert (tmp_path / "again.svg").read_text(encoding="utf-8") == text
+
+
 # -- the tables of the documents ------------------------------------------------------------------
 
 DOCUMENT = """# Speed
@@ -298,7 +311,8 @@ def region(name: str, checkout: Path) -> str:
 
 
 def test_the_table_of_losses(checkout: Path) -> None:
-    head, rule, *lines = region("losses x.json", checkout).splitlines()
+    count, _, head, rule, *lines = region("losses x.json", checkout).splitlines()
+    assert count == "1 of the 2 points of this run fall short:"
     assert [cell.strip() for cell in head.split("|")[1:3]] == ["case", "size"]
     assert set(rule) <= set("|-: ")
     (line,) = lines

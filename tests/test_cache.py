@@ -322,7 +322,7 @@ def kernel():
     def nothing(n):
         pass
 
-    return NativeFunction(nothing, 1, IDENTITY)
+    return NativeFunction(nothing, IDENTITY)
 
 
 def load():
@@ -428,7 +428,7 @@ def test_a_pipe_in_the_cache_does_not_hold_up_the_start(entry):
         def nothing(n):
             pass
         for _ in range(2):
-            kernel = NativeFunction(nothing, 1, {IDENTITY!r})
+            kernel = NativeFunction(nothing, {IDENTITY!r})
             kernel.address
             print(kernel._compiled.cache_hits)
     """
@@ -510,7 +510,7 @@ def test_roots_kernels_are_not_used_by_another_user(tmp_path):
         def hits():
             def nothing(n):
                 pass
-            kernel = NativeFunction(nothing, 1, {IDENTITY!r})
+            kernel = NativeFunction(nothing, {IDENTITY!r})
             kernel.address
             return kernel._compiled.cache_hits
 

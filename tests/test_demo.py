@@ -232,6 +232,7 @@ def test_run(optimizer: str, text: Path, tmp_path: Path, capfd: pytest.CaptureFi
     assert run(text, output, "--optimizer", optimizer, "--learning-rate", "0.02") == 0
     out, err = capfd.readouterr()
     assert "nearest neighbours" in out and "in the optimizer" in out
+    assert ("(from 5 such steps)" in out) == (optimizer != "dense")
     assert "pairs/s" in err and "loss" in err
     assert sorted(path.name for path in output.iterdir()) == sorted(
         [report.CURVE, report.VECTORS, report.VOCABULARY]
@@ -264,6 +265,22 @@ def test_held_out_loss_falls(optimizer: str, text: Path) -> None:
     assert last < untrained - 0.5
     assert history.pairs <= 40_000 and not history.stopped
     assert 0 < history.optimizer_seconds < history.seconds
+
+
+def test_the_estimate_for_dense_gradients_leaves_the_tables_alone(text: Path) -> None:
+    trainer, history = trained(text, pairs=5_000)
+    before = [table.data.tobytes() for table in trainer.model.parameters]
+    seconds = trainer.dense_seconds()
+    assert 0 < seconds < 1e3 * history.seconds
+    assert [table.data.tobytes() for table in trainer.model.parameters] == before
+
+
+def test_training_ends_when_nothing_is_learned_any_more(text: Path) -> None:
+    trainer, history = trained(text, pairs=1_000_000, learning_rate=0.05)
+    assert "held-out loss" in history.stopped
+    assert history.pairs < trainer.planned_pairs
+    *earlier, first, second, third = (loss for _, loss in history.held_out)
+    assert min(earlier) < min(first, second, third)
 
 
 def test_same_seed_same_vectors(text: Path) -> None:

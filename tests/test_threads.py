@@ -125,7 +125,7 @@ FORK_BETWEEN = """
     def compile_new():
         def function(n):
             pass
-        NativeFunction(function, 1, "a test of forks").address
+        NativeFunction(function, "a test of forks").address
 
     busy = threading.Event()
 

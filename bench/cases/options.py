@@ -60,6 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE|GIT-REF",
         help="compare with an earlier --json file, or, in a checkout, with another commit",
     )
+    add(
+        "--from",
+        dest="earlier",
+        metavar="FILE",
+        help="measure nothing: show, and --plot, an earlier --json file, or CASE of it",
+    )
     add("--check", action="store_true", help="check the tables of the documents, in a checkout")
 
 

@@ -1,4 +1,4 @@
-"""The results as a picture: share of the bound by size, and ratios to peers."""
+"""The results as a picture: shares of the bound, ratios to peers, or the times of one point."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .result import OF_BOUND, OURS
+from .table import seconds, size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _WIDTH, _LINE, _MANY = 12.0, 0.24, 10  # inches; more lines than colours there are
 Points = list[dict[str, Any]]
@@ -18,11 +20,45 @@ def draw(document: dict[str, Any], path: Path) -> None:
     """Draw the points of a results document; the ending of ``path`` says in which format.
 
     Cases that were measured at several sizes are lines over the bytes that a step moves, one
-    panel for the bound and one for each peer; cases of one size are dots, a row for each.
+    panel for the bound and one for each peer; cases of one size are dots, a row for each. A single
+    point with peers is drawn as bars: its time, and that of each peer's fastest form.
     """
+    from matplotlib import rc_context
+
+    points = [point for point in document["points"] if OURS in point["times"]]
+    is_one = len(points) == 1 and points[0]["peers"]
+    figure = _bars(points[0]) if is_one else _panels(points)
+    figure.suptitle(_title(document))
+    # In an SVG words stay words, and nothing in it says when it was drawn.
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "fusestep"}):
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def _bars(point: dict[str, Any]) -> Figure:
     from matplotlib.figure import Figure
 
-    series = _series([point for point in document["points"] if OURS in point["times"]])
+    labels = [OURS, *(against["label"] for against in point["peers"].values())]
+    labels.sort(key=lambda label: float(point["times"][label]["median"]))
+    times = [point["times"][label]["median"] for label in labels]
+    figure = Figure(figsize=(0.7 * _WIDTH, 0.4 * len(labels) + 1.5), layout="constrained")
+    axis = figure.add_subplot()
+    colours = ["C0" if label == OURS else "0.75" for label in labels]
+    bars = axis.barh(labels, [1e3 * time for time in times], color=colours)
+    axis.bar_label(bars, [seconds(time) for time in times], padding=4)
+    threads = f"{point['threads']} thread{'s' * (point['threads'] > 1)}"
+    title = f"{point['case']}, {size(point)}, {point['dtype']}, {threads}"
+    axis.set_title(title, fontsize="medium", loc="left")
+    axis.set_xlabel("milliseconds for one step")
+    axis.margins(x=0.12)
+    axis.invert_yaxis()
+    axis.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def _panels(points: Points) -> Figure:
+    from matplotlib.figure import Figure
+
+    series = _series(points)
     curves = {name: points for name, points in series.items() if len(points) > 1}
     single = {name: points[0] for name, points in series.items() if len(points) == 1}
     peers = list(dict.fromkeys(p for points in series.values() for x in points for p in x["peers"]))
@@ -45,8 +81,7 @@ def draw(document: dict[str, Any], path: Path) -> None:
         left, right = grids.pop(0).subplots(1, 2, sharey=True)
         _dots_of_bound(left, single)
         _dots_of_peers(right, single, peers)
-    figure.suptitle(_title(document))
-    figure.savefig(path)
+    return figure
 
 
 def _title(document: dict[str, Any]) -> str:

@@ -17,17 +17,15 @@ The first stage of a two-stage rule is compiled into a block that only reads and
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import carray, njit
 
 from ..element import Compiler, Kernel, element_of, values_of
-from ..rules.rule import PROLOGUE_FLAGS, RULE_FLAGS, Prologue, Rule, hp_type
-from ..storage import Storage, numba_type, real_of
+from ..rules.rule import PROLOGUE_FLAGS, RULE_FLAGS, hp_type
+from ..storage import Storage, numba_type
 from .cache import fingerprint
 from .compile import NativeFunction
 from .intrinsics import array_reader, as_pointer, tuple_reader
@@ -39,13 +37,11 @@ CPU = Compiler(
     element=njit(error_model="numpy"),
     inlined=njit(error_model="numpy", inline="always"),
 )
-_BLOCK_ARGUMENTS = 5
-_MEASURE_ARGUMENTS = 6
 SUMS = {"reassoc", "contract"}
+"""What a loop that adds up may do: ``reassoc`` allows packed additions."""
 
 
-@dataclass(frozen=True, eq=False)
-class Blocks:
+class Blocks(NamedTuple):
     """The machine code of a kernel, compiled when its address is first asked for.
 
     Attributes:
@@ -66,69 +62,47 @@ class Blocks:
 @cache
 def blocks(kernel: Kernel) -> Blocks:
     """The blocks of a kernel; nothing is compiled yet."""
-    rule, prologue, w, s = kernel.rule, kernel.prologue, kernel.w, kernel.s
-    of_gradients = (kernel.g, None, kernel.real)
-    update, zero, real = (_block(rule, prologue, w, g, s) for g in of_gradients)
-    if not rule.measure:
-        return Blocks(update, zero, real, None, None)
-    measure, measure_real = (_measure(rule, prologue, w, g, s) for g in (kernel.g, kernel.real))
-    return Blocks(update, zero, real, measure, measure_real)
-
-
-@cache
-def _block(
-    rule: Rule, prologue: Prologue, w: Storage, g: Storage | None, s: tuple[Storage, ...]
-) -> NativeFunction:
-    element = element_of(rule.update, prologue, w, g, s, CPU)
-    function = _span(element, hp_type(rule, prologue), w, g, s)
-    identity = _identity("block", rule.update, rule, prologue, w, g, s)
-    return NativeFunction(function, _BLOCK_ARGUMENTS, identity)
-
-
-@cache
-def _measure(
-    rule: Rule, prologue: Prologue, w: Storage, g: Storage, s: tuple[Storage, ...]
-) -> NativeFunction:
-    assert rule.measure is not None
-    values = values_of(rule.measure, prologue, w, g, s, CPU)
-    function = _sum_of_squares(values, rule.n_measured, hp_type(rule, prologue), w, g, s)
-    identity = _identity("measure", rule.measure, rule, prologue, w, g, s)
-    return NativeFunction(function, _MEASURE_ARGUMENTS, identity)
-
-
-def _identity(
-    kind: str,
-    function: Any,
-    rule: Rule,
-    prologue: Prologue,
-    w: Storage,
-    g: Storage | None,
-    s: tuple[Storage, ...],
-) -> str:
-    """All that decides the machine code, for the on-disk cache."""
-    parts = " ".join(fingerprint(p.apply) + str(p.hp) for p in prologue)
-    names = " ".join(storage.name for storage in s)
-    return (
-        f"{kind} {function.__name__} {fingerprint(function)} {rule.n_measured} {rule.hp} "
-        f"prologue {parts} storage {w.name} {g.name if g else 'zero'} {names}"
+    of_sums = kernel.with_gradient(kernel.real)
+    return Blocks(
+        _block(kernel),
+        _block(of_sums, zero_gradient=True),
+        _block(of_sums),
+        _measure(kernel) if kernel.rule.measure else None,
+        _measure(of_sums) if kernel.rule.measure else None,
     )
 
 
-def _span(
-    element: Any, hp: type, w: Storage, g: Storage | None, s: tuple[Storage, ...]
-) -> Callable[..., None]:
-    """The loop of a block over ``n`` contiguous elements."""
-    read_hp = tuple_reader(hp, numba_type(real_of(w)))
-    read_arrays, g_type = array_reader([storage.carrier for storage in (w, *s)]), (g or w).carrier
+def readers(kernel: Kernel) -> tuple[Any, Any]:
+    """What reads the scalars, and the arrays of the parameter and its states."""
+    hp = tuple_reader(hp_type(kernel.rule, kernel.prologue), numba_type(kernel.real))
+    return hp, array_reader([storage.carrier for storage in (kernel.w, *kernel.s)])
+
+
+def identity(kind: str, function: Any, kernel: Kernel, *storages: Storage | None) -> str:
+    """All that decides the machine code of a function of a rule, for the on-disk cache."""
+    parts = " ".join(fingerprint(p.apply) + str(p.hp) for p in kernel.prologue)
+    names = " ".join(storage.name if storage else "zero" for storage in storages)
+    return (
+        f"{kind} {function.__name__} {fingerprint(function)} {kernel.rule.n_measured} "
+        f"{kernel.rule.hp} prologue {parts} storage {names}"
+    )
+
+
+@cache
+def _block(kernel: Kernel, *, zero_gradient: bool = False) -> NativeFunction:
+    """The loop over ``n`` contiguous elements."""
+    rule, w, s, g_type = kernel.rule.update, kernel.w, kernel.s, kernel.g.carrier
+    g = None if zero_gradient else kernel.g
+    step = element_of(rule, kernel.prologue, w, g, s, CPU)
+    read_hp, read_arrays = readers(kernel)
 
     def update(addresses, offset, g_address, n, hp_address):
-        scalars = read_hp(hp_address)
-        arrays = read_arrays(addresses, offset, n)
+        hp, arrays = read_hp(hp_address), read_arrays(addresses, offset, n)
         g = carray(as_pointer(g_address), n, g_type)
         for i in range(arrays[0].size):
-            element(arrays, g, i, scalars)
+            step(arrays, g, i, hp)
 
-    return update
+    return NativeFunction(update, identity("block", rule, kernel, w, g, *s))
 
 
 def _adder(n_values: int, k: int = 0) -> Any:
@@ -143,17 +117,17 @@ def _adder(n_values: int, k: int = 0) -> Any:
     return CPU.inlined(add)
 
 
-def _sum_of_squares(
-    values: Any, n_values: int, hp: type, w: Storage, g: Storage, s: tuple[Storage, ...]
-) -> Callable[..., None]:
+@cache
+def _measure(kernel: Kernel) -> NativeFunction:
     """The loop of a measuring block: float64 sums of the squares of the values.
 
-    ``reassoc`` allows packed additions. The order is that of the machine code, so it is the
-    same for every call on the same elements.
+    The order is that of the machine code, so it is the same for every call on the same elements.
     """
-    read_hp = tuple_reader(hp, numba_type(real_of(w)))
-    read_arrays, g_type = array_reader([storage.carrier for storage in (w, *s)]), g.carrier
-    add, zeros = _adder(n_values), (0.0,) * n_values
+    rule, w, g, s = kernel.rule.measure, kernel.w, kernel.g, kernel.s
+    assert rule is not None
+    values, n_values = values_of(rule, kernel.prologue, w, g, s, CPU), kernel.rule.n_measured
+    add, zeros, g_type = _adder(n_values), (0.0,) * n_values, g.carrier
+    read_hp, read_arrays = readers(kernel)
 
     @njit(error_model="numpy", fastmath=SUMS)
     def add_up(arrays, g, hp):
@@ -169,4 +143,4 @@ def _sum_of_squares(
         for k in range(n_values):
             sums[k] = found[k]
 
-    return measure
+    return NativeFunction(measure, identity("measure", rule, kernel, w, g, *s))

@@ -13,17 +13,15 @@ import numba
 import numpy as np
 import numpy.ma  # Numba's first call would, and a child that is forked meanwhile wait for it
 from llvmlite.binding import ffi
-from numba import carray, njit, types
+from numba import types
 from numba.core.ccallback import CFunc
 from numba.core.compiler_lock import global_compiler_lock
 from numba.np.ufunc.parallel import _backend_init_thread_lock
 
 from .cache import KernelCache
 from .headers import address_of
-from .intrinsics import as_pointer
 
 _I64 = types.int64
-_PART_ARGUMENTS = 3
 _lock = threading.RLock()
 
 if numba.config.DISABLE_JIT:
@@ -66,13 +64,11 @@ class NativeFunction:
 
     Args:
         function: the Python function; it returns nothing.
-        n_arguments: how many ``int64`` arguments it takes.
         identity: what distinguishes it in the on-disk cache.
     """
 
-    def __init__(self, function: Callable[..., None], n_arguments: int, identity: str) -> None:
+    def __init__(self, function: Callable[..., None], identity: str) -> None:
         self._function = function
-        self._n_arguments = n_arguments
         self.identity = identity
         self._compiled: CFunc | None = None
 
@@ -93,7 +89,7 @@ class NativeFunction:
         return compiled
 
     def _uncompiled(self) -> CFunc:
-        signature = ((_I64,) * self._n_arguments, types.void)
+        signature = ((_I64,) * self._function.__code__.co_argcount, types.void)
         return CFunc(self._function, signature, {}, {"error_model": "numpy"})
 
     def assembly(self) -> str:
@@ -114,9 +110,7 @@ def part(function: Callable[[int, int, int], None]) -> NativeFunction:
     ``index`` numbers the part, ``slot`` the thread that runs it (for scratch memory), ``call``
     is the address of the loop's arguments.
     """
-    made = NativeFunction(
-        function, _PART_ARGUMENTS, f"{function.__module__}.{function.__qualname__}"
-    )
+    made = NativeFunction(function, f"{function.__module__}.{function.__qualname__}")
     PARTS.append(made)
     return made
 
@@ -139,35 +133,3 @@ class Arguments:
             "q", [address_of(x) if isinstance(x, np.ndarray) else x or 0 for x in call]
         )
         self.address, _ = self.words.buffer_info()
-
-
-def call_reader(cls: Any) -> Any:
-    """The compiled reader of a loop's arguments: a record of ``int64``, read by name.
-
-    A record travels as one pointer. The same fields in a named tuple take seconds more to
-    compile, because every function that is handed the tuple gets one argument per field.
-    """
-    at = records(cls)
-
-    @njit
-    def read(address):
-        return at(address, 1)[0]
-
-    return read
-
-
-@njit(inline="always")
-def int64s(address, n):
-    """The ``n`` int64 at ``address``."""
-    return carray(as_pointer(address), n, np.int64)
-
-
-def records(cls: Any) -> Any:
-    """``at(address, n)``, compiled: the ``n`` records of ``int64`` there, an array."""
-    record = np.dtype([(name, np.int64) for name in cls._fields])
-
-    @njit(inline="always")
-    def at(address, n):
-        return carray(as_pointer(address), n, record)
-
-    return at

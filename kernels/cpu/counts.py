@@ -8,9 +8,10 @@ import numpy as np
 from numba import carray, njit
 
 from .cache import KernelCache
-from .compile import Arguments, call_reader, int64s, part
+from .compile import Arguments, part
 from .intrinsics import as_pointer
 from .parallel import Loop
+from .records import call_reader, int64s
 
 
 @njit

@@ -12,9 +12,10 @@ from ..element import Kernel
 from ..storage import Storage
 from ..tables import TensorTable
 from .blocks import blocks
-from .compile import Arguments, NativeFunction, call_reader, int64s, part
+from .compile import Arguments, NativeFunction, part
 from .intrinsics import call_address
 from .parallel import Loop, get_num_threads, run
+from .records import call_reader, int64s
 from .rows.search import last_at_most
 
 # Elements per part: short enough to balance the threads, and longer where there is much to do.

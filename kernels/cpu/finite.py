@@ -19,7 +19,7 @@ _SERIAL_BELOW = 65_536  # elements
 
 
 @cache
-def check(storage: Storage) -> NativeFunction:
+def finite_check(storage: Storage) -> NativeFunction:
     """A block that looks at the gradient alone; a NaN or an infinity sets the int64 at ``hp``."""
     carrier = np.dtype(f"u{storage.itemsize}").type
     exponent = carrier(storage.exponent)
@@ -31,7 +31,7 @@ def check(storage: Storage) -> NativeFunction:
         if count > 0:
             carray(as_pointer(found), 1, np.int64)[0] = 1
 
-    return NativeFunction(check_finite, 5, f"finite {storage.name}")
+    return NativeFunction(check_finite, f"finite {storage.name}")
 
 
 def all_finite(storage: Storage, addresses: np.ndarray, sizes: np.ndarray) -> bool:
@@ -44,7 +44,7 @@ def all_finite(storage: Storage, addresses: np.ndarray, sizes: np.ndarray) -> bo
     """
     table = TensorTable(addresses[:, None], np.concatenate(([0], np.cumsum(sizes))))
     found, every = np.zeros((1, 1), np.int64), np.zeros_like(addresses)
-    loop = DenseCall.of(check(storage), storage, table, addresses, found, every, _CHUNK)
+    loop = DenseCall.of(finite_check(storage), storage, table, addresses, found, every, _CHUNK)
     call = Arguments(loop)
     threads = get_num_threads() if table.total >= _SERIAL_BELOW else 1
     run(update_chunk, -(-table.total // _CHUNK), call.address, threads)

@@ -7,9 +7,10 @@ from typing import NamedTuple
 import numpy as np
 from numba import carray
 
-from .compile import Arguments, call_reader, int64s, part
+from .compile import Arguments, part
 from .intrinsics import as_pointer, prefetch_read
 from .parallel import get_num_threads, run
+from .records import call_reader, int64s
 
 _ROWS_AHEAD = 8
 _SERIAL_BELOW = 65_536  # bytes

@@ -13,53 +13,64 @@ import ctypes
 import math
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
+from numba import carray, njit
 
 from ..storage import STORAGES
 from .cache import KernelCache
-from .intrinsics import load_int32, load_int64
+from .intrinsics import as_pointer, load_int64
+from .records import records
 from .rows.search import overlaps
 
-_TYPE = 8  # ob_type in PyObject
+_FIELDS = ("references", "type", "data", "ndim", "shape", "strides", "base", "dtype", "flags")
+
+
+class _Header(ctypes.Structure):
+    """An array object, as NumPy's C headers have it."""
+
+    _fields_ = [
+        (name, ctypes.c_int32 if name in ("ndim", "flags") else ctypes.c_int64) for name in _FIELDS
+    ]
+
+
+_header_type = np.dtype(_Header)
+_DATA = _Header.data.offset
 _ARRAY_TYPE = id(np.ndarray)
-_HEAD = object.__basicsize__
-_DATA, _NDIM, _DIMS, _DESCR, _FLAGS = _HEAD, _HEAD + 8, _HEAD + 16, _HEAD + 40, _HEAD + 48
 _C_CONTIGUOUS, _ALIGNED, _WRITEABLE = 0x0001, 0x0100, 0x0400
 _C_CONTIGUOUS_ALIGNED = _C_CONTIGUOUS | _ALIGNED
 ANY, SAME = -1, -2  # as a dimension: any size, and the size that was last found for `ANY`
-# Columns of the table of what is expected: of each array the identity of its dtype and how many
-# dimensions it has; then the bytes, but for the dimensions left open, or the place and the object.
-_DESCRIPTOR, _N_DIMENSIONS, _N_BYTES, _OBJECT = range(4)
-_PLACE = _N_BYTES
 _ITEMS = tuple.__basicsize__  # where the pointers to the elements of a tuple begin
 
 
-def _word(address: int) -> int:
-    return ctypes.c_int64.from_address(address).value
+class _Wanted(NamedTuple):
+    """What is expected of an array, all ``int64``."""
+
+    dtype: int  # its identity
+    ndim: int
+    n_bytes: int = 0  # but for the dimensions left open
+    place: int = 0  # where an array lies that is to stay there
+    header: int = 0  # its object
 
 
-def _half_word(address: int) -> int:
-    return ctypes.c_int32.from_address(address).value
+_wanted_at = records(_Wanted)
 
 
 def _lies_as_expected(array: np.ndarray) -> bool:
     """Whether every field that is read here is where it is looked for."""
-    a, one = id(array), (array,)
-    shape = _word(a + _DIMS)
-    flags = _half_word(a + _FLAGS)
+    one = (array,)
+    header, flags = _Header.from_address(id(array)), array.flags
     return (
-        _word(id(one) + _ITEMS) == a
-        and _word(a + _TYPE) == id(type(array))
-        and _word(a + _DATA) == array.__array_interface__["data"][0]
-        and _half_word(a + _NDIM) == array.ndim
-        and tuple(_word(shape + 8 * d) for d in range(array.ndim)) == array.shape
-        and _word(a + _DESCR) == id(array.dtype)
-        and bool(flags & _C_CONTIGUOUS) == array.flags.c_contiguous
-        and bool(flags & _ALIGNED) == array.flags.aligned
-        and bool(flags & _WRITEABLE) == array.flags.writeable
+        ctypes.c_int64.from_address(id(one) + _ITEMS).value == id(array)
+        and header.type == id(type(array))
+        and header.data == array.__array_interface__["data"][0]
+        and header.ndim == array.ndim
+        and tuple((ctypes.c_int64 * array.ndim).from_address(header.shape)) == array.shape
+        and header.dtype == id(array.dtype)
+        and bool(header.flags & _C_CONTIGUOUS) == flags.c_contiguous
+        and bool(header.flags & _ALIGNED) == flags.aligned
+        and bool(header.flags & _WRITEABLE) == flags.writeable
     )
 
 
@@ -89,15 +100,30 @@ def address_of(array: np.ndarray) -> int:
     return address
 
 
+@njit(inline="always")
+def _header_of(arrays, k):
+    """The header of element ``k`` of a tuple."""
+    return carray(as_pointer(load_int64(arrays + _ITEMS + 8 * k)), 1, _header_type)[0]
+
+
 @njit
-def _is_plain(a, array_type, descriptor, flags, ndim):
-    """Whether the object at ``a`` is exactly an ndarray, of this dtype and with these flags."""
+def _is_plain(header, array_type, dtype, flags, ndim):
+    """Whether an object is exactly an ndarray, of this dtype and with these flags."""
     return (
-        load_int64(a + _TYPE) == array_type
-        and load_int64(a + _DESCR) == descriptor
-        and (load_int32(a + _FLAGS) & flags) == flags
-        and load_int32(a + _NDIM) == ndim
+        header.type == array_type
+        and header.dtype == dtype
+        and (header.flags & flags) == flags
+        and header.ndim == ndim
     )
+
+
+@njit
+def _has_shape(header, shape):
+    """Whether the dimensions of an array are those at an address."""
+    for d in range(header.ndim):
+        if load_int64(header.shape + 8 * d) != load_int64(shape + 8 * d):
+            return False
+    return True
 
 
 @njit
@@ -107,39 +133,34 @@ def _read(arrays, n, array_type, flags, expected, dims, memory, addresses):
     Returns whether all of them are, and those of the further rows of ``expected`` are where and
     as they were, and can be written to.
     """
+    wanted_of = _wanted_at(expected.ctypes.data, len(expected))
     first_dim = length = 0
     for k in range(n):
-        a = load_int64(arrays + _ITEMS + 8 * k)
-        descriptor, ndim = expected[k, _DESCRIPTOR], expected[k, _N_DIMENSIONS]
-        n_bytes = expected[k, _N_BYTES]
-        if not _is_plain(a, array_type, descriptor, flags, ndim):
+        wanted, header = wanted_of[k], _header_of(arrays, k)
+        if not _is_plain(header, array_type, wanted.dtype, flags, wanted.ndim):
             return False
-        shape = load_int64(a + _DIMS)
-        for d in range(ndim):
-            size, wanted = load_int64(shape + 8 * d), dims[first_dim + d]
-            if wanted == ANY:
+        n_bytes = wanted.n_bytes
+        for d in range(wanted.ndim):
+            size, dim = load_int64(header.shape + 8 * d), dims[first_dim + d]
+            if dim == ANY:
                 length = size
-            elif size != (length if wanted == SAME else wanted):
+            elif size != (length if dim == SAME else dim):
                 return False
-            if wanted < 0:
+            if dim < 0:
                 n_bytes *= size
-        first_dim += ndim
-        begin = load_int64(a + _DATA)
-        if overlaps(memory, begin, begin + n_bytes):
+        first_dim += wanted.ndim
+        if overlaps(memory, header.data, header.data + n_bytes):
             return False
-        addresses[k] = begin
+        addresses[k] = header.data
     for k in range(n, len(expected)):
-        descriptor, ndim = expected[k, _DESCRIPTOR], expected[k, _N_DIMENSIONS]
-        a = expected[k, _OBJECT]
-        if not _is_plain(a, array_type, descriptor, _C_CONTIGUOUS_ALIGNED | _WRITEABLE, ndim):
+        wanted = wanted_of[k]
+        header = carray(as_pointer(wanted.header), 1, _header_type)[0]
+        flags = _C_CONTIGUOUS_ALIGNED | _WRITEABLE
+        if not _is_plain(header, array_type, wanted.dtype, flags, wanted.ndim):
             return False
-        if load_int64(a + _DATA) != expected[k, _PLACE]:
+        if header.data != wanted.place or not _has_shape(header, dims.ctypes.data + 8 * first_dim):
             return False
-        shape = load_int64(a + _DIMS)
-        for d in range(ndim):
-            if load_int64(shape + 8 * d) != dims[first_dim + d]:
-                return False
-        first_dim += ndim
+        first_dim += wanted.ndim
     return True
 
 
@@ -175,10 +196,10 @@ class Expected:
         self._flags = _C_CONTIGUOUS_ALIGNED | (_WRITEABLE if writable else 0)
         self._alive = list(forms), list(written)  # the identities below stay valid while they live
         rows = [
-            (id(dtype), len(shape), math.prod(n for n in shape if n >= 0) * dtype.itemsize, 0)
+            _Wanted(id(dtype), len(shape), math.prod(n for n in shape if n >= 0) * dtype.itemsize)
             for dtype, shape in forms
         ]
-        rows += [(id(a.dtype), a.ndim, address_of(a), id(a)) for a in written]
+        rows += [_Wanted(id(a.dtype), a.ndim, 0, address_of(a), id(a)) for a in written]
         shapes = [shape for _, shape in forms] + [array.shape for array in written]
         self._rows = np.array(rows, np.int64)
         self._dims = np.array([n for shape in shapes for n in shape], np.int64)
@@ -190,16 +211,8 @@ class Expected:
         if n != len(self._alive[0]):
             return None
         addresses = np.empty(n, np.int64)
-        as_expected = _read(
-            id(arrays),
-            n,
-            _ARRAY_TYPE,
-            self._flags,
-            self._rows,
-            self._dims,
-            self._memory,
-            addresses,
-        )
+        looked_for = _ARRAY_TYPE, self._flags, self._rows, self._dims, self._memory
+        as_expected = _read(id(arrays), n, *looked_for, addresses)
         return addresses if as_expected else None
 
 
@@ -209,29 +222,25 @@ def _read_alike(arrays, n, n_written, array_type, dtypes, addresses):
 
     Returns whether they do, and the first ``n_written`` may be written to.
     """
-    first = load_int64(arrays + _ITEMS)
-    if load_int64(first + _TYPE) != array_type:
+    first = _header_of(arrays, 0)
+    if first.type != array_type:
         return False
-    descriptor, shape = load_int64(first + _DESCR), load_int64(first + _DIMS)
-    ndim = load_int32(first + _NDIM)
     is_known, n_bytes = False, 0
     for i in range(len(dtypes)):
-        if dtypes[i, 0] == descriptor:
+        if dtypes[i, 0] == first.dtype:
             is_known, n_bytes = True, dtypes[i, 1]
     if not is_known:
         return False
-    for d in range(ndim):
-        n_bytes *= load_int64(shape + 8 * d)
+    for d in range(first.ndim):
+        n_bytes *= load_int64(first.shape + 8 * d)
     for k in range(n):
-        a = load_int64(arrays + _ITEMS + 8 * k)
+        header = _header_of(arrays, k)
         flags = _C_CONTIGUOUS_ALIGNED | (_WRITEABLE if k < n_written else 0)
-        if not _is_plain(a, array_type, descriptor, flags, ndim):
+        if not _is_plain(header, array_type, first.dtype, flags, first.ndim):
             return False
-        own_shape = load_int64(a + _DIMS)
-        for d in range(ndim):
-            if load_int64(own_shape + 8 * d) != load_int64(shape + 8 * d):
-                return False
-        addresses[k] = load_int64(a + _DATA)
+        if not _has_shape(header, first.shape):
+            return False
+        addresses[k] = header.data
         for j in range(k):
             if abs(addresses[k] - addresses[j]) < n_bytes:
                 return False

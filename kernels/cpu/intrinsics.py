@@ -1,4 +1,4 @@
-"""All LLVM-level code for the CPU: pointers, calls, atomics, prefetch."""
+"""All LLVM-level code for the CPU: pointers, arrays, calls, atomics, prefetch."""
 
 from __future__ import annotations
 
@@ -16,30 +16,46 @@ _I32 = ir.IntType(32)
 _I64 = ir.IntType(64)
 
 
-@intrinsic
-def as_pointer(typingctx, address):
-    """An ``int64`` address as a ``void*``, for ``carray``."""
+def _of_int64s(result):
+    """Decorator: what ``emit(context, builder, *values)`` makes of ``int64``, to be called."""
 
-    def codegen(context, builder, signature, args):
-        return builder.inttoptr(args[0], cgutils.voidptr_t)
+    def decorate(emit):
+        count = emit.__code__.co_argcount - 2
 
-    return types.voidptr(types.int64), codegen
+        @intrinsic
+        def compiled(typingctx, *arguments):
+            def codegen(context, builder, signature, args):
+                values = cgutils.unpack_tuple(builder, args[0], count)
+                made = emit(context, builder, *values)
+                return context.get_dummy_value() if result == types.void else made
 
+            return result(types.UniTuple(types.int64, count)), codegen
 
-def _loader(scalar):
-    @intrinsic
-    def load(typingctx, address):
-        def codegen(context, builder, signature, args):
-            pointer = builder.inttoptr(args[0], context.get_value_type(scalar).as_pointer())
-            return builder.load(pointer)
+        return compiled
 
-        return scalar(types.int64), codegen
-
-    return load
+    return decorate
 
 
-load_int32 = _loader(types.int32)
-load_int64 = _loader(types.int64)
+def _pointer(builder, address, kind):
+    return builder.inttoptr(address, kind.as_pointer())
+
+
+@_of_int64s(types.voidptr)
+def as_pointer(context, builder, address):
+    """An address as a ``void*``, for ``carray``."""
+    return builder.inttoptr(address, cgutils.voidptr_t)
+
+
+@_of_int64s(types.int32)
+def load_int32(context, builder, address):
+    """The ``int32`` at an address."""
+    return builder.load(_pointer(builder, address, _I32))
+
+
+@_of_int64s(types.int64)
+def load_int64(context, builder, address):
+    """The ``int64`` at an address."""
+    return builder.load(_pointer(builder, address, _I64))
 
 
 def tuple_reader(cls, scalar):
@@ -51,16 +67,11 @@ def tuple_reader(cls, scalar):
     count = len(cls._fields)
     result = types.NamedUniTuple(scalar, count, cls)
 
-    @intrinsic
-    def read(typingctx, address):
-        def codegen(context, builder, signature, args):
-            pointer = builder.inttoptr(args[0], context.get_value_type(scalar).as_pointer())
-            values = [
-                builder.load(builder.gep(pointer, [ir.Constant(_I64, k)])) for k in range(count)
-            ]
-            return context.make_tuple(builder, result, values)
-
-        return result(types.int64), codegen
+    @_of_int64s(result)
+    def read(context, builder, address):
+        first = _pointer(builder, address, context.get_value_type(scalar))
+        places = [builder.gep(first, [ir.Constant(_I64, k)]) for k in range(count)]
+        return context.make_tuple(builder, result, [builder.load(place) for place in places])
 
     return read
 
@@ -74,30 +85,18 @@ def array_reader(carriers):
     arrays = [types.Array(from_dtype(np.dtype(carrier)), 1, "C") for carrier in carriers]
     result = types.Tuple(arrays)
 
-    @intrinsic
-    def read(typingctx, addresses, offset, n):
-        def codegen(context, builder, signature, args):
-            place, offset, n = args
-            base = builder.inttoptr(place, _I64.as_pointer())
-            made = []
-            for k, kind in enumerate(arrays):
-                element = context.get_data_type(kind.dtype)
-                itemsize = ir.Constant(_I64, context.get_abi_sizeof(element))
-                address = builder.load(builder.gep(base, [ir.Constant(_I64, k)]))
-                first = builder.add(address, builder.mul(offset, itemsize))
-                array = context.make_array(kind)(context, builder)
-                populate_array(
-                    array,
-                    data=builder.inttoptr(first, element.as_pointer()),
-                    shape=[n],
-                    strides=[itemsize],
-                    itemsize=itemsize,
-                    meminfo=None,
-                )
-                made.append(array._getvalue())
-            return context.make_tuple(builder, result, made)
-
-        return result(types.int64, types.int64, types.int64), codegen
+    @_of_int64s(result)
+    def read(context, builder, addresses, offset, n):
+        first, made = _pointer(builder, addresses, _I64), []
+        for k, kind in enumerate(arrays):
+            element = context.get_data_type(kind.dtype)
+            itemsize = ir.Constant(_I64, context.get_abi_sizeof(element))
+            address = builder.load(builder.gep(first, [ir.Constant(_I64, k)]))
+            data = _pointer(builder, builder.add(address, builder.mul(offset, itemsize)), element)
+            array = context.make_array(kind)(context, builder)
+            populate_array(array, data, [n], [itemsize], itemsize, meminfo=None)
+            made.append(array._getvalue())
+        return context.make_tuple(builder, result, made)
 
     return read
 
@@ -110,10 +109,15 @@ def call_address(typingctx, function, *arguments):
     def codegen(context, builder, signature, args):
         kind = ir.FunctionType(ir.VoidType(), [_I64] * count)
         values = cgutils.unpack_tuple(builder, args[1], count)
-        builder.call(builder.inttoptr(args[0], kind.as_pointer()), values)
+        builder.call(_pointer(builder, args[0], kind), values)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.UniTuple(types.int64, count)), codegen
+
+
+def _declared(builder, name, result, *arguments):
+    """A function that LLVM or the process has."""
+    return cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, arguments), name)
 
 
 @intrinsic
@@ -121,74 +125,43 @@ def threads_of_numba(typingctx):
     """What ``numba.get_num_threads()`` returns, once its threading layer has been started."""
 
     def codegen(context, builder, signature, args):
-        function_type = ir.FunctionType(_I32, [])
-        function = cgutils.get_or_insert_function(builder.module, function_type, "get_num_threads")
-        return builder.call(function, [])
+        return builder.call(_declared(builder, "get_num_threads", _I32), [])
 
     return types.int32(), codegen
 
 
-def _element(context, builder, array_type, array, index, index_type):
-    data = context.make_array(array_type)(context, builder, value=array).data
-    return builder.gep(data, [context.cast(builder, index, index_type, types.intp)])
-
-
-@intrinsic
-def atomic_add(typingctx, array, index, value):
-    """``array[index] += value`` on integers, atomic; returns the old value.
+@_of_int64s(types.int64)
+def atomic_add(context, builder, address, value):
+    """Add to the ``int64`` at an address, atomically; returns what was there.
 
     The ordering is monotonic: the counter hands out work, it publishes no data. The data
     is published by the barrier of the parallel loop.
     """
-    dtype = array.dtype
-
-    def codegen(context, builder, signature, args):
-        pointer = _element(context, builder, signature.args[0], args[0], args[1], signature.args[1])
-        old = context.cast(builder, args[2], signature.args[2], dtype)
-        return builder.atomic_rmw("add", pointer, old, "monotonic")
-
-    return dtype(array, index, value), codegen
+    return builder.atomic_rmw("add", _pointer(builder, address, _I64), value, "monotonic")
 
 
-@intrinsic
-def compare_and_swap(typingctx, array, index, expected, new):
-    """Acquire on success: what the last holder of a lock wrote is visible after it."""
-    dtype = array.dtype
+@_of_int64s(types.int32)
+def compare_and_swap(context, builder, address, expected, new):
+    """Exchange the ``int32`` at an address if it is ``expected``; returns what was there.
 
-    def codegen(context, builder, signature, args):
-        pointer = _element(context, builder, signature.args[0], args[0], args[1], signature.args[1])
-        old = context.cast(builder, args[2], signature.args[2], dtype)
-        new = context.cast(builder, args[3], signature.args[3], dtype)
-        result = builder.cmpxchg(pointer, old, new, "acquire", "monotonic")
-        return builder.extract_value(result, 0)
-
-    return dtype(array, index, expected, new), codegen
+    Acquire on success: what the last holder of a lock wrote is visible after it.
+    """
+    place = _pointer(builder, address, _I32)
+    words = [builder.trunc(value, _I32) for value in (expected, new)]
+    return builder.extract_value(builder.cmpxchg(place, *words, "acquire", "monotonic"), 0)
 
 
-@intrinsic
-def load_acquire(typingctx, array, index):
-    """Atomic load with acquire ordering."""
-    size = array.dtype.bitwidth // 8
-
-    def codegen(context, builder, signature, args):
-        pointer = _element(context, builder, signature.args[0], args[0], args[1], signature.args[1])
-        return builder.load_atomic(pointer, "acquire", size)
-
-    return array.dtype(array, index), codegen
+@_of_int64s(types.int32)
+def load_acquire(context, builder, address):
+    """The ``int32`` at an address; atomic, with acquire ordering."""
+    return builder.load_atomic(_pointer(builder, address, _I32), "acquire", 4)
 
 
-@intrinsic
-def store_release(typingctx, array, index, value):
-    """Atomic store with release ordering: all writes before it are visible to the next holder."""
-    size = array.dtype.bitwidth // 8
-
-    def codegen(context, builder, signature, args):
-        pointer = _element(context, builder, signature.args[0], args[0], args[1], signature.args[1])
-        new = context.cast(builder, args[2], signature.args[2], signature.args[0].dtype)
-        builder.store_atomic(new, pointer, "release", size)
-        return context.get_dummy_value()
-
-    return types.void(array, index, value), codegen
+@_of_int64s(types.void)
+def store_release(context, builder, address, value):
+    """Write an ``int32``, atomic, with release ordering: the next holder sees all writes before."""
+    place = _pointer(builder, address, _I32)
+    builder.store_atomic(builder.trunc(value, _I32), place, "release", 4)
 
 
 @intrinsic
@@ -198,32 +171,23 @@ def cpu_pause(typingctx):
     def codegen(context, builder, signature, args):
         machine = platform.machine().lower()
         if machine in ("x86_64", "amd64"):
-            function = ir.FunctionType(ir.VoidType(), [])
-            name = "llvm.x86.sse2.pause"
-            builder.call(cgutils.get_or_insert_function(builder.module, function, name), [])
+            builder.call(_declared(builder, "llvm.x86.sse2.pause", ir.VoidType()), [])
         elif machine in ("aarch64", "arm64"):
-            function = ir.FunctionType(ir.VoidType(), [_I32])
-            name = "llvm.aarch64.hint"
-            hint = [ir.Constant(_I32, 1)]
-            builder.call(cgutils.get_or_insert_function(builder.module, function, name), hint)
+            hint = _declared(builder, "llvm.aarch64.hint", ir.VoidType(), _I32)
+            builder.call(hint, [ir.Constant(_I32, 1)])
         return context.get_dummy_value()
 
     return types.void(), codegen
 
 
 def _prefetcher(write):
-    @intrinsic
-    def prefetch(typingctx, address):
-        def codegen(context, builder, signature, args):
-            pointer = builder.inttoptr(args[0], cgutils.voidptr_t)
-            function = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, _I32, _I32, _I32])
-            declared = cgutils.get_or_insert_function(builder.module, function, "llvm.prefetch.p0")
-            # (address, read or write, temporal locality 3 = keep, data cache)
-            flags = [ir.Constant(_I32, k) for k in (write, 3, 1)]
-            builder.call(declared, [pointer, *flags])
-            return context.get_dummy_value()
-
-        return types.void(types.int64), codegen
+    @_of_int64s(types.void)
+    def prefetch(context, builder, address):
+        kinds = cgutils.voidptr_t, _I32, _I32, _I32
+        declared = _declared(builder, "llvm.prefetch.p0", ir.VoidType(), *kinds)
+        # (address, read or write, temporal locality 3 = keep, data cache)
+        flags = [ir.Constant(_I32, k) for k in (write, 3, 1)]
+        builder.call(declared, [builder.inttoptr(address, cgutils.voidptr_t), *flags])
 
     return prefetch
 

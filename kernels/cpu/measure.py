@@ -14,10 +14,11 @@ import numpy as np
 from ..element import Kernel
 from ..tables import TensorTable
 from .blocks import blocks
-from .compile import Arguments, call_reader, int64s, part
+from .compile import Arguments, part
 from .dense import SERIAL_BELOW, DenseCall, block_arguments, read_call
 from .intrinsics import call_address
 from .parallel import get_num_threads, run
+from .records import call_reader, int64s
 from .rows.search import last_at_most
 
 PART = 65_536  # elements; fixes the last bits of a sum

@@ -31,9 +31,10 @@ from numba import carray, njit, prange, types
 
 from .cache import KernelCache
 from .compile import NativeFunction, fork_between
+from .headers import address_of
 from .intrinsics import as_pointer, atomic_add, call_address, threads_of_numba
 
-_LINE_WORDS = 8  # int64 of a cache line: counters of different threads do not share one
+_LINE_BYTES = 64  # of a cache line: counters of different threads do not share one
 # Of the thread that holds it, a signal handler may step too: before the loop or after it.
 _workqueue_lock = threading.RLock()
 fork_between(_workqueue_lock)  # before those of the compiler, which a first step takes within
@@ -48,7 +49,7 @@ def _claim_parts(function, n, call, slot, threads, claimed):
         owner = (slot + k) % threads
         end = (owner + 1) * n // threads
         while True:
-            index = owner * n // threads + atomic_add(claimed, owner * _LINE_WORDS, 1)
+            index = owner * n // threads + atomic_add(claimed + owner * _LINE_BYTES, 1)
             if index >= end:
                 break
             call_address(function, index, slot, call)
@@ -74,16 +75,15 @@ def _serial_loops(loops, n_loops):
 
 
 @njit(parallel=True, nogil=True)
-def _parallel_loops(loops, n_loops, claimed, claimed_words):
+def _parallel_loops(loops, n_loops, claimed, claimed_bytes):
     fields = carray(as_pointer(loops), (n_loops, _LOOP_WORDS), np.int64)
     for k in range(n_loops):
         function, n, call, threads = fields[k, 0], fields[k, 1], fields[k, 2], fields[k, 3]
-        counters = claimed[k * claimed_words : (k + 1) * claimed_words]
         if threads <= 1:
             _serial(function, n, call)
         else:
             for slot in prange(threads):
-                _claim_parts(function, n, call, slot, threads, counters)
+                _claim_parts(function, n, call, slot, threads, claimed + k * claimed_bytes)
 
 
 @njit
@@ -221,7 +221,7 @@ def compile_loops() -> None:
     _serial.compile((types.int64,) * 3)
     _serial_pair.compile((types.int64,) * 6)
     _serial_loops.compile((types.int64,) * 2)
-    _parallel_loops.compile((types.int64, types.int64, types.int64[::1], types.int64))
+    _parallel_loops.compile((types.int64,) * 4)
 
 
 def start_threads() -> None:
@@ -256,6 +256,5 @@ def run_all(loops: tuple[Loop, ...]) -> None:
         return
     compile_loops()  # not within the guard: a thread that compiles may come to wait for it
     with _layer_guard():
-        words = threads * _LINE_WORDS
-        claimed = np.zeros(len(loops) * words, np.int64)  # parts of each stretch
-        _parallel_loops(address, len(loops), claimed, words)
+        claimed = np.zeros((len(loops), threads * _LINE_BYTES), np.uint8)  # parts of each stretch
+        _parallel_loops(address, len(loops), address_of(claimed), claimed.strides[0])

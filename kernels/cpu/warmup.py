@@ -49,11 +49,11 @@ def functions(
     for storage in storages:
         yield sums.accumulate(storage, real_of(storage))
         yield sums.accumulate(real_of(storage), real_of(storage))
+        yield finite.finite_check(storage)
     for rule, prologue, storage in itertools.product(chosen, prologues, storages):
         states = (storage,) * len(rule.states)
-        of_rule = blocks(kernel(rule, prologue, storage, storage, states))
-        yield from (of_rule.update, of_rule.update_zero, of_rule.update_real)
-        yield from (m for m in (of_rule.measure, of_rule.measure_real) if m)
+        compiled = blocks(kernel(rule, prologue, storage, storage, states))
+        yield from (block for block in compiled if block)
         if rule.layerwise and not prologue:
             norm = blocks(kernel(SCALED, (), storage, storage, ())).measure
             yield from (norm,) if norm else ()

@@ -10,9 +10,9 @@ import numpy as np
 
 from ...ops.runtime import check
 from ...ops.runtime.errors import UnknownArgumentError, reject, reject_unknown
-from ..schedules.base import Rate, Schedule, learning_rate, weight_decay
 from .arguments import of_kind
 from .parameter import Parameter
+from .rates import Rate, Schedule, learning_rate, weight_decay
 
 GROUP_KEYS = ("params", "lr", "weight_decay", "grad_centralization", "order_params")
 
@@ -21,11 +21,7 @@ GROUP_KEYS = ("params", "lr", "weight_decay", "grad_centralization", "order_para
 class ParameterOptions:
     """One parameter and the values of its group.
 
-    Attributes:
-        parameter: the parameter.
-        rate: its learning rate.
-        decay: its weight decay, 0 where it is exempt.
-        centralize: whether its gradient is centralized.
+    The ``decay`` is 0 where it is exempt; ``centralize`` says whether its gradient is centralized.
     """
 
     parameter: Parameter
@@ -98,17 +94,14 @@ def _wrap(where: str, entries: Iterable[Any]) -> list[Parameter]:
     return found
 
 
-def _is_exempt(name: str | None) -> bool:
-    return name is not None and ("beta" in name or "gamma" in name)
-
-
 def _from_list(
     where: str, entries: list[Any], rate: Rate, decay: float | Schedule, filter_names: bool
 ) -> Groups:
-    options = []
-    for parameter in _wrap(where, entries):
-        own_decay = 0.0 if filter_names and _is_exempt(parameter.name) else decay
-        options.append(ParameterOptions(parameter, rate, own_decay))
+    exempt = ("beta", "gamma") if filter_names else ()
+    options = [
+        ParameterOptions(p, rate, 0.0 if any(part in (p.name or "") for part in exempt) else decay)
+        for p in _wrap(where, entries)
+    ]
     return Groups(tuple(options), (rate,), is_group=False, is_group_lr=False)
 
 
@@ -119,7 +112,10 @@ def _from_dicts(where: str, groups: list[Any], rate: Rate, decay: float | Schedu
     for k, group in enumerate(groups):
         reject_unknown(f"{where}: group {k}", group, GROUP_KEYS)
         if "order_params" in group:
-            order = _order(where, k, group)
+            if len(group) > 1:
+                wrong = "has other keys beside order_params"
+                reject(ValueError, where, f"group {k}", wrong, "only it", list(group))
+            order = _group_entries(where, k, group["order_params"])
             continue
         if "params" not in group:
             wrong, expected = "has no 'params'", "the key 'params'"
@@ -150,13 +146,6 @@ def _group_entries(where: str, k: int, params: Any) -> list[Any]:
     return _listed(where, f"group {k}: params", params, "a list of parameters")
 
 
-def _order(where: str, k: int, group: dict[str, Any]) -> list[Parameter]:
-    if len(group) > 1:
-        wrong = "has other keys beside order_params"
-        reject(ValueError, where, f"group {k}", wrong, "only it", list(group))
-    return _group_entries(where, k, group["order_params"])
-
-
 def _reorder(
     where: str, options: list[ParameterOptions], order: list[Parameter]
 ) -> list[ParameterOptions]:
@@ -181,12 +170,11 @@ def _check_names(where: str, options: tuple[ParameterOptions, ...]) -> None:
         wrong = "holds a parameter twice"
         reject(RuntimeError, where, "parameters", wrong, "each once", "a repetition")
     seen: set[str] = set()
-    for name in (option.parameter.name for option in options):
+    for name in (o.parameter.name for o in options if o.parameter.name is not None):
         if name in seen:
             argument = f"parameter name {name!r}"
             reject(ValueError, where, argument, "repeats", "unique names", "two of it")
-        if name is not None:
-            seen.add(name)
+        seen.add(name)
 
 
 def name_by_position(options: Sequence[ParameterOptions]) -> None:

@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from ...ops.runtime import check
 from ...ops.runtime.device import DeviceArray
 from ...ops.runtime.errors import reject
+from .arguments import of_kind
 
 Number = float | DeviceArray
 """A number of the host, or an array of one element on a device."""
@@ -42,3 +44,14 @@ def check_place(where: str, name: str, value: Any, device: int | None) -> None:
         expected = "the host" if device is None else f"CUDA device {device}"
         got = f"CUDA device {value.device}"
         reject(ValueError, where, name, "lives elsewhere than the parameters", expected, got)
+
+
+def loss_scale_of(where: str, value: Any) -> Number:
+    """What gradients are divided by: above 0 and finite in float32."""
+    there = on_device(where, "loss_scale", value)
+    if there is not None:
+        return there
+    of_kind(where, "loss_scale", value, bool | int | float | np.floating, "a float or int")
+    usable = 1.0 / check.LARGEST <= float(value) <= check.LARGEST
+    check.in_range(where, "loss_scale", value, usable, "positive and finite in float32")
+    return float(value)

@@ -10,13 +10,13 @@ import numpy as np
 from ...ops.runtime import check, pending
 from ...ops.runtime.device import DeviceArray, device_of
 from ...ops.runtime.errors import reject, reject_unknown
-from ..schedules.base import Rate, Values
 from . import gradients as grads
 from .arguments import gradients_of, next_step, of_kind
 from .checkpoint import as_state, checked_state, steps_done
 from .groups import Groups, name_by_position, read_groups
-from .numbers import check_place, number_of, on_device
+from .numbers import check_place, loss_scale_of, number_of
 from .parameter import Parameter, writable
+from .rates import Rate, Values
 
 _TARGETS = ("CPU", "GPU", "Ascend")
 
@@ -82,7 +82,7 @@ class Optimizer:
         **unknown: Any,
     ) -> None:
         reject_unknown(self._name, unknown, Optimizer)
-        self._loss_scale = _loss_scale(self._name, loss_scale)
+        self._loss_scale = loss_scale_of(self._name, loss_scale)
         self._groups: Groups = read_groups(
             self._name, parameters, learning_rate, weight_decay, filter_names=self._filter_names
         )
@@ -142,7 +142,7 @@ class Optimizer:
 
     @loss_scale.setter
     def loss_scale(self, value: Any) -> None:
-        scale = _loss_scale(self._name, value)
+        scale = loss_scale_of(self._name, value)
         check_place(self._name, "loss_scale", scale, self._device)
         self._loss_scale = scale
         self._condition()
@@ -364,18 +364,11 @@ class Optimizer:
 
     def _state_arrays(self) -> dict[str, Any]:
         """The arrays of the state themselves, by name."""
-        arrays = {"global_step": self.global_step}
-        for rate in self._groups.rates:
-            if isinstance(rate, Parameter):
-                arrays[str(rate.name)] = rate.array
-        return arrays
+        rates = (rate for rate in self._groups.rates if isinstance(rate, Parameter))
+        return {"global_step": self.global_step, **{str(rate.name): rate.array for rate in rates}}
 
     def check_rebinding(self, parameter: Parameter, array: Any) -> None:
-        """Called before ``parameter.data`` becomes ``array``.
-
-        Raises:
-            ValueError: it shares memory with another array of this optimizer, or lives elsewhere.
-        """
+        """Called before ``parameter.data`` becomes ``array``, which must not overlap or move."""
         device_of(self._name, {f"parameter {parameter.name!r}": parameter.array, "its data": array})
         self._check_overlap({id(parameter): array})
 
@@ -392,13 +385,3 @@ class Optimizer:
         self._global_step = writable(self._global_step)
         for parameter in self.parameters:
             parameter.watch(self)
-
-
-def _loss_scale(where: str, value: Any) -> float | DeviceArray:
-    there = on_device(where, "loss_scale", value)
-    if there is not None:
-        return there
-    of_kind(where, "loss_scale", value, bool | int | float | np.floating, "a float or int")
-    usable = 1.0 / check.LARGEST <= float(value) <= check.LARGEST
-    check.in_range(where, "loss_scale", value, usable, "positive and finite in float32")
-    return float(value)

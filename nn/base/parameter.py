@@ -91,8 +91,7 @@ class Parameter:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the array."""
-        shape: tuple[int, ...] = self._data.shape
-        return shape
+        return tuple(self._data.shape)
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -103,14 +102,12 @@ class Parameter:
     @property
     def ndim(self) -> int:
         """The number of dimensions."""
-        ndim: int = self._data.ndim
-        return ndim
+        return int(self._data.ndim)
 
     @property
     def size(self) -> int:
         """The number of elements."""
-        size: int = self._data.size
-        return size
+        return int(self._data.size)
 
     def asnumpy(self) -> np.ndarray:
         """The array itself; of one on a device a copy on the host, which is waited for."""

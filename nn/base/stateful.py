@@ -11,7 +11,7 @@ from ...kernels.quiet import quiet
 from ...kernels.storage import STORAGES
 from ...ops.runtime import check
 from ...ops.runtime.arrays import adopt
-from ...ops.runtime.errors import message
+from ...ops.runtime.errors import reject
 from .checkpoint import as_state, steps_done
 from .optimizer import Optimizer
 from .parameter import Parameter, writable
@@ -132,22 +132,18 @@ class StatefulOptimizer(Optimizer):
                 continue
             array = self._numbers(name, value)
             if array.size != expected.size:
-                wanted = expected.shape
-                raise ValueError(
-                    message(self._name, f"state {name!r}", "has a wrong shape", wanted, array.shape)
-                )
+                wrong, shapes = "has a wrong shape", (expected.shape, array.shape)
+                reject(ValueError, self._name, f"state {name!r}", wrong, *shapes)
             if not np.allclose(array, expected, rtol=1e-5, atol=1e-30):
-                raise ValueError(
-                    message(self._name, f"state {name!r}", "is of other options", expected, value)
-                )
+                wrong = "is of other options"
+                reject(ValueError, self._name, f"state {name!r}", wrong, expected, value)
 
     def _numbers(self, name: str, value: Any) -> np.ndarray:
         """A state as an array of numbers."""
         array = adopt(self._name, f"state {name!r}", value)
         if array.dtype.kind not in "iuf":
-            raise TypeError(
-                message(self._name, f"state {name!r}", "has a wrong dtype", "numbers", array.dtype)
-            )
+            wrong, got = "has a wrong dtype", array.dtype
+            reject(TypeError, self._name, f"state {name!r}", wrong, "numbers", got)
         return array
 
     def _check_values(self, arrays: Mapping[str, np.ndarray]) -> None:
@@ -177,11 +173,11 @@ def _state_dtype(where: str, value: Any) -> np.dtype[Any] | None:
     if value is None:
         return None
     try:
-        dtype: np.dtype[Any] | None = np.dtype(value)
+        dtype = np.dtype(value)
     except TypeError:
         dtype = None
-    if dtype not in STORAGES:
-        raise TypeError(
-            message(where, "state_dtype", "has a wrong dtype", check.FLOAT_NAMES, repr(value))
-        )
-    return dtype
+    if dtype is None or dtype not in STORAGES:
+        expected = check.FLOAT_NAMES
+        reject(TypeError, where, "state_dtype", "has a wrong dtype", expected, repr(value))
+    found: np.dtype[Any] = dtype
+    return found

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -23,10 +23,10 @@ from ...ops.runtime import pending
 from ...ops.runtime.arrays import real_type
 from ...ops.runtime.device import DeviceArray, is_captured
 from ...ops.runtime.device_step import Launch, launch_on
+from ...ops.runtime.errors import reject
 from ...ops.runtime.row_step import row_tables
 from ...ops.runtime.step import commit
 from ..base.parameter import Parameter
-from . import captures
 from .host import Host
 from .layout import Batch
 from .on_device import error_of, row_batches
@@ -120,7 +120,8 @@ class Device:
             Exception: what a step before has found, if the host waits.
         """
         if self._centralizes and self._is_captured:
-            raise captures.centralizes(self._where)
+            expected = "groups without grad_centralization"
+            self._refuse_graph("a step", "centralizes gradients", expected, "one with it")
         resident, bases = self._resident, update.formula.bases
         # Powers of other numbers are computed anew from the counts.
         is_new = resident is None or resident.bases != bases
@@ -129,7 +130,7 @@ class Device:
         )
         captured = (is_new or must_settle) and self._is_captured
         if is_new and captured:
-            raise captures.first_of_its_kind(self._where)
+            self._refuse_first()
         if must_settle and not captured:
             pending.synchronize()
         if resident is None:
@@ -161,14 +162,9 @@ class Device:
         assert resident is not None
         kinds = _kinds(plan)
         if capturing:
-            captures.check_step(
-                self._where,
-                follows_steps=plan.classes.follow_steps,
-                has_rows=bool(plan.given.rows),
-                sorter=launch.sorter,
-            )
+            self._check_captured(plan, launch.sorter)
             if kinds not in self._ran:
-                raise captures.first_of_its_kind(self._where)
+                self._refuse_first()
         formula, conditioning = plan.update.formula, plan.conditioning
         settings = Settings(
             conditioning.loss_scale,
@@ -188,6 +184,28 @@ class Device:
         self._ran[kinds] = None
         if len(self._ran) > _KEPT_KINDS:
             del self._ran[next(iter(self._ran))]
+
+    # What cannot become part of a CUDA graph, said before anything of it does
+
+    def _check_captured(self, plan: Plan, sorter: Any) -> None:
+        if plan.classes.follow_steps:
+            wrong, expected = (
+                "follows the number of the step",
+                "a number, or an array on the device",
+            )
+            got = "a list or a schedule of the host"
+            self._refuse_graph("a rate or decay", wrong, expected, got)
+        if plan.given.rows and sorter is not None and not sorter.can_be_captured:
+            wrong, expected = "cannot use this framework's sort", "arrays of torch or Numba"
+            self._refuse_graph("a row-sparse step", wrong, expected, type(sorter).__name__)
+
+    def _refuse_first(self) -> NoReturn:
+        """A step that would have to compile and to take memory."""
+        expected = "the same step once outside of a graph, which compiles it and takes memory"
+        self._refuse_graph("a step", "is the first of its kind", expected, "none")
+
+    def _refuse_graph(self, what: str, wrong: str, expected: str, got: str) -> NoReturn:
+        reject(RuntimeError, self._where, f"{what} in a CUDA graph", wrong, expected, got)
 
     def _program(
         self, resident: Resident, plan: Plan, kinds: Any, classes: int, launch: Launch

@@ -16,7 +16,7 @@ from ...ops.runtime.device import DeviceArray
 from ...ops.runtime.step import Prepared
 from ..base.groups import ParameterOptions
 from ..base.parameter import Parameter
-from ..schedules.base import Values
+from ..base.rates import Values
 from .conditioning import Conditioning
 from .layout import Batch
 from .reader import Gradients

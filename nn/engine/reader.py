@@ -20,7 +20,7 @@ from ...ops.runtime.arrays import (
     real_type,
 )
 from ...ops.runtime.device import DeviceArray, device_of
-from ...ops.runtime.errors import message
+from ...ops.runtime.errors import reject
 from ...ops.runtime.row_forms import as_rows
 from ...ops.runtime.row_step import RowGradient, check_keys
 from ..base import gradients as whole
@@ -187,7 +187,8 @@ class GradientReader:
                 continue
             found = read_gradient(self._where, parameter, gradient)
             if isinstance(found, RowGradient) and self._sparse_update is None:
-                raise ValueError(self._refusal(parameter))
+                name = f"gradient of {parameter.name!r}"
+                reject(ValueError, self._where, name, "is row-sparse", *self._rows_need)
             if i in self._centralized:
                 found = self._centralize(parameter, found, added(i))
             index_dtype = found.indices.dtype if isinstance(found, RowGradient) else None
@@ -209,10 +210,10 @@ class GradientReader:
                 name = f"parameter {p.name!r}" if array is p.array else f"a state of {p.name!r}"
                 if not array.flags.writeable:
                     expected, got = "a writable array", "a read-only one"
-                    raise ValueError(message(self._where, name, "is read-only", expected, got))
+                    reject(ValueError, self._where, name, "is read-only", expected, got)
                 if array.shape != shape:
                     wrong = "has another shape than at construction"
-                    raise ValueError(message(self._where, name, wrong, shape, array.shape))
+                    reject(ValueError, self._where, name, wrong, shape, array.shape)
 
     def _layout(self, kinds: tuple[Kind | None, ...]) -> Layout:
         layout = self._layouts.get(kinds)
@@ -270,10 +271,6 @@ class GradientReader:
         pending.settle()
         return _centralized(gradient, w, factor)
 
-    def _refusal(self, parameter: Parameter) -> str:
-        name = f"gradient of {parameter.name!r}"
-        return message(self._where, name, "is row-sparse", *self._rows_need)
-
     def _check_unshared(
         self, layout: Layout, addresses: Sequence[int], rows: Sequence[RowGradient]
     ) -> None:
@@ -286,7 +283,7 @@ class GradientReader:
             if layout.shares_memory(begin, n_bytes):
                 expected, got = "its own memory", "an overlap"
                 wrong = "shares memory with a parameter or state"
-                raise ValueError(message(self._where, "a gradient", wrong, expected, got))
+                reject(ValueError, self._where, "a gradient", wrong, expected, got)
 
 
 def _centralized(gradient: DeviceArray, w: DeviceArray, factor: float) -> DeviceArray:
@@ -346,18 +343,13 @@ def read_gradient(where: str, parameter: Parameter, gradient: Any) -> Any:
         _check_floating(where, name, array)
         device_of(where, {"the parameter": parameter.array, name: array})
         if array.shape != parameter.shape:
-            raise ValueError(
-                message(where, name, "has a wrong shape", parameter.shape, array.shape)
-            )
+            reject(ValueError, where, name, "has a wrong shape", parameter.shape, array.shape)
         return check.contiguous(array, where, name)
     if parameter.ndim == 0:
-        raise ValueError(
-            message(where, name, "is row-sparse", "a dense gradient", "a 0-d parameter")
-        )
+        reject(ValueError, where, name, "is row-sparse", "a dense gradient", "a 0-d parameter")
     if rows.dense_shape != parameter.shape:
-        raise ValueError(
-            message(where, name, "has a wrong dense_shape", parameter.shape, rows.dense_shape)
-        )
+        wrong, shapes = "has a wrong dense_shape", (parameter.shape, rows.dense_shape)
+        reject(ValueError, where, name, wrong, *shapes)
     # Adopted again: the attributes of a RowTensor can be assigned to.
     indices = adopt_anywhere(where, name, rows.indices)
     values = adopt_anywhere(where, name, rows.values)
@@ -371,7 +363,7 @@ def read_gradient(where: str, parameter: Parameter, gradient: Any) -> Any:
 
 def _check_floating(where: str, name: str, array: Any) -> None:
     if array.dtype not in check.FLOATS:
-        raise TypeError(message(where, name, "has a wrong dtype", "a floating dtype", array.dtype))
+        reject(TypeError, where, name, "has a wrong dtype", "a floating dtype", array.dtype)
 
 
 def is_row_sparse(gradient: Any) -> bool:

@@ -2,7 +2,7 @@
 
 `Adam` and `AdamW` of ``mxnet.optimizer``, the base class `Optimizer` with its registry, the
 `Updater`, and the schedulers of ``mxnet.lr_scheduler``. MXNet is retired since 2023; where its
-versions disagree, ``compat`` chooses, and where it has traps, ``docs/parity.md`` says what is
+versions disagree, ``compat`` chooses, and where it has traps, ``docs/numbers.md`` says what is
 done here instead.
 
 >>> import numpy as np

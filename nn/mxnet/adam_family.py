@@ -138,12 +138,11 @@ class AdamFamily(Optimizer):
         made = (AdamFamily.create_state, AdamFamily.create_state_multi_precision)
         if (type(self).create_state, type(self).create_state_multi_precision) != made:
             return  # a subclass of a user has others
-        first, second = self._pair(index, state, "(mean, var) of create_state")
-        arrays = [first, second]
-        if isinstance(second, tuple | list):
-            arrays = [first, *self._pair(index, second, "(mean, var) of create_state")]
-        name = f"state of {self._label(index)!r}"
-        for array in (check.variable(self._name, name, given) for given in arrays):
+        name, expected = f"state of {self._label(index)!r}", "(mean, var) of create_state"
+        first, second = self._pair(index, state, expected)
+        has_master = isinstance(second, tuple | list)
+        others = self._pair(index, second, expected) if has_master else (second,)
+        for array in (check.variable(self._name, name, given) for given in (first, *others)):
             if array.shape != first.shape:
                 wrong = "has arrays that differ in shape"
                 reject(ValueError, self._name, name, wrong, first.shape, array.shape)

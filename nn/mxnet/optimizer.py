@@ -8,18 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.quiet import quiet
 from ...ops.adam_update import compat_version
 from ...ops.runtime import check
-from ...ops.runtime.arrays import BFLOAT16, RowTensor, adopt_anywhere
-from ...ops.runtime.device import DeviceArray
-from ...ops.runtime.device_gradient import convert, converted
+from ...ops.runtime.arrays import BFLOAT16, adopt_anywhere
 from ...ops.runtime.errors import reject, reject_unknown
-from ...ops.runtime.row_forms import concatenated
 from ..base.arguments import count, of_kind
 from ..base.attributes import Checked
 from . import arguments
 from .arguments import arguments_of, as_lists, is_list
+from .master import as_float32, of_master, round_to
 
 _BASE_RATE = 0.01
 _HALVES = (np.dtype(np.float16), BFLOAT16)
@@ -123,12 +120,9 @@ class Optimizer:
         if sym is not None:
             fix = "; give its multipliers to set_lr_mult and set_wd_mult"
             reject(TypeError, self._name, "sym", "is not supported", None, type(sym).__name__, fix)
-        self.rescale_grad = rescale_grad
-        self.wd = wd
-        self.clip_gradient = clip_gradient
+        self.rescale_grad, self.wd, self.clip_gradient = rescale_grad, wd, clip_gradient
         self._set_rate(learning_rate, lr_scheduler)
-        self.begin_num_update = begin_num_update
-        self.num_update = self.begin_num_update
+        self.begin_num_update = self.num_update = begin_num_update
         self._index_update_count: dict[Any, int] = {}
         self.multi_precision = multi_precision
         one_by_one = 0 if compat == "1.9" else 1
@@ -172,11 +166,8 @@ class Optimizer:
             reject(TypeError, "register", "klass", "has a wrong type", expected, klass)
         known = Optimizer.opt_registry.get(klass.__name__.lower())
         if known is not None:
-            warnings.warn(
-                f"register: {klass.__module__}.{klass.__name__} takes the place of "
-                f"{known.__module__}.{known.__name__}",
-                stacklevel=2,
-            )
+            new, old = (f"{each.__module__}.{each.__name__}" for each in (klass, known))
+            warnings.warn(f"register: {new} takes the place of {old}", stacklevel=2)
         Optimizer.opt_registry[klass.__name__.lower()] = klass
         return klass
 
@@ -208,7 +199,7 @@ class Optimizer:
         """
         if not self._has_master(weight):
             return self.create_state(index, weight)
-        master = _as_float32(adopt_anywhere(self._name, "weight", weight))
+        master = as_float32(adopt_anywhere(self._name, "weight", weight))
         return master, self.create_state(index, master)
 
     def _has_master(self, weight: Any) -> bool:
@@ -281,15 +272,12 @@ class Optimizer:
         if not masters:
             self.update(index, weight, grad, state)
             return
-        whole = [_of_master(g, s) if self._has_master(w) else (w, g, s)
+        whole = [of_master(g, s) if self._has_master(w) else (w, g, s)
                  for _, w, g, s in zip(*lists, strict=True)]  # fmt: skip
-        weights, grads, states = (list(each) for each in zip(*whole, strict=True))
-        if is_list(index):
-            self.update(index, weights, grads, states)
-        else:
-            self.update(index, weights[0], grads[0], states[0])
+        of_call = map(list, zip(*whole, strict=True)) if is_list(index) else whole[0]
+        self.update(index, *of_call)
         for w, master in masters:
-            _round_to(adopt_anywhere(self._name, "weight", w), master)
+            round_to(adopt_anywhere(self._name, "weight", w), master)
 
     def step(
         self, indices: Sequence[Any], weights: Sequence[Any], grads: Sequence[Any],
@@ -322,9 +310,8 @@ class Optimizer:
         """The learning rate of now, without multipliers."""
         if self.lr_scheduler is None:
             return float(self.lr)
-        return check.scalar_at_least_0(
-            self._name, "lr_scheduler's rate", self.lr_scheduler(self.num_update)
-        )
+        rate = self.lr_scheduler(self.num_update)
+        return check.scalar_at_least_0(self._name, "lr_scheduler's rate", rate)
 
     def set_learning_rate(self, lr: float) -> None:
         """Set the learning rate.
@@ -375,17 +362,13 @@ class Optimizer:
             return [value] * len(indices)
         return [value * self._factor(index, name, table) for index in indices]
 
-    def _is_own(self, method: str) -> bool:
-        """Whether a subclass of a user defines it."""
-        return getattr(type(self), method) is not getattr(Optimizer, method)
-
     def _get_lr(self, index: Any) -> float:
         """The learning rate of an index, at the present ``num_update``."""
         return self._scaled(self.learning_rate, [index], "lr_mult", self.lr_mult)[0]
 
     def _get_lrs(self, indices: Sequence[Any]) -> list[float]:
         """The learning rate of each index."""
-        if self._is_own("_get_lr"):
+        if type(self)._get_lr is not Optimizer._get_lr:  # a user's
             return [self._get_lr(index) for index in indices]
         return self._scaled(self.learning_rate, indices, "lr_mult", self.lr_mult)
 
@@ -395,7 +378,7 @@ class Optimizer:
 
     def _get_wds(self, indices: Sequence[Any]) -> list[float]:
         """The weight decay of each index."""
-        if self._is_own("_get_wd"):
+        if type(self)._get_wd is not Optimizer._get_wd:  # a user's
             return [self._get_wd(index) for index in indices]
         return self._scaled(self.wd, indices, "wd_mult", self.wd_mult)
 
@@ -406,35 +389,6 @@ class Optimizer:
         for each in indices:
             counts[each] = counts.get(each, begin) + 1
         self.num_update = max([self.num_update, *(counts[each] for each in indices)])
-
-
-def _of_master(grad: Any, state: Any) -> tuple[Any, Any, Any]:
-    """Master copy, float32 gradient and state of the master copy."""
-    where = "update_multi_precision"
-    if isinstance(grad, list | tuple):
-        grad = concatenated(where, "grad", grad)
-    if isinstance(grad, RowTensor):
-        grad = RowTensor(grad.indices, _as_float32(grad.values), grad.dense_shape)
-    elif grad is not None:
-        grad = _as_float32(adopt_anywhere(where, "grad", grad))
-    return state[0], grad, state[1]
-
-
-@quiet
-def _as_float32(array: Any) -> Any:
-    """A float32 copy; of an array on a device in its framework."""
-    if isinstance(array, DeviceArray):
-        return converted(array, np.dtype(np.float32)).native()
-    return np.array(array, np.float32, order="C")
-
-
-@quiet
-def _round_to(weight: Any, master: Any) -> None:
-    """Make a 16-bit weight the rounded master copy."""
-    if isinstance(weight, DeviceArray):
-        convert(adopt_anywhere("update_multi_precision", "the master copy", master), weight)
-    else:
-        weight[...] = master
 
 
 register = Optimizer.register

@@ -25,6 +25,7 @@ _DOCUMENT = "document"
 _SCHEDULERS = {
     name: getattr(schedulers, name) for name in schedulers.__all__ if name != "LRScheduler"
 }
+_TABLES = ("idx2name", "lr_mult", "wd_mult")
 # What belongs to the process, and what is written in another form.
 _NOT_ARGUMENTS = {"sym", "param_dict", "lr_scheduler", "learning_rate", "param_idx2name"}
 
@@ -145,9 +146,10 @@ def _described(optimizer: Optimizer) -> dict[str, Any]:
         "name": name,
         "arguments": _arguments(optimizer, sorted(set(arguments_of(klass)) - _NOT_ARGUMENTS)),
         "learning_rate": float(optimizer.lr),
-        "idx2name": _pairs(optimizer.idx2name.items()),
-        "lr_mult": _pairs(optimizer.lr_mult.items()),
-        "wd_mult": _pairs(optimizer.wd_mult.items()),
+        **{
+            name: [[_index(key), value] for key, value in getattr(optimizer, name).items()]
+            for name in _TABLES
+        },
         "lr_scheduler": _described_scheduler(optimizer.lr_scheduler),
     }
 
@@ -186,10 +188,6 @@ def _plain(where: str, name: str, value: Any) -> Any:
     return reject(TypeError, where, name, "cannot be written", expected, type(value).__name__)
 
 
-def _pairs(items: Iterable[tuple[Any, Any]]) -> list[list[Any]]:
-    return [[_index(key), value] for key, value in items]
-
-
 def _made(described: Mapping[str, Any], present: Optimizer) -> Optimizer:
     """The optimizer that was written; what belongs to the process is that of the present one."""
     arguments = described["arguments"]
@@ -198,9 +196,9 @@ def _made(described: Mapping[str, Any], present: Optimizer) -> Optimizer:
     optimizer = Optimizer.create_optimizer(described["name"], **arguments)
     optimizer.lr = described["learning_rate"]
     optimizer.lr_scheduler = _made_scheduler(described["lr_scheduler"])
-    optimizer.idx2name = dict(described["idx2name"])
     optimizer.param_dict = present.param_dict
-    optimizer.lr_mult, optimizer.wd_mult = dict(described["lr_mult"]), dict(described["wd_mult"])
+    for name in _TABLES:
+        setattr(optimizer, name, dict(described[name]))
     return optimizer
 
 

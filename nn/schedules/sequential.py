@@ -10,7 +10,7 @@ import numpy as np
 
 from ...ops.runtime.errors import reject
 from ..base.arguments import list_or_tuple, non_negative_float, positive_int
-from .base import Schedule, value_at
+from ..base.rates import Schedule, value_at
 from .decay import StepSchedule, of_each_step
 
 

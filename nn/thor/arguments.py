@@ -14,7 +14,7 @@ from ...ops.runtime import check
 from ...ops.runtime.errors import message, reject
 from ..base.arguments import positive_int
 from ..base.parameter import Parameter
-from ..schedules.base import Schedule
+from ..base.rates import Schedule
 
 NAME = "thor"
 COMPATIBLE = "mindspore"

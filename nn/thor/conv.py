@@ -9,7 +9,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from ...ops.runtime.errors import reject
 from ..base.arguments import is_int
-from .factors import FloatArray, add_gram_of_rows, empty_packed
+from .factors import FloatArray, add_gram_of_rows
 from .layers import ThorLayer
 
 Pair = tuple[int, int]
@@ -87,14 +87,11 @@ class ThorConv2d(ThorLayer):
         return int(pair[0]), int(pair[1])
 
     def _check_weight(self) -> None:
-        self._check_ndim(4, "(out, channels, kh, kw)")
+        self._check_form(self.weight.ndim == 4, "(out, channels, kh, kw)")
 
     def _empty(self) -> tuple[FloatArray, FloatArray]:
         out = self.weight.shape[0]
-        return (
-            empty_packed(self.weight.size // out, self._block_size, self.real),
-            empty_packed(out, self._block_size, self.real),
-        )
+        return self._packed_zeros(self.weight.size // out), self._packed_zeros(out)
 
     @property
     def _kernel(self) -> Pair:
@@ -141,7 +138,7 @@ class ThorConv2d(ThorLayer):
             by_channel = np.ascontiguousarray(gradients.transpose(1, 0, 2, 3))
             add_gram_of_rows(self._g, by_channel.reshape(len(self._g), -1))
         rows = len(x) * n_positions
-        self._count(len(x), rows, rows, rows, rows)
+        self._count(len(x), (rows, rows), (rows, rows))
 
     def _add_means(self, x: FloatArray, d: FloatArray) -> None:
         """MindSpore's layer: means over the batch, patches under "same" without dilation."""
@@ -152,8 +149,8 @@ class ThorConv2d(ThorLayer):
         add_gram_of_rows(self._a, rows)
         gradient = d.astype(self.real, copy=False).mean(axis=0).reshape(len(self._g), -1)
         add_gram_of_rows(self._g, gradient)
-        n_seen, n_positions = rows.shape[1], gradient.shape[1]
-        self._count(1, n_seen, n_positions, n_seen, n_positions)
+        positions = rows.shape[1], gradient.shape[1]
+        self._count(1, positions, positions)
 
 
 def same_margins(size: Pair, kernel: Pair, stride: Pair, dilation: Pair) -> Margins:
@@ -168,14 +165,7 @@ def same_margins(size: Pair, kernel: Pair, stride: Pair, dilation: Pair) -> Marg
 def patches(
     x: FloatArray, kernel: Pair, stride: Pair, margins: Margins, dilation: Pair
 ) -> FloatArray:
-    """What each position of a convolution sees, one column for each of them.
-
-    Args:
-        x: ``[N, C, H, W]``.
-        kernel: rows and columns of a weight.
-        stride: steps from one position to the next.
-        margins: zeros before and behind the rows and the columns.
-        dilation: steps from one element of a patch to the next.
+    """What each position of a convolution over ``[N, C, H, W]`` sees, one column for each of them.
 
     Returns:
         ``[C*kh*kw, N*OH*OW]``, rows in the order of a weight, columns in that of an output.

@@ -36,12 +36,7 @@ def empty_packed(n: int, block_size: int, dtype: Any) -> FloatArray:
 
 
 def add_gram(total: FloatArray, columns: FloatArray) -> None:
-    """Add the diagonal blocks of ``columns' columns`` to the packed ``total``.
-
-    Args:
-        total: ``[n, b]``.
-        columns: ``[rows, n]``.
-    """
+    """Add the diagonal blocks of ``columns' columns``, of ``[rows, n]``, to the packed total."""
     for block in blocks(len(total), total.shape[1]):
         part = columns[:, block]
         total[block, : part.shape[1]] += matmul(part.T, part)
@@ -64,12 +59,13 @@ def packed(full: FloatArray, block_size: int) -> FloatArray:
 
 @quiet
 def inverse(
-    where: str, covariance: FloatArray, scale: float, damping: float, *, product: Any = None
+    where: str, covariance: FloatArray, scale: float, damping: float, *, transposes: bool = True
 ) -> FloatArray:
     """The inverse of ``scale*covariance + damping*I``, block by block, by Cholesky.
 
-    ``L L' = block``, ``inverse = L^-T L^-1`` (or the ``product`` of ``L^-1``), in float64, rounded
-    to the type of the ``covariance``, which is packed.
+    ``L L' = block``, ``inverse = L^-T L^-1`` in float64, rounded to the type of the
+    ``covariance``, which is packed. Without ``transposes`` it is ``L^-1 L^-1``, which MindSpore
+    takes for the inverse in an embedding's factor.
 
     Raises:
         FactorError: a block or its inverse is not finite, or it is not positive definite.
@@ -98,18 +94,12 @@ def inverse(
             )
             got = f"a pivot that is not above 0 in row {block.start + abs(failed) - 1}"
             reject(FactorError, where, name, wrong, expected, got, "; raise the damping")
-        result[block, :size] = matmul(root.T, root) if product is None else product(root)
+        result[block, :size] = matmul(root.T if transposes else root, root)
         # Covariances from elsewhere may be bad beside the diagonal, or nearly singular.
         if not np.isfinite(result[block, :size]).all():
             wrong, got = "is not finite", f"others in rows {block.start} to {block.stop - 1}"
             reject(FactorError, where, "the inverse", wrong, "finite numbers", got)
     return result
-
-
-def product_without_transpose(root: FloatArray) -> FloatArray:
-    """``L^-1 L^-1``, which MindSpore takes for the inverse in an embedding's factor."""
-    product: FloatArray = matmul(root, root)
-    return product
 
 
 def times_packed(matrix: FloatArray, factor: FloatArray, out: FloatArray) -> None:

@@ -17,10 +17,12 @@ from ..base.parameter import Parameter
 from .arguments import BLOCK_SIZE
 from .factors import FloatArray, add_gram, empty_packed, packed
 
+Both = tuple[float, float]
+"""A number of A and one of G."""
+
 
 class ThorLayer:
-    """The base class of the layers: what they hold and what they capture, those of a dense layer
-    unless a class says otherwise.
+    """The base class of the layers, and a dense one: what they hold and what they capture.
 
     Between two refreshes of its factors a layer does not capture: `capture` checks its arguments
     and returns at once. Several captures before one step add up, those of a layer that is used
@@ -43,10 +45,8 @@ class ThorLayer:
     def __init__(self, weight: Any, bias: Any = None) -> None:
         self.weight = weight if isinstance(weight, Parameter) else Parameter(weight)
         self.bias = bias if isinstance(bias, Parameter | None) else Parameter(bias)
-        self.name = type(self).__name__
-        self.is_capturing = True
-        self._block_size = BLOCK_SIZE
-        self._is_compatible = False
+        self.name, self.is_capturing = type(self).__name__, True
+        self._block_size, self._is_compatible = BLOCK_SIZE, False
         self._check_weight()
         if self.bias is not None:
             self._check_shape("bias", self.bias, self._bias_shape)
@@ -61,10 +61,10 @@ class ThorLayer:
         reject(kind, type(self).__name__, name, wrong, expected, got)
 
     def _check_weight(self) -> None:
-        self._check_ndim(2, "(out, in)")
+        self._check_form(self.weight.ndim == 2, "(out, in)")
 
-    def _check_ndim(self, ndim: int, expected: str) -> None:
-        if self.weight.ndim != ndim or self.weight.size == 0:
+    def _check_form(self, fits: bool, expected: str) -> None:
+        if not fits or self.weight.size == 0:
             self._reject(ValueError, "weight", "has a wrong shape", expected, self.weight.shape)
 
     def _check_shape(self, name: str, array: Any, shape: tuple[int, ...]) -> None:
@@ -90,10 +90,7 @@ class ThorLayer:
     def configure(self, name: str, block_size: int | None, *, is_compatible: bool) -> None:
         """Called by the optimizer that takes the layer; what was captured before is dropped.
 
-        Args:
-            name: its place in the net.
-            block_size: size of the diagonal blocks; None keeps whole factors.
-            is_compatible: capture what MindSpore's layers do.
+        Without a ``block_size`` factors are whole; with ``is_compatible`` they are MindSpore's.
         """
         self.name = name
         self._block_size = max(self.weight.size, 1) if block_size is None else block_size
@@ -104,16 +101,14 @@ class ThorLayer:
         """Forget what was captured."""
         self._a, self._g = self._empty()
         self._samples = 0
-        self._a_weight = self._g_weight = 0.0
-        self._a_positions = self._g_positions = 0.0
+        self._weights = self._positions = (0.0, 0.0)  # of A and of G
 
     def _empty(self) -> tuple[FloatArray, FloatArray]:
         """Sums of nothing, in the form of the two factors."""
-        size, width = self.weight.shape
-        return (
-            empty_packed(width, self._block_size, self.real),
-            empty_packed(size, self._block_size, self.real),
-        )
+        return self._packed_zeros(self.weight.shape[1]), self._packed_zeros(self.weight.shape[0])
+
+    def _packed_zeros(self, n: int) -> FloatArray:
+        return empty_packed(n, self._block_size, self.real)
 
     @property
     def has_captured(self) -> bool:
@@ -123,13 +118,14 @@ class ThorLayer:
     @property
     def covariances(self) -> tuple[FloatArray, float, FloatArray, float]:
         """The sums of both factors, each followed by what it is to be divided by."""
-        return self._a, max(self._a_weight, 1.0), self._g, max(self._g_weight, 1.0)
+        of_a, of_g = self._weights
+        return self._a, max(of_a, 1.0), self._g, max(of_g, 1.0)
 
     @property
     def normalizers(self) -> tuple[float, float]:
         """The positions of an image, as the inputs and as the outputs have them; 1 for others."""
-        n = max(self._samples, 1)
-        return (self._a_positions / n or 1.0), (self._g_positions / n or 1.0)
+        of_a, of_g = (positions / max(self._samples, 1) for positions in self._positions)
+        return of_a or 1.0, of_g or 1.0
 
     # Capturing
 
@@ -176,8 +172,8 @@ class ThorLayer:
 
     def _check(self, x: Any, d: Any) -> None:
         """Refuse inputs and gradients that do not fit."""
-        out, width = self.weight.shape
         self._check_floating(inputs=x, output_gradients=d)
+        out, width = self.weight.shape
         if x.ndim < 1 or x.shape[-1] != width:
             self._reject(ValueError, "inputs", "has a wrong shape", f"(..., {width})", x.shape)
         self._check_shape("output_gradients", d, (*x.shape[:-1], out))
@@ -192,7 +188,8 @@ class ThorLayer:
         add_gram(self._a, x.astype(self.real, copy=False))
         add_gram(self._g, d.astype(self.real, copy=False))
         # MindSpore's A is divided by the rows of A, not by those of X.
-        self._count(len(x), self.weight.shape[1] if self._is_compatible else len(x), len(x))
+        of_a = self.weight.shape[1] if self._is_compatible else len(x)
+        self._count(len(x), (of_a, len(x)))
 
     @quiet
     def capture_covariances(
@@ -208,13 +205,17 @@ class ThorLayer:
             g_normalizer: positions of an image as the output has them.
 
         Raises:
-            TypeError: a kind or dtype does not fit.
+            TypeError: a kind or dtype does not fit, or it is a layer normalization, which has
+                diagonal factors.
             ValueError: a shape does not fit.
         """
+        if self._g.ndim == 1:
+            name, wrong = "capture_covariances", "is not for this layer"
+            self._reject(TypeError, name, wrong, "capture", "a call of it")
         given = self._adopted(a=a, g=g)
         self._check_floating(**given)
-        for (name, array), total in zip(given.items(), (self._a, self._g), strict=True):
-            self._check_shape(name, array, (len(total),) * total.ndim)
+        for name, total in (("a", self._a), ("g", self._g)):
+            self._check_shape(name, given[name], (len(total),) * total.ndim)
         for name, value in (("a_normalizer", a_normalizer), ("g_normalizer", g_normalizer)):
             positive_float(type(self).__name__, name, value, np.float64)
         if not self.is_capturing:
@@ -226,21 +227,13 @@ class ThorLayer:
         of_a, of_g = (array.astype(self.real, copy=False) for array in given.values())
         self._a += of_a if self._a.ndim == 1 else packed(of_a, self._a.shape[1])
         self._g += packed(of_g, self._g.shape[1])
-        self._count(1, 1, 1, float(a_normalizer), float(g_normalizer))
+        self._count(1, (1, 1), (float(a_normalizer), float(g_normalizer)))
 
-    def _count(
-        self,
-        samples: int,
-        a_weight: float,
-        g_weight: float,
-        a_positions: float = 0.0,
-        g_positions: float = 0.0,
-    ) -> None:
+    def _count(self, samples: int, weights: Both, positions: Both = (0.0, 0.0)) -> None:
+        """Count samples, and for A and for G what to divide by and the positions."""
         self._samples += samples
-        self._a_weight += a_weight
-        self._g_weight += g_weight
-        self._a_positions += a_positions
-        self._g_positions += g_positions
+        self._weights = self._weights[0] + weights[0], self._weights[1] + weights[1]
+        self._positions = self._positions[0] + positions[0], self._positions[1] + positions[1]
 
 
 class ThorDense(ThorLayer):
@@ -313,7 +306,7 @@ class ThorEmbedding(ThorLayer):
             self._reject(ValueError, "padding_idx", "is out of range", expected, padding_idx)
 
     def _check_weight(self) -> None:
-        self._check_ndim(2, "(vocab, dim)")
+        self._check_form(self.weight.ndim == 2, "(vocab, dim)")
 
     def _empty(self) -> tuple[FloatArray, FloatArray]:
         size, width = self.weight.shape
@@ -342,7 +335,7 @@ class ThorEmbedding(ThorLayer):
         self._a += np.bincount(x, minlength=len(self._a)).astype(self.real)
         add_gram(self._g, d.astype(self.real, copy=False))
         # MindSpore keeps the counts, which its optimizer divides by its batch size.
-        self._count(max(len(x), 1), 1 if self._is_compatible else len(x), len(x))
+        self._count(max(len(x), 1), (1 if self._is_compatible else len(x), len(x)))
 
 
 class ThorLayerNorm(ThorLayer):
@@ -378,9 +371,7 @@ class ThorLayerNorm(ThorLayer):
         self.eps = positive_float(type(self).__name__, "eps", eps, np.float32)
 
     def _check_weight(self) -> None:
-        if self.weight.ndim < 1 or self.weight.size == 0:
-            expected = "the shape that is normalized over"
-            self._reject(ValueError, "weight", "has a wrong shape", expected, self.weight.shape)
+        self._check_form(self.weight.ndim > 0, "the shape that is normalized over")
 
     @property
     def _bias_shape(self) -> tuple[int, ...]:
@@ -397,15 +388,6 @@ class ThorLayerNorm(ThorLayer):
             self._reject(ValueError, "inputs", "has a wrong shape", expected, x.shape)
         self._check_shape("output_gradients", d, x.shape)
 
-    def capture_covariances(self, *_: Any, **__: Any) -> None:
-        """Refused: a layer normalization has diagonal factors.
-
-        Raises:
-            TypeError: always.
-        """
-        name, wrong = "capture_covariances", "is not for this layer"
-        self._reject(TypeError, name, wrong, "capture", "a call of it")
-
     def _add(self, x: FloatArray, d: FloatArray) -> None:
         x, d = (array.reshape(-1, self.weight.size) for array in (x, d))
         x, d = x.astype(self.real, copy=False), d.astype(self.real, copy=False)
@@ -414,4 +396,4 @@ class ThorLayerNorm(ThorLayer):
         normalized = centered / np.sqrt(variance + self.real(self.eps))
         self._a += np.square(d * normalized).sum(axis=0)
         self._g += np.square(d).sum(axis=0)
-        self._count(len(x), len(x), len(x))
+        self._count(len(x), (len(x), len(x)))

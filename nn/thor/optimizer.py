@@ -18,8 +18,8 @@ from ..base.arguments import non_negative_float, of_kind, positive_int
 from ..base.attributes import Checked, Fixed
 from ..base.numbers import number_of
 from ..base.parameter import Parameter
+from ..base.rates import value_at
 from ..fused import FusedOptimizer
-from ..schedules.base import value_at
 from .arguments import (
     NAME,
     bad_factor_of,
@@ -225,25 +225,17 @@ class Thor(FusedOptimizer):
     def _attributes(self) -> list[tuple[Any, dict[str, Any]]]:
         """What a step changes beside the parameters and their states, as it is now."""
         parts = [part for p in self._preconditioners for part in (p, p.layer)]
-        return [(self, {"_is_requested": self._is_requested})] + [
-            (part, vars(part).copy()) for part in parts
-        ]
+        own = {"_is_requested": self._is_requested}
+        return [(self, own), *((part, vars(part).copy()) for part in parts)]
 
     def _read_layer(
         self, preconditioner: Preconditioner, gradients: tuple[Any, ...]
     ) -> dict[int, FloatArray]:
         """The checked gradients of a layer, by position; those that are None are left out."""
-        read: dict[int, FloatArray] = {}
-        for position in preconditioner.positions:
-            if gradients[position] is not None:
-                read[position] = self._read(position, gradients[position])
-        return read
-
-    def _read(self, position: int, gradient: Any) -> Any:
-        """A gradient on the host; of one that came from a device all is checked."""
+        of_layer = {i: gradients[i] for i in preconditioner.positions if gradients[i] is not None}
         if self._device is not None:
-            return gradient
-        return read_dense(self.parameters[position], gradient, self._rows_need)
+            return of_layer  # of what came from there all is checked
+        return {i: read_dense(self.parameters[i], g, self._rows_need) for i, g in of_layer.items()}
 
     def _refreshed(self, preconditioner: Preconditioner, options: Options) -> Inverses | None:
         """New inverses where they are due; None where the old ones are to be used."""

@@ -9,14 +9,7 @@ import numpy as np
 
 from ...ops.runtime.errors import reject
 from ..base.parameter import writable
-from .factors import (
-    FactorError,
-    FloatArray,
-    inverse,
-    packed_times,
-    product_without_transpose,
-    times_packed,
-)
+from .factors import FactorError, FloatArray, inverse, packed_times, times_packed
 from .layers import ThorEmbedding, ThorLayer, ThorLayerNorm
 
 Inverses = tuple[FloatArray, FloatArray]
@@ -62,12 +55,9 @@ class Options(NamedTuple):
 class Preconditioner:
     """One layer: ``g <- Ginv g Ainv`` for its weight, seen as a matrix of ``out`` rows.
 
-    Args:
-        layer: the layer.
+    Attributes:
         positions: places of the parameters on which it acts, in optimizer order, and which of
             the parameters of the layer they are.
-
-    Attributes:
         inverses: both inverses, packed; zeros before the first refresh.
         refreshes: int64 ``(1,)``: how often they were computed.
     """
@@ -117,17 +107,11 @@ class Preconditioner:
         """
         a, a_weight, g, g_weight = self.layer.covariances
         a_positions, g_positions = self.layer.normalizers
+        of_a, of_g = (math.sqrt(options.damping / n) for n in (a_positions, g_positions))
         # Of a convolution both factors stand for a sum over positions, split between them.
         split = math.sqrt(1.0 / a_positions)
-        a_inverse = inverse(
-            self._label("A"), a, 1.0 / a_weight, math.sqrt(options.damping / a_positions)
-        )
-        g_inverse = inverse(
-            self._label("G"),
-            g,
-            options.sample_scale / g_weight,
-            math.sqrt(options.damping / g_positions),
-        )
+        a_inverse = inverse(self._label("A"), a, 1.0 / a_weight, of_a)
+        g_inverse = inverse(self._label("G"), g, options.sample_scale / g_weight, of_g)
         if split != 1.0:
             a_inverse *= a_inverse.dtype.type(split)
             g_inverse *= g_inverse.dtype.type(split)
@@ -142,20 +126,21 @@ class Preconditioner:
         self, position: int, gradient: FloatArray, inverses: Inverses, options: Options
     ) -> FloatArray:
         """The preconditioned gradient of a parameter, in an array that the layer keeps."""
-        result = self._result(position, gradient.shape)
-        matrix = self._wide(gradient).reshape(len(gradient), -1)
-        between = options.scratch.take(matrix.shape, self.layer.real)
-        times_packed(matrix, inverses[0], between)
-        packed_times(inverses[1], between, result.reshape(matrix.shape))
+        real, own = self.layer.real, self.positions[position]
+        if position not in self._results:
+            self._results[position] = np.empty(gradient.shape, real)
+        result = self._results[position]
+        self._apply(own, gradient.astype(real, copy=False), inverses, options, result)
         return result
 
-    def _wide(self, gradient: FloatArray) -> FloatArray:
-        return gradient.astype(self.layer.real, copy=False)
-
-    def _result(self, position: int, shape: tuple[int, ...]) -> FloatArray:
-        if position not in self._results:
-            self._results[position] = np.empty(shape, self.layer.real)
-        return self._results[position]
+    def _apply(
+        self, _own: int, g: FloatArray, inverses: Inverses, options: Options, out: FloatArray
+    ) -> None:
+        """``out`` becomes the preconditioned ``g`` of parameter ``own`` of the layer."""
+        matrix = g.reshape(len(g), -1)
+        between = options.scratch.take(matrix.shape, self.layer.real)
+        times_packed(matrix, inverses[0], between)
+        packed_times(inverses[1], between, out.reshape(matrix.shape))
 
 
 class EmbeddingPreconditioner(Preconditioner):
@@ -168,23 +153,16 @@ class EmbeddingPreconditioner(Preconditioner):
         frequencies = a.astype(np.float64) / a_weight
         if options.is_compatible:
             frequencies /= options.batch_size
-        return (1.0 / (frequencies + root)).astype(a.dtype), inverse(
-            self._label("G"),
-            g,
-            options.sample_scale / g_weight,
-            root,
-            product=product_without_transpose if options.is_compatible else None,
-        )
+        where, scale = self._label("G"), options.sample_scale / g_weight
+        g_inverse = inverse(where, g, scale, root, transposes=not options.is_compatible)
+        return (1.0 / (frequencies + root)).astype(a.dtype), g_inverse
 
-    def precondition(
-        self, position: int, gradient: FloatArray, inverses: Inverses, options: Options
-    ) -> FloatArray:
-        """As `Preconditioner.precondition`."""
-        result = self._result(position, gradient.shape)
-        between = options.scratch.take(gradient.shape, self.layer.real)
-        np.multiply(self._wide(gradient), inverses[0][:, None], out=between)
-        times_packed(between, inverses[1], result)
-        return result
+    def _apply(
+        self, _own: int, g: FloatArray, inverses: Inverses, options: Options, out: FloatArray
+    ) -> None:
+        between = options.scratch.take(g.shape, self.layer.real)
+        np.multiply(g, inverses[0][:, None], out=between)
+        times_packed(between, inverses[1], out)
 
 
 class LayerNormPreconditioner(Preconditioner):
@@ -204,14 +182,10 @@ class LayerNormPreconditioner(Preconditioner):
             found.append((1.0 / (factor + options.damping)).astype(squares.dtype))
         return found[0], found[1]
 
-    def precondition(
-        self, position: int, gradient: FloatArray, inverses: Inverses, _options: Options
-    ) -> FloatArray:
-        """As `Preconditioner.precondition`."""
-        result = self._result(position, gradient.shape)
-        inverse_of = inverses[self.positions[position]].reshape(gradient.shape)
-        np.multiply(self._wide(gradient), inverse_of, out=result)
-        return result
+    def _apply(
+        self, own: int, g: FloatArray, inverses: Inverses, _options: Options, out: FloatArray
+    ) -> None:
+        np.multiply(g, inverses[own].reshape(g.shape), out=out)
 
 
 class CompatibleLayerNorm(LayerNormPreconditioner):
@@ -223,20 +197,15 @@ class CompatibleLayerNorm(LayerNormPreconditioner):
         """Nothing is kept."""
         return {}
 
-    def precondition(
-        self, position: int, gradient: FloatArray, _inverses: Inverses, options: Options
-    ) -> FloatArray:
-        """As `Preconditioner.precondition`."""
-        real, result = self.layer.real, self._result(position, gradient.shape)
-        plain = self._wide(gradient) * real(1.0 / options.loss_scale)
+    def _apply(
+        self, _own: int, g: FloatArray, _inverses: Inverses, options: Options, out: FloatArray
+    ) -> None:
+        real = self.layer.real
+        plain = g * real(1.0 / options.loss_scale)
         squares = np.square(plain) * real(1.0 / options.batch_size)
+        direction = plain / (squares + real(math.sqrt(options.damping)))
         # The loss scale is divided out once more, in the step.
-        np.multiply(
-            plain / (squares + real(math.sqrt(options.damping))),
-            real(options.loss_scale),
-            out=result,
-        )
-        return result
+        np.multiply(direction, real(options.loss_scale), out=out)
 
 
 def preconditioner_of(

@@ -6,6 +6,7 @@ This module is imported when the first PyTorch module is given: by then PyTorch 
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -166,10 +167,7 @@ def _entries(
 def _records(
     net: torch.nn.Module, adopted: dict[int, Parameter]
 ) -> tuple[dict[str, ThorLayer], dict[int, torch.nn.Module]]:
-    users: dict[int, int] = {}
-    for _, module in net.named_modules():
-        for tensor in module.parameters(recurse=False):
-            users[id(tensor)] = users.get(id(tensor), 0) + 1
+    users = Counter(id(p) for module in net.modules() for p in module.parameters(recurse=False))
     records: dict[str, ThorLayer] = {}
     modules: dict[int, torch.nn.Module] = {}
     left_out = []
@@ -188,11 +186,8 @@ def _records(
         record = _record(module, {n: adopted[id(tensor)] for n, tensor in own.items()})
         records[name or "net"], modules[id(record)] = record, module
     if left_out:
-        warnings.warn(
-            f"{NAME}: some layers take the plain gradient: {', '.join(left_out)}",
-            UserWarning,
-            stacklevel=5,
-        )
+        text = f"{NAME}: some layers take the plain gradient: {', '.join(left_out)}"
+        warnings.warn(text, UserWarning, stacklevel=5)
     return records, modules
 
 

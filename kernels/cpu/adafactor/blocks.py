@@ -1,34 +1,33 @@
 """Adafactor's three passes over a tile of a matrix, as blocks for its storage types.
 
-A tile is ``height`` rows of ``width`` elements, ``stride`` elements apart::
+A tile is ``height`` rows of ``width`` elements, ``stride`` elements apart. Three blocks are
 
-    squares(arrays, offset, g, height, width, stride, row_sums, column_sums, hp)
+    block(arrays, offset, g, height, width, stride, of_rows, of_columns, hp, total)
+
+with ``arrays`` and ``offset`` as in `cpu.blocks`: ``squares`` adds to the float64 sums of rows and
+columns; ``direction`` and ``update`` read their factors, and the first adds to ``total``. In
+
     factors(row_sums, column_sums, height, width, row_state, column_state, factors, hp)
-    direction(arrays, offset, g, height, width, stride, row_factors, column_factors, hp, sum)
-    update(arrays, offset, g, height, width, stride, row_factors, column_factors, hp)
 
-``arrays`` and ``offset`` are as in `cpu.blocks`. ``factors`` works on a whole matrix: its row
-factors, then its column factors. All arguments are int64: addresses and counts. The mathematics is
-in `rules.adafactor`.
+a tile is a whole matrix: its row factors, then its column factors. All arguments are int64:
+addresses and counts. The mathematics is in `rules.adafactor`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import carray, njit
 
 from ...element import Kernel, conditioned, element_of
 from ...rules import adafactor as rules
-from ...rules.rule import hp_type
-from ...storage import numba_type
-from ..blocks import CPU, SUMS
-from ..cache import fingerprint
+from ...storage import F64, Storage
+from ..blocks import CPU, SUMS, identity, readers
 from ..compile import NativeFunction
-from ..intrinsics import array_reader, as_pointer, tuple_reader
+from ..intrinsics import as_pointer
 
 
 class FactoredBlocks(NamedTuple):
@@ -43,57 +42,64 @@ class FactoredBlocks(NamedTuple):
 @cache
 def factored_blocks(kernel: Kernel) -> FactoredBlocks:
     """The blocks of a `rule.factored`, whose states in the kernel are those of the whole shape."""
-    assert kernel.rule.factored is not None
-    parts = " ".join(fingerprint(p.apply) + str(p.hp) for p in kernel.prologue)
-    suffix = f"{kernel.rule.hp} prologue {parts} storage {kernel.w.name} "
-    states = " ".join(storage.name for storage in kernel.s)
-    of_update = f"{fingerprint(kernel.rule.factored)} {states}"
 
-    def block(function: Callable[..., None], n_arguments: int, more: str) -> NativeFunction:
-        identity = f"factored {function.__name__} {suffix}{more}"
-        return NativeFunction(function, n_arguments, identity)
+    def block(name: str, function: Any, rule: Any, *storages: Storage) -> NativeFunction:
+        return NativeFunction(function, identity(f"factored {name}", rule, kernel, *storages))
 
+    squared, w, g, real = rules.squared, kernel.w, kernel.g, kernel.real
+    squares, direction, update = _squares(kernel), _direction(kernel), _update(kernel)
     return FactoredBlocks(
-        block(_squares(kernel), 9, kernel.g.name),
-        block(_factors(kernel), 8, ""),
-        block(_direction(kernel), 10, kernel.g.name),
-        block(_update(kernel), 9, f"{kernel.g.name} {of_update}"),
+        block("squares", _of_tile(kernel, F64, squares), squared, w, g),
+        block("factors", _factors(kernel), squared, real),
+        block("direction", _of_tile(kernel, real, direction), squared, w, g),
+        block("update", _of_tile(kernel, real, update), kernel.rule.factored, w, g, *kernel.s),
     )
 
 
-def _squares(kernel: Kernel) -> Callable[..., None]:
-    load = conditioned(kernel.prologue, kernel.w, kernel.g, CPU)
-    read_hp = tuple_reader(hp_type(kernel.rule, kernel.prologue), numba_type(kernel.real))
-    read_arrays = array_reader([kernel.w.carrier])
-    g_type, g_bytes = kernel.g.carrier, kernel.g.itemsize
-    squared = rules.squared
+def _of_tile(kernel: Kernel, of_line: Storage, row: Any) -> Callable[..., None]:
+    """A block from ``row(arrays, g, i, of_rows, of_columns, hp)``, the work on row ``i``.
+
+    It returns what is added to the total. The numbers of rows and columns are of type ``of_line``.
+    """
+    read_hp, read_arrays = readers(kernel)
+    real, g_type, g_bytes = of_line.carrier, kernel.g.carrier, kernel.g.itemsize
+
+    def block(
+        addresses, offset, g_address, height, width, stride, rows, columns, hp_address, total
+    ):
+        hp, sum_of_rows = read_hp(hp_address), 0.0
+        of_rows = carray(as_pointer(rows), height, real)
+        of_columns = carray(as_pointer(columns), width, real)
+        for i in range(height):
+            arrays = read_arrays(addresses, offset + i * stride, width)
+            g = carray(as_pointer(g_address + i * stride * g_bytes), width, g_type)
+            sum_of_rows += row(arrays, g, i, of_rows, of_columns, hp)
+        if total != 0:
+            carray(as_pointer(total), 1, np.float64)[0] += sum_of_rows
+
+    return block
+
+
+def _squares(kernel: Kernel) -> Any:
+    load, squared = conditioned(kernel.prologue, kernel.w, kernel.g, CPU), rules.squared
 
     @njit(error_model="numpy", fastmath=SUMS)
-    def add_row(w, g, column_sums, hp):
+    def row(arrays, g, i, row_sums, column_sums, hp):
         total = 0.0
         for j in range(g.size):
-            _, d = load(w, g, j, hp)
+            _, d = load(arrays[0], g, j, hp)
             q = np.float64(squared(d, hp))
             column_sums[j] += q
             total += q
-        return total
+        row_sums[i] = total
+        return 0.0
 
-    def squares(arrays, offset, g_address, height, width, stride, row_sums, column_sums, hp):
-        scalars = read_hp(hp)
-        of_row = carray(as_pointer(row_sums), height, np.float64)
-        of_column = carray(as_pointer(column_sums), width, np.float64)
-        of_column[:] = 0.0
-        for i in range(height):
-            (w,) = read_arrays(arrays, offset + i * stride, width)
-            g = carray(as_pointer(g_address + i * stride * g_bytes), width, g_type)
-            of_row[i] = add_row(w, g, of_column, scalars)
-
-    return squares
+    return row
 
 
 def _factors(kernel: Kernel) -> Callable[..., None]:
     real = kernel.real.carrier
-    read_hp = tuple_reader(hp_type(kernel.rule, kernel.prologue), numba_type(kernel.real))
+    read_hp, _ = readers(kernel)
     averaged_mean, held_up = rules.averaged_mean, rules.held_up
     row_factor, column_factor = rules.row_factor, rules.column_factor
 
@@ -123,57 +129,32 @@ def _factors(kernel: Kernel) -> Callable[..., None]:
     return factors
 
 
-def _direction(kernel: Kernel) -> Callable[..., None]:
+def _direction(kernel: Kernel) -> Any:
     load = conditioned(kernel.prologue, kernel.w, kernel.g, CPU)
-    read_hp = tuple_reader(hp_type(kernel.rule, kernel.prologue), numba_type(kernel.real))
-    read_arrays = array_reader([kernel.w.carrier])
-    real, g_type, g_bytes = kernel.real.carrier, kernel.g.carrier, kernel.g.itemsize
     factored_direction = rules.factored_direction
 
     @njit(error_model="numpy", fastmath=SUMS)
-    def add_row(w, g, of_row, of_columns, hp):
-        total = 0.0
+    def row(arrays, g, i, row_factors, column_factors, hp):
+        total, of_row = 0.0, row_factors[i]
         for j in range(g.size):
-            _, d = load(w, g, j, hp)
-            u = np.float64(factored_direction(d, of_row, of_columns[j], hp))
+            _, d = load(arrays[0], g, j, hp)
+            u = np.float64(factored_direction(d, of_row, column_factors[j], hp))
             total += u * u
         return total
 
-    def direction(
-        arrays, offset, g_address, height, width, stride, row_factors, column_factors, hp, out
-    ):
-        scalars = read_hp(hp)
-        of_rows = carray(as_pointer(row_factors), height, real)
-        of_columns = carray(as_pointer(column_factors), width, real)
-        total = 0.0
-        for i in range(height):
-            (w,) = read_arrays(arrays, offset + i * stride, width)
-            g = carray(as_pointer(g_address + i * stride * g_bytes), width, g_type)
-            total += add_row(w, g, of_rows[i], of_columns, scalars)
-        carray(as_pointer(out), 1, np.float64)[0] += total
-
-    return direction
+    return row
 
 
-def _update(kernel: Kernel) -> Callable[..., None]:
+def _update(kernel: Kernel) -> Any:
     assert kernel.rule.factored is not None
-    element = element_of(kernel.rule.factored, kernel.prologue, kernel.w, kernel.g, kernel.s, CPU)
-    read_hp = tuple_reader(hp_type(kernel.rule, kernel.prologue), numba_type(kernel.real))
-    read_arrays = array_reader([storage.carrier for storage in (kernel.w, *kernel.s)])
-    real, g_type, g_bytes = kernel.real.carrier, kernel.g.carrier, kernel.g.itemsize
+    storages = kernel.w, kernel.g, kernel.s
+    element = element_of(kernel.rule.factored, kernel.prologue, *storages, CPU)
 
     @njit(error_model="numpy")
-    def update_row(arrays, g, of_row, of_columns, hp):
+    def row(arrays, g, i, row_factors, column_factors, hp):
+        of_row = row_factors[i]
         for j in range(g.size):
-            element(arrays, g, j, of_row, of_columns[j], hp)
+            element(arrays, g, j, of_row, column_factors[j], hp)
+        return 0.0
 
-    def update(arrays, offset, g_address, height, width, stride, row_factors, column_factors, hp):
-        scalars = read_hp(hp)
-        of_rows = carray(as_pointer(row_factors), height, real)
-        of_columns = carray(as_pointer(column_factors), width, real)
-        for i in range(height):
-            row = read_arrays(arrays, offset + i * stride, width)
-            g = carray(as_pointer(g_address + i * stride * g_bytes), width, g_type)
-            update_row(row, g, of_rows[i], of_columns, scalars)
-
-    return update
+    return row

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ...tables import FactoredTensor
-from ..compile import call_reader, records
 from ..headers import address_of
+from ..records import call_reader, records
 
 _TILE_WIDTH = 8_192  # whole rows of most matrices: a narrower tile jumps from row to row
 _PART = 65_536  # elements

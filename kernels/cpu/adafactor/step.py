@@ -10,9 +10,10 @@ import numpy as np
 from numba import carray, njit
 
 from ...element import Kernel
-from ..compile import Arguments, NativeFunction, int64s, part
+from ..compile import Arguments, NativeFunction, part
 from ..intrinsics import as_pointer, call_address
 from ..parallel import Loop, get_num_threads, run_all
+from ..records import int64s
 from ..rows.search import last_at_most
 from .blocks import factored_blocks
 from .layout import FactoredCall, FactoredTable, read_call, tensors_at
@@ -44,28 +45,38 @@ def _tile(tensor, number):
     return matrix, down, across, height, width, offset
 
 
+@njit
+def _call_on_tile(c, block, t, tensor, tile, of_rows, of_columns, total):
+    _, _, _, height, width, offset = tile
+    call_address(
+        block,
+        tensor.arrays,
+        offset,
+        int64s(c.gradients, c.n_tensors)[t] + offset * c.g_bytes,
+        height,
+        width,
+        tensor.width,
+        of_rows,
+        of_columns,
+        c.hp + t * c.hp_row_bytes,
+        total,
+    )
+
+
 @part
 def sum_squares(index, slot, call):
     """Sums over the rows and columns of the tiles of one part."""
     c = read_call(call)
     t, tensor, begin, end = _part_of(c, index)
-    g = int64s(c.gradients, c.n_tensors)[t]
     for number in range(begin, end):
-        matrix, down, across, height, width, offset = _tile(tensor, number)
-        of_rows = (matrix * tensor.tiles_across + across) * tensor.height
-        of_columns = (matrix * tensor.tiles_down + down) * tensor.width
-        call_address(
-            c.squares,
-            tensor.arrays,
-            offset,
-            g + offset * c.g_bytes,
-            height,
-            width,
-            tensor.width,
-            c.sums + (tensor.row_sums + of_rows + down * tensor.tile_height) * 8,
-            c.sums + (tensor.column_sums + of_columns + across * tensor.tile_width) * 8,
-            c.hp + t * c.hp_row_bytes,
-        )
+        tile = _tile(tensor, number)
+        matrix, down, across, _, width, _ = tile
+        row = (matrix * tensor.tiles_across + across) * tensor.height + down * tensor.tile_height
+        column = (matrix * tensor.tiles_down + down) * tensor.width + across * tensor.tile_width
+        column_sums = c.sums + (tensor.column_sums + column) * 8
+        carray(as_pointer(column_sums), width, np.float64)[:] = 0.0
+        row_sums = c.sums + (tensor.row_sums + row) * 8
+        _call_on_tile(c, c.squares, t, tensor, tile, row_sums, column_sums, 0)
 
 
 @njit
@@ -122,28 +133,16 @@ def make_factors(index, slot, call):
 
 
 @njit
-def _call_with_factors(c, block, index, *out):
+def _call_with_factors(c, block, index, total):
     """A block on the tiles of one part."""
     t, tensor, begin, end = _part_of(c, index)
-    g = int64s(c.gradients, c.n_tensors)[t]
     for number in range(begin, end):
-        matrix, down, across, height, width, offset = _tile(tensor, number)
+        tile = _tile(tensor, number)
+        matrix, down, across, _, _, _ = tile
         place = tensor.factors + matrix * (tensor.height + tensor.width)
-        row = place + down * tensor.tile_height
+        row = c.factors + (place + down * tensor.tile_height) * c.real_bytes
         column = place + tensor.height + across * tensor.tile_width
-        call_address(
-            block,
-            tensor.arrays,
-            offset,
-            g + offset * c.g_bytes,
-            height,
-            width,
-            tensor.width,
-            c.factors + row * c.real_bytes,
-            c.factors + column * c.real_bytes,
-            c.hp + t * c.hp_row_bytes,
-            *out,
-        )
+        _call_on_tile(c, block, t, tensor, tile, row, c.factors + column * c.real_bytes, total)
 
 
 @part
@@ -170,7 +169,7 @@ def store_states(index, slot, call):
 def update_matrices(index, slot, call):
     """The update of one part."""
     c = read_call(call)
-    _call_with_factors(c, c.update, index)
+    _call_with_factors(c, c.update, index, 0)
 
 
 class FactoredStep:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from numba import njit
 
 from ...tables import HOT
-from ..compile import call_reader, records
+from ..records import call_reader, records
 
 
 class Table(NamedTuple):
@@ -35,6 +35,7 @@ class Table(NamedTuple):
     index_bytes: int
     first_range: int
     range: int  # positions of a range
+    n_ranges: int
 
 
 class HotSegment(NamedTuple):

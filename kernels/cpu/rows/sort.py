@@ -9,8 +9,9 @@ from __future__ import annotations
 import numpy as np
 from numba import carray, njit
 
-from ..compile import int64s, part
+from ..compile import part
 from ..intrinsics import as_pointer, load_int32, load_int64
+from ..records import int64s
 from .layout import PADDING, read_call, tables_of
 
 
@@ -21,7 +22,7 @@ def share(n, parts, index):
 
 
 @njit(inline="always")
-def position_end(c, tables, t):
+def _position_end(c, tables, t):
     """The position after the last of table ``t``."""
     return tables[t + 1].first_position if t + 1 < c.n_tables else c.n
 
@@ -70,7 +71,7 @@ def _scatter_table(table, begin, end, dropped_row, offsets, out, bits):
 def _stretch(c, tables, t, begin, end):
     """The part of positions ``begin .. end`` that is of table ``t``, counted within it."""
     first = tables[t].first_position
-    return max(begin, first) - first, min(end, position_end(c, tables, t)) - first
+    return max(begin, first) - first, min(end, _position_end(c, tables, t)) - first
 
 
 @njit(error_model="numpy")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import struct
 from functools import cache, lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -64,8 +65,6 @@ class _Sizes(NamedTuple):
     """The sizes that decide how a step is cut and how much memory it borrows."""
 
     n: int
-    row_bits: int
-    digit_bits: int
     sort_parts: int
     threads: int  # of the update
     arguments: tuple[int, ...]  # the first of `RowCall`
@@ -85,22 +84,13 @@ def _sizes(kernel: Kernel, tables: list[RowTable], touched_only: bool, drop: boo
         elements += table.rows * table.width
         widest = max(widest, table.width)
     work = n * (widest + _ROW_COST) if touched_only else elements
-    is_small = n < SORT_SERIAL_BELOW and work < UPDATE_SERIAL_BELOW
-    threads = 1 if is_small else get_num_threads()
+    sorts_alone, updates_alone = n < SORT_SERIAL_BELOW, work < UPDATE_SERIAL_BELOW
+    threads = 1 if sorts_alone and updates_alone else get_num_threads()
     # Of a slot: the summed gradient of a row, or of a tile of whole rows; the ring of segments.
     scratch = (widest if touched_only else max(widest, rows.TILE)) * kernel.real.itemsize
-    scratch += 8 * rows.RING
-    dropped_row = n_rows if drop else -1
-    return _sizes_of(
-        n,
-        n_rows,
-        len(tables),
-        len(kernel.itemsizes),
-        dropped_row,
-        scratch,
-        threads if n >= SORT_SERIAL_BELOW else 1,
-        threads if work >= UPDATE_SERIAL_BELOW else 1,
-    )
+    shape = n, n_rows, len(tables), len(kernel.itemsizes), n_rows if drop else -1
+    parts = 1 if sorts_alone else threads, 1 if updates_alone else threads
+    return _sizes_of(*shape, *parts, scratch + 8 * rows.RING)
 
 
 @lru_cache(maxsize=256)
@@ -110,16 +100,14 @@ def _sizes_of(
     n_tables: int,
     n_arrays: int,
     dropped_row: int,
-    scratch: int,
     sort_parts: int,
     threads: int,
+    scratch: int,
 ) -> _Sizes:
     row_bits = max(1, max(n_rows - 1, dropped_row).bit_length())
     digit_bits = _digit_bits(n, row_bits)
     scratch_words = _whole_lines(scratch // 8 + 1)
-    slots = max(sort_parts, threads)
-    places, words = [], 0
-    for size in (
+    sizes = (
         len(RowCall._fields),
         n_tables * (len(Table._fields) + n_arrays),
         sort_parts,
@@ -127,22 +115,12 @@ def _sizes_of(
         sort_parts << digit_bits,
         n + PADDING,
         n + PADDING,
-        slots * scratch_words,
-    ):
-        places.append(words)
-        words += _whole_lines(size)
-    position_bits = max(1, (n - 1).bit_length())
-    arguments = (
-        n_tables,
-        n,
-        position_bits,
-        row_bits,
-        digit_bits,
-        dropped_row,
-        sort_parts,
-        scratch_words * 8,
+        max(sort_parts, threads) * scratch_words,
     )
-    return _Sizes(n, row_bits, digit_bits, sort_parts, threads, arguments, tuple(places), words)
+    ends = tuple(accumulate(map(_whole_lines, sizes)))
+    bits = max(1, (n - 1).bit_length()), row_bits, digit_bits
+    arguments = (n_tables, n, *bits, dropped_row, sort_parts, scratch_words * 8)
+    return _Sizes(n, sort_parts, threads, arguments, (0, *ends[:-1]), ends[-1])
 
 
 @cache
@@ -201,14 +179,14 @@ class RowStep:
         drop: bool = False,
         locked: bool = False,
     ) -> None:
-        self._kernel = kernel
-        self._tables = tables
-        self._touched_only = touched_only
+        self._kernel, self._tables = kernel, tables
         self._size = _sizes(kernel, tables, touched_only, drop)
         self._block = borrow(self._size.words)
-        self._n_ranges = 0
         self._keep: list[np.ndarray] = []  # arrays whose addresses the loops have
-        self._write_arguments(of_row or blocks(kernel).update_real, locked=locked)
+        block = of_row or blocks(kernel).update_real
+        of_kernel = _kernel_arguments(kernel, block, not touched_only)
+        self._write_arguments(of_kernel, _stripes_address if locked else 0)
+        self._n_ranges = self._write_tables()
         self._group()
         self.bad_position = self._get("bad_position")
         self.loops: tuple[Loop, ...] = ()
@@ -224,62 +202,45 @@ class RowStep:
     def _get(self, field: str) -> int:
         return int(self._block.words[_FIELD[field]])
 
-    def _set(self, field: str, value: int) -> None:
+    def _set(self, field: str, value: int | np.ndarray) -> None:
+        """Write an argument of the loops, of an array the address; it is kept alive."""
+        if isinstance(value, np.ndarray):
+            self._keep.append(value)
+            value = address_of(value)
         self._block.words[_FIELD[field]] = value
 
-    def _run(self, part: NativeFunction, n: int, threads: int) -> None:
+    def _run(self, part: NativeFunction, n: int = 1, threads: int = 1) -> None:
         run(part, n, self._block.address, threads)
 
-    def _write_arguments(self, of_row: NativeFunction, *, locked: bool) -> None:
-        """Write the arguments of the loops, ``of_row`` the block, and the list of tables."""
+    def _write_arguments(self, of_kernel: tuple[int, ...], locks: int) -> None:
         size, (words, base) = self._size, self._block
-        _pack_call(
-            words.data,
-            0,
-            *size.arguments,
-            *_kernel_arguments(self._kernel, of_row, not self._touched_only),
-            *[base + 8 * place for place in size.places[_TABLES:]],
-            _stripes_address if locked else 0,
-            *_UNKNOWN,
-        )
-        self._write_tables(size.places[_TABLES])
+        sections = [base + 8 * place for place in size.places[_TABLES:]]
+        _pack_call(words.data, 0, *size.arguments, *of_kernel, *sections, locks, *_UNKNOWN)
 
-    def _write_tables(self, place: int) -> None:
-        """The tables, and after them all their addresses."""
-        words, base = self._block
+    def _write_tables(self) -> int:
+        """The tables, and after them all their addresses; returns how many ranges there are."""
+        (words, base), place = self._block, self._size.places[_TABLES]
         at_addresses = place + len(self._tables) * len(Table._fields)
         first_row = first_position = first_range = 0
-        for table in self._tables:
-            length = range_length(table.length)
-            count = len(table.addresses)
-            struct.pack_into(f"{count}q", words.data, 8 * at_addresses, *table.addresses)
-            _pack_table(
-                words.data,
-                8 * place,
-                base + 8 * at_addresses,
-                # The loops know an occurrence by its position among those of all tables.
-                table.values - first_position * table.width * self._kernel.g.itemsize,
-                table.hp,
-                table.rows,
-                table.width,
-                first_row,
-                first_position,
-                table.indices,
-                table.index_bytes,
-                first_range,
-                length,
-            )
-            first_range += -(-table.length // length)
-            first_row += table.rows
-            first_position += table.length
+        for addresses, hp, n_rows, width, indices, index_bytes, n, values in self._tables:
+            length = range_length(n)
+            struct.pack_into(f"{len(addresses)}q", words.data, 8 * at_addresses, *addresses)
+            # The loops know an occurrence by its position among those of all tables.
+            values -= first_position * width * self._kernel.g.itemsize
+            of_rows = base + 8 * at_addresses, values, hp, n_rows, width, first_row
+            of_indices = first_position, indices, index_bytes, first_range, length, -(-n // length)
+            _pack_table(words.data, 8 * place, *of_rows, *of_indices)
+            first_range += -(-n // length)
+            first_row += n_rows
+            first_position += n
             place += len(Table._fields)
-            at_addresses += count
-        self._n_ranges = first_range
+            at_addresses += len(addresses)
+        return first_range
 
     def _group(self) -> None:
         """Check the indices, and sort their keys; stops at a bad index."""
         if self._size.sort_parts == 1:
-            self._run(sort.group_serial, 1, 1)
+            self._run(sort.group_serial)
             return
         self._each_share(sort.count_rows_part)
         place = self._size.places[_BAD]
@@ -288,39 +249,36 @@ class RowStep:
             self._set("bad_position", bad[bad >= 0].min())
             return
         self._sort()
-        self._run(sort.finish_part, 1, 1)
+        self._run(sort.finish_part)
 
     def _each_share(self, part: NativeFunction) -> None:
         self._run(part, self._size.sort_parts, self._size.sort_parts)
 
     def _sort(self) -> None:
-        words, keys, spare = self._block.words, _FIELD["keys"], _FIELD["spare"]
-        self._run(sort.offsets_part, 1, 1)
+        self._run(sort.offsets_part)
         self._each_share(sort.scatter_rows_part)
-        first = int(words[_FIELD["position_bits"]])
-        second, last = first + self._size.digit_bits, first + self._size.row_bits
-        for shift in range(second, last, self._size.digit_bits):
+        first, digit_bits = self._get("position_bits"), self._get("digit_bits")
+        for shift in range(first + digit_bits, first + self._get("row_bits"), digit_bits):
             self._set("shift", shift)
             self._each_share(sort.count_part)
-            self._run(sort.offsets_part, 1, 1)
+            self._run(sort.offsets_part)
             if self._get("moved"):
                 self._each_share(sort.scatter_part)
-                words[keys], words[spare] = int(words[spare]), int(words[keys])
+                keys, spare = self._get("keys"), self._get("spare")
+                self._set("keys", spare)
+                self._set("spare", keys)
 
     def _sum_hot(self) -> None:
         """Sum the hot rows, range by range."""
         if self._size.n <= HOT:
             return
-        self._run(rows.find_hot, 1, 1)
+        self._run(rows.find_hot)
         if self._get("n_hot") == 0:
             return
-        kernel = self._kernel
-        hot_sums = np.empty(self._get("hot_elements"), kernel.real.dtype)
-        numbers = np.arange(self._n_ranges + PADDING)
-        self._keep += [hot_sums, numbers]
-        self._set("hot_sums", address_of(hot_sums))
-        self._set("range_numbers", address_of(numbers))
-        self._set("add_ranges", sums.accumulate(kernel.real, kernel.real).address)
+        real = self._kernel.real
+        self._set("hot_sums", np.empty(self._get("hot_elements"), real.dtype))
+        self._set("range_numbers", np.arange(self._n_ranges + PADDING))
+        self._set("add_ranges", sums.accumulate(real, real).address)
         threads = max(self._size.sort_parts, self._size.threads)
         self._run(rows.sum_hot_range, self._n_ranges, threads)
 
@@ -334,18 +292,17 @@ class RowStep:
 
     def measure_touched(self) -> float:
         """The squares of the summed rows, added up in the order of the rows."""
-        squares = np.zeros(self._size.n)
-        self._set("measured", address_of(squares))
-        n_parts = min(self._size.n, _PARTS_PER_THREAD * self._size.threads)
+        squares, threads = np.zeros(self._size.n), self._size.threads
+        n_parts = min(self._size.n, _PARTS_PER_THREAD * threads)
+        self._set("measured", squares)
         self._set("n_parts", n_parts)
-        self._run(rows.measure_touched, n_parts, self._size.threads)
+        self._run(rows.measure_touched, n_parts, threads)
         return float(squares.sum())
 
     def _sweep(self) -> Loop:
         """Dense-equivalent: one sweep over all rows."""
         parts = np.concatenate([_sweep_parts(t, table) for t, table in enumerate(self._tables)])
-        self._keep.append(parts)
-        self._set("parts", address_of(parts))
+        self._set("parts", parts)
         self._set("n_parts", len(parts))
         return Loop.of(rows.update_all, len(parts), self._block.address, self._size.threads)
 

@@ -83,4 +83,4 @@ def accumulate(g: Storage, real: Storage) -> NativeFunction:
                 sum_one(out, row, first_key, last_key, stride, position_mask, ahead)
             column += tile
 
-    return NativeFunction(accumulate_rows, 7, f"accumulate {g.name} {real.name}")
+    return NativeFunction(accumulate_rows, f"accumulate {g.name} {real.name}")

@@ -9,7 +9,7 @@ import numpy as np
 from numba import carray, njit
 
 from ...tables import HOT
-from ..compile import int64s, part
+from ..compile import part
 from ..intrinsics import (
     as_pointer,
     call_address,
@@ -20,9 +20,10 @@ from ..intrinsics import (
     prefetch_write,
     store_release,
 )
+from ..records import int64s
 from .layout import PADDING, hot_of, parts_at, read_call, tables_of
 from .search import last_at_most
-from .sort import first_key_at_least, position_end, share
+from .sort import first_key_at_least, share
 
 _LINE = 64  # bytes of a cache line
 _LINES = 8  # lines of a row that are prefetched; the hardware follows from there
@@ -59,15 +60,9 @@ def _clear(address, n_bytes):
 
 
 @njit(inline="always")
-def _n_ranges(c, tables, t):
-    n_positions = position_end(c, tables, t) - tables[t].first_position
-    return (n_positions + tables[t].range - 1) // tables[t].range
-
-
-@njit(inline="always")
-def _accumulate(c, table, sorted_keys, begin, end, total):
+def _accumulate(c, table, begin, end, total):
     mask = (1 << c.position_bits) - 1
-    call_address(c.accumulate, total, table.values, sorted_keys, begin, end, table.width, mask)
+    call_address(c.accumulate, total, table.values, c.sorted_keys, begin, end, table.width, mask)
 
 
 @part
@@ -75,11 +70,7 @@ def find_hot(index, slot, call):
     """List the hot segments. Every one covers a multiple of HOT, so only those are probed."""
     c = read_call(call)
     n, bits = c.n_valid, c.position_bits
-    keys, tables, hot = (
-        int64s(c.sorted_keys, c.n),
-        tables_of(c),
-        hot_of(c),
-    )
+    keys, tables, hot = int64s(c.sorted_keys, c.n), tables_of(c), hot_of(c)
     n_hot = elements = last_end = 0
     for k in range(0, n, HOT):
         if k < last_end:
@@ -93,7 +84,7 @@ def find_hot(index, slot, call):
         found = hot[n_hot]
         found.begin, found.end, found.offset, found.table = begin, last_end, elements, t
         n_hot += 1
-        elements += _n_ranges(c, tables, t) * tables[t].width
+        elements += tables[t].n_ranges * tables[t].width
     c.n_hot, c.hot_elements = n_hot, elements
 
 
@@ -101,11 +92,7 @@ def find_hot(index, slot, call):
 def sum_hot_range(index, slot, call):
     """Sum what the hot rows of a table have in one range of its positions."""
     c = read_call(call)
-    keys, hot, tables = (
-        int64s(c.sorted_keys, c.n),
-        hot_of(c),
-        tables_of(c),
-    )
+    keys, tables, hot = int64s(c.sorted_keys, c.n), tables_of(c), hot_of(c)
     t = last_at_most(tables.first_range, c.n_tables, index)
     number, width = index - tables[t].first_range, tables[t].width
     first = tables[t].first_position + number * tables[t].range
@@ -119,35 +106,32 @@ def sum_hot_range(index, slot, call):
         if begin == end:
             _clear(total, width * c.real_bytes)
         else:
-            _accumulate(c, tables[t], c.sorted_keys, begin, end, total)
+            _accumulate(c, tables[t], begin, end, total)
 
 
 @njit
-def _sum_segment(c, tables, t, begin, end, total):
+def _sum_segment(c, table, begin, end, total):
     """The summed gradient of one segment to address ``total``."""
     if end - begin <= HOT:
-        _accumulate(c, tables[t], c.sorted_keys, begin, end, total)
+        _accumulate(c, table, begin, end, total)
         return
     hot = hot_of(c)
     h = last_at_most(hot.begin, c.n_hot, begin)
     sums = c.hot_sums + hot[h].offset * c.real_bytes
-    n_ranges = _n_ranges(c, tables, t)
-    call_address(c.add_ranges, total, sums, c.range_numbers, 0, n_ranges, tables[t].width, -1)
+    call_address(c.add_ranges, total, sums, c.range_numbers, 0, table.n_ranges, table.width, -1)
 
 
 @njit
 def _lock(stripes, address):
-    """Take the row lock of a row address; returns its stripe.
+    """Take the row lock of a row address; returns where it is.
 
     Fibonacci hashing spreads the row addresses, which are multiples of the row size.
     """
-    stripe = np.int64(
-        (np.uint64(address) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(_STRIPE_SHIFT)
-    )
-    while True:
-        if load_acquire(stripes, stripe) == 0 and compare_and_swap(stripes, stripe, 0, 1) == 0:
-            return stripe
+    spread = np.uint64(address) * np.uint64(0x9E3779B97F4A7C15)
+    lock = stripes + 4 * np.int64(spread >> np.uint64(_STRIPE_SHIFT))
+    while load_acquire(lock) != 0 or compare_and_swap(lock, 0, 1) != 0:
         cpu_pause()
+    return lock
 
 
 @njit(inline="always")
@@ -198,7 +182,7 @@ def measure_touched(index, slot, call):
     while begin < stop:
         t = last_at_most(tables.first_row, c.n_tables, keys[begin] >> bits)
         end = _segment_end(keys, begin, n, bits)
-        _sum_segment(c, tables, t, begin, end, total)
+        _sum_segment(c, tables[t], begin, end, total)
         sums = c.measured + begin * 8
         call_address(c.block, scratch, 0, total, tables[t].width, tables[t].hp, sums)
         begin = end
@@ -207,14 +191,13 @@ def measure_touched(index, slot, call):
 @njit(inline="always")
 def _update_row(c, table, row, total):
     """The block on one row, under its lock where rows have locks."""
-    stripes = carray(as_pointer(c.stripes), N_STRIPES, np.int32)
-    stripe = 0
+    lock = 0
     if c.stripes != 0:
         offset = row * table.width * load_int64(c.itemsizes)
-        stripe = _lock(stripes, load_int64(table.arrays) + offset)
+        lock = _lock(c.stripes, load_int64(table.arrays) + offset)
     _call_block(c.block, table, row, table.width, total)
     if c.stripes != 0:
-        store_release(stripes, stripe, 0)
+        store_release(lock, 0)
 
 
 @njit(inline="always")
@@ -266,7 +249,7 @@ def update_touched(index, slot, call):
         if row >= tables[t].first_row + tables[t].rows:
             t = _table_of(tables, t, row)
             most = _rows_ahead(c, tables[t])
-        _sum_segment(c, tables, t, begin, end, total)
+        _sum_segment(c, tables[t], begin, end, total)
         _update_row(c, tables[t], row - tables[t].first_row, total)
 
 
@@ -302,7 +285,7 @@ def update_all(index, slot, call):
             if r >= height:
                 break
             end = _segment_end(keys, begin, stop, bits)
-            _sum_segment(c, tables, t, begin, end, buffer + r * width * c.real_bytes)
+            _sum_segment(c, tables[t], begin, end, buffer + r * width * c.real_bytes)
             begin = end
         _call_block(c.block, tables[t], row, height * width, buffer)
         row += height

@@ -1,0 +1,110 @@
+"""Docstrings as Markdown: formulas, sections, examples and references of this project's form.
+
+``mkdocs.yml`` names this file as an extension of Griffe, which reads the docstrings.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import griffe
+
+from fusestep import nn, ops
+
+_SECTIONS = {
+    "Args": "Arguments",
+    "Call arguments": "Arguments of a call",
+    "Attributes": "Attributes",
+    "Returns": "Returns",
+    "Raises": "Raises",
+}
+_HEAD = re.compile(rf"({'|'.join(_SECTIONS)}):")
+_ITEM = re.compile(r"(\*{0,2}\w+(?:, \*{0,2}\w+)*): ")
+_REFERENCE = re.compile(r"(?<!`)`([A-Za-z_][\w.]*)`(?!`)")
+_SIGNS = (
+    (r"<-", "← "),
+    (r"\bbeta1\b", "β₁"),
+    (r"\bbeta2\b", "β₂"),
+    (r"\b(epsilon|eps)\b", "ε"),
+    (r"\blambda\b", "λ"),
+    (r"\bpi\b", "π"),
+    (r"\bsqrt\(", "√("),
+    (r"\^-(\w+)", r"<sup>−\1</sup>"),  # noqa: RUF001  (a minus sign)
+    (r"(?:\*\*|\^)(\w+)", r"<sup>\1</sup>"),
+    (r"\*", "·"),
+    (r"(?<=[\w)'|] )-(?= )|(?<=[ (])-(?=\w)", "−"),  # noqa: RUF001
+)
+
+
+class Markdown(griffe.Extension):
+    """Rewrites every docstring that Griffe has read."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        """One module, class, function or attribute has been read."""
+        if obj.docstring:
+            obj.docstring.value = "\n".join(_lines(obj.docstring.value.splitlines()))
+
+
+def _lines(lines: list[str]) -> Iterator[str]:
+    rest = lines
+    while rest:
+        line, rest = rest[0], rest[1:]
+        if head := _HEAD.fullmatch(line):
+            block, rest = _indented(rest)
+            yield from ("", f"**{_SECTIONS[head[1]]}**", "", *_items(block), "")
+        elif line.endswith("::"):
+            block, rest = _indented(rest)
+            yield from (_linked(line[:-1]), "", _formula(block), "")
+        elif line.startswith(">>>"):
+            end = next((k for k, other in enumerate(rest) if not other), len(rest))
+            yield from ("", "```pycon", line, *rest[:end], "```", "")
+            rest = rest[end:]
+        else:
+            yield _linked(line)
+
+
+def _indented(lines: list[str]) -> tuple[list[str], list[str]]:
+    """The lines up to the first that is not indented, without their indentation; and the rest."""
+    end = next((k for k, line in enumerate(lines) if line and line[0] != " "), len(lines))
+    return [line[4:] for line in lines[:end]], lines[end:]
+
+
+def _items(lines: list[str]) -> Iterator[str]:
+    """A list of what begins with names, a paragraph of what does not."""
+    joined: list[str] = []
+    for line in lines:
+        if line.startswith(" "):
+            joined[-1] += f" {line.strip()}"
+        elif line:
+            joined.append(line)
+    for text in joined:
+        if names := _ITEM.match(text):
+            marked = ", ".join(f"`{name}`" for name in names[1].split(", "))
+            yield f"- {_linked(marked)}: {_linked(text[names.end() :])}"
+        else:
+            yield from ("", _linked(text))
+
+
+def _formula(lines: list[str]) -> str:
+    """The block with the signs of mathematics; its columns stay columns."""
+    text = html.escape("\n".join(lines).strip("\n"), quote=False).replace("&lt;-", "<-")
+    for pattern, sign in _SIGNS:
+        text = re.sub(pattern, sign, text)
+    return f'<pre class="formula">{text}</pre>'
+
+
+def _linked(text: str) -> str:
+    """Names in single backticks as links to their pages, and papers to arXiv."""
+    text = re.sub(r"arXiv:(\d+\.\d+)", r"[arXiv:\1](https://arxiv.org/abs/\1)", text)
+    return _REFERENCE.sub(_link, text)
+
+
+def _link(found: re.Match[str]) -> str:
+    name = found[1]
+    for layer, module in (("nn", nn), ("ops", ops), ("nn.mxnet", nn.mxnet)):
+        if name in module.__all__ and getattr(module, name) is not nn.mxnet:
+            return f"[`{name}`][fusestep.{layer}.{name}]"
+    return found[0]

@@ -1,0 +1,88 @@
+"""Tests of the script that compares two trees: `digests.py`."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fusestep import nn
+
+import digests
+from digest_optimizers import build, train
+
+CASE = "nn.Momentum() float32 dense"
+
+
+def digest_of(*values: Any) -> str:
+    record = digests.Record()
+    record.add(*values)
+    return record.digest
+
+
+@pytest.fixture(scope="module")
+def cases() -> Any:
+    return digests.all_cases()
+
+
+def test_every_public_name_has_a_case(cases):
+    assert digests.uncovered(cases) == []
+    assert digests.uncovered(n for n in cases if not n.startswith("nn.SGD(")) == ["nn.SGD"]
+
+
+@pytest.mark.parametrize("name", [CASE, "ops.FusedSparseFtrl() bad indices", "nn.SGD bad_steps"])
+def test_a_digest_does_not_depend_on_the_run(cases, name):
+    assert digests.digest(cases[name]) == digests.digest(cases[name])
+
+
+def test_another_rate_is_another_digest(cases):
+    def of_rate(rate: float) -> str:
+        make = partial(build, nn.Momentum, learning_rate=rate)
+        return digests.digest(partial(train, make=make, plan="dense"))[0]
+
+    assert of_rate(0.05) == digests.digest(cases[CASE])[0]
+    assert of_rate(0.05) != of_rate(np.nextafter(0.05, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (np.zeros(2), -np.zeros(2)),
+        (np.zeros((1, 2)), np.zeros((2, 1))),
+        (np.zeros(2, np.int32), np.zeros(1, np.int64)),
+        ([1, [2]], [[1], 2]),
+        (1, True),
+        (1, 1.0),
+        (("a", "b"), ("ab",)),
+        (ValueError("a"), TypeError("a")),
+        (ValueError("a"), ValueError("b")),
+    ],
+)
+def test_what_differs_has_another_digest(a, b):
+    assert digest_of(a) != digest_of(b)
+
+
+def test_places_of_memory_and_of_modules_are_not_looked_at():
+    texts = "<fusestep.nn.adam.Adam at 0x7f01>", "<fusestep.nn.engine.other.Adam at 0xab>"
+    assert digest_of(texts[0]) == digest_of(texts[1])
+
+
+def test_comparison_with_another_tree(tmp_path: Path, capsys: Any) -> None:
+    file = tmp_path / "digests.json"
+    run = partial(digests.main, ["--only", CASE, "--against", str(file)])
+    assert digests.main(["--only", CASE, "--output", str(file)]) == 0
+    assert run() == 0
+
+    def changed(**cases: str) -> None:
+        file.write_text(json.dumps({**json.loads(file.read_text()), "cases": cases}))
+
+    changed()
+    assert run() == 0
+    assert f"is new: {CASE}" in capsys.readouterr().out
+    changed(**{CASE: "another"})
+    assert run() == 1
+    assert f"differs: {CASE}" in capsys.readouterr().out
