@@ -18,21 +18,13 @@ from .storage import F64, Storage, numba_type, real_of
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """A rule behind a prologue for some storage types; compared by identity, see `kernel`.
-
-    Attributes:
-        rule: the update rule.
-        prologue: what happens to the gradient first.
-        w: storage of the parameter; the arithmetic follows it.
-        g: storage of the gradient.
-        s: storage of each state.
-    """
+    """A rule behind a prologue for some storage types; compared by identity, see `kernel`."""
 
     rule: Rule
-    prologue: Prologue
-    w: Storage
-    g: Storage
-    s: tuple[Storage, ...]
+    prologue: Prologue  # what happens to the gradient first
+    w: Storage  # of the parameter; the arithmetic follows it
+    g: Storage  # of the gradient
+    s: tuple[Storage, ...]  # of each state
 
     def with_gradient(self, g: Storage) -> Kernel:
         """The same for another storage of the gradient."""
@@ -68,21 +60,13 @@ def kernel(
 
 
 class Compiler(NamedTuple):
-    """How a backend compiles the functions of an element.
+    """How a backend compiles the functions of an element."""
 
-    Attributes:
-        rule: a function of a rule.
-        part: the function of a part of a prologue.
-        conversion: from or to a storage type.
-        element: what calls them.
-        inlined: a part of that, one of many, so that each must compile in no time.
-    """
-
-    rule: Callable[..., Any]
-    part: Callable[..., Any]
-    conversion: Callable[..., Any]
-    element: Callable[..., Any]
-    inlined: Callable[..., Any]
+    rule: Callable[..., Any]  # a function of a rule
+    part: Callable[..., Any]  # that of a part of a prologue
+    conversion: Callable[..., Any]  # from or to a storage type
+    element: Callable[..., Any]  # what calls them
+    inlined: Callable[..., Any]  # a piece of that, one of many: each must compile in no time
 
 
 def compose(prologue: Prologue, compiler: Compiler) -> Any:

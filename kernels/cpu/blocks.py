@@ -42,20 +42,12 @@ SUMS = {"reassoc", "contract"}
 
 
 class Blocks(NamedTuple):
-    """The machine code of a kernel, compiled when its address is first asked for.
-
-    Attributes:
-        update: updates contiguous elements.
-        update_zero: the same for a gradient that is 0 everywhere and is not read.
-        update_real: the same for a gradient in the type of the arithmetic (summed rows).
-        measure: the first stage of a two-stage rule, else None.
-        measure_real: the same for a gradient in the type of the arithmetic.
-    """
+    """The machine code of a kernel, compiled when its address is first asked for."""
 
     update: NativeFunction
-    update_zero: NativeFunction
-    update_real: NativeFunction
-    measure: NativeFunction | None
+    update_zero: NativeFunction  # for a gradient that is 0 everywhere and is not read
+    update_real: NativeFunction  # for one in the type of the arithmetic (summed rows)
+    measure: NativeFunction | None  # the first stage of a two-stage rule
     measure_real: NativeFunction | None
 
 

@@ -182,10 +182,9 @@ def _reached_values(function: types.FunctionType) -> list[Any]:
 
 
 class KernelCache(_Cache):
-    """Numba's cache interface for one function, keyed by ``identity`` and the environment.
+    """Numba's cache interface for one function, keyed by the environment and ``identity``.
 
-    Args:
-        identity: names the function and every choice that was compiled into it.
+    This names the function and every choice that was compiled into it.
     """
 
     def __init__(self, identity: str) -> None:

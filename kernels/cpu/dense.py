@@ -105,12 +105,7 @@ class DenseStep:
 
     To ask for the addresses of arrays and to write the loop's arguments takes longer than a step
     on a small tensor, so both is done once, and the object is used for many steps; but for one
-    at a time.
-
-    Args:
-        kernel: the compiled rule and its storage types.
-        table: the tensors.
-        give: leaves the object to later steps.
+    at a time. ``give`` leaves it to later ones.
 
     Attributes:
         loops: what updates the tensors in place, each array read once.

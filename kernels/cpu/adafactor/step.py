@@ -175,11 +175,8 @@ def update_matrices(index, slot, call):
 class FactoredStep:
     """One step: `direction_squares` computes, then `loops` write.
 
-    Args:
-        kernel: the rule and its storage types, as for `factored_blocks`.
-        table: the tensors.
-        gradients: int64 ``[T]``: addresses of the gradients.
-        hp: ``[T, F]`` scalars in the type of the arithmetic.
+    The kernel is as for `factored_blocks`, ``gradients`` are int64 addresses, and ``hp`` are
+    ``[T, F]`` scalars in the type of the arithmetic.
 
     Attributes:
         loops: the third pass: the states of rows and columns, the parameters and their first

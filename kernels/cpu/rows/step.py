@@ -46,12 +46,8 @@ _pack_table = struct.Struct(f"{len(Table._fields)}q").pack_into
 def row_norm(kernel: Kernel, tables: list[RowTable]) -> tuple[int, float]:
     """The sum of squares of row-sparse gradients whose duplicates are summed first.
 
-    Args:
-        kernel: of a rule that measures the gradient; its storage types are those of the sums.
-        tables: at least one; only their gradients are read.
-
-    Returns:
-        The position of the first bad index or -1, as `RowStep` has it, and the float64 sum.
+    The kernel is that of a rule that measures the gradient, for the storage types of the sums.
+    Before the float64 sum comes the position of the first bad index or -1, as `RowStep` has it.
     """
     block = blocks(kernel).measure_real
     assert block is not None
@@ -155,8 +151,8 @@ class RowStep:
     When the object is made, the indices are checked and grouped, and all memory is taken.
 
     Args:
-        kernel: the compiled rule and its storage types.
-        tables: at least one; all of the kernel's storage types.
+        kernel: the rule and its storage types.
+        tables: at least one; all of these storage types.
         of_row: the block that is called for each row; None: the kernel's update.
         touched_only: True updates the rows that occur (lazy); False all rows, those that do
             not occur with a gradient of 0 (dense-equivalent).
