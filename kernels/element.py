@@ -85,32 +85,30 @@ def compose(prologue: Prologue, compiler: Compiler) -> Any:
     return compiler.inlined(composed)
 
 
-def conditioned(prologue: Prologue, w: Storage, g: Storage | None, compiler: Compiler) -> Any:
-    """``load(w, g, i, hp)``: parameter and gradient after the prologue, as numbers.
-
-    Without a storage of the gradient this is 0 and is not read.
-    """
-    load_w, load_g = compiler.conversion(w.to_real), compiler.conversion((g or w).to_real)
-    condition, real, zero_gradient = compose(prologue, compiler), numba_type(real_of(w)), g is None
+def conditioned(kernel: Kernel, compiler: Compiler, *, zero_gradient: bool = False) -> Any:
+    """``load(w, g, i, hp)``: parameter and gradient after the prologue, as numbers."""
+    load_w, load_g = (compiler.conversion(storage.to_real) for storage in (kernel.w, kernel.g))
+    condition, real = compose(kernel.prologue, compiler), numba_type(kernel.real)
 
     def load(w, g, i, hp):
         x = real(load_w(w[i]))
+        # Constants of the closure: Numba prunes the other branch before it types it.
         d = real(0) if zero_gradient else real(load_g(g[i]))
         return x, condition(d, x, hp)
 
     return compiler.inlined(load)
 
 
-def _loaded(w: Storage, s: tuple[Storage, ...], compiler: Compiler, k: int = 0) -> Any:
+def _loaded(kernel: Kernel, compiler: Compiler, k: int = 0) -> Any:
     """``load(arrays, i)``: element ``i`` of the states from number ``k`` on, as numbers."""
-    if k == len(s):
+    if k == len(kernel.s):
 
         def nothing(arrays, i):
             return ()
 
         return compiler.inlined(nothing)
-    to_real, real, place = compiler.conversion(s[k].to_real), numba_type(real_of(w)), 1 + k
-    rest = _loaded(w, s, compiler, k + 1)
+    to_real, real, place = compiler.conversion(kernel.s[k].to_real), numba_type(kernel.real), 1 + k
+    rest = _loaded(kernel, compiler, k + 1)
 
     def load(arrays, i):
         return (real(to_real(arrays[place][i])), *rest(arrays, i))
@@ -118,17 +116,17 @@ def _loaded(w: Storage, s: tuple[Storage, ...], compiler: Compiler, k: int = 0) 
     return compiler.inlined(load)
 
 
-def _stored(storages: tuple[Storage, ...], compiler: Compiler, k: int = 0) -> Any:
+def _stored(kernel: Kernel, compiler: Compiler, k: int = 0) -> Any:
     """``store(arrays, i, values)``: element ``i`` of the arrays from number ``k`` on."""
-    if k == len(storages):
+    if k > len(kernel.s):
 
         def nothing(arrays, i, values):
             pass
 
         return compiler.inlined(nothing)
-    to, wide = storages[k], real_of(storages[0]) is F64
-    convert = compiler.conversion(to.from_wide if wide else to.from_real)
-    rest = _stored(storages, compiler, k + 1)
+    storage = (kernel.w, *kernel.s)[k]
+    convert = compiler.conversion(storage.from_wide if kernel.real is F64 else storage.from_real)
+    rest = _stored(kernel, compiler, k + 1)
 
     def store(arrays, i, values):
         arrays[k][i] = convert(values[k])
@@ -138,42 +136,31 @@ def _stored(storages: tuple[Storage, ...], compiler: Compiler, k: int = 0) -> An
 
 
 def element_of(
-    update: Callable[..., Any],
-    prologue: Prologue,
-    w: Storage,
-    g: Storage | None,
-    s: tuple[Storage, ...],
-    compiler: Compiler,
+    kernel: Kernel, update: Callable[..., Any], compiler: Compiler, *, zero_gradient: bool = False
 ) -> Any:
     """``element(arrays, g, i, *rest)``: load, prologue, ``update`` and store of one element.
 
     ``arrays`` is a tuple, of the parameter and its states; ``rest`` is what ``update`` takes after
-    the states, ``hp`` the last. Without a storage of the gradient this is 0 and is not read.
+    the states, ``hp`` the last. With ``zero_gradient`` this is 0 and is not read.
     """
-    compiled, load = compiler.rule(update), conditioned(prologue, w, g, compiler)
-    load_states, store = _loaded(w, s, compiler), _stored((w, *s), compiler)
-    has_states = bool(s)
+    compiled = compiler.rule(update)
+    load = conditioned(kernel, compiler, zero_gradient=zero_gradient)
+    load_states, store = _loaded(kernel, compiler), _stored(kernel, compiler)
+    has_states = bool(kernel.s)
 
     def element(arrays, g, i, *rest):
         x, d = load(arrays[0], g, i, rest[-1])
         new = compiled(x, d, *load_states(arrays, i), *rest)
-        # A constant of the closure: Numba prunes the other branch before it types it.
         store(arrays, i, new if has_states else (new,))
 
     return compiler.element(element)
 
 
-def values_of(
-    measure: Callable[..., Any],
-    prologue: Prologue,
-    w: Storage,
-    g: Storage,
-    s: tuple[Storage, ...],
-    compiler: Compiler,
-) -> Any:
-    """``values(arrays, g, i, hp)``: load, prologue and ``measure`` of one element."""
-    compiled, load = compiler.rule(measure), conditioned(prologue, w, g, compiler)
-    load_states = _loaded(w, s, compiler)
+def values_of(kernel: Kernel, compiler: Compiler) -> Any:
+    """``values(arrays, g, i, hp)``: load, prologue and what the rule measures of one element."""
+    assert kernel.rule.measure is not None
+    compiled, load = compiler.rule(kernel.rule.measure), conditioned(kernel, compiler)
+    load_states = _loaded(kernel, compiler)
 
     def values(arrays, g, i, hp):
         x, d = load(arrays[0], g, i, hp)

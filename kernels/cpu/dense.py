@@ -56,19 +56,9 @@ class DenseCall(NamedTuple):
         chunk: int,
     ) -> DenseCall:
         """``block`` on the tensors of a table, ``chunk`` elements at a time."""
-        return cls(
-            block.address,
-            len(gradients),
-            table.addresses,
-            table.addresses.strides[0],
-            gradients,
-            table.first,
-            hp,
-            hp.strides[0],
-            hp_of,
-            g.itemsize,
-            chunk,
-        )
+        tensors = table.addresses, table.addresses.strides[0], gradients, table.first
+        scalars = hp, hp.strides[0], hp_of
+        return cls(block.address, len(gradients), *tensors, *scalars, g.itemsize, chunk)
 
 
 _CHUNK = DenseCall._fields.index("chunk")
