@@ -4,53 +4,26 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..kernels.cpu.adafactor.layout import FactoredTable
-from ..kernels.cpu.adafactor.step import FactoredStep
-from ..kernels.element import Kernel, kernel
-from ..kernels.quiet import quiet
 from ..kernels.rules import adafactor as rules
 from ..kernels.rules.formula import Formula
-from ..kernels.rules.rule import columns
-from ..kernels.tables import FactoredTensor
-from ..ops.norm import squares_at
 from ..ops.runtime import check, pending
-from ..ops.runtime.errors import message, reject_unknown
-from ..ops.runtime.step import Prepared
-from .base.arguments import non_negative_float, open_unit, positive_float
+from ..ops.runtime.errors import reject, reject_unknown
+from .base.arguments import non_negative_float, open_unit, positive_float, step_options
+from .base.attributes import Fixed
 from .base.groups import Groups
 from .base.numbers import Number
 from .base.parameter import Parameter
 from .base.stateful import States
-from .engine.conditioning import Conditioning
-from .engine.host_steps import Call
+from .engine.factored import FactoredUpdate, is_factored
 from .engine.layout import Batch
+from .engine.plan import Update
 from .fused import FusedOptimizer
 from .schedules.base import LearningRateSchedule
-
-if TYPE_CHECKING:
-    from .engine.program import Part
-
-_ARGUMENTS = (
-    "params",
-    "learning_rate",
-    "eps",
-    "clip_threshold",
-    "decay_rate",
-    "beta1",
-    "weight_decay",
-    "scale_parameter",
-    "relative_step",
-    "warmup_init",
-    "compression",
-    "loss_scale",
-    "use_locking",
-    "skip_nonfinite",
-    "state_dtype",
-)
 
 
 class RelativeStep(LearningRateSchedule):
@@ -140,6 +113,8 @@ class AdaFactor(FusedOptimizer):
      [0.9 0.9]]
     """
 
+    relative_step = Fixed(check.flag)
+    warmup_init = Fixed(check.flag)
     _decay_is_coupled = False
     _filter_names = False
     _rows_need = ("a dense one: Adafactor needs means over all rows", "a RowTensor")
@@ -164,7 +139,7 @@ class AdaFactor(FusedOptimizer):
         state_dtype: Any = None,
         **unknown: Any,
     ) -> None:
-        reject_unknown(self._name, unknown, _ARGUMENTS)
+        reject_unknown(self._name, unknown, AdaFactor)
         self.eps = _two_epsilons(self._name, eps)
         self.clip_threshold = positive_float(
             self._name, "clip_threshold", clip_threshold, np.float32
@@ -172,46 +147,32 @@ class AdaFactor(FusedOptimizer):
         self.decay_rate = open_unit(self._name, "decay_rate", decay_rate, np.float64)
         self.beta1 = _beta1(self._name, beta1)
         self.scale_parameter = check.flag(self._name, "scale_parameter", scale_parameter)
-        self.relative_step = check.flag(self._name, "relative_step", relative_step)
-        self.warmup_init = check.flag(self._name, "warmup_init", warmup_init)
+        self.relative_step, self.warmup_init = relative_step, warmup_init
         self.compression = check.flag(self._name, "compression", compression)
         self._check_rate(learning_rate)
         if learning_rate is not None and not isinstance(learning_rate, int | float | np.floating):
             self.scale_parameter = False  # a schedule is meant as it is
-        super().__init__(
-            RelativeStep(self.warmup_init) if self.relative_step else learning_rate,
-            params,
-            weight_decay,
-            loss_scale,
-            rule=rules.ADAFACTOR if self.beta1 else rules.ADAFACTOR_PLAIN,
-            states={},
-            use_locking=use_locking,
-            sparse_update=None,
-            skip_nonfinite=skip_nonfinite,
-            state_dtype=state_dtype,
-        )
+        rate = RelativeStep(self.warmup_init) if self.relative_step else learning_rate
+        rule = rules.ADAFACTOR if self.beta1 else rules.ADAFACTOR_PLAIN
+        options = step_options(use_locking, None, skip_nonfinite, state_dtype)
+        super().__init__(rate, params, weight_decay, loss_scale, rule=rule, states={}, **options)
 
     def _check_rate(self, learning_rate: Any) -> None:
         if self.relative_step and learning_rate is not None:
             wrong, expected = "excludes relative_step", "None, or relative_step=False"
-        elif not self.relative_step and learning_rate is None:
-            wrong, expected = "is missing", "a learning rate, or relative_step=True"
-        elif self.warmup_init and not self.relative_step:
-            expected = "relative_step=True"
-            raise ValueError(
-                message(self._name, "warmup_init", "needs relative_step", expected, False)
-            )
-        else:
-            return
-        raise ValueError(message(self._name, "learning_rate", wrong, expected, learning_rate))
+            reject(ValueError, self._name, "learning_rate", wrong, expected, learning_rate)
+        if not self.relative_step and learning_rate is None:
+            expected = "a learning rate, or relative_step=True"
+            reject(ValueError, self._name, "learning_rate", "is missing", expected, None)
+        if self.warmup_init and not self.relative_step:
+            wrong, expected = "needs relative_step", "relative_step=True"
+            reject(ValueError, self._name, "warmup_init", wrong, expected, False)
 
     def _check_groups(self, groups: Groups) -> None:
         super()._check_groups(groups)
         for decay in (option.decay for option in groups.options):
-            if isinstance(decay, float) and decay >= 1.0:
-                raise ValueError(
-                    message(self._name, "weight_decay", "is out of range", "in [0, 1)", decay)
-                )
+            if isinstance(decay, float):
+                check.in_range(self._name, "weight_decay", decay, decay < 1.0, "in [0, 1)")
 
     # State
 
@@ -222,7 +183,7 @@ class AdaFactor(FusedOptimizer):
         }
         for p in self.parameters:
             real = np.float64 if p.dtype == np.float64 else np.float32
-            is_matrix = _is_factored(p)
+            is_matrix = is_factored(p)
             full = np.float16 if self.compression else self._state_dtype or p.dtype
             new = (
                 self._zeros(p, real, p.shape[:-1]) if is_matrix else None,
@@ -292,91 +253,22 @@ class AdaFactor(FusedOptimizer):
         # It can be assigned to after construction.
         if self.beta1 and "exp_avg" not in self._states:
             wrong, expected = "needs a first moment", "init_ada_factor_state, which makes one"
-            raise ValueError(message(self._name, "beta1", wrong, expected, self.beta1))
+            reject(ValueError, self._name, "beta1", wrong, expected, self.beta1)
 
-    def _formula(self) -> Formula:
+    def formula(self) -> Formula:
+        """See `FusedOptimizer`."""
         return Formula(rules.adafactor_scalars, (self.beta1 or 0.0, self.decay_rate, self.eps[0]))
 
-    @property
-    def _size_options(self) -> tuple[float, float, bool]:
-        return self.eps[1], self.clip_threshold, self.scale_parameter
-
-    @property
-    def _options_on_device(self) -> tuple[Any, ...]:
-        return (*super()._options_on_device, self._size_options)
-
-    def _complete(self, squares: np.ndarray, call: Call, column: dict[str, int]) -> None:
-        sizes = np.maximum(1, np.diff(call.batch.variables.table.first)).tolist()
-        found = [
-            rules.size_factors(of_w, of_u, size, *self._size_options)
-            for (of_w, of_u), size in zip(squares.tolist(), sizes, strict=True)
-        ]
-        of_step, of_decay = np.array(found).T
-        call.hp[:, column["step"]] *= of_step
-        call.hp[:, column["decay"]] *= of_decay
-
-    @quiet
-    def _prepared_dense(
-        self,
-        call: Call,
-        gradients: np.ndarray,
-        conditioning: Conditioning,
-    ) -> Prepared:
-        if not self._has_matrices(call.batch):
-            return super()._prepared_dense(call, gradients, conditioning)
-        variables, table = call.batch.variables, self._table(call.batch)
-        column = columns(self._rule, conditioning.prologue)
-        if conditioning.is_measured:
-            conditioning.complete(call.batch, gradients, call.hp, column, call.rates, call.decays)
-        compiled = self._kernel(call.batch, conditioning)
-        squares = np.zeros((len(gradients), 2))
-        if self.scale_parameter:
-            sizes = np.diff(variables.table.first)
-            squares[:, 0] = squares_at(variables.w, variables.table.addresses[:, 0], sizes)
-        step = FactoredStep(compiled, table, gradients, call.hp)
-        squares[:, 1] = step.direction_squares()
-        self._complete(squares, call, column)
-        return step
-
-    def _dense_part(self, batch: Batch, gradients: np.ndarray, conditioning: Conditioning) -> Part:
-        from .engine.adafactor import matrices_part, vectors_part
-
-        variables, prologue, options = batch.variables, conditioning.prologue, self._size_options
-        measured = conditioning.measured_on_device(batch, gradients, columns(self._rule, prologue))
-        if self._has_matrices(batch):
-            compiled, tensors = self._kernel(batch, conditioning), self._tensors(batch)
-            return matrices_part(compiled, tensors, gradients, options, measured)
-        vectors = kernel(self._rule, prologue, variables.w, batch.g, variables.s)
-        return vectors_part(vectors, variables.table, gradients, options, measured)
-
-    def _has_matrices(self, batch: Batch) -> bool:
-        # All of a batch have the same states, so all are matrices or none is.
-        return _is_factored(self.parameters[batch.positions[0]])
-
-    def _kernel(self, batch: Batch, conditioning: Conditioning) -> Kernel:
-        variables = batch.variables
-        first = variables.s[:1] if "exp_avg" in self._states else ()
-        return kernel(self._rule, conditioning.prologue, variables.w, batch.g, first)
-
-    def _tensors(self, batch: Batch) -> list[FactoredTensor]:
-        variables = batch.variables
-        of_each = zip(variables.tensors, variables.table.addresses.tolist(), strict=True)
-        return [FactoredTensor.of(a[0].shape, addresses) for a, addresses in of_each]
-
-    def _table(self, batch: Batch) -> FactoredTable:
-        """The table of the matrices of a batch on the host, which is made once."""
-        if batch not in self._tables:
-            self._tables[batch] = FactoredTable(self._tensors(batch))
-        return self._tables[batch]
-
-
-def _is_factored(parameter: Parameter) -> bool:
-    return parameter.ndim >= 2 and parameter.size > 0
+    def _update(self) -> Update:
+        sizes = self.eps[1], self.clip_threshold, self.scale_parameter
+        has_average = "exp_avg" in self._states
+        factored = FactoredUpdate(self._rule, sizes, has_average, self._tables)
+        return super()._update()._replace(factored=factored)
 
 
 def _two_epsilons(where: str, value: Any) -> tuple[float, float]:
     if not isinstance(value, list | tuple) or len(value) != 2:
-        raise TypeError(message(where, "eps", "has a wrong type", "a pair of floats", value))
+        reject(TypeError, where, "eps", "has a wrong type", "a pair of floats", value)
     first, second = (non_negative_float(where, f"eps[{k}]", x) for k, x in enumerate(value))
     return first, second
 

@@ -10,28 +10,9 @@ from ..kernels.rules import adagrad as rules
 from ..kernels.rules.formula import Formula
 from ..ops.runtime import check
 from ..ops.runtime.errors import reject_unknown
-from .base.arguments import non_negative_float
-from .fused import OPTIONS, FusedOptimizer
-
-_ADAGRAD_ARGUMENTS = (
-    "params",
-    "accum",
-    "learning_rate",
-    "update_slots",
-    "loss_scale",
-    "weight_decay",
-    *OPTIONS,
-)
-_PROXIMAL_ARGUMENTS = (
-    "params",
-    "accum",
-    "learning_rate",
-    "l1",
-    "l2",
-    "loss_scale",
-    "weight_decay",
-    *OPTIONS,
-)
+from .base.arguments import non_negative_float, step_options
+from .base.attributes import Fixed
+from .fused import FusedOptimizer
 
 
 class Adagrad(FusedOptimizer):
@@ -75,6 +56,8 @@ class Adagrad(FusedOptimizer):
     [0.9 1. ]
     """
 
+    update_slots = Fixed(check.flag)
+
     def __init__(
         self,
         params: Any,
@@ -90,23 +73,17 @@ class Adagrad(FusedOptimizer):
         state_dtype: Any = None,
         **unknown: Any,
     ) -> None:
-        reject_unknown(self._name, unknown, _ADAGRAD_ARGUMENTS)
-        initial = non_negative_float(self._name, "accum", accum)
-        self.update_slots = check.flag(self._name, "update_slots", update_slots)
+        reject_unknown(self._name, unknown, Adagrad)
+        states = {"accum": non_negative_float(self._name, "accum", accum)}
+        self.update_slots = update_slots
+        rule = rules.ADAGRAD if self.update_slots else rules.ADAGRAD_FIXED
+        options = step_options(use_locking, sparse_update, skip_nonfinite, state_dtype)
         super().__init__(
-            learning_rate,
-            params,
-            weight_decay,
-            loss_scale,
-            rule=rules.ADAGRAD if self.update_slots else rules.ADAGRAD_FIXED,
-            states={"accum": initial},
-            use_locking=use_locking,
-            sparse_update=sparse_update,
-            skip_nonfinite=skip_nonfinite,
-            state_dtype=state_dtype,
+            learning_rate, params, weight_decay, loss_scale, rule=rule, states=states, **options
         )
 
-    def _formula(self) -> Formula:
+    def formula(self) -> Formula:
+        """See `FusedOptimizer`."""
         return Formula(rules.adagrad_scalars)
 
     @property
@@ -170,24 +147,18 @@ class ProximalAdagrad(FusedOptimizer):
         state_dtype: Any = None,
         **unknown: Any,
     ) -> None:
-        reject_unknown(self._name, unknown, _PROXIMAL_ARGUMENTS)
-        initial = non_negative_float(self._name, "accum", accum)
+        reject_unknown(self._name, unknown, ProximalAdagrad)
+        states = {"accum": non_negative_float(self._name, "accum", accum)}
         self.l1 = non_negative_float(self._name, "l1", l1)
         self.l2 = non_negative_float(self._name, "l2", l2)
+        rule = rules.PROXIMAL_ADAGRAD
+        options = step_options(use_locking, sparse_update, skip_nonfinite, state_dtype)
         super().__init__(
-            learning_rate,
-            params,
-            weight_decay,
-            loss_scale,
-            rule=rules.PROXIMAL_ADAGRAD,
-            states={"accum": initial},
-            use_locking=use_locking,
-            sparse_update=sparse_update,
-            skip_nonfinite=skip_nonfinite,
-            state_dtype=state_dtype,
+            learning_rate, params, weight_decay, loss_scale, rule=rule, states=states, **options
         )
 
-    def _formula(self) -> Formula:
+    def formula(self) -> Formula:
+        """See `FusedOptimizer`."""
         return Formula(rules.proximal_adagrad_scalars, (self.l1, self.l2))
 
     @property

@@ -11,25 +11,10 @@ from ..kernels.rules import adam as rules
 from ..kernels.rules.formula import Formula, running_power
 from ..kernels.rules.rule import Rule
 from ..ops.runtime import check
-from ..ops.runtime.errors import message, reject_unknown
-from .base.arguments import arithmetic_type, open_unit, positive_float
+from ..ops.runtime.errors import reject, reject_unknown
+from .base.arguments import betas_and_eps, step_options
+from .base.attributes import Fixed
 from .fused import FusedOptimizer
-
-_LAZY_ARGUMENTS = (
-    "params",
-    "learning_rate",
-    "beta1",
-    "beta2",
-    "eps",
-    "use_locking",
-    "use_nesterov",
-    "weight_decay",
-    "loss_scale",
-    "sparse_update",
-    "skip_nonfinite",
-    "state_dtype",
-)
-_ADAM_ARGUMENTS = (*_LAZY_ARGUMENTS, "use_amsgrad", "use_lazy", "use_offload")
 
 
 @lru_cache(maxsize=256)  # asked for in every step
@@ -42,38 +27,29 @@ class _BiasCorrectedAdam(FusedOptimizer):
 
     # MindSpore keeps the powers of the betas with this shape.
     _power_shape: tuple[int, ...] = ()
-    use_nesterov: bool
+    use_nesterov = Fixed(check.flag)
 
     def __init__(
         self,
         params: Any,
         learning_rate: Any,
-        beta1: float,
-        beta2: float,
-        eps: float,
+        constants: tuple[float, float, float],
         weight_decay: Any,
         loss_scale: Any,
-        **options: Any,
+        options: dict[str, Any],
     ) -> None:
-        real = arithmetic_type(params)
-        self.beta1 = open_unit(self._name, "beta1", beta1, real)
-        self.beta2 = open_unit(self._name, "beta2", beta2, real)
-        self.eps = positive_float(self._name, "eps", eps, real)
+        self.beta1, self.beta2, self.eps = betas_and_eps(self._name, params, *constants)
         rule = self._pick_rule()
+        states = dict.fromkeys(rule.states, 0.0)
         super().__init__(
-            learning_rate,
-            params,
-            weight_decay,
-            loss_scale,
-            rule=rule,
-            states=dict.fromkeys(rule.states, 0.0),
-            **options,
+            learning_rate, params, weight_decay, loss_scale, rule=rule, states=states, **options
         )
 
     def _pick_rule(self) -> Rule:
         return rules.ADAM_NESTEROV if self.use_nesterov else rules.ADAM
 
-    def _formula(self) -> Formula:
+    def formula(self) -> Formula:
+        """See `FusedOptimizer`."""
         return _formula_of(self.beta1, self.beta2, self.eps)
 
     @property
@@ -144,6 +120,10 @@ class Adam(_BiasCorrectedAdam):
     [0.9 1.1 1. ]
     """
 
+    use_amsgrad = Fixed(check.flag)
+    use_lazy = Fixed(check.flag)
+    use_offload = Fixed(check.flag)
+
     def __init__(
         self,
         params: Any,
@@ -164,37 +144,23 @@ class Adam(_BiasCorrectedAdam):
         state_dtype: Any = None,
         **unknown: Any,
     ) -> None:
-        reject_unknown(self._name, unknown, _ADAM_ARGUMENTS)
-        self.use_nesterov = check.flag(self._name, "use_nesterov", use_nesterov)
-        self.use_amsgrad = check.flag(self._name, "use_amsgrad", use_amsgrad)
-        self.use_lazy = check.flag(self._name, "use_lazy", use_lazy)
-        self.use_offload = check.flag(self._name, "use_offload", use_offload)
+        reject_unknown(self._name, unknown, Adam)
+        self.use_nesterov, self.use_amsgrad = use_nesterov, use_amsgrad
+        self.use_lazy, self.use_offload = use_lazy, use_offload
         self._check_exclusive()
         if sparse_update is None and not (self.use_amsgrad or self.use_offload):
             sparse_update = "lazy" if self.use_lazy else "dense_equivalent"
         elif self.use_lazy and sparse_update != "lazy":
-            raise ValueError(
-                message(
-                    self._name, "sparse_update", "contradicts use_lazy", "'lazy'", sparse_update
-                )
-            )
+            wrong = "contradicts use_lazy"
+            reject(ValueError, self._name, "sparse_update", wrong, "'lazy'", sparse_update)
+        options = step_options(use_locking, sparse_update, skip_nonfinite, state_dtype)
         super().__init__(
-            params,
-            learning_rate,
-            beta1,
-            beta2,
-            eps,
-            weight_decay,
-            loss_scale,
-            use_locking=use_locking,
-            sparse_update=sparse_update,
-            skip_nonfinite=skip_nonfinite,
-            state_dtype=state_dtype,
+            params, learning_rate, (beta1, beta2, eps), weight_decay, loss_scale, options
         )
 
     @property
     def _stays_on_host(self) -> bool:  # type: ignore[override]
-        return self.use_offload
+        return bool(self.use_offload)
 
     def _check_exclusive(self) -> None:
         pairs = (
@@ -205,9 +171,8 @@ class Adam(_BiasCorrectedAdam):
         )
         for a, b in pairs:
             if getattr(self, a) and getattr(self, b):
-                raise ValueError(
-                    message(self._name, a, f"excludes {b}", "at most one of them", "both True")
-                )
+                expected = "at most one of them"
+                reject(ValueError, self._name, a, f"excludes {b}", expected, "both True")
 
     def _pick_rule(self) -> Rule:
         return rules.ADAM_AMSGRAD if self.use_amsgrad else super()._pick_rule()
@@ -268,24 +233,14 @@ class LazyAdam(_BiasCorrectedAdam):
         state_dtype: Any = None,
         **unknown: Any,
     ) -> None:
-        reject_unknown(self._name, unknown, _LAZY_ARGUMENTS)
-        self.use_nesterov = check.flag(self._name, "use_nesterov", use_nesterov)
+        reject_unknown(self._name, unknown, LazyAdam)
+        self.use_nesterov = use_nesterov
         if isinstance(weight_decay, int):
-            raise TypeError(
-                message(self._name, "weight_decay", "has a wrong type", "a float", weight_decay)
-            )
+            wrong = "has a wrong type"
+            reject(TypeError, self._name, "weight_decay", wrong, "a float", weight_decay)
+        options = step_options(use_locking, sparse_update, skip_nonfinite, state_dtype)
         super().__init__(
-            params,
-            learning_rate,
-            beta1,
-            beta2,
-            eps,
-            weight_decay,
-            loss_scale,
-            use_locking=use_locking,
-            sparse_update=sparse_update,
-            skip_nonfinite=skip_nonfinite,
-            state_dtype=state_dtype,
+            params, learning_rate, (beta1, beta2, eps), weight_decay, loss_scale, options
         )
 
 
@@ -336,18 +291,9 @@ class AdamOffload(_BiasCorrectedAdam):
         state_dtype: Any = None,
         **unknown: Any,
     ) -> None:
-        reject_unknown(self._name, unknown, _LAZY_ARGUMENTS)
-        self.use_nesterov = check.flag(self._name, "use_nesterov", use_nesterov)
+        reject_unknown(self._name, unknown, AdamOffload)
+        self.use_nesterov = use_nesterov
+        options = step_options(use_locking, sparse_update, skip_nonfinite, state_dtype)
         super().__init__(
-            params,
-            learning_rate,
-            beta1,
-            beta2,
-            eps,
-            weight_decay,
-            loss_scale,
-            use_locking=use_locking,
-            sparse_update=sparse_update,
-            skip_nonfinite=skip_nonfinite,
-            state_dtype=state_dtype,
+            params, learning_rate, (beta1, beta2, eps), weight_decay, loss_scale, options
         )

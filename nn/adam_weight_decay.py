@@ -7,21 +7,8 @@ from typing import Any
 from ..kernels.rules import adam as rules
 from ..kernels.rules.formula import Formula
 from ..ops.runtime.errors import reject_unknown
-from .base.arguments import arithmetic_type, open_unit, positive_float
+from .base.arguments import betas_and_eps, step_options
 from .fused import FusedOptimizer
-
-_ARGUMENTS = (
-    "params",
-    "learning_rate",
-    "beta1",
-    "beta2",
-    "eps",
-    "weight_decay",
-    "use_locking",
-    "sparse_update",
-    "skip_nonfinite",
-    "state_dtype",
-)
 
 
 class AdamWeightDecay(FusedOptimizer):
@@ -73,23 +60,14 @@ class AdamWeightDecay(FusedOptimizer):
         state_dtype: Any = None,
         **unknown: Any,
     ) -> None:
-        reject_unknown(self._name, unknown, _ARGUMENTS)
-        real = arithmetic_type(params)
-        self.beta1 = open_unit(self._name, "beta1", beta1, real)
-        self.beta2 = open_unit(self._name, "beta2", beta2, real)
-        self.eps = positive_float(self._name, "eps", eps, real)
+        reject_unknown(self._name, unknown, AdamWeightDecay)
+        self.beta1, self.beta2, self.eps = betas_and_eps(self._name, params, beta1, beta2, eps)
+        rule, states = rules.ADAM_WEIGHT_DECAY, {"adam_m": 0.0, "adam_v": 0.0}
+        options = step_options(use_locking, sparse_update, skip_nonfinite, state_dtype)
         super().__init__(
-            learning_rate,
-            params,
-            weight_decay,
-            1.0,
-            rule=rules.ADAM_WEIGHT_DECAY,
-            states={"adam_m": 0.0, "adam_v": 0.0},
-            use_locking=use_locking,
-            sparse_update=sparse_update,
-            skip_nonfinite=skip_nonfinite,
-            state_dtype=state_dtype,
+            learning_rate, params, weight_decay, 1.0, rule=rule, states=states, **options
         )
 
-    def _formula(self) -> Formula:
+    def formula(self) -> Formula:
+        """See `FusedOptimizer`."""
         return Formula(rules.adam_weight_decay_scalars, (self.beta1, self.beta2, self.eps))

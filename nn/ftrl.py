@@ -11,23 +11,11 @@ from ..kernels.rules.formula import Formula
 from ..kernels.rules.ftrl import ftrl_power_scalars, ftrl_rule, ftrl_scalars
 from ..ops.ftrl import check_ftrl_ranges
 from ..ops.runtime import check
-from ..ops.runtime.errors import message, reject_unknown
-from .base.arguments import non_negative_float
+from ..ops.runtime.errors import reject, reject_unknown
+from .base.arguments import non_negative_float, of_kind, step_options
 from .base.groups import Groups
 from .base.numbers import Number, number_of
-from .fused import OPTIONS, FusedOptimizer
-
-_ARGUMENTS = (
-    "params",
-    "initial_accum",
-    "learning_rate",
-    "lr_power",
-    "l1",
-    "l2",
-    "loss_scale",
-    "weight_decay",
-    *OPTIONS,
-)
+from .fused import FusedOptimizer
 
 
 class FTRL(FusedOptimizer):
@@ -94,46 +82,30 @@ class FTRL(FusedOptimizer):
         state_dtype: Any = None,
         **unknown: Any,
     ) -> None:
-        reject_unknown(self._name, unknown, _ARGUMENTS)
+        reject_unknown(self._name, unknown, FTRL)
         initial = non_negative_float(self._name, "initial_accum", initial_accum)
-        if not isinstance(learning_rate, float | np.floating):
-            raise TypeError(
-                message(
-                    self._name,
-                    "learning_rate",
-                    "has a wrong type",
-                    "a fixed float",
-                    type(learning_rate).__name__,
-                )
-            )
+        of_kind(self._name, "learning_rate", learning_rate, float | np.floating, "a fixed float")
         self.l1 = non_negative_float(self._name, "l1", l1)
         self.l2 = non_negative_float(self._name, "l2", l2)
         self.lr_power = check.float_attribute(self._name, "lr_power", lr_power)
         self._check_ranges(float(learning_rate))
+        rule, states = ftrl_rule(self.lr_power), {"moments": initial, "linear": 0.0}
+        options = step_options(use_locking, sparse_update, skip_nonfinite, state_dtype)
         super().__init__(
-            learning_rate,
-            params,
-            weight_decay,
-            loss_scale,
-            rule=ftrl_rule(self.lr_power),
-            states={"moments": initial, "linear": 0.0},
-            use_locking=use_locking,
-            sparse_update=sparse_update,
-            skip_nonfinite=skip_nonfinite,
-            state_dtype=state_dtype,
+            learning_rate, params, weight_decay, loss_scale, rule=rule, states=states, **options
         )
 
     def _check_groups(self, groups: Groups) -> None:
         if groups.is_group_lr:
-            raise ValueError(
-                message(self._name, "a group", "has a learning rate", "no 'lr'", "one of its own")
-                + "; FTRL has one fixed learning rate"
-            )
+            wrong, got = "has a learning rate", "one of its own"
+            fix = "; FTRL has one fixed learning rate"
+            reject(ValueError, self._name, "a group", wrong, "no 'lr'", got, fix)
 
     def _check_ranges(self, lr: float) -> None:
         check_ftrl_ranges(self._name, lr, self.l1, self.l2, self.lr_power, "learning_rate")
 
-    def _formula(self) -> Formula:
+    def formula(self) -> Formula:
+        """See `FusedOptimizer`."""
         if self.lr_power == -0.5:
             return Formula(ftrl_scalars, (self.l1, self.l2))
         return Formula(ftrl_power_scalars, (self.l1, self.l2, self.lr_power))
@@ -141,9 +113,9 @@ class FTRL(FusedOptimizer):
     def _check_used_rates(self, rates: Sequence[Number]) -> None:
         # They can be assigned to after construction; none is on a device.
         if ftrl_rule(self.lr_power) is not self._rule:
-            expected = "an optimizer that was made with it: -0.5 has a rule of its own"
             wrong = "needs another rule"
-            raise ValueError(message(self._name, "lr_power", wrong, expected, self.lr_power))
+            expected = "an optimizer that was made with it: -0.5 has a rule of its own"
+            reject(ValueError, self._name, "lr_power", wrong, expected, self.lr_power)
         for rate in rates:
             self._check_ranges(number_of(rate))
 

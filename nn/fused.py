@@ -1,45 +1,44 @@
-"""Optimizers that are one elementwise rule: the step, its counters and its state."""
+"""Optimizers that are one update rule: the step, its counters and its state."""
 
 from __future__ import annotations
 
-import os
-import threading
-import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..kernels.cpu.counts import Count, are_equal
 from ..kernels.cpu.finite import all_finite
-from ..kernels.rules.formula import ROUNDING, Formula
-from ..kernels.rules.rule import Rule, columns, factors
-from ..ops.runtime import check, locks
-from ..ops.runtime.errors import message
-from ..ops.runtime.row_step import RowGradient, prepared_rows
-from ..ops.runtime.step import Prepared, commit, measure_step, prepared_dense
-from .base.numbers import Number, number_of
+from ..kernels.rules.formula import Formula
+from ..kernels.rules.rule import Rule
+from ..ops.runtime import check, pending
+from ..ops.runtime.device import DeviceArray
+from ..ops.runtime.errors import reject
+from .base.arguments import gradients_of, next_step
+from .base.numbers import FLOATS, Number, check_place, number_of, on_device
 from .base.parameter import Parameter
+from .base.stateful import StatefulOptimizer
 from .engine.conditioning import Conditioning
-from .engine.device_steps import DeviceSteps
-from .engine.host_steps import Call
-from .engine.layout import Batch, Layout
+from .engine.host import Host
 from .engine.on_device import are_finite
+from .engine.plan import Call, Classes, Counts, Plan, Stepper, Update, calls_of
 from .engine.reader import GradientReader, Gradients, by_storage
-from .schedules.base import Values
+
+if TYPE_CHECKING:
+    from .engine.device import Device
 
 SPARSE_UPDATES = ("lazy", "dense_equivalent")
 OPTIONS = ("use_locking", "sparse_update", "skip_nonfinite", "state_dtype")
 """The arguments that every optimizer of this kind has."""
+_FLAGS = (*FLOATS, np.dtype(np.bool_))
 
 
-class FusedOptimizer(DeviceSteps):
+class FusedOptimizer(StatefulOptimizer, ABC):
     """An optimizer whose step is an update rule: one kernel call for all dense tensors of a
     dtype (two for a two-stage rule), and one for all tables with row-sparse gradients.
 
-    A subclass gives the rule and defines `_formula`; for a two-stage rule whose ``factor`` does
-    not say all, `_complete` too.
+    A subclass gives the rule and defines `formula`.
 
     Args:
         rule: the update rule.
@@ -53,6 +52,7 @@ class FusedOptimizer(DeviceSteps):
     """
 
     _decay_is_coupled = True
+    _stays_on_host = False  # whatever is assigned to `target`
     # Where a row-sparse gradient is not taken: what was expected, and what was found.
     _rows_need: tuple[str, str | None] = (
         "sparse_update='lazy' or sparse_update='dense_equivalent' at construction",
@@ -76,6 +76,7 @@ class FusedOptimizer(DeviceSteps):
         self.use_locking = check.flag(self._name, "use_locking", use_locking)
         self.skip_nonfinite = check.flag(self._name, "skip_nonfinite", skip_nonfinite)
         self.sparse_update = _sparse_update(self._name, sparse_update)
+        self._moved_to_host = False
         super().__init__(
             learning_rate,
             parameters,
@@ -84,65 +85,56 @@ class FusedOptimizer(DeviceSteps):
             states=states,
             state_dtype=state_dtype,
         )
-        self._skipped_steps = 0
+        self._found_inf: DeviceArray | None = None
+        self._skipped = np.zeros(1, np.int64)
         self._rule = rule
-        self._class_of, self._classes = self._option_classes()
         self._derive()
 
-    def _formula(self) -> Formula:
+    @abstractmethod
+    def formula(self) -> Formula:
         """How the rule's scalars follow from the learning rate and the update of a tensor."""
-        raise NotImplementedError
+
+    def _update(self) -> Update:
+        """What a step does, with the options as they are now."""
+        return Update(self._rule, self.formula())
 
     def _check_used_rates(self, rates: Sequence[Number]) -> None:
         """Refuse learning rates that are out of the range of a subclass; before every step."""
 
-    def _complete(self, squares: np.ndarray, call: Call, column: dict[str, int]) -> None:
-        """The second half of the scalars of a two-stage rule.
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Any attribute may be an option, from which the next step's update follows."""
+        super().__setattr__(name, value)
+        vars(self)["_known_update"] = None
 
-        Args:
-            squares: float64 ``[T, n_measured]``: what the first stage has summed.
-            call: the kernel call; its ``hp`` is changed.
-            column: where each scalar is in ``hp``.
-        """
-        call.hp[:, column[self._rule.factor_of]] *= factors(self._rule, squares)
-
-    def _option_classes(self) -> tuple[np.ndarray, list[int]]:
-        """Parameters that share all options share their scalars.
-
-        Returns the class of each parameter, and a parameter of each class.
-        """
-        known: dict[Any, int] = {}
-        examples: list[int] = []
-        class_of = []
-        for i, option in enumerate(self._groups.options):
-            decay = option.decay if isinstance(option.decay, float) else id(option.decay)
-            key = (id(option.rate), type(option.decay), decay, option.centralize)
-            if key not in known:
-                known[key] = len(known)
-                examples.append(i)
-            class_of.append(known[key])
-        return np.array(class_of, np.int64), examples
+    # What is not part of the state: it is made anew in a copy.
 
     def _derive(self) -> None:
-        """What is not part of the state: it is made anew in a copy."""
-        super()._derive()
-        self._lock = threading.RLock()
-        self._counted: tuple[Layout, Count] | None = None
-        _living.add(self)
+        where, counts = self._name, Counts(self._global_step, self._skipped, self._steps)
+        self._host = Host(where, counts)
+        self._classes = Classes(where, self._groups.options)
+        self._on_device: Device | None = None
+        if self._device is not None:
+            from .engine.device import Device  # needs numba-cuda, which is there then
+
+            centralizes = any(option.centralize for option in self._groups.options)
+            self._on_device = Device(where, self.parameters, self._host, centralizes=centralizes)
         self._condition()
         self._read_anew()
 
-    @property
-    def _stepped(self) -> tuple[Parameter, ...]:
-        """The parameters that steps change."""
-        return self.parameters
-
     def _read_anew(self) -> None:
         """States or their places have changed: nothing that was derived from them stays."""
-        self._forget_launches()
+        self._stepper: Stepper = self._host
+        if self._on_device is not None:
+            self._on_device.forget()
+            self._stepper = self._on_device
+            self._on_device.is_in_use = not self._works_on_host
+            if self._works_on_host:
+                from .engine.offload import Offload
+
+                self._stepper = Offload(self._host, self.parameters[0])
         self._reader = GradientReader(
             self._name,
-            self._stepped,
+            self.parameters,
             self._states_of_each(),
             self.sparse_update,
             self._rows_need,
@@ -150,11 +142,9 @@ class FusedOptimizer(DeviceSteps):
         )
 
     def _condition(self) -> None:
-        options = self._groups.options
-        self._conditioning = Conditioning(options, self._loss_scale, coupled=self._decay_is_coupled)
-        examples = [options[i] for i in self._classes]
-        self._rates = Values(self._name, "learning_rate", [o.rate for o in examples])
-        self._decays = Values(self._name, "weight_decay", [o.decay for o in examples])
+        self._conditioning = Conditioning(
+            self._groups.options, self._loss_scale, coupled=self._decay_is_coupled
+        )
 
     # The step
 
@@ -174,7 +164,7 @@ class FusedOptimizer(DeviceSteps):
             OverflowError: ``global_step`` has reached the end of int32.
             Nothing has changed then.
         """
-        return self.construct(self._as_tuple(gradients))
+        return self.construct(gradients_of(self._name, gradients, len(self.parameters)))
 
     def construct(self, gradients: tuple[Any, ...]) -> tuple[bool, ...]:
         """The step itself, for gradients of the right number."""
@@ -183,111 +173,61 @@ class FusedOptimizer(DeviceSteps):
     def _step_with(
         self, gradients: tuple[Any, ...], conditioning: Conditioning
     ) -> tuple[bool, ...]:
-        if self._device is not None:
-            self._step_for_device(gradients, conditioning)
-        elif self.use_locking:
-            self._locked_step(gradients, conditioning)
-        else:
-            plan = self._plan(gradients, conditioning)
+        update: Update | None = vars(self)["_known_update"]
+        stepper = self._stepper
+        if update is None:
+            update = vars(self)["_known_update"] = self._update()
+        if self._device is None and not self.use_locking:
+            plan = self._plan(gradients, update, conditioning)
             if plan is not None:
-                self._run(*plan, conditioning)
+                stepper.run(plan)
+            return (True,) * len(gradients)
+        with stepper.turn():
+            may_skip = self.skip_nonfinite or self._found_inf is not None
+            stepper.ready(update, self._classes, may_skip=may_skip)
+            plan = self._plan(gradients, update, conditioning)
+            if plan is not None:
+                stepper.run(plan)
         return (True,) * len(gradients)
 
-    def _locked_step(self, gradients: tuple[Any, ...], conditioning: Conditioning) -> None:
-        # The scalars of a step follow from the number of steps before it.
-        with locks.entered(self._lock, self._name):
-            plan = self._plan(gradients, conditioning)
-            if plan is not None:
-                work = partial(self._run, *plan, conditioning)
-                locks.serialized(work, plan[0].layout.lock_spans, shared=False)
-
-    def _run(self, given: Gradients, calls: list[Call], conditioning: Conditioning) -> None:
-        """Write and count, after all that can fail."""
-        steps = [self._prepared(call, given, conditioning) for call in calls]
-        commit(steps, self._count(given.layout))
-
-    def _count(self, layout: Layout) -> Count:
-        """What counts a step with gradients of this layout; the last one is kept."""
-        known = self._counted  # another thread may exchange it meanwhile
-        if known is None or known[0] is not layout:
-            active = None if layout.is_complete else layout.active
-            known = self._counted = layout, Count(self._steps, active, self._global_step)
-        return known[1]
-
-    def _advance(self, layout: Layout) -> None:
-        """Count a step whose writes are elsewhere."""
-        commit([], self._count(layout))
-
-    def _prepared(self, call: Call, given: Gradients, conditioning: Conditioning) -> Prepared:
-        batch = call.batch
-        if not batch.row_sparse:
-            return self._prepared_dense(call, given.addresses_of(batch), conditioning)
-        rows = given.rows_of(batch)
-        return self._prepared_rows(call, rows, call.hp_of.tolist(), conditioning)
-
-    def _prepared_rows(
-        self,
-        call: Call,
-        gradients: Sequence[RowGradient],
-        hp_of: Sequence[int],
-        conditioning: Conditioning,
-    ) -> Prepared:
-        batch = call.batch
-        return prepared_rows(
-            batch.labels,
-            self._rule,
-            conditioning.prologue,
-            batch.variables,
-            gradients,
-            call.hp,
-            hp_of,
-            touched_only=self.sparse_update == "lazy",
-        )
-
-    def _prepared_dense(
-        self,
-        call: Call,
-        gradients: np.ndarray,
-        conditioning: Conditioning,
-    ) -> Prepared:
-        """What is measured first is measured here."""
-        batch, prologue = call.batch, conditioning.prologue
-        arguments = (self._rule, prologue, batch.variables, gradients, batch.g, call.hp, call.hp_of)
-        if conditioning.is_measured or self._rule.measure:
-            column = columns(self._rule, prologue)
-            # What is infinite or NaN reaches the parameter; it is no reason to stop half way.
-            with np.errstate(all="ignore"):
-                if conditioning.is_measured:
-                    conditioning.complete(
-                        batch, gradients, call.hp, column, call.rates, call.decays
-                    )
-                if self._rule.measure:
-                    self._complete(measure_step(*arguments), call, column)
-        return prepared_dense(*arguments)
-
     def _plan(
-        self, gradients: tuple[Any, ...], conditioning: Conditioning
-    ) -> tuple[Gradients, list[Call]] | None:
-        """The checked gradients and the kernel calls; None for a step that is skipped.
+        self, gradients: tuple[Any, ...], update: Update, conditioning: Conditioning
+    ) -> Plan | None:
+        """The step, read and checked; None for one that is skipped.
 
         What can fail, fails here: nothing has been written.
         """
-        step = self._next_step()
-        rates, decays = self._rates.at(step), self._decays.at(step)
+        classes, on_host = self._classes, self._stepper.works_on_host
+        step = next_step(self._name, self._global_step)
+        rates: list[Any]
+        if on_host:
+            rates, decays = classes.at(step)
+        else:
+            rates, decays = classes.rates.as_given(step), classes.decays.at(step)
+            for rate in rates:
+                check_place(self._name, "learning_rate", rate, self._device)
         self._check_used_rates(rates)
-        given = self._reader.read_like_last(gradients) or self._read(
-            gradients, decays, conditioning
+        given = self._reader.read_like_last(gradients) or self._reader.read(
+            gradients, lambda i: conditioning.centralized_with(i, decays[classes.of[i]])
         )
-        layout = given.layout
-        on_host = self._device is None
-        if layout.n_row_batches and on_host and self.skip_nonfinite:
-            self._reader.check_indices(given)  # a bad index is an error in a skipped step too
-        if self._is_skipped(given):
-            self._skipped_steps += 1
-            return None
-        return given, [self._call(batch, rates, decays, conditioning) for batch in layout.batches]
+        calls: list[Call] = []
+        touched_only = self.sparse_update == "lazy"
+        if on_host:
+            if (self.skip_nonfinite or self._found_inf is not None) and self._is_skipped(given):
+                self._skipped[0] += 1
+                return None
+            calls = calls_of(
+                given, update, conditioning, classes, (rates, decays), self._steps,
+                touched_only=touched_only,
+            )  # fmt: skip
+        return Plan(
+            given, update, conditioning, classes, rates, decays, touched_only, self.use_locking,
+            self.skip_nonfinite, self._found_inf, calls,
+        )  # fmt: skip
 
     def _is_skipped(self, given: Gradients) -> bool:
+        if self.skip_nonfinite and given.layout.n_row_batches and self._device is None:
+            self._reader.check_indices(given)  # a bad index is an error in a skipped step too
         return self._has_overflown() or (self.skip_nonfinite and not self._all_finite(given))
 
     def _has_overflown(self) -> bool:
@@ -300,79 +240,102 @@ class FusedOptimizer(DeviceSteps):
             return are_finite(given, by_storage(given))
         return all(all_finite(*arrays) for arrays in by_storage(given))
 
-    def _read(
-        self, gradients: tuple[Any, ...], decays: list[float], conditioning: Conditioning
-    ) -> Gradients:
-        def added(i: int) -> float:
-            return conditioning.centralized_with(i, decays[self._class_of[i]])
+    # What is known on a device
 
-        return self._reader.read(gradients, added)
+    @property
+    def found_inf(self) -> Any:
+        """An array of one element on the device of the parameters, or None.
 
-    def _call(
-        self, batch: Batch, rates: list[float], decays: list[float], conditioning: Conditioning
-    ) -> Call:
-        """The kernel call of a batch: rows of scalars, and which row each tensor uses.
+        Steps in which it is not 0 change nothing and are counted in `skipped_steps`; it is read
+        where it is. float32, float64 or bool: what a loss scaler has.
 
-        There is a row for each class of options and number of updates that occurs. As long
-        as no parameter was skipped, all have the same number of updates.
+        Raises:
+            TypeError: what is assigned is no such array.
+            ValueError: it has not one element, or lives elsewhere than the parameters.
         """
-        real, n_classes = batch.variables.real.carrier, len(self._classes)
-        steps, class_of = self._steps, self._class_of
-        if not batch.is_all:
-            steps, class_of = steps[batch.positions], class_of[batch.positions]
-        first_step = int(steps[0])
-        if n_classes <= len(steps) and are_equal(steps):
-            keys, hp_of = [(first_step, k) for k in range(n_classes)], class_of
-        else:
-            codes, hp_of = np.unique(steps * n_classes + class_of, return_inverse=True)
-            keys = [divmod(code, n_classes) for code in codes.tolist()]
-        own_decays, formula = conditioning.left_to_rule(decays), self._formula()
-        rows = [
-            (
-                *formula.at(real, rates[k], own_decays[k], step + 1),
-                *map(ROUNDING[real], conditioning.scalars(self._classes[k], decays[k])),
+        return None if self._found_inf is None else self._found_inf.native()
+
+    @found_inf.setter
+    def found_inf(self, value: Any) -> None:
+        found = None if value is None else on_device(self._name, "found_inf", value, _FLAGS)
+        if value is not None and found is None:
+            expected, got = "an array on the device of the parameters, or None", type(value)
+            reject(TypeError, self._name, "found_inf", "has a wrong type", expected, got.__name__)
+        check_place(self._name, "found_inf", found, self._device)
+        self._found_inf = found
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that were skipped; of steps on a device it waits for them."""
+        if self._device is not None:
+            pending.settle()
+        return int(self._skipped[0])
+
+    # Where it runs
+
+    @property
+    def _works_on_host(self) -> bool:
+        return self._device is None or self._stays_on_host or self._moved_to_host
+
+    def _move_to(self, target: str) -> None:
+        if self._device is None:
+            super()._move_to(target)
+        if self._stays_on_host or target == "Ascend":
+            expected = (
+                "'CPU': this optimizer works there" if self._stays_on_host else "'CPU' or 'GPU'"
             )
-            for step, k in keys
-        ]
-        hp: np.ndarray = np.array(rows, real)
-        if batch.row_sparse or not (conditioning.is_measured or self._rule.measure):
-            return Call(batch, hp, hp_of, _NOTHING, _NOTHING)
-        # What is measured differs from tensor to tensor.
-        values = (np.array(of_class)[class_of] for of_class in (rates, decays))
-        return Call(batch, hp[hp_of], np.arange(len(hp_of)), *values)
+            reject(ValueError, self._name, "target", "is impossible", expected, target)
+        with self._stepper.turn(), pending.held():
+            pending.settle()
+            to_host = target == "CPU"
+            moved = {
+                role: tuple(map(partial(_moved, to_host), self.parameters, states))
+                for role, states in self._states.items()
+            }
+            # All of it or nothing: there may be no room.
+            self._states, self._moved_to_host = moved, to_host
+            self._read_anew()
+            self._load_counts()
+
+    # State
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As `StatefulOptimizer.load_state_dict`."""
+        super().load_state_dict(state)
+        self._load_counts()
+
+    def _load_counts(self) -> None:
+        if self._on_device is not None:
+            self._on_device.load_counts()
 
     def forget_addresses(self) -> None:
         """A parameter was rebound: nothing that was derived from its address stays."""
         self._reader.forget()
-        self._forget_launches()
+        self._stepper.forget()
 
     def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        for derived in ("_reader", "_lock", "_counted", "_conditioning", "_rates", "_decays"):
-            state.pop(derived, None)
-        return state
+        if self._device is not None:
+            pending.settle()
+        return {name: value for name, value in vars(self).items() if name not in _DERIVED}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._class_of, self._classes = self._option_classes()
         self._derive()
 
 
-_NOTHING = np.empty(0)
-
-_living: weakref.WeakSet[FusedOptimizer] = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    for optimizer in list(_living):
-        optimizer._lock = threading.RLock()
+_DERIVED = {
+    "_host", "_on_device", "_stepper", "_reader", "_classes", "_conditioning",
+}  # fmt: skip
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+def _moved(to_host: bool, parameter: Parameter, state: Any) -> Any:
+    """A copy of a state, if there is one, where the arithmetic will be."""
+    if state is None:
+        return None
+    return state.numpy() if to_host else parameter.array.holding(state)
 
 
 def _sparse_update(where: str, value: str | None) -> str | None:
     if value is not None and not (isinstance(value, str) and value in SPARSE_UPDATES):
-        raise ValueError(message(where, "sparse_update", "is unknown", SPARSE_UPDATES, value))
+        reject(ValueError, where, "sparse_update", "is unknown", SPARSE_UPDATES, value)
     return value

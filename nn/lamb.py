@@ -8,21 +8,9 @@ from ..kernels.rules import lamb as rules
 from ..kernels.rules.formula import Formula
 from ..ops.runtime import check
 from ..ops.runtime.errors import reject_unknown
-from .base.arguments import arithmetic_type, open_unit, positive_float
+from .base.arguments import betas_and_eps, step_options
+from .base.attributes import Fixed
 from .fused import FusedOptimizer
-
-_ARGUMENTS = (
-    "params",
-    "learning_rate",
-    "beta1",
-    "beta2",
-    "eps",
-    "weight_decay",
-    "clip_ratio",
-    "use_locking",
-    "skip_nonfinite",
-    "state_dtype",
-)
 
 
 class Lamb(FusedOptimizer):
@@ -72,6 +60,7 @@ class Lamb(FusedOptimizer):
     [2.6464 3.6464]
     """
 
+    clip_ratio = Fixed(check.flag)
     _decay_is_coupled = False
     _rows_need = ("a dense one: LAMB scales by the norm of the whole parameter", "a RowTensor")
 
@@ -90,24 +79,16 @@ class Lamb(FusedOptimizer):
         state_dtype: Any = None,
         **unknown: Any,
     ) -> None:
-        reject_unknown(self._name, unknown, _ARGUMENTS)
-        real = arithmetic_type(params)
-        self.beta1 = open_unit(self._name, "beta1", beta1, real)
-        self.beta2 = open_unit(self._name, "beta2", beta2, real)
-        self.eps = positive_float(self._name, "eps", eps, real)
-        self.clip_ratio = check.flag(self._name, "clip_ratio", clip_ratio)
+        reject_unknown(self._name, unknown, Lamb)
+        self.beta1, self.beta2, self.eps = betas_and_eps(self._name, params, beta1, beta2, eps)
+        self.clip_ratio = clip_ratio
+        rule = rules.LAMB_CLIPPED if self.clip_ratio else rules.LAMB
+        states = {"lamb_m": 0.0, "lamb_v": 0.0}
+        options = step_options(use_locking, None, skip_nonfinite, state_dtype)
         super().__init__(
-            learning_rate,
-            params,
-            weight_decay,
-            1.0,
-            rule=rules.LAMB_CLIPPED if self.clip_ratio else rules.LAMB,
-            states={"lamb_m": 0.0, "lamb_v": 0.0},
-            use_locking=use_locking,
-            sparse_update=None,
-            skip_nonfinite=skip_nonfinite,
-            state_dtype=state_dtype,
+            learning_rate, params, weight_decay, 1.0, rule=rule, states=states, **options
         )
 
-    def _formula(self) -> Formula:
+    def formula(self) -> Formula:
+        """See `FusedOptimizer`."""
         return Formula(rules.lamb_scalars, (self.beta1, self.beta2, self.eps))

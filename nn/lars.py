@@ -17,8 +17,8 @@ from ..ops.lars import LARSUpdate
 from ..ops.norm import squares_at
 from ..ops.runtime import check
 from ..ops.runtime.arrays import adopt
-from ..ops.runtime.errors import message, reject_unknown
-from .base.arguments import non_negative_float
+from ..ops.runtime.errors import reject, reject_unknown
+from .base.arguments import non_negative_float, of_kind
 from .base.groups import Groups
 from .base.optimizer import Optimizer
 from .base.parameter import Parameter
@@ -28,9 +28,7 @@ from .engine.reader import is_row_sparse
 from .fused import FusedOptimizer
 
 if TYPE_CHECKING:
-    from .engine.program import Measured
-
-_ARGUMENTS = ("optimizer", "epsilon", "coefficient", "use_clip", "lars_filter")
+    from ..kernels.cuda.device.part import Part
 
 
 def default_filter(parameter: Parameter) -> bool:
@@ -92,20 +90,14 @@ class LARS(Optimizer):
         lars_filter: Callable[[Parameter], bool] = default_filter,
         **unknown: Any,
     ) -> None:
-        reject_unknown(self._name, unknown, _ARGUMENTS)
+        reject_unknown(self._name, unknown, LARS)
         if not isinstance(optimizer, Optimizer) or isinstance(optimizer, LARS):
             got = type(optimizer).__name__
-            raise TypeError(
-                message(self._name, "optimizer", "has a wrong type", "another optimizer", got)
-            )
+            reject(TypeError, self._name, "optimizer", "has a wrong type", "another optimizer", got)
         self.epsilon = non_negative_float(self._name, "epsilon", epsilon)
         self.coefficient = non_negative_float(self._name, "coefficient", coefficient)
         self.use_clip = check.flag(self._name, "use_clip", use_clip)
-        if not callable(lars_filter):
-            got = type(lars_filter).__name__
-            raise TypeError(
-                message(self._name, "lars_filter", "has a wrong type", "a callable", got)
-            )
+        of_kind(self._name, "lars_filter", lars_filter, Callable, "a callable")
         self.opt = optimizer
         self._acts = np.array([bool(lars_filter(p)) for p in optimizer.parameters])
 
@@ -186,7 +178,7 @@ class LARS(Optimizer):
 
     def __call__(self, gradients: Sequence[Any]) -> Any:
         """One step; gradients in the order of `parameters`, as the optimizer takes them."""
-        return self.construct(self._as_tuple(gradients))
+        return self.construct(self._given(gradients))
 
     def construct(self, gradients: tuple[Any, ...]) -> Any:
         """The step itself, for gradients of the right number."""
@@ -202,15 +194,9 @@ class LARS(Optimizer):
         """The norm is that of a whole gradient."""
         for parameter, gradient, acts in zip(self.parameters, gradients, self._acts, strict=True):
             if acts and is_row_sparse(gradient):
-                raise ValueError(
-                    message(
-                        self._name,
-                        f"gradient of {parameter.name!r}",
-                        "is row-sparse",
-                        "a dense one, or a lars_filter that leaves this parameter out",
-                        "a RowTensor",
-                    )
-                )
+                name = f"gradient of {parameter.name!r}"
+                expected = "a dense one, or a lars_filter that leaves this parameter out"
+                reject(ValueError, self._name, name, "is row-sparse", expected, "a RowTensor")
 
     @quiet
     def _new_gradients(self, gradients: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -265,6 +251,7 @@ class LayerwiseConditioning(Conditioning):
     """
 
     is_measured = True
+    leaves_decay = False
     scales_decay = False
 
     def __init__(self, lars: LARS, acts: np.ndarray, gradients: tuple[Any, ...]) -> None:
@@ -279,10 +266,6 @@ class LayerwiseConditioning(Conditioning):
     def centralized_with(self, i: int, decay: float) -> float:
         """The weight decay where LARS acts, times the loss scale, which comes later."""
         return decay * self._scale if self._acts[i] else 0.0
-
-    def left_to_rule(self, decays: Sequence[float]) -> Sequence[float]:
-        """Nothing."""
-        return [0.0] * len(decays)
 
     def scalars(self, i: int, decay: float) -> tuple[float, ...]:  # noqa: ARG002
         """Those of a parameter on which LARS does not act; `complete` has the others."""
@@ -322,7 +305,7 @@ class LayerwiseConditioning(Conditioning):
 
     def measured_on_device(
         self, batch: Batch, gradients: np.ndarray, column: dict[str, int]
-    ) -> Measured:
+    ) -> Part:
         """The factors; see `Conditioning.measured_on_device`."""
         from .engine.lars import MeasuredRatios
 

@@ -11,22 +11,11 @@ from ..kernels.rules import rmsprop as rules
 from ..kernels.rules.formula import Formula
 from ..kernels.rules.rule import Rule
 from ..ops.runtime import check
-from ..ops.runtime.errors import message, reject_unknown
-from .base.arguments import arithmetic_type, non_negative_float, positive_float
+from ..ops.runtime.errors import reject, reject_unknown
+from .base.arguments import arithmetic_type, non_negative_float, positive_float, step_options
+from .base.attributes import Fixed
 from .base.numbers import Number
-from .fused import OPTIONS, FusedOptimizer
-
-_ARGUMENTS = (
-    "params",
-    "learning_rate",
-    "decay",
-    "momentum",
-    "epsilon",
-    "centered",
-    "loss_scale",
-    "weight_decay",
-    *OPTIONS,
-)
+from .fused import FusedOptimizer
 
 # By centered and whether there is a momentum.
 _RULES: dict[tuple[bool, bool], Rule] = {
@@ -83,6 +72,8 @@ class RMSProp(FusedOptimizer):
     [0.9 1.1]
     """
 
+    centered = Fixed(check.flag)
+
     def __init__(
         self,
         params: Any,
@@ -100,32 +91,26 @@ class RMSProp(FusedOptimizer):
         state_dtype: Any = None,
         **unknown: Any,
     ) -> None:
-        reject_unknown(self._name, unknown, _ARGUMENTS)
+        reject_unknown(self._name, unknown, RMSProp)
         self.decay = non_negative_float(self._name, "decay", decay)
         self.momentum = non_negative_float(self._name, "momentum", momentum)
         self.epsilon = positive_float(self._name, "epsilon", epsilon, arithmetic_type(params))
-        self.centered = check.flag(self._name, "centered", centered)
+        self.centered = centered
         rule = _RULES[self.centered, self.momentum > 0.0]
+        states = {role: _INITIAL[role] for role in rule.states}
+        options = step_options(use_locking, sparse_update, skip_nonfinite, state_dtype)
         super().__init__(
-            learning_rate,
-            params,
-            weight_decay,
-            loss_scale,
-            rule=rule,
-            states={role: _INITIAL[role] for role in rule.states},
-            use_locking=use_locking,
-            sparse_update=sparse_update,
-            skip_nonfinite=skip_nonfinite,
-            state_dtype=state_dtype,
+            learning_rate, params, weight_decay, loss_scale, rule=rule, states=states, **options
         )
 
     def _check_used_rates(self, _rates: Sequence[Number]) -> None:
         # It can be assigned to after construction.
         if self.momentum > 0.0 and "moment" not in self._states:
             wrong, expected = "needs a moment", "an optimizer that was made with a momentum"
-            raise ValueError(message(self._name, "momentum", wrong, expected, self.momentum))
+            reject(ValueError, self._name, "momentum", wrong, expected, self.momentum)
 
-    def _formula(self) -> Formula:
+    def formula(self) -> Formula:
+        """See `FusedOptimizer`."""
         constants = self.decay, self.epsilon
         if "moment" in self._states:
             return Formula(rules.rmsprop_momentum_scalars, (*constants, self.momentum))

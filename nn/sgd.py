@@ -9,30 +9,18 @@ import numpy as np
 from ..kernels.rules import sgd as rules
 from ..kernels.rules.formula import Formula
 from ..ops.runtime import check
-from ..ops.runtime.errors import message, reject_unknown
-from .base.arguments import non_negative_float
+from ..ops.runtime.errors import reject, reject_unknown
+from .base.arguments import non_negative_float, of_kind, step_options
+from .base.attributes import Fixed
 from .base.groups import Groups
-from .fused import OPTIONS, FusedOptimizer
+from .fused import FusedOptimizer
 
-_MOMENTUM_ARGUMENTS = (
-    "params",
-    "learning_rate",
-    "momentum",
-    "weight_decay",
-    "loss_scale",
-    "use_nesterov",
-    *OPTIONS,
-)
-_SGD_ARGUMENTS = (
-    "params",
-    "learning_rate",
-    "momentum",
-    "dampening",
-    "weight_decay",
-    "nesterov",
-    "loss_scale",
-    *OPTIONS,
-)
+
+def _number_at_least_0(where: str, name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float | np.floating):
+        got = type(value).__name__
+        reject(TypeError, where, name, "has a wrong type", "a float or int", got)
+    return check.scalar_at_least_0(where, name, value)
 
 
 class Momentum(FusedOptimizer):
@@ -75,6 +63,8 @@ class Momentum(FusedOptimizer):
     [0.75 0.75]
     """
 
+    use_nesterov = Fixed(check.flag)
+
     def __init__(
         self,
         params: Any,
@@ -90,23 +80,18 @@ class Momentum(FusedOptimizer):
         state_dtype: Any = None,
         **unknown: Any,
     ) -> None:
-        reject_unknown(self._name, unknown, _MOMENTUM_ARGUMENTS)
+        reject_unknown(self._name, unknown, Momentum)
         self.momentum = non_negative_float(self._name, "momentum", momentum)
-        self.use_nesterov = check.flag(self._name, "use_nesterov", use_nesterov)
+        self.use_nesterov = use_nesterov
+        rule = rules.MOMENTUM_NESTEROV if self.use_nesterov else rules.MOMENTUM
+        states = {"moments": 0.0}
+        options = step_options(use_locking, sparse_update, skip_nonfinite, state_dtype)
         super().__init__(
-            learning_rate,
-            params,
-            weight_decay,
-            loss_scale,
-            rule=rules.MOMENTUM_NESTEROV if self.use_nesterov else rules.MOMENTUM,
-            states={"moments": 0.0},
-            use_locking=use_locking,
-            sparse_update=sparse_update,
-            skip_nonfinite=skip_nonfinite,
-            state_dtype=state_dtype,
+            learning_rate, params, weight_decay, loss_scale, rule=rule, states=states, **options
         )
 
-    def _formula(self) -> Formula:
+    def formula(self) -> Formula:
+        """See `FusedOptimizer`."""
         return Formula(rules.momentum_scalars, (self.momentum, 0.0))
 
     @property
@@ -154,6 +139,10 @@ class SGD(FusedOptimizer):
     [0.75 1.5 ]
     """
 
+    # Without momentum there is no state for one.
+    momentum = Fixed(_number_at_least_0, lambda sgd: "accum" not in sgd._states)
+    nesterov = Fixed(check.flag)
+
     def __init__(
         self,
         params: Any,
@@ -170,44 +159,31 @@ class SGD(FusedOptimizer):
         state_dtype: Any = None,
         **unknown: Any,
     ) -> None:
-        reject_unknown(self._name, unknown, _SGD_ARGUMENTS)
-        self.momentum = _number_at_least_0(self._name, "momentum", momentum)
+        reject_unknown(self._name, unknown, SGD)
+        self.momentum = momentum
         self.dampening = _number_at_least_0(self._name, "dampening", dampening)
-        self.nesterov = check.flag(self._name, "nesterov", nesterov)
+        self.nesterov = nesterov
         if self.nesterov and not (self.momentum > 0.0 and self.dampening == 0.0):
             got = f"momentum {self.momentum}, dampening {self.dampening}"
-            raise ValueError(
-                message(self._name, "nesterov", "is impossible", "momentum > 0, dampening 0", got)
-            )
-        has_momentum = self.momentum > 0.0
+            expected = "momentum > 0, dampening 0"
+            reject(ValueError, self._name, "nesterov", "is impossible", expected, got)
         rule = rules.MOMENTUM_NESTEROV if self.nesterov else rules.MOMENTUM
+        states = {"accum": 0.0}
+        if self.momentum == 0.0:
+            rule, states = rules.SGD, {}
+            # Nothing but weight decay moves a row whose gradient is 0.
+            sparse_update = "lazy" if sparse_update is None else sparse_update
+        options = step_options(use_locking, sparse_update, skip_nonfinite, state_dtype)
         super().__init__(
-            learning_rate,
-            params,
-            weight_decay,
-            loss_scale,
-            rule=rule if has_momentum else rules.SGD,
-            states={"accum": 0.0} if has_momentum else {},
-            use_locking=use_locking,
-            sparse_update=_default_update(sparse_update, has_momentum),
-            skip_nonfinite=skip_nonfinite,
-            state_dtype=state_dtype,
+            learning_rate, params, weight_decay, loss_scale, rule=rule, states=states, **options
         )
 
     def _check_groups(self, groups: Groups) -> None:
         for option in groups.options:
-            if not isinstance(option.decay, float):
-                raise TypeError(
-                    message(
-                        self._name,
-                        "weight_decay",
-                        "has a wrong type",
-                        "a float or int",
-                        type(option.decay).__name__,
-                    )
-                )
+            of_kind(self._name, "weight_decay", option.decay, float, "a float or int")
 
-    def _formula(self) -> Formula:
+    def formula(self) -> Formula:
+        """See `FusedOptimizer`."""
         if self._rule is rules.SGD:
             return Formula(rules.sgd_scalars)
         return Formula(rules.momentum_scalars, (self.momentum, self.dampening))
@@ -226,17 +202,3 @@ class SGD(FusedOptimizer):
         # stat tells whether there was a first step, which the count of updates tells too.
         roles = ["stat"] if "accum" in self._states else ["stat", "accum"]
         return {f"{role}.{p.name}" for role in roles for p in self.parameters}
-
-
-def _default_update(sparse_update: str | None, has_momentum: bool) -> str | None:
-    """Without momentum nothing but weight decay moves a row whose gradient is 0."""
-    return "lazy" if sparse_update is None and not has_momentum else sparse_update
-
-
-def _number_at_least_0(where: str, name: str, value: Any) -> float:
-    """A float or int >= 0."""
-    if isinstance(value, bool) or not isinstance(value, int | float | np.floating):
-        raise TypeError(
-            message(where, name, "has a wrong type", "a float or int", type(value).__name__)
-        )
-    return check.scalar_at_least_0(where, name, value)

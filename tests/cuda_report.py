@@ -64,7 +64,6 @@ def gradient_loops() -> dict[str, Any]:
     from fusestep.kernels.cuda.rows import sums as row_sums
     from fusestep.kernels.storage import BF16, F16, F32, F64
 
-    threads = centralize.THREADS
     return {
         "rows dense sums f32": row_sums.dense_sums_kernel(F32, F32, F32),
         "rows dense sums f32 to f64": row_sums.dense_sums_kernel(F32, F64, F64),
@@ -74,27 +73,20 @@ def gradient_loops() -> dict[str, Any]:
         "rows decayed sums f16": row_sums.decayed_sums_kernel(F16, F32, F16),
         "rows mark firsts": row_sums.mark_firsts_kernel,
         "rows count firsts": row_sums.count_firsts_kernel,
-        "central sums f32": centralize.chunk_sums_kernel(F32, F32, F32, threads),
-        "central sums bf16": centralize.chunk_sums_kernel(BF16, F32, BF16, threads),
-        "central difference f64": centralize.subtract_kernel(F64, F64, F64, threads),
-        "central difference f32 bf16": centralize.subtract_kernel(BF16, F32, F32, threads),
+        "central sums f32": centralize.chunk_sums_kernel(F32, F32, F32),
+        "central sums bf16": centralize.chunk_sums_kernel(BF16, F32, BF16),
+        "central difference f64": centralize.subtract_kernel(F64, F64, F64),
+        "central difference f32 bf16": centralize.subtract_kernel(BF16, F32, F32),
         "widen": widen.widen_kernel,
     }
 
 
 def other_loops() -> dict[str, Any]:
     """The loops of row-sparse steps, of first stages and of checks."""
-    from fusestep.kernels.cuda.dense import (
-        finite,
-        measure,
-        norm,
-        scalars,
-        trust,
-    )
-    from fusestep.kernels.cuda.dense import update as dense
-    from fusestep.kernels.cuda.device import by_value, fill
-    from fusestep.kernels.cuda.rows import gather, sort
-    from fusestep.kernels.cuda.rows import update as rows
+    from fusestep.kernels.cuda.dense import finite, measure, norm, scalars, trust
+    from fusestep.kernels.cuda.device import arguments, fill
+    from fusestep.kernels.cuda.rows import gather, keys, sort
+    from fusestep.kernels.cuda.rows import kernels as rows
     from fusestep.kernels.element import kernel
     from fusestep.kernels.rules.adam import ADAM
     from fusestep.kernels.rules.lamb import LAMB
@@ -111,17 +103,17 @@ def other_loops() -> dict[str, Any]:
     return found | {
         "begin": scalars.begin_kernel,
         "count": scalars.count_kernel,
-        "words by value": by_value.storing(),
-        "rows check": rows.check_kernel,
+        "words by value": arguments.storing(),
+        "rows check": keys.check_kernel,
         "rows mark": rows.mark_kernel,
         "sort count": sort.counting(),
         "sort scan": sort.scanning(),
         "sort scatter": sort.scattering(),
-        "measure lamb": measure.chunk_sums_kernel(lamb, dense.THREADS, dense.chunk_of(lamb)),
-        "factor lamb": measure.factor_kernel(lamb, dense.THREADS),
-        "rows squares": rows.row_squares_kernel(F32, F32, 4, dense.THREADS),
-        "total": norm.total_kernel(norm.THREADS),
-        "trust": trust.trust_kernel(F32, trust.Options(0.1, 0.1, True), trust.THREADS),
+        "measure lamb": measure.chunk_sums_kernel(lamb),
+        "factor lamb": measure.factor_kernel(lamb),
+        "rows squares": rows.row_squares_kernel(F32, F32, 4),
+        "total": norm.total_kernel(),
+        "trust": trust.trust_kernel(F32, trust.Options(0.1, 0.1, True)),
         "gather": gather.gather_kernel(16),
         "fill": fill.fill_kernel,
     }
@@ -145,7 +137,7 @@ def scalars_loops() -> dict[str, Any]:
     prologues = ((), (COUPLED_DECAY, SCALE), (SCALE, COUPLED_DECAY, TRUST))
     found = {}
     for k, (name, optimizer) in enumerate(optimizers.items()):
-        formula, n = optimizer._formula(), len(optimizer._rule.hp)
+        formula, n = optimizer.formula(), len(optimizer._rule.hp)
         sizes = len(formula.constants), len(formula.bases), n
         real, prologue = (F64 if k % 4 == 3 else F32), prologues[k % 3]
         found[name] = scalars_kernel(formula.function, *sizes, prologue, k % 3 == 1, real)
@@ -158,18 +150,16 @@ def factored_loops(*, every: bool) -> dict[str, Any]:
     Args:
         every: or those alone that have the most registers.
     """
-    from fusestep.kernels.cuda.adafactor import layout as factored_layout
+    from fusestep.kernels.cuda.adafactor.layout import TileRow
     from fusestep.kernels.cuda.adafactor.lines import lines_kernel, row_factors_kernel
     from fusestep.kernels.cuda.adafactor.passes import direction_kernel, update_kernel
-    from fusestep.kernels.cuda.adafactor.sizes import Options, sizes_kernel
-    from fusestep.kernels.cuda.adafactor.step import length_of
+    from fusestep.kernels.cuda.adafactor.rms import Options, rms_kernel
     from fusestep.kernels.cuda.adafactor.sums import squares_kernel
     from fusestep.kernels.element import kernel
-    from fusestep.kernels.rules.adafactor import ADAFACTOR
+    from fusestep.kernels.rules.adafactor import ADAFACTOR, ADAFACTOR_PLAIN
     from fusestep.kernels.rules.gradient import COUPLED_DECAY, SCALE, TRUST
     from fusestep.kernels.storage import BF16, F16, F32, F64
 
-    threads, rounds = factored_layout.THREADS, factored_layout.ROUNDS
     kinds: list[tuple[str, Any, Any, Any]] = [("f32", (), F32, F32), ("f16", (), F16, F16)]
     if every:
         kinds += [
@@ -180,19 +170,18 @@ def factored_loops(*, every: bool) -> dict[str, Any]:
         ]
     found = {}
     for name, prologue, w, s in kinds:
-        length = length_of(kernel(ADAFACTOR, prologue, w, w, (s,) if s else ()))
-        types = (prologue, w, w)
+        compiled = kernel(ADAFACTOR if s else ADAFACTOR_PLAIN, prologue, w, w, (s,) if s else ())
         found |= {
-            f"factored squares {name}": squares_kernel(*types, length, threads, rounds),
-            f"factored direction {name}": direction_kernel(*types, length, threads, True),
-            f"factored update {name}": update_kernel(*types, s, length, threads),
+            f"factored squares {name}": squares_kernel(compiled),
+            f"factored direction {name}": direction_kernel(compiled, True),
+            f"factored update {name}": update_kernel(compiled),
         }
-    options, row_bytes = Options(1e-3, 1.0, True), factored_layout.ROW_BYTES
     for real in (F32, F64) if every else (F32,):
+        compiled = kernel(ADAFACTOR, (), real, real, (real,))
         found |= {
-            f"factored lines {real.name}": lines_kernel((), real, threads),
-            f"factored rows {real.name}": row_factors_kernel((), real, threads),
-            f"sizes {real.name}": sizes_kernel(real, options, threads, row_bytes),
+            f"factored lines {real.name}": lines_kernel((), real),
+            f"factored rows {real.name}": row_factors_kernel((), real),
+            f"rms {real.name}": rms_kernel(compiled, TileRow, Options(1e-3, 1.0, True)),
         }
     return found
 
@@ -213,16 +202,16 @@ def arrays_of(name: str, compiled: Any) -> dict[str, int]:
 def machine_code(function: Any, capability: tuple[int, int, str]) -> dict[str, Any]:
     """Registers, stack, memory instructions of a kernel.
 
-    Its arguments are ``int64``; that of `by_value` is a tuple of them.
+    Its arguments are ``int64``; that of `arguments` is a tuple of them.
     """
     from numba.cuda import types
     from numba.cuda.compiler import _compile_pyfunc_with_fixup
 
-    from fusestep.kernels.cuda.device import by_value
+    from fusestep.kernels.cuda.device.arguments import WORDS, storing
 
     arguments = [types.int64] * function.py_func.__code__.co_argcount
-    if function is by_value.storing():
-        arguments[1] = types.UniTuple(types.int64, by_value.WORDS)
+    if function is storing():
+        arguments[1] = types.UniTuple(types.int64, WORDS)
 
     major, minor, variant = capability
     cc = (major, minor, variant) if variant else (major, minor)
@@ -266,7 +255,7 @@ def main() -> None:
     """Print the report of one compute capability as JSON."""
     import numba.cuda.dispatcher
 
-    from fusestep.kernels.cuda.dense.update import dense_kernel
+    from fusestep.kernels.cuda.dense.step import dense_kernel
     from fusestep.kernels.rules.adam import ADAM
 
     capability = CAPABILITIES[sys.argv[1]]

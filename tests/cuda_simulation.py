@@ -20,7 +20,7 @@ from fusestep.kernels.cpu.parallel import run_all
 from fusestep.kernels.cpu.rows import step as host_rows
 from fusestep.kernels.cpu.warmup import all_rules
 from fusestep.kernels.cuda.dense import finite
-from fusestep.kernels.cuda.dense import update as dense
+from fusestep.kernels.cuda.dense import step as dense
 from fusestep.kernels.cuda.device.guard import NOTHING, WORDS
 from fusestep.kernels.cuda.rows import sort
 from fusestep.kernels.cuda.rows import step as row_step

@@ -22,14 +22,12 @@ import numpy as np
 from numba import cuda
 
 from fusestep import nn
-from fusestep.kernels.cuda.adafactor import layout as factored_layout
-from fusestep.kernels.cuda.adafactor import line_table
-from fusestep.kernels.cuda.adafactor import step as factored
-from fusestep.kernels.cuda.adafactor.layout import FactoredTables
-from fusestep.kernels.cuda.adafactor.sizes import Options as Sizes
-from fusestep.kernels.cuda.dense.measure import SUMS_BYTES
+from fusestep.kernels.cuda.adafactor.layout import CUT, FactoredTables
+from fusestep.kernels.cuda.adafactor.rms import Options as Sizes
+from fusestep.kernels.cuda.adafactor.step import MatrixStep
 from fusestep.kernels.cuda.device import memory
 from fusestep.kernels.cuda.device.guard import NOTHING
+from fusestep.kernels.cuda.device.part import Call
 from fusestep.kernels.element import kernel
 from fusestep.kernels.rules import adafactor as rules
 from fusestep.kernels.storage import F32 as STORED_F32
@@ -136,19 +134,17 @@ def tiles() -> None:
         if len(s) > 1 and math.prod(s)
     ]
     tables = FactoredTables(tensors, 4, 4)
-    found, lines = tables._tiles, tables._lines[: tables.n_tensors]
-    groups = 1 << (found[:, factored_layout.LOG_ACROSS] + found[:, factored_layout.LOG_DOWN])
-    band = factored_layout.ROUNDS << found[:, factored_layout.LOG_DOWN]
+    found, lines, n = tables.tiles, tables.lines, tables.n_tensors
     for reached in (
-        found[:, factored_layout.TILE_HEIGHT] > band,
-        found[:, factored_layout.TILES_DOWN] > 1,
-        found[:, factored_layout.TILES_ACROSS] > 1,
-        groups < factored_layout.THREADS,
-        found[:, factored_layout.WIDTH] % 4 == 0,
-        tables._lines[:, line_table.LOG_PARTS] > 0,
-        lines[:, line_table.SEGMENTS] > 1,
-        lines[:, line_table.CHUNKS] > 1,
-        (lines[:, line_table.MATRICES] > 1) & (lines[:, line_table.SEGMENTS] > 1),
+        found.tile_height > CUT.rounds << found.log_down,
+        found.tiles_down > 1,
+        found.tiles_across > 1,
+        1 << (found.log_across + found.log_down) < CUT.threads,
+        found.width % 4 == 0,
+        lines.log_parts > 0,
+        lines.segments[:n] > 1,
+        lines.chunks[:n] > 1,
+        (lines.matrices[:n] > 1) & (lines.segments[:n] > 1),
     ):
         assert reached.any() and not reached.all()
 
@@ -258,15 +254,16 @@ def guards() -> None:
         positive(s) for s in ((9, 12), (9, 12), (9,), (12,), (9, 12))
     ]
     places = [a.ctypes.data for a in (w, average, of_rows, of_columns)]
-    tables = FactoredTables([FactoredTensor.of((9, 12), places)], 4, 4)
     before = [a.copy() for a in arrays]
     hp = np.array([rules.adafactor_hp(np.float32, 0.1, 0.0, 3, 0.9, 0.8, 1e-30)], np.float32)
-    scratch, sums = np.zeros(tables.scratch // 8), np.zeros(tables.n_blocks * SUMS_BYTES // 8)
-    table = tables.at(scratch.ctypes.data, np.array([g.ctypes.data]), np.array([hp.ctypes.data]))
-    loops = factored.loops_of(compiled, Sizes(1e-3, 1.0, True))
+    gradients, scalars = np.array([g.ctypes.data]), np.array([hp.ctypes.data])
+    tensors = [FactoredTensor.of((9, 12), places)]
+    step = MatrixStep(compiled, tensors, gradients, Sizes(1e-3, 1.0, True))
+    table, scratch = step.words(0, scalars), np.zeros(step.scratch_bytes // 8)
+    step.words(table.ctypes.data, scalars)
     for found in (0, NOTHING):
         guard = np.array([found, 0])
-        factored.enqueue(loops, tables, table.ctypes.data, sums.ctypes.data, guard.ctypes.data, 0)
+        step.enqueue(Call(0, guard.ctypes.data, None, scratch.ctypes.data))
         same = [np.array_equal(a, b) for a, b in zip(arrays, before, strict=True)]
         assert same == [found == 0] * 4 + [True]
 

@@ -112,7 +112,7 @@ def nothing_is_kept() -> None:
     of_each = on_device([gradient((2,)) for _ in range(8)])
     for k in range(1, 120):
         many(tuple(g if k >> i & 1 else None for i, g in enumerate(of_each)))
-    assert len(many._ran) <= 64
+    assert len(many._on_device._ran) <= 64
 
 
 def no_gradients() -> None:

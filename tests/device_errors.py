@@ -24,7 +24,7 @@ from numba import cuda
 
 import fusestep
 from fusestep import nn, ops
-from fusestep.kernels.cuda.dense import update as dense
+from fusestep.kernels.cuda.dense import step as dense
 from fusestep.kernels.cuda.rows import step as row_step
 from fusestep.ops.runtime import pending
 

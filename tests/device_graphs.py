@@ -343,7 +343,7 @@ def graphs_with_growth() -> None:
     one(small)
     other(small)
     graph = captured(lambda: one(small))
-    held = one._resident.scratch
+    held = one._on_device._resident.scratch
     before = held.address
     many = on_device(rows([k % 40 for k in range(150)], (40, 4)))
     one((many, on_device(gradient((30,)))))
@@ -370,7 +370,7 @@ def refusals() -> None:
     refuse("is the first of its kind", lambda: run.opt((None, g)))
     new = nn.Adam(on_device([positive((7,))]))
     refuse("is the first of its kind", lambda: new((g,)))
-    assert new._resident is None
+    assert new._on_device._resident is None
     run.opt((None, g))
     captured(lambda: run.opt((None, g)))
     run.opt.found_inf = on_device(np.zeros((), F32))

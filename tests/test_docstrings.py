@@ -25,7 +25,7 @@ MODULES = [
     "fusestep.nn.base.parameter",
     "fusestep.nn.rmsprop",
     "fusestep.nn.schedules.base",
-    "fusestep.nn.thor",
+    "fusestep.nn.thor.thor",
     "fusestep.nn.schedules.sequential",
     "fusestep.nn.sgd",
     "fusestep.nn.thor.conv",

@@ -463,7 +463,7 @@ def test_fork_while_a_thread_is_in_a_locked_call():
         spans = locks.spans_of([((0,), (1 << 62,), 0)])
         def hold_all():
             request = locks.Request(spans, shared=False)
-            with request.place, opt._lock:
+            with request.place, opt._host.turn():
                 request.wait()
                 inside.set()
                 leave.wait()

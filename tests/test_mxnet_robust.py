@@ -17,7 +17,7 @@ from safetensors.numpy import load, save
 from fusestep import nn
 from fusestep.nn import RowTensor
 from fusestep.nn import mxnet as mx
-from fusestep.nn.mxnet.step import _KEPT_WEIGHTS
+from fusestep.nn.mxnet.bindings import _KEPT_WEIGHTS
 from fusestep.ops import adam_update
 from fusestep.ops.runtime.step import spans_of
 

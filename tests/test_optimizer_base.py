@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from fusestep import nn, ops
-from fusestep.nn import fused
+from fusestep.nn.engine import host
 
 import reference
 from helpers import (
@@ -1753,7 +1753,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kernel calls of every step, by kind."""
     made: list[str] = []
     for name in ("prepared_dense", "prepared_rows"):
-        original = getattr(fused, name)
+        original = getattr(host, name)
 
         def count(
             *arguments: Any, _name: str = name, _original: Any = original, **options: Any
@@ -1761,7 +1761,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             made.append(_name)
             return _original(*arguments, **options)
 
-        monkeypatch.setattr(fused, name, count)
+        monkeypatch.setattr(host, name, count)
     return made
 
 

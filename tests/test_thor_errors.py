@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from fusestep import nn
-from fusestep.nn import thor as second_order
 from fusestep.nn.thor import factors as thor_factors
 
 from helpers import refused, unchanged
@@ -336,12 +335,3 @@ def test_shapes_of_a_state_come_before_its_values(name: str) -> None:
         opt.load_state_dict({**state, name: negative})
     with refused(TypeError, f"thor: state '{name}' has a wrong dtype", opt):
         opt.load_state_dict({**state, name: negative.astype(np.float16)})
-
-
-def test_the_class_has_the_arguments_of_the_function() -> None:
-    import inspect
-
-    of_function = dict(inspect.signature(nn.thor).parameters)
-    of_function.pop("unknown")
-    of_class = inspect.signature(second_order.Thor).parameters
-    assert list(of_function.values()) == list(of_class.values())

@@ -1,4 +1,7 @@
-"""Checks of arguments that several optimizers and schedules share."""
+"""Arguments of optimizers and schedules: the checks that several of them share.
+
+A kind that does not fit is a `TypeError` (an int is no float), a value out of range a `ValueError`.
+"""
 
 from __future__ import annotations
 
@@ -8,43 +11,57 @@ import numpy as np
 
 from ...kernels.quiet import quiet
 from ...ops.runtime import check
-from ...ops.runtime.errors import message
+from ...ops.runtime.errors import RejectedTypeError, RejectedValueError, reject
+
+MOST_STEPS = int(np.iinfo(np.int32).max)
 
 
-@quiet
+def step_options(
+    use_locking: bool, sparse_update: str | None, skip_nonfinite: bool, state_dtype: Any
+) -> dict[str, Any]:
+    """The arguments that every `FusedOptimizer` has."""
+    return {
+        "use_locking": use_locking,
+        "sparse_update": sparse_update,
+        "skip_nonfinite": skip_nonfinite,
+        "state_dtype": state_dtype,
+    }
+
+
+def of_kind(where: str, name: str, value: Any, kinds: Any, expected: str) -> None:
+    """Refuse what is no instance of ``kinds``."""
+    if not isinstance(value, kinds):
+        reject(TypeError, where, name, "has a wrong type", expected, type(value).__name__)
+
+
 def open_unit(where: str, name: str, value: Any, real: Any) -> float:
-    """A float strictly between 0 and 1, in the arithmetic type ``real`` too.
+    """A float strictly between 0 and 1, in the arithmetic type ``real`` too."""
+    return _float_up_to(1.0, "between 0 and 1", where, name, value, real)
 
-    Raises:
-        TypeError: it is no float (an int is none).
-        ValueError: it is out of range.
-    """
-    if not isinstance(value, float | np.floating):
-        raise TypeError(message(where, name, "has a wrong type", "a float", type(value).__name__))
-    if not 0.0 < real(value) < 1.0:
-        raise ValueError(
-            message(where, name, "is out of range", f"between 0 and 1 in {real.__name__}", value)
-        )
-    return float(value)
+
+def positive_float(where: str, name: str, value: Any, real: Any) -> float:
+    """A finite float above 0, in the arithmetic type ``real`` too."""
+    return _float_up_to(np.inf, "positive and finite", where, name, value, real)
 
 
 @quiet
-def positive_float(where: str, name: str, value: Any, real: Any) -> float:
-    """A finite float above 0, in the arithmetic type ``real`` too.
-
-    Raises:
-        TypeError: it is no float (an int is none).
-        ValueError: it is out of range.
-    """
-    if not isinstance(value, float | np.floating):
-        raise TypeError(message(where, name, "has a wrong type", "a float", type(value).__name__))
-    if not 0.0 < real(value) < np.inf:
-        raise ValueError(
-            message(
-                where, name, "is out of range", f"positive and finite in {real.__name__}", value
-            )
-        )
+def _float_up_to(end: float, expected: str, where: str, name: str, value: Any, real: Any) -> float:
+    of_kind(where, name, value, float | np.floating, "a float")
+    accepted = 0.0 < real(value) < end
+    check.in_range(where, name, value, bool(accepted), f"{expected} in {real.__name__}")
     return float(value)
+
+
+def betas_and_eps(
+    where: str, params: Any, beta1: Any, beta2: Any, eps: Any
+) -> tuple[float, float, float]:
+    """Adam's hyper-parameters, in range in the arithmetic of ``params``."""
+    real = arithmetic_type(params)
+    return (
+        open_unit(where, "beta1", beta1, real),
+        open_unit(where, "beta2", beta2, real),
+        positive_float(where, "eps", eps, real),
+    )
 
 
 def arithmetic_type(params: Any) -> Any:
@@ -59,76 +76,69 @@ def arithmetic_type(params: Any) -> Any:
 
 
 def non_negative_float(where: str, name: str, value: Any) -> float:
-    """A finite float of at least 0.
-
-    Raises:
-        TypeError: it is no float (an int is none).
-        ValueError: it is negative or not finite.
-    """
+    """A finite float of at least 0."""
     number = check.float_attribute(where, name, value)
-    if number < 0.0:
-        raise ValueError(message(where, name, "is out of range", "at least 0", value))
+    check.in_range(where, name, value, number >= 0.0, "at least 0")
     return number
 
 
 def positive_int(where: str, name: str, value: Any) -> int:
-    """An int, Python's or NumPy's, of at least 1.
-
-    Raises:
-        TypeError: it is no int (a bool and a float are none).
-        ValueError: it is less than 1.
-    """
+    """An int, Python's or NumPy's, of at least 1."""
     return _int_from(1, where, name, value)
 
 
 def count(where: str, name: str, value: Any) -> int:
-    """As `positive_int`, of at least 0.
-
-    Raises:
-        TypeError: it is no int.
-        ValueError: it is negative.
-    """
+    """An int, Python's or NumPy's, of at least 0."""
     return _int_from(0, where, name, value)
 
 
+def is_int(value: Any) -> bool:
+    """An int of Python or NumPy; a bool is none."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
 def _int_from(least: int, where: str, name: str, value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise TypeError(message(where, name, "has a wrong type", "an int", type(value).__name__))
-    if value < least:
-        raise ValueError(message(where, name, "is out of range", f"at least {least}", value))
+    if not is_int(value):
+        reject(TypeError, where, name, "has a wrong type", "an int", type(value).__name__)
+    check.in_range(where, name, value, value >= least, f"at least {least}")
     return int(value)
 
 
 def list_or_tuple(where: str, name: str, value: Any) -> tuple[Any, ...]:
-    """The elements of a list or a tuple, out of reach of later changes to it.
-
-    Raises:
-        TypeError: another kind.
-    """
-    if not isinstance(value, list | tuple):
-        got = type(value).__name__
-        raise TypeError(message(where, name, "has a wrong type", "a list or a tuple", got))
+    """The elements of a list or a tuple, out of reach of later changes to it."""
+    of_kind(where, name, value, list | tuple, "a list or a tuple")
     return tuple(value)
 
 
 def step_numbers(where: str, step: Any) -> np.ndarray:
-    """Steps as an array of non-negative integers, 0-d for a single one.
-
-    Raises:
-        TypeError: ``step`` is neither an int nor an array of ints.
-        ValueError: a step is negative.
-    """
+    """Steps as an array of non-negative integers, 0-d for a single one."""
+    wrong, expected = "has a wrong type", "an int or an array of ints"
     if isinstance(step, bool) or not (isinstance(step, int) or hasattr(step, "__array__")):
-        raise TypeError(_wrong_step(where, type(step).__name__))
+        reject(TypeError, where, "global_step", wrong, expected, type(step).__name__)
     steps = np.asarray(step)
     if steps.dtype.kind not in "iu":
-        raise TypeError(_wrong_step(where, steps.dtype))
+        reject(TypeError, where, "global_step", wrong, expected, steps.dtype)
     if (steps < 0).any():
-        raise ValueError(
-            message(where, "global_step", "is out of range", "at least 0", steps.min())
-        )
+        reject(ValueError, where, "global_step", "is out of range", "at least 0", steps.min())
     return steps
 
 
-def _wrong_step(where: str, got: object) -> str:
-    return message(where, "global_step", "has a wrong type", "an int or an array of ints", got)
+def gradients_of(where: str, gradients: Any, n_parameters: int) -> tuple[Any, ...]:
+    """The gradients of a step as a tuple, one for each parameter."""
+    if not isinstance(gradients, (tuple, list)):
+        wrong, got = "has a wrong type", type(gradients).__name__
+        expected = "a tuple or list in the order of the parameters"
+        reject(RejectedTypeError, where, "gradients", wrong, expected, got)
+    if len(gradients) != n_parameters:
+        wrong, expected = "has a wrong length", f"{n_parameters}, one for each parameter"
+        reject(RejectedValueError, where, "gradients", wrong, expected, len(gradients))
+    return tuple(gradients)
+
+
+def next_step(where: str, global_step: np.ndarray) -> int:
+    """The number of the next step, from 0 on; the count is an int32, as published."""
+    step = int(global_step[0])
+    if step >= MOST_STEPS:
+        expected = f"at most {MOST_STEPS} steps"
+        reject(OverflowError, where, "global_step", "is at its end", expected, step)
+    return step

@@ -15,8 +15,10 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save
 
+from ...ops.runtime import check
 from ...ops.runtime.arrays import BFLOAT16, adopt
-from ...ops.runtime.errors import UnknownArgumentError, message
+from ...ops.runtime.errors import UnknownArgumentError, reject
+from .arguments import of_kind
 from .parameter import Parameter
 
 if os.name != "nt":
@@ -29,6 +31,7 @@ _LOADED = (
     *("BOOL", "I8", "I16", "I32", "I64", "U8", "U16", "U32", "U64"),
     *("F16", "BF16", "F32", "F64", "C64"),
 )
+_SAVE = "save_checkpoint"
 _RESERVED = "__metadata__"  # no name of an array in safetensors
 
 
@@ -80,17 +83,11 @@ def save_checkpoint(save_obj: Any, path: str | os.PathLike[str]) -> None:
 
 def _check_savable(name: Any, array: np.ndarray) -> None:
     if not isinstance(name, str):
-        raise TypeError(
-            message("save_checkpoint", f"name {name!r}", "is no str", "a str", type(name).__name__)
-        )
+        reject(TypeError, _SAVE, f"name {name!r}", "is no str", "a str", type(name).__name__)
     if name == _RESERVED:
-        raise ValueError(
-            message("save_checkpoint", "name", "is reserved", "another one", repr(name))
-        )
+        reject(ValueError, _SAVE, "name", "is reserved", "another one", repr(name))
     if np.dtype(array.dtype.type) not in _SAVED:
-        raise TypeError(
-            message("save_checkpoint", name, "has a wrong dtype", _SAVED_NAMES, array.dtype)
-        )
+        reject(TypeError, _SAVE, name, "has a wrong dtype", _SAVED_NAMES, array.dtype)
 
 
 def _prefix(target: Path) -> str:
@@ -171,9 +168,7 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
             if dtype not in _LOADED:
                 expected = f"one of {', '.join(_LOADED)}"
                 got = f"{dtype} in {os.fspath(path)}"
-                raise TypeError(
-                    message("load_checkpoint", name, "has a wrong dtype", expected, got)
-                )
+                reject(TypeError, "load_checkpoint", name, "has a wrong dtype", expected, got)
         return {name: file.get_tensor(name) for name in names}
 
 
@@ -181,34 +176,16 @@ def _named(save_obj: Any) -> list[tuple[Any, np.ndarray]]:
     if hasattr(save_obj, "state_dict"):
         save_obj = save_obj.state_dict()
     if isinstance(save_obj, Mapping):
-        return [(n, adopt("save_checkpoint", str(n), a)) for n, a in save_obj.items()]
-    if not isinstance(save_obj, Iterable):
-        raise TypeError(
-            message(
-                "save_checkpoint",
-                "save_obj",
-                "has a wrong type",
-                "an optimizer, a mapping or parameters",
-                type(save_obj).__name__,
-            )
-        )
+        return [(n, adopt(_SAVE, str(n), a)) for n, a in save_obj.items()]
+    of_kind(_SAVE, "save_obj", save_obj, Iterable, "an optimizer, a mapping or parameters")
     named: dict[str, np.ndarray] = {}
     for parameter in save_obj:
         if not isinstance(parameter, Parameter):
             got = type(parameter).__name__
-            raise TypeError(
-                message("save_checkpoint", "save_obj", "holds a wrong type", "Parameters", got)
-            )
+            reject(TypeError, _SAVE, "save_obj", "holds a wrong type", "Parameters", got)
         if parameter.name is None or parameter.name in named:
-            raise ValueError(
-                message(
-                    "save_checkpoint",
-                    "parameter name",
-                    "is missing or repeats",
-                    "unique names",
-                    parameter.name,
-                )
-            )
+            name, wrong = "parameter name", "is missing or repeats"
+            reject(ValueError, _SAVE, name, wrong, "unique names", parameter.name)
         named[parameter.name] = parameter.asnumpy()
     return list(named.items())
 
@@ -231,79 +208,44 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
 
 
 def as_state(where: str, state: Any) -> dict[str, Any]:
-    """A copy of the mapping ``state``.
-
-    Raises:
-        TypeError: it is no mapping.
-    """
-    if not isinstance(state, Mapping):
-        raise TypeError(
-            message(where, "state", "has a wrong type", "a mapping", type(state).__name__)
-        )
+    """A copy of the mapping ``state``; any other kind is a `TypeError`."""
+    of_kind(where, "state", state, Mapping, "a mapping")
     return dict(state)
 
 
 def steps_done(where: str, value: Any) -> int:
-    """The number of steps that a saved ``global_step`` tells.
-
-    Raises:
-        TypeError: it is no array of int32.
-        ValueError: it has another shape than ``(1,)`` or is negative.
-    """
-    array = adopt(where, "state 'global_step'", value)
+    """The number of steps that a saved ``global_step`` tells: int32, ``(1,)`` and at least 0."""
+    name = "state 'global_step'"
+    array = adopt(where, name, value)
     if array.dtype != np.int32:
-        raise TypeError(
-            message(where, "state 'global_step'", "has a wrong dtype", "int32", array.dtype)
-        )
+        reject(TypeError, where, name, "has a wrong dtype", "int32", array.dtype)
     if array.shape != (1,):
-        raise ValueError(
-            message(where, "state 'global_step'", "has a wrong shape", "(1,)", array.shape)
-        )
-    if array[0] < 0:
-        raise ValueError(
-            message(where, "state 'global_step'", "is out of range", "at least 0", array[0])
-        )
+        reject(ValueError, where, name, "has a wrong shape", "(1,)", array.shape)
+    check.in_range(where, name, array[0], array[0] >= 0, "at least 0")
     return int(array[0])
 
 
 def checked_state(
     where: str, state: Mapping[str, Any], own: Mapping[str, np.ndarray]
 ) -> dict[str, np.ndarray]:
-    """``state`` as arrays that fit ``own`` in names, dtypes and shapes.
-
-    Raises:
-        KeyError: a name is missing or unknown.
-        TypeError: a dtype differs.
-        ValueError: a shape differs, or a learning rate is negative or NaN.
-    """
+    """``state`` as arrays that fit ``own`` in names (else a `KeyError`), dtypes and shapes."""
     missing, foreign = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
     if missing or foreign:
-        raise UnknownArgumentError(
-            message(
-                where,
-                "state",
-                "does not fit this optimizer",
-                f"all of its {len(own)} names",
-                f"missing {missing[:3]}, unknown {foreign[:3]}",
-            )
-        )
+        expected = f"all of its {len(own)} names"
+        got = f"missing {missing[:3]}, unknown {foreign[:3]}"
+        wrong = "does not fit this optimizer"
+        reject(UnknownArgumentError, where, "state", wrong, expected, got)
     arrays = {name: adopt(where, f"state {name!r}", value) for name, value in state.items()}
     for name, array in arrays.items():
-        mine, is_rate = own[name], name.startswith("learning_rate")
+        label, mine, is_rate = f"state {name!r}", own[name], name.startswith("learning_rate")
         if is_rate and array.size == mine.size == 1:
             array = array.reshape(mine.shape)
         # MindSpore keeps rates in float32.
         if array.dtype != mine.dtype and not (is_rate and array.dtype in (np.float32, np.float64)):
-            raise TypeError(
-                message(where, f"state {name!r}", "has a wrong dtype", mine.dtype, array.dtype)
-            )
+            reject(TypeError, where, label, "has a wrong dtype", mine.dtype, array.dtype)
         if array.shape != mine.shape:
-            raise ValueError(
-                message(where, f"state {name!r}", "has a wrong shape", mine.shape, array.shape)
-            )
+            reject(ValueError, where, label, "has a wrong shape", mine.shape, array.shape)
         if is_rate and not (np.asarray(array, np.float64) >= 0).all():
-            raise ValueError(
-                message(where, f"state {name!r}", "is out of range", "finite and at least 0", array)
-            )
+            reject(ValueError, where, label, "is out of range", "finite and at least 0", array)
         arrays[name] = array.astype(mine.dtype, copy=False)
     return arrays

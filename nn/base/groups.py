@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from ...ops.runtime.errors import UnknownArgumentError, message, reject_unknown
+from ...ops.runtime import check
+from ...ops.runtime.errors import UnknownArgumentError, reject, reject_unknown
 from ..schedules.base import Rate, Schedule, learning_rate, weight_decay
+from .arguments import of_kind
 from .parameter import Parameter
 
 GROUP_KEYS = ("params", "lr", "weight_decay", "grad_centralization", "order_params")
@@ -45,21 +47,10 @@ class Groups:
 def read_groups(
     where: str, parameters: Any, rate: Any, decay: Any, *, filter_names: bool
 ) -> Groups:
-    """Read a list of parameters or of group dicts.
+    """Read the parameters of an `Optimizer`, which says what they may be and what is refused.
 
-    Args:
-        where: the optimizer's name, for errors.
-        parameters: an iterable of parameters (arrays are wrapped) or of group dicts.
-        rate: the default learning rate.
-        decay: the default weight decay.
-        filter_names: ungrouped parameters whose name contains "beta" or "gamma" do not decay.
-
-    Raises:
-        TypeError: a kind does not fit.
-        ValueError: nothing to optimize, names that repeat, lists of different lengths, or
-            ``order_params`` that does not fit.
-        RuntimeError: a parameter is given twice.
-        KeyError: an unknown or missing key of a group.
+    ``rate`` and ``decay`` are the defaults. With ``filter_names`` ungrouped parameters whose name
+    contains "beta" or "gamma" do not decay.
     """
     entries = _entries(where, parameters)
     default = learning_rate(where, "learning_rate", rate)
@@ -75,50 +66,34 @@ def read_groups(
 
 def _entries(where: str, parameters: Any) -> list[Any]:
     if parameters is None:
-        raise ValueError(message(where, "parameters", "is missing", "a list", None))
-    if isinstance(parameters, Parameter | np.ndarray | str | bytes | dict) or not isinstance(
-        parameters, Iterable
-    ):
-        raise TypeError(
-            message(
-                where,
-                "parameters",
-                "has a wrong type",
-                "a list of parameters or of group dicts",
-                type(parameters).__name__,
-            )
-        )
-    entries = list(parameters)
+        reject(ValueError, where, "parameters", "is missing", "a list", None)
+    expected = "a list of parameters or of group dicts"
+    entries = _listed(where, "parameters", parameters, expected, but=dict)
     if not entries:
-        raise ValueError(message(where, "parameters", "is empty", "at least one parameter", "none"))
+        reject(ValueError, where, "parameters", "is empty", "at least one parameter", "none")
     if len({isinstance(e, dict) for e in entries}) == 2:
-        raise TypeError(
-            message(where, "parameters", "mixes kinds", "only parameters or only dicts", "both")
-        )
+        expected = "only parameters or only dicts"
+        reject(TypeError, where, "parameters", "mixes kinds", expected, "both")
     return entries
+
+
+def _listed(where: str, name: str, value: Any, expected: str, but: Any = ()) -> list[Any]:
+    """The elements of an iterable that is no single parameter, no text, and none of ``but``."""
+    is_single = isinstance(value, (Parameter, np.ndarray, str, bytes, but))
+    of_kind(where, name, value, () if is_single else Iterable, expected)
+    return list(value)
 
 
 def _wrap(where: str, entries: Iterable[Any]) -> list[Parameter]:
     found = []
     for entry in entries:
         if isinstance(entry, dict | str):
-            raise TypeError(
-                message(
-                    where, "parameters", "holds a wrong type", "parameters", type(entry).__name__
-                )
-            )
+            wrong, got = "holds a wrong type", type(entry).__name__
+            reject(TypeError, where, "parameters", wrong, "parameters", got)
         parameter = entry if isinstance(entry, Parameter) else Parameter(entry)
         if not parameter.requires_grad:
-            raise ValueError(
-                message(
-                    where,
-                    f"parameter {parameter.name!r}",
-                    "does not require a gradient",
-                    "requires_grad=True",
-                    False,
-                )
-                + "; leave it out"
-            )
+            name, wrong = f"parameter {parameter.name!r}", "does not require a gradient"
+            reject(ValueError, where, name, wrong, "requires_grad=True", False, "; leave it out")
         found.append(parameter)
     return found
 
@@ -147,32 +122,22 @@ def _from_dicts(where: str, groups: list[Any], rate: Rate, decay: float | Schedu
             order = _order(where, k, group)
             continue
         if "params" not in group:
-            raise UnknownArgumentError(
-                message(where, f"group {k}", "has no 'params'", "the key 'params'", list(group))
-            )
+            wrong, expected = "has no 'params'", "the key 'params'"
+            reject(UnknownArgumentError, where, f"group {k}", wrong, expected, list(group))
         own_rate = rate
         if "lr" in group:
             own_rate = learning_rate(where, f"learning_rate_group_{k}", group["lr"])
             rates.append(own_rate)
         own_decay = weight_decay(where, group["weight_decay"]) if "weight_decay" in group else decay
         centralize = group.get("grad_centralization", False)
-        if not isinstance(centralize, bool):
-            raise TypeError(
-                message(
-                    where,
-                    "grad_centralization",
-                    "has a wrong type",
-                    "a bool",
-                    type(centralize).__name__,
-                )
-            )
+        check.flag(where, "grad_centralization", centralize)
         options += [
             # Below two dimensions there is nothing to centralize.
             ParameterOptions(p, own_rate, own_decay, centralize and p.ndim >= 2)
             for p in _wrap(where, _group_entries(where, k, group["params"]))
         ]
     if not options:
-        raise ValueError(message(where, "parameters", "is empty", "at least one parameter", "none"))
+        reject(ValueError, where, "parameters", "is empty", "at least one parameter", "none")
     if order is not None:
         options = _reorder(where, options, order)
     if any(o.rate is rate for o in options) or not rates:
@@ -182,26 +147,13 @@ def _from_dicts(where: str, groups: list[Any], rate: Rate, decay: float | Schedu
 
 
 def _group_entries(where: str, k: int, params: Any) -> list[Any]:
-    if isinstance(params, Parameter | np.ndarray | str | bytes) or not isinstance(params, Iterable):
-        raise TypeError(
-            message(
-                where,
-                f"group {k}: params",
-                "has a wrong type",
-                "a list of parameters",
-                type(params).__name__,
-            )
-        )
-    return list(params)
+    return _listed(where, f"group {k}: params", params, "a list of parameters")
 
 
 def _order(where: str, k: int, group: dict[str, Any]) -> list[Parameter]:
     if len(group) > 1:
-        raise ValueError(
-            message(
-                where, f"group {k}", "has other keys beside order_params", "only it", list(group)
-            )
-        )
+        wrong = "has other keys beside order_params"
+        reject(ValueError, where, f"group {k}", wrong, "only it", list(group))
     return _group_entries(where, k, group["order_params"])
 
 
@@ -209,46 +161,30 @@ def _reorder(
     where: str, options: list[ParameterOptions], order: list[Parameter]
 ) -> list[ParameterOptions]:
     if any(not isinstance(p, Parameter) for p in order):
-        raise TypeError(
-            message(
-                where,
-                "order_params",
-                "holds a wrong type",
-                "the Parameter objects of the groups",
-                [type(p).__name__ for p in order],
-            )
-        )
-    by_identity = {id(o.parameter): o for o in options}
+        expected, got = "the Parameter objects of the groups", [type(p).__name__ for p in order]
+        reject(TypeError, where, "order_params", "holds a wrong type", expected, got)
     if len(order) != len(options):
-        raise ValueError(
-            message(where, "order_params", "has a wrong length", len(options), len(order))
-        )
-    missing = [o for o in options if not any(o.parameter is p for p in order)]
+        reject(ValueError, where, "order_params", "has a wrong length", len(options), len(order))
+    by_identity = {id(o.parameter): o for o in options}
+    given = {id(p) for p in order}
+    missing = [o.parameter.name for o in options if id(o.parameter) not in given]
     if missing:
-        raise ValueError(
-            message(
-                where,
-                "order_params",
-                f"lacks parameter {missing[0].parameter.name!r}",
-                "every grouped parameter once",
-                [getattr(p, "name", p) for p in order],
-            )
-        )
+        wrong = f"lacks parameter {missing[0]!r}"
+        names = [p.name for p in order]
+        reject(ValueError, where, "order_params", wrong, "every grouped parameter once", names)
     return [by_identity[id(p)] for p in order]
 
 
 def _check_names(where: str, options: tuple[ParameterOptions, ...]) -> None:
     """Refuse what would be updated or saved twice."""
     if len({id(o.parameter) for o in options}) != len(options):
-        raise RuntimeError(
-            message(where, "parameters", "holds a parameter twice", "each once", "a repetition")
-        )
+        wrong = "holds a parameter twice"
+        reject(RuntimeError, where, "parameters", wrong, "each once", "a repetition")
     seen: set[str] = set()
     for name in (option.parameter.name for option in options):
         if name in seen:
-            raise ValueError(
-                message(where, f"parameter name {name!r}", "repeats", "unique names", "two of it")
-            )
+            argument = f"parameter name {name!r}"
+            reject(ValueError, where, argument, "repeats", "unique names", "two of it")
         if name is not None:
             seen.add(name)
 
@@ -272,8 +208,5 @@ def _check_lengths(where: str, rates: tuple[Rate, ...]) -> None:
         if isinstance(rate, Parameter) and rate.ndim == 1 and not rate.is_on_device
     }
     if len(lengths) > 1:
-        raise ValueError(
-            message(
-                where, "lr", "lists differ in length", "one length in all groups", sorted(lengths)
-            )
-        )
+        wrong, expected = "lists differ in length", "one length in all groups"
+        reject(ValueError, where, "lr", wrong, expected, sorted(lengths))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ...ops.runtime.device import DeviceArray
-from ...ops.runtime.errors import message
+from ...ops.runtime.errors import reject
 
 Number = float | DeviceArray
 """A number of the host, or an array of one element on a device."""
@@ -19,27 +19,15 @@ FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
 def on_device(
     where: str, name: str, value: Any, dtypes: Sequence[np.dtype[Any]] = FLOATS
 ) -> DeviceArray | None:
-    """An array of one element on a device, adopted without a copy; None for everything else.
-
-    Args:
-        where: who asks, for errors.
-        name: what it is, for errors.
-        value: what a user gave.
-        dtypes: which are taken.
-
-    Raises:
-        TypeError: it has another dtype.
-        ValueError: it has not one element, or they are not aligned.
-        RuntimeError: what CUDA arrays need is not installed.
-    """
+    """An array of one element on a device, adopted without a copy; None for everything else."""
     array = DeviceArray.adopt(where, name, getattr(value, "__fusestep_array__", value))
     if array is None:
         return None
     if array.dtype not in dtypes:
         expected = " or ".join(str(dtype) for dtype in dtypes)
-        raise TypeError(message(where, name, "has a wrong dtype", expected, array.dtype))
+        reject(TypeError, where, name, "has a wrong dtype", expected, array.dtype)
     if array.size != 1:
-        raise ValueError(message(where, name, "has a wrong shape", "one element", array.shape))
+        reject(ValueError, where, name, "has a wrong shape", "one element", array.shape)
     return array.contiguous(where, name)
 
 
@@ -49,12 +37,8 @@ def number_of(value: Number) -> float:
 
 
 def check_place(where: str, name: str, value: Any, device: int | None) -> None:
-    """Refuse a number on a device on which the parameters are not.
-
-    Raises:
-        ValueError: it is.
-    """
+    """Refuse a number on a device on which the parameters are not."""
     if isinstance(value, DeviceArray) and value.device != device:
         expected = "the host" if device is None else f"CUDA device {device}"
         got = f"CUDA device {value.device}"
-        raise ValueError(message(where, name, "lives elsewhere than the parameters", expected, got))
+        reject(ValueError, where, name, "lives elsewhere than the parameters", expected, got)

@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 
 from ...ops.runtime import check, pending
-from ...ops.runtime import gradients as grads
 from ...ops.runtime.device import DeviceArray, device_of
-from ...ops.runtime.errors import RejectedTypeError, RejectedValueError, message, reject_unknown
+from ...ops.runtime.errors import reject, reject_unknown
 from ..schedules.base import Rate, Values
+from . import gradients as grads
+from .arguments import gradients_of, next_step, of_kind
 from .checkpoint import as_state, checked_state, steps_done
 from .groups import Groups, name_by_position, read_groups
 from .numbers import check_place, number_of, on_device
 from .parameter import Parameter, writable
 
 _TARGETS = ("CPU", "GPU", "Ascend")
-MOST_STEPS = int(np.iinfo(np.int32).max)
 
 
 class Optimizer:
@@ -67,6 +67,11 @@ class Optimizer:
     """
 
     _filter_names = True
+    _name = "Optimizer"  # in errors
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        cls._name = vars(cls).get("_name", cls.__name__)
 
     def __init__(
         self,
@@ -76,8 +81,7 @@ class Optimizer:
         loss_scale: Any = 1.0,
         **unknown: Any,
     ) -> None:
-        known = ("learning_rate", "parameters", "weight_decay", "loss_scale")
-        reject_unknown(self._name, unknown, known)
+        reject_unknown(self._name, unknown, Optimizer)
         self._loss_scale = _loss_scale(self._name, loss_scale)
         self._groups: Groups = read_groups(
             self._name, parameters, learning_rate, weight_decay, filter_names=self._filter_names
@@ -102,10 +106,6 @@ class Optimizer:
             for rate in rates
         )
         return f"{self._name}({len(self.parameters)} parameters, {n:,} elements, lr={lr})"
-
-    @property
-    def _name(self) -> str:
-        return type(self).__name__
 
     def _common_device(self) -> int | None:
         """The CUDA device of all parameters, or None where they live on the host."""
@@ -160,34 +160,11 @@ class Optimizer:
 
     def __call__(self, gradients: Sequence[Any]) -> Any:
         """One step with ``gradients`` in the order of `parameters`."""
-        gradients = self._as_tuple(gradients)
-        self._next_step()
+        gradients = self._given(gradients)
+        next_step(self._name, self._global_step)
         result = self.construct(gradients)
         self._global_step += 1
         return result
-
-    def _as_tuple(self, gradients: Any) -> tuple[Any, ...]:
-        if not isinstance(gradients, (tuple, list)):
-            raise RejectedTypeError(
-                message(
-                    self._name,
-                    "gradients",
-                    "has a wrong type",
-                    "a tuple or list in the order of the parameters",
-                    type(gradients).__name__,
-                )
-            )
-        if len(gradients) != len(self.parameters):
-            raise RejectedValueError(
-                message(
-                    self._name,
-                    "gradients",
-                    "has a wrong length",
-                    f"{len(self.parameters)}, one for each parameter",
-                    len(gradients),
-                )
-            )
-        return tuple(gradients)
 
     # Learning rate and weight decay
 
@@ -224,22 +201,12 @@ class Optimizer:
         """
         if isinstance(param, list):
             return [self.get_lr_parameter(p) for p in param]
-        if not isinstance(param, Parameter):
-            raise TypeError(
-                message(
-                    self._name,
-                    "param",
-                    "has a wrong type",
-                    "a Parameter or a list",
-                    type(param).__name__,
-                )
-            )
-        for option in self._groups.options:
-            if option.parameter is param:
-                return option.rate
-        raise ValueError(
-            message(self._name, f"parameter {param.name!r}", "is foreign", "one of mine", "another")
-        )
+        of_kind(self._name, "param", param, Parameter, "a Parameter or a list")
+        found = [option.rate for option in self._groups.options if option.parameter is param]
+        if not found:
+            name = f"parameter {param.name!r}"
+            reject(ValueError, self._name, name, "is foreign", "one of mine", "another")
+        return found[0]
 
     def get_weight_decay(self) -> float | tuple[float, ...]:
         """The weight decay of the next step; in groups one for each parameter."""
@@ -264,18 +231,6 @@ class Optimizer:
     def _step(self) -> int:
         return int(self._global_step[0])
 
-    def _next_step(self) -> int:
-        """The number of the next step, from 0 on.
-
-        Raises:
-            OverflowError: there is none: the count is an int32, as published.
-        """
-        step = int(self._global_step[0])
-        if step >= MOST_STEPS:
-            expected = f"at most {MOST_STEPS} steps"
-            raise OverflowError(message(self._name, "global_step", "is at its end", expected, step))
-        return step
-
     def _rates_at(self, step: int) -> list[float]:
         rates = [option.rate for option in self._groups.options]
         return Values(self._name, "learning_rate", rates).at(step)
@@ -286,6 +241,9 @@ class Optimizer:
 
     # Gradients, as separate steps for custom optimizers
 
+    def _given(self, gradients: Any) -> tuple[Any, ...]:
+        return gradients_of(self._name, gradients, len(self.parameters))
+
     def decay_weight(self, gradients: Sequence[Any]) -> tuple[Any, ...]:
         """``g + weight_decay * loss_scale * w`` where decay applies, as new gradients.
 
@@ -295,7 +253,12 @@ class Optimizer:
         decays = self._decays_at(self._step)
         return tuple(
             grads.decayed(g, p.array, decay * number_of(self._loss_scale)) if decay else g
-            for g, p, decay in zip(self._as_tuple(gradients), self.parameters, decays, strict=True)
+            for g, p, decay in zip(
+                self._given(gradients),
+                self.parameters,
+                decays,
+                strict=True,
+            )
         )
 
     def gradients_centralization(self, gradients: Sequence[Any]) -> tuple[Any, ...]:
@@ -305,12 +268,16 @@ class Optimizer:
         """
         return tuple(
             grads.centralized(g) if option.centralize else g
-            for g, option in zip(self._as_tuple(gradients), self._groups.options, strict=True)
+            for g, option in zip(
+                self._given(gradients),
+                self._groups.options,
+                strict=True,
+            )
         )
 
     def scale_grad(self, gradients: Sequence[Any]) -> tuple[Any, ...]:
         """``g * float32(1 / loss_scale)``, as new gradients; the same ones if it is 1."""
-        gradients = self._as_tuple(gradients)
+        gradients = self._given(gradients)
         scale = number_of(self._loss_scale)
         if scale == 1.0:
             return gradients
@@ -342,19 +309,16 @@ class Optimizer:
 
     @target.setter
     def target(self, value: str) -> None:
-        if not isinstance(value, str):
-            raise TypeError(
-                message(self._name, "target", "has a wrong type", "a str", type(value).__name__)
-            )
+        of_kind(self._name, "target", value, str, "a str")
         if value not in _TARGETS:
-            raise ValueError(message(self._name, "target", "is unknown", _TARGETS, value))
+            reject(ValueError, self._name, "target", "is unknown", _TARGETS, value)
         if value != self.target:
             self._move_to(value)
 
     def _move_to(self, target: str) -> None:
         """Move state and arithmetic to another target, where a subclass can."""
         expected = f"{self.target!r}: the parameters live there"
-        raise ValueError(message(self._name, "target", "is impossible", expected, target))
+        reject(ValueError, self._name, "target", "is impossible", expected, target)
 
     @property
     def unique(self) -> bool:
@@ -364,10 +328,8 @@ class Optimizer:
     @unique.setter
     def unique(self, value: bool) -> None:
         if not check.flag(self._name, "unique", value):
-            raise ValueError(
-                message(self._name, "unique", "is impossible", True, False)
-                + "; duplicate rows are always summed, an update without it is not defined"
-            )
+            fix = "; duplicate rows are always summed, an update without it is not defined"
+            reject(ValueError, self._name, "unique", "is impossible", True, False, fix)
 
     # State
 
@@ -436,13 +398,7 @@ def _loss_scale(where: str, value: Any) -> float | DeviceArray:
     there = on_device(where, "loss_scale", value)
     if there is not None:
         return there
-    if not isinstance(value, bool | int | float | np.floating):
-        raise TypeError(
-            message(where, "loss_scale", "has a wrong type", "a float or int", type(value).__name__)
-        )
+    of_kind(where, "loss_scale", value, bool | int | float | np.floating, "a float or int")
     usable = 1.0 / check.LARGEST <= float(value) <= check.LARGEST
-    if not usable:
-        raise ValueError(
-            message(where, "loss_scale", "is out of range", "positive and finite in float32", value)
-        )
+    check.in_range(where, "loss_scale", value, usable, "positive and finite in float32")
     return float(value)

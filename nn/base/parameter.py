@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import weakref
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
 from ...ops.runtime import check
 from ...ops.runtime.device import DeviceArray
-from ...ops.runtime.errors import message
+from ...ops.runtime.errors import reject
+from .arguments import of_kind
 
 
 class Parameter:
@@ -39,10 +41,7 @@ class Parameter:
     def __init__(self, data: Any, name: str | None = None, requires_grad: bool = True) -> None:
         if isinstance(data, Parameter):
             data = data.array
-        if name is not None and not isinstance(name, str):
-            raise TypeError(
-                message("Parameter", "name", "has a wrong type", "a str", type(name).__name__)
-            )
+        of_kind("Parameter", "name", name, str | None, "a str")
         self._name = name
         self.requires_grad = check.flag("Parameter", "requires_grad", requires_grad)
         self._data: Any = check.variable("Parameter", "data", data)
@@ -56,11 +55,8 @@ class Parameter:
     @name.setter
     def name(self, value: str) -> None:
         if self._owners and value != self._name:
-            raise ValueError(
-                message(
-                    "Parameter", "name", "is fixed by an optimizer", repr(self._name), repr(value)
-                )
-            )
+            wrong = "is fixed by an optimizer"
+            reject(ValueError, "Parameter", "name", wrong, repr(self._name), repr(value))
         self._name = value
 
     @property
@@ -75,9 +71,8 @@ class Parameter:
     def data(self, value: Any) -> None:
         array = check.variable("Parameter", "data", value)
         if array.shape != self._data.shape:
-            raise ValueError(
-                message("Parameter", "data", "has a wrong shape", self._data.shape, array.shape)
-            )
+            wrong = "has a wrong shape"
+            reject(ValueError, "Parameter", "data", wrong, self._data.shape, array.shape)
         owners = list(self._owners)
         for owner in owners:
             owner.check_rebinding(self, array)
@@ -85,10 +80,9 @@ class Parameter:
         for owner in owners:
             owner.forget_addresses()
 
-    @property
-    def array(self) -> Any:
-        """The array as steps see it: of NumPy, or a `DeviceArray`."""
-        return self._data
+    array = property(  # read in every step, so without a call of Python
+        attrgetter("_data"), doc="The array as steps see it: of NumPy, or a `DeviceArray`."
+    )
 
     @property
     def __fusestep_array__(self) -> Any:  # operators look for it

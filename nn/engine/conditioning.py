@@ -16,7 +16,7 @@ from ..base.numbers import number_of
 from .layout import Batch
 
 if TYPE_CHECKING:
-    from .program import Measured
+    from ...kernels.cuda.device.part import Part
 
 
 class Conditioning:
@@ -31,10 +31,12 @@ class Conditioning:
         prologue: the parts that are compiled in front of the rule.
         loss_scale: as it was given.
         scales_decay: whether a decay that joins the gradient is multiplied by the loss scale.
+        leaves_decay: whether the rule applies the weight decays, if it has any.
         is_measured: whether `complete` has to be called, with scalars for each tensor.
     """
 
     is_measured = False
+    leaves_decay = True
     scales_decay = True
 
     def __init__(
@@ -67,10 +69,6 @@ class Conditioning:
     def centralized_with(self, i: int, decay: float) -> float:  # noqa: ARG002
         """The factor with which parameter ``i`` joins its gradient before that is centralized."""
         return decay * self._scale if self._is_coupled else 0.0
-
-    def left_to_rule(self, decays: Sequence[float]) -> Sequence[float]:
-        """The weight decays that the rule applies, if it has any."""
-        return decays
 
     def scalars(self, i: int, decay: float) -> tuple[float, ...]:
         """The scalars of the prologue of parameter ``i``, in the order of its parts."""
@@ -114,7 +112,7 @@ class Conditioning:
         batch: Batch,  # noqa: ARG002
         gradients: np.ndarray,  # noqa: ARG002
         column: dict[str, int],  # noqa: ARG002
-    ) -> Measured | None:
+    ) -> Part | None:
         """What fills in these scalars on a device; arguments as `complete`."""
         return None
 

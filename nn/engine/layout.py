@@ -33,6 +33,7 @@ class Batch:
         row_sparse: whether the gradients are.
         places: int64 ``[T]``: places among the dense, or the row-sparse, gradients.
         is_all: whether these are all parameters of the optimizer, in order.
+        real: NumPy's type of the arithmetic.
         labels: how errors name the gradients.
     """
 
@@ -42,6 +43,7 @@ class Batch:
     row_sparse: bool
     places: np.ndarray
     is_all: bool
+    real: type
     labels: tuple[str, ...]
 
 
@@ -136,14 +138,16 @@ def build_layout(
     batches = []
     for (row_sparse, dtype, *_), positions in groups.items():
         place = {i: k for k, i in enumerate(sparse if row_sparse else dense)}
+        variables = Variables.of([tensors[i] for i in positions])
         batches.append(
             Batch(
                 np.array(positions),
-                Variables.of([tensors[i] for i in positions]),
+                variables,
                 STORAGES[dtype],
                 row_sparse,
                 np.array([place[i] for i in positions]),
                 len(positions) == len(kinds),
+                variables.real.carrier,
                 tuple(labels[i] for i in positions),
             )
         )

@@ -6,7 +6,7 @@ through pinned memory, and the parameters go back, while the host works on the n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -14,13 +14,61 @@ import numpy as np
 
 from ...kernels.storage import Piece
 from ...ops.runtime.arrays import address_of
-from ...ops.runtime.device_step import bring_to_host
+from ...ops.runtime.device_step import bring_to_host, refuse_capture
 from ...ops.runtime.row_step import RowGradient
-from ...ops.runtime.step import Variables
+from ...ops.runtime.step import Variables, commit
+from ..base.parameter import Parameter
+from .host import Host, prepared
 from .layout import Batch
+from .on_device import launching_for
+from .plan import Call, Classes, Plan, Update
+from .reader import Gradients, check_rows
 
 CHUNK = 1 << 22
 """Elements that come at a time."""
+
+
+class Offload:
+    """Steps of parameters on a device, with states and arithmetic on the host.
+
+    Args:
+        host: where the arithmetic is done.
+        parameter: one that lives where all do.
+    """
+
+    works_on_host = True
+
+    def __init__(self, host: Host, parameter: Parameter) -> None:
+        self._host, self._parameter = host, parameter
+        self.turn = host.turn
+
+    def forget(self) -> None:
+        """Nothing is kept that an address is part of."""
+
+    def ready(self, update: Update, classes: Classes, *, may_skip: bool) -> None:  # noqa: ARG002
+        """Refuse to become part of a CUDA graph: the step waits for the device."""
+        refuse_capture(self._parameter.array)
+
+    def run(self, plan: Plan) -> None:
+        """Parameters and gradients come to the host, which waits; the parameters go back."""
+        given = plan.given
+        with launching_for(given, use_locking=plan.use_locking) as stream:
+            rows = _checked_rows(given)
+            for call in plan.calls:
+                if call.batch.row_sparse:
+                    _run_rows(call, rows.pop(0), plan, stream)
+                else:
+                    _run_dense(call, plan, stream)
+        commit([], self._host.count(given.layout))
+
+
+def _checked_rows(given: Gradients) -> list[list[RowGradient]]:
+    """The row-sparse gradients of each batch of them; all indices are in range."""
+    found = []
+    for batch in (batch for batch in given.layout.batches if batch.row_sparse):
+        found.append(_rows_on_host(given.rows_of(batch)))
+        check_rows(batch, found[-1])
+    return found
 
 
 class Part(NamedTuple):
@@ -49,24 +97,11 @@ def chunks_of(sizes: Sequence[int], *, split: bool) -> Iterator[list[Part]]:
         yield chunk
 
 
-def run_dense(
-    batch: Batch,
-    gradients: np.ndarray,
-    step: Callable[[Batch, list[int], np.ndarray], None],
-    *,
-    split: bool,
-    stream: Any,
-) -> None:
-    """A step on the dense tensors of a batch, chunk by chunk.
-
-    Args:
-        batch: parameters on the device, states on the host.
-        gradients: int64 ``[T]``: their addresses on the device.
-        step: the step on the host, called with a batch of parts, the numbers of their tensors,
-            and the addresses of their gradients.
-        split: whether tensors may be cut.
-        stream: the caller's.
-    """
+def _run_dense(call: Call, plan: Plan, stream: Any) -> None:
+    """A step on the dense tensors of a batch, chunk by chunk."""
+    batch, gradients = call.batch, call.gradients
+    is_measured = bool(plan.conditioning.is_measured or call.rule.measure)
+    split = not is_measured  # a norm is that of a whole tensor
     tensors, g = batch.variables.tensors, batch.g
     chunks = list(chunks_of([arrays[0].size for arrays in tensors], split=split))
 
@@ -79,7 +114,15 @@ def run_dense(
             ]
         )
         chosen = [part.t for part in parts]
-        step(_batch_of(batch, chosen, variables), chosen, _addresses(of_g))
+        own = call._replace(
+            batch=_batch_of(batch, chosen, variables),
+            gradients=_addresses(of_g),
+            hp=call.hp[call.hp_of[chosen]],
+            hp_of=np.arange(len(chosen)),
+        )
+        if is_measured:
+            own = own._replace(rates=call.rates[chosen], decays=call.decays[chosen])
+        commit([prepared(own, plan)])
 
     pieces = [
         [piece for part in chunk for piece in _pieces(tensors[part.t][0], gradients, g, part)]
@@ -119,7 +162,7 @@ def _addresses(arrays: Sequence[np.ndarray]) -> np.ndarray:
     return np.array([address_of(array) for array in arrays], np.int64)
 
 
-def rows_on_host(rows: Sequence[RowGradient]) -> list[RowGradient]:
+def _rows_on_host(rows: Sequence[RowGradient]) -> list[RowGradient]:
     """Row-sparse gradients with their indices on the host; the values are still on the device."""
     return [
         RowGradient(indices, row.values, address_of(indices), row.values_address)
@@ -128,30 +171,21 @@ def rows_on_host(rows: Sequence[RowGradient]) -> list[RowGradient]:
     ]
 
 
-def run_rows(
-    batch: Batch,
-    rows: Sequence[RowGradient],
-    step: Callable[[Batch, int, RowGradient], None],
-    *,
-    stream: Any,
-) -> None:
-    """A step on the tables of a batch, one after the other.
-
-    Args:
-        batch: parameters on the device, states on the host.
-        rows: from `rows_on_host`, checked.
-        step: the step on the host, called with a batch of one table, its number, and its
-            gradient.
-        stream: the caller's.
-    """
-    tensors = batch.variables.tensors
+def _run_rows(call: Call, rows: Sequence[RowGradient], plan: Plan, stream: Any) -> None:
+    """A step on the tables of a batch, one after the other; ``rows`` are checked."""
+    tensors = call.batch.variables.tensors
 
     def work(t: int, views: list[np.ndarray]) -> None:
         w, values = views
         shape, of_values = tensors[t][0].shape, rows[t].values.shape
         variables = Variables.of([(w.reshape(shape), *tensors[t][1:])])
         gradient = RowGradient.of(rows[t].indices, values.reshape(of_values))
-        step(_batch_of(batch, [t], variables), t, gradient)
+        own = call._replace(
+            batch=_batch_of(call.batch, [t], variables),
+            gradients=[gradient],
+            hp_of=call.hp_of[t : t + 1],
+        )
+        commit([prepared(own, plan)])
 
     pieces = [
         [

@@ -11,7 +11,6 @@ from ...kernels.quiet import quiet
 from ...kernels.storage import Storage
 from ...ops.runtime import check, pending
 from ...ops.runtime import device_gradient as on_device
-from ...ops.runtime import gradients as whole
 from ...ops.runtime.arrays import (
     RowTensor,
     address_of,
@@ -24,6 +23,7 @@ from ...ops.runtime.device import DeviceArray, device_of
 from ...ops.runtime.errors import message
 from ...ops.runtime.row_forms import as_rows
 from ...ops.runtime.row_step import RowGradient, check_keys
+from ..base import gradients as whole
 from ..base.parameter import Parameter
 from .layout import Batch, Kind, Layout, build_layout
 

@@ -18,33 +18,23 @@ import numpy as np
 from numba import cuda
 
 from ...kernels.cuda.dense import scalars
+from ...kernels.cuda.device.arguments import WORDS, store_words
 from ...kernels.cuda.device.backend import copy_in, copy_out, new_event
-from ...kernels.cuda.device.by_value import WORDS, store_words
-from ...kernels.cuda.device.guard import FOUND, INDEX, NOTHING
+from ...kernels.cuda.device.guard import FOUND, NOTHING
 from ...kernels.cuda.device.launch import on_grid
 from ...kernels.cuda.device.memory import Held, key_of
 from ...kernels.cuda.device.numbers import FLOAT64, KINDS
+from ...kernels.cuda.device.records import size_of
 from ...ops.runtime.device import DeviceArray
 from ...ops.runtime.frameworks import on_device
 from ..base.numbers import Number
+from .plan import Counts
 from .program import Program
+
+_STATE_BYTES = size_of(scalars.State)
 
 Error = Callable[[int, int], IndexError]
 """Makes the error for a bad position of a step and the index there."""
-
-
-class Counts(NamedTuple):
-    """How far an optimizer is.
-
-    Attributes:
-        global_step: steps that were not skipped.
-        n_skipped: steps that were.
-        steps: int64 ``[P]``: updates of each parameter.
-    """
-
-    global_step: int
-    n_skipped: int
-    steps: np.ndarray
 
 
 class Settings(NamedTuple):
@@ -98,7 +88,7 @@ class Resident:
         self.pid = os.getpid()
         with on_device(device):
             self._event = new_event()
-            self._state.take(8 * (scalars.STATE + n_parameters * (1 + len(bases))))
+            self._state.take(_STATE_BYTES + 8 * n_parameters * (1 + len(bases)))
             # Compiles and loads what a graph needs: while it is captured there is no time for that.
             place, stream = self._settings.take(8 * WORDS), cuda.default_stream()
             store_words(place, np.zeros(WORDS, np.int64), stream)
@@ -111,12 +101,12 @@ class Resident:
 
     def counts_at(self, positions: np.ndarray) -> np.ndarray:
         """Addresses of the counts of some parameters."""
-        return self.state + 8 * (scalars.STATE + positions)
+        return self.state + _STATE_BYTES + 8 * positions
 
     def powers_at(self, positions: np.ndarray) -> np.ndarray:
         """Addresses of the running powers of some parameters."""
-        first = scalars.STATE + self._n_parameters
-        return self.state + 8 * (first + positions * len(self.bases))
+        first = self.state + _STATE_BYTES + 8 * self._n_parameters
+        return first + 8 * len(self.bases) * positions
 
     # Counts
 
@@ -127,13 +117,13 @@ class Resident:
             counts: these.
             powers: float64 ``[P, n_bases]``: the running powers.
         """
-        words = np.zeros(scalars.STATE, np.int64)
-        words[FOUND] = NOTHING
-        words[scalars.GLOBAL_STEP], words[scalars.N_SKIPPED] = counts.global_step, counts.n_skipped
-        state = np.concatenate([words, counts.steps, powers.ravel().view(np.int64)])
+        state = scalars.State(
+            NOTHING, n_skipped=counts.skipped[0], global_step=counts.global_step[0]
+        )
+        words = np.concatenate([state, counts.steps, powers.ravel().view(np.int64)])
         with on_device(self._device):
             cuda.synchronize()
-            copy_in(self.state, state, cuda.default_stream())
+            copy_in(self.state, words, cuda.default_stream())
             cuda.synchronize()
 
     @property
@@ -143,23 +133,24 @@ class Resident:
 
     def settle(self) -> tuple[Counts, IndexError | None]:
         """Wait for the device; the counts there, and what closed the guard, which is opened."""
-        words = np.empty(scalars.STATE + self._n_parameters, np.int64)
+        n_words = len(scalars.State._fields)
+        words = np.empty(n_words + self._n_parameters, np.int64)
         with on_device(self._device):
             cuda.synchronize()
             copy_out(words, self.state, cuda.default_stream())
-            found, failed = int(words[FOUND]), int(words[scalars.FAILED_AT])
-            position = failed if found == scalars.FAILED else found
+            state = scalars.State(*words[:n_words].tolist())
+            position = state.failed_at if state.found == scalars.FAILED else state.found
             is_bad = 0 <= position < NOTHING
             if is_bad:
                 copy_in(self.state + 8 * FOUND, np.array([NOTHING]), cuda.default_stream())
                 cuda.synchronize()
         error = None
         if is_bad:
-            error = self._errors[int(words[scalars.ORIGIN])](position, int(words[INDEX]))
+            error = self._errors[state.origin](position, state.bad_index)
         self._errors = {k: e for k, e in self._errors.items() if k in self._graphs}
         self._n_unsettled = self.n_to_check = 0
-        global_step, n_skipped = int(words[scalars.GLOBAL_STEP]), int(words[scalars.N_SKIPPED])
-        return Counts(global_step, n_skipped, words[scalars.STATE :]), error
+        counts = np.array([state.global_step]), np.array([state.n_skipped]), words[n_words:]
+        return Counts(*counts), error
 
     def remember(self, error: Error, *, capturing: bool) -> int:
         """A number for what a step may find."""
@@ -173,17 +164,17 @@ class Resident:
 
     def write_settings(self, settings: Settings, stream: Any, *, capturing: bool) -> int:
         """Have settings on the device; the address of the classes, which come last."""
-        n_constants, n_classes = len(settings.constants), len(settings.rates)
-        at_classes = scalars.SETTINGS + n_constants
-        words = np.zeros(max(WORDS, at_classes + scalars.CLASS * n_classes), np.int64)
+        at_constants, of_class = size_of(scalars.SettingsRow) // 8, size_of(scalars.ClassRow) // 8
+        at_classes = at_constants + len(settings.constants)
+        words = np.zeros(max(WORDS, at_classes + of_class * len(settings.rates)), np.int64)
         place, numbers = self._settings.take(words.nbytes, capturing=capturing), words.view(float)
-        _put(words, scalars.SCALE_AT, settings.loss_scale, place)
-        numbers[scalars.SETTINGS : at_classes] = settings.constants
-        for k, rate in enumerate(settings.rates):
-            first = at_classes + scalars.CLASS * k
-            _put(words, first + scalars.RATE_AT, rate, place)
-            numbers[first + scalars.RULE_DECAY] = settings.rule_decays[k]
-            numbers[first + scalars.DECAY] = settings.decays[k]
+        _put(words, 0, settings.loss_scale, place)
+        numbers[at_constants:at_classes] = settings.constants
+        decays = zip(settings.rates, settings.rule_decays, settings.decays, strict=True)
+        for k, (rate, *own) in enumerate(decays):
+            first = at_classes + of_class * k
+            _put(words, first, rate, place)
+            numbers[first + 3 : first + of_class] = own
         self._settings.write(words, stream, capturing=capturing)
         return place + 8 * at_classes
 
@@ -213,7 +204,7 @@ class Resident:
         """
         stream = launch.stream
         self.may_skip |= found_inf is not None or program.checks_finite
-        program.check_finite(self.state + 8 * scalars.IS_NONFINITE, stream)
+        program.check_finite(self.state + scalars.AT.is_nonfinite, stream)
         # A step before a run of a graph may have been skipped, even if none could be until now.
         if self.may_skip or program.has_rows or launch.is_captured:
             self._begin(origin, found_inf, stream)
@@ -236,7 +227,7 @@ class Resident:
 
 
 def _put(words: np.ndarray, k: int, number: Number, place: int) -> None:
-    """A number of settings: its place, how it lies there, and itself where it is the host's."""
+    """A number of settings: three words that say where it lies, how, and itself if the host's."""
     if isinstance(number, DeviceArray):
         words[k : k + 2] = _place_of(number)
     else:

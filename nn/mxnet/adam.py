@@ -7,10 +7,39 @@ from typing import Any
 
 from ...kernels.rules import mxnet as rules
 from ...ops.runtime import check
-from ...ops.runtime.errors import message
-from .arguments import Checked, rescale_factor
-from .family import AdamFamily
+from ...ops.runtime.errors import message, reject
+from ..base.attributes import Checked
+from .adam_family import AdamFamily, Variant
+from .arguments import rescale_factor
 from .optimizer import register
+
+
+def _adam_scalars(
+    opt: Adam, real: Any, t: int, lr: float, wd: float, composed: bool  # noqa: ARG001
+) -> tuple[Any, ...]:  # fmt: skip
+    size = opt._step_size(t, lr)
+    return rules.adam_hp(real, size, opt.beta1, opt.beta2, opt.epsilon, composed=composed)
+
+
+def _adamw_scalars(
+    opt: AdamW, real: Any, t: int, lr: float, wd: float, composed: bool
+) -> tuple[Any, ...]:
+    size = opt._step_size(t, lr, corrected=opt.correct_bias)
+    return rules.adamw_hp(real, size, opt.beta1, opt.beta2, opt.epsilon, wd, composed=composed)
+
+
+_ADAM = Variant(
+    fused=(rules.MXNET_ADAM, rules.MXNET_ADAM_MASTER),
+    composed=(rules.MXNET_ADAM, rules.MXNET_ADAM_MASTER),
+    scalars=_adam_scalars,
+    decay_is_coupled=True,
+)
+_ADAMW = Variant(
+    fused=(rules.MXNET_ADAMW, rules.MXNET_ADAMW_MASTER),
+    composed=(rules.MXNET_ADAMW_COMPOSED, rules.MXNET_ADAMW_COMPOSED_MASTER),
+    scalars=_adamw_scalars,
+    decay_is_coupled=False,
+)
 
 
 @register
@@ -76,8 +105,6 @@ class Adam(AdamFamily):
     [0.9 1.1 1. ]
     """
 
-    _fused = (rules.MXNET_ADAM, rules.MXNET_ADAM_MASTER)
-    _composed = _fused
     lazy_update = Checked(check.flag)
 
     def __init__(
@@ -90,16 +117,14 @@ class Adam(AdamFamily):
         use_fused_step: bool = True,
         **base: Any,
     ) -> None:
-        super().__init__(learning_rate, beta1, beta2, epsilon, use_fused_step, **base)
+        super().__init__(_ADAM, learning_rate, beta1, beta2, epsilon, use_fused_step, **base)
         self.lazy_update = self.compat == "1.9" if lazy_update is None else lazy_update
         if self.use_fused_step:
             return
         if lazy_update:
             raise self._not_lazy()
         if self.compat == "1.9":
-            raise ValueError(
-                message(self._name, "use_fused_step", "is not in MXNet 1.9", True, False)
-            )
+            reject(ValueError, self._name, "use_fused_step", "is not in MXNet 1.9", True, False)
 
     def _not_lazy(self) -> AssertionError:
         return AssertionError(
@@ -110,14 +135,6 @@ class Adam(AdamFamily):
         if composed and self.lazy_update:  # one of them was assigned to
             raise self._not_lazy()
         return bool(self.lazy_update)
-
-    def _rule_scalars(
-        self, real: Any, t: int, lr: float, wd: float, composed: bool  # noqa: ARG002
-    ) -> tuple[Any, ...]:  # fmt: skip
-        step_size = self._step_size(t, lr)
-        return rules.adam_hp(
-            real, step_size, self.beta1, self.beta2, self.epsilon, composed=composed
-        )
 
 
 @register
@@ -159,9 +176,6 @@ class AdamW(AdamFamily):
     [0.85 1.05]
     """
 
-    _decay_is_coupled = False
-    _fused = (rules.MXNET_ADAMW, rules.MXNET_ADAMW_MASTER)
-    _composed = (rules.MXNET_ADAMW_COMPOSED, rules.MXNET_ADAMW_COMPOSED_MASTER)
     correct_bias = Checked(check.flag)
     rescale_grad = Checked(rescale_factor)
 
@@ -175,20 +189,10 @@ class AdamW(AdamFamily):
         use_fused_step: bool = True,
         **base: Any,
     ) -> None:
-        super().__init__(learning_rate, beta1, beta2, epsilon, use_fused_step, **base)
+        super().__init__(_ADAMW, learning_rate, beta1, beta2, epsilon, use_fused_step, **base)
         self.correct_bias = correct_bias
         if self.compat != "2.0":
-            raise ValueError(
-                message(self._name, "compat", "has no AdamW", "'2.0'", repr(self.compat))
-            )
+            reject(ValueError, self._name, "compat", "has no AdamW", "'2.0'", repr(self.compat))
 
     def _acts(self) -> bool:
         return math.isfinite(self.rescale_grad) and self.rescale_grad != 0.0
-
-    def _rule_scalars(
-        self, real: Any, t: int, lr: float, wd: float, composed: bool
-    ) -> tuple[Any, ...]:
-        step_size = self._step_size(t, lr, corrected=self.correct_bias)
-        return rules.adamw_hp(
-            real, step_size, self.beta1, self.beta2, self.epsilon, wd, composed=composed
-        )

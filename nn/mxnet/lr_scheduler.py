@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 from ...ops.runtime import check
-from ...ops.runtime.errors import message, reject_unknown
+from ...ops.runtime.errors import reject, reject_unknown
 from ..base.arguments import count, positive_int
 from .arguments import arguments_of
 
@@ -63,13 +64,10 @@ class LRScheduler:
         reject_unknown(self._name, unknown, arguments_of(type(self)))
         self.base_lr = check.scalar_at_least_0(self._name, "base_lr", base_lr)
         self.warmup_steps = count(self._name, "warmup_steps", warmup_steps)
-        self.warmup_begin_lr = check.scalar_at_least_0(
-            self._name, "warmup_begin_lr", warmup_begin_lr
-        )
+        begin = check.scalar_at_least_0(self._name, "warmup_begin_lr", warmup_begin_lr)
+        self.warmup_begin_lr = begin
         if not (isinstance(warmup_mode, str) and warmup_mode in _MODES):
-            raise ValueError(
-                message(self._name, "warmup_mode", "is unknown", _MODES, repr(warmup_mode))
-            )
+            reject(ValueError, self._name, "warmup_mode", "is unknown", _MODES, repr(warmup_mode))
         self.warmup_mode = warmup_mode
         self._check_warm_up()
 
@@ -83,13 +81,9 @@ class LRScheduler:
         return self.base_lr
 
     def _check_warm_up(self) -> None:
-        if self.warmup_begin_lr > self.base_lr:
-            expected = f"at most base_lr = {self.base_lr}"
-            raise ValueError(
-                message(
-                    self._name, "warmup_begin_lr", "is too large", expected, self.warmup_begin_lr
-                )
-            )
+        begin, expected = self.warmup_begin_lr, f"at most base_lr = {self.base_lr}"
+        if begin > self.base_lr:
+            reject(ValueError, self._name, "warmup_begin_lr", "is too large", expected, begin)
 
     def get_warmup_lr(self, num_update: int) -> float:
         """The learning rate before update ``warmup_steps``."""
@@ -214,21 +208,15 @@ class _Falling(LRScheduler):
         self.max_update = positive_int(self._name, "max_update", max_update)
         self.final_lr = check.scalar_at_least_0(self._name, "final_lr", final_lr)
         if self.warmup_steps >= self.max_update:
-            expected = f"below max_update = {self.max_update}"
-            raise ValueError(
-                message(self._name, "warmup_steps", "is too large", expected, self.warmup_steps)
-            )
+            wrong, expected = "is too large", f"below max_update = {self.max_update}"
+            reject(ValueError, self._name, "warmup_steps", wrong, expected, self.warmup_steps)
 
-    def _share_left(self, done: float) -> float:
-        """What is left of the fall when the share ``done`` of the updates is."""
-        raise NotImplementedError
-
-    def __call__(self, num_update: int) -> float:
-        """The learning rate of update ``num_update`` = 1, 2, ..."""
+    def _rate(self, num_update: int, share_left: Callable[[float], float]) -> float:
+        """That of an update; ``share_left(done)`` is left of the fall after a share of updates."""
         if num_update < self.warmup_steps:
             return self.get_warmup_lr(num_update)
         done = (num_update - self.warmup_steps) / (self.max_update - self.warmup_steps)
-        return self.final_lr + (self.base_lr - self.final_lr) * self._share_left(min(done, 1.0))
+        return self.final_lr + (self.base_lr - self.final_lr) * share_left(min(done, 1.0))
 
 
 class PolyScheduler(_Falling):
@@ -275,8 +263,9 @@ class PolyScheduler(_Falling):
         """The power, by the name of the argument."""
         return self.power
 
-    def _share_left(self, done: float) -> float:
-        return float((1.0 - done) ** self.power)
+    def __call__(self, num_update: int) -> float:
+        """The learning rate of update ``num_update`` = 1, 2, ..."""
+        return self._rate(num_update, lambda done: float((1.0 - done) ** self.power))
 
 
 class CosineScheduler(_Falling):
@@ -314,8 +303,9 @@ class CosineScheduler(_Falling):
             max_update, final_lr, base_lr, warmup_steps, warmup_begin_lr, warmup_mode, **unknown
         )
 
-    def _share_left(self, done: float) -> float:
-        return (1.0 + math.cos(math.pi * done)) / 2.0
+    def __call__(self, num_update: int) -> float:
+        """The learning rate of update ``num_update`` = 1, 2, ..."""
+        return self._rate(num_update, lambda done: (1.0 + math.cos(math.pi * done)) / 2.0)
 
 
 def _factor(where: str, value: Any) -> float:
@@ -327,8 +317,8 @@ def _factor(where: str, value: Any) -> float:
 def _increasing(where: str, value: Any) -> list[int]:
     if not isinstance(value, list | tuple) or not value:
         got = "an empty list" if isinstance(value, list | tuple) else type(value).__name__
-        raise TypeError(message(where, "step", "has a wrong type", "a non-empty list of ints", got))
+        reject(TypeError, where, "step", "has a wrong type", "a non-empty list of ints", got)
     steps = [positive_int(where, "step", step) for step in value]
     if any(a >= b for a, b in pairwise(steps)):
-        raise ValueError(message(where, "step", "is not increasing", "increasing ints", steps))
+        reject(ValueError, where, "step", "is not increasing", "increasing ints", steps)
     return steps

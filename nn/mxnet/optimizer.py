@@ -14,11 +14,12 @@ from ...ops.runtime import check
 from ...ops.runtime.arrays import BFLOAT16, RowTensor, adopt_anywhere
 from ...ops.runtime.device import DeviceArray
 from ...ops.runtime.device_gradient import convert, converted
-from ...ops.runtime.errors import message, reject_unknown
+from ...ops.runtime.errors import reject, reject_unknown
 from ...ops.runtime.row_forms import concatenated
-from ..base.arguments import count
+from ..base.arguments import count, of_kind
+from ..base.attributes import Checked
 from . import arguments
-from .arguments import Checked, arguments_of, as_lists, is_list
+from .arguments import arguments_of, as_lists, is_list
 
 _BASE_RATE = 0.01
 _HALVES = (np.dtype(np.float16), BFLOAT16)
@@ -119,7 +120,9 @@ class Optimizer:
     ) -> None:
         reject_unknown(self._name, unknown, arguments_of(type(self)))
         self.compat = compat
-        _refuse_symbol(self._name, sym)
+        if sym is not None:
+            fix = "; give its multipliers to set_lr_mult and set_wd_mult"
+            reject(TypeError, self._name, "sym", "is not supported", None, type(sym).__name__, fix)
         self.rescale_grad = rescale_grad
         self.wd = wd
         self.clip_gradient = clip_gradient
@@ -148,15 +151,8 @@ class Optimizer:
             return
         if not hasattr(lr_scheduler, "starting_from"):
             expected = "no learning_rate, or an LRScheduler, which can start from it"
-            raise ValueError(
-                message(
-                    self._name,
-                    "learning_rate",
-                    "is given beside a callable",
-                    expected,
-                    learning_rate,
-                )
-            )
+            wrong = "is given beside a callable"
+            reject(ValueError, self._name, "learning_rate", wrong, expected, learning_rate)
         self.lr_scheduler = lr_scheduler.starting_from(self.lr)
 
     def _checked_rate(self, value: Any) -> float:
@@ -173,7 +169,7 @@ class Optimizer:
         """
         if not (isinstance(klass, type) and issubclass(klass, Optimizer)):
             expected = "a subclass of Optimizer"
-            raise TypeError(message("register", "klass", "has a wrong type", expected, klass))
+            reject(TypeError, "register", "klass", "has a wrong type", expected, klass)
         known = Optimizer.opt_registry.get(klass.__name__.lower())
         if known is not None:
             warnings.warn(
@@ -192,16 +188,12 @@ class Optimizer:
             TypeError: ``name`` is no str.
             ValueError: no class of this name is registered.
         """
-        if not isinstance(name, str):
-            got = type(name).__name__
-            raise TypeError(message("create", "name", "has a wrong type", "a str", got))
+        of_kind("create", "name", name, str, "a str")
         klass = Optimizer.opt_registry.get(name.lower())
         if klass is None:
-            known = ", ".join(sorted(Optimizer.opt_registry))
-            raise ValueError(
-                message("create", "name", "is unknown", f"one of {known}", repr(name))
-                + "; fusestep.nn has more optimizers, under MindSpore's names"
-            )
+            known = f"one of {', '.join(sorted(Optimizer.opt_registry))}"
+            fix = "; fusestep.nn has more optimizers, under MindSpore's names"
+            reject(ValueError, "create", "name", "is unknown", known, repr(name), fix)
         return klass(**kwargs)
 
     # States
@@ -239,7 +231,7 @@ class Optimizer:
         if not (isinstance(state, tuple | list) and len(state) == 2):
             got = f"{type(state).__name__} of {len(state)}" if hasattr(state, "__len__") else state
             name = f"state of {self._label(index)!r}"
-            raise TypeError(message(self._name, name, "has a wrong type", expected, got))
+            reject(TypeError, self._name, name, "has a wrong type", expected, got)
         first, second = state
         return first, second
 
@@ -342,12 +334,9 @@ class Optimizer:
             TypeError, ValueError: it is no number of at least 0.
         """
         if self.lr_scheduler is not None:
-            raise ScheduledRateError(
-                message(
-                    self._name, "learning_rate", "is computed by a scheduler", "no scheduler", lr
-                )
-                + "; assign to lr_scheduler.base_lr of the optimizer, or set lr_scheduler to None"
-            )
+            wrong, expected = "is computed by a scheduler", "no scheduler"
+            fix = "; assign to lr_scheduler.base_lr of the optimizer, or set lr_scheduler to None"
+            reject(ScheduledRateError, self._name, "learning_rate", wrong, expected, lr, fix)
         self.lr = self._checked_rate(lr)
 
     def set_lr_mult(self, args_lr_mult: Mapping[Any, float]) -> None:
@@ -446,14 +435,6 @@ def _round_to(weight: Any, master: Any) -> None:
         convert(adopt_anywhere("update_multi_precision", "the master copy", master), weight)
     else:
         weight[...] = master
-
-
-def _refuse_symbol(where: str, sym: Any) -> None:
-    if sym is not None:
-        raise TypeError(
-            message(where, "sym", "is not supported", None, type(sym).__name__)
-            + "; give its multipliers to set_lr_mult and set_wd_mult"
-        )
 
 
 register = Optimizer.register

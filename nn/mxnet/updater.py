@@ -8,8 +8,8 @@ from typing import Any
 
 from ...ops.runtime import check, pending
 from ...ops.runtime.arrays import adopt_anywhere
-from ...ops.runtime.errors import message
-from . import states as mxnet_states
+from ..base.arguments import of_kind
+from . import serialization
 from .arguments import as_lists, is_list
 from .optimizer import Optimizer
 
@@ -43,11 +43,7 @@ class Updater:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        if not isinstance(optimizer, Optimizer):
-            got = type(optimizer).__name__
-            raise TypeError(
-                message("Updater", "optimizer", "has a wrong type", "an Optimizer", got)
-            )
+        of_kind("Updater", "optimizer", optimizer, Optimizer, "an Optimizer")
         self.optimizer = optimizer
         self.states: dict[Any, Any] = {}
         # Those of which the states have been read, and go to where the weight lives.
@@ -90,7 +86,7 @@ class Updater:
 
     def _state(self, index: Any, weight: Any) -> Any:
         if index in self._were_read:
-            return mxnet_states.moved(self.states[index], weight)
+            return serialization.moved(self.states[index], weight)
         if index in self.states:
             return self.states[index]
         return self.optimizer.create_state_multi_precision(index, weight)
@@ -132,7 +128,7 @@ class Updater:
         """
         pending.settle()
         with_optimizer = check.flag("get_states", "dump_optimizer", dump_optimizer)
-        return mxnet_states.dump(self.states, self.optimizer, with_optimizer=with_optimizer)
+        return serialization.dump(self.states, self.optimizer, with_optimizer=with_optimizer)
 
     def set_states(self, states: bytes) -> None:
         """Take over what `get_states` gave; reading it can execute nothing.
@@ -147,7 +143,7 @@ class Updater:
                 can execute anything), hold an optimizer that is not registered, or the arrays of
                 a state do not fit together.
         """
-        self.states, self.optimizer = mxnet_states.load(states, self.optimizer)
+        self.states, self.optimizer = serialization.load(states, self.optimizer)
         self._were_read = set(self.states)
         self.optimizer.forget_arrays()
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from ...ops.runtime import arrays
+from ...ops.runtime import arrays, check
 from ...ops.runtime.check import LARGEST
 from ...ops.runtime.device import DeviceArray
-from ...ops.runtime.errors import message
+from ...ops.runtime.errors import message, reject
+from ..base.arguments import of_kind
 from ..base.numbers import Number, number_of, on_device
 from ..base.parameter import Parameter
 
@@ -53,10 +55,6 @@ def learning_rate(where: str, name: str, value: Any) -> Rate:
         value: a float or int, a 0-d or 1-d array, an iterable of floats (step s uses element
             s), a `LearningRateSchedule`, any callable of the step, or an array of one element on
             a CUDA device.
-
-    Raises:
-        TypeError: another kind.
-        ValueError: negative, not finite, empty or of more than one dimension.
     """
     if callable(value) and not isinstance(value, Parameter):
         return _schedule(where, "learning_rate", value)
@@ -66,32 +64,30 @@ def learning_rate(where: str, name: str, value: Any) -> Rate:
     array = _numbers(where, value)
     if array.ndim > 1 or array.size == 0:
         expected = "a scalar or a non-empty list"
-        raise ValueError(
-            message(where, "learning_rate", "has a wrong shape", expected, array.shape)
-        )
+        reject(ValueError, where, "learning_rate", "has a wrong shape", expected, array.shape)
     if not ((array >= 0) & (array <= LARGEST)).all():
-        raise ValueError(
-            message(where, "learning_rate", "is out of range", "finite and at least 0", value)
-        )
+        expected = "finite and at least 0"
+        reject(ValueError, where, "learning_rate", "is out of range", expected, value)
     return Parameter(array, name)
 
 
 def _numbers(where: str, value: Any) -> np.ndarray:
     if isinstance(value, bool | int | float | np.floating):
         return np.array(_float(value))
-    if isinstance(value, (str | bytes, np.generic)) or value is None:
-        raise TypeError(_wrong_rate(where, value))
-    if isinstance(value, np.ndarray | Parameter) or hasattr(value, "__array__"):
+    expected = "a float, an int, an array, an iterable of floats or a schedule"
+    wrong = partial(message, where, "learning_rate", "has a wrong type", expected)
+    if hasattr(value, "__array__") and not isinstance(value, np.generic):
         array = arrays.adopt(where, "learning_rate", value)
         if array.dtype.kind not in "fiu" and array.dtype != arrays.BFLOAT16:
-            raise TypeError(_wrong_rate(where, array.dtype))
+            raise TypeError(wrong(array.dtype))
         return np.array(array, np.float64)
-    if not isinstance(value, Iterable) or isinstance(value, Mapping | Set):
-        raise TypeError(_wrong_rate(where, value))
+    is_other = isinstance(value, str | bytes | np.generic | Mapping | Set)
+    if is_other or not isinstance(value, Iterable):
+        raise TypeError(wrong(type(value).__name__))
     try:
         return np.array([_float(x) for x in value])
     except (TypeError, ValueError):
-        raise TypeError(_wrong_rate(where, value)) from None
+        raise TypeError(wrong(type(value).__name__)) from None
 
 
 def _float(value: Any) -> float:
@@ -102,54 +98,27 @@ def _float(value: Any) -> float:
         return math.inf
 
 
-def _wrong_rate(where: str, value: Any) -> str:
-    got = value if isinstance(value, np.dtype) else type(value).__name__
-    expected = "a float, an int, an array, an iterable of floats or a schedule"
-    return message(where, "learning_rate", "has a wrong type", expected, got)
-
-
 def weight_decay(where: str, value: Any) -> float | Schedule:
-    """The weight decay that a user gave: a float or int >= 0, or a callable of the step.
-
-    Raises:
-        TypeError: another kind.
-        ValueError: negative or not finite.
-    """
-    if isinstance(value, bool | int | float | np.floating):
-        if not 0 <= _float(value) <= LARGEST:
-            raise ValueError(
-                message(where, "weight_decay", "is out of range", "finite and at least 0", value)
-            )
-        return _float(value)
+    """The weight decay that a user gave: a float or int >= 0, or a callable of the step."""
     if callable(value):
         return _schedule(where, "weight_decay", value)
-    raise TypeError(
-        message(
-            where,
-            "weight_decay",
-            "has a wrong type",
-            "a float, an int or a schedule",
-            type(value).__name__,
-        )
-    )
+    kinds = bool | int | float | np.floating
+    of_kind(where, "weight_decay", value, kinds, "a float, an int or a schedule")
+    decay = _float(value)
+    is_usable = 0 <= decay <= LARGEST
+    check.in_range(where, "weight_decay", value, is_usable, "finite and at least 0")
+    return decay
 
 
 def _schedule(where: str, name: str, value: Any) -> Schedule:
     if isinstance(value, type):
-        raise TypeError(
-            message(where, f"{name} {value.__name__}", "is a class", "an instance", "the class")
-        )
+        argument = f"{name} {value.__name__}"
+        reject(TypeError, where, argument, "is a class", "an instance", "the class")
     return value  # type: ignore[no-any-return]
 
 
 def value_at(where: str, name: str, rate: Rate | float, step: int) -> float:
-    """The value for ``step`` = 0, 1, 2, ...
-
-    Raises:
-        RuntimeError: a list ends before ``step``.
-        TypeError: a schedule returned no number.
-        ValueError: a value is not finite.
-    """
+    """The value for ``step`` = 0, 1, 2, ...; a list that ends before it is a `RuntimeError`."""
     if isinstance(rate, float):
         return rate
     if not isinstance(rate, Parameter):
@@ -160,20 +129,15 @@ def value_at(where: str, name: str, rate: Rate | float, step: int) -> float:
     if array.ndim == 0:
         return _finite(where, name, float(array))
     if step >= len(array):
-        raise RuntimeError(
-            message(where, name, f"has no value for step {step}", f"{step + 1} values", len(array))
-            + "; give a longer list or a schedule"
-        )
+        wrong, fix = f"has no value for step {step}", "; give a longer list or a schedule"
+        reject(RuntimeError, where, name, wrong, f"{step + 1} values", len(array), fix)
     return _finite(where, name, float(array[step]))
 
 
 class Values:
     """The learning rates, or the weight decays, of several owners.
 
-    Args:
-        where: who asks, for errors.
-        name: ``"learning_rate"`` or ``"weight_decay"``, for errors.
-        rates: one for each owner.
+    ``where`` and ``name`` say in errors who asks for what; ``rates`` has one for each owner.
     """
 
     def __init__(self, where: str, name: str, rates: Sequence[Rate | float]) -> None:
@@ -185,20 +149,12 @@ class Values:
         self._all_differ = len(self._rates) == len(rates)
 
     def at(self, step: int) -> list[float]:
-        """The value of each owner at ``step``; a schedule that several share is asked once.
-
-        Raises:
-            RuntimeError, TypeError, ValueError: as `value_at`.
-        """
+        """The value of each owner at ``step``; a schedule that several share is asked once."""
         values = [value_at(self._where, self._name, rate, step) for rate in self._rates]
         return values if self._all_differ else [values[k] for k in self._places]
 
     def as_given(self, step: int) -> list[Number]:
-        """As `at`, but those on a device as they are: they are not waited for.
-
-        Raises:
-            TypeError, ValueError: one that was assigned is not of `on_device`'s kind.
-        """
+        """As `at`, but those on a device as they are: they are not waited for."""
         values = [self._as_given(rate, step) for rate in self._rates]
         return [values[k] for k in self._places]
 
@@ -235,6 +191,6 @@ def _finite(where: str, name: str, value: float) -> float:
     if not 0 <= value <= LARGEST:
         if math.isfinite(value):
             expected = "at least 0 and a float32 number"
-            raise ValueError(message(where, name, "is out of range", expected, value))
-        raise ValueError(message(where, name, "is not finite", "a finite number", value))
+            reject(ValueError, where, name, "is out of range", expected, value)
+        reject(ValueError, where, name, "is not finite", "a finite number", value)
     return value

@@ -6,27 +6,38 @@ All arithmetic is that of Python's floats (float64); MindSpore's is float32.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import numpy as np
 
 from ...ops.runtime import check
-from ...ops.runtime.errors import message
+from ...ops.runtime.errors import reject
 from ..base.arguments import non_negative_float, positive_float, positive_int, step_numbers
 from .base import LearningRateSchedule
 
 
-class StepSchedule(LearningRateSchedule):
-    """What the schedules of this package share.
+def of_each_step(construct: Callable[[Any, int], float]) -> Callable[[Any, Any], Any]:
+    """Decorator: ``construct``, which is for one int, takes arrays of steps too."""
 
-    A subclass defines ``_at(step)`` for one int and keeps the arguments of its constructor, and
-    nothing else, as attributes.
+    @wraps(construct)
+    def checked(self: Any, global_step: Any) -> Any:
+        steps = step_numbers(type(self).__name__, global_step)
+        if steps.ndim == 0:
+            return construct(self, int(steps))
+        values = [construct(self, step) for step in steps.ravel().tolist()]
+        return np.array(values, np.float64).reshape(steps.shape)
+
+    return checked
+
+
+class StepSchedule(LearningRateSchedule):
+    """What the schedules of this package share: the arguments of the constructor, and nothing else,
+    are attributes.
     """
 
-    def _at(self, step: int) -> float:
-        raise NotImplementedError
-
-    def construct(self, global_step: Any) -> Any:
+    def __call__(self, global_step: Any) -> Any:
         """The value at a step: 0, 1, 2, ...
 
         Args:
@@ -37,14 +48,6 @@ class StepSchedule(LearningRateSchedule):
             TypeError: another kind.
             ValueError: a step is negative.
         """
-        steps = step_numbers(type(self).__name__, global_step)
-        if steps.ndim == 0:
-            return self._at(int(steps))
-        values = [self._at(step) for step in steps.ravel().tolist()]
-        return np.array(values, np.float64).reshape(steps.shape)
-
-    def __call__(self, global_step: Any) -> Any:
-        """As `construct`, for arrays of steps too."""
         return self.construct(global_step)
 
     def __repr__(self) -> str:
@@ -52,7 +55,22 @@ class StepSchedule(LearningRateSchedule):
         return f"{type(self).__name__}({arguments})"
 
 
-class ExponentialDecayLR(StepSchedule):
+class _Decay(StepSchedule):
+    """A rate that shrinks by periods, which may be taken as whole ones only (``is_stair``)."""
+
+    def __init__(
+        self, learning_rate: float, decay_rate: float, decay_steps: int, is_stair: bool = False
+    ) -> None:
+        self.learning_rate, self.decay_rate, self.decay_steps, self.is_stair = decay_arguments(
+            type(self).__name__, learning_rate, decay_rate, "decay_steps", decay_steps, is_stair
+        )
+
+    def _periods(self, step: int) -> float:
+        """How many periods have passed; in exact integers where only whole ones count."""
+        return step // self.decay_steps if self.is_stair else step / self.decay_steps
+
+
+class ExponentialDecayLR(_Decay):
     """The rate shrinks by the factor ``decay_rate`` over every ``decay_steps`` steps.
 
     At step s = 0, 1, 2, ...::
@@ -80,20 +98,16 @@ class ExponentialDecayLR(StepSchedule):
     ExponentialDecayLR(learning_rate=0.1, decay_rate=0.5, decay_steps=2, is_stair=False)
     """
 
-    def __init__(
-        self, learning_rate: float, decay_rate: float, decay_steps: int, is_stair: bool = False
-    ) -> None:
-        where = type(self).__name__
-        self.learning_rate, self.decay_rate = decay_rates(where, learning_rate, decay_rate)
-        self.decay_steps = positive_int(where, "decay_steps", decay_steps)
-        self.is_stair = check.flag(where, "is_stair", is_stair)
-
-    def _at(self, step: int) -> float:
-        periods = _periods(step, self.decay_steps, self.is_stair)
-        return self.learning_rate * _power(self.decay_rate, periods)
+    @of_each_step
+    def construct(self, global_step: int) -> float:
+        """The value at a step, or at each of an array of steps."""
+        try:
+            return float(self.learning_rate * self.decay_rate ** self._periods(global_step))
+        except OverflowError:  # where Python refuses what is infinite
+            return math.inf
 
 
-class NaturalExpDecayLR(StepSchedule):
+class NaturalExpDecayLR(_Decay):
     """The rate shrinks by the factor ``exp(-decay_rate)`` at every step.
 
     At step s = 0, 1, 2, ...::
@@ -124,21 +138,15 @@ class NaturalExpDecayLR(StepSchedule):
     [0.1, 0.1, 0.036788, 0.036788]
     """
 
-    def __init__(
-        self, learning_rate: float, decay_rate: float, decay_steps: int, is_stair: bool = False
-    ) -> None:
-        where = type(self).__name__
-        self.learning_rate, self.decay_rate = decay_rates(where, learning_rate, decay_rate)
-        self.decay_steps = positive_int(where, "decay_steps", decay_steps)
-        self.is_stair = check.flag(where, "is_stair", is_stair)
-
-    def _at(self, step: int) -> float:
+    @of_each_step
+    def construct(self, global_step: int) -> float:
+        """The value at a step, or at each of an array of steps."""
         if self.is_stair:
-            step -= step % self.decay_steps
-        return self.learning_rate * math.exp(-self.decay_rate * step)
+            global_step -= global_step % self.decay_steps
+        return self.learning_rate * math.exp(-self.decay_rate * global_step)
 
 
-class InverseDecayLR(StepSchedule):
+class InverseDecayLR(_Decay):
     """The rate shrinks like the inverse of time.
 
     At step s = 0, 1, 2, ...::
@@ -163,17 +171,10 @@ class InverseDecayLR(StepSchedule):
     [0.1, 0.066667, 0.05, 0.04, 0.033333]
     """
 
-    def __init__(
-        self, learning_rate: float, decay_rate: float, decay_steps: int, is_stair: bool = False
-    ) -> None:
-        where = type(self).__name__
-        self.learning_rate, self.decay_rate = decay_rates(where, learning_rate, decay_rate)
-        self.decay_steps = positive_int(where, "decay_steps", decay_steps)
-        self.is_stair = check.flag(where, "is_stair", is_stair)
-
-    def _at(self, step: int) -> float:
-        periods = _periods(step, self.decay_steps, self.is_stair)
-        return self.learning_rate / (1.0 + self.decay_rate * periods)
+    @of_each_step
+    def construct(self, global_step: int) -> float:
+        """The value at a step, or at each of an array of steps."""
+        return self.learning_rate / (1.0 + self.decay_rate * self._periods(global_step))
 
 
 class CosineDecayLR(StepSchedule):
@@ -204,8 +205,10 @@ class CosineDecayLR(StepSchedule):
         self.min_lr, self.max_lr = cosine_range(where, min_lr, max_lr)
         self.decay_steps = positive_int(where, "decay_steps", decay_steps)
 
-    def _at(self, step: int) -> float:
-        angle = math.pi * min(step, self.decay_steps) / self.decay_steps
+    @of_each_step
+    def construct(self, global_step: int) -> float:
+        """The value at a step, or at each of an array of steps."""
+        angle = math.pi * min(global_step, self.decay_steps) / self.decay_steps
         return self.min_lr + 0.5 * (self.max_lr - self.min_lr) * (1.0 + math.cos(angle))
 
 
@@ -257,12 +260,14 @@ class PolynomialDecayLR(StepSchedule):
         self.power = positive_float(where, "power", power, np.float64)
         self.update_decay_steps = check.flag(where, "update_decay_steps", update_decay_steps)
 
-    def _at(self, step: int) -> float:
+    @of_each_step
+    def construct(self, global_step: int) -> float:
+        """The value at a step, or at each of an array of steps."""
         end = self.decay_steps
         if self.update_decay_steps:
             # -(-a // b) is the ceiling of a / b, in exact integers.
-            end *= max(-(-step // end), 1)
-        left = 1.0 - min(step, end) / end
+            end *= max(-(-global_step // end), 1)
+        left = 1.0 - min(global_step, end) / end
         drop = self.learning_rate - self.end_learning_rate
         return drop * float(left**self.power) + self.end_learning_rate
 
@@ -296,15 +301,21 @@ class WarmUpLR(StepSchedule):
         self.learning_rate = non_negative_float(where, "learning_rate", learning_rate)
         self.warmup_steps = positive_int(where, "warmup_steps", warmup_steps)
 
-    def _at(self, step: int) -> float:
-        return self.learning_rate * min(step, self.warmup_steps) / self.warmup_steps
+    @of_each_step
+    def construct(self, global_step: int) -> float:
+        """The value at a step, or at each of an array of steps."""
+        return self.learning_rate * min(global_step, self.warmup_steps) / self.warmup_steps
 
 
-def decay_rates(where: str, learning_rate: Any, decay_rate: Any) -> tuple[float, float]:
-    """The two positive floats of a decay."""
+def decay_arguments(
+    where: str, learning_rate: Any, decay_rate: Any, name: str, period: Any, is_stair: Any
+) -> tuple[float, float, int, bool]:
+    """The arguments of a decay, checked; ``name`` is that of its period."""
     return (
         positive_float(where, "learning_rate", learning_rate, np.float64),
         positive_float(where, "decay_rate", decay_rate, np.float64),
+        positive_int(where, name, period),
+        check.flag(where, "is_stair", is_stair),
     )
 
 
@@ -313,18 +324,5 @@ def cosine_range(where: str, min_lr: Any, max_lr: Any) -> tuple[float, float]:
     low = non_negative_float(where, "min_lr", min_lr)
     high = positive_float(where, "max_lr", max_lr, np.float64)
     if not low < high:
-        raise ValueError(message(where, "max_lr", "is out of range", f"above min_lr = {low}", high))
+        reject(ValueError, where, "max_lr", "is out of range", f"above min_lr = {low}", high)
     return low, high
-
-
-def _periods(step: int, length: int, whole: bool) -> float:
-    """How many periods have passed; in exact integers when only ``whole`` ones count."""
-    return step // length if whole else step / length
-
-
-def _power(base: float, exponent: float) -> float:
-    """``base**exponent`` for ``base`` > 0, infinite where Python refuses to overflow."""
-    try:
-        return float(base**exponent)
-    except OverflowError:
-        return math.inf

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ...ops.runtime import check
-from ...ops.runtime.errors import message
+from ...ops.runtime.errors import reject
 from ..base.arguments import list_or_tuple, non_negative_float, positive_float, positive_int
 from .decay import (
     CosineDecayLR,
@@ -23,7 +23,7 @@ from .decay import (
     StepSchedule,
     WarmUpLR,
     cosine_range,
-    decay_rates,
+    decay_arguments,
 )
 
 
@@ -50,17 +50,15 @@ def piecewise_constant_lr(milestone: Sequence[int], learning_rates: Sequence[flo
     ends = list_or_tuple(where, "milestone", milestone)
     rates = list_or_tuple(where, "learning_rates", learning_rates)
     if len(ends) != len(rates):
-        expected = f"{len(ends)} rates, one for each milestone"
-        raise ValueError(
-            message(where, "learning_rates", "has a wrong length", expected, len(rates))
-        )
+        wrong, expected = "has a wrong length", f"{len(ends)} rates, one for each milestone"
+        reject(ValueError, where, "learning_rates", wrong, expected, len(rates))
     values: list[float] = []
     for k, (end, rate) in enumerate(zip(ends, rates, strict=True)):
         end = positive_int(where, f"milestone[{k}]", end)
         rate = check.float_attribute(where, f"learning_rates[{k}]", rate)
         if end < len(values):
             expected = f"at least {len(values)}, the one before"
-            raise ValueError(message(where, f"milestone[{k}]", "is out of order", expected, end))
+            reject(ValueError, where, f"milestone[{k}]", "is out of order", expected, end)
         values += [rate] * (end - len(values))
     return values
 
@@ -97,11 +95,9 @@ def exponential_decay_lr(
     >>> exponential_decay_lr(0.1, 0.5, total_step=6, step_per_epoch=2, decay_epoch=1)
     [0.1, 0.1, 0.05, 0.05, 0.025, 0.025]
     """
-    where = "exponential_decay_lr"
+    where, name = "exponential_decay_lr", "decay_epoch"
     schedule = ExponentialDecayLR(
-        *decay_rates(where, learning_rate, decay_rate),
-        positive_int(where, "decay_epoch", decay_epoch),
-        check.flag(where, "is_stair", is_stair),
+        *decay_arguments(where, learning_rate, decay_rate, name, decay_epoch, is_stair)
     )
     return _by_epoch(where, schedule, total_step, step_per_epoch)
 
@@ -139,11 +135,9 @@ def natural_exp_decay_lr(
     >>> [round(rate, 6) for rate in rates]
     [0.1, 0.1, 0.060653, 0.060653, 0.036788, 0.036788]
     """
-    where = "natural_exp_decay_lr"
+    where, name = "natural_exp_decay_lr", "decay_epoch"
     schedule = NaturalExpDecayLR(
-        *decay_rates(where, learning_rate, decay_rate),
-        positive_int(where, "decay_epoch", decay_epoch),
-        check.flag(where, "is_stair", is_stair),
+        *decay_arguments(where, learning_rate, decay_rate, name, decay_epoch, is_stair)
     )
     return _by_epoch(where, schedule, total_step, step_per_epoch)
 
@@ -180,11 +174,9 @@ def inverse_decay_lr(
     >>> inverse_decay_lr(0.5, 1.0, total_step=6, step_per_epoch=3, decay_epoch=1)
     [0.5, 0.5, 0.5, 0.25, 0.25, 0.25]
     """
-    where = "inverse_decay_lr"
+    where, name = "inverse_decay_lr", "decay_epoch"
     schedule = InverseDecayLR(
-        *decay_rates(where, learning_rate, decay_rate),
-        positive_int(where, "decay_epoch", decay_epoch),
-        check.flag(where, "is_stair", is_stair),
+        *decay_arguments(where, learning_rate, decay_rate, name, decay_epoch, is_stair)
     )
     return _by_epoch(where, schedule, total_step, step_per_epoch)
 

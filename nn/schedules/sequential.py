@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from ...ops.runtime.errors import message
+from ...ops.runtime.errors import reject
 from ..base.arguments import list_or_tuple, non_negative_float, positive_int
 from .base import Schedule, value_at
-from .decay import StepSchedule
+from .decay import StepSchedule, of_each_step
 
 
 class SequentialLR(StepSchedule):
@@ -43,41 +43,39 @@ class SequentialLR(StepSchedule):
         where = type(self).__name__
         given = list_or_tuple(where, "schedules", schedules)
         if not given:
-            raise ValueError(
-                message(where, "schedules", "is empty", "at least one schedule", "none")
-            )
+            reject(ValueError, where, "schedules", "is empty", "at least one schedule", "none")
         self.schedules = tuple(_schedule(where, f"schedules[{k}]", s) for k, s in enumerate(given))
         self.milestones = _milestones(where, milestones, len(given) - 1)
 
-    def _at(self, step: int) -> float:
-        k = bisect_right(self.milestones, step)
-        start = self.milestones[k - 1] if k > 0 else 0
-        return value_at(type(self).__name__, f"schedules[{k}]", self.schedules[k], step - start)
+    @of_each_step
+    def construct(self, global_step: int) -> float:
+        """The value at a step, or at each of an array of steps."""
+        k = bisect_right(self.milestones, global_step)
+        step = global_step - (self.milestones[k - 1] if k > 0 else 0)
+        return value_at(type(self).__name__, f"schedules[{k}]", self.schedules[k], step)
 
 
 def _schedule(where: str, name: str, value: Any) -> Schedule | float:
-    # A class is callable too, but calling it with a step would make a schedule, not a rate.
-    if callable(value) and not isinstance(value, type):
-        return value  # type: ignore[no-any-return]
     if isinstance(value, float | np.floating):
         return non_negative_float(where, name, value)
-    got = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
-    expected = "a schedule, a callable of the step or a float"
-    raise TypeError(message(where, name, "has a wrong type", expected, got))
+    # A class is callable too, but calling it with a step would make a schedule, not a rate.
+    if isinstance(value, type) or not callable(value):
+        got = f"the class {value.__name__}" if isinstance(value, type) else type(value).__name__
+        expected = "a schedule, a callable of the step or a float"
+        reject(TypeError, where, name, "has a wrong type", expected, got)
+    return value  # type: ignore[no-any-return]
 
 
 def _milestones(where: str, milestones: Any, count: int) -> tuple[int, ...]:
     given = list_or_tuple(where, "milestones", milestones)
     if len(given) != count:
         expected = f"{count}, one fewer than the schedules"
-        raise ValueError(message(where, "milestones", "has a wrong length", expected, len(given)))
+        reject(ValueError, where, "milestones", "has a wrong length", expected, len(given))
     found: list[int] = []
     for k, value in enumerate(given):
         milestone = positive_int(where, f"milestones[{k}]", value)
         if found and milestone <= found[-1]:
             expected = f"more than {found[-1]}, the one before"
-            raise ValueError(
-                message(where, f"milestones[{k}]", "is out of order", expected, milestone)
-            )
+            reject(ValueError, where, f"milestones[{k}]", "is out of order", expected, milestone)
         found.append(milestone)
     return tuple(found)

@@ -1,4 +1,7 @@
-"""Checks of the arguments of THOR."""
+"""Checks of the arguments of THOR.
+
+A kind that does not fit is a `TypeError`, a value that does not fit a `ValueError`.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ...ops.runtime import check
-from ...ops.runtime.errors import message
+from ...ops.runtime.errors import message, reject
 from ..base.arguments import positive_int
 from ..base.parameter import Parameter
 from ..schedules.base import Schedule
@@ -20,55 +23,29 @@ BAD_FACTORS = ("raise", "skip")
 
 
 def compatibility(compat: Any, block_size: Any) -> bool:
-    """Whether THOR does as MindSpore does.
-
-    Raises:
-        ValueError: an unknown name, or a block size that MindSpore does not have.
-    """
+    """Whether THOR does as MindSpore does, which has one block size."""
     if compat is not None and not (isinstance(compat, str) and compat == COMPATIBLE):
-        raise ValueError(message(NAME, "compat", "is unknown", f"None or {COMPATIBLE!r}", compat))
+        reject(ValueError, NAME, "compat", "is unknown", f"None or {COMPATIBLE!r}", compat)
     if compat is not None and block_size != BLOCK_SIZE:
-        raise ValueError(message(NAME, "block_size", "is fixed by compat", BLOCK_SIZE, block_size))
+        reject(ValueError, NAME, "block_size", "is fixed by compat", BLOCK_SIZE, block_size)
     return compat is not None
 
 
-def check_filter(decay_filter: Any) -> None:
-    """A callable.
-
-    Raises:
-        TypeError: another kind.
-    """
-    if not callable(decay_filter):
-        got = type(decay_filter).__name__
-        raise TypeError(message(NAME, "decay_filter", "has a wrong type", "a callable", got))
-
-
 def check_split(split_indices: Any) -> None:
-    """None: without other processes nothing is reduced.
-
-    Raises:
-        ValueError: anything else.
-    """
+    """Refuse anything but None: without other processes nothing is reduced."""
     if split_indices is not None:
-        raise ValueError(
-            message(NAME, "split_indices", "needs a communicator", "None", split_indices)
-            + "; there is one process, and nothing to reduce over"
-        )
+        wrong, fix = "needs a communicator", "; there is one process, and nothing to reduce over"
+        reject(ValueError, NAME, "split_indices", wrong, "None", split_indices, fix)
 
 
-def damping_of(value: Any) -> float | Parameter | Schedule:
-    """A number above 0, one for each step, or a callable of the step.
-
-    Raises:
-        TypeError: another kind.
-        ValueError: a value is not above 0 or not finite, or there is none.
-    """
+def damping_of(where: str, name: str, value: Any) -> float | Parameter | Schedule:
+    """A number above 0, one for each step, or a callable of the step."""
     if callable(value) and not isinstance(value, Parameter):
         if isinstance(value, type):
-            raise TypeError(message(NAME, "damping", "is a class", "an instance", value.__name__))
+            reject(TypeError, where, name, "is a class", "an instance", value.__name__)
         return value  # type: ignore[no-any-return]
     expected = "a float, an array, an iterable of floats or a schedule"
-    wrong = message(NAME, "damping", "has a wrong type", expected, type(value).__name__)
+    wrong = message(where, name, "has a wrong type", expected, type(value).__name__)
     if value is None or isinstance(value, bool | str | bytes | Mapping):
         raise TypeError(wrong)
     is_plain = isinstance(value, Iterable) and not hasattr(value, "__array__")
@@ -78,40 +55,26 @@ def damping_of(value: Any) -> float | Parameter | Schedule:
         raise TypeError(wrong) from None
     if array.ndim > 1 or array.size == 0:
         expected = "a scalar or a non-empty list"
-        raise ValueError(message(NAME, "damping", "has a wrong shape", expected, array.shape))
+        reject(ValueError, where, name, "has a wrong shape", expected, array.shape)
     if not ((array > 0) & (array <= check.LARGEST)).all():
-        raise ValueError(message(NAME, "damping", "is out of range", "finite and above 0", value))
-    return Parameter(array, "damping") if array.ndim else float(array)
+        reject(ValueError, where, name, "is out of range", "finite and above 0", value)
+    return Parameter(array, name) if array.ndim else float(array)
 
 
-def block_size_of(value: Any) -> int | None:
-    """The size of the diagonal blocks; None for whole factors.
-
-    Raises:
-        TypeError: no int.
-        ValueError: it is less than 1.
-    """
-    return None if value is None else positive_int(NAME, "block_size", value)
+def block_size_of(where: str, name: str, value: Any) -> int | None:
+    """The size of the diagonal blocks; None for whole factors."""
+    return None if value is None else positive_int(where, name, value)
 
 
-def bad_factor_of(value: Any) -> str:
-    """What happens to a factor without an inverse.
-
-    Raises:
-        ValueError: an unknown word.
-    """
+def bad_factor_of(where: str, name: str, value: Any) -> str:
+    """What happens to a factor without an inverse."""
     if not (isinstance(value, str) and value in BAD_FACTORS):
-        raise ValueError(message(NAME, "bad_factor", "is unknown", BAD_FACTORS, value))
+        reject(ValueError, where, name, "is unknown", BAD_FACTORS, value)
     return value
 
 
-def frequency_of(value: Any) -> int:
-    """An int of at least 2, as published.
-
-    Raises:
-        TypeError: no int.
-        ValueError: it is less than 2.
-    """
-    frequency = positive_int(NAME, "frequency", value)
-    check.in_range(NAME, "frequency", frequency, frequency >= 2, "at least 2")
+def frequency_of(where: str, name: str, value: Any) -> int:
+    """An int of at least 2, as published."""
+    frequency = positive_int(where, name, value)
+    check.in_range(where, name, frequency, frequency >= 2, "at least 2")
     return frequency

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
+from ...ops.runtime.errors import reject
+from ..base.arguments import is_int
 from .factors import FloatArray, add_gram_of_rows, empty_packed
 from .layers import ThorLayer
 
@@ -64,27 +66,24 @@ class ThorConv2d(ThorLayer):
         self.dilation = self._pair("dilation", dilation, 1)
         (self.groups, _) = self._pair("groups", groups, 1)
         if self.groups > 1:
-            raise ValueError(
-                self._text("groups", "is not supported", "1", groups)
-                + "; give weight and bias as plain Parameters: they take the plain gradient"
-            )
+            fix = "; give weight and bias as plain Parameters: they take the plain gradient"
+            reject(ValueError, type(self).__name__, "groups", "is not supported", "1", groups, fix)
 
     def _read_padding(self, padding: Any) -> str | Pair:
         if not isinstance(padding, str):
             return self._pair("padding", padding, 0)
         if padding not in ("same", "valid"):
             expected = "an int, a pair, 'same' or 'valid'"
-            raise ValueError(self._text("padding", "is unknown", expected, repr(padding)))
+            self._reject(ValueError, "padding", "is unknown", expected, repr(padding))
         return padding
 
     def _pair(self, name: str, value: Any, least: int) -> Pair:
         pair = tuple(value) if isinstance(value, tuple | list) else (value, value)
-        wrong = [v for v in pair if isinstance(v, bool) or not isinstance(v, int | np.integer)]
-        if len(pair) != 2 or wrong:
+        if len(pair) != 2 or not all(map(is_int, pair)):
             got = repr(value) if isinstance(value, tuple | list) else type(value).__name__
-            raise TypeError(self._text(name, "has a wrong type", "an int or a pair of ints", got))
+            self._reject(TypeError, name, "has a wrong type", "an int or a pair of ints", got)
         if min(pair) < least:
-            raise ValueError(self._text(name, "is out of range", f"at least {least}", value))
+            self._reject(ValueError, name, "is out of range", f"at least {least}", value)
         return int(pair[0]), int(pair[1])
 
     def _check_weight(self) -> None:
@@ -113,21 +112,17 @@ class ThorConv2d(ThorLayer):
         out, channels = self.weight.shape[:2]
         if x.ndim != 4 or x.shape[1] != channels:
             expected = f"(N, {channels}, H, W)"
-            raise ValueError(self._text("inputs", "has a wrong shape", expected, x.shape))
+            self._reject(ValueError, "inputs", "has a wrong shape", expected, x.shape)
         size = (x.shape[2], x.shape[3])
         padded = tuple(n + sum(m) for n, m in zip(size, self._margins(size), strict=True))
         reach = tuple(d * (k - 1) + 1 for k, d in zip(self._kernel, self.dilation, strict=True))
         if padded[0] < reach[0] or padded[1] < reach[1]:
-            expected = f"at least {reach} with its padding"
-            raise ValueError(self._text("inputs", "is smaller than the kernel", expected, padded))
+            wrong, expected = "is smaller than the kernel", f"at least {reach} with its padding"
+            self._reject(ValueError, "inputs", wrong, expected, padded)
         positions = tuple(
             (n - r) // s + 1 for n, r, s in zip(padded, reach, self.stride, strict=True)
         )
-        if d.shape != (len(x), out, *positions):
-            expected_shape = (len(x), out, *positions)
-            raise ValueError(
-                self._text("output_gradients", "has a wrong shape", expected_shape, d.shape)
-            )
+        self._check_shape("output_gradients", d, (len(x), out, *positions))
 
     def _add(self, x: FloatArray, d: FloatArray) -> None:
         if self._is_compatible:
@@ -146,9 +141,7 @@ class ThorConv2d(ThorLayer):
             by_channel = np.ascontiguousarray(gradients.transpose(1, 0, 2, 3))
             add_gram_of_rows(self._g, by_channel.reshape(len(self._g), -1))
         rows = len(x) * n_positions
-        self._count(len(x), rows, rows)
-        self._a_positions += rows
-        self._g_positions += rows
+        self._count(len(x), rows, rows, rows, rows)
 
     def _add_means(self, x: FloatArray, d: FloatArray) -> None:
         """MindSpore's layer: means over the batch, patches under "same" without dilation."""
@@ -159,9 +152,8 @@ class ThorConv2d(ThorLayer):
         add_gram_of_rows(self._a, rows)
         gradient = d.astype(self.real, copy=False).mean(axis=0).reshape(len(self._g), -1)
         add_gram_of_rows(self._g, gradient)
-        self._count(1, rows.shape[1], gradient.shape[1])
-        self._a_positions += rows.shape[1]
-        self._g_positions += gradient.shape[1]
+        n_seen, n_positions = rows.shape[1], gradient.shape[1]
+        self._count(1, n_seen, n_positions, n_seen, n_positions)
 
 
 def same_margins(size: Pair, kernel: Pair, stride: Pair, dilation: Pair) -> Margins:

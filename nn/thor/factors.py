@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ...kernels.quiet import quiet
-from ...ops.runtime.errors import message
+from ...ops.runtime.errors import message, reject
 
 FloatArray = np.ndarray[Any, np.dtype[Any]]
 
@@ -68,18 +68,11 @@ def inverse(
 ) -> FloatArray:
     """The inverse of ``scale*covariance + damping*I``, block by block, by Cholesky.
 
-    ``L L' = block``, ``inverse = L^-T L^-1``, in float64, rounded to the type of ``covariance``.
-
-    Args:
-        where: what an error calls the factor.
-        covariance: packed, symmetric.
-        scale: a factor of the covariance.
-        damping: what is added to its diagonal.
-        product: what makes the inverse out of ``L^-1``; default ``L^-T L^-1``.
+    ``L L' = block``, ``inverse = L^-T L^-1`` (or the ``product`` of ``L^-1``), in float64, rounded
+    to the type of the ``covariance``, which is packed.
 
     Raises:
         FactorError: a block or its inverse is not finite, or it is not positive definite.
-        ImportError: scipy is not installed.
     """
     lapack = load_lapack()
     result = np.zeros_like(covariance)
@@ -91,24 +84,25 @@ def inverse(
         diagonal = matrix.reshape(-1, order="F")[:: size + 1]
         diagonal += damping
         if not np.isfinite(diagonal).all():
-            k = block.start + int(np.argmin(np.isfinite(diagonal)))
-            expected, got = "finite numbers", f"{diagonal[k - block.start]} in row {k}"
-            raise FactorError(message(where, "the covariance", "is not finite", expected, got))
+            k = int(np.argmin(np.isfinite(diagonal)))
+            wrong, got = "is not finite", f"{diagonal[k]} in row {block.start + k}"
+            reject(FactorError, where, "the covariance", wrong, "finite numbers", got)
         root, failed = lapack.dpotrf(matrix, lower=1, clean=1, overwrite_a=1)
         if failed == 0:
             root, failed = lapack.dtrtri(root, lower=1, overwrite_c=1)
         if failed != 0:
-            expected = "a positive definite matrix"
-            got = f"a pivot that is not above 0 in row {block.start + abs(failed) - 1}"
-            raise FactorError(
-                message(where, "the damped covariance", "cannot be inverted", expected, got)
-                + "; raise the damping"
+            name, wrong, expected = (
+                "the damped covariance",
+                "cannot be inverted",
+                "a positive definite matrix",
             )
+            got = f"a pivot that is not above 0 in row {block.start + abs(failed) - 1}"
+            reject(FactorError, where, name, wrong, expected, got, "; raise the damping")
         result[block, :size] = matmul(root.T, root) if product is None else product(root)
         # Covariances from elsewhere may be bad beside the diagonal, or nearly singular.
         if not np.isfinite(result[block, :size]).all():
-            expected, got = "finite numbers", f"others in rows {block.start} to {block.stop - 1}"
-            raise FactorError(message(where, "the inverse", "is not finite", expected, got))
+            wrong, got = "is not finite", f"others in rows {block.start} to {block.stop - 1}"
+            reject(FactorError, where, "the inverse", wrong, "finite numbers", got)
     return result
 
 
@@ -164,11 +158,7 @@ matmul: Callable[..., Any] = np.matmul
 
 
 def load_lapack() -> Any:
-    """SciPy's LAPACK; imported when the first factor is inverted.
-
-    Raises:
-        ImportError: scipy is not installed.
-    """
+    """SciPy's LAPACK; imported when the first factor is inverted."""
     try:
         from scipy.linalg import lapack
     except ImportError as error:

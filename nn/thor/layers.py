@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
@@ -11,15 +11,16 @@ from ...ops.runtime.arrays import adopt_anywhere, real_type
 from ...ops.runtime.check import FLOAT_NAMES, FLOATS
 from ...ops.runtime.device import device_of, is_on_device
 from ...ops.runtime.device_step import launch_on
-from ...ops.runtime.errors import message
-from ..base.arguments import positive_float
+from ...ops.runtime.errors import reject
+from ..base.arguments import is_int, positive_float
 from ..base.parameter import Parameter
 from .arguments import BLOCK_SIZE
 from .factors import FloatArray, add_gram, empty_packed, packed
 
 
 class ThorLayer:
-    """The base class of the layers: what they hold and what they capture.
+    """The base class of the layers: what they hold and what they capture, those of a dense layer
+    unless a class says otherwise.
 
     Between two refreshes of its factors a layer does not capture: `capture` checks its arguments
     and returns at once. Several captures before one step add up, those of a layer that is used
@@ -47,24 +48,28 @@ class ThorLayer:
         self._block_size = BLOCK_SIZE
         self._is_compatible = False
         self._check_weight()
-        if self.bias is not None and self.bias.shape != self._bias_shape:
-            raise ValueError(
-                self._text("bias", "has a wrong shape", self._bias_shape, self.bias.shape)
-            )
+        if self.bias is not None:
+            self._check_shape("bias", self.bias, self._bias_shape)
         self.clear()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.weight!r}, {self.bias!r})"
 
-    def _text(self, argument: str, wrong: str, expected: object, got: object) -> str:
-        return message(type(self).__name__, argument, wrong, expected, got)
+    def _reject(
+        self, kind: type[Exception], name: str, wrong: str, expected: object, got: object
+    ) -> NoReturn:
+        reject(kind, type(self).__name__, name, wrong, expected, got)
 
     def _check_weight(self) -> None:
         self._check_ndim(2, "(out, in)")
 
     def _check_ndim(self, ndim: int, expected: str) -> None:
         if self.weight.ndim != ndim or self.weight.size == 0:
-            raise ValueError(self._text("weight", "has a wrong shape", expected, self.weight.shape))
+            self._reject(ValueError, "weight", "has a wrong shape", expected, self.weight.shape)
+
+    def _check_shape(self, name: str, array: Any, shape: tuple[int, ...]) -> None:
+        if array.shape != shape:
+            self._reject(ValueError, name, "has a wrong shape", shape, array.shape)
 
     @property
     def _bias_shape(self) -> tuple[int, ...]:
@@ -98,9 +103,9 @@ class ThorLayer:
     def clear(self) -> None:
         """Forget what was captured."""
         self._a, self._g = self._empty()
+        self._samples = 0
         self._a_weight = self._g_weight = 0.0
         self._a_positions = self._g_positions = 0.0
-        self._samples = 0
 
     def _empty(self) -> tuple[FloatArray, FloatArray]:
         """Sums of nothing, in the form of the two factors."""
@@ -174,19 +179,20 @@ class ThorLayer:
         out, width = self.weight.shape
         self._check_floating(inputs=x, output_gradients=d)
         if x.ndim < 1 or x.shape[-1] != width:
-            raise ValueError(self._text("inputs", "has a wrong shape", f"(..., {width})", x.shape))
-        if d.shape != (*x.shape[:-1], out):
-            raise ValueError(
-                self._text("output_gradients", "has a wrong shape", (*x.shape[:-1], out), d.shape)
-            )
+            self._reject(ValueError, "inputs", "has a wrong shape", f"(..., {width})", x.shape)
+        self._check_shape("output_gradients", d, (*x.shape[:-1], out))
 
     def _check_floating(self, **arrays: Any) -> None:
         for name, array in arrays.items():
             if array.dtype not in FLOATS:
-                raise TypeError(self._text(name, "has a wrong dtype", FLOAT_NAMES, array.dtype))
+                self._reject(TypeError, name, "has a wrong dtype", FLOAT_NAMES, array.dtype)
 
     def _add(self, x: FloatArray, d: FloatArray) -> None:
-        raise NotImplementedError
+        x, d = (array.reshape(-1, array.shape[-1]) for array in (x, d))
+        add_gram(self._a, x.astype(self.real, copy=False))
+        add_gram(self._g, d.astype(self.real, copy=False))
+        # MindSpore's A is divided by the rows of A, not by those of X.
+        self._count(len(x), self.weight.shape[1] if self._is_compatible else len(x), len(x))
 
     @quiet
     def capture_covariances(
@@ -208,9 +214,7 @@ class ThorLayer:
         given = self._adopted(a=a, g=g)
         self._check_floating(**given)
         for (name, array), total in zip(given.items(), (self._a, self._g), strict=True):
-            shape = (len(total),) * total.ndim
-            if array.shape != shape:
-                raise ValueError(self._text(name, "has a wrong shape", shape, array.shape))
+            self._check_shape(name, array, (len(total),) * total.ndim)
         for name, value in (("a_normalizer", a_normalizer), ("g_normalizer", g_normalizer)):
             positive_float(type(self).__name__, name, value, np.float64)
         if not self.is_capturing:
@@ -222,14 +226,21 @@ class ThorLayer:
         of_a, of_g = (array.astype(self.real, copy=False) for array in given.values())
         self._a += of_a if self._a.ndim == 1 else packed(of_a, self._a.shape[1])
         self._g += packed(of_g, self._g.shape[1])
-        self._count(1, 1, 1)
-        self._a_positions += float(a_normalizer)
-        self._g_positions += float(g_normalizer)
+        self._count(1, 1, 1, float(a_normalizer), float(g_normalizer))
 
-    def _count(self, samples: int, a_weight: float, g_weight: float) -> None:
+    def _count(
+        self,
+        samples: int,
+        a_weight: float,
+        g_weight: float,
+        a_positions: float = 0.0,
+        g_positions: float = 0.0,
+    ) -> None:
         self._samples += samples
         self._a_weight += a_weight
         self._g_weight += g_weight
+        self._a_positions += a_positions
+        self._g_positions += g_positions
 
 
 class ThorDense(ThorLayer):
@@ -259,13 +270,6 @@ class ThorDense(ThorLayer):
     >>> layer.has_captured
     True
     """
-
-    def _add(self, x: FloatArray, d: FloatArray) -> None:
-        x, d = (array.reshape(-1, array.shape[-1]) for array in (x, d))
-        add_gram(self._a, x.astype(self.real, copy=False))
-        add_gram(self._g, d.astype(self.real, copy=False))
-        # MindSpore's A is divided by the rows of A, not by those of X.
-        self._count(len(x), self.weight.shape[1] if self._is_compatible else len(x), len(x))
 
 
 class ThorEmbedding(ThorLayer):
@@ -301,13 +305,12 @@ class ThorEmbedding(ThorLayer):
         self.padding_idx = padding_idx
         if padding_idx is None:
             return
-        if isinstance(padding_idx, bool) or not isinstance(padding_idx, int | np.integer):
-            raise TypeError(
-                self._text("padding_idx", "has a wrong type", "an int", type(padding_idx).__name__)
-            )
+        if not is_int(padding_idx):
+            got = type(padding_idx).__name__
+            self._reject(TypeError, "padding_idx", "has a wrong type", "an int", got)
         if not 0 <= padding_idx < len(self.weight):
             expected = f"0 <= padding_idx < {len(self.weight)}"
-            raise ValueError(self._text("padding_idx", "is out of range", expected, padding_idx))
+            self._reject(ValueError, "padding_idx", "is out of range", expected, padding_idx)
 
     def _check_weight(self) -> None:
         self._check_ndim(2, "(vocab, dim)")
@@ -319,24 +322,17 @@ class ThorEmbedding(ThorLayer):
         return np.zeros(size, self.real), empty_packed(width, block_size, self.real)
 
     def _check(self, x: Any, d: Any) -> None:
-        size, width = self.weight.shape
-        ids = x
+        (size, width), ids = self.weight.shape, x
         if ids.dtype not in (np.dtype(np.int32), np.dtype(np.int64)):
-            raise TypeError(
-                self._text("inputs", "has a wrong dtype", "int32 or int64 ids", ids.dtype)
-            )
+            self._reject(TypeError, "inputs", "has a wrong dtype", "int32 or int64 ids", ids.dtype)
         self._check_floating(output_gradients=d)
-        if d.shape != (*ids.shape, width):
-            raise ValueError(
-                self._text("output_gradients", "has a wrong shape", (*ids.shape, width), d.shape)
-            )
-        if is_on_device(ids):
+        self._check_shape("output_gradients", d, (*ids.shape, width))
+        if is_on_device(ids) or not ids.size:
             return
-        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < size:
-            bad = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
-            raise IndexError(
-                self._text("inputs", "has an id out of range", f"0 <= id < {size}", bad)
-            )
+        first, last = int(ids.min()), int(ids.max())
+        if first < 0 or last >= size:
+            wrong, bad = "has an id out of range", first if first < 0 else last
+            self._reject(IndexError, "inputs", wrong, f"0 <= id < {size}", bad)
 
     def _add(self, x: FloatArray, d: FloatArray) -> None:
         x, d = x.reshape(-1), d.reshape(-1, d.shape[-1])
@@ -384,7 +380,7 @@ class ThorLayerNorm(ThorLayer):
     def _check_weight(self) -> None:
         if self.weight.ndim < 1 or self.weight.size == 0:
             expected = "the shape that is normalized over"
-            raise ValueError(self._text("weight", "has a wrong shape", expected, self.weight.shape))
+            self._reject(ValueError, "weight", "has a wrong shape", expected, self.weight.shape)
 
     @property
     def _bias_shape(self) -> tuple[int, ...]:
@@ -397,11 +393,9 @@ class ThorLayerNorm(ThorLayer):
         self._check_floating(inputs=x, output_gradients=d)
         shape = self.weight.shape
         if x.shape[max(x.ndim - len(shape), 0) :] != shape:
-            raise ValueError(
-                self._text("inputs", "has a wrong shape", f"(..., {str(shape)[1:]}", x.shape)
-            )
-        if d.shape != x.shape:
-            raise ValueError(self._text("output_gradients", "has a wrong shape", x.shape, d.shape))
+            expected = f"(..., {str(shape)[1:]}"
+            self._reject(ValueError, "inputs", "has a wrong shape", expected, x.shape)
+        self._check_shape("output_gradients", d, x.shape)
 
     def capture_covariances(self, *_: Any, **__: Any) -> None:
         """Refused: a layer normalization has diagonal factors.
@@ -409,9 +403,8 @@ class ThorLayerNorm(ThorLayer):
         Raises:
             TypeError: always.
         """
-        raise TypeError(
-            self._text("capture_covariances", "is not for this layer", "capture", "a call of it")
-        )
+        name, wrong = "capture_covariances", "is not for this layer"
+        self._reject(TypeError, name, wrong, "capture", "a call of it")
 
     def _add(self, x: FloatArray, d: FloatArray) -> None:
         x, d = (array.reshape(-1, self.weight.size) for array in (x, d))

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ...ops.runtime.errors import message
+from ...ops.runtime.errors import reject
 from ...ops.runtime.frameworks import framework_of
 from ..base.parameter import Parameter
 from .layers import ThorLayer
@@ -20,27 +20,22 @@ _LEAVES = (str, bytes, int, float, complex, np.ndarray, np.generic, type, Module
 def declared(net: Any) -> dict[str, Declared]:
     """Layers and further parameters of a net by their place in it, in the order of attributes.
 
-    Args:
-        net: a layer, a list, tuple or mapping, or an object: what its elements or attributes
-            hold, and theirs.
-
-    Raises:
-        ValueError: there is no layer, or two layers have one weight.
+    It is a layer, a list, tuple or mapping, or an object: what its elements or attributes hold,
+    and theirs.
     """
     found: dict[str, Declared] = {}
     _walk("", net, found, set())
     layers = {name: d for name, d in found.items() if isinstance(d, ThorLayer)}
     if not layers:
         expected = "a ThorDense, ThorConv2d, ThorEmbedding or ThorLayerNorm in it"
-        raise ValueError(message("thor", "net", "declares no layers", expected, type(net).__name__))
+        reject(ValueError, "thor", "net", "declares no layers", expected, type(net).__name__)
     owners: dict[int, str] = {}
     for name, layer in layers.items():
         for parameter in layer.parameters:
             if id(parameter) in owners:
-                expected, got = "layers with parameters of their own", owners[id(parameter)]
-                raise ValueError(
-                    message("thor", f"layer {name!r}", "shares a parameter", expected, repr(got))
-                )
+                argument, got = f"layer {name!r}", repr(owners[id(parameter)])
+                expected = "layers with parameters of their own"
+                reject(ValueError, "thor", argument, "shares a parameter", expected, got)
             owners[id(parameter)] = name
     return {n: d for n, d in found.items() if isinstance(d, ThorLayer) or id(d) not in owners}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,24 +13,24 @@ from ...kernels.quiet import quiet
 from ...kernels.rules import sgd as rules
 from ...kernels.rules.formula import Formula
 from ...ops.runtime import check
-from ...ops.runtime.errors import message
-from ..base.arguments import non_negative_float, positive_int
+from ...ops.runtime.errors import reject
+from ..base.arguments import non_negative_float, of_kind, positive_int
+from ..base.attributes import Checked, Fixed
 from ..base.numbers import number_of
 from ..base.parameter import Parameter
-from ..schedules.base import Schedule, value_at
+from ..fused import FusedOptimizer
+from ..schedules.base import value_at
 from .arguments import (
-    BLOCK_SIZE,
     NAME,
     bad_factor_of,
     block_size_of,
-    check_filter,
     check_split,
     compatibility,
     damping_of,
     frequency_of,
 )
 from .clipping import ClippedConditioning
-from .device import HostCopies
+from .device import copies_on_host, read_dense
 from .factors import FactorError, FloatArray, warn_skipped
 from .layers import ThorLayerNorm
 from .net import declared, trainable
@@ -47,54 +47,45 @@ def every_parameter(parameter: Parameter) -> bool:  # noqa: ARG001  (what a filt
     return True
 
 
-class Thor(HostCopies):
-    """What `thor` makes; see there for its arguments.
+class Thor(FusedOptimizer):
+    """What `thor` makes out of a net and of its other arguments, ``given`` by name.
 
     Attributes:
         net: what was declared: the layers and further parameters, by their place in the net.
-        frequency: steps from one refresh of the factors to the next.
+        damping, momentum, batch_size, frequency, bad_factor: can be assigned to between steps.
     """
 
+    _name = NAME
     _filter_names = False
+    _stays_on_host = True
     _counts = ("step.", "refreshes.")
     _rows_need = ("a dense one: THOR multiplies it by matrices", "a RowTensor")
 
-    def __init__(
-        self,
-        net: Any,
-        learning_rate: Any,
-        damping: Any,
-        momentum: float,
-        weight_decay: Any = 0.0,
-        loss_scale: Any = 1.0,
-        batch_size: int = 32,
-        use_nesterov: bool = False,
-        decay_filter: Callable[[Parameter], bool] = every_parameter,
-        split_indices: Any = None,
-        enable_clip_grad: bool = False,
-        frequency: int = 100,
-        *,
-        compat: str | None = None,
-        block_size: int | None = BLOCK_SIZE,
-        bad_factor: str = "raise",
-    ) -> None:
-        self.damping = damping
-        self.momentum = non_negative_float(NAME, "momentum", momentum)
-        self.use_nesterov = check.flag(NAME, "use_nesterov", use_nesterov)
-        self.enable_clip_grad = check.flag(NAME, "enable_clip_grad", enable_clip_grad)
-        self.batch_size = positive_int(NAME, "batch_size", batch_size)
-        self.frequency = frequency_of(frequency)
-        self.is_compatible = compatibility(compat, block_size)
-        self.block_size = block_size_of(block_size)
-        self.bad_factor = bad_factor_of(bad_factor)
-        check_filter(decay_filter)
-        check_split(split_indices)
+    damping = Checked(damping_of)
+    momentum = Checked(non_negative_float)
+    use_nesterov = Fixed(check.flag)
+    enable_clip_grad = Fixed(check.flag)
+    batch_size = Checked(positive_int)
+    frequency = Checked(frequency_of)
+    is_compatible = Fixed(check.flag)
+    block_size = Fixed(block_size_of)
+    bad_factor = Checked(bad_factor_of)
+
+    def __init__(self, net: Any, given: Mapping[str, Any]) -> None:
+        for name in ("damping", "momentum", "use_nesterov", "enable_clip_grad", "batch_size"):
+            setattr(self, name, given[name])
+        self.frequency = given["frequency"]
+        self.is_compatible = compatibility(given["compat"], given["block_size"])
+        self.block_size, self.bad_factor = given["block_size"], given["bad_factor"]
+        decay_filter = given["decay_filter"]
+        of_kind(NAME, "decay_filter", decay_filter, Callable, "a callable")
+        check_split(given["split_indices"])
         self.net = declared(net)
         super().__init__(
-            learning_rate,
+            given["learning_rate"],
             trainable(self.net),
-            weight_decay,
-            loss_scale,
+            given["weight_decay"],
+            given["loss_scale"],
             rule=rules.MOMENTUM_NESTEROV if self.use_nesterov else rules.MOMENTUM,
             states={"moments": 0.0},
             use_locking=False,
@@ -108,17 +99,12 @@ class Thor(HostCopies):
         self._is_requested = False
         self._announce(self._step)
 
-    @property
-    def _name(self) -> str:
-        return NAME
-
     def _filter_decay(self, decay_filter: Callable[[Parameter], bool]) -> None:
         options = tuple(
             option if decay_filter(option.parameter) else replace(option, decay=0.0)
             for option in self._groups.options
         )
         self._groups = replace(self._groups, options=options)
-        self._class_of, self._classes = self._option_classes()
         self._derive()
 
     def _precondition_layers(self) -> list[Preconditioner]:
@@ -136,7 +122,8 @@ class Thor(HostCopies):
                 found.append(preconditioner_of(layer, positions, is_compatible=self.is_compatible))
         return found
 
-    def _formula(self) -> Formula:
+    def formula(self) -> Formula:
+        """See `FusedOptimizer`."""
         return Formula(rules.momentum_scalars, (self.momentum, 0.0))
 
     def _condition(self) -> None:
@@ -148,25 +135,11 @@ class Thor(HostCopies):
 
     # Damping and refreshes
 
-    @property
-    def damping(self) -> float | Parameter | Schedule:
-        """Lambda: a number, one for each step, or a schedule; it can be assigned to.
-
-        Raises:
-            TypeError: another kind is assigned.
-            ValueError: a value is not above 0 or not finite.
-        """
-        return self._damping
-
-    @damping.setter
-    def damping(self, value: Any) -> None:
-        self._damping = damping_of(value)
-
     def _options(self, step: int) -> Options:
-        damping = value_at(NAME, "damping", self._damping, step)
+        damping = value_at(NAME, "damping", self.damping, step)
         check.in_range(NAME, "damping", damping, damping > 0.0, "above 0")
         loss_scale = number_of(self._loss_scale)
-        return Options(damping, self.batch_size, loss_scale, self.is_compatible)
+        return Options(damping, self.batch_size, loss_scale, self.is_compatible, self._scratch)
 
     def request_refresh(self) -> None:
         """Compute the factors anew in the next step too, whatever its number is."""
@@ -192,17 +165,23 @@ class Thor(HostCopies):
 
     def construct(self, gradients: tuple[Any, ...]) -> tuple[bool, ...]:
         """The step itself, for gradients of the right number."""
-        with self._on_host(gradients) as given:
+        if self._device is None:
+            return self._step_with_factors(gradients)
+        read = [
+            None if g is None else read_dense(p, g, self._rows_need)
+            for p, g in zip(self.parameters, gradients, strict=True)
+        ]
+        with copies_on_host(self.parameters, read) as given:
             return self._step_with_factors(given)
 
     @quiet
     def _step_with_factors(self, gradients: tuple[Any, ...]) -> tuple[bool, ...]:
         step = self._step
-        self._rates.at(step)  # a list that is used up raises here
-        self._decays.at(step)
+        self._classes.rates.at(step)  # a list that is used up raises here
+        self._classes.decays.at(step)
         options = self._options(step)
         if self._has_overflown():
-            self._skipped_steps += 1
+            self._skipped[0] += 1
             self.clear_captured()  # it has overflown too
             return (True,) * len(gradients)
         fresh: list[tuple[Preconditioner, Inverses]] = []
@@ -218,9 +197,8 @@ class Thor(HostCopies):
                 continue  # a first refresh that was skipped, with a warning
             for position, gradient in read.items():
                 given[position] = preconditioner.precondition(
-                    position, gradient, inverses or preconditioner.inverses, options,
-                    self._scratch,
-                )  # fmt: skip
+                    position, gradient, inverses or preconditioner.inverses, options
+                )
         before = self._attributes()
         try:
             # What belongs to the step beside the parameters comes before they are written: an
@@ -231,12 +209,18 @@ class Thor(HostCopies):
             self.clear_captured()
             self._announce(step + 1)
             with serial(sum(p.size for p in self.parameters) <= _SERIAL_UP_TO):
-                return super().construct(tuple(given))
+                return super().construct(self._where_parameters_live(given))
         except BaseException:
             if self._step == step:
                 for owner, attributes in before:
                     vars(owner).update(attributes)
             raise
+
+    def _where_parameters_live(self, gradients: Sequence[Any]) -> tuple[Any, ...]:
+        if self._device is None:
+            return tuple(gradients)
+        of_each = zip(self.parameters, gradients, strict=True)
+        return tuple(None if g is None else p.array.holding(g) for p, g in of_each)
 
     def _attributes(self) -> list[tuple[Any, dict[str, Any]]]:
         """What a step changes beside the parameters and their states, as it is now."""
@@ -252,8 +236,14 @@ class Thor(HostCopies):
         read: dict[int, FloatArray] = {}
         for position in preconditioner.positions:
             if gradients[position] is not None:
-                read[position] = self._read_dense(self._stepped[position], gradients[position])
+                read[position] = self._read(position, gradients[position])
         return read
+
+    def _read(self, position: int, gradient: Any) -> Any:
+        """A gradient on the host; of one that came from a device all is checked."""
+        if self._device is not None:
+            return gradient
+        return read_dense(self.parameters[position], gradient, self._rows_need)
 
     def _refreshed(self, preconditioner: Preconditioner, options: Options) -> Inverses | None:
         """New inverses where they are due; None where the old ones are to be used."""
@@ -261,10 +251,9 @@ class Thor(HostCopies):
             return None
         layer = preconditioner.layer
         if not layer.has_captured:
+            name, wrong = f"layer {layer.name!r}", "has captured nothing"
             expected = f"capture(inputs, output_gradients) before step {self._step}"
-            raise RuntimeError(
-                message(NAME, f"layer {layer.name!r}", "has captured nothing", expected, "none")
-            )
+            reject(RuntimeError, NAME, name, wrong, expected, "none")
         try:
             return preconditioner.inverted(options)
         except FactorError as error:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...ops.runtime.errors import message
+from ...ops.runtime.errors import reject
 from ..base.parameter import writable
 from .factors import (
     FactorError,
@@ -22,27 +22,6 @@ from .layers import ThorEmbedding, ThorLayer, ThorLayerNorm
 Inverses = tuple[FloatArray, FloatArray]
 
 
-class Options(NamedTuple):
-    """What a step tells its layers.
-
-    Attributes:
-        damping: lambda of this step.
-        batch_size: samples that the loss averages over.
-        loss_scale: what the loss was multiplied by.
-        is_compatible: do as MindSpore does.
-    """
-
-    damping: float
-    batch_size: float
-    loss_scale: float
-    is_compatible: bool
-
-    @property
-    def sample_scale(self) -> float:
-        """The square of what makes gradients of a mean loss those of the single samples."""
-        return (self.batch_size / self.loss_scale) ** 2
-
-
 class Scratch:
     """Arrays between the two products of a layer; one for all layers of a type."""
 
@@ -55,6 +34,29 @@ class Scratch:
         if real not in self._arrays or self._arrays[real].size < size:
             self._arrays[real] = np.empty(size, real)
         return self._arrays[real][:size].reshape(shape)
+
+
+class Options(NamedTuple):
+    """What a step tells its layers.
+
+    Attributes:
+        damping: lambda of this step.
+        batch_size: samples that the loss averages over.
+        loss_scale: what the loss was multiplied by.
+        is_compatible: do as MindSpore does.
+        scratch: for arrays between two products.
+    """
+
+    damping: float
+    batch_size: float
+    loss_scale: float
+    is_compatible: bool
+    scratch: Scratch
+
+    @property
+    def sample_scale(self) -> float:
+        """The square of what makes gradients of a mean loss those of the single samples."""
+        return (self.batch_size / self.loss_scale) ** 2
 
 
 class Preconditioner:
@@ -137,17 +139,12 @@ class Preconditioner:
         self.refreshes = self.refreshes + 1
 
     def precondition(
-        self,
-        position: int,
-        gradient: FloatArray,
-        inverses: Inverses,
-        options: Options,  # noqa: ARG002  (for layers that look at it)
-        scratch: Scratch,
+        self, position: int, gradient: FloatArray, inverses: Inverses, options: Options
     ) -> FloatArray:
         """The preconditioned gradient of a parameter, in an array that the layer keeps."""
         result = self._result(position, gradient.shape)
         matrix = self._wide(gradient).reshape(len(gradient), -1)
-        between = scratch.take(matrix.shape, self.layer.real)
+        between = options.scratch.take(matrix.shape, self.layer.real)
         times_packed(matrix, inverses[0], between)
         packed_times(inverses[1], between, result.reshape(matrix.shape))
         return result
@@ -180,16 +177,11 @@ class EmbeddingPreconditioner(Preconditioner):
         )
 
     def precondition(
-        self,
-        position: int,
-        gradient: FloatArray,
-        inverses: Inverses,
-        options: Options,  # noqa: ARG002
-        scratch: Scratch,
+        self, position: int, gradient: FloatArray, inverses: Inverses, options: Options
     ) -> FloatArray:
         """As `Preconditioner.precondition`."""
         result = self._result(position, gradient.shape)
-        between = scratch.take(gradient.shape, self.layer.real)
+        between = options.scratch.take(gradient.shape, self.layer.real)
         np.multiply(self._wide(gradient), inverses[0][:, None], out=between)
         times_packed(between, inverses[1], result)
         return result
@@ -206,19 +198,14 @@ class LayerNormPreconditioner(Preconditioner):
             factor = squares.astype(np.float64) * (options.sample_scale / weight)
             if not np.isfinite(factor).all():
                 k = int(np.argmin(np.isfinite(factor)))
-                expected, got = "finite numbers", f"{factor[k]} in element {k}"
-                where = self._label(f"of the {name}")
-                raise FactorError(message(where, "the mean square", "is not finite", expected, got))
+                where, got = self._label(f"of the {name}"), f"{factor[k]} in element {k}"
+                wrong = "is not finite"
+                reject(FactorError, where, "the mean square", wrong, "finite numbers", got)
             found.append((1.0 / (factor + options.damping)).astype(squares.dtype))
         return found[0], found[1]
 
     def precondition(
-        self,
-        position: int,
-        gradient: FloatArray,
-        inverses: Inverses,
-        options: Options,  # noqa: ARG002
-        scratch: Scratch,  # noqa: ARG002
+        self, position: int, gradient: FloatArray, inverses: Inverses, _options: Options
     ) -> FloatArray:
         """As `Preconditioner.precondition`."""
         result = self._result(position, gradient.shape)
@@ -237,12 +224,7 @@ class CompatibleLayerNorm(LayerNormPreconditioner):
         return {}
 
     def precondition(
-        self,
-        position: int,
-        gradient: FloatArray,
-        inverses: Inverses,  # noqa: ARG002
-        options: Options,
-        scratch: Scratch,  # noqa: ARG002
+        self, position: int, gradient: FloatArray, _inverses: Inverses, options: Options
     ) -> FloatArray:
         """As `Preconditioner.precondition`."""
         real, result = self.layer.real, self._result(position, gradient.shape)

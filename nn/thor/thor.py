@@ -114,32 +114,13 @@ def thor(
     >>> print(layer.weight.data.round(2))
     [[1.   0.1  0.01]]
     """
-    known = (
-        "net", "learning_rate", "damping", "momentum", "weight_decay", "loss_scale", "batch_size",
-        "use_nesterov", "decay_filter", "split_indices", "enable_clip_grad", "frequency",
-        "compat", "block_size", "bad_factor",
-    )  # fmt: skip
-    reject_unknown(NAME, unknown, known)
+    given = dict(locals())
+    del given["net"], given["unknown"]
+    reject_unknown(NAME, unknown, thor)
     kind: type[Thor] = Thor
     torch = sys.modules.get("torch")  # whoever has a module has imported it
     if torch is not None and isinstance(net, torch.nn.Module):
         from .torch import TorchThor
 
         kind = TorchThor
-    return kind(
-        net,
-        learning_rate,
-        damping,
-        momentum,
-        weight_decay,
-        loss_scale,
-        batch_size,
-        use_nesterov,
-        decay_filter,
-        split_indices,
-        enable_clip_grad,
-        frequency,
-        compat=compat,
-        block_size=block_size,
-        bad_factor=bad_factor,
-    )
+    return kind(net, given)

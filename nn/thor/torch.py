@@ -6,7 +6,7 @@ This module is imported when the first PyTorch module is given: by then PyTorch 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ...ops.runtime.arrays import address_of, adopt_anywhere
-from ...ops.runtime.errors import message
+from ...ops.runtime.errors import reject
 from ...ops.runtime.frameworks import framework_of
 from ..base.parameter import Parameter
 from .arguments import NAME
@@ -46,9 +46,9 @@ class TorchThor(Thor):
         RuntimeError: a parameter is on a device of another kind.
     """
 
-    def __init__(self, net: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, net: torch.nn.Module, given: Mapping[str, Any]) -> None:
         entries, tensors, layers = _entries(net)
-        super().__init__(entries, *args, **kwargs)
+        super().__init__(entries, given)
         self.module = net
         self._tensors = [tensors[id(p)] for p in self.parameters]
         self._hooks = [
@@ -129,7 +129,7 @@ def _view(tensor: torch.Tensor) -> Any:
         return tensor
     if tensor.device.type != "cpu":
         expected, got = "a tensor on the CPU or a CUDA device", str(tensor.device)
-        raise RuntimeError(message(NAME, "a tensor", "is elsewhere", expected, got))
+        reject(RuntimeError, NAME, "a tensor", "is elsewhere", expected, got)
     is_bfloat16 = tensor.dtype is torch.bfloat16  # which NumPy has not: by its bits
     array: np.ndarray = (tensor.view(torch.int16) if is_bfloat16 else tensor).numpy()
     return array.view(ml_dtypes.bfloat16) if is_bfloat16 else array
@@ -216,7 +216,8 @@ def _obstacle(module: Any) -> str | None:
 def _record(module: Any, parameters: dict[str, Parameter]) -> ThorLayer:
     weight, bias = parameters["weight"], parameters.get("bias")
     if isinstance(module, torch.nn.Conv2d):
-        return ThorConv2d(weight, bias, module.stride, module.padding, module.dilation)
+        pairs: Any = module.stride, module.padding, module.dilation
+        return ThorConv2d(weight, bias, *pairs)
     if isinstance(module, torch.nn.Embedding):
         return ThorEmbedding(weight, module.padding_idx)
     if isinstance(module, torch.nn.LayerNorm):

@@ -113,7 +113,7 @@ def centralize(gradient: DeviceArray, out: DeviceArray) -> None:
 
 def _rows_of(tensor: RowTensor, real: np.dtype[Any], w: int, sorter: Any) -> Any:
     """A gradient as kernels see it; ``w`` is the address of its parameter, or 0."""
-    from ...kernels.cuda.rows.equal_rows import Rows
+    from ...kernels.cuda.rows.coalesce import Rows
 
     table = gradient_table(tensor)._replace(addresses=(w,))
     check_keys("RowTensor", [(table.rows, table.length)])
@@ -133,7 +133,7 @@ def dense(tensor: RowTensor, dtype: np.dtype[Any]) -> DeviceArray:
 
     An index out of range is heard of later (`pending`); then all is 0.
     """
-    from ...kernels.cuda.rows.equal_rows import dense_sums
+    from ...kernels.cuda.rows.coalesce import dense_sums
 
     tensor = _contiguous(tensor)
     made: DeviceArray = tensor.values.filled_like(0.0, dtype, tensor.dense_shape)
@@ -154,7 +154,7 @@ def coalesced(tensor: RowTensor) -> RowTensor:
     Raises:
         IndexError: an index is out of range.
     """
-    from ...kernels.cuda.rows.equal_rows import DistinctRows
+    from ...kernels.cuda.rows.coalesce import distinct_rows
 
     tensor = _contiguous(tensor)
     indices, values, shape = tensor.indices, tensor.values, tensor.dense_shape
@@ -162,7 +162,7 @@ def coalesced(tensor: RowTensor) -> RowTensor:
         return RowTensor(indices.copy(), values.copy(), shape)
     with launch_on([values, indices], None) as launch:
         rows = _rows_of(tensor, _real(tensor.dtype), 0, launch.sorter)
-        with DistinctRows(rows, launch.stream) as distinct:
+        with distinct_rows(rows, launch.stream) as distinct:
             n, bad = distinct.count()
             if bad >= 0:
                 raise index_error("RowTensor", bad, int(indices.numpy()[bad]), shape[0])
@@ -177,7 +177,7 @@ def decayed_rows(tensor: RowTensor, w: DeviceArray, factor: float) -> RowTensor:
     Its indices are as they were, and so are those that are out of range. The first occurrence of
     a row has all of it, the others 0, in the type of the arithmetic on ``w``.
     """
-    from ...kernels.cuda.rows.equal_rows import decayed_sums
+    from ...kernels.cuda.rows.coalesce import decayed_sums
 
     real = _real(w.dtype)
     made = w.filled_like(0.0, real, tensor.values.shape)

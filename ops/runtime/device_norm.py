@@ -97,7 +97,7 @@ def _described(arrays: Sequence[DeviceArray]) -> tuple[np.ndarray, np.ndarray]:
 @contextmanager
 def _global_norm(where: str, gradients: Sequence[Gradient | None], limit: float) -> Iterator[Any]:
     """The enqueued norm of all gradients."""
-    from ...kernels.cuda.dense.norm import DenseGradients, GlobalNorm
+    from ...kernels.cuda.dense.norm import DenseGradients, global_norm
 
     dense, rows = by_storage(gradients)
     for by_place in rows.values():
@@ -109,7 +109,7 @@ def _global_norm(where: str, gradients: Sequence[Gradient | None], limit: float)
         launch = stack.enter_context(checked(arrays[0].device, launch, _error(where, rows)))
         of_dense = [DenseGradients(g, *_described(found)) for g, found in dense.items()]
         of_rows = _row_squares(rows, launch)
-        yield stack.enter_context(GlobalNorm(of_dense, of_rows, limit, launch.stream))
+        yield stack.enter_context(global_norm(of_dense, of_rows, limit, launch.stream))
 
 
 def _error(

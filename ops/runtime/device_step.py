@@ -97,7 +97,7 @@ def dense_update(
     launch: Launch,
 ) -> None:
     """Enqueue a dense step; arguments as `kernels.cuda.dense.dense_update`."""
-    from ...kernels.cuda.dense import update as dense
+    from ...kernels.cuda.dense import step as dense
 
     dense.dense_update(
         kernel,

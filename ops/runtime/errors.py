@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping
-from typing import Any
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NoReturn
 
 # What other libraries call it.
 _ALIASES = {
@@ -51,18 +52,43 @@ def message(where: str, argument: str, wrong: str, expected: object, got: object
     return f"{where}: {argument} {wrong}: expected {expected}, got {got}"
 
 
-def reject_unknown(where: str, unknown: Mapping[str, Any], known: Iterable[str]) -> None:
+def reject(
+    kind: type[Exception],
+    where: str,
+    argument: str,
+    wrong: str,
+    expected: object,
+    got: object,
+    fix: str = "",
+) -> NoReturn:
+    """Raise ``kind`` with `message`, and what mends it."""
+    raise kind(message(where, argument, wrong, expected, got) + fix)
+
+
+def reject_unknown(
+    where: str, unknown: Mapping[str, Any], known: Callable[..., Any] | Iterable[str]
+) -> None:
     """Raise for the first name that is not known and suggest the nearest known one.
 
+    Args:
+        where: how the error names the call.
+        unknown: what ``**unknown`` of its signature took.
+        known: the class or function whose signature has the known names, or these names.
+
     Raises:
-        UnknownArgumentError: ``unknown`` holds a name that is not in ``known``.
+        UnknownArgumentError: ``unknown`` holds a name that is not known.
     """
-    known = list(known)
-    for name in (name for name in unknown if name not in known):
-        near = [alias for alias in _ALIASES.get(name, ()) if alias in known]
-        near = near or difflib.get_close_matches(str(name), known, n=1, cutoff=0.4)
+    if not unknown:
+        return
+    names = _arguments_of(known) if callable(known) else list(known)
+    for name in (name for name in unknown if name not in names):
+        near = [alias for alias in _ALIASES.get(name, ()) if alias in names]
+        near = near or difflib.get_close_matches(str(name), names, n=1, cutoff=0.4)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise UnknownArgumentError(
-            message(where, f"argument {name!r}", "is unknown", "one of " + ", ".join(known), name)
-            + hint
-        )
+        one_of = "one of " + ", ".join(names)
+        reject(UnknownArgumentError, where, f"argument {name!r}", "is unknown", one_of, name, hint)
+
+
+def _arguments_of(called: Callable[..., Any]) -> list[str]:
+    parameters = inspect.signature(called).parameters.values()
+    return [p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD]

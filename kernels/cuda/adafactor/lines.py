@@ -13,145 +13,125 @@ import numpy as np
 from numba import cuda, float64
 
 from ...rules import adafactor as rules
-from ...rules.rule import Prologue, hp_type
+from ...rules.rule import Prologue
 from ...storage import Storage, numba_type
-from ..dense.measure import add_lanes
-from ..dense.tiles import CARRIERS
-from ..device.backend import (
-    load_float64,
-    load_int64,
-    store_float64,
-    tile_loader,
-    tile_storer,
-    tuple_reader,
-)
+from ..dense.tiles import CARRIERS, tile_access
+from ..device.backend import load_float64, store_float64
 from ..device.functions import device_function
 from ..device.guard import is_closed
-from ..rows.search import last_at_most
-from .line_table import (
-    CHUNKS,
-    COUNT,
-    FACTORS,
-    FIRST_BLOCK,
-    FIRST_CHUNK_BLOCK,
-    HP,
-    LENGTH,
-    LOG_LANES,
-    LOG_PARTS,
-    MATRICES,
-    PARTS,
-    ROW_BYTES,
-    SEGMENTS,
-    STATE,
-    SUMS,
-    TOTALS,
-)
+from ..device.records import hp_reader, row_finder
+from ..device.sums import add_lanes
+from .layout import THREADS, LineRow
 from .strips import quotient
 
+LOG_THREADS = THREADS.bit_length() - 1
 
-@cache
-def lines_kernel(prologue: Prologue, real: Storage, threads: int) -> Any:
-    """``loop[n_line_blocks, threads](table, n_lines, guard)``: states, and factors of columns.
 
-    Of the rows it writes the sums of the states, since their factors need the mean.
-    """
+def _line_writer(prologue: Prologue, real: Storage) -> Any:
+    """``write(row, scratch, line, total, is_row)``: the new state of a line; in float64."""
     kind, scalar, real_bytes = CARRIERS[real.carrier], numba_type(real), real.itemsize
-    read_hp = tuple_reader(hp_type(rules.ADAFACTOR, prologue), scalar)
-    load_one, store_one = tile_loader(1, real_bytes), tile_storer(1, real_bytes)
+    read_hp, (load_one, store_one) = (
+        hp_reader(rules.ADAFACTOR, prologue, real),
+        tile_access(real, 1),
+    )
     averaged_mean, held_up = device_function(rules.averaged_mean), device_function(rules.held_up)
     column_factor = device_function(rules.column_factor)
 
     @cuda.jit(device=True)
-    def write_line(row, place, total, is_row):
-        """The new state of a line; in float64."""
-        hp, one = read_hp(load_int64(row + 8 * HP)), cuda.local.array(1, kind)
-        state = load_int64(row + 8 * STATE) + place * real_bytes
+    def write(row, scratch, line, total, is_row):
+        hp, one, state = read_hp(row.hp), cuda.local.array(1, kind), row.state + line * real_bytes
         load_one(one, state)
-        mean = scalar(total / np.float64(load_int64(row + 8 * COUNT)))
-        one[0] = averaged_mean(one[0], mean, hp)
+        one[0] = averaged_mean(one[0], scalar(total / np.float64(row.elements)), hp)
         if not is_row:
             one[0] = held_up(one[0], hp.smallest)
         store_one(state, one)
         found = np.float64(one[0])
         if not is_row:
             one[0] = scalar(column_factor(found))
-            store_one(load_int64(row + 8 * FACTORS) + place * real_bytes, one)
+            store_one(scratch + row.factors + line * real_bytes, one)
         return found
 
+    return write
+
+
+@cache
+def lines_kernel(prologue: Prologue, real: Storage) -> Any:
+    """``loop[n_line_blocks, THREADS](table, n_lines, scratch, guard)``: states, column factors.
+
+    Of the rows it writes the sums of the states, since their factors need the mean.
+    """
+    find, write_line = row_finder(LineRow, "first_block"), _line_writer(prologue, real)
+
     @cuda.jit
-    def loop(table, n_lines, guard):
+    def loop(table, n_lines, scratch, guard):
         if is_closed(guard):
             return
         block, thread = np.int64(cuda.blockIdx.x), np.int64(cuda.threadIdx.x)
-        row = table + last_at_most(table + 8 * FIRST_BLOCK, ROW_BYTES, n_lines, block) * ROW_BYTES
-        log_lanes, log_parts = load_int64(row + 8 * LOG_LANES), load_int64(row + 8 * LOG_PARTS)
-        lanes, sharing = np.int64(1) << log_lanes, np.int64(1) << log_parts
-        lane, part = thread & (lanes - 1), (thread >> log_lanes) & (sharing - 1)
-        log_group = log_lanes + log_parts
-        n_groups = np.int64(threads) >> log_group
-        unit = (block - load_int64(row + 8 * FIRST_BLOCK)) * n_groups + (thread >> log_group)
-        segments, length = load_int64(row + 8 * SEGMENTS), load_int64(row + 8 * LENGTH)
-        matrix = quotient(unit, segments)
-        line = (unit - matrix * segments) * lanes + lane
-        is_there = matrix < load_int64(row + 8 * MATRICES) and line < length
-        shared = cuda.shared.array((1, threads), float64)
+        row = find(table, n_lines, block)
+        lanes, sharing = np.int64(1) << row.log_lanes, np.int64(1) << row.log_parts
+        lane, part = thread & (lanes - 1), (thread >> row.log_lanes) & (sharing - 1)
+        log_group = row.log_lanes + row.log_parts
+        n_groups = np.int64(THREADS) >> log_group
+        unit = (block - row.first_block) * n_groups + (thread >> log_group)
+        matrix = quotient(unit, row.segments)
+        line = (unit - matrix * row.segments) * lanes + lane
+        is_there = matrix < row.matrices and line < row.length
+        shared = cuda.shared.array((1, THREADS), float64)
         own = 0.0
         if is_there:
-            n_parts = load_int64(row + 8 * PARTS)
-            place = load_int64(row + 8 * SUMS) + (matrix * n_parts * length + line) * 8
+            place = scratch + row.sums + (matrix * row.parts * row.length + line) * 8
             k = np.uint64(part)
-            while k < np.uint64(n_parts):
-                own += load_float64(place + np.int64(k) * length * 8)
+            while k < np.uint64(row.parts):
+                own += load_float64(place + np.int64(k) * row.length * 8)
                 k += np.uint64(sharing)
         shared[0, thread] = own
         add_lanes(shared, thread, part, sharing, lanes, 1)
-        totals = load_int64(row + 8 * TOTALS)
-        found = 0.0
+        found, is_row = 0.0, row.totals != 0
         if is_there and part == 0:
-            found = write_line(row, matrix * length + line, shared[0, thread], totals != 0)
-        if totals != 0:
+            number = matrix * row.length + line
+            found = write_line(row, scratch, number, shared[0, thread], is_row)
+        if is_row:
             cuda.syncthreads()
             shared[0, thread] = found
             add_lanes(shared, thread, lane, lanes, 1, 1)
             if lane == 0 and is_there and part == 0:
-                store_float64(totals + unit * 8, shared[0, thread])
+                store_float64(scratch + row.totals + unit * 8, shared[0, thread])
 
     return loop
 
 
 @cache
-def row_factors_kernel(prologue: Prologue, real: Storage, threads: int) -> Any:
-    """``loop[n_chunk_blocks, threads](table, n_tensors, guard)``: the factors of rows.
+def row_factors_kernel(prologue: Prologue, real: Storage) -> Any:
+    """``loop[n_chunk_blocks, THREADS](table, n_tensors, scratch, guard)``: the factors of rows.
 
     ``n_tensors`` rows of the table, those of rows, come first.
     """
     kind, scalar, real_bytes = CARRIERS[real.carrier], numba_type(real), real.itemsize
-    read_hp = tuple_reader(hp_type(rules.ADAFACTOR, prologue), scalar)
-    load_one, store_one = tile_loader(1, real_bytes), tile_storer(1, real_bytes)
+    find, read_hp = (
+        row_finder(LineRow, "first_chunk_block"),
+        hp_reader(rules.ADAFACTOR, prologue, real),
+    )
     held_up, row_factor = device_function(rules.held_up), device_function(rules.row_factor)
-    log_threads = threads.bit_length() - 1
+    load_one, store_one = tile_access(real, 1)
 
     @cuda.jit
-    def loop(table, n_tensors, guard):
+    def loop(table, n_tensors, scratch, guard):
         if is_closed(guard):
             return
         block, thread = np.int64(cuda.blockIdx.x), np.int64(cuda.threadIdx.x)
-        t = last_at_most(table + 8 * FIRST_CHUNK_BLOCK, ROW_BYTES, n_tensors, block)
-        row = table + t * ROW_BYTES
-        segments, chunks = load_int64(row + 8 * SEGMENTS), load_int64(row + 8 * CHUNKS)
-        log_lanes = load_int64(row + 8 * LOG_LANES) if segments == 1 else np.int64(log_threads)
+        row = find(table, n_tensors, block)
+        log_lanes = row.log_lanes if row.segments == 1 else np.int64(LOG_THREADS)
         lanes = np.int64(1) << log_lanes
-        lane, n_groups = thread & (lanes - 1), np.int64(threads) >> log_lanes
-        first = load_int64(row + 8 * FIRST_CHUNK_BLOCK)
-        unit = (block - first) * n_groups + (thread >> log_lanes)
-        matrix = quotient(unit, chunks)
-        is_there = matrix < load_int64(row + 8 * MATRICES)
-        shared = cuda.shared.array((1, threads), float64)
+        lane, n_groups = thread & (lanes - 1), np.int64(THREADS) >> log_lanes
+        unit = (block - row.first_chunk_block) * n_groups + (thread >> log_lanes)
+        matrix = quotient(unit, row.chunks)
+        is_there = matrix < row.matrices
+        shared = cuda.shared.array((1, THREADS), float64)
         own = 0.0
         if is_there:
-            totals = load_int64(row + 8 * TOTALS) + matrix * segments * 8
+            totals = scratch + row.totals + matrix * row.segments * 8
             k = np.uint64(lane)
-            while k < np.uint64(segments):
+            while k < np.uint64(row.segments):
                 own += load_float64(totals + np.int64(k) * 8)
                 k += np.uint64(lanes)
         shared[0, thread] = own
@@ -159,17 +139,16 @@ def row_factors_kernel(prologue: Prologue, real: Storage, threads: int) -> Any:
         cuda.syncthreads()
         if not is_there:
             return
-        length, one = load_int64(row + 8 * LENGTH), cuda.local.array(1, kind)
-        hp = read_hp(load_int64(row + 8 * HP))
-        mean = shared[0, thread - lane] / np.float64(length)
+        one, hp = cuda.local.array(1, kind), read_hp(row.hp)
+        mean = shared[0, thread - lane] / np.float64(row.length)
         mean = held_up(mean, np.float64(hp.smallest))
-        states = load_int64(row + 8 * STATE) + matrix * length * real_bytes
-        factors = load_int64(row + 8 * FACTORS) + matrix * length * real_bytes
-        k = np.uint64((unit - matrix * chunks) * lanes + lane)
-        while k < np.uint64(length):
+        states = row.state + matrix * row.length * real_bytes
+        factors = scratch + row.factors + matrix * row.length * real_bytes
+        k = np.uint64((unit - matrix * row.chunks) * lanes + lane)
+        while k < np.uint64(row.length):
             load_one(one, states + np.int64(k) * real_bytes)
             one[0] = scalar(row_factor(np.float64(one[0]), mean))
             store_one(factors + np.int64(k) * real_bytes, one)
-            k += np.uint64(lanes * chunks)
+            k += np.uint64(lanes * row.chunks)
 
     return loop

@@ -7,72 +7,90 @@ the next one. Vectors take two passes, of which the first is that of any two-sta
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 
 from ...element import Kernel
+from ...tables import FactoredTensor
+from ..dense.chunks import TensorRow
+from ..dense.step import DenseStep
+from ..dense.tiles import length_of
 from ..device.launch import on_grid
-from . import layout as factored_layout
-from .layout import FactoredTables
+from ..device.part import Call
+from ..device.records import size_of
+from ..device.sums import PART_BYTES
+from .layout import THREADS, FactoredTables, TileRow
 from .lines import lines_kernel, row_factors_kernel
 from .passes import direction_kernel, update_kernel
-from .sizes import Options, sizes_kernel
+from .rms import Options, rms_kernel
 from .sums import squares_kernel
 
-_WIDEST = 16  # bytes of a load
+
+def vector_step(
+    kernel: Kernel,
+    addresses: np.ndarray,
+    gradients: np.ndarray,
+    sizes: np.ndarray,
+    options: Options,
+) -> DenseStep:
+    """The step on tensors whose second moments are kept in full; arguments as `DenseStep`."""
+    follow = rms_kernel(kernel, TensorRow, options)
+    return DenseStep(kernel, addresses, gradients, sizes, follow)
 
 
-def length_of(kernel: Kernel) -> int:
-    """Elements of a thread's widest loads."""
-    return _WIDEST // min(storage.itemsize for storage in (kernel.w, kernel.g, *kernel.s))
-
-
-class Loops(NamedTuple):
-    """The loops of a step on matrices, in order."""
-
-    squares: Any
-    lines: Any
-    row_factors: Any
-    direction: Any
-    sizes: Any
-    update: Any
-
-
-def loops_of(kernel: Kernel, options: Options) -> Loops:
-    """The loops for some storage types."""
-    prologue, w, g, real = kernel.prologue, kernel.w, kernel.g, kernel.real
-    length, threads = length_of(kernel), factored_layout.THREADS
-    return Loops(
-        squares_kernel(prologue, w, g, length, threads, factored_layout.ROUNDS),
-        lines_kernel(prologue, real, threads),
-        row_factors_kernel(prologue, real, threads),
-        direction_kernel(prologue, w, g, length, threads, options.scale_parameter),
-        sizes_kernel(real, options, threads, factored_layout.ROW_BYTES),
-        update_kernel(prologue, w, g, kernel.s[0] if kernel.s else None, length, threads),
-    )
-
-
-def enqueue(
-    loops: Loops, tables: FactoredTables, table: int, sums: int, guard: int, stream: Any
-) -> None:
-    """Enqueue the loops of a step on matrices, in place.
+class MatrixStep:
+    """A `Part`: the step on tensors whose second moments are those of rows and columns.
 
     Args:
-        loops: these.
-        tables: the tensors, for the `length_of` the kernel.
-        table: address of both tables, from `FactoredTables.at`.
-        sums: address of room for `SUMS_BYTES` of each block.
-        guard: address of the guard of the call, or 0.
-        stream: of Numba.
+        kernel: the rule and its storage types, those of states of rows and columns left out.
+        tensors: at least one, none of them empty.
+        gradients: int64 ``[T]``: addresses of their gradients.
+        options: what all have in common.
     """
-    n = tables.n_tensors
-    lines = table + n * factored_layout.ROW_BYTES
 
-    def launch(loop: Any, blocks: int, *arguments: int) -> None:
-        on_grid(loop, blocks, factored_layout.THREADS, stream)(*arguments, guard)
+    def __init__(
+        self,
+        kernel: Kernel,
+        tensors: Sequence[FactoredTensor],
+        gradients: np.ndarray,
+        options: Options,
+    ) -> None:
+        self._tables = FactoredTables(tensors, length_of(kernel), kernel.real.itemsize)
+        self._gradients, self._table = gradients, 0
+        self._lines_at = len(tensors) * size_of(TileRow, 1 + len(kernel.s))
+        self._loops = (
+            squares_kernel(kernel),
+            lines_kernel(kernel.prologue, kernel.real),
+            row_factors_kernel(kernel.prologue, kernel.real),
+            direction_kernel(kernel, options.scale_parameter),
+            rms_kernel(kernel, TileRow, options),
+            update_kernel(kernel),
+        )
+        self.scratch_bytes = self._tables.scratch_bytes + self._tables.n_blocks * PART_BYTES
 
-    launch(loops.squares, tables.n_blocks, table, n)
-    launch(loops.lines, tables.n_line_blocks, lines, 2 * n)
-    launch(loops.row_factors, tables.n_chunk_blocks, lines, n)
-    launch(loops.direction, tables.n_blocks, table, n, sums)
-    launch(loops.sizes, n, table, n, tables.n_blocks, sums)
-    launch(loops.update, tables.n_blocks, table, n)
+    def loops(self) -> list[Any]:
+        """See `Part`."""
+        return list(self._loops)
+
+    def words(self, place: int, hp: np.ndarray) -> np.ndarray:
+        """See `Part`."""
+        self._table = place
+        return self._tables.words(self._gradients, hp)
+
+    def enqueue(self, call: Call) -> None:
+        """See `Part`."""
+        tables, scratch = self._tables, call.scratch
+        n, parts = tables.n_tensors, scratch + tables.scratch_bytes
+        tiles, lines = self._table, self._table + self._lines_at
+        launches = (
+            (tables.n_blocks, tiles, n, scratch),
+            (tables.n_line_blocks, lines, 2 * n, scratch),
+            (tables.n_chunk_blocks, lines, n, scratch),
+            (tables.n_blocks, tiles, n, scratch, parts),
+            (n, tiles, n, tables.n_blocks, parts),
+            (tables.n_blocks, tiles, n, scratch),
+        )
+        for loop, (blocks, *arguments) in zip(self._loops, launches, strict=True):
+            on_grid(loop, blocks, THREADS, call.stream)(*arguments, call.guard)

@@ -14,21 +14,8 @@ import numpy as np
 from numba import cuda
 
 from ...storage import Storage
-from ..dense.tensor_table import FIRST_BLOCK, IS_ALIGNED
-from ..dense.tiles import CARRIERS
-from ..device.backend import load_int64, tile_loader, tile_storer
-from ..rows.search import last_at_most
-from .layout import (
-    HEIGHT,
-    LOG_ACROSS,
-    LOG_DOWN,
-    MATRICES,
-    ROW_BYTES,
-    TILE_HEIGHT,
-    TILES_ACROSS,
-    TILES_DOWN,
-    WIDTH,
-)
+from ..dense.tiles import CARRIERS, tile_access
+from .layout import THREADS
 
 
 class Strip(NamedTuple):
@@ -66,12 +53,6 @@ class Strip(NamedTuple):
 
 
 @cuda.jit(device=True)
-def row_of_table(table, n_tensors, block):
-    """The address of the row of the tensor that a block works on."""
-    return table + last_at_most(table + 8 * FIRST_BLOCK, ROW_BYTES, n_tensors, block) * ROW_BYTES
-
-
-@cuda.jit(device=True)
 def quotient(n, divisor):
     """``n // divisor``, both below 2**32 unless the divisor is 1: a 64-bit division is slow."""
     if divisor == 1:
@@ -80,49 +61,45 @@ def quotient(n, divisor):
 
 
 @cache
-def strips(length: int, threads: int) -> Any:
+def strips(length: int) -> Any:
     """``strip_at(row, block, thread)``: of a row of the table, for ``length`` columns a thread."""
 
     @cuda.jit(device=True)
     def strip_at(row, block, thread):
-        log_across, log_down = load_int64(row + 8 * LOG_ACROSS), load_int64(row + 8 * LOG_DOWN)
-        across, down = np.int64(1) << log_across, np.int64(1) << log_down
-        x, y = thread & (across - 1), (thread >> log_across) & (down - 1)
-        log_group = log_across + log_down
-        n_groups, group = np.int64(threads) >> log_group, thread >> log_group
-        unit = (block - load_int64(row + 8 * FIRST_BLOCK)) * n_groups + group
-        tiles_across = load_int64(row + 8 * TILES_ACROSS)
-        tiles = tiles_across * load_int64(row + 8 * TILES_DOWN)
+        across, down = np.int64(1) << row.log_across, np.int64(1) << row.log_down
+        x, y = thread & (across - 1), (thread >> row.log_across) & (down - 1)
+        log_group = row.log_across + row.log_down
+        n_groups, group = np.int64(THREADS) >> log_group, thread >> log_group
+        unit = (block - row.first_block) * n_groups + group
+        tiles = row.tiles_across * row.tiles_down
         matrix = quotient(unit, tiles)
         rest = unit - matrix * tiles
-        tile_down = quotient(rest, tiles_across)
-        tile_across = rest - tile_down * tiles_across
-        top = tile_down * load_int64(row + 8 * TILE_HEIGHT)
-        rows = min(load_int64(row + 8 * TILE_HEIGHT), load_int64(row + 8 * HEIGHT) - top)
-        is_aligned = load_int64(row + 8 * IS_ALIGNED)
+        tile_down = quotient(rest, row.tiles_across)
+        tile_across = rest - tile_down * row.tiles_across
+        top = tile_down * row.tile_height
+        rows = min(row.tile_height, row.height - top)
         column, step = tile_across * across * length + x, across
-        if is_aligned != 0:
+        if row.is_aligned != 0:
             column, step = column + x * (length - 1), np.int64(1)
         count = np.int64(0)
-        if matrix < load_int64(row + 8 * MATRICES):
-            width = load_int64(row + 8 * WIDTH)
+        if matrix < row.matrices:
             for k in range(length):
-                if column + k * step < width:
+                if column + k * step < row.width:
                     count += 1
         return Strip(
             matrix, tile_down, tile_across, top, np.uint32(rows), column, np.int32(step),
             np.int32(count), np.int32(x), np.uint32(y), np.int32(across), np.uint32(down),
-            is_aligned != 0,
+            row.is_aligned != 0,
         )  # fmt: skip
 
     return strip_at
 
 
 @cache
-def strip_loader(storage: Storage, length: int) -> Any:
-    """``load(elements, address, strip)``: those of one row, from the first one's address."""
+def strip_access(storage: Storage, length: int) -> tuple[Any, Any]:
+    """``load(elements, address, strip)`` and ``store(address, elements, strip)`` of one row."""
     carrier, itemsize = CARRIERS[storage.carrier], storage.itemsize
-    load_tile, load_one = tile_loader(length, itemsize), tile_loader(1, itemsize)
+    (load_tile, store_tile), (load_one, store_one) = (tile_access(storage, n) for n in (length, 1))
 
     @cuda.jit(device=True)
     def load(elements, address, strip):
@@ -136,15 +113,6 @@ def strip_loader(storage: Storage, length: int) -> Any:
                     elements[k] = one[0]
                     place += np.int64(strip.step) * itemsize
 
-    return load
-
-
-@cache
-def strip_storer(storage: Storage, length: int) -> Any:
-    """``store(address, elements, strip)``."""
-    carrier, itemsize = CARRIERS[storage.carrier], storage.itemsize
-    store_tile, store_one = tile_storer(length, itemsize), tile_storer(1, itemsize)
-
     @cuda.jit(device=True)
     def store(address, elements, strip):
         if strip.is_aligned:
@@ -157,4 +125,4 @@ def strip_storer(storage: Storage, length: int) -> Any:
                     store_one(place, one)
                     place += np.int64(strip.step) * itemsize
 
-    return store
+    return load, store

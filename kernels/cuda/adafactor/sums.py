@@ -8,46 +8,41 @@ from typing import Any
 import numpy as np
 from numba import cuda, float64
 
-from ...element import conditioned
+from ...element import Kernel, conditioned
 from ...rules import adafactor as rules
-from ...rules.rule import Prologue, hp_type
-from ...storage import Storage, numba_type, real_of
-from ..dense.measure import add_lanes
-from ..dense.tensor_table import HP, G, W
-from ..dense.tiles import CARRIERS
-from ..device.backend import load_int64, store_float64, tuple_reader
+from ..dense.tiles import CARRIERS, length_of
+from ..device.backend import store_float64
 from ..device.functions import DEVICE, device_function
 from ..device.guard import is_closed
-from .layout import COLUMN_SUMS, HEIGHT, ROW_SUMS, TILES_ACROSS, TILES_DOWN, WIDTH
-from .strips import row_of_table, strip_loader, strips
+from ..device.records import hp_reader, row_finder
+from ..device.sums import add_lanes
+from .layout import CUT, THREADS, TileRow
+from .strips import strip_access, strips
 
 
 @cache
-def squares_kernel(
-    prologue: Prologue, w: Storage, g: Storage, length: int, threads: int, rounds: int
-) -> Any:
-    """``loop[n_blocks, threads](table, n_tensors, guard)``: sums of rows and columns of tiles.
+def squares_kernel(kernel: Kernel) -> Any:
+    """``loop[n_blocks, THREADS](table, n_tensors, scratch, guard)``: sums of rows and columns.
 
-    A thread adds up its part of ``rounds`` rows, the threads across the tile then each of these;
-    the sums of columns stay in registers down to the end of the tile.
+    A thread adds up its part of some rows, the threads across the tile then each of these; the sums
+    of columns stay in registers down to the end of the tile.
     """
-    read_hp = tuple_reader(hp_type(rules.ADAFACTOR, prologue), numba_type(real_of(w)))
-    add_row, strip_at = _row_adder(prologue, w, g, length), strips(length, threads)
-    slots = max(length, rounds)
+    length, rounds = length_of(kernel), CUT.rounds
+    find = row_finder(TileRow, "first_block", 1 + len(kernel.s))
+    read_hp = hp_reader(kernel.rule, kernel.prologue, kernel.real)
+    add_row, strip_at, slots = _row_adder(kernel), strips(length), max(length, rounds)
 
     @cuda.jit
-    def loop(table, n_tensors, guard):
+    def loop(table, n_tensors, scratch, guard):
         if is_closed(guard):
             return
         block, thread = np.int64(cuda.blockIdx.x), np.int64(cuda.threadIdx.x)
-        row = row_of_table(table, n_tensors, block)
-        strip, hp = strip_at(row, block, thread), read_hp(load_int64(row + 8 * HP))
-        w, g = load_int64(row + 8 * W), load_int64(row + 8 * G)
-        height, width = load_int64(row + 8 * HEIGHT), load_int64(row + 8 * WIDTH)
-        first = (strip.matrix * height + strip.top) * width + strip.column
-        line = strip.matrix * load_int64(row + 8 * TILES_ACROSS) + strip.across
-        row_sums = load_int64(row + 8 * ROW_SUMS) + (line * height + strip.top) * 8
-        shared = cuda.shared.array((slots, threads), float64)
+        row = find(table, n_tensors, block)
+        strip, hp = strip_at(row, block, thread), read_hp(row.hp)
+        first = (strip.matrix * row.height + strip.top) * row.width + strip.column
+        line = strip.matrix * row.tiles_across + strip.across
+        row_sums = scratch + row.row_sums + (line * row.height + strip.top) * 8
+        shared = cuda.shared.array((slots, THREADS), float64)
         own = cuda.local.array(length, float64)
         for k in range(length):
             own[k] = 0.0
@@ -58,7 +53,8 @@ def squares_kernel(
             for k in range(rounds):
                 total = 0.0
                 if i < strip.rows and strip.count > 0:
-                    total = add_row(own, w, g, first + np.int64(i) * width, strip, hp)
+                    offset = first + np.int64(i) * row.width
+                    total = add_row(own, row.arrays[0], row.g, offset, strip, hp)
                 shared[k, thread] = total
                 i = np.uint32(i + strip.threads_down)
             add_lanes(shared, thread, strip.x, strip.threads_across, 1, rounds)
@@ -75,8 +71,8 @@ def squares_kernel(
         lane, lanes = np.int64(strip.y), np.int64(strip.threads_down)
         add_lanes(shared, thread, lane, lanes, strip.threads_across, length)
         if strip.y == 0:
-            line = strip.matrix * load_int64(row + 8 * TILES_DOWN) + strip.down
-            column_sums = load_int64(row + 8 * COLUMN_SUMS) + (line * width + strip.column) * 8
+            line = strip.matrix * row.tiles_down + strip.down
+            column_sums = scratch + row.column_sums + (line * row.width + strip.column) * 8
             for k in range(length):
                 if k < strip.count:
                     store_float64(column_sums + k * strip.step * 8, shared[k, thread])
@@ -84,12 +80,17 @@ def squares_kernel(
     return loop
 
 
-def _row_adder(prologue: Prologue, w: Storage, g: Storage, length: int) -> Any:
+def _row_adder(kernel: Kernel) -> Any:
     """``add_row(of_columns, w, g, offset, strip, hp)``: the sum over a row of a strip."""
-    w_type, g_type = CARRIERS[w.carrier], CARRIERS[g.carrier]
-    w_bytes, g_bytes = w.itemsize, g.itemsize
-    load_w, load_g = strip_loader(w, length), strip_loader(g, length)
-    values, squared = conditioned(prologue, w, g, DEVICE), device_function(rules.squared)
+    w, g, length = kernel.w, kernel.g, length_of(kernel)
+    w_type, g_type, w_bytes, g_bytes = (
+        CARRIERS[w.carrier],
+        CARRIERS[g.carrier],
+        w.itemsize,
+        g.itemsize,
+    )
+    (load_w, _), (load_g, _) = strip_access(w, length), strip_access(g, length)
+    values, squared = conditioned(kernel.prologue, w, g, DEVICE), device_function(rules.squared)
 
     @cuda.jit(device=True)
     def add_row(of_columns, w, g, offset, strip, hp):

@@ -3,27 +3,46 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numba import cuda, float64
 
-from ...element import kernel
+from ...element import Kernel, kernel
 from ...rules.norm import SCALED
 from ...storage import F64, Storage, real_of
-from ..device.backend import copy_in, copy_out, load_float64, store_float32, store_float64
+from ..device.backend import (
+    GEOMETRY,
+    copy_in,
+    copy_out,
+    load_float64,
+    store_float32,
+    store_float64,
+)
 from ..device.launch import on_grid
 from ..device.memory import SUMS, Places, room_of
-from ..rows.step import RowSquares
-from . import measure
-from . import update as dense
-from .tensor_table import COLUMNS, ROW_BYTES
+from ..device.records import Real, offsets_of
+from ..device.sums import PART_BYTES, add_tree, share_of_parts
+from .chunks import Chunks
+from .measure import chunk_sums_kernel
+from .step import dense_kernel
 
-THREADS = 256
-# What the parts add up to, and what follows; FACTOR_32 is a float32.
-SQUARES, LIMIT, FACTOR, FACTOR_32, TOTALS = range(5)
+THREADS = GEOMETRY.totals
+
+
+class Totals(NamedTuple):
+    """What the parts add up to, and what follows, as float64 and as float32."""
+
+    squares: Real
+    limit: Real
+    factor: Real
+    factor_32: Real
+
+
+AT = offsets_of(Totals)
 
 
 class DenseGradients(NamedTuple):
@@ -39,31 +58,82 @@ class DenseGradients(NamedTuple):
     addresses: np.ndarray
     sizes: np.ndarray
 
+    def chunks(self, written: np.ndarray | None = None) -> Chunks:
+        """The tensors of a launch of `SCALED`, which reads them and may write to others."""
+        written = self.addresses if written is None else written
+        return Chunks(scaling(self.storage), written[:, None], self.addresses, self.sizes)
+
+
+class Squares(Protocol):
+    """Parts of a sum of squares.
+
+    Attributes:
+        n_parts: how many.
+    """
+
+    n_parts: int
+
+    def enqueue(self, parts: int, stream: Any) -> None:
+        """Enqueue writing them to an address."""
+
+
+def scaling(storage: Storage) -> Kernel:
+    """What measures and scales arrays."""
+    return kernel(SCALED, (), storage, storage, ())
+
+
+class DenseSquares:
+    """The squares of dense arrays, summed over each of their chunks.
+
+    Attributes:
+        loop: what is launched.
+        counts: int64 ``[T]``: parts of each tensor.
+        n_parts: of all.
+    """
+
+    def __init__(self, found: DenseGradients) -> None:
+        self._chunks, self.loop = found.chunks(), chunk_sums_kernel(scaling(found.storage))
+        self.counts, self.n_parts = self._chunks.counts, self._chunks.n_blocks
+        self._table = 0
+
+    def words(self, place: int) -> np.ndarray:
+        """The int64 table, to lie at an address."""
+        self._table = place
+        # No scalar is used, but they are read: the table itself is memory as good as any.
+        return self._chunks.words(np.full(len(self.counts), place))
+
+    def launch(self, parts: int, stream: Any) -> None:
+        """Enqueue writing them, the table being there, to an address."""
+        self._chunks.launch(self.loop, stream, self._table, self._chunks.n_tensors, parts, 0)
+
+    def enqueue(self, parts: int, stream: Any) -> None:
+        """See `Squares`."""
+        with room_of(stream) as room:
+            place = room.take(8 * self._chunks.n_words)
+            copy_in(place, self.words(place), stream)
+            self.launch(parts, stream)
+
 
 @cache
-def total_kernel(threads: int) -> Any:
-    """``loop[1, threads](sums, n, totals)``: the sum of all parts, and the factor.
+def total_kernel() -> Any:
+    """``loop[1, THREADS](parts, n, totals)``: the sum of all parts, and the factor.
 
     ``factor = limit / max(norm, limit)``; NaN where the norm is not finite.
     """
 
     @cuda.jit
-    def loop(sums, n, totals):
+    def loop(parts, n, totals):
         thread = cuda.threadIdx.x
-        shared = cuda.shared.array((1, threads), float64)
-        own, i = 0.0, thread
-        while i < n:
-            own += load_float64(sums + i * measure.SUMS_BYTES)
-            i += threads
-        shared[0, thread] = own
-        measure.add_tree(shared, thread, threads, 1)
+        shared = cuda.shared.array((1, THREADS), float64)
+        shared[0, thread] = share_of_parts(parts, 0, n, 0, thread, THREADS)
+        add_tree(shared, thread, THREADS, 1)
         if thread == 0:
-            squares, limit = shared[0, 0], load_float64(totals + 8 * LIMIT)
+            squares, limit = shared[0, 0], load_float64(totals + AT.limit)
             norm = math.sqrt(squares)
             factor = limit / max(norm, limit) if norm < np.inf else np.nan
-            store_float64(totals + 8 * SQUARES, squares)
-            store_float64(totals + 8 * FACTOR, factor)
-            store_float32(totals + 8 * FACTOR_32, factor)
+            store_float64(totals + AT.squares, squares)
+            store_float64(totals + AT.factor, factor)
+            store_float32(totals + AT.factor_32, factor)
 
     return loop
 
@@ -71,7 +141,39 @@ def total_kernel(threads: int) -> Any:
 class GlobalNorm:
     """The norm of gradients, enqueued on a stream; what follows from it stays on the device.
 
-    ``with`` holds the room in which it lies, until what uses it is enqueued.
+    Args:
+        totals: address of the `Totals`.
+        stream: of Numba.
+    """
+
+    def __init__(self, totals: int, stream: Any) -> None:
+        self._totals, self._stream = totals, stream
+
+    def squares(self) -> float:
+        """The sum of squares; the host waits for it."""
+        totals = np.empty(len(Totals._fields))
+        copy_out(totals, self._totals, self._stream)
+        return float(Totals(*totals).squares)
+
+    def scale(self, found: DenseGradients, results: np.ndarray) -> None:
+        """Enqueue writing gradients times the factor to ``results``, int64 addresses."""
+        chunks, stream = found.chunks(results), self._stream
+        if chunks.n_tensors == 0:
+            return
+        factor = AT.factor if real_of(found.storage) is F64 else AT.factor_32
+        words = chunks.words(np.full(len(results), self._totals + factor))
+        with room_of(stream) as room:
+            place = room.take(words.nbytes)
+            copy_in(place, words, stream)
+            loop = dense_kernel(scaling(found.storage))
+            chunks.launch(loop, stream, place, chunks.n_tensors, 0)
+
+
+@contextmanager
+def global_norm(
+    gradients: Sequence[DenseGradients], rows: Sequence[Squares], limit: float, stream: Any
+) -> Iterator[GlobalNorm]:
+    """Enqueue the norm of gradients; ``with`` holds the room until what uses it is enqueued.
 
     Args:
         gradients: dense ones, by storage type.
@@ -79,128 +181,17 @@ class GlobalNorm:
         limit: of the norm.
         stream: of Numba.
     """
-
-    def __init__(
-        self,
-        gradients: Sequence[DenseGradients],
-        rows: Sequence[RowSquares],
-        limit: float,
-        stream: Any,
-    ) -> None:
-        self._gradients = gradients
-        self._rows = rows
-        self._limit = limit
-        self._stream = stream
-        self._room = room_of(stream, SUMS)
-        self._totals = 0
-
-    def __enter__(self) -> GlobalNorm:
-        self._room.__enter__()
-        try:
-            self._enqueue()
-        except BaseException:
-            self._room.__exit__()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._room.__exit__()
-
-    def _enqueue(self) -> None:
-        places, stream = Places(), self._stream
-        places.add(8 * TOTALS)
-        blocks = [int(n_blocks(found).sum()) for found in self._gradients]
-        n_sums = sum(blocks) + sum(found.n_sums for found in self._rows)
-        at_sums = places.add(n_sums * measure.SUMS_BYTES)
-        self._totals = self._room.take(places.size)
-        first = sums = self._totals + at_sums
-        totals = np.zeros(TOTALS)
-        totals[LIMIT] = self._limit
-        copy_in(self._totals, totals, stream)
-        for found, count in zip(self._gradients, blocks, strict=True):
-            add_squares(found, sums, stream)
-            sums += count * measure.SUMS_BYTES
-        for of_rows in self._rows:
-            of_rows.enqueue(sums, stream)
-            sums += of_rows.n_sums * measure.SUMS_BYTES
-        on_grid(total_kernel(THREADS), 1, THREADS, stream)(first, n_sums, self._totals)
-
-    def squares(self) -> float:
-        """The sum of squares; the host waits for it."""
-        totals = np.empty(TOTALS)
-        copy_out(totals, self._totals, self._stream)
-        return float(totals[SQUARES])
-
-    def scale(self, found: DenseGradients, results: np.ndarray) -> None:
-        """Enqueue writing gradients times the factor to ``results``, int64 addresses."""
-        place = FACTOR if real_of(found.storage) is F64 else FACTOR_32
-        factor = np.full(len(found.sizes), self._totals + 8 * place)
-        scale(found, results, factor, self._stream)
-
-
-def _kernel_of(storage: Storage) -> Any:
-    return kernel(SCALED, (), storage, storage, ())
-
-
-def n_blocks(found: DenseGradients) -> np.ndarray:
-    """How many sums `add_squares` writes for each tensor."""
-    blocks: np.ndarray = -(-found.sizes // dense.chunk_of(_kernel_of(found.storage)))
-    return blocks
-
-
-def _table(
-    found: DenseGradients, written: np.ndarray, hp_addresses: np.ndarray
-) -> tuple[np.ndarray, int]:
-    """The table of the dense loops; an address of scalars for each tensor."""
-    columns = np.zeros((len(written), 4), np.int64)
-    columns[:, 0] = written
-    compiled = _kernel_of(found.storage)
-    return dense.table_of(compiled, columns, found.addresses, found.sizes, hp_addresses)
-
-
-def add_squares(found: DenseGradients, sums: int, stream: Any) -> None:
-    """Enqueue the sums of squares of the blocks of some tensors, to an address."""
-    if not found.sizes.any():
-        return
-    with room_of(stream) as room:
-        place = room.take((1 + len(found.sizes)) * ROW_BYTES)
-        copy_in(place, squares_table(found, place), stream)
-        enqueue_squares(found, place, sums, stream)
-
-
-def squares_table(found: DenseGradients, place: int) -> np.ndarray:
-    """The table of `enqueue_squares`, to lie at the address ``place``.
-
-    Its first row holds the scalars, which are not used: they are somewhere to be read.
-    """
-    table, _ = _table(found, found.addresses, np.full(len(found.sizes), place))
-    return np.vstack([np.zeros((1, COLUMNS), np.int64), table])
-
-
-def enqueue_squares(found: DenseGradients, place: int, sums: int, stream: Any) -> None:
-    """Enqueue the sums of squares of the blocks, with the table at ``place``."""
-    count, n_tensors = int(n_blocks(found).sum()), np.count_nonzero(found.sizes)
-    if count == 0:
-        return
-    loop = squares_kernel(found.storage)
-    on_grid(loop, count, dense.THREADS, stream)(place + ROW_BYTES, n_tensors, sums, 0)
-
-
-def squares_kernel(storage: Storage) -> Any:
-    """The loop of `enqueue_squares`."""
-    compiled = _kernel_of(storage)
-    return measure.chunk_sums_kernel(compiled, dense.THREADS, dense.chunk_of(compiled))
-
-
-def scale(
-    found: DenseGradients, results: np.ndarray, hp_addresses: np.ndarray, stream: Any
-) -> None:
-    """Enqueue writing arrays, times the factor at an address for each, to ``results``."""
-    table, count = _table(found, results, hp_addresses)
-    if count == 0:
-        return
-    with room_of(stream) as room:
-        place = room.take(table.nbytes)
-        copy_in(place, table, stream)
-        loop = dense.dense_kernel(_kernel_of(found.storage))
-        on_grid(loop, count, dense.THREADS, stream)(place, len(table), 0)
+    found, places = [*map(DenseSquares, gradients), *rows], Places()
+    totals, n_parts = np.array(Totals(0.0, limit, 0.0, 0.0)), sum(of.n_parts for of in found)
+    at_totals, at_parts = places.add(totals.nbytes), places.add(n_parts * PART_BYTES)
+    with room_of(stream, SUMS) as room:
+        base = room.take(places.size)
+        copy_in(base + at_totals, totals, stream)
+        place = base + at_parts
+        for of in found:
+            if of.n_parts:
+                of.enqueue(place, stream)
+                place += of.n_parts * PART_BYTES
+        arguments = base + at_parts, n_parts, base + at_totals
+        on_grid(total_kernel(), 1, THREADS, stream)(*arguments)
+        yield GlobalNorm(base + at_totals, stream)

@@ -3,15 +3,14 @@
 A step of an optimizer begins with two small kernels: one decides whether the step may write, one
 counts the update of each tensor and computes its scalars, so that learning rate, loss scale and
 the flag of an overflow can live on the device, and a step that is captured in a CUDA graph goes
-on counting. The memory of an optimizer (`STATE`) begins with the guard of its steps.
+on counting. The memory of an optimizer (`State`) begins with the guard of its steps.
 """
 
 from __future__ import annotations
 
-from collections import namedtuple
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import cuda, types
@@ -19,42 +18,112 @@ from numba import cuda, types
 from ...rules.rule import Prologue
 from ...storage import F64, Storage, numba_type
 from ..device.backend import (
+    GEOMETRY,
     load_float64,
     load_int64,
+    reader,
     store_float64,
     store_int64,
-    tuple_reader,
     tuple_storer,
 )
 from ..device.functions import device_function
-from ..device.guard import FOUND, NOTHING, WORDS, is_closed
+from ..device.guard import NOTHING, is_closed
 from ..device.numbers import load_number
+from ..device.records import Real, Word, offsets_of, row_reader, size_of
 
-THREADS = 64
+THREADS = GEOMETRY.scalars
 
 SKIPPED, FAILED = -1, -2
 """What a guard has found where a step is skipped, which opens it again in the next one; and in
 the steps after one with a bad index."""
 
-# The memory of an optimizer, int64: its guard, then these.
-ORIGIN, FAILED_AT, IS_NONFINITE, N_SKIPPED, GLOBAL_STEP, STATE = range(WORDS, WORDS + 6)
-"""Which step has closed the guard, at which position, whether a gradient is not finite, steps that
-were skipped, steps that were not; then there are the counts of the parameters, and their running
-powers."""
 
-# The settings of a step: the loss scale, then constants and bases of the formula, then classes.
-SCALE_AT, SCALE_KIND, SCALE, SETTINGS = range(4)
+class State(NamedTuple):
+    """The memory of an optimizer. There follow the counts of the parameters, then their powers.
 
-# A class of parameters that share their options: where its rate lies, the rate itself where it is
-# the host's, and the weight decays of the rule and of the prologue.
-RATE_AT, RATE_KIND, RATE, RULE_DECAY, DECAY, CLASS = range(6)
+    Attributes:
+        found: the guard of its steps (`guard.FOUND`).
+        bad_index: of the guard, too (`guard.INDEX`).
+        origin: which step has closed the guard.
+        failed_at: at which position.
+        is_nonfinite: whether a gradient is not finite.
+        n_skipped: steps that were skipped.
+        global_step: steps that were not.
+    """
 
-# Columns of the table of tensors, int64 [T, COLUMNS].
-COUNT, POWERS, HP, NUMBERS, CLASS_AT, ACTS, COLUMNS = range(7)
-ROW_BYTES = 8 * COLUMNS
+    found: Word
+    bad_index: Word = 0
+    origin: Word = 0
+    failed_at: Word = 0
+    is_nonfinite: Word = 0
+    n_skipped: Word = 0
+    global_step: Word = 0
 
-# What is written to NUMBERS of a tensor, float64.
-USED_RATE, USED_DECAY, USED_SCALE, USED = range(4)
+
+class SettingsRow(NamedTuple):
+    """What all tensors of a step have in common; the constants and bases of the formula follow.
+
+    Attributes:
+        scale_at: address of the loss scale.
+        scale_kind: how it lies there.
+        scale: the loss scale itself, where it is the host's.
+    """
+
+    scale_at: Word
+    scale_kind: Word
+    scale: Real
+
+
+class ClassRow(NamedTuple):
+    """A class of parameters that share their options.
+
+    Attributes:
+        rate_at: address of the learning rate.
+        rate_kind: how it lies there.
+        rate: the rate itself, where it is the host's.
+        rule_decay: the weight decay that the rule applies.
+        decay: that of the prologue.
+    """
+
+    rate_at: Word
+    rate_kind: Word
+    rate: Real
+    rule_decay: Real
+    decay: Real
+
+
+class ScalarRow(NamedTuple):
+    """A tensor; all but the last are addresses.
+
+    Attributes:
+        updates: of their number.
+        powers: of its running powers.
+        hp: of its scalars; right before them lie its `Numbers`.
+        options: of its `ClassRow`.
+        acts: whether a weight decay of the prologue is its own.
+    """
+
+    updates: Word
+    powers: Word
+    hp: Word
+    options: Word
+    acts: Word
+
+
+class Numbers(NamedTuple):
+    """What the scalars of a tensor were computed from."""
+
+    rate: Real
+    decay: Real
+    scale: Real
+
+
+AT, USED = offsets_of(State), offsets_of(Numbers)
+
+
+@cuda.jit(device=True)
+def _increment(address):
+    store_int64(address, load_int64(address) + 1)
 
 
 @cuda.jit
@@ -67,44 +136,30 @@ def begin_kernel(state, found_inf, kind, origin):
         kind: how it lies there.
         origin: the number of the step for what it may find.
     """
-    is_skipped = load_int64(state + 8 * IS_NONFINITE) != 0
-    store_int64(state + 8 * IS_NONFINITE, 0)
-    found = load_int64(state + 8 * FOUND)
+    is_skipped = load_int64(state + AT.is_nonfinite) != 0
+    store_int64(state + AT.is_nonfinite, 0)
+    found = load_int64(state + AT.found)
     if found == FAILED:
         return
     if 0 <= found < NOTHING:  # what later steps may find does not take its place
-        store_int64(state + 8 * FAILED_AT, found)
-        store_int64(state + 8 * FOUND, FAILED)
+        store_int64(state + AT.failed_at, found)
+        store_int64(state + AT.found, FAILED)
         return
     if found_inf != 0 and load_number(found_inf, kind) != 0.0:
         is_skipped = True
     if is_skipped:
-        store_int64(state + 8 * FOUND, SKIPPED)
-        store_int64(state + 8 * N_SKIPPED, load_int64(state + 8 * N_SKIPPED) + 1)
+        store_int64(state + AT.found, SKIPPED)
+        _increment(state + AT.n_skipped)
     else:
-        store_int64(state + 8 * FOUND, NOTHING)
-        store_int64(state + 8 * ORIGIN, origin)
+        store_int64(state + AT.found, NOTHING)
+        store_int64(state + AT.origin, origin)
 
 
 @cuda.jit
 def count_kernel(state):
     """``loop[1, 1]``: count a step that has no tensors."""
     if not is_closed(state):
-        store_int64(state + 8 * GLOBAL_STEP, load_int64(state + 8 * GLOBAL_STEP) + 1)
-
-
-@cache
-def _reader(count: int) -> Callable[[Any], Any]:
-    """``read(address)``: a tuple of float64."""
-    if count == 0:
-
-        @cuda.jit(device=True)
-        def nothing(address):
-            return ()
-
-        return nothing  # type: ignore[no-any-return]
-    fields = namedtuple(f"of_{count}", [f"x{k}" for k in range(count)])  # type: ignore[misc]
-    return tuple_reader(fields, types.float64)  # type: ignore[no-any-return]
+        _increment(state + AT.global_step)
 
 
 @cache
@@ -143,13 +198,16 @@ def scalars_kernel(
         scales_decay: whether a coupled weight decay is multiplied by the loss scale.
         real: type of the arithmetic.
     """
-    scalars = device_function(function)
-    read_constants, read_powers = _reader(n_constants), _reader(n_bases)
+    scalars, store = device_function(function), tuple_storer(numba_type(real))
+    read_constants, read_powers = (
+        reader(types.UniTuple(types.float64, n)) for n in (n_constants, n_bases)
+    )
+    row_at, settings_at, class_at = map(row_reader, (ScalarRow, SettingsRow, ClassRow))
     real_type = np.float64 if real is F64 else np.float32
-    store = tuple_storer(numba_type(real))
-    itemsize, has_prologue = real.itemsize, bool(prologue)
-    condition = _conditioning(prologue) if prologue else None
-    at_constants, at_bases = 8 * SETTINGS, 8 * (SETTINGS + n_constants)
+    n_bytes, condition = n_scalars * real.itemsize, _conditioning(prologue) if prologue else None
+    has_prologue, size_of_numbers = bool(prologue), size_of(Numbers)
+    at_constants = size_of(SettingsRow)
+    at_bases = at_constants + 8 * n_constants
 
     @cuda.jit
     def loop(table, n_tensors, settings, state, counts_step):
@@ -157,44 +215,29 @@ def scalars_kernel(
             return
         t = cuda.grid(1)
         if t == 0 and counts_step:
-            store_int64(state + 8 * GLOBAL_STEP, load_int64(state + 8 * GLOBAL_STEP) + 1)
+            _increment(state + AT.global_step)
         if t >= n_tensors:
             return
-        row = table + t * ROW_BYTES
-        step = load_int64(load_int64(row + 8 * COUNT)) + 1
-        store_int64(load_int64(row + 8 * COUNT), step)
-        powers = load_int64(row + 8 * POWERS)
+        row = row_at(table, t)
+        step = load_int64(row.updates) + 1
+        store_int64(row.updates, step)
         for k in range(n_bases):
             base = real_type(load_float64(settings + at_bases + 8 * k))
-            power = real_type(load_float64(powers + 8 * k)) * base
-            store_float64(powers + 8 * k, np.float64(power))
-        options = load_int64(row + 8 * CLASS_AT)
-        rate = load_number(load_int64(options + 8 * RATE_AT), load_int64(options + 8 * RATE_KIND))
-        scale = load_number(
-            load_int64(settings + 8 * SCALE_AT), load_int64(settings + 8 * SCALE_KIND)
-        )
-        decay = load_float64(options + 8 * DECAY)
-        numbers = load_int64(row + 8 * NUMBERS)
-        store_float64(numbers + 8 * USED_RATE, rate)
-        store_float64(numbers + 8 * USED_DECAY, decay)
-        store_float64(numbers + 8 * USED_SCALE, scale)
-        hp = load_int64(row + 8 * HP)
-        store(
-            hp,
-            scalars(
-                real_type,
-                rate,
-                load_float64(options + 8 * RULE_DECAY),
-                step,
-                read_constants(settings + at_constants),
-                read_powers(powers),
-            ),
-        )
+            power = real_type(load_float64(row.powers + 8 * k)) * base
+            store_float64(row.powers + 8 * k, np.float64(power))
+        of_class, of_all = class_at(row.options, 0), settings_at(settings, 0)
+        rate = load_number(of_class.rate_at, of_class.rate_kind)
+        scale = load_number(of_all.scale_at, of_all.scale_kind)
+        numbers = row.hp - size_of_numbers
+        store_float64(numbers + USED.rate, rate)
+        store_float64(numbers + USED.decay, of_class.decay)
+        store_float64(numbers + USED.scale, scale)
+        constants, powers = read_constants(settings + at_constants), read_powers(row.powers)
+        store(row.hp, scalars(real_type, rate, of_class.rule_decay, step, constants, powers))
         if has_prologue:
-            own = decay * load_int64(row + 8 * ACTS)
-            store(
-                hp + n_scalars * itemsize,
-                condition(own * scale if scales_decay else own, scale),
-            )
+            decay = of_class.decay * row.acts
+            if scales_decay:
+                decay *= scale
+            store(row.hp + n_bytes, condition(decay, scale))
 
     return loop

@@ -1,25 +1,24 @@
 """A rule on a tile: as many consecutive elements as the widest loads of a thread bring.
 
 A tile is loaded into registers with vectors of 16 bytes, the rule runs on each element, and the
-tile is stored. What is compiled is ``run(w, g, s0, s1, s2, i, hp)``: addresses of tensors, the
-number of the first element, and a tuple of scalars.
+tile is stored. Functions of a tile take the number of its first element first, then addresses.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 from numba import cuda, types
 
-from ...element import element_of, values_of
-from ...rules.rule import Prologue, Rule, hp_type
-from ...storage import Storage, numba_type, real_of
-from ..device.backend import tile_loader, tile_storer, tuple_reader
+from ...element import Kernel, element_of, values_of
+from ...storage import F64, Storage, numba_type
+from ..device.backend import tile_loader, tile_storer
 from ..device.functions import DEVICE, device_function
 
-_WIDEST = 16  # bytes of a load
+WIDEST = 16  # bytes of a load
 CARRIERS: dict[Any, Any] = {
     np.float32: types.float32,
     np.float64: types.float64,
@@ -27,166 +26,166 @@ CARRIERS: dict[Any, Any] = {
 }
 
 
-class Tiles(NamedTuple):
-    """The functions of a rule on the device.
+def tile_length(*storages: Storage) -> int:
+    """Elements of a tile: as many as the widest load of the narrowest array brings."""
+    return WIDEST // min(storage.itemsize for storage in storages)
 
-    Attributes:
-        length: elements of a vectorised tile.
-        vector: ``run`` on a tile that begins at a multiple of 16 bytes in every tensor.
-        single: ``run`` on one element.
-        read_hp: reads the scalars from an address.
+
+def length_of(kernel: Kernel) -> int:
+    """Elements of a tile of all arrays of a step."""
+    return tile_length(kernel.w, kernel.g, *kernel.s)
+
+
+def are_aligned(places: np.ndarray) -> np.ndarray:
+    """Whether tiles can be moved by vectors: of each row of addresses and strides."""
+    aligned: np.ndarray = (places % WIDEST == 0).all(-1)
+    return aligned
+
+
+def by_tiles(make: Callable[[int], Any], length: int) -> Any:
+    """``run(column, width, is_aligned, *what)``: the tile of a row that begins at ``column``.
+
+    ``make(n)`` makes ``of_tile(column, *what)`` for tiles of ``n`` elements. Where the row is not
+    aligned, or ends within the tile, its elements are worked on one by one.
     """
-
-    length: int
-    vector: Any
-    single: Any
-    read_hp: Any
-
-
-@cache
-def tiles(rule: Rule, prologue: Prologue, w: Storage, g: Storage, s: tuple[Storage, ...]) -> Tiles:
-    """For these storage types; nothing is compiled yet."""
-    element = element_of(rule.update, prologue, w, g, s, DEVICE)
-    length = _WIDEST // min(storage.itemsize for storage in (w, g, *s))
-    return Tiles(
-        length,
-        _tile(element, w, g, s, length),
-        _tile(element, w, g, s, 1),
-        tuple_reader(hp_type(rule, prologue), numba_type(real_of(w))),
-    )
-
-
-def padded(values: list[Any], filler: Any) -> list[Any]:
-    """One value for each state that there may be; the filler is never used."""
-    return values + [filler] * (3 - len(values))
-
-
-def _tile(element: Any, w: Storage, g: Storage, s: tuple[Storage, ...], length: int) -> Any:
-    """``run(w, g, s0, s1, s2, i, hp)`` on ``length`` elements from ``i`` on."""
-    g_type, g_bytes, load_g = CARRIERS[g.carrier], g.itemsize, tile_loader(length, g.itemsize)
-    update = _update(element, w, s, length)
+    of_tile, of_one = make(length), make(1)
 
     @cuda.jit(device=True)
-    def run(w, g, s0, s1, s2, i, hp):
-        d = cuda.local.array(length, g_type)
-        load_g(d, g + i * g_bytes)
-        update(w, s0, s1, s2, i, d, hp)
+    def run(column, width, is_aligned, *what):
+        if is_aligned and column + length <= width:
+            of_tile(column, *what)
+        else:
+            for c in range(column, min(column + length, width)):
+                of_one(c, *what)
 
     return run
 
 
-def _update(element: Any, w: Storage, s: tuple[Storage, ...], length: int) -> Any:
-    """``update(w, s0, s1, s2, i, d, hp)``: the rule on ``length`` elements, ``d`` in registers."""
-    w_type, n_states = CARRIERS[w.carrier], len(s)
-    type_0, type_1, type_2 = padded([CARRIERS[x.carrier] for x in s], w_type)
-    load_w, store_w = tile_loader(length, w.itemsize), tile_storer(length, w.itemsize)
-    load_0, load_1, load_2 = padded([tile_loader(length, x.itemsize) for x in s], load_w)
-    store_0, store_1, store_2 = padded([tile_storer(length, x.itemsize) for x in s], store_w)
-    w_bytes = w.itemsize
-    s0_bytes, s1_bytes, s2_bytes = padded([x.itemsize for x in s], 0)
+def by_chunks(make: Callable[[int], Any], length: int, threads: int, chunk: int) -> Any:
+    """``run(number, size, is_aligned, *what)``: what a thread has of chunk ``number`` of an array.
 
-    @cuda.jit(device=True)
-    def update(w, s0, s1, s2, i, d, hp):
-        w, s0, s1, s2 = w + i * w_bytes, s0 + i * s0_bytes, s1 + i * s1_bytes, s2 + i * s2_bytes
-        x = cuda.local.array(length, w_type)
-        load_w(x, w)
-        if n_states == 0:
-            for k in range(length):
-                element((x,), d, k, hp)
-        elif n_states == 1:
-            a = cuda.local.array(length, type_0)
-            load_0(a, s0)
-            for k in range(length):
-                element((x, a), d, k, hp)
-            store_0(s0, a)
-        elif n_states == 2:
-            a, b = cuda.local.array(length, type_0), cuda.local.array(length, type_1)
-            load_0(a, s0)
-            load_1(b, s1)
-            for k in range(length):
-                element((x, a, b), d, k, hp)
-            store_0(s0, a)
-            store_1(s1, b)
-        else:
-            a, b = cuda.local.array(length, type_0), cuda.local.array(length, type_1)
-            c = cuda.local.array(length, type_2)
-            load_0(a, s0)
-            load_1(b, s1)
-            load_2(c, s2)
-            for k in range(length):
-                element((x, a, b, c), d, k, hp)
-            store_0(s0, a)
-            store_1(s1, b)
-            store_2(s2, c)
-        store_w(w, x)
-
-    return update
-
-
-class MeasuredTiles(NamedTuple):
-    """The first stage of a two-stage rule.
-
-    Attributes:
-        length: elements of a vectorised tile.
-        vector: ``add(sums, w, g, s0, s1, i, hp)``: squares of such a tile to float64 sums.
-        single: the same for one element.
+    ``make`` as in `by_tiles`. The elements that are no whole tile are the last.
     """
+    of_tile, of_one, stride = make(length), make(1), threads * length
 
-    length: int
-    vector: Any
-    single: Any
+    # Unsigned: with signed bounds the compiler unrolls the loops and divides for their number of
+    # rounds.
+    @cuda.jit(device=True)
+    def run(number, size, is_aligned, *what):
+        begin, thread = np.uint64(number) * np.uint64(chunk), np.uint64(cuda.threadIdx.x)
+        end = min(np.uint64(size), begin + np.uint64(chunk))
+        whole = begin
+        if is_aligned:
+            whole = end - end % np.uint64(length)
+            i = begin + thread * np.uint64(length)
+            while i < whole:
+                of_tile(np.int64(i), *what)
+                i += np.uint64(stride)
+        i = whole + thread
+        while i < end:
+            of_one(np.int64(i), *what)
+            i += np.uint64(threads)
+
+    return run
 
 
-@cache
-def measured_tiles(
-    rule: Rule, prologue: Prologue, w: Storage, g: Storage, s: tuple[Storage, ...]
-) -> MeasuredTiles:
-    """For these storage types; nothing is compiled yet."""
-    length = tiles(rule, prologue, w, g, s).length
-    return MeasuredTiles(
-        length, *(_measured_tile(rule, prologue, w, g, s, count) for count in (length, 1))
-    )
+def tile_access(storage: Storage, length: int) -> tuple[Any, Any]:
+    """``load(tile, address)`` and ``store(address, tile)``."""
+    return tile_loader(length, storage.itemsize), tile_storer(length, storage.itemsize)
 
 
-def _measured_tile(
-    rule: Rule, prologue: Prologue, w: Storage, g: Storage, s: tuple[Storage, ...], length: int
+def in_registers(
+    storages: tuple[Storage, ...],
+    length: int,
+    work: Any,
+    *,
+    access: Callable[[Storage, int], tuple[Any, Any]] = tile_access,
+    stores: bool = True,
+    k: int = 0,
 ) -> Any:
-    """``add(sums, w, g, s0, s1, i, hp)`` on ``length`` elements from ``i`` on."""
+    """``run(i, places, how, tiles, *rest)``: ``work(tiles, *rest)`` on elements of some arrays.
+
+    ``places`` has their addresses, ``tiles`` gets a local array of each from number ``k`` on, and
+    ``how`` is what ``access`` takes beside them.
+    """
+    if k == len(storages):
+
+        @cuda.jit(device=True)
+        def innermost(i, places, how, tiles, *rest):
+            work(tiles, *rest)
+
+        return innermost
+    kind, n_bytes = CARRIERS[storages[k].carrier], storages[k].itemsize
+    load, store = access(storages[k], length)
+    inner = in_registers(storages, length, work, access=access, stores=stores, k=k + 1)
+
+    @cuda.jit(device=True)
+    def run(i, places, how, tiles, *rest):
+        tile, place = cuda.local.array(length, kind), places[k] + i * n_bytes
+        load(tile, place, *how)
+        inner(i, places, how, (*tiles, tile), *rest)
+        if stores:
+            store(place, tile, *how)
+
+    return run
+
+
+def _behind_gradient(g: Storage, length: int, on_arrays: Any) -> Any:
+    """``run(i, arrays, g, *rest)``: ``on_arrays`` with a tile of the gradient."""
+    kind, n_bytes, load = CARRIERS[g.carrier], g.itemsize, tile_loader(length, g.itemsize)
+
+    @cuda.jit(device=True)
+    def run(i, arrays, g, *rest):
+        d = cuda.local.array(length, kind)
+        load(d, g + i * n_bytes)
+        on_arrays(i, arrays, (), (), d, *rest)
+
+    return run
+
+
+def _updating(kernel: Kernel, g: Storage, length: int) -> Any:
+    """``run(i, arrays, (), (), d, hp)``: the rule on a tile whose gradient is in registers."""
+    element = element_of(kernel.rule.update, kernel.prologue, kernel.w, g, kernel.s, DEVICE)
+
+    @cuda.jit(device=True)
+    def update(tiles, d, hp):
+        for k in range(length):
+            element(tiles, d, k, hp)
+
+    return in_registers((kernel.w, *kernel.s), length, update)
+
+
+def update_tile(kernel: Kernel, length: int) -> Any:
+    """``run(i, arrays, g, hp)``: the rule on a tile."""
+    return _behind_gradient(kernel.g, length, _updating(kernel, kernel.g, length))
+
+
+def update_summed_tile(kernel: Kernel, length: int) -> Any:
+    """``run(i, arrays, (), (), total, hp)``: the rule where gradients are summed in registers."""
+    return _updating(kernel, kernel.real, length)
+
+
+def measured_tile(kernel: Kernel, length: int) -> Any:
+    """``run(i, arrays, g, hp, sums)``: the squares of what is measured, to float64 sums."""
+    rule = kernel.rule
     assert rule.measure is not None
-    values = values_of(rule.measure, prologue, w, g, s, DEVICE)
-    n_values, n_states = rule.n_measured, len(s)
-    w_type, g_type = CARRIERS[w.carrier], CARRIERS[g.carrier]
-    type_0, type_1, _ = padded([CARRIERS[x.carrier] for x in s], w_type)
-    load_w, load_g = tile_loader(length, w.itemsize), tile_loader(length, g.itemsize)
-    load_0, load_1, _ = padded([tile_loader(length, x.itemsize) for x in s], load_w)
-    w_bytes, g_bytes = w.itemsize, g.itemsize
-    s0_bytes, s1_bytes, _ = padded([x.itemsize for x in s], 0)
+    values = values_of(rule.measure, kernel.prologue, kernel.w, kernel.g, kernel.s, DEVICE)
+    n_values = rule.n_measured
 
     @cuda.jit(device=True)
-    def add_squares(sums, found):
-        # Written out: an index that is not known to the compiler would put the sums into memory.
-        sums[0] += np.float64(found[0]) * np.float64(found[0])
-        if n_values > 1:
-            sums[1] += np.float64(found[1]) * np.float64(found[1])
-        if n_values > 2:
-            sums[2] += np.float64(found[2]) * np.float64(found[2])
+    def add_squares(tiles, d, hp, sums):
+        for k in range(length):
+            found = values(tiles, d, k, hp)
+            # Written out: an index that is not known to the compiler would put the sums into
+            # memory.
+            sums[0] += np.float64(found[0]) * np.float64(found[0])
+            if n_values > 1:
+                sums[1] += np.float64(found[1]) * np.float64(found[1])
+            if n_values > 2:
+                sums[2] += np.float64(found[2]) * np.float64(found[2])
 
-    @cuda.jit(device=True)
-    def add(sums, w, g, s0, s1, i, hp):
-        x, d = cuda.local.array(length, w_type), cuda.local.array(length, g_type)
-        load_w(x, w + i * w_bytes)
-        load_g(d, g + i * g_bytes)
-        if n_states == 0:
-            for k in range(length):
-                add_squares(sums, values((x,), d, k, hp))
-        else:
-            a, b = cuda.local.array(length, type_0), cuda.local.array(length, type_1)
-            load_0(a, s0 + i * s0_bytes)
-            load_1(b, s1 + i * s1_bytes)
-            for k in range(length):
-                add_squares(sums, values((x, a, b), d, k, hp))
-
-    return add
+    on_arrays = in_registers((kernel.w, *kernel.s), length, add_squares, stores=False)
+    return _behind_gradient(kernel.g, length, on_arrays)
 
 
 class Sums(NamedTuple):
@@ -208,59 +207,37 @@ class Sums(NamedTuple):
 @cache
 def sums(g: Storage, real: Storage, length: int) -> Sums:
     """For gradients stored as ``g`` that are summed in the type ``real``."""
-    g_type, load_g = CARRIERS[g.carrier], tile_loader(length, g.itemsize)
-    to_type, to_real = numba_type(real), device_function(g.to_real)
+    g_type, load = CARRIERS[g.carrier], tile_loader(length, g.itemsize)
+    kind, to_real = numba_type(real), device_function(g.to_real)
 
     @cuda.jit(device=True)
     def start(total, g):
         d = cuda.local.array(length, g_type)
-        load_g(d, g)
+        load(d, g)
         for k in range(length):
-            total[k] = to_type(to_real(d[k]))
+            total[k] = kind(to_real(d[k]))
 
     @cuda.jit(device=True)
     def add(total, g):
-        d = cuda.local.array(length, g_type)
-        load_g(d, g)
+        d = cuda.local.array(length, kind)
+        start(d, g)
         for k in range(length):
-            total[k] += to_type(to_real(d[k]))
+            total[k] += d[k]
 
     @cuda.jit(device=True)
     def add_4(total, g0, g1, g2, g3):
-        a, b = cuda.local.array(length, g_type), cuda.local.array(length, g_type)
-        c, d = cuda.local.array(length, g_type), cuda.local.array(length, g_type)
-        load_g(a, g0)
-        load_g(b, g1)
-        load_g(c, g2)
-        load_g(d, g3)
+        a, b = cuda.local.array(length, kind), cuda.local.array(length, kind)
+        c, d = cuda.local.array(length, kind), cuda.local.array(length, kind)
+        start(a, g0)
+        start(b, g1)
+        start(c, g2)
+        start(d, g3)
         for k in range(length):
-            first = total[k] + to_type(to_real(a[k])) + to_type(to_real(b[k]))
-            total[k] = first + to_type(to_real(c[k])) + to_type(to_real(d[k]))
+            total[k] = total[k] + a[k] + b[k] + c[k] + d[k]
 
     return Sums(start, add, add_4, tile_storer(length, real.itemsize))
 
 
-class RowTiles(NamedTuple):
-    """The functions of a rule on rows whose gradients are summed first.
-
-    Attributes:
-        length: elements of a vectorised tile.
-        update: ``update(w, s0, s1, s2, i, total, hp)``: the rule on such a tile.
-        update_one: the same on one element.
-        read_hp: reads the scalars from an address.
-    """
-
-    length: int
-    update: Any
-    update_one: Any
-    read_hp: Any
-
-
-@cache
-def row_tiles(
-    rule: Rule, prologue: Prologue, w: Storage, g: Storage, s: tuple[Storage, ...]
-) -> RowTiles:
-    """For these storage types; nothing is compiled yet."""
-    length, _, _, read_hp = tiles(rule, prologue, w, g, s)
-    element = element_of(rule.update, prologue, w, real_of(w), s, DEVICE)
-    return RowTiles(length, _update(element, w, s, length), _update(element, w, s, 1), read_hp)
+def narrowing(real: Storage, out: Storage) -> Any:
+    """The conversion of a result to what is stored."""
+    return device_function(out.from_wide if real is F64 else out.from_real)

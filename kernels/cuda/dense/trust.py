@@ -10,19 +10,39 @@ import numpy as np
 from numba import cuda, float64
 
 from ...rules import lars
-from ...storage import Storage, numba_type
-from ..device.backend import load_float64, load_int64, scale_real
+from ...storage import Storage
+from ..device.backend import GEOMETRY
 from ..device.functions import device_function
 from ..device.guard import is_closed
 from ..device.launch import on_grid
-from .measure import SUMS_BYTES, add_tree
-from .norm import DenseGradients, enqueue_squares, n_blocks, squares_kernel, squares_table
-from .scalars import USED_DECAY, USED_RATE, USED_SCALE
+from ..device.numbers import multiplier
+from ..device.part import Call
+from ..device.records import Word, row_reader, size_of, table_of
+from ..device.sums import PART_BYTES, add_tree, share_of_parts
+from .norm import DenseGradients, DenseSquares
+from .scalars import Numbers
 
-THREADS = 256
-# Columns of the table, int64 [T, COLUMNS].
-FIRST_W, END_W, FIRST_G, END_G, PLACE, NUMBERS, COLUMNS = range(7)
-_ROW_BYTES = 8 * COLUMNS
+THREADS = GEOMETRY.totals
+
+
+class RatioRow(NamedTuple):
+    """A tensor that has a trust ratio.
+
+    Attributes:
+        first_w: the first part of the squares of the parameter.
+        end_w: where they end.
+        first_g: the first part of the squares of the gradient.
+        end_g: where they end.
+        factor: address of the scalar that is multiplied by the ratio.
+        numbers: of the `Numbers` of the tensor.
+    """
+
+    first_w: Word
+    end_w: Word
+    first_g: Word
+    end_g: Word
+    factor: Word
+    numbers: Word
 
 
 class Options(NamedTuple):
@@ -34,41 +54,34 @@ class Options(NamedTuple):
 
 
 @cache
-def trust_kernel(real: Storage, options: Options, threads: int) -> Any:
-    """``loop[n_tensors, threads](table, sums, guard)``: multiply the scalar at ``PLACE``."""
+def trust_kernel(real: Storage, options: Options) -> Any:
+    """``loop[n_tensors, THREADS](table, parts, guard)``: multiply the scalars by the ratios."""
     coefficient, epsilon, use_clip = options
     ratio, clipped = device_function(lars.ratio), device_function(lars.clipped)
-    scale = scale_real(numba_type(real))
+    multiply, row_at, numbers_at = multiplier(real), row_reader(RatioRow), row_reader(Numbers)
 
     @cuda.jit
-    def loop(table, sums, guard):
+    def loop(table, parts, guard):
         if is_closed(guard):
             return
-        thread, row = cuda.threadIdx.x, table + np.int64(cuda.blockIdx.x) * _ROW_BYTES
-        shared = cuda.shared.array((2, threads), float64)
-        for k in range(2):
-            own, i = 0.0, load_int64(row + 16 * k) + thread
-            end = load_int64(row + 16 * k + 8)
-            while i < end:
-                own += load_float64(sums + i * SUMS_BYTES)
-                i += threads
-            shared[k, thread] = own
-        add_tree(shared, thread, threads, 2)
+        thread, row = cuda.threadIdx.x, row_at(table, np.int64(cuda.blockIdx.x))
+        shared = cuda.shared.array((2, THREADS), float64)
+        shared[0, thread] = share_of_parts(parts, row.first_w, row.end_w, 0, thread, THREADS)
+        shared[1, thread] = share_of_parts(parts, row.first_g, row.end_g, 0, thread, THREADS)
+        add_tree(shared, thread, THREADS, 2)
         if thread == 0:
-            numbers = load_int64(row + 8 * NUMBERS)
-            of_w = math.sqrt(shared[0, 0])
-            of_g = math.sqrt(shared[1, 0]) / load_float64(numbers + 8 * USED_SCALE)
-            decay = load_float64(numbers + 8 * USED_DECAY)
-            found = ratio(of_w, of_g, decay, coefficient, epsilon)
+            used = numbers_at(row.numbers, 0)
+            of_w, of_g = math.sqrt(shared[0, 0]), math.sqrt(shared[1, 0]) / used.scale
+            found = ratio(of_w, of_g, used.decay, coefficient, epsilon)
             if use_clip:
-                found = clipped(found, load_float64(numbers + 8 * USED_RATE))
-            scale(load_int64(row + 8 * PLACE), found)
+                found = clipped(found, used.rate)
+            multiply(row.factor, found)
 
     return loop
 
 
 class TrustRatios:
-    """The trust ratios of dense tensors.
+    """The trust ratios of dense tensors, as a `Part`.
 
     Args:
         parameters: T of them.
@@ -76,6 +89,7 @@ class TrustRatios:
         acts: bool ``[T]``: which tensors have one.
         options: what all have in common.
         real: the type of the arithmetic.
+        column: where the scalar is that is multiplied by the ratio.
     """
 
     def __init__(
@@ -85,50 +99,36 @@ class TrustRatios:
         acts: np.ndarray,
         options: Options,
         real: Storage,
+        column: int,
     ) -> None:
-        self._arrays = parameters, gradients
-        self._acts = acts
-        self._loop = trust_kernel(real, options, THREADS)
-        self._counts = n_blocks(parameters), n_blocks(gradients)
-        self._places = (0, 0, 0)
+        self._offset = column * real.itemsize
+        self._squares = DenseSquares(parameters), DenseSquares(gradients)
+        self._acts, self._loop = acts, trust_kernel(real, options)
+        self.scratch_bytes = sum(found.n_parts for found in self._squares) * PART_BYTES
+        self._table = 0
 
     def loops(self) -> list[Any]:
-        """All loops that are launched."""
-        return [*(squares_kernel(found.storage) for found in self._arrays), self._loop]
+        """See `Part`."""
+        return [*(found.loop for found in self._squares), self._loop]
 
-    @property
-    def scratch_bytes(self) -> int:
-        """Bytes of scratch memory that `enqueue` needs."""
-        return int(sum(counts.sum() for counts in self._counts)) * SUMS_BYTES
+    def words(self, place: int, hp: np.ndarray) -> np.ndarray:
+        """See `Part`."""
+        of_w, of_g = self._squares
+        end_w, end_g = np.cumsum(of_w.counts), of_w.n_parts + np.cumsum(of_g.counts)
+        places = hp + self._offset, hp - size_of(Numbers)
+        rows = RatioRow(end_w - of_w.counts, end_w, end_g - of_g.counts, end_g, *places)
+        first = of_w.words(place)
+        second = of_g.words(place + first.nbytes)
+        self._table = place + first.nbytes + second.nbytes
+        own = table_of(rows, len(hp))[self._acts]
+        return np.concatenate([first, second, own.ravel()])
 
-    def words(self, place: int, factors: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-        """The tables, to lie at the address ``place``.
-
-        Args:
-            place: where.
-            factors: int64 ``[T]``: addresses of the scalars that are multiplied by the ratios.
-            numbers: int64 ``[T]``: addresses of rate, decay and loss scale (`scalars.USED`).
-        """
-        of_w = self._counts[0].sum()
-        table = np.zeros((len(factors), COLUMNS), np.int64)
-        table[:, END_W] = np.cumsum(self._counts[0])
-        table[:, END_G] = of_w + np.cumsum(self._counts[1])
-        table[:, FIRST_W], table[:, FIRST_G] = (
-            table[:, end] - counts for end, counts in zip((END_W, END_G), self._counts, strict=True)
-        )
-        table[:, PLACE], table[:, NUMBERS] = factors, numbers
-        first = squares_table(self._arrays[0], place)
-        second = squares_table(self._arrays[1], place + first.nbytes)
-        self._places = (place, place + first.nbytes, place + first.nbytes + second.nbytes)
-        return np.concatenate([first.ravel(), second.ravel(), table[self._acts].ravel()])
-
-    def enqueue(self, scratch: int, guard: int, stream: Any) -> None:
-        """Enqueue the norms and the change of the scalars."""
+    def enqueue(self, call: Call) -> None:
+        """See `Part`."""
         n_acting = int(np.count_nonzero(self._acts))
         if n_acting == 0:
             return
-        sums, (of_w, of_g, table) = scratch, self._places
-        enqueue_squares(self._arrays[0], of_w, sums, stream)
-        sums += int(self._counts[0].sum()) * SUMS_BYTES
-        enqueue_squares(self._arrays[1], of_g, sums, stream)
-        on_grid(self._loop, n_acting, THREADS, stream)(table, scratch, guard)
+        of_w, of_g = self._squares
+        of_w.launch(call.scratch, call.stream)
+        of_g.launch(call.scratch + of_w.n_parts * PART_BYTES, call.stream)
+        on_grid(self._loop, n_acting, THREADS, call.stream)(self._table, call.scratch, call.guard)

@@ -5,8 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from cuda.bindings import driver
 from numba import cuda, types
+
+from cuda.bindings import driver
+
+from .geometry import Geometry
+
+GEOMETRY = Geometry()
 
 
 def _checked(result: tuple[Any, ...]) -> None:

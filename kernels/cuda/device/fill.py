@@ -8,9 +8,8 @@ import numpy as np
 from numba import cuda
 
 from .backend import copy_in, store_int64
-from .launch import on_grid
+from .launch import on_elements
 
-THREADS = 256
 _WORD = 8  # bytes
 
 
@@ -28,5 +27,5 @@ def fill(address: int, n: int, value: Any, dtype: np.dtype[Any], stream: Any) ->
     n_words, rest = divmod(n * dtype.itemsize, _WORD)
     if n_words:
         word = int(pattern.view(np.int64)[0])
-        on_grid(fill_kernel, -(-n_words // THREADS), THREADS, stream)(address, n_words, word)
+        on_elements(fill_kernel, n_words, stream)(address, n_words, word)
     copy_in(address + n_words * _WORD, pattern[: rest // dtype.itemsize], stream)

@@ -16,7 +16,7 @@ from functools import cache
 from numba import cuda
 
 from ...element import Compiler
-from .backend import REPLACED
+from .backend import REPLACED, on_device
 
 _PACKAGE = __name__.rpartition(".kernels.")[0]
 
@@ -56,6 +56,5 @@ def _text_of(function):
     return getattr(function, "py_func", function)
 
 
-_on_device = cuda.jit(device=True)
-DEVICE = Compiler(device_function, device_function, device_function, _on_device, _on_device)
+DEVICE = Compiler(device_function, device_function, device_function, on_device, on_device)
 """How functions of an element are compiled here."""

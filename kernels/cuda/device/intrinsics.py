@@ -8,13 +8,13 @@ give neither.
 from __future__ import annotations
 
 from llvmlite import ir
+from numba import cuda
 from numba.core import cgutils
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
 
 from ...rules.rule import product
 
-_I8 = ir.IntType(8)
 _I32 = ir.IntType(32)
 _I64 = ir.IntType(64)
 _GLOBAL = 1
@@ -110,39 +110,46 @@ def tile_storer(count, itemsize):
     return store
 
 
-def tuple_reader(cls, scalar):
-    """``read(address) -> cls`` of consecutive values of type ``scalar``."""
-    count, itemsize = len(cls._fields), scalar.bitwidth // 8
-    result = types.NamedUniTuple(scalar, count, cls)
+def _at(context, builder, address, kind):
+    """A pointer to a value of Numba's type ``kind``."""
+    return builder.inttoptr(address, ir.PointerType(context.get_value_type(kind), _GLOBAL))
+
+
+def _bytes(kind):
+    return kind.bitwidth // 8
+
+
+def reader(kind):
+    """``read(address) -> kind``: a number, or consecutive ones as a tuple, named or nested."""
 
     @intrinsic
     def read(typingctx, address):
         def codegen(context, builder, signature, args):
-            kind = ir.PointerType(context.get_value_type(scalar), _GLOBAL)
-            pointer = builder.inttoptr(args[0], kind)
-            values = [
-                builder.load(builder.gep(pointer, [ir.Constant(_I64, k)]), align=itemsize)
-                for k in range(count)
-            ]
-            return context.make_tuple(builder, result, values)
+            place = 0
 
-        return result(types.int64), codegen
+            def load(part):
+                nonlocal place
+                if isinstance(part, types.BaseTuple):
+                    return context.make_tuple(builder, part, [load(k) for k in part])
+                at = builder.add(args[0], ir.Constant(_I64, place))
+                place += _bytes(part)
+                return builder.load(_at(context, builder, at, part), align=_bytes(part))
+
+            return load(kind)
+
+        return kind(types.int64), codegen
 
     return read
 
 
 def _loader(kind, scalar):
-    """``load(address) -> scalar`` of what lies there as LLVM's ``kind``; it is widened."""
-    size = {_I8: 1, _I32: 4, ir.FloatType(): 4}.get(kind, 8)
+    """``load(address) -> scalar`` of what lies there as ``kind``; it is widened."""
 
     @intrinsic
     def load(typingctx, address):
         def codegen(context, builder, signature, args):
-            pointer = builder.inttoptr(args[0], ir.PointerType(kind, _GLOBAL))
-            value = builder.load(pointer, align=size)
-            if isinstance(kind, ir.FloatType):
-                return builder.fpext(value, ir.DoubleType())
-            return builder.sext(value, _I64) if kind in (_I8, _I32) else value
+            value = builder.load(_at(context, builder, args[0], kind), align=_bytes(kind))
+            return context.cast(builder, value, kind, scalar)
 
         return scalar(types.int64), codegen
 
@@ -150,13 +157,13 @@ def _loader(kind, scalar):
 
 
 def _storer(kind, scalar):
-    """``store(address, value)`` of a ``scalar``, which is LLVM's ``kind``."""
+    """``store(address, value)`` of a ``scalar``, rounded to ``kind``."""
 
     @intrinsic
     def store(typingctx, address, value):
         def codegen(context, builder, signature, args):
-            pointer = builder.inttoptr(args[0], ir.PointerType(kind, _GLOBAL))
-            builder.store(args[1], pointer, align=scalar.bitwidth // 8)
+            value = context.cast(builder, args[1], scalar, kind)
+            builder.store(value, _at(context, builder, args[0], kind), align=_bytes(kind))
             return context.get_dummy_value()
 
         return types.void(types.int64, scalar), codegen
@@ -164,15 +171,17 @@ def _storer(kind, scalar):
     return store
 
 
-load_int64, store_int64 = _loader(_I64, types.int64), _storer(_I64, types.int64)
-load_int32 = _loader(_I32, types.int64)
-"""The ``int32`` at an address, as ``int64``."""
-load_int8 = _loader(_I8, types.int64)
-"""The ``int8`` at an address, as ``int64``."""
-load_float32 = _loader(ir.FloatType(), types.float64)
-"""The ``float32`` at an address, as ``float64``."""
-load_float64 = _loader(ir.DoubleType(), types.float64)
-store_float64 = _storer(ir.DoubleType(), types.float64)
+load_int8, load_int32, load_int64 = (
+    _loader(kind, types.int64) for kind in (types.int8, types.int32, types.int64)
+)
+load_float32, load_float64 = (
+    _loader(kind, types.float64) for kind in (types.float32, types.float64)
+)
+store_int64 = _storer(types.int64, types.int64)
+store_int32 = _storer(types.int32, types.int64)
+store_float32, store_float64 = (
+    _storer(kind, types.float64) for kind in (types.float32, types.float64)
+)
 
 
 def tuple_storer(scalar):
@@ -180,18 +189,16 @@ def tuple_storer(scalar):
 
     From ``float64`` to ``float32`` they are rounded once; integers must be of type ``scalar``.
     """
-    n_bytes = scalar.bitwidth // 8
 
     @intrinsic
     def store(typingctx, address, values):
         def codegen(context, builder, signature, args):
-            kind = context.get_value_type(scalar)
-            pointer = builder.inttoptr(args[0], ir.PointerType(kind, _GLOBAL))
+            pointer = _at(context, builder, args[0], scalar)
             for k in range(signature.args[1].count):
                 value = builder.extract_value(args[1], k)
                 value = context.cast(builder, value, signature.args[1].dtype, scalar)
                 place = builder.gep(pointer, [ir.Constant(_I64, k)])
-                builder.store(value, place, align=n_bytes)
+                builder.store(value, place, align=_bytes(scalar))
             return context.get_dummy_value()
 
         return types.void(types.int64, values), codegen
@@ -213,41 +220,6 @@ def rounded_product(typingctx, x, y):
 
 
 @intrinsic
-def store_float32(typingctx, address, value):
-    """Write a ``float64`` as ``float32``, rounded."""
-
-    def codegen(context, builder, signature, args):
-        pointer = builder.inttoptr(args[0], ir.PointerType(ir.FloatType(), _GLOBAL))
-        builder.store(builder.fptrunc(args[1], ir.FloatType()), pointer, align=4)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.float64), codegen
-
-
-def scale_real(scalar):
-    """``scale(address, factor)``: multiply a value of type ``scalar`` by a ``float64``.
-
-    The product is rounded once, from ``float64``.
-    """
-    kind, size = {32: ir.FloatType(), 64: ir.DoubleType()}[scalar.bitwidth], scalar.bitwidth // 8
-
-    @intrinsic
-    def scale(typingctx, address, factor):
-        def codegen(context, builder, signature, args):
-            pointer = builder.inttoptr(args[0], ir.PointerType(kind, _GLOBAL))
-            value = builder.load(pointer, align=size)
-            wide = value if size == 8 else builder.fpext(value, ir.DoubleType())
-            product = builder.fmul(wide, args[1])
-            result = product if size == 8 else builder.fptrunc(product, kind)
-            builder.store(result, pointer, align=size)
-            return context.get_dummy_value()
-
-        return types.void(types.int64, types.float64), codegen
-
-    return scale
-
-
-@intrinsic
 def lower_int64(typingctx, address, value):
     """Make the ``int64`` at an address the smaller of itself and ``value``, atomically."""
 
@@ -261,3 +233,5 @@ def lower_int64(typingctx, address, value):
 
 REPLACED = {product: rounded_product}
 """Functions that mean something else on a device than their text says."""
+
+on_device = cuda.jit(device=True)

@@ -7,7 +7,7 @@ from typing import Any
 
 from numba import config
 
-from .backend import launcher
+from .backend import GEOMETRY, launcher
 
 _lock = threading.Lock()
 
@@ -27,10 +27,16 @@ def on_grid(loop: Any, grid: Any, block: Any, stream: Any) -> Any:
             config.CUDA_LOW_OCCUPANCY_WARNINGS = before
 
 
-def tile_grid(n_tiles: int, threads: int) -> tuple[int, int, int]:
+def on_elements(loop: Any, n: int, stream: Any) -> Any:
+    """A loop with a thread for each of ``n`` elements, one at least."""
+    return on_grid(loop, max(1, -(-n // GEOMETRY.rows)), GEOMETRY.rows, stream)
+
+
+def tile_grid(width: int, length: int, threads: int) -> tuple[int, int, int]:
     """Threads of a block along the tiles of a row and along rows, and the groups of tiles.
 
-    The first is a power of 2.
+    A row has ``width`` elements, a tile ``length``. The first is a power of 2.
     """
-    tiles = min(threads, 1 << (max(1, n_tiles) - 1).bit_length())
-    return tiles, threads // tiles, -(-max(1, n_tiles) // tiles)
+    n_tiles = max(1, -(-width // length))
+    across = min(threads, 1 << (n_tiles - 1).bit_length())
+    return across, threads // across, -(-n_tiles // across)

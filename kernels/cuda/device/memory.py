@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numba import cuda
 
+from .arguments import WORDS, store_words
 from .backend import address_of, copy_in, device_id, handle_of, new_event
-from .by_value import WORDS, store_words
 
 ALIGN = 256  # bytes
 _LEAST = 1 << 16
@@ -127,16 +127,6 @@ def key_of(stream: Any) -> tuple[int, int]:
     handle = handle_of(stream)
     # One handle means another stream in every thread.
     return handle, threading.get_ident() if handle == _PER_THREAD else 0
-
-
-def copy_scalars_and_table(
-    base: int, scalars: np.ndarray, offset: int, table: np.ndarray, stream: Any
-) -> None:
-    """Enqueue one copy of the scalars of a launch to ``base``, and of its table ``offset`` on."""
-    content = np.zeros(offset + table.nbytes, np.uint8)
-    content[: scalars.nbytes] = scalars.reshape(-1).view(np.uint8)
-    content[offset:] = table.reshape(-1).view(np.uint8)
-    copy_in(base, content, stream)
 
 
 def follow(stream: Any, other: Any) -> None:

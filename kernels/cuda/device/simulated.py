@@ -1,8 +1,10 @@
-"""What `intrinsics` has, in plain Python, for Numba's simulator (``NUMBA_ENABLE_CUDASIM=1``).
+"""What `driver` and `intrinsics` have, in plain Python, for Numba's simulator.
 
-The simulator runs kernels as Python functions on host memory, so that their index arithmetic can
-be tested without a GPU. Addresses are those of the host; vectors of 16 bytes mean nothing there.
+With ``NUMBA_ENABLE_CUDASIM=1`` kernels run as Python functions on host memory, so that their index
+arithmetic can be tested without a GPU. Addresses are those of the host; vectors of 16 bytes mean
+nothing there.
 """
+# ruff: noqa: D103 (the functions are described where they are real)
 
 from __future__ import annotations
 
@@ -13,10 +15,26 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from numba import types
 
 from ...half import f16_to_f32, f32_to_f16
+from .geometry import Chunks, Geometry, Matrices, Sort
 
-_one_at_a_time = threading.Lock()  # each thread of the device is a thread of Python
+GEOMETRY = Geometry(
+    dense=Chunks(threads=4, tiles=1),
+    finite=Chunks(threads=4, tiles=1),
+    central=Chunks(threads=8, tiles=1, most=20),
+    rows=8,
+    totals=4,
+    scalars=4,
+    # Tiles of 2 threads by 2, rounds of 2 rows; lines that 2 threads share; chunks of 8 rows.
+    matrices=Matrices(4, rounds=2, across=2, many_tiles=4, most_bands=2, neighbours=2, chunk=2),
+    # Tiles of 16 keys, digits of 3 bits and 1, rounds of 4 counters.
+    sort=Sort(digit_bits=4, split_bits=3, threads=4, group=2, keys=4, counts=1, line_bits=2),
+)
+"""A Python thread is one of the device's: arrays are short, and have several blocks even so."""
+
+_one_at_a_time = threading.Lock()
 
 
 def _at(address, dtype, count):
@@ -24,8 +42,6 @@ def _at(address, dtype, count):
 
 
 def tile_loader(count, itemsize):
-    """``load(tile, address)``: fill a local array with ``count`` elements."""
-
     def load(tile, address):
         tile[:] = _at(int(address), tile.dtype, count)
 
@@ -33,46 +49,56 @@ def tile_loader(count, itemsize):
 
 
 def tile_storer(count, itemsize):
-    """``store(address, tile)``: write ``count`` elements of a local array."""
-
     def store(address, tile):
         _at(int(address), tile.dtype, count)[:] = tile
 
     return store
 
 
-def tuple_reader(cls, scalar):
-    """``read(address) -> cls`` of consecutive values of type ``scalar``."""
-    dtype = np.dtype(str(scalar))
-
-    def read(address):
-        return cls(*_at(int(address), dtype, len(cls._fields)))
-
-    return read
-
-
-def load_int64(address):
-    """The ``int64`` at an address."""
-    return int(_at(int(address), np.dtype(np.int64), 1)[0])
+# How numbers lie in memory, and what they become.
+_NUMBERS: dict[Any, tuple[Any, Callable[[Any], Any]]] = {
+    types.int8: (ctypes.c_int8, int),
+    types.int32: (ctypes.c_int32, int),
+    types.int64: (ctypes.c_int64, int),
+    types.float32: (ctypes.c_float, np.float32),
+    types.float64: (ctypes.c_double, np.float64),
+}
 
 
-def load_int32(address):
-    """The ``int32`` at an address, as ``int64``."""
-    return int(_at(int(address), np.dtype(np.int32), 1)[0])
+def _size_of(kind):
+    if kind in _NUMBERS:
+        return ctypes.sizeof(_NUMBERS[kind][0])
+    return sum(map(_size_of, kind))
 
 
-def load_int8(address):
-    """The ``int8`` at an address, as ``int64``."""
-    return int(_at(int(address), np.dtype(np.int8), 1)[0])
+def reader(kind):
+    if kind in _NUMBERS:
+        number, made = _NUMBERS[kind]
+        return lambda address: made(number.from_address(int(address)).value)
+    parts, place = [], 0
+    for part in kind:
+        parts.append((reader(part), place))
+        place += _size_of(part)
+    made = getattr(kind, "instance_class", lambda *values: values)
+    return lambda address: made(*[read(address + first) for read, first in parts])
 
 
-def load_float32(address):
-    """The ``float32`` at an address, as ``float64``."""
-    return float(_at(int(address), np.dtype(np.float32), 1)[0])
+load_int8, load_int32, load_int64, load_float32, load_float64 = map(reader, _NUMBERS)
+
+
+def _storer(kind):
+    number, made = _NUMBERS[kind]
+
+    def store(address, value):
+        number.from_address(int(address)).value = made(value)
+
+    return store
+
+
+_, store_int32, store_int64, store_float32, store_float64 = map(_storer, _NUMBERS)
 
 
 def tuple_storer(scalar):
-    """``store(address, values)``: write a tuple of numbers as type ``scalar``."""
     dtype = np.dtype(str(scalar))
 
     def store(address, values):
@@ -81,47 +107,13 @@ def tuple_storer(scalar):
     return store
 
 
-def store_int64(address, value):
-    """Write an ``int64``."""
-    _at(int(address), np.dtype(np.int64), 1)[0] = value
-
-
-def load_float64(address):
-    """The ``float64`` at an address."""
-    return float(_at(int(address), np.dtype(np.float64), 1)[0])
-
-
-def store_float64(address, value):
-    """Write a ``float64``."""
-    _at(int(address), np.dtype(np.float64), 1)[0] = value
-
-
-def store_float32(address, value):
-    """Write a ``float64`` as ``float32``, rounded."""
-    _at(int(address), np.dtype(np.float32), 1)[0] = value
-
-
-def scale_real(scalar):
-    """``scale(address, factor)``: multiply a value of type ``scalar`` by a ``float64``."""
-    dtype = np.dtype(str(scalar))
-
-    def scale(address, factor):
-        place = _at(int(address), dtype, 1)
-        place[0] = np.float64(place[0]) * factor
-
-    return scale
-
-
 def lower_int64(address, value):
-    """Make the ``int64`` at an address the smaller of itself and ``value``, atomically."""
     with _one_at_a_time:
         store_int64(address, min(load_int64(address), int(value)))
 
 
-def address_of(array: Any) -> int:
-    """The address of a device array, whose memory is the host's here."""
-    address: int = array._ary.ctypes.data
-    return address
+def address_of(array):
+    return array._ary.ctypes.data
 
 
 REPLACED = {
@@ -131,40 +123,32 @@ REPLACED = {
 """Functions that Python cannot run, and what takes their place."""
 
 
-def device_id() -> int:
-    """The number of the current device; here there is one."""
+def on_device(function):
+    return function  # as `cuda.jit(device=True)`, for what does not name `cuda`
+
+
+def device_id():
     return 0
 
 
-def device_at(address: int) -> int:
-    """The number of the device that an address belongs to."""
+def device_at(address):
+    return 0
+
+
+def handle_of(stream):
     return 0
 
 
 class _Event:
     """Everything that was launched is done."""
 
-    def record(self, stream=0):
-        pass
-
-    def wait(self, stream=0):
-        pass
-
-    def query(self):
+    def record(self, *_):
         return True
 
-    def synchronize(self):
-        pass
+    wait = query = synchronize = record
 
 
-def new_event() -> Any:
-    """An event to wait for on other streams."""
-    return _Event()
-
-
-def handle_of(stream: Any) -> int:
-    """The handle of a stream; here there is one."""
-    return 0
+new_event = _Event
 
 
 class Graph:
@@ -188,59 +172,50 @@ class Graph:
             call()
 
 
-def _enqueue(call: Callable[..., object], *arguments: Any) -> None:
+def _enqueue(call, *arguments):
     if Graph.recording is None:
         call(*arguments)
     else:
         Graph.recording.calls.append(partial(call, *arguments))
 
 
-def _refuse_capture(what: str) -> None:
+def _refuse_capture(what):
     """As the driver does: a graph that held it would read what is no longer there."""
     if Graph.recording is not None:
         raise RuntimeError(f"{what} cannot be captured")
 
 
-def launcher(loop: Any, grid: Any, block: Any, stream: Any) -> Any:
-    """What launches a loop, called with its arguments."""
-
-    def launch(*arguments: Any) -> None:
+def launcher(loop, grid, block, stream):
+    def launch(*arguments):
         loop[grid, block, stream](*arguments)  # which is one object, whatever the grid
 
     return partial(_enqueue, launch)
 
 
-def prepare(loop: Any) -> None:
-    """Nothing is compiled."""
+def prepare(loop):
+    pass  # nothing is compiled
 
 
-def is_capturing(stream: Any) -> bool:
-    """Whether what is enqueued becomes part of a graph."""
+def is_capturing(stream):
     return Graph.recording is not None
 
 
-def copy_in(address: int, array: np.ndarray, stream: Any) -> None:
-    """Copy a contiguous array to an address."""
+def copy_in(address, array, stream):
     _refuse_capture("a copy from memory of the host")
     ctypes.memmove(int(address), array.ctypes.data, array.nbytes)
 
 
-def start_copy_out(array: np.ndarray, address: int, stream: Any) -> None:
-    """Copy from an address to a contiguous array."""
-    copy_out(array, address, stream)
-
-
-def copy_out(array: np.ndarray, address: int, stream: Any) -> None:
-    """Copy from an address to a contiguous array."""
+def copy_out(array, address, stream):
     _refuse_capture("waiting for a copy")
     ctypes.memmove(array.ctypes.data, int(address), array.nbytes)
 
 
-def copy_within(address: int, source: int, n_bytes: int, stream: Any) -> None:
-    """Copy from one address to another."""
+start_copy_out = copy_out
+
+
+def copy_within(address, source, n_bytes, stream):
     _enqueue(ctypes.memmove, int(address), int(source), n_bytes)
 
 
-def fill_ones(address: int, n_bytes: int, stream: Any) -> None:
-    """Set all bits of some memory."""
+def fill_ones(address, n_bytes, stream):
     _enqueue(ctypes.memset, int(address), 0xFF, n_bytes)

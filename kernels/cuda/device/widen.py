@@ -7,9 +7,7 @@ from typing import Any
 from numba import cuda
 
 from .backend import load_int32, store_int64
-from .launch import on_grid
-
-THREADS = 256
+from .launch import on_elements
 
 
 @cuda.jit
@@ -23,4 +21,4 @@ def widen_kernel(source, n, out):
 def widen(source: int, n: int, out: int, stream: Any) -> None:
     """Enqueue writing ``n`` ``int32`` at an address to another one as ``int64``."""
     if n:
-        on_grid(widen_kernel, -(-n // THREADS), THREADS, stream)(source, n, out)
+        on_elements(widen_kernel, n, stream)(source, n, out)

@@ -9,6 +9,7 @@ import numpy as np
 from numba import cuda, types
 
 from ..device.backend import (
+    GEOMETRY,
     load_int32,
     load_int64,
     lower_int64,
@@ -17,9 +18,8 @@ from ..device.backend import (
     tile_storer,
 )
 from ..device.guard import FOUND
-from ..device.launch import on_grid
+from ..device.launch import on_grid, tile_grid
 
-THREADS = 256
 # A row is copied in pieces of this many bytes, the longest that divides all rows and addresses.
 PIECES = (16, 8, 4, 2)
 _UNSIGNED: dict[int, Any] = {2: types.uint16, 4: types.uint32, 8: types.uint64, 16: types.uint64}
@@ -89,7 +89,6 @@ def gather(
         return
     piece = next(size for size in PIECES if not (row_bytes | table | out) % size)
     n_pieces = row_bytes // piece
-    pieces = min(THREADS, 1 << (max(1, n_pieces) - 1).bit_length())
-    lanes = THREADS // pieces
+    pieces, lanes, _ = tile_grid(n_pieces, 1, GEOMETRY.rows)
     loop = on_grid(gather_kernel(piece), -(-n // lanes), (pieces, lanes), stream)
     loop(table, n_rows, n_pieces, indices, index_bytes, n, out, kept, guard)

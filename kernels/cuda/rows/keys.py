@@ -1,106 +1,188 @@
-"""The keys of a row-sparse step: made and checked in one loop, then sorted."""
+"""The keys of a row-sparse step: made and checked in one loop, then sorted, and read by all others.
+
+Terms are those of `rows.table`.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from ..device.launch import on_grid
+import numpy as np
+from numba import cuda
+
+from ...tables import RowTable
+from ..device.backend import load_int32, load_int64, lower_int64, store_int64
+from ..device.guard import FOUND, INDEX, is_closed
+from ..device.launch import on_elements
 from ..device.memory import Places
-from . import update as rows
+from ..device.part import Call
+from ..device.records import row_finder
 from .sort import counting, scanning, scattering, scratch_words, sort_keys
-from .table import Sizes
+from .table import TableRow, n_words, sizes_of, words_of
 
-THREADS = 256
+table_of_position = row_finder(TableRow, "first_position")
+table_of_row = row_finder(TableRow, "first_row")
 
 
-class Sorter(Protocol):
-    """A sort of int64 keys that a framework has.
+class Keys(NamedTuple):
+    """Sorted keys in a kernel.
 
     Attributes:
-        can_be_captured: whether its memory is kept for a CUDA graph that holds it.
+        place: their address.
+        n: how many.
+        bits: of a key that hold the position.
     """
 
-    can_be_captured: bool
-
-    def room(self, n: int) -> int:
-        """The address of room for ``n`` keys."""
-
-    def sort(self) -> int:
-        """Enqueue the sort of the keys there; the address at which they will lie."""
+    place: Any
+    n: Any
+    bits: Any
 
 
-def make_keys(
-    table: int,
-    n_tables: int,
-    sizes: Sizes,
-    dropped_row: int,
-    keys: int,
-    check: tuple[int, int],
-    stream: Any,
-) -> None:
-    """Enqueue the check of all indices, and the keys.
+@cuda.jit(device=True)
+def key_at(keys, k):
+    """Sorted key ``k``."""
+    return load_int64(keys.place + 8 * k)
+
+
+@cuda.jit(device=True)
+def row_at(keys, k):
+    """The global row of sorted key ``k``."""
+    return key_at(keys, k) >> keys.bits
+
+
+@cuda.jit(device=True)
+def is_first_of_row(keys, k):
+    """Whether sorted key ``k`` is the first of its row."""
+    return k == 0 or row_at(keys, k - 1) != row_at(keys, k)
+
+
+@cuda.jit(device=True)
+def first_at_least(keys, low, high, x):
+    """The first ``i`` in ``low .. high`` with sorted key ``i`` at least ``x``; else ``high``."""
+    while low < high:
+        middle = (low + high) >> 1
+        if key_at(keys, middle) < x:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@cuda.jit(device=True)
+def _index_at(table, position):
+    if table.index_bytes == 4:
+        return np.int64(load_int32(table.indices + 4 * position))
+    return load_int64(table.indices + 8 * position)
+
+
+@cuda.jit
+def check_kernel(tables, n_tables, n, bits, dropped_row, keys, guard, base):
+    """Make the key of each position, and close the guard at the first bad index.
 
     Args:
-        table: address of the table of tables.
+        tables: address of the table of tables.
         n_tables: its rows.
-        sizes: theirs.
-        dropped_row: the row of bad indices, or -1: they close the guard.
-        keys: address for the keys, or 0: indices are checked only.
-        check: address of the guard, and what is added to a bad position.
-        stream: of Numba.
+        n: positions.
+        bits: of a key that hold the position.
+        dropped_row: the row that bad indices get, or -1: they close the guard.
+        keys: address of the keys, or 0: indices are checked only.
+        guard: address of the guard of the call.
+        base: added to a bad position, the smallest of which is what was found.
     """
-    blocks = max(1, -(-sizes.n // THREADS))
-    on_grid(rows.check_kernel, blocks, THREADS, stream)(
-        table, n_tables, sizes.n, sizes.position_bits, dropped_row, keys, *check
-    )
+    position = cuda.grid(1)
+    if position >= n:
+        return
+    table = table_of_position(tables, n_tables, position)
+    index = _index_at(table, position)
+    row = index + table.first_row
+    if index < 0 or index >= table.rows:
+        row = dropped_row
+        if dropped_row < 0:
+            row = 0
+            lower_int64(guard + 8 * FOUND, base + position)
+    if keys != 0:
+        store_int64(keys + 8 * position, (row << bits) | position)
 
 
-class Keys:
-    """The sections of a room in which keys are made and sorted.
+@cuda.jit(device=True)
+def may_not_write(guard, base, n, tables, n_tables):
+    """Whether the guard is closed; one thread keeps the index that did it, for the error."""
+    if not is_closed(guard):
+        return False
+    is_first = cuda.blockIdx.x == 0 and cuda.blockIdx.y == 0
+    if is_first and cuda.threadIdx.x == 0 and cuda.threadIdx.y == 0:
+        position = load_int64(guard + 8 * FOUND) - base
+        if 0 <= position < n:
+            table = table_of_position(tables, n_tables, position)
+            store_int64(guard + 8 * INDEX, _index_at(table, position))
+    return True
+
+
+class KeySort:
+    """Tables with row-sparse gradients, and the sections of scratch memory for their keys.
 
     Args:
-        sizes: of the tables.
+        tables: at least one.
         places: gets the sections.
+        drop: bad indices are left out instead of closing the guard.
         sorts: whether the keys are sorted by this package.
+        base: added to the position of a bad index.
+
+    Attributes:
+        tables: these.
+        sizes: what they add up to.
+        n_words: of the table of tables.
     """
 
-    def __init__(self, sizes: Sizes, places: Places, *, sorts: bool) -> None:
-        self._sizes, self._sorts = sizes, sorts
-        n = sizes.n if sorts else 0
+    def __init__(
+        self,
+        tables: Sequence[RowTable],
+        places: Places,
+        *,
+        drop: bool = False,
+        sorts: bool = True,
+        base: int = 0,
+    ) -> None:
+        self.tables, self.sizes = tables, sizes_of(tables, drop=drop)
+        self.n_words, self._base, self._sorts = n_words(tables), base, sorts
+        self._dropped_row = self.sizes.rows if drop else -1
+        n = self.sizes.n if sorts else 0
         self._keys, self._spare = (places.add(8 * n) for _ in range(2))
         self._scratch = places.add(8 * scratch_words(n) if sorts else 0)
+        self._table = 0
+
+    def words(self, place: int, itemsizes: Sequence[int], hp: Any) -> np.ndarray:
+        """As `words_of`; where they lie is known from then on."""
+        self._table = place
+        return words_of(self.tables, place, itemsizes, np.asarray(hp).tolist())
 
     def loops(self) -> list[Any]:
         """All loops that are launched."""
-        sorting = [counting(), scanning(), scattering()] if self._sizes.n and self._sorts else []
-        return [rows.check_kernel, *sorting]
+        sorting = [counting(), scanning(), scattering()] if self.sizes.n and self._sorts else []
+        return [check_kernel, *sorting]
 
-    def enqueue(
-        self,
-        base: int,
-        table: int,
-        n_tables: int,
-        dropped_row: int,
-        check: tuple[int, int],
-        sorter: Sorter | None,
-        stream: Any,
-    ) -> int:
-        """Enqueue making and sorting them; their address.
+    @property
+    def of_tables(self) -> tuple[int, int]:
+        """Address of the table of tables, and its rows."""
+        return self._table, len(self.tables)
 
-        Args:
-            base: where the room begins.
-            table: as `make_keys`.
-            n_tables: as `make_keys`.
-            dropped_row: as `make_keys`.
-            check: as `make_keys`.
-            sorter: sorts them; None: the sort of this package.
-            stream: of Numba.
-        """
-        sizes = self._sizes
-        keys = base + self._keys if sorter is None else sorter.room(sizes.n)
-        make_keys(table, n_tables, sizes, dropped_row, keys, check, stream)
+    def check(self, call: Call, keys: int = 0) -> None:
+        """Enqueue the check of all indices, and making the keys unless their address is 0."""
+        sizes = self.sizes
+        on_elements(check_kernel, sizes.n, call.stream)(
+            *self.of_tables, sizes.n, sizes.position_bits, self._dropped_row,
+            keys, call.guard, self._base,
+        )  # fmt: skip
+
+    def enqueue(self, call: Call) -> int:
+        """Enqueue making and sorting the keys; their address."""
+        sizes, sorter = self.sizes, call.sorter
+        keys = call.scratch + self._keys if sorter is None else sorter.room(sizes.n)
+        self.check(call, keys)
         if sorter is not None:
             return sorter.sort()
-        spare, scratch = base + self._spare, base + self._scratch
+        spare, scratch = call.scratch + self._spare, call.scratch + self._scratch
         # Positions are in order before and stay so.
-        return sort_keys(keys, spare, scratch, sizes.n, sizes.position_bits, sizes.row_bits, stream)
+        bits = sizes.position_bits, sizes.row_bits
+        return sort_keys(keys, spare, scratch, sizes.n, *bits, call.stream)

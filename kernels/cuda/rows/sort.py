@@ -6,7 +6,7 @@ all counts before one of them is where its keys begin. `scattering` sorts each t
 memory, so that equal digits lie side by side, and writes them to their places.
 
 Equal digits keep their order throughout, so the result is fixed by the keys alone. The index
-arithmetic is tested with smaller constants than these.
+arithmetic is tested with smaller constants than a device has.
 """
 
 from __future__ import annotations
@@ -16,23 +16,19 @@ from typing import Any
 
 from numba import cuda, int32, int64, uint32
 
-from ..device.backend import load_int64, store_int64
+from ..device.backend import GEOMETRY, load_int64, store_int64
 from ..device.launch import on_grid
 
-DIGIT_BITS = 8  # of a pass
-THREADS = 256  # of a block; a divisor of the number of digits
-GROUP = 16  # threads whose values one thread adds up: best the root of THREADS
-KEYS_PER_THREAD = 8  # of a tile
-_COUNTS_PER_THREAD = 4  # of a round of `scanning`
+DIGIT_BITS, _SPLIT_BITS, THREADS, GROUP, KEYS_PER_THREAD, _COUNTS_PER_THREAD, LINE_BITS = (
+    GEOMETRY.sort
+)
 
 # Of arrays in shared memory a word is left out after each line of 1 << LINE_BITS: threads that
 # read at a distance of a power of two would else meet in few banks. What a thread or a group reads
 # in one go lies within a line, and a line within a row of THREADS words.
-LINE_BITS = 4
 
 # A tile is sorted by a few bits of the digit at a time, so that each thread can have counters of
 # its own. Two of them share a word: those of values d and d + _HALF.
-_SPLIT_BITS = 4
 _HALF = 1 << (_SPLIT_BITS - 1)
 _COUNTER_BITS = 16
 _COUNTER_MASK = (1 << _COUNTER_BITS) - 1

@@ -1,4 +1,14 @@
-"""The table of the tables of a row step, as it lies on the device; terms as in `cpu.layout`."""
+"""The table of the tables of a row step, as it lies on the device.
+
+Terms used by the loops over rows:
+
+* *position*: the number of an occurrence in the concatenated index lists of all tables;
+* *global row*: the number of a row among the rows of all tables, one after the other;
+* *key*: ``global row << position bits | position``; sorted, keys group equal rows and keep the
+  order of occurrence inside a group;
+* *hot*: a row of more than `HOT` occurrences;
+* *range*: a stretch of consecutive positions of one table. Hot rows are summed range by range.
+"""
 
 from __future__ import annotations
 
@@ -8,58 +18,40 @@ from typing import NamedTuple
 import numpy as np
 
 from ...tables import RowTable, range_length
-
-# Columns, int64 [T, COLUMNS].
-(
-    W,
-    S0,
-    S1,
-    S2,
-    VALUES,
-    HP,
-    ROWS,
-    WIDTH,
-    FIRST_ROW,
-    FIRST_POSITION,
-    INDICES,
-    INDEX_BYTES,
-    RANGE,
-    N_RANGES,
-    IS_ALIGNED,
-    COLUMNS,
-) = range(16)
-ROW_BYTES = 8 * COLUMNS
-_ALIGN = 16  # bytes
+from ..dense.tiles import are_aligned
+from ..device.records import Word, size_of
 
 
-def table_of(
-    tables: Sequence[RowTable], g_bytes: int = 0, variable_bytes: Sequence[int] = ()
-) -> np.ndarray:
-    """The table of tables; ``hp`` of each is where its scalars will lie on the device.
+class TableRow(NamedTuple):
+    """A table with a row-sparse gradient; an occurrence is known by its position in all tables.
 
-    Args:
-        tables: at least one.
-        g_bytes: of an element of the gradients.
-        variable_bytes: of an element of the parameters and of each state.
+    Attributes:
+        arrays: address of the addresses of the parameter and of its states.
+        values: address that the first position would have.
+        hp: of the scalars.
+        rows: of the table.
+        width: elements of a row.
+        first_row: the global row of its first.
+        first_position: of its list of indices.
+        indices: address that the index of the first position would have.
+        index_bytes: 4 or 8.
+        range: positions of a range.
+        n_ranges: of its list of indices.
+        is_aligned: whether tiles are moved by vectors.
     """
-    made = np.zeros((len(tables), COLUMNS), np.int64)
-    first_row = first_position = 0
-    for table, row in zip(tables, made, strict=True):
-        row[W : W + len(table.addresses)] = table.addresses
-        # The loops know an occurrence by its position among those of all tables.
-        row[VALUES] = table.values - first_position * table.width * g_bytes
-        row[INDICES] = table.indices - first_position * table.index_bytes
-        row[INDEX_BYTES], row[HP] = table.index_bytes, table.hp
-        row[ROWS], row[WIDTH] = table.rows, table.width
-        row[FIRST_ROW], row[FIRST_POSITION] = first_row, first_position
-        row[RANGE] = range_length(table.length)
-        row[N_RANGES] = -(-table.length // row[RANGE])
-        strides = [table.width * n for n in (g_bytes, *variable_bytes)]
-        places = [table.values, *table.addresses]
-        row[IS_ALIGNED] = all(x % _ALIGN == 0 for x in (*strides, *places))
-        first_row += table.rows
-        first_position += table.length
-    return made
+
+    arrays: Word
+    values: Word
+    hp: Word
+    rows: Word
+    width: Word
+    first_row: Word
+    first_position: Word
+    indices: Word
+    index_bytes: Word
+    range: Word
+    n_ranges: Word
+    is_aligned: Word
 
 
 class Sizes(NamedTuple):
@@ -84,8 +76,7 @@ class Sizes(NamedTuple):
 
 def sizes_of(tables: Sequence[RowTable], *, drop: bool) -> Sizes:
     """The sizes of a step; with ``drop`` there is one row more, for dropped indices."""
-    n = sum(table.length for table in tables)
-    rows = sum(table.rows for table in tables)
+    n, rows = sum(table.length for table in tables), sum(table.rows for table in tables)
     last_row = rows if drop else rows - 1
     return Sizes(
         n,
@@ -95,3 +86,48 @@ def sizes_of(tables: Sequence[RowTable], *, drop: bool) -> Sizes:
         max(1, (n - 1).bit_length()),
         max(1, last_row.bit_length()),
     )
+
+
+def n_words(tables: Sequence[RowTable]) -> int:
+    """Of `words_of`."""
+    return sum(size_of(TableRow) // 8 + len(table.addresses) for table in tables)
+
+
+def words_of(
+    tables: Sequence[RowTable], place: int, itemsizes: Sequence[int], hp: Sequence[int]
+) -> np.ndarray:
+    """The int64 table of tables and what it points at, to lie at the address ``place``.
+
+    Args:
+        tables: at least one; their ``hp`` is not used.
+        place: where.
+        itemsizes: bytes of an element of the gradient, then of the parameter and of each state.
+        hp: addresses of the scalars of each table.
+    """
+    rows: list[TableRow] = []
+    arrays: list[int] = []
+    at_arrays, first_row, first_position = place + len(tables) * size_of(TableRow), 0, 0
+    for table, own_hp in zip(tables, hp, strict=True):
+        width, length = table.width, range_length(table.length)
+        strides = [width * n for n in itemsizes]
+        places = np.array([table.values, *table.addresses, *strides])
+        rows.append(
+            TableRow(
+                at_arrays + 8 * len(arrays),
+                table.values - first_position * strides[0],
+                own_hp,
+                table.rows,
+                width,
+                first_row,
+                first_position,
+                table.indices - first_position * table.index_bytes,
+                table.index_bytes,
+                length,
+                -(-table.length // length),
+                bool(are_aligned(places)),
+            )
+        )
+        arrays += table.addresses
+        first_row += table.rows
+        first_position += table.length
+    return np.array([*np.ravel(rows), *arrays], np.int64)

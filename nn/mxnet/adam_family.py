@@ -2,32 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...kernels.cpu.counts import Count
 from ...kernels.rules import mxnet as rules
 from ...kernels.rules.rule import Prologue, Rule
 from ...ops.runtime import check
 from ...ops.runtime.arrays import adopt_anywhere, real_type
 from ...ops.runtime.device import DeviceArray
-from ...ops.runtime.errors import message
+from ...ops.runtime.errors import reject
+from ...ops.runtime.step import commit
+from ..base.attributes import Checked
 from ..base.parameter import Parameter
-from .arguments import Checked, as_lists, decay_rate, is_list, kept_epsilon
+from ..engine.host import prepared_call
+from ..engine.on_device import launch_calls
+from .arguments import Lists, as_lists, decay_rate, is_list, kept_epsilon
+from .bindings import Bindings, calls_of
 from .optimizer import Optimizer
-from .step import Bindings, Step
 
 _RATE = 0.001
 
 
+class Variant(NamedTuple):
+    """What makes one of the family.
+
+    Attributes:
+        fused: the rules for weights without and with a master copy.
+        composed: likewise, with the numbers of MXNet's composed operations.
+        scalars: ``scalars(optimizer, real, t, lr, wd, composed)``: those of the rule.
+        decay_is_coupled: whether weight decay is part of the gradient; else the rule has it.
+    """
+
+    fused: tuple[Rule, Rule]
+    composed: tuple[Rule, Rule]
+    scalars: Callable[[Any, Any, int, float, float, bool], tuple[Any, ...]]
+    decay_is_coupled: bool
+
+
 class AdamFamily(Optimizer):
     """What Adam and AdamW share: two moments, one kernel call for all weights of a dtype."""
-
-    _decay_is_coupled = True
-    # The rules for weights without and with a master copy: fused, and composed.
-    _fused: tuple[Rule, Rule]
-    _composed: tuple[Rule, Rule]
 
     beta1 = Checked(decay_rate)
     beta2 = Checked(decay_rate)
@@ -35,6 +51,8 @@ class AdamFamily(Optimizer):
 
     def __init__(
         self,
+        variant: Variant,
+        /,
         learning_rate: float | None,
         beta1: float,
         beta2: float,
@@ -42,6 +60,7 @@ class AdamFamily(Optimizer):
         use_fused_step: bool,
         **base: Any,
     ) -> None:
+        self._variant = variant
         if learning_rate is None and base.get("lr_scheduler") is None:
             learning_rate = _RATE
         if base.get("aggregate_num") is None and not self._has_own_update():
@@ -64,25 +83,17 @@ class AdamFamily(Optimizer):
         states: Sequence[Any],
     ) -> None:  # fmt: skip
         """Update weights with the scalars of MXNet's composed operations; see ``update``."""
-        self._update_lists(indices, weights, grads, states, composed=True)
+        self._update_lists((indices, weights, grads, states), composed=True)
 
     def fused_step(
         self, indices: Sequence[Any], weights: Sequence[Any], grads: Sequence[Any],
         states: Sequence[Any],
     ) -> None:  # fmt: skip
         """Update weights with the scalars of MXNet's kernels; see ``update``."""
-        self._update_lists(indices, weights, grads, states, composed=False)
+        self._update_lists((indices, weights, grads, states), composed=False)
 
-    def _update_lists(
-        self,
-        indices: Sequence[Any],
-        weights: Sequence[Any],
-        grads: Sequence[Any],
-        states: Sequence[Any],
-        *,
-        composed: bool,
-    ) -> None:
-        as_lists(self._name, indices, weights, grads, states)
+    def _update_lists(self, lists: Lists, *, composed: bool) -> None:
+        indices, weights, grads, states = as_lists(self._name, *lists)
         variables = [self._variables(*each) for each in zip(indices, weights, states, strict=True)]
         self._update_all(indices, variables, grads, composed=composed)
 
@@ -98,12 +109,10 @@ class AdamFamily(Optimizer):
         if not self.multi_precision or self._has_own_update():
             super().update_multi_precision(index, weight, grad, state)
             return
-        lists = as_lists(self._name, index, weight, grad, state)
-        indices, weights, grads, states = lists
-        masters = [self._has_master(w) for w in weights]
+        indices, weights, grads, states = as_lists(self._name, index, weight, grad, state)
         variables = [
-            self._with_master(i, w, s) if has_master else self._variables(i, w, s)
-            for i, w, s, has_master in zip(indices, weights, states, masters, strict=True)
+            self._with_master(i, w, s) if self._has_master(w) else self._variables(i, w, s)
+            for i, w, s in zip(indices, weights, states, strict=True)
         ]
         self._update_all(indices, variables, grads, composed=not self.use_fused_step)
 
@@ -137,12 +146,12 @@ class AdamFamily(Optimizer):
         for array in (check.variable(self._name, name, given) for given in arrays):
             if array.shape != first.shape:
                 wrong = "has arrays that differ in shape"
-                raise ValueError(message(self._name, name, wrong, first.shape, array.shape))
+                reject(ValueError, self._name, name, wrong, first.shape, array.shape)
 
     def _update_all(
         self,
         indices: Sequence[Any],
-        variables: Sequence[tuple[Any, ...]],
+        variables: Sequence[Any],
         grads: Sequence[Any],
         *,
         composed: bool,
@@ -157,7 +166,7 @@ class AdamFamily(Optimizer):
         given = bound.read(grads)
         active = given.layout.active.tolist()
         before = self._counts_of(indices)
-        step = None
+        done = np.zeros(1, np.int64)  # counted up by the call that writes
         try:
             numbers = self._advance([indices[i] for i in active])
             decay = max((wd for *_, wd in numbers), default=0.0)
@@ -165,18 +174,20 @@ class AdamFamily(Optimizer):
             of_each: list[Any] = [None] * len(indices)
             for i, of_one in zip(active, numbers, strict=True):
                 of_each[i] = of_one
-            step = Step(
-                bound,
+            calls = calls_of(
                 given,
-                self._composed if composed else self._fused,
+                self._variant.composed if composed else self._variant.fused,
                 prologue,
                 touched_only=lazy,
                 numbers=of_each,
                 scalars=lambda real, n: self._scalars(real, prologue, *n, composed=composed),
             )
-            step.run()
+            if bound.device is None:
+                commit([prepared_call(call) for call in calls], Count(done))
+            elif calls:
+                launch_calls(calls, given)
         except BaseException:
-            if step is None or not step.is_done:  # an interrupt may come right after it
+            if not done[0]:  # an interrupt may come right after it
                 self._restore(*before)
             raise
 
@@ -226,7 +237,7 @@ class AdamFamily(Optimizer):
             self.compat,
             self.rescale_grad,
             self.clip_gradient or 0.0,
-            decay if self._decay_is_coupled else 0.0,
+            decay if self._variant.decay_is_coupled else 0.0,
             composed=composed,
         )
 
@@ -235,16 +246,10 @@ class AdamFamily(Optimizer):
     ) -> tuple[Any, ...]:
         """The scalars of rule and prologue for a weight that is updated the ``t``-th time."""
         self._checked_decay(wd)
-        own = self._rule_scalars(real, t, lr, wd, composed)
+        own = self._variant.scalars(self, real, t, lr, wd, composed)
         return own + rules.conditioning_scalars(
             real, prologue, self.rescale_grad, self.clip_gradient or 0.0, wd, composed=composed
         )
-
-    def _rule_scalars(
-        self, real: Any, t: int, lr: float, wd: float, composed: bool
-    ) -> tuple[Any, ...]:
-        """The scalars of the rule."""
-        raise NotImplementedError
 
     def _checked_decay(self, wd: float) -> float:
         return check.scalar_at_least_0(self._name, "wd with its factor", wd)

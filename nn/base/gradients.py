@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 
 from ...kernels.quiet import quiet
-from ..embedding import SparseGatherV2
-from . import device_gradient
-from .arrays import RowTensor, adopt_anywhere, real_type
-from .device import device_of, is_on_device
-from .device_gradient import convert, converted
-from .errors import message
-from .row_forms import concatenated
+from ...ops.embedding import SparseGatherV2
+from ...ops.runtime import device_gradient
+from ...ops.runtime.arrays import RowTensor, adopt_anywhere, real_type
+from ...ops.runtime.device import device_of, is_on_device
+from ...ops.runtime.device_gradient import convert, converted
+from ...ops.runtime.errors import message
+from ...ops.runtime.row_forms import concatenated
 
 
 @quiet

@@ -14,8 +14,8 @@ from safetensors.numpy import save as save_tensors
 from ...ops.runtime import check
 from ...ops.runtime.arrays import BFLOAT16, adopt_anywhere
 from ...ops.runtime.device import DeviceArray
-from ...ops.runtime.errors import message
-from ..base.arguments import count
+from ...ops.runtime.errors import message, reject
+from ..base.arguments import count, is_int, of_kind
 from . import lr_scheduler as schedulers
 from .arguments import arguments_of
 from .optimizer import Optimizer
@@ -23,13 +23,7 @@ from .optimizer import Optimizer
 _FORMAT = "fusestep.nn.mxnet.Updater/1"
 _DOCUMENT = "document"
 _SCHEDULERS = {
-    cls.__name__: cls
-    for cls in (
-        schedulers.FactorScheduler,
-        schedulers.MultiFactorScheduler,
-        schedulers.PolyScheduler,
-        schedulers.CosineScheduler,
-    )
+    name: getattr(schedulers, name) for name in schedulers.__all__ if name != "LRScheduler"
 }
 # What belongs to the process, and what is written in another form.
 _NOT_ARGUMENTS = {"sym", "param_dict", "lr_scheduler", "learning_rate", "param_idx2name"}
@@ -54,9 +48,7 @@ def dump(states: Mapping[Any, Any], optimizer: Optimizer, *, with_optimizer: boo
 
 def load(data: Any, optimizer: Optimizer) -> tuple[dict[Any, Any], Optimizer]:
     """The states, and the optimizer with their counts; a new one where ``data`` holds one."""
-    if not isinstance(data, bytes | bytearray | memoryview):
-        got = type(data).__name__
-        raise TypeError(message("set_states", "states", "has a wrong type", "bytes", got))
+    of_kind("set_states", "states", data, bytes | bytearray | memoryview, "bytes")
     try:
         tensors, document = _parsed(bytes(data))
         states = {_index(index): _restored(v, tensors) for index, v in document["states"]}
@@ -65,7 +57,11 @@ def load(data: Any, optimizer: Optimizer) -> tuple[dict[Any, Any], Optimizer]:
         if document["optimizer"] is not None:
             optimizer = _made(document["optimizer"], optimizer)
     except _DAMAGES as error:
-        raise ValueError(_not_ours(f"{type(error).__name__} {error}")) from None
+        expected, got = "bytes of Updater.get_states", f"{type(error).__name__} {error}"
+        text = message("set_states", "states", "cannot be read", expected, got)
+        raise ValueError(
+            f"{text}; pickles of MXNet are not read, because they can execute anything"
+        ) from None
     for index, state in states.items():
         optimizer.check_state(index, state)
     optimizer._index_update_count, optimizer.num_update = counts, num_update
@@ -97,22 +93,11 @@ def _parsed(data: bytes) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     return tensors, document
 
 
-def _not_ours(got: str) -> str:
-    expected = "bytes of Updater.get_states"
-    return (
-        message("set_states", "states", "cannot be read", expected, got)
-        + "; pickles of MXNet are not read, because they can execute anything"
-    )
-
-
 def _index(index: Any) -> int | str:
-    if isinstance(index, int | np.integer) and not isinstance(index, bool):
-        return int(index)
-    if isinstance(index, str):
-        return index
-    raise TypeError(
-        message("get_states", "an index", "cannot be written", "an int or a str", repr(index))
-    )
+    if not (is_int(index) or isinstance(index, str)):
+        wrong, got = "cannot be written", repr(index)
+        reject(TypeError, "get_states", "an index", wrong, "an int or a str", got)
+    return index if isinstance(index, str) else int(index)
 
 
 def _structure(value: Any, name: str, tensors: dict[str, np.ndarray]) -> Any:
@@ -133,7 +118,7 @@ def _structure(value: Any, name: str, tensors: dict[str, np.ndarray]) -> Any:
         return {"value": value}
     expected = "None, numbers, arrays of real numbers, tuples and lists"
     got = value.dtype if isinstance(value, np.ndarray) else type(value).__name__
-    raise TypeError(message("get_states", name, "cannot be written", expected, got))
+    return reject(TypeError, "get_states", name, "cannot be written", expected, got)
 
 
 def _restored(value: Any, tensors: Mapping[str, np.ndarray]) -> Any:
@@ -154,8 +139,8 @@ def _described(optimizer: Optimizer) -> dict[str, Any]:
     klass = type(optimizer)
     name = klass.__name__.lower()
     if Optimizer.opt_registry.get(name) is not klass:
-        expected = "a registered class"
-        raise TypeError(message("get_states", "optimizer", "cannot be written", expected, klass))
+        wrong, expected = "cannot be written", "a registered class"
+        reject(TypeError, "get_states", "optimizer", wrong, expected, klass)
     return {
         "name": name,
         "arguments": _arguments(optimizer, sorted(set(arguments_of(klass)) - _NOT_ARGUMENTS)),
@@ -172,10 +157,8 @@ def _described_scheduler(scheduler: Any) -> dict[str, Any] | None:
         return None
     name = type(scheduler).__name__
     if _SCHEDULERS.get(name) is not type(scheduler):
-        expected = f"None or one of {', '.join(_SCHEDULERS)}"
-        raise TypeError(
-            message("get_states", "lr_scheduler", "cannot be written", expected, scheduler)
-        )
+        wrong, expected = "cannot be written", f"None or one of {', '.join(_SCHEDULERS)}"
+        reject(TypeError, "get_states", "lr_scheduler", wrong, expected, scheduler)
     return {"name": name, "arguments": _arguments(scheduler, arguments_of(type(scheduler)))}
 
 
@@ -186,7 +169,7 @@ def _arguments(owner: Any, names: Iterable[str]) -> dict[str, Any]:
     for name in names:
         if not hasattr(owner, name):
             expected = "an attribute of the same name"
-            raise TypeError(message(where, f"argument {name!r}", "is not kept", expected, "none"))
+            reject(TypeError, where, f"argument {name!r}", "is not kept", expected, "none")
         found[name] = _plain(where, name, getattr(owner, name))
     return found
 
@@ -200,7 +183,7 @@ def _plain(where: str, name: str, value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(where, name, part) for part in value]
     expected = "None, a number, a str or a list"
-    raise TypeError(message(where, name, "cannot be written", expected, type(value).__name__))
+    return reject(TypeError, where, name, "cannot be written", expected, type(value).__name__)
 
 
 def _pairs(items: Iterable[tuple[Any, Any]]) -> list[list[Any]]:

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import operator
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from ...kernels.cpu import headers
-from ...kernels.cpu.counts import Count
 from ...kernels.rules.rule import Prologue, Rule
-from ...ops.runtime import check, pending
+from ...ops.runtime import check
 from ...ops.runtime.arrays import adopt_anywhere
 from ...ops.runtime.device import DeviceArray, device_of
-from ...ops.runtime.device_step import Launch, checked, launch_on
-from ...ops.runtime.errors import message
-from ...ops.runtime.row_step import check_rows_on_device, prepared_rows, row_step
-from ...ops.runtime.step import Prepared, commit, dense_step, prepared_dense
+from ...ops.runtime.errors import reject
 from ..base.parameter import Parameter
-from ..engine.layout import Batch
-from ..engine.on_device import error_of, row_batches
+from ..engine.plan import Call
 from ..engine.reader import GradientReader, Gradients
 
 _KEPT_WEIGHTS = 4096
@@ -141,113 +135,37 @@ class Bindings:
         return Bindings, (self._where,)  # a copy has other arrays
 
 
-class Step:
-    """One step on bound weights: first everything that can fail, then `run`.
+def calls_of(
+    given: Gradients,
+    rules: tuple[Rule, Rule],
+    prologue: Prologue,
+    *,
+    touched_only: bool,
+    numbers: Sequence[Any],
+    scalars: Scalars,
+) -> list[Call]:
+    """The kernel calls of a step on bound weights.
 
     Args:
-        bound: the weights.
-        given: their gradients.
+        given: the gradients.
         rules: the rule for weights without and with a master copy.
         prologue: what happens to the gradients.
         touched_only: row-sparse gradients update only the rows that occur.
         numbers: for each weight what its scalars are made of; hashable.
         scalars: makes them.
     """
-
-    def __init__(
-        self,
-        bound: Bound,
-        given: Gradients,
-        rules: tuple[Rule, Rule],
-        prologue: Prologue,
-        *,
-        touched_only: bool,
-        numbers: Sequence[Any],
-        scalars: Scalars,
-    ) -> None:
-        self._given, self._rules, self._prologue = given, rules, prologue
-        self._touched_only, self._device = touched_only, bound.device
-        self._calls = [
-            (batch, *_scalars_of(batch, numbers, scalars)) for batch in given.layout.batches
-        ]
-        self._done = np.zeros(1, np.int64)
-
-    def _rule(self, batch: Batch) -> Rule:
-        plain, with_master = self._rules
-        return with_master if len(batch.variables.s) > len(plain.states) else plain
-
-    @property
-    def is_done(self) -> bool:
-        """Whether it has been written; on a device it is never known."""
-        return bool(self._done[0])
-
-    def run(self) -> None:
-        """Write; on a device it is enqueued.
-
-        Raises:
-            IndexError: an index of a row-sparse gradient is out of range.
-        """
-        if self._device is None:
-            commit([self._prepared(*call) for call in self._calls], Count(self._done))
-        elif self._calls:
-            with _launched(self._given, self._device) as launch:
-                self._enqueue(launch)
-
-    def _prepared(self, batch: Batch, hp: np.ndarray, hp_of: list[int]) -> Prepared:
-        arguments = self._rule(batch), self._prologue, batch.variables
-        if batch.row_sparse:
-            rows, touched_only = self._given.rows_of(batch), self._touched_only
-            return prepared_rows(
-                batch.labels, *arguments, rows, hp, hp_of, touched_only=touched_only
-            )
-        places = self._given.addresses_of(batch)
-        return prepared_dense(*arguments, places, batch.g, hp, np.array(hp_of))
-
-    def _enqueue(self, launch: Launch) -> None:
-        first = 0  # of the positions of a batch among those of all batches
-        for batch, hp, hp_of in self._calls:
-            arguments = self._rule(batch), self._prologue, batch.variables
-            if batch.row_sparse:
-                rows = self._given.rows_of(batch)
-                row_step(
-                    batch.labels,
-                    *arguments,
-                    rows,
-                    hp,
-                    hp_of,
-                    touched_only=self._touched_only,
-                    launch=launch.after(first),
-                )
-                first += sum(len(gradient.indices) for gradient in rows)
-            else:
-                places = self._given.addresses_of(batch)
-                dense_step(*arguments, places, batch.g, hp, np.array(hp_of), launch=launch)
-
-
-@contextmanager
-def _launched(given: Gradients, device: int) -> Iterator[Launch]:
-    """A launch of a step that writes nothing if an index turns out to be out of range."""
-    batches = row_batches(given)
-    error = error_of(given) if batches else None
-    with (
-        pending.held(),  # before the order of streams is held, as in operators
-        launch_on(given.arrays, None) as launch,
-        checked(device, launch, error) as guarded,
-    ):
-        if len(batches) > 1:  # one checks its indices before it writes
-            for batch, first in batches:
-                check_rows_on_device(batch.variables, given.rows_of(batch), guarded.after(first))
-        yield guarded
-
-
-def _scalars_of(
-    batch: Batch, numbers: Sequence[Any], scalars: Scalars
-) -> tuple[np.ndarray, list[int]]:
-    """Rows of scalars, and the row of each tensor of a batch."""
-    real = batch.variables.real.carrier
-    rows: dict[Any, int] = {}
-    hp_of = [rows.setdefault(numbers[i], len(rows)) for i in batch.positions.tolist()]
-    return np.array([scalars(real, numbers) for numbers in rows], real), hp_of
+    plain, with_master = rules
+    calls = []
+    for batch in given.layout.batches:
+        rows: dict[Any, int] = {}
+        hp_of = [rows.setdefault(numbers[i], len(rows)) for i in batch.positions.tolist()]
+        hp: np.ndarray = np.array(
+            [scalars(batch.real, of_weight) for of_weight in rows], batch.real
+        )
+        rule = with_master if len(batch.variables.s) > len(plain.states) else plain
+        gradients = given.rows_of(batch) if batch.row_sparse else given.addresses_of(batch)
+        calls.append(Call(batch, rule, prologue, touched_only, gradients, hp, np.array(hp_of)))
+    return calls
 
 
 def _checked(where: str, name: str, arrays: Sequence[Any]) -> tuple[Any, ...]:
@@ -257,8 +175,8 @@ def _checked(where: str, name: str, arrays: Sequence[Any]) -> tuple[Any, ...]:
     for state in states:
         device_of(where, {f"weight {name!r}": weight, f"state of {name!r}": state})
         if state.shape != weight.shape:
-            wrong = "has a wrong shape"
-            raise ValueError(message(where, f"state of {name!r}", wrong, weight.shape, state.shape))
+            label, expected = f"state of {name!r}", weight.shape
+            reject(ValueError, where, label, "has a wrong shape", expected, state.shape)
     return weight, *states
 
 

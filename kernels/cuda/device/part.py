@@ -1,0 +1,117 @@
+"""Parts of a step: launches whose tables lie on the device, ready to be enqueued again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from .backend import copy_in
+from .memory import Places, room_of
+
+
+class Sorter(Protocol):
+    """A sort of int64 keys that a framework has.
+
+    Attributes:
+        can_be_captured: whether its memory is kept for a CUDA graph that holds it.
+    """
+
+    can_be_captured: bool
+
+    def room(self, n: int) -> int:
+        """The address of room for ``n`` keys."""
+
+    def sort(self) -> int:
+        """Enqueue the sort of the keys there; the address at which they will lie."""
+
+
+class Call(NamedTuple):
+    """Where and under which condition launches are enqueued.
+
+    Attributes:
+        stream: of Numba.
+        guard: address of the guard (`guard`), or 0: the call cannot fail.
+        sorter: sorts keys; None: the sort of this package.
+        scratch: address of as much memory as is needed.
+    """
+
+    stream: Any
+    guard: int = 0
+    sorter: Sorter | None = None
+    scratch: int = 0
+
+
+class Part(Protocol):
+    """The launches of a batch of tensors after its scalars are there.
+
+    Attributes:
+        scratch_bytes: of memory that they need for the time of the call.
+    """
+
+    scratch_bytes: int
+
+    def loops(self) -> list[Any]:
+        """All loops that are launched."""
+
+    def words(self, place: int, hp: np.ndarray) -> np.ndarray:
+        """The int64 tables of the launches, to lie at the address ``place``.
+
+        Args:
+            place: where.
+            hp: int64 ``[T]``: addresses of the scalars of each tensor.
+        """
+
+    def enqueue(self, call: Call) -> None:
+        """Enqueue the launches; ``words`` are there."""
+
+
+class Parts:
+    """Several, one after the other; those that are None are left out."""
+
+    def __init__(self, *parts: Part | None) -> None:
+        self._parts = [part for part in parts if part is not None]
+        self.scratch_bytes = max(part.scratch_bytes for part in self._parts)
+
+    def loops(self) -> list[Any]:
+        """See `Part`."""
+        return [loop for part in self._parts for loop in part.loops()]
+
+    def words(self, place: int, hp: np.ndarray) -> np.ndarray:
+        """See `Part`."""
+        found: list[np.ndarray] = []
+        for part in self._parts:
+            found.append(part.words(place, hp))
+            place += found[-1].nbytes
+        return np.concatenate(found)
+
+    def enqueue(self, call: Call) -> None:
+        """See `Part`."""
+        for part in self._parts:
+            part.enqueue(call)
+
+
+@contextmanager
+def placed(part: Any, hp: np.ndarray, hp_of: Any, call: Call) -> Iterator[Call]:
+    """A part by itself, with scalars of the host, in the room of the stream.
+
+    Args:
+        part: a `Part` that says by ``n_words`` how long its tables are at most.
+        hp: ``[R, F]`` scalars in the type of the arithmetic.
+        hp_of: which row of ``hp`` each tensor uses.
+        call: gets the scratch memory.
+    """
+    scalars, places = np.ascontiguousarray(hp), Places()
+    places.add(scalars.nbytes)
+    at_words, at_scratch = places.add(8 * part.n_words), places.add(part.scratch_bytes)
+    with room_of(call.stream) as room:
+        base = room.take(places.size)
+        addresses = base + np.asarray(hp_of) * scalars.strides[0]
+        words = part.words(base + at_words, addresses)
+        content = np.zeros(at_words + words.nbytes, np.uint8)
+        content[: scalars.nbytes] = scalars.reshape(-1).view(np.uint8)
+        content[at_words:] = words.view(np.uint8)
+        copy_in(base, content, call.stream)
+        yield call._replace(scratch=base + at_scratch)

@@ -1,0 +1,87 @@
+"""Rows of tables on the device, which kernels read by the names of their fields.
+
+A layout is said once, by a named tuple whose fields are a `Word` or `Real` of 8 bytes each, or
+`Words`, as many as a reader is made for: kernels and the host both have it from there. Of a row
+that is read, what is not used is not loaded in the end: the compiler sees to that.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, get_type_hints
+
+import numpy as np
+from numba import cuda, types
+
+from ...rules.rule import Prologue, Rule, hp_type
+from ...storage import Storage, numba_type
+from .backend import load_int64, reader
+
+# A value that all rows have, or a column.
+Word = int | np.ndarray
+Real = float | np.ndarray
+Words = tuple[int, ...] | np.ndarray
+
+
+def kind_of(record: Any, n_words: int = 0) -> Any:
+    """Numba's type of a row."""
+    kinds = {Word: types.int64, Real: types.float64, Words: types.UniTuple(types.int64, n_words)}
+    return types.NamedTuple([kinds[hint] for hint in get_type_hints(record).values()], record)
+
+
+def size_of(record: Any, n_words: int = 0) -> int:
+    """Bytes of a row."""
+    return 8 * sum(getattr(kind, "count", 1) for kind in kind_of(record, n_words))
+
+
+def offsets_of(record: Any) -> Any:
+    """The byte at which each field begins, under its name; `Words` come last."""
+    return record(*range(0, 8 * len(record._fields), 8))
+
+
+@cache
+def row_reader(record: Any, n_words: int = 0) -> Any:
+    """``row_at(table, k)``: row ``k`` of a table."""
+    read, n_bytes = reader(kind_of(record, n_words)), size_of(record, n_words)
+
+    @cuda.jit(device=True)
+    def row_at(table, k):
+        return read(table + k * n_bytes)
+
+    return row_at
+
+
+@cache
+def row_finder(record: Any, field: str, n_words: int = 0) -> Any:
+    """``find(table, n, x)``: the last of ``n`` rows whose field is at most ``x``, else the first.
+
+    By bisection: the field does not descend.
+    """
+    row_at, n_bytes = row_reader(record, n_words), size_of(record, n_words)
+    offset = getattr(offsets_of(record), field)
+
+    @cuda.jit(device=True)
+    def find(table, n, x):
+        low, high = 0, n
+        while high - low > 1:
+            middle = (low + high) >> 1
+            if load_int64(table + offset + middle * n_bytes) <= x:
+                low = middle
+            else:
+                high = middle
+        return row_at(table, low)
+
+    return find
+
+
+@cache
+def hp_reader(rule: Rule, prologue: Prologue, real: Storage) -> Any:
+    """``read_hp(address)``: the scalars of a rule behind a prologue."""
+    cls: Any = hp_type(rule, prologue)
+    return reader(types.NamedUniTuple(numba_type(real), len(cls._fields), cls))
+
+
+def table_of(rows: Any, n: int) -> np.ndarray:
+    """The int64 table of ``n`` rows, given as one whose fields are columns."""
+    columns = [np.broadcast_to(x, n) if np.ndim(x) < 2 else x for x in rows]
+    return np.column_stack(columns).astype(np.int64, copy=False)

@@ -1,0 +1,287 @@
+"""The loops of a row-sparse step on the device: sums of equal rows, and the rule.
+
+The order of every sum is that of the CPU: up to `HOT` occurrences of a row one after the other,
+more of them range by range of positions and the ranges in order. Hence no atomics on floats, and
+the same bits in every run.
+
+A thread has a tile of columns of one row. It adds up the gradients of the row in registers and
+runs the rule, so no sum is written to memory, but for those of the ranges of hot rows. Grids are
+``[(groups of keys or rows, groups of tiles), (tiles, keys or rows)]``.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import cuda, float64, types
+
+from ...element import Kernel
+from ...storage import Storage, numba_type
+from ...tables import HOT
+from ..dense.tiles import by_tiles, length_of, sums, update_summed_tile
+from ..device.backend import GEOMETRY, load_int64, reader, store_int64
+from ..device.guard import is_closed
+from ..device.records import hp_reader
+from ..device.sums import store_part
+from .keys import Keys, first_at_least, is_first_of_row, key_at, may_not_write, row_at, table_of_row
+
+THREADS = GEOMETRY.rows
+
+
+class HotSums(NamedTuple):
+    """The sums of the ranges of hot rows, in a kernel.
+
+    Every multiple of `HOT` in the list of keys is a *probe*; a hot row covers one. The sum of range
+    ``r`` lies at ``place[probe * stride + r * width]``, of the first probe of the row.
+    """
+
+    place: Any
+    stride: Any
+
+
+@cuda.jit(device=True)
+def thread_place():
+    """The number of the key or row of a thread, and that of its tile."""
+    k = np.int64(cuda.blockIdx.x) * cuda.blockDim.y + cuda.threadIdx.y
+    return k, np.int64(cuda.blockIdx.y) * cuda.blockDim.x + cuda.threadIdx.x
+
+
+@cache
+def add_up_rows(g: Storage, real: Storage, length: int) -> Any:
+    """``run(total, keys, k, limit, values, stride)``: a sum of gradient rows.
+
+    It begins with key ``k`` and ends before the first key that is ``limit`` or more. Four rows
+    are loaded at once, so that their way from memory is not waited for four times.
+    """
+    start, add, add_4, _ = sums(g, real, length)
+
+    @cuda.jit(device=True)
+    def run(total, keys, k, limit, values, stride):
+        mask = (1 << keys.bits) - 1
+        start(total, values + (key_at(keys, k) & mask) * stride)
+        k += 1
+        while k + 4 <= keys.n and key_at(keys, k + 3) < limit:
+            add_4(
+                total,
+                values + (key_at(keys, k) & mask) * stride,
+                values + (key_at(keys, k + 1) & mask) * stride,
+                values + (key_at(keys, k + 2) & mask) * stride,
+                values + (key_at(keys, k + 3) & mask) * stride,
+            )
+            k += 4
+        while k < keys.n:
+            key = key_at(keys, k)
+            if key >= limit:
+                break
+            add(total, values + (key & mask) * stride)
+            k += 1
+
+    return run
+
+
+def _sum_of_range(g: Storage, real: Storage, length: int) -> Any:
+    """``run(column, keys, begin, row, table, number, place)``: to the sum at ``place``.
+
+    It sums what a row has in range ``number``; the keys of the row begin at ``begin``.
+    """
+    add_up, store = add_up_rows(g, real, length), sums(g, real, length).store
+    real_type, real_bytes, g_bytes = numba_type(real), real.itemsize, g.itemsize
+
+    @cuda.jit(device=True)
+    def run(column, keys, begin, row, table, number, place):
+        first = (row << keys.bits) + table.first_position + number * table.range
+        # Beyond the last position a sum would run over into the next row.
+        limit = min(first + table.range, (row + 1) << keys.bits)
+        k = first_at_least(keys, begin, keys.n, first)
+        total = cuda.local.array(length, real_type)
+        if k == keys.n or key_at(keys, k) >= limit:
+            for c in range(length):
+                total[c] = real_type(0)
+        else:
+            values = table.values + column * g_bytes
+            add_up(total, keys, k, limit, values, table.width * g_bytes)
+        store(place + column * real_bytes, total)
+
+    return run
+
+
+@cache
+def hot_kernel(g: Storage, real: Storage, length: int) -> Any:
+    """The loop that sums hot rows range by range; the same for every rule.
+
+    Only probes are looked at, one by a block.
+
+    ``loop[(probes, groups of ranges, groups of tiles), (tiles, ranges)]``
+    """
+    sum_range = by_tiles(lambda n: _sum_of_range(g, real, n), length)
+    real_bytes = real.itemsize
+
+    @cuda.jit
+    def loop(keys, n, bits, tables, n_tables, n_rows, hot_sums, hot_stride, guard):
+        keys, probe = Keys(keys, n, bits), np.int64(cuda.blockIdx.x)
+        k, number = probe * HOT, np.int64(cuda.blockIdx.y) * cuda.blockDim.y + cuda.threadIdx.y
+        tile = np.int64(cuda.blockIdx.z) * cuda.blockDim.x + cuda.threadIdx.x
+        if k >= n or is_closed(guard):
+            return
+        row = row_at(keys, k)
+        if row >= n_rows or (k >= HOT and row_at(keys, k - HOT) == row):
+            return
+        begin = first_at_least(keys, max(0, k - HOT), k, row << bits)
+        if begin + HOT >= n or row_at(keys, begin + HOT) != row:
+            return
+        table = table_of_row(tables, n_tables, row)
+        if number < table.n_ranges:
+            place = hot_sums + (probe * hot_stride + number * table.width) * real_bytes
+            sum_range(
+                tile * length, table.width, table.is_aligned,
+                keys, begin, row, table, number, place,
+            )  # fmt: skip
+
+    return loop
+
+
+@cache
+def sum_of_row(g: Storage, real: Storage, length: int) -> Any:
+    """``run(total, keys, k, table, column, hot)``.
+
+    The summed gradient of the row whose first key is ``k``; 0 where ``k`` is -1.
+    """
+    add_up, (start, add, _, _) = add_up_rows(g, real, length), sums(real, real, length)
+    real_type, real_bytes, g_bytes = numba_type(real), real.itemsize, g.itemsize
+
+    @cuda.jit(device=True)
+    def run(total, keys, k, table, column, hot):
+        if k < 0:
+            for c in range(length):
+                total[c] = real_type(0)
+            return
+        row = row_at(keys, k)
+        if k + HOT < keys.n and row_at(keys, k + HOT) == row:
+            probe = (k + HOT - 1) // HOT
+            place = hot.place + (probe * hot.stride + column) * real_bytes
+            start(total, place)
+            for r in range(1, table.n_ranges):
+                add(total, place + r * table.width * real_bytes)
+            return
+        values, limit = table.values + column * g_bytes, (row + 1) << keys.bits
+        add_up(total, keys, k, limit, values, table.width * g_bytes)
+
+    return run
+
+
+def _update_tile(kernel: Kernel, length: int) -> Any:
+    """``run(column, keys, k, row, table, hot, arrays, hp)``: sum and update; ``k`` as above."""
+    sum_up, update = sum_of_row(kernel.g, kernel.real, length), update_summed_tile(kernel, length)
+    real_type = numba_type(kernel.real)
+    read_arrays = reader(types.UniTuple(types.int64, 1 + len(kernel.s)))
+
+    @cuda.jit(device=True)
+    def run(column, keys, k, row, table, hot, hp):
+        total = cuda.local.array(length, real_type)
+        sum_up(total, keys, k, table, column, hot)
+        i, arrays = (row - table.first_row) * table.width + column, read_arrays(table.arrays)
+        update(i, arrays, (), (), total, hp)
+
+    return run
+
+
+@cache
+def _row_update(kernel: Kernel) -> Any:
+    """``run(keys, k, row, tables, n_tables, tile, hot)``: a tile of columns of a global row."""
+    length = length_of(kernel)
+    update_tile = by_tiles(lambda n: _update_tile(kernel, n), length)
+    read_hp = hp_reader(kernel.rule, kernel.prologue, kernel.real)
+
+    @cuda.jit(device=True)
+    def run(keys, k, row, tables, n_tables, tile, hot):
+        table = table_of_row(tables, n_tables, row)
+        if tile * length < table.width:
+            hp = read_hp(table.hp)
+            update_tile(tile * length, table.width, table.is_aligned, keys, k, row, table, hot, hp)
+
+    return run
+
+
+@cache
+def touched_kernel(kernel: Kernel) -> Any:
+    """The lazy loop: a thread has a tile of one key, and works if its row begins there."""
+    update = _row_update(kernel)
+
+    @cuda.jit
+    def loop(keys, n, bits, tables, n_tables, n_rows, hot_sums, hot_stride, guard, base):
+        if may_not_write(guard, base, n, tables, n_tables):
+            return
+        keys, (k, tile) = Keys(keys, n, bits), thread_place()
+        if k < n and is_first_of_row(keys, k):
+            row = row_at(keys, k)
+            if row < n_rows:
+                update(keys, k, row, tables, n_tables, tile, HotSums(hot_sums, hot_stride))
+
+    return loop
+
+
+@cuda.jit
+def mark_kernel(keys, n, bits, n_rows, first, guard):
+    """Write to ``first[row]`` where the keys of each row begin; the others are -1 already."""
+    k, keys = cuda.grid(1), Keys(keys, n, bits)
+    if k >= n or is_closed(guard) or not is_first_of_row(keys, k):
+        return
+    row = row_at(keys, k)
+    if row < n_rows:
+        store_int64(first + 8 * row, k)
+
+
+@cache
+def sweep_kernel(kernel: Kernel) -> Any:
+    """The dense-equivalent loop: a thread has a tile of one row of all there are."""
+    update = _row_update(kernel)
+
+    @cuda.jit
+    def loop(keys, n, bits, tables, n_tables, n_rows, hot_sums, hot_stride, guard, base, first):
+        if may_not_write(guard, base, n, tables, n_tables):
+            return
+        row, tile = thread_place()
+        if row < n_rows:
+            k, hot = load_int64(first + 8 * row), HotSums(hot_sums, hot_stride)
+            update(Keys(keys, n, bits), k, row, tables, n_tables, tile, hot)
+
+    return loop
+
+
+@cache
+def row_squares_kernel(g: Storage, real: Storage, length: int) -> Any:
+    """The squares of summed rows: each block writes its part of them."""
+    add_squares = by_tiles(lambda n: _squares_of_tile(g, real, n), length)
+
+    @cuda.jit
+    def loop(keys, n, bits, tables, n_tables, n_rows, hot_sums, hot_stride, guard, base, parts):
+        is_bad = may_not_write(guard, base, n, tables, n_tables)
+        keys, (k, tile) = Keys(keys, n, bits), thread_place()
+        thread = cuda.threadIdx.y * cuda.blockDim.x + cuda.threadIdx.x
+        own, hot = cuda.local.array(1, float64), HotSums(hot_sums, hot_stride)
+        own[0] = 0.0
+        if k < n and not is_bad and is_first_of_row(keys, k):
+            table = table_of_row(tables, n_tables, row_at(keys, k))
+            add_squares(tile * length, table.width, table.is_aligned, keys, k, table, hot, own)
+        shared = cuda.shared.array((1, THREADS), float64)
+        shared[0, thread] = own[0]
+        block = np.int64(cuda.blockIdx.y) * cuda.gridDim.x + cuda.blockIdx.x
+        store_part(parts, block, shared, thread, THREADS, 1)
+
+    return loop
+
+
+def _squares_of_tile(g: Storage, real: Storage, length: int) -> Any:
+    """``run(column, keys, k, table, hot, own)``: added to a float64."""
+    sum_up, real_type = sum_of_row(g, real, length), numba_type(real)
+
+    @cuda.jit(device=True)
+    def run(column, keys, k, table, hot, own):
+        total = cuda.local.array(length, real_type)
+        sum_up(total, keys, k, table, column, hot)
+        for c in range(length):
+            own[0] += np.float64(total[c]) * np.float64(total[c])
+
+    return run

@@ -1,0 +1,308 @@
+"""Steps on a CUDA device: states and arithmetic are there too, and a step is enqueued."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ...kernels.cuda.dense.scalars import ClassRow
+from ...kernels.cuda.dense.step import DenseStep
+from ...kernels.cuda.device.part import Part, Parts
+from ...kernels.cuda.device.records import size_of
+from ...kernels.cuda.rows.step import RowStep
+from ...kernels.element import kernel
+from ...kernels.rules.formula import running_power
+from ...kernels.tables import HOT
+from ...ops.runtime import pending
+from ...ops.runtime.arrays import real_type
+from ...ops.runtime.device import DeviceArray, is_captured
+from ...ops.runtime.device_step import Launch, launch_on
+from ...ops.runtime.row_step import row_tables
+from ...ops.runtime.step import commit
+from ..base.parameter import Parameter
+from . import captures
+from .host import Host
+from .layout import Batch
+from .on_device import error_of, row_batches
+from .plan import Classes, Plan, Update
+from .program import Program, Scalars, Tensors
+from .reader import by_storage
+from .resident import Resident, Settings
+
+_KEPT_PROGRAMS = 4
+_KEPT_KINDS = 64
+
+
+class Device:
+    """Steps of parameters on a device.
+
+    Args:
+        where: the optimizer's name, for errors.
+        parameters: of the optimizer.
+        host: has its lock, and counts.
+        centralizes: whether any gradient is centralized.
+
+    Attributes:
+        is_in_use: whether steps are taken here, not on the host.
+    """
+
+    works_on_host = False
+
+    def __init__(
+        self, where: str, parameters: Sequence[Parameter], host: Host, *, centralizes: bool
+    ) -> None:
+        self._where, self._parameters, self._host = where, parameters, host
+        self._centralizes = centralizes
+        self._resident: Resident | None = None
+        self.is_in_use = True
+        self.forget()
+        pending.register(self)
+
+    def forget(self) -> None:
+        """An address has changed: nothing that was derived from it stays."""
+        self._forget_programs()
+        self._ran: dict[Any, None] = {}  # the last kinds of steps; what they launch is compiled
+
+    def _forget_programs(self) -> None:
+        self._programs: dict[Any, tuple[Program, int]] = {}
+
+    @property
+    def _is_captured(self) -> bool:
+        return is_captured(self._parameters[0].array)
+
+    # What is known on the device
+
+    @property
+    def is_unsettled(self) -> bool:
+        """Whether the device may know of steps what the host does not."""
+        resident = self._resident
+        return self.is_in_use and resident is not None and resident.is_unsettled
+
+    def settle(self) -> Exception | None:
+        """Wait for all steps on the device and take over their counts; what one has found.
+
+        `fusestep.synchronize` calls it.
+        """
+        assert self._resident is not None
+        counts, error = self._resident.settle()
+        self._forget_programs()
+        for own, found in zip(self._host.counts, counts, strict=True):
+            own[...] = found
+        return error
+
+    def load_counts(self) -> None:
+        """Tell the device, where it counts, how far the host is."""
+        resident = self._resident
+        if resident is not None:
+            powers = [
+                [running_power(real_type(p.dtype), base, step) for base in resident.bases]
+                for p, step in zip(self._parameters, self._host.counts.steps.tolist(), strict=True)
+            ]
+            resident.load(self._host.counts, np.array(powers, np.float64))
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """One step is enqueued after the other, and nothing is settled meanwhile."""
+        with self._host.turn(), pending.held():
+            yield
+
+    def ready(self, update: Update, classes: Classes, *, may_skip: bool) -> None:
+        """The optimizer has its memory here; the host knows of the last steps what it must.
+
+        Raises:
+            RuntimeError: there is none yet for these options, and a CUDA graph is being captured.
+            Exception: what a step before has found, if the host waits.
+        """
+        if self._centralizes and self._is_captured:
+            raise captures.centralizes(self._where)
+        resident, bases = self._resident, update.formula.bases
+        # Powers of other numbers are computed anew from the counts.
+        is_new = resident is None or resident.bases != bases
+        must_settle = resident is not None and (
+            is_new or _must_settle(resident, classes, may_skip=may_skip)
+        )
+        captured = (is_new or must_settle) and self._is_captured
+        if is_new and captured:
+            raise captures.first_of_its_kind(self._where)
+        if must_settle and not captured:
+            pending.synchronize()
+        if resident is None:
+            device = self._parameters[0].array.device
+            resident = self._resident = Resident(device, len(self._parameters), bases)
+            weakref.finalize(self, _leave, resident).atexit = False
+        if is_new:
+            resident.bases = bases
+            self.load_counts()
+
+    # The step
+
+    def run(self, plan: Plan) -> None:
+        """Enqueue a step."""
+        given = plan.given
+        numbers = (*plan.rates, plan.conditioning.loss_scale, plan.found_inf)
+        there = [number for number in numbers if isinstance(number, DeviceArray)]
+        if there and self._is_captured:
+            there = []  # when a graph runs is the user's to order
+        arrays = [self._parameters[0].array, *given.arrays, *there]
+        spans = given.layout.lock_spans if plan.use_locking else None
+        with launch_on(arrays, spans, can_be_captured=True) as launch:
+            self._enqueue(plan, launch)
+        if not launch.is_captured:
+            commit([], self._host.count(given.layout))
+
+    def _enqueue(self, plan: Plan, launch: Launch) -> None:
+        stream, capturing, resident = launch.stream, launch.is_captured, self._resident
+        assert resident is not None
+        kinds = _kinds(plan)
+        if capturing:
+            captures.check_step(
+                self._where,
+                follows_steps=plan.classes.follow_steps,
+                has_rows=bool(plan.given.rows),
+                sorter=launch.sorter,
+            )
+            if kinds not in self._ran:
+                raise captures.first_of_its_kind(self._where)
+        formula, conditioning = plan.update.formula, plan.conditioning
+        settings = Settings(
+            conditioning.loss_scale,
+            (*formula.constants, *formula.bases),
+            plan.rates,
+            plan.decays if conditioning.leaves_decay else [0.0] * len(plan.decays),
+            plan.decays,
+        )
+        resident.follow_last(stream, capturing=capturing)
+        classes = resident.write_settings(settings, stream, capturing=capturing)
+        program, origin = self._program(resident, plan, kinds, classes, launch)
+        resident.tables.write(program.words, stream, capturing=capturing)
+        resident.scratch.take(max(1, program.scratch_bytes), capturing=capturing)
+        resident.run(program, origin, plan.found_inf, launch)
+        resident.has_run(program, stream, capturing=capturing)
+        self._ran.pop(kinds, None)
+        self._ran[kinds] = None
+        if len(self._ran) > _KEPT_KINDS:
+            del self._ran[next(iter(self._ran))]
+
+    def _program(
+        self, resident: Resident, plan: Plan, kinds: Any, classes: int, launch: Launch
+    ) -> tuple[Program, int]:
+        """The launches of a step, and the number of what it may find.
+
+        They are made once for the same arrays; what a graph may run gets a number of its own.
+        """
+        capturing, tables = launch.is_captured, resident.tables
+        given, conditioning = plan.given, plan.conditioning
+        is_kept = not (capturing or conditioning.is_of_one_step)
+        addresses = tuple(
+            (row.index_address, row.values_address, len(row.indices)) for row in given.rows
+        )
+        key = (
+            kinds,
+            given.addresses.tobytes(),
+            addresses,
+            conditioning.acts(given.layout.active).tobytes(),
+            classes,
+            launch.sorter is None,
+        )
+        known = self._programs.get(key) if is_kept else None
+        if known is not None and known[0].place == tables.address:
+            return known
+        parts = _parts(resident, plan, classes, launch)
+        finite = by_storage(given) if plan.skip_nonfinite else ()
+        program = Program(parts, finite, partial(tables.take, capturing=capturing))
+        origin = resident.remember(error_of(given), capturing=capturing) if given.rows else 0
+        if is_kept:
+            if len(self._programs) >= _KEPT_PROGRAMS:
+                self._forget_programs()
+            self._programs[key] = program, origin
+        return program, origin
+
+
+def _must_settle(resident: Resident, classes: Classes, *, may_skip: bool) -> bool:
+    """Whether the host has to know how far the device is, or has not asked for long."""
+    may_differ = resident.is_unsettled and (resident.may_skip or may_skip)
+    return (may_differ and classes.follow_steps) or resident.n_to_check >= pending.MOST_PENDING
+
+
+def _kinds(plan: Plan) -> Any:
+    """On what it depends which loops a step launches."""
+    given, conditioning, update = plan.given, plan.conditioning, plan.update
+    row_batches = (given.rows_of(batch) for batch in given.layout.batches if batch.row_sparse)
+    lengths = [sum(len(row.indices) for row in rows) for rows in row_batches]
+    return (
+        given.layout,
+        tuple((n > 0, n > HOT) for n in lengths),
+        conditioning.prologue,
+        conditioning.options_on_device,
+        plan.touched_only,
+        plan.skip_nonfinite,
+        update.rule,
+        update.formula.function,
+        update.factored.options if update.factored else (),
+        plan.found_inf is not None,
+    )
+
+
+def _parts(
+    resident: Resident, plan: Plan, classes: int, launch: Launch
+) -> list[tuple[Part, Scalars]]:
+    """The batches of a step."""
+    (rule, formula, factored), given, conditioning = plan.update, plan.given, plan.conditioning
+    first_of = {id(batch): first for batch, first in row_batches(given)}
+    found: list[tuple[Part, Scalars]] = []
+    for batch in given.layout.batches:
+        part: Part
+        if batch.row_sparse:
+            rows = given.rows_of(batch)
+            variables = batch.variables
+            part = RowStep(
+                kernel(rule, conditioning.prologue, variables.w, batch.g, variables.s),
+                row_tables(variables, rows, [0] * len(rows)),
+                base=first_of[id(batch)],
+                touched_only=plan.touched_only,
+                sorts=launch.sorter is None,
+            )
+        elif factored is not None:
+            part = factored.part(batch, given.addresses_of(batch), conditioning)
+        else:
+            part = _dense_part(plan, batch)
+        positions = batch.positions
+        tensors = Tensors(
+            resident.counts_at(positions),
+            resident.powers_at(positions),
+            classes + size_of(ClassRow) * plan.classes.of[positions],
+            conditioning.acts(positions),
+        )
+        own = Scalars(
+            formula,
+            rule,
+            conditioning.prologue,
+            batch.variables.real,
+            tensors,
+            scales_decay=conditioning.scales_decay,
+        )
+        found.append((part, own))
+    return found
+
+
+def _dense_part(plan: Plan, batch: Batch) -> Part:
+    """The launches of a batch of dense tensors."""
+    variables, conditioning = batch.variables, plan.conditioning
+    gradients = plan.given.addresses_of(batch)
+    compiled = kernel(plan.update.rule, conditioning.prologue, variables.w, batch.g, variables.s)
+    table = variables.table
+    measured = conditioning.measured_on_device(batch, gradients, compiled.column)
+    step = DenseStep(compiled, table.addresses, gradients, np.diff(table.first))
+    return Parts(measured, step)
+
+
+def _leave(resident: Resident) -> None:
+    """The optimizer is gone; what its last steps have found is still to be told."""
+    if resident.n_to_check and resident.pid == os.getpid():
+        pending.bequeath(lambda: resident.settle()[1])

@@ -1,0 +1,112 @@
+"""Dense steps of Adafactor, whose second moments of matrices are those of rows and columns."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...kernels.cpu.adafactor.layout import FactoredTable
+from ...kernels.cpu.adafactor.step import FactoredStep
+from ...kernels.element import Kernel, kernel
+from ...kernels.quiet import quiet
+from ...kernels.rules.adafactor import size_factors
+from ...kernels.rules.rule import Rule, columns
+from ...kernels.tables import FactoredTensor
+from ...ops.norm import squares_at
+from ...ops.runtime.step import Prepared
+from .conditioning import Conditioning
+from .host import prepared_measured
+from .layout import Batch
+from .plan import Call
+
+if TYPE_CHECKING:
+    from .program import Part
+
+SizeOptions = tuple[float, float, bool]
+"""Epsilon of a parameter's size, threshold of clipping, whether steps are relative to sizes."""
+
+
+@dataclass(frozen=True)
+class FactoredUpdate:
+    """A `Factored` of Adafactor.
+
+    Attributes:
+        rule: for tensors whose second moments are kept in full.
+        options: epsilon of a parameter's size, threshold of clipping, whether steps are relative
+            to sizes.
+        has_average: whether there is a first moment.
+        tables: of the matrices of each batch on the host, which are made once.
+    """
+
+    rule: Rule
+    options: SizeOptions
+    has_average: bool
+    tables: MutableMapping[Batch, FactoredTable]
+
+    @quiet
+    def prepared(self, call: Call, conditioning: Conditioning) -> Prepared:
+        """See `Factored`."""
+        batch, gradients = call.batch, call.gradients
+        if not _has_matrices(batch):
+            return prepared_measured(call, conditioning, self._complete)
+        variables, column = batch.variables, columns(self.rule, conditioning.prologue)
+        if conditioning.is_measured:
+            conditioning.complete(batch, gradients, call.hp, column, call.rates, call.decays)
+        if batch not in self.tables:
+            self.tables[batch] = FactoredTable(_matrices_of(batch))
+        squares = np.zeros((len(gradients), 2))
+        if self.options[2]:
+            sizes = np.diff(variables.table.first)
+            squares[:, 0] = squares_at(variables.w, variables.table.addresses[:, 0], sizes)
+        step = FactoredStep(
+            self._kernel(batch, conditioning), self.tables[batch], gradients, call.hp
+        )
+        squares[:, 1] = step.direction_squares()
+        self._complete(squares, call, column)
+        return step
+
+    def _complete(self, squares: np.ndarray, call: Call, column: dict[str, int]) -> None:
+        sizes = np.maximum(1, np.diff(call.batch.variables.table.first)).tolist()
+        found = [
+            size_factors(of_w, of_u, size, *self.options)
+            for (of_w, of_u), size in zip(squares.tolist(), sizes, strict=True)
+        ]
+        of_step, of_decay = np.array(found).T
+        call.hp[:, column["step"]] *= of_step
+        call.hp[:, column["decay"]] *= of_decay
+
+    def part(self, batch: Batch, gradients: np.ndarray, conditioning: Conditioning) -> Part:
+        """See `Factored`."""
+        from .factored_device import matrices_part, vectors_part  # needs numba-cuda
+
+        variables, prologue = batch.variables, conditioning.prologue
+        measured = conditioning.measured_on_device(batch, gradients, columns(self.rule, prologue))
+        if _has_matrices(batch):
+            compiled = self._kernel(batch, conditioning)
+            return matrices_part(compiled, _matrices_of(batch), gradients, self.options, measured)
+        vectors = kernel(self.rule, prologue, variables.w, batch.g, variables.s)
+        return vectors_part(vectors, variables.table, gradients, self.options, measured)
+
+    def _kernel(self, batch: Batch, conditioning: Conditioning) -> Kernel:
+        variables = batch.variables
+        average = variables.s[:1] if self.has_average else ()
+        return kernel(self.rule, conditioning.prologue, variables.w, batch.g, average)
+
+
+def _has_matrices(batch: Batch) -> bool:
+    # All of a batch have the same states, so all are matrices or none is.
+    return is_factored(batch.variables.tensors[0][0])
+
+
+def is_factored(parameter: Any) -> bool:
+    """Whether its second moments are kept as those of rows and columns."""
+    return bool(parameter.ndim >= 2 and parameter.size > 0)
+
+
+def _matrices_of(batch: Batch) -> list[FactoredTensor]:
+    variables = batch.variables
+    of_each = zip(variables.tensors, variables.table.addresses.tolist(), strict=True)
+    return [FactoredTensor.of(a[0].shape, addresses) for a, addresses in of_each]

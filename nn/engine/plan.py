@@ -1,0 +1,272 @@
+"""A step, read and checked: which tensors take it together, and with which scalars."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
+
+from ...kernels.cpu.counts import are_equal
+from ...kernels.rules.formula import ROUNDING, Formula
+from ...kernels.rules.rule import Prologue, Rule
+from ...ops.runtime.check import LARGEST
+from ...ops.runtime.device import DeviceArray
+from ...ops.runtime.step import Prepared
+from ..base.groups import ParameterOptions
+from ..base.parameter import Parameter
+from ..schedules.base import Values
+from .conditioning import Conditioning
+from .layout import Batch
+from .reader import Gradients
+
+if TYPE_CHECKING:
+    from .program import Part
+
+
+NOTHING = np.empty(0)
+
+
+class Call(NamedTuple):
+    """What one kernel call does.
+
+    Attributes:
+        batch: its tensors.
+        rule: the update rule.
+        prologue: what happens to the gradients before.
+        touched_only: whether row-sparse gradients update only the rows that occur.
+        gradients: int64 ``[T]``: addresses of dense gradients; or the row-sparse ones.
+        hp: rows of scalars.
+        hp_of: int64 ``[T]``: the row of each tensor.
+        rates, decays: float64 ``[T]``: learning rate and weight decay of each tensor, where
+            something is measured first; else empty.
+    """
+
+    batch: Batch
+    rule: Rule
+    prologue: Prologue
+    touched_only: bool
+    gradients: Any
+    hp: np.ndarray
+    hp_of: np.ndarray
+    rates: np.ndarray = NOTHING
+    decays: np.ndarray = NOTHING
+
+
+class Factored(Protocol):
+    """Dense steps of a rule whose second moments may be those of rows and columns."""
+
+    @property
+    def options(self) -> tuple[Any, ...]:
+        """What the launches on a device depend on beside the arrays."""
+
+    def prepared(self, call: Call, conditioning: Conditioning) -> Prepared:
+        """A step on the host, with all that is measured before it."""
+
+    def part(self, batch: Batch, gradients: np.ndarray, conditioning: Conditioning) -> Part:
+        """The launches on a device."""
+
+
+class Update(NamedTuple):
+    """What a step does.
+
+    Attributes:
+        rule: the update rule.
+        formula: how its scalars follow from the learning rate and the update of a tensor.
+        factored: dense steps of their own, where the rule has them.
+    """
+
+    rule: Rule
+    formula: Formula
+    factored: Factored | None = None
+
+
+class Counts(NamedTuple):
+    """How far an optimizer is; arrays, in which whoever steps counts.
+
+    Attributes:
+        global_step: int32 ``(1,)``: steps that were not skipped.
+        skipped: int64 ``(1,)``: steps that were.
+        steps: int64 ``[P]``: updates of each parameter.
+    """
+
+    global_step: np.ndarray
+    skipped: np.ndarray
+    steps: np.ndarray
+
+
+class Classes:
+    """Parameters that share all options share their scalars: they are a class.
+
+    Args:
+        where: the optimizer's name, for errors.
+        options: of each parameter.
+
+    Attributes:
+        of: int64 ``[P]``: the class of each parameter.
+        examples: a parameter of each class.
+        rates, decays: of each class.
+    """
+
+    def __init__(self, where: str, options: Sequence[ParameterOptions]) -> None:
+        known: dict[Any, int] = {}
+        self.examples: list[int] = []
+        of = []
+        for i, option in enumerate(options):
+            decay = option.decay if isinstance(option.decay, float) else id(option.decay)
+            key = (id(option.rate), type(option.decay), decay, option.centralize)
+            if key not in known:
+                known[key] = len(known)
+                self.examples.append(i)
+            of.append(known[key])
+        self.of = np.array(of, np.int64)
+        examples = [options[i] for i in self.examples]
+        self._rates, decays = zip(*((o.rate, o.decay) for o in examples), strict=True)
+        self.rates = Values(where, "learning_rate", self._rates)
+        self.decays = Values(where, "weight_decay", decays)
+        self._fixed_decays = list(decays) if all(type(d) is float for d in decays) else None
+
+    def at(self, step: int) -> tuple[list[float], list[float]]:
+        """Learning rates and weight decays for a step on the host.
+
+        Raises:
+            RuntimeError, TypeError, ValueError: as `Values.at`.
+        """
+        rates = self._fixed_rates() or self.rates.at(step)
+        return rates, self._fixed_decays or self.decays.at(step)
+
+    def _fixed_rates(self) -> list[float] | None:
+        """The learning rates, where all are numbers of the host and in range."""
+        rates = []
+        for rate in self._rates:
+            array = rate.array if type(rate) is Parameter else None
+            if type(array) is not np.ndarray or array.ndim or not 0 <= float(array) <= LARGEST:
+                return None
+            rates.append(float(array))
+        return rates
+
+    @property
+    def follow_steps(self) -> bool:
+        """Whether the number of a step has to be known to tell its rates and decays."""
+        return self.rates.follow_steps or self.decays.follow_steps
+
+
+class Plan(NamedTuple):
+    """A step that has been read and checked.
+
+    Attributes:
+        given: the gradients.
+        update: what it does.
+        conditioning: what happens to the gradients before.
+        classes: of the parameters.
+        rates, decays: of each class; a rate is a float, or a `Number` on the device of the step.
+        touched_only: whether row-sparse gradients update only the rows that occur.
+        use_locking: whether its memory is held exclusively.
+        skip_nonfinite: whether a device is to skip it where a gradient is not finite.
+        found_inf: not 0 where a device is to skip it, or None.
+        calls: of the host; empty where a device works out the scalars.
+    """
+
+    given: Gradients
+    update: Update
+    conditioning: Conditioning
+    classes: Classes
+    rates: Sequence[Any]
+    decays: Sequence[float]
+    touched_only: bool
+    use_locking: bool
+    skip_nonfinite: bool
+    found_inf: DeviceArray | None
+    calls: Sequence[Call] = ()
+
+
+def calls_of(
+    given: Gradients,
+    update: Update,
+    conditioning: Conditioning,
+    classes: Classes,
+    numbers: tuple[Sequence[Any], Sequence[float]],
+    steps: np.ndarray,
+    *,
+    touched_only: bool,
+) -> list[Call]:
+    """The kernel calls of a step on the host.
+
+    Args:
+        given: the gradients.
+        update: what it does.
+        conditioning: what happens to the gradients before.
+        classes: of the parameters.
+        numbers: learning rates and weight decays of the classes.
+        steps: int64 ``[P]``: updates of each parameter before this one.
+        touched_only: whether row-sparse gradients update only the rows that occur.
+    """
+    rates, decays = numbers
+    prologue, n_classes = conditioning.prologue, len(classes.examples)
+    left = decays if conditioning.leaves_decay else [0.0] * n_classes
+    calls = []
+    for batch in given.layout.batches:
+        keys, hp_of = _rows_of(batch, steps, classes.of, n_classes)
+        real, at = batch.real, update.formula.at
+        before: list[tuple[float, ...]] = [()] * n_classes
+        if prologue:
+            of_class = zip(classes.examples, decays, strict=True)
+            before = [
+                tuple(map(ROUNDING[real], conditioning.scalars(i, decay))) for i, decay in of_class
+            ]
+        rows = [(*at(real, rates[k], left[k], step + 1), *before[k]) for step, k in keys]
+        gradients = given.rows_of(batch) if batch.row_sparse else given.addresses_of(batch)
+        shared = batch, update.rule, prologue, touched_only, gradients
+        hp: np.ndarray = np.array(rows, real)
+        if batch.row_sparse or not (conditioning.is_measured or update.rule.measure):
+            calls.append(Call(*shared, hp, hp_of))
+        else:  # what is measured differs from tensor to tensor
+            own = np.array([k for _, k in keys])[hp_of]
+            hp, each = hp[hp_of], np.arange(len(hp_of))
+            calls.append(Call(*shared, hp, each, np.array(rates)[own], np.array(decays)[own]))
+    return calls
+
+
+def _rows_of(
+    batch: Batch, steps: np.ndarray, class_of: np.ndarray, n_classes: int
+) -> tuple[list[tuple[int, int]], np.ndarray]:
+    """The number of updates and the class of each row of scalars, and the row of each tensor.
+
+    As long as no parameter was skipped, all have the same number of updates.
+    """
+    if not batch.is_all:
+        steps, class_of = steps[batch.positions], class_of[batch.positions]
+    first_step = int(steps[0])
+    if n_classes <= len(steps) and are_equal(steps):
+        return [(first_step, k) for k in range(n_classes)], class_of
+    codes, hp_of = np.unique(steps * n_classes + class_of, return_inverse=True)
+    return [divmod(code, n_classes) for code in codes.tolist()], hp_of
+
+
+class Stepper(Protocol):
+    """What runs the steps of an optimizer: on the host, on a device, or both.
+
+    Attributes:
+        works_on_host: whether the arithmetic is done there.
+    """
+
+    works_on_host: bool
+
+    def turn(self) -> AbstractContextManager[Any]:
+        """Within it, no other thread takes a step of the optimizer."""
+
+    def ready(self, update: Update, classes: Classes, *, may_skip: bool) -> None:
+        """Within a turn, before a step is planned.
+
+        Args:
+            update: what the step will do.
+            classes: of the parameters.
+            may_skip: whether the step may be skipped for what is in its arrays.
+        """
+
+    def run(self, plan: Plan) -> None:
+        """Take a step, and count it."""
+
+    def forget(self) -> None:
+        """An address has changed: nothing that was derived from it stays."""

@@ -1,0 +1,150 @@
+"""Who imports whom: layers downwards only, no circles, nothing hidden inside a function."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import fusestep
+
+ROOT = Path(fusestep.__file__).parent
+# Each folder, and what its files may import beside it; a folder stands for those in it too.
+MAY_IMPORT = {
+    "kernels/rules": ("kernels",),
+    "kernels/cpu": ("kernels",),
+    "kernels/cuda": ("kernels",),
+    "kernels": ("kernels/rules",),
+    "ops/runtime": ("kernels",),
+    "ops": ("kernels", "ops/runtime"),
+    "nn/base": ("kernels", "ops"),
+    "nn/schedules": ("kernels", "ops", "nn/base"),
+    "nn/engine": ("kernels", "ops", "nn/base"),
+    "nn/thor": ("kernels", "ops", "nn"),
+    "nn/mxnet": ("kernels", "ops", "nn"),
+    "nn": ("kernels", "ops"),
+}
+APART = {("kernels/cpu", "kernels/cuda"), ("kernels/cuda", "kernels/cpu")}
+NEUTRAL = ("kernels", "kernels/rules")
+OPTIONAL = ("kernels.cuda", "kernels/cuda")
+
+
+class Import(NamedTuple):
+    """An import of a module of the package by another one."""
+
+    source: str
+    target: str
+    in_function: bool
+    line: int
+
+
+def modules() -> dict[str, Path]:
+    """The modules of the three layers by name, such as ``nn.engine.plan``."""
+    found = {}
+    for layer in ("kernels", "ops", "nn"):
+        for path in (ROOT / layer).rglob("*.py"):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imports_of(name: str) -> Iterator[Import]:
+    """Every import of the package in a module, those for annotations apart."""
+    path = MODULES[name]
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    for node, in_function in _imports(tree, False):
+        base = package[: len(package) - node.level + 1]
+        target = ".".join(base + (node.module.split(".") if node.module else []))
+        for alias in node.names:
+            of_module = f"{target}.{alias.name}"
+            found = of_module if of_module in MODULES else target
+            if found in MODULES and found != name:
+                yield Import(name, found, in_function, node.lineno)
+
+
+def _imports(node: ast.AST, in_function: bool) -> Iterator[tuple[ast.ImportFrom, bool]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ImportFrom) and child.level:
+            yield child, in_function
+        elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        else:
+            yield from _imports(child, in_function or isinstance(child, ast.FunctionDef))
+
+
+IMPORTS = [found for name in MODULES for found in imports_of(name)]
+
+
+def folder_of(name: str) -> str:
+    """The longest folder of `MAY_IMPORT` in which a module lies."""
+    path = "/".join(name.split(".") if MODULES[name].name == "__init__.py" else
+                    name.split(".")[:-1])  # fmt: skip
+    return max((f for f in MAY_IMPORT if path == f or path.startswith(f + "/")), key=len)
+
+
+def is_in(folder: str, place: str) -> bool:
+    """Whether a folder is a place or lies in it."""
+    return folder == place or folder.startswith(place + "/")
+
+
+def test_imports_point_downwards() -> None:
+    wrong = []
+    for found in IMPORTS:
+        source, target = folder_of(found.source), folder_of(found.target)
+        allowed = (source, *MAY_IMPORT[source])
+        fits = any(is_in(target, place) for place in allowed) and (source, target) not in APART
+        if source in NEUTRAL and target not in NEUTRAL:
+            fits = False
+        if source != "nn" and MODULES[found.target].name == "__init__.py" and target != source:
+            fits = fits and found.target in ("kernels.rules",)  # a package's face is for users
+        if not fits:
+            wrong.append(found)
+    assert wrong == []
+
+
+def test_there_is_no_circle() -> None:
+    graph: dict[str, set[str]] = {name: set() for name in MODULES}
+    for found in IMPORTS:
+        faces = found.source, found.target
+        if not any(MODULES[name].name == "__init__.py" for name in faces):
+            graph[found.source].add(found.target)
+    left = dict(graph)
+    while left:
+        leaves = [name for name, targets in left.items() if not targets & left.keys()]
+        assert leaves, f"each of these imports another one of them: {sorted(left)}"
+        for name in leaves:
+            del left[name]
+
+
+def needs_cuda() -> set[str]:
+    """Modules that cannot be imported without numba-cuda."""
+    found = {name for name in MODULES if name.startswith("kernels.cuda.")}
+    while True:
+        more = {i.source for i in IMPORTS if i.target in found and not i.in_function} - found
+        if not more:
+            return found
+        found |= more
+
+
+def test_imports_inside_of_functions_are_of_what_is_optional() -> None:
+    """Nothing is imported inside a function to hide a circle: only what needs numba-cuda."""
+    optional = needs_cuda() | {"nn.thor.torch"}
+    hidden = [i for i in IMPORTS if i.in_function and i.target not in optional]
+    assert hidden == []
+
+
+@pytest.mark.parametrize("name", ["ops", "nn", "nn.mxnet", "nn.thor"])
+def test_faces_export_what_they_say(name: str) -> None:
+    module = __import__(f"fusestep.{name}", fromlist=["x"])
+    if name == "nn.thor":  # `nn.thor` is the function
+        import sys
+
+        module = sys.modules["fusestep.nn.thor"]
+    assert all(hasattr(module, public) for public in module.__all__)
