@@ -90,7 +90,7 @@ def _row_adder(kernel: Kernel) -> Any:
         g.itemsize,
     )
     (load_w, _), (load_g, _) = strip_access(w, length), strip_access(g, length)
-    values, squared = conditioned(kernel.prologue, w, g, DEVICE), device_function(rules.squared)
+    values, squared = conditioned(kernel, DEVICE), device_function(rules.squared)
 
     @cuda.jit(device=True)
     def add_row(of_columns, w, g, offset, strip, hp):

@@ -145,7 +145,7 @@ def _behind_gradient(g: Storage, length: int, on_arrays: Any) -> Any:
 
 def _updating(kernel: Kernel, g: Storage, length: int) -> Any:
     """``run(i, arrays, (), (), d, hp)``: the rule on a tile whose gradient is in registers."""
-    element = element_of(kernel.rule.update, kernel.prologue, kernel.w, g, kernel.s, DEVICE)
+    element = element_of(kernel.with_gradient(g), kernel.rule.update, DEVICE)
 
     @cuda.jit(device=True)
     def update(tiles, d, hp):
@@ -167,10 +167,7 @@ def update_summed_tile(kernel: Kernel, length: int) -> Any:
 
 def measured_tile(kernel: Kernel, length: int) -> Any:
     """``run(i, arrays, g, hp, sums)``: the squares of what is measured, to float64 sums."""
-    rule = kernel.rule
-    assert rule.measure is not None
-    values = values_of(rule.measure, kernel.prologue, kernel.w, kernel.g, kernel.s, DEVICE)
-    n_values = rule.n_measured
+    values, n_values = values_of(kernel, DEVICE), kernel.rule.n_measured
 
     @cuda.jit(device=True)
     def add_squares(tiles, d, hp, sums):
