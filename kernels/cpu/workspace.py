@@ -16,11 +16,7 @@ T = TypeVar("T")
 
 
 class Pool(Generic[T]):
-    """Objects for one call at a time; as many as there are calls at once.
-
-    Args:
-        make: makes one.
-    """
+    """Objects for one call at a time, which ``make`` makes; as many as there are calls at once."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make

@@ -57,7 +57,7 @@ def direction_kernel(kernel: Kernel, of_parameter: bool) -> Any:
     """
     find, length = row_finder(TileRow, "first_block", 1 + len(kernel.s)), length_of(kernel)
     read_hp, strip_at = hp_reader(kernel.rule, kernel.prologue, kernel.real), strips(length)
-    values = conditioned(kernel.prologue, kernel.w, kernel.g, DEVICE)
+    values = conditioned(kernel, DEVICE)
     direction = device_function(rules.factored_direction)
 
     @cuda.jit(device=True)
@@ -96,9 +96,7 @@ def update_kernel(kernel: Kernel) -> Any:
     read_hp, strip_at = hp_reader(kernel.rule, kernel.prologue, kernel.real), strips(length)
     storages = kernel.w, *kernel.s
     assert kernel.rule.factored is not None
-    element = element_of(
-        kernel.rule.factored, kernel.prologue, kernel.w, kernel.g, kernel.s, DEVICE
-    )
+    element = element_of(kernel, kernel.rule.factored, DEVICE)
 
     @cuda.jit(device=True)
     def update(tiles, d, of_row, of_columns, count, hp):

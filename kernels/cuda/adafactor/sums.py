@@ -83,7 +83,7 @@ def squares_kernel(kernel: Kernel) -> Any:
 def _row_adder(kernel: Kernel) -> Any:
     """``add_row(of_columns, w, g, i, strip, hp)``: the sum over a row of a strip."""
     length, squared = length_of(kernel), device_function(rules.squared)
-    values = conditioned(kernel.prologue, kernel.w, kernel.g, DEVICE)
+    values = conditioned(kernel, DEVICE)
     w_type, load_w, _ = strip_access(kernel.w, length)
     g_type, load_g, _ = strip_access(kernel.g, length)
 

@@ -157,13 +157,9 @@ def _behind_gradient(kernel: Kernel, length: int, on_tile: Any) -> Any:
     return run
 
 
-def update_summed_tile(kernel: Kernel, length: int, g: Storage | None = None) -> Any:
-    """``run(i, arrays, d, hp)``: the rule on a tile whose gradient is in registers.
-
-    There it is of the type of the arithmetic, unless another storage is given.
-    """
-    g = g or kernel.real
-    element = element_of(kernel.rule.update, kernel.prologue, kernel.w, g, kernel.s, DEVICE)
+def update_in_registers(kernel: Kernel, length: int) -> Any:
+    """``run(i, arrays, d, hp)``: the rule on a tile whose gradient is in registers."""
+    element = element_of(kernel, kernel.rule.update, DEVICE)
 
     @cuda.jit(device=True)
     def update(tiles, d, hp):
@@ -175,15 +171,12 @@ def update_summed_tile(kernel: Kernel, length: int, g: Storage | None = None) ->
 
 def update_tile(kernel: Kernel, length: int) -> Any:
     """``run(i, arrays, g, hp)``: the rule on a tile."""
-    return _behind_gradient(kernel, length, update_summed_tile(kernel, length, kernel.g))
+    return _behind_gradient(kernel, length, update_in_registers(kernel, length))
 
 
 def measured_tile(kernel: Kernel, length: int) -> Any:
     """``run(i, arrays, g, hp, sums)``: the squares of what is measured, to float64 sums."""
-    rule = kernel.rule
-    assert rule.measure is not None
-    values = values_of(rule.measure, kernel.prologue, kernel.w, kernel.g, kernel.s, DEVICE)
-    n_values = rule.n_measured
+    values, n_values = values_of(kernel, DEVICE), kernel.rule.n_measured
 
     @cuda.jit(device=True)
     def add_squares(tiles, d, hp, sums):
