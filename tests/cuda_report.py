@@ -61,7 +61,7 @@ def gradient_loops() -> dict[str, Any]:
     """The loops on whole gradients, outside of a step: sums of equal rows, centralization."""
     from fusestep.kernels.cuda.dense import centralize
     from fusestep.kernels.cuda.device import arrays
-    from fusestep.kernels.cuda.rows import sums as row_sums
+    from fusestep.kernels.cuda.rows import coalesce as row_sums
     from fusestep.kernels.storage import BF16, F16, F32, F64
 
     return {
@@ -152,9 +152,12 @@ def factored_loops(*, every: bool) -> dict[str, Any]:
     """
     from fusestep.kernels.cuda.adafactor.layout import TileRow
     from fusestep.kernels.cuda.adafactor.lines import lines_kernel, row_factors_kernel
-    from fusestep.kernels.cuda.adafactor.passes import direction_kernel, update_kernel
-    from fusestep.kernels.cuda.adafactor.rms import Options, rms_kernel
-    from fusestep.kernels.cuda.adafactor.sums import squares_kernel
+    from fusestep.kernels.cuda.adafactor.passes import (
+        direction_kernel,
+        squares_kernel,
+        update_kernel,
+    )
+    from fusestep.kernels.cuda.adafactor.step import Options, rms_kernel
     from fusestep.kernels.element import kernel
     from fusestep.kernels.rules.adafactor import ADAFACTOR, ADAFACTOR_PLAIN
     from fusestep.kernels.rules.gradient import COUPLED_DECAY, SCALE, TRUST

@@ -23,8 +23,8 @@ from numba import cuda
 
 from fusestep import nn
 from fusestep.kernels.cuda.adafactor.layout import CUT, FactoredTables
-from fusestep.kernels.cuda.adafactor.rms import Options as Sizes
 from fusestep.kernels.cuda.adafactor.step import MatrixStep
+from fusestep.kernels.cuda.adafactor.step import Options as Sizes
 from fusestep.kernels.cuda.device import memory
 from fusestep.kernels.cuda.device.guard import NOTHING
 from fusestep.kernels.cuda.device.part import Call

@@ -133,7 +133,7 @@ def _launches(bench: Bench, shapes: Sequence[tuple[int, ...]]) -> dict[str, Call
     hp = np.array([adam.adam_hp(np.float32, **ADAM, **POWERS)], np.float32)
     on_device, stream = cuda.device_array(hp.nbytes, np.uint8), cuda.default_stream()
     hp_address = int(address_of(on_device))
-    chunks = Chunks(chunk_of(compiled), addresses, gradients, sizes)
+    chunks = Chunks(chunk_of(compiled), np.column_stack([gradients, addresses]), sizes)
     words = chunks.words(np.full(len(shapes), hp_address))
     room = cuda.device_array(words.nbytes, np.uint8)
     place = int(address_of(room))

@@ -151,7 +151,7 @@ class Program:
             place += found[-1].nbytes
             rest += own.n_bytes
         self._at_finite = place
-        found += [check.words for check in self._finite]
+        found += [check.table for check in self._finite]
         return np.concatenate(found)
 
     @property
@@ -169,7 +169,7 @@ class Program:
         place = self._at_finite
         for check in self._finite:
             check.enqueue(place, found, stream)
-            place += check.words.nbytes
+            place += check.table.nbytes
 
     def run(self, settings: int, state: int, scratch: int, sorter: Any, stream: Any) -> None:
         """Enqueue the rest: nothing is counted or written before all indices are checked."""

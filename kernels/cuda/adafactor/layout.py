@@ -30,7 +30,6 @@ THREADS = CUT.threads
 class TileRow(NamedTuple):
     """A tensor cut into tiles; begins as `chunks.TensorRow`. Sums and factors lie in scratch."""
 
-    g: Word
     hp: Word
     size: Word
     first_block: Word
@@ -47,7 +46,7 @@ class TileRow(NamedTuple):
     column_sums: Word  # float64 [matrices, tiles_down, width]
     row_factors: Word  # [matrices, height], of the arithmetic
     column_factors: Word  # [matrices, width]
-    arrays: Words  # the parameter and the states of its shape
+    arrays: Words  # the gradient, the parameter and the states of its shape
 
 
 class LineRow(NamedTuple):
@@ -103,9 +102,9 @@ class FactoredTables:
             gradients: int64 ``[T]``, on the device.
             hp: int64 ``[T]``: addresses of the scalars of each tensor.
         """
-        fits = self.tiles.width % self._length == 0
-        is_aligned = fits & are_aligned(np.column_stack([gradients, self.tiles.arrays]))
-        tiles = self.tiles._replace(g=gradients, hp=hp, is_aligned=is_aligned)
+        arrays = np.column_stack([gradients, self.tiles.arrays])
+        is_aligned = (self.tiles.width % self._length == 0) & are_aligned(arrays)
+        tiles = self.tiles._replace(hp=hp, is_aligned=is_aligned, arrays=arrays)
         lines = self.lines._replace(hp=np.tile(hp, 2))
         tables = table_of(tiles, self.n_tensors), table_of(lines, 2 * self.n_tensors)
         return np.concatenate(tables)
@@ -128,7 +127,7 @@ def _laid_out(
     column_factors = places.add(real_bytes * matrices * width)
     own = (row_sums, column_sums, row_factors, column_factors)
     tile = TileRow(
-        0, 0, matrices * height * width, 0, 0, matrices, height, width, *cut, *own, tensor.addresses
+        0, matrices * height * width, 0, 0, matrices, height, width, *cut, *own, tensor.addresses
     )
     rows = _lines((row_sums, tensor.row_state, row_factors), matrices, height, width, across)
     of_columns = column_sums, tensor.column_state, column_factors

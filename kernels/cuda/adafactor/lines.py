@@ -22,7 +22,7 @@ from ..device.guard import is_closed
 from ..device.records import hp_reader, row_finder
 from ..device.sums import add_lanes, strided_sum
 from .layout import THREADS, LineRow
-from .strips import quotient
+from .strips import place_in_group, quotient
 
 LOG_THREADS = THREADS.bit_length() - 1
 _hp_reader = partial(hp_reader, rules.ADAFACTOR)
@@ -66,10 +66,8 @@ def lines_kernel(prologue: Prologue, real: Storage) -> Any:
         block, thread = np.int64(cuda.blockIdx.x), np.int64(cuda.threadIdx.x)
         row = find(table, n_lines, block)
         lanes, sharing = np.int64(1) << row.log_lanes, np.int64(1) << row.log_parts
-        lane, part = thread & (lanes - 1), (thread >> row.log_lanes) & (sharing - 1)
-        log_group = row.log_lanes + row.log_parts
-        n_groups = np.int64(THREADS) >> log_group
-        unit = (block - row.first_block) * n_groups + (thread >> log_group)
+        number = block - row.first_block
+        lane, part, unit = place_in_group(thread, row.log_lanes, row.log_parts, number)
         matrix = quotient(unit, row.segments)
         line = (unit - matrix * row.segments) * lanes + lane
         is_there = matrix < row.matrices and line < row.length
@@ -81,8 +79,8 @@ def lines_kernel(prologue: Prologue, real: Storage) -> Any:
         add_lanes(shared, thread, part, sharing, lanes, 1)
         found, is_row = 0.0, row.totals != 0
         if is_there and part == 0:
-            number = matrix * row.length + line
-            found = write_line(row, scratch, number, shared[0, thread], is_row)
+            line += matrix * row.length
+            found = write_line(row, scratch, line, shared[0, thread], is_row)
         if is_row:
             cuda.syncthreads()
             shared[0, thread] = found
@@ -111,8 +109,7 @@ def row_factors_kernel(prologue: Prologue, real: Storage) -> Any:
         row = find(table, n_tensors, block)
         log_lanes = row.log_lanes if row.segments == 1 else np.int64(LOG_THREADS)
         lanes = np.int64(1) << log_lanes
-        lane, n_groups = thread & (lanes - 1), np.int64(THREADS) >> log_lanes
-        unit = (block - row.first_chunk_block) * n_groups + (thread >> log_lanes)
+        lane, _, unit = place_in_group(thread, log_lanes, 0, block - row.first_chunk_block)
         matrix = quotient(unit, row.chunks)
         is_there = matrix < row.matrices
         shared = cuda.shared.array((1, THREADS), float64)

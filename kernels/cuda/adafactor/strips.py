@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cuda
 
+from ...element import Kernel
 from ...storage import Storage
-from ..dense.tiles import Access, access
-from .layout import THREADS
+from ..dense.tiles import Access, access, length_of
+from ..device.records import hp_reader, row_finder
+from .layout import THREADS, TileRow
 
 
 class Strip(NamedTuple):
@@ -44,17 +46,28 @@ def quotient(n, divisor):
     return np.int64(np.uint32(n) // np.uint32(divisor))
 
 
+@cuda.jit(device=True)
+def place_in_group(thread, log_across, log_down, block):
+    """The place of a thread across and down its group, and the number of the group.
+
+    A group has ``2**log_across * 2**log_down`` threads, a block as many of them as it can.
+    """
+    log_group = log_across + log_down
+    x, y = thread & ((1 << log_across) - 1), (thread >> log_across) & ((1 << log_down) - 1)
+    return x, y, block * (np.int64(THREADS) >> log_group) + (thread >> log_group)
+
+
 @cache
-def strips(length: int) -> Any:
-    """``strip_at(row, block, thread)``: of a row of the table, for ``length`` columns a thread."""
+def strip_finder(kernel: Kernel) -> Any:
+    """``find(table, n_tensors, block, thread)``: the row of a tensor, its scalars, and a strip."""
+    find_row = row_finder(TileRow, "first_block", 2 + len(kernel.s))
+    read_hp, length = hp_reader(kernel.rule, kernel.prologue, kernel.real), length_of(kernel)
 
     @cuda.jit(device=True)
-    def strip_at(row, block, thread):
+    def find(table, n_tensors, block, thread):
+        row = find_row(table, n_tensors, block)
         across, down = np.int64(1) << row.log_across, np.int64(1) << row.log_down
-        x, y = thread & (across - 1), (thread >> row.log_across) & (down - 1)
-        log_group = row.log_across + row.log_down
-        n_groups, group = np.int64(THREADS) >> log_group, thread >> log_group
-        unit = (block - row.first_block) * n_groups + group
+        x, y, unit = place_in_group(thread, row.log_across, row.log_down, block - row.first_block)
         tiles = row.tiles_across * row.tiles_down
         matrix = quotient(unit, tiles)
         rest = unit - matrix * tiles
@@ -70,13 +83,14 @@ def strips(length: int) -> Any:
             for k in range(length):
                 if column + k * step < row.width:
                     count += 1
-        return Strip(
+        strip = Strip(
             matrix, tile_down, tile_across, top, np.uint32(rows), column, np.int32(step),
             np.int32(count), np.int32(x), np.uint32(y), np.int32(across), np.uint32(down),
             row.is_aligned != 0,
         )  # fmt: skip
+        return row, read_hp(row.hp), strip
 
-    return strip_at
+    return find
 
 
 @cache

@@ -18,7 +18,7 @@ from ..device.backend import GEOMETRY, store_float64
 from ..device.launch import on_grid, tile_grid
 from ..device.memory import room_of
 from ..device.sums import add_lanes, strided_sum
-from .tiles import WIDEST, access, by_tiles, narrowing, sums, tile_length
+from .tiles import by_tiles, narrow_storer, rows_are_aligned, sums, tile_length
 
 THREADS, _TILES, _MOST_CHUNKS = GEOMETRY.central
 
@@ -39,16 +39,16 @@ def _add_tile(g: Storage, real: Storage, length: int) -> Any:
 
 def _write_difference(g: Storage, real: Storage, out: Storage, length: int) -> Any:
     """``write(i, values, mean, out)``: the elements from ``i`` on, less the mean."""
-    load, narrow, kind = sums(g, real, length).start, narrowing(real, out), numba_type(real)
-    out_type, _, store = access(out, length)
+    kind, load = numba_type(real), sums(g, real, length).start
+    store = narrow_storer(real, out, length)
 
     @cuda.jit(device=True)
     def write(i, values, mean, out):
-        total, x = cuda.local.array(length, kind), cuda.local.array(length, out_type)
-        load(total, values, i)
+        tile = cuda.local.array(length, kind)
+        load(tile, values, i)
         for c in range(length):
-            x[c] = narrow(total[c] - mean)
-        store(x, out, i)
+            tile[c] -= mean
+        store(tile, out, i)
 
     return write
 
@@ -150,8 +150,8 @@ def centralize(
     most = -(-width // _MOST_CHUNKS)
     chunk = max(_TILES, -(-most // round_of_tiles)) * round_of_tiles
     grid, block = (-(-n_rows // rows), -(-width // chunk)), (lanes, rows)
-    places = (values, result, width * g.itemsize, width * out.itemsize)
-    arguments = (values, n_rows, width, chunk, int(all(x % WIDEST == 0 for x in places)))
+    is_aligned = rows_are_aligned(width, (values, g), (result, out))
+    arguments = (values, n_rows, width, chunk, is_aligned)
     with room_of(stream) as room:
         parts = room.take(8 * n_rows * grid[1])
         on_grid(chunk_sums_kernel(g, real, out), grid, block, stream)(*arguments, parts)

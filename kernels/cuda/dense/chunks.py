@@ -6,15 +6,18 @@ to the device and one launch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+from numba import cuda
 
 from ...element import Kernel
 from ..device.backend import GEOMETRY
 from ..device.launch import on_grid
-from ..device.records import Word, Words, size_of, table_of
-from .tiles import are_aligned, length_of
+from ..device.records import Word, Words, hp_reader, row_finder, size_of, table_of
+from .tiles import are_aligned, by_chunks, length_of
 
 THREADS = GEOMETRY.dense.threads
 
@@ -22,12 +25,11 @@ THREADS = GEOMETRY.dense.threads
 class TensorRow(NamedTuple):
     """A tensor of a launch."""
 
-    g: Word  # address of the gradient
     hp: Word  # address of the scalars
     size: Word
     first_block: Word
     is_aligned: Word  # whether tiles are moved by vectors
-    arrays: Words  # addresses of the parameter, then of its states
+    arrays: Words  # addresses of the gradient, of the parameter, then of its states
 
 
 def chunk_of(kernel: Kernel) -> int:
@@ -35,27 +37,39 @@ def chunk_of(kernel: Kernel) -> int:
     return THREADS * length_of(kernel) * GEOMETRY.dense.tiles
 
 
+def on_chunk(kernel: Kernel, of_tile: Callable[[Kernel, int], Any]) -> Any:
+    """``run(table, n_tensors, *rest)``: a function of tiles on the chunk of the block."""
+    find = row_finder(TensorRow, "first_block", 2 + len(kernel.s))
+    read_hp = hp_reader(kernel.rule, kernel.prologue, kernel.real)
+    shape = length_of(kernel), THREADS, chunk_of(kernel)
+    of_chunk = by_chunks(partial(of_tile, kernel), *shape)
+
+    @cuda.jit(device=True)
+    def run(table, n_tensors, *rest):
+        row = find(table, n_tensors, cuda.blockIdx.x)
+        number, hp = cuda.blockIdx.x - row.first_block, read_hp(row.hp)
+        of_chunk(number, row.size, row.is_aligned, row.arrays, (), (), hp, *rest)
+
+    return run
+
+
 class Chunks:
     """The tensors of a launch; those of no elements are left out.
 
     Args:
         chunk: elements of a chunk.
-        addresses: int64 ``[T, n]``, on the device: of the parameters, then of their states.
-        gradients: int64 ``[T]``, on the device.
+        arrays: int64 ``[T, n]``: addresses of the arrays of each tensor.
         sizes: int64 ``[T]``: elements of each tensor.
     """
 
-    def __init__(
-        self, chunk: int, addresses: np.ndarray, gradients: np.ndarray, sizes: np.ndarray
-    ) -> None:
+    def __init__(self, chunk: int, arrays: np.ndarray, sizes: np.ndarray) -> None:
         self._known = known = np.flatnonzero(sizes)
         self.counts = -(-sizes // chunk)  # blocks of each tensor
         first = np.cumsum(self.counts) - self.counts
-        aligned, no_hp = are_aligned(np.column_stack([gradients, addresses])), 0 * sizes
-        columns = (gradients, no_hp, sizes, first, aligned, addresses)
+        columns = (0 * sizes, sizes, first, are_aligned(arrays), arrays)
         self._rows = TensorRow(*(column[known] for column in columns))
         self.n_tensors, self.n_blocks = len(known), int(self.counts.sum())
-        self.n_words = self.n_tensors * size_of(TensorRow, addresses.shape[1]) // 8
+        self.n_words = self.n_tensors * size_of(TensorRow, arrays.shape[1]) // 8
 
     def words(self, hp: np.ndarray) -> np.ndarray:
         """The int64 table; ``hp`` are the addresses of the scalars of each tensor."""

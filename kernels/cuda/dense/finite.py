@@ -44,7 +44,7 @@ def finite_kernel(storage: Storage) -> Any:
     def loop(table, n_arrays, found):
         row, is_bad = find(table, n_arrays, cuda.blockIdx.x), cuda.local.array(1, types.boolean)
         is_bad[0] = False
-        look(cuda.blockIdx.x - row.first_block, row.size, row.is_aligned, row.g, is_bad)
+        look(cuda.blockIdx.x - row.first_block, row.size, row.is_aligned, row.arrays[0], is_bad)
         if is_bad[0]:
             store_int64(found, 1)
 
@@ -55,8 +55,8 @@ def _chunk_of(storage: Storage) -> int:
     return THREADS * _TILES * tile_length(storage)
 
 
-class FiniteCheck:
-    """The check of contiguous arrays; those of no elements are left out.
+class FiniteCheck(Chunks):
+    """The check of contiguous arrays, with its table.
 
     Args:
         storage: the storage type of the arrays.
@@ -65,25 +65,24 @@ class FiniteCheck:
     """
 
     def __init__(self, storage: Storage, addresses: np.ndarray, sizes: np.ndarray) -> None:
-        self._chunks = Chunks(_chunk_of(storage), addresses[:, None], addresses, sizes)
-        self.words, self.loop = self._chunks.words(0 * sizes), finite_kernel(storage)
+        super().__init__(_chunk_of(storage), addresses[:, None], sizes)
+        self.table, self.loop = self.words(0 * sizes), finite_kernel(storage)
 
     def enqueue(self, table: int, found: int, stream: Any) -> None:
         """Enqueue it: the word at the address ``found`` becomes 1 at a NaN or an infinity."""
-        chunks = self._chunks
-        chunks.launch(self.loop, THREADS, stream, table, chunks.n_tensors, found)
+        self.launch(self.loop, THREADS, stream, table, self.n_tensors, found)
 
 
 def all_finite(storage: Storage, addresses: np.ndarray, sizes: np.ndarray, *, stream: Any) -> bool:
     """Whether contiguous arrays hold no NaN and no infinity; the host waits. As `FiniteCheck`."""
     check, found, places = FiniteCheck(storage, addresses, sizes), np.zeros(1, np.int64), Places()
-    if check.words.size == 0:
+    if check.table.size == 0:
         return True
-    at_found, at_table = places.add(found.nbytes), places.add(check.words.nbytes)
+    at_found, at_table = places.add(found.nbytes), places.add(check.table.nbytes)
     with room_of(stream) as room:
         base = room.take(places.size)
         copy_in(base + at_found, found, stream)
-        copy_in(base + at_table, check.words, stream)
+        copy_in(base + at_table, check.table, stream)
         check.enqueue(base + at_table, base + at_found, stream)
         copy_out(found, base + at_found, stream)
     return not found[0]

@@ -17,10 +17,10 @@ from ...element import Kernel
 from ..device.functions import device_function
 from ..device.guard import is_closed
 from ..device.numbers import multiplier
-from ..device.records import hp_reader, row_finder, row_reader
+from ..device.records import row_reader
 from ..device.sums import MOST_VALUES, add_tree, share_of_parts, store_part
-from .chunks import THREADS, TensorRow, chunk_of
-from .tiles import by_chunks, length_of, measured_tile
+from .chunks import THREADS, TensorRow, on_chunk
+from .tiles import measured_tile
 
 
 @cache
@@ -29,20 +29,16 @@ def chunk_sums_kernel(kernel: Kernel) -> Any:
 
     Table and blocks are those of the dense loop.
     """
-    n_values, find = kernel.rule.n_measured, row_finder(TensorRow, "first_block", 1 + len(kernel.s))
-    read_hp = hp_reader(kernel.rule, kernel.prologue, kernel.real)
-    shape = length_of(kernel), THREADS, chunk_of(kernel)
-    add_chunk = by_chunks(lambda n: measured_tile(kernel, n), *shape)
+    add_chunk, n_values = on_chunk(kernel, measured_tile), kernel.rule.n_measured
 
     @cuda.jit
     def loop(table, n_tensors, parts, guard):
         if is_closed(guard):
             return
         block, thread = cuda.blockIdx.x, cuda.threadIdx.x
-        row = find(table, n_tensors, block)
-        own, number = cuda.local.array(MOST_VALUES, float64), block - row.first_block
+        own = cuda.local.array(MOST_VALUES, float64)
         own[0] = own[1] = own[2] = 0.0
-        add_chunk(number, row.size, row.is_aligned, row.arrays, row.g, read_hp(row.hp), own)
+        add_chunk(table, n_tensors, own)
         shared = cuda.shared.array((MOST_VALUES, THREADS), float64)
         shared[0, thread], shared[1, thread], shared[2, thread] = own[0], own[1], own[2]
         store_part(parts, block, shared, thread, THREADS, n_values)
@@ -92,4 +88,4 @@ def factor_kernel(kernel: Kernel) -> Any:
         else:
             multiply(row.hp + offset, factor(shared[0, 0], shared[1, 0], shared[2, 0]))
 
-    return totals_kernel(TensorRow, 1 + len(kernel.s), n_values, follow)
+    return totals_kernel(TensorRow, 2 + len(kernel.s), n_values, follow)

@@ -52,8 +52,8 @@ class DenseGradients(NamedTuple):
 
     def chunks(self, written: np.ndarray) -> Chunks:
         """The tensors of a launch of `scaling`, which writes to other addresses."""
-        chunk = chunk_of(scaling(self.storage))
-        return Chunks(chunk, written[:, None], self.addresses, self.sizes)
+        arrays = np.column_stack([self.addresses, written])
+        return Chunks(chunk_of(scaling(self.storage)), arrays, self.sizes)
 
 
 class Squares(Protocol):
@@ -71,8 +71,7 @@ class DenseSquares:
     def __init__(self, found: DenseGradients) -> None:
         self.loop, self._table = chunk_sums_kernel(scaling(found.storage)), 0
         self._chunks = found.chunks(found.addresses)
-        self.counts = self._chunks.counts  # parts of each array
-        self.n_parts = self._chunks.n_blocks
+        self.counts, self.n_parts = self._chunks.counts, self._chunks.n_blocks
 
     def words(self, place: int) -> np.ndarray:
         """The int64 table, to lie at an address."""
@@ -82,8 +81,8 @@ class DenseSquares:
 
     def launch(self, parts: int, stream: Any) -> None:
         """Enqueue writing them, the table being there, to an address."""
-        n_tensors = self._chunks.n_tensors
-        self._chunks.launch(self.loop, DENSE_THREADS, stream, self._table, n_tensors, parts, 0)
+        arguments = self._table, self._chunks.n_tensors, parts, 0
+        self._chunks.launch(self.loop, DENSE_THREADS, stream, *arguments)
 
     def enqueue(self, parts: int, stream: Any) -> None:
         """See `Squares`."""

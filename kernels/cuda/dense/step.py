@@ -15,28 +15,21 @@ from ...element import Kernel
 from ..device.guard import is_closed
 from ..device.launch import on_grid
 from ..device.part import Call
-from ..device.records import hp_reader, row_finder
 from ..device.sums import PART_BYTES
 from . import measure
-from .chunks import THREADS, Chunks, TensorRow, chunk_of
-from .tiles import by_chunks, length_of, update_tile
+from .chunks import THREADS, Chunks, chunk_of, on_chunk
+from .tiles import update_tile
 
 
 @cache
 def dense_kernel(kernel: Kernel) -> Any:
     """The loop of a rule, ``loop[blocks, THREADS](table, n_tensors, guard)``."""
-    find = row_finder(TensorRow, "first_block", 1 + len(kernel.s))
-    read_hp = hp_reader(kernel.rule, kernel.prologue, kernel.real)
-    shape = length_of(kernel), THREADS, chunk_of(kernel)
-    update_chunk = by_chunks(lambda n: update_tile(kernel, n), *shape)
+    update_chunk = on_chunk(kernel, update_tile)
 
     @cuda.jit
     def loop(table, n_tensors, guard):
-        if is_closed(guard):
-            return
-        row = find(table, n_tensors, cuda.blockIdx.x)
-        number, hp = cuda.blockIdx.x - row.first_block, read_hp(row.hp)
-        update_chunk(number, row.size, row.is_aligned, row.arrays, row.g, hp)
+        if not is_closed(guard):
+            update_chunk(table, n_tensors)
 
     return loop
 
@@ -46,9 +39,9 @@ class DenseStep:
 
     Args:
         kernel: the rule, its prologue and storage types.
-        addresses: as `Chunks`.
-        gradients: as `Chunks`.
-        sizes: as `Chunks`.
+        addresses: int64 ``[T, 1 + number of states]``, on the device: of parameters and states.
+        gradients: int64 ``[T]``, on the device.
+        sizes: int64 ``[T]``: elements of each tensor.
         follow: of a two-stage rule whose ``factor`` does not say all: a `measure.totals_kernel`.
     """
 
@@ -64,7 +57,7 @@ class DenseStep:
             follow = measure.factor_kernel(kernel)
         self._follow, self._update = follow, dense_kernel(kernel)
         self._measure = measure.chunk_sums_kernel(kernel) if follow else None
-        self._chunks = Chunks(chunk_of(kernel), addresses, gradients, sizes)
+        self._chunks = Chunks(chunk_of(kernel), np.column_stack([gradients, addresses]), sizes)
         self._table, self.n_words = 0, self._chunks.n_words
         self.scratch_bytes = self._chunks.n_blocks * PART_BYTES if follow else 0
 

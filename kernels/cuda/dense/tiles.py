@@ -42,6 +42,12 @@ def are_aligned(places: np.ndarray) -> np.ndarray:
     return aligned
 
 
+def rows_are_aligned(width: int, *arrays: tuple[int, Storage]) -> int:
+    """The same for rows of ``width`` elements of arrays: an address and its storage type each."""
+    places = [x for address, storage in arrays for x in (address, width * storage.itemsize)]
+    return int(are_aligned(np.array(places)))
+
+
 class Access(NamedTuple):
     """A tile of an array in registers."""
 
@@ -104,12 +110,12 @@ def by_chunks(make: Callable[[int], Any], length: int, threads: int, chunk: int)
 
 
 def in_registers(
-    of_arrays: list[Access], length: int, work: Any, *, stores: bool = True, k: int = 0
+    of_arrays: list[Access], length: int, work: Any, *, first_stored: int, k: int = 0
 ) -> Any:
     """``run(i, places, how, tiles, *rest)``: ``work(tiles, *rest)`` on elements of some arrays.
 
-    ``places`` has their addresses, ``how`` what an access takes beside them, and ``tiles`` gets
-    those of the arrays from number ``k`` on.
+    ``places`` has their addresses, ``how`` what an access takes beside them. To ``tiles``, which
+    may have some already, come those of the arrays from number ``k`` on.
     """
     if k == len(of_arrays):
 
@@ -118,70 +124,57 @@ def in_registers(
             work(tiles, *rest)
 
         return innermost
-    kind, load, store = of_arrays[k]
-    inner = in_registers(of_arrays, length, work, stores=stores, k=k + 1)
+    (kind, load, store), is_stored = of_arrays[k], k >= first_stored
+    inner = in_registers(of_arrays, length, work, first_stored=first_stored, k=k + 1)
 
     @cuda.jit(device=True)
     def run(i, places, how, tiles, *rest):
         tile = cuda.local.array(length, kind)
         load(tile, places[k], i, *how)
         inner(i, places, how, (*tiles, tile), *rest)
-        if stores:
+        if is_stored:
             store(tile, places[k], i, *how)
 
     return run
 
 
-def _on_tile(kernel: Kernel, length: int, work: Any, *, stores: bool = True) -> Any:
-    """``run(i, arrays, d, *rest)``: ``work(tiles, d, *rest)`` on a tile of parameter and states."""
-    of_arrays = [access(storage, length) for storage in (kernel.w, *kernel.s)]
-    in_tiles = in_registers(of_arrays, length, work, stores=stores)
-
-    @cuda.jit(device=True)
-    def run(i, arrays, d, *rest):
-        in_tiles(i, arrays, (), (), d, *rest)
-
-    return run
+def _accesses(kernel: Kernel, length: int) -> list[Access]:
+    return [access(storage, length) for storage in (kernel.g, kernel.w, *kernel.s)]
 
 
-def _behind_gradient(kernel: Kernel, length: int, on_tile: Any) -> Any:
-    """``run(i, arrays, g, *rest)``: ``on_tile`` with a tile of the gradient."""
-    kind, load, _ = access(kernel.g, length)
-
-    @cuda.jit(device=True)
-    def run(i, arrays, g, *rest):
-        d = cuda.local.array(length, kind)
-        load(d, g, i)
-        on_tile(i, arrays, d, *rest)
-
-    return run
-
-
-def update_in_registers(kernel: Kernel, length: int) -> Any:
-    """``run(i, arrays, d, hp)``: the rule on a tile whose gradient is in registers."""
+def _updating(kernel: Kernel, length: int) -> Any:
+    """``update(tiles, hp)``: the rule on tiles in registers, that of the gradient first."""
     element = element_of(kernel, kernel.rule.update, DEVICE)
 
     @cuda.jit(device=True)
-    def update(tiles, d, hp):
+    def update(tiles, hp):
         for k in range(length):
-            element(tiles, d, k, hp)
+            element(tiles[1:], tiles[0], k, hp)
 
-    return _on_tile(kernel, length, update)
+    return update
 
 
 def update_tile(kernel: Kernel, length: int) -> Any:
-    """``run(i, arrays, g, hp)``: the rule on a tile."""
-    return _behind_gradient(kernel, length, update_in_registers(kernel, length))
+    """``run(i, arrays, (), (), hp)``: the rule on a tile; the first array is the gradient."""
+    of_arrays, update = _accesses(kernel, length), _updating(kernel, length)
+    return in_registers(of_arrays, length, update, first_stored=1)
+
+
+def update_summed_tile(kernel: Kernel, length: int) -> Any:
+    """``run(i, arrays, (), (total,), hp)``: the same for a gradient that is summed in registers."""
+    update = _updating(kernel.with_gradient(kernel.real), length)
+    return in_registers(_accesses(kernel, length)[1:], length, update, first_stored=0)
 
 
 def measured_tile(kernel: Kernel, length: int) -> Any:
-    """``run(i, arrays, g, hp, sums)``: the squares of what is measured, to float64 sums."""
+    """``run(i, arrays, (), (), hp, sums)``: squares of what is measured, to float64 sums."""
     values, n_values = values_of(kernel, DEVICE), kernel.rule.n_measured
+    of_arrays = _accesses(kernel, length)
 
     @cuda.jit(device=True)
-    def add_squares(tiles, d, hp, sums):
+    def add_squares(tiles, hp, sums):
         for k in range(length):
-            found = values(tiles, d, k, hp)
+            found = values(tiles[1:], tiles[0], k, hp)
             # Written out: an index that is not known to the compiler would put the sums into
             # memory.
             sums[0] += np.float64(found[0]) * np.float64(found[0])
@@ -190,7 +183,7 @@ def measured_tile(kernel: Kernel, length: int) -> Any:
             if n_values > 2:
                 sums[2] += np.float64(found[2]) * np.float64(found[2])
 
-    return _behind_gradient(kernel, length, _on_tile(kernel, length, add_squares, stores=False))
+    return in_registers(of_arrays, length, add_squares, first_stored=len(of_arrays))
 
 
 class Sums(NamedTuple):
@@ -236,6 +229,16 @@ def sums(g: Storage, real: Storage, length: int) -> Sums:
     return Sums(start, add, add_4, store)
 
 
-def narrowing(real: Storage, out: Storage) -> Any:
-    """The conversion of a result to what is stored."""
-    return device_function(out.from_wide if real is F64 else out.from_real)
+def narrow_storer(real: Storage, out: Storage, length: int) -> Any:
+    """``store(total, address, i)``: numbers of the arithmetic to an array of another type."""
+    narrow = device_function(out.from_wide if real is F64 else out.from_real)
+    kind, _, store_tile = access(out, length)
+
+    @cuda.jit(device=True)
+    def store(total, address, i):
+        x = cuda.local.array(length, kind)
+        for c in range(length):
+            x[c] = narrow(total[c])
+        store_tile(x, address, i)
+
+    return store

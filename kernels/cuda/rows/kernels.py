@@ -20,7 +20,7 @@ from numba import cuda, float64, types
 from ...element import Kernel
 from ...storage import Storage, numba_type
 from ...tables import HOT
-from ..dense.tiles import by_tiles, length_of, sums, update_in_registers
+from ..dense.tiles import by_tiles, length_of, sums, update_summed_tile
 from ..device.backend import GEOMETRY, load_int64, reader, store_int64
 from ..device.guard import is_closed
 from ..device.records import hp_reader
@@ -174,8 +174,7 @@ def hot_kernel(g: Storage, real: Storage, length: int) -> Any:
 
 def _update_tile(kernel: Kernel, length: int) -> Any:
     """``run(column, keys, k, row, table, hot, hp)``: sum and update; ``k`` as in `sum_of_row`."""
-    sum_up, summed = sum_of_row(kernel.g, kernel.real, length), kernel.with_gradient(kernel.real)
-    update = update_in_registers(summed, length)
+    sum_up, update = sum_of_row(kernel.g, kernel.real, length), update_summed_tile(kernel, length)
     read_arrays = reader(types.UniTuple(types.int64, 1 + len(kernel.s)))
     real_type = numba_type(kernel.real)
 
@@ -185,7 +184,7 @@ def _update_tile(kernel: Kernel, length: int) -> Any:
         sum_up(total, keys, k, table, column, hot)
         i = (row - table.first_row) * table.width + column
         # Not before the sum: they would take registers.
-        update(i, read_arrays(table.arrays), total, hp)
+        update(i, read_arrays(table.arrays), (), (total,), hp)
 
     return run
 
