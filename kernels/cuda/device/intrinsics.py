@@ -37,14 +37,14 @@ def _pieces(builder, address, i, element, count, itemsize):
         yield first, length, builder.inttoptr(at, ir.PointerType(kind, _GLOBAL))
 
 
-def _unpacked(builder, vector, length, itemsize):
+def _unpacked(builder, vector, itemsize, length):
     """The elements of a vector that was loaded."""
     if length == 1:
         return [vector]
+    n_words, shift = length // 2 if itemsize == 2 else length, ir.Constant(_I32, 16)
+    words = [builder.extract_element(vector, ir.Constant(_I32, k)) for k in range(n_words)]
     if itemsize != 2:
-        return [builder.extract_element(vector, ir.Constant(_I32, k)) for k in range(length)]
-    words = [builder.extract_element(vector, ir.Constant(_I32, k)) for k in range(length // 2)]
-    shift = ir.Constant(_I32, 16)
+        return words
     pairs = [(word, builder.lshr(word, shift)) for word in words]
     return [builder.trunc(half, ir.IntType(16)) for pair in pairs for half in pair]
 
@@ -64,49 +64,44 @@ def _packed(builder, values, itemsize):
     return vector
 
 
-def _place(context, builder, kind, array, index):
-    data = context.make_array(kind)(context, builder, array).data
-    return builder.gep(data, [ir.Constant(_I64, index)])
+def _tile_mover(count, itemsize, move):
+    """``run(tile, address, i)``: move ``count`` elements of a local array, from ``i`` on there."""
+
+    @intrinsic
+    def run(typingctx, tile, address, i):
+        def codegen(context, builder, signature, args):
+            kind, (array, *at) = signature.args[0], args
+            data = context.make_array(kind)(context, builder, array).data
+            element = context.get_data_type(kind.dtype)
+            for first, length, pointer in _pieces(builder, *at, element, count, itemsize):
+                numbers = (ir.Constant(_I64, k) for k in range(first, first + length))
+                move(builder, pointer, [builder.gep(data, [k]) for k in numbers], itemsize)
+            return context.get_dummy_value()
+
+        return types.void(tile, types.int64, types.int64), codegen
+
+    return run
+
+
+def _load_vector(builder, pointer, places, itemsize):
+    vector = builder.load(pointer, align=len(places) * itemsize)
+    for value, place in zip(_unpacked(builder, vector, itemsize, len(places)), places, strict=True):
+        builder.store(value, place)
+
+
+def _store_vector(builder, pointer, places, itemsize):
+    values = [builder.load(place) for place in places]
+    builder.store(_packed(builder, values, itemsize), pointer, align=len(places) * itemsize)
 
 
 def tile_loader(count, itemsize):
     """``load(tile, address, i)``: ``count`` elements of an array from ``i`` on."""
-    align = min(count * itemsize, _WIDEST)
-
-    @intrinsic
-    def load(typingctx, tile, address, i):
-        def codegen(context, builder, signature, args):
-            kind, (to, *at) = signature.args[0], args
-            element = context.get_data_type(kind.dtype)
-            for first, length, pointer in _pieces(builder, *at, element, count, itemsize):
-                loaded = builder.load(pointer, align=align)
-                for k, value in enumerate(_unpacked(builder, loaded, length, itemsize)):
-                    builder.store(value, _place(context, builder, kind, to, first + k))
-            return context.get_dummy_value()
-
-        return types.void(tile, types.int64, types.int64), codegen
-
-    return load
+    return _tile_mover(count, itemsize, _load_vector)
 
 
 def tile_storer(count, itemsize):
     """``store(tile, address, i)``: write a local array to elements from ``i`` on."""
-    align = min(count * itemsize, _WIDEST)
-
-    @intrinsic
-    def store(typingctx, tile, address, i):
-        def codegen(context, builder, signature, args):
-            kind, (source, *at) = signature.args[0], args
-            element = context.get_data_type(kind.dtype)
-            for first, length, pointer in _pieces(builder, *at, element, count, itemsize):
-                places = range(first, first + length)
-                values = [builder.load(_place(context, builder, kind, source, k)) for k in places]
-                builder.store(_packed(builder, values, itemsize), pointer, align=align)
-            return context.get_dummy_value()
-
-        return types.void(tile, types.int64, types.int64), codegen
-
-    return store
+    return _tile_mover(count, itemsize, _store_vector)
 
 
 def _at(context, builder, address, kind):

@@ -37,8 +37,9 @@ class Call(NamedTuple):
 class Part(Protocol):
     """The launches of a batch of tensors after its scalars are there."""
 
-    scratch_bytes: int
-    """Of memory that they need for the time of the call."""
+    @property
+    def scratch_bytes(self) -> int:
+        """Of memory that they need for the time of the call."""
 
     def loops(self) -> list[Any]:
         """All loops that are launched."""
@@ -77,13 +78,10 @@ class Parts:
 
 @contextmanager
 def placed(part: Any, hp: np.ndarray, hp_of: Any, call: Call) -> Iterator[Call]:
-    """A part by itself, with scalars of the host, in the room of the stream.
+    """A part by itself in the room of the stream, of which the call gets the scratch memory.
 
-    Args:
-        part: has tables of ``n_words`` at most, and may have no launches.
-        hp: ``[R, F]`` scalars in the type of the arithmetic.
-        hp_of: which row of ``hp`` each tensor uses; where they are completed on the device its own.
-        call: gets the scratch memory.
+    It has tables of ``n_words`` at most. ``hp`` are rows of scalars in the type of the arithmetic,
+    on the host, and ``hp_of`` says which of them each tensor uses.
     """
     scalars, places = np.ascontiguousarray(hp), Places()
     places.add(scalars.nbytes)

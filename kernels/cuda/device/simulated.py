@@ -147,37 +147,20 @@ def new_event():
     return _Event()
 
 
-class Graph:
-    """What was enqueued in ``with graph:``, to be run as often as `replay` is called."""
-
-    recording: Graph | None = None
-
-    def __init__(self) -> None:
-        self.calls: list[Callable[[], object]] = []
-
-    def __enter__(self) -> Graph:
-        Graph.recording = self
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        Graph.recording = None
-
-    def replay(self) -> None:
-        """Run everything, in order."""
-        for call in self.calls:
-            call()
+recording: list[list[Callable[[], object]]] = []
+"""The graph that is captured, if there is one: what is enqueued."""
 
 
 def _enqueue(call, *arguments):
-    if Graph.recording is None:
-        call(*arguments)
+    if recording:
+        recording[-1].append(partial(call, *arguments))
     else:
-        Graph.recording.calls.append(partial(call, *arguments))
+        call(*arguments)
 
 
 def _refuse_capture(what):
     """As the driver does: a graph that held it would read what is no longer there."""
-    if Graph.recording is not None:
+    if recording:
         raise RuntimeError(f"{what} cannot be captured")
 
 
@@ -193,7 +176,7 @@ def prepare(loop):
 
 
 def is_capturing(stream):
-    return Graph.recording is not None
+    return bool(recording)
 
 
 def copy_in(address, array, stream):

@@ -31,7 +31,6 @@ from ..device.backend import GEOMETRY, copy_in, copy_out, load_int64, store_int3
 from ..device.functions import device_function
 from ..device.guard import FOUND, NOTHING, WORDS
 from ..device.launch import on_elements, on_grid, tile_grid
-from ..device.memory import Places
 from ..device.part import Call, Sorter, placed
 from ..device.records import hp_reader, row_reader
 from .kernels import add_up_rows, thread_place
@@ -186,31 +185,14 @@ class Rows(NamedTuple):
     real: Storage  # of the arithmetic
     sorter: Sorter | None  # as `Call`
 
+    def keys(self, *, drop: bool = False) -> KeySort:
+        """Of its table; no loop on them reads a parameter through it."""
+        sorts = self.sorter is None
+        return KeySort([self.table], (self.g.itemsize,), drop=drop, sorts=sorts)
+
     def are_aligned(self, *arrays: tuple[int, Storage]) -> int:
         """Whether all rows of the values, and of arrays of their width, begin at whole vectors."""
         return rows_are_aligned(self.table.width, (self.table.values, self.g), *arrays)
-
-
-class _Sorted:
-    """The sorted keys of a gradient, in scratch memory of a call (`placed`)."""
-
-    def __init__(self, rows: Rows, *, drop: bool = False) -> None:
-        self._rows, self.places = rows, Places()
-        self._keys = KeySort([rows.table], self.places, drop=drop, sorts=rows.sorter is None)
-        self.n_words = self._keys.n_words
-
-    @property
-    def scratch_bytes(self) -> int:
-        """See `Part`."""
-        return self.places.size
-
-    def words(self, place: int, hp: np.ndarray) -> np.ndarray:
-        """See `Part`."""
-        return self._keys.words(place, (self._rows.g.itemsize,), hp)
-
-    def enqueue(self, call: Call) -> tuple[int, ...]:
-        """Enqueue the sort; what all loops need: the keys (`KeySort.enqueue`), and the table."""
-        return *self._keys.enqueue(call), self._keys.of_tables[0]
 
 
 def _launcher(loop: Any, rows: Rows, n: int, out: Storage, stream: Any) -> Any:
@@ -229,14 +211,14 @@ def dense_sums(rows: Rows, out: Storage, result: int, *, guard: int, stream: Any
         guard: of the call; it is closed by a bad index, and then nothing is written.
         stream: of Numba.
     """
-    keys, n = _Sorted(rows), rows.table.length
+    keys, n = rows.keys(), rows.table.length
     if n == 0:
         return
     with placed(keys, _NO_SCALARS, [0], Call(stream, guard, rows.sorter)) as call:
-        sorted_keys, is_aligned = keys.enqueue(call), rows.are_aligned((result, out))
+        sorted_keys, is_aligned = keys.sort(call), rows.are_aligned((result, out))
         # One block looks at the guard even where there are no columns.
         loop = _launcher(dense_sums_kernel(rows.g, rows.real, out), rows, n, out, stream)
-        loop(*sorted_keys, result, is_aligned, guard)
+        loop(*sorted_keys, keys.table, result, is_aligned, guard)
 
 
 def decayed_sums(rows: Rows, w: Storage, hp: np.ndarray, result: int, stream: Any) -> None:
@@ -250,21 +232,21 @@ def decayed_sums(rows: Rows, w: Storage, hp: np.ndarray, result: int, stream: An
             holds 0.
         stream: of Numba.
     """
-    keys, n, (parameter,) = _Sorted(rows, drop=True), rows.table.length, rows.table.addresses
+    keys, n, (parameter,) = rows.keys(drop=True), rows.table.length, rows.table.addresses
     if n == 0 or rows.table.width == 0:
         return
     with placed(keys, hp[None], [0], Call(stream, 0, rows.sorter)) as call:
-        sorted_keys = keys.enqueue(call)
+        sorted_keys = keys.sort(call)
         is_aligned = rows.are_aligned((parameter, w), (result, rows.real))
         loop = _launcher(decayed_sums_kernel(rows.g, rows.real, w), rows, n, w, stream)
-        loop(*sorted_keys, result, is_aligned)
+        loop(*sorted_keys, keys.table, result, is_aligned)
 
 
 class DistinctRows:
     """The rows that occur in a gradient: how many, and their sums (`distinct_rows`)."""
 
     def __init__(self, rows: Rows) -> None:
-        self._rows, self.keys = rows, _Sorted(rows)
+        self._rows, self.keys = rows, rows.keys()
         places, n = self.keys.places, rows.table.length
         self._words, self._spare = (places.add(8 * n) for _ in range(2))
         self._scratch = places.add(8 * scratch_words(n))
@@ -276,11 +258,11 @@ class DistinctRows:
         found, stream, n = call.scratch + self._found, call.stream, self._rows.table.length
         copy_in(found, np.array([NOTHING] + [0] * WORDS, np.int64), stream)
         self._call = call = call._replace(guard=found)
-        self._sorted_keys = self.keys.enqueue(call)
+        sorted_keys = self.keys.sort(call)
         words, spare, scratch = (
             call.scratch + at for at in (self._words, self._spare, self._scratch)
         )
-        on_elements(mark_firsts_kernel, n, stream)(*self._sorted_keys[:3], words)
+        on_elements(mark_firsts_kernel, n, stream)(*sorted_keys, words)
         self._firsts = sort_keys(words, spare, scratch, n, _OTHER_BIT, 1, stream)
         on_grid(count_firsts_kernel, 1, 1, stream)(self._firsts, n, found + 8 * WORDS)
 
@@ -297,7 +279,8 @@ class DistinctRows:
         kernel = distinct_sums_kernel(rows.g, rows.real, out)
         is_aligned = rows.are_aligned((result, out))
         loop = _launcher(kernel, rows, n_distinct, out, stream)
-        loop(*self._sorted_keys, self._firsts, n_distinct, indices, result, is_aligned)
+        keys = *self.keys.sorted, self.keys.table
+        loop(*keys, self._firsts, n_distinct, indices, result, is_aligned)
 
 
 @contextmanager

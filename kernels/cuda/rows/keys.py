@@ -123,9 +123,9 @@ class KeySort:
     """Tables with row-sparse gradients, and the sections of scratch memory for their keys.
 
     Args:
-        tables: at least one.
-        places: gets the sections.
-        drop: bad indices are left out instead of closing the guard.
+        tables: at least one; their ``hp`` is not used.
+        itemsizes: as `words_of`.
+        drop: leave out indices outside of ``[0, N)`` instead of closing the guard.
         sorts: whether the keys are sorted by this package.
         base: added to the position of a bad index.
     """
@@ -133,50 +133,52 @@ class KeySort:
     def __init__(
         self,
         tables: Sequence[RowTable],
-        places: Places,
+        itemsizes: Sequence[int] = (0,),
         *,
         drop: bool = False,
         sorts: bool = True,
         base: int = 0,
     ) -> None:
-        self.tables, self.sizes = tables, sizes_of(tables, drop=drop)
-        self.n_words, self._base, self._sorts = n_words(tables), base, sorts
-        self._dropped_row = self.sizes.rows if drop else -1
-        n = self.sizes.n if sorts else 0
-        self._keys, self._spare = (places.add(8 * n) for _ in range(2))
-        self._scratch = places.add(8 * scratch_words(n) if sorts else 0)
-        self._table = 0
+        self._tables, self._itemsizes, self._base = tables, itemsizes, base
+        self.sizes, self.n_words = sizes_of(tables, drop=drop), n_words(tables)
+        self._dropped_row, self._sorts = self.sizes.rows if drop else -1, sorts
+        n, self.places = self.sizes.n if sorts else 0, Places()
+        words = (n, n, scratch_words(n) if sorts else 0)
+        self._sections = [self.places.add(8 * count) for count in words]
+        self.table = 0
+        self.sorted: tuple[int, ...] = ()  # what `sort` says
 
-    def words(self, place: int, itemsizes: Sequence[int], hp: Any) -> np.ndarray:
-        """As `words_of`; where they lie is known from then on."""
-        self._table = place
-        return words_of(self.tables, place, itemsizes, np.asarray(hp).tolist())
+    @property
+    def scratch_bytes(self) -> int:
+        """See `Part`."""
+        return self.places.size
 
     def loops(self) -> list[Any]:
-        """All loops that are launched."""
+        """See `Part`."""
         is_sorted = self.sizes.n and self._sorts
         return [check_kernel, *((count_kernel, scan_kernel, scatter_kernel) if is_sorted else ())]
 
-    @property
-    def of_tables(self) -> tuple[int, int]:
-        """Address of the table of tables, and its rows."""
-        return self._table, len(self.tables)
+    def words(self, place: int, hp: np.ndarray) -> np.ndarray:
+        """See `Part`."""
+        self.table = place
+        return words_of(self._tables, place, self._itemsizes, hp.tolist())
 
     def check(self, call: Call, keys: int = 0) -> None:
         """Enqueue the check of all indices, and making the keys unless their address is 0."""
-        n, bits = self.sizes.n, self.sizes.position_bits
+        n, bits, tables = self.sizes.n, self.sizes.position_bits, (self.table, len(self._tables))
         check = on_elements(check_kernel, n, call.stream)
-        check(*self.of_tables, n, bits, self._dropped_row, keys, call.guard, self._base)
+        check(*tables, n, bits, self._dropped_row, keys, call.guard, self._base)
 
-    def enqueue(self, call: Call) -> tuple[int, int, int]:
+    def sort(self, call: Call) -> tuple[int, ...]:
         """Enqueue making and sorting the keys: their address, how many, bits of positions."""
         n, bits, row_bits = self.sizes.n, self.sizes.position_bits, self.sizes.row_bits
         if call.sorter is not None:
             self.check(call, call.sorter.room(n))
-            return call.sorter.sort(), n, bits
-        keys, spare, scratch = (
-            call.scratch + at for at in (self._keys, self._spare, self._scratch)
-        )
-        self.check(call, keys)
-        # Positions are in order before and stay so.
-        return sort_keys(keys, spare, scratch, n, bits, row_bits, call.stream), n, bits
+            place = call.sorter.sort()
+        else:
+            keys, spare, scratch = (call.scratch + at for at in self._sections)
+            self.check(call, keys)
+            # Positions are in order before and stay so.
+            place = sort_keys(keys, spare, scratch, n, bits, row_bits, call.stream)
+        self.sorted = place, n, bits
+        return self.sorted
