@@ -22,8 +22,7 @@ from ...kernels.cuda.device.backend import copy_in, copy_out, new_event
 from ...kernels.cuda.device.guard import FOUND, NOTHING
 from ...kernels.cuda.device.launch import on_grid
 from ...kernels.cuda.device.memory import WORDS, Held, key_of, store_words
-from ...kernels.cuda.device.numbers import FLOAT64, KINDS
-from ...kernels.cuda.device.records import size_of
+from ...kernels.cuda.device.records import FLOAT64, KINDS, size_of
 from ...ops.runtime.device import DeviceArray
 from ...ops.runtime.frameworks import on_device
 from ..base.numbers import Number

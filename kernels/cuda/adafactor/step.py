@@ -21,9 +21,8 @@ from ..dense.measure import totals_kernel
 from ..dense.tiles import length_of
 from ..device.functions import device_function
 from ..device.launch import on_grid
-from ..device.numbers import multiplier
 from ..device.part import Call
-from ..device.records import size_of
+from ..device.records import multiplier, size_of
 from ..device.sums import PART_BYTES
 from .layout import THREADS, FactoredTables, TileRow
 from .lines import lines_kernel, row_factors_kernel

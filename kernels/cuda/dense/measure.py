@@ -16,8 +16,7 @@ from numba import cuda, float64
 from ...element import Kernel
 from ..device.functions import device_function
 from ..device.guard import is_closed
-from ..device.numbers import multiplier
-from ..device.records import row_reader
+from ..device.records import multiplier, row_reader
 from ..device.sums import MOST_VALUES, add_tree, share_of_parts, store_part
 from .chunks import THREADS, TensorRow, on_chunk
 from .tiles import measured_tile

@@ -24,12 +24,11 @@ from ..device.backend import (
     reader,
     store_float64,
     store_int64,
-    tuple_storer,
+    storer,
 )
 from ..device.functions import device_function
 from ..device.guard import NOTHING, is_closed
-from ..device.numbers import load_number
-from ..device.records import Real, Word, offsets_of, row_reader, size_of
+from ..device.records import Real, Word, load_number, offsets_of, row_reader, size_of
 
 THREADS = GEOMETRY.scalars
 
@@ -170,7 +169,7 @@ def scalars_kernel(
         scales_decay: whether a coupled weight decay is multiplied by the loss scale.
         real: type of the arithmetic.
     """
-    scalars, store = device_function(function), tuple_storer(numba_type(real))
+    scalars, store = device_function(function), storer(numba_type(real))
     sizes = n_constants, n_bases
     read_constants, read_powers = (reader(types.UniTuple(types.float64, n)) for n in sizes)
     row_at, settings_at, class_at = map(row_reader, (ScalarRow, SettingsRow, ClassRow))

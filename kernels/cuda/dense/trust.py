@@ -15,9 +15,8 @@ from ..device.backend import GEOMETRY
 from ..device.functions import device_function
 from ..device.guard import is_closed
 from ..device.launch import on_grid
-from ..device.numbers import multiplier
 from ..device.part import Call
-from ..device.records import Word, row_reader, size_of, table_of
+from ..device.records import Word, multiplier, row_reader, size_of, table_of
 from ..device.sums import PART_BYTES, add_tree, share_of_parts
 from .norm import DenseGradients, DenseSquares
 from .scalars import Numbers

@@ -136,47 +136,29 @@ def reader(kind):
     return read
 
 
-def _storer(kind, scalar):
-    """``store(address, value)`` of a ``scalar``, rounded to ``kind``."""
+def storer(kind):
+    """``store(address, value)``: a number, or a tuple of them, each rounded to ``kind``."""
 
     @intrinsic
     def store(typingctx, address, value):
         def codegen(context, builder, signature, args):
-            value = context.cast(builder, args[1], scalar, kind)
-            builder.store(value, _at(context, builder, args[0], kind), align=_bytes(kind))
+            given, parts = signature.args[1], [args[1]]
+            if isinstance(given, types.BaseTuple):
+                parts = [builder.extract_value(args[1], k) for k in range(given.count)]
+            for k, part in enumerate(parts):
+                part = context.cast(builder, part, getattr(given, "dtype", given), kind)
+                at = builder.add(args[0], ir.Constant(_I64, k * _bytes(kind)))
+                builder.store(part, _at(context, builder, at, kind), align=_bytes(kind))
             return context.get_dummy_value()
 
-        return types.void(types.int64, scalar), codegen
+        return types.void(types.int64, types.unliteral(value)), codegen
 
     return store
 
 
 _KINDS = (types.int8, types.int32, types.int64, types.float32, types.float64)
 load_int8, load_int32, load_int64, load_float32, load_float64 = map(reader, _KINDS)
-store_int32, store_int64 = (_storer(kind, types.int64) for kind in _KINDS[1:3])
-store_float32, store_float64 = (_storer(kind, types.float64) for kind in _KINDS[3:])
-
-
-def tuple_storer(scalar):
-    """``store(address, values)``: write a tuple of numbers of one type as type ``scalar``.
-
-    From ``float64`` to ``float32`` they are rounded once; integers must be of type ``scalar``.
-    """
-
-    @intrinsic
-    def store(typingctx, address, values):
-        def codegen(context, builder, signature, args):
-            kind, pointer = signature.args[1], _at(context, builder, args[0], scalar)
-            for k in range(kind.count):
-                value = builder.extract_value(args[1], k)
-                value = context.cast(builder, value, kind.dtype, scalar)
-                place = builder.gep(pointer, [ir.Constant(_I64, k)])
-                builder.store(value, place, align=_bytes(scalar))
-            return context.get_dummy_value()
-
-        return types.void(types.int64, values), codegen
-
-    return store
+store_int32, store_int64, store_float32, store_float64 = map(storer, _KINDS[1:])
 
 
 @intrinsic

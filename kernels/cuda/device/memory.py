@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numba import cuda, types
 
-from .backend import address_of, copy_in, device_id, handle_of, new_event, tuple_storer
+from .backend import address_of, copy_in, device_id, handle_of, new_event, storer
 from .launch import on_grid
 
 ALIGN = 256  # bytes
@@ -24,7 +24,7 @@ WORK, SUMS = range(2)
 """Kinds of room: for one launch or step, and for what several steps add to."""
 WORDS = 128
 """Words that one launch writes: 1 KiB of the 4 KiB that arguments may have."""
-_store = tuple_storer(types.int64)
+_store = storer(types.int64)
 
 
 class Room:

@@ -86,25 +86,18 @@ def reader(kind):
 load_int8, load_int32, load_int64, load_float32, load_float64 = map(reader, _NUMBERS)
 
 
-def _storer(kind):
+def storer(kind):
     number, made = _NUMBERS[kind]
+    n_bytes = ctypes.sizeof(number)
 
     def store(address, value):
-        number.from_address(int(address)).value = made(value)
+        for k, part in enumerate(value if isinstance(value, tuple) else (value,)):
+            number.from_address(int(address) + k * n_bytes).value = made(part)
 
     return store
 
 
-_, store_int32, store_int64, store_float32, store_float64 = map(_storer, _NUMBERS)
-
-
-def tuple_storer(scalar):
-    dtype = np.dtype(str(scalar))
-
-    def store(address, values):
-        _at(int(address), dtype, len(values))[:] = values
-
-    return store
+_, store_int32, store_int64, store_float32, store_float64 = map(storer, _NUMBERS)
 
 
 def lower_int64(address, value):

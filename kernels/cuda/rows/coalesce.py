@@ -34,9 +34,17 @@ from ..device.launch import on_elements, on_grid, tile_grid
 from ..device.part import Call, Sorter, placed
 from ..device.records import hp_reader, row_reader
 from .kernels import add_up_rows, thread_place
-from .keys import Keys, KeySort, first_at_least, is_first_of_row, may_not_write, position_at, row_at
+from .keys import (
+    Keys,
+    KeySort,
+    TableRow,
+    first_at_least,
+    is_first_of_row,
+    may_not_write,
+    position_at,
+    row_at,
+)
 from .sort import scratch_words, sort_keys
-from .table import TableRow
 
 _OTHER_BIT = 62
 """Of a word of `mark_firsts_kernel`: set for a key that is not the first of its row."""

@@ -1,25 +1,51 @@
 """The keys of a row-sparse step: made and checked in one loop, then sorted, and read by all others.
 
-Terms are those of `rows.table`.
+Terms used by the loops over rows:
+
+* *position*: the number of an occurrence in the concatenated index lists of all tables;
+* *global row*: the number of a row among the rows of all tables, one after the other;
+* *key*: ``global row << position bits | position``; sorted, keys group equal rows and keep the
+  order of occurrence inside a group;
+* *hot*: a row of more than `HOT` occurrences;
+* *range*: a stretch of consecutive positions of one table. Hot rows are summed range by range.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numba import cuda
 
-from ...tables import RowTable
+from ...tables import RowTable, range_length
+from ..dense.tiles import are_aligned
 from ..device.backend import load_int32, load_int64, lower_int64, store_int64
 from ..device.guard import FOUND, INDEX, is_closed
 from ..device.launch import on_elements
 from ..device.memory import Places
 from ..device.part import Call
-from ..device.records import row_finder
+from ..device.records import Word, row_finder, size_of
 from .sort import count_kernel, scan_kernel, scatter_kernel, scratch_words, sort_keys
-from .table import TableRow, n_words, sizes_of, words_of
+
+
+class TableRow(NamedTuple):
+    """A table with a row-sparse gradient."""
+
+    arrays: Word  # where the addresses of the parameter and of its states lie
+    values: Word  # address that those of position 0 would have
+    hp: Word  # address of the scalars
+    rows: Word
+    width: Word  # elements of a row
+    first_row: Word  # global row
+    first_position: Word
+    indices: Word  # address that the one of position 0 would have
+    index_bytes: Word  # 4 or 8
+    range: Word  # positions of a range
+    n_ranges: Word
+    is_aligned: Word  # whether tiles are moved by vectors
+
 
 table_of_position = row_finder(TableRow, "first_position")
 table_of_row = row_finder(TableRow, "first_row")
@@ -124,7 +150,7 @@ class KeySort:
 
     Args:
         tables: at least one; their ``hp`` is not used.
-        itemsizes: as `words_of`.
+        itemsizes: bytes of an element of the gradient, then of the parameter and of each state.
         drop: leave out indices outside of ``[0, N)`` instead of closing the guard.
         sorts: whether the keys are sorted by this package.
         base: added to the position of a bad index.
@@ -139,11 +165,16 @@ class KeySort:
         sorts: bool = True,
         base: int = 0,
     ) -> None:
-        self._tables, self._itemsizes, self._base = tables, itemsizes, base
-        self.sizes, self.n_words = sizes_of(tables, drop=drop), n_words(tables)
-        self._dropped_row, self._sorts = self.sizes.rows if drop else -1, sorts
-        n, self.places = self.sizes.n if sorts else 0, Places()
-        words = (n, n, scratch_words(n) if sorts else 0)
+        self._tables, self._itemsizes, self._base, self._sorts = tables, itemsizes, base, sorts
+        self.n = n = sum(table.length for table in tables)  # positions
+        self.n_rows = sum(table.rows for table in tables)
+        self.bits = max(1, (n - 1).bit_length())  # of a key that hold the position
+        self._dropped_row = self.n_rows if drop else -1
+        self._row_bits = max(1, (self.n_rows if drop else self.n_rows - 1).bit_length())
+        self.widest = max(table.width for table in tables)
+        self.n_words = sum(size_of(TableRow) // 8 + len(table.addresses) for table in tables)
+        self.places = Places()
+        words = (n, n, scratch_words(n)) if sorts else ()
         self._sections = [self.places.add(8 * count) for count in words]
         self.table = 0
         self.sorted: tuple[int, ...] = ()  # what `sort` says
@@ -155,30 +186,53 @@ class KeySort:
 
     def loops(self) -> list[Any]:
         """See `Part`."""
-        is_sorted = self.sizes.n and self._sorts
+        is_sorted = self.n and self._sorts
         return [check_kernel, *((count_kernel, scan_kernel, scatter_kernel) if is_sorted else ())]
 
     def words(self, place: int, hp: np.ndarray) -> np.ndarray:
-        """See `Part`."""
-        self.table = place
-        return words_of(self._tables, place, self._itemsizes, hp.tolist())
+        """See `Part`; behind the table of tables lies what it points at."""
+        self.table, rows, first_row, first_position = place, [], 0, 0
+        place += len(self._tables) * size_of(TableRow)
+        for table, of_table in zip(self._tables, hp.tolist(), strict=True):
+            strides = [table.width * n for n in self._itemsizes]
+            is_aligned = are_aligned(np.array([table.values, *table.addresses, *strides]))
+            length = range_length(table.length)
+            row = TableRow(
+                arrays=place,
+                values=table.values - first_position * strides[0],
+                hp=of_table,
+                rows=table.rows,
+                width=table.width,
+                first_row=first_row,
+                first_position=first_position,
+                indices=table.indices - first_position * table.index_bytes,
+                index_bytes=table.index_bytes,
+                range=length,
+                n_ranges=-(-table.length // length),
+                is_aligned=bool(is_aligned),
+            )
+            rows.append(row)
+            place += 8 * len(table.addresses)
+            first_row, first_position = first_row + table.rows, first_position + table.length
+        arrays = (table.addresses for table in self._tables)
+        return np.array([*itertools.chain(*rows, *arrays)], np.int64)
 
     def check(self, call: Call, keys: int = 0) -> None:
         """Enqueue the check of all indices, and making the keys unless their address is 0."""
-        n, bits, tables = self.sizes.n, self.sizes.position_bits, (self.table, len(self._tables))
-        check = on_elements(check_kernel, n, call.stream)
-        check(*tables, n, bits, self._dropped_row, keys, call.guard, self._base)
+        of_keys = self.n, self.bits, self._dropped_row, keys
+        check = on_elements(check_kernel, self.n, call.stream)
+        check(self.table, len(self._tables), *of_keys, call.guard, self._base)
 
     def sort(self, call: Call) -> tuple[int, ...]:
         """Enqueue making and sorting the keys: their address, how many, bits of positions."""
-        n, bits, row_bits = self.sizes.n, self.sizes.position_bits, self.sizes.row_bits
         if call.sorter is not None:
-            self.check(call, call.sorter.room(n))
+            self.check(call, call.sorter.room(self.n))
             place = call.sorter.sort()
         else:
             keys, spare, scratch = (call.scratch + at for at in self._sections)
             self.check(call, keys)
             # Positions are in order before and stay so.
-            place = sort_keys(keys, spare, scratch, n, bits, row_bits, call.stream)
-        self.sorted = place, n, bits
+            bits = self.bits, self._row_bits
+            place = sort_keys(keys, spare, scratch, self.n, *bits, call.stream)
+        self.sorted = place, self.n, self.bits
         return self.sorted

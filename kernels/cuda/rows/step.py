@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ...element import Kernel
-from ...tables import HOT, RowTable
+from ...tables import HOT, RowTable, range_length
 from ..dense.tiles import length_of
 from ..device.backend import GEOMETRY, copy_in, fill_ones
 from ..device.launch import on_elements, on_grid, tile_grid
@@ -33,10 +33,11 @@ class _RowLoops(KeySort):
     def __init__(self, kernel: Kernel, tables: Sequence[RowTable], **options: Any) -> None:
         itemsizes = [storage.itemsize for storage in (kernel.g, kernel.w, *kernel.s)]
         super().__init__(tables, itemsizes, **options)
-        self._kernel, self._length, sizes = kernel, length_of(kernel), self.sizes
-        self._block = tile_grid(sizes.widest, self._length, GEOMETRY.rows)
-        self._hot_stride = sizes.most_ranges * sizes.widest
-        self._n_probes = -(-sizes.n // HOT) if sizes.n > HOT else 0
+        self._kernel, self._length = kernel, length_of(kernel)
+        self._block = tile_grid(self.widest, self._length, GEOMETRY.rows)
+        self._most_ranges = max(-(-t.length // range_length(t.length)) for t in tables)
+        self._hot_stride = self._most_ranges * self.widest
+        self._n_probes = -(-self.n // HOT) if self.n > HOT else 0
         hot_bytes = self._n_probes * self._hot_stride * kernel.real.itemsize
         self._at_hot, shape = self.places.add(hot_bytes), (kernel.g, kernel.real, self._length)
         self._hot_loop = rows.hot_kernel(*shape)
@@ -46,7 +47,7 @@ class _RowLoops(KeySort):
         tiles, lanes, tile_groups = self._block
         hot_sums = call.scratch + self._at_hot, self._hot_stride
         launch = on_grid(loop, (*grid, tile_groups), (tiles, lanes), call.stream)
-        tables = self.table, len(self._tables), self.sizes.rows
+        tables = self.table, len(self._tables), self.n_rows
         launch(*self.sorted, *tables, *hot_sums, call.guard, *more)
 
     def _over(self, loop: Any, n: int, call: Call, *more: int) -> None:
@@ -57,7 +58,7 @@ class _RowLoops(KeySort):
     def _sum_hot(self, call: Call) -> None:
         """The sums of the ranges of hot rows."""
         if self._n_probes:
-            groups = -(-self.sizes.most_ranges // self._block[1])
+            groups = -(-self._most_ranges // self._block[1])
             self._launch(self._hot_loop, (self._n_probes, groups), call)
 
 
@@ -77,16 +78,16 @@ class RowStep(_RowLoops):
     ) -> None:
         super().__init__(kernel, tables, **options)
         self._touched_only = touched_only
-        self._at_first = self.places.add(0 if touched_only else 8 * self.sizes.rows)
+        self._at_first = self.places.add(0 if touched_only else 8 * self.n_rows)
         self._update = (rows.touched_kernel if touched_only else rows.sweep_kernel)(kernel)
-        if touched_only and self.sizes.n == 0:
+        if touched_only and self.n == 0:
             self.n_words = 0
 
     def loops(self) -> list[Any]:
         """See `Part`."""
         hot = [self._hot_loop] if self._n_probes else []
         if self._touched_only:
-            return [*super().loops(), *hot, *([self._update] if self.sizes.n else ())]
+            return [*super().loops(), *hot, *([self._update] if self.n else ())]
         return [*super().loops(), *hot, rows.mark_kernel, self._update]
 
     def enqueue(self, call: Call) -> None:
@@ -100,21 +101,21 @@ class RowStep(_RowLoops):
         """Enqueue the rule, on rows whose keys are sorted."""
         self._sum_hot(call)
         if self._touched_only:
-            self._over(self._update, self.sizes.n, call)
+            self._over(self._update, self.n, call)
         else:
             self._sweep(call)
 
     def _sweep(self, call: Call) -> None:
         """One sweep over all rows."""
-        sizes, first = self.sizes, call.scratch + self._at_first
-        if sizes.n == 0 and (sizes.rows == 0 or sizes.widest == 0):
+        first = call.scratch + self._at_first
+        if self.n == 0 and (self.n_rows == 0 or self.widest == 0):
             return
-        fill_ones(first, 8 * sizes.rows, call.stream)
-        if sizes.n:
-            mark = on_elements(rows.mark_kernel, sizes.n, call.stream)
-            mark(*self.sorted, sizes.rows, first, call.guard)
+        fill_ones(first, 8 * self.n_rows, call.stream)
+        if self.n:
+            mark = on_elements(rows.mark_kernel, self.n, call.stream)
+            mark(*self.sorted, self.n_rows, first, call.guard)
         # Of no rows one block keeps a bad index.
-        self._over(self._update, max(1, sizes.rows), call, first)
+        self._over(self._update, max(1, self.n_rows), call, first)
 
 
 class RowSquares(_RowLoops):
@@ -140,7 +141,7 @@ class RowSquares(_RowLoops):
         super().__init__(kernel, tables, sorts=sorter is None, base=base)
         self._call = Call(None, guard, sorter)
         _, lanes, tile_groups = self._block
-        self.n_parts = -(-self.sizes.n // lanes) * tile_groups
+        self.n_parts = -(-self.n // lanes) * tile_groups
 
     def enqueue(self, parts: int, stream: Any) -> None:
         """See `norm.Squares`."""
@@ -149,4 +150,4 @@ class RowSquares(_RowLoops):
         with placed(self, no_scalars, [0] * len(self._tables), call) as there:
             self.sort(there)
             self._sum_hot(there)
-            self._over(loop, self.sizes.n, there, parts)
+            self._over(loop, self.n, there, parts)
