@@ -62,6 +62,7 @@ def gradient_loops() -> dict[str, Any]:
     from fusestep.kernels.cuda.dense import centralize
     from fusestep.kernels.cuda.device import arrays
     from fusestep.kernels.cuda.rows import coalesce as row_sums
+    from fusestep.kernels.cuda.rows import kernels as rows
     from fusestep.kernels.storage import BF16, F16, F32, F64
 
     return {
@@ -71,8 +72,8 @@ def gradient_loops() -> dict[str, Any]:
         "rows distinct sums bf16": row_sums.distinct_sums_kernel(BF16, F32, BF16),
         "rows decayed sums f32": row_sums.decayed_sums_kernel(F32, F32, F32),
         "rows decayed sums f16": row_sums.decayed_sums_kernel(F16, F32, F16),
-        "rows mark firsts": row_sums.mark_firsts_kernel,
-        "rows count firsts": row_sums.count_firsts_kernel,
+        "rows mark firsts": rows.mark_firsts_kernel,
+        "rows count firsts": rows.count_firsts_kernel,
         "central sums f32": centralize.chunk_sums_kernel(F32, F32, F32),
         "central sums bf16": centralize.chunk_sums_kernel(BF16, F32, BF16),
         "central difference f64": centralize.subtract_kernel(F64, F64, F64),

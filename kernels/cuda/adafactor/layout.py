@@ -72,10 +72,7 @@ class LineRow(NamedTuple):
 class FactoredTables:
     """The tables of a step; what stays the same from step to step.
 
-    Args:
-        tensors: at least one, none of them empty; addresses on the device.
-        length: elements of a thread's widest loads.
-        real_bytes: of an element of the arithmetic.
+    ``length`` is elements of a thread's widest loads, ``real_bytes`` those of the arithmetic.
     """
 
     def __init__(self, tensors: Sequence[FactoredTensor], length: int, real_bytes: int) -> None:
@@ -96,12 +93,7 @@ class FactoredTables:
         self.scratch_bytes = places.size
 
     def words(self, gradients: np.ndarray, hp: np.ndarray) -> np.ndarray:
-        """Both tables, one after the other.
-
-        Args:
-            gradients: int64 ``[T]``, on the device.
-            hp: int64 ``[T]``: addresses of the scalars of each tensor.
-        """
+        """Both tables, one after the other; int64 ``[T]`` addresses of gradients and scalars."""
         arrays = np.column_stack([gradients, self.tiles.arrays])
         is_aligned = (self.tiles.width % self._length == 0) & are_aligned(arrays)
         tiles = self.tiles._replace(hp=hp, is_aligned=is_aligned, arrays=arrays)

@@ -62,11 +62,8 @@ def rms_kernel(kernel: Kernel, record: Any, options: Options) -> Any:
 class MatrixStep:
     """A `Part`: the step on tensors whose second moments are those of rows and columns.
 
-    Args:
-        kernel: the rule and its storage types, those of states of rows and columns left out.
-        tensors: at least one, none of them empty.
-        gradients: int64 ``[T]``: addresses of their gradients.
-        options: what all have in common.
+    The kernel has the storage types of the other states. There is one tensor at least, and none is
+    empty; ``gradients`` are int64 ``[T]`` addresses.
     """
 
     def __init__(

@@ -24,13 +24,13 @@ THREADS, _TILES, _MOST_CHUNKS = GEOMETRY.central
 
 
 def _add_tile(g: Storage, real: Storage, length: int) -> Any:
-    """``add(i, values, own)``: the elements from ``i`` on, to a float64 sum."""
+    """``add(column, first, values, own)``: elements of the row that begins there, to a float64."""
     kind, load = numba_type(real), sums(g, real, length).start
 
     @cuda.jit(device=True)
-    def add(i, values, own):
+    def add(column, first, values, own):
         tile = cuda.local.array(length, kind)
-        load(tile, values, i)
+        load(tile, values, first + column)
         for c in range(length):
             own[0] += np.float64(tile[c])
 
@@ -38,17 +38,17 @@ def _add_tile(g: Storage, real: Storage, length: int) -> Any:
 
 
 def _write_difference(g: Storage, real: Storage, out: Storage, length: int) -> Any:
-    """``write(i, values, mean, out)``: the elements from ``i`` on, less the mean."""
+    """``write(column, first, values, mean, out)``: elements of a row, less the mean."""
     kind, load = numba_type(real), sums(g, real, length).start
     store = narrow_storer(real, out, length)
 
     @cuda.jit(device=True)
-    def write(i, values, mean, out):
+    def write(column, first, values, mean, out):
         tile = cuda.local.array(length, kind)
-        load(tile, values, i)
+        load(tile, values, first + column)
         for c in range(length):
             tile[c] -= mean
-        store(tile, out, i)
+        store(tile, out, first + column)
 
     return write
 
@@ -71,8 +71,7 @@ def _over_chunk(make: Any, length: int) -> Any:
 @cache
 def chunk_sums_kernel(g: Storage, real: Storage, out: Storage) -> Any:
     """``loop[(groups of rows, chunks), (lanes, rows)]``: float64 ``sums[row, chunk]``."""
-    length, g_bytes = tile_length(g, out), g.itemsize
-    add_chunk = _over_chunk(lambda n: _add_tile(g, real, n), length)
+    add_chunk = _over_chunk(lambda n: _add_tile(g, real, n), tile_length(g, out))
 
     @cuda.jit
     def loop(values, n_rows, width, chunk, is_aligned, sums):
@@ -81,7 +80,7 @@ def chunk_sums_kernel(g: Storage, real: Storage, out: Storage) -> Any:
         own, thread = cuda.local.array(1, float64), cuda.threadIdx.y * cuda.blockDim.x + lane
         own[0] = 0.0
         if row < n_rows:
-            add_chunk(lane, lanes, width, chunk, is_aligned, values + row * width * g_bytes, own)
+            add_chunk(lane, lanes, width, chunk, is_aligned, row * width, values, own)
         shared = cuda.shared.array((1, THREADS), float64)
         shared[0, thread] = own[0]
         add_lanes(shared, thread, lane, lanes, 1, 1)
@@ -97,8 +96,7 @@ def subtract_kernel(g: Storage, real: Storage, out: Storage) -> Any:
 
     ``out`` may be ``values``.
     """
-    length, g_bytes, out_bytes = tile_length(g, out), g.itemsize, out.itemsize
-    real_type = numba_type(real)
+    length, real_type = tile_length(g, out), numba_type(real)
     write_chunk = _over_chunk(lambda n: _write_difference(g, real, out, n), length)
 
     @cuda.jit
@@ -115,8 +113,8 @@ def subtract_kernel(g: Storage, real: Storage, out: Storage) -> Any:
         cuda.syncthreads()
         if row < n_rows:
             mean = real_type(shared[0, thread - lane] / np.float64(width))
-            source, place = values + row * width * g_bytes, out + row * width * out_bytes
-            write_chunk(lane, lanes, width, chunk, is_aligned, source, mean, place)
+            first = row * width
+            write_chunk(lane, lanes, width, chunk, is_aligned, first, values, mean, out)
 
     return loop
 
@@ -130,28 +128,20 @@ def centralize(
     result: int,
     stream: Any,
 ) -> None:
-    """Enqueue writing ``values`` less the means of its rows to ``result``.
+    """Enqueue writing ``values`` less the means of its rows to ``result``; addresses.
 
-    Args:
-        g: storage of the values.
-        real: of the arithmetic.
-        out: of the result.
-        values: their address; contiguous.
-        shape: rows, and elements of a row.
-        result: an address, ``values`` or memory apart.
-        stream: of Numba.
+    They are the same or apart, and contiguous: so many rows of so many elements. Storage types are
+    those of the values, of the arithmetic and of the result.
     """
     n_rows, width = shape
     if n_rows == 0 or width == 0:
         return
     length = tile_length(g, out)
     lanes, rows, _ = tile_grid(width, length, THREADS)
-    round_of_tiles = lanes * length
-    most = -(-width // _MOST_CHUNKS)
-    chunk = max(_TILES, -(-most // round_of_tiles)) * round_of_tiles
+    of_round, most = lanes * length, -(-width // _MOST_CHUNKS)
+    chunk = max(_TILES, -(-most // of_round)) * of_round
     grid, block = (-(-n_rows // rows), -(-width // chunk)), (lanes, rows)
-    is_aligned = rows_are_aligned(width, (values, g), (result, out))
-    arguments = (values, n_rows, width, chunk, is_aligned)
+    arguments = values, n_rows, width, chunk, rows_are_aligned(width, (values, g), (result, out))
     with room_of(stream) as room:
         parts = room.take(8 * n_rows * grid[1])
         on_grid(chunk_sums_kernel(g, real, out), grid, block, stream)(*arguments, parts)

@@ -54,12 +54,9 @@ def on_chunk(kernel: Kernel, of_tile: Callable[[Kernel, int], Any]) -> Any:
 
 
 class Chunks:
-    """The tensors of a launch; those of no elements are left out.
+    """The tensors of a launch, int64 ``[T, n]`` arrays of ``[T]`` sizes, in chunks of so many.
 
-    Args:
-        chunk: elements of a chunk.
-        arrays: int64 ``[T, n]``: addresses of the arrays of each tensor.
-        sizes: int64 ``[T]``: elements of each tensor.
+    Those of no elements are left out.
     """
 
     def __init__(self, chunk: int, arrays: np.ndarray, sizes: np.ndarray) -> None:

@@ -56,13 +56,7 @@ def _chunk_of(storage: Storage) -> int:
 
 
 class FiniteCheck(Chunks):
-    """The check of contiguous arrays, with its table.
-
-    Args:
-        storage: the storage type of the arrays.
-        addresses: int64 ``[T]``, on the device.
-        sizes: int64 ``[T]``, elements.
-    """
+    """The check of contiguous arrays: their int64 ``[T]`` addresses and numbers of elements."""
 
     def __init__(self, storage: Storage, addresses: np.ndarray, sizes: np.ndarray) -> None:
         super().__init__(_chunk_of(storage), addresses[:, None], sizes)

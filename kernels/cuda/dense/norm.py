@@ -139,13 +139,9 @@ class GlobalNorm(NamedTuple):
 def global_norm(
     gradients: Sequence[DenseGradients], rows: Sequence[Squares], limit: float, stream: Any
 ) -> Iterator[GlobalNorm]:
-    """Enqueue the norm of gradients; ``with`` holds the room until what uses it is enqueued.
+    """Enqueue the norm of dense and row-sparse gradients, by storage type, and its limit.
 
-    Args:
-        gradients: dense ones, by storage type.
-        rows: row-sparse ones, by storage type.
-        limit: of the norm.
-        stream: of Numba.
+    ``with`` holds the room until what uses it is enqueued.
     """
     found, places = [*map(DenseSquares, gradients), *rows], Places()
     totals, n_parts = np.array(Totals(0.0, limit, 0.0, 0.0)), sum(of.n_parts for of in found)

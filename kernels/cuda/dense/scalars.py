@@ -97,11 +97,8 @@ def _increment(address):
 def begin_kernel(state, found_inf, kind, origin):
     """``loop[1, 1]``: open the guard, unless the step has to be skipped or an earlier one failed.
 
-    Args:
-        state: address of the memory of the optimizer.
-        found_inf: address of a number that is not 0 where the step has to be skipped, or 0.
-        kind: how it lies there.
-        origin: the number of the step for what it may find.
+    ``found_inf`` is the address of a number of some ``kind`` that is not 0 where the step has to be
+    skipped, or 0; ``origin`` the number of the step for what it may find.
     """
     is_skipped = load_int64(state + AT.is_nonfinite) != 0
     store_int64(state + AT.is_nonfinite, 0)
@@ -160,14 +157,9 @@ def scalars_kernel(
 ) -> Any:
     """``loop[blocks, THREADS](table, n_tensors, settings, state, counts_step)``.
 
-    Args:
-        function: of the `Formula`.
-        n_constants: how many it takes.
-        n_bases: how many running powers it takes.
-        n_scalars: of the rule.
-        prologue: whose scalars come after those of the rule.
-        scales_decay: whether a coupled weight decay is multiplied by the loss scale.
-        real: type of the arithmetic.
+    ``function`` is that of a `Formula`, with so many constants and running powers. The scalars of
+    the prologue come after the ``n_scalars`` of the rule. ``scales_decay`` says whether a coupled
+    weight decay is multiplied by the loss scale.
     """
     scalars, store = device_function(function), storer(numba_type(real))
     sizes = n_constants, n_bases

@@ -35,14 +35,10 @@ def dense_kernel(kernel: Kernel) -> Any:
 
 
 class DenseStep:
-    """A `Part`: the step on some tensors.
+    """A `Part`: the step on some tensors, of so many elements each.
 
-    Args:
-        kernel: the rule, its prologue and storage types.
-        addresses: int64 ``[T, 1 + number of states]``, on the device: of parameters and states.
-        gradients: int64 ``[T]``, on the device.
-        sizes: int64 ``[T]``: elements of each tensor.
-        follow: of a two-stage rule whose ``factor`` does not say all: a `measure.totals_kernel`.
+    There are int64 ``[T, 1 + number of states]`` addresses of parameters and states, and ``[T]`` of
+    gradients. ``follow`` is a `measure.totals_kernel` where ``rule.factor`` does not say all.
     """
 
     def __init__(

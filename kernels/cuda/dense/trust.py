@@ -71,15 +71,9 @@ def trust_kernel(real: Storage, options: Options) -> Any:
 
 
 class TrustRatios:
-    """The trust ratios of dense tensors, as a `Part`.
+    """A `Part`: the trust ratios of those tensors that ``acts``, bool ``[T]``, says.
 
-    Args:
-        parameters: T of them.
-        gradients: of the same sizes.
-        acts: bool ``[T]``: which tensors have one.
-        options: what all have in common.
-        real: the type of the arithmetic.
-        column: where the scalar is that is multiplied by the ratio.
+    ``column`` is where the scalar is that is multiplied, a number of the type ``real``.
     """
 
     def __init__(

@@ -35,9 +35,7 @@ class Room:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._array: Any = None
-        self._size = 0
+        self._lock, self._array, self._size = threading.Lock(), None, 0
 
     def __enter__(self) -> Room:
         self._lock.acquire()
@@ -76,10 +74,8 @@ class Held:
     """
 
     def __init__(self) -> None:
-        self._array: Any = None
-        self._size = 0
+        self._array, self._size, self._is_captured = None, 0, False
         self._content: np.ndarray = np.empty(0, np.int64)
-        self._is_captured = False
         self._kept: list[Any] = []
 
     def take(self, n_bytes: int, *, capturing: bool = False) -> int:

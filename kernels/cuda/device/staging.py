@@ -52,12 +52,10 @@ class Staging:
         work: Callable[[int, list[np.ndarray]], None],
         stream: Any,
     ) -> None:
-        """Bring each chunk to the host, work on it, and send back what goes back.
+        """Bring each chunk of pieces to the host, work on it, and send back what goes back.
 
-        Args:
-            chunks: pieces that are worked on together.
-            work: called with the number of a chunk and its pieces as arrays of the host.
-            stream: what is enqueued there before comes first; what comes later waits.
+        ``work`` is called with the number of a chunk and its pieces as arrays. What is enqueued on
+        the stream before comes first; what comes later waits.
         """
         with self._lock:
             follow(self._arrivals, stream)

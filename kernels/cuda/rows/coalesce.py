@@ -19,35 +19,17 @@ from ...rules.gradient import COUPLED_DECAY
 from ...rules.norm import SCALED
 from ...storage import Storage, numba_type
 from ...tables import RowTable
-from ..dense.tiles import (
-    access,
-    by_tiles,
-    narrow_storer,
-    rows_are_aligned,
-    sums,
-    tile_length,
-)
+from ..dense.tiles import by_tiles, narrow_storer, rows_are_aligned, sums, tile_length
 from ..device.backend import GEOMETRY, copy_in, copy_out, load_int64, store_int32, store_int64
 from ..device.functions import device_function
 from ..device.guard import FOUND, NOTHING, WORDS
 from ..device.launch import on_elements, on_grid, tile_grid
 from ..device.part import Call, Sorter, placed
 from ..device.records import hp_reader, row_reader
+from . import kernels
 from .kernels import add_up_rows, thread_place
-from .keys import (
-    Keys,
-    KeySort,
-    TableRow,
-    first_at_least,
-    is_first_of_row,
-    may_not_write,
-    position_at,
-    row_at,
-)
+from .keys import Keys, KeySort, TableRow, is_first, may_not_write, position_at, row_at
 from .sort import scratch_words, sort_keys
-
-_OTHER_BIT = 62
-"""Of a word of `mark_firsts_kernel`: set for a key that is not the first of its row."""
 
 _table_at = row_reader(TableRow)
 _NO_SCALARS = np.empty((1, 0))
@@ -91,7 +73,7 @@ def dense_sums_kernel(g: Storage, real: Storage, out: Storage) -> Any:
         if may_not_write(guard, 0, n, tables, 1):
             return
         keys, (k, tile) = Keys(keys, n, bits), thread_place()
-        if k < n and is_first_of_row(keys, k):
+        if k < n and is_first(keys, k):
             table = _table_at(tables, 0)
             place = out + row_at(keys, k) * table.width * out_bytes
             write(tile * length, table.width, is_aligned, keys, k, table, place)
@@ -139,7 +121,7 @@ def decayed_sums_kernel(g: Storage, real: Storage, w: Storage) -> Any:
     @cuda.jit
     def loop(keys, n, bits, tables, out, is_aligned):
         keys, (k, tile) = Keys(keys, n, bits), thread_place()
-        if k >= n or not is_first_of_row(keys, k):
+        if k >= n or not is_first(keys, k):
             return
         table, row = _table_at(tables, 0), row_at(keys, k)
         if row < table.rows:
@@ -152,8 +134,8 @@ def decayed_sums_kernel(g: Storage, real: Storage, w: Storage) -> Any:
 
 def _write_decayed(g: Storage, real: Storage, w: Storage, length: int) -> Any:
     """``run(column, keys, k, table, place, w_row, hp)``: the sum of a row, decayed."""
-    sum_of_row, load_w = _sum_of_row(g, real, length), sums(w, real, length).start
-    (kind, _, store), decay = access(real, length), device_function(COUPLED_DECAY.apply)
+    sum_of_row, (load_w, _, _, store) = _sum_of_row(g, real, length), sums(w, real, length)
+    kind, decay = numba_type(real), device_function(COUPLED_DECAY.apply)
 
     @cuda.jit(device=True)
     def run(column, keys, k, table, place, w_row, hp):
@@ -165,24 +147,6 @@ def _write_decayed(g: Storage, real: Storage, w: Storage, length: int) -> Any:
         store(total, place, column)
 
     return run
-
-
-@cuda.jit
-def mark_firsts_kernel(keys, n, bits, words):
-    """Write ``k`` to ``words[k]``, with a high bit where key ``k`` is not the first of its row.
-
-    The words sorted by that bit begin with the first keys of all rows that occur.
-    """
-    k = cuda.grid(1)
-    if k < n:
-        other = 0 if is_first_of_row(Keys(keys, n, bits), k) else 1
-        store_int64(words + 8 * k, k | (other << _OTHER_BIT))
-
-
-@cuda.jit
-def count_firsts_kernel(words, n, count):
-    """Write to ``count`` how many sorted words are of first keys; one thread."""
-    store_int64(count, first_at_least(Keys(words, n, 0), 0, n, 1 << _OTHER_BIT))
 
 
 class Rows(NamedTuple):
@@ -210,14 +174,9 @@ def _launcher(loop: Any, rows: Rows, n: int, out: Storage, stream: Any) -> Any:
 
 
 def dense_sums(rows: Rows, out: Storage, result: int, *, guard: int, stream: Any) -> None:
-    """Enqueue adding a gradient up in an array of all rows that holds 0.
+    """Enqueue adding a gradient up in an array of all rows, at an address, that holds 0.
 
-    Args:
-        rows: the gradient.
-        out: storage of the array.
-        result: its address.
-        guard: of the call; it is closed by a bad index, and then nothing is written.
-        stream: of Numba.
+    A bad index closes the guard, and then nothing is written.
     """
     keys, n = rows.keys(), rows.table.length
     if n == 0:
@@ -232,13 +191,8 @@ def dense_sums(rows: Rows, out: Storage, result: int, *, guard: int, stream: Any
 def decayed_sums(rows: Rows, w: Storage, hp: np.ndarray, result: int, stream: Any) -> None:
     """Enqueue the sums of rows with their decay, at the first occurrence of each row.
 
-    Args:
-        rows: the gradient; its table has the address of the parameter. Bad indices are left out.
-        w: storage of the parameter.
-        hp: the scalars, in the type of the arithmetic.
-        result: address of an array of the shape of the values, in the type of the arithmetic, that
-            holds 0.
-        stream: of Numba.
+    The table has the address of the parameter. ``result`` is that of an array of the shape of the
+    values, in the type of the arithmetic, that holds 0. Bad indices are left out.
     """
     keys, n, (parameter,) = rows.keys(drop=True), rows.table.length, rows.table.addresses
     if n == 0 or rows.table.width == 0:
@@ -270,9 +224,9 @@ class DistinctRows:
         words, spare, scratch = (
             call.scratch + at for at in (self._words, self._spare, self._scratch)
         )
-        on_elements(mark_firsts_kernel, n, stream)(*sorted_keys, words)
-        self._firsts = sort_keys(words, spare, scratch, n, _OTHER_BIT, 1, stream)
-        on_grid(count_firsts_kernel, 1, 1, stream)(self._firsts, n, found + 8 * WORDS)
+        on_elements(kernels.mark_firsts_kernel, n, stream)(*sorted_keys, words)
+        self._firsts = sort_keys(words, spare, scratch, n, kernels.OTHER_BIT, 1, stream)
+        on_grid(kernels.count_firsts_kernel, 1, 1, stream)(self._firsts, n, found + 8 * WORDS)
 
     def count(self) -> tuple[int, int]:
         """How many rows occur, and the position of a bad index or -1; the host waits for it."""

@@ -8,17 +8,10 @@ from typing import Any
 import numpy as np
 from numba import cuda, types
 
-from ..device.backend import (
-    GEOMETRY,
-    load_int32,
-    load_int64,
-    lower_int64,
-    store_int64,
-    tile_loader,
-    tile_storer,
-)
+from ..device.backend import GEOMETRY, lower_int64, store_int64, tile_loader, tile_storer
 from ..device.guard import FOUND
 from ..device.launch import on_grid, tile_grid
+from .keys import index_at
 
 # A row is copied in pieces of this many bytes, the longest that divides all rows and addresses.
 PIECES = (16, 8, 4, 2)
@@ -39,7 +32,7 @@ def gather_kernel(piece: int) -> Any:
         b = np.int64(cuda.blockIdx.x) * cuda.blockDim.y + cuda.threadIdx.y
         if b >= n:
             return
-        index = load_int32(indices + 4 * b) if index_bytes == 4 else load_int64(indices + 8 * b)
+        index = index_at(indices, index_bytes, b)
         is_bad = index < 0 or index >= n_rows
         if cuda.threadIdx.x == 0:
             store_int64(kept + 8 * b, index)

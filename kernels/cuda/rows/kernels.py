@@ -23,20 +23,14 @@ from ...tables import HOT
 from ..dense.tiles import by_tiles, length_of, sums, update_summed_tile
 from ..device.backend import GEOMETRY, load_int64, reader, store_int64
 from ..device.guard import is_closed
-from ..device.records import hp_reader
+from ..device.records import hp_reader, row_finder
 from ..device.sums import store_part
-from .keys import (
-    Keys,
-    first_at_least,
-    is_first_of_row,
-    key_at,
-    may_not_write,
-    position_at,
-    row_at,
-    table_of_row,
-)
+from .keys import Keys, TableRow, is_first, key_at, lower_bound, may_not_write, position_at, row_at
 
 THREADS = GEOMETRY.rows
+_of_row = row_finder(TableRow, "first_row")
+OTHER_BIT = 62
+"""Of a word of `mark_firsts_kernel`: set for a key that is not the first of its row."""
 
 
 class HotSums(NamedTuple):
@@ -129,7 +123,7 @@ def _sum_of_range(g: Storage, real: Storage, length: int) -> Any:
         first = (row << keys.bits) + table.first_position + number * table.range
         # Beyond the last position a sum would run over into the next row.
         limit = min(first + table.range, (row + 1) << keys.bits)
-        k = first_at_least(keys, begin, keys.n, first)
+        k = lower_bound(keys, begin, keys.n, first)
         total = cuda.local.array(length, real_type)
         if k == keys.n or key_at(keys, k) >= limit:
             for c in range(length):
@@ -160,10 +154,10 @@ def hot_kernel(g: Storage, real: Storage, length: int) -> Any:
         row = row_at(keys, k)
         if row >= n_rows or (k >= HOT and row_at(keys, k - HOT) == row):
             return
-        begin = first_at_least(keys, max(0, k - HOT), k, row << bits)
+        begin = lower_bound(keys, max(0, k - HOT), k, row << bits)
         if begin + HOT >= n or row_at(keys, begin + HOT) != row:
             return
-        table = table_of_row(tables, n_tables, row)
+        table = _of_row(tables, n_tables, row)
         if number < table.n_ranges:
             column, width, is_aligned = tile * length, table.width, table.is_aligned
             place = hot_sums + (probe * hot_stride + number * width) * real_bytes
@@ -197,7 +191,7 @@ def _row_update(kernel: Kernel) -> Any:
 
     @cuda.jit(device=True)
     def run(keys, k, row, tables, n_tables, tile, hot):
-        table = table_of_row(tables, n_tables, row)
+        table = _of_row(tables, n_tables, row)
         if tile * length < table.width:
             hp = read_hp(table.hp)
             update(tile * length, table.width, table.is_aligned, keys, k, row, table, hot, hp)
@@ -215,7 +209,7 @@ def touched_kernel(kernel: Kernel) -> Any:
         if may_not_write(guard, base, n, tables, n_tables):
             return
         keys, (k, tile) = Keys(keys, n, bits), thread_place()
-        if k < n and is_first_of_row(keys, k):
+        if k < n and is_first(keys, k):
             row = row_at(keys, k)
             if row < n_rows:
                 update(keys, k, row, tables, n_tables, tile, HotSums(hot_sums, hot_stride))
@@ -227,7 +221,7 @@ def touched_kernel(kernel: Kernel) -> Any:
 def mark_kernel(keys, n, bits, n_rows, first, guard):
     """Write to ``first[row]`` where the keys of each row begin; the others are -1 already."""
     k, keys = cuda.grid(1), Keys(keys, n, bits)
-    if k >= n or is_closed(guard) or not is_first_of_row(keys, k):
+    if k >= n or is_closed(guard) or not is_first(keys, k):
         return
     row = row_at(keys, k)
     if row < n_rows:
@@ -277,8 +271,8 @@ def row_squares_kernel(g: Storage, real: Storage, length: int) -> Any:
         thread = cuda.threadIdx.y * cuda.blockDim.x + cuda.threadIdx.x
         own, hot = cuda.local.array(1, float64), HotSums(hot_sums, hot_stride)
         own[0] = 0.0
-        if k < n and not is_bad and is_first_of_row(keys, k):
-            table = table_of_row(tables, n_tables, row_at(keys, k))
+        if k < n and not is_bad and is_first(keys, k):
+            table = _of_row(tables, n_tables, row_at(keys, k))
             add_squares(tile * length, table.width, table.is_aligned, keys, k, table, hot, own)
         shared = cuda.shared.array((1, THREADS), float64)
         shared[0, thread] = own[0]
@@ -286,3 +280,21 @@ def row_squares_kernel(g: Storage, real: Storage, length: int) -> Any:
         store_part(parts, block, shared, thread, THREADS, 1)
 
     return loop
+
+
+@cuda.jit
+def mark_firsts_kernel(keys, n, bits, words):
+    """Write ``k`` to ``words[k]``, with a high bit where key ``k`` is not the first of its row.
+
+    The words sorted by that bit begin with the first keys of all rows that occur.
+    """
+    k = cuda.grid(1)
+    if k < n:
+        other = 0 if is_first(Keys(keys, n, bits), k) else 1
+        store_int64(words + 8 * k, k | (other << OTHER_BIT))
+
+
+@cuda.jit
+def count_firsts_kernel(words, n, count):
+    """Write to ``count`` how many sorted words are of first keys; one thread."""
+    store_int64(count, lower_bound(Keys(words, n, 0), 0, n, 1 << OTHER_BIT))

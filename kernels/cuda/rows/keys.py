@@ -47,8 +47,7 @@ class TableRow(NamedTuple):
     is_aligned: Word  # whether tiles are moved by vectors
 
 
-table_of_position = row_finder(TableRow, "first_position")
-table_of_row = row_finder(TableRow, "first_row")
+_of_position = row_finder(TableRow, "first_position")
 
 
 class Keys(NamedTuple):
@@ -78,13 +77,13 @@ def position_at(keys, k):
 
 
 @cuda.jit(device=True)
-def is_first_of_row(keys, k):
+def is_first(keys, k):
     """Whether sorted key ``k`` is the first of its row."""
     return k == 0 or row_at(keys, k - 1) != row_at(keys, k)
 
 
 @cuda.jit(device=True)
-def first_at_least(keys, low, high, x):
+def lower_bound(keys, low, high, x):
     """The first ``i`` in ``low .. high`` with sorted key ``i`` at least ``x``; else ``high``."""
     while low < high:
         middle = (low + high) >> 1
@@ -96,31 +95,25 @@ def first_at_least(keys, low, high, x):
 
 
 @cuda.jit(device=True)
-def _index_at(table, position):
-    if table.index_bytes == 4:
-        return np.int64(load_int32(table.indices + 4 * position))
-    return load_int64(table.indices + 8 * position)
+def index_at(indices, n_bytes, k):
+    """Index ``k`` of a list of such of 4 or 8 bytes."""
+    if n_bytes == 4:
+        return np.int64(load_int32(indices + 4 * k))
+    return load_int64(indices + 8 * k)
 
 
 @cuda.jit
 def check_kernel(tables, n_tables, n, bits, dropped_row, keys, guard, base):
-    """Make the key of each position, and close the guard at the first bad index.
+    """Make the key of each position, unless the address of the keys is 0.
 
-    Args:
-        tables: address of the table of tables.
-        n_tables: its rows.
-        n: positions.
-        bits: of a key that hold the position.
-        dropped_row: the row that bad indices get, or -1: they close the guard.
-        keys: address of the keys, or 0: indices are checked only.
-        guard: address of the guard of the call.
-        base: added to a bad position, the smallest of which is what was found.
+    Bad indices get ``dropped_row``, or close the guard if that is -1: the smallest position, with
+    ``base`` added, is what was found.
     """
     position = cuda.grid(1)
     if position >= n:
         return
-    table = table_of_position(tables, n_tables, position)
-    index = _index_at(table, position)
+    table = _of_position(tables, n_tables, position)
+    index = index_at(table.indices, table.index_bytes, position)
     row = index + table.first_row
     if index < 0 or index >= table.rows:
         row = dropped_row
@@ -140,8 +133,9 @@ def may_not_write(guard, base, n, tables, n_tables):
     if is_first and cuda.threadIdx.x == 0 and cuda.threadIdx.y == 0:
         position = load_int64(guard + 8 * FOUND) - base
         if 0 <= position < n:
-            table = table_of_position(tables, n_tables, position)
-            store_int64(guard + 8 * INDEX, _index_at(table, position))
+            table = _of_position(tables, n_tables, position)
+            index = index_at(table.indices, table.index_bytes, position)
+            store_int64(guard + 8 * INDEX, index)
     return True
 
 

@@ -13,7 +13,7 @@ from ..dense.tiles import length_of
 from ..device.backend import GEOMETRY, copy_in, fill_ones
 from ..device.launch import on_elements, on_grid, tile_grid
 from ..device.memory import room_of
-from ..device.part import Call, Sorter, placed
+from ..device.part import Call, placed
 from . import kernels as rows
 from .keys import KeySort
 
@@ -63,14 +63,10 @@ class _RowLoops(KeySort):
 
 
 class RowStep(_RowLoops):
-    """A `Part`: the step on tables with row-sparse gradients.
+    """A `Part`: the step on tables with row-sparse gradients; options are those of `KeySort`.
 
-    Args:
-        kernel: the rule, its prologue and storage types.
-        tables: at least one; their ``hp`` is not used.
-        touched_only: True updates the rows that occur (lazy); False all rows, those that do
-            not occur with a gradient of 0 (dense-equivalent).
-        options: ``drop``, ``sorts``, ``base`` as `KeySort`.
+    ``touched_only`` updates the rows that occur (lazy); else all rows step, those that do not occur
+    with a gradient of 0 (dense-equivalent).
     """
 
     def __init__(
@@ -121,27 +117,13 @@ class RowStep(_RowLoops):
 class RowSquares(_RowLoops):
     """The squares of row-sparse gradients whose duplicates are summed first; `norm.Squares`.
 
-    Args:
-        kernel: of a rule that measures the gradient; its storage types are those of the sums.
-        tables: at least one; only their gradients are read.
-        guard: of the call; when it is closed, the sums are 0.
-        base: as `KeySort`.
-        sorter: as `Call`.
+    The storage types of the kernel are those of the sums. Behind a closed guard they are 0.
     """
 
-    def __init__(
-        self,
-        kernel: Kernel,
-        tables: Sequence[RowTable],
-        *,
-        guard: int,
-        base: int,
-        sorter: Sorter | None,
-    ) -> None:
-        super().__init__(kernel, tables, sorts=sorter is None, base=base)
-        self._call = Call(None, guard, sorter)
+    def __init__(self, kernel: Kernel, tables: Sequence[RowTable], call: Call, base: int) -> None:
+        super().__init__(kernel, tables, sorts=call.sorter is None, base=base)
         _, lanes, tile_groups = self._block
-        self.n_parts = -(-self.n // lanes) * tile_groups
+        self._call, self.n_parts = call, -(-self.n // lanes) * tile_groups
 
     def enqueue(self, parts: int, stream: Any) -> None:
         """See `norm.Squares`."""
