@@ -84,7 +84,7 @@ def gradient_loops() -> dict[str, Any]:
 
 def other_loops() -> dict[str, Any]:
     """The loops of row-sparse steps, of first stages and of checks."""
-    from fusestep.kernels.cuda.dense import finite, measure, norm, scalars, trust
+    from fusestep.kernels.cuda.dense import finite, norm, scalars, step, trust
     from fusestep.kernels.cuda.device import arrays, memory
     from fusestep.kernels.cuda.rows import gather, keys, sort
     from fusestep.kernels.cuda.rows import kernels as rows
@@ -110,8 +110,8 @@ def other_loops() -> dict[str, Any]:
         "sort count": sort.count_kernel,
         "sort scan": sort.scan_kernel,
         "sort scatter": sort.scatter_kernel,
-        "measure lamb": measure.chunk_sums_kernel(lamb),
-        "factor lamb": measure.factor_kernel(lamb),
+        "measure lamb": step.chunk_sums_kernel(lamb),
+        "factor lamb": step.factor_kernel(lamb),
         "rows squares": rows.row_squares_kernel(F32, F32, 4),
         "total": norm.total_kernel,
         "trust": trust.trust_kernel(F32, trust.Options(0.1, 0.1, True)),

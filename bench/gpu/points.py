@@ -114,7 +114,7 @@ def _launches(bench: Bench, shapes: Sequence[tuple[int, ...]]) -> dict[str, Call
     """The launch of a dense step alone, its table being there already; and an empty kernel's."""
     from numba import cuda
 
-    from ...kernels.cuda.dense.chunks import THREADS, Chunks, chunk_of
+    from ...kernels.cuda.dense.chunks import Chunks, chunk_of
     from ...kernels.cuda.dense.step import dense_kernel
     from ...kernels.cuda.device.backend import address_of, copy_in
     from ...kernels.element import kernel
@@ -144,7 +144,7 @@ def _launches(bench: Bench, shapes: Sequence[tuple[int, ...]]) -> dict[str, Call
 
     def launch(function: Any, keep: Any = keep) -> None:
         del keep  # its memory is used as long as this can be called
-        chunks.launch(function, THREADS, stream, place, chunks.n_tensors, 0)
+        chunks.launch(function, stream, place, chunks.n_tensors, 0)
 
     return {"kernel alone": partial(launch, loop), "empty kernel": partial(launch, empty)}
 

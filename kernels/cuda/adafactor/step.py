@@ -17,7 +17,7 @@ from numba import cuda
 from ...element import Kernel
 from ...rules import adafactor as rules
 from ...tables import FactoredTensor
-from ..dense.measure import totals_kernel
+from ..dense.step import totals_kernel
 from ..dense.tiles import length_of
 from ..device.functions import device_function
 from ..device.launch import on_grid

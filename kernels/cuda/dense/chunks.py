@@ -59,20 +59,22 @@ class Chunks:
     Those of no elements are left out.
     """
 
-    def __init__(self, chunk: int, arrays: np.ndarray, sizes: np.ndarray) -> None:
-        self._known = known = np.flatnonzero(sizes)
+    def __init__(
+        self, chunk: int, arrays: np.ndarray, sizes: np.ndarray, threads: int = THREADS
+    ) -> None:
+        self._known, self._threads = np.flatnonzero(sizes), threads
         self.counts = -(-sizes // chunk)  # blocks of each tensor
         first = np.cumsum(self.counts) - self.counts
         columns = (0 * sizes, sizes, first, are_aligned(arrays), arrays)
-        self._rows = TensorRow(*(column[known] for column in columns))
-        self.n_tensors, self.n_blocks = len(known), int(self.counts.sum())
+        self._rows = TensorRow(*(column[self._known] for column in columns))
+        self.n_tensors, self.n_blocks = len(self._known), int(self.counts.sum())
         self.n_words = self.n_tensors * size_of(TensorRow, arrays.shape[1]) // 8
 
     def words(self, hp: np.ndarray) -> np.ndarray:
         """The int64 table; ``hp`` are the addresses of the scalars of each tensor."""
         return table_of(self._rows._replace(hp=hp[self._known]), self.n_tensors)
 
-    def launch(self, loop: Any, threads: int, stream: Any, *arguments: int) -> None:
+    def launch(self, loop: Any, stream: Any, *arguments: int) -> None:
         """Enqueue a loop with a block for each chunk."""
         if self.n_blocks:
-            on_grid(loop, self.n_blocks, threads, stream)(*arguments)
+            on_grid(loop, self.n_blocks, self._threads, stream)(*arguments)

@@ -59,12 +59,12 @@ class FiniteCheck(Chunks):
     """The check of contiguous arrays: their int64 ``[T]`` addresses and numbers of elements."""
 
     def __init__(self, storage: Storage, addresses: np.ndarray, sizes: np.ndarray) -> None:
-        super().__init__(_chunk_of(storage), addresses[:, None], sizes)
+        super().__init__(_chunk_of(storage), addresses[:, None], sizes, THREADS)
         self.table, self.loop = self.words(0 * sizes), finite_kernel(storage)
 
     def enqueue(self, table: int, found: int, stream: Any) -> None:
         """Enqueue it: the word at the address ``found`` becomes 1 at a NaN or an infinity."""
-        self.launch(self.loop, THREADS, stream, table, self.n_tensors, found)
+        self.launch(self.loop, stream, table, self.n_tensors, found)
 
 
 def all_finite(storage: Storage, addresses: np.ndarray, sizes: np.ndarray, *, stream: Any) -> bool:

@@ -18,10 +18,8 @@ from ..device.launch import on_grid
 from ..device.memory import SUMS, Places, room_of
 from ..device.records import Real, offsets_of
 from ..device.sums import PART_BYTES, add_tree, share_of_parts
-from .chunks import THREADS as DENSE_THREADS
 from .chunks import Chunks, chunk_of
-from .measure import chunk_sums_kernel
-from .step import dense_kernel
+from .step import chunk_sums_kernel, dense_kernel
 
 THREADS = GEOMETRY.totals
 
@@ -81,8 +79,7 @@ class DenseSquares:
 
     def launch(self, parts: int, stream: Any) -> None:
         """Enqueue writing them, the table being there, to an address."""
-        arguments = self._table, self._chunks.n_tensors, parts, 0
-        self._chunks.launch(self.loop, DENSE_THREADS, stream, *arguments)
+        self._chunks.launch(self.loop, stream, self._table, self._chunks.n_tensors, parts, 0)
 
     def enqueue(self, parts: int, stream: Any) -> None:
         """See `Squares`."""
@@ -132,7 +129,7 @@ class GlobalNorm(NamedTuple):
         with room_of(stream) as room:
             place, loop = room.take(words.nbytes), dense_kernel(scaling(found.storage))
             copy_in(place, words, stream)
-            chunks.launch(loop, DENSE_THREADS, stream, place, chunks.n_tensors, 0)
+            chunks.launch(loop, stream, place, chunks.n_tensors, 0)
 
 
 @contextmanager

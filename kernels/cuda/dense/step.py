@@ -1,6 +1,9 @@
 """One step of a rule on any number of dense tensors, in one launch, or three of a two-stage rule.
 
-Each block takes a chunk of one tensor, which it finds by bisection in the table.
+Each block takes a chunk of one tensor, which it finds by bisection in the table. In the first stage
+it sums the squares of what is measured there; one block for each tensor then adds the sums of the
+chunks and changes the scalars of the tensor. So the second stage finds them complete, the host is
+not asked, and the bits are the same in every run.
 """
 
 from __future__ import annotations
@@ -9,16 +12,82 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import cuda
+from numba import cuda, float64
 
 from ...element import Kernel
+from ..device.functions import device_function
 from ..device.guard import is_closed
 from ..device.launch import on_grid
 from ..device.part import Call
-from ..device.sums import PART_BYTES
-from . import measure
-from .chunks import THREADS, Chunks, chunk_of, on_chunk
-from .tiles import update_tile
+from ..device.records import multiplier, row_reader
+from ..device.sums import MOST_VALUES, PART_BYTES, add_tree, share_of_parts, store_part
+from .chunks import THREADS, Chunks, TensorRow, chunk_of, on_chunk
+from .tiles import measured_tile, update_tile
+
+
+@cache
+def chunk_sums_kernel(kernel: Kernel) -> Any:
+    """``loop[blocks, THREADS](table, n_tensors, parts, guard)``: the squares of each chunk."""
+    add_chunk, n_values = on_chunk(kernel, measured_tile), kernel.rule.n_measured
+
+    @cuda.jit
+    def loop(table, n_tensors, parts, guard):
+        if is_closed(guard):
+            return
+        block, thread = cuda.blockIdx.x, cuda.threadIdx.x
+        own = cuda.local.array(MOST_VALUES, float64)
+        own[0] = own[1] = own[2] = 0.0
+        add_chunk(table, n_tensors, own)
+        shared = cuda.shared.array((MOST_VALUES, THREADS), float64)
+        shared[0, thread], shared[1, thread], shared[2, thread] = own[0], own[1], own[2]
+        store_part(parts, block, shared, thread, THREADS, n_values)
+
+    return loop
+
+
+def totals_kernel(record: Any, n_words: int, n_values: int, follow: Any) -> Any:
+    """``loop[n_tensors, THREADS](table, n_tensors, n_blocks, parts, guard)``.
+
+    It adds the parts of the blocks of a tensor and calls ``follow(shared, row)`` with what they add
+    up to in ``shared[:, 0]``. The rows are of ``record``, with ``n_words`` words at the end.
+    """
+    row_at = row_reader(record, n_words)
+
+    @cuda.jit
+    def loop(table, n_tensors, n_blocks, parts, guard):
+        if is_closed(guard):
+            return
+        t, thread = np.int64(cuda.blockIdx.x), cuda.threadIdx.x
+        row, end = row_at(table, t), n_blocks
+        if t + 1 < n_tensors:
+            end = row_at(table, t + 1).first_block
+        shared = cuda.shared.array((MOST_VALUES, THREADS), float64)
+        for k in range(n_values):
+            shared[k, thread] = share_of_parts(parts, row.first_block, end, k, thread, THREADS)
+        add_tree(shared, thread, THREADS, n_values)
+        if thread == 0:
+            follow(shared, row)
+
+    return loop
+
+
+@cache
+def factor_kernel(kernel: Kernel) -> Any:
+    """`totals_kernel` of ``rule.factor``: it multiplies the field ``factor_of`` of the scalars."""
+    rule, multiply = kernel.rule, multiplier(kernel.real)
+    n_values, factor = rule.n_measured, device_function(rule.factor)
+    offset = kernel.column[rule.factor_of] * kernel.real.itemsize
+
+    @cuda.jit(device=True)
+    def follow(shared, row):
+        if n_values == 1:
+            multiply(row.hp + offset, factor(shared[0, 0]))
+        elif n_values == 2:
+            multiply(row.hp + offset, factor(shared[0, 0], shared[1, 0]))
+        else:
+            multiply(row.hp + offset, factor(shared[0, 0], shared[1, 0], shared[2, 0]))
+
+    return totals_kernel(TensorRow, 2 + len(kernel.s), n_values, follow)
 
 
 @cache
@@ -38,7 +107,7 @@ class DenseStep:
     """A `Part`: the step on some tensors, of so many elements each.
 
     There are int64 ``[T, 1 + number of states]`` addresses of parameters and states, and ``[T]`` of
-    gradients. ``follow`` is a `measure.totals_kernel` where ``rule.factor`` does not say all.
+    gradients. ``follow`` is a `totals_kernel` where ``rule.factor`` does not say all.
     """
 
     def __init__(
@@ -50,9 +119,9 @@ class DenseStep:
         follow: Any = None,
     ) -> None:
         if kernel.rule.factor:
-            follow = measure.factor_kernel(kernel)
+            follow = factor_kernel(kernel)
         self._follow, self._update = follow, dense_kernel(kernel)
-        self._measure = measure.chunk_sums_kernel(kernel) if follow else None
+        self._measure = chunk_sums_kernel(kernel) if follow else None
         self._chunks = Chunks(chunk_of(kernel), np.column_stack([gradients, addresses]), sizes)
         self._table, self.n_words = 0, self._chunks.n_words
         self.scratch_bytes = self._chunks.n_blocks * PART_BYTES if follow else 0
@@ -71,7 +140,7 @@ class DenseStep:
         stream, guard, _, parts = call
         chunks, table = self._chunks, (self._table, self._chunks.n_tensors)
         if self._measure and chunks.n_tensors:
-            chunks.launch(self._measure, THREADS, stream, *table, parts, guard)
+            chunks.launch(self._measure, stream, *table, parts, guard)
             follow = on_grid(self._follow, chunks.n_tensors, THREADS, stream)
             follow(*table, chunks.n_blocks, parts, guard)
-        chunks.launch(self._update, THREADS, stream, *table, guard)
+        chunks.launch(self._update, stream, *table, guard)

@@ -129,8 +129,8 @@ def may_not_write(guard, base, n, tables, n_tables):
     """Whether the guard is closed; one thread keeps the index that did it, for the error."""
     if not is_closed(guard):
         return False
-    is_first = cuda.blockIdx.x == 0 and cuda.blockIdx.y == 0
-    if is_first and cuda.threadIdx.x == 0 and cuda.threadIdx.y == 0:
+    of_all = cuda.blockIdx.x == 0 and cuda.blockIdx.y == 0
+    if of_all and cuda.threadIdx.x == 0 and cuda.threadIdx.y == 0:
         position = load_int64(guard + 8 * FOUND) - base
         if 0 <= position < n:
             table = _of_position(tables, n_tables, position)
@@ -140,24 +140,16 @@ def may_not_write(guard, base, n, tables, n_tables):
 
 
 class KeySort:
-    """Tables with row-sparse gradients, and the sections of scratch memory for their keys.
-
-    Args:
-        tables: at least one; their ``hp`` is not used.
-        itemsizes: bytes of an element of the gradient, then of the parameter and of each state.
-        drop: leave out indices outside of ``[0, N)`` instead of closing the guard.
-        sorts: whether the keys are sorted by this package.
-        base: added to the position of a bad index.
-    """
+    """Tables with row-sparse gradients, one at least, and scratch memory for their keys."""
 
     def __init__(
         self,
         tables: Sequence[RowTable],
-        itemsizes: Sequence[int] = (0,),
+        itemsizes: Sequence[int] = (0,),  # of the gradient, the parameter, and each state
         *,
-        drop: bool = False,
-        sorts: bool = True,
-        base: int = 0,
+        drop: bool = False,  # leave out indices outside of [0, N) instead of closing the guard
+        sorts: bool = True,  # whether the keys are sorted by this package
+        base: int = 0,  # added to the position of a bad index
     ) -> None:
         self._tables, self._itemsizes, self._base, self._sorts = tables, itemsizes, base, sorts
         self.n = n = sum(table.length for table in tables)  # positions
