@@ -18,21 +18,13 @@ from .storage import F64, Storage, numba_type, real_of
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """A rule behind a prologue for some storage types; compared by identity, see `kernel`.
-
-    Attributes:
-        rule: the update rule.
-        prologue: what happens to the gradient first.
-        w: storage of the parameter; the arithmetic follows it.
-        g: storage of the gradient.
-        s: storage of each state.
-    """
+    """A rule behind a prologue for some storage types; compared by identity, see `kernel`."""
 
     rule: Rule
-    prologue: Prologue
-    w: Storage
-    g: Storage
-    s: tuple[Storage, ...]
+    prologue: Prologue  # what happens to the gradient first
+    w: Storage  # of the parameter; the arithmetic follows it
+    g: Storage  # of the gradient
+    s: tuple[Storage, ...]  # of each state
 
     def with_gradient(self, g: Storage) -> Kernel:
         """The same for another storage of the gradient."""
@@ -68,21 +60,13 @@ def kernel(
 
 
 class Compiler(NamedTuple):
-    """How a backend compiles the functions of an element.
+    """How a backend compiles the functions of an element."""
 
-    Attributes:
-        rule: a function of a rule.
-        part: the function of a part of a prologue.
-        conversion: from or to a storage type.
-        element: what calls them.
-        inlined: a part of that, one of many, so that each must compile in no time.
-    """
-
-    rule: Callable[..., Any]
-    part: Callable[..., Any]
-    conversion: Callable[..., Any]
-    element: Callable[..., Any]
-    inlined: Callable[..., Any]
+    rule: Callable[..., Any]  # a function of a rule
+    part: Callable[..., Any]  # that of a part of a prologue
+    conversion: Callable[..., Any]  # from or to a storage type
+    element: Callable[..., Any]  # what calls them
+    inlined: Callable[..., Any]  # a piece of that, one of many: each must compile in no time
 
 
 def compose(prologue: Prologue, compiler: Compiler) -> Any:
@@ -101,32 +85,30 @@ def compose(prologue: Prologue, compiler: Compiler) -> Any:
     return compiler.inlined(composed)
 
 
-def conditioned(prologue: Prologue, w: Storage, g: Storage | None, compiler: Compiler) -> Any:
-    """``load(w, g, i, hp)``: parameter and gradient after the prologue, as numbers.
-
-    Without a storage of the gradient this is 0 and is not read.
-    """
-    load_w, load_g = compiler.conversion(w.to_real), compiler.conversion((g or w).to_real)
-    condition, real, zero_gradient = compose(prologue, compiler), numba_type(real_of(w)), g is None
+def conditioned(kernel: Kernel, compiler: Compiler, *, zero_gradient: bool = False) -> Any:
+    """``load(w, g, i, hp)``: parameter and gradient after the prologue, as numbers."""
+    load_w, load_g = (compiler.conversion(storage.to_real) for storage in (kernel.w, kernel.g))
+    condition, real = compose(kernel.prologue, compiler), numba_type(kernel.real)
 
     def load(w, g, i, hp):
         x = real(load_w(w[i]))
+        # Constants of the closure: Numba prunes the other branch before it types it.
         d = real(0) if zero_gradient else real(load_g(g[i]))
         return x, condition(d, x, hp)
 
     return compiler.inlined(load)
 
 
-def _loaded(w: Storage, s: tuple[Storage, ...], compiler: Compiler, k: int = 0) -> Any:
+def _loaded(kernel: Kernel, compiler: Compiler, k: int = 0) -> Any:
     """``load(arrays, i)``: element ``i`` of the states from number ``k`` on, as numbers."""
-    if k == len(s):
+    if k == len(kernel.s):
 
         def nothing(arrays, i):
             return ()
 
         return compiler.inlined(nothing)
-    to_real, real, place = compiler.conversion(s[k].to_real), numba_type(real_of(w)), 1 + k
-    rest = _loaded(w, s, compiler, k + 1)
+    to_real, real, place = compiler.conversion(kernel.s[k].to_real), numba_type(kernel.real), 1 + k
+    rest = _loaded(kernel, compiler, k + 1)
 
     def load(arrays, i):
         return (real(to_real(arrays[place][i])), *rest(arrays, i))
@@ -134,17 +116,17 @@ def _loaded(w: Storage, s: tuple[Storage, ...], compiler: Compiler, k: int = 0) 
     return compiler.inlined(load)
 
 
-def _stored(storages: tuple[Storage, ...], compiler: Compiler, k: int = 0) -> Any:
+def _stored(kernel: Kernel, compiler: Compiler, k: int = 0) -> Any:
     """``store(arrays, i, values)``: element ``i`` of the arrays from number ``k`` on."""
-    if k == len(storages):
+    if k > len(kernel.s):
 
         def nothing(arrays, i, values):
             pass
 
         return compiler.inlined(nothing)
-    to, wide = storages[k], real_of(storages[0]) is F64
-    convert = compiler.conversion(to.from_wide if wide else to.from_real)
-    rest = _stored(storages, compiler, k + 1)
+    storage = (kernel.w, *kernel.s)[k]
+    convert = compiler.conversion(storage.from_wide if kernel.real is F64 else storage.from_real)
+    rest = _stored(kernel, compiler, k + 1)
 
     def store(arrays, i, values):
         arrays[k][i] = convert(values[k])
@@ -154,42 +136,31 @@ def _stored(storages: tuple[Storage, ...], compiler: Compiler, k: int = 0) -> An
 
 
 def element_of(
-    update: Callable[..., Any],
-    prologue: Prologue,
-    w: Storage,
-    g: Storage | None,
-    s: tuple[Storage, ...],
-    compiler: Compiler,
+    kernel: Kernel, update: Callable[..., Any], compiler: Compiler, *, zero_gradient: bool = False
 ) -> Any:
     """``element(arrays, g, i, *rest)``: load, prologue, ``update`` and store of one element.
 
     ``arrays`` is a tuple, of the parameter and its states; ``rest`` is what ``update`` takes after
-    the states, ``hp`` the last. Without a storage of the gradient this is 0 and is not read.
+    the states, ``hp`` the last. With ``zero_gradient`` this is 0 and is not read.
     """
-    compiled, load = compiler.rule(update), conditioned(prologue, w, g, compiler)
-    load_states, store = _loaded(w, s, compiler), _stored((w, *s), compiler)
-    has_states = bool(s)
+    compiled = compiler.rule(update)
+    load = conditioned(kernel, compiler, zero_gradient=zero_gradient)
+    load_states, store = _loaded(kernel, compiler), _stored(kernel, compiler)
+    has_states = bool(kernel.s)
 
     def element(arrays, g, i, *rest):
         x, d = load(arrays[0], g, i, rest[-1])
         new = compiled(x, d, *load_states(arrays, i), *rest)
-        # A constant of the closure: Numba prunes the other branch before it types it.
         store(arrays, i, new if has_states else (new,))
 
     return compiler.element(element)
 
 
-def values_of(
-    measure: Callable[..., Any],
-    prologue: Prologue,
-    w: Storage,
-    g: Storage,
-    s: tuple[Storage, ...],
-    compiler: Compiler,
-) -> Any:
-    """``values(arrays, g, i, hp)``: load, prologue and ``measure`` of one element."""
-    compiled, load = compiler.rule(measure), conditioned(prologue, w, g, compiler)
-    load_states = _loaded(w, s, compiler)
+def values_of(kernel: Kernel, compiler: Compiler) -> Any:
+    """``values(arrays, g, i, hp)``: load, prologue and what the rule measures of one element."""
+    assert kernel.rule.measure is not None
+    compiled, load = compiler.rule(kernel.rule.measure), conditioned(kernel, compiler)
+    load_states = _loaded(kernel, compiler)
 
     def values(arrays, g, i, hp):
         x, d = load(arrays[0], g, i, hp)

@@ -19,28 +19,16 @@ from .half import f16_to_f32, f32_to_f16
 
 @dataclass(frozen=True, eq=False)
 class Storage:
-    """How one floating type lies in memory; compared by identity.
+    """How one floating type lies in memory; compared by identity."""
 
-    Attributes:
-        name: short name, part of kernel names: ``f32``, ``f64``, ``f16``, ``bf16``.
-        dtype: the NumPy dtype of the user's array.
-        carrier: the NumPy scalar type through which kernels see the memory.
-        to_real: compiled conversion ``carrier -> float32 or float64``.
-        from_real: compiled conversion ``float32 -> carrier``, rounding to the nearest, ties
-            to even.
-        from_wide: the same for float64, rounding once.
-        itemsize: bytes per element.
-        exponent: all bits of the exponent, which are set in an infinity or a NaN.
-    """
-
-    name: str
-    dtype: np.dtype[Any]
-    carrier: type
-    to_real: Callable[..., Any]
-    from_real: Callable[..., Any]
-    from_wide: Callable[..., Any]
-    itemsize: int
-    exponent: int
+    name: str  # short, part of kernel names
+    dtype: np.dtype[Any]  # of the user's array
+    carrier: type  # the NumPy scalar type through which kernels see the memory
+    to_real: Callable[..., Any]  # compiled: to float32 or float64
+    from_real: Callable[..., Any]  # compiled: from float32, to the nearest, ties to even
+    from_wide: Callable[..., Any]  # the same from float64, rounded once
+    itemsize: int  # bytes
+    exponent: int  # all its bits, which are set in an infinity or a NaN
 
 
 @njit
@@ -110,19 +98,12 @@ def _f64_to_bf16(x):
 
 
 class Piece(NamedTuple):
-    """Consecutive elements of an array of a device, on their way through the host.
-
-    Attributes:
-        address: of the first one.
-        size: how many.
-        dtype: theirs.
-        goes_back: whether they are written back.
-    """
+    """Consecutive elements of an array of a device, on their way through the host."""
 
     address: int
     size: int
     dtype: np.dtype[Any]
-    goes_back: bool
+    goes_back: bool  # whether they are written back
 
     @property
     def nbytes(self) -> int:
@@ -132,19 +113,10 @@ class Piece(NamedTuple):
 
 F32 = Storage("f32", np.dtype(np.float32), np.float32, _same, _same, _to_f32, 4, 0x7F800000)
 F64 = Storage("f64", np.dtype(np.float64), np.float64, _same, _to_f64, _same, 8, 0x7FF << 52)
-F16 = Storage(
-    "f16", np.dtype(np.float16), np.uint16, _f16_to_f32, _f32_to_f16, _f64_to_f16, 2, 0x7C00
-)
-BF16 = Storage(
-    "bf16",
-    np.dtype(ml_dtypes.bfloat16),
-    np.uint16,
-    _bf16_to_f32,
-    _f32_to_bf16,
-    _f64_to_bf16,
-    2,
-    0x7F80,
-)
+_of_f16 = _f16_to_f32, _f32_to_f16, _f64_to_f16
+_of_bf16 = _bf16_to_f32, _f32_to_bf16, _f64_to_bf16
+F16 = Storage("f16", np.dtype(np.float16), np.uint16, *_of_f16, 2, 0x7C00)
+BF16 = Storage("bf16", np.dtype(ml_dtypes.bfloat16), np.uint16, *_of_bf16, 2, 0x7F80)
 
 STORAGES: dict[np.dtype[Any], Storage] = {s.dtype: s for s in (F32, F64, F16, BF16)}
 

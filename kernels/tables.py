@@ -23,19 +23,11 @@ def range_length(n_positions: int) -> int:
 
 
 class TensorTable:
-    """Where T tensors and their states lie; what stays the same from step to step.
-
-    Args:
-        addresses: int64 ``[T, 1 + number of states]``: the parameter, then its states.
-        first: int64 ``[T + 1]``: prefix sums of the tensors' sizes.
-
-    Attributes:
-        total: the number of elements of all tensors.
-    """
+    """Where T tensors and their states lie; what stays the same from step to step."""
 
     def __init__(self, addresses: np.ndarray, first: np.ndarray) -> None:
-        self.addresses = addresses
-        self.first = first
+        self.addresses = addresses  # int64 [T, 1 + number of states]: the parameter, its states
+        self.first = first  # int64 [T + 1]: prefix sums of the tensors' sizes
         self.total = int(first[-1])
 
     def move(self, addresses: Sequence[int] | np.ndarray, size: int) -> None:
@@ -45,44 +37,24 @@ class TensorTable:
 
 
 class RowTable(NamedTuple):
-    """One ``[N, D]`` table, its states, its scalars and its row-sparse gradient; addresses.
+    """One ``[N, D]`` table, its states, its scalars and its row-sparse gradient; addresses."""
 
-    Attributes:
-        addresses: the parameter, then its states; none where only the gradient is read.
-        hp: the scalars, in the type of the arithmetic.
-        rows: N.
-        width: D, elements of a row.
-        indices: ``[B]``.
-        index_bytes: 4 (int32) or 8 (int64).
-        length: B.
-        values: ``[B, D]``.
-    """
-
-    addresses: tuple[int, ...]
-    hp: int
-    rows: int
-    width: int
-    indices: int
-    index_bytes: int
-    length: int
-    values: int
+    addresses: tuple[int, ...]  # the parameter and its states; none to read the gradient only
+    hp: int  # the scalars, in the type of the arithmetic
+    rows: int  # N
+    width: int  # D
+    indices: int  # [B]
+    index_bytes: int  # 4 (int32) or 8 (int64)
+    length: int  # B
+    values: int  # [B, D]
 
 
 class FactoredTensor(NamedTuple):
-    """``[matrices, height, width]`` elements and their states; addresses.
+    """``[matrices, height, width]`` elements and their states; addresses."""
 
-    Attributes:
-        addresses: the parameter, then the states of its shape.
-        row_state: ``[matrices, height]``.
-        column_state: ``[matrices, width]``.
-        matrices: how many.
-        height: rows of a matrix.
-        width: columns of a matrix.
-    """
-
-    addresses: tuple[int, ...]
-    row_state: int
-    column_state: int
+    addresses: tuple[int, ...]  # the parameter, then the states of its shape
+    row_state: int  # [matrices, height]
+    column_state: int  # [matrices, width]
     matrices: int
     height: int
     width: int

@@ -58,8 +58,9 @@ def kernels() -> dict[str, Any]:
 def gradient_loops() -> dict[str, Any]:
     """The loops on whole gradients, outside of a step: sums of equal rows, centralization."""
     from fusestep.kernels.cuda.dense import centralize
-    from fusestep.kernels.cuda.device import widen
-    from fusestep.kernels.cuda.rows import sums as row_sums
+    from fusestep.kernels.cuda.device import arrays
+    from fusestep.kernels.cuda.rows import coalesce as row_sums
+    from fusestep.kernels.cuda.rows import kernels as rows
     from fusestep.kernels.storage import BF16, F16, F32, F64
 
     return {
@@ -69,20 +70,20 @@ def gradient_loops() -> dict[str, Any]:
         "rows distinct sums bf16": row_sums.distinct_sums_kernel(BF16, F32, BF16),
         "rows decayed sums f32": row_sums.decayed_sums_kernel(F32, F32, F32),
         "rows decayed sums f16": row_sums.decayed_sums_kernel(F16, F32, F16),
-        "rows mark firsts": row_sums.mark_firsts_kernel,
-        "rows count firsts": row_sums.count_firsts_kernel,
+        "rows mark firsts": rows.mark_firsts_kernel,
+        "rows count firsts": rows.count_firsts_kernel,
         "central sums f32": centralize.chunk_sums_kernel(F32, F32, F32),
         "central sums bf16": centralize.chunk_sums_kernel(BF16, F32, BF16),
         "central difference f64": centralize.subtract_kernel(F64, F64, F64),
         "central difference f32 bf16": centralize.subtract_kernel(BF16, F32, F32),
-        "widen": widen.widen_kernel,
+        "widen": arrays.widen_kernel,
     }
 
 
 def other_loops() -> dict[str, Any]:
     """The loops of row-sparse steps, of first stages and of checks."""
-    from fusestep.kernels.cuda.dense import finite, measure, norm, scalars, trust
-    from fusestep.kernels.cuda.device import arguments, fill
+    from fusestep.kernels.cuda.dense import finite, norm, scalars, step, trust
+    from fusestep.kernels.cuda.device import arrays, memory
     from fusestep.kernels.cuda.rows import gather, keys, sort
     from fusestep.kernels.cuda.rows import kernels as rows
     from fusestep.kernels.element import kernel
@@ -101,19 +102,19 @@ def other_loops() -> dict[str, Any]:
     return found | {
         "begin": scalars.begin_kernel,
         "count": scalars.count_kernel,
-        "words by value": arguments.storing(),
+        "words by value": memory.words_kernel,
         "rows check": keys.check_kernel,
         "rows mark": rows.mark_kernel,
-        "sort count": sort.counting(),
-        "sort scan": sort.scanning(),
-        "sort scatter": sort.scattering(),
-        "measure lamb": measure.chunk_sums_kernel(lamb),
-        "factor lamb": measure.factor_kernel(lamb),
+        "sort count": sort.count_kernel,
+        "sort scan": sort.scan_kernel,
+        "sort scatter": sort.scatter_kernel,
+        "measure lamb": step.chunk_sums_kernel(lamb),
+        "factor lamb": step.factor_kernel(lamb),
         "rows squares": rows.row_squares_kernel(F32, F32, 4),
-        "total": norm.total_kernel(),
+        "total": norm.total_kernel,
         "trust": trust.trust_kernel(F32, trust.Options(0.1, 0.1, True)),
         "gather": gather.gather_kernel(16),
-        "fill": fill.fill_kernel,
+        "fill": arrays.fill_kernel,
     }
 
 
@@ -145,9 +146,12 @@ def factored_loops(*, every: bool) -> dict[str, Any]:
     """
     from fusestep.kernels.cuda.adafactor.layout import TileRow
     from fusestep.kernels.cuda.adafactor.lines import lines_kernel, row_factors_kernel
-    from fusestep.kernels.cuda.adafactor.passes import direction_kernel, update_kernel
-    from fusestep.kernels.cuda.adafactor.rms import Options, rms_kernel
-    from fusestep.kernels.cuda.adafactor.sums import squares_kernel
+    from fusestep.kernels.cuda.adafactor.passes import (
+        direction_kernel,
+        squares_kernel,
+        update_kernel,
+    )
+    from fusestep.kernels.cuda.adafactor.step import Options, rms_kernel
     from fusestep.kernels.element import kernel
     from fusestep.kernels.rules.adafactor import ADAFACTOR, ADAFACTOR_PLAIN
     from fusestep.kernels.rules.gradient import COUPLED_DECAY, SCALE, TRUST
@@ -195,15 +199,15 @@ def arrays_of(name: str, compiled: Any) -> dict[str, int]:
 def machine_code(function: Any, capability: tuple[int, int, str]) -> dict[str, Any]:
     """Registers, stack, memory instructions of a kernel.
 
-    Its arguments are ``int64``; that of `arguments` is a tuple of them.
+    Its arguments are ``int64``; that of `words_kernel` is a tuple of them.
     """
     from numba.cuda import types
     from numba.cuda.compiler import _compile_pyfunc_with_fixup
 
-    from fusestep.kernels.cuda.device.arguments import WORDS, storing
+    from fusestep.kernels.cuda.device.memory import WORDS, words_kernel
 
     arguments = [types.int64] * function.py_func.__code__.co_argcount
-    if function is storing():
+    if function is words_kernel:
         arguments[1] = types.UniTuple(types.int64, WORDS)
 
     major, minor, variant = capability

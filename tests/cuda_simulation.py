@@ -20,10 +20,11 @@ from fusestep.kernels.cpu.parallel import run_all
 from fusestep.kernels.cpu.rows import step as host_rows
 from fusestep.kernels.cpu.warmup import all_rules
 from fusestep.kernels.cuda.dense import finite
-from fusestep.kernels.cuda.dense import step as dense
+from fusestep.kernels.cuda.dense.step import DenseStep
 from fusestep.kernels.cuda.device.guard import NOTHING, WORDS
+from fusestep.kernels.cuda.device.part import Call, run
 from fusestep.kernels.cuda.rows import sort
-from fusestep.kernels.cuda.rows import step as row_step
+from fusestep.kernels.cuda.rows.step import RowStep
 from fusestep.kernels.element import Kernel, kernel
 from fusestep.kernels.rules import adam, mxnet
 from fusestep.kernels.rules.adafactor import ADAFACTOR, ADAFACTOR_PLAIN
@@ -61,7 +62,7 @@ def step_on_device(compiled: Kernel, tensors: Tensors, hp: np.ndarray, hp_of: np
         addresses[t] = [a.ctypes.data for a in arrays[:-1]]
     gradients = np.array([arrays[-1].ctypes.data for arrays in tensors])
     sizes = np.array([arrays[0].size for arrays in tensors])
-    dense.dense_update(compiled, addresses, gradients, sizes, hp, hp_of, stream=0)
+    run(DenseStep(compiled, addresses, gradients, sizes), hp, hp_of, Call(0))
 
 
 def step_on_host(compiled: Kernel, tensors: Tensors, hp: np.ndarray, hp_of: np.ndarray) -> None:
@@ -197,18 +198,16 @@ class RowCase:
         """One step, and the guard after it."""
         guard = np.array([NOTHING, 0], np.int64)
         assert len(guard) == WORDS
-        row_step.row_update(
+        step = RowStep(
             self.kernel,
             self.tables(self.found),
-            self.hp,
-            self.hp_of,
             touched_only=touched_only,
             drop=drop,
-            guard=guard.ctypes.data,
+            sorts=own_sort,
             base=1_000,
-            sorter=None if own_sort else NumPySort(),
-            stream=0,
         )
+        sorter = None if own_sort else NumPySort()
+        run(step, self.hp, self.hp_of, Call(0, guard.ctypes.data, sorter))
         return guard
 
     def step_on_host(self, *, touched_only: bool, drop: bool = False) -> None:

@@ -23,8 +23,8 @@ from numba import cuda
 
 from fusestep import nn
 from fusestep.kernels.cuda.adafactor.layout import CUT, FactoredTables
-from fusestep.kernels.cuda.adafactor.rms import Options as Sizes
 from fusestep.kernels.cuda.adafactor.step import MatrixStep
+from fusestep.kernels.cuda.adafactor.step import Options as Sizes
 from fusestep.kernels.cuda.device import memory
 from fusestep.kernels.cuda.device.guard import NOTHING
 from fusestep.kernels.cuda.device.part import Call
@@ -259,8 +259,8 @@ def guards() -> None:
     gradients, scalars = np.array([g.ctypes.data]), np.array([hp.ctypes.data])
     tensors = [FactoredTensor.of((9, 12), places)]
     step = MatrixStep(compiled, tensors, gradients, Sizes(1e-3, 1.0, True))
-    table, scratch = step.words(0, scalars, scalars), np.zeros(step.scratch_bytes // 8)
-    step.words(table.ctypes.data, scalars, scalars)
+    table, scratch = step.words(0, scalars), np.zeros(step.scratch_bytes // 8)
+    step.words(table.ctypes.data, scalars)
     for found in (0, NOTHING):
         guard = np.array([found, 0])
         step.enqueue(Call(0, guard.ctypes.data, None, scratch.ctypes.data))

@@ -21,11 +21,11 @@ import numpy as np
 
 import fusestep
 from fusestep import nn
-from fusestep.kernels.cuda.device.simulated import Graph
 from fusestep.nn.engine import resident
 
 from device_arrays import F32, Run, gradient, on_device, on_host, positive, refused, rows
 from device_graphs import assert_same, captured, put
+from simulator import Graph
 
 
 def skips_after_a_capture() -> None:

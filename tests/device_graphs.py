@@ -19,7 +19,6 @@ from numba import cuda
 import fusestep
 from fusestep import nn, ops
 from fusestep.kernels.cuda.device import memory
-from fusestep.kernels.cuda.device.simulated import Graph
 
 from device_arrays import (
     BETAS,
@@ -35,6 +34,7 @@ from device_arrays import (
     refused,
     rows,
 )
+from simulator import Graph
 
 SHAPES = ((5, 4), (7,), (0, 3))
 Make = Callable[[Any, Any, Any], Any]

@@ -25,12 +25,12 @@ from numba import cuda
 
 import fusestep
 from fusestep import nn
-from fusestep.kernels.cuda.device.simulated import Graph
 from fusestep.nn.thor.factors import FactorError
 from fusestep.ops.runtime.device import DeviceArray
 
 from device_arrays import BF16, F16, F32, F64, on_device, on_host, refused, rows
 from helpers import assert_same_bits
+from simulator import Graph
 from thor_nets import BASE, Net, Pass, make
 
 

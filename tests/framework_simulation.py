@@ -28,11 +28,10 @@ from numba import cuda
 import fusestep
 from fusestep import nn, ops
 from fusestep.kernels.cuda.device import backend, memory
-from fusestep.kernels.cuda.device.simulated import Graph
 from fusestep.ops.runtime import device, frameworks, stream_order
 from fusestep.ops.runtime.device import DeviceArray, launching
 
-from simulator import prepare_simulator
+from simulator import Graph, prepare_simulator
 
 prepare_simulator()
 RNG = np.random.default_rng(13)

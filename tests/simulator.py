@@ -1,16 +1,20 @@
 """CUDA kernels under Numba's simulator, which runs a Python thread for each of the device's.
 
-Blocks are small there (`kernels.cuda.device.simulated`), and arrays have to be short. It has to be switched on, by ``NUMBA_ENABLE_CUDASIM``, before Numba is imported.
+Blocks are small there (`kernels.cuda.device.simulated`), and arrays have to be short. It has to be
+switched on, by ``NUMBA_ENABLE_CUDASIM``, before Numba is imported.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numba.cuda.simulator.kernelapi import FakeCUDAShared
+
+from fusestep.kernels.cuda.device import simulated
 
 
 def prepare_simulator() -> None:
@@ -18,6 +22,25 @@ def prepare_simulator() -> None:
     # It polls its threads, and would else let each wait for its turn.
     sys.setswitchinterval(1e-4)
     FakeCUDAShared.array = _shared_array
+
+
+class Graph:
+    """What was enqueued in ``with graph:``, to be run as often as `replay` is called."""
+
+    def __init__(self) -> None:
+        self.calls: list[Callable[[], object]] = []
+
+    def __enter__(self) -> Graph:
+        simulated.recording.append(self.calls)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        simulated.recording.clear()
+
+    def replay(self) -> None:
+        """Run everything, in order."""
+        for call in self.calls:
+            call()
 
 
 _one_at_a_time = threading.Lock()

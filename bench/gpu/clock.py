@@ -18,8 +18,8 @@ import ml_dtypes
 import numpy as np
 from numba import config, cuda, float32, int64
 
+from ...kernels.cuda.device.arrays import fill
 from ...kernels.cuda.device.backend import address_of, copy_in
-from ...kernels.cuda.device.fill import fill
 from ...ops.runtime import pending
 from ..errors import BenchError
 from ..report.result import BOUND
@@ -103,8 +103,8 @@ def _copy_kernels() -> tuple[Any, Any]:
     def copy_one(to, source):  # type: ignore[no-untyped-def]
         a = cuda.local.array(4, float32)
         at = (int64(cuda.blockIdx.x) * THREADS + cuda.threadIdx.x) * 16
-        load(a, source + at)
-        store(to + at, a)
+        load(a, source + at, 0)
+        store(a, to + at, 0)
 
     @cuda.jit
     def copy_four(to, source):  # type: ignore[no-untyped-def]
@@ -112,14 +112,14 @@ def _copy_kernels() -> tuple[Any, Any]:
         c, d = cuda.local.array(4, float32), cuda.local.array(4, float32)
         at = (int64(cuda.blockIdx.x) * (THREADS * 4) + cuda.threadIdx.x) * 16
         step = THREADS * 16
-        load(a, source + at)
-        load(b, source + at + step)
-        load(c, source + at + 2 * step)
-        load(d, source + at + 3 * step)
-        store(to + at, a)
-        store(to + at + step, b)
-        store(to + at + 2 * step, c)
-        store(to + at + 3 * step, d)
+        load(a, source + at, 0)
+        load(b, source + at + step, 0)
+        load(c, source + at + 2 * step, 0)
+        load(d, source + at + 3 * step, 0)
+        store(a, to + at, 0)
+        store(b, to + at + step, 0)
+        store(c, to + at + 2 * step, 0)
+        store(d, to + at + 3 * step, 0)
 
     return copy_one, copy_four
 

@@ -114,9 +114,9 @@ def _launches(bench: Bench, shapes: Sequence[tuple[int, ...]]) -> dict[str, Call
     """The launch of a dense step alone, its table being there already; and an empty kernel's."""
     from numba import cuda
 
-    from ...kernels.cuda.dense import update as dense
+    from ...kernels.cuda.dense.chunks import Chunks, chunk_of
+    from ...kernels.cuda.dense.step import dense_kernel
     from ...kernels.cuda.device.backend import address_of, copy_in
-    from ...kernels.cuda.device.launch import on_grid
     from ...kernels.element import kernel
     from ...kernels.rules import adam
     from ...kernels.storage import F32
@@ -133,18 +133,18 @@ def _launches(bench: Bench, shapes: Sequence[tuple[int, ...]]) -> dict[str, Call
     hp = np.array([adam.adam_hp(np.float32, **ADAM, **POWERS)], np.float32)
     on_device, stream = cuda.device_array(hp.nbytes, np.uint8), cuda.default_stream()
     hp_address = int(address_of(on_device))
-    hp_addresses = np.full(len(shapes), hp_address)
-    rows, n_blocks = dense.table_of(compiled, addresses, gradients, sizes, hp_addresses)
-    room = cuda.device_array(rows.nbytes, np.uint8)
+    chunks = Chunks(chunk_of(compiled), np.column_stack([gradients, addresses]), sizes)
+    words = chunks.words(np.full(len(shapes), hp_address))
+    room = cuda.device_array(words.nbytes, np.uint8)
     place = int(address_of(room))
     copy_in(hp_address, hp, stream)
-    copy_in(place, rows, stream)
+    copy_in(place, words, stream)
     keep = (arrays, on_device, room)
-    loop = dense.dense_kernel(compiled)
+    loop = dense_kernel(compiled)
 
     def launch(function: Any, keep: Any = keep) -> None:
         del keep  # its memory is used as long as this can be called
-        on_grid(function, n_blocks, dense.THREADS, stream)(place, len(rows), 0)
+        chunks.launch(function, stream, place, chunks.n_tensors, 0)
 
     return {"kernel alone": partial(launch, loop), "empty kernel": partial(launch, empty)}
 

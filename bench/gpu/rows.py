@@ -120,8 +120,8 @@ def _parts(tables: Tables) -> dict[str, Callable[[], object]]:
     from numba import cuda
 
     from ...kernels.cuda.device.backend import address_of
-    from ...kernels.cuda.rows import step as row_step
-    from ...kernels.cuda.rows.table import sizes_of
+    from ...kernels.cuda.device.part import Call
+    from ...kernels.cuda.rows.step import RowStep
     from ...kernels.element import kernel
     from ...kernels.rules import adam
     from ...kernels.storage import F32
@@ -134,21 +134,20 @@ def _parts(tables: Tables) -> dict[str, Callable[[], object]]:
     compiled = kernel(adam.ADAM, (), F32, F32, (F32, F32))
     hp = np.array([adam.adam_hp(np.float32, **ADAM, **POWERS)], np.float32)
     one = [RowTable((w, m, v), 0, n, d, rows, 8, tables.drawn.size, values)]
-    sizes, stream = sizes_of(one, drop=False), cuda.default_stream()
-    step = row_step.Step(compiled, one, sizes, touched_only=True, sorts=True)
-    scalars, scratch = cuda.to_device(hp), cuda.device_array(max(1, step.size), np.uint8)
-    table = cuda.to_device(step.table_with(np.array([address_of(scalars)])))
-    step.place(int(address_of(table)), int(address_of(scratch)))
+    step = RowStep(compiled, one, touched_only=True, sorts=True)
+    scalars, scratch = cuda.to_device(hp), cuda.device_array(step.scratch_bytes, np.uint8)
+    table, hp_at = cuda.device_array(step.n_words, np.int64), np.array([address_of(scalars)])
+    table.copy_to_device(step.words(int(address_of(table)), hp_at))
+    call = Call(cuda.default_stream(), scratch=int(address_of(scratch)))
 
-    def group(keep: Any = (scalars, scratch, table)) -> int:
+    def group(keep: Any = (scalars, scratch, table)) -> None:
         del keep
-        return step.sorted_keys(-1, (0, 0), None, stream)
-
-    keys = group()
+        step.sort(call)
 
     def update() -> None:
-        step.update(keys, 0, 0, stream)
+        step.update(call)
 
+    group()
     return {"grouping alone": group, "update alone": update}
 
 

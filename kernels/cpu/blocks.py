@@ -42,20 +42,12 @@ SUMS = {"reassoc", "contract"}
 
 
 class Blocks(NamedTuple):
-    """The machine code of a kernel, compiled when its address is first asked for.
-
-    Attributes:
-        update: updates contiguous elements.
-        update_zero: the same for a gradient that is 0 everywhere and is not read.
-        update_real: the same for a gradient in the type of the arithmetic (summed rows).
-        measure: the first stage of a two-stage rule, else None.
-        measure_real: the same for a gradient in the type of the arithmetic.
-    """
+    """The machine code of a kernel, compiled when its address is first asked for."""
 
     update: NativeFunction
-    update_zero: NativeFunction
-    update_real: NativeFunction
-    measure: NativeFunction | None
+    update_zero: NativeFunction  # for a gradient that is 0 everywhere and is not read
+    update_real: NativeFunction  # for one in the type of the arithmetic (summed rows)
+    measure: NativeFunction | None  # the first stage of a two-stage rule
     measure_real: NativeFunction | None
 
 
@@ -78,10 +70,10 @@ def readers(kernel: Kernel) -> tuple[Any, Any]:
     return hp, array_reader([storage.carrier for storage in (kernel.w, *kernel.s)])
 
 
-def identity(kind: str, function: Any, kernel: Kernel, *storages: Storage | None) -> str:
+def identity(kind: str, function: Any, kernel: Kernel, *storages: Storage) -> str:
     """All that decides the machine code of a function of a rule, for the on-disk cache."""
     parts = " ".join(fingerprint(p.apply) + str(p.hp) for p in kernel.prologue)
-    names = " ".join(storage.name if storage else "zero" for storage in storages)
+    names = " ".join(storage.name for storage in storages)
     return (
         f"{kind} {function.__name__} {fingerprint(function)} {kernel.rule.n_measured} "
         f"{kernel.rule.hp} prologue {parts} storage {names}"
@@ -91,18 +83,18 @@ def identity(kind: str, function: Any, kernel: Kernel, *storages: Storage | None
 @cache
 def _block(kernel: Kernel, *, zero_gradient: bool = False) -> NativeFunction:
     """The loop over ``n`` contiguous elements."""
-    rule, w, s, g_type = kernel.rule.update, kernel.w, kernel.s, kernel.g.carrier
-    g = None if zero_gradient else kernel.g
-    step = element_of(rule, kernel.prologue, w, g, s, CPU)
+    rule, g_type = kernel.rule.update, kernel.g.carrier
+    element = element_of(kernel, rule, CPU, zero_gradient=zero_gradient)
     read_hp, read_arrays = readers(kernel)
 
     def update(addresses, offset, g_address, n, hp_address):
         hp, arrays = read_hp(hp_address), read_arrays(addresses, offset, n)
         g = carray(as_pointer(g_address), n, g_type)
         for i in range(arrays[0].size):
-            step(arrays, g, i, hp)
+            element(arrays, g, i, hp)
 
-    return NativeFunction(update, identity("block", rule, kernel, w, g, *s))
+    kind = "zero" if zero_gradient else "block"
+    return NativeFunction(update, identity(kind, rule, kernel, kernel.w, kernel.g, *kernel.s))
 
 
 def _adder(n_values: int, k: int = 0) -> Any:
@@ -123,10 +115,8 @@ def _measure(kernel: Kernel) -> NativeFunction:
 
     The order is that of the machine code, so it is the same for every call on the same elements.
     """
-    rule, w, g, s = kernel.rule.measure, kernel.w, kernel.g, kernel.s
-    assert rule is not None
-    values, n_values = values_of(rule, kernel.prologue, w, g, s, CPU), kernel.rule.n_measured
-    add, zeros, g_type = _adder(n_values), (0.0,) * n_values, g.carrier
+    rule, n_values, g_type = kernel.rule.measure, kernel.rule.n_measured, kernel.g.carrier
+    values, add, zeros = values_of(kernel, CPU), _adder(n_values), (0.0,) * n_values
     read_hp, read_arrays = readers(kernel)
 
     @njit(error_model="numpy", fastmath=SUMS)
@@ -143,4 +133,4 @@ def _measure(kernel: Kernel) -> NativeFunction:
         for k in range(n_values):
             sums[k] = found[k]
 
-    return NativeFunction(measure, identity("measure", rule, kernel, w, g, *s))
+    return NativeFunction(measure, identity("measure", rule, kernel, kernel.w, kernel.g, *kernel.s))

@@ -182,17 +182,13 @@ def _reached_values(function: types.FunctionType) -> list[Any]:
 
 
 class KernelCache(_Cache):
-    """Numba's cache interface for one function, keyed by ``identity`` and the environment.
+    """Numba's cache interface for one function, keyed by the environment and ``identity``.
 
-    Args:
-        identity: names the function and every choice that was compiled into it.
+    This names the function and every choice that was compiled into it.
     """
 
     def __init__(self, identity: str) -> None:
         self._identity = identity
-        self._enabled = True
-        self.hits = 0
-        self.misses = 0
 
     @property
     def cache_path(self) -> str | None:
@@ -200,16 +196,10 @@ class KernelCache(_Cache):
         directory = cache_directory()
         return None if directory is None else str(directory)
 
-    def enable(self) -> None:
-        """Use the cache (the default)."""
-        self._enabled = True
-
-    def disable(self) -> None:
-        """Neither read nor write."""
-        self._enabled = False
-
     def flush(self) -> None:
-        """Nothing is kept in memory."""
+        """Nothing to do, as for the other two: nothing is in memory, and nobody switches it."""
+
+    enable = disable = flush
 
     def _key(self, sig: Any, codegen: Any) -> str:
         return "\n".join(
@@ -236,13 +226,9 @@ class KernelCache(_Cache):
         target_context.refresh()
         key = self._key(sig, target_context.codegen())
         path = self._path(key)
-        if not self._enabled or path is None:
-            return None
-        payload = _load(path, key)
+        payload = None if path is None else _load(path, key)
         if payload is None:
-            self.misses += 1
             return None
-        self.hits += 1
         loaded: CompileResult = CompileResult._rebuild(target_context, *pickle.loads(payload))
         return loaded
 
@@ -250,7 +236,7 @@ class KernelCache(_Cache):
         """Write the code for ``sig``; a folder that cannot be written is reported once."""
         key = self._key(sig, data.codegen)
         path = self._path(key)
-        if not self._enabled or path is None:
+        if path is None:
             return
         try:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -364,21 +350,21 @@ def _read(folder: _Folder, name: str, key: str) -> bytes | None:
         return None
     finally:
         os.close(handle)
-    header = _MAGIC + hashlib.sha256(key.encode()).digest()
-    payload = content[len(header) + 32 :]
-    intact = content[: len(header)] == header and (
-        content[len(header) : len(header) + 32] == hashlib.sha256(payload).digest()
-    )
-    return payload if intact else None
+    payload = content[len(_header(key, b"")) :]
+    return payload if content == _header(key, payload) + payload else None
+
+
+def _header(key: str, payload: bytes) -> bytes:
+    """What is before a payload."""
+    return _MAGIC + hashlib.sha256(key.encode()).digest() + hashlib.sha256(payload).digest()
 
 
 def _write(folder: _Folder, name: str, key: str, payload: bytes) -> None:
-    header = _MAGIC + hashlib.sha256(key.encode()).digest() + hashlib.sha256(payload).digest()
     temporary = f".new-{secrets.token_hex(8)}"
     handle = folder.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(header + payload)
+            file.write(_header(key, payload) + payload)
         folder.rename(temporary, name)
     except BaseException:
         with suppress(FileNotFoundError):  # an interrupt right after it was renamed

@@ -62,9 +62,7 @@ fork_between(_lock, global_compiler_lock, _backend_init_thread_lock, ffi.lib._lo
 class NativeFunction:
     """A function of ``int64`` arguments that is compiled when its address is first asked for.
 
-    Args:
-        function: the Python function; it returns nothing.
-        identity: what distinguishes it in the on-disk cache.
+    It returns nothing; ``identity`` distinguishes it in the on-disk cache.
     """
 
     def __init__(self, function: Callable[..., None], identity: str) -> None:
@@ -116,15 +114,9 @@ def part(function: Callable[[int, int, int], None]) -> NativeFunction:
 
 
 class Arguments:
-    """The arguments of a loop as ``int64`` words in memory.
+    """The arguments of a loop as ``int64`` words in memory, and the address of the first.
 
-    Args:
-        call: numbers, and arrays, which become their addresses and live as long as the object;
-            None is 0.
-
-    Attributes:
-        words: the words; a number may be changed.
-        address: of the first one.
+    Arrays become their addresses and live as long as the object; None becomes 0.
     """
 
     def __init__(self, call: tuple[int | np.ndarray | None, ...]) -> None:

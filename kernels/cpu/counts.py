@@ -54,15 +54,9 @@ def _count_up(index, slot, call):
 
 
 class Count:
-    """Adding 1 to counts, as the last loop of a step.
+    """Adding 1 to int64 counts, all or those at some positions, as the last loop of a step.
 
-    Args:
-        counts: int64.
-        positions: int64 ``[n]``: those that count up; None: all.
-        total: int32 ``(1,)`` that counts up once; None: there is none.
-
-    Attributes:
-        loops: one loop, to be run.
+    There may be an int32 total, which counts up once. What is to be run is in `loops`.
     """
 
     def __init__(

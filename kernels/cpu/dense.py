@@ -56,19 +56,9 @@ class DenseCall(NamedTuple):
         chunk: int,
     ) -> DenseCall:
         """``block`` on the tensors of a table, ``chunk`` elements at a time."""
-        return cls(
-            block.address,
-            len(gradients),
-            table.addresses,
-            table.addresses.strides[0],
-            gradients,
-            table.first,
-            hp,
-            hp.strides[0],
-            hp_of,
-            g.itemsize,
-            chunk,
-        )
+        tensors = table.addresses, table.addresses.strides[0], gradients, table.first
+        scalars = hp, hp.strides[0], hp_of
+        return cls(block.address, len(gradients), *tensors, *scalars, g.itemsize, chunk)
 
 
 _CHUNK = DenseCall._fields.index("chunk")
@@ -105,12 +95,7 @@ class DenseStep:
 
     To ask for the addresses of arrays and to write the loop's arguments takes longer than a step
     on a small tensor, so both is done once, and the object is used for many steps; but for one
-    at a time.
-
-    Args:
-        kernel: the compiled rule and its storage types.
-        table: the tensors.
-        give: leaves the object to later steps.
+    at a time. ``give`` leaves it to later ones.
 
     Attributes:
         loops: what updates the tensors in place, each array read once.

@@ -35,13 +35,7 @@ def finite_check(storage: Storage) -> NativeFunction:
 
 
 def all_finite(storage: Storage, addresses: np.ndarray, sizes: np.ndarray) -> bool:
-    """Whether contiguous arrays of ``storage`` hold no NaN and no infinity.
-
-    Args:
-        storage: their storage type.
-        addresses: int64 ``[T]``.
-        sizes: int64 ``[T]``, elements.
-    """
+    """Whether contiguous arrays hold no NaN and no infinity; addresses and sizes are int64."""
     table = TensorTable(addresses[:, None], np.concatenate(([0], np.cumsum(sizes))))
     found, every = np.zeros((1, 1), np.int64), np.zeros_like(addresses)
     loop = DenseCall.of(finite_check(storage), storage, table, addresses, found, every, _CHUNK)

@@ -51,17 +51,9 @@ def _measure_part(index, slot, call):
 def measure(
     kernel: Kernel, table: TensorTable, gradients: np.ndarray, hp: np.ndarray, hp_of: np.ndarray
 ) -> np.ndarray:
-    """The sums of squares of what ``kernel.rule`` measures; nothing is written to the tensors.
+    """float64 ``[T, n_measured]``, the sums of squares of what a rule measures.
 
-    Args:
-        kernel: the compiled rule and its storage types.
-        table: the tensors.
-        gradients: int64 ``[T]``: addresses of the gradients.
-        hp: ``[R, F]`` scalars in the type of the arithmetic, fields as `hp_type`.
-        hp_of: int64 ``[T]``: which row of ``hp`` a tensor uses.
-
-    Returns:
-        float64 ``[T, n_measured]``.
+    Arguments as those of `dense.DenseStep`; nothing is written to the tensors.
     """
     block = blocks(kernel).measure
     assert block is not None

@@ -101,19 +101,12 @@ _parallel_loops._cache = KernelCache("parallel loops")
 
 
 class Loop(NamedTuple):
-    """A loop that is ready to run: parts ``0 .. n-1`` of a function.
+    """A loop that is ready to run: parts ``0 .. n-1`` of a function."""
 
-    Attributes:
-        function: the address of a part.
-        n: number of parts.
-        call: address of the loop's arguments, which the caller keeps alive.
-        threads: how many; 1 and 0 run on the calling thread, without a dispatch.
-    """
-
-    function: int
+    function: int  # address of a part
     n: int
-    call: int
-    threads: int
+    call: int  # address of the loop's arguments, which the caller keeps alive
+    threads: int  # 1 and 0 run on the calling thread, without a dispatch
 
     @classmethod
     def of(cls, function: NativeFunction, n: int, call: int, threads: int) -> Loop:

@@ -17,15 +17,7 @@ T = TypeVar("T")
 
 
 class Pool(Generic[T]):
-    """Objects for one call at a time; as many as there are calls at once.
-
-    Args:
-        make: makes one.
-
-    Attributes:
-        free: those that nobody uses. Its methods are atomic.
-        give: leaves one to later calls.
-    """
+    """Objects for one call at a time, which ``make`` makes; as many as there are calls at once."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make

@@ -12,7 +12,11 @@ from typing import Any, NoReturn
 import numpy as np
 
 from ...kernels.cpu.parallel import commit
-from ...kernels.cuda.dense import scalars
+from ...kernels.cuda.dense.scalars import ClassRow
+from ...kernels.cuda.dense.step import DenseStep
+from ...kernels.cuda.device.part import Part, Parts
+from ...kernels.cuda.device.records import size_of
+from ...kernels.cuda.rows.step import RowStep
 from ...kernels.element import kernel
 from ...kernels.rules.formula import running_power
 from ...kernels.tables import HOT
@@ -27,7 +31,7 @@ from .host import Host
 from .layout import Batch
 from .on_device import error_of, row_batches
 from .plan import Classes, Plan, Update
-from .program import DensePart, Part, Program, RowsPart, Scalars, Tensors
+from .program import Program, Scalars, Tensors
 from .reader import by_storage
 from .resident import Resident, Settings
 
@@ -275,10 +279,10 @@ def _parts(
         if batch.row_sparse:
             rows = given.rows_of(batch)
             variables = batch.variables
-            part = RowsPart(
+            part = RowStep(
                 kernel(rule, conditioning.prologue, variables.w, batch.g, variables.s),
                 row_tables(variables, rows, [0] * len(rows)),
-                first_of[id(batch)],
+                base=first_of[id(batch)],
                 touched_only=plan.touched_only,
                 sorts=launch.sorter is None,
             )
@@ -290,7 +294,7 @@ def _parts(
         tensors = Tensors(
             resident.counts_at(positions),
             resident.powers_at(positions),
-            classes + 8 * scalars.CLASS * plan.classes.of[positions],
+            classes + size_of(ClassRow) * plan.classes.of[positions],
             conditioning.acts(positions),
         )
         own = Scalars(
@@ -312,7 +316,8 @@ def _dense_part(plan: Plan, batch: Batch) -> Part:
     compiled = kernel(plan.update.rule, conditioning.prologue, variables.w, batch.g, variables.s)
     table = variables.table
     measured = conditioning.measured_on_device(batch, gradients, compiled.column)
-    return DensePart(compiled, table.addresses, gradients, np.diff(table.first), measured)
+    step = DenseStep(compiled, table.addresses, gradients, np.diff(table.first))
+    return Parts(measured, step)
 
 
 def _leave(resident: Resident) -> None:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...kernels.cuda.adafactor.rms import Options
-from ...kernels.cuda.adafactor.step import MatrixStep, vector_step
+from ...kernels.cuda.adafactor.step import MatrixStep, Options, rms_kernel
+from ...kernels.cuda.dense.chunks import TensorRow
+from ...kernels.cuda.dense.step import DenseStep
 from ...kernels.cuda.device.part import Part, Parts
 from ...kernels.element import Kernel
 from ...kernels.tables import FactoredTensor, TensorTable
@@ -24,9 +25,8 @@ def vectors_part(
     measured: Part | None,
 ) -> Part:
     """Tensors whose second moments are kept in full; ``measured`` completes the scalars."""
-    sizes = np.diff(table.first)
-    step = vector_step(kernel, table.addresses, gradients, sizes, Options(*options))
-    return Parts(measured, step)
+    sizes, follow = np.diff(table.first), rms_kernel(kernel, TensorRow, Options(*options))
+    return Parts(measured, DenseStep(kernel, table.addresses, gradients, sizes, follow))
 
 
 def matrices_part(

@@ -9,13 +9,12 @@ import numpy as np
 
 from ...kernels.cuda.dense.norm import DenseGradients
 from ...kernels.cuda.dense.trust import Options, TrustRatios
-from ...kernels.cuda.device.part import Call
 from ...ops.runtime.device import DeviceArray
 from ...ops.runtime.device_gradient import converted
 from .layout import Batch
 
 
-class MeasuredRatios:
+class MeasuredRatios(TrustRatios):
     """What fills in the ratios; a `Part` that comes before the step.
 
     Args:
@@ -42,27 +41,14 @@ class MeasuredRatios:
         self._plain = [None if g is None else _of_dtype(g, batch.g.dtype) for g in plain]
         for t, g in enumerate(self._plain):
             gradients[t] = gradients[t] if g is None else g.address
-        self._ratios = TrustRatios(
+        super().__init__(
             DenseGradients(variables.w, table.addresses[:, 0], sizes),
             DenseGradients(batch.g, gradients, sizes),
             acts,
             Options(*options),
             variables.real,
+            column["trust_ratio"],
         )
-        self.scratch_bytes = self._ratios.scratch_bytes
-        self._offset = column["trust_ratio"] * variables.real.itemsize
-
-    def loops(self) -> list[Any]:
-        """See `Part`."""
-        return self._ratios.loops()
-
-    def words(self, place: int, hp: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-        """See `Part`."""
-        return self._ratios.words(place, hp + self._offset, numbers)
-
-    def enqueue(self, call: Call) -> None:
-        """Enqueue the norms, and the change of the scalars."""
-        self._ratios.enqueue(call)
 
 
 def _of_dtype(gradient: Any, dtype: np.dtype[Any]) -> DeviceArray:

@@ -81,17 +81,17 @@ class Scalars:
         """Bytes of the scalars of all tensors, and of what they were computed from, aligned."""
         return -(-len(self._tensors.counts) * self._row_bytes // ALIGN) * ALIGN
 
-    def addresses(self, place: int) -> tuple[np.ndarray, np.ndarray]:
-        """Addresses of the scalars of each tensor, and of what they were computed from."""
-        rows = place + np.arange(len(self._tensors.counts)) * self._row_bytes
-        return rows, rows + self._row_bytes - size_of(scalars.Numbers)
+    def addresses(self, place: int) -> np.ndarray:
+        """Addresses of the scalars of each tensor."""
+        first = place + size_of(scalars.Numbers)
+        return first + np.arange(len(self._tensors.counts)) * self._row_bytes
 
-    def words(self, place: int, hp: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    def words(self, place: int, hp: np.ndarray) -> np.ndarray:
         """The int64 table, to lie at an address."""
         self._table = place
         counts, powers, classes, acts = self._tensors
-        row = scalars.ScalarRow(counts, powers, hp, numbers, classes, acts)
-        return table_of(row, len(hp)).ravel()
+        row = scalars.ScalarRow(counts, powers, hp, classes, acts)
+        return table_of(row, len(hp))
 
     def enqueue(self, settings: int, state: int, stream: Any, *, counts_step: bool) -> None:
         """Enqueue counting the updates of the tensors, and their scalars."""
@@ -144,14 +144,14 @@ class Program:
         """The tables, to lie at ``place``; ``rest`` is where scalars and the like will be."""
         found: list[np.ndarray] = [np.empty(0, np.int64)]
         for part, own in self._parts:
-            hp, numbers = own.addresses(rest)
-            found.append(own.words(place, hp, numbers))
+            hp = own.addresses(rest)
+            found.append(own.words(place, hp))
             place += found[-1].nbytes
-            found.append(part.words(place, hp, numbers))
+            found.append(part.words(place, hp))
             place += found[-1].nbytes
             rest += own.n_bytes
         self._at_finite = place
-        found += [check.words for check in self._finite]
+        found += [check.table for check in self._finite]
         return np.concatenate(found)
 
     @property
@@ -169,7 +169,7 @@ class Program:
         place = self._at_finite
         for check in self._finite:
             check.enqueue(place, found, stream)
-            place += check.words.nbytes
+            place += check.table.nbytes
 
     def run(self, settings: int, state: int, scratch: int, sorter: Any, stream: Any) -> None:
         """Enqueue the rest: nothing is counted or written before all indices are checked."""

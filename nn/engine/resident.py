@@ -18,13 +18,11 @@ import numpy as np
 from numba import cuda
 
 from ...kernels.cuda.dense import scalars
-from ...kernels.cuda.device.arguments import WORDS, store_words
 from ...kernels.cuda.device.backend import copy_in, copy_out, new_event
 from ...kernels.cuda.device.guard import FOUND, NOTHING
 from ...kernels.cuda.device.launch import on_grid
-from ...kernels.cuda.device.memory import Held, key_of
-from ...kernels.cuda.device.numbers import FLOAT64, KINDS
-from ...kernels.cuda.device.records import size_of
+from ...kernels.cuda.device.memory import WORDS, Held, key_of, store_words
+from ...kernels.cuda.device.records import FLOAT64, KINDS, size_of
 from ...ops.runtime.device import DeviceArray
 from ...ops.runtime.frameworks import on_device
 from ..base.numbers import Number
@@ -117,8 +115,9 @@ class Resident:
             counts: these.
             powers: float64 ``[P, n_bases]``: the running powers.
         """
-        skipped, global_step = int(counts.skipped[0]), int(counts.global_step[0])
-        state = scalars.State(NOTHING, n_skipped=skipped, global_step=global_step)
+        state = scalars.State(
+            NOTHING, n_skipped=counts.skipped[0], global_step=counts.global_step[0]
+        )
         words = np.concatenate([state, counts.steps, powers.ravel().view(np.int64)])
         with on_device(self._device):
             cuda.synchronize()
@@ -148,8 +147,8 @@ class Resident:
             error = self._errors[state.origin](position, state.bad_index)
         self._errors = {k: e for k, e in self._errors.items() if k in self._graphs}
         self._n_unsettled = self.n_to_check = 0
-        totals = np.array([state.global_step]), np.array([state.n_skipped])
-        return Counts(*totals, words[n_words:]), error
+        counts = np.array([state.global_step]), np.array([state.n_skipped]), words[n_words:]
+        return Counts(*counts), error
 
     def remember(self, error: Error, *, capturing: bool) -> int:
         """A number for what a step may find."""

@@ -153,7 +153,7 @@ class DeviceArray:
         self, value: float, dtype: np.dtype[Any], shape: tuple[int, ...] | None = None
     ) -> DeviceArray:
         """A new array of another dtype, filled with ``value``; of the same shape unless given."""
-        from ...kernels.cuda.device.fill import fill
+        from ...kernels.cuda.device.arrays import fill
 
         made = self.empty_like(dtype, shape)
         with launching([self]) as stream:

@@ -54,8 +54,8 @@ def concatenated(parts: Sequence[RowTensor]) -> RowTensor:
 
 def _join(arrays: Sequence[DeviceArray], out: DeviceArray, stream: Any) -> None:
     """Enqueue copies of arrays, one after the other, to ``out``."""
+    from ...kernels.cuda.device.arrays import widen
     from ...kernels.cuda.device.backend import copy_within
-    from ...kernels.cuda.device.widen import widen
 
     place = out.address
     for array in arrays:

@@ -134,7 +134,6 @@ def _row_squares(rows: dict[Storage, dict[int, RowTensor]], launch: Launch) -> l
     for g, by_place in rows.items():
         tables = [gradient_table(t) for t in by_place.values()]
         compiled = kernel(SCALED, (), real_of(g), g, ())
-        guard = launch.check.guard
-        found.append(RowSquares(compiled, tables, guard=guard, base=base, sorter=launch.sorter))
+        found.append(RowSquares(compiled, tables, launch.call, base))
         base += sum(table.length for table in tables)
     return found

@@ -43,6 +43,13 @@ class Launch(NamedTuple):
     check: Check = Check(0)
     is_captured: bool = False
 
+    @property
+    def call(self) -> Any:
+        """The same for a part of a step (`kernels.cuda.device.part`)."""
+        from ...kernels.cuda.device.part import Call
+
+        return Call(self.stream, self.check.guard, self.sorter)
+
     def after(self, positions: int) -> Launch:
         """The launch of a part of the call whose positions come after so many others."""
         return self._replace(check=self.check._replace(base=positions))
@@ -96,19 +103,22 @@ def dense_update(
     hp_of: np.ndarray,
     launch: Launch,
 ) -> None:
-    """Enqueue a dense step; arguments as `kernels.cuda.dense.dense_update`."""
-    from ...kernels.cuda.dense import step as dense
+    """Enqueue a dense step, in place.
 
-    dense.dense_update(
-        kernel,
-        addresses,
-        gradients,
-        sizes,
-        hp,
-        hp_of,
-        guard=launch.check.guard,
-        stream=launch.stream,
-    )
+    Args:
+        kernel: the rule and its storage types.
+        addresses: as `kernels.cuda.dense.chunks.Chunks`.
+        gradients: likewise.
+        sizes: likewise.
+        hp: ``[R, F]`` scalars in the type of the arithmetic, on the host. Those of a two-stage
+            rule are completed on the device.
+        hp_of: int64 ``[T]``: which row of ``hp`` a tensor uses; of a two-stage rule each its own.
+        launch: where.
+    """
+    from ...kernels.cuda.dense.step import DenseStep
+    from ...kernels.cuda.device.part import run
+
+    run(DenseStep(kernel, addresses, gradients, sizes), hp, hp_of, launch.call)
 
 
 def row_update(
@@ -121,21 +131,23 @@ def row_update(
     touched_only: bool,
     drop: bool,
 ) -> None:
-    """Enqueue a row-sparse step; arguments as `kernels.cuda.row_step.row_update`."""
-    from ...kernels.cuda.rows import step as row_step
+    """Enqueue a row-sparse step, in place.
 
-    row_step.row_update(
-        kernel,
-        tables,
-        hp,
-        hp_of,
-        touched_only=touched_only,
-        drop=drop,
-        guard=launch.check.guard,
-        base=launch.check.base,
-        sorter=launch.sorter,
-        stream=launch.stream,
-    )
+    Args:
+        kernel: the rule and its storage types.
+        tables: at least one; their ``hp`` is not used.
+        hp: ``[R, F]`` scalars in the type of the arithmetic, on the host.
+        hp_of: which row of ``hp`` each table uses.
+        launch: where.
+        touched_only: as `kernels.cuda.rows.step.RowStep`.
+        drop: likewise.
+    """
+    from ...kernels.cuda.device.part import run
+    from ...kernels.cuda.rows.step import RowStep
+
+    sorts, base = launch.sorter is None, launch.check.base
+    step = RowStep(kernel, tables, touched_only=touched_only, drop=drop, sorts=sorts, base=base)
+    run(step, hp, hp_of, launch.call)
 
 
 def gather(

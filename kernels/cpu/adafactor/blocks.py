@@ -81,7 +81,7 @@ def _of_tile(kernel: Kernel, of_line: Storage, row: Any) -> Callable[..., None]:
 
 
 def _squares(kernel: Kernel) -> Any:
-    load, squared = conditioned(kernel.prologue, kernel.w, kernel.g, CPU), rules.squared
+    load, squared = conditioned(kernel, CPU), rules.squared
 
     @njit(error_model="numpy", fastmath=SUMS)
     def row(arrays, g, i, row_sums, column_sums, hp):
@@ -130,7 +130,7 @@ def _factors(kernel: Kernel) -> Callable[..., None]:
 
 
 def _direction(kernel: Kernel) -> Any:
-    load = conditioned(kernel.prologue, kernel.w, kernel.g, CPU)
+    load = conditioned(kernel, CPU)
     factored_direction = rules.factored_direction
 
     @njit(error_model="numpy", fastmath=SUMS)
@@ -147,8 +147,7 @@ def _direction(kernel: Kernel) -> Any:
 
 def _update(kernel: Kernel) -> Any:
     assert kernel.rule.factored is not None
-    storages = kernel.w, kernel.g, kernel.s
-    element = element_of(kernel.rule.factored, kernel.prologue, *storages, CPU)
+    element = element_of(kernel, kernel.rule.factored, CPU)
 
     @njit(error_model="numpy")
     def row(arrays, g, i, row_factors, column_factors, hp):

@@ -65,24 +65,13 @@ read_call, tensors_at = call_reader(FactoredCall), records(Matrices)
 
 
 class FactoredTable:
-    """The tensors of a step; what stays the same from step to step.
-
-    Args:
-        tensors: at least one.
-
-    Attributes:
-        table: int64 ``[T]`` of `Matrices`.
-        first_part: int64 ``[T]``: number of each tensor's first part.
-        n_parts, n_groups, n_elements: of all tensors.
-        n_sums, n_factors: how much room they take.
-    """
+    """The tensors of a step, at least one; what stays the same from step to step."""
 
     def __init__(self, tensors: Sequence[FactoredTensor]) -> None:
         self._addresses = np.array([tensor.addresses for tensor in tensors], np.int64)
         self.n_parts = self.n_groups = self.n_elements = self.n_sums = self.n_factors = 0
-        self.table = np.array(
-            [self._row(*each) for each in zip(self._addresses, tensors, strict=True)], np.int64
-        )
+        rows = [self._row(*each) for each in zip(self._addresses, tensors, strict=True)]
+        self.table = np.array(rows, np.int64)  # [T] of `Matrices`
         self.first_part = self.table[:, Matrices._fields.index("first_part")]
 
     def _row(self, addresses: np.ndarray, tensor: FactoredTensor) -> Matrices:

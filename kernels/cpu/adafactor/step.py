@@ -48,19 +48,9 @@ def _tile(tensor, number):
 @njit
 def _call_on_tile(c, block, t, tensor, tile, of_rows, of_columns, total):
     _, _, _, height, width, offset = tile
-    call_address(
-        block,
-        tensor.arrays,
-        offset,
-        int64s(c.gradients, c.n_tensors)[t] + offset * c.g_bytes,
-        height,
-        width,
-        tensor.width,
-        of_rows,
-        of_columns,
-        c.hp + t * c.hp_row_bytes,
-        total,
-    )
+    g = int64s(c.gradients, c.n_tensors)[t] + offset * c.g_bytes
+    sizes, hp = (height, width, tensor.width), c.hp + t * c.hp_row_bytes
+    call_address(block, tensor.arrays, offset, g, *sizes, of_rows, of_columns, hp, total)
 
 
 @part
@@ -119,17 +109,9 @@ def make_factors(index, slot, call):
         column_sums = c.sums + (tensor.column_sums + matrix * tensor.tiles_down * width) * 8
         _add_tiles(row_sums, tensor.tiles_across, height)
         _add_tiles(column_sums, tensor.tiles_down, width)
-        call_address(
-            c.make_factors,
-            row_sums,
-            column_sums,
-            height,
-            width,
-            new_rows + rows,
-            new_columns + columns,
-            c.factors + (tensor.factors + matrix * (height + width)) * c.real_bytes,
-            c.hp + t * c.hp_row_bytes,
-        )
+        states, hp = (new_rows + rows, new_columns + columns), c.hp + t * c.hp_row_bytes
+        out = c.factors + (tensor.factors + matrix * (height + width)) * c.real_bytes
+        call_address(c.make_factors, row_sums, column_sums, height, width, *states, out, hp)
 
 
 @njit
@@ -175,11 +157,8 @@ def update_matrices(index, slot, call):
 class FactoredStep:
     """One step: `direction_squares` computes, then `loops` write.
 
-    Args:
-        kernel: the rule and its storage types, as for `factored_blocks`.
-        table: the tensors.
-        gradients: int64 ``[T]``: addresses of the gradients.
-        hp: ``[T, F]`` scalars in the type of the arithmetic.
+    The kernel is as for `factored_blocks`, ``gradients`` are int64 addresses, and ``hp`` are
+    ``[T, F]`` scalars in the type of the arithmetic.
 
     Attributes:
         loops: the third pass: the states of rows and columns, the parameters and their first
@@ -192,21 +171,11 @@ class FactoredStep:
         self._table = table
         self._measured = np.empty(table.n_parts)
         factors, states = (np.empty(table.n_factors, kernel.real.dtype) for _ in range(2))
-        call = FactoredCall(
-            len(gradients),
-            table.table,
-            gradients,
-            hp,
-            hp.strides[0],
-            kernel.g.itemsize,
-            kernel.real.itemsize,
-            np.empty(table.n_sums),
-            factors,
-            states,
-            self._measured,
-            *(block.address for block in factored_blocks(kernel)),
-        )
-        self._call = Arguments(call)
+        of_tensors = len(gradients), table.table, gradients, hp, hp.strides[0]
+        scratch = np.empty(table.n_sums), factors, states, self._measured
+        itemsizes = kernel.g.itemsize, kernel.real.itemsize
+        passes = (block.address for block in factored_blocks(kernel))
+        self._call = Arguments(FactoredCall(*of_tensors, *itemsizes, *scratch, *passes))
         self._threads = 1 if table.n_elements < _SERIAL_BELOW else get_num_threads()
         self.loops = (
             self._loop(store_states, len(table.table)),

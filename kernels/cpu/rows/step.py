@@ -46,12 +46,8 @@ _pack_table = struct.Struct(f"{len(Table._fields)}q").pack_into
 def row_norm(kernel: Kernel, tables: list[RowTable]) -> tuple[int, float]:
     """The sum of squares of row-sparse gradients whose duplicates are summed first.
 
-    Args:
-        kernel: of a rule that measures the gradient; its storage types are those of the sums.
-        tables: at least one; only their gradients are read.
-
-    Returns:
-        The position of the first bad index or -1, as `RowStep` has it, and the float64 sum.
+    The kernel is that of a rule that measures the gradient, for the storage types of the sums.
+    Before the float64 sum comes the position of the first bad index or -1, as `RowStep` has it.
     """
     block = blocks(kernel).measure_real
     assert block is not None
@@ -90,20 +86,12 @@ def _sizes(kernel: Kernel, tables: list[RowTable], touched_only: bool, drop: boo
     scratch = (widest if touched_only else max(widest, rows.TILE)) * kernel.real.itemsize
     shape = n, n_rows, len(tables), len(kernel.itemsizes), n_rows if drop else -1
     parts = 1 if sorts_alone else threads, 1 if updates_alone else threads
-    return _sizes_of(*shape, *parts, scratch + 8 * rows.RING)
+    return _sizes_of(shape, *parts, scratch + 8 * rows.RING)
 
 
 @lru_cache(maxsize=256)
-def _sizes_of(
-    n: int,
-    n_rows: int,
-    n_tables: int,
-    n_arrays: int,
-    dropped_row: int,
-    sort_parts: int,
-    threads: int,
-    scratch: int,
-) -> _Sizes:
+def _sizes_of(shape: tuple[int, ...], sort_parts: int, threads: int, scratch: int) -> _Sizes:
+    n, n_rows, n_tables, n_arrays, dropped_row = shape
     row_bits = max(1, max(n_rows - 1, dropped_row).bit_length())
     digit_bits = _digit_bits(n, row_bits)
     scratch_words = _whole_lines(scratch // 8 + 1)
@@ -126,14 +114,11 @@ def _sizes_of(
 @cache
 def _kernel_arguments(kernel: Kernel, of_row: NativeFunction, every_row: bool) -> tuple[int, ...]:
     """The arguments of the loops that the kernel decides; ``of_row`` is called for each row."""
-    return (
-        of_row.address,
-        blocks(kernel).update_zero.address if every_row else 0,
-        sums.accumulate(kernel.g, kernel.real).address,
-        len(kernel.itemsizes),
-        address_of(kernel.itemsizes),  # which lives as long as this tuple is kept
-        kernel.real.itemsize,
-    )
+    zero = blocks(kernel).update_zero.address if every_row else 0
+    add = sums.accumulate(kernel.g, kernel.real).address
+    # These live as long as this tuple is kept.
+    n, itemsizes = len(kernel.itemsizes), address_of(kernel.itemsizes)
+    return of_row.address, zero, add, n, itemsizes, kernel.real.itemsize
 
 
 def _whole_lines(words: int) -> int:
@@ -155,8 +140,8 @@ class RowStep:
     When the object is made, the indices are checked and grouped, and all memory is taken.
 
     Args:
-        kernel: the compiled rule and its storage types.
-        tables: at least one; all of the kernel's storage types.
+        kernel: the rule and its storage types.
+        tables: at least one; all of these storage types.
         of_row: the block that is called for each row; None: the kernel's update.
         touched_only: True updates the rows that occur (lazy); False all rows, those that do
             not occur with a gradient of 0 (dense-equivalent).

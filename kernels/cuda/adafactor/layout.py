@@ -28,96 +28,51 @@ THREADS = CUT.threads
 
 
 class TileRow(NamedTuple):
-    """A tensor cut into tiles, beginning as `chunks.TensorRow`; sums and factors are places.
+    """A tensor cut into tiles; begins as `chunks.TensorRow`. Sums and factors lie in scratch."""
 
-    Attributes:
-        matrices: how many, of ``height`` rows and ``width`` columns.
-        log_across: logarithm of the threads across a tile.
-        log_down: of those down a tile.
-        tile_height: rows of a tile.
-        tiles_down: of a matrix.
-        tiles_across: of a matrix.
-        row_sums: float64 ``[matrices, tiles_across, height]``.
-        column_sums: float64 ``[matrices, tiles_down, width]``.
-        row_factors: ``[matrices, height]``, of the arithmetic.
-        column_factors: ``[matrices, width]``.
-        arrays: addresses of the parameter and of the states of its shape.
-    """
-
-    g: Word
     hp: Word
     size: Word
     first_block: Word
     is_aligned: Word
     matrices: Word
-    height: Word
-    width: Word
-    log_across: Word
-    log_down: Word
+    height: Word  # rows of a matrix
+    width: Word  # columns of a matrix
+    log_across: Word  # logarithm of the threads across a tile
+    log_down: Word  # of those down a tile
     tile_height: Word
-    tiles_down: Word
-    tiles_across: Word
-    row_sums: Word
-    column_sums: Word
-    row_factors: Word
-    column_factors: Word
-    arrays: Words
+    tiles_down: Word  # of a matrix
+    tiles_across: Word  # of a matrix
+    row_sums: Word  # float64 [matrices, tiles_across, height]
+    column_sums: Word  # float64 [matrices, tiles_down, width]
+    row_factors: Word  # [matrices, height], of the arithmetic
+    column_factors: Word  # [matrices, width]
+    arrays: Words  # the gradient, the parameter and the states of its shape
 
 
 class LineRow(NamedTuple):
-    """The rows of a tensor, or its columns; those of rows come first in the table.
+    """The rows of a tensor, or its columns; those of rows come first in the table."""
 
-    Attributes:
-        sums: place of their sums.
-        state: address of their state.
-        factors: place of their factors.
-        hp: address of the scalars.
-        matrices: how many.
-        length: lines of a matrix.
-        elements: of a line.
-        parts: sums of a line.
-        log_lanes: logarithm of the lines that a group of threads has.
-        log_parts: of the threads that share a line.
-        segments: groups of a matrix.
-        chunks: groups of a matrix once its mean is known; of rows alone.
-        totals: place of float64 ``[matrices, segments]``: sums of the states; 0 for columns.
-        first_block: the number of the first block.
-        first_chunk_block: that of the loop over chunks.
-    """
-
-    sums: Word
-    state: Word
-    factors: Word
+    sums: Word  # in scratch
+    state: Word  # address
+    factors: Word  # in scratch
     hp: Word
     matrices: Word
-    length: Word
-    elements: Word
-    parts: Word
-    log_lanes: Word
-    log_parts: Word
-    segments: Word
-    chunks: Word
-    totals: Word = 0
+    length: Word  # lines of a matrix
+    elements: Word  # of a line
+    parts: Word  # sums of a line
+    log_lanes: Word  # logarithm of the lines that a group of threads has
+    log_parts: Word  # of the threads that share a line
+    segments: Word  # groups of a matrix
+    chunks: Word  # groups of a matrix once its mean is known; of rows alone
+    totals: Word = 0  # in scratch, float64 [matrices, segments]: sums of states; 0 for columns
     first_block: Word = 0
-    first_chunk_block: Word = 0
+    first_chunk_block: Word = 0  # of the loop over chunks
 
 
 class FactoredTables:
     """The tables of a step; what stays the same from step to step.
 
-    Args:
-        tensors: at least one, none of them empty; addresses on the device.
-        length: elements of a thread's widest loads.
-        real_bytes: of an element of the arithmetic.
-
-    Attributes:
-        n_tensors: how many.
-        n_blocks: of the loops over elements.
-        n_line_blocks: of the loop over lines.
-        n_chunk_blocks: of the loop over rows.
-        tiles: columns of the first table.
-        lines: columns of the second one.
-        scratch_bytes: of sums and factors.
+    ``length`` is elements of a thread's widest loads, ``real_bytes`` those of the arithmetic.
     """
 
     def __init__(self, tensors: Sequence[FactoredTensor], length: int, real_bytes: int) -> None:
@@ -138,18 +93,13 @@ class FactoredTables:
         self.scratch_bytes = places.size
 
     def words(self, gradients: np.ndarray, hp: np.ndarray) -> np.ndarray:
-        """Both tables, one after the other.
-
-        Args:
-            gradients: int64 ``[T]``, on the device.
-            hp: int64 ``[T]``: addresses of the scalars of each tensor.
-        """
-        fits = self.tiles.width % self._length == 0
-        is_aligned = fits & are_aligned(np.column_stack([gradients, self.tiles.arrays]))
-        tiles = self.tiles._replace(g=gradients, hp=hp, is_aligned=is_aligned)
+        """Both tables, one after the other; int64 ``[T]`` addresses of gradients and scalars."""
+        arrays = np.column_stack([gradients, self.tiles.arrays])
+        is_aligned = (self.tiles.width % self._length == 0) & are_aligned(arrays)
+        tiles = self.tiles._replace(hp=hp, is_aligned=is_aligned, arrays=arrays)
         lines = self.lines._replace(hp=np.tile(hp, 2))
         tables = table_of(tiles, self.n_tensors), table_of(lines, 2 * self.n_tensors)
-        return np.concatenate([table.ravel() for table in tables])
+        return np.concatenate(tables)
 
 
 def _columns(rows: Sequence[Any]) -> Any:
@@ -169,7 +119,7 @@ def _laid_out(
     column_factors = places.add(real_bytes * matrices * width)
     own = (row_sums, column_sums, row_factors, column_factors)
     tile = TileRow(
-        0, 0, matrices * height * width, 0, 0, matrices, height, width, *cut, *own, tensor.addresses
+        0, matrices * height * width, 0, 0, matrices, height, width, *cut, *own, tensor.addresses
     )
     rows = _lines((row_sums, tensor.row_state, row_factors), matrices, height, width, across)
     of_columns = column_sums, tensor.column_state, column_factors

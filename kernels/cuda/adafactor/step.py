@@ -8,46 +8,62 @@ the next one. Vectors take two passes, of which the first is that of any two-sta
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
+from numba import cuda
 
 from ...element import Kernel
+from ...rules import adafactor as rules
 from ...tables import FactoredTensor
-from ..dense.chunks import TensorRow
-from ..dense.step import DenseStep
+from ..dense.step import totals_kernel
 from ..dense.tiles import length_of
+from ..device.functions import device_function
 from ..device.launch import on_grid
 from ..device.part import Call
-from ..device.records import size_of
+from ..device.records import multiplier, size_of
 from ..device.sums import PART_BYTES
 from .layout import THREADS, FactoredTables, TileRow
 from .lines import lines_kernel, row_factors_kernel
-from .passes import direction_kernel, update_kernel
-from .rms import Options, rms_kernel
-from .sums import squares_kernel
+from .passes import direction_kernel, squares_kernel, update_kernel
 
 
-def vector_step(
-    kernel: Kernel,
-    addresses: np.ndarray,
-    gradients: np.ndarray,
-    sizes: np.ndarray,
-    options: Options,
-) -> DenseStep:
-    """The step on tensors whose second moments are kept in full; arguments as `DenseStep`."""
-    follow = rms_kernel(kernel, TensorRow, options)
-    return DenseStep(kernel, addresses, gradients, sizes, follow)
+class Options(NamedTuple):
+    """What all tensors have in common; see `nn.AdaFactor`."""
+
+    epsilon2: float
+    clip_threshold: float
+    scale_parameter: bool
+
+
+@cache
+def rms_kernel(kernel: Kernel, record: Any, options: Options) -> Any:
+    """A `totals_kernel`: factors of ``step`` and ``decay``, from root mean squares.
+
+    They are those of the parameter and of the direction; the tensors are in rows of ``record``.
+    """
+    epsilon2, clip_threshold, scale_parameter = options
+    size_factors, multiply = device_function(rules.size_factors), multiplier(kernel.real)
+    of_step, of_decay = (kernel.column[name] * kernel.real.itemsize for name in ("step", "decay"))
+
+    @cuda.jit(device=True)
+    def follow(shared, row):
+        step, decay = size_factors(
+            shared[0, 0], shared[1, 0], np.float64(row.size),
+            epsilon2, clip_threshold, scale_parameter,
+        )  # fmt: skip
+        multiply(row.hp + of_step, step)
+        multiply(row.hp + of_decay, decay)
+
+    return totals_kernel(record, 2 + len(kernel.s), 2, follow)
 
 
 class MatrixStep:
     """A `Part`: the step on tensors whose second moments are those of rows and columns.
 
-    Args:
-        kernel: the rule and its storage types, those of states of rows and columns left out.
-        tensors: at least one, none of them empty.
-        gradients: int64 ``[T]``: addresses of their gradients.
-        options: what all have in common.
+    The kernel has the storage types of the other states. There is one tensor at least, and none is
+    empty; ``gradients`` are int64 ``[T]`` addresses.
     """
 
     def __init__(
@@ -59,7 +75,7 @@ class MatrixStep:
     ) -> None:
         self._tables = FactoredTables(tensors, length_of(kernel), kernel.real.itemsize)
         self._gradients, self._table = gradients, 0
-        self._lines_at = len(tensors) * size_of(TileRow, 1 + len(kernel.s))
+        self._lines_at = len(tensors) * size_of(TileRow, 2 + len(kernel.s))
         self._loops = (
             squares_kernel(kernel),
             lines_kernel(kernel.prologue, kernel.real),
@@ -74,7 +90,7 @@ class MatrixStep:
         """See `Part`."""
         return list(self._loops)
 
-    def words(self, place: int, hp: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    def words(self, place: int, hp: np.ndarray) -> np.ndarray:
         """See `Part`."""
         self._table = place
         return self._tables.words(self._gradients, hp)

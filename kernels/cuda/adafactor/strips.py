@@ -13,43 +13,29 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cuda
 
+from ...element import Kernel
 from ...storage import Storage
-from ..dense.tiles import CARRIERS, tile_access
-from .layout import THREADS
+from ..dense.tiles import Access, access, length_of
+from ..device.records import hp_reader, row_finder
+from .layout import THREADS, TileRow
 
 
 class Strip(NamedTuple):
-    """What a thread has of a tile.
+    """What a thread has of a tile."""
 
-    Attributes:
-        matrix: number of the matrix.
-        down: number of the tile from the top.
-        across: number of the tile from the left.
-        top: first row of the tile.
-        rows: of the tile.
-        column: first column of the thread.
-        step: from a column of the thread to the next.
-        count: columns of the thread; 0 for one that has nothing to do.
-        x: place of the thread across the tile.
-        y: place of the thread down the tile.
-        threads_across: of the tile.
-        threads_down: of the tile.
-        is_aligned: whether its columns are moved by vectors.
-    """
-
-    matrix: Any
-    down: Any
-    across: Any
-    top: Any
-    rows: Any
-    column: Any
-    step: Any
-    count: Any
-    x: Any
-    y: Any
+    matrix: Any  # number of the matrix
+    down: Any  # number of the tile from the top
+    across: Any  # number of the tile from the left
+    top: Any  # first row of the tile
+    rows: Any  # of the tile
+    column: Any  # first one of the thread
+    step: Any  # from a column of the thread to the next
+    count: Any  # columns of the thread; 0 for one that has nothing to do
+    x: Any  # place of the thread across the tile
+    y: Any  # place of the thread down the tile
     threads_across: Any
     threads_down: Any
-    is_aligned: Any
+    is_aligned: Any  # whether the columns are moved by vectors
 
 
 @cuda.jit(device=True)
@@ -60,17 +46,28 @@ def quotient(n, divisor):
     return np.int64(np.uint32(n) // np.uint32(divisor))
 
 
+@cuda.jit(device=True)
+def place_in_group(thread, log_across, log_down, block):
+    """The place of a thread across and down its group, and the number of the group.
+
+    A group has ``2**log_across * 2**log_down`` threads, a block as many of them as it can.
+    """
+    log_group = log_across + log_down
+    x, y = thread & ((1 << log_across) - 1), (thread >> log_across) & ((1 << log_down) - 1)
+    return x, y, block * (np.int64(THREADS) >> log_group) + (thread >> log_group)
+
+
 @cache
-def strips(length: int) -> Any:
-    """``strip_at(row, block, thread)``: of a row of the table, for ``length`` columns a thread."""
+def strip_finder(kernel: Kernel) -> Any:
+    """``find(table, n_tensors, block, thread)``: the row of a tensor, its scalars, and a strip."""
+    find_row = row_finder(TileRow, "first_block", 2 + len(kernel.s))
+    read_hp, length = hp_reader(kernel.rule, kernel.prologue, kernel.real), length_of(kernel)
 
     @cuda.jit(device=True)
-    def strip_at(row, block, thread):
+    def find(table, n_tensors, block, thread):
+        row = find_row(table, n_tensors, block)
         across, down = np.int64(1) << row.log_across, np.int64(1) << row.log_down
-        x, y = thread & (across - 1), (thread >> row.log_across) & (down - 1)
-        log_group = row.log_across + row.log_down
-        n_groups, group = np.int64(THREADS) >> log_group, thread >> log_group
-        unit = (block - row.first_block) * n_groups + group
+        x, y, unit = place_in_group(thread, row.log_across, row.log_down, block - row.first_block)
         tiles = row.tiles_across * row.tiles_down
         matrix = quotient(unit, tiles)
         rest = unit - matrix * tiles
@@ -86,43 +83,45 @@ def strips(length: int) -> Any:
             for k in range(length):
                 if column + k * step < row.width:
                     count += 1
-        return Strip(
+        strip = Strip(
             matrix, tile_down, tile_across, top, np.uint32(rows), column, np.int32(step),
             np.int32(count), np.int32(x), np.uint32(y), np.int32(across), np.uint32(down),
             row.is_aligned != 0,
         )  # fmt: skip
+        return row, read_hp(row.hp), strip
 
-    return strip_at
+    return find
 
 
 @cache
-def strip_access(storage: Storage, length: int) -> tuple[Any, Any]:
-    """``load(elements, address, strip)`` and ``store(address, elements, strip)`` of one row."""
-    carrier, itemsize = CARRIERS[storage.carrier], storage.itemsize
-    (load_tile, store_tile), (load_one, store_one) = (tile_access(storage, n) for n in (length, 1))
+def strip_access(storage: Storage, length: int) -> Access:
+    """With a strip at the end: elements of one row, the first of them being number ``i``."""
+    (kind, load_tile, store_tile), (_, load_one, store_one) = (
+        access(storage, n) for n in (length, 1)
+    )
 
     @cuda.jit(device=True)
-    def load(elements, address, strip):
+    def load(tile, address, i, strip):
         if strip.is_aligned:
-            load_tile(elements, address)
+            load_tile(tile, address, i)
         else:
-            one, place = cuda.local.array(1, carrier), address
+            one = cuda.local.array(1, kind)
             for k in range(length):
                 if k < strip.count:
-                    load_one(one, place)
-                    elements[k] = one[0]
-                    place += np.int64(strip.step) * itemsize
+                    load_one(one, address, i)
+                    tile[k] = one[0]
+                    i += np.int64(strip.step)
 
     @cuda.jit(device=True)
-    def store(address, elements, strip):
+    def store(tile, address, i, strip):
         if strip.is_aligned:
-            store_tile(address, elements)
+            store_tile(tile, address, i)
         else:
-            one, place = cuda.local.array(1, carrier), address
+            one = cuda.local.array(1, kind)
             for k in range(length):
                 if k < strip.count:
-                    one[0] = elements[k]
-                    store_one(place, one)
-                    place += np.int64(strip.step) * itemsize
+                    one[0] = tile[k]
+                    store_one(one, address, i)
+                    i += np.int64(strip.step)
 
-    return load, store
+    return Access(kind, load, store)

@@ -14,23 +14,23 @@ import numpy as np
 from numba import cuda, float64
 
 from ...storage import Storage, numba_type
-from ..device.backend import GEOMETRY, load_float64, store_float64, tile_storer
+from ..device.backend import GEOMETRY, store_float64
 from ..device.launch import on_grid, tile_grid
 from ..device.memory import room_of
-from ..device.sums import add_lanes
-from .tiles import CARRIERS, WIDEST, by_tiles, narrowing, sums, tile_length
+from ..device.sums import add_lanes, strided_sum
+from .tiles import by_tiles, narrow_storer, rows_are_aligned, sums, tile_length
 
 THREADS, _TILES, _MOST_CHUNKS = GEOMETRY.central
 
 
 def _add_tile(g: Storage, real: Storage, length: int) -> Any:
-    """``add(i, values, own)``: the elements from ``i`` on, to a float64 sum."""
-    g_bytes, real_type, load = g.itemsize, numba_type(real), sums(g, real, length).start
+    """``add(column, first, values, own)``: elements of the row that begins there, to a float64."""
+    kind, load = numba_type(real), sums(g, real, length).start
 
     @cuda.jit(device=True)
-    def add(i, values, own):
-        tile = cuda.local.array(length, real_type)
-        load(tile, values + i * g_bytes)
+    def add(column, first, values, own):
+        tile = cuda.local.array(length, kind)
+        load(tile, values, first + column)
         for c in range(length):
             own[0] += np.float64(tile[c])
 
@@ -38,18 +38,17 @@ def _add_tile(g: Storage, real: Storage, length: int) -> Any:
 
 
 def _write_difference(g: Storage, real: Storage, out: Storage, length: int) -> Any:
-    """``write(i, values, mean, out)``: the elements from ``i`` on, less the mean."""
-    load, narrow = sums(g, real, length).start, narrowing(real, out)
-    real_type, out_type = numba_type(real), CARRIERS[out.carrier]
-    g_bytes, out_bytes, store = g.itemsize, out.itemsize, tile_storer(length, out.itemsize)
+    """``write(column, first, values, mean, out)``: elements of a row, less the mean."""
+    kind, load = numba_type(real), sums(g, real, length).start
+    store = narrow_storer(real, out, length)
 
     @cuda.jit(device=True)
-    def write(i, values, mean, out):
-        total, x = cuda.local.array(length, real_type), cuda.local.array(length, out_type)
-        load(total, values + i * g_bytes)
+    def write(column, first, values, mean, out):
+        tile = cuda.local.array(length, kind)
+        load(tile, values, first + column)
         for c in range(length):
-            x[c] = narrow(total[c] - mean)
-        store(out + i * out_bytes, x)
+            tile[c] -= mean
+        store(tile, out, first + column)
 
     return write
 
@@ -72,8 +71,7 @@ def _over_chunk(make: Any, length: int) -> Any:
 @cache
 def chunk_sums_kernel(g: Storage, real: Storage, out: Storage) -> Any:
     """``loop[(groups of rows, chunks), (lanes, rows)]``: float64 ``sums[row, chunk]``."""
-    length, g_bytes = tile_length(g, out), g.itemsize
-    add_chunk = _over_chunk(lambda n: _add_tile(g, real, n), length)
+    add_chunk = _over_chunk(lambda n: _add_tile(g, real, n), tile_length(g, out))
 
     @cuda.jit
     def loop(values, n_rows, width, chunk, is_aligned, sums):
@@ -82,7 +80,7 @@ def chunk_sums_kernel(g: Storage, real: Storage, out: Storage) -> Any:
         own, thread = cuda.local.array(1, float64), cuda.threadIdx.y * cuda.blockDim.x + lane
         own[0] = 0.0
         if row < n_rows:
-            add_chunk(lane, lanes, width, chunk, is_aligned, values + row * width * g_bytes, own)
+            add_chunk(lane, lanes, width, chunk, is_aligned, row * width, values, own)
         shared = cuda.shared.array((1, THREADS), float64)
         shared[0, thread] = own[0]
         add_lanes(shared, thread, lane, lanes, 1, 1)
@@ -98,8 +96,7 @@ def subtract_kernel(g: Storage, real: Storage, out: Storage) -> Any:
 
     ``out`` may be ``values``.
     """
-    length, g_bytes, out_bytes = tile_length(g, out), g.itemsize, out.itemsize
-    real_type = numba_type(real)
+    length, real_type = tile_length(g, out), numba_type(real)
     write_chunk = _over_chunk(lambda n: _write_difference(g, real, out, n), length)
 
     @cuda.jit
@@ -108,18 +105,16 @@ def subtract_kernel(g: Storage, real: Storage, out: Storage) -> Any:
         row = np.int64(cuda.blockIdx.x) * cuda.blockDim.y + cuda.threadIdx.y
         thread = cuda.threadIdx.y * cuda.blockDim.x + lane
         shared = cuda.shared.array((1, THREADS), float64)
-        own, k, n_chunks = 0.0, np.int64(lane), np.int64(cuda.gridDim.y)
+        n_chunks, own = np.int64(cuda.gridDim.y), 0.0
         if row < n_rows:
-            while k < n_chunks:
-                own += load_float64(sums + (row * n_chunks + k) * 8)
-                k += lanes
+            own = strided_sum(sums + row * n_chunks * 8, lane, n_chunks, lanes, 8)
         shared[0, thread] = own
         add_lanes(shared, thread, lane, lanes, 1, 1)
         cuda.syncthreads()
         if row < n_rows:
             mean = real_type(shared[0, thread - lane] / np.float64(width))
-            source, place = values + row * width * g_bytes, out + row * width * out_bytes
-            write_chunk(lane, lanes, width, chunk, is_aligned, source, mean, place)
+            first = row * width
+            write_chunk(lane, lanes, width, chunk, is_aligned, first, values, mean, out)
 
     return loop
 
@@ -133,31 +128,21 @@ def centralize(
     result: int,
     stream: Any,
 ) -> None:
-    """Enqueue writing ``values`` less the means of its rows to ``result``.
+    """Enqueue writing ``values`` less the means of its rows to ``result``; addresses.
 
-    Args:
-        g: storage of the values.
-        real: of the arithmetic.
-        out: of the result.
-        values: their address; contiguous.
-        shape: rows, and elements of a row.
-        result: an address, ``values`` or memory apart.
-        stream: of Numba.
+    They are the same or apart, and contiguous: so many rows of so many elements. Storage types are
+    those of the values, of the arithmetic and of the result.
     """
     n_rows, width = shape
     if n_rows == 0 or width == 0:
         return
     length = tile_length(g, out)
     lanes, rows, _ = tile_grid(width, length, THREADS)
-    round_of_tiles = lanes * length
-    most = -(-width // _MOST_CHUNKS)
-    chunk = max(_TILES, -(-most // round_of_tiles)) * round_of_tiles
+    of_round, most = lanes * length, -(-width // _MOST_CHUNKS)
+    chunk = max(_TILES, -(-most // of_round)) * of_round
     grid, block = (-(-n_rows // rows), -(-width // chunk)), (lanes, rows)
-    places = (values, result, width * g.itemsize, width * out.itemsize)
-    arguments = (values, n_rows, width, chunk, int(all(x % WIDEST == 0 for x in places)))
+    arguments = values, n_rows, width, chunk, rows_are_aligned(width, (values, g), (result, out))
     with room_of(stream) as room:
         parts = room.take(8 * n_rows * grid[1])
-        loop = chunk_sums_kernel(g, real, out)
-        on_grid(loop, grid, block, stream)(*arguments, parts)
-        loop = subtract_kernel(g, real, out)
-        on_grid(loop, grid, block, stream)(*arguments, parts, result)
+        on_grid(chunk_sums_kernel(g, real, out), grid, block, stream)(*arguments, parts)
+        on_grid(subtract_kernel(g, real, out), grid, block, stream)(*arguments, parts, result)

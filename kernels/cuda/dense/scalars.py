@@ -24,12 +24,11 @@ from ..device.backend import (
     reader,
     store_float64,
     store_int64,
-    tuple_storer,
+    storer,
 )
 from ..device.functions import device_function
 from ..device.guard import NOTHING, is_closed
-from ..device.numbers import load_number
-from ..device.records import Real, Word, offsets_of, row_reader, size_of
+from ..device.records import Real, Word, load_number, offsets_of, row_reader, size_of
 
 THREADS = GEOMETRY.scalars
 
@@ -39,77 +38,43 @@ the steps after one with a bad index."""
 
 
 class State(NamedTuple):
-    """The memory of an optimizer. There follow the counts of the parameters, then their powers.
+    """The memory of an optimizer. There follow the counts of the parameters, then their powers."""
 
-    Attributes:
-        found: the guard of its steps (`guard.FOUND`).
-        bad_index: of the guard, too (`guard.INDEX`).
-        origin: which step has closed the guard.
-        failed_at: at which position.
-        is_nonfinite: whether a gradient is not finite.
-        n_skipped: steps that were skipped.
-        global_step: steps that were not.
-    """
-
-    found: Word
-    bad_index: Word = 0
-    origin: Word = 0
-    failed_at: Word = 0
-    is_nonfinite: Word = 0
-    n_skipped: Word = 0
-    global_step: Word = 0
+    found: Word  # the guard of its steps (`guard.FOUND`)
+    bad_index: Word = 0  # of the guard, too (`guard.INDEX`)
+    origin: Word = 0  # which step has closed the guard
+    failed_at: Word = 0  # at which position
+    is_nonfinite: Word = 0  # whether a gradient is not finite
+    n_skipped: Word = 0  # steps that were skipped
+    global_step: Word = 0  # steps that were not
 
 
 class SettingsRow(NamedTuple):
-    """What all tensors of a step have in common; the constants and bases of the formula follow.
+    """What all tensors of a step have in common; the constants and bases of the formula follow."""
 
-    Attributes:
-        scale_at: address of the loss scale.
-        scale_kind: how it lies there.
-        scale: the loss scale itself, where it is the host's.
-    """
-
-    scale_at: Word
-    scale_kind: Word
-    scale: Real
+    scale_at: Word  # address of the loss scale
+    scale_kind: Word  # how it lies there
+    scale: Real  # itself, where it is the host's
 
 
 class ClassRow(NamedTuple):
-    """A class of parameters that share their options.
+    """A class of parameters that share their options."""
 
-    Attributes:
-        rate_at: address of the learning rate.
-        rate_kind: how it lies there.
-        rate: the rate itself, where it is the host's.
-        rule_decay: the weight decay that the rule applies.
-        decay: that of the prologue.
-    """
-
-    rate_at: Word
-    rate_kind: Word
-    rate: Real
-    rule_decay: Real
-    decay: Real
+    rate_at: Word  # address of the learning rate
+    rate_kind: Word  # how it lies there
+    rate: Real  # itself, where it is the host's
+    rule_decay: Real  # the weight decay that the rule applies
+    decay: Real  # that of the prologue
 
 
 class ScalarRow(NamedTuple):
-    """A tensor; all but the last are addresses.
+    """A tensor; addresses."""
 
-    Attributes:
-        updates: of their number.
-        powers: of its running powers.
-        hp: of its scalars.
-        numbers: of its `Numbers`.
-        options: of its `ClassRow`.
-        acts: whether a weight decay of the prologue is its own.
-    """
-
-    updates: Word
-    powers: Word
-    hp: Word
-    numbers: Word
-    options: Word
-    acts: Word
+    updates: Word  # their number
+    powers: Word  # running ones
+    hp: Word  # the scalars; right before them lie its `Numbers`
+    options: Word  # its `ClassRow`
+    acts: Word  # no address: whether a weight decay of the prologue is its own
 
 
 class Numbers(NamedTuple):
@@ -132,11 +97,8 @@ def _increment(address):
 def begin_kernel(state, found_inf, kind, origin):
     """``loop[1, 1]``: open the guard, unless the step has to be skipped or an earlier one failed.
 
-    Args:
-        state: address of the memory of the optimizer.
-        found_inf: address of a number that is not 0 where the step has to be skipped, or 0.
-        kind: how it lies there.
-        origin: the number of the step for what it may find.
+    ``found_inf`` is the address of a number of some ``kind`` that is not 0 where the step has to be
+    skipped, or 0; ``origin`` the number of the step for what it may find.
     """
     is_skipped = load_int64(state + AT.is_nonfinite) != 0
     store_int64(state + AT.is_nonfinite, 0)
@@ -165,18 +127,22 @@ def count_kernel(state):
 
 
 @cache
-def _conditioning(prologue: Prologue) -> Callable[[Any, Any], Any]:
+def _conditioning(prologue: Prologue) -> Any:
     """``scalars(decay, loss_scale)`` of all parts, one after the other."""
-    last = device_function(prologue[-1].scalars)
-    if len(prologue) == 1:
-        return last  # type: ignore[no-any-return]
-    others = _conditioning(prologue[:-1])
+    if not prologue:
+
+        @cuda.jit(device=True)
+        def nothing(decay, loss_scale):
+            return ()
+
+        return nothing
+    first, others = device_function(prologue[0].scalars), _conditioning(prologue[1:])
 
     @cuda.jit(device=True)
     def scalars(decay, loss_scale):
-        return others(decay, loss_scale) + last(decay, loss_scale)
+        return first(decay, loss_scale) + others(decay, loss_scale)
 
-    return scalars  # type: ignore[no-any-return]
+    return scalars
 
 
 @cache
@@ -191,23 +157,17 @@ def scalars_kernel(
 ) -> Any:
     """``loop[blocks, THREADS](table, n_tensors, settings, state, counts_step)``.
 
-    Args:
-        function: of the `Formula`.
-        n_constants: how many it takes.
-        n_bases: how many running powers it takes.
-        n_scalars: of the rule.
-        prologue: whose scalars come after those of the rule.
-        scales_decay: whether a coupled weight decay is multiplied by the loss scale.
-        real: type of the arithmetic.
+    ``function`` is that of a `Formula`, with so many constants and running powers. The scalars of
+    the prologue come after the ``n_scalars`` of the rule. ``scales_decay`` says whether a coupled
+    weight decay is multiplied by the loss scale.
     """
-    scalars, store = device_function(function), tuple_storer(numba_type(real))
-    read_constants, read_powers = (
-        reader(types.UniTuple(types.float64, n)) for n in (n_constants, n_bases)
-    )
+    scalars, store = device_function(function), storer(numba_type(real))
+    sizes = n_constants, n_bases
+    read_constants, read_powers = (reader(types.UniTuple(types.float64, n)) for n in sizes)
     row_at, settings_at, class_at = map(row_reader, (ScalarRow, SettingsRow, ClassRow))
     real_type = np.float64 if real is F64 else np.float32
-    n_bytes, condition = n_scalars * real.itemsize, _conditioning(prologue) if prologue else None
-    has_prologue, at_constants = bool(prologue), size_of(SettingsRow)
+    n_bytes, condition = n_scalars * real.itemsize, _conditioning(prologue)
+    size_of_numbers, at_constants = size_of(Numbers), size_of(SettingsRow)
     at_bases = at_constants + 8 * n_constants
 
     @cuda.jit
@@ -229,15 +189,15 @@ def scalars_kernel(
         of_class, of_all = class_at(row.options, 0), settings_at(settings, 0)
         rate = load_number(of_class.rate_at, of_class.rate_kind)
         scale = load_number(of_all.scale_at, of_all.scale_kind)
-        store_float64(row.numbers + USED.rate, rate)
-        store_float64(row.numbers + USED.decay, of_class.decay)
-        store_float64(row.numbers + USED.scale, scale)
+        numbers = row.hp - size_of_numbers
+        store_float64(numbers + USED.rate, rate)
+        store_float64(numbers + USED.decay, of_class.decay)
+        store_float64(numbers + USED.scale, scale)
         constants, powers = read_constants(settings + at_constants), read_powers(row.powers)
         store(row.hp, scalars(real_type, rate, of_class.rule_decay, step, constants, powers))
-        if has_prologue:
-            decay = of_class.decay * row.acts
-            if scales_decay:
-                decay *= scale
-            store(row.hp + n_bytes, condition(decay, scale))
+        decay = of_class.decay * row.acts
+        if scales_decay:
+            decay *= scale
+        store(row.hp + n_bytes, condition(decay, scale))
 
     return loop

@@ -1,6 +1,9 @@
-"""One step of a rule on any number of dense tensors, in one launch, two or three.
+"""One step of a rule on any number of dense tensors, in one launch, or three of a two-stage rule.
 
-Each block takes a chunk of one tensor, which it finds by bisection in the table.
+Each block takes a chunk of one tensor, which it finds by bisection in the table. In the first stage
+it sums the squares of what is measured there; one block for each tensor then adds the sums of the
+chunks and changes the scalars of the tensor. So the second stage finds them complete, the host is
+not asked, and the bits are the same in every run.
 """
 
 from __future__ import annotations
@@ -9,48 +12,102 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import cuda
+from numba import cuda, float64
 
 from ...element import Kernel
+from ..device.functions import device_function
 from ..device.guard import is_closed
 from ..device.launch import on_grid
-from ..device.part import Call, placed
-from ..device.records import hp_reader, row_finder
-from ..device.sums import PART_BYTES
-from . import measure
-from .chunks import THREADS, Chunks, TensorRow, chunk_of
-from .tiles import by_chunks, length_of, update_tile
+from ..device.part import Call
+from ..device.records import multiplier, row_reader
+from ..device.sums import MOST_VALUES, PART_BYTES, add_tree, share_of_parts, store_part
+from .chunks import THREADS, Chunks, TensorRow, chunk_of, on_chunk
+from .tiles import measured_tile, update_tile
+
+
+@cache
+def chunk_sums_kernel(kernel: Kernel) -> Any:
+    """``loop[blocks, THREADS](table, n_tensors, parts, guard)``: the squares of each chunk."""
+    add_chunk, n_values = on_chunk(kernel, measured_tile), kernel.rule.n_measured
+
+    @cuda.jit
+    def loop(table, n_tensors, parts, guard):
+        if is_closed(guard):
+            return
+        block, thread = cuda.blockIdx.x, cuda.threadIdx.x
+        own = cuda.local.array(MOST_VALUES, float64)
+        own[0] = own[1] = own[2] = 0.0
+        add_chunk(table, n_tensors, own)
+        shared = cuda.shared.array((MOST_VALUES, THREADS), float64)
+        shared[0, thread], shared[1, thread], shared[2, thread] = own[0], own[1], own[2]
+        store_part(parts, block, shared, thread, THREADS, n_values)
+
+    return loop
+
+
+def totals_kernel(record: Any, n_words: int, n_values: int, follow: Any) -> Any:
+    """``loop[n_tensors, THREADS](table, n_tensors, n_blocks, parts, guard)``.
+
+    It adds the parts of the blocks of a tensor and calls ``follow(shared, row)`` with what they add
+    up to in ``shared[:, 0]``. The rows are of ``record``, with ``n_words`` words at the end.
+    """
+    row_at = row_reader(record, n_words)
+
+    @cuda.jit
+    def loop(table, n_tensors, n_blocks, parts, guard):
+        if is_closed(guard):
+            return
+        t, thread = np.int64(cuda.blockIdx.x), cuda.threadIdx.x
+        row, end = row_at(table, t), n_blocks
+        if t + 1 < n_tensors:
+            end = row_at(table, t + 1).first_block
+        shared = cuda.shared.array((MOST_VALUES, THREADS), float64)
+        for k in range(n_values):
+            shared[k, thread] = share_of_parts(parts, row.first_block, end, k, thread, THREADS)
+        add_tree(shared, thread, THREADS, n_values)
+        if thread == 0:
+            follow(shared, row)
+
+    return loop
+
+
+@cache
+def factor_kernel(kernel: Kernel) -> Any:
+    """`totals_kernel` of ``rule.factor``: it multiplies the field ``factor_of`` of the scalars."""
+    rule, multiply = kernel.rule, multiplier(kernel.real)
+    n_values, factor = rule.n_measured, device_function(rule.factor)
+    offset = kernel.column[rule.factor_of] * kernel.real.itemsize
+
+    @cuda.jit(device=True)
+    def follow(shared, row):
+        if n_values == 1:
+            multiply(row.hp + offset, factor(shared[0, 0]))
+        elif n_values == 2:
+            multiply(row.hp + offset, factor(shared[0, 0], shared[1, 0]))
+        else:
+            multiply(row.hp + offset, factor(shared[0, 0], shared[1, 0], shared[2, 0]))
+
+    return totals_kernel(TensorRow, 2 + len(kernel.s), n_values, follow)
 
 
 @cache
 def dense_kernel(kernel: Kernel) -> Any:
     """The loop of a rule, ``loop[blocks, THREADS](table, n_tensors, guard)``."""
-    find = row_finder(TensorRow, "first_block", 1 + len(kernel.s))
-    read_hp = hp_reader(kernel.rule, kernel.prologue, kernel.real)
-    update_chunk = by_chunks(
-        lambda n: update_tile(kernel, n), length_of(kernel), THREADS, chunk_of(kernel)
-    )
+    update_chunk = on_chunk(kernel, update_tile)
 
     @cuda.jit
     def loop(table, n_tensors, guard):
-        if is_closed(guard):
-            return
-        row = find(table, n_tensors, cuda.blockIdx.x)
-        number, hp = cuda.blockIdx.x - row.first_block, read_hp(row.hp)
-        update_chunk(number, row.size, row.is_aligned, row.arrays, row.g, hp)
+        if not is_closed(guard):
+            update_chunk(table, n_tensors)
 
     return loop
 
 
 class DenseStep:
-    """A `Part`: the step on some tensors.
+    """A `Part`: the step on some tensors, of so many elements each.
 
-    Args:
-        kernel: the rule, its prologue and storage types.
-        addresses: as `Chunks`.
-        gradients: as `Chunks`.
-        sizes: as `Chunks`.
-        follow: of a two-stage rule whose ``factor`` does not say all: a `measure.totals_kernel`.
+    There are int64 ``[T, 1 + number of states]`` addresses of parameters and states, and ``[T]`` of
+    gradients. ``follow`` is a `totals_kernel` where ``rule.factor`` does not say all.
     """
 
     def __init__(
@@ -62,59 +119,28 @@ class DenseStep:
         follow: Any = None,
     ) -> None:
         if kernel.rule.factor:
-            follow = measure.factor_kernel(kernel)
+            follow = factor_kernel(kernel)
         self._follow, self._update = follow, dense_kernel(kernel)
-        self._measure = measure.chunk_sums_kernel(kernel) if follow else None
-        self._chunks, self._table = Chunks(kernel, addresses, gradients, sizes), 0
-        self.n_words = self._chunks.n_words
+        self._measure = chunk_sums_kernel(kernel) if follow else None
+        self._chunks = Chunks(chunk_of(kernel), np.column_stack([gradients, addresses]), sizes)
+        self._table, self.n_words = 0, self._chunks.n_words
         self.scratch_bytes = self._chunks.n_blocks * PART_BYTES if follow else 0
 
     def loops(self) -> list[Any]:
         """See `Part`."""
         return [loop for loop in (self._measure, self._follow, self._update) if loop]
 
-    def words(self, place: int, hp: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    def words(self, place: int, hp: np.ndarray) -> np.ndarray:
         """See `Part`."""
         self._table = place
         return self._chunks.words(hp)
 
     def enqueue(self, call: Call) -> None:
         """See `Part`."""
-        chunks, stream = self._chunks, call.stream
-        table = self._table, chunks.n_tensors
+        stream, guard, _, parts = call
+        chunks, table = self._chunks, (self._table, self._chunks.n_tensors)
         if self._measure and chunks.n_tensors:
-            chunks.launch(self._measure, stream, *table, call.scratch, call.guard)
-            on_grid(self._follow, chunks.n_tensors, THREADS, stream)(
-                *table, chunks.n_blocks, call.scratch, call.guard
-            )
-        chunks.launch(self._update, stream, *table, call.guard)
-
-
-def dense_update(
-    kernel: Kernel,
-    addresses: np.ndarray,
-    gradients: np.ndarray,
-    sizes: np.ndarray,
-    hp: np.ndarray,
-    hp_of: np.ndarray,
-    *,
-    guard: int = 0,
-    stream: Any,
-) -> None:
-    """Enqueue one step on tensors of the device, in place.
-
-    Args:
-        kernel: the rule and its storage types.
-        addresses: as `Chunks`.
-        gradients: as `Chunks`.
-        sizes: as `Chunks`.
-        hp: ``[R, F]`` scalars in the type of the arithmetic, on the host. Those of a two-stage
-            rule are completed on the device.
-        hp_of: int64 ``[T]``: which row of ``hp`` a tensor uses; of a two-stage rule each its own.
-        guard: address of the guard of the call (`guard`), or 0.
-        stream: of Numba.
-    """
-    if sizes.any():
-        step = DenseStep(kernel, addresses, gradients, sizes)
-        with placed(step, hp, hp_of, Call(stream, guard)) as call:
-            step.enqueue(call)
+            chunks.launch(self._measure, stream, *table, parts, guard)
+            follow = on_grid(self._follow, chunks.n_tensors, THREADS, stream)
+            follow(*table, chunks.n_blocks, parts, guard)
+        chunks.launch(self._update, stream, *table, guard)

@@ -1,7 +1,7 @@
 """A rule on a tile: as many consecutive elements as the widest loads of a thread bring.
 
 A tile is loaded into registers with vectors of 16 bytes, the rule runs on each element, and the
-tile is stored. Functions of a tile take the number of its first element first, then addresses.
+tile is stored. Functions of a tile take the number of its first element first.
 """
 
 from __future__ import annotations
@@ -40,6 +40,26 @@ def are_aligned(places: np.ndarray) -> np.ndarray:
     """Whether tiles can be moved by vectors: of each row of addresses and strides."""
     aligned: np.ndarray = (places % WIDEST == 0).all(-1)
     return aligned
+
+
+def rows_are_aligned(width: int, *arrays: tuple[int, Storage]) -> int:
+    """The same for rows of ``width`` elements of arrays: an address and its storage type each."""
+    places = [x for address, storage in arrays for x in (address, width * storage.itemsize)]
+    return int(are_aligned(np.array(places)))
+
+
+class Access(NamedTuple):
+    """A tile of an array in registers."""
+
+    kind: Any  # of its elements
+    load: Any  # load(tile, address, i)
+    store: Any  # store(tile, address, i)
+
+
+def access(storage: Storage, length: int) -> Access:
+    """Of ``length`` elements from ``i`` on."""
+    shape = length, storage.itemsize
+    return Access(CARRIERS[storage.carrier], tile_loader(*shape), tile_storer(*shape))
 
 
 def by_tiles(make: Callable[[int], Any], length: int) -> Any:
@@ -89,93 +109,72 @@ def by_chunks(make: Callable[[int], Any], length: int, threads: int, chunk: int)
     return run
 
 
-def tile_access(storage: Storage, length: int) -> tuple[Any, Any]:
-    """``load(tile, address)`` and ``store(address, tile)``."""
-    return tile_loader(length, storage.itemsize), tile_storer(length, storage.itemsize)
-
-
 def in_registers(
-    storages: tuple[Storage, ...],
-    length: int,
-    work: Any,
-    *,
-    access: Callable[[Storage, int], tuple[Any, Any]] = tile_access,
-    stores: bool = True,
-    k: int = 0,
+    of_arrays: list[Access], length: int, work: Any, *, first_stored: int, k: int = 0
 ) -> Any:
     """``run(i, places, how, tiles, *rest)``: ``work(tiles, *rest)`` on elements of some arrays.
 
-    ``places`` has their addresses, ``tiles`` gets a local array of each from number ``k`` on, and
-    ``how`` is what ``access`` takes beside them.
+    ``places`` has their addresses, ``how`` what an access takes beside them. To ``tiles``, which
+    may have some already, come those of the arrays from number ``k`` on.
     """
-    if k == len(storages):
+    if k == len(of_arrays):
 
         @cuda.jit(device=True)
         def innermost(i, places, how, tiles, *rest):
             work(tiles, *rest)
 
         return innermost
-    kind, n_bytes = CARRIERS[storages[k].carrier], storages[k].itemsize
-    load, store = access(storages[k], length)
-    inner = in_registers(storages, length, work, access=access, stores=stores, k=k + 1)
+    (kind, load, store), is_stored = of_arrays[k], k >= first_stored
+    inner = in_registers(of_arrays, length, work, first_stored=first_stored, k=k + 1)
 
     @cuda.jit(device=True)
     def run(i, places, how, tiles, *rest):
-        tile, place = cuda.local.array(length, kind), places[k] + i * n_bytes
-        load(tile, place, *how)
+        tile = cuda.local.array(length, kind)
+        load(tile, places[k], i, *how)
         inner(i, places, how, (*tiles, tile), *rest)
-        if stores:
-            store(place, tile, *how)
+        if is_stored:
+            store(tile, places[k], i, *how)
 
     return run
 
 
-def _behind_gradient(g: Storage, length: int, on_arrays: Any) -> Any:
-    """``run(i, arrays, g, *rest)``: ``on_arrays`` with a tile of the gradient."""
-    kind, n_bytes, load = CARRIERS[g.carrier], g.itemsize, tile_loader(length, g.itemsize)
+def _accesses(kernel: Kernel, length: int) -> list[Access]:
+    return [access(storage, length) for storage in (kernel.g, kernel.w, *kernel.s)]
+
+
+def _updating(kernel: Kernel, length: int) -> Any:
+    """``update(tiles, hp)``: the rule on tiles in registers, that of the gradient first."""
+    element = element_of(kernel, kernel.rule.update, DEVICE)
 
     @cuda.jit(device=True)
-    def run(i, arrays, g, *rest):
-        d = cuda.local.array(length, kind)
-        load(d, g + i * n_bytes)
-        on_arrays(i, arrays, (), (), d, *rest)
-
-    return run
-
-
-def _updating(kernel: Kernel, g: Storage, length: int) -> Any:
-    """``run(i, arrays, (), (), d, hp)``: the rule on a tile whose gradient is in registers."""
-    element = element_of(kernel.rule.update, kernel.prologue, kernel.w, g, kernel.s, DEVICE)
-
-    @cuda.jit(device=True)
-    def update(tiles, d, hp):
+    def update(tiles, hp):
         for k in range(length):
-            element(tiles, d, k, hp)
+            element(tiles[1:], tiles[0], k, hp)
 
-    return in_registers((kernel.w, *kernel.s), length, update)
+    return update
 
 
 def update_tile(kernel: Kernel, length: int) -> Any:
-    """``run(i, arrays, g, hp)``: the rule on a tile."""
-    return _behind_gradient(kernel.g, length, _updating(kernel, kernel.g, length))
+    """``run(i, arrays, (), (), hp)``: the rule on a tile; the first array is the gradient."""
+    of_arrays, update = _accesses(kernel, length), _updating(kernel, length)
+    return in_registers(of_arrays, length, update, first_stored=1)
 
 
 def update_summed_tile(kernel: Kernel, length: int) -> Any:
-    """``run(i, arrays, (), (), total, hp)``: the rule where gradients are summed in registers."""
-    return _updating(kernel, kernel.real, length)
+    """``run(i, arrays, (), (total,), hp)``: the same for a gradient that is summed in registers."""
+    update = _updating(kernel.with_gradient(kernel.real), length)
+    return in_registers(_accesses(kernel, length)[1:], length, update, first_stored=0)
 
 
 def measured_tile(kernel: Kernel, length: int) -> Any:
-    """``run(i, arrays, g, hp, sums)``: the squares of what is measured, to float64 sums."""
-    rule = kernel.rule
-    assert rule.measure is not None
-    values = values_of(rule.measure, kernel.prologue, kernel.w, kernel.g, kernel.s, DEVICE)
-    n_values = rule.n_measured
+    """``run(i, arrays, (), (), hp, sums)``: squares of what is measured, to float64 sums."""
+    values, n_values = values_of(kernel, DEVICE), kernel.rule.n_measured
+    of_arrays = _accesses(kernel, length)
 
     @cuda.jit(device=True)
-    def add_squares(tiles, d, hp, sums):
+    def add_squares(tiles, hp, sums):
         for k in range(length):
-            found = values(tiles, d, k, hp)
+            found = values(tiles[1:], tiles[0], k, hp)
             # Written out: an index that is not known to the compiler would put the sums into
             # memory.
             sums[0] += np.float64(found[0]) * np.float64(found[0])
@@ -184,60 +183,62 @@ def measured_tile(kernel: Kernel, length: int) -> Any:
             if n_values > 2:
                 sums[2] += np.float64(found[2]) * np.float64(found[2])
 
-    on_arrays = in_registers((kernel.w, *kernel.s), length, add_squares, stores=False)
-    return _behind_gradient(kernel.g, length, on_arrays)
+    return in_registers(of_arrays, length, add_squares, first_stored=len(of_arrays))
 
 
 class Sums(NamedTuple):
-    """Sums of gradients in registers, a tile of each.
+    """Sums of gradients in registers, a tile of each."""
 
-    Attributes:
-        start: ``start(total, g)``: the sum is the gradient at an address.
-        add: ``add(total, g)``: and a further one.
-        add_4: ``add_4(total, g0, g1, g2, g3)``: and four, in this order, loaded at once.
-        store: ``store(address, total)``.
-    """
-
-    start: Any
-    add: Any
-    add_4: Any
-    store: Any
+    start: Any  # start(total, g, i): the sum is what an array has there
+    add: Any  # add(total, g, i): and a further one
+    add_4: Any  # add_4(total, i, g0, g1, g2, g3): and four, in this order, loaded at once
+    store: Any  # store(total, address, i)
 
 
 @cache
 def sums(g: Storage, real: Storage, length: int) -> Sums:
     """For gradients stored as ``g`` that are summed in the type ``real``."""
-    g_type, load = CARRIERS[g.carrier], tile_loader(length, g.itemsize)
-    kind, to_real = numba_type(real), device_function(g.to_real)
+    (g_type, load, _), (kind, _, store) = access(g, length), access(real, length)
+    to_kind, to_real = numba_type(real), device_function(g.to_real)
 
     @cuda.jit(device=True)
-    def start(total, g):
+    def start(total, g, i):
         d = cuda.local.array(length, g_type)
-        load(d, g)
+        load(d, g, i)
         for k in range(length):
-            total[k] = kind(to_real(d[k]))
+            total[k] = to_kind(to_real(d[k]))
 
     @cuda.jit(device=True)
-    def add(total, g):
+    def add(total, g, i):
         d = cuda.local.array(length, kind)
-        start(d, g)
+        start(d, g, i)
         for k in range(length):
             total[k] += d[k]
 
     @cuda.jit(device=True)
-    def add_4(total, g0, g1, g2, g3):
+    def add_4(total, i, g0, g1, g2, g3):
         a, b = cuda.local.array(length, kind), cuda.local.array(length, kind)
         c, d = cuda.local.array(length, kind), cuda.local.array(length, kind)
-        start(a, g0)
-        start(b, g1)
-        start(c, g2)
-        start(d, g3)
+        start(a, g0, i)
+        start(b, g1, i)
+        start(c, g2, i)
+        start(d, g3, i)
         for k in range(length):
             total[k] = total[k] + a[k] + b[k] + c[k] + d[k]
 
-    return Sums(start, add, add_4, tile_storer(length, real.itemsize))
+    return Sums(start, add, add_4, store)
 
 
-def narrowing(real: Storage, out: Storage) -> Any:
-    """The conversion of a result to what is stored."""
-    return device_function(out.from_wide if real is F64 else out.from_real)
+def narrow_storer(real: Storage, out: Storage, length: int) -> Any:
+    """``store(total, address, i)``: numbers of the arithmetic to an array of another type."""
+    narrow = device_function(out.from_wide if real is F64 else out.from_real)
+    kind, _, store_tile = access(out, length)
+
+    @cuda.jit(device=True)
+    def store(total, address, i):
+        x = cuda.local.array(length, kind)
+        for c in range(length):
+            x[c] = narrow(total[c])
+        store_tile(x, address, i)
+
+    return store

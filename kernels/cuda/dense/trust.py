@@ -15,9 +15,8 @@ from ..device.backend import GEOMETRY
 from ..device.functions import device_function
 from ..device.guard import is_closed
 from ..device.launch import on_grid
-from ..device.numbers import multiplier
 from ..device.part import Call
-from ..device.records import Word, row_reader, table_of
+from ..device.records import Word, multiplier, row_reader, size_of, table_of
 from ..device.sums import PART_BYTES, add_tree, share_of_parts
 from .norm import DenseGradients, DenseSquares
 from .scalars import Numbers
@@ -26,23 +25,14 @@ THREADS = GEOMETRY.totals
 
 
 class RatioRow(NamedTuple):
-    """A tensor that has a trust ratio.
+    """A tensor that has a trust ratio."""
 
-    Attributes:
-        first_w: the first part of the squares of the parameter.
-        end_w: where they end.
-        first_g: the first part of the squares of the gradient.
-        end_g: where they end.
-        factor: address of the scalar that is multiplied by the ratio.
-        numbers: of the `Numbers` of the tensor.
-    """
-
-    first_w: Word
+    first_w: Word  # part of the squares of the parameter
     end_w: Word
-    first_g: Word
+    first_g: Word  # part of the squares of the gradient
     end_g: Word
-    factor: Word
-    numbers: Word
+    factor: Word  # address of the scalar that is multiplied by the ratio
+    numbers: Word  # address of the `Numbers` of the tensor
 
 
 class Options(NamedTuple):
@@ -81,14 +71,9 @@ def trust_kernel(real: Storage, options: Options) -> Any:
 
 
 class TrustRatios:
-    """The trust ratios of dense tensors, as a `Part`.
+    """A `Part`: the trust ratios of those tensors that ``acts``, bool ``[T]``, says.
 
-    Args:
-        parameters: T of them.
-        gradients: of the same sizes.
-        acts: bool ``[T]``: which tensors have one.
-        options: what all have in common.
-        real: the type of the arithmetic.
+    ``column`` is where the scalar is that is multiplied, a number of the type ``real``.
     """
 
     def __init__(
@@ -98,7 +83,9 @@ class TrustRatios:
         acts: np.ndarray,
         options: Options,
         real: Storage,
+        column: int,
     ) -> None:
+        self._offset = column * real.itemsize
         self._squares = DenseSquares(parameters), DenseSquares(gradients)
         self._acts, self._loop = acts, trust_kernel(real, options)
         self.scratch_bytes = sum(found.n_parts for found in self._squares) * PART_BYTES
@@ -108,15 +95,16 @@ class TrustRatios:
         """See `Part`."""
         return [*(found.loop for found in self._squares), self._loop]
 
-    def words(self, place: int, factors: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-        """See `Part`; ``factors`` are addresses of the scalars that are multiplied."""
+    def words(self, place: int, hp: np.ndarray) -> np.ndarray:
+        """See `Part`."""
         of_w, of_g = self._squares
         end_w, end_g = np.cumsum(of_w.counts), of_w.n_parts + np.cumsum(of_g.counts)
-        rows = RatioRow(end_w - of_w.counts, end_w, end_g - of_g.counts, end_g, factors, numbers)
+        places = hp + self._offset, hp - size_of(Numbers)
+        rows = RatioRow(end_w - of_w.counts, end_w, end_g - of_g.counts, end_g, *places)
         first = of_w.words(place)
         second = of_g.words(place + first.nbytes)
         self._table = place + first.nbytes + second.nbytes
-        own = table_of(rows, len(factors))[self._acts]
+        own = table_of(rows, len(hp)).reshape(len(hp), -1)[self._acts]
         return np.concatenate([first, second, own.ravel()])
 
     def enqueue(self, call: Call) -> None:

@@ -5,8 +5,8 @@ This is the only place that asks which of them it is.
 
 from numba import config
 
-if config.ENABLE_CUDASIM:
-    from .simulated import *  # noqa: F403
-else:
+if not config.ENABLE_CUDASIM:
     from .driver import *  # noqa: F403
     from .intrinsics import *  # noqa: F403
+else:
+    from .simulated import *  # noqa: F403

@@ -13,23 +13,23 @@ from .geometry import Geometry
 GEOMETRY = Geometry()
 
 
-def _checked(result: tuple[Any, ...]) -> None:
-    error = result[0]
+def _checked(result: tuple[Any, ...]) -> Any:
+    """What a call of the driver returned, if it did not fail."""
+    error, *found = result
     if error != driver.CUresult.CUDA_SUCCESS:
         _, name = driver.cuGetErrorName(error)
         raise RuntimeError(f"CUDA driver: {name.decode()}")
+    return found[0] if found else None
 
 
 def address_of(array: Any) -> int:
     """The address of a device array."""
-    address: int = array.__cuda_array_interface__["data"][0]
-    return address
+    return int(array.__cuda_array_interface__["data"][0])
 
 
 def device_id() -> int:
     """The number of the current device."""
-    number: int = cuda.get_current_device().id
-    return number
+    return int(cuda.get_current_device().id)
 
 
 def device_at(address: int) -> int:
@@ -37,9 +37,7 @@ def device_at(address: int) -> int:
     if address == 0:
         return device_id()
     attribute = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL
-    result = driver.cuPointerGetAttribute(attribute, address)
-    _checked(result)
-    return int(result[1])
+    return int(_checked(driver.cuPointerGetAttribute(attribute, address)))
 
 
 def new_event() -> Any:
@@ -69,22 +67,22 @@ def is_capturing(stream: Any) -> bool:
     # The default stream cannot be asked while a stream that waits for it is captured.
     if result[0] == driver.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT:
         return True
-    _checked(result)
-    return bool(result[1] != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
+    return bool(_checked(result) != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
+
+
+def _enqueue(call: Any, n_bytes: int, stream: Any, *places: Any) -> None:
+    if n_bytes:
+        _checked(call(*places, n_bytes, handle_of(stream)))
 
 
 def copy_in(address: int, array: np.ndarray, stream: Any) -> None:
     """Enqueue a copy of a contiguous array of the host to an address of the device."""
-    if array.nbytes:
-        place = array.ctypes.data
-        _checked(driver.cuMemcpyHtoDAsync(address, place, array.nbytes, handle_of(stream)))
+    _enqueue(driver.cuMemcpyHtoDAsync, array.nbytes, stream, address, array.ctypes.data)
 
 
 def start_copy_out(array: np.ndarray, address: int, stream: Any) -> None:
     """Enqueue a copy from an address of the device to a contiguous pinned array."""
-    if array.nbytes:
-        place = array.ctypes.data
-        _checked(driver.cuMemcpyDtoHAsync(place, address, array.nbytes, handle_of(stream)))
+    _enqueue(driver.cuMemcpyDtoHAsync, array.nbytes, stream, array.ctypes.data, address)
 
 
 def copy_out(array: np.ndarray, address: int, stream: Any) -> None:
@@ -95,11 +93,9 @@ def copy_out(array: np.ndarray, address: int, stream: Any) -> None:
 
 def copy_within(address: int, source: int, n_bytes: int, stream: Any) -> None:
     """Enqueue a copy from one address of the device to another."""
-    if n_bytes:
-        _checked(driver.cuMemcpyDtoDAsync(address, source, n_bytes, handle_of(stream)))
+    _enqueue(driver.cuMemcpyDtoDAsync, n_bytes, stream, address, source)
 
 
 def fill_ones(address: int, n_bytes: int, stream: Any) -> None:
     """Enqueue setting all bits of some memory: every ``int64`` becomes -1."""
-    if n_bytes:
-        _checked(driver.cuMemsetD8Async(address, 0xFF, n_bytes, handle_of(stream)))
+    _enqueue(driver.cuMemsetD8Async, n_bytes, stream, address, 0xFF)

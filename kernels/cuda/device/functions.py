@@ -13,8 +13,6 @@ import types
 from collections.abc import Hashable
 from functools import cache
 
-from numba import cuda
-
 from ...element import Compiler
 from .backend import REPLACED, on_device
 
@@ -27,7 +25,7 @@ def device_function(function):
     if function in REPLACED:
         return REPLACED[function]
     plain = _text_of(function)
-    return cuda.jit(device=True)(_with_device_callees(plain))
+    return on_device(_with_device_callees(plain))
 
 
 def _with_device_callees(plain):

@@ -37,7 +37,7 @@ class Sort(NamedTuple):
     threads: int = 256  # of a block; a divisor of the number of digits
     group: int = 16  # threads whose values one thread adds up: best the root of all
     keys: int = 8  # of a thread
-    counts: int = 4  # of a thread, in a round of `scanning`
+    counts: int = 4  # of a thread, in a round of `scan_kernel`
     line_bits: int = 4  # of the words between two that are left out in shared memory
 
 

@@ -2,9 +2,7 @@
 
 Indices are checked on the device, and the host does not wait for the answer. Every later loop of
 the call reads the word and leaves when something was found. An optimizer has one guard for all its
-steps, which stays closed.
-
-A guard is two ``int64``: what was found, `NOTHING` at first; and the index that was found.
+steps, which stays closed. It is two ``int64``: what was found, `NOTHING` at first, and that index.
 """
 
 from __future__ import annotations

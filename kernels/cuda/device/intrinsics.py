@@ -21,11 +21,12 @@ _GLOBAL = 1
 _WIDEST = 16  # bytes of an instruction
 
 
-def _pieces(builder, address, element, count, itemsize):
-    """The vectors that ``count`` elements are moved by: first element, length, pointer.
+def _pieces(builder, address, i, element, count, itemsize):
+    """The vectors that elements from ``i`` on are moved by: first one, length, pointer.
 
     Elements of 2 bytes travel in pairs, as words of 4: the compiler has no vector of eight.
     """
+    address = builder.add(address, builder.mul(i, ir.Constant(_I64, itemsize)))
     length = min(count, _WIDEST // itemsize)
     if itemsize == 2 and length > 1:
         kind = ir.VectorType(_I32, length // 2)
@@ -36,14 +37,14 @@ def _pieces(builder, address, element, count, itemsize):
         yield first, length, builder.inttoptr(at, ir.PointerType(kind, _GLOBAL))
 
 
-def _unpacked(builder, vector, length, itemsize):
+def _unpacked(builder, vector, itemsize, length):
     """The elements of a vector that was loaded."""
     if length == 1:
         return [vector]
+    n_words, shift = length // 2 if itemsize == 2 else length, ir.Constant(_I32, 16)
+    words = [builder.extract_element(vector, ir.Constant(_I32, k)) for k in range(n_words)]
     if itemsize != 2:
-        return [builder.extract_element(vector, ir.Constant(_I32, k)) for k in range(length)]
-    words = [builder.extract_element(vector, ir.Constant(_I32, k)) for k in range(length // 2)]
-    shift = ir.Constant(_I32, 16)
+        return words
     pairs = [(word, builder.lshr(word, shift)) for word in words]
     return [builder.trunc(half, ir.IntType(16)) for pair in pairs for half in pair]
 
@@ -63,51 +64,44 @@ def _packed(builder, values, itemsize):
     return vector
 
 
-def _place(context, builder, kind, array, index):
-    data = context.make_array(kind)(context, builder, array).data
-    return builder.gep(data, [ir.Constant(_I64, index)])
+def _tile_mover(count, itemsize, move):
+    """``run(tile, address, i)``: move ``count`` elements of a local array, from ``i`` on there."""
+
+    @intrinsic
+    def run(typingctx, tile, address, i):
+        def codegen(context, builder, signature, args):
+            kind, (array, *at) = signature.args[0], args
+            data = context.make_array(kind)(context, builder, array).data
+            element = context.get_data_type(kind.dtype)
+            for first, length, pointer in _pieces(builder, *at, element, count, itemsize):
+                numbers = (ir.Constant(_I64, k) for k in range(first, first + length))
+                move(builder, pointer, [builder.gep(data, [k]) for k in numbers], itemsize)
+            return context.get_dummy_value()
+
+        return types.void(tile, types.int64, types.int64), codegen
+
+    return run
+
+
+def _load_vector(builder, pointer, places, itemsize):
+    vector = builder.load(pointer, align=len(places) * itemsize)
+    for value, place in zip(_unpacked(builder, vector, itemsize, len(places)), places, strict=True):
+        builder.store(value, place)
+
+
+def _store_vector(builder, pointer, places, itemsize):
+    values = [builder.load(place) for place in places]
+    builder.store(_packed(builder, values, itemsize), pointer, align=len(places) * itemsize)
 
 
 def tile_loader(count, itemsize):
-    """``load(tile, address)``: fill a local array with ``count`` elements."""
-    align = min(count * itemsize, _WIDEST)
-
-    @intrinsic
-    def load(typingctx, tile, address):
-        def codegen(context, builder, signature, args):
-            kind = signature.args[0]
-            element = context.get_data_type(kind.dtype)
-            for first, length, pointer in _pieces(builder, args[1], element, count, itemsize):
-                loaded = builder.load(pointer, align=align)
-                for k, value in enumerate(_unpacked(builder, loaded, length, itemsize)):
-                    builder.store(value, _place(context, builder, kind, args[0], first + k))
-            return context.get_dummy_value()
-
-        return types.void(tile, types.int64), codegen
-
-    return load
+    """``load(tile, address, i)``: ``count`` elements of an array from ``i`` on."""
+    return _tile_mover(count, itemsize, _load_vector)
 
 
 def tile_storer(count, itemsize):
-    """``store(address, tile)``: write ``count`` elements of a local array."""
-    align = min(count * itemsize, _WIDEST)
-
-    @intrinsic
-    def store(typingctx, address, tile):
-        def codegen(context, builder, signature, args):
-            kind = signature.args[1]
-            element = context.get_data_type(kind.dtype)
-            for first, length, pointer in _pieces(builder, args[0], element, count, itemsize):
-                values = [
-                    builder.load(_place(context, builder, kind, args[1], first + k))
-                    for k in range(length)
-                ]
-                builder.store(_packed(builder, values, itemsize), pointer, align=align)
-            return context.get_dummy_value()
-
-        return types.void(types.int64, tile), codegen
-
-    return store
+    """``store(tile, address, i)``: write a local array to elements from ``i`` on."""
+    return _tile_mover(count, itemsize, _store_vector)
 
 
 def _at(context, builder, address, kind):
@@ -142,68 +136,29 @@ def reader(kind):
     return read
 
 
-def _loader(kind, scalar):
-    """``load(address) -> scalar`` of what lies there as ``kind``; it is widened."""
-
-    @intrinsic
-    def load(typingctx, address):
-        def codegen(context, builder, signature, args):
-            value = builder.load(_at(context, builder, args[0], kind), align=_bytes(kind))
-            return context.cast(builder, value, kind, scalar)
-
-        return scalar(types.int64), codegen
-
-    return load
-
-
-def _storer(kind, scalar):
-    """``store(address, value)`` of a ``scalar``, rounded to ``kind``."""
+def storer(kind):
+    """``store(address, value)``: a number, or a tuple of them, each rounded to ``kind``."""
 
     @intrinsic
     def store(typingctx, address, value):
         def codegen(context, builder, signature, args):
-            value = context.cast(builder, args[1], scalar, kind)
-            builder.store(value, _at(context, builder, args[0], kind), align=_bytes(kind))
+            given, parts = signature.args[1], [args[1]]
+            if isinstance(given, types.BaseTuple):
+                parts = [builder.extract_value(args[1], k) for k in range(given.count)]
+            for k, part in enumerate(parts):
+                part = context.cast(builder, part, getattr(given, "dtype", given), kind)
+                at = builder.add(args[0], ir.Constant(_I64, k * _bytes(kind)))
+                builder.store(part, _at(context, builder, at, kind), align=_bytes(kind))
             return context.get_dummy_value()
 
-        return types.void(types.int64, scalar), codegen
+        return types.void(types.int64, types.unliteral(value)), codegen
 
     return store
 
 
-load_int8, load_int32, load_int64 = (
-    _loader(kind, types.int64) for kind in (types.int8, types.int32, types.int64)
-)
-load_float32, load_float64 = (
-    _loader(kind, types.float64) for kind in (types.float32, types.float64)
-)
-store_int64 = _storer(types.int64, types.int64)
-store_int32 = _storer(types.int32, types.int64)
-store_float32, store_float64 = (
-    _storer(kind, types.float64) for kind in (types.float32, types.float64)
-)
-
-
-def tuple_storer(scalar):
-    """``store(address, values)``: write a tuple of numbers of one type as type ``scalar``.
-
-    From ``float64`` to ``float32`` they are rounded once; integers must be of type ``scalar``.
-    """
-
-    @intrinsic
-    def store(typingctx, address, values):
-        def codegen(context, builder, signature, args):
-            pointer = _at(context, builder, args[0], scalar)
-            for k in range(signature.args[1].count):
-                value = builder.extract_value(args[1], k)
-                value = context.cast(builder, value, signature.args[1].dtype, scalar)
-                place = builder.gep(pointer, [ir.Constant(_I64, k)])
-                builder.store(value, place, align=_bytes(scalar))
-            return context.get_dummy_value()
-
-        return types.void(types.int64, values), codegen
-
-    return store
+_KINDS = (types.int8, types.int32, types.int64, types.float32, types.float64)
+load_int8, load_int32, load_int64, load_float32, load_float64 = map(reader, _KINDS)
+store_int32, store_int64, store_float32, store_float64 = map(storer, _KINDS[1:])
 
 
 @intrinsic

@@ -1,7 +1,9 @@
-"""Room on the device that the calls on a stream share, and the order of streams.
+"""Room on the device that the calls on a stream share, what is written to it, and their order.
 
 A copy from ordinary host memory is staged by the driver before the call returns, so its source may
 change at once and nothing waits for the device. (On "stream 0" of Numba's own copies it would.)
+What is captured in a CUDA graph must not be copied from memory of the host that may change before
+the graph runs: it travels as the arguments of a launch, which are part of the graph.
 """
 
 from __future__ import annotations
@@ -10,16 +12,19 @@ import threading
 from typing import Any
 
 import numpy as np
-from numba import cuda
+from numba import cuda, types
 
-from .arguments import WORDS, store_words
-from .backend import address_of, copy_in, device_id, handle_of, new_event
+from .backend import address_of, copy_in, device_id, handle_of, new_event, storer
+from .launch import on_grid
 
 ALIGN = 256  # bytes
 _LEAST = 1 << 16
 _PER_THREAD = 2  # CU_STREAM_PER_THREAD
 WORK, SUMS = range(2)
 """Kinds of room: for one launch or step, and for what several steps add to."""
+WORDS = 128
+"""Words that one launch writes: 1 KiB of the 4 KiB that arguments may have."""
+_store = storer(types.int64)
 
 
 class Room:
@@ -30,9 +35,7 @@ class Room:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._array: Any = None
-        self._size = 0
+        self._lock, self._array, self._size = threading.Lock(), None, 0
 
     def __enter__(self) -> Room:
         self._lock.acquire()
@@ -71,18 +74,12 @@ class Held:
     """
 
     def __init__(self) -> None:
-        self._array: Any = None
-        self._size = 0
+        self._array, self._size, self._is_captured = None, 0, False
         self._content: np.ndarray = np.empty(0, np.int64)
-        self._is_captured = False
         self._kept: list[Any] = []
 
     def take(self, n_bytes: int, *, capturing: bool = False) -> int:
-        """The address of at least ``n_bytes``.
-
-        Raises:
-            RuntimeError: there is less, and a graph is being captured.
-        """
+        """The address of at least ``n_bytes``; while a graph is captured none can be taken."""
         if n_bytes > self._size:
             if capturing:
                 raise RuntimeError("memory cannot be taken while a CUDA graph is being captured")
@@ -100,10 +97,7 @@ class Held:
         return 0 if self._array is None else int(address_of(self._array))
 
     def write(self, words: np.ndarray, stream: Any, *, capturing: bool) -> None:
-        """Have int64 ``words`` there; they are copied if others were.
-
-        What lies within `WORDS` words is overwritten with them.
-        """
+        """Have int64 ``words`` there, which are copied if others were; `WORDS` are overwritten."""
         if words.size == 0:
             return  # there may be no memory
         address = self.take(words.nbytes, capturing=capturing)
@@ -112,6 +106,26 @@ class Held:
         elif self._is_captured or not np.array_equal(words, self._content):
             copy_in(address, words, stream)
             self._content = words.copy()
+
+
+@cuda.jit
+def words_kernel(address, words):
+    """``loop[1, 1](address, words)``: write a tuple of `WORDS` int64."""
+    _store(address, words)
+
+
+def store_words(address: int, words: np.ndarray, stream: Any) -> None:
+    """Enqueue writing int64 ``words`` to an address; there has to be room for `WORDS`.
+
+    There is one kernel, for `WORDS` words, so fewer are padded, and of more of them the last launch
+    begins earlier.
+    """
+    padded = np.zeros(max(WORDS, len(words)), np.int64)
+    padded[: len(words)] = words
+    for begin in range(0, len(padded), WORDS):
+        first = min(begin, len(padded) - WORDS)
+        values = tuple(padded[first : first + WORDS].tolist())
+        on_grid(words_kernel, 1, 1, stream)(address + 8 * first, values)
 
 
 _rooms: dict[tuple[int, ...], Room] = {}

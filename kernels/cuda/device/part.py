@@ -13,13 +13,10 @@ from .memory import Places, room_of
 
 
 class Sorter(Protocol):
-    """A sort of int64 keys that a framework has.
-
-    Attributes:
-        can_be_captured: whether its memory is kept for a CUDA graph that holds it.
-    """
+    """A sort of int64 keys that a framework has."""
 
     can_be_captured: bool
+    """Whether its memory is kept for a CUDA graph that holds it."""
 
     def room(self, n: int) -> int:
         """The address of room for ``n`` keys."""
@@ -29,44 +26,29 @@ class Sorter(Protocol):
 
 
 class Call(NamedTuple):
-    """Where and under which condition launches are enqueued.
+    """Where and under which condition launches are enqueued."""
 
-    Attributes:
-        stream: of Numba.
-        guard: address of the guard (`guard`), or 0: the call cannot fail.
-        sorter: sorts keys; None: the sort of this package.
-        scratch: address of as much memory as is needed.
-    """
-
-    stream: Any
-    guard: int = 0
-    sorter: Sorter | None = None
-    scratch: int = 0
+    stream: Any  # of Numba
+    guard: int = 0  # address of the guard (`guard`), or 0: the call cannot fail
+    sorter: Sorter | None = None  # of the keys; None: the sort of this package
+    scratch: int = 0  # address of as much memory as is needed
 
 
 class Part(Protocol):
-    """The launches of a batch of tensors after its scalars are there.
+    """The launches of a batch of tensors after its scalars are there."""
 
-    Attributes:
-        scratch_bytes: of memory that they need for the time of the call.
-    """
-
-    scratch_bytes: int
+    @property
+    def scratch_bytes(self) -> int:
+        """Of memory that they need for the time of the call."""
 
     def loops(self) -> list[Any]:
         """All loops that are launched."""
 
-    def words(self, place: int, hp: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-        """The int64 tables of the launches, to lie at the address ``place``.
-
-        Args:
-            place: where.
-            hp: int64 ``[T]``: addresses of the scalars of each tensor.
-            numbers: int64 ``[T]``: addresses of what they were computed from (`scalars.Numbers`).
-        """
+    def words(self, place: int, hp: np.ndarray) -> np.ndarray:
+        """The int64 tables, to lie at ``place``; addresses of the scalars of each tensor."""
 
     def enqueue(self, call: Call) -> None:
-        """Enqueue the launches; ``words`` are there."""
+        """Enqueue the launches; the tables are there."""
 
 
 class Parts:
@@ -80,11 +62,11 @@ class Parts:
         """See `Part`."""
         return [loop for part in self._parts for loop in part.loops()]
 
-    def words(self, place: int, hp: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+    def words(self, place: int, hp: np.ndarray) -> np.ndarray:
         """See `Part`."""
         found: list[np.ndarray] = []
         for part in self._parts:
-            found.append(part.words(place, hp, numbers))
+            found.append(part.words(place, hp))
             place += found[-1].nbytes
         return np.concatenate(found)
 
@@ -96,23 +78,26 @@ class Parts:
 
 @contextmanager
 def placed(part: Any, hp: np.ndarray, hp_of: Any, call: Call) -> Iterator[Call]:
-    """A part by itself, with scalars of the host, in the room of the stream.
+    """A part by itself in the room of the stream, of which the call gets the scratch memory.
 
-    Args:
-        part: a `Part` that says by ``n_words`` how long its tables are at most.
-        hp: ``[R, F]`` scalars in the type of the arithmetic.
-        hp_of: which row of ``hp`` each tensor uses.
-        call: gets the scratch memory.
+    It has tables of ``n_words`` at most. ``hp`` are rows of scalars in the type of the arithmetic,
+    on the host, and ``hp_of`` says which of them each tensor uses.
     """
     scalars, places = np.ascontiguousarray(hp), Places()
     places.add(scalars.nbytes)
     at_words, at_scratch = places.add(8 * part.n_words), places.add(part.scratch_bytes)
     with room_of(call.stream) as room:
         base = room.take(places.size)
-        addresses = base + np.asarray(hp_of) * scalars.strides[0]
-        words = part.words(base + at_words, addresses, addresses)
+        words = part.words(base + at_words, base + np.asarray(hp_of) * scalars.strides[0])
         content = np.zeros(at_words + words.nbytes, np.uint8)
         content[: scalars.nbytes] = scalars.reshape(-1).view(np.uint8)
         content[at_words:] = words.view(np.uint8)
         copy_in(base, content, call.stream)
         yield call._replace(scratch=base + at_scratch)
+
+
+def run(part: Any, hp: np.ndarray, hp_of: Any, call: Call) -> None:
+    """Enqueue a part by itself, unless it has nothing to do (``n_words`` is 0); as `placed`."""
+    if part.n_words:
+        with placed(part, hp, hp_of, call) as there:
+            part.enqueue(there)

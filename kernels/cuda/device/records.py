@@ -1,48 +1,57 @@
-"""Rows of tables on the device, which kernels read by the names of their fields.
+"""Rows of tables on the device, which kernels read by the names of their fields; and numbers.
 
 A layout is said once, by a named tuple whose fields are a `Word` or `Real` of 8 bytes each, or
-`Words`, as many as a reader is made for: kernels and the host both have it from there. Of a row
-that is read, what is not used is not loaded in the end: the compiler sees to that.
+`Words`, as many as a reader is made for, at the end: kernels and the host both have it from there.
+Of a row that is read, what is not used is not loaded in the end: the compiler sees to that.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import numpy as np
 from numba import cuda, types
 
 from ...rules.rule import Prologue, Rule, hp_type
-from ...storage import Storage, numba_type
-from .backend import load_int64, reader
+from ...storage import F64, Storage, numba_type
+from .backend import (
+    load_float32,
+    load_float64,
+    load_int8,
+    load_int64,
+    reader,
+    store_float32,
+    store_float64,
+)
 
-# A value that all rows have, or a column.
-Word = int | np.ndarray
-Real = float | np.ndarray
-Words = tuple[int, ...] | np.ndarray
+# On the host a value that all rows have, or a column.
+Word = Annotated[Any, types.int64]
+Real = Annotated[Any, types.float64]
+Words = Annotated[Any, types.UniTuple]
 
 
-def kind_of(record: Any, n_words: int = 0) -> Any:
+def _kind_of(record: Any, n_words: int) -> Any:
     """Numba's type of a row."""
-    kinds = {Word: types.int64, Real: types.float64, Words: types.UniTuple(types.int64, n_words)}
-    return types.NamedTuple([kinds[hint] for hint in get_type_hints(record).values()], record)
+    words, hints = types.UniTuple(types.int64, n_words), get_type_hints(record, include_extras=True)
+    kinds = [hint.__metadata__[0] for hint in hints.values()]
+    return types.NamedTuple([words if k is types.UniTuple else k for k in kinds], record)
 
 
 def size_of(record: Any, n_words: int = 0) -> int:
     """Bytes of a row."""
-    return 8 * sum(getattr(kind, "count", 1) for kind in kind_of(record, n_words))
+    return 8 * sum(getattr(kind, "count", 1) for kind in _kind_of(record, n_words))
 
 
 def offsets_of(record: Any) -> Any:
-    """The byte at which each field begins, under its name; `Words` come last."""
+    """The byte at which each field begins, under its name."""
     return record(*range(0, 8 * len(record._fields), 8))
 
 
 @cache
 def row_reader(record: Any, n_words: int = 0) -> Any:
     """``row_at(table, k)``: row ``k`` of a table."""
-    read, n_bytes = reader(kind_of(record, n_words)), size_of(record, n_words)
+    read, n_bytes = reader(_kind_of(record, n_words)), size_of(record, n_words)
 
     @cuda.jit(device=True)
     def row_at(table, k):
@@ -82,6 +91,36 @@ def hp_reader(rule: Rule, prologue: Prologue, real: Storage) -> Any:
 
 
 def table_of(rows: Any, n: int) -> np.ndarray:
-    """The int64 table of ``n`` rows, given as one whose fields are columns."""
+    """The int64 words of ``n`` rows, given as one whose fields are columns."""
     columns = [np.broadcast_to(x, n) if np.ndim(x) < 2 else x for x in rows]
-    return np.column_stack(columns).astype(np.int64, copy=False)
+    return np.column_stack(columns).astype(np.int64, copy=False).ravel()
+
+
+# How a number lies there.
+INT8, FLOAT32, FLOAT64 = 1, 4, 8
+KINDS: dict[np.dtype[Any], int] = {
+    np.dtype(np.bool_): INT8,
+    np.dtype(np.float32): FLOAT32,
+    np.dtype(np.float64): FLOAT64,
+}
+
+
+@cuda.jit(device=True)
+def load_number(address, kind):
+    """The number at an address, as ``float64``."""
+    if kind == FLOAT32:
+        return np.float64(load_float32(address))
+    if kind == FLOAT64:
+        return load_float64(address)
+    return np.float64(load_int8(address))
+
+
+def multiplier(real: Storage) -> Any:
+    """``multiply(address, factor)`` by a ``float64``: a scalar of a rule, rounded once."""
+    load, store = (load_float64, store_float64) if real is F64 else (load_float32, store_float32)
+
+    @cuda.jit(device=True)
+    def multiply(address, factor):
+        store(address, np.float64(load(address)) * factor)
+
+    return multiply

@@ -15,9 +15,7 @@ from numba import cuda
 
 from ...storage import Piece
 from .backend import copy_in, device_id, new_event, start_copy_out
-from .memory import follow
-
-_ALIGN = 64  # bytes
+from .memory import Places, follow
 
 
 class _Stage:
@@ -29,16 +27,14 @@ class _Stage:
 
     def views(self, pieces: Sequence[Piece]) -> list[np.ndarray]:
         """Room for pieces, one after the other."""
-        places, size = [], 0
-        for piece in pieces:
-            places.append(size)
-            size += -(-piece.nbytes // _ALIGN) * _ALIGN
-        if size > len(self._bytes):
+        places = Places()
+        starts = [places.add(piece.nbytes) for piece in pieces]
+        if places.size > len(self._bytes):
             self.free.synchronize()
-            self._bytes = cuda.pinned_array(size, np.uint8)
+            self._bytes = cuda.pinned_array(places.size, np.uint8)
         return [
-            self._bytes[place : place + piece.nbytes].view(piece.dtype)
-            for place, piece in zip(places, pieces, strict=True)
+            self._bytes[start : start + piece.nbytes].view(piece.dtype)
+            for start, piece in zip(starts, pieces, strict=True)
         ]
 
 
@@ -56,37 +52,24 @@ class Staging:
         work: Callable[[int, list[np.ndarray]], None],
         stream: Any,
     ) -> None:
-        """Bring each chunk to the host, work on it, and send back what goes back.
+        """Bring each chunk of pieces to the host, work on it, and send back what goes back.
 
-        Args:
-            chunks: pieces that are worked on together.
-            work: called with the number of a chunk and its pieces as arrays of the host.
-            stream: what is enqueued there before comes first; what comes later waits.
+        ``work`` is called with the number of a chunk and its pieces as arrays. What is enqueued on
+        the stream before comes first; what comes later waits.
         """
         with self._lock:
             follow(self._arrivals, stream)
             try:
-                self._run(chunks, work)
+                arriving = [self._fetch(k, chunk) for k, chunk in enumerate(chunks[:1])]
+                for k, chunk in enumerate(chunks):
+                    views = arriving.pop()
+                    if k + 1 < len(chunks):
+                        arriving.append(self._fetch(k + 1, chunks[k + 1]))
+                    self._stages[k % 2].arrived.synchronize()
+                    work(k, views)
+                    self._send_back(k, chunk, views)
             finally:  # also what went back before an error is there before what comes next
                 follow(stream, self._departures)
-
-    def _run(
-        self,
-        chunks: Sequence[Sequence[Piece]],
-        work: Callable[[int, list[np.ndarray]], None],
-    ) -> None:
-        arriving = [self._fetch(k, chunk) for k, chunk in enumerate(chunks[:1])]
-        for k, chunk in enumerate(chunks):
-            views = arriving.pop()
-            if k + 1 < len(chunks):
-                arriving.append(self._fetch(k + 1, chunks[k + 1]))
-            stage = self._stages[k % 2]
-            stage.arrived.synchronize()
-            work(k, views)
-            for piece, view in zip(chunk, views, strict=True):
-                if piece.goes_back:
-                    copy_in(piece.address, view, self._departures)
-            stage.free.record(self._departures)
 
     def _fetch(self, k: int, chunk: Sequence[Piece]) -> list[np.ndarray]:
         stage = self._stages[k % 2]
@@ -96,6 +79,12 @@ class Staging:
             start_copy_out(view, piece.address, self._arrivals)
         stage.arrived.record(self._arrivals)
         return views
+
+    def _send_back(self, k: int, chunk: Sequence[Piece], views: list[np.ndarray]) -> None:
+        for piece, view in zip(chunk, views, strict=True):
+            if piece.goes_back:
+                copy_in(piece.address, view, self._departures)
+        self._stages[k % 2].free.record(self._departures)
 
 
 _stagings: dict[int, Staging] = {}

@@ -6,6 +6,7 @@ up in trees of fixed shape, in shared memory ``[values, threads]``.
 
 from __future__ import annotations
 
+import numpy as np
 from numba import cuda
 
 from .backend import load_float64, store_float64
@@ -45,10 +46,17 @@ def store_part(parts, block, shared, thread, threads, n_values):
 
 
 @cuda.jit(device=True)
+def strided_sum(place, k, end, step, stride):
+    """The sum of the float64 at ``place + k * stride``, ``k + step``, and so on below ``end``."""
+    # Unsigned: for signed bounds the compiler divides, to know the number of rounds.
+    total, i = 0.0, np.uint64(k)
+    while i < np.uint64(end):
+        total += load_float64(place + np.int64(i) * stride)
+        i += np.uint64(step)
+    return total
+
+
+@cuda.jit(device=True)
 def share_of_parts(parts, first, end, value, thread, threads):
     """What one of ``threads`` adds up of the parts from ``first`` to ``end`` of a sum."""
-    total, i = 0.0, first + thread
-    while i < end:
-        total += load_float64(parts + (i * MOST_VALUES + value) * 8)
-        i += threads
-    return total
+    return strided_sum(parts + value * 8, first + thread, end, threads, PART_BYTES)

@@ -1,65 +1,170 @@
-"""The sums of equal rows of one gradient, enqueued on a stream: sort, then one of `sums`."""
+"""The sums of equal rows of a gradient, written to an array of their own: no rule takes them.
+
+All occurrences of a row are added one after the other, in order of occurrence, as NumPy's
+``add.at`` adds them: the ranges of the loops of a step (`kernels`) would round otherwise. A sum
+begins with 0 there, so it is never -0. Grids are those of `kernels`; ``tables`` is a table of one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
+from numba import cuda
 
-from ...storage import Storage
+from ...rules.gradient import COUPLED_DECAY
+from ...rules.norm import SCALED
+from ...storage import Storage, numba_type
 from ...tables import RowTable
-from ..dense.tiles import WIDEST, tile_length
-from ..device.backend import GEOMETRY, copy_in, copy_out
+from ..dense.tiles import by_tiles, narrow_storer, rows_are_aligned, sums, tile_length
+from ..device.backend import GEOMETRY, copy_in, copy_out, load_int64, store_int32, store_int64
+from ..device.functions import device_function
 from ..device.guard import FOUND, NOTHING, WORDS
 from ..device.launch import on_elements, on_grid, tile_grid
-from ..device.memory import Places
 from ..device.part import Call, Sorter, placed
-from . import sums
-from .keys import KeySort
+from ..device.records import hp_reader, row_reader
+from . import kernels
+from .kernels import add_up_rows, thread_place
+from .keys import Keys, KeySort, TableRow, is_first, may_not_write, position_at, row_at
 from .sort import scratch_words, sort_keys
 
+_table_at = row_reader(TableRow)
 _NO_SCALARS = np.empty((1, 0))
 
 
-class Rows(NamedTuple):
-    """A row-sparse gradient.
+def _sum_of_row(g: Storage, real: Storage, length: int) -> Any:
+    """``run(total, keys, k, table, column)``: of the row whose first key is ``k``."""
+    add_up, real_type = add_up_rows(g, real, length), numba_type(real)
 
-    Attributes:
-        table: where its indices and values lie, and the shape of what it is of.
-        g: storage of the values.
-        real: of the arithmetic.
-        sorter: sorts the keys; None: the sort of this package.
+    @cuda.jit(device=True)
+    def run(total, keys, k, table, column):
+        add_up(total, keys, k, (row_at(keys, k) + 1) << keys.bits, table, column)
+        for c in range(length):
+            total[c] += real_type(0)
+
+    return run
+
+
+def _write_sum(g: Storage, real: Storage, out: Storage, length: int) -> Any:
+    """``run(column, keys, k, table, place)``: the sum of a row to the row at ``place``."""
+    sum_of_row, kind = _sum_of_row(g, real, length), numba_type(real)
+    store = narrow_storer(real, out, length)
+
+    @cuda.jit(device=True)
+    def run(column, keys, k, table, place):
+        total = cuda.local.array(length, kind)
+        sum_of_row(total, keys, k, table, column)
+        store(total, place, column)
+
+    return run
+
+
+@cache
+def dense_sums_kernel(g: Storage, real: Storage, out: Storage) -> Any:
+    """Sums of rows to their places in an array of all rows, which holds 0 already."""
+    length, out_bytes = tile_length(g, out), out.itemsize
+    write = by_tiles(lambda n: _write_sum(g, real, out, n), length)
+
+    @cuda.jit
+    def loop(keys, n, bits, tables, out, is_aligned, guard):
+        if may_not_write(guard, 0, n, tables, 1):
+            return
+        keys, (k, tile) = Keys(keys, n, bits), thread_place()
+        if k < n and is_first(keys, k):
+            table = _table_at(tables, 0)
+            place = out + row_at(keys, k) * table.width * out_bytes
+            write(tile * length, table.width, is_aligned, keys, k, table, place)
+
+    return loop
+
+
+@cache
+def distinct_sums_kernel(g: Storage, real: Storage, out: Storage) -> Any:
+    """Sums of the rows that occur, one after the other, and the indices of these rows.
+
+    ``firsts`` are the first keys of the ``n_distinct`` rows.
     """
+    length, out_bytes = tile_length(g, out), out.itemsize
+    write = by_tiles(lambda n: _write_sum(g, real, out, n), length)
 
-    table: RowTable
-    g: Storage
-    real: Storage
-    sorter: Sorter | None
+    @cuda.jit
+    def loop(keys, n, bits, tables, firsts, n_distinct, indices, out, is_aligned):
+        keys, (r, tile) = Keys(keys, n, bits), thread_place()
+        if r >= n_distinct:
+            return
+        table, k = _table_at(tables, 0), load_int64(firsts + 8 * r)
+        if tile == 0:
+            if table.index_bytes == 4:
+                store_int32(indices + 4 * r, row_at(keys, k))
+            else:
+                store_int64(indices + 8 * r, row_at(keys, k))
+        place = out + r * table.width * out_bytes
+        write(tile * length, table.width, is_aligned, keys, k, table, place)
+
+    return loop
 
 
-class _Sorted:
-    """The sorted keys of a gradient, in scratch memory of a call (`placed`)."""
+@cache
+def decayed_sums_kernel(g: Storage, real: Storage, w: Storage) -> Any:
+    """Sums of rows with their decay, in the place of the first occurrence of each row.
 
-    def __init__(self, rows: Rows, *, drop: bool = False) -> None:
-        self._rows, self.places = rows, Places()
-        self._keys = KeySort([rows.table], self.places, drop=drop, sorts=rows.sorter is None)
-        self.n_words = self._keys.n_words
+    The other places, which hold 0 already, stay as they are: so do those of bad indices. The
+    result has the type of the arithmetic.
+    """
+    length, real_bytes, w_bytes = tile_length(g, w), real.itemsize, w.itemsize
+    write = by_tiles(lambda n: _write_decayed(g, real, w, n), length)
+    read_hp = hp_reader(SCALED, (COUPLED_DECAY,), real)
 
-    @property
-    def scratch_bytes(self) -> int:
-        """See `Part`."""
-        return self.places.size
+    @cuda.jit
+    def loop(keys, n, bits, tables, out, is_aligned):
+        keys, (k, tile) = Keys(keys, n, bits), thread_place()
+        if k >= n or not is_first(keys, k):
+            return
+        table, row = _table_at(tables, 0), row_at(keys, k)
+        if row < table.rows:
+            hp, w_row = read_hp(table.hp), load_int64(table.arrays) + row * table.width * w_bytes
+            place = out + position_at(keys, k) * table.width * real_bytes
+            write(tile * length, table.width, is_aligned, keys, k, table, place, w_row, hp)
 
-    def words(self, place: int, hp: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-        """See `Part`."""
-        return self._keys.words(place, (self._rows.g.itemsize,), hp)
+    return loop
 
-    def enqueue(self, call: Call) -> tuple[int, ...]:
-        """Enqueue the sort; what all loops need: keys, their number, their bits, and the table."""
-        keys, sizes = self._keys.enqueue(call), self._keys.sizes
-        return keys, sizes.n, sizes.position_bits, self._keys.of_tables[0]
+
+def _write_decayed(g: Storage, real: Storage, w: Storage, length: int) -> Any:
+    """``run(column, keys, k, table, place, w_row, hp)``: the sum of a row, decayed."""
+    sum_of_row, (load_w, _, _, store) = _sum_of_row(g, real, length), sums(w, real, length)
+    kind, decay = numba_type(real), device_function(COUPLED_DECAY.apply)
+
+    @cuda.jit(device=True)
+    def run(column, keys, k, table, place, w_row, hp):
+        total, x = cuda.local.array(length, kind), cuda.local.array(length, kind)
+        sum_of_row(total, keys, k, table, column)
+        load_w(x, w_row, column)
+        for c in range(length):
+            total[c] = decay(total[c], x[c], hp)
+        store(total, place, column)
+
+    return run
+
+
+class Rows(NamedTuple):
+    """A row-sparse gradient."""
+
+    table: RowTable  # where its indices and values lie, and the shape of what it is of
+    g: Storage  # of the values
+    real: Storage  # of the arithmetic
+    sorter: Sorter | None  # as `Call`
+
+    def keys(self, *, drop: bool = False) -> KeySort:
+        """Of its table; no loop on them reads a parameter through it."""
+        sorts = self.sorter is None
+        return KeySort([self.table], (self.g.itemsize,), drop=drop, sorts=sorts)
+
+    def are_aligned(self, *arrays: tuple[int, Storage]) -> int:
+        """Whether all rows of the values, and of arrays of their width, begin at whole vectors."""
+        return rows_are_aligned(self.table.width, (self.table.values, self.g), *arrays)
 
 
 def _launcher(loop: Any, rows: Rows, n: int, out: Storage, stream: Any) -> Any:
@@ -68,59 +173,42 @@ def _launcher(loop: Any, rows: Rows, n: int, out: Storage, stream: Any) -> Any:
     return on_grid(loop, (-(-n // lanes), groups), (tiles, lanes), stream)
 
 
-def _is_aligned(rows: Rows, *arrays: tuple[int, Storage]) -> int:
-    """Whether all rows of the values, and of arrays of their width, begin at whole vectors."""
-    both = ((rows.table.values, rows.g), *arrays)
-    places = [x for address, of in both for x in (address, rows.table.width * of.itemsize)]
-    return int(all(x % WIDEST == 0 for x in places))
-
-
 def dense_sums(rows: Rows, out: Storage, result: int, *, guard: int, stream: Any) -> None:
-    """Enqueue adding a gradient up in an array of all rows that holds 0.
+    """Enqueue adding a gradient up in an array of all rows, at an address, that holds 0.
 
-    Args:
-        rows: the gradient.
-        out: storage of the array.
-        result: its address.
-        guard: of the call; it is closed by a bad index, and then nothing is written.
-        stream: of Numba.
+    A bad index closes the guard, and then nothing is written.
     """
-    keys, n = _Sorted(rows), rows.table.length
+    keys, n = rows.keys(), rows.table.length
     if n == 0:
         return
     with placed(keys, _NO_SCALARS, [0], Call(stream, guard, rows.sorter)) as call:
-        sorted_keys, is_aligned = keys.enqueue(call), _is_aligned(rows, (result, out))
+        sorted_keys, is_aligned = keys.sort(call), rows.are_aligned((result, out))
         # One block looks at the guard even where there are no columns.
-        loop = _launcher(sums.dense_sums_kernel(rows.g, rows.real, out), rows, n, out, stream)
-        loop(*sorted_keys, result, is_aligned, guard)
+        loop = _launcher(dense_sums_kernel(rows.g, rows.real, out), rows, n, out, stream)
+        loop(*sorted_keys, keys.table, result, is_aligned, guard)
 
 
 def decayed_sums(rows: Rows, w: Storage, hp: np.ndarray, result: int, stream: Any) -> None:
     """Enqueue the sums of rows with their decay, at the first occurrence of each row.
 
-    Args:
-        rows: the gradient; its table has the address of the parameter. Bad indices are left out.
-        w: storage of the parameter.
-        hp: the scalars, in the type of the arithmetic.
-        result: address of an array of the shape of the values, in the type of the arithmetic, that
-            holds 0.
-        stream: of Numba.
+    The table has the address of the parameter. ``result`` is that of an array of the shape of the
+    values, in the type of the arithmetic, that holds 0. Bad indices are left out.
     """
-    keys, n, (parameter,) = _Sorted(rows, drop=True), rows.table.length, rows.table.addresses
+    keys, n, (parameter,) = rows.keys(drop=True), rows.table.length, rows.table.addresses
     if n == 0 or rows.table.width == 0:
         return
     with placed(keys, hp[None], [0], Call(stream, 0, rows.sorter)) as call:
-        sorted_keys = keys.enqueue(call)
-        is_aligned = _is_aligned(rows, (parameter, w), (result, rows.real))
-        loop = _launcher(sums.decayed_sums_kernel(rows.g, rows.real, w), rows, n, w, stream)
-        loop(*sorted_keys, result, is_aligned)
+        sorted_keys = keys.sort(call)
+        is_aligned = rows.are_aligned((parameter, w), (result, rows.real))
+        loop = _launcher(decayed_sums_kernel(rows.g, rows.real, w), rows, n, w, stream)
+        loop(*sorted_keys, keys.table, result, is_aligned)
 
 
 class DistinctRows:
     """The rows that occur in a gradient: how many, and their sums (`distinct_rows`)."""
 
     def __init__(self, rows: Rows) -> None:
-        self._rows, self.keys = rows, _Sorted(rows)
+        self._rows, self.keys = rows, rows.keys()
         places, n = self.keys.places, rows.table.length
         self._words, self._spare = (places.add(8 * n) for _ in range(2))
         self._scratch = places.add(8 * scratch_words(n))
@@ -132,13 +220,13 @@ class DistinctRows:
         found, stream, n = call.scratch + self._found, call.stream, self._rows.table.length
         copy_in(found, np.array([NOTHING] + [0] * WORDS, np.int64), stream)
         self._call = call = call._replace(guard=found)
-        self._sorted_keys = self.keys.enqueue(call)
+        sorted_keys = self.keys.sort(call)
         words, spare, scratch = (
             call.scratch + at for at in (self._words, self._spare, self._scratch)
         )
-        on_elements(sums.mark_firsts_kernel, n, stream)(*self._sorted_keys[:3], words)
-        self._firsts = sort_keys(words, spare, scratch, n, sums.OTHER_BIT, 1, stream)
-        on_grid(sums.count_firsts_kernel, 1, 1, stream)(self._firsts, n, found + 8 * WORDS)
+        on_elements(kernels.mark_firsts_kernel, n, stream)(*sorted_keys, words)
+        self._firsts = sort_keys(words, spare, scratch, n, kernels.OTHER_BIT, 1, stream)
+        on_grid(kernels.count_firsts_kernel, 1, 1, stream)(self._firsts, n, found + 8 * WORDS)
 
     def count(self) -> tuple[int, int]:
         """How many rows occur, and the position of a bad index or -1; the host waits for it."""
@@ -150,10 +238,11 @@ class DistinctRows:
     def write(self, n_distinct: int, indices: int, out: Storage, result: int) -> None:
         """Enqueue writing the indices, of the size that they came in, and the sums."""
         rows, stream = self._rows, self._call.stream
-        kernel = sums.distinct_sums_kernel(rows.g, rows.real, out)
-        is_aligned = _is_aligned(rows, (result, out))
+        kernel = distinct_sums_kernel(rows.g, rows.real, out)
+        is_aligned = rows.are_aligned((result, out))
         loop = _launcher(kernel, rows, n_distinct, out, stream)
-        loop(*self._sorted_keys, self._firsts, n_distinct, indices, result, is_aligned)
+        keys = *self.keys.sorted, self.keys.table
+        loop(*keys, self._firsts, n_distinct, indices, result, is_aligned)
 
 
 @contextmanager

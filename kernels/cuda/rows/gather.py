@@ -8,17 +8,10 @@ from typing import Any
 import numpy as np
 from numba import cuda, types
 
-from ..device.backend import (
-    GEOMETRY,
-    load_int32,
-    load_int64,
-    lower_int64,
-    store_int64,
-    tile_loader,
-    tile_storer,
-)
+from ..device.backend import GEOMETRY, lower_int64, store_int64, tile_loader, tile_storer
 from ..device.guard import FOUND
 from ..device.launch import on_grid, tile_grid
+from .keys import index_at
 
 # A row is copied in pieces of this many bytes, the longest that divides all rows and addresses.
 PIECES = (16, 8, 4, 2)
@@ -39,7 +32,7 @@ def gather_kernel(piece: int) -> Any:
         b = np.int64(cuda.blockIdx.x) * cuda.blockDim.y + cuda.threadIdx.y
         if b >= n:
             return
-        index = load_int32(indices + 4 * b) if index_bytes == 4 else load_int64(indices + 8 * b)
+        index = index_at(indices, index_bytes, b)
         is_bad = index < 0 or index >= n_rows
         if cuda.threadIdx.x == 0:
             store_int64(kept + 8 * b, index)
@@ -51,8 +44,8 @@ def gather_kernel(piece: int) -> Any:
         p = np.int64(cuda.threadIdx.x)
         while p < n_pieces:
             if not is_bad:
-                load(words, table + (index * n_pieces + p) * piece)
-            store(out + (b * n_pieces + p) * piece, words)
+                load(words, table, (index * n_pieces + p) * count)
+            store(words, out, (b * n_pieces + p) * count)
             p += cuda.blockDim.x
 
     return loop
@@ -71,19 +64,9 @@ def gather(
     *,
     stream: Any,
 ) -> None:
-    """Enqueue ``out[b] = table[indices[b]]``.
+    """Enqueue ``out[b] = table[indices[b]]`` for ``n`` indices of 4 or 8 bytes; addresses.
 
-    Args:
-        table: address of the rows.
-        n_rows: how many there are.
-        row_bytes: of a row.
-        indices: address of the indices.
-        index_bytes: 4 or 8.
-        n: how many indices there are.
-        out: address of the result, contiguous.
-        kept: address of int64 ``[n]``: the indices are copied there.
-        guard: address of the guard of the call; the position of a bad index closes it.
-        stream: of Numba.
+    ``kept``, int64 ``[n]``, gets the indices; the position of a bad one closes the guard.
     """
     if n == 0:
         return

@@ -23,18 +23,21 @@ from ...tables import HOT
 from ..dense.tiles import by_tiles, length_of, sums, update_summed_tile
 from ..device.backend import GEOMETRY, load_int64, reader, store_int64
 from ..device.guard import is_closed
-from ..device.records import hp_reader
+from ..device.records import hp_reader, row_finder
 from ..device.sums import store_part
-from .keys import Keys, first_at_least, is_first_of_row, key_at, may_not_write, row_at, table_of_row
+from .keys import Keys, TableRow, is_first, key_at, lower_bound, may_not_write, position_at, row_at
 
 THREADS = GEOMETRY.rows
+_of_row = row_finder(TableRow, "first_row")
+OTHER_BIT = 62
+"""Of a word of `mark_firsts_kernel`: set for a key that is not the first of its row."""
 
 
 class HotSums(NamedTuple):
     """The sums of the ranges of hot rows, in a kernel.
 
     Every multiple of `HOT` in the list of keys is a *probe*; a hot row covers one. The sum of range
-    ``r`` lies at ``place[probe * stride + r * width]``, of the first probe of the row.
+    ``r`` lies at ``place[probe * stride + r * width]``, of the first such probe of the row.
     """
 
     place: Any
@@ -50,33 +53,59 @@ def thread_place():
 
 @cache
 def add_up_rows(g: Storage, real: Storage, length: int) -> Any:
-    """``run(total, keys, k, limit, values, stride)``: a sum of gradient rows.
+    """``run(total, keys, k, limit, table, column)``: a sum of gradient rows.
 
     It begins with key ``k`` and ends before the first key that is ``limit`` or more. Four rows
     are loaded at once, so that their way from memory is not waited for four times.
     """
-    start, add, add_4, _ = sums(g, real, length)
+    (start, add, add_4, _), g_bytes = sums(g, real, length), g.itemsize
 
     @cuda.jit(device=True)
-    def run(total, keys, k, limit, values, stride):
-        mask = (1 << keys.bits) - 1
-        start(total, values + (key_at(keys, k) & mask) * stride)
+    def run(total, keys, k, limit, table, column):
+        values, stride = table.values, table.width * g_bytes
+        start(total, values + position_at(keys, k) * stride, column)
         k += 1
         while k + 4 <= keys.n and key_at(keys, k + 3) < limit:
             add_4(
                 total,
-                values + (key_at(keys, k) & mask) * stride,
-                values + (key_at(keys, k + 1) & mask) * stride,
-                values + (key_at(keys, k + 2) & mask) * stride,
-                values + (key_at(keys, k + 3) & mask) * stride,
+                column,
+                values + position_at(keys, k) * stride,
+                values + position_at(keys, k + 1) * stride,
+                values + position_at(keys, k + 2) * stride,
+                values + position_at(keys, k + 3) * stride,
             )
             k += 4
-        while k < keys.n:
-            key = key_at(keys, k)
-            if key >= limit:
-                break
-            add(total, values + (key & mask) * stride)
+        while k < keys.n and key_at(keys, k) < limit:
+            add(total, values + position_at(keys, k) * stride, column)
             k += 1
+
+    return run
+
+
+@cache
+def sum_of_row(g: Storage, real: Storage, length: int) -> Any:
+    """``run(total, keys, k, table, column, hot)``.
+
+    The summed gradient of the row whose first key is ``k``; 0 where ``k`` is -1.
+    """
+    add_up, (start, add, _, _) = add_up_rows(g, real, length), sums(real, real, length)
+    real_type, real_bytes = numba_type(real), real.itemsize
+
+    @cuda.jit(device=True)
+    def run(total, keys, k, table, column, hot):
+        if k < 0:
+            for c in range(length):
+                total[c] = real_type(0)
+            return
+        row = row_at(keys, k)
+        if k + HOT < keys.n and row_at(keys, k + HOT) == row:
+            probe = (k + HOT - 1) // HOT
+            place = hot.place + probe * hot.stride * real_bytes
+            start(total, place, column)
+            for r in range(1, table.n_ranges):
+                add(total, place + r * table.width * real_bytes, column)
+        else:
+            add_up(total, keys, k, (row + 1) << keys.bits, table, column)
 
     return run
 
@@ -87,22 +116,21 @@ def _sum_of_range(g: Storage, real: Storage, length: int) -> Any:
     It sums what a row has in range ``number``; the keys of the row begin at ``begin``.
     """
     add_up, store = add_up_rows(g, real, length), sums(g, real, length).store
-    real_type, real_bytes, g_bytes = numba_type(real), real.itemsize, g.itemsize
+    real_type = numba_type(real)
 
     @cuda.jit(device=True)
     def run(column, keys, begin, row, table, number, place):
         first = (row << keys.bits) + table.first_position + number * table.range
         # Beyond the last position a sum would run over into the next row.
         limit = min(first + table.range, (row + 1) << keys.bits)
-        k = first_at_least(keys, begin, keys.n, first)
+        k = lower_bound(keys, begin, keys.n, first)
         total = cuda.local.array(length, real_type)
         if k == keys.n or key_at(keys, k) >= limit:
             for c in range(length):
                 total[c] = real_type(0)
         else:
-            values = table.values + column * g_bytes
-            add_up(total, keys, k, limit, values, table.width * g_bytes)
-        store(place + column * real_bytes, total)
+            add_up(total, keys, k, limit, table, column)
+        store(total, place, column)
 
     return run
 
@@ -110,8 +138,6 @@ def _sum_of_range(g: Storage, real: Storage, length: int) -> Any:
 @cache
 def hot_kernel(g: Storage, real: Storage, length: int) -> Any:
     """The loop that sums hot rows range by range; the same for every rule.
-
-    Only probes are looked at, one by a block.
 
     ``loop[(probes, groups of ranges, groups of tiles), (tiles, ranges)]``
     """
@@ -128,61 +154,31 @@ def hot_kernel(g: Storage, real: Storage, length: int) -> Any:
         row = row_at(keys, k)
         if row >= n_rows or (k >= HOT and row_at(keys, k - HOT) == row):
             return
-        begin = first_at_least(keys, max(0, k - HOT), k, row << bits)
+        begin = lower_bound(keys, max(0, k - HOT), k, row << bits)
         if begin + HOT >= n or row_at(keys, begin + HOT) != row:
             return
-        table = table_of_row(tables, n_tables, row)
+        table = _of_row(tables, n_tables, row)
         if number < table.n_ranges:
-            place = hot_sums + (probe * hot_stride + number * table.width) * real_bytes
-            sum_range(
-                tile * length, table.width, table.is_aligned,
-                keys, begin, row, table, number, place,
-            )  # fmt: skip
+            column, width, is_aligned = tile * length, table.width, table.is_aligned
+            place = hot_sums + (probe * hot_stride + number * width) * real_bytes
+            sum_range(column, width, is_aligned, keys, begin, row, table, number, place)
 
     return loop
 
 
-@cache
-def sum_of_row(g: Storage, real: Storage, length: int) -> Any:
-    """``run(total, keys, k, table, column, hot)``.
-
-    The summed gradient of the row whose first key is ``k``; 0 where ``k`` is -1.
-    """
-    add_up, (start, add, _, _) = add_up_rows(g, real, length), sums(real, real, length)
-    real_type, real_bytes, g_bytes = numba_type(real), real.itemsize, g.itemsize
-
-    @cuda.jit(device=True)
-    def run(total, keys, k, table, column, hot):
-        if k < 0:
-            for c in range(length):
-                total[c] = real_type(0)
-            return
-        row = row_at(keys, k)
-        if k + HOT < keys.n and row_at(keys, k + HOT) == row:
-            probe = (k + HOT - 1) // HOT
-            place = hot.place + (probe * hot.stride + column) * real_bytes
-            start(total, place)
-            for r in range(1, table.n_ranges):
-                add(total, place + r * table.width * real_bytes)
-            return
-        values, limit = table.values + column * g_bytes, (row + 1) << keys.bits
-        add_up(total, keys, k, limit, values, table.width * g_bytes)
-
-    return run
-
-
 def _update_tile(kernel: Kernel, length: int) -> Any:
-    """``run(column, keys, k, row, table, hot, arrays, hp)``: sum and update; ``k`` as above."""
+    """``run(column, keys, k, row, table, hot, hp)``: sum and update; ``k`` as in `sum_of_row`."""
     sum_up, update = sum_of_row(kernel.g, kernel.real, length), update_summed_tile(kernel, length)
-    real_type = numba_type(kernel.real)
     read_arrays = reader(types.UniTuple(types.int64, 1 + len(kernel.s)))
+    real_type = numba_type(kernel.real)
 
     @cuda.jit(device=True)
     def run(column, keys, k, row, table, hot, hp):
         total = cuda.local.array(length, real_type)
         sum_up(total, keys, k, table, column, hot)
-        i, arrays = (row - table.first_row) * table.width + column, read_arrays(table.arrays)
-        update(i, arrays, (), (), total, hp)
+        i = (row - table.first_row) * table.width + column
+        # Not before the sum: they would take registers.
+        update(i, read_arrays(table.arrays), (), (total,), hp)
 
     return run
 
@@ -190,16 +186,15 @@ def _update_tile(kernel: Kernel, length: int) -> Any:
 @cache
 def _row_update(kernel: Kernel) -> Any:
     """``run(keys, k, row, tables, n_tables, tile, hot)``: a tile of columns of a global row."""
-    length = length_of(kernel)
-    update_tile = by_tiles(lambda n: _update_tile(kernel, n), length)
-    read_hp = hp_reader(kernel.rule, kernel.prologue, kernel.real)
+    length, read_hp = length_of(kernel), hp_reader(kernel.rule, kernel.prologue, kernel.real)
+    update = by_tiles(lambda n: _update_tile(kernel, n), length)
 
     @cuda.jit(device=True)
     def run(keys, k, row, tables, n_tables, tile, hot):
-        table = table_of_row(tables, n_tables, row)
+        table = _of_row(tables, n_tables, row)
         if tile * length < table.width:
             hp = read_hp(table.hp)
-            update_tile(tile * length, table.width, table.is_aligned, keys, k, row, table, hot, hp)
+            update(tile * length, table.width, table.is_aligned, keys, k, row, table, hot, hp)
 
     return run
 
@@ -214,7 +209,7 @@ def touched_kernel(kernel: Kernel) -> Any:
         if may_not_write(guard, base, n, tables, n_tables):
             return
         keys, (k, tile) = Keys(keys, n, bits), thread_place()
-        if k < n and is_first_of_row(keys, k):
+        if k < n and is_first(keys, k):
             row = row_at(keys, k)
             if row < n_rows:
                 update(keys, k, row, tables, n_tables, tile, HotSums(hot_sums, hot_stride))
@@ -226,7 +221,7 @@ def touched_kernel(kernel: Kernel) -> Any:
 def mark_kernel(keys, n, bits, n_rows, first, guard):
     """Write to ``first[row]`` where the keys of each row begin; the others are -1 already."""
     k, keys = cuda.grid(1), Keys(keys, n, bits)
-    if k >= n or is_closed(guard) or not is_first_of_row(keys, k):
+    if k >= n or is_closed(guard) or not is_first(keys, k):
         return
     row = row_at(keys, k)
     if row < n_rows:
@@ -250,29 +245,6 @@ def sweep_kernel(kernel: Kernel) -> Any:
     return loop
 
 
-@cache
-def row_squares_kernel(g: Storage, real: Storage, length: int) -> Any:
-    """The squares of summed rows: each block writes its part of them."""
-    add_squares = by_tiles(lambda n: _squares_of_tile(g, real, n), length)
-
-    @cuda.jit
-    def loop(keys, n, bits, tables, n_tables, n_rows, hot_sums, hot_stride, guard, base, parts):
-        is_bad = may_not_write(guard, base, n, tables, n_tables)
-        keys, (k, tile) = Keys(keys, n, bits), thread_place()
-        thread = cuda.threadIdx.y * cuda.blockDim.x + cuda.threadIdx.x
-        own, hot = cuda.local.array(1, float64), HotSums(hot_sums, hot_stride)
-        own[0] = 0.0
-        if k < n and not is_bad and is_first_of_row(keys, k):
-            table = table_of_row(tables, n_tables, row_at(keys, k))
-            add_squares(tile * length, table.width, table.is_aligned, keys, k, table, hot, own)
-        shared = cuda.shared.array((1, THREADS), float64)
-        shared[0, thread] = own[0]
-        block = np.int64(cuda.blockIdx.y) * cuda.gridDim.x + cuda.blockIdx.x
-        store_part(parts, block, shared, thread, THREADS, 1)
-
-    return loop
-
-
 def _squares_of_tile(g: Storage, real: Storage, length: int) -> Any:
     """``run(column, keys, k, table, hot, own)``: added to a float64."""
     sum_up, real_type = sum_of_row(g, real, length), numba_type(real)
@@ -285,3 +257,44 @@ def _squares_of_tile(g: Storage, real: Storage, length: int) -> Any:
             own[0] += np.float64(total[c]) * np.float64(total[c])
 
     return run
+
+
+@cache
+def row_squares_kernel(g: Storage, real: Storage, length: int) -> Any:
+    """The squares of summed rows: each block writes its part of them."""
+    add_squares = by_tiles(lambda n: _squares_of_tile(g, real, n), length)
+
+    @cuda.jit
+    def loop(keys, n, bits, tables, n_tables, n_rows, hot_sums, hot_stride, guard, base, parts):
+        is_bad = may_not_write(guard, base, n, tables, n_tables)
+        keys, (k, tile) = Keys(keys, n, bits), thread_place()
+        thread = cuda.threadIdx.y * cuda.blockDim.x + cuda.threadIdx.x
+        own, hot = cuda.local.array(1, float64), HotSums(hot_sums, hot_stride)
+        own[0] = 0.0
+        if k < n and not is_bad and is_first(keys, k):
+            table = _of_row(tables, n_tables, row_at(keys, k))
+            add_squares(tile * length, table.width, table.is_aligned, keys, k, table, hot, own)
+        shared = cuda.shared.array((1, THREADS), float64)
+        shared[0, thread] = own[0]
+        block = np.int64(cuda.blockIdx.y) * cuda.gridDim.x + cuda.blockIdx.x
+        store_part(parts, block, shared, thread, THREADS, 1)
+
+    return loop
+
+
+@cuda.jit
+def mark_firsts_kernel(keys, n, bits, words):
+    """Write ``k`` to ``words[k]``, with a high bit where key ``k`` is not the first of its row.
+
+    The words sorted by that bit begin with the first keys of all rows that occur.
+    """
+    k = cuda.grid(1)
+    if k < n:
+        other = 0 if is_first(Keys(keys, n, bits), k) else 1
+        store_int64(words + 8 * k, k | (other << OTHER_BIT))
+
+
+@cuda.jit
+def count_firsts_kernel(words, n, count):
+    """Write to ``count`` how many sorted words are of first keys; one thread."""
+    store_int64(count, lower_bound(Keys(words, n, 0), 0, n, 1 << OTHER_BIT))

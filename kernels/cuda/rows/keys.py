@@ -1,42 +1,61 @@
 """The keys of a row-sparse step: made and checked in one loop, then sorted, and read by all others.
 
-Terms are those of `rows.table`.
+Terms used by the loops over rows:
+
+* *position*: the number of an occurrence in the concatenated index lists of all tables;
+* *global row*: the number of a row among the rows of all tables, one after the other;
+* *key*: ``global row << position bits | position``; sorted, keys group equal rows and keep the
+  order of occurrence inside a group;
+* *hot*: a row of more than `HOT` occurrences;
+* *range*: a stretch of consecutive positions of one table. Hot rows are summed range by range.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numba import cuda
 
-from ...tables import RowTable
+from ...tables import RowTable, range_length
+from ..dense.tiles import are_aligned
 from ..device.backend import load_int32, load_int64, lower_int64, store_int64
 from ..device.guard import FOUND, INDEX, is_closed
 from ..device.launch import on_elements
 from ..device.memory import Places
 from ..device.part import Call
-from ..device.records import row_finder
-from .sort import counting, scanning, scattering, scratch_words, sort_keys
-from .table import TableRow, n_words, sizes_of, words_of
+from ..device.records import Word, row_finder, size_of
+from .sort import count_kernel, scan_kernel, scatter_kernel, scratch_words, sort_keys
 
-table_of_position = row_finder(TableRow, "first_position")
-table_of_row = row_finder(TableRow, "first_row")
+
+class TableRow(NamedTuple):
+    """A table with a row-sparse gradient."""
+
+    arrays: Word  # where the addresses of the parameter and of its states lie
+    values: Word  # address that those of position 0 would have
+    hp: Word  # address of the scalars
+    rows: Word
+    width: Word  # elements of a row
+    first_row: Word  # global row
+    first_position: Word
+    indices: Word  # address that the one of position 0 would have
+    index_bytes: Word  # 4 or 8
+    range: Word  # positions of a range
+    n_ranges: Word
+    is_aligned: Word  # whether tiles are moved by vectors
+
+
+_of_position = row_finder(TableRow, "first_position")
 
 
 class Keys(NamedTuple):
-    """Sorted keys in a kernel.
+    """Sorted keys in a kernel."""
 
-    Attributes:
-        place: their address.
-        n: how many.
-        bits: of a key that hold the position.
-    """
-
-    place: Any
+    place: Any  # their address
     n: Any
-    bits: Any
+    bits: Any  # of a key that hold the position
 
 
 @cuda.jit(device=True)
@@ -52,13 +71,19 @@ def row_at(keys, k):
 
 
 @cuda.jit(device=True)
-def is_first_of_row(keys, k):
+def position_at(keys, k):
+    """The position of sorted key ``k``."""
+    return key_at(keys, k) & ((1 << keys.bits) - 1)
+
+
+@cuda.jit(device=True)
+def is_first(keys, k):
     """Whether sorted key ``k`` is the first of its row."""
     return k == 0 or row_at(keys, k - 1) != row_at(keys, k)
 
 
 @cuda.jit(device=True)
-def first_at_least(keys, low, high, x):
+def lower_bound(keys, low, high, x):
     """The first ``i`` in ``low .. high`` with sorted key ``i`` at least ``x``; else ``high``."""
     while low < high:
         middle = (low + high) >> 1
@@ -70,31 +95,25 @@ def first_at_least(keys, low, high, x):
 
 
 @cuda.jit(device=True)
-def _index_at(table, position):
-    if table.index_bytes == 4:
-        return np.int64(load_int32(table.indices + 4 * position))
-    return load_int64(table.indices + 8 * position)
+def index_at(indices, n_bytes, k):
+    """Index ``k`` of a list of such of 4 or 8 bytes."""
+    if n_bytes == 4:
+        return np.int64(load_int32(indices + 4 * k))
+    return load_int64(indices + 8 * k)
 
 
 @cuda.jit
 def check_kernel(tables, n_tables, n, bits, dropped_row, keys, guard, base):
-    """Make the key of each position, and close the guard at the first bad index.
+    """Make the key of each position, unless the address of the keys is 0.
 
-    Args:
-        tables: address of the table of tables.
-        n_tables: its rows.
-        n: positions.
-        bits: of a key that hold the position.
-        dropped_row: the row that bad indices get, or -1: they close the guard.
-        keys: address of the keys, or 0: indices are checked only.
-        guard: address of the guard of the call.
-        base: added to a bad position, the smallest of which is what was found.
+    Bad indices get ``dropped_row``, or close the guard if that is -1: the smallest position, with
+    ``base`` added, is what was found.
     """
     position = cuda.grid(1)
     if position >= n:
         return
-    table = table_of_position(tables, n_tables, position)
-    index = _index_at(table, position)
+    table = _of_position(tables, n_tables, position)
+    index = index_at(table.indices, table.index_bytes, position)
     row = index + table.first_row
     if index < 0 or index >= table.rows:
         row = dropped_row
@@ -110,79 +129,96 @@ def may_not_write(guard, base, n, tables, n_tables):
     """Whether the guard is closed; one thread keeps the index that did it, for the error."""
     if not is_closed(guard):
         return False
-    is_first = cuda.blockIdx.x == 0 and cuda.blockIdx.y == 0
-    if is_first and cuda.threadIdx.x == 0 and cuda.threadIdx.y == 0:
+    of_all = cuda.blockIdx.x == 0 and cuda.blockIdx.y == 0
+    if of_all and cuda.threadIdx.x == 0 and cuda.threadIdx.y == 0:
         position = load_int64(guard + 8 * FOUND) - base
         if 0 <= position < n:
-            table = table_of_position(tables, n_tables, position)
-            store_int64(guard + 8 * INDEX, _index_at(table, position))
+            table = _of_position(tables, n_tables, position)
+            index = index_at(table.indices, table.index_bytes, position)
+            store_int64(guard + 8 * INDEX, index)
     return True
 
 
 class KeySort:
-    """Tables with row-sparse gradients, and the sections of scratch memory for their keys.
-
-    Args:
-        tables: at least one.
-        places: gets the sections.
-        drop: bad indices are left out instead of closing the guard.
-        sorts: whether the keys are sorted by this package.
-        base: added to the position of a bad index.
-
-    Attributes:
-        tables: these.
-        sizes: what they add up to.
-        n_words: of the table of tables.
-    """
+    """Tables with row-sparse gradients, one at least, and scratch memory for their keys."""
 
     def __init__(
         self,
         tables: Sequence[RowTable],
-        places: Places,
+        itemsizes: Sequence[int] = (0,),  # of the gradient, the parameter, and each state
         *,
-        drop: bool = False,
-        sorts: bool = True,
-        base: int = 0,
+        drop: bool = False,  # leave out indices outside of [0, N) instead of closing the guard
+        sorts: bool = True,  # whether the keys are sorted by this package
+        base: int = 0,  # added to the position of a bad index
     ) -> None:
-        self.tables, self.sizes = tables, sizes_of(tables, drop=drop)
-        self.n_words, self._base, self._sorts = n_words(tables), base, sorts
-        self._dropped_row = self.sizes.rows if drop else -1
-        n = self.sizes.n if sorts else 0
-        self._keys, self._spare = (places.add(8 * n) for _ in range(2))
-        self._scratch = places.add(8 * scratch_words(n) if sorts else 0)
-        self._table = 0
-
-    def words(self, place: int, itemsizes: Sequence[int], hp: Any) -> np.ndarray:
-        """As `words_of`; where they lie is known from then on."""
-        self._table = place
-        return words_of(self.tables, place, itemsizes, np.asarray(hp).tolist())
-
-    def loops(self) -> list[Any]:
-        """All loops that are launched."""
-        sorting = [counting(), scanning(), scattering()] if self.sizes.n and self._sorts else []
-        return [check_kernel, *sorting]
+        self._tables, self._itemsizes, self._base, self._sorts = tables, itemsizes, base, sorts
+        self.n = n = sum(table.length for table in tables)  # positions
+        self.n_rows = sum(table.rows for table in tables)
+        self.bits = max(1, (n - 1).bit_length())  # of a key that hold the position
+        self._dropped_row = self.n_rows if drop else -1
+        self._row_bits = max(1, (self.n_rows if drop else self.n_rows - 1).bit_length())
+        self.widest = max(table.width for table in tables)
+        self.n_words = sum(size_of(TableRow) // 8 + len(table.addresses) for table in tables)
+        self.places = Places()
+        words = (n, n, scratch_words(n)) if sorts else ()
+        self._sections = [self.places.add(8 * count) for count in words]
+        self.table = 0
+        self.sorted: tuple[int, ...] = ()  # what `sort` says
 
     @property
-    def of_tables(self) -> tuple[int, int]:
-        """Address of the table of tables, and its rows."""
-        return self._table, len(self.tables)
+    def scratch_bytes(self) -> int:
+        """See `Part`."""
+        return self.places.size
+
+    def loops(self) -> list[Any]:
+        """See `Part`."""
+        is_sorted = self.n and self._sorts
+        return [check_kernel, *((count_kernel, scan_kernel, scatter_kernel) if is_sorted else ())]
+
+    def words(self, place: int, hp: np.ndarray) -> np.ndarray:
+        """See `Part`; behind the table of tables lies what it points at."""
+        self.table, rows, first_row, first_position = place, [], 0, 0
+        place += len(self._tables) * size_of(TableRow)
+        for table, of_table in zip(self._tables, hp.tolist(), strict=True):
+            strides = [table.width * n for n in self._itemsizes]
+            is_aligned = are_aligned(np.array([table.values, *table.addresses, *strides]))
+            length = range_length(table.length)
+            row = TableRow(
+                arrays=place,
+                values=table.values - first_position * strides[0],
+                hp=of_table,
+                rows=table.rows,
+                width=table.width,
+                first_row=first_row,
+                first_position=first_position,
+                indices=table.indices - first_position * table.index_bytes,
+                index_bytes=table.index_bytes,
+                range=length,
+                n_ranges=-(-table.length // length),
+                is_aligned=bool(is_aligned),
+            )
+            rows.append(row)
+            place += 8 * len(table.addresses)
+            first_row, first_position = first_row + table.rows, first_position + table.length
+        arrays = (table.addresses for table in self._tables)
+        return np.array([*itertools.chain(*rows, *arrays)], np.int64)
 
     def check(self, call: Call, keys: int = 0) -> None:
         """Enqueue the check of all indices, and making the keys unless their address is 0."""
-        sizes = self.sizes
-        on_elements(check_kernel, sizes.n, call.stream)(
-            *self.of_tables, sizes.n, sizes.position_bits, self._dropped_row,
-            keys, call.guard, self._base,
-        )  # fmt: skip
+        of_keys = self.n, self.bits, self._dropped_row, keys
+        check = on_elements(check_kernel, self.n, call.stream)
+        check(self.table, len(self._tables), *of_keys, call.guard, self._base)
 
-    def enqueue(self, call: Call) -> int:
-        """Enqueue making and sorting the keys; their address."""
-        sizes, sorter = self.sizes, call.sorter
-        keys = call.scratch + self._keys if sorter is None else sorter.room(sizes.n)
-        self.check(call, keys)
-        if sorter is not None:
-            return sorter.sort()
-        spare, scratch = call.scratch + self._spare, call.scratch + self._scratch
-        # Positions are in order before and stay so.
-        bits = sizes.position_bits, sizes.row_bits
-        return sort_keys(keys, spare, scratch, sizes.n, *bits, call.stream)
+    def sort(self, call: Call) -> tuple[int, ...]:
+        """Enqueue making and sorting the keys: their address, how many, bits of positions."""
+        if call.sorter is not None:
+            self.check(call, call.sorter.room(self.n))
+            place = call.sorter.sort()
+        else:
+            keys, spare, scratch = (call.scratch + at for at in self._sections)
+            self.check(call, keys)
+            # Positions are in order before and stay so.
+            bits = self.bits, self._row_bits
+            place = sort_keys(keys, spare, scratch, self.n, *bits, call.stream)
+        self.sorted = place, self.n, self.bits
+        return self.sorted

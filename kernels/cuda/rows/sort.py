@@ -1,8 +1,8 @@
 """A stable radix sort of ``int64`` keys on the device, from the lowest digit to the highest.
 
-A pass sorts by one digit, in three launches. `counting` counts the digits of each tile of keys,
-one tile a block. `scanning` turns the counts into places: they lie digit by digit, and the sum of
-all counts before one of them is where its keys begin. `scattering` sorts each tile in shared
+A pass sorts by one digit, in three launches. `count_kernel` counts the digits of each tile of keys,
+one tile a block. `scan_kernel` turns the counts into places: they lie digit by digit, and the sum
+of all counts before one of them is where its keys begin. `scatter_kernel` sorts each tile in shared
 memory, so that equal digits lie side by side, and writes them to their places.
 
 Equal digits keep their order throughout, so the result is fixed by the keys alone. The index
@@ -11,7 +11,6 @@ arithmetic is tested with smaller constants than a device has.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 from numba import cuda, int32, int64, uint32
@@ -34,6 +33,17 @@ _COUNTER_BITS = 16
 _COUNTER_MASK = (1 << _COUNTER_BITS) - 1
 
 
+def _words(n: int) -> int:
+    """The words of ``n`` elements in lines, and the word of element ``n``."""
+    return n + (n >> LINE_BITS)
+
+
+_word = cuda.jit(device=True)(_words)
+_DIGITS, _OWN_DIGITS = 1 << DIGIT_BITS, (1 << DIGIT_BITS) // THREADS
+_TILE_WORDS, _RANKS_WORDS = _words(THREADS * KEYS_PER_THREAD), _words(THREADS * _HALF)
+_SUMS_WORDS = _words(THREADS) + THREADS // GROUP + 1
+
+
 def scratch_words(n: int) -> int:
     """The ``int64`` words of scratch that sorting ``n`` keys needs."""
     return (_n_tiles(n) + 1) << DIGIT_BITS
@@ -42,28 +52,19 @@ def scratch_words(n: int) -> int:
 def sort_keys(
     keys: int, spare: int, scratch: int, n: int, first_bit: int, n_bits: int, stream: Any = 0
 ) -> int:
-    """Launch a stable sort of keys by some of their bits; it neither waits nor allocates.
+    """Enqueue a stable sort of keys by ``n_bits`` bits from ``first_bit`` on; where they will lie.
 
-    Args:
-        keys: address of int64 ``[n]``, none negative.
-        spare: address of int64 ``[n]`` elsewhere. Both may be written.
-        scratch: address of int64 ``[scratch_words(n)]``.
-        n: the number of keys.
-        first_bit: the lowest bit to sort by.
-        n_bits: how many bits to sort by. They alone decide the number of launches.
-        stream: of numba-cuda.
-
-    Returns:
-        The address where the sorted keys will lie: ``keys`` or ``spare``.
+    ``keys`` and ``spare`` are addresses of int64 ``[n]``: one of them gets the result. No key is
+    negative. ``scratch`` has `scratch_words`. The number of bits decides that of the launches.
     """
     if n == 0:
         return keys
-    n_tiles, n_digits = _n_tiles(n), 1 << DIGIT_BITS
+    n_tiles = _n_tiles(n)
     for done in range(0, n_bits, DIGIT_BITS):
         shift, mask = first_bit + done, (1 << min(DIGIT_BITS, n_bits - done)) - 1
-        on_grid(counting(), n_tiles, THREADS, stream)(keys, scratch, n, shift, mask)
-        on_grid(scanning(), n_digits, THREADS, stream)(scratch, n_tiles)
-        on_grid(scattering(), n_tiles, THREADS, stream)(keys, spare, scratch, n, shift, mask)
+        on_grid(count_kernel, n_tiles, THREADS, stream)(keys, scratch, n, shift, mask)
+        on_grid(scan_kernel, _DIGITS, THREADS, stream)(scratch, n_tiles)
+        on_grid(scatter_kernel, n_tiles, THREADS, stream)(keys, spare, scratch, n, shift, mask)
         keys, spare = spare, keys
     return keys
 
@@ -72,111 +73,81 @@ def _n_tiles(n: int) -> int:
     return -(-n // (THREADS * KEYS_PER_THREAD))
 
 
-def _words(n: int) -> int:
-    """The words of ``n`` elements in lines, and the word of element ``n``."""
-    return n + (n >> LINE_BITS)
-
-
-_word = cuda.jit(device=True)(_words)
-
-
-@cache
-def counting() -> Any:
-    """``count(keys, counters, n, shift, mask)``: how often each digit is in each tile.
+@cuda.jit
+def count_kernel(keys, counters, n, shift, mask):
+    """How often each digit is in each tile.
 
     The counters are ``[digits, tiles]``; room for the sums of the rows comes after them.
     """
-    n_digits, own_digits = 1 << DIGIT_BITS, (1 << DIGIT_BITS) // THREADS
-
-    @cuda.jit
-    def count(keys, counters, n, shift, mask):
-        own, counts = cuda.local.array(KEYS_PER_THREAD, int64), cuda.shared.array(n_digits, int32)
-        for k in range(own_digits):
-            counts[_thread() + k * THREADS] = 0
-        _load_keys(own, keys, n)
-        cuda.syncthreads()
-        # What is counted beyond the last key is the greatest digit of the last tile: no place comes
-        # after it. The sums are of integers, the same in any order.
-        for k in range(KEYS_PER_THREAD):
-            cuda.atomic.add(counts, _digit(own[k], shift, mask), 1)
-        cuda.syncthreads()
-        for k in range(own_digits):
-            digit = _thread() + k * THREADS
-            place = digit * int64(cuda.gridDim.x) + cuda.blockIdx.x
-            store_int64(counters + 8 * place, counts[digit])
-
-    return count
+    own, counts = cuda.local.array(KEYS_PER_THREAD, int64), cuda.shared.array(_DIGITS, int32)
+    for k in range(_OWN_DIGITS):
+        counts[_thread() + k * THREADS] = 0
+    _load_keys(own, keys, n)
+    cuda.syncthreads()
+    # What is counted beyond the last key is the greatest digit of the last tile: no place comes
+    # after it. The sums are of integers, the same in any order.
+    for k in range(KEYS_PER_THREAD):
+        cuda.atomic.add(counts, _digit(own[k], shift, mask), 1)
+    cuda.syncthreads()
+    for k in range(_OWN_DIGITS):
+        digit = _thread() + k * THREADS
+        place = digit * int64(cuda.gridDim.x) + cuda.blockIdx.x
+        store_int64(counters + 8 * place, counts[digit])
 
 
-@cache
-def scanning() -> Any:
-    """``scan(counters, n_tiles)``: a counter becomes the sum of those before it in its row.
-
-    A block has a digit, hence a row.
-    """
-    n_digits, sums_words = 1 << DIGIT_BITS, _sums_words()
-
-    @cuda.jit
-    def scan(counters, n_tiles):
-        counts = cuda.local.array(_COUNTS_PER_THREAD, int64)
-        sums = cuda.shared.array(sums_words, int64)
-        row, row_sum = counters + 8 * cuda.blockIdx.x * n_tiles, 0
-        for begin in range(0, n_tiles, THREADS * _COUNTS_PER_THREAD):
-            first, sum_of_own = begin + _thread() * _COUNTS_PER_THREAD, 0
-            for k in range(_COUNTS_PER_THREAD):
-                counts[k] = load_int64(row + 8 * (first + k)) if first + k < n_tiles else 0
-                sum_of_own += counts[k]
-            before, sum_of_all = _sum_before(sum_of_own, sums)
-            before += row_sum
-            for k in range(_COUNTS_PER_THREAD):
-                if first + k < n_tiles:
-                    store_int64(row + 8 * (first + k), before)
-                before += counts[k]
-            row_sum += sum_of_all
-        if _thread() == 0:
-            store_int64(counters + 8 * (n_digits * n_tiles + cuda.blockIdx.x), row_sum)
-
-    return scan
+@cuda.jit
+def scan_kernel(counters, n_tiles):
+    """A counter becomes the sum of those before it in its row: a block has a digit, hence a row."""
+    counts = cuda.local.array(_COUNTS_PER_THREAD, int64)
+    sums = cuda.shared.array(_SUMS_WORDS, int64)
+    row, row_sum = counters + 8 * cuda.blockIdx.x * n_tiles, 0
+    for begin in range(0, n_tiles, THREADS * _COUNTS_PER_THREAD):
+        first, sum_of_own = begin + _thread() * _COUNTS_PER_THREAD, 0
+        for k in range(_COUNTS_PER_THREAD):
+            counts[k] = load_int64(row + 8 * (first + k)) if first + k < n_tiles else 0
+            sum_of_own += counts[k]
+        before, sum_of_all = _sum_before(sum_of_own, sums)
+        before += row_sum
+        for k in range(_COUNTS_PER_THREAD):
+            if first + k < n_tiles:
+                store_int64(row + 8 * (first + k), before)
+            before += counts[k]
+        row_sum += sum_of_all
+    if _thread() == 0:
+        store_int64(counters + 8 * (_DIGITS * n_tiles + cuda.blockIdx.x), row_sum)
 
 
-@cache
-def scattering() -> Any:
-    """``scatter(keys, out, counters, n, shift, mask)``: move the keys to their places."""
-    n_digits, sums_words = 1 << DIGIT_BITS, _sums_words()
-    tile_words, ranks_words = _words(THREADS * KEYS_PER_THREAD), _words(THREADS * _HALF)
-
-    @cuda.jit
-    def scatter(keys, out, counters, n, shift, mask):
-        own = cuda.local.array(KEYS_PER_THREAD, int64)
-        # A line for each: that is how the simulator tells shared arrays apart.
-        tile = cuda.shared.array(tile_words, int64)
-        places = cuda.shared.array(n_digits, int64)
-        place_sums = cuda.shared.array(sums_words, int64)
-        ranks = cuda.shared.array(ranks_words, uint32)
-        rank_sums = cuda.shared.array(sums_words, uint32)
-        n_valid = _load_keys(own, keys, n)
-        for k in range(KEYS_PER_THREAD):
-            tile[_word(_thread()) + k * _word(THREADS)] = own[k]
-        _load_places(places, place_sums, counters, out)
-        cuda.syncthreads()
-        low_bit, rest = shift, mask
-        while rest > 0:
-            _split(tile, ranks, rank_sums, low_bit, rest)
-            low_bit, rest = low_bit + _SPLIT_BITS, rest >> _SPLIT_BITS
-        for k in range(KEYS_PER_THREAD):
-            i = _thread() + k * THREADS
-            own[k] = tile[_word(_thread()) + k * _word(THREADS)]
-            digit = _digit(own[k], shift, mask)
-            # One thread has the first key of a digit. Key i of the tile then goes to place + 8 i.
-            if i == 0 or _digit(tile[_word(i - 1)], shift, mask) != digit:
-                places[digit] -= 8 * i
-        cuda.syncthreads()
-        for k in range(KEYS_PER_THREAD):
-            i = _thread() + k * THREADS
-            if i < n_valid:
-                store_int64(places[_digit(own[k], shift, mask)] + 8 * i, own[k])
-
-    return scatter
+@cuda.jit
+def scatter_kernel(keys, out, counters, n, shift, mask):
+    """Move the keys to their places."""
+    own = cuda.local.array(KEYS_PER_THREAD, int64)
+    # A line for each: that is how the simulator tells shared arrays apart.
+    tile = cuda.shared.array(_TILE_WORDS, int64)
+    places = cuda.shared.array(_DIGITS, int64)
+    place_sums = cuda.shared.array(_SUMS_WORDS, int64)
+    ranks = cuda.shared.array(_RANKS_WORDS, uint32)
+    rank_sums = cuda.shared.array(_SUMS_WORDS, uint32)
+    n_valid = _load_keys(own, keys, n)
+    for k in range(KEYS_PER_THREAD):
+        tile[_word(_thread()) + k * _word(THREADS)] = own[k]
+    _load_places(places, place_sums, counters, out)
+    cuda.syncthreads()
+    low_bit, rest = shift, mask
+    while rest > 0:
+        _split(tile, ranks, rank_sums, low_bit, rest)
+        low_bit, rest = low_bit + _SPLIT_BITS, rest >> _SPLIT_BITS
+    for k in range(KEYS_PER_THREAD):
+        i = _thread() + k * THREADS
+        own[k] = tile[_word(_thread()) + k * _word(THREADS)]
+        digit = _digit(own[k], shift, mask)
+        # One thread has the first key of a digit. Key i of the tile then goes to place + 8 i.
+        if i == 0 or _digit(tile[_word(i - 1)], shift, mask) != digit:
+            places[digit] -= 8 * i
+    cuda.syncthreads()
+    for k in range(KEYS_PER_THREAD):
+        i = _thread() + k * THREADS
+        if i < n_valid:
+            store_int64(places[_digit(own[k], shift, mask)] + 8 * i, own[k])
 
 
 @cuda.jit(device=True)
@@ -208,13 +179,13 @@ def _load_keys(own, keys, n):
 @cuda.jit(device=True)
 def _load_places(places, sums, counters, out):
     """The address for the block's keys of each digit: after smaller digits, and earlier tiles."""
-    n_tiles, n_digits = int64(cuda.gridDim.x), 1 << DIGIT_BITS
-    column, row_sums = counters + 8 * cuda.blockIdx.x, counters + 8 * n_digits * n_tiles
-    first, sum_of_own = _thread() * (n_digits // THREADS), 0
-    for digit in range(first, first + n_digits // THREADS):
+    n_tiles = int64(cuda.gridDim.x)
+    column, row_sums = counters + 8 * cuda.blockIdx.x, counters + 8 * _DIGITS * n_tiles
+    first, sum_of_own = _thread() * _OWN_DIGITS, 0
+    for digit in range(first, first + _OWN_DIGITS):
         sum_of_own += load_int64(row_sums + 8 * digit)
     before, _ = _sum_before(sum_of_own, sums)
-    for digit in range(first, first + n_digits // THREADS):
+    for digit in range(first, first + _OWN_DIGITS):
         places[digit] = out + 8 * (before + load_int64(column + 8 * digit * n_tiles))
         before += load_int64(row_sums + 8 * digit)
 
@@ -272,8 +243,8 @@ def _scan_counters(counters, sums):
 def _sum_before(value, sums):
     """The sum of the values of the block's earlier threads, and that of all.
 
-    ``sums`` is scratch of `_sums_words`. Few threads add up a group each, then one the groups: less
-    work for the device than when all threads take part in each of a number of steps.
+    ``sums`` has ``_SUMS_WORDS``. Few threads add up a group each, then one the groups: less work
+    for the device than when all threads take part in each of a number of steps.
     """
     groups, n_groups = _word(THREADS), THREADS // GROUP
     sums[_word(_thread())] = value
@@ -285,10 +256,6 @@ def _sum_before(value, sums):
         sums[groups + n_groups] = _scan_run(sums, groups, n_groups)
     cuda.syncthreads()
     return sums[_word(_thread())] + sums[groups + _thread() // GROUP], sums[groups + n_groups]
-
-
-def _sums_words() -> int:
-    return _words(THREADS) + THREADS // GROUP + 1
 
 
 @cuda.jit(device=True)

@@ -8,207 +8,128 @@ from typing import Any
 import numpy as np
 
 from ...element import Kernel
-from ...tables import HOT, RowTable
+from ...tables import HOT, RowTable, range_length
 from ..dense.tiles import length_of
 from ..device.backend import GEOMETRY, copy_in, fill_ones
 from ..device.launch import on_elements, on_grid, tile_grid
-from ..device.memory import Places, room_of
-from ..device.part import Call, Sorter, placed
+from ..device.memory import room_of
+from ..device.part import Call, placed
 from . import kernels as rows
 from .keys import KeySort
 
 
 def check_indices(tables: Sequence[RowTable], guard: int, base: int, *, stream: Any) -> None:
     """Enqueue the check of all indices alone; a bad one closes the guard."""
-    keys = KeySort(tables, Places(), base=base)
+    keys = KeySort(tables, base=base)
     with room_of(stream) as room:
         place = room.take(8 * keys.n_words)
-        copy_in(place, keys.words(place, (0,), [0] * len(tables)), stream)
+        copy_in(place, keys.words(place, np.zeros(len(tables), np.int64)), stream)
         keys.check(Call(stream, guard))
 
 
-class RowStep:
-    """A `Part`: the step on tables with row-sparse gradients.
+class _RowLoops(KeySort):
+    """What launches the loops over rows; arguments as `RowStep`."""
 
-    Args:
-        kernel: the rule, its prologue and storage types.
-        tables: at least one; their ``hp`` is not used.
-        touched_only: True updates the rows that occur (lazy); False all rows, those that do
-            not occur with a gradient of 0 (dense-equivalent).
-        drop: leave out indices outside of ``[0, N)`` instead of closing the guard.
-        sorts: whether the keys are sorted by this package.
-        base: added to the position of a bad index.
-    """
-
-    def __init__(
-        self,
-        kernel: Kernel,
-        tables: Sequence[RowTable],
-        *,
-        touched_only: bool,
-        drop: bool = False,
-        sorts: bool,
-        base: int = 0,
-    ) -> None:
-        self._kernel, self._touched_only, self._base = kernel, touched_only, base
-        places = Places()
-        self._keys = KeySort(tables, places, drop=drop, sorts=sorts, base=base)
-        self._sorted = 0
-        self._sizes = sizes = self._keys.sizes
-        self.n_words, self._length = self._keys.n_words, length_of(kernel)
-        self._block = tile_grid(sizes.widest, self._length, GEOMETRY.rows)
-        self._hot_stride = sizes.most_ranges * sizes.widest
-        self._n_probes = -(-sizes.n // HOT) if sizes.n > HOT else 0
-        self._at_hot = places.add(self._n_probes * self._hot_stride * kernel.real.itemsize)
-        self._at_first = places.add(0 if touched_only else 8 * sizes.rows)
-        self.scratch_bytes = places.size
-
-    def loops(self) -> list[Any]:
-        """See `Part`."""
-        kernel, found = self._kernel, self._keys.loops()
-        if self._n_probes:
-            found.append(rows.hot_kernel(kernel.g, kernel.real, self._length))
-        if not self._touched_only:
-            return [*found, rows.mark_kernel, rows.sweep_kernel(kernel)]
-        return [*found, rows.touched_kernel(kernel)] if self._sizes.n else found
-
-    def words(self, place: int, hp: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-        """See `Part`."""
-        kernel = self._kernel
+    def __init__(self, kernel: Kernel, tables: Sequence[RowTable], **options: Any) -> None:
         itemsizes = [storage.itemsize for storage in (kernel.g, kernel.w, *kernel.s)]
-        return self._keys.words(place, itemsizes, hp)
+        super().__init__(tables, itemsizes, **options)
+        self._kernel, self._length = kernel, length_of(kernel)
+        self._block = tile_grid(self.widest, self._length, GEOMETRY.rows)
+        self._most_ranges = max(-(-t.length // range_length(t.length)) for t in tables)
+        self._hot_stride = self._most_ranges * self.widest
+        self._n_probes = -(-self.n // HOT) if self.n > HOT else 0
+        hot_bytes = self._n_probes * self._hot_stride * kernel.real.itemsize
+        self._at_hot, shape = self.places.add(hot_bytes), (kernel.g, kernel.real, self._length)
+        self._hot_loop = rows.hot_kernel(*shape)
 
-    def check(self, call: Call) -> None:
-        """Enqueue the check of the indices alone."""
-        self._keys.check(call)
+    def _launch(self, loop: Any, grid: tuple[int, ...], call: Call, *more: int) -> None:
+        """A loop on so many groups of keys, rows or ranges, and as many of tiles as there are."""
+        tiles, lanes, tile_groups = self._block
+        hot_sums = call.scratch + self._at_hot, self._hot_stride
+        launch = on_grid(loop, (*grid, tile_groups), (tiles, lanes), call.stream)
+        tables = self.table, len(self._tables), self.n_rows
+        launch(*self.sorted, *tables, *hot_sums, call.guard, *more)
 
-    def sort(self, call: Call) -> None:
-        """Enqueue the check of the indices, and sort them; they stay in the scratch memory."""
-        self._sorted = self._keys.enqueue(call)
-
-    def enqueue(self, call: Call) -> None:
-        """See `Part`."""
-        if not self._sorted:
-            self.sort(call)
-        self._sum_hot(call)
-        if self._touched_only:
-            self._launch(rows.touched_kernel(self._kernel), self._sizes.n, call)
-        else:
-            self._sweep(call)
-        self._sorted = 0
-
-    def _arguments(self, call: Call) -> tuple[int, ...]:
-        """Those of all loops over rows, but for the guard."""
-        sizes = self._sizes
-        return (
-            *(self._sorted, sizes.n, sizes.position_bits, *self._keys.of_tables, sizes.rows),
-            *(call.scratch + self._at_hot, self._hot_stride),
-        )
+    def _over(self, loop: Any, n: int, call: Call, *more: int) -> None:
+        """A loop over ``n`` keys or rows."""
+        if n:
+            self._launch(loop, (-(-n // self._block[1]),), call, self._base, *more)
 
     def _sum_hot(self, call: Call) -> None:
         """The sums of the ranges of hot rows."""
         if self._n_probes:
-            tiles, lanes, tile_groups = self._block
-            loop = rows.hot_kernel(self._kernel.g, self._kernel.real, self._length)
-            grid = (self._n_probes, -(-self._sizes.most_ranges // lanes), tile_groups)
-            on_grid(loop, grid, (tiles, lanes), call.stream)(*self._arguments(call), call.guard)
-
-    def _launch(self, loop: Any, n: int, call: Call, *more: int) -> None:
-        """A loop over ``n`` keys or rows."""
-        if n:
-            tiles, lanes, tile_groups = self._block
-            launch = on_grid(loop, (-(-n // lanes), tile_groups), (tiles, lanes), call.stream)
-            launch(*self._arguments(call), call.guard, self._base, *more)
-
-    def _sweep(self, call: Call) -> None:
-        """One sweep over all rows."""
-        sizes, first = self._sizes, call.scratch + self._at_first
-        if sizes.n == 0 and (sizes.rows == 0 or sizes.widest == 0):
-            return
-        fill_ones(first, 8 * sizes.rows, call.stream)
-        if sizes.n:
-            on_elements(rows.mark_kernel, sizes.n, call.stream)(
-                self._sorted, sizes.n, sizes.position_bits, sizes.rows, first, call.guard
-            )
-        # Of no rows one block keeps a bad index.
-        self._launch(rows.sweep_kernel(self._kernel), max(1, sizes.rows), call, first)
-
-    @property
-    def n_parts(self) -> int:
-        """How many parts `square` writes."""
-        _, lanes, tile_groups = self._block
-        return -(-self._sizes.n // lanes) * tile_groups
-
-    def square(self, call: Call, parts: int) -> None:
-        """Enqueue the squares of summed rows instead, to an address; 0 behind a closed guard."""
-        self.sort(call)
-        self._sum_hot(call)
-        loop = rows.row_squares_kernel(self._kernel.g, self._kernel.real, self._length)
-        self._launch(loop, self._sizes.n, call, parts)
+            groups = -(-self._most_ranges // self._block[1])
+            self._launch(self._hot_loop, (self._n_probes, groups), call)
 
 
-class RowSquares:
-    """The squares of row-sparse gradients whose duplicates are summed first; `norm.Squares`.
+class RowStep(_RowLoops):
+    """A `Part`: the step on tables with row-sparse gradients; options are those of `KeySort`.
 
-    Args:
-        kernel: of a rule that measures the gradient; its storage types are those of the sums.
-        tables: at least one; only their gradients are read.
-        guard: as `Call`.
-        base: as `RowStep`.
-        sorter: as `Call`.
+    ``touched_only`` updates the rows that occur (lazy); else all rows step, those that do not occur
+    with a gradient of 0 (dense-equivalent).
     """
 
     def __init__(
-        self,
-        kernel: Kernel,
-        tables: Sequence[RowTable],
-        *,
-        guard: int,
-        base: int,
-        sorter: Sorter | None,
+        self, kernel: Kernel, tables: Sequence[RowTable], *, touched_only: bool, **options: Any
     ) -> None:
-        self._step = RowStep(kernel, tables, touched_only=True, sorts=sorter is None, base=base)
-        self._call, self.n_parts = Call(None, guard, sorter), self._step.n_parts
-        self._hp, self._hp_of = np.zeros((1, 1), kernel.real.dtype), [0] * len(tables)
+        super().__init__(kernel, tables, **options)
+        self._touched_only = touched_only
+        self._at_first = self.places.add(0 if touched_only else 8 * self.n_rows)
+        self._update = (rows.touched_kernel if touched_only else rows.sweep_kernel)(kernel)
+        if touched_only and self.n == 0:
+            self.n_words = 0
+
+    def loops(self) -> list[Any]:
+        """See `Part`."""
+        hot = [self._hot_loop] if self._n_probes else []
+        if self._touched_only:
+            return [*super().loops(), *hot, *([self._update] if self.n else ())]
+        return [*super().loops(), *hot, rows.mark_kernel, self._update]
+
+    def enqueue(self, call: Call) -> None:
+        """See `Part`; the keys may be there already."""
+        if not self.sorted:
+            self.sort(call)
+        self.update(call)
+        self.sorted = ()
+
+    def update(self, call: Call) -> None:
+        """Enqueue the rule, on rows whose keys are sorted."""
+        self._sum_hot(call)
+        if self._touched_only:
+            self._over(self._update, self.n, call)
+        else:
+            self._sweep(call)
+
+    def _sweep(self, call: Call) -> None:
+        """One sweep over all rows."""
+        first = call.scratch + self._at_first
+        if self.n == 0 and (self.n_rows == 0 or self.widest == 0):
+            return
+        fill_ones(first, 8 * self.n_rows, call.stream)
+        if self.n:
+            mark = on_elements(rows.mark_kernel, self.n, call.stream)
+            mark(*self.sorted, self.n_rows, first, call.guard)
+        # Of no rows one block keeps a bad index.
+        self._over(self._update, max(1, self.n_rows), call, first)
+
+
+class RowSquares(_RowLoops):
+    """The squares of row-sparse gradients whose duplicates are summed first; `norm.Squares`.
+
+    The storage types of the kernel are those of the sums. Behind a closed guard they are 0.
+    """
+
+    def __init__(self, kernel: Kernel, tables: Sequence[RowTable], call: Call, base: int) -> None:
+        super().__init__(kernel, tables, sorts=call.sorter is None, base=base)
+        _, lanes, tile_groups = self._block
+        self._call, self.n_parts = call, -(-self.n // lanes) * tile_groups
 
     def enqueue(self, parts: int, stream: Any) -> None:
         """See `norm.Squares`."""
-        call = self._call._replace(stream=stream)
-        with placed(self._step, self._hp, self._hp_of, call) as there:
-            self._step.square(there, parts)
-
-
-def row_update(
-    kernel: Kernel,
-    tables: Sequence[RowTable],
-    hp: np.ndarray,
-    hp_of: Sequence[int],
-    *,
-    touched_only: bool,
-    drop: bool,
-    guard: int = 0,
-    base: int = 0,
-    sorter: Sorter | None,
-    stream: Any,
-) -> None:
-    """Enqueue one step of ``kernel`` on tables with row-sparse gradients, in place.
-
-    Args:
-        kernel: as `RowStep`.
-        tables: as `RowStep`.
-        hp: ``[R, F]`` scalars in the type of the arithmetic, on the host.
-        hp_of: which row of ``hp`` each table uses.
-        touched_only: as `RowStep`.
-        drop: as `RowStep`.
-        guard: as `Call`; when it is closed, nothing is written.
-        base: as `RowStep`.
-        sorter: as `Call`.
-        stream: of Numba.
-    """
-    if touched_only and not any(table.length for table in tables):
-        return
-    step = RowStep(
-        kernel, tables, touched_only=touched_only, drop=drop, sorts=sorter is None, base=base
-    )
-    with placed(step, hp, hp_of, Call(stream, guard, sorter)) as call:
-        step.enqueue(call)
+        no_scalars, call = np.zeros((1, 0)), self._call._replace(stream=stream)
+        loop = rows.row_squares_kernel(self._kernel.g, self._kernel.real, self._length)
+        with placed(self, no_scalars, [0] * len(self._tables), call) as there:
+            self.sort(there)
+            self._sum_hot(there)
+            self._over(loop, self.n, there, parts)
