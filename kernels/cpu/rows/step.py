@@ -213,9 +213,11 @@ class RowStep:
             # The loops know an occurrence by its position among those of all tables.
             values -= first_position * width * self._kernel.g.itemsize
             of_rows = base + 8 * at_addresses, values, hp, n_rows, width, first_row
-            of_indices = first_position, indices, index_bytes, first_range, length, -(-n // length)
-            _pack_table(words.data, 8 * place, *of_rows, *of_indices)
-            first_range += -(-n // length)
+            of_indices = first_position, indices, index_bytes, n
+            n_ranges = -(-n // length)
+            ranges = first_range, length, n_ranges
+            _pack_table(words.data, 8 * place, *of_rows, *of_indices, *ranges)
+            first_range += n_ranges
             first_row += n_rows
             first_position += n
             place += len(Table._fields)
@@ -227,28 +229,28 @@ class RowStep:
         if self._size.sort_parts == 1:
             self._run(sort.group_serial)
             return
-        self._each_share(sort.count_rows_part)
+        self._each_share(sort.count_rows)
         place = self._size.places[_BAD]
         bad = self._block.words[place : place + self._size.sort_parts]
         if (bad >= 0).any():
             self._set("bad_position", bad[bad >= 0].min())
             return
         self._sort()
-        self._run(sort.finish_part)
+        self._run(sort.finish)
 
     def _each_share(self, part: NativeFunction) -> None:
         self._run(part, self._size.sort_parts, self._size.sort_parts)
 
     def _sort(self) -> None:
-        self._run(sort.offsets_part)
-        self._each_share(sort.scatter_rows_part)
+        self._run(sort.make_offsets)
+        self._each_share(sort.scatter_rows)
         first, digit_bits = self._get("position_bits"), self._get("digit_bits")
         for shift in range(first + digit_bits, first + self._get("row_bits"), digit_bits):
             self._set("shift", shift)
-            self._each_share(sort.count_part)
-            self._run(sort.offsets_part)
+            self._each_share(sort.count_digits)
+            self._run(sort.make_offsets)
             if self._get("moved"):
-                self._each_share(sort.scatter_part)
+                self._each_share(sort.scatter_keys)
                 keys, spare = self._get("keys"), self._get("spare")
                 self._set("keys", spare)
                 self._set("spare", keys)
