@@ -93,7 +93,9 @@ def _sizes(kernel: Kernel, tables: list[RowTable], touched_only: bool, drop: boo
 def _sizes_of(shape: tuple[int, ...], sort_parts: int, threads: int, scratch: int) -> _Sizes:
     n, n_rows, n_tables, n_arrays, dropped_row = shape
     row_bits = max(1, max(n_rows - 1, dropped_row).bit_length())
-    digit_bits = _digit_bits(n, row_bits)
+    # Of a radix digit: at most 11 bits, even passes, and no more counters than keys need.
+    passes = -(-row_bits // min(11, max(4, n.bit_length() + 1)))
+    digit_bits = -(-row_bits // passes)
     scratch_words = _whole_lines(scratch // 8 + 1)
     sizes = (
         len(RowCall._fields),
@@ -125,13 +127,6 @@ def _whole_lines(words: int) -> int:
     return -(-words // _LINE_WORDS) * _LINE_WORDS
 
 
-def _digit_bits(n: int, row_bits: int) -> int:
-    """Bits of a radix digit: at most 11, even passes, and no more counters than keys need."""
-    most = min(11, max(4, n.bit_length() + 1))
-    passes = -(-row_bits // most)
-    return -(-row_bits // passes)
-
-
 class RowStep:
     """One step of a rule on tables with row-sparse gradients.
 
@@ -140,8 +135,8 @@ class RowStep:
     When the object is made, the indices are checked and grouped, and all memory is taken.
 
     Args:
-        kernel: the rule and its storage types.
-        tables: at least one; all of these storage types.
+        kernel: the rule and the storage types of all tables.
+        tables: at least one.
         of_row: the block that is called for each row; None: the kernel's update.
         touched_only: True updates the rows that occur (lazy); False all rows, those that do
             not occur with a gradient of 0 (dense-equivalent).
@@ -235,13 +230,6 @@ class RowStep:
         if (bad >= 0).any():
             self._set("bad_position", bad[bad >= 0].min())
             return
-        self._sort()
-        self._run(sort.finish)
-
-    def _each_share(self, part: NativeFunction) -> None:
-        self._run(part, self._size.sort_parts, self._size.sort_parts)
-
-    def _sort(self) -> None:
         self._run(sort.make_offsets)
         self._each_share(sort.scatter_rows)
         first, digit_bits = self._get("position_bits"), self._get("digit_bits")
@@ -254,6 +242,10 @@ class RowStep:
                 keys, spare = self._get("keys"), self._get("spare")
                 self._set("keys", spare)
                 self._set("spare", keys)
+        self._run(sort.finish)
+
+    def _each_share(self, part: NativeFunction) -> None:
+        self._run(part, self._size.sort_parts, self._size.sort_parts)
 
     def _sum_hot(self) -> None:
         """Sum the hot rows, range by range."""
