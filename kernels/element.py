@@ -72,11 +72,7 @@ class Compiler(NamedTuple):
 def compose(prologue: Prologue, compiler: Compiler) -> Any:
     """``condition(g, w, hp)``: one function out of the parts of a prologue, first part first."""
     if not prologue:
-
-        def identity(g, w, hp):
-            return g
-
-        return compiler.inlined(identity)
+        return compiler.inlined(lambda g, w, hp: g)  # noqa: ARG005
     first, rest = compiler.part(prologue[0].apply), compose(prologue[1:], compiler)
 
     def composed(g, w, hp):
@@ -102,11 +98,7 @@ def conditioned(kernel: Kernel, compiler: Compiler, *, zero_gradient: bool = Fal
 def _loaded(kernel: Kernel, compiler: Compiler, k: int = 0) -> Any:
     """``load(arrays, i)``: element ``i`` of the states from number ``k`` on, as numbers."""
     if k == len(kernel.s):
-
-        def nothing(arrays, i):
-            return ()
-
-        return compiler.inlined(nothing)
+        return compiler.inlined(lambda arrays, i: ())  # noqa: ARG005
     to_real, real, place = compiler.conversion(kernel.s[k].to_real), numba_type(kernel.real), 1 + k
     rest = _loaded(kernel, compiler, k + 1)
 
@@ -119,11 +111,7 @@ def _loaded(kernel: Kernel, compiler: Compiler, k: int = 0) -> Any:
 def _stored(kernel: Kernel, compiler: Compiler, k: int = 0) -> Any:
     """``store(arrays, i, values)``: element ``i`` of the arrays from number ``k`` on."""
     if k > len(kernel.s):
-
-        def nothing(arrays, i, values):
-            pass
-
-        return compiler.inlined(nothing)
+        return compiler.inlined(lambda arrays, i, values: None)  # noqa: ARG005
     storage = (kernel.w, *kernel.s)[k]
     convert = compiler.conversion(storage.from_wide if kernel.real is F64 else storage.from_real)
     rest = _stored(kernel, compiler, k + 1)

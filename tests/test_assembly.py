@@ -9,6 +9,7 @@ from typing import Any
 
 import llvmlite.binding as llvm
 import pytest
+from many_states import FIVE, FOUR
 
 from fusestep.kernels import storage
 from fusestep.kernels.cpu.blocks import blocks
@@ -129,6 +130,13 @@ def test_sums_of_squares_are_vectorised(name, kind):
     rule = RULES[name]
     compiled = kernel(rule, (), kind, kind, (kind,) * len(rule.states))
     assert_packed(assembly(blocks(compiled).measure), {"float64 FMA"})
+
+
+@pytest.mark.parametrize("rule", [FOUR, FIVE], ids=["four", "five"])
+def test_blocks_of_many_states_are_vectorised(rule):
+    f32 = storage.F32
+    compiled = kernel(rule, (), f32, f32, (f32,) * len(rule.states))
+    assert_packed(assembly(blocks(compiled).update), WITH_ROOT)
 
 
 @pytest.mark.parametrize("kind", [storage.F16, storage.BF16], ids=lambda s: s.name)

@@ -177,12 +177,8 @@ Form = tuple[np.dtype, tuple[int, ...]]
 class Expected:
     """What the arrays of a tuple should be: exactly ``ndarray``, of these forms and elsewhere.
 
-    Args:
-        forms: the form of each array.
-        memory: where the arrays should not lie, as for `overlaps`.
-        writable: whether they must be.
-        written: arrays that must be so too and stay where and as they are now, whatever arrays
-            are given.
+    They should not lie in ``memory``, which is as for `overlaps`. Arrays that are ``written`` must
+    be writable too, and stay where and as they are now, whatever arrays are given.
     """
 
     def __init__(

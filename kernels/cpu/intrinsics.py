@@ -16,7 +16,7 @@ _I32 = ir.IntType(32)
 _I64 = ir.IntType(64)
 
 
-def _of_int64s(result):
+def of_int64s(result):
     """Decorator: what ``emit(context, builder, *values)`` makes of ``int64``, to be called."""
 
     def decorate(emit):
@@ -40,19 +40,19 @@ def _pointer(builder, address, kind):
     return builder.inttoptr(address, kind.as_pointer())
 
 
-@_of_int64s(types.voidptr)
+@of_int64s(types.voidptr)
 def as_pointer(context, builder, address):
     """An address as a ``void*``, for ``carray``."""
     return builder.inttoptr(address, cgutils.voidptr_t)
 
 
-@_of_int64s(types.int32)
+@of_int64s(types.int32)
 def load_int32(context, builder, address):
     """The ``int32`` at an address."""
     return builder.load(_pointer(builder, address, _I32))
 
 
-@_of_int64s(types.int64)
+@of_int64s(types.int64)
 def load_int64(context, builder, address):
     """The ``int64`` at an address."""
     return builder.load(_pointer(builder, address, _I64))
@@ -67,7 +67,7 @@ def tuple_reader(cls, scalar):
     count = len(cls._fields)
     result = types.NamedUniTuple(scalar, count, cls)
 
-    @_of_int64s(result)
+    @of_int64s(result)
     def read(context, builder, address):
         first = _pointer(builder, address, context.get_value_type(scalar))
         places = [builder.gep(first, [ir.Constant(_I64, k)]) for k in range(count)]
@@ -85,7 +85,7 @@ def array_reader(carriers):
     arrays = [types.Array(from_dtype(np.dtype(carrier)), 1, "C") for carrier in carriers]
     result = types.Tuple(arrays)
 
-    @_of_int64s(result)
+    @of_int64s(result)
     def read(context, builder, addresses, offset, n):
         first, made = _pointer(builder, addresses, _I64), []
         for k, kind in enumerate(arrays):
@@ -130,7 +130,7 @@ def threads_of_numba(typingctx):
     return types.int32(), codegen
 
 
-@_of_int64s(types.int64)
+@of_int64s(types.int64)
 def atomic_add(context, builder, address, value):
     """Add to the ``int64`` at an address, atomically; returns what was there.
 
@@ -140,7 +140,7 @@ def atomic_add(context, builder, address, value):
     return builder.atomic_rmw("add", _pointer(builder, address, _I64), value, "monotonic")
 
 
-@_of_int64s(types.int32)
+@of_int64s(types.int32)
 def compare_and_swap(context, builder, address, expected, new):
     """Exchange the ``int32`` at an address if it is ``expected``; returns what was there.
 
@@ -151,13 +151,13 @@ def compare_and_swap(context, builder, address, expected, new):
     return builder.extract_value(builder.cmpxchg(place, *words, "acquire", "monotonic"), 0)
 
 
-@_of_int64s(types.int32)
+@of_int64s(types.int32)
 def load_acquire(context, builder, address):
     """The ``int32`` at an address; atomic, with acquire ordering."""
     return builder.load_atomic(_pointer(builder, address, _I32), "acquire", 4)
 
 
-@_of_int64s(types.void)
+@of_int64s(types.void)
 def store_release(context, builder, address, value):
     """Write an ``int32``, atomic, with release ordering: the next holder sees all writes before."""
     place = _pointer(builder, address, _I32)
@@ -181,7 +181,7 @@ def cpu_pause(typingctx):
 
 
 def _prefetcher(write):
-    @_of_int64s(types.void)
+    @of_int64s(types.void)
     def prefetch(context, builder, address):
         kinds = cgutils.voidptr_t, _I32, _I32, _I32
         declared = _declared(builder, "llvm.prefetch.p0", ir.VoidType(), *kinds)

@@ -93,11 +93,15 @@ def _available_threads():
     return threads_of_numba()
 
 
-_available_threads._cache = KernelCache("available threads")
-_serial._cache = KernelCache("serial loop")
-_serial_pair._cache = KernelCache("two serial loops")
-_serial_loops._cache = KernelCache("serial loops")
-_parallel_loops._cache = KernelCache("parallel loops")
+_COMPILED = {
+    "available threads": _available_threads,
+    "serial loop": _serial,
+    "two serial loops": _serial_pair,
+    "serial loops": _serial_loops,
+    "parallel loops": _parallel_loops,
+}
+for _identity, _function in _COMPILED.items():
+    _function._cache = KernelCache(_identity)
 
 
 class Loop(NamedTuple):
@@ -210,11 +214,8 @@ def _layer_guard() -> AbstractContextManager[object]:
 def compile_loops() -> None:
     """Compile all loops, or read them from the cache."""
     _start_layer()
-    _available_threads.compile(())
-    _serial.compile((types.int64,) * 3)
-    _serial_pair.compile((types.int64,) * 6)
-    _serial_loops.compile((types.int64,) * 2)
-    _parallel_loops.compile((types.int64,) * 4)
+    for function in _COMPILED.values():
+        function.compile((types.int64,) * function.py_func.__code__.co_argcount)
 
 
 def start_threads() -> None:

@@ -10,6 +10,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic, models, register_model
 
+from .intrinsics import of_int64s
+
 
 class Vector(types.Type):
     """``count`` numbers of type ``real`` (float32 or float64)."""
@@ -54,19 +56,16 @@ def vector_loader(storage, vector):
     element, itemsize, convert = _STORED[storage.name]
     real = ir.VectorType(_IR[vector.real], vector.count)
 
-    @intrinsic
-    def load(typingctx, address):
-        def codegen(context, builder, signature, args):
-            stored = ir.VectorType(element, vector.count).as_pointer()
-            values = builder.load(builder.inttoptr(args[0], stored), align=itemsize)
-            if convert:
-                values = convert(builder, values, vector.count)
-            if values.type == real:
-                return values
-            is_wider = real.element == ir.DoubleType()
-            return builder.fpext(values, real) if is_wider else builder.fptrunc(values, real)
-
-        return vector(types.int64), codegen
+    @of_int64s(vector)
+    def load(context, builder, address):
+        stored = ir.VectorType(element, vector.count).as_pointer()
+        values = builder.load(builder.inttoptr(address, stored), align=itemsize)
+        if convert:
+            values = convert(builder, values, vector.count)
+        if values.type == real:
+            return values
+        is_wider = real.element == ir.DoubleType()
+        return builder.fpext(values, real) if is_wider else builder.fptrunc(values, real)
 
     return load
 

@@ -65,28 +65,14 @@ def functions(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``fusestep warmup``."""
-    parser.add_argument(
-        "--dtype",
-        nargs="+",
-        choices=sorted(_BY_NAME),
-        default=["f32"],
-        help="storage types of parameter, gradient and state (default: f32)",
-    )
-    parser.add_argument(
-        "--rule",
-        nargs="+",
-        choices=sorted(all_rules()),
-        default=None,
-        help="update rules (default: all)",
-    )
-    parser.add_argument(
-        "--plain",
-        action="store_true",
-        help="without weight decay and loss scale, which are compiled in",
-    )
-    parser.add_argument(
-        "--clear", action="store_true", help="first remove every kernel from the cache"
-    )
+    add = parser.add_argument
+    of_dtype = "storage types of parameter, gradient and state (default: f32)"
+    add("--dtype", nargs="+", choices=sorted(_BY_NAME), default=["f32"], help=of_dtype)
+    of_rule = "update rules (default: all)"
+    add("--rule", nargs="+", choices=sorted(all_rules()), default=None, help=of_rule)
+    without = "without weight decay and loss scale, which are compiled in"
+    add("--plain", action="store_true", help=without)
+    add("--clear", action="store_true", help="first remove every kernel from the cache")
 
 
 def main(args: argparse.Namespace) -> int:

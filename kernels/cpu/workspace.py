@@ -48,9 +48,7 @@ def borrow(n_words: int) -> Block:
     return block if block.words.size >= n_words else _allocate(n_words)
 
 
-def give_back(block: Block) -> None:
-    """Leave a block to later calls."""
-    _blocks.give(block)
+give_back = _blocks.give
 
 
 def _allocate(n_words: int) -> Block:

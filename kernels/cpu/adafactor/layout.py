@@ -78,8 +78,11 @@ class FactoredTable:
         """The next row of the table."""
         _, row_state, column_state, matrices, height, width = tensor
         states = address_of(addresses), row_state, column_state
-        cut = _cut(height, width)
-        _, _, down, across, group = cut
+        tile_width = min(width, _TILE_WIDTH)
+        tile_height = min(height, max(1, _PART // tile_width))
+        down, across = -(-height // tile_height), -(-width // tile_width)
+        group = max(1, _PART // (height * width)) if down * across == 1 else 1
+        cut = tile_height, tile_width, down, across, group
         of_rows, of_columns = matrices * height, matrices * width
         column_sums = self.n_sums + of_rows * across
         first = self.n_parts, self.n_groups
@@ -91,12 +94,3 @@ class FactoredTable:
         self.n_sums = column_sums + of_columns * down
         self.n_factors += of_rows + of_columns
         return Matrices(*states, matrices, height, width, *cut, *first, *places)
-
-
-def _cut(height: int, width: int) -> tuple[int, int, int, int, int]:
-    """Height and width of a tile, tiles down and across, and matrices of a part."""
-    tile_width = min(width, _TILE_WIDTH)
-    tile_height = min(height, max(1, _PART // tile_width))
-    down, across = -(-height // tile_height), -(-width // tile_width)
-    group = max(1, _PART // (height * width)) if down * across == 1 else 1
-    return tile_height, tile_width, down, across, group

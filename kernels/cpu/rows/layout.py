@@ -33,6 +33,7 @@ class Table(NamedTuple):
     first_position: int
     indices: int
     index_bytes: int
+    length: int  # positions
     first_range: int
     range: int  # positions of a range
     n_ranges: int

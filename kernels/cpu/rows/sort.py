@@ -22,12 +22,6 @@ def share(n, parts, index):
 
 
 @njit(inline="always")
-def _position_end(c, tables, t):
-    """The position after the last of table ``t``."""
-    return tables[t + 1].first_position if t + 1 < c.n_tables else c.n
-
-
-@njit(inline="always")
 def _index(indices, n_bytes, k):
     """Element ``k`` of int32 or int64 indices; the test is the same in a whole loop."""
     if n_bytes == 4:
@@ -36,71 +30,56 @@ def _index(indices, n_bytes, k):
 
 
 @njit(inline="always")
-def _count_table(table, begin, end, dropped_row, histogram):
-    """Count the lowest digits of ``indices[begin:end]``; returns the first bad one, or -1."""
-    mask = np.uint64(histogram.size - 1)
-    n_rows, first_row = table.rows, table.first_row
-    indices, n_bytes = table.indices, table.index_bytes
-    for k in range(begin, end):
-        row = _index(indices, n_bytes, k)
-        key_row = row + first_row
-        if row < 0 or row >= n_rows:
-            if dropped_row < 0:
-                return k
-            key_row = dropped_row
-        histogram[np.uint64(key_row) & mask] += 1
-    return -1
-
-
-@njit(inline="always")
-def _scatter_table(table, begin, end, dropped_row, offsets, out, bits):
-    """Move the keys of ``indices[begin:end]`` to the places of their lowest digits."""
-    mask = np.uint64(offsets.size - 1)
-    n_rows, first_row, first = table.rows, table.first_row, table.first_position
-    indices, n_bytes = table.indices, table.index_bytes
-    for k in range(begin, end):
-        row = _index(indices, n_bytes, k)
-        key_row = row + first_row if 0 <= row < n_rows else dropped_row
-        digit = np.uint64(key_row) & mask
-        place = offsets[digit]
-        out[np.uint64(place)] = (key_row << bits) | (first + k)
-        offsets[digit] = place + 1
-
-
-@njit(inline="always")
-def _stretch(c, tables, t, begin, end):
-    """The part of positions ``begin .. end`` that is of table ``t``, counted within it."""
-    first = tables[t].first_position
-    return max(begin, first) - first, min(end, _position_end(c, tables, t)) - first
+def _stretch(table, begin, end):
+    """The part of positions ``begin .. end`` that is of a table, counted within it."""
+    first = table.first_position
+    return max(begin - first, 0), min(end - first, table.length)
 
 
 @njit(error_model="numpy")
-def count_rows(c, begin, end, histogram):
+def _count_rows(c, begin, end, histogram):
     """Count the lowest digits of the rows at positions ``begin .. end``; checks every index.
 
     Returns the first position whose index is out of range, or -1.
     """
-    tables = tables_of(c)
+    tables, dropped_row, mask = tables_of(c), c.dropped_row, np.uint64(histogram.size - 1)
     histogram[:] = 0
     for t in range(c.n_tables):
-        low, high = _stretch(c, tables, t, begin, end)
-        bad = _count_table(tables[t], low, high, c.dropped_row, histogram)
-        if bad >= 0:
-            return tables[t].first_position + bad
+        low, high = _stretch(tables[t], begin, end)
+        n_rows, first_row = tables[t].rows, tables[t].first_row
+        indices, n_bytes = tables[t].indices, tables[t].index_bytes
+        for k in range(low, high):
+            row = _index(indices, n_bytes, k)
+            key_row = row + first_row
+            if row < 0 or row >= n_rows:
+                if dropped_row < 0:
+                    return tables[t].first_position + k
+                key_row = dropped_row
+            histogram[np.uint64(key_row) & mask] += 1
     return -1
 
 
 @njit(error_model="numpy")
-def scatter_rows(c, begin, end, offsets, out):
+def _scatter_rows(c, begin, end, offsets, out):
     """The first pass of the sort: makes the keys of positions ``begin .. end`` on its way."""
-    tables = tables_of(c)
+    tables, dropped_row, mask = tables_of(c), c.dropped_row, np.uint64(offsets.size - 1)
+    bits = c.position_bits
     for t in range(c.n_tables):
-        low, high = _stretch(c, tables, t, begin, end)
-        _scatter_table(tables[t], low, high, c.dropped_row, offsets, out, c.position_bits)
+        low, high = _stretch(tables[t], begin, end)
+        n_rows, first_row = tables[t].rows, tables[t].first_row
+        indices, n_bytes = tables[t].indices, tables[t].index_bytes
+        first = tables[t].first_position
+        for k in range(low, high):
+            row = _index(indices, n_bytes, k)
+            key_row = row + first_row if 0 <= row < n_rows else dropped_row
+            digit = np.uint64(key_row) & mask
+            place = offsets[digit]
+            out[np.uint64(place)] = (key_row << bits) | (first + k)
+            offsets[digit] = place + 1
 
 
 @njit(inline="always")
-def count_digits(keys, begin, end, shift, histogram):
+def _count_digits(keys, begin, end, shift, histogram):
     """``histogram[d]``: how many keys of ``begin .. end`` have digit ``d`` at ``shift``."""
     mask = np.uint64(histogram.size - 1)
     for digit in range(histogram.size):
@@ -110,7 +89,7 @@ def count_digits(keys, begin, end, shift, histogram):
 
 
 @njit(inline="always")
-def offsets_of(histograms, n):
+def _offsets_of(histograms, n):
     """Turn counts into the places where each part writes each digit.
 
     Returns False when one digit holds all keys: the pass would move nothing.
@@ -127,7 +106,7 @@ def offsets_of(histograms, n):
 
 
 @njit(inline="always")
-def scatter(keys, begin, end, shift, offsets, out):
+def _scatter(keys, begin, end, shift, offsets, out):
     """Move the keys of ``begin .. end`` to their places; equal digits keep their order."""
     mask = np.uint64(offsets.size - 1)
     for k in range(begin, end):
@@ -157,6 +136,13 @@ def _histograms(c):
 
 
 @njit(inline="always")
+def _own(c, index):
+    """What a share of the positions has: where it begins and ends, and its counters."""
+    begin, end = share(c.n, c.sort_parts, index), share(c.n, c.sort_parts, index + 1)
+    return begin, end, _histograms(c)[index]
+
+
+@njit(inline="always")
 def _finish(c, keys):
     """Tell where the sorted keys lie, and how many of them belong to rows."""
     c.sorted_keys, c.n_valid = keys.ctypes.data, c.n
@@ -169,64 +155,63 @@ def group_serial(index, slot, call):
     """Keys and sort on one thread."""
     c = read_call(call)
     histograms = _histograms(c)
-    c.bad_position = count_rows(c, 0, c.n, histograms[0])
+    c.bad_position = _count_rows(c, 0, c.n, histograms[0])
     if c.bad_position >= 0:
         return
-    offsets_of(histograms, c.n)
+    _offsets_of(histograms, c.n)
     keys, spare = int64s(c.keys, c.n + PADDING), int64s(c.spare, c.n + PADDING)
-    scatter_rows(c, 0, c.n, histograms[0], keys)
+    _scatter_rows(c, 0, c.n, histograms[0], keys)
     shift = c.position_bits + c.digit_bits
     while shift < c.position_bits + c.row_bits:
-        count_digits(keys, 0, c.n, shift, histograms[0])
-        if offsets_of(histograms, c.n):
-            scatter(keys, 0, c.n, shift, histograms[0], spare)
+        _count_digits(keys, 0, c.n, shift, histograms[0])
+        if _offsets_of(histograms, c.n):
+            _scatter(keys, 0, c.n, shift, histograms[0], spare)
             keys, spare = spare, keys
         shift += c.digit_bits
     _finish(c, keys)
 
 
 @part
-def count_rows_part(index, slot, call):
+def count_rows(index, slot, call):
     """Counts of the lowest digit of one share; its bad position, or -1, goes to ``bad``."""
     c = read_call(call)
-    begin, end = share(c.n, c.sort_parts, index), share(c.n, c.sort_parts, index + 1)
-    int64s(c.bad, c.sort_parts)[index] = count_rows(c, begin, end, _histograms(c)[index])
+    begin, end, histogram = _own(c, index)
+    int64s(c.bad, c.sort_parts)[index] = _count_rows(c, begin, end, histogram)
 
 
 @part
-def scatter_rows_part(index, slot, call):
+def scatter_rows(index, slot, call):
     """The first pass of the sort for one share of the positions."""
     c = read_call(call)
-    begin, end = share(c.n, c.sort_parts, index), share(c.n, c.sort_parts, index + 1)
-    scatter_rows(c, begin, end, _histograms(c)[index], int64s(c.keys, c.n))
+    begin, end, offsets = _own(c, index)
+    _scatter_rows(c, begin, end, offsets, int64s(c.keys, c.n))
 
 
 @part
-def count_part(index, slot, call):
+def count_digits(index, slot, call):
     """Digit counts of one share of the keys."""
     c = read_call(call)
-    begin, end = share(c.n, c.sort_parts, index), share(c.n, c.sort_parts, index + 1)
-    count_digits(int64s(c.keys, c.n), begin, end, c.shift, _histograms(c)[index])
+    begin, end, histogram = _own(c, index)
+    _count_digits(int64s(c.keys, c.n), begin, end, c.shift, histogram)
 
 
 @part
-def scatter_part(index, slot, call):
+def scatter_keys(index, slot, call):
     """Move one share of the keys."""
     c = read_call(call)
-    begin, end = share(c.n, c.sort_parts, index), share(c.n, c.sort_parts, index + 1)
-    keys, spare = int64s(c.keys, c.n), int64s(c.spare, c.n)
-    scatter(keys, begin, end, c.shift, _histograms(c)[index], spare)
+    begin, end, offsets = _own(c, index)
+    _scatter(int64s(c.keys, c.n), begin, end, c.shift, offsets, int64s(c.spare, c.n))
 
 
 @part
-def offsets_part(index, slot, call):
+def make_offsets(index, slot, call):
     """Turn all counts into places; ``moved`` tells whether the pass moves anything."""
     c = read_call(call)
-    c.moved = offsets_of(_histograms(c), c.n)
+    c.moved = _offsets_of(_histograms(c), c.n)
 
 
 @part
-def finish_part(index, slot, call):
+def finish(index, slot, call):
     """The last step of a sort on several threads."""
     c = read_call(call)
     _finish(c, int64s(c.keys, c.n))

@@ -6,7 +6,7 @@ import os
 import struct
 from functools import cache, lru_cache
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,12 +35,20 @@ _stripes_address = address_of(stripes)
 if hasattr(os, "register_at_fork"):
     # A thread that held a row in the parent does not exist in the child.
     os.register_at_fork(after_in_child=lambda: stripes.fill(0))
+
+
+def _whole_lines(words: int) -> int:
+    return -(-words // _LINE_WORDS) * _LINE_WORDS
+
+
 _FIELD = {name: k for k, name in enumerate(RowCall._fields)}
-# What one loop tells the next, or single phases fill in; no bad position is known.
-_UNKNOWN = (-1, *(0,) * (len(RowCall._fields) - _FIELD["bad_position"] - 1))
-# Numbers to words of a block, ten times as fast as NumPy's assignment.
-_pack_call = struct.Struct(f"{len(RowCall._fields)}q").pack_into
-_pack_table = struct.Struct(f"{len(Table._fields)}q").pack_into
+# What one loop tells the next, or single phases fill in, to the end of a line; no bad position.
+_UNKNOWN = (-1, *(0,) * (_whole_lines(len(_FIELD)) - _FIELD["bad_position"] - 1))
+
+
+@cache
+def _packer(n_words: int) -> Any:
+    return struct.Struct(f"{n_words}q").pack_into
 
 
 def row_norm(kernel: Kernel, tables: list[RowTable]) -> tuple[int, float]:
@@ -93,7 +101,9 @@ def _sizes(kernel: Kernel, tables: list[RowTable], touched_only: bool, drop: boo
 def _sizes_of(shape: tuple[int, ...], sort_parts: int, threads: int, scratch: int) -> _Sizes:
     n, n_rows, n_tables, n_arrays, dropped_row = shape
     row_bits = max(1, max(n_rows - 1, dropped_row).bit_length())
-    digit_bits = _digit_bits(n, row_bits)
+    # Of a radix digit: at most 11 bits, even passes, and no more counters than keys need.
+    passes = -(-row_bits // min(11, max(4, n.bit_length() + 1)))
+    digit_bits = -(-row_bits // passes)
     scratch_words = _whole_lines(scratch // 8 + 1)
     sizes = (
         len(RowCall._fields),
@@ -112,24 +122,16 @@ def _sizes_of(shape: tuple[int, ...], sort_parts: int, threads: int, scratch: in
 
 
 @cache
-def _kernel_arguments(kernel: Kernel, of_row: NativeFunction, every_row: bool) -> tuple[int, ...]:
+def _kernel_arguments(
+    kernel: Kernel, of_row: NativeFunction | None, every_row: bool
+) -> tuple[int, ...]:
     """The arguments of the loops that the kernel decides; ``of_row`` is called for each row."""
+    block = of_row or blocks(kernel).update_real
     zero = blocks(kernel).update_zero.address if every_row else 0
     add = sums.accumulate(kernel.g, kernel.real).address
     # These live as long as this tuple is kept.
     n, itemsizes = len(kernel.itemsizes), address_of(kernel.itemsizes)
-    return of_row.address, zero, add, n, itemsizes, kernel.real.itemsize
-
-
-def _whole_lines(words: int) -> int:
-    return -(-words // _LINE_WORDS) * _LINE_WORDS
-
-
-def _digit_bits(n: int, row_bits: int) -> int:
-    """Bits of a radix digit: at most 11, even passes, and no more counters than keys need."""
-    most = min(11, max(4, n.bit_length() + 1))
-    passes = -(-row_bits // most)
-    return -(-row_bits // passes)
+    return block.address, zero, add, n, itemsizes, kernel.real.itemsize
 
 
 class RowStep:
@@ -140,8 +142,8 @@ class RowStep:
     When the object is made, the indices are checked and grouped, and all memory is taken.
 
     Args:
-        kernel: the rule and its storage types.
-        tables: at least one; all of these storage types.
+        kernel: the rule and the storage types of all tables.
+        tables: at least one.
         of_row: the block that is called for each row; None: the kernel's update.
         touched_only: True updates the rows that occur (lazy); False all rows, those that do
             not occur with a gradient of 0 (dense-equivalent).
@@ -168,10 +170,8 @@ class RowStep:
         self._size = _sizes(kernel, tables, touched_only, drop)
         self._block = borrow(self._size.words)
         self._keep: list[np.ndarray] = []  # arrays whose addresses the loops have
-        block = of_row or blocks(kernel).update_real
-        of_kernel = _kernel_arguments(kernel, block, not touched_only)
-        self._write_arguments(of_kernel, _stripes_address if locked else 0)
-        self._n_ranges = self._write_tables()
+        of_kernel = _kernel_arguments(kernel, of_row, not touched_only)
+        self._n_ranges = self._write_arguments(of_kernel, _stripes_address if locked else 0)
         self._group()
         self.bad_position = self._get("bad_position")
         self.loops: tuple[Loop, ...] = ()
@@ -197,29 +197,29 @@ class RowStep:
     def _run(self, part: NativeFunction, n: int = 1, threads: int = 1) -> None:
         run(part, n, self._block.address, threads)
 
-    def _write_arguments(self, of_kernel: tuple[int, ...], locks: int) -> None:
-        size, (words, base) = self._size, self._block
-        sections = [base + 8 * place for place in size.places[_TABLES:]]
-        _pack_call(words.data, 0, *size.arguments, *of_kernel, *sections, locks, *_UNKNOWN)
+    def _write_arguments(self, of_kernel: tuple[int, ...], locks: int) -> int:
+        """`RowCall`, then the tables, then all their addresses; returns how many ranges there are.
 
-    def _write_tables(self) -> int:
-        """The tables, and after them all their addresses; returns how many ranges there are."""
-        (words, base), place = self._block, self._size.places[_TABLES]
-        at_addresses = place + len(self._tables) * len(Table._fields)
+        They are packed at once, which is ten times as fast as NumPy's assignment.
+        """
+        size, (words, base), tables = self._size, self._block, self._tables
+        sections = [base + 8 * place for place in size.places[_TABLES:]]
+        fields = [*size.arguments, *of_kernel, *sections, locks, *_UNKNOWN]
+        at_addresses = base + 8 * (len(fields) + len(tables) * len(Table._fields))
         first_row = first_position = first_range = 0
-        for addresses, hp, n_rows, width, indices, index_bytes, n, values in self._tables:
+        for addresses, hp, n_rows, width, indices, index_bytes, n, values in tables:
             length = range_length(n)
-            struct.pack_into(f"{len(addresses)}q", words.data, 8 * at_addresses, *addresses)
             # The loops know an occurrence by its position among those of all tables.
             values -= first_position * width * self._kernel.g.itemsize
-            of_rows = base + 8 * at_addresses, values, hp, n_rows, width, first_row
-            of_indices = first_position, indices, index_bytes, first_range, length, -(-n // length)
-            _pack_table(words.data, 8 * place, *of_rows, *of_indices)
+            fields += (at_addresses, values, hp, n_rows, width, first_row, first_position)
+            fields += (indices, index_bytes, n, first_range, length, -(-n // length))
+            at_addresses += 8 * len(addresses)
             first_range += -(-n // length)
             first_row += n_rows
             first_position += n
-            place += len(Table._fields)
-            at_addresses += len(addresses)
+        for table in tables:
+            fields += table.addresses
+        _packer(len(fields))(words.data, 0, *fields)
         return first_range
 
     def _group(self) -> None:
@@ -227,31 +227,28 @@ class RowStep:
         if self._size.sort_parts == 1:
             self._run(sort.group_serial)
             return
-        self._each_share(sort.count_rows_part)
+        self._each_share(sort.count_rows)
         place = self._size.places[_BAD]
         bad = self._block.words[place : place + self._size.sort_parts]
         if (bad >= 0).any():
             self._set("bad_position", bad[bad >= 0].min())
             return
-        self._sort()
-        self._run(sort.finish_part)
-
-    def _each_share(self, part: NativeFunction) -> None:
-        self._run(part, self._size.sort_parts, self._size.sort_parts)
-
-    def _sort(self) -> None:
-        self._run(sort.offsets_part)
-        self._each_share(sort.scatter_rows_part)
+        self._run(sort.make_offsets)
+        self._each_share(sort.scatter_rows)
         first, digit_bits = self._get("position_bits"), self._get("digit_bits")
         for shift in range(first + digit_bits, first + self._get("row_bits"), digit_bits):
             self._set("shift", shift)
-            self._each_share(sort.count_part)
-            self._run(sort.offsets_part)
+            self._each_share(sort.count_digits)
+            self._run(sort.make_offsets)
             if self._get("moved"):
-                self._each_share(sort.scatter_part)
+                self._each_share(sort.scatter_keys)
                 keys, spare = self._get("keys"), self._get("spare")
                 self._set("keys", spare)
                 self._set("spare", keys)
+        self._run(sort.finish)
+
+    def _each_share(self, part: NativeFunction) -> None:
+        self._run(part, self._size.sort_parts, self._size.sort_parts)
 
     def _sum_hot(self) -> None:
         """Sum the hot rows, range by range."""

@@ -189,18 +189,6 @@ def measure_touched(index, slot, call):
 
 
 @njit(inline="always")
-def _update_row(c, table, row, total):
-    """The block on one row, under its lock where rows have locks."""
-    lock = 0
-    if c.stripes != 0:
-        offset = row * table.width * load_int64(c.itemsizes)
-        lock = _lock(c.stripes, load_int64(table.arrays) + offset)
-    _call_block(c.block, table, row, table.width, total)
-    if c.stripes != 0:
-        store_release(lock, 0)
-
-
-@njit(inline="always")
 def _table_of(tables, t, row):
     """The table of a global row, which is table ``t`` or a later one."""
     while row >= tables[t].first_row + tables[t].rows:
@@ -250,7 +238,14 @@ def update_touched(index, slot, call):
             t = _table_of(tables, t, row)
             most = _rows_ahead(c, tables[t])
         _sum_segment(c, tables[t], begin, end, total)
-        _update_row(c, tables[t], row - tables[t].first_row, total)
+        table, lock = tables[t], 0
+        row -= table.first_row
+        if c.stripes != 0:
+            offset = row * table.width * load_int64(c.itemsizes)
+            lock = _lock(c.stripes, load_int64(table.arrays) + offset)
+        _call_block(c.block, table, row, table.width, total)
+        if c.stripes != 0:
+            store_release(lock, 0)
 
 
 @part

@@ -1,0 +1,138 @@
+"""Rules of more states than any of the package: dense, rows, every storage type, in every loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from many_states import FIVE, FOUR, SCALARS, expected, expected_sizes
+
+from fusestep.kernels.rules.gradient import COUPLED_DECAY
+from fusestep.kernels.storage import STORAGES
+from fusestep.ops.runtime.row_step import RowGradient, row_step
+from fusestep.ops.runtime.step import Variables, dense_step, measure_step
+
+from helpers import assert_same_bits
+
+Array = Any
+F16, F32, F64, BF16 = np.float16, np.float32, np.float64, ml_dtypes.bfloat16
+UNIT = {np.dtype(kind): 2.0**-bits for kind, bits in ((F16, 11), (BF16, 8), (F32, 24), (F64, 53))}
+KINDS = [
+    pytest.param(F32, F32, (F32,) * 5, id="f32"),
+    pytest.param(F64, F64, (F64,) * 5, id="f64"),
+    pytest.param(BF16, BF16, (BF16,) * 5, id="bf16"),
+    pytest.param(F32, F16, (F16, F32, F16, BF16, F32), id="mixed"),
+]
+DECAY = 0.25
+
+
+def new(rule: Any, shape: Any, kinds: Any, seed: int) -> tuple[Array, ...]:
+    """A parameter and the states of a rule, all different."""
+    rng = np.random.default_rng(seed)
+    count = 1 + len(rule.states)
+    return tuple(rng.uniform(0.5, 2.0, shape).astype(kind) for kind in kinds[:count])
+
+
+def scalars_of(real: Any, *more: float) -> Array:
+    return np.array([(*SCALARS, *more), (0.02, 0.8, 0.2, 1e-2, *more)], real)
+
+
+def real_of(w: Any) -> Any:
+    return F64 if w is F64 else F32
+
+
+def compare(found: tuple[Array, ...], before: tuple[Array, ...], g: Array, hp: Array) -> None:
+    """With the step in float64, rounded as the arithmetic and each array are."""
+    w, *states = (a.astype(F64) for a in before)
+    wanted = expected(w, np.asarray(g, F64), states, hp.astype(F64))
+    arithmetic = UNIT[hp.dtype]
+    for array, exact in zip(found, wanted, strict=True):
+        # Terms are below 8 and a quotient of them below 32; each is rounded once or twice.
+        near = UNIT[array.dtype] * np.abs(exact) + 64 * arithmetic * np.maximum(1, np.abs(exact))
+        assert np.all(np.abs(array.astype(F64) - exact) <= near)
+
+
+@pytest.mark.parametrize("rule", [FOUR, FIVE], ids=["four", "five"])
+@pytest.mark.parametrize(("w", "g", "s"), KINDS)
+def test_dense(rule: Any, w: Any, g: Any, s: Any) -> None:
+    """Tensors of many sizes in one call, on several threads and with scalars of their own."""
+    shapes = [(1,), (7,), (), (0, 3), (1_003,), (250, 300)]
+    tensors = [new(rule, shape, (w, *s), k) for k, shape in enumerate(shapes)]
+    before = [tuple(a.copy() for a in arrays) for arrays in tensors]
+    rng = np.random.default_rng(9)
+    gradients = [rng.uniform(-1.0, 1.0, shape).astype(g) for shape in shapes]
+    addresses = np.array([a.ctypes.data for a in gradients])
+    hp, hp_of = scalars_of(real_of(w)), np.arange(len(shapes)) % 2
+    storage = STORAGES[np.dtype(g)]
+    dense_step(rule, (), Variables.of(tensors), addresses, storage, hp, hp_of)
+    for found, old, gradient, row in zip(tensors, before, gradients, hp_of, strict=True):
+        compare(found, old, gradient, hp[row])
+
+
+@pytest.mark.parametrize("lazy", [True, False], ids=["lazy", "dense-equivalent"])
+@pytest.mark.parametrize("rule", [FOUR, FIVE], ids=["four", "five"])
+@pytest.mark.parametrize(("w", "g", "s"), KINDS)
+def test_rows(rule: Any, w: Any, g: Any, s: Any, lazy: bool) -> None:
+    """Two tables, duplicates, a row hot enough to be summed range by range."""
+    shapes, rng = [(60, 24), (9, 1)], np.random.default_rng(3)
+    tensors = [new(rule, shape, (w, *s), k) for k, shape in enumerate(shapes)]
+    before = [tuple(a.copy() for a in arrays) for arrays in tensors]
+    gradients, sums = [], []
+    for (n, d), b in zip(shapes, (900, 12), strict=True):
+        indices = np.where(np.arange(b) % 3 > 0, 5, rng.integers(0, n - 3, b))
+        values = (rng.integers(-8, 9, (b, d)) / 1_024).astype(g)  # exact in any order
+        total = np.zeros((n, d))
+        np.add.at(total, indices, values.astype(F64))
+        gradients.append(RowGradient.of(indices, values))
+        sums.append(total)
+    hp = scalars_of(real_of(w))
+    row_step(["", ""], rule, (), Variables.of(tensors), gradients, hp, [0, 1], touched_only=lazy)
+    for t, (found, old) in enumerate(zip(tensors, before, strict=True)):
+        touched = np.zeros(len(old[0]), bool)
+        touched[gradients[t].indices] = True
+        assert 0 < touched.sum() < len(touched)
+        changed = touched if lazy else np.ones_like(touched)
+        compare(
+            tuple(a[changed] for a in found),
+            tuple(a[changed] for a in old),
+            sums[t][changed],
+            hp[t],
+        )
+        for a, b in zip(found, old, strict=True):
+            assert_same_bits(a[~changed], b[~changed])
+
+
+@pytest.mark.parametrize(("w", "g", "s"), KINDS)
+def test_every_loop_gives_the_same_bits(w: Any, g: Any, s: Any) -> None:
+    """Dense, and rows that all occur once, behind a prologue."""
+    prologue, shape = (COUPLED_DECAY,), (400, 33)
+    hp, storage = scalars_of(real_of(w), DECAY, 0.0)[:1], STORAGES[np.dtype(g)]
+    gradient = np.random.default_rng(4).uniform(-1.0, 1.0, shape).astype(g)
+    dense, lazy, swept = (new(FIVE, shape, (w, *s), 0) for _ in range(3))
+    place = np.array([gradient.ctypes.data])
+    dense_step(FIVE, prologue, Variables.of([dense]), place, storage, hp, np.zeros(1, np.int64))
+    order = np.random.default_rng(5).permutation(shape[0])
+    rows = [RowGradient.of(order, gradient[order])]
+    for arrays, touched_only in ((lazy, True), (swept, False)):
+        variables = Variables.of([arrays])
+        row_step([""], FIVE, prologue, variables, rows, hp, [0], touched_only=touched_only)
+        for found, wanted in zip(arrays, dense, strict=True):
+            assert_same_bits(found, wanted)
+
+
+@pytest.mark.parametrize(("w", "g", "s"), KINDS)
+def test_five_sums_of_four_states(w: Any, g: Any, s: Any) -> None:
+    shapes = [(3,), (70_001,), (0,)]
+    tensors = [new(FOUR, shape, (w, *s), k) for k, shape in enumerate(shapes)]
+    gradients = [np.linspace(-1.0, 1.0, n).astype(g) for (n,) in shapes]
+    addresses = np.array([a.ctypes.data for a in gradients])
+    hp = scalars_of(real_of(w))
+    arguments = (Variables.of(tensors), addresses, STORAGES[np.dtype(g)], hp, np.array([0, 1, 0]))
+    found = measure_step(FOUR, (), *arguments)
+    assert found.shape == (3, 5)
+    for t, row in enumerate((0, 1, 0)):
+        x, *states = (a.astype(F64) for a in tensors[t])
+        wanted = expected_sizes(x, gradients[t].astype(F64), states, hp[row].astype(F64))
+        np.testing.assert_allclose(found[t], wanted, rtol=1e-6)
