@@ -17,8 +17,8 @@ from ..kernels.rules.formula import ROUNDING, Formula
 from ..kernels.rules.rule import Rule, columns, factors
 from ..ops.runtime import check, locks
 from ..ops.runtime.errors import message
-from ..ops.runtime.row_step import RowGradient, prepared_rows
-from ..ops.runtime.step import Prepared, commit, measure_step, prepared_dense
+from ..ops.runtime.row_step import RowGradient, RowUpdate, prepared_rows
+from ..ops.runtime.step import DenseUpdate, Prepared, commit, measure_step, prepared_dense
 from .base.numbers import Number, number_of
 from .base.parameter import Parameter
 from .engine.conditioning import Conditioning
@@ -234,14 +234,16 @@ class FusedOptimizer(DeviceSteps):
     ) -> Prepared:
         batch = call.batch
         return prepared_rows(
-            batch.labels,
-            self._rule,
-            conditioning.prologue,
-            batch.variables,
-            gradients,
-            call.hp,
-            hp_of,
-            touched_only=self.sparse_update == "lazy",
+            RowUpdate.of(
+                batch.labels,
+                self._rule,
+                conditioning.prologue,
+                batch.variables,
+                gradients,
+                call.hp,
+                hp_of,
+                self.sparse_update == "lazy",
+            )
         )
 
     def _prepared_dense(
@@ -252,7 +254,8 @@ class FusedOptimizer(DeviceSteps):
     ) -> Prepared:
         """What is measured first is measured here."""
         batch, prologue = call.batch, conditioning.prologue
-        arguments = (self._rule, prologue, batch.variables, gradients, batch.g, call.hp, call.hp_of)
+        given = batch.variables, gradients, batch.g, call.hp, call.hp_of
+        update = DenseUpdate(self._rule, prologue, *given)
         if conditioning.is_measured or self._rule.measure:
             column = columns(self._rule, prologue)
             # What is infinite or NaN reaches the parameter; it is no reason to stop half way.
@@ -262,8 +265,8 @@ class FusedOptimizer(DeviceSteps):
                         batch, gradients, call.hp, column, call.rates, call.decays
                     )
                 if self._rule.measure:
-                    self._complete(measure_step(*arguments), call, column)
-        return prepared_dense(*arguments)
+                    self._complete(measure_step(update), call, column)
+        return prepared_dense(update)
 
     def _plan(
         self, gradients: tuple[Any, ...], conditioning: Conditioning

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..kernels.rules import adam as rules
-from .adam import adam_hp_for
+from .adam import Corrected
 from .primitive import Primitive
 from .runtime import check
 
@@ -49,9 +49,6 @@ class ApplyAdamWithAmsgradV2(Primitive):
      [0.19853032 0.19849943]]
     """
 
-    def __init__(self, use_locking: bool = False, **unknown: Any) -> None:
-        super().__init__(use_locking, unknown, ("use_locking",))
-
     def __call__(
         self,
         var: Any,
@@ -67,16 +64,9 @@ class ApplyAdamWithAmsgradV2(Primitive):
         grad: Any,
     ) -> tuple[Any, Any, Any, Any]:
         """Update the four variables in place and return them; see the class."""
-        scalars = self._scalars(
-            beta1_power=beta1_power,
-            beta2_power=beta2_power,
-            lr=lr,
-            beta1=beta1,
-            beta2=beta2,
-            epsilon=epsilon,
-        )
+        scalars = Corrected.read(self.name, beta1_power, beta2_power, lr, beta1, beta2, epsilon)
         variables = self._variables(var=var, m=m, v=v, vhat=vhat)
-        hp = adam_hp_for(self.name, variables["var"], scalars)
+        hp = scalars.hp(self.name, variables)
         self._apply_dense(rules.ADAM_AMSGRAD, variables, hp, "grad", grad)
         return var, m, v, vhat
 
@@ -116,7 +106,7 @@ class ApplyAdamWithAmsgrad(Primitive):
         use_locking: bool = False,
         **unknown: Any,
     ) -> None:
-        super().__init__(use_locking, unknown, ("beta1", "beta2", "epsilon", "use_locking"))
+        super().__init__(use_locking, **unknown)
         self.beta1 = check.scalar(self.name, "beta1", beta1)
         self.beta2 = check.scalar(self.name, "beta2", beta2)
         self.epsilon = check.scalar(self.name, "epsilon", epsilon)
@@ -133,9 +123,9 @@ class ApplyAdamWithAmsgrad(Primitive):
         grad: Any,
     ) -> tuple[Any, Any, Any, Any]:
         """Update the four variables in place and return them; see the class."""
-        scalars = self._scalars(beta1_power=beta1_power, beta2_power=beta2_power, lr=lr)
-        scalars.update(beta1=self.beta1, beta2=self.beta2, epsilon=self.epsilon)
+        own = self.beta1, self.beta2, self.epsilon
+        scalars = Corrected.read(self.name, beta1_power, beta2_power, lr, *own)
         variables = self._variables(var=var, m=m, v=v, vhat=vhat)
-        hp = adam_hp_for(self.name, variables["var"], scalars)
+        hp = scalars.hp(self.name, variables)
         self._apply_dense(rules.ADAM_AMSGRAD, variables, hp, "grad", grad)
         return var, m, v, vhat

@@ -260,7 +260,9 @@ def guards() -> None:
     places = [a.ctypes.data for a in (w, average, of_rows, of_columns)]
     tables = FactoredTables([FactoredTensor(*places, 1, 9, 12)], 4, 4)
     before = [a.copy() for a in arrays]
-    hp = np.array([rules.adafactor_hp(np.float32, 0.1, 0.0, 3, 0.9, 0.8, 1e-30)], np.float32)
+    hp = np.array(
+        [rules.adafactor_scalars(np.float32, 0.1, 0.0, 3, (0.9, 0.8, 1e-30), ())], np.float32
+    )
     scratch, sums = np.zeros(tables.scratch // 8), np.zeros(tables.n_blocks * SUMS_BYTES // 8)
     table = tables.at(scratch.ctypes.data, np.array([g.ctypes.data]), np.array([hp.ctypes.data]))
     loops = factored.loops_of(kernel, Sizes(1e-3, 1.0, True))

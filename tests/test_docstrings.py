@@ -34,16 +34,13 @@ MODULES = [
     "fusestep.ops.adam",
     "fusestep.ops.adam_update",
     "fusestep.ops.amsgrad",
-    "fusestep.ops.runtime.arrays",
+    "fusestep.ops.runtime.row_tensor",
     "fusestep.ops.embedding",
     "fusestep.ops.ftrl",
-    "fusestep.ops.fused_sparse_adam",
     "fusestep.ops.lars",
     "fusestep.ops.norm",
     "fusestep.ops.rmsprop",
     "fusestep.ops.sgd",
-    "fusestep.ops.sparse_ftrl",
-    "fusestep.ops.sparse_proximal_adagrad",
 ]
 
 

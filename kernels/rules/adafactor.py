@@ -21,29 +21,12 @@ Shazeer and Stern (2018), arXiv:1804.04235, algorithms 4 to 6. Means are held ab
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 from .formula import Numbers
 from .rule import Rule, product, rule_helper
 
 _SMALLEST = 1e-30
-
-
-class AdafactorHP(NamedTuple):
-    """Scalars of Adafactor.
-
-    ``step`` and ``decay`` are those of a parameter of size 1 until the sizes are known.
-    """
-
-    beta2: Any
-    one_minus_beta2: Any
-    epsilon1: Any
-    smallest: Any
-    largest: Any
-    beta1: Any
-    one_minus_beta1: Any
-    step: Any
-    decay: Any
 
 
 @rule_helper
@@ -141,18 +124,18 @@ def adafactor_plain_norms(w: Any, g: Any, v: Any, hp: Any) -> Any:
     return w, u
 
 
-def adafactor_hp(
-    real: Any,
-    rho: float,
-    decay: float,
-    step: int,
-    beta1: float,
-    decay_rate: float,
-    epsilon1: float,
-) -> AdafactorHP:
+# The last two are those of a parameter of size 1 until the sizes are known.
+_HP = ("beta2", "one_minus_beta2", "epsilon1", "smallest", "largest", "beta1", "one_minus_beta1",
+       "step", "decay")  # fmt: skip
+
+
+def adafactor_scalars(
+    real: Any, rho: float, decay: float, step: int, constants: Numbers, _powers: Numbers
+) -> Numbers:
     """The scalars of update ``step``, computed in float64 and rounded to ``real`` once."""
+    beta1, decay_rate, epsilon1 = constants
     one_minus_beta2 = float(step) ** -decay_rate
-    return AdafactorHP(
+    return (
         real(1.0 - one_minus_beta2),
         real(one_minus_beta2),
         real(epsilon1),
@@ -163,14 +146,6 @@ def adafactor_hp(
         real(rho),
         real(decay * rho),
     )
-
-
-def adafactor_scalars(
-    real: Any, rho: float, decay: float, step: int, constants: Numbers, _powers: Numbers
-) -> AdafactorHP:
-    """A `Formula` of `adafactor_hp`."""
-    beta1, decay_rate, epsilon1 = constants
-    return adafactor_hp(real, rho, decay, step, beta1, decay_rate, epsilon1)
 
 
 def relative_rate(step: int, warmup_init: bool) -> float:
@@ -200,6 +175,5 @@ def size_factors(
     return relative if excess <= 1.0 else relative / excess, relative
 
 
-_HP = AdafactorHP._fields
 ADAFACTOR = Rule(adafactor, ("exp_avg", "exp_avg_sq"), _HP, adafactor_norms, 2)
 ADAFACTOR_PLAIN = Rule(adafactor_plain, ("exp_avg_sq",), _HP, adafactor_plain_norms, 2)

@@ -16,8 +16,8 @@ from ...kernels.rules.formula import Formula, running_power
 from ...ops.runtime import locks, pending
 from ...ops.runtime.arrays import real_type
 from ...ops.runtime.device import DeviceArray, is_captured
-from ...ops.runtime.device_step import Launch, launch_on
 from ...ops.runtime.errors import message
+from ...ops.runtime.launch import Launch, launch_on
 from ...ops.runtime.row_step import row_tables
 from ..base.numbers import FLOATS, Number, check_place, on_device
 from ..schedules.base import Values

@@ -11,8 +11,8 @@ import numpy as np
 
 from ...kernels.rules.rule import Rule
 from ...ops.runtime import locks, pending
-from ...ops.runtime.device_step import refuse_capture
 from ...ops.runtime.errors import message
+from ...ops.runtime.launch import refuse_capture
 from ...ops.runtime.row_step import RowGradient
 from ...ops.runtime.step import Prepared, commit
 from ..base.parameter import Parameter

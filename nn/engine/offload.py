@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...kernels.storage import Piece
+from ...ops.runtime import cuda
 from ...ops.runtime.arrays import address_of
-from ...ops.runtime.device_step import bring_to_host
 from ...ops.runtime.row_step import RowGradient
 from ...ops.runtime.step import Variables
 from .layout import Batch
@@ -85,7 +85,7 @@ def run_dense(
         [piece for part in chunk for piece in _pieces(tensors[part.t][0], gradients, g, part)]
         for chunk in chunks
     ]
-    bring_to_host(pieces, work, stream)
+    cuda.device.staging.staging().run(pieces, work, stream)
 
 
 def _part_of(tensor: tuple[Any, ...], part: Part, w: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -160,4 +160,4 @@ def run_rows(
         ]
         for (w, *_), row in zip(tensors, rows, strict=True)
     ]
-    bring_to_host(pieces, work, stream)
+    cuda.device.staging.staging().run(pieces, work, stream)

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from ...kernels.storage import Storage
-from ...ops.runtime.device_step import all_finite, launch_on
+from ...ops.runtime import cuda
+from ...ops.runtime.launch import launch_on
 from ...ops.runtime.row_step import bad_index_error, check_keys
 from .layout import Batch
 from .reader import Gradients
@@ -34,7 +35,9 @@ def are_finite(
     if not arrays:
         return True
     with launch_on(arrays, None) as launch:
-        return all(all_finite(*found, launch) for found in by_storage)
+        return all(
+            cuda.dense.finite.all_finite(*found, stream=launch.stream) for found in by_storage
+        )
 
 
 def row_batches(given: Gradients) -> list[tuple[Batch, int]]:

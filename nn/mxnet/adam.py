@@ -115,8 +115,8 @@ class Adam(AdamFamily):
         self, real: Any, t: int, lr: float, wd: float, composed: bool  # noqa: ARG002
     ) -> tuple[Any, ...]:  # fmt: skip
         step_size = self._step_size(t, lr)
-        return rules.adam_hp(
-            real, step_size, self.beta1, self.beta2, self.epsilon, composed=composed
+        return rules.adam_scalars(
+            real, self.beta1, self.beta2, step_size, self.epsilon, composed=composed
         )
 
 
@@ -189,6 +189,6 @@ class AdamW(AdamFamily):
         self, real: Any, t: int, lr: float, wd: float, composed: bool
     ) -> tuple[Any, ...]:
         step_size = self._step_size(t, lr, corrected=self.correct_bias)
-        return rules.adamw_hp(
-            real, step_size, self.beta1, self.beta2, self.epsilon, wd, composed=composed
+        return rules.adam_scalars(
+            real, self.beta1, self.beta2, step_size, self.epsilon, wd, composed=composed
         )

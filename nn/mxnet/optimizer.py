@@ -11,11 +11,12 @@ import numpy as np
 from ...kernels.quiet import quiet
 from ...ops.adam_update import compat_version
 from ...ops.runtime import check
-from ...ops.runtime.arrays import BFLOAT16, RowTensor, adopt_anywhere
+from ...ops.runtime.arrays import BFLOAT16, adopt_anywhere
 from ...ops.runtime.device import DeviceArray
 from ...ops.runtime.device_gradient import convert, converted
 from ...ops.runtime.errors import message, reject_unknown
 from ...ops.runtime.row_forms import concatenated
+from ...ops.runtime.row_tensor import RowTensor
 from ..base.arguments import count
 from . import arguments
 from .arguments import Checked, arguments_of, as_lists, is_list

@@ -14,13 +14,20 @@ import numpy as np
 from ...kernels.cpu import headers
 from ...kernels.cpu.counts import Count
 from ...kernels.rules.rule import Prologue, Rule
-from ...ops.runtime import check, pending
+from ...ops.runtime import check
 from ...ops.runtime.arrays import adopt_anywhere
 from ...ops.runtime.device import DeviceArray, device_of
-from ...ops.runtime.device_step import Launch, checked, launch_on
 from ...ops.runtime.errors import message
-from ...ops.runtime.row_step import check_rows_on_device, prepared_rows, row_step
-from ...ops.runtime.step import Prepared, commit, dense_step, prepared_dense
+from ...ops.runtime.launch import Launch, checked_launch
+from ...ops.runtime.row_step import (
+    RowUpdate,
+    Update,
+    check_rows_on_device,
+    enqueue,
+    prepared,
+    row_tables,
+)
+from ...ops.runtime.step import DenseUpdate, commit
 from ..base.parameter import Parameter
 from ..engine.layout import Batch
 from ..engine.on_device import error_of, row_batches
@@ -188,56 +195,39 @@ class Step:
             IndexError: an index of a row-sparse gradient is out of range.
         """
         if self._device is None:
-            commit([self._prepared(*call) for call in self._calls], Count(self._done))
+            commit([prepared(self._update(*call)) for call in self._calls], Count(self._done))
         elif self._calls:
-            with _launched(self._given, self._device) as launch:
+            with _launched(self._given) as launch:
                 self._enqueue(launch)
 
-    def _prepared(self, batch: Batch, hp: np.ndarray, hp_of: list[int]) -> Prepared:
+    def _update(self, batch: Batch, hp: np.ndarray, hp_of: list[int]) -> Update:
         arguments = self._rule(batch), self._prologue, batch.variables
         if batch.row_sparse:
-            rows, touched_only = self._given.rows_of(batch), self._touched_only
-            return prepared_rows(
-                batch.labels, *arguments, rows, hp, hp_of, touched_only=touched_only
-            )
+            rows = self._given.rows_of(batch)
+            return RowUpdate.of(batch.labels, *arguments, rows, hp, hp_of, self._touched_only)
         places = self._given.addresses_of(batch)
-        return prepared_dense(*arguments, places, batch.g, hp, np.array(hp_of))
+        return DenseUpdate(*arguments, places, batch.g, hp, np.array(hp_of))
 
     def _enqueue(self, launch: Launch) -> None:
         first = 0  # of the positions of a batch among those of all batches
-        for batch, hp, hp_of in self._calls:
-            arguments = self._rule(batch), self._prologue, batch.variables
-            if batch.row_sparse:
-                rows = self._given.rows_of(batch)
-                row_step(
-                    batch.labels,
-                    *arguments,
-                    rows,
-                    hp,
-                    hp_of,
-                    touched_only=self._touched_only,
-                    launch=launch.after(first),
-                )
-                first += sum(len(gradient.indices) for gradient in rows)
-            else:
-                places = self._given.addresses_of(batch)
-                dense_step(*arguments, places, batch.g, hp, np.array(hp_of), launch=launch)
+        for update in [self._update(*call) for call in self._calls]:
+            enqueue(update, launch.after(first))
+            if isinstance(update, RowUpdate):
+                first += sum(len(gradient.indices) for gradient in update.gradients)
 
 
 @contextmanager
-def _launched(given: Gradients, device: int) -> Iterator[Launch]:
+def _launched(given: Gradients) -> Iterator[Launch]:
     """A launch of a step that writes nothing if an index turns out to be out of range."""
     batches = row_batches(given)
     error = error_of(given) if batches else None
-    with (
-        pending.held(),  # before the order of streams is held, as in operators
-        launch_on(given.arrays, None) as launch,
-        checked(device, launch, error) as guarded,
-    ):
+    with checked_launch(given.arrays, error) as launch:
         if len(batches) > 1:  # one checks its indices before it writes
             for batch, first in batches:
-                check_rows_on_device(batch.variables, given.rows_of(batch), guarded.after(first))
-        yield guarded
+                rows = given.rows_of(batch)
+                tables = row_tables(batch.variables, rows, [0] * len(rows))
+                check_rows_on_device(tables, launch.after(first))
+        yield launch
 
 
 def _scalars_of(

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from ...ops.runtime.device_step import launch_on
 from ...ops.runtime.errors import message
+from ...ops.runtime.launch import launch_on
 from ...ops.runtime.row_step import RowGradient
 from ..base.parameter import Parameter
 from ..engine.conditioning import Conditioning

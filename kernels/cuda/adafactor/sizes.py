@@ -36,7 +36,7 @@ def sizes_kernel(real: Storage, options: Options, threads: int, row_bytes: int) 
     epsilon2, clip_threshold, scale_parameter = options
     size_factors, scale = device_function(rules.size_factors), scale_real(numba_type(real))
     of_step, of_decay = (
-        rules.AdafactorHP._fields.index(name) * real.itemsize for name in ("step", "decay")
+        rules.ADAFACTOR.hp.index(name) * real.itemsize for name in ("step", "decay")
     )
 
     @cuda.jit
