@@ -84,18 +84,9 @@ class Adam(Primitive):
         self.use_nesterov = check.flag(self.name, "use_nesterov", use_nesterov)
 
     def __call__(
-        self,
-        var: Any,
-        m: Any,
-        v: Any,
-        beta1_power: Any,
-        beta2_power: Any,
-        lr: Any,
-        beta1: Any,
-        beta2: Any,
-        epsilon: Any,
-        gradient: Any,
-    ) -> tuple[Any, Any, Any]:
+        self, var: Any, m: Any, v: Any, beta1_power: Any, beta2_power: Any, lr: Any, beta1: Any,
+        beta2: Any, epsilon: Any, gradient: Any,
+    ) -> tuple[Any, Any, Any]:  # fmt: skip
         """Update ``var``, ``m`` and ``v`` in place and return them; see the class."""
         scalars = Corrected.read(self.name, beta1_power, beta2_power, lr, beta1, beta2, epsilon)
         variables = self._variables(var=var, m=m, v=v)
@@ -143,17 +134,9 @@ class AdamNoUpdateParam(Primitive):
         self.use_nesterov = check.flag(self.name, "use_nesterov", use_nesterov)
 
     def __call__(
-        self,
-        m: Any,
-        v: Any,
-        beta1_power: Any,
-        beta2_power: Any,
-        lr: Any,
-        beta1: Any,
-        beta2: Any,
-        epsilon: Any,
-        gradient: Any,
-    ) -> Any:
+        self, m: Any, v: Any, beta1_power: Any, beta2_power: Any, lr: Any, beta1: Any, beta2: Any,
+        epsilon: Any, gradient: Any,
+    ) -> Any:  # fmt: skip
         """Update ``m`` and ``v`` in place and return the step; see the class."""
         scalars = Corrected.read(self.name, beta1_power, beta2_power, lr, beta1, beta2, epsilon)
         moments = self._variables(m=m, v=v)
@@ -196,17 +179,9 @@ class AdamWeightDecay(Primitive):
     """
 
     def __call__(
-        self,
-        var: Any,
-        m: Any,
-        v: Any,
-        lr: Any,
-        beta1: Any,
-        beta2: Any,
-        epsilon: Any,
-        decay: Any,
+        self, var: Any, m: Any, v: Any, lr: Any, beta1: Any, beta2: Any, epsilon: Any, decay: Any,
         gradient: Any,
-    ) -> tuple[Any, Any, Any]:
+    ) -> tuple[Any, Any, Any]:  # fmt: skip
         """Update ``var``, ``m`` and ``v`` in place and return them; see the class."""
         lr, beta1, beta2, epsilon, decay = self._scalars(
             lr=lr, beta1=beta1, beta2=beta2, epsilon=epsilon, decay=decay
@@ -225,31 +200,17 @@ class _FusedSparseAdamBase(RowPrimitive):
     _only_float32 = True
 
     def __init__(
-        self,
-        use_locking: bool = False,
-        use_nesterov: bool = False,
-        *,
-        out_of_range: str = "raise",
-        **unknown: Any,
-    ) -> None:
+        self, use_locking: bool = False, use_nesterov: bool = False, *,
+        out_of_range: str = "raise", **unknown: Any,
+    ) -> None:  # fmt: skip
         super().__init__(use_locking, **unknown)
         self.use_nesterov = check.flag(self.name, "use_nesterov", use_nesterov)
         self.out_of_range = out_of_range_rule(self.name, out_of_range)
 
     def __call__(
-        self,
-        var: Any,
-        m: Any,
-        v: Any,
-        beta1_power: Any,
-        beta2_power: Any,
-        lr: Any,
-        beta1: Any,
-        beta2: Any,
-        epsilon: Any,
-        gradient: Any,
-        indices: Any,
-    ) -> tuple[Any, Any, Any]:
+        self, var: Any, m: Any, v: Any, beta1_power: Any, beta2_power: Any, lr: Any, beta1: Any,
+        beta2: Any, epsilon: Any, gradient: Any, indices: Any,
+    ) -> tuple[Any, Any, Any]:  # fmt: skip
         """Update ``var``, ``m`` and ``v`` in place and return them; see the class."""
         scalars = Corrected.read(self.name, beta1_power, beta2_power, lr, beta1, beta2, epsilon)
         if np.float32(scalars.beta1_power) == 1:

@@ -151,24 +151,11 @@ def _arrays_of(grad: Any) -> Named:
 
 
 def adam_update(
-    weight: Any,
-    grad: Any,
-    mean: Any,
-    var: Any,
-    out: Any = None,
-    *,
-    lr: Any,
-    beta1: Any = 0.9,
-    beta2: Any = 0.999,
-    epsilon: Any = 1e-8,
-    wd: Any = 0.0,
-    rescale_grad: Any = 1.0,
-    clip_gradient: Any = -1.0,
-    lazy_update: bool = True,
-    compat: str = "2.0",
-    use_locking: bool = False,
-    **unknown: Any,
-) -> Any:
+    weight: Any, grad: Any, mean: Any, var: Any, out: Any = None, *, lr: Any, beta1: Any = 0.9,
+    beta2: Any = 0.999, epsilon: Any = 1e-8, wd: Any = 0.0, rescale_grad: Any = 1.0,
+    clip_gradient: Any = -1.0, lazy_update: bool = True, compat: str = "2.0",
+    use_locking: bool = False, **unknown: Any,
+) -> Any:  # fmt: skip
     """One update of Adam, without correction of the bias (a caller folds it into ``lr``)::
 
         g    = clip(rescale_grad*grad, clip_gradient) + wd*weight        (compat "1.9":

@@ -50,19 +50,9 @@ class ApplyAdamWithAmsgradV2(Primitive):
     """
 
     def __call__(
-        self,
-        var: Any,
-        m: Any,
-        v: Any,
-        vhat: Any,
-        beta1_power: Any,
-        beta2_power: Any,
-        lr: Any,
-        beta1: Any,
-        beta2: Any,
-        epsilon: Any,
-        grad: Any,
-    ) -> tuple[Any, Any, Any, Any]:
+        self, var: Any, m: Any, v: Any, vhat: Any, beta1_power: Any, beta2_power: Any, lr: Any,
+        beta1: Any, beta2: Any, epsilon: Any, grad: Any,
+    ) -> tuple[Any, Any, Any, Any]:  # fmt: skip
         """Update the four variables in place and return them; see the class."""
         scalars = Corrected.read(self.name, beta1_power, beta2_power, lr, beta1, beta2, epsilon)
         variables = self._variables(var=var, m=m, v=v, vhat=vhat)
@@ -99,29 +89,18 @@ class ApplyAdamWithAmsgrad(Primitive):
     """
 
     def __init__(
-        self,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
-        epsilon: float = 1e-8,
-        use_locking: bool = False,
-        **unknown: Any,
-    ) -> None:
+        self, beta1: float = 0.9, beta2: float = 0.999, epsilon: float = 1e-8,
+        use_locking: bool = False, **unknown: Any,
+    ) -> None:  # fmt: skip
         super().__init__(use_locking, **unknown)
         self.beta1 = check.scalar(self.name, "beta1", beta1)
         self.beta2 = check.scalar(self.name, "beta2", beta2)
         self.epsilon = check.scalar(self.name, "epsilon", epsilon)
 
     def __call__(
-        self,
-        var: Any,
-        m: Any,
-        v: Any,
-        vhat: Any,
-        beta1_power: Any,
-        beta2_power: Any,
-        lr: Any,
+        self, var: Any, m: Any, v: Any, vhat: Any, beta1_power: Any, beta2_power: Any, lr: Any,
         grad: Any,
-    ) -> tuple[Any, Any, Any, Any]:
+    ) -> tuple[Any, Any, Any, Any]:  # fmt: skip
         """Update the four variables in place and return them; see the class."""
         own = self.beta1, self.beta2, self.epsilon
         scalars = Corrected.read(self.name, beta1_power, beta2_power, lr, *own)

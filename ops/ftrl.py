@@ -115,16 +115,9 @@ class SparseApplyFtrl(RowPrimitive):
     """
 
     def __init__(
-        self,
-        lr: float,
-        l1: float,
-        l2: float,
-        lr_power: float,
-        use_locking: bool = False,
-        *,
-        out_of_range: str = "raise",
-        **unknown: Any,
-    ) -> None:
+        self, lr: float, l1: float, l2: float, lr_power: float, use_locking: bool = False, *,
+        out_of_range: str = "raise", **unknown: Any,
+    ) -> None:  # fmt: skip
         super().__init__(use_locking, **unknown)
         self.lr = check.float_attribute(self.name, "lr", lr)
         self.l1 = check.float_attribute(self.name, "l1", l1)

@@ -50,12 +50,9 @@ class LARSUpdate(Primitive):
     """
 
     def __init__(
-        self,
-        epsilon: float = 1e-05,
-        hyperpara: float = 0.001,
-        use_clip: bool = False,
+        self, epsilon: float = 1e-05, hyperpara: float = 0.001, use_clip: bool = False,
         **unknown: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         reject_unknown(type(self).__name__, unknown, type(self))
         super().__init__()
         epsilon = check.float_attribute(self.name, "epsilon", epsilon)
@@ -65,14 +62,9 @@ class LARSUpdate(Primitive):
         self.use_clip = check.flag(self.name, "use_clip", use_clip)
 
     def __call__(
-        self,
-        weight: Any,
-        gradient: Any,
-        norm_weight: Any,
-        norm_gradient: Any,
-        weight_decay: Any,
+        self, weight: Any, gradient: Any, norm_weight: Any, norm_gradient: Any, weight_decay: Any,
         learning_rate: Any,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """The scaled gradient; see the class."""
         of_w = math.sqrt(self._at_least_0("norm_weight", norm_weight))
         of_g = math.sqrt(self._at_least_0("norm_gradient", norm_gradient))

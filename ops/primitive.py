@@ -59,14 +59,9 @@ class Primitive:
         return values
 
     def _apply_dense(
-        self,
-        rule: Rule,
-        variables: Named,
-        hp: Sequence[float],
-        name: str,
-        gradient: Any,
+        self, rule: Rule, variables: Named, hp: Sequence[float], name: str, gradient: Any,
         prologue: Prologue = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Check the gradient and apply ``rule`` to the variables in place."""
         arrays = (*variables.values(), gradient)
         addresses: Sequence[int] | np.ndarray | None = alike(arrays, len(variables))
@@ -113,15 +108,9 @@ class RowPrimitive(Primitive):
         )
 
     def _row_update(
-        self,
-        rule: Rule,
-        variables: Named,
-        hp: Sequence[float],
-        name: str,
-        gradient: Any,
-        indices: Any,
-        prologue: Prologue = (),
-    ) -> RowUpdate:
+        self, rule: Rule, variables: Named, hp: Sequence[float], name: str, gradient: Any,
+        indices: Any, prologue: Prologue = (),
+    ) -> RowUpdate:  # fmt: skip
         """Check the row-sparse gradient."""
         where, arrays = self.name, tuple(variables.values())
         w = arrays[0]

@@ -47,16 +47,9 @@ class ApplyRMSProp(Primitive):
     """
 
     def __call__(
-        self,
-        var: Any,
-        mean_square: Any,
-        moment: Any,
-        learning_rate: Any,
-        grad: Any,
-        decay: Any,
-        momentum: Any,
-        epsilon: Any,
-    ) -> tuple[Any, Any, Any]:
+        self, var: Any, mean_square: Any, moment: Any, learning_rate: Any, grad: Any, decay: Any,
+        momentum: Any, epsilon: Any,
+    ) -> tuple[Any, Any, Any]:  # fmt: skip
         """Update ``var``, ``mean_square`` and ``moment`` in place; see the class."""
         scalars = self._scalars(
             learning_rate=learning_rate, decay=decay, epsilon=epsilon, momentum=momentum
@@ -101,17 +94,9 @@ class ApplyCenteredRMSProp(Primitive):
     """
 
     def __call__(
-        self,
-        var: Any,
-        mean_gradient: Any,
-        mean_square: Any,
-        moment: Any,
-        grad: Any,
-        learning_rate: Any,
-        decay: Any,
-        momentum: Any,
-        epsilon: Any,
-    ) -> tuple[Any, Any, Any, Any]:
+        self, var: Any, mean_gradient: Any, mean_square: Any, moment: Any, grad: Any,
+        learning_rate: Any, decay: Any, momentum: Any, epsilon: Any,
+    ) -> tuple[Any, Any, Any, Any]:  # fmt: skip
         """Update the variables in place and return them; see the class."""
         scalars = self._scalars(
             learning_rate=learning_rate, decay=decay, epsilon=epsilon, momentum=momentum

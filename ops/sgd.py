@@ -51,12 +51,9 @@ class ApplyMomentum(Primitive):
     """
 
     def __init__(
-        self,
-        use_nesterov: bool = False,
-        use_locking: bool = False,
-        gradient_scale: float = 1.0,
+        self, use_nesterov: bool = False, use_locking: bool = False, gradient_scale: float = 1.0,
         **unknown: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(use_locking, **unknown)
         self.use_nesterov = check.flag(self.name, "use_nesterov", use_nesterov)
         self.gradient_scale = check.scalar(self.name, "gradient_scale", gradient_scale)
@@ -119,14 +116,9 @@ class SGD(Primitive):
     """
 
     def __init__(
-        self,
-        dampening: float = 0.0,
-        weight_decay: float = 0.0,
-        nesterov: bool = False,
-        *,
-        use_locking: bool = False,
-        **unknown: Any,
-    ) -> None:
+        self, dampening: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False, *,
+        use_locking: bool = False, **unknown: Any,
+    ) -> None:  # fmt: skip
         super().__init__(use_locking, **unknown)
         self.dampening = self._at_least_0("dampening", dampening)
         self.weight_decay = self._at_least_0("weight_decay", weight_decay)
@@ -136,14 +128,9 @@ class SGD(Primitive):
             reject(ValueError, self.name, "dampening", wrong, "0.0", self.dampening)
 
     def __call__(
-        self,
-        parameters: Any,
-        gradient: Any,
-        learning_rate: Any,
-        accum: Any,
-        momentum: Any,
+        self, parameters: Any, gradient: Any, learning_rate: Any, accum: Any, momentum: Any,
         stat: Any,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """Update ``parameters``, ``accum`` and ``stat`` in place; see the class."""
         lr = check.scalar(self.name, "learning_rate", learning_rate)
         mu = self._at_least_0("momentum", momentum)

@@ -155,13 +155,9 @@ def relative_rate(step: int, warmup_init: bool) -> float:
 
 
 def size_factors(
-    squares_of_w: Any,
-    squares_of_u: Any,
-    size: Any,
-    epsilon2: Any,
-    clip_threshold: Any,
+    squares_of_w: Any, squares_of_u: Any, size: Any, epsilon2: Any, clip_threshold: Any,
     scale_parameter: Any,
-) -> Any:
+) -> Any:  # fmt: skip
     """Factors of ``step`` and ``decay``, in float64, from sums over ``size`` elements.
 
     ``max(epsilon2, |w|)`` with ``scale_parameter``, else 1, is a factor of both; ``1 / max(1, |u| /

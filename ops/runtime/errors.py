@@ -45,14 +45,9 @@ def message(where: str, argument: str, wrong: str, expected: object, got: object
 
 
 def reject(
-    kind: type[Exception],
-    where: str,
-    argument: str,
-    wrong: str,
-    expected: object,
-    got: object,
+    kind: type[Exception], where: str, argument: str, wrong: str, expected: object, got: object,
     fix: str = "",
-) -> NoReturn:
+) -> NoReturn:  # fmt: skip
     """Raise ``kind`` with `message`, and what mends it."""
     raise kind(message(where, argument, wrong, expected, got) + fix)
 

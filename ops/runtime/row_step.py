@@ -61,14 +61,9 @@ class RowUpdate(NamedTuple):
 
     @classmethod
     def of(
-        cls,
-        where: Sequence[str],
-        rule: Rule,
-        prologue: Prologue,
-        variables: Variables,
-        gradients: Sequence[RowGradient],
-        *rest: Any,
-    ) -> RowUpdate:
+        cls, where: Sequence[str], rule: Rule, prologue: Prologue, variables: Variables,
+        gradients: Sequence[RowGradient], *rest: Any,
+    ) -> RowUpdate:  # fmt: skip
         """As the rule behind a prologue on some variables; ``rest`` is from ``hp`` on."""
         hp, hp_of, *_ = rest
         g, base = STORAGES[gradients[0].dtype], address_of(hp)

@@ -166,14 +166,9 @@ def _steps_on_one_tensor(
 
 
 def tensor_step(
-    rule: Rule,
-    prologue: Prologue,
-    arrays: tuple[Any, ...],
-    addresses: Sequence[int] | np.ndarray,
-    hp: Sequence[float],
-    *,
-    use_locking: bool = False,
-) -> None:
+    rule: Rule, prologue: Prologue, arrays: tuple[Any, ...], addresses: Sequence[int] | np.ndarray,
+    hp: Sequence[float], *, use_locking: bool = False,
+) -> None:  # fmt: skip
     """One step of ``rule`` on one tensor, in place; on a device it is enqueued.
 
     The arrays are the parameter, its states and the gradient: contiguous, of one shape, all but
