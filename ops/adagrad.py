@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..kernels.rules import adagrad as rules
-from ..kernels.rules.formula import Numbers
-from .primitive import Named, Primitive, RowPrimitive, arithmetic, out_of_range_rule
+from .primitive import Primitive, RowPrimitive, arithmetic, out_of_range_rule
 from .runtime import check
 
 
@@ -102,9 +101,10 @@ class ApplyProximalAdagrad(Primitive):
         self, var: Any, accum: Any, lr: Any, l1: Any, l2: Any, grad: Any
     ) -> tuple[Any, Any]:
         """Update ``var`` and ``accum`` in place and return them; see the class."""
-        scalars = proximal_scalars(self.name, lr, l1, l2)
+        lr, *constants = proximal_scalars(self.name, lr, l1, l2)
         variables = self._variables(var=var, accum=accum)
-        hp = proximal_hp(variables, scalars)
+        real = arithmetic(variables)
+        hp = rules.proximal_adagrad_scalars(real, lr, 0.0, 0, tuple(constants), ())
         self._apply_dense(rules.PROXIMAL_ADAGRAD, variables, hp, "grad", grad)
         return var, accum
 
@@ -163,9 +163,10 @@ class SparseApplyProximalAdagrad(RowPrimitive):
         self, var: Any, accum: Any, lr: Any, l1: Any, l2: Any, grad: Any, indices: Any
     ) -> tuple[Any, Any]:
         """Update ``var`` and ``accum`` in place and return them; see the class."""
-        scalars = proximal_scalars(self.name, lr, l1, l2)
+        lr, *constants = proximal_scalars(self.name, lr, l1, l2)
         variables = self._variables(var=var, accum=accum)
-        hp = proximal_hp(variables, scalars)
+        real = arithmetic(variables)
+        hp = rules.proximal_adagrad_scalars(real, lr, 0.0, 0, tuple(constants), ())
         self._apply_rows(rules.PROXIMAL_ADAGRAD, variables, hp, "grad", grad, indices)
         return var, accum
 
@@ -196,10 +197,3 @@ def proximal_scalars(where: str, lr: Any, l1: Any, l2: Any) -> tuple[float, floa
         check.scalar_at_least_0(where, "l1", l1),
         check.scalar_at_least_0(where, "l2", l2),
     )
-
-
-def proximal_hp(variables: Named, scalars: tuple[float, float, float]) -> Numbers:
-    """The scalars of the rule for these variables."""
-    lr, *constants = scalars
-    real = arithmetic(variables)
-    return rules.proximal_adagrad_scalars(real, lr, 0.0, 0, tuple(constants), ())

@@ -13,12 +13,12 @@ from ..kernels.rules.formula import Numbers, to_float32
 from ..kernels.rules.norm import SCALED
 from ..kernels.rules.rule import Prologue
 from .primitive import Named, RowPrimitive
-from .runtime import check, locks
+from .runtime import check, cuda, locks
 from .runtime.arrays import address_of, adopt_anywhere, empty_like, native, real_type
 from .runtime.device import DeviceArray, device_of, may_share_memory
 from .runtime.errors import reject, reject_unknown
 from .runtime.launch import checked_launch
-from .runtime.row_step import RowUpdate, Update, check_rows_on_device, enqueue, error_of, prepared
+from .runtime.row_step import RowUpdate, Update, enqueue, error_of, prepared
 from .runtime.row_tensor import RowTensor
 from .runtime.step import commit, dense_step, one_tensor, prepared_dense
 
@@ -95,7 +95,7 @@ class _AdamUpdate(RowPrimitive):
             return result
         with checked_launch([*arrays, *read], error_of(update), spans) as launch:
             if isinstance(update, RowUpdate) and out is not None:
-                check_rows_on_device(update.tables, launch)
+                cuda.rows.step.check_indices(update.tables, launch.guard, 0, stream=launch.stream)
                 dense_step(copy, launch)
             else:  # a new array has the old weight where an index is found to be bad
                 dense_step(copy, launch._replace(guard=0))

@@ -54,7 +54,11 @@ class SparseGatherV2:
         check.float_dtype(where, "params", table, "a floating dtype")
         if table.ndim == 0:
             reject(ValueError, where, "params", "has no rows", "at least 1 dimension", "0-d")
-        _check_axis(where, axis)
+        if isinstance(axis, bool) or not isinstance(axis, int | np.integer):
+            reject(TypeError, where, "axis", "has a wrong type", "an int", type(axis).__name__)
+        if axis != 0:
+            fix = "; move the axis to the front first (numpy.moveaxis)"
+            reject(ValueError, where, "axis", "is not supported", 0, axis, fix)
         index = adopt_anywhere(where, "indices", indices)
         check.index_dtype(where, index)
         if device_of(where, {"params": table, "indices": index}) is not None:
@@ -93,11 +97,3 @@ class SparseGatherV2:
             array = array.contiguous(where, "grad")
         values = array.reshape(self._indices.size, *self._shape[1:])
         return RowTensor(self._indices.reshape(self._indices.size), values, self._shape)
-
-
-def _check_axis(where: str, axis: Any) -> None:
-    if isinstance(axis, bool) or not isinstance(axis, int | np.integer):
-        reject(TypeError, where, "axis", "has a wrong type", "an int", type(axis).__name__)
-    if axis != 0:
-        fix = "; move the axis to the front first (numpy.moveaxis)"
-        reject(ValueError, where, "axis", "is not supported", 0, axis, fix)

@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ..kernels.rules.formula import Numbers
 from ..kernels.rules.ftrl import ftrl_formula, ftrl_rule
-from .primitive import Named, Primitive, RowPrimitive, out_of_range_rule
+from .primitive import Primitive, RowPrimitive, out_of_range_rule
 from .runtime import check
 from .runtime.arrays import real_type
 from .runtime.check import LARGEST
@@ -62,7 +61,7 @@ class ApplyFtrl(Primitive):
         lr, l1, l2, lr_power = self._scalars(lr=lr, l1=l1, l2=l2, lr_power=lr_power)
         check_ftrl_ranges(self.name, lr, l1, l2, lr_power)
         variables = self._variables(var=var, accum=accum, linear=linear)
-        hp = ftrl_hp(variables, lr, l1, l2, lr_power)
+        hp = ftrl_formula(l1, l2, lr_power).at(real_type(variables["var"].dtype), lr, 0.0, 0)
         self._apply_dense(ftrl_rule(lr_power), variables, hp, "grad", grad)
         return var, accum, linear
 
@@ -131,7 +130,8 @@ class SparseApplyFtrl(RowPrimitive):
     ) -> tuple[Any, Any, Any]:
         """Update ``var``, ``accum`` and ``linear`` in place and return them; see the class."""
         variables = self._variables(var=var, accum=accum, linear=linear)
-        hp = ftrl_hp(variables, self.lr, self.l1, self.l2, self.lr_power)
+        formula = ftrl_formula(self.l1, self.l2, self.lr_power)
+        hp = formula.at(real_type(variables["var"].dtype), self.lr, 0.0, 0)
         self._apply_rows(ftrl_rule(self.lr_power), variables, hp, "grad", grad, indices)
         return var, accum, linear
 
@@ -165,10 +165,3 @@ def check_ftrl_ranges(
     check.in_range(where, "l1", l1, l1 >= 0.0, "at least 0")
     check.in_range(where, "l2", l2, l2 >= 0.0, "at least 0")
     check.in_range(where, "lr_power", lr_power, -LARGEST <= lr_power <= 0.0, "finite and at most 0")
-
-
-def ftrl_hp(variables: Named, lr: float, l1: float, l2: float, lr_power: float) -> Numbers:
-    """The scalars of the rule for these variables."""
-    real = real_type(variables["var"].dtype)
-    hp: Numbers = ftrl_formula(l1, l2, lr_power).at(real, lr, 0.0, 0)
-    return hp

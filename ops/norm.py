@@ -24,8 +24,7 @@ from .runtime.row_step import RowGradient, check_keys, first_bad_index, row_tabl
 from .runtime.row_tensor import RowTensor
 from .runtime.step import tensor_step
 
-Gradient = Any
-"""An array, of NumPy or a `DeviceArray`, or a `RowTensor`."""
+Gradient = Any  # an array, of NumPy or a `DeviceArray`, or a `RowTensor`
 
 
 def global_norm(x: Sequence[Any]) -> float:
@@ -165,16 +164,17 @@ def squares_at(storage: Storage, addresses: np.ndarray, sizes: np.ndarray) -> np
 
 
 def _of_rows(where: str, g: Storage, by_place: dict[int, RowTensor]) -> float:
-    real, shapes = real_of(g), [t.dense_shape for t in by_place.values()]
-    gradients = [RowGradient.of(t.indices, t.values) for t in by_place.values()]
+    real, tensors = real_of(g), list(by_place.values())
     hp = np.ones(1, real.dtype)
-    of_each = zip(gradients, shapes, strict=True)
-    tables = [row_table((), shape, gradient, address_of(hp)) for gradient, shape in of_each]
+    tables = [
+        row_table((), t.dense_shape, RowGradient.of(t.indices, t.values), address_of(hp))
+        for t in tensors
+    ]
     check_keys(where, [(table.rows, table.length) for table in tables])
     position, total = row_norm(kernel(SCALED, (), real, g, ()), tables)
     if position >= 0:
         labels = [f"{where}: x[{i}]" for i in by_place]
-        raise first_bad_index(labels, gradients, tables, position)
+        raise first_bad_index(labels, tensors, tables, position)
     return total
 
 

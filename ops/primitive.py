@@ -45,8 +45,7 @@ class Primitive:
         return f"{self.name}({attributes})"
 
     def _scalars(self, **values: Any) -> tuple[float, ...]:
-        name = self.name
-        return tuple([check.scalar(name, argument, x) for argument, x in values.items()])
+        return tuple([check.scalar(self.name, name, value) for name, value in values.items()])
 
     def _at_least_0(self, name: str, value: Any) -> float:
         return check.scalar_at_least_0(self.name, name, value)

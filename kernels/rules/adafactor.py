@@ -124,11 +124,6 @@ def adafactor_plain_norms(w: Any, g: Any, v: Any, hp: Any) -> Any:
     return w, u
 
 
-# The last two are those of a parameter of size 1 until the sizes are known.
-_HP = ("beta2", "one_minus_beta2", "epsilon1", "smallest", "largest", "beta1", "one_minus_beta1",
-       "step", "decay")  # fmt: skip
-
-
 def adafactor_scalars(
     real: Any, rho: float, decay: float, step: int, constants: Numbers, _powers: Numbers
 ) -> Numbers:
@@ -171,5 +166,8 @@ def size_factors(
     return relative if excess <= 1.0 else relative / excess, relative
 
 
+# The last two are those of a parameter of size 1 until the sizes are known.
+_HP = ("beta2", "one_minus_beta2", "epsilon1", "smallest", "largest", "beta1", "one_minus_beta1",
+       "step", "decay")  # fmt: skip
 ADAFACTOR = Rule(adafactor, ("exp_avg", "exp_avg_sq"), _HP, adafactor_norms, 2)
 ADAFACTOR_PLAIN = Rule(adafactor_plain, ("exp_avg_sq",), _HP, adafactor_plain_norms, 2)

@@ -43,17 +43,11 @@ def proximal_adagrad(w: Any, g: Any, accum: Any, hp: Any) -> Any:
     return (w if accum == hp.zero else shrunk), accum
 
 
-_HP = ("lr", "zero")
-
-
 def adagrad_scalars(
     real: Any, lr: float, _decay: float, _step: int, _constants: Numbers, _powers: Numbers
 ) -> Numbers:
     """The learning rate, rounded to ``real``."""
     return real(lr), real(0.0)
-
-
-_PROXIMAL_HP = ("lr", "l1", "l2", "zero", "one")
 
 
 def proximal_adagrad_scalars(
@@ -64,6 +58,8 @@ def proximal_adagrad_scalars(
     return real(lr), real(l1), real(l2), real(0.0), real(1.0)
 
 
+_HP = ("lr", "zero")
+_PROXIMAL_HP = ("lr", "l1", "l2", "zero", "one")
 ADAGRAD = Rule(adagrad, ("accum",), _HP)
 ADAGRAD_FIXED = Rule(adagrad_fixed, ("accum",), _HP)
 PROXIMAL_ADAGRAD = Rule(proximal_adagrad, ("accum",), _PROXIMAL_HP)

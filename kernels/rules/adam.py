@@ -69,9 +69,6 @@ def adam_weight_decay(w: Any, g: Any, m: Any, v: Any, hp: Any) -> Any:
     return w - hp.lr * (m / (math.sqrt(v) + hp.epsilon) + hp.decay * w), m, v
 
 
-_HP = ("one_minus_beta1", "one_minus_beta2", "step_size", "epsilon")
-
-
 def adam_scalars(
     real: Any, lr: float, _decay: float, _step: int, constants: Numbers, powers: Numbers
 ) -> Numbers:
@@ -87,9 +84,6 @@ def adam_scalars(
     correction = 1.0 - float(real(beta1_power))
     step_size = numerator / correction if correction != 0.0 else numerator * math.inf
     return _complement(real, beta1), _complement(real, beta2), real(step_size), real(epsilon)
-
-
-_WEIGHT_DECAY_HP = ("one_minus_beta1", "one_minus_beta2", "lr", "epsilon", "decay")
 
 
 def adam_weight_decay_scalars(
@@ -108,6 +102,8 @@ def _complement(real: Any, beta: float) -> Any:
 
 
 MOMENTS = ("moment1", "moment2")
+_HP = ("one_minus_beta1", "one_minus_beta2", "step_size", "epsilon")
+_WEIGHT_DECAY_HP = ("one_minus_beta1", "one_minus_beta2", "lr", "epsilon", "decay")
 ADAM = Rule(adam, MOMENTS, _HP)
 ADAM_NESTEROV = Rule(adam_nesterov, MOMENTS, _HP)
 ADAM_AMSGRAD = Rule(adam_amsgrad, (*MOMENTS, "vhat"), _HP)

@@ -40,9 +40,6 @@ def ftrl_power(w: Any, g: Any, accum: Any, linear: Any, hp: Any) -> Any:
     return w, new_accum, linear
 
 
-_HP = ("lr_reciprocal", "l1", "two_l2", "zero")
-
-
 def ftrl_scalars(
     real: Any, lr: float, _decay: float, _step: int, constants: Numbers, _powers: Numbers
 ) -> Numbers:
@@ -59,6 +56,7 @@ def ftrl_power_scalars(
     return (*ftrl_scalars(real, lr, decay, step, (l1, l2), powers), real(-lr_power))
 
 
+_HP = ("lr_reciprocal", "l1", "two_l2", "zero")
 FTRL = Rule(ftrl, ("accum", "linear"), _HP)
 FTRL_POWER = Rule(ftrl_power, ("accum", "linear"), (*_HP, "power"))
 

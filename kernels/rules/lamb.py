@@ -54,11 +54,6 @@ def _correction(real: Any, beta: float, step: int) -> Any:
     return real(1.0 / (1.0 - math.pow(float(real(beta)), float(step))))
 
 
-# The last is the learning rate until the norms are known, then it times their ratio.
-_HP = ("one_minus_beta1", "one_minus_beta2", "correction1", "correction2", "epsilon", "decay",
-       "step")  # fmt: skip
-
-
 def lamb_scalars(
     real: Any, lr: float, decay: float, step: int, constants: Numbers, _powers: Numbers
 ) -> Numbers:
@@ -85,6 +80,9 @@ def clipped_ratio(square_of_w: Any, square_of_u: Any, square_of_g: Any) -> Any:
     return of_w / of_u
 
 
+# The last is the learning rate until the norms are known, then it times their ratio.
+_HP = ("one_minus_beta1", "one_minus_beta2", "correction1", "correction2", "epsilon", "decay",
+       "step")  # fmt: skip
 _STATES = ("lamb_m", "lamb_v")
 LAMB = Rule(lamb, _STATES, _HP, lamb_norms, 2, ratio, "step")
 LAMB_CLIPPED = Rule(lamb, _STATES, _HP, lamb_clipped_norms, 3, clipped_ratio, "step")

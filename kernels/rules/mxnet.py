@@ -136,10 +136,6 @@ def rounded(real: Any, value: float, *, composed: bool) -> float:
     return ROUNDING[real](value if composed else to_float32(value))
 
 
-_ADAM_HP = ("beta1", "one_minus_beta1", "beta2", "one_minus_beta2", "step_size", "epsilon")
-_ADAMW_HP = (*_ADAM_HP[:4], "lr", "epsilon", "decay")
-
-
 @_remembered
 def adam_scalars(real: Any, beta1: float, beta2: float, *others: float, composed: bool) -> Numbers:
     """The scalars of Adam or AdamW.
@@ -154,6 +150,8 @@ def adam_scalars(real: Any, beta1: float, beta2: float, *others: float, composed
 
 
 MOMENTS = ("mean", "var")
+_ADAM_HP = ("beta1", "one_minus_beta1", "beta2", "one_minus_beta2", "step_size", "epsilon")
+_ADAMW_HP = (*_ADAM_HP[:4], "lr", "epsilon", "decay")
 MXNET_ADAM = Rule(adam, MOMENTS, _ADAM_HP)
 MXNET_ADAMW = Rule(adamw, MOMENTS, _ADAMW_HP)
 MXNET_ADAMW_COMPOSED = Rule(adamw_composed, MOMENTS, _ADAMW_HP)

@@ -58,18 +58,12 @@ def rmsprop_centered_momentum(w: Any, g: Any, mg: Any, s: Any, mo: Any, hp: Any)
     return (w if stays else w - step), mg, s, (mo if stays else step)
 
 
-_HP = ("lr", "one_minus_decay", "epsilon", "zero")
-
-
 def rmsprop_scalars(
     real: Any, lr: float, _decay: float, _step: int, constants: Numbers, _powers: Numbers
 ) -> Numbers:
     """Every argument rounded to ``real``, ``1 - rho`` taken after that rounding."""
     rho, epsilon = constants
     return real(lr), real(1.0) - real(rho), real(epsilon), real(0.0)
-
-
-_MOMENTUM_HP = (*_HP, "momentum")
 
 
 def rmsprop_momentum_scalars(
@@ -80,6 +74,8 @@ def rmsprop_momentum_scalars(
     return (*rmsprop_scalars(real, lr, decay, step, (rho, epsilon), powers), real(momentum))
 
 
+_HP = ("lr", "one_minus_decay", "epsilon", "zero")
+_MOMENTUM_HP = (*_HP, "momentum")
 RMSPROP = Rule(rmsprop, ("mean_square",), _HP)
 RMSPROP_MOMENTUM = Rule(rmsprop_momentum, ("mean_square", "moment"), _MOMENTUM_HP)
 RMSPROP_CENTERED = Rule(rmsprop_centered, ("mean_grad", "mean_square"), _HP)

@@ -60,9 +60,6 @@ def sgd_scalars(
     return (real(lr),)
 
 
-_MOMENTUM_HP = ("lr", "momentum", "one_minus_dampening")
-
-
 def momentum_scalars(
     real: Any, lr: float, _decay: float, step: int, constants: Numbers, _powers: Numbers
 ) -> Numbers:
@@ -82,6 +79,7 @@ def first_step_scalars(
     return (*momentum_scalars(real, lr, decay, 2, constants, powers), real(0.0))
 
 
+_MOMENTUM_HP = ("lr", "momentum", "one_minus_dampening")
 SGD = Rule(sgd, (), ("lr",))
 MOMENTUM = Rule(momentum, ("accum",), _MOMENTUM_HP)
 MOMENTUM_NESTEROV = Rule(momentum_nesterov, ("accum",), _MOMENTUM_HP)

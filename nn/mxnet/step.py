@@ -14,7 +14,7 @@ import numpy as np
 from ...kernels.cpu import headers
 from ...kernels.cpu.counts import Count
 from ...kernels.rules.rule import Prologue, Rule
-from ...ops.runtime import check
+from ...ops.runtime import check, cuda
 from ...ops.runtime.arrays import adopt_anywhere
 from ...ops.runtime.device import DeviceArray, device_of
 from ...ops.runtime.errors import message
@@ -22,7 +22,6 @@ from ...ops.runtime.launch import Launch, checked_launch
 from ...ops.runtime.row_step import (
     RowUpdate,
     Update,
-    check_rows_on_device,
     enqueue,
     prepared,
     row_tables,
@@ -226,7 +225,7 @@ def _launched(given: Gradients) -> Iterator[Launch]:
             for batch, first in batches:
                 rows = given.rows_of(batch)
                 tables = row_tables(batch.variables, rows, [0] * len(rows))
-                check_rows_on_device(tables, launch.after(first))
+                cuda.rows.step.check_indices(tables, launch.guard, first, stream=launch.stream)
         yield launch
 
 

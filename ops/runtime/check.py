@@ -152,7 +152,8 @@ def gradient(
 def floating(where: str, name: str, value: Any, dtype: np.dtype[Any]) -> Any:
     """A floating array, on the host or a device, of at most the precision of ``dtype``."""
     array = float_array_anywhere(where, name, value)
-    if not _holds(dtype, array.dtype):
+    # Not every number of one 16-bit type is one of the other.
+    if array.dtype != dtype and array.dtype.itemsize >= dtype.itemsize:
         wrong = "has a higher dtype than the variable"
         fix = f"; the variable is updated in place and cannot be converted: {name}.astype({dtype})"
         reject(ConversionError, where, name, wrong, dtype, array.dtype, fix)
@@ -170,11 +171,6 @@ def float_dtype(where: str, name: str, array: Any, expected: str = FLOAT_NAMES) 
     """The dtype of an array is a floating one that is known here."""
     if array.dtype not in STORAGES:
         reject(TypeError, where, name, "has a wrong dtype", expected, array.dtype)
-
-
-def _holds(dtype: np.dtype[Any], other: np.dtype[Any]) -> bool:
-    """Whether every number of ``other`` is one of ``dtype``; float16 and bfloat16 differ."""
-    return dtype == other or dtype.itemsize > other.itemsize
 
 
 def contiguous(array: Any, where: str = "", name: str = "") -> Any:

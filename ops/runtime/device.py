@@ -180,11 +180,7 @@ def _new(
 
 
 def _compact_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    strides, step = [], itemsize
-    for n in reversed(shape):
-        strides.append(step)
-        step *= n
-    return tuple(reversed(strides))
+    return tuple(itemsize * math.prod(shape[k + 1 :]) for k in range(len(shape)))
 
 
 def _is_compact(shape: tuple[int, ...], strides: tuple[int, ...], compact: tuple[int, ...]) -> bool:

@@ -89,18 +89,10 @@ def gathered(where: str, table: DeviceArray, index: DeviceArray) -> tuple[Device
         return index_error(where, position, int(kept.numpy().flat[position]), n_rows)
 
     with checked_launch([table, index], error) as launch:
-        cuda.rows.gather.gather(
-            table.address,
-            n_rows,
-            table.nbytes // max(1, n_rows),
-            index.address,
-            index.itemsize,
-            index.size,
-            out.address,
-            kept.address,
-            launch.guard,
-            stream=launch.stream,
-        )
+        of_table = table.address, n_rows, table.nbytes // max(1, n_rows)
+        of_index = index.address, index.itemsize, index.size
+        results = out.address, kept.address, launch.guard
+        cuda.rows.gather.gather(*of_table, *of_index, *results, stream=launch.stream)
     return out, kept
 
 

@@ -57,19 +57,14 @@ def reject_unknown(
 ) -> None:
     """Raise for the first name that is not known and suggest the nearest known one.
 
-    ``known`` are names, or the class or function in whose signature ``**unknown`` was.
+    ``known`` are names, or the class or function whose signature ends with ``**unknown``.
     """
     if not unknown:
         return
-    names = _arguments_of(known) if callable(known) else list(known)
+    names = list(inspect.signature(known).parameters)[:-1] if callable(known) else list(known)
     for name in (name for name in unknown if callable(known) or name not in names):
         near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.4)
         near = [_ALIASES[name]] if _ALIASES.get(name) in names else near
         hint = f"; did you mean {near[0]!r}?" if near else ""
         one_of = "one of " + ", ".join(names)
         reject(UnknownArgumentError, where, f"argument {name!r}", "is unknown", one_of, name, hint)
-
-
-def _arguments_of(called: Callable[..., Any]) -> list[str]:
-    parameters = inspect.signature(called).parameters.values()
-    return [p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD]

@@ -7,8 +7,6 @@ there.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -236,11 +234,9 @@ def _interface_dtype(where: str, name: str, value: Any, typestr: str) -> np.dtyp
     return dtype
 
 
-@contextmanager
-def on_device(device: int) -> Iterator[None]:
-    """Make a device the current one of this thread."""
-    with cuda.numba.gpus[device]:
-        yield
+def on_device(device: int) -> Any:
+    """What makes a device the current one of this thread, by ``with``."""
+    return cuda.numba.gpus[device]
 
 
 @cache

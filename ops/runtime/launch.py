@@ -32,17 +32,14 @@ def launch_on(
 ) -> Iterator[Launch]:
     """A launch on the stream of the first of all arrays that a call reads or writes.
 
-    With ``lock_spans`` no other such call uses this memory at the same time.
-
-    Raises:
-        RuntimeError: the call would become part of a CUDA graph, and cannot.
+    With ``lock_spans`` no other such call uses this memory at the same time. A call that would
+    become part of a CUDA graph, and cannot, is an error.
     """
     with launching(arrays) as stream:
         capturing = cuda.device.backend.is_capturing(stream)
         if capturing and not (can_be_captured and lock_spans is None):
             raise cannot_be_captured()
-        order = nullcontext() if lock_spans is None else in_order(lock_spans, stream)
-        with order:
+        with nullcontext() if lock_spans is None else in_order(lock_spans, stream):
             sorter = arrays[0].framework.sorter(arrays[0].device)
             yield Launch(stream, sorter, is_captured=capturing)
 
@@ -75,30 +72,25 @@ def checked_launch(
 _lock = threading.Lock()
 
 
-class _Use(NamedTuple):
-    spans: list[Span]
-    event: Any
-
-
-_uses: list[_Use] = []
+_uses: list[tuple[list[Span], Any]] = []  # of memory, each with the event after it
 
 
 @contextmanager
 def in_order(spans: list[Span], stream: Any) -> Iterator[None]:
     """Launch what follows on ``stream`` after all earlier calls that use memory of ``spans``."""
     with _lock:
-        _uses[:] = [use for use in _uses if not use.event.query()]
-        for use in _uses:
-            if any(True for _ in overlaps(use.spans, spans)):
-                use.event.wait(stream)
+        _uses[:] = [(used, event) for used, event in _uses if not event.query()]
+        for used, event in _uses:
+            if any(True for _ in overlaps(used, spans)):
+                event.wait(stream)
         try:
             yield
         finally:  # also what was enqueued before an error
-            event = cuda.device.backend.new_event()
-            event.record(stream)
+            own = cuda.device.backend.new_event()
+            own.record(stream)
             # What it waited for is behind it: the list holds the last use of a stretch of memory.
-            _uses[:] = [use for use in _uses if not _covers(spans, use.spans)]
-            _uses.append(_Use(spans, event))
+            _uses[:] = [(used, event) for used, event in _uses if not _covers(spans, used)]
+            _uses.append((spans, own))
 
 
 def _covers(outer: list[Span], inner: list[Span]) -> bool:

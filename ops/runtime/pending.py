@@ -84,11 +84,9 @@ _guards: dict[int, _Guards] = {}
 def guarded(device: int, error: Error) -> Iterator[int]:
     """The address of an open guard, for a call on a device that is enqueued meanwhile.
 
-    It writes only if the guard stays open; else there is an ``error``.
-
-    Raises:
-        Exception: every `MOST_PENDING` calls the host waits for the device; then what an
-            earlier call has found is raised, and nothing of this one has happened.
+    It writes only if the guard stays open; else there is an ``error``. Every `MOST_PENDING` calls
+    the host waits for the device; then what an earlier call has found is raised, and nothing of
+    this one has happened.
     """
     with _lock:
         guards = _guards.get(device) or _guards.setdefault(device, _Guards(device))

@@ -85,18 +85,11 @@ def row_step(update: RowUpdate, launch: Launch | None = None) -> None:
     if launch is None:
         commit([prepared_rows(update)])
         return
+    _, compiled, tables, _, hp, hp_of, touched_only, drop = update
     cuda.rows.step.row_update(
-        update.kernel,
-        update.tables,
-        update.hp,
-        update.hp_of,
-        touched_only=update.touched_only,
-        drop=update.drop,
-        guard=launch.guard,
-        base=launch.base,
-        sorter=launch.sorter,
-        stream=launch.stream,
-    )
+        compiled, tables, hp, hp_of, touched_only=touched_only, drop=drop, guard=launch.guard,
+        base=launch.base, sorter=launch.sorter, stream=launch.stream,
+    )  # fmt: skip
 
 
 def prepared_rows(update: RowUpdate, *, locked: bool = False) -> Prepared:
@@ -126,11 +119,6 @@ def table_step(update: RowUpdate, variables: tuple[Any, ...], *, use_locking: bo
         return
     step = prepared_rows(update, locked=use_locking and update.touched_only)
     locks.serialized(partial(commit, [step]), spans, shared=update.touched_only)
-
-
-def check_rows_on_device(tables: Sequence[RowTable], launch: Launch) -> None:
-    """Enqueue the check of all indices alone; a bad one closes the guard of ``launch``."""
-    cuda.rows.step.check_indices(tables, launch.guard, launch.base, stream=launch.stream)
 
 
 def row_tables(

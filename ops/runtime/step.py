@@ -33,8 +33,8 @@ class Variables:
     """
 
     tensors: tuple[tuple[Any, ...], ...]
-    w: Storage
-    s: tuple[Storage, ...]
+    w: Storage  # of the parameters
+    s: tuple[Storage, ...]  # of each state
     table: TensorTable
 
     @classmethod
