@@ -1,6 +1,6 @@
 """Stateful optimizers on NumPy arrays, under MindSpore's names; under MXNet's in `mxnet`."""
 
-from ..ops.runtime.arrays import RowTensor
+from ..ops.runtime.row_tensor import RowTensor
 from . import mxnet
 from .adafactor import AdaFactor
 from .adagrad import Adagrad, ProximalAdagrad

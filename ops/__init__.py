@@ -1,20 +1,22 @@
 """Primitive operators: checked, stateless, in place, under their published names."""
 
-from .adagrad import ApplyAdagrad, ApplyProximalAdagrad
-from .adam import Adam, AdamNoUpdateParam, AdamWeightDecay
+from .adagrad import (
+    ApplyAdagrad,
+    ApplyProximalAdagrad,
+    FusedSparseProximalAdagrad,
+    SparseApplyProximalAdagrad,
+)
+from .adam import Adam, AdamNoUpdateParam, AdamWeightDecay, FusedSparseAdam, FusedSparseLazyAdam
 from .adam_update import adam_update
 from .amsgrad import ApplyAdamWithAmsgrad, ApplyAdamWithAmsgradV2
 from .embedding import SparseGatherV2
-from .ftrl import ApplyFtrl
-from .fused_sparse_adam import FusedSparseAdam, FusedSparseLazyAdam
+from .ftrl import ApplyFtrl, FusedSparseFtrl, SparseApplyFtrl
 from .lars import LARSUpdate
 from .norm import clip_by_global_norm, global_norm
 from .rmsprop import ApplyCenteredRMSProp, ApplyRMSProp
-from .runtime.arrays import RowTensor
 from .runtime.errors import ConversionError, RejectedValueError, UnknownArgumentError
+from .runtime.row_tensor import RowTensor
 from .sgd import SGD, ApplyMomentum
-from .sparse_ftrl import FusedSparseFtrl, SparseApplyFtrl
-from .sparse_proximal_adagrad import FusedSparseProximalAdagrad, SparseApplyProximalAdagrad
 
 __all__ = [
     "SGD",

@@ -1,15 +1,12 @@
-"""Adagrad and proximal Adagrad on dense gradients, under MindSpore's names."""
+"""Adagrad on dense gradients, proximal Adagrad on row-sparse ones too; MindSpore's names."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from ..kernels.rules import adagrad as rules
-from .primitive import Primitive
+from .primitive import Primitive, RowPrimitive, arithmetic, out_of_range_rule
 from .runtime import check
-from .runtime.arrays import rounding
 
 
 class ApplyAdagrad(Primitive):
@@ -51,16 +48,15 @@ class ApplyAdagrad(Primitive):
     def __init__(
         self, update_slots: bool = True, *, use_locking: bool = False, **unknown: Any
     ) -> None:
-        super().__init__(use_locking, unknown, ("update_slots", "use_locking"))
+        super().__init__(use_locking, **unknown)
         self.update_slots = check.flag(self.name, "update_slots", update_slots)
 
     def __call__(self, var: Any, accum: Any, lr: Any, grad: Any) -> tuple[Any, Any]:
         """Update ``var`` and ``accum`` in place and return them; see the class."""
         rate = check.scalar(self.name, "lr", lr)
         variables = self._variables(var=var, accum=accum)
-        real = rounding(variables["var"].dtype)
         rule = rules.ADAGRAD if self.update_slots else rules.ADAGRAD_FIXED
-        hp = rules.adagrad_hp(real, rate)
+        hp = rules.adagrad_scalars(arithmetic(variables), rate, 0.0, 0, (), ())
         self._apply_dense(rule, variables, hp, "grad", grad)
         return var, accum
 
@@ -101,37 +97,103 @@ class ApplyProximalAdagrad(Primitive):
     [0.84999996 1.0500001 ]
     """
 
-    def __init__(self, use_locking: bool = False, **unknown: Any) -> None:
-        super().__init__(use_locking, unknown, ("use_locking",))
-
     def __call__(
         self, var: Any, accum: Any, lr: Any, l1: Any, l2: Any, grad: Any
     ) -> tuple[Any, Any]:
         """Update ``var`` and ``accum`` in place and return them; see the class."""
-        scalars = proximal_scalars(self.name, lr, l1, l2)
+        lr, *constants = proximal_scalars(self.name, lr, l1, l2)
         variables = self._variables(var=var, accum=accum)
-        hp = proximal_hp_for(variables["var"], scalars)
+        real = arithmetic(variables)
+        hp = rules.proximal_adagrad_scalars(real, lr, 0.0, 0, tuple(constants), ())
         self._apply_dense(rules.PROXIMAL_ADAGRAD, variables, hp, "grad", grad)
         return var, accum
 
 
-def proximal_scalars(where: str, lr: Any, l1: Any, l2: Any) -> tuple[float, float, float]:
-    """The checked scalars of a proximal step.
+class SparseApplyProximalAdagrad(RowPrimitive):
+    """Proximal Adagrad on the rows that occur in a row-sparse gradient.
+
+    Gradient rows of equal indices are summed to ``g``, then for these rows::
+
+        accum <- accum + g*g
+        e = lr / sqrt(accum)
+        p = var - e*g
+        var <- sign(p) * max(|p| - e*l1, 0) / (1 + e*l2)
+
+    All other rows stay as they are; so does an element whose accumulator is 0.
+
+    Args:
+        use_locking: serialise concurrent calls on overlapping memory, row by row.
+        out_of_range: ``"raise"`` an `IndexError` for indices outside of ``[0, N)``, or
+            ``"drop"`` them.
+
+    Call arguments:
+        var, accum: float32, float64, float16 or bfloat16 ``[N, ...]``, at least 1-d, of one
+            dtype and shape; updated in place.
+        lr: scalar.
+        l1, l2: scalars >= 0: strengths of the regularisation.
+        grad: ``[B, ...]``, of at most the precision of ``var``.
+        indices: int32 or int64 ``[B]``; duplicates are summed, B may be 0.
+
+    Returns:
+        ``(var, accum)``, the updated arrays.
 
     Raises:
-        TypeError: one is no real number.
-        ValueError: one is not finite, or ``l1`` or ``l2`` is negative.
+        TypeError: a kind or dtype does not fit.
+        ValueError: a shape, a value or the memory of a variable does not fit.
+        IndexError: an index is out of range.
+        Nothing has been written when an error is raised.
+
+    Source: ``mindspore.ops.SparseApplyProximalAdagrad`` (deprecated in MindSpore 2.8).
+
+    >>> import numpy as np
+    >>> var, accum = np.ones((3, 2), np.float32), np.zeros((3, 2), np.float32)
+    >>> op = SparseApplyProximalAdagrad()
+    >>> _ = op(var, accum, 0.1, 0.0, 0.0, np.ones((2, 2), np.float32), np.array([1, 1]))
+    >>> print(var[:, 0], accum[:, 0])
+    [1.  0.9 1. ] [0. 4. 0.]
     """
+
+    def __init__(
+        self, use_locking: bool = False, *, out_of_range: str = "raise", **unknown: Any
+    ) -> None:
+        super().__init__(use_locking, **unknown)
+        self.out_of_range = out_of_range_rule(self.name, out_of_range)
+
+    def __call__(
+        self, var: Any, accum: Any, lr: Any, l1: Any, l2: Any, grad: Any, indices: Any
+    ) -> tuple[Any, Any]:
+        """Update ``var`` and ``accum`` in place and return them; see the class."""
+        lr, *constants = proximal_scalars(self.name, lr, l1, l2)
+        variables = self._variables(var=var, accum=accum)
+        real = arithmetic(variables)
+        hp = rules.proximal_adagrad_scalars(real, lr, 0.0, 0, tuple(constants), ())
+        self._apply_rows(rules.PROXIMAL_ADAGRAD, variables, hp, "grad", grad, indices)
+        return var, accum
+
+
+class FusedSparseProximalAdagrad(SparseApplyProximalAdagrad):
+    """`SparseApplyProximalAdagrad` for float32 variables, as published.
+
+    Args, call arguments, returns and errors: as `SparseApplyProximalAdagrad`; variables of
+    another dtype than float32 raise `TypeError`.
+
+    Source: ``mindspore.ops.FusedSparseProximalAdagrad`` (deprecated in MindSpore 2.8).
+
+    >>> import numpy as np
+    >>> var, accum = np.ones((3, 2), np.float32), np.zeros((3, 2), np.float32)
+    >>> op = FusedSparseProximalAdagrad()
+    >>> _ = op(var, accum, 0.1, 1.0, 0.0, np.ones((1, 2), np.float32), np.array([2]))
+    >>> print(var[:, 0].round(4))
+    [1.  1.  0.8]
+    """
+
+    _only_float32 = True
+
+
+def proximal_scalars(where: str, lr: Any, l1: Any, l2: Any) -> tuple[float, float, float]:
+    """The checked scalars of a proximal step."""
     return (
         check.scalar(where, "lr", lr),
         check.scalar_at_least_0(where, "l1", l1),
         check.scalar_at_least_0(where, "l2", l2),
     )
-
-
-def proximal_hp_for(
-    variable: np.ndarray, scalars: tuple[float, float, float]
-) -> rules.ProximalAdagradHP:
-    """The scalars of the rule for ``variable``."""
-    real = rounding(variable.dtype)
-    return rules.proximal_adagrad_hp(real, *scalars)

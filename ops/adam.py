@@ -1,28 +1,41 @@
-"""Adam and AdamWeightDecay on dense gradients, under MindSpore's names and argument order."""
+"""Adam on dense and row-sparse gradients, under MindSpore's names and argument order."""
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import repeat
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..kernels.rules import adam as rules
-from .primitive import Primitive
+from ..kernels.rules.formula import Numbers
+from .primitive import Named, Primitive, RowPrimitive, arithmetic, out_of_range_rule
 from .runtime import check
-from .runtime.arrays import rounding
-from .runtime.device import DeviceArray
-from .runtime.errors import message
+from .runtime.arrays import empty_like, native
+from .runtime.errors import RejectedValueError, reject
 
 
-def adam_hp_for(where: str, variable: np.ndarray, scalars: dict[str, float]) -> rules.AdamHP:
-    """The scalars of a rule with a bias-corrected step size."""
-    if scalars["beta2_power"] > 1.0:
-        raise ValueError(
-            message(where, "beta2_power", "is out of range", "at most 1", scalars["beta2_power"])
-        )
-    hp = rules.adam_hp(rounding(variable.dtype), **scalars)
-    check.epsilon(where, "epsilon", scalars["epsilon"], hp.epsilon)
-    return hp
+class Corrected(NamedTuple):
+    """The checked scalars of a step with Adam's bias correction."""
+
+    beta1_power: float
+    beta2_power: float
+    lr: float
+    beta1: float
+    beta2: float
+    epsilon: float
+
+    @classmethod
+    def read(cls, where: str, *given: Any) -> Corrected:
+        """Check them, in this order."""
+        return cls(*map(check.scalar, repeat(where), cls._fields, given))
+
+    def hp(self, where: str, variables: Named) -> Numbers:
+        """The scalars of a rule for these variables."""
+        power, real = self.beta2_power, arithmetic(variables)
+        check.in_range(where, "beta2_power", power, power <= 1.0, "at most 1")
+        check.epsilon(where, "epsilon", self.epsilon, real(self.epsilon))
+        return rules.adam_scalars(real, self.lr, 0.0, 0, self[3:], self[:2])
 
 
 class Adam(Primitive):
@@ -67,35 +80,18 @@ class Adam(Primitive):
     def __init__(
         self, use_locking: bool = False, use_nesterov: bool = False, **unknown: Any
     ) -> None:
-        super().__init__(use_locking, unknown, ("use_locking", "use_nesterov"))
+        super().__init__(use_locking, **unknown)
         self.use_nesterov = check.flag(self.name, "use_nesterov", use_nesterov)
 
     def __call__(
-        self,
-        var: Any,
-        m: Any,
-        v: Any,
-        beta1_power: Any,
-        beta2_power: Any,
-        lr: Any,
-        beta1: Any,
-        beta2: Any,
-        epsilon: Any,
-        gradient: Any,
-    ) -> tuple[Any, Any, Any]:
+        self, var: Any, m: Any, v: Any, beta1_power: Any, beta2_power: Any, lr: Any, beta1: Any,
+        beta2: Any, epsilon: Any, gradient: Any,
+    ) -> tuple[Any, Any, Any]:  # fmt: skip
         """Update ``var``, ``m`` and ``v`` in place and return them; see the class."""
-        scalars = self._scalars(
-            beta1_power=beta1_power,
-            beta2_power=beta2_power,
-            lr=lr,
-            beta1=beta1,
-            beta2=beta2,
-            epsilon=epsilon,
-        )
+        scalars = Corrected.read(self.name, beta1_power, beta2_power, lr, beta1, beta2, epsilon)
         variables = self._variables(var=var, m=m, v=v)
-        hp = adam_hp_for(self.name, variables["var"], scalars)
         rule = rules.ADAM_NESTEROV if self.use_nesterov else rules.ADAM
-        self._apply_dense(rule, variables, hp, "gradient", gradient)
+        self._apply_dense(rule, variables, scalars.hp(self.name, variables), "gradient", gradient)
         return var, m, v
 
 
@@ -134,40 +130,21 @@ class AdamNoUpdateParam(Primitive):
     def __init__(
         self, use_locking: bool = False, use_nesterov: bool = False, **unknown: Any
     ) -> None:
-        super().__init__(use_locking, unknown, ("use_locking", "use_nesterov"))
+        super().__init__(use_locking, **unknown)
         self.use_nesterov = check.flag(self.name, "use_nesterov", use_nesterov)
 
     def __call__(
-        self,
-        m: Any,
-        v: Any,
-        beta1_power: Any,
-        beta2_power: Any,
-        lr: Any,
-        beta1: Any,
-        beta2: Any,
-        epsilon: Any,
-        gradient: Any,
-    ) -> Any:
+        self, m: Any, v: Any, beta1_power: Any, beta2_power: Any, lr: Any, beta1: Any, beta2: Any,
+        epsilon: Any, gradient: Any,
+    ) -> Any:  # fmt: skip
         """Update ``m`` and ``v`` in place and return the step; see the class."""
-        scalars = self._scalars(
-            beta1_power=beta1_power,
-            beta2_power=beta2_power,
-            lr=lr,
-            beta1=beta1,
-            beta2=beta2,
-            epsilon=epsilon,
-        )
+        scalars = Corrected.read(self.name, beta1_power, beta2_power, lr, beta1, beta2, epsilon)
         moments = self._variables(m=m, v=v)
-        hp = adam_hp_for(self.name, moments["m"], scalars)
-        first = moments["m"]
-        if isinstance(first, DeviceArray):
-            delta: Any = first.empty_like()
-        else:
-            delta = np.empty(first.shape, first.dtype)
+        hp = scalars.hp(self.name, moments)
+        variables = {"delta": empty_like(moments["m"]), **moments}
         rule = rules.ADAM_NESTEROV_DELTA if self.use_nesterov else rules.ADAM_DELTA
-        self._apply_dense(rule, {"delta": delta, **moments}, hp, "gradient", gradient)
-        return delta.native() if isinstance(delta, DeviceArray) else delta
+        self._apply_dense(rule, variables, hp, "gradient", gradient)
+        return native(variables["delta"])
 
 
 class AdamWeightDecay(Primitive):
@@ -201,26 +178,121 @@ class AdamWeightDecay(Primitive):
     [0.9963377 0.9963377]
     """
 
-    def __init__(self, use_locking: bool = False, **unknown: Any) -> None:
-        super().__init__(use_locking, unknown, ("use_locking",))
-
     def __call__(
-        self,
-        var: Any,
-        m: Any,
-        v: Any,
-        lr: Any,
-        beta1: Any,
-        beta2: Any,
-        epsilon: Any,
-        decay: Any,
+        self, var: Any, m: Any, v: Any, lr: Any, beta1: Any, beta2: Any, epsilon: Any, decay: Any,
         gradient: Any,
-    ) -> tuple[Any, Any, Any]:
+    ) -> tuple[Any, Any, Any]:  # fmt: skip
         """Update ``var``, ``m`` and ``v`` in place and return them; see the class."""
-        scalars = self._scalars(lr=lr, beta1=beta1, beta2=beta2, epsilon=epsilon, decay=decay)
+        lr, beta1, beta2, epsilon, decay = self._scalars(
+            lr=lr, beta1=beta1, beta2=beta2, epsilon=epsilon, decay=decay
+        )
         variables = self._variables(var=var, m=m, v=v)
-        real = rounding(variables["var"].dtype)
-        hp = rules.adam_weight_decay_hp(real, **scalars)
-        check.epsilon(self.name, "epsilon", scalars["epsilon"], hp.epsilon)
+        real = arithmetic(variables)
+        check.epsilon(self.name, "epsilon", epsilon, real(epsilon))
+        hp = rules.adam_weight_decay_scalars(real, lr, decay, 0, (beta1, beta2, epsilon), ())
         self._apply_dense(rules.ADAM_WEIGHT_DECAY, variables, hp, "gradient", gradient)
         return var, m, v
+
+
+class _FusedSparseAdamBase(RowPrimitive):
+    """What `FusedSparseAdam` and `FusedSparseLazyAdam` share: all but the rows they update."""
+
+    _only_float32 = True
+
+    def __init__(
+        self, use_locking: bool = False, use_nesterov: bool = False, *,
+        out_of_range: str = "raise", **unknown: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(use_locking, **unknown)
+        self.use_nesterov = check.flag(self.name, "use_nesterov", use_nesterov)
+        self.out_of_range = out_of_range_rule(self.name, out_of_range)
+
+    def __call__(
+        self, var: Any, m: Any, v: Any, beta1_power: Any, beta2_power: Any, lr: Any, beta1: Any,
+        beta2: Any, epsilon: Any, gradient: Any, indices: Any,
+    ) -> tuple[Any, Any, Any]:  # fmt: skip
+        """Update ``var``, ``m`` and ``v`` in place and return them; see the class."""
+        scalars = Corrected.read(self.name, beta1_power, beta2_power, lr, beta1, beta2, epsilon)
+        if np.float32(scalars.beta1_power) == 1:
+            wrong, got = "makes the step infinite", scalars.beta1_power
+            reject(RejectedValueError, self.name, "beta1_power", wrong, "not 1", got)
+        variables = self._variables(var=var, m=m, v=v)
+        rule = rules.ADAM_NESTEROV if self.use_nesterov else rules.ADAM
+        hp = scalars.hp(self.name, variables)
+        self._apply_rows(rule, variables, hp, "gradient", gradient, indices)
+        return var, m, v
+
+
+class FusedSparseAdam(_FusedSparseAdamBase):
+    """Adam with a row-sparse gradient, equal to dense Adam on the whole table.
+
+    Gradient rows of equal indices are summed, then every row takes Adam's step, rows that do
+    not occur with ``g = 0``::
+
+        m <- beta1*m + (1 - beta1)*g
+        v <- beta2*v + (1 - beta2)*g*g
+        u  = m,  or with use_nesterov  beta1*m + (1 - beta1)*g
+        var <- var - lr * sqrt(1 - beta2_power) / (1 - beta1_power) * u / (sqrt(v) + epsilon)
+
+    Args:
+        use_locking: serialise concurrent calls on overlapping memory.
+        use_nesterov: Nesterov's step.
+        out_of_range: ``"raise"`` an `IndexError` for indices outside of ``[0, N)``, or
+            ``"drop"`` them, as MindSpore does.
+
+    Call arguments:
+        var, m, v: float32 ``[N, ...]``, at least 1-d, of one shape; updated in place.
+        beta1_power, beta2_power: ``beta1**t`` and ``beta2**t`` at update t = 1, 2, ...
+        lr, beta1, beta2, epsilon: scalars; epsilon as `Adam`.
+        gradient: float32 or 16-bit ``[B, ...]``.
+        indices: int32 or int64 ``[B]``; duplicates are summed, B may be 0.
+
+    Returns:
+        ``(var, m, v)``, the updated arrays.
+
+    Raises:
+        TypeError: a kind or dtype does not fit.
+        ValueError: a shape, a value or the memory of a variable does not fit.
+        IndexError: an index is out of range.
+        RuntimeError: ``beta1_power`` is 1, or ``var`` is 0-d (also `ValueError`).
+        Nothing has been written when an error is raised.
+
+    Source: ``mindspore.ops.FusedSparseAdam`` (deprecated in MindSpore 2.8).
+
+    >>> import numpy as np
+    >>> var, m, v = (np.ones((3, 1, 2), np.float32) for _ in range(3))
+    >>> op = FusedSparseAdam()
+    >>> gradient, indices = np.full((2, 1, 2), 0.1, np.float32), np.array([0, 1])
+    >>> _ = op(var, m, v, 0.9, 0.999, 0.001, 0.9, 0.999, 1e-8, gradient, indices)
+    >>> print(var[:, 0, 0])
+    [0.9997121  0.9997121  0.99971527]
+    """
+
+    _touched_only = False
+
+
+class FusedSparseLazyAdam(_FusedSparseAdamBase):
+    """Adam that updates only the rows that occur in a row-sparse gradient.
+
+    Gradient rows of equal indices are summed to ``g``, then for these rows::
+
+        m <- beta1*m + (1 - beta1)*g
+        v <- beta2*v + (1 - beta2)*g*g
+        u  = m,  or with use_nesterov  beta1*m + (1 - beta1)*g
+        var <- var - lr * sqrt(1 - beta2_power) / (1 - beta1_power) * u / (sqrt(v) + epsilon)
+
+    All other rows of ``var``, ``m`` and ``v`` stay as they are, which is not what dense Adam
+    does: there the moments decay and move the weights at every step.
+
+    Args, call arguments, returns and errors: as `FusedSparseAdam`.
+
+    Source: ``mindspore.ops.FusedSparseLazyAdam`` (deprecated in MindSpore 2.8).
+
+    >>> import numpy as np
+    >>> var, m, v = (np.ones((3, 1, 2), np.float32) for _ in range(3))
+    >>> op = FusedSparseLazyAdam()
+    >>> gradient, indices = np.full((2, 1, 2), 0.1, np.float32), np.array([0, 1])
+    >>> _ = op(var, m, v, 0.9, 0.999, 0.001, 0.9, 0.999, 1e-8, gradient, indices)
+    >>> print(var[:, 0, 0])
+    [0.9997121 0.9997121 1.       ]
+    """

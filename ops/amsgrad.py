@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..kernels.rules import adam as rules
-from .adam import adam_hp_for
+from .adam import Corrected
 from .primitive import Primitive
 from .runtime import check
 
@@ -49,34 +49,14 @@ class ApplyAdamWithAmsgradV2(Primitive):
      [0.19853032 0.19849943]]
     """
 
-    def __init__(self, use_locking: bool = False, **unknown: Any) -> None:
-        super().__init__(use_locking, unknown, ("use_locking",))
-
     def __call__(
-        self,
-        var: Any,
-        m: Any,
-        v: Any,
-        vhat: Any,
-        beta1_power: Any,
-        beta2_power: Any,
-        lr: Any,
-        beta1: Any,
-        beta2: Any,
-        epsilon: Any,
-        grad: Any,
-    ) -> tuple[Any, Any, Any, Any]:
+        self, var: Any, m: Any, v: Any, vhat: Any, beta1_power: Any, beta2_power: Any, lr: Any,
+        beta1: Any, beta2: Any, epsilon: Any, grad: Any,
+    ) -> tuple[Any, Any, Any, Any]:  # fmt: skip
         """Update the four variables in place and return them; see the class."""
-        scalars = self._scalars(
-            beta1_power=beta1_power,
-            beta2_power=beta2_power,
-            lr=lr,
-            beta1=beta1,
-            beta2=beta2,
-            epsilon=epsilon,
-        )
+        scalars = Corrected.read(self.name, beta1_power, beta2_power, lr, beta1, beta2, epsilon)
         variables = self._variables(var=var, m=m, v=v, vhat=vhat)
-        hp = adam_hp_for(self.name, variables["var"], scalars)
+        hp = scalars.hp(self.name, variables)
         self._apply_dense(rules.ADAM_AMSGRAD, variables, hp, "grad", grad)
         return var, m, v, vhat
 
@@ -109,33 +89,22 @@ class ApplyAdamWithAmsgrad(Primitive):
     """
 
     def __init__(
-        self,
-        beta1: float = 0.9,
-        beta2: float = 0.999,
-        epsilon: float = 1e-8,
-        use_locking: bool = False,
-        **unknown: Any,
-    ) -> None:
-        super().__init__(use_locking, unknown, ("beta1", "beta2", "epsilon", "use_locking"))
+        self, beta1: float = 0.9, beta2: float = 0.999, epsilon: float = 1e-8,
+        use_locking: bool = False, **unknown: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(use_locking, **unknown)
         self.beta1 = check.scalar(self.name, "beta1", beta1)
         self.beta2 = check.scalar(self.name, "beta2", beta2)
         self.epsilon = check.scalar(self.name, "epsilon", epsilon)
 
     def __call__(
-        self,
-        var: Any,
-        m: Any,
-        v: Any,
-        vhat: Any,
-        beta1_power: Any,
-        beta2_power: Any,
-        lr: Any,
+        self, var: Any, m: Any, v: Any, vhat: Any, beta1_power: Any, beta2_power: Any, lr: Any,
         grad: Any,
-    ) -> tuple[Any, Any, Any, Any]:
+    ) -> tuple[Any, Any, Any, Any]:  # fmt: skip
         """Update the four variables in place and return them; see the class."""
-        scalars = self._scalars(beta1_power=beta1_power, beta2_power=beta2_power, lr=lr)
-        scalars.update(beta1=self.beta1, beta2=self.beta2, epsilon=self.epsilon)
+        own = self.beta1, self.beta2, self.epsilon
+        scalars = Corrected.read(self.name, beta1_power, beta2_power, lr, *own)
         variables = self._variables(var=var, m=m, v=v, vhat=vhat)
-        hp = adam_hp_for(self.name, variables["var"], scalars)
+        hp = scalars.hp(self.name, variables)
         self._apply_dense(rules.ADAM_AMSGRAD, variables, hp, "grad", grad)
         return var, m, v, vhat

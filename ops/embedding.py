@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 
 from ..kernels.cpu.gather import gather
-from .runtime import check, device_step
-from .runtime.arrays import INDEX_DTYPES, RowTensor, adopt_anywhere, index_error
+from .runtime import check, device_gradient
+from .runtime.arrays import adopt_anywhere
 from .runtime.device import DeviceArray, device_of
-from .runtime.errors import message, reject_unknown
+from .runtime.errors import reject, reject_unknown
+from .runtime.row_tensor import RowTensor
 
 
 class SparseGatherV2:
@@ -42,7 +43,7 @@ class SparseGatherV2:
     """
 
     def __init__(self, **unknown: Any) -> None:
-        reject_unknown("SparseGatherV2", unknown, ())
+        reject_unknown("SparseGatherV2", unknown, SparseGatherV2)
         self._indices: Any = None
         self._shape: tuple[int, ...] = ()
 
@@ -50,49 +51,28 @@ class SparseGatherV2:
         """Gather rows; see the class."""
         where = "SparseGatherV2"
         table = adopt_anywhere(where, "params", params)
-        if table.dtype not in check.FLOATS:
-            raise TypeError(
-                message(where, "params", "has a wrong dtype", "a floating dtype", table.dtype)
-            )
+        check.float_dtype(where, "params", table, "a floating dtype")
         if table.ndim == 0:
-            raise ValueError(message(where, "params", "has no rows", "at least 1 dimension", "0-d"))
-        _check_axis(where, axis)
+            reject(ValueError, where, "params", "has no rows", "at least 1 dimension", "0-d")
+        if isinstance(axis, bool) or not isinstance(axis, int | np.integer):
+            reject(TypeError, where, "axis", "has a wrong type", "an int", type(axis).__name__)
+        if axis != 0:
+            fix = "; move the axis to the front first (numpy.moveaxis)"
+            reject(ValueError, where, "axis", "is not supported", 0, axis, fix)
         index = adopt_anywhere(where, "indices", indices)
-        if index.dtype not in INDEX_DTYPES:
-            raise TypeError(
-                message(where, "indices", "has a wrong dtype", "int32 or int64", index.dtype)
-            )
+        check.index_dtype(where, index)
         if device_of(where, {"params": table, "indices": index}) is not None:
-            return self._gather_on_device(table, index)
+            gathered, self._indices = device_gradient.gathered(where, table, index)
+            self._shape = table.shape
+            return gathered.native()
         # A copy, because backward() must see the rows that were read here.
         flat = index.reshape(-1).astype(np.int64, copy=True)
-        bad = (flat < 0) | (flat >= len(table))
-        if bad.any():
-            position = int(np.argmax(bad))
-            raise index_error(where, position, int(flat[position]), len(table))
+        check.indices_in_range(where, flat, len(table))
         out = np.empty(index.shape + table.shape[1:], table.dtype)
         if out.size:
             gather(check.contiguous(table), flat, out.reshape(len(flat), -1))
         self._indices, self._shape = flat.reshape(index.shape), table.shape
         return out
-
-    def _gather_on_device(self, table: DeviceArray, index: DeviceArray) -> Any:
-        where, n = "SparseGatherV2", index.size
-        table = table.contiguous(where, "params")
-        index = index.contiguous(where, "indices")
-        out = table.empty_like(shape=index.shape + table.shape[1:])
-        kept = index.empty_like(np.dtype(np.int64))  # backward() must see what was read here
-
-        def error(position: int, _: int) -> IndexError:
-            return index_error(where, position, int(kept.numpy().flat[position]), len(table))
-
-        with (
-            device_step.launch_on([table, index], None) as launch,
-            device_step.checked(table.device, launch, error) as guarded,
-        ):
-            device_step.gather(table, index, n, out, kept, guarded)
-        self._indices, self._shape = kept, table.shape
-        return out.native()
 
     def backward(self, grad: Any) -> RowTensor:
         """The gradient of ``params`` for the gradient ``grad`` of the last call's output.
@@ -104,32 +84,16 @@ class SparseGatherV2:
             RuntimeError: there was no call yet.
             TypeError, ValueError: ``grad`` does not fit the output.
         """
+        where = "SparseGatherV2"
         if self._indices is None:
-            raise RuntimeError("SparseGatherV2: backward needs a call of the operator before it")
-        array = adopt_anywhere("SparseGatherV2", "grad", grad)
-        device_of("SparseGatherV2", {"the last output": self._indices, "grad": array})
-        if array.dtype not in check.FLOATS:
-            raise TypeError(
-                message(
-                    "SparseGatherV2", "grad", "has a wrong dtype", check.FLOAT_NAMES, array.dtype
-                )
-            )
+            raise RuntimeError(f"{where}: backward needs a call of the operator before it")
+        array = adopt_anywhere(where, "grad", grad)
+        device_of(where, {"the last output": self._indices, "grad": array})
+        check.float_dtype(where, "grad", array)
         shape = self._indices.shape + self._shape[1:]
         if array.shape != shape:
-            raise ValueError(
-                message("SparseGatherV2", "grad", "has a wrong shape", shape, array.shape)
-            )
+            reject(ValueError, where, "grad", "has a wrong shape", shape, array.shape)
         if isinstance(array, DeviceArray):
-            array = array.contiguous("SparseGatherV2", "grad")
+            array = array.contiguous(where, "grad")
         values = array.reshape(self._indices.size, *self._shape[1:])
         return RowTensor(self._indices.reshape(self._indices.size), values, self._shape)
-
-
-def _check_axis(where: str, axis: Any) -> None:
-    if isinstance(axis, bool) or not isinstance(axis, int | np.integer):
-        raise TypeError(message(where, "axis", "has a wrong type", "an int", type(axis).__name__))
-    if axis != 0:
-        raise ValueError(
-            message(where, "axis", "is not supported", 0, axis)
-            + "; move the axis to the front first (numpy.moveaxis)"
-        )

@@ -8,8 +8,8 @@ from typing import Any
 from ..kernels.rules import lars as rules
 from .primitive import Primitive
 from .runtime import check
-from .runtime.arrays import rounding
-from .runtime.device import DeviceArray
+from .runtime.arrays import native, rounding
+from .runtime.errors import reject_unknown
 
 
 class LARSUpdate(Primitive):
@@ -50,53 +50,31 @@ class LARSUpdate(Primitive):
     """
 
     def __init__(
-        self,
-        epsilon: float = 1e-05,
-        hyperpara: float = 0.001,
-        use_clip: bool = False,
+        self, epsilon: float = 1e-05, hyperpara: float = 0.001, use_clip: bool = False,
         **unknown: Any,
-    ) -> None:
-        super().__init__(False, unknown, ("epsilon", "hyperpara", "use_clip"))
-        self.epsilon = check.scalar_at_least_0(
-            self.name, "epsilon", check.float_attribute(self.name, "epsilon", epsilon)
-        )
-        self.hyperpara = check.scalar_at_least_0(
-            self.name, "hyperpara", check.float_attribute(self.name, "hyperpara", hyperpara)
-        )
+    ) -> None:  # fmt: skip
+        reject_unknown(type(self).__name__, unknown, type(self))
+        super().__init__()
+        epsilon = check.float_attribute(self.name, "epsilon", epsilon)
+        self.epsilon = self._at_least_0("epsilon", epsilon)
+        hyperpara = check.float_attribute(self.name, "hyperpara", hyperpara)
+        self.hyperpara = self._at_least_0("hyperpara", hyperpara)
         self.use_clip = check.flag(self.name, "use_clip", use_clip)
 
     def __call__(
-        self,
-        weight: Any,
-        gradient: Any,
-        norm_weight: Any,
-        norm_gradient: Any,
-        weight_decay: Any,
+        self, weight: Any, gradient: Any, norm_weight: Any, norm_gradient: Any, weight_decay: Any,
         learning_rate: Any,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """The scaled gradient; see the class."""
-        scalars = {
-            name: check.scalar_at_least_0(self.name, name, value)
-            for name, value in (
-                ("norm_weight", norm_weight),
-                ("norm_gradient", norm_gradient),
-                ("weight_decay", weight_decay),
-                ("learning_rate", learning_rate),
-            )
-        }
+        of_w = math.sqrt(self._at_least_0("norm_weight", norm_weight))
+        of_g = math.sqrt(self._at_least_0("norm_gradient", norm_gradient))
+        decay = self._at_least_0("weight_decay", weight_decay)
+        rate = self._at_least_0("learning_rate", learning_rate)
         w = check.float_array_anywhere(self.name, "weight", weight)
         w = check.contiguous(w, self.name, "weight")
-        ratio = rules.ratio(
-            math.sqrt(scalars["norm_weight"]),
-            math.sqrt(scalars["norm_gradient"]),
-            scalars["weight_decay"],
-            self.hyperpara,
-            self.epsilon,
-        )
+        ratio = rules.ratio(of_w, of_g, decay, self.hyperpara, self.epsilon)
         if self.use_clip:
-            ratio = rules.clipped(ratio, scalars["learning_rate"])
-        real = rounding(w.dtype)
-        hp = real(ratio), real(scalars["weight_decay"])
-        result = w.copy()
+            ratio = rules.clipped(ratio, rate)
+        hp, result = tuple(map(rounding(w.dtype), (ratio, decay))), w.copy()
         self._apply_dense(rules.LARS_GRADIENT, {"result": result}, hp, "gradient", gradient)
-        return result.native() if isinstance(result, DeviceArray) else result
+        return native(result)

@@ -16,16 +16,15 @@ from ..kernels.rules.norm import SCALED
 from ..kernels.storage import Storage, real_of
 from ..kernels.tables import TensorTable
 from .runtime import check, device_norm
-from .runtime.arrays import RowTensor, address_of, adopt_anywhere, check_row_gradient
-from .runtime.device import device_of
-from .runtime.errors import RejectedTypeError, message
-from .runtime.gradient_kinds import by_storage, gradient_table
-from .runtime.row_forms import as_rows
-from .runtime.row_step import check_keys, first_bad_index
+from .runtime.arrays import address_of, empty_like, native
+from .runtime.device import device_of, is_on_device
+from .runtime.errors import RejectedTypeError, reject
+from .runtime.row_forms import as_rows, by_storage
+from .runtime.row_step import RowGradient, check_keys, first_bad_index, row_table
+from .runtime.row_tensor import RowTensor
 from .runtime.step import tensor_step
 
-Gradient = Any
-"""An array, of NumPy or a `DeviceArray`, or a `RowTensor`."""
+Gradient = Any  # an array, of NumPy or a `DeviceArray`, or a `RowTensor`
 
 
 def global_norm(x: Sequence[Any]) -> float:
@@ -98,20 +97,17 @@ def clip_by_global_norm(
     else:  # in float64, as it was measured
         norm = check.number(where, "use_norm", use_norm)
         if not math.isfinite(norm):
-            raise ValueError(message(where, "use_norm", "is not finite", "a finite number", norm))
+            reject(ValueError, where, "use_norm", "is not finite", "a finite number", norm)
         check.in_range(where, "use_norm", norm, norm >= 0.0, "at least 0")
     factor = limit / max(norm, limit) if math.isfinite(norm) else math.nan
-    if on_device:
-        return device_norm.scaled(gradients, factor)
     return tuple(_scaled(gradient, factor) for gradient in gradients)
 
 
 def _adopted(where: str, x: Sequence[Any]) -> list[Gradient | None]:
     """Contiguous gradients, all checked but the values of indices."""
     if not isinstance(x, list | tuple):
-        raise RejectedTypeError(
-            message(where, "x", "has a wrong type", "a list or tuple", type(x).__name__)
-        )
+        got = type(x).__name__
+        reject(RejectedTypeError, where, "x", "has a wrong type", "a list or tuple", got)
     return [None if g is None else _adopted_one(where, f"x[{i}]", g) for i, g in enumerate(x)]
 
 
@@ -120,20 +116,15 @@ def _adopted_one(where: str, name: str, gradient: Any) -> Gradient:
     if rows is None:
         array = check.float_array_anywhere(where, name, gradient)
         return check.contiguous(array, where, name)
-    # Adopted again: the attributes of a RowTensor can be assigned to.
-    indices = adopt_anywhere(where, name, rows.indices)
-    values = check.float_array_anywhere(where, name, rows.values)
-    check_row_gradient(where, name, indices, values, rows.dense_shape)
-    indices, values = (check.contiguous(a, where, name) for a in (indices, values))
+    # Checked again: the attributes of a RowTensor can be assigned to.
+    check.float_dtype(where, name, rows.values)
+    check.row_gradient(where, name, rows.indices, rows.values, rows.dense_shape)
+    indices, values = (check.contiguous(a, where, name) for a in (rows.indices, rows.values))
     return RowTensor(indices, values, rows.dense_shape)
 
 
 def _are_on_device(where: str, gradients: Sequence[Gradient | None]) -> bool:
-    """Whether the gradients live on a CUDA device.
-
-    Raises:
-        ValueError: not all of them do.
-    """
+    """Whether the gradients live on a CUDA device, all or none."""
     values = {
         f"x[{i}]": g.values if isinstance(g, RowTensor) else g
         for i, g in enumerate(gradients)
@@ -171,28 +162,28 @@ def squares_at(storage: Storage, addresses: np.ndarray, sizes: np.ndarray) -> np
 
 
 def _of_rows(where: str, g: Storage, by_place: dict[int, RowTensor]) -> float:
-    tensors = list(by_place.values())
-    real = real_of(g)
+    real, tensors = real_of(g), list(by_place.values())
     hp = np.ones(1, real.dtype)
-    tables = [gradient_table(t, address_of(hp)) for t in tensors]
+    tables = [
+        row_table((), t.dense_shape, RowGradient.of(t.indices, t.values), address_of(hp))
+        for t in tensors
+    ]
     check_keys(where, [(table.rows, table.length) for table in tables])
     position, total = row_norm(kernel(SCALED, (), real, g, ()), tables)
     if position >= 0:
-        raise first_bad_index([f"{where}: x[{i}]" for i in by_place], tensors, tables, position)
+        labels = [f"{where}: x[{i}]" for i in by_place]
+        raise first_bad_index(labels, tensors, tables, position)
     return total
 
 
-def _scaled(gradient: Gradient | None, factor: float) -> Gradient | None:
+def _scaled(gradient: Gradient | None, factor: float) -> Any:
     if gradient is None:
         return None
     if isinstance(gradient, RowTensor):
-        values = _scaled_array(gradient.values, factor)
-        return RowTensor(gradient.indices.copy(), values, gradient.dense_shape)
-    return _scaled_array(gradient, factor)
-
-
-def _scaled_array(array: np.ndarray, factor: float) -> np.ndarray:
-    result = np.empty(array.shape, array.dtype)
-    addresses = [address_of(result), address_of(array)]
-    tensor_step(SCALED, (), (result, array), addresses, [factor])
-    return result
+        indices = gradient.indices
+        own = indices if is_on_device(indices) else indices.copy()
+        return RowTensor(own, _scaled(gradient.values, factor), gradient.dense_shape)
+    result = empty_like(gradient)
+    addresses = address_of(result), address_of(gradient)
+    tensor_step(SCALED, (), (result, gradient), addresses, (factor,))
+    return native(result)

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..kernels.cpu.headers import alike
+from ..kernels.element import kernel
 from ..kernels.rules.rule import Prologue, Rule
+from ..kernels.storage import STORAGES
 from .runtime import check
-from .runtime.arrays import adopt_anywhere, check_row_gradient
+from .runtime.arrays import address_of, adopt_anywhere, rounding
 from .runtime.device import device_of
-from .runtime.errors import RejectedValueError, message, reject_unknown
-from .runtime.row_step import RowGradient, table_step
+from .runtime.errors import RejectedValueError, reject, reject_unknown
+from .runtime.row_step import RowGradient, RowUpdate, row_table, table_step
 from .runtime.step import tensor_step
+
+Named = dict[str, Any]
+"""Checked variables of one dtype and shape by their names, the parameter first."""
 
 
 class Primitive:
@@ -29,9 +34,9 @@ class Primitive:
 
     use_locking: bool
 
-    def __init__(self, use_locking: bool, unknown: dict[str, Any], known: tuple[str, ...]) -> None:
+    def __init__(self, use_locking: bool = False, **unknown: Any) -> None:
         self.name = type(self).__name__
-        reject_unknown(self.name, unknown, known)
+        reject_unknown(self.name, unknown, type(self))
         self.use_locking = check.flag(self.name, "use_locking", use_locking)
 
     def __repr__(self) -> str:
@@ -39,10 +44,13 @@ class Primitive:
         attributes = ", ".join(f"{k}={v!r}" for k, v in vars(self).items() if k in published)
         return f"{self.name}({attributes})"
 
-    def _scalars(self, **values: Any) -> dict[str, float]:
-        return {name: check.scalar(self.name, name, value) for name, value in values.items()}
+    def _scalars(self, **values: Any) -> tuple[float, ...]:
+        return tuple([check.scalar(self.name, name, value) for name, value in values.items()])
 
-    def _variables(self, **values: Any) -> dict[str, Any]:
+    def _at_least_0(self, name: str, value: Any) -> float:
+        return check.scalar_at_least_0(self.name, name, value)
+
+    def _variables(self, **values: Any) -> Named:
         arrays = tuple(values.values())
         if alike(arrays, len(arrays)) is None:
             values = {name: check.variable(self.name, name, x) for name, x in values.items()}
@@ -50,14 +58,9 @@ class Primitive:
         return values
 
     def _apply_dense(
-        self,
-        rule: Rule,
-        variables: dict[str, Any],
-        hp: Sequence[float],
-        name: str,
-        gradient: Any,
+        self, rule: Rule, variables: Named, hp: Sequence[float], name: str, gradient: Any,
         prologue: Prologue = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Check the gradient and apply ``rule`` to the variables in place."""
         arrays = (*variables.values(), gradient)
         addresses: Sequence[int] | np.ndarray | None = alike(arrays, len(variables))
@@ -66,7 +69,7 @@ class Primitive:
         tensor_step(rule, prologue, arrays, addresses, hp, use_locking=self.use_locking)
 
     def _checked_dense(
-        self, variables: dict[str, Any], name: str, gradient: Any
+        self, variables: Named, name: str, gradient: Any
     ) -> tuple[tuple[Any, ...], list[int]]:
         """The variables and the checked gradient, and their addresses."""
         w = next(iter(variables.values()))
@@ -75,75 +78,69 @@ class Primitive:
         device_of(self.name, {**variables, name: gradient})
         return arrays, check.no_overlap(self.name, [*variables, name], arrays)
 
-    def _apply_rows(
-        self,
-        rule: Rule,
-        variables: dict[str, Any],
-        hp: Sequence[float],
-        name: str,
-        gradient: Any,
-        indices: Any,
-        *,
-        touched_only: bool,
-        drop: bool = False,
-        prologue: Prologue = (),
-    ) -> None:
-        """Check the row-sparse gradient and apply ``rule`` to the variables in place."""
-        rows, addresses = self._checked_rows(variables, name, gradient, indices)
+
+class RowPrimitive(Primitive):
+    """An operator on row-sparse gradients.
+
+    Attributes:
+        out_of_range: what to do with indices outside of ``[0, N)``: ``"raise"`` or ``"drop"``.
+    """
+
+    out_of_range = "raise"
+    _touched_only = True  # else all rows take the step
+    _only_float32 = False  # as the fused operators are published
+
+    def _variables(self, **values: Any) -> Named:
+        variables = super()._variables(**values)
+        for name, array in variables.items() if self._only_float32 else ():
+            if array.dtype != np.float32:
+                fix = "; the optimizers of fusestep.nn take other dtypes"
+                wrong, got = "has a wrong dtype", array.dtype
+                reject(TypeError, self.name, name, wrong, "float32", got, fix)
+        return variables
+
+    def _apply_rows(self, *update: Any) -> None:
+        """Make the update of `_row_update`, in place."""
+        variables: Named = update[1]
         table_step(
-            self.name,
-            rule,
-            prologue,
-            list(variables.values()),
-            addresses,
-            rows,
-            hp,
-            touched_only=touched_only,
-            drop=drop,
-            use_locking=self.use_locking,
+            self._row_update(*update), tuple(variables.values()), use_locking=self.use_locking
         )
 
-    def _checked_rows(
-        self, variables: dict[str, Any], name: str, gradient: Any, indices: Any
-    ) -> tuple[RowGradient, list[int]]:
-        """The checked row-sparse gradient, and the addresses of the variables."""
-        arrays = list(variables.values())
-        if arrays[0].ndim == 0:
-            raise RejectedValueError(
-                message(self.name, "var", "has no rows", "at least 1 dimension", "0 dimensions")
-            )
-        values = check.floating(self.name, name, gradient, arrays[0].dtype)
-        index = adopt_anywhere(self.name, "indices", indices)
-        device_of(self.name, {**variables, name: values, "indices": index})
-        check_row_gradient(self.name, name, index, values, arrays[0].shape)
-        values = check.contiguous(values, self.name, name)
-        index = check.contiguous(index, self.name, "indices")
+    def _row_update(
+        self, rule: Rule, variables: Named, hp: Sequence[float], name: str, gradient: Any,
+        indices: Any, prologue: Prologue = (),
+    ) -> RowUpdate:  # fmt: skip
+        """Check the row-sparse gradient."""
+        where, arrays = self.name, tuple(variables.values())
+        w = arrays[0]
+        if w.ndim == 0:
+            wrong, expected = "has no rows", "at least 1 dimension"
+            reject(RejectedValueError, where, "var", wrong, expected, "0 dimensions")
+        values = check.floating(where, name, gradient, w.dtype)
+        index = adopt_anywhere(where, "indices", indices)
+        device_of(where, {**variables, name: values, "indices": index})
+        check.row_gradient(where, name, index, values, w.shape)
+        values = check.contiguous(values, where, name)
+        index = check.contiguous(index, where, "indices")
         *addresses, index_address, values_address = check.no_overlap(
-            self.name, [*variables, "indices", name], [*arrays, index, values]
+            where, [*variables, "indices", name], [*arrays, index, values]
         )
-        return RowGradient(index, values, index_address, values_address), addresses
+        rows = RowGradient(index, values, index_address, values_address)
+        s = STORAGES[w.dtype]
+        compiled = kernel(rule, prologue, s, STORAGES[values.dtype], (s,) * len(rule.states))
+        row = np.array([hp], compiled.real.dtype)
+        tables = [row_table(addresses, w.shape, rows, address_of(row))]
+        use = self._touched_only, self.out_of_range == "drop"
+        return RowUpdate([where], compiled, tables, [rows], row, [0], *use)
 
 
 def out_of_range_rule(where: str, value: Any) -> str:
-    """What to do with indices outside of ``[0, N)``: ``"raise"`` or ``"drop"``.
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """What to do with indices outside of ``[0, N)``: ``"raise"`` or ``"drop"``."""
     if not isinstance(value, str) or value not in ("raise", "drop"):
-        raise ValueError(message(where, "out_of_range", "is unknown", "'raise' or 'drop'", value))
+        reject(ValueError, where, "out_of_range", "is unknown", "'raise' or 'drop'", value)
     return value
 
 
-def require_float32(where: str, variables: dict[str, Any]) -> None:
-    """The fused sparse operators are published for float32 variables.
-
-    Raises:
-        TypeError: a variable has another dtype.
-    """
-    for name, array in variables.items():
-        if array.dtype != np.float32:
-            raise TypeError(
-                message(where, name, "has a wrong dtype", "float32", array.dtype)
-                + "; the optimizers of fusestep.nn take other dtypes"
-            )
+def arithmetic(variables: Named) -> Callable[[float], float]:
+    """What rounds a number to the type of the arithmetic on some variables."""
+    return rounding(next(iter(variables.values())).dtype)

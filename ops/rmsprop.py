@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from ..kernels.rules import rmsprop as rules
-from .primitive import Primitive
+from ..kernels.rules.formula import Numbers
+from .primitive import Named, Primitive, arithmetic
 from .runtime import check
-from .runtime.arrays import rounding
 
 
 class ApplyRMSProp(Primitive):
@@ -48,27 +46,17 @@ class ApplyRMSProp(Primitive):
     [0.9 0.9]
     """
 
-    def __init__(self, use_locking: bool = False, **unknown: Any) -> None:
-        super().__init__(use_locking, unknown, ("use_locking",))
-
     def __call__(
-        self,
-        var: Any,
-        mean_square: Any,
-        moment: Any,
-        learning_rate: Any,
-        grad: Any,
-        decay: Any,
-        momentum: Any,
-        epsilon: Any,
-    ) -> tuple[Any, Any, Any]:
+        self, var: Any, mean_square: Any, moment: Any, learning_rate: Any, grad: Any, decay: Any,
+        momentum: Any, epsilon: Any,
+    ) -> tuple[Any, Any, Any]:  # fmt: skip
         """Update ``var``, ``mean_square`` and ``moment`` in place; see the class."""
-        hp = self._scalars(
+        scalars = self._scalars(
             learning_rate=learning_rate, decay=decay, epsilon=epsilon, momentum=momentum
         )
         variables = self._variables(var=var, mean_square=mean_square, moment=moment)
-        row = _hp(self.name, variables["var"], hp)
-        self._apply_dense(rules.RMSPROP_MOMENTUM, variables, row, "grad", grad)
+        hp = _hp(self.name, variables, *scalars)
+        self._apply_dense(rules.RMSPROP_MOMENTUM, variables, hp, "grad", grad)
         return var, mean_square, moment
 
 
@@ -105,34 +93,24 @@ class ApplyCenteredRMSProp(Primitive):
     [0.8995 0.8995]
     """
 
-    def __init__(self, use_locking: bool = False, **unknown: Any) -> None:
-        super().__init__(use_locking, unknown, ("use_locking",))
-
     def __call__(
-        self,
-        var: Any,
-        mean_gradient: Any,
-        mean_square: Any,
-        moment: Any,
-        grad: Any,
-        learning_rate: Any,
-        decay: Any,
-        momentum: Any,
-        epsilon: Any,
-    ) -> tuple[Any, Any, Any, Any]:
+        self, var: Any, mean_gradient: Any, mean_square: Any, moment: Any, grad: Any,
+        learning_rate: Any, decay: Any, momentum: Any, epsilon: Any,
+    ) -> tuple[Any, Any, Any, Any]:  # fmt: skip
         """Update the variables in place and return them; see the class."""
-        hp = self._scalars(
+        scalars = self._scalars(
             learning_rate=learning_rate, decay=decay, epsilon=epsilon, momentum=momentum
         )
         variables = self._variables(
             var=var, mean_gradient=mean_gradient, mean_square=mean_square, moment=moment
         )
-        row = _hp(self.name, variables["var"], hp)
-        self._apply_dense(rules.RMSPROP_CENTERED_MOMENTUM, variables, row, "grad", grad)
+        hp = _hp(self.name, variables, *scalars)
+        self._apply_dense(rules.RMSPROP_CENTERED_MOMENTUM, variables, hp, "grad", grad)
         return var, mean_gradient, mean_square, moment
 
 
-def _hp(where: str, variable: np.ndarray, scalars: dict[str, float]) -> rules.RMSPropMomentumHP:
-    hp = rules.rmsprop_momentum_hp(rounding(variable.dtype), *scalars.values())
-    check.epsilon(where, "epsilon", scalars["epsilon"], hp.epsilon)
-    return hp
+def _hp(where: str, variables: Named, lr: float, *constants: float) -> Numbers:
+    """The scalars of a rule; the constants are decay, epsilon and momentum."""
+    real, epsilon = arithmetic(variables), constants[1]
+    check.epsilon(where, "epsilon", epsilon, real(epsilon))
+    return rules.rmsprop_momentum_scalars(real, lr, 0.0, 0, constants, ())

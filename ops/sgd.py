@@ -6,10 +6,10 @@ from typing import Any
 
 from ..kernels.rules import sgd as rules
 from ..kernels.rules.gradient import COUPLED_DECAY, SCALE
-from .primitive import Primitive
+from ..kernels.rules.rule import Prologue
+from .primitive import Primitive, arithmetic
 from .runtime import check
-from .runtime.arrays import rounding
-from .runtime.errors import message
+from .runtime.errors import reject
 
 
 class ApplyMomentum(Primitive):
@@ -51,39 +51,25 @@ class ApplyMomentum(Primitive):
     """
 
     def __init__(
-        self,
-        use_nesterov: bool = False,
-        use_locking: bool = False,
-        gradient_scale: float = 1.0,
+        self, use_nesterov: bool = False, use_locking: bool = False, gradient_scale: float = 1.0,
         **unknown: Any,
-    ) -> None:
-        super().__init__(use_locking, unknown, ("use_nesterov", "use_locking", "gradient_scale"))
+    ) -> None:  # fmt: skip
+        super().__init__(use_locking, **unknown)
         self.use_nesterov = check.flag(self.name, "use_nesterov", use_nesterov)
         self.gradient_scale = check.scalar(self.name, "gradient_scale", gradient_scale)
 
     def __call__(
-        self,
-        variable: Any,
-        accumulation: Any,
-        learning_rate: Any,
-        gradient: Any,
-        momentum: Any,
+        self, variable: Any, accumulation: Any, learning_rate: Any, gradient: Any, momentum: Any
     ) -> tuple[Any, Any]:
         """Update ``variable`` and ``accumulation`` in place and return them; see the class."""
-        scalars = self._scalars(learning_rate=learning_rate, momentum=momentum)
+        lr, mu = self._scalars(learning_rate=learning_rate, momentum=momentum)
         variables = self._variables(variable=variable, accumulation=accumulation)
-        real = rounding(variables["variable"].dtype)
-        scalar = rules.momentum_hp(real, scalars["learning_rate"], scalars["momentum"])
+        hp = rules.momentum_scalars(arithmetic(variables), lr, 0.0, 1, (mu, 0.0), ())
+        prologue: Prologue = ()
+        if self.gradient_scale != 1.0:
+            hp, prologue = (*hp, self.gradient_scale), (SCALE,)
         rule = rules.MOMENTUM_NESTEROV if self.use_nesterov else rules.MOMENTUM
-        is_scaled = self.gradient_scale != 1.0
-        self._apply_dense(
-            rule,
-            variables,
-            (*scalar, self.gradient_scale) if is_scaled else scalar,
-            "gradient",
-            gradient,
-            (SCALE,) if is_scaled else (),
-        )
+        self._apply_dense(rule, variables, hp, "gradient", gradient, prologue)
         return variable, accumulation
 
 
@@ -130,58 +116,36 @@ class SGD(Primitive):
     """
 
     def __init__(
-        self,
-        dampening: float = 0.0,
-        weight_decay: float = 0.0,
-        nesterov: bool = False,
-        *,
-        use_locking: bool = False,
-        **unknown: Any,
-    ) -> None:
-        super().__init__(
-            use_locking, unknown, ("dampening", "weight_decay", "nesterov", "use_locking")
-        )
+        self, dampening: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False, *,
+        use_locking: bool = False, **unknown: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(use_locking, **unknown)
         self.dampening = self._at_least_0("dampening", dampening)
         self.weight_decay = self._at_least_0("weight_decay", weight_decay)
         self.nesterov = check.flag(self.name, "nesterov", nesterov)
         if self.nesterov and self.dampening != 0.0:
-            raise ValueError(
-                message(self.name, "dampening", "excludes nesterov", "0.0", self.dampening)
-            )
-
-    def _at_least_0(self, name: str, value: Any) -> float:
-        return check.scalar_at_least_0(self.name, name, value)
+            wrong = "excludes nesterov"
+            reject(ValueError, self.name, "dampening", wrong, "0.0", self.dampening)
 
     def __call__(
-        self,
-        parameters: Any,
-        gradient: Any,
-        learning_rate: Any,
-        accum: Any,
-        momentum: Any,
+        self, parameters: Any, gradient: Any, learning_rate: Any, accum: Any, momentum: Any,
         stat: Any,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         """Update ``parameters``, ``accum`` and ``stat`` in place; see the class."""
         lr = check.scalar(self.name, "learning_rate", learning_rate)
         mu = self._at_least_0("momentum", momentum)
         variables = self._variables(parameters=parameters, accum=accum, stat=stat)
-        real = rounding(variables["parameters"].dtype)
-        scalars: tuple[Any, ...]
+        real = arithmetic(variables)
         if mu == 0.0:
             # The others are checked but have no part in the step.
             check.no_overlap(self.name, list(variables), list(variables.values()))
-            rule, scalars = rules.SGD, rules.sgd_hp(real, lr)
+            rule, hp = rules.SGD, rules.sgd_scalars(real, lr, 0.0, 0, (), ())
             variables = {"parameters": variables["parameters"]}
         else:
             rule = rules.SGD_FIRST_STEP_NESTEROV if self.nesterov else rules.SGD_FIRST_STEP
-            scalars = rules.first_step_hp(real, lr, mu, self.dampening)
-        decays = self.weight_decay > 0.0
-        self._apply_dense(
-            rule,
-            variables,
-            (*scalars, self.weight_decay, 0.0) if decays else scalars,
-            "gradient",
-            gradient,
-            (COUPLED_DECAY,) if decays else (),
-        )
+            hp = rules.first_step_scalars(real, lr, 0.0, 0, (mu, self.dampening), ())
+        prologue: Prologue = ()
+        if self.weight_decay > 0.0:
+            hp, prologue = (*hp, self.weight_decay, 0.0), (COUPLED_DECAY,)
+        self._apply_dense(rule, variables, hp, "gradient", gradient, prologue)
         return parameters

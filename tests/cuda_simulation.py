@@ -32,7 +32,7 @@ from fusestep.kernels.rules.gradient import CLIP, COUPLED_DECAY, SCALE
 from fusestep.kernels.rules.rule import Prologue, Rule, factors, hp_type
 from fusestep.kernels.storage import BF16, F16, F32, F64, Storage
 from fusestep.kernels.tables import HOT, RowTable
-from fusestep.ops.runtime.step import Variables, dense_step, measure_step
+from fusestep.ops.runtime.step import DenseUpdate, Variables, dense_step, measure_step
 
 from simulator import prepare_simulator
 
@@ -67,7 +67,7 @@ def step_on_device(compiled: Kernel, tensors: Tensors, hp: np.ndarray, hp_of: np
 
 def step_on_host(compiled: Kernel, tensors: Tensors, hp: np.ndarray, hp_of: np.ndarray) -> None:
     """The same step by the loop of the CPU."""
-    arguments = (
+    update = DenseUpdate(
         compiled.rule,
         compiled.prologue,
         Variables.of([tuple(arrays[:-1]) for arrays in tensors]),
@@ -78,8 +78,8 @@ def step_on_host(compiled: Kernel, tensors: Tensors, hp: np.ndarray, hp_of: np.n
     )
     if compiled.rule.factor:
         place = hp_type(compiled.rule, compiled.prologue)._fields.index(compiled.rule.factor_of)
-        hp[:, place] *= factors(compiled.rule, measure_step(*arguments))
-    dense_step(*arguments)
+        hp[:, place] *= factors(compiled.rule, measure_step(update))
+    dense_step(update)
 
 
 def compare(

@@ -255,7 +255,9 @@ def guards() -> None:
     ]
     places = [a.ctypes.data for a in (w, average, of_rows, of_columns)]
     before = [a.copy() for a in arrays]
-    hp = np.array([rules.adafactor_hp(np.float32, 0.1, 0.0, 3, 0.9, 0.8, 1e-30)], np.float32)
+    hp = np.array(
+        [rules.adafactor_scalars(np.float32, 0.1, 0.0, 3, (0.9, 0.8, 1e-30), ())], np.float32
+    )
     gradients, scalars = np.array([g.ctypes.data]), np.array([hp.ctypes.data])
     tensors = [FactoredTensor.of((9, 12), places)]
     step = MatrixStep(compiled, tensors, gradients, Sizes(1e-3, 1.0, True))

@@ -262,7 +262,7 @@ def threads() -> None:
 
 def lock_order() -> None:
     """Every call takes the locks of guards and streams in the same order."""
-    from fusestep.ops.runtime import device_step
+    from fusestep.ops.runtime import launch
 
     held: list[str] = []
     orders = set()
@@ -279,7 +279,7 @@ def lock_order() -> None:
 
         return note
 
-    device_step.in_order = noting("streams", device_step.in_order)
+    launch.in_order = noting("streams", launch.in_order)
     pending.guarded = noting("guards", pending.guarded)
     pending.held = noting("guards", pending.held)
     run, table = Run(use_locking=True), on_device([positive((5, 3)) for _ in range(3)])

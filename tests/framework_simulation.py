@@ -28,7 +28,7 @@ from numba import cuda
 import fusestep
 from fusestep import nn, ops
 from fusestep.kernels.cuda.device import backend, memory
-from fusestep.ops.runtime import device, frameworks, stream_order
+from fusestep.ops.runtime import device, frameworks, launch
 from fusestep.ops.runtime.device import DeviceArray, launching
 
 from simulator import Graph, prepare_simulator
@@ -242,7 +242,7 @@ def recorded() -> Iterator[list[str]]:
     finally:
         device.stream_of, backend.new_event = before
         memory.new_event = backend.new_event
-        stream_order._uses.clear()
+        launch._uses.clear()
         log.clear()
         current.torch = current.cupy = 0
 
@@ -566,14 +566,14 @@ def order_of_streams() -> None:
         # What covers the memory of earlier calls stands for them.
         opt((g[1:], g))
         assert sorted(log) == ["3 waits for 2", "3 waits for 2", "3 waits for 3", "record 3"]
-        assert len(stream_order._uses) == 3
+        assert len(launch._uses) == 3
         log.clear()
         with refused(IndexError, "got 5"):
             bad = Tensor(np.array([5, 0]))
             ops.FusedSparseLazyAdam(use_locking=True)(w, m, v, *adam, g[:2], bad)
             fusestep.synchronize()
-        assert stream_order._lock.acquire(timeout=1)
-        stream_order._lock.release()
+        assert launch._lock.acquire(timeout=1)
+        launch._lock.release()
 
 
 def mixtures() -> None:

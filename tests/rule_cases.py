@@ -14,8 +14,8 @@ from fusestep.kernels.rules import adagrad, ftrl, lars, norm, rmsprop, sgd
 from fusestep.kernels.rules.gradient import COUPLED_DECAY, SCALE, TRUST
 from fusestep.kernels.rules.rule import Prologue, Rule, hp_type
 from fusestep.kernels.storage import STORAGES
-from fusestep.ops.runtime.row_step import RowGradient, row_step
-from fusestep.ops.runtime.step import Variables, dense_step
+from fusestep.ops.runtime.row_step import RowGradient, RowUpdate, row_step
+from fusestep.ops.runtime.step import DenseUpdate, Variables, dense_step
 
 import reference_elementwise as elementwise
 from helpers import STORAGE_DTYPES
@@ -52,14 +52,14 @@ class RuleCase:
 
     Attributes:
         rule: the update rule.
-        make: ``(real, **given) -> hp``, the library's scalars.
-        given: hyper-parameters by the names of `make`.
+        make: the library's scalars, as the function of a `Formula`.
+        given: hyper-parameters: the learning rate, then the constants of the formula.
         step: ``(w, g, *states, **known) -> (w, *states)``, the float64 reference.
         terms: ``(w, g, states, known, new) -> sizes``: for each result the largest term that it
             is a sum of, every term with its absolute value; ``new`` is the reference's result.
         kinds: what each state holds: "signed" numbers, a sum of "squares", a "mean" whose square
             is below the squares that come after it, or the "stat" of a first step.
-        renamed: names of the reference where they differ from those of `make`.
+        renamed: names of the reference where they differ from those given.
     """
 
     rule: Rule
@@ -72,7 +72,8 @@ class RuleCase:
 
     def hp(self, real: Any, **changed: float) -> Any:
         """The library's scalars."""
-        return self.make(real, **{**self.given, **changed})
+        lr, *constants = {**self.given, **changed}.values()
+        return hp_type(self.rule, ())(*self.make(real, lr, 0.0, 2, tuple(constants), ()))
 
     def known(self, real: Any, **changed: float) -> Known:
         """The reference's: each rounded to `real`, complements taken after that."""
@@ -198,9 +199,9 @@ def scaled_terms(_: Array, g: Array, __: Any, k: Known, ___: Any) -> list[Array]
     return [k["factor"] * np.abs(g)]
 
 
-def rounded(cls: Any) -> Callable[..., Any]:
+def rounded(real: Any, lr: float, _: Any, __: Any, constants: Any, ___: Any) -> Any:
     """Scalars that are only rounded."""
-    return lambda real, **given: cls(*(real(given[name]) for name in cls._fields))
+    return tuple(map(real, (lr, *constants)))
 
 
 _SGD = {"lr": 0.1, "momentum": 0.9, "dampening": 0.1}
@@ -211,67 +212,68 @@ _FTRL = {"lr": 0.6, "l1": 0.7, "l2": 0.2, "lr_power": -0.5}
 _RHO = {"decay": "rho"}
 
 CASES = {
-    "sgd": RuleCase(sgd.SGD, sgd.sgd_hp, {"lr": 0.1}, elementwise.sgd, sgd_terms, ()),
+    "sgd": RuleCase(sgd.SGD, sgd.sgd_scalars, {"lr": 0.1}, elementwise.sgd, sgd_terms, ()),
     "momentum": RuleCase(
-        sgd.MOMENTUM, sgd.momentum_hp, _SGD, elementwise.momentum, momentum_terms, ("signed",)
+        sgd.MOMENTUM, sgd.momentum_scalars, _SGD, elementwise.momentum, momentum_terms, ("signed",)
     ),
     "momentum_nesterov": RuleCase(
-        sgd.MOMENTUM_NESTEROV, sgd.momentum_hp, _SGD,
+        sgd.MOMENTUM_NESTEROV, sgd.momentum_scalars, _SGD,
         partial(elementwise.momentum, nesterov=True),
         partial(momentum_terms, nesterov=True), ("signed",),
     ),
     "sgd_first_step": RuleCase(
-        sgd.SGD_FIRST_STEP, sgd.first_step_hp, _SGD,
+        sgd.SGD_FIRST_STEP, sgd.first_step_scalars, _SGD,
         elementwise.sgd_stat, first_step_terms, ("signed", "stat"),
     ),
     "sgd_first_step_nesterov": RuleCase(
-        sgd.SGD_FIRST_STEP_NESTEROV, sgd.first_step_hp, _SGD,
+        sgd.SGD_FIRST_STEP_NESTEROV, sgd.first_step_scalars, _SGD,
         partial(elementwise.sgd_stat, nesterov=True),
         partial(first_step_terms, nesterov=True), ("signed", "stat"),
     ),
     "rmsprop": RuleCase(
-        rmsprop.RMSPROP, rmsprop.rmsprop_hp, _RMSPROP,
+        rmsprop.RMSPROP, rmsprop.rmsprop_scalars, _RMSPROP,
         lambda w, g, s, **k: elementwise.rmsprop(w, g, s, 0.0, momentum=0.0, **k)[:2],
         rmsprop_terms, ("squares",), _RHO,
     ),
     "rmsprop_momentum": RuleCase(
-        rmsprop.RMSPROP_MOMENTUM, rmsprop.rmsprop_momentum_hp, _MOMENT,
+        rmsprop.RMSPROP_MOMENTUM, rmsprop.rmsprop_momentum_scalars, _MOMENT,
         elementwise.rmsprop, rmsprop_terms, ("squares", "signed"), _RHO,
     ),
     "rmsprop_centered": RuleCase(
-        rmsprop.RMSPROP_CENTERED, rmsprop.rmsprop_hp, _RMSPROP,
+        rmsprop.RMSPROP_CENTERED, rmsprop.rmsprop_scalars, _RMSPROP,
         lambda w, g, *s, **k: elementwise.rmsprop_centered(w, g, *s, 0.0, momentum=0.0, **k)[:3],
         centered_terms, ("mean", "squares"), _RHO,
     ),
     "rmsprop_centered_momentum": RuleCase(
-        rmsprop.RMSPROP_CENTERED_MOMENTUM, rmsprop.rmsprop_momentum_hp, _MOMENT,
+        rmsprop.RMSPROP_CENTERED_MOMENTUM, rmsprop.rmsprop_momentum_scalars, _MOMENT,
         elementwise.rmsprop_centered, centered_terms, ("mean", "squares", "signed"), _RHO,
     ),
     "adagrad": RuleCase(
-        adagrad.ADAGRAD, adagrad.adagrad_hp, {"lr": 0.3},
+        adagrad.ADAGRAD, adagrad.adagrad_scalars, {"lr": 0.3},
         elementwise.adagrad, adagrad_terms, ("squares",),
     ),
     "adagrad_fixed": RuleCase(
-        adagrad.ADAGRAD_FIXED, adagrad.adagrad_hp, {"lr": 0.3},
+        adagrad.ADAGRAD_FIXED, adagrad.adagrad_scalars, {"lr": 0.3},
         partial(elementwise.adagrad, update_slots=False), adagrad_terms, ("squares",),
     ),
     "proximal_adagrad": RuleCase(
-        adagrad.PROXIMAL_ADAGRAD, adagrad.proximal_adagrad_hp, _PROXIMAL,
+        adagrad.PROXIMAL_ADAGRAD, adagrad.proximal_adagrad_scalars, _PROXIMAL,
         elementwise.proximal_adagrad, proximal_terms, ("squares",),
     ),
     "ftrl": RuleCase(
-        ftrl.FTRL, ftrl.ftrl_hp, _FTRL, elementwise.ftrl, ftrl_terms, ("squares", "signed")
+        ftrl.FTRL, lambda *a: ftrl.ftrl_scalars(*a[:4], a[4][:2], ()), _FTRL,
+        elementwise.ftrl, ftrl_terms, ("squares", "signed"),
     ),
     "ftrl_power": RuleCase(
-        ftrl.FTRL_POWER, ftrl.ftrl_hp, {**_FTRL, "lr_power": -0.3},
+        ftrl.FTRL_POWER, ftrl.ftrl_power_scalars, {**_FTRL, "lr_power": -0.3},
         elementwise.ftrl, ftrl_terms, ("squares", "signed"),
     ),
     "lars_gradient": RuleCase(
-        lars.LARS_GRADIENT, rounded(lars.LarsHP), {"ratio": 0.3, "decay": 0.6},
+        lars.LARS_GRADIENT, rounded, {"ratio": 0.3, "decay": 0.6},
         lars_gradient, lars_terms, (),
     ),
     "scaled": RuleCase(
-        norm.SCALED, rounded(norm.ScaledHP), {"factor": 0.3}, scaled, scaled_terms, ()
+        norm.SCALED, rounded, {"factor": 0.3}, scaled, scaled_terms, ()
     ),
 }  # fmt: skip
 
@@ -320,10 +322,9 @@ def run_dense(
 ) -> None:
     """One dense step on one tensor: its parameter and states, in place."""
     hp = hp_row(rule, prologue, scalars, real_of(arrays[0].dtype), factors)
-    dense_step(
-        rule, prologue, Variables.of([tuple(arrays)]), np.array([g.ctypes.data]),
-        STORAGES[g.dtype], hp, np.zeros(1, np.int64),
-    )  # fmt: skip
+    variables, places = Variables.of([tuple(arrays)]), np.array([g.ctypes.data])
+    given = variables, places, STORAGES[g.dtype], hp, np.zeros(1, np.int64)
+    dense_step(DenseUpdate(rule, prologue, *given))
 
 
 def run_rows(
@@ -333,7 +334,5 @@ def run_rows(
     """One row-sparse step on one table."""
     hp = hp_row(rule, prologue, scalars, real_of(arrays[0].dtype))
     gradient = RowGradient.of(indices, values)
-    row_step(
-        ["test"], rule, prologue, Variables.of([tuple(arrays)]), [gradient], hp, [0],
-        touched_only=lazy,
-    )  # fmt: skip
+    variables = Variables.of([tuple(arrays)])
+    row_step(RowUpdate.of(["test"], rule, prologue, variables, [gradient], hp, [0], lazy))

@@ -136,7 +136,7 @@ def test_sums_of_squares_are_vectorised(name, kind):
 def test_blocks_of_many_states_are_vectorised(rule):
     f32 = storage.F32
     compiled = kernel(rule, (), f32, f32, (f32,) * len(rule.states))
-    assert_packed(assembly(blocks(compiled).update), WITH_ROOT)
+    assert_packed(assembly(blocks(compiled).update), operations(rule.update))
 
 
 @pytest.mark.parametrize("kind", [storage.F16, storage.BF16], ids=lambda s: s.name)

@@ -39,12 +39,13 @@ STEP = """
     from fusestep.kernels.cpu.blocks import blocks
     from fusestep.kernels.element import kernel
     from fusestep.kernels.storage import F32
-    from fusestep.ops.runtime.step import Variables, dense_step
+    from fusestep.ops.runtime.step import DenseUpdate, Variables, dense_step
     from own_rule import DESCENT
     w, g = np.zeros(4, np.float32), np.ones(4, np.float32)
     address = np.array([g.ctypes.data])
     hp = np.ones((1, 1), np.float32)
-    dense_step(DESCENT, (), Variables.of([(w,)]), address, F32, hp, np.zeros(1, np.int64))
+    given = Variables.of([(w,)]), address, F32, hp, np.zeros(1, np.int64)
+    dense_step(DenseUpdate(DESCENT, (), *given))
     compiled = blocks(kernel(DESCENT, (), F32, F32, ())).update._compiled
     print(w[0], compiled.cache_hits)
 """

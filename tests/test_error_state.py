@@ -42,7 +42,7 @@ def state(kind: str) -> Any:
 def forget() -> None:
     """What scalars are remembered from earlier steps, of other tests too."""
     formula._powers.clear()
-    for function in (mxnet.bias_corrected, mxnet.adam_hp, mxnet.adamw_hp):
+    for function in (mxnet.bias_corrected, mxnet.adam_scalars):
         function.cache_clear()
     mxnet.conditioning.cache_clear()
     mxnet.conditioning_scalars.cache_clear()

@@ -15,8 +15,8 @@ import test_rules
 from fusestep import nn, ops
 from fusestep.kernels.rules.rule import Prologue, Rule
 from fusestep.kernels.storage import STORAGES
-from fusestep.ops.runtime.device_step import launch_on
-from fusestep.ops.runtime.step import Variables, dense_step
+from fusestep.ops.runtime.launch import launch_on
+from fusestep.ops.runtime.step import DenseUpdate, Variables, dense_step
 
 import gpu_arrays
 import reference
@@ -55,16 +55,9 @@ def step_on_device(
     on_device = copies(make, arrays)
     variables, gradient = [adopted(a) for a in on_device], adopted(make.put(g))
     with launch_on([*variables, gradient], None) as launch:
-        dense_step(
-            rule,
-            prologue,
-            Variables.of([tuple(variables)]),
-            np.array([gradient.address]),
-            STORAGES[g.dtype],
-            hp,
-            np.zeros(1, np.int64),
-            launch=launch,
-        )
+        bound, places = Variables.of([tuple(variables)]), np.array([gradient.address])
+        given = bound, places, STORAGES[g.dtype], hp, np.zeros(1, np.int64)
+        dense_step(DenseUpdate(rule, prologue, *given), launch)
     return [make.get(a) for a in on_device]
 
 
@@ -149,8 +142,10 @@ def test_mixed_storage_types(maker: Maker, types: tuple[Any, ...]) -> None:
     scales = test_rules.largest_terms("adam", before[0], size, before[1:], hp, exact)
     found = step_on_device(maker, rule, arrays, g, np.array([given], real))
     dense_step(
-        rule, (), Variables.of([tuple(arrays)]), np.array([g.ctypes.data]), STORAGES[g.dtype],
-        np.array([given], real), np.zeros(1, np.int64),
+        DenseUpdate(
+            rule, (), Variables.of([tuple(arrays)]), np.array([g.ctypes.data]), STORAGES[g.dtype],
+            np.array([given], real), np.zeros(1, np.int64),
+        )
     )  # fmt: skip
     assert_step(found, arrays, exact, scales, (REFERENCE_ULPS, CPU_ULPS), "mixed")
 

@@ -14,7 +14,7 @@ import pytest
 import fusestep
 from fusestep import nn, ops
 from fusestep.kernels.tables import HOT, range_length
-from fusestep.ops.runtime.device_step import launch_on
+from fusestep.ops.runtime.launch import launch_on
 
 import gpu_arrays
 from gpu_arrays import Maker, adopted, copies

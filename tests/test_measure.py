@@ -11,11 +11,11 @@ import pytest
 
 from fusestep.kernels.cpu.measure import PART
 from fusestep.kernels.rules.gradient import COUPLED_DECAY, SCALE
-from fusestep.kernels.rules.lamb import LAMB, LAMB_CLIPPED, lamb_hp
+from fusestep.kernels.rules.lamb import LAMB, LAMB_CLIPPED, lamb_scalars
 from fusestep.kernels.rules.norm import SCALED
 from fusestep.kernels.storage import STORAGES
 from fusestep.ops.norm import squares
-from fusestep.ops.runtime.step import Variables, measure_step
+from fusestep.ops.runtime.step import DenseUpdate, Variables, measure_step
 
 from helpers import BF16, STORAGE_DTYPES, assert_same_bits, unchanged
 from reference import wide
@@ -94,10 +94,9 @@ def measured(
     """`measure_step` on fresh tensors, each with a row of scalars of its own."""
     hp = np.array(rows, np.float64 if tensors[0][0].dtype == np.float64 else np.float32)
     with unchanged(tensors, gradients):
-        return measure_step(
-            rule, prologue, Variables.of(tensors), np.array([g.ctypes.data for g in gradients]),
-            STORAGES[gradients[0].dtype], hp, np.arange(len(tensors)),
-        )  # fmt: skip
+        places = np.array([g.ctypes.data for g in gradients])
+        given = places, STORAGES[gradients[0].dtype], hp, np.arange(len(tensors))
+        return measure_step(DenseUpdate(rule, prologue, Variables.of(tensors), *given))
 
 
 @EACH_DTYPE
@@ -117,7 +116,7 @@ def test_each_tensor_is_measured_with_its_own_scalars(rule: Any) -> None:
     for k, n in enumerate((1_003, 0, PART + 7)):
         w, g, m, v = (array((n,), np.float64, seed=10 * k + i) for i in range(4))
         v = v * v
-        hp = lamb_hp(np.float64, 0.1, 0.9 - 0.1 * k, 0.99, 1e-3, 0.1 * k, k + 1)
+        hp = lamb_scalars(np.float64, 0.1, 0.1 * k, k + 1, (0.9 - 0.1 * k, 0.99, 1e-3), ())
         beta1, beta2 = 0.9 - 0.1 * k, 0.99
         mean = (beta1 * m + (1 - beta1) * g) / (1 - beta1 ** (k + 1))
         square = (beta2 * v + (1 - beta2) * g * g) / (1 - beta2 ** (k + 1))
@@ -140,7 +139,7 @@ def test_storage_types_that_all_differ() -> None:
     types = (np.float32, BF16, np.float16, np.float64)
     w, g, m, v = (array((n,), t, seed=k) for k, t in enumerate(types))
     v = v * v
-    hp = lamb_hp(np.float32, 0.1, 0.5, 0.5, 1e-3, 0.25, 1)
+    hp = lamb_scalars(np.float32, 0.1, 0.25, 1, (0.5, 0.5, 1e-3), ())
     mean, square = wide(m) + wide(g), v + wide(g) ** 2  # with betas of 1/2 at the first update
     direction = mean / (np.sqrt(square) + 1e-3) + 0.25 * wide(w)
     found = measured(LAMB, (), [(w, m, v)], [g], [hp])
@@ -154,7 +153,7 @@ def test_bits_do_not_depend_on_the_number_of_threads() -> None:
         sys.path.insert(0, sys.argv[1])
         import numpy as np
         from fusestep import get_num_threads, set_num_threads
-        from fusestep.kernels.rules.lamb import LAMB_CLIPPED, lamb_hp
+        from fusestep.kernels.rules.lamb import LAMB_CLIPPED, lamb_scalars
         from fusestep.kernels.storage import STORAGES
         from fusestep.ops.norm import squares
         from test_measure import SHAPES, STORAGE_DTYPES, array, measured
@@ -167,7 +166,7 @@ def test_bits_do_not_depend_on_the_number_of_threads() -> None:
                     yield squares(STORAGES[dtype], [x])
             tensors = [[array((n,), np.float32, seed=k) ** 2 for k in range(4)]
                        for n in (300_001, 5, 65_537)]
-            rows = [lamb_hp(np.float32, 0.1, 0.9, 0.99, 1e-3, 0.1, 2)] * 3
+            rows = [lamb_scalars(np.float32, 0.1, 0.1, 2, (0.9, 0.99, 1e-3), ())] * 3
             yield measured(
                 LAMB_CLIPPED, (), [(w, m, v) for w, _, m, v in tensors],
                 [g for _, g, _, _ in tensors], rows,

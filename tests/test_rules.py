@@ -17,7 +17,7 @@ from fusestep.kernels.rules import mxnet
 from fusestep.kernels.rules.formula import running_power
 from fusestep.kernels.rules.rule import Rule, hp_type
 from fusestep.kernels.storage import STORAGES
-from fusestep.ops.runtime.step import Variables, dense_step
+from fusestep.ops.runtime.step import DenseUpdate, Variables, dense_step
 
 import reference
 from helpers import FAR, assert_within_ulps, distance
@@ -76,13 +76,16 @@ EACH_RULE = pytest.mark.parametrize("name", RULES)
 def scalars(name: str, real: Any) -> tuple[tuple[Any, ...], reference.AdamScalars]:
     """The scalars of a rule, rounded to `real`, for the library and for the reference."""
     rule, extra, _ = RULES[name]
-    make = rules.adam_weight_decay_hp if rule is rules.ADAM_WEIGHT_DECAY else rules.adam_hp
-    given = {**HYPER, **extra}
-    expected = reference.adam_scalars(**given, real=real)
+    hp = hp_type(rule, ())
+    expected = reference.adam_scalars(**HYPER, **extra, real=real)
     if name.startswith("mxnet"):  # how it rounds is tested with its optimizers
-        hp = mxnet.AdamWHP if "decay" in name else mxnet.AdamHP
         return hp(*(real(getattr(expected, field)) for field in rule.hp)), expected
-    return make(real, **given), expected
+    lr, *constants = HYPER.values()
+    if rule is rules.ADAM_WEIGHT_DECAY:
+        made = rules.adam_weight_decay_scalars(real, lr, DECAY["decay"], 3, tuple(constants), ())
+    else:
+        made = rules.adam_scalars(real, lr, 0.0, 3, tuple(constants), tuple(POWERS.values()))
+    return hp(*made), expected
 
 
 def test_every_rule_is_tested() -> None:
@@ -132,15 +135,15 @@ def test_prologue_in_plain_python() -> None:
 
 @pytest.mark.parametrize("real", [np.float32, np.float64])
 def test_scalars_are_rounded_before_they_are_subtracted(real: Any) -> None:
-    hp = rules.adam_hp(real, **HYPER, **POWERS)
+    hp, expected = scalars("adam", real)
     assert all(type(x) is real for x in hp)
     assert hp.one_minus_beta2 == real(1) - real(0.99)
-    expected = reference.adam_scalars(**HYPER, **POWERS, real=real)
     assert hp.step_size == real(expected.step_size)
     assert hp.epsilon == real(1e-3)
     # 1 - 0.999 between float32 numbers is 1.3e-5 below 0.001, which shows in every step.
-    ours = rules.adam_weight_decay_hp(np.float32, 0.1, 0.9, 0.999, 1e-6, 0.0)
-    assert ours.one_minus_beta2 == np.float32(0.0009999871) != np.float32(0.001)
+    constants = (0.9, 0.999, 1e-6)
+    ours = rules.adam_weight_decay_scalars(np.float32, 0.1, 0.0, 1, constants, ())
+    assert ours[1] == np.float32(0.0009999871) != np.float32(0.001)
 
 
 @pytest.mark.parametrize("beta", [0.5, 0.9, 0.999])
@@ -172,15 +175,9 @@ def run_compiled(
     hp, _ = scalars(name, real)
     row = (*hp, DECAY_FACTOR, 0.0, GRAD_SCALE) if prologue else hp
     assert len(hp_type(rule, prologue)._fields) == len(row)
-    dense_step(
-        rule,
-        prologue,
-        Variables.of([tuple(arrays)]),
-        np.array([g.ctypes.data]),
-        STORAGES[g.dtype],
-        np.array([row], real),
-        np.zeros(1, np.int64),
-    )
+    variables, places = Variables.of([tuple(arrays)]), np.array([g.ctypes.data])
+    given = places, STORAGES[g.dtype], np.array([row], real), np.zeros(1, np.int64)
+    dense_step(DenseUpdate(rule, prologue, variables, *given))
 
 
 def largest_terms(

@@ -274,8 +274,7 @@ def test_ftrl_powers(power: float) -> None:
     case = CASES["ftrl_power"]
     w, g, *states = (a.astype(np.float32) for a in case.samples(300, seed=12))
     arrays = [w.copy(), *(s.copy() for s in states)]
-    hp = ftrl.FtrlPowerHP(*case.hp(np.float32)[:4], np.float32(-power))
-    run_dense(case.rule, arrays, g, hp)
+    run_dense(case.rule, arrays, g, case.hp(np.float32, lr_power=power))
     assert_near(
         case, arrays, [w, *states], wide(g), np.abs(wide(g)), f"power {power}", lr_power=power
     )
@@ -285,7 +284,7 @@ def test_ftrl_rule_follows_the_power() -> None:
     """Rule and scalars fit each other."""
     for power, rule in ((-0.5, ftrl.FTRL), (-0.3, ftrl.FTRL_POWER), (0.0, ftrl.FTRL_POWER)):
         assert ftrl.ftrl_rule(power) is rule
-        assert ftrl.ftrl_hp(np.float32, 0.1, 0.0, 0.0, power)._fields == rule.hp
+        assert len(ftrl.ftrl_formula(0.0, 0.0, power).at(np.float32, 0.1, 0.0, 1)) == len(rule.hp)
 
 
 def test_proximal_adagrad_shrinks_to_zero() -> None:
@@ -303,7 +302,7 @@ def test_first_step_is_that_of_each_element(rule: Rule) -> None:
     """Undampened where `stat` is above 0, and only once."""
     w, a, g = float32s(np.zeros(4), np.full(4, 8.0), np.full(4, 2.0))
     stat = np.array([1.0, 0.0, 0.5, 0.0], np.float32)
-    hp = sgd.first_step_hp(np.float32, 1.0, 0.5, 0.5)
+    hp = sgd.first_step_scalars(np.float32, 1.0, 0.0, 1, (0.5, 0.5), ())
     run_dense(rule, [w, a, stat], g, hp)
     assert a.tolist() == [2.0, 5.0, 2.0, 5.0]
     assert stat.tolist() == [0.0] * 4
@@ -322,12 +321,12 @@ def test_stat_that_marks_no_first_step_is_kept() -> None:
     assert_same_bits(stat, before)
 
 
-@pytest.mark.parametrize("make", [rmsprop.rmsprop_hp, rmsprop.rmsprop_momentum_hp])
+@pytest.mark.parametrize("make", [rmsprop.rmsprop_scalars, rmsprop.rmsprop_momentum_scalars])
 def test_complements_are_taken_of_rounded_numbers(make: Any) -> None:
     """1 - 0.999 between float32 numbers is 1.3e-5 below 0.001, which shows in every step."""
-    extra = (0.0,) if make is rmsprop.rmsprop_momentum_hp else ()
-    hp = make(np.float32, 0.1, 0.999, 1e-10, *extra)
-    assert hp.one_minus_decay == np.float32(0.0009999871) != np.float32(0.001)
+    extra = (0.0,) if make is rmsprop.rmsprop_momentum_scalars else ()
+    hp = make(np.float32, 0.1, 0.0, 1, (0.999, 1e-10, *extra), ())
+    assert hp[1] == np.float32(0.0009999871) != np.float32(0.001)
     assert all(type(x) is np.float32 for x in hp)
-    hp = sgd.momentum_hp(np.float32, 0.1, 0.9, 0.999)
-    assert hp.one_minus_dampening == np.float32(0.0009999871)
+    hp = sgd.momentum_scalars(np.float32, 0.1, 0.0, 2, (0.9, 0.999), ())
+    assert hp[2] == np.float32(0.0009999871)

@@ -13,7 +13,7 @@ from numba import njit
 from fusestep.kernels.rules import adam as rules
 from fusestep.kernels.storage import BF16 as BF16_STORAGE
 from fusestep.kernels.storage import F16, STORAGES, Storage, real_of
-from fusestep.ops.runtime.step import Variables, dense_step
+from fusestep.ops.runtime.step import DenseUpdate, Variables, dense_step
 
 import reference
 from helpers import BF16, STORAGE_DTYPES, assert_same_bits, assert_within_ulps
@@ -184,19 +184,27 @@ class Guarded:
         assert (outside == outside.dtype.type(7)).all()
 
 
+def adam_scalars(real: Any) -> tuple[Any, ...]:
+    """The library's."""
+    lr, *constants = HYPER.values()
+    return rules.adam_scalars(real, lr, 0.0, 1, tuple(constants), tuple(POWERS.values()))
+
+
 def step(
     tensors: list[tuple[np.ndarray, ...]], gradients: list[np.ndarray], hp: tuple[Any, ...]
 ) -> None:
     """One compiled Adam step on any number of tensors, in one call."""
     variables = Variables.of(tensors)
     dense_step(
-        rules.ADAM,
-        (),
-        variables,
-        np.array([g.ctypes.data for g in gradients]),
-        STORAGES[gradients[0].dtype],
-        np.array([hp], variables.real.dtype),
-        np.zeros(len(tensors), np.int64),
+        DenseUpdate(
+            rules.ADAM,
+            (),
+            variables,
+            np.array([g.ctypes.data for g in gradients]),
+            STORAGES[gradients[0].dtype],
+            np.array([hp], variables.real.dtype),
+            np.zeros(len(tensors), np.int64),
+        )
     )
 
 
@@ -223,7 +231,7 @@ def test_dense_step_of_every_storage_combination(w: np.dtype, g: np.dtype, s: np
     tensors, gradients = random_tensors(w, g, s)
     before = [[reference.wide(a.array) for a in tensor] for tensor in tensors]
     real = real_of(STORAGES[w]).dtype.type
-    hp = rules.adam_hp(real, **HYPER, **POWERS)
+    hp = adam_scalars(real)
     step([tuple(a.array for a in t) for t in tensors], [g.array for g in gradients], hp)
     expected_hp = reference.adam_scalars(**HYPER, **POWERS, real=real)
     for shape, tensor, gradient, old in zip(SHAPES, tensors, gradients, before, strict=True):
@@ -250,7 +258,7 @@ def test_dense_step_of_every_storage_combination(w: np.dtype, g: np.dtype, s: np
 def test_many_tensors_are_each_by_itself(dtype: np.dtype) -> None:
     """One call for all shapes gives the bits of one call for each."""
     real = real_of(STORAGES[dtype]).dtype.type
-    hp = rules.adam_hp(real, **HYPER, **POWERS)
+    hp = adam_scalars(real)
     together, gradients = random_tensors(dtype, dtype, dtype)
     apart, _ = random_tensors(dtype, dtype, dtype)
     step([tuple(a.array for a in t) for t in together], [g.array for g in gradients], hp)
@@ -267,7 +275,7 @@ def test_length_does_not_change_an_element(dtype: np.dtype, n: int) -> None:
     """The serial loop, the parallel one and every remainder compute the same bits."""
     rng = np.random.default_rng(8)
     numbers = rng.uniform(0.1, 2.0, (4, n))
-    hp = rules.adam_hp(real_of(STORAGES[dtype]).dtype.type, **HYPER, **POWERS)
+    hp = adam_scalars(real_of(STORAGES[dtype]).dtype.type)
     arrays = [a.astype(dtype) for a in numbers]
     whole = [a.copy() for a in arrays[:3]]
     step([tuple(whole)], [arrays[3]], hp)

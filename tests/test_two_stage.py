@@ -14,9 +14,9 @@ from fusestep import ops
 from fusestep.kernels.rules import gradient as prologues
 from fusestep.kernels.rules import lamb, lars
 from fusestep.kernels.rules.gradient import SCALE
-from fusestep.kernels.rules.rule import Prologue, Rule, factors
+from fusestep.kernels.rules.rule import Prologue, Rule, factors, hp_type
 from fusestep.kernels.storage import STORAGES
-from fusestep.ops.runtime.step import Variables, dense_step, measure_step
+from fusestep.ops.runtime.step import DenseUpdate, Variables, dense_step, measure_step
 
 import reference_layerwise as layerwise
 from helpers import BF16, STORAGE_DTYPES, assert_same_bits, assert_within_ulps, unchanged
@@ -44,7 +44,7 @@ FORMS = {
 EACH_FORM = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 
 
-def scalars(form: Form, real: Any, **changed: float) -> tuple[lamb.LambHP, dict[str, float]]:
+def scalars(form: Form, real: Any, **changed: float) -> tuple[Any, dict[str, float]]:
     """For the library and for the reference; `changed` are hyper-parameters."""
     given = {**LAMB_SCALARS, **changed}
     known = {name: float(real(value)) for name, value in given.items()}
@@ -53,7 +53,9 @@ def scalars(form: Form, real: Any, **changed: float) -> tuple[lamb.LambHP, dict[
         known[f"one_minus_beta{k}"] = 1.0 - known[f"beta{k}"]
     if form.reference is layerwise.lamb_clipped:
         known["norm_decay"] = known["decay"]
-    return lamb.lamb_hp(real, **given, step=STEP), known
+    lr, *constants, decay = given.values()
+    hp = lamb.lamb_scalars(real, lr, decay, STEP, tuple(constants), ())
+    return hp_type(form.rule, ())(*hp), known
 
 
 def samples(n: int, seed: int = 0) -> list[np.ndarray]:
@@ -69,14 +71,14 @@ def run(form: Form, arrays: list[Any], g: Any, prologue: Prologue = (), **change
     """Both stages on one tensor, in place, as an optimizer runs them."""
     real = real_of(arrays[0].dtype)
     hp = hp_row(form.rule, prologue, scalars(form, real, **changed)[0], real)
-    arguments = (
+    update = DenseUpdate(
         form.rule, prologue, Variables.of([tuple(arrays)]), np.array([g.ctypes.data]),
         STORAGES[g.dtype], hp, np.zeros(1, np.int64),
     )  # fmt: skip
-    ratio = form.ratio(measure_step(*arguments))
+    ratio = form.ratio(measure_step(update))
     assert ratio.shape == (1,)
-    hp[:, lamb.LambHP._fields.index("step")] *= ratio
-    dense_step(*arguments)
+    hp[:, lamb.LAMB.hp.index("step")] *= ratio
+    dense_step(update)
 
 
 def norm(x: Any) -> float:
@@ -179,13 +181,13 @@ def test_each_tensor_has_its_own_ratio(form: Form) -> None:
         together[k][0] *= 10.0**k
         run(form, [w, m, v], g)
     hp = np.repeat(np.array([scalars(form, np.float32)[0]]), len(sizes), axis=0)
-    arguments = (
+    update = DenseUpdate(
         form.rule, (), Variables.of([(w, m, v) for w, _, m, v in together]),
         np.array([g.ctypes.data for _, g, _, _ in together]), STORAGES[F32], hp,
         np.arange(len(sizes)),
     )  # fmt: skip
-    hp[:, -1] *= form.ratio(measure_step(*arguments))
-    dense_step(*arguments)
+    hp[:, -1] *= form.ratio(measure_step(update))
+    dense_step(update)
     assert len(set(hp[:, -1].tolist())) == len(sizes)
     for one, other in zip(alone, together, strict=True):
         for a, b in zip(one, other, strict=True):

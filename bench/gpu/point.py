@@ -15,8 +15,8 @@ COPY_BYTES = 1 << 31
 _OF_FREE = 0.9  # what arrays may take of the memory that is free
 _OF_COPIES = 0.125  # what either array of the copies may take of it
 
-ADAM = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8}
-POWERS = {"beta1_power": 0.9, "beta2_power": 0.999}
+ADAM = (1e-3, 0.0, 1, (0.9, 0.999, 1e-8), (0.9, 0.999))
+"""Learning rate, decay, step, betas and epsilon, and powers of the betas."""
 TORCH = "torch fused"
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from ..cases import model_shapes, traffic
 from ..report.result import OURS
 from ..report.stats import ratio
-from .point import ADAM, POWERS, TORCH, Bench, Point
+from .point import ADAM, TORCH, Bench, Point
 from .rows import all_rows, lazy_rows, sorts
 
 LARGE = (1 << 26, 1 << 28)  # elements of dense steps
@@ -130,7 +130,7 @@ def _launches(bench: Bench, shapes: Sequence[tuple[int, ...]]) -> dict[str, Call
     addresses = np.array([[int(address_of(a)) for a in tensor[:3]] for tensor in arrays])
     gradients = np.array([int(address_of(tensor[3])) for tensor in arrays])
     sizes = np.array([shape[0] for shape in shapes])
-    hp = np.array([adam.adam_hp(np.float32, **ADAM, **POWERS)], np.float32)
+    hp = np.array([adam.adam_scalars(np.float32, *ADAM)], np.float32)
     on_device, stream = cuda.device_array(hp.nbytes, np.uint8), cuda.default_stream()
     hp_address = int(address_of(on_device))
     chunks = Chunks(chunk_of(compiled), np.column_stack([gradients, addresses]), sizes)

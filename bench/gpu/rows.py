@@ -10,7 +10,7 @@ import numpy as np
 
 from ..cases import indices, traffic
 from ..report.result import OURS
-from .point import ADAM, POWERS, Bench, Point
+from .point import ADAM, Bench, Point
 
 ROWS, WIDTH, BATCH = 10**7, 128, 10**6
 LEAST_ROWS = 1 << 10
@@ -132,7 +132,7 @@ def _parts(tables: Tables) -> dict[str, Callable[[], object]]:
         int(address_of(a)) for a in (*tables.arrays, tables.values, tables.indices)
     )
     compiled = kernel(adam.ADAM, (), F32, F32, (F32, F32))
-    hp = np.array([adam.adam_hp(np.float32, **ADAM, **POWERS)], np.float32)
+    hp = np.array([adam.adam_scalars(np.float32, *ADAM)], np.float32)
     one = [RowTable((w, m, v), 0, n, d, rows, 8, tables.drawn.size, values)]
     step = RowStep(compiled, one, touched_only=True, sorts=True)
     scalars, scratch = cuda.to_device(hp), cuda.device_array(step.scratch_bytes, np.uint8)

@@ -21,29 +21,12 @@ Shazeer and Stern (2018), arXiv:1804.04235, algorithms 4 to 6. Means are held ab
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 from .formula import Numbers
 from .rule import Rule, product, rule_helper
 
 _SMALLEST = 1e-30
-
-
-class AdafactorHP(NamedTuple):
-    """Scalars of Adafactor.
-
-    ``step`` and ``decay`` are those of a parameter of size 1 until the sizes are known.
-    """
-
-    beta2: Any
-    one_minus_beta2: Any
-    epsilon1: Any
-    smallest: Any
-    largest: Any
-    beta1: Any
-    one_minus_beta1: Any
-    step: Any
-    decay: Any
 
 
 @rule_helper
@@ -141,18 +124,13 @@ def adafactor_plain_norms(w: Any, g: Any, v: Any, hp: Any) -> Any:
     return w, u
 
 
-def adafactor_hp(
-    real: Any,
-    rho: float,
-    decay: float,
-    step: int,
-    beta1: float,
-    decay_rate: float,
-    epsilon1: float,
-) -> AdafactorHP:
+def adafactor_scalars(
+    real: Any, rho: float, decay: float, step: int, constants: Numbers, _powers: Numbers
+) -> Numbers:
     """The scalars of update ``step``, computed in float64 and rounded to ``real`` once."""
+    beta1, decay_rate, epsilon1 = constants
     one_minus_beta2 = float(step) ** -decay_rate
-    return AdafactorHP(
+    return (
         real(1.0 - one_minus_beta2),
         real(one_minus_beta2),
         real(epsilon1),
@@ -165,14 +143,6 @@ def adafactor_hp(
     )
 
 
-def adafactor_scalars(
-    real: Any, rho: float, decay: float, step: int, constants: Numbers, _powers: Numbers
-) -> AdafactorHP:
-    """A `Formula` of `adafactor_hp`."""
-    beta1, decay_rate, epsilon1 = constants
-    return adafactor_hp(real, rho, decay, step, beta1, decay_rate, epsilon1)
-
-
 def relative_rate(step: int, warmup_init: bool) -> float:
     """The learning rate of update ``step`` where none is given."""
     largest = 1e-6 * step if warmup_init else 1e-2
@@ -180,13 +150,9 @@ def relative_rate(step: int, warmup_init: bool) -> float:
 
 
 def size_factors(
-    squares_of_w: Any,
-    squares_of_u: Any,
-    size: Any,
-    epsilon2: Any,
-    clip_threshold: Any,
+    squares_of_w: Any, squares_of_u: Any, size: Any, epsilon2: Any, clip_threshold: Any,
     scale_parameter: Any,
-) -> Any:
+) -> Any:  # fmt: skip
     """Factors of ``step`` and ``decay``, in float64, from sums over ``size`` elements.
 
     ``max(epsilon2, |w|)`` with ``scale_parameter``, else 1, is a factor of both; ``1 / max(1, |u| /
@@ -200,7 +166,9 @@ def size_factors(
     return relative if excess <= 1.0 else relative / excess, relative
 
 
-_HP = AdafactorHP._fields
+# The last two are those of a parameter of size 1 until the sizes are known.
+_HP = ("beta2", "one_minus_beta2", "epsilon1", "smallest", "largest", "beta1", "one_minus_beta1",
+       "step", "decay")  # fmt: skip
 ADAFACTOR = Rule(adafactor, ("exp_avg", "exp_avg_sq"), _HP, adafactor_norms, 2, factored=factored)
 ADAFACTOR_PLAIN = Rule(
     adafactor_plain, ("exp_avg_sq",), _HP, adafactor_plain_norms, 2, factored=factored_plain

@@ -15,27 +15,10 @@ soft thresholding by ``e*l1`` and shrinking by ``1 + e*l2``.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 from .formula import Numbers
 from .rule import Rule
-
-
-class AdagradHP(NamedTuple):
-    """Scalars of Adagrad."""
-
-    lr: Any
-    zero: Any
-
-
-class ProximalAdagradHP(NamedTuple):
-    """Scalars of proximal Adagrad."""
-
-    lr: Any
-    l1: Any
-    l2: Any
-    zero: Any
-    one: Any
 
 
 def adagrad(w: Any, g: Any, accum: Any, hp: Any) -> Any:
@@ -60,31 +43,23 @@ def proximal_adagrad(w: Any, g: Any, accum: Any, hp: Any) -> Any:
     return (w if accum == hp.zero else shrunk), accum
 
 
-def adagrad_hp(real: Any, lr: float) -> AdagradHP:
-    """The learning rate, rounded to ``real``."""
-    return AdagradHP(real(lr), real(0.0))
-
-
-def proximal_adagrad_hp(real: Any, lr: float, l1: float, l2: float) -> ProximalAdagradHP:
-    """Every argument rounded to ``real``."""
-    return ProximalAdagradHP(real(lr), real(l1), real(l2), real(0.0), real(1.0))
-
-
 def adagrad_scalars(
     real: Any, lr: float, _decay: float, _step: int, _constants: Numbers, _powers: Numbers
-) -> AdagradHP:
-    """A `Formula` of `adagrad_hp`."""
-    return adagrad_hp(real, lr)
+) -> Numbers:
+    """The learning rate, rounded to ``real``."""
+    return real(lr), real(0.0)
 
 
 def proximal_adagrad_scalars(
     real: Any, lr: float, _decay: float, _step: int, constants: Numbers, _powers: Numbers
-) -> ProximalAdagradHP:
-    """A `Formula` of `proximal_adagrad_hp`."""
+) -> Numbers:
+    """Every argument rounded to ``real``."""
     l1, l2 = constants
-    return proximal_adagrad_hp(real, lr, l1, l2)
+    return real(lr), real(l1), real(l2), real(0.0), real(1.0)
 
 
-ADAGRAD = Rule(adagrad, ("accum",), AdagradHP._fields)
-ADAGRAD_FIXED = Rule(adagrad_fixed, ("accum",), AdagradHP._fields)
-PROXIMAL_ADAGRAD = Rule(proximal_adagrad, ("accum",), ProximalAdagradHP._fields)
+_HP = ("lr", "zero")
+_PROXIMAL_HP = ("lr", "l1", "l2", "zero", "one")
+ADAGRAD = Rule(adagrad, ("accum",), _HP)
+ADAGRAD_FIXED = Rule(adagrad_fixed, ("accum",), _HP)
+PROXIMAL_ADAGRAD = Rule(proximal_adagrad, ("accum",), _PROXIMAL_HP)

@@ -14,29 +14,10 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from .formula import Numbers
 from .rule import Rule, rule_helper
-
-
-class AdamHP(NamedTuple):
-    """Scalars of every rule with a bias-corrected step size."""
-
-    one_minus_beta1: Any
-    one_minus_beta2: Any
-    step_size: Any
-    epsilon: Any
-
-
-class AdamWeightDecayHP(NamedTuple):
-    """Scalars of Adam with decoupled decay and without bias correction."""
-
-    one_minus_beta1: Any
-    one_minus_beta2: Any
-    lr: Any
-    epsilon: Any
-    decay: Any
 
 
 @rule_helper
@@ -88,31 +69,30 @@ def adam_weight_decay(w: Any, g: Any, m: Any, v: Any, hp: Any) -> Any:
     return w - hp.lr * (m / (math.sqrt(v) + hp.epsilon) + hp.decay * w), m, v
 
 
-def adam_hp(
-    real: Any,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    beta1_power: float,
-    beta2_power: float,
-) -> AdamHP:
+def adam_scalars(
+    real: Any, lr: float, _decay: float, _step: int, constants: Numbers, powers: Numbers
+) -> Numbers:
     """Round the hyper-parameters as MindSpore does.
 
-    Every argument is rounded to ``real`` (``np.float32``, or ``np.float64`` for float64
-    parameters) and ``1 - beta`` is taken after that rounding. The step size is computed in
-    float64 from the rounded arguments and rounded once. With ``beta1_power == 1`` it is
-    infinite (or NaN where its numerator is 0), as in the original.
+    Every argument is rounded to ``real`` and ``1 - beta`` is taken after that rounding. The step
+    size is computed in float64 from the rounded arguments and rounded once. Where the first power
+    is 1 it is infinite (or NaN where its numerator is 0), as in the original.
     """
+    beta1, beta2, epsilon = constants
+    beta1_power, beta2_power = powers
     numerator = float(real(lr)) * math.sqrt(1.0 - float(real(beta2_power)))
     correction = 1.0 - float(real(beta1_power))
     step_size = numerator / correction if correction != 0.0 else numerator * math.inf
-    return AdamHP(
-        _complement(real, beta1),
-        _complement(real, beta2),
-        real(step_size),
-        real(epsilon),
-    )
+    return _complement(real, beta1), _complement(real, beta2), real(step_size), real(epsilon)
+
+
+def adam_weight_decay_scalars(
+    real: Any, lr: float, decay: float, _step: int, constants: Numbers, _powers: Numbers
+) -> Numbers:
+    """As `adam_scalars`, for the rule without bias correction."""
+    beta1, beta2, epsilon = constants
+    complements = _complement(real, beta1), _complement(real, beta2)
+    return (*complements, real(lr), real(epsilon), real(decay))
 
 
 # The betas are the same in every step, and NumPy takes longer to round one than to look it up.
@@ -121,40 +101,12 @@ def _complement(real: Any, beta: float) -> Any:
     return real(1.0) - real(beta)
 
 
-def adam_scalars(
-    real: Any, lr: float, _decay: float, _step: int, constants: Numbers, powers: Numbers
-) -> AdamHP:
-    """A `Formula` of `adam_hp`."""
-    beta1, beta2, epsilon = constants
-    beta1_power, beta2_power = powers
-    return adam_hp(real, lr, beta1, beta2, epsilon, beta1_power, beta2_power)
-
-
-def adam_weight_decay_hp(
-    real: Any, lr: float, beta1: float, beta2: float, epsilon: float, decay: float
-) -> AdamWeightDecayHP:
-    """As `adam_hp`, for the rule without bias correction."""
-    return AdamWeightDecayHP(
-        _complement(real, beta1),
-        _complement(real, beta2),
-        real(lr),
-        real(epsilon),
-        real(decay),
-    )
-
-
-def adam_weight_decay_scalars(
-    real: Any, lr: float, decay: float, _step: int, constants: Numbers, _powers: Numbers
-) -> AdamWeightDecayHP:
-    """A `Formula` of `adam_weight_decay_hp`."""
-    beta1, beta2, epsilon = constants
-    return adam_weight_decay_hp(real, lr, beta1, beta2, epsilon, decay)
-
-
 MOMENTS = ("moment1", "moment2")
-ADAM = Rule(adam, MOMENTS, AdamHP._fields)
-ADAM_NESTEROV = Rule(adam_nesterov, MOMENTS, AdamHP._fields)
-ADAM_AMSGRAD = Rule(adam_amsgrad, (*MOMENTS, "vhat"), AdamHP._fields)
-ADAM_DELTA = Rule(adam_delta, MOMENTS, AdamHP._fields)
-ADAM_NESTEROV_DELTA = Rule(adam_nesterov_delta, MOMENTS, AdamHP._fields)
-ADAM_WEIGHT_DECAY = Rule(adam_weight_decay, ("adam_m", "adam_v"), AdamWeightDecayHP._fields)
+_HP = ("one_minus_beta1", "one_minus_beta2", "step_size", "epsilon")
+_WEIGHT_DECAY_HP = ("one_minus_beta1", "one_minus_beta2", "lr", "epsilon", "decay")
+ADAM = Rule(adam, MOMENTS, _HP)
+ADAM_NESTEROV = Rule(adam_nesterov, MOMENTS, _HP)
+ADAM_AMSGRAD = Rule(adam_amsgrad, (*MOMENTS, "vhat"), _HP)
+ADAM_DELTA = Rule(adam_delta, MOMENTS, _HP)
+ADAM_NESTEROV_DELTA = Rule(adam_nesterov_delta, MOMENTS, _HP)
+ADAM_WEIGHT_DECAY = Rule(adam_weight_decay, ("adam_m", "adam_v"), _WEIGHT_DECAY_HP)

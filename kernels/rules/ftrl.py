@@ -11,29 +11,10 @@ With ``p = -lr_power``, accumulator ``A`` and ``L`` the linear coefficient::
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
-from .formula import Numbers
+from .formula import Formula, Numbers
 from .rule import Rule, rule_helper
-
-
-class FtrlHP(NamedTuple):
-    """Scalars of FTRL with ``lr_power = -1/2``."""
-
-    lr_reciprocal: Any
-    l1: Any
-    two_l2: Any
-    zero: Any
-
-
-class FtrlPowerHP(NamedTuple):
-    """Scalars of FTRL with any power."""
-
-    lr_reciprocal: Any
-    l1: Any
-    two_l2: Any
-    zero: Any
-    power: Any
 
 
 @rule_helper
@@ -59,34 +40,34 @@ def ftrl_power(w: Any, g: Any, accum: Any, linear: Any, hp: Any) -> Any:
     return w, new_accum, linear
 
 
+def ftrl_scalars(
+    real: Any, lr: float, _decay: float, _step: int, constants: Numbers, _powers: Numbers
+) -> Numbers:
+    """Every argument rounded to ``real``."""
+    l1, l2 = constants
+    return real(1.0 / float(real(lr))), real(l1), real(2.0 * l2), real(0.0)
+
+
+def ftrl_power_scalars(
+    real: Any, lr: float, decay: float, step: int, constants: Numbers, powers: Numbers
+) -> Numbers:
+    """As `ftrl_scalars`, with another power than -1/2."""
+    l1, l2, lr_power = constants
+    return (*ftrl_scalars(real, lr, decay, step, (l1, l2), powers), real(-lr_power))
+
+
+_HP = ("lr_reciprocal", "l1", "two_l2", "zero")
+FTRL = Rule(ftrl, ("accum", "linear"), _HP)
+FTRL_POWER = Rule(ftrl_power, ("accum", "linear"), (*_HP, "power"))
+
+
 def ftrl_rule(lr_power: float) -> Rule:
     """The rule for this power."""
     return FTRL if lr_power == -0.5 else FTRL_POWER
 
 
-def ftrl_hp(real: Any, lr: float, l1: float, l2: float, lr_power: float) -> Any:
-    """Every argument rounded to ``real``; the fields are those of ``ftrl_rule(lr_power)``."""
+def ftrl_formula(l1: float, l2: float, lr_power: float) -> Formula:
+    """The scalars of the rule for this power."""
     if lr_power == -0.5:
-        return ftrl_scalars(real, lr, 0.0, 0, (l1, l2), ())
-    return ftrl_power_scalars(real, lr, 0.0, 0, (l1, l2, lr_power), ())
-
-
-def ftrl_scalars(
-    real: Any, lr: float, _decay: float, _step: int, constants: Numbers, _powers: Numbers
-) -> FtrlHP:
-    """A `Formula` of `ftrl_hp` with the square root."""
-    l1, l2 = constants
-    return FtrlHP(real(1.0 / float(real(lr))), real(l1), real(2.0 * l2), real(0.0))
-
-
-def ftrl_power_scalars(
-    real: Any, lr: float, decay: float, step: int, constants: Numbers, powers: Numbers
-) -> FtrlPowerHP:
-    """A `Formula` of `ftrl_hp` with another power."""
-    l1, l2, lr_power = constants
-    hp = ftrl_scalars(real, lr, decay, step, (l1, l2), powers)
-    return FtrlPowerHP(hp.lr_reciprocal, hp.l1, hp.two_l2, hp.zero, real(-lr_power))
-
-
-FTRL = Rule(ftrl, ("accum", "linear"), FtrlHP._fields)
-FTRL_POWER = Rule(ftrl_power, ("accum", "linear"), FtrlPowerHP._fields)
+        return Formula(ftrl_scalars, (l1, l2))
+    return Formula(ftrl_power_scalars, (l1, l2, lr_power))

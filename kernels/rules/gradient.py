@@ -38,22 +38,7 @@ def clip(g: Any, w: Any, hp: Any) -> Any:
     return -hp.clip_bound if g < -hp.clip_bound else bounded
 
 
-def decay_scalars(decay: float, _loss_scale: float) -> tuple[float, float]:
-    """The scalars of `coupled_decay`."""
-    return decay, 0.0
-
-
-def scale_scalars(_decay: float, loss_scale: float) -> tuple[float]:
-    """The scalar of `scale`."""
-    return (1.0 / loss_scale,)
-
-
-def trust_scalars(_decay: float, _loss_scale: float) -> tuple[float]:
-    """The scalar of `trust` before anything is measured."""
-    return (1.0,)
-
-
 CLIP = Part(clip, ("clip_bound",))
-COUPLED_DECAY = Part(coupled_decay, ("weight_decay", "no_decay"), decay_scalars)
-SCALE = Part(scale, ("grad_scale",), scale_scalars)
-TRUST = Part(trust, ("trust_ratio",), trust_scalars)
+COUPLED_DECAY = Part(coupled_decay, ("weight_decay", "no_decay"), lambda decay, _: (decay, 0.0))
+SCALE = Part(scale, ("grad_scale",), lambda _, loss_scale: (1.0 / loss_scale,))
+TRUST = Part(trust, ("trust_ratio",), lambda _, __: (1.0,))  # before anything is measured

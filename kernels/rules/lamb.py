@@ -15,25 +15,13 @@ first form published limits the ratio to [0, 10], takes epsilon under the root i
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 from .adam import moments
 from .formula import Numbers
 from .rule import Rule, rule_helper
 
 _MOST_RATIO = 10.0
-
-
-class LambHP(NamedTuple):
-    """Scalars of LAMB. ``step`` is ``lr`` until the norms are known, then ``lr * ratio``."""
-
-    one_minus_beta1: Any
-    one_minus_beta2: Any
-    correction1: Any
-    correction2: Any
-    epsilon: Any
-    decay: Any
-    step: Any
 
 
 @rule_helper
@@ -61,27 +49,6 @@ def lamb_clipped_norms(w: Any, g: Any, m: Any, v: Any, hp: Any) -> Any:
     return w, u, g
 
 
-def lamb_hp(
-    real: Any,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    decay: float,
-    step: int,
-) -> LambHP:
-    """Every argument rounded to ``real``, ``1 - beta`` taken after that rounding."""
-    return LambHP(
-        real(1.0) - real(beta1),
-        real(1.0) - real(beta2),
-        _correction(real, beta1, step),
-        _correction(real, beta2, step),
-        real(epsilon),
-        real(decay),
-        real(lr),
-    )
-
-
 def _correction(real: Any, beta: float, step: int) -> Any:
     """``1 / (1 - beta**step)`` in float64 from the rounded ``beta``, rounded once."""
     return real(1.0 / (1.0 - math.pow(float(real(beta)), float(step))))
@@ -89,10 +56,12 @@ def _correction(real: Any, beta: float, step: int) -> Any:
 
 def lamb_scalars(
     real: Any, lr: float, decay: float, step: int, constants: Numbers, _powers: Numbers
-) -> LambHP:
-    """A `Formula` of `lamb_hp`."""
+) -> Numbers:
+    """Every argument rounded to ``real``, ``1 - beta`` taken after that rounding."""
     beta1, beta2, epsilon = constants
-    return lamb_hp(real, lr, beta1, beta2, epsilon, decay, step)
+    complements = real(1.0) - real(beta1), real(1.0) - real(beta2)
+    corrections = _correction(real, beta1, step), _correction(real, beta2, step)
+    return (*complements, *corrections, real(epsilon), real(decay), real(lr))
 
 
 def ratio(square_of_w: Any, square_of_u: Any) -> Any:
@@ -111,6 +80,9 @@ def clipped_ratio(square_of_w: Any, square_of_u: Any, square_of_g: Any) -> Any:
     return of_w / of_u
 
 
+# The last is the learning rate until the norms are known, then it times their ratio.
+_HP = ("one_minus_beta1", "one_minus_beta2", "correction1", "correction2", "epsilon", "decay",
+       "step")  # fmt: skip
 _STATES = ("lamb_m", "lamb_v")
-LAMB = Rule(lamb, _STATES, LambHP._fields, lamb_norms, 2, ratio, "step")
-LAMB_CLIPPED = Rule(lamb, _STATES, LambHP._fields, lamb_clipped_norms, 3, clipped_ratio, "step")
+LAMB = Rule(lamb, _STATES, _HP, lamb_norms, 2, ratio, "step")
+LAMB_CLIPPED = Rule(lamb, _STATES, _HP, lamb_clipped_norms, 3, clipped_ratio, "step")

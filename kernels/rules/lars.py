@@ -11,20 +11,13 @@ You, Gitman and Ginsburg (2017), arXiv:1708.03888. With clipping, ``c`` becomes
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from .rule import Rule
 
 _LARGEST = float(np.finfo(np.float32).max)
-
-
-class LarsHP(NamedTuple):
-    """Scalars of the gradient as an array of its own."""
-
-    ratio: Any
-    decay: Any
 
 
 def lars_gradient(w: Any, g: Any, hp: Any) -> Any:
@@ -55,11 +48,7 @@ def clipped(ratio: Any, lr: Any) -> Any:
 
 
 def lars_ratio(
-    norm_w: np.ndarray,
-    norm_g: np.ndarray,
-    decay: np.ndarray,
-    coefficient: float,
-    epsilon: float,
+    norm_w: np.ndarray, norm_g: np.ndarray, decay: np.ndarray, coefficient: float, epsilon: float
 ) -> np.ndarray:
     """`ratio` of each tensor."""
     of_each = zip(norm_w.tolist(), norm_g.tolist(), decay.tolist(), strict=True)
@@ -71,4 +60,4 @@ def clipped_ratio(ratios: np.ndarray, lr: np.ndarray) -> np.ndarray:
     return np.array([clipped(*pair) for pair in zip(ratios.tolist(), lr.tolist(), strict=True)])
 
 
-LARS_GRADIENT = Rule(lars_gradient, (), LarsHP._fields)
+LARS_GRADIENT = Rule(lars_gradient, (), ("ratio", "decay"))

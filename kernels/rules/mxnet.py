@@ -18,39 +18,16 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from .formula import ROUNDING, to_float32
+from .formula import ROUNDING, Numbers, to_float32
 from .gradient import CLIP, COUPLED_DECAY, SCALE
 from .rule import Prologue, Rule, product, rule_helper
 
 VERSIONS = ("2.0", "1.9")
 """Whose order of clipping and weight decay."""
-
-
-class AdamHP(NamedTuple):
-    """Scalars of Adam."""
-
-    beta1: Any
-    one_minus_beta1: Any
-    beta2: Any
-    one_minus_beta2: Any
-    step_size: Any
-    epsilon: Any
-
-
-class AdamWHP(NamedTuple):
-    """Scalars of AdamW."""
-
-    beta1: Any
-    one_minus_beta1: Any
-    beta2: Any
-    one_minus_beta2: Any
-    lr: Any
-    epsilon: Any
-    decay: Any
 
 
 @rule_helper
@@ -102,15 +79,6 @@ def adamw_composed_master(w: Any, g: Any, m: Any, v: Any, copy: Any, hp: Any) ->
     """AdamW out of composed operations, and the copy."""
     w, m, v = adamw_composed(w, g, m, v, hp)
     return w, m, v, w
-
-
-MOMENTS = ("mean", "var")
-MXNET_ADAM = Rule(adam, MOMENTS, AdamHP._fields)
-MXNET_ADAMW = Rule(adamw, MOMENTS, AdamWHP._fields)
-MXNET_ADAMW_COMPOSED = Rule(adamw_composed, MOMENTS, AdamWHP._fields)
-MXNET_ADAM_MASTER = Rule(adam_master, (*MOMENTS, "copy"), AdamHP._fields)
-MXNET_ADAMW_MASTER = Rule(adamw_master, (*MOMENTS, "copy"), AdamWHP._fields)
-MXNET_ADAMW_COMPOSED_MASTER = Rule(adamw_composed_master, (*MOMENTS, "copy"), AdamWHP._fields)
 
 
 # A model has few different options, and its weights are often updated one by one.
@@ -168,36 +136,25 @@ def rounded(real: Any, value: float, *, composed: bool) -> float:
     return ROUNDING[real](value if composed else to_float32(value))
 
 
-def _of_betas(
-    real: Any, beta1: float, beta2: float, composed: bool
-) -> tuple[float, float, float, float]:
-    """Each beta and its complement."""
+@_remembered
+def adam_scalars(real: Any, beta1: float, beta2: float, *others: float, composed: bool) -> Numbers:
+    """The scalars of Adam or AdamW.
+
+    ``others`` are the corrected learning rate, epsilon and AdamW's decay, which the corrected rate
+    multiplies too.
+    """
     if not composed:
         beta1, beta2 = to_float32(beta1), to_float32(beta2)
-    to_real = ROUNDING[real]
-    return to_real(beta1), to_real(1.0 - beta1), to_real(beta2), to_real(1.0 - beta2)
+    of_betas = map(ROUNDING[real], (beta1, 1.0 - beta1, beta2, 1.0 - beta2))
+    return (*of_betas, *(rounded(real, x, composed=composed) for x in others))
 
 
-@_remembered
-def adam_hp(
-    real: Any, step_size: float, beta1: float, beta2: float, epsilon: float, *, composed: bool
-) -> AdamHP:
-    """The scalars of Adam for a corrected learning rate."""
-    size, eps = (rounded(real, x, composed=composed) for x in (step_size, epsilon))
-    return AdamHP(*_of_betas(real, beta1, beta2, composed), size, eps)
-
-
-@_remembered
-def adamw_hp(
-    real: Any,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    decay: float,
-    *,
-    composed: bool,
-) -> AdamWHP:
-    """The scalars of AdamW, whose decay is multiplied by the corrected learning rate too."""
-    adam = adam_hp(real, lr, beta1, beta2, epsilon, composed=composed)
-    return AdamWHP(*adam, rounded(real, decay, composed=composed))
+MOMENTS = ("mean", "var")
+_ADAM_HP = ("beta1", "one_minus_beta1", "beta2", "one_minus_beta2", "step_size", "epsilon")
+_ADAMW_HP = (*_ADAM_HP[:4], "lr", "epsilon", "decay")
+MXNET_ADAM = Rule(adam, MOMENTS, _ADAM_HP)
+MXNET_ADAMW = Rule(adamw, MOMENTS, _ADAMW_HP)
+MXNET_ADAMW_COMPOSED = Rule(adamw_composed, MOMENTS, _ADAMW_HP)
+MXNET_ADAM_MASTER = Rule(adam_master, (*MOMENTS, "copy"), _ADAM_HP)
+MXNET_ADAMW_MASTER = Rule(adamw_master, (*MOMENTS, "copy"), _ADAMW_HP)
+MXNET_ADAMW_COMPOSED_MASTER = Rule(adamw_composed_master, (*MOMENTS, "copy"), _ADAMW_HP)

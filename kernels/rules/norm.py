@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from .rule import Rule
-
-
-class ScaledHP(NamedTuple):
-    """The scalar of a scaled gradient."""
-
-    factor: Any
 
 
 def scaled(out: Any, g: Any, hp: Any) -> Any:
@@ -23,4 +17,4 @@ def norm(out: Any, g: Any, hp: Any) -> Any:
     return (g,)
 
 
-SCALED = Rule(scaled, (), ScaledHP._fields, norm, 1)
+SCALED = Rule(scaled, (), ("factor",), norm, 1)

@@ -14,29 +14,10 @@ Without momentum ``mo`` is the step itself and need not be kept.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 from .formula import Numbers
 from .rule import Rule, rule_helper
-
-
-class RMSPropHP(NamedTuple):
-    """Scalars of the forms without momentum."""
-
-    lr: Any
-    one_minus_decay: Any
-    epsilon: Any
-    zero: Any
-
-
-class RMSPropMomentumHP(NamedTuple):
-    """Scalars of the forms with momentum."""
-
-    lr: Any
-    one_minus_decay: Any
-    epsilon: Any
-    zero: Any
-    momentum: Any
 
 
 @rule_helper
@@ -77,40 +58,27 @@ def rmsprop_centered_momentum(w: Any, g: Any, mg: Any, s: Any, mo: Any, hp: Any)
     return (w if stays else w - step), mg, s, (mo if stays else step)
 
 
-def rmsprop_hp(real: Any, lr: float, decay: float, epsilon: float) -> RMSPropHP:
-    """Every argument rounded to ``real``, ``1 - decay`` taken after that rounding."""
-    return RMSPropHP(real(lr), real(1.0) - real(decay), real(epsilon), real(0.0))
-
-
-def rmsprop_momentum_hp(
-    real: Any, lr: float, decay: float, epsilon: float, momentum: float
-) -> RMSPropMomentumHP:
-    """As `rmsprop_hp`."""
-    scalars = rmsprop_hp(real, lr, decay, epsilon)
-    return RMSPropMomentumHP(
-        scalars.lr, scalars.one_minus_decay, scalars.epsilon, scalars.zero, real(momentum)
-    )
-
-
 def rmsprop_scalars(
     real: Any, lr: float, _decay: float, _step: int, constants: Numbers, _powers: Numbers
-) -> RMSPropHP:
-    """A `Formula` of `rmsprop_hp`."""
+) -> Numbers:
+    """Every argument rounded to ``real``, ``1 - rho`` taken after that rounding."""
     rho, epsilon = constants
-    return rmsprop_hp(real, lr, rho, epsilon)
+    return real(lr), real(1.0) - real(rho), real(epsilon), real(0.0)
 
 
 def rmsprop_momentum_scalars(
-    real: Any, lr: float, _decay: float, _step: int, constants: Numbers, _powers: Numbers
-) -> RMSPropMomentumHP:
-    """A `Formula` of `rmsprop_momentum_hp`."""
+    real: Any, lr: float, decay: float, step: int, constants: Numbers, powers: Numbers
+) -> Numbers:
+    """As `rmsprop_scalars`, with a momentum."""
     rho, epsilon, momentum = constants
-    return rmsprop_momentum_hp(real, lr, rho, epsilon, momentum)
+    return (*rmsprop_scalars(real, lr, decay, step, (rho, epsilon), powers), real(momentum))
 
 
-RMSPROP = Rule(rmsprop, ("mean_square",), RMSPropHP._fields)
-RMSPROP_MOMENTUM = Rule(rmsprop_momentum, ("mean_square", "moment"), RMSPropMomentumHP._fields)
-RMSPROP_CENTERED = Rule(rmsprop_centered, ("mean_grad", "mean_square"), RMSPropHP._fields)
+_HP = ("lr", "one_minus_decay", "epsilon", "zero")
+_MOMENTUM_HP = (*_HP, "momentum")
+RMSPROP = Rule(rmsprop, ("mean_square",), _HP)
+RMSPROP_MOMENTUM = Rule(rmsprop_momentum, ("mean_square", "moment"), _MOMENTUM_HP)
+RMSPROP_CENTERED = Rule(rmsprop_centered, ("mean_grad", "mean_square"), _HP)
 RMSPROP_CENTERED_MOMENTUM = Rule(
-    rmsprop_centered_momentum, ("mean_grad", "mean_square", "moment"), RMSPropMomentumHP._fields
+    rmsprop_centered_momentum, ("mean_grad", "mean_square", "moment"), _MOMENTUM_HP
 )

@@ -10,33 +10,10 @@ This is the form of Sutskever et al. (2013) with the learning rate outside of ``
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from .formula import Numbers
 from .rule import Rule, product, rule_helper
-
-
-class SgdHP(NamedTuple):
-    """Scalars of the plain step."""
-
-    lr: Any
-
-
-class MomentumHP(NamedTuple):
-    """Scalars of the steps with momentum."""
-
-    lr: Any
-    momentum: Any
-    one_minus_dampening: Any
-
-
-class FirstStepHP(NamedTuple):
-    """Scalars of the steps that know the first one of each element."""
-
-    lr: Any
-    momentum: Any
-    one_minus_dampening: Any
-    zero: Any
 
 
 def sgd(w: Any, g: Any, hp: Any) -> Any:
@@ -76,41 +53,36 @@ def sgd_first_step_nesterov(w: Any, g: Any, a: Any, stat: Any, hp: Any) -> Any:
     return w - hp.lr * (g + hp.momentum * a), a, stat
 
 
-def sgd_hp(real: Any, lr: float) -> SgdHP:
-    """The learning rate, rounded to ``real``."""
-    return SgdHP(real(lr))
-
-
-def momentum_hp(real: Any, lr: float, momentum: float, dampening: float = 0.0) -> MomentumHP:
-    """Every argument rounded to ``real``, ``1 - dampening`` taken after that rounding."""
-    return MomentumHP(real(lr), real(momentum), real(1.0) - real(dampening))
-
-
-def first_step_hp(real: Any, lr: float, momentum: float, dampening: float) -> FirstStepHP:
-    """As `momentum_hp`."""
-    return FirstStepHP(*momentum_hp(real, lr, momentum, dampening), real(0.0))
-
-
 def sgd_scalars(
     real: Any, lr: float, _decay: float, _step: int, _constants: Numbers, _powers: Numbers
-) -> SgdHP:
-    """A `Formula` of `sgd_hp`."""
-    return sgd_hp(real, lr)
+) -> Numbers:
+    """The learning rate, rounded to ``real``."""
+    return (real(lr),)
 
 
 def momentum_scalars(
     real: Any, lr: float, _decay: float, step: int, constants: Numbers, _powers: Numbers
-) -> MomentumHP:
-    """A `Formula` of `momentum_hp` whose first update is not dampened.
+) -> Numbers:
+    """Every argument rounded to ``real``, ``1 - dampening`` taken after that rounding.
 
-    The accumulator begins at 0, so that update makes it the gradient.
+    The first update is not dampened: its accumulator begins at 0, and becomes the gradient.
     """
     momentum, dampening = constants
-    return momentum_hp(real, lr, momentum, dampening if step > 1 else 0.0)
+    dampening = dampening if step > 1 else 0.0
+    return real(lr), real(momentum), real(1.0) - real(dampening)
 
 
-SGD = Rule(sgd, (), SgdHP._fields)
-MOMENTUM = Rule(momentum, ("accum",), MomentumHP._fields, layerwise=True)
-MOMENTUM_NESTEROV = Rule(momentum_nesterov, ("accum",), MomentumHP._fields, layerwise=True)
-SGD_FIRST_STEP = Rule(sgd_first_step, ("accum", "stat"), FirstStepHP._fields)
-SGD_FIRST_STEP_NESTEROV = Rule(sgd_first_step_nesterov, ("accum", "stat"), FirstStepHP._fields)
+def first_step_scalars(
+    real: Any, lr: float, decay: float, _step: int, constants: Numbers, powers: Numbers
+) -> Numbers:
+    """As `momentum_scalars`, of a rule that knows by itself which update is the first."""
+    return (*momentum_scalars(real, lr, decay, 2, constants, powers), real(0.0))
+
+
+_MOMENTUM_HP = ("lr", "momentum", "one_minus_dampening")
+SGD = Rule(sgd, (), ("lr",))
+MOMENTUM = Rule(momentum, ("accum",), _MOMENTUM_HP, layerwise=True)
+MOMENTUM_NESTEROV = Rule(momentum_nesterov, ("accum",), _MOMENTUM_HP, layerwise=True)
+_STATES, _FIRST_STEP_HP = ("accum", "stat"), (*_MOMENTUM_HP, "zero")
+SGD_FIRST_STEP = Rule(sgd_first_step, _STATES, _FIRST_STEP_HP)
+SGD_FIRST_STEP_NESTEROV = Rule(sgd_first_step_nesterov, _STATES, _FIRST_STEP_HP)

@@ -23,8 +23,8 @@ from ...kernels.tables import HOT
 from ...ops.runtime import pending
 from ...ops.runtime.arrays import real_type
 from ...ops.runtime.device import DeviceArray, is_captured
-from ...ops.runtime.device_step import Launch, launch_on
 from ...ops.runtime.errors import reject
+from ...ops.runtime.launch import Launch, launch_on
 from ...ops.runtime.row_step import row_tables
 from ..base.parameter import Parameter
 from .host import Host

@@ -15,8 +15,8 @@ from ...kernels.cpu.counts import Count
 from ...kernels.cpu.parallel import Prepared, commit
 from ...kernels.rules.rule import columns, factors
 from ...ops.runtime import locks
-from ...ops.runtime.row_step import prepared_rows
-from ...ops.runtime.step import measure_step, prepared_dense
+from ...ops.runtime.row_step import RowUpdate, prepared_rows
+from ...ops.runtime.step import DenseUpdate, measure_step, prepared_dense
 from .conditioning import Conditioning
 from .layout import Layout
 from .plan import NOTHING, Call, Classes, Counts, Plan, Update
@@ -97,23 +97,19 @@ def prepared(call: Call, plan: Plan) -> Prepared:
     return (factored.prepared if factored else prepared_measured)(call, conditioning)
 
 
+def update_of(call: Call) -> DenseUpdate | RowUpdate:
+    """A kernel call, as it is run on the host and on devices."""
+    batch, rule, prologue, touched_only, gradients, hp, hp_of, *_ = call
+    if not batch.row_sparse:
+        return DenseUpdate(rule, prologue, batch.variables, gradients, batch.g, hp, hp_of)
+    arguments = batch.labels, rule, prologue, batch.variables, gradients
+    return RowUpdate.of(*arguments, hp, hp_of.tolist(), touched_only)
+
+
 def prepared_call(call: Call) -> Prepared:
     """A kernel call of which all scalars are known."""
-    batch, variables = call.batch, call.batch.variables
-    if not batch.row_sparse:
-        return prepared_dense(
-            call.rule, call.prologue, variables, call.gradients, batch.g, call.hp, call.hp_of
-        )
-    return prepared_rows(
-        batch.labels,
-        call.rule,
-        call.prologue,
-        variables,
-        call.gradients,
-        call.hp,
-        call.hp_of.tolist(),
-        touched_only=call.touched_only,
-    )
+    update = update_of(call)
+    return prepared_rows(update) if isinstance(update, RowUpdate) else prepared_dense(update)
 
 
 Complete = Callable[[np.ndarray, Call, dict[str, int]], None]
@@ -129,12 +125,12 @@ def prepared_measured(
 ) -> Prepared:
     """A call on tensors for whose scalars something has to be measured first."""
     batch, rule, prologue, _, gradients, hp, hp_of, rates, decays = call
-    arguments = (rule, prologue, batch.variables, gradients, batch.g, hp, hp_of)
+    update = DenseUpdate(rule, prologue, batch.variables, gradients, batch.g, hp, hp_of)
     column = columns(rule, prologue)
     # What is infinite or NaN reaches the parameter; it is no reason to stop half way.
     with np.errstate(all="ignore"):
         if conditioning.is_measured:
             conditioning.complete(batch, gradients, hp, column, rates, decays)
         if rule.measure:
-            complete(measure_step(*arguments), call, column)
-    return prepared_dense(*arguments)
+            complete(measure_step(update), call, column)
+    return prepared_dense(update)

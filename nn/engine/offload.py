@@ -14,8 +14,9 @@ import numpy as np
 
 from ...kernels.cpu.parallel import commit
 from ...kernels.storage import Piece
+from ...ops.runtime import cuda
 from ...ops.runtime.arrays import address_of
-from ...ops.runtime.device_step import bring_to_host, refuse_capture
+from ...ops.runtime.launch import refuse_capture
 from ...ops.runtime.row_step import RowGradient
 from ...ops.runtime.step import Variables
 from ..base.parameter import Parameter
@@ -129,7 +130,7 @@ def _run_dense(call: Call, plan: Plan, stream: Any) -> None:
         [piece for part in chunk for piece in _pieces(tensors[part.t][0], gradients, g, part)]
         for chunk in chunks
     ]
-    bring_to_host(pieces, work, stream)
+    cuda.device.staging.staging().run(pieces, work, stream)
 
 
 def _part_of(tensor: tuple[Any, ...], part: Part, w: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -195,4 +196,4 @@ def _run_rows(call: Call, rows: Sequence[RowGradient], plan: Plan, stream: Any) 
         ]
         for (w, *_), row in zip(tensors, rows, strict=True)
     ]
-    bring_to_host(pieces, work, stream)
+    cuda.device.staging.staging().run(pieces, work, stream)

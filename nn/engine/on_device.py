@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from ...kernels.storage import Storage
-from ...ops.runtime import pending
-from ...ops.runtime.device_step import all_finite, checked, launch_on
-from ...ops.runtime.row_step import bad_index_error, check_keys, check_rows_on_device, row_step
-from ...ops.runtime.step import dense_step
+from ...ops.runtime import cuda
+from ...ops.runtime.launch import checked_launch, launch_on
+from ...ops.runtime.row_step import bad_index_error, check_keys, enqueue, row_tables
+from .host import update_of
 from .layout import Batch
 from .plan import Call
 from .reader import Gradients
@@ -23,32 +23,16 @@ def launch_calls(calls: Sequence[Call], given: Gradients) -> None:
 
     They write nothing if an index turns out to be out of range.
     """
-    arrays, batches = given.arrays, row_batches(given)
-    error = error_of(given) if batches else None
-    with (
-        pending.held(),  # before the order of streams is held, as in operators
-        launch_on(arrays, None) as launch,
-        checked(arrays[0].device, launch, error) as guarded,
-    ):
+    batches = row_batches(given)
+    with checked_launch(given.arrays, error_of(given) if batches else None) as launch:
         if len(batches) > 1:  # one checks its indices before it writes
             for batch, first in batches:
-                check_rows_on_device(batch.variables, given.rows_of(batch), guarded.after(first))
+                rows = given.rows_of(batch)
+                tables = row_tables(batch.variables, rows, [0] * len(rows))
+                cuda.rows.step.check_indices(tables, launch.guard, first, stream=launch.stream)
         first_of = {id(batch): first for batch, first in batches}
         for call in calls:
-            batch = call.batch
-            arguments = call.rule, call.prologue, batch.variables
-            if batch.row_sparse:
-                row_step(
-                    batch.labels,
-                    *arguments,
-                    call.gradients,
-                    call.hp,
-                    call.hp_of.tolist(),
-                    touched_only=call.touched_only,
-                    launch=guarded.after(first_of[id(batch)]),
-                )
-            else:
-                dense_step(*arguments, call.gradients, batch.g, call.hp, call.hp_of, launch=guarded)
+            enqueue(update_of(call), launch.after(first_of.get(id(call.batch), 0)))
 
 
 @contextmanager
@@ -70,7 +54,9 @@ def are_finite(
     if not arrays:
         return True
     with launch_on(arrays, None) as launch:
-        return all(all_finite(*found, launch) for found in by_storage)
+        return all(
+            cuda.dense.finite.all_finite(*found, stream=launch.stream) for found in by_storage
+        )
 
 
 def row_batches(given: Gradients) -> list[tuple[Batch, int]]:

@@ -11,18 +11,12 @@ from ...kernels.quiet import quiet
 from ...kernels.storage import Storage
 from ...ops.runtime import check, pending
 from ...ops.runtime import device_gradient as on_device
-from ...ops.runtime.arrays import (
-    RowTensor,
-    address_of,
-    adopt_anywhere,
-    check_row_gradient,
-    index_error,
-    real_type,
-)
+from ...ops.runtime.arrays import address_of, adopt_anywhere, real_type
 from ...ops.runtime.device import DeviceArray, device_of
 from ...ops.runtime.errors import reject
 from ...ops.runtime.row_forms import as_rows
 from ...ops.runtime.row_step import RowGradient, check_keys
+from ...ops.runtime.row_tensor import RowTensor
 from ..base import gradients as whole
 from ..base.parameter import Parameter
 from .layout import Batch, Kind, Layout, build_layout
@@ -258,15 +252,14 @@ class GradientReader:
         """The same, enqueued; in a new array of the parameter's framework."""
         if not isinstance(gradient, RowGradient):
             return _centralized(gradient, w, factor)
-        rows = RowTensor(gradient.indices, gradient.values, w.shape)
         if not factor:
             values = on_device.centralized(gradient.values, w)
             return RowGradient.of(gradient.indices, values)
         if self._sparse_update == "lazy":
-            values = on_device.decayed_rows(rows, w, factor).values
+            values = on_device.decayed_rows(gradient, w, factor)
             on_device.centralize(values, values)
             return RowGradient.of(gradient.indices, values)
-        gradient = on_device.dense(rows, np.dtype(real_type(w.dtype)))
+        gradient = on_device.dense(gradient, w.shape, np.dtype(real_type(w.dtype)))
         # It has no indices any more by which the step could tell that it may not write.
         pending.settle()
         return _centralized(gradient, w, factor)
@@ -324,9 +317,7 @@ def check_rows(batch: Batch, gradients: Sequence[RowGradient]) -> None:
     for label, gradient, n_rows in zip(batch.labels, gradients, rows, strict=True):
         indices = gradient.indices
         if len(indices) and (indices.min() < 0 or indices.max() >= n_rows):
-            bad = (indices < 0) | (indices >= n_rows)
-            position = int(np.argmax(bad))
-            raise index_error(label, position, int(indices[position]), n_rows)
+            check.indices_in_range(label, indices, n_rows)
 
 
 def read_gradient(where: str, parameter: Parameter, gradient: Any) -> Any:
@@ -355,7 +346,7 @@ def read_gradient(where: str, parameter: Parameter, gradient: Any) -> Any:
     values = adopt_anywhere(where, name, rows.values)
     _check_floating(where, name, values)
     device_of(where, {"the parameter": parameter.array, name: values, "its indices": indices})
-    check_row_gradient(where, name, indices, values, parameter.shape)
+    check.row_gradient(where, name, indices, values, parameter.shape)
     return RowGradient.of(
         check.contiguous(indices, where, name), check.contiguous(values, where, name)
     )

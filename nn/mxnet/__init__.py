@@ -17,7 +17,7 @@ done here instead.
 
 import sys
 
-from ...ops.runtime.arrays import RowTensor
+from ...ops.runtime.row_tensor import RowTensor
 from . import lr_scheduler
 from .adam import Adam, AdamW
 from .optimizer import Optimizer, ScheduledRateError, create, register

@@ -18,14 +18,14 @@ def _adam_scalars(
     opt: Adam, real: Any, t: int, lr: float, wd: float, composed: bool  # noqa: ARG001
 ) -> tuple[Any, ...]:  # fmt: skip
     size = opt._step_size(t, lr)
-    return rules.adam_hp(real, size, opt.beta1, opt.beta2, opt.epsilon, composed=composed)
+    return rules.adam_scalars(real, opt.beta1, opt.beta2, size, opt.epsilon, composed=composed)
 
 
 def _adamw_scalars(
     opt: AdamW, real: Any, t: int, lr: float, wd: float, composed: bool
 ) -> tuple[Any, ...]:
     size = opt._step_size(t, lr, corrected=opt.correct_bias)
-    return rules.adamw_hp(real, size, opt.beta1, opt.beta2, opt.epsilon, wd, composed=composed)
+    return rules.adam_scalars(real, opt.beta1, opt.beta2, size, opt.epsilon, wd, composed=composed)
 
 
 _ADAM = Variant(

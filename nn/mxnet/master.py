@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 
 from ...kernels.quiet import quiet
-from ...ops.runtime.arrays import RowTensor, adopt_anywhere
+from ...ops.runtime.arrays import adopt_anywhere
 from ...ops.runtime.device import DeviceArray
 from ...ops.runtime.device_gradient import convert, converted
 from ...ops.runtime.row_forms import concatenated
+from ...ops.runtime.row_tensor import RowTensor
 
 _WHERE = "update_multi_precision"
 

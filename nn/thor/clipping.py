@@ -9,7 +9,7 @@ import numpy as np
 from ...kernels.rules.gradient import TRUST
 from ...kernels.rules.norm import SCALED
 from ...kernels.rules.rule import Prologue
-from ...ops.runtime.step import measure_step
+from ...ops.runtime.step import DenseUpdate, measure_step
 from ..engine.conditioning import Conditioning
 from ..engine.layout import Batch
 
@@ -38,10 +38,8 @@ class ClippedConditioning(Conditioning):
         fields = [name for part in before for name in part.hp]
         own = np.ones((len(hp), 1 + len(fields)), hp.dtype)
         own[:, 1:] = hp[:, [column[name] for name in fields]]
-        squares = measure_step(
-            SCALED, before, replace(batch.variables, s=()), gradients, batch.g, own,
-            np.arange(len(hp)),
-        )  # fmt: skip
+        given = replace(batch.variables, s=()), gradients, batch.g, own, np.arange(len(hp))
+        squares = measure_step(DenseUpdate(SCALED, before, *given))
         hp[:, column["trust_ratio"]] = LARGEST_NORM / np.maximum(
             np.sqrt(squares[:, 0]), LARGEST_NORM
         )

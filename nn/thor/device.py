@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from ...ops.runtime.device_step import launch_on
 from ...ops.runtime.errors import reject
+from ...ops.runtime.launch import launch_on
 from ...ops.runtime.row_step import RowGradient
 from ..base.parameter import Parameter
 from ..engine.reader import read_gradient

@@ -10,8 +10,8 @@ from ...kernels.quiet import quiet
 from ...ops.runtime.arrays import adopt_anywhere, real_type
 from ...ops.runtime.check import FLOAT_NAMES, FLOATS
 from ...ops.runtime.device import device_of, is_on_device
-from ...ops.runtime.device_step import launch_on
 from ...ops.runtime.errors import reject
+from ...ops.runtime.launch import launch_on
 from ..base.arguments import is_int, positive_float
 from ..base.parameter import Parameter
 from .arguments import BLOCK_SIZE

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .errors import RejectedValueError, message
+from . import cuda
+from .errors import RejectedValueError, reject
 from .frameworks import Framework, Place, framework_of, lacks, on_device, stream_of
 
 
@@ -24,89 +25,39 @@ class Flags(NamedTuple):
 class DeviceArray:
     """An array on a CUDA device, adopted without a copy.
 
-    It has the attributes of a NumPy array that describe it, and none that computes. `owner` is
-    the array that was adopted.
-
-    Attributes:
-        owner: keeps the memory alive.
-        framework: that of ``owner``.
-        address: of the first element.
-        shape: its shape.
-        strides: in bytes.
-        dtype: as NumPy has it.
-        device: number of the CUDA device.
-        flags: as of a NumPy array.
-        stream: handle of the stream that belongs to the array itself, or None.
+    It has the attributes of a NumPy array that describe it, and none that computes. ``owner`` is
+    the array that was adopted, of a ``framework``; ``stream`` the handle of a stream that belongs
+    to the array itself, or None.
     """
 
     __slots__ = (
-        "address",
-        "device",
-        "dtype",
-        "flags",
-        "framework",
-        "owner",
-        "shape",
-        "stream",
-        "strides",
-    )
+        "address", "device", "dtype", "flags", "framework", "itemsize", "nbytes", "ndim", "owner",
+        "shape", "size", "stream", "strides",
+    )  # fmt: skip
 
     def __init__(self, owner: Any, framework: Framework, place: Place) -> None:
-        self.owner = owner
-        self.framework = framework
-        self.address = place.address
-        self.shape = place.shape
-        self.dtype = place.dtype
-        self.device = place.device
-        self.stream = place.stream
-        compact = _compact_strides(self.shape, self.dtype.itemsize)
-        self.strides = compact if place.strides is None else place.strides
-        self.flags = Flags(
-            _is_compact(self.shape, self.strides, compact),
-            self.address % self.dtype.itemsize == 0,
-            place.writable,
-        )
+        self.owner, self.framework = owner, framework
+        self.address, self.shape, strides, self.dtype, self.device, writable, self.stream = place
+        self.ndim, self.size = len(self.shape), math.prod(self.shape)
+        self.itemsize: int = self.dtype.itemsize
+        self.nbytes = self.size * self.itemsize
+        compact = _compact_strides(self.shape, self.itemsize)
+        self.strides = compact if strides is None else strides
+        is_compact = _is_compact(self.shape, self.strides, compact)
+        self.flags = Flags(is_compact, self.address % self.itemsize == 0, writable)
 
     @classmethod
     def adopt(cls, where: str, name: str, value: Any) -> DeviceArray | None:
-        """``value`` as a device array, or None if it is none.
-
-        Raises:
-            RuntimeError: what CUDA arrays need is not installed.
-            TypeError: its dtype is not known, or it is masked.
-        """
+        """``value`` as a device array, or None if it is none."""
         if isinstance(value, DeviceArray):
             return value
         framework = framework_of(value)
         if framework is None:
             return None
-        lacking = lacks()
-        if lacking:
-            expected, got = "an array on the host", type(value).__name__
-            raise RuntimeError(
-                message(where, name, "lives on a CUDA device", expected, got) + f"; {lacking}"
-            )
+        if lacking := lacks():
+            wrong, expected, got = "lives on a CUDA device", "an array on the host", type(value)
+            reject(RuntimeError, where, name, wrong, expected, got.__name__, f"; {lacking}")
         return cls(value, framework, framework.place(where, name, value))
-
-    @property
-    def ndim(self) -> int:
-        """The number of dimensions."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """The number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element."""
-        return self.dtype.itemsize
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all elements."""
-        return self.size * self.itemsize
 
     def __len__(self) -> int:
         if not self.shape:
@@ -129,54 +80,39 @@ class DeviceArray:
         }
 
     def contiguous(self, where: str, name: str) -> DeviceArray:
-        """Itself, or a C-contiguous copy.
-
-        Raises:
-            ValueError: the framework has no way to make one.
-            RuntimeError: a CUDA graph would write the copy after its memory is given to others.
-        """
+        """Itself, or a C-contiguous copy, if the framework has a way to make one."""
         if self.flags.c_contiguous and self.flags.aligned:
             return self
         self._check_memory()
-        copied = self.framework.contiguous(self.owner)
+        copied, made = self.framework.contiguous(self.owner), self
         if copied is not None:
             made = DeviceArray(copied, self.framework, self.framework.place(where, name, copied))
-            if made.flags.c_contiguous and made.flags.aligned:
-                return made
-        if self.flags.c_contiguous:
-            wrong, expected, got = "is not aligned", "aligned elements", hex(self.address)
-        else:
+        if not (made.flags.c_contiguous and made.flags.aligned):
             wrong, expected, got = "is not contiguous", "a C-contiguous array", str(self.strides)
-        raise RejectedValueError(message(where, name, wrong, expected, got) + "; copy it first")
+            if self.flags.c_contiguous:
+                wrong, expected, got = "is not aligned", "aligned elements", hex(self.address)
+            reject(RejectedValueError, where, name, wrong, expected, got, "; copy it first")
+        return made
 
     def filled_like(
         self, value: float, dtype: np.dtype[Any], shape: tuple[int, ...] | None = None
     ) -> DeviceArray:
         """A new array of another dtype, filled with ``value``; of the same shape unless given."""
-        from ...kernels.cuda.device.arrays import fill
-
         made = self.empty_like(dtype, shape)
         with launching([self]) as stream:
-            fill(made.address, made.size, value, dtype, stream)
+            cuda.device.arrays.fill(made.address, made.size, value, dtype, stream)
         return made
 
     def empty_like(
         self, dtype: np.dtype[Any] | None = None, shape: tuple[int, ...] | None = None
     ) -> DeviceArray:
-        """A new array in the same framework, of the same dtype and shape but for what is given.
-
-        Raises:
-            RuntimeError: a CUDA graph would use it after its memory is given to others.
-        """
+        """A new array in the same framework, of the same dtype and shape but for what is given."""
         self._check_memory()
-        dtype, shape = dtype or self.dtype, self.shape if shape is None else shape
-        with on_device(self.device):
-            owner, address = self.framework.empty(shape, dtype, self.device)
-        return DeviceArray(
-            owner, self.framework, Place(address, shape, None, dtype, self.device, True)
-        )
+        shape = self.shape if shape is None else shape
+        return _new(self.framework, shape, dtype or self.dtype, self.device)
 
     def _check_memory(self) -> None:
+        """A CUDA graph would use new memory after it is given to others."""
         if not self.framework.keeps_memory_of_graphs and is_captured(self):
             raise cannot_be_captured()
 
@@ -188,25 +124,15 @@ class DeviceArray:
 
     def copy(self) -> DeviceArray:
         """A copy in the same framework."""
-        from ...kernels.cuda.device.backend import copy_within
-
         source, copied = self.contiguous("DeviceArray", "array"), self.empty_like()
         with launching([self]) as stream:
-            copy_within(copied.address, source.address, self.nbytes, stream)
+            cuda.device.backend.copy_within(copied.address, source.address, self.nbytes, stream)
         return copied
 
     def reshape(self, *shape: int) -> DeviceArray:
         """A view of a contiguous array in another shape."""
-        place = Place(
-            self.address,
-            shape,
-            None,
-            self.dtype,
-            self.device,
-            self.flags.writeable,
-            self.stream,
-        )
-        return DeviceArray(self.owner, self.framework, place)
+        like = self.dtype, self.device, self.flags.writeable, self.stream
+        return DeviceArray(self.owner, self.framework, Place(self.address, shape, None, *like))
 
     def native(self) -> Any:
         """The array of the framework, or itself where that has no such dtype."""
@@ -215,20 +141,16 @@ class DeviceArray:
 
     def numpy(self) -> np.ndarray:
         """A copy on the host; waits until it is there."""
-        from ...kernels.cuda.device.backend import copy_out
-
         source = self.contiguous("DeviceArray", "array")
         copied: np.ndarray = np.empty(self.shape, self.dtype)
         with launching([self]) as stream:
-            copy_out(copied, source.address, stream)
+            cuda.device.backend.copy_out(copied, source.address, stream)
         return copied
 
     def assign(self, array: np.ndarray) -> None:
         """Copy a contiguous array of the host, of this shape and dtype, to the device."""
-        from ...kernels.cuda.device.backend import copy_in
-
         with launching([self]) as stream:
-            copy_in(self.address, np.ascontiguousarray(array), stream)
+            cuda.device.backend.copy_in(self.address, np.ascontiguousarray(array), stream)
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> DeviceArray:
         # Adopted twice, by two groups of parameters say, an array is still one.
@@ -244,28 +166,27 @@ class DeviceArray:
 
 def _to_device(array: np.ndarray, device: int) -> DeviceArray:
     """Memory of Numba's with the contents of an array that was pickled."""
-    framework = Framework()
-    with on_device(device):
-        owner, address = framework.empty(array.shape, array.dtype, device)
-    place = Place(address, array.shape, None, array.dtype, device, True)
-    made = DeviceArray(owner, framework, place)
+    made = _new(Framework(), array.shape, array.dtype, device)
     made.assign(array)
     return made
 
 
+def _new(
+    framework: Framework, shape: tuple[int, ...], dtype: np.dtype[Any], device: int
+) -> DeviceArray:
+    with on_device(device):
+        owner, address = framework.empty(shape, dtype, device)
+    return DeviceArray(owner, framework, Place(address, shape, None, dtype, device, True))
+
+
 def _compact_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    strides, step = [], itemsize
-    for n in reversed(shape):
-        strides.append(step)
-        step *= n
-    return tuple(reversed(strides))
+    return tuple(itemsize * math.prod(shape[k + 1 :]) for k in range(len(shape)))
 
 
 def _is_compact(shape: tuple[int, ...], strides: tuple[int, ...], compact: tuple[int, ...]) -> bool:
     """Whether an array is C-contiguous: the stride of a dimension of 1 does not matter."""
-    if 0 in shape:
-        return True
-    return all(n == 1 or a == b for n, a, b in zip(shape, strides, compact, strict=True))
+    dimensions = zip(shape, strides, compact, strict=True)
+    return 0 in shape or all(n == 1 or a == b for n, a, b in dimensions)
 
 
 def is_on_device(array: Any) -> bool:
@@ -274,11 +195,9 @@ def is_on_device(array: Any) -> bool:
 
 
 def device_of(where: str, named: dict[str, Any]) -> int | None:
-    """The device on which arrays lie; None for the host.
-
-    Raises:
-        ValueError: they lie in different places.
-    """
+    """The one device on which arrays lie; None for the host."""
+    if DeviceArray not in map(type, named.values()):
+        return None
     places = {
         name: array.device if isinstance(array, DeviceArray) else None
         for name, array in named.items()
@@ -286,17 +205,13 @@ def device_of(where: str, named: dict[str, Any]) -> int | None:
     first, place = next(iter(places.items()))
     for name, other in places.items():
         if other != place:
-            raise RejectedValueError(
-                message(where, name, f"lives elsewhere than {first}", _named(place), _named(other))
-            )
+            wrong = f"lives elsewhere than {first}"
+            reject(RejectedValueError, where, name, wrong, _named(place), _named(other))
     return place
 
 
 def may_share_memory(a: Any, b: Any) -> bool:
-    """Whether the bytes from the first to the last element of two arrays overlap.
-
-    Both are on the host, or both on devices.
-    """
+    """Whether the bytes from the first to the last element of two arrays in one place overlap."""
     if not isinstance(a, DeviceArray):
         return np.may_share_memory(a, b)
     (begin, end), (other_begin, other_end) = _extent(a), _extent(b)
@@ -323,9 +238,7 @@ def launching(arrays: Sequence[DeviceArray]) -> Iterator[Any]:
     Where others belong to another stream (of another framework, say), the call waits for what was
     enqueued there, and what is enqueued there later waits for the call. Nothing waits on the host.
     """
-    from ...kernels.cuda.device.backend import is_capturing
-    from ...kernels.cuda.device.memory import follow
-
+    is_capturing, follow = cuda.device.backend.is_capturing, cuda.device.memory.follow
     device = arrays[0].device
     with on_device(device):
         kinds = dict.fromkeys((array.framework, array.stream) for array in arrays)
@@ -348,11 +261,10 @@ def launching(arrays: Sequence[DeviceArray]) -> Iterator[Any]:
 
 def is_captured(array: DeviceArray) -> bool:
     """Whether what is launched for a variable becomes part of a CUDA graph."""
-    from ...kernels.cuda.device.backend import is_capturing
-
     device = array.device
     with on_device(device):
-        return is_capturing(stream_of(device, _handle(array.framework, array.stream, device)))
+        stream = stream_of(device, _handle(array.framework, array.stream, device))
+        return bool(cuda.device.backend.is_capturing(stream))
 
 
 def cannot_be_captured() -> RuntimeError:

@@ -13,12 +13,18 @@ import numpy as np
 from ...kernels.rules.gradient import COUPLED_DECAY
 from ...kernels.rules.norm import SCALED
 from ...kernels.storage import STORAGES
-from .arrays import RowTensor, index_error, real_type
+from . import cuda
+from .arrays import real_type
+from .check import index_error
 from .device import DeviceArray, launching
-from .device_step import checked, launch_on
-from .gradient_kinds import gradient_table
-from .row_step import bad_index_error, check_keys
+from .launch import checked_launch, launch_on
+from .row_step import RowGradient, bad_index_error, check_keys, row_table
 from .step import tensor_step
+
+
+def _real(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    real: np.dtype[Any] = np.dtype(real_type(dtype))
+    return real
 
 
 def converted(array: DeviceArray, dtype: np.dtype[Any]) -> DeviceArray:
@@ -32,43 +38,6 @@ def convert(array: DeviceArray, out: DeviceArray, factor: float = 1.0) -> None:
     """Write ``factor * array``, rounded to its dtype, to a contiguous ``out`` of the same shape."""
     array = array.contiguous("a conversion", "array")
     tensor_step(SCALED, (), (out, array), (out.address, array.address), (factor,))
-
-
-def concatenated(parts: Sequence[RowTensor]) -> RowTensor:
-    """Row-sparse gradients of one tensor, of one dtype and device, as one."""
-    indices, values = (
-        [array.contiguous("RowTensor", name) for array in arrays]
-        for name, arrays in (
-            ("indices", [part.indices for part in parts]),
-            ("values", [part.values for part in parts]),
-        )
-    )
-    n, row_shape = sum(map(len, indices)), values[0].shape[1:]
-    dtype = np.result_type(*(array.dtype for array in indices))
-    joined = indices[0].empty_like(dtype, (n,)), values[0].empty_like(shape=(n, *row_shape))
-    with launching([*values, *indices]) as stream:
-        for arrays, out in zip((indices, values), joined, strict=True):
-            _join(arrays, out, stream)
-    return RowTensor(*joined, parts[0].dense_shape)
-
-
-def _join(arrays: Sequence[DeviceArray], out: DeviceArray, stream: Any) -> None:
-    """Enqueue copies of arrays, one after the other, to ``out``."""
-    from ...kernels.cuda.device.arrays import widen
-    from ...kernels.cuda.device.backend import copy_within
-
-    place = out.address
-    for array in arrays:
-        if array.dtype == out.dtype:
-            copy_within(place, array.address, array.nbytes, stream)
-        else:
-            widen(array.address, array.size, place, stream)
-        place += array.size * out.itemsize
-
-
-def _real(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    real: np.dtype[Any] = np.dtype(real_type(dtype))
-    return real
 
 
 def decayed(gradient: DeviceArray, w: DeviceArray, factor: float) -> DeviceArray:
@@ -97,92 +66,122 @@ def centralize(gradient: DeviceArray, out: DeviceArray) -> None:
 
     ``out`` may be ``gradient``; below two dimensions it has to be.
     """
-    from ...kernels.cuda.dense.centralize import centralize as enqueue
-
     if gradient.ndim < 2 or gradient.size == 0:
         return
     gradient = gradient.contiguous("gradients_centralization", "gradients")
     shape = len(gradient), gradient.size // len(gradient)
-    g, real, of_out = (STORAGES[x] for x in (gradient.dtype, _real(out.dtype), out.dtype))
+    storages = (STORAGES[x] for x in (gradient.dtype, _real(out.dtype), out.dtype))
     with launching([out, gradient]) as stream:
-        enqueue(g, real, of_out, gradient.address, shape, out.address, stream)
+        cuda.dense.centralize.centralize(*storages, gradient.address, shape, out.address, stream)
+
+
+def gathered(where: str, table: DeviceArray, index: DeviceArray) -> tuple[DeviceArray, DeviceArray]:
+    """The rows of ``table`` at ``index``, and the indices that were read, as int64.
+
+    The row of a bad index is 0, and it is heard of later (`pending`).
+    """
+    table, index = table.contiguous(where, "params"), index.contiguous(where, "indices")
+    out = table.empty_like(shape=index.shape + table.shape[1:])
+    kept = index.empty_like(np.dtype(np.int64))
+    n_rows = len(table)
+
+    def error(position: int, _: int) -> IndexError:
+        return index_error(where, position, int(kept.numpy().flat[position]), n_rows)
+
+    with checked_launch([table, index], error) as launch:
+        of_table = table.address, n_rows, table.nbytes // max(1, n_rows)
+        of_index = index.address, index.itemsize, index.size
+        results = out.address, kept.address, launch.guard
+        cuda.rows.gather.gather(*of_table, *of_index, *results, stream=launch.stream)
+    return out, kept
 
 
 # Row-sparse gradients
 
 
-def _rows_of(tensor: RowTensor, real: np.dtype[Any], w: int, sorter: Any) -> Any:
-    """A gradient as kernels see it; ``w`` is the address of its parameter, or 0."""
-    from ...kernels.cuda.rows.coalesce import Rows
-
-    table = gradient_table(tensor)._replace(addresses=(w,))
-    check_keys("RowTensor", [(table.rows, table.length)])
-    return Rows(table, STORAGES[tensor.dtype], STORAGES[real], sorter)
-
-
-def _contiguous(tensor: RowTensor) -> RowTensor:
-    """The same, adopted again and checked: the attributes of a RowTensor can be assigned to."""
-    again = RowTensor(tensor.indices, tensor.values, tensor.dense_shape)
-    again.indices = again.indices.contiguous("RowTensor", "indices")
-    again.values = again.values.contiguous("RowTensor", "values")
-    return again
+def concatenated(gradients: Sequence[RowGradient]) -> tuple[DeviceArray, DeviceArray]:
+    """Gradients of one array, of one dtype and device: their indices and values as one."""
+    indices = [gradient.indices.contiguous("RowTensor", "indices") for gradient in gradients]
+    values = [gradient.values.contiguous("RowTensor", "values") for gradient in gradients]
+    n, row_shape = sum(map(len, indices)), values[0].shape[1:]
+    dtype = np.result_type(*(array.dtype for array in indices))
+    joined = indices[0].empty_like(dtype, (n,)), values[0].empty_like(shape=(n, *row_shape))
+    with launching([*values, *indices]) as stream:
+        for arrays, out in zip((indices, values), joined, strict=True):
+            _join(arrays, out, stream)
+    return joined
 
 
-def dense(tensor: RowTensor, dtype: np.dtype[Any]) -> DeviceArray:
+def _join(arrays: Sequence[DeviceArray], out: DeviceArray, stream: Any) -> None:
+    """Enqueue copies of arrays, one after the other, to ``out``."""
+    place = out.address
+    for array in arrays:
+        if array.dtype == out.dtype:
+            cuda.device.backend.copy_within(place, array.address, array.nbytes, stream)
+        else:
+            cuda.device.arrays.widen(array.address, array.size, place, stream)
+        place += array.size * out.itemsize
+
+
+def dense(gradient: RowGradient, shape: tuple[int, ...], dtype: np.dtype[Any]) -> DeviceArray:
     """The dense array, in a dtype whose arithmetic adds the rows up.
 
     An index out of range is heard of later (`pending`); then all is 0.
     """
-    from ...kernels.cuda.rows.coalesce import dense_sums
-
-    tensor = _contiguous(tensor)
-    made: DeviceArray = tensor.values.filled_like(0.0, dtype, tensor.dense_shape)
-    error = bad_index_error([("RowTensor", len(tensor.indices), tensor.dense_shape[0])])
-    with (
-        launch_on([made, tensor.values, tensor.indices], None) as launch,
-        checked(made.device, launch, error) as guarded,
-    ):
-        rows = _rows_of(tensor, _real(dtype), 0, launch.sorter)
-        guard, stream = guarded.check.guard, launch.stream
-        dense_sums(rows, STORAGES[dtype], made.address, guard=guard, stream=stream)
+    gradient = _contiguous(gradient)
+    made: DeviceArray = gradient.values.filled_like(0.0, dtype, shape)
+    error = bad_index_error([("RowTensor", len(gradient.indices), shape[0])])
+    with checked_launch([made, *gradient.arrays], error) as launch:
+        rows = _rows_of(gradient, shape, _real(dtype), 0, launch.sorter)
+        cuda.rows.coalesce.dense_sums(
+            rows, STORAGES[dtype], made.address, guard=launch.guard, stream=launch.stream
+        )
     return made
 
 
-def coalesced(tensor: RowTensor) -> RowTensor:
-    """Each row once, in ascending order; the host waits for the number of rows.
-
-    Raises:
-        IndexError: an index is out of range.
-    """
-    from ...kernels.cuda.rows.coalesce import distinct_rows
-
-    tensor = _contiguous(tensor)
-    indices, values, shape = tensor.indices, tensor.values, tensor.dense_shape
+def coalesced(gradient: RowGradient, shape: tuple[int, ...]) -> tuple[DeviceArray, DeviceArray]:
+    """Each row once, in ascending order: indices and values; the host waits for their number."""
+    gradient = _contiguous(gradient)
+    indices, values, *_ = gradient
     if len(indices) == 0:
-        return RowTensor(indices.copy(), values.copy(), shape)
-    with launch_on([values, indices], None) as launch:
-        rows = _rows_of(tensor, _real(tensor.dtype), 0, launch.sorter)
-        with distinct_rows(rows, launch.stream) as distinct:
+        return indices.copy(), values.copy()
+    with launch_on(gradient.arrays, None) as launch:
+        rows = _rows_of(gradient, shape, _real(values.dtype), 0, launch.sorter)
+        with cuda.rows.coalesce.distinct_rows(rows, launch.stream) as distinct:
             n, bad = distinct.count()
             if bad >= 0:
                 raise index_error("RowTensor", bad, int(indices.numpy()[bad]), shape[0])
             own = indices.empty_like(shape=(n,)), values.empty_like(shape=(n, *shape[1:]))
-            distinct.write(n, own[0].address, STORAGES[tensor.dtype], own[1].address)
-    return RowTensor(*own, shape)
+            distinct.write(n, own[0].address, STORAGES[values.dtype], own[1].address)
+    return own
 
 
-def decayed_rows(tensor: RowTensor, w: DeviceArray, factor: float) -> RowTensor:
-    """The gradient with ``factor * w`` once in each row that occurs, without a wait.
+def decayed_rows(gradient: RowGradient, w: DeviceArray, factor: float) -> DeviceArray:
+    """The values with ``factor * w`` once in each row that occurs, without a wait.
 
-    Its indices are as they were, and so are those that are out of range. The first occurrence of
-    a row has all of it, the others 0, in the type of the arithmetic on ``w``.
+    Indices that are out of range do no harm. The first occurrence of a row has all of it, the
+    others 0, in the type of the arithmetic on ``w``.
     """
-    from ...kernels.cuda.rows.coalesce import decayed_sums
-
     real = _real(w.dtype)
-    made = w.filled_like(0.0, real, tensor.values.shape)
-    with launch_on([made, w, tensor.values, tensor.indices], None) as launch:
-        rows = _rows_of(tensor, real, w.address, launch.sorter)
+    made = w.filled_like(0.0, real, gradient.values.shape)
+    with launch_on([made, w, *gradient.arrays], None) as launch:
+        rows = _rows_of(gradient, w.shape, real, w.address, launch.sorter)
         scalars = np.array([1.0, factor, 0.0], real)
-        decayed_sums(rows, STORAGES[w.dtype], scalars, made.address, launch.stream)
-    return RowTensor(tensor.indices, made, tensor.dense_shape)
+        cuda.rows.coalesce.decayed_sums(
+            rows, STORAGES[w.dtype], scalars, made.address, launch.stream
+        )
+    return made
+
+
+def _contiguous(gradient: RowGradient) -> RowGradient:
+    named = (gradient.indices, "indices"), (gradient.values, "values")
+    return RowGradient.of(*(array.contiguous("RowTensor", name) for array, name in named))
+
+
+def _rows_of(
+    gradient: RowGradient, shape: tuple[int, ...], real: np.dtype[Any], w: int, sorter: Any
+) -> Any:
+    """A gradient as kernels see it; ``w`` is the address of its parameter, or 0."""
+    table = row_table((w,), shape, gradient)
+    check_keys("RowTensor", [(table.rows, table.length)])
+    return cuda.rows.coalesce.Rows(table, STORAGES[gradient.dtype], STORAGES[real], sorter)

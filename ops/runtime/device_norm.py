@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -11,22 +11,18 @@ import numpy as np
 from ...kernels.element import kernel
 from ...kernels.rules.norm import SCALED
 from ...kernels.storage import STORAGES, Storage, real_of
-from . import pending
-from .arrays import RowTensor
+from . import cuda, pending
 from .device import DeviceArray
-from .device_step import Launch, checked, launch_on
-from .gradient_kinds import by_storage, gradient_table
-from .row_step import bad_index_error, check_keys
+from .launch import Launch, checked_launch
+from .row_forms import by_storage
+from .row_step import RowGradient, bad_index_error, check_keys, row_table
+from .row_tensor import RowTensor
 
 Gradient = DeviceArray | RowTensor
 
 
 def squares(where: str, gradients: Sequence[Gradient | None]) -> float:
-    """The sum of squares of all gradients; the host waits for it.
-
-    Raises:
-        IndexError: an index of a `RowTensor` is out of range.
-    """
+    """The sum of squares of all gradients; the host waits for it."""
     with _global_norm(where, gradients, 1.0) as norm:
         total: float = norm.squares()
     if any(isinstance(gradient, RowTensor) for gradient in gradients):
@@ -36,56 +32,30 @@ def squares(where: str, gradients: Sequence[Gradient | None]) -> float:
 
 def clipped(where: str, gradients: Sequence[Gradient | None], limit: float) -> tuple[Any, ...]:
     """The gradients times ``limit / max(norm, limit)``, as new ones; nothing is waited for."""
-    from ...kernels.cuda.dense.norm import DenseGradients
-
-    results = [_empty_like(gradient) for gradient in gradients]
+    results: list[Any] = []
+    by_type: dict[Storage, list[tuple[DeviceArray, DeviceArray]]] = {}
+    for gradient in gradients:
+        if gradient is None:
+            results.append(None)
+            continue
+        given = _values(gradient)
+        made = given.empty_like()
+        by_type.setdefault(STORAGES[given.dtype], []).append((given, made))
+        if isinstance(gradient, RowTensor):
+            results.append(RowTensor(gradient.indices, made, gradient.dense_shape))
+        else:
+            results.append(made.native())
     with _global_norm(where, gradients, limit) as norm:
-        for storage, pairs in _pairs(gradients, results).items():
-            given, made = zip(*pairs, strict=True)
-            norm.scale(DenseGradients(storage, *_described(given)), _described(made)[0])
-    return tuple(_handed_out(g, r) for g, r in zip(gradients, results, strict=True))
-
-
-def scaled(gradients: Sequence[Gradient | None], factor: float) -> tuple[Any, ...]:
-    """The gradients times a factor, as new ones."""
-    from .step import tensor_step
-
-    results = [_empty_like(gradient) for gradient in gradients]
-    for pairs in _pairs(gradients, results).values():
-        for given, made in pairs:
-            addresses = [made.address, given.address]
-            tensor_step(SCALED, (), (made, given), addresses, [factor])
-    return tuple(_handed_out(g, r) for g, r in zip(gradients, results, strict=True))
+        for storage, pairs in by_type.items():
+            arrays, scaled = zip(*pairs, strict=True)
+            of_type = cuda.dense.norm.DenseGradients(storage, *_described(arrays))
+            norm.scale(of_type, _described(scaled)[0])
+    return tuple(results)
 
 
 def _values(gradient: Gradient) -> DeviceArray:
     values: DeviceArray = gradient.values if isinstance(gradient, RowTensor) else gradient
     return values
-
-
-def _empty_like(gradient: Gradient | None) -> DeviceArray | None:
-    return None if gradient is None else _values(gradient).empty_like()
-
-
-def _handed_out(gradient: Gradient | None, result: DeviceArray | None) -> Any:
-    """A result in the form of the gradient: an array of its framework, or a `RowTensor`."""
-    if gradient is None or result is None:
-        return None
-    if isinstance(gradient, RowTensor):
-        return RowTensor(gradient.indices, result, gradient.dense_shape)
-    return result.native()
-
-
-def _pairs(
-    gradients: Sequence[Gradient | None], results: Sequence[DeviceArray | None]
-) -> dict[Storage, list[tuple[DeviceArray, DeviceArray]]]:
-    """Arrays and their results, by storage type."""
-    found: dict[Storage, list[tuple[DeviceArray, DeviceArray]]] = {}
-    for gradient, result in zip(gradients, results, strict=True):
-        if gradient is not None and result is not None:
-            values = _values(gradient)
-            found.setdefault(STORAGES[values.dtype], []).append((values, result))
-    return found
 
 
 def _described(arrays: Sequence[DeviceArray]) -> tuple[np.ndarray, np.ndarray]:
@@ -97,43 +67,31 @@ def _described(arrays: Sequence[DeviceArray]) -> tuple[np.ndarray, np.ndarray]:
 @contextmanager
 def _global_norm(where: str, gradients: Sequence[Gradient | None], limit: float) -> Iterator[Any]:
     """The enqueued norm of all gradients."""
-    from ...kernels.cuda.dense.norm import DenseGradients, global_norm
-
     dense, rows = by_storage(gradients)
+    lists = []
     for by_place in rows.values():
-        check_keys(where, [(t.dense_shape[0], len(t.indices)) for t in by_place.values()])
+        own = [(f"{where}: x[{i}]", len(t.indices), t.dense_shape[0]) for i, t in by_place.items()]
+        check_keys(where, [(n_rows, length) for _, length, n_rows in own])
+        lists += own
     arrays = [_values(gradient) for gradient in gradients if gradient is not None]
     arrays += [t.indices for by_place in rows.values() for t in by_place.values()]
-    with ExitStack() as stack:
-        launch = stack.enter_context(launch_on(arrays, None))
-        launch = stack.enter_context(checked(arrays[0].device, launch, _error(where, rows)))
-        of_dense = [DenseGradients(g, *_described(found)) for g, found in dense.items()]
+    with checked_launch(arrays, bad_index_error(lists) if lists else None) as launch:
+        norm = cuda.dense.norm
+        of_dense = [norm.DenseGradients(g, *_described(found)) for g, found in dense.items()]
         of_rows = _row_squares(rows, launch)
-        yield stack.enter_context(global_norm(of_dense, of_rows, limit, launch.stream))
-
-
-def _error(
-    where: str, rows: dict[Storage, dict[int, RowTensor]]
-) -> Callable[[int, int], IndexError] | None:
-    if not rows:
-        return None
-    return bad_index_error(
-        [
-            (f"{where}: x[{i}]", len(t.indices), t.dense_shape[0])
-            for by_place in rows.values()
-            for i, t in by_place.items()
-        ]
-    )
+        with norm.global_norm(of_dense, of_rows, limit, launch.stream) as enqueued:
+            yield enqueued
 
 
 def _row_squares(rows: dict[Storage, dict[int, RowTensor]], launch: Launch) -> list[Any]:
     """What is to be summed of row-sparse gradients, by storage type."""
-    from ...kernels.cuda.rows.step import RowSquares
-
     found, base = [], 0
     for g, by_place in rows.items():
-        tables = [gradient_table(t) for t in by_place.values()]
+        tables = [
+            row_table((), t.dense_shape, RowGradient.of(t.indices, t.values))
+            for t in by_place.values()
+        ]
         compiled = kernel(SCALED, (), real_of(g), g, ())
-        found.append(RowSquares(compiled, tables, launch.call, base))
+        found.append(cuda.rows.step.RowSquares(compiled, tables, launch.call, base))
         base += sum(table.length for table in tables)
     return found

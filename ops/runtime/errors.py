@@ -8,17 +8,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn
 
 # What other libraries call it.
-_ALIASES = {
-    "lr": ("learning_rate",),
-    "learning_rate": ("lr",),
-    "params": ("parameters",),
-    "parameters": ("params",),
-    "epsilon": ("eps",),
-    "eps": ("epsilon",),
-    "betas": ("beta1",),
-    "amsgrad": ("use_amsgrad",),
-    "nesterov": ("use_nesterov",),
-}
+_SYNONYMS = {"lr": "learning_rate", "params": "parameters", "eps": "epsilon"}
+_ALIASES = {**_SYNONYMS, **{name: other for other, name in _SYNONYMS.items()}}
+_ALIASES |= {"betas": "beta1", "amsgrad": "use_amsgrad", "nesterov": "use_nesterov"}
 
 
 class ConversionError(TypeError, RuntimeError):
@@ -53,14 +45,9 @@ def message(where: str, argument: str, wrong: str, expected: object, got: object
 
 
 def reject(
-    kind: type[Exception],
-    where: str,
-    argument: str,
-    wrong: str,
-    expected: object,
-    got: object,
+    kind: type[Exception], where: str, argument: str, wrong: str, expected: object, got: object,
     fix: str = "",
-) -> NoReturn:
+) -> NoReturn:  # fmt: skip
     """Raise ``kind`` with `message`, and what mends it."""
     raise kind(message(where, argument, wrong, expected, got) + fix)
 
@@ -70,25 +57,14 @@ def reject_unknown(
 ) -> None:
     """Raise for the first name that is not known and suggest the nearest known one.
 
-    Args:
-        where: how the error names the call.
-        unknown: what ``**unknown`` of its signature took.
-        known: the class or function whose signature has the known names, or these names.
-
-    Raises:
-        UnknownArgumentError: ``unknown`` holds a name that is not known.
+    ``known`` are names, or the class or function whose signature ends with ``**unknown``.
     """
     if not unknown:
         return
-    names = _arguments_of(known) if callable(known) else list(known)
-    for name in (name for name in unknown if name not in names):
-        near = [alias for alias in _ALIASES.get(name, ()) if alias in names]
-        near = near or difflib.get_close_matches(str(name), names, n=1, cutoff=0.4)
+    names = list(inspect.signature(known).parameters)[:-1] if callable(known) else list(known)
+    for name in (name for name in unknown if callable(known) or name not in names):
+        near = difflib.get_close_matches(str(name), names, n=1, cutoff=0.4)
+        near = [_ALIASES[name]] if _ALIASES.get(name) in names else near
         hint = f"; did you mean {near[0]!r}?" if near else ""
         one_of = "one of " + ", ".join(names)
         reject(UnknownArgumentError, where, f"argument {name!r}", "is unknown", one_of, name, hint)
-
-
-def _arguments_of(called: Callable[..., Any]) -> list[str]:
-    parameters = inspect.signature(called).parameters.values()
-    return [p.name for p in parameters if p.kind is not inspect.Parameter.VAR_KEYWORD]

@@ -7,8 +7,6 @@ there.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -16,31 +14,22 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from .errors import message
+from . import cuda
+from .errors import message, reject
 
-_BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
 
 
 class Place(NamedTuple):
-    """Where a device array lies.
-
-    Attributes:
-        address: of its first element.
-        shape: its shape.
-        strides: in bytes, or None where it is C-contiguous.
-        dtype: as NumPy has it.
-        device: number of the CUDA device.
-        writable: whether it may be written to.
-        stream: handle of the stream that belongs to the array itself, or None.
-    """
+    """Where a device array lies."""
 
     address: int
     shape: tuple[int, ...]
-    strides: tuple[int, ...] | None
+    strides: tuple[int, ...] | None  # in bytes; None where it is C-contiguous
     dtype: np.dtype[Any]
     device: int
     writable: bool
-    stream: int | None = None
+    stream: int | None = None  # handle of one that belongs to the array itself
 
 
 class Framework:
@@ -48,38 +37,22 @@ class Framework:
 
     This class itself is for everything with ``__cuda_array_interface__`` that is not known, and
     for Numba's own arrays. Streams are given by their handle.
-
-    Attributes:
-        keeps_memory_of_graphs: whether memory that is taken while a CUDA graph is being captured
-            stays the graph's.
     """
 
     keeps_memory_of_graphs = False
+    """Whether memory that is taken while a CUDA graph is being captured stays the graph's."""
 
     def place(self, where: str, name: str, value: Any) -> Place:
-        """Where ``value`` lies.
-
-        Raises:
-            TypeError: its dtype is not known, or it is masked.
-        """
+        """Where ``value`` lies."""
         found = value.__cuda_array_interface__
         if found.get("mask") is not None:
-            raise TypeError(
-                message(where, name, "is masked", "an array without a mask", "masked array")
-            )
+            reject(TypeError, where, name, "is masked", "an array without a mask", "masked array")
         address, read_only = found["data"]
+        address, shape, strides = address or 0, tuple(found["shape"]), found.get("strides")
         dtype = _interface_dtype(where, name, value, found["typestr"])
-        shape, strides = tuple(found["shape"]), found.get("strides")
-        device = _device_of(address or 0)
-        return Place(
-            address or 0,
-            shape,
-            None if strides is None else tuple(strides),
-            dtype,
-            device,
-            not read_only,
-            found.get("stream"),
-        )
+        device = cuda.device.backend.device_at(address)  # for none the current one
+        at = address, shape, None if strides is None else tuple(strides)
+        return Place(*at, dtype, device, not read_only, found.get("stream"))
 
     def stream(self, device: int) -> int:  # noqa: ARG002
         """The handle of the framework's current stream; Numba has the default stream only."""
@@ -95,13 +68,9 @@ class Framework:
 
         Numba has no bfloat16: there the array is one of ``uint16``.
         """
-        from numba import cuda
-
-        from ...kernels.cuda.device.backend import address_of
-
-        carrier = np.dtype(np.uint16) if dtype == _BFLOAT16 else dtype
-        owner = cuda.device_array(shape, carrier)
-        return owner, int(address_of(owner))
+        carrier = np.dtype(np.uint16) if dtype == BFLOAT16 else dtype
+        owner = cuda.numba.device_array(shape, carrier)
+        return owner, int(cuda.device.backend.address_of(owner))
 
     def contiguous(self, value: Any) -> Any:  # noqa: ARG002
         """A C-contiguous copy of a strided array, or None: there is no way to make one."""
@@ -122,14 +91,8 @@ class _Torch(Framework):
     def place(self, where: str, name: str, value: Any) -> Place:
         dtype = _torch_dtype(where, name, str(value.dtype))
         strides = tuple(n * dtype.itemsize for n in value.stride())
-        return Place(
-            value.data_ptr(),
-            tuple(value.shape),
-            None if value.is_contiguous() else strides,
-            dtype,
-            value.device.index,
-            True,
-        )
+        at = value.data_ptr(), tuple(value.shape), None if value.is_contiguous() else strides
+        return Place(*at, dtype, value.device.index, True)
 
     def stream(self, device: int) -> int:
         return int(self._torch.cuda.current_stream(device).cuda_stream)
@@ -157,13 +120,11 @@ class _TorchSort:
 
     def room(self, n: int) -> int:
         self._keys = self._torch.empty(n, dtype=self._torch.int64, device=self._device)
-        address: int = self._keys.data_ptr()
-        return address
+        return int(self._keys.data_ptr())
 
     def sort(self) -> int:
         self._keys = self._torch.sort(self._keys).values
-        address: int = self._keys.data_ptr()
-        return address
+        return int(self._keys.data_ptr())
 
 
 class _CuPy(Framework):
@@ -205,14 +166,12 @@ class _CuPySort:
     def room(self, n: int) -> int:
         with self._cupy.cuda.Device(self._device):
             self._keys = self._cupy.empty(n, np.int64)
-        address: int = self._keys.data.ptr
-        return address
+        return int(self._keys.data.ptr)
 
     def sort(self) -> int:
         with self._cupy.cuda.Device(self._device):
             self._keys.sort()
-        address: int = self._keys.data.ptr
-        return address
+        return int(self._keys.data.ptr)
 
 
 class _Simulator(Framework):
@@ -250,53 +209,37 @@ def lacks() -> str:
     """What is missing for arrays on devices, and where to get it; "" for nothing."""
     if find_spec("numba_cuda") is None:
         return "for arrays on devices: pip install 'fusestep[cuda13]' (or cuda12)"
-    from numba import cuda
-
-    return "" if cuda.is_available() else "Numba finds no CUDA driver"
+    return "" if cuda.numba.is_available() else "Numba finds no CUDA driver"
 
 
 def _torch_dtype(where: str, name: str, dtype: str) -> np.dtype[Any]:
     known = dtype.removeprefix("torch.")
     if known == "bfloat16":
-        return _BFLOAT16
+        return BFLOAT16
     try:
         found: np.dtype[Any] = np.dtype(known)
     except TypeError:
-        raise TypeError(
-            message(where, name, "has a wrong dtype", "a dtype that NumPy has", dtype)
-        ) from None
+        wrong, expected = "has a wrong dtype", "a dtype that NumPy has"
+        raise TypeError(message(where, name, wrong, expected, dtype)) from None
     return found
 
 
 def _interface_dtype(where: str, name: str, value: Any, typestr: str) -> np.dtype[Any]:
     # bfloat16 has no letter there: torch and CuPy say "two bytes".
     if typestr.endswith("V2") and "bfloat16" in str(getattr(value, "dtype", "")):
-        return _BFLOAT16
+        return BFLOAT16
     dtype: np.dtype[Any] = np.dtype(typestr)
     if dtype.kind not in "fiub":
-        raise TypeError(message(where, name, "has a wrong dtype", "a number", typestr))
+        reject(TypeError, where, name, "has a wrong dtype", "a number", typestr)
     return dtype
 
 
-def _device_of(address: int) -> int:
-    """The number of the device that an address belongs to; the current one for none."""
-    from ...kernels.cuda.device.backend import device_at
-
-    return device_at(address)
-
-
-@contextmanager
-def on_device(device: int) -> Iterator[None]:
-    """Make a device the current one of this thread."""
-    from numba import cuda
-
-    with cuda.gpus[device]:
-        yield
+def on_device(device: int) -> Any:
+    """What makes a device the current one of this thread, by ``with``."""
+    return cuda.numba.gpus[device]
 
 
 @cache
 def stream_of(device: int, handle: int) -> Any:  # noqa: ARG001  (part of the key)
     """The stream of Numba for a handle of the current device."""
-    from numba import cuda
-
-    return cuda.external_stream(handle) if handle else cuda.default_stream()
+    return cuda.numba.external_stream(handle) if handle else cuda.numba.default_stream()

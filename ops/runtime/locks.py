@@ -20,7 +20,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
-from .errors import message
+from .errors import reject
 
 T = TypeVar("T")
 Identity = tuple[int, ...]
@@ -99,7 +99,7 @@ def entered(lock: Any, where: str) -> Any:
     """
     if lock._is_owned():
         expected, got = "a call after its end", "one from a signal handler or an array's __array__"
-        raise RuntimeError(message(where, "a call", "is made within another one", expected, got))
+        reject(RuntimeError, where, "a call", "is made within another one", expected, got)
     return lock
 
 

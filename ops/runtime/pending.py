@@ -12,11 +12,12 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from . import cuda
 from .frameworks import on_device
 
 MOST_PENDING = 1_024
@@ -31,47 +32,34 @@ class _Guards:
     """The guards of one device, and the calls that wait for their answer."""
 
     def __init__(self, device: int) -> None:
-        from numba import cuda
-
-        from ...kernels.cuda.device.backend import address_of
-        from ...kernels.cuda.device.guard import NOTHING, WORDS
-
-        self._device = device
-        self._fresh = np.tile(np.array([NOTHING] + [0] * (WORDS - 1), np.int64), (MOST_PENDING, 1))
+        guard = cuda.device.guard
+        untouched = np.array([guard.NOTHING] + [0] * (guard.WORDS - 1), np.int64)
+        self._device, self._fresh = device, np.tile(untouched, (MOST_PENDING, 1))
         with on_device(device):
-            self._array = cuda.device_array(self._fresh.nbytes, np.uint8)
-            self.address = int(address_of(self._array))
+            self._array = cuda.numba.device_array(self._fresh.nbytes, np.uint8)
+            self.address = int(cuda.device.backend.address_of(self._array))
         self.used = 0
         self.calls: list[tuple[int, Error]] = []  # by the number of the guard
         self._clear()
 
     def _clear(self) -> None:
-        from numba import cuda
-
-        from ...kernels.cuda.device.backend import copy_in
-
         self.used, self.calls = 0, []
         with on_device(self._device):
-            copy_in(self.address, self._fresh, cuda.default_stream())
-            cuda.synchronize()
+            cuda.device.backend.copy_in(self.address, self._fresh, cuda.numba.default_stream())
+            cuda.numba.synchronize()
 
     def settle(self) -> list[Exception]:
         """Wait for the device; the errors of all calls."""
-        from numba import cuda
-
-        from ...kernels.cuda.device.backend import copy_out
-        from ...kernels.cuda.device.guard import FOUND, INDEX, NOTHING
-
-        found = np.empty_like(self._fresh)
+        guard, found = cuda.device.guard, np.empty_like(self._fresh)
         with on_device(self._device):
-            cuda.synchronize()
-            copy_out(found, self.address, cuda.default_stream())
+            cuda.numba.synchronize()
+            cuda.device.backend.copy_out(found, self.address, cuda.numba.default_stream())
         calls = self.calls
         self._clear()
         return [
-            error(int(found[slot, FOUND]), int(found[slot, INDEX]))
+            error(int(found[slot, guard.FOUND]), int(found[slot, guard.INDEX]))
             for slot, error in calls
-            if found[slot, FOUND] != NOTHING
+            if found[slot, guard.FOUND] != guard.NOTHING
         ]
 
 
@@ -92,37 +80,22 @@ _bequeathed: list[Callable[[], Exception | None]] = []
 _guards: dict[int, _Guards] = {}
 
 
-class Guard(NamedTuple):
-    """A guard that a call has been given.
-
-    Attributes:
-        device: whose it is.
-        slot: its number.
-        address: on the device.
-    """
-
-    device: int
-    slot: int
-    address: int
-
-
 @contextmanager
-def guarded(device: int) -> Iterator[Guard]:
-    """An open guard for a call on a device, and time to enqueue that call and to `add` it.
+def guarded(device: int, error: Error) -> Iterator[int]:
+    """The address of an open guard, for a call on a device that is enqueued meanwhile.
 
-    Raises:
-        Exception: every `MOST_PENDING` calls the host waits for the device; then what an
-            earlier call has found is raised, and nothing of this one has happened.
+    It writes only if the guard stays open; else there is an ``error``. Every `MOST_PENDING` calls
+    the host waits for the device; then what an earlier call has found is raised, and nothing of
+    this one has happened.
     """
-    from ...kernels.cuda.device.guard import BYTES
-
     with _lock:
         guards = _guards.get(device) or _guards.setdefault(device, _Guards(device))
         if guards.used >= MOST_PENDING:
             synchronize()
         slot = guards.used
         guards.used += 1
-        yield Guard(device, slot, guards.address + slot * BYTES)
+        yield guards.address + slot * cuda.device.guard.BYTES
+        guards.calls.append((slot, error))
 
 
 @contextmanager
@@ -130,12 +103,6 @@ def held() -> Iterator[None]:
     """Nothing is settled meanwhile, but by this thread."""
     with _lock:
         yield
-
-
-def add(guard: Guard, error: Error) -> None:
-    """Tell of a call that writes only if ``guard`` stays open."""
-    with _lock:
-        _guards[guard.device].calls.append((guard.slot, error))
 
 
 def register(owner: Owner) -> None:

@@ -7,10 +7,27 @@ from typing import Any
 
 import numpy as np
 
+from ...kernels.storage import STORAGES, Storage
 from . import device_gradient
-from .arrays import RowTensor, adopt_anywhere
 from .device import device_of
-from .errors import message
+from .errors import reject
+from .row_step import RowGradient
+from .row_tensor import RowTensor
+
+Dense = dict[Storage, list[Any]]
+Rows = dict[Storage, dict[int, RowTensor]]
+
+
+def by_storage(gradients: Sequence[Any]) -> tuple[Dense, Rows]:
+    """What one kernel call takes together: dense gradients, row-sparse ones by their places."""
+    dense: Dense = {}
+    rows: Rows = {}
+    for i, gradient in enumerate(gradients):
+        if isinstance(gradient, RowTensor):
+            rows.setdefault(STORAGES[gradient.dtype], {})[i] = gradient
+        elif gradient is not None:
+            dense.setdefault(STORAGES[gradient.dtype], []).append(gradient)
+    return dense, rows
 
 
 def as_rows(where: str, name: str, gradient: Any) -> RowTensor | None:
@@ -28,31 +45,24 @@ def _from_torch(where: str, name: str, tensor: Any) -> RowTensor:
     # The accessors with an underscore also work on a tensor that is not coalesced.
     indices = tensor._indices()
     if len(indices) != 1:
-        raise ValueError(
-            message(where, name, "has a wrong layout", "1 sparse dimension", len(indices))
-        )
+        reject(ValueError, where, name, "has a wrong layout", "1 sparse dimension", len(indices))
     return RowTensor(indices[0], tensor._values().detach(), tuple(tensor.shape))
 
 
 def concatenated(where: str, name: str, parts: Sequence[Any]) -> RowTensor:
-    """One row-sparse gradient out of several for the same tensor.
-
-    Raises:
-        TypeError: a part is no `RowTensor`, or there is none.
-        ValueError: their shapes, dtypes or places differ.
-    """
+    """One row-sparse gradient out of several for the same tensor."""
     if not parts or not all(isinstance(part, RowTensor) for part in parts):
         got = ", ".join(type(part).__name__ for part in parts) or "nothing"
-        raise TypeError(message(where, name, "is no gradient", "an array or RowTensors", got))
+        reject(TypeError, where, name, "is no gradient", "an array or RowTensors", got)
     if len({(part.dense_shape, part.values.dtype) for part in parts}) > 1:
-        raise ValueError(
-            message(where, name, "has parts that differ", "one dense_shape and dtype", list(parts))
-        )
-    # Adopted again: the attributes of a RowTensor can be assigned to.
-    arrays = [[adopt_anywhere(where, name, a) for a in (p.indices, p.values)] for p in parts]
-    places = {f"part {k} of {name}": values for k, (_, values) in enumerate(arrays)}
+        wrong, expected = "has parts that differ", "one dense_shape and dtype"
+        reject(ValueError, where, name, wrong, expected, list(parts))
     shape = parts[0].dense_shape
+    places = {f"part {k} of {name}": part.values for k, part in enumerate(parts)}
     if device_of(where, places) is not None:
-        return device_gradient.concatenated([RowTensor(i, v, shape) for i, v in arrays])
-    indices, values = map(np.concatenate, zip(*arrays, strict=True))
-    return RowTensor(indices, values, shape)
+        # Each is checked again: its attributes can be assigned to.
+        checked = [RowTensor(part.indices, part.values, shape) for part in parts]
+        gradients = [RowGradient.of(part.indices, part.values) for part in checked]
+        return RowTensor(*device_gradient.concatenated(gradients), shape)
+    indices = np.concatenate([part.indices for part in parts])
+    return RowTensor(indices, np.concatenate([part.values for part in parts]), shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,12 +15,13 @@ from ...kernels.element import Kernel, kernel
 from ...kernels.rules.rule import Prologue, Rule
 from ...kernels.storage import STORAGES
 from ...kernels.tables import RowTable
-from . import device_step, locks, pending
-from .arrays import RowTensor, address_of, index_error
+from . import cuda, locks, pending
+from .arrays import address_of
+from .check import index_error
 from .device import DeviceArray
-from .device_step import Launch
-from .errors import message
-from .step import Variables, spans_of
+from .errors import reject
+from .launch import Launch, checked_launch
+from .step import DenseUpdate, Variables, dense_step, prepared_dense, spans_of
 
 
 class RowGradient(NamedTuple):
@@ -30,212 +32,76 @@ class RowGradient(NamedTuple):
     index_address: int
     values_address: int
 
+    @classmethod
+    def of(cls, indices: Any, values: Any) -> RowGradient:
+        """With the addresses of the arrays."""
+        return cls(indices, values, address_of(indices), address_of(values))
+
     @property
     def dtype(self) -> np.dtype[Any]:
         """The dtype of the values."""
         dtype: np.dtype[Any] = self.values.dtype
         return dtype
 
+    @property
+    def arrays(self) -> tuple[Any, Any]:
+        """Values and indices."""
+        return self.values, self.indices
+
+
+class RowUpdate(NamedTuple):
+    """The update of some tables with row-sparse gradients by one kernel call."""
+
+    where: Sequence[str]  # how an error names each table
+    kernel: Kernel
+    tables: list[RowTable]  # of the kernel's storage types
+    gradients: Sequence[RowGradient]  # one for each table
+    hp: np.ndarray  # rows of scalars, as in `DenseUpdate`; the tables hold their addresses
+    hp_of: Sequence[int]  # the row of each table
+    touched_only: bool  # update the rows that occur (lazy), or all rows (dense-equivalent)
+    drop: bool = False  # leave out indices that are out of range
+
     @classmethod
-    def of(cls, indices: Any, values: Any) -> RowGradient:
-        """With the addresses of the arrays."""
-        return cls(indices, values, address_of(indices), address_of(values))
+    def of(
+        cls, where: Sequence[str], rule: Rule, prologue: Prologue, variables: Variables,
+        gradients: Sequence[RowGradient], *rest: Any,
+    ) -> RowUpdate:  # fmt: skip
+        """As the rule behind a prologue on some variables; ``rest`` is from ``hp`` on."""
+        hp, hp_of, *_ = rest
+        g, base = STORAGES[gradients[0].dtype], address_of(hp)
+        compiled = kernel(rule, prologue, variables.w, g, variables.s)
+        tables = row_tables(variables, gradients, [base + k * hp.strides[0] for k in hp_of])
+        return cls(where, compiled, tables, gradients, *rest)
+
+    def check_keys(self) -> None:
+        """As `check_keys`."""
+        check_keys(self.where[0], [(table.rows, table.length) for table in self.tables])
 
 
-def row_step(
-    where: Sequence[str],
-    rule: Rule,
-    prologue: Prologue,
-    variables: Variables,
-    gradients: Sequence[RowGradient],
-    hp: np.ndarray,
-    hp_of: Sequence[int],
-    *,
-    touched_only: bool,
-    drop: bool = False,
-    launch: Launch | None = None,
-) -> None:
-    """One step of ``rule`` on tables with row-sparse gradients, in place, in one kernel call.
+def row_step(update: RowUpdate, launch: Launch | None = None) -> None:
+    """One step, in place; on a device, with a ``launch``, it is enqueued.
 
-    Args:
-        where: for each table how an error names it.
-        rule: the update rule.
-        prologue: what happens to a row's summed gradient before the rule.
-        variables: T tables ``[N, ...]`` with their states.
-        gradients: one for each table, values all of one dtype.
-        hp: as in `dense_step`.
-        hp_of: the row of ``hp`` that each table uses.
-        touched_only: update the rows that occur (lazy), or all rows (dense-equivalent).
-        drop: leave out indices that are out of range.
-        launch: for variables on a device; the step is enqueued, and its guard knows of bad
-            indices. Such variables are locked by whoever launches.
-
-    Raises:
-        IndexError: an index is out of range; nothing was written.
-        ValueError: the tables have too many rows for the sort keys.
+    An index out of range is an error, and nothing is written; on a device it is found there.
+    Variables on a device are locked by whoever launches.
     """
     if launch is None:
-        arguments = (where, rule, prologue, variables, gradients, hp, hp_of)
-        commit([prepared_rows(*arguments, touched_only=touched_only, drop=drop)])
+        commit([prepared_rows(update)])
         return
-    compiled, tables = _compiled_tables(rule, prologue, variables, gradients, hp, hp_of)
-    check_keys(where[0], [(table.rows, table.length) for table in tables])
-    device_step.row_update(
-        compiled, tables, hp, hp_of, launch, touched_only=touched_only, drop=drop
-    )
+    _, compiled, tables, _, hp, hp_of, touched_only, drop = update
+    step = cuda.rows.step.RowStep(
+        compiled, tables, touched_only=touched_only, drop=drop, sorts=launch.sorter is None,
+        base=launch.base,
+    )  # fmt: skip
+    cuda.device.part.run(step, hp, hp_of, launch.call)
 
 
-def prepared_rows(
-    where: Sequence[str],
-    rule: Rule,
-    prologue: Prologue,
-    variables: Variables,
-    gradients: Sequence[RowGradient],
-    hp: np.ndarray,
-    hp_of: Sequence[int],
-    *,
-    touched_only: bool,
-    drop: bool = False,
-) -> Prepared:
+def prepared_rows(update: RowUpdate, *, locked: bool = False) -> Prepared:
     """A step on tables on the host, to be run by `commit`; as `row_step`.
 
-    The caller keeps ``hp`` and the gradients alive until then.
+    With ``locked`` each row has a lock of its own, for lazy steps that share a table.
     """
-    compiled, tables = _compiled_tables(rule, prologue, variables, gradients, hp, hp_of)
-    return _prepared(where, compiled, tables, gradients, touched_only=touched_only, drop=drop)
-
-
-def _compiled_tables(
-    rule: Rule,
-    prologue: Prologue,
-    variables: Variables,
-    gradients: Sequence[RowGradient],
-    hp: np.ndarray,
-    hp_of: Sequence[int],
-) -> tuple[Kernel, list[RowTable]]:
-    g = STORAGES[gradients[0].values.dtype]
-    compiled = kernel(rule, prologue, variables.w, g, variables.s)
-    base, stride = address_of(hp), hp.strides[0]
-    return compiled, row_tables(variables, gradients, [base + row * stride for row in hp_of])
-
-
-def table_step(
-    where: str,
-    rule: Rule,
-    prologue: Prologue,
-    variables: Sequence[Any],
-    addresses: Sequence[int],
-    gradient: RowGradient,
-    hp: Sequence[float],
-    *,
-    touched_only: bool,
-    drop: bool = False,
-    use_locking: bool = False,
-) -> None:
-    """One step of ``rule`` on one table with a row-sparse gradient, in place.
-
-    Args:
-        where: how an error names the operator.
-        rule: the update rule.
-        prologue: as in `row_step`.
-        variables: the table and its states, contiguous, of one dtype and shape.
-        addresses: those of the variables.
-        gradient: as in `row_step`.
-        hp: the scalars of the rule, then those of the prologue.
-        touched_only: as in `row_step`.
-        drop: as in `row_step`.
-        use_locking: as in `row_step`.
-
-    Raises:
-        IndexError, ValueError: as `row_step`.
-    """
-    w = STORAGES[variables[0].dtype]
-    compiled = kernel(rule, prologue, w, STORAGES[gradient.dtype], (w,) * len(rule.states))
-    row = np.array(hp, compiled.real.dtype)
-    table = _row_table(variables[0], addresses, address_of(row), gradient)
-    lock_spans = spans_of([tuple(variables)]) if use_locking else None
-    if not isinstance(variables[0], DeviceArray):
-        # Rows have locks of their own where several lazy calls hold a table together.
-        locked = use_locking and touched_only
-        step = _prepared(
-            [where], compiled, [table], [gradient], touched_only=touched_only, drop=drop,
-            locked=locked,
-        )  # fmt: skip
-        locks.serialized(partial(commit, [step]), lock_spans, shared=touched_only)
-        return
-    check_keys(where, [(table.rows, table.length)])
-    arrays = [*variables, gradient.indices, gradient.values]
-    error = None if drop else bad_index_error([(where, table.length, table.rows)])
-    with (
-        pending.held(),  # before the order of streams is held, as in steps of optimizers
-        device_step.launch_on(arrays, lock_spans) as launch,
-        device_step.checked(variables[0].device, launch, error) as guarded,
-    ):
-        device_step.row_update(
-            compiled, [table], row[None], [0], guarded, touched_only=touched_only, drop=drop
-        )
-
-
-def check_rows_on_device(
-    variables: Variables, gradients: Sequence[RowGradient], launch: Launch
-) -> None:
-    """Enqueue the check of all indices alone; a bad one closes the guard of ``launch``."""
-    tables = row_tables(variables, gradients, [0] * len(gradients))
-    device_step.check_indices(tables, launch)
-
-
-def row_tables(
-    variables: Variables, gradients: Sequence[RowGradient], hp_addresses: Sequence[int]
-) -> list[RowTable]:
-    """The tables of a row step, as the kernels take them.
-
-    Args:
-        variables: T tables with their states.
-        gradients: one for each.
-        hp_addresses: the address of the scalars of each.
-    """
-    return [
-        _row_table(arrays[0], addresses, hp, gradient)
-        for arrays, addresses, gradient, hp in zip(
-            variables.tensors,
-            variables.table.addresses.tolist(),
-            gradients,
-            hp_addresses,
-            strict=True,
-        )
-    ]
-
-
-def _row_table(
-    w: Any, addresses: Sequence[int], hp_address: int, gradient: RowGradient
-) -> RowTable:
-    n_rows = w.shape[0]
-    indices = gradient.indices
-    return RowTable._make(
-        (
-            tuple(addresses),
-            hp_address,
-            n_rows,
-            w.size // max(1, n_rows),
-            gradient.index_address,
-            indices.itemsize,
-            len(indices),
-            gradient.values_address,
-        )
-    )
-
-
-def _prepared(
-    where: Sequence[str],
-    compiled: Kernel,
-    tables: list[RowTable],
-    gradients: Sequence[RowGradient],
-    *,
-    touched_only: bool,
-    drop: bool,
-    locked: bool = False,
-) -> Prepared:
-    check_keys(where[0], [(table.rows, table.length) for table in tables])
+    update.check_keys()
+    where, compiled, tables, gradients, *_, touched_only, drop = update
     step = RowStep(compiled, tables, touched_only=touched_only, drop=drop, locked=locked)
     if step.bad_position >= 0:
         step.release()
@@ -243,55 +109,109 @@ def _prepared(
     return step
 
 
+def table_step(update: RowUpdate, variables: tuple[Any, ...], *, use_locking: bool = False) -> None:
+    """One step on one table with its states, in place; on a device it is enqueued.
+
+    With ``use_locking`` lazy steps share the table and lock its rows, others hold it exclusively.
+    """
+    spans = spans_of([variables]) if use_locking else None
+    if isinstance(variables[0], DeviceArray):
+        arrays = *variables, *update.gradients[0].arrays
+        with checked_launch(arrays, error_of(update), spans) as launch:
+            row_step(update, launch)
+        return
+    step = prepared_rows(update, locked=use_locking and update.touched_only)
+    locks.serialized(partial(commit, [step]), spans, shared=update.touched_only)
+
+
+def row_tables(
+    variables: Variables, gradients: Sequence[RowGradient], hp_addresses: Sequence[int]
+) -> list[RowTable]:
+    """T tables with a gradient each, as the kernels take them."""
+    of_tables = zip(
+        variables.table.addresses.tolist(), variables.tensors, gradients, hp_addresses, strict=True
+    )
+    return [row_table(at, arrays[0].shape, g, hp) for at, arrays, g, hp in of_tables]
+
+
+def row_table(
+    addresses: Sequence[int], shape: tuple[int, ...], gradient: RowGradient, hp: int = 0
+) -> RowTable:
+    """A table with its states at ``addresses``, or none, and its scalars at ``hp``."""
+    indices, _, index_address, values_address = gradient
+    of_table = tuple(addresses), hp, shape[0], math.prod(shape[1:])
+    of_indices = index_address, indices.itemsize, len(indices)
+    return RowTable._make((*of_table, *of_indices, values_address))
+
+
+Update = DenseUpdate | RowUpdate
+
+
+def prepared(update: Update) -> Prepared:
+    """A step on the host, to be run by `commit`."""
+    return prepared_rows(update) if isinstance(update, RowUpdate) else prepared_dense(update)
+
+
+def enqueue(update: Update, launch: Launch) -> None:
+    """A step on a device."""
+    if isinstance(update, RowUpdate):
+        row_step(update, launch)
+    else:
+        dense_step(update, launch)
+
+
 def check_keys(where: str, sizes: Sequence[tuple[int, int]]) -> None:
     """The number of a row and of an occurrence must fit into one sort key of 63 bits.
 
-    Args:
-        where: how an error names the call.
-        sizes: for each table its rows and the length of its indices.
-
-    Raises:
-        ValueError: they do not fit.
+    ``sizes`` are for each table its rows and the length of its indices.
     """
-    n_rows, n = (sum(column) for column in zip(*sizes, strict=True))
+    n_rows = n = 0
+    for rows, length in sizes:
+        n_rows, n = n_rows + rows, n + length
     bits = n_rows.bit_length() + n.bit_length()
     if bits > 63:
-        raise ValueError(
-            message(where, "indices", "need too long sort keys", "at most 63 bits", f"{bits} bits")
-            + f"; split the {n} indices into several calls"
-        )
+        wrong, fix = "need too long sort keys", f"; split the {n} indices into several calls"
+        reject(ValueError, where, "indices", wrong, "at most 63 bits", f"{bits} bits", fix)
+
+
+def error_of(update: Update) -> pending.Error | None:
+    """What makes the error of a step on a device; None where there is none.
+
+    Too many rows for the sort keys are an error already.
+    """
+    if isinstance(update, DenseUpdate):
+        return None
+    update.check_keys()
+    labelled = zip(update.where, update.tables, strict=True)
+    lists = [(label, table.length, table.rows) for label, table in labelled]
+    return None if update.drop else bad_index_error(lists)
 
 
 def first_bad_index(
-    where: Sequence[str],
-    gradients: Sequence[RowGradient | RowTensor],
-    tables: list[RowTable],
-    position: int,
+    where: Sequence[str], gradients: Sequence[Any], tables: Sequence[RowTable], position: int
 ) -> IndexError:
-    """The error for ``position`` in the concatenated indices; arguments as `row_step`."""
-    first = 0
-    for gradient, table in zip(gradients, tables, strict=True):  # noqa: B007  (used below)
-        if position < first + table.length:
-            break
-        first += table.length
-    lists = [(label, table.length, table.rows) for label, table in zip(where, tables, strict=True)]
-    return bad_index_error(lists)(position, int(gradient.indices[position - first]))
+    """The error for ``position`` in the concatenated indices of some gradients."""
+    k, own = _which([table.length for table in tables], position)
+    return index_error(where[k], own, int(gradients[k].indices[own]), tables[k].rows)
 
 
-def bad_index_error(
-    lists: Sequence[tuple[str, int, int]],
-) -> Callable[[int, int], IndexError]:
+def bad_index_error(lists: Sequence[tuple[str, int, int]]) -> Callable[[int, int], IndexError]:
     """What makes the error for a position in concatenated indices and the index there.
 
-    Args:
-        lists: for each list of indices how an error names it, its length, and the rows there are.
+    ``lists`` are for each list how an error names it, its length, and the rows there are.
     """
 
     def error(position: int, index: int) -> IndexError:
-        for label, length, n_rows in lists:
-            if position < length:
-                return index_error(label, position, index, n_rows)
-            position -= length
-        raise AssertionError("a position beyond all indices")
+        k, own = _which([length for _, length, _ in lists], position)
+        return index_error(lists[k][0], own, index, lists[k][2])
 
     return error
+
+
+def _which(lengths: Sequence[int], position: int) -> tuple[int, int]:
+    """In which of some lists a position of all of them is, and where in it."""
+    for k, length in enumerate(lengths):
+        if position < length:
+            return k, position
+        position -= length
+    raise AssertionError("a position beyond all indices")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,32 +13,28 @@ from ...kernels.cpu.dense import DenseStep
 from ...kernels.cpu.measure import measure
 from ...kernels.cpu.parallel import Prepared, commit
 from ...kernels.cpu.workspace import Pool
-from ...kernels.element import kernel
+from ...kernels.element import Kernel, kernel
 from ...kernels.rules.rule import Prologue, Rule
 from ...kernels.storage import STORAGES, Storage, real_of
 from ...kernels.tables import TensorTable
-from . import device_step, locks
+from . import cuda, locks
 from .arrays import address_of
 from .device import DeviceArray
-from .device_step import Launch
+from .launch import Launch, launch_on
 
 
 @dataclass(frozen=True, eq=False)
 class Variables:
-    """Checked variables: tensors of the same storage types of parameter and states.
+    """Checked variables: tensors with states, each of the same storage types.
 
-    Attributes:
-        tensors: for each tensor the parameter, then its states; contiguous, of one shape
-            (but for the row and column means of Adafactor); all on the host, or all on one
-            device.
-        w: storage of the parameters.
-        s: storage of each state.
-        table: their addresses and sizes.
+    For each tensor the parameter, then its states: contiguous, of one shape (but for the row and
+    column means of Adafactor), all on the host, or all on one device. ``table`` has their addresses
+    and sizes.
     """
 
     tensors: tuple[tuple[Any, ...], ...]
-    w: Storage
-    s: tuple[Storage, ...]
+    w: Storage  # of the parameters
+    s: tuple[Storage, ...]  # of each state
     table: TensorTable
 
     @classmethod
@@ -61,17 +57,15 @@ class Variables:
         return spans_of(self.tensors)
 
     @cached_property
-    def _steps(self) -> dict[tuple[Rule, Prologue, Storage], Pool[DenseStep]]:
+    def _steps(self) -> dict[Kernel, Pool[DenseStep]]:
         return {}
 
-    def steps(self, rule: Rule, prologue: Prologue, g: Storage) -> Pool[DenseStep]:
-        """The steps of ``rule`` on these tensors, for gradients stored as ``g``."""
-        key = rule, prologue, g
-        if key not in self._steps:
-            compiled = kernel(rule, prologue, self.w, g, self.s)
+    def steps(self, compiled: Kernel) -> Pool[DenseStep]:
+        """The steps on these tensors."""
+        if compiled not in self._steps:
             pool: Pool[DenseStep] = Pool(lambda: DenseStep(compiled, self.table, pool.give))
-            self._steps[key] = pool
-        return self._steps[key]
+            self._steps[compiled] = pool
+        return self._steps[compiled]
 
 
 def spans_of(tensors: Sequence[tuple[Any, ...]]) -> list[locks.Span]:
@@ -88,57 +82,51 @@ def spans_of(tensors: Sequence[tuple[Any, ...]]) -> list[locks.Span]:
     )
 
 
-def dense_step(
-    rule: Rule,
-    prologue: Prologue,
-    variables: Variables,
-    gradients: np.ndarray,
-    g: Storage,
-    hp: np.ndarray,
-    hp_of: np.ndarray,
-    *,
-    launch: Launch | None = None,
-) -> None:
-    """One step of ``rule`` on all ``variables``, in place, in one kernel call.
+class DenseUpdate(NamedTuple):
+    """The update of some tensors by one kernel call."""
 
-    Args:
-        rule: the update rule.
-        prologue: what happens to the gradient before the rule.
-        variables: T tensors with their states.
-        gradients: int64 ``[T]``: addresses of contiguous gradients of the tensors' sizes.
-        g: storage of the gradients.
-        hp: at most T rows of scalars in the type of the arithmetic: the rule's, then the
-            prologue's.
-        hp_of: int64 ``[T]``: the row of ``hp`` that each tensor uses.
-        launch: for variables on a device; the step is enqueued.
-    """
+    rule: Rule
+    prologue: Prologue  # what happens to the gradient before the rule
+    variables: Variables  # T tensors with their states
+    gradients: np.ndarray  # int64 [T]: addresses of contiguous gradients of the tensors' sizes
+    g: Storage  # of the gradients
+    hp: np.ndarray  # rows of scalars of the type of the arithmetic: the rule's, the prologue's
+    hp_of: np.ndarray  # int64 [T]: the row of each tensor
+
+    @property
+    def kernel(self) -> Kernel:
+        """What is compiled for it."""
+        return kernel(self.rule, self.prologue, self.variables.w, self.g, self.variables.s)
+
+
+def dense_step(update: DenseUpdate, launch: Launch | None = None) -> None:
+    """One step, in place; on a device, with a ``launch``, it is enqueued."""
     if launch is None:
-        commit([prepared_dense(rule, prologue, variables, gradients, g, hp, hp_of)])
+        commit([prepared_dense(update)])
         return
-    compiled = kernel(rule, prologue, variables.w, g, variables.s)
-    table = variables.table
-    sizes = np.diff(table.first)
-    device_step.dense_update(compiled, table.addresses, gradients, sizes, hp, hp_of, launch)
+    _, _, variables, gradients, _, hp, hp_of = update
+    sizes, at = np.diff(variables.table.first), variables.table.addresses
+    step = cuda.dense.step.DenseStep(update.kernel, at, gradients, sizes)
+    cuda.device.part.run(step, hp, hp_of, launch.call)
 
 
-def prepared_dense(
-    rule: Rule,
-    prologue: Prologue,
-    variables: Variables,
-    gradients: np.ndarray,
-    g: Storage,
-    hp: np.ndarray,
-    hp_of: np.ndarray,
-) -> Prepared:
-    """A step on variables on the host, to be run by `commit`; arguments as `dense_step`."""
-    pool = variables.steps(rule, prologue, g)
+def prepared_dense(update: DenseUpdate) -> Prepared:
+    """A step on variables on the host, to be run by `commit`."""
+    pool = update.variables.steps(update.kernel)
     try:
         step = pool.free.pop()
     except IndexError:
         step = pool.take()
-    step.gradients[:], step.hp[: len(hp)], step.hp_of[:] = gradients, hp, hp_of
+    step.gradients[:], step.hp_of[:] = update.gradients, update.hp_of
+    step.hp[: len(update.hp)] = update.hp
     step.prepare()
     return step
+
+
+def measure_step(update: DenseUpdate) -> np.ndarray:
+    """The first stage of a two-stage rule: float64 ``[T, n_measured]`` sums of squares."""
+    table, gradients = update.variables.table, update.gradients
+    return measure(update.kernel, table, gradients, update.hp, update.hp_of)
 
 
 @cache
@@ -158,28 +146,19 @@ def _steps_on_one_tensor(
 
 
 def tensor_step(
-    rule: Rule,
-    prologue: Prologue,
-    arrays: tuple[Any, ...],
-    addresses: Sequence[int] | np.ndarray,
-    hp: Sequence[float],
-    *,
-    use_locking: bool = False,
-) -> None:
+    rule: Rule, prologue: Prologue, arrays: tuple[Any, ...], addresses: Sequence[int] | np.ndarray,
+    hp: Sequence[float], *, use_locking: bool = False,
+) -> None:  # fmt: skip
     """One step of ``rule`` on one tensor, in place; on a device it is enqueued.
 
-    Args:
-        rule: the update rule.
-        prologue: what happens to the gradient before the rule.
-        arrays: the parameter, its states and the gradient: contiguous, of one shape, all but the
-            gradient of one dtype.
-        addresses: those of the arrays.
-        hp: the scalars of the rule, then those of the prologue.
-        use_locking: hold the variables exclusively.
+    The arrays are the parameter, its states and the gradient: contiguous, of one shape, all but
+    the gradient of one dtype. With ``use_locking`` the variables are held exclusively.
     """
     w, gradient = arrays[0], arrays[-1]
     if isinstance(w, DeviceArray):
-        _tensor_step_on_device(rule, prologue, arrays, addresses, hp, use_locking)
+        update = one_tensor(rule, prologue, arrays, hp)
+        with launch_on(arrays, update.variables.spans if use_locking else None) as launch:
+            dense_step(update, launch)
         return
     step = _steps_on_one_tensor(rule, prologue, w.dtype, gradient.dtype).take()
     step.table.move(addresses[:-1], w.size)
@@ -193,43 +172,11 @@ def tensor_step(
     step.release()
 
 
-def _tensor_step_on_device(
-    rule: Rule,
-    prologue: Prologue,
-    arrays: tuple[Any, ...],
-    addresses: Sequence[int] | np.ndarray,
-    hp: Sequence[float],
-    use_locking: bool,
-) -> None:
-    *variables, gradient = arrays
-    w = STORAGES[variables[0].dtype]
-    compiled = kernel(rule, prologue, w, STORAGES[gradient.dtype], (w,) * len(rule.states))
-    spans = spans_of([tuple(variables)]) if use_locking else None
-    with device_step.launch_on(arrays, spans) as launch:
-        device_step.dense_update(
-            compiled,
-            np.array([addresses[:-1]], np.int64),
-            np.array(addresses[-1:], np.int64),
-            np.array([gradient.size]),
-            np.array([hp], compiled.real.dtype),
-            np.zeros(1, np.int64),
-            launch,
-        )
-
-
-def measure_step(
-    rule: Rule,
-    prologue: Prologue,
-    variables: Variables,
-    gradients: np.ndarray,
-    g: Storage,
-    hp: np.ndarray,
-    hp_of: np.ndarray,
-) -> np.ndarray:
-    """The first stage of a two-stage ``rule``; arguments as `dense_step`, nothing is written.
-
-    Returns:
-        float64 ``[T, n_measured]``: sums of squares over each tensor.
-    """
-    compiled = kernel(rule, prologue, variables.w, g, variables.s)
-    return measure(compiled, variables.table, gradients, hp, hp_of)
+def one_tensor(
+    rule: Rule, prologue: Prologue, arrays: tuple[Any, ...], hp: Sequence[float]
+) -> DenseUpdate:
+    """The update of one tensor; arguments as `tensor_step`."""
+    *tensor, gradient = arrays
+    variables, place = Variables.of([tuple(tensor)]), np.array([address_of(gradient)], np.int64)
+    row, g = np.array([hp], variables.real.dtype), STORAGES[gradient.dtype]
+    return DenseUpdate(rule, prologue, variables, place, g, row, np.zeros(1, np.int64))

@@ -1,0 +1,109 @@
+"""Where, in which order and under which condition calls on arrays of CUDA devices run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+from . import cuda, pending
+from .device import DeviceArray, cannot_be_captured, is_captured, launching
+from .locks import Span, overlaps
+
+
+class Launch(NamedTuple):
+    """Where and under which condition a call runs."""
+
+    stream: Any  # of Numba
+    sorter: Any  # of the framework whose stream that is, or None
+    guard: int = 0  # its address on the device, or 0 for a call that cannot fail
+    base: int = 0  # added to a bad position that it finds
+    is_captured: bool = False  # it becomes part of a CUDA graph
+
+    @property
+    def call(self) -> Any:
+        """The same for a part of a step."""
+        return cuda.device.part.Call(self.stream, self.guard, self.sorter)
+
+    def after(self, positions: int) -> Launch:
+        """The launch of a part of the call whose positions come after so many others."""
+        return self._replace(base=positions)
+
+
+@contextmanager
+def launch_on(
+    arrays: Sequence[DeviceArray], lock_spans: list[Span] | None, *, can_be_captured: bool = False
+) -> Iterator[Launch]:
+    """A launch on the stream of the first of all arrays that a call reads or writes.
+
+    With ``lock_spans`` no other such call uses this memory at the same time. A call that would
+    become part of a CUDA graph, and cannot, is an error.
+    """
+    with launching(arrays) as stream:
+        capturing = cuda.device.backend.is_capturing(stream)
+        if capturing and not (can_be_captured and lock_spans is None):
+            raise cannot_be_captured()
+        with nullcontext() if lock_spans is None else in_order(lock_spans, stream):
+            sorter = arrays[0].framework.sorter(arrays[0].device)
+            yield Launch(stream, sorter, is_captured=capturing)
+
+
+def refuse_capture(variable: DeviceArray) -> None:
+    """Raise for a call that waits before it launches anything and is part of a CUDA graph."""
+    if is_captured(variable):
+        raise cannot_be_captured()
+
+
+@contextmanager
+def checked_launch(
+    arrays: Sequence[DeviceArray], error: pending.Error | None, lock_spans: list[Span] | None = None
+) -> Iterator[Launch]:
+    """As `launch_on`, with a guard whose answer is waited for later, unless there is no error."""
+    # The guards before the order of streams, as in steps of optimizers.
+    with pending.held(), launch_on(arrays, lock_spans) as launch:
+        if error is None:
+            yield launch
+            return
+        with pending.guarded(arrays[0].device, error) as guard:
+            yield launch._replace(guard=guard)
+
+
+# What ``use_locking=True`` means on a device: calls on overlapping memory in the order of launch.
+#
+# Calls on one stream run one after the other anyway. A call on another stream is made to wait, on
+# the device, for the last one that used the same memory; the host waits for nothing.
+
+_lock = threading.Lock()
+
+
+_uses: list[tuple[list[Span], Any]] = []  # of memory, each with the event after it
+
+
+@contextmanager
+def in_order(spans: list[Span], stream: Any) -> Iterator[None]:
+    """Launch what follows on ``stream`` after all earlier calls that use memory of ``spans``."""
+    with _lock:
+        _uses[:] = [(used, event) for used, event in _uses if not event.query()]
+        for used, event in _uses:
+            if any(True for _ in overlaps(used, spans)):
+                event.wait(stream)
+        try:
+            yield
+        finally:  # also what was enqueued before an error
+            own = cuda.device.backend.new_event()
+            own.record(stream)
+            # What it waited for is behind it: the list holds the last use of a stretch of memory.
+            _uses[:] = [(used, event) for used, event in _uses if not _covers(spans, used)]
+            _uses.append((spans, own))
+
+
+def _covers(outer: list[Span], inner: list[Span]) -> bool:
+    """Whether each stretch of ``inner`` lies in one of ``outer``; both are in order."""
+    k = 0
+    for begin, end, _ in inner:
+        while k < len(outer) and outer[k][1] <= begin:
+            k += 1
+        if k == len(outer) or begin < outer[k][0] or outer[k][1] < end:
+            return False
+    return True

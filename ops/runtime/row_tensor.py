@@ -1,0 +1,137 @@
+"""The row-sparse gradient, RowTensor."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from ...kernels.quiet import quiet
+from . import check, device_gradient
+from .arrays import adopt, adopt_anywhere, real_type
+from .device import DeviceArray, device_of
+from .errors import reject
+from .row_step import RowGradient
+
+
+class RowTensor:
+    """A row-sparse gradient of an ``[N, ...]`` tensor: values for some of its rows.
+
+    ``dense[i] = sum of values[b] for all b with indices[b] == i``, and 0 where there is none.
+    Duplicates are allowed and summed, in any order of rows.
+
+    Args:
+        indices: ``[B]`` int32 or int64, each in ``[0, N)``; on the host or on a CUDA device.
+        values: ``[B, ...]`` floating; trailing dimensions as those of the dense tensor.
+        dense_shape: shape ``(N, ...)`` of the tensor.
+
+    Raises:
+        TypeError: a kind or dtype does not fit.
+        ValueError: a shape or length does not fit. (Index values are checked by the step that
+            uses them: `IndexError`.)
+
+    The attributes can be assigned to: then each is checked by itself, and by the step that uses
+    it whether they fit together.
+
+    Source: ``mindspore.RowTensor``.
+
+    >>> import numpy as np
+    >>> g = RowTensor(np.array([2, 0, 2]), np.ones((3, 2), np.float32), (4, 2))
+    >>> g.to_dense()[:, 0].tolist()
+    [1.0, 0.0, 2.0, 0.0]
+    """
+
+    __slots__ = ("dense_shape", "indices", "values")
+
+    def __init__(self, indices: Any, values: Any, dense_shape: tuple[int, ...]) -> None:
+        self.indices, self.values, self.dense_shape = indices, values, dense_shape
+        device_of("RowTensor", {"indices": self.indices, "values": self.values})
+        check.row_gradient("RowTensor", "values", self.indices, self.values, self.dense_shape)
+        check.float_dtype("RowTensor", "values", self.values, "a floating dtype")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Not properties: steps read the attributes far more often than anyone assigns to them.
+        if name in ("indices", "values"):
+            value = adopt_anywhere("RowTensor", name, value)
+        elif name == "dense_shape":
+            value = _shape(value)
+        super().__setattr__(name, value)
+
+    def __repr__(self) -> str:
+        return (
+            f"RowTensor(indices={self.indices.shape} {self.indices.dtype}, "
+            f"values={self.values.shape} {self.values.dtype}, dense_shape={self.dense_shape})"
+        )
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the values."""
+        dtype: np.dtype[Any] = self.values.dtype
+        return dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the dense tensor."""
+        return self.dense_shape
+
+    def coalesce(self) -> RowTensor:
+        """Each row once, in ascending order, duplicates summed in order of occurrence.
+
+        On a device the host waits for the number of rows.
+
+        Raises:
+            IndexError: an index is outside of ``[0, N)``.
+        """
+        self._check()
+        if isinstance(self.values, DeviceArray):
+            gradient = RowGradient.of(self.indices, self.values)
+            found = device_gradient.coalesced(gradient, self.dense_shape)
+            return RowTensor(*found, self.dense_shape)
+        unique, places = np.unique(self.indices, return_inverse=True)
+        total = self._summed(places.reshape(-1), (len(unique), *self.dense_shape[1:]))
+        return RowTensor(unique, total, self.dense_shape)
+
+    def to_dense(self) -> Any:
+        """The dense ``[N, ...]`` array, duplicates summed in order of occurrence.
+
+        On a device it is one of the framework of the values, and enqueued: where an index turns
+        out to be out of range it is 0 throughout, and `fusestep.synchronize` raises the error.
+
+        Raises:
+            IndexError: an index is outside of ``[0, N)``.
+        """
+        self._check()
+        if isinstance(self.values, DeviceArray):
+            gradient = RowGradient.of(self.indices, self.values)
+            return device_gradient.dense(gradient, self.dense_shape, self.dtype).native()
+        return self._summed(self.indices, self.dense_shape)
+
+    @quiet
+    def _summed(self, places: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        """The values added up at row ``places[b]`` of an array of ``shape``."""
+        real = real_type(self.dtype)
+        total, width = np.zeros(shape, real), math.prod(shape[1:])
+        # Flat indices: NumPy adds whole rows several times more slowly.
+        flat = places.astype(np.int64)[:, None] * width + np.arange(width)
+        np.add.at(total.reshape(-1), flat.reshape(-1), self.values.astype(real).reshape(-1))
+        return total.astype(self.dtype, copy=False)
+
+    def _check(self) -> None:
+        """The attributes can be assigned to: whether they still fit together."""
+        if isinstance(self.values, DeviceArray):
+            RowTensor(self.indices, self.values, self.dense_shape)
+            return
+        adopt("RowTensor", "indices", self.indices)  # refuses those on a device
+        check.row_gradient("RowTensor", "values", self.indices, self.values, self.dense_shape)
+        check.indices_in_range("RowTensor", self.indices, self.dense_shape[0])
+
+
+def _shape(dense_shape: Any) -> tuple[int, ...]:
+    where, name, is_list = "RowTensor", "dense_shape", isinstance(dense_shape, tuple | list)
+    if not is_list or not all(isinstance(n, int | np.integer) for n in dense_shape):
+        reject(TypeError, where, name, "is no shape", "a tuple of int", repr(dense_shape))
+    if not dense_shape or min(dense_shape) < 0:
+        wrong, got = "has no rows or a negative size", tuple(dense_shape)
+        reject(ValueError, where, name, wrong, "(N, ...)", got)
+    return tuple(map(int, dense_shape))
