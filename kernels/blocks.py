@@ -21,11 +21,12 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
 from .cache import fingerprint
 from .compile import NativeFunction
 from .cpu.intrinsics import as_pointer, tuple_reader
+from .inner import njit
 from .rules.rule import PROLOGUE_FLAGS, RULE_FLAGS, Part, Prologue, Rule, columns, hp_type
 from .storage import F64, Storage, numba_type, real_of
 
@@ -148,6 +149,13 @@ def _identity(
     )
 
 
+@cache
+def _of_rule(function: Any) -> Any:
+    """The same one for all blocks, so that it is compiled once for a type of the arithmetic."""
+    return njit(**RULE_FLAGS)(function)
+
+
+@cache
 def _of_cpu(function: Any) -> Any:
     return njit(**PROLOGUE_FLAGS)(function)
 
@@ -168,10 +176,14 @@ def compose(prologue: tuple[Part, ...], of_part: Any = _of_cpu, compiled: Any = 
         return compiled(identity)
     first, rest = of_part(prologue[0].apply), compose(prologue[1:], of_part, compiled)
 
-    def composed(g, w, hp):
+    def in_order(g, w, hp):
         return rest(first(g, w, hp), w, hp)
 
-    return compiled(composed)
+    return compiled(in_order)
+
+
+composed = cache(compose)
+"""`compose` for the CPU: the same function for all blocks behind a prologue."""
 
 
 def padded(values: list[Any], filler: Any) -> list[Any]:
@@ -183,7 +195,7 @@ def _element(
     rule: Rule, prologue: Prologue, w: Storage, g: Storage | None, s: tuple[Storage, ...]
 ) -> Any:
     """`element_of` a rule on the CPU."""
-    update, condition = njit(**RULE_FLAGS)(rule.update), compose(prologue)
+    update, condition = _of_rule(rule.update), composed(prologue)
     return njit(error_model="numpy")(element_of(update, condition, w, g, s, lambda f: f))
 
 
@@ -243,7 +255,7 @@ def _measured_values(
     rule: Rule, prologue: Prologue, w: Storage, g: Storage, s: tuple[Storage, ...]
 ) -> Any:
     """`values_of` a rule on the CPU."""
-    measure, condition = njit(**RULE_FLAGS)(rule.measure), compose(prologue)
+    measure, condition = _of_rule(rule.measure), composed(prologue)
     return njit(error_model="numpy")(values_of(measure, condition, w, g, s, lambda f: f))
 
 

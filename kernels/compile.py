@@ -12,13 +12,14 @@ import numba
 import numpy as np
 import numpy.ma  # Numba's first call would, and a child that is forked meanwhile wait for it
 from llvmlite.binding import ffi
-from numba import carray, njit, types
+from numba import carray, types
 from numba.core.ccallback import CFunc
 from numba.core.compiler_lock import global_compiler_lock
 from numba.np.ufunc.parallel import _backend_init_thread_lock
 
 from .cache import KernelCache
 from .cpu.intrinsics import as_pointer
+from .inner import njit
 
 _I64 = types.int64
 _PART_ARGUMENTS = 3

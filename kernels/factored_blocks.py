@@ -19,12 +19,13 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
-from .blocks import compose
+from .blocks import composed
 from .cache import fingerprint
 from .compile import NativeFunction
 from .cpu.intrinsics import as_pointer, tuple_reader
+from .inner import njit
 from .rules import adafactor as rules
 from .rules.rule import Prologue, hp_type
 from .storage import F64, Storage, numba_type, real_of
@@ -88,7 +89,7 @@ def factored_kernel(
 
 def _conditioned(prologue: Prologue, w: Storage, g: Storage) -> Any:
     """``load(w, g, hp)``: the parameter and the gradient after the prologue, as numbers."""
-    load_w, load_g, condition = w.to_real, g.to_real, compose(prologue)
+    load_w, load_g, condition = w.to_real, g.to_real, composed(prologue)
     real = numba_type(real_of(w))
 
     @njit(error_model="numpy")

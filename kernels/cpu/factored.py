@@ -7,10 +7,11 @@ ones; the last pass, which writes the parameters, puts them in their place.
 from __future__ import annotations
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
 from ..compile import NativeFunction, part
 from ..factored_blocks import FactoredKernel
+from ..inner import njit
 from .factored_layout import (
     AVERAGE,
     COLUMN_STATE,

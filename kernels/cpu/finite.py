@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
 from ..compile import call_reader, part
+from ..inner import njit
 from ..storage import Storage
 from .headers import address_of
 from .intrinsics import as_pointer

@@ -6,9 +6,10 @@ The sums live in a small buffer per thread; no merged ``[B, D]`` gradient is wri
 from __future__ import annotations
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
 from ..compile import part
+from ..inner import njit
 from .intrinsics import (
     as_pointer,
     call7,

@@ -7,9 +7,10 @@ Time and memory are O(B), never O(N).
 from __future__ import annotations
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
 from ..compile import part
+from ..inner import njit
 from .intrinsics import as_pointer, load_int32, load_int64
 from .layout import (
     BAD_POSITION,

@@ -13,9 +13,8 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from numba import njit
-
 from ..compile import NativeFunction
+from ..inner import njit
 from ..storage import Storage, numba_type
 from .intrinsics import load_int64, prefetch_read
 from .vectors import Vector, add, store, vector_loader
