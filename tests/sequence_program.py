@@ -31,7 +31,10 @@ from sequence_optimizers import Trained, Updated
 
 ERRORS = (TypeError, ValueError, IndexError, RuntimeError)
 # Compiled code: it is made of nothing but its arguments, and takes milliseconds to load again.
-COMPILED = ("kernel", "_block", "_measure", "accumulate", "factored_kernel")
+COMPILED = (
+    *("kernel", "_block", "_measure", "accumulate", "factored_kernel"),
+    *("composed", "_of_cpu", "_of_rule"),
+)
 _N_SLOTS = 4
 _PARTS = 3
 
