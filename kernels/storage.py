@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
-from numba import njit, types
+from numba import types
 
 from .half import f16_to_f32, f32_to_f16
+from .inner import njit
 
 
 @dataclass(frozen=True, eq=False)

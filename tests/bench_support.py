@@ -7,6 +7,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from fusestep.bench import command
 from fusestep.bench.cases import model_shapes, workloads
 from fusestep.bench.cases import steps as cases
@@ -17,6 +19,13 @@ from fusestep.bench.report.result import OURS, PointResult, Settings, SpecialRes
 from fusestep.bench.report.stats import Summary
 from fusestep.bench.workers.worker_protocol import Job
 
+from helpers import in_turn
+
+EVERY_STEP = [(case, dtype) for case in cases.STEPS for dtype in case.subject.dtypes]
+"""Cases with all types of their parameters."""
+_CHOSEN = in_turn(cases.SUBJECTS.values())
+SOME_STEPS = [one for one in EVERY_STEP if (one[0].subject, np.dtype(one[1])) in _CHOSEN]
+"""With two."""
 # Large enough for every kernel to use several threads.
 SMALL = "70K,900x40x9000"
 TINY = "900,100x8x50"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import ml_dtypes
@@ -15,6 +16,12 @@ from fusestep.ops.runtime import locks
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 STORAGE_DTYPES = (np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16), BF16)
+_EACH = range(len(STORAGE_DTYPES))
+PAIRWISE = [
+    tuple(STORAGE_DTYPES[i] for i in (w, g, (w + g) % len(STORAGE_DTYPES)))
+    for w, g in product(_EACH, repeat=2)
+]
+"""Storage of parameter, gradient and states: any two of them in all combinations."""
 # ulps are of the storage type; ml_dtypes has its own finfo.
 EPSILON = {dtype: float(ml_dtypes.finfo(dtype).eps) for dtype in STORAGE_DTYPES}
 TINY = {dtype: float(ml_dtypes.finfo(dtype).smallest_subnormal) for dtype in STORAGE_DTYPES}
@@ -35,6 +42,33 @@ def arrays_of(values: Any) -> list[np.ndarray]:
     if isinstance(values, list | tuple):
         return [array for value in values for array in arrays_of(value)]
     return []
+
+
+def more(*values: Any, **options: Any) -> Any:
+    """Parameters of a test that goes on where a sample of it ends: ``pytest -m exhaustive``."""
+    return pytest.param(*values, marks=pytest.mark.exhaustive, **options)
+
+
+def sampled(every: Iterable[tuple[Any, ...]], sample: Collection[tuple[Any, ...]]) -> list[Any]:
+    """Parameters of a test: a sample always, the others as `more`."""
+    return [*sample, *(more(*one) for one in every if one not in sample)]
+
+
+def in_turn(cases: Iterable[Any]) -> list[tuple[Any, np.dtype]]:
+    """Each case in float32 and, in turn, in one other type: each is a kernel of its own."""
+    first, *others = STORAGE_DTYPES
+    chosen = ((case, (first, others[k % len(others)])) for k, case in enumerate(cases))
+    return [(case, dtype) for case, dtypes in chosen for dtype in dtypes]
+
+
+def typed(cases: Collection[Any]) -> list[Any]:
+    """Parameters of a test: each case in the types that it has `in_turn`, in others as `more`."""
+    return sampled(product(cases, STORAGE_DTYPES), in_turn(cases))
+
+
+def label(value: Any) -> str:
+    """The name of a parameter of a test."""
+    return str(getattr(value, "name", value))
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,12 @@ from fusestep.ops.runtime.row_step import RowGradient, RowUpdate, row_step
 from fusestep.ops.runtime.step import DenseUpdate, Variables, dense_step
 
 import reference_elementwise as elementwise
-from helpers import STORAGE_DTYPES
+from helpers import STORAGE_DTYPES, more
 from reference import wide
 
 Array = Any
 Known = dict[str, float]
-F32, *OTHERS = STORAGE_DTYPES
+F32, F64, *HALVES = STORAGE_DTYPES
 
 # The prologue of an optimizer with weight decay and loss scale, and that of LARS. The factors
 # are not exact in binary, so that their rounding counts.
@@ -283,19 +284,17 @@ def with_prologues(
 ) -> list[Any]:
     """Rule, storage type and prologue, as parameters of a test.
 
-    Every rule alone in every type. Behind the prologue, which does not see the storage, every
-    rule in float32 and in one other type, so that each type is behind it with several rules.
+    Every rule in both forms in float32, and one of them in float64, the other in a 16-bit type:
+    neither rule nor prologue sees the storage, but for the type of the arithmetic.
     """
-    chosen = []
+    chosen: list[Any] = []
     for k, name in enumerate(names):
-        chosen += [(name, F32, ()), (name, F32, prologue)]
-        if name not in only_float32:
-            chosen += [(name, dtype, ()) for dtype in OTHERS]
-            chosen.append((name, OTHERS[k % len(OTHERS)], prologue))
-    return [
-        pytest.param(*one, id=f"{one[0]}-{one[1]}-{'prologue' if one[2] else 'plain'}")
-        for one in chosen
-    ]
+        half, forms = HALVES[k // 2 % 2], ((), prologue)
+        some = [*product((F32,), forms), (F64, forms[k % 2]), (half, forms[1 - k % 2])]
+        for one in product((F32,) if name in only_float32 else STORAGE_DTYPES, forms):
+            of = pytest.param if one in some else more
+            chosen.append(of(name, *one, id=f"{name}-{one[0]}-{'prologue' if one[1] else 'plain'}"))
+    return chosen
 
 
 def real_of(dtype: np.dtype) -> Any:

@@ -21,13 +21,10 @@ from fusestep.bench.errors import BenchError
 from fusestep.bench.measure import in_process, warm_up
 from fusestep.bench.workers.worker_protocol import Job
 
-from bench_support import named, point, use_small_models
-from helpers import arrays_of, unchanged
+from bench_support import EVERY_STEP, SOME_STEPS, named, point, use_small_models
+from helpers import arrays_of, label, sampled, unchanged
 
-EACH = [(case, dtype) for case in cases.STEPS for dtype in case.subject.dtypes]
-each = pytest.mark.parametrize(
-    ("case", "dtype"), EACH, ids=[f"{case.name} {dtype}" for case, dtype in EACH]
-)
+each = pytest.mark.parametrize(("case", "dtype"), sampled(EVERY_STEP, SOME_STEPS), ids=label)
 
 
 @pytest.fixture(autouse=True)

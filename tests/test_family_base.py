@@ -10,7 +10,7 @@ import pytest
 from fusestep import nn
 from fusestep.bench.registry.record import LOST, LOST_LATER, MOVES, STOPS
 
-from helpers import assert_same_bits, refused
+from helpers import assert_same_bits, more, refused, sampled
 from optimizers import (
     ALL_FORMS,
     FIXED_RATE,
@@ -129,7 +129,8 @@ def test_each_parameter_is_as_in_an_optimizer_of_its_own(form: str) -> None:
     assert_same_parameters(together, apart)
 
 
-@EACH_FORM
+# Of the rules themselves it is in test_bits_elementwise.py.
+@pytest.mark.parametrize("form", [f if f in ONE_OF_EACH else more(f) for f in FORMS])
 def test_a_parameter_without_decay_does_not_see_that_others_decay(form: str) -> None:
     """To the last bit: what is compiled for the call must not show in its result."""
     together, apart = parameters(SHAPES), parameters(SHAPES)
@@ -164,12 +165,19 @@ def central(g: np.ndarray) -> np.ndarray:
 DECOUPLED = [f for f in FORMS if not inner(make(f, parameters()))._decay_is_coupled]
 
 
-@pytest.mark.parametrize("form", [form for form in FORMS if not form.startswith("LARS")])
-def test_centralization(form: str) -> None:
+IN_FLOAT64 = [(form, np.float64) for form in ONE_OF_EACH if form != "LARS"]
+IN_EITHER = [  # mostly with kernels that other tests need anyway
+    (form, np.float64 if form in ("Adam", "SGD-momentum", "AdaFactor") else np.float32)
+    for form in FORMS
+    if not form.startswith("LARS")
+]
+
+
+@pytest.mark.parametrize(("form", "dtype"), sampled(IN_FLOAT64, IN_EITHER))
+def test_centralization(form: str, dtype: Any) -> None:
     """Of the gradient with a coupled decay, without a decoupled one; in its group alone."""
     decoupled = form in DECOUPLED
-    # One form of each class in float64; the others with kernels that most tests need anyway.
-    dtype, rtol = (np.float64, 1e-9) if form in ONE_OF_EACH else (np.float32, 1e-5)
+    rtol = 1e-9 if dtype is np.float64 else 1e-5
     params, plain = parameters(SHAPES, dtype), parameters(SHAPES, dtype)
     options = decayed_and_scaled(form)
     scale = options.get("loss_scale", 1.0)

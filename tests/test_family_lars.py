@@ -14,7 +14,7 @@ import pytest
 from fusestep import nn, ops
 
 import reference_layerwise as reference
-from helpers import assert_same_bits, refused, unchanged
+from helpers import assert_same_bits, refused, sampled, unchanged
 from optimizers import (
     FORMS,
     ONE_OF_EACH,
@@ -92,14 +92,20 @@ def assert_close(one: Any, other: Any, rtol: float = 1e-10) -> None:
 # The formula
 
 
+IN_FLOAT64 = [(form, np.float64) for form in ONE_OF_EACH if form != "LARS"]
+IN_EITHER = [  # mostly with kernels that other tests need anyway
+    (form, np.float64 if form in ("Adam", "Momentum", "Lamb", "AdaFactor") else np.float32)
+    for form in INSIDE
+]
+
+
 @pytest.mark.parametrize("use_locking", [False, True])
-@EACH_INSIDE
-def test_formula(form: str, use_locking: bool) -> None:
+@pytest.mark.parametrize(("form", "dtype"), sampled(IN_FLOAT64, IN_EITHER))
+def test_formula(form: str, dtype: Any, use_locking: bool) -> None:
     """The optimizer's own step with the reference's gradient, and without its decay."""
     options = decayed_and_scaled(form)
     scale = options.get("loss_scale", 1.0)
-    # One form of each class in float64; the others with kernels that most tests need anyway.
-    dtype, rtol = (np.float64, 1e-10) if form in ONE_OF_EACH else (np.float32, 1e-5)
+    rtol = 1e-10 if dtype is np.float64 else 1e-5
     inner = make(form, parameters(SHAPES, dtype), use_locking=use_locking, **options)
     opt, plain = nn.LARS(inner, **LARS_OPTIONS), make(form, parameters(SHAPES, dtype))
     for step in range(3):

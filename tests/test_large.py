@@ -1,7 +1,6 @@
 """More than 2**31 elements: indexing is 64-bit everywhere."""
 
 import mmap
-import os
 
 import numpy as np
 import pytest
@@ -48,10 +47,7 @@ def test_gather_beyond_2_31_elements():
     assert gathered.tolist() == [2.0, 0.0, 1.0]
 
 
-@pytest.mark.skipif(
-    not os.environ.get("FUSESTEP_LARGE_TESTS"),
-    reason="takes 9 GiB of memory and half a minute; FUSESTEP_LARGE_TESTS=1 runs it",
-)
+@pytest.mark.exhaustive  # takes 9 GiB of memory and half a minute
 def test_dense_fp16_beyond_2_31_elements():
     """With one state: each takes 4 GiB, and most of the time goes into getting memory at all."""
     if available_gib() < 11:

@@ -342,6 +342,8 @@ class TestRequests:
     def test_an_interrupt_while_waiting_leaves_the_queue(self):
         spans = self.spans((1_000, 80))
         main, order = threading.get_ident(), []
+        # It is ignored in what a script has started in the background.
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
         def interrupt():
             time.sleep(0.1)
@@ -350,10 +352,13 @@ class TestRequests:
         def work():
             order.append("worked")
 
-        with TestRequests.held_elsewhere(spans):
-            threading.Thread(target=interrupt).start()
-            with pytest.raises(KeyboardInterrupt):
-                locks.serialized(work, spans, shared=False)
+        try:
+            with TestRequests.held_elsewhere(spans):
+                threading.Thread(target=interrupt).start()
+                with pytest.raises(KeyboardInterrupt):
+                    locks.serialized(work, spans, shared=False)
+        finally:
+            signal.signal(signal.SIGINT, before)
         locks.serialized(work, spans, shared=False)
         assert order == ["worked"]
         assert locks._requests == []

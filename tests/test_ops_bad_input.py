@@ -17,7 +17,7 @@ from fusestep.bench.cases.operators import (
     Operator,
 )
 
-from helpers import BF16, STORAGE_DTYPES, assert_same_bits, refused, unchanged
+from helpers import BF16, STORAGE_DTYPES, assert_same_bits, label, refused, typed, unchanged
 
 EACH = pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS.keys())
 EACH_DENSE = pytest.mark.parametrize("operator", DENSE_OPERATORS.values(), ids=DENSE_OPERATORS)
@@ -718,8 +718,7 @@ def test_one_to_four_dimensions(operator: Operator, shape: tuple[int, ...]) -> N
     assert (inputs[operator.variables[0]] != before).all()
 
 
-@EACH_DENSE
-@pytest.mark.parametrize("dtype", STORAGE_DTYPES, ids=str)
+@pytest.mark.parametrize(("operator", "dtype"), typed(list(DENSE_OPERATORS.values())), ids=label)
 def test_0d_variables(operator: Operator, dtype: Any) -> None:
     inputs, one = operator.inputs((), dtype), operator.inputs((1,), dtype)
     operator.call(inputs)

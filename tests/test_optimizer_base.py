@@ -7,6 +7,7 @@ import os
 import pickle
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from typing import Any
 
 import ml_dtypes
@@ -19,9 +20,11 @@ from fusestep.nn.engine import host
 import reference
 from helpers import (
     BF16,
+    PAIRWISE,
     STORAGE_DTYPES,
     arrays_of,
     assert_same_bits,
+    more,
     refused,
     unchanged,
 )
@@ -1134,6 +1137,13 @@ def test_empty_and_0d_parameters() -> None:
     assert sparse.parameters[1].data.tolist() == ones(2, 3).tolist()
 
 
+def test_an_empty_array_shares_no_memory() -> None:
+    """Wherever it lies."""
+    w = ones(5)
+    nn.SGD([w, w[2:2]], 1.0)([ones(5), ones(0)])
+    assert (w == 0).all()
+
+
 # skip_nonfinite
 
 
@@ -1211,6 +1221,10 @@ def test_skipping_does_not_hide_errors() -> None:
     opt = nn.Adam(parameters("a", "b"), skip_nonfinite=True)
     with refused(ValueError, "gradient of 'b' has a wrong shape", opt):
         opt([np.full((4, 3), np.nan, np.float32), ones(3)])
+    assert opt.skipped_steps == 0
+    opt = nn.LazyAdam(parameters("a"), skip_nonfinite=True)
+    with refused(IndexError, r"indices\[1\] is out of range", opt):
+        opt([rows([0, 4], value=np.nan)])
     assert opt.skipped_steps == 0
 
 
@@ -1810,13 +1824,22 @@ def test_one_call_for_each_dtype(calls: list[str]) -> None:
     assert calls == ["prepared_dense"] * 8
 
 
-@pytest.mark.parametrize("state_dtype", [None, *STORAGE_DTYPES], ids=str)
-def test_mixed_dtypes_in_one_optimizer(state_dtype: Any) -> None:
+def mixed_dtypes(state_dtype: Any) -> Any:
+    """Dtypes of parameters and their gradients: a sample, and all."""
+    some = [(w, g) for w, g, s in PAIRWISE if s == (state_dtype or w)]
+    yield pytest.param(state_dtype, some, id=f"{state_dtype}")
+    yield more(state_dtype, list(product(STORAGE_DTYPES, repeat=2)), id=f"{state_dtype}, all")
+
+
+@pytest.mark.parametrize(
+    ("state_dtype", "combinations"),
+    [one for dtype in (None, *STORAGE_DTYPES) for one in mixed_dtypes(dtype)],
+)
+def test_mixed_dtypes_in_one_optimizer(state_dtype: Any, combinations: Any) -> None:
     """Every tensor as in an optimizer of its own; states as asked for.
 
-    Without decay: the kernels are those of test_storage.py, each of which takes a second.
+    Without decay: the kernels are those of test_storage.py.
     """
-    combinations = [(w, g) for w in STORAGE_DTYPES for g in STORAGE_DTYPES]
     rng = np.random.default_rng(7)
     start = [rng.standard_normal(5).astype(w) for w, _ in combinations]
     together, apart = [a.copy() for a in start], [a.copy() for a in start]

@@ -18,6 +18,7 @@ from reference import wide
 from rule_cases import (
     CASES,
     LARS,
+    NEUTRAL,
     OPTIMIZER,
     RuleCase,
     condition,
@@ -93,7 +94,10 @@ def test_in_plain_python(name: str) -> None:
     assert_near(case, np.array(results).T, [w, *states], g, g, "in plain Python")
 
 
-@pytest.mark.parametrize(("name", "dtype", "prologue"), with_prologues(CASES, OPTIMIZER))
+STEPPED = with_prologues(CASES, OPTIMIZER)
+
+
+@pytest.mark.parametrize(("name", "dtype", "prologue"), STEPPED)
 def test_compiled_step_within_4_ulps(name: str, dtype: np.dtype, prologue: Any) -> None:
     """Three steps, each against the reference on the state that the step began with."""
     steps_near_reference(CASES[name], dtype, prologue, ulps=4.0)
@@ -150,9 +154,13 @@ def test_states_of_several_storage_types(name: str) -> None:
 # Edges
 
 
-@pytest.mark.parametrize("dtype", STORAGE_DTYPES, ids=str)
-@pytest.mark.parametrize("name", [n for n in CASES if n not in ("scaled", "lars_gradient")])
-def test_nothing_moves_without_gradient_and_history(name: str, dtype: np.dtype) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype", "prologue"),
+    [one for one in STEPPED if one.values[0] not in ("scaled", "lars_gradient")],
+)
+def test_nothing_moves_without_gradient_and_history(
+    name: str, dtype: np.dtype, prologue: Any
+) -> None:
     """All states 0, all gradients 0: also -0.0 and subnormal parameters keep their bits.
 
     FTRL's parameter is a function of its states, and where they are 0 it is 0.
@@ -160,7 +168,7 @@ def test_nothing_moves_without_gradient_and_history(name: str, dtype: np.dtype) 
     case = CASES[name]
     w = np.array([1.0, -3.0, 0.0, -0.0, 1e-7, 60000.0, -1e-40] * 5).astype(dtype)
     arrays = [w.copy(), *(np.zeros_like(w) for _ in case.kinds)]
-    run_dense(case.rule, arrays, np.zeros_like(w), case.hp(real_of(dtype)))
+    run_dense(case.rule, arrays, np.zeros_like(w), case.hp(real_of(dtype)), prologue, NEUTRAL)
     assert_same_bits(arrays[0], np.zeros_like(w) if name.startswith("ftrl") else w)
     for state in arrays[1:]:
         assert_same_bits(state, np.zeros_like(w))

@@ -15,39 +15,38 @@ from pathlib import Path
 
 import pytest
 
+from helpers import more, sampled
+
 PROGRAM = Path(__file__).parent / "sequence_program.py"
-CALLS, CALLS_OF_THREAD = 1_500, 200
-# Each of three has a third of the operators and of the optimizers; see `World`.
-SEEDS = range(3)
-MORE_SEEDS = range(3, 6)
-large = pytest.mark.skipif(
-    not os.environ.get("FUSESTEP_LARGE_TESTS"),
-    reason="takes a minute; FUSESTEP_LARGE_TESTS=1 runs it",
-)
+# Each of three seeds has a third of the operators and of the optimizers; see `World`.
+SEQUENCES = [(seed, 500) for seed in range(3)]
+LONGER = [*((seed, 1_500) for seed in range(3)), *((seed, 3_000) for seed in range(3, 6))]
 
 
-def started(how: str, n_threads: int, seed: int, first: int, end: int) -> subprocess.Popen:
+def run(how: str, n_threads: int, seed: int, first: int, end: int) -> subprocess.CompletedProcess:
     environment = {
         **os.environ,
         "NUMBA_NUM_THREADS": "1" if how == "fresh" else "4",
         "OPENBLAS_NUM_THREADS": "1",
     }
     arguments = [how, *map(str, (n_threads, seed, first, end))]
-    return subprocess.Popen(
+    return subprocess.run(
         [sys.executable, "-W", "error", str(PROGRAM), *arguments],
-        env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=environment, capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
 
 
 def both(n_threads: int, seed: int, first: int, end: int, how: str = "kept") -> list[str]:
-    """The first lines in which the two processes differ, and what made one of them end; or []."""
-    arguments = n_threads, seed, first, end
-    processes = [started(how, *arguments), started("fresh", *arguments)]
-    (kept, kept_errors), (fresh, fresh_errors) = (p.communicate(timeout=300) for p in processes)
-    for pair in zip_longest(kept.splitlines(), fresh.splitlines(), fillvalue="nothing"):
+    """The first lines in which two processes differ, and what made one of them end; or [].
+
+    One after the other: the second finds in the cache what the first one has compiled.
+    """
+    done = [run(each, n_threads, seed, first, end) for each in (how, "fresh")]
+    lines = [process.stdout.splitlines() for process in done]
+    for pair in zip_longest(*lines, fillvalue="nothing"):
         if pair[0] != pair[1]:
-            return [*pair, kept_errors[-2_000:], fresh_errors[-2_000:]]
-    return [p.args[-5] + " has failed" for p in processes if p.returncode]
+            return [*pair, *(process.stderr[-2_000:] for process in done)]
+    return [p.args[-5] + " has failed" for p in done if p.returncode]
 
 
 def shortest(n_threads: int, seed: int, end: int) -> int:
@@ -69,21 +68,16 @@ def compare(n_threads: int, seed: int, end: int) -> None:
     pytest.fail("\n".join(["kept and fresh differ: " + command, *found]), pytrace=False)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_sequences(seed: int) -> None:
-    compare(1, seed, CALLS)
+@pytest.mark.parametrize(("seed", "calls"), sampled(LONGER, SEQUENCES))
+def test_sequences(seed: int, calls: int) -> None:
+    compare(1, seed, calls)
 
 
-def test_sequences_of_several_python_threads() -> None:
-    compare(4, 100, CALLS_OF_THREAD)
-
-
-@large
-@pytest.mark.parametrize("seed", MORE_SEEDS)
-def test_more_sequences(seed: int) -> None:
-    compare(1, seed, 2 * CALLS)
+@pytest.mark.parametrize("calls", [100, more(200)])
+def test_sequences_of_several_python_threads(calls: int) -> None:
+    compare(4, 100, calls)
 
 
 def test_what_is_stale_is_found() -> None:
     """Powers that are kept without their type."""
-    assert both(1, 1, 0, CALLS, how="stale")
+    assert both(1, 1, 0, 500, how="stale")

@@ -119,8 +119,11 @@ FORK_BETWEEN = """
     from llvmlite.binding import ffi
     from numba.core import event
     from numba.np.ufunc import parallel as threads
+    from fusestep.kernels.cpu.cache import KernelCache
     from fusestep.kernels.cpu.compile import NativeFunction
     from fusestep.kernels.cpu import parallel
+
+    KernelCache.save_overload = lambda *_: None  # so that it is new again in the next process
 
     def compile_new():
         def function(n):
@@ -172,9 +175,7 @@ FORK_BETWEEN = """
 @pytest.mark.parametrize("busy", ["compiler", "LLVM", "start of threads", "workqueue"])
 def test_fork_while_another_thread_holds_a_lock(busy):
     """The fork waits for it, so the child finds it free, and the parent too afterwards."""
-    printed = output_of(
-        FORK_BETWEEN, busy, NUMBA_THREADING_LAYER="workqueue", FUSESTEP_CACHE_DIR=""
-    )
+    printed = output_of(FORK_BETWEEN, busy, NUMBA_THREADING_LAYER="workqueue")
     assert printed == "ended with 0\n"
 
 

@@ -21,9 +21,10 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
 from ..element import Compiler, Kernel, element_of, values_of
+from ..inner import njit
 from ..rules.rule import PROLOGUE_FLAGS, RULE_FLAGS, hp_type
 from ..storage import Storage, numba_type
 from .cache import fingerprint
@@ -31,8 +32,9 @@ from .compile import NativeFunction
 from .intrinsics import array_reader, as_pointer, tuple_reader
 
 CPU = Compiler(
-    rule=njit(**RULE_FLAGS),
-    part=njit(**PROLOGUE_FLAGS),
+    # Cached: the same function for all blocks is compiled once for a type of the arithmetic.
+    rule=cache(njit(**RULE_FLAGS)),
+    part=cache(njit(**PROLOGUE_FLAGS)),
     conversion=lambda function: function,
     element=njit(error_model="numpy"),
     inlined=njit(error_model="numpy", inline="always"),

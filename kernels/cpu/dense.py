@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-from numba import njit
 
 from ..element import Kernel
+from ..inner import njit
 from ..storage import Storage
 from ..tables import TensorTable
 from .blocks import blocks

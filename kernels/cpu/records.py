@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
+from ..inner import njit
 from .intrinsics import as_pointer
 
 

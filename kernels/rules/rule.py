@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 from numba.extending import register_jitable
 
+from ..inner import NO_WRAPPERS
+
 # FMA contraction and IEEE division without Numba's zero check: both are needed for packed
 # code, and neither assumes away NaN or infinity.
 RULE_FLAGS: dict[str, Any] = {"error_model": "numpy", "fastmath": {"contract"}}
@@ -20,11 +22,11 @@ RULE_FLAGS: dict[str, Any] = {"error_model": "numpy", "fastmath": {"contract"}}
 # full: a function without "fastmath" takes that of its caller.)
 PROLOGUE_FLAGS: dict[str, Any] = {"error_model": "numpy", "fastmath": False}
 
-rule_helper = register_jitable(**RULE_FLAGS)
+rule_helper = register_jitable(**RULE_FLAGS, **NO_WRAPPERS)
 """Decorator of a scalar function that several rules call."""
 
 
-@register_jitable(**PROLOGUE_FLAGS)
+@register_jitable(**PROLOGUE_FLAGS, **NO_WRAPPERS)
 def product(x: Any, y: Any) -> Any:
     """``x * y``, rounded before it is added to anything.
 

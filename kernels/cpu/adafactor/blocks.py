@@ -20,9 +20,10 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
 from ...element import Kernel, conditioned, element_of
+from ...inner import njit
 from ...rules import adafactor as rules
 from ...storage import F64, Storage
 from ..blocks import CPU, SUMS, identity, readers

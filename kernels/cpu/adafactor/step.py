@@ -7,9 +7,10 @@ ones; the last pass, which writes the parameters, puts them in their place.
 from __future__ import annotations
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
 from ...element import Kernel
+from ...inner import njit
 from ..compile import Arguments, NativeFunction, part
 from ..intrinsics import as_pointer, call_address
 from ..parallel import Loop, get_num_threads, run_all

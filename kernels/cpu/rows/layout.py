@@ -15,8 +15,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from numba import njit
-
+from ...inner import njit
 from ...tables import HOT
 from ..records import call_reader, records
 

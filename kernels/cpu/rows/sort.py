@@ -7,8 +7,9 @@ Time and memory are O(B), never O(N).
 from __future__ import annotations
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
+from ...inner import njit
 from ..compile import part
 from ..intrinsics import as_pointer, load_int32, load_int64
 from ..records import int64s

@@ -13,8 +13,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from numba import njit
-
+from ...inner import njit
 from ...storage import Storage, numba_type
 from ..compile import NativeFunction
 from ..intrinsics import load_int64, prefetch_read

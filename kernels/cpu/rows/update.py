@@ -6,8 +6,9 @@ The sums live in a small buffer per thread; no merged ``[B, D]`` gradient is wri
 from __future__ import annotations
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
+from ...inner import njit
 from ...tables import HOT
 from ..compile import part
 from ..intrinsics import (

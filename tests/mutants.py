@@ -1,0 +1,145 @@
+"""Defects of one line, and the tests that find them: ``python tests/mutants.py [word ...]``.
+
+Each is put alone into a copy of the tree, where the test beside it must fail; with words only those
+that contain one. Code is found by its text and a test by its name: both may move to other files.
+Run it when tests were made fewer or faster.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+# A text that occurs once in the package; the part of it that goes; what takes its place; a test.
+MUTANTS = (
+    ("vhat if vhat > v else v", "vhat > v", "not vhat <= v", "test_amsgrad_keeps_a_nan_of_v"),
+    ("smallest if v < smallest else v", "v < smallest", "not v >= smallest",
+     "test_a_nan_in_a_second_moment_of_adafactor_stays"),
+    ("hp.zero if abs(linear) <= hp.l1", "<=", "<",
+     "test_ftrl_without_regularisation_and_history_is_zero"),
+    ("math.pow(float(real(beta)), float(step))", "float(real(beta))", "beta",
+     "test_compiled_lamb_within_4_ulps"),
+    ("(w if variance <= hp.zero", "<=", "<",
+     "test_centered_rmsprop_waits_without_a_positive_variance"),
+    ("if lr == 0.0 or ratio / lr > 1.0:", " or ratio / lr > 1.0", "", "test_clipped_lars_ratio"),
+    ("if end - begin <= HOT:", "<=", "<", "test_hot_rows_are_summed_in_the_documented_order"),
+    ("row < 0 or row >= n_rows", ">=", ">", "test_index_out_of_range"),
+    ("c.hp + hp_of[t] * c.hp_row_bytes,\n            )\n            flat", "hp_of[t]", "0",
+     "test_groups_are_separate_optimizers_in_one"),
+    ("dropped_row = n_rows if drop", "n_rows", "n_rows - 1",
+     "test_drop_leaves_out_what_is_out_of_range"),
+    ("found |= _any_with_exponent(carray(address, n, np.uint16)", "|=", "=",
+     "test_skip_nonfinite_in_the_last_tensor"),
+    ("sums = c.measured + begin * 8", " * 8", "", "test_rows_of_equal_indices_are_summed_first"),
+    ("np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)", ") > ", ") >= ",
+     "test_every_pattern_survives_a_load_and_a_store"),
+    ("if np.float64(near) != x", "!=", "<", "test_float64_is_rounded_once"),
+    ("stat.S_IWGRP | stat.S_IWOTH", "stat.S_IWGRP | ", "",
+     "test_entries_that_others_may_have_written_are_replaced"),
+    ("dtype.itemsize > other.itemsize", ">", ">=", "test_gradient_that_16_bits_cannot_hold"),
+    ("if n_bytes and begin < end:", "n_bytes and ", "", "test_an_empty_array_shares_no_memory"),
+    ("not both_shared or identity_a != identity_b", "or", "and",
+     "test_row_calls_share_and_a_dense_call_waits_its_turn"),
+    ("if bits > 63:", "63", "64", "test_rows_of_a_table_beyond_all_memory"),
+    ("locked = use_locking and touched_only", "and", "and not",
+     "test_ftrl_waits_for_the_locks_of_its_rows"),
+    ("max(norm, limit) if math.isfinite(norm) else math.nan", "math.nan", "0.0",
+     "test_norm_that_is_not_finite_makes_nan"),
+    ('if np.float32(scalars["beta1_power"]) == 1:', "np.float32", "float",
+     "test_beta1_power_of_one"),
+    ("if layout.n_row_batches and on_host", "if layout", "if not layout",
+     "test_skipping_does_not_hide_errors"),
+    ("centralize and p.ndim >= 2", ">=", ">", "test_centralization"),
+    ("if step >= len(array):", ">=", ">", "test_exhausted_list_of_rates"),
+    ("0.0 if self._options[i].centralize", "0.0", "decay * scale", "test_centralization"),
+    ('if factor and self._sparse_update != "lazy"', "!=", "==",
+     "test_centralization_of_row_sparse_gradients"),
+    ("counts.get(each, begin) + 1", "begin", "0", "test_counts"),
+    ("if known is None or known[0] is not layout:", " or known[0] is not layout", "",
+     "test_none_skips_a_parameter_and_its_count"),
+    ("np.sqrt(squares[:, 0]), LARGEST_NORM", "np.sqrt(squares[:, 0])", "squares[:, 0]",
+     "test_clipping_limits_each_tensor"),
+)  # fmt: skip
+
+
+def only_file(text: str, root: Path) -> Path:
+    """The one with this text in the package."""
+    files = [f for folder in ("kernels", "ops", "nn") for f in (root / folder).rglob("*.py")]
+    found = [file for file in files for _ in range(file.read_text().count(text))]
+    if len(found) != 1:
+        sys.exit(f"mutants: {text!r} occurs {len(found)} times: expected once")
+    return found[0]
+
+
+def files_of(tests: Iterable[str], root: Path) -> list[str]:
+    """The files with these tests."""
+    texts = {str(file): file.read_text() for file in (root / "tests").rglob("test_*.py")}
+    chosen = set()
+    for test in tests:
+        found = {file for file, text in texts.items() if f"def {test}(" in text}
+        if not found:
+            sys.exit(f"mutants: there is no test {test}")
+        chosen |= found
+    return sorted(chosen)
+
+
+def failed(tests: set[str], root: Path) -> str | None:
+    """The first of these tests that fails, or None."""
+    environment = {
+        **os.environ, "PYTHONPATH": str(root.parent), "FUSESTEP_CACHE_DIR": str(root / "cache"),
+    }  # fmt: skip
+    arguments = ["-qx", "--tb=no", "-p", "no:cacheprovider", "-k", " or ".join(tests)]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *arguments, *files_of(tests, root)],
+        cwd=root, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode == 0:
+        return None
+    first = re.search(r"^(?:FAILED|ERROR) .*?::(\S+)", done.stdout, re.MULTILINE)
+    if first is None:
+        sys.exit(done.stdout + done.stderr)
+    return first[1]
+
+
+def copy_tree(root: Path) -> None:
+    """All files that are not ignored, changed or not."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in names.split("\0"):
+        if (ROOT / name).is_file():
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).write_bytes((ROOT / name).read_bytes())
+
+
+def main(words: list[str]) -> int:
+    """How many survive."""
+    chosen = [m for m in MUTANTS if not words or any(w in " ".join(m) for w in words)]
+    survivors = 0
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder) / "fusestep"
+        copy_tree(root)
+        found = failed({test for *_, test in chosen}, root)
+        if found is not None:
+            sys.exit(f"mutants: {found} fails as it is")
+        for text, old, new, test in chosen:
+            file = only_file(text, root)
+            whole = file.read_text()
+            file.write_text(whole.replace(text, text.replace(old, new)))
+            found = failed({test}, root)
+            file.write_text(whole)
+            survivors += found is None
+            result = f"died of {found}" if found else "SURVIVED"
+            print(f"{file.relative_to(root)}: {text.splitlines()[0]!r}: {result}", flush=True)
+    print(f"{len(chosen) - survivors} of {len(chosen)} died")
+    return survivors
+
+
+if __name__ == "__main__":
+    sys.exit(bool(main(sys.argv[1:])))
