@@ -93,7 +93,9 @@ def test_python_blocks_run_with_torch(page: str, tmp_path: Path) -> None:
 )
 def test_python_blocks_run_under_the_simulator(page: str, tmp_path: Path) -> None:
     blocks = [block for block in RUNNING[page] if block.how == SIMULATOR]
-    before = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+    found = find_spec("simulator")
+    assert found is not None and found.origin is not None
+    before = f"import sys; sys.path.insert(0, {str(Path(found.origin).parent)!r})\n"
     before += "from simulator import prepare_simulator; prepare_simulator()"
     run(page, blocks, tmp_path, before, NUMBA_ENABLE_CUDASIM="1")
 

@@ -21,7 +21,7 @@ class Large(NamedTuple):
     later: str
 
 
-MOVES = Large("as ever: nothing is squared, or not kept", "as ever")
+MOVES = Large("as usual: nothing is squared, or not kept", "as usual")
 STOPS = Large("stays", "stays for good: the accumulator is infinite")
 LOST_LATER = Large(
     "stays, but for a decoupled weight decay and `RMSProp`'s momentum",
