@@ -28,11 +28,6 @@ MAY_IMPORT = {
     "nn": ("kernels", "ops"),
 }
 APART = {("kernels/cpu", "kernels/cuda"), ("kernels/cuda", "kernels/cpu")}
-# The circle of the operators' runtime, tied by imports inside functions.
-TO_BE_CUT = {
-    ("ops.runtime.arrays", "ops.runtime.device_gradient"),
-    ("ops.runtime.device_norm", "ops.runtime.step"),
-}
 NEUTRAL = ("kernels", "kernels/rules")
 OPTIONAL = ("kernels.cuda", "kernels/cuda")
 
@@ -116,7 +111,7 @@ def test_imports_point_downwards() -> None:
 
 def test_there_is_no_circle() -> None:
     graph: dict[str, set[str]] = {name: set() for name in MODULES}
-    for found in (found for found in IMPORTS if found[:2] not in TO_BE_CUT):
+    for found in IMPORTS:
         faces = found.source, found.target
         if not any(MODULES[name].name == "__init__.py" for name in faces):
             graph[found.source].add(found.target)
@@ -146,7 +141,7 @@ def test_imports_inside_of_functions_are_of_what_is_optional() -> None:
         found
         for found in IMPORTS
         if found.in_function and found.target not in optional
-        if found.source != "kernels.cpu.info" and found[:2] not in TO_BE_CUT
+        if found.source != "kernels.cpu.info"
     ]
     assert hidden == []
 

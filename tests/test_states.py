@@ -11,8 +11,8 @@ from many_states import FIVE, FOUR, SCALARS, expected, expected_sizes
 
 from fusestep.kernels.rules.gradient import COUPLED_DECAY
 from fusestep.kernels.storage import STORAGES
-from fusestep.ops.runtime.row_step import RowGradient, row_step
-from fusestep.ops.runtime.step import Variables, dense_step, measure_step
+from fusestep.ops.runtime.row_step import RowGradient, RowUpdate, row_step
+from fusestep.ops.runtime.step import DenseUpdate, Variables, dense_step, measure_step
 
 from helpers import assert_same_bits
 
@@ -66,7 +66,8 @@ def test_dense(rule: Any, w: Any, g: Any, s: Any) -> None:
     addresses = np.array([a.ctypes.data for a in gradients])
     hp, hp_of = scalars_of(real_of(w)), np.arange(len(shapes)) % 2
     storage = STORAGES[np.dtype(g)]
-    dense_step(rule, (), Variables.of(tensors), addresses, storage, hp, hp_of)
+    given = Variables.of(tensors), addresses, storage, hp, hp_of
+    dense_step(DenseUpdate(rule, (), *given))
     for found, old, gradient, row in zip(tensors, before, gradients, hp_of, strict=True):
         compare(found, old, gradient, hp[row])
 
@@ -88,7 +89,8 @@ def test_rows(rule: Any, w: Any, g: Any, s: Any, lazy: bool) -> None:
         gradients.append(RowGradient.of(indices, values))
         sums.append(total)
     hp = scalars_of(real_of(w))
-    row_step(["", ""], rule, (), Variables.of(tensors), gradients, hp, [0, 1], touched_only=lazy)
+    given = Variables.of(tensors), gradients, hp, [0, 1], lazy
+    row_step(RowUpdate.of(["", ""], rule, (), *given))
     for t, (found, old) in enumerate(zip(tensors, before, strict=True)):
         touched = np.zeros(len(old[0]), bool)
         touched[gradients[t].indices] = True
@@ -112,12 +114,13 @@ def test_every_loop_gives_the_same_bits(w: Any, g: Any, s: Any) -> None:
     gradient = np.random.default_rng(4).uniform(-1.0, 1.0, shape).astype(g)
     dense, lazy, swept = (new(FIVE, shape, (w, *s), 0) for _ in range(3))
     place = np.array([gradient.ctypes.data])
-    dense_step(FIVE, prologue, Variables.of([dense]), place, storage, hp, np.zeros(1, np.int64))
+    given = Variables.of([dense]), place, storage, hp, np.zeros(1, np.int64)
+    dense_step(DenseUpdate(FIVE, prologue, *given))
     order = np.random.default_rng(5).permutation(shape[0])
     rows = [RowGradient.of(order, gradient[order])]
     for arrays, touched_only in ((lazy, True), (swept, False)):
         variables = Variables.of([arrays])
-        row_step([""], FIVE, prologue, variables, rows, hp, [0], touched_only=touched_only)
+        row_step(RowUpdate.of([""], FIVE, prologue, variables, rows, hp, [0], touched_only))
         for found, wanted in zip(arrays, dense, strict=True):
             assert_same_bits(found, wanted)
 
@@ -130,7 +133,7 @@ def test_five_sums_of_four_states(w: Any, g: Any, s: Any) -> None:
     addresses = np.array([a.ctypes.data for a in gradients])
     hp = scalars_of(real_of(w))
     arguments = (Variables.of(tensors), addresses, STORAGES[np.dtype(g)], hp, np.array([0, 1, 0]))
-    found = measure_step(FOUR, (), *arguments)
+    found = measure_step(DenseUpdate(FOUR, (), *arguments))
     assert found.shape == (3, 5)
     for t, row in enumerate((0, 1, 0)):
         x, *states = (a.astype(F64) for a in tensors[t])

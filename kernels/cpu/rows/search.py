@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...inner import njit
+from numba import njit
 
 
 @njit
