@@ -76,13 +76,13 @@ PYTHON
 status=0
 
 step "tests on $name"
-run pytest -m gpu -p no:cacheprovider --continue-on-collection-errors tests/test_gpu*.py || status=$?
+run pytest -m gpu -p no:cacheprovider --continue-on-collection-errors tests/gpu || status=$?
 
 if sanitizer=$(command -v compute-sanitizer); then
     step "some of them under compute-sanitizer"
     few="numba and (many_tensors_of_all_shapes or row_operators or finite or summed_as_on_the_cpu)"
     "$sanitizer" --error-exitcode 1 --target-processes all \
-        "$python" -P -m pytest -q -m gpu -p no:cacheprovider -k "$few" tests/test_gpu*.py ||
+        "$python" -P -m pytest -q -m gpu -p no:cacheprovider -k "$few" tests/gpu ||
         status=$((status ? status : $?))
 fi
 

@@ -4,13 +4,22 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
+
+_TESTS = Path(__file__).parent
+_FOLDERS = [_TESTS, *(path for path in _TESTS.rglob("*") if path.is_dir())]
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": os.pathsep.join([*map(str, _FOLDERS), os.environ.get("PYTHONPATH", str(_TESTS))]),
+}
+"""Of a program that imports files of the tests."""
 
 
 def run_python(program, *arguments, timeout=300, **environment):
     """The completed process of ``python -c program`` with these environment variables."""
     return subprocess.run(
         [sys.executable, "-W", "error", "-c", textwrap.dedent(program), *map(str, arguments)],
-        env={**os.environ, **environment},
+        env={**ENVIRONMENT, **environment},
         capture_output=True,
         text=True,
         timeout=timeout,

@@ -59,8 +59,8 @@ class Form:
     Attributes:
         options: beside those of `Row.base`.
         when: these options in words, for documents; "" where they make no difference there.
-        reference: the function that is its step: ``adam`` in tests/reference.py, or
-            ``elementwise.sgd`` in tests/reference_elementwise.py; "" where only tests of its own
+        reference: the function that is its step: ``adam`` in reference.py of tests/reference, or
+            ``elementwise.sgd`` in its reference_elementwise.py; "" where only tests of its own
             compare it with one.
         renamed: options by the names that the reference has for them, where those differ.
         rows: `sparse_update` where none is given.

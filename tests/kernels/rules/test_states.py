@@ -7,7 +7,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from many_states import FIVE, FOUR, SCALARS, expected, expected_sizes
 
 from fusestep.kernels.rules.gradient import COUPLED_DECAY
 from fusestep.kernels.storage import STORAGES
@@ -15,6 +14,7 @@ from fusestep.ops.runtime.row_step import RowGradient, RowUpdate, row_step
 from fusestep.ops.runtime.step import DenseUpdate, Variables, dense_step, measure_step
 
 from helpers import assert_same_bits
+from many_states import FIVE, FOUR, SCALARS, expected, expected_sizes
 
 Array = Any
 F16, F32, F64, BF16 = np.float16, np.float32, np.float64, ml_dtypes.bfloat16

@@ -28,7 +28,7 @@ from fusestep.bench.report import markdown, table
 from fusestep.bench.report.result import OURS
 from fusestep.examples import word2vec
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
     for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"))

@@ -376,7 +376,6 @@ def test_a_fresh_process_goes_on(make: Any, tmp_path: Path) -> None:
     program = f"""
         import sys
         import numpy as np
-        sys.path.insert(0, {str(Path(__file__).parent)!r})
         from fusestep.nn import mxnet as mx
         from test_mxnet_updater import train
         updater = mx.get_updater(mx.create("adamw"))

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_cuda import needs_numba_cuda, run
 
 from fusestep import nn
 
 from helpers import assert_same_bits
+from test_cuda import needs_numba_cuda, run
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 pytest.importorskip("scipy", reason="the factors are inverted by scipy's LAPACK")

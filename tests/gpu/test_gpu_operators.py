@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_ops_reference import CALLS, known_scalars
 
 import fusestep
 from fusestep import nn, ops
@@ -23,6 +22,7 @@ import reference
 from gpu_arrays import Maker, copies
 from gpu_checks import CPU_ULPS, F32, on_device
 from helpers import BF16, STORAGE_DTYPES, assert_same_bits, assert_within_ulps
+from test_ops_reference import CALLS, known_scalars
 
 if lacking := gpu_arrays.missing():
     pytest.skip(lacking, allow_module_level=True)

@@ -12,9 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import test_recorded_nn
-import test_recorded_ops
-import test_rules
 
 import fusestep
 from fusestep import nn
@@ -23,6 +20,9 @@ from fusestep.kernels.rules import adam as adam_rules
 import gpu_arrays
 import recorded_nn
 import recorded_quirks
+import test_recorded_nn
+import test_recorded_ops
+import test_rules
 from gpu_arrays import Maker, adopted
 from gpu_checks import F32, on_device, refusal_is_a_skip, row_tensor
 from helpers import BF16, assert_same_bits

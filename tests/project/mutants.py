@@ -1,4 +1,6 @@
-"""Defects of one line, and the tests that find them: ``python tests/mutants.py [word ...]``.
+"""Defects of one line, and the tests that find them.
+
+    python tests/project/mutants.py [word ...]
 
 Each is put alone into a copy of the tree, where the test beside it must fail; with words only those
 that contain one. Code is found by its text and a test by its name: both may move to other files.
@@ -15,7 +17,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 # A text that occurs once in the package; the part of it that goes; what takes its place; a test.
 MUTANTS = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -276,7 +275,6 @@ def test_wrong_distributions(name: str) -> None:
 
 _STEPS = """
     import hashlib, json, sys
-    sys.path.insert(0, sys.argv[1])
     import numpy as np
     from fusestep import get_num_threads, set_num_threads
     from fusestep.bench import work
@@ -287,7 +285,7 @@ _STEPS = """
 
     use_small_models(setattr)
     found = {}
-    for case, dtype in getattr(bench_support, sys.argv[2]):
+    for case, dtype in getattr(bench_support, sys.argv[1]):
         size = None if case.model else SMALL
         (point,) = cases.points([case], size, [dtype], [1], ["zipf1.2"])
         given = work.inputs(point)
@@ -328,7 +326,7 @@ _STEPS = """
 def steps(request: pytest.FixtureRequest) -> dict[str, dict[str, Any]]:
     """What two steps of cases do, with 1, 2 and 3 threads."""
     found: dict[str, dict[str, Any]] = json.loads(
-        output_of(_STEPS, Path(__file__).parent, request.param, NUMBA_NUM_THREADS="3")
+        output_of(_STEPS, request.param, NUMBA_NUM_THREADS="3")
     )
     return found
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from subprocesses import ENVIRONMENT
+
 HERE = Path(__file__).parent
 needs_numba_cuda = pytest.mark.skipif(
     find_spec("numba_cuda") is None, reason='needs numba-cuda: pip install ".[sass]"'
@@ -47,7 +49,7 @@ INTEGER_ATOMICS = {
 
 def run(program: str, *arguments: str) -> str:
     command = [sys.executable, str(HERE / program), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

@@ -9,7 +9,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from test_ops_reference import CALLS, known_scalars
 
 from fusestep import ops
 from fusestep.bench.cases.operators import FUNCTIONS, LARS_UPDATE, OPERATORS, Operator
@@ -17,6 +16,7 @@ from fusestep.bench.cases.operators import FUNCTIONS, LARS_UPDATE, OPERATORS, Op
 import reference
 import sequence_arrays as arrays
 from sequence_arrays import DTYPES, F32, F64, Memory, pick
+from test_ops_reference import CALLS, known_scalars
 
 Check = Callable[[Sequence[np.ndarray]], None]
 

@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_thor_torch import loss_of, make, make_module, train
 
 from fusestep.nn.thor import net as thor_net
 from fusestep.nn.thor import torch as thor_torch
 from fusestep.ops.runtime import arrays, device, frameworks
 
 from simulator import prepare_simulator
+from test_thor_torch import loss_of, make, make_module, train
 
 prepare_simulator()
 

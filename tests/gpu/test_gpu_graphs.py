@@ -1,6 +1,6 @@
 """Steps in CUDA graphs, and numbers that live on the device; on a real GPU.
 
-``tests/device_graphs.py`` has the same under the simulator, in more cases.
+``tests/cuda/device_graphs.py`` has the same under the simulator, in more cases.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import test_rules
 
 from fusestep import nn, ops
 from fusestep.kernels.rules.rule import Prologue, Rule
@@ -20,6 +19,7 @@ from fusestep.ops.runtime.step import DenseUpdate, Variables, dense_step
 
 import gpu_arrays
 import reference
+import test_rules
 from gpu_arrays import Maker, adopted, copies
 from gpu_checks import CPU_ULPS, ELEMENTS, F16, F32, F64
 from helpers import BF16, STORAGE_DTYPES, assert_same_bits, assert_within_ulps

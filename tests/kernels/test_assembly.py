@@ -9,7 +9,6 @@ from typing import Any
 
 import llvmlite.binding as llvm
 import pytest
-from many_states import FIVE, FOUR
 
 from fusestep.kernels import storage
 from fusestep.kernels.cpu.blocks import blocks
@@ -19,6 +18,8 @@ from fusestep.kernels.cpu.rows.sums import accumulate
 from fusestep.kernels.cpu.warmup import all_rules
 from fusestep.kernels.element import kernel
 from fusestep.kernels.rules.gradient import CLIP, COUPLED_DECAY, SCALE
+
+from many_states import FIVE, FOUR
 
 RULES = all_rules()
 FEATURES = llvm.get_host_cpu_features()

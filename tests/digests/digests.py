@@ -1,7 +1,7 @@
 """A digest of what every public optimizer, operator and schedule computes, to compare two trees.
 
-    python tests/digests.py --output FILE.json     # of one tree
-    python tests/digests.py --against FILE.json    # on another tree: 1 where a case differs
+    python tests/digests/digests.py --output FILE.json     # of one tree
+    python tests/digests/digests.py --against FILE.json    # on another tree: 1 where a case differs
 
 A case runs something through the public interface and hashes every array that it leaves: the
 parameters, all states, what is returned, and the texts of errors and warnings. Its digest depends

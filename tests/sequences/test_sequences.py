@@ -7,7 +7,6 @@ one to four threads, and must leave the same bits as in a process where nothing 
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from itertools import zip_longest
@@ -16,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from helpers import more, sampled
+from subprocesses import ENVIRONMENT
 
 PROGRAM = Path(__file__).parent / "sequence_program.py"
 # Each of three seeds has a third of the operators and of the optimizers; see `World`.
@@ -25,7 +25,7 @@ LONGER = [*((seed, 1_500) for seed in range(3)), *((seed, 3_000) for seed in ran
 
 def run(how: str, n_threads: int, seed: int, first: int, end: int) -> subprocess.CompletedProcess:
     environment = {
-        **os.environ,
+        **ENVIRONMENT,
         "NUMBA_NUM_THREADS": "1" if how == "fresh" else "4",
         "OPENBLAS_NUM_THREADS": "1",
     }

@@ -23,7 +23,7 @@ from fusestep.bench.report.result import OURS
 
 from bench_support import arguments
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def said(capsys: pytest.CaptureFixture[str], *given: str) -> tuple[int, str, str]:
