@@ -53,6 +53,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
     """
 
     _decay_is_coupled = True
+    _rate_lag = 0  # a step uses the learning rate of the step so many before
     _stays_on_host = False  # whatever is assigned to `target`
     # Where a row-sparse gradient is not taken: what was expected, and what was found.
     _rows_need: tuple[str, str | None] = (
@@ -198,11 +199,12 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         """
         classes, on_host = self._classes, self._stepper.works_on_host
         step = next_step(self._name, self._global_step)
+        of_rates = max(0, step - self._rate_lag)
         rates: list[Any]
         if on_host:
-            rates, decays = classes.at(step)
+            rates, decays = classes.at(of_rates, step)
         else:
-            rates, decays = classes.rates.as_given(step), classes.decays.at(step)
+            rates, decays = classes.rates.as_given(of_rates), classes.decays.at(step)
             for rate in rates:
                 check_place(self._name, "learning_rate", rate, self._device)
         self._check_used_rates(rates)

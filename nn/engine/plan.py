@@ -127,13 +127,13 @@ class Classes:
         self.decays = Values(where, "weight_decay", decays)
         self._fixed_decays = list(decays) if all(type(d) is float for d in decays) else None
 
-    def at(self, step: int) -> tuple[list[float], list[float]]:
+    def at(self, of_rates: int, step: int) -> tuple[list[float], list[float]]:
         """Learning rates and weight decays for a step on the host.
 
         Raises:
             RuntimeError, TypeError, ValueError: as `Values.at`.
         """
-        rates = self._fixed_rates() or self.rates.at(step)
+        rates = self._fixed_rates() or self.rates.at(of_rates)
         return rates, self._fixed_decays or self.decays.at(step)
 
     def _fixed_rates(self) -> list[float] | None:
