@@ -4,7 +4,7 @@ from ..ops.runtime.row_tensor import RowTensor
 from . import mxnet
 from .adafactor import AdaFactor
 from .adagrad import Adagrad, ProximalAdagrad
-from .adam import Adam, AdamOffload, LazyAdam
+from .adam import Adam, AdaMax, AdamOffload, LazyAdam
 from .adam_weight_decay import AdamWeightDecay
 from .base.checkpoint import load_checkpoint, save_checkpoint
 from .base.optimizer import Optimizer
@@ -39,6 +39,7 @@ from .thor.layers import ThorDense, ThorEmbedding, ThorLayerNorm
 
 __all__ = [
     "AdaFactor",
+    "AdaMax",
     "Adagrad",
     "ProximalAdagrad",
     "FTRL",

@@ -297,3 +297,80 @@ class AdamOffload(_BiasCorrectedAdam):
         super().__init__(
             params, learning_rate, (beta1, beta2, eps), weight_decay, loss_scale, options
         )
+
+
+class AdaMax(FusedOptimizer):
+    """AdaMax: Adam by the infinity norm.
+
+    With ``g`` the gradient after decay and scaling, at update t = 1, 2, ... of a parameter::
+
+        m <- beta1*m + (1 - beta1)*g
+        v <- max(beta2*v, |g|)
+        w <- w - lr / (1 - beta1**t) * m / (v + eps)
+
+    Weight decay is coupled: ``g + weight_decay * w``.
+
+    Args:
+        params: `Parameter` or arrays, or group dicts; see `Optimizer`.
+        learning_rate: see `Optimizer`.
+        beta1, beta2: floats in (0, 1).
+        eps: float > 0.
+        weight_decay, loss_scale: see `Optimizer`.
+        use_locking: concurrent calls act like some serial order of them.
+        sparse_update: ``"lazy"`` (only the rows that occur), ``"dense_equivalent"`` (all rows,
+            others with ``g = 0``), or None: row-sparse gradients raise.
+        skip_nonfinite, state_dtype: as `Adam`.
+
+    Raises:
+        TypeError, ValueError, KeyError: as `Adam`.
+
+    Source: ``mindspore.nn.AdaMax``; Kingma and Ba (2015), section 7.1.
+
+    >>> import numpy as np
+    >>> w = np.ones(2, np.float32)
+    >>> AdaMax([w], learning_rate=0.1)((np.array([3, -1], np.float32),))
+    (True,)
+    >>> print(w.round(6))
+    [0.9 1.1]
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        learning_rate: Any = 1e-3,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        eps: float = 1e-8,
+        weight_decay: Any = 0.0,
+        loss_scale: Any = 1.0,
+        *,
+        use_locking: bool = False,
+        sparse_update: str | None = None,
+        skip_nonfinite: bool = False,
+        state_dtype: Any = None,
+        **unknown: Any,
+    ) -> None:
+        reject_unknown(self._name, unknown, AdaMax)
+        self.beta1, self.beta2, self.eps = betas_and_eps(self._name, params, beta1, beta2, eps)
+        rule, states = rules.ADAMAX, dict.fromkeys(rules.MOMENTS, 0.0)
+        options = step_options(use_locking, sparse_update, skip_nonfinite, state_dtype)
+        super().__init__(
+            learning_rate, params, weight_decay, loss_scale, rule=rule, states=states, **options
+        )
+
+    def formula(self) -> Formula:
+        """See `FusedOptimizer`."""
+        return Formula(rules.adamax_scalars, (self.beta1, self.beta2, self.eps), (self.beta1,))
+
+    @property
+    def moment1(self) -> tuple[np.ndarray, ...]:
+        """The first moment of each parameter."""
+        return self._state("moment1")
+
+    @property
+    def moment2(self) -> tuple[np.ndarray, ...]:
+        """The largest gradient of each element, an old one fading."""
+        return self._state("moment2")
+
+    def _derived_state(self, step: int) -> dict[str, np.ndarray]:
+        return {"beta1_power": np.array([running_power(np.float32, self.beta1, step)], np.float32)}

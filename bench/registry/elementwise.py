@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 
-from .arguments import FLAG, L1_L2, ROWS, SCALED
+from .arguments import BETAS, FLAG, L1_L2, ROWS, SCALED
 from .record import LOST, LOST_LATER, MINDSPORE, MOVES, STOPS, Argument, Form, Measured, Row, Source
 
 _RATE = {"learning_rate": 0.05}
@@ -183,4 +183,15 @@ FTRL = Row(
         "sign of `l1` in dense steps; NaN shows; a rate assigned later acts on rows too",
     ),
 )
-ELEMENTWISE_ROWS = (MOMENTUM, SGD, RMSPROP, ADAGRAD, PROXIMAL_ADAGRAD, FTRL)
+
+ADAMAX = Row(
+    "AdaMax",
+    "params, learning_rate=0.001, beta1=0.9, beta2=0.999, eps=1e-08, weight_decay=0.0, "
+    "loss_scale=1.0",
+    {**_RATE, "eps": 0.01},
+    {**SCALED, **ROWS, **BETAS},
+    forms={"": Form(reference="elementwise.adamax", large=MOVES)},
+    measured={"": Measured(None)},
+    source=Source(MINDSPORE, "recorded", "signature", _IF_ASKED),
+)
+ELEMENTWISE_ROWS = (MOMENTUM, SGD, RMSPROP, ADAGRAD, PROXIMAL_ADAGRAD, FTRL, ADAMAX)

@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import Any
 
 from .formula import Numbers
-from .rule import Rule, rule_helper
+from .rule import Rule, product, rule_helper
 
 
 @rule_helper
@@ -69,6 +69,14 @@ def adam_weight_decay(w: Any, g: Any, m: Any, v: Any, hp: Any) -> Any:
     return w - hp.lr * (m / (math.sqrt(v) + hp.epsilon) + hp.decay * w), m, v
 
 
+def adamax(w: Any, g: Any, m: Any, v: Any, hp: Any) -> Any:
+    """AdaMax: Adam by the largest gradient that was seen, an old one fading."""
+    m = hp.beta1 * m + product(hp.one_minus_beta1, g)
+    faded, size = hp.beta2 * v, abs(g)
+    v = size if faded < size else faded
+    return w - hp.step_size * m / (v + hp.epsilon), m, v
+
+
 def adam_scalars(
     real: Any, lr: float, _decay: float, _step: int, constants: Numbers, powers: Numbers
 ) -> Numbers:
@@ -95,6 +103,16 @@ def adam_weight_decay_scalars(
     return (*complements, real(lr), real(epsilon), real(decay))
 
 
+def adamax_scalars(
+    real: Any, lr: float, _decay: float, _step: int, constants: Numbers, powers: Numbers
+) -> Numbers:
+    """As `adam_scalars`; the second moment, a maximum, needs no correction."""
+    beta1, beta2, epsilon = constants
+    step_size = float(real(lr)) / (1.0 - float(real(powers[0])))
+    of_betas = real(beta1), _complement(real, beta1), real(beta2)
+    return (*of_betas, real(step_size), real(epsilon))
+
+
 # The betas are the same in every step, and NumPy takes longer to round one than to look it up.
 @lru_cache(maxsize=256)
 def _complement(real: Any, beta: float) -> Any:
@@ -109,4 +127,5 @@ ADAM_NESTEROV = Rule(adam_nesterov, MOMENTS, _HP)
 ADAM_AMSGRAD = Rule(adam_amsgrad, (*MOMENTS, "vhat"), _HP)
 ADAM_DELTA = Rule(adam_delta, MOMENTS, _HP)
 ADAM_NESTEROV_DELTA = Rule(adam_nesterov_delta, MOMENTS, _HP)
+ADAMAX = Rule(adamax, MOMENTS, ("beta1", "one_minus_beta1", "beta2", "step_size", "epsilon"))
 ADAM_WEIGHT_DECAY = Rule(adam_weight_decay, ("adam_m", "adam_v"), _WEIGHT_DECAY_HP)

@@ -183,6 +183,29 @@ def ftrl(
     return np.where(np.abs(linear) <= l1, 0.0, leader), new_accum, linear
 
 
+def adamax(
+    w: ArrayLike,
+    g: ArrayLike,
+    m: ArrayLike,
+    v: ArrayLike,
+    *,
+    lr: float,
+    beta1: float,
+    one_minus_beta1: float,
+    beta2: float,
+    eps: float,
+    beta1_power: float,
+) -> tuple[Array, Array, Array]:
+    """Algorithm 2 of Kingma and Ba (2015), with MindSpore's epsilon in the denominator.
+
+    A NaN is not the largest, there and here: it comes to the parameter by way of `m`.
+    """
+    w, g, faded = wide(w), wide(g), beta2 * wide(v)
+    m = beta1 * wide(m) + one_minus_beta1 * g
+    v = np.where(np.abs(g) > faded, np.abs(g), faded)
+    return w - lr / (1.0 - beta1_power) * m / (v + eps), m, v
+
+
 def _rate(lr: float, accum: Array) -> Array:
     """``lr / sqrt(accum)``, and 0 where nothing has been accumulated."""
     empty = accum == 0
