@@ -3,7 +3,7 @@
 from ..ops.runtime.row_tensor import RowTensor
 from . import mxnet
 from .adafactor import AdaFactor
-from .adagrad import Adagrad, ProximalAdagrad
+from .adagrad import Adadelta, Adagrad, ProximalAdagrad
 from .adam import Adam, AdaMax, AdamOffload, LazyAdam
 from .adam_weight_decay import AdamWeightDecay
 from .base.checkpoint import load_checkpoint, save_checkpoint
@@ -40,6 +40,7 @@ from .thor.layers import ThorDense, ThorEmbedding, ThorLayerNorm
 __all__ = [
     "AdaFactor",
     "AdaMax",
+    "Adadelta",
     "Adagrad",
     "ProximalAdagrad",
     "FTRL",

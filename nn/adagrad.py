@@ -1,4 +1,4 @@
-"""Adagrad and proximal Adagrad, under MindSpore's names and defaults."""
+"""Adagrad, proximal Adagrad and Adadelta, under MindSpore's names and defaults."""
 
 from __future__ import annotations
 
@@ -165,3 +165,79 @@ class ProximalAdagrad(FusedOptimizer):
     def accum(self) -> tuple[np.ndarray, ...]:
         """The accumulated squares of each parameter."""
         return self._state("accum")
+
+
+class Adadelta(FusedOptimizer):
+    """Adagrad whose sum fades, with steps in the units of the parameter.
+
+    With ``g`` the gradient after decay and scaling, and ``A`` and ``U`` beginning at 0::
+
+        A <- rho*A + (1 - rho)*g*g
+        d  = sqrt(U + epsilon) / sqrt(A + epsilon) * g
+        U <- rho*U + (1 - rho)*d*d
+        w <- w - lr * d
+
+    Weight decay is coupled: ``g + weight_decay * w``.
+
+    Args:
+        params: `Parameter` or arrays, or group dicts; see `Optimizer`.
+        learning_rate: see `Optimizer`.
+        rho: float in [0, 1].
+        epsilon: float >= 0; with 0 an element without any gradient becomes NaN.
+        loss_scale, weight_decay: see `Optimizer`.
+        use_locking: concurrent calls act like some serial order of them.
+        sparse_update: ``"lazy"`` (only the rows that occur), ``"dense_equivalent"`` (all rows,
+            others with ``g = 0``), or None: row-sparse gradients raise.
+        skip_nonfinite, state_dtype: as `Adagrad`.
+
+    Raises:
+        TypeError, ValueError, KeyError: as `Adagrad`.
+
+    Source: ``mindspore.nn.Adadelta``; Zeiler (2012), arXiv:1212.5701.
+
+    >>> import numpy as np
+    >>> w = np.ones(2, np.float32)
+    >>> Adadelta([w], rho=0.0, epsilon=0.01)((np.array([0, -1], np.float32),))
+    (True,)
+    >>> print(w.round(4))
+    [1.     1.0995]
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        learning_rate: Any = 1.0,
+        rho: float = 0.9,
+        epsilon: float = 1e-6,
+        loss_scale: Any = 1.0,
+        weight_decay: Any = 0.0,
+        *,
+        use_locking: bool = False,
+        sparse_update: str | None = None,
+        skip_nonfinite: bool = False,
+        state_dtype: Any = None,
+        **unknown: Any,
+    ) -> None:
+        reject_unknown(self._name, unknown, Adadelta)
+        self.rho = non_negative_float(self._name, "rho", rho)
+        check.in_range(self._name, "rho", rho, self.rho <= 1.0, "at most 1")
+        self.epsilon = non_negative_float(self._name, "epsilon", epsilon)
+        rule, states = rules.ADADELTA, dict.fromkeys(rules.ADADELTA.states, 0.0)
+        options = step_options(use_locking, sparse_update, skip_nonfinite, state_dtype)
+        super().__init__(
+            learning_rate, params, weight_decay, loss_scale, rule=rule, states=states, **options
+        )
+
+    def formula(self) -> Formula:
+        """See `FusedOptimizer`."""
+        return Formula(rules.adadelta_scalars, (self.rho, self.epsilon))
+
+    @property
+    def accum(self) -> tuple[np.ndarray, ...]:
+        """The fading sum of the squares of each parameter's gradients."""
+        return self._state("accum")
+
+    @property
+    def accum_update(self) -> tuple[np.ndarray, ...]:
+        """The fading sum of the squares of each parameter's steps."""
+        return self._state("accum_update")

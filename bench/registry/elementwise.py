@@ -194,4 +194,18 @@ ADAMAX = Row(
     measured={"": Measured(None)},
     source=Source(MINDSPORE, "recorded", "signature", _IF_ASKED),
 )
-ELEMENTWISE_ROWS = (MOMENTUM, SGD, RMSPROP, ADAGRAD, PROXIMAL_ADAGRAD, FTRL, ADAMAX)
+ADADELTA = Row(
+    "Adadelta",
+    "params, learning_rate=1.0, rho=0.9, epsilon=1e-06, loss_scale=1.0, weight_decay=0.0",
+    {"learning_rate": 0.5, "epsilon": 0.01},
+    {
+        **SCALED,
+        **ROWS,
+        "rho": Argument("closed unit", 0.5),
+        "epsilon": Argument("not negative", 0.1),
+    },
+    forms={"": Form(reference="elementwise.adadelta", large=STOPS)},
+    measured={"": Measured(None)},
+    source=Source(MINDSPORE, "recorded", "signature", _IF_ASKED),
+)
+ELEMENTWISE_ROWS = (MOMENTUM, SGD, RMSPROP, ADAGRAD, PROXIMAL_ADAGRAD, FTRL, ADAMAX, ADADELTA)

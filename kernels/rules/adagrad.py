@@ -18,7 +18,7 @@ import math
 from typing import Any
 
 from .formula import Numbers
-from .rule import Rule
+from .rule import Rule, product
 
 
 def adagrad(w: Any, g: Any, accum: Any, hp: Any) -> Any:
@@ -43,6 +43,13 @@ def proximal_adagrad(w: Any, g: Any, accum: Any, hp: Any) -> Any:
     return (w if accum == hp.zero else shrunk), accum
 
 
+def adadelta(w: Any, g: Any, accum: Any, accum_update: Any, hp: Any) -> Any:
+    """Adagrad whose sum fades, and steps in the units of those before them."""
+    accum = hp.rho * accum + product(hp.one_minus_rho, g * g)
+    step = math.sqrt(accum_update + hp.epsilon) / math.sqrt(accum + hp.epsilon) * g
+    return w - hp.lr * step, accum, hp.rho * accum_update + product(hp.one_minus_rho, step * step)
+
+
 def adagrad_scalars(
     real: Any, lr: float, _decay: float, _step: int, _constants: Numbers, _powers: Numbers
 ) -> Numbers:
@@ -58,8 +65,17 @@ def proximal_adagrad_scalars(
     return real(lr), real(l1), real(l2), real(0.0), real(1.0)
 
 
+def adadelta_scalars(
+    real: Any, lr: float, _decay: float, _step: int, constants: Numbers, _powers: Numbers
+) -> Numbers:
+    """Every argument rounded to ``real``, ``1 - rho`` taken after that rounding."""
+    rho, epsilon = constants
+    return real(lr), real(rho), real(1.0) - real(rho), real(epsilon)
+
+
 _HP = ("lr", "zero")
 _PROXIMAL_HP = ("lr", "l1", "l2", "zero", "one")
 ADAGRAD = Rule(adagrad, ("accum",), _HP)
 ADAGRAD_FIXED = Rule(adagrad_fixed, ("accum",), _HP)
 PROXIMAL_ADAGRAD = Rule(proximal_adagrad, ("accum",), _PROXIMAL_HP)
+ADADELTA = Rule(adadelta, ("accum", "accum_update"), ("lr", "rho", "one_minus_rho", "epsilon"))

@@ -206,6 +206,24 @@ def adamax(
     return w - lr / (1.0 - beta1_power) * m / (v + eps), m, v
 
 
+def adadelta(
+    w: ArrayLike,
+    g: ArrayLike,
+    accum: ArrayLike,
+    accum_update: ArrayLike,
+    *,
+    lr: float,
+    rho: float,
+    one_minus_rho: float,
+    epsilon: float,
+) -> tuple[Array, Array, Array]:
+    """Algorithm 1 of Zeiler (2012), times `lr`."""
+    w, g, accum_update = wide(w), wide(g), wide(accum_update)
+    accum = rho * wide(accum) + one_minus_rho * g**2
+    step = np.sqrt(accum_update + epsilon) / np.sqrt(accum + epsilon) * g
+    return w - lr * step, accum, rho * accum_update + one_minus_rho * step**2
+
+
 def _rate(lr: float, accum: Array) -> Array:
     """``lr / sqrt(accum)``, and 0 where nothing has been accumulated."""
     empty = accum == 0
