@@ -200,6 +200,8 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         classes, on_host = self._classes, self._stepper.works_on_host
         step = next_step(self._name, self._global_step)
         of_rates = max(0, step - self._rate_lag)
+        if of_rates < step:
+            classes.rates.as_given(step)  # a list that is used up raises here
         rates: list[Any]
         if on_host:
             rates, decays = classes.at(of_rates, step)
