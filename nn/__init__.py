@@ -32,12 +32,13 @@ from .schedules.lists import (
     warmup_lr,
 )
 from .schedules.sequential import SequentialLR
-from .sgd import SGD, Momentum
+from .sgd import ASGD, SGD, Momentum
 from .thor import thor
 from .thor.conv import ThorConv2d
 from .thor.layers import ThorDense, ThorEmbedding, ThorLayerNorm
 
 __all__ = [
+    "ASGD",
     "AdaFactor",
     "AdaMax",
     "Adadelta",

@@ -202,3 +202,93 @@ class SGD(FusedOptimizer):
         # stat tells whether there was a first step, which the count of updates tells too.
         roles = ["stat"] if "accum" in self._states else ["stat", "accum"]
         return {f"{role}.{p.name}" for role in roles for p in self.parameters}
+
+
+class ASGD(FusedOptimizer):
+    """Averaged stochastic gradient descent.
+
+    With ``g`` the gradient after decay and scaling, and ``l`` the learning rate of the step
+    before (of the first step its own), at update t = 1, 2, ... of a parameter::
+
+        eta = l / (1 + lambd*l*(t - 1))**alpha
+        w  <- (1 - lambd*eta)*w - eta*g
+        ax <- ax + mu*(w - ax),   mu = 1 / max(1, t - 1 - t0), and 1 at first
+
+    ``ax`` is the parameter itself until step ``t0 + 2``, and then an average of it. Weight decay
+    is coupled: ``g + weight_decay * w``.
+
+    Args:
+        params: `Parameter` or arrays, or group dicts; see `Optimizer`.
+        learning_rate: see `Optimizer`.
+        lambd: float >= 0, a decay of the parameter.
+        alpha: float, with which power ``eta`` falls.
+        t0: float, the step at which averaging begins.
+        weight_decay: see `Optimizer`.
+        use_locking: concurrent calls act like some serial order of them.
+        sparse_update: ``"lazy"`` (only the rows that occur), ``"dense_equivalent"`` (all rows,
+            others with ``g = 0``), or None: row-sparse gradients raise.
+        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing and is
+            counted in ``skipped_steps``.
+        state_dtype: dtype of ``ax``; default each parameter's. Arithmetic is float32 (float64
+            for float64 parameters), rounded once at the store.
+
+    Raises:
+        TypeError: a kind does not fit (an int where a float is published).
+        ValueError: a value does not fit.
+        KeyError: an unknown keyword (also `TypeError`).
+
+    Source: ``mindspore.nn.ASGD``; Polyak and Juditsky (1992), in the form of Bottou's code.
+
+    >>> import numpy as np
+    >>> w = np.ones(2, np.float32)
+    >>> opt = ASGD([w], learning_rate=0.1, lambd=0.0, t0=0.0)
+    >>> for _ in range(3):
+    ...     _ = opt((np.ones(2, np.float32),))
+    >>> print(w.round(4), opt.ax[0].round(4))
+    [0.7 0.7] [0.75 0.75]
+    """
+
+    _rate_lag = 1
+
+    def __init__(
+        self,
+        params: Any,
+        learning_rate: Any = 0.1,
+        lambd: float = 1e-4,
+        alpha: float = 0.75,
+        t0: float = 1e6,
+        weight_decay: Any = 0.0,
+        *,
+        use_locking: bool = False,
+        sparse_update: str | None = None,
+        skip_nonfinite: bool = False,
+        state_dtype: Any = None,
+        **unknown: Any,
+    ) -> None:
+        reject_unknown(self._name, unknown, ASGD)
+        self.lambd = non_negative_float(self._name, "lambd", lambd)
+        self.alpha = check.float_attribute(self._name, "alpha", alpha)
+        self.t0 = check.float_attribute(self._name, "t0", t0)
+        options = step_options(use_locking, sparse_update, skip_nonfinite, state_dtype)
+        super().__init__(
+            learning_rate,
+            params,
+            weight_decay,
+            1.0,
+            rule=rules.ASGD,
+            states={"ax_": 0.0},
+            **options,
+        )
+
+    def formula(self) -> Formula:
+        """See `FusedOptimizer`."""
+        return Formula(rules.asgd_scalars, (self.lambd, self.alpha, self.t0))
+
+    @property
+    def ax(self) -> tuple[np.ndarray, ...]:
+        """The average of each parameter."""
+        return self._state("ax_")
+
+    def _empty_states(self) -> set[str]:
+        # They follow from the rates and the number of updates.
+        return {f"{name}_{p.name}" for name in ("eta", "mu") for p in self.parameters}

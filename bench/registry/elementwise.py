@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 
-from .arguments import BETAS, FLAG, L1_L2, ROWS, SCALED
+from .arguments import BETAS, COMMON, FLAG, L1_L2, ROWS, SCALED
 from .record import LOST, LOST_LATER, MINDSPORE, MOVES, STOPS, Argument, Form, Measured, Row, Source
 
 _RATE = {"learning_rate": 0.05}
@@ -208,4 +208,30 @@ ADADELTA = Row(
     measured={"": Measured(None)},
     source=Source(MINDSPORE, "recorded", "signature", _IF_ASKED),
 )
-ELEMENTWISE_ROWS = (MOMENTUM, SGD, RMSPROP, ADAGRAD, PROXIMAL_ADAGRAD, FTRL, ADAMAX, ADADELTA)
+ASGD = Row(
+    "ASGD",
+    "params, learning_rate=0.1, lambd=0.0001, alpha=0.75, t0=1000000.0, weight_decay=0.0",
+    {**_RATE, "lambd": 0.3},
+    {
+        **COMMON,
+        **ROWS,
+        "lambd": Argument("not negative", 0.9),
+        "alpha": Argument("float", 30.0),
+        "t0": Argument("float", 0.0, in_states=True),
+    },
+    forms={
+        "": Form(reference="elementwise.asgd", large=MOVES),
+        "averaged": Form({"t0": 0.0}, reference="elementwise.asgd", large=MOVES),
+    },
+    measured={"": Measured(None)},
+    source=Source(
+        MINDSPORE,
+        "recorded",
+        "signature",
+        f"a rate that is assigned acts one step earlier; `lambd` below 0 raises; {_IF_ASKED}",
+        "`eta_`, `mu_` (they follow from the step)",
+    ),
+)
+ELEMENTWISE_ROWS = (
+    *(MOMENTUM, SGD, ASGD, RMSPROP, ADAGRAD, PROXIMAL_ADAGRAD, ADADELTA, FTRL, ADAMAX),
+)

@@ -53,6 +53,12 @@ def sgd_first_step_nesterov(w: Any, g: Any, a: Any, stat: Any, hp: Any) -> Any:
     return w - hp.lr * (g + hp.momentum * a), a, stat
 
 
+def asgd(w: Any, g: Any, average: Any, hp: Any) -> Any:
+    """Descent that shrinks the parameter, and the average of where it has been."""
+    w = hp.shrink * w - product(hp.eta, g)
+    return w, (w if hp.mu >= hp.one else average + (w - average) * hp.mu)
+
+
 def sgd_scalars(
     real: Any, lr: float, _decay: float, _step: int, _constants: Numbers, _powers: Numbers
 ) -> Numbers:
@@ -79,6 +85,16 @@ def first_step_scalars(
     return (*momentum_scalars(real, lr, decay, 2, constants, powers), real(0.0))
 
 
+def asgd_scalars(
+    real: Any, lr: float, _decay: float, step: int, constants: Numbers, _powers: Numbers
+) -> Numbers:
+    """``1 - lambd*eta``, ``eta``, ``mu`` and 1; ``lr`` is that of the update before."""
+    lambd, alpha, t0 = constants
+    eta = lr / (1.0 + lambd * lr * (step - 1)) ** alpha
+    mu = 1.0 / max(1.0, step - 1 - t0) if step > 1 else 1.0
+    return real(1.0 - lambd * eta), real(eta), real(mu), real(1.0)
+
+
 _MOMENTUM_HP = ("lr", "momentum", "one_minus_dampening")
 SGD = Rule(sgd, (), ("lr",))
 MOMENTUM = Rule(momentum, ("accum",), _MOMENTUM_HP, layerwise=True)
@@ -86,3 +102,4 @@ MOMENTUM_NESTEROV = Rule(momentum_nesterov, ("accum",), _MOMENTUM_HP, layerwise=
 _STATES, _FIRST_STEP_HP = ("accum", "stat"), (*_MOMENTUM_HP, "zero")
 SGD_FIRST_STEP = Rule(sgd_first_step, _STATES, _FIRST_STEP_HP)
 SGD_FIRST_STEP_NESTEROV = Rule(sgd_first_step_nesterov, _STATES, _FIRST_STEP_HP)
+ASGD = Rule(asgd, ("ax_",), ("shrink", "eta", "mu", "one"))

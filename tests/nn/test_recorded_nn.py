@@ -65,6 +65,7 @@ CANCELLING = {
     "nn_Adagrad/no_update_slots": "one step takes a weight from 0.5 to 0.01",
     "nn_Adam/sparse_target_cpu": "three steps take a weight from 0.2 to 0.002",
     "nn_Adam/sparse_target_cpu_nesterov_all_rows": "three steps take a weight from 0.4 to 0.006",
+    "nn_ASGD/averages_schedule": "a weight goes from 0.09 to 0.002",
     "nn_FTRL/groups_wd_only": "a weight goes from 0.4 to 0.004",
     "nn_FTRL/l2_power": "weights go from 0.2 to 2e-4 and from 0.6 to 8e-4",
     "nn_LARS/plain": "an accumulated gradient that was 0.06 is 7e-4",

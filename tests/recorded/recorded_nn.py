@@ -108,7 +108,7 @@ def unkept_states(case: Case) -> dict[str, np.ndarray]:
     """States of MindSpore that the library does without, with what they hold at the end.
 
     That is nothing to resume from: constants, which tell at most that there was a first step,
-    or the last step itself.
+    the last step itself, or what follows from its number.
     """
     momentum = case.hyper.get("momentum", 0.0)
     found: dict[str, np.ndarray] = {}
@@ -120,6 +120,9 @@ def unkept_states(case: Case) -> dict[str, np.ndarray]:
         elif case.api == "nn.RMSProp" and not momentum:
             before, after = (step.outputs[f"p{i}"] for step in case.steps[-2:])
             found[f"moment.{name}"] = before - after
+        elif case.api == "nn.ASGD":
+            last = case.steps[-1].outputs
+            found |= {f"{x}_{name}": last[f"s:{x}_{name}"] for x in ("eta", "mu")}
         elif case.api == "nn.AdaFactor":
             unused = ("",) if len(shape) > 1 else ("row_", "col_")
             found |= {f"exp_avg_sq_{part}{name}": np.zeros(1, case.dtype) for part in unused}

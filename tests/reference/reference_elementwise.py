@@ -224,6 +224,27 @@ def adadelta(
     return w - lr * step, accum, rho * accum_update + one_minus_rho * step**2
 
 
+def asgd(
+    w: ArrayLike,
+    g: ArrayLike,
+    average: ArrayLike,
+    *,
+    lr: float,
+    lambd: float,
+    alpha: float,
+    t0: float,
+    t: int,
+) -> tuple[Array, Array]:
+    """Bottou's averaged descent for a fixed `lr`, with rates that are one step old, as published.
+
+    A first step of an average is what is averaged.
+    """
+    eta = lr / (1.0 + lambd * lr * (t - 1)) ** alpha
+    w, average = (1.0 - lambd * eta) * wide(w) - eta * wide(g), wide(average)
+    later = max(1.0, t - 1 - t0)
+    return w, w if t == 1 or later == 1.0 else average + (w - average) / later
+
+
 def _rate(lr: float, accum: Array) -> Array:
     """``lr / sqrt(accum)``, and 0 where nothing has been accumulated."""
     empty = accum == 0
