@@ -13,6 +13,7 @@ from .ftrl import FTRL
 from .lamb import Lamb
 from .lars import LARS
 from .rmsprop import RMSProp
+from .rprop import Rprop
 from .schedules.base import LearningRateSchedule
 from .schedules.decay import (
     CosineDecayLR,
@@ -48,6 +49,7 @@ __all__ = [
     "Lamb",
     "LARS",
     "RMSProp",
+    "Rprop",
     "SGD",
     "Momentum",
     "Adam",

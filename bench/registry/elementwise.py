@@ -232,6 +232,26 @@ ASGD = Row(
         "`eta_`, `mu_` (they follow from the step)",
     ),
 )
+RPROP = Row(
+    "Rprop",
+    "params, learning_rate=0.1, etas=(0.5, 1.2), step_sizes=(1e-06, 50.0), weight_decay=0.0",
+    _RATE,
+    {
+        **COMMON,
+        **ROWS,
+        "etas": Argument("factors", (0.1, 8.0)),
+        "step_sizes": Argument("limits", (0.2, 0.3)),
+    },
+    forms={"": Form(reference="elementwise.rprop", large=MOVES)},
+    measured={"": Measured(None)},
+    source=Source(
+        MINDSPORE,
+        "recorded",
+        "signature",
+        "a NaN shows; an element begins at its own first update; 16 bits are stored, float32 is "
+        f"computed; `step_sizes` of 0 raise; {_IF_ASKED}",
+    ),
+)
 ELEMENTWISE_ROWS = (
-    *(MOMENTUM, SGD, ASGD, RMSPROP, ADAGRAD, PROXIMAL_ADAGRAD, ADADELTA, FTRL, ADAMAX),
+    *(MOMENTUM, SGD, ASGD, RMSPROP, RPROP, ADAGRAD, PROXIMAL_ADAGRAD, ADADELTA, FTRL, ADAMAX),
 )

@@ -66,6 +66,7 @@ def build(case: Case, **changed: Any) -> Any:
         key: SCHEDULES[value]() if isinstance(value, str) and key != "groups" else value
         for key, value in {**case.hyper, **changed}.items()
     }
+    hyper |= {key: tuple(hyper[key]) for key in ("etas", "step_sizes") if key in hyper}
     if case.api == "nn.Lamb":
         hyper["clip_ratio"] = case.name.endswith("_v1")
     given: list[Any] = list(parameters.values())

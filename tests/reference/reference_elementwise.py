@@ -245,6 +245,30 @@ def asgd(
     return w, w if t == 1 or later == 1.0 else average + (w - average) / later
 
 
+def rprop(
+    w: ArrayLike,
+    g: ArrayLike,
+    prev: ArrayLike,
+    size: ArrayLike,
+    *,
+    lr: float,
+    etaminus: float,
+    etaplus: float,
+    step_size_min: float,
+    step_size_max: float,
+) -> tuple[Array, Array, Array]:
+    """Riedmiller and Braun (1993), without their weight backtracking, as in PyTorch too.
+
+    A size that is 0 has not begun: it is `lr`.
+    """
+    w, g, size = wide(w), wide(g), wide(size)
+    turn, size = g * wide(prev), np.where(size == 0, lr, size)
+    size = np.where(turn > 0, size * etaplus, np.where(turn < 0, size * etaminus, size))
+    size = np.minimum(np.maximum(size, step_size_min), step_size_max)
+    g = np.where(turn < 0, 0.0, g)
+    return w - np.sign(g) * size, g, size
+
+
 def _rate(lr: float, accum: Array) -> Array:
     """``lr / sqrt(accum)``, and 0 where nothing has been accumulated."""
     empty = accum == 0

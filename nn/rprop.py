@@ -1,0 +1,111 @@
+"""Resilient backpropagation, under MindSpore's name and defaults."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..kernels.rules import rprop as rules
+from ..kernels.rules.formula import Formula
+from ..ops.runtime import check
+from ..ops.runtime.errors import reject, reject_unknown
+from .base.arguments import arithmetic_type, of_kind, open_unit, positive_float, step_options
+from .fused import FusedOptimizer
+
+
+class Rprop(FusedOptimizer):
+    """Rprop: steps of sizes that each element learns, along the signs of the gradients.
+
+    With ``g`` the gradient after decay and scaling, ``h`` that of the update before, and ``s``
+    beginning at the learning rate::
+
+        s <- min(s*etas[1], step_sizes[1])    where g*h > 0
+        s <- max(s*etas[0], step_sizes[0])    where g*h < 0; there g = 0 from now on
+        w <- w - sign(g) * s
+
+    Weight decay is coupled: ``g + weight_decay * w``.
+
+    Args:
+        params: `Parameter` or arrays, or group dicts; see `Optimizer`.
+        learning_rate: see `Optimizer`; where an element begins. Later ones do nothing.
+        etas: two floats, in (0, 1) and above 1.
+        step_sizes: two floats > 0, the first at most the second.
+        weight_decay: see `Optimizer`.
+        use_locking: concurrent calls act like some serial order of them.
+        sparse_update: ``"lazy"`` (only the rows that occur), ``"dense_equivalent"`` (all rows,
+            others with ``g = 0``), or None: row-sparse gradients raise.
+        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing and is
+            counted in ``skipped_steps``.
+        state_dtype: dtype of the states; default each parameter's. Arithmetic is float32
+            (float64 for float64 parameters), rounded once at the store.
+
+    Raises:
+        TypeError: a kind does not fit (an int where a float is published, a list).
+        ValueError: a value does not fit.
+        KeyError: an unknown keyword (also `TypeError`).
+
+    Source: ``mindspore.nn.Rprop``; Riedmiller and Braun (1993).
+
+    >>> import numpy as np
+    >>> w = np.ones(2, np.float32)
+    >>> opt = Rprop([w], learning_rate=0.1)
+    >>> for g in ([1, 1], [9, -9]):
+    ...     _ = opt((np.array(g, np.float32),))
+    >>> print(w.round(4), opt.step_size[0].round(4))
+    [0.78 0.9 ] [0.12 0.05]
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        learning_rate: Any = 0.1,
+        etas: tuple[float, float] = (0.5, 1.2),
+        step_sizes: tuple[float, float] = (1e-6, 50.0),
+        weight_decay: Any = 0.0,
+        *,
+        use_locking: bool = False,
+        sparse_update: str | None = None,
+        skip_nonfinite: bool = False,
+        state_dtype: Any = None,
+        **unknown: Any,
+    ) -> None:
+        reject_unknown(self._name, unknown, Rprop)
+        real, (shrink, grow) = arithmetic_type(params), _two(self._name, "etas", etas)
+        self.etaminus = open_unit(self._name, "etas[0]", shrink, real)
+        self.etaplus = positive_float(self._name, "etas[1]", grow, real)
+        check.in_range(self._name, "etas[1]", grow, self.etaplus > 1.0, "above 1")
+        sizes = _two(self._name, "step_sizes", step_sizes)
+        self.step_size_min, self.step_size_max = (
+            positive_float(self._name, f"step_sizes[{k}]", size, real)
+            for k, size in enumerate(sizes)
+        )
+        is_ordered = self.step_size_min <= self.step_size_max
+        check.in_range(self._name, "step_sizes[1]", sizes[1], is_ordered, "at least step_sizes[0]")
+        rule, states = rules.RPROP, dict.fromkeys(rules.RPROP.states, 0.0)
+        options = step_options(use_locking, sparse_update, skip_nonfinite, state_dtype)
+        super().__init__(
+            learning_rate, params, weight_decay, 1.0, rule=rule, states=states, **options
+        )
+
+    def formula(self) -> Formula:
+        """See `FusedOptimizer`."""
+        constants = self.etaminus, self.etaplus, self.step_size_min, self.step_size_max
+        return Formula(rules.rprop_scalars, constants)
+
+    @property
+    def prev(self) -> tuple[np.ndarray, ...]:
+        """The last gradient of each parameter, 0 where it had changed its sign."""
+        return self._state("prev")
+
+    @property
+    def step_size(self) -> tuple[np.ndarray, ...]:
+        """The step sizes of each parameter."""
+        return self._state("step_size")
+
+
+def _two(where: str, name: str, value: Any) -> tuple[Any, Any]:
+    of_kind(where, name, value, tuple, "a tuple of two floats")
+    if len(value) != 2:
+        reject(ValueError, where, name, "has a wrong length", "two floats", len(value))
+    return value
