@@ -12,6 +12,7 @@ from .base.parameter import Parameter
 from .ftrl import FTRL
 from .lamb import Lamb
 from .lars import LARS
+from .lion import Lion
 from .rmsprop import RMSProp
 from .rprop import Rprop
 from .schedules.base import LearningRateSchedule
@@ -48,6 +49,7 @@ __all__ = [
     "FTRL",
     "Lamb",
     "LARS",
+    "Lion",
     "RMSProp",
     "Rprop",
     "SGD",

@@ -252,6 +252,22 @@ RPROP = Row(
         f"computed; `step_sizes` of 0 raise; {_IF_ASKED}",
     ),
 )
+LION = Row(
+    "Lion",
+    "params, learning_rate=0.0001, beta1=0.9, beta2=0.99, weight_decay=0.0, loss_scale=1.0",
+    _RATE,
+    {
+        **SCALED,
+        **ROWS,
+        "loss_scale": Argument("loss scale", 4.0, in_states=True),  # signs have no scale
+        "beta1": Argument("open unit", 0.02, beside={"beta2": 0.1}),
+        "beta2": Argument("open unit", 0.1),
+    },
+    forms={"": Form(reference="elementwise.lion", large=MOVES)},
+    measured={"": Measured(None)},
+    source=Source("Chen et al. (2023)", "recorded", differs="compared with runs of optax 0.2.8"),
+)
 ELEMENTWISE_ROWS = (
     *(MOMENTUM, SGD, ASGD, RMSPROP, RPROP, ADAGRAD, PROXIMAL_ADAGRAD, ADADELTA, FTRL, ADAMAX),
+    LION,
 )

@@ -254,6 +254,11 @@ def _optax_lars(h: Hyper, lr: float, _: int) -> Formula:
     return _coupled(step, h)
 
 
+def _lion(h: Hyper, lr: float, _: int) -> Formula:
+    scalars = {"beta1": 0.9, "one_minus_beta1": 1 - 0.9, "beta2": 0.99, "one_minus_beta2": 1 - 0.99}
+    return partial(elementwise.lion, lr=lr, decay=h["weight_decay"], **scalars)
+
+
 def _coupled(step: Formula, h: Hyper) -> Formula:
     """A step whose gradient holds the decay."""
     decay = h.get("weight_decay", 0.0)
@@ -282,6 +287,7 @@ _OPTIMIZERS: dict[str, tuple[Callable[[Hyper, float, int], Formula], tuple[str, 
     "optax.adafactor": (_adafactor, ("v",), 0.0),
     "po.Lamb": (_lamb, MOMENTS, 0.0),
     "po.LARS": (_po_lars, ("momentum_buffer",), 0.0),
+    "optax.lion": (_lion, ("mu",), 0.0),
     "optax.lars": (_optax_lars, ("trace",), 0.0),
 }
 

@@ -269,6 +269,24 @@ def rprop(
     return w - np.sign(g) * size, g, size
 
 
+def lion(
+    w: ArrayLike,
+    g: ArrayLike,
+    m: ArrayLike,
+    *,
+    lr: float,
+    decay: float,
+    beta1: float,
+    one_minus_beta1: float,
+    beta2: float,
+    one_minus_beta2: float,
+) -> tuple[Array, Array]:
+    """Algorithm 2 of Chen et al. (2023)."""
+    w, g, m = wide(w), wide(g), wide(m)
+    direction = np.sign(beta1 * m + one_minus_beta1 * g)
+    return w - lr * (direction + decay * w), beta2 * m + one_minus_beta2 * g
+
+
 def _rate(lr: float, accum: Array) -> Array:
     """``lr / sqrt(accum)``, and 0 where nothing has been accumulated."""
     empty = accum == 0

@@ -1,0 +1,93 @@
+"""Evolved sign momentum, under its authors' name and defaults."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..kernels.rules import lion as rules
+from ..kernels.rules.formula import Formula
+from ..ops.runtime.errors import reject_unknown
+from .base.arguments import arithmetic_type, open_unit, step_options
+from .fused import FusedOptimizer
+
+
+class Lion(FusedOptimizer):
+    """Lion: steps of one size, along the signs of an average of the gradients.
+
+    With ``g`` the gradient after scaling, and ``m`` beginning at 0::
+
+        w <- w - lr * (sign(beta1*m + (1 - beta1)*g) + weight_decay*w)
+        m <- beta2*m + (1 - beta2)*g
+
+    A good learning rate is three to ten times smaller than Adam's, and a good weight decay as
+    much larger.
+
+    Args:
+        params: `Parameter` or arrays, or group dicts; see `Optimizer`.
+        learning_rate: see `Optimizer`.
+        beta1, beta2: floats in (0, 1).
+        weight_decay: see `Optimizer`; decoupled. Ungrouped it acts on every parameter, whatever
+            its name.
+        loss_scale: see `Optimizer`.
+        use_locking: concurrent calls act like some serial order of them.
+        sparse_update: ``"lazy"`` (only the rows that occur), ``"dense_equivalent"`` (all rows,
+            others with ``g = 0``), or None: row-sparse gradients raise.
+        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing and is
+            counted in ``skipped_steps``.
+        state_dtype: dtype of ``m``; default each parameter's. Arithmetic is float32 (float64 for
+            float64 parameters), rounded once at the store.
+
+    Raises:
+        TypeError: a kind does not fit (an int where a float is expected).
+        ValueError: a value does not fit.
+        KeyError: an unknown keyword (also `TypeError`).
+
+    Source: Chen et al. (2023), "Symbolic discovery of optimization algorithms",
+    arXiv:2302.06675, algorithm 2.
+
+    >>> import numpy as np
+    >>> w = np.ones(2, np.float32)
+    >>> Lion([w], learning_rate=0.1)((np.array([3, -1], np.float32),))
+    (True,)
+    >>> print(w)
+    [0.9 1.1]
+    """
+
+    _decay_is_coupled = False
+    _filter_names = False
+
+    def __init__(
+        self,
+        params: Any,
+        learning_rate: Any = 1e-4,
+        beta1: float = 0.9,
+        beta2: float = 0.99,
+        weight_decay: Any = 0.0,
+        loss_scale: Any = 1.0,
+        *,
+        use_locking: bool = False,
+        sparse_update: str | None = None,
+        skip_nonfinite: bool = False,
+        state_dtype: Any = None,
+        **unknown: Any,
+    ) -> None:
+        reject_unknown(self._name, unknown, Lion)
+        real = arithmetic_type(params)
+        self.beta1 = open_unit(self._name, "beta1", beta1, real)
+        self.beta2 = open_unit(self._name, "beta2", beta2, real)
+        options = step_options(use_locking, sparse_update, skip_nonfinite, state_dtype)
+        rule, states = rules.LION, {"exp_avg": 0.0}
+        super().__init__(
+            learning_rate, params, weight_decay, loss_scale, rule=rule, states=states, **options
+        )
+
+    def formula(self) -> Formula:
+        """See `FusedOptimizer`."""
+        return Formula(rules.lion_scalars, (self.beta1, self.beta2))
+
+    @property
+    def exp_avg(self) -> tuple[np.ndarray, ...]:
+        """The average of each parameter's gradients."""
+        return self._state("exp_avg")
