@@ -6,6 +6,7 @@ from .adafactor import AdaFactor
 from .adagrad import Adadelta, Adagrad, ProximalAdagrad
 from .adam import Adam, AdaMax, AdamOffload, LazyAdam
 from .adam_weight_decay import AdamWeightDecay
+from .adan import Adan
 from .base.checkpoint import load_checkpoint, save_checkpoint
 from .base.optimizer import Optimizer
 from .base.parameter import Parameter
@@ -57,6 +58,7 @@ __all__ = [
     "Adam",
     "AdamOffload",
     "AdamWeightDecay",
+    "Adan",
     "CosineDecayLR",
     "ExponentialDecayLR",
     "InverseDecayLR",

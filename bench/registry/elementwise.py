@@ -267,7 +267,25 @@ LION = Row(
     measured={"": Measured(None)},
     source=Source("Chen et al. (2023)", "recorded", differs="compared with runs of optax 0.2.8"),
 )
+ADAN = Row(
+    "Adan",
+    "params, learning_rate=0.001, beta1=0.98, beta2=0.92, beta3=0.99, eps=1e-08, "
+    "weight_decay=0.0, loss_scale=1.0",
+    {**_RATE, "eps": 0.01},
+    {
+        **SCALED,
+        **ROWS,
+        **BETAS,
+        "beta2": Argument("open unit", 0.5),
+        "beta3": Argument("open unit", 0.3),
+    },
+    forms={"": Form(reference="elementwise.adan", large=LOST_LATER)},
+    measured={"": Measured(None)},
+    source=Source(
+        "Xie et al. (2022)", "recorded", differs="compared with runs of pytorch_optimizer 4.1"
+    ),
+)
 ELEMENTWISE_ROWS = (
     *(MOMENTUM, SGD, ASGD, RMSPROP, RPROP, ADAGRAD, PROXIMAL_ADAGRAD, ADADELTA, FTRL, ADAMAX),
-    LION,
+    *(LION, ADAN),
 )

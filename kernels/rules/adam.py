@@ -77,6 +77,17 @@ def adamax(w: Any, g: Any, m: Any, v: Any, hp: Any) -> Any:
     return w - hp.step_size * m / (v + hp.epsilon), m, v
 
 
+def adan(w: Any, g: Any, m: Any, v: Any, n: Any, previous: Any, hp: Any) -> Any:
+    """Adan: Nesterov's momentum by way of the change of the gradient."""
+    change = hp.later * (g - previous)
+    ahead = g + hp.beta2 * change
+    m = m + hp.one_minus_beta1 * (g - m)
+    v = v + hp.one_minus_beta2 * (change - v)
+    n = n + hp.one_minus_beta3 * (ahead * ahead - n)
+    step = (hp.step_size * m + product(hp.change_size, v)) / (math.sqrt(n) * hp.root + hp.epsilon)
+    return hp.shrink * (w - step), m, v, n, g
+
+
 def adam_scalars(
     real: Any, lr: float, _decay: float, _step: int, constants: Numbers, powers: Numbers
 ) -> Numbers:
@@ -113,6 +124,19 @@ def adamax_scalars(
     return (*of_betas, real(step_size), real(epsilon))
 
 
+def adan_scalars(
+    real: Any, lr: float, decay: float, step: int, constants: Numbers, _powers: Numbers
+) -> Numbers:
+    """Every beta is rounded to ``real`` first; all else is computed in float64 and rounded once."""
+    beta1, beta2, beta3, epsilon = constants
+    beta1, beta2, beta3 = float(real(beta1)), float(real(beta2)), float(real(beta3))
+    step_size, change_size = lr / (1.0 - beta1**step), lr * beta2 / (1.0 - beta2**step)
+    complements = real(1.0 - beta1), real(1.0 - beta2), real(1.0 - beta3)
+    of_step = real(step_size), real(change_size), real(1.0 / math.sqrt(1.0 - beta3**step))
+    shrink, later = real(1.0 / (1.0 + lr * decay)), real(1.0 if step > 1 else 0.0)
+    return (real(beta2), *complements, *of_step, real(epsilon), shrink, later)
+
+
 # The betas are the same in every step, and NumPy takes longer to round one than to look it up.
 @lru_cache(maxsize=256)
 def _complement(real: Any, beta: float) -> Any:
@@ -129,3 +153,9 @@ ADAM_DELTA = Rule(adam_delta, MOMENTS, _HP)
 ADAM_NESTEROV_DELTA = Rule(adam_nesterov_delta, MOMENTS, _HP)
 ADAMAX = Rule(adamax, MOMENTS, ("beta1", "one_minus_beta1", "beta2", "step_size", "epsilon"))
 ADAM_WEIGHT_DECAY = Rule(adam_weight_decay, ("adam_m", "adam_v"), _WEIGHT_DECAY_HP)
+ADAN = Rule(
+    adan,
+    ("exp_avg", "exp_avg_diff", "exp_avg_sq", "previous_grad"),
+    ("beta2", "one_minus_beta1", "one_minus_beta2", "one_minus_beta3", "step_size", "change_size",
+     "root", "epsilon", "shrink", "later"),
+)  # fmt: skip

@@ -257,6 +257,13 @@ SETTINGS: dict[str, dict[str, Runner]] = {
             ADAFACTOR,
         )
     },
+    "po_adan": {
+        "nn.Adan": optimizer(
+            lambda p: nn.Adan(p, 0.01, weight_decay=0.1),
+            {name: f"{name}.{{}}" for name in ("exp_avg", "exp_avg_diff", "exp_avg_sq")}
+            | {"previous_grad": ("previous_grad.{}", -1.0)},
+        )
+    },
     "po_lars": {
         "nn.LARS": optimizer(
             lars(0.0, lambda p: p.ndim > 1, weight_decay=0.1),
@@ -296,6 +303,8 @@ CANCELLING = {
     ("torch_rmsprop_centered_mom", "momentum_buffer"): "from 3 to 0.01",
     ("po_adafactor", "exp_avg"): "from 0.002 to 3e-5",
     ("po_adafactor_fixed", "exp_avg"): "from 0.002 to 2e-5",
+    ("po_adan", "exp_avg"): "from 0.02 to 4e-5",
+    ("po_adan", "exp_avg_diff"): "from 0.1 to 2e-4",
     ("po_lars", "momentum_buffer"): "from 8e-4 to 4e-5",
     ("optax_lion", "mu"): "from 0.01 to 5e-5",
     ("optax_lars", "trace"): "from 9e-4 to 5e-6",

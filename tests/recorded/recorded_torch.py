@@ -254,6 +254,20 @@ def _optax_lars(h: Hyper, lr: float, _: int) -> Formula:
     return _coupled(step, h)
 
 
+def _adan(h: Hyper, lr: float, t: int) -> Formula:
+    """The recorded gradient of the step before has the other sign."""
+    betas = {"beta1": 0.98, "beta2": 0.92, "beta3": 0.99, "eps": 1e-8}
+
+    def step(w: Array, g: Array, *states: Array) -> tuple[Array, ...]:
+        *states, previous = states
+        *new, last = elementwise.adan(
+            *(w, g, *states, -previous), lr=lr, decay=h["weight_decay"], t=t, **betas
+        )
+        return (*new, -last)
+
+    return step
+
+
 def _lion(h: Hyper, lr: float, _: int) -> Formula:
     scalars = {"beta1": 0.9, "one_minus_beta1": 1 - 0.9, "beta2": 0.99, "one_minus_beta2": 1 - 0.99}
     return partial(elementwise.lion, lr=lr, decay=h["weight_decay"], **scalars)
@@ -286,6 +300,7 @@ _OPTIMIZERS: dict[str, tuple[Callable[[Hyper, float, int], Formula], tuple[str, 
     ),
     "optax.adafactor": (_adafactor, ("v",), 0.0),
     "po.Lamb": (_lamb, MOMENTS, 0.0),
+    "po.Adan": (_adan, ("exp_avg", "exp_avg_diff", "exp_avg_sq", "previous_grad"), 0.0),
     "po.LARS": (_po_lars, ("momentum_buffer",), 0.0),
     "optax.lion": (_lion, ("mu",), 0.0),
     "optax.lars": (_optax_lars, ("trace",), 0.0),

@@ -287,6 +287,33 @@ def lion(
     return w - lr * (direction + decay * w), beta2 * m + one_minus_beta2 * g
 
 
+def adan(
+    w: ArrayLike,
+    g: ArrayLike,
+    m: ArrayLike,
+    v: ArrayLike,
+    n: ArrayLike,
+    previous: ArrayLike,
+    *,
+    lr: float,
+    decay: float,
+    beta1: float,
+    beta2: float,
+    beta3: float,
+    eps: float,
+    t: int,
+) -> tuple[Array, ...]:
+    """Algorithm 1 of Xie et al. (2022) with betas and bias corrections of its authors' code."""
+    w, g = wide(w), wide(g)
+    change = g - wide(previous) if t > 1 else 0.0 * g
+    m = beta1 * wide(m) + (1.0 - beta1) * g
+    v = beta2 * wide(v) + (1.0 - beta2) * change
+    n = beta3 * wide(n) + (1.0 - beta3) * (g + beta2 * change) ** 2
+    direction = m / (1.0 - beta1**t) + beta2 * v / (1.0 - beta2**t)
+    direction = direction / (np.sqrt(n / (1.0 - beta3**t)) + eps)
+    return (w - lr * direction) / (1.0 + lr * decay), m, v, n, g
+
+
 def _rate(lr: float, accum: Array) -> Array:
     """``lr / sqrt(accum)``, and 0 where nothing has been accumulated."""
     empty = accum == 0

@@ -1,0 +1,113 @@
+"""Adaptive Nesterov momentum, under its authors' name and defaults."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..kernels.rules import adam as rules
+from ..kernels.rules.formula import Formula
+from ..ops.runtime.errors import reject_unknown
+from .base.arguments import arithmetic_type, betas_and_eps, open_unit, step_options
+from .fused import FusedOptimizer
+
+
+class Adan(FusedOptimizer):
+    """Adan: Adam with Nesterov's momentum, by way of the change of the gradient.
+
+    With ``g`` the gradient after scaling and ``h`` that of the update before (of the first update
+    its own), at update t = 1, 2, ... of a parameter::
+
+        m <- beta1*m + (1 - beta1)*g
+        v <- beta2*v + (1 - beta2)*(g - h)
+        n <- beta3*n + (1 - beta3)*(g + beta2*(g - h))**2
+        d  = (m/(1 - beta1**t) + beta2*v/(1 - beta2**t)) / (sqrt(n/(1 - beta3**t)) + eps)
+        w <- (w - lr*d) / (1 + lr*weight_decay)
+
+    It keeps four arrays for each parameter.
+
+    Args:
+        params: `Parameter` or arrays, or group dicts; see `Optimizer`.
+        learning_rate: see `Optimizer`.
+        beta1, beta2, beta3: floats in (0, 1). (The paper's betas are 1 less these.)
+        eps: float > 0.
+        weight_decay: see `Optimizer`; a proximal step. Ungrouped it acts on every parameter,
+            whatever its name.
+        loss_scale: see `Optimizer`.
+        use_locking: concurrent calls act like some serial order of them.
+        sparse_update: ``"lazy"`` (only the rows that occur), ``"dense_equivalent"`` (all rows,
+            others with ``g = 0``), or None: row-sparse gradients raise.
+        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing and is
+            counted in ``skipped_steps``.
+        state_dtype: dtype of the states; default each parameter's. Arithmetic is float32
+            (float64 for float64 parameters), rounded once at the store.
+
+    Raises:
+        TypeError: a kind does not fit (an int where a float is expected).
+        ValueError: a value does not fit.
+        KeyError: an unknown keyword (also `TypeError`).
+
+    Source: Xie et al. (2022), "Adan: adaptive Nesterov momentum algorithm for faster optimizing
+    deep models", arXiv:2208.06677, algorithm 1, with the bias corrections of its authors' code.
+
+    >>> import numpy as np
+    >>> w = np.ones(2, np.float32)
+    >>> Adan([w], learning_rate=0.1)((np.array([3, -1], np.float32),))
+    (True,)
+    >>> print(w.round(6))
+    [0.9 1.1]
+    """
+
+    _decay_is_coupled = False
+    _filter_names = False
+
+    def __init__(
+        self,
+        params: Any,
+        learning_rate: Any = 1e-3,
+        beta1: float = 0.98,
+        beta2: float = 0.92,
+        beta3: float = 0.99,
+        eps: float = 1e-8,
+        weight_decay: Any = 0.0,
+        loss_scale: Any = 1.0,
+        *,
+        use_locking: bool = False,
+        sparse_update: str | None = None,
+        skip_nonfinite: bool = False,
+        state_dtype: Any = None,
+        **unknown: Any,
+    ) -> None:
+        reject_unknown(self._name, unknown, Adan)
+        self.beta1, self.beta2, self.eps = betas_and_eps(self._name, params, beta1, beta2, eps)
+        self.beta3 = open_unit(self._name, "beta3", beta3, arithmetic_type(params))
+        rule, states = rules.ADAN, dict.fromkeys(rules.ADAN.states, 0.0)
+        options = step_options(use_locking, sparse_update, skip_nonfinite, state_dtype)
+        super().__init__(
+            learning_rate, params, weight_decay, loss_scale, rule=rule, states=states, **options
+        )
+
+    def formula(self) -> Formula:
+        """See `FusedOptimizer`."""
+        return Formula(rules.adan_scalars, (self.beta1, self.beta2, self.beta3, self.eps))
+
+    @property
+    def exp_avg(self) -> tuple[np.ndarray, ...]:
+        """The average of each parameter's gradients, ``m``."""
+        return self._state("exp_avg")
+
+    @property
+    def exp_avg_diff(self) -> tuple[np.ndarray, ...]:
+        """The average of their changes, ``v``."""
+        return self._state("exp_avg_diff")
+
+    @property
+    def exp_avg_sq(self) -> tuple[np.ndarray, ...]:
+        """The average of the squares of what they point to, ``n``."""
+        return self._state("exp_avg_sq")
+
+    @property
+    def previous_grad(self) -> tuple[np.ndarray, ...]:
+        """The last gradient of each parameter."""
+        return self._state("previous_grad")
