@@ -16,15 +16,15 @@ from ...kernels.cpu.parallel import commit
 from ...kernels.storage import Piece
 from ...ops.runtime import cuda
 from ...ops.runtime.arrays import address_of
-from ...ops.runtime.launch import refuse_capture
+from ...ops.runtime.device import cannot_be_captured, is_captured
+from ...ops.runtime.launch import launch_on
 from ...ops.runtime.row_step import RowGradient
 from ...ops.runtime.step import Variables
 from ..base.parameter import Parameter
 from .host import Host, prepared
 from .layout import Batch
-from .on_device import launching_for
 from .plan import Call, Classes, Plan, Update
-from .reader import Gradients, check_rows
+from .reader import check_rows
 
 CHUNK = 1 << 22
 """Elements that come at a time."""
@@ -33,9 +33,7 @@ CHUNK = 1 << 22
 class Offload:
     """Steps of parameters on a device, with states and arithmetic on the host.
 
-    Args:
-        host: where the arithmetic is done.
-        parameter: one that lives where all do.
+    ``parameter`` is one that lives where all do.
     """
 
     works_on_host = True
@@ -49,28 +47,32 @@ class Offload:
 
     def ready(self, update: Update, classes: Classes, *, may_skip: bool) -> None:  # noqa: ARG002
         """Refuse to become part of a CUDA graph: the step waits for the device."""
-        refuse_capture(self._parameter.array)
+        if is_captured(self._parameter.array):
+            raise cannot_be_captured()
 
     def run(self, plan: Plan) -> None:
         """Parameters and gradients come to the host, which waits; the parameters go back."""
-        given = plan.given
-        with launching_for(given, use_locking=plan.use_locking) as stream:
-            rows = _checked_rows(given)
-            for call in plan.calls:
-                if call.batch.row_sparse:
-                    _run_rows(call, rows.pop(0), plan, stream)
-                else:
-                    _run_dense(call, plan, stream)
-        commit([], self._host.count(given.layout))
+        layout, arrays = plan.given.layout, plan.given.arrays
+        if arrays:
+            with launch_on(arrays, layout.lock_spans if plan.use_locking else None) as launch:
+                rows = {batch: _checked_rows(batch, plan) for batch in layout.batches}
+                for call in plan.calls:
+                    if call.batch.row_sparse:
+                        _run_rows(call, rows[call.batch], plan, launch.stream)
+                    else:
+                        _run_dense(call, plan, launch.stream)
+        commit([], self._host.count(layout))
 
 
-def _checked_rows(given: Gradients) -> list[list[RowGradient]]:
-    """The row-sparse gradients of each batch of them; all indices are in range."""
-    found = []
-    for batch in (batch for batch in given.layout.batches if batch.row_sparse):
-        found.append(_rows_on_host(given.rows_of(batch)))
-        check_rows(batch, found[-1])
-    return found
+def _checked_rows(batch: Batch, plan: Plan) -> list[RowGradient]:
+    """The row-sparse gradients of a batch with their indices, which are in range, on the host."""
+    rows = []
+    for row in plan.given.rows_of(batch) if batch.row_sparse else ():
+        indices = row.indices.numpy()
+        rows.append(row._replace(indices=indices, index_address=address_of(indices)))
+    if rows:
+        check_rows(batch, rows)
+    return rows
 
 
 class Part(NamedTuple):
@@ -118,7 +120,7 @@ def _run_dense(call: Call, plan: Plan, stream: Any) -> None:
         chosen = [part.t for part in parts]
         own = call._replace(
             batch=_batch_of(batch, chosen, variables),
-            gradients=_addresses(of_g),
+            gradients=np.array(list(map(address_of, of_g)), np.int64),
             hp=call.hp[call.hp_of[chosen]],
             hp_of=np.arange(len(chosen)),
         )
@@ -158,19 +160,6 @@ def _batch_of(batch: Batch, chosen: list[int], variables: Variables) -> Batch:
         places=batch.places[chosen],
         labels=tuple(batch.labels[t] for t in chosen),
     )
-
-
-def _addresses(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    return np.array([address_of(array) for array in arrays], np.int64)
-
-
-def _rows_on_host(rows: Sequence[RowGradient]) -> list[RowGradient]:
-    """Row-sparse gradients with their indices on the host; the values are still on the device."""
-    return [
-        RowGradient(indices, row.values, address_of(indices), row.values_address)
-        for row in rows
-        for indices in [row.indices.numpy()]
-    ]
 
 
 def _run_rows(call: Call, rows: Sequence[RowGradient], plan: Plan, stream: Any) -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 from . import cuda, pending
-from .device import DeviceArray, cannot_be_captured, is_captured, launching
+from .device import DeviceArray, cannot_be_captured, launching
 from .locks import Span, overlaps
 
 
@@ -47,12 +47,6 @@ def launch_on(
         with nullcontext() if lock_spans is None else in_order(lock_spans, stream):
             sorter = arrays[0].framework.sorter(arrays[0].device)
             yield Launch(stream, sorter, is_captured=capturing)
-
-
-def refuse_capture(variable: DeviceArray) -> None:
-    """Raise for a call that waits before it launches anything and is part of a CUDA graph."""
-    if is_captured(variable):
-        raise cannot_be_captured()
 
 
 @contextmanager
