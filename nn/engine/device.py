@@ -167,11 +167,8 @@ class Device:
 
     def _check_captured(self, plan: Plan, sorter: Any) -> None:
         if plan.classes.follow_steps:
-            wrong, expected = (
-                "follows the number of the step",
-                "a number, or an array on the device",
-            )
-            got = "a list or a schedule of the host"
+            wrong, got = "follows the number of the step", "a list or a schedule of the host"
+            expected = "a number, or an array on the device"
             self._refuse_graph("a rate or decay", wrong, expected, got)
         if plan.given.rows and sorter is not None and not sorter.can_be_captured:
             wrong, expected = "cannot use this framework's sort", "arrays of torch or Numba"

@@ -63,17 +63,14 @@ class Host:
             known = self._counted = layout, Count(self.counts.steps, active, total)
         return known[1]
 
-    def after_fork(self) -> None:
-        """In the child: whoever held the lock does not exist there."""
-        self._lock = threading.RLock()
-
 
 _living: weakref.WeakSet[Host] = weakref.WeakSet()
 
 
 def _after_fork_in_child() -> None:
+    # Whoever held a lock does not exist there.
     for host in list(_living):
-        host.after_fork()
+        host._lock = threading.RLock()
 
 
 if hasattr(os, "register_at_fork"):

@@ -23,7 +23,7 @@ from ...ops.runtime.step import Variables
 from ..base.parameter import Parameter
 from .host import Host, prepared
 from .layout import Batch
-from .plan import Call, Classes, Plan, Update
+from .plan import NOTHING, Call, Classes, Plan, Update
 from .reader import check_rows
 
 CHUNK = 1 << 22
@@ -57,10 +57,7 @@ class Offload:
             with launch_on(arrays, layout.lock_spans if plan.use_locking else None) as launch:
                 rows = {batch: _checked_rows(batch, plan) for batch in layout.batches}
                 for call in plan.calls:
-                    if call.batch.row_sparse:
-                        _run_rows(call, rows[call.batch], plan, launch.stream)
-                    else:
-                        _run_dense(call, plan, launch.stream)
+                    _run(call, rows[call.batch], plan, launch.stream)
         commit([], self._host.count(layout))
 
 
@@ -101,26 +98,33 @@ def chunks_of(sizes: Sequence[int], *, split: bool) -> Iterator[list[Part]]:
         yield chunk
 
 
-def _run_dense(call: Call, plan: Plan, stream: Any) -> None:
-    """A step on the dense tensors of a batch, chunk by chunk."""
-    batch, gradients = call.batch, call.gradients
-    is_measured = bool(plan.conditioning.is_measured or call.rule.measure)
-    split = not is_measured  # a norm is that of a whole tensor
-    tensors, g = batch.variables.tensors, batch.g
-    chunks = list(chunks_of([arrays[0].size for arrays in tensors], split=split))
+def _run(call: Call, rows: Sequence[RowGradient], plan: Plan, stream: Any) -> None:
+    """A step on a batch, chunk by chunk; on tables, with checked ``rows``, one after the other."""
+    batch, tensors, is_measured = (
+        call.batch,
+        call.batch.variables.tensors,
+        call.rates is not NOTHING,
+    )
+    split = not (is_measured or rows)  # a norm is that of a whole tensor
+    sizes = [arrays[0].size for arrays in tensors]
+    tables = [[Part(t, 0, size)] for t, size in enumerate(sizes)]
+    chunks = tables if rows else list(chunks_of(sizes, split=split))
 
     def work(k: int, views: list[np.ndarray]) -> None:
-        parts, of_w, of_g = chunks[k], views[::2], views[1::2]
+        chosen, of_g = [part.t for part in chunks[k]], views[1::2]
         variables = Variables.of(
             [
                 _part_of(tensors[part.t], part, w) if split else _whole(tensors[part.t], w)
-                for part, w in zip(parts, of_w, strict=True)
+                for part, w in zip(chunks[k], views[::2], strict=True)
             ]
         )
-        chosen = [part.t for part in parts]
+        gradients: Any = np.array(list(map(address_of, of_g)), np.int64)
+        if rows:
+            values = of_g[0].reshape(rows[k].values.shape)
+            gradients = [RowGradient.of(rows[k].indices, values)]
         own = call._replace(
             batch=_batch_of(batch, chosen, variables),
-            gradients=np.array(list(map(address_of, of_g)), np.int64),
+            gradients=gradients,
             hp=call.hp[call.hp_of[chosen]],
             hp_of=np.arange(len(chosen)),
         )
@@ -128,10 +132,7 @@ def _run_dense(call: Call, plan: Plan, stream: Any) -> None:
             own = own._replace(rates=call.rates[chosen], decays=call.decays[chosen])
         commit([prepared(own, plan)])
 
-    pieces = [
-        [piece for part in chunk for piece in _pieces(tensors[part.t][0], gradients, g, part)]
-        for chunk in chunks
-    ]
+    pieces = [[piece for part in chunk for piece in _pieces(call, rows, part)] for chunk in chunks]
     cuda.device.staging.staging().run(pieces, work, stream)
 
 
@@ -145,11 +146,16 @@ def _whole(tensor: tuple[Any, ...], w: np.ndarray) -> tuple[np.ndarray, ...]:
     return (w.reshape(tensor[0].shape), *tensor[1:])
 
 
-def _pieces(w: Any, gradients: np.ndarray, g: Any, part: Part) -> list[Piece]:
+def _pieces(call: Call, rows: Sequence[RowGradient], part: Part) -> list[Piece]:
     """What comes of a part: the parameter, which goes back, and the gradient."""
-    t, begin, end = part
-    at_w, at_g = w.address + begin * w.itemsize, int(gradients[t]) + begin * g.itemsize
-    return [Piece(at_w, end - begin, w.dtype, True), Piece(at_g, end - begin, g.dtype, False)]
+    (t, begin, end), g = part, call.batch.g
+    w, n = call.batch.variables.tensors[t][0], end - begin
+    if rows:
+        of_g = rows[t].values_address, rows[t].values.size
+    else:
+        of_g = int(call.gradients[t]) + begin * g.itemsize, n
+    at_w = w.address + begin * w.itemsize
+    return [Piece(at_w, n, w.dtype, True), Piece(*of_g, g.dtype, False)]
 
 
 def _batch_of(batch: Batch, chosen: list[int], variables: Variables) -> Batch:
@@ -160,29 +166,3 @@ def _batch_of(batch: Batch, chosen: list[int], variables: Variables) -> Batch:
         places=batch.places[chosen],
         labels=tuple(batch.labels[t] for t in chosen),
     )
-
-
-def _run_rows(call: Call, rows: Sequence[RowGradient], plan: Plan, stream: Any) -> None:
-    """A step on the tables of a batch, one after the other; ``rows`` are checked."""
-    tensors = call.batch.variables.tensors
-
-    def work(t: int, views: list[np.ndarray]) -> None:
-        w, values = views
-        shape, of_values = tensors[t][0].shape, rows[t].values.shape
-        variables = Variables.of([(w.reshape(shape), *tensors[t][1:])])
-        gradient = RowGradient.of(rows[t].indices, values.reshape(of_values))
-        own = call._replace(
-            batch=_batch_of(call.batch, [t], variables),
-            gradients=[gradient],
-            hp_of=call.hp_of[t : t + 1],
-        )
-        commit([prepared(own, plan)])
-
-    pieces = [
-        [
-            Piece(w.address, w.size, w.dtype, True),
-            Piece(row.values_address, row.values.size, row.values.dtype, False),
-        ]
-        for (w, *_), row in zip(tensors, rows, strict=True)
-    ]
-    cuda.device.staging.staging().run(pieces, work, stream)

@@ -25,7 +25,7 @@ def launch_calls(calls: Sequence[Call], given: Gradients) -> None:
                 tables = row_tables(batch.variables, given.rows_of(batch))
                 cuda.rows.step.check_indices(tables, launch.guard, first, stream=launch.stream)
         for call in calls:
-            update_of(call).enqueue(launch.after(batches.get(call.batch, 0)))
+            update_of(call).enqueue(launch._replace(base=batches.get(call.batch, 0)))
 
 
 def are_finite(given: Gradients) -> bool:

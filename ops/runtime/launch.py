@@ -26,10 +26,6 @@ class Launch(NamedTuple):
         """The same for a part of a step."""
         return cuda.device.part.Call(self.stream, self.guard, self.sorter)
 
-    def after(self, positions: int) -> Launch:
-        """The launch of a part of the call whose positions come after so many others."""
-        return self._replace(base=positions)
-
 
 @contextmanager
 def launch_on(
@@ -69,8 +65,6 @@ def checked_launch(
 # the device, for the last one that used the same memory; the host waits for nothing.
 
 _lock = threading.Lock()
-
-
 _uses: list[tuple[list[Span], Any]] = []  # of memory, each with the event after it
 
 

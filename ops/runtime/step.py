@@ -70,16 +70,12 @@ class Variables:
 
 def spans_of(tensors: Sequence[tuple[Any, ...]]) -> list[locks.Span]:
     """The memory of variables, for locking."""
-    return locks.spans_of(
-        [
-            (
-                tuple(address_of(a) for a in arrays),
-                tuple(a.nbytes for a in arrays),
-                arrays[0].nbytes // max(1, arrays[0].shape[0]) if arrays[0].ndim else 0,
-            )
-            for arrays in tensors
-        ]
-    )
+    variables = []
+    for arrays in tensors:
+        w, addresses = arrays[0], tuple(address_of(a) for a in arrays)
+        row_bytes = w.nbytes // max(1, w.shape[0]) if w.ndim else 0
+        variables.append((addresses, tuple(a.nbytes for a in arrays), row_bytes))
+    return locks.spans_of(variables)
 
 
 class DenseUpdate(NamedTuple):
