@@ -122,18 +122,13 @@ def build_layout(
                 tuple(labels[i] for i in positions),
             )
         )
-    spans = sorted(
-        (address_of(a), address_of(a) + a.nbytes)
-        for _, _, arrays in known
-        for a in arrays
-        if a.size
-    )
+    written = [array for _, _, arrays in known for array in arrays]
+    spans = sorted((address_of(a), address_of(a) + a.nbytes) for a in written if a.size)
     memory = np.array(spans, np.int64).reshape(-1, 2).T.copy()
     is_complete = len(known) == len(kinds)
     are_plain = not any(isinstance(w, DeviceArray) for _, _, (w, *_) in known)
     forms, dense_arrays, row_arrays = _array_forms([(kind, arrays[0]) for _, kind, arrays in known])
     can_expect = is_complete and headers.usable and are_plain
-    written = [array for _, _, arrays in known for array in arrays]
     expected = headers.Expected(forms, memory, written=written) if can_expect else None
     return Layout(
         tuple(sorted(batches, key=lambda batch: not batch.row_sparse)),

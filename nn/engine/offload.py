@@ -100,11 +100,8 @@ def chunks_of(sizes: Sequence[int], *, split: bool) -> Iterator[list[Part]]:
 
 def _run(call: Call, rows: Sequence[RowGradient], plan: Plan, stream: Any) -> None:
     """A step on a batch, chunk by chunk; on tables, with checked ``rows``, one after the other."""
-    batch, tensors, is_measured = (
-        call.batch,
-        call.batch.variables.tensors,
-        call.rates is not NOTHING,
-    )
+    batch, tensors = call.batch, call.batch.variables.tensors
+    is_measured = call.rates is not NOTHING
     split = not (is_measured or rows)  # a norm is that of a whole tensor
     sizes = [arrays[0].size for arrays in tensors]
     tables = [[Part(t, 0, size)] for t, size in enumerate(sizes)]
