@@ -235,8 +235,6 @@ class LayerwiseConditioning(Conditioning):
         self._lars, self._acts, self._gradients = lars, acts, gradients
         self.options_on_device = lars.coefficient, lars.epsilon, lars.use_clip
         super().__init__(lars._groups.options, lars._loss_scale, coupled=True)
-        # Where gradients are centralized it holds what they were before.
-        self.is_of_one_step = not self._joins.all()
         self._plain: list[DeviceArray] = []
 
     def _parts(self, decays: bool) -> Prologue:
@@ -296,6 +294,11 @@ class LayerwiseConditioning(Conditioning):
             column["trust_ratio"],
         )
         return ratios
+
+    @property
+    def is_of_one_step(self) -> bool:  # type: ignore[override]
+        """Where gradients are centralized: it holds what they were before."""
+        return not self._joins.all()
 
     def _plain_squares(self, batch: Batch, of_g: np.ndarray) -> np.ndarray:
         """Put right the squares of gradients that were centralized; returns which they are."""

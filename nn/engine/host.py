@@ -110,12 +110,13 @@ def prepared_measured(
     call: Call, conditioning: Conditioning, complete: Complete = _multiply
 ) -> Prepared:
     """A call on tensors for whose scalars something has to be measured first."""
-    update, column = update_of(call), columns(call.rule, call.prologue)
-    assert isinstance(update, DenseUpdate)  # nothing is measured of rows
+    batch, rule, prologue, _, gradients, *hp, _, _ = call
+    update = DenseUpdate(rule, prologue, batch.variables, gradients, batch.g, *hp)
+    column = columns(rule, prologue)
     # What is infinite or NaN reaches the parameter; it is no reason to stop half way.
     with np.errstate(all="ignore"):
         if conditioning.is_measured:
             conditioning.complete(call, column)
-        if call.rule.measure:
+        if rule.measure:
             complete(measure_step(update), call, column)
     return update.prepared()
