@@ -109,18 +109,26 @@ def _run(call: Call, rows: Sequence[RowGradient], plan: Plan, stream: Any) -> No
 
     def work(k: int, views: list[np.ndarray]) -> None:
         chosen, of_g = [part.t for part in chunks[k]], views[1::2]
-        variables = Variables.of(
-            [
-                _part_of(tensors[part.t], part, w) if split else _whole(tensors[part.t], w)
-                for part, w in zip(chunks[k], views[::2], strict=True)
-            ]
-        )
+        here = []
+        for (t, begin, end), w in zip(chunks[k], views[::2], strict=True):
+            there, *states = tensors[t]
+            if split:
+                here.append((w, *(state.reshape(-1)[begin:end] for state in states)))
+            else:  # states may have other shapes
+                here.append((w.reshape(there.shape), *states))
         gradients: Any = np.array(list(map(address_of, of_g)), np.int64)
         if rows:
             values = of_g[0].reshape(rows[k].values.shape)
             gradients = [RowGradient.of(rows[k].indices, values)]
+        own_batch = replace(
+            batch,
+            positions=batch.positions[chosen],
+            variables=Variables.of(here),
+            places=batch.places[chosen],
+            labels=tuple(batch.labels[t] for t in chosen),
+        )
         own = call._replace(
-            batch=_batch_of(batch, chosen, variables),
+            batch=own_batch,
             gradients=gradients,
             hp=call.hp[call.hp_of[chosen]],
             hp_of=np.arange(len(chosen)),
@@ -133,16 +141,6 @@ def _run(call: Call, rows: Sequence[RowGradient], plan: Plan, stream: Any) -> No
     cuda.device.staging.staging().run(pieces, work, stream)
 
 
-def _part_of(tensor: tuple[Any, ...], part: Part, w: np.ndarray) -> tuple[np.ndarray, ...]:
-    """A part of a parameter that has come to the host, with the same part of each state."""
-    return (w, *(state.reshape(-1)[part.begin : part.end] for state in tensor[1:]))
-
-
-def _whole(tensor: tuple[Any, ...], w: np.ndarray) -> tuple[np.ndarray, ...]:
-    """A parameter that has come to the host, with its states, which may have other shapes."""
-    return (w.reshape(tensor[0].shape), *tensor[1:])
-
-
 def _pieces(call: Call, rows: Sequence[RowGradient], part: Part) -> list[Piece]:
     """What comes of a part: the parameter, which goes back, and the gradient."""
     (t, begin, end), g = part, call.batch.g
@@ -153,13 +151,3 @@ def _pieces(call: Call, rows: Sequence[RowGradient], part: Part) -> list[Piece]:
         of_g = int(call.gradients[t]) + begin * g.itemsize, n
     at_w = w.address + begin * w.itemsize
     return [Piece(at_w, n, w.dtype, True), Piece(*of_g, g.dtype, False)]
-
-
-def _batch_of(batch: Batch, chosen: list[int], variables: Variables) -> Batch:
-    return replace(
-        batch,
-        positions=batch.positions[chosen],
-        variables=variables,
-        places=batch.places[chosen],
-        labels=tuple(batch.labels[t] for t in chosen),
-    )

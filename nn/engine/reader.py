@@ -250,11 +250,10 @@ class GradientReader:
         for row in rows:
             spans.append((row.index_address, row.indices.nbytes))
             spans.append((row.values_address, row.values.nbytes))
-        for begin, n_bytes in spans:
-            if layout.shares_memory(begin, n_bytes):
-                expected, got = "its own memory", "an overlap"
-                wrong = "shares memory with a parameter or state"
-                reject(ValueError, self._where, "a gradient", wrong, expected, got)
+        if any(layout.shares_memory(*span) for span in spans):
+            expected, got = "its own memory", "an overlap"
+            wrong = "shares memory with a parameter or state"
+            reject(ValueError, self._where, "a gradient", wrong, expected, got)
 
 
 def _centralized(gradient: DeviceArray, w: DeviceArray, factor: float) -> DeviceArray:
