@@ -12,6 +12,7 @@ from ..kernels.cpu.adafactor.layout import FactoredTable
 from ..kernels.rules import adafactor as rules
 from ..kernels.rules.formula import Formula
 from ..ops.runtime import check, pending
+from ..ops.runtime.arrays import real_type
 from ..ops.runtime.errors import reject, reject_unknown
 from .base.arguments import non_negative_float, open_unit, positive_float, step_options
 from .base.attributes import Fixed
@@ -178,26 +179,21 @@ class AdaFactor(FusedOptimizer):
 
     def _new_states(self, _initial: Mapping[str, float]) -> States:
         """Zeros; a first moment only with ``beta1``, row and column means of matrices."""
-        states: dict[str, list[Any]] = {
-            role: [] for role in ("exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq")
-        }
-        for p in self.parameters:
-            real = np.float64 if p.dtype == np.float64 else np.float32
-            is_matrix = is_factored(p)
-            full = np.float16 if self.compression else self._state_dtype or p.dtype
-            new = (
-                self._zeros(p, real, p.shape[:-1]) if is_matrix else None,
-                self._zeros(p, real, (*p.shape[:-2], p.shape[-1])) if is_matrix else None,
-                None if is_matrix else self._zeros(p, full, p.shape),
-            )
-            for role, array in zip(states, new, strict=True):
-                states[role].append(array)
-        first: States = {}
-        if self.beta1:
-            first["exp_avg"] = tuple(
-                self._zeros(p, self._state_dtype or p.dtype, p.shape) for p in self.parameters
-            )
-        return first | {role: tuple(arrays) for role, arrays in states.items()}
+        roles: tuple[str, ...] = ("exp_avg",) if self.beta1 else ()
+        roles += "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq"
+        return {role: tuple(self._new_state(role, p) for p in self.parameters) for role in roles}
+
+    def _new_state(self, role: str, p: Parameter) -> Any:
+        full, real = self._state_dtype or p.dtype, real_type(p.dtype)
+        if role == "exp_avg":
+            return self._zeros(p, full, p.shape)
+        if is_factored(p) == (role == "exp_avg_sq"):
+            return None
+        if role == "exp_avg_sq_row":
+            return self._zeros(p, real, p.shape[:-1])
+        if role == "exp_avg_sq_col":
+            return self._zeros(p, real, (*p.shape[:-2], p.shape[-1]))
+        return self._zeros(p, np.float16 if self.compression else full, p.shape)
 
     def _zeros(self, parameter: Parameter, dtype: Any, shape: tuple[int, ...]) -> Any:
         if self._works_on_host:

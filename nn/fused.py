@@ -240,7 +240,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
     def _all_finite(self, given: Gradients) -> bool:
         """One read of all gradients; on a device it is waited for."""
         if self._device is not None:  # the gradients are there
-            return are_finite(given, by_storage(given))
+            return are_finite(given)
         return all(all_finite(*arrays) for arrays in by_storage(given))
 
     # What is known on a device

@@ -15,8 +15,10 @@ from ..kernels.rules.gradient import COUPLED_DECAY, TRUST
 from ..kernels.rules.rule import Prologue
 from ..ops.lars import LARSUpdate
 from ..ops.norm import squares_at
-from ..ops.runtime import check
+from ..ops.runtime import check, cuda
 from ..ops.runtime.arrays import adopt
+from ..ops.runtime.device import DeviceArray
+from ..ops.runtime.device_gradient import converted
 from ..ops.runtime.errors import reject, reject_unknown
 from .base.arguments import non_negative_float, of_kind
 from .base.optimizer import Optimizer
@@ -28,6 +30,7 @@ from .fused import FusedOptimizer
 
 if TYPE_CHECKING:
     from ..kernels.cuda.device.part import Part
+    from .engine.plan import Call
 
 
 def default_filter(parameter: Parameter) -> bool:
@@ -221,12 +224,7 @@ class LayerwiseConditioning(Conditioning):
     """LARS's order: the loss scale, weight decay, then the factor of each parameter.
 
     A centralized gradient is ``center(c * (g + weight_decay*w))`` with the factor c of the
-    plain gradient, as in MindSpore.
-
-    Args:
-        lars: whose options count.
-        acts: bool for each parameter.
-        gradients: as the step was called with them.
+    plain gradient, as in MindSpore. ``gradients`` are as the step was called with them.
     """
 
     is_measured = True
@@ -234,10 +232,10 @@ class LayerwiseConditioning(Conditioning):
     scales_decay = False
 
     def __init__(self, lars: LARS, acts: np.ndarray, gradients: tuple[Any, ...]) -> None:
-        self._lars = lars
-        self._acts = acts
-        self._gradients = gradients
+        self._lars, self._acts, self._gradients = lars, acts, gradients
+        self.options_on_device = lars.coefficient, lars.epsilon, lars.use_clip
         super().__init__(lars._groups.options, lars._loss_scale, coupled=True)
+        self._plain: list[DeviceArray] = []
 
     def _parts(self, decays: bool) -> Prologue:
         return self._scaling + ((COUPLED_DECAY,) if decays else ()) + (TRUST,)
@@ -255,28 +253,20 @@ class LayerwiseConditioning(Conditioning):
         acts: np.ndarray = self._acts[positions] & super().acts(positions)
         return acts
 
-    def complete(
-        self,
-        batch: Batch,
-        gradients: np.ndarray,
-        hp: np.ndarray,
-        column: dict[str, int],
-        rates: np.ndarray,
-        decays: np.ndarray,
-    ) -> None:
+    def complete(self, call: Call, column: dict[str, int]) -> None:
         """Fill in decay and factor of the parameters on which LARS acts."""
-        acts = self._acts[batch.positions]
-        table = batch.variables.table
+        batch, hp, decays = call.batch, call.hp, call.decays
+        acts, table = self._acts[batch.positions], batch.variables.table
         sizes = np.diff(table.first)
         of_w = squares_at(batch.variables.w, table.addresses[:, 0], sizes)
-        of_g = squares_at(batch.g, gradients, sizes)
+        of_g = squares_at(batch.g, call.gradients, sizes)
         centralized = self._plain_squares(batch, of_g)
         lars = self._lars
         ratio = rules.lars_ratio(
             np.sqrt(of_w), np.sqrt(of_g) / self._scale, decays, lars.coefficient, lars.epsilon
         )
         if lars.use_clip:
-            ratio = rules.clipped_ratio(ratio, rates)
+            ratio = rules.clipped_ratio(ratio, call.rates)
         hp[acts, column["trust_ratio"]] = ratio[acts]
         if COUPLED_DECAY in self.prologue:
             # A centralized gradient already holds the decay.
@@ -286,31 +276,42 @@ class LayerwiseConditioning(Conditioning):
         self, batch: Batch, gradients: np.ndarray, column: dict[str, int]
     ) -> Part:
         """The factors; see `Conditioning.measured_on_device`."""
-        from .engine.lars import MeasuredRatios
-
-        acts = self._acts[batch.positions]
-        plain = [
-            self._gradients[i] if self._options[i].centralize else None
-            for i in batch.positions.tolist()
-        ]
-        return MeasuredRatios(batch, gradients, plain, acts, self.options_on_device, column)
+        variables, table = batch.variables, batch.variables.table
+        sizes, gradients, norm = np.diff(table.first), gradients.copy(), cuda.dense.norm
+        for k, i in enumerate(batch.positions.tolist()):
+            if self._options[i].centralize:
+                plain = _of_dtype(self._gradients[i], batch.g.dtype)
+                # Enqueued before the step, whose end need not be waited for to let go of it.
+                self._plain.append(plain)
+                gradients[k] = plain.address
+        trust = cuda.dense.trust
+        ratios: Part = trust.TrustRatios(
+            norm.DenseGradients(variables.w, table.addresses[:, 0], sizes),
+            norm.DenseGradients(batch.g, gradients, sizes),
+            self._acts[batch.positions],
+            trust.Options(*self.options_on_device),
+            variables.real,
+            column["trust_ratio"],
+        )
+        return ratios
 
     @property
-    def options_on_device(self) -> tuple[Any, ...]:
-        """The options of LARS."""
-        lars = self._lars
-        return lars.coefficient, lars.epsilon, lars.use_clip
-
-    @property
-    def is_of_one_step(self) -> bool:
+    def is_of_one_step(self) -> bool:  # type: ignore[override]
         """Where gradients are centralized: it holds what they were before."""
-        return any(option.centralize for option in self._options)
+        return not self._joins.all()
 
     def _plain_squares(self, batch: Batch, of_g: np.ndarray) -> np.ndarray:
         """Put right the squares of gradients that were centralized; returns which they are."""
-        positions = batch.positions.tolist()
-        centralized = np.array([self._options[i].centralize for i in positions])
+        centralized: np.ndarray = ~self._joins[batch.positions]
         for k in np.flatnonzero(centralized).tolist():
-            plain = adopt("LARS", "a gradient", self._gradients[positions[k]])
+            plain = adopt("LARS", "a gradient", self._gradients[batch.positions[k]])
             of_g[k] = np.square(plain, dtype=np.float64).sum()
         return centralized
+
+
+def _of_dtype(gradient: Any, dtype: np.dtype[Any]) -> DeviceArray:
+    """A gradient of the user's, in the type in which the others of its batch are."""
+    adopted = DeviceArray.adopt("LARS", "a gradient", gradient)
+    assert adopted is not None
+    array = adopted.contiguous("LARS", "a gradient")
+    return array if array.dtype == dtype else converted(array, dtype)

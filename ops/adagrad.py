@@ -101,10 +101,9 @@ class ApplyProximalAdagrad(Primitive):
         self, var: Any, accum: Any, lr: Any, l1: Any, l2: Any, grad: Any
     ) -> tuple[Any, Any]:
         """Update ``var`` and ``accum`` in place and return them; see the class."""
-        lr, *constants = proximal_scalars(self.name, lr, l1, l2)
+        lr, constants = proximal_scalars(self.name, lr, l1, l2)
         variables = self._variables(var=var, accum=accum)
-        real = arithmetic(variables)
-        hp = rules.proximal_adagrad_scalars(real, lr, 0.0, 0, tuple(constants), ())
+        hp = rules.proximal_adagrad_scalars(arithmetic(variables), lr, 0.0, 0, constants, ())
         self._apply_dense(rules.PROXIMAL_ADAGRAD, variables, hp, "grad", grad)
         return var, accum
 
@@ -163,10 +162,9 @@ class SparseApplyProximalAdagrad(RowPrimitive):
         self, var: Any, accum: Any, lr: Any, l1: Any, l2: Any, grad: Any, indices: Any
     ) -> tuple[Any, Any]:
         """Update ``var`` and ``accum`` in place and return them; see the class."""
-        lr, *constants = proximal_scalars(self.name, lr, l1, l2)
+        lr, constants = proximal_scalars(self.name, lr, l1, l2)
         variables = self._variables(var=var, accum=accum)
-        real = arithmetic(variables)
-        hp = rules.proximal_adagrad_scalars(real, lr, 0.0, 0, tuple(constants), ())
+        hp = rules.proximal_adagrad_scalars(arithmetic(variables), lr, 0.0, 0, constants, ())
         self._apply_rows(rules.PROXIMAL_ADAGRAD, variables, hp, "grad", grad, indices)
         return var, accum
 
@@ -190,10 +188,7 @@ class FusedSparseProximalAdagrad(SparseApplyProximalAdagrad):
     _only_float32 = True
 
 
-def proximal_scalars(where: str, lr: Any, l1: Any, l2: Any) -> tuple[float, float, float]:
-    """The checked scalars of a proximal step."""
-    return (
-        check.scalar(where, "lr", lr),
-        check.scalar_at_least_0(where, "l1", l1),
-        check.scalar_at_least_0(where, "l2", l2),
-    )
+def proximal_scalars(where: str, lr: Any, l1: Any, l2: Any) -> tuple[float, tuple[float, float]]:
+    """The checked scalars of a proximal step: the learning rate, and what regularises."""
+    rate, at_least_0 = check.scalar(where, "lr", lr), check.scalar_at_least_0
+    return rate, (at_least_0(where, "l1", l1), at_least_0(where, "l2", l2))

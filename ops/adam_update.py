@@ -19,9 +19,9 @@ from .runtime.arrays import address_of, adopt_anywhere, empty_like, native, real
 from .runtime.device import DeviceArray, device_of, may_share_memory
 from .runtime.errors import reject, reject_unknown
 from .runtime.launch import checked_launch
-from .runtime.row_step import RowUpdate, Update, enqueue, error_of, prepared
+from .runtime.row_step import RowUpdate, Update
 from .runtime.row_tensor import RowTensor
-from .runtime.step import dense_step, one_tensor, prepared_dense
+from .runtime.step import one_tensor
 
 
 def compat_version(where: str, value: Any) -> str:
@@ -91,16 +91,16 @@ class _AdamUpdate(RowPrimitive):
             memory = tuple(map(address_of, arrays)), tuple(a.nbytes for a in arrays), 0
             spans = locks.spans_of([memory])
         if not isinstance(given, DeviceArray):
-            together = partial(commit, [prepared_dense(copy), prepared(update)])
+            together = partial(commit, [copy.prepared(), update.prepared()])
             locks.serialized(together, spans, shared=False)
             return result
-        with checked_launch([*arrays, *read], error_of(update), spans) as launch:
+        with checked_launch([*arrays, *read], update.error, spans) as launch:
             if isinstance(update, RowUpdate) and out is not None:
                 cuda.rows.step.check_indices(update.tables, launch.guard, 0, stream=launch.stream)
-                dense_step(copy, launch)
+                copy.enqueue(launch)
             else:  # a new array has the old weight where an index is found to be bad
-                dense_step(copy, launch._replace(guard=0))
-            enqueue(update, launch)
+                copy.enqueue(launch._replace(guard=0))
+            update.enqueue(launch)
         return result
 
     def _update(self, variables: Named, grad: Any) -> tuple[Update, tuple[Any, ...]]:

@@ -19,7 +19,7 @@ from .runtime import check, device_norm
 from .runtime.arrays import address_of, empty_like, native
 from .runtime.device import device_of, is_on_device
 from .runtime.errors import RejectedTypeError, reject
-from .runtime.row_forms import as_rows, by_storage
+from .runtime.row_forms import as_rows, by_storage, index_lists
 from .runtime.row_step import RowGradient, check_keys, first_bad_index, row_table
 from .runtime.row_tensor import RowTensor
 from .runtime.step import tensor_step
@@ -168,11 +168,10 @@ def _of_rows(where: str, g: Storage, by_place: dict[int, RowTensor]) -> float:
         row_table((), t.dense_shape, RowGradient.of(t.indices, t.values), address_of(hp))
         for t in tensors
     ]
-    check_keys(where, [(table.rows, table.length) for table in tables])
+    check_keys(where, tables)
     position, total = row_norm(kernel(SCALED, (), real, g, ()), tables)
     if position >= 0:
-        labels = [f"{where}: x[{i}]" for i in by_place]
-        raise first_bad_index(labels, tensors, tables, position)
+        raise first_bad_index(index_lists(where, by_place), tensors, position)
     return total
 
 

@@ -17,27 +17,20 @@ from .layout import Batch
 
 if TYPE_CHECKING:
     from ...kernels.cuda.device.part import Part
+    from .plan import Call
 
 
 class Conditioning:
     """MindSpore's order: coupled weight decay, then the loss scale.
 
-    Args:
-        options: the parameters with their options.
-        loss_scale: gradients are divided by it.
-        coupled: whether weight decay is part of the gradient; else the rule has it.
-
-    Attributes:
-        prologue: the parts that are compiled in front of the rule.
-        loss_scale: as it was given.
-        scales_decay: whether a decay that joins the gradient is multiplied by the loss scale.
-        leaves_decay: whether the rule applies the weight decays, if it has any.
-        is_measured: whether `complete` has to be called, with scalars for each tensor.
+    Coupled is a weight decay that is part of the gradient; else the rule has it.
     """
 
-    is_measured = False
-    leaves_decay = True
-    scales_decay = True
+    is_measured = False  # whether `complete` has to be called, with scalars for each tensor
+    leaves_decay = True  # whether the rule applies the weight decays, if it has any
+    scales_decay = True  # whether a decay that joins the gradient is multiplied by the loss scale
+    options_on_device: tuple[Any, ...] = ()  # on which `measured_on_device` depends too
+    is_of_one_step = False  # whether what that returns is of no use in another step
 
     def __init__(
         self,
@@ -46,10 +39,9 @@ class Conditioning:
         *,
         coupled: bool,
     ) -> None:
-        self._options = options
-        self.loss_scale = loss_scale
-        self._is_coupled = coupled
+        self._options, self.loss_scale, self._is_coupled = options, loss_scale, coupled
         self._joins = np.array([not option.centralize for option in options])
+        # What is compiled in front of the rule.
         self.prologue = self._parts(coupled and any(o.decay != 0.0 for o in options))
 
     def _parts(self, decays: bool) -> Prologue:
@@ -87,25 +79,8 @@ class Conditioning:
         acts: np.ndarray = self._joins[positions]
         return acts
 
-    def complete(
-        self,
-        batch: Batch,
-        gradients: np.ndarray,
-        hp: np.ndarray,
-        column: dict[str, int],
-        rates: np.ndarray,
-        decays: np.ndarray,
-    ) -> None:
-        """Fill in the scalars that have to be measured.
-
-        Args:
-            batch: dense tensors.
-            gradients: int64 ``[T]``: addresses of their gradients.
-            hp: ``[T, F]``: their scalars.
-            column: where each scalar is.
-            rates: float64 ``[T]``: learning rates.
-            decays: float64 ``[T]``: weight decays.
-        """
+    def complete(self, call: Call, column: dict[str, int]) -> None:
+        """Fill in, in their columns, the scalars of dense tensors that have to be measured."""
 
     def measured_on_device(
         self,
@@ -113,15 +88,5 @@ class Conditioning:
         gradients: np.ndarray,  # noqa: ARG002
         column: dict[str, int],  # noqa: ARG002
     ) -> Part | None:
-        """What fills in these scalars on a device; arguments as `complete`."""
+        """What fills in these scalars on a device, for gradients at some addresses."""
         return None
-
-    @property
-    def options_on_device(self) -> tuple[Any, ...]:
-        """What `measured_on_device` depends on beside the arrays."""
-        return ()
-
-    @property
-    def is_of_one_step(self) -> bool:
-        """Whether what `measured_on_device` returns is of no use in another step."""
-        return False

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from ...kernels.cpu.parallel import commit
-from ...kernels.cuda.dense.scalars import ClassRow
+from ...kernels.cuda.dense.scalars import ClassRow, ScalarRow
 from ...kernels.cuda.dense.step import DenseStep
 from ...kernels.cuda.device.part import Part, Parts
 from ...kernels.cuda.device.records import size_of
@@ -29,28 +29,18 @@ from ...ops.runtime.row_step import row_tables
 from ..base.parameter import Parameter
 from .host import Host
 from .layout import Batch
-from .on_device import error_of, row_batches
+from .on_device import row_batches
 from .plan import Classes, Plan, Update
-from .program import Program, Scalars, Tensors
+from .program import Program, Scalars
 from .reader import by_storage
-from .resident import Resident, Settings
+from .resident import Resident
 
 _KEPT_PROGRAMS = 4
 _KEPT_KINDS = 64
 
 
 class Device:
-    """Steps of parameters on a device.
-
-    Args:
-        where: the optimizer's name, for errors.
-        parameters: of the optimizer.
-        host: has its lock, and counts.
-        centralizes: whether any gradient is centralized.
-
-    Attributes:
-        is_in_use: whether steps are taken here, not on the host.
-    """
+    """Steps of parameters on a device; ``host`` has the lock of the optimizer, and counts."""
 
     works_on_host = False
 
@@ -60,7 +50,7 @@ class Device:
         self._where, self._parameters, self._host = where, parameters, host
         self._centralizes = centralizes
         self._resident: Resident | None = None
-        self.is_in_use = True
+        self.is_in_use = True  # whether steps are taken here, not on the host
         self.forget()
         pending.register(self)
 
@@ -158,28 +148,16 @@ class Device:
             commit([], self._host.count(given.layout))
 
     def _enqueue(self, plan: Plan, launch: Launch) -> None:
-        stream, capturing, resident = launch.stream, launch.is_captured, self._resident
+        resident, kinds = self._resident, _kinds(plan)
         assert resident is not None
-        kinds = _kinds(plan)
-        if capturing:
+        if launch.is_captured:
             self._check_captured(plan, launch.sorter)
             if kinds not in self._ran:
                 self._refuse_first()
-        formula, conditioning = plan.update.formula, plan.conditioning
-        settings = Settings(
-            conditioning.loss_scale,
-            (*formula.constants, *formula.bases),
-            plan.rates,
-            plan.decays if conditioning.leaves_decay else [0.0] * len(plan.decays),
-            plan.decays,
-        )
-        resident.follow_last(stream, capturing=capturing)
-        classes = resident.write_settings(settings, stream, capturing=capturing)
+        resident.follow_last(launch)
+        classes = resident.write_settings(plan, launch)
         program, origin = self._program(resident, plan, kinds, classes, launch)
-        resident.tables.write(program.words, stream, capturing=capturing)
-        resident.scratch.take(max(1, program.scratch_bytes), capturing=capturing)
         resident.run(program, origin, plan.found_inf, launch)
-        resident.has_run(program, stream, capturing=capturing)
         self._ran.pop(kinds, None)
         self._ran[kinds] = None
         if len(self._ran) > _KEPT_KINDS:
@@ -189,11 +167,8 @@ class Device:
 
     def _check_captured(self, plan: Plan, sorter: Any) -> None:
         if plan.classes.follow_steps:
-            wrong, expected = (
-                "follows the number of the step",
-                "a number, or an array on the device",
-            )
-            got = "a list or a schedule of the host"
+            wrong, got = "follows the number of the step", "a list or a schedule of the host"
+            expected = "a number, or an array on the device"
             self._refuse_graph("a rate or decay", wrong, expected, got)
         if plan.given.rows and sorter is not None and not sorter.can_be_captured:
             wrong, expected = "cannot use this framework's sort", "arrays of torch or Numba"
@@ -231,10 +206,11 @@ class Device:
         known = self._programs.get(key) if is_kept else None
         if known is not None and known[0].place == tables.address:
             return known
-        parts = _parts(resident, plan, classes, launch)
+        batches, error = row_batches(given)
+        parts = _parts(resident, plan, classes, launch, batches)
         finite = by_storage(given) if plan.skip_nonfinite else ()
         program = Program(parts, finite, partial(tables.take, capturing=capturing))
-        origin = resident.remember(error_of(given), capturing=capturing) if given.rows else 0
+        origin = resident.remember(error, capturing=capturing) if given.rows else 0
         if is_kept:
             if len(self._programs) >= _KEPT_PROGRAMS:
                 self._forget_programs()
@@ -268,56 +244,40 @@ def _kinds(plan: Plan) -> Any:
 
 
 def _parts(
-    resident: Resident, plan: Plan, classes: int, launch: Launch
+    resident: Resident, plan: Plan, classes: int, launch: Launch, first_of: dict[Batch, int]
 ) -> list[tuple[Part, Scalars]]:
-    """The batches of a step."""
-    (rule, formula, factored), given, conditioning = plan.update, plan.given, plan.conditioning
-    first_of = {id(batch): first for batch, first in row_batches(given)}
+    """The batches of a step; of a row-sparse one its positions come after others."""
+    (rule, _, factored), given, conditioning = plan.update, plan.given, plan.conditioning
     found: list[tuple[Part, Scalars]] = []
     for batch in given.layout.batches:
+        variables, positions = batch.variables, batch.positions
         part: Part
-        if batch.row_sparse:
-            rows = given.rows_of(batch)
-            variables = batch.variables
-            part = RowStep(
-                kernel(rule, conditioning.prologue, variables.w, batch.g, variables.s),
-                row_tables(variables, rows, [0] * len(rows)),
-                base=first_of[id(batch)],
-                touched_only=plan.touched_only,
-                sorts=launch.sorter is None,
-            )
-        elif factored is not None:
+        if factored is not None and not batch.row_sparse:
             part = factored.part(batch, given.addresses_of(batch), conditioning)
         else:
-            part = _dense_part(plan, batch)
-        positions = batch.positions
-        tensors = Tensors(
+            compiled = kernel(rule, conditioning.prologue, variables.w, batch.g, variables.s)
+            if batch.row_sparse:
+                part = RowStep(
+                    compiled,
+                    row_tables(variables, given.rows_of(batch)),
+                    base=first_of[batch],
+                    touched_only=plan.touched_only,
+                    sorts=launch.sorter is None,
+                )
+            else:
+                gradients, table = given.addresses_of(batch), variables.table
+                measured = conditioning.measured_on_device(batch, gradients, compiled.column)
+                sizes = np.diff(table.first)
+                part = Parts(measured, DenseStep(compiled, table.addresses, gradients, sizes))
+        tensors = ScalarRow(
             resident.counts_at(positions),
             resident.powers_at(positions),
+            0,
             classes + size_of(ClassRow) * plan.classes.of[positions],
             conditioning.acts(positions),
         )
-        own = Scalars(
-            formula,
-            rule,
-            conditioning.prologue,
-            batch.variables.real,
-            tensors,
-            scales_decay=conditioning.scales_decay,
-        )
-        found.append((part, own))
+        found.append((part, Scalars(plan.update, conditioning, variables.real, tensors)))
     return found
-
-
-def _dense_part(plan: Plan, batch: Batch) -> Part:
-    """The launches of a batch of dense tensors."""
-    variables, conditioning = batch.variables, plan.conditioning
-    gradients = plan.given.addresses_of(batch)
-    compiled = kernel(plan.update.rule, conditioning.prologue, variables.w, batch.g, variables.s)
-    table = variables.table
-    measured = conditioning.measured_on_device(batch, gradients, compiled.column)
-    step = DenseStep(compiled, table.addresses, gradients, np.diff(table.first))
-    return Parts(measured, step)
 
 
 def _leave(resident: Resident) -> None:

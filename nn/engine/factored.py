@@ -17,6 +17,7 @@ from ...kernels.rules.adafactor import size_factors
 from ...kernels.rules.rule import Rule, columns
 from ...kernels.tables import FactoredTensor
 from ...ops.norm import squares_at
+from ...ops.runtime import cuda
 from .conditioning import Conditioning
 from .host import prepared_measured
 from .layout import Batch
@@ -31,20 +32,12 @@ SizeOptions = tuple[float, float, bool]
 
 @dataclass(frozen=True)
 class FactoredUpdate:
-    """A `Factored` of Adafactor.
+    """A `Factored` of Adafactor."""
 
-    Attributes:
-        rule: for tensors whose second moments are kept in full.
-        options: epsilon of a parameter's size, threshold of clipping, whether steps are relative
-            to sizes.
-        has_average: whether there is a first moment.
-        tables: of the matrices of each batch on the host, which are made once.
-    """
-
-    rule: Rule
+    rule: Rule  # for tensors whose second moments are kept in full
     options: SizeOptions
-    has_average: bool
-    tables: MutableMapping[Batch, FactoredTable]
+    has_average: bool  # whether there is a first moment
+    tables: MutableMapping[Batch, FactoredTable]  # of matrices on the host, which are made once
 
     @quiet
     def prepared(self, call: Call, conditioning: Conditioning) -> Prepared:
@@ -54,7 +47,7 @@ class FactoredUpdate:
             return prepared_measured(call, conditioning, self._complete)
         variables, column = batch.variables, columns(self.rule, conditioning.prologue)
         if conditioning.is_measured:
-            conditioning.complete(batch, gradients, call.hp, column, call.rates, call.decays)
+            conditioning.complete(call, column)
         if batch not in self.tables:
             self.tables[batch] = FactoredTable(_matrices_of(batch))
         squares = np.zeros((len(gradients), 2))
@@ -80,15 +73,20 @@ class FactoredUpdate:
 
     def part(self, batch: Batch, gradients: np.ndarray, conditioning: Conditioning) -> Part:
         """See `Factored`."""
-        from .factored_device import matrices_part, vectors_part  # needs numba-cuda
-
         variables, prologue = batch.variables, conditioning.prologue
         measured = conditioning.measured_on_device(batch, gradients, columns(self.rule, prologue))
+        adafactor, dense = cuda.adafactor.step, cuda.dense
+        options = adafactor.Options(*self.options)
         if _has_matrices(batch):
-            compiled = self._kernel(batch, conditioning)
-            return matrices_part(compiled, _matrices_of(batch), gradients, self.options, measured)
-        vectors = kernel(self.rule, prologue, variables.w, batch.g, variables.s)
-        return vectors_part(vectors, variables.table, gradients, self.options, measured)
+            compiled, tensors = self._kernel(batch, conditioning), _matrices_of(batch)
+            step = adafactor.MatrixStep(compiled, tensors, gradients, options)
+        else:
+            compiled = kernel(self.rule, prologue, variables.w, batch.g, variables.s)
+            sizes, addresses = np.diff(variables.table.first), variables.table.addresses
+            follow = adafactor.rms_kernel(compiled, dense.chunks.TensorRow, options)
+            step = dense.step.DenseStep(compiled, addresses, gradients, sizes, follow)
+        parts: Part = cuda.device.part.Parts(measured, step)
+        return parts
 
     def _kernel(self, batch: Batch, conditioning: Conditioning) -> Kernel:
         variables = batch.variables

@@ -15,20 +15,15 @@ from ...kernels.cpu.counts import Count
 from ...kernels.cpu.parallel import Prepared, commit
 from ...kernels.rules.rule import columns, factors
 from ...ops.runtime import locks
-from ...ops.runtime.row_step import RowUpdate, prepared_rows
-from ...ops.runtime.step import DenseUpdate, measure_step, prepared_dense
+from ...ops.runtime.row_step import RowUpdate
+from ...ops.runtime.step import DenseUpdate, measure_step
 from .conditioning import Conditioning
 from .layout import Layout
 from .plan import NOTHING, Call, Classes, Counts, Plan, Update
 
 
 class Host:
-    """Steps of parameters on the host.
-
-    Args:
-        where: the optimizer's name, for errors.
-        counts: of the optimizer.
-    """
+    """Steps of the parameters of an optimizer on the host."""
 
     works_on_host = True
 
@@ -68,17 +63,14 @@ class Host:
             known = self._counted = layout, Count(self.counts.steps, active, total)
         return known[1]
 
-    def after_fork(self) -> None:
-        """In the child: whoever held the lock does not exist there."""
-        self._lock = threading.RLock()
-
 
 _living: weakref.WeakSet[Host] = weakref.WeakSet()
 
 
 def _after_fork_in_child() -> None:
+    # Whoever held a lock does not exist there.
     for host in list(_living):
-        host.after_fork()
+        host._lock = threading.RLock()
 
 
 if hasattr(os, "register_at_fork"):
@@ -92,7 +84,7 @@ def _write(plan: Plan, count: Count) -> None:
 def prepared(call: Call, plan: Plan) -> Prepared:
     """A kernel call of a step, to be run by `commit`; what is measured is measured here."""
     if call.rates is NOTHING:
-        return prepared_call(call)
+        return update_of(call).prepared()
     factored, conditioning = plan.update.factored, plan.conditioning
     return (factored.prepared if factored else prepared_measured)(call, conditioning)
 
@@ -104,12 +96,6 @@ def update_of(call: Call) -> DenseUpdate | RowUpdate:
         return DenseUpdate(rule, prologue, batch.variables, gradients, batch.g, hp, hp_of)
     arguments = batch.labels, rule, prologue, batch.variables, gradients
     return RowUpdate.of(*arguments, hp, hp_of.tolist(), touched_only)
-
-
-def prepared_call(call: Call) -> Prepared:
-    """A kernel call of which all scalars are known."""
-    update = update_of(call)
-    return prepared_rows(update) if isinstance(update, RowUpdate) else prepared_dense(update)
 
 
 Complete = Callable[[np.ndarray, Call, dict[str, int]], None]
@@ -124,13 +110,13 @@ def prepared_measured(
     call: Call, conditioning: Conditioning, complete: Complete = _multiply
 ) -> Prepared:
     """A call on tensors for whose scalars something has to be measured first."""
-    batch, rule, prologue, _, gradients, hp, hp_of, rates, decays = call
-    update = DenseUpdate(rule, prologue, batch.variables, gradients, batch.g, hp, hp_of)
+    batch, rule, prologue, _, gradients, *hp, _, _ = call
+    update = DenseUpdate(rule, prologue, batch.variables, gradients, batch.g, *hp)
     column = columns(rule, prologue)
     # What is infinite or NaN reaches the parameter; it is no reason to stop half way.
     with np.errstate(all="ignore"):
         if conditioning.is_measured:
-            conditioning.complete(batch, gradients, hp, column, rates, decays)
+            conditioning.complete(call, column)
         if rule.measure:
             complete(measure_step(update), call, column)
-    return prepared_dense(update)
+    return update.prepared()

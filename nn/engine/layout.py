@@ -24,27 +24,16 @@ from ...ops.runtime.step import Variables
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """Tensors of one kernel call: equal storage types of parameters, gradients and states.
+    """Tensors of one kernel call: equal storage types of parameters, gradients and states."""
 
-    Attributes:
-        positions: int64 ``[T]``: places of the tensors in optimizer order.
-        variables: parameters and states.
-        g: storage of the gradients.
-        row_sparse: whether the gradients are.
-        places: int64 ``[T]``: places among the dense, or the row-sparse, gradients.
-        is_all: whether these are all parameters of the optimizer, in order.
-        real: NumPy's type of the arithmetic.
-        labels: how errors name the gradients.
-    """
-
-    positions: np.ndarray
-    variables: Variables
-    g: Storage
-    row_sparse: bool
-    places: np.ndarray
-    is_all: bool
-    real: type
-    labels: tuple[str, ...]
+    positions: np.ndarray  # int64 [T]: places of the tensors in optimizer order
+    variables: Variables  # parameters and states
+    g: Storage  # of the gradients
+    row_sparse: bool  # whether the gradients are
+    places: np.ndarray  # int64 [T]: places among the dense, or the row-sparse, gradients
+    is_all: bool  # whether these are all parameters of the optimizer, in order
+    real: type  # NumPy's, of the arithmetic
+    labels: tuple[str, ...]  # how errors name the gradients
 
 
 class Kind(NamedTuple):
@@ -65,55 +54,37 @@ Place = tuple[np.ndarray, int, tuple[int, ...], np.dtype[Any]]
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """The batches of a step.
+    """The batches of a step."""
 
-    Attributes:
-        batches: one for each kernel call. Row-sparse ones come first: they check their indices
-            before they write.
-        active: int64: places of all parameters that have a gradient.
-        is_complete: whether these are all parameters.
-        kinds: those of the gradients.
-        expected: the headers of their arrays (of row-sparse ones first the indices, then the
-            values) and of the variables, where every parameter has a gradient; else None.
-        dense_arrays: int64: places among these arrays of the dense gradients.
-        row_arrays: places of the indices of the row-sparse ones.
-        dense_bytes: sizes of the dense gradients, in order.
-        memory: int64 ``[2, n]``: where the memory of the active variables begins and ends, in
-            order.
-        places: where and what the active variables on the host were.
-    """
-
+    # One for each kernel call. Row-sparse ones come first: they check indices before they write.
     batches: tuple[Batch, ...]
-    active: np.ndarray
-    is_complete: bool
-    dense_bytes: tuple[int, ...]
-    kinds: tuple[Kind | None, ...]
+    active: np.ndarray  # int64: places of all parameters that have a gradient
+    is_complete: bool  # whether these are all parameters
+    dense_bytes: tuple[int, ...]  # sizes of the dense gradients, in order
+    kinds: tuple[Kind | None, ...]  # those of the gradients
+    # The headers of their arrays (of row-sparse ones first the indices, then the values) and of
+    # the variables, where every parameter has a gradient; else None.
     expected: headers.Expected | None
-    dense_arrays: np.ndarray
-    row_arrays: tuple[int, ...]
-    memory: np.ndarray
-    places: tuple[Place, ...]
+    dense_arrays: np.ndarray  # int64: places among these arrays of the dense gradients
+    row_arrays: tuple[int, ...]  # places of the indices of the row-sparse ones
+    memory: list[list[int]]  # begins and ends of the active variables, in order
+    places: tuple[Place, ...]  # where and what the active variables on the host were
 
     @property
     def is_in_place(self) -> bool:
         """Whether the variables on the host are where and as they were: nobody has resized one,
         or given it another shape, in place.
         """
-        return all(map(_lies_at, self.places))
+        return all(place[1:] == _place(place[0])[1:] for place in self.places)
 
     @cached_property
     def lock_spans(self) -> list[Span]:
         """The memory of all active variables, for locking."""
         return sorted(span for batch in self.batches for span in batch.variables.spans)
 
-    @cached_property
-    def _stretches(self) -> tuple[list[int], list[int]]:
-        begins, ends = self.memory.tolist()
-        return begins, ends
-
     def shares_memory(self, begin: int, n_bytes: int) -> bool:
         """Whether any of ``n_bytes`` bytes from ``begin`` on belongs to an active variable."""
-        begins, ends = self._stretches
+        begins, ends = self.memory
         # Variables do not overlap: the last one that begins before the bytes end decides.
         last = bisect_left(begins, begin + n_bytes) - 1
         return n_bytes > 0 and last >= 0 and ends[last] > begin
@@ -151,18 +122,13 @@ def build_layout(
                 tuple(labels[i] for i in positions),
             )
         )
-    spans = sorted(
-        (address_of(a), address_of(a) + a.nbytes)
-        for _, _, arrays in known
-        for a in arrays
-        if a.size
-    )
+    written = [array for _, _, arrays in known for array in arrays]
+    spans = sorted((address_of(a), address_of(a) + a.nbytes) for a in written if a.size)
     memory = np.array(spans, np.int64).reshape(-1, 2).T.copy()
     is_complete = len(known) == len(kinds)
     are_plain = not any(isinstance(w, DeviceArray) for _, _, (w, *_) in known)
     forms, dense_arrays, row_arrays = _array_forms([(kind, arrays[0]) for _, kind, arrays in known])
     can_expect = is_complete and headers.usable and are_plain
-    written = [array for _, _, arrays in known for array in arrays]
     expected = headers.Expected(forms, memory, written=written) if can_expect else None
     return Layout(
         tuple(sorted(batches, key=lambda batch: not batch.row_sparse)),
@@ -173,17 +139,13 @@ def build_layout(
         expected,
         dense_arrays,
         row_arrays,
-        memory,
+        memory.tolist(),
         tuple(_place(a) for a in written if not isinstance(a, DeviceArray)),
     )
 
 
 def _place(array: np.ndarray) -> Place:
     return array, address_of(array), array.shape, array.dtype
-
-
-def _lies_at(place: Place) -> bool:
-    return place[1:] == _place(place[0])[1:]
 
 
 def _array_forms(

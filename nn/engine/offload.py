@@ -16,15 +16,15 @@ from ...kernels.cpu.parallel import commit
 from ...kernels.storage import Piece
 from ...ops.runtime import cuda
 from ...ops.runtime.arrays import address_of
-from ...ops.runtime.launch import refuse_capture
+from ...ops.runtime.device import cannot_be_captured, is_captured
+from ...ops.runtime.launch import launch_on
 from ...ops.runtime.row_step import RowGradient
 from ...ops.runtime.step import Variables
 from ..base.parameter import Parameter
 from .host import Host, prepared
 from .layout import Batch
-from .on_device import launching_for
-from .plan import Call, Classes, Plan, Update
-from .reader import Gradients, check_rows
+from .plan import NOTHING, Call, Classes, Plan, Update
+from .reader import check_rows
 
 CHUNK = 1 << 22
 """Elements that come at a time."""
@@ -33,9 +33,7 @@ CHUNK = 1 << 22
 class Offload:
     """Steps of parameters on a device, with states and arithmetic on the host.
 
-    Args:
-        host: where the arithmetic is done.
-        parameter: one that lives where all do.
+    ``parameter`` is one that lives where all do.
     """
 
     works_on_host = True
@@ -49,28 +47,29 @@ class Offload:
 
     def ready(self, update: Update, classes: Classes, *, may_skip: bool) -> None:  # noqa: ARG002
         """Refuse to become part of a CUDA graph: the step waits for the device."""
-        refuse_capture(self._parameter.array)
+        if is_captured(self._parameter.array):
+            raise cannot_be_captured()
 
     def run(self, plan: Plan) -> None:
         """Parameters and gradients come to the host, which waits; the parameters go back."""
-        given = plan.given
-        with launching_for(given, use_locking=plan.use_locking) as stream:
-            rows = _checked_rows(given)
-            for call in plan.calls:
-                if call.batch.row_sparse:
-                    _run_rows(call, rows.pop(0), plan, stream)
-                else:
-                    _run_dense(call, plan, stream)
-        commit([], self._host.count(given.layout))
+        layout, arrays = plan.given.layout, plan.given.arrays
+        if arrays:
+            with launch_on(arrays, layout.lock_spans if plan.use_locking else None) as launch:
+                rows = {batch: _checked_rows(batch, plan) for batch in layout.batches}
+                for call in plan.calls:
+                    _run(call, rows[call.batch], plan, launch.stream)
+        commit([], self._host.count(layout))
 
 
-def _checked_rows(given: Gradients) -> list[list[RowGradient]]:
-    """The row-sparse gradients of each batch of them; all indices are in range."""
-    found = []
-    for batch in (batch for batch in given.layout.batches if batch.row_sparse):
-        found.append(_rows_on_host(given.rows_of(batch)))
-        check_rows(batch, found[-1])
-    return found
+def _checked_rows(batch: Batch, plan: Plan) -> list[RowGradient]:
+    """The row-sparse gradients of a batch with their indices, which are in range, on the host."""
+    rows = []
+    for row in plan.given.rows_of(batch) if batch.row_sparse else ():
+        indices = row.indices.numpy()
+        rows.append(row._replace(indices=indices, index_address=address_of(indices)))
+    if rows:
+        check_rows(batch, rows)
+    return rows
 
 
 class Part(NamedTuple):
@@ -99,26 +98,38 @@ def chunks_of(sizes: Sequence[int], *, split: bool) -> Iterator[list[Part]]:
         yield chunk
 
 
-def _run_dense(call: Call, plan: Plan, stream: Any) -> None:
-    """A step on the dense tensors of a batch, chunk by chunk."""
-    batch, gradients = call.batch, call.gradients
-    is_measured = bool(plan.conditioning.is_measured or call.rule.measure)
-    split = not is_measured  # a norm is that of a whole tensor
-    tensors, g = batch.variables.tensors, batch.g
-    chunks = list(chunks_of([arrays[0].size for arrays in tensors], split=split))
+def _run(call: Call, rows: Sequence[RowGradient], plan: Plan, stream: Any) -> None:
+    """A step on a batch, chunk by chunk; on tables, with checked ``rows``, one after the other."""
+    batch, tensors = call.batch, call.batch.variables.tensors
+    is_measured = call.rates is not NOTHING
+    split = not (is_measured or rows)  # a norm is that of a whole tensor
+    sizes = [arrays[0].size for arrays in tensors]
+    tables = [[Part(t, 0, size)] for t, size in enumerate(sizes)]
+    chunks = tables if rows else list(chunks_of(sizes, split=split))
 
     def work(k: int, views: list[np.ndarray]) -> None:
-        parts, of_w, of_g = chunks[k], views[::2], views[1::2]
-        variables = Variables.of(
-            [
-                _part_of(tensors[part.t], part, w) if split else _whole(tensors[part.t], w)
-                for part, w in zip(parts, of_w, strict=True)
-            ]
+        chosen, of_g = [part.t for part in chunks[k]], views[1::2]
+        here = []
+        for (t, begin, end), w in zip(chunks[k], views[::2], strict=True):
+            there, *states = tensors[t]
+            if split:
+                here.append((w, *(state.reshape(-1)[begin:end] for state in states)))
+            else:  # states may have other shapes
+                here.append((w.reshape(there.shape), *states))
+        gradients: Any = np.array(list(map(address_of, of_g)), np.int64)
+        if rows:
+            values = of_g[0].reshape(rows[k].values.shape)
+            gradients = [RowGradient.of(rows[k].indices, values)]
+        own_batch = replace(
+            batch,
+            positions=batch.positions[chosen],
+            variables=Variables.of(here),
+            places=batch.places[chosen],
+            labels=tuple(batch.labels[t] for t in chosen),
         )
-        chosen = [part.t for part in parts]
         own = call._replace(
-            batch=_batch_of(batch, chosen, variables),
-            gradients=_addresses(of_g),
+            batch=own_batch,
+            gradients=gradients,
             hp=call.hp[call.hp_of[chosen]],
             hp_of=np.arange(len(chosen)),
         )
@@ -126,74 +137,17 @@ def _run_dense(call: Call, plan: Plan, stream: Any) -> None:
             own = own._replace(rates=call.rates[chosen], decays=call.decays[chosen])
         commit([prepared(own, plan)])
 
-    pieces = [
-        [piece for part in chunk for piece in _pieces(tensors[part.t][0], gradients, g, part)]
-        for chunk in chunks
-    ]
+    pieces = [[piece for part in chunk for piece in _pieces(call, rows, part)] for chunk in chunks]
     cuda.device.staging.staging().run(pieces, work, stream)
 
 
-def _part_of(tensor: tuple[Any, ...], part: Part, w: np.ndarray) -> tuple[np.ndarray, ...]:
-    """A part of a parameter that has come to the host, with the same part of each state."""
-    return (w, *(state.reshape(-1)[part.begin : part.end] for state in tensor[1:]))
-
-
-def _whole(tensor: tuple[Any, ...], w: np.ndarray) -> tuple[np.ndarray, ...]:
-    """A parameter that has come to the host, with its states, which may have other shapes."""
-    return (w.reshape(tensor[0].shape), *tensor[1:])
-
-
-def _pieces(w: Any, gradients: np.ndarray, g: Any, part: Part) -> list[Piece]:
+def _pieces(call: Call, rows: Sequence[RowGradient], part: Part) -> list[Piece]:
     """What comes of a part: the parameter, which goes back, and the gradient."""
-    t, begin, end = part
-    at_w, at_g = w.address + begin * w.itemsize, int(gradients[t]) + begin * g.itemsize
-    return [Piece(at_w, end - begin, w.dtype, True), Piece(at_g, end - begin, g.dtype, False)]
-
-
-def _batch_of(batch: Batch, chosen: list[int], variables: Variables) -> Batch:
-    return replace(
-        batch,
-        positions=batch.positions[chosen],
-        variables=variables,
-        places=batch.places[chosen],
-        labels=tuple(batch.labels[t] for t in chosen),
-    )
-
-
-def _addresses(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    return np.array([address_of(array) for array in arrays], np.int64)
-
-
-def _rows_on_host(rows: Sequence[RowGradient]) -> list[RowGradient]:
-    """Row-sparse gradients with their indices on the host; the values are still on the device."""
-    return [
-        RowGradient(indices, row.values, address_of(indices), row.values_address)
-        for row in rows
-        for indices in [row.indices.numpy()]
-    ]
-
-
-def _run_rows(call: Call, rows: Sequence[RowGradient], plan: Plan, stream: Any) -> None:
-    """A step on the tables of a batch, one after the other; ``rows`` are checked."""
-    tensors = call.batch.variables.tensors
-
-    def work(t: int, views: list[np.ndarray]) -> None:
-        w, values = views
-        shape, of_values = tensors[t][0].shape, rows[t].values.shape
-        variables = Variables.of([(w.reshape(shape), *tensors[t][1:])])
-        gradient = RowGradient.of(rows[t].indices, values.reshape(of_values))
-        own = call._replace(
-            batch=_batch_of(call.batch, [t], variables),
-            gradients=[gradient],
-            hp_of=call.hp_of[t : t + 1],
-        )
-        commit([prepared(own, plan)])
-
-    pieces = [
-        [
-            Piece(w.address, w.size, w.dtype, True),
-            Piece(row.values_address, row.values.size, row.values.dtype, False),
-        ]
-        for (w, *_), row in zip(tensors, rows, strict=True)
-    ]
-    cuda.device.staging.staging().run(pieces, work, stream)
+    (t, begin, end), g = part, call.batch.g
+    w, n = call.batch.variables.tensors[t][0], end - begin
+    if rows:
+        of_g = rows[t].values_address, rows[t].values.size
+    else:
+        of_g = int(call.gradients[t]) + begin * g.itemsize, n
+    at_w = w.address + begin * w.itemsize
+    return [Piece(at_w, n, w.dtype, True), Piece(*of_g, g.dtype, False)]

@@ -29,27 +29,16 @@ NOTHING = np.empty(0)
 
 
 class Call(NamedTuple):
-    """What one kernel call does.
-
-    Attributes:
-        batch: its tensors.
-        rule: the update rule.
-        prologue: what happens to the gradients before.
-        touched_only: whether row-sparse gradients update only the rows that occur.
-        gradients: int64 ``[T]``: addresses of dense gradients; or the row-sparse ones.
-        hp: rows of scalars.
-        hp_of: int64 ``[T]``: the row of each tensor.
-        rates, decays: float64 ``[T]``: learning rate and weight decay of each tensor, where
-            something is measured first; else empty.
-    """
+    """What one kernel call does."""
 
     batch: Batch
     rule: Rule
-    prologue: Prologue
-    touched_only: bool
-    gradients: Any
-    hp: np.ndarray
-    hp_of: np.ndarray
+    prologue: Prologue  # what happens to the gradients before
+    touched_only: bool  # whether row-sparse gradients update only the rows that occur
+    gradients: Any  # int64 [T]: addresses of dense gradients; or the row-sparse ones
+    hp: np.ndarray  # rows of scalars
+    hp_of: np.ndarray  # int64 [T]: the row of each tensor
+    # float64 [T], of each tensor, where something is measured first:
     rates: np.ndarray = NOTHING
     decays: np.ndarray = NOTHING
 
@@ -69,49 +58,27 @@ class Factored(Protocol):
 
 
 class Update(NamedTuple):
-    """What a step does.
-
-    Attributes:
-        rule: the update rule.
-        formula: how its scalars follow from the learning rate and the update of a tensor.
-        factored: dense steps of their own, where the rule has them.
-    """
+    """What a step does."""
 
     rule: Rule
-    formula: Formula
-    factored: Factored | None = None
+    formula: Formula  # how its scalars follow from the learning rate and the update of a tensor
+    factored: Factored | None = None  # dense steps of their own, where the rule has them
 
 
 class Counts(NamedTuple):
-    """How far an optimizer is; arrays, in which whoever steps counts.
+    """How far an optimizer is; arrays, in which whoever steps counts."""
 
-    Attributes:
-        global_step: int32 ``(1,)``: steps that were not skipped.
-        skipped: int64 ``(1,)``: steps that were.
-        steps: int64 ``[P]``: updates of each parameter.
-    """
-
-    global_step: np.ndarray
-    skipped: np.ndarray
-    steps: np.ndarray
+    global_step: np.ndarray  # int32 (1,): steps that were not skipped
+    skipped: np.ndarray  # int64 (1,): steps that were
+    steps: np.ndarray  # int64 [P]: updates of each parameter
 
 
 class Classes:
-    """Parameters that share all options share their scalars: they are a class.
-
-    Args:
-        where: the optimizer's name, for errors.
-        options: of each parameter.
-
-    Attributes:
-        of: int64 ``[P]``: the class of each parameter.
-        examples: a parameter of each class.
-        rates, decays: of each class.
-    """
+    """Parameters that share all options share their scalars: they are a class."""
 
     def __init__(self, where: str, options: Sequence[ParameterOptions]) -> None:
         known: dict[Any, int] = {}
-        self.examples: list[int] = []
+        self.examples: list[int] = []  # a parameter of each class
         of = []
         for i, option in enumerate(options):
             decay = option.decay if isinstance(option.decay, float) else id(option.decay)
@@ -120,7 +87,7 @@ class Classes:
                 known[key] = len(known)
                 self.examples.append(i)
             of.append(known[key])
-        self.of = np.array(of, np.int64)
+        self.of = np.array(of, np.int64)  # the class of each parameter
         examples = [options[i] for i in self.examples]
         self._rates, decays = zip(*((o.rate, o.decay) for o in examples), strict=True)
         self.rates = Values(where, "learning_rate", self._rates)
@@ -153,32 +120,19 @@ class Classes:
 
 
 class Plan(NamedTuple):
-    """A step that has been read and checked.
-
-    Attributes:
-        given: the gradients.
-        update: what it does.
-        conditioning: what happens to the gradients before.
-        classes: of the parameters.
-        rates, decays: of each class; a rate is a float, or a `Number` on the device of the step.
-        touched_only: whether row-sparse gradients update only the rows that occur.
-        use_locking: whether its memory is held exclusively.
-        skip_nonfinite: whether a device is to skip it where a gradient is not finite.
-        found_inf: not 0 where a device is to skip it, or None.
-        calls: of the host; empty where a device works out the scalars.
-    """
+    """A step that has been read and checked."""
 
     given: Gradients
     update: Update
-    conditioning: Conditioning
-    classes: Classes
-    rates: Sequence[Any]
-    decays: Sequence[float]
-    touched_only: bool
-    use_locking: bool
-    skip_nonfinite: bool
-    found_inf: DeviceArray | None
-    calls: Sequence[Call] = ()
+    conditioning: Conditioning  # what happens to the gradients before
+    classes: Classes  # of the parameters
+    rates: Sequence[Any]  # of each class: a float, or a `Number` on the device of the step
+    decays: Sequence[float]  # of each class
+    touched_only: bool  # whether row-sparse gradients update only the rows that occur
+    use_locking: bool  # whether its memory is held exclusively
+    skip_nonfinite: bool  # whether a device is to skip it where a gradient is not finite
+    found_inf: DeviceArray | None  # not 0 where a device is to skip it
+    calls: Sequence[Call] = ()  # of the host; empty where a device works out the scalars
 
 
 def calls_of(
@@ -191,16 +145,10 @@ def calls_of(
     *,
     touched_only: bool,
 ) -> list[Call]:
-    """The kernel calls of a step on the host.
+    """The kernel calls of a step on the host; as `Plan`.
 
-    Args:
-        given: the gradients.
-        update: what it does.
-        conditioning: what happens to the gradients before.
-        classes: of the parameters.
-        numbers: learning rates and weight decays of the classes.
-        steps: int64 ``[P]``: updates of each parameter before this one.
-        touched_only: whether row-sparse gradients update only the rows that occur.
+    ``numbers`` are the learning rates and weight decays of the classes, ``steps`` (int64 ``[P]``)
+    the updates of each parameter before this one.
     """
     rates, decays = numbers
     prologue, n_classes = conditioning.prologue, len(classes.examples)
@@ -245,25 +193,15 @@ def _rows_of(
 
 
 class Stepper(Protocol):
-    """What runs the steps of an optimizer: on the host, on a device, or both.
+    """What runs the steps of an optimizer: on the host, on a device, or both."""
 
-    Attributes:
-        works_on_host: whether the arithmetic is done there.
-    """
-
-    works_on_host: bool
+    works_on_host: bool  # whether the arithmetic is done there
 
     def turn(self) -> AbstractContextManager[Any]:
         """Within it, no other thread takes a step of the optimizer."""
 
     def ready(self, update: Update, classes: Classes, *, may_skip: bool) -> None:
-        """Within a turn, before a step is planned.
-
-        Args:
-            update: what the step will do.
-            classes: of the parameters.
-            may_skip: whether the step may be skipped for what is in its arrays.
-        """
+        """Within a turn, before a step is planned, which may be skipped for what it is given."""
 
     def run(self, plan: Plan) -> None:
         """Take a step, and count it."""

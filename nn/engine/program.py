@@ -7,7 +7,7 @@ of gradients; scalars are computed there (`kernels.cuda.scalars`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -19,97 +19,60 @@ from ...kernels.cuda.device.memory import ALIGN, Places
 from ...kernels.cuda.device.part import Call, Part
 from ...kernels.cuda.device.records import size_of, table_of
 from ...kernels.cuda.rows.step import RowStep
-from ...kernels.rules.formula import Formula
-from ...kernels.rules.rule import Prologue, Rule, columns
+from ...kernels.rules.rule import columns
 from ...kernels.storage import Storage
-
-
-class Tensors(NamedTuple):
-    """What the scalars of the tensors of a part depend on; int64 ``[T]`` each.
-
-    Attributes:
-        counts: addresses of their counts.
-        powers: addresses of their running powers.
-        classes: addresses of the settings of their classes.
-        acts: whether a weight decay of the prologue is theirs.
-    """
-
-    counts: np.ndarray
-    powers: np.ndarray
-    classes: np.ndarray
-    acts: np.ndarray
+from .conditioning import Conditioning
+from .plan import Update
 
 
 class Scalars:
-    """The scalars of the tensors of a part.
-
-    Args:
-        formula: of the rule.
-        rule: the rule.
-        prologue: what happens to the gradient before.
-        real: type of the arithmetic.
-        tensors: on what they depend.
-        scales_decay: see `scalars.scalars_kernel`.
-    """
+    """The scalars of the tensors of a part, in some type of the arithmetic."""
 
     def __init__(
-        self,
-        formula: Formula,
-        rule: Rule,
-        prologue: Prologue,
-        real: Storage,
-        tensors: Tensors,
-        *,
-        scales_decay: bool,
+        self, update: Update, conditioning: Conditioning, real: Storage, tensors: scalars.ScalarRow
     ) -> None:
-        self._tensors = tensors
+        rule, formula, _ = update
+        self._tensors, self._n_tensors = tensors, len(tensors.updates)
         self.loop = scalars.scalars_kernel(
             formula.function,
             len(formula.constants),
             len(formula.bases),
             len(rule.hp),
-            prologue,
-            scales_decay,
+            conditioning.prologue,
+            conditioning.scales_decay,
             real,
         )
-        n_bytes = len(columns(rule, prologue)) * real.itemsize
+        n_bytes = len(columns(rule, conditioning.prologue)) * real.itemsize
         self._row_bytes = -(-n_bytes // 8) * 8 + size_of(scalars.Numbers)
         self._table = 0
 
     @property
     def n_bytes(self) -> int:
         """Bytes of the scalars of all tensors, and of what they were computed from, aligned."""
-        return -(-len(self._tensors.counts) * self._row_bytes // ALIGN) * ALIGN
+        return -(-self._n_tensors * self._row_bytes // ALIGN) * ALIGN
 
     def addresses(self, place: int) -> np.ndarray:
         """Addresses of the scalars of each tensor."""
         first = place + size_of(scalars.Numbers)
-        return first + np.arange(len(self._tensors.counts)) * self._row_bytes
+        return first + np.arange(self._n_tensors) * self._row_bytes
 
     def words(self, place: int, hp: np.ndarray) -> np.ndarray:
         """The int64 table, to lie at an address."""
         self._table = place
-        counts, powers, classes, acts = self._tensors
-        row = scalars.ScalarRow(counts, powers, hp, classes, acts)
-        return table_of(row, len(hp))
+        return table_of(self._tensors._replace(hp=hp), len(hp))
 
     def enqueue(self, settings: int, state: int, stream: Any, *, counts_step: bool) -> None:
         """Enqueue counting the updates of the tensors, and their scalars."""
-        n_tensors = len(self._tensors.counts)
-        blocks = -(-n_tensors // scalars.THREADS)
+        blocks = -(-self._n_tensors // scalars.THREADS)
         on_grid(self.loop, blocks, scalars.THREADS, stream)(
-            self._table, n_tensors, settings, state, int(counts_step)
+            self._table, self._n_tensors, settings, state, int(counts_step)
         )
 
 
 class Program:
-    """A step: its parts and its tables.
+    """A step: its parts, row-sparse ones first, each with its scalars, and its tables.
 
-    Args:
-        parts: row-sparse ones first, each with its scalars.
-        gradients: storage, addresses and sizes of gradients that have to be finite; none where
-            that is not checked.
-        take: gives memory for the tables, from its size in bytes.
+    ``gradients`` are those that have to be finite, ``take`` gives memory for so many bytes.
     """
 
     def __init__(
@@ -120,7 +83,9 @@ class Program:
     ) -> None:
         self._parts = parts
         self._rows = [part for part, _ in parts if isinstance(part, RowStep)]
+        self.has_rows = bool(self._rows)
         self._finite = [FiniteCheck(*of_storage) for of_storage in gradients]
+        self.checks_finite = bool(self._finite)
         self._prepare()
         self.scratch_bytes = max((part.scratch_bytes for part, _ in parts), default=0)
         # Once to learn how long the tables are.
@@ -153,16 +118,6 @@ class Program:
         self._at_finite = place
         found += [check.table for check in self._finite]
         return np.concatenate(found)
-
-    @property
-    def has_rows(self) -> bool:
-        """Whether indices are checked."""
-        return bool(self._rows)
-
-    @property
-    def checks_finite(self) -> bool:
-        """Whether gradients are checked."""
-        return bool(self._finite)
 
     def check_finite(self, found: int, stream: Any) -> None:
         """Enqueue the check of the gradients; the word at ``found`` becomes 1 if one is not."""

@@ -15,7 +15,7 @@ from ...ops.runtime.arrays import address_of, adopt_anywhere, real_type
 from ...ops.runtime.device import DeviceArray, device_of
 from ...ops.runtime.errors import reject
 from ...ops.runtime.row_forms import as_rows
-from ...ops.runtime.row_step import RowGradient, check_keys
+from ...ops.runtime.row_step import IndexList, RowGradient, check_keys
 from ...ops.runtime.row_tensor import RowTensor
 from ..base import gradients as whole
 from ..base.parameter import Parameter
@@ -25,19 +25,12 @@ _KEPT_LAYOUTS = 16
 
 
 class Gradients(NamedTuple):
-    """The checked gradients of one step.
-
-    Attributes:
-        layout: their layout.
-        addresses: int64: addresses of the dense ones, in order.
-        rows: the row-sparse ones, in order.
-        keep: what must stay alive until the step is done.
-    """
+    """The checked gradients of one step."""
 
     layout: Layout
-    addresses: np.ndarray
-    rows: list[RowGradient]
-    keep: Sequence[Any]
+    addresses: np.ndarray  # int64: of the dense ones, in order
+    rows: list[RowGradient]  # the row-sparse ones, in order
+    keep: Sequence[Any]  # what must stay alive until the step is done
 
     @property
     def arrays(self) -> list[Any]:
@@ -45,8 +38,7 @@ class Gradients(NamedTuple):
         variables = (batch.variables.tensors for batch in self.layout.batches)
         found = [arrays[0] for tensors in variables for arrays in tensors]
         for gradient in self.keep:
-            is_sparse = isinstance(gradient, RowGradient)
-            found += [gradient.indices, gradient.values] if is_sparse else [gradient]
+            found += gradient[:2] if isinstance(gradient, RowGradient) else [gradient]
         return found
 
     def addresses_of(self, batch: Batch) -> np.ndarray:
@@ -62,13 +54,9 @@ class Gradients(NamedTuple):
 class GradientReader:
     """Checks gradients and finds how they lie; keeps the layouts it has seen.
 
-    Args:
-        where: the optimizer's name, for errors.
-        parameters: the parameters.
-        states: the states of each parameter.
-        sparse_update: what row-sparse gradients do, or None where they raise.
-        rows_need: where row-sparse gradients raise: what was expected, and what was found.
-        centralized: places of the parameters whose gradients are centralized.
+    Where ``sparse_update`` is None row-sparse gradients raise, and ``rows_need`` says what was
+    expected and what was found. ``centralized`` are the places of the parameters whose gradients
+    are centralized.
     """
 
     def __init__(
@@ -80,22 +68,14 @@ class GradientReader:
         rows_need: tuple[str, str | None] = ("", None),
         centralized: Sequence[int] = (),
     ) -> None:
-        self._where = where
-        self._parameters = parameters
-        self._states = states
-        self._sparse_update = sparse_update
-        self._rows_need = rows_need
+        self._where, self._parameters, self._states = where, parameters, states
+        self._sparse_update, self._rows_need = sparse_update, rows_need
         self._centralized = frozenset(centralized)
         self._shapes = [
             [array.shape for array in (p.array, *own)]
             for p, own in zip(parameters, states, strict=True)
         ]
         self.forget()
-
-    @property
-    def centralizes(self) -> bool:
-        """Whether any gradient is centralized."""
-        return bool(self._centralized)
 
     def forget(self) -> None:
         """Drop all layouts: an address has changed."""
@@ -131,9 +111,7 @@ class GradientReader:
             if kind is None or not kind.row_sparse:
                 arrays.append(gradient)
                 continue
-            if type(gradient) is not RowTensor:
-                return None
-            if gradient.dense_shape != parameter.shape:
+            if type(gradient) is not RowTensor or gradient.dense_shape != parameter.shape:
                 return None
             arrays.append(gradient.indices)
             arrays.append(gradient.values)
@@ -272,11 +250,10 @@ class GradientReader:
         for row in rows:
             spans.append((row.index_address, row.indices.nbytes))
             spans.append((row.values_address, row.values.nbytes))
-        for begin, n_bytes in spans:
-            if layout.shares_memory(begin, n_bytes):
-                expected, got = "its own memory", "an overlap"
-                wrong = "shares memory with a parameter or state"
-                reject(ValueError, self._where, "a gradient", wrong, expected, got)
+        if any(layout.shares_memory(*span) for span in spans):
+            expected, got = "its own memory", "an overlap"
+            wrong = "shares memory with a parameter or state"
+            reject(ValueError, self._where, "a gradient", wrong, expected, got)
 
 
 def _centralized(gradient: DeviceArray, w: DeviceArray, factor: float) -> DeviceArray:
@@ -305,19 +282,22 @@ def by_storage(given: Gradients) -> tuple[tuple[Storage, np.ndarray, np.ndarray]
     )
 
 
-def check_rows(batch: Batch, gradients: Sequence[RowGradient]) -> None:
-    """All indices of the gradients of one batch; on the host.
+def index_lists(batch: Batch, gradients: Sequence[RowGradient]) -> list[IndexList]:
+    """The indices of the gradients of a batch.
 
     Raises:
-        IndexError, ValueError: as `GradientReader.check_indices`.
+        ValueError: its tables have too many rows for its sort keys.
     """
-    rows = [len(arrays[0]) for arrays in batch.variables.tensors]
-    lengths = [len(gradient.indices) for gradient in gradients]
-    check_keys(batch.labels[0], list(zip(rows, lengths, strict=True)))
-    for label, gradient, n_rows in zip(batch.labels, gradients, rows, strict=True):
-        indices = gradient.indices
-        if len(indices) and (indices.min() < 0 or indices.max() >= n_rows):
-            check.indices_in_range(label, indices, n_rows)
+    of_each = zip(batch.labels, gradients, batch.variables.tensors, strict=True)
+    lists = [IndexList(label, len(g.indices), len(arrays[0])) for label, g, arrays in of_each]
+    check_keys(batch.labels[0], lists)
+    return lists
+
+
+def check_rows(batch: Batch, gradients: Sequence[RowGradient]) -> None:
+    """All indices of the gradients of one batch, on the host; as `GradientReader.check_indices`."""
+    for own, gradient in zip(index_lists(batch, gradients), gradients, strict=True):
+        check.indices_in_range(own.where, gradient.indices, own.rows)
 
 
 def read_gradient(where: str, parameter: Parameter, gradient: Any) -> Any:
@@ -331,7 +311,7 @@ def read_gradient(where: str, parameter: Parameter, gradient: Any) -> Any:
     rows = as_rows(where, name, gradient)
     if rows is None:
         array = adopt_anywhere(where, name, gradient)
-        _check_floating(where, name, array)
+        check.float_dtype(where, name, array, "a floating dtype")
         device_of(where, {"the parameter": parameter.array, name: array})
         if array.shape != parameter.shape:
             reject(ValueError, where, name, "has a wrong shape", parameter.shape, array.shape)
@@ -344,17 +324,12 @@ def read_gradient(where: str, parameter: Parameter, gradient: Any) -> Any:
     # Adopted again: the attributes of a RowTensor can be assigned to.
     indices = adopt_anywhere(where, name, rows.indices)
     values = adopt_anywhere(where, name, rows.values)
-    _check_floating(where, name, values)
+    check.float_dtype(where, name, values, "a floating dtype")
     device_of(where, {"the parameter": parameter.array, name: values, "its indices": indices})
     check.row_gradient(where, name, indices, values, parameter.shape)
     return RowGradient.of(
         check.contiguous(indices, where, name), check.contiguous(values, where, name)
     )
-
-
-def _check_floating(where: str, name: str, array: Any) -> None:
-    if array.dtype not in check.FLOATS:
-        reject(TypeError, where, name, "has a wrong dtype", "a floating dtype", array.dtype)
 
 
 def is_row_sparse(gradient: Any) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numba import cuda
@@ -25,8 +25,9 @@ from ...kernels.cuda.device.memory import WORDS, Held, key_of, store_words
 from ...kernels.cuda.device.records import FLOAT64, KINDS, size_of
 from ...ops.runtime.device import DeviceArray
 from ...ops.runtime.frameworks import on_device
+from ...ops.runtime.launch import Launch
 from ..base.numbers import Number
-from .plan import Counts
+from .plan import Counts, Plan
 from .program import Program
 
 _STATE_BYTES = size_of(scalars.State)
@@ -35,45 +36,11 @@ Error = Callable[[int, int], IndexError]
 """Makes the error for a bad position of a step and the index there."""
 
 
-class Settings(NamedTuple):
-    """What the scalars of a step follow from.
-
-    Attributes:
-        loss_scale: of all gradients.
-        constants: of the formula, then its bases.
-        rates: the learning rate of each class of parameters.
-        rule_decays: the weight decays of the classes that the rule applies.
-        decays: the weight decays of the classes that become part of the gradient.
-    """
-
-    loss_scale: Number
-    constants: Sequence[float]
-    rates: Sequence[Number]
-    rule_decays: Sequence[float]
-    decays: Sequence[float]
-
-
 class Resident:
-    """The memory of an optimizer on a device.
-
-    Args:
-        device: its number.
-        n_parameters: of the optimizer.
-        bases: of the running powers of each.
-
-    Attributes:
-        bases: these.
-        tables: memory for the tables of a step.
-        scratch: memory that is used within a step.
-        n_to_check: steps since the first one that may have found a bad index.
-        may_skip: whether any step was one that may be skipped.
-        pid: of the process that can use it: not of a forked one.
-    """
+    """The memory of an optimizer on a device; ``bases`` are those of the running powers."""
 
     def __init__(self, device: int, n_parameters: int, bases: Sequence[float]) -> None:
-        self._device = device
-        self._n_parameters = n_parameters
-        self.bases = tuple(bases)
+        self._device, self._n_parameters, self.bases = device, n_parameters, tuple(bases)
         self._state, self._settings, self.tables, self.scratch = (Held() for _ in range(4))
         self._errors: dict[int, Error] = {}
         self._n_errors = 0
@@ -81,9 +48,9 @@ class Resident:
         self._was_captured = False
         self._last_stream: tuple[int, int] | None = None
         self._n_unsettled = 0
-        self.n_to_check = 0
-        self.may_skip = False
-        self.pid = os.getpid()
+        self.n_to_check = 0  # steps since the first one that may have found a bad index
+        self.may_skip = False  # whether any step was one that may be skipped
+        self.pid = os.getpid()  # a forked process cannot use it
         with on_device(device):
             self._event = new_event()
             self._state.take(_STATE_BYTES + 8 * n_parameters * (1 + len(bases)))
@@ -109,12 +76,7 @@ class Resident:
     # Counts
 
     def load(self, counts: Counts, powers: np.ndarray) -> None:
-        """Take over the counts of the host; the host waits.
-
-        Args:
-            counts: these.
-            powers: float64 ``[P, n_bases]``: the running powers.
-        """
+        """Take over the counts of the host, and the running powers; the host waits."""
         state = scalars.State(
             NOTHING, n_skipped=counts.skipped[0], global_step=counts.global_step[0]
         )
@@ -160,61 +122,46 @@ class Resident:
 
     # Steps
 
-    def write_settings(self, settings: Settings, stream: Any, *, capturing: bool) -> int:
-        """Have settings on the device; the address of the classes, which come last."""
+    def write_settings(self, plan: Plan, launch: Launch) -> int:
+        """Have what the scalars follow from on the device; the address of the classes."""
+        formula, conditioning = plan.update.formula, plan.conditioning
+        constants = *formula.constants, *formula.bases
         at_constants, of_class = size_of(scalars.SettingsRow) // 8, size_of(scalars.ClassRow) // 8
-        at_classes = at_constants + len(settings.constants)
-        words = np.zeros(max(WORDS, at_classes + of_class * len(settings.rates)), np.int64)
-        place, numbers = self._settings.take(words.nbytes, capturing=capturing), words.view(float)
-        _put(words, 0, settings.loss_scale, place)
-        numbers[at_constants:at_classes] = settings.constants
-        decays = zip(settings.rates, settings.rule_decays, settings.decays, strict=True)
-        for k, (rate, *own) in enumerate(decays):
+        at_classes = at_constants + len(constants)
+        words = np.zeros(max(WORDS, at_classes + of_class * len(plan.rates)), np.int64)
+        place = self._settings.take(words.nbytes, capturing=launch.is_captured)
+        numbers = words.view(float)
+        _put(words, 0, conditioning.loss_scale, place)
+        numbers[at_constants:at_classes] = constants
+        for k, (rate, decay) in enumerate(zip(plan.rates, plan.decays, strict=True)):
             first = at_classes + of_class * k
             _put(words, first, rate, place)
-            numbers[first + 3 : first + of_class] = own
-        self._settings.write(words, stream, capturing=capturing)
+            of_rule = decay if conditioning.leaves_decay else 0.0
+            numbers[first + 3 : first + of_class] = of_rule, decay
+        self._settings.write(words, launch.stream, capturing=launch.is_captured)
         return place + 8 * at_classes
 
-    @property
-    def settings(self) -> int:
-        """The address of the settings."""
-        return self._settings.address
-
-    def follow_last(self, stream: Any, *, capturing: bool) -> None:
+    def follow_last(self, launch: Launch) -> None:
         """What comes next waits, on the device, for the step before if that was elsewhere.
 
         A graph has no step before: the order of its runs is the user's.
         """
-        if not capturing and self._last_stream not in (None, key_of(stream)):
-            self._event.wait(stream)
+        if not launch.is_captured and self._last_stream not in (None, key_of(launch.stream)):
+            self._event.wait(launch.stream)
 
     def run(
-        self, program: Program, origin: int, found_inf: DeviceArray | None, launch: Any
+        self, program: Program, origin: int, found_inf: DeviceArray | None, launch: Launch
     ) -> None:
-        """Enqueue a step.
-
-        Args:
-            program: what it consists of.
-            origin: the number of what it may find.
-            found_inf: not 0 where the step has to be skipped, or None.
-            launch: where.
-        """
-        stream = launch.stream
+        """Enqueue a step, unless ``found_inf`` is not 0; ``origin`` numbers what it may find."""
+        stream, capturing = launch.stream, launch.is_captured
+        self.tables.write(program.words, stream, capturing=capturing)
+        scratch = self.scratch.take(max(1, program.scratch_bytes), capturing=capturing)
         self.may_skip |= found_inf is not None or program.checks_finite
         program.check_finite(self.state + scalars.AT.is_nonfinite, stream)
         # A step before a run of a graph may have been skipped, even if none could be until now.
-        if self.may_skip or program.has_rows or launch.is_captured:
+        if self.may_skip or program.has_rows or capturing:
             self._begin(origin, found_inf, stream)
-        scratch = self.scratch.address
-        program.run(self.settings, self.state, scratch, launch.sorter, stream)
-
-    def _begin(self, origin: int, found_inf: DeviceArray | None, stream: Any) -> None:
-        place, kind = _place_of(found_inf)
-        on_grid(scalars.begin_kernel, 1, 1, stream)(self.state, place, kind, origin)
-
-    def has_run(self, program: Program, stream: Any, *, capturing: bool) -> None:
-        """The step is enqueued."""
+        program.run(self._settings.address, self.state, scratch, launch.sorter, stream)
         self._was_captured |= capturing
         if not capturing:
             self._n_unsettled += 1
@@ -222,6 +169,10 @@ class Resident:
                 self.n_to_check += 1
             self._event.record(stream)
             self._last_stream = key_of(stream)
+
+    def _begin(self, origin: int, found_inf: DeviceArray | None, stream: Any) -> None:
+        place, kind = _place_of(found_inf)
+        on_grid(scalars.begin_kernel, 1, 1, stream)(self.state, place, kind, origin)
 
 
 def _put(words: np.ndarray, k: int, number: Number, place: int) -> None:

@@ -17,7 +17,7 @@ from ...ops.runtime.device import DeviceArray
 from ...ops.runtime.errors import reject
 from ..base.attributes import Checked
 from ..base.parameter import Parameter
-from ..engine.host import prepared_call
+from ..engine.host import update_of
 from ..engine.on_device import launch_calls
 from .arguments import Lists, as_lists, decay_rate, is_list, kept_epsilon
 from .bindings import Bindings, calls_of
@@ -182,7 +182,7 @@ class AdamFamily(Optimizer):
                 scalars=lambda real, n: self._scalars(real, prologue, *n, composed=composed),
             )
             if bound.device is None:
-                commit([prepared_call(call) for call in calls], Count(done))
+                commit([update_of(call).prepared() for call in calls], Count(done))
             elif calls:
                 launch_calls(calls, given)
         except BaseException:

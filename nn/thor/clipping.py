@@ -11,7 +11,7 @@ from ...kernels.rules.norm import SCALED
 from ...kernels.rules.rule import Prologue
 from ...ops.runtime.step import DenseUpdate, measure_step
 from ..engine.conditioning import Conditioning
-from ..engine.layout import Batch
+from ..engine.plan import Call
 
 LARGEST_NORM = 1.0
 
@@ -24,21 +24,13 @@ class ClippedConditioning(Conditioning):
     def _parts(self, decays: bool) -> Prologue:
         return (*super()._parts(decays), TRUST)
 
-    def complete(
-        self,
-        batch: Batch,
-        gradients: np.ndarray,
-        hp: np.ndarray,
-        column: dict[str, int],
-        rates: np.ndarray,  # noqa: ARG002
-        decays: np.ndarray,  # noqa: ARG002
-    ) -> None:
+    def complete(self, call: Call, column: dict[str, int]) -> None:
         """Fill in the factor of each tensor: 1 over its norm where that is above 1."""
-        before = self.prologue[:-1]
+        batch, hp, before = call.batch, call.hp, self.prologue[:-1]
         fields = [name for part in before for name in part.hp]
         own = np.ones((len(hp), 1 + len(fields)), hp.dtype)
         own[:, 1:] = hp[:, [column[name] for name in fields]]
-        given = replace(batch.variables, s=()), gradients, batch.g, own, np.arange(len(hp))
+        given = replace(batch.variables, s=()), call.gradients, batch.g, own, np.arange(len(hp))
         squares = measure_step(DenseUpdate(SCALED, before, *given))
         hp[:, column["trust_ratio"]] = LARGEST_NORM / np.maximum(
             np.sqrt(squares[:, 0]), LARGEST_NORM

@@ -207,9 +207,8 @@ def index_dtype(where: str, indices: Any) -> None:
 
 def indices_in_range(where: str, indices: np.ndarray, n_rows: int) -> None:
     """Indices on the host are in ``[0, n_rows)``."""
-    bad = (indices < 0) | (indices >= n_rows)
-    if bad.any():
-        position = int(np.argmax(bad))
+    if len(indices) and (indices.min() < 0 or indices.max() >= n_rows):
+        position = int(np.argmax((indices < 0) | (indices >= n_rows)))
         raise index_error(where, position, int(indices[position]), n_rows)
 
 

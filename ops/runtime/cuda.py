@@ -23,4 +23,6 @@ class _Later:
 
 
 numba = _Later("numba.cuda")
-dense, device, rows = (_Later(f"...kernels.cuda.{name}") for name in ("dense", "device", "rows"))
+adafactor, dense, device, rows = (
+    _Later(f"...kernels.cuda.{name}") for name in ("adafactor", "dense", "device", "rows")
+)

@@ -41,9 +41,11 @@ class DeviceArray:
         self.ndim, self.size = len(self.shape), math.prod(self.shape)
         self.itemsize: int = self.dtype.itemsize
         self.nbytes = self.size * self.itemsize
-        compact = _compact_strides(self.shape, self.itemsize)
+        compact = tuple(self.itemsize * math.prod(self.shape[k + 1 :]) for k in range(self.ndim))
         self.strides = compact if strides is None else strides
-        is_compact = _is_compact(self.shape, self.strides, compact)
+        # The stride of a dimension of 1 does not matter.
+        dimensions = zip(self.shape, self.strides, compact, strict=True)
+        is_compact = 0 in self.shape or all(n == 1 or a == b for n, a, b in dimensions)
         self.flags = Flags(is_compact, self.address % self.itemsize == 0, writable)
 
     @classmethod
@@ -177,16 +179,6 @@ def _new(
     with on_device(device):
         owner, address = framework.empty(shape, dtype, device)
     return DeviceArray(owner, framework, Place(address, shape, None, dtype, device, True))
-
-
-def _compact_strides(shape: tuple[int, ...], itemsize: int) -> tuple[int, ...]:
-    return tuple(itemsize * math.prod(shape[k + 1 :]) for k in range(len(shape)))
-
-
-def _is_compact(shape: tuple[int, ...], strides: tuple[int, ...], compact: tuple[int, ...]) -> bool:
-    """Whether an array is C-contiguous: the stride of a dimension of 1 does not matter."""
-    dimensions = zip(shape, strides, compact, strict=True)
-    return 0 in shape or all(n == 1 or a == b for n, a, b in dimensions)
 
 
 def is_on_device(array: Any) -> bool:

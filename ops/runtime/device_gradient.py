@@ -18,7 +18,7 @@ from .arrays import real_type
 from .check import index_error
 from .device import DeviceArray, launching
 from .launch import checked_launch, launch_on
-from .row_step import RowGradient, bad_index_error, check_keys, row_table
+from .row_step import IndexList, RowGradient, bad_index_error, check_keys, row_table
 from .step import tensor_step
 
 
@@ -130,7 +130,7 @@ def dense(gradient: RowGradient, shape: tuple[int, ...], dtype: np.dtype[Any]) -
     """
     gradient = _contiguous(gradient)
     made: DeviceArray = gradient.values.filled_like(0.0, dtype, shape)
-    error = bad_index_error([("RowTensor", len(gradient.indices), shape[0])])
+    error = bad_index_error([IndexList("RowTensor", len(gradient.indices), shape[0])])
     with checked_launch([made, *gradient.arrays], error) as launch:
         rows = _rows_of(gradient, shape, _real(dtype), 0, launch.sorter)
         cuda.rows.coalesce.dense_sums(
@@ -183,5 +183,5 @@ def _rows_of(
 ) -> Any:
     """A gradient as kernels see it; ``w`` is the address of its parameter, or 0."""
     table = row_table((w,), shape, gradient)
-    check_keys("RowTensor", [(table.rows, table.length)])
+    check_keys("RowTensor", [table])
     return cuda.rows.coalesce.Rows(table, STORAGES[gradient.dtype], STORAGES[real], sorter)

@@ -14,8 +14,8 @@ from ...kernels.storage import STORAGES, Storage, real_of
 from . import cuda, pending
 from .device import DeviceArray
 from .launch import Launch, checked_launch
-from .row_forms import by_storage
-from .row_step import RowGradient, bad_index_error, check_keys, row_table
+from .row_forms import by_storage, index_lists
+from .row_step import IndexList, RowGradient, bad_index_error, check_keys, row_table
 from .row_tensor import RowTensor
 
 Gradient = DeviceArray | RowTensor
@@ -68,11 +68,10 @@ def _described(arrays: Sequence[DeviceArray]) -> tuple[np.ndarray, np.ndarray]:
 def _global_norm(where: str, gradients: Sequence[Gradient | None], limit: float) -> Iterator[Any]:
     """The enqueued norm of all gradients."""
     dense, rows = by_storage(gradients)
-    lists = []
+    lists: list[IndexList] = []
     for by_place in rows.values():
-        own = [(f"{where}: x[{i}]", len(t.indices), t.dense_shape[0]) for i, t in by_place.items()]
-        check_keys(where, [(n_rows, length) for _, length, n_rows in own])
-        lists += own
+        lists += index_lists(where, by_place)
+        check_keys(where, lists[-len(by_place) :])
     arrays = [_values(gradient) for gradient in gradients if gradient is not None]
     arrays += [t.indices for by_place in rows.values() for t in by_place.values()]
     with checked_launch(arrays, bad_index_error(lists) if lists else None) as launch:

@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 from . import cuda, pending
-from .device import DeviceArray, cannot_be_captured, is_captured, launching
+from .device import DeviceArray, cannot_be_captured, launching
 from .locks import Span, overlaps
 
 
@@ -25,10 +25,6 @@ class Launch(NamedTuple):
     def call(self) -> Any:
         """The same for a part of a step."""
         return cuda.device.part.Call(self.stream, self.guard, self.sorter)
-
-    def after(self, positions: int) -> Launch:
-        """The launch of a part of the call whose positions come after so many others."""
-        return self._replace(base=positions)
 
 
 @contextmanager
@@ -47,12 +43,6 @@ def launch_on(
         with nullcontext() if lock_spans is None else in_order(lock_spans, stream):
             sorter = arrays[0].framework.sorter(arrays[0].device)
             yield Launch(stream, sorter, is_captured=capturing)
-
-
-def refuse_capture(variable: DeviceArray) -> None:
-    """Raise for a call that waits before it launches anything and is part of a CUDA graph."""
-    if is_captured(variable):
-        raise cannot_be_captured()
 
 
 @contextmanager
@@ -75,8 +65,6 @@ def checked_launch(
 # the device, for the last one that used the same memory; the host waits for nothing.
 
 _lock = threading.Lock()
-
-
 _uses: list[tuple[list[Span], Any]] = []  # of memory, each with the event after it
 
 

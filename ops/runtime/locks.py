@@ -34,14 +34,11 @@ _requests: list[Request] = []  # in order of arrival
 class Request:
     """A request for memory, to be used once: `serialized` holds ``place`` around all of it.
 
-    Args:
-        spans: from `spans_of`.
-        shared: whether other lazy row calls on the same variables may hold it too.
+    Where it is ``shared``, other lazy row calls on the same variables may hold it too.
     """
 
     def __init__(self, spans: list[Span], *, shared: bool) -> None:
-        self.spans = spans
-        self.shared = shared
+        self.spans, self.shared = spans, shared
         self.place = threading.RLock()
         self._over: list[Request] = []  # when it leaves
 

@@ -11,7 +11,7 @@ from ...kernels.storage import STORAGES, Storage
 from . import device_gradient
 from .device import device_of
 from .errors import reject
-from .row_step import RowGradient
+from .row_step import IndexList, RowGradient
 from .row_tensor import RowTensor
 
 Dense = dict[Storage, list[Any]]
@@ -28,6 +28,13 @@ def by_storage(gradients: Sequence[Any]) -> tuple[Dense, Rows]:
         elif gradient is not None:
             dense.setdefault(STORAGES[gradient.dtype], []).append(gradient)
     return dense, rows
+
+
+def index_lists(where: str, tensors: dict[int, RowTensor]) -> list[IndexList]:
+    """The indices of the row-sparse ones of a list ``x`` of gradients."""
+    return [
+        IndexList(f"{where}: x[{i}]", len(t.indices), t.dense_shape[0]) for i, t in tensors.items()
+    ]
 
 
 def as_rows(where: str, name: str, gradient: Any) -> RowTensor | None:

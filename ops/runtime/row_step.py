@@ -15,13 +15,13 @@ from ...kernels.element import Kernel, kernel
 from ...kernels.rules.rule import Prologue, Rule
 from ...kernels.storage import STORAGES
 from ...kernels.tables import RowTable
-from . import cuda, locks, pending
+from . import cuda, locks
 from .arrays import address_of
 from .check import index_error
 from .device import DeviceArray
 from .errors import reject
 from .launch import Launch, checked_launch
-from .step import DenseUpdate, Variables, dense_step, prepared_dense, spans_of
+from .step import DenseUpdate, Variables, spans_of
 
 
 class RowGradient(NamedTuple):
@@ -73,40 +73,42 @@ class RowUpdate(NamedTuple):
         tables = row_tables(variables, gradients, [base + k * hp.strides[0] for k in hp_of])
         return cls(where, compiled, tables, gradients, *rest)
 
-    def check_keys(self) -> None:
-        """As `check_keys`."""
-        check_keys(self.where[0], [(table.rows, table.length) for table in self.tables])
+    def _lists(self) -> list[IndexList]:
+        labelled = zip(self.where, self.tables, strict=True)
+        return [IndexList(label, table.length, table.rows) for label, table in labelled]
+
+    @property
+    def error(self) -> BadIndex | None:
+        """What makes the error of the step on a device; None where there is none.
+
+        Too many rows for the sort keys are an error already.
+        """
+        check_keys(self.where[0], self.tables)
+        return None if self.drop else bad_index_error(self._lists())
+
+    def prepared(self, *, locked: bool = False) -> Prepared:
+        """The step on the host, to be run by `commit`; an index out of range is an error.
+
+        With ``locked`` each row has a lock of its own, for lazy steps that share a table.
+        """
+        where, compiled, tables, gradients, *_, touched_only, drop = self
+        check_keys(where[0], tables)
+        step = RowStep(compiled, tables, touched_only=touched_only, drop=drop, locked=locked)
+        if step.bad_position >= 0:
+            step.release()
+            raise first_bad_index(self._lists(), gradients, step.bad_position)
+        return step
+
+    def enqueue(self, launch: Launch) -> None:
+        """The step on a device, where bad indices are found; whoever launches locks."""
+        step = cuda.rows.step.RowStep(
+            self.kernel, self.tables, touched_only=self.touched_only, drop=self.drop,
+            sorts=launch.sorter is None, base=launch.base,
+        )  # fmt: skip
+        cuda.device.part.run(step, self.hp, self.hp_of, launch.call)
 
 
-def row_step(update: RowUpdate, launch: Launch | None = None) -> None:
-    """One step, in place; on a device, with a ``launch``, it is enqueued.
-
-    An index out of range is an error, and nothing is written; on a device it is found there.
-    Variables on a device are locked by whoever launches.
-    """
-    if launch is None:
-        commit([prepared_rows(update)])
-        return
-    _, compiled, tables, _, hp, hp_of, touched_only, drop = update
-    step = cuda.rows.step.RowStep(
-        compiled, tables, touched_only=touched_only, drop=drop, sorts=launch.sorter is None,
-        base=launch.base,
-    )  # fmt: skip
-    cuda.device.part.run(step, hp, hp_of, launch.call)
-
-
-def prepared_rows(update: RowUpdate, *, locked: bool = False) -> Prepared:
-    """A step on tables on the host, to be run by `commit`; as `row_step`.
-
-    With ``locked`` each row has a lock of its own, for lazy steps that share a table.
-    """
-    update.check_keys()
-    where, compiled, tables, gradients, *_, touched_only, drop = update
-    step = RowStep(compiled, tables, touched_only=touched_only, drop=drop, locked=locked)
-    if step.bad_position >= 0:
-        step.release()
-        raise first_bad_index(where, gradients, tables, step.bad_position)
-    return step
+Update = DenseUpdate | RowUpdate
 
 
 def table_step(update: RowUpdate, variables: tuple[Any, ...], *, use_locking: bool = False) -> None:
@@ -117,21 +119,20 @@ def table_step(update: RowUpdate, variables: tuple[Any, ...], *, use_locking: bo
     spans = spans_of([variables]) if use_locking else None
     if isinstance(variables[0], DeviceArray):
         arrays = *variables, *update.gradients[0].arrays
-        with checked_launch(arrays, error_of(update), spans) as launch:
-            row_step(update, launch)
+        with checked_launch(arrays, update.error, spans) as launch:
+            update.enqueue(launch)
         return
-    step = prepared_rows(update, locked=use_locking and update.touched_only)
+    step = update.prepared(locked=use_locking and update.touched_only)
     locks.serialized(partial(commit, [step]), spans, shared=update.touched_only)
 
 
 def row_tables(
-    variables: Variables, gradients: Sequence[RowGradient], hp_addresses: Sequence[int]
+    variables: Variables, gradients: Sequence[RowGradient], hp: Sequence[int] | None = None
 ) -> list[RowTable]:
-    """T tables with a gradient each, as the kernels take them."""
-    of_tables = zip(
-        variables.table.addresses.tolist(), variables.tensors, gradients, hp_addresses, strict=True
-    )
-    return [row_table(at, arrays[0].shape, g, hp) for at, arrays, g, hp in of_tables]
+    """T tables with a gradient each, as the kernels take them; ``hp`` as `row_table`."""
+    addresses, hp = variables.table.addresses.tolist(), hp or [0] * len(gradients)
+    of_tables = zip(addresses, variables.tensors, gradients, hp, strict=True)
+    return [row_table(at, arrays[0].shape, g, of_g) for at, arrays, g, of_g in of_tables]
 
 
 def row_table(
@@ -144,74 +145,45 @@ def row_table(
     return RowTable._make((*of_table, *of_indices, values_address))
 
 
-Update = DenseUpdate | RowUpdate
+class IndexList(NamedTuple):
+    """The indices of a gradient."""
+
+    where: str  # how an error names it
+    length: int
+    rows: int  # that there are
 
 
-def prepared(update: Update) -> Prepared:
-    """A step on the host, to be run by `commit`."""
-    return prepared_rows(update) if isinstance(update, RowUpdate) else prepared_dense(update)
-
-
-def enqueue(update: Update, launch: Launch) -> None:
-    """A step on a device."""
-    if isinstance(update, RowUpdate):
-        row_step(update, launch)
-    else:
-        dense_step(update, launch)
-
-
-def check_keys(where: str, sizes: Sequence[tuple[int, int]]) -> None:
-    """The number of a row and of an occurrence must fit into one sort key of 63 bits.
-
-    ``sizes`` are for each table its rows and the length of its indices.
-    """
+def check_keys(where: str, lists: Sequence[IndexList | RowTable]) -> None:
+    """The number of a row and of an occurrence must fit into one sort key of 63 bits."""
     n_rows = n = 0
-    for rows, length in sizes:
-        n_rows, n = n_rows + rows, n + length
+    for own in lists:
+        n_rows, n = n_rows + own.rows, n + own.length
     bits = n_rows.bit_length() + n.bit_length()
     if bits > 63:
         wrong, fix = "need too long sort keys", f"; split the {n} indices into several calls"
         reject(ValueError, where, "indices", wrong, "at most 63 bits", f"{bits} bits", fix)
 
 
-def error_of(update: Update) -> pending.Error | None:
-    """What makes the error of a step on a device; None where there is none.
-
-    Too many rows for the sort keys are an error already.
-    """
-    if isinstance(update, DenseUpdate):
-        return None
-    update.check_keys()
-    labelled = zip(update.where, update.tables, strict=True)
-    lists = [(label, table.length, table.rows) for label, table in labelled]
-    return None if update.drop else bad_index_error(lists)
+BadIndex = Callable[[int, int], IndexError]
+"""Makes the error for a position in concatenated indices and the index there."""
 
 
-def first_bad_index(
-    where: Sequence[str], gradients: Sequence[Any], tables: Sequence[RowTable], position: int
-) -> IndexError:
-    """The error for ``position`` in the concatenated indices of some gradients."""
-    k, own = _which([table.length for table in tables], position)
-    return index_error(where[k], own, int(gradients[k].indices[own]), tables[k].rows)
-
-
-def bad_index_error(lists: Sequence[tuple[str, int, int]]) -> Callable[[int, int], IndexError]:
-    """What makes the error for a position in concatenated indices and the index there.
-
-    ``lists`` are for each list how an error names it, its length, and the rows there are.
-    """
+def bad_index_error(lists: Sequence[IndexList]) -> BadIndex:
+    """What makes the error for these lists."""
 
     def error(position: int, index: int) -> IndexError:
-        k, own = _which([length for _, length, _ in lists], position)
-        return index_error(lists[k][0], own, index, lists[k][2])
+        for where, length, rows in lists:
+            if position < length:
+                return index_error(where, position, index, rows)
+            position -= length
+        raise AssertionError("a position beyond all indices")
 
     return error
 
 
-def _which(lengths: Sequence[int], position: int) -> tuple[int, int]:
-    """In which of some lists a position of all of them is, and where in it."""
-    for k, length in enumerate(lengths):
-        if position < length:
-            return k, position
-        position -= length
-    raise AssertionError("a position beyond all indices")
+def first_bad_index(
+    lists: Sequence[IndexList], gradients: Sequence[Any], position: int
+) -> IndexError:
+    """The error for a position in the concatenated indices of some gradients on the host."""
+    indices = np.concatenate([gradient.indices for gradient in gradients])
+    return bad_index_error(lists)(position, int(indices[position]))

@@ -11,7 +11,7 @@ import numpy as np
 
 from ...kernels.cpu.dense import DenseStep
 from ...kernels.cpu.measure import measure
-from ...kernels.cpu.parallel import Prepared, commit
+from ...kernels.cpu.parallel import Prepared
 from ...kernels.cpu.workspace import Pool
 from ...kernels.element import Kernel, kernel
 from ...kernels.rules.rule import Prologue, Rule
@@ -70,16 +70,12 @@ class Variables:
 
 def spans_of(tensors: Sequence[tuple[Any, ...]]) -> list[locks.Span]:
     """The memory of variables, for locking."""
-    return locks.spans_of(
-        [
-            (
-                tuple(address_of(a) for a in arrays),
-                tuple(a.nbytes for a in arrays),
-                arrays[0].nbytes // max(1, arrays[0].shape[0]) if arrays[0].ndim else 0,
-            )
-            for arrays in tensors
-        ]
-    )
+    variables = []
+    for arrays in tensors:
+        w, addresses = arrays[0], tuple(address_of(a) for a in arrays)
+        row_bytes = w.nbytes // max(1, w.shape[0]) if w.ndim else 0
+        variables.append((addresses, tuple(a.nbytes for a in arrays), row_bytes))
+    return locks.spans_of(variables)
 
 
 class DenseUpdate(NamedTuple):
@@ -98,29 +94,28 @@ class DenseUpdate(NamedTuple):
         """What is compiled for it."""
         return kernel(self.rule, self.prologue, self.variables.w, self.g, self.variables.s)
 
+    @property
+    def error(self) -> None:
+        """That of the step on a device, which cannot fail."""
 
-def dense_step(update: DenseUpdate, launch: Launch | None = None) -> None:
-    """One step, in place; on a device, with a ``launch``, it is enqueued."""
-    if launch is None:
-        commit([prepared_dense(update)])
-        return
-    _, _, variables, gradients, _, hp, hp_of = update
-    sizes, at = np.diff(variables.table.first), variables.table.addresses
-    step = cuda.dense.step.DenseStep(update.kernel, at, gradients, sizes)
-    cuda.device.part.run(step, hp, hp_of, launch.call)
+    def prepared(self) -> Prepared:
+        """The step on the host, to be run by `commit`."""
+        pool = self.variables.steps(self.kernel)
+        try:
+            step = pool.free.pop()
+        except IndexError:
+            step = pool.take()
+        step.gradients[:], step.hp_of[:] = self.gradients, self.hp_of
+        step.hp[: len(self.hp)] = self.hp
+        step.prepare()
+        return step
 
-
-def prepared_dense(update: DenseUpdate) -> Prepared:
-    """A step on variables on the host, to be run by `commit`."""
-    pool = update.variables.steps(update.kernel)
-    try:
-        step = pool.free.pop()
-    except IndexError:
-        step = pool.take()
-    step.gradients[:], step.hp_of[:] = update.gradients, update.hp_of
-    step.hp[: len(update.hp)] = update.hp
-    step.prepare()
-    return step
+    def enqueue(self, launch: Launch) -> None:
+        """The step on a device."""
+        table = self.variables.table
+        sizes = np.diff(table.first)
+        step = cuda.dense.step.DenseStep(self.kernel, table.addresses, self.gradients, sizes)
+        cuda.device.part.run(step, self.hp, self.hp_of, launch.call)
 
 
 def measure_step(update: DenseUpdate) -> np.ndarray:
@@ -158,7 +153,7 @@ def tensor_step(
     if isinstance(w, DeviceArray):
         update = one_tensor(rule, prologue, arrays, hp)
         with launch_on(arrays, update.variables.spans if use_locking else None) as launch:
-            dense_step(update, launch)
+            update.enqueue(launch)
         return
     step = _steps_on_one_tensor(rule, prologue, w.dtype, gradient.dtype).take()
     step.table.move(addresses[:-1], w.size)

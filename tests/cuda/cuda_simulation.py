@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from fusestep.kernels.cpu.parallel import run_all
+from fusestep.kernels.cpu.parallel import commit, run_all
 from fusestep.kernels.cpu.rows import step as host_rows
 from fusestep.kernels.cpu.warmup import all_rules
 from fusestep.kernels.cuda.dense import finite
@@ -32,7 +32,7 @@ from fusestep.kernels.rules.gradient import CLIP, COUPLED_DECAY, SCALE
 from fusestep.kernels.rules.rule import Prologue, Rule, factors, hp_type
 from fusestep.kernels.storage import BF16, F16, F32, F64, Storage
 from fusestep.kernels.tables import HOT, RowTable
-from fusestep.ops.runtime.step import DenseUpdate, Variables, dense_step, measure_step
+from fusestep.ops.runtime.step import DenseUpdate, Variables, measure_step
 
 from simulator import prepare_simulator
 
@@ -79,7 +79,7 @@ def step_on_host(compiled: Kernel, tensors: Tensors, hp: np.ndarray, hp_of: np.n
     if compiled.rule.factor:
         place = hp_type(compiled.rule, compiled.prologue)._fields.index(compiled.rule.factor_of)
         hp[:, place] *= factors(compiled.rule, measure_step(update))
-    dense_step(update)
+    commit([update.prepared()])
 
 
 def compare(

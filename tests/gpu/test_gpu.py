@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from fusestep import nn, ops
+from fusestep.kernels.cpu.parallel import commit
 from fusestep.kernels.rules.rule import Prologue, Rule
 from fusestep.kernels.storage import STORAGES
 from fusestep.ops.runtime.launch import launch_on
-from fusestep.ops.runtime.step import DenseUpdate, Variables, dense_step
+from fusestep.ops.runtime.step import DenseUpdate, Variables
 
 import gpu_arrays
 import reference
@@ -57,7 +58,7 @@ def step_on_device(
     with launch_on([*variables, gradient], None) as launch:
         bound, places = Variables.of([tuple(variables)]), np.array([gradient.address])
         given = bound, places, STORAGES[g.dtype], hp, np.zeros(1, np.int64)
-        dense_step(DenseUpdate(rule, prologue, *given), launch)
+        DenseUpdate(rule, prologue, *given).enqueue(launch)
     return [make.get(a) for a in on_device]
 
 
@@ -141,12 +142,11 @@ def test_mixed_storage_types(maker: Maker, types: tuple[Any, ...]) -> None:
     size = np.abs(reference.wide(g))
     scales = test_rules.largest_terms("adam", before[0], size, before[1:], hp, exact)
     found = step_on_device(maker, rule, arrays, g, np.array([given], real))
-    dense_step(
-        DenseUpdate(
-            rule, (), Variables.of([tuple(arrays)]), np.array([g.ctypes.data]), STORAGES[g.dtype],
-            np.array([given], real), np.zeros(1, np.int64),
-        )
+    update = DenseUpdate(
+        rule, (), Variables.of([tuple(arrays)]), np.array([g.ctypes.data]), STORAGES[g.dtype],
+        np.array([given], real), np.zeros(1, np.int64),
     )  # fmt: skip
+    commit([update.prepared()])
     assert_step(found, arrays, exact, scales, (REFERENCE_ULPS, CPU_ULPS), "mixed")
 
 

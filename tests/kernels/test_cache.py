@@ -37,15 +37,16 @@ STEP = """
     sys.path.insert(0, sys.argv[1])
     import numpy as np
     from fusestep.kernels.cpu.blocks import blocks
+    from fusestep.kernels.cpu.parallel import commit
     from fusestep.kernels.element import kernel
     from fusestep.kernels.storage import F32
-    from fusestep.ops.runtime.step import DenseUpdate, Variables, dense_step
+    from fusestep.ops.runtime.step import DenseUpdate, Variables
     from own_rule import DESCENT
     w, g = np.zeros(4, np.float32), np.ones(4, np.float32)
     address = np.array([g.ctypes.data])
     hp = np.ones((1, 1), np.float32)
     given = Variables.of([(w,)]), address, F32, hp, np.zeros(1, np.int64)
-    dense_step(DenseUpdate(DESCENT, (), *given))
+    commit([DenseUpdate(DESCENT, (), *given).prepared()])
     compiled = blocks(kernel(DESCENT, (), F32, F32, ())).update._compiled
     print(w[0], compiled.cache_hits)
 """

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from numba import njit
 
+from fusestep.kernels.cpu.parallel import commit
 from fusestep.kernels.rules import adam as rules
 from fusestep.kernels.storage import BF16 as BF16_STORAGE
 from fusestep.kernels.storage import F16, STORAGES, Storage, real_of
-from fusestep.ops.runtime.step import DenseUpdate, Variables, dense_step
+from fusestep.ops.runtime.step import DenseUpdate, Variables
 
 import reference
 from helpers import (
@@ -202,17 +203,16 @@ def step(
 ) -> None:
     """One compiled Adam step on any number of tensors, in one call."""
     variables = Variables.of(tensors)
-    dense_step(
-        DenseUpdate(
-            rules.ADAM,
-            (),
-            variables,
-            np.array([g.ctypes.data for g in gradients]),
-            STORAGES[gradients[0].dtype],
-            np.array([hp], variables.real.dtype),
-            np.zeros(len(tensors), np.int64),
-        )
+    update = DenseUpdate(
+        rules.ADAM,
+        (),
+        variables,
+        np.array([g.ctypes.data for g in gradients]),
+        STORAGES[gradients[0].dtype],
+        np.array([hp], variables.real.dtype),
+        np.zeros(len(tensors), np.int64),
     )
+    commit([update.prepared()])
 
 
 def random_tensors(

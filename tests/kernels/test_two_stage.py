@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 from fusestep import ops
+from fusestep.kernels.cpu.parallel import commit
 from fusestep.kernels.rules import gradient as prologues
 from fusestep.kernels.rules import lamb, lars
 from fusestep.kernels.rules.gradient import SCALE
 from fusestep.kernels.rules.rule import Prologue, Rule, factors, hp_type
 from fusestep.kernels.storage import STORAGES
-from fusestep.ops.runtime.step import DenseUpdate, Variables, dense_step, measure_step
+from fusestep.ops.runtime.step import DenseUpdate, Variables, measure_step
 
 import reference_layerwise as layerwise
 from helpers import BF16, STORAGE_DTYPES, assert_same_bits, assert_within_ulps, unchanged
@@ -78,7 +79,7 @@ def run(form: Form, arrays: list[Any], g: Any, prologue: Prologue = (), **change
     ratio = form.ratio(measure_step(update))
     assert ratio.shape == (1,)
     hp[:, lamb.LAMB.hp.index("step")] *= ratio
-    dense_step(update)
+    commit([update.prepared()])
 
 
 def norm(x: Any) -> float:
@@ -187,7 +188,7 @@ def test_each_tensor_has_its_own_ratio(form: Form) -> None:
         np.arange(len(sizes)),
     )  # fmt: skip
     hp[:, -1] *= form.ratio(measure_step(update))
-    dense_step(update)
+    commit([update.prepared()])
     assert len(set(hp[:, -1].tolist())) == len(sizes)
     for one, other in zip(alone, together, strict=True):
         for a, b in zip(one, other, strict=True):

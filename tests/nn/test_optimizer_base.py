@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from fusestep import nn, ops
-from fusestep.nn.engine import host
+from fusestep.ops.runtime.row_step import RowUpdate
+from fusestep.ops.runtime.step import DenseUpdate
 
 import reference
 from helpers import (
@@ -1766,16 +1767,13 @@ def test_checkpoint_has_the_permissions_of_any_new_file(tmp_path: Any) -> None:
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The kernel calls of every step, by kind."""
     made: list[str] = []
-    for name in ("prepared_dense", "prepared_rows"):
-        original = getattr(host, name)
+    for kind in (DenseUpdate, RowUpdate):
 
-        def count(
-            *arguments: Any, _name: str = name, _original: Any = original, **options: Any
-        ) -> Any:
-            made.append(_name)
-            return _original(*arguments, **options)
+        def count(update: Any, _original: Any = kind.prepared, **options: Any) -> Any:
+            made.append(type(update).__name__)
+            return _original(update, **options)
 
-        monkeypatch.setattr(host, name, count)
+        monkeypatch.setattr(kind, "prepared", count)
     return made
 
 
@@ -1790,14 +1788,14 @@ def test_one_call_for_all_dense_tensors(make: Callable[..., Any], calls: list[st
     opt = make(groups)
     for step in range(3):
         opt([None if step == 1 and k == 2 else g for k, g in enumerate(gradients_of(opt, step))])
-    assert calls == ["prepared_dense"] * 3
+    assert calls == ["DenseUpdate"] * 3
 
 
 def test_one_call_for_all_tables(calls: list[str]) -> None:
     opt = nn.LazyAdam([ones(4, k + 1) for k in range(6)], weight_decay=0.1)
     for _ in range(3):
         opt([rows([1, 2, 1], p.shape) for p in opt.parameters])
-    assert calls == ["prepared_rows"] * 3
+    assert calls == ["RowUpdate"] * 3
     calls.clear()
     opt(
         [
@@ -1805,7 +1803,7 @@ def test_one_call_for_all_tables(calls: list[str]) -> None:
             for k, p in enumerate(opt.parameters)
         ]
     )
-    assert sorted(calls) == ["prepared_dense", "prepared_rows"]
+    assert sorted(calls) == ["DenseUpdate", "RowUpdate"]
     calls.clear()
     opt([None] * 6)
     assert calls == []
@@ -1815,13 +1813,13 @@ def test_one_call_for_each_dtype(calls: list[str]) -> None:
     dtypes = [d for d in STORAGE_DTYPES for _ in range(3)]
     opt = nn.Adam([np.ones(3, d) for d in dtypes])
     opt([np.ones(3, d) for d in dtypes])
-    assert calls == ["prepared_dense"] * 4
+    assert calls == ["DenseUpdate"] * 4
     calls.clear()
     opt([np.ones(3, np.float32)] * 12)
-    assert calls == ["prepared_dense"] * 4
+    assert calls == ["DenseUpdate"] * 4
     calls.clear()
     opt([np.ones(3, np.float16) if k % 2 else np.ones(3, np.float32) for k in range(12)])
-    assert calls == ["prepared_dense"] * 8
+    assert calls == ["DenseUpdate"] * 8
 
 
 def mixed_dtypes(state_dtype: Any) -> Any:

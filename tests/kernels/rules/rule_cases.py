@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fusestep.kernels.cpu.parallel import commit
 from fusestep.kernels.rules import adagrad, ftrl, lars, norm, rmsprop, sgd
 from fusestep.kernels.rules.gradient import COUPLED_DECAY, SCALE, TRUST
 from fusestep.kernels.rules.rule import Prologue, Rule, hp_type
 from fusestep.kernels.storage import STORAGES
-from fusestep.ops.runtime.row_step import RowGradient, RowUpdate, row_step
-from fusestep.ops.runtime.step import DenseUpdate, Variables, dense_step
+from fusestep.ops.runtime.row_step import RowGradient, RowUpdate
+from fusestep.ops.runtime.step import DenseUpdate, Variables
 
 import reference_elementwise as elementwise
 from helpers import STORAGE_DTYPES, more
@@ -323,7 +324,7 @@ def run_dense(
     hp = hp_row(rule, prologue, scalars, real_of(arrays[0].dtype), factors)
     variables, places = Variables.of([tuple(arrays)]), np.array([g.ctypes.data])
     given = variables, places, STORAGES[g.dtype], hp, np.zeros(1, np.int64)
-    dense_step(DenseUpdate(rule, prologue, *given))
+    commit([DenseUpdate(rule, prologue, *given).prepared()])
 
 
 def run_rows(
@@ -334,4 +335,5 @@ def run_rows(
     hp = hp_row(rule, prologue, scalars, real_of(arrays[0].dtype))
     gradient = RowGradient.of(indices, values)
     variables = Variables.of([tuple(arrays)])
-    row_step(RowUpdate.of(["test"], rule, prologue, variables, [gradient], hp, [0], lazy))
+    update = RowUpdate.of(["test"], rule, prologue, variables, [gradient], hp, [0], lazy)
+    commit([update.prepared()])

@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 from fusestep import nn, ops
+from fusestep.kernels.cpu.parallel import commit
 from fusestep.kernels.rules import adam as rules
 from fusestep.kernels.rules import gradient as prologues
 from fusestep.kernels.rules import mxnet
 from fusestep.kernels.rules.formula import running_power
 from fusestep.kernels.rules.rule import Rule, hp_type
 from fusestep.kernels.storage import STORAGES
-from fusestep.ops.runtime.step import DenseUpdate, Variables, dense_step
+from fusestep.ops.runtime.step import DenseUpdate, Variables
 
 import reference
 from helpers import FAR, assert_within_ulps, distance
@@ -177,7 +178,7 @@ def run_compiled(
     assert len(hp_type(rule, prologue)._fields) == len(row)
     variables, places = Variables.of([tuple(arrays)]), np.array([g.ctypes.data])
     given = places, STORAGES[g.dtype], np.array([row], real), np.zeros(1, np.int64)
-    dense_step(DenseUpdate(rule, prologue, variables, *given))
+    commit([DenseUpdate(rule, prologue, variables, *given).prepared()])
 
 
 def largest_terms(

@@ -8,10 +8,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from fusestep.kernels.cpu.parallel import commit
 from fusestep.kernels.rules.gradient import COUPLED_DECAY
 from fusestep.kernels.storage import STORAGES
-from fusestep.ops.runtime.row_step import RowGradient, RowUpdate, row_step
-from fusestep.ops.runtime.step import DenseUpdate, Variables, dense_step, measure_step
+from fusestep.ops.runtime.row_step import RowGradient, RowUpdate
+from fusestep.ops.runtime.step import DenseUpdate, Variables, measure_step
 
 from helpers import assert_same_bits
 from many_states import FIVE, FOUR, SCALARS, expected, expected_sizes
@@ -67,7 +68,7 @@ def test_dense(rule: Any, w: Any, g: Any, s: Any) -> None:
     hp, hp_of = scalars_of(real_of(w)), np.arange(len(shapes)) % 2
     storage = STORAGES[np.dtype(g)]
     given = Variables.of(tensors), addresses, storage, hp, hp_of
-    dense_step(DenseUpdate(rule, (), *given))
+    commit([DenseUpdate(rule, (), *given).prepared()])
     for found, old, gradient, row in zip(tensors, before, gradients, hp_of, strict=True):
         compare(found, old, gradient, hp[row])
 
@@ -90,7 +91,7 @@ def test_rows(rule: Any, w: Any, g: Any, s: Any, lazy: bool) -> None:
         sums.append(total)
     hp = scalars_of(real_of(w))
     given = Variables.of(tensors), gradients, hp, [0, 1], lazy
-    row_step(RowUpdate.of(["", ""], rule, (), *given))
+    commit([RowUpdate.of(["", ""], rule, (), *given).prepared()])
     for t, (found, old) in enumerate(zip(tensors, before, strict=True)):
         touched = np.zeros(len(old[0]), bool)
         touched[gradients[t].indices] = True
@@ -115,12 +116,13 @@ def test_every_loop_gives_the_same_bits(w: Any, g: Any, s: Any) -> None:
     dense, lazy, swept = (new(FIVE, shape, (w, *s), 0) for _ in range(3))
     place = np.array([gradient.ctypes.data])
     given = Variables.of([dense]), place, storage, hp, np.zeros(1, np.int64)
-    dense_step(DenseUpdate(FIVE, prologue, *given))
+    commit([DenseUpdate(FIVE, prologue, *given).prepared()])
     order = np.random.default_rng(5).permutation(shape[0])
     rows = [RowGradient.of(order, gradient[order])]
     for arrays, touched_only in ((lazy, True), (swept, False)):
         variables = Variables.of([arrays])
-        row_step(RowUpdate.of([""], FIVE, prologue, variables, rows, hp, [0], touched_only))
+        given = variables, rows, hp, [0], touched_only
+        commit([RowUpdate.of([""], FIVE, prologue, *given).prepared()])
         for found, wanted in zip(arrays, dense, strict=True):
             assert_same_bits(found, wanted)
 
