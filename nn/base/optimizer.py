@@ -253,12 +253,7 @@ class Optimizer:
         decays = self._decays_at(self._step)
         return tuple(
             grads.decayed(g, p.array, decay * number_of(self._loss_scale)) if decay else g
-            for g, p, decay in zip(
-                self._given(gradients),
-                self.parameters,
-                decays,
-                strict=True,
-            )
+            for g, p, decay in zip(self._given(gradients), self.parameters, decays, strict=True)
         )
 
     def gradients_centralization(self, gradients: Sequence[Any]) -> tuple[Any, ...]:
@@ -268,11 +263,7 @@ class Optimizer:
         """
         return tuple(
             grads.centralized(g) if option.centralize else g
-            for g, option in zip(
-                self._given(gradients),
-                self._groups.options,
-                strict=True,
-            )
+            for g, option in zip(self._given(gradients), self._groups.options, strict=True)
         )
 
     def scale_grad(self, gradients: Sequence[Any]) -> tuple[Any, ...]:
