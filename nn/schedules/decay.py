@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from ...ops.runtime import check
-from ...ops.runtime.errors import reject
 from ..base.arguments import non_negative_float, positive_float, positive_int, step_numbers
 from .base import LearningRateSchedule
 
@@ -36,6 +35,8 @@ class StepSchedule(LearningRateSchedule):
     """What the schedules of this package share: the arguments of the constructor, and nothing else,
     are attributes.
     """
+
+    _unit = "steps"  # in the names of arguments, in errors
 
     def __call__(self, global_step: Any) -> Any:
         """The value at a step: 0, 1, 2, ...
@@ -61,9 +62,11 @@ class _Decay(StepSchedule):
     def __init__(
         self, learning_rate: float, decay_rate: float, decay_steps: int, is_stair: bool = False
     ) -> None:
-        self.learning_rate, self.decay_rate, self.decay_steps, self.is_stair = decay_arguments(
-            type(self).__name__, learning_rate, decay_rate, "decay_steps", decay_steps, is_stair
-        )
+        where = type(self).__name__
+        self.learning_rate = positive_float(where, "learning_rate", learning_rate, np.float64)
+        self.decay_rate = positive_float(where, "decay_rate", decay_rate, np.float64)
+        self.decay_steps = positive_int(where, f"decay_{self._unit}", decay_steps)
+        self.is_stair = check.flag(where, "is_stair", is_stair)
 
     def _periods(self, step: int) -> float:
         """How many periods have passed; in exact integers where only whole ones count."""
@@ -202,8 +205,10 @@ class CosineDecayLR(StepSchedule):
 
     def __init__(self, min_lr: float, max_lr: float, decay_steps: int) -> None:
         where = type(self).__name__
-        self.min_lr, self.max_lr = cosine_range(where, min_lr, max_lr)
-        self.decay_steps = positive_int(where, "decay_steps", decay_steps)
+        self.min_lr = low = non_negative_float(where, "min_lr", min_lr)
+        self.max_lr = high = positive_float(where, "max_lr", max_lr, np.float64)
+        check.in_range(where, "max_lr", high, low < high, f"above min_lr = {low}")
+        self.decay_steps = positive_int(where, f"decay_{self._unit}", decay_steps)
 
     @of_each_step
     def construct(self, global_step: int) -> float:
@@ -256,9 +261,10 @@ class PolynomialDecayLR(StepSchedule):
         where = type(self).__name__
         self.learning_rate = positive_float(where, "learning_rate", learning_rate, np.float64)
         self.end_learning_rate = non_negative_float(where, "end_learning_rate", end_learning_rate)
-        self.decay_steps = positive_int(where, "decay_steps", decay_steps)
+        self.decay_steps = positive_int(where, f"decay_{self._unit}", decay_steps)
         self.power = positive_float(where, "power", power, np.float64)
-        self.update_decay_steps = check.flag(where, "update_decay_steps", update_decay_steps)
+        name = f"update_decay_{self._unit}"
+        self.update_decay_steps = check.flag(where, name, update_decay_steps)
 
     @of_each_step
     def construct(self, global_step: int) -> float:
@@ -299,30 +305,9 @@ class WarmUpLR(StepSchedule):
     def __init__(self, learning_rate: float, warmup_steps: int) -> None:
         where = type(self).__name__
         self.learning_rate = non_negative_float(where, "learning_rate", learning_rate)
-        self.warmup_steps = positive_int(where, "warmup_steps", warmup_steps)
+        self.warmup_steps = positive_int(where, f"warmup_{self._unit}", warmup_steps)
 
     @of_each_step
     def construct(self, global_step: int) -> float:
         """The value at a step, or at each of an array of steps."""
         return self.learning_rate * min(global_step, self.warmup_steps) / self.warmup_steps
-
-
-def decay_arguments(
-    where: str, learning_rate: Any, decay_rate: Any, name: str, period: Any, is_stair: Any
-) -> tuple[float, float, int, bool]:
-    """The arguments of a decay, checked; ``name`` is that of its period."""
-    return (
-        positive_float(where, "learning_rate", learning_rate, np.float64),
-        positive_float(where, "decay_rate", decay_rate, np.float64),
-        positive_int(where, name, period),
-        check.flag(where, "is_stair", is_stair),
-    )
-
-
-def cosine_range(where: str, min_lr: Any, max_lr: Any) -> tuple[float, float]:
-    """The ends of a cosine: 0 <= ``min_lr`` < ``max_lr``."""
-    low = non_negative_float(where, "min_lr", min_lr)
-    high = positive_float(where, "max_lr", max_lr, np.float64)
-    if not low < high:
-        reject(ValueError, where, "max_lr", "is out of range", f"above min_lr = {low}", high)
-    return low, high
