@@ -185,8 +185,8 @@ class ThorLayer:
 
     def _add(self, x: FloatArray, d: FloatArray) -> None:
         x, d = (array.reshape(-1, array.shape[-1]) for array in (x, d))
-        add_gram(self._a, x.astype(self.real, copy=False))
-        add_gram(self._g, d.astype(self.real, copy=False))
+        add_gram(self._a, x.astype(self.real, copy=False).T)
+        add_gram(self._g, d.astype(self.real, copy=False).T)
         # MindSpore's A is divided by the rows of A, not by those of X.
         of_a = self.weight.shape[1] if self._is_compatible else len(x)
         self._count(len(x), (of_a, len(x)))
@@ -333,7 +333,7 @@ class ThorEmbedding(ThorLayer):
             counts = x != self.padding_idx
             x, d = x[counts], d[counts]
         self._a += np.bincount(x, minlength=len(self._a)).astype(self.real)
-        add_gram(self._g, d.astype(self.real, copy=False))
+        add_gram(self._g, d.astype(self.real, copy=False).T)
         # MindSpore keeps the counts, which its optimizer divides by its batch size.
         self._count(max(len(x), 1), (1 if self._is_compatible else len(x), len(x)))
 

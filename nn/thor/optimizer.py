@@ -14,16 +14,18 @@ from ...kernels.rules import sgd as rules
 from ...kernels.rules.formula import Formula
 from ...ops.runtime import check
 from ...ops.runtime.errors import reject
+from ...ops.runtime.launch import launch_on
+from ...ops.runtime.row_step import RowGradient
 from ..base.arguments import non_negative_float, of_kind, positive_int
 from ..base.attributes import Checked, Fixed
 from ..base.numbers import number_of
 from ..base.parameter import Parameter
 from ..base.rates import value_at
+from ..engine.reader import read_gradient
 from ..fused import FusedOptimizer
 from . import arguments
 from .arguments import NAME
 from .clipping import ClippedConditioning
-from .device import copies_on_host, read_dense
 from .factors import FactorError, FloatArray, warn_skipped
 from .layers import ThorLayerNorm
 from .net import declared, trainable
@@ -160,12 +162,11 @@ class Thor(FusedOptimizer):
         """The step itself, for gradients of the right number."""
         if self._device is None:
             return self._step_with_factors(gradients)
-        read = [
-            None if g is None else read_dense(p, g, self._rows_need)
-            for p, g in zip(self.parameters, gradients, strict=True)
-        ]
-        with copies_on_host(self.parameters, read) as given:
-            return self._step_with_factors(given)
+        read = [None if g is None else self._read(i, g) for i, g in enumerate(gradients)]
+        arrays = [*(p.array for p in self.parameters), *(g for g in read if g is not None)]
+        # In the end the streams of the gradients wait for the parameters too.
+        with launch_on(arrays, None):
+            return self._step_with_factors(tuple(None if g is None else g.numpy() for g in read))
 
     @quiet
     def _step_with_factors(self, gradients: tuple[Any, ...]) -> tuple[bool, ...]:
@@ -228,7 +229,16 @@ class Thor(FusedOptimizer):
         of_layer = {i: gradients[i] for i in preconditioner.positions if gradients[i] is not None}
         if self._device is not None:
             return of_layer  # of what came from there all is checked
-        return {i: read_dense(self.parameters[i], g, self._rows_need) for i, g in of_layer.items()}
+        return {i: self._read(i, gradient) for i, gradient in of_layer.items()}
+
+    def _read(self, position: int, gradient: Any) -> Any:
+        """A checked gradient that is not None and not row-sparse."""
+        parameter = self.parameters[position]
+        read = read_gradient(NAME, parameter, gradient)
+        if isinstance(read, RowGradient):
+            name = f"gradient of {parameter.name!r}"
+            reject(ValueError, NAME, name, "is row-sparse", *self._rows_need)
+        return read
 
     def _refreshed(self, preconditioner: Preconditioner, options: Options) -> Inverses | None:
         """New inverses where they are due; None where the old ones are to be used."""
@@ -280,12 +290,3 @@ class Thor(FusedOptimizer):
     def moments(self) -> tuple[np.ndarray, ...]:
         """The accumulated gradient of each parameter."""
         return self._state("moments")
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        del state["_scratch"]
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._scratch = Scratch()

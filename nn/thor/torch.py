@@ -53,7 +53,9 @@ class TorchThor(Thor):
         self.module = net
         self._tensors = [tensors[id(p)] for p in self.parameters]
         self._hooks = [
-            layers[id(p.layer)].register_forward_hook(_Capture(p.layer), with_kwargs=True)
+            layers[id(p.layer)].register_forward_hook(
+                partial(_after_forward, p.layer), with_kwargs=True
+            )
             for p in self._preconditioners
             if p.needs_capture
         ]
@@ -104,23 +106,19 @@ class TorchThor(Thor):
                 parameter.data = view
 
 
-class _Capture:
-    """A forward hook: when derivatives reach the output, the layer captures."""
+def _after_forward(
+    layer: ThorLayer, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> None:
+    """When derivatives reach the output, the layer captures."""
+    if layer.is_capturing and output.requires_grad:
+        (inputs,) = args or kwargs.values()
+        output.register_hook(partial(_capture, layer, inputs.detach()))
 
-    def __init__(self, layer: ThorLayer) -> None:
-        self._layer = layer
 
-    def __call__(
-        self, _module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
-        if self._layer.is_capturing and output.requires_grad:
-            (inputs,) = args or kwargs.values()
-            output.register_hook(partial(self._capture, inputs.detach()))
-
-    def _capture(self, inputs: torch.Tensor, gradient: torch.Tensor) -> None:
-        if isinstance(self._layer, ThorConv2d) and inputs.ndim == 3:  # an image without a batch
-            inputs, gradient = inputs[None], gradient[None]
-        self._layer.capture(_view(inputs), _view(gradient))
+def _capture(layer: ThorLayer, inputs: torch.Tensor, gradient: torch.Tensor) -> None:
+    if isinstance(layer, ThorConv2d) and inputs.ndim == 3:  # an image without a batch
+        inputs, gradient = inputs[None], gradient[None]
+    layer.capture(_view(inputs), _view(gradient))
 
 
 def _view(tensor: torch.Tensor) -> Any:
