@@ -23,14 +23,8 @@ Rate = Parameter | Schedule
 
 
 def learning_rate(where: str, name: str, value: Any) -> Rate:
-    """The learning rate that a user gave, in the form in which it is kept.
-
-    Args:
-        where: who asks, for errors.
-        name: the name of the parameter that will hold it.
-        value: a float or int, a 0-d or 1-d array, an iterable of floats (step s uses element
-            s), a `LearningRateSchedule`, any callable of the step, or an array of one element on
-            a CUDA device.
+    """The learning rate that a user gave as `Optimizer` says; kept as a schedule, or in a parameter
+    of that ``name``.
     """
     if callable(value) and not isinstance(value, Parameter):
         return _schedule(where, "learning_rate", value)
