@@ -35,9 +35,8 @@ def learning_rate(where: str, name: str, value: Any) -> Rate:
     if array.ndim > 1 or array.size == 0:
         expected = "a scalar or a non-empty list"
         reject(ValueError, where, "learning_rate", "has a wrong shape", expected, array.shape)
-    if not ((array >= 0) & (array <= LARGEST)).all():
-        expected = "finite and at least 0"
-        reject(ValueError, where, "learning_rate", "is out of range", expected, value)
+    is_usable = bool(((array >= 0) & (array <= LARGEST)).all())
+    check.in_range(where, "learning_rate", value, is_usable, "finite and at least 0")
     return Parameter(array, name)
 
 

@@ -74,10 +74,7 @@ class StatefulOptimizer(Optimizer):
         return arrays
 
     def _derived_state(self, step: int) -> dict[str, np.ndarray]:  # noqa: ARG002
-        """Arrays that follow from the options and the number of steps.
-
-        MindSpore keeps them, so they are written for other readers and checked when read.
-        """
+        """What MindSpore keeps that follows from options and steps: written, checked when read."""
         return {}
 
     def _empty_states(self) -> set[str]:

@@ -91,7 +91,7 @@ class Adam(AdamFamily):
         use_fused_step: bool = True,
         **base: Any,
     ) -> None:
-        super().__init__(learning_rate, beta1, beta2, epsilon, use_fused_step, **base)
+        super().__init__(learning_rate, use_fused_step, beta1, beta2, epsilon, **base)
         self.lazy_update = self.compat == "1.9" if lazy_update is None else lazy_update
         if self.use_fused_step:
             return
@@ -164,7 +164,7 @@ class AdamW(AdamFamily):
         use_fused_step: bool = True,
         **base: Any,
     ) -> None:
-        super().__init__(learning_rate, beta1, beta2, epsilon, use_fused_step, **base)
+        super().__init__(learning_rate, use_fused_step, beta1, beta2, epsilon, **base)
         self.correct_bias = correct_bias
         if self.compat != "2.0":
             reject(ValueError, self._name, "compat", "has no AdamW", "'2.0'", repr(self.compat))

@@ -39,20 +39,14 @@ class AdamFamily(Optimizer):
     epsilon = Checked(kept_epsilon)
 
     def __init__(
-        self,
-        learning_rate: float | None,
-        beta1: float,
-        beta2: float,
-        epsilon: float,
-        use_fused_step: bool,
-        **base: Any,
+        self, learning_rate: float | None, use_fused_step: bool, *of_moments: float, **base: Any
     ) -> None:
         if learning_rate is None and base.get("lr_scheduler") is None:
             learning_rate = _RATE
         if base.get("aggregate_num") is None and not self._has_own_update():
             base["aggregate_num"] = np.inf  # results do not depend on it
         super().__init__(learning_rate=learning_rate, use_fused_step=use_fused_step, **base)
-        self.beta1, self.beta2, self.epsilon = beta1, beta2, epsilon
+        self.beta1, self.beta2, self.epsilon = of_moments
         self._bindings = Bindings(self._name)
 
     def create_state(self, index: Any, weight: Any) -> tuple[Any, Any]:  # noqa: ARG002
@@ -78,9 +72,14 @@ class AdamFamily(Optimizer):
         """Update weights with the scalars of MXNet's kernels; see ``update``."""
         self._update_lists((indices, weights, grads, states), composed=False)
 
-    def _update_lists(self, lists: Lists, *, composed: bool) -> None:
+    def _update_lists(self, lists: Lists, *, composed: bool, with_masters: bool = False) -> None:
         indices, weights, grads, states = as_lists(self._name, *lists)
-        variables = [self._variables(*each) for each in zip(indices, weights, states, strict=True)]
+        variables = [
+            self._with_master(i, w, s)
+            if with_masters and self._has_master(w)
+            else self._variables(i, w, s)
+            for i, w, s in zip(indices, weights, states, strict=True)
+        ]
         self._update_all(indices, variables, grads, composed=composed)
 
     def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
@@ -95,12 +94,8 @@ class AdamFamily(Optimizer):
         if not self.multi_precision or self._has_own_update():
             super().update_multi_precision(index, weight, grad, state)
             return
-        indices, weights, grads, states = as_lists(self._name, index, weight, grad, state)
-        variables = [
-            self._with_master(i, w, s) if self._has_master(w) else self._variables(i, w, s)
-            for i, w, s in zip(indices, weights, states, strict=True)
-        ]
-        self._update_all(indices, variables, grads, composed=not self.use_fused_step)
+        lists, composed = (index, weight, grad, state), not self.use_fused_step
+        self._update_lists(lists, composed=composed, with_masters=True)
 
     def _has_own_update(self) -> bool:
         """Whether a subclass of a user does something else."""

@@ -6,8 +6,6 @@ All arithmetic is that of Python's floats (float64); MindSpore's is float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -15,20 +13,6 @@ import numpy as np
 from ...ops.runtime import check
 from ..base.arguments import non_negative_float, positive_float, positive_int, step_numbers
 from .base import LearningRateSchedule
-
-
-def of_each_step(construct: Callable[[Any, int], float]) -> Callable[[Any, Any], Any]:
-    """Decorator: ``construct``, which is for one int, takes arrays of steps too."""
-
-    @wraps(construct)
-    def checked(self: Any, global_step: Any) -> Any:
-        steps = step_numbers(type(self).__name__, global_step)
-        if steps.ndim == 0:
-            return construct(self, int(steps))
-        values = [construct(self, step) for step in steps.ravel().tolist()]
-        return np.array(values, np.float64).reshape(steps.shape)
-
-    return checked
 
 
 class StepSchedule(LearningRateSchedule):
@@ -50,6 +34,18 @@ class StepSchedule(LearningRateSchedule):
             ValueError: a step is negative.
         """
         return self.construct(global_step)
+
+    def construct(self, global_step: Any) -> Any:
+        """The value at a step, or at each of an array of steps."""
+        steps = step_numbers(type(self).__name__, global_step)
+        if steps.ndim == 0:
+            return self._at(int(steps))
+        values = [self._at(step) for step in steps.ravel().tolist()]
+        return np.array(values, np.float64).reshape(steps.shape)
+
+    def _at(self, step: int) -> float:
+        """The value at one step."""
+        raise NotImplementedError
 
     def __repr__(self) -> str:
         arguments = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
@@ -101,11 +97,9 @@ class ExponentialDecayLR(_Decay):
     ExponentialDecayLR(learning_rate=0.1, decay_rate=0.5, decay_steps=2, is_stair=False)
     """
 
-    @of_each_step
-    def construct(self, global_step: int) -> float:
-        """The value at a step, or at each of an array of steps."""
+    def _at(self, step: int) -> float:
         try:
-            return float(self.learning_rate * self.decay_rate ** self._periods(global_step))
+            return float(self.learning_rate * self.decay_rate ** self._periods(step))
         except OverflowError:  # where Python refuses what is infinite
             return math.inf
 
@@ -141,12 +135,10 @@ class NaturalExpDecayLR(_Decay):
     [0.1, 0.1, 0.036788, 0.036788]
     """
 
-    @of_each_step
-    def construct(self, global_step: int) -> float:
-        """The value at a step, or at each of an array of steps."""
+    def _at(self, step: int) -> float:
         if self.is_stair:
-            global_step -= global_step % self.decay_steps
-        return self.learning_rate * math.exp(-self.decay_rate * global_step)
+            step -= step % self.decay_steps
+        return self.learning_rate * math.exp(-self.decay_rate * step)
 
 
 class InverseDecayLR(_Decay):
@@ -174,10 +166,8 @@ class InverseDecayLR(_Decay):
     [0.1, 0.066667, 0.05, 0.04, 0.033333]
     """
 
-    @of_each_step
-    def construct(self, global_step: int) -> float:
-        """The value at a step, or at each of an array of steps."""
-        return self.learning_rate / (1.0 + self.decay_rate * self._periods(global_step))
+    def _at(self, step: int) -> float:
+        return self.learning_rate / (1.0 + self.decay_rate * self._periods(step))
 
 
 class CosineDecayLR(StepSchedule):
@@ -210,10 +200,8 @@ class CosineDecayLR(StepSchedule):
         check.in_range(where, "max_lr", high, low < high, f"above min_lr = {low}")
         self.decay_steps = positive_int(where, f"decay_{self._unit}", decay_steps)
 
-    @of_each_step
-    def construct(self, global_step: int) -> float:
-        """The value at a step, or at each of an array of steps."""
-        angle = math.pi * min(global_step, self.decay_steps) / self.decay_steps
+    def _at(self, step: int) -> float:
+        angle = math.pi * min(step, self.decay_steps) / self.decay_steps
         return self.min_lr + 0.5 * (self.max_lr - self.min_lr) * (1.0 + math.cos(angle))
 
 
@@ -266,14 +254,12 @@ class PolynomialDecayLR(StepSchedule):
         name = f"update_decay_{self._unit}"
         self.update_decay_steps = check.flag(where, name, update_decay_steps)
 
-    @of_each_step
-    def construct(self, global_step: int) -> float:
-        """The value at a step, or at each of an array of steps."""
+    def _at(self, step: int) -> float:
         end = self.decay_steps
         if self.update_decay_steps:
             # -(-a // b) is the ceiling of a / b, in exact integers.
-            end *= max(-(-global_step // end), 1)
-        left = 1.0 - min(global_step, end) / end
+            end *= max(-(-step // end), 1)
+        left = 1.0 - min(step, end) / end
         drop = self.learning_rate - self.end_learning_rate
         return drop * float(left**self.power) + self.end_learning_rate
 
@@ -307,7 +293,5 @@ class WarmUpLR(StepSchedule):
         self.learning_rate = non_negative_float(where, "learning_rate", learning_rate)
         self.warmup_steps = positive_int(where, f"warmup_{self._unit}", warmup_steps)
 
-    @of_each_step
-    def construct(self, global_step: int) -> float:
-        """The value at a step, or at each of an array of steps."""
-        return self.learning_rate * min(global_step, self.warmup_steps) / self.warmup_steps
+    def _at(self, step: int) -> float:
+        return self.learning_rate * min(step, self.warmup_steps) / self.warmup_steps

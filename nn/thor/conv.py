@@ -51,6 +51,8 @@ class ThorConv2d(ThorLayer):
     (16.0, 16.0)
     """
 
+    _FORM = (4,), "(out, channels, kh, kw)"
+
     def __init__(
         self,
         weight: Any,
@@ -85,13 +87,6 @@ class ThorConv2d(ThorLayer):
         if min(pair) < least:
             self._reject(ValueError, name, "is out of range", f"at least {least}", value)
         return int(pair[0]), int(pair[1])
-
-    def _check_weight(self) -> None:
-        self._check_form(self.weight.ndim == 4, "(out, channels, kh, kw)")
-
-    def _empty(self) -> tuple[FloatArray, FloatArray]:
-        out = self.weight.shape[0]
-        return self._packed_zeros(self.weight.size // out), self._packed_zeros(out)
 
     @property
     def _kernel(self) -> Pair:

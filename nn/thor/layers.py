@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, ClassVar, NoReturn
 
 import numpy as np
@@ -42,12 +43,16 @@ class ThorLayer:
     NAMES: ClassVar[tuple[str, str]] = ("weight", "bias")
     """What the parameters are called behind the name of the layer."""
 
+    _FORM: ClassVar[tuple[Collection[int], str]] = (2,), "(out, in)"  # dimensions of the weight
+
     def __init__(self, weight: Any, bias: Any = None) -> None:
         self.weight = weight if isinstance(weight, Parameter) else Parameter(weight)
         self.bias = bias if isinstance(bias, Parameter | None) else Parameter(bias)
         self.name, self.is_capturing = type(self).__name__, True
         self._block_size, self._is_compatible = BLOCK_SIZE, False
-        self._check_weight()
+        dimensions, form = self._FORM
+        if self.weight.ndim not in dimensions or self.weight.size == 0:
+            self._reject(ValueError, "weight", "has a wrong shape", form, self.weight.shape)
         if self.bias is not None:
             self._check_shape("bias", self.bias, self._bias_shape)
         self.clear()
@@ -59,13 +64,6 @@ class ThorLayer:
         self, kind: type[Exception], name: str, wrong: str, expected: object, got: object
     ) -> NoReturn:
         reject(kind, type(self).__name__, name, wrong, expected, got)
-
-    def _check_weight(self) -> None:
-        self._check_form(self.weight.ndim == 2, "(out, in)")
-
-    def _check_form(self, fits: bool, expected: str) -> None:
-        if not fits or self.weight.size == 0:
-            self._reject(ValueError, "weight", "has a wrong shape", expected, self.weight.shape)
 
     def _check_shape(self, name: str, array: Any, shape: tuple[int, ...]) -> None:
         if array.shape != shape:
@@ -105,10 +103,10 @@ class ThorLayer:
 
     def _empty(self) -> tuple[FloatArray, FloatArray]:
         """Sums of nothing, in the form of the two factors."""
-        return self._packed_zeros(self.weight.shape[1]), self._packed_zeros(self.weight.shape[0])
-
-    def _packed_zeros(self, n: int) -> FloatArray:
-        return empty_packed(n, self._block_size, self.real)
+        rows = self.weight.shape[0]
+        sizes = self.weight.size // rows, rows
+        a, g = (empty_packed(n, self._block_size, self.real) for n in sizes)
+        return a, g
 
     @property
     def has_captured(self) -> bool:
@@ -292,6 +290,7 @@ class ThorEmbedding(ThorLayer):
     """
 
     NAMES = ("embedding_table", "")
+    _FORM = (2,), "(vocab, dim)"
 
     def __init__(self, weight: Any, padding_idx: int | None = None) -> None:
         super().__init__(weight)
@@ -304,9 +303,6 @@ class ThorEmbedding(ThorLayer):
         if not 0 <= padding_idx < len(self.weight):
             expected = f"0 <= padding_idx < {len(self.weight)}"
             self._reject(ValueError, "padding_idx", "is out of range", expected, padding_idx)
-
-    def _check_weight(self) -> None:
-        self._check_form(self.weight.ndim == 2, "(vocab, dim)")
 
     def _empty(self) -> tuple[FloatArray, FloatArray]:
         size, width = self.weight.shape
@@ -365,13 +361,11 @@ class ThorLayerNorm(ThorLayer):
     """
 
     NAMES = ("gamma", "beta")
+    _FORM = range(1, 65), "the shape that is normalized over"
 
     def __init__(self, weight: Any, bias: Any = None, eps: float = 1e-5) -> None:
         super().__init__(weight, bias)
         self.eps = positive_float(type(self).__name__, "eps", eps, np.float32)
-
-    def _check_weight(self) -> None:
-        self._check_form(self.weight.ndim > 0, "the shape that is normalized over")
 
     @property
     def _bias_shape(self) -> tuple[int, ...]:

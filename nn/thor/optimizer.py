@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -202,19 +202,16 @@ class Thor(FusedOptimizer):
             self._is_requested = False
             self.clear_captured()
             self._announce(step + 1)
+            if self._device is not None:
+                of_each = zip(self.parameters, given, strict=True)
+                given = [None if g is None else p.array.holding(g) for p, g in of_each]
             with serial(sum(p.size for p in self.parameters) <= _SERIAL_UP_TO):
-                return super().construct(self._where_parameters_live(given))
+                return super().construct(tuple(given))
         except BaseException:
             if self._step == step:
                 for owner, attributes in before:
                     vars(owner).update(attributes)
             raise
-
-    def _where_parameters_live(self, gradients: Sequence[Any]) -> tuple[Any, ...]:
-        if self._device is None:
-            return tuple(gradients)
-        of_each = zip(self.parameters, gradients, strict=True)
-        return tuple(None if g is None else p.array.holding(g) for p, g in of_each)
 
     def _attributes(self) -> list[tuple[Any, dict[str, Any]]]:
         """What a step changes beside the parameters and their states, as it is now."""

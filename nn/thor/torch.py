@@ -150,15 +150,11 @@ def _entries(
         parameter = Parameter(_view(tensor), name, tensor.requires_grad)
         adopted[id(tensor)], tensors[id(parameter)] = parameter, tensor
     records, modules = _records(net, adopted)
-    of_weight = {id(record.weight): (name, record) for name, record in records.items()}
-    treated = {id(p) for record in records.values() for p in record.parameters}
-    entries: dict[str, Declared] = {}
-    for parameter in adopted.values():
-        if id(parameter) in of_weight:
-            name, record = of_weight[id(parameter)]
-            entries[name] = record
-        elif id(parameter) not in treated:
-            entries[str(parameter.name)] = parameter
+    # Of the parameters of a layer the first one, its weight, says where it comes.
+    treated: dict[int, tuple[str, Declared]] = {
+        id(p): (name, record) for name, record in records.items() for p in record.parameters
+    }
+    entries = dict(treated.get(id(p), (str(p.name), p)) for p in adopted.values())
     return entries, tensors, modules
 
 
