@@ -144,13 +144,13 @@ def calls_of(
 
 def _checked(where: str, name: str, arrays: Sequence[Any]) -> tuple[Any, ...]:
     """A weight and its states: arrays that can be updated in place, of one shape and place."""
-    weight = check.variable(where, f"weight {name!r}", arrays[0])
-    states = tuple(check.variable(where, f"state of {name!r}", a) for a in arrays[1:])
+    label, of_state = f"weight {name!r}", f"state of {name!r}"
+    weight = check.variable(where, label, arrays[0])
+    states = tuple(check.variable(where, of_state, a) for a in arrays[1:])
     for state in states:
-        device_of(where, {f"weight {name!r}": weight, f"state of {name!r}": state})
+        device_of(where, {label: weight, of_state: state})
         if state.shape != weight.shape:
-            label, expected = f"state of {name!r}", weight.shape
-            reject(ValueError, where, label, "has a wrong shape", expected, state.shape)
+            reject(ValueError, where, of_state, "has a wrong shape", weight.shape, state.shape)
     return weight, *states
 
 

@@ -8,7 +8,6 @@ is narrower.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -58,10 +57,8 @@ def inverse(
 
     ``L L' = block``, ``inverse = L^-T L^-1`` in float64, rounded to the type of the
     ``covariance``, which is packed. Without ``transposes`` it is ``L^-1 L^-1``, which MindSpore
-    takes for the inverse in an embedding's factor.
-
-    Raises:
-        FactorError: a block or its inverse is not finite, or it is not positive definite.
+    takes for the inverse in an embedding's factor. It is a `FactorError` where a block or its
+    inverse is not finite, or it is not positive definite.
     """
     lapack = load_lapack()
     result = np.zeros_like(covariance)
@@ -114,11 +111,6 @@ def packed_times(factor: FloatArray, matrix: FloatArray, out: FloatArray) -> Non
     for place, stack in _stacks(factor):
         shape = (*stack.shape[:2], matrix.shape[1])
         matmul(stack, matrix[place].reshape(shape), out=out[place].reshape(shape))
-
-
-def warn_skipped(text: str) -> None:
-    """Say that a refresh was skipped, where the user's call is."""
-    warnings.warn(f"{text}; the layer keeps its last factors", RuntimeWarning, stacklevel=2)
 
 
 matmul: Callable[..., Any] = np.matmul

@@ -44,6 +44,7 @@ class ThorLayer:
     """What the parameters are called behind the name of the layer."""
 
     _FORM: ClassVar[tuple[Collection[int], str]] = (2,), "(out, in)"  # dimensions of the weight
+    _BIAS_AXES: ClassVar[slice] = slice(1)  # those of the weight that the bias has
 
     def __init__(self, weight: Any, bias: Any = None) -> None:
         self.weight = weight if isinstance(weight, Parameter) else Parameter(weight)
@@ -54,7 +55,7 @@ class ThorLayer:
         if self.weight.ndim not in dimensions or self.weight.size == 0:
             self._reject(ValueError, "weight", "has a wrong shape", form, self.weight.shape)
         if self.bias is not None:
-            self._check_shape("bias", self.bias, self._bias_shape)
+            self._check_shape("bias", self.bias, self.weight.shape[self._BIAS_AXES])
         self.clear()
 
     def __repr__(self) -> str:
@@ -68,10 +69,6 @@ class ThorLayer:
     def _check_shape(self, name: str, array: Any, shape: tuple[int, ...]) -> None:
         if array.shape != shape:
             self._reject(ValueError, name, "has a wrong shape", shape, array.shape)
-
-    @property
-    def _bias_shape(self) -> tuple[int, ...]:
-        return self.weight.shape[:1]
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -362,14 +359,11 @@ class ThorLayerNorm(ThorLayer):
 
     NAMES = ("gamma", "beta")
     _FORM = range(1, 65), "the shape that is normalized over"
+    _BIAS_AXES = slice(None)
 
     def __init__(self, weight: Any, bias: Any = None, eps: float = 1e-5) -> None:
         super().__init__(weight, bias)
         self.eps = positive_float(type(self).__name__, "eps", eps, np.float32)
-
-    @property
-    def _bias_shape(self) -> tuple[int, ...]:
-        return self.weight.shape
 
     def _empty(self) -> tuple[FloatArray, FloatArray]:
         return np.zeros(self.weight.size, self.real), np.zeros(self.weight.size, self.real)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,7 @@ from ...ops.runtime import check
 from ...ops.runtime.errors import reject
 from ...ops.runtime.launch import launch_on
 from ...ops.runtime.row_step import RowGradient
-from ..base.arguments import non_negative_float, of_kind, positive_int
+from ..base.arguments import non_negative_float, of_kind, positive_int, step_options
 from ..base.attributes import Checked, Fixed
 from ..base.numbers import number_of
 from ..base.parameter import Parameter
@@ -26,7 +27,7 @@ from ..fused import FusedOptimizer
 from . import arguments
 from .arguments import NAME
 from .clipping import ClippedConditioning
-from .factors import FactorError, FloatArray, warn_skipped
+from .factors import FactorError, FloatArray
 from .layers import ThorLayerNorm
 from .net import declared, trainable
 from .preconditioners import Inverses, Options, Preconditioner, Scratch, preconditioner_of
@@ -83,10 +84,7 @@ class Thor(FusedOptimizer):
             given["loss_scale"],
             rule=rules.MOMENTUM_NESTEROV if self.use_nesterov else rules.MOMENTUM,
             states={"moments": 0.0},
-            use_locking=False,
-            sparse_update=None,
-            skip_nonfinite=False,
-            state_dtype=None,
+            **step_options(False, sparse_update=None, skip_nonfinite=False, state_dtype=None),
         )
         self._filter_decay(decay_filter)
         self._preconditioners = self._precondition_layers()
@@ -251,7 +249,8 @@ class Thor(FusedOptimizer):
         except FactorError as error:
             if self.bad_factor == "raise":
                 raise
-            warn_skipped(str(error))
+            text = f"{error}; the layer keeps its last factors"
+            warnings.warn(text, RuntimeWarning, stacklevel=1)
             return None
 
     # State
