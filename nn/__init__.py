@@ -13,11 +13,11 @@ from .ftrl import FTRL
 from .lamb import Lamb
 from .lars import LARS
 from .rmsprop import RMSProp
-from .schedules.base import LearningRateSchedule
 from .schedules.decay import (
     CosineDecayLR,
     ExponentialDecayLR,
     InverseDecayLR,
+    LearningRateSchedule,
     NaturalExpDecayLR,
     PolynomialDecayLR,
     WarmUpLR,

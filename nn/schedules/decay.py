@@ -1,4 +1,4 @@
-"""Learning rates that decay or warm up step by step, under MindSpore's names and defaults.
+"""Schedules that decay or warm up step by step, under MindSpore's names and defaults.
 
 All arithmetic is that of Python's floats (float64); MindSpore's is float32.
 """
@@ -12,7 +12,29 @@ import numpy as np
 
 from ...ops.runtime import check
 from ..base.arguments import non_negative_float, positive_float, positive_int, step_numbers
-from .base import LearningRateSchedule
+
+
+class LearningRateSchedule:
+    """The base class of schedules: subclass it and define ``construct(global_step)``.
+
+    ``construct`` receives the int 0, 1, 2, ... and returns a float or a 1-element array.
+
+    >>> class Halving(LearningRateSchedule):
+    ...     def construct(self, global_step):
+    ...         return 0.1 * 0.5**global_step
+    >>> Halving()(3)
+    0.0125
+    """
+
+    def construct(self, global_step: int) -> Any:
+        """The value at ``global_step`` = 0, 1, 2, ..."""
+        raise NotImplementedError(
+            f"{type(self).__name__}: define construct(self, global_step) in the subclass"
+        )
+
+    def __call__(self, global_step: int) -> Any:
+        """The value at ``global_step``."""
+        return self.construct(global_step)
 
 
 class StepSchedule(LearningRateSchedule):
