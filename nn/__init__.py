@@ -16,11 +16,11 @@ from .lars import LARS
 from .lion import Lion
 from .rmsprop import RMSProp
 from .rprop import Rprop
-from .schedules.base import LearningRateSchedule
 from .schedules.decay import (
     CosineDecayLR,
     ExponentialDecayLR,
     InverseDecayLR,
+    LearningRateSchedule,
     NaturalExpDecayLR,
     PolynomialDecayLR,
     WarmUpLR,

@@ -24,7 +24,7 @@ from .engine.factored import FactoredUpdate, is_factored
 from .engine.layout import Batch
 from .engine.plan import Update
 from .fused import FusedOptimizer
-from .schedules.base import LearningRateSchedule
+from .schedules.decay import LearningRateSchedule
 
 
 class RelativeStep(LearningRateSchedule):

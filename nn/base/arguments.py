@@ -65,10 +65,8 @@ def betas_and_eps(
 
 
 def arithmetic_type(params: Any) -> Any:
-    """float64 when all ``params`` (arrays or parameters, or lists of them) are, else float32.
-
-    It decides which hyper-parameters are in range, before the parameters themselves are
-    checked.
+    """float64 when all ``params`` (arrays, parameters or lists of them) are, else float32: it tells
+    which hyper-parameters are in range, before the parameters themselves are checked.
     """
     entries = params if isinstance(params, list | tuple) else []
     dtypes = {getattr(entry, "dtype", None) for entry in entries}

@@ -7,11 +7,13 @@ from typing import Any
 
 from ...ops.runtime.errors import reject
 
+Accept = Callable[[str, str, Any], Any]
+
 
 class Checked:
     """An attribute whose values go through ``accept(where, name, value)`` when assigned."""
 
-    def __init__(self, accept: Callable[[str, str, Any], Any]) -> None:
+    def __init__(self, accept: Accept) -> None:
         self._accept = accept
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -32,16 +34,10 @@ class Checked:
 class Fixed(Checked):
     """A `Checked` attribute from which more was made than a step makes anew, such as the rule.
 
-    Args:
-        accept: as `Checked`.
-        is_fixed: tells of an optimizer whether the attribute, which has a value, can have another.
+    Where ``is_fixed(optimizer)``, one that has a value keeps it.
     """
 
-    def __init__(
-        self,
-        accept: Callable[[str, str, Any], Any],
-        is_fixed: Callable[[Any], bool] = lambda _: True,
-    ) -> None:
+    def __init__(self, accept: Accept, is_fixed: Callable[[Any], bool] = lambda _: True) -> None:
         super().__init__(accept)
         self._is_fixed = is_fixed
 

@@ -19,14 +19,11 @@ GROUP_KEYS = ("params", "lr", "weight_decay", "grad_centralization", "order_para
 
 @dataclass(frozen=True)
 class ParameterOptions:
-    """One parameter and the values of its group.
-
-    The ``decay`` is 0 where it is exempt; ``centralize`` says whether its gradient is centralized.
-    """
+    """One parameter and the values of its group."""
 
     parameter: Parameter
     rate: Rate
-    decay: float | Schedule
+    decay: float | Schedule  # 0 where it is exempt
     centralize: bool = False
 
 

@@ -90,7 +90,6 @@ class Optimizer:
         self.parameters = tuple(option.parameter for option in self._groups.options)
         self._global_step = np.zeros(1, np.int32)
         self._device = self._common_device()
-        self._check_numbers()
         self._check_overlap({})
         name_by_position(self._groups.options)
         for parameter in self.parameters:
@@ -108,20 +107,18 @@ class Optimizer:
         return f"{self._name}({len(self.parameters)} parameters, {n:,} elements, lr={lr})"
 
     def _common_device(self) -> int | None:
-        """The CUDA device of all parameters, or None where they live on the host."""
+        """The CUDA device of all parameters, where rates and loss scale may be; None: the host."""
         # By their places too: a name may be that of another one's place.
         arrays = {
             f"parameter {i}" + (f" ({p.name!r})" if p.name else ""): p.array
             for i, p in enumerate(self.parameters)
         }
-        return device_of(self._name, arrays)
-
-    def _check_numbers(self) -> None:
-        """Learning rates and loss scale live on the host, or where the parameters do."""
+        device = device_of(self._name, arrays)
         for rate in self._groups.rates:
             if isinstance(rate, Parameter):
-                check_place(self._name, "learning_rate", rate.array, self._device)
-        check_place(self._name, "loss_scale", self._loss_scale, self._device)
+                check_place(self._name, "learning_rate", rate.array, device)
+        check_place(self._name, "loss_scale", self._loss_scale, device)
+        return device
 
     def _check_groups(self, groups: Groups) -> None:
         """Refuse what a subclass does not take in groups; before anything has changed."""
@@ -253,12 +250,7 @@ class Optimizer:
         decays = self._decays_at(self._step)
         return tuple(
             grads.decayed(g, p.array, decay * number_of(self._loss_scale)) if decay else g
-            for g, p, decay in zip(
-                self._given(gradients),
-                self.parameters,
-                decays,
-                strict=True,
-            )
+            for g, p, decay in zip(self._given(gradients), self.parameters, decays, strict=True)
         )
 
     def gradients_centralization(self, gradients: Sequence[Any]) -> tuple[Any, ...]:
@@ -268,11 +260,7 @@ class Optimizer:
         """
         return tuple(
             grads.centralized(g) if option.centralize else g
-            for g, option in zip(
-                self._given(gradients),
-                self._groups.options,
-                strict=True,
-            )
+            for g, option in zip(self._given(gradients), self._groups.options, strict=True)
         )
 
     def scale_grad(self, gradients: Sequence[Any]) -> tuple[Any, ...]:

@@ -160,10 +160,7 @@ class Parameter:
 
 
 def writable(array: Any) -> Any:
-    """``array``, or a copy that can be updated in place.
-
-    Arrays that were unpickled from a foreign buffer can be read-only.
-    """
+    """``array``, or a copy that can be updated: what was unpickled can be read-only."""
     if isinstance(array, DeviceArray):
         return array
     flags = array.flags

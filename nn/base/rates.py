@@ -23,14 +23,8 @@ Rate = Parameter | Schedule
 
 
 def learning_rate(where: str, name: str, value: Any) -> Rate:
-    """The learning rate that a user gave, in the form in which it is kept.
-
-    Args:
-        where: who asks, for errors.
-        name: the name of the parameter that will hold it.
-        value: a float or int, a 0-d or 1-d array, an iterable of floats (step s uses element
-            s), a `LearningRateSchedule`, any callable of the step, or an array of one element on
-            a CUDA device.
+    """The learning rate that a user gave as `Optimizer` says; kept as a schedule, or in a parameter
+    of that ``name``.
     """
     if callable(value) and not isinstance(value, Parameter):
         return _schedule(where, "learning_rate", value)
@@ -41,9 +35,8 @@ def learning_rate(where: str, name: str, value: Any) -> Rate:
     if array.ndim > 1 or array.size == 0:
         expected = "a scalar or a non-empty list"
         reject(ValueError, where, "learning_rate", "has a wrong shape", expected, array.shape)
-    if not ((array >= 0) & (array <= LARGEST)).all():
-        expected = "finite and at least 0"
-        reject(ValueError, where, "learning_rate", "is out of range", expected, value)
+    is_usable = bool(((array >= 0) & (array <= LARGEST)).all())
+    check.in_range(where, "learning_rate", value, is_usable, "finite and at least 0")
     return Parameter(array, name)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -23,26 +24,15 @@ States = dict[str, tuple[Any, ...]]
 class StatefulOptimizer(Optimizer):
     """An optimizer that keeps arrays for each parameter and counts its updates.
 
-    Args:
-        states: the name of each role and the value with which its arrays begin.
-        state_dtype: dtype of the states; None takes each parameter's.
-        learning_rate, parameters, weight_decay, loss_scale: as `Optimizer`.
+    ``states`` has the name of each role and the value with which its arrays begin; a
+    ``state_dtype`` of None takes each parameter's. ``base`` are the arguments of `Optimizer`.
     """
 
     _counts: tuple[str, ...] = ("step.",)  # how the names of states begin that are counts
 
-    def __init__(
-        self,
-        learning_rate: Any,
-        parameters: Any,
-        weight_decay: Any,
-        loss_scale: Any,
-        *,
-        states: Mapping[str, float],
-        state_dtype: Any,
-    ) -> None:
+    def __init__(self, *base: Any, states: Mapping[str, float], state_dtype: Any) -> None:
         self._state_dtype = _state_dtype(self._name, state_dtype)
-        super().__init__(learning_rate, parameters, weight_decay, loss_scale)
+        super().__init__(*base)
         self._states = self._new_states(states)
         self._steps = np.zeros(len(self.parameters), np.int64)
 
@@ -84,10 +74,7 @@ class StatefulOptimizer(Optimizer):
         return arrays
 
     def _derived_state(self, step: int) -> dict[str, np.ndarray]:  # noqa: ARG002
-        """Arrays that follow from the options and the number of steps.
-
-        MindSpore keeps them, so they are written for other readers and checked when read.
-        """
+        """What MindSpore keeps that follows from options and steps: written, checked when read."""
         return {}
 
     def _empty_states(self) -> set[str]:
@@ -127,24 +114,16 @@ class StatefulOptimizer(Optimizer):
 
     def _check_derived(self, given: Mapping[str, Any], step: int) -> None:
         for name, expected in self._derived_state(step).items():
-            value = given[name]
+            where, label, value = self._name, f"state {name!r}", given[name]
             if value is None:
                 continue
-            array = self._numbers(name, value)
+            array = adopt(where, label, value)
+            if array.dtype.kind not in "iuf":
+                reject(TypeError, where, label, "has a wrong dtype", "numbers", array.dtype)
             if array.size != expected.size:
-                wrong, shapes = "has a wrong shape", (expected.shape, array.shape)
-                reject(ValueError, self._name, f"state {name!r}", wrong, *shapes)
+                reject(ValueError, where, label, "has a wrong shape", expected.shape, array.shape)
             if not np.allclose(array, expected, rtol=1e-5, atol=1e-30):
-                wrong = "is of other options"
-                reject(ValueError, self._name, f"state {name!r}", wrong, expected, value)
-
-    def _numbers(self, name: str, value: Any) -> np.ndarray:
-        """A state as an array of numbers."""
-        array = adopt(self._name, f"state {name!r}", value)
-        if array.dtype.kind not in "iuf":
-            wrong, got = "has a wrong dtype", array.dtype
-            reject(TypeError, self._name, f"state {name!r}", wrong, "numbers", got)
-        return array
+                reject(ValueError, where, label, "is of other options", expected, value)
 
     def _check_values(self, arrays: Mapping[str, np.ndarray]) -> None:
         super()._check_values(arrays)
@@ -172,12 +151,9 @@ class StatefulOptimizer(Optimizer):
 def _state_dtype(where: str, value: Any) -> np.dtype[Any] | None:
     if value is None:
         return None
-    try:
-        dtype = np.dtype(value)
-    except TypeError:
-        dtype = None
-    if dtype is None or dtype not in STORAGES:
-        expected = check.FLOAT_NAMES
-        reject(TypeError, where, "state_dtype", "has a wrong dtype", expected, repr(value))
-    found: np.dtype[Any] = dtype
-    return found
+    with suppress(TypeError):
+        dtype: np.dtype[Any] = np.dtype(value)
+        if dtype in STORAGES:
+            return dtype
+    wrong = "has a wrong dtype"
+    return reject(TypeError, where, "state_dtype", wrong, check.FLOAT_NAMES, repr(value))

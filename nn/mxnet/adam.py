@@ -9,37 +9,9 @@ from ...kernels.rules import mxnet as rules
 from ...ops.runtime import check
 from ...ops.runtime.errors import reject
 from ..base.attributes import Checked
-from .adam_family import AdamFamily, Variant
+from .adam_family import AdamFamily
 from .arguments import rescale_factor
 from .optimizer import register
-
-
-def _adam_scalars(
-    opt: Adam, real: Any, t: int, lr: float, wd: float, composed: bool  # noqa: ARG001
-) -> tuple[Any, ...]:  # fmt: skip
-    size = opt._step_size(t, lr)
-    return rules.adam_scalars(real, opt.beta1, opt.beta2, size, opt.epsilon, composed=composed)
-
-
-def _adamw_scalars(
-    opt: AdamW, real: Any, t: int, lr: float, wd: float, composed: bool
-) -> tuple[Any, ...]:
-    size = opt._step_size(t, lr, corrected=opt.correct_bias)
-    return rules.adam_scalars(real, opt.beta1, opt.beta2, size, opt.epsilon, wd, composed=composed)
-
-
-_ADAM = Variant(
-    fused=(rules.MXNET_ADAM, rules.MXNET_ADAM_MASTER),
-    composed=(rules.MXNET_ADAM, rules.MXNET_ADAM_MASTER),
-    scalars=_adam_scalars,
-    decay_is_coupled=True,
-)
-_ADAMW = Variant(
-    fused=(rules.MXNET_ADAMW, rules.MXNET_ADAMW_MASTER),
-    composed=(rules.MXNET_ADAMW_COMPOSED, rules.MXNET_ADAMW_COMPOSED_MASTER),
-    scalars=_adamw_scalars,
-    decay_is_coupled=False,
-)
 
 
 @register
@@ -105,6 +77,8 @@ class Adam(AdamFamily):
     [0.9 1.1 1. ]
     """
 
+    _fused_rules = _composed_rules = rules.MXNET_ADAM, rules.MXNET_ADAM_MASTER
+    _decay_is_coupled = True
     lazy_update = Checked(check.flag)
 
     def __init__(
@@ -117,7 +91,7 @@ class Adam(AdamFamily):
         use_fused_step: bool = True,
         **base: Any,
     ) -> None:
-        super().__init__(_ADAM, learning_rate, beta1, beta2, epsilon, use_fused_step, **base)
+        super().__init__(learning_rate, use_fused_step, beta1, beta2, epsilon, **base)
         self.lazy_update = self.compat == "1.9" if lazy_update is None else lazy_update
         if self.use_fused_step:
             return
@@ -174,6 +148,9 @@ class AdamW(AdamFamily):
     [0.85 1.05]
     """
 
+    _fused_rules = rules.MXNET_ADAMW, rules.MXNET_ADAMW_MASTER
+    _composed_rules = rules.MXNET_ADAMW_COMPOSED, rules.MXNET_ADAMW_COMPOSED_MASTER
+    _decay_is_coupled = False
     correct_bias = Checked(check.flag)
     rescale_grad = Checked(rescale_factor)
 
@@ -187,10 +164,13 @@ class AdamW(AdamFamily):
         use_fused_step: bool = True,
         **base: Any,
     ) -> None:
-        super().__init__(_ADAMW, learning_rate, beta1, beta2, epsilon, use_fused_step, **base)
+        super().__init__(learning_rate, use_fused_step, beta1, beta2, epsilon, **base)
         self.correct_bias = correct_bias
         if self.compat != "2.0":
             reject(ValueError, self._name, "compat", "has no AdamW", "'2.0'", repr(self.compat))
+
+    def _step_size(self, t: int, lr: float) -> float:
+        return super()._step_size(t, lr) if self.correct_bias else lr
 
     def _acts(self) -> bool:
         return math.isfinite(self.rescale_grad) and self.rescale_grad != 0.0

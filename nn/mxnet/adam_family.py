@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -26,47 +26,27 @@ from .optimizer import Optimizer
 _RATE = 0.001
 
 
-class Variant(NamedTuple):
-    """What makes one of the family.
-
-    Attributes:
-        fused: the rules for weights without and with a master copy.
-        composed: likewise, with the numbers of MXNet's composed operations.
-        scalars: ``scalars(optimizer, real, t, lr, wd, composed)``: those of the rule.
-        decay_is_coupled: whether weight decay is part of the gradient; else the rule has it.
-    """
-
-    fused: tuple[Rule, Rule]
-    composed: tuple[Rule, Rule]
-    scalars: Callable[[Any, Any, int, float, float, bool], tuple[Any, ...]]
-    decay_is_coupled: bool
-
-
 class AdamFamily(Optimizer):
     """What Adam and AdamW share: two moments, one kernel call for all weights of a dtype."""
+
+    # The rules for weights without and with a master copy; and those for composed operations.
+    _fused_rules: tuple[Rule, Rule]
+    _composed_rules: tuple[Rule, Rule]
+    _decay_is_coupled: bool  # weight decay is part of the gradient; else the rule has it
 
     beta1 = Checked(decay_rate)
     beta2 = Checked(decay_rate)
     epsilon = Checked(kept_epsilon)
 
     def __init__(
-        self,
-        variant: Variant,
-        /,
-        learning_rate: float | None,
-        beta1: float,
-        beta2: float,
-        epsilon: float,
-        use_fused_step: bool,
-        **base: Any,
+        self, learning_rate: float | None, use_fused_step: bool, *of_moments: float, **base: Any
     ) -> None:
-        self._variant = variant
         if learning_rate is None and base.get("lr_scheduler") is None:
             learning_rate = _RATE
         if base.get("aggregate_num") is None and not self._has_own_update():
             base["aggregate_num"] = np.inf  # results do not depend on it
         super().__init__(learning_rate=learning_rate, use_fused_step=use_fused_step, **base)
-        self.beta1, self.beta2, self.epsilon = beta1, beta2, epsilon
+        self.beta1, self.beta2, self.epsilon = of_moments
         self._bindings = Bindings(self._name)
 
     def create_state(self, index: Any, weight: Any) -> tuple[Any, Any]:  # noqa: ARG002
@@ -92,9 +72,14 @@ class AdamFamily(Optimizer):
         """Update weights with the scalars of MXNet's kernels; see ``update``."""
         self._update_lists((indices, weights, grads, states), composed=False)
 
-    def _update_lists(self, lists: Lists, *, composed: bool) -> None:
+    def _update_lists(self, lists: Lists, *, composed: bool, with_masters: bool = False) -> None:
         indices, weights, grads, states = as_lists(self._name, *lists)
-        variables = [self._variables(*each) for each in zip(indices, weights, states, strict=True)]
+        variables = [
+            self._with_master(i, w, s)
+            if with_masters and self._has_master(w)
+            else self._variables(i, w, s)
+            for i, w, s in zip(indices, weights, states, strict=True)
+        ]
         self._update_all(indices, variables, grads, composed=composed)
 
     def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
@@ -109,12 +94,8 @@ class AdamFamily(Optimizer):
         if not self.multi_precision or self._has_own_update():
             super().update_multi_precision(index, weight, grad, state)
             return
-        indices, weights, grads, states = as_lists(self._name, index, weight, grad, state)
-        variables = [
-            self._with_master(i, w, s) if self._has_master(w) else self._variables(i, w, s)
-            for i, w, s in zip(indices, weights, states, strict=True)
-        ]
-        self._update_all(indices, variables, grads, composed=not self.use_fused_step)
+        lists, composed = (index, weight, grad, state), not self.use_fused_step
+        self._update_lists(lists, composed=composed, with_masters=True)
 
     def _has_own_update(self) -> bool:
         """Whether a subclass of a user does something else."""
@@ -148,12 +129,7 @@ class AdamFamily(Optimizer):
                 reject(ValueError, self._name, name, wrong, first.shape, array.shape)
 
     def _update_all(
-        self,
-        indices: Sequence[Any],
-        variables: Sequence[Any],
-        grads: Sequence[Any],
-        *,
-        composed: bool,
+        self, indices: Sequence[Any], variables: Sequence[Any], grads: Sequence[Any], composed: bool
     ) -> None:
         """Everything that can fail comes before the first write, and the counts go back then."""
         if not self._acts():
@@ -167,15 +143,12 @@ class AdamFamily(Optimizer):
         before = self._counts_of(indices)
         done = np.zeros(1, np.int64)  # counted up by the call that writes
         try:
-            numbers = self._advance([indices[i] for i in active])
-            decay = max((wd for *_, wd in numbers), default=0.0)
+            of_each = dict(zip(active, self._advance([indices[i] for i in active]), strict=True))
+            decay = max((wd for *_, wd in of_each.values()), default=0.0)
             prologue = self._prologue(self._checked_decay(decay), composed)
-            of_each: list[Any] = [None] * len(indices)
-            for i, of_one in zip(active, numbers, strict=True):
-                of_each[i] = of_one
             calls = calls_of(
                 given,
-                self._variant.composed if composed else self._variant.fused,
+                self._composed_rules if composed else self._fused_rules,
                 prologue,
                 touched_only=lazy,
                 numbers=of_each,
@@ -236,7 +209,7 @@ class AdamFamily(Optimizer):
             self.compat,
             self.rescale_grad,
             self.clip_gradient or 0.0,
-            decay if self._variant.decay_is_coupled else 0.0,
+            decay if self._decay_is_coupled else 0.0,
             composed=composed,
         )
 
@@ -245,7 +218,10 @@ class AdamFamily(Optimizer):
     ) -> tuple[Any, ...]:
         """The scalars of rule and prologue for a weight that is updated the ``t``-th time."""
         self._checked_decay(wd)
-        own = self._variant.scalars(self, real, t, lr, wd, composed)
+        size, name = self._step_size(t, lr), "the learning rate with its factors"
+        others = check.scalar_at_least_0(self._name, name, size), self.epsilon, wd
+        of_rule = others[:2] if self._decay_is_coupled else others
+        own = rules.adam_scalars(real, self.beta1, self.beta2, *of_rule, composed=composed)
         return own + rules.conditioning_scalars(
             real, prologue, self.rescale_grad, self.clip_gradient or 0.0, wd, composed=composed
         )
@@ -253,9 +229,8 @@ class AdamFamily(Optimizer):
     def _checked_decay(self, wd: float) -> float:
         return check.scalar_at_least_0(self._name, "wd with its factor", wd)
 
-    def _step_size(self, t: int, lr: float, *, corrected: bool = True) -> float:
-        size = rules.bias_corrected(lr, self.beta1, self.beta2, t) if corrected else lr
-        return check.scalar_at_least_0(self._name, "the learning rate with its factors", size)
+    def _step_size(self, t: int, lr: float) -> float:
+        return rules.bias_corrected(lr, self.beta1, self.beta2, t)
 
 
 def _zeros_like(array: Any, dtype: np.dtype[Any]) -> Any:

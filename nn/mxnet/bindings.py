@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -22,49 +22,30 @@ from ..engine.reader import GradientReader, Gradients
 
 _KEPT_WEIGHTS = 4096
 
-Scalars = Callable[[Any, Any], tuple[float, ...]]
-"""``scalars(real, numbers)``: those of rule and prologue for what belongs to a weight."""
+Variables = Sequence[tuple[Any, ...]]
 
 
 class Bound:
     """Weights with their states, checked, and what is remembered for later steps on them.
 
-    Args:
-        where: the optimizer's name, for errors.
-        names: one for each weight.
-        variables: for each weight the array, then its states.
-        sparse_update: ``"lazy"`` or ``"dense_equivalent"``.
-
-    Attributes:
-        device: where the weights live; None for the host.
-
-    Raises:
-        TypeError: an array is none, or no floating one.
-        ValueError: an array cannot be updated in place, shapes or places differ, or arrays overlap.
+    ``variables`` has for each weight the array and then its states.
     """
 
     def __init__(
-        self,
-        where: str,
-        names: Sequence[str],
-        variables: Sequence[tuple[Any, ...]],
-        sparse_update: str,
+        self, where: str, names: Sequence[str], variables: Variables, sparse_update: str
     ) -> None:
+        self.device: int | None = None  # the host
         self._given = tuple(chain.from_iterable(variables))
         self._sparse_update = sparse_update
-        checked = [
-            _checked(where, name, arrays) for name, arrays in zip(names, variables, strict=True)
-        ]
-        self.device = _device_of_all(where, names, checked)
+        checked = [_checked(where, *each) for each in zip(names, variables, strict=True)]
+        for name, (weight, *_) in zip(names, checked, strict=True):
+            together = {"the first weight": checked[0][0], f"weight {name!r}": weight}
+            self.device = device_of(where, together)
         labels = [f"an array of {n!r}" for n, a in zip(names, checked, strict=True) for _ in a]
         flat = [array for arrays in checked for array in arrays]
         self._addresses = check.no_overlap(where, labels, flat)
-        parameters = [
-            Parameter(arrays[0], name) for arrays, name in zip(checked, names, strict=True)
-        ]
-        self.reader = GradientReader(
-            where, parameters, [arrays[1:] for arrays in checked], sparse_update
-        )
+        parameters = [Parameter(a[0], name) for a, name in zip(checked, names, strict=True)]
+        self.reader = GradientReader(where, parameters, [a[1:] for a in checked], sparse_update)
         if self.device is not None:
             self.can_be_kept = True  # and looked at again: memory can be exchanged under a tensor
             self._places = [_place(array) for array in flat]
@@ -74,7 +55,7 @@ class Bound:
         forms = [(a.dtype, a.shape) for a in flat]
         self._expected = headers.Expected(forms, headers.NOWHERE, writable=True)
 
-    def is_of(self, variables: Sequence[tuple[Any, ...]], sparse_update: str) -> bool:
+    def is_of(self, variables: Variables, sparse_update: str) -> bool:
         """Whether these are the very same arrays, where and as they were."""
         given = tuple(chain.from_iterable(variables))
         if sparse_update != self._sparse_update or len(given) != len(self._given):
@@ -108,7 +89,7 @@ class Bindings:
         self,
         indices: Sequence[Any],
         names: Callable[[Any], str],
-        variables: Sequence[tuple[Any, ...]],
+        variables: Variables,
         sparse_update: str,
     ) -> Bound:
         """The checked weights of a call; the same ones again where the arrays are the same."""
@@ -141,27 +122,20 @@ def calls_of(
     prologue: Prologue,
     *,
     touched_only: bool,
-    numbers: Sequence[Any],
-    scalars: Scalars,
+    numbers: Mapping[int, Any],
+    scalars: Callable[[Any, Any], tuple[float, ...]],
 ) -> list[Call]:
     """The kernel calls of a step on bound weights.
 
-    Args:
-        given: the gradients.
-        rules: the rule for weights without and with a master copy.
-        prologue: what happens to the gradients.
-        touched_only: row-sparse gradients update only the rows that occur.
-        numbers: for each weight what its scalars are made of; hashable.
-        scalars: makes them.
+    ``rules`` are those for weights without and with a master copy; ``scalars(real, numbers)``
+    makes those of rule and prologue out of the hashable ``numbers`` of the weight at a place.
     """
     plain, with_master = rules
     calls = []
     for batch in given.layout.batches:
         rows: dict[Any, int] = {}
         hp_of = [rows.setdefault(numbers[i], len(rows)) for i in batch.positions.tolist()]
-        hp: np.ndarray = np.array(
-            [scalars(batch.real, of_weight) for of_weight in rows], batch.real
-        )
+        hp: np.ndarray = np.array([scalars(batch.real, each) for each in rows], batch.real)
         rule = with_master if len(batch.variables.s) > len(plain.states) else plain
         gradients = given.rows_of(batch) if batch.row_sparse else given.addresses_of(batch)
         calls.append(Call(batch, rule, prologue, touched_only, gradients, hp, np.array(hp_of)))
@@ -170,24 +144,14 @@ def calls_of(
 
 def _checked(where: str, name: str, arrays: Sequence[Any]) -> tuple[Any, ...]:
     """A weight and its states: arrays that can be updated in place, of one shape and place."""
-    weight = check.variable(where, f"weight {name!r}", arrays[0])
-    states = tuple(check.variable(where, f"state of {name!r}", a) for a in arrays[1:])
+    label, of_state = f"weight {name!r}", f"state of {name!r}"
+    weight = check.variable(where, label, arrays[0])
+    states = tuple(check.variable(where, of_state, a) for a in arrays[1:])
     for state in states:
-        device_of(where, {f"weight {name!r}": weight, f"state of {name!r}": state})
+        device_of(where, {label: weight, of_state: state})
         if state.shape != weight.shape:
-            label, expected = f"state of {name!r}", weight.shape
-            reject(ValueError, where, label, "has a wrong shape", expected, state.shape)
+            reject(ValueError, where, of_state, "has a wrong shape", weight.shape, state.shape)
     return weight, *states
-
-
-def _device_of_all(
-    where: str, names: Sequence[str], variables: Sequence[tuple[Any, ...]]
-) -> int | None:
-    """The device on which all weights lie; None for the host."""
-    device = None
-    for name, (weight, *_) in zip(names, variables, strict=True):
-        device = device_of(where, {"the first weight": variables[0][0], f"weight {name!r}": weight})
-    return device
 
 
 def _place(array: DeviceArray) -> tuple[Any, ...]:

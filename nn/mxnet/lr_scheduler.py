@@ -203,8 +203,17 @@ class MultiFactorScheduler(LRScheduler):
 class _Falling(LRScheduler):
     """From ``base_lr`` at the end of the warm-up to ``final_lr`` at ``max_update``."""
 
-    def __init__(self, max_update: int, final_lr: float, *warm_up: Any, **unknown: Any) -> None:
-        super().__init__(*warm_up, **unknown)
+    def __init__(
+        self,
+        max_update: int,
+        base_lr: float = 0.01,
+        final_lr: float = 0,
+        warmup_steps: int = 0,
+        warmup_begin_lr: float = 0,
+        warmup_mode: str = "linear",
+        **unknown: Any,
+    ) -> None:
+        super().__init__(base_lr, warmup_steps, warmup_begin_lr, warmup_mode, **unknown)
         self.max_update = positive_int(self._name, "max_update", max_update)
         self.final_lr = check.scalar_at_least_0(self._name, "final_lr", final_lr)
         if self.warmup_steps >= self.max_update:
@@ -253,7 +262,7 @@ class PolyScheduler(_Falling):
         **unknown: Any,
     ) -> None:
         super().__init__(
-            max_update, final_lr, base_lr, warmup_steps, warmup_begin_lr, warmup_mode, **unknown
+            max_update, base_lr, final_lr, warmup_steps, warmup_begin_lr, warmup_mode, **unknown
         )
         self.power = check.scalar(self._name, "pwr", pwr)
         check.in_range(self._name, "pwr", self.power, self.power > 0.0, "above 0")
@@ -288,20 +297,6 @@ class CosineScheduler(_Falling):
     >>> [round(scheduler(n), 6) for n in (1, 2, 3, 4, 5)]
     [0.085355, 0.05, 0.014645, 0.0, 0.0]
     """
-
-    def __init__(
-        self,
-        max_update: int,
-        base_lr: float = 0.01,
-        final_lr: float = 0,
-        warmup_steps: int = 0,
-        warmup_begin_lr: float = 0,
-        warmup_mode: str = "linear",
-        **unknown: Any,
-    ) -> None:
-        super().__init__(
-            max_update, final_lr, base_lr, warmup_steps, warmup_begin_lr, warmup_mode, **unknown
-        )
 
     def __call__(self, num_update: int) -> float:
         """The learning rate of update ``num_update`` = 1, 2, ..."""

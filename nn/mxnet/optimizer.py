@@ -223,8 +223,7 @@ class Optimizer:
             got = f"{type(state).__name__} of {len(state)}" if hasattr(state, "__len__") else state
             name = f"state of {self._label(index)!r}"
             reject(TypeError, self._name, name, "has a wrong type", expected, got)
-        first, second = state
-        return first, second
+        return state[0], state[1]
 
     def _label(self, index: Any) -> str:
         return str(self.idx2name.get(index, index))
@@ -345,40 +344,39 @@ class Optimizer:
         exempt = (n for n in self.idx2name.values() if not n.endswith(("_weight", "_gamma")))
         self.wd_mult = {**(dict.fromkeys(exempt, 0.0) if self.compat == "1.9" else {}), **given}
 
-    def _factor(self, index: Any, name: str, table: Mapping[Any, float]) -> float:
+    def _factor(self, index: Any, name: str) -> float:
         """That of ``param_dict``, else that of the index, else that of its name, else 1."""
         if index in self.param_dict:
             factor = getattr(self.param_dict[index], name)
             return check.scalar_at_least_0(self._name, f"{name} of param_dict[{index!r}]", factor)
+        table: Mapping[Any, float] = getattr(self, name)
         if index in table:
             return table[index]
         return table.get(self.idx2name[index], 1.0) if index in self.idx2name else 1.0
 
-    def _scaled(
-        self, value: float, indices: Sequence[Any], name: str, table: Mapping[Any, float]
-    ) -> list[float]:
+    def _scaled(self, value: float, indices: Sequence[Any], name: str) -> list[float]:
         """``value`` times the factor of each index."""
-        if not table and not self.param_dict:
+        if not getattr(self, name) and not self.param_dict:
             return [value] * len(indices)
-        return [value * self._factor(index, name, table) for index in indices]
+        return [value * self._factor(index, name) for index in indices]
 
     def _get_lr(self, index: Any) -> float:
         """The learning rate of an index, at the present ``num_update``."""
-        return self._scaled(self.learning_rate, [index], "lr_mult", self.lr_mult)[0]
+        return self._scaled(self.learning_rate, [index], "lr_mult")[0]
 
     def _get_lrs(self, indices: Sequence[Any]) -> list[float]:
         if type(self)._get_lr is not Optimizer._get_lr:  # a user's
             return [self._get_lr(index) for index in indices]
-        return self._scaled(self.learning_rate, indices, "lr_mult", self.lr_mult)
+        return self._scaled(self.learning_rate, indices, "lr_mult")
 
     def _get_wd(self, index: Any) -> float:
         """The weight decay of an index."""
-        return self._scaled(self.wd, [index], "wd_mult", self.wd_mult)[0]
+        return self._scaled(self.wd, [index], "wd_mult")[0]
 
     def _get_wds(self, indices: Sequence[Any]) -> list[float]:
         if type(self)._get_wd is not Optimizer._get_wd:  # a user's
             return [self._get_wd(index) for index in indices]
-        return self._scaled(self.wd, indices, "wd_mult", self.wd_mult)
+        return self._scaled(self.wd, indices, "wd_mult")
 
     def _update_count(self, index: Any) -> None:
         """Count an update of an index, or of each of a list of them."""

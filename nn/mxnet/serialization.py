@@ -52,7 +52,10 @@ def load(data: Any, optimizer: Optimizer) -> tuple[dict[Any, Any], Optimizer]:
     """The states, and the optimizer with their counts; a new one where ``data`` holds one."""
     of_kind("set_states", "states", data, bytes | bytearray | memoryview, "bytes")
     try:
-        tensors, document = _parsed(bytes(data))
+        tensors = load_tensors(bytes(data))
+        document = json.loads(tensors.pop(_DOCUMENT).tobytes())
+        if document["format"] != _FORMAT:
+            raise ValueError("another format")
         states = {_index(index): _restored(v, tensors) for index, v in document["states"]}
         counts = {_index(i): count("set_states", "a count", t) for i, t in document["counts"]}
         num_update = count("set_states", "num_update", document["num_update"])
@@ -87,14 +90,6 @@ _DAMAGES = (
 )  # fmt: skip
 
 
-def _parsed(data: bytes) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    tensors = load_tensors(data)
-    document = json.loads(tensors.pop(_DOCUMENT).tobytes())
-    if document["format"] != _FORMAT:
-        raise ValueError("another format")
-    return tensors, document
-
-
 def _index(index: Any) -> int | str:
     if not (is_int(index) or isinstance(index, str)):
         wrong, got = "cannot be written", repr(index)
@@ -108,11 +103,10 @@ def _structure(value: Any, name: str, tensors: dict[str, np.ndarray]) -> Any:
         parts = [_structure(part, f"{name}.{k}", tensors) for k, part in enumerate(value)]
         return {type(value).__name__: parts}
     on_device = DeviceArray.adopt("get_states", name, value)
-    if on_device is not None:
-        value = on_device.numpy()
-    if isinstance(value, np.ndarray) and (value.dtype.kind in "biuf" or value.dtype == BFLOAT16):
+    value = value if on_device is None else on_device.numpy()
+    is_bfloat16 = isinstance(value, np.ndarray) and value.dtype == BFLOAT16
+    if is_bfloat16 or (isinstance(value, np.ndarray) and value.dtype.kind in "biuf"):
         # The format has bfloat16, its reader for NumPy has not.
-        is_bfloat16 = value.dtype == BFLOAT16
         kept = value.view(np.uint16) if is_bfloat16 else value
         tensors[name] = np.ascontiguousarray(kept).reshape(value.shape)
         return {"bfloat16" if is_bfloat16 else "array": name}

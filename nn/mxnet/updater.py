@@ -74,7 +74,11 @@ class Updater:
             try:
                 self.states.update(zip(of_chunk, states, strict=True))
                 self._were_read.difference_update(of_chunk)
-                self._update([of_chunk, weights, grads, states])
+                of_call: list[Any] = [of_chunk, weights, grads, states]
+                # 1.9 passes single weights as they are unless it aggregates, 2.0 always lists.
+                if self.optimizer.compat == "1.9" and self.optimizer.aggregate_num == 0:
+                    of_call = [values[0] for values in of_call]
+                self.optimizer.update_multi_precision(*of_call)
             except BaseException:
                 # Likewise one whose update has failed; an interrupt can come when it is done.
                 if self._counts(of_chunk) == before[2]:
@@ -105,12 +109,6 @@ class Updater:
             alike = list(neighbours)
             for first in range(0, len(alike), size):
                 yield alike[first : first + size]
-
-    def _update(self, lists: list[list[Any]]) -> None:
-        # 1.9 passes single weights as they are unless it aggregates, 2.0 always lists.
-        if self.optimizer.compat == "1.9" and self.optimizer.aggregate_num == 0:
-            lists = [values[0] for values in lists]
-        self.optimizer.update_multi_precision(*lists)
 
     def get_states(self, dump_optimizer: bool = False) -> bytes:
         """All states and counts as bytes in the safetensors format.

@@ -1,4 +1,4 @@
-"""Learning rates that decay or warm up step by step, under MindSpore's names and defaults.
+"""Schedules that decay or warm up step by step, under MindSpore's names and defaults.
 
 All arithmetic is that of Python's floats (float64); MindSpore's is float32.
 """
@@ -6,36 +6,43 @@ All arithmetic is that of Python's floats (float64); MindSpore's is float32.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import wraps
 from typing import Any
 
 import numpy as np
 
 from ...ops.runtime import check
-from ...ops.runtime.errors import reject
 from ..base.arguments import non_negative_float, positive_float, positive_int, step_numbers
-from .base import LearningRateSchedule
 
 
-def of_each_step(construct: Callable[[Any, int], float]) -> Callable[[Any, Any], Any]:
-    """Decorator: ``construct``, which is for one int, takes arrays of steps too."""
+class LearningRateSchedule:
+    """The base class of schedules: subclass it and define ``construct(global_step)``.
 
-    @wraps(construct)
-    def checked(self: Any, global_step: Any) -> Any:
-        steps = step_numbers(type(self).__name__, global_step)
-        if steps.ndim == 0:
-            return construct(self, int(steps))
-        values = [construct(self, step) for step in steps.ravel().tolist()]
-        return np.array(values, np.float64).reshape(steps.shape)
+    ``construct`` receives the int 0, 1, 2, ... and returns a float or a 1-element array.
 
-    return checked
+    >>> class Halving(LearningRateSchedule):
+    ...     def construct(self, global_step):
+    ...         return 0.1 * 0.5**global_step
+    >>> Halving()(3)
+    0.0125
+    """
+
+    def construct(self, global_step: int) -> Any:
+        """The value at ``global_step`` = 0, 1, 2, ..."""
+        raise NotImplementedError(
+            f"{type(self).__name__}: define construct(self, global_step) in the subclass"
+        )
+
+    def __call__(self, global_step: int) -> Any:
+        """The value at ``global_step``."""
+        return self.construct(global_step)
 
 
 class StepSchedule(LearningRateSchedule):
     """What the schedules of this package share: the arguments of the constructor, and nothing else,
     are attributes.
     """
+
+    _unit = "steps"  # in the names of arguments, in errors
 
     def __call__(self, global_step: Any) -> Any:
         """The value at a step: 0, 1, 2, ...
@@ -50,6 +57,18 @@ class StepSchedule(LearningRateSchedule):
         """
         return self.construct(global_step)
 
+    def construct(self, global_step: Any) -> Any:
+        """The value at a step, or at each of an array of steps."""
+        steps = step_numbers(type(self).__name__, global_step)
+        if steps.ndim == 0:
+            return self._at(int(steps))
+        values = [self._at(step) for step in steps.ravel().tolist()]
+        return np.array(values, np.float64).reshape(steps.shape)
+
+    def _at(self, step: int) -> float:
+        """The value at one step."""
+        raise NotImplementedError
+
     def __repr__(self) -> str:
         arguments = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
         return f"{type(self).__name__}({arguments})"
@@ -61,9 +80,11 @@ class _Decay(StepSchedule):
     def __init__(
         self, learning_rate: float, decay_rate: float, decay_steps: int, is_stair: bool = False
     ) -> None:
-        self.learning_rate, self.decay_rate, self.decay_steps, self.is_stair = decay_arguments(
-            type(self).__name__, learning_rate, decay_rate, "decay_steps", decay_steps, is_stair
-        )
+        where = type(self).__name__
+        self.learning_rate = positive_float(where, "learning_rate", learning_rate, np.float64)
+        self.decay_rate = positive_float(where, "decay_rate", decay_rate, np.float64)
+        self.decay_steps = positive_int(where, f"decay_{self._unit}", decay_steps)
+        self.is_stair = check.flag(where, "is_stair", is_stair)
 
     def _periods(self, step: int) -> float:
         """How many periods have passed; in exact integers where only whole ones count."""
@@ -98,11 +119,9 @@ class ExponentialDecayLR(_Decay):
     ExponentialDecayLR(learning_rate=0.1, decay_rate=0.5, decay_steps=2, is_stair=False)
     """
 
-    @of_each_step
-    def construct(self, global_step: int) -> float:
-        """The value at a step, or at each of an array of steps."""
+    def _at(self, step: int) -> float:
         try:
-            return float(self.learning_rate * self.decay_rate ** self._periods(global_step))
+            return float(self.learning_rate * self.decay_rate ** self._periods(step))
         except OverflowError:  # where Python refuses what is infinite
             return math.inf
 
@@ -138,12 +157,10 @@ class NaturalExpDecayLR(_Decay):
     [0.1, 0.1, 0.036788, 0.036788]
     """
 
-    @of_each_step
-    def construct(self, global_step: int) -> float:
-        """The value at a step, or at each of an array of steps."""
+    def _at(self, step: int) -> float:
         if self.is_stair:
-            global_step -= global_step % self.decay_steps
-        return self.learning_rate * math.exp(-self.decay_rate * global_step)
+            step -= step % self.decay_steps
+        return self.learning_rate * math.exp(-self.decay_rate * step)
 
 
 class InverseDecayLR(_Decay):
@@ -171,10 +188,8 @@ class InverseDecayLR(_Decay):
     [0.1, 0.066667, 0.05, 0.04, 0.033333]
     """
 
-    @of_each_step
-    def construct(self, global_step: int) -> float:
-        """The value at a step, or at each of an array of steps."""
-        return self.learning_rate / (1.0 + self.decay_rate * self._periods(global_step))
+    def _at(self, step: int) -> float:
+        return self.learning_rate / (1.0 + self.decay_rate * self._periods(step))
 
 
 class CosineDecayLR(StepSchedule):
@@ -202,13 +217,13 @@ class CosineDecayLR(StepSchedule):
 
     def __init__(self, min_lr: float, max_lr: float, decay_steps: int) -> None:
         where = type(self).__name__
-        self.min_lr, self.max_lr = cosine_range(where, min_lr, max_lr)
-        self.decay_steps = positive_int(where, "decay_steps", decay_steps)
+        self.min_lr = low = non_negative_float(where, "min_lr", min_lr)
+        self.max_lr = high = positive_float(where, "max_lr", max_lr, np.float64)
+        check.in_range(where, "max_lr", high, low < high, f"above min_lr = {low}")
+        self.decay_steps = positive_int(where, f"decay_{self._unit}", decay_steps)
 
-    @of_each_step
-    def construct(self, global_step: int) -> float:
-        """The value at a step, or at each of an array of steps."""
-        angle = math.pi * min(global_step, self.decay_steps) / self.decay_steps
+    def _at(self, step: int) -> float:
+        angle = math.pi * min(step, self.decay_steps) / self.decay_steps
         return self.min_lr + 0.5 * (self.max_lr - self.min_lr) * (1.0 + math.cos(angle))
 
 
@@ -256,18 +271,17 @@ class PolynomialDecayLR(StepSchedule):
         where = type(self).__name__
         self.learning_rate = positive_float(where, "learning_rate", learning_rate, np.float64)
         self.end_learning_rate = non_negative_float(where, "end_learning_rate", end_learning_rate)
-        self.decay_steps = positive_int(where, "decay_steps", decay_steps)
+        self.decay_steps = positive_int(where, f"decay_{self._unit}", decay_steps)
         self.power = positive_float(where, "power", power, np.float64)
-        self.update_decay_steps = check.flag(where, "update_decay_steps", update_decay_steps)
+        name = f"update_decay_{self._unit}"
+        self.update_decay_steps = check.flag(where, name, update_decay_steps)
 
-    @of_each_step
-    def construct(self, global_step: int) -> float:
-        """The value at a step, or at each of an array of steps."""
+    def _at(self, step: int) -> float:
         end = self.decay_steps
         if self.update_decay_steps:
             # -(-a // b) is the ceiling of a / b, in exact integers.
-            end *= max(-(-global_step // end), 1)
-        left = 1.0 - min(global_step, end) / end
+            end *= max(-(-step // end), 1)
+        left = 1.0 - min(step, end) / end
         drop = self.learning_rate - self.end_learning_rate
         return drop * float(left**self.power) + self.end_learning_rate
 
@@ -299,30 +313,7 @@ class WarmUpLR(StepSchedule):
     def __init__(self, learning_rate: float, warmup_steps: int) -> None:
         where = type(self).__name__
         self.learning_rate = non_negative_float(where, "learning_rate", learning_rate)
-        self.warmup_steps = positive_int(where, "warmup_steps", warmup_steps)
+        self.warmup_steps = positive_int(where, f"warmup_{self._unit}", warmup_steps)
 
-    @of_each_step
-    def construct(self, global_step: int) -> float:
-        """The value at a step, or at each of an array of steps."""
-        return self.learning_rate * min(global_step, self.warmup_steps) / self.warmup_steps
-
-
-def decay_arguments(
-    where: str, learning_rate: Any, decay_rate: Any, name: str, period: Any, is_stair: Any
-) -> tuple[float, float, int, bool]:
-    """The arguments of a decay, checked; ``name`` is that of its period."""
-    return (
-        positive_float(where, "learning_rate", learning_rate, np.float64),
-        positive_float(where, "decay_rate", decay_rate, np.float64),
-        positive_int(where, name, period),
-        check.flag(where, "is_stair", is_stair),
-    )
-
-
-def cosine_range(where: str, min_lr: Any, max_lr: Any) -> tuple[float, float]:
-    """The ends of a cosine: 0 <= ``min_lr`` < ``max_lr``."""
-    low = non_negative_float(where, "min_lr", min_lr)
-    high = positive_float(where, "max_lr", max_lr, np.float64)
-    if not low < high:
-        reject(ValueError, where, "max_lr", "is out of range", f"above min_lr = {low}", high)
-    return low, high
+    def _at(self, step: int) -> float:
+        return self.learning_rate * min(step, self.warmup_steps) / self.warmup_steps

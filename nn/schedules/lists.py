@@ -8,12 +8,11 @@ called more often than the list is long.
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import numpy as np
+from typing import Any
 
 from ...ops.runtime import check
 from ...ops.runtime.errors import reject
-from ..base.arguments import list_or_tuple, non_negative_float, positive_float, positive_int
+from ..base.arguments import list_or_tuple, positive_int
 from . import decay
 
 
@@ -85,11 +84,7 @@ def exponential_decay_lr(
     >>> exponential_decay_lr(0.1, 0.5, total_step=6, step_per_epoch=2, decay_epoch=1)
     [0.1, 0.1, 0.05, 0.05, 0.025, 0.025]
     """
-    where, name = "exponential_decay_lr", "decay_epoch"
-    schedule = decay.ExponentialDecayLR(
-        *decay.decay_arguments(where, learning_rate, decay_rate, name, decay_epoch, is_stair)
-    )
-    return _by_epoch(where, schedule, total_step, step_per_epoch)
+    return _by_epoch("exponential_decay_lr", decay.ExponentialDecayLR, **locals())
 
 
 def natural_exp_decay_lr(
@@ -125,11 +120,7 @@ def natural_exp_decay_lr(
     >>> [round(rate, 6) for rate in rates]
     [0.1, 0.1, 0.060653, 0.060653, 0.036788, 0.036788]
     """
-    where, name = "natural_exp_decay_lr", "decay_epoch"
-    schedule = decay.NaturalExpDecayLR(
-        *decay.decay_arguments(where, learning_rate, decay_rate, name, decay_epoch, is_stair)
-    )
-    return _by_epoch(where, schedule, total_step, step_per_epoch)
+    return _by_epoch("natural_exp_decay_lr", decay.NaturalExpDecayLR, **locals())
 
 
 def inverse_decay_lr(
@@ -164,11 +155,7 @@ def inverse_decay_lr(
     >>> inverse_decay_lr(0.5, 1.0, total_step=6, step_per_epoch=3, decay_epoch=1)
     [0.5, 0.5, 0.5, 0.25, 0.25, 0.25]
     """
-    where, name = "inverse_decay_lr", "decay_epoch"
-    schedule = decay.InverseDecayLR(
-        *decay.decay_arguments(where, learning_rate, decay_rate, name, decay_epoch, is_stair)
-    )
-    return _by_epoch(where, schedule, total_step, step_per_epoch)
+    return _by_epoch("inverse_decay_lr", decay.InverseDecayLR, **locals())
 
 
 def cosine_decay_lr(
@@ -197,11 +184,7 @@ def cosine_decay_lr(
     >>> [round(rate, 6) for rate in rates]
     [0.1, 0.1, 0.05, 0.05, 0.0, 0.0]
     """
-    where = "cosine_decay_lr"
-    schedule = decay.CosineDecayLR(
-        *decay.cosine_range(where, min_lr, max_lr), positive_int(where, "decay_epoch", decay_epoch)
-    )
-    return _by_epoch(where, schedule, total_step, step_per_epoch)
+    return _by_epoch("cosine_decay_lr", decay.CosineDecayLR, **locals())
 
 
 def polynomial_decay_lr(
@@ -241,15 +224,7 @@ def polynomial_decay_lr(
     >>> polynomial_decay_lr(0.5, 0.0, total_step=6, step_per_epoch=2, decay_epoch=2, power=1.0)
     [0.5, 0.5, 0.25, 0.25, 0.0, 0.0]
     """
-    where = "polynomial_decay_lr"
-    schedule = decay.PolynomialDecayLR(
-        positive_float(where, "learning_rate", learning_rate, np.float64),
-        non_negative_float(where, "end_learning_rate", end_learning_rate),
-        positive_int(where, "decay_epoch", decay_epoch),
-        positive_float(where, "power", power, np.float64),
-        check.flag(where, "update_decay_epoch", update_decay_epoch),
-    )
-    return _by_epoch(where, schedule, total_step, step_per_epoch)
+    return _by_epoch("polynomial_decay_lr", decay.PolynomialDecayLR, **locals())
 
 
 def warmup_lr(
@@ -278,18 +253,16 @@ def warmup_lr(
     >>> warmup_lr(0.5, total_step=7, step_per_epoch=2, warmup_epoch=2)
     [0.0, 0.0, 0.25, 0.25, 0.5, 0.5, 0.5]
     """
-    where = "warmup_lr"
-    schedule = decay.WarmUpLR(
-        non_negative_float(where, "learning_rate", learning_rate),
-        positive_int(where, "warmup_epoch", warmup_epoch),
-    )
-    return _by_epoch(where, schedule, total_step, step_per_epoch)
+    return _by_epoch("warmup_lr", decay.WarmUpLR, **locals())
 
 
 def _by_epoch(
-    where: str, schedule: decay.StepSchedule, total_step: int, step_per_epoch: int
+    where: str, kind: type, total_step: int, step_per_epoch: int, **arguments: Any
 ) -> list[float]:
     """The values of steps 0 to ``total_step - 1`` of a schedule that counts epochs."""
+    # Its errors name the function and what that calls the arguments.
+    named = type(where, (kind,), {"_unit": "epoch"})
+    schedule = named(**{n.replace("_epoch", "_steps"): value for n, value in arguments.items()})
     total_step = positive_int(where, "total_step", total_step)
     step_per_epoch = positive_int(where, "step_per_epoch", step_per_epoch)
     return [schedule(step // step_per_epoch) for step in range(total_step)]

@@ -11,7 +11,7 @@ import numpy as np
 from ...ops.runtime.errors import reject
 from ..base.arguments import list_or_tuple, non_negative_float, positive_int
 from ..base.rates import Schedule, value_at
-from .decay import StepSchedule, of_each_step
+from .decay import StepSchedule
 
 
 class SequentialLR(StepSchedule):
@@ -47,11 +47,9 @@ class SequentialLR(StepSchedule):
         self.schedules = tuple(_schedule(where, f"schedules[{k}]", s) for k, s in enumerate(given))
         self.milestones = _milestones(where, milestones, len(given) - 1)
 
-    @of_each_step
-    def construct(self, global_step: int) -> float:
-        """The value at a step, or at each of an array of steps."""
-        k = bisect_right(self.milestones, global_step)
-        step = global_step - (self.milestones[k - 1] if k > 0 else 0)
+    def _at(self, step: int) -> float:
+        k = bisect_right(self.milestones, step)
+        step -= self.milestones[k - 1] if k > 0 else 0
         return value_at(type(self).__name__, f"schedules[{k}]", self.schedules[k], step)
 
 

@@ -32,6 +32,5 @@ class ClippedConditioning(Conditioning):
         own[:, 1:] = hp[:, [column[name] for name in fields]]
         given = replace(batch.variables, s=()), call.gradients, batch.g, own, np.arange(len(hp))
         squares = measure_step(DenseUpdate(SCALED, before, *given))
-        hp[:, column["trust_ratio"]] = LARGEST_NORM / np.maximum(
-            np.sqrt(squares[:, 0]), LARGEST_NORM
-        )
+        norms = np.maximum(np.sqrt(squares[:, 0]), LARGEST_NORM)
+        hp[:, column["trust_ratio"]] = LARGEST_NORM / norms

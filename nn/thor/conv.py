@@ -9,7 +9,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from ...ops.runtime.errors import reject
 from ..base.arguments import is_int
-from .factors import FloatArray, add_gram_of_rows
+from .factors import FloatArray, add_gram
 from .layers import ThorLayer
 
 Pair = tuple[int, int]
@@ -51,6 +51,8 @@ class ThorConv2d(ThorLayer):
     (16.0, 16.0)
     """
 
+    _FORM = (4,), "(out, channels, kh, kw)"
+
     def __init__(
         self,
         weight: Any,
@@ -85,13 +87,6 @@ class ThorConv2d(ThorLayer):
         if min(pair) < least:
             self._reject(ValueError, name, "is out of range", f"at least {least}", value)
         return int(pair[0]), int(pair[1])
-
-    def _check_weight(self) -> None:
-        self._check_form(self.weight.ndim == 4, "(out, channels, kh, kw)")
-
-    def _empty(self) -> tuple[FloatArray, FloatArray]:
-        out = self.weight.shape[0]
-        return self._packed_zeros(self.weight.size // out), self._packed_zeros(out)
 
     @property
     def _kernel(self) -> Pair:
@@ -131,12 +126,11 @@ class ThorConv2d(ThorLayer):
         chunk = max(1, _CHUNK_BYTES // row_bytes)
         for start in range(0, len(x), chunk):
             part = x[start : start + chunk].astype(real, copy=False)
-            add_gram_of_rows(
-                self._a, patches(part, self._kernel, self.stride, margins, self.dilation)
-            )
+            seen = patches(part, self._kernel, self.stride, margins, self.dilation)
+            add_gram(self._a, seen)
             gradients = d[start : start + chunk].astype(real, copy=False)
             by_channel = np.ascontiguousarray(gradients.transpose(1, 0, 2, 3))
-            add_gram_of_rows(self._g, by_channel.reshape(len(self._g), -1))
+            add_gram(self._g, by_channel.reshape(len(self._g), -1))
         rows = len(x) * n_positions
         self._count(len(x), (rows, rows), (rows, rows))
 
@@ -146,9 +140,9 @@ class ThorConv2d(ThorLayer):
         size = (x.shape[2], x.shape[3])
         margins = same_margins(size, self._kernel, self.stride, (1, 1))
         rows = patches(mean, self._kernel, self.stride, margins, (1, 1))
-        add_gram_of_rows(self._a, rows)
+        add_gram(self._a, rows)
         gradient = d.astype(self.real, copy=False).mean(axis=0).reshape(len(self._g), -1)
-        add_gram_of_rows(self._g, gradient)
+        add_gram(self._g, gradient)
         positions = rows.shape[1], gradient.shape[1]
         self._count(1, positions, positions)
 
@@ -165,10 +159,8 @@ def same_margins(size: Pair, kernel: Pair, stride: Pair, dilation: Pair) -> Marg
 def patches(
     x: FloatArray, kernel: Pair, stride: Pair, margins: Margins, dilation: Pair
 ) -> FloatArray:
-    """What each position of a convolution over ``[N, C, H, W]`` sees, one column for each of them.
-
-    Returns:
-        ``[C*kh*kw, N*OH*OW]``, rows in the order of a weight, columns in that of an output.
+    """What each position of a convolution over ``[N, C, H, W]`` sees: ``[C*kh*kw, N*OH*OW]``, rows
+    in the order of a weight, columns in that of an output.
     """
     if any(sum(margins, ())):
         rows, columns = margins

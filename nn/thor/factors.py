@@ -8,7 +8,6 @@ is narrower.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -35,15 +34,8 @@ def empty_packed(n: int, block_size: int, dtype: Any) -> FloatArray:
     return np.zeros((n, min(n, block_size)), dtype)
 
 
-def add_gram(total: FloatArray, columns: FloatArray) -> None:
-    """Add the diagonal blocks of ``columns' columns``, of ``[rows, n]``, to the packed total."""
-    for block in blocks(len(total), total.shape[1]):
-        part = columns[:, block]
-        total[block, : part.shape[1]] += matmul(part.T, part)
-
-
-def add_gram_of_rows(total: FloatArray, rows: FloatArray) -> None:
-    """As `add_gram`, for the transposed ``rows`` ``[n, samples]``: ``rows rows'``."""
+def add_gram(total: FloatArray, rows: FloatArray) -> None:
+    """Add the diagonal blocks of ``rows rows'``, of ``[n, samples]``, to the packed total."""
     for block in blocks(len(total), total.shape[1]):
         part = rows[block]
         total[block, : len(part)] += matmul(part, part.T)
@@ -65,10 +57,8 @@ def inverse(
 
     ``L L' = block``, ``inverse = L^-T L^-1`` in float64, rounded to the type of the
     ``covariance``, which is packed. Without ``transposes`` it is ``L^-1 L^-1``, which MindSpore
-    takes for the inverse in an embedding's factor.
-
-    Raises:
-        FactorError: a block or its inverse is not finite, or it is not positive definite.
+    takes for the inverse in an embedding's factor. It is a `FactorError` where a block or its
+    inverse is not finite, or it is not positive definite.
     """
     lapack = load_lapack()
     result = np.zeros_like(covariance)
@@ -87,11 +77,8 @@ def inverse(
         if failed == 0:
             root, failed = lapack.dtrtri(root, lower=1, overwrite_c=1)
         if failed != 0:
-            name, wrong, expected = (
-                "the damped covariance",
-                "cannot be inverted",
-                "a positive definite matrix",
-            )
+            name, wrong = "the damped covariance", "cannot be inverted"
+            expected = "a positive definite matrix"
             got = f"a pivot that is not above 0 in row {block.start + abs(failed) - 1}"
             reject(FactorError, where, name, wrong, expected, got, "; raise the damping")
         result[block, :size] = matmul(root.T if transposes else root, root)
@@ -102,45 +89,28 @@ def inverse(
     return result
 
 
+def _stacks(factor: FloatArray) -> Iterator[tuple[slice, FloatArray]]:
+    """The blocks of a packed factor as one array, and the narrower one at its end as another."""
+    n, width = factor.shape
+    whole = n - n % width
+    yield slice(whole), factor[:whole].reshape(-1, width, width)
+    if whole < n:
+        yield slice(whole, n), factor[None, whole:, : n - whole]
+
+
 def times_packed(matrix: FloatArray, factor: FloatArray, out: FloatArray) -> None:
     """``out = matrix @ factor`` with a packed ``factor`` of ``matrix.shape[1]`` rows."""
-    n, width = factor.shape
-    if n == width:
-        matmul(matrix, factor, out=out)
-        return
-    count = n // width
-    whole = count * width
-    stacked = (len(matrix), count, width)
-    matmul(
-        matrix[:, :whole].reshape(stacked).transpose(1, 0, 2),
-        factor[:whole].reshape(count, width, width),
-        out=out[:, :whole].reshape(stacked).transpose(1, 0, 2),
-    )
-    if whole < n:
-        matmul(matrix[:, whole:], factor[whole:, : n - whole], out=out[:, whole:])
+    for place, stack in _stacks(factor):
+        shape = (len(matrix), *stack.shape[:2])
+        of_matrix, of_out = (a[:, place].reshape(shape).swapaxes(0, 1) for a in (matrix, out))
+        matmul(of_matrix, stack, out=of_out)
 
 
 def packed_times(factor: FloatArray, matrix: FloatArray, out: FloatArray) -> None:
     """``out = factor @ matrix`` with a packed ``factor`` of ``len(matrix)`` rows."""
-    n, width = factor.shape
-    if n == width:
-        matmul(factor, matrix, out=out)
-        return
-    count = n // width
-    whole = count * width
-    stacked = (count, width, matrix.shape[1])
-    matmul(
-        factor[:whole].reshape(count, width, width),
-        matrix[:whole].reshape(stacked),
-        out=out[:whole].reshape(stacked),
-    )
-    if whole < n:
-        matmul(factor[whole:, : n - whole], matrix[whole:], out=out[whole:])
-
-
-def warn_skipped(text: str) -> None:
-    """Say that a refresh was skipped, where the user's call is."""
-    warnings.warn(f"{text}; the layer keeps its last factors", RuntimeWarning, stacklevel=2)
+    for place, stack in _stacks(factor):
+        shape = (*stack.shape[:2], matrix.shape[1])
+        matmul(stack, matrix[place].reshape(shape), out=out[place].reshape(shape))
 
 
 matmul: Callable[..., Any] = np.matmul

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, ClassVar, NoReturn
 
 import numpy as np
@@ -42,14 +43,19 @@ class ThorLayer:
     NAMES: ClassVar[tuple[str, str]] = ("weight", "bias")
     """What the parameters are called behind the name of the layer."""
 
+    _FORM: ClassVar[tuple[Collection[int], str]] = (2,), "(out, in)"  # dimensions of the weight
+    _BIAS_AXES: ClassVar[slice] = slice(1)  # those of the weight that the bias has
+
     def __init__(self, weight: Any, bias: Any = None) -> None:
         self.weight = weight if isinstance(weight, Parameter) else Parameter(weight)
         self.bias = bias if isinstance(bias, Parameter | None) else Parameter(bias)
         self.name, self.is_capturing = type(self).__name__, True
         self._block_size, self._is_compatible = BLOCK_SIZE, False
-        self._check_weight()
+        dimensions, form = self._FORM
+        if self.weight.ndim not in dimensions or self.weight.size == 0:
+            self._reject(ValueError, "weight", "has a wrong shape", form, self.weight.shape)
         if self.bias is not None:
-            self._check_shape("bias", self.bias, self._bias_shape)
+            self._check_shape("bias", self.bias, self.weight.shape[self._BIAS_AXES])
         self.clear()
 
     def __repr__(self) -> str:
@@ -60,20 +66,9 @@ class ThorLayer:
     ) -> NoReturn:
         reject(kind, type(self).__name__, name, wrong, expected, got)
 
-    def _check_weight(self) -> None:
-        self._check_form(self.weight.ndim == 2, "(out, in)")
-
-    def _check_form(self, fits: bool, expected: str) -> None:
-        if not fits or self.weight.size == 0:
-            self._reject(ValueError, "weight", "has a wrong shape", expected, self.weight.shape)
-
     def _check_shape(self, name: str, array: Any, shape: tuple[int, ...]) -> None:
         if array.shape != shape:
             self._reject(ValueError, name, "has a wrong shape", shape, array.shape)
-
-    @property
-    def _bias_shape(self) -> tuple[int, ...]:
-        return self.weight.shape[:1]
 
     @property
     def parameters(self) -> tuple[Parameter, ...]:
@@ -105,10 +100,10 @@ class ThorLayer:
 
     def _empty(self) -> tuple[FloatArray, FloatArray]:
         """Sums of nothing, in the form of the two factors."""
-        return self._packed_zeros(self.weight.shape[1]), self._packed_zeros(self.weight.shape[0])
-
-    def _packed_zeros(self, n: int) -> FloatArray:
-        return empty_packed(n, self._block_size, self.real)
+        rows = self.weight.shape[0]
+        sizes = self.weight.size // rows, rows
+        a, g = (empty_packed(n, self._block_size, self.real) for n in sizes)
+        return a, g
 
     @property
     def has_captured(self) -> bool:
@@ -185,8 +180,8 @@ class ThorLayer:
 
     def _add(self, x: FloatArray, d: FloatArray) -> None:
         x, d = (array.reshape(-1, array.shape[-1]) for array in (x, d))
-        add_gram(self._a, x.astype(self.real, copy=False))
-        add_gram(self._g, d.astype(self.real, copy=False))
+        add_gram(self._a, x.astype(self.real, copy=False).T)
+        add_gram(self._g, d.astype(self.real, copy=False).T)
         # MindSpore's A is divided by the rows of A, not by those of X.
         of_a = self.weight.shape[1] if self._is_compatible else len(x)
         self._count(len(x), (of_a, len(x)))
@@ -292,6 +287,7 @@ class ThorEmbedding(ThorLayer):
     """
 
     NAMES = ("embedding_table", "")
+    _FORM = (2,), "(vocab, dim)"
 
     def __init__(self, weight: Any, padding_idx: int | None = None) -> None:
         super().__init__(weight)
@@ -304,9 +300,6 @@ class ThorEmbedding(ThorLayer):
         if not 0 <= padding_idx < len(self.weight):
             expected = f"0 <= padding_idx < {len(self.weight)}"
             self._reject(ValueError, "padding_idx", "is out of range", expected, padding_idx)
-
-    def _check_weight(self) -> None:
-        self._check_form(self.weight.ndim == 2, "(vocab, dim)")
 
     def _empty(self) -> tuple[FloatArray, FloatArray]:
         size, width = self.weight.shape
@@ -333,7 +326,7 @@ class ThorEmbedding(ThorLayer):
             counts = x != self.padding_idx
             x, d = x[counts], d[counts]
         self._a += np.bincount(x, minlength=len(self._a)).astype(self.real)
-        add_gram(self._g, d.astype(self.real, copy=False))
+        add_gram(self._g, d.astype(self.real, copy=False).T)
         # MindSpore keeps the counts, which its optimizer divides by its batch size.
         self._count(max(len(x), 1), (1 if self._is_compatible else len(x), len(x)))
 
@@ -365,17 +358,12 @@ class ThorLayerNorm(ThorLayer):
     """
 
     NAMES = ("gamma", "beta")
+    _FORM = range(1, 65), "the shape that is normalized over"
+    _BIAS_AXES = slice(None)
 
     def __init__(self, weight: Any, bias: Any = None, eps: float = 1e-5) -> None:
         super().__init__(weight, bias)
         self.eps = positive_float(type(self).__name__, "eps", eps, np.float32)
-
-    def _check_weight(self) -> None:
-        self._check_form(self.weight.ndim > 0, "the shape that is normalized over")
-
-    @property
-    def _bias_shape(self) -> tuple[int, ...]:
-        return self.weight.shape
 
     def _empty(self) -> tuple[FloatArray, FloatArray]:
         return np.zeros(self.weight.size, self.real), np.zeros(self.weight.size, self.real)

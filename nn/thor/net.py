@@ -18,10 +18,8 @@ _LEAVES = (str, bytes, int, float, complex, np.ndarray, np.generic, type, Module
 
 
 def declared(net: Any) -> dict[str, Declared]:
-    """Layers and further parameters of a net by their place in it, in the order of attributes.
-
-    It is a layer, a list, tuple or mapping, or an object: what its elements or attributes hold,
-    and theirs.
+    """Layers and further parameters by their place in a net: a layer, or what the elements or
+    attributes of a list, tuple, mapping or object hold, and theirs.
     """
     found: dict[str, Declared] = {}
     _walk("", net, found, set())
@@ -66,14 +64,10 @@ def trainable(entries: Mapping[str, Declared]) -> list[Parameter]:
     """The parameters that may be updated, in order; those without a name get one by their place."""
     parameters: list[Parameter] = []
     for place, entry in entries.items():
-        if isinstance(entry, Parameter):
-            named = [(place, entry)]
-        else:
-            named = [
-                (f"{place}.{name}", parameter)
-                for name, parameter in zip(entry.NAMES, entry.parameters, strict=False)
-            ]
-        for name, parameter in named:
+        named = {place: entry} if isinstance(entry, Parameter) else {
+            f"{place}.{name}": p for name, p in zip(entry.NAMES, entry.parameters, strict=False)
+        }  # fmt: skip
+        for name, parameter in named.items():
             if parameter.requires_grad:
                 if parameter.name is None:
                     parameter.name = name

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,17 +15,19 @@ from ...kernels.rules import sgd as rules
 from ...kernels.rules.formula import Formula
 from ...ops.runtime import check
 from ...ops.runtime.errors import reject
-from ..base.arguments import non_negative_float, of_kind, positive_int
+from ...ops.runtime.launch import launch_on
+from ...ops.runtime.row_step import RowGradient
+from ..base.arguments import non_negative_float, of_kind, positive_int, step_options
 from ..base.attributes import Checked, Fixed
 from ..base.numbers import number_of
 from ..base.parameter import Parameter
 from ..base.rates import value_at
+from ..engine.reader import read_gradient
 from ..fused import FusedOptimizer
 from . import arguments
 from .arguments import NAME
 from .clipping import ClippedConditioning
-from .device import copies_on_host, read_dense
-from .factors import FactorError, FloatArray, warn_skipped
+from .factors import FactorError, FloatArray
 from .layers import ThorLayerNorm
 from .net import declared, trainable
 from .preconditioners import Inverses, Options, Preconditioner, Scratch, preconditioner_of
@@ -81,10 +84,7 @@ class Thor(FusedOptimizer):
             given["loss_scale"],
             rule=rules.MOMENTUM_NESTEROV if self.use_nesterov else rules.MOMENTUM,
             states={"moments": 0.0},
-            use_locking=False,
-            sparse_update=None,
-            skip_nonfinite=False,
-            state_dtype=None,
+            **step_options(False, sparse_update=None, skip_nonfinite=False, state_dtype=None),
         )
         self._filter_decay(decay_filter)
         self._preconditioners = self._precondition_layers()
@@ -160,12 +160,11 @@ class Thor(FusedOptimizer):
         """The step itself, for gradients of the right number."""
         if self._device is None:
             return self._step_with_factors(gradients)
-        read = [
-            None if g is None else read_dense(p, g, self._rows_need)
-            for p, g in zip(self.parameters, gradients, strict=True)
-        ]
-        with copies_on_host(self.parameters, read) as given:
-            return self._step_with_factors(given)
+        read = [None if g is None else self._read(i, g) for i, g in enumerate(gradients)]
+        arrays = [*(p.array for p in self.parameters), *(g for g in read if g is not None)]
+        # In the end the streams of the gradients wait for the parameters too.
+        with launch_on(arrays, None):
+            return self._step_with_factors(tuple(None if g is None else g.numpy() for g in read))
 
     @quiet
     def _step_with_factors(self, gradients: tuple[Any, ...]) -> tuple[bool, ...]:
@@ -201,19 +200,16 @@ class Thor(FusedOptimizer):
             self._is_requested = False
             self.clear_captured()
             self._announce(step + 1)
+            if self._device is not None:
+                of_each = zip(self.parameters, given, strict=True)
+                given = [None if g is None else p.array.holding(g) for p, g in of_each]
             with serial(sum(p.size for p in self.parameters) <= _SERIAL_UP_TO):
-                return super().construct(self._where_parameters_live(given))
+                return super().construct(tuple(given))
         except BaseException:
             if self._step == step:
                 for owner, attributes in before:
                     vars(owner).update(attributes)
             raise
-
-    def _where_parameters_live(self, gradients: Sequence[Any]) -> tuple[Any, ...]:
-        if self._device is None:
-            return tuple(gradients)
-        of_each = zip(self.parameters, gradients, strict=True)
-        return tuple(None if g is None else p.array.holding(g) for p, g in of_each)
 
     def _attributes(self) -> list[tuple[Any, dict[str, Any]]]:
         """What a step changes beside the parameters and their states, as it is now."""
@@ -228,7 +224,16 @@ class Thor(FusedOptimizer):
         of_layer = {i: gradients[i] for i in preconditioner.positions if gradients[i] is not None}
         if self._device is not None:
             return of_layer  # of what came from there all is checked
-        return {i: read_dense(self.parameters[i], g, self._rows_need) for i, g in of_layer.items()}
+        return {i: self._read(i, gradient) for i, gradient in of_layer.items()}
+
+    def _read(self, position: int, gradient: Any) -> Any:
+        """A checked gradient that is not None and not row-sparse."""
+        parameter = self.parameters[position]
+        read = read_gradient(NAME, parameter, gradient)
+        if isinstance(read, RowGradient):
+            name = f"gradient of {parameter.name!r}"
+            reject(ValueError, NAME, name, "is row-sparse", *self._rows_need)
+        return read
 
     def _refreshed(self, preconditioner: Preconditioner, options: Options) -> Inverses | None:
         """New inverses where they are due; None where the old ones are to be used."""
@@ -244,7 +249,8 @@ class Thor(FusedOptimizer):
         except FactorError as error:
             if self.bad_factor == "raise":
                 raise
-            warn_skipped(str(error))
+            text = f"{error}; the layer keeps its last factors"
+            warnings.warn(text, RuntimeWarning, stacklevel=1)
             return None
 
     # State
@@ -280,12 +286,3 @@ class Thor(FusedOptimizer):
     def moments(self) -> tuple[np.ndarray, ...]:
         """The accumulated gradient of each parameter."""
         return self._state("moments")
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        del state["_scratch"]
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._scratch = Scratch()

@@ -16,7 +16,7 @@ Inverses = tuple[FloatArray, FloatArray]
 
 
 class Scratch:
-    """Arrays between the two products of a layer; one for all layers of a type."""
+    """Arrays between the two products of a layer; one for all layers of a type, and no copies."""
 
     def __init__(self) -> None:
         self._arrays: dict[Any, FloatArray] = {}
@@ -28,22 +28,17 @@ class Scratch:
             self._arrays[real] = np.empty(size, real)
         return self._arrays[real][:size].reshape(shape)
 
+    def __reduce__(self) -> Any:
+        return Scratch, ()
+
 
 class Options(NamedTuple):
-    """What a step tells its layers.
+    """What a step tells its layers."""
 
-    Attributes:
-        damping: lambda of this step.
-        batch_size: samples that the loss averages over.
-        loss_scale: what the loss was multiplied by.
-        is_compatible: do as MindSpore does.
-        scratch: for arrays between two products.
-    """
-
-    damping: float
-    batch_size: float
+    damping: float  # lambda of this step
+    batch_size: float  # samples that the loss averages over
     loss_scale: float
-    is_compatible: bool
+    is_compatible: bool  # do as MindSpore does
     scratch: Scratch
 
     @property
@@ -55,11 +50,8 @@ class Options(NamedTuple):
 class Preconditioner:
     """One layer: ``g <- Ginv g Ainv`` for its weight, seen as a matrix of ``out`` rows.
 
-    Attributes:
-        positions: places of the parameters on which it acts, in optimizer order, and which of
-            the parameters of the layer they are.
-        inverses: both inverses, packed; zeros before the first refresh.
-        refreshes: int64 ``(1,)``: how often they were computed.
+    ``positions`` are the places of the parameters on which it acts, in optimizer order, and which
+    of the parameters of the layer they are.
     """
 
     # MindSpore treats the gradient of a layer normalization anew in every step.
@@ -69,8 +61,8 @@ class Preconditioner:
         self.layer = layer
         self.positions = positions
         a, _, g, _ = layer.covariances
-        self.inverses: Inverses = (np.zeros_like(a), np.zeros_like(g))
-        self.refreshes = np.zeros(1, np.int64)
+        self.inverses: Inverses = (np.zeros_like(a), np.zeros_like(g))  # packed
+        self.refreshes = np.zeros(1, np.int64)  # how often they were computed
         self._results: dict[int, FloatArray] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -100,11 +92,7 @@ class Preconditioner:
         return f"thor: factor {factor} of layer {self.layer.name!r}"
 
     def inverted(self, options: Options) -> Inverses:
-        """The inverses of what the layer has captured; nothing of it is kept.
-
-        Raises:
-            FactorError: a factor is not finite or not positive definite.
-        """
+        """The inverses of what the layer has captured, or a `FactorError`; nothing is kept."""
         a, a_weight, g, g_weight = self.layer.covariances
         a_positions, g_positions = self.layer.normalizers
         of_a, of_g = (math.sqrt(options.damping / n) for n in (a_positions, g_positions))

@@ -53,7 +53,9 @@ class TorchThor(Thor):
         self.module = net
         self._tensors = [tensors[id(p)] for p in self.parameters]
         self._hooks = [
-            layers[id(p.layer)].register_forward_hook(_Capture(p.layer), with_kwargs=True)
+            layers[id(p.layer)].register_forward_hook(
+                partial(_after_forward, p.layer), with_kwargs=True
+            )
             for p in self._preconditioners
             if p.needs_capture
         ]
@@ -104,23 +106,19 @@ class TorchThor(Thor):
                 parameter.data = view
 
 
-class _Capture:
-    """A forward hook: when derivatives reach the output, the layer captures."""
+def _after_forward(
+    layer: ThorLayer, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> None:
+    """When derivatives reach the output, the layer captures."""
+    if layer.is_capturing and output.requires_grad:
+        (inputs,) = args or kwargs.values()
+        output.register_hook(partial(_capture, layer, inputs.detach()))
 
-    def __init__(self, layer: ThorLayer) -> None:
-        self._layer = layer
 
-    def __call__(
-        self, _module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
-        if self._layer.is_capturing and output.requires_grad:
-            (inputs,) = args or kwargs.values()
-            output.register_hook(partial(self._capture, inputs.detach()))
-
-    def _capture(self, inputs: torch.Tensor, gradient: torch.Tensor) -> None:
-        if isinstance(self._layer, ThorConv2d) and inputs.ndim == 3:  # an image without a batch
-            inputs, gradient = inputs[None], gradient[None]
-        self._layer.capture(_view(inputs), _view(gradient))
+def _capture(layer: ThorLayer, inputs: torch.Tensor, gradient: torch.Tensor) -> None:
+    if isinstance(layer, ThorConv2d) and inputs.ndim == 3:  # an image without a batch
+        inputs, gradient = inputs[None], gradient[None]
+    layer.capture(_view(inputs), _view(gradient))
 
 
 def _view(tensor: torch.Tensor) -> Any:
@@ -152,15 +150,11 @@ def _entries(
         parameter = Parameter(_view(tensor), name, tensor.requires_grad)
         adopted[id(tensor)], tensors[id(parameter)] = parameter, tensor
     records, modules = _records(net, adopted)
-    of_weight = {id(record.weight): (name, record) for name, record in records.items()}
-    treated = {id(p) for record in records.values() for p in record.parameters}
-    entries: dict[str, Declared] = {}
-    for parameter in adopted.values():
-        if id(parameter) in of_weight:
-            name, record = of_weight[id(parameter)]
-            entries[name] = record
-        elif id(parameter) not in treated:
-            entries[str(parameter.name)] = parameter
+    # Of the parameters of a layer the first one, its weight, says where it comes.
+    treated: dict[int, tuple[str, Declared]] = {
+        id(p): (name, record) for name, record in records.items() for p in record.parameters
+    }
+    entries = dict(treated.get(id(p), (str(p.name), p)) for p in adopted.values())
     return entries, tensors, modules
 
 
