@@ -104,8 +104,8 @@ class Rprop(FusedOptimizer):
         return self._state("step_size")
 
 
-def _two(where: str, name: str, value: Any) -> tuple[Any, Any]:
+def _two(where: str, name: str, value: Any) -> tuple[Any, ...]:
     of_kind(where, name, value, tuple, "a tuple of two floats")
     if len(value) != 2:
         reject(ValueError, where, name, "has a wrong length", "two floats", len(value))
-    return value
+    return tuple(value)

@@ -6,6 +6,7 @@ All arithmetic is that of Python's floats (float64); MindSpore's is float32.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,7 @@ class LearningRateSchedule:
         return self.construct(global_step)
 
 
-class StepSchedule(LearningRateSchedule):
+class StepSchedule(LearningRateSchedule, ABC):
     """What the schedules of this package share: the arguments of the constructor, and nothing else,
     are attributes.
     """
@@ -65,9 +66,9 @@ class StepSchedule(LearningRateSchedule):
         values = [self._at(step) for step in steps.ravel().tolist()]
         return np.array(values, np.float64).reshape(steps.shape)
 
+    @abstractmethod
     def _at(self, step: int) -> float:
         """The value at one step."""
-        raise NotImplementedError
 
     def __repr__(self) -> str:
         arguments = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
