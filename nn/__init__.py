@@ -1,5 +1,7 @@
 """Stateful optimizers on NumPy arrays, under MindSpore's names; under MXNet's in `mxnet`."""
 
+from ..kernels.rules.formula import Formula
+from ..kernels.rules.rule import Rule
 from ..ops.runtime.row_tensor import RowTensor
 from . import mxnet
 from .adafactor import AdaFactor
@@ -11,6 +13,7 @@ from .base.checkpoint import load_checkpoint, save_checkpoint
 from .base.optimizer import Optimizer
 from .base.parameter import Parameter
 from .ftrl import FTRL
+from .fused import FusedOptimizer
 from .lamb import Lamb
 from .lars import LARS
 from .lion import Lion
@@ -61,6 +64,8 @@ __all__ = [
     "Adan",
     "CosineDecayLR",
     "ExponentialDecayLR",
+    "Formula",
+    "FusedOptimizer",
     "InverseDecayLR",
     "LazyAdam",
     "LearningRateSchedule",
@@ -69,6 +74,7 @@ __all__ = [
     "Parameter",
     "PolynomialDecayLR",
     "RowTensor",
+    "Rule",
     "SequentialLR",
     "ThorConv2d",
     "ThorDense",

@@ -116,7 +116,6 @@ class AdaFactor(FusedOptimizer):
 
     relative_step = Fixed(check.flag)
     warmup_init = Fixed(check.flag)
-    _decay_is_coupled = False
     _filter_names = False
     _rows_need = ("a dense one: Adafactor needs means over all rows", "a RowTensor")
 

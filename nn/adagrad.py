@@ -222,10 +222,9 @@ class Adadelta(FusedOptimizer):
         self.rho = non_negative_float(self._name, "rho", rho)
         check.in_range(self._name, "rho", rho, self.rho <= 1.0, "at most 1")
         self.epsilon = non_negative_float(self._name, "epsilon", epsilon)
-        rule, states = rules.ADADELTA, dict.fromkeys(rules.ADADELTA.states, 0.0)
         options = step_options(use_locking, sparse_update, skip_nonfinite, state_dtype)
         super().__init__(
-            learning_rate, params, weight_decay, loss_scale, rule=rule, states=states, **options
+            learning_rate, params, weight_decay, loss_scale, rule=rules.ADADELTA, **options
         )
 
     def formula(self) -> Formula:

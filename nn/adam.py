@@ -40,10 +40,7 @@ class _BiasCorrectedAdam(FusedOptimizer):
     ) -> None:
         self.beta1, self.beta2, self.eps = betas_and_eps(self._name, params, *constants)
         rule = self._pick_rule()
-        states = dict.fromkeys(rule.states, 0.0)
-        super().__init__(
-            learning_rate, params, weight_decay, loss_scale, rule=rule, states=states, **options
-        )
+        super().__init__(learning_rate, params, weight_decay, loss_scale, rule=rule, **options)
 
     def _pick_rule(self) -> Rule:
         return rules.ADAM_NESTEROV if self.use_nesterov else rules.ADAM
@@ -352,10 +349,9 @@ class AdaMax(FusedOptimizer):
     ) -> None:
         reject_unknown(self._name, unknown, AdaMax)
         self.beta1, self.beta2, self.eps = betas_and_eps(self._name, params, beta1, beta2, eps)
-        rule, states = rules.ADAMAX, dict.fromkeys(rules.MOMENTS, 0.0)
         options = step_options(use_locking, sparse_update, skip_nonfinite, state_dtype)
         super().__init__(
-            learning_rate, params, weight_decay, loss_scale, rule=rule, states=states, **options
+            learning_rate, params, weight_decay, loss_scale, rule=rules.ADAMAX, **options
         )
 
     def formula(self) -> Formula:

@@ -43,8 +43,6 @@ class AdamWeightDecay(FusedOptimizer):
     [0.95 0.95]
     """
 
-    _decay_is_coupled = False
-
     def __init__(
         self,
         params: Any,
@@ -62,11 +60,9 @@ class AdamWeightDecay(FusedOptimizer):
     ) -> None:
         reject_unknown(self._name, unknown, AdamWeightDecay)
         self.beta1, self.beta2, self.eps = betas_and_eps(self._name, params, beta1, beta2, eps)
-        rule, states = rules.ADAM_WEIGHT_DECAY, {"adam_m": 0.0, "adam_v": 0.0}
         options = step_options(use_locking, sparse_update, skip_nonfinite, state_dtype)
-        super().__init__(
-            learning_rate, params, weight_decay, 1.0, rule=rule, states=states, **options
-        )
+        rule = rules.ADAM_WEIGHT_DECAY
+        super().__init__(learning_rate, params, weight_decay, rule=rule, **options)
 
     def formula(self) -> Formula:
         """See `FusedOptimizer`."""

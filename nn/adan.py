@@ -59,7 +59,6 @@ class Adan(FusedOptimizer):
     [0.9 1.1]
     """
 
-    _decay_is_coupled = False
     _filter_names = False
 
     def __init__(
@@ -82,10 +81,9 @@ class Adan(FusedOptimizer):
         reject_unknown(self._name, unknown, Adan)
         self.beta1, self.beta2, self.eps = betas_and_eps(self._name, params, beta1, beta2, eps)
         self.beta3 = open_unit(self._name, "beta3", beta3, arithmetic_type(params))
-        rule, states = rules.ADAN, dict.fromkeys(rules.ADAN.states, 0.0)
         options = step_options(use_locking, sparse_update, skip_nonfinite, state_dtype)
         super().__init__(
-            learning_rate, params, weight_decay, loss_scale, rule=rule, states=states, **options
+            learning_rate, params, weight_decay, loss_scale, rule=rules.ADAN, **options
         )
 
     def formula(self) -> Formula:

@@ -36,23 +36,45 @@ _FLAGS = (*FLOATS, np.dtype(np.bool_))
 
 
 class FusedOptimizer(StatefulOptimizer, ABC):
-    """An optimizer whose step is an update rule: one kernel call for all dense tensors of a
-    dtype (two for a two-stage rule), and one for all tables with row-sparse gradients.
+    """The base class of optimizers whose step is an update rule, which a subclass gives.
 
-    A subclass gives the rule and defines `formula`.
+    One kernel call updates all dense tensors of a dtype (two where the rule measures them first),
+    and one all tables with row-sparse gradients; on the host or on a CUDA device. A subclass
+    defines `formula`.
 
     Args:
-        rule: the update rule.
-        states: the published names of its states, in its order, and their initial values.
+        learning_rate, parameters, weight_decay, loss_scale: as `Optimizer`.
+        rule: the update rule, a constant of a module.
+        states: the names of its states in checkpoints, in its order, and the values with which
+            they begin; by default the rule's own names, and 0.
         use_locking: concurrent calls leave parameters, states and counters as some serial
             order of the calls would.
-        sparse_update: ``"lazy"``, ``"dense_equivalent"`` or None (row-sparse gradients raise).
-        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
-        state_dtype: dtype of the states; None takes each parameter's.
-        learning_rate, parameters, weight_decay, loss_scale: as `Optimizer`.
+        sparse_update: for row-sparse gradients ``"lazy"`` (only the rows that occur) or
+            ``"dense_equivalent"`` (all rows, others with ``g = 0``); None: they raise.
+        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing and is
+            counted in ``skipped_steps``.
+        state_dtype: dtype of the states; default each parameter's.
+
+    Raises:
+        TypeError: a kind does not fit, or there is no `formula`.
+        ValueError: a value does not fit.
+
+    >>> import numpy as np
+    >>> def update(w, g, hp):
+    ...     return w - hp.lr * g
+    >>> def scalars(real, lr, decay, step, constants, powers):
+    ...     return (real(lr / step),)
+    >>> DESCENT = Rule(update, (), ("lr",))
+    >>> class Descent(FusedOptimizer):
+    ...     def formula(self):
+    ...         return Formula(scalars)
+    >>> w = np.ones(2, np.float32)
+    >>> Descent(0.5, [w], rule=DESCENT)((np.array([1, 2], np.float32),))
+    (True,)
+    >>> print(w)
+    [0.5 0. ]
     """
 
-    _decay_is_coupled = True
     _rate_lag = 0  # a step uses the learning rate of the step so many before
     _stays_on_host = False  # whatever is assigned to `target`
     # Where a row-sparse gradient is not taken: what was expected, and what was found.
@@ -65,16 +87,17 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         self,
         learning_rate: Any,
         parameters: Any,
-        weight_decay: Any,
-        loss_scale: Any,
+        weight_decay: Any = 0.0,
+        loss_scale: Any = 1.0,
         *,
         rule: Rule,
-        states: Mapping[str, float],
-        use_locking: bool,
-        sparse_update: str | None,
-        skip_nonfinite: bool,
-        state_dtype: Any,
+        states: Mapping[str, float] | None = None,
+        use_locking: bool = False,
+        sparse_update: str | None = None,
+        skip_nonfinite: bool = False,
+        state_dtype: Any = None,
     ) -> None:
+        states = dict.fromkeys(rule.states, 0.0) if states is None else states
         self.use_locking = check.flag(self._name, "use_locking", use_locking)
         self.skip_nonfinite = check.flag(self._name, "skip_nonfinite", skip_nonfinite)
         self.sparse_update = _sparse_update(self._name, sparse_update)
@@ -143,7 +166,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
 
     def _condition(self) -> None:
         self._conditioning = Conditioning(
-            self._groups.options, self._loss_scale, coupled=self._decay_is_coupled
+            self._groups.options, self._loss_scale, coupled=not self._rule.decays
         )
 
     # The step

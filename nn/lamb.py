@@ -61,7 +61,6 @@ class Lamb(FusedOptimizer):
     """
 
     clip_ratio = Fixed(check.flag)
-    _decay_is_coupled = False
     _rows_need = ("a dense one: LAMB scales by the norm of the whole parameter", "a RowTensor")
 
     def __init__(
@@ -85,9 +84,7 @@ class Lamb(FusedOptimizer):
         rule = rules.LAMB_CLIPPED if self.clip_ratio else rules.LAMB
         states = {"lamb_m": 0.0, "lamb_v": 0.0}
         options = step_options(use_locking, None, skip_nonfinite, state_dtype)
-        super().__init__(
-            learning_rate, params, weight_decay, 1.0, rule=rule, states=states, **options
-        )
+        super().__init__(learning_rate, params, weight_decay, rule=rule, states=states, **options)
 
     def formula(self) -> Formula:
         """See `FusedOptimizer`."""

@@ -55,7 +55,6 @@ class Lion(FusedOptimizer):
     [0.9 1.1]
     """
 
-    _decay_is_coupled = False
     _filter_names = False
 
     def __init__(
@@ -78,9 +77,8 @@ class Lion(FusedOptimizer):
         self.beta1 = open_unit(self._name, "beta1", beta1, real)
         self.beta2 = open_unit(self._name, "beta2", beta2, real)
         options = step_options(use_locking, sparse_update, skip_nonfinite, state_dtype)
-        rule, states = rules.LION, {"exp_avg": 0.0}
         super().__init__(
-            learning_rate, params, weight_decay, loss_scale, rule=rule, states=states, **options
+            learning_rate, params, weight_decay, loss_scale, rule=rules.LION, **options
         )
 
     def formula(self) -> Formula:

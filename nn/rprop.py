@@ -82,11 +82,8 @@ class Rprop(FusedOptimizer):
         )
         is_ordered = self.step_size_min <= self.step_size_max
         check.in_range(self._name, "step_sizes[1]", sizes[1], is_ordered, "at least step_sizes[0]")
-        rule, states = rules.RPROP, dict.fromkeys(rules.RPROP.states, 0.0)
         options = step_options(use_locking, sparse_update, skip_nonfinite, state_dtype)
-        super().__init__(
-            learning_rate, params, weight_decay, 1.0, rule=rule, states=states, **options
-        )
+        super().__init__(learning_rate, params, weight_decay, rule=rules.RPROP, **options)
 
     def formula(self) -> Formula:
         """See `FusedOptimizer`."""

@@ -270,15 +270,7 @@ class ASGD(FusedOptimizer):
         self.alpha = check.float_attribute(self._name, "alpha", alpha)
         self.t0 = check.float_attribute(self._name, "t0", t0)
         options = step_options(use_locking, sparse_update, skip_nonfinite, state_dtype)
-        super().__init__(
-            learning_rate,
-            params,
-            weight_decay,
-            1.0,
-            rule=rules.ASGD,
-            states={"ax_": 0.0},
-            **options,
-        )
+        super().__init__(learning_rate, params, weight_decay, rule=rules.ASGD, **options)
 
     def formula(self) -> Formula:
         """See `FusedOptimizer`."""

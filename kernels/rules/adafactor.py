@@ -169,7 +169,15 @@ def size_factors(
 # The last two are those of a parameter of size 1 until the sizes are known.
 _HP = ("beta2", "one_minus_beta2", "epsilon1", "smallest", "largest", "beta1", "one_minus_beta1",
        "step", "decay")  # fmt: skip
-ADAFACTOR = Rule(adafactor, ("exp_avg", "exp_avg_sq"), _HP, adafactor_norms, 2, factored=factored)
+ADAFACTOR = Rule(
+    adafactor, ("exp_avg", "exp_avg_sq"), _HP, adafactor_norms, 2, factored=factored, decays=True
+)
 ADAFACTOR_PLAIN = Rule(
-    adafactor_plain, ("exp_avg_sq",), _HP, adafactor_plain_norms, 2, factored=factored_plain
+    adafactor_plain,
+    ("exp_avg_sq",),
+    _HP,
+    adafactor_plain_norms,
+    2,
+    factored=factored_plain,
+    decays=True,
 )

@@ -152,10 +152,11 @@ ADAM_AMSGRAD = Rule(adam_amsgrad, (*MOMENTS, "vhat"), _HP)
 ADAM_DELTA = Rule(adam_delta, MOMENTS, _HP)
 ADAM_NESTEROV_DELTA = Rule(adam_nesterov_delta, MOMENTS, _HP)
 ADAMAX = Rule(adamax, MOMENTS, ("beta1", "one_minus_beta1", "beta2", "step_size", "epsilon"))
-ADAM_WEIGHT_DECAY = Rule(adam_weight_decay, ("adam_m", "adam_v"), _WEIGHT_DECAY_HP)
+ADAM_WEIGHT_DECAY = Rule(adam_weight_decay, ("adam_m", "adam_v"), _WEIGHT_DECAY_HP, decays=True)
 ADAN = Rule(
     adan,
     ("exp_avg", "exp_avg_diff", "exp_avg_sq", "previous_grad"),
     ("beta2", "one_minus_beta1", "one_minus_beta2", "one_minus_beta3", "step_size", "change_size",
      "root", "epsilon", "shrink", "later"),
+    decays=True,
 )  # fmt: skip

@@ -84,5 +84,5 @@ def clipped_ratio(square_of_w: Any, square_of_u: Any, square_of_g: Any) -> Any:
 _HP = ("one_minus_beta1", "one_minus_beta2", "correction1", "correction2", "epsilon", "decay",
        "step")  # fmt: skip
 _STATES = ("lamb_m", "lamb_v")
-LAMB = Rule(lamb, _STATES, _HP, lamb_norms, 2, ratio, "step")
-LAMB_CLIPPED = Rule(lamb, _STATES, _HP, lamb_clipped_norms, 3, clipped_ratio, "step")
+LAMB = Rule(lamb, _STATES, _HP, lamb_norms, 2, ratio, "step", decays=True)
+LAMB_CLIPPED = Rule(lamb, _STATES, _HP, lamb_clipped_norms, 3, clipped_ratio, "step", decays=True)

@@ -30,4 +30,4 @@ def lion_scalars(
 
 
 _HP = ("beta1", "one_minus_beta1", "beta2", "one_minus_beta2", "lr", "decay", "zero", "one")
-LION = Rule(lion, ("exp_avg",), _HP)
+LION = Rule(lion, ("exp_avg",), _HP, decays=True)

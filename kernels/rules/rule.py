@@ -71,6 +71,7 @@ class Rule(_Constant):
         factored: ``factored(w, g, *others, row, column, hp) -> (w, *others)``: the update of a
             matrix whose last state is kept as a factor of each row and one of each column.
         layerwise: whether LARS and THOR are published around it, with a factor for each tensor.
+        decays: whether it applies the weight decay itself; else that is added to the gradient.
     """
 
     update: Callable[..., Any]
@@ -82,6 +83,7 @@ class Rule(_Constant):
     factor_of: str = ""
     factored: Callable[..., Any] | None = None
     layerwise: bool = False
+    decays: bool = False
 
 
 def factors(rule: Rule, squares: np.ndarray) -> np.ndarray:

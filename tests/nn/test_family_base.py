@@ -162,7 +162,7 @@ def central(g: np.ndarray) -> np.ndarray:
     return g - g.mean(axis=tuple(range(1, g.ndim)), keepdims=True) if g.ndim > 1 else g
 
 
-DECOUPLED = [f for f in FORMS if not inner(make(f, parameters()))._decay_is_coupled]
+DECOUPLED = [f for f in FORMS if inner(make(f, parameters()))._rule.decays]
 
 
 IN_FLOAT64 = [(form, np.float64) for form in ONE_OF_EACH if form != "LARS"]

@@ -49,7 +49,7 @@ def arrays_of_each(opt: Any) -> list[list[np.ndarray]]:
 
 def conditioned(opt: Any, g: Any, w: Any, real: Any, decay: float, scale: float) -> Any:
     """The gradient after coupled decay and loss scale."""
-    if opt._decay_is_coupled and decay:
+    if decay and not opt._rule.decays:
         g = g + float(real(decay * scale)) * w
     return g if scale == 1.0 else g * float(real(1.0 / scale))
 

@@ -1,8 +1,8 @@
 """README and documentation: their Python runs, their commands exist, their figures are measured.
 
 The Python blocks of a page are one program, as a reader sees them. A comment before a block says
-otherwise: ``<!-- run: under the simulator -->`` (of CUDA), ``<!-- run: with torch -->``, or
-``<!-- not run: ... -->``, which is counted below.
+otherwise: ``<!-- run: under the simulator -->`` (of CUDA), ``<!-- run: also under the simulator -->``,
+``<!-- run: with torch -->``, or ``<!-- not run: ... -->``, which is counted below.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ README = PAGES["README.md"]
 PYTHON = re.compile(
     r"(?:<!-- (run|not run): ([^>\n]+) -->\n)?```(?:python|py)\n(.*?)```", re.DOTALL
 )
-SIMULATOR, TORCH = "under the simulator", "with torch"
+SIMULATOR, ALSO, TORCH = "under the simulator", "also under the simulator", "with torch"
 NOT_RUN = {"needs a GPU": 3, "MindSpore": 2, "MXNet": 1}
 
 
@@ -76,7 +76,7 @@ def run(page: str, blocks: list[Block], folder: Path, before: str = "", **enviro
 
 @pytest.mark.parametrize("page", [p for p in RUNNING if any(not b.how for b in RUNNING[p])])
 def test_python_blocks_run(page: str, tmp_path: Path) -> None:
-    run(page, [block for block in RUNNING[page] if not block.how], tmp_path)
+    run(page, [block for block in RUNNING[page] if block.how in ("", ALSO)], tmp_path)
 
 
 @pytest.mark.parametrize("page", [p for p in RUNNING if any(b.how == TORCH for b in RUNNING[p])])
@@ -89,10 +89,10 @@ def test_python_blocks_run_with_torch(page: str, tmp_path: Path) -> None:
     find_spec("numba_cuda") is None, reason='needs numba-cuda: pip install ".[sass]"'
 )
 @pytest.mark.parametrize(
-    "page", [p for p in RUNNING if any(b.how == SIMULATOR for b in RUNNING[p])]
+    "page", [p for p in RUNNING if any(SIMULATOR in b.how for b in RUNNING[p])]
 )
 def test_python_blocks_run_under_the_simulator(page: str, tmp_path: Path) -> None:
-    blocks = [block for block in RUNNING[page] if block.how == SIMULATOR]
+    blocks = [block for block in RUNNING[page] if SIMULATOR in block.how]
     found = find_spec("simulator")
     assert found is not None and found.origin is not None
     before = f"import sys; sys.path.insert(0, {str(Path(found.origin).parent)!r})\n"
@@ -103,7 +103,7 @@ def test_python_blocks_run_under_the_simulator(page: str, tmp_path: Path) -> Non
 def test_what_is_not_run_is_counted() -> None:
     found = [match for text in PAGES.values() for match in PYTHON.finditer(text)]
     assert Counter(match[2] for match in found if match[1] == "not run") == NOT_RUN
-    assert {match[2] for match in found if match[1] == "run"} == {SIMULATOR, TORCH}
+    assert {match[2] for match in found if match[1] == "run"} == {SIMULATOR, ALSO, TORCH}
 
 
 def test_the_readme_trains_in_ten_lines() -> None:
