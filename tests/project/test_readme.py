@@ -1,8 +1,8 @@
 """README and documentation: their Python runs, their commands exist, their figures are measured.
 
 The Python blocks of a page are one program, as a reader sees them. A comment before a block says
-otherwise: ``<!-- run: under the simulator -->`` (of CUDA), ``<!-- run: also under the simulator -->``,
-``<!-- run: with torch -->``, or ``<!-- not run: ... -->``, which is counted below.
+otherwise: ``<!-- run: under the simulator -->`` (of CUDA), ``<!-- run: also under the simulator
+-->``, ``<!-- run: with torch -->``, or ``<!-- not run: ... -->``, which is counted below.
 """
 
 from __future__ import annotations
