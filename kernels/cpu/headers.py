@@ -21,8 +21,7 @@ from numba import carray, njit
 from ..storage import STORAGES
 from .cache import KernelCache
 from .intrinsics import as_pointer, load_int64
-from .records import records
-from .rows.search import overlaps
+from .records import overlaps, records
 
 _FIELDS = ("references", "type", "data", "ndim", "shape", "strides", "base", "dtype", "flags")
 

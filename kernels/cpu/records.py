@@ -1,9 +1,10 @@
-"""Memory as compiled loops see it: ``int64``, alone or by name."""
+"""Memory as compiled loops see it: ``int64``, alone, by name, or sorted."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numba
 import numpy as np
 from numba import carray
 
@@ -41,3 +42,30 @@ def call_reader(cls: Any) -> Any:
         return at(address, 1)[0]
 
     return read
+
+
+@njit
+def last_at_most(values, n, x):
+    """The last ``i < n`` with ``values[i] <= x``, found by bisection; 0 where there is none."""
+    low, high = 0, n
+    while high - low > 1:
+        middle = (low + high) >> 1
+        if values[middle] <= x:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@numba.njit
+def overlaps(stretches, begin, end):
+    """Whether ``begin .. end`` overlaps any stretch of memory.
+
+    ``stretches`` is ``[2, n]``: where they begin and where they end, in order and without
+    overlap. So the last one that begins before ``end`` decides.
+    """
+    begins, ends = stretches[0], stretches[1]
+    if begins.size == 0 or begin >= end:
+        return False
+    last = last_at_most(begins, begins.size, end - 1)
+    return begins[last] < end and ends[last] > begin

@@ -14,8 +14,7 @@ from ...inner import njit
 from ..compile import Arguments, NativeFunction, part
 from ..intrinsics import as_pointer, call_address
 from ..parallel import Loop, get_num_threads, run_all
-from ..records import int64s
-from ..rows.search import last_at_most
+from ..records import int64s, last_at_most
 from .blocks import factored_blocks
 from .layout import FactoredCall, FactoredTable, read_call, tensors_at
 

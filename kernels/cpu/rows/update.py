@@ -21,9 +21,8 @@ from ..intrinsics import (
     prefetch_write,
     store_release,
 )
-from ..records import int64s
+from ..records import int64s, last_at_most
 from .layout import PADDING, hot_of, parts_at, read_call, tables_of
-from .search import last_at_most
 from .sort import first_key_at_least, share
 
 _LINE = 64  # bytes of a cache line
