@@ -292,10 +292,7 @@ def _opened(directory: Path) -> Iterator[_Folder]:
     """A folder that only this user can have written, for one use.
 
     It is not kept open: a daemon closes descriptors that it does not know, and their numbers
-    come to mean something else.
-
-    Raises:
-        OSError: it cannot be opened, or others may write to it.
+    come to mean something else. OSError: it cannot be opened, or others may write to it.
     """
     if not hasattr(os, "geteuid"):  # Windows, where a user's folders are that user's by default
         yield _Folder(directory, None)

@@ -18,8 +18,10 @@ from numba.core.ccallback import CFunc
 from numba.core.compiler_lock import global_compiler_lock
 from numba.np.ufunc.parallel import _backend_init_thread_lock
 
+from ..inner import njit
 from .cache import KernelCache
 from .headers import address_of
+from .records import records
 
 _I64 = types.int64
 _lock = threading.RLock()
@@ -102,15 +104,25 @@ PARTS: list[NativeFunction] = []
 """Every part that was defined, for `fusestep.kernels.cpu.warmup`."""
 
 
-def part(function: Callable[[int, int, int], None]) -> NativeFunction:
-    """Decorator: one part of a parallel loop, ``part(index, slot, call)``.
+def part(arguments: Any) -> Callable[[Callable[..., None]], NativeFunction]:
+    """Decorator: one part of a parallel loop, ``part(index, slot, c)``.
 
-    ``index`` numbers the part, ``slot`` the thread that runs it (for scratch memory), ``call``
-    is the address of the loop's arguments.
+    ``index`` numbers the part, ``slot`` the thread that runs it (for scratch memory), ``c`` is a
+    record with the fields of ``arguments``, those of the loop: machine code gets its address.
     """
-    made = NativeFunction(function, f"{function.__module__}.{function.__qualname__}")
-    PARTS.append(made)
-    return made
+    at = records(arguments)
+
+    def decorate(function: Callable[..., None]) -> NativeFunction:
+        inlined = njit(function, inline="always")
+
+        def run_part(index, slot, call):
+            inlined(index, slot, at(call, 1)[0])
+
+        made = NativeFunction(run_part, f"{function.__module__}.{function.__qualname__}")
+        PARTS.append(made)
+        return made
+
+    return decorate
 
 
 class Arguments:

@@ -11,7 +11,7 @@ from .cache import KernelCache
 from .compile import Arguments, part
 from .intrinsics import as_pointer
 from .parallel import Loop
-from .records import call_reader, int64s
+from .records import int64s
 
 
 @njit
@@ -35,12 +35,8 @@ class CountCall(NamedTuple):
     total: np.ndarray | None  # int32 [1]
 
 
-_read_call = call_reader(CountCall)
-
-
-@part
-def _count_up(index, slot, call):
-    c = _read_call(call)
+@part(CountCall)
+def _count_up(index, slot, c):
     if c.positions == 0:
         every = int64s(c.counts, c.n)
         for i in range(every.size):

@@ -22,7 +22,7 @@ from .blocks import blocks
 from .compile import Arguments, NativeFunction, part
 from .intrinsics import as_pointer, call_address
 from .parallel import Loop, get_num_threads, run
-from .records import call_reader, int64s, last_at_most
+from .records import int64s, last_at_most, records
 
 # Elements per part: short enough to balance the threads, and longer where there is much to do.
 CHUNK = 65_536
@@ -71,7 +71,7 @@ class DenseCall(NamedTuple):
 
 _CHUNK = DenseCall._fields.index("chunk")
 
-_read_call = call_reader(DenseCall)
+_call_at = records(DenseCall)
 
 
 @njit(inline="always")
@@ -82,10 +82,9 @@ def _block_arguments(c, t, offset, n):
     return c.addresses + t * c.addresses_bytes, offset, g, n, hp
 
 
-@part
-def _run_chunk(index, slot, call):
+@part(DenseCall)
+def _run_chunk(index, slot, c):
     """The block on the elements of one chunk, tensor after tensor."""
-    c = _read_call(call)
     first = int64s(c.first, c.n_tensors + 1)
     flat = index * c.chunk
     end = min(flat + c.chunk, first[c.n_tensors])
@@ -160,13 +159,9 @@ class MeasureCall(NamedTuple):
     sums_bytes: int  # of a row of them
 
 
-_read_measure_call = call_reader(MeasureCall)
-
-
-@part
-def _measure_part(index, slot, call):
-    c = _read_measure_call(call)
-    d = _read_call(c.dense)
+@part(MeasureCall)
+def _measure_part(index, slot, c):
+    d = _call_at(c.dense, 1)[0]
     first, first_part = int64s(d.first, d.n_tensors + 1), int64s(c.first_part, d.n_tensors)
     t = last_at_most(first_part, d.n_tensors, index)
     offset = (index - first_part[t]) * d.chunk

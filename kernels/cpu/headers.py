@@ -249,10 +249,8 @@ _FLOATS = np.array([(id(dtype), dtype.itemsize) for dtype in STORAGES], np.int64
 def alike(arrays: tuple[Any, ...], n_written: int) -> np.ndarray | None:
     """The int64 addresses of ``arrays`` of one floating dtype and one shape.
 
-    Returns:
-        None where anything is not at once as it should be: an object is no plain ndarray, an
-        array is not contiguous or aligned, one of the first ``n_written`` is read-only, dtypes
-        or shapes differ, or two arrays overlap.
+    None where an object is no plain ndarray, an array is not contiguous or aligned, one of the
+    first ``n_written`` is read-only, dtypes or shapes differ, or two arrays overlap.
     """
     if not usable:
         return None

@@ -19,7 +19,11 @@ def int64s(address, n):
 
 
 def records(cls: Any) -> Any:
-    """``at(address, n)``, compiled: an array of ``n`` records with the fields of ``cls``."""
+    """``at(address, n)``, compiled: an array of ``n`` records with the fields of ``cls``.
+
+    A record travels as one pointer. The same fields in a named tuple take seconds more to
+    compile, because every function that is handed the tuple gets one argument per field.
+    """
     record = np.dtype([(name, np.int64) for name in cls._fields])
 
     @njit(inline="always")
@@ -27,21 +31,6 @@ def records(cls: Any) -> Any:
         return carray(as_pointer(address), n, record)
 
     return at
-
-
-def call_reader(cls: Any) -> Any:
-    """The compiled reader of a loop's arguments: one such record.
-
-    A record travels as one pointer. The same fields in a named tuple take seconds more to
-    compile, because every function that is handed the tuple gets one argument per field.
-    """
-    at = records(cls)
-
-    @njit
-    def read(address):
-        return at(address, 1)[0]
-
-    return read
 
 
 @njit

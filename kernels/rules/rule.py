@@ -55,33 +55,25 @@ class _Constant:
 class Rule(_Constant):
     """An update rule; compared by identity.
 
-    Attributes:
-        update: ``update(w, g, *states, hp) -> (w, *states)``, scalars in and scalars
-            out, compilable by Numba, without literals (a literal turns float32
-            arithmetic into float64; constants come in through ``hp``).
-        states: the role of each state, in argument order.
-        hp: the fields of ``hp`` that ``update`` and ``measure`` read.
-        measure: makes it a two-stage rule: ``measure(w, g, *states, hp)`` returns a tuple of
-            values, whose squares are summed over the tensor before anything is updated. What
-            follows from the sums comes to ``update`` through ``hp``.
-        n_measured: how many values.
-        factor: ``factor(*sums) -> float64``: what follows from the sums, a scalar function too:
-            a factor of one field of ``hp``. None: it takes more than the sums of the tensor.
-        factor_of: that field.
-        factored: ``factored(w, g, *others, row, column, hp) -> (w, *others)``: the update of a
-            matrix whose last state is kept as a factor of each row and one of each column.
-        layerwise: whether LARS and THOR are published around it, with a factor for each tensor.
+    ``update(w, g, *states, hp) -> (w, *states)`` takes and returns scalars. It is compilable by
+    Numba and has no literals: one would turn float32 arithmetic into float64, so constants come in
+    through ``hp``. ``measure(w, g, *states, hp)`` makes it a two-stage rule: it returns a tuple of
+    values, whose squares are summed over the tensor before anything is updated. What follows from
+    the sums comes to ``update`` through ``hp``: ``factor(*sums) -> float64`` is a factor of one
+    field, or None where it takes more than the sums of the tensor.
     """
 
     update: Callable[..., Any]
-    states: tuple[str, ...]
-    hp: tuple[str, ...]
+    states: tuple[str, ...]  # the role of each state, in argument order
+    hp: tuple[str, ...]  # the fields that ``update`` and ``measure`` read
     measure: Callable[..., Any] | None = None
-    n_measured: int = 0
+    n_measured: int = 0  # values
     factor: Callable[..., Any] | None = None
-    factor_of: str = ""
+    factor_of: str = ""  # the field that it multiplies
+    # factored(w, g, *others, row, column, hp) -> (w, *others): the update of a matrix whose last
+    # state is kept as a factor of each row and one of each column.
     factored: Callable[..., Any] | None = None
-    layerwise: bool = False
+    layerwise: bool = False  # whether LARS and THOR are published around it
 
 
 def factors(rule: Rule, squares: np.ndarray) -> np.ndarray:
@@ -92,18 +84,12 @@ def factors(rule: Rule, squares: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Part(_Constant):
-    """One part of a prologue; compared by identity.
+    """One part of a prologue; compared by identity."""
 
-    Attributes:
-        apply: ``apply(g, w, hp) -> g``.
-        hp: the fields of ``hp`` that it reads.
-        scalars: ``scalars(decay, loss_scale)``: these fields for the weight decay that is added
-            to the gradient and the loss scale, as float64; None where they follow from something
-            else. Compilable by Numba.
-    """
-
-    apply: Callable[..., Any]
-    hp: tuple[str, ...]
+    apply: Callable[..., Any]  # apply(g, w, hp) -> g
+    hp: tuple[str, ...]  # the fields that it reads
+    # scalars(decay, loss_scale): these fields for the weight decay that is added to the gradient
+    # and the loss scale, as float64, compilable by Numba; None: they follow from something else.
     scalars: Callable[[float, float], tuple[float, ...]] | None = None
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from ...tables import FactoredTensor
 from ..headers import address_of
-from ..records import call_reader, records
+from ..records import records
 
 _TILE_WIDTH = 8_192  # whole rows of most matrices: a narrower tile jumps from row to row
 _PART = 65_536  # elements
@@ -61,7 +61,7 @@ class FactoredCall(NamedTuple):
     update: int
 
 
-read_call, tensors_at = call_reader(FactoredCall), records(Matrices)
+tensors_at = records(Matrices)
 
 
 class FactoredTable:

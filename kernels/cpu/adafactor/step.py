@@ -16,7 +16,7 @@ from ..intrinsics import as_pointer, call_address
 from ..parallel import Loop, get_num_threads, run_all
 from ..records import int64s, last_at_most
 from .blocks import factored_blocks
-from .layout import FactoredCall, FactoredTable, read_call, tensors_at
+from .layout import FactoredCall, FactoredTable, tensors_at
 
 _SERIAL_BELOW = 32_768  # elements
 
@@ -53,10 +53,9 @@ def _call_on_tile(c, block, t, tensor, tile, of_rows, of_columns, total):
     call_address(block, tensor.arrays, offset, g, *sizes, of_rows, of_columns, hp, total)
 
 
-@part
-def sum_squares(index, slot, call):
+@part(FactoredCall)
+def sum_squares(index, slot, c):
     """Sums over the rows and columns of the tiles of one part."""
-    c = read_call(call)
     t, tensor, begin, end = _part_of(c, index)
     for number in range(begin, end):
         tile = _tile(tensor, number)
@@ -91,10 +90,9 @@ def _copy(target, source, n_bytes):
     words[:] = carray(as_pointer(source), n_bytes // 4, np.int32)
 
 
-@part
-def make_factors(index, slot, call):
+@part(FactoredCall)
+def make_factors(index, slot, c):
     """New states and factors of one group of matrices."""
-    c = read_call(call)
     tensors = tensors_at(c.tensors, c.n_tensors)
     t = last_at_most(tensors.first_group, c.n_tensors, index)
     tensor = tensors[t]
@@ -127,19 +125,17 @@ def _call_with_factors(c, block, index, total):
         _call_on_tile(c, block, t, tensor, tile, row, c.factors + column * c.real_bytes, total)
 
 
-@part
-def sum_direction(index, slot, call):
+@part(FactoredCall)
+def sum_direction(index, slot, c):
     """The squares of the direction of one part."""
-    c = read_call(call)
     out = c.measured + index * 8
     carray(as_pointer(out), 1, np.float64)[0] = 0.0
     _call_with_factors(c, c.direction, index, out)
 
 
-@part
-def store_states(index, slot, call):
+@part(FactoredCall)
+def store_states(index, slot, c):
     """The new states of one tensor in their place."""
-    c = read_call(call)
     tensor = tensors_at(c.tensors, c.n_tensors)[index]
     new_rows, new_columns = _new_states(c, tensor)
     matrix_bytes = tensor.matrices * c.real_bytes
@@ -147,22 +143,17 @@ def store_states(index, slot, call):
     _copy(tensor.column_state, new_columns, tensor.width * matrix_bytes)
 
 
-@part
-def update_matrices(index, slot, call):
+@part(FactoredCall)
+def update_matrices(index, slot, c):
     """The update of one part."""
-    c = read_call(call)
     _call_with_factors(c, c.update, index, 0)
 
 
 class FactoredStep:
-    """One step: `direction_squares` computes, then `loops` write.
+    """One step: `direction_squares` computes, then `loops`, the third pass, write.
 
     The kernel is as for `factored_blocks`, ``gradients`` are int64 addresses, and ``hp`` are
     ``[T, F]`` scalars in the type of the arithmetic.
-
-    Attributes:
-        loops: the third pass: the states of rows and columns, the parameters and their first
-            moments.
     """
 
     def __init__(
@@ -191,13 +182,8 @@ class FactoredStep:
         The first two passes: row and column means and what follows from them; the direction.
         """
         table = self._table
-        run_all(
-            (
-                self._loop(sum_squares, table.n_parts),
-                self._loop(make_factors, table.n_groups),
-                self._loop(sum_direction, table.n_parts),
-            )
-        )
+        passes = (sum_squares, table.n_parts), (make_factors, table.n_groups)
+        run_all(tuple(self._loop(*each) for each in (*passes, (sum_direction, table.n_parts))))
         return np.add.reduceat(self._measured, table.first_part)
 
     def release(self) -> None:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from ...inner import njit
 from ...tables import HOT
-from ..records import call_reader, records
+from ..records import records
 
 
 class Table(NamedTuple):
@@ -102,7 +102,6 @@ class RowCall(NamedTuple):
 # The key list is read a little beyond its end, to prefetch.
 PADDING = 32
 
-read_call = call_reader(RowCall)
 parts_at, _tables_at, _hot_at = records(SweepPart), records(Table), records(HotSegment)
 
 

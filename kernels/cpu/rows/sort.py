@@ -13,7 +13,7 @@ from ...inner import njit
 from ..compile import part
 from ..intrinsics import as_pointer, load_int32, load_int64
 from ..records import int64s
-from .layout import PADDING, read_call, tables_of
+from .layout import PADDING, RowCall, tables_of
 
 
 @njit(inline="always")
@@ -151,10 +151,9 @@ def _finish(c, keys):
         c.n_valid = first_key_at_least(keys, c.n, c.dropped_row << c.position_bits)
 
 
-@part
-def group_serial(index, slot, call):
+@part(RowCall)
+def group_serial(index, slot, c):
     """Keys and sort on one thread."""
-    c = read_call(call)
     histograms = _histograms(c)
     c.bad_position = _count_rows(c, 0, c.n, histograms[0])
     if c.bad_position >= 0:
@@ -172,47 +171,41 @@ def group_serial(index, slot, call):
     _finish(c, keys)
 
 
-@part
-def count_rows(index, slot, call):
+@part(RowCall)
+def count_rows(index, slot, c):
     """Counts of the lowest digit of one share; its bad position, or -1, goes to ``bad``."""
-    c = read_call(call)
     begin, end, histogram = _own(c, index)
     int64s(c.bad, c.sort_parts)[index] = _count_rows(c, begin, end, histogram)
 
 
-@part
-def scatter_rows(index, slot, call):
+@part(RowCall)
+def scatter_rows(index, slot, c):
     """The first pass of the sort for one share of the positions."""
-    c = read_call(call)
     begin, end, offsets = _own(c, index)
     _scatter_rows(c, begin, end, offsets, int64s(c.keys, c.n))
 
 
-@part
-def count_digits(index, slot, call):
+@part(RowCall)
+def count_digits(index, slot, c):
     """Digit counts of one share of the keys."""
-    c = read_call(call)
     begin, end, histogram = _own(c, index)
     _count_digits(int64s(c.keys, c.n), begin, end, c.shift, histogram)
 
 
-@part
-def scatter_keys(index, slot, call):
+@part(RowCall)
+def scatter_keys(index, slot, c):
     """Move one share of the keys."""
-    c = read_call(call)
     begin, end, offsets = _own(c, index)
     _scatter(int64s(c.keys, c.n), begin, end, c.shift, offsets, int64s(c.spare, c.n))
 
 
-@part
-def make_offsets(index, slot, call):
+@part(RowCall)
+def make_offsets(index, slot, c):
     """Turn all counts into places; ``moved`` tells whether the pass moves anything."""
-    c = read_call(call)
     c.moved = _offsets_of(_histograms(c), c.n)
 
 
-@part
-def finish(index, slot, call):
+@part(RowCall)
+def finish(index, slot, c):
     """The last step of a sort on several threads."""
-    c = read_call(call)
     _finish(c, int64s(c.keys, c.n))
