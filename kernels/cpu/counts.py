@@ -64,8 +64,3 @@ class Count:
         n = len(counts if positions is None else positions)
         self._call = Arguments(CountCall(counts, positions, n, total))
         self.loops = (Loop(_count_up.address, 1, self._call.address, 1),)
-
-
-def compile_counts() -> None:
-    """Compile what is no part of a loop, or read it from the cache."""
-    are_equal(np.zeros(1, np.int64))

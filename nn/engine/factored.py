@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...kernels.cpu.adafactor.layout import FactoredTable
-from ...kernels.cpu.adafactor.step import FactoredStep
+from ...kernels.cpu.adafactor.step import FactoredStep, FactoredTable
 from ...kernels.cpu.parallel import Prepared
 from ...kernels.element import Kernel, kernel
 from ...kernels.quiet import quiet

@@ -37,12 +37,25 @@ def _stretch(table, begin, end):
     return max(begin - first, 0), min(end - first, table.length)
 
 
+@njit(inline="always")
+def _histograms(c):
+    return carray(as_pointer(c.histogram), (c.sort_parts, 1 << c.digit_bits), np.int64)
+
+
+@njit(inline="always")
+def _own(c, index):
+    """What a share of the positions has: where it begins and ends, and its counters."""
+    begin, end = share(c.n, c.sort_parts, index), share(c.n, c.sort_parts, index + 1)
+    return begin, end, _histograms(c)[index]
+
+
 @njit(error_model="numpy")
-def _count_rows(c, begin, end, histogram):
-    """Count the lowest digits of the rows at positions ``begin .. end``; checks every index.
+def _count_rows(c, index):
+    """Count the lowest digits of the rows of one share of the positions; checks every index.
 
     Returns the first position whose index is out of range, or -1.
     """
+    begin, end, histogram = _own(c, index)
     tables, dropped_row, mask = tables_of(c), c.dropped_row, np.uint64(histogram.size - 1)
     histogram[:] = 0
     for t in range(c.n_tables):
@@ -61,10 +74,11 @@ def _count_rows(c, begin, end, histogram):
 
 
 @njit(error_model="numpy")
-def _scatter_rows(c, begin, end, offsets, out):
-    """The first pass of the sort: makes the keys of positions ``begin .. end`` on its way."""
+def _scatter_rows(c, index):
+    """The first pass of the sort of one share: makes the keys on its way."""
+    begin, end, offsets = _own(c, index)
     tables, dropped_row, mask = tables_of(c), c.dropped_row, np.uint64(offsets.size - 1)
-    bits = c.position_bits
+    bits, out = c.position_bits, int64s(c.keys, c.n)
     for t in range(c.n_tables):
         low, high = _stretch(tables[t], begin, end)
         n_rows, first_row = tables[t].rows, tables[t].first_row
@@ -132,18 +146,6 @@ def first_key_at_least(keys, n, key):
 
 
 @njit(inline="always")
-def _histograms(c):
-    return carray(as_pointer(c.histogram), (c.sort_parts, 1 << c.digit_bits), np.int64)
-
-
-@njit(inline="always")
-def _own(c, index):
-    """What a share of the positions has: where it begins and ends, and its counters."""
-    begin, end = share(c.n, c.sort_parts, index), share(c.n, c.sort_parts, index + 1)
-    return begin, end, _histograms(c)[index]
-
-
-@njit(inline="always")
 def _finish(c, keys):
     """Tell where the sorted keys lie, and how many of them belong to rows."""
     c.sorted_keys, c.n_valid = keys.ctypes.data, c.n
@@ -155,12 +157,12 @@ def _finish(c, keys):
 def group_serial(index, slot, c):
     """Keys and sort on one thread."""
     histograms = _histograms(c)
-    c.bad_position = _count_rows(c, 0, c.n, histograms[0])
+    c.bad_position = _count_rows(c, 0)
     if c.bad_position >= 0:
         return
     _offsets_of(histograms, c.n)
+    _scatter_rows(c, 0)
     keys, spare = int64s(c.keys, c.n + PADDING), int64s(c.spare, c.n + PADDING)
-    _scatter_rows(c, 0, c.n, histograms[0], keys)
     shift = c.position_bits + c.digit_bits
     while shift < c.position_bits + c.row_bits:
         _count_digits(keys, 0, c.n, shift, histograms[0])
@@ -174,15 +176,13 @@ def group_serial(index, slot, c):
 @part(RowCall)
 def count_rows(index, slot, c):
     """Counts of the lowest digit of one share; its bad position, or -1, goes to ``bad``."""
-    begin, end, histogram = _own(c, index)
-    int64s(c.bad, c.sort_parts)[index] = _count_rows(c, begin, end, histogram)
+    int64s(c.bad, c.sort_parts)[index] = _count_rows(c, index)
 
 
 @part(RowCall)
 def scatter_rows(index, slot, c):
     """The first pass of the sort for one share of the positions."""
-    begin, end, offsets = _own(c, index)
-    _scatter_rows(c, begin, end, offsets, int64s(c.keys, c.n))
+    _scatter_rows(c, index)
 
 
 @part(RowCall)

@@ -46,11 +46,6 @@ _FIELD = {name: k for k, name in enumerate(RowCall._fields)}
 _UNKNOWN = (-1, *(0,) * (_whole_lines(len(_FIELD)) - _FIELD["bad_position"] - 1))
 
 
-@cache
-def _packer(n_words: int) -> Any:
-    return struct.Struct(f"{n_words}q").pack_into
-
-
 def row_norm(kernel: Kernel, tables: list[RowTable]) -> tuple[int, float]:
     """The sum of squares of row-sparse gradients whose duplicates are summed first.
 
@@ -63,6 +58,11 @@ def row_norm(kernel: Kernel, tables: list[RowTable]) -> tuple[int, float]:
     total = step.measure_touched() if step.bad_position < 0 else 0.0
     step.release()
     return step.bad_position, total
+
+
+@cache
+def _packer(n_words: int) -> Any:
+    return struct.Struct(f"{n_words}q").pack_into
 
 
 class _Sizes(NamedTuple):

@@ -96,32 +96,22 @@ def strip_finder(kernel: Kernel) -> Any:
 @cache
 def strip_access(storage: Storage, length: int) -> Access:
     """With a strip at the end: elements of one row, the first of them being number ``i``."""
-    (kind, load_tile, store_tile), (_, load_one, store_one) = (
-        access(storage, n) for n in (length, 1)
-    )
+    (kind, *movers), (_, *movers_of_one) = (access(storage, n) for n in (length, 1))
 
-    @cuda.jit(device=True)
-    def load(tile, address, i, strip):
-        if strip.is_aligned:
-            load_tile(tile, address, i)
-        else:
-            one = cuda.local.array(1, kind)
-            for k in range(length):
-                if k < strip.count:
-                    load_one(one, address, i)
-                    tile[k] = one[0]
-                    i += np.int64(strip.step)
+    def mover(move_tile, move_one):
+        @cuda.jit(device=True)
+        def move(tile, address, i, strip):
+            if strip.is_aligned:
+                move_tile(tile, address, i)
+            else:
+                one = cuda.local.array(1, kind)
+                for k in range(length):
+                    if k < strip.count:
+                        one[0] = tile[k]  # what a load overwrites
+                        move_one(one, address, i)
+                        tile[k] = one[0]  # what a store has left as it was
+                        i += np.int64(strip.step)
 
-    @cuda.jit(device=True)
-    def store(tile, address, i, strip):
-        if strip.is_aligned:
-            store_tile(tile, address, i)
-        else:
-            one = cuda.local.array(1, kind)
-            for k in range(length):
-                if k < strip.count:
-                    one[0] = tile[k]
-                    store_one(one, address, i)
-                    i += np.int64(strip.step)
+        return move
 
-    return Access(kind, load, store)
+    return Access(kind, *map(mover, movers, movers_of_one))

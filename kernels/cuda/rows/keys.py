@@ -183,21 +183,13 @@ class KeySort:
             strides = [table.width * n for n in self._itemsizes]
             is_aligned = are_aligned(np.array([table.values, *table.addresses, *strides]))
             length = range_length(table.length)
-            row = TableRow(
-                arrays=place,
-                values=table.values - first_position * strides[0],
-                hp=of_table,
-                rows=table.rows,
-                width=table.width,
-                first_row=first_row,
-                first_position=first_position,
-                indices=table.indices - first_position * table.index_bytes,
-                index_bytes=table.index_bytes,
-                range=length,
-                n_ranges=-(-table.length // length),
-                is_aligned=bool(is_aligned),
+            values = table.values - first_position * strides[0]
+            firsts = table.rows, table.width, first_row, first_position
+            indices = table.indices - first_position * table.index_bytes, table.index_bytes
+            ranges = length, -(-table.length // length)
+            rows.append(
+                TableRow(place, values, of_table, *firsts, *indices, *ranges, bool(is_aligned))
             )
-            rows.append(row)
             place += 8 * len(table.addresses)
             first_row, first_position = first_row + table.rows, first_position + table.length
         arrays = (table.addresses for table in self._tables)
