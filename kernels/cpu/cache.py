@@ -111,10 +111,7 @@ def cache_entries() -> list[Path]:
 
 
 def clear_cache() -> None:
-    """Remove every entry; processes that have loaded one keep running on it.
-
-    A folder that is not trusted stays as it is, with a warning.
-    """
+    """Remove every entry, but for a folder not trusted; who has loaded one keeps running on it."""
     directory = cache_directory()
     if directory is None:
         return
@@ -182,10 +179,7 @@ def _reached_values(function: types.FunctionType) -> list[Any]:
 
 
 class KernelCache(_Cache):
-    """Numba's cache interface for one function, keyed by the environment and ``identity``.
-
-    This names the function and every choice that was compiled into it.
-    """
+    """Numba's cache interface for one function; ``identity`` says all that was compiled into it."""
 
     def __init__(self, identity: str) -> None:
         self._identity = identity
@@ -352,7 +346,6 @@ def _read(folder: _Folder, name: str, key: str) -> bytes | None:
 
 
 def _header(key: str, payload: bytes) -> bytes:
-    """What is before a payload."""
     return _MAGIC + hashlib.sha256(key.encode()).digest() + hashlib.sha256(payload).digest()
 
 
@@ -370,7 +363,6 @@ def _write(folder: _Folder, name: str, key: str, payload: bytes) -> None:
 
 
 def _do_without(directory: Path, error: OSError) -> None:
-    """Warn, once for each folder."""
     if directory in _problems:
         return
     _problems[directory] = str(error)

@@ -62,10 +62,7 @@ fork_between(_lock, global_compiler_lock, _backend_init_thread_lock, ffi.lib._lo
 
 
 class NativeFunction:
-    """A function of ``int64`` arguments that is compiled when its address is first asked for.
-
-    It returns nothing; ``identity`` distinguishes it in the on-disk cache.
-    """
+    """A function of ``int64``, compiled at the first use of its address; returns nothing."""
 
     def __init__(self, function: Callable[..., None], identity: str) -> None:
         self._function = function
@@ -126,10 +123,7 @@ def part(arguments: Any) -> Callable[[Callable[..., None]], NativeFunction]:
 
 
 class Arguments:
-    """The arguments of a loop as ``int64`` words in memory, and the address of the first.
-
-    Arrays become their addresses and live as long as the object; None becomes 0.
-    """
+    """The arguments of a loop in memory: arrays, which are kept alive, as addresses, None as 0."""
 
     def __init__(self, call: tuple[int | np.ndarray | None, ...]) -> None:
         self._call = call

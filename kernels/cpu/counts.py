@@ -50,10 +50,7 @@ def _count_up(index, slot, c):
 
 
 class Count:
-    """Adding 1 to int64 counts, all or those at some positions, as the last loop of a step.
-
-    There may be an int32 total, which counts up once. What is to be run is in `loops`.
-    """
+    """Adding 1 to int64 counts (all, or those at positions) and to an int32 total; see `loops`."""
 
     def __init__(
         self,

@@ -172,10 +172,7 @@ def _measure_part(index, slot, c):
 def measure(
     kernel: Kernel, table: TensorTable, gradients: np.ndarray, hp: np.ndarray, hp_of: np.ndarray
 ) -> np.ndarray:
-    """float64 ``[T, n_measured]``, the sums of squares of what a rule measures.
-
-    Arguments as those of `DenseStep`; nothing is written to the tensors.
-    """
+    """float64 ``[T, n_measured]`` sums of squares of what a rule measures; as `DenseStep`."""
     block = blocks(kernel).measure
     assert block is not None
     parts = np.maximum(1, -(-np.diff(table.first) // PART))

@@ -116,7 +116,6 @@ def call_address(typingctx, function, *arguments):
 
 
 def _declared(builder, name, result, *arguments):
-    """A function that LLVM or the process has."""
     return cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, arguments), name)
 
 

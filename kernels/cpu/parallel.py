@@ -181,11 +181,7 @@ if hasattr(os, "register_at_fork"):
 
 @cache
 def _prepare_layer() -> None:
-    """Make tbb from PyPI loadable, if it is installed and the user chose no other layer.
-
-    Its library lies in a folder that the loader does not search; loaded by its full path,
-    Numba finds it.
-    """
+    """Load tbb from PyPI, which lies where no loader looks, unless another layer was chosen."""
     chosen = str(numba.config.THREADING_LAYER).lower()
     if chosen in ("omp", "workqueue") or threading_layer() is not None:
         return

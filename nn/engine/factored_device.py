@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ...kernels.cuda.adafactor.step import MatrixStep, Options, rms_kernel
-from ...kernels.cuda.dense.chunks import TensorRow
-from ...kernels.cuda.dense.step import DenseStep
+from ...kernels.cuda.dense.step import DenseStep, TensorRow
 from ...kernels.cuda.device.part import Part, Parts
 from ...kernels.element import Kernel
 from ...kernels.tables import FactoredTensor, TensorTable

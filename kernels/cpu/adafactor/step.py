@@ -199,7 +199,6 @@ def make_factors(index, slot, c):
 
 @njit
 def _call_with_factors(c, block, index, total):
-    """A block on the tiles of one part."""
     t, tensor, begin, end = _part_of(c, index)
     for number in range(begin, end):
         tile = _tile(tensor, number)

@@ -51,10 +51,7 @@ def _own(c, index):
 
 @njit(error_model="numpy")
 def _count_rows(c, index):
-    """Count the lowest digits of the rows of one share of the positions; checks every index.
-
-    Returns the first position whose index is out of range, or -1.
-    """
+    """Count the lowest digits of the rows of a share; the first position out of range, or -1."""
     begin, end, histogram = _own(c, index)
     tables, dropped_row, mask = tables_of(c), c.dropped_row, np.uint64(histogram.size - 1)
     histogram[:] = 0
@@ -105,10 +102,7 @@ def _count_digits(keys, begin, end, shift, histogram):
 
 @njit(inline="always")
 def _offsets_of(histograms, n):
-    """Turn counts into the places where each part writes each digit.
-
-    Returns False when one digit holds all keys: the pass would move nothing.
-    """
+    """Turn counts into the places of each part's digits; False where nothing would move."""
     place, most = 0, 0
     for digit in range(histograms.shape[1]):
         before = place

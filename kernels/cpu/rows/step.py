@@ -239,7 +239,6 @@ class RowStep:
         self._run(part, self._size.sort_parts, self._size.sort_parts)
 
     def _sum_hot(self) -> None:
-        """Sum the hot rows, range by range."""
         if self._size.n <= HOT:
             return
         self._run(rows.find_hot)

@@ -51,10 +51,7 @@ def _tile_sum(g: Storage, real: Storage, columns: int) -> Any:
 
 @cache
 def accumulate(g: Storage, real: Storage) -> NativeFunction:
-    """``total = sum of gradient rows`` of ``keys[begin:end]``, in the order of the keys.
-
-    Compiled for a storage type of the gradient; the sum is float32 or float64.
-    """
+    """``total``, float32 or float64: the sum of the rows of ``keys[begin:end]``, in order."""
     most = _TILE_BYTES // real.itemsize
     some, few = most // 4, most // 16
     sum_most, sum_some, sum_few, sum_one = (_tile_sum(g, real, n) for n in (most, some, few, 1))

@@ -121,10 +121,8 @@ def _sum_segment(c, table, begin, end, total):
 
 @njit
 def _lock(stripes, address):
-    """Take the row lock of a row address; returns where it is.
-
-    Fibonacci hashing spreads the row addresses, which are multiples of the row size.
-    """
+    """Take the row lock of a row address; returns where it is."""
+    # Fibonacci hashing spreads the row addresses, which are multiples of the row size.
     spread = np.uint64(address) * np.uint64(0x9E3779B97F4A7C15)
     lock = stripes + 4 * np.int64(spread >> np.uint64(_STRIPE_SHIFT))
     while load_acquire(lock) != 0 or compare_and_swap(lock, 0, 1) != 0:

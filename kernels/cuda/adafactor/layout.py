@@ -28,7 +28,7 @@ THREADS = CUT.threads
 
 
 class TileRow(NamedTuple):
-    """A tensor cut into tiles; begins as `chunks.TensorRow`. Sums and factors lie in scratch."""
+    """A tensor cut into tiles; begins as `step.TensorRow`. Sums and factors lie in scratch."""
 
     hp: Word
     size: Word

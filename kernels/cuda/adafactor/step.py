@@ -39,10 +39,7 @@ class Options(NamedTuple):
 
 @cache
 def rms_kernel(kernel: Kernel, record: Any, options: Options) -> Any:
-    """A `totals_kernel`: factors of ``step`` and ``decay``, from root mean squares.
-
-    They are those of the parameter and of the direction; the tensors are in rows of ``record``.
-    """
+    """A `totals_kernel`: factors of ``step`` and ``decay``, from the sizes of `size_factors`."""
     epsilon2, clip_threshold, scale_parameter = options
     size_factors, multiply = device_function(rules.size_factors), multiplier(kernel.real)
     of_step, of_decay = (kernel.column[name] * kernel.real.itemsize for name in ("step", "decay"))

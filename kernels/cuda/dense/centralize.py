@@ -92,10 +92,7 @@ def chunk_sums_kernel(g: Storage, real: Storage, out: Storage) -> Any:
 
 @cache
 def subtract_kernel(g: Storage, real: Storage, out: Storage) -> Any:
-    """``loop[(groups of rows, chunks), (lanes, rows)]``: each element less the mean of its row.
-
-    ``out`` may be ``values``.
-    """
+    """As `chunk_sums_kernel`: each element less the mean of its row; ``out`` may be ``values``."""
     length, real_type = tile_length(g, out), numba_type(real)
     write_chunk = _over_chunk(lambda n: _write_difference(g, real, out, n), length)
 

@@ -71,10 +71,7 @@ def trust_kernel(real: Storage, options: Options) -> Any:
 
 
 class TrustRatios:
-    """A `Part`: the trust ratios of those tensors that ``acts``, bool ``[T]``, says.
-
-    ``column`` is where the scalar is that is multiplied, a number of the type ``real``.
-    """
+    """A `Part`: scalar ``column`` of each tensor that ``acts``, bool, times its trust ratio."""
 
     def __init__(
         self,

@@ -51,12 +51,10 @@ class _RowLoops(KeySort):
         launch(*self.sorted, *tables, *hot_sums, call.guard, *more)
 
     def _over(self, loop: Any, n: int, call: Call, *more: int) -> None:
-        """A loop over ``n`` keys or rows."""
         if n:
             self._launch(loop, (-(-n // self._block[1]),), call, self._base, *more)
 
     def _sum_hot(self, call: Call) -> None:
-        """The sums of the ranges of hot rows."""
         if self._n_probes:
             groups = -(-self._most_ranges // self._block[1])
             self._launch(self._hot_loop, (self._n_probes, groups), call)
@@ -102,7 +100,6 @@ class RowStep(_RowLoops):
             self._sweep(call)
 
     def _sweep(self, call: Call) -> None:
-        """One sweep over all rows."""
         first = call.scratch + self._at_first
         if self.n == 0 and (self.n_rows == 0 or self.widest == 0):
             return
@@ -115,10 +112,7 @@ class RowStep(_RowLoops):
 
 
 class RowSquares(_RowLoops):
-    """The squares of row-sparse gradients whose duplicates are summed first; `norm.Squares`.
-
-    The storage types of the kernel are those of the sums. Behind a closed guard they are 0.
-    """
+    """`norm.Squares` of row-sparse gradients, duplicates summed first; 0 behind a closed guard."""
 
     def __init__(self, kernel: Kernel, tables: Sequence[RowTable], call: Call, base: int) -> None:
         super().__init__(kernel, tables, sorts=call.sorter is None, base=base)
