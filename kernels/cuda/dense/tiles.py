@@ -82,7 +82,7 @@ def by_tiles(make: Callable[[int], Any], length: int) -> Any:
 
 
 def by_chunks(make: Callable[[int], Any], length: int, threads: int, chunk: int) -> Any:
-    """``run(number, size, is_aligned, *what)``: a thread's share of a chunk, single elements last."""
+    """``run(number, size, is_aligned, *what)``: a thread's share of a chunk; single ones last."""
     of_tile, of_one, stride = make(length), make(1), threads * length
 
     # Unsigned: with signed bounds the compiler unrolls the loops and divides for their number of

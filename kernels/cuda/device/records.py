@@ -61,7 +61,7 @@ def row_reader(record: Any, n_words: int = 0) -> Any:
 
 @cache
 def row_finder(record: Any, field: str, n_words: int = 0) -> Any:
-    """``find(table, n, x)``: by bisection the last row with a field of at most ``x``, or the first."""
+    """``find(table, n, x)``: the last row with a field of at most ``x``, or the first."""
     row_at, n_bytes = row_reader(record, n_words), size_of(record, n_words)
     offset = getattr(offsets_of(record), field)
 
