@@ -228,10 +228,7 @@ def run(function: NativeFunction, n: int, call: int, threads: int) -> None:
 
 
 def run_all(loops: tuple[Loop, ...]) -> None:
-    """Run loops one after the other; all of them, whatever signal comes in.
-
-    All memory is taken before the first one begins.
-    """
+    """Run loops one after the other, all whatever signal comes in: memory is taken before."""
     threads = 1
     for loop in loops:
         threads = max(threads, loop[3])

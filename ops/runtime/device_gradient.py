@@ -92,7 +92,7 @@ def gathered(where: str, table: DeviceArray, index: DeviceArray) -> tuple[Device
         of_table = table.address, n_rows, table.nbytes // max(1, n_rows)
         of_index = index.address, index.itemsize, index.size
         results = out.address, kept.address, launch.guard
-        cuda.rows.gather.gather(*of_table, *of_index, *results, stream=launch.stream)
+        cuda.rows.gather.gather(of_table, of_index, results, launch.stream)
     return out, kept
 
 

@@ -261,10 +261,7 @@ class FactoredStep:
         return Loop.of(function, n, self._call.address, self._threads)
 
     def direction_squares(self) -> np.ndarray:
-        """float64 ``[T]``, the sum of squares of each tensor's direction; nothing is written.
-
-        The first two passes: row and column means and what follows from them; the direction.
-        """
+        """float64 ``[T]``: squares of each direction, by the first two passes."""
         table = self._table
         passes = (sum_squares, table.n_parts), (make_factors, table.n_groups)
         run_all(tuple(self._loop(*each) for each in (*passes, (sum_direction, table.n_parts))))

@@ -54,10 +54,7 @@ def quotient(n, divisor):
 
 @cuda.jit(device=True)
 def place_in_group(thread, log_across, log_down, block):
-    """The place of a thread across and down its group, and the number of the group.
-
-    A group has ``2**log_across * 2**log_down`` threads, a block as many of them as it can.
-    """
+    """Of a thread across and down a group of ``2**logs`` threads, and the number of the group."""
     log_group = log_across + log_down
     x, y = thread & ((1 << log_across) - 1), (thread >> log_across) & ((1 << log_down) - 1)
     return x, y, block * (np.int64(THREADS) >> log_group) + (thread >> log_group)
@@ -234,10 +231,7 @@ def _over_strip(kernel: Kernel, work: Any, *, stores: bool = True) -> Any:
 
 @cache
 def direction_kernel(kernel: Kernel, of_parameter: bool) -> Any:
-    """``loop[n_blocks, THREADS](table, n_tensors, scratch, parts, guard)``: parts of two sums.
-
-    They are the squares of the parameter (0 if they are not asked for) and of the direction.
-    """
+    """``loop[n_blocks, THREADS]``: parts of two sums, of parameters' and directions' squares."""
     find, length, values = _strip_finder(kernel), length_of(kernel), conditioned(kernel, DEVICE)
     direction = device_function(rules.factored_direction)
 

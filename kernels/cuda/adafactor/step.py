@@ -73,19 +73,15 @@ class MatrixStep:
         self._tables = FactoredTables(tensors, length_of(kernel), kernel.real.itemsize)
         self._gradients, self._table = gradients, 0
         self._lines_at = len(tensors) * size_of(TileRow, 2 + len(kernel.s))
-        self._loops = (
+        self.loops = [
             squares_kernel(kernel),
             lines_kernel(kernel.prologue, kernel.real),
             row_factors_kernel(kernel.prologue, kernel.real),
             direction_kernel(kernel, options.scale_parameter),
             rms_kernel(kernel, TileRow, options),
             update_kernel(kernel),
-        )
+        ]
         self.scratch_bytes = self._tables.scratch_bytes + self._tables.n_blocks * PART_BYTES
-
-    def loops(self) -> list[Any]:
-        """See `Part`."""
-        return list(self._loops)
 
     def words(self, place: int, hp: np.ndarray) -> np.ndarray:
         """See `Part`."""
@@ -105,5 +101,5 @@ class MatrixStep:
             (n, tiles, n, tables.n_blocks, parts),
             (tables.n_blocks, tiles, n, scratch),
         )
-        for loop, (blocks, *arguments) in zip(self._loops, launches, strict=True):
+        for loop, (blocks, *arguments) in zip(self.loops, launches, strict=True):
             on_grid(loop, blocks, THREADS, call.stream)(*arguments, call.guard)

@@ -190,13 +190,10 @@ class DenseStep:
             follow = factor_kernel(kernel)
         self._follow, self._update = follow, dense_kernel(kernel)
         self._measure = chunk_sums_kernel(kernel) if follow else None
+        self.loops = [loop for loop in (self._measure, self._follow, self._update) if loop]
         self._chunks = Chunks(chunk_of(kernel), np.column_stack([gradients, addresses]), sizes)
         self._table, self.n_words = 0, self._chunks.n_words
         self.scratch_bytes = self._chunks.n_blocks * PART_BYTES if follow else 0
-
-    def loops(self) -> list[Any]:
-        """See `Part`."""
-        return [loop for loop in (self._measure, self._follow, self._update) if loop]
 
     def words(self, place: int, hp: np.ndarray) -> np.ndarray:
         """See `Part`."""

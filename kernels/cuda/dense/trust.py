@@ -85,12 +85,9 @@ class TrustRatios:
         self._offset = column * real.itemsize
         self._squares = DenseSquares(parameters), DenseSquares(gradients)
         self._acts, self._loop = acts, trust_kernel(real, options)
+        self.loops = [*(found.loop for found in self._squares), self._loop]
         self.scratch_bytes = sum(found.n_parts for found in self._squares) * PART_BYTES
         self._table = 0
-
-    def loops(self) -> list[Any]:
-        """See `Part`."""
-        return [*(found.loop for found in self._squares), self._loop]
 
     def words(self, place: int, hp: np.ndarray) -> np.ndarray:
         """See `Part`."""

@@ -275,10 +275,7 @@ def row_squares_kernel(g: Storage, real: Storage, length: int) -> Any:
 
 @cuda.jit
 def mark_firsts_kernel(keys, n, bits, words):
-    """Write ``k`` to ``words[k]``, with a high bit where key ``k`` is not the first of its row.
-
-    The words sorted by that bit begin with the first keys of all rows that occur.
-    """
+    """Write ``k`` to ``words[k]``, with `OTHER_BIT` where key ``k`` is not the first of its row."""
     k = cuda.grid(1)
     if k < n:
         other = 0 if is_first(Keys(keys, n, bits), k) else 1

@@ -151,7 +151,7 @@ class KeySort:
         sorts: bool = True,  # whether the keys are sorted by this package
         base: int = 0,  # added to the position of a bad index
     ) -> None:
-        self._tables, self._itemsizes, self._base, self._sorts = tables, itemsizes, base, sorts
+        self._tables, self._itemsizes, self._base = tables, itemsizes, base
         self.n = n = sum(table.length for table in tables)  # positions
         self.n_rows = sum(table.rows for table in tables)
         self.bits = max(1, (n - 1).bit_length())  # of a key that hold the position
@@ -162,6 +162,8 @@ class KeySort:
         self.places = Places()
         words = (n, n, scratch_words(n)) if sorts else ()
         self._sections = [self.places.add(8 * count) for count in words]
+        of_sort = (count_kernel, scan_kernel, scatter_kernel) if n and sorts else ()
+        self.loops: list[Any] = [check_kernel, *of_sort]
         self.table = 0
         self.sorted: tuple[int, ...] = ()  # what `sort` says
 
@@ -169,11 +171,6 @@ class KeySort:
     def scratch_bytes(self) -> int:
         """See `Part`."""
         return self.places.size
-
-    def loops(self) -> list[Any]:
-        """See `Part`."""
-        is_sorted = self.n and self._sorts
-        return [check_kernel, *((count_kernel, scan_kernel, scatter_kernel) if is_sorted else ())]
 
     def words(self, place: int, hp: np.ndarray) -> np.ndarray:
         """See `Part`; behind the table of tables lies what it points at."""

@@ -41,6 +41,7 @@ class _RowLoops(KeySort):
         hot_bytes = self._n_probes * self._hot_stride * kernel.real.itemsize
         self._at_hot, shape = self.places.add(hot_bytes), (kernel.g, kernel.real, self._length)
         self._hot_loop = rows.hot_kernel(*shape)
+        self.loops += [self._hot_loop] if self._n_probes else []
 
     def _launch(self, loop: Any, grid: tuple[int, ...], call: Call, *more: int) -> None:
         """A loop on so many groups of keys, rows or ranges, and as many of tiles as there are."""
@@ -76,13 +77,8 @@ class RowStep(_RowLoops):
         self._update = (rows.touched_kernel if touched_only else rows.sweep_kernel)(kernel)
         if touched_only and self.n == 0:
             self.n_words = 0
-
-    def loops(self) -> list[Any]:
-        """See `Part`."""
-        hot = [self._hot_loop] if self._n_probes else []
-        if self._touched_only:
-            return [*super().loops(), *hot, *([self._update] if self.n else ())]
-        return [*super().loops(), *hot, rows.mark_kernel, self._update]
+        else:
+            self.loops += [self._update] if touched_only else [rows.mark_kernel, self._update]
 
     def enqueue(self, call: Call) -> None:
         """See `Part`; the keys may be there already."""
