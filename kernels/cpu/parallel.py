@@ -93,15 +93,9 @@ def _available_threads():
     return threads_of_numba()
 
 
-_COMPILED = {
-    "available threads": _available_threads,
-    "serial loop": _serial,
-    "two serial loops": _serial_pair,
-    "serial loops": _serial_loops,
-    "parallel loops": _parallel_loops,
-}
-for _identity, _function in _COMPILED.items():
-    _function._cache = KernelCache(_identity)
+_COMPILED = _available_threads, _serial, _serial_pair, _serial_loops, _parallel_loops
+for _function in _COMPILED:
+    _function._cache = KernelCache(f"loops {_function.__name__}")
 
 
 class Loop(NamedTuple):
@@ -210,7 +204,7 @@ def _layer_guard() -> AbstractContextManager[object]:
 def compile_loops() -> None:
     """Compile all loops, or read them from the cache."""
     _start_layer()
-    for function in _COMPILED.values():
+    for function in _COMPILED:
         function.compile((types.int64,) * function.py_func.__code__.co_argcount)
 
 

@@ -72,7 +72,7 @@ def centralize(gradient: DeviceArray, out: DeviceArray) -> None:
     shape = len(gradient), gradient.size // len(gradient)
     storages = (STORAGES[x] for x in (gradient.dtype, _real(out.dtype), out.dtype))
     with launching([out, gradient]) as stream:
-        cuda.dense.centralize.centralize(*storages, gradient.address, shape, out.address, stream)
+        cuda.dense.centralize.centralize(storages, gradient.address, shape, out.address, stream)
 
 
 def gathered(where: str, table: DeviceArray, index: DeviceArray) -> tuple[DeviceArray, DeviceArray]:

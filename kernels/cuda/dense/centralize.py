@@ -7,6 +7,7 @@ subtracts. So a long row is the work of many blocks, and the bits are the same i
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -117,20 +118,14 @@ def subtract_kernel(g: Storage, real: Storage, out: Storage) -> Any:
 
 
 def centralize(
-    g: Storage,
-    real: Storage,
-    out: Storage,
-    values: int,
-    shape: tuple[int, int],
-    result: int,
-    stream: Any,
+    storages: Iterable[Storage], values: int, shape: tuple[int, int], result: int, stream: Any
 ) -> None:
     """Enqueue writing ``values`` less the means of its rows to ``result``; addresses.
 
     They are the same or apart, and contiguous: so many rows of so many elements. Storage types are
     those of the values, of the arithmetic and of the result.
     """
-    n_rows, width = shape
+    (g, real, out), (n_rows, width) = storages, shape
     if n_rows == 0 or width == 0:
         return
     length = tile_length(g, out)

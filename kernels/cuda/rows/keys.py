@@ -1,13 +1,6 @@
 """The keys of a row-sparse step: made and checked in one loop, then sorted, and read by all others.
 
-Terms used by the loops over rows:
-
-* *position*: the number of an occurrence in the concatenated index lists of all tables;
-* *global row*: the number of a row among the rows of all tables, one after the other;
-* *key*: ``global row << position bits | position``; sorted, keys group equal rows and keep the
-  order of occurrence inside a group;
-* *hot*: a row of more than `HOT` occurrences;
-* *range*: a stretch of consecutive positions of one table. Hot rows are summed range by range.
+`kernels.tables` explains the terms of the loops over rows.
 """
 
 from __future__ import annotations
