@@ -7,8 +7,6 @@ give neither.
 
 from __future__ import annotations
 
-from functools import partial
-
 from llvmlite import ir
 from numba import cuda
 from numba.core import cgutils
@@ -64,7 +62,7 @@ def _packed(builder, values, itemsize):
     return vector
 
 
-def _tile_mover(move, count, itemsize):
+def _tile_mover(count, itemsize, move):
     """``run(tile, address, i)``: move ``count`` elements of a local array, from ``i`` on there."""
 
     @intrinsic
@@ -94,7 +92,14 @@ def _store_vector(builder, pointer, places, itemsize):
     builder.store(_packed(builder, values, itemsize), pointer, align=len(places) * itemsize)
 
 
-tile_loader, tile_storer = partial(_tile_mover, _load_vector), partial(_tile_mover, _store_vector)
+def tile_loader(count, itemsize):
+    """``load(tile, address, i)``: ``count`` elements of an array from ``i`` on."""
+    return _tile_mover(count, itemsize, _load_vector)
+
+
+def tile_storer(count, itemsize):
+    """``store(tile, address, i)``: write a local array to elements from ``i`` on."""
+    return _tile_mover(count, itemsize, _store_vector)
 
 
 def _at(context, builder, address, kind):
