@@ -18,7 +18,7 @@ from .backend import address_of, copy_in, device_id, handle_of, new_event, store
 from .launch import on_grid
 
 ALIGN = 256  # bytes
-_LEAST = 1 << 16  # more than the words of one launch
+_LEAST = 1 << 16
 _PER_THREAD = 2  # CU_STREAM_PER_THREAD
 WORK, SUMS = range(2)
 """Kinds of room: for one launch or step, and for what several steps add to."""
@@ -59,9 +59,9 @@ class Held:
                 raise RuntimeError("memory cannot be taken while a CUDA graph is being captured")
             if self._is_captured:
                 self._kept.append(self._array)
-            self._array = None  # freed when the device is done with it
-            self._size = max(_LEAST, 1 << (n_bytes - 1).bit_length())
-            self._array = cuda.device_array(self._size, np.uint8)
+            self._array, self._size = None, 0  # freed when the device is done with it
+            size = max(_LEAST, 8 * WORDS, 1 << (n_bytes - 1).bit_length())
+            self._array, self._size = cuda.device_array(size, np.uint8), size
             self._content = np.empty(0, np.int64)
         self._is_captured |= capturing
         return self.address
