@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
+from llvmlite import ir
 from numba import types
+from numba.extending import intrinsic
 
-from .half import f16_to_f32, f32_to_f16
 from .inner import njit
 
 
@@ -30,6 +31,26 @@ class Storage:
     from_wide: Callable[..., Any]  # the same from float64, rounded once
     itemsize: int  # bytes
     exponent: int  # all its bits, which are set in an infinity or a NaN
+
+
+@intrinsic
+def f16_to_f32(typingctx, bits):
+    """The float32 value of a bit pattern of float16; exact."""
+
+    def codegen(context, builder, signature, args):
+        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
+
+    return types.float32(types.uint16), codegen
+
+
+@intrinsic
+def f32_to_f16(typingctx, x):
+    """The bit pattern of the float16 nearest to a float32, ties to even."""
+
+    def codegen(context, builder, signature, args):
+        return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
+
+    return types.uint16(types.float32), codegen
 
 
 @njit

@@ -1,4 +1,15 @@
-"""What the tables of a step hold before a backend lays them out, and what fixes its results."""
+"""What the tables of a step hold before a backend lays them out, and what fixes its results.
+
+Terms used by the loops over rows:
+
+* *position*: the number of an occurrence in the concatenated index lists of all tables;
+* *global row*: the number of a row among the rows of all tables, one after the other;
+* *key*: ``global row << position_bits | position``; sorted, keys group equal rows and keep
+  the order of occurrence inside a group;
+* *segment*: the sorted keys of one row;
+* *hot*: a row, or its segment, of more than `HOT` occurrences;
+* *range*: a stretch of consecutive positions of one table. Hot rows are summed range by range.
+"""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..kernels.cpu.adafactor.layout import FactoredTable
+from ..kernels.cpu.adafactor.step import FactoredTable
 from ..kernels.rules import adafactor as rules
 from ..kernels.rules.formula import Formula
 from ..ops.runtime import check, pending

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..kernels.cpu.finite import all_finite
+from ..kernels.cpu.dense import all_finite
 from ..kernels.rules.formula import Formula
 from ..kernels.rules.rule import Rule
 from ..ops.runtime import check, pending

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..kernels.cpu.measure import measure
+from ..kernels.cpu.dense import measure
 from ..kernels.cpu.rows.step import row_norm
 from ..kernels.element import kernel
 from ..kernels.quiet import quiet

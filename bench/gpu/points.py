@@ -114,8 +114,7 @@ def _launches(bench: Bench, shapes: Sequence[tuple[int, ...]]) -> dict[str, Call
     """The launch of a dense step alone, its table being there already; and an empty kernel's."""
     from numba import cuda
 
-    from ...kernels.cuda.dense.chunks import Chunks, chunk_of
-    from ...kernels.cuda.dense.step import dense_kernel
+    from ...kernels.cuda.dense.step import Chunks, chunk_of, dense_kernel
     from ...kernels.cuda.device.backend import address_of, copy_in
     from ...kernels.element import kernel
     from ...kernels.rules import adam

@@ -113,10 +113,7 @@ def _adder(n_values: int, k: int = 0) -> Any:
 
 @cache
 def _measure(kernel: Kernel) -> NativeFunction:
-    """The loop of a measuring block: float64 sums of the squares of the values.
-
-    The order is that of the machine code, so it is the same for every call on the same elements.
-    """
+    """The loop of a measuring block: float64 sums in the order of the machine code."""
     rule, n_values, g_type = kernel.rule.measure, kernel.rule.n_measured, kernel.g.carrier
     values, add, zeros = values_of(kernel, CPU), _adder(n_values), (0.0,) * n_values
     read_hp, read_arrays = readers(kernel)

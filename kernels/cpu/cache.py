@@ -111,10 +111,7 @@ def cache_entries() -> list[Path]:
 
 
 def clear_cache() -> None:
-    """Remove every entry; processes that have loaded one keep running on it.
-
-    A folder that is not trusted stays as it is, with a warning.
-    """
+    """Remove every entry, but for a folder not trusted; who has loaded one keeps running on it."""
     directory = cache_directory()
     if directory is None:
         return
@@ -182,10 +179,7 @@ def _reached_values(function: types.FunctionType) -> list[Any]:
 
 
 class KernelCache(_Cache):
-    """Numba's cache interface for one function, keyed by the environment and ``identity``.
-
-    This names the function and every choice that was compiled into it.
-    """
+    """Numba's cache interface for one function; ``identity`` says all that was compiled into it."""
 
     def __init__(self, identity: str) -> None:
         self._identity = identity
@@ -292,10 +286,7 @@ def _opened(directory: Path) -> Iterator[_Folder]:
     """A folder that only this user can have written, for one use.
 
     It is not kept open: a daemon closes descriptors that it does not know, and their numbers
-    come to mean something else.
-
-    Raises:
-        OSError: it cannot be opened, or others may write to it.
+    come to mean something else. OSError: it cannot be opened, or others may write to it.
     """
     if not hasattr(os, "geteuid"):  # Windows, where a user's folders are that user's by default
         yield _Folder(directory, None)
@@ -355,7 +346,6 @@ def _read(folder: _Folder, name: str, key: str) -> bytes | None:
 
 
 def _header(key: str, payload: bytes) -> bytes:
-    """What is before a payload."""
     return _MAGIC + hashlib.sha256(key.encode()).digest() + hashlib.sha256(payload).digest()
 
 
@@ -373,7 +363,6 @@ def _write(folder: _Folder, name: str, key: str, payload: bytes) -> None:
 
 
 def _do_without(directory: Path, error: OSError) -> None:
-    """Warn, once for each folder."""
     if directory in _problems:
         return
     _problems[directory] = str(error)

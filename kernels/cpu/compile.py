@@ -18,8 +18,10 @@ from numba.core.ccallback import CFunc
 from numba.core.compiler_lock import global_compiler_lock
 from numba.np.ufunc.parallel import _backend_init_thread_lock
 
+from ..inner import njit
 from .cache import KernelCache
 from .headers import address_of
+from .records import records
 
 _I64 = types.int64
 _lock = threading.RLock()
@@ -60,10 +62,7 @@ fork_between(_lock, global_compiler_lock, _backend_init_thread_lock, ffi.lib._lo
 
 
 class NativeFunction:
-    """A function of ``int64`` arguments that is compiled when its address is first asked for.
-
-    It returns nothing; ``identity`` distinguishes it in the on-disk cache.
-    """
+    """A function of ``int64``, compiled at the first use of its address; returns nothing."""
 
     def __init__(self, function: Callable[..., None], identity: str) -> None:
         self._function = function
@@ -102,22 +101,29 @@ PARTS: list[NativeFunction] = []
 """Every part that was defined, for `fusestep.kernels.cpu.warmup`."""
 
 
-def part(function: Callable[[int, int, int], None]) -> NativeFunction:
-    """Decorator: one part of a parallel loop, ``part(index, slot, call)``.
+def part(arguments: Any) -> Callable[[Callable[..., None]], NativeFunction]:
+    """Decorator: one part of a parallel loop, ``part(index, slot, c)``.
 
-    ``index`` numbers the part, ``slot`` the thread that runs it (for scratch memory), ``call``
-    is the address of the loop's arguments.
+    ``index`` numbers the part, ``slot`` the thread that runs it (for scratch memory), ``c`` is a
+    record with the fields of ``arguments``, those of the loop: machine code gets its address.
     """
-    made = NativeFunction(function, f"{function.__module__}.{function.__qualname__}")
-    PARTS.append(made)
-    return made
+    at = records(arguments)
+
+    def decorate(function: Callable[..., None]) -> NativeFunction:
+        inlined = njit(function, inline="always")
+
+        def run_part(index, slot, call):
+            inlined(index, slot, at(call, 1)[0])
+
+        made = NativeFunction(run_part, f"{function.__module__}.{function.__qualname__}")
+        PARTS.append(made)
+        return made
+
+    return decorate
 
 
 class Arguments:
-    """The arguments of a loop as ``int64`` words in memory, and the address of the first.
-
-    Arrays become their addresses and live as long as the object; None becomes 0.
-    """
+    """The arguments of a loop in memory: arrays, which are kept alive, as addresses, None as 0."""
 
     def __init__(self, call: tuple[int | np.ndarray | None, ...]) -> None:
         self._call = call

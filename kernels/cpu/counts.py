@@ -11,7 +11,7 @@ from .cache import KernelCache
 from .compile import Arguments, part
 from .intrinsics import as_pointer
 from .parallel import Loop
-from .records import call_reader, int64s
+from .records import int64s
 
 
 @njit
@@ -35,12 +35,8 @@ class CountCall(NamedTuple):
     total: np.ndarray | None  # int32 [1]
 
 
-_read_call = call_reader(CountCall)
-
-
-@part
-def _count_up(index, slot, call):
-    c = _read_call(call)
+@part(CountCall)
+def _count_up(index, slot, c):
     if c.positions == 0:
         every = int64s(c.counts, c.n)
         for i in range(every.size):
@@ -54,10 +50,7 @@ def _count_up(index, slot, call):
 
 
 class Count:
-    """Adding 1 to int64 counts, all or those at some positions, as the last loop of a step.
-
-    There may be an int32 total, which counts up once. What is to be run is in `loops`.
-    """
+    """Adding 1 to int64 counts (all, or those at positions) and to an int32 total; see `loops`."""
 
     def __init__(
         self,
@@ -68,8 +61,3 @@ class Count:
         n = len(counts if positions is None else positions)
         self._call = Arguments(CountCall(counts, positions, n, total))
         self.loops = (Loop(_count_up.address, 1, self._call.address, 1),)
-
-
-def compile_counts() -> None:
-    """Compile what is no part of a loop, or read it from the cache."""
-    are_equal(np.zeros(1, np.int64))

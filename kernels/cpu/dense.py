@@ -1,11 +1,18 @@
-"""Any number of dense tensors in one call."""
+"""Any number of dense tensors in one call: updated, measured or looked at.
+
+For the first stage of a two-stage rule a tensor is summed in parts of `PART` elements, each in the
+order of the machine code, and NumPy adds the sums of the parts in an order that their number fixes.
+So a sum depends on the tensor alone, not on the number of threads or on the other tensors.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
+from numba import carray
 
 from ..element import Kernel
 from ..inner import njit
@@ -13,17 +20,18 @@ from ..storage import Storage
 from ..tables import TensorTable
 from .blocks import blocks
 from .compile import Arguments, NativeFunction, part
-from .intrinsics import call_address
+from .intrinsics import as_pointer, call_address
 from .parallel import Loop, get_num_threads, run
-from .records import call_reader, int64s
-from .rows.search import last_at_most
+from .records import int64s, last_at_most, records
 
 # Elements per part: short enough to balance the threads, and longer where there is much to do.
 CHUNK = 65_536
 _LONG_CHUNK = 262_144
 _PARTS_PER_THREAD = 16
-# Below this many elements one thread is as fast as several.
+PART = 65_536  # of a tensor that is measured; fixes the last bits of a sum
+# Below this many elements one thread is as fast as several; the second number is for a look.
 SERIAL_BELOW = 32_768
+_LOOK_SERIAL_BELOW = 65_536
 # Parts begin at multiples of this many elements, so that vectors of different parts
 # never share a cache line when the tensors are aligned.
 _ALIGN = 32
@@ -63,21 +71,20 @@ class DenseCall(NamedTuple):
 
 _CHUNK = DenseCall._fields.index("chunk")
 
-read_call = call_reader(DenseCall)
+_call_at = records(DenseCall)
 
 
 @njit(inline="always")
-def block_arguments(c, t, offset, n):
+def _block_arguments(c, t, offset, n):
     """For ``n`` elements of tensor ``t``, from number ``offset`` on."""
     gradients, hp_of = int64s(c.gradients, c.n_tensors), int64s(c.hp_of, c.n_tensors)
     g, hp = gradients[t] + offset * c.g_bytes, c.hp + hp_of[t] * c.hp_row_bytes
     return c.addresses + t * c.addresses_bytes, offset, g, n, hp
 
 
-@part
-def update_chunk(index, slot, call):
+@part(DenseCall)
+def _run_chunk(index, slot, c):
     """The block on the elements of one chunk, tensor after tensor."""
-    c = read_call(call)
     first = int64s(c.first, c.n_tensors + 1)
     flat = index * c.chunk
     end = min(flat + c.chunk, first[c.n_tensors])
@@ -85,7 +92,7 @@ def update_chunk(index, slot, call):
     while flat < end:
         n = min(end, first[t + 1]) - flat
         if n > 0:
-            call_address(c.block, *block_arguments(c, t, flat - first[t], n))
+            call_address(c.block, *_block_arguments(c, t, flat - first[t], n))
             flat += n
         t += 1
 
@@ -95,28 +102,21 @@ class DenseStep:
 
     To ask for the addresses of arrays and to write the loop's arguments takes longer than a step
     on a small tensor, so both is done once, and the object is used for many steps; but for one
-    at a time. ``give`` leaves it to later ones.
-
-    Attributes:
-        loops: what updates the tensors in place, each array read once.
-        gradients: int64 ``[T]``: addresses of the gradients; to be written.
-        hp: ``[T, F]`` scalars in the type of the arithmetic, fields as `hp_type`; to be written.
-        hp_of: int64 ``[T]``: which row of ``hp`` a tensor uses; at first 0.
+    at a time. ``give`` leaves it to later ones. ``gradients`` and ``hp`` are to be written.
     """
 
     def __init__(
         self, kernel: Kernel, table: TensorTable, give: Callable[[DenseStep], None]
     ) -> None:
         n_tensors = len(table.addresses)
-        self.table = table
-        self._give = give
-        self.gradients = np.zeros(n_tensors, np.int64)
+        self.table, self._give = table, give
+        self.gradients = np.zeros(n_tensors, np.int64)  # addresses
         self.hp = np.zeros((n_tensors, kernel.n_scalars), kernel.real.dtype)
-        self.hp_of = np.zeros(n_tensors, np.int64)
+        self.hp_of = np.zeros(n_tensors, np.int64)  # the row of ``hp`` that a tensor uses
         of_table = table, self.gradients, self.hp, self.hp_of
         # Each step decides the chunk.
         self._call = Arguments(DenseCall.of(blocks(kernel).update, kernel.g, *of_table, chunk=0))
-        self.loops = (Loop(update_chunk.address, 1, self._call.address, 1),)
+        self.loops = (Loop(_run_chunk.address, 1, self._call.address, 1),)
 
     def prepare(self) -> None:
         """Cut the tensors into parts, for this step: after it, `loops` can be run."""
@@ -134,7 +134,7 @@ class DenseStep:
     def run(self) -> None:
         """Run `loops`."""
         _, n, call, threads = self.loops[0]
-        run(update_chunk, n, call, threads)
+        run(_run_chunk, n, call, threads)
 
     def release(self) -> None:
         """Leave the object to later steps."""
@@ -148,3 +148,65 @@ def _chunk(total: int, threads: int) -> int:
     share = -(-total // threads)
     longest = min(_LONG_CHUNK, max(CHUNK, share // _PARTS_PER_THREAD))
     return -(-min(longest, share) // _ALIGN) * _ALIGN
+
+
+class MeasureCall(NamedTuple):
+    """Arguments of the measuring loop, all ``int64``."""
+
+    dense: int  # address of those of the dense loop: a chunk is a part
+    first_part: np.ndarray  # [T]: number of each tensor's first part
+    sums: np.ndarray  # [parts, n_measured] float64
+    sums_bytes: int  # of a row of them
+
+
+@part(MeasureCall)
+def _measure_part(index, slot, c):
+    d = _call_at(c.dense, 1)[0]
+    first, first_part = int64s(d.first, d.n_tensors + 1), int64s(c.first_part, d.n_tensors)
+    t = last_at_most(first_part, d.n_tensors, index)
+    offset = (index - first_part[t]) * d.chunk
+    n = min(d.chunk, first[t + 1] - first[t] - offset)
+    call_address(d.block, *_block_arguments(d, t, offset, n), c.sums + index * c.sums_bytes)
+
+
+def measure(
+    kernel: Kernel, table: TensorTable, gradients: np.ndarray, hp: np.ndarray, hp_of: np.ndarray
+) -> np.ndarray:
+    """float64 ``[T, n_measured]`` sums of squares of what a rule measures; as `DenseStep`."""
+    block = blocks(kernel).measure
+    assert block is not None
+    parts = np.maximum(1, -(-np.diff(table.first) // PART))
+    first_part = np.concatenate(([0], np.cumsum(parts)[:-1]))
+    sums = np.empty((int(parts.sum()), kernel.rule.n_measured))
+    dense = Arguments(DenseCall.of(block, kernel.g, table, gradients, hp, hp_of, PART))
+    call = Arguments(MeasureCall(dense.address, first_part, sums, sums.strides[0]))
+    threads = get_num_threads() if table.total >= SERIAL_BELOW else 1
+    run(_measure_part, len(sums), call.address, threads)
+    return np.add.reduceat(sums, first_part)
+
+
+@cache
+def finite_check(storage: Storage) -> NativeFunction:
+    """A block that looks at the gradient alone; a NaN or an infinity sets the int64 at ``hp``."""
+    carrier = np.dtype(f"u{storage.itemsize}").type
+    exponent = carrier(storage.exponent)
+
+    def check_finite(arrays, offset, g, n, found):
+        values, count = carray(as_pointer(g), n, carrier), 0
+        for i in range(values.size):
+            count += (values[i] & exponent) == exponent
+        if count > 0:
+            carray(as_pointer(found), 1, np.int64)[0] = 1
+
+    return NativeFunction(check_finite, f"finite {storage.name}")
+
+
+def all_finite(storage: Storage, addresses: np.ndarray, sizes: np.ndarray) -> bool:
+    """Whether contiguous arrays hold no NaN and no infinity; addresses and sizes are int64."""
+    table = TensorTable(addresses[:, None], np.concatenate(([0], np.cumsum(sizes))))
+    found, every = np.zeros((1, 1), np.int64), np.zeros_like(addresses)
+    loop = DenseCall.of(finite_check(storage), storage, table, addresses, found, every, CHUNK)
+    call = Arguments(loop)
+    threads = get_num_threads() if table.total >= _LOOK_SERIAL_BELOW else 1
+    run(_run_chunk, -(-table.total // CHUNK), call.address, threads)
+    return not found.any()

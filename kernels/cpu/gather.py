@@ -10,7 +10,7 @@ from numba import carray
 from .compile import Arguments, part
 from .intrinsics import as_pointer, prefetch_read
 from .parallel import get_num_threads, run
-from .records import call_reader, int64s
+from .records import int64s
 
 _ROWS_AHEAD = 8
 _SERIAL_BELOW = 65_536  # bytes
@@ -28,12 +28,8 @@ class GatherCall(NamedTuple):
     height: int  # rows per part
 
 
-_read_call = call_reader(GatherCall)
-
-
-@part
-def _gather_part(index, slot, call):
-    c = _read_call(call)
+@part(GatherCall)
+def _gather_part(index, slot, c):
     indices = int64s(c.indices, c.n)
     end = min((index + 1) * c.height, c.n)
     for b in range(index * c.height, end):

@@ -21,8 +21,7 @@ from numba import carray, njit
 from ..storage import STORAGES
 from .cache import KernelCache
 from .intrinsics import as_pointer, load_int64
-from .records import records
-from .rows.search import overlaps
+from .records import overlaps, records
 
 _FIELDS = ("references", "type", "data", "ndim", "shape", "strides", "base", "dtype", "flags")
 
@@ -102,7 +101,6 @@ def address_of(array: np.ndarray) -> int:
 
 @njit(inline="always")
 def _header_of(arrays, k):
-    """The header of element ``k`` of a tuple."""
     return carray(as_pointer(load_int64(arrays + _ITEMS + 8 * k)), 1, _header_type)[0]
 
 
@@ -119,7 +117,6 @@ def _is_plain(header, array_type, dtype, flags, ndim):
 
 @njit
 def _has_shape(header, shape):
-    """Whether the dimensions of an array are those at an address."""
     for d in range(header.ndim):
         if load_int64(header.shape + 8 * d) != load_int64(shape + 8 * d):
             return False
@@ -214,10 +211,7 @@ class Expected:
 
 @njit
 def _read_alike(arrays, n, n_written, array_type, dtypes, addresses):
-    """Addresses of the ``n`` arrays of a tuple, if they are alike and lie apart.
-
-    Returns whether they do, and the first ``n_written`` may be written to.
-    """
+    """Addresses of a tuple's arrays; whether they are alike, lie apart, the first ones writable."""
     first = _header_of(arrays, 0)
     if first.type != array_type:
         return False
@@ -250,10 +244,8 @@ _FLOATS = np.array([(id(dtype), dtype.itemsize) for dtype in STORAGES], np.int64
 def alike(arrays: tuple[Any, ...], n_written: int) -> np.ndarray | None:
     """The int64 addresses of ``arrays`` of one floating dtype and one shape.
 
-    Returns:
-        None where anything is not at once as it should be: an object is no plain ndarray, an
-        array is not contiguous or aligned, one of the first ``n_written`` is read-only, dtypes
-        or shapes differ, or two arrays overlap.
+    None where an object is no plain ndarray, an array is not contiguous or aligned, one of the
+    first ``n_written`` is read-only, dtypes or shapes differ, or two arrays overlap.
     """
     if not usable:
         return None

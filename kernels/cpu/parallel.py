@@ -93,15 +93,9 @@ def _available_threads():
     return threads_of_numba()
 
 
-_COMPILED = {
-    "available threads": _available_threads,
-    "serial loop": _serial,
-    "two serial loops": _serial_pair,
-    "serial loops": _serial_loops,
-    "parallel loops": _parallel_loops,
-}
-for _identity, _function in _COMPILED.items():
-    _function._cache = KernelCache(_identity)
+_COMPILED = _available_threads, _serial, _serial_pair, _serial_loops, _parallel_loops
+for _function in _COMPILED:
+    _function._cache = KernelCache(f"loops {_function.__name__}")
 
 
 class Loop(NamedTuple):
@@ -181,11 +175,7 @@ if hasattr(os, "register_at_fork"):
 
 @cache
 def _prepare_layer() -> None:
-    """Make tbb from PyPI loadable, if it is installed and the user chose no other layer.
-
-    Its library lies in a folder that the loader does not search; loaded by its full path,
-    Numba finds it.
-    """
+    """Load tbb from PyPI, which lies where no loader looks, unless another layer was chosen."""
     chosen = str(numba.config.THREADING_LAYER).lower()
     if chosen in ("omp", "workqueue") or threading_layer() is not None:
         return
@@ -214,7 +204,7 @@ def _layer_guard() -> AbstractContextManager[object]:
 def compile_loops() -> None:
     """Compile all loops, or read them from the cache."""
     _start_layer()
-    for function in _COMPILED.values():
+    for function in _COMPILED:
         function.compile((types.int64,) * function.py_func.__code__.co_argcount)
 
 
@@ -232,10 +222,7 @@ def run(function: NativeFunction, n: int, call: int, threads: int) -> None:
 
 
 def run_all(loops: tuple[Loop, ...]) -> None:
-    """Run loops one after the other; all of them, whatever signal comes in.
-
-    All memory is taken before the first one begins.
-    """
+    """Run loops one after the other, all whatever signal comes in: memory is taken before."""
     threads = 1
     for loop in loops:
         threads = max(threads, loop[3])

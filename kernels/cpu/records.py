@@ -1,9 +1,10 @@
-"""Memory as compiled loops see it: ``int64``, alone or by name."""
+"""Memory as compiled loops see it: ``int64``, alone, by name, or sorted."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numba
 import numpy as np
 from numba import carray
 
@@ -18,7 +19,11 @@ def int64s(address, n):
 
 
 def records(cls: Any) -> Any:
-    """``at(address, n)``, compiled: an array of ``n`` records with the fields of ``cls``."""
+    """``at(address, n)``, compiled: an array of ``n`` records with the fields of ``cls``.
+
+    A record travels as one pointer. The same fields in a named tuple take seconds more to
+    compile, because every function that is handed the tuple gets one argument per field.
+    """
     record = np.dtype([(name, np.int64) for name in cls._fields])
 
     @njit(inline="always")
@@ -28,16 +33,28 @@ def records(cls: Any) -> Any:
     return at
 
 
-def call_reader(cls: Any) -> Any:
-    """The compiled reader of a loop's arguments: one such record.
+@njit
+def last_at_most(values, n, x):
+    """The last ``i < n`` with ``values[i] <= x``, found by bisection; 0 where there is none."""
+    low, high = 0, n
+    while high - low > 1:
+        middle = (low + high) >> 1
+        if values[middle] <= x:
+            low = middle
+        else:
+            high = middle
+    return low
 
-    A record travels as one pointer. The same fields in a named tuple take seconds more to
-    compile, because every function that is handed the tuple gets one argument per field.
+
+@numba.njit
+def overlaps(stretches, begin, end):
+    """Whether ``begin .. end`` overlaps any stretch of memory.
+
+    ``stretches`` is ``[2, n]``: where they begin and where they end, in order and without
+    overlap. So the last one that begins before ``end`` decides.
     """
-    at = records(cls)
-
-    @njit
-    def read(address):
-        return at(address, 1)[0]
-
-    return read
+    begins, ends = stretches[0], stretches[1]
+    if begins.size == 0 or begin >= end:
+        return False
+    last = last_at_most(begins, begins.size, end - 1)
+    return begins[last] < end and ends[last] > begin

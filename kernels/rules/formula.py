@@ -31,28 +31,18 @@ ROUNDING: dict[Any, Callable[[float], float]] = {np.float32: to_float32, np.floa
 class Formula(NamedTuple):
     """The scalars of a rule as a function, which runs on the host and is compiled for devices.
 
-    Attributes:
-        function: ``function(real, lr, decay, step, constants, powers)`` returns the scalars.
-            Compilable by Numba, with functions of `math` only. ``real`` rounds a number: it is the
-            type of the arithmetic on a device, and one of `ROUNDING` on the host, where a result
-            that is a sum may be left to be rounded by whoever stores it.
-        constants: what stays the same from step to step.
-        bases: numbers whose running powers (`running_power`) the function takes.
+    ``function(real, lr, decay, step, constants, powers)`` returns the scalars. It is compilable by
+    Numba, with functions of `math` only. ``real`` rounds a number: it is the type of the arithmetic
+    on a device, and one of `ROUNDING` on the host, where a result that is a sum may be left to be
+    rounded by whoever stores it.
     """
 
     function: Callable[..., Any]
-    constants: Numbers = ()
-    bases: Numbers = ()
+    constants: Numbers = ()  # what stays the same from step to step
+    bases: Numbers = ()  # numbers whose running powers (`running_power`) the function takes
 
     def at(self, real: Any, lr: float, decay: float, step: int) -> Any:
-        """The scalars at update ``step`` = 1, 2, ...
-
-        Args:
-            real: NumPy's type of the arithmetic.
-            lr: learning rate.
-            decay: weight decay.
-            step: the number of the update of the tensor.
-        """
+        """The scalars at update ``step`` = 1, 2, ... in NumPy's type ``real`` of the arithmetic."""
         powers = self.bases and tuple([running_power(real, base, step) for base in self.bases])
         return self.function(ROUNDING[real], lr, decay, step, self.constants, powers)
 

@@ -105,10 +105,7 @@ def conditioning(
 def conditioning_scalars(
     real: Any, prologue: Prologue, rescale: float, bound: float, decay: float, *, composed: bool
 ) -> tuple[Any, ...]:
-    """The scalars of a `conditioning`, in the order of its parts.
-
-    The bound of the clipping is float32 in composed operations too.
-    """
+    """The scalars of a `conditioning`, part by part; the bound is float32 in any case."""
     of_part = {
         SCALE: (rounded(real, rescale, composed=composed),),
         CLIP: (rounded(real, bound, composed=False),),
@@ -138,11 +135,7 @@ def rounded(real: Any, value: float, *, composed: bool) -> float:
 
 @_remembered
 def adam_scalars(real: Any, beta1: float, beta2: float, *others: float, composed: bool) -> Numbers:
-    """The scalars of Adam or AdamW.
-
-    ``others`` are the corrected learning rate, epsilon and AdamW's decay, which the corrected rate
-    multiplies too.
-    """
+    """The scalars of Adam or AdamW; ``others``: the corrected rate, epsilon and AdamW's decay."""
     if not composed:
         beta1, beta2 = to_float32(beta1), to_float32(beta2)
     of_betas = map(ROUNDING[real], (beta1, 1.0 - beta1, beta2, 1.0 - beta2))

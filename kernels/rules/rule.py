@@ -94,18 +94,12 @@ def factors(rule: Rule, squares: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Part(_Constant):
-    """One part of a prologue; compared by identity.
+    """One part of a prologue; compared by identity."""
 
-    Attributes:
-        apply: ``apply(g, w, hp) -> g``.
-        hp: the fields of ``hp`` that it reads.
-        scalars: ``scalars(decay, loss_scale)``: these fields for the weight decay that is added
-            to the gradient and the loss scale, as float64; None where they follow from something
-            else. Compilable by Numba.
-    """
-
-    apply: Callable[..., Any]
-    hp: tuple[str, ...]
+    apply: Callable[..., Any]  # apply(g, w, hp) -> g
+    hp: tuple[str, ...]  # the fields that it reads
+    # scalars(decay, loss_scale): these fields for the weight decay that is added to the gradient
+    # and the loss scale, as float64, compilable by Numba; None: they follow from something else.
     scalars: Callable[[float, float], tuple[float, ...]] | None = None
 
 

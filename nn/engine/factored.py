@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...kernels.cpu.adafactor.layout import FactoredTable
-from ...kernels.cpu.adafactor.step import FactoredStep
+from ...kernels.cpu.adafactor.step import FactoredStep, FactoredTable
 from ...kernels.cpu.parallel import Prepared
 from ...kernels.element import Kernel, kernel
 from ...kernels.quiet import quiet
@@ -83,7 +82,7 @@ class FactoredUpdate:
         else:
             compiled = kernel(self.rule, prologue, variables.w, batch.g, variables.s)
             sizes, addresses = np.diff(variables.table.first), variables.table.addresses
-            follow = adafactor.rms_kernel(compiled, dense.chunks.TensorRow, options)
+            follow = adafactor.rms_kernel(compiled, dense.step.TensorRow, options)
             step = dense.step.DenseStep(compiled, addresses, gradients, sizes, follow)
         parts: Part = cuda.device.part.Parts(measured, step)
         return parts

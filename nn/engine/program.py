@@ -98,7 +98,7 @@ class Program:
     def _prepare(self) -> None:
         """Compile all loops: a step that fails half way would have counted or written."""
         for part, own in self._parts:
-            for loop in (*part.loops(), own.loop):
+            for loop in (*part.loops, own.loop):
                 prepare(loop)
         for check in self._finite:
             prepare(check.loop)

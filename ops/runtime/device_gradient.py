@@ -72,7 +72,7 @@ def centralize(gradient: DeviceArray, out: DeviceArray) -> None:
     shape = len(gradient), gradient.size // len(gradient)
     storages = (STORAGES[x] for x in (gradient.dtype, _real(out.dtype), out.dtype))
     with launching([out, gradient]) as stream:
-        cuda.dense.centralize.centralize(*storages, gradient.address, shape, out.address, stream)
+        cuda.dense.centralize.centralize(storages, gradient.address, shape, out.address, stream)
 
 
 def gathered(where: str, table: DeviceArray, index: DeviceArray) -> tuple[DeviceArray, DeviceArray]:
@@ -92,7 +92,7 @@ def gathered(where: str, table: DeviceArray, index: DeviceArray) -> tuple[Device
         of_table = table.address, n_rows, table.nbytes // max(1, n_rows)
         of_index = index.address, index.itemsize, index.size
         results = out.address, kept.address, launch.guard
-        cuda.rows.gather.gather(*of_table, *of_index, *results, stream=launch.stream)
+        cuda.rows.gather.gather(of_table, of_index, results, launch.stream)
     return out, kept
 
 

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...kernels.cpu.dense import DenseStep
-from ...kernels.cpu.measure import measure
+from ...kernels.cpu.dense import DenseStep, measure
 from ...kernels.cpu.parallel import Prepared
 from ...kernels.cpu.workspace import Pool
 from ...kernels.element import Kernel, kernel

@@ -13,7 +13,7 @@ from fusestep.kernels.cpu import headers
 from fusestep.kernels.cpu.counts import Count, are_equal
 from fusestep.kernels.cpu.headers import ANY, SAME, Expected, address_of, alike
 from fusestep.kernels.cpu.parallel import commit
-from fusestep.kernels.cpu.rows.search import overlaps
+from fusestep.kernels.cpu.records import overlaps
 
 NOWHERE = np.zeros((2, 0), np.int64)
 SCALARS = (0.9, 0.999, 0.01, 0.9, 0.999, 1e-8)

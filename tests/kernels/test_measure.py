@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fusestep.kernels.cpu.measure import PART
+from fusestep.kernels.cpu.dense import PART
 from fusestep.kernels.rules.gradient import COUPLED_DECAY, SCALE
 from fusestep.kernels.rules.lamb import LAMB, LAMB_CLIPPED, lamb_scalars
 from fusestep.kernels.rules.norm import SCALED

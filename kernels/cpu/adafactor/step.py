@@ -1,31 +1,115 @@
 """Adafactor on matrices: three passes over the gradients of any number of tensors in one step.
 
+A tensor is a list of equal matrices. Small matrices are dealt with several to a part; a large
+one is cut into tiles, whose sums are added in order. The cut depends on the shape alone, so the
+result does not depend on the number of threads.
+
 The states of rows and columns are small, and the first pass makes the new ones beside the old
 ones; the last pass, which writes the parameters, puts them in their place.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import numpy as np
 from numba import carray
 
 from ...element import Kernel
 from ...inner import njit
+from ...tables import FactoredTensor
 from ..compile import Arguments, NativeFunction, part
+from ..headers import address_of
 from ..intrinsics import as_pointer, call_address
 from ..parallel import Loop, get_num_threads, run_all
-from ..records import int64s
-from ..rows.search import last_at_most
+from ..records import int64s, last_at_most, records
 from .blocks import factored_blocks
-from .layout import FactoredCall, FactoredTable, read_call, tensors_at
 
+_TILE_WIDTH = 8_192  # whole rows of most matrices: a narrower tile jumps from row to row
+_PART = 65_536  # elements
 _SERIAL_BELOW = 32_768  # elements
+
+
+class Matrices(NamedTuple):
+    """A tensor of the step, all ``int64``; places count elements."""
+
+    arrays: int  # address of the addresses of the parameter and of the states of its shape
+    row_state: int
+    column_state: int
+    matrices: int
+    height: int
+    width: int
+    tile_height: int
+    tile_width: int
+    tiles_down: int
+    tiles_across: int
+    group: int  # matrices of a part, where a part is whole matrices
+    first_part: int
+    first_group: int  # number of the first group of matrices
+    row_sums: int  # [matrices, tiles_across, height]
+    column_sums: int  # [matrices, tiles_down, width]
+    factors: int  # [matrices, height + width]; of states the rows of all matrices come first
+
+
+class FactoredCall(NamedTuple):
+    """Arguments of every loop, all ``int64``."""
+
+    n_tensors: int
+    tensors: np.ndarray  # [T] of `Matrices`
+    gradients: np.ndarray  # [T]
+    hp: np.ndarray  # [T, F]
+    hp_row_bytes: int
+    g_bytes: int
+    real_bytes: int
+    sums: np.ndarray  # float64
+    factors: np.ndarray  # of the arithmetic
+    states: np.ndarray  # of the arithmetic: the new ones, each tensor's where its factors are
+    measured: np.ndarray  # float64 [parts]: sums of squares of the direction
+    squares: int
+    make_factors: int
+    direction: int
+    update: int
+
+
+_tensors_at = records(Matrices)
+
+
+class FactoredTable:
+    """The tensors of a step, at least one; what stays the same from step to step."""
+
+    def __init__(self, tensors: Sequence[FactoredTensor]) -> None:
+        self._addresses = np.array([tensor.addresses for tensor in tensors], np.int64)
+        self.n_parts = self.n_groups = self.n_elements = self.n_sums = self.n_factors = 0
+        rows = [self._row(*each) for each in zip(self._addresses, tensors, strict=True)]
+        self.table = np.array(rows, np.int64)  # [T] of `Matrices`
+        self.first_part = self.table[:, Matrices._fields.index("first_part")]
+
+    def _row(self, addresses: np.ndarray, tensor: FactoredTensor) -> Matrices:
+        _, row_state, column_state, matrices, height, width = tensor
+        states = address_of(addresses), row_state, column_state
+        tile_width = min(width, _TILE_WIDTH)
+        tile_height = min(height, max(1, _PART // tile_width))
+        down, across = -(-height // tile_height), -(-width // tile_width)
+        group = max(1, _PART // (height * width)) if down * across == 1 else 1
+        cut = tile_height, tile_width, down, across, group
+        of_rows, of_columns = matrices * height, matrices * width
+        column_sums = self.n_sums + of_rows * across
+        first = self.n_parts, self.n_groups
+        places = self.n_sums, column_sums, self.n_factors
+        n_groups = -(-matrices // group)
+        self.n_parts += matrices * down * across if down * across > 1 else n_groups
+        self.n_groups += n_groups
+        self.n_elements += of_rows * width
+        self.n_sums = column_sums + of_columns * down
+        self.n_factors += of_rows + of_columns
+        return Matrices(*states, matrices, height, width, *cut, *first, *places)
 
 
 @njit(inline="always")
 def _part_of(c, index):
     """The number of a part's tensor, the tensor, its first tile and the tile after its last."""
-    tensors = tensors_at(c.tensors, c.n_tensors)
+    tensors = _tensors_at(c.tensors, c.n_tensors)
     t = last_at_most(tensors.first_part, c.n_tensors, index)
     tensor = tensors[t]
     begin = (index - tensor.first_part) * tensor.group
@@ -54,10 +138,9 @@ def _call_on_tile(c, block, t, tensor, tile, of_rows, of_columns, total):
     call_address(block, tensor.arrays, offset, g, *sizes, of_rows, of_columns, hp, total)
 
 
-@part
-def sum_squares(index, slot, call):
+@part(FactoredCall)
+def sum_squares(index, slot, c):
     """Sums over the rows and columns of the tiles of one part."""
-    c = read_call(call)
     t, tensor, begin, end = _part_of(c, index)
     for number in range(begin, end):
         tile = _tile(tensor, number)
@@ -92,11 +175,10 @@ def _copy(target, source, n_bytes):
     words[:] = carray(as_pointer(source), n_bytes // 4, np.int32)
 
 
-@part
-def make_factors(index, slot, call):
+@part(FactoredCall)
+def make_factors(index, slot, c):
     """New states and factors of one group of matrices."""
-    c = read_call(call)
-    tensors = tensors_at(c.tensors, c.n_tensors)
+    tensors = _tensors_at(c.tensors, c.n_tensors)
     t = last_at_most(tensors.first_group, c.n_tensors, index)
     tensor = tensors[t]
     height, width = tensor.height, tensor.width
@@ -117,7 +199,6 @@ def make_factors(index, slot, call):
 
 @njit
 def _call_with_factors(c, block, index, total):
-    """A block on the tiles of one part."""
     t, tensor, begin, end = _part_of(c, index)
     for number in range(begin, end):
         tile = _tile(tensor, number)
@@ -128,42 +209,35 @@ def _call_with_factors(c, block, index, total):
         _call_on_tile(c, block, t, tensor, tile, row, c.factors + column * c.real_bytes, total)
 
 
-@part
-def sum_direction(index, slot, call):
+@part(FactoredCall)
+def sum_direction(index, slot, c):
     """The squares of the direction of one part."""
-    c = read_call(call)
     out = c.measured + index * 8
     carray(as_pointer(out), 1, np.float64)[0] = 0.0
     _call_with_factors(c, c.direction, index, out)
 
 
-@part
-def store_states(index, slot, call):
+@part(FactoredCall)
+def store_states(index, slot, c):
     """The new states of one tensor in their place."""
-    c = read_call(call)
-    tensor = tensors_at(c.tensors, c.n_tensors)[index]
+    tensor = _tensors_at(c.tensors, c.n_tensors)[index]
     new_rows, new_columns = _new_states(c, tensor)
     matrix_bytes = tensor.matrices * c.real_bytes
     _copy(tensor.row_state, new_rows, tensor.height * matrix_bytes)
     _copy(tensor.column_state, new_columns, tensor.width * matrix_bytes)
 
 
-@part
-def update_matrices(index, slot, call):
+@part(FactoredCall)
+def update_matrices(index, slot, c):
     """The update of one part."""
-    c = read_call(call)
     _call_with_factors(c, c.update, index, 0)
 
 
 class FactoredStep:
-    """One step: `direction_squares` computes, then `loops` write.
+    """One step: `direction_squares` computes, then `loops`, the third pass, write.
 
     The kernel is as for `factored_blocks`, ``gradients`` are int64 addresses, and ``hp`` are
     ``[T, F]`` scalars in the type of the arithmetic.
-
-    Attributes:
-        loops: the third pass: the states of rows and columns, the parameters and their first
-            moments.
     """
 
     def __init__(
@@ -187,18 +261,10 @@ class FactoredStep:
         return Loop.of(function, n, self._call.address, self._threads)
 
     def direction_squares(self) -> np.ndarray:
-        """float64 ``[T]``, the sum of squares of each tensor's direction; nothing is written.
-
-        The first two passes: row and column means and what follows from them; the direction.
-        """
+        """float64 ``[T]``: squares of each direction, by the first two passes."""
         table = self._table
-        run_all(
-            (
-                self._loop(sum_squares, table.n_parts),
-                self._loop(make_factors, table.n_groups),
-                self._loop(sum_direction, table.n_parts),
-            )
-        )
+        passes = (sum_squares, table.n_parts), (make_factors, table.n_groups)
+        run_all(tuple(self._loop(*each) for each in (*passes, (sum_direction, table.n_parts))))
         return np.add.reduceat(self._measured, table.first_part)
 
     def release(self) -> None:

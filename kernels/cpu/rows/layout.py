@@ -1,14 +1,6 @@
 """The memory layout of one row step: its tables, its workspace and the arguments of its loops.
 
-Terms used by the row loops:
-
-* *position*: the number of an occurrence in the concatenated index lists of all tables;
-* *global row*: the number of a row among the rows of all tables, one after the other;
-* *key*: ``global row << position_bits | position``; sorted, keys group equal rows and keep
-  the order of occurrence inside a group;
-* *segment*: the sorted keys of one row;
-* *hot*: a segment of more than `HOT` occurrences;
-* *range*: a stretch of consecutive positions of one table. Hot rows are summed range by range.
+`kernels.tables` explains the terms of the loops over rows.
 """
 
 from __future__ import annotations
@@ -17,7 +9,7 @@ from typing import NamedTuple
 
 from ...inner import njit
 from ...tables import HOT
-from ..records import call_reader, records
+from ..records import records
 
 
 class Table(NamedTuple):
@@ -102,7 +94,6 @@ class RowCall(NamedTuple):
 # The key list is read a little beyond its end, to prefetch.
 PADDING = 32
 
-read_call = call_reader(RowCall)
 parts_at, _tables_at, _hot_at = records(SweepPart), records(Table), records(HotSegment)
 
 

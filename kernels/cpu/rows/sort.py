@@ -13,7 +13,7 @@ from ...inner import njit
 from ..compile import part
 from ..intrinsics import as_pointer, load_int32, load_int64
 from ..records import int64s
-from .layout import PADDING, read_call, tables_of
+from .layout import PADDING, RowCall, tables_of
 
 
 @njit(inline="always")
@@ -37,12 +37,22 @@ def _stretch(table, begin, end):
     return max(begin - first, 0), min(end - first, table.length)
 
 
-@njit(error_model="numpy")
-def _count_rows(c, begin, end, histogram):
-    """Count the lowest digits of the rows at positions ``begin .. end``; checks every index.
+@njit(inline="always")
+def _histograms(c):
+    return carray(as_pointer(c.histogram), (c.sort_parts, 1 << c.digit_bits), np.int64)
 
-    Returns the first position whose index is out of range, or -1.
-    """
+
+@njit(inline="always")
+def _own(c, index):
+    """What a share of the positions has: where it begins and ends, and its counters."""
+    begin, end = share(c.n, c.sort_parts, index), share(c.n, c.sort_parts, index + 1)
+    return begin, end, _histograms(c)[index]
+
+
+@njit(error_model="numpy")
+def _count_rows(c, index):
+    """Count the lowest digits of the rows of a share; the first position out of range, or -1."""
+    begin, end, histogram = _own(c, index)
     tables, dropped_row, mask = tables_of(c), c.dropped_row, np.uint64(histogram.size - 1)
     histogram[:] = 0
     for t in range(c.n_tables):
@@ -61,10 +71,11 @@ def _count_rows(c, begin, end, histogram):
 
 
 @njit(error_model="numpy")
-def _scatter_rows(c, begin, end, offsets, out):
-    """The first pass of the sort: makes the keys of positions ``begin .. end`` on its way."""
+def _scatter_rows(c, index):
+    """The first pass of the sort of one share: makes the keys on its way."""
+    begin, end, offsets = _own(c, index)
     tables, dropped_row, mask = tables_of(c), c.dropped_row, np.uint64(offsets.size - 1)
-    bits = c.position_bits
+    bits, out = c.position_bits, int64s(c.keys, c.n)
     for t in range(c.n_tables):
         low, high = _stretch(tables[t], begin, end)
         n_rows, first_row = tables[t].rows, tables[t].first_row
@@ -91,10 +102,7 @@ def _count_digits(keys, begin, end, shift, histogram):
 
 @njit(inline="always")
 def _offsets_of(histograms, n):
-    """Turn counts into the places where each part writes each digit.
-
-    Returns False when one digit holds all keys: the pass would move nothing.
-    """
+    """Turn counts into the places of each part's digits; False where nothing would move."""
     place, most = 0, 0
     for digit in range(histograms.shape[1]):
         before = place
@@ -132,18 +140,6 @@ def first_key_at_least(keys, n, key):
 
 
 @njit(inline="always")
-def _histograms(c):
-    return carray(as_pointer(c.histogram), (c.sort_parts, 1 << c.digit_bits), np.int64)
-
-
-@njit(inline="always")
-def _own(c, index):
-    """What a share of the positions has: where it begins and ends, and its counters."""
-    begin, end = share(c.n, c.sort_parts, index), share(c.n, c.sort_parts, index + 1)
-    return begin, end, _histograms(c)[index]
-
-
-@njit(inline="always")
 def _finish(c, keys):
     """Tell where the sorted keys lie, and how many of them belong to rows."""
     c.sorted_keys, c.n_valid = keys.ctypes.data, c.n
@@ -151,17 +147,16 @@ def _finish(c, keys):
         c.n_valid = first_key_at_least(keys, c.n, c.dropped_row << c.position_bits)
 
 
-@part
-def group_serial(index, slot, call):
+@part(RowCall)
+def group_serial(index, slot, c):
     """Keys and sort on one thread."""
-    c = read_call(call)
     histograms = _histograms(c)
-    c.bad_position = _count_rows(c, 0, c.n, histograms[0])
+    c.bad_position = _count_rows(c, 0)
     if c.bad_position >= 0:
         return
     _offsets_of(histograms, c.n)
+    _scatter_rows(c, 0)
     keys, spare = int64s(c.keys, c.n + PADDING), int64s(c.spare, c.n + PADDING)
-    _scatter_rows(c, 0, c.n, histograms[0], keys)
     shift = c.position_bits + c.digit_bits
     while shift < c.position_bits + c.row_bits:
         _count_digits(keys, 0, c.n, shift, histograms[0])
@@ -172,47 +167,39 @@ def group_serial(index, slot, call):
     _finish(c, keys)
 
 
-@part
-def count_rows(index, slot, call):
+@part(RowCall)
+def count_rows(index, slot, c):
     """Counts of the lowest digit of one share; its bad position, or -1, goes to ``bad``."""
-    c = read_call(call)
-    begin, end, histogram = _own(c, index)
-    int64s(c.bad, c.sort_parts)[index] = _count_rows(c, begin, end, histogram)
+    int64s(c.bad, c.sort_parts)[index] = _count_rows(c, index)
 
 
-@part
-def scatter_rows(index, slot, call):
+@part(RowCall)
+def scatter_rows(index, slot, c):
     """The first pass of the sort for one share of the positions."""
-    c = read_call(call)
-    begin, end, offsets = _own(c, index)
-    _scatter_rows(c, begin, end, offsets, int64s(c.keys, c.n))
+    _scatter_rows(c, index)
 
 
-@part
-def count_digits(index, slot, call):
+@part(RowCall)
+def count_digits(index, slot, c):
     """Digit counts of one share of the keys."""
-    c = read_call(call)
     begin, end, histogram = _own(c, index)
     _count_digits(int64s(c.keys, c.n), begin, end, c.shift, histogram)
 
 
-@part
-def scatter_keys(index, slot, call):
+@part(RowCall)
+def scatter_keys(index, slot, c):
     """Move one share of the keys."""
-    c = read_call(call)
     begin, end, offsets = _own(c, index)
     _scatter(int64s(c.keys, c.n), begin, end, c.shift, offsets, int64s(c.spare, c.n))
 
 
-@part
-def make_offsets(index, slot, call):
+@part(RowCall)
+def make_offsets(index, slot, c):
     """Turn all counts into places; ``moved`` tells whether the pass moves anything."""
-    c = read_call(call)
     c.moved = _offsets_of(_histograms(c), c.n)
 
 
-@part
-def finish(index, slot, call):
+@part(RowCall)
+def finish(index, slot, c):
     """The last step of a sort on several threads."""
-    c = read_call(call)
     _finish(c, int64s(c.keys, c.n))

@@ -46,11 +46,6 @@ _FIELD = {name: k for k, name in enumerate(RowCall._fields)}
 _UNKNOWN = (-1, *(0,) * (_whole_lines(len(_FIELD)) - _FIELD["bad_position"] - 1))
 
 
-@cache
-def _packer(n_words: int) -> Any:
-    return struct.Struct(f"{n_words}q").pack_into
-
-
 def row_norm(kernel: Kernel, tables: list[RowTable]) -> tuple[int, float]:
     """The sum of squares of row-sparse gradients whose duplicates are summed first.
 
@@ -63,6 +58,11 @@ def row_norm(kernel: Kernel, tables: list[RowTable]) -> tuple[int, float]:
     total = step.measure_touched() if step.bad_position < 0 else 0.0
     step.release()
     return step.bad_position, total
+
+
+@cache
+def _packer(n_words: int) -> Any:
+    return struct.Struct(f"{n_words}q").pack_into
 
 
 class _Sizes(NamedTuple):
@@ -139,32 +139,20 @@ class RowStep:
 
     Occurrences of a row are summed in order (a row with more than `HOT` of them range
     by range of positions, the sums of the ranges in order), then the rule runs once on the row.
-    When the object is made, the indices are checked and grouped, and all memory is taken.
-
-    Args:
-        kernel: the rule and the storage types of all tables.
-        tables: at least one.
-        of_row: the block that is called for each row; None: the kernel's update.
-        touched_only: True updates the rows that occur (lazy); False all rows, those that do
-            not occur with a gradient of 0 (dense-equivalent).
-        drop: leave out indices outside of ``[0, N)`` instead of reporting them.
-        locked: take a row's lock around its update (lazy only).
-
-    Attributes:
-        bad_position: -1, or the position of the first bad index in the concatenated lists;
-            then there is nothing to run.
-        loops: what updates the rows.
+    When the object is made, the indices are checked and grouped, and all memory is taken; then
+    ``loops`` update the rows: with ``touched_only`` those that occur (lazy), else all, those that
+    do not occur with a gradient of 0 (dense-equivalent).
     """
 
     def __init__(
         self,
         kernel: Kernel,
-        tables: list[RowTable],
-        of_row: NativeFunction | None = None,
+        tables: list[RowTable],  # at least one
+        of_row: NativeFunction | None = None,  # the block for each row; None: the rule's update
         *,
         touched_only: bool,
-        drop: bool = False,
-        locked: bool = False,
+        drop: bool = False,  # leave out indices outside of [0, N) instead of reporting them
+        locked: bool = False,  # take a row's lock around its update (lazy only)
     ) -> None:
         self._kernel, self._tables = kernel, tables
         self._size = _sizes(kernel, tables, touched_only, drop)
@@ -173,7 +161,7 @@ class RowStep:
         of_kernel = _kernel_arguments(kernel, of_row, not touched_only)
         self._n_ranges = self._write_arguments(of_kernel, _stripes_address if locked else 0)
         self._group()
-        self.bad_position = self._get("bad_position")
+        self.bad_position = self._get("bad_position")  # in the concatenated lists, or -1
         self.loops: tuple[Loop, ...] = ()
         if self.bad_position < 0:
             self._sum_hot()
@@ -251,7 +239,6 @@ class RowStep:
         self._run(part, self._size.sort_parts, self._size.sort_parts)
 
     def _sum_hot(self) -> None:
-        """Sum the hot rows, range by range."""
         if self._size.n <= HOT:
             return
         self._run(rows.find_hot)

@@ -16,8 +16,14 @@ from typing import Any
 from ...inner import njit
 from ...storage import Storage, numba_type
 from ..compile import NativeFunction
-from ..intrinsics import load_int64, prefetch_read
-from ..vectors import Vector, add, store, vector_loader
+from ..intrinsics import (
+    Vector,
+    add_vectors,
+    load_int64,
+    prefetch_read,
+    store_vector,
+    vector_loader,
+)
 
 _LINE = 64  # bytes of a cache line
 _AHEAD = 24  # rows that are on their way to the caches; at most `layout.PADDING`
@@ -43,18 +49,15 @@ def _tile_sum(g: Storage, real: Storage, columns: int) -> Any:
         sums = load(values + (load_int64(key) & mask) * stride)
         for k in range(key + 8, end, 8):
             fetch(values + (load_int64(k + ahead) & mask) * stride)
-            sums = add(sums, load(values + (load_int64(k) & mask) * stride))
-        store(total, sums)
+            sums = add_vectors(sums, load(values + (load_int64(k) & mask) * stride))
+        store_vector(total, sums)
 
     return tile_sum
 
 
 @cache
 def accumulate(g: Storage, real: Storage) -> NativeFunction:
-    """``total = sum of gradient rows`` of ``keys[begin:end]``, in the order of the keys.
-
-    Compiled for a storage type of the gradient; the sum is float32 or float64.
-    """
+    """``total``, float32 or float64: the sum of the rows of ``keys[begin:end]``, in order."""
     most = _TILE_BYTES // real.itemsize
     some, few = most // 4, most // 16
     sum_most, sum_some, sum_few, sum_one = (_tile_sum(g, real, n) for n in (most, some, few, 1))

@@ -21,9 +21,8 @@ from ..intrinsics import (
     prefetch_write,
     store_release,
 )
-from ..records import int64s
-from .layout import PADDING, hot_of, parts_at, read_call, tables_of
-from .search import last_at_most
+from ..records import int64s, last_at_most
+from .layout import PADDING, RowCall, hot_of, parts_at, tables_of
 from .sort import first_key_at_least, share
 
 _LINE = 64  # bytes of a cache line
@@ -66,10 +65,9 @@ def _accumulate(c, table, begin, end, total):
     call_address(c.accumulate, total, table.values, c.sorted_keys, begin, end, table.width, mask)
 
 
-@part
-def find_hot(index, slot, call):
+@part(RowCall)
+def find_hot(index, slot, c):
     """List the hot segments. Every one covers a multiple of HOT, so only those are probed."""
-    c = read_call(call)
     n, bits = c.n_valid, c.position_bits
     keys, tables, hot = int64s(c.sorted_keys, c.n), tables_of(c), hot_of(c)
     n_hot = elements = last_end = 0
@@ -89,10 +87,9 @@ def find_hot(index, slot, call):
     c.n_hot, c.hot_elements = n_hot, elements
 
 
-@part
-def sum_hot_range(index, slot, call):
+@part(RowCall)
+def sum_hot_range(index, slot, c):
     """Sum what the hot rows of a table have in one range of its positions."""
-    c = read_call(call)
     keys, tables, hot = int64s(c.sorted_keys, c.n), tables_of(c), hot_of(c)
     t = last_at_most(tables.first_range, c.n_tables, index)
     number, width = index - tables[t].first_range, tables[t].width
@@ -124,10 +121,8 @@ def _sum_segment(c, table, begin, end, total):
 
 @njit
 def _lock(stripes, address):
-    """Take the row lock of a row address; returns where it is.
-
-    Fibonacci hashing spreads the row addresses, which are multiples of the row size.
-    """
+    """Take the row lock of a row address; returns where it is."""
+    # Fibonacci hashing spreads the row addresses, which are multiples of the row size.
     spread = np.uint64(address) * np.uint64(0x9E3779B97F4A7C15)
     lock = stripes + 4 * np.int64(spread >> np.uint64(_STRIPE_SHIFT))
     while load_acquire(lock) != 0 or compare_and_swap(lock, 0, 1) != 0:
@@ -169,10 +164,9 @@ def _first_segment(keys, begin, n, bits):
     return begin
 
 
-@part
-def measure_touched(index, slot, call):
+@part(RowCall)
+def measure_touched(index, slot, c):
     """The measuring block on the summed rows of one share of the sorted keys."""
-    c = read_call(call)
     n, bits, tables = c.n_valid, c.position_bits, tables_of(c)
     keys = int64s(c.sorted_keys, c.n + PADDING)
     scratch = c.scratch + slot * c.scratch_bytes
@@ -205,14 +199,13 @@ def _rows_ahead(c, table):
     return max(2, min(RING - 1, _LINES_AHEAD // lines))
 
 
-@part
-def update_touched(index, slot, call):
+@part(RowCall)
+def update_touched(index, slot, c):
     """Lazy update: the rule on the rows whose segments begin in one share of the sorted keys.
 
     Segments are found a few rows ahead of their update. Where they begin is kept in a ring,
     while their parameters and states are on the way to the caches.
     """
-    c = read_call(call)
     n, bits, tables = c.n_valid, c.position_bits, tables_of(c)
     keys = int64s(c.sorted_keys, c.n + PADDING)
     ring = c.scratch + slot * c.scratch_bytes
@@ -249,15 +242,14 @@ def update_touched(index, slot, call):
             store_release(lock, 0)
 
 
-@part
-def update_all(index, slot, call):
+@part(RowCall)
+def update_all(index, slot, c):
     """Dense-equivalent update: one sweep over the rows of one part, absent rows with g = 0.
 
     The sweep goes in tiles of whole rows. Tiles without a touched row go, as many at a time
     as there are, to the block that reads no gradient; for the others the gradient is laid
     out in a small buffer.
     """
-    c = read_call(call)
     n, bits, tables = c.n_valid, c.position_bits, tables_of(c)
     keys = int64s(c.sorted_keys, c.n + PADDING)
     own = parts_at(c.parts, c.n_parts)[index]

@@ -28,7 +28,7 @@ THREADS = CUT.threads
 
 
 class TileRow(NamedTuple):
-    """A tensor cut into tiles; begins as `chunks.TensorRow`. Sums and factors lie in scratch."""
+    """A tensor cut into tiles; begins as `step.TensorRow`. Sums and factors lie in scratch."""
 
     hp: Word
     size: Word
@@ -70,10 +70,7 @@ class LineRow(NamedTuple):
 
 
 class FactoredTables:
-    """The tables of a step; what stays the same from step to step.
-
-    ``length`` is elements of a thread's widest loads, ``real_bytes`` those of the arithmetic.
-    """
+    """What stays from step to step; ``length`` is elements of a thread's widest loads."""
 
     def __init__(self, tensors: Sequence[FactoredTensor], length: int, real_bytes: int) -> None:
         self.n_tensors, self._length, places = len(tensors), length, Places()

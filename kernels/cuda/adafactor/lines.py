@@ -22,7 +22,7 @@ from ..device.guard import is_closed
 from ..device.records import hp_reader, row_finder
 from ..device.sums import add_lanes, strided_sum
 from .layout import THREADS, LineRow
-from .strips import place_in_group, quotient
+from .passes import place_in_group, quotient
 
 LOG_THREADS = THREADS.bit_length() - 1
 _hp_reader = partial(hp_reader, rules.ADAFACTOR)
@@ -93,10 +93,7 @@ def lines_kernel(prologue: Prologue, real: Storage) -> Any:
 
 @cache
 def row_factors_kernel(prologue: Prologue, real: Storage) -> Any:
-    """``loop[n_chunk_blocks, THREADS](table, n_tensors, scratch, guard)``: the factors of rows.
-
-    ``n_tensors`` rows of the table, those of rows, come first.
-    """
+    """``loop[n_chunk_blocks, THREADS]``: factors of rows, the ``n_tensors`` first of the table."""
     find, read_hp = row_finder(LineRow, "first_chunk_block"), _hp_reader(prologue, real)
     held_up, row_factor = device_function(rules.held_up), device_function(rules.row_factor)
     (kind, load, store), scalar = access(real, 1), numba_type(real)

@@ -1,30 +1,131 @@
-"""Adafactor's passes over matrices on a device: squares, how large, and the update."""
+"""Adafactor's passes over matrices on a device: squares, how large, and the update.
+
+What a thread has of a matrix is a strip: some columns of every so many rows of a tile. Where rows
+are aligned, the columns lie next to each other and are moved by vectors of 16 bytes; else as many
+columns lie between them as there are threads across the tile, so that the threads of a warp read
+what lies next to each other.
+"""
 
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import cuda, float64
 
 from ...element import Kernel, conditioned, element_of
 from ...rules import adafactor as rules
-from ..dense.tiles import access, in_registers, length_of
+from ...storage import Storage
+from ..dense.tiles import Access, access, in_registers, length_of
 from ..device.backend import store_float64
 from ..device.functions import DEVICE, device_function
 from ..device.guard import is_closed
+from ..device.records import hp_reader, row_finder
 from ..device.sums import add_lanes, store_part
-from .layout import CUT, THREADS
-from .strips import strip_access, strip_finder
+from .layout import CUT, THREADS, TileRow
+
+
+class Strip(NamedTuple):
+    """What a thread has of a tile."""
+
+    matrix: Any  # number of the matrix
+    down: Any  # number of the tile from the top
+    across: Any  # number of the tile from the left
+    top: Any  # first row of the tile
+    rows: Any  # of the tile
+    column: Any  # first one of the thread
+    step: Any  # from a column of the thread to the next
+    count: Any  # columns of the thread; 0 for one that has nothing to do
+    x: Any  # place of the thread across the tile
+    y: Any  # place of the thread down the tile
+    threads_across: Any
+    threads_down: Any
+    is_aligned: Any  # whether the columns are moved by vectors
+
+
+@cuda.jit(device=True)
+def quotient(n, divisor):
+    """``n // divisor``, both below 2**32 unless the divisor is 1: a 64-bit division is slow."""
+    if divisor == 1:
+        return n
+    return np.int64(np.uint32(n) // np.uint32(divisor))
+
+
+@cuda.jit(device=True)
+def place_in_group(thread, log_across, log_down, block):
+    """Of a thread across and down a group of ``2**logs`` threads, and the number of the group."""
+    log_group = log_across + log_down
+    x, y = thread & ((1 << log_across) - 1), (thread >> log_across) & ((1 << log_down) - 1)
+    return x, y, block * (np.int64(THREADS) >> log_group) + (thread >> log_group)
+
+
+@cache
+def _strip_finder(kernel: Kernel) -> Any:
+    """``find(table, n_tensors, block, thread)``: the row of a tensor, its scalars, and a strip."""
+    find_row = row_finder(TileRow, "first_block", 2 + len(kernel.s))
+    read_hp, length = hp_reader(kernel.rule, kernel.prologue, kernel.real), length_of(kernel)
+
+    @cuda.jit(device=True)
+    def find(table, n_tensors, block, thread):
+        row = find_row(table, n_tensors, block)
+        across, down = np.int64(1) << row.log_across, np.int64(1) << row.log_down
+        x, y, unit = place_in_group(thread, row.log_across, row.log_down, block - row.first_block)
+        tiles = row.tiles_across * row.tiles_down
+        matrix = quotient(unit, tiles)
+        rest = unit - matrix * tiles
+        tile_down = quotient(rest, row.tiles_across)
+        tile_across = rest - tile_down * row.tiles_across
+        top = tile_down * row.tile_height
+        rows = min(row.tile_height, row.height - top)
+        column, step = tile_across * across * length + x, across
+        if row.is_aligned != 0:
+            column, step = column + x * (length - 1), np.int64(1)
+        count = np.int64(0)
+        if matrix < row.matrices:
+            for k in range(length):
+                if column + k * step < row.width:
+                    count += 1
+        strip = Strip(
+            matrix, tile_down, tile_across, top, np.uint32(rows), column, np.int32(step),
+            np.int32(count), np.int32(x), np.uint32(y), np.int32(across), np.uint32(down),
+            row.is_aligned != 0,
+        )  # fmt: skip
+        return row, read_hp(row.hp), strip
+
+    return find
+
+
+@cache
+def _strip_access(storage: Storage, length: int) -> Access:
+    """With a strip at the end: elements of one row, the first of them being number ``i``."""
+    (kind, *movers), (_, *movers_of_one) = (access(storage, n) for n in (length, 1))
+
+    def mover(move_tile, move_one):
+        @cuda.jit(device=True)
+        def move(tile, address, i, strip):
+            if strip.is_aligned:
+                move_tile(tile, address, i)
+            else:
+                one = cuda.local.array(1, kind)
+                for k in range(length):
+                    if k < strip.count:
+                        one[0] = tile[k]  # what a load overwrites
+                        move_one(one, address, i)
+                        tile[k] = one[0]  # what a store has left as it was
+                        i += np.int64(strip.step)
+
+        return move
+
+    return Access(kind, *map(mover, movers, movers_of_one))
 
 
 def _row_adder(kernel: Kernel) -> Any:
     """``add_row(of_columns, arrays, i, strip, hp)``: the sum over a row of a strip."""
     length, squared = length_of(kernel), device_function(rules.squared)
     values = conditioned(kernel, DEVICE)
-    g_type, load_g, _ = strip_access(kernel.g, length)
-    w_type, load_w, _ = strip_access(kernel.w, length)
+    g_type, load_g, _ = _strip_access(kernel.g, length)
+    w_type, load_w, _ = _strip_access(kernel.w, length)
 
     @cuda.jit(device=True)
     def add_row(of_columns, arrays, i, strip, hp):
@@ -50,7 +151,7 @@ def squares_kernel(kernel: Kernel) -> Any:
     A thread adds up its part of some rows, the threads across the tile then each of these; the sums
     of columns stay in registers down to the end of the tile.
     """
-    length, rounds, find = length_of(kernel), CUT.rounds, strip_finder(kernel)
+    length, rounds, find = length_of(kernel), CUT.rounds, _strip_finder(kernel)
     add_row, slots = _row_adder(kernel), max(length, rounds)
 
     @cuda.jit
@@ -107,9 +208,9 @@ def _over_strip(kernel: Kernel, work: Any, *, stores: bool = True) -> Any:
     registers: the gradient, the parameter, its states if they are stored, and the factors.
     """
     length, load_one = length_of(kernel), access(kernel.real, 1).load
-    kind, load_columns, _ = strip_access(kernel.real, length)
+    kind, load_columns, _ = _strip_access(kernel.real, length)
     storages = kernel.g, kernel.w, *(kernel.s if stores else ())
-    of_arrays = [strip_access(storage, length) for storage in storages]
+    of_arrays = [_strip_access(storage, length) for storage in storages]
     in_tiles = in_registers(of_arrays, length, work, first_stored=1 if stores else 2)
 
     @cuda.jit(device=True)
@@ -130,11 +231,8 @@ def _over_strip(kernel: Kernel, work: Any, *, stores: bool = True) -> Any:
 
 @cache
 def direction_kernel(kernel: Kernel, of_parameter: bool) -> Any:
-    """``loop[n_blocks, THREADS](table, n_tensors, scratch, parts, guard)``: parts of two sums.
-
-    They are the squares of the parameter (0 if they are not asked for) and of the direction.
-    """
-    find, length, values = strip_finder(kernel), length_of(kernel), conditioned(kernel, DEVICE)
+    """``loop[n_blocks, THREADS]``: parts of two sums, of parameters' and directions' squares."""
+    find, length, values = _strip_finder(kernel), length_of(kernel), conditioned(kernel, DEVICE)
     direction = device_function(rules.factored_direction)
 
     @cuda.jit(device=True)
@@ -169,7 +267,7 @@ def direction_kernel(kernel: Kernel, of_parameter: bool) -> Any:
 def update_kernel(kernel: Kernel) -> Any:
     """``loop[n_blocks, THREADS](table, n_tensors, scratch, guard)``: parameters and states."""
     assert kernel.rule.factored is not None
-    find, length = strip_finder(kernel), length_of(kernel)
+    find, length = _strip_finder(kernel), length_of(kernel)
     element = element_of(kernel, kernel.rule.factored, DEVICE)
 
     @cuda.jit(device=True)

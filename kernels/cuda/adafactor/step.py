@@ -39,10 +39,7 @@ class Options(NamedTuple):
 
 @cache
 def rms_kernel(kernel: Kernel, record: Any, options: Options) -> Any:
-    """A `totals_kernel`: factors of ``step`` and ``decay``, from root mean squares.
-
-    They are those of the parameter and of the direction; the tensors are in rows of ``record``.
-    """
+    """A `totals_kernel`: factors of ``step`` and ``decay``, from the sizes of `size_factors`."""
     epsilon2, clip_threshold, scale_parameter = options
     size_factors, multiply = device_function(rules.size_factors), multiplier(kernel.real)
     of_step, of_decay = (kernel.column[name] * kernel.real.itemsize for name in ("step", "decay"))
@@ -76,19 +73,15 @@ class MatrixStep:
         self._tables = FactoredTables(tensors, length_of(kernel), kernel.real.itemsize)
         self._gradients, self._table = gradients, 0
         self._lines_at = len(tensors) * size_of(TileRow, 2 + len(kernel.s))
-        self._loops = (
+        self.loops = [
             squares_kernel(kernel),
             lines_kernel(kernel.prologue, kernel.real),
             row_factors_kernel(kernel.prologue, kernel.real),
             direction_kernel(kernel, options.scale_parameter),
             rms_kernel(kernel, TileRow, options),
             update_kernel(kernel),
-        )
+        ]
         self.scratch_bytes = self._tables.scratch_bytes + self._tables.n_blocks * PART_BYTES
-
-    def loops(self) -> list[Any]:
-        """See `Part`."""
-        return list(self._loops)
 
     def words(self, place: int, hp: np.ndarray) -> np.ndarray:
         """See `Part`."""
@@ -108,5 +101,5 @@ class MatrixStep:
             (n, tiles, n, tables.n_blocks, parts),
             (tables.n_blocks, tiles, n, scratch),
         )
-        for loop, (blocks, *arguments) in zip(self._loops, launches, strict=True):
+        for loop, (blocks, *arguments) in zip(self.loops, launches, strict=True):
             on_grid(loop, blocks, THREADS, call.stream)(*arguments, call.guard)

@@ -7,6 +7,7 @@ subtracts. So a long row is the work of many blocks, and the bits are the same i
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -92,10 +93,7 @@ def chunk_sums_kernel(g: Storage, real: Storage, out: Storage) -> Any:
 
 @cache
 def subtract_kernel(g: Storage, real: Storage, out: Storage) -> Any:
-    """``loop[(groups of rows, chunks), (lanes, rows)]``: each element less the mean of its row.
-
-    ``out`` may be ``values``.
-    """
+    """As `chunk_sums_kernel`: each element less the mean of its row; ``out`` may be ``values``."""
     length, real_type = tile_length(g, out), numba_type(real)
     write_chunk = _over_chunk(lambda n: _write_difference(g, real, out, n), length)
 
@@ -120,20 +118,14 @@ def subtract_kernel(g: Storage, real: Storage, out: Storage) -> Any:
 
 
 def centralize(
-    g: Storage,
-    real: Storage,
-    out: Storage,
-    values: int,
-    shape: tuple[int, int],
-    result: int,
-    stream: Any,
+    storages: Iterable[Storage], values: int, shape: tuple[int, int], result: int, stream: Any
 ) -> None:
     """Enqueue writing ``values`` less the means of its rows to ``result``; addresses.
 
     They are the same or apart, and contiguous: so many rows of so many elements. Storage types are
     those of the values, of the arithmetic and of the result.
     """
-    n_rows, width = shape
+    (g, real, out), (n_rows, width) = storages, shape
     if n_rows == 0 or width == 0:
         return
     length = tile_length(g, out)

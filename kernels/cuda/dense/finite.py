@@ -12,7 +12,7 @@ from ...storage import Storage
 from ..device.backend import GEOMETRY, copy_in, copy_out, store_int64, tile_loader
 from ..device.memory import Places, room_of
 from ..device.records import row_finder
-from .chunks import Chunks, TensorRow
+from .step import Chunks, TensorRow
 from .tiles import by_chunks, tile_length
 
 THREADS, _TILES, _ = GEOMETRY.finite

@@ -18,8 +18,7 @@ from ..device.launch import on_grid
 from ..device.memory import SUMS, Places, room_of
 from ..device.records import Real, offsets_of
 from ..device.sums import PART_BYTES, add_tree, share_of_parts
-from .chunks import Chunks, chunk_of
-from .step import chunk_sums_kernel, dense_kernel
+from .step import Chunks, chunk_of, chunk_sums_kernel, dense_kernel
 
 THREADS = GEOMETRY.totals
 
@@ -91,10 +90,7 @@ class DenseSquares:
 
 @cuda.jit
 def total_kernel(parts, n, totals):
-    """``loop[1, THREADS](parts, n, totals)``: the sum of all parts, and the factor.
-
-    ``factor = limit / max(norm, limit)``; NaN where the norm is not finite.
-    """
+    """``loop[1, THREADS]``: the sum of all parts and the factor; NaN if the norm is not finite."""
     thread, shared = cuda.threadIdx.x, cuda.shared.array((1, THREADS), float64)
     shared[0, thread] = share_of_parts(parts, 0, n, 0, thread, THREADS)
     add_tree(shared, thread, THREADS, 1)
@@ -136,10 +132,7 @@ class GlobalNorm(NamedTuple):
 def global_norm(
     gradients: Sequence[DenseGradients], rows: Sequence[Squares], limit: float, stream: Any
 ) -> Iterator[GlobalNorm]:
-    """Enqueue the norm of dense and row-sparse gradients, by storage type, and its limit.
-
-    ``with`` holds the room until what uses it is enqueued.
-    """
+    """Enqueue the norm of gradients and its limit; ``with`` holds the room while it is used."""
     found, places = [*map(DenseSquares, gradients), *rows], Places()
     totals, n_parts = np.array(Totals(0.0, limit, 0.0, 0.0)), sum(of.n_parts for of in found)
     at_totals, at_parts = places.add(totals.nbytes), places.add(n_parts * PART_BYTES)

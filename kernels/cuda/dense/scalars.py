@@ -21,6 +21,7 @@ from ..device.backend import (
     GEOMETRY,
     load_float64,
     load_int64,
+    on_device,
     reader,
     store_float64,
     store_int64,
@@ -130,12 +131,7 @@ def count_kernel(state):
 def _conditioning(prologue: Prologue) -> Any:
     """``scalars(decay, loss_scale)`` of all parts, one after the other."""
     if not prologue:
-
-        @cuda.jit(device=True)
-        def nothing(decay, loss_scale):
-            return ()
-
-        return nothing
+        return on_device(lambda decay, loss_scale: ())  # noqa: ARG005
     first, others = device_function(prologue[0].scalars), _conditioning(prologue[1:])
 
     @cuda.jit(device=True)

@@ -15,7 +15,7 @@ from numba import cuda, types
 
 from ...element import Kernel, element_of, values_of
 from ...storage import F64, Storage, numba_type
-from ..device.backend import tile_loader, tile_storer
+from ..device.backend import on_device, tile_loader, tile_storer
 from ..device.functions import DEVICE, device_function
 
 WIDEST = 16  # bytes of a load
@@ -82,10 +82,7 @@ def by_tiles(make: Callable[[int], Any], length: int) -> Any:
 
 
 def by_chunks(make: Callable[[int], Any], length: int, threads: int, chunk: int) -> Any:
-    """``run(number, size, is_aligned, *what)``: what a thread has of chunk ``number`` of an array.
-
-    ``make`` as in `by_tiles`. The elements that are no whole tile are the last.
-    """
+    """``run(number, size, is_aligned, *what)``: a thread's share of a chunk; single ones last."""
     of_tile, of_one, stride = make(length), make(1), threads * length
 
     # Unsigned: with signed bounds the compiler unrolls the loops and divides for their number of
@@ -118,12 +115,7 @@ def in_registers(
     may have some already, come those of the arrays from number ``k`` on.
     """
     if k == len(of_arrays):
-
-        @cuda.jit(device=True)
-        def innermost(i, places, how, tiles, *rest):
-            work(tiles, *rest)
-
-        return innermost
+        return on_device(lambda i, places, how, tiles, *rest: work(tiles, *rest))  # noqa: ARG005
     (kind, load, store), is_stored = of_arrays[k], k >= first_stored
     inner = in_registers(of_arrays, length, work, first_stored=first_stored, k=k + 1)
 

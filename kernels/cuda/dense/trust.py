@@ -71,10 +71,7 @@ def trust_kernel(real: Storage, options: Options) -> Any:
 
 
 class TrustRatios:
-    """A `Part`: the trust ratios of those tensors that ``acts``, bool ``[T]``, says.
-
-    ``column`` is where the scalar is that is multiplied, a number of the type ``real``.
-    """
+    """A `Part`: scalar ``column`` of each tensor that ``acts``, bool, times its trust ratio."""
 
     def __init__(
         self,
@@ -88,12 +85,9 @@ class TrustRatios:
         self._offset = column * real.itemsize
         self._squares = DenseSquares(parameters), DenseSquares(gradients)
         self._acts, self._loop = acts, trust_kernel(real, options)
+        self.loops = [*(found.loop for found in self._squares), self._loop]
         self.scratch_bytes = sum(found.n_parts for found in self._squares) * PART_BYTES
         self._table = 0
-
-    def loops(self) -> list[Any]:
-        """See `Part`."""
-        return [*(found.loop for found in self._squares), self._loop]
 
     def words(self, place: int, hp: np.ndarray) -> np.ndarray:
         """See `Part`."""

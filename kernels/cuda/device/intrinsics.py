@@ -38,7 +38,6 @@ def _pieces(builder, address, i, element, count, itemsize):
 
 
 def _unpacked(builder, vector, itemsize, length):
-    """The elements of a vector that was loaded."""
     if length == 1:
         return [vector]
     n_words, shift = length // 2 if itemsize == 2 else length, ir.Constant(_I32, 16)
@@ -50,7 +49,6 @@ def _unpacked(builder, vector, itemsize, length):
 
 
 def _packed(builder, values, itemsize):
-    """Elements as the vector to be stored."""
     if len(values) == 1:
         return values[0]
     if itemsize == 2:
@@ -105,7 +103,6 @@ def tile_storer(count, itemsize):
 
 
 def _at(context, builder, address, kind):
-    """A pointer to a value of Numba's type ``kind``."""
     return builder.inttoptr(address, ir.PointerType(context.get_value_type(kind), _GLOBAL))
 
 

@@ -33,10 +33,7 @@ def on_elements(loop: Any, n: int, stream: Any) -> Any:
 
 
 def tile_grid(width: int, length: int, threads: int) -> tuple[int, int, int]:
-    """Threads of a block along the tiles of a row and along rows, and the groups of tiles.
-
-    A row has ``width`` elements, a tile ``length``. The first is a power of 2.
-    """
+    """Threads of a block along tiles (a power of 2) and along rows, and the groups of tiles."""
     n_tiles = max(1, -(-width // length))
     across = min(threads, 1 << (n_tiles - 1).bit_length())
     return across, threads // across, -(-n_tiles // across)

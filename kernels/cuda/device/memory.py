@@ -27,32 +27,6 @@ WORDS = 128
 _store = storer(types.int64)
 
 
-class Room:
-    """Memory on the device that every call on one stream uses, one after the other.
-
-    What is enqueued on a stream runs in order, so a call may overwrite what an earlier one has
-    left. ``with room:`` keeps other threads from enqueueing in between.
-    """
-
-    def __init__(self) -> None:
-        self._lock, self._array, self._size = threading.Lock(), None, 0
-
-    def __enter__(self) -> Room:
-        self._lock.acquire()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
-    def take(self, n_bytes: int) -> int:
-        """The address of at least ``n_bytes``; what was there may be overwritten."""
-        if n_bytes > self._size:
-            self._array = None  # freed when the device is done with it
-            self._size = max(_LEAST, 1 << (n_bytes - 1).bit_length())
-            self._array = cuda.device_array(self._size, np.uint8)
-        return int(address_of(self._array))
-
-
 class Places:
     """Sections of a room, one after the other."""
 
@@ -85,8 +59,9 @@ class Held:
                 raise RuntimeError("memory cannot be taken while a CUDA graph is being captured")
             if self._is_captured:
                 self._kept.append(self._array)
-            self._size = max(_LEAST, 8 * WORDS, 1 << (n_bytes - 1).bit_length())
-            self._array = cuda.device_array(self._size, np.uint8)
+            self._array, self._size = None, 0  # freed when the device is done with it
+            size = max(_LEAST, 8 * WORDS, 1 << (n_bytes - 1).bit_length())
+            self._array, self._size = cuda.device_array(size, np.uint8), size
             self._content = np.empty(0, np.int64)
         self._is_captured |= capturing
         return self.address
@@ -106,6 +81,25 @@ class Held:
         elif self._is_captured or not np.array_equal(words, self._content):
             copy_in(address, words, stream)
             self._content = words.copy()
+
+
+class Room(Held):
+    """Memory on the device that every call on one stream uses, one after the other.
+
+    What is enqueued on a stream runs in order, so a call may overwrite what an earlier one has
+    left. ``with room:`` keeps other threads from enqueueing in between.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Room:
+        self._lock.acquire()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
 
 @cuda.jit

@@ -37,12 +37,11 @@ class Call(NamedTuple):
 class Part(Protocol):
     """The launches of a batch of tensors after its scalars are there."""
 
+    loops: list[Any]  # all that are launched
+
     @property
     def scratch_bytes(self) -> int:
         """Of memory that they need for the time of the call."""
-
-    def loops(self) -> list[Any]:
-        """All loops that are launched."""
 
     def words(self, place: int, hp: np.ndarray) -> np.ndarray:
         """The int64 tables, to lie at ``place``; addresses of the scalars of each tensor."""
@@ -56,11 +55,8 @@ class Parts:
 
     def __init__(self, *parts: Part | None) -> None:
         self._parts = [part for part in parts if part is not None]
+        self.loops = [loop for part in self._parts for loop in part.loops]
         self.scratch_bytes = max(part.scratch_bytes for part in self._parts)
-
-    def loops(self) -> list[Any]:
-        """See `Part`."""
-        return [loop for part in self._parts for loop in part.loops()]
 
     def words(self, place: int, hp: np.ndarray) -> np.ndarray:
         """See `Part`."""

@@ -32,7 +32,6 @@ Words = Annotated[Any, types.UniTuple]
 
 
 def _kind_of(record: Any, n_words: int) -> Any:
-    """Numba's type of a row."""
     words, hints = types.UniTuple(types.int64, n_words), get_type_hints(record, include_extras=True)
     kinds = [hint.__metadata__[0] for hint in hints.values()]
     return types.NamedTuple([words if k is types.UniTuple else k for k in kinds], record)
@@ -62,10 +61,7 @@ def row_reader(record: Any, n_words: int = 0) -> Any:
 
 @cache
 def row_finder(record: Any, field: str, n_words: int = 0) -> Any:
-    """``find(table, n, x)``: the last of ``n`` rows whose field is at most ``x``, else the first.
-
-    By bisection: the field does not descend.
-    """
+    """``find(table, n, x)``: the last row with a field of at most ``x``, or the first."""
     row_at, n_bytes = row_reader(record, n_words), size_of(record, n_words)
     offset = getattr(offsets_of(record), field)
 

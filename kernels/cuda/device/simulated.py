@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from ...half import f16_to_f32, f32_to_f16
+from ...storage import f16_to_f32, f32_to_f16
 from .geometry import Chunks, Geometry, Matrices, Sort
 
 GEOMETRY = Geometry(

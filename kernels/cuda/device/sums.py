@@ -17,10 +17,7 @@ PART_BYTES = 8 * MOST_VALUES
 
 @cuda.jit(device=True)
 def add_lanes(shared, thread, lane, lanes, stride, n_values):
-    """As `add_tree`, for each group of threads that lie ``stride`` apart: into that of lane 0.
-
-    All groups of a block have the same number of lanes, a power of 2.
-    """
+    """As `add_tree`, for groups of ``lanes`` (a power of 2) ``stride`` apart: into lane 0."""
     half = lanes >> 1
     while half > 0:
         cuda.syncthreads()

@@ -83,10 +83,7 @@ def dense_sums_kernel(g: Storage, real: Storage, out: Storage) -> Any:
 
 @cache
 def distinct_sums_kernel(g: Storage, real: Storage, out: Storage) -> Any:
-    """Sums of the rows that occur, one after the other, and the indices of these rows.
-
-    ``firsts`` are the first keys of the ``n_distinct`` rows.
-    """
+    """Sums and indices of the ``n_distinct`` rows that occur; their keys are at ``firsts``."""
     length, out_bytes = tile_length(g, out), out.itemsize
     write = by_tiles(lambda n: _write_sum(g, real, out, n), length)
 
@@ -174,10 +171,7 @@ def _launcher(loop: Any, rows: Rows, n: int, out: Storage, stream: Any) -> Any:
 
 
 def dense_sums(rows: Rows, out: Storage, result: int, *, guard: int, stream: Any) -> None:
-    """Enqueue adding a gradient up in an array of all rows, at an address, that holds 0.
-
-    A bad index closes the guard, and then nothing is written.
-    """
+    """Enqueue sums in an array of all rows that holds 0, unless a bad index closes the guard."""
     keys, n = rows.keys(), rows.table.length
     if n == 0:
         return

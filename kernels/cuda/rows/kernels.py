@@ -84,10 +84,7 @@ def add_up_rows(g: Storage, real: Storage, length: int) -> Any:
 
 @cache
 def sum_of_row(g: Storage, real: Storage, length: int) -> Any:
-    """``run(total, keys, k, table, column, hot)``.
-
-    The summed gradient of the row whose first key is ``k``; 0 where ``k`` is -1.
-    """
+    """``run(total, keys, k, table, column, hot)``: the row whose first key is ``k``; 0 for -1."""
     add_up, (start, add, _, _) = add_up_rows(g, real, length), sums(real, real, length)
     real_type, real_bytes = numba_type(real), real.itemsize
 
@@ -111,10 +108,7 @@ def sum_of_row(g: Storage, real: Storage, length: int) -> Any:
 
 
 def _sum_of_range(g: Storage, real: Storage, length: int) -> Any:
-    """``run(column, keys, begin, row, table, number, place)``: to the sum at ``place``.
-
-    It sums what a row has in range ``number``; the keys of the row begin at ``begin``.
-    """
+    """``run(column, keys, begin, row, table, number, place)``: what a row has in a range."""
     add_up, store = add_up_rows(g, real, length), sums(g, real, length).store
     real_type = numba_type(real)
 
@@ -137,10 +131,7 @@ def _sum_of_range(g: Storage, real: Storage, length: int) -> Any:
 
 @cache
 def hot_kernel(g: Storage, real: Storage, length: int) -> Any:
-    """The loop that sums hot rows range by range; the same for every rule.
-
-    ``loop[(probes, groups of ranges, groups of tiles), (tiles, ranges)]``
-    """
+    """``loop[(probes, groups of ranges, groups of tiles), (tiles, ranges)]``: sums of hot rows."""
     sum_range = by_tiles(lambda n: _sum_of_range(g, real, n), length)
     real_bytes = real.itemsize
 
@@ -284,10 +275,7 @@ def row_squares_kernel(g: Storage, real: Storage, length: int) -> Any:
 
 @cuda.jit
 def mark_firsts_kernel(keys, n, bits, words):
-    """Write ``k`` to ``words[k]``, with a high bit where key ``k`` is not the first of its row.
-
-    The words sorted by that bit begin with the first keys of all rows that occur.
-    """
+    """Write ``k`` to ``words[k]``, with `OTHER_BIT` where key ``k`` is not the first of its row."""
     k = cuda.grid(1)
     if k < n:
         other = 0 if is_first(Keys(keys, n, bits), k) else 1

@@ -1,13 +1,6 @@
 """The keys of a row-sparse step: made and checked in one loop, then sorted, and read by all others.
 
-Terms used by the loops over rows:
-
-* *position*: the number of an occurrence in the concatenated index lists of all tables;
-* *global row*: the number of a row among the rows of all tables, one after the other;
-* *key*: ``global row << position bits | position``; sorted, keys group equal rows and keep the
-  order of occurrence inside a group;
-* *hot*: a row of more than `HOT` occurrences;
-* *range*: a stretch of consecutive positions of one table. Hot rows are summed range by range.
+`kernels.tables` explains the terms of the loops over rows.
 """
 
 from __future__ import annotations
@@ -151,7 +144,7 @@ class KeySort:
         sorts: bool = True,  # whether the keys are sorted by this package
         base: int = 0,  # added to the position of a bad index
     ) -> None:
-        self._tables, self._itemsizes, self._base, self._sorts = tables, itemsizes, base, sorts
+        self._tables, self._itemsizes, self._base = tables, itemsizes, base
         self.n = n = sum(table.length for table in tables)  # positions
         self.n_rows = sum(table.rows for table in tables)
         self.bits = max(1, (n - 1).bit_length())  # of a key that hold the position
@@ -162,6 +155,8 @@ class KeySort:
         self.places = Places()
         words = (n, n, scratch_words(n)) if sorts else ()
         self._sections = [self.places.add(8 * count) for count in words]
+        of_sort = (count_kernel, scan_kernel, scatter_kernel) if n and sorts else ()
+        self.loops: list[Any] = [check_kernel, *of_sort]
         self.table = 0
         self.sorted: tuple[int, ...] = ()  # what `sort` says
 
@@ -169,11 +164,6 @@ class KeySort:
     def scratch_bytes(self) -> int:
         """See `Part`."""
         return self.places.size
-
-    def loops(self) -> list[Any]:
-        """See `Part`."""
-        is_sorted = self.n and self._sorts
-        return [check_kernel, *((count_kernel, scan_kernel, scatter_kernel) if is_sorted else ())]
 
     def words(self, place: int, hp: np.ndarray) -> np.ndarray:
         """See `Part`; behind the table of tables lies what it points at."""
@@ -183,21 +173,13 @@ class KeySort:
             strides = [table.width * n for n in self._itemsizes]
             is_aligned = are_aligned(np.array([table.values, *table.addresses, *strides]))
             length = range_length(table.length)
-            row = TableRow(
-                arrays=place,
-                values=table.values - first_position * strides[0],
-                hp=of_table,
-                rows=table.rows,
-                width=table.width,
-                first_row=first_row,
-                first_position=first_position,
-                indices=table.indices - first_position * table.index_bytes,
-                index_bytes=table.index_bytes,
-                range=length,
-                n_ranges=-(-table.length // length),
-                is_aligned=bool(is_aligned),
+            values = table.values - first_position * strides[0]
+            firsts = table.rows, table.width, first_row, first_position
+            indices = table.indices - first_position * table.index_bytes, table.index_bytes
+            ranges = length, -(-table.length // length)
+            rows.append(
+                TableRow(place, values, of_table, *firsts, *indices, *ranges, bool(is_aligned))
             )
-            rows.append(row)
             place += 8 * len(table.addresses)
             first_row, first_position = first_row + table.rows, first_position + table.length
         arrays = (table.addresses for table in self._tables)

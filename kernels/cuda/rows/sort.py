@@ -75,10 +75,7 @@ def _n_tiles(n: int) -> int:
 
 @cuda.jit
 def count_kernel(keys, counters, n, shift, mask):
-    """How often each digit is in each tile.
-
-    The counters are ``[digits, tiles]``; room for the sums of the rows comes after them.
-    """
+    """``[digits, tiles]``: how often each is in each; room for the sums of the rows comes after."""
     own, counts = cuda.local.array(KEYS_PER_THREAD, int64), cuda.shared.array(_DIGITS, int32)
     for k in range(_OWN_DIGITS):
         counts[_thread() + k * THREADS] = 0

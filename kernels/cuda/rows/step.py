@@ -41,6 +41,7 @@ class _RowLoops(KeySort):
         hot_bytes = self._n_probes * self._hot_stride * kernel.real.itemsize
         self._at_hot, shape = self.places.add(hot_bytes), (kernel.g, kernel.real, self._length)
         self._hot_loop = rows.hot_kernel(*shape)
+        self.loops += [self._hot_loop] if self._n_probes else []
 
     def _launch(self, loop: Any, grid: tuple[int, ...], call: Call, *more: int) -> None:
         """A loop on so many groups of keys, rows or ranges, and as many of tiles as there are."""
@@ -51,12 +52,10 @@ class _RowLoops(KeySort):
         launch(*self.sorted, *tables, *hot_sums, call.guard, *more)
 
     def _over(self, loop: Any, n: int, call: Call, *more: int) -> None:
-        """A loop over ``n`` keys or rows."""
         if n:
             self._launch(loop, (-(-n // self._block[1]),), call, self._base, *more)
 
     def _sum_hot(self, call: Call) -> None:
-        """The sums of the ranges of hot rows."""
         if self._n_probes:
             groups = -(-self._most_ranges // self._block[1])
             self._launch(self._hot_loop, (self._n_probes, groups), call)
@@ -78,13 +77,8 @@ class RowStep(_RowLoops):
         self._update = (rows.touched_kernel if touched_only else rows.sweep_kernel)(kernel)
         if touched_only and self.n == 0:
             self.n_words = 0
-
-    def loops(self) -> list[Any]:
-        """See `Part`."""
-        hot = [self._hot_loop] if self._n_probes else []
-        if self._touched_only:
-            return [*super().loops(), *hot, *([self._update] if self.n else ())]
-        return [*super().loops(), *hot, rows.mark_kernel, self._update]
+        else:
+            self.loops += [self._update] if touched_only else [rows.mark_kernel, self._update]
 
     def enqueue(self, call: Call) -> None:
         """See `Part`; the keys may be there already."""
@@ -102,7 +96,6 @@ class RowStep(_RowLoops):
             self._sweep(call)
 
     def _sweep(self, call: Call) -> None:
-        """One sweep over all rows."""
         first = call.scratch + self._at_first
         if self.n == 0 and (self.n_rows == 0 or self.widest == 0):
             return
@@ -115,10 +108,7 @@ class RowStep(_RowLoops):
 
 
 class RowSquares(_RowLoops):
-    """The squares of row-sparse gradients whose duplicates are summed first; `norm.Squares`.
-
-    The storage types of the kernel are those of the sums. Behind a closed guard they are 0.
-    """
+    """`norm.Squares` of row-sparse gradients, duplicates summed first; 0 behind a closed guard."""
 
     def __init__(self, kernel: Kernel, tables: Sequence[RowTable], call: Call, base: int) -> None:
         super().__init__(kernel, tables, sorts=call.sorter is None, base=base)

@@ -60,7 +60,10 @@ def assert_near(
 
 
 def test_every_rule_of_the_package_is_tested() -> None:
-    """Those of optimizers by the registry; Adafactor's are tested with its norms."""
+    """Here, in the files beside this one, or those of optimizers by the registry.
+
+    Adafactor's are tested with its norms.
+    """
     from test_rules import RULES as ADAM
     from test_two_stage import FORMS
 
