@@ -112,6 +112,36 @@ class Descent(nn.Optimizer):
         return (True,) * len(prepared)
 
 
+def _step(w: Any, g: Any, m: Any, hp: Any) -> Any:
+    m = hp.keep * m + g
+    return w - hp.lr * (m + hp.decay * w), m
+
+
+def _scalars(real: Any, lr: float, decay: float, step: int, keep: Any, _: Any) -> tuple[Any, ...]:
+    return real(lr / step), real(keep[0]), real(decay)
+
+
+if hasattr(nn, "FusedOptimizer"):
+    HEAVY = nn.Rule(_step, ("heavy",), ("lr", "keep", "decay"), decays=True)
+
+    class Heavy(nn.FusedOptimizer):
+        """What a user may define by a rule."""
+
+        def __init__(self, params: Any, *, sparse_update: Any = "lazy", **options: Any) -> None:
+            rate = options.pop("learning_rate", 0.1)
+            super().__init__(rate, params, rule=HEAVY, sparse_update=sparse_update, **options)
+
+        def formula(self) -> Any:
+            return nn.Formula(_scalars, (0.9,))
+
+    def _formula(record: Any) -> None:
+        for real in (np.float32, np.float64):
+            record.add(nn.Formula(_scalars, (0.9,)).at(real, 0.1, 0.01, 3))
+
+    def _rule(record: Any) -> None:
+        record.add([HEAVY.states, HEAVY.hp, pickle.loads(pickle.dumps(HEAVY)) is HEAVY])
+
+
 def build(cls: Any, params: Any, **options: Any) -> Any:
     """An optimizer that moves within five steps, and takes row-sparse gradients if it can."""
     known = arguments_of(cls)
@@ -346,3 +376,8 @@ def cases() -> Cases:
         yield from of_family(f"LARS around {inner.__name__}", make, {}, takes_rows=False)
     known = options_of(nn.Optimizer, "parameters")
     yield from of_family("Optimizer", partial(build, Descent), known, takes_rows=True)
+    if hasattr(nn, "FusedOptimizer"):
+        known = {"learning_rate": 0.1, **options_of(nn.FusedOptimizer, "parameters")}
+        known = {name: known[name] for name in known if name not in ("rule", "states")}
+        yield from of_family("FusedOptimizer", partial(build, Heavy), known, takes_rows=True)
+        yield from (("nn.Formula at", _formula), ("nn.Rule", _rule))
