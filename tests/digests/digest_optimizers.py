@@ -127,9 +127,11 @@ if hasattr(nn, "FusedOptimizer"):
     class Heavy(nn.FusedOptimizer):
         """What a user may define by a rule."""
 
-        def __init__(self, params: Any, *, sparse_update: Any = "lazy", **options: Any) -> None:
-            rate = options.pop("learning_rate", 0.1)
-            super().__init__(rate, params, rule=HEAVY, sparse_update=sparse_update, **options)
+        def __init__(
+            self, params: Any, learning_rate: Any = 0.1, sparse_update: Any = "lazy", **options: Any
+        ) -> None:
+            options = {"rule": HEAVY, "sparse_update": sparse_update, **options}
+            super().__init__(learning_rate, params, **options)
 
         def formula(self) -> Any:
             return nn.Formula(_scalars, (0.9,))
