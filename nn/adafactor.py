@@ -14,8 +14,7 @@ from ..kernels.rules.formula import Formula
 from ..ops.runtime import check, pending
 from ..ops.runtime.arrays import real_type
 from ..ops.runtime.errors import reject, reject_unknown
-from .base.arguments import non_negative_float, open_unit, positive_float, step_options
-from .base.attributes import Fixed
+from .base.arguments import Fixed, non_negative_float, open_unit, positive_float, step_options
 from .base.groups import Groups
 from .base.numbers import Number
 from .base.parameter import Parameter

@@ -10,8 +10,7 @@ from ..kernels.rules import adagrad as rules
 from ..kernels.rules.formula import Formula
 from ..ops.runtime import check
 from ..ops.runtime.errors import reject_unknown
-from .base.arguments import non_negative_float, step_options
-from .base.attributes import Fixed
+from .base.arguments import Fixed, non_negative_float, step_options
 from .fused import FusedOptimizer
 
 

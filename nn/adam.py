@@ -12,8 +12,7 @@ from ..kernels.rules.formula import Formula, running_power
 from ..kernels.rules.rule import Rule
 from ..ops.runtime import check
 from ..ops.runtime.errors import reject, reject_unknown
-from .base.arguments import betas_and_eps, step_options
-from .base.attributes import Fixed
+from .base.arguments import Fixed, betas_and_eps, step_options
 from .fused import FusedOptimizer
 
 

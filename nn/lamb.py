@@ -8,8 +8,7 @@ from ..kernels.rules import lamb as rules
 from ..kernels.rules.formula import Formula
 from ..ops.runtime import check
 from ..ops.runtime.errors import reject_unknown
-from .base.arguments import betas_and_eps, step_options
-from .base.attributes import Fixed
+from .base.arguments import Fixed, betas_and_eps, step_options
 from .fused import FusedOptimizer
 
 

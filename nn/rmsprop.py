@@ -12,8 +12,7 @@ from ..kernels.rules.formula import Formula
 from ..kernels.rules.rule import Rule
 from ..ops.runtime import check
 from ..ops.runtime.errors import reject, reject_unknown
-from .base.arguments import arithmetic_type, non_negative_float, positive_float, step_options
-from .base.attributes import Fixed
+from .base.arguments import Fixed, arithmetic_type, non_negative_float, positive_float, step_options
 from .base.numbers import Number
 from .fused import FusedOptimizer
 

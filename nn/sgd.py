@@ -10,8 +10,7 @@ from ..kernels.rules import sgd as rules
 from ..kernels.rules.formula import Formula
 from ..ops.runtime import check
 from ..ops.runtime.errors import reject, reject_unknown
-from .base.arguments import non_negative_float, of_kind, step_options
-from .base.attributes import Fixed
+from .base.arguments import Fixed, non_negative_float, of_kind, step_options
 from .base.groups import Groups
 from .fused import FusedOptimizer
 

@@ -8,7 +8,7 @@ from typing import Any
 from ...kernels.rules import mxnet as rules
 from ...ops.runtime import check
 from ...ops.runtime.errors import reject
-from ..base.attributes import Checked
+from ..base.arguments import Checked
 from .adam_family import AdamFamily
 from .arguments import rescale_factor
 from .optimizer import register

@@ -15,7 +15,7 @@ from ...ops.runtime import check
 from ...ops.runtime.arrays import adopt_anywhere, real_type
 from ...ops.runtime.device import DeviceArray
 from ...ops.runtime.errors import reject
-from ..base.attributes import Checked
+from ..base.arguments import Checked
 from ..base.parameter import Parameter
 from ..engine.host import update_of
 from ..engine.on_device import launch_calls

@@ -17,8 +17,7 @@ from ...ops.runtime import check
 from ...ops.runtime.errors import reject
 from ...ops.runtime.launch import launch_on
 from ...ops.runtime.row_step import RowGradient
-from ..base.arguments import non_negative_float, of_kind, positive_int, step_options
-from ..base.attributes import Checked, Fixed
+from ..base.arguments import Checked, Fixed, non_negative_float, of_kind, positive_int, step_options
 from ..base.numbers import number_of
 from ..base.parameter import Parameter
 from ..base.rates import value_at
