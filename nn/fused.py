@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from .engine.device import Device
 
 SPARSE_UPDATES = ("lazy", "dense_equivalent")
-OPTIONS = ("use_locking", "sparse_update", "skip_nonfinite", "state_dtype")
-"""The arguments that every optimizer of this kind has."""
 _FLAGS = (*FLOATS, np.dtype(np.bool_))
 
 

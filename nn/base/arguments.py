@@ -18,16 +18,10 @@ from ...ops.runtime.errors import RejectedTypeError, RejectedValueError, reject
 MOST_STEPS = int(np.iinfo(np.int32).max)
 
 
-def step_options(
-    use_locking: bool, sparse_update: str | None, skip_nonfinite: bool, state_dtype: Any
-) -> dict[str, Any]:
-    """The arguments that every `FusedOptimizer` has."""
-    return {
-        "use_locking": use_locking,
-        "sparse_update": sparse_update,
-        "skip_nonfinite": skip_nonfinite,
-        "state_dtype": state_dtype,
-    }
+def step_options(*values: Any) -> dict[str, Any]:
+    """The arguments that every `FusedOptimizer` has, in this order."""
+    names = "use_locking", "sparse_update", "skip_nonfinite", "state_dtype"
+    return dict(zip(names, values, strict=True))
 
 
 def of_kind(where: str, name: str, value: Any, kinds: Any, expected: str) -> None:
