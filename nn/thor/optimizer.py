@@ -17,7 +17,7 @@ from ...ops.runtime import check
 from ...ops.runtime.errors import reject
 from ...ops.runtime.launch import launch_on
 from ...ops.runtime.row_step import RowGradient
-from ..base.arguments import Checked, Fixed, non_negative_float, of_kind, positive_int, step_options
+from ..base.arguments import Checked, Fixed, non_negative_float, of_kind, positive_int
 from ..base.numbers import number_of
 from ..base.parameter import Parameter
 from ..base.rates import value_at
@@ -83,7 +83,6 @@ class Thor(FusedOptimizer):
             given["loss_scale"],
             rule=rules.MOMENTUM_NESTEROV if self.use_nesterov else rules.MOMENTUM,
             states={"moments": 0.0},
-            **step_options(False, sparse_update=None, skip_nonfinite=False, state_dtype=None),
         )
         self._filter_decay(decay_filter)
         self._preconditioners = self._precondition_layers()
