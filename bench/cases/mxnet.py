@@ -33,11 +33,6 @@ class AdamUpdate:
     lazy: bool
 
     @property
-    def kinds(self) -> tuple[Kind, ...]:
-        """Of gradients that it is measured with."""
-        return tuple(self.uses)
-
-    @property
     def uses(self) -> Mapping[Kind, Use]:
         """Dense gradients once; rows in either way."""
         return _uses(None, "adam-lazy", False) if self.lazy else _uses("adam", "adam-rows", True)
@@ -78,11 +73,6 @@ class MxnetOptimizer:
     dense: str | None
     rows: str | None = None
     every_row: bool = False
-
-    @property
-    def kinds(self) -> tuple[Kind, ...]:
-        """Of gradients that it is measured with."""
-        return tuple(self.uses)
 
     @property
     def uses(self) -> Mapping[Kind, Use]:

@@ -98,11 +98,6 @@ class Operator:
         return self.make(**{**self.attributes, **constructor})
 
     @property
-    def kinds(self) -> tuple[Kind, ...]:
-        """Of gradients that it is measured with."""
-        return tuple(self.uses)
-
-    @property
     def uses(self) -> Mapping[Kind, Use]:
         """What it does with the one kind of gradients that it takes."""
         traffic = self.traffic or Traffic(updated=len(self.variables))
@@ -296,11 +291,6 @@ class Function:
     make: Callable[[list[np.ndarray]], Callable[[Sequence[Any]], object]]
     use: Use
     kind: Kind = "dense"
-
-    @property
-    def kinds(self) -> tuple[Kind, ...]:
-        """Of gradients that it is measured with."""
-        return tuple(self.uses)
 
     @property
     def uses(self) -> Mapping[Kind, Use]:

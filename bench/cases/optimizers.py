@@ -29,11 +29,6 @@ class Optimizer:
         """The optimizer of these parameters."""
         return self.row.new(parameters, **{"learning_rate": _LR, **self.measured.options})
 
-    @property
-    def kinds(self) -> tuple[Kind, ...]:
-        """Of gradients that it is measured with."""
-        return ("dense",) if self.measured.rows is None else ("dense", "rows", "mixed")
-
     @cached_property
     def uses(self) -> Mapping[Kind, Use]:
         """What it does with each kind of gradients."""

@@ -148,7 +148,7 @@ def _cases() -> Iterator[Case]:
     one_tensor: tuple[Kind, ...] = ("dense", "rows")
     for name, subject in SUBJECTS.items():
         for kind in one_tensor:
-            if kind in subject.kinds:
+            if kind in subject.uses:
                 full = f"{kind}/{name}"
                 yield Case(full, subject, kind, full not in _NO_DEFAULT)
     for model, names in _ON_MODELS.items():

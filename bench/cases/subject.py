@@ -37,13 +37,8 @@ class Subject(Protocol):
     """An operator or an optimizer that takes steps."""
 
     @property
-    def kinds(self) -> tuple[Kind, ...]:
-        """Of gradients that it is measured with."""
-        ...
-
-    @property
     def uses(self) -> Mapping[Kind, Use]:
-        """What it does with each of them."""
+        """What it does with each kind of gradients that it is measured with."""
         ...
 
     @property
