@@ -78,7 +78,6 @@ class Adam(AdamFamily):
     """
 
     _fused_rules = _composed_rules = rules.MXNET_ADAM, rules.MXNET_ADAM_MASTER
-    _decay_is_coupled = True
     lazy_update = Checked(check.flag)
 
     def __init__(
@@ -150,7 +149,6 @@ class AdamW(AdamFamily):
 
     _fused_rules = rules.MXNET_ADAMW, rules.MXNET_ADAMW_MASTER
     _composed_rules = rules.MXNET_ADAMW_COMPOSED, rules.MXNET_ADAMW_COMPOSED_MASTER
-    _decay_is_coupled = False
     correct_bias = Checked(check.flag)
     rescale_grad = Checked(rescale_factor)
 

@@ -32,7 +32,6 @@ class AdamFamily(Optimizer):
     # The rules for weights without and with a master copy; and those for composed operations.
     _fused_rules: tuple[Rule, Rule]
     _composed_rules: tuple[Rule, Rule]
-    _decay_is_coupled: bool  # weight decay is part of the gradient; else the rule has it
 
     beta1 = Checked(decay_rate)
     beta2 = Checked(decay_rate)
@@ -209,7 +208,7 @@ class AdamFamily(Optimizer):
             self.compat,
             self.rescale_grad,
             self.clip_gradient or 0.0,
-            decay if self._decay_is_coupled else 0.0,
+            0.0 if self._fused_rules[0].decays else decay,
             composed=composed,
         )
 
@@ -220,7 +219,7 @@ class AdamFamily(Optimizer):
         self._checked_decay(wd)
         size, name = self._step_size(t, lr), "the learning rate with its factors"
         others = check.scalar_at_least_0(self._name, name, size), self.epsilon, wd
-        of_rule = others[:2] if self._decay_is_coupled else others
+        of_rule = others if self._fused_rules[0].decays else others[:2]
         own = rules.adam_scalars(real, self.beta1, self.beta2, *of_rule, composed=composed)
         return own + rules.conditioning_scalars(
             real, prologue, self.rescale_grad, self.clip_gradient or 0.0, wd, composed=composed
