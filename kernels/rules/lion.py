@@ -8,15 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 from .formula import Numbers
-from .rule import Rule, product
+from .rule import Rule, product, sign
 
 
 def lion(w: Any, g: Any, m: Any, hp: Any) -> Any:
     """Lion: the sign is that of an average which forgets faster than the one that is kept."""
     ahead = hp.beta1 * m + product(hp.one_minus_beta1, g)
-    # That of a NaN is it itself.
-    sign = hp.one if ahead > hp.zero else (-hp.one if ahead < hp.zero else ahead)
-    w = w - hp.lr * (sign + hp.decay * w)
+    w = w - hp.lr * (sign(ahead, hp) + hp.decay * w)
     return w, hp.beta2 * m + product(hp.one_minus_beta2, g)
 
 

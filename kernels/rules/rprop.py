@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from .formula import Numbers
-from .rule import Rule
+from .rule import Rule, sign
 
 
 def rprop(w: Any, g: Any, prev: Any, size: Any, hp: Any) -> Any:
@@ -19,8 +19,7 @@ def rprop(w: Any, g: Any, prev: Any, size: Any, hp: Any) -> Any:
     size = hp.smallest if size < hp.smallest else size
     size = hp.largest if size > hp.largest else size
     g = hp.zero if turn < hp.zero else g
-    sign = hp.one if g > hp.zero else (-hp.one if g < hp.zero else g)  # of a NaN, it itself
-    return w - sign * size, g, size
+    return w - sign(g, hp) * size, g, size
 
 
 def rprop_scalars(

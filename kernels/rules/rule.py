@@ -36,6 +36,12 @@ def product(x: Any, y: Any) -> Any:
     return x * y
 
 
+@rule_helper
+def sign(x: Any, hp: Any) -> Any:
+    """1, 0 or -1, of which ``hp`` has the first two as ``one`` and ``zero``; that of a NaN is it."""
+    return hp.one if x > hp.zero else (-hp.one if x < hp.zero else x)
+
+
 def _constant(module: str, name: str) -> Any:
     return getattr(import_module(module), name)
 
