@@ -21,6 +21,14 @@ def _formula_of(beta1: float, beta2: float, eps: float) -> Formula:
     return Formula(rules.adam_scalars, (beta1, beta2, eps), (beta1, beta2))
 
 
+def _powers(shape: tuple[int, ...], step: int, **betas: float) -> dict[str, np.ndarray]:
+    """The running powers as MindSpore keeps them, by the names of its parameters."""
+    return {
+        f"{name}_power": np.full(shape, running_power(np.float32, beta, step), np.float32)
+        for name, beta in betas.items()
+    }
+
+
 class _BiasCorrectedAdam(FusedOptimizer):
     """Adam with MindSpore's step size: what `Adam`, `LazyAdam` and `AdamOffload` share."""
 
@@ -59,12 +67,7 @@ class _BiasCorrectedAdam(FusedOptimizer):
         return self._state("moment2")
 
     def _derived_state(self, step: int) -> dict[str, np.ndarray]:
-        return {
-            f"{name}_power": np.full(
-                self._power_shape, running_power(np.float32, beta, step), np.float32
-            )
-            for name, beta in (("beta1", self.beta1), ("beta2", self.beta2))
-        }
+        return _powers(self._power_shape, step, beta1=self.beta1, beta2=self.beta2)
 
 
 class Adam(_BiasCorrectedAdam):
@@ -368,4 +371,4 @@ class AdaMax(FusedOptimizer):
         return self._state("moment2")
 
     def _derived_state(self, step: int) -> dict[str, np.ndarray]:
-        return {"beta1_power": np.array([running_power(np.float32, self.beta1, step)], np.float32)}
+        return _powers((1,), step, beta1=self.beta1)
