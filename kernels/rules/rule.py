@@ -38,7 +38,7 @@ def product(x: Any, y: Any) -> Any:
 
 @rule_helper
 def sign(x: Any, hp: Any) -> Any:
-    """1, 0 or -1, of which ``hp`` has the first two as ``one`` and ``zero``; that of a NaN is it."""
+    """1, 0 or -1, where ``hp`` has ``one`` and ``zero``; that of a NaN is it itself."""
     return hp.one if x > hp.zero else (-hp.one if x < hp.zero else x)
 
 
