@@ -10,11 +10,11 @@ import numba
 import numpy as np
 
 from .. import __version__, set_num_threads
+from .buffers import Buffers
 from .cases.steps import STEPS
 from .cases.subject import DTYPES
 from .cases.workloads import Gradient, Tensor
 from .report.result import OURS
-from .work import Buffers
 from .workers.worker_protocol import Case, Replica, serve
 
 

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import psutil
 
-from .. import ops
 from . import machine
 from .bounds import Bound, Gather, Rows, Stream
+from .buffers import Buffers
 from .cases import traffic, workloads
 from .cases.steps import Point
-from .cases.subject import DTYPES, Prepared, Subject, Use, written_zeros
+from .cases.subject import DTYPES, written_zeros
 from .cases.workloads import Gradient, Tensor
 from .errors import BenchError
 from .workers.worker_protocol import Job, Turns
@@ -131,7 +130,7 @@ def build(point: Point, given: Inputs) -> Work:
     return Work(
         turns=turns,
         job=turns.job([s.job(fresh=given.fresh) for s in sets]),
-        bounds=[s.bound() for s in sets],
+        bounds=[bound_of(s) for s in sets],
     )
 
 
@@ -154,93 +153,49 @@ def bytes_moved(point: Point, tensors: Sequence[Tensor], gradients: Sequence[Gra
     return total
 
 
-class Buffers:
-    """One set of buffers with our step on them.
+def bound_of(buffers: Buffers) -> Bound:
+    """What the loops of a bound move, on the same arrays where there is one tensor."""
+    if buffers.use.algorithm == "gather":
+        (table,), (index,), (out,) = buffers.parameters, buffers.indices, buffers.values
+        assert index is not None
+        return Bound((Gather(index, table, np.empty_like(out)),))
+    kinds = [index is not None for index in buffers.indices]
+    return Bound((*_row_passes(buffers, kinds), *_dense_passes(buffers, kinds)))
 
-    Args:
-        subject: takes the steps.
-        use: what it does with such gradients.
-        dtype: of parameters and gradients.
-        tensors: the parameters.
-        gradients: of each of them.
 
-    Attributes:
-        parameters: the parameters.
-        prepared: the subject on them.
-    """
+def _row_passes(buffers: Buffers, is_sparse: list[bool]) -> list[Stream | Rows]:
+    """The gradient in order, then the tables: whole, or the rows that occur."""
+    passes: list[Stream | Rows] = []
+    values = [v for v, sparse in zip(buffers.values, is_sparse, strict=True) if sparse]
+    indices = [index for index in buffers.indices if index is not None]
+    if values:
+        passes += [Stream(read=(_joined(values),)), Stream(read=(_joined(indices),))]
+    for index, arrays in zip(buffers.indices, buffers.prepared.updated, strict=True):
+        if index is None:
+            continue
+        if buffers.use.every_row:
+            passes.append(Stream(arrays))
+        else:
+            passes.append(Rows(np.unique(index), arrays))
+    return passes
 
-    def __init__(
-        self,
-        subject: Subject,
-        use: Use,
-        dtype: np.dtype[Any],
-        tensors: Sequence[Tensor],
-        gradients: Sequence[Gradient],
-    ) -> None:
-        self._use = use
-        self._values = [gradient.values.astype(dtype) for gradient in gradients]
-        self._indices = [_copied(gradient.indices) for gradient in gradients]
-        self._shapes = [tensor.shape for tensor in tensors]
-        self.parameters = [np.full(shape, use.start, dtype) for shape in self._shapes]
-        self.prepared: Prepared = subject.prepare(self.parameters)
 
-    def job(self, *, fresh: bool) -> Job:
-        """Our step."""
-        step, gradients = self.prepared.step, self._gradients(self._values)
-
-        def load() -> None:
-            nonlocal gradients
-            gradients = self._gradients([values.copy() for values in self._values])
-
-        return Job(lambda: step(gradients), load) if fresh else Job(lambda: step(gradients))
-
-    def _gradients(self, values: Sequence[np.ndarray]) -> tuple[Any, ...]:
-        return tuple(
-            array if index is None else ops.RowTensor(index, array, shape)
-            for array, index, shape in zip(values, self._indices, self._shapes, strict=True)
-        )
-
-    def bound(self) -> Bound:
-        """What the loops of a bound move, on the same arrays where there is one tensor."""
-        if self._use.algorithm == "gather":
-            (table,), (index,), (out,) = self.parameters, self._indices, self._values
-            assert index is not None
-            return Bound((Gather(index, table, np.empty_like(out)),))
-        kinds = [index is not None for index in self._indices]
-        return Bound((*self._row_passes(kinds), *self._dense_passes(kinds)))
-
-    def _row_passes(self, is_sparse: list[bool]) -> list[Stream | Rows]:
-        """The gradient in order, then the tables: whole, or the rows that occur."""
-        passes: list[Stream | Rows] = []
-        values = [v for v, sparse in zip(self._values, is_sparse, strict=True) if sparse]
-        indices = [index for index in self._indices if index is not None]
-        if values:
-            passes += [Stream(read=(_joined(values),)), Stream(read=(_joined(indices),))]
-        for index, arrays in zip(self._indices, self.prepared.updated, strict=True):
-            if index is None:
-                continue
-            if self._use.every_row:
-                passes.append(Stream(arrays))
-            else:
-                passes.append(Rows(np.unique(index), arrays))
-        return passes
-
-    def _dense_passes(self, is_sparse: list[bool]) -> list[Stream]:
-        places = [k for k, sparse in enumerate(is_sparse) if not sparse]
-        if not places:
-            return []
-        moved = self._use.traffic
-        updated = tuple(
-            _joined([self.prepared.updated[k][j] for k in places]) for j in range(moved.updated)
-        )
-        gradient = _joined([self._values[k] for k in places])
-        only_read = tuple(_joined([a]) for a in self.prepared.reads)
-        reads = (gradient, *updated, *only_read)
-        written = (np.empty_like(gradient),) * moved.written
-        return [
-            *(Stream(read=reads[:count]) for count in moved.passes),
-            Stream(updated, (gradient, *only_read)[: moved.read], written),
-        ]
+def _dense_passes(buffers: Buffers, is_sparse: list[bool]) -> list[Stream]:
+    places = [k for k, sparse in enumerate(is_sparse) if not sparse]
+    if not places:
+        return []
+    moved = buffers.use.traffic
+    updated = tuple(
+        _joined([buffers.prepared.updated[k][j] for k in places]) for j in range(moved.updated)
+    )
+    gradient = _joined([buffers.values[k] for k in places])
+    only_read = tuple(_joined([a]) for a in buffers.prepared.reads)
+    reads = (gradient, *updated, *only_read)
+    written = (np.empty_like(gradient),) * moved.written
+    return [
+        *(Stream(read=reads[:count]) for count in moved.passes),
+        Stream(updated, (gradient, *only_read)[: moved.read], written),
+    ]
 
 
 def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
@@ -248,7 +203,3 @@ def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
     if len(arrays) == 1:
         return arrays[0].reshape(-1)
     return written_zeros(np.empty(sum(a.size for a in arrays), arrays[0].dtype))
-
-
-def _copied(index: np.ndarray | None) -> np.ndarray | None:
-    return None if index is None else index.copy()

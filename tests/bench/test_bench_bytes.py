@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from fusestep.bench import bounds, machine, no_cliff, work
+from fusestep.bench.buffers import Buffers
 from fusestep.bench.cases import steps as cases
 from fusestep.bench.cases import traffic
 from fusestep.bench.cases.optimizers import OPTIMIZERS
@@ -33,10 +34,10 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     use_small_models(monkeypatch.setattr, tables=50, batch=20, width=5)
 
 
-def set_up(case: Case, dtype: str) -> tuple[work.Inputs, work.Buffers]:
+def set_up(case: Case, dtype: str) -> tuple[work.Inputs, Buffers]:
     given = work.inputs(point(case.name, dtype=dtype))
     subject, storage = case.subject, DTYPES[dtype]
-    return given, work.Buffers(subject, case.use, storage, given.tensors, given.gradients)
+    return given, Buffers(subject, case.use, storage, given.tensors, given.gradients)
 
 
 # -- the model ------------------------------------------------------------------------------------
@@ -53,7 +54,7 @@ def outputs(result: Any, known: list[np.ndarray]) -> int:
     return sum(a.nbytes for a in arrays if not any(np.shares_memory(a, b) for b in known))
 
 
-def counted(case: Case, dtype: str, given: work.Inputs, buffers: work.Buffers) -> int:
+def counted(case: Case, dtype: str, given: work.Inputs, buffers: Buffers) -> int:
     """What a step read and wrote, by the sizes of its arrays and by what changed in them."""
     rng = np.random.default_rng(0)
     for parameter in buffers.parameters:  # next to 1, a step of LARS is nothing in 16 bit
@@ -150,7 +151,7 @@ def test_memory_limits_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_buffers_take_turns() -> None:
     """Each set is used once before any is used again."""
     sets = [
-        work.Buffers(
+        Buffers(
             named("dense/nn.SGD").subject,
             named("dense/nn.SGD").use,
             DTYPES["float32"],
@@ -208,7 +209,7 @@ def test_a_fresh_gradient_is_a_new_array(monkeypatch: pytest.MonkeyPatch) -> Non
 @each
 def test_a_bound_moves_what_the_model_says(case: Case, dtype: str) -> None:
     given, buffers = set_up(case, dtype)
-    assert buffers.bound().bytes == given.bytes
+    assert work.bound_of(buffers).bytes == given.bytes
 
 
 @each
@@ -218,7 +219,7 @@ def test_bounds_change_nothing(case: Case, dtype: str) -> None:
     job = buffers.job(fresh=False)
     job.load()
     job.step()
-    bound = buffers.bound()
+    bound = work.bound_of(buffers)
     loops = bounds.jobs(bound, threads=2)
     assert list(loops)[-1] == "serial"
     with unchanged(buffers.prepared.updated, buffers._values, buffers._indices, buffers.parameters):

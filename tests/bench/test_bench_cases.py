@@ -278,6 +278,7 @@ _STEPS = """
     import numpy as np
     from fusestep import get_num_threads, set_num_threads
     from fusestep.bench import work
+    from fusestep.bench.buffers import Buffers
     from fusestep.bench.cases import steps as cases
     from helpers import arrays_of
     import bench_support
@@ -293,7 +294,7 @@ _STEPS = """
         for threads in (1, 2, 3):
             set_num_threads(threads)
             assert get_num_threads() == threads
-            buffers = work.Buffers(
+            buffers = Buffers(
                 case.subject, case.use, work.DTYPES[dtype], given.tensors, given.gradients
             )
             # LARS leaves those alone that are all 0; of 1, float16 is too coarse for its steps.

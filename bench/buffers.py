@@ -1,0 +1,69 @@
+"""Arrays of a point, with our step on them.
+
+What a version to compare with imports: nothing of the inside of the package, which moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .. import ops
+from .cases.subject import Prepared, Subject, Use
+from .cases.workloads import Gradient, Tensor
+from .workers.worker_protocol import Job
+
+
+class Buffers:
+    """One set of buffers with our step on them.
+
+    Args:
+        subject: takes the steps.
+        use: what it does with such gradients.
+        dtype: of parameters and gradients.
+        tensors: the parameters.
+        gradients: of each of them.
+
+    Attributes:
+        use: that.
+        values, indices: of the gradients.
+        parameters: the parameters.
+        prepared: the subject on them.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        use: Use,
+        dtype: np.dtype[Any],
+        tensors: Sequence[Tensor],
+        gradients: Sequence[Gradient],
+    ) -> None:
+        self.use = use
+        self.values = [gradient.values.astype(dtype) for gradient in gradients]
+        self.indices = [_copied(gradient.indices) for gradient in gradients]
+        self._shapes = [tensor.shape for tensor in tensors]
+        self.parameters = [np.full(shape, use.start, dtype) for shape in self._shapes]
+        self.prepared: Prepared = subject.prepare(self.parameters)
+
+    def job(self, *, fresh: bool) -> Job:
+        """Our step."""
+        step, gradients = self.prepared.step, self._gradients(self.values)
+
+        def load() -> None:
+            nonlocal gradients
+            gradients = self._gradients([values.copy() for values in self.values])
+
+        return Job(lambda: step(gradients), load) if fresh else Job(lambda: step(gradients))
+
+    def _gradients(self, values: Sequence[np.ndarray]) -> tuple[Any, ...]:
+        return tuple(
+            array if index is None else ops.RowTensor(index, array, shape)
+            for array, index, shape in zip(values, self.indices, self._shapes, strict=True)
+        )
+
+
+def _copied(index: np.ndarray | None) -> np.ndarray | None:
+    return None if index is None else index.copy()
