@@ -222,7 +222,7 @@ def test_bounds_change_nothing(case: Case, dtype: str) -> None:
     bound = work.bound_of(buffers)
     loops = bounds.jobs(bound, threads=2)
     assert list(loops)[-1] == "serial"
-    with unchanged(buffers.prepared.updated, buffers._values, buffers._indices, buffers.parameters):
+    with unchanged(buffers.prepared.updated, buffers.values, buffers.indices, buffers.parameters):
         for loop in loops.values():
             loop.step()
     for p in bound.passes:
