@@ -26,6 +26,7 @@ from .work import inputs
 _WORKER = ("-P", "-m", "fusestep.bench.version_worker")
 _PACKAGE, _BENCH = "fusestep", "bench"
 _OLD, _NEW = "before", "now"
+_SAME = ("case", "size", "indices", "dtype", "threads", "scenario")
 Report = Callable[[str, int, int], Progress]
 
 
@@ -57,7 +58,7 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[Changed]:
 
 
 def _key(point: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(point[name] for name in ("case", "size", "indices", "dtype", "threads"))
+    return tuple(point[name] for name in _SAME)
 
 
 def _changed(old: dict[str, Any] | None, new: dict[str, Any]) -> Changed:
@@ -157,7 +158,7 @@ def _compare(
                 worker.ask({"do": "setup", "form": OURS, **request})
     except (BenchError, ContestantLostError) as error:
         return Changed(point.title, None, str(error))
-    contestants = [in_worker(name, worker, OURS) for name, worker in workers.items()]
+    contestants = [in_worker(name, w, OURS, point.scenario) for name, w in workers.items()]
     warm = warm_up(contestants)
     if warm.lost:
         return Changed(point.title, None, next(iter(warm.lost.values())))

@@ -13,6 +13,7 @@ import llvmlite.binding as llvm
 import psutil
 
 from .. import __version__
+from .workers.worker_protocol import last_cache_bytes as last_cache_bytes
 
 
 def machine() -> dict[str, Any]:
@@ -22,7 +23,7 @@ def machine() -> dict[str, Any]:
         "cpu": _cpu_name(),
         "architecture": platform.machine(),
         "llvm_cpu": llvm.get_host_cpu_name(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else _count(),
+        "cores": cores(),
         "last_cache_bytes": last_cache_bytes(),
         "memory_bytes": psutil.virtual_memory().total,
         "features": sorted(name for name, present in features.items() if present),
@@ -30,18 +31,10 @@ def machine() -> dict[str, Any]:
     }
 
 
-def last_cache_bytes() -> int:
-    """Size of the largest cache of the first core; 32 MiB where the system does not say."""
-    sizes = []
-    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        text = path.read_text(encoding="ascii").strip()
-        if text.endswith("K"):
-            sizes.append(int(text[:-1]) * 1024)
-    return max(sizes, default=2**25)
-
-
-def _count() -> int:
-    return os.cpu_count() or 1
+def cores() -> int:
+    """How many this process may use."""
+    can_say = hasattr(os, "sched_getaffinity")
+    return len(os.sched_getaffinity(0)) if can_say else os.cpu_count() or 1
 
 
 def _cpu_name() -> str:

@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .report.stats import Summary
-from .workers.worker_protocol import Clock, Job, sample
+from .workers.worker_protocol import FEWEST, LEAD_IN, TURN, Clock, Job, before_step, samples
 
 _SLOW = 4.0  # times the first contestant
 # Our own threads spin for a few milliseconds after a parallel loop, in the hope of another one;
 # the worker processes are stopped while they are not asked.
 _SETTLE = 0.01
-_FEWEST, _MOST, _FEWEST_OF_SLOW, _MOST_STEPS = 7, 101, 3, 200
+_FEWEST, _MOST, _FEWEST_OF_SLOW, _FEWEST_TURNS, _MOST_STEPS = 7, 101, 3, 3, 200
 
 
 class ContestantLostError(Exception):
@@ -27,7 +27,7 @@ class ContestantLostError(Exception):
 
 @dataclass(frozen=True)
 class Contestant:
-    """Something that gives one time, in seconds, when asked for a sample of so many steps.
+    """Something that gives times, in seconds, when asked for a sample of so many steps.
 
     Args:
         label: its name.
@@ -36,17 +36,21 @@ class Contestant:
     """
 
     label: str
-    sample: Callable[[int], float]
+    sample: Callable[[int], Sequence[float]]
     is_elsewhere: bool = False
 
 
 def in_process(
-    jobs: Mapping[str, Job], lead_in: int = 1, clock: Clock = time.perf_counter
+    jobs: Mapping[str, Job],
+    scenario: str = "loop",
+    threads: int = 1,
+    clock: Clock = time.perf_counter,
 ) -> list[Contestant]:
-    """Contestants that run in this process."""
+    """Contestants that run in this process; ``threads`` are those of a scenario's other work."""
+    before = before_step(scenario, threads)
 
     def contestant(label: str, job: Job) -> Contestant:
-        return Contestant(label, lambda steps: sample(job, lead_in, steps, clock))
+        return Contestant(label, lambda steps: samples(job, scenario, steps, before, clock))
 
     return [contestant(label, job) for label, job in jobs.items()]
 
@@ -85,6 +89,18 @@ class Plan:
         return self.steps_of_slow.get(label, self.steps)
 
 
+def lasting(seconds: float, steps: int) -> float:
+    """Seconds that a sample of so many steps takes, with its lead-in."""
+    return seconds * steps + max(seconds, LEAD_IN)
+
+
+def plan_of_turns(warm: Mapping[str, float], budget: float) -> Plan:
+    """A plan for contestants that take turns of several steps; arguments as `plan`."""
+    of_round = sum(2 * max(TURN, FEWEST * seconds) for seconds in warm.values())
+    rounds = max(_FEWEST_TURNS, min(_MOST, int(budget / of_round)))
+    return Plan(rounds, 1, dict.fromkeys(warm, 1))
+
+
 def plan(warm: Mapping[str, float], budget: float, shortest: float = 1e-3) -> Plan:
     """A plan for contestants with these times of one step, the first of them being ours.
 
@@ -96,13 +112,13 @@ def plan(warm: Mapping[str, float], budget: float, shortest: float = 1e-3) -> Pl
     warm = {label: max(seconds, 1e-9) for label, seconds in warm.items()}
     ours = next(iter(warm.values()))
     steps = max(1, min(_MOST_STEPS, round(shortest / ours)))
-    quick = sum(seconds * (steps + 1) for seconds in warm.values() if seconds <= _SLOW * ours)
+    quick = sum(lasting(seconds, steps) for seconds in warm.values() if seconds <= _SLOW * ours)
     steps_of_slow = {
         label: max(1, min(steps, round(shortest / seconds)))
         for label, seconds in warm.items()
         if seconds > _SLOW * ours
     }
-    slow = {label: warm[label] * (count + 1) for label, count in steps_of_slow.items()}
+    slow = {label: lasting(warm[label], count) for label, count in steps_of_slow.items()}
     rounds = int(budget / 2 / quick) if slow else int(budget / quick)
     rounds = max(_FEWEST, min(_MOST, rounds))
     every = dict.fromkeys(warm, 1)
@@ -153,7 +169,7 @@ def _take(
     contestant: Contestant, steps: int, samples: dict[str, list[float]], lost: dict[str, str]
 ) -> None:
     try:
-        samples.setdefault(contestant.label, []).append(contestant.sample(steps))
+        samples.setdefault(contestant.label, []).extend(contestant.sample(steps))
     except ContestantLostError as error:
         lost[contestant.label] = str(error)
         samples.pop(contestant.label, None)

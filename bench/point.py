@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -12,18 +15,27 @@ from typing import Any
 import numba
 import numpy as np
 
-from .. import set_num_threads
-from . import bounds
-from .cases.steps import Point
+from .. import get_num_threads, set_num_threads
+from . import bounds, machine
+from .cases.steps import LOOP, Point
 from .cases.workloads import Gradient, Tensor
 from .errors import BenchError
-from .measure import Contestant, ContestantLostError, Times, in_process, interleave, plan, warm_up
+from .measure import (
+    Contestant,
+    ContestantLostError,
+    Times,
+    in_process,
+    interleave,
+    plan,
+    plan_of_turns,
+    warm_up,
+)
 from .peer import Peers, Worker
 from .report.result import BOUND, OURS, PointResult, Progress, Settings
 from .work import Inputs, Work, build, enough_memory, inputs
 from .workers.worker_protocol import Clock, Job, peak_memory
 
-_LEAD_IN = 1
+_UNTIL_BUSY = 0.1  # seconds until the other processes compute
 
 
 def run(
@@ -42,8 +54,9 @@ def run(
         work = build(point, given)
         jobs = {OURS: work.job, **bound_jobs(work, point.threads)}
         with _Rivals(point, given, peers) as rivals:
-            contestants = [*in_process(jobs, _LEAD_IN, clock), *rivals.contestants]
-            times = _measure(contestants, settings, progress)
+            ours = in_process(jobs, point.scenario, point.threads, clock)
+            with company(point.scenario):
+                times = _measure([*ours, *rivals.contestants], point, settings, progress)
             memory = {OURS: peak_memory(work.job), **rivals.memory(times)}
     return PointResult(
         point=point,
@@ -60,6 +73,7 @@ def run(
 @contextmanager
 def using_threads(threads: int) -> Iterator[None]:
     """The bound loops are Numba's own, so Numba has to know the number, too."""
+    get_num_threads()  # starts the layer of threads that steps have
     before = numba.get_num_threads()
     numba.set_num_threads(threads)
     set_num_threads(threads)
@@ -78,12 +92,31 @@ def bound_jobs(work: Work, threads: int) -> dict[str, Job]:
     }
 
 
-def _measure(contestants: list[Contestant], settings: Settings, progress: Progress) -> Times:
+@contextmanager
+def company(scenario: str) -> Iterator[None]:
+    """In "busy", other processes that compute all the time, one for each two cores."""
+    spin = f"import os\nwhile os.getppid() == {os.getpid()}:\n for _ in range(10**6): pass"
+    count = max(1, machine.cores() // 2) if scenario == "busy" else 0
+    others = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(count)]
+    try:
+        if others:
+            time.sleep(_UNTIL_BUSY)
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+def _measure(
+    contestants: list[Contestant], point: Point, settings: Settings, progress: Progress
+) -> Times:
     """What is compiled at its first call is compiled in the warm-up, so that is done twice."""
     warm_up(contestants)
     warm = warm_up(contestants)
     of_each = {label: samples[0] for label, samples in warm.samples.items()}
-    chosen = plan(of_each, settings.seconds)
+    in_a_loop = point.scenario == LOOP
+    chosen = (plan if in_a_loop else plan_of_turns)(of_each, settings.seconds)
     return interleave(contestants, chosen, warm.lost, lambda n: progress(n / chosen.rounds))
 
 
@@ -132,7 +165,7 @@ class _Rivals:
                 self.missing[label] = str(error)
                 continue
             self._forms[label] = worker, form
-            self.contestants.append(in_worker(label, worker, form))
+            self.contestants.append(in_worker(label, worker, form, self._point.scenario))
 
     def memory(self, times: Times) -> dict[str, int | None]:
         """Of the forms that have times, what a step needs beside its arrays."""
@@ -152,12 +185,13 @@ class _Rivals:
                 worker.ask({"do": "drop"})
 
 
-def in_worker(label: str, worker: Worker, form: str) -> Contestant:
+def in_worker(label: str, worker: Worker, form: str, scenario: str) -> Contestant:
     """A contestant that is one form in a worker."""
-    request = {"do": "sample", "form": form, "lead_in": _LEAD_IN}
+    request = {"do": "sample", "form": form, "scenario": scenario}
 
-    def sample(steps: int) -> float:
-        return float(worker.ask({**request, "steps": steps})["seconds"])
+    def sample(steps: int) -> list[float]:
+        found: list[float] = worker.ask({**request, "steps": steps})["seconds"]
+        return found
 
     return Contestant(label, sample, is_elsewhere=True)
 

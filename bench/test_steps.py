@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import pytest
 
+from fusestep import get_num_threads
 from fusestep.bench.cases import indices
 from fusestep.bench.cases import steps as cases
 from fusestep.bench.cases.steps import Case, Point
@@ -26,8 +26,8 @@ _ROUNDS = 11
 
 def _point(case: Case) -> Point:
     """At the default size, in float32."""
-    threads = numba.get_num_threads()
-    (point,) = cases.points([case], None, ["float32"], [threads], [indices.DEFAULT])
+    threads = get_num_threads()
+    (point,) = cases.points([case], None, ["float32"], [threads], [indices.DEFAULT], [cases.LOOP])
     return point
 
 

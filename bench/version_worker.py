@@ -9,7 +9,7 @@ from __future__ import annotations
 import numba
 import numpy as np
 
-from .. import __version__, set_num_threads
+from .. import __version__, get_num_threads, set_num_threads
 from .buffers import Buffers
 from .cases.steps import STEPS
 from .cases.subject import DTYPES
@@ -25,6 +25,7 @@ class Version:
     warm_up = 3
 
     def __init__(self, threads: int) -> None:
+        get_num_threads()  # starts the layer of threads that its steps have
         numba.set_num_threads(threads)
         set_num_threads(threads)
         self._cases = {case.name: case for case in STEPS}

@@ -8,14 +8,15 @@ from __future__ import annotations
 import argparse
 import math
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
-import numba
-
+from ... import get_num_threads
 from ..errors import BenchError
 from ..peer import PEERS, find_python, interpreter_option
 from ..report import document
 from ..report.result import Settings
+from ..workers.worker_protocol import SCENARIOS
 from . import indices
 from . import steps as cases
 from .steps import Case, Point, SpecialCase
@@ -37,6 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--indices", metavar="NAMES", help="of row cases: uniform, zipf1.2, equal, or all")
     add("--dtype", metavar="NAMES", help="float32 (default), bfloat16, float16, or all")
+    add(
+        "--scenario",
+        metavar="NAMES",
+        help=f"what is between two steps, or beside them: {', '.join(SCENARIOS)} (default: "
+        f"{cases.LOOP}: nothing), or all",
+    )
     add("--threads", metavar="N", help="threads of everything; several with commas (default: all)")
     add("--seconds", metavar="S", help=f"time for each point (default: {Settings().seconds})")
     add("--quick", action="store_true", help=f"the same as --seconds {_QUICK}: rough figures")
@@ -94,7 +101,7 @@ class Request:
     @property
     def threads(self) -> int:
         """Of the cases that are measured with one number only."""
-        return max((p.threads for p in self.points), default=numba.get_num_threads())
+        return max((p.threads for p in self.points), default=get_num_threads())
 
 
 def parse(args: argparse.Namespace) -> Request:
@@ -112,6 +119,7 @@ def parse(args: argparse.Namespace) -> Request:
         _names("--dtype", "float32" if args.dtype is None else args.dtype, tuple(DTYPES)),
         threads,
         _distributions(indices.DEFAULT if args.indices is None else args.indices),
+        parse_scenarios(args.scenario),
     )
     found = {peer: find_python(peer, getattr(args, _attribute(peer))) for peer in PEERS}
     json, plot = (None if path is None else Path(path) for path in (args.json, args.plot))
@@ -144,7 +152,7 @@ def _against(args: argparse.Namespace) -> str | None:
     against: str | None = args.against
     if against is None or Path(against).is_file():
         return against
-    others = ("json", "plot", "peers")
+    others = ("json", "plot", "peers", "scenario")
     given = [f"--{name}" for name in others if getattr(args, name) is not None]
     if given:
         raise BenchError(
@@ -155,14 +163,14 @@ def _against(args: argparse.Namespace) -> str | None:
 
 
 def parse_threads(text: str | None) -> list[int]:
-    """Numbers of threads that this machine and Numba can give.
+    """Numbers of threads, no more than a step may use here.
 
     Raises:
         BenchError: anything else.
     """
-    most = numba.config.NUMBA_NUM_THREADS
+    most = get_num_threads()
     if text is None:
-        return [numba.get_num_threads()]
+        return [most]
     counts = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
     if not all(1 <= count <= most for count in counts):
         expected = f"whole numbers from 1 to {most}"
@@ -200,6 +208,18 @@ def parse_peers(text: str | None) -> list[str]:
     if text.strip() == "none":
         return []
     return _names("--peers", text, tuple(PEERS), "all or none")
+
+
+def parse_scenarios(text: str | None) -> list[str]:
+    """Names of scenarios, separated by commas; None for the one without anything else.
+
+    Raises:
+        BenchError: an unknown name, or one that needs what is not installed.
+    """
+    names = _names("--scenario", cases.LOOP if text is None else text, SCENARIOS)
+    if "torch" in names and find_spec("torch") is None:
+        raise BenchError("--scenario torch: needs PyTorch in this environment")
+    return names
 
 
 def _names(option: str, text: str, known: tuple[str, ...], special: str = "all") -> list[str]:

@@ -15,6 +15,9 @@ from .optimizers import OPTIMIZERS
 from .subject import Subject, Use
 from .workloads import DENSE_MODELS, MIXED_MODELS, Kind, Workload
 
+LOOP = "loop"
+"""The scenario without anything between two steps."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -47,18 +50,20 @@ class Case:
 
 @dataclass(frozen=True)
 class Point:
-    """One measurement: a case at one size, dtype and number of threads."""
+    """One measurement: a case at one size, dtype and number of threads, in one scenario."""
 
     case: Case
     size: str
     dtype: str
     threads: int
     distribution: str = indices.DEFAULT
+    scenario: str = LOOP
 
     @property
     def title(self) -> str:
         """For people."""
-        return f"{self.case.name} {self.workload_size} {self.dtype} x{self.threads}"
+        name = f"{self.case.name} {self.workload_size} {self.dtype} x{self.threads}"
+        return name if self.scenario == LOOP else f"{name} {self.scenario}"
 
     @property
     def workload_size(self) -> str:
@@ -194,6 +199,7 @@ def points(
     dtypes: list[str],
     threads: list[int],
     distributions: list[str],
+    scenarios: list[str],
 ) -> list[Point]:
     """Every combination that there is; a model has one size.
 
@@ -203,19 +209,21 @@ def points(
         dtypes: by name.
         threads: numbers of them.
         distributions: of the indices of row cases.
+        scenarios: by name.
 
     Raises:
         BenchError: a size or a dtype fits none of the cases.
     """
     cases = list(cases)
     found = [
-        Point(case, size, dtype, count, distribution)
+        Point(case, size, dtype, count, distribution, scenario)
         for case in cases
         for size in _sizes_of(case, sizes)
         for dtype in dtypes
         if dtype in case.subject.dtypes
         for distribution in (distributions if case.kind != "dense" else distributions[:1])
         for count in threads
+        for scenario in scenarios
     ]
     if not found and cases:
         asked = f"--size {sizes or 'default'}, --dtype {','.join(dtypes)}"

@@ -20,7 +20,7 @@ from ..errors import BenchError
 from ..peer import Peers
 from .result import Against, PointResult, Settings, SpecialResult
 
-SCHEMA = 2
+SCHEMA = 3
 Result = PointResult | SpecialResult
 
 
@@ -52,6 +52,7 @@ def _point(result: PointResult) -> dict[str, Any]:
         "indices": None if point.case.kind == "dense" else point.distribution,
         "dtype": point.dtype,
         "threads": point.threads,
+        "scenario": point.scenario,
         "sizes": result.size,
         "bytes": result.bytes,
         "from_memory": result.from_memory,

@@ -16,13 +16,17 @@ from typing import Any
 
 from .. import machine
 from ..cases import indices
+from ..cases.steps import LOOP
 from ..cases.workloads import DEFAULT_ROWS, PUBLISHED_DENSE, number
 from ..errors import BenchError
 from . import catalogue, document
 from .catalogue import markdown
 from .result import OURS
 from .table import (
+    IN_WORDS,
     bandwidth,
+    by_scenario,
+    contestants,
     loses_to,
     loses_to_bound,
     memory,
@@ -31,6 +35,7 @@ from .table import (
     share,
     size,
     speedup,
+    spread,
 )
 
 DOCUMENTS = (
@@ -44,8 +49,9 @@ _SHOWN = (
     "rows/nn.SGD",
     "rows/nn.Adam",
     "dense/nn.Adam",
-    "dense/nn.Lamb",
+    "many-small/nn.Adam",
 )
+_SUMMARISED = ("loop", "busy", "pause20")
 Points = list[dict[str, Any]]
 
 
@@ -86,10 +92,31 @@ def documents() -> dict[Path, str]:
 
 
 def _summary(data: dict[str, Any]) -> str:
-    """A selection of the cases, at the published size, in float32, with all threads."""
-    usual = _usual(data)
-    points = [point for name in _SHOWN for point in usual if point["case"] == name]
-    return f"{_of_points(points)}\n\n{_setting(data)}"
+    """Times of some cases and how much faster they are than PyTorch, in some scenarios."""
+    words = [IN_WORDS[scenario] for scenario in _SUMMARISED]
+    head = ["case", "size", *words, *(f"x torch, {word}" for word in words)]
+    rows = []
+    for group in by_scenario([p for p in _all(data) if p["case"] in _SHOWN]):
+        points = [group.get(scenario) for scenario in _SUMMARISED]
+        times = [seconds(p["times"][OURS]["median"]) if p else "n/a" for p in points]
+        ratios = [_bold(speedup(p, "torch"), loses_to(p, "torch")) if p else "n/a" for p in points]
+        point = next(iter(group.values()))
+        rows.append([f"`{point['case']}`", size(point), *times, *ratios])
+    rows.sort(key=lambda row: _SHOWN.index(row[0].strip("`")))
+    return f"{markdown(head, rows, left=2)}\n\n{_setting(data)}"
+
+
+def _scenarios(data: dict[str, Any]) -> str:
+    """Median and percentiles of ours, the bound and each peer in all scenarios."""
+    names = list(dict.fromkeys(point["scenario"] for point in _all(data)))
+    rows = [
+        [f"`{point['case']}`", size(point), name, *(spread(group.get(s), name) for s in names)]
+        for group in by_scenario(_all(data))
+        for point in (next(iter(group.values())),)
+        for name in contestants(point)
+    ]
+    head = ["case", "size", "of", *(IN_WORDS[name] for name in names)]
+    return f"{markdown(head, rows, left=3)}\n\n{_setting(data)}"
 
 
 def _setting(data: dict[str, Any]) -> str:
@@ -102,8 +129,13 @@ def _setting(data: dict[str, Any]) -> str:
     )
 
 
-def _measured(data: dict[str, Any]) -> Points:
+def _all(data: dict[str, Any]) -> Points:
     return [point for point in data["points"] if OURS in point["times"]]
+
+
+def _measured(data: dict[str, Any]) -> Points:
+    """Without anything between two steps."""
+    return [point for point in _all(data) if point["scenario"] == LOOP]
 
 
 def _usual(data: dict[str, Any]) -> Points:
@@ -258,6 +290,7 @@ def _special(name: str) -> Callable[[dict[str, Any]], str]:
 _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "summary": _summary,
     "setting": _setting,
+    "scenarios": _scenarios,
     "usual": _all_usual,
     "models": _models,
     "sizes": _sizes,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..cases.steps import LOOP
 from .result import OF_BOUND, OURS
-from .table import seconds, size
+from .table import IN_WORDS, contestants, same, seconds, size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,37 +22,45 @@ def draw(document: dict[str, Any], path: Path) -> None:
 
     Cases that were measured at several sizes are lines over the bytes that a step moves, one
     panel for the bound and one for each peer; cases of one size are dots, a row for each. A single
-    point with peers is drawn as bars: its time, and that of each peer's fastest form.
+    case with peers is drawn as bars: its time, and that of each peer's fastest form, a panel for
+    each scenario.
     """
     from matplotlib import rc_context
 
     points = [point for point in document["points"] if OURS in point["times"]]
-    is_one = len(points) == 1 and points[0]["peers"]
-    figure = _bars(points[0]) if is_one else _panels(points)
+    is_one = len({same(point) for point in points}) == 1 and points[0]["peers"]
+    figure = _bars(points) if is_one else _panels([p for p in points if p["scenario"] == LOOP])
     figure.suptitle(_title(document))
     # In an SVG words stay words, and nothing in it says when it was drawn.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "fusestep"}):
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
-def _bars(point: dict[str, Any]) -> Figure:
+def _bars(points: Points) -> Figure:
     from matplotlib.figure import Figure
 
-    labels = [OURS, *(against["label"] for against in point["peers"].values())]
-    labels.sort(key=lambda label: float(point["times"][label]["median"]))
-    times = [point["times"][label]["median"] for label in labels]
-    figure = Figure(figsize=(0.7 * _WIDTH, 0.4 * len(labels) + 1.5), layout="constrained")
-    axis = figure.add_subplot()
-    colours = ["C0" if label == OURS else "0.75" for label in labels]
-    bars = axis.barh(labels, [1e3 * time for time in times], color=colours)
-    axis.bar_label(bars, [seconds(time) for time in times], padding=4)
+    first = {name: label for name, label in contestants(points[0]).items() if name != "bound"}
+    names = sorted(first, key=lambda name: float(points[0]["times"][first[name]]["median"]))
+    size_of_all = (0.7 * _WIDTH if len(points) == 1 else _WIDTH, 0.4 * len(names) + 1.5)
+    figure = Figure(figsize=size_of_all, layout="constrained")
+    axes = figure.subplots(1, len(points), sharey=True, squeeze=False)[0]
+    for point, axis in zip(points, axes, strict=True):
+        labels = contestants(point)
+        times = [point["times"][labels[n]]["median"] if n in labels else 0.0 for n in names]
+        colours = ["C0" if name == OURS else "0.75" for name in names]
+        bars = axis.barh([first[n] for n in names], [1e3 * t for t in times], color=colours)
+        axis.bar_label(bars, [seconds(t) if t else "n/a" for t in times], padding=4)
+        axis.set_xlabel("milliseconds for one step")
+        axis.margins(x=0.12 * len(points))
+        axis.spines[["top", "right"]].set_visible(False)
+        if len(points) > 1:
+            axis.set_title(IN_WORDS[point["scenario"]], fontsize="medium", loc="left")
+    axes[0].invert_yaxis()
+    point = points[0]
     threads = f"{point['threads']} thread{'s' * (point['threads'] > 1)}"
-    title = f"{point['case']}, {size(point)}, {point['dtype']}, {threads}"
-    axis.set_title(title, fontsize="medium", loc="left")
-    axis.set_xlabel("milliseconds for one step")
-    axis.margins(x=0.12)
-    axis.invert_yaxis()
-    axis.spines[["top", "right"]].set_visible(False)
+    figure.supxlabel(
+        f"{point['case']}, {size(point)}, {point['dtype']}, {threads}", fontsize="medium"
+    )
     return figure
 
 

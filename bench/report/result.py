@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..cases.steps import Point
+from ..cases.steps import LOOP, Point
 from .stats import Ratio, Summary, ratio
 
 OURS = "fusestep"
@@ -93,7 +93,8 @@ class PointResult:
     def losses(self) -> list[str]:
         """What falls short, in words."""
         losses = []
-        if self.from_memory and self.bound and self.bound.speedup.value < OF_BOUND:
+        in_a_row = self.point.scenario == LOOP
+        if in_a_row and self.from_memory and self.bound and self.bound.speedup.value < OF_BOUND:
             losses.append(f"{self.bound.speedup.value:.1%} of the bound")
         losses += [
             f"{against.speedup.value:.2f} x {against.label}"

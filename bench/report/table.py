@@ -13,6 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ..against import Changed
+from ..cases.steps import LOOP
+from ..peer import PEERS
 from .result import OF_BOUND, OURS
 from .result import Progress as Report
 
@@ -20,6 +22,21 @@ from .result import Progress as Report
 _SPREAD, _BEYOND, _BUSY = 1.25, 1.05, 0.5
 # Characters: where output is no terminal; of the names of a line at least; between columns.
 _WIDTH, _NAMES, _BETWEEN = 200, 36, 3
+
+
+IN_WORDS = {
+    "loop": "in a loop",
+    "pause20": "after 20 ms of sleep",
+    "pause50": "after 50 ms of sleep",
+    "flush": "after other work on memory",
+    "busy": "beside a busy process",
+    "torch": "after a product of PyTorch",
+}
+
+
+def same(point: dict[str, Any]) -> tuple[Any, ...]:
+    """What points have in common that differ in their scenario only."""
+    return tuple(point[key] for key in ("case", "size", "indices", "dtype", "threads"))
 
 
 def console() -> Console:
@@ -36,6 +53,9 @@ def show(document: dict[str, Any], console: Console) -> None:
         console.print(part)
     if len({point["threads"] for point in points}) > 1:
         console.print(_scaling(points))
+    if len({point["scenario"] for point in points}) > 1:
+        for part in _scenarios(points, console.width):
+            console.print(part)
     for special in document["special"]:
         console.print(_series(special) if special["points"] else _limits(special))
     _show_losses(points, console)
@@ -59,7 +79,8 @@ def _points(points: list[dict[str, Any]], width: int) -> list[Table]:
 
     In several tables where there are more columns than fit.
     """
-    varied = {key: len({point[key] for point in points}) > 1 for key in ("dtype", "threads")}
+    keys = "dtype", "threads", "scenario"
+    varied = {key: len({point[key] for point in points}) > 1 for key in keys}
     common = [_of(points[0], key) for key, differs in varied.items() if not differs]
     title = f"Steps, {', '.join([*common, 'times faster than the fastest form of each peer'])}"
     peers, shown = peers_of(points), [key for key, differs in varied.items() if differs]
@@ -185,6 +206,60 @@ def _scaling(points: list[dict[str, Any]]) -> Table:
     return table
 
 
+def _scenarios(points: list[dict[str, Any]], width: int) -> list[Table]:
+    """Median and percentiles of ours, the bound and each peer, a column for each scenario."""
+    scenarios = list(dict.fromkeys(point["scenario"] for point in points))
+    lines = []
+    for group in by_scenario(points):
+        point = next(iter(group.values()))
+        variant = f"{size(point)} {_short(point['dtype'])} x{point['threads']}"
+        for name in contestants(point):
+            cells = [spread(group.get(scenario), name) for scenario in scenarios]
+            lines.append(([point["case"], variant, name], cells))
+    columns = [[s, *cells] for s, *cells in zip(scenarios, *(c for _, c in lines), strict=True)]
+    tables: list[Table] = []
+    for group_of_columns in _fitting(columns, width - _NAMES - _BETWEEN - len(max(PEERS, key=len))):
+        title = "" if tables else "Scenarios: median time of a step (p20, p80)"
+        table = _table(title)
+        for name in ("case", "size", "of"):
+            table.add_column(name, overflow="fold")
+        for name, *_ in group_of_columns:
+            table.add_column(name, justify="right", no_wrap=True)
+        others = (column[1:] for column in group_of_columns)
+        for (names, _), *cells in zip(lines, *others, strict=True):
+            table.add_row(*names, *cells)
+        tables.append(table)
+    return tables
+
+
+def by_scenario(points: list[dict[str, Any]]) -> list[dict[str, dict[str, Any]]]:
+    """Points that differ in their scenario only, together."""
+    groups: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    for point in points:
+        groups.setdefault(same(point), {})[point["scenario"]] = point
+    return list(groups.values())
+
+
+def contestants(point: dict[str, Any]) -> dict[str, str]:
+    """By name, the label of ours, of the bound's fastest loop and of each peer's fastest form."""
+    bound = {"bound": point["bound"]["label"]} if point["bound"] else {}
+    peers = {peer: against["label"] for peer, against in point["peers"].items()}
+    return {OURS: OURS, **bound, **peers}
+
+
+def spread(point: dict[str, Any] | None, name: str) -> str:
+    """The median of a contestant with its percentiles."""
+    label = None if point is None else contestants(point).get(name)
+    if point is None or label is None:
+        return "n/a"
+    time = point["times"][label]
+    median, unit = seconds(time["median"]).split()
+    scale = {"s": 1.0, "ms": 1e3, "us": 1e6}[unit]
+    digits = len(median.partition(".")[2])
+    low, high = (f"{scale * time[name]:.{digits}f}" for name in ("p20", "p80"))
+    return f"{median} {unit} ({low}, {high})"
+
+
 def _series(special: dict[str, Any]) -> Table:
     """One line for each batch, one column for each width: the time, and its share of what is
     allowed.
@@ -232,7 +307,8 @@ def _show_losses(points: list[dict[str, Any]], console: Console) -> None:
 
 
 def _name(point: dict[str, Any]) -> str:
-    return f"{point['case']} {size(point)} {_short(point['dtype'])} x{point['threads']}"
+    name = f"{point['case']} {size(point)} {_short(point['dtype'])} x{point['threads']}"
+    return name if point["scenario"] == LOOP else f"{name} {point['scenario']}"
 
 
 def _show_doubts(document: dict[str, Any], console: Console) -> None:
@@ -243,6 +319,8 @@ def _show_doubts(document: dict[str, Any], console: Console) -> None:
     for point in document["points"]:
         time = point["times"].get(OURS)
         name = _name(point)
+        if point["scenario"] != LOOP:  # times vary, and that is what they are measured for
+            continue
         if time is not None and time["p80"] > _SPREAD * time["p20"]:
             spread = f"p80 is {time['p80'] / time['p20']:.1f} x p20"
             text = f"{name}: {spread}: was the machine busy?"

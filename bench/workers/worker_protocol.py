@@ -10,8 +10,8 @@ A worker reads JSON lines from its standard input and answers each with one JSON
      "parameters": [{"shape": [9, 4], "gradient": "/g.npy", "indices": null}],
      "fresh_gradients": false}
         -> {}
-    {"do": "sample", "form": ..., "lead_in": 1, "steps": 1}
-        -> {"seconds": 0.0123}
+    {"do": "sample", "form": ..., "scenario": "loop", "steps": 1}
+        -> {"seconds": [0.0123]}
     {"do": "memory", "form": ...}
         -> {"bytes": 4096}
     {"do": "values", "form": ..., "path": "/x.npz"}
@@ -39,6 +39,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -54,6 +55,47 @@ class Clock(Protocol):
 
 def _nothing() -> None:
     pass
+
+
+# -- scenarios ------------------------------------------------------------------------------------
+
+SCENARIOS = ("loop", "pause20", "pause50", "flush", "busy", "torch")
+LEAD_IN, MOST_LEAD_IN = 5e-3, 20  # seconds, and steps, before a sample in a loop: one at least
+TURN = 0.1  # seconds that count of a turn in a scenario other than "loop", about
+FEWEST = 3  # steps that count, where one takes longer than that
+_FLUSHED = 2**28  # bytes at most
+_PRODUCT = 1024  # rows and columns of the matrices that torch multiplies: ten milliseconds or so
+
+
+def last_cache_bytes() -> int:
+    """Size of the largest cache of the first core; 32 MiB where the system does not say."""
+    sizes = []
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = path.read_text(encoding="ascii").strip()
+        if text.endswith("K"):
+            sizes.append(int(text[:-1]) * 1024)
+    return max(sizes, default=2**25)
+
+
+def before_step(scenario: str, threads: int) -> Callable[[], object]:
+    """What this process does before each step of a scenario.
+
+    Raises:
+        ImportError: of "torch", where there is no PyTorch.
+    """
+    if scenario == "torch":
+        import torch
+
+        torch.set_num_threads(threads)
+        left, right = torch.ones(_PRODUCT, _PRODUCT), torch.ones(_PRODUCT, _PRODUCT)
+        return lambda: torch.mm(left, right)
+    if scenario == "flush":
+        others = np.zeros(min(2 * last_cache_bytes(), _FLUSHED) // 8)
+        return lambda: np.add(others, 1.0, out=others)
+    if scenario.startswith("pause"):
+        seconds = 1e-3 * int(scenario[len("pause") :])
+        return lambda: time.sleep(seconds)
+    return _nothing
 
 
 # -- a step and what is measured of it ------------------------------------------------------------
@@ -102,26 +144,77 @@ def in_turn(jobs: Sequence[Job]) -> Job:
     return Turns().job(jobs)
 
 
-def sample(job: Job, lead_in: int, steps: int, clock: Clock = time.perf_counter) -> float:
-    """Mean seconds of ``steps`` steps in a row, after ``lead_in`` steps that do not count.
+def sample(job: Job, steps: int, clock: Clock = time.perf_counter) -> float:
+    """Mean seconds of ``steps`` steps in a row, after a lead-in of others that do not count.
 
-    The lead-in stands for the training loop that a short step is part of: threads are awake
-    and the code is in the caches.
+    The lead-in stands for the training loop that a short step is part of: threads are awake, each
+    on a core of its own, and code and arrays are in the caches as far as they fit.
     """
     total = 0.0
     collecting = gc.isenabled()
     gc.disable()
     try:
-        for index in range(lead_in + steps):
-            job.load()
-            start = clock()
-            job.step()
-            if index >= lead_in:
-                total += clock() - start
+        left, lead_in = MOST_LEAD_IN, LEAD_IN
+        while left and lead_in > 0:
+            lead_in -= _timed(job, clock)
+            left -= 1
+        for _ in range(steps):
+            total += _timed(job, clock)
     finally:
         if collecting:
             gc.enable()
     return total / steps
+
+
+def _timed(job: Job, clock: Clock) -> float:
+    job.load()
+    start = clock()
+    job.step()
+    return clock() - start
+
+
+def turn(job: Job, before: Callable[[], object], clock: Clock = time.perf_counter) -> list[float]:
+    """Seconds of each step of a training loop that does something else before each.
+
+    The loop goes on for as long before the first step that counts. A process that has slept or was
+    stopped is treated well at first: its threads wake up on different cores, and one that
+    competes with another process goes first. That is over after four steps or so.
+    """
+    found: list[float] = []
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        for _ in range(2):
+            end = clock() + TURN
+            found = []
+            while len(found) < FEWEST or clock() < end:
+                job.load()
+                before()
+                start = clock()
+                job.step()
+                found.append(clock() - start)
+    finally:
+        if collecting:
+            gc.enable()
+    return found
+
+
+def samples(
+    job: Job,
+    scenario: str,
+    steps: int,
+    before: Callable[[], object],
+    clock: Clock = time.perf_counter,
+) -> list[float]:
+    """Seconds of a step: the mean of so many in a loop, or those of a turn in another scenario.
+
+    Beside a busy process they are one sample, their mean: who waits for the other process does
+    so in one step of many, and the median of steps would not see it.
+    """
+    if scenario == "loop":
+        return [sample(job, steps, clock)]
+    found = turn(job, before, clock)
+    return [sum(found) / len(found)] if scenario == "busy" else found
 
 
 def peak_memory(job: Job) -> int | None:
@@ -247,6 +340,8 @@ class _Server:
         self._loaded: Library | None = None
         self._first: dict[str, Replica] = {}
         self._jobs: dict[str, Job] = {}
+        self._threads = int(sys.argv[1])
+        self._before: dict[str, Callable[[], object]] = {}
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """The answer to a request, whatever happens."""
@@ -265,8 +360,7 @@ class _Server:
         if do == "setup":
             return self._set_up(request)
         if do == "sample":
-            job = self._jobs[request["form"]]
-            return {"seconds": sample(job, request["lead_in"], request["steps"])}
+            return {"seconds": self._sample(**{k: v for k, v in request.items() if k != "do"})}
         if do == "memory":
             return {"bytes": self._peak_memory(self._jobs[request["form"]])}
         if do == "values":
@@ -278,7 +372,7 @@ class _Server:
     @property
     def _library(self) -> Library:
         if self._loaded is None:
-            self._loaded = self._load(int(sys.argv[1]))
+            self._loaded = self._load(self._threads)
         return self._loaded
 
     def _set_up(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -295,6 +389,11 @@ class _Server:
         self._first[case.form] = replicas[0]
         self._jobs[case.form] = in_turn([replica.job for replica in replicas])
         return {}
+
+    def _sample(self, form: str, scenario: str, steps: int) -> list[float]:
+        if scenario not in self._before:
+            self._before[scenario] = before_step(scenario, self._threads)
+        return samples(self._jobs[form], scenario, steps, self._before[scenario])
 
     def _peak_memory(self, job: Job) -> int | None:
         return None if getattr(self._library, "keeps_memory", False) else peak_memory(job)

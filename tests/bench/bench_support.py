@@ -61,10 +61,14 @@ def named(name: str) -> Case:
 
 
 def point(
-    name: str = "dense/nn.Adam", size: str = TINY, dtype: str = "float32", threads: int = 1
+    name: str = "dense/nn.Adam",
+    size: str = TINY,
+    dtype: str = "float32",
+    threads: int = 1,
+    scenario: str = cases.LOOP,
 ) -> Point:
     """The only point of a case at this size."""
-    (found,) = cases.points([named(name)], size, [dtype], [threads], ["zipf1.2"])
+    (found,) = cases.points([named(name)], size, [dtype], [threads], ["zipf1.2"], [scenario])
     return found
 
 

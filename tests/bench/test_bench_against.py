@@ -35,9 +35,9 @@ def test_changes_between_two_documents() -> None:
     )
     found = against.changes(before, now)
     assert [c.title for c in found] == [
-        "dense/nn.Adam 900 float32 1",
-        "dense/nn.SGD 900 float32 1",
-        "rows/nn.SGD 100x8x50 zipf1.2 float32 1",
+        "dense/nn.Adam 900 float32 1 loop",
+        "dense/nn.SGD 900 float32 1 loop",
+        "rows/nn.SGD 100x8x50 zipf1.2 float32 1 loop",
     ]
     assert [c.verdict for c in found] == ["slower", "faster", "same"]
     assert found[0].ratio == Summary(2.0, *map(pytest.approx, (0.018 / 0.011, 0.022 / 0.009)), 9)
@@ -166,7 +166,7 @@ class FakeWorker:
             return {}
         self.samples += 1
         self.log.append(self.name)
-        return {"seconds": self.seconds[self.name](self.samples)}
+        return {"seconds": [self.seconds[self.name](self.samples)]}
 
     def close(self) -> None:
         self.log.append(f"end {self.name}")
@@ -290,7 +290,7 @@ def test_against_an_earlier_file(
     assert main.main([*given, "--against", str(path)]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert "holds no results: expected results of schema 2, got None" in captured.err
+    assert "holds no results: expected results of schema 3, got None" in captured.err
 
 
 def test_a_version_worker_takes_the_steps_of_the_cases() -> None:

@@ -168,15 +168,21 @@ def test_numbers_have_units_of_1024() -> None:
 def test_points_are_all_combinations_that_there_are() -> None:
     chosen = [named("dense/nn.SGD"), named("rows/ops.FusedSparseAdam")]
     found = cases.points(
-        chosen, "1K,4K,9x2x5", ["float32", "float16"], [1, 2], ["uniform", "equal"]
+        chosen,
+        "1K,4K,9x2x5",
+        ["float32", "float16"],
+        [1, 2],
+        ["uniform", "equal"],
+        ["loop", "busy"],
     )
     dense = [point for point in found if point.case.kind == "dense"]
     rows = [point for point in found if point.case.kind == "rows"]
-    assert len(dense) == 2 * 2 * 2  # sizes, dtypes, threads
-    assert len(rows) == 2 * 2  # float32 only; distributions, threads
+    assert len(dense) == 2 * 2 * 2 * 2  # sizes, dtypes, threads, scenarios
+    assert len(rows) == 2 * 2 * 2  # float32 only; distributions, threads, scenarios
     assert {point.distribution for point in rows} == {"uniform", "equal"}
     assert len({(point.title, point.distribution) for point in found}) == len(found)
     assert rows[0].title == "rows/ops.FusedSparseAdam 9x2x5 uniform float32 x1"
+    assert rows[1].title == "rows/ops.FusedSparseAdam 9x2x5 uniform float32 x1 busy"
 
 
 @pytest.mark.parametrize(
@@ -189,7 +195,7 @@ def test_points_are_all_combinations_that_there_are() -> None:
 )
 def test_no_point_is_an_error(name: str, size: str, dtype: str) -> None:
     with pytest.raises(BenchError, match=f"--size {size}, --dtype {dtype}: fits none"):
-        cases.points([named(name)], size, [dtype], [1], ["uniform"])
+        cases.points([named(name)], size, [dtype], [1], ["uniform"], ["loop"])
 
 
 def test_shapes_of_the_workloads() -> None:
@@ -288,7 +294,7 @@ _STEPS = """
     found = {}
     for case, dtype in getattr(bench_support, sys.argv[1]):
         size = None if case.model else SMALL
-        (point,) = cases.points([case], size, [dtype], [1], ["zipf1.2"])
+        (point,) = cases.points([case], size, [dtype], [1], ["zipf1.2"], ["loop"])
         given = work.inputs(point)
         digests, entry = [], {}
         for threads in (1, 2, 3):

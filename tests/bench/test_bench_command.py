@@ -151,7 +151,7 @@ def test_options_among_the_cases(
 
 
 def test_threads_are_a_dimension() -> None:
-    if options.numba.config.NUMBA_NUM_THREADS < 2:
+    if options.get_num_threads() < 2:
         pytest.skip("one core")
     request = parsed("dense/nn.SGD", "--threads", "1,2,1", "--size", "1K")
     assert [point.threads for point in request.points] == [1, 2]
@@ -161,7 +161,7 @@ def test_threads_are_a_dimension() -> None:
 def test_what_is_left_out_has_a_default() -> None:
     request = parsed()
     assert {p.dtype for p in request.points} == {"float32"}
-    assert {p.threads for p in request.points} == {options.numba.get_num_threads()}
+    assert {p.threads for p in request.points} == {options.get_num_threads()}
     assert {p.size for p in request.points if p.case.name.startswith("rows/")} == {
         "500000x64x65536"
     }

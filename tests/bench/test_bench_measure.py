@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+import time
+from importlib.util import find_spec
 from typing import Any
 
+import psutil
 import pytest
 
 from fusestep.bench import bounds, first_step, measure, no_cliff, point, work
+from fusestep.bench.cases import options
 from fusestep.bench.errors import BenchError
-from fusestep.bench.measure import Contestant, ContestantLostError, Plan, interleave, plan
+from fusestep.bench.measure import (
+    Contestant,
+    ContestantLostError,
+    Plan,
+    interleave,
+    lasting,
+    plan,
+    plan_of_turns,
+)
 from fusestep.bench.peer import Peers
 from fusestep.bench.report.result import OURS, PointResult, Settings, fastest
 from fusestep.bench.report.stats import Ratio, Summary, change, paired, ratio
-from fusestep.bench.workers.worker_protocol import Job, in_turn, sample
+from fusestep.bench.workers.worker_protocol import (
+    SCENARIOS,
+    Job,
+    before_step,
+    in_turn,
+    sample,
+    turn,
+)
 from fusestep.kernels.cpu.cache import cache_directory
 
 import bench_support
@@ -107,7 +126,7 @@ def test_every_contestant_gets_some_turns_and_the_budget_is_kept(
         warm = {str(k): ours * factor for k, factor in enumerate(factors)}
         chosen = plan(warm, budget)
         assert 7 <= chosen.rounds <= 101
-        cost = {label: seconds * (chosen.steps_of(label) + 1) for label, seconds in warm.items()}
+        cost = {label: lasting(s, chosen.steps_of(label)) for label, s in warm.items()}
         slow = [label for label, seconds in warm.items() if seconds > 4 * ours]
         quick = sum(cost[label] for label in warm if label not in slow)
         for_quick = budget / 2 if slow else budget
@@ -119,15 +138,23 @@ def test_every_contestant_gets_some_turns_and_the_budget_is_kept(
             assert turns(chosen, label) == 3 or spent <= budget / 2 / len(slow)
 
 
+def test_turns_fill_the_budget() -> None:
+    """Nobody sits out: a slow step is taken less often in its turn."""
+    chosen = plan_of_turns({"a": 1e-4, "b": 1e-2, "slow": 0.2}, budget=16.0)
+    assert chosen == Plan(10, 1, {"a": 1, "b": 1, "slow": 1})  # 0.2 + 0.2 + 6 x 0.2 s a round
+    assert plan_of_turns({"a": 1e-4}, budget=0.1).rounds == 3
+    assert plan_of_turns({"a": 1e-4}, budget=1e9).rounds == 101
+
+
 # -- interleaving ---------------------------------------------------------------------------------
 
 
 def scripted(order: list[str], label: str, *values: float) -> Contestant:
     found = iter(values)
 
-    def take(steps: int) -> float:
+    def take(steps: int) -> list[float]:
         order.append(f"{label}{steps}")
-        return next(found)
+        return [next(found)]
 
     return Contestant(label, take)
 
@@ -153,13 +180,13 @@ def test_who_sits_out_comes_back() -> None:
 def test_a_contestant_that_is_lost_does_not_stop_the_others(good_turns: int) -> None:
     asked: list[int] = []
 
-    def fail(steps: int) -> float:
+    def fail(steps: int) -> list[float]:
         asked.append(steps)
         if len(asked) > good_turns:
             raise ContestantLostError("out of memory")
-        return 1.0
+        return [1.0]
 
-    contestants = [Contestant("a", fail), Contestant("b", lambda _: 1.0)]
+    contestants = [Contestant("a", fail), Contestant("b", lambda _: [1.0])]
     times = interleave(contestants, Plan(5, 1, {"a": 1, "b": 1}))
     assert times.lost == {"a": "out of memory"}
     assert len(asked) == good_turns + 1  # and it is not asked again
@@ -167,7 +194,7 @@ def test_a_contestant_that_is_lost_does_not_stop_the_others(good_turns: int) -> 
 
 
 def test_who_is_lost_in_the_warm_up_stays_out() -> None:
-    contestants = [Contestant("a", lambda _: 1.0), Contestant("b", lambda _: 1.0)]
+    contestants = [Contestant("a", lambda _: [1.0]), Contestant("b", lambda _: [1.0])]
     times = interleave(contestants, Plan(3, 1, {"a": 1}), lost={"b": "gone"})
     assert list(times.samples) == ["a"]
     assert times.lost == {"b": "gone"}
@@ -180,7 +207,7 @@ def test_before_other_processes_start_our_threads_may_settle(
     monkeypatch.setattr(measure.time, "sleep", lambda _: order.append("pause"))
 
     def contestant(label: str, elsewhere: bool) -> Contestant:
-        return Contestant(label, lambda _: order.append(label) or 1.0, elsewhere)
+        return Contestant(label, lambda _: order.append(label) or [1.0], elsewhere)
 
     contestants = [contestant("a", False), contestant("b", True), contestant("c", True)]
     interleave(contestants, Plan(2, 1, dict.fromkeys("abc", 1)))
@@ -200,7 +227,67 @@ def test_a_sample_is_the_mean_of_steps_after_the_lead_in() -> None:
     def load() -> None:
         clock.now += 50.0
 
-    assert sample(Job(step, load), lead_in=1, steps=3, clock=clock) == 2.0
+    assert sample(Job(step, load), steps=3, clock=clock) == 2.0
+
+
+@pytest.mark.parametrize(("seconds", "steps"), [(0.011, 4), (0.5, 3)])
+def test_a_turn_is_steps_after_as_many_others(seconds: float, steps: int) -> None:
+    """What comes before a step comes after its arrays, and does not count."""
+    clock, done = FakeClock(), []
+
+    def other() -> None:
+        clock.now += 0.015
+        done.append("other")
+
+    def step() -> None:
+        clock.now += seconds
+        done.append("step")
+
+    job = Job(step, lambda: done.append("load"))
+    assert turn(job, other, clock) == [pytest.approx(seconds)] * steps
+    assert done == ["load", "other", "step"] * 2 * steps
+
+
+@pytest.mark.parametrize("scenario", [name for name in SCENARIOS if name != "torch"])
+def test_what_a_scenario_does_before_a_step(scenario: str) -> None:
+    begin = time.perf_counter()
+    before_step(scenario, 1)()
+    spent = time.perf_counter() - begin
+    if scenario.startswith("pause"):
+        assert spent >= 1e-3 * int(scenario[5:])
+
+
+def test_a_product_of_torch_needs_it() -> None:
+    if find_spec("torch") is not None:
+        pytest.skip("it is here")
+    with pytest.raises(ImportError, match="torch"):
+        before_step("torch", 1)
+    with pytest.raises(BenchError, match="--scenario torch: needs PyTorch"):
+        options.parse_scenarios("loop,torch")
+
+
+def test_scenarios_are_names() -> None:
+    assert options.parse_scenarios(None) == ["loop"]
+    assert options.parse_scenarios("busy, pause20,busy") == ["busy", "pause20"]
+    for text in ("pause30", "", "Loop"):
+        with pytest.raises(BenchError, match="--scenario: expected names out of loop, pause20"):
+            options.parse_scenarios(text)
+
+
+@pytest.mark.parametrize(("cores", "count"), [(1, 1), (2, 1), (5, 2)])
+def test_busy_is_a_process_for_each_two_cores(
+    cores: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(point.machine, "cores", lambda: cores)
+    me = psutil.Process()
+    before = set(me.children())
+    with point.company("busy"):
+        others = set(me.children()) - before
+        assert len(others) == count
+        assert all(other.cpu_times().user > 0 for other in others)
+    assert set(me.children()) == before
+    with point.company("loop"):
+        assert set(me.children()) == before
 
 
 def test_jobs_in_turn_load_what_they_step() -> None:
@@ -291,7 +378,8 @@ def test_progress_ends_at_the_whole() -> None:
     clock = FakeClock()
     told: list[float] = []
     jobs = {OURS: clock.job(3.0)}
-    point._measure(measure.in_process(jobs, 1, clock), Settings(1.0), told.append)
+    contestants = measure.in_process(jobs, clock=clock)
+    point._measure(contestants, bench_support.point(), Settings(1.0), told.append)
     assert told == sorted(told)
     assert told[-1] == 1.0
 

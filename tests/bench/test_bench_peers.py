@@ -100,8 +100,8 @@ def wait_until_stopped(process: int) -> None:
 def test_a_worker_answers_and_rests(worker: Worker) -> None:
     assert worker.version == "1.2.3"
     with set_up(worker, "slow"):
-        answer = worker.ask({"do": "sample", "form": "slow", "lead_in": 1, "steps": 2})
-    assert answer["seconds"] >= 0.05
+        answer = worker.ask({"do": "sample", "form": "slow", "scenario": "loop", "steps": 2})
+    assert answer["seconds"][0] >= 0.05
     if sys.platform == "linux":
         wait_until_stopped(worker._process.pid)
     assert worker.ask({"do": "memory", "form": "slow"})["bytes"] is not False  # and wakes up
@@ -121,7 +121,7 @@ def test_what_was_dropped_is_gone(worker: Worker) -> None:
     with set_up(worker, "quick"):
         worker.ask({"do": "drop"})
         with pytest.raises(ContestantLostError, match="KeyError: 'quick'"):
-            worker.ask({"do": "sample", "form": "quick", "lead_in": 0, "steps": 1})
+            worker.ask({"do": "sample", "form": "quick", "scenario": "loop", "steps": 1})
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_the_end_of_a_worker(fake_worker: Path) -> None:
 def test_a_worker_that_does_not_answer(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer, "_TIMEOUT", 0.02)
     with set_up_patiently(worker, monkeypatch), pytest.raises(ContestantLostError, match="within"):
-        worker.ask({"do": "sample", "form": "slow", "lead_in": 0, "steps": 200})
+        worker.ask({"do": "sample", "form": "slow", "scenario": "loop", "steps": 200})
     assert worker.is_broken
 
 

@@ -79,8 +79,8 @@ def test_a_document_has_the_figures_of_its_results(full: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     ("damage", "text"),
     [
-        (lambda d: d.update(schema=1), "expected results of schema 2, got 1"),
-        (lambda d: d.pop("schema"), "expected results of schema 2, got None"),
+        (lambda d: d.update(schema=1), "expected results of schema 3, got 1"),
+        (lambda d: d.pop("schema"), "expected results of schema 3, got None"),
         (lambda d: d.pop("seconds_per_point"), "$: 'seconds_per_point' is a required"),
         (lambda d: d.update(extra=1), "$: Additional properties"),
         (lambda d: d.update(points={}), "$.points: {} is not of type 'array'"),
@@ -124,7 +124,7 @@ def test_a_document_is_read_as_it_was_written(full: dict[str, Any], tmp_path: Pa
         (None, "--against: cannot read 'FILE': No such file or directory"),
         (b"{", "--against: 'FILE' holds no results: Expecting property name"),
         (b"\xff\xfe\xfa", "--against: 'FILE' holds no results: "),
-        (b"[]", "--against: 'FILE' holds no results: expected results of schema 2, got None"),
+        (b"[]", "--against: 'FILE' holds no results: expected results of schema 3, got None"),
     ],
 )
 def test_what_is_no_document(content: bytes | None, text: str, tmp_path: Path) -> None:
@@ -195,6 +195,36 @@ def test_scaling() -> None:
     text = shown(made_up(one, two)).partition("Scaling: times faster than with 1")[2]
     (line,) = (line for line in text.splitlines() if line.strip().startswith("dense/nn.Adam"))
     assert line.split() == ["dense/nn.Adam", "900", "fp32", "1.00", "1.41"]
+
+
+def test_scenarios() -> None:
+    """A column for each, with percentiles; the usual table has a line for each."""
+    loop, busy = (
+        result(point(scenario=name), torch_fused=0.02, **{OURS: seconds})
+        for name, seconds in (("loop", 0.01), ("busy", 0.015))
+    )
+    other = result(point("dense/nn.SGD", scenario="busy"), bound_x=0.02)
+    text = shown(made_up(loop, busy, other)).partition("Scenarios: median time")[2]
+    lines = [line.split() for line in text.splitlines() if "fp32" in line]
+    of_adam, of_sgd = (
+        ["dense/nn.Adam", "900", "fp32", "x1"],
+        ["dense/nn.SGD", "900", "fp32", "x1"],
+    )
+    ours, theirs = "10.00 ms (9.00, 11.00)", "20.00 ms (18.00, 22.00)"
+    later = "15.00 ms (13.50, 16.50)"
+    assert lines == [
+        [*of_adam, OURS, *ours.split(), *later.split()],
+        [*of_adam, "torch", *theirs.split(), *theirs.split()],
+        [*of_sgd, OURS, "n/a", *ours.split()],
+        [*of_sgd, "bound", "n/a", *theirs.split()],
+    ]
+
+
+def test_beside_other_work_a_step_is_compared_with_peers_only() -> None:
+    """The loops of the bound meet other work too, each in a way of its own."""
+    for scenario, losses in (("loop", 2), ("busy", 1)):
+        found = result(point(scenario=scenario), bound_x=0.001, torch_fused=0.009)
+        assert len(found.losses) == losses
 
 
 @pytest.mark.parametrize("width", [70, 80, 120, 200, 300])
@@ -280,6 +310,18 @@ def test_one_point_is_drawn_as_bars_with_its_times(tmp_path: Path) -> None:
     assert (tmp_path / "again.svg").read_text(encoding="utf-8") == text
 
 
+def test_scenarios_of_one_case_are_panels_of_bars(tmp_path: Path) -> None:
+    path = tmp_path / "x.svg"
+    loop = result(point(), torch_fused=0.02, numpy_x=0.5)
+    busy = result(point(scenario="busy"), torch_foreach=0.03, bound_x=0.001)
+    plot.draw(made_up(loop, busy), path)
+    text = path.read_text(encoding="utf-8")
+    for words in (OURS, "torch fused", "numpy x", "in a loop", "beside a busy process"):
+        assert f"{words}<" in text, words
+    for time in ("20.00 ms", "500 ms", "30.00 ms", "n/a"):  # a peer's fastest form in each
+        assert f"{time}<" in text, time
+
+
 # -- the tables of the documents ------------------------------------------------------------------
 
 DOCUMENT = """# Speed
@@ -320,7 +362,9 @@ def test_the_table_of_losses(checkout: Path) -> None:
     assert "80.0% of the bound; 0.25 x torch fused" in line
 
 
-@pytest.mark.parametrize("name", ["summary", "setting", "usual", "rows", "memory", "first-step"])
+@pytest.mark.parametrize(
+    "name", ["summary", "scenarios", "setting", "usual", "rows", "memory", "first-step"]
+)
 def test_every_table_of_a_run(name: str, checkout: Path) -> None:
     text = region(f"{name} x.json", checkout)
     assert text.strip()
