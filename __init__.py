@@ -21,7 +21,7 @@ _NAMES = {
     "get_num_threads": "fusestep.kernels.cpu.parallel",
     "set_num_threads": "fusestep.kernels.cpu.parallel",
     "synchronize": "fusestep.ops.runtime.pending",
-    "threading_layer": "fusestep.kernels.cpu.parallel",
+    "threading_layer": "fusestep.kernels.cpu.threads",
 }
 __all__ = ["__version__", "nn", "ops", *_NAMES]
 

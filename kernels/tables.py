@@ -25,12 +25,12 @@ import numpy as np
 # These numbers fix the result to the last bit: they must not depend on the machine.
 HOT = 512
 _RANGE_POSITIONS = 4_096
-_MOST_RANGES = 64
+MOST_RANGES = 64
 
 
 def range_length(n_positions: int) -> int:
     """Positions of a range of a table with ``n_positions``."""
-    return max(_RANGE_POSITIONS, -(-n_positions // _MOST_RANGES))
+    return max(_RANGE_POSITIONS, -(-n_positions // MOST_RANGES))
 
 
 class TensorTable:
@@ -58,6 +58,10 @@ class RowTable(NamedTuple):
     index_bytes: int  # 4 (int32) or 8 (int64)
     length: int  # B
     values: int  # [B, D]
+    # Of a part of a batch that several processes share: int64 [B], where its occurrences are in
+    # the whole batch, in ascending order (0: this is all of it), and how many that has.
+    positions: int = 0
+    whole_length: int = 0
 
 
 class FactoredTensor(NamedTuple):

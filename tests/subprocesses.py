@@ -13,12 +13,20 @@ ENVIRONMENT = {
     "PYTHONPATH": os.pathsep.join([*map(str, _FOLDERS), os.environ.get("PYTHONPATH", str(_TESTS))]),
 }
 """Of a program that imports files of the tests."""
+# A process takes no more threads than it has cores, so it has to seem to have as many.
+_CORES = """
+from fusestep.kernels.cpu import threads as _threads
+_threads._cores, _threads._quota = lambda: {}, lambda *_: None
+"""
 
 
 def run_python(program, *arguments, timeout=300, **environment):
     """The completed process of ``python -c program`` with these environment variables."""
+    program = textwrap.dedent(program)
+    if "NUMBA_NUM_THREADS" in environment:
+        program = _CORES.format(environment["NUMBA_NUM_THREADS"]) + program
     return subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(program), *map(str, arguments)],
+        [sys.executable, "-W", "error", "-c", program, *map(str, arguments)],
         env={**ENVIRONMENT, **environment},
         capture_output=True,
         text=True,

@@ -30,7 +30,7 @@ def facts() -> dict[str, str]:
         "cpu": llvmlite.binding.get_host_cpu_name(),
     }
     try:
-        from . import headers, parallel
+        from . import headers, parallel, threads
     except RuntimeError as error:  # the user has switched the compiler off
         return {**found, "kernels": f"none: {error}"}
 
@@ -38,12 +38,14 @@ def facts() -> dict[str, str]:
         with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # said below
             parallel.compile_loops()
         parallel.start_threads()
-        layer, threads = str(parallel.threading_layer()), str(parallel.get_num_threads())
+        limit = parallel.deciding_limit()
+        count = f"{limit.threads}, decided by {limit.source}"
+        layer = ": ".join(filter(None, (threads.threading_layer(), threads.layer_problem())))
     except ValueError as error:  # the layer that the user chose cannot be loaded
-        layer, threads = str(error).strip().splitlines()[0], "none"
+        layer, count = str(error).strip().splitlines()[0], "none"
     return {
         **found,
-        "threads": threads,
+        "threads": "; ignored: ".join((count, *threads.ignored_variables())),
         "threading layer": layer,
         "array headers": "read directly" if headers.usable else "read through Python (slower)",
         "kernel cache": _cache_state(),

@@ -129,14 +129,38 @@ def threads_of_numba(typingctx):
     return types.int32(), codegen
 
 
+@intrinsic
+def limit_numba(typingctx, threads):
+    """``numba.set_num_threads``, unchecked: for the calling thread."""
+
+    def codegen(context, builder, signature, args):
+        count = builder.trunc(args[0], _I32)
+        builder.call(_declared(builder, "set_num_threads", ir.VoidType(), _I32), [count])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+@intrinsic
+def sleep(typingctx):
+    """Give the core away for about 50 us, the shortest that systems know."""
+
+    def codegen(context, builder, signature, args):
+        name = "Sleep" if platform.system() == "Windows" else "usleep"
+        result = ir.VoidType() if name == "Sleep" else _I32
+        builder.call(_declared(builder, name, result, _I32), [ir.Constant(_I32, 1)])
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
 @of_int64s(types.int64)
 def atomic_add(context, builder, address, value):
     """Add to the ``int64`` at an address, atomically; returns what was there.
 
-    The ordering is monotonic: the counter hands out work, it publishes no data. The data
-    is published by the barrier of the parallel loop.
+    What a thread wrote before it is visible to those that read the sum.
     """
-    return builder.atomic_rmw("add", _pointer(builder, address, _I64), value, "monotonic")
+    return builder.atomic_rmw("add", _pointer(builder, address, _I64), value, "acq_rel")
 
 
 @of_int64s(types.int32)
@@ -152,7 +176,7 @@ def compare_and_swap(context, builder, address, expected, new):
 
 @of_int64s(types.int32)
 def load_acquire(context, builder, address):
-    """The ``int32`` at an address; atomic, with acquire ordering."""
+    """The ``int32`` at an address, or the lower half of an ``int64``; with acquire ordering."""
     return builder.load_atomic(_pointer(builder, address, _I32), "acquire", 4)
 
 

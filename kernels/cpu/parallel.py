@@ -1,50 +1,58 @@
-"""The one parallel loop of the package, and the guard around the threading layer.
+"""The one parallel loop of the package.
 
 A `Loop` calls ``part(index, slot, call)`` for ``index`` in ``range(n)`` on several threads.
 Each thread begins with a stretch of consecutive parts that is the same in every
-call, so under OpenMP it finds in its caches what it left there in the step before, and memory is
+call, so it may find in its caches what it left there in the step before, and memory is
 read as it lies. When its stretch is done it helps with the others': parts are claimed one by one,
-so a thread that the machine interrupts does not hold up the rest. No part's result may depend on
-which thread ran it. Since all work arrives through a function's address, this is the only
-function that Numba compiles with ``parallel=True``.
+so a thread that the machine interrupts, or that never comes, does not hold up the rest. No part's
+result may depend on which thread ran it. Since all work arrives through a function's address, this
+is the only function that Numba compiles with ``parallel=True``.
 
-`run_all` runs several loops in one compiled call. Python looks at signals between its own
+`run_all` runs several loops in one compiled call, and in one parallel region: threads are woken
+once, and go from one loop to the next when all of its parts are done. Who waits, waits for parts
+that are being run, never for a thread that has not begun. Python looks at signals between its own
 instructions only, so no KeyboardInterrupt falls between the loops of a step that change memory.
 """
 
 from __future__ import annotations
 
-import ctypes
-import os
 import threading
 from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
-from importlib.metadata import PackageNotFoundError, files
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
-import numba
 import numpy as np
 from numba import carray, njit, prange, types
 
 from .cache import KernelCache
-from .compile import NativeFunction, fork_between
+from .compile import NativeFunction
 from .headers import address_of
-from .intrinsics import as_pointer, atomic_add, call_address, threads_of_numba
+from .intrinsics import (
+    as_pointer,
+    atomic_add,
+    call_address,
+    cpu_pause,
+    limit_numba,
+    load_acquire,
+    sleep,
+    threads_of_numba,
+)
+from .threads import Limit, available_threads, layer_guard, limit_of_environment, start_layer
 
-_LINE_BYTES = 64  # of a cache line: counters of different threads do not share one
-# Of the thread that holds it, a signal handler may step too: before the loop or after it.
-_workqueue_lock = threading.RLock()
-fork_between(_workqueue_lock)  # before those of the compiler, which a first step takes within
-_thread_budget: int | None = None
+_budget: int | None = None
 _caller = threading.local()  # .serial: this Python thread wants no others
-_forked_after_openmp = False
+_LINE_BYTES = 64  # of a cache line: counters of different threads do not share one
+# Looks at a counter, of 20 to 50 ns each, before a thread that waits gives its core away: the part
+# that it waits for may be run by a thread that the system has put aside.
+_LOOKS = 8_000
 
 
 @njit(nogil=True)
-def _claim_parts(function, n, call, slot, threads, claimed):
+def _run_parts(function, n, call, slot, threads, claimed):
+    """Run parts that nobody has claimed, those of the own stretch first; returns how many."""
+    done = 0
     for k in range(threads):
         owner = (slot + k) % threads
         end = (owner + 1) * n // threads
@@ -53,6 +61,19 @@ def _claim_parts(function, n, call, slot, threads, claimed):
             if index >= end:
                 break
             call_address(function, index, slot, call)
+            done += 1
+    return done
+
+
+@njit(nogil=True)
+def _wait(done, n):
+    looks = 0
+    while load_acquire(done) < n:
+        looks += 1
+        if looks < _LOOKS:
+            cpu_pause()
+        else:
+            sleep()
 
 
 @njit(nogil=True)
@@ -74,73 +95,88 @@ def _serial_loops(loops, n_loops):
         _serial(fields[k, 0], fields[k, 1], fields[k, 2])
 
 
-@njit(parallel=True, nogil=True)
-def _parallel_loops(loops, n_loops, claimed, claimed_bytes):
+@njit(nogil=True)
+def _work(loops, n_loops, slot, counters, counters_bytes):
+    """What one thread does of all loops."""
     fields = carray(as_pointer(loops), (n_loops, _LOOP_WORDS), np.int64)
     for k in range(n_loops):
         function, n, call, threads = fields[k, 0], fields[k, 1], fields[k, 2], fields[k, 3]
+        done = counters + k * counters_bytes
+        claimed, count = done + _LINE_BYTES, 0
         if threads <= 1:
-            _serial(function, n, call)
-        else:
-            for slot in prange(threads):
-                _claim_parts(function, n, call, slot, threads, claimed + k * claimed_bytes)
+            if atomic_add(claimed, 1) == 0:
+                _serial(function, n, call)
+                count = n
+        elif slot < threads:
+            count = _run_parts(function, n, call, slot, threads, claimed)
+        if count > 0:
+            atomic_add(done, count)
+        if k + 1 < n_loops:
+            _wait(done, n)
 
 
-@njit
-def _available_threads():
-    # Through Python, Numba takes a lock of the process each time that it is asked, and a signal
-    # that ends the call while it takes that lock would leave it taken.
-    return threads_of_numba()
+@njit(nogil=True)
+def _limit_numba(threads):
+    """Numba's loops of this thread use at most so many; returns what it was."""
+    before = np.int64(threads_of_numba())
+    limit_numba(threads)
+    return before
 
 
-_COMPILED = _available_threads, _serial, _serial_pair, _serial_loops, _parallel_loops
+@njit(parallel=True, nogil=True)
+def _parallel_loops(loops, n_loops, threads, counters, counters_bytes):
+    before = _limit_numba(threads)  # or the layer would wake all threads that it has
+    for slot in prange(threads):
+        _work(loops, n_loops, slot, counters, counters_bytes)
+    _limit_numba(before)
+
+
+_COMPILED = _serial, _serial_pair, _serial_loops, _parallel_loops
 for _function in _COMPILED:
     _function._cache = KernelCache(f"loops {_function.__name__}")
 
 
-class Loop(NamedTuple):
-    """A loop that is ready to run: parts ``0 .. n-1`` of a function."""
-
-    function: int  # address of a part
-    n: int
-    call: int  # address of the loop's arguments, which the caller keeps alive
-    threads: int  # 1 and 0 run on the calling thread, without a dispatch
-
-    @classmethod
-    def of(cls, function: NativeFunction, n: int, call: int, threads: int) -> Loop:
-        """On at most ``threads`` threads; compiles the function where that is still to be done."""
-        return cls(function.address, n, call, min(threads, n))
-
-
-_LOOP_WORDS = len(Loop._fields)
-
-
 def set_num_threads(n: int | None) -> None:
-    """Use at most ``n`` threads in every later call of this process; None: as Numba is set.
+    """Use at most ``n`` threads in every later call of this process; None: no limit of its own.
 
-    Numba's own ``numba.set_num_threads`` and ``NUMBA_NUM_THREADS`` still act: the smaller
-    number wins. Results do not depend on it.
+    The smallest wins of ``n``, the affinity mask, the CPU quota of the container,
+    ``OMP_NUM_THREADS``, ``NUMBA_NUM_THREADS`` and Numba's own ``numba.set_num_threads``;
+    ``fusestep info`` says which one it is. Results do not depend on it.
 
     Raises:
         TypeError: ``n`` is not an int.
         ValueError: ``n`` is smaller than 1.
     """
-    global _thread_budget
+    global _budget
     if n is not None:
         if isinstance(n, bool) or not isinstance(n, int):
             raise TypeError(f"set_num_threads: n must be an int or None, got {n!r}")
         if n < 1:
             raise ValueError(f"set_num_threads: n must be at least 1, got {n}")
-    _thread_budget = n
+    _budget = n
 
 
 def get_num_threads() -> int:
     """How many threads the next call may use."""
-    if _forked_after_openmp or getattr(_caller, "serial", False):
+    if getattr(_caller, "serial", False):
         return 1
-    _start_layer()
-    available: int = _available_threads()
-    return available if _thread_budget is None else min(available, _thread_budget)
+    most = limit_of_environment().threads
+    if most == 1:
+        return 1  # and no layer is started
+    start_layer()
+    most = min(most, int(available_threads()))
+    return most if _budget is None else min(most, _budget)
+
+
+def deciding_limit() -> Limit:
+    """`get_num_threads` of this thread, and what decides it."""
+    limits = [limit_of_environment()]
+    if limits[0].threads > 1:
+        start_layer()
+        limits.append(Limit(available_threads(), "numba.set_num_threads"))
+    if _budget is not None:
+        limits.append(Limit(_budget, "fusestep.set_num_threads"))
+    return min(limits, key=lambda limit: limit.threads)  # of equal ones the first
 
 
 @contextmanager
@@ -154,63 +190,35 @@ def serial(wanted: bool) -> Iterator[None]:
         _caller.serial = before
 
 
-def threading_layer() -> str | None:
-    """The threading layer that is running in this process, or None before its first use."""
-    try:
-        return str(numba.threading_layer())
-    except ValueError:
-        return None
+class Loop(NamedTuple):
+    """A loop that is ready to run: parts ``0 .. n-1`` of a function."""
+
+    function: int  # address of a part
+    n: int
+    call: int  # address of the loop's arguments, which the caller keeps alive
+    threads: int  # 1 and 0 run on one thread, one part after the other, as slot 0
+
+    @classmethod
+    def of(cls, function: NativeFunction, n: int, call: int, threads: int) -> Loop:
+        """On at most ``threads`` threads; compiles the function where that is still to be done."""
+        return cls(function.address, n, call, min(threads, n))
 
 
-def _after_fork_in_child() -> None:
-    # GNU OpenMP kills a forked child at its first parallel loop.
-    global _forked_after_openmp
-    if threading_layer() == "omp":
-        _forked_after_openmp = True
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
-
-
-@cache
-def _prepare_layer() -> None:
-    """Load tbb from PyPI, which lies where no loader looks, unless another layer was chosen."""
-    chosen = str(numba.config.THREADING_LAYER).lower()
-    if chosen in ("omp", "workqueue") or threading_layer() is not None:
-        return
-    try:
-        for file in files("tbb") or ():
-            if file.name in ("libtbb.so.12", "libtbb.12.dylib"):
-                path = Path(str(file.locate())).resolve()
-                ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-    except (PackageNotFoundError, OSError):
-        return
-
-
-@cache
-def _start_layer() -> None:
-    """Once for a process; what is compiled finds the layer then."""
-    _prepare_layer()
-    numba.get_num_threads()
-
-
-def _layer_guard() -> AbstractContextManager[object]:
-    """Workqueue aborts the process when two Python threads enter it at once."""
-    return _workqueue_lock if threading_layer() in ("workqueue", None) else nullcontext()
+_LOOP_WORDS = len(Loop._fields)
 
 
 @cache
 def compile_loops() -> None:
     """Compile all loops, or read them from the cache."""
-    _start_layer()
+    start_layer()
     for function in _COMPILED:
         function.compile((types.int64,) * function.py_func.__code__.co_argcount)
 
 
 def start_threads() -> None:
     """Start the threading layer, as the first parallel step would."""
-    run_all((Loop(0, 0, 0, 2),))
+    if get_num_threads() > 1:
+        run_all((Loop(0, 0, 0, 2),))
 
 
 def run(function: NativeFunction, n: int, call: int, threads: int) -> None:
@@ -236,9 +244,10 @@ def run_all(loops: tuple[Loop, ...]) -> None:
         _serial_loops(address, len(loops))
         return
     compile_loops()  # not within the guard: a thread that compiles may come to wait for it
-    with _layer_guard():
-        claimed = np.zeros((len(loops), threads * _LINE_BYTES), np.uint8)  # parts of each stretch
-        _parallel_loops(address, len(loops), address_of(claimed), claimed.strides[0])
+    with layer_guard():
+        # Of each loop how many parts are done, then how many of each stretch are claimed.
+        counters = np.zeros((len(loops), (1 + threads) * _LINE_BYTES), np.uint8)
+        _parallel_loops(address, len(loops), threads, address_of(counters), counters.strides[0])
 
 
 class Runs(Protocol):

@@ -142,7 +142,7 @@ def row_table(
     indices, _, index_address, values_address = gradient
     of_table = tuple(addresses), hp, shape[0], math.prod(shape[1:])
     of_indices = index_address, indices.itemsize, len(indices)
-    return RowTable._make((*of_table, *of_indices, values_address))
+    return RowTable(*of_table, *of_indices, values_address)
 
 
 class IndexList(NamedTuple):

@@ -2,21 +2,28 @@
 results that are equal to the last bit for any number of threads."""
 
 import os
+import re
 import signal
+import subprocess
+import sys
+import textwrap
 import threading
 from importlib.metadata import distributions
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from fusestep import get_num_threads, set_num_threads
-from fusestep.kernels.cpu import parallel
+from fusestep.kernels.cpu import threads
 from fusestep.kernels.cpu.parallel import serial
+from fusestep.kernels.cpu.threads import Limit
 
-from subprocesses import output_of, run_python
+from subprocesses import ENVIRONMENT, output_of, run_python
 
 TBB = next(distributions(name="tbb"), None)
+LAYERS = ["workqueue", "omp", *(["tbb"] if TBB else [])]
 
 # Steps that take every parallel path: dense (one tensor, many), sort, hot rows, lazy, sweep.
 STEPS = """
@@ -63,7 +70,7 @@ def test_bits_do_not_depend_on_the_thread_budget(serial_digests):
     assert output_of(program, NUMBA_NUM_THREADS="4").split() == serial_digests
 
 
-@pytest.mark.parametrize("layer", ["workqueue", "omp"])
+@pytest.mark.parametrize("layer", LAYERS)
 def test_several_python_threads_at_once(layer, serial_digests):
     program = (
         STEPS
@@ -86,7 +93,7 @@ def test_several_python_threads_at_once(layer, serial_digests):
     assert printed.split() == serial_digests
 
 
-@pytest.mark.parametrize("layer", ["workqueue", "omp"])
+@pytest.mark.parametrize("layer", LAYERS)
 def test_fork_after_a_parallel_step(layer, serial_digests):
     program = (
         STEPS
@@ -118,10 +125,10 @@ FORK_BETWEEN = """
     warnings.simplefilter("ignore", DeprecationWarning)  # Python's own, of forks beside threads
     from llvmlite.binding import ffi
     from numba.core import event
-    from numba.np.ufunc import parallel as threads
+    from numba.np.ufunc import parallel as of_numba
     from fusestep.kernels.cpu.cache import KernelCache
     from fusestep.kernels.cpu.compile import NativeFunction
-    from fusestep.kernels.cpu import parallel
+    from fusestep.kernels.cpu import parallel, threads
 
     KernelCache.save_overload = lambda *_: None  # so that it is new again in the next process
 
@@ -152,8 +159,8 @@ FORK_BETWEEN = """
     other = {
         "compiler": compile_slowly,
         "LLVM": lambda: hold(ffi.lib._lock),
-        "start of threads": lambda: hold(threads._backend_init_thread_lock),
-        "workqueue": lambda: hold(parallel._workqueue_lock),
+        "start of threads": lambda: hold(of_numba._backend_init_thread_lock),
+        "workqueue": lambda: hold(threads._workqueue_lock),
     }[sys.argv[1]]
     thread = threading.Thread(target=other)
     thread.start()
@@ -261,7 +268,7 @@ def test_a_signal_handler_may_step_while_its_thread_is_about_to():
         arrays = [np.ones(100_000, np.float32) for _ in range(2)]
         ones = np.ones(100_000, np.float32)
         first, second = (nn.Momentum([array], 0.5, 0.0) for array in arrays)
-        guard, waiting = parallel._layer_guard, [signal.SIGUSR1]
+        guard, waiting = parallel.layer_guard, [signal.SIGUSR1]
 
         @contextmanager
         def interrupted():
@@ -271,7 +278,7 @@ def test_a_signal_handler_may_step_while_its_thread_is_about_to():
                 yield
 
         signal.signal(signal.SIGUSR1, lambda *_: second((ones,)))
-        parallel._layer_guard = interrupted
+        parallel.layer_guard = interrupted
         first((ones,))
         assert not waiting and threading_layer() == "workqueue"
         print(*[set(array.tolist()) for array in arrays])
@@ -288,7 +295,7 @@ def test_the_hazard_is_real():
     import threading
     from contextlib import nullcontext
     from fusestep.kernels.cpu import parallel
-    parallel._layer_guard = lambda: nullcontext()
+    parallel.layer_guard = lambda: nullcontext()
     step("all")
     threads = [threading.Thread(target=lambda: [step("all") for _ in range(50)]) for _ in range(4)]
     [t.start() for t in threads]
@@ -319,23 +326,281 @@ def test_tbb_of_pypi_is_loaded_for_layers_that_may_use_it(
     monkeypatch.syspath_prepend(tmp_path)
     loaded = []
     loader = SimpleNamespace(CDLL=lambda path, **_: loaded.append(path), RTLD_GLOBAL=0)
-    monkeypatch.setattr(parallel, "ctypes", loader)
-    monkeypatch.setattr(parallel, "threading_layer", lambda: None)
-    monkeypatch.setattr(parallel.numba.config, "THREADING_LAYER", layer)
-    parallel._prepare_layer.__wrapped__()
+    monkeypatch.setattr(threads, "ctypes", loader)
+    assert threads._load_tbb(layer.lower()) == could_be_tbb
     assert loaded == ([str(library.resolve())] if could_be_tbb else [])
 
 
-@pytest.mark.skipif(TBB is None, reason="needs the extra tbb")
-@pytest.mark.parametrize("first", ["compile_loops", "start_threads", "get_num_threads"])
+@pytest.mark.skipif(TBB is None, reason="there is no wheel of tbb for this system")
+@pytest.mark.parametrize(
+    "first", ["parallel.compile_loops", "parallel.start_threads", "parallel.get_num_threads"]
+)
 @pytest.mark.parametrize("layer", ["default", "tbb", "forksafe"])
 def test_tbb_of_pypi_runs(layer, first):
     program = f"""
-        from fusestep.kernels.cpu import parallel
-        parallel.{first}()
-        print(parallel.threading_layer())
+        from fusestep.kernels.cpu import parallel, threads
+        {first}()
+        print(threads.threading_layer())
     """
     assert output_of(program, NUMBA_THREADING_LAYER=layer) == "tbb\n"
+
+
+def test_a_tbb_that_does_not_load_is_said_and_replaced(tmp_path):
+    """Numba takes the next layer, and `fusestep info` says why."""
+    record = tmp_path / "tbb-2021.6.dist-info" / "RECORD"
+    record.parent.mkdir()
+    (tmp_path / "libtbb.so.12").write_text("no library")
+    record.with_name("METADATA").write_text("")
+    record.write_text("libtbb.so.12,,\n")
+    program = """
+        import sys
+        sys.path.insert(0, sys.argv[1])
+        from fusestep.kernels.cpu import info, parallel
+        from numba.np.ufunc import parallel as of_numba
+        def missing():
+            raise ImportError("no tbb")
+        of_numba._check_tbb_version_compatible = missing
+        print(parallel.get_num_threads(), info.facts()["threading layer"])
+    """
+    printed = output_of(program, tmp_path, NUMBA_NUM_THREADS="2")
+    assert re.fullmatch(r"2 (omp|workqueue): tbb does not load: .*libtbb.so.12.*\n", printed)
+
+
+# How many
+
+
+CORES = 6, "the cores of this process"
+LIMITS = """
+    import os, sys
+    from fusestep import set_num_threads
+    from fusestep.kernels.cpu import parallel, threads
+    threads._cores = lambda: 6
+    threads._quota = lambda *_: None
+"""
+
+
+@pytest.mark.parametrize(
+    ("environment", "budget", "expected"),
+    [
+        ({}, None, CORES),
+        ({"OMP_NUM_THREADS": "3"}, None, (3, "OMP_NUM_THREADS")),
+        ({"OMP_NUM_THREADS": " 3,2 "}, None, (3, "OMP_NUM_THREADS")),
+        ({"OMP_NUM_THREADS": "9", "NUMBA_NUM_THREADS": "5"}, None, (5, "NUMBA_NUM_THREADS")),
+        ({"OMP_NUM_THREADS": "9", "NUMBA_NUM_THREADS": "9"}, None, CORES),
+        ({"OMP_NUM_THREADS": "3"}, 2, (2, "fusestep.set_num_threads")),
+        ({"OMP_NUM_THREADS": "1"}, 2, (1, "OMP_NUM_THREADS")),
+        ({"OMP_NUM_THREADS": "3"}, 4_000_000, (3, "OMP_NUM_THREADS")),
+        ({"OMP_NUM_THREADS": "99999999999999999999"}, None, CORES),
+        *(({"OMP_NUM_THREADS": x}, None, CORES)
+          for x in ("0", "-1", "many", "", "2.5")),
+    ],
+)  # fmt: skip
+def test_the_smallest_limit_decides(environment, budget, expected):
+    program = f"""{LIMITS}
+    set_num_threads({budget})
+    limit = parallel.deciding_limit()
+    assert limit.threads == parallel.get_num_threads()
+    print(*limit, sep="|")
+    """
+    set_here = {"OMP_NUM_THREADS": "", "NUMBA_NUM_THREADS": "6", **environment}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(program)],
+        env={**ENVIRONMENT, **set_here}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "{}|{}\n".format(*expected)
+
+
+def test_numba_itself_is_obeyed():
+    program = f"""{LIMITS}
+    import numba
+    numba.set_num_threads(2)
+    print(*parallel.deciding_limit(), sep="|")
+    """
+    assert output_of(program, NUMBA_NUM_THREADS="5") == "2|numba.set_num_threads\n"
+
+
+@pytest.mark.parametrize("value", ["0", "-3", "many"])
+def test_numbers_that_are_none_are_said(value):
+    """OpenMP ignores them; Numba refuses its own."""
+    program = "from fusestep.kernels.cpu import info; print(info.facts()['threads'])"
+    printed = run_python(program, OMP_NUM_THREADS=value).stdout
+    assert printed.endswith(f"; ignored: OMP_NUM_THREADS='{value}'\n")
+    if value != "many":
+        done = run_python("import fusestep.nn", NUMBA_NUM_THREADS=value)
+        assert "Number of threads specified must be > 0" in done.stderr
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_a_huge_number_starts_no_more_threads_than_there_are_cores(layer):
+    program = """
+        import numpy as np
+        from fusestep import get_num_threads, nn, threading_layer
+        w = np.ones(1_000_000, np.float32)
+        nn.SGD([w], 0.5)((np.ones_like(w),))
+        assert (w == 0.5).all()
+        print(threading_layer())
+    """
+    # Workqueue starts as many as it is told: more than some thousands are Numba's own limit.
+    huge = "64" if layer == "workqueue" else "1000000"
+    code = textwrap.dedent(program)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=False,
+        env={**ENVIRONMENT, "NUMBA_NUM_THREADS": huge, "NUMBA_THREADING_LAYER": layer},
+    )  # fmt: skip
+    assert done.stdout == f"{layer}\n", done.stderr
+
+
+STEP = """
+    import numpy as np
+    from fusestep import nn, threading_layer
+    w = np.ones(1_000_000, np.float32)
+    opt = nn.SGD([w], 0.5)
+"""
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_the_number_of_openmp_threads_of_others_stays(layer):
+    """Numba's omp layer sets it at its start, for PyTorch too, whose copy of OpenMP it may use."""
+    program = f"""{STEP}
+    import ctypes
+    from numba.np.ufunc import omppool
+    openmp = ctypes.CDLL(omppool.__file__)
+    for count in (1, 5, 1):
+        openmp.omp_set_num_threads(count)  # as torch.set_num_threads does
+        opt((np.ones_like(w),))
+        assert openmp.omp_get_max_threads() == count
+    print(threading_layer())
+    """
+    printed = output_of(program, NUMBA_NUM_THREADS="2", NUMBA_THREADING_LAYER=layer)
+    assert printed == f"{layer}\n"
+
+
+@pytest.mark.skipif(find_spec("torch") is None, reason="PyTorch is not installed")
+@pytest.mark.parametrize("omp", ["", "1"])
+@pytest.mark.parametrize("order", ["torch first", "fusestep first"])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_the_number_of_threads_of_torch_stays(layer, order, omp):
+    ours = f"{STEP}\n    opt((np.ones_like(w),))\n"
+    theirs = """
+    import torch
+    count = torch.get_num_threads()
+"""
+    first, second = (theirs, ours) if order == "torch first" else (ours, theirs)
+    program = f"""{first}{second}
+    for wanted in (count, 1, 3):
+        if wanted != count:
+            torch.set_num_threads(wanted)
+        for _ in range(2):
+            opt((np.ones_like(w),))
+            assert torch.get_num_threads() == wanted, (torch.get_num_threads(), wanted)
+            torch.ones(300, 300) @ torch.ones(300, 300)
+    print(count)
+    """
+    environment = {"NUMBA_THREADING_LAYER": layer, "NUMBA_NUM_THREADS": "2"}
+    printed = output_of(program, **environment, OMP_NUM_THREADS=omp).split()
+    assert not omp or printed == [omp]
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_the_end_of_a_process_while_another_thread_steps(layer):
+    """Whatever the step is doing: the process ends with its own status, at once."""
+    program = f"""{STEP}
+    import sys, threading
+    opt((np.ones_like(w),))
+    def work():
+        while True:
+            opt((np.ones_like(w),))
+    for _ in range(2):
+        threading.Thread(target=work, daemon=True).start()
+    for _ in range(20):
+        opt((np.ones_like(w),))
+    print(threading_layer(), flush=True)
+    sys.exit(7)
+    """
+    for _ in range(3):
+        done = run_python(program, timeout=60, NUMBA_NUM_THREADS="2", NUMBA_THREADING_LAYER=layer)
+        assert (done.returncode, done.stdout) == (7, f"{layer}\n"), done.stderr
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGINT"), reason="this system has no such signal")
+@pytest.mark.parametrize("layer", LAYERS)
+def test_interrupts_of_parallel_steps(layer):
+    """Each step is taken or not, and later ones run as if nothing had been."""
+    program = f"""{STEP}
+    import os, signal, threading, time
+    def interrupt():
+        for _ in range(30):
+            time.sleep(0.003)
+            os.kill(os.getpid(), signal.SIGINT)
+    for _ in range(3):  # all is compiled then
+        opt((np.zeros_like(w),))
+    thread = threading.Thread(target=interrupt)
+    interrupted = 0
+    thread.start()
+    while thread.is_alive():
+        try:
+            while thread.is_alive():
+                opt((np.full_like(w, 2.0),))
+        except KeyboardInterrupt:
+            interrupted += 1
+    thread.join()
+    assert interrupted > 5, interrupted
+    assert len(set(w.tolist())) == 1
+    assert w[0] == 1 - (opt.global_step.item() - 3), (w[0], opt.global_step)
+    print(threading_layer())
+    """
+    printed = output_of(program, NUMBA_NUM_THREADS="2", NUMBA_THREADING_LAYER=layer)
+    assert printed == f"{layer}\n"
+
+
+def groups(folder, **files):
+    """Files of control groups, ``__`` in a name standing for a slash."""
+    for name, text in files.items():
+        path = folder / name.replace("__", "/").replace("cpu_max", "cpu.max")
+        path = path.with_name(path.name.replace("cfs_", "cpu.cfs_"))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("membership", "files", "cores"),
+    [
+        ("0::/\n", {"cpu_max": "250000 100000\n"}, 2),
+        ("0::/\n", {"cpu_max": "50000 100000\n"}, 1),
+        ("0::/\n", {"cpu_max": "max 100000\n"}, None),
+        ("0::/\n", {}, None),
+        ("0::/a/b\n", {"a__b__cpu_max": "max 100000", "a__cpu_max": "300000 100000"}, 3),
+        ("0::/a/b\n", {"a__b__cpu_max": "200000 100000", "a__cpu_max": "300000 100000"}, 2),
+        ("0::/not/here\n", {"cpu_max": "400000 100000"}, 4),
+        ("3:cpu,cpuacct:/x\n1:memory:/x\n",
+         {"cpu,cpuacct__x__cfs_quota_us": "200000", "cpu,cpuacct__x__cfs_period_us": "100000"}, 2),
+        ("3:cpu:/docker/1\n",
+         {"cpu__cfs_quota_us": "700000", "cpu__cfs_period_us": "100000"}, 7),
+        ("3:cpu:/\n", {"cpu__cfs_quota_us": "-1", "cpu__cfs_period_us": "100000"}, None),
+        ("3:memory:/\n", {"memory__cfs_quota_us": "1", "memory__cfs_period_us": "1"}, None),
+        ("0::/\n", {"cpu_max": "nonsense"}, None),
+        ("0::/\n", {"cpu_max": "100000 0"}, None),
+    ],
+)  # fmt: skip
+def test_quotas_of_containers(membership, files, cores, tmp_path):
+    place = tmp_path / "membership"
+    place.write_text(membership)
+    assert threads._quota(place, groups(tmp_path / "groups", **files)) == cores
+
+
+def test_without_control_groups_there_is_no_quota(tmp_path):
+    assert threads._quota(tmp_path / "none", tmp_path) is None
+
+
+def test_a_quota_is_a_limit(monkeypatch):
+    monkeypatch.setattr(threads, "_cores", lambda: 64)
+    monkeypatch.setattr(threads, "_quota", lambda *_: 2)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("NUMBA_NUM_THREADS", raising=False)
+    found = threads.limit_of_environment.__wrapped__()
+    assert found == Limit(2, "the CPU quota of the container")
 
 
 def test_thread_budget():

@@ -12,7 +12,7 @@ import pytest
 
 import fusestep
 from fusestep import nn
-from fusestep.kernels.cpu import counts
+from fusestep.kernels.cpu import counts, threads
 
 ROOT = str(Path(fusestep.__file__).parent) + "/"
 LAYERS = ("nn/", "ops/", "kernels/")
@@ -25,7 +25,9 @@ CHECKS = (
     "ops/runtime/errors.py",
     "kernels/cpu/headers.py",
 )
-COMPILED = {name for name, own in vars(counts).items() if hasattr(own, "py_func")}
+COMPILED = {
+    name for of in (counts, threads) for name, own in vars(of).items() if hasattr(own, "py_func")
+}
 MOST_FILES = 8
 
 

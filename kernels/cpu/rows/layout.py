@@ -28,6 +28,7 @@ class Table(NamedTuple):
     first_range: int
     range: int  # positions of a range
     n_ranges: int
+    positions: int  # of the occurrences in a batch that this is a part of, or 0
 
 
 class HotSegment(NamedTuple):
@@ -63,9 +64,11 @@ class RowCall(NamedTuple):
     block: int
     block_zero: int
     accumulate: int
+    add_ranges: int  # 0 where no row can be hot
     n_arrays: int  # of each table: the parameter and its states
     itemsizes: int  # [n_arrays]
     real_bytes: int
+    range_numbers: int  # 0, 1, 2, ... up to those of any table, and a little beyond
     # Where the sections of the borrowed block lie.
     tables: int  # [T] of `Table`
     bad: int  # [sort_parts]: first bad position of each share, or -1
@@ -74,6 +77,7 @@ class RowCall(NamedTuple):
     keys: int  # [n + PADDING]
     spare: int  # [n + PADDING]
     scratch: int  # one slice of scratch_bytes per slot
+    hot_sums: int
     # Of single phases.
     stripes: int  # row locks, or 0 for none
     bad_position: int  # -1 for none
@@ -82,10 +86,6 @@ class RowCall(NamedTuple):
     sorted_keys: int  # where they lie
     n_valid: int  # how many of them belong to rows
     n_hot: int
-    hot_elements: int
-    hot_sums: int
-    add_ranges: int
-    range_numbers: int  # 0, 1, 2, ...
     n_parts: int
     parts: int  # [n_parts] of `SweepPart`
     measured: int  # [n] float64: at the first key of each segment what was measured of its row

@@ -10,10 +10,11 @@ import numpy as np
 from numba import carray
 
 from ...inner import njit
+from ...tables import HOT
 from ..compile import part
 from ..intrinsics import as_pointer, load_int32, load_int64
-from ..records import int64s
-from .layout import PADDING, RowCall, tables_of
+from ..records import int64s, last_at_most
+from .layout import PADDING, RowCall, hot_of, tables_of
 
 
 @njit(inline="always")
@@ -139,12 +140,35 @@ def first_key_at_least(keys, n, key):
     return low
 
 
+@njit
+def _find_hot(c):
+    """List the hot segments. Every one covers a multiple of HOT, so only those are probed."""
+    n, bits = c.n_valid, c.position_bits
+    keys, tables, hot = int64s(c.sorted_keys, c.n), tables_of(c), hot_of(c)
+    n_hot = elements = last_end = 0
+    for k in range(0, n, HOT):
+        if k < last_end:
+            continue
+        row = keys[k] >> bits
+        begin = first_key_at_least(keys, n, row << bits)
+        last_end = first_key_at_least(keys, n, (row + 1) << bits)
+        if last_end - begin <= HOT:
+            continue
+        t = last_at_most(tables.first_row, c.n_tables, row)
+        found = hot[n_hot]
+        found.begin, found.end, found.offset, found.table = begin, last_end, elements, t
+        n_hot += 1
+        elements += tables[t].n_ranges * tables[t].width
+    c.n_hot = n_hot
+
+
 @njit(inline="always")
 def _finish(c, keys):
-    """Tell where the sorted keys lie, and how many of them belong to rows."""
+    """Tell where the sorted keys lie, how many of them belong to rows, and which are hot."""
     c.sorted_keys, c.n_valid = keys.ctypes.data, c.n
     if c.dropped_row >= 0:
         c.n_valid = first_key_at_least(keys, c.n, c.dropped_row << c.position_bits)
+    _find_hot(c)
 
 
 @part(RowCall)
@@ -167,6 +191,10 @@ def group_serial(index, slot, c):
     _finish(c, keys)
 
 
+# On several threads each of these is a loop of its own, one after the other in one parallel
+# region. A bad index makes the later ones end at once.
+
+
 @part(RowCall)
 def count_rows(index, slot, c):
     """Counts of the lowest digit of one share; its bad position, or -1, goes to ``bad``."""
@@ -174,32 +202,59 @@ def count_rows(index, slot, c):
 
 
 @part(RowCall)
+def place_rows(index, slot, c):
+    """Where the keys of each share go; the first bad position, if there is one."""
+    bad = int64s(c.bad, c.sort_parts)
+    for k in range(c.sort_parts - 1, -1, -1):
+        if bad[k] >= 0:
+            c.bad_position = bad[k]
+    _offsets_of(_histograms(c), c.n)
+    c.shift = c.position_bits
+
+
+@part(RowCall)
 def scatter_rows(index, slot, c):
     """The first pass of the sort for one share of the positions."""
-    _scatter_rows(c, index)
+    if c.bad_position < 0:
+        _scatter_rows(c, index)
+
+
+@part(RowCall)
+def next_digit(index, slot, c):
+    """The keys lie where the last pass left them."""
+    c.shift += c.digit_bits
+    if c.moved:
+        c.keys, c.spare = c.spare, c.keys
+    c.moved = 0
 
 
 @part(RowCall)
 def count_digits(index, slot, c):
     """Digit counts of one share of the keys."""
-    begin, end, histogram = _own(c, index)
-    _count_digits(int64s(c.keys, c.n), begin, end, c.shift, histogram)
+    if c.bad_position < 0:
+        begin, end, histogram = _own(c, index)
+        _count_digits(int64s(c.keys, c.n), begin, end, c.shift, histogram)
+
+
+@part(RowCall)
+def place_digits(index, slot, c):
+    """Turn all counts into places; ``moved`` tells whether the pass moves anything."""
+    if c.bad_position < 0:
+        c.moved = _offsets_of(_histograms(c), c.n)
 
 
 @part(RowCall)
 def scatter_keys(index, slot, c):
     """Move one share of the keys."""
-    begin, end, offsets = _own(c, index)
-    _scatter(int64s(c.keys, c.n), begin, end, c.shift, offsets, int64s(c.spare, c.n))
-
-
-@part(RowCall)
-def make_offsets(index, slot, c):
-    """Turn all counts into places; ``moved`` tells whether the pass moves anything."""
-    c.moved = _offsets_of(_histograms(c), c.n)
+    if c.moved:
+        begin, end, offsets = _own(c, index)
+        _scatter(int64s(c.keys, c.n), begin, end, c.shift, offsets, int64s(c.spare, c.n))
 
 
 @part(RowCall)
 def finish(index, slot, c):
     """The last step of a sort on several threads."""
-    _finish(c, int64s(c.keys, c.n))
+    if c.moved:
+        c.keys, c.spare = c.spare, c.keys
+    if c.bad_position < 0:
+        _finish(c, int64s(c.keys, c.n))

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...element import Kernel
-from ...tables import HOT, RowTable, range_length
+from ...tables import HOT, MOST_RANGES, RowTable, range_length
 from ..blocks import blocks
 from ..compile import NativeFunction
 from ..headers import address_of
-from ..parallel import Loop, get_num_threads, run
+from ..parallel import Loop, get_num_threads, run, run_all
 from ..workspace import borrow, give_back
 from . import sort, sums
 from . import update as rows
@@ -32,6 +32,7 @@ stripes = np.zeros(rows.N_STRIPES, np.int32)
 """Row locks of all calls of the process; 0 is free."""
 
 _stripes_address = address_of(stripes)
+_range_numbers = np.arange(MOST_RANGES + PADDING)
 if hasattr(os, "register_at_fork"):
     # A thread that held a row in the parent does not exist in the child.
     os.register_at_fork(after_in_child=lambda: stripes.fill(0))
@@ -72,21 +73,22 @@ class _Sizes(NamedTuple):
     sort_parts: int
     threads: int  # of the update
     arguments: tuple[int, ...]  # the first of `RowCall`
-    places: tuple[int, ...]  # word at which each section begins
+    places: tuple[int, ...]  # word at which each section behind `RowCall` begins
     words: int
-
-
-# Sections of the borrowed block, in the order of the sizes in `_sizes_of`.
-_CALL, _TABLES, _BAD, _HOT, _HISTOGRAM, _KEYS, _SPARE, _SCRATCH = range(8)
+    loops: tuple[tuple[int, int, int], ...]  # that group: addresses, how many parts, threads
 
 
 def _sizes(kernel: Kernel, tables: list[RowTable], touched_only: bool, drop: bool) -> _Sizes:
-    n = n_rows = widest = elements = 0
+    n = n_rows = widest = elements = hot_elements = n_ranges = 0
     for table in tables:
-        n += table.length
+        length, width = table.length, table.width
+        n += length
         n_rows += table.rows
-        elements += table.rows * table.width
-        widest = max(widest, table.width)
+        elements += table.rows * width
+        widest = max(widest, width)
+        of_table = _n_ranges(table)
+        n_ranges += of_table
+        hot_elements += length // (HOT + 1) * of_table * width
     work = n * (widest + _ROW_COST) if touched_only else elements
     sorts_alone, updates_alone = n < SORT_SERIAL_BELOW, work < UPDATE_SERIAL_BELOW
     threads = 1 if sorts_alone and updates_alone else get_num_threads()
@@ -94,12 +96,21 @@ def _sizes(kernel: Kernel, tables: list[RowTable], touched_only: bool, drop: boo
     scratch = (widest if touched_only else max(widest, rows.TILE)) * kernel.real.itemsize
     shape = n, n_rows, len(tables), len(kernel.itemsizes), n_rows if drop else -1
     parts = 1 if sorts_alone else threads, 1 if updates_alone else threads
-    return _sizes_of(shape, *parts, scratch + 8 * rows.RING)
+    hot = n_ranges, hot_elements * kernel.real.itemsize
+    return _sizes_of(shape, *parts, scratch + 8 * rows.RING, hot)
+
+
+def _n_ranges(table: RowTable) -> int:
+    length = table.whole_length or table.length
+    return -(-length // range_length(length))
 
 
 @lru_cache(maxsize=256)
-def _sizes_of(shape: tuple[int, ...], sort_parts: int, threads: int, scratch: int) -> _Sizes:
+def _sizes_of(
+    shape: tuple[int, ...], sort_parts: int, threads: int, scratch: int, hot: tuple[int, int]
+) -> _Sizes:
     n, n_rows, n_tables, n_arrays, dropped_row = shape
+    n_ranges, hot_bytes = hot
     row_bits = max(1, max(n_rows - 1, dropped_row).bit_length())
     # Of a radix digit: at most 11 bits, even passes, and no more counters than keys need.
     passes = -(-row_bits // min(11, max(4, n.bit_length() + 1)))
@@ -114,24 +125,46 @@ def _sizes_of(shape: tuple[int, ...], sort_parts: int, threads: int, scratch: in
         n + PADDING,
         n + PADDING,
         max(sort_parts, threads) * scratch_words,
+        hot_bytes // 8 + 1,
     )
     ends = tuple(accumulate(map(_whole_lines, sizes)))
     bits = max(1, (n - 1).bit_length()), row_bits, digit_bits
     arguments = (n_tables, n, *bits, dropped_row, sort_parts, scratch_words * 8)
-    return _Sizes(n, sort_parts, threads, arguments, (0, *ends[:-1]), ends[-1])
+    loops = _grouping(sort_parts, passes, max(sort_parts, threads), n_ranges if n > HOT else 0)
+    return _Sizes(n, sort_parts, threads, arguments, ends[:-1], ends[-1], loops)
+
+
+def _grouping(
+    parts: int, passes: int, threads: int, n_ranges: int
+) -> tuple[tuple[int, int, int], ...]:
+    """The loops that sort, and sum hot rows, as in `_Sizes`."""
+    shares, once = (parts, parts), (1, 1)
+    if parts == 1:
+        loops = [(sort.group_serial, *once)]
+    else:
+        loops = [(sort.count_rows, *shares), (sort.place_rows, *once), (sort.scatter_rows, *shares)]
+        for _ in range(passes - 1):
+            loops += [(sort.next_digit, *once), (sort.count_digits, *shares)]
+            loops += [(sort.place_digits, *once), (sort.scatter_keys, *shares)]
+        loops += [(sort.finish, *once)]
+    if n_ranges:
+        loops.append((rows.sum_hot_range, n_ranges, threads))
+    return tuple((part.address, n, most) for part, n, most in loops)
 
 
 @cache
 def _kernel_arguments(
-    kernel: Kernel, of_row: NativeFunction | None, every_row: bool
+    kernel: Kernel, of_row: NativeFunction | None, every_row: bool, can_be_hot: bool
 ) -> tuple[int, ...]:
     """The arguments of the loops that the kernel decides; ``of_row`` is called for each row."""
     block = of_row or blocks(kernel).update_real
     zero = blocks(kernel).update_zero.address if every_row else 0
     add = sums.accumulate(kernel.g, kernel.real).address
+    add_ranges = sums.accumulate(kernel.real, kernel.real).address if can_be_hot else 0
     # These live as long as this tuple is kept.
     n, itemsizes = len(kernel.itemsizes), address_of(kernel.itemsizes)
-    return block.address, zero, add, n, itemsizes, kernel.real.itemsize
+    of_kernel = block.address, zero, add, add_ranges, n, itemsizes, kernel.real.itemsize
+    return (*of_kernel, address_of(_range_numbers))
 
 
 class RowStep:
@@ -158,15 +191,14 @@ class RowStep:
         self._size = _sizes(kernel, tables, touched_only, drop)
         self._block = borrow(self._size.words)
         self._keep: list[np.ndarray] = []  # arrays whose addresses the loops have
-        of_kernel = _kernel_arguments(kernel, of_row, not touched_only)
-        self._n_ranges = self._write_arguments(of_kernel, _stripes_address if locked else 0)
-        self._group()
+        of_kernel = _kernel_arguments(kernel, of_row, not touched_only, self._size.n > HOT)
+        self._write_arguments(of_kernel, _stripes_address if locked else 0)
+        call = self._block.address
+        run_all(tuple([Loop(part, n, call, most) for part, n, most in self._size.loops]))
         self.bad_position = self._get("bad_position")  # in the concatenated lists, or -1
         self.loops: tuple[Loop, ...] = ()
-        if self.bad_position < 0:
-            self._sum_hot()
-            if of_row is None:
-                self.loops = (self._touched() if touched_only else self._sweep(),)
+        if self.bad_position < 0 and of_row is None:
+            self.loops = (self._touched() if touched_only else self._sweep(),)
 
     def release(self) -> None:
         """Give the block back."""
@@ -185,71 +217,31 @@ class RowStep:
     def _run(self, part: NativeFunction, n: int = 1, threads: int = 1) -> None:
         run(part, n, self._block.address, threads)
 
-    def _write_arguments(self, of_kernel: tuple[int, ...], locks: int) -> int:
-        """`RowCall`, then the tables, then all their addresses; returns how many ranges there are.
+    def _write_arguments(self, of_kernel: tuple[int, ...], locks: int) -> None:
+        """`RowCall`, then the tables, then all their addresses.
 
         They are packed at once, which is ten times as fast as NumPy's assignment.
         """
         size, (words, base), tables = self._size, self._block, self._tables
-        sections = [base + 8 * place for place in size.places[_TABLES:]]
+        sections = [base + 8 * place for place in size.places]
         fields = [*size.arguments, *of_kernel, *sections, locks, *_UNKNOWN]
         at_addresses = base + 8 * (len(fields) + len(tables) * len(Table._fields))
         first_row = first_position = first_range = 0
-        for addresses, hp, n_rows, width, indices, index_bytes, n, values in tables:
-            length = range_length(n)
+        for table in tables:
+            addresses, hp, n_rows, width, indices, index_bytes, n, values, positions, whole = table
             # The loops know an occurrence by its position among those of all tables.
             values -= first_position * width * self._kernel.g.itemsize
             fields += (at_addresses, values, hp, n_rows, width, first_row, first_position)
-            fields += (indices, index_bytes, n, first_range, length, -(-n // length))
+            n_ranges = _n_ranges(table)
+            fields += (indices, index_bytes, n, first_range, range_length(whole or n), n_ranges)
+            fields.append(positions)
             at_addresses += 8 * len(addresses)
-            first_range += -(-n // length)
+            first_range += n_ranges
             first_row += n_rows
             first_position += n
         for table in tables:
             fields += table.addresses
         _packer(len(fields))(words.data, 0, *fields)
-        return first_range
-
-    def _group(self) -> None:
-        """Check the indices, and sort their keys; stops at a bad index."""
-        if self._size.sort_parts == 1:
-            self._run(sort.group_serial)
-            return
-        self._each_share(sort.count_rows)
-        place = self._size.places[_BAD]
-        bad = self._block.words[place : place + self._size.sort_parts]
-        if (bad >= 0).any():
-            self._set("bad_position", bad[bad >= 0].min())
-            return
-        self._run(sort.make_offsets)
-        self._each_share(sort.scatter_rows)
-        first, digit_bits = self._get("position_bits"), self._get("digit_bits")
-        for shift in range(first + digit_bits, first + self._get("row_bits"), digit_bits):
-            self._set("shift", shift)
-            self._each_share(sort.count_digits)
-            self._run(sort.make_offsets)
-            if self._get("moved"):
-                self._each_share(sort.scatter_keys)
-                keys, spare = self._get("keys"), self._get("spare")
-                self._set("keys", spare)
-                self._set("spare", keys)
-        self._run(sort.finish)
-
-    def _each_share(self, part: NativeFunction) -> None:
-        self._run(part, self._size.sort_parts, self._size.sort_parts)
-
-    def _sum_hot(self) -> None:
-        if self._size.n <= HOT:
-            return
-        self._run(rows.find_hot)
-        if self._get("n_hot") == 0:
-            return
-        real = self._kernel.real
-        self._set("hot_sums", np.empty(self._get("hot_elements"), real.dtype))
-        self._set("range_numbers", np.arange(self._n_ranges + PADDING))
-        self._set("add_ranges", sums.accumulate(real, real).address)
-        threads = max(self._size.sort_parts, self._size.threads)
-        self._run(rows.sum_hot_range, self._n_ranges, threads)
 
     def _touched(self) -> Loop:
         """Lazy: the rule on the rows that occur."""

@@ -65,41 +65,31 @@ def _accumulate(c, table, begin, end, total):
     call_address(c.accumulate, total, table.values, c.sorted_keys, begin, end, table.width, mask)
 
 
-@part(RowCall)
-def find_hot(index, slot, c):
-    """List the hot segments. Every one covers a multiple of HOT, so only those are probed."""
-    n, bits = c.n_valid, c.position_bits
-    keys, tables, hot = int64s(c.sorted_keys, c.n), tables_of(c), hot_of(c)
-    n_hot = elements = last_end = 0
-    for k in range(0, n, HOT):
-        if k < last_end:
-            continue
-        row = keys[k] >> bits
-        begin = first_key_at_least(keys, n, row << bits)
-        last_end = first_key_at_least(keys, n, (row + 1) << bits)
-        if last_end - begin <= HOT:
-            continue
-        t = last_at_most(tables.first_row, c.n_tables, row)
-        found = hot[n_hot]
-        found.begin, found.end, found.offset, found.table = begin, last_end, elements, t
-        n_hot += 1
-        elements += tables[t].n_ranges * tables[t].width
-    c.n_hot, c.hot_elements = n_hot, elements
+@njit
+def _range_begin(table, number):
+    """The first position of the table, counted within it, that is in a range or after it."""
+    begin = number * table.range
+    if table.positions == 0:
+        return begin
+    return first_key_at_least(int64s(table.positions, table.length), table.length, begin)
 
 
 @part(RowCall)
 def sum_hot_range(index, slot, c):
     """Sum what the hot rows of a table have in one range of its positions."""
+    if c.n_hot == 0:
+        return
     keys, tables, hot = int64s(c.sorted_keys, c.n), tables_of(c), hot_of(c)
     t = last_at_most(tables.first_range, c.n_tables, index)
     number, width = index - tables[t].first_range, tables[t].width
-    first = tables[t].first_position + number * tables[t].range
+    low = tables[t].first_position + _range_begin(tables[t], number)
+    high = tables[t].first_position + _range_begin(tables[t], number + 1)
     for h in range(c.n_hot):
         if hot[h].table != t:
             continue
         row = keys[hot[h].begin] >> c.position_bits << c.position_bits
-        begin = first_key_at_least(keys, hot[h].end, row + first)
-        end = first_key_at_least(keys, hot[h].end, row + first + tables[t].range)
+        begin = first_key_at_least(keys, hot[h].end, row + low)
+        end = first_key_at_least(keys, hot[h].end, row + high)
         total = c.hot_sums + (hot[h].offset + number * width) * c.real_bytes
         if begin == end:
             _clear(total, width * c.real_bytes)

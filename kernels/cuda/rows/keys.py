@@ -172,6 +172,7 @@ class KeySort:
         for table, of_table in zip(self._tables, hp.tolist(), strict=True):
             strides = [table.width * n for n in self._itemsizes]
             is_aligned = are_aligned(np.array([table.values, *table.addresses, *strides]))
+            assert not table.positions, "a part of a batch is for the host"
             length = range_length(table.length)
             values = table.values - first_position * strides[0]
             firsts = table.rows, table.width, first_row, first_position

@@ -1,0 +1,196 @@
+"""How many threads the environment allows, and what runs them: Numba's threading layers.
+
+The default is tbb, the only layer in which a caller never waits for a thread that has not begun.
+Where there is no wheel of it, Numba takes omp, then workqueue.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from importlib.metadata import PackageNotFoundError, files
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numba
+from numba import njit
+
+from .cache import KernelCache
+from .compile import fork_between
+from .intrinsics import threads_of_numba
+
+# Of the thread that holds it, a signal handler may step too: before the loop or after it.
+_workqueue_lock = threading.RLock()
+fork_between(_workqueue_lock)  # before those of the compiler, which a first step takes within
+_forked_after_openmp = False
+_problem = ""
+
+
+# -- how many -------------------------------------------------------------------------------------
+
+
+class Limit(NamedTuple):
+    """A number of threads that is not exceeded, and whose wish that is."""
+
+    threads: int
+    source: str
+
+
+@cache
+def limit_of_environment() -> Limit:
+    """What the system and the environment allow; looked at once in a process."""
+    if _forked_after_openmp:
+        return Limit(1, "a fork after threads of omp had started")
+    limits = [Limit(_cores(), "the cores of this process")]
+    if (quota := _quota(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))) is not None:
+        limits.append(Limit(quota, "the CPU quota of the container"))
+    limits += [
+        Limit(number, name)
+        for name in ("OMP_NUM_THREADS", "NUMBA_NUM_THREADS")
+        if (number := _number(name)) is not None
+    ]
+    return min(limits, key=lambda limit: limit.threads)
+
+
+def _cores() -> int:
+    """Those that this process may run on."""
+    can_say = hasattr(os, "sched_getaffinity")
+    return max(1, len(os.sched_getaffinity(0)) if can_say else os.cpu_count() or 1)
+
+
+def _number(name: str) -> int | None:
+    """A number of threads from the environment; None where that says none."""
+    # OpenMP takes a list, a number for each level of nested loops.
+    text = os.environ.get(name, "").split(",")[0].strip()
+    return int(text) if text.isdecimal() and int(text) > 0 else None
+
+
+def ignored_variables() -> list[str]:
+    """What the environment says of threads and is no number of them: OpenMP ignores it too."""
+    text = os.environ.get("OMP_NUM_THREADS", "")
+    return [f"OMP_NUM_THREADS={text!r}"] if text and _number("OMP_NUM_THREADS") is None else []
+
+
+def _quota(memberships: Path, mounts: Path) -> int | None:
+    """Whole cores that the control groups of this process may use (versions 1 and 2), or None.
+
+    A group is also limited by those around it. A container may see its own group as the root
+    of the mount, whatever its path is outside.
+    """
+    found = []
+    try:
+        lines = memberships.read_text(encoding="utf-8").splitlines()
+    except OSError:  # there are no control groups
+        return None
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        places = [mounts / controllers, mounts / "cpu"] if controllers else [mounts]
+        for place in places:
+            group = Path(path.lstrip("/"))
+            found += [_quota_of(place / part) for part in (group, *group.parents)]
+    quotas = [quota for quota in found if quota is not None]
+    return max(1, int(min(quotas))) if quotas else None
+
+
+def _quota_of(group: Path) -> float | None:
+    """Cores of one control group; None where it has no limit."""
+    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+        try:
+            quota, period = " ".join((group / name).read_text("utf-8") for name in names).split()
+        except (OSError, ValueError):
+            continue
+        if quota.isdecimal() and period.isdecimal() and int(period) > 0:  # not "max", not -1
+            return int(quota) / int(period)
+    return None
+
+
+# -- threading layers -----------------------------------------------------------------------------
+
+
+@njit
+def available_threads():
+    """``numba.get_num_threads()``, once the layer has been started."""
+    # Through Python, Numba takes a lock of the process each time that it is asked, and a signal
+    # that ends the call while it takes that lock would leave it taken.
+    return threads_of_numba()
+
+
+available_threads._cache = KernelCache("available threads")
+
+
+def threading_layer() -> str | None:
+    """The threading layer that is running in this process, or None before its first use."""
+    try:
+        return str(numba.threading_layer())
+    except ValueError:
+        return None
+
+
+def layer_problem() -> str:
+    """Why the default layer, tbb, does not run although it is installed; "" where it does."""
+    return _problem if threading_layer() not in ("tbb", None) else ""
+
+
+def _after_fork_in_child() -> None:
+    # GNU OpenMP kills a forked child at its first parallel loop.
+    global _forked_after_openmp
+    if threading_layer() == "omp":
+        _forked_after_openmp = True
+    limit_of_environment.cache_clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+@cache
+def start_layer() -> None:
+    """Once for a process; what is compiled finds the layer then."""
+    if threading_layer() is None:
+        chosen = str(numba.config.THREADING_LAYER).lower()
+        openmp = None if chosen == "workqueue" or _load_tbb(chosen) else _openmp()
+        before = openmp.omp_get_max_threads() if openmp else 0
+        numba.get_num_threads()
+        if openmp and threading_layer() == "omp":
+            # Numba sets it when its layer starts, for other libraries of this thread too.
+            openmp.omp_set_num_threads(before)
+    available_threads.compile(())
+
+
+def _load_tbb(chosen: str) -> bool:
+    """Load tbb from PyPI, which lies where no loader looks, unless another layer was chosen."""
+    global _problem
+    if chosen in ("omp", "workqueue"):
+        return False
+    try:
+        found = [f for f in files("tbb") or () if f.name in ("libtbb.so.12", "tbb12.dll")]
+        for file in found:
+            ctypes.CDLL(str(Path(str(file.locate())).resolve()), mode=ctypes.RTLD_GLOBAL)
+    except PackageNotFoundError:
+        return False
+    except OSError as error:
+        _problem = f"tbb does not load: {error}"
+        return False
+    return bool(found)
+
+
+def _openmp() -> Any:
+    """The library of OpenMP that Numba's layer uses, or would: PyTorch's, if that came first."""
+    try:
+        from numba.np.ufunc import omppool
+    except ImportError:
+        return None
+    library = ctypes.CDLL(omppool.__file__)
+    return library if hasattr(library, "omp_set_num_threads") else None
+
+
+@cache
+def layer_guard() -> AbstractContextManager[object]:
+    """Workqueue aborts the process when two Python threads enter it at once."""
+    start_layer()
+    return _workqueue_lock if threading_layer() == "workqueue" else nullcontext()
