@@ -210,13 +210,22 @@ def parse_peers(text: str | None) -> list[str]:
     return _names("--peers", text, tuple(PEERS), "all or none")
 
 
-def parse_scenarios(text: str | None) -> list[str]:
+def names_of_scenarios(text: str | None) -> list[str]:
     """Names of scenarios, separated by commas; None for the one without anything else.
+
+    Raises:
+        BenchError: an unknown name.
+    """
+    return _names("--scenario", cases.LOOP if text is None else text, SCENARIOS)
+
+
+def parse_scenarios(text: str | None) -> list[str]:
+    """`names_of_scenarios` that are to be measured.
 
     Raises:
         BenchError: an unknown name, or one that needs what is not installed.
     """
-    names = _names("--scenario", cases.LOOP if text is None else text, SCENARIOS)
+    names = names_of_scenarios(text)
     if "torch" in names and find_spec("torch") is None:
         raise BenchError("--scenario torch: needs PyTorch in this environment")
     return names

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from ..cases.options import check_plot
+from ..cases.options import check_plot, names_of_scenarios
 from ..cases.steps import select
 from ..errors import BenchError
 from . import document, plot, table
 
-_TAKEN = ("cases", "earlier", "plot")
+_TAKEN = ("cases", "earlier", "plot", "scenario")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -28,8 +28,12 @@ def main(args: argparse.Namespace) -> int:
         names = {case.name for case in select(args.cases)}
         data["points"] = [point for point in data["points"] if point["case"] in names]
         data["special"] = [special for special in data["special"] if special["name"] in names]
+    if args.scenario:
+        scenarios = names_of_scenarios(args.scenario)
+        data["points"] = [point for point in data["points"] if point["scenario"] in scenarios]
     if not data["points"] and not data["special"]:
-        raise BenchError(f"--from {args.earlier}: holds no results of {', '.join(args.cases)}")
+        asked = ", ".join([*args.cases, *([args.scenario] if args.scenario else [])])
+        raise BenchError(f"--from {args.earlier}: holds no results of {asked}")
     if args.plot is not None:
         check_plot(Path(args.plot))
     table.show(data, table.console())

@@ -299,9 +299,12 @@ def test_an_earlier_run_is_shown_and_drawn(
     assert "rows/nn.LazyAdam" in out and "dense/nn.Adam" not in out
     assert "numpy" in (tmp_path / "x.svg").read_text(encoding="utf-8")
     assert "dense/nn.Adam" in said(capsys, *earlier)[1]
+    assert "dense/nn.Adam" in said(capsys, *earlier, "--scenario", "loop,busy")[1]
     for given, text in (
         (("--threads", "1"), "measures nothing, so it takes no --threads"),
         (("nn.SGD",), "holds no results of nn.SGD"),
+        (("--scenario", "busy"), "holds no results of busy"),
+        (("--scenario", "idle"), "--scenario: expected names out of loop"),
         (("--plot", "x.jpg"), "expected a file .png, .svg or .pdf"),
     ):
         status, out, err = said(capsys, *given, *earlier)

@@ -153,13 +153,19 @@ def test_results_are_those_of_the_committed_files() -> None:
 
 
 def test_the_picture_has_the_times_of_the_committed_file() -> None:
-    """``fusestep bench rows/nn.LazyAdam --from bench/results/epyc-2-cores.json --plot FILE``."""
-    data = json.loads((ROOT / "bench" / "results" / "epyc-2-cores.json").read_text("utf-8"))
-    (point,) = (point for point in data["points"] if point["case"] == "rows/nn.LazyAdam")
+    """``fusestep bench CASE --scenario loop,busy,pause20 --from FILE --plot PICTURE``."""
+    file = ROOT / "bench" / "results" / "xeon-2-cores-scenarios.json"
+    points = [
+        point
+        for point in json.loads(file.read_text("utf-8"))["points"]
+        if point["case"] == "rows/nn.LazyAdam" and point["scenario"] in ("loop", "busy", "pause20")
+    ]
+    assert len(points) == 3
     picture = (ROOT / "docs" / "lazy-adam.svg").read_text(encoding="utf-8")
-    for label in (OURS, *(against["label"] for against in point["peers"].values())):
-        assert f"{label}<" in picture, label
-        assert f"{table.seconds(point['times'][label]['median'])}<" in picture, label
+    for point in points:
+        assert f"{table.IN_WORDS[point['scenario']]}<" in picture
+        for label in (OURS, *(against["label"] for against in point["peers"].values())):
+            assert f"{table.seconds(point['times'][label]['median'])}<" in picture, label
 
 
 def prose(text: str) -> str:
