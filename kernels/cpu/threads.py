@@ -29,9 +29,6 @@ _forked_after_openmp = False
 _problem = ""
 
 
-# -- how many -------------------------------------------------------------------------------------
-
-
 class Limit(NamedTuple):
     """A number of threads that is not exceeded, and whose wish that is."""
 
@@ -107,9 +104,6 @@ def _quota_of(group: Path) -> float | None:
         if quota.isdecimal() and period.isdecimal() and int(period) > 0:  # not "max", not -1
             return int(quota) / int(period)
     return None
-
-
-# -- threading layers -----------------------------------------------------------------------------
 
 
 @njit

@@ -195,7 +195,8 @@ class RowStep:
         self._write_arguments(of_kernel, _stripes_address if locked else 0)
         call = self._block.address
         run_all(tuple([Loop(part, n, call, most) for part, n, most in self._size.loops]))
-        self.bad_position = self._get("bad_position")  # in the concatenated lists, or -1
+        # In the concatenated lists, or -1.
+        self.bad_position = int(self._block.words[_FIELD["bad_position"]])
         self.loops: tuple[Loop, ...] = ()
         if self.bad_position < 0 and of_row is None:
             self.loops = (self._touched() if touched_only else self._sweep(),)
@@ -204,18 +205,12 @@ class RowStep:
         """Give the block back."""
         give_back(self._block)
 
-    def _get(self, field: str) -> int:
-        return int(self._block.words[_FIELD[field]])
-
     def _set(self, field: str, value: int | np.ndarray) -> None:
         """Write an argument of the loops, of an array the address; it is kept alive."""
         if isinstance(value, np.ndarray):
             self._keep.append(value)
             value = address_of(value)
         self._block.words[_FIELD[field]] = value
-
-    def _run(self, part: NativeFunction, n: int = 1, threads: int = 1) -> None:
-        run(part, n, self._block.address, threads)
 
     def _write_arguments(self, of_kernel: tuple[int, ...], locks: int) -> None:
         """`RowCall`, then the tables, then all their addresses.
@@ -257,7 +252,7 @@ class RowStep:
         n_parts = min(self._size.n, _PARTS_PER_THREAD * threads)
         self._set("measured", squares)
         self._set("n_parts", n_parts)
-        self._run(rows.measure_touched, n_parts, threads)
+        run(rows.measure_touched, n_parts, self._block.address, threads)
         return float(squares.sum())
 
     def _sweep(self) -> Loop:
