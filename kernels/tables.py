@@ -33,6 +33,12 @@ def range_length(n_positions: int) -> int:
     return max(_RANGE_POSITIONS, -(-n_positions // MOST_RANGES))
 
 
+def ranges_of(n_positions: int) -> tuple[int, int]:
+    """The length of the ranges of a table with ``n_positions``, and how many there are."""
+    length = range_length(n_positions)
+    return length, -(-n_positions // length)
+
+
 class TensorTable:
     """Where T tensors and their states lie; what stays the same from step to step."""
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...element import Kernel
-from ...tables import HOT, MOST_RANGES, RowTable, range_length
+from ...tables import HOT, MOST_RANGES, RowTable, ranges_of
 from ..blocks import blocks
 from ..compile import NativeFunction
 from ..headers import address_of
@@ -78,15 +78,20 @@ class _Sizes(NamedTuple):
     loops: tuple[tuple[int, int, int], ...]  # that group: addresses, how many parts, threads
 
 
-def _sizes(kernel: Kernel, tables: list[RowTable], touched_only: bool, drop: bool) -> _Sizes:
+def _sizes(
+    kernel: Kernel,
+    tables: list[RowTable],
+    ranges: list[tuple[int, int]],
+    touched_only: bool,
+    drop: bool,
+) -> _Sizes:
     n = n_rows = widest = elements = hot_elements = n_ranges = 0
-    for table in tables:
+    for table, (_, of_table) in zip(tables, ranges, strict=True):
         length, width = table.length, table.width
         n += length
         n_rows += table.rows
         elements += table.rows * width
         widest = max(widest, width)
-        of_table = _n_ranges(table)
         n_ranges += of_table
         hot_elements += length // (HOT + 1) * of_table * width
     work = n * (widest + _ROW_COST) if touched_only else elements
@@ -98,11 +103,6 @@ def _sizes(kernel: Kernel, tables: list[RowTable], touched_only: bool, drop: boo
     parts = 1 if sorts_alone else threads, 1 if updates_alone else threads
     hot = n_ranges, hot_elements * kernel.real.itemsize
     return _sizes_of(shape, *parts, scratch + 8 * rows.RING, hot)
-
-
-def _n_ranges(table: RowTable) -> int:
-    length = table.whole_length or table.length
-    return -(-length // range_length(length))
 
 
 @lru_cache(maxsize=256)
@@ -188,7 +188,8 @@ class RowStep:
         locked: bool = False,  # take a row's lock around its update (lazy only)
     ) -> None:
         self._kernel, self._tables = kernel, tables
-        self._size = _sizes(kernel, tables, touched_only, drop)
+        self._ranges = [ranges_of(table.whole_length or table.length) for table in tables]
+        self._size = _sizes(kernel, tables, self._ranges, touched_only, drop)
         self._block = borrow(self._size.words)
         self._keep: list[np.ndarray] = []  # arrays whose addresses the loops have
         of_kernel = _kernel_arguments(kernel, of_row, not touched_only, self._size.n > HOT)
@@ -222,14 +223,12 @@ class RowStep:
         fields = [*size.arguments, *of_kernel, *sections, locks, *_UNKNOWN]
         at_addresses = base + 8 * (len(fields) + len(tables) * len(Table._fields))
         first_row = first_position = first_range = 0
-        for table in tables:
-            addresses, hp, n_rows, width, indices, index_bytes, n, values, positions, whole = table
+        for table, (length, n_ranges) in zip(tables, self._ranges, strict=True):
+            addresses, hp, n_rows, width, indices, index_bytes, n, values, positions, _ = table
             # The loops know an occurrence by its position among those of all tables.
             values -= first_position * width * self._kernel.g.itemsize
             fields += (at_addresses, values, hp, n_rows, width, first_row, first_position)
-            n_ranges = _n_ranges(table)
-            fields += (indices, index_bytes, n, first_range, range_length(whole or n), n_ranges)
-            fields.append(positions)
+            fields += (indices, index_bytes, n, first_range, length, n_ranges, positions)
             at_addresses += 8 * len(addresses)
             first_range += n_ranges
             first_row += n_rows

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cuda
 
-from ...tables import RowTable, range_length
+from ...tables import RowTable, ranges_of
 from ..dense.tiles import are_aligned
 from ..device.backend import load_int32, load_int64, lower_int64, store_int64
 from ..device.guard import FOUND, INDEX, is_closed
@@ -173,11 +173,10 @@ class KeySort:
             strides = [table.width * n for n in self._itemsizes]
             is_aligned = are_aligned(np.array([table.values, *table.addresses, *strides]))
             assert not table.positions, "a part of a batch is for the host"
-            length = range_length(table.length)
             values = table.values - first_position * strides[0]
             firsts = table.rows, table.width, first_row, first_position
             indices = table.indices - first_position * table.index_bytes, table.index_bytes
-            ranges = length, -(-table.length // length)
+            ranges = ranges_of(table.length)
             rows.append(
                 TableRow(place, values, of_table, *firsts, *indices, *ranges, bool(is_aligned))
             )
