@@ -18,6 +18,7 @@ from .errors import BenchError
 from .measure import ContestantLostError, interleave, plan, warm_up
 from .peer import Worker
 from .point import in_worker, setup_request
+from .report.document import same
 from .report.result import OURS, Progress, Settings
 from .report.stats import Change, Summary, change, paired, ratio
 from .work import inputs
@@ -26,7 +27,6 @@ from .work import inputs
 _WORKER = ("-P", "-m", "fusestep.bench.version_worker")
 _PACKAGE, _BENCH = "fusestep", "bench"
 _OLD, _NEW = "before", "now"
-_SAME = ("case", "size", "indices", "dtype", "threads", "scenario")
 Report = Callable[[str, int, int], Progress]
 
 
@@ -58,7 +58,7 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[Changed]:
 
 
 def _key(point: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(point[name] for name in _SAME)
+    return (*same(point), point["scenario"])
 
 
 def _changed(old: dict[str, Any] | None, new: dict[str, Any]) -> Changed:

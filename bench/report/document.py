@@ -70,6 +70,11 @@ def _against(against: Against) -> dict[str, Any]:
     return {"label": against.label, **asdict(against.speedup)}
 
 
+def same(point: dict[str, Any]) -> tuple[Any, ...]:
+    """What points of a document have in common that differ in their scenario only."""
+    return tuple(point[key] for key in ("case", "size", "indices", "dtype", "threads"))
+
+
 @cache
 def _schema() -> dict[str, Any]:
     text = (Path(__file__).parent / "results.schema.json").read_text(encoding="utf-8")

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..cases.steps import LOOP
+from .document import same
 from .result import OF_BOUND, OURS
-from .table import IN_WORDS, contestants, same, seconds, size
+from .table import IN_WORDS, contestants, seconds, size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from ..against import Changed
 from ..cases.steps import LOOP
-from ..peer import PEERS
+from .document import same
 from .result import OF_BOUND, OURS
 from .result import Progress as Report
 
@@ -32,11 +32,6 @@ IN_WORDS = {
     "busy": "beside a busy process",
     "torch": "after a product of PyTorch",
 }
-
-
-def same(point: dict[str, Any]) -> tuple[Any, ...]:
-    """What points have in common that differ in their scenario only."""
-    return tuple(point[key] for key in ("case", "size", "indices", "dtype", "threads"))
 
 
 def console() -> Console:
@@ -98,16 +93,28 @@ def _points(points: list[dict[str, Any]], width: int) -> list[Table]:
         )
         rows.append(row)
     columns = [[name, *cells] for name, *cells in zip(head, *rows, strict=True)]
-    repeated, others = columns[: len(shown)], columns[len(shown) :]
+    names = [["case", *(p["case"] for p in points)], ["size", *map(size, points)]]
+    return _parted(title, names, columns[: len(shown)], columns[len(shown) :], width)
+
+
+def _parted(
+    title: str,
+    names: list[list[str]],
+    repeated: list[list[str]],
+    others: list[list[str]],
+    width: int,
+) -> list[Table]:
+    """Tables with as many of the others as fit; each has the names and what is repeated."""
     tables: list[Table] = []
-    for group in _fitting(others, width - _NAMES - sum(map(_width, repeated))):
+    left = width - _NAMES - sum(map(_width, (*names[2:], *repeated)))  # of case and size: _NAMES
+    for group in _fitting(others, left):
         table = _table("" if tables else title)
-        table.add_column("case", overflow="fold")
-        table.add_column("size", overflow="fold")
+        for name, *_ in names:
+            table.add_column(name, overflow="fold")
         for name, *_ in (*repeated, *group):
             table.add_column(name, justify="right", no_wrap=True)
-        for point, *cells in zip(points, *(c[1:] for c in (*repeated, *group)), strict=True):
-            table.add_row(point["case"], size(point), *cells)
+        for cells in zip(*(column[1:] for column in (*names, *repeated, *group)), strict=True):
+            table.add_row(*cells)
         tables.append(table)
     return tables
 
@@ -209,27 +216,16 @@ def _scaling(points: list[dict[str, Any]]) -> Table:
 def _scenarios(points: list[dict[str, Any]], width: int) -> list[Table]:
     """Median and percentiles of ours, the bound and each peer, a column for each scenario."""
     scenarios = list(dict.fromkeys(point["scenario"] for point in points))
-    lines = []
+    lines = [["case", "size", "of", *scenarios]]
     for group in by_scenario(points):
         point = next(iter(group.values()))
         variant = f"{size(point)} {_short(point['dtype'])} x{point['threads']}"
         for name in contestants(point):
-            cells = [spread(group.get(scenario), name) for scenario in scenarios]
-            lines.append(([point["case"], variant, name], cells))
-    columns = [[s, *cells] for s, *cells in zip(scenarios, *(c for _, c in lines), strict=True)]
-    tables: list[Table] = []
-    for group_of_columns in _fitting(columns, width - _NAMES - _BETWEEN - len(max(PEERS, key=len))):
-        title = "" if tables else "Scenarios: median time of a step (p20, p80)"
-        table = _table(title)
-        for name in ("case", "size", "of"):
-            table.add_column(name, overflow="fold")
-        for name, *_ in group_of_columns:
-            table.add_column(name, justify="right", no_wrap=True)
-        others = (column[1:] for column in group_of_columns)
-        for (names, _), *cells in zip(lines, *others, strict=True):
-            table.add_row(*names, *cells)
-        tables.append(table)
-    return tables
+            cells = (spread(group.get(scenario), name) for scenario in scenarios)
+            lines.append([point["case"], variant, name, *cells])
+    columns = [list(column) for column in zip(*lines, strict=True)]
+    title = "Scenarios: median time of a step (p20, p80)"
+    return _parted(title, columns[:3], [], columns[3:], width)
 
 
 def by_scenario(points: list[dict[str, Any]]) -> list[dict[str, dict[str, Any]]]:

@@ -37,7 +37,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -150,24 +150,29 @@ def sample(job: Job, steps: int, clock: Clock = time.perf_counter) -> float:
     The lead-in stands for the training loop that a short step is part of: threads are awake, each
     on a core of its own, and code and arrays are in the caches as far as they fit.
     """
-    total = 0.0
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
+    with _without_collection():
         left, lead_in = MOST_LEAD_IN, LEAD_IN
         while left and lead_in > 0:
             lead_in -= _timed(job, clock)
             left -= 1
-        for _ in range(steps):
-            total += _timed(job, clock)
+        return sum(_timed(job, clock) for _ in range(steps)) / steps
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """No garbage is collected meanwhile."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
     finally:
         if collecting:
             gc.enable()
-    return total / steps
 
 
-def _timed(job: Job, clock: Clock) -> float:
+def _timed(job: Job, clock: Clock, before: Callable[[], object] = _nothing) -> float:
     job.load()
+    before()
     start = clock()
     job.step()
     return clock() - start
@@ -181,21 +186,12 @@ def turn(job: Job, before: Callable[[], object], clock: Clock = time.perf_counte
     competes with another process goes first. That is over after four steps or so.
     """
     found: list[float] = []
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
+    with _without_collection():
         for _ in range(2):
             end = clock() + TURN
             found = []
             while len(found) < FEWEST or clock() < end:
-                job.load()
-                before()
-                start = clock()
-                job.step()
-                found.append(clock() - start)
-    finally:
-        if collecting:
-            gc.enable()
+                found.append(_timed(job, clock, before))
     return found
 
 
@@ -360,7 +356,7 @@ class _Server:
         if do == "setup":
             return self._set_up(request)
         if do == "sample":
-            return {"seconds": self._sample(**{k: v for k, v in request.items() if k != "do"})}
+            return {"seconds": self._sample(request["form"], request["scenario"], request["steps"])}
         if do == "memory":
             return {"bytes": self._peak_memory(self._jobs[request["form"]])}
         if do == "values":

@@ -403,12 +403,7 @@ def test_the_smallest_limit_decides(environment, budget, expected):
     print(*limit, sep="|")
     """
     set_here = {"OMP_NUM_THREADS": "", "NUMBA_NUM_THREADS": "6", **environment}
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(program)],
-        env={**ENVIRONMENT, **set_here}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "{}|{}\n".format(*expected)
+    assert output_of(program, **set_here) == "{}|{}\n".format(*expected)
 
 
 def test_numba_itself_is_obeyed():
