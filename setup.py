@@ -1,16 +1,40 @@
 """The packages: this folder is ``fusestep``, and each folder in it with code a part of it."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
+_WRITE = """
+import pathlib, sys
+from fusestep.kernels.cpu.machine import PORTABLE
+from fusestep.kernels.cpu.warmup import write_portable
+assert PORTABLE.is_relative_to(pathlib.Path(sys.argv[1]).resolve()), PORTABLE
+write_portable(PORTABLE)
+"""
+
 
 class Modules(build_py):
-    """All of the package but this file."""
+    """All of the package but this file, and the loops that are compiled for any processor."""
 
     def find_package_modules(self, package, package_dir):
         """As in setuptools."""
         found = super().find_package_modules(package, package_dir)
         return [module for module in found if module[:2] != ("fusestep", "setup")]
+
+    def run(self):
+        """As in setuptools; an editable package compiles its loops at their first use."""
+        super().run()
+        if not self.editable_mode:
+            paths = [str(Path(self.build_lib).resolve()), os.environ.get("PYTHONPATH", "")]
+            own = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "FUSESTEP_CACHE_DIR": ""}
+            subprocess.run(
+                [sys.executable, "-c", _WRITE, paths[0]],
+                check=True, cwd=self.build_lib, env={**os.environ, **own},
+            )  # fmt: skip
 
 
 parts = find_packages(

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit, prange
 
-from ..kernels.cpu.cache import KernelCache, fingerprint
 from .workers.worker_protocol import Job
 
 Arrays = tuple[np.ndarray, ...]
@@ -256,11 +255,7 @@ def _gathered(table, indices, out, chunk):  # type: ignore[no-untyped-def]
 
 
 def _compiled(function: Callable[..., None]) -> Loop:
-    parallel = njit(parallel=True, nogil=True)(function)
-    serial = njit(nogil=True)(function)
-    parallel._cache = KernelCache(f"bound {fingerprint(function)}")
-    serial._cache = KernelCache(f"serial bound {fingerprint(function)}")
-    return Loop(parallel, serial)
+    return Loop(njit(parallel=True, nogil=True)(function), njit(nogil=True)(function))
 
 
 _STREAMS = {

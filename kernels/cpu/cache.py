@@ -13,9 +13,7 @@ have written it: the folder and the file belong to that user, and no one else ma
 from __future__ import annotations
 
 import hashlib
-import itertools
 import os
-import pickle
 import secrets
 import stat
 import sys
@@ -23,37 +21,21 @@ import types
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import llvmlite
 import numba
 import numpy as np
-from numba.core import serialize
-from numba.core.bytecode import FunctionIdentity
-from numba.core.caching import _Cache
-from numba.core.compiler import CompileResult
+from llvmlite import binding as llvm
+from numba.core.codegen import get_host_cpu_features
 from numba.core.dispatcher import Dispatcher
 
 PACKAGE = Path(__file__).resolve().parent.parent
-_MAGIC = b"fusestep kernel 1\n"
+_MAGIC = b"fusestep kernel 2\n"
 _SUFFIX = ".kernel"
 _problems: dict[Path, str] = {}  # folders that this process does without, and why
-
-
-def _number_functions_apart() -> None:
-    """Let the numbers of this process's functions begin where no other process's are.
-
-    Numba puts them into the names of symbols. As they begin at 1, closures of two processes get
-    the same name, and of two cached objects that are loaded together the second would call the
-    functions of the first: other machine code than it was compiled with.
-    """
-    FunctionIdentity._unique_ids = itertools.count(secrets.randbits(62))
-
-
-_number_functions_apart()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_number_functions_apart)
 
 
 def sources_hash() -> str:
@@ -65,7 +47,7 @@ def sources_hash() -> str:
 
 
 # Taken before the other modules are imported: what is compiled later is the code of then.
-_IMPORTED_SOURCES = sources_hash()
+IMPORTED_SOURCES = sources_hash()
 
 
 def cache_directory() -> Path | None:
@@ -143,7 +125,7 @@ def _feed_function(digest: Any, function: Any, seen: set[int]) -> None:
     if id(function) in seen:
         return
     seen.add(id(function))
-    digest.update(f"{function.__module__} ".encode())  # entries name it: it must be there to load
+    digest.update(f"{function.__module__} ".encode())
     _feed_code(digest, function.__code__)
     for value in _reached_values(function):
         if isinstance(value, types.FunctionType | Dispatcher):
@@ -178,68 +160,61 @@ def _reached_values(function: types.FunctionType) -> list[Any]:
     return [v for v in values if isinstance(v, constants | types.FunctionType | Dispatcher)]
 
 
-class KernelCache(_Cache):
-    """Numba's cache interface for one function; ``identity`` says all that was compiled into it."""
+def load(identity: str) -> bytes | None:
+    """What was kept of a function, for ``identity`` and all else that decides machine code."""
+    key = _key(identity)
+    path = _path(key)
+    return None if path is None else _load(path, key)
 
-    def __init__(self, identity: str) -> None:
-        self._identity = identity
 
-    @property
-    def cache_path(self) -> str | None:
-        """The folder of the entries."""
-        directory = cache_directory()
-        return None if directory is None else str(directory)
+def save(identity: str, content: bytes) -> None:
+    """Keep it; a folder that cannot be written is reported once."""
+    key = _key(identity)
+    path = _path(key)
+    if path is None:
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with _opened(path.parent) as folder:
+            # If a file has changed since, which of both texts was compiled is not known.
+            if sources_hash() == IMPORTED_SOURCES:
+                _write(folder, path.name, key, content)
+    except OSError as error:
+        _do_without(path.parent, error)
 
-    def flush(self) -> None:
-        """Nothing to do, as for the other two: nothing is in memory, and nobody switches it."""
 
-    enable = disable = flush
+def _key(identity: str) -> str:
+    return "\n".join((identity, *_common_key()))
 
-    def _key(self, sig: Any, codegen: Any) -> str:
-        return "\n".join(
-            (
-                self._identity,
-                __name__,  # entries name their modules: another import name cannot load them
-                str(sig),
-                repr(codegen.magic_tuple()),
-                _IMPORTED_SOURCES,
-                f"numba {numba.__version__} llvmlite {llvmlite.__version__}",
-                f"python {sys.version_info[:3]} {sys.implementation.cache_tag}",
-                f"numpy {np.__version__}",
-                repr((numba.config.OPT, numba.config.BOUNDSCHECK, numba.config.DEBUG_JIT)),
-            )
-        )
 
-    def _path(self, key: str) -> Path | None:
-        directory = cache_directory()
-        name = hashlib.sha256(key.encode()).hexdigest()
-        return None if directory is None else directory / f"{name}{_SUFFIX}"
+@cache
+def _common_key() -> tuple[str, ...]:
+    config = numba.config
+    return (
+        __name__,  # a rule's fingerprint has the names of modules, also those of this package
+        repr(processor()),
+        IMPORTED_SOURCES,
+        f"numba {numba.__version__} llvmlite {llvmlite.__version__}",
+        f"python {sys.version_info[:3]} {sys.implementation.cache_tag}",
+        f"numpy {np.__version__}",
+        repr((config.OPT, config.BOUNDSCHECK, config.DEBUG_JIT)),
+    )
 
-    def load_overload(self, sig: Any, target_context: Any) -> CompileResult | None:
-        """The cached code for ``sig``, or None."""
-        target_context.refresh()
-        key = self._key(sig, target_context.codegen())
-        path = self._path(key)
-        payload = None if path is None else _load(path, key)
-        if payload is None:
-            return None
-        loaded: CompileResult = CompileResult._rebuild(target_context, *pickle.loads(payload))
-        return loaded
 
-    def save_overload(self, sig: Any, data: CompileResult) -> None:
-        """Write the code for ``sig``; a folder that cannot be written is reported once."""
-        key = self._key(sig, data.codegen)
-        path = self._path(key)
-        if path is None:
-            return
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with _opened(path.parent) as folder:
-                # If a file has changed since, which of both texts was compiled is not known.
-                if sources_hash() == _IMPORTED_SOURCES:
-                    _write(folder, path.name, key, serialize.dumps(data._reduce()))
-        except OSError as error:
-            _do_without(path.parent, error)
+@cache
+def processor() -> dict[str, str]:
+    """What code is made for: this machine's processor, unless Numba is told of another one."""
+    name, features = numba.config.CPU_NAME, numba.config.CPU_FEATURES
+    return {
+        "cpu": llvm.get_host_cpu_name() if name is None else name,
+        "features": get_host_cpu_features() if features is None else features,
+    }
+
+
+def _path(key: str) -> Path | None:
+    directory = cache_directory()
+    name = hashlib.sha256(key.encode()).hexdigest()
+    return None if directory is None else directory / f"{name}{_SUFFIX}"
 
 
 class _Folder(NamedTuple):

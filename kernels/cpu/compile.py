@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import os
 import threading
-from array import array
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import cached_property
 from typing import Any
 
 import numba
-import numpy as np
-import numpy.ma  # Numba's first call would, and a child that is forked meanwhile wait for it
-from llvmlite.binding import ffi
+import numpy.ma  # noqa: F401  (else Numba's first call does, and a forked child waits for it)
+from llvmlite import binding as llvm
 from numba import types
 from numba.core.ccallback import CFunc
 from numba.core.compiler_lock import global_compiler_lock
 from numba.np.ufunc.parallel import _backend_init_thread_lock
 
 from ..inner import njit
-from .cache import KernelCache
-from .headers import address_of
+from . import cache, machine
+from .machine import Code, Entry, Loaded
 from .records import records
 
 _I64 = types.int64
@@ -58,42 +57,66 @@ def fork_between(*locks: Any) -> None:
         os.register_at_fork(before=acquire, after_in_parent=release, after_in_child=release)
 
 
-fork_between(_lock, global_compiler_lock, _backend_init_thread_lock, ffi.lib._lock)
+fork_between(_lock, global_compiler_lock, _backend_init_thread_lock, llvm.ffi.lib._lock)
 
 
 class NativeFunction:
-    """A function of ``int64``, compiled at the first use of its address; returns nothing."""
+    """A function of ``int64``, compiled at the first use of its address.
 
-    def __init__(self, function: Callable[..., None], identity: str) -> None:
+    Args:
+        function: returns nothing, or an ``int64`` where ``entry`` says so.
+        identity: all that decides its machine code, beside the sources of the package.
+        entry: how Python calls it; None: only compiled code does.
+    """
+
+    def __init__(
+        self, function: Callable[..., Any], identity: str, entry: Entry | None = None
+    ) -> None:
         self._function = function
         self.identity = identity
-        self._compiled: CFunc | None = None
+        self._entry = entry
+        self._loaded: Loaded | None = None
 
     @property
     def address(self) -> int:
         """The address of the machine code, compiled or read from the cache on first use."""
-        if self._compiled is None:
+        if self._loaded is None:
             with _lock:
-                if self._compiled is None:
-                    self._compiled = self._compile()
-        address: int = self._compiled.address
-        return address
+                if self._loaded is None:
+                    self._loaded = Loaded(self._code())
+        return self._loaded.address
+
+    @cached_property
+    def call(self) -> Callable[..., int]:
+        """The function for Python."""
+        self.address  # noqa: B018  (loads)
+        assert self._loaded is not None
+        return self._loaded.entry()
+
+    def _code(self) -> Code:
+        kept = cache.load(self.identity)
+        if kept is not None:
+            return Code.from_bytes(kept)
+        portable = machine.portable(self.identity)
+        code = machine.finished(portable) if portable else machine.made(*self.ir())
+        cache.save(self.identity, code.to_bytes())
+        return code
+
+    def ir(self) -> tuple[str, str, Entry | None]:
+        """The symbol and LLVM's IR, after Numba has compiled the function; the entry."""
+        compiled = self._compile()
+        return compiled.native_name, compiled.inspect_llvm(), self._entry
 
     def _compile(self) -> CFunc:
-        compiled = self._uncompiled()
-        compiled._cache = KernelCache(self.identity)
+        result = _I64 if self._entry and self._entry.returns else types.void
+        arguments = (_I64,) * self._function.__code__.co_argcount
+        compiled = CFunc(self._function, (arguments, result), {}, {"error_model": "numpy"})
         compiled.compile()
         return compiled
 
-    def _uncompiled(self) -> CFunc:
-        signature = ((_I64,) * self._function.__code__.co_argcount, types.void)
-        return CFunc(self._function, signature, {}, {"error_model": "numpy"})
-
     def assembly(self) -> str:
-        """The assembly text of a fresh compilation (a cached one keeps none)."""
-        compiled = self._uncompiled()
-        compiled.compile()
-        text: str = compiled._library.get_asm_str()
+        """The assembly text of a fresh compilation (what is kept has none)."""
+        text: str = self._compile()._library.get_asm_str()
         return text
 
 
@@ -120,14 +143,3 @@ def part(arguments: Any) -> Callable[[Callable[..., None]], NativeFunction]:
         return made
 
     return decorate
-
-
-class Arguments:
-    """The arguments of a loop in memory: arrays, which are kept alive, as addresses, None as 0."""
-
-    def __init__(self, call: tuple[int | np.ndarray | None, ...]) -> None:
-        self._call = call
-        self.words = array(
-            "q", [address_of(x) if isinstance(x, np.ndarray) else x or 0 for x in call]
-        )
-        self.address, _ = self.words.buffer_info()

@@ -5,25 +5,29 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
-from .cache import KernelCache
-from .compile import Arguments, part
+from .compile import NativeFunction, part
+from .headers import address_of
 from .intrinsics import as_pointer
-from .parallel import Loop
+from .machine import Entry
+from .parallel import Arguments, Loop
 from .records import int64s
 
 
-@njit
-def are_equal(counts):
-    """Whether all of at least one int64 count are equal."""
-    n_others = 0
-    for i in range(counts.size):
-        n_others += counts[i] != counts[0]
+def _compare_counts(counts, n):
+    every, n_others = int64s(counts, n), 0
+    for i in range(every.size):
+        n_others += every[i] != every[0]
     return n_others == 0
 
 
-are_equal._cache = KernelCache("counts are equal")
+are_equal_at = NativeFunction(_compare_counts, "counts are equal", Entry(2, True))
+
+
+def are_equal(counts: np.ndarray) -> bool:
+    """Whether all of at least one int64 count are equal."""
+    return bool(are_equal_at.call(address_of(counts), len(counts)))
 
 
 class CountCall(NamedTuple):

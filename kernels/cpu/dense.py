@@ -19,9 +19,9 @@ from ..inner import njit
 from ..storage import Storage
 from ..tables import TensorTable
 from .blocks import blocks
-from .compile import Arguments, NativeFunction, part
+from .compile import NativeFunction, part
 from .intrinsics import as_pointer, call_address
-from .parallel import Loop, get_num_threads, run
+from .parallel import Arguments, Loop, get_num_threads, run, run_all
 from .records import int64s, last_at_most, records
 
 # Elements per part: short enough to balance the threads, and longer where there is much to do.
@@ -127,14 +127,11 @@ class DenseStep:
         self._call.words[_CHUNK] = chunk
         n = -(-total // chunk)
         threads = min(threads, n)
-        loop = self.loops[0]
-        if n != loop[1] or threads != loop[3]:
-            self.loops = (loop._replace(n=n, threads=threads),)
+        self.loops[0].cut(n, threads)
 
     def run(self) -> None:
         """Run `loops`."""
-        _, n, call, threads = self.loops[0]
-        run(_run_chunk, n, call, threads)
+        run_all(self.loops)
 
     def release(self) -> None:
         """Leave the object to later steps."""

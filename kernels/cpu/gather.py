@@ -7,9 +7,9 @@ from typing import NamedTuple
 import numpy as np
 from numba import carray
 
-from .compile import Arguments, part
+from .compile import part
 from .intrinsics import as_pointer, prefetch_read
-from .parallel import get_num_threads, run
+from .parallel import Arguments, get_num_threads, run
 from .records import int64s
 
 _ROWS_AHEAD = 8

@@ -12,16 +12,19 @@ from __future__ import annotations
 import ctypes
 import math
 import sys
+from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import carray, njit
+from numba import carray
 
+from ..inner import njit
 from ..storage import STORAGES
-from .cache import KernelCache
+from .compile import NativeFunction
 from .intrinsics import as_pointer, load_int64
-from .records import overlaps, records
+from .machine import Entry
+from .records import int64s, overlaps, records
 
 _FIELDS = ("references", "type", "data", "ndim", "shape", "strides", "base", "dtype", "flags")
 
@@ -40,7 +43,8 @@ _ARRAY_TYPE = id(np.ndarray)
 _C_CONTIGUOUS, _ALIGNED, _WRITEABLE = 0x0001, 0x0100, 0x0400
 _C_CONTIGUOUS_ALIGNED = _C_CONTIGUOUS | _ALIGNED
 ANY, SAME = -1, -2  # as a dimension: any size, and the size that was last found for `ANY`
-_ITEMS = tuple.__basicsize__  # where the pointers to the elements of a tuple begin
+# Of a tuple: where its length is, and where the pointers to its elements begin.
+_LENGTH, _ITEMS = object.__basicsize__, tuple.__basicsize__
 
 
 class _Wanted(NamedTuple):
@@ -53,7 +57,20 @@ class _Wanted(NamedTuple):
     header: int = 0  # its object
 
 
-_wanted_at = records(_Wanted)
+class _Wish(NamedTuple):
+    """What is expected of a tuple of arrays, all ``int64``; addresses."""
+
+    n: int  # arrays of the tuple
+    array_type: int
+    flags: int
+    rows: int  # [n_rows] of `_Wanted`
+    n_rows: int
+    dims: int  # of all rows
+    memory: int  # [2, n_stretches]
+    n_stretches: int
+
+
+_wanted_at, _wish_at = records(_Wanted), records(_Wish)
 
 
 def _lies_as_expected(array: np.ndarray) -> bool:
@@ -61,7 +78,8 @@ def _lies_as_expected(array: np.ndarray) -> bool:
     one = (array,)
     header, flags = _Header.from_address(id(array)), array.flags
     return (
-        ctypes.c_int64.from_address(id(one) + _ITEMS).value == id(array)
+        ctypes.c_int64.from_address(id(one) + _LENGTH).value == len(one)
+        and ctypes.c_int64.from_address(id(one) + _ITEMS).value == id(array)
         and header.type == id(type(array))
         and header.data == array.__array_interface__["data"][0]
         and header.ndim == array.ndim
@@ -123,45 +141,50 @@ def _has_shape(header, shape):
     return True
 
 
-@njit
-def _read(arrays, n, array_type, flags, expected, dims, memory, addresses):
-    """Addresses of the ``n`` arrays of a tuple, if they are as expected and lie elsewhere.
+@njit(inline="always")
+def _data_of(array, n):
+    return int64s(carray(as_pointer(array), 1, _header_type)[0].data, n)
 
-    Returns whether all of them are, and those of the further rows of ``expected`` are where and
-    as they were, and can be written to.
+
+def _read_expected(wish, arrays, addresses):
+    """Addresses of the arrays of a tuple, if they are as expected and lie elsewhere.
+
+    Returns whether all of them are, and those of the further rows are where and as they were,
+    and can be written to.
     """
-    wanted_of = _wanted_at(expected.ctypes.data, len(expected))
-    first_dim = length = 0
-    for k in range(n):
+    c = _wish_at(wish, 1)[0]
+    if load_int64(arrays + _LENGTH) != c.n:
+        return 0
+    wanted_of, dims, out = _wanted_at(c.rows, c.n_rows), c.dims, _data_of(addresses, c.n)
+    memory = carray(as_pointer(c.memory), (2, c.n_stretches), np.int64)
+    length = 0
+    for k in range(c.n):
         wanted, header = wanted_of[k], _header_of(arrays, k)
-        if not _is_plain(header, array_type, wanted.dtype, flags, wanted.ndim):
-            return False
+        if not _is_plain(header, c.array_type, wanted.dtype, c.flags, wanted.ndim):
+            return 0
         n_bytes = wanted.n_bytes
         for d in range(wanted.ndim):
-            size, dim = load_int64(header.shape + 8 * d), dims[first_dim + d]
+            size, dim = load_int64(header.shape + 8 * d), load_int64(dims + 8 * d)
             if dim == ANY:
                 length = size
             elif size != (length if dim == SAME else dim):
-                return False
+                return 0
             if dim < 0:
                 n_bytes *= size
-        first_dim += wanted.ndim
+        dims += 8 * wanted.ndim
         if overlaps(memory, header.data, header.data + n_bytes):
-            return False
-        addresses[k] = header.data
-    for k in range(n, len(expected)):
+            return 0
+        out[k] = header.data
+    for k in range(c.n, c.n_rows):
         wanted = wanted_of[k]
         header = carray(as_pointer(wanted.header), 1, _header_type)[0]
         flags = _C_CONTIGUOUS_ALIGNED | _WRITEABLE
-        if not _is_plain(header, array_type, wanted.dtype, flags, wanted.ndim):
-            return False
-        if header.data != wanted.place or not _has_shape(header, dims.ctypes.data + 8 * first_dim):
-            return False
-        first_dim += wanted.ndim
-    return True
-
-
-_read._cache = KernelCache("array headers")
+        if not _is_plain(header, c.array_type, wanted.dtype, flags, wanted.ndim):
+            return 0
+        if header.data != wanted.place or not _has_shape(header, dims):
+            return 0
+        dims += 8 * wanted.ndim
+    return 1
 
 
 NOWHERE = np.zeros((2, 0), np.int64)
@@ -186,59 +209,75 @@ class Expected:
         writable: bool = False,
         written: Sequence[np.ndarray] = (),
     ) -> None:
-        self._flags = _C_CONTIGUOUS_ALIGNED | (_WRITEABLE if writable else 0)
-        self._alive = list(forms), list(written)  # the identities below stay valid while they live
+        flags = _C_CONTIGUOUS_ALIGNED | (_WRITEABLE if writable else 0)
+        # The identities and addresses below stay valid while these live.
+        self._alive: tuple[Any, ...] = (list(forms), list(written))
         rows = [
             _Wanted(id(dtype), len(shape), math.prod(n for n in shape if n >= 0) * dtype.itemsize)
             for dtype, shape in forms
         ]
         rows += [_Wanted(id(a.dtype), a.ndim, 0, address_of(a), id(a)) for a in written]
         shapes = [shape for _, shape in forms] + [array.shape for array in written]
-        self._rows = np.array(rows, np.int64)
-        self._dims = np.array([n for shape in shapes for n in shape], np.int64)
-        self._memory = memory
+        dims = [n for shape in shapes for n in shape]
+        kept = np.array(rows, np.int64), np.array(dims, np.int64), memory
+        self._alive += kept
+        rows_at, dims_at, memory_at = map(address_of, kept)
+        self._wish = array("q", _Wish(
+            len(forms), _ARRAY_TYPE, flags, rows_at, len(rows), dims_at, memory_at, memory.shape[1]
+        ))  # fmt: skip
+        self._wish_at, _ = self._wish.buffer_info()
 
     def addresses(self, arrays: tuple[np.ndarray, ...]) -> np.ndarray | None:
         """The int64 addresses of as many ``arrays``; None if anything is not as expected."""
-        n = len(arrays)
-        if n != len(self._alive[0]):
-            return None
-        addresses = np.empty(n, np.int64)
-        looked_for = _ARRAY_TYPE, self._flags, self._rows, self._dims, self._memory
-        as_expected = _read(id(arrays), n, *looked_for, addresses)
-        return addresses if as_expected else None
+        addresses = np.empty(self._wish[0], np.int64)
+        return addresses if _read.call(self._wish_at, id(arrays), id(addresses)) else None
 
 
-@njit
-def _read_alike(arrays, n, n_written, array_type, dtypes, addresses):
+class _Kind(NamedTuple):
+    """A dtype that arrays can have: its identity and size."""
+
+    dtype: int
+    itemsize: int
+
+
+_kinds_at = records(_Kind)
+_KINDS = np.array([_Kind(id(dtype), dtype.itemsize) for dtype in STORAGES], np.int64)
+
+
+def _read_alike_arrays(arrays, n_written, array_type, kinds, addresses):
     """Addresses of a tuple's arrays; whether they are alike, lie apart, the first ones writable."""
-    first = _header_of(arrays, 0)
+    n, known, n_bytes = load_int64(arrays + _LENGTH), _kinds_at(kinds, _N_KINDS), 0
+    first, out = _header_of(arrays, 0), _data_of(addresses, n)
     if first.type != array_type:
-        return False
-    is_known, n_bytes = False, 0
-    for i in range(len(dtypes)):
-        if dtypes[i, 0] == first.dtype:
-            is_known, n_bytes = True, dtypes[i, 1]
-    if not is_known:
-        return False
+        return 0
+    for i in range(_N_KINDS):
+        if known[i].dtype == first.dtype:
+            n_bytes = known[i].itemsize
+    if n_bytes == 0:
+        return 0
     for d in range(first.ndim):
         n_bytes *= load_int64(first.shape + 8 * d)
     for k in range(n):
         header = _header_of(arrays, k)
         flags = _C_CONTIGUOUS_ALIGNED | (_WRITEABLE if k < n_written else 0)
         if not _is_plain(header, array_type, first.dtype, flags, first.ndim):
-            return False
+            return 0
         if not _has_shape(header, first.shape):
-            return False
-        addresses[k] = header.data
+            return 0
+        out[k] = header.data
         for j in range(k):
-            if abs(addresses[k] - addresses[j]) < n_bytes:
-                return False
-    return True
+            if abs(out[k] - out[j]) < n_bytes:
+                return 0
+    return 1
 
 
-_read_alike._cache = KernelCache("headers of arrays that are alike")
-_FLOATS = np.array([(id(dtype), dtype.itemsize) for dtype in STORAGES], np.int64)
+_N_KINDS, _kinds_address = len(_KINDS), address_of(_KINDS)
+# Where the elements of a tuple begin is baked in, and differs between versions of Python.
+_read = NativeFunction(_read_expected, f"array headers {_ITEMS}", Entry(3, True, True))
+_read_alike = NativeFunction(
+    _read_alike_arrays, f"headers that are alike {_ITEMS} {_N_KINDS}", Entry(5, True, True)
+)
+READERS = _read, _read_alike
 
 
 def alike(arrays: tuple[Any, ...], n_written: int) -> np.ndarray | None:
@@ -249,15 +288,7 @@ def alike(arrays: tuple[Any, ...], n_written: int) -> np.ndarray | None:
     """
     if not usable:
         return None
-    n = len(arrays)
-    addresses = np.empty(n, np.int64)
-    fits = _read_alike(id(arrays), n, n_written, _ARRAY_TYPE, _FLOATS, addresses)
+    addresses = np.empty(len(arrays), np.int64)
+    of_kinds = _ARRAY_TYPE, _kinds_address
+    fits = _read_alike.call(id(arrays), n_written, *of_kinds, id(addresses))
     return addresses if fits else None
-
-
-def compile_readers() -> None:
-    """Compile all of this module, or read it from the cache."""
-    if usable:
-        array = np.zeros(1, np.float32)
-        Expected([(array.dtype, array.shape)], NOWHERE).addresses((array,))
-        alike((array,), 1)

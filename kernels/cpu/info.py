@@ -30,7 +30,7 @@ def facts() -> dict[str, str]:
         "cpu": llvmlite.binding.get_host_cpu_name(),
     }
     try:
-        from . import headers, parallel, threads
+        from . import headers, machine, parallel, threads
     except RuntimeError as error:  # the user has switched the compiler off
         return {**found, "kernels": f"none: {error}"}
 
@@ -43,11 +43,13 @@ def facts() -> dict[str, str]:
         layer = ": ".join(filter(None, (threads.threading_layer(), threads.layer_problem())))
     except ValueError as error:  # the layer that the user chose cannot be loaded
         layer, count = str(error).strip().splitlines()[0], "none"
+    built = machine.portable(parallel.LOOPS[0].identity) is not None
     return {
         **found,
         "threads": "; ignored: ".join((count, *threads.ignored_variables())),
         "threading layer": layer,
         "array headers": "read directly" if headers.usable else "read through Python (slower)",
+        "loops": "built with the package" if built else "compiled at first use",
         "kernel cache": _cache_state(),
     }
 

@@ -21,12 +21,13 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
+import numba
 import numpy as np
-from numba import carray, njit, prange, types
+from numba import carray, prange
 
-from .cache import KernelCache
+from ..inner import NO_WRAPPERS, njit
 from .compile import NativeFunction
 from .headers import address_of
 from .intrinsics import (
@@ -39,6 +40,8 @@ from .intrinsics import (
     sleep,
     threads_of_numba,
 )
+from .machine import Entry
+from .records import int64s
 from .threads import Limit, available_threads, layer_guard, limit_of_environment, start_layer
 
 _budget: int | None = None
@@ -49,7 +52,7 @@ _LINE_BYTES = 64  # of a cache line: counters of different threads do not share 
 _LOOKS = 8_000
 
 
-@njit(nogil=True)
+@njit
 def _run_parts(function, n, call, slot, threads, claimed):
     """Run parts that nobody has claimed, those of the own stretch first; returns how many."""
     done = 0
@@ -65,7 +68,7 @@ def _run_parts(function, n, call, slot, threads, claimed):
     return done
 
 
-@njit(nogil=True)
+@njit
 def _wait(done, n):
     looks = 0
     while load_acquire(done) < n:
@@ -76,26 +79,13 @@ def _wait(done, n):
             sleep()
 
 
-@njit(nogil=True)
+@njit
 def _serial(function, n, call):
     for index in range(n):
         call_address(function, index, 0, call)
 
 
-@njit(nogil=True)
-def _serial_pair(function, n, call, last_function, last_n, last_call):
-    _serial(function, n, call)
-    _serial(last_function, last_n, last_call)
-
-
-@njit(nogil=True)
-def _serial_loops(loops, n_loops):
-    fields = carray(as_pointer(loops), (n_loops, _LOOP_WORDS), np.int64)
-    for k in range(n_loops):
-        _serial(fields[k, 0], fields[k, 1], fields[k, 2])
-
-
-@njit(nogil=True)
+@njit
 def _work(loops, n_loops, slot, counters, counters_bytes):
     """What one thread does of all loops."""
     fields = carray(as_pointer(loops), (n_loops, _LOOP_WORDS), np.int64)
@@ -115,7 +105,7 @@ def _work(loops, n_loops, slot, counters, counters_bytes):
             _wait(done, n)
 
 
-@njit(nogil=True)
+@njit
 def _limit_numba(threads):
     """Numba's loops of this thread use at most so many; returns what it was."""
     before = np.int64(threads_of_numba())
@@ -123,17 +113,37 @@ def _limit_numba(threads):
     return before
 
 
-@njit(parallel=True, nogil=True)
-def _parallel_loops(loops, n_loops, threads, counters, counters_bytes):
+@numba.njit(parallel=True, **NO_WRAPPERS)
+def _in_parallel(loops, n_loops, threads, counters, counters_bytes):
     before = _limit_numba(threads)  # or the layer would wake all threads that it has
     for slot in prange(threads):
         _work(loops, n_loops, slot, counters, counters_bytes)
     _limit_numba(before)
 
 
-_COMPILED = _serial, _serial_pair, _serial_loops, _parallel_loops
-for _function in _COMPILED:
-    _function._cache = KernelCache(f"loops {_function.__name__}")
+def _call_parallel(loops, n_loops, threads, counters, counters_bytes):
+    _in_parallel(loops, n_loops, threads, counters, counters_bytes)
+
+
+def _call_serial(loops, n_loops):
+    fields = carray(as_pointer(loops), (n_loops, _LOOP_WORDS), np.int64)
+    for k in range(n_loops):
+        _serial(fields[k, 0], fields[k, 1], fields[k, 2])
+
+
+def _call_pair(first, last):
+    for loop in (first, last):
+        fields = int64s(loop, _LOOP_WORDS)
+        _serial(fields[0], fields[1], fields[2])
+
+
+_serial_loops = NativeFunction(_call_serial, "serial loops", Entry(2))
+_serial_pair = NativeFunction(_call_pair, "a pair of serial loops", Entry(2))
+# The threading layer is Numba's, and what it is called with its own affair.
+_parallel_loops = NativeFunction(
+    _call_parallel, f"parallel loops, numba {numba.__version__}", Entry(5)
+)
+LOOPS = _serial_loops, _serial_pair, _parallel_loops
 
 
 def set_num_threads(n: int | None) -> None:
@@ -164,7 +174,7 @@ def get_num_threads() -> int:
     if most == 1:
         return 1  # and no layer is started
     start_layer()
-    most = min(most, int(available_threads()))
+    most = min(most, available_threads.call())
     return most if _budget is None else min(most, _budget)
 
 
@@ -173,7 +183,7 @@ def deciding_limit() -> Limit:
     limits = [limit_of_environment()]
     if limits[0].threads > 1:
         start_layer()
-        limits.append(Limit(available_threads(), "numba.set_num_threads"))
+        limits.append(Limit(available_threads.call(), "numba.set_num_threads"))
     if _budget is not None:
         limits.append(Limit(_budget, "fusestep.set_num_threads"))
     return min(limits, key=lambda limit: limit.threads)  # of equal ones the first
@@ -190,29 +200,50 @@ def serial(wanted: bool) -> Iterator[None]:
         _caller.serial = before
 
 
-class Loop(NamedTuple):
-    """A loop that is ready to run: parts ``0 .. n-1`` of a function."""
+class Arguments:
+    """The arguments of a loop in memory: arrays, which are kept alive, as addresses, None as 0."""
 
-    function: int  # address of a part
-    n: int
-    call: int  # address of the loop's arguments, which the caller keeps alive
-    threads: int  # 1 and 0 run on one thread, one part after the other, as slot 0
+    def __init__(self, call: tuple[int | np.ndarray | None, ...]) -> None:
+        self._call = call
+        self.words = array(
+            "q", [address_of(x) if isinstance(x, np.ndarray) else x or 0 for x in call]
+        )
+        self.address, _ = self.words.buffer_info()
+
+
+class Loop:
+    """A loop that is ready to run: parts ``0 .. n-1`` of a function.
+
+    It lies in memory as compiled code reads it: ``words`` are the address of a part, ``n``, the
+    address of the loop's arguments, which the caller keeps alive, and how many threads may run
+    it. 1 and 0 run on one thread, one part after the other, as slot 0.
+    """
+
+    __slots__ = "address", "words"
+
+    def __init__(self, function: int, n: int, call: int, threads: int) -> None:
+        self.words = array("q", (function, n, call, threads))
+        self.address, _ = self.words.buffer_info()
 
     @classmethod
     def of(cls, function: NativeFunction, n: int, call: int, threads: int) -> Loop:
         """On at most ``threads`` threads; compiles the function where that is still to be done."""
         return cls(function.address, n, call, min(threads, n))
 
+    def cut(self, n: int, threads: int) -> None:
+        """Let it have ``n`` parts, on so many threads."""
+        self.words[_N], self.words[_THREADS] = n, threads
 
-_LOOP_WORDS = len(Loop._fields)
+
+_N, _THREADS, _LOOP_WORDS = 1, 3, 4
 
 
 @cache
 def compile_loops() -> None:
     """Compile all loops, or read them from the cache."""
     start_layer()
-    for function in _COMPILED:
-        function.compile((types.int64,) * function.py_func.__code__.co_argcount)
+    for function in LOOPS:
+        function.address  # noqa: B018  (compiles)
 
 
 def start_threads() -> None:
@@ -223,31 +254,38 @@ def start_threads() -> None:
 
 def run(function: NativeFunction, n: int, call: int, threads: int) -> None:
     """Run one loop; arguments as `Loop.of`."""
-    if threads <= 1 or n <= 1:
-        _serial(function.address, n, call)
-    else:
-        run_all((Loop.of(function, n, call, threads),))
+    run_all((Loop.of(function, n, call, threads),))
 
 
-def run_all(loops: tuple[Loop, ...]) -> None:
+def run_all(loops: Sequence[Loop]) -> None:
     """Run loops one after the other, all whatever signal comes in: memory is taken before."""
-    threads = 1
-    for loop in loops:
-        threads = max(threads, loop[3])
-    if threads == 1 and len(loops) == 2:  # a list of them takes longer to make than they to run
-        (function, n, call, _), (last, last_n, last_call, _) = loops
-        _serial_pair(function, n, call, last, last_n, last_call)
+    # A list of one or two takes longer to make than they to run.
+    first, last = loops[0], loops[-1]
+    if len(loops) <= 2 and first.words[_THREADS] <= 1 and last.words[_THREADS] <= 1:
+        if first is last:
+            _serial_loops.call(first.address, 1)
+        else:
+            _serial_pair.call(first.address, last.address)
         return
-    fields = array("q", sum(loops, ()))
-    address, _ = fields.buffer_info()
-    if threads == 1:
-        _serial_loops(address, len(loops))
+    words = array("q")
+    for loop in loops:
+        words += loop.words
+    run_words(words)
+
+
+def run_words(words: array[int]) -> None:
+    """Run loops, one after the other, of which these are the words."""
+    n_loops, threads = len(words) // _LOOP_WORDS, max(words[_THREADS::_LOOP_WORDS])
+    address, _ = words.buffer_info()
+    if threads <= 1:
+        _serial_loops.call(address, n_loops)
         return
     compile_loops()  # not within the guard: a thread that compiles may come to wait for it
     with layer_guard():
         # Of each loop how many parts are done, then how many of each stretch are claimed.
-        counters = np.zeros((len(loops), (1 + threads) * _LINE_BYTES), np.uint8)
-        _parallel_loops(address, len(loops), threads, address_of(counters), counters.strides[0])
+        counters = np.zeros((n_loops, (1 + threads) * _LINE_BYTES), np.uint8)
+        of_counters = address_of(counters), counters.strides[0]
+        _parallel_loops.call(address, n_loops, threads, *of_counters)
 
 
 class Runs(Protocol):

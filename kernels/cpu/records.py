@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 from numba import carray
 
@@ -46,7 +45,7 @@ def last_at_most(values, n, x):
     return low
 
 
-@numba.njit
+@njit
 def overlaps(stretches, begin, end):
     """Whether ``begin .. end`` overlaps any stretch of memory.
 

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numba
-from numba import njit
+from numba.np.ufunc.parallel import _backend_init_thread_lock
 
-from .cache import KernelCache
-from .compile import fork_between
+from .compile import NativeFunction, fork_between
 from .intrinsics import threads_of_numba
+from .machine import Entry
 
 # Of the thread that holds it, a signal handler may step too: before the loop or after it.
 _workqueue_lock = threading.RLock()
@@ -106,15 +106,14 @@ def _quota_of(group: Path) -> float | None:
     return None
 
 
-@njit
-def available_threads():
-    """``numba.get_num_threads()``, once the layer has been started."""
-    # Through Python, Numba takes a lock of the process each time that it is asked, and a signal
-    # that ends the call while it takes that lock would leave it taken.
+def _ask_numba():
     return threads_of_numba()
 
 
-available_threads._cache = KernelCache("available threads")
+# ``numba.get_num_threads()``, once the layer has been started. Through Python, Numba takes a lock
+# of the process each time that it is asked, and a signal that ends the call while it takes that
+# lock would leave it taken.
+available_threads = NativeFunction(_ask_numba, "available threads", Entry(0, returns=True))
 
 
 def threading_layer() -> str | None:
@@ -145,15 +144,16 @@ if hasattr(os, "register_at_fork"):
 @cache
 def start_layer() -> None:
     """Once for a process; what is compiled finds the layer then."""
-    if threading_layer() is None:
-        chosen = str(numba.config.THREADING_LAYER).lower()
-        openmp = None if chosen == "workqueue" or _load_tbb(chosen) else _openmp()
-        before = openmp.omp_get_max_threads() if openmp else 0
-        numba.get_num_threads()
-        if openmp and threading_layer() == "omp":
-            # Numba sets it when its layer starts, for other libraries of this thread too.
-            openmp.omp_set_num_threads(before)
-    available_threads.compile(())
+    with _backend_init_thread_lock:  # Numba's; a fork waits for what is imported meanwhile
+        if threading_layer() is None:
+            chosen = str(numba.config.THREADING_LAYER).lower()
+            openmp = None if chosen == "workqueue" or _load_tbb(chosen) else _openmp()
+            before = openmp.omp_get_max_threads() if openmp else 0
+            numba.get_num_threads()
+            if openmp and threading_layer() == "omp":
+                # Numba sets it when its layer starts, for other libraries of this thread too.
+                openmp.omp_set_num_threads(before)
+    available_threads.address  # noqa: B018  (compiles)
 
 
 def _load_tbb(chosen: str) -> bool:

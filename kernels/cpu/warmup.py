@@ -9,8 +9,9 @@ import pkgutil
 import time
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 
-import numpy as np
+import numba
 
 from .. import rules
 from ..element import kernel
@@ -18,12 +19,21 @@ from ..rules.gradient import COUPLED_DECAY, SCALE, TRUST
 from ..rules.norm import SCALED
 from ..rules.rule import Prologue, Rule
 from ..storage import STORAGES, Storage, real_of
-from . import counts, dense, gather, headers, parallel  # noqa: F401  (register their parts)
+from . import (  # noqa: F401  (register their parts)
+    counts,
+    dense,
+    gather,
+    headers,
+    machine,
+    parallel,
+    threads,
+)
 from .adafactor import step as _adafactor_step  # noqa: F401
 from .adafactor.blocks import factored_blocks
 from .blocks import blocks
 from .cache import cache_directory, cache_problem, clear_cache
 from .compile import PARTS, NativeFunction
+from .parallel import LOOPS
 from .rows import step, sums  # noqa: F401
 
 _BY_NAME = {storage.name: storage for storage in STORAGES.values()}
@@ -42,16 +52,22 @@ def all_rules() -> dict[str, Rule]:
     return found
 
 
-def functions(
-    chosen: list[Rule], storages: list[Storage], *, every_prologue: bool
-) -> Iterator[NativeFunction]:
-    """The loops of the package, and the blocks of ``chosen`` rules for equal storage types."""
-    yield from PARTS
-    prologues = _PROLOGUES if every_prologue else _PROLOGUES[:1]
+def loops(storages: list[Storage]) -> Iterator[NativeFunction]:
+    """What depends on no rule."""
+    yield from LOOPS
+    yield from (*headers.READERS, counts.are_equal_at, threads.available_threads, *PARTS)
     for storage in storages:
         yield sums.accumulate(storage, real_of(storage))
         yield sums.accumulate(real_of(storage), real_of(storage))
         yield dense.finite_check(storage)
+
+
+def functions(
+    chosen: list[Rule], storages: list[Storage], *, every_prologue: bool
+) -> Iterator[NativeFunction]:
+    """The loops of the package, and the blocks of ``chosen`` rules for equal storage types."""
+    yield from loops(storages)
+    prologues = _PROLOGUES if every_prologue else _PROLOGUES[:1]
     for rule, prologue, storage in itertools.product(chosen, prologues, storages):
         states = (storage,) * len(rule.states)
         compiled = blocks(kernel(rule, prologue, storage, storage, states))
@@ -63,6 +79,14 @@ def functions(
             yield from (blocks(kernel(rule, p, storage, storage, states)).update for p in own)
         if rule.factored:
             yield from factored_blocks(kernel(rule, prologue, storage, storage, states[:-1]))
+
+
+def write_portable(path: Path) -> None:
+    """What `machine.portable` reads: the loops of the package, which depend on no processor."""
+    numba.config.LOOP_VECTORIZE = numba.config.SLP_VECTORIZE = 0  # for the builder's processor
+    threads.start_layer()
+    wanted = {f.identity: f for f in loops(list(STORAGES.values()))}
+    machine.write_portable(path, ((name, *f.ir()) for name, f in wanted.items()))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,9 +111,7 @@ def main(args: argparse.Namespace) -> int:
     with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # said below
         if args.clear:
             clear_cache()
-        parallel.compile_loops()
-        headers.compile_readers()
-        counts.are_equal(np.zeros(1, np.int64))
+        threads.start_layer()
         for function in wanted.values():
             function.address  # noqa: B018  (compiles)
     seconds = time.perf_counter() - begin

@@ -186,7 +186,7 @@ def _rows_of(
     if not batch.is_all:
         steps, class_of = steps[batch.positions], class_of[batch.positions]
     first_step = int(steps[0])
-    if n_classes <= len(steps) and are_equal(steps):
+    if n_classes <= len(steps) and (len(steps) == 1 or are_equal(steps)):
         return [(first_step, k) for k in range(n_classes)], class_of
     codes, hp_of = np.unique(steps * n_classes + class_of, return_inverse=True)
     return [divmod(code, n_classes) for code in codes.tolist()], hp_of

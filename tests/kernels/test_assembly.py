@@ -12,7 +12,6 @@ import pytest
 
 from fusestep.kernels import storage
 from fusestep.kernels.cpu.blocks import blocks
-from fusestep.kernels.cpu.cache import KernelCache
 from fusestep.kernels.cpu.compile import NativeFunction
 from fusestep.kernels.cpu.rows.sums import accumulate
 from fusestep.kernels.cpu.warmup import all_rules
@@ -80,21 +79,6 @@ def assert_packed(text: str, wanted: set[str]) -> None:
         assert re.search(rf"\s{_PACKED[MACHINE][what]}\s", text), f"no packed {what}"
 
 
-class _Written(KernelCache):
-    """Keeps what is compiled and finds nothing: a cached entry has no assembly."""
-
-    def load_overload(self, *_):
-        return None
-
-
-def assembly(native):
-    """The text of a fresh compilation, which later tests of this run find in the cache."""
-    compiled = native._uncompiled()
-    compiled._cache = _Written(native.identity)
-    compiled.compile()
-    return compiled._library.get_asm_str()
-
-
 def test_operations_are_found():
     assert MUST_HAVE["adam"] == {ROOT, DIVISION, FMA}
     assert MUST_HAVE["mxnet_adam"] == {ROOT, DIVISION, PRODUCT}  # every one is rounded
@@ -109,13 +93,13 @@ def test_blocks_of_every_rule_are_vectorised(name, conditioned):
     f32 = storage.F32
     states = (f32,) * len(RULES[name].states)
     compiled = kernel(RULES[name], longest if conditioned else (), f32, f32, states)
-    assert_packed(assembly(blocks(compiled).update), MUST_HAVE[name])
+    assert_packed(blocks(compiled).update.assembly(), MUST_HAVE[name])
 
 
 def test_the_general_power_is_the_only_scalar_rule():
     """The reason for which it is exempt; when it goes, so must the exemption."""
     f32 = storage.F32
-    text = assembly(blocks(kernel(RULES["ftrl_power"], (), f32, f32, (f32, f32))).update)
+    text = blocks(kernel(RULES["ftrl_power"], (), f32, f32, (f32, f32))).update.assembly()
     assert re.search(r"\b_?powf?\b", text)
     assert [name for name, must in MUST_HAVE.items() if not must] == ["ftrl_power"]
 
@@ -130,20 +114,20 @@ def test_sums_of_squares_are_vectorised(name, kind):
     """Products of float64 numbers are added to several partial sums at once."""
     rule = RULES[name]
     compiled = kernel(rule, (), kind, kind, (kind,) * len(rule.states))
-    assert_packed(assembly(blocks(compiled).measure), {"float64 FMA"})
+    assert_packed(blocks(compiled).measure.assembly(), {"float64 FMA"})
 
 
 @pytest.mark.parametrize("rule", [FOUR, FIVE], ids=["four", "five"])
 def test_blocks_of_many_states_are_vectorised(rule):
     f32 = storage.F32
     compiled = kernel(rule, (), f32, f32, (f32,) * len(rule.states))
-    assert_packed(assembly(blocks(compiled).update), operations(rule.update))
+    assert_packed(blocks(compiled).update.assembly(), operations(rule.update))
 
 
 @pytest.mark.parametrize("kind", [storage.F16, storage.BF16], ids=lambda s: s.name)
 def test_16_bit_blocks_are_vectorised(kind):
     compiled = kernel(RULES["adam"], (), kind, kind, (storage.F32,) * 2)
-    text = assembly(blocks(compiled).update)
+    text = blocks(compiled).update.assembly()
     assert_packed(text, {ROOT})
     if kind is storage.F16 and MACHINE == "x86_64" and FEATURES["f16c"]:
         assert re.search(r"vcvtph2psx?\s+[^\n]*[yz]mm", text)
@@ -154,7 +138,7 @@ def test_the_copy_of_a_master_is_not_read(kind):
     """Only written: nothing is converted from 16 bit where the gradient is float32."""
     f32 = storage.F32
     compiled = kernel(RULES["mxnet_adam_master"], (), f32, f32, (f32, f32, kind))
-    text = assembly(blocks(compiled).update)
+    text = blocks(compiled).update.assembly()
     assert_packed(text, MUST_HAVE["mxnet_adam"])
     if MACHINE == "x86_64" and FEATURES["f16c"]:
         assert ("vcvtps2ph" in text) == (kind is storage.F16)

@@ -3,12 +3,10 @@
 import hashlib
 import itertools
 import os
-import pickle
 import shutil
 import stat
 import textwrap
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -36,6 +34,7 @@ STEP = """
     import sys
     sys.path.insert(0, sys.argv[1])
     import numpy as np
+    from fusestep.kernels.cpu import cache
     from fusestep.kernels.cpu.blocks import blocks
     from fusestep.kernels.cpu.parallel import commit
     from fusestep.kernels.element import kernel
@@ -46,9 +45,9 @@ STEP = """
     address = np.array([g.ctypes.data])
     hp = np.ones((1, 1), np.float32)
     given = Variables.of([(w,)]), address, F32, hp, np.zeros(1, np.int64)
+    kept = cache.load(blocks(kernel(DESCENT, (), F32, F32, ())).update.identity)
     commit([DenseUpdate(DESCENT, (), *given).prepared()])
-    compiled = blocks(kernel(DESCENT, (), F32, F32, ())).update._compiled
-    print(w[0], compiled.cache_hits)
+    print(w[0], int(kept is not None))
 """
 
 
@@ -103,7 +102,6 @@ def test_edited_helper_in_another_module_misses(own_rule):
 
 
 def test_rule_that_moved_to_another_module_misses(own_rule):
-    """Its entry names the module of old, which cannot be imported any more."""
     folder, step = own_rule
     step()
     (folder / "own_rule.py").rename(folder / "moved_rule.py")
@@ -263,17 +261,18 @@ ONE_STORAGE = """
 BOTH_STORAGES = """
     import ctypes
     import numpy as np, ml_dtypes
+    from fusestep.kernels.cpu import cache
     from fusestep.kernels.cpu.rows.sums import accumulate
     from fusestep.kernels.storage import BF16, F32, STORAGES
     keys = np.zeros(100, np.int64)
     keys[:3] = 0, 1, 2
     for storage in (F32, BF16):
         compiled = accumulate(storage, F32)
+        assert cache.load(compiled.identity)
         values = np.arange(3 * 70).reshape(3, 70).astype(storage.dtype)
         total = np.zeros(70, np.float32)
         call = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 7)(compiled.address)
         call(total.ctypes.data, values.ctypes.data, keys.ctypes.data, 0, 3, 70, 3)
-        assert compiled._compiled.cache_hits == 1
         assert (total == values.astype(np.float32).sum(0)).all(), storage.name
     print("right")
 """
@@ -288,27 +287,6 @@ def test_entries_of_different_processes_can_be_loaded_together(tmp_path):
     for name in ("float32", "bfloat16"):
         output_of(ONE_STORAGE, name, **folder)
     assert output_of(BOTH_STORAGES, **folder) == "right\n"
-
-
-def test_processes_and_forks_number_their_functions_apart():
-    program = """
-        import os
-        from numba.core.bytecode import FunctionIdentity
-        import fusestep.kernels.cpu.cache
-
-        def number():
-            return FunctionIdentity.from_function(number).unique_id
-
-        read, write = os.pipe()
-        if os.fork() == 0:
-            os.write(write, str(number()).encode())
-            os._exit(0)
-        os.wait()
-        print(number(), os.read(read, 100).decode())
-    """
-    numbers = [int(n) for _ in range(2) for n in output_of(program).split()]
-    assert len(set(numbers)) == 4
-    assert min(numbers) > 1 << 32
 
 
 # A kernel that is compiled in no time, its entry in the cache, and one that somebody planted.
@@ -328,20 +306,11 @@ def kernel():
 
 
 def load():
-    """What the cache has for the kernel, loaded; or None."""
-    compiled = kernel()._uncompiled()
-    context = compiled._targetdescr.target_context
-    return cache.KernelCache(IDENTITY).load_overload(compiled._sig, context)
+    """What the cache has for the kernel; or None."""
+    return cache.load(IDENTITY)
 
 
-class Touch:
-    """Makes a file when it is unpickled, and then is no compiled kernel."""
-
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return Path.touch, (self.path,)
+PLANTED = b"machine code of somebody else"
 
 
 @pytest.fixture
@@ -356,21 +325,17 @@ def entry(tmp_path, monkeypatch):
 
 @pytest.fixture
 def planted(entry, tmp_path):
-    """A file like the entry, but for what is loaded, and the file that loading it makes."""
-    payload = pickle.dumps(Touch(tmp_path / "loaded"))
+    """A file like the entry, but for what is loaded."""
     header = entry.read_bytes()[: len(cache._MAGIC) + 32]
-    (tmp_path / "planted").write_bytes(header + hashlib.sha256(payload).digest() + payload)
+    (tmp_path / "planted").write_bytes(header + hashlib.sha256(PLANTED).digest() + PLANTED)
     (tmp_path / "planted").chmod(0o600)
-    return tmp_path / "planted", tmp_path / "loaded"
+    return tmp_path / "planted"
 
 
 def test_what_is_planted_would_run(entry, planted):
     """Where only this user can have put it, it does: the tests below can fail."""
-    file, loaded = planted
-    file.rename(entry)
-    with pytest.raises(TypeError):
-        load()
-    assert loaded.exists()
+    planted.rename(entry)
+    assert load() == PLANTED
 
 
 def make_writable(entry, file):
@@ -410,12 +375,10 @@ def make_foreign_link(entry, file):
     ],
 )
 def test_entries_that_others_may_have_written_are_replaced(entry, planted, replace):
-    file, loaded = planted
-    replace(entry, file)
+    replace(entry, planted)
     assert load() is None
     assert kernel().address
-    assert not loaded.exists()
-    assert load() is not None
+    assert load() not in (None, PLANTED)
     status = entry.lstat()
     assert stat.S_ISREG(status.st_mode) and stat.S_IMODE(status.st_mode) == 0o600
     assert status.st_uid == os.geteuid()
@@ -426,13 +389,13 @@ def test_a_pipe_in_the_cache_does_not_hold_up_the_start(entry):
     entry.unlink()
     os.mkfifo(entry, 0o600)
     program = f"""
+        from fusestep.kernels.cpu import cache
         from fusestep.kernels.cpu.compile import NativeFunction
         def nothing(n):
             pass
         for _ in range(2):
-            kernel = NativeFunction(nothing, {IDENTITY!r})
-            kernel.address
-            print(kernel._compiled.cache_hits)
+            print(int(cache.load({IDENTITY!r}) is not None))
+            NativeFunction(nothing, {IDENTITY!r}).address
     """
     done = run_python(program, timeout=60, FUSESTEP_CACHE_DIR=str(entry.parent))
     assert done.stdout.split() == ["0", "1"], done.stderr
@@ -441,15 +404,13 @@ def test_a_pipe_in_the_cache_does_not_hold_up_the_start(entry):
 @on_posix
 @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o775])
 def test_a_folder_that_others_may_write_is_reported_once_and_not_used(entry, planted, mode):
-    file, loaded = planted
-    file.rename(entry)
+    planted.rename(entry)
     content = entry.read_bytes()
     entry.parent.chmod(mode)
     with pytest.warns(RuntimeWarning, match=f"mode {mode:o} .* chmod go-w") as seen:
         assert load() is None
     assert len(seen) == 1
     assert load() is None and kernel().address  # a further warning would be an error
-    assert not loaded.exists()
     assert f"mode {mode:o}" in cache.cache_problem()
     assert cache.cache_entries() == []
     cache.clear_cache()
@@ -507,14 +468,15 @@ def test_a_folder_of_another_user_is_not_used(entry):
 def test_roots_kernels_are_not_used_by_another_user(tmp_path):
     program = f"""
         import os, sys, traceback, warnings
+        from fusestep.kernels.cpu import cache
         from fusestep.kernels.cpu.compile import NativeFunction
 
         def hits():
             def nothing(n):
                 pass
-            kernel = NativeFunction(nothing, {IDENTITY!r})
-            kernel.address
-            return kernel._compiled.cache_hits
+            kept = cache.load({IDENTITY!r})
+            NativeFunction(nothing, {IDENTITY!r}).address
+            return int(kept is not None)
 
         os.chdir(sys.argv[1])  # the folders above it are root's alone
         assert hits() == 0 and hits() == 1
@@ -551,8 +513,7 @@ def test_exchanges_while_an_entry_is_loaded(entry, planted, tmp_path, monkeypatc
     """Before the load and after each call that looks at a path or opens it, another user may
     exchange what is there; all ways to do so are tried.
     """
-    file, loaded = planted
-    good, bad = entry, tmp_path / "bad"
+    file, good, bad = planted, entry, tmp_path / "bad"
     if kind == "link":
         bad.symlink_to(file)
     elif kind == "writable":
@@ -585,9 +546,9 @@ def test_exchanges_while_an_entry_is_loaded(entry, planted, tmp_path, monkeypatc
         with monkeypatch.context() as patch:
             for name in ("stat", "lstat", "open", "fstat"):
                 patch.setattr(os, name, then_exchange(getattr(os, name)))
-            found.append(load() is not None)
+            found.append(load())
         assert 0 < n_calls <= len(exchanges)
-        assert not loaded.exists(), (before, exchanges)
+        assert found[-1] != PLANTED, (before, exchanges)
         if (before + sum(exchanges[:n_calls])) % 2:
             exchange(good, bad)
     assert any(found) and not all(found)

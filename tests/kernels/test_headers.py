@@ -7,11 +7,15 @@ import threading
 import ml_dtypes
 import numpy as np
 import pytest
+from numba import carray
 
 from fusestep import nn, ops
 from fusestep.kernels.cpu import headers
+from fusestep.kernels.cpu.compile import NativeFunction
 from fusestep.kernels.cpu.counts import Count, are_equal
 from fusestep.kernels.cpu.headers import ANY, SAME, Expected, address_of, alike
+from fusestep.kernels.cpu.intrinsics import as_pointer
+from fusestep.kernels.cpu.machine import Entry
 from fusestep.kernels.cpu.parallel import commit
 from fusestep.kernels.cpu.records import overlaps
 
@@ -161,11 +165,20 @@ def test_expected_of_what_is_written():
 
 def test_overlaps():
     stretches = np.array([[10, 30], [20, 40]])
+
+    def find_at(address, n, begin, end):
+        return overlaps(carray(as_pointer(address), (2, n), np.int64), begin, end)
+
+    compiled = NativeFunction(find_at, "a test of overlaps", Entry(4, returns=True)).call
+
+    def find(stretches, begin, end):
+        return compiled(address_of(stretches), stretches.shape[1], begin, end)
+
     touching = [(0, 10), (20, 30), (40, 50), (15, 15), (25, 25)]
-    assert not any(overlaps(stretches, begin, end) for begin, end in touching)
+    assert not any(find(stretches, begin, end) for begin, end in touching)
     sharing = [(0, 11), (19, 21), (12, 13), (0, 50), (29, 31), (39, 45), (20, 31)]
-    assert all(overlaps(stretches, begin, end) for begin, end in sharing)
-    assert not overlaps(NOWHERE, 0, 100)
+    assert all(find(stretches, begin, end) for begin, end in sharing)
+    assert not find(NOWHERE, 0, 100)
 
 
 def test_counts():

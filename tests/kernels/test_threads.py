@@ -126,11 +126,10 @@ FORK_BETWEEN = """
     from llvmlite.binding import ffi
     from numba.core import event
     from numba.np.ufunc import parallel as of_numba
-    from fusestep.kernels.cpu.cache import KernelCache
     from fusestep.kernels.cpu.compile import NativeFunction
-    from fusestep.kernels.cpu import parallel, threads
+    from fusestep.kernels.cpu import cache, parallel, threads
 
-    KernelCache.save_overload = lambda *_: None  # so that it is new again in the next process
+    cache.save = lambda *_: None  # so that it is new again in the next process
 
     def compile_new():
         def function(n):
@@ -625,7 +624,7 @@ def test_budget_is_reached_by_kernels(monkeypatch):
     monkeypatch.setattr(
         parallel,
         "run_all",
-        lambda loops: (used.extend(loop.threads for loop in loops), run_all(loops)),
+        lambda loops: (used.extend(loop.words[-1] for loop in loops), run_all(loops)),
     )
     set_num_threads(1)
     try:

@@ -12,7 +12,6 @@ import pytest
 
 import fusestep
 from fusestep import nn
-from fusestep.kernels.cpu import counts, threads
 
 ROOT = str(Path(fusestep.__file__).parent) + "/"
 LAYERS = ("nn/", "ops/", "kernels/")
@@ -25,23 +24,19 @@ CHECKS = (
     "ops/runtime/errors.py",
     "kernels/cpu/headers.py",
 )
-COMPILED = {
-    name for of in (counts, threads) for name, own in vars(of).items() if hasattr(own, "py_func")
-}
 MOST_FILES = 8
 
 
 def way_of(call: Any) -> list[str]:
-    """The files whose functions a call enters, one after the other; compiled ones apart."""
+    """The files whose functions a call enters, one after the other."""
     files: list[str] = []
 
     def see(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
         if event != "call" or not code.co_filename.startswith(PLACES):
             return
-        is_compiled = code.co_name in COMPILED
         file = code.co_filename.removeprefix(ROOT)
-        if not is_compiled and file not in CHECKS and files[-1:] != [file]:
+        if file not in CHECKS and files[-1:] != [file]:
             files.append(file)
 
     sys.setprofile(see)

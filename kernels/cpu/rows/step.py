@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
+from array import array
 from functools import cache, lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ from ...tables import HOT, MOST_RANGES, RowTable, ranges_of
 from ..blocks import blocks
 from ..compile import NativeFunction
 from ..headers import address_of
-from ..parallel import Loop, get_num_threads, run, run_all
+from ..parallel import Loop, get_num_threads, run, run_words
 from ..workspace import borrow, give_back
 from . import sort, sums
 from . import update as rows
@@ -195,7 +196,8 @@ class RowStep:
         of_kernel = _kernel_arguments(kernel, of_row, not touched_only, self._size.n > HOT)
         self._write_arguments(of_kernel, _stripes_address if locked else 0)
         call = self._block.address
-        run_all(tuple([Loop(part, n, call, most) for part, n, most in self._size.loops]))
+        loops = [word for part, n, most in self._size.loops for word in (part, n, call, most)]
+        run_words(array("q", loops))
         # In the concatenated lists, or -1.
         self.bad_position = int(self._block.words[_FIELD["bad_position"]])
         self.loops: tuple[Loop, ...] = ()

@@ -1,0 +1,245 @@
+"""Machine code of single functions: made of LLVM's IR, kept as bytes, called by an address.
+
+Numba is not asked: to start its compiler takes longer than to load all functions of a step. Each
+function has an engine of its own, so that equal names of symbols in two of them never meet.
+
+The loops of the package depend on no rule, and their IR on no processor of an architecture. It is
+made when the package is built (`write_portable`), as `PORTABLE`, and only finished where it runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import platform
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numba
+from llvmlite import binding as llvm
+from numba import config
+from numba.core.registry import cpu_target
+from numba.core.runtime._nrt_python import c_helpers
+
+from .cache import IMPORTED_SOURCES, processor
+
+PORTABLE = Path(__file__).with_name("portable.zip")
+"""LLVM's IR of loops, by `_name`; it is there when the package was built and not edited since."""
+
+
+class Entry(NamedTuple):
+    """How Python calls a function of ``int64``: with ints, for an int (0 if there is no result)."""
+
+    n_arguments: int
+    returns: bool = False
+    holds_gil: bool = False  # so that no other thread changes an object that is read
+
+    def ir(self, symbol: str) -> str:
+        """A function with the signature of ``METH_FASTCALL``."""
+        numbers, kind = range(self.n_arguments), "i64" if self.returns else "ptr"
+        types, values = ", ".join("i64" for _ in numbers), ", ".join(f"i64 %v{k}" for k in numbers)
+        read = [
+            f"%p{k} = getelementptr ptr, ptr %arguments, i64 {k}\n%o{k} = load ptr, ptr %p{k}\n"
+            f"%v{k} = call i64 @PyLong_AsLongLong(ptr %o{k})"
+            for k in numbers
+        ]
+        call = [f'%result = call {kind} @"{symbol}"({values})']
+        if not self.holds_gil:
+            call.insert(0, "%thread = call ptr @PyEval_SaveThread()")
+            call.append("call void @PyEval_RestoreThread(ptr %thread)")
+        return "\n".join((
+            f'declare {kind} @"{symbol}"({types})',
+            "declare i64 @PyLong_AsLongLong(ptr)",
+            "declare ptr @PyLong_FromLongLong(i64)",
+            "declare ptr @PyEval_SaveThread()",
+            "declare void @PyEval_RestoreThread(ptr)",
+            f"define ptr @{_ENTRY}(ptr %self, ptr %arguments, i64 %n) {{",
+            *read,
+            *call,
+            f"%int = call ptr @PyLong_FromLongLong(i64 {'%result' if self.returns else 0})",
+            "ret ptr %int",
+            "}",
+        ))  # fmt: skip
+
+
+class Code(NamedTuple):
+    """Machine code of one function for one kind of processor."""
+
+    symbol: str
+    called: tuple[str, ...]  # functions of other libraries
+    object_file: bytes
+
+    def to_bytes(self) -> bytes:
+        """One line about it, then the object file."""
+        return json.dumps((self.symbol, self.called)).encode() + b"\n" + self.object_file
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> Code:
+        """As `to_bytes` wrote it."""
+        line, object_file = content.split(b"\n", 1)
+        symbol, called = json.loads(line)
+        return cls(symbol, tuple(called), object_file)
+
+
+def _target_machine(**options: Any) -> Any:
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    target = llvm.Target.from_triple(llvm.get_process_triple())
+    # MCJIT does not link position-independent code on x86.
+    reloc = "static" if target.name.startswith("x86") else "default"
+    return target.create_target_machine(
+        opt=3, reloc=reloc, codemodel="jitdefault", jit=True, **options
+    )
+
+
+def made(symbol: str, ir: str, entry: Entry | None) -> Code:
+    """Machine code for this processor of a module that Numba has finished."""
+    module = _alone(symbol, ir, entry)
+    passes = llvm.create_new_module_pass_manager()
+    # What reports an error of Python goes where none can happen, and what is built in already.
+    passes.add_ipsccp_pass()
+    passes.add_simplify_cfg_pass()
+    passes.add_global_dead_code_eliminate_pass()
+    passes.run(module, _pass_builder())
+    return _code(symbol, module)
+
+
+def finished(bitcode: bytes) -> Code:
+    """Machine code for this processor of what `portable` gives."""
+    module = llvm.parse_bitcode(bitcode)
+    visible = [f.name for f in module.functions
+               if f.linkage == llvm.Linkage.external and not f.is_declaration]  # fmt: skip
+    (symbol,) = {*visible} - {_ENTRY}
+    return _code(symbol, module)
+
+
+def _alone(symbol: str, ir: str, entry: Entry | None) -> Any:
+    """A module of which nothing but one function can be seen, and its entry."""
+    module = llvm.parse_assembly(ir)
+    for value in (*module.functions, *module.global_variables):
+        if not value.is_declaration and value.name != symbol:
+            value.linkage = llvm.Linkage.internal
+    if entry:
+        module.link_in(llvm.parse_assembly(entry.ir(symbol)))
+    return module
+
+
+def _pass_builder() -> Any:
+    tuning = llvm.create_pipeline_tuning_options(speed_level=3)
+    tuning.loop_vectorization = tuning.slp_vectorization = False
+    return llvm.create_pass_builder(_target_machine(), tuning)
+
+
+def _code(symbol: str, module: Any) -> Code:
+    object_file = _target_machine(**processor()).emit_object(module)
+    return Code(symbol, _called_by(module), object_file)
+
+
+def _called_by(module: Any) -> tuple[str, ...]:
+    """Functions of other libraries that the code of a module calls."""
+    declared = {f.name for f in module.functions if f.is_declaration}
+    calls = (
+        [*instruction.operands][-1].name
+        for function in module.functions
+        for block in function.blocks
+        for instruction in block.instructions
+        if instruction.opcode == "call"
+    )
+    return tuple(sorted({name for name in calls if name in declared and name[:5] != "llvm."}))
+
+
+class Loaded:
+    """A function that can be called as long as the process lives."""
+
+    def __init__(self, code: Code) -> None:
+        for name in code.called:
+            # Numba registers them too, but when its compiler starts, which takes a third of a
+            # second.
+            helper = c_helpers.get(name.removeprefix("NRT_"))
+            if helper and not _is_known(name):
+                llvm.add_symbol(name, helper)
+        if not all(map(_is_known, code.called)):
+            cpu_target.target_context.refresh()  # which registers the rest
+        unknown = [name for name in code.called if not _is_known(name)]
+        if unknown:  # LLVM would end the process
+            names = ", ".join(unknown)
+            raise ImportError(f"fusestep: compiled code calls {names}: there is no such function")
+        self._engine = llvm.create_mcjit_compiler(
+            llvm.parse_assembly(""),
+            _target_machine(**processor()),
+            use_lmm=config.USE_LLVMLITE_MEMORY_MANAGER,
+        )
+        self._engine.add_object_file(llvm.ObjectFileRef.from_data(code.object_file))
+        self._engine.finalize_object()
+        self.address: int = self._engine.get_function_address(code.symbol)
+        _every.append(self)  # who has only an address keeps nothing alive
+
+    def entry(self) -> Callable[..., int]:
+        """The function for Python, where the code has an `Entry`."""
+        address = self._engine.get_function_address(_ENTRY)
+        self._method = _Method(b"compiled", address, _METH_FASTCALL, None)
+        made: Callable[..., int] = _new_function(ctypes.byref(self._method), None, None)
+        return made
+
+
+_every: list[Loaded] = []
+
+
+class _Method(ctypes.Structure):
+    """``PyMethodDef``."""
+
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+        ("flags", ctypes.c_int),
+        ("doc", ctypes.c_char_p),
+    ]
+
+
+_METH_FASTCALL = 0x80
+_ENTRY = "python"  # the symbol of entries
+_new_function = ctypes.pythonapi.PyCFunction_NewEx
+_new_function.restype = ctypes.py_object
+_new_function.argtypes = ctypes.POINTER(_Method), ctypes.c_void_p, ctypes.c_void_p
+
+
+def _is_known(function: str) -> bool:
+    return llvm.address_of_symbol(function) is not None
+
+
+def portable(identity: str) -> bytes | None:
+    """The IR of a function, if the package was built with it and from the sources that run."""
+    try:
+        with zipfile.ZipFile(PORTABLE) as file:
+            return file.read(_name(identity))
+    except (OSError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
+        return None
+
+
+def _name(identity: str) -> str:
+    of_code = IMPORTED_SOURCES, platform.machine(), platform.system(), identity
+    return hashlib.sha256("\n".join(of_code).encode()).hexdigest()
+
+
+# Of the C library, of Python's stable interface, and of a threading layer that has been started.
+_PORTABLE_CALLS = {
+    "usleep", "Sleep", "PyLong_AsLongLong", "PyLong_FromLongLong", "PyEval_SaveThread",
+    "PyEval_RestoreThread", "get_num_threads", "set_num_threads",
+}  # fmt: skip
+
+
+def write_portable(path: Path, functions: Iterable[tuple[str, str, str, Entry | None]]) -> None:
+    """Write what `portable` reads: identities of functions, then what `made` gets.
+
+    Those that call Numba's functions are left to it, unless they are for its version alone.
+    """
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
+        for identity, *of_module in functions:
+            module, builder = _alone(*of_module), _pass_builder()
+            builder.getModulePassManager().run(module, builder)
+            if numba.__version__ in identity or _PORTABLE_CALLS.issuperset(_called_by(module)):
+                file.writestr(_name(identity), module.as_bitcode())

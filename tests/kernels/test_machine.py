@@ -1,0 +1,194 @@
+"""Machine code without Numba: made of portable IR, kept as bytes, called by ints."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fusestep.kernels.cpu import cache, machine, warmup
+from fusestep.kernels.cpu.compile import NativeFunction
+from fusestep.kernels.cpu.intrinsics import load_acquire
+from fusestep.kernels.cpu.machine import Code, Entry, Loaded
+from fusestep.kernels.cpu.records import int64s
+from fusestep.kernels.cpu.rows import sort, sums
+from fusestep.kernels.storage import F32, STORAGES
+
+from subprocesses import output_of
+
+# Steps through every loop that depends on no rule: what they leave, and what Numba compiled.
+STEPS = """
+    import hashlib, sys
+    from pathlib import Path
+    import numpy as np
+    from fusestep import nn, ops, set_num_threads
+    from fusestep.kernels.cpu import machine
+    from fusestep.kernels.cpu.compile import NativeFunction
+
+    machine.PORTABLE = Path(sys.argv[1])
+    compiled, by_numba = [], NativeFunction._compile
+    def recorded(self):
+        compiled.append(self.identity)
+        return by_numba(self)
+    NativeFunction._compile = recorded
+
+    rng, digest = np.random.default_rng(0), hashlib.sha256()
+    def numbers(*shape):
+        return rng.normal(size=shape).astype(np.float32)
+    for n_threads in (1, 2):
+        set_num_threads(n_threads)
+        for width, n in ((1, 30), (7, 20_000), (64, 40_000)):
+            table, dense = numbers(500, width), numbers(90_000)
+            indices = (rng.zipf(1.3, n) % 500).astype(np.int64)
+            rows = nn.RowTensor(indices, numbers(n, width), table.shape)
+            for make in (nn.LazyAdam, nn.Adam):
+                opt = make([table, dense])
+                opt((rows, numbers(90_000)))
+                opt((rows, numbers(90_000)))
+                for array in opt.state_dict().values():
+                    digest.update(array.tobytes())
+            found = ops.SparseGatherV2()(table, indices, 0), ops.global_norm([rows])
+            for array in (table, dense, *map(np.asarray, found)):
+                digest.update(array.tobytes())
+    print(digest.hexdigest(), *compiled, sep="\\n")
+"""
+
+
+@pytest.fixture(scope="module")
+def portable(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a build of the package makes, of the loops for float32."""
+    path = tmp_path_factory.mktemp("portable") / "portable.zip"
+    output_of(
+        """
+        import sys
+        from pathlib import Path
+        from fusestep.kernels.cpu import warmup
+        from fusestep.kernels.storage import F32, STORAGES
+        STORAGES.clear()
+        STORAGES[F32.dtype] = F32
+        warmup.write_portable(Path(sys.argv[1]))
+        """,
+        path,
+    )
+    return path
+
+
+def test_portable_loops_do_what_numbas_do(portable: Path, tmp_path: Path) -> None:
+    """To the last bit; and they are used: Numba compiles the blocks of the rule alone."""
+    wanted, *by_numba = output_of(STEPS, tmp_path / "absent", FUSESTEP_CACHE_DIR="").split("\n")
+    found, *compiled = output_of(STEPS, portable, FUSESTEP_CACHE_DIR="").split("\n")
+    assert found == wanted
+    assert len(by_numba) > 20
+    assert all(name.split(" ")[0] in ("block", "zero", "measure", "") for name in compiled)
+    assert 3 <= len(compiled) < len(by_numba) / 2
+
+
+def test_a_package_that_was_built_has_its_loops() -> None:
+    if not machine.PORTABLE.exists():
+        pytest.skip("this package runs where it is edited")
+    loops = list(warmup.loops(list(STORAGES.values())))
+    missing = [f.identity for f in loops if machine.portable(f.identity) is None]
+    # These two allocate, with Numba's functions.
+    assert {name.split(".")[-1] for name in missing} <= {"make_factors", "store_states"}
+
+
+def test_loops_of_other_sources_are_not_used(
+    portable: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    identity = sort.group_serial.identity
+    monkeypatch.setattr(machine, "PORTABLE", portable)
+    assert machine.portable(identity)
+    assert machine.portable(f"{identity}, edited") is None
+    with monkeypatch.context() as patch:
+        patch.setattr(machine, "IMPORTED_SOURCES", "edited")
+        assert machine.portable(identity) is None
+    monkeypatch.setattr(machine.platform, "machine", lambda: "another")
+    assert machine.portable(identity) is None
+
+
+def test_a_damaged_file_is_as_none(
+    portable: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    identity, content = sort.group_serial.identity, portable.read_bytes()
+    with zipfile.ZipFile(portable) as file:
+        entry = file.getinfo(machine._name(identity))
+    begin = entry.header_offset + 100
+    torn = content[:begin] + bytes(50) + content[begin + 50 :]
+    monkeypatch.setattr(machine, "PORTABLE", tmp_path / "damaged.zip")
+    for damaged in (b"", content[:-100], content[: len(content) // 2], torn):
+        machine.PORTABLE.write_bytes(damaged)
+        assert machine.portable(identity) is None
+
+
+def test_code_is_kept_whole() -> None:
+    code = Code("name", ("malloc", "free"), b"\n\0machine\n code")
+    assert Code.from_bytes(code.to_bytes()) == code
+
+
+def test_a_call_of_nothing_that_exists_is_an_error() -> None:
+    with pytest.raises(ImportError, match="compiled code calls no_such_function_of_mine"):
+        Loaded(Code("name", ("no_such_function_of_mine",), b""))
+
+
+def a_function(function: object, entry: Entry) -> NativeFunction:
+    return NativeFunction(function, f"a test: {function.__name__} {entry}", entry)  # type: ignore[attr-defined]
+
+
+def test_an_entry_takes_and_returns_any_int64() -> None:
+    def combine(a, b, c):  # type: ignore[no-untyped-def]
+        return a * 3 - b * 5 + c
+
+    call = a_function(combine, Entry(3, returns=True)).call
+    for a, b, c in ((1, 2, 3), (-(2**60), 2**59, -7), (2**61 - 1, -1, 0), (True, False, True)):
+        assert call(a, b, c) == a * 3 - b * 5 + c
+    with pytest.raises(SystemError) as caught:
+        call("1", 2, 3)
+    assert isinstance(caught.value.__cause__, TypeError)
+
+
+def test_an_entry_without_a_result() -> None:
+    def write(place, value):  # type: ignore[no-untyped-def]
+        int64s(place, 1)[0] = value
+
+    words = np.zeros(1, np.int64)
+    assert a_function(write, Entry(2)).call(words.ctypes.data, 7) == 0
+    assert words.tolist() == [7]
+
+
+def test_other_threads_run_meanwhile_unless_the_gil_is_held() -> None:
+    def wait(place, looks):  # type: ignore[no-untyped-def]
+        for _ in range(looks):
+            if load_acquire(place) != 0:
+                return 1
+        return 0
+
+    word = ctypes.c_int64(0)
+    place = ctypes.addressof(word)
+
+    def tell() -> None:
+        word.value = 1
+
+    def told(entry: Entry, looks: int) -> bool:
+        word.value = 0
+        call = a_function(wait, entry).call
+        thread = threading.Timer(0.01, tell)
+        thread.start()
+        found = call(place, looks)
+        thread.join()
+        return bool(found)
+
+    assert told(Entry(2, returns=True), 1 << 40)
+    assert not told(Entry(2, returns=True, holds_gil=True), 1 << 26)
+
+
+def test_what_is_kept_is_what_was_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FUSESTEP_CACHE_DIR", str(tmp_path / "kernels"))
+    function = sums.accumulate(F32, F32)
+    fresh = NativeFunction(function._function, function.identity)
+    assert fresh.address
+    kept = cache.load(function.identity)
+    assert kept is not None and Code.from_bytes(kept) == fresh._code()
