@@ -238,8 +238,8 @@ def write_portable(path: Path, functions: Iterable[tuple[str, str, str, Entry | 
     Those that call Numba's functions are left to it, unless they are for its version alone.
     """
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
-        for identity, *of_module in functions:
-            module, builder = _alone(*of_module), _pass_builder()
+        for identity, symbol, ir, entry in functions:
+            module, builder = _alone(symbol, ir, entry), _pass_builder()
             builder.getModulePassManager().run(module, builder)
             if numba.__version__ in identity or _PORTABLE_CALLS.issuperset(_called_by(module)):
                 file.writestr(_name(identity), module.as_bitcode())
