@@ -12,7 +12,7 @@ from ...ops.adam_update import compat_version
 from ...ops.runtime import check
 from ...ops.runtime.arrays import BFLOAT16, adopt_anywhere
 from ...ops.runtime.errors import reject, reject_unknown
-from ..base.arguments import Checked, count, of_kind
+from ..base.arguments import Checked, CheckedAttributes, count, of_kind
 from . import arguments
 from .arguments import arguments_of, as_lists, is_list
 from .master import as_float32, of_master, round_to
@@ -28,7 +28,7 @@ class ScheduledRateError(RuntimeError, UserWarning):
     """
 
 
-class Optimizer:
+class Optimizer(CheckedAttributes):
     """The base class of MXNet's optimizers: it keeps rates, multipliers and counts.
 
     Weights, gradients and states come with every call, each weight under an index. A subclass
