@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
 from ...kernels.cpu.counts import Count
 from ...kernels.cpu.parallel import commit
+from ...kernels.cpu.workspace import Pool
 from ...kernels.rules import mxnet as rules
 from ...kernels.rules.rule import Prologue, Rule
 from ...ops.runtime import check
@@ -24,6 +27,8 @@ from .bindings import Bindings, calls_of
 from .optimizer import Optimizer
 
 _RATE = 0.001
+_DECAY = "wd with its factor"
+_WD = itemgetter(2)
 
 
 class AdamFamily(Optimizer):
@@ -36,6 +41,7 @@ class AdamFamily(Optimizer):
     beta1 = Checked(decay_rate)
     beta2 = Checked(decay_rate)
     epsilon = Checked(kept_epsilon)
+    correct_bias: Any = True
 
     def __init__(
         self, learning_rate: float | None, use_fused_step: bool, *of_moments: float, **base: Any
@@ -90,7 +96,10 @@ class AdamFamily(Optimizer):
 
     def update_multi_precision(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
         """As `Optimizer.update_multi_precision`; master copy and weight in one pass."""
-        if not self.multi_precision or self._has_own_update():
+        if not self.multi_precision:
+            self.update(index, weight, grad, state)
+            return
+        if self._has_own_update():
             super().update_multi_precision(index, weight, grad, state)
             return
         lists, composed = (index, weight, grad, state), not self.use_fused_step
@@ -103,8 +112,9 @@ class AdamFamily(Optimizer):
 
     def _variables(self, index: Any, weight: Any, state: Any) -> tuple[Any, ...]:
         """Weight, mean and variance of an index."""
-        mean, var = self._pair(index, state, "(mean, var) of create_state")
-        return weight.array if isinstance(weight, Parameter) else weight, mean, var
+        if type(state) is not tuple or len(state) != 2:
+            state = self._pair(index, state, "(mean, var) of create_state")
+        return weight.array if isinstance(weight, Parameter) else weight, *state
 
     def _with_master(self, index: Any, weight: Any, state: Any) -> tuple[Any, ...]:
         """Master copy, mean, variance, and the weight that becomes the rounded copy."""
@@ -134,41 +144,42 @@ class AdamFamily(Optimizer):
         if not self._acts():
             return
         lazy = self._touches_only_rows_of_gradient(composed)
-        bound = self._bindings.bound(
-            indices, self._label, variables, "lazy" if lazy else "dense_equivalent"
-        )
-        given = bound.read(grads)
-        active = given.layout.active.tolist()
-        before = self._counts_of(indices)
-        done = np.zeros(1, np.int64)  # counted up by the call that writes
+        sparse_update = "lazy" if lazy else "dense_equivalent"
+        bound, given = self._bindings.read(indices, self._label, variables, sparse_update, grads)
+        active = indices
+        if not given.layout.is_complete:
+            active = [indices[i] for i in given.layout.active.tolist()]
+        before = self.num_update, list(map(self._index_update_count.get, active))
+        counter = _counters.take()
+        done, count = counter
+        done[0] = 0
         try:
-            of_each = dict(zip(active, self._advance([indices[i] for i in active]), strict=True))
-            decay = max((wd for *_, wd in of_each.values()), default=0.0)
-            prologue = self._prologue(self._checked_decay(decay), composed)
+            numbers = self._advance(active)
+            prologue = self._prologue(max(map(_WD, numbers), default=0.0), composed)
             calls = calls_of(
                 given,
                 self._composed_rules if composed else self._fused_rules,
                 prologue,
                 touched_only=lazy,
-                numbers=of_each,
-                scalars=lambda real, n: self._scalars(real, prologue, *n, composed=composed),
+                numbers=numbers,
+                scalars=_scalars,
+                options=self._options(prologue, composed),
             )
             if bound.device is None:
-                commit([update_of(call).prepared() for call in calls], Count(done))
+                commit([update_of(call).prepared() for call in calls], count)
             elif calls:
                 launch_calls(calls, given)
         except BaseException:
             if not done[0]:  # an interrupt may come right after it
-                self._restore(*before)
+                self._restore(active, *before)
             raise
+        _counters.give(counter)
 
-    def _counts_of(self, indices: Sequence[Any]) -> tuple[int, dict[Any, int | None]]:
-        counts = self._index_update_count
-        return self.num_update, {index: counts.get(index) for index in indices}
-
-    def _restore(self, num_update: int, counts: dict[Any, int | None]) -> None:
+    def _restore(
+        self, indices: Sequence[Any], num_update: int, counts: Sequence[int | None]
+    ) -> None:
         self.num_update = num_update
-        for index, count in counts.items():
+        for index, count in zip(indices, counts, strict=True):
             if count is None:
                 self._index_update_count.pop(index, None)
             else:
@@ -193,7 +204,7 @@ class AdamFamily(Optimizer):
         """
         largest = self.num_update
         self._update_count(indices)
-        counts = [self._index_update_count[index] for index in indices]
+        counts = list(map(self._index_update_count.__getitem__, indices))
         if not counts or counts[0] == self.num_update:  # it has been this from the first one on
             lrs = self._get_lrs(indices)
         else:
@@ -204,6 +215,7 @@ class AdamFamily(Optimizer):
         return list(zip(counts, lrs, self._get_wds(indices), strict=True))
 
     def _prologue(self, decay: float, composed: bool) -> Prologue:
+        check.scalar_at_least_0(self._name, _DECAY, decay)
         return rules.conditioning(
             self.compat,
             self.rescale_grad,
@@ -212,24 +224,37 @@ class AdamFamily(Optimizer):
             composed=composed,
         )
 
-    def _scalars(
-        self, real: Any, prologue: Prologue, t: int, lr: float, wd: float, *, composed: bool
-    ) -> tuple[Any, ...]:
-        """The scalars of rule and prologue for a weight that is updated the ``t``-th time."""
-        self._checked_decay(wd)
-        size, name = self._step_size(t, lr), "the learning rate with its factors"
-        others = check.scalar_at_least_0(self._name, name, size), self.epsilon, wd
-        of_rule = others if self._fused_rules[0].decays else others[:2]
-        own = rules.adam_scalars(real, self.beta1, self.beta2, *of_rule, composed=composed)
-        return own + rules.conditioning_scalars(
-            real, prologue, self.rescale_grad, self.clip_gradient or 0.0, wd, composed=composed
-        )
+    def _options(self, prologue: Prologue, composed: bool) -> tuple[Any, ...]:
+        """What the scalars depend on beside the numbers of a weight; see `_scalars`."""
+        of_gradient = prologue, self.rescale_grad, self.clip_gradient or 0.0
+        decays = self._fused_rules[0].decays
+        betas = self.beta1, self.beta2
+        return self._name, composed, *of_gradient, *betas, self.epsilon, decays, self.correct_bias
 
-    def _checked_decay(self, wd: float) -> float:
-        return check.scalar_at_least_0(self._name, "wd with its factor", wd)
 
-    def _step_size(self, t: int, lr: float) -> float:
-        return rules.bias_corrected(lr, self.beta1, self.beta2, t)
+# A model has few different options, and its weights are often updated one by one.
+@lru_cache(maxsize=64)
+def _scalars(
+    real: Any, t: int, lr: float, wd: float, where: str, composed: bool, prologue: Prologue,
+    rescale: float, bound: float, beta1: float, beta2: float, epsilon: float, decays: bool,
+    correct_bias: bool,
+) -> tuple[Any, ...]:  # fmt: skip
+    """The scalars of rule and prologue for a weight that is updated the ``t``-th time."""
+    check.scalar_at_least_0(where, _DECAY, wd)
+    size = rules.bias_corrected(lr, beta1, beta2, t) if correct_bias else lr
+    size = check.scalar_at_least_0(where, "the learning rate with its factors", size)
+    of_rule = (size, epsilon, wd) if decays else (size, epsilon)
+    own = rules.adam_scalars(real, beta1, beta2, *of_rule, composed=composed)
+    return own + rules.conditioning_scalars(real, prologue, rescale, bound, wd, composed=composed)
+
+
+def _counter() -> tuple[np.ndarray, Count]:
+    done = np.zeros(1, np.int64)
+    return done, Count(done)
+
+
+# What tells whether a call has written: counted up with it. To make one takes longer than to write.
+_counters = Pool(_counter)
 
 
 def _zeros_like(array: Any, dtype: np.dtype[Any]) -> Any:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import operator
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -26,7 +25,7 @@ Variables = Sequence[tuple[Any, ...]]
 
 
 class Bound:
-    """Weights with their states, checked, and what is remembered for later steps on them.
+    """Weights with their states, checked, and the reader of their gradients, for later steps too.
 
     ``variables`` has for each weight the array and then its states.
     """
@@ -35,7 +34,8 @@ class Bound:
         self, where: str, names: Sequence[str], variables: Variables, sparse_update: str
     ) -> None:
         self.device: int | None = None  # the host
-        self._given = tuple(chain.from_iterable(variables))
+        self._given = tuple(chain.from_iterable(variables))  # their identities are valid with them
+        self._identities = tuple(map(id, self._given))
         self._sparse_update = sparse_update
         checked = [_checked(where, *each) for each in zip(names, variables, strict=True)]
         for name, (weight, *_) in zip(names, checked, strict=True):
@@ -56,25 +56,22 @@ class Bound:
         self._expected = headers.Expected(forms, headers.NOWHERE, writable=True)
 
     def is_of(self, variables: Variables, sparse_update: str) -> bool:
-        """Whether these are the very same arrays, where and as they were."""
-        given = tuple(chain.from_iterable(variables))
-        if sparse_update != self._sparse_update or len(given) != len(self._given):
+        """Whether these are the very same arrays."""
+        if sparse_update != self._sparse_update:
             return False
-        if not all(map(operator.is_, given, self._given)):
-            return False
-        if self.device is not None:
-            return all(map(_lies_at, given, self._places))
-        addresses = self._expected.addresses(given)
-        return addresses is not None and addresses.tolist() == self._addresses
+        return tuple(map(id, chain.from_iterable(variables))) == self._identities
 
-    def read(self, gradients: Sequence[Any]) -> Gradients:
-        """The checked gradients; as `GradientReader.read`."""
-        given = tuple(gradients)
-        return self.reader.read_like_last(given) or self.reader.read(given, lambda _: 0.0)
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the arrays are where and as they were."""
+        if self.device is not None:
+            return all(map(_lies_at, self._given, self._places))
+        addresses = self._expected.addresses(self._given)
+        return addresses is not None and addresses.tolist() == self._addresses
 
 
 class Bindings:
-    """What `Bound` remembers, by the indices of a call; the arrays of the last calls."""
+    """The `Bound` of the last calls, by their indices."""
 
     def __init__(self, where: str) -> None:
         self._where = where
@@ -85,19 +82,28 @@ class Bindings:
         self._known: OrderedDict[tuple[Any, ...], Bound] = OrderedDict()
         self._n_weights = 0
 
-    def bound(
+    def read(
         self,
         indices: Sequence[Any],
         names: Callable[[Any], str],
         variables: Variables,
         sparse_update: str,
-    ) -> Bound:
-        """The checked weights of a call; the same ones again where the arrays are the same."""
-        key = tuple(indices)
+        gradients: Sequence[Any],
+    ) -> tuple[Bound, Gradients]:
+        """The checked weights of a call, and its checked gradients.
+
+        What is known of the weights is used where the arrays are the same, as they were.
+        """
+        key, grads = tuple(indices), tuple(gradients)
         known = self._known.get(key)
         if known is not None and known.is_of(variables, sparse_update):
             self._known.move_to_end(key)
-            return known
+            # Where all is as in the last step, one look at gradients and weights tells it.
+            given = known.reader.read_like_last(grads)
+            if given is None and known.is_in_place:
+                given = known.reader.read(grads, lambda _: 0.0)
+            if given is not None:
+                return known, given
         found = Bound(self._where, [names(index) for index in indices], variables, sparse_update)
         self._drop(key)
         if found.can_be_kept:
@@ -106,7 +112,7 @@ class Bindings:
             # The last one stays, however long it is.
             while self._n_weights > _KEPT_WEIGHTS and len(self._known) > 1:
                 self._drop(next(iter(self._known)))
-        return found
+        return found, found.reader.read(grads, lambda _: 0.0)
 
     def _drop(self, key: tuple[Any, ...]) -> None:
         if self._known.pop(key, None) is not None:
@@ -122,23 +128,31 @@ def calls_of(
     prologue: Prologue,
     *,
     touched_only: bool,
-    numbers: Mapping[int, Any],
-    scalars: Callable[[Any, Any], tuple[float, ...]],
+    numbers: Sequence[Any],
+    scalars: Callable[..., tuple[float, ...]],
+    options: tuple[Any, ...],
 ) -> list[Call]:
     """The kernel calls of a step on bound weights.
 
-    ``rules`` are those for weights without and with a master copy; ``scalars(real, numbers)``
-    makes those of rule and prologue out of the hashable ``numbers`` of the weight at a place.
+    ``rules`` are those for weights without and with a master copy; ``scalars(real,
+    *own, *options)`` makes those of rule and prologue out of the hashable numbers of a weight;
+    ``numbers`` are those of the weights that have a gradient, in order.
     """
     plain, with_master = rules
     calls = []
-    for batch in given.layout.batches:
-        rows: dict[Any, int] = {}
-        hp_of = [rows.setdefault(numbers[i], len(rows)) for i in batch.positions.tolist()]
-        hp: np.ndarray = np.array([scalars(batch.real, each) for each in rows], batch.real)
+    layout, at = given.layout, {}
+    if len(layout.batches) > 1:
+        at = dict(zip(layout.active.tolist(), numbers, strict=True))
+    for batch in layout.batches:
+        own = [at[i] for i in batch.positions.tolist()] if at else numbers
+        rows, hp_of = dict.fromkeys(own), batch.first_row
+        hp: np.ndarray = np.array([scalars(batch.real, *n, *options) for n in rows], batch.real)
+        if len(rows) > 1:
+            row = {n: k for k, n in enumerate(rows)}
+            hp_of = np.array([row[n] for n in own])
         rule = with_master if len(batch.variables.s) > len(plain.states) else plain
         gradients = given.rows_of(batch) if batch.row_sparse else given.addresses_of(batch)
-        calls.append(Call(batch, rule, prologue, touched_only, gradients, hp, np.array(hp_of)))
+        calls.append(Call(batch, rule, prologue, touched_only, gradients, hp, hp_of))
     return calls
 
 

@@ -132,9 +132,11 @@ class Optimizer(CheckedAttributes):
         self.set_lr_mult({})
         self.set_wd_mult({})
 
-    @property
-    def _name(self) -> str:
-        return type(self).__name__
+    _name = "Optimizer"  # of errors
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        cls._name = cls.__name__
 
     def _set_rate(self, learning_rate: Any, lr_scheduler: Any) -> None:
         self.lr_scheduler = lr_scheduler
@@ -379,11 +381,12 @@ class Optimizer(CheckedAttributes):
 
     def _update_count(self, index: Any) -> None:
         """Count an update of an index, or of each of a list of them."""
-        counts, begin = self._index_update_count, self.begin_num_update
-        indices = index if is_list(index) else [index]
-        for each in indices:
-            counts[each] = counts.get(each, begin) + 1
-        self.num_update = max([self.num_update, *(counts[each] for each in indices)])
+        counts, begin, largest = self._index_update_count, self.begin_num_update, self.num_update
+        for each in index if is_list(index) else [index]:
+            counts[each] = t = counts.get(each, begin) + 1
+            largest = max(largest, t)
+        if largest != self.num_update:  # to set it takes longer than all else here
+            self.num_update = largest
 
 
 register = Optimizer.register

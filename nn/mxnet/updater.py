@@ -61,13 +61,19 @@ class Updater:
             TypeError, ValueError, IndexError: as the optimizer. Nothing has changed then, where
                 everything goes to the optimizer in one call (``aggregate_num``).
         """
-        index = [_decoded(i) for i in index] if is_list(index) else _decoded(index)
+        if is_list(index):
+            index = [_decoded(i) for i in index]
+        elif isinstance(index, bytes):
+            index = _decoded(index)
         indices, weights, grads, _ = as_lists("Updater", index, weight, grad, index)
         # A state made for no gradient would keep an old copy of its weight.
         given = [k for k, gradient in enumerate(grads) if gradient is not None]
         for chunk in self._chunks(given, weights):
-            of_chunk = [[values[k] for k in chunk] for values in (indices, weights, grads)]
-            self._update(*of_chunk)
+            if len(chunk) == len(indices):
+                self._update(list(indices), list(weights), list(grads))
+            else:
+                of_chunk = [[values[k] for k in chunk] for values in (indices, weights, grads)]
+                self._update(*of_chunk)
 
     def _update(self, indices: list[Any], weights: list[Any], grads: list[Any]) -> None:
         """One call of the optimizer. If it fails, the states are as before."""
@@ -76,19 +82,22 @@ class Updater:
             for i, w in zip(indices, weights, strict=True)
             if i not in self.states or i in self._were_read
         }
-        before = {i: self.states[i] for i in made if i in self.states}  # all of them were read
-        counts = self._counts(made)
+        if made:
+            before = {i: self.states[i] for i in made if i in self.states}  # all of them were read
+            counts = self._counts(made)
         try:
-            self.states.update(made)
-            self._were_read.difference_update(made)
-            of_call: list[Any] = [indices, weights, grads, [self.states[i] for i in indices]]
+            if made:
+                self.states.update(made)
+                self._were_read.difference_update(made)
+            states = list(map(self.states.__getitem__, indices))
+            of_call: list[Any] = [indices, weights, grads, states]
             # 1.9 passes single weights as they are unless it aggregates, 2.0 always lists.
             if self.optimizer.aggregate_num == 0 and self.optimizer.compat == "1.9":
                 of_call = [values[0] for values in of_call]
             self.optimizer.update_multi_precision(*of_call)
         except BaseException:
             # But for what has happened: an interrupt can come when it is done.
-            if self._counts(made) == counts:
+            if made and self._counts(made) == counts:
                 for i in made.keys() - before.keys():
                     self.states.pop(i, None)
                 self.states.update(before)
