@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import numpy as np
@@ -20,15 +20,17 @@ from ...ops.runtime.device import DeviceArray
 from ...ops.runtime.errors import reject
 from ..base.arguments import Checked
 from ..base.parameter import Parameter
-from ..engine.host import update_of
-from ..engine.on_device import launch_calls
+from ..engine.on_device import launch_updates
 from .arguments import Lists, as_lists, decay_rate, is_list, kept_epsilon
-from .bindings import Bindings, calls_of
+from .bindings import Bindings, updates_of
 from .optimizer import Optimizer
 
 _RATE = 0.001
 _DECAY = "wd with its factor"
-_WD = itemgetter(2)
+_options = attrgetter(
+    "_name", "compat", "rescale_grad", "clip_gradient", "beta1", "beta2", "epsilon", "correct_bias"
+)
+_wd = itemgetter(2)
 
 
 class AdamFamily(Optimizer):
@@ -155,20 +157,17 @@ class AdamFamily(Optimizer):
         done[0] = 0
         try:
             numbers = self._advance(active)
-            prologue = self._prologue(max(map(_WD, numbers), default=0.0), composed)
-            calls = calls_of(
-                given,
-                self._composed_rules if composed else self._fused_rules,
-                prologue,
-                touched_only=lazy,
-                numbers=numbers,
-                scalars=_scalars,
-                options=self._options(prologue, composed),
-            )
+            of_kind = self._composed_rules if composed else self._fused_rules
+            how = composed, of_kind[0].decays, _options(self)
+            prologue = _prologue(max(map(_wd, numbers), default=0.0), *how)
+            updates = updates_of(
+                given, of_kind, prologue, touched_only=lazy, numbers=numbers,
+                scalars=_scalars, options=(prologue, *how),
+            )  # fmt: skip
             if bound.device is None:
-                commit([update_of(call).prepared() for call in calls], count)
-            elif calls:
-                launch_calls(calls, given)
+                commit([update.prepared() for update in updates], count)
+            elif updates:
+                launch_updates(updates, given)
         except BaseException:
             if not done[0]:  # an interrupt may come right after it
                 self._restore(active, *before)
@@ -214,38 +213,38 @@ class AdamFamily(Optimizer):
                 lrs += self._get_lrs([index])
         return list(zip(counts, lrs, self._get_wds(indices), strict=True))
 
-    def _prologue(self, decay: float, composed: bool) -> Prologue:
-        check.scalar_at_least_0(self._name, _DECAY, decay)
-        return rules.conditioning(
-            self.compat,
-            self.rescale_grad,
-            self.clip_gradient or 0.0,
-            0.0 if self._fused_rules[0].decays else decay,
-            composed=composed,
-        )
 
-    def _options(self, prologue: Prologue, composed: bool) -> tuple[Any, ...]:
-        """What the scalars depend on beside the numbers of a weight; see `_scalars`."""
-        of_gradient = prologue, self.rescale_grad, self.clip_gradient or 0.0
-        decays = self._fused_rules[0].decays
-        betas = self.beta1, self.beta2
-        return self._name, composed, *of_gradient, *betas, self.epsilon, decays, self.correct_bias
+# A model has few different options, and its weights are often updated one by one. (Typed: a bool is
+# refused, also where it equals a number that is known.)
+_remembered = lru_cache(maxsize=64, typed=True)
 
 
-# A model has few different options, and its weights are often updated one by one.
-@lru_cache(maxsize=64)
+@_remembered
+def _prologue(decay: float, composed: bool, decays: bool, options: tuple[Any, ...]) -> Prologue:
+    """What happens to the gradients before a rule, which ``decays`` the weight itself or not."""
+    where, compat, rescale, bound, *_ = options
+    check.scalar_at_least_0(where, _DECAY, decay)
+    added = 0.0 if decays else decay
+    return rules.conditioning(compat, rescale, bound or 0.0, added, composed=composed)
+
+
+@_remembered
 def _scalars(
-    real: Any, t: int, lr: float, wd: float, where: str, composed: bool, prologue: Prologue,
-    rescale: float, bound: float, beta1: float, beta2: float, epsilon: float, decays: bool,
-    correct_bias: bool,
-) -> tuple[Any, ...]:  # fmt: skip
-    """The scalars of rule and prologue for a weight that is updated the ``t``-th time."""
+    real: Any, t: int, lr: float, wd: float, prologue: Prologue, composed: bool, decays: bool,
+    options: tuple[Any, ...],
+) -> np.ndarray:  # fmt: skip
+    """A row of the scalars of rule and prologue for a weight that is updated the ``t``-th time."""
+    where, _, rescale, bound, beta1, beta2, epsilon, correct_bias = options
     check.scalar_at_least_0(where, _DECAY, wd)
     size = rules.bias_corrected(lr, beta1, beta2, t) if correct_bias else lr
     size = check.scalar_at_least_0(where, "the learning rate with its factors", size)
     of_rule = (size, epsilon, wd) if decays else (size, epsilon)
+    of_gradient = prologue, rescale, bound or 0.0, wd
     own = rules.adam_scalars(real, beta1, beta2, *of_rule, composed=composed)
-    return own + rules.conditioning_scalars(real, prologue, rescale, bound, wd, composed=composed)
+    own += rules.conditioning_scalars(real, *of_gradient, composed=composed)
+    row: np.ndarray = np.array([own], real)
+    row.flags.writeable = False
+    return row
 
 
 def _counter() -> tuple[np.ndarray, Count]:

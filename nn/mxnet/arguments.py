@@ -94,17 +94,21 @@ Lists = tuple[Sequence[Any], Sequence[Any], Sequence[Any], Sequence[Any]]
 
 def as_lists(where: str, index: Any, weight: Any, grad: Any, state: Any) -> Lists:
     """Lists of equal length, of one element each where there is one index; no index repeats."""
-    if not isinstance(index, _LISTS):
+    is_one = not isinstance(index, _LISTS)
+    if is_one:
         index, weight, grad, state = [index], [weight], [grad], [state]
     try:
         n_different = len(set(index))
     except TypeError:
         wrong = "has a wrong type"
         raise TypeError(message(where, "index", wrong, "ints and strs", index)) from None
+    if is_one:
+        return index, weight, grad, state
     n = len(index)
-    for name, values in (("weights", weight), ("grads", grad), ("states", state)):
-        if not (isinstance(values, _LISTS) and len(values) == n):
+    for name, values in ("weights", weight), ("grads", grad), ("states", state):
+        if not isinstance(values, _LISTS):
             of_kind(where, name, values, _LISTS, "a list")
+        if len(values) != n:
             wrong, expected = "has a wrong length", f"{n}, one for each index"
             reject(RejectedValueError, where, name, wrong, expected, len(values))
     if n_different != n:

@@ -15,8 +15,9 @@ from ...ops.runtime import check
 from ...ops.runtime.arrays import adopt_anywhere
 from ...ops.runtime.device import DeviceArray, device_of
 from ...ops.runtime.errors import reject
+from ...ops.runtime.row_step import Update
 from ..base.parameter import Parameter
-from ..engine.plan import Call
+from ..engine.host import update_of
 from ..engine.reader import GradientReader, Gradients
 
 _KEPT_WEIGHTS = 4096
@@ -34,9 +35,8 @@ class Bound:
         self, where: str, names: Sequence[str], variables: Variables, sparse_update: str
     ) -> None:
         self.device: int | None = None  # the host
-        self._given = tuple(chain.from_iterable(variables))  # their identities are valid with them
-        self._identities = tuple(map(id, self._given))
-        self._sparse_update = sparse_update
+        self._given = tuple(chain.from_iterable(variables))  # alive, so their identities are theirs
+        self.identity = sparse_update, *map(id, self._given)
         checked = [_checked(where, *each) for each in zip(names, variables, strict=True)]
         for name, (weight, *_) in zip(names, checked, strict=True):
             together = {"the first weight": checked[0][0], f"weight {name!r}": weight}
@@ -54,12 +54,6 @@ class Bound:
         self.can_be_kept = headers.usable and all(type(a) is np.ndarray for a in self._given)
         forms = [(a.dtype, a.shape) for a in flat]
         self._expected = headers.Expected(forms, headers.NOWHERE, writable=True)
-
-    def is_of(self, variables: Variables, sparse_update: str) -> bool:
-        """Whether these are the very same arrays."""
-        if sparse_update != self._sparse_update:
-            return False
-        return tuple(map(id, chain.from_iterable(variables))) == self._identities
 
     @property
     def is_in_place(self) -> bool:
@@ -96,7 +90,8 @@ class Bindings:
         """
         key, grads = tuple(indices), tuple(gradients)
         known = self._known.get(key)
-        if known is not None and known.is_of(variables, sparse_update):
+        identity = sparse_update, *map(id, chain.from_iterable(variables))
+        if known is not None and known.identity == identity:
             self._known.move_to_end(key)
             # Where all is as in the last step, one look at gradients and weights tells it.
             given = known.reader.read_like_last(grads)
@@ -122,38 +117,39 @@ class Bindings:
         return Bindings, (self._where,)  # a copy has other arrays
 
 
-def calls_of(
+def updates_of(
     given: Gradients,
     rules: tuple[Rule, Rule],
     prologue: Prologue,
     *,
     touched_only: bool,
-    numbers: Sequence[Any],
-    scalars: Callable[..., tuple[float, ...]],
+    numbers: Sequence[tuple[Any, ...]],
+    scalars: Callable[..., np.ndarray],
     options: tuple[Any, ...],
-) -> list[Call]:
+) -> list[Update]:
     """The kernel calls of a step on bound weights.
 
-    ``rules`` are those for weights without and with a master copy; ``scalars(real,
-    *own, *options)`` makes those of rule and prologue out of the hashable numbers of a weight;
-    ``numbers`` are those of the weights that have a gradient, in order.
+    ``rules`` are those for weights without and with a master copy. ``scalars(real, *own,
+    *options)`` makes a row of scalars out of the hashable numbers of a weight; ``numbers`` are
+    those of the weights that have a gradient, in order.
     """
     plain, with_master = rules
-    calls = []
-    layout, at = given.layout, {}
-    if len(layout.batches) > 1:
-        at = dict(zip(layout.active.tolist(), numbers, strict=True))
-    for batch in layout.batches:
+    batches, at = given.layout.batches, {}
+    if len(batches) > 1:
+        at = dict(zip(given.layout.active.tolist(), numbers, strict=True))
+    updates = []
+    for batch in batches:
         own = [at[i] for i in batch.positions.tolist()] if at else numbers
-        rows, hp_of = dict.fromkeys(own), batch.first_row
-        hp: np.ndarray = np.array([scalars(batch.real, *n, *options) for n in rows], batch.real)
+        different = dict.fromkeys(own) if len(own) > 1 else own
+        rows = [scalars(batch.real, *each, *options) for each in different]
+        hp, hp_of = rows[0], batch.first_row
         if len(rows) > 1:
-            row = {n: k for k, n in enumerate(rows)}
-            hp_of = np.array([row[n] for n in own])
+            row = {each: k for k, each in enumerate(different)}
+            hp, hp_of = np.concatenate(rows), np.array([row[each] for each in own])
         rule = with_master if len(batch.variables.s) > len(plain.states) else plain
         gradients = given.rows_of(batch) if batch.row_sparse else given.addresses_of(batch)
-        calls.append(Call(batch, rule, prologue, touched_only, gradients, hp, hp_of))
-    return calls
+        updates.append(update_of(batch, rule, prologue, touched_only, gradients, hp, hp_of))
+    return updates
 
 
 def _checked(where: str, name: str, arrays: Sequence[Any]) -> tuple[Any, ...]:

@@ -68,11 +68,12 @@ class Updater:
         indices, weights, grads, _ = as_lists("Updater", index, weight, grad, index)
         # A state made for no gradient would keep an old copy of its weight.
         given = [k for k, gradient in enumerate(grads) if gradient is not None]
-        for chunk in self._chunks(given, weights):
+        takes_all = given and self.optimizer.aggregate_num >= len(given)
+        for chunk in [given] if takes_all else self._chunks(given, weights):
             if len(chunk) == len(indices):
                 self._update(list(indices), list(weights), list(grads))
             else:
-                of_chunk = [[values[k] for k in chunk] for values in (indices, weights, grads)]
+                of_chunk = ([values[k] for k in chunk] for values in (indices, weights, grads))
                 self._update(*of_chunk)
 
     def _update(self, indices: list[Any], weights: list[Any], grads: list[Any]) -> None:
@@ -113,16 +114,11 @@ class Updater:
             return serialization.moved(self.states[index], weight)
         return self.optimizer.create_state_multi_precision(index, weight)
 
-    def _chunks(self, places: Sequence[int], weights: Sequence[Any]) -> Iterable[Sequence[int]]:
-        """Places of the weights of each call of the optimizer, in the given order: unless one call
-        takes everything, neighbours of one dtype.
+    def _chunks(self, places: Sequence[int], weights: Sequence[Any]) -> Iterator[Sequence[int]]:
+        """Places of the weights of each call of the optimizer, in the given order, where one call
+        does not take everything: neighbours of one dtype.
         """
-        if self.optimizer.aggregate_num >= len(places):
-            return [places] if places else []
-        return self._neighbours(places, weights)
-
-    def _neighbours(self, places: Sequence[int], weights: Sequence[Any]) -> Iterator[Sequence[int]]:
-        size = max(1, int(self.optimizer.aggregate_num))
+        size = max(1, int(min(self.optimizer.aggregate_num, len(places))))
         dtypes = groupby(places, lambda k: adopt_anywhere("Updater", "weight", weights[k]).dtype)
         for _, neighbours in dtypes:
             alike = list(neighbours)

@@ -105,8 +105,9 @@ class DenseUpdate(NamedTuple):
             step = pool.free.pop()
         except IndexError:
             step = pool.take()
-        step.gradients[:], step.hp_of[:] = gradients, hp_of
-        step.hp[: len(hp)] = hp
+        step.gradients[:], step.hp[: len(hp)] = gradients, hp
+        if len(hp_of) > 1:  # a single tensor has the only row
+            step.hp_of[:] = hp_of
         step.prepare()
         return step
 
