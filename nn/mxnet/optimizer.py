@@ -386,7 +386,8 @@ class Optimizer(CheckedAttributes):
         counts, begin, largest = self._index_update_count, self.begin_num_update, self.num_update
         for each in index if is_list(index) else [index]:
             counts[each] = t = counts.get(each, begin) + 1
-            largest = max(largest, t)
+            if t > largest:
+                largest = t
         if largest != self.num_update:  # to set it takes longer than all else here
             self.num_update = largest
 
