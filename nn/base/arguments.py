@@ -144,8 +144,7 @@ Accept = Callable[[str, str, Any], Any]
 class Checked:
     """An attribute whose values go through ``accept(where, name, value)`` when assigned.
 
-    It belongs to a class of `CheckedAttributes`. What is read is what the instance holds: a
-    descriptor with a ``__set__`` would be called each time, and a step reads some twenty.
+    A class of `CheckedAttributes` has it. It has no ``__set__``, or reading would be a call too.
     """
 
     def __init__(self, accept: Accept) -> None:

@@ -13,12 +13,12 @@ import numpy as np
 
 from ...kernels.cpu.counts import Count
 from ...kernels.cpu.parallel import Prepared, commit
-from ...kernels.rules.rule import Prologue, Rule, columns, factors
+from ...kernels.rules.rule import columns, factors
 from ...ops.runtime import locks
 from ...ops.runtime.row_step import RowUpdate
 from ...ops.runtime.step import DenseUpdate, measure_step
 from .conditioning import Conditioning
-from .layout import Batch, Layout
+from .layout import Layout
 from .plan import NOTHING, Call, Classes, Counts, Plan, Update
 
 
@@ -84,16 +84,14 @@ def _write(plan: Plan, count: Count) -> None:
 def prepared(call: Call, plan: Plan) -> Prepared:
     """A kernel call of a step, to be run by `commit`; what is measured is measured here."""
     if call.rates is NOTHING:
-        return update_of(*call).prepared()
+        return update_of(call).prepared()
     factored, conditioning = plan.update.factored, plan.conditioning
     return (factored.prepared if factored else prepared_measured)(call, conditioning)
 
 
-def update_of(
-    batch: Batch, rule: Rule, prologue: Prologue, touched_only: bool, gradients: Any,
-    hp: np.ndarray, hp_of: np.ndarray, *_: Any,
-) -> DenseUpdate | RowUpdate:  # fmt: skip
-    """A kernel call, the fields of a `Call`, as it is run on the host and on devices."""
+def update_of(call: tuple[Any, ...]) -> DenseUpdate | RowUpdate:
+    """A `Call`, or its fields up to ``hp_of``, as it is run on the host and on devices."""
+    batch, rule, prologue, touched_only, gradients, hp, hp_of, *_ = call
     if not batch.row_sparse:
         return DenseUpdate(rule, prologue, batch.variables, gradients, batch.g, hp, hp_of)
     arguments = batch.labels, rule, prologue, batch.variables, gradients

@@ -35,11 +35,6 @@ class Batch:
     real: type  # NumPy's, of the arithmetic
     labels: tuple[str, ...]  # how errors name the gradients
 
-    @cached_property
-    def first_row(self) -> np.ndarray:
-        """int64 [T]: the row of each tensor in a table of scalars of one row."""
-        return np.zeros(len(self.positions), np.int64)
-
 
 class Kind(NamedTuple):
     """The kind of a gradient: its dtype, and that of its indices if it is row-sparse."""

@@ -18,11 +18,14 @@ from ...ops.runtime import check
 from ...ops.runtime.arrays import adopt_anywhere, real_type
 from ...ops.runtime.device import DeviceArray
 from ...ops.runtime.errors import reject
+from ...ops.runtime.row_step import Update
 from ..base.arguments import Checked
 from ..base.parameter import Parameter
+from ..engine.host import update_of
 from ..engine.on_device import launch_updates
+from ..engine.reader import Gradients
 from .arguments import Lists, as_lists, decay_rate, is_list, kept_epsilon
-from .bindings import Bindings, updates_of
+from .bindings import Bindings
 from .optimizer import Optimizer
 
 _RATE = 0.001
@@ -79,16 +82,6 @@ class AdamFamily(Optimizer):
         """Update weights with the scalars of MXNet's kernels; see ``update``."""
         self._update_lists((indices, weights, grads, states), composed=False)
 
-    def _update_lists(self, lists: Lists, *, composed: bool, with_masters: bool = False) -> None:
-        indices, weights, grads, states = as_lists(self._name, *lists)
-        variables = [
-            self._with_master(i, w, s)
-            if with_masters and self._has_master(w)
-            else self._variables(i, w, s)
-            for i, w, s in zip(indices, weights, states, strict=True)
-        ]
-        self._update_all(indices, variables, grads, composed=composed)
-
     def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
         """As `Optimizer.update`."""
         if not is_list(index):
@@ -98,14 +91,13 @@ class AdamFamily(Optimizer):
 
     def update_multi_precision(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
         """As `Optimizer.update_multi_precision`; master copy and weight in one pass."""
+        given = index, weight, grad, state
         if not self.multi_precision:
-            self.update(index, weight, grad, state)
-            return
-        if self._has_own_update():
-            super().update_multi_precision(index, weight, grad, state)
-            return
-        lists, composed = (index, weight, grad, state), not self.use_fused_step
-        self._update_lists(lists, composed=composed, with_masters=True)
+            self.update(*given)
+        elif self._has_own_update():
+            super().update_multi_precision(*given)
+        else:
+            self._update_lists(given, composed=not self.use_fused_step, with_masters=True)
 
     def _has_own_update(self) -> bool:
         """Whether a subclass of a user does something else."""
@@ -139,10 +131,15 @@ class AdamFamily(Optimizer):
                 wrong = "has arrays that differ in shape"
                 reject(ValueError, self._name, name, wrong, first.shape, array.shape)
 
-    def _update_all(
-        self, indices: Sequence[Any], variables: Sequence[Any], grads: Sequence[Any], composed: bool
-    ) -> None:
+    def _update_lists(self, lists: Lists, *, composed: bool, with_masters: bool = False) -> None:
         """Everything that can fail comes before the first write, and the counts go back then."""
+        indices, weights, grads, states = as_lists(self._name, *lists)
+        variables = [
+            self._with_master(i, w, s)
+            if with_masters and self._has_master(w)
+            else self._variables(i, w, s)
+            for i, w, s in zip(indices, weights, states, strict=True)
+        ]
         if not self._acts():
             return
         lazy = self._touches_only_rows_of_gradient(composed)
@@ -151,38 +148,27 @@ class AdamFamily(Optimizer):
         active = indices
         if not given.layout.is_complete:
             active = [indices[i] for i in given.layout.active.tolist()]
-        before = self.num_update, list(map(self._index_update_count.get, active))
-        counter = _counters.take()
-        done, count = counter
+        largest, counts = self.num_update, self._index_update_count
+        before = list(map(counts.get, active))
+        done, count = counter = _counters.take()
         done[0] = 0
         try:
             numbers = self._advance(active)
-            of_kind = self._composed_rules if composed else self._fused_rules
-            how = composed, of_kind[0].decays, _options(self)
-            prologue = _prologue(max(map(_wd, numbers), default=0.0), *how)
-            updates = updates_of(
-                given, of_kind, prologue, touched_only=lazy, numbers=numbers,
-                scalars=_scalars, options=(prologue, *how),
-            )  # fmt: skip
+            updates = self._updates(given, numbers, composed, lazy)
             if bound.device is None:
                 commit([update.prepared() for update in updates], count)
             elif updates:
                 launch_updates(updates, given)
         except BaseException:
             if not done[0]:  # an interrupt may come right after it
-                self._restore(active, *before)
+                self.num_update = largest
+                for index, t in zip(active, before, strict=True):
+                    if t is None:
+                        counts.pop(index, None)
+                    else:
+                        counts[index] = t
             raise
         _counters.give(counter)
-
-    def _restore(
-        self, indices: Sequence[Any], num_update: int, counts: Sequence[int | None]
-    ) -> None:
-        self.num_update = num_update
-        for index, count in zip(indices, counts, strict=True):
-            if count is None:
-                self._index_update_count.pop(index, None)
-            else:
-                self._index_update_count[index] = count
 
     def forget_arrays(self) -> None:
         """Hold no array of a former call any more."""
@@ -213,6 +199,31 @@ class AdamFamily(Optimizer):
                 lrs += self._get_lrs([index])
         return list(zip(counts, lrs, self._get_wds(indices), strict=True))
 
+    def _updates(
+        self, given: Gradients, numbers: Sequence[Any], composed: bool, touched_only: bool
+    ) -> list[Update]:
+        """The kernel calls of a step; ``numbers`` are those of the weights that have a gradient."""
+        plain, with_master = self._composed_rules if composed else self._fused_rules
+        options = _options(self)
+        decay = max(map(_wd, numbers), default=0.0)
+        prologue = _prologue(decay, composed, plain.decays, options)
+        how = prologue, composed, plain.decays, options
+        updates, batches, at = [], given.layout.batches, {}
+        if len(batches) > 1:
+            at = dict(zip(given.layout.active.tolist(), numbers, strict=True))
+        for batch in batches:
+            own = [at[i] for i in batch.positions.tolist()] if at else numbers
+            different = dict.fromkeys(own) if len(own) > 1 else own
+            rows = [_scalars(batch.real, *each, *how) for each in different]
+            hp, hp_of = rows[0], np.zeros(len(own), np.int64)
+            if len(rows) > 1:
+                row = {each: k for k, each in enumerate(different)}
+                hp, hp_of = np.concatenate(rows), np.array([row[each] for each in own])
+            rule = with_master if len(batch.variables.s) > len(plain.states) else plain
+            gradients = given.rows_of(batch) if batch.row_sparse else given.addresses_of(batch)
+            updates.append(update_of((batch, rule, prologue, touched_only, gradients, hp, hp_of)))
+        return updates
+
 
 # A model has few different options, and its weights are often updated one by one. (Typed: a bool is
 # refused, also where it equals a number that is known.)
@@ -224,8 +235,8 @@ def _prologue(decay: float, composed: bool, decays: bool, options: tuple[Any, ..
     """What happens to the gradients before a rule, which ``decays`` the weight itself or not."""
     where, compat, rescale, bound, *_ = options
     check.scalar_at_least_0(where, _DECAY, decay)
-    added = 0.0 if decays else decay
-    return rules.conditioning(compat, rescale, bound or 0.0, added, composed=composed)
+    before = compat, rescale, bound or 0.0, 0.0 if decays else decay
+    return rules.conditioning(*before, composed=composed)
 
 
 @_remembered
@@ -247,13 +258,8 @@ def _scalars(
     return row
 
 
-def _counter() -> tuple[np.ndarray, Count]:
-    done = np.zeros(1, np.int64)
-    return done, Count(done)
-
-
 # What tells whether a call has written: counted up with it. To make one takes longer than to write.
-_counters = Pool(_counter)
+_counters = Pool(lambda: ((done := np.zeros(1, np.int64)), Count(done)))
 
 
 def _zeros_like(array: Any, dtype: np.dtype[Any]) -> Any:

@@ -94,18 +94,16 @@ Lists = tuple[Sequence[Any], Sequence[Any], Sequence[Any], Sequence[Any]]
 
 def as_lists(where: str, index: Any, weight: Any, grad: Any, state: Any) -> Lists:
     """Lists of equal length, of one element each where there is one index; no index repeats."""
-    is_one = not isinstance(index, _LISTS)
-    if is_one:
+    if is_one := not isinstance(index, _LISTS):
         index, weight, grad, state = [index], [weight], [grad], [state]
     try:
         n_different = len(set(index))
     except TypeError:
         wrong = "has a wrong type"
         raise TypeError(message(where, "index", wrong, "ints and strs", index)) from None
-    if is_one:
-        return index, weight, grad, state
     n = len(index)
-    for name, values in ("weights", weight), ("grads", grad), ("states", state):
+    of_lists = () if is_one else (("weights", weight), ("grads", grad), ("states", state))
+    for name, values in of_lists:
         if not isinstance(values, _LISTS):
             of_kind(where, name, values, _LISTS, "a list")
         if len(values) != n:

@@ -10,14 +10,11 @@ from typing import Any
 import numpy as np
 
 from ...kernels.cpu import headers
-from ...kernels.rules.rule import Prologue, Rule
 from ...ops.runtime import check
 from ...ops.runtime.arrays import adopt_anywhere
 from ...ops.runtime.device import DeviceArray, device_of
 from ...ops.runtime.errors import reject
-from ...ops.runtime.row_step import Update
 from ..base.parameter import Parameter
-from ..engine.host import update_of
 from ..engine.reader import GradientReader, Gradients
 
 _KEPT_WEIGHTS = 4096
@@ -84,10 +81,7 @@ class Bindings:
         sparse_update: str,
         gradients: Sequence[Any],
     ) -> tuple[Bound, Gradients]:
-        """The checked weights of a call, and its checked gradients.
-
-        What is known of the weights is used where the arrays are the same, as they were.
-        """
+        """The checked weights of a call, known where they are as they were; and its gradients."""
         key, grads = tuple(indices), tuple(gradients)
         known = self._known.get(key)
         identity = sparse_update, *map(id, chain.from_iterable(variables))
@@ -115,41 +109,6 @@ class Bindings:
 
     def __reduce__(self) -> Any:
         return Bindings, (self._where,)  # a copy has other arrays
-
-
-def updates_of(
-    given: Gradients,
-    rules: tuple[Rule, Rule],
-    prologue: Prologue,
-    *,
-    touched_only: bool,
-    numbers: Sequence[tuple[Any, ...]],
-    scalars: Callable[..., np.ndarray],
-    options: tuple[Any, ...],
-) -> list[Update]:
-    """The kernel calls of a step on bound weights.
-
-    ``rules`` are those for weights without and with a master copy. ``scalars(real, *own,
-    *options)`` makes a row of scalars out of the hashable numbers of a weight; ``numbers`` are
-    those of the weights that have a gradient, in order.
-    """
-    plain, with_master = rules
-    batches, at = given.layout.batches, {}
-    if len(batches) > 1:
-        at = dict(zip(given.layout.active.tolist(), numbers, strict=True))
-    updates = []
-    for batch in batches:
-        own = [at[i] for i in batch.positions.tolist()] if at else numbers
-        different = dict.fromkeys(own) if len(own) > 1 else own
-        rows = [scalars(batch.real, *each, *options) for each in different]
-        hp, hp_of = rows[0], batch.first_row
-        if len(rows) > 1:
-            row = {each: k for k, each in enumerate(different)}
-            hp, hp_of = np.concatenate(rows), np.array([row[each] for each in own])
-        rule = with_master if len(batch.variables.s) > len(plain.states) else plain
-        gradients = given.rows_of(batch) if batch.row_sparse else given.addresses_of(batch)
-        updates.append(update_of(batch, rule, prologue, touched_only, gradients, hp, hp_of))
-    return updates
 
 
 def _checked(where: str, name: str, arrays: Sequence[Any]) -> tuple[Any, ...]:

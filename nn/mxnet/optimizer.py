@@ -357,6 +357,8 @@ class Optimizer(CheckedAttributes):
 
     def _scaled(self, value: float, indices: Sequence[Any], name: str) -> list[float]:
         """``value`` times the factor of each index."""
+        if not getattr(self, name) and not self.param_dict:
+            return [value] * len(indices)
         return [value * self._factor(index, name) for index in indices]
 
     def _get_lr(self, index: Any) -> float:
@@ -366,9 +368,7 @@ class Optimizer(CheckedAttributes):
     def _get_lrs(self, indices: Sequence[Any]) -> list[float]:
         if type(self)._get_lr is not Optimizer._get_lr:  # a user's
             return [self._get_lr(index) for index in indices]
-        lr = self.learning_rate
-        has_factors = self.lr_mult or self.param_dict
-        return self._scaled(lr, indices, "lr_mult") if has_factors else [lr] * len(indices)
+        return self._scaled(self.learning_rate, indices, "lr_mult")
 
     def _get_wd(self, index: Any) -> float:
         """The weight decay of an index."""
@@ -377,17 +377,14 @@ class Optimizer(CheckedAttributes):
     def _get_wds(self, indices: Sequence[Any]) -> list[float]:
         if type(self)._get_wd is not Optimizer._get_wd:  # a user's
             return [self._get_wd(index) for index in indices]
-        wd = self.wd
-        has_factors = self.wd_mult or self.param_dict
-        return self._scaled(wd, indices, "wd_mult") if has_factors else [wd] * len(indices)
+        return self._scaled(self.wd, indices, "wd_mult")
 
     def _update_count(self, index: Any) -> None:
         """Count an update of an index, or of each of a list of them."""
         counts, begin, largest = self._index_update_count, self.begin_num_update, self.num_update
         for each in index if is_list(index) else [index]:
             counts[each] = t = counts.get(each, begin) + 1
-            if t > largest:
-                largest = t
+            largest = max(largest, t)
         if largest != self.num_update:  # to set it takes longer than all else here
             self.num_update = largest
 

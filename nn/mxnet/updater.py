@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -61,10 +61,7 @@ class Updater:
             TypeError, ValueError, IndexError: as the optimizer. Nothing has changed then, where
                 everything goes to the optimizer in one call (``aggregate_num``).
         """
-        if is_list(index):
-            index = [_decoded(i) for i in index]
-        elif isinstance(index, bytes):
-            index = _decoded(index)
+        index = [_decoded(i) for i in index] if is_list(index) else _decoded(index)
         indices, weights, grads, _ = as_lists("Updater", index, weight, grad, index)
         # A state made for no gradient would keep an old copy of its weight.
         given = [k for k, gradient in enumerate(grads) if gradient is not None]
@@ -73,8 +70,7 @@ class Updater:
             if len(chunk) == len(indices):
                 self._update(list(indices), list(weights), list(grads))
             else:
-                of_chunk = ([values[k] for k in chunk] for values in (indices, weights, grads))
-                self._update(*of_chunk)
+                self._update(*([values[k] for k in chunk] for values in (indices, weights, grads)))
 
     def _update(self, indices: list[Any], weights: list[Any], grads: list[Any]) -> None:
         """One call of the optimizer. If it fails, the states are as before."""
@@ -83,9 +79,9 @@ class Updater:
             for i, w in zip(indices, weights, strict=True)
             if i not in self.states or i in self._were_read
         }
-        if made:
-            before = {i: self.states[i] for i in made if i in self.states}  # all of them were read
-            counts = self._counts(made)
+        before = made and {i: self.states[i] for i in made if i in self.states}  # those were read
+        count_of = self.optimizer._index_update_count.get
+        counts = list(map(count_of, made))
         try:
             if made:
                 self.states.update(made)
@@ -98,15 +94,12 @@ class Updater:
             self.optimizer.update_multi_precision(*of_call)
         except BaseException:
             # But for what has happened: an interrupt can come when it is done.
-            if made and self._counts(made) == counts:
+            if list(map(count_of, made)) == counts:
                 for i in made.keys() - before.keys():
                     self.states.pop(i, None)
                 self.states.update(before)
                 self._were_read.update(before)
             raise
-
-    def _counts(self, indices: Iterable[Any]) -> list[int | None]:
-        return [self.optimizer._index_update_count.get(index) for index in indices]
 
     def _state(self, index: Any, weight: Any) -> Any:
         """One that is new, or comes to where the weight lives."""

@@ -58,8 +58,6 @@ def in_range(where: str, name: str, value: float, accepted: bool, expected: str)
 
 def scalar_at_least_0(where: str, name: str, value: Any) -> float:
     """As `scalar`, not negative."""
-    if type(value) is float and 0.0 <= value <= LARGEST:
-        return value
     checked = scalar(where, name, value)
     in_range(where, name, checked, checked >= 0.0, "at least 0")
     return checked
