@@ -7,7 +7,7 @@ A kind that does not fit is a `TypeError` (an int is no float), a value out of r
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -142,24 +142,41 @@ Accept = Callable[[str, str, Any], Any]
 
 
 class Checked:
-    """An attribute whose values go through ``accept(where, name, value)`` when assigned."""
+    """An attribute whose values go through ``accept(where, name, value)`` when assigned.
+
+    A class of `CheckedAttributes` has it. It has no ``__set__``, or reading would be a call too.
+    """
 
     def __init__(self, accept: Accept) -> None:
         self._accept = accept
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
+        if not issubclass(owner, CheckedAttributes):
+            raise TypeError(f"{owner.__name__}.{name} is not checked: it is no CheckedAttributes")
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         if instance is None:
             return self
-        try:
-            return vars(instance)[self._name]
-        except KeyError:
-            raise AttributeError(f"{instance._name}: {self._name} is not set") from None
+        raise AttributeError(f"{instance._name}: {self._name} is not set")
 
-    def __set__(self, instance: Any, value: Any) -> None:
-        vars(instance)[self._name] = self._accept(instance._name, self._name, value)
+    if TYPE_CHECKING:
+
+        def __set__(self, instance: Any, value: Any) -> None: ...
+
+    def accepted(self, instance: Any, value: Any) -> Any:
+        """The value that ``instance`` is to hold."""
+        return self._accept(instance._name, self._name, value)
+
+
+class CheckedAttributes:
+    """A class that can have `Checked` attributes."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        attribute = getattr(type(self), name, None)
+        if isinstance(attribute, Checked):
+            value = attribute.accepted(self, value)
+        super().__setattr__(name, value)
 
 
 class Fixed(Checked):
@@ -172,8 +189,9 @@ class Fixed(Checked):
         super().__init__(accept)
         self._is_fixed = is_fixed
 
-    def __set__(self, instance: Any, value: Any) -> None:
+    def accepted(self, instance: Any, value: Any) -> Any:
+        """As `Checked.accepted`."""
         if self._name in vars(instance) and self._is_fixed(instance):
             wrong, expected = "is fixed at construction", "an optimizer that is made with it"
             reject(AttributeError, instance._name, self._name, wrong, expected, value)
-        super().__set__(instance, value)
+        return super().accepted(instance, value)

@@ -11,7 +11,7 @@ from ...ops.runtime import check, pending
 from ...ops.runtime.device import DeviceArray, device_of
 from ...ops.runtime.errors import reject, reject_unknown
 from . import gradients as grads
-from .arguments import gradients_of, next_step, of_kind
+from .arguments import CheckedAttributes, gradients_of, next_step, of_kind
 from .checkpoint import as_state, checked_state, steps_done
 from .groups import Groups, name_by_position, read_groups
 from .numbers import check_place, loss_scale_of, number_of
@@ -21,7 +21,7 @@ from .rates import Rate, Values
 _TARGETS = ("CPU", "GPU", "Ascend")
 
 
-class Optimizer:
+class Optimizer(CheckedAttributes):
     """The base class of every optimizer.
 
     A subclass defines ``construct(gradients)``; the optimizer is called with the gradients in

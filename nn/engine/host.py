@@ -89,8 +89,8 @@ def prepared(call: Call, plan: Plan) -> Prepared:
     return (factored.prepared if factored else prepared_measured)(call, conditioning)
 
 
-def update_of(call: Call) -> DenseUpdate | RowUpdate:
-    """A kernel call, as it is run on the host and on devices."""
+def update_of(call: tuple[Any, ...]) -> DenseUpdate | RowUpdate:
+    """A `Call`, or its fields up to ``hp_of``, as it is run on the host and on devices."""
     batch, rule, prologue, touched_only, gradients, hp, hp_of, *_ = call
     if not batch.row_sparse:
         return DenseUpdate(rule, prologue, batch.variables, gradients, batch.g, hp, hp_of)

@@ -6,15 +6,13 @@ from collections.abc import Sequence
 
 from ...ops.runtime import cuda
 from ...ops.runtime.launch import checked_launch, launch_on
-from ...ops.runtime.row_step import BadIndex, IndexList, bad_index_error, row_tables
-from .host import update_of
+from ...ops.runtime.row_step import BadIndex, IndexList, Update, bad_index_error, row_tables
 from .layout import Batch
-from .plan import Call
 from .reader import Gradients, by_storage, index_lists
 
 
-def launch_calls(calls: Sequence[Call], given: Gradients) -> None:
-    """Enqueue calls whose scalars the host has worked out.
+def launch_updates(updates: Sequence[Update], given: Gradients) -> None:
+    """Enqueue the updates of the batches, whose scalars the host has worked out.
 
     They write nothing if an index turns out to be out of range.
     """
@@ -24,8 +22,8 @@ def launch_calls(calls: Sequence[Call], given: Gradients) -> None:
             for batch, first in batches.items():
                 tables = row_tables(batch.variables, given.rows_of(batch))
                 cuda.rows.step.check_indices(tables, launch.guard, first, stream=launch.stream)
-        for call in calls:
-            update_of(call).enqueue(launch._replace(base=batches.get(call.batch, 0)))
+        for batch, update in zip(given.layout.batches, updates, strict=True):
+            update.enqueue(launch._replace(base=batches.get(batch, 0)))
 
 
 def are_finite(given: Gradients) -> bool:

@@ -167,8 +167,5 @@ class AdamW(AdamFamily):
         if self.compat != "2.0":
             reject(ValueError, self._name, "compat", "has no AdamW", "'2.0'", repr(self.compat))
 
-    def _step_size(self, t: int, lr: float) -> float:
-        return super()._step_size(t, lr) if self.correct_bias else lr
-
     def _acts(self) -> bool:
         return math.isfinite(self.rescale_grad) and self.rescale_grad != 0.0

@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import numpy as np
 
 from ...kernels.cpu.counts import Count
 from ...kernels.cpu.parallel import commit
+from ...kernels.cpu.workspace import Pool
 from ...kernels.rules import mxnet as rules
 from ...kernels.rules.rule import Prologue, Rule
 from ...ops.runtime import check
 from ...ops.runtime.arrays import adopt_anywhere, real_type
 from ...ops.runtime.device import DeviceArray
 from ...ops.runtime.errors import reject
+from ...ops.runtime.row_step import Update
 from ..base.arguments import Checked
 from ..base.parameter import Parameter
 from ..engine.host import update_of
-from ..engine.on_device import launch_calls
+from ..engine.on_device import launch_updates
+from ..engine.reader import Gradients
 from .arguments import Lists, as_lists, decay_rate, is_list, kept_epsilon
-from .bindings import Bindings, calls_of
+from .bindings import Bindings
 from .optimizer import Optimizer
 
 _RATE = 0.001
+_DECAY = "wd with its factor"
+_options = attrgetter(
+    "_name", "compat", "rescale_grad", "clip_gradient", "beta1", "beta2", "epsilon", "correct_bias"
+)
+_wd = itemgetter(2)
 
 
 class AdamFamily(Optimizer):
@@ -36,6 +46,7 @@ class AdamFamily(Optimizer):
     beta1 = Checked(decay_rate)
     beta2 = Checked(decay_rate)
     epsilon = Checked(kept_epsilon)
+    correct_bias: Any = True
 
     def __init__(
         self, learning_rate: float | None, use_fused_step: bool, *of_moments: float, **base: Any
@@ -71,16 +82,6 @@ class AdamFamily(Optimizer):
         """Update weights with the scalars of MXNet's kernels; see ``update``."""
         self._update_lists((indices, weights, grads, states), composed=False)
 
-    def _update_lists(self, lists: Lists, *, composed: bool, with_masters: bool = False) -> None:
-        indices, weights, grads, states = as_lists(self._name, *lists)
-        variables = [
-            self._with_master(i, w, s)
-            if with_masters and self._has_master(w)
-            else self._variables(i, w, s)
-            for i, w, s in zip(indices, weights, states, strict=True)
-        ]
-        self._update_all(indices, variables, grads, composed=composed)
-
     def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
         """As `Optimizer.update`."""
         if not is_list(index):
@@ -90,11 +91,13 @@ class AdamFamily(Optimizer):
 
     def update_multi_precision(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
         """As `Optimizer.update_multi_precision`; master copy and weight in one pass."""
-        if not self.multi_precision or self._has_own_update():
-            super().update_multi_precision(index, weight, grad, state)
-            return
-        lists, composed = (index, weight, grad, state), not self.use_fused_step
-        self._update_lists(lists, composed=composed, with_masters=True)
+        given = index, weight, grad, state
+        if not self.multi_precision:
+            self.update(*given)
+        elif self._has_own_update():
+            super().update_multi_precision(*given)
+        else:
+            self._update_lists(given, composed=not self.use_fused_step, with_masters=True)
 
     def _has_own_update(self) -> bool:
         """Whether a subclass of a user does something else."""
@@ -103,8 +106,9 @@ class AdamFamily(Optimizer):
 
     def _variables(self, index: Any, weight: Any, state: Any) -> tuple[Any, ...]:
         """Weight, mean and variance of an index."""
-        mean, var = self._pair(index, state, "(mean, var) of create_state")
-        return weight.array if isinstance(weight, Parameter) else weight, mean, var
+        if type(state) is not tuple or len(state) != 2:
+            state = self._pair(index, state, "(mean, var) of create_state")
+        return weight.array if isinstance(weight, Parameter) else weight, *state
 
     def _with_master(self, index: Any, weight: Any, state: Any) -> tuple[Any, ...]:
         """Master copy, mean, variance, and the weight that becomes the rounded copy."""
@@ -127,52 +131,44 @@ class AdamFamily(Optimizer):
                 wrong = "has arrays that differ in shape"
                 reject(ValueError, self._name, name, wrong, first.shape, array.shape)
 
-    def _update_all(
-        self, indices: Sequence[Any], variables: Sequence[Any], grads: Sequence[Any], composed: bool
-    ) -> None:
+    def _update_lists(self, lists: Lists, *, composed: bool, with_masters: bool = False) -> None:
         """Everything that can fail comes before the first write, and the counts go back then."""
+        indices, weights, grads, states = as_lists(self._name, *lists)
+        variables = [
+            self._with_master(i, w, s)
+            if with_masters and self._has_master(w)
+            else self._variables(i, w, s)
+            for i, w, s in zip(indices, weights, states, strict=True)
+        ]
         if not self._acts():
             return
         lazy = self._touches_only_rows_of_gradient(composed)
-        bound = self._bindings.bound(
-            indices, self._label, variables, "lazy" if lazy else "dense_equivalent"
-        )
-        given = bound.read(grads)
-        active = given.layout.active.tolist()
-        before = self._counts_of(indices)
-        done = np.zeros(1, np.int64)  # counted up by the call that writes
+        sparse_update = "lazy" if lazy else "dense_equivalent"
+        bound, given = self._bindings.read(indices, self._label, variables, sparse_update, grads)
+        active = indices
+        if not given.layout.is_complete:
+            active = [indices[i] for i in given.layout.active.tolist()]
+        largest, counts = self.num_update, self._index_update_count
+        before = list(map(counts.get, active))
+        done, count = counter = _counters.take()
+        done[0] = 0
         try:
-            of_each = dict(zip(active, self._advance([indices[i] for i in active]), strict=True))
-            decay = max((wd for *_, wd in of_each.values()), default=0.0)
-            prologue = self._prologue(self._checked_decay(decay), composed)
-            calls = calls_of(
-                given,
-                self._composed_rules if composed else self._fused_rules,
-                prologue,
-                touched_only=lazy,
-                numbers=of_each,
-                scalars=lambda real, n: self._scalars(real, prologue, *n, composed=composed),
-            )
+            numbers = self._advance(active)
+            updates = self._updates(given, numbers, composed, lazy)
             if bound.device is None:
-                commit([update_of(call).prepared() for call in calls], Count(done))
-            elif calls:
-                launch_calls(calls, given)
+                commit([update.prepared() for update in updates], count)
+            elif updates:
+                launch_updates(updates, given)
         except BaseException:
             if not done[0]:  # an interrupt may come right after it
-                self._restore(*before)
+                self.num_update = largest
+                for index, t in zip(active, before, strict=True):
+                    if t is None:
+                        counts.pop(index, None)
+                    else:
+                        counts[index] = t
             raise
-
-    def _counts_of(self, indices: Sequence[Any]) -> tuple[int, dict[Any, int | None]]:
-        counts = self._index_update_count
-        return self.num_update, {index: counts.get(index) for index in indices}
-
-    def _restore(self, num_update: int, counts: dict[Any, int | None]) -> None:
-        self.num_update = num_update
-        for index, count in counts.items():
-            if count is None:
-                self._index_update_count.pop(index, None)
-            else:
-                self._index_update_count[index] = count
+        _counters.give(counter)
 
     def forget_arrays(self) -> None:
         """Hold no array of a former call any more."""
@@ -193,7 +189,7 @@ class AdamFamily(Optimizer):
         """
         largest = self.num_update
         self._update_count(indices)
-        counts = [self._index_update_count[index] for index in indices]
+        counts = list(map(self._index_update_count.__getitem__, indices))
         if not counts or counts[0] == self.num_update:  # it has been this from the first one on
             lrs = self._get_lrs(indices)
         else:
@@ -203,33 +199,67 @@ class AdamFamily(Optimizer):
                 lrs += self._get_lrs([index])
         return list(zip(counts, lrs, self._get_wds(indices), strict=True))
 
-    def _prologue(self, decay: float, composed: bool) -> Prologue:
-        return rules.conditioning(
-            self.compat,
-            self.rescale_grad,
-            self.clip_gradient or 0.0,
-            0.0 if self._fused_rules[0].decays else decay,
-            composed=composed,
-        )
+    def _updates(
+        self, given: Gradients, numbers: Sequence[Any], composed: bool, touched_only: bool
+    ) -> list[Update]:
+        """The kernel calls of a step; ``numbers`` are those of the weights that have a gradient."""
+        plain, with_master = self._composed_rules if composed else self._fused_rules
+        options = _options(self)
+        decay = max(map(_wd, numbers), default=0.0)
+        prologue = _prologue(decay, composed, plain.decays, options)
+        how = prologue, composed, plain.decays, options
+        updates, batches, at = [], given.layout.batches, {}
+        if len(batches) > 1:
+            at = dict(zip(given.layout.active.tolist(), numbers, strict=True))
+        for batch in batches:
+            own = [at[i] for i in batch.positions.tolist()] if at else numbers
+            different = dict.fromkeys(own) if len(own) > 1 else own
+            rows = [_scalars(batch.real, *each, *how) for each in different]
+            hp, hp_of = rows[0], np.zeros(len(own), np.int64)
+            if len(rows) > 1:
+                row = {each: k for k, each in enumerate(different)}
+                hp, hp_of = np.concatenate(rows), np.array([row[each] for each in own])
+            rule = with_master if len(batch.variables.s) > len(plain.states) else plain
+            gradients = given.rows_of(batch) if batch.row_sparse else given.addresses_of(batch)
+            updates.append(update_of((batch, rule, prologue, touched_only, gradients, hp, hp_of)))
+        return updates
 
-    def _scalars(
-        self, real: Any, prologue: Prologue, t: int, lr: float, wd: float, *, composed: bool
-    ) -> tuple[Any, ...]:
-        """The scalars of rule and prologue for a weight that is updated the ``t``-th time."""
-        self._checked_decay(wd)
-        size, name = self._step_size(t, lr), "the learning rate with its factors"
-        others = check.scalar_at_least_0(self._name, name, size), self.epsilon, wd
-        of_rule = others if self._fused_rules[0].decays else others[:2]
-        own = rules.adam_scalars(real, self.beta1, self.beta2, *of_rule, composed=composed)
-        return own + rules.conditioning_scalars(
-            real, prologue, self.rescale_grad, self.clip_gradient or 0.0, wd, composed=composed
-        )
 
-    def _checked_decay(self, wd: float) -> float:
-        return check.scalar_at_least_0(self._name, "wd with its factor", wd)
+# A model has few different options, and its weights are often updated one by one. (Typed: a bool is
+# refused, also where it equals a number that is known.)
+_remembered = lru_cache(maxsize=64, typed=True)
 
-    def _step_size(self, t: int, lr: float) -> float:
-        return rules.bias_corrected(lr, self.beta1, self.beta2, t)
+
+@_remembered
+def _prologue(decay: float, composed: bool, decays: bool, options: tuple[Any, ...]) -> Prologue:
+    """What happens to the gradients before a rule, which ``decays`` the weight itself or not."""
+    where, compat, rescale, bound, *_ = options
+    check.scalar_at_least_0(where, _DECAY, decay)
+    before = compat, rescale, bound or 0.0, 0.0 if decays else decay
+    return rules.conditioning(*before, composed=composed)
+
+
+@_remembered
+def _scalars(
+    real: Any, t: int, lr: float, wd: float, prologue: Prologue, composed: bool, decays: bool,
+    options: tuple[Any, ...],
+) -> np.ndarray:  # fmt: skip
+    """A row of the scalars of rule and prologue for a weight that is updated the ``t``-th time."""
+    where, _, rescale, bound, beta1, beta2, epsilon, correct_bias = options
+    check.scalar_at_least_0(where, _DECAY, wd)
+    size = rules.bias_corrected(lr, beta1, beta2, t) if correct_bias else lr
+    size = check.scalar_at_least_0(where, "the learning rate with its factors", size)
+    of_rule = (size, epsilon, wd) if decays else (size, epsilon)
+    of_gradient = prologue, rescale, bound or 0.0, wd
+    own = rules.adam_scalars(real, beta1, beta2, *of_rule, composed=composed)
+    own += rules.conditioning_scalars(real, *of_gradient, composed=composed)
+    row: np.ndarray = np.array([own], real)
+    row.flags.writeable = False
+    return row
+
+
+# What tells whether a call has written: counted up with it. To make one takes longer than to write.
+_counters = Pool(lambda: ((done := np.zeros(1, np.int64)), Count(done)))
 
 
 def _zeros_like(array: Any, dtype: np.dtype[Any]) -> Any:

@@ -85,27 +85,31 @@ def names(where: str, name: str, value: Any) -> dict[Any, str]:
 
 def is_list(index: Any) -> bool:
     """Whether there are several indices."""
-    return isinstance(index, list | tuple)
+    return isinstance(index, _LISTS)
 
 
+_LISTS = (list, tuple)
 Lists = tuple[Sequence[Any], Sequence[Any], Sequence[Any], Sequence[Any]]
 
 
 def as_lists(where: str, index: Any, weight: Any, grad: Any, state: Any) -> Lists:
     """Lists of equal length, of one element each where there is one index; no index repeats."""
-    if not is_list(index):
+    if is_one := not isinstance(index, _LISTS):
         index, weight, grad, state = [index], [weight], [grad], [state]
     try:
         n_different = len(set(index))
     except TypeError:
         wrong = "has a wrong type"
         raise TypeError(message(where, "index", wrong, "ints and strs", index)) from None
-    for name, values in (("weights", weight), ("grads", grad), ("states", state)):
-        of_kind(where, name, values, list | tuple, "a list")
-        if len(values) != len(index):
-            wrong, expected = "has a wrong length", f"{len(index)}, one for each index"
+    n = len(index)
+    of_lists = () if is_one else (("weights", weight), ("grads", grad), ("states", state))
+    for name, values in of_lists:
+        if not isinstance(values, _LISTS):
+            of_kind(where, name, values, _LISTS, "a list")
+        if len(values) != n:
+            wrong, expected = "has a wrong length", f"{n}, one for each index"
             reject(RejectedValueError, where, name, wrong, expected, len(values))
-    if n_different != len(index):
+    if n_different != n:
         reject(ValueError, where, "indices", "repeat", "different ones", list(index))
     return index, weight, grad, state
 

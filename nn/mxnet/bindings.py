@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import operator
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from ...kernels.cpu import headers
-from ...kernels.rules.rule import Prologue, Rule
 from ...ops.runtime import check
 from ...ops.runtime.arrays import adopt_anywhere
 from ...ops.runtime.device import DeviceArray, device_of
 from ...ops.runtime.errors import reject
 from ..base.parameter import Parameter
-from ..engine.plan import Call
 from ..engine.reader import GradientReader, Gradients
 
 _KEPT_WEIGHTS = 4096
@@ -26,7 +23,7 @@ Variables = Sequence[tuple[Any, ...]]
 
 
 class Bound:
-    """Weights with their states, checked, and what is remembered for later steps on them.
+    """Weights with their states, checked, and the reader of their gradients, for later steps too.
 
     ``variables`` has for each weight the array and then its states.
     """
@@ -35,8 +32,8 @@ class Bound:
         self, where: str, names: Sequence[str], variables: Variables, sparse_update: str
     ) -> None:
         self.device: int | None = None  # the host
-        self._given = tuple(chain.from_iterable(variables))
-        self._sparse_update = sparse_update
+        self._given = tuple(chain.from_iterable(variables))  # alive, so their identities are theirs
+        self.identity = sparse_update, *map(id, self._given)
         checked = [_checked(where, *each) for each in zip(names, variables, strict=True)]
         for name, (weight, *_) in zip(names, checked, strict=True):
             together = {"the first weight": checked[0][0], f"weight {name!r}": weight}
@@ -55,26 +52,17 @@ class Bound:
         forms = [(a.dtype, a.shape) for a in flat]
         self._expected = headers.Expected(forms, headers.NOWHERE, writable=True)
 
-    def is_of(self, variables: Variables, sparse_update: str) -> bool:
-        """Whether these are the very same arrays, where and as they were."""
-        given = tuple(chain.from_iterable(variables))
-        if sparse_update != self._sparse_update or len(given) != len(self._given):
-            return False
-        if not all(map(operator.is_, given, self._given)):
-            return False
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the arrays are where and as they were."""
         if self.device is not None:
-            return all(map(_lies_at, given, self._places))
-        addresses = self._expected.addresses(given)
+            return all(map(_lies_at, self._given, self._places))
+        addresses = self._expected.addresses(self._given)
         return addresses is not None and addresses.tolist() == self._addresses
-
-    def read(self, gradients: Sequence[Any]) -> Gradients:
-        """The checked gradients; as `GradientReader.read`."""
-        given = tuple(gradients)
-        return self.reader.read_like_last(given) or self.reader.read(given, lambda _: 0.0)
 
 
 class Bindings:
-    """What `Bound` remembers, by the indices of a call; the arrays of the last calls."""
+    """The `Bound` of the last calls, by their indices."""
 
     def __init__(self, where: str) -> None:
         self._where = where
@@ -85,19 +73,26 @@ class Bindings:
         self._known: OrderedDict[tuple[Any, ...], Bound] = OrderedDict()
         self._n_weights = 0
 
-    def bound(
+    def read(
         self,
         indices: Sequence[Any],
         names: Callable[[Any], str],
         variables: Variables,
         sparse_update: str,
-    ) -> Bound:
-        """The checked weights of a call; the same ones again where the arrays are the same."""
-        key = tuple(indices)
+        gradients: Sequence[Any],
+    ) -> tuple[Bound, Gradients]:
+        """The checked weights of a call, known where they are as they were; and its gradients."""
+        key, grads = tuple(indices), tuple(gradients)
         known = self._known.get(key)
-        if known is not None and known.is_of(variables, sparse_update):
+        identity = sparse_update, *map(id, chain.from_iterable(variables))
+        if known is not None and known.identity == identity:
             self._known.move_to_end(key)
-            return known
+            # Where all is as in the last step, one look at gradients and weights tells it.
+            given = known.reader.read_like_last(grads)
+            if given is None and known.is_in_place:
+                given = known.reader.read(grads, lambda _: 0.0)
+            if given is not None:
+                return known, given
         found = Bound(self._where, [names(index) for index in indices], variables, sparse_update)
         self._drop(key)
         if found.can_be_kept:
@@ -106,7 +101,7 @@ class Bindings:
             # The last one stays, however long it is.
             while self._n_weights > _KEPT_WEIGHTS and len(self._known) > 1:
                 self._drop(next(iter(self._known)))
-        return found
+        return found, found.reader.read(grads, lambda _: 0.0)
 
     def _drop(self, key: tuple[Any, ...]) -> None:
         if self._known.pop(key, None) is not None:
@@ -114,32 +109,6 @@ class Bindings:
 
     def __reduce__(self) -> Any:
         return Bindings, (self._where,)  # a copy has other arrays
-
-
-def calls_of(
-    given: Gradients,
-    rules: tuple[Rule, Rule],
-    prologue: Prologue,
-    *,
-    touched_only: bool,
-    numbers: Mapping[int, Any],
-    scalars: Callable[[Any, Any], tuple[float, ...]],
-) -> list[Call]:
-    """The kernel calls of a step on bound weights.
-
-    ``rules`` are those for weights without and with a master copy; ``scalars(real, numbers)``
-    makes those of rule and prologue out of the hashable ``numbers`` of the weight at a place.
-    """
-    plain, with_master = rules
-    calls = []
-    for batch in given.layout.batches:
-        rows: dict[Any, int] = {}
-        hp_of = [rows.setdefault(numbers[i], len(rows)) for i in batch.positions.tolist()]
-        hp: np.ndarray = np.array([scalars(batch.real, each) for each in rows], batch.real)
-        rule = with_master if len(batch.variables.s) > len(plain.states) else plain
-        gradients = given.rows_of(batch) if batch.row_sparse else given.addresses_of(batch)
-        calls.append(Call(batch, rule, prologue, touched_only, gradients, hp, np.array(hp_of)))
-    return calls
 
 
 def _checked(where: str, name: str, arrays: Sequence[Any]) -> tuple[Any, ...]:

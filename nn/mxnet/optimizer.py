@@ -12,7 +12,7 @@ from ...ops.adam_update import compat_version
 from ...ops.runtime import check
 from ...ops.runtime.arrays import BFLOAT16, adopt_anywhere
 from ...ops.runtime.errors import reject, reject_unknown
-from ..base.arguments import Checked, count, of_kind
+from ..base.arguments import Checked, CheckedAttributes, count, of_kind
 from . import arguments
 from .arguments import arguments_of, as_lists, is_list
 from .master import as_float32, of_master, round_to
@@ -28,7 +28,7 @@ class ScheduledRateError(RuntimeError, UserWarning):
     """
 
 
-class Optimizer:
+class Optimizer(CheckedAttributes):
     """The base class of MXNet's optimizers: it keeps rates, multipliers and counts.
 
     Weights, gradients and states come with every call, each weight under an index. A subclass
@@ -132,9 +132,11 @@ class Optimizer:
         self.set_lr_mult({})
         self.set_wd_mult({})
 
-    @property
-    def _name(self) -> str:
-        return type(self).__name__
+    _name = "Optimizer"  # of errors
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        cls._name = cls.__name__
 
     def _set_rate(self, learning_rate: Any, lr_scheduler: Any) -> None:
         self.lr_scheduler = lr_scheduler
@@ -379,11 +381,12 @@ class Optimizer:
 
     def _update_count(self, index: Any) -> None:
         """Count an update of an index, or of each of a list of them."""
-        counts, begin = self._index_update_count, self.begin_num_update
-        indices = index if is_list(index) else [index]
-        for each in indices:
-            counts[each] = counts.get(each, begin) + 1
-        self.num_update = max([self.num_update, *(counts[each] for each in indices)])
+        counts, begin, largest = self._index_update_count, self.begin_num_update, self.num_update
+        for each in index if is_list(index) else [index]:
+            counts[each] = t = counts.get(each, begin) + 1
+            largest = max(largest, t)
+        if largest != self.num_update:  # to set it takes longer than all else here
+            self.num_update = largest
 
 
 register = Optimizer.register

@@ -62,48 +62,56 @@ class Updater:
                 everything goes to the optimizer in one call (``aggregate_num``).
         """
         index = [_decoded(i) for i in index] if is_list(index) else _decoded(index)
-        lists = as_lists("Updater", index, weight, grad, index)
-        indices = lists[0]
+        indices, weights, grads, _ = as_lists("Updater", index, weight, grad, index)
         # A state made for no gradient would keep an old copy of its weight.
-        given = [k for k, gradient in enumerate(lists[2]) if gradient is not None]
-        for chunk in self._chunks(given, lists[1]):
-            weights, grads = ([values[k] for k in chunk] for values in lists[1:3])
-            of_chunk = [indices[k] for k in chunk]
-            states = [self._state(i, w) for i, w in zip(of_chunk, weights, strict=True)]
-            before = self.states.copy(), self._were_read.copy(), self._counts(of_chunk)
-            try:
-                self.states.update(zip(of_chunk, states, strict=True))
-                self._were_read.difference_update(of_chunk)
-                of_call: list[Any] = [of_chunk, weights, grads, states]
-                # 1.9 passes single weights as they are unless it aggregates, 2.0 always lists.
-                if self.optimizer.compat == "1.9" and self.optimizer.aggregate_num == 0:
-                    of_call = [values[0] for values in of_call]
-                self.optimizer.update_multi_precision(*of_call)
-            except BaseException:
-                # Likewise one whose update has failed; an interrupt can come when it is done.
-                if self._counts(of_chunk) == before[2]:
-                    self.states, self._were_read, _ = before
-                raise
+        given = [k for k, gradient in enumerate(grads) if gradient is not None]
+        takes_all = given and self.optimizer.aggregate_num >= len(given)
+        for chunk in [given] if takes_all else self._chunks(given, weights):
+            if len(chunk) == len(indices):
+                self._update(list(indices), list(weights), list(grads))
+            else:
+                self._update(*([values[k] for k in chunk] for values in (indices, weights, grads)))
 
-    def _counts(self, indices: list[Any]) -> list[int | None]:
-        return [self.optimizer._index_update_count.get(index) for index in indices]
+    def _update(self, indices: list[Any], weights: list[Any], grads: list[Any]) -> None:
+        """One call of the optimizer. If it fails, the states are as before."""
+        made = {
+            i: self._state(i, w)
+            for i, w in zip(indices, weights, strict=True)
+            if i not in self.states or i in self._were_read
+        }
+        before = made and {i: self.states[i] for i in made if i in self.states}  # those were read
+        count_of = self.optimizer._index_update_count.get
+        counts = list(map(count_of, made))
+        try:
+            if made:
+                self.states.update(made)
+                self._were_read.difference_update(made)
+            states = list(map(self.states.__getitem__, indices))
+            of_call: list[Any] = [indices, weights, grads, states]
+            # 1.9 passes single weights as they are unless it aggregates, 2.0 always lists.
+            if self.optimizer.aggregate_num == 0 and self.optimizer.compat == "1.9":
+                of_call = [values[0] for values in of_call]
+            self.optimizer.update_multi_precision(*of_call)
+        except BaseException:
+            # But for what has happened: an interrupt can come when it is done.
+            if list(map(count_of, made)) == counts:
+                for i in made.keys() - before.keys():
+                    self.states.pop(i, None)
+                self.states.update(before)
+                self._were_read.update(before)
+            raise
 
     def _state(self, index: Any, weight: Any) -> Any:
+        """One that is new, or comes to where the weight lives."""
         if index in self._were_read:
             return serialization.moved(self.states[index], weight)
-        if index in self.states:
-            return self.states[index]
         return self.optimizer.create_state_multi_precision(index, weight)
 
     def _chunks(self, places: Sequence[int], weights: Sequence[Any]) -> Iterator[Sequence[int]]:
-        """Places of the weights of each call of the optimizer, in the given order: unless one call
-        takes everything, neighbours of one dtype.
+        """Places of the weights of each call of the optimizer, in the given order, where one call
+        does not take everything: neighbours of one dtype.
         """
-        if self.optimizer.aggregate_num >= len(places):
-            if places:
-                yield places
-            return
-        size = max(1, int(self.optimizer.aggregate_num))
+        size = max(1, int(min(self.optimizer.aggregate_num, len(places))))
         dtypes = groupby(places, lambda k: adopt_anywhere("Updater", "weight", weights[k]).dtype)
         for _, neighbours in dtypes:
             alike = list(neighbours)

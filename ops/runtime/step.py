@@ -56,15 +56,15 @@ class Variables:
         return spans_of(self.tensors)
 
     @cached_property
-    def _steps(self) -> dict[Kernel, Pool[DenseStep]]:
+    def steps(self) -> dict[tuple[Rule, Prologue, Storage], Pool[DenseStep]]:
+        """The steps on these tensors, by rule, prologue and storage of the gradients."""
         return {}
 
-    def steps(self, compiled: Kernel) -> Pool[DenseStep]:
-        """The steps on these tensors."""
-        if compiled not in self._steps:
-            pool: Pool[DenseStep] = Pool(lambda: DenseStep(compiled, self.table, pool.give))
-            self._steps[compiled] = pool
-        return self._steps[compiled]
+    def new_steps(self, rule: Rule, prologue: Prologue, g: Storage) -> Pool[DenseStep]:
+        """An entry of `steps`."""
+        compiled = kernel(rule, prologue, self.w, g, self.s)
+        pool: Pool[DenseStep] = Pool(lambda: DenseStep(compiled, self.table, pool.give))
+        return self.steps.setdefault((rule, prologue, g), pool)
 
 
 def spans_of(tensors: Sequence[tuple[Any, ...]]) -> list[locks.Span]:
@@ -99,13 +99,15 @@ class DenseUpdate(NamedTuple):
 
     def prepared(self) -> Prepared:
         """The step on the host, to be run by `commit`."""
-        pool = self.variables.steps(self.kernel)
+        rule, prologue, variables, gradients, g, hp, hp_of = self
+        pool = variables.steps.get((rule, prologue, g)) or variables.new_steps(rule, prologue, g)
         try:
             step = pool.free.pop()
         except IndexError:
             step = pool.take()
-        step.gradients[:], step.hp_of[:] = self.gradients, self.hp_of
-        step.hp[: len(self.hp)] = self.hp
+        step.gradients[:], step.hp[: len(hp)] = gradients, hp
+        if len(hp_of) > 1:  # a single tensor has the only row
+            step.hp_of[:] = hp_of
         step.prepare()
         return step
 

@@ -16,6 +16,7 @@ import pytest
 from fusestep import nn, ops
 from fusestep.bench.cases.operators import LARS_UPDATE, OPERATORS, Operator
 from fusestep.kernels.rules import formula, mxnet
+from fusestep.nn.mxnet.adam_family import _scalars
 
 from helpers import arrays_of, assert_same_bits
 from optimizers import BY_NAME, FORMS, inner, make, parameters
@@ -42,7 +43,7 @@ def state(kind: str) -> Any:
 def forget() -> None:
     """What scalars are remembered from earlier steps, of other tests too."""
     formula._powers.clear()
-    for function in (mxnet.bias_corrected, mxnet.adam_scalars):
+    for function in (mxnet.bias_corrected, mxnet.adam_scalars, _scalars):
         function.cache_clear()
     mxnet.conditioning.cache_clear()
     mxnet.conditioning_scalars.cache_clear()

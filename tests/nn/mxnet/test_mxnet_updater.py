@@ -18,7 +18,7 @@ from fusestep import nn
 from fusestep.nn import mxnet as mx
 from fusestep.ops import RowTensor
 
-from helpers import BF16, assert_same_bits, refused, unchanged
+from helpers import BF16, arrays_of, assert_same_bits, refused, unchanged
 from subprocesses import output_of
 
 F32, F16 = np.dtype(np.float32), np.dtype(np.float16)
@@ -145,6 +145,122 @@ def test_gradients_of_changing_kinds(make: Any) -> None:
             apart[i](i, grads[i], expected[i])
             assert_same_bits(weights[i], expected[i], f"step {k}, weight {i}")
     assert counts_of(together.optimizer) == (12, {0: 12, 1: 12})
+
+
+class Sequence:
+    """Weights under an updater that lives on, or under a new one for each call."""
+
+    def __init__(self, make: Any, options: dict[str, Any], *, kept: bool) -> None:
+        self._make, self._options, self._kept = make, options, kept
+        self.updater = mx.get_updater(make(**options))
+        self.assigned: dict[str, Any] = {}
+        forms = [((5, 3), F32), ((5, 3), F16), ((2,), np.dtype(np.float64)), ((), F32)]
+        self.weights = [random(*forms[k][0], seed=k, dtype=forms[k][1]) for k in range(4)]
+
+    def call(self, index: Any, gradient: Any, weight: Any) -> str:
+        """What was raised, or nothing."""
+        if not self._kept:
+            old, opt = self.updater, self._make(**self._options)
+            for name, value in self.assigned.items():
+                setattr(opt, name, value)
+            opt.num_update = old.optimizer.num_update
+            opt._index_update_count = old.optimizer._index_update_count
+            self.updater = mx.get_updater(opt)
+            self.updater.states = old.states
+        try:
+            self.updater(index, gradient, weight)
+        except (TypeError, ValueError, IndexError) as error:
+            return f"{type(error).__name__} {error}"
+        return ""
+
+    def assign(self, name: str, value: Any) -> None:
+        self.assigned[name] = value
+        setattr(self.updater.optimizer, name, value)
+
+    def change(self, kind: int, i: int, number: float) -> None:
+        """Something between two calls."""
+        opt, states = self.updater.optimizer, self.updater.states
+        if kind < 5:
+            names = "lr", "wd", "rescale_grad", "clip_gradient", "lr_mult"
+            self.assign(names[kind], {i: number} if kind == 4 else number)
+        elif kind == 5:  # in place
+            self.assigned["wd_mult"] = opt.wd_mult
+            opt.wd_mult[i] = number
+        elif kind == 6:
+            self.weights[i] = self.weights[i].copy()
+        elif kind == 7:
+            made = opt.create_state_multi_precision(i, self.weights[i])
+            states[i] = copy.deepcopy(states.get(i, made)) if number < 0.2 else made
+        elif kind == 8:  # other memory, and other elements, under the same array
+            self.weights[2].flags.writeable = True
+            self.weights[2].resize(2 + i, refcheck=False)
+            self.weights[2].fill(number)
+        elif kind == 9:
+            self.weights[i].flags.writeable = not self.weights[i].flags.writeable
+        elif kind == 10:
+            self.weights[0].shape = (3, 5) if self.weights[0].shape == (5, 3) else (5, 3)
+        elif kind == 11:
+            self.assign("lr_scheduler", (lambda t: number / t) if i % 2 else None)
+        else:
+            self.updater.set_states(self.updater.get_states())
+
+
+def gradient_for(w: np.ndarray, rng: np.random.Generator) -> Any:
+    kind = int(rng.integers(12))
+    if kind == 0:
+        return None
+    if kind == 1 and w.ndim == 2:
+        return RowTensor(rng.integers(0, len(w), 4), random(4, w.shape[1], dtype=w.dtype), w.shape)
+    if kind == 2:
+        return np.ones((*w.shape, 1), F32)
+    dtype = F16 if kind == 3 else w.dtype
+    found = np.array(rng.standard_normal(w.shape)).astype(dtype)
+    return w if kind == 4 else found.T if kind == 5 else found
+
+
+@EACH_KIND
+@pytest.mark.parametrize("masters", [False, True])
+def test_random_sequences_of_single_calls(make: Any, masters: bool) -> None:
+    """What is kept between calls does not show: as with an updater that is new for each call."""
+    options = {"multi_precision": masters, "learning_rate": 0.1}
+    both = [Sequence(make, options, kept=kept) for kept in (True, False)]
+    rng = np.random.default_rng(5)
+    n_errors = 0
+    for k in range(400):
+        if rng.random() < 0.3:
+            change = int(rng.integers(13)), int(rng.integers(4)), float(rng.uniform(0.01, 0.5))
+            for one in both:
+                one.change(*change)
+        i, seed = int(rng.integers(4)), int(rng.integers(1000))
+        found = []
+        for one in both:
+            own = np.random.default_rng(seed)
+            if k % 7:
+                found.append(one.call(i, gradient_for(one.weights[i], own), one.weights[i]))
+            else:
+                gradients = [gradient_for(w, own) for w in one.weights]
+                found.append(one.call([0, 1, 2, 3], gradients, one.weights))
+        assert found[0] == found[1]
+        n_errors += found[0] != ""
+        kept, fresh = both
+        assert counts_of(kept.updater.optimizer) == counts_of(fresh.updater.optimizer), k
+        assert kept.updater.states.keys() == fresh.updater.states.keys()
+        for j in range(4):
+            assert_same_bits(kept.weights[j], fresh.weights[j], f"call {k}, weight {j}")
+            for a, b in zip(*(arrays_of([s.updater.states.get(j)]) for s in both), strict=True):
+                assert_same_bits(a, b, f"call {k}, state {j}")
+    assert 20 < n_errors < 300
+
+
+def test_states_that_were_read_are_as_before_after_an_error() -> None:
+    updater, w = mx.get_updater(mx.Adam()), ones(2)
+    updater(0, ones(2), w)
+    updater.set_states(updater.get_states())
+    before = updater.states[0]
+    with refused(ValueError, "gradient of '0' has a wrong shape", w):
+        updater([0, 1], [ones(3), ones(2)], [w, ones(2)])
+    assert updater.states == {0: before}
+    assert updater._were_read == {0}
 
 
 # Registry
