@@ -9,20 +9,23 @@ from typing import Any
 import numpy as np
 
 from ..kernels.cpu.dense import measure
+from ..kernels.cpu.parallel import commit
 from ..kernels.cpu.rows.step import row_norm
 from ..kernels.element import kernel
 from ..kernels.quiet import quiet
-from ..kernels.rules.norm import SCALED
+from ..kernels.rules.norm import SCALED, SCALED_IN_PLACE
+from ..kernels.rules.rule import Rule
 from ..kernels.storage import Storage, real_of
 from ..kernels.tables import TensorTable
 from .runtime import check, device_norm
 from .runtime.arrays import address_of, empty_like, native
 from .runtime.device import device_of, is_on_device
-from .runtime.errors import RejectedTypeError, reject
-from .runtime.row_forms import as_rows, by_storage, index_lists
+from .runtime.errors import ConversionError, RejectedTypeError, reject
+from .runtime.launch import launch_on
+from .runtime.row_forms import as_rows, by_storage, index_lists, value_pairs, values_of
 from .runtime.row_step import RowGradient, check_keys, first_bad_index, row_table
 from .runtime.row_tensor import RowTensor
-from .runtime.step import tensor_step
+from .runtime.step import DenseUpdate, Variables, tensor_step
 
 Gradient = Any  # an array, of NumPy or a `DeviceArray`, or a `RowTensor`
 
@@ -49,11 +52,17 @@ def global_norm(x: Sequence[Any]) -> float:
     >>> global_norm([np.array([4.0], np.float32), rows])
     5.0
     """
-    return math.sqrt(_sum_of_squares("global_norm", _adopted("global_norm", x)))
+    where = "global_norm"
+    gradients = _adopted(where, x)
+    return math.sqrt(_sum_of_squares(where, gradients, _are_on_device(where, gradients)))
 
 
 def clip_by_global_norm(
-    x: Sequence[Any], clip_norm: float = 1.0, use_norm: float | None = None
+    x: Sequence[Any],
+    clip_norm: float = 1.0,
+    use_norm: float | None = None,
+    *,
+    in_place: bool = False,
 ) -> tuple[Any, ...]:
     """Gradients scaled so that their global norm is at most ``clip_norm``::
 
@@ -64,79 +73,107 @@ def clip_by_global_norm(
         clip_norm: number > 0.
         use_norm: the norm to go by, if it is known; default `global_norm` of ``x``. It can be
             the norm over several processes.
+        in_place: scale the gradients where they lie, all or none of them, and touch none where
+            the norm is within the limit. They are writable contiguous arrays that share no
+            memory, or `RowTensor` with such values.
 
     Returns:
         A tuple of new gradients of the same kinds, shapes and dtypes; where a list of `RowTensor`
-        or a sparse tensor was given, there is one `RowTensor`. Gradients with an infinite
+        or a sparse tensor was given, there is one `RowTensor`. With ``in_place`` the gradients
+        themselves. Gradients with an infinite
         or NaN norm become NaN, so that they do not pass for clipped ones. On a CUDA device they
         are arrays of the same framework; the norm stays there and nothing is waited for, so a
-        bad index is reported by `fusestep.synchronize`.
+        bad index is reported by `fusestep.synchronize`, and nothing is scaled in place.
 
     Raises:
         TypeError: a kind or dtype does not fit.
-        ValueError: ``clip_norm`` is not above 0, or ``use_norm`` is below.
+        ValueError: ``clip_norm`` is not above 0, ``use_norm`` is below, or a gradient cannot be
+            scaled in place.
         IndexError: an index of a `RowTensor` is out of range (looked for unless ``use_norm`` is
             given: then nothing is summed).
 
-    Source: ``mindspore.ops.clip_by_global_norm``; Pascanu et al. (2013), arXiv:1211.5063.
+    Source: ``mindspore.ops.clip_by_global_norm``; Pascanu et al. (2013), arXiv:1211.5063. In
+    place it is ``torch.nn.utils.clip_grad_norm_``.
 
     >>> import numpy as np
     >>> (g,) = clip_by_global_norm([np.array([3.0, 4.0], np.float32)], 2.5)
     >>> g.tolist()
     [1.5, 2.0]
+    >>> clip_by_global_norm([g], 1.25, in_place=True)[0] is g, g.tolist()
+    (True, [0.75, 1.0])
     """
     where = "clip_by_global_norm"
     limit = check.scalar(where, "clip_norm", clip_norm)
     check.in_range(where, "clip_norm", limit, limit > 0.0, "above 0")
-    gradients = _adopted(where, x)
+    in_place = check.flag(where, "in_place", in_place)
+    gradients = _adopted(where, x, in_place=in_place)
     on_device = _are_on_device(where, gradients)
+    if in_place:
+        values = _named_values(gradients)
+        check.no_overlap(where, [*values], [*values.values()])
     if use_norm is None and on_device:
-        return device_norm.clipped(where, gradients, limit)
+        results = _results(gradients, in_place=in_place)
+        device_norm.clip(where, gradients, results, limit)
+        return tuple(x) if in_place else tuple(map(native, results))
     if use_norm is None:
-        norm = math.sqrt(_sum_of_squares(where, gradients))
+        norm = math.sqrt(_sum_of_squares(where, gradients, on_device))
     else:  # in float64, as it was measured
         norm = check.number(where, "use_norm", use_norm)
         if not math.isfinite(norm):
             reject(ValueError, where, "use_norm", "is not finite", "a finite number", norm)
         check.in_range(where, "use_norm", norm, norm >= 0.0, "at least 0")
+    if in_place and norm <= limit:
+        return tuple(x)
     factor = limit / max(norm, limit) if math.isfinite(norm) else math.nan
-    return tuple(_scaled(gradient, factor) for gradient in gradients)
+    results = _results(gradients, in_place=in_place)
+    _scale(gradients, results, factor)
+    return tuple(x) if in_place else tuple(map(native, results))
 
 
-def _adopted(where: str, x: Sequence[Any]) -> list[Gradient | None]:
+def _adopted(where: str, x: Sequence[Any], *, in_place: bool = False) -> list[Gradient | None]:
     """Contiguous gradients, all checked but the values of indices."""
     if not isinstance(x, list | tuple):
         got = type(x).__name__
         reject(RejectedTypeError, where, "x", "has a wrong type", "a list or tuple", got)
-    return [None if g is None else _adopted_one(where, f"x[{i}]", g) for i, g in enumerate(x)]
+    adopt = check.variable if in_place else _contiguous
+    found: list[Gradient | None] = []
+    for i, gradient in enumerate(x):
+        name = f"x[{i}]"
+        rows = as_rows(where, name, gradient)
+        if gradient is None:
+            found.append(None)
+        elif rows is None:
+            found.append(adopt(where, name, gradient))
+        else:
+            if in_place and rows is not gradient:
+                wrong, got = "cannot be scaled in place", type(gradient).__name__
+                reject(ConversionError, where, name, wrong, "an array or a RowTensor", got)
+            # Checked again: the attributes of a RowTensor can be assigned to.
+            values = adopt(where, name, rows.values)
+            check.row_gradient(where, name, rows.indices, values, rows.dense_shape)
+            indices = check.contiguous(rows.indices, where, name)
+            found.append(RowTensor(indices, values, rows.dense_shape))
+    return found
 
 
-def _adopted_one(where: str, name: str, gradient: Any) -> Gradient:
-    rows = as_rows(where, name, gradient)
-    if rows is None:
-        array = check.float_array_anywhere(where, name, gradient)
-        return check.contiguous(array, where, name)
-    # Checked again: the attributes of a RowTensor can be assigned to.
-    check.float_dtype(where, name, rows.values)
-    check.row_gradient(where, name, rows.indices, rows.values, rows.dense_shape)
-    indices, values = (check.contiguous(a, where, name) for a in (rows.indices, rows.values))
-    return RowTensor(indices, values, rows.dense_shape)
+def _contiguous(where: str, name: str, value: Any) -> Any:
+    return check.contiguous(check.float_array_anywhere(where, name, value), where, name)
 
 
 def _are_on_device(where: str, gradients: Sequence[Gradient | None]) -> bool:
     """Whether the gradients live on a CUDA device, all or none."""
-    values = {
-        f"x[{i}]": g.values if isinstance(g, RowTensor) else g
-        for i, g in enumerate(gradients)
-        if g is not None
-    }
+    values = _named_values(gradients)
     return bool(values) and device_of(where, values) is not None
 
 
+def _named_values(gradients: Sequence[Gradient | None]) -> dict[str, Any]:
+    return {f"x[{i}]": values_of(g) for i, g in enumerate(gradients) if g is not None}
+
+
 @quiet
-def _sum_of_squares(where: str, gradients: Sequence[Gradient | None]) -> float:
+def _sum_of_squares(where: str, gradients: Sequence[Gradient | None], on_device: bool) -> float:
     """Kind by kind, each in one kernel call."""
-    if _are_on_device(where, gradients):
+    if on_device:
         return device_norm.squares(where, gradients)
     dense, rows = by_storage(gradients)
     total = sum(_of_rows(where, g, tensors) for g, tensors in rows.items())
@@ -175,14 +212,47 @@ def _of_rows(where: str, g: Storage, by_place: dict[int, RowTensor]) -> float:
     return total
 
 
-def _scaled(gradient: Gradient | None, factor: float) -> Any:
-    if gradient is None:
-        return None
-    if isinstance(gradient, RowTensor):
-        indices = gradient.indices
-        own = indices if is_on_device(indices) else indices.copy()
-        return RowTensor(own, _scaled(gradient.values, factor), gradient.dense_shape)
-    result = empty_like(gradient)
-    addresses = address_of(result), address_of(gradient)
-    tensor_step(SCALED, (), (result, gradient), addresses, (factor,))
-    return native(result)
+def _results(gradients: list[Gradient | None], *, in_place: bool) -> list[Gradient | None]:
+    """Where the scaled gradients are written: new ones of the same kinds, or they themselves."""
+    return gradients if in_place else [None if g is None else _like(g) for g in gradients]
+
+
+def _like(gradient: Gradient) -> Gradient:
+    """A gradient of the same kind, with values still to be written."""
+    if not isinstance(gradient, RowTensor):
+        return empty_like(gradient)
+    indices, values = gradient.indices, empty_like(gradient.values)
+    own = indices if is_on_device(indices) else indices.copy()
+    return RowTensor(own, values, gradient.dense_shape)
+
+
+@quiet
+def _scale(
+    gradients: Sequence[Gradient | None], results: Sequence[Gradient | None], factor: float
+) -> None:
+    """Write the products to the results, those of a storage type in one kernel call."""
+    rule = SCALED_IN_PLACE if results is gradients else SCALED
+    pairs = value_pairs(gradients, results)
+    arrays = [array for of_type in pairs.values() for both in of_type for array in both]
+    if len(arrays) == 2:  # a step is kept for one tensor
+        given, made = arrays
+        tensor_step(rule, (), (made, given), (address_of(made), address_of(given)), (factor,))
+        return
+    updates = [_scaling(rule, g, *of_type, factor) for g, of_type in pairs.items()]
+    if arrays and is_on_device(arrays[0]):
+        with launch_on(arrays, None) as launch:
+            for update in updates:
+                update.enqueue(launch)
+    else:
+        commit([update.prepared() for update in updates])
+
+
+def _scaling(
+    rule: Rule, g: Storage, given: list[Any], made: list[Any], factor: float
+) -> DenseUpdate:
+    variables, row_of = Variables.of([(array,) for array in made]), np.zeros(len(made), np.int64)
+    places = variables.table.addresses[:, 0]
+    if rule is SCALED:
+        places = np.array([address_of(array) for array in given], np.int64)
+    hp = np.array([[factor]], variables.real.dtype)
+    return DenseUpdate(rule, (), variables, places, g, hp, row_of)

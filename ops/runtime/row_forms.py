@@ -16,6 +16,7 @@ from .row_tensor import RowTensor
 
 Dense = dict[Storage, list[Any]]
 Rows = dict[Storage, dict[int, RowTensor]]
+Pairs = dict[Storage, tuple[list[Any], list[Any]]]
 
 
 def by_storage(gradients: Sequence[Any]) -> tuple[Dense, Rows]:
@@ -28,6 +29,22 @@ def by_storage(gradients: Sequence[Any]) -> tuple[Dense, Rows]:
         elif gradient is not None:
             dense.setdefault(STORAGES[gradient.dtype], []).append(gradient)
     return dense, rows
+
+
+def values_of(gradient: Any) -> Any:
+    """The array of a dense gradient, or of the values of a `RowTensor`."""
+    return gradient.values if isinstance(gradient, RowTensor) else gradient
+
+
+def value_pairs(gradients: Sequence[Any], results: Sequence[Any]) -> Pairs:
+    """The values of gradients and those of their results, by storage, without None."""
+    pairs: Pairs = {}
+    for gradient, result in zip(gradients, results, strict=True):
+        if gradient is not None:
+            given, made = pairs.setdefault(STORAGES[gradient.dtype], ([], []))
+            given.append(values_of(gradient))
+            made.append(values_of(result))
+    return pairs
 
 
 def index_lists(where: str, tensors: dict[int, RowTensor]) -> list[IndexList]:

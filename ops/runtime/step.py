@@ -62,7 +62,8 @@ class Variables:
     def steps(self, compiled: Kernel) -> Pool[DenseStep]:
         """The steps on these tensors."""
         if compiled not in self._steps:
-            pool: Pool[DenseStep] = Pool(lambda: DenseStep(compiled, self.table, pool.give))
+            table = self.table  # a pool that knew the tensors would keep them from being freed
+            pool: Pool[DenseStep] = Pool(lambda: DenseStep(compiled, table, pool.give))
             self._steps[compiled] = pool
         return self._steps[compiled]
 

@@ -196,6 +196,16 @@ def scaled(_: Array, g: Array, *, factor: float) -> tuple[Array]:
     return (factor * wide(g),)
 
 
+def scaled_in_place(w: Array, _: Array, *, factor: float) -> tuple[Array]:
+    """The first array times a factor."""
+    return (factor * wide(w),)
+
+
+def scaled_in_place_terms(w: Array, _: Array, __: Any, k: Known, ___: Any) -> list[Array]:
+    """One product."""
+    return [k["factor"] * np.abs(w)]
+
+
 def scaled_terms(_: Array, g: Array, __: Any, k: Known, ___: Any) -> list[Array]:
     """One product."""
     return [k["factor"] * np.abs(g)]
@@ -276,6 +286,9 @@ CASES = {
     ),
     "scaled": RuleCase(
         norm.SCALED, rounded, {"factor": 0.3}, scaled, scaled_terms, ()
+    ),
+    "scaled_in_place": RuleCase(
+        norm.SCALED_IN_PLACE, rounded, {"factor": 0.3}, scaled_in_place, scaled_in_place_terms, ()
     ),
 }  # fmt: skip
 
