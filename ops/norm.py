@@ -14,7 +14,6 @@ from ..kernels.cpu.rows.step import row_norm
 from ..kernels.element import kernel
 from ..kernels.quiet import quiet
 from ..kernels.rules.norm import SCALED, SCALED_IN_PLACE
-from ..kernels.rules.rule import Rule
 from ..kernels.storage import Storage, real_of
 from ..kernels.tables import TensorTable
 from .runtime import check, device_norm
@@ -54,16 +53,13 @@ def global_norm(x: Sequence[Any]) -> float:
     """
     where = "global_norm"
     gradients = _adopted(where, x)
-    return math.sqrt(_sum_of_squares(where, gradients, _are_on_device(where, gradients)))
+    return math.sqrt(_sum_of_squares(where, gradients, on_device=_are_on_device(where, gradients)))
 
 
 def clip_by_global_norm(
-    x: Sequence[Any],
-    clip_norm: float = 1.0,
-    use_norm: float | None = None,
-    *,
+    x: Sequence[Any], clip_norm: float = 1.0, use_norm: float | None = None, *,
     in_place: bool = False,
-) -> tuple[Any, ...]:
+) -> tuple[Any, ...]:  # fmt: skip
     """Gradients scaled so that their global norm is at most ``clip_norm``::
 
         g * clip_norm / max(norm, clip_norm)
@@ -73,27 +69,24 @@ def clip_by_global_norm(
         clip_norm: number > 0.
         use_norm: the norm to go by, if it is known; default `global_norm` of ``x``. It can be
             the norm over several processes.
-        in_place: scale the gradients where they lie, all or none of them, and touch none where
-            the norm is within the limit. They are writable contiguous arrays that share no
-            memory, or `RowTensor` with such values.
+        in_place: scale the gradients where they lie, all or none, and touch none within the limit.
+            They are writable, contiguous and share no memory: arrays, or values of a `RowTensor`.
 
     Returns:
         A tuple of new gradients of the same kinds, shapes and dtypes; where a list of `RowTensor`
-        or a sparse tensor was given, there is one `RowTensor`. With ``in_place`` the gradients
-        themselves. Gradients with an infinite
-        or NaN norm become NaN, so that they do not pass for clipped ones. On a CUDA device they
-        are arrays of the same framework; the norm stays there and nothing is waited for, so a
-        bad index is reported by `fusestep.synchronize`, and nothing is scaled in place.
+        or a sparse tensor was given, there is one `RowTensor`. With ``in_place`` it has the
+        gradients themselves. Those with an infinite or NaN norm become NaN, so that they do not
+        pass for clipped ones. On a CUDA device they are arrays of the same framework; the norm
+        stays there and nothing is waited for, so a bad index is reported by
+        `fusestep.synchronize` (and nothing is scaled in place).
 
     Raises:
         TypeError: a kind or dtype does not fit.
-        ValueError: ``clip_norm`` is not above 0, ``use_norm`` is below, or a gradient cannot be
-            scaled in place.
+        ValueError: ``clip_norm`` is not above 0, ``use_norm`` is below, or in place cannot be.
         IndexError: an index of a `RowTensor` is out of range (looked for unless ``use_norm`` is
             given: then nothing is summed).
 
-    Source: ``mindspore.ops.clip_by_global_norm``; Pascanu et al. (2013), arXiv:1211.5063. In
-    place it is ``torch.nn.utils.clip_grad_norm_``.
+    Source: ``mindspore.ops.clip_by_global_norm``; Pascanu et al. (2013), arXiv:1211.5063.
 
     >>> import numpy as np
     >>> (g,) = clip_by_global_norm([np.array([3.0, 4.0], np.float32)], 2.5)
@@ -111,23 +104,25 @@ def clip_by_global_norm(
     if in_place:
         values = _named_values(gradients)
         check.no_overlap(where, [*values], [*values.values()])
+    results = gradients if in_place else [*map(_like, gradients)]
     if use_norm is None and on_device:
-        results = _results(gradients, in_place=in_place)
         device_norm.clip(where, gradients, results, limit)
-        return tuple(x) if in_place else tuple(map(native, results))
-    if use_norm is None:
-        norm = math.sqrt(_sum_of_squares(where, gradients, on_device))
-    else:  # in float64, as it was measured
-        norm = check.number(where, "use_norm", use_norm)
-        if not math.isfinite(norm):
-            reject(ValueError, where, "use_norm", "is not finite", "a finite number", norm)
-        check.in_range(where, "use_norm", norm, norm >= 0.0, "at least 0")
-    if in_place and norm <= limit:
-        return tuple(x)
-    factor = limit / max(norm, limit) if math.isfinite(norm) else math.nan
-    results = _results(gradients, in_place=in_place)
-    _scale(gradients, results, factor)
+    else:
+        norm = _norm(where, gradients, use_norm)
+        factor = limit / max(norm, limit) if math.isfinite(norm) else math.nan
+        if factor != 1.0 or not in_place:
+            _scale(gradients, results, factor)
     return tuple(x) if in_place else tuple(map(native, results))
+
+
+def _norm(where: str, gradients: Sequence[Gradient | None], known: Any) -> float:
+    if known is None:
+        return math.sqrt(_sum_of_squares(where, gradients, on_device=False))
+    norm = check.number(where, "use_norm", known)  # in float64, as it was measured
+    if not math.isfinite(norm):
+        reject(ValueError, where, "use_norm", "is not finite", "a finite number", norm)
+    check.in_range(where, "use_norm", norm, norm >= 0.0, "at least 0")
+    return norm
 
 
 def _adopted(where: str, x: Sequence[Any], *, in_place: bool = False) -> list[Gradient | None]:
@@ -171,7 +166,7 @@ def _named_values(gradients: Sequence[Gradient | None]) -> dict[str, Any]:
 
 
 @quiet
-def _sum_of_squares(where: str, gradients: Sequence[Gradient | None], on_device: bool) -> float:
+def _sum_of_squares(where: str, gradients: Sequence[Gradient | None], *, on_device: bool) -> float:
     """Kind by kind, each in one kernel call."""
     if on_device:
         return device_norm.squares(where, gradients)
@@ -212,15 +207,10 @@ def _of_rows(where: str, g: Storage, by_place: dict[int, RowTensor]) -> float:
     return total
 
 
-def _results(gradients: list[Gradient | None], *, in_place: bool) -> list[Gradient | None]:
-    """Where the scaled gradients are written: new ones of the same kinds, or they themselves."""
-    return gradients if in_place else [None if g is None else _like(g) for g in gradients]
-
-
-def _like(gradient: Gradient) -> Gradient:
+def _like(gradient: Gradient | None) -> Gradient | None:
     """A gradient of the same kind, with values still to be written."""
     if not isinstance(gradient, RowTensor):
-        return empty_like(gradient)
+        return None if gradient is None else empty_like(gradient)
     indices, values = gradient.indices, empty_like(gradient.values)
     own = indices if is_on_device(indices) else indices.copy()
     return RowTensor(own, values, gradient.dense_shape)
@@ -231,28 +221,22 @@ def _scale(
     gradients: Sequence[Gradient | None], results: Sequence[Gradient | None], factor: float
 ) -> None:
     """Write the products to the results, those of a storage type in one kernel call."""
-    rule = SCALED_IN_PLACE if results is gradients else SCALED
-    pairs = value_pairs(gradients, results)
-    arrays = [array for of_type in pairs.values() for both in of_type for array in both]
-    if len(arrays) == 2:  # a step is kept for one tensor
-        given, made = arrays
-        tensor_step(rule, (), (made, given), (address_of(made), address_of(given)), (factor,))
+    in_place, pairs, updates = results is gradients, value_pairs(gradients, results), []
+    rule = SCALED_IN_PLACE if in_place else SCALED
+    arrays = [array for given, made in pairs.values() for array in (*made, *given)]
+    if len(arrays) == 2:  # for one tensor a step is kept
+        tensor_step(rule, (), tuple(arrays), [*map(address_of, arrays)], (factor,))
         return
-    updates = [_scaling(rule, g, *of_type, factor) for g, of_type in pairs.items()]
+    for g, (given, made) in pairs.items():
+        variables, row_of = Variables.of([(array,) for array in made]), np.zeros(len(made), int)
+        places = variables.table.addresses[:, 0]
+        if not in_place:
+            places = np.array([*map(address_of, given)])
+        hp = np.array([[factor]], variables.real.dtype)
+        updates.append(DenseUpdate(rule, (), variables, places, g, hp, row_of))
     if arrays and is_on_device(arrays[0]):
         with launch_on(arrays, None) as launch:
             for update in updates:
                 update.enqueue(launch)
     else:
         commit([update.prepared() for update in updates])
-
-
-def _scaling(
-    rule: Rule, g: Storage, given: list[Any], made: list[Any], factor: float
-) -> DenseUpdate:
-    variables, row_of = Variables.of([(array,) for array in made]), np.zeros(len(made), np.int64)
-    places = variables.table.addresses[:, 0]
-    if rule is SCALED:
-        places = np.array([address_of(array) for array in given], np.int64)
-    hp = np.array([[factor]], variables.real.dtype)
-    return DenseUpdate(rule, (), variables, places, g, hp, row_of)

@@ -183,11 +183,11 @@ def factored_loops(*, every: bool) -> dict[str, Any]:
     return found
 
 
-# Rules that do not read their first variable (a step that is not taken) or their gradient, and one
-# that leaves its state as it is. A master's copy is not read either.
+# Rules that do not read their first variable (a step that is not taken) or their gradient, and
+# those that leave a state as it is. A master's copy is not read either.
 _UNREAD_GRADIENT = {"scaled_in_place"}
 _ONLY_WRITTEN = {"adam_delta", "adam_nesterov_delta", "lars_gradient", "scaled"}
-_ONLY_READ = {"adagrad_fixed"}
+_ONLY_READ = {"adagrad_fixed", "lars_gradient"}
 
 
 def arrays_of(name: str, compiled: Any) -> dict[str, int]:

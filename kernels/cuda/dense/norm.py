@@ -13,15 +13,8 @@ from numba import cuda, float64
 from ...element import Kernel, kernel
 from ...rules.norm import SCALED
 from ...storage import F64, Storage, real_of
-from ..device.backend import (
-    GEOMETRY,
-    copy_in,
-    copy_out,
-    load_float64,
-    store_float32,
-    store_float64,
-    store_int64,
-)
+from ..device import backend
+from ..device.backend import GEOMETRY, copy_in, copy_out, load_float64, store_float32, store_float64
 from ..device.guard import NOTHING, is_closed
 from ..device.launch import on_grid
 from ..device.memory import SUMS, Places, room_of
@@ -111,7 +104,7 @@ def total_kernel(parts, n, totals, guard):
         store_float64(totals + AT.squares, squares)
         store_float64(totals + AT.factor, factor)
         store_float32(totals + AT.factor_32, factor)
-        store_int64(totals + AT.gate, 0 if factor == 1.0 or is_closed(guard) else NOTHING)
+        backend.store_int64(totals + AT.gate, 0 if factor == 1.0 or is_closed(guard) else NOTHING)
 
 
 class GlobalNorm(NamedTuple):
