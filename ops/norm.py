@@ -99,70 +99,63 @@ def clip_by_global_norm(
     limit = check.scalar(where, "clip_norm", clip_norm)
     check.in_range(where, "clip_norm", limit, limit > 0.0, "above 0")
     in_place = check.flag(where, "in_place", in_place)
-    gradients = _adopted(where, x, in_place=in_place)
+    gradients = _adopted(where, x)
     on_device = _are_on_device(where, gradients)
     if in_place:
-        values = _named_values(gradients)
-        check.no_overlap(where, [*values], [*values.values()])
+        _check_in_place(where, x, gradients)
     results = gradients if in_place else [*map(_like, gradients)]
     if use_norm is None and on_device:
         device_norm.clip(where, gradients, results, limit)
-    else:
-        norm = _norm(where, gradients, use_norm)
-        factor = limit / max(norm, limit) if math.isfinite(norm) else math.nan
-        if factor != 1.0 or not in_place:
-            _scale(gradients, results, factor)
+        return tuple(x) if in_place else tuple(map(native, results))
+    if use_norm is None:
+        norm = math.sqrt(_sum_of_squares(where, gradients, on_device=False))
+    else:  # in float64, as it was measured
+        norm = check.number(where, "use_norm", use_norm)
+        if not math.isfinite(norm):
+            reject(ValueError, where, "use_norm", "is not finite", "a finite number", norm)
+        check.in_range(where, "use_norm", norm, norm >= 0.0, "at least 0")
+    factor = limit / max(norm, limit) if math.isfinite(norm) else math.nan
+    if factor != 1.0 or not in_place:
+        _scale(gradients, results, factor)
     return tuple(x) if in_place else tuple(map(native, results))
 
 
-def _norm(where: str, gradients: Sequence[Gradient | None], known: Any) -> float:
-    if known is None:
-        return math.sqrt(_sum_of_squares(where, gradients, on_device=False))
-    norm = check.number(where, "use_norm", known)  # in float64, as it was measured
-    if not math.isfinite(norm):
-        reject(ValueError, where, "use_norm", "is not finite", "a finite number", norm)
-    check.in_range(where, "use_norm", norm, norm >= 0.0, "at least 0")
-    return norm
-
-
-def _adopted(where: str, x: Sequence[Any], *, in_place: bool = False) -> list[Gradient | None]:
+def _adopted(where: str, x: Sequence[Any]) -> list[Gradient | None]:
     """Contiguous gradients, all checked but the values of indices."""
     if not isinstance(x, list | tuple):
         got = type(x).__name__
         reject(RejectedTypeError, where, "x", "has a wrong type", "a list or tuple", got)
-    adopt = check.variable if in_place else _contiguous
-    found: list[Gradient | None] = []
-    for i, gradient in enumerate(x):
-        name = f"x[{i}]"
-        rows = as_rows(where, name, gradient)
-        if gradient is None:
-            found.append(None)
-        elif rows is None:
-            found.append(adopt(where, name, gradient))
-        else:
-            if in_place and rows is not gradient:
-                wrong, got = "cannot be scaled in place", type(gradient).__name__
-                reject(ConversionError, where, name, wrong, "an array or a RowTensor", got)
-            # Checked again: the attributes of a RowTensor can be assigned to.
-            values = adopt(where, name, rows.values)
-            check.row_gradient(where, name, rows.indices, values, rows.dense_shape)
-            indices = check.contiguous(rows.indices, where, name)
-            found.append(RowTensor(indices, values, rows.dense_shape))
-    return found
+    return [None if g is None else _adopted_one(where, f"x[{i}]", g) for i, g in enumerate(x)]
 
 
-def _contiguous(where: str, name: str, value: Any) -> Any:
-    return check.contiguous(check.float_array_anywhere(where, name, value), where, name)
+def _adopted_one(where: str, name: str, gradient: Any) -> Gradient:
+    rows = as_rows(where, name, gradient)
+    if rows is None:
+        array = check.float_array_anywhere(where, name, gradient)
+        return check.contiguous(array, where, name)
+    # Checked again: the attributes of a RowTensor can be assigned to.
+    check.float_dtype(where, name, rows.values)
+    check.row_gradient(where, name, rows.indices, rows.values, rows.dense_shape)
+    indices, values = (check.contiguous(a, where, name) for a in (rows.indices, rows.values))
+    return RowTensor(indices, values, rows.dense_shape)
+
+
+def _check_in_place(where: str, x: Sequence[Any], gradients: Sequence[Gradient | None]) -> None:
+    """What was given can be written to: it was not converted, and lies apart."""
+    values: dict[str, Any] = {}
+    for i, (given, adopted) in enumerate(zip(x, gradients, strict=True)):
+        if isinstance(adopted, RowTensor) and not isinstance(given, RowTensor):
+            wrong, expected = "cannot be scaled in place", "an array or a RowTensor"
+            reject(ConversionError, where, f"x[{i}]", wrong, expected, type(given).__name__)
+        if adopted is not None:
+            values[f"x[{i}]"] = check.variable(where, f"x[{i}]", values_of(given))
+    check.no_overlap(where, [*values], [*values.values()])
 
 
 def _are_on_device(where: str, gradients: Sequence[Gradient | None]) -> bool:
     """Whether the gradients live on a CUDA device, all or none."""
-    values = _named_values(gradients)
+    values = {f"x[{i}]": values_of(g) for i, g in enumerate(gradients) if g is not None}
     return bool(values) and device_of(where, values) is not None
-
-
-def _named_values(gradients: Sequence[Gradient | None]) -> dict[str, Any]:
-    return {f"x[{i}]": values_of(g) for i, g in enumerate(gradients) if g is not None}
 
 
 @quiet

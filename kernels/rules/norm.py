@@ -13,10 +13,7 @@ def scaled(out: Any, g: Any, hp: Any) -> Any:
 
 
 def scaled_in_place(w: Any, g: Any, hp: Any) -> Any:
-    """The gradient in the first slot, scaled; the second is not read.
-
-    Reading one array through two addresses, a loop is not packed.
-    """
+    """The gradient in the first slot, the only one read: one that comes twice is not packed."""
     return hp.factor * w
 
 
