@@ -21,7 +21,7 @@ from .runtime.arrays import address_of, empty_like, native
 from .runtime.device import device_of, is_on_device
 from .runtime.errors import ConversionError, RejectedTypeError, reject
 from .runtime.launch import launch_on
-from .runtime.row_forms import as_rows, by_storage, index_lists, value_pairs, values_of
+from .runtime.row_forms import as_rows, by_storage, index_lists, values_by_storage, values_of
 from .runtime.row_step import RowGradient, check_keys, first_bad_index, row_table
 from .runtime.row_tensor import RowTensor
 from .runtime.step import DenseUpdate, Variables, tensor_step
@@ -214,17 +214,18 @@ def _scale(
     gradients: Sequence[Gradient | None], results: Sequence[Gradient | None], factor: float
 ) -> None:
     """Write the products to the results, those of a storage type in one kernel call."""
-    in_place, pairs, updates = results is gradients, value_pairs(gradients, results), []
+    in_place, updates = results is gradients, []
+    given, made = values_by_storage(gradients), values_by_storage(results)
     rule = SCALED_IN_PLACE if in_place else SCALED
-    arrays = [array for given, made in pairs.values() for array in (*made, *given)]
+    arrays = [array for of_type in (made, given) for found in of_type.values() for array in found]
     if len(arrays) == 2:  # for one tensor a step is kept
         tensor_step(rule, (), tuple(arrays), [*map(address_of, arrays)], (factor,))
         return
-    for g, (given, made) in pairs.items():
-        variables, row_of = Variables.of([(array,) for array in made]), np.zeros(len(made), int)
+    for g, found in made.items():
+        variables, row_of = Variables.of([(array,) for array in found]), np.zeros(len(found), int)
         places = variables.table.addresses[:, 0]
         if not in_place:
-            places = np.array([*map(address_of, given)])
+            places = np.array([*map(address_of, given[g])])
         hp = np.array([[factor]], variables.real.dtype)
         updates.append(DenseUpdate(rule, (), variables, places, g, hp, row_of))
     if arrays and is_on_device(arrays[0]):

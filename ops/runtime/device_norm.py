@@ -14,7 +14,7 @@ from ...kernels.storage import Storage, real_of
 from . import cuda, pending
 from .device import DeviceArray
 from .launch import Launch, checked_launch
-from .row_forms import by_storage, index_lists, value_pairs, values_of
+from .row_forms import by_storage, index_lists, values_by_storage, values_of
 from .row_step import IndexList, RowGradient, bad_index_error, check_keys, row_table
 from .row_tensor import RowTensor
 
@@ -38,10 +38,11 @@ def clip(
 
     Where they are their own results, nothing is written if the factor is 1 or an index is bad.
     """
+    made = values_by_storage(results)
     with _global_norm(where, gradients, limit) as norm:
-        for storage, (given, made) in value_pairs(gradients, results).items():
+        for storage, given in values_by_storage(gradients).items():
             of_type = cuda.dense.norm.DenseGradients(storage, *_described(given))
-            norm.scale(of_type, _described(made)[0], in_place=results is gradients)
+            norm.scale(of_type, _described(made[storage])[0], in_place=results is gradients)
 
 
 def _described(arrays: Sequence[DeviceArray]) -> tuple[np.ndarray, np.ndarray]:

@@ -16,7 +16,6 @@ from .row_tensor import RowTensor
 
 Dense = dict[Storage, list[Any]]
 Rows = dict[Storage, dict[int, RowTensor]]
-Pairs = dict[Storage, tuple[list[Any], list[Any]]]
 
 
 def by_storage(gradients: Sequence[Any]) -> tuple[Dense, Rows]:
@@ -36,15 +35,13 @@ def values_of(gradient: Any) -> Any:
     return gradient.values if isinstance(gradient, RowTensor) else gradient
 
 
-def value_pairs(gradients: Sequence[Any], results: Sequence[Any]) -> Pairs:
-    """The values of gradients and those of their results, by storage, without None."""
-    pairs: Pairs = {}
-    for gradient, result in zip(gradients, results, strict=True):
+def values_by_storage(gradients: Sequence[Any]) -> Dense:
+    """The values of all gradients, in order, without None."""
+    found: Dense = {}
+    for gradient in gradients:
         if gradient is not None:
-            given, made = pairs.setdefault(STORAGES[gradient.dtype], ([], []))
-            given.append(values_of(gradient))
-            made.append(values_of(result))
-    return pairs
+            found.setdefault(STORAGES[gradient.dtype], []).append(values_of(gradient))
+    return found
 
 
 def index_lists(where: str, tensors: dict[int, RowTensor]) -> list[IndexList]:

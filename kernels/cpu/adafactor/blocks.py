@@ -78,13 +78,11 @@ def _of_tile(kernel: Kernel, of_line: Storage, row: Any) -> Callable[..., None]:
         for i in range(height):
             for left in range(0, width, _PIECE):
                 place, n = i * stride + left, min(_PIECE, width - left)
-                arrays, g_place = (
-                    read_arrays(addresses, offset + place, n),
-                    g_address + place * g_bytes,
-                )
-                for byte in range(_AHEAD, _AHEAD + n * g_bytes, _LINE):
-                    prefetch_read(g_place + byte)
-                g = carray(as_pointer(g_place), n, g_type)
+                here = g_address + place * g_bytes
+                for ahead in range(here + _AHEAD, here + _AHEAD + n * g_bytes, _LINE):
+                    prefetch_read(ahead)
+                arrays = read_arrays(addresses, offset + place, n)
+                g = carray(as_pointer(here), n, g_type)
                 sum_of_rows += row(arrays, g, i, of_rows, of_columns[left : left + n], hp)
         if total != 0:
             carray(as_pointer(total), 1, np.float64)[0] += sum_of_rows

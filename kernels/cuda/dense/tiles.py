@@ -155,9 +155,8 @@ def update_tile(kernel: Kernel, length: int) -> Any:
 def update_summed_tile(kernel: Kernel, length: int) -> Any:
     """``run(i, arrays, (), (total,), hp)``: the same for a gradient that is summed in registers."""
     update = _updating(kernel.with_gradient(kernel.real), length)
-    return in_registers(
-        _accesses(kernel, length)[1:], length, update, stored=range(kernel.n_stored)
-    )
+    of_arrays, stored = _accesses(kernel, length)[1:], range(kernel.n_stored)
+    return in_registers(of_arrays, length, update, stored=stored)
 
 
 def measured_tile(kernel: Kernel, length: int) -> Any:
