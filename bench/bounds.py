@@ -107,6 +107,13 @@ class Bound:
 
 
 @njit(nogil=True)
+def _update_1_alone(arrays, start, stop, zero):  # type: ignore[no-untyped-def]
+    a = arrays[0][start:stop]
+    for i in range(a.size):
+        a[i] ^= zero
+
+
+@njit(nogil=True)
 def _update_1(arrays, start, stop, zero):  # type: ignore[no-untyped-def]
     a, g = arrays[0][start:stop], arrays[1][start:stop]
     for i in range(a.size):
@@ -259,6 +266,7 @@ def _compiled(function: Callable[..., None]) -> Loop:
 
 
 _STREAMS = {
+    (1, 0, 0): _loop(_update_1_alone),
     (1, 1, 0): _loop(_update_1),
     (2, 1, 0): _loop(_update_2),
     (3, 1, 0): _loop(_update_3),
@@ -329,7 +337,8 @@ def _row_chunk(shape: Shape, rows: int, width: int) -> int:
 
 
 def _stream(p: Stream, shape: Shape) -> Callable[[], None]:
-    read = p.read or p.updated[:1]  # what is there anyway
+    # What is there anyway; but one array that is two to the compiler would not be packed.
+    read = p.read or (p.updated[:1] if len(p.updated) > 1 else ())
     form = len(p.updated), len(read), len(p.written)
     arrays = tuple(a.reshape(-1) for a in _bits((*p.updated, *read, *p.written)))
     chunk, zero = shape.chunk(max(1, arrays[0].size)), _zero(arrays)

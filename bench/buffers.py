@@ -47,6 +47,8 @@ class Buffers:
         self._shapes = [tensor.shape for tensor in tensors]
         self.parameters = [np.full(shape, use.start, dtype) for shape in self._shapes]
         self.prepared: Prepared = subject.prepare(self.parameters)
+        if use.in_place:
+            self.prepared = self.prepared._replace(updated=[(values,) for values in self.values])
 
     def job(self, *, fresh: bool) -> Job:
         """Our step."""

@@ -41,6 +41,11 @@ class Kernel:
         return np.array([storage.itemsize for storage in (self.w, *self.s)])
 
     @property
+    def n_stored(self) -> int:
+        """How many arrays are written: the parameter and all states but those only read."""
+        return 1 + len(self.s) - self.rule.n_read
+
+    @property
     def n_scalars(self) -> int:
         """The number of fields of a row of ``hp``."""
         return len(self.column)
@@ -110,7 +115,7 @@ def _loaded(kernel: Kernel, compiler: Compiler, k: int = 0) -> Any:
 
 def _stored(kernel: Kernel, compiler: Compiler, k: int = 0) -> Any:
     """``store(arrays, i, values)``: element ``i`` of the arrays from number ``k`` on."""
-    if k > len(kernel.s):
+    if k == kernel.n_stored:
         return compiler.inlined(lambda arrays, i, values: None)  # noqa: ARG005
     storage = (kernel.w, *kernel.s)[k]
     convert = compiler.conversion(storage.from_wide if kernel.real is F64 else storage.from_real)
@@ -134,12 +139,12 @@ def element_of(
     compiled = compiler.rule(update)
     load = conditioned(kernel, compiler, zero_gradient=zero_gradient)
     load_states, store = _loaded(kernel, compiler), _stored(kernel, compiler)
-    has_states = bool(kernel.s)
+    stores_states = kernel.n_stored > 1
 
     def element(arrays, g, i, *rest):
         x, d = load(arrays[0], g, i, rest[-1])
         new = compiled(x, d, *load_states(arrays, i), *rest)
-        store(arrays, i, new if has_states else (new,))
+        store(arrays, i, new if stores_states else (new,))
 
     return compiler.element(element)
 

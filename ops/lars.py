@@ -8,8 +8,10 @@ from typing import Any
 from ..kernels.rules import lars as rules
 from .primitive import Primitive
 from .runtime import check
-from .runtime.arrays import native, rounding
+from .runtime.arrays import address_of, empty_like, native, rounding
+from .runtime.device import device_of
 from .runtime.errors import reject_unknown
+from .runtime.step import tensor_step
 
 
 class LARSUpdate(Primitive):
@@ -75,6 +77,9 @@ class LARSUpdate(Primitive):
         ratio = rules.ratio(of_w, of_g, decay, self.hyperpara, self.epsilon)
         if self.use_clip:
             ratio = rules.clipped(ratio, rate)
-        hp, result = tuple(map(rounding(w.dtype), (ratio, decay))), w.copy()
-        self._apply_dense(rules.LARS_GRADIENT, {"result": result}, hp, "gradient", gradient)
-        return native(result)
+        hp = tuple(map(rounding(w.dtype), (ratio, decay)))
+        g = check.gradient(self.name, "gradient", gradient, w.dtype, w.shape)
+        device_of(self.name, {"result": w, "gradient": g})
+        arrays = (empty_like(w), w, g)
+        tensor_step(rules.LARS_GRADIENT, (), arrays, [*map(address_of, arrays)], hp)
+        return native(arrays[0])

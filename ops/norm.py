@@ -9,20 +9,22 @@ from typing import Any
 import numpy as np
 
 from ..kernels.cpu.dense import measure
+from ..kernels.cpu.parallel import commit
 from ..kernels.cpu.rows.step import row_norm
 from ..kernels.element import kernel
 from ..kernels.quiet import quiet
-from ..kernels.rules.norm import SCALED
+from ..kernels.rules.norm import SCALED, SCALED_IN_PLACE
 from ..kernels.storage import Storage, real_of
 from ..kernels.tables import TensorTable
 from .runtime import check, device_norm
 from .runtime.arrays import address_of, empty_like, native
 from .runtime.device import device_of, is_on_device
-from .runtime.errors import RejectedTypeError, reject
-from .runtime.row_forms import as_rows, by_storage, index_lists
+from .runtime.errors import ConversionError, RejectedTypeError, reject
+from .runtime.launch import launch_on
+from .runtime.row_forms import as_rows, by_storage, index_lists, values_by_storage, values_of
 from .runtime.row_step import RowGradient, check_keys, first_bad_index, row_table
 from .runtime.row_tensor import RowTensor
-from .runtime.step import tensor_step
+from .runtime.step import DenseUpdate, Variables, tensor_step
 
 Gradient = Any  # an array, of NumPy or a `DeviceArray`, or a `RowTensor`
 
@@ -49,12 +51,15 @@ def global_norm(x: Sequence[Any]) -> float:
     >>> global_norm([np.array([4.0], np.float32), rows])
     5.0
     """
-    return math.sqrt(_sum_of_squares("global_norm", _adopted("global_norm", x)))
+    where = "global_norm"
+    gradients = _adopted(where, x)
+    return math.sqrt(_sum_of_squares(where, gradients, on_device=_are_on_device(where, gradients)))
 
 
 def clip_by_global_norm(
-    x: Sequence[Any], clip_norm: float = 1.0, use_norm: float | None = None
-) -> tuple[Any, ...]:
+    x: Sequence[Any], clip_norm: float = 1.0, use_norm: float | None = None, *,
+    in_place: bool = False,
+) -> tuple[Any, ...]:  # fmt: skip
     """Gradients scaled so that their global norm is at most ``clip_norm``::
 
         g * clip_norm / max(norm, clip_norm)
@@ -64,17 +69,20 @@ def clip_by_global_norm(
         clip_norm: number > 0.
         use_norm: the norm to go by, if it is known; default `global_norm` of ``x``. It can be
             the norm over several processes.
+        in_place: scale the gradients where they lie, all or none, and touch none within the limit.
+            They are writable, contiguous and share no memory: arrays, or values of a `RowTensor`.
 
     Returns:
         A tuple of new gradients of the same kinds, shapes and dtypes; where a list of `RowTensor`
-        or a sparse tensor was given, there is one `RowTensor`. Gradients with an infinite
-        or NaN norm become NaN, so that they do not pass for clipped ones. On a CUDA device they
-        are arrays of the same framework; the norm stays there and nothing is waited for, so a
-        bad index is reported by `fusestep.synchronize`.
+        or a sparse tensor was given, there is one `RowTensor`. With ``in_place`` it has the
+        gradients themselves. Those with an infinite or NaN norm become NaN, so that they do not
+        pass for clipped ones. On a CUDA device they are arrays of the same framework; the norm
+        stays there and nothing is waited for, so a bad index is reported by
+        `fusestep.synchronize` (and nothing is scaled in place).
 
     Raises:
         TypeError: a kind or dtype does not fit.
-        ValueError: ``clip_norm`` is not above 0, or ``use_norm`` is below.
+        ValueError: ``clip_norm`` is not above 0, ``use_norm`` is below, or in place cannot be.
         IndexError: an index of a `RowTensor` is out of range (looked for unless ``use_norm`` is
             given: then nothing is summed).
 
@@ -84,23 +92,32 @@ def clip_by_global_norm(
     >>> (g,) = clip_by_global_norm([np.array([3.0, 4.0], np.float32)], 2.5)
     >>> g.tolist()
     [1.5, 2.0]
+    >>> clip_by_global_norm([g], 1.25, in_place=True)[0] is g, g.tolist()
+    (True, [0.75, 1.0])
     """
     where = "clip_by_global_norm"
     limit = check.scalar(where, "clip_norm", clip_norm)
     check.in_range(where, "clip_norm", limit, limit > 0.0, "above 0")
+    in_place = check.flag(where, "in_place", in_place)
     gradients = _adopted(where, x)
     on_device = _are_on_device(where, gradients)
+    if in_place:
+        _check_in_place(where, x, gradients)
+    results = gradients if in_place else [*map(_like, gradients)]
     if use_norm is None and on_device:
-        return device_norm.clipped(where, gradients, limit)
+        device_norm.clip(where, gradients, results, limit)
+        return tuple(x) if in_place else tuple(map(native, results))
     if use_norm is None:
-        norm = math.sqrt(_sum_of_squares(where, gradients))
+        norm = math.sqrt(_sum_of_squares(where, gradients, on_device=False))
     else:  # in float64, as it was measured
         norm = check.number(where, "use_norm", use_norm)
         if not math.isfinite(norm):
             reject(ValueError, where, "use_norm", "is not finite", "a finite number", norm)
         check.in_range(where, "use_norm", norm, norm >= 0.0, "at least 0")
     factor = limit / max(norm, limit) if math.isfinite(norm) else math.nan
-    return tuple(_scaled(gradient, factor) for gradient in gradients)
+    if factor != 1.0 or not in_place:
+        _scale(gradients, results, factor)
+    return tuple(x) if in_place else tuple(map(native, results))
 
 
 def _adopted(where: str, x: Sequence[Any]) -> list[Gradient | None]:
@@ -123,20 +140,28 @@ def _adopted_one(where: str, name: str, gradient: Any) -> Gradient:
     return RowTensor(indices, values, rows.dense_shape)
 
 
+def _check_in_place(where: str, x: Sequence[Any], gradients: Sequence[Gradient | None]) -> None:
+    """What was given can be written to: it was not converted, and lies apart."""
+    values: dict[str, Any] = {}
+    for i, (given, adopted) in enumerate(zip(x, gradients, strict=True)):
+        if isinstance(adopted, RowTensor) and not isinstance(given, RowTensor):
+            wrong, expected = "cannot be scaled in place", "an array or a RowTensor"
+            reject(ConversionError, where, f"x[{i}]", wrong, expected, type(given).__name__)
+        if adopted is not None:
+            values[f"x[{i}]"] = check.variable(where, f"x[{i}]", values_of(given))
+    check.no_overlap(where, [*values], [*values.values()])
+
+
 def _are_on_device(where: str, gradients: Sequence[Gradient | None]) -> bool:
     """Whether the gradients live on a CUDA device, all or none."""
-    values = {
-        f"x[{i}]": g.values if isinstance(g, RowTensor) else g
-        for i, g in enumerate(gradients)
-        if g is not None
-    }
+    values = {f"x[{i}]": values_of(g) for i, g in enumerate(gradients) if g is not None}
     return bool(values) and device_of(where, values) is not None
 
 
 @quiet
-def _sum_of_squares(where: str, gradients: Sequence[Gradient | None]) -> float:
+def _sum_of_squares(where: str, gradients: Sequence[Gradient | None], *, on_device: bool) -> float:
     """Kind by kind, each in one kernel call."""
-    if _are_on_device(where, gradients):
+    if on_device:
         return device_norm.squares(where, gradients)
     dense, rows = by_storage(gradients)
     total = sum(_of_rows(where, g, tensors) for g, tensors in rows.items())
@@ -175,14 +200,37 @@ def _of_rows(where: str, g: Storage, by_place: dict[int, RowTensor]) -> float:
     return total
 
 
-def _scaled(gradient: Gradient | None, factor: float) -> Any:
-    if gradient is None:
-        return None
-    if isinstance(gradient, RowTensor):
-        indices = gradient.indices
-        own = indices if is_on_device(indices) else indices.copy()
-        return RowTensor(own, _scaled(gradient.values, factor), gradient.dense_shape)
-    result = empty_like(gradient)
-    addresses = address_of(result), address_of(gradient)
-    tensor_step(SCALED, (), (result, gradient), addresses, (factor,))
-    return native(result)
+def _like(gradient: Gradient | None) -> Gradient | None:
+    """A gradient of the same kind, with values still to be written."""
+    if not isinstance(gradient, RowTensor):
+        return None if gradient is None else empty_like(gradient)
+    indices, values = gradient.indices, empty_like(gradient.values)
+    own = indices if is_on_device(indices) else indices.copy()
+    return RowTensor(own, values, gradient.dense_shape)
+
+
+@quiet
+def _scale(
+    gradients: Sequence[Gradient | None], results: Sequence[Gradient | None], factor: float
+) -> None:
+    """Write the products to the results, those of a storage type in one kernel call."""
+    in_place, updates = results is gradients, []
+    given, made = values_by_storage(gradients), values_by_storage(results)
+    rule = SCALED_IN_PLACE if in_place else SCALED
+    arrays = [array for of_type in (made, given) for found in of_type.values() for array in found]
+    if len(arrays) == 2:  # for one tensor a step is kept
+        tensor_step(rule, (), tuple(arrays), [*map(address_of, arrays)], (factor,))
+        return
+    for g, found in made.items():
+        variables, row_of = Variables.of([(array,) for array in found]), np.zeros(len(found), int)
+        places = variables.table.addresses[:, 0]
+        if not in_place:
+            places = np.array([*map(address_of, given[g])])
+        hp = np.array([[factor]], variables.real.dtype)
+        updates.append(DenseUpdate(rule, (), variables, places, g, hp, row_of))
+    if arrays and is_on_device(arrays[0]):
+        with launch_on(arrays, None) as launch:
+            for update in updates:
+                update.enqueue(launch)
+    else:
+        commit([update.prepared() for update in updates])

@@ -313,6 +313,20 @@ def _gather(parameters: list[np.ndarray]) -> Callable[[Sequence[Any]], object]:
     return lambda gradients: lookup(table, gradients[0].indices, 0)
 
 
+def _clip_in_place(_: list[np.ndarray]) -> Callable[[Sequence[Any]], object]:
+    """What was clipped before is clipped to less: within its limit nothing would be done."""
+    limit = 1.0
+    last: Sequence[Any] = ()
+
+    def step(gradients: Sequence[Any]) -> object:
+        nonlocal last, limit
+        limit = limit * (1.0 - 2.0**-9) if gradients is last else 1.0
+        last = gradients
+        return ops.clip_by_global_norm(gradients, limit, in_place=True)
+
+    return step
+
+
 FUNCTIONS: dict[str, Function] = {
     "global_norm": Function(
         lambda _: ops.global_norm,
@@ -321,6 +335,10 @@ FUNCTIONS: dict[str, Function] = {
     "clip_by_global_norm": Function(
         lambda _: ops.clip_by_global_norm,
         Use("clip-by-global-norm", Traffic(updated=0, written=1, passes=(1,))),
+    ),
+    "clip_by_global_norm(in_place)": Function(
+        _clip_in_place,
+        Use("clip-by-global-norm", Traffic(updated=1, read=0, passes=(1,)), in_place=True),
     ),
     "SparseGatherV2": Function(
         _gather, Use("gather", Traffic(updated=0, read=0, written=1)), "rows"

@@ -60,6 +60,7 @@ class Use:
         traffic: what it must move.
         every_row: a row-sparse gradient makes all rows take the step.
         is_matrix: it is measured on a square matrix, not on a vector.
+        in_place: the gradient is what it updates.
         start: what the parameters start from. At 0, the norms of LARS would stop it.
     """
 
@@ -67,6 +68,7 @@ class Use:
     traffic: Traffic
     every_row: bool = False
     is_matrix: bool = False
+    in_place: bool = False
     start: float = 0.0
 
 

@@ -23,7 +23,7 @@ import numba
 from llvmlite import binding as llvm
 from numba import config
 from numba.core.registry import cpu_target
-from numba.core.runtime._nrt_python import c_helpers
+from numba.core.runtime import _nrt_python
 
 from .cache import IMPORTED_SOURCES, processor
 
@@ -159,7 +159,7 @@ class Loaded:
         for name in code.called:
             # Numba registers them too, but when its compiler starts, which takes a third of a
             # second.
-            helper = c_helpers.get(name.removeprefix("NRT_"))
+            helper = _nrt_python.c_helpers.get(name.removeprefix("NRT_"))
             if helper and not _is_known(name):
                 llvm.add_symbol(name, helper)
         if not all(map(_is_known, code.called)):
@@ -176,7 +176,7 @@ class Loaded:
         self._engine.add_object_file(llvm.ObjectFileRef.from_data(code.object_file))
         self._engine.finalize_object()
         self.address: int = self._engine.get_function_address(code.symbol)
-        _every.append(self)  # who has only an address keeps nothing alive
+        _LOADED.append(self)  # who has only an address keeps nothing alive
 
     def entry(self) -> Callable[..., int]:
         """The function for Python, where the code has an `Entry`."""
@@ -186,7 +186,7 @@ class Loaded:
         return made
 
 
-_every: list[Loaded] = []
+_LOADED: list[Loaded] = []
 
 
 class _Method(ctypes.Structure):

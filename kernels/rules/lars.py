@@ -20,8 +20,8 @@ from .rule import Rule
 _LARGEST = float(np.finfo(np.float32).max)
 
 
-def lars_gradient(w: Any, g: Any, hp: Any) -> Any:
-    """The new gradient, in the place of a copy of the parameter."""
+def lars_gradient(out: Any, g: Any, w: Any, hp: Any) -> Any:
+    """The new gradient, in the first slot."""
     return hp.ratio * (g + hp.decay * w)
 
 
@@ -60,4 +60,4 @@ def clipped_ratio(ratios: np.ndarray, lr: np.ndarray) -> np.ndarray:
     return np.array([clipped(*pair) for pair in zip(ratios.tolist(), lr.tolist(), strict=True)])
 
 
-LARS_GRADIENT = Rule(lars_gradient, (), ("ratio", "decay"))
+LARS_GRADIENT = Rule(lars_gradient, ("weight",), ("ratio", "decay"), n_read=1)

@@ -78,6 +78,7 @@ class Rule(_Constant):
             matrix whose last state is kept as a factor of each row and one of each column.
         layerwise: whether LARS and THOR are published around it, with a factor for each tensor.
         decays: whether it applies the weight decay itself; else that is added to the gradient.
+        n_read: how many of the last states are only read: ``update`` does not return them.
     """
 
     update: Callable[..., Any]
@@ -90,6 +91,7 @@ class Rule(_Constant):
     factored: Callable[..., Any] | None = None
     layerwise: bool = False
     decays: bool = False
+    n_read: int = 0
 
 
 def factors(rule: Rule, squares: np.ndarray) -> np.ndarray:

@@ -10,11 +10,11 @@ import numpy as np
 
 from ...kernels.element import kernel
 from ...kernels.rules.norm import SCALED
-from ...kernels.storage import STORAGES, Storage, real_of
+from ...kernels.storage import Storage, real_of
 from . import cuda, pending
 from .device import DeviceArray
 from .launch import Launch, checked_launch
-from .row_forms import by_storage, index_lists
+from .row_forms import by_storage, index_lists, values_by_storage, values_of
 from .row_step import IndexList, RowGradient, bad_index_error, check_keys, row_table
 from .row_tensor import RowTensor
 
@@ -30,32 +30,19 @@ def squares(where: str, gradients: Sequence[Gradient | None]) -> float:
     return total
 
 
-def clipped(where: str, gradients: Sequence[Gradient | None], limit: float) -> tuple[Any, ...]:
-    """The gradients times ``limit / max(norm, limit)``, as new ones; nothing is waited for."""
-    results: list[Any] = []
-    by_type: dict[Storage, list[tuple[DeviceArray, DeviceArray]]] = {}
-    for gradient in gradients:
-        if gradient is None:
-            results.append(None)
-            continue
-        given = _values(gradient)
-        made = given.empty_like()
-        by_type.setdefault(STORAGES[given.dtype], []).append((given, made))
-        if isinstance(gradient, RowTensor):
-            results.append(RowTensor(gradient.indices, made, gradient.dense_shape))
-        else:
-            results.append(made.native())
+def clip(
+    where: str, gradients: Sequence[Gradient | None], results: Sequence[Gradient | None],
+    limit: float,
+) -> None:  # fmt: skip
+    """Write the gradients times ``limit / max(norm, limit)``; nothing is waited for.
+
+    Where they are their own results, nothing is written if the factor is 1 or an index is bad.
+    """
+    made = values_by_storage(results)
     with _global_norm(where, gradients, limit) as norm:
-        for storage, pairs in by_type.items():
-            arrays, scaled = zip(*pairs, strict=True)
-            of_type = cuda.dense.norm.DenseGradients(storage, *_described(arrays))
-            norm.scale(of_type, _described(scaled)[0])
-    return tuple(results)
-
-
-def _values(gradient: Gradient) -> DeviceArray:
-    values: DeviceArray = gradient.values if isinstance(gradient, RowTensor) else gradient
-    return values
+        for storage, given in values_by_storage(gradients).items():
+            of_type = cuda.dense.norm.DenseGradients(storage, *_described(given))
+            norm.scale(of_type, _described(made[storage])[0], in_place=results is gradients)
 
 
 def _described(arrays: Sequence[DeviceArray]) -> tuple[np.ndarray, np.ndarray]:
@@ -72,13 +59,14 @@ def _global_norm(where: str, gradients: Sequence[Gradient | None], limit: float)
     for by_place in rows.values():
         lists += index_lists(where, by_place)
         check_keys(where, lists[-len(by_place) :])
-    arrays = [_values(gradient) for gradient in gradients if gradient is not None]
+    arrays = [values_of(gradient) for gradient in gradients if gradient is not None]
     arrays += [t.indices for by_place in rows.values() for t in by_place.values()]
     with checked_launch(arrays, bad_index_error(lists) if lists else None) as launch:
         norm = cuda.dense.norm
         of_dense = [norm.DenseGradients(g, *_described(found)) for g, found in dense.items()]
         of_rows = _row_squares(rows, launch)
-        with norm.global_norm(of_dense, of_rows, limit, launch.stream) as enqueued:
+        call = launch.stream, launch.guard
+        with norm.global_norm(of_dense, of_rows, limit, *call) as enqueued:
             yield enqueued
 
 

@@ -30,6 +30,20 @@ def by_storage(gradients: Sequence[Any]) -> tuple[Dense, Rows]:
     return dense, rows
 
 
+def values_of(gradient: Any) -> Any:
+    """The array of a dense gradient, or of the values of a `RowTensor`."""
+    return gradient.values if isinstance(gradient, RowTensor) else gradient
+
+
+def values_by_storage(gradients: Sequence[Any]) -> Dense:
+    """The values of all gradients, in order, without None."""
+    found: Dense = {}
+    for gradient in gradients:
+        if gradient is not None:
+            found.setdefault(STORAGES[gradient.dtype], []).append(values_of(gradient))
+    return found
+
+
 def index_lists(where: str, tensors: dict[int, RowTensor]) -> list[IndexList]:
     """The indices of the row-sparse ones of a list ``x`` of gradients."""
     return [

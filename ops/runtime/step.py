@@ -63,7 +63,8 @@ class Variables:
     def new_steps(self, rule: Rule, prologue: Prologue, g: Storage) -> Pool[DenseStep]:
         """An entry of `steps`."""
         compiled = kernel(rule, prologue, self.w, g, self.s)
-        pool: Pool[DenseStep] = Pool(lambda: DenseStep(compiled, self.table, pool.give))
+        table = self.table  # a pool that knew the tensors would keep them from being freed
+        pool: Pool[DenseStep] = Pool(lambda: DenseStep(compiled, table, pool.give))
         return self.steps.setdefault((rule, prologue, g), pool)
 
 

@@ -435,9 +435,9 @@ def test_no_cliff_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_first_steps_are_cold_or_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     folders: list[tuple[str, str]] = []
 
-    def start(step: str, folder: str, threads: int) -> tuple[float, float]:
+    def start(step: str, folder: str, threads: int) -> tuple[float, float, float]:
         folders.append((step, folder))
-        return 0.1 * threads, 9.0 if folders.count((step, folder)) == 1 else 1.0
+        return 0.1 * threads, *((9.0, 8.0) if folders.count((step, folder)) == 1 else (1.0, 0.5))
 
     monkeypatch.setattr(first_step, "start", start)
     told: list[float] = []
@@ -448,8 +448,12 @@ def test_first_steps_are_cold_or_cached(monkeypatch: pytest.MonkeyPatch) -> None
         "nn.Adam cached": 1.0,
         "nn.LazyAdam cold": 9.0,
         "nn.LazyAdam cached": 1.0,
+        "nn.Adam cold: processor": 8.0,
+        "nn.Adam cached: processor": 0.5,
+        "nn.LazyAdam cold: processor": 8.0,
+        "nn.LazyAdam cached: processor": 0.5,
     }
-    assert found.times.keys() == found.limits.keys()
+    assert found.limits.keys() <= found.times.keys()
     assert told[-1] == 1.0
 
 
@@ -458,6 +462,7 @@ def test_first_step_in_a_fresh_process(tmp_path: Any) -> None:
     imported, stepped, processor = first_step.start("nn.Adam", str(cache_directory() or tmp_path), 1)
     assert imported > 0
     assert stepped > 0
+    assert processor > 0
 
 
 def test_a_first_step_that_fails(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -183,16 +183,17 @@ def factored_loops(*, every: bool) -> dict[str, Any]:
     return found
 
 
-# Rules that do not read their first variable (a step that is not taken), and one that leaves its
-# state as it is. A master's copy is not read either.
+# Rules that do not read their first variable (a step that is not taken) or their gradient, and
+# those that leave a state as it is. A master's copy is not read either.
+_UNREAD_GRADIENT = {"scaled_in_place"}
 _ONLY_WRITTEN = {"adam_delta", "adam_nesterov_delta", "lars_gradient", "scaled"}
-_ONLY_READ = {"adagrad_fixed"}
+_ONLY_READ = {"adagrad_fixed", "lars_gradient"}
 
 
 def arrays_of(name: str, compiled: Any) -> dict[str, int]:
     """How many arrays a kernel reads and writes."""
     rule, states = name.split()[1].rstrip(","), len(compiled.s)
-    unread = (rule in _ONLY_WRITTEN) + rule.endswith("_master")
+    unread = (rule in _ONLY_WRITTEN) + (rule in _UNREAD_GRADIENT) + rule.endswith("_master")
     return {"read": 2 + states - unread, "written": 1 + states - (rule in _ONLY_READ)}
 
 

@@ -188,12 +188,55 @@ def operator_errors() -> None:
             ops.Adam()(w, m, v, *BETAS, type(w)(between))
 
 
+def clipping() -> None:
+    """New gradients and in place, as on the host; a bad index or a small norm writes nothing."""
+    index = np.array([1, 4, 1])
+    host: list[Any] = [
+        *(gradient(shape, dtype) for shape, dtype in (((70, 3), F32), ((9,), F64), ((), F16))),
+        None, ops.RowTensor(index, gradient((3, 2)), (5, 2)), gradient((33,), BF16),
+    ]  # fmt: skip
+    ours, other = (on_device(host) for _ in range(2))
+    norm = ops.global_norm(host)
+    for known in (None, norm):
+        expected = ops.clip_by_global_norm(host, 0.5 * norm, known)
+        with unchanged(*_values(ours)):
+            found = ops.clip_by_global_norm(ours, 0.5 * norm, known)
+        for array, their in zip(_values(found), _values(expected), strict=True):
+            assert_close(on_host(array), their, "clipped")
+    for known in (None, norm):
+        with unchanged(*_values(ours)):
+            for limit in (norm * 1.001, 2.0 * norm):
+                found = ops.clip_by_global_norm(ours, limit, known, in_place=True)
+    for known, of in ((None, ours), (norm, other)):
+        found = ops.clip_by_global_norm(of, 0.5 * norm, known, in_place=True)
+        assert all(a is b for a, b in zip(found, of, strict=True))
+        for array, their in zip(_values(of), _values(expected), strict=True):
+            assert_close(on_host(array), their, "clipped in place")
+    bad = on_device(ops.RowTensor(np.array([0, 5]), gradient((2, 2)), (5, 2)))
+    with unchanged(*_values([*ours, bad])):
+        ops.clip_by_global_norm([*ours, bad], 1e-3, in_place=True)
+    with refused(IndexError, "clip_by_global_norm: x[6]: indices[1] is out of range"):
+        fusestep.synchronize()
+    with refused(ValueError, "x[6] shares memory with x[0]", *_values(ours)):
+        ops.clip_by_global_norm([*ours, ours[0]], 1e-3, in_place=True)
+    with refused(ValueError, "x[6] is not contiguous", *_values(ours)):
+        ops.clip_by_global_norm([*ours, ours[0].T], 1e-3, in_place=True)
+    not_a_number = cuda.to_device(np.array([np.nan, 1.0], F32))
+    ops.clip_by_global_norm([not_a_number], in_place=True)
+    assert np.isnan(on_host(not_a_number)).all()
+
+
+def _values(gradients: Sequence[Any]) -> list[Any]:
+    return [g.values if isinstance(g, ops.RowTensor) else g for g in gradients if g is not None]
+
+
 CHECKS: dict[str, Sequence[Callable[[], Any]]] = {
     "operators": (
         dense_operators,
         row_operators,
         gathers,
         operator_errors,
+        clipping,
     ),
 }
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import math
+import mmap
+import weakref
 from typing import Any
 
 import numpy as np
@@ -333,6 +337,193 @@ def test_clipping_against_the_reference() -> None:
         np.testing.assert_allclose(a, b, rtol=3e-7)
 
 
+# In place
+
+
+def values_of(gradients: Any) -> list[np.ndarray]:
+    return [g.values if isinstance(g, ops.RowTensor) else g for g in gradients if g is not None]
+
+
+@EACH_DTYPE
+@pytest.mark.parametrize("sizes", [(70_001,), (1,), (), (0, 5), (3, 0, 17, 40_000, 1)], ids=str)
+def test_in_place_every_element_is_the_reference(sizes: Any, dtype: np.dtype) -> None:
+    gradients = [dense(size, dtype, seed) for seed, size in enumerate(sizes)]
+    before = [wide(g) for g in gradients]
+    limit = 0.3 * layerwise.global_norm(before) or 1.0
+    found = ops.clip_by_global_norm(gradients, limit, in_place=True)
+    assert type(found) is tuple and all(a is b for a, b in zip(found, gradients, strict=True))
+    for new, wanted in zip(gradients, layerwise.clip_by_global_norm(before, limit), strict=True):
+        allowed = np.abs(wanted) * (EPSILON[dtype] + 1e-7 * (dtype != np.float64))
+        assert (np.abs(wide(new) - wanted) <= np.maximum(allowed, 6e-8)).all()
+
+
+@pytest.mark.parametrize("use_norm", [None, 900.0])
+@pytest.mark.parametrize("clip_norm", [0.5, 250.0])
+def test_in_place_has_the_bits_of_new_gradients(clip_norm: float, use_norm: float | None) -> None:
+    """All kinds and dtypes; the objects themselves come back."""
+    gradients = mixture(10.0)
+    expected = ops.clip_by_global_norm(gradients, clip_norm, use_norm)
+    indices = [g.indices for g in gradients if isinstance(g, ops.RowTensor)]
+    with unchanged(indices):
+        found = ops.clip_by_global_norm(gradients, clip_norm, use_norm, in_place=True)
+    assert all(a is b for a, b in zip(found, gradients, strict=True))
+    for ours, other in zip(values_of(found), values_of(expected), strict=True):
+        assert_same_bits(ours, other)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(data=st.data())
+def test_in_place_any_gradients(data: st.DataObject) -> None:
+    """Random lists, scaled again and again: what new gradients would be, in every bit."""
+    gradients: list[Any] = []
+    for seed in range(data.draw(st.integers(0, 6))):
+        dtype = data.draw(st.sampled_from(STORAGE_DTYPES))
+        if data.draw(st.booleans()):
+            gradients.append(dense(data.draw(st.integers(0, 300)), dtype, seed))
+        else:
+            some = data.draw(st.lists(st.integers(0, 9), max_size=20))
+            gradients.append(rows(some, (data.draw(st.integers(1, 9)),), dtype=dtype, seed=seed))
+    for limit in data.draw(st.lists(st.floats(1e-3, 30.0), min_size=1, max_size=3)):
+        expected = ops.clip_by_global_norm(gradients, limit)
+        ops.clip_by_global_norm(gradients, limit, in_place=True)
+        for ours, other in zip(values_of(gradients), values_of(expected), strict=True):
+            assert_same_bits(ours, other)
+
+
+@pytest.mark.parametrize("excess", [0.0, 1.0])
+def test_in_place_within_the_limit_nothing_is_written(excess: float) -> None:
+    """Nor read again: what cannot be written to any more is not."""
+    pages = mmap.mmap(-1, mmap.PAGESIZE)
+    held = np.frombuffer(pages, np.float32)
+    held[:] = 2.0
+    gradients = [held, *mixture()]
+    limit = ops.global_norm(gradients) + excess
+    protect = ctypes.CDLL(None, use_errno=True).mprotect
+    address = ctypes.c_void_p(held.ctypes.data)
+    assert protect(address, mmap.PAGESIZE, mmap.PROT_READ) == 0
+    try:
+        with unchanged([g for g in gradients if g is not None]):
+            found = ops.clip_by_global_norm(gradients, limit, in_place=True)
+        assert all(a is b for a, b in zip(found, gradients, strict=True))
+        assert protect(address, mmap.PAGESIZE, 0) == 0  # a known norm: not even read
+        ops.clip_by_global_norm(gradients, limit, limit, in_place=True)
+    finally:
+        protect(address, mmap.PAGESIZE, mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_in_place_a_norm_that_is_not_finite_makes_nan(bad: float) -> None:
+    gradients = [np.array([0.0, bad, 1.0], np.float32), rows([1, 1]), None, dense((2,), BF16)]
+    ops.clip_by_global_norm(gradients, 1.0, in_place=True)
+    for values in values_of(gradients):
+        assert np.isnan(wide(values)).all()
+
+
+def test_in_place_of_parameters_and_nothing() -> None:
+    assert ops.clip_by_global_norm([], in_place=True) == ()
+    assert ops.clip_by_global_norm([None], in_place=True) == (None,)
+    parameter = nn.Parameter(np.array([3.0, 4.0]))
+    assert ops.clip_by_global_norm([parameter], 1.0, in_place=True)[0] is parameter
+    np.testing.assert_allclose(parameter.data, [0.6, 0.8], rtol=1e-15)
+    # Two row-sparse gradients may have their indices in common, and empty arrays their place.
+    first, second, empty = rows([1, 2, 2]), rows([0, 0, 0], seed=1), dense((0, 3))
+    second.indices = first.indices
+    gradients = [first, second, empty, empty]
+    expected = ops.clip_by_global_norm(gradients, 0.1)
+    ops.clip_by_global_norm(gradients, 0.1, in_place=True)
+    for ours, other in zip(values_of(gradients), values_of(expected), strict=True):
+        assert_same_bits(ours, other)
+
+
+def test_results_are_freed_when_nobody_has_them() -> None:
+    """Not by the collector of cycles, which comes when it comes."""
+    gc.collect()
+    gc.disable()
+    try:
+        gradients = [dense(50), dense(50)]
+        (first, _), watched = ops.clip_by_global_norm(gradients, 0.1), weakref.ref(gradients[1])
+        result = weakref.ref(first)
+        ops.clip_by_global_norm(gradients, 0.05, in_place=True)
+        del gradients, first
+        assert watched() is None and result() is None
+    finally:
+        gc.enable()
+
+
+def read_only() -> np.ndarray:
+    array = dense(4)
+    array.flags.writeable = False
+    return array
+
+
+class Converted:
+    """Reading it makes a new array each time."""
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return dense(4)
+
+
+def refused_in_place() -> dict[str, tuple[list[Any], type[Exception], str]]:
+    one, table = dense(9), rows([1, 2, 2])
+    locked, strided = rows([1]), rows([1, 2])
+    locked.values = read_only().reshape(1, 4)[:, :3]
+    strided.values = np.repeat(strided.values, 2, axis=0)[::2]
+    return {
+        "read-only": ([read_only()], ValueError, r"x\[1\] is read-only"),
+        "read-only rows": ([locked], ValueError, r"x\[1\] is read-only"),
+        "strided": ([dense(9)[::2]], ValueError, r"x\[1\] is not contiguous"),
+        "transposed": ([dense((3, 2)).T], ValueError, r"x\[1\] is not contiguous"),
+        "strided rows": ([strided], ValueError, r"x\[1\] is not contiguous"),
+        "converted": ([Converted()], TypeError, r"x\[1\] cannot be updated in place"),
+        "list": ([[table, table]], TypeError, r"x\[1\] cannot be scaled in place: .* got list"),
+        "sparse": ([Sparse(table)], TypeError, r"x\[1\] cannot be scaled in place: .* got Sparse"),
+        "twice": ([one, one], ValueError, r"x\[2\] shares memory with x\[1\]"),
+        "rows twice": ([table, table], ValueError, r"x\[2\] shares memory with x\[1\]"),
+        "overlap": ([one[:5], one[4:]], ValueError, r"x\[2\] shares memory with x\[1\]"),
+        "list of numbers": ([[1.0, 2.0]], TypeError, r"x\[1\] is no gradient"),
+        "integers": ([np.ones(3, int)], TypeError, r"x\[1\] has a wrong dtype"),
+        "bad index": ([rows([0, 10])], IndexError, r"x\[1\].*indices\[1\] is out of range"),
+    }
+
+
+@pytest.mark.parametrize("fault", refused_in_place())
+def test_in_place_refuses_before_anything_is_written(fault: str) -> None:
+    bad, error, text = refused_in_place()[fault]
+    first = dense(5)
+    for use_norm in (None, 7.0) if fault != "bad index" else (None,):
+        with refused(error, f"^clip_by_global_norm: {text}", first, values_of_arrays(bad)):
+            ops.clip_by_global_norm([first, *bad], 0.1, use_norm, in_place=True)
+
+
+def values_of_arrays(gradients: list[Any]) -> list[Any]:
+    return [v for v in values_of(gradients) if isinstance(v, np.ndarray)]
+
+
+@pytest.mark.parametrize("value", [1, None, "yes", np.True_], ids=repr)
+def test_in_place_is_a_flag(value: Any) -> None:
+    with refused(TypeError, "^clip_by_global_norm: in_place has a wrong type: expected a bool"):
+        ops.clip_by_global_norm([GOOD.copy()], in_place=value)
+    with refused(TypeError, "takes from 1 to 3 positional arguments"):
+        ops.clip_by_global_norm([GOOD.copy()], 1.0, None, True)  # type: ignore[misc]
+
+
+def test_in_place_bits_do_not_depend_on_the_number_of_threads() -> None:
+    program = """
+        import numpy as np
+        from fusestep import ops, set_num_threads
+        from test_norm import dense, mixture, values_of
+
+        results = set()
+        for n in (1, 2, 3, 7):
+            set_num_threads(n)
+            gradients = [dense(300_000), *mixture(10.0), dense(200_000, seed=4)]
+            ops.clip_by_global_norm(gradients, 0.5, in_place=True)
+            results.add(b"".join(v.tobytes() for v in values_of(gradients)))
+        print(len(results))
+    """
+    assert output_of(program, NUMBA_NUM_THREADS="7").strip() == "1"
+
+
 # What is refused: TypeError for kinds, ValueError for values, IndexError for indices
 
 GOOD = np.ones(3, np.float32)
@@ -395,6 +586,7 @@ def test_norm_checks_a_row_tensor_that_was_changed(function: Any) -> None:
         ({"clip_norm": np.ones(2)}, ValueError, "clip_norm has a wrong shape"),
         ({"use_norm": -1.0}, ValueError, "use_norm is out of range: expected at least 0, got -1.0"),
         ({"use_norm": np.nan}, ValueError, "use_norm is not finite"),
+        ({"in_place": 0}, TypeError, "in_place has a wrong type: expected a bool, got int"),
         ({"use_norm": "1"}, TypeError, "use_norm has a wrong type"),
     ],
     ids=str,

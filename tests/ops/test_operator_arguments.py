@@ -170,5 +170,5 @@ def test_sgd_without_momentum_is_plain(dampening: float) -> None:
 def test_arguments_of_the_norm_functions_are_tested() -> None:
     """What they do is in test_norm.py."""
     assert list(inspect.signature(ops.global_norm).parameters) == ["x"]
-    expected = ["x", "clip_norm", "use_norm"]
+    expected = ["x", "clip_norm", "use_norm", "in_place"]
     assert list(inspect.signature(ops.clip_by_global_norm).parameters) == expected

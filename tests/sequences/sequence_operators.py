@@ -215,8 +215,10 @@ def _function(name: str, rng: np.random.Generator, memory: Memory) -> Call:
     kinds = [f"{type(g).__name__}{g.shape} {g.dtype}" for g in gradients]
     if name == "global_norm":
         return Call(f"{name} {kinds}", lambda: ops.global_norm(gradients))
-    limit = float(rng.uniform(0.1, 10.0))
-    return Call(f"{name} {kinds} {limit}", lambda: ops.clip_by_global_norm(gradients, limit))
+    limit, in_place = float(rng.uniform(0.1, 10.0)), bool(rng.random() < 0.5)
+    clip = partial(ops.clip_by_global_norm, gradients, limit, in_place=in_place)
+    values = [g.values if isinstance(g, ops.RowTensor) else g for g in gradients]
+    return Call(f"{name} {kinds} {limit} {in_place}", clip, values if in_place else [])
 
 
 def _adam_update(dtype: np.dtype, rng: np.random.Generator, memory: Memory) -> Call:

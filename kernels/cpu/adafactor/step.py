@@ -144,12 +144,13 @@ def sum_squares(index, slot, c):
     t, tensor, begin, end = _part_of(c, index)
     for number in range(begin, end):
         tile = _tile(tensor, number)
-        matrix, down, across, _, width, _ = tile
+        matrix, down, across, height, width, _ = tile
         row = (matrix * tensor.tiles_across + across) * tensor.height + down * tensor.tile_height
         column = (matrix * tensor.tiles_down + down) * tensor.width + across * tensor.tile_width
         column_sums = c.sums + (tensor.column_sums + column) * 8
-        carray(as_pointer(column_sums), width, np.float64)[:] = 0.0
         row_sums = c.sums + (tensor.row_sums + row) * 8
+        carray(as_pointer(column_sums), width, np.float64)[:] = 0.0
+        carray(as_pointer(row_sums), height, np.float64)[:] = 0.0
         _call_on_tile(c, c.squares, t, tensor, tile, row_sums, column_sums, 0)
 
 

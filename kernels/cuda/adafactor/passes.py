@@ -211,7 +211,8 @@ def _over_strip(kernel: Kernel, work: Any, *, stores: bool = True) -> Any:
     kind, load_columns, _ = _strip_access(kernel.real, length)
     storages = kernel.g, kernel.w, *(kernel.s if stores else ())
     of_arrays = [_strip_access(storage, length) for storage in storages]
-    in_tiles = in_registers(of_arrays, length, work, first_stored=1 if stores else 2)
+    stored = range(1, len(of_arrays) if stores else 1)
+    in_tiles = in_registers(of_arrays, length, work, stored=stored)
 
     @cuda.jit(device=True)
     def run(row, strip, scratch, hp, *rest):

@@ -13,10 +13,12 @@ from numba import cuda, float64
 from ...element import Kernel, kernel
 from ...rules.norm import SCALED
 from ...storage import F64, Storage, real_of
+from ..device import backend
 from ..device.backend import GEOMETRY, copy_in, copy_out, load_float64, store_float32, store_float64
+from ..device.guard import NOTHING, is_closed
 from ..device.launch import on_grid
 from ..device.memory import SUMS, Places, room_of
-from ..device.records import Real, offsets_of
+from ..device.records import Real, Word, offsets_of
 from ..device.sums import PART_BYTES, add_tree, share_of_parts
 from .step import Chunks, chunk_of, chunk_sums_kernel, dense_kernel
 
@@ -30,6 +32,7 @@ class Totals(NamedTuple):
     limit: Real
     factor: Real
     factor_32: Real
+    gate: Word  # the guard of what is scaled in place: closed where the factor is 1, too
 
 
 AT = offsets_of(Totals)
@@ -89,7 +92,7 @@ class DenseSquares:
 
 
 @cuda.jit
-def total_kernel(parts, n, totals):
+def total_kernel(parts, n, totals, guard):
     """``loop[1, THREADS]``: the sum of all parts and the factor; NaN if the norm is not finite."""
     thread, shared = cuda.threadIdx.x, cuda.shared.array((1, THREADS), float64)
     shared[0, thread] = share_of_parts(parts, 0, n, 0, thread, THREADS)
@@ -101,6 +104,7 @@ def total_kernel(parts, n, totals):
         store_float64(totals + AT.squares, squares)
         store_float64(totals + AT.factor, factor)
         store_float32(totals + AT.factor_32, factor)
+        backend.store_int64(totals + AT.gate, 0 if factor == 1.0 or is_closed(guard) else NOTHING)
 
 
 class GlobalNorm(NamedTuple):
@@ -115,7 +119,7 @@ class GlobalNorm(NamedTuple):
         copy_out(totals, self.totals, self.stream)
         return float(Totals(*totals).squares)
 
-    def scale(self, found: DenseGradients, results: np.ndarray) -> None:
+    def scale(self, found: DenseGradients, results: np.ndarray, *, in_place: bool) -> None:
         """Enqueue writing gradients times the factor to ``results``, int64 addresses."""
         chunks, stream = found.chunks(results), self.stream
         if chunks.n_tensors == 0:
@@ -125,16 +129,18 @@ class GlobalNorm(NamedTuple):
         with room_of(stream) as room:
             place, loop = room.take(words.nbytes), dense_kernel(scaling(found.storage))
             copy_in(place, words, stream)
-            chunks.launch(loop, stream, place, chunks.n_tensors, 0)
+            guard = self.totals + AT.gate if in_place else 0
+            chunks.launch(loop, stream, place, chunks.n_tensors, guard)
 
 
 @contextmanager
 def global_norm(
-    gradients: Sequence[DenseGradients], rows: Sequence[Squares], limit: float, stream: Any
-) -> Iterator[GlobalNorm]:
+    gradients: Sequence[DenseGradients], rows: Sequence[Squares], limit: float, stream: Any,
+    guard: int,
+) -> Iterator[GlobalNorm]:  # fmt: skip
     """Enqueue the norm of gradients and its limit; ``with`` holds the room while it is used."""
     found, places = [*map(DenseSquares, gradients), *rows], Places()
-    totals, n_parts = np.array(Totals(0.0, limit, 0.0, 0.0)), sum(of.n_parts for of in found)
+    totals, n_parts = np.array(Totals(0.0, limit, 0.0, 0.0, 0.0)), sum(of.n_parts for of in found)
     at_totals, at_parts = places.add(totals.nbytes), places.add(n_parts * PART_BYTES)
     with room_of(stream, SUMS) as room:
         base = room.take(places.size)
@@ -144,5 +150,5 @@ def global_norm(
             if of.n_parts:
                 of.enqueue(place, stream)
                 place += of.n_parts * PART_BYTES
-        on_grid(total_kernel, 1, THREADS, stream)(first, n_parts, base + at_totals)
+        on_grid(total_kernel, 1, THREADS, stream)(first, n_parts, base + at_totals, guard)
         yield GlobalNorm(base + at_totals, stream)

@@ -107,7 +107,7 @@ def by_chunks(make: Callable[[int], Any], length: int, threads: int, chunk: int)
 
 
 def in_registers(
-    of_arrays: list[Access], length: int, work: Any, *, first_stored: int, k: int = 0
+    of_arrays: list[Access], length: int, work: Any, *, stored: range, k: int = 0
 ) -> Any:
     """``run(i, places, how, tiles, *rest)``: ``work(tiles, *rest)`` on elements of some arrays.
 
@@ -116,8 +116,8 @@ def in_registers(
     """
     if k == len(of_arrays):
         return on_device(lambda i, places, how, tiles, *rest: work(tiles, *rest))  # noqa: ARG005
-    (kind, load, store), is_stored = of_arrays[k], k >= first_stored
-    inner = in_registers(of_arrays, length, work, first_stored=first_stored, k=k + 1)
+    (kind, load, store), is_stored = of_arrays[k], k in stored
+    inner = in_registers(of_arrays, length, work, stored=stored, k=k + 1)
 
     @cuda.jit(device=True)
     def run(i, places, how, tiles, *rest):
@@ -149,13 +149,14 @@ def _updating(kernel: Kernel, length: int) -> Any:
 def update_tile(kernel: Kernel, length: int) -> Any:
     """``run(i, arrays, (), (), hp)``: the rule on a tile; the first array is the gradient."""
     of_arrays, update = _accesses(kernel, length), _updating(kernel, length)
-    return in_registers(of_arrays, length, update, first_stored=1)
+    return in_registers(of_arrays, length, update, stored=range(1, 1 + kernel.n_stored))
 
 
 def update_summed_tile(kernel: Kernel, length: int) -> Any:
     """``run(i, arrays, (), (total,), hp)``: the same for a gradient that is summed in registers."""
     update = _updating(kernel.with_gradient(kernel.real), length)
-    return in_registers(_accesses(kernel, length)[1:], length, update, first_stored=0)
+    of_arrays, stored = _accesses(kernel, length)[1:], range(kernel.n_stored)
+    return in_registers(of_arrays, length, update, stored=stored)
 
 
 def measured_tile(kernel: Kernel, length: int) -> Any:
@@ -175,7 +176,7 @@ def measured_tile(kernel: Kernel, length: int) -> Any:
             if n_values > 2:
                 sums[2] += np.float64(found[2]) * np.float64(found[2])
 
-    return in_registers(of_arrays, length, add_squares, first_stored=len(of_arrays))
+    return in_registers(of_arrays, length, add_squares, stored=range(0))
 
 
 class Sums(NamedTuple):

@@ -181,19 +181,31 @@ def ftrl_terms(w: Array, g: Array, states: Any, k: Known, new: Any) -> list[Arra
     return [(k["l1"] + linear) / (root / k["lr"] + 2 * k["l2"]), new[1], linear]
 
 
-def lars_gradient(w: Array, g: Array, *, ratio: float, decay: float) -> tuple[Array]:
-    """The gradient after weight decay, times a factor that is given."""
-    return (ratio * (wide(g) + decay * wide(w)),)
+def lars_gradient(
+    _: Array, g: Array, w: Array, *, ratio: float, decay: float
+) -> tuple[Array, Array]:
+    """The gradient after weight decay, times a factor that is given; the weight stays."""
+    return ratio * (wide(g) + decay * wide(w)), wide(w)
 
 
-def lars_terms(w: Array, g: Array, _: Any, k: Known, __: Any) -> list[Array]:
-    """The gradient and the decay."""
-    return [k["ratio"] * (np.abs(g) + k["decay"] * np.abs(w))]
+def lars_terms(_: Array, g: Array, states: Any, k: Known, __: Any) -> list[Array]:
+    """The gradient and the decay; the weight is exact."""
+    return [k["ratio"] * (np.abs(g) + k["decay"] * np.abs(states[0])), 0.0 * g]
 
 
 def scaled(_: Array, g: Array, *, factor: float) -> tuple[Array]:
     """The gradient times a factor."""
     return (factor * wide(g),)
+
+
+def scaled_in_place(w: Array, _: Array, *, factor: float) -> tuple[Array]:
+    """The first array times a factor."""
+    return (factor * wide(w),)
+
+
+def scaled_in_place_terms(w: Array, _: Array, __: Any, k: Known, ___: Any) -> list[Array]:
+    """One product."""
+    return [k["factor"] * np.abs(w)]
 
 
 def scaled_terms(_: Array, g: Array, __: Any, k: Known, ___: Any) -> list[Array]:
@@ -272,10 +284,13 @@ CASES = {
     ),
     "lars_gradient": RuleCase(
         lars.LARS_GRADIENT, rounded, {"ratio": 0.3, "decay": 0.6},
-        lars_gradient, lars_terms, (),
+        lars_gradient, lars_terms, ("signed",),
     ),
     "scaled": RuleCase(
         norm.SCALED, rounded, {"factor": 0.3}, scaled, scaled_terms, ()
+    ),
+    "scaled_in_place": RuleCase(
+        norm.SCALED_IN_PLACE, rounded, {"factor": 0.3}, scaled_in_place, scaled_in_place_terms, ()
     ),
 }  # fmt: skip
 
