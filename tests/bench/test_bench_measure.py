@@ -459,7 +459,8 @@ def test_first_steps_are_cold_or_cached(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_first_step_in_a_fresh_process(tmp_path: Any) -> None:
     # In the folder that the tests share, so that little is compiled.
-    imported, stepped, processor = first_step.start("nn.Adam", str(cache_directory() or tmp_path), 1)
+    folder = str(cache_directory() or tmp_path)
+    imported, stepped, processor = first_step.start("nn.Adam", folder, 1)
     assert imported > 0
     assert stepped > 0
     assert processor > 0
