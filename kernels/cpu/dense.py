@@ -29,9 +29,8 @@ CHUNK = 65_536
 _LONG_CHUNK = 262_144
 _PARTS_PER_THREAD = 16
 PART = 65_536  # of a tensor that is measured; fixes the last bits of a sum
-# Below this many elements one thread is as fast as several; the second number is for a look.
-SERIAL_BELOW = 32_768
-_LOOK_SERIAL_BELOW = 65_536
+# Below this many elements one thread is as fast as several in a loop, and faster after a pause.
+SERIAL_BELOW = 65_536
 # Parts begin at multiples of this many elements, so that vectors of different parts
 # never share a cache line when the tensors are aligned.
 _ALIGN = 32
@@ -204,6 +203,6 @@ def all_finite(storage: Storage, addresses: np.ndarray, sizes: np.ndarray) -> bo
     found, every = np.zeros((1, 1), np.int64), np.zeros_like(addresses)
     loop = DenseCall.of(finite_check(storage), storage, table, addresses, found, every, CHUNK)
     call = Arguments(loop)
-    threads = get_num_threads() if table.total >= _LOOK_SERIAL_BELOW else 1
+    threads = get_num_threads() if table.total >= SERIAL_BELOW else 1
     run(_run_chunk, -(-table.total // CHUNK), call.address, threads)
     return not found.any()

@@ -259,6 +259,8 @@ def run(function: NativeFunction, n: int, call: int, threads: int) -> None:
 
 def run_all(loops: Sequence[Loop]) -> None:
     """Run loops one after the other, all whatever signal comes in: memory is taken before."""
+    if not loops:
+        return
     # A list of one or two takes longer to make than they to run.
     first, last = loops[0], loops[-1]
     if len(loops) <= 2 and first.words[_THREADS] <= 1 and last.words[_THREADS] <= 1:

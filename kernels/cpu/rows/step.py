@@ -23,7 +23,7 @@ from . import update as rows
 from .layout import PADDING, HotSegment, RowCall, Table
 
 SORT_SERIAL_BELOW = 8_192  # positions
-UPDATE_SERIAL_BELOW = 32_768  # elements
+UPDATE_SERIAL_BELOW = 131_072  # elements: waking a thread takes as long as updating so many
 _ROW_COST = 96  # elements that could be updated while one row is fetched from memory
 _PARTS_PER_THREAD = 16
 _SWEEP_PART = 65_536  # elements of a part of a dense-equivalent sweep
