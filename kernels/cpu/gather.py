@@ -29,7 +29,8 @@ class GatherCall(NamedTuple):
 
 
 @part(GatherCall)
-def _gather_part(index, slot, c):
+def gather_part(index, slot, c):
+    """The rows of one stretch of the indices."""
     indices = int64s(c.indices, c.n)
     end = min((index + 1) * c.height, c.n)
     for b in range(index * c.height, end):
@@ -46,4 +47,4 @@ def gather(table: np.ndarray, indices: np.ndarray, out: np.ndarray) -> None:
     height = max(1, _PART_BYTES // max(1, row_bytes))
     call = Arguments(GatherCall(table, indices, n, row_bytes, out, height))
     threads = get_num_threads() if out.nbytes >= _SERIAL_BELOW else 1
-    run(_gather_part, -(-n // height), call.address, threads)
+    run(gather_part, -(-n // height), call.address, threads)

@@ -53,13 +53,13 @@ def all_rules() -> dict[str, Rule]:
 
 
 def loops(storages: list[Storage]) -> Iterator[NativeFunction]:
-    """What depends on no rule."""
+    """What depends on no rule, and gains nothing from vectors that Numba makes of a loop."""
     yield from LOOPS
-    yield from (*headers.READERS, counts.are_equal_at, threads.available_threads, *PARTS)
+    yield from (*headers.READERS, counts.are_equal_at, threads.available_threads)
+    yield from (part for part in PARTS if part is not gather.gather_part)
     for storage in storages:
         yield sums.accumulate(storage, real_of(storage))
         yield sums.accumulate(real_of(storage), real_of(storage))
-        yield dense.finite_check(storage)
 
 
 def functions(
@@ -67,6 +67,7 @@ def functions(
 ) -> Iterator[NativeFunction]:
     """The loops of the package, and the blocks of ``chosen`` rules for equal storage types."""
     yield from loops(storages)
+    yield from (gather.gather_part, *map(dense.finite_check, storages))
     prologues = _PROLOGUES if every_prologue else _PROLOGUES[:1]
     for rule, prologue, storage in itertools.product(chosen, prologues, storages):
         states = (storage,) * len(rule.states)
