@@ -212,7 +212,7 @@ def _is_known(function: str) -> bool:
 
 
 def portable(identity: str) -> bytes | None:
-    """The IR of a function, if the package was built with it and from the sources that run."""
+    """The IR of a function, if the package was built from the sources that run, by this LLVM."""
     try:
         with zipfile.ZipFile(PORTABLE) as file:
             return file.read(_name(identity))
@@ -221,7 +221,9 @@ def portable(identity: str) -> bytes | None:
 
 
 def _name(identity: str) -> str:
-    of_code = IMPORTED_SOURCES, platform.machine(), platform.system(), identity
+    # Which LLVM reads the IR of another version, only that knows.
+    llvm_version, *_ = llvm.llvm_version_info
+    of_code = IMPORTED_SOURCES, platform.machine(), platform.system(), str(llvm_version), identity
     return hashlib.sha256("\n".join(of_code).encode()).hexdigest()
 
 
