@@ -22,7 +22,7 @@ def _compare_counts(counts, n):
     return n_others == 0
 
 
-are_equal_at = NativeFunction(_compare_counts, "counts are equal", Entry(2, True))
+are_equal_at = NativeFunction(_compare_counts, "counts are equal", Entry(returns=True))
 
 
 def are_equal(counts: np.ndarray) -> bool:

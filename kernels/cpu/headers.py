@@ -273,9 +273,13 @@ def _read_alike_arrays(arrays, n_written, array_type, kinds, addresses):
 
 _N_KINDS, _kinds_address = len(_KINDS), address_of(_KINDS)
 # Where the elements of a tuple begin is baked in, and differs between versions of Python.
-_read = NativeFunction(_read_expected, f"array headers {_ITEMS}", Entry(3, True, True))
+_read = NativeFunction(
+    _read_expected, f"array headers {_ITEMS}", Entry(returns=True, holds_gil=True)
+)
 _read_alike = NativeFunction(
-    _read_alike_arrays, f"headers that are alike {_ITEMS} {_N_KINDS}", Entry(5, True, True)
+    _read_alike_arrays,
+    f"headers that are alike {_ITEMS} {_N_KINDS}",
+    Entry(returns=True, holds_gil=True),
 )
 READERS = _read, _read_alike
 

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import numba
 from llvmlite import binding as llvm
-from numba import config
 from numba.core.registry import cpu_target
 from numba.core.runtime import _nrt_python
 
@@ -34,13 +33,12 @@ PORTABLE = Path(__file__).with_name("portable.zip")
 class Entry(NamedTuple):
     """How Python calls a function of ``int64``: with ints, for an int (0 if there is no result)."""
 
-    n_arguments: int
     returns: bool = False
     holds_gil: bool = False  # so that no other thread changes an object that is read
 
-    def ir(self, symbol: str) -> str:
+    def ir(self, symbol: str, n_arguments: int) -> str:
         """A function with the signature of ``METH_FASTCALL``."""
-        numbers, kind = range(self.n_arguments), "i64" if self.returns else "ptr"
+        numbers, kind = range(n_arguments), "i64" if self.returns else "ptr"
         types, values = ", ".join("i64" for _ in numbers), ", ".join(f"i64 %v{k}" for k in numbers)
         read = [
             f"%p{k} = getelementptr ptr, ptr %arguments, i64 {k}\n%o{k} = load ptr, ptr %p{k}\n"
@@ -124,7 +122,8 @@ def _alone(symbol: str, ir: str, entry: Entry | None) -> Any:
         if not value.is_declaration and value.name != symbol:
             value.linkage = llvm.Linkage.internal
     if entry:
-        module.link_in(llvm.parse_assembly(entry.ir(symbol)))
+        n_arguments = len([*module.get_function(symbol).arguments])
+        module.link_in(llvm.parse_assembly(entry.ir(symbol, n_arguments)))
     return module
 
 
@@ -171,7 +170,7 @@ class Loaded:
         self._engine = llvm.create_mcjit_compiler(
             llvm.parse_assembly(""),
             _target_machine(**processor()),
-            use_lmm=config.USE_LLVMLITE_MEMORY_MANAGER,
+            use_lmm=numba.config.USE_LLVMLITE_MEMORY_MANAGER,
         )
         self._engine.add_object_file(llvm.ObjectFileRef.from_data(code.object_file))
         self._engine.finalize_object()

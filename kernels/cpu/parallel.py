@@ -137,11 +137,11 @@ def _call_pair(first, last):
         _serial(fields[0], fields[1], fields[2])
 
 
-_serial_loops = NativeFunction(_call_serial, "serial loops", Entry(2))
-_serial_pair = NativeFunction(_call_pair, "a pair of serial loops", Entry(2))
+_serial_loops = NativeFunction(_call_serial, "serial loops", Entry())
+_serial_pair = NativeFunction(_call_pair, "a pair of serial loops", Entry())
 # The threading layer is Numba's, and what it is called with its own affair.
 _parallel_loops = NativeFunction(
-    _call_parallel, f"parallel loops, numba {numba.__version__}", Entry(5)
+    _call_parallel, f"parallel loops, numba {numba.__version__}", Entry()
 )
 LOOPS = _serial_loops, _serial_pair, _parallel_loops
 

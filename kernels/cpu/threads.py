@@ -113,7 +113,7 @@ def _ask_numba():
 # ``numba.get_num_threads()``, once the layer has been started. Through Python, Numba takes a lock
 # of the process each time that it is asked, and a signal that ends the call while it takes that
 # lock would leave it taken.
-available_threads = NativeFunction(_ask_numba, "available threads", Entry(0, returns=True))
+available_threads = NativeFunction(_ask_numba, "available threads", Entry(returns=True))
 
 
 def threading_layer() -> str | None:

@@ -169,7 +169,7 @@ def test_overlaps():
     def find_at(address, n, begin, end):
         return overlaps(carray(as_pointer(address), (2, n), np.int64), begin, end)
 
-    compiled = NativeFunction(find_at, "a test of overlaps", Entry(4, returns=True)).call
+    compiled = NativeFunction(find_at, "a test of overlaps", Entry(returns=True)).call
 
     def find(stretches, begin, end):
         return compiled(address_of(stretches), stretches.shape[1], begin, end)

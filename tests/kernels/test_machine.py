@@ -147,7 +147,7 @@ def test_an_entry_takes_and_returns_any_int64() -> None:
     def combine(a, b, c):  # type: ignore[no-untyped-def]
         return a * 3 - b * 5 + c
 
-    call = a_function(combine, Entry(3, returns=True)).call
+    call = a_function(combine, Entry(returns=True)).call
     for a, b, c in ((1, 2, 3), (-(2**60), 2**59, -7), (2**61 - 1, -1, 0), (True, False, True)):
         assert call(a, b, c) == a * 3 - b * 5 + c
     with pytest.raises(SystemError) as caught:
@@ -160,7 +160,7 @@ def test_an_entry_without_a_result() -> None:
         int64s(place, 1)[0] = value
 
     words = np.zeros(1, np.int64)
-    assert a_function(write, Entry(2)).call(words.ctypes.data, 7) == 0
+    assert a_function(write, Entry()).call(words.ctypes.data, 7) == 0
     assert words.tolist() == [7]
 
 
@@ -186,8 +186,8 @@ def test_other_threads_run_meanwhile_unless_the_gil_is_held() -> None:
         thread.join()
         return bool(found)
 
-    assert told(Entry(2, returns=True), 1 << 40)
-    assert not told(Entry(2, returns=True, holds_gil=True), 1 << 26)
+    assert told(Entry(returns=True), 1 << 40)
+    assert not told(Entry(returns=True, holds_gil=True), 1 << 26)
 
 
 def test_what_is_kept_is_what_was_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
