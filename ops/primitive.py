@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..kernels.cpu.headers import alike
+from ..kernels.cpu.headers.arrays import alike
 from ..kernels.element import kernel
 from ..kernels.rules.rule import Prologue, Rule
 from ..kernels.storage import STORAGES

@@ -8,7 +8,7 @@ import numpy as np
 from numba import carray
 
 from .compile import NativeFunction, part
-from .headers import address_of
+from .headers.arrays import address_of
 from .intrinsics import as_pointer
 from .machine import Entry
 from .parallel import Arguments, Loop
@@ -28,6 +28,45 @@ are_equal_at = NativeFunction(_compare_counts, "counts are equal", Entry(returns
 def are_equal(counts: np.ndarray) -> bool:
     """Whether all of at least one int64 count are equal."""
     return bool(are_equal_at.call(address_of(counts), len(counts)))
+
+
+def _read_floats(addresses, n, out):
+    values, places, n_others = carray(as_pointer(out), n, np.float32), int64s(addresses, n), 0
+    for i in range(n):
+        values[i] = carray(as_pointer(places[i]), 1, np.float32)[0]
+        n_others += values[i] != values[0]
+    return n_others == 0
+
+
+are_equal_floats_at = NativeFunction(_read_floats, "float counts are equal", Entry(returns=True))
+
+
+class FloatCountCall(NamedTuple):
+    """Arguments of the loop, all ``int64``."""
+
+    addresses: np.ndarray  # [n]: of float32 counts
+    n: int
+
+
+@part(FloatCountCall)
+def _count_up_floats(index, slot, c):
+    places = int64s(c.addresses, c.n)
+    for i in range(places.size):
+        carray(as_pointer(places[i]), 1, np.float32)[0] += np.float32(1)
+
+
+class FloatCount:
+    """Adding 1 to float32 counts, each at an address of its own; see `loops`."""
+
+    def __init__(self, addresses: np.ndarray) -> None:
+        self.values = np.zeros(len(addresses), np.float32)
+        self._call = Arguments(FloatCountCall(addresses, len(addresses)))
+        self._read = address_of(addresses), len(addresses), address_of(self.values)
+        self.loops = (Loop(_count_up_floats.address, 1, self._call.address, 1),)
+
+    def read(self) -> bool:
+        """Fill `values` with the counts; whether all of at least one are equal."""
+        return bool(are_equal_floats_at.call(*self._read))
 
 
 class CountCall(NamedTuple):

@@ -30,7 +30,8 @@ def facts() -> dict[str, str]:
         "cpu": llvmlite.binding.get_host_cpu_name(),
     }
     try:
-        from . import headers, machine, parallel, threads
+        from . import machine, parallel, threads
+        from .headers import arrays
     except RuntimeError as error:  # the user has switched the compiler off
         return {**found, "kernels": f"none: {error}"}
 
@@ -48,7 +49,7 @@ def facts() -> dict[str, str]:
         **found,
         "threads": "; ignored: ".join((count, *threads.ignored_variables())),
         "threading layer": layer,
-        "array headers": "read directly" if headers.usable else "read through Python (slower)",
+        "array headers": "read directly" if arrays.usable else "read through Python (slower)",
         "loops": "built with the package" if built else "compiled at first use",
         "kernel cache": _cache_state(),
     }

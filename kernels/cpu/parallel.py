@@ -29,7 +29,7 @@ from numba import carray, prange
 
 from ..inner import NO_WRAPPERS, njit
 from .compile import NativeFunction
-from .headers import address_of
+from .headers.arrays import address_of
 from .intrinsics import (
     as_pointer,
     atomic_add,

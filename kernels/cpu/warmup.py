@@ -23,7 +23,6 @@ from . import (  # noqa: F401  (register their parts)
     counts,
     dense,
     gather,
-    headers,
     machine,
     parallel,
     threads,
@@ -33,6 +32,7 @@ from .adafactor.blocks import factored_blocks
 from .blocks import blocks
 from .cache import cache_directory, cache_problem, clear_cache
 from .compile import PARTS, NativeFunction
+from .headers import arrays, tensors
 from .parallel import LOOPS
 from .rows import step, sums  # noqa: F401
 
@@ -46,8 +46,8 @@ _TRUST_PROLOGUES = tuple((*parts, TRUST) for parts in (*_PROLOGUES, (SCALE, COUP
 def all_rules() -> dict[str, Rule]:
     """Every rule of the package, by the name of its constant in lower case."""
     found = {}
-    for module in pkgutil.iter_modules(rules.__path__):
-        members = vars(importlib.import_module(f"{rules.__name__}.{module.name}"))
+    for module in pkgutil.walk_packages(rules.__path__, f"{rules.__name__}."):
+        members = vars(importlib.import_module(module.name))
         found.update({n.lower(): r for n, r in members.items() if isinstance(r, Rule)})
     return found
 
@@ -55,7 +55,8 @@ def all_rules() -> dict[str, Rule]:
 def loops(storages: list[Storage]) -> Iterator[NativeFunction]:
     """What depends on no rule, and gains nothing from vectors that Numba makes of a loop."""
     yield from LOOPS
-    yield from (*headers.READERS, counts.are_equal_at, threads.available_threads)
+    yield from (*arrays.READERS, *tensors.READERS, threads.available_threads)
+    yield from (counts.are_equal_at, counts.are_equal_floats_at)
     yield from (part for part in PARTS if part is not gather.gather_part)
     for storage in storages:
         yield sums.accumulate(storage, real_of(storage))

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.cpu import headers
+from ...kernels.cpu.headers import arrays as headers
 from ...ops.runtime import check
 from ...ops.runtime.arrays import adopt_anywhere
 from ...ops.runtime.device import DeviceArray, device_of

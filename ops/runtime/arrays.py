@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.cpu import headers
+from ...kernels.cpu.headers import arrays as headers
 from ...kernels.rules.formula import ROUNDING
 from .device import DeviceArray
 from .errors import reject

@@ -10,10 +10,10 @@ import pytest
 from numba import carray
 
 from fusestep import nn, ops
-from fusestep.kernels.cpu import headers
 from fusestep.kernels.cpu.compile import NativeFunction
 from fusestep.kernels.cpu.counts import Count, are_equal
-from fusestep.kernels.cpu.headers import ANY, SAME, Expected, address_of, alike
+from fusestep.kernels.cpu.headers import arrays as headers
+from fusestep.kernels.cpu.headers.arrays import ANY, SAME, Expected, address_of, alike
 from fusestep.kernels.cpu.intrinsics import as_pointer
 from fusestep.kernels.cpu.machine import Entry
 from fusestep.kernels.cpu.parallel import commit

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from fusestep import nn
-from fusestep.kernels.cpu import headers
+from fusestep.kernels.cpu.headers import arrays as headers
 
 from helpers import BF16, arrays_of, assert_same_bits, refused, unchanged
 from optimizers import BY_NAME, FORMS, decayed_and_scaled, gradients, inner, make, parameters, rows

@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "nn/engine": ("kernels", "ops", "nn/base"),
     "nn/thor": ("kernels", "ops", "nn"),
     "nn/mxnet": ("kernels", "ops", "nn"),
+    "nn/torch": ("kernels", "ops", "nn"),
     "nn": ("kernels", "ops"),
 }
 APART = {("kernels/cpu", "kernels/cuda"), ("kernels/cuda", "kernels/cpu")}

@@ -20,7 +20,7 @@ from ...element import Kernel
 from ...inner import njit
 from ...tables import FactoredTensor
 from ..compile import NativeFunction, part
-from ..headers import address_of
+from ..headers.arrays import address_of
 from ..intrinsics import as_pointer, call_address
 from ..parallel import Arguments, Loop, get_num_threads, run_all
 from ..records import int64s, last_at_most, records

@@ -15,7 +15,7 @@ from ...element import Kernel
 from ...tables import HOT, MOST_RANGES, RowTable, ranges_of
 from ..blocks import blocks
 from ..compile import NativeFunction
-from ..headers import address_of
+from ..headers.arrays import address_of
 from ..parallel import Loop, get_num_threads, run, run_words
 from ..workspace import borrow, give_back
 from . import sort, sums

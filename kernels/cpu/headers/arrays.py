@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import carray
 
-from ..inner import njit
-from ..storage import STORAGES
-from .compile import NativeFunction
-from .intrinsics import as_pointer, load_int64
-from .machine import Entry
-from .records import int64s, overlaps, records
+from ...inner import njit
+from ...storage import STORAGES
+from ..compile import NativeFunction
+from ..intrinsics import as_pointer, load_int64
+from ..machine import Entry
+from ..records import int64s, overlaps, records
 
 _FIELDS = ("references", "type", "data", "ndim", "shape", "strides", "base", "dtype", "flags")
 
@@ -44,7 +44,7 @@ _C_CONTIGUOUS, _ALIGNED, _WRITEABLE = 0x0001, 0x0100, 0x0400
 _C_CONTIGUOUS_ALIGNED = _C_CONTIGUOUS | _ALIGNED
 ANY, SAME = -1, -2  # as a dimension: any size, and the size that was last found for `ANY`
 # Of a tuple: where its length is, and where the pointers to its elements begin.
-_LENGTH, _ITEMS = object.__basicsize__, tuple.__basicsize__
+LENGTH, ITEMS = object.__basicsize__, tuple.__basicsize__
 
 
 class _Wanted(NamedTuple):
@@ -78,8 +78,8 @@ def _lies_as_expected(array: np.ndarray) -> bool:
     one = (array,)
     header, flags = _Header.from_address(id(array)), array.flags
     return (
-        ctypes.c_int64.from_address(id(one) + _LENGTH).value == len(one)
-        and ctypes.c_int64.from_address(id(one) + _ITEMS).value == id(array)
+        ctypes.c_int64.from_address(id(one) + LENGTH).value == len(one)
+        and ctypes.c_int64.from_address(id(one) + ITEMS).value == id(array)
         and header.type == id(type(array))
         and header.data == array.__array_interface__["data"][0]
         and header.ndim == array.ndim
@@ -119,7 +119,7 @@ def address_of(array: np.ndarray) -> int:
 
 @njit(inline="always")
 def _header_of(arrays, k):
-    return carray(as_pointer(load_int64(arrays + _ITEMS + 8 * k)), 1, _header_type)[0]
+    return carray(as_pointer(load_int64(arrays + ITEMS + 8 * k)), 1, _header_type)[0]
 
 
 @njit
@@ -153,7 +153,7 @@ def _read_expected(wish, arrays, addresses):
     and can be written to.
     """
     c = _wish_at(wish, 1)[0]
-    if load_int64(arrays + _LENGTH) != c.n:
+    if load_int64(arrays + LENGTH) != c.n:
         return 0
     wanted_of, dims, out = _wanted_at(c.rows, c.n_rows), c.dims, _data_of(addresses, c.n)
     memory = carray(as_pointer(c.memory), (2, c.n_stretches), np.int64)
@@ -246,7 +246,7 @@ _KINDS = np.array([_Kind(id(dtype), dtype.itemsize) for dtype in STORAGES], np.i
 
 def _read_alike_arrays(arrays, n_written, array_type, kinds, addresses):
     """Addresses of a tuple's arrays; whether they are alike, lie apart, the first ones writable."""
-    n, known, n_bytes = load_int64(arrays + _LENGTH), _kinds_at(kinds, _N_KINDS), 0
+    n, known, n_bytes = load_int64(arrays + LENGTH), _kinds_at(kinds, _N_KINDS), 0
     first, out = _header_of(arrays, 0), _data_of(addresses, n)
     if first.type != array_type:
         return 0
@@ -274,11 +274,11 @@ def _read_alike_arrays(arrays, n_written, array_type, kinds, addresses):
 _N_KINDS, _kinds_address = len(_KINDS), address_of(_KINDS)
 # Where the elements of a tuple begin is baked in, and differs between versions of Python.
 _read = NativeFunction(
-    _read_expected, f"array headers {_ITEMS}", Entry(returns=True, holds_gil=True)
+    _read_expected, f"array headers {ITEMS}", Entry(returns=True, holds_gil=True)
 )
 _read_alike = NativeFunction(
     _read_alike_arrays,
-    f"headers that are alike {_ITEMS} {_N_KINDS}",
+    f"headers that are alike {ITEMS} {_N_KINDS}",
     Entry(returns=True, holds_gil=True),
 )
 READERS = _read, _read_alike

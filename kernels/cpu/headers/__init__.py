@@ -1,0 +1,1 @@
+"""Python objects as compiled code reads them: NumPy's arrays, PyTorch's tensors."""

@@ -1,0 +1,73 @@
+"""PyTorch's Adagrad and RMSprop: epsilon is added to the root.
+
+::
+
+    A <- A + g*g                            w <- w - l * g / (sqrt(A) + epsilon)
+    v <- alpha*v + ((1 - alpha)*g)*g        w <- w - l * g / (sqrt(v) + epsilon)
+
+The centered form takes the root of ``v - a*a`` with the running mean ``a`` of the gradient, and a
+momentum averages what is multiplied by ``l``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ..rule import Rule, product, rule_helper
+
+
+def adagrad(w: Any, g: Any, total: Any, hp: Any) -> Any:
+    """Adagrad."""
+    total = total + g * g
+    return w - hp.lr * g / (math.sqrt(total) + hp.epsilon), total
+
+
+@rule_helper
+def mean_square(g: Any, v: Any, hp: Any) -> Any:
+    """The moving average of the squared gradient."""
+    return hp.alpha * v + product(hp.one_minus_alpha * g, g)
+
+
+@rule_helper
+def deviation(v: Any, a: Any, hp: Any) -> Any:
+    """The divisor of the centered form."""
+    return math.sqrt(v - product(a, a)) + hp.epsilon
+
+
+def rmsprop(w: Any, g: Any, v: Any, hp: Any) -> Any:
+    """RMSprop."""
+    v = mean_square(g, v, hp)
+    return w - hp.lr * g / (math.sqrt(v) + hp.epsilon), v
+
+
+def rmsprop_momentum(w: Any, g: Any, v: Any, buffer: Any, hp: Any) -> Any:
+    """RMSprop with momentum."""
+    v = mean_square(g, v, hp)
+    buffer = hp.momentum * buffer + g / (math.sqrt(v) + hp.epsilon)
+    return w - hp.lr * buffer, v, buffer
+
+
+def rmsprop_centered(w: Any, g: Any, v: Any, a: Any, hp: Any) -> Any:
+    """Centered RMSprop."""
+    v, a = mean_square(g, v, hp), a + hp.one_minus_alpha * (g - a)
+    return w - hp.lr * g / deviation(v, a, hp), v, a
+
+
+def rmsprop_centered_momentum(w: Any, g: Any, v: Any, buffer: Any, a: Any, hp: Any) -> Any:
+    """Centered RMSprop with momentum."""
+    v, a = mean_square(g, v, hp), a + hp.one_minus_alpha * (g - a)
+    buffer = hp.momentum * buffer + g / deviation(v, a, hp)
+    return w - hp.lr * buffer, v, buffer, a
+
+
+_HP = ("lr", "alpha", "one_minus_alpha", "epsilon")
+_MOMENTUM_HP = (*_HP, "momentum")
+_SQUARE, _BUFFER, _MEAN = "square_avg", "momentum_buffer", "grad_avg"
+TORCH_ADAGRAD = Rule(adagrad, ("sum",), ("lr", "epsilon"))
+TORCH_RMSPROP = Rule(rmsprop, (_SQUARE,), _HP)
+TORCH_RMSPROP_MOMENTUM = Rule(rmsprop_momentum, (_SQUARE, _BUFFER), _MOMENTUM_HP)
+TORCH_RMSPROP_CENTERED = Rule(rmsprop_centered, (_SQUARE, _MEAN), _HP)
+TORCH_RMSPROP_CENTERED_MOMENTUM = Rule(
+    rmsprop_centered_momentum, (_SQUARE, _BUFFER, _MEAN), _MOMENTUM_HP
+)

@@ -1,0 +1,86 @@
+"""PyTorch's Adam family.
+
+With a step size ``l`` that holds the correction of the first moment, and ``root`` that of the
+second, ``1 / sqrt(1 - beta2**t)``::
+
+    m <- m + (1 - beta1)*(g - m)
+    v <- beta2*v + ((1 - beta2)*g)*g
+    w <- shrink*w - l * m / (sqrt(v)*root + epsilon)
+
+``shrink`` is the decoupled decay, ``1 - lr*weight_decay``. The scalars come from `nn.torch`, in
+float64, and are rounded once.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ..rule import Rule, product, rule_helper
+
+
+@rule_helper
+def average(g: Any, m: Any, hp: Any) -> Any:
+    """The first moment."""
+    return m + hp.one_minus_beta1 * (g - m)
+
+
+@rule_helper
+def square(g: Any, v: Any, hp: Any) -> Any:
+    """The second moment; it stays finite up to gradients of 5e20, whose square is no float32."""
+    return hp.beta2 * v + product(hp.one_minus_beta2 * g, g)
+
+
+@rule_helper
+def larger(x: Any, y: Any) -> Any:
+    """The larger of two numbers; a NaN if one is."""
+    return x if x > y or x != x else y
+
+
+def adam(w: Any, g: Any, m: Any, v: Any, hp: Any) -> Any:
+    """Adam and AdamW."""
+    m, v = average(g, m, hp), square(g, v, hp)
+    step = hp.step_size * m / (math.sqrt(v) * hp.root + hp.epsilon)
+    return hp.shrink * w - step, m, v
+
+
+def adam_amsgrad(w: Any, g: Any, m: Any, v: Any, largest: Any, hp: Any) -> Any:
+    """AMSGrad, over the biased second moment."""
+    m, v = average(g, m, hp), square(g, v, hp)
+    largest = larger(largest, v)
+    step = hp.step_size * m / (math.sqrt(largest) * hp.root + hp.epsilon)
+    return hp.shrink * w - step, m, v, largest
+
+
+def nadam(w: Any, g: Any, m: Any, v: Any, hp: Any) -> Any:
+    """NAdam: a part of the step along the gradient itself."""
+    m, v = average(g, m, hp), square(g, v, hp)
+    step = (hp.gradient_size * g + product(hp.step_size, m)) / (math.sqrt(v) * hp.root + hp.epsilon)
+    return hp.shrink * w - step, m, v
+
+
+def radam(w: Any, g: Any, m: Any, v: Any, hp: Any) -> Any:
+    """RAdam: adaptive once the variance of the second moment is known well enough."""
+    m, v = average(g, m, hp), square(g, v, hp)
+    size = math.sqrt(v) + hp.epsilon if hp.adapts > hp.zero else hp.one
+    return hp.shrink * w - hp.step_size * m / size, m, v
+
+
+def adamax(w: Any, g: Any, m: Any, u: Any, hp: Any) -> Any:
+    """Adamax: by the largest gradient that was seen, an old one fading."""
+    m = average(g, m, hp)
+    u = larger(hp.beta2 * u, abs(g) + hp.epsilon)
+    return w - hp.step_size * m / u, m, u
+
+
+_STATES = ("exp_avg", "exp_avg_sq")
+_MOMENTS_HP = ("one_minus_beta1", "beta2", "one_minus_beta2")
+_HP = (*_MOMENTS_HP, "step_size", "root", "epsilon", "shrink")
+_RADAM_HP = (*_MOMENTS_HP, "step_size", "epsilon", "shrink", "adapts", "zero", "one")
+TORCH_ADAM = Rule(adam, _STATES, _HP, decays=True)
+TORCH_AMSGRAD = Rule(adam_amsgrad, (*_STATES, "max_exp_avg_sq"), _HP, decays=True)
+TORCH_NADAM = Rule(nadam, _STATES, (*_HP, "gradient_size"), decays=True)
+TORCH_RADAM = Rule(radam, _STATES, _RADAM_HP, decays=True)
+TORCH_ADAMAX = Rule(
+    adamax, ("exp_avg", "exp_inf"), ("one_minus_beta1", "beta2", "step_size", "epsilon")
+)

@@ -1,0 +1,15 @@
+"""Optimizers with PyTorch's names, arguments, numbers and states, for dense and sparse gradients.
+
+``fusestep.nn.torch.X`` takes the place of ``torch.optim.X``; PyTorch is imported with it.
+"""
+
+from .adagrad import FTRL, Adadelta, Adagrad, RMSprop
+from .adam import Adam, Adamax, AdamW, Adan, LazyAdam, Lion, NAdam, RAdam, SparseAdam
+from .descent import ASGD, SGD, Rprop
+from .layerwise import LARS, Lamb
+from .optimizer import Optimizer
+
+__all__ = [
+    "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Adan", "FTRL", "LARS", "Lamb",
+    "LazyAdam", "Lion", "NAdam", "Optimizer", "RAdam", "RMSprop", "Rprop", "SGD", "SparseAdam",
+]  # fmt: skip

@@ -1,0 +1,216 @@
+"""Adagrad and what fades it: Adadelta, RMSprop; and FTRL."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...kernels.rules import adagrad as plain_rules
+from ...kernels.rules import ftrl as ftrl_rules
+from ...kernels.rules import sgd as sgd_rules
+from ...kernels.rules.formula import Numbers
+from ...kernels.rules.rule import Rule
+from ...kernels.rules.torch import adagrad as rules
+from .optimizer import Method, Optimizer, not_negative
+
+
+class Adagrad(Optimizer, torch.optim.Adagrad):
+    """PyTorch's Adagrad.
+
+    At update t = 1, 2, ..., with ``g`` negated first where ``maximize``::
+
+        g <- g + weight_decay*w
+        A <- A + g*g
+        w <- w - lr / (1 + (t - 1)*lr_decay) * g / (sqrt(A) + eps)
+
+    Args:
+        params, lr, lr_decay, weight_decay, initial_accumulator_value, eps, foreach, maximize,
+            differentiable, fused: as ``torch.optim.Adagrad``.
+        sparse, skip_nonfinite, state_dtype: see `Optimizer`.
+
+    Raises:
+        ValueError: an argument is out of range.
+        RuntimeError: ``differentiable``.
+
+    Source: ``torch.optim.Adagrad``; Duchi, Hazan and Singer (2011).
+
+    >>> import torch
+    >>> table = torch.nn.Embedding(10, 2, sparse=True)
+    >>> optimizer = Adagrad(table.parameters(), lr=0.1)
+    >>> table(torch.tensor([3, 3, 7])).sum().backward()
+    >>> optimizer.step()
+    """
+
+    def method(self, group: Mapping[str, Any]) -> Method:
+        """See `Optimizer`."""
+        return Method(rules.TORCH_ADAGRAD, touches=not group["weight_decay"])
+
+    def initial(self, role: str, group: Mapping[str, Any]) -> float:
+        """See `Optimizer`."""
+        return float(group["initial_accumulator_value"]) if role == "sum" else 0.0
+
+    def scalars(self, group: Mapping[str, Any], step: float) -> Numbers:
+        """See `Optimizer`."""
+        return float(group["lr"]) / (1.0 + (step - 1.0) * group["lr_decay"]), group["eps"]
+
+
+class Adadelta(Optimizer, torch.optim.Adadelta):
+    """PyTorch's Adadelta: steps in the units of those before them.
+
+    ::
+
+        g <- g + weight_decay*w
+        s <- rho*s + (1 - rho)*g*g
+        u  = sqrt(d + eps) / sqrt(s + eps) * g
+        d <- rho*d + (1 - rho)*u*u
+        w <- w - lr*u
+
+    Args:
+        params, lr, rho, eps, weight_decay, foreach, capturable, maximize, differentiable: as
+            ``torch.optim.Adadelta``.
+        sparse, skip_nonfinite, state_dtype: see `Optimizer`.
+
+    Raises:
+        ValueError, RuntimeError: as `Adagrad`.
+
+    Source: ``torch.optim.Adadelta``; Zeiler (2012), arXiv:1212.5701.
+
+    >>> import torch
+    >>> layer = torch.nn.Linear(2, 1)
+    >>> optimizer = Adadelta(layer.parameters(), lr=0.1)
+    >>> layer(torch.ones(1, 2)).sum().backward()
+    >>> optimizer.step()
+    """
+
+    def method(self, group: Mapping[str, Any]) -> Method:  # noqa: ARG002
+        """See `Optimizer`."""
+        return Method(plain_rules.ADADELTA, states=("square_avg", "acc_delta"))
+
+    def scalars(self, group: Mapping[str, Any], step: float) -> Numbers:  # noqa: ARG002
+        """See `Optimizer`."""
+        rho = group["rho"]
+        return float(group["lr"]), rho, 1.0 - rho, group["eps"]
+
+
+_RMSPROP = {
+    (False, False): rules.TORCH_RMSPROP,
+    (True, False): rules.TORCH_RMSPROP_MOMENTUM,
+    (False, True): rules.TORCH_RMSPROP_CENTERED,
+    (True, True): rules.TORCH_RMSPROP_CENTERED_MOMENTUM,
+}
+
+
+class RMSprop(Optimizer, torch.optim.RMSprop):
+    """PyTorch's RMSprop.
+
+    ::
+
+        g <- g + weight_decay*w
+        v <- alpha*v + (1 - alpha)*g*g
+        u  = g / (sqrt(v) + eps)
+            centered: a <- a + (1 - alpha)*(g - a),  u = g / (sqrt(v - a*a) + eps)
+        w <- w - lr*u,   with momentum: b <- momentum*b + u,  w <- w - lr*b
+
+    Args:
+        params, lr, alpha, eps, weight_decay, momentum, centered, capturable, foreach, maximize,
+            differentiable: as ``torch.optim.RMSprop``.
+        sparse, skip_nonfinite, state_dtype: see `Optimizer`.
+
+    Raises:
+        ValueError, RuntimeError: as `Adagrad`.
+
+    Source: ``torch.optim.RMSprop``; Graves (2013), arXiv:1308.0850.
+
+    >>> import torch
+    >>> layer = torch.nn.Linear(2, 1)
+    >>> optimizer = RMSprop(layer.parameters(), lr=0.1, centered=True)
+    >>> layer(torch.ones(1, 2)).sum().backward()
+    >>> optimizer.step()
+    """
+
+    def method(self, group: Mapping[str, Any]) -> Method:
+        """See `Optimizer`."""
+        return Method(_RMSPROP[group["momentum"] > 0, bool(group["centered"])])
+
+    def scalars(self, group: Mapping[str, Any], step: float) -> Numbers:  # noqa: ARG002
+        """See `Optimizer`."""
+        alpha, momentum = group["alpha"], group["momentum"]
+        of_all = float(group["lr"]), alpha, 1.0 - alpha, group["eps"]
+        return (*of_all, momentum) if momentum > 0 else of_all
+
+
+class FTRL(Optimizer):
+    """FTRL-Proximal, which keeps weights at 0 that do not matter.
+
+    With ``p = -lr_power``::
+
+        g <- g + weight_decay*w
+        L <- L + g - ((A + g*g)**p - A**p) / lr * w,   A <- A + g*g
+        w <- (sign(L)*l1 - L) / (A**p / lr + 2*l2)   where |L| > l1, else 0
+
+    With a learning rate of 0 nothing moves.
+
+    Args:
+        params: as in ``torch.optim``.
+        lr: learning rate, at least 0; a number or a tensor of one element.
+        lr_power: at most 0.
+        initial_accumulator_value: that of ``A``, at least 0.
+        l1, l2: at least 0.
+        weight_decay: coupled, at least 0.
+        maximize: as `Adagrad`.
+        sparse, skip_nonfinite, state_dtype: see `Optimizer`.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Source: ``mindspore.nn.FTRL``; McMahan et al. (2013).
+
+    >>> import torch
+    >>> table = torch.nn.Embedding(10, 2, sparse=True)
+    >>> optimizer = FTRL(table.parameters(), lr=0.1, l1=0.01)
+    >>> table(torch.tensor([3, 3, 7])).sum().backward()
+    >>> optimizer.step()
+    """
+
+    _counts_updates = False
+
+    def __init__(
+        self, params: Any, lr: Any = 1e-2, lr_power: float = -0.5,
+        initial_accumulator_value: float = 0.1, l1: float = 0.0, l2: float = 0.0,
+        weight_decay: float = 0.0, *, maximize: bool = False, **own: Any,
+    ) -> None:  # fmt: skip
+        not_negative(lr=lr, initial_accumulator_value=initial_accumulator_value, l1=l1, l2=l2,
+                     weight_decay=weight_decay)  # fmt: skip
+        if not lr_power <= 0.0:
+            raise ValueError(f"Invalid lr_power value: {lr_power}")
+        defaults = {
+            "lr": lr, "lr_power": lr_power, "l1": l1, "l2": l2, "weight_decay": weight_decay,
+            "initial_accumulator_value": initial_accumulator_value, "maximize": maximize,
+        }  # fmt: skip
+        super().__init__(params, defaults, **own)
+
+    def method(self, group: Mapping[str, Any]) -> Method:
+        """See `Optimizer`."""
+        # The rule divides by the rate; with 0 torch.distributed.checkpoint makes states.
+        rests = float(group["lr"]) == 0.0
+        rule: Rule = sgd_rules.SGD if rests else ftrl_rules.ftrl_rule(group["lr_power"])
+        return Method(rule, touches=True)
+
+    def _new_state(self, group: Mapping[str, Any], parameter: Tensor, _: Any) -> dict[str, Any]:
+        return super()._new_state(group, parameter, ftrl_rules.FTRL.states)
+
+    def initial(self, role: str, group: Mapping[str, Any]) -> float:
+        """See `Optimizer`."""
+        return float(group["initial_accumulator_value"]) if role == "accum" else 0.0
+
+    def scalars(self, group: Mapping[str, Any], step: float) -> Numbers:
+        """See `Optimizer`."""
+        lr = float(group["lr"])
+        if lr == 0.0:
+            return (0.0,)
+        formula = ftrl_rules.ftrl_formula(group["l1"], group["l2"], group["lr_power"])
+        of_rule: Numbers = formula.function(float, lr, 0.0, int(step), formula.constants, ())
+        return of_rule

@@ -1,0 +1,149 @@
+"""Descent: SGD, its average, and by signs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ...kernels.rules import rprop as rprop_rules
+from ...kernels.rules import sgd as rules
+from ...kernels.rules.formula import Numbers
+from .optimizer import Method, Optimizer
+
+
+class SGD(Optimizer, torch.optim.SGD):
+    """PyTorch's SGD.
+
+    With ``g`` negated first where ``maximize``; at the first update ``a = g``::
+
+        g <- g + weight_decay*w
+        a <- momentum*a + (1 - dampening)*g
+        w <- w - lr*a,   nesterov: w - lr*(g + momentum*a),   without momentum: w - lr*g
+
+    Args:
+        params, lr, momentum, dampening, weight_decay, nesterov, maximize, foreach, differentiable,
+            fused: as ``torch.optim.SGD``.
+        sparse, skip_nonfinite, state_dtype: see `Optimizer`.
+
+    Raises:
+        ValueError: an argument is out of range.
+        RuntimeError: ``differentiable``.
+
+    Without momentum and decay a sparse gradient updates the rows that occur, whatever ``sparse``.
+
+    Source: ``torch.optim.SGD``.
+
+    >>> import torch
+    >>> layer = torch.nn.Linear(2, 1)
+    >>> optimizer = SGD(layer.parameters(), lr=0.1, momentum=0.9, nesterov=True)
+    >>> layer(torch.ones(1, 2)).sum().backward()
+    >>> optimizer.step()
+    """
+
+    _counts_updates = False
+
+    def method(self, group: Mapping[str, Any]) -> Method:
+        """See `Optimizer`."""
+        if not group["momentum"]:
+            return Method(rules.SGD, touches=not group["weight_decay"])
+        rule = rules.MOMENTUM_NESTEROV if group["nesterov"] else rules.MOMENTUM
+        return Method(rule, states=("momentum_buffer",))
+
+    def scalars(self, group: Mapping[str, Any], step: float) -> Numbers:
+        """See `Optimizer`."""
+        lr, momentum = float(group["lr"]), group["momentum"]
+        if not momentum:
+            return (lr,)
+        return lr, momentum, 1.0 - (group["dampening"] if step > 1 else 0.0)
+
+
+class ASGD(Optimizer, torch.optim.ASGD):
+    """PyTorch's ASGD: descent that shrinks the parameter, and the average of where it has been.
+
+    With ``eta`` and ``mu`` from the update before (first ``lr`` and 1)::
+
+        g <- g + weight_decay*w
+        w <- (1 - lambd*eta)*w - eta*g
+        ax <- ax + mu*(w - ax)
+        eta <- lr / (1 + lambd*lr*t)**alpha,   mu <- 1 / max(1, t - t0)
+
+    Args:
+        params, lr, lambd, alpha, t0, weight_decay, foreach, maximize, differentiable, capturable:
+            as ``torch.optim.ASGD``.
+        sparse, skip_nonfinite, state_dtype: see `Optimizer`.
+
+    Raises:
+        ValueError, RuntimeError: as `SGD`.
+
+    Source: ``torch.optim.ASGD``; Polyak and Juditsky (1992).
+
+    >>> import torch
+    >>> layer = torch.nn.Linear(2, 1)
+    >>> optimizer = ASGD(layer.parameters(), lr=0.1)
+    >>> layer(torch.ones(1, 2)).sum().backward()
+    >>> optimizer.step()
+    """
+
+    def method(self, group: Mapping[str, Any]) -> Method:  # noqa: ARG002
+        """See `Optimizer`."""
+        return Method(rules.ASGD, states=("ax",))
+
+    def new_numbers(self, group: Mapping[str, Any]) -> dict[str, float]:
+        """See `Optimizer`."""
+        return {"eta": float(group["lr"]), "mu": 1.0}
+
+    def scalars_with(
+        self, group: Mapping[str, Any], step: float, numbers: Mapping[str, Any]
+    ) -> tuple[Numbers, dict[str, Any]]:
+        """See `Optimizer`."""
+        eta, mu, lambd, lr = (
+            float(numbers["eta"]),
+            float(numbers["mu"]),
+            group["lambd"],
+            group["lr"],
+        )
+        lr = float(lr)
+        after = {
+            "eta": lr / (1.0 + lambd * lr * step) ** group["alpha"],
+            "mu": 1.0 / max(1.0, step - group["t0"]),
+        }
+        return (1.0 - lambd * eta, eta, mu, 1.0), after
+
+
+class Rprop(Optimizer, torch.optim.Rprop):
+    """PyTorch's Rprop: each element has a step size of its own, and only signs count.
+
+    A size, first ``lr``, grows by ``etas[1]`` while the gradient keeps its sign, and shrinks by
+    ``etas[0]`` when that changes; then the element waits for one step. Sizes stay within
+    ``step_sizes``.
+
+    Args:
+        params, lr, etas, step_sizes, capturable, foreach, maximize, differentiable: as
+            ``torch.optim.Rprop``.
+        sparse, skip_nonfinite, state_dtype: see `Optimizer`.
+
+    Raises:
+        ValueError, RuntimeError: as `SGD`.
+
+    Source: ``torch.optim.Rprop``; Riedmiller and Braun (1993).
+
+    >>> import torch
+    >>> layer = torch.nn.Linear(2, 1)
+    >>> optimizer = Rprop(layer.parameters(), lr=0.1)
+    >>> layer(torch.ones(1, 2)).sum().backward()
+    >>> optimizer.step()
+    """
+
+    def method(self, group: Mapping[str, Any]) -> Method:  # noqa: ARG002
+        """See `Optimizer`."""
+        return Method(rprop_rules.RPROP)
+
+    def initial(self, role: str, group: Mapping[str, Any]) -> float:
+        """See `Optimizer`."""
+        return float(group["lr"]) if role == "step_size" else 0.0
+
+    def scalars(self, group: Mapping[str, Any], step: float) -> Numbers:  # noqa: ARG002
+        """See `Optimizer`."""
+        return (float(group["lr"]), *group["etas"], *group["step_sizes"], 0.0, 1.0)

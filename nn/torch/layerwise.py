@@ -1,0 +1,153 @@
+"""Steps that are scaled by the norms of a whole parameter: LAMB and LARS."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...kernels.rules import lamb as rules
+from ...kernels.rules.formula import Numbers
+from ...kernels.rules.torch import lars as lars_rules
+from .optimizer import Method, Optimizer, betas_in_range, not_negative
+
+
+class Lamb(Optimizer):
+    """LAMB: Adam's direction, scaled per parameter to the parameter's norm.
+
+    With L2 norms over a whole parameter, at its update t = 1, 2, ...::
+
+        m <- m + (1 - beta1)*(g - m),   v <- v + (1 - beta2)*(g*g - v)
+        u  = m / (1 - beta1**t) / (sqrt(v / (1 - beta2**t)) + eps) + weight_decay*w
+        w <- w - lr * ratio * u,   ratio = |w| / |u|, or 1 where either norm is 0
+
+    Args:
+        params: as in ``torch.optim``.
+        lr: learning rate, at least 0; a number or a tensor of one element.
+        betas: two numbers in [0, 1).
+        eps: at least 0.
+        weight_decay: at least 0.
+        maximize: go up, not down.
+        skip_nonfinite, state_dtype: see `Optimizer`.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Sparse gradients raise in the step: the norm is that of the whole parameter.
+
+    Source: You et al. (2020), arXiv:1904.00962.
+
+    >>> import torch
+    >>> layer = torch.nn.Linear(2, 1)
+    >>> optimizer = Lamb(layer.parameters(), lr=0.1)
+    >>> layer(torch.ones(1, 2)).sum().backward()
+    >>> optimizer.step()
+    """
+
+    _takes_sparse = False
+
+    def __init__(
+        self, params: Any, lr: Any = 1e-3, betas: Any = (0.9, 0.999), eps: float = 1e-6,
+        weight_decay: float = 0.0, *, maximize: bool = False, **own: Any,
+    ) -> None:  # fmt: skip
+        not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
+        betas_in_range(betas)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
+                    "maximize": maximize}  # fmt: skip
+        super().__init__(params, defaults, **own)
+
+    def method(self, group: Mapping[str, Any]) -> Method:  # noqa: ARG002
+        """See `Optimizer`."""
+        return Method(rules.LAMB, couples=False, states=("exp_avg", "exp_avg_sq"))
+
+    def scalars(self, group: Mapping[str, Any], step: float) -> Numbers:
+        """See `Optimizer`."""
+        beta1, beta2 = map(float, group["betas"])
+        corrections = 1.0 / (1.0 - beta1**step), 1.0 / (1.0 - beta2**step)
+        of_step = group["eps"], group["weight_decay"], float(group["lr"])
+        return (1.0 - beta1, 1.0 - beta2, *corrections, *of_step)
+
+
+class LARS(Optimizer):
+    """LARS: momentum on gradients that are scaled to the norm of their parameter.
+
+    With L2 norms over a whole parameter; at the first update ``a = g``::
+
+        c  = trust_coefficient * |w| / (|g| + weight_decay*|w| + eps), or 1 where |w| or |g| is 0
+        g <- c * (g + weight_decay*w)
+        a <- momentum*a + (1 - dampening)*g
+        w <- w - lr*a,   nesterov: w - lr*(g + momentum*a)
+
+    A group with ``trust_coefficient=None``, for biases and norms, has ``c = 1``.
+
+    Args:
+        params: as in ``torch.optim``.
+        lr: learning rate, at least 0; a number or a tensor of one element.
+        momentum, weight_decay, eps: at least 0.
+        dampening: of all updates but the first.
+        nesterov: see the formula; needs a momentum, and no dampening.
+        trust_coefficient: at least 0, or None.
+        maximize: go up, not down.
+        skip_nonfinite, state_dtype: see `Optimizer`.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Sparse gradients raise in the step: the norm is that of the whole parameter.
+
+    Source: You, Gitman and Ginsburg (2017), arXiv:1708.03888.
+
+    >>> import torch
+    >>> layer = torch.nn.Linear(2, 1)
+    >>> optimizer = LARS(layer.parameters(), lr=0.1)
+    >>> layer(torch.ones(1, 2)).sum().backward()
+    >>> optimizer.step()
+    """
+
+    _counts_updates = False
+    _takes_sparse = False
+
+    def __init__(
+        self, params: Any, lr: Any = 1e-1, momentum: float = 0.9, dampening: float = 0.0,
+        weight_decay: float = 0.0, nesterov: bool = False,
+        trust_coefficient: float | None = 1e-3, eps: float = 1e-8, *, maximize: bool = False,
+        **own: Any,
+    ) -> None:  # fmt: skip
+        not_negative(lr=lr, momentum=momentum, weight_decay=weight_decay, eps=eps,
+                     trust_coefficient=trust_coefficient or 0.0)  # fmt: skip
+        if nesterov and (momentum <= 0 or dampening != 0):
+            raise ValueError("Nesterov momentum requires a momentum and zero dampening")
+        defaults = {
+            "lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay,
+            "nesterov": nesterov, "trust_coefficient": trust_coefficient, "eps": eps,
+            "maximize": maximize,
+        }  # fmt: skip
+        super().__init__(params, defaults, **own)
+
+    def method(self, group: Mapping[str, Any]) -> Method:
+        """See `Optimizer`."""
+        rule = lars_rules.TORCH_LARS_NESTEROV if group["nesterov"] else lars_rules.TORCH_LARS
+        return Method(rule, couples=False, states=("momentum_buffer",))
+
+    def scalars(self, group: Mapping[str, Any], step: float) -> Numbers:
+        """See `Optimizer`."""
+        dampening = group["dampening"] if step > 1 else 0.0
+        of_momentum = float(group["lr"]), group["momentum"], 1.0 - dampening
+        return (*of_momentum, 1.0, group["weight_decay"])
+
+    def complete(
+        self, squares: np.ndarray, hp: np.ndarray, column: dict[str, int],
+        groups: Sequence[Mapping[str, Any]],
+    ) -> None:  # fmt: skip
+        """See `Optimizer`."""
+        norms_of_w, norms_of_g = np.sqrt(squares).T.tolist()
+        of_each = zip(norms_of_w, norms_of_g, groups, strict=True)
+        hp[:, column["trust"]] = [_trust(*each) for each in of_each]
+
+
+def _trust(norm_w: float, norm_g: float, group: Mapping[str, Any]) -> float:
+    coefficient = group["trust_coefficient"]
+    if coefficient is None or norm_w == 0.0 or norm_g == 0.0:
+        return 1.0
+    return float(coefficient * norm_w / (norm_g + group["weight_decay"] * norm_w + group["eps"]))

@@ -1,0 +1,488 @@
+"""What all optimizers of PyTorch's form share: the step, its options and its state."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...kernels.cpu.dense import all_finite
+from ...kernels.cpu.parallel import Prepared, commit
+from ...kernels.quiet import quiet
+from ...kernels.rules.formula import Numbers
+from ...kernels.rules.gradient import COUPLED_DECAY, SCALE
+from ...kernels.rules.rule import Prologue, Rule, columns, factors
+from ...kernels.storage import Storage
+from ...ops.runtime import check
+from ...ops.runtime.errors import reject
+from ...ops.runtime.step import DenseUpdate, measure_step
+from ..engine.host import update_of
+from .binding import Binding, Choice, Entry, Given, Part, check_parameter
+from .tensors import DTYPES, local
+
+SPARSE = ("touched", "all")
+_OWN: dict[str, Any] = {"sparse": None, "skip_nonfinite": False, "state_dtype": None}
+
+
+class Method(NamedTuple):
+    """How an optimizer updates the parameters of a group."""
+
+    rule: Rule
+    couples: bool = True  # a weight decay is added to the gradient
+    touches: bool = False  # a sparse gradient updates the rows that occur, unless told
+    states: tuple[str, ...] = ()  # the names of those of the rule; default its own
+
+
+class Optimizer(torch.optim.Optimizer):
+    """The base class: one kernel call for all parameters of a dtype, dense and row-sparse.
+
+    Parameters, gradients and states are used where they are. A step reads each once and writes
+    parameters and states once; float32 and float64 are computed as such, float16 and bfloat16 in
+    float32, rounded once. Results do not depend on the number of threads.
+
+    Args:
+        params: as in ``torch.optim``; float32, float64, float16 or bfloat16.
+        sparse: what a sparse gradient updates (``torch.sparse_coo``, coalesced or not; rows of
+            equal indices are summed first): ``"touched"``, the rows that occur, or ``"all"``,
+            every row, those that do not occur with a gradient of 0. None: the rows that occur,
+            where both mean the same or the class is made for it; other classes raise in the step.
+        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing, and is
+            counted in ``skipped_steps``.
+        state_dtype: a dtype of PyTorch for the states; default each parameter's.
+
+    These are options of groups too, but for ``skip_nonfinite``. Of PyTorch's options ``foreach``
+    and ``fused`` change no number: every step is one call, with the numbers of PyTorch's default
+    on the CPU. ``fused=True`` makes a ``GradScaler`` leave scaling and skipping to the step.
+    ``differentiable`` raises, and ``capturable`` does on CUDA devices: learning rates and counts
+    are read by the host.
+
+    Raises:
+        ValueError: an option is out of range.
+        RuntimeError: an option is not supported.
+
+    A subclass defines `method` and `scalars` (or `scalars_with`). It stands before a class of
+    ``torch.optim``, from which it has constructor and defaults, or gives this constructor the
+    defaults.
+    """
+
+    skipped_steps = 0
+    _bindings: dict[int | None, Binding]
+    _clipping: Any = None
+    _counts_updates = True  # whether there is a state "step"
+    _takes_sparse = True
+
+    def __init__(
+        self, params: Any, *args: Any, sparse: str | None = None, skip_nonfinite: bool = False,
+        state_dtype: torch.dtype | None = None, **kwargs: Any,
+    ) -> None:  # fmt: skip
+        own = {"sparse": sparse, "skip_nonfinite": skip_nonfinite, "state_dtype": state_dtype}
+        self._check_own(own)
+        super().__init__(params, *args, **kwargs)
+        self.defaults.update(own)
+        for group in self.param_groups:
+            self._complete(group)
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        if "__init__" in vars(cls):
+            return
+        # As `help` shows it: the arguments of PyTorch's class, then ours.
+        of_torch: Any = next((c for c in cls.__mro__ if c.__module__.startswith("torch.")), None)
+        if of_torch not in (None, torch.optim.Optimizer):
+            ours = inspect.signature(Optimizer.__init__).parameters.values()
+            signature = inspect.signature(of_torch)
+            every = [*signature.parameters.values(), *(p for p in ours if p.name in _OWN)]
+            cls.__signature__ = signature.replace(parameters=every)
+
+    # What a subclass defines
+
+    def method(self, group: Mapping[str, Any]) -> Method:
+        """How parameters of a group are updated."""
+        raise NotImplementedError(f"{type(self).__name__}: define method(group)")
+
+    def scalars(self, group: Mapping[str, Any], step: float) -> Numbers:
+        """The scalars of the rule, in its order, at update ``step`` = 1, 2, ..."""
+        raise NotImplementedError(f"{type(self).__name__}: define scalars(group, step)")
+
+    def scalars_with(
+        self, group: Mapping[str, Any], step: float, numbers: Mapping[str, Any]
+    ) -> tuple[Numbers, dict[str, Any]]:
+        """As `scalars`, where there are `new_numbers`: from them, and what they become."""
+        raise NotImplementedError(f"{type(self).__name__}: define scalars_with(...)")
+
+    def new_numbers(self, group: Mapping[str, Any]) -> dict[str, float]:  # noqa: ARG002
+        """The states of a parameter that are single numbers, and how they begin."""
+        return {}
+
+    def initial(self, role: str, group: Mapping[str, Any]) -> float:  # noqa: ARG002
+        """The value with which the elements of a state begin."""
+        return 0.0
+
+    def complete(
+        self, squares: np.ndarray, hp: np.ndarray, column: dict[str, int],
+        groups: Sequence[Mapping[str, Any]],
+    ) -> None:  # fmt: skip
+        """Fill in what follows from the sums of squares of a rule that measures first.
+
+        There is a row of sums, one of scalars and a group for each tensor; ``column`` has the
+        places of the scalars.
+        """
+        raise NotImplementedError(f"{type(self).__name__}: define complete(...)")
+
+    # Options
+
+    def _check_own(self, own: Mapping[str, Any]) -> None:
+        where, sparse, dtype = type(self).__name__, own.get("sparse"), own.get("state_dtype")
+        if sparse is not None and (not self._takes_sparse or sparse not in SPARSE):
+            expected = SPARSE if self._takes_sparse else "None: the norm is that of all rows"
+            reject(ValueError, where, "sparse", "is unknown", expected, sparse)
+        check.flag(where, "skip_nonfinite", own.get("skip_nonfinite", False))
+        if dtype is not None and dtype not in DTYPES:
+            expected = ", ".join(map(str, DTYPES))
+            reject(ValueError, where, "state_dtype", "is unknown", expected, dtype)
+
+    def _complete(self, group: dict[str, Any]) -> None:
+        """Give a group the options that it lacks, and refuse those that cannot be."""
+        for name, value in _OWN.items():
+            group.setdefault(name, self.defaults.get(name, value))
+        self._check_own(group)
+        where = type(self).__name__
+        if group.get("differentiable"):
+            why = "the step writes in place, by compiled code that autograd does not see"
+            raise RuntimeError(f"{where}: differentiable=True is not supported: {why}")
+        if group.get("capturable") and any(p.is_cuda for p in group["params"]):
+            why = "the host reads learning rate and counts in every step"
+            raise RuntimeError(f"{where}: capturable=True is not supported: {why}")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in ``torch.optim``."""
+        super().add_param_group(param_group)
+        self._bindings = {}
+        if "sparse" in self.defaults:  # else the constructor goes on to it
+            self._complete(self.param_groups[-1])
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            self._complete(group)
+        self._bindings = {}
+
+    # State
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in ``torch.optim``; states keep the dtype that they have in ``state_dict``.
+
+        Options of this package that are not in it, as in one of PyTorch's, stay as they are.
+        """
+        before = [{name: group[name] for name in _OWN} for group in self.param_groups]
+        given = [state_dict]  # a hook of the user may give another one
+        last = self.register_load_state_dict_pre_hook(lambda _, found: given.append(found))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            last.remove()
+        saved = given[-1]
+        for group, of_file, own in zip(
+            self.param_groups, saved["param_groups"], before, strict=True
+        ):
+            group.update({name: x for name, x in own.items() if name not in of_file})
+            for parameter, key in zip(group["params"], of_file["params"], strict=True):
+                self._restore(self.state.get(parameter, {}), saved["state"].get(key, {}))
+        self._bindings = {}
+
+    @staticmethod
+    def _restore(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
+        """Give states the dtypes that they were saved with: PyTorch takes the parameter's."""
+        for name, value in saved.items():
+            loaded = state.get(name)
+            if not isinstance(loaded, Tensor) or name == "step":
+                continue
+            if isinstance(value, Tensor) and loaded.dtype != value.dtype:
+                state[name] = value.to(device=loaded.device, copy=True)
+
+    def _new_step(self) -> Any:
+        return _number(0.0)
+
+    def _new_state(
+        self, group: Mapping[str, Any], parameter: Tensor, roles: Sequence[str]
+    ) -> dict[str, Any]:
+        """The state of a parameter that has none."""
+        made = {"step": self._new_step()} if self._counts_updates else {}
+        made.update({name: _number(x) for name, x in self.new_numbers(group).items()})
+        like = {"dtype": group["state_dtype"], "requires_grad": False}
+        for role in roles:
+            made[role] = torch.full_like(
+                parameter, self.initial(role, group), memory_format=torch.preserve_format, **like
+            )
+        return made
+
+    # The step
+
+    def step(self, closure: Callable[[], Any] | None = None, *, param: Tensor | None = None) -> Any:
+        """One step with the gradients in ``.grad``; parameters without one are left out.
+
+        Args:
+            closure: computes the loss anew, with derivatives, before the step.
+            param: the only parameter to update, as in a hook of
+                ``register_post_accumulate_grad_hook``.
+
+        Returns:
+            What the closure returned, or None.
+
+        Raises:
+            RuntimeError: a parameter, a gradient or a state does not fit.
+            IndexError: an index of a sparse gradient is out of range.
+            Nothing has changed then.
+        """
+        if torch.compiler.is_compiling():
+            return _outside_of_graphs(self, closure, param)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        factor = self._factor()
+        if factor is not None:
+            self._step(param, factor)
+        self._clipping = None
+        return loss
+
+    def _factor(self) -> float | None:
+        """What gradients are multiplied by; None for a step that a ``GradScaler`` skips."""
+        found_inf, scale = vars(self).get("found_inf"), vars(self).get("grad_scale")
+        if found_inf is not None and float(found_inf) != 0.0:
+            return None
+        factor = 1.0 if scale is None else 1.0 / float(scale)
+        return factor if self._clipping is None else factor * self._clipping.factor()
+
+    def _step(self, param: Tensor | None, factor: float) -> None:
+        groups, key = self.param_groups, None
+        if param is None:
+            parameters = tuple([p for group in groups for p in group["params"]])
+        else:
+            parameters, key = (param,), id(param)
+        gradients = tuple([p.grad for p in parameters])
+        choices = self._choices(factor)
+        binding = self._bindings.get(key)
+        if binding is not None and binding.choices == choices:
+            given = binding.read(self.state, parameters, gradients)
+            if given is not None:
+                self._run(binding, given, factor, {})
+                return
+        binding, new = self._bound(parameters, gradients, choices)
+        self._run(binding, binding.first(), factor, new)
+        binding.keep(self.state)
+        self._bindings[key] = binding
+
+    def _choices(self, factor: float) -> list[Choice]:
+        """What is decided for each group."""
+        groups = self.param_groups
+        methods = [self.method(group) for group in groups]
+        is_scaled = factor != 1.0 or any(group.get("maximize") for group in groups)
+        decays = any(
+            group.get("weight_decay") and method.couples
+            for group, method in zip(groups, methods, strict=True)
+        )
+        prologue = (*((SCALE,) if is_scaled else ()), *((COUPLED_DECAY,) if decays else ()))
+        return [
+            Choice(m.rule, m.states or m.rule.states, prologue, _touched_only(group, m))
+            for group, m in zip(groups, methods, strict=True)
+        ]
+
+    @torch.no_grad()
+    def _bound(
+        self, parameters: tuple[Tensor, ...], gradients: tuple[Any, ...], choices: list[Choice]
+    ) -> tuple[Binding, dict[Tensor, Any]]:
+        """The binding for a step, and the states of parameters that had none."""
+        entries: list[Entry | None] = []
+        new: dict[Tensor, Any] = {}
+        groups = self._groups_and_names(parameters)
+        for i, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
+            k, name = groups[i]
+            if gradient is None:
+                entries.append(None)
+                continue
+            group, choice = self.param_groups[k], choices[k]
+            is_active = self._check(group, choice, name, parameter)
+            state = self.state.get(parameter, {})
+            if not state or any(state.get(role) is None for role in choice.states):
+                made = self._new_state(group, parameter, choice.states)
+                state = {**made, **{role: x for role, x in state.items() if x is not None}}
+                if state:
+                    new[parameter] = state
+            entries.append(Entry(parameter, k, name, state, choice) if is_active else None)
+        return Binding(type(self).__name__, parameters, entries, choices), new
+
+    def _groups_and_names(self, parameters: Sequence[Tensor]) -> list[tuple[int, str]]:
+        known: dict[int, tuple[int, str]] = {}
+        for k, group in enumerate(self.param_groups):
+            names = group.get("param_names") or ()
+            for j, parameter in enumerate(group["params"]):
+                name = names[j] if names else len(known)
+                known[id(parameter)] = k, f"parameter {name}"
+        if any(id(p) not in known for p in parameters):
+            reject(ValueError, type(self).__name__, "param", "is foreign", "one of mine", "another")
+        return [known[id(p)] for p in parameters]
+
+    def _check(
+        self, group: Mapping[str, Any], choice: Choice, name: str, parameter: Tensor
+    ) -> bool:
+        """Refuse what no step can take; whether it is updated."""
+        where, gradient = type(self).__name__, parameter.grad
+        check_parameter(where, name, local(parameter))
+        if gradient is not None and gradient.layout == torch.sparse_coo:
+            if not self._takes_sparse:
+                raise RuntimeError(f"{where} does not support sparse gradients")
+            if choice.touched_only is None:
+                fix = "sparse='touched' (the rows that occur) or sparse='all' (every row)"
+                raise RuntimeError(f"{where} does not support sparse gradients without {fix}")
+        if group.get("capturable") and not parameter.is_cuda:
+            raise AssertionError(
+                "If capturable=True, params and state_steps must be on supported devices: ['cuda']."
+            )
+        return True
+
+    @quiet
+    def _run(
+        self, binding: Binding, given: Given, factor: float, new: Mapping[Tensor, Any]
+    ) -> None:
+        """Prepare all that can fail; then write and count."""
+        if self.defaults["skip_nonfinite"] and not _are_finite(binding.parts, given):
+            self.skipped_steps += 1
+            return
+        steps, numbers = self._steps(binding, new), []
+        prepared = []
+        for part in binding.parts:
+            hp, hp_of, after = self._rows(part, steps, factor)
+            numbers += after
+            prepared.append(self._prepared(part, part.gradients(given), hp, hp_of))
+        self.state.update(new)
+        commit(prepared, binding.counts)
+        if binding.counts is None and self._counts_updates:
+            for entry in binding.active:
+                entry.state["step"] += 1
+        for tensor, value in numbers:
+            tensor.fill_(value)
+        binding.write_back()
+        torch.autograd.graph.increment_version(binding.updated)
+
+    def _prepared(self, part: Part, gradients: Any, hp: np.ndarray, hp_of: np.ndarray) -> Prepared:
+        batch, (rule, _, prologue, touched_only) = part.batch, part.choice
+        if rule.measure and not batch.row_sparse:  # what is measured differs between tensors
+            hp, hp_of = hp[hp_of], np.arange(len(hp_of))
+            of_call = rule, prologue, batch.variables, gradients, batch.g, hp, hp_of
+            squares, column = measure_step(DenseUpdate(*of_call)), columns(rule, prologue)
+            if rule.factor is None:
+                groups = [self.param_groups[entry.group] for entry in part.entries]
+                self.complete(squares, hp, column, groups)
+            else:
+                hp[:, column[rule.factor_of]] *= factors(rule, squares)
+        touched = bool(touched_only)
+        return update_of((batch, rule, prologue, touched, gradients, hp, hp_of)).prepared()
+
+    def _steps(self, binding: Binding, new: Mapping[Tensor, Any]) -> float | list[float]:
+        """The number of this update: one for all parameters with a gradient, or one for each."""
+        counts, active = binding.counts, binding.active
+        if counts is not None:
+            if counts.read():
+                return float(counts.values[0]) + 1.0
+            every: list[float] = (counts.values + 1.0).tolist()
+        elif self._counts_updates:
+            every = [float(entry.state["step"]) + 1.0 for entry in active]
+        elif not new:
+            return 2.0
+        else:  # what matters is whether there was one before
+            every = [1.0 if entry.parameter in new else 2.0 for entry in active]
+        return every[0] if every and len(set(every)) == 1 else every
+
+    def _rows(
+        self, part: Part, steps: float | list[float], factor: float
+    ) -> tuple[np.ndarray, np.ndarray, list[tuple[Tensor, Any]]]:
+        """Rows of scalars of a kernel call, the row of each tensor, and numbers afterwards."""
+        groups, real, prologue = self.param_groups, part.batch.real, part.choice.prologue
+        names = tuple(self.new_numbers(groups[part.groups[0]]))
+        if isinstance(steps, float) and not names:
+            rows = [
+                (*self.scalars(groups[k], steps), *_before(groups[k], prologue, factor))
+                for k in part.groups
+            ]
+            return np.array(rows, real), part.group_of, []
+        of_each = [steps if isinstance(steps, float) else steps[k] for k in part.places]
+        rows, after = [], []
+        for entry, step in zip(part.entries, of_each, strict=True):
+            group = groups[entry.group]
+            if names:
+                numbers = {name: entry.state[name] for name in names}
+                scalars, found = self.scalars_with(group, step, numbers)
+                after += [(numbers[name], value) for name, value in found.items()]
+            else:
+                scalars = self.scalars(group, step)
+            rows.append((*scalars, *_before(group, prologue, factor)))
+        return np.array(rows, real), np.arange(len(rows)), after
+
+
+@torch._disable_dynamo
+def _outside_of_graphs(optimizer: Optimizer, closure: Any, param: Any) -> Any:
+    return type(optimizer).step(optimizer, closure, param=param)
+
+
+def _number(value: float) -> Tensor:
+    """A state that is a single number, of the type that PyTorch gives it."""
+    is_double = torch.get_default_dtype() == torch.float64
+    return torch.tensor(value, dtype=torch.float64 if is_double else torch.float32)
+
+
+def _touched_only(group: Mapping[str, Any], method: Method) -> bool | None:
+    sparse = group["sparse"]
+    if sparse is None:
+        return True if method.touches else None
+    return bool(sparse == "touched")
+
+
+def _before(group: Mapping[str, Any], prologue: Prologue, factor: float) -> Numbers:
+    """The scalars of a prologue."""
+    scalars: Numbers = ()
+    if SCALE in prologue:
+        scalars += (-factor if group.get("maximize") else factor,)
+    if COUPLED_DECAY in prologue:
+        scalars += (float(group["weight_decay"]), 0.0)
+    return scalars
+
+
+def _are_finite(parts: Sequence[Part], given: Given) -> bool:
+    """Whether no gradient has a NaN or an infinity: one read of all of them."""
+    found: dict[Storage, list[tuple[int, int]]] = {}
+    for part in parts:
+        batch, gradients = part.batch, part.gradients(given)
+        spans = found.setdefault(batch.g, [])
+        if batch.row_sparse:
+            spans += [(g.values_address, g.values.size) for g in gradients]
+        else:
+            sizes = np.diff(batch.variables.table.first)
+            spans += zip(gradients.tolist(), sizes.tolist(), strict=True)
+    return all(
+        all_finite(storage, *np.array(spans, np.int64).reshape(-1, 2).T.copy())
+        for storage, spans in found.items()
+    )
+
+
+def not_negative(**values: Any) -> None:
+    """Refuse hyper-parameters below 0, in PyTorch's words."""
+    names = {"lr": "learning rate", "eps": "epsilon value"}
+    for name, value in values.items():
+        if name == "lr" and isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError("Tensor lr must be 1-element")
+        if not value >= 0.0:
+            raise ValueError(f"Invalid {names.get(name, f'{name} value')}: {value}")
+
+
+def betas_in_range(betas: Any, n: int = 2) -> None:
+    """Refuse betas that are not ``n`` numbers in [0, 1), in PyTorch's words."""
+    if len(betas) != n:
+        raise ValueError(f"Invalid betas: expected {n} numbers, got {betas}")
+    for k, beta in enumerate(betas):
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"Invalid beta parameter at index {k}: {beta}")

@@ -1,0 +1,91 @@
+"""PyTorch's tensors as the arrays of a step, without a copy where that is possible."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...ops.runtime.arrays import adopt_anywhere
+from ...ops.runtime.errors import reject
+from ...ops.runtime.row_step import RowGradient
+
+DTYPES = {
+    torch.float32: np.dtype(np.float32),
+    torch.float64: np.dtype(np.float64),
+    torch.float16: np.dtype(np.float16),
+    torch.bfloat16: np.dtype(ml_dtypes.bfloat16),
+}
+"""Dtypes of parameters, states and gradients."""
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The shard of a distributed tensor that is here; any other tensor itself."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
+
+
+def array_of(tensor: Tensor) -> Any:
+    """The array of a contiguous tensor: of NumPy, or on a CUDA device."""
+    if tensor.is_cuda:
+        return adopt_anywhere("a tensor", "on a device", tensor)
+    detached = tensor.detach()
+    if tensor.dtype == torch.bfloat16:  # NumPy has none
+        return detached.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return detached.numpy()
+
+
+def order_of(tensor: Tensor) -> tuple[int, ...] | None:
+    """The order of dimensions in which a tensor fills its memory; None where it does not."""
+    if tensor.is_contiguous():
+        return tuple(range(tensor.dim()))
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda d: (-strides[d], -tensor.shape[d]))
+    return tuple(order) if tensor.permute(order).is_contiguous() else None
+
+
+def fits_order(tensor: Tensor, order: Sequence[int]) -> bool:
+    """Whether a tensor fills its memory in this order of dimensions."""
+    return bool(tensor.permute(tuple(order)).is_contiguous())
+
+
+def flat(tensor: Tensor, order: Sequence[int]) -> Tensor:
+    """The elements of a tensor of this order of dimensions, as they lie in memory."""
+    return tensor.detach().permute(tuple(order))
+
+
+def rows_of(where: str, name: str, parameter: Tensor, gradient: Tensor) -> RowGradient:
+    """The indices and values of a sparse gradient, coalesced or not.
+
+    Raises:
+        RuntimeError: it is of another shape, or not sparse in its first dimension alone.
+    """
+    if gradient.shape != parameter.shape:
+        reject_shape(where, name, parameter, gradient)
+    if gradient.sparse_dim() != 1:
+        expected, got = "1 sparse dimension (rows)", gradient.sparse_dim()
+        reject(RuntimeError, where, name, "has a wrong layout", expected, got)
+    # Those without an underscore refuse a gradient with duplicates.
+    indices, values = gradient._indices()[0], gradient._values()
+    if values.dtype not in DTYPES:
+        reject(RuntimeError, where, name, "has a wrong dtype", "a floating dtype", values.dtype)
+    return RowGradient.of(array_of(indices.contiguous()), array_of(values.contiguous()))
+
+
+def reject_shape(where: str, name: str, parameter: Tensor, tensor: Tensor) -> None:
+    """Say that a tensor has not the shape of its parameter."""
+    expected, got = tuple(parameter.shape), tuple(tensor.shape)
+    reject(RuntimeError, where, name, "has a wrong shape", expected, got)
+
+
+def span_of(tensor: Tensor) -> tuple[int, int]:
+    """Where the memory of a tensor begins and ends."""
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.data_ptr()
+    size = (last + 1) * tensor.element_size() if math.prod(tensor.shape) else 0
+    return begin, begin + size
