@@ -135,6 +135,7 @@ def adafactor_scalars(
         real(one_minus_beta2),
         real(epsilon1),
         real(_SMALLEST),
+        real(_SMALLEST),
         real(1.0 / _SMALLEST),
         real(beta1),
         real(1.0) - real(beta1),
@@ -167,15 +168,15 @@ def size_factors(
 
 
 # The last two are those of a parameter of size 1 until the sizes are known.
-_HP = ("beta2", "one_minus_beta2", "epsilon1", "smallest", "largest", "beta1", "one_minus_beta1",
-       "step", "decay")  # fmt: skip
+HP = ("beta2", "one_minus_beta2", "epsilon1", "smallest", "smallest_mean", "largest", "beta1",
+      "one_minus_beta1", "step", "decay")  # fmt: skip
 ADAFACTOR = Rule(
-    adafactor, ("exp_avg", "exp_avg_sq"), _HP, adafactor_norms, 2, factored=factored, decays=True
+    adafactor, ("exp_avg", "exp_avg_sq"), HP, adafactor_norms, 2, factored=factored, decays=True
 )
 ADAFACTOR_PLAIN = Rule(
     adafactor_plain,
     ("exp_avg_sq",),
-    _HP,
+    HP,
     adafactor_plain_norms,
     2,
     factored=factored_plain,

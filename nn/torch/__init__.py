@@ -3,6 +3,7 @@
 ``fusestep.nn.torch.X`` takes the place of ``torch.optim.X``; PyTorch is imported with it.
 """
 
+from .adafactor import Adafactor
 from .adagrad import FTRL, Adadelta, Adagrad, RMSprop
 from .adam import Adam, Adamax, AdamW, Adan, LazyAdam, Lion, NAdam, RAdam, SparseAdam
 from .descent import ASGD, SGD, Rprop
@@ -10,6 +11,6 @@ from .layerwise import LARS, Lamb
 from .optimizer import Optimizer
 
 __all__ = [
-    "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "Adan", "FTRL", "LARS", "Lamb",
+    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Adan", "FTRL", "LARS", "Lamb",
     "LazyAdam", "Lion", "NAdam", "Optimizer", "RAdam", "RMSprop", "Rprop", "SGD", "SparseAdam",
 ]  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from operator import is_, itemgetter
 from typing import Any, NamedTuple
@@ -12,9 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...kernels.cpu.adafactor.step import FactoredTable
 from ...kernels.cpu.counts import FloatCount
 from ...kernels.cpu.headers import tensors as headers
 from ...kernels.rules.rule import Prologue, Rule
+from ...kernels.tables import FactoredTensor
 from ...ops.runtime.errors import reject
 from ...ops.runtime.row_step import RowGradient
 from ..engine.layout import Batch, Kind, build_layout
@@ -56,6 +59,7 @@ class Entry(NamedTuple):
     name: str
     state: dict[str, Any]
     choice: Choice
+    shapes: Mapping[str, tuple[int, ...]]  # of its states
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,6 +78,16 @@ class Part:
         if self.batch.row_sparse:
             return [given.rows[i] for i in self.batch.positions.tolist()]
         return given.addresses if self.batch.is_all else given.addresses[self.batch.positions]
+
+    @cached_property
+    def matrices(self) -> FactoredTable | None:
+        """Its tensors, where their states are those of rows and columns."""
+        if not self.choice.rule.factored or len(self.entries[0].shapes) < 2:
+            return None
+        of_each = zip(self.entries, self.batch.variables.table.addresses.tolist(), strict=True)
+        return FactoredTable(
+            [FactoredTensor.of(local(e.parameter).shape, addresses) for e, addresses in of_each]
+        )
 
 
 class Binding:
@@ -120,10 +134,11 @@ class Binding:
         self._is_plain &= parameter is entry.parameter and gradient is given
         is_sparse = gradient.layout == torch.sparse_coo
         order = order_of(parameter)
-        if order is None or (is_sparse and order != tuple(range(parameter.dim()))):
-            parameter = self._copied(parameter, parameter.contiguous())
-            order = tuple(range(parameter.dim()))
-        states = [self._state(entry, role, parameter, order) for role in entry.choice.states]
+        plain = tuple(range(parameter.dim()))
+        has_rows = is_sparse or entry.choice.rule.factored
+        if order is None or (has_rows and order != plain):
+            parameter, order = self._copied(parameter, parameter.contiguous()), plain
+        states = [self._state(entry, role, parameter, order) for role in entry.shapes]
         tensors = [parameter, *states]
         if is_sparse:
             self._rows[i] = rows_of(where, f"the gradient of {name}", parameter, gradient)
@@ -144,12 +159,17 @@ class Binding:
             got, fix = type(state).__name__, "; the state is of another optimizer or other options"
             reject(RuntimeError, self._where, label, "is missing", "a tensor", got, fix)
         found = local(state)
-        if found.shape != parameter.shape:
-            reject_shape(self._where, label, parameter, found)
+        shape = entry.shapes[role] if found is state else tuple(parameter.shape)
+        if tuple(found.shape) != shape:
+            reject_shape(self._where, label, shape, found)
         if found.device != parameter.device or found.dtype not in DTYPES:
             expected, got = parameter.device, f"{found.dtype} on {found.device}"
             reject(RuntimeError, self._where, label, "is elsewhere or no number", expected, got)
-        if not fits_order(found, order):
+        if shape != tuple(parameter.shape):  # of rows or columns: of the type of the arithmetic
+            wide = torch.promote_types(parameter.dtype, torch.float32)
+            if found.dtype != wide or not found.is_contiguous():
+                found = self._copied(found, found.to(wide, copy=True).contiguous())
+        elif not fits_order(found, order):
             found = self._copied(found, torch.empty_like(parameter, dtype=found.dtype).copy_(found))
         self._is_plain &= found is state
         self._memory.append((*span_of(found), label))
@@ -168,7 +188,7 @@ class Binding:
             expected = "torch.strided or torch.sparse_coo"
             reject(RuntimeError, where, label, "has a wrong layout", expected, gradient.layout)
         if gradient.shape != parameter.shape:
-            reject_shape(where, label, parameter, gradient)
+            reject_shape(where, label, tuple(parameter.shape), gradient)
         if gradient.dtype not in DTYPES:
             reject(RuntimeError, where, label, "has a wrong dtype", "a float", gradient.dtype)
         if gradient.device != parameter.device:
@@ -242,7 +262,7 @@ class Binding:
         by_names: dict[tuple[str, ...], list[dict[str, Any]]] = {}
         counted = ("step",) if self.counts is not None else ()
         for active in self.active:
-            if names := (*active.choice.states, *counted):
+            if names := (*active.shapes, *counted):
                 by_names.setdefault(names, []).append(active.state)
         self._getters = []
         for names, dicts in by_names.items():

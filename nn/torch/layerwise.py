@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy as np
 from ...kernels.rules import lamb as rules
 from ...kernels.rules.formula import Numbers
 from ...kernels.rules.torch import lars as lars_rules
+from .binding import Part
 from .optimizer import Method, Optimizer, betas_in_range, not_negative
 
 
@@ -137,11 +138,11 @@ class LARS(Optimizer):
         return (*of_momentum, 1.0, group["weight_decay"])
 
     def complete(
-        self, squares: np.ndarray, hp: np.ndarray, column: dict[str, int],
-        groups: Sequence[Mapping[str, Any]],
-    ) -> None:  # fmt: skip
+        self, squares: np.ndarray, hp: np.ndarray, column: dict[str, int], part: Part
+    ) -> None:
         """See `Optimizer`."""
         norms_of_w, norms_of_g = np.sqrt(squares).T.tolist()
+        groups = [self.param_groups[entry.group] for entry in part.entries]
         of_each = zip(norms_of_w, norms_of_g, groups, strict=True)
         hp[:, column["trust"]] = [_trust(*each) for each in of_each]
 

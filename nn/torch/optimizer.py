@@ -118,18 +118,21 @@ class Optimizer(torch.optim.Optimizer):
         """The states of a parameter that are single numbers, and how they begin."""
         return {}
 
+    def shapes(self, roles: Sequence[str], parameter: Tensor) -> dict[str, tuple[int, ...]]:
+        """The states of a parameter that are tensors, for those of its rule, and their shapes."""
+        return dict.fromkeys(roles, tuple(parameter.shape))
+
     def initial(self, role: str, group: Mapping[str, Any]) -> float:  # noqa: ARG002
         """The value with which the elements of a state begin."""
         return 0.0
 
     def complete(
-        self, squares: np.ndarray, hp: np.ndarray, column: dict[str, int],
-        groups: Sequence[Mapping[str, Any]],
-    ) -> None:  # fmt: skip
+        self, squares: np.ndarray, hp: np.ndarray, column: dict[str, int], part: Part
+    ) -> None:
         """Fill in what follows from the sums of squares of a rule that measures first.
 
-        There is a row of sums, one of scalars and a group for each tensor; ``column`` has the
-        places of the scalars.
+        There is a row of sums and one of scalars for each tensor; ``column`` has the places of
+        the scalars.
         """
         raise NotImplementedError(f"{type(self).__name__}: define complete(...)")
 
@@ -214,10 +217,13 @@ class Optimizer(torch.optim.Optimizer):
         made = {"step": self._new_step()} if self._counts_updates else {}
         made.update({name: _number(x) for name, x in self.new_numbers(group).items()})
         like = {"dtype": group["state_dtype"], "requires_grad": False}
-        for role in roles:
-            made[role] = torch.full_like(
-                parameter, self.initial(role, group), memory_format=torch.preserve_format, **like
-            )
+        for role, shape in self.shapes(roles, parameter).items():
+            value = self.initial(role, group)
+            if shape == parameter.shape:
+                kind = torch.preserve_format
+                made[role] = torch.full_like(parameter, value, memory_format=kind, **like)
+            else:
+                made[role] = parameter.new_full(shape, value, **like)
         return made
 
     # The step
@@ -308,12 +314,13 @@ class Optimizer(torch.optim.Optimizer):
             group, choice = self.param_groups[k], choices[k]
             is_active = self._check(group, choice, name, parameter)
             state = self.state.get(parameter, {})
-            if not state or any(state.get(role) is None for role in choice.states):
+            shapes = self.shapes(choice.states, parameter)
+            if not state or any(state.get(role) is None for role in shapes):
                 made = self._new_state(group, parameter, choice.states)
                 state = {**made, **{role: x for role, x in state.items() if x is not None}}
                 if state:
                     new[parameter] = state
-            entries.append(Entry(parameter, k, name, state, choice) if is_active else None)
+            entries.append(Entry(parameter, k, name, state, choice, shapes) if is_active else None)
         return Binding(type(self).__name__, parameters, entries, choices), new
 
     def _groups_and_names(self, parameters: Sequence[Tensor]) -> list[tuple[int, str]]:
@@ -371,17 +378,21 @@ class Optimizer(torch.optim.Optimizer):
 
     def _prepared(self, part: Part, gradients: Any, hp: np.ndarray, hp_of: np.ndarray) -> Prepared:
         batch, (rule, _, prologue, touched_only) = part.batch, part.choice
-        if rule.measure and not batch.row_sparse:  # what is measured differs between tensors
-            hp, hp_of = hp[hp_of], np.arange(len(hp_of))
-            of_call = rule, prologue, batch.variables, gradients, batch.g, hp, hp_of
-            squares, column = measure_step(DenseUpdate(*of_call)), columns(rule, prologue)
-            if rule.factor is None:
-                groups = [self.param_groups[entry.group] for entry in part.entries]
-                self.complete(squares, hp, column, groups)
-            else:
-                hp[:, column[rule.factor_of]] *= factors(rule, squares)
+        if rule.measure:  # what is measured differs between tensors
+            return self._prepared_measured(part, gradients, hp[hp_of])
         touched = bool(touched_only)
         return update_of((batch, rule, prologue, touched, gradients, hp, hp_of)).prepared()
+
+    def _prepared_measured(self, part: Part, gradients: Any, hp: np.ndarray) -> Prepared:
+        batch, rule, prologue = part.batch, part.choice.rule, part.choice.prologue
+        each = np.arange(len(hp))
+        update = DenseUpdate(rule, prologue, batch.variables, gradients, batch.g, hp, each)
+        squares, column = measure_step(update), columns(rule, prologue)
+        if rule.factor is None:
+            self.complete(squares, hp, column, part)
+        else:
+            hp[:, column[rule.factor_of]] *= factors(rule, squares)
+        return update.prepared()
 
     def _steps(self, binding: Binding, new: Mapping[Tensor, Any]) -> float | list[float]:
         """The number of this update: one for all parameters with a gradient, or one for each."""

@@ -66,7 +66,7 @@ def rows_of(where: str, name: str, parameter: Tensor, gradient: Tensor) -> RowGr
         RuntimeError: it is of another shape, or not sparse in its first dimension alone.
     """
     if gradient.shape != parameter.shape:
-        reject_shape(where, name, parameter, gradient)
+        reject_shape(where, name, tuple(parameter.shape), gradient)
     if gradient.sparse_dim() != 1:
         expected, got = "1 sparse dimension (rows)", gradient.sparse_dim()
         reject(RuntimeError, where, name, "has a wrong layout", expected, got)
@@ -77,10 +77,9 @@ def rows_of(where: str, name: str, parameter: Tensor, gradient: Tensor) -> RowGr
     return RowGradient.of(array_of(indices.contiguous()), array_of(values.contiguous()))
 
 
-def reject_shape(where: str, name: str, parameter: Tensor, tensor: Tensor) -> None:
-    """Say that a tensor has not the shape of its parameter."""
-    expected, got = tuple(parameter.shape), tuple(tensor.shape)
-    reject(RuntimeError, where, name, "has a wrong shape", expected, got)
+def reject_shape(where: str, name: str, expected: tuple[int, ...], tensor: Tensor) -> None:
+    """Say that a tensor has not the shape that it should have."""
+    reject(RuntimeError, where, name, "has a wrong shape", expected, tuple(tensor.shape))
 
 
 def span_of(tensor: Tensor) -> tuple[int, int]:

@@ -128,7 +128,7 @@ def _factors(kernel: Kernel) -> Callable[..., None]:
         columns = carray(as_pointer(column_state), width, real)
         of_row = carray(as_pointer(out), height + width, real)
         mean = average(rows, carray(as_pointer(row_sums), height, np.float64), width, scalars)
-        mean = held_up(mean, np.float64(scalars.smallest))
+        mean = held_up(mean, np.float64(scalars.smallest_mean))
         average(columns, carray(as_pointer(column_sums), width, np.float64), height, scalars)
         for i in range(rows.size):
             of_row[i] = real(row_factor(np.float64(rows[i]), mean))

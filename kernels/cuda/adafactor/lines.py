@@ -120,7 +120,7 @@ def row_factors_kernel(prologue: Prologue, real: Storage) -> Any:
             return
         one, hp = cuda.local.array(1, kind), read_hp(row.hp)
         mean = shared[0, thread - lane] / np.float64(row.length)
-        mean = held_up(mean, np.float64(hp.smallest))
+        mean = held_up(mean, np.float64(hp.smallest_mean))
         first, factors = matrix * row.length, scratch + row.factors
         k = np.uint64((unit - matrix * row.chunks) * lanes + lane)
         while k < np.uint64(row.length):

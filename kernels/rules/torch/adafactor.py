@@ -1,0 +1,42 @@
+"""PyTorch's Adafactor, whose matrices are those of `rules.adafactor` with other scalars.
+
+With ``q = g*g`` (no epsilon is added), and ``epsilon`` where a divisor needs it::
+
+    r  = R*C / max(mean(R), epsilon)    of a matrix;  of a vector  r = v
+    u  = g / sqrt(max(r, epsilon**2))
+
+``largest`` is ``1 / epsilon``, and ``smallest_mean`` is ``epsilon``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ..adafactor import HP, descended, factored_plain
+from ..rule import Rule, rule_helper
+
+
+@rule_helper
+def direction(g: Any, v: Any, hp: Any) -> Any:
+    """The direction of a vector, and its new second moment."""
+    v = v + hp.one_minus_beta2 * (g * g - v)
+    reciprocal = hp.one / math.sqrt(v)
+    return g * (hp.largest if reciprocal > hp.largest else reciprocal), v
+
+
+def adafactor(w: Any, g: Any, v: Any, hp: Any) -> Any:
+    """Adafactor on a vector."""
+    u, v = direction(g, v, hp)
+    return descended(w, hp.step * u, hp), v
+
+
+def norms(w: Any, g: Any, v: Any, hp: Any) -> Any:
+    """First stage: the sizes of the parameter and of the direction."""
+    u, _ = direction(g, v, hp)
+    return w, u
+
+
+TORCH_ADAFACTOR = Rule(
+    adafactor, ("variance",), (*HP, "one"), norms, 2, factored=factored_plain, decays=True
+)
