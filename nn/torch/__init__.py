@@ -11,6 +11,7 @@ from .layerwise import LARS, Lamb
 from .optimizer import Optimizer
 
 __all__ = [
-    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Adan", "FTRL", "LARS", "Lamb",
-    "LazyAdam", "Lion", "NAdam", "Optimizer", "RAdam", "RMSprop", "Rprop", "SGD", "SparseAdam",
+    "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Adan", "FTRL", "LARS",
+    "Lamb", "LazyAdam", "Lion", "NAdam", "Optimizer", "RAdam", "RMSprop", "Rprop", "SGD",
+    "SparseAdam",
 ]  # fmt: skip

@@ -17,7 +17,7 @@ from ...kernels.rules.formula import Numbers
 from ...kernels.rules.rule import columns
 from ...kernels.rules.torch.adafactor import TORCH_ADAFACTOR
 from ...ops.norm import squares_at
-from .binding import Part
+from .binding import Choice, Part
 from .optimizer import Method, Optimizer
 
 
@@ -64,6 +64,12 @@ class Adafactor(Optimizer, torch.optim.Adafactor):
             return super().shapes(roles, parameter)
         *first, height, width = parameter.shape
         return {"row_var": (*first, height, 1), "col_var": (*first, 1, width)}
+
+    def _check(
+        self, group: Mapping[str, Any], choice: Choice, name: str, parameter: Tensor
+    ) -> bool:
+        # An empty one has no size to step by.
+        return super()._check(group, choice, name, parameter) and parameter.numel() > 0
 
     def scalars(self, group: Mapping[str, Any], step: float) -> Numbers:
         """See `Optimizer`."""
