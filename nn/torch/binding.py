@@ -42,6 +42,7 @@ class Choice(NamedTuple):
     rule: Rule
     states: tuple[str, ...]  # the names of those of the rule, in its order
     touched_only: bool | None  # what sparse gradients update; None: they are refused
+    couples: bool  # a weight decay is added to the gradient
 
 
 class Given(NamedTuple):

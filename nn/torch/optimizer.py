@@ -281,7 +281,7 @@ class Optimizer(torch.optim.Optimizer):
         methods = [self.method(group) for group in groups]
         before = _prologue(groups, methods, factor), factor
         choices = [
-            Choice(m.rule, m.states or m.rule.states, _touched_only(group, m))
+            Choice(m.rule, m.states or m.rule.states, _touched_only(group, m), m.couples)
             for group, m in zip(groups, methods, strict=True)
         ]
         binding, given = self._bindings.get(key), None
@@ -428,7 +428,8 @@ class Optimizer(torch.optim.Optimizer):
         names = tuple(self.new_numbers(groups[part.groups[0]]))
         if isinstance(steps, float) and not names:
             rows = [
-                (*self.scalars(groups[k], steps), *_before(groups[k], before)) for k in part.groups
+                (*self.scalars(groups[k], steps), *_before(groups[k], part.choice, before))
+                for k in part.groups
             ]
             return np.array(rows, real), part.group_of, []
         of_each = [steps if isinstance(steps, float) else steps[k] for k in part.places]
@@ -441,7 +442,7 @@ class Optimizer(torch.optim.Optimizer):
                 after += [(numbers[name], value) for name, value in found.items()]
             else:
                 scalars = self.scalars(group, step)
-            rows.append((*scalars, *_before(group, before)))
+            rows.append((*scalars, *_before(group, part.choice, before)))
         return np.array(rows, real), np.arange(len(rows)), after
 
 
@@ -478,14 +479,14 @@ def _prologue(
     return (*((SCALE,) if is_scaled else ()), *((COUPLED_DECAY,) if decays else ()))
 
 
-def _before(group: Mapping[str, Any], before: Before) -> Numbers:
+def _before(group: Mapping[str, Any], choice: Choice, before: Before) -> Numbers:
     """The scalars of a prologue."""
     scalars: Numbers = ()
     prologue, factor = before
     if SCALE in prologue:
         scalars += (-factor if group.get("maximize") else factor,)
     if COUPLED_DECAY in prologue:
-        scalars += (float(group["weight_decay"]), 0.0)
+        scalars += (float(group["weight_decay"]) if choice.couples else 0.0, 0.0)
     return scalars
 
 
