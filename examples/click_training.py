@@ -1,4 +1,4 @@
-"""The training of a `DLRM` on a `ClickLog`, with optimizers of PyTorch or of this package."""
+"""Trainings of a `DLRM` on a `ClickLog`, with optimizers of PyTorch and of this package."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from ..nn import torch as fused
 from .click_runs import Run, Settings
-from .clicks import ClickLog, Clicks
+from .clicks import ClickLog, Clicks, table_sizes
 from .dlrm import DLRM
 
 TABLE_RATE, DENSE_RATE = 5e-3, 1e-3
 STATES = 2  # arrays of a table's size that Adam keeps
 
 
-def bytes_of(sizes: Sequence[int], settings: Settings) -> int:
-    """Memory of the tables and their states."""
-    return (1 + STATES) * sum(sizes) * settings.dim * (8 if settings.float64 else 4)
+def bytes_of(settings: Settings) -> int:
+    """Memory of the tables and their states, of both trainings."""
+    numbers = 2 * (1 + STATES) * sum(table_sizes(settings.rows)) * settings.dim
+    return numbers * (8 if settings.float64 else 4)
 
 
 def torch_optimizers(model: DLRM) -> list[Any]:
@@ -66,40 +67,24 @@ def choices(single: bool) -> list[tuple[str, str, Callable[[DLRM], list[Any]]]]:
 class Training:
     """A model, its optimizers and what is measured of them.
 
-    The same settings give the same initial weights and the same batches to each.
+    The same settings give the same initial weights.
 
     Args:
         run: is filled.
         make: the optimizers of a model.
-        settings: what is trained, and for how long.
-        log: the clicks to learn from.
-        held_out: those to measure on.
+        settings: what is trained.
     """
 
-    def __init__(
-        self, run: Run, make: Callable[[DLRM], list[Any]], settings: Settings, log: ClickLog,
-        held_out: Clicks,
-    ) -> None:  # fmt: skip
-        self.run, self._settings, self._log, self._held_out = run, settings, log, held_out
+    def __init__(self, run: Run, make: Callable[[DLRM], list[Any]], settings: Settings) -> None:
+        self.run, self._size = run, settings.batch
         torch.manual_seed(settings.seed)
         self._dtype = torch.float64 if settings.float64 else torch.float32
-        self._model = DLRM(log.sizes, settings.dim).to(self._dtype)
+        self._model = DLRM(table_sizes(settings.rows), settings.dim).to(self._dtype)
         self._optimizers = make(self._model)
 
-    def train(self, progress: Callable[[Run], None]) -> None:
-        """Take all steps; ``progress`` is called after each."""
-        steps = self._settings.steps
-        measured = np.rint(np.linspace(0, steps, 1 + self._settings.measurements)).astype(int)
-        for number in range(steps):
-            if number in measured:
-                self._measure(number)
-            self._step(self._log.batch(number, self._settings.batch))
-            progress(self.run)
-        self._measure(steps)
-
-    def _step(self, clicks: Clicks) -> None:
-        dense, labels = (torch.from_numpy(x).to(self._dtype) for x in (clicks.dense, clicks.labels))
-        ids = torch.from_numpy(clicks.ids)
+    def step(self, clicks: Clicks) -> None:
+        """One iteration, timed."""
+        dense, ids, labels = self._tensors(clicks)
         times = [time.perf_counter()]
         loss = binary_cross_entropy_with_logits(self._model(dense, ids), labels)
         times.append(time.perf_counter())
@@ -114,14 +99,40 @@ class Training:
         for seconds, taken in zip(self.run.seconds.values(), np.diff(times), strict=True):
             seconds.append(float(taken))
 
-    @torch.no_grad()
-    def _measure(self, steps: int) -> None:
-        held_out, size = self._held_out, self._settings.batch
-        scores = [
-            self._model(
-                torch.from_numpy(held_out.dense[start : start + size]).to(self._dtype),
-                torch.from_numpy(held_out.ids[:, start : start + size]),
-            )
-            for start in range(0, len(held_out.labels), size)
-        ]
-        self.run.auc[steps] = float(roc_auc_score(held_out.labels, torch.cat(scores).numpy()))
+    def measure(self, clicks: Clicks) -> None:
+        """The AUC of held-out clicks, batch by batch."""
+        dense, ids, labels = self._tensors(clicks)
+        starts = range(0, len(labels), self._size)
+        with torch.no_grad():
+            scores = [
+                self._model(dense[start : start + self._size], ids[:, start : start + self._size])
+                for start in starts
+            ]
+        auc = roc_auc_score(clicks.labels, torch.cat(scores).numpy())
+        self.run.auc[len(self.run.losses)] = float(auc)
+
+    def _tensors(self, clicks: Clicks) -> tuple[Any, Any, Any]:
+        dense, labels = (torch.from_numpy(x).to(self._dtype) for x in (clicks.dense, clicks.labels))
+        return dense, torch.from_numpy(clicks.ids), labels
+
+
+def train(
+    trainings: Sequence[Training], settings: Settings, log: ClickLog, held_out: Clicks,
+    progress: Callable[[], None],
+) -> None:  # fmt: skip
+    """Take all steps, each with all optimizers; ``progress`` is called after each.
+
+    They take turns, so that what else the machine does meets them alike.
+    """
+    ends = np.linspace(0, settings.steps, 1 + settings.measurements)
+    measured = np.rint(ends).astype(int).tolist()
+    for number in range(settings.steps + 1):
+        turns = trainings if number % 2 else trainings[::-1]
+        if number in measured:
+            for training in turns:
+                training.measure(held_out)
+        if number < settings.steps:
+            clicks = log.batch(number, settings.batch)
+            for training in turns:
+                training.step(clicks)
+            progress()

@@ -2,32 +2,27 @@
 
     ids and dense features -> 26 tables and an MLP -> products of pairs -> an MLP -> log loss
 
-The model is a DLRM in PyTorch, the clicks come from a hidden model, and both trainings begin with
-the same weights and see the same batches. Run as ``python -m fusestep.examples.recommender``.
+Run as ``python -m fusestep.examples.recommender``. The model is a DLRM in PyTorch, the clicks come
+from a hidden model. Both trainings begin with the same weights and see the same batches, in turns.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import importlib
 import os
 import platform
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .. import __version__, get_num_threads, set_num_threads
 from .click_runs import QUICK, Run, Settings, figures, picture, report
-from .clicks import N_TABLES, ClickLog, Clicks, table_sizes
+from .clicks import N_TABLES, ClickLog, table_sizes
 from .errors import DemoError, status_of
 from .options import Parser, integer
 from .report import prepare_folder, write_atomically
-
-if TYPE_CHECKING:
-    from .dlrm import DLRM
 
 NEEDED = {"torch": "torch", "tqdm": "tqdm", "matplotlib": "matplotlib", "sklearn": "scikit-learn"}
 FIGURES, CURVES = "recommender.json", "recommender.png"
@@ -84,7 +79,7 @@ def _run(args: argparse.Namespace) -> None:
     _require_libraries()
     settings, folder = settings_of(args), Path(args.output)
     sizes = table_sizes(settings.rows)
-    _require_memory(sizes, settings)
+    _require_memory(settings)
     prepare_folder(folder)
     machine = _set_threads(args.threads)
     print(f"model      {N_TABLES} tables of {sizes[0]:,} to {sizes[-1]:,} rows, "
@@ -99,39 +94,30 @@ def _run(args: argparse.Namespace) -> None:
 
 
 def train_both(settings: Settings, sizes: list[int]) -> tuple[list[Run], float]:
-    """The two runs, one after the other, and the AUC of the model that made the clicks."""
+    """The two runs, and the AUC of the model that made the clicks."""
     from sklearn.metrics import roc_auc_score
+    from tqdm import tqdm
 
-    from .click_training import choices
+    from .click_training import Training, choices, train
 
     log = ClickLog(sizes, settings.seed)
     held_out = log.held_out(settings.held_out)
-    runs = []
-    for name, optimizers, make in choices(settings.single):
-        runs.append(Run(name, optimizers))
-        _train(runs[-1], make, settings, log, held_out)
-        gc.collect()  # the next model takes the memory of this one
-    return runs, float(roc_auc_score(held_out.labels, held_out.log_odds))
-
-
-def _train(
-    run: Run, make: Callable[[DLRM], list[Any]], settings: Settings, log: ClickLog, held_out: Clicks
-) -> None:
-    from tqdm import tqdm
-
-    from .click_training import Training
-
-    training = Training(run, make, settings, log, held_out)
+    trainings = [
+        Training(Run(name, optimizers), make, settings)
+        for name, optimizers, make in choices(settings.single)
+    ]
+    runs = [training.run for training in trainings]
     # A log file gets a line now and then instead of ten a second.
     every = 0.2 if sys.stderr.isatty() else 5.0
-    with tqdm(total=settings.steps, desc=run.name, unit=" steps", mininterval=every) as bar:
+    with tqdm(total=settings.steps, unit=" steps", mininterval=every) as bar:
 
-        def progress(run: Run) -> None:
-            auc = run.auc[max(run.auc)]
-            bar.set_postfix_str(f"loss {run.losses[-1]:.3f}, AUC {auc:.3f}", refresh=False)
+        def progress() -> None:
+            shown = ", ".join(f"{run.losses[-1]:.3f}" for run in runs)
+            bar.set_postfix_str(f"losses {shown}", refresh=False)
             bar.update()
 
-        training.train(progress)
+        train(trainings, settings, log, held_out, progress)
+    return runs, float(roc_auc_score(held_out.labels, held_out.log_odds))
 
 
 def _require_libraries() -> None:
@@ -144,7 +130,7 @@ def _require_libraries() -> None:
             ) from error
 
 
-def _require_memory(sizes: list[int], settings: Settings) -> None:
+def _require_memory(settings: Settings) -> None:
     """Refuse tables that this machine cannot hold, where it says what it has."""
     from .click_training import bytes_of
 
@@ -152,7 +138,7 @@ def _require_memory(sizes: list[int], settings: Settings) -> None:
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):
         return
-    needed = bytes_of(sizes, settings)
+    needed = bytes_of(settings)
     if needed > available:
         raise DemoError(
             f"--rows, --dim: tables and states need {needed / 1e9:.3g} GB, "
