@@ -1,4 +1,4 @@
 """Complete programs on top of the library; `word2vec` is ``fusestep demo``.
 
-`thor_digits` and `recommender` are run as ``python -m fusestep.examples.recommender``.
+``python -m fusestep.examples.recommender`` and ``.thor_digits`` run the others.
 """

@@ -17,6 +17,7 @@ from .clicks import ClickLog, Clicks, table_sizes
 from .dlrm import DLRM
 
 TABLE_RATE, DENSE_RATE = 5e-3, 1e-3
+PIECE = 2048  # held-out clicks of one forward pass
 STATES = 2  # arrays of a table's size that Adam keeps
 
 
@@ -76,7 +77,7 @@ class Training:
     """
 
     def __init__(self, run: Run, make: Callable[[DLRM], list[Any]], settings: Settings) -> None:
-        self.run, self._size = run, settings.batch
+        self.run = run
         torch.manual_seed(settings.seed)
         self._dtype = torch.float64 if settings.float64 else torch.float32
         self._model = DLRM(table_sizes(settings.rows), settings.dim).to(self._dtype)
@@ -100,14 +101,11 @@ class Training:
             seconds.append(float(taken))
 
     def measure(self, clicks: Clicks) -> None:
-        """The AUC of held-out clicks, batch by batch."""
-        dense, ids, labels = self._tensors(clicks)
-        starts = range(0, len(labels), self._size)
+        """The AUC of held-out clicks."""
+        dense, ids, _ = self._tensors(clicks)
+        pieces = zip(dense.split(PIECE), ids.split(PIECE, dim=1), strict=True)
         with torch.no_grad():
-            scores = [
-                self._model(dense[start : start + self._size], ids[:, start : start + self._size])
-                for start in starts
-            ]
+            scores = [self._model(*piece) for piece in pieces]
         auc = roc_auc_score(clicks.labels, torch.cat(scores).numpy())
         self.run.auc[len(self.run.losses)] = float(auc)
 

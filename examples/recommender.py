@@ -31,19 +31,7 @@ MOST_ROWS, MOST_DIM = 100_000_000, 1024
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the example to ``parser``."""
-    full, quick = Settings(), QUICK
-    whole_numbers = (
-        ("steps", 1, None, "batches to train on"),
-        ("batch", 1, None, "clicks of a batch"),
-        ("rows", 1, MOST_ROWS, f"of the largest of {N_TABLES} tables"),
-        ("dim", 1, MOST_DIM, "length of a row"),
-    )
-    for name, low, high, text in whole_numbers:
-        of_full, of_quick = getattr(full, name), getattr(quick, name)
-        shown = f"{of_full:,}" + (f", quick {of_quick:,}" if of_quick != of_full else "")
-        parser.add_argument(
-            f"--{name}", type=integer(low, high), metavar="N", help=f"{text} (default: {shown})"
-        )
+    _add_sizes(parser)
     add = parser.add_argument
     add("--seed", type=integer(0), default=0, metavar="N", help="of all random (default: 0)")
     add("--threads", type=integer(1), metavar="N", help="of both, at most (default: all)")
@@ -61,6 +49,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "where SparseAdam's is, so the losses differ a little",
     )
     add("--output", default="demo-output", metavar="DIR", help="folder of the results")
+
+
+def _add_sizes(parser: argparse.ArgumentParser) -> None:
+    sizes = {
+        "steps": (None, "batches to train on"),
+        "batch": (None, "clicks of a batch"),
+        "rows": (MOST_ROWS, f"of the largest of {N_TABLES} tables"),
+        "dim": (MOST_DIM, "length of a row"),
+    }
+    for name, (most, text) in sizes.items():
+        full, quick = getattr(Settings(), name), getattr(QUICK, name)
+        shown = f"{full:,}" if quick == full else f"{full:,}, quick {quick:,}"
+        parser.add_argument(
+            f"--{name}", type=integer(1, most), metavar="N", help=f"{text} (default: {shown})"
+        )
 
 
 def main(args: argparse.Namespace) -> int:
