@@ -34,7 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_sizes(parser)
     add = parser.add_argument
     add("--seed", type=integer(0), default=0, metavar="N", help="of all random (default: 0)")
-    add("--threads", type=integer(1), metavar="N", help="at most (default: all; 1 on a busy machine)")
+    add(
+        "--threads",
+        type=integer(1),
+        metavar="N",
+        help="of both, at most (default: all; give 1 on a busy machine)",
+    )
     add("--quick", action="store_true", help="a smaller run")
     add(
         "--float64",
