@@ -16,8 +16,10 @@ from torch import Tensor
 
 from ...kernels.cpu.adafactor.step import FactoredTable
 from ...kernels.cpu.counts import FloatCount
+from ...kernels.cpu.dense import all_finite
 from ...kernels.cpu.headers import tensors as headers
 from ...kernels.rules.rule import Rule
+from ...kernels.storage import Storage
 from ...kernels.tables import FactoredTensor
 from ...ops.runtime.errors import reject
 from ...ops.runtime.row_step import RowGradient
@@ -372,3 +374,20 @@ def check_parameter(where: str, name: str, parameter: Tensor) -> None:
     if parameter.dtype not in DTYPES:
         wrong, expected = "has a wrong dtype", ", ".join(map(str, DTYPES))
         reject(RuntimeError, where, name, wrong, expected, parameter.dtype)
+
+
+def are_finite(parts: Sequence[Part], given: Given) -> bool:
+    """Whether no gradient has a NaN or an infinity: one read of all of them."""
+    found: dict[Storage, list[tuple[int, int]]] = {}
+    for part in parts:
+        batch, gradients = part.batch, part.gradients(given)
+        spans = found.setdefault(batch.g, [])
+        if batch.row_sparse:
+            spans += [(g.values_address, g.values.size) for g in gradients]
+        else:
+            sizes = np.diff(batch.variables.table.first)
+            spans += zip(gradients.tolist(), sizes.tolist(), strict=True)
+    return all(
+        all_finite(storage, *np.array(spans, np.int64).reshape(-1, 2).T.copy())
+        for storage, spans in found.items()
+    )

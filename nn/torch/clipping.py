@@ -16,7 +16,7 @@ from ...ops.norm import global_norm, squares_at
 from ...ops.runtime.errors import reject
 from ...ops.runtime.row_tensor import RowTensor
 from .optimizer import Optimizer
-from .tensors import DTYPES, array_of, rows_of
+from .tensors import DTYPES, array_of, local, rows_of
 
 _WHERE = "clip_grad_norm_"
 
@@ -127,6 +127,11 @@ def _norm(parameters: Sequence[Tensor]) -> float:
     keep = []
     for k, parameter in enumerate(parameters):
         gradient = parameter.grad.detach()
+        if local(gradient) is not gradient:
+            wrong, expected = "is distributed", "a tensor of one process"
+            fix = "; torch.nn.utils.clip_grad_norm_ takes it"
+            got = type(gradient).__name__
+            reject(RuntimeError, _WHERE, f"gradient {k}", wrong, expected, got, fix)
         if gradient.layout == torch.sparse_coo:
             rows = rows_of(_WHERE, f"gradient {k}", parameter, gradient)
             shape = _shape_of_rows(parameter, gradient)

@@ -11,12 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...kernels.cpu.dense import all_finite
 from ...kernels.cpu.parallel import Prepared, commit
 from ...kernels.quiet import quiet
 from ...kernels.rules.formula import Numbers
 from ...kernels.rules.rule import columns, factors
-from ...kernels.storage import Storage
 from ...ops.runtime import check
 from ...ops.runtime.errors import reject
 from ...ops.runtime.row_step import Update
@@ -24,8 +22,9 @@ from ...ops.runtime.step import DenseUpdate, measure_step
 from ..engine.host import update_of
 from ..engine.layout import Layout
 from ..engine.on_device import launch_updates
-from .binding import Binding, Choice, Entry, Given, Part, check_parameter
+from .binding import Binding, Choice, Entry, Given, Part, are_finite, check_parameter
 from .method import Before, Group, Method
+from .state import keep_dtypes, places_of, single
 from .tensors import DTYPES, local, number
 
 SPARSE = ("touched", "all")
@@ -190,26 +189,16 @@ class Optimizer(torch.optim.Optimizer, ABC):
         ):
             group.update({name: x for name, x in own.items() if name not in of_file})
             for parameter, key in zip(group["params"], of_file["params"], strict=True):
-                self._restore(self.state.get(parameter, {}), saved["state"].get(key, {}))
+                keep_dtypes(self.state.get(parameter, {}), saved["state"].get(key, {}))
         self._bindings = {}
 
-    @staticmethod
-    def _restore(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
-        """Give states the dtypes that they were saved with: PyTorch takes the parameter's."""
-        for name, value in saved.items():
-            loaded = state.get(name)
-            if not isinstance(loaded, Tensor) or name == "step":
-                continue
-            if isinstance(value, Tensor) and loaded.dtype != value.dtype:
-                state[name] = value.to(device=loaded.device, copy=True)
-
     def _new_step(self) -> Any:
-        return _number(0.0)
+        return single(0.0)
 
     def _new_state(self, group: Group, parameter: Tensor, roles: Sequence[str]) -> dict[str, Any]:
         """The state of a parameter that has none."""
         made = {"step": self._new_step()} if self._counts_updates else {}
-        made.update({name: _number(x) for name, x in self.numbers(group).items()})
+        made.update({name: single(x) for name, x in self.numbers(group).items()})
         like = {"dtype": group["state_dtype"], "requires_grad": False}
         for role, shape in self.shapes(roles, parameter).items():
             value = self.initial(role, group)
@@ -290,9 +279,11 @@ class Optimizer(torch.optim.Optimizer, ABC):
         entries: list[Entry | None] = []
         before = {id(p): found for p, *found in last.kinds} if last else {}
         new: dict[Tensor, Any] = {}
-        groups = self._groups_and_names(parameters)
-        for i, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
-            k, name = groups[i]
+        where, places = type(self).__name__, places_of(self.param_groups)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if id(parameter) not in places:
+                reject(ValueError, where, "param", "is foreign", "one of the groups", "another")
+            k, name = places[id(parameter)]
             if gradient is None:
                 entries.append(None)
                 continue
@@ -301,7 +292,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
             state = self.state.get(parameter, {})
             kind = [parameter.dtype, parameter.device]
             if state and before.get(id(parameter), kind) != kind:
-                where, wrong = type(self).__name__, "has changed since the last step"
+                wrong = "has changed since the last step"
                 reject(RuntimeError, where, name, wrong, before[id(parameter)], kind)
             shapes = self.shapes(choice.states, parameter)
             if not state or any(state.get(role) is None for role in shapes):
@@ -310,23 +301,15 @@ class Optimizer(torch.optim.Optimizer, ABC):
                 if state:
                     new[parameter] = state
             entries.append(Entry(parameter, k, name, state, choice, shapes) if is_active else None)
-        return Binding(type(self).__name__, parameters, entries, choices), new
-
-    def _groups_and_names(self, parameters: Sequence[Tensor]) -> list[tuple[int, str]]:
-        known: dict[int, tuple[int, str]] = {}
-        for k, group in enumerate(self.param_groups):
-            names = group.get("param_names") or ()
-            for j, parameter in enumerate(group["params"]):
-                name = names[j] if names else len(known)
-                known[id(parameter)] = k, f"parameter {name}"
-        if any(id(p) not in known for p in parameters):
-            reject(ValueError, type(self).__name__, "param", "is foreign", "one of mine", "another")
-        return [known[id(p)] for p in parameters]
+        return Binding(where, parameters, entries, choices), new
 
     def _check(self, group: Group, choice: Choice, name: str, parameter: Tensor) -> bool:
         """Refuse what no step can take; whether it is updated."""
         where, gradient = type(self).__name__, parameter.grad
         check_parameter(where, name, local(parameter))
+        if self.defaults["skip_nonfinite"] and local(parameter) is not parameter:
+            why = "the other processes would not skip the step"
+            raise RuntimeError(f"{where}: skip_nonfinite takes no distributed parameters: {why}")
         if gradient is not None and gradient.layout == torch.sparse_coo:
             if not self._takes_sparse:
                 raise RuntimeError(f"{where} does not support sparse gradients")
@@ -347,7 +330,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         self, binding: Binding, given: Given, before: Before, new: Mapping[Tensor, Any]
     ) -> bool:
         """Prepare all that can fail; then write and count. Whether it was not skipped."""
-        if self.defaults["skip_nonfinite"] and not _are_finite(binding.parts, given):
+        if self.defaults["skip_nonfinite"] and not are_finite(binding.parts, given):
             self.skipped_steps += 1
             return False
         steps, numbers = self._steps(binding, new), []
@@ -428,29 +411,6 @@ def _outside_of_graphs(optimizer: Optimizer, closure: Any, param: Any) -> Any:
     return type(optimizer).step(optimizer, closure, param=param)
 
 
-def _number(value: float) -> Tensor:
-    """A state that is a single number, of the type that PyTorch gives it."""
-    is_double = torch.get_default_dtype() == torch.float64
-    return torch.tensor(value, dtype=torch.float64 if is_double else torch.float32)
-
-
 def _update(part: Part, given: Given, before: Before, hp: np.ndarray, hp_of: np.ndarray) -> Update:
     touched, gradients = bool(part.choice.touched_only), part.gradients(given)
     return update_of((part.batch, part.choice.rule, before.prologue, touched, gradients, hp, hp_of))
-
-
-def _are_finite(parts: Sequence[Part], given: Given) -> bool:
-    """Whether no gradient has a NaN or an infinity: one read of all of them."""
-    found: dict[Storage, list[tuple[int, int]]] = {}
-    for part in parts:
-        batch, gradients = part.batch, part.gradients(given)
-        spans = found.setdefault(batch.g, [])
-        if batch.row_sparse:
-            spans += [(g.values_address, g.values.size) for g in gradients]
-        else:
-            sizes = np.diff(batch.variables.table.first)
-            spans += zip(gradients.tolist(), sizes.tolist(), strict=True)
-    return all(
-        all_finite(storage, *np.array(spans, np.int64).reshape(-1, 2).T.copy())
-        for storage, spans in found.items()
-    )
