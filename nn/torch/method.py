@@ -10,10 +10,15 @@ from torch import Tensor
 from ...kernels.rules.formula import Numbers
 from ...kernels.rules.gradient import COUPLED_DECAY, SCALE
 from ...kernels.rules.rule import Prologue, Rule
+from ...ops.runtime import check
+from ...ops.runtime.errors import reject
 from .binding import Choice
-from .tensors import number
+from .tensors import DTYPES, number
 
 Group = Mapping[str, Any]
+SPARSE = ("touched", "all")
+OWN: dict[str, Any] = {"sparse": None, "skip_nonfinite": False, "state_dtype": None}
+"""Options that PyTorch's optimizers do not have."""
 
 
 class Method(NamedTuple):
@@ -55,6 +60,18 @@ class Before(NamedTuple):
         if COUPLED_DECAY in self.prologue:
             scalars += (number(group["weight_decay"]) if choice.couples else 0.0, 0.0)
         return scalars
+
+
+def check_own(where: str, own: Group, *, takes_sparse: bool) -> None:
+    """Refuse values that these options cannot have."""
+    sparse, dtype = own["sparse"], own["state_dtype"]
+    if sparse is not None and (not takes_sparse or sparse not in SPARSE):
+        expected = SPARSE if takes_sparse else "None: the norm is that of all rows"
+        reject(ValueError, where, "sparse", "is unknown", expected, sparse)
+    check.flag(where, "skip_nonfinite", own["skip_nonfinite"])
+    if dtype is not None and dtype not in DTYPES:
+        expected = ", ".join(map(str, DTYPES))
+        reject(ValueError, where, "state_dtype", "is unknown", expected, dtype)
 
 
 def not_negative(**values: Any) -> None:

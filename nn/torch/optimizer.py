@@ -15,7 +15,6 @@ from ...kernels.cpu.parallel import Prepared, commit
 from ...kernels.quiet import quiet
 from ...kernels.rules.formula import Numbers
 from ...kernels.rules.rule import columns, factors
-from ...ops.runtime import check
 from ...ops.runtime.errors import reject
 from ...ops.runtime.row_step import Update
 from ...ops.runtime.step import DenseUpdate, measure_step
@@ -23,12 +22,9 @@ from ..engine.host import update_of
 from ..engine.layout import Layout
 from ..engine.on_device import launch_updates
 from .binding import Binding, Choice, Entry, Given, Part, are_finite, check_parameter
-from .method import Before, Group, Method
+from .method import OWN, Before, Group, Method, check_own
 from .state import keep_dtypes, places_of, single
-from .tensors import DTYPES, local, number
-
-SPARSE = ("touched", "all")
-_OWN: dict[str, Any] = {"sparse": None, "skip_nonfinite": False, "state_dtype": None}
+from .tensors import local, number
 
 
 class Optimizer(torch.optim.Optimizer, ABC):
@@ -73,7 +69,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         state_dtype: torch.dtype | None = None, **kwargs: Any,
     ) -> None:  # fmt: skip
         own = {"sparse": sparse, "skip_nonfinite": skip_nonfinite, "state_dtype": state_dtype}
-        self._check_own(own)
+        check_own(type(self).__name__, own, takes_sparse=self._takes_sparse)
         super().__init__(params, *args, **kwargs)
         self.defaults.update(own)
         for group in self.param_groups:
@@ -88,7 +84,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         if of_torch not in (None, torch.optim.Optimizer):
             ours = inspect.signature(Optimizer.__init__).parameters.values()
             signature = inspect.signature(of_torch)
-            every = [*signature.parameters.values(), *(p for p in ours if p.name in _OWN)]
+            every = [*signature.parameters.values(), *(p for p in ours if p.name in OWN)]
             cls.__signature__ = signature.replace(parameters=every)
 
     # What a subclass defines
@@ -133,22 +129,12 @@ class Optimizer(torch.optim.Optimizer, ABC):
 
     # Options
 
-    def _check_own(self, own: Mapping[str, Any]) -> None:
-        where, sparse, dtype = type(self).__name__, own.get("sparse"), own.get("state_dtype")
-        if sparse is not None and (not self._takes_sparse or sparse not in SPARSE):
-            expected = SPARSE if self._takes_sparse else "None: the norm is that of all rows"
-            reject(ValueError, where, "sparse", "is unknown", expected, sparse)
-        check.flag(where, "skip_nonfinite", own.get("skip_nonfinite", False))
-        if dtype is not None and dtype not in DTYPES:
-            expected = ", ".join(map(str, DTYPES))
-            reject(ValueError, where, "state_dtype", "is unknown", expected, dtype)
-
     def _complete(self, group: dict[str, Any]) -> None:
         """Give a group the options that it lacks, and refuse those that cannot be."""
-        for name, value in _OWN.items():
+        for name, value in OWN.items():
             group.setdefault(name, self.defaults.get(name, value))
-        self._check_own(group)
         where = type(self).__name__
+        check_own(where, group, takes_sparse=self._takes_sparse)
         if group.get("differentiable"):
             why = "the step writes in place, by compiled code that autograd does not see"
             raise RuntimeError(f"{where}: differentiable=True is not supported: {why}")
@@ -176,7 +162,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
 
         Options of this package that are not in it, as in one of PyTorch's, stay as they are.
         """
-        before = [{name: group[name] for name in _OWN} for group in self.param_groups]
+        before = [{name: group[name] for name in OWN} for group in self.param_groups]
         given = [state_dict]  # a hook of the user may give another one
         last = self.register_load_state_dict_pre_hook(lambda _, found: given.append(found))
         try:
