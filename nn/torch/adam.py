@@ -71,7 +71,7 @@ class Adam(Optimizer, torch.optim.Adam):
         return (*_moments(beta1, beta2), lr / (1.0 - beta1**step), root, group["eps"], shrink)
 
 
-class AdamW(Adam, torch.optim.AdamW):
+class AdamW(Optimizer, torch.optim.AdamW):
     """PyTorch's AdamW: `Adam` with ``decoupled_weight_decay``.
 
     Args:
@@ -90,6 +90,9 @@ class AdamW(Adam, torch.optim.AdamW):
     >>> table(torch.tensor([3, 3, 7])).sum().backward()
     >>> optimizer.step()
     """
+
+    method = Adam.method
+    scalars = Adam.scalars
 
     def _complete(self, group: dict[str, Any]) -> None:
         super()._complete(group)

@@ -5,6 +5,7 @@ The reference is PyTorch's default on the CPU, the loop over single tensors.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from itertools import product
 from typing import Any
@@ -41,7 +42,9 @@ OPTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
 
 def combinations() -> Iterator[tuple[str, dict[str, Any]]]:
     """Each class with every combination of its options."""
-    for name, options in OPTIONS.items():
+    for name, every in OPTIONS.items():
+        known = inspect.signature(getattr(torch.optim, name)).parameters  # older ones lack some
+        options = {option: values for option, values in every.items() if option in known}
         for values in product(*options.values()):
             given = dict(zip(options, values, strict=True))
             if given.get("nesterov") and (not given["momentum"] or given["dampening"]):
