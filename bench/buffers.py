@@ -53,10 +53,13 @@ class Buffers:
     def job(self, *, fresh: bool) -> Job:
         """Our step."""
         step, gradients = self.prepared.step, self._gradients(self.values)
+        hand_over = self.prepared.load or (lambda _: None)
+        hand_over(gradients)
 
         def load() -> None:
             nonlocal gradients
             gradients = self._gradients([values.copy() for values in self.values])
+            hand_over(gradients)
 
         return Job(lambda: step(gradients), load) if fresh else Job(lambda: step(gradients))
 

@@ -13,6 +13,7 @@ from .mxnet import MXNET
 from .operators import FUNCTIONS, LARS_UPDATE, OPERATORS
 from .optimizers import OPTIMIZERS
 from .subject import Subject, Use
+from .torch import TORCH
 from .workloads import DENSE_MODELS, MIXED_MODELS, Kind, Workload
 
 LOOP = "loop"
@@ -112,13 +113,14 @@ SUBJECTS: dict[str, Subject] = {
     f"ops.{LARS_UPDATE.name}": LARS_UPDATE,
     **{f"ops.{name}": function for name, function in FUNCTIONS.items()},
     **MXNET,
+    **TORCH,
 }
 # Each model with the optimizers that it is usually trained with, or would be here.
 _ON_MODELS = {
-    "many-small": ("nn.Adam", "nn.SGD(momentum)", "nn.Lamb", "nn.mxnet.Adam"),
-    "resnet50": ("nn.Momentum", "nn.LARS", "nn.Adam"),
-    "gpt2": ("nn.Adam", "nn.AdamWeightDecay", "nn.Lamb"),
-    "dlrm": ("nn.SGD", "nn.Adagrad", "nn.LazyAdam"),
+    "many-small": ("nn.Adam", "nn.SGD(momentum)", "nn.Lamb", "nn.mxnet.Adam", "nn.torch.Adam"),
+    "resnet50": ("nn.Momentum", "nn.LARS", "nn.Adam", "nn.torch.Adam"),
+    "gpt2": ("nn.Adam", "nn.AdamWeightDecay", "nn.Lamb", "nn.torch.Adam"),
+    "dlrm": ("nn.SGD", "nn.Adagrad", "nn.LazyAdam", "nn.torch.LazyAdam"),
 }
 _DEFAULT_ON_MODELS = {"many-small/nn.Adam", "resnet50/nn.Momentum", "resnet50/nn.Adam"}
 # The same steps under other names: left to those who name them, so that a run stays short.
@@ -146,6 +148,7 @@ _NO_DEFAULT = {
     "dense/ops.adam_update",
     "rows/ops.adam_update",
     "rows/ops.adam_update(lazy)",
+    *(f"{kind}/{name}" for name, subject in TORCH.items() for kind in subject.uses),
 }
 
 
@@ -158,7 +161,7 @@ def _cases() -> Iterator[Case]:
                 yield Case(full, subject, kind, full not in _NO_DEFAULT)
     for model, names in _ON_MODELS.items():
         kind = "dense" if model in DENSE_MODELS else "mixed"
-        for name in names:
+        for name in filter(SUBJECTS.__contains__, names):
             full = f"{model}/{name}"
             yield Case(full, SUBJECTS[name], kind, full in _DEFAULT_ON_MODELS)
 

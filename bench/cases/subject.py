@@ -26,11 +26,13 @@ class Prepared(NamedTuple):
         step: takes the gradients, in the order of the parameters.
         updated: for each parameter the arrays of its size that a step reads and writes.
         reads: parameters that a step only reads.
+        load: hands gradients over before a step, which is not timed; None: they are arguments.
     """
 
     step: Callable[[Sequence[Any]], object]
     updated: list[tuple[np.ndarray, ...]]
     reads: list[np.ndarray]
+    load: Callable[[Sequence[Any]], object] | None = None
 
 
 class Subject(Protocol):

@@ -6,6 +6,7 @@
 from .adafactor import Adafactor
 from .adagrad import FTRL, Adadelta, Adagrad, RMSprop
 from .adam import Adam, Adamax, AdamW, Adan, LazyAdam, Lion, NAdam, RAdam, SparseAdam
+from .clipping import clip_grad_norm_
 from .descent import ASGD, SGD, Rprop
 from .layerwise import LARS, Lamb
 from .optimizer import Optimizer
@@ -13,5 +14,5 @@ from .optimizer import Optimizer
 __all__ = [
     "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Adan", "FTRL", "LARS",
     "Lamb", "LazyAdam", "Lion", "NAdam", "Optimizer", "RAdam", "RMSprop", "Rprop", "SGD",
-    "SparseAdam",
+    "SparseAdam", "clip_grad_norm_",
 ]  # fmt: skip

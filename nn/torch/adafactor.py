@@ -17,8 +17,8 @@ from ...kernels.rules.formula import Numbers
 from ...kernels.rules.rule import columns
 from ...kernels.rules.torch.adafactor import TORCH_ADAFACTOR
 from ...ops.norm import squares_at
-from .binding import Choice, Part
-from .optimizer import Method, Optimizer
+from .binding import Choice, Given, Part
+from .optimizer import Before, Method, Optimizer
 
 
 class Adafactor(Optimizer, torch.optim.Adafactor):
@@ -92,12 +92,12 @@ class Adafactor(Optimizer, torch.optim.Adafactor):
             of_size = squares[k, 0], squares[k, 1], size, group["eps"][1], group["d"], True
             hp[k, column["step"]] *= size_factors(*of_size)[0]
 
-    def _prepared_measured(self, part: Part, gradients: Any, hp: np.ndarray) -> Prepared:
+    def _measured(self, part: Part, given: Given, before: Before, hp: np.ndarray) -> Prepared:
         if part.matrices is None:
-            return super()._prepared_measured(part, gradients, hp)
-        rule, prologue, variables = part.choice.rule, part.choice.prologue, part.batch.variables
+            return super()._measured(part, given, before, hp)
+        rule, (prologue, _), variables = part.choice.rule, before, part.batch.variables
         compiled = kernel(rule, prologue, variables.w, part.batch.g, ())
-        step = FactoredStep(compiled, part.matrices, gradients, hp)
+        step = FactoredStep(compiled, part.matrices, part.gradients(given), hp)
         sizes = np.diff(variables.table.first)
         of_w = squares_at(variables.w, variables.table.addresses[:, 0], sizes)
         squares = np.stack([of_w, step.direction_squares()], axis=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,11 +17,12 @@ from torch import Tensor
 from ...kernels.cpu.adafactor.step import FactoredTable
 from ...kernels.cpu.counts import FloatCount
 from ...kernels.cpu.headers import tensors as headers
-from ...kernels.rules.rule import Prologue, Rule
+from ...kernels.rules.rule import Rule
 from ...kernels.tables import FactoredTensor
 from ...ops.runtime.errors import reject
 from ...ops.runtime.row_step import RowGradient
-from ..engine.layout import Batch, Kind, build_layout
+from ..engine.layout import Batch, Kind, Layout, build_layout
+from ..engine.reader import Gradients
 from .tensors import (
     DTYPES,
     array_of,
@@ -39,8 +41,8 @@ class Choice(NamedTuple):
 
     rule: Rule
     states: tuple[str, ...]  # the names of those of the rule, in its order
-    prologue: Prologue  # what happens to the gradients before
     touched_only: bool | None  # what sparse gradients update; None: they are refused
+    couples: bool  # a weight decay is added to the gradient
 
 
 class Given(NamedTuple):
@@ -67,6 +69,7 @@ class Part:
     """The parameters that one kernel call updates."""
 
     choice: Choice
+    layout: Layout
     batch: Batch
     entries: list[Entry]  # [T]
     places: list[int]  # [T]: of each entry among all that have a gradient
@@ -78,6 +81,11 @@ class Part:
         if self.batch.row_sparse:
             return [given.rows[i] for i in self.batch.positions.tolist()]
         return given.addresses if self.batch.is_all else given.addresses[self.batch.positions]
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether its tensors are on a CUDA device."""
+        return bool(self.entries[0].parameter.is_cuda)
 
     @cached_property
     def matrices(self) -> FactoredTable | None:
@@ -108,9 +116,10 @@ class Binding:
         self._known: list[Any] = []
         self.active = [entry for entry in entries if entry is not None]
         self.updated = [entry.parameter for entry in self.active]
+        self.kinds = [(p, p.dtype, p.device) for p in self.updated]
         # What does not lie in memory as the kernels need it: the tensor, and its copy.
         self._copies: list[tuple[Tensor, Tensor]] = []
-        self._keep: list[Any] = []
+        self._arrays: dict[int, Any] = {}  # of the gradients
         self._memory: list[tuple[int, int, str]] = []
         self._dense = np.zeros(len(entries), np.int64)
         self._rows: dict[int, RowGradient] = {}
@@ -132,6 +141,9 @@ class Binding:
         assert given is not None
         parameter, gradient = local(entry.parameter), local(given)
         self._is_plain &= parameter is entry.parameter and gradient is given
+        if entry.choice.rule.measure and parameter is not entry.parameter:
+            wrong, expected = "is distributed", "a tensor of one process: the norm is that of all"
+            reject(RuntimeError, where, name, wrong, expected, type(entry.parameter).__name__)
         is_sparse = gradient.layout == torch.sparse_coo
         order = order_of(parameter)
         plain = tuple(range(parameter.dim()))
@@ -142,15 +154,20 @@ class Binding:
         tensors = [parameter, *states]
         if is_sparse:
             self._rows[i] = rows_of(where, f"the gradient of {name}", parameter, gradient)
-            dtype, indices = self._rows[i].dtype, self._rows[i].indices
-            kind = Kind(dtype, indices.dtype)
+            kind = Kind(self._rows[i].dtype, self._rows[i].indices.dtype)
+            self._arrays[i] = self._rows[i]
         else:
             gradient = self._dense_gradient(entry, parameter, gradient, order)
             kind = Kind(DTYPES[gradient.dtype])
             self._dense[i] = gradient.data_ptr()
             self._memory.append((*span_of(gradient), f"the gradient of {name}"))
-        self._keep.append((tensors, gradient))
-        return kind, tuple(array_of(flat(tensor, order)) for tensor in tensors)
+            self._arrays[i] = array_of(flat(gradient, order))
+        arrays = [array_of(flat(tensor, order)) for tensor in tensors]
+        if is_sparse:  # the sparse dimensions number the rows
+            n_sparse = gradient.sparse_dim()
+            shape = math.prod(parameter.shape[:n_sparse]), *parameter.shape[n_sparse:]
+            arrays = [array.reshape(shape) for array in arrays]
+        return kind, tuple(arrays)
 
     def _state(self, entry: Entry, role: str, parameter: Tensor, order: Sequence[int]) -> Tensor:
         state = entry.state.get(role)
@@ -232,7 +249,9 @@ class Binding:
                 found = [place[i] for i in batch.positions.tolist()]
                 own_entries = [self.active[k] for k in found]
                 groups, group_of = np.unique([e.group for e in own_entries], return_inverse=True)
-                parts.append(Part(choice, batch, own_entries, found, groups.tolist(), group_of))
+                parts.append(
+                    Part(choice, layout, batch, own_entries, found, groups.tolist(), group_of)
+                )
         return sorted(parts, key=lambda part: not part.batch.row_sparse)
 
     def _counts(self) -> None:
@@ -247,7 +266,6 @@ class Binding:
             for c in counts
         ):
             self.counts = FloatCount(np.array([c.data_ptr() for c in counts], np.int64))
-            self._keep.append(counts)
 
     def _expect(self, kinds: Sequence[Kind | None]) -> None:
         """What later steps have to find for the same kernel calls."""
@@ -280,11 +298,15 @@ class Binding:
                 example = torch.empty_like(example, dtype=_torch_dtype(kind.dtype))
             gradients.append((headers.ROWS if kind.row_sparse else headers.DENSE, example))
         self._expected = headers.Expected(torch, held, gradients, self._written)
-        self._of_rows = [(i, e) for i, e in enumerate(self._entries) if e and i in self._rows]
+        self._of_rows = [
+            (i, f"the gradient of {e.name}", e.parameter, e.parameter.grad.sparse_dim())
+            for i, e in enumerate(self._entries)
+            if e and i in self._rows
+        ]
 
     def first(self) -> Given:
         """The gradients with which it was bound."""
-        return Given(self._dense, self._rows, self._keep)
+        return Given(self._dense, self._rows, self._arrays)
 
     def read(
         self, states: Mapping[Tensor, Any], parameters: tuple[Tensor, ...],
@@ -304,15 +326,23 @@ class Binding:
         addresses = expected.addresses(held, gradients)
         if addresses is None:
             return None
-        rows = {
-            i: rows_of(self._where, f"the gradient of {e.name}", e.parameter, gradients[i])
-            for i, e in self._of_rows
-        }
+        rows = {}
+        for i, name, parameter, n_sparse in self._of_rows:
+            if gradients[i].sparse_dim() != n_sparse:
+                return None
+            rows[i] = rows_of(self._where, name, parameter, gradients[i])
         return Given(addresses, rows, gradients)
 
     def keep(self, states: Mapping[Tensor, Any]) -> None:
         """It was used, with these states."""
         self._known = [*states.values()]
+
+    def on_device(self, layout: Layout) -> Gradients:
+        """The gradients of a layout on a device, for the loops there."""
+        rows = [i for i in layout.active.tolist() if i in self._rows]
+        dense = [i for i in layout.active.tolist() if i not in self._rows]
+        arrays = [self._arrays[i] for i in layout.active.tolist()]
+        return Gradients(layout, self._dense[dense], [self._rows[i] for i in rows], arrays)
 
     def write_back(self) -> None:
         """Copy what was updated in copies."""

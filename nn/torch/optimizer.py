@@ -19,13 +19,20 @@ from ...kernels.rules.rule import Prologue, Rule, columns, factors
 from ...kernels.storage import Storage
 from ...ops.runtime import check
 from ...ops.runtime.errors import reject
+from ...ops.runtime.row_step import Update
 from ...ops.runtime.step import DenseUpdate, measure_step
 from ..engine.host import update_of
+from ..engine.layout import Layout
+from ..engine.on_device import launch_updates
 from .binding import Binding, Choice, Entry, Given, Part, check_parameter
 from .tensors import DTYPES, local
 
 SPARSE = ("touched", "all")
 _OWN: dict[str, Any] = {"sparse": None, "skip_nonfinite": False, "state_dtype": None}
+
+
+Before = tuple[Prologue, float]
+"""What happens to the gradients before the rule, and what they are multiplied by."""
 
 
 class Method(NamedTuple):
@@ -250,19 +257,17 @@ class Optimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        factor = self._factor()
-        if factor is not None:
-            self._step(param, factor)
-        self._clipping = None
+        attributes = vars(self)
+        found_inf, scale = attributes.get("found_inf"), attributes.get("grad_scale")
+        # A step that a GradScaler skips changes and counts nothing.
+        if found_inf is None or float(found_inf) == 0.0:
+            self._step(param, 1.0 if scale is None else 1.0 / float(scale))
         return loss
 
-    def _factor(self) -> float | None:
-        """What gradients are multiplied by; None for a step that a ``GradScaler`` skips."""
-        found_inf, scale = vars(self).get("found_inf"), vars(self).get("grad_scale")
-        if found_inf is not None and float(found_inf) != 0.0:
-            return None
-        factor = 1.0 if scale is None else 1.0 / float(scale)
-        return factor if self._clipping is None else factor * self._clipping.factor()
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in ``torch.optim``."""
+        self._clipping = None
+        super().zero_grad(set_to_none)
 
     def _step(self, param: Tensor | None, factor: float) -> None:
         groups, key = self.param_groups, None
@@ -271,32 +276,25 @@ class Optimizer(torch.optim.Optimizer):
         else:
             parameters, key = (param,), id(param)
         gradients = tuple([p.grad for p in parameters])
-        choices = self._choices(factor)
-        binding = self._bindings.get(key)
-        if binding is not None and binding.choices == choices:
-            given = binding.read(self.state, parameters, gradients)
-            if given is not None:
-                self._run(binding, given, factor, {})
-                return
-        binding, new = self._bound(parameters, gradients, choices)
-        self._run(binding, binding.first(), factor, new)
-        binding.keep(self.state)
-        self._bindings[key] = binding
-
-    def _choices(self, factor: float) -> list[Choice]:
-        """What is decided for each group."""
-        groups = self.param_groups
+        if self._clipping is not None:
+            factor *= self._clipping.factor([g for g in gradients if g is not None])
         methods = [self.method(group) for group in groups]
-        is_scaled = factor != 1.0 or any(group.get("maximize") for group in groups)
-        decays = any(
-            group.get("weight_decay") and method.couples
-            for group, method in zip(groups, methods, strict=True)
-        )
-        prologue = (*((SCALE,) if is_scaled else ()), *((COUPLED_DECAY,) if decays else ()))
-        return [
-            Choice(m.rule, m.states or m.rule.states, prologue, _touched_only(group, m))
+        before = _prologue(groups, methods, factor), factor
+        choices = [
+            Choice(m.rule, m.states or m.rule.states, _touched_only(group, m), m.couples)
             for group, m in zip(groups, methods, strict=True)
         ]
+        binding, given = self._bindings.get(key), None
+        if binding is not None and binding.choices == choices:
+            given = binding.read(self.state, parameters, gradients)
+        if binding is not None and given is not None:
+            self._run(binding, given, before, {})
+        else:
+            binding, new = self._bound(parameters, gradients, choices)
+            if self._run(binding, binding.first(), before, new):
+                binding.keep(self.state)
+                self._bindings[key] = binding
+        self._clipping = None
 
     @torch.no_grad()
     def _bound(
@@ -304,6 +302,7 @@ class Optimizer(torch.optim.Optimizer):
     ) -> tuple[Binding, dict[Tensor, Any]]:
         """The binding for a step, and the states of parameters that had none."""
         entries: list[Entry | None] = []
+        before = {id(p): found for b in self._bindings.values() for p, *found in b.kinds}
         new: dict[Tensor, Any] = {}
         groups = self._groups_and_names(parameters)
         for i, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
@@ -314,6 +313,10 @@ class Optimizer(torch.optim.Optimizer):
             group, choice = self.param_groups[k], choices[k]
             is_active = self._check(group, choice, name, parameter)
             state = self.state.get(parameter, {})
+            kind = [parameter.dtype, parameter.device]
+            if state and before.get(id(parameter), kind) != kind:
+                where, wrong = type(self).__name__, "has changed since the last step"
+                reject(RuntimeError, where, name, wrong, before[id(parameter)], kind)
             shapes = self.shapes(choice.states, parameter)
             if not state or any(state.get(role) is None for role in shapes):
                 made = self._new_state(group, parameter, choice.states)
@@ -346,6 +349,9 @@ class Optimizer(torch.optim.Optimizer):
             if choice.touched_only is None:
                 fix = "sparse='touched' (the rows that occur) or sparse='all' (every row)"
                 raise RuntimeError(f"{where} does not support sparse gradients without {fix}")
+        if parameter.is_cuda and choice.rule.measure and choice.rule.factor is None:
+            fix = "fusestep.nn has one that runs there"
+            raise RuntimeError(f"{where} does not support parameters on CUDA devices: {fix}")
         if group.get("capturable") and not parameter.is_cuda:
             raise AssertionError(
                 "If capturable=True, params and state_steps must be on supported devices: ['cuda']."
@@ -354,19 +360,30 @@ class Optimizer(torch.optim.Optimizer):
 
     @quiet
     def _run(
-        self, binding: Binding, given: Given, factor: float, new: Mapping[Tensor, Any]
-    ) -> None:
-        """Prepare all that can fail; then write and count."""
+        self, binding: Binding, given: Given, before: Before, new: Mapping[Tensor, Any]
+    ) -> bool:
+        """Prepare all that can fail; then write and count. Whether it was not skipped."""
         if self.defaults["skip_nonfinite"] and not _are_finite(binding.parts, given):
             self.skipped_steps += 1
-            return
+            return False
         steps, numbers = self._steps(binding, new), []
-        prepared = []
+        updates: list[Update] = []  # alive until they are done: rows are found by addresses
+        prepared: list[Prepared] = []
+        on_device: dict[Layout, list[Update]] = {}
         for part in binding.parts:
-            hp, hp_of, after = self._rows(part, steps, factor)
+            hp, hp_of, after = self._rows(part, steps, before)
             numbers += after
-            prepared.append(self._prepared(part, part.gradients(given), hp, hp_of))
+            if part.choice.rule.measure and not part.is_on_device:
+                prepared.append(self._measured(part, given, before, hp[hp_of]))
+                continue
+            updates.append(_update(part, given, before, hp, hp_of))
+            if part.is_on_device:
+                on_device.setdefault(part.layout, []).append(updates[-1])
+            else:
+                prepared.append(updates[-1].prepared())
         self.state.update(new)
+        for layout, launched in on_device.items():
+            launch_updates(launched, binding.on_device(layout))
         commit(prepared, binding.counts)
         if binding.counts is None and self._counts_updates:
             for entry in binding.active:
@@ -375,17 +392,11 @@ class Optimizer(torch.optim.Optimizer):
             tensor.fill_(value)
         binding.write_back()
         torch.autograd.graph.increment_version(binding.updated)
+        return True
 
-    def _prepared(self, part: Part, gradients: Any, hp: np.ndarray, hp_of: np.ndarray) -> Prepared:
-        batch, (rule, _, prologue, touched_only) = part.batch, part.choice
-        if rule.measure:  # what is measured differs between tensors
-            return self._prepared_measured(part, gradients, hp[hp_of])
-        touched = bool(touched_only)
-        return update_of((batch, rule, prologue, touched, gradients, hp, hp_of)).prepared()
-
-    def _prepared_measured(self, part: Part, gradients: Any, hp: np.ndarray) -> Prepared:
-        batch, rule, prologue = part.batch, part.choice.rule, part.choice.prologue
-        each = np.arange(len(hp))
+    def _measured(self, part: Part, given: Given, before: Before, hp: np.ndarray) -> Prepared:
+        rule, batch, each = part.choice.rule, part.batch, np.arange(len(hp))
+        gradients, (prologue, _) = part.gradients(given), before
         update = DenseUpdate(rule, prologue, batch.variables, gradients, batch.g, hp, each)
         squares, column = measure_step(update), columns(rule, prologue)
         if rule.factor is None:
@@ -410,14 +421,14 @@ class Optimizer(torch.optim.Optimizer):
         return every[0] if every and len(set(every)) == 1 else every
 
     def _rows(
-        self, part: Part, steps: float | list[float], factor: float
+        self, part: Part, steps: float | list[float], before: Before
     ) -> tuple[np.ndarray, np.ndarray, list[tuple[Tensor, Any]]]:
         """Rows of scalars of a kernel call, the row of each tensor, and numbers afterwards."""
-        groups, real, prologue = self.param_groups, part.batch.real, part.choice.prologue
+        groups, real = self.param_groups, part.batch.real
         names = tuple(self.new_numbers(groups[part.groups[0]]))
         if isinstance(steps, float) and not names:
             rows = [
-                (*self.scalars(groups[k], steps), *_before(groups[k], prologue, factor))
+                (*self.scalars(groups[k], steps), *_before(groups[k], part.choice, before))
                 for k in part.groups
             ]
             return np.array(rows, real), part.group_of, []
@@ -431,7 +442,7 @@ class Optimizer(torch.optim.Optimizer):
                 after += [(numbers[name], value) for name, value in found.items()]
             else:
                 scalars = self.scalars(group, step)
-            rows.append((*scalars, *_before(group, prologue, factor)))
+            rows.append((*scalars, *_before(group, part.choice, before)))
         return np.array(rows, real), np.arange(len(rows)), after
 
 
@@ -453,13 +464,29 @@ def _touched_only(group: Mapping[str, Any], method: Method) -> bool | None:
     return bool(sparse == "touched")
 
 
-def _before(group: Mapping[str, Any], prologue: Prologue, factor: float) -> Numbers:
+def _update(part: Part, given: Given, before: Before, hp: np.ndarray, hp_of: np.ndarray) -> Update:
+    touched, gradients = bool(part.choice.touched_only), part.gradients(given)
+    return update_of((part.batch, part.choice.rule, before[0], touched, gradients, hp, hp_of))
+
+
+def _prologue(
+    groups: Sequence[Mapping[str, Any]], methods: Sequence[Method], factor: float
+) -> Prologue:
+    """What happens to the gradients of all groups first; to those of some it does nothing."""
+    is_scaled = factor != 1.0 or any(group.get("maximize") for group in groups)
+    of_each = zip(groups, methods, strict=True)
+    decays = any(group.get("weight_decay") and method.couples for group, method in of_each)
+    return (*((SCALE,) if is_scaled else ()), *((COUPLED_DECAY,) if decays else ()))
+
+
+def _before(group: Mapping[str, Any], choice: Choice, before: Before) -> Numbers:
     """The scalars of a prologue."""
     scalars: Numbers = ()
+    prologue, factor = before
     if SCALE in prologue:
         scalars += (-factor if group.get("maximize") else factor,)
     if COUPLED_DECAY in prologue:
-        scalars += (float(group["weight_decay"]), 0.0)
+        scalars += (float(group["weight_decay"]) if choice.couples else 0.0, 0.0)
     return scalars
 
 

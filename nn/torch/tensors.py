@@ -63,15 +63,25 @@ def rows_of(where: str, name: str, parameter: Tensor, gradient: Tensor) -> RowGr
     """The indices and values of a sparse gradient, coalesced or not.
 
     Raises:
-        RuntimeError: it is of another shape, or not sparse in its first dimension alone.
+        RuntimeError: it is of another shape, or has no sparse dimension.
+        IndexError: it has several, and an index is out of range.
     """
     if gradient.shape != parameter.shape:
         reject_shape(where, name, tuple(parameter.shape), gradient)
-    if gradient.sparse_dim() != 1:
-        expected, got = "1 sparse dimension (rows)", gradient.sparse_dim()
-        reject(RuntimeError, where, name, "has a wrong layout", expected, got)
     # Those without an underscore refuse a gradient with duplicates.
-    indices, values = gradient._indices()[0], gradient._values()
+    indices, values = gradient._indices(), gradient._values()
+    n_sparse, sizes = len(indices), parameter.shape
+    if n_sparse == 1:
+        indices = indices[0]
+    elif n_sparse == 0 or values.dim() - 1 + n_sparse != len(sizes):
+        expected, got = "at least 1 sparse dimension", n_sparse
+        reject(RuntimeError, where, name, "has a wrong layout", expected, got)
+    else:  # the row of a table with as many rows as these dimensions have elements
+        most = torch.tensor(sizes[:n_sparse])[:, None].to(indices.device)
+        if ((indices < 0) | (indices >= most)).any():
+            reject(IndexError, where, name, "has an index out of range", tuple(sizes), indices)
+        steps = [math.prod(sizes[k + 1 : n_sparse]) for k in range(n_sparse)]
+        indices = (indices * torch.tensor(steps)[:, None].to(indices.device)).sum(0)
     if values.dtype not in DTYPES:
         reject(RuntimeError, where, name, "has a wrong dtype", "a floating dtype", values.dtype)
     return RowGradient.of(array_of(indices.contiguous()), array_of(values.contiguous()))

@@ -1,0 +1,151 @@
+"""Clipping by the global norm of dense and sparse gradients together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...kernels.quiet import quiet
+from ...kernels.storage import STORAGES
+from ...ops.norm import global_norm, squares_at
+from ...ops.runtime.errors import reject
+from ...ops.runtime.row_tensor import RowTensor
+from .optimizer import Optimizer
+from .tensors import DTYPES, array_of, rows_of
+
+_WHERE = "clip_grad_norm_"
+
+
+class Clipping:
+    """A factor for the gradients that were measured, which the next step applies."""
+
+    def __init__(self, factor: float, gradients: Sequence[Tensor]) -> None:
+        self._factor = factor
+        self._measured = [(gradient, gradient._version) for gradient in gradients]
+
+    def factor(self, gradients: Sequence[Tensor]) -> float:
+        """The factor, for these gradients.
+
+        Raises:
+            RuntimeError: they are not those that were measured, or have changed since.
+        """
+        known = self._measured
+        if len(known) != len(gradients) or any(
+            g is not measured or g._version != version
+            for g, (measured, version) in zip(gradients, known, strict=True)
+        ):
+            wrong, expected = "have changed since they were measured", "those of the norm"
+            fix = "; clip right before the step, after scaler.unscale_"
+            reject(RuntimeError, _WHERE, "the gradients", wrong, expected, "others", fix)
+        return self._factor
+
+
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0,
+    error_if_nonfinite: bool = False, foreach: bool | None = None, *,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+) -> Tensor:  # fmt: skip
+    """Scale gradients so that their norm, all taken together, is at most ``max_norm``::
+
+        g <- g * min(1, max_norm / (norm + 1e-6))
+
+    Sparse gradients count as the dense ones that they stand for: rows of equal indices are summed
+    first. Nothing dense is built; squares and sums are float64. Gradients are read once. With
+    ``optimizer`` nothing is written to them: its next step multiplies them on the way.
+
+    Args:
+        parameters: a tensor or an iterable of tensors, as in ``torch.nn.utils.clip_grad_norm_``.
+        max_norm: the largest norm.
+        norm_type: 2.
+        error_if_nonfinite: a norm that is infinite or NaN is an error.
+        foreach: accepted; all gradients of a dtype are read in one call anyway.
+        optimizer: an optimizer of this package, or several, whose next step scales. All their
+            parameters that have a gradient are among ``parameters``.
+
+    Returns:
+        The norm before, as a tensor of one element.
+
+    Raises:
+        RuntimeError: the norm is not finite and ``error_if_nonfinite``; or, in the step, a
+            gradient is another one than was measured.
+        ValueError: another ``norm_type``, or an optimizer has other parameters.
+
+    Source: ``torch.nn.utils.clip_grad_norm_``, which refuses sparse gradients.
+
+    >>> import torch
+    >>> from fusestep.nn.torch import Adam
+    >>> table = torch.nn.Embedding(10, 2, sparse=True)
+    >>> optimizer = Adam(table.parameters(), sparse="touched")
+    >>> table(torch.tensor([3, 3, 7])).sum().backward()
+    >>> clip_grad_norm_(table.parameters(), 1.0, optimizer=optimizer)  # sqrt(2*2*2 + 2*1*1)
+    tensor(3.1623)
+    >>> optimizer.step()
+    """
+    del foreach
+    if float(norm_type) != 2.0:
+        reject(ValueError, _WHERE, "norm_type", "is not supported", 2, norm_type)
+    every = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    with_gradient = [p for p in every if p.grad is not None]
+    known, clippings = {id(p) for p in with_gradient}, []
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
+    for each in optimizers:
+        own = [p for group in each.param_groups for p in group["params"] if p.grad is not None]
+        if any(id(p) not in known for p in own):
+            expected, got = "all of its parameters that have a gradient", "fewer"
+            reject(ValueError, _WHERE, "parameters", "lack some of an optimizer", expected, got)
+        clippings.append((each, [p.grad for p in own]))
+    norm = _norm(with_gradient)
+    if error_if_nonfinite and not math.isfinite(norm):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, "
+            "so it cannot be clipped. To disable this error and scale the gradients by the "
+            "non-finite norm anyway, set `error_if_nonfinite=False`"
+        )
+    factor = float(max_norm) / (norm + 1e-6)
+    factor = 1.0 if factor >= 1.0 else factor  # a NaN stays one
+    for each, gradients in clippings:
+        each._clipping = Clipping(factor, gradients)
+    if not optimizers and factor != 1.0:
+        for parameter in with_gradient:
+            gradient = parameter.grad
+            is_sparse = gradient.layout == torch.sparse_coo
+            (gradient._values() if is_sparse else gradient).mul_(factor)
+    is_double = any(p.grad.dtype == torch.float64 for p in with_gradient)
+    return torch.tensor(norm, dtype=torch.float64 if is_double else torch.float32)
+
+
+@quiet
+def _norm(parameters: Sequence[Tensor]) -> float:
+    """The norm of all gradients; dense ones on the host are read in one call a dtype."""
+    spans: dict[torch.dtype, list[tuple[int, int]]] = {}
+    others: list[Any] = []
+    keep = []
+    for k, parameter in enumerate(parameters):
+        gradient = parameter.grad.detach()
+        if gradient.layout == torch.sparse_coo:
+            rows = rows_of(_WHERE, f"gradient {k}", parameter, gradient)
+            shape = _shape_of_rows(parameter, gradient)
+            others.append(RowTensor(rows.indices, rows.values, shape))
+        elif gradient.is_cuda:
+            others.append(array_of(gradient.contiguous()))
+        else:
+            keep.append(gradient := gradient.contiguous())
+            spans.setdefault(gradient.dtype, []).append((gradient.data_ptr(), gradient.numel()))
+    total = global_norm(others) ** 2 if others else 0.0
+    for dtype, found in spans.items():
+        if dtype not in DTYPES:
+            wrong, expected = "has a wrong dtype", ", ".join(map(str, DTYPES))
+            reject(RuntimeError, _WHERE, "a gradient", wrong, expected, dtype)
+        addresses, sizes = np.array(found, np.int64).T
+        total += float(squares_at(STORAGES[DTYPES[dtype]], addresses, sizes).sum())
+    return math.sqrt(total)
+
+
+def _shape_of_rows(parameter: Tensor, gradient: Tensor) -> tuple[int, ...]:
+    n_sparse = gradient.sparse_dim()
+    return math.prod(parameter.shape[:n_sparse]), *parameter.shape[n_sparse:]

@@ -1,0 +1,296 @@
+"""What PyTorch's optimizers do not have: clipping on the way, skipped steps, dtypes; bad input."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from fusestep.nn import torch as fused  # noqa: E402
+
+from test_numbers import gradient  # noqa: E402
+
+SIXTEEN_BITS = [torch.float16, torch.bfloat16]
+
+
+def mixed(dtype: Any = torch.float32) -> list[Any]:
+    """A dense parameter, one of channels last, and a table; with gradients."""
+    generator = torch.Generator().manual_seed(1)
+    image = torch.randn(2, 3, 4, 4, generator=generator).to(memory_format=torch.channels_last)
+    table = torch.randn(9, 3, generator=generator)
+    made = [torch.randn(5, 4, generator=generator), image, table]
+    parameters = [torch.nn.Parameter(tensor.to(dtype)) for tensor in made]
+    for parameter in parameters:
+        parameter.grad = gradient(parameter, generator, rows=parameter is parameters[2])
+    return parameters
+
+
+def snapshot(optimizer: Any, parameters: list[Any]) -> list[Any]:
+    states = [optimizer.state.get(p, {}) for p in parameters]
+    return [
+        *(p.detach().clone() for p in parameters),
+        *(torch.as_tensor(x).clone() for state in states for x in state.values()),
+    ]
+
+
+def unchanged(optimizer: Any, parameters: list[Any], before: list[Any]) -> bool:
+    after = snapshot(optimizer, parameters)
+    return len(after) == len(before) and all(map(torch.equal, after, before))
+
+
+def dense_norm(parameters: list[Any]) -> float:
+    every = [p.grad.to_dense() if p.grad.is_sparse else p.grad for p in parameters]
+    return float(torch.cat([g.double().flatten() for g in every]).norm())
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e3])
+def test_clipping_on_the_way_is_clipping_before(max_norm: float) -> None:
+    mine, other = mixed(), mixed()
+    ours, theirs = (fused.Adam(p, lr=0.1, sparse="touched") for p in (mine, other))
+    for _ in range(3):
+        expected, given = dense_norm(mine), [p.grad.clone() for p in mine]
+        norm = fused.clip_grad_norm_(mine, max_norm, optimizer=ours)
+        assert float(norm) == pytest.approx(expected, rel=1e-6)
+        kept = (p.grad.to_dense() if p.grad.is_sparse else p.grad for p in mine)
+        assert all(map(torch.equal, kept, (g.to_dense() if g.is_sparse else g for g in given)))
+        fused.clip_grad_norm_(other, max_norm)
+        assert dense_norm(other) == pytest.approx(min(expected, max_norm), rel=1e-5)
+        ours.step()
+        theirs.step()
+        for p, q in zip(mine, other, strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
+            p.grad, q.grad = (
+                (fresh := gradient(p, torch.Generator().manual_seed(2), rows=False)),
+                (fresh.clone()),
+            )
+
+
+def test_dense_gradients_are_clipped_as_by_pytorch() -> None:
+    mine, other = mixed()[:2], mixed()[:2]
+    norms = fused.clip_grad_norm_(mine, 0.5), torch.nn.utils.clip_grad_norm_(other, 0.5)
+    torch.testing.assert_close(*norms)
+    for p, q in zip(mine, other, strict=True):
+        torch.testing.assert_close(p.grad, q.grad, rtol=1e-6, atol=0)
+
+
+def test_a_factor_is_for_the_gradients_that_were_measured() -> None:
+    parameters = mixed()
+    optimizer = fused.Adam(parameters, sparse="all")
+    fused.clip_grad_norm_(parameters, 0.5, optimizer=optimizer)
+    before = snapshot(optimizer, parameters)
+    parameters[0].grad.mul_(2)
+    with pytest.raises(RuntimeError, match="changed since they were measured"):
+        optimizer.step()
+    assert unchanged(optimizer, parameters, before)
+    optimizer.zero_grad()
+    parameters[0].grad = torch.ones(5, 4)
+    optimizer.step()  # nothing is left of it
+    with pytest.raises(ValueError, match="lack some of an optimizer"):
+        fused.clip_grad_norm_([], 1.0, optimizer=optimizer)
+    parameters[0].grad = torch.full((5, 4), torch.inf)
+    with pytest.raises(RuntimeError, match="non-finite"):
+        fused.clip_grad_norm_(parameters, 1.0, error_if_nonfinite=True)
+    with pytest.raises(ValueError, match="norm_type"):
+        fused.clip_grad_norm_(parameters, 1.0, norm_type=1)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("value", [torch.nan, -torch.inf])
+def test_steps_with_what_is_not_finite_are_skipped(place: int, value: float) -> None:
+    parameters = mixed()
+    optimizer = fused.AdamW(parameters, sparse="touched", skip_nonfinite=True)
+    for step in range(3):  # the first one too, when there are no states yet
+        before, own = snapshot(optimizer, parameters), parameters[place].grad
+        bad = own.clone().coalesce() if own.is_sparse else own.clone()
+        (bad._values() if own.is_sparse else bad).view(-1)[-1] = value
+        parameters[place].grad = bad
+        optimizer.step()
+        assert unchanged(optimizer, parameters, before)
+        assert optimizer.skipped_steps == step + 1
+        parameters[place].grad = own
+        optimizer.step()
+        assert not unchanged(optimizer, parameters, before)
+        assert all(optimizer.state[p]["step"] == step + 1 for p in parameters)
+
+
+@pytest.mark.parametrize("dtype", SIXTEEN_BITS)
+@pytest.mark.parametrize("name", ["SGD", "Adam", "Adagrad", "RMSprop", "Adafactor", "Lamb"])
+def test_sixteen_bits_are_float32_that_is_rounded_once(name: str, dtype: Any) -> None:
+    """One step of equal numbers; states too."""
+    narrow = mixed(dtype) if name not in ("Adafactor", "Lamb") else mixed(dtype)[:2]
+    options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1}
+    options |= {} if name in ("Adafactor", "Lamb") else {"sparse": "all"}
+    options |= {"momentum": 0.9} if name == "SGD" else {}
+    options |= {"eps": (1e-4, 1e-3)} if name == "Adafactor" else {}  # it is the dtype's else
+    ours = getattr(fused, name)(narrow, **options)
+    for _ in range(3):
+        wide = [torch.nn.Parameter(p.detach().float()) for p in narrow]
+        theirs = getattr(fused, name)(wide, **options)
+        for p, q in zip(narrow, wide, strict=True):
+            q.grad = p.grad.float()
+            if p in ours.state:
+                theirs.state[q] = {
+                    n: t.clone() if t.dim() == 0 else t.float() for n, t in ours.state[p].items()
+                }
+        ours.step()
+        theirs.step()
+        for p, q in zip(narrow, wide, strict=True):
+            pairs = [(p, q), *((t, theirs.state[q][n]) for n, t in ours.state[p].items())]
+            for found, expected in pairs:
+                unit = torch.finfo(dtype).eps if found.dim() else 0.0
+                torch.testing.assert_close(found.float(), expected, rtol=unit, atol=1e-7)
+
+
+def test_dtypes_of_states_survive_loading() -> None:
+    parameters, others = mixed(torch.bfloat16), mixed(torch.bfloat16)
+    optimizer = fused.Adam(parameters, sparse="touched", state_dtype=torch.float32)
+    optimizer.step()
+    other = fused.Adam(others, sparse="touched")
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # else they share it
+    for p, q in zip(parameters, others, strict=True):
+        for name, tensor in optimizer.state[p].items():
+            assert other.state[q][name].dtype == tensor.dtype == torch.float32
+            assert torch.equal(other.state[q][name], tensor)
+        q.data.copy_(p.detach())
+    optimizer.step()
+    other.step()
+    assert all(map(torch.equal, parameters, others))
+
+
+def test_options_of_a_group_are_kept_where_a_state_of_pytorch_lacks_them() -> None:
+    parameters, others = mixed(), mixed()
+    for p in others:
+        p.grad = p.grad.to_dense() if p.grad.is_sparse else p.grad
+    theirs = torch.optim.Adam(others)
+    theirs.step()
+    ours = fused.Adam([{"params": parameters[:2]}, {"params": parameters[2:], "sparse": "all"}])
+    theirs = torch.optim.Adam([{"params": others[:2]}, {"params": others[2:]}], lr=0.5)
+    theirs.step()
+    ours.load_state_dict(theirs.state_dict())
+    assert [group["sparse"] for group in ours.param_groups] == [None, "all"]
+    assert ours.param_groups[1]["lr"] == 0.5
+    ours.step()
+
+
+# Bad input: an error before anything is written
+
+
+def refuse_gradient(parameters: list[Any]) -> None:
+    parameters[0].grad.data = torch.ones(4, 5)
+
+
+def overlap(parameters: list[Any]) -> None:
+    parameters[0].grad = parameters[0].detach()
+
+
+def share(parameters: list[Any]) -> None:
+    parameters[0].data = parameters[1].detach().contiguous().flatten()[:20].view(5, 4)
+    parameters[1].data = parameters[0].detach().as_strided((2, 3, 4, 4), (48, 16, 4, 1))
+    parameters[1].grad = torch.ones(2, 3, 4, 4)
+
+
+def out_of_range(parameters: list[Any]) -> None:
+    parameters[2].grad = torch.sparse_coo_tensor(
+        [[1, 9]], torch.ones(2, 3), (9, 3), check_invariants=False
+    )
+
+
+def of_another_dtype(parameters: list[Any]) -> None:
+    parameters[0].grad = None
+    parameters[0].data = torch.ones(5, 4).double()
+    parameters[0].grad = torch.ones(5, 4).double()
+
+
+def complex_numbers(parameters: list[Any]) -> None:
+    parameters[0].grad = None
+    parameters[0].data = torch.ones(5, 4, dtype=torch.complex64)
+    parameters[0].grad = torch.ones(5, 4, dtype=torch.complex64)
+
+
+def without_rows(parameters: list[Any]) -> None:
+    """A hybrid tensor of no sparse dimension."""
+    values = torch.ones(1, 9, 3)
+    parameters[2].grad = torch.sparse_coo_tensor(
+        torch.zeros(0, 1, dtype=torch.int64), values, (9, 3), check_invariants=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("spoil", "kind", "message"),
+    [
+        (refuse_gradient, RuntimeError, "gradient of parameter 0 has a wrong shape"),
+        (overlap, RuntimeError, "shares memory"),
+        (share, RuntimeError, "shares memory"),
+        (out_of_range, IndexError, "gradient of parameter 2"),
+        (complex_numbers, RuntimeError, "does not support complex parameters"),
+        (without_rows, RuntimeError, "sparse dimension"),
+    ],
+)
+@pytest.mark.parametrize("after", [0, 1])
+def test_bad_input(spoil: Any, kind: type, message: str, after: int) -> None:
+    parameters = mixed()
+    optimizer = fused.AdamW(parameters, sparse="touched")
+    for _ in range(after):
+        optimizer.step()
+    spoil(parameters)
+    touched = [p for p in parameters if p.device.type == "cpu"]
+    before = snapshot(optimizer, touched)
+    with pytest.raises(kind, match=message):
+        optimizer.step()
+    assert unchanged(optimizer, touched, before)
+
+
+def test_a_parameter_that_changed_between_steps() -> None:
+    parameters = mixed()
+    optimizer = fused.AdamW(parameters, sparse="touched")
+    optimizer.step()
+    of_another_dtype(parameters)
+    before = snapshot(optimizer, parameters)
+    with pytest.raises(RuntimeError, match="parameter 0 has changed since the last step"):
+        optimizer.step()
+    assert unchanged(optimizer, parameters, before)
+
+
+def test_parameters_that_are_nowhere() -> None:
+    parameter = torch.nn.Parameter(torch.empty(3, device="meta"))
+    parameter.grad = torch.empty(3, device="meta")
+    with pytest.raises(RuntimeError, match="device"):
+        fused.SGD([parameter]).step()
+
+
+def test_a_state_of_another_model() -> None:
+    parameters = mixed()
+    optimizer, other = fused.Adam(parameters, sparse="all"), fused.Adam(mixed(), sparse="all")
+    other.step()
+    saved = other.state_dict()
+    saved["state"][0]["exp_avg"] = torch.zeros(4, 4)
+    optimizer.load_state_dict(saved)
+    before = snapshot(optimizer, parameters)
+    with pytest.raises(RuntimeError, match="state 'exp_avg' of parameter 0 has a wrong shape"):
+        optimizer.step()
+    assert unchanged(optimizer, parameters, before)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"sparse": "lazy"}, ValueError, "sparse"),
+        ({"skip_nonfinite": 1}, TypeError, "skip_nonfinite"),
+        ({"state_dtype": torch.int8}, ValueError, "state_dtype"),
+        ({"differentiable": True}, RuntimeError, "differentiable"),
+        ({"lr": -1.0}, ValueError, "Invalid learning rate: -1.0"),
+        ({"fused": True, "foreach": True}, RuntimeError, "cannot be `True` together"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], kind: type, message: str) -> None:
+    with pytest.raises(kind, match=message):
+        fused.Adam(mixed(), **options)
+
+
+@pytest.mark.parametrize("name", ["Lamb", "LARS", "Adafactor"])
+def test_norms_of_whole_parameters_take_no_rows(name: str) -> None:
+    with pytest.raises(ValueError, match="sparse"):
+        getattr(fused, name)(mixed(), sparse="touched")
