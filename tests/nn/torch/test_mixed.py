@@ -35,7 +35,6 @@ def parameters(dtypes: list[Any]) -> list[Any]:
     return [Parameter(torch.randn(s).to(dtypes[k // len(SHAPES)])) for k, s in enumerate(shapes)]
 
 
-@pytest.mark.xfail(strict=False, reason="scalars of the first of several calls are freed early")
 @pytest.mark.parametrize("sparse", ["touched", "all"])
 @pytest.mark.parametrize("dtypes", [*DTYPES, "all"])
 @pytest.mark.parametrize("name", [n for n in TABLES if n != "SparseAdam"])

@@ -220,7 +220,6 @@ def test_gradients_of_every_form(name: str) -> None:
     assert_equal(pairs)
 
 
-@pytest.mark.xfail(reason="a decoupled decay is applied twice beside a group of a coupled one")
 @pytest.mark.parametrize("name", ["Adam", "NAdam", "RAdam"])
 def test_groups_of_both_weight_decays(name: str) -> None:
     models = net(), net()

@@ -20,8 +20,8 @@ F32 = torch.float32
 CLASSES = {
     "AdamW": {"sparse": "touched"},
     "LazyAdam": {},
-    "SGD": {"momentum": 0.9, "sparse": "touched"},
-    "FTRL": {"l1": 1e-4},
+    "SGD": {"momentum": 0.9, "sparse": "all"},
+    "Adagrad": {},
 }
 
 
@@ -65,7 +65,7 @@ def hugging_face(
     """A finished Trainer."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    options = {} if dense else CLASSES[name]
+    options = {k: v for k, v in CLASSES[name].items() if k != "sparse" or not dense}
     model = ForTrainer(F32, sparse=not dense)
     given = transformers.TrainingArguments(
         output_dir=str(path), max_steps=12, per_device_train_batch_size=8, use_cpu=True,
@@ -73,9 +73,15 @@ def hugging_face(
     )  # fmt: skip
 
     class WithTables(transformers.Trainer):
-        def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-            """For its log; PyTorch has no norm of sparse gradients."""
-            return super()._get_grad_norm(model, grad_norm) if dense else grad_norm
+        """PyTorch has no norm of sparse gradients."""
+
+        def _clip_grad_norm(self, model: Any) -> Any:
+            if dense:
+                return super()._clip_grad_norm(model)
+            optimizer = self.optimizer.optimizer  # as accelerate wraps it
+            return fused.clip_grad_norm_(
+                model.parameters(), self.args.max_grad_norm, optimizer=optimizer
+            )
 
     trainer = WithTables(
         model=model, args=given, train_dataset=Ids(),
@@ -88,22 +94,26 @@ def hugging_face(
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("name", CLASSES)
 def test_hugging_face_trains_tables(name: str, steps: int, tmp_path: Path) -> None:
-    """Norms of sparse gradients PyTorch does not compute: no clipping here."""
     before = whole_loss(Tagger(F32))
-    arguments = {"max_grad_norm": 0.0, "gradient_accumulation_steps": steps}
+    arguments = {"max_grad_norm": 1.0, "gradient_accumulation_steps": steps}
     trainer = hugging_face(tmp_path, name, save_strategy="no", **arguments)
     inner = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
     assert type(inner) is getattr(fused, name)
     model = Tagger(F32)
     model.load_state_dict(trainer.model.state_dict())
     assert whole_loss(model) < 0.8 * before
-    assert trainer.model.words.weight.grad is None or trainer.model.words.weight.grad.is_sparse
+
+
+def test_hugging_face_clips_tables_as_dense_parameters(tmp_path: Path) -> None:
+    arguments = {"max_grad_norm": 0.1, "gradient_accumulation_steps": 2, "save_strategy": "no"}
+    trainers = [hugging_face(tmp_path, "SGD", dense=dense, **arguments) for dense in (False, True)]
+    assert_close(*(trainer.model.parameters() for trainer in trainers), 1e-5)
 
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_hugging_face_resumes(name: str, tmp_path: Path) -> None:
     """From the files of its sixth step: the bits of the training that went on."""
-    arguments = {"max_grad_norm": 0.0, "save_strategy": "steps", "save_steps": 6}
+    arguments = {"max_grad_norm": 0.5, "save_strategy": "steps", "save_steps": 6}
     whole = hugging_face(tmp_path / "whole", name, **arguments)
     begun = str(tmp_path / "whole" / "checkpoint-6")
     resumed = hugging_face(tmp_path / "resumed", name, resume=begun, **arguments)
@@ -138,10 +148,21 @@ def lightning_run(path: Path, name: str, package: Any, **arguments: Any) -> Any:
             return loss_of(self.tagger, batch["ids"], batch["labels"])
 
         def configure_optimizers(self) -> Any:
-            options = {} if package is torch.optim or not is_sparse else CLASSES[name]
+            options = {k: v for k, v in CLASSES[name].items() if k != "sparse" or is_sparse}
             optimizer = getattr(package, name)(self.parameters(), lr=0.05, **options)
             scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
             return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+        def configure_gradient_clipping(
+            self, optimizer: Any, gradient_clip_val: Any = None,
+            gradient_clip_algorithm: Any = None,
+        ) -> None:  # fmt: skip
+            given = gradient_clip_val, gradient_clip_algorithm
+            if not is_sparse:
+                self.clip_gradients(optimizer, *given)
+            elif gradient_clip_val:
+                inner = getattr(optimizer, "optimizer", optimizer)  # as Lightning wraps it
+                fused.clip_grad_norm_(self.parameters(), gradient_clip_val, optimizer=inner)
 
     is_sparse = arguments.pop("sparse")
     resume, epochs = arguments.pop("resume", None), arguments.pop("epochs", 2)
@@ -158,7 +179,6 @@ def lightning_run(path: Path, name: str, package: Any, **arguments: Any) -> Any:
 @pytest.mark.parametrize("batches", [1, 3])
 @pytest.mark.parametrize("name", CLASSES)
 def test_lightning_trains_tables(name: str, batches: int, tmp_path: Path) -> None:
-    """With accumulation, and clipping by value, which sparse gradients do not take, off."""
     model, trainer = lightning_run(
         tmp_path, name, fused, sparse=True, accumulate_grad_batches=batches
     )
@@ -174,6 +194,15 @@ def test_lightning_clips_and_accumulates(name: str, algorithm: str, tmp_path: Pa
     results = [
         lightning_run(tmp_path, name, package, sparse=False, accumulate_grad_batches=2, **clipping)
         for package in (fused, torch.optim)
+    ]
+    assert_close(*(model.parameters() for model, _ in results), 1e-5)
+
+
+def test_lightning_clips_tables_as_dense_parameters(tmp_path: Path) -> None:
+    arguments = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
+    results = [
+        lightning_run(tmp_path, "SGD", fused, sparse=sparse, **arguments)
+        for sparse in (True, False)
     ]
     assert_close(*(model.parameters() for model, _ in results), 1e-5)
 

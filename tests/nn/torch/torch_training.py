@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fusestep.nn import torch as fused
 
-EVERY = sorted(set(fused.__all__) - {"Optimizer"})
+EVERY = sorted(n for n in set(fused.__all__) - {"Optimizer"} if n[0].isupper())
 SHARED = [name for name in EVERY if hasattr(torch.optim, name)]
 DENSE = [name for name in SHARED if name != "SparseAdam"]
 TABLES = [name for name in EVERY if name not in {"Lamb", "LARS", "Adafactor"}]
