@@ -45,6 +45,8 @@ class Side:
         parameters = [Parameter(torch.randn(shape, dtype=torch.float64)) for shape in SHAPES]
         options = {"momentum": 0.9} if name == "SGD" else {}
         options |= {"amsgrad": True} if name in {"Adam", "AdamW"} and random_.random() < 0.5 else {}
+        self.takes_rows = package is fused and name != "Adafactor"
+        options |= {"sparse": "all"} if self.takes_rows else {}
         groups = [{"params": parameters[:3]}, {"params": parameters[3:], "lr": 0.03}]
         self.optimizer = getattr(package, name)(groups, lr=0.01, **options)
 
@@ -85,7 +87,19 @@ class Side:
                 g = g.flatten()[:1].expand(p.numel()).reshape(p.shape) if p.numel() else g
             elif form == 2:
                 g.zero_()
+            elif form in (3, 4) and g.dim():
+                g = self._rows(g, r)
             p.grad = None if is_left_out else g
+
+    def _rows(self, g: Any, r: random.Random) -> Any:
+        """Some of its rows, some of them twice; PyTorch's classes take them as dense ones."""
+        rows = torch.tensor([r.randrange(len(g)) for _ in range(r.randrange(6))])
+        sparse = torch.sparse_coo_tensor(
+            rows.reshape(1, -1).long(), g[rows.long()], g.shape, check_invariants=True
+        )
+        if g.dim() > 1 and r.random() < 0.3:  # some elements
+            sparse = sparse.to_dense().to_sparse(2)
+        return sparse if self.takes_rows else sparse.to_dense()
 
     def change_options(self, r: random.Random) -> None:
         group = r.choice(self.optimizer.param_groups)
