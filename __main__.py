@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
 import fusestep
+from fusestep.examples.options import Parser
 
 # Each command is a module with add_arguments(parser) and main(args); only the one that is
 # called is imported.
@@ -19,14 +18,6 @@ _COMMANDS = {
     "warmup": ("fusestep.kernels.cpu.warmup", "compile kernels ahead of their first use"),
     "info": ("fusestep.kernels.cpu.info", "print versions, threads and the cache of kernels"),
 }
-
-
-class _Parser(argparse.ArgumentParser):
-    """A parser that says what is wrong in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Print the message without the usage, and end with status 2."""
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str]) -> int:
-    parser = _Parser(prog="fusestep", description=__doc__.partition("\n")[0])
+    parser = Parser(prog="fusestep", description=__doc__.partition("\n")[0])
     parser.add_argument("--version", action="version", version=f"fusestep {fusestep.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (_, text) in _COMMANDS.items():
@@ -51,7 +42,7 @@ def _run(arguments: list[str]) -> int:
     module, text = _COMMANDS[chosen]
     command = importlib.import_module(module)
     # A parser of its own: options may stand among its arguments, which a subparser does not take.
-    own = _Parser(prog=f"fusestep {chosen}", description=text)
+    own = Parser(prog=f"fusestep {chosen}", description=text)
     command.add_arguments(own)
     status: int = command.main(own.parse_intermixed_args(arguments[1:]))
     return status

@@ -1,1 +1,4 @@
-"""Complete programs on top of the library; `word2vec` is ``fusestep demo``."""
+"""Complete programs on top of the library; `word2vec` is ``fusestep demo``.
+
+``python -m fusestep.examples.recommender`` and ``.thor_digits`` run the others.
+"""

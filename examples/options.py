@@ -1,10 +1,19 @@
-"""Types of the command line's options: a value, or a message that says what was expected."""
+"""The command line: types of options, and messages that say what was expected."""
 
 from __future__ import annotations
 
 import argparse
 import math
 from collections.abc import Callable
+from typing import NoReturn
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser that says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the message without the usage, and end with status 2."""
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
 def integer(low: int, high: int | None = None) -> Callable[[str], int]:

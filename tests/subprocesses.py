@@ -7,7 +7,7 @@ import textwrap
 from pathlib import Path
 
 _TESTS = Path(__file__).parent
-_FOLDERS = [_TESTS, *(path for path in _TESTS.rglob("*") if path.is_dir())]
+_FOLDERS = sorted({path.parent for path in _TESTS.rglob("*.py")})  # data have folders, too
 ENVIRONMENT = {
     **os.environ,
     "PYTHONPATH": os.pathsep.join([*map(str, _FOLDERS), os.environ.get("PYTHONPATH", str(_TESTS))]),

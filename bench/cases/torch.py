@@ -1,4 +1,4 @@
-"""PyTorch's interface as it is measured, where PyTorch is installed: parameters with a ``.grad``."""
+"""PyTorch's interface as it is measured, where PyTorch is installed: gradients in ``.grad``."""
 
 from __future__ import annotations
 

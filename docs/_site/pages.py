@@ -1,7 +1,8 @@
 """Pages that are made while the site is built: those of the API, and the documents of the root.
 
-``mkdocs.yml`` names this file as a hook. Every name of ``fusestep.nn``, ``fusestep.ops`` and
-``fusestep.nn.mxnet`` gets a page of its own; their ``__all__`` is the only list of them.
+``mkdocs.yml`` names this file as a hook. Every name of ``fusestep.nn``, ``fusestep.ops``,
+``fusestep.nn.mxnet`` and ``fusestep.nn.torch`` gets a page of its own; their ``__all__`` is the
+only list of them. The last of these is read and not imported: it imports PyTorch.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import griffe
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
@@ -44,6 +46,8 @@ class Entry(NamedTuple):
     @property
     def identifier(self) -> str:
         """Where it is defined: what mkdocstrings looks up."""
+        if isinstance(self.target, griffe.Object):
+            return self.target.path
         if isinstance(self.target, ModuleType):
             return self.target.__name__
         return f"{self.target.__module__}.{self.target.__qualname__}"
@@ -60,7 +64,10 @@ class Entry(NamedTuple):
     @property
     def summary(self) -> str:
         """The first sentence of its docstring."""
-        paragraph = (inspect.getdoc(self.target) or "").partition("\n\n")[0]
+        target = self.target
+        is_read = isinstance(target, griffe.Object)
+        text = target.docstring.value if is_read else inspect.getdoc(target) or ""
+        paragraph = text.partition("\n\n")[0]
         return re.split(r"(?<=[.:]) |::?$", " ".join(paragraph.split()))[0].rstrip(":.") + "."
 
 
@@ -75,6 +82,10 @@ def entries() -> Iterator[Entry]:
                 public = f"nn.mxnet.{name}" if layer == "mxnet" else f"{layer}.{name}"
                 section = "MXNet" if layer == "mxnet" else _section(layer, name, target)
                 yield Entry(section, public, target, f"api/{layer}/{name}.md")
+    package = griffe.load("nn.torch", search_paths=[ROOT], resolve_aliases=True)
+    for name in sorted(package.exports, key=str.lower):
+        target = package.members[name].final_target
+        yield Entry("PyTorch", f"nn.torch.{name}", target, f"api/torch/{name}.md")
 
 
 def _section(layer: str, name: str, target: Any) -> str:

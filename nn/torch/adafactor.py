@@ -34,8 +34,8 @@ class Adafactor(Optimizer, torch.optim.Adafactor):
         w <- w - lr*weight_decay*w - max(eps2, |w|) * rho * u / max(1, |u| / d)
 
     Args:
-        params, lr, beta2_decay, eps, d, weight_decay, foreach, maximize: as
-            ``torch.optim.Adafactor``.
+        params, lr, beta2_decay, eps: as ``torch.optim.Adafactor``.
+        d, weight_decay, foreach, maximize: likewise.
         skip_nonfinite, state_dtype: see `Optimizer`.
 
     Raises:

@@ -27,8 +27,8 @@ class Adagrad(Optimizer, torch.optim.Adagrad):
         w <- w - lr / (1 + (t - 1)*lr_decay) * g / (sqrt(A) + eps)
 
     Args:
-        params, lr, lr_decay, weight_decay, initial_accumulator_value, eps, foreach, maximize,
-            differentiable, fused: as ``torch.optim.Adagrad``.
+        params, lr, lr_decay, weight_decay, initial_accumulator_value: as ``torch.optim.Adagrad``.
+        eps, foreach, maximize, differentiable, fused: likewise.
         sparse, skip_nonfinite, state_dtype: see `Optimizer`.
 
     Raises:
@@ -69,8 +69,8 @@ class Adadelta(Optimizer, torch.optim.Adadelta):
         w <- w - lr*u
 
     Args:
-        params, lr, rho, eps, weight_decay, foreach, capturable, maximize, differentiable: as
-            ``torch.optim.Adadelta``.
+        params, lr, rho, eps, weight_decay: as ``torch.optim.Adadelta``.
+        foreach, capturable, maximize, differentiable: likewise.
         sparse, skip_nonfinite, state_dtype: see `Optimizer`.
 
     Raises:
@@ -115,8 +115,8 @@ class RMSprop(Optimizer, torch.optim.RMSprop):
         w <- w - lr*u,   with momentum: b <- momentum*b + u,  w <- w - lr*b
 
     Args:
-        params, lr, alpha, eps, weight_decay, momentum, centered, capturable, foreach, maximize,
-            differentiable: as ``torch.optim.RMSprop``.
+        params, lr, alpha, eps, weight_decay, momentum: as ``torch.optim.RMSprop``.
+        centered, capturable, foreach, maximize, differentiable: likewise.
         sparse, skip_nonfinite, state_dtype: see `Optimizer`.
 
     Raises:

@@ -41,8 +41,8 @@ class Adam(Optimizer, torch.optim.Adam):
         w <- w - lr / (1 - beta1**t) * m / (sqrt(v / (1 - beta2**t)) + eps)
 
     Args:
-        params, lr, betas, eps, weight_decay, amsgrad, foreach, maximize, capturable,
-            differentiable, fused, decoupled_weight_decay: as ``torch.optim.Adam``.
+        params, lr, betas, eps, weight_decay, amsgrad: as ``torch.optim.Adam``.
+        foreach, maximize, capturable, differentiable, fused, decoupled_weight_decay: likewise.
         sparse, skip_nonfinite, state_dtype: see `Optimizer`.
 
     Raises:
@@ -75,8 +75,8 @@ class AdamW(Optimizer, torch.optim.AdamW):
     """PyTorch's AdamW: `Adam` with ``decoupled_weight_decay``.
 
     Args:
-        params, lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable,
-            differentiable, fused: as ``torch.optim.AdamW``.
+        params, lr, betas, eps, weight_decay, amsgrad: as ``torch.optim.AdamW``.
+        maximize, foreach, capturable, differentiable, fused: likewise.
         sparse, skip_nonfinite, state_dtype: see `Optimizer`.
 
     Raises:
@@ -108,7 +108,8 @@ class SparseAdam(Optimizer, torch.optim.SparseAdam):
         w <- w - lr * sqrt(1 - beta2**t) / (1 - beta1**t) * m / (sqrt(v) + eps)
 
     Args:
-        params, lr, betas, eps, maximize: as ``torch.optim.SparseAdam``.
+        params, lr, betas: as ``torch.optim.SparseAdam``.
+        eps, maximize: likewise.
         sparse, skip_nonfinite, state_dtype: see `Optimizer`.
 
     Raises:
@@ -210,8 +211,8 @@ class NAdam(Optimizer, torch.optim.NAdam):
     and moments and weight decay as in `Adam`.
 
     Args:
-        params, lr, betas, eps, weight_decay, momentum_decay, decoupled_weight_decay, foreach,
-            maximize, capturable, differentiable: as ``torch.optim.NAdam``.
+        params, lr, betas, eps, weight_decay, momentum_decay: as ``torch.optim.NAdam``.
+        decoupled_weight_decay, foreach, maximize, capturable, differentiable: likewise.
         sparse, skip_nonfinite, state_dtype: see `Optimizer`.
 
     Raises:
@@ -262,8 +263,8 @@ class RAdam(Optimizer, torch.optim.RAdam):
     and moments and weight decay as in `Adam`.
 
     Args:
-        params, lr, betas, eps, weight_decay, decoupled_weight_decay, foreach, maximize,
-            capturable, differentiable: as ``torch.optim.RAdam``.
+        params, lr, betas, eps, weight_decay: as ``torch.optim.RAdam``.
+        decoupled_weight_decay, foreach, maximize, capturable, differentiable: likewise.
         sparse, skip_nonfinite, state_dtype: see `Optimizer`.
 
     Raises:
@@ -307,8 +308,8 @@ class Adamax(Optimizer, torch.optim.Adamax):
     and the first moment and weight decay as in `Adam`.
 
     Args:
-        params, lr, betas, eps, weight_decay, foreach, maximize, differentiable, capturable: as
-            ``torch.optim.Adamax``.
+        params, lr, betas, eps, weight_decay: as ``torch.optim.Adamax``.
+        foreach, maximize, differentiable, capturable: likewise.
         sparse, skip_nonfinite, state_dtype: see `Optimizer`.
 
     Raises:

@@ -23,8 +23,8 @@ class SGD(Optimizer, torch.optim.SGD):
         w <- w - lr*a,   nesterov: w - lr*(g + momentum*a),   without momentum: w - lr*g
 
     Args:
-        params, lr, momentum, dampening, weight_decay, nesterov, maximize, foreach, differentiable,
-            fused: as ``torch.optim.SGD``.
+        params, lr, momentum, dampening, weight_decay: as ``torch.optim.SGD``.
+        nesterov, maximize, foreach, differentiable, fused: likewise.
         sparse, skip_nonfinite, state_dtype: see `Optimizer`.
 
     Raises:
@@ -70,8 +70,8 @@ class ASGD(Optimizer, torch.optim.ASGD):
         eta <- lr / (1 + lambd*lr*t)**alpha,   mu <- 1 / max(1, t - t0)
 
     Args:
-        params, lr, lambd, alpha, t0, weight_decay, foreach, maximize, differentiable, capturable:
-            as ``torch.optim.ASGD``.
+        params, lr, lambd, alpha, t0: as ``torch.optim.ASGD``.
+        weight_decay, foreach, maximize, differentiable, capturable: likewise.
         sparse, skip_nonfinite, state_dtype: see `Optimizer`.
 
     Raises:
@@ -120,8 +120,8 @@ class Rprop(Optimizer, torch.optim.Rprop):
     ``step_sizes``.
 
     Args:
-        params, lr, etas, step_sizes, capturable, foreach, maximize, differentiable: as
-            ``torch.optim.Rprop``.
+        params, lr, etas, step_sizes: as ``torch.optim.Rprop``.
+        capturable, foreach, maximize, differentiable: likewise.
         sparse, skip_nonfinite, state_dtype: see `Optimizer`.
 
     Raises:

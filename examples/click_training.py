@@ -1,0 +1,136 @@
+"""Trainings of a `DLRM` on a `ClickLog`, with optimizers of PyTorch and of this package."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.metrics import roc_auc_score
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from ..nn import torch as fused
+from .click_runs import Run, Settings
+from .clicks import ClickLog, Clicks, table_sizes
+from .dlrm import DLRM
+
+TABLE_RATE, DENSE_RATE = 5e-3, 1e-3
+PIECE = 2048  # held-out clicks of one forward pass
+STATES = 2  # arrays of a table's size that Adam keeps
+
+
+def bytes_of(settings: Settings) -> int:
+    """Memory of the tables and their states, of both trainings."""
+    numbers = 2 * (1 + STATES) * sum(table_sizes(settings.rows)) * settings.dim
+    return numbers * (8 if settings.float64 else 4)
+
+
+def torch_optimizers(model: DLRM) -> list[Any]:
+    """PyTorch's two, since one of them does not take what the other one needs."""
+    return [
+        torch.optim.SparseAdam(model.tables.parameters(), lr=TABLE_RATE),
+        torch.optim.Adam(model.dense_parameters, lr=DENSE_RATE, fused=True),
+    ]
+
+
+def fused_optimizers(model: DLRM) -> list[Any]:
+    """The same two of this package."""
+    return [
+        fused.SparseAdam(model.tables.parameters(), lr=TABLE_RATE),
+        fused.Adam(model.dense_parameters, lr=DENSE_RATE),
+    ]
+
+
+def single_optimizer(model: DLRM) -> list[Any]:
+    """One for tables and dense layers."""
+    groups = [
+        {"params": list(model.tables.parameters()), "lr": TABLE_RATE},
+        {"params": model.dense_parameters, "lr": DENSE_RATE},
+    ]
+    return [fused.Adam(groups, sparse="touched")]
+
+
+def choices(single: bool) -> list[tuple[str, str, Callable[[DLRM], list[Any]]]]:
+    """Names, descriptions and optimizers of the runs."""
+    ours = (
+        ('one Adam(sparse="touched")', single_optimizer)
+        if single
+        else ("SparseAdam and Adam", fused_optimizers)
+    )
+    return [
+        ("torch.optim", "SparseAdam and Adam(fused=True)", torch_optimizers),
+        ("fusestep", *ours),
+    ]
+
+
+class Training:
+    """A model, its optimizers and what is measured of them.
+
+    The same settings give the same initial weights.
+
+    Args:
+        run: is filled.
+        make: the optimizers of a model.
+        settings: what is trained.
+    """
+
+    def __init__(self, run: Run, make: Callable[[DLRM], list[Any]], settings: Settings) -> None:
+        self.run = run
+        torch.manual_seed(settings.seed)
+        self._dtype = torch.float64 if settings.float64 else torch.float32
+        self._model = DLRM(table_sizes(settings.rows), settings.dim).to(self._dtype)
+        self._optimizers = make(self._model)
+
+    def step(self, clicks: Clicks) -> None:
+        """One iteration, timed."""
+        dense, ids, labels = self._tensors(clicks)
+        times = [time.perf_counter()]
+        loss = binary_cross_entropy_with_logits(self._model(dense, ids), labels)
+        times.append(time.perf_counter())
+        loss.backward()
+        times.append(time.perf_counter())
+        for optimizer in self._optimizers:
+            optimizer.step()
+        times.append(time.perf_counter())
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+        self.run.losses.append(loss.item())
+        for seconds, taken in zip(self.run.seconds.values(), np.diff(times), strict=True):
+            seconds.append(float(taken))
+
+    def measure(self, clicks: Clicks) -> None:
+        """The AUC of held-out clicks."""
+        dense, ids, _ = self._tensors(clicks)
+        pieces = zip(dense.split(PIECE), ids.split(PIECE, dim=1), strict=True)
+        with torch.no_grad():
+            scores = [self._model(*piece) for piece in pieces]
+        auc = roc_auc_score(clicks.labels, torch.cat(scores).numpy())
+        self.run.auc[len(self.run.losses)] = float(auc)
+
+    def _tensors(self, clicks: Clicks) -> tuple[Any, Any, Any]:
+        dense, labels = (torch.from_numpy(x).to(self._dtype) for x in (clicks.dense, clicks.labels))
+        return dense, torch.from_numpy(clicks.ids), labels
+
+
+def train(
+    trainings: Sequence[Training], settings: Settings, log: ClickLog, held_out: Clicks,
+    progress: Callable[[], None],
+) -> None:  # fmt: skip
+    """Take all steps, each with all optimizers; ``progress`` is called after each.
+
+    They take turns, so that what else the machine does meets them alike.
+    """
+    ends = np.linspace(0, settings.steps, 1 + settings.measurements)
+    measured = np.rint(ends).astype(int).tolist()
+    for number in range(settings.steps + 1):
+        turns = trainings if number % 2 else trainings[::-1]
+        if number in measured:
+            for training in turns:
+                training.measure(held_out)
+        if number < settings.steps:
+            clicks = log.batch(number, settings.batch)
+            for training in turns:
+                training.step(clicks)
+            progress()

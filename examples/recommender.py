@@ -1,0 +1,174 @@
+"""A recommender trained twice, with torch.optim and with fusestep's optimizers of the same names.
+
+    ids and dense features -> 26 tables and an MLP -> products of pairs -> an MLP -> log loss
+
+Run as ``python -m fusestep.examples.recommender``. The model is a DLRM in PyTorch, the clicks come
+from a hidden model. Both trainings begin with the same weights and see the same batches, in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import platform
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from .. import __version__, get_num_threads, set_num_threads
+from .click_runs import QUICK, Run, Settings, figures, picture, report
+from .clicks import N_TABLES, ClickLog, table_sizes
+from .errors import DemoError, status_of
+from .options import Parser, integer
+from .report import prepare_folder, write_atomically
+
+NEEDED = {"torch": "torch", "tqdm": "tqdm", "matplotlib": "matplotlib", "sklearn": "scikit-learn"}
+FIGURES, CURVES = "recommender.json", "recommender.png"
+MOST_ROWS, MOST_DIM = 100_000_000, 1024
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of the example to ``parser``."""
+    _add_sizes(parser)
+    add = parser.add_argument
+    add("--seed", type=integer(0), default=0, metavar="N", help="of all random (default: 0)")
+    add(
+        "--threads",
+        type=integer(1),
+        metavar="N",
+        help="of both, at most (default: all; give 1 on a busy machine)",
+    )
+    add("--quick", action="store_true", help="a smaller run")
+    add(
+        "--float64",
+        action="store_true",
+        help="compute in float64: in float32 roundings grow from step to step, as between two ways "
+        "of PyTorch's own",
+    )
+    add(
+        "--single",
+        action="store_true",
+        help='for fusestep one Adam(sparse="touched") for tables and dense layers; its eps is not '
+        "where SparseAdam's is, so the losses differ a little",
+    )
+    add("--output", default="demo-output", metavar="DIR", help="folder of the results")
+
+
+def _add_sizes(parser: argparse.ArgumentParser) -> None:
+    sizes = {
+        "steps": (None, "batches to train on"),
+        "batch": (None, "clicks of a batch"),
+        "rows": (MOST_ROWS, f"of the largest of {N_TABLES} tables"),
+        "dim": (MOST_DIM, "length of a row"),
+    }
+    for name, (most, text) in sizes.items():
+        full, quick = getattr(Settings(), name), getattr(QUICK, name)
+        shown = f"{full:,}" if quick == full else f"{full:,}, quick {quick:,}"
+        parser.add_argument(
+            f"--{name}", type=integer(1, most), metavar="N", help=f"{text} (default: {shown})"
+        )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Trains, reports, saves; returns the exit status (2 for a mistake of the user)."""
+    return status_of("recommender", lambda: _run(args))
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
+    """The settings that the options ask for."""
+    names = ("steps", "batch", "rows", "dim", "seed", "single", "float64")
+    chosen = {name: value for name in names if (value := getattr(args, name)) is not None}
+    return replace(QUICK if args.quick else Settings(), **chosen)
+
+
+def _run(args: argparse.Namespace) -> None:
+    _require_libraries()
+    settings, folder = settings_of(args), Path(args.output)
+    sizes = table_sizes(settings.rows)
+    _require_memory(settings)
+    prepare_folder(folder)
+    machine = _set_threads(args.threads)
+    print(f"model      {N_TABLES} tables of {sizes[0]:,} to {sizes[-1]:,} rows, "
+          f"{sum(sizes):,} in all, of {settings.dim} numbers")  # fmt: skip
+    print(f"training   {settings.steps:,} batches of {settings.batch:,} clicks, "
+          f"{machine['threads']} thread(s)", flush=True)  # fmt: skip
+    runs, best_auc = train_both(settings, sizes)
+    print("\n".join(report(runs, best_auc)))
+    write_atomically(folder / FIGURES, figures(settings, machine, runs, best_auc))
+    write_atomically(folder / CURVES, picture(runs, best_auc))
+    print(f"\nfigures and curves are in {folder}{os.sep}")
+
+
+def train_both(settings: Settings, sizes: list[int]) -> tuple[list[Run], float]:
+    """The two runs, and the AUC of the model that made the clicks."""
+    from sklearn.metrics import roc_auc_score
+    from tqdm import tqdm
+
+    from .click_training import Training, choices, train
+
+    log = ClickLog(sizes, settings.seed)
+    held_out = log.held_out(settings.held_out)
+    trainings = [
+        Training(Run(name, optimizers), make, settings)
+        for name, optimizers, make in choices(settings.single)
+    ]
+    runs = [training.run for training in trainings]
+    # A log file gets a line now and then instead of ten a second.
+    every = 0.2 if sys.stderr.isatty() else 5.0
+    with tqdm(total=settings.steps, unit=" steps", mininterval=every) as bar:
+
+        def progress() -> None:
+            shown = ", ".join(f"{run.losses[-1]:.3f}" for run in runs)
+            bar.set_postfix_str(f"losses {shown}", refresh=False)
+            bar.update()
+
+        train(trainings, settings, log, held_out, progress)
+    return runs, float(roc_auc_score(held_out.labels, held_out.log_odds))
+
+
+def _require_libraries() -> None:
+    for module, name in NEEDED.items():
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise DemoError(
+                f'this example needs {name}: install it with pip install "fusestep[torch,demo]"'
+            ) from error
+
+
+def _require_memory(settings: Settings) -> None:
+    """Refuse tables that this machine cannot hold, where it says what it has."""
+    from .click_training import bytes_of
+
+    try:
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):
+        return
+    needed = bytes_of(settings)
+    if needed > available:
+        raise DemoError(
+            f"--rows, --dim: tables and states need {needed / 1e9:.3g} GB, "
+            f"this machine has {available / 1e9:.3g} GB"
+        )
+
+
+def _set_threads(threads: int | None) -> dict[str, Any]:
+    """Give PyTorch as many threads as the steps have; what the figures depend on."""
+    import torch
+
+    set_num_threads(threads)
+    torch.set_num_threads(get_num_threads())
+    return {
+        "processor": platform.processor() or platform.machine(),
+        "threads": get_num_threads(),
+        "torch": torch.__version__,
+        "fusestep": __version__,
+    }
+
+
+if __name__ == "__main__":
+    _parser = Parser(prog="recommender", description=(__doc__ or "").partition("\n")[0])
+    add_arguments(_parser)
+    sys.exit(main(_parser.parse_args()))
