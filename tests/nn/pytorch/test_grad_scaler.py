@@ -102,6 +102,25 @@ def test_the_step_unscales(name: str, unscales_first: bool) -> None:
 
 @pytest.mark.parametrize("is_fused", [False, True])
 @pytest.mark.parametrize("name", FUSED)
+def test_clipping_on_the_way(name: str, is_fused: bool) -> None:
+    """Our clipping between unscaling and step, which the step applies: as PyTorch's."""
+    pairs = optimizers(name, fused=is_fused)
+    for model, optimizer in pairs:
+
+        def clip(model: Any = model, optimizer: Any = optimizer) -> None:
+            if isinstance(optimizer, fused.Optimizer):
+                fused.clip_grad_norm_(model.parameters(), 0.5, optimizer=optimizer)
+            else:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+        scaler = scaler_of()
+        for step in range(8):
+            scaled_step(model, optimizer, scaler, step, infinite=step in (2, 5), first=clip)
+    assert_equal_models(pairs[0][0], pairs[1][0], 1e-5)
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+@pytest.mark.parametrize("name", FUSED)
 def test_an_infinity_changes_nothing(name: str, is_fused: bool) -> None:
     model = net(dtype=F32)
     optimizer = getattr(fused, name)(model.parameters(), fused=is_fused)

@@ -71,8 +71,6 @@ def run(optimizer: Any, model: Any, scheduler: Any, steps: int) -> list[Any]:
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 @pytest.mark.parametrize("name", DENSE)
 def test_schedulers_do_what_they_do_to_pytorch(name: str, scheduler: str, rate: str) -> None:
-    if rate != "float" and scheduler == "CyclicLR":
-        pytest.skip("it gives rates of its own")
     models, seen = (net(), net()), []
     options = {"momentum": 0.9} if name in {"SGD", "RMSprop"} else {}
     for model, package in zip(models, (fused, torch.optim), strict=True):
