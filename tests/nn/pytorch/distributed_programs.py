@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint import state_dict as dcp
 
 from fusestep.nn import torch as fused
 
-from torch_training import Tagger, assert_close, assert_same_bits, batch_of, net, train
+from torch_training import Tagger, assert_close, assert_same_bits, batch_of, loss_of, net, train
 
 RANKS = 2
 
@@ -149,6 +150,27 @@ def fsdp() -> None:
         assert all(isinstance(p, DTensor) for p in model.parameters())
 
 
+def clip() -> None:
+    """PyTorch's clipping of shards is respected; what needs the norm of all of them is refused."""
+    from torch.distributed.fsdp import fully_shard
+
+    model, alone = net(), net()
+    fully_shard(model)
+    ours, reference = fused.AdamW(model.parameters()), fused.AdamW(alone.parameters())
+    for step in range(3):
+        for one, optimizer in ((model, ours), (alone, reference)):
+            optimizer.zero_grad()
+            loss_of(one, step).backward()
+            torch.nn.utils.clip_grad_norm_(one.parameters(), 0.1)
+            optimizer.step()
+    check_shards(model, ours, alone, reference)
+    for name in ("Lamb", "LARS", "Adafactor"):
+        with pytest.raises(RuntimeError, match="is distributed"):
+            getattr(fused, name)(model.parameters()).step()
+    with pytest.raises(RuntimeError, match="is distributed"):
+        fused.clip_grad_norm_(model.parameters(), 0.1)
+
+
 def check_shards(model: Any, optimizer: Any, alone: Any, reference: Any) -> None:
     for p, q in zip(model.parameters(), alone.parameters(), strict=True):
         assert p.to_local().shape != q.shape
@@ -164,7 +186,7 @@ def main() -> None:
     """The program of one rank."""
     dist.init_process_group("gloo")
     try:
-        {"ddp": ddp, "checkpoint": checkpoint, "fsdp": fsdp}[sys.argv[1]]()
+        {"ddp": ddp, "checkpoint": checkpoint, "fsdp": fsdp, "clip": clip}[sys.argv[1]]()
         Path(sys.argv[2], f"{dist.get_rank()}").write_text("done")
     finally:
         with contextlib.suppress(RuntimeError):
