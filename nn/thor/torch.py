@@ -40,6 +40,7 @@ class TorchThor(Thor):
 
     Attributes:
         module: the module.
+        tensors: its parameters that are trained.
 
     Raises:
         ValueError: no module of the four kinds, a parameter is not contiguous, or not all are on
@@ -51,7 +52,7 @@ class TorchThor(Thor):
         entries, tensors, layers = _entries(net)
         super().__init__(entries, given)
         self.module = net
-        self._tensors = [tensors[id(p)] for p in self.parameters]
+        self.tensors = [tensors[id(p)] for p in self.parameters]
         self._hooks = [
             layers[id(p.layer)].register_forward_hook(
                 partial(_after_forward, p.layer), with_kwargs=True
@@ -75,15 +76,15 @@ class TorchThor(Thor):
                 loss = closure()
         with torch.no_grad():
             self._follow()
-            self(tuple(_gradient(tensor) for tensor in self._tensors))
-            for tensor in self._tensors:
+            self(tuple(_gradient(tensor) for tensor in self.tensors))
+            for tensor in self.tensors:
                 if tensor.grad is not None:
                     torch.autograd.graph.increment_version(tensor)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients, and what was captured with them."""
-        for tensor in self._tensors:
+        for tensor in self.tensors:
             if set_to_none:
                 tensor.grad = None
             elif tensor.grad is not None:
@@ -99,7 +100,7 @@ class TorchThor(Thor):
 
     def _follow(self) -> None:
         """Parameters whose storage PyTorch has replaced are bound to the new one."""
-        for parameter, tensor in zip(self.parameters, self._tensors, strict=True):
+        for parameter, tensor in zip(self.parameters, self.tensors, strict=True):
             view = _view(tensor)
             found = adopt_anywhere(NAME, f"parameter {parameter.name!r}", view)
             if address_of(found) != address_of(parameter.array):

@@ -10,9 +10,10 @@ from .clipping import clip_grad_norm_
 from .descent import ASGD, SGD, Rprop
 from .layerwise import LARS, Lamb
 from .optimizer import Optimizer
+from .thor import Thor
 
 __all__ = [
     "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Adan", "FTRL", "LARS",
     "Lamb", "LazyAdam", "Lion", "NAdam", "Optimizer", "RAdam", "RMSprop", "Rprop", "SGD",
-    "SparseAdam", "clip_grad_norm_",
+    "SparseAdam", "Thor", "clip_grad_norm_",
 ]  # fmt: skip

@@ -19,6 +19,7 @@ from ...kernels.rules.torch.adafactor import TORCH_ADAFACTOR
 from ...ops.norm import squares_at
 from .binding import Choice, Given, Part
 from .optimizer import Before, Method, Optimizer
+from .tensors import number
 
 
 class Adafactor(Optimizer, torch.optim.Adafactor):
@@ -73,7 +74,7 @@ class Adafactor(Optimizer, torch.optim.Adafactor):
 
     def scalars(self, group: Mapping[str, Any], step: float) -> Numbers:
         """See `Optimizer`."""
-        lr, fading = float(group["lr"]), step ** group["beta2_decay"]
+        lr, fading = number(group["lr"]), step ** group["beta2_decay"]
         epsilon = group["eps"][0]
         if epsilon is None:  # that of the first one counts, as in PyTorch
             dtype = next(p.dtype for p in group["params"] if p.grad is not None)

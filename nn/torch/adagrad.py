@@ -15,6 +15,7 @@ from ...kernels.rules.formula import Numbers
 from ...kernels.rules.rule import Rule
 from ...kernels.rules.torch import adagrad as rules
 from .optimizer import Method, Optimizer, not_negative
+from .tensors import number
 
 
 class Adagrad(Optimizer, torch.optim.Adagrad):
@@ -54,7 +55,7 @@ class Adagrad(Optimizer, torch.optim.Adagrad):
 
     def scalars(self, group: Mapping[str, Any], step: float) -> Numbers:
         """See `Optimizer`."""
-        return float(group["lr"]) / (1.0 + (step - 1.0) * group["lr_decay"]), group["eps"]
+        return number(group["lr"]) / (1.0 + (step - 1.0) * group["lr_decay"]), group["eps"]
 
 
 class Adadelta(Optimizer, torch.optim.Adadelta):
@@ -92,7 +93,7 @@ class Adadelta(Optimizer, torch.optim.Adadelta):
     def scalars(self, group: Mapping[str, Any], step: float) -> Numbers:  # noqa: ARG002
         """See `Optimizer`."""
         rho = group["rho"]
-        return float(group["lr"]), rho, 1.0 - rho, group["eps"]
+        return number(group["lr"]), rho, 1.0 - rho, group["eps"]
 
 
 _RMSPROP = {
@@ -138,7 +139,7 @@ class RMSprop(Optimizer, torch.optim.RMSprop):
     def scalars(self, group: Mapping[str, Any], step: float) -> Numbers:  # noqa: ARG002
         """See `Optimizer`."""
         alpha, momentum = group["alpha"], group["momentum"]
-        of_all = float(group["lr"]), alpha, 1.0 - alpha, group["eps"]
+        of_all = number(group["lr"]), alpha, 1.0 - alpha, group["eps"]
         return (*of_all, momentum) if momentum > 0 else of_all
 
 
@@ -195,7 +196,7 @@ class FTRL(Optimizer):
     def method(self, group: Mapping[str, Any]) -> Method:
         """See `Optimizer`."""
         # The rule divides by the rate; with 0 torch.distributed.checkpoint makes states.
-        rests = float(group["lr"]) == 0.0
+        rests = number(group["lr"]) == 0.0
         rule: Rule = sgd_rules.SGD if rests else ftrl_rules.ftrl_rule(group["lr_power"])
         return Method(rule, touches=True)
 
@@ -208,7 +209,7 @@ class FTRL(Optimizer):
 
     def scalars(self, group: Mapping[str, Any], step: float) -> Numbers:
         """See `Optimizer`."""
-        lr = float(group["lr"])
+        lr = number(group["lr"])
         if lr == 0.0:
             return (0.0,)
         formula = ftrl_rules.ftrl_formula(group["l1"], group["l2"], group["lr_power"])

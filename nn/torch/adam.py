@@ -15,10 +15,11 @@ from ...kernels.rules.formula import Numbers
 from ...kernels.rules.torch import adam as rules
 from .binding import Choice
 from .optimizer import Method, Optimizer, betas_in_range, not_negative
+from .tensors import number
 
 
 def _betas(group: Mapping[str, Any]) -> Numbers:
-    return tuple(map(float, group["betas"]))
+    return tuple(map(number, group["betas"]))
 
 
 def _moments(beta1: float, beta2: float) -> Numbers:
@@ -27,7 +28,7 @@ def _moments(beta1: float, beta2: float) -> Numbers:
 
 def _shrink(group: Mapping[str, Any]) -> float:
     """What a decoupled weight decay leaves of a parameter."""
-    return float(1.0 - float(group["lr"]) * group["weight_decay"])
+    return float(1.0 - number(group["lr"]) * number(group["weight_decay"]))
 
 
 class Adam(Optimizer, torch.optim.Adam):
@@ -65,7 +66,7 @@ class Adam(Optimizer, torch.optim.Adam):
 
     def scalars(self, group: Mapping[str, Any], step: float) -> Numbers:
         """See `Optimizer`."""
-        (beta1, beta2), lr = _betas(group), float(group["lr"])
+        (beta1, beta2), lr = _betas(group), number(group["lr"])
         shrink = _shrink(group) if group.get("decoupled_weight_decay") else 1.0
         root = 1.0 / math.sqrt(1.0 - beta2**step)
         return (*_moments(beta1, beta2), lr / (1.0 - beta1**step), root, group["eps"], shrink)
@@ -135,7 +136,7 @@ class SparseAdam(Optimizer, torch.optim.SparseAdam):
     def scalars(self, group: Mapping[str, Any], step: float) -> Numbers:
         """See `Optimizer`."""
         beta1, beta2 = _betas(group)
-        size = float(group["lr"]) * math.sqrt(1.0 - beta2**step) / (1.0 - beta1**step)
+        size = number(group["lr"]) * math.sqrt(1.0 - beta2**step) / (1.0 - beta1**step)
         return (*_moments(beta1, beta2), size, 1.0, group["eps"], 1.0)
 
     def _new_step(self) -> Any:
@@ -148,7 +149,7 @@ class SparseAdam(Optimizer, torch.optim.SparseAdam):
         if gradient is None or gradient.layout == torch.sparse_coo:
             return super()._check(group, choice, name, parameter)
         # By such a step torch.distributed.checkpoint makes states.
-        if float(group["lr"]) == 0.0 and parameter not in self.state:
+        if number(group["lr"]) == 0.0 and parameter not in self.state:
             return False
         raise RuntimeError(
             "SparseAdam does not support dense gradients, please consider Adam instead"
@@ -239,12 +240,12 @@ class NAdam(Optimizer, torch.optim.NAdam):
         self, group: Mapping[str, Any], step: float, numbers: Mapping[str, Any]
     ) -> tuple[Numbers, dict[str, Any]]:
         """See `Optimizer`."""
-        (beta1, beta2), lr, decay = _betas(group), float(group["lr"]), group["momentum_decay"]
+        (beta1, beta2), lr, decay = _betas(group), number(group["lr"]), group["momentum_decay"]
         mu, mu_next = (beta1 * (1.0 - 0.5 * 0.96 ** (t * decay)) for t in (step, step + 1))
         # In the type of the state, as PyTorch multiplies it.
         product = numbers["mu_product"] * mu
-        of_gradient = lr * (1.0 - mu) / (1.0 - float(product))
-        of_moment = lr * mu_next / (1.0 - float(product) * mu_next)
+        of_gradient = lr * (1.0 - mu) / (1.0 - number(product))
+        of_moment = lr * mu_next / (1.0 - number(product) * mu_next)
         shrink = _shrink(group) if group.get("decoupled_weight_decay") else 1.0
         root = 1.0 / math.sqrt(1.0 - beta2**step)
         scalars = of_moment, root, group["eps"], shrink, of_gradient
@@ -285,7 +286,7 @@ class RAdam(Optimizer, torch.optim.RAdam):
 
     def scalars(self, group: Mapping[str, Any], step: float) -> Numbers:
         """See `Optimizer`."""
-        (beta1, beta2), lr = _betas(group), float(group["lr"])
+        (beta1, beta2), lr = _betas(group), number(group["lr"])
         shrink = _shrink(group) if group.get("decoupled_weight_decay") else 1.0
         size, correction = lr / (1.0 - beta1**step), 1.0 - beta2**step
         longest = 2.0 / (1.0 - beta2) - 1.0
@@ -331,7 +332,7 @@ class Adamax(Optimizer, torch.optim.Adamax):
     def scalars(self, group: Mapping[str, Any], step: float) -> Numbers:
         """See `Optimizer`."""
         beta1, beta2 = _betas(group)
-        return 1.0 - beta1, beta2, float(group["lr"]) / (1.0 - beta1**step), group["eps"]
+        return 1.0 - beta1, beta2, number(group["lr"]) / (1.0 - beta1**step), group["eps"]
 
 
 class Lion(Optimizer):
@@ -376,7 +377,7 @@ class Lion(Optimizer):
         """See `Optimizer`."""
         beta1, beta2 = _betas(group)
         of_betas = beta1, 1.0 - beta1, beta2, 1.0 - beta2
-        return (*of_betas, float(group["lr"]), group["weight_decay"], 0.0, 1.0)
+        return (*of_betas, number(group["lr"]), group["weight_decay"], 0.0, 1.0)
 
 
 class Adan(Optimizer):
@@ -426,5 +427,5 @@ class Adan(Optimizer):
     def scalars(self, group: Mapping[str, Any], step: float) -> Numbers:
         """See `Optimizer`."""
         constants = *_betas(group), group["eps"]
-        lr, decay = float(group["lr"]), group["weight_decay"]
+        lr, decay = number(group["lr"]), number(group["weight_decay"])
         return plain_rules.adan_scalars(float, lr, decay, int(step), constants, ())

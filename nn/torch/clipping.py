@@ -40,7 +40,7 @@ class Clipping:
             for g, (measured, version) in zip(gradients, known, strict=True)
         ):
             wrong, expected = "have changed since they were measured", "those of the norm"
-            fix = "; clip right before the step, after scaler.unscale_"
+            fix = "; clip right before the step and after scaler.unscale_, or call zero_grad"
             reject(RuntimeError, _WHERE, "the gradients", wrong, expected, "others", fix)
         return self._factor
 

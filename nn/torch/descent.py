@@ -11,6 +11,7 @@ from ...kernels.rules import rprop as rprop_rules
 from ...kernels.rules import sgd as rules
 from ...kernels.rules.formula import Numbers
 from .optimizer import Method, Optimizer
+from .tensors import number
 
 
 class SGD(Optimizer, torch.optim.SGD):
@@ -53,7 +54,7 @@ class SGD(Optimizer, torch.optim.SGD):
 
     def scalars(self, group: Mapping[str, Any], step: float) -> Numbers:
         """See `Optimizer`."""
-        lr, momentum = float(group["lr"]), group["momentum"]
+        lr, momentum = number(group["lr"]), group["momentum"]
         if not momentum:
             return (lr,)
         return lr, momentum, 1.0 - (group["dampening"] if step > 1 else 0.0)
@@ -92,19 +93,19 @@ class ASGD(Optimizer, torch.optim.ASGD):
 
     def new_numbers(self, group: Mapping[str, Any]) -> dict[str, float]:
         """See `Optimizer`."""
-        return {"eta": float(group["lr"]), "mu": 1.0}
+        return {"eta": number(group["lr"]), "mu": 1.0}
 
     def scalars_with(
         self, group: Mapping[str, Any], step: float, numbers: Mapping[str, Any]
     ) -> tuple[Numbers, dict[str, Any]]:
         """See `Optimizer`."""
         eta, mu, lambd, lr = (
-            float(numbers["eta"]),
-            float(numbers["mu"]),
+            number(numbers["eta"]),
+            number(numbers["mu"]),
             group["lambd"],
             group["lr"],
         )
-        lr = float(lr)
+        lr = number(lr)
         after = {
             "eta": lr / (1.0 + lambd * lr * step) ** group["alpha"],
             "mu": 1.0 / max(1.0, step - group["t0"]),
@@ -142,8 +143,8 @@ class Rprop(Optimizer, torch.optim.Rprop):
 
     def initial(self, role: str, group: Mapping[str, Any]) -> float:
         """See `Optimizer`."""
-        return float(group["lr"]) if role == "step_size" else 0.0
+        return number(group["lr"]) if role == "step_size" else 0.0
 
     def scalars(self, group: Mapping[str, Any], step: float) -> Numbers:  # noqa: ARG002
         """See `Optimizer`."""
-        return (float(group["lr"]), *group["etas"], *group["step_sizes"], 0.0, 1.0)
+        return (number(group["lr"]), *group["etas"], *group["step_sizes"], 0.0, 1.0)

@@ -12,6 +12,7 @@ from ...kernels.rules.formula import Numbers
 from ...kernels.rules.torch import lars as lars_rules
 from .binding import Part
 from .optimizer import Method, Optimizer, betas_in_range, not_negative
+from .tensors import number
 
 
 class Lamb(Optimizer):
@@ -64,9 +65,9 @@ class Lamb(Optimizer):
 
     def scalars(self, group: Mapping[str, Any], step: float) -> Numbers:
         """See `Optimizer`."""
-        beta1, beta2 = map(float, group["betas"])
+        beta1, beta2 = map(number, group["betas"])
         corrections = 1.0 / (1.0 - beta1**step), 1.0 / (1.0 - beta2**step)
-        of_step = group["eps"], group["weight_decay"], float(group["lr"])
+        of_step = group["eps"], group["weight_decay"], number(group["lr"])
         return (1.0 - beta1, 1.0 - beta2, *corrections, *of_step)
 
 
@@ -134,7 +135,7 @@ class LARS(Optimizer):
     def scalars(self, group: Mapping[str, Any], step: float) -> Numbers:
         """See `Optimizer`."""
         dampening = group["dampening"] if step > 1 else 0.0
-        of_momentum = float(group["lr"]), group["momentum"], 1.0 - dampening
+        of_momentum = number(group["lr"]), group["momentum"], 1.0 - dampening
         return (*of_momentum, 1.0, group["weight_decay"])
 
     def complete(

@@ -25,7 +25,7 @@ from ..engine.host import update_of
 from ..engine.layout import Layout
 from ..engine.on_device import launch_updates
 from .binding import Binding, Choice, Entry, Given, Part, check_parameter
-from .tensors import DTYPES, local
+from .tensors import DTYPES, local, number
 
 SPARSE = ("touched", "all")
 _OWN: dict[str, Any] = {"sparse": None, "skip_nonfinite": False, "state_dtype": None}
@@ -260,8 +260,10 @@ class Optimizer(torch.optim.Optimizer):
         attributes = vars(self)
         found_inf, scale = attributes.get("found_inf"), attributes.get("grad_scale")
         # A step that a GradScaler skips changes and counts nothing.
-        if found_inf is None or float(found_inf) == 0.0:
-            self._step(param, 1.0 if scale is None else 1.0 / float(scale))
+        if found_inf is not None and number(found_inf) != 0.0:
+            self._clipping = None
+        else:
+            self._step(param, 1.0 if scale is None else 1.0 / number(scale))
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -486,7 +488,7 @@ def _before(group: Mapping[str, Any], choice: Choice, before: Before) -> Numbers
     if SCALE in prologue:
         scalars += (-factor if group.get("maximize") else factor,)
     if COUPLED_DECAY in prologue:
-        scalars += (float(group["weight_decay"]) if choice.couples else 0.0, 0.0)
+        scalars += (number(group["weight_decay"]) if choice.couples else 0.0, 0.0)
     return scalars
 
 

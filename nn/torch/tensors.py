@@ -24,6 +24,11 @@ DTYPES = {
 """Dtypes of parameters, states and gradients."""
 
 
+def number(value: Any) -> float:
+    """A hyper-parameter: a number or a tensor of one element, which may require a gradient."""
+    return float(value.item() if isinstance(value, Tensor) else value)
+
+
 def local(tensor: Tensor) -> Tensor:
     """The shard of a distributed tensor that is here; any other tensor itself."""
     to_local = getattr(tensor, "to_local", None)

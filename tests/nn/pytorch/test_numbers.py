@@ -122,8 +122,15 @@ class Comparison:
                 assert not (error > limit).any(), (key, error[error > limit], limit[error > limit])
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["f64", "f32"])
-@pytest.mark.parametrize(("name", "options"), list(combinations()))
+CASES = [
+    (name, options, dtype)
+    for name, options in combinations()
+    for dtype in (torch.float64, torch.float32)
+    if dtype == torch.float64 or not options["maximize"]  # a sign changes no rounding
+]
+
+
+@pytest.mark.parametrize(("name", "options", "dtype"), CASES)
 def test_numbers_are_those_of_pytorch(name: str, options: dict[str, Any], dtype: Any) -> None:
     rows = name == "SparseAdam"
     mine, other = parameters(dtype, rows=rows), parameters(dtype, rows=rows)

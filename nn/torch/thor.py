@@ -1,0 +1,126 @@
+"""THOR, second order, as an optimizer of PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..thor.arguments import BLOCK_SIZE
+from ..thor.optimizer import every_parameter
+from ..thor.torch import TorchThor
+from .optimizer import not_negative
+from .tensors import array_of, number
+
+_OF_STEP = ("damping", "momentum")
+
+
+class Thor(torch.optim.Optimizer):
+    """THOR: natural gradient descent with Kronecker factors, over the parameters of a module.
+
+    The formula and what it does with each kind of layer is that of `fusestep.nn.thor`, which this
+    class gives PyTorch's form: groups, schedulers, hooks, ``state_dict``. Hooks on the module's
+    ``Linear``, ``Conv2d``, ``Embedding`` and ``LayerNorm`` capture what a step needs.
+
+    Args:
+        module: a ``torch.nn.Module``; all parameters that require a gradient are trained, as one
+            group.
+        lr: learning rate, at least 0; a number or a tensor of one element.
+        damping: above 0.
+        momentum: at least 0.
+        weight_decay: coupled, at least 0.
+        batch_size: how many samples the loss averages over; 1 where it is their sum.
+        nesterov: Nesterov's step.
+        frequency: steps between two computations of the factors, at least 2.
+        clip_grad: limit the norm of each gradient to 1, after weight decay.
+        block_size: of the diagonal blocks; None for whole factors.
+        bad_factor: ``"raise"`` or ``"skip"``, for a factor that cannot be inverted.
+
+    ``lr``, ``damping`` and ``momentum`` are read from the group in every step. It takes dense
+    gradients, and cannot be copied: copy the module and load the ``state_dict``.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `fusestep.nn.thor`.
+
+    Source: Chen et al. (2021), "THOR, Trace-based Hardware-driven Layer-Oriented Natural Gradient
+    Descent Computation".
+
+    >>> import torch
+    >>> layer = torch.nn.Linear(2, 1)
+    >>> optimizer = Thor(layer, lr=0.1, damping=0.1, batch_size=4)
+    >>> layer(torch.randn(4, 2)).square().mean().backward()
+    >>> optimizer.step()
+    """
+
+    def __init__(
+        self, module: torch.nn.Module, lr: Any = 1e-3, damping: float = 0.03,
+        momentum: float = 0.9, weight_decay: float = 0.0, *, batch_size: int = 32,
+        nesterov: bool = False, frequency: int = 100, clip_grad: bool = False,
+        block_size: int | None = BLOCK_SIZE, bad_factor: str = "raise",
+    ) -> None:  # fmt: skip
+        not_negative(lr=lr)
+        given = {
+            "learning_rate": number(lr), "damping": damping, "momentum": momentum,
+            "weight_decay": weight_decay, "loss_scale": 1.0, "batch_size": batch_size,
+            "use_nesterov": nesterov, "decay_filter": every_parameter, "split_indices": None,
+            "enable_clip_grad": clip_grad, "frequency": frequency, "compat": None,
+            "block_size": block_size, "bad_factor": bad_factor,
+        }  # fmt: skip
+        self._thor: TorchThor | None = None
+        thor = TorchThor(module, given)
+        super().__init__(thor.tensors, {"lr": lr, "damping": damping, "momentum": momentum})
+        self._thor = thor
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """The group of the module; another one raises."""
+        if self._thor is not None:
+            raise ValueError("Thor trains the parameters of its module, and no others")
+        super().add_param_group(param_group)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """As `Optimizer.step`."""
+        thor, (group,) = self._thor, self.param_groups
+        assert thor is not None
+        not_negative(lr=group["lr"])
+        rate: Any = thor.learning_rate
+        rate.data[...] = number(group["lr"])
+        for name in _OF_STEP:
+            if getattr(thor, name) != group[name]:
+                setattr(thor, name, group[name])
+        return thor.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, and what was captured with them."""
+        assert self._thor is not None
+        self._thor.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in ``torch.optim``; the states are tensors by name, under ``"thor"``."""
+        assert self._thor is not None
+        states = {name: _tensor(array) for name, array in self._thor.state_dict().items()}
+        return {**super().state_dict(), "thor": states}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """As in ``torch.optim``; the states are checked first.
+
+        Raises:
+            KeyError, TypeError, ValueError: they are not those of this module.
+        """
+        assert self._thor is not None
+        rest = dict(state_dict)
+        states = rest.pop("thor")
+        self._thor.load_state_dict({name: array_of(tensor) for name, tensor in states.items()})
+        super().load_state_dict(rest)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("Thor has hooks on its module: copy the module, and load the state_dict")
+
+
+def _tensor(array: np.ndarray) -> Tensor:
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
