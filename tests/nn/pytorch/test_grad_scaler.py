@@ -211,3 +211,19 @@ def test_autocast() -> None:
             scaler.step(optimizer)
             scaler.update()
     assert_equal_models(pairs[0][0], pairs[1][0], 1e-5)
+
+
+def test_a_skipped_step_that_was_clipped_is_forgotten() -> None:
+    model = net(dtype=F32)
+    optimizer = fused.SGD(model.parameters(), lr=0.1)
+
+    def clip() -> None:
+        fused.clip_grad_norm_(model.parameters(), 0.5, optimizer=optimizer)
+
+    before = snapshot(model)
+    scaled_step(model, optimizer, scaler_of(), 0, infinite=True, first=clip)
+    assert_same_bits(model.parameters(), before)
+    train(model, optimizer, range(2))
+    expected = net(dtype=F32)
+    train(expected, fused.SGD(expected.parameters(), lr=0.1), range(2))
+    assert_same_bits(model.parameters(), expected.parameters())

@@ -15,6 +15,7 @@ from torch.optim.swa_utils import SWALR, AveragedModel  # noqa: E402
 
 from fusestep.nn import torch as fused  # noqa: E402
 
+from subprocesses import output_of  # noqa: E402
 from torch_training import DENSE, assert_equal_models, loss_of, net, train  # noqa: E402
 
 
@@ -99,6 +100,19 @@ def test_a_rate_that_is_a_tensor_is_read_in_every_step(name: str) -> None:
         changed.append(optimizer.param_groups[0]["lr"])
     assert changed == [0.01, 0.01]
     assert_equal_models(*models)
+
+
+def test_a_rate_with_derivatives() -> None:
+    """It is a number like others, without a warning; PyTorch warns once in a process."""
+    program = """
+        import torch
+        from fusestep.nn import torch as fused
+        weight = torch.nn.Parameter(torch.ones(2))
+        weight.grad = torch.ones(2)
+        fused.SGD([weight], lr=torch.tensor(0.5, requires_grad=True)).step()
+        print(weight.tolist())
+        """
+    assert output_of(program).split() == ["[0.5,", "0.5]"]
 
 
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "NAdam"])
