@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from fusestep.nn import torch as fused
 
-EVERY = sorted(n for n in set(fused.__all__) - {"Optimizer"} if n[0].isupper())
+# Thor is of a module, not of parameters.
+EVERY = sorted(n for n in set(fused.__all__) - {"Optimizer"} if n[0].isupper() and n != "Thor")
 SHARED = [name for name in EVERY if hasattr(torch.optim, name)]
 DENSE = [name for name in SHARED if name != "SparseAdam"]
 TABLES = [name for name in EVERY if name not in {"Lamb", "LARS", "Adafactor"}]
