@@ -5,7 +5,8 @@
 
 from .adafactor import Adafactor
 from .adagrad import FTRL, Adadelta, Adagrad, RMSprop
-from .adam import Adam, Adamax, AdamW, Adan, LazyAdam, Lion, NAdam, RAdam, SparseAdam
+from .adam import Adam, AdamW, LazyAdam, SparseAdam
+from .adam_variants import Adamax, Adan, Lion, NAdam, RAdam
 from .clipping import clip_grad_norm_
 from .descent import ASGD, SGD, Rprop
 from .layerwise import LARS, Lamb

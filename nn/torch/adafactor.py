@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -18,7 +17,8 @@ from ...kernels.rules.rule import columns
 from ...kernels.rules.torch.adafactor import TORCH_ADAFACTOR
 from ...ops.norm import squares_at
 from .binding import Choice, Given, Part
-from .optimizer import Before, Method, Optimizer
+from .method import Before, Group, Method
+from .optimizer import Optimizer
 from .tensors import number
 
 
@@ -55,7 +55,7 @@ class Adafactor(Optimizer, torch.optim.Adafactor):
 
     _takes_sparse = False
 
-    def method(self, group: Mapping[str, Any]) -> Method:  # noqa: ARG002
+    def method(self, group: Group) -> Method:  # noqa: ARG002
         """See `Optimizer`."""
         return Method(TORCH_ADAFACTOR, couples=False)
 
@@ -66,13 +66,11 @@ class Adafactor(Optimizer, torch.optim.Adafactor):
         *first, height, width = parameter.shape
         return {"row_var": (*first, height, 1), "col_var": (*first, 1, width)}
 
-    def _check(
-        self, group: Mapping[str, Any], choice: Choice, name: str, parameter: Tensor
-    ) -> bool:
+    def _check(self, group: Group, choice: Choice, name: str, parameter: Tensor) -> bool:
         # An empty one has no size to step by.
         return super()._check(group, choice, name, parameter) and parameter.numel() > 0
 
-    def scalars(self, group: Mapping[str, Any], step: float) -> Numbers:
+    def scalars(self, group: Group, step: float) -> Numbers:
         """See `Optimizer`."""
         lr, fading = number(group["lr"]), step ** group["beta2_decay"]
         epsilon = group["eps"][0]
@@ -96,7 +94,7 @@ class Adafactor(Optimizer, torch.optim.Adafactor):
     def _measured(self, part: Part, given: Given, before: Before, hp: np.ndarray) -> Prepared:
         if part.matrices is None:
             return super()._measured(part, given, before, hp)
-        rule, (prologue, _), variables = part.choice.rule, before, part.batch.variables
+        rule, prologue, variables = part.choice.rule, before.prologue, part.batch.variables
         compiled = kernel(rule, prologue, variables.w, part.batch.g, ())
         step = FactoredStep(compiled, part.matrices, part.gradients(given), hp)
         sizes = np.diff(variables.table.first)

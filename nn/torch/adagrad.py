@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,7 +13,8 @@ from ...kernels.rules import sgd as sgd_rules
 from ...kernels.rules.formula import Numbers
 from ...kernels.rules.rule import Rule
 from ...kernels.rules.torch import adagrad as rules
-from .optimizer import Method, Optimizer, not_negative
+from .method import Group, Method, not_negative
+from .optimizer import Optimizer
 from .tensors import number
 
 
@@ -45,15 +45,15 @@ class Adagrad(Optimizer, torch.optim.Adagrad):
     >>> optimizer.step()
     """
 
-    def method(self, group: Mapping[str, Any]) -> Method:
+    def method(self, group: Group) -> Method:
         """See `Optimizer`."""
         return Method(rules.TORCH_ADAGRAD, touches=not group["weight_decay"])
 
-    def initial(self, role: str, group: Mapping[str, Any]) -> float:
+    def initial(self, role: str, group: Group) -> float:
         """See `Optimizer`."""
         return float(group["initial_accumulator_value"]) if role == "sum" else 0.0
 
-    def scalars(self, group: Mapping[str, Any], step: float) -> Numbers:
+    def scalars(self, group: Group, step: float) -> Numbers:
         """See `Optimizer`."""
         return number(group["lr"]) / (1.0 + (step - 1.0) * group["lr_decay"]), group["eps"]
 
@@ -86,11 +86,11 @@ class Adadelta(Optimizer, torch.optim.Adadelta):
     >>> optimizer.step()
     """
 
-    def method(self, group: Mapping[str, Any]) -> Method:  # noqa: ARG002
+    def method(self, group: Group) -> Method:  # noqa: ARG002
         """See `Optimizer`."""
         return Method(plain_rules.ADADELTA, states=("square_avg", "acc_delta"))
 
-    def scalars(self, group: Mapping[str, Any], step: float) -> Numbers:  # noqa: ARG002
+    def scalars(self, group: Group, step: float) -> Numbers:  # noqa: ARG002
         """See `Optimizer`."""
         rho = group["rho"]
         return number(group["lr"]), rho, 1.0 - rho, group["eps"]
@@ -132,11 +132,11 @@ class RMSprop(Optimizer, torch.optim.RMSprop):
     >>> optimizer.step()
     """
 
-    def method(self, group: Mapping[str, Any]) -> Method:
+    def method(self, group: Group) -> Method:
         """See `Optimizer`."""
         return Method(_RMSPROP[group["momentum"] > 0, bool(group["centered"])])
 
-    def scalars(self, group: Mapping[str, Any], step: float) -> Numbers:  # noqa: ARG002
+    def scalars(self, group: Group, step: float) -> Numbers:  # noqa: ARG002
         """See `Optimizer`."""
         alpha, momentum = group["alpha"], group["momentum"]
         of_all = number(group["lr"]), alpha, 1.0 - alpha, group["eps"]
@@ -193,21 +193,21 @@ class FTRL(Optimizer):
         }  # fmt: skip
         super().__init__(params, defaults, **own)
 
-    def method(self, group: Mapping[str, Any]) -> Method:
+    def method(self, group: Group) -> Method:
         """See `Optimizer`."""
         # The rule divides by the rate; with 0 torch.distributed.checkpoint makes states.
         rests = number(group["lr"]) == 0.0
         rule: Rule = sgd_rules.SGD if rests else ftrl_rules.ftrl_rule(group["lr_power"])
         return Method(rule, touches=True)
 
-    def _new_state(self, group: Mapping[str, Any], parameter: Tensor, _: Any) -> dict[str, Any]:
+    def _new_state(self, group: Group, parameter: Tensor, _: Any) -> dict[str, Any]:
         return super()._new_state(group, parameter, ftrl_rules.FTRL.states)
 
-    def initial(self, role: str, group: Mapping[str, Any]) -> float:
+    def initial(self, role: str, group: Group) -> float:
         """See `Optimizer`."""
         return float(group["initial_accumulator_value"]) if role == "accum" else 0.0
 
-    def scalars(self, group: Mapping[str, Any], step: float) -> Numbers:
+    def scalars(self, group: Group, step: float) -> Numbers:
         """See `Optimizer`."""
         lr = number(group["lr"])
         if lr == 0.0:

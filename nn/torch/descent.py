@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,7 +9,8 @@ import torch
 from ...kernels.rules import rprop as rprop_rules
 from ...kernels.rules import sgd as rules
 from ...kernels.rules.formula import Numbers
-from .optimizer import Method, Optimizer
+from .method import Group, Method
+from .optimizer import Optimizer
 from .tensors import number
 
 
@@ -45,14 +45,14 @@ class SGD(Optimizer, torch.optim.SGD):
 
     _counts_updates = False
 
-    def method(self, group: Mapping[str, Any]) -> Method:
+    def method(self, group: Group) -> Method:
         """See `Optimizer`."""
         if not group["momentum"]:
             return Method(rules.SGD, touches=not group["weight_decay"])
         rule = rules.MOMENTUM_NESTEROV if group["nesterov"] else rules.MOMENTUM
         return Method(rule, states=("momentum_buffer",))
 
-    def scalars(self, group: Mapping[str, Any], step: float) -> Numbers:
+    def scalars(self, group: Group, step: float) -> Numbers:
         """See `Optimizer`."""
         lr, momentum = number(group["lr"]), group["momentum"]
         if not momentum:
@@ -87,30 +87,24 @@ class ASGD(Optimizer, torch.optim.ASGD):
     >>> optimizer.step()
     """
 
-    def method(self, group: Mapping[str, Any]) -> Method:  # noqa: ARG002
+    def method(self, group: Group) -> Method:  # noqa: ARG002
         """See `Optimizer`."""
         return Method(rules.ASGD, states=("ax",))
 
-    def new_numbers(self, group: Mapping[str, Any]) -> dict[str, float]:
+    def numbers(self, group: Group) -> dict[str, float]:
         """See `Optimizer`."""
         return {"eta": number(group["lr"]), "mu": 1.0}
 
-    def scalars_with(
-        self, group: Mapping[str, Any], step: float, numbers: Mapping[str, Any]
-    ) -> tuple[Numbers, dict[str, Any]]:
+    def next_numbers(self, group: Group, step: float) -> dict[str, Any]:
         """See `Optimizer`."""
-        eta, mu, lambd, lr = (
-            number(numbers["eta"]),
-            number(numbers["mu"]),
-            group["lambd"],
-            group["lr"],
-        )
-        lr = number(lr)
-        after = {
-            "eta": lr / (1.0 + lambd * lr * step) ** group["alpha"],
-            "mu": 1.0 / max(1.0, step - group["t0"]),
-        }
-        return (1.0 - lambd * eta, eta, mu, 1.0), after
+        lr = number(group["lr"])
+        eta = lr / (1.0 + group["lambd"] * lr * step) ** group["alpha"]
+        return {"eta": eta, "mu": 1.0 / max(1.0, step - group["t0"])}
+
+    def scalars(self, group: Group, step: float) -> Numbers:  # noqa: ARG002
+        """See `Optimizer`."""
+        eta, mu = number(group["eta"]), number(group["mu"])
+        return 1.0 - group["lambd"] * eta, eta, mu, 1.0
 
 
 class Rprop(Optimizer, torch.optim.Rprop):
@@ -137,14 +131,14 @@ class Rprop(Optimizer, torch.optim.Rprop):
     >>> optimizer.step()
     """
 
-    def method(self, group: Mapping[str, Any]) -> Method:  # noqa: ARG002
+    def method(self, group: Group) -> Method:  # noqa: ARG002
         """See `Optimizer`."""
         return Method(rprop_rules.RPROP)
 
-    def initial(self, role: str, group: Mapping[str, Any]) -> float:
+    def initial(self, role: str, group: Group) -> float:
         """See `Optimizer`."""
         return number(group["lr"]) if role == "step_size" else 0.0
 
-    def scalars(self, group: Mapping[str, Any], step: float) -> Numbers:  # noqa: ARG002
+    def scalars(self, group: Group, step: float) -> Numbers:  # noqa: ARG002
         """See `Optimizer`."""
         return (number(group["lr"]), *group["etas"], *group["step_sizes"], 0.0, 1.0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,8 @@ from ...kernels.rules import lamb as rules
 from ...kernels.rules.formula import Numbers
 from ...kernels.rules.torch import lars as lars_rules
 from .binding import Part
-from .optimizer import Method, Optimizer, betas_in_range, not_negative
+from .method import Group, Method, betas_in_range, not_negative
+from .optimizer import Optimizer
 from .tensors import number
 
 
@@ -59,11 +59,11 @@ class Lamb(Optimizer):
                     "maximize": maximize}  # fmt: skip
         super().__init__(params, defaults, **own)
 
-    def method(self, group: Mapping[str, Any]) -> Method:  # noqa: ARG002
+    def method(self, group: Group) -> Method:  # noqa: ARG002
         """See `Optimizer`."""
         return Method(rules.LAMB, couples=False, states=("exp_avg", "exp_avg_sq"))
 
-    def scalars(self, group: Mapping[str, Any], step: float) -> Numbers:
+    def scalars(self, group: Group, step: float) -> Numbers:
         """See `Optimizer`."""
         beta1, beta2 = map(number, group["betas"])
         corrections = 1.0 / (1.0 - beta1**step), 1.0 / (1.0 - beta2**step)
@@ -127,12 +127,12 @@ class LARS(Optimizer):
         }  # fmt: skip
         super().__init__(params, defaults, **own)
 
-    def method(self, group: Mapping[str, Any]) -> Method:
+    def method(self, group: Group) -> Method:
         """See `Optimizer`."""
         rule = lars_rules.TORCH_LARS_NESTEROV if group["nesterov"] else lars_rules.TORCH_LARS
         return Method(rule, couples=False, states=("momentum_buffer",))
 
-    def scalars(self, group: Mapping[str, Any], step: float) -> Numbers:
+    def scalars(self, group: Group, step: float) -> Numbers:
         """See `Optimizer`."""
         dampening = group["dampening"] if step > 1 else 0.0
         of_momentum = number(group["lr"]), group["momentum"], 1.0 - dampening
@@ -148,7 +148,7 @@ class LARS(Optimizer):
         hp[:, column["trust"]] = [_trust(*each) for each in of_each]
 
 
-def _trust(norm_w: float, norm_g: float, group: Mapping[str, Any]) -> float:
+def _trust(norm_w: float, norm_g: float, group: Group) -> float:
     coefficient = group["trust_coefficient"]
     if coefficient is None or norm_w == 0.0 or norm_g == 0.0:
         return 1.0

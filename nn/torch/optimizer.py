@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,8 +15,7 @@ from ...kernels.cpu.dense import all_finite
 from ...kernels.cpu.parallel import Prepared, commit
 from ...kernels.quiet import quiet
 from ...kernels.rules.formula import Numbers
-from ...kernels.rules.gradient import COUPLED_DECAY, SCALE
-from ...kernels.rules.rule import Prologue, Rule, columns, factors
+from ...kernels.rules.rule import columns, factors
 from ...kernels.storage import Storage
 from ...ops.runtime import check
 from ...ops.runtime.errors import reject
@@ -25,26 +25,14 @@ from ..engine.host import update_of
 from ..engine.layout import Layout
 from ..engine.on_device import launch_updates
 from .binding import Binding, Choice, Entry, Given, Part, check_parameter
+from .method import Before, Group, Method
 from .tensors import DTYPES, local, number
 
 SPARSE = ("touched", "all")
 _OWN: dict[str, Any] = {"sparse": None, "skip_nonfinite": False, "state_dtype": None}
 
 
-Before = tuple[Prologue, float]
-"""What happens to the gradients before the rule, and what they are multiplied by."""
-
-
-class Method(NamedTuple):
-    """How an optimizer updates the parameters of a group."""
-
-    rule: Rule
-    couples: bool = True  # a weight decay is added to the gradient
-    touches: bool = False  # a sparse gradient updates the rows that occur, unless told
-    states: tuple[str, ...] = ()  # the names of those of the rule; default its own
-
-
-class Optimizer(torch.optim.Optimizer):
+class Optimizer(torch.optim.Optimizer, ABC):
     """The base class: one kernel call for all parameters of a dtype, dense and row-sparse.
 
     Parameters, gradients and states are used where they are. A step reads each once and writes
@@ -71,9 +59,8 @@ class Optimizer(torch.optim.Optimizer):
         ValueError: an option is out of range.
         RuntimeError: an option is not supported.
 
-    A subclass defines `method` and `scalars` (or `scalars_with`). It stands before a class of
-    ``torch.optim``, from which it has constructor and defaults, or gives this constructor the
-    defaults.
+    A subclass defines `method` and `scalars`. It stands before a class of ``torch.optim``, from
+    which it has constructor and defaults, or gives this constructor the defaults.
     """
 
     skipped_steps = 0
@@ -107,29 +94,30 @@ class Optimizer(torch.optim.Optimizer):
 
     # What a subclass defines
 
-    def method(self, group: Mapping[str, Any]) -> Method:
+    @abstractmethod
+    def method(self, group: Group) -> Method:
         """How parameters of a group are updated."""
-        raise NotImplementedError(f"{type(self).__name__}: define method(group)")
 
-    def scalars(self, group: Mapping[str, Any], step: float) -> Numbers:
-        """The scalars of the rule, in its order, at update ``step`` = 1, 2, ..."""
-        raise NotImplementedError(f"{type(self).__name__}: define scalars(group, step)")
+    @abstractmethod
+    def scalars(self, group: Group, step: float) -> Numbers:
+        """The scalars of the rule, in its order, at update ``step`` = 1, 2, ...
 
-    def scalars_with(
-        self, group: Mapping[str, Any], step: float, numbers: Mapping[str, Any]
-    ) -> tuple[Numbers, dict[str, Any]]:
-        """As `scalars`, where there are `new_numbers`: from them, and what they become."""
-        raise NotImplementedError(f"{type(self).__name__}: define scalars_with(...)")
+        The group has the `numbers` of the parameter too.
+        """
 
-    def new_numbers(self, group: Mapping[str, Any]) -> dict[str, float]:  # noqa: ARG002
+    def numbers(self, group: Group) -> dict[str, float]:  # noqa: ARG002
         """The states of a parameter that are single numbers, and how they begin."""
+        return {}
+
+    def next_numbers(self, group: Group, step: float) -> dict[str, Any]:  # noqa: ARG002
+        """What `numbers`, which the group has too, become by an update."""
         return {}
 
     def shapes(self, roles: Sequence[str], parameter: Tensor) -> dict[str, tuple[int, ...]]:
         """The states of a parameter that are tensors, for those of its rule, and their shapes."""
         return dict.fromkeys(roles, tuple(parameter.shape))
 
-    def initial(self, role: str, group: Mapping[str, Any]) -> float:  # noqa: ARG002
+    def initial(self, role: str, group: Group) -> float:  # noqa: ARG002
         """The value with which the elements of a state begin."""
         return 0.0
 
@@ -141,7 +129,8 @@ class Optimizer(torch.optim.Optimizer):
         There is a row of sums and one of scalars for each tensor; ``column`` has the places of
         the scalars.
         """
-        raise NotImplementedError(f"{type(self).__name__}: define complete(...)")
+        rule = part.choice.rule
+        hp[:, column[rule.factor_of]] *= factors(rule, squares)
 
     # Options
 
@@ -217,12 +206,10 @@ class Optimizer(torch.optim.Optimizer):
     def _new_step(self) -> Any:
         return _number(0.0)
 
-    def _new_state(
-        self, group: Mapping[str, Any], parameter: Tensor, roles: Sequence[str]
-    ) -> dict[str, Any]:
+    def _new_state(self, group: Group, parameter: Tensor, roles: Sequence[str]) -> dict[str, Any]:
         """The state of a parameter that has none."""
         made = {"step": self._new_step()} if self._counts_updates else {}
-        made.update({name: _number(x) for name, x in self.new_numbers(group).items()})
+        made.update({name: _number(x) for name, x in self.numbers(group).items()})
         like = {"dtype": group["state_dtype"], "requires_grad": False}
         for role, shape in self.shapes(roles, parameter).items():
             value = self.initial(role, group)
@@ -280,19 +267,15 @@ class Optimizer(torch.optim.Optimizer):
         gradients = tuple([p.grad for p in parameters])
         if self._clipping is not None:
             factor *= self._clipping.factor([g for g in gradients if g is not None])
-        methods = [self.method(group) for group in groups]
-        before = _prologue(groups, methods, factor), factor
-        choices = [
-            Choice(m.rule, m.states or m.rule.states, _touched_only(group, m), m.couples)
-            for group, m in zip(groups, methods, strict=True)
-        ]
+        choices = [self.method(group).choice(group) for group in groups]
+        before = Before.of(groups, choices, factor)
         binding, given = self._bindings.get(key), None
         if binding is not None and binding.choices == choices:
             given = binding.read(self.state, parameters, gradients)
         if binding is not None and given is not None:
             self._run(binding, given, before, {})
         else:
-            binding, new = self._bound(parameters, gradients, choices)
+            binding, new = self._bound(parameters, gradients, choices, binding)
             if self._run(binding, binding.first(), before, new):
                 binding.keep(self.state)
                 self._bindings[key] = binding
@@ -300,11 +283,12 @@ class Optimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _bound(
-        self, parameters: tuple[Tensor, ...], gradients: tuple[Any, ...], choices: list[Choice]
-    ) -> tuple[Binding, dict[Tensor, Any]]:
+        self, parameters: tuple[Tensor, ...], gradients: tuple[Any, ...], choices: list[Choice],
+        last: Binding | None,
+    ) -> tuple[Binding, dict[Tensor, Any]]:  # fmt: skip
         """The binding for a step, and the states of parameters that had none."""
         entries: list[Entry | None] = []
-        before = {id(p): found for b in self._bindings.values() for p, *found in b.kinds}
+        before = {id(p): found for p, *found in last.kinds} if last else {}
         new: dict[Tensor, Any] = {}
         groups = self._groups_and_names(parameters)
         for i, (parameter, gradient) in enumerate(zip(parameters, gradients, strict=True)):
@@ -339,9 +323,7 @@ class Optimizer(torch.optim.Optimizer):
             reject(ValueError, type(self).__name__, "param", "is foreign", "one of mine", "another")
         return [known[id(p)] for p in parameters]
 
-    def _check(
-        self, group: Mapping[str, Any], choice: Choice, name: str, parameter: Tensor
-    ) -> bool:
+    def _check(self, group: Group, choice: Choice, name: str, parameter: Tensor) -> bool:
         """Refuse what no step can take; whether it is updated."""
         where, gradient = type(self).__name__, parameter.grad
         check_parameter(where, name, local(parameter))
@@ -398,13 +380,9 @@ class Optimizer(torch.optim.Optimizer):
 
     def _measured(self, part: Part, given: Given, before: Before, hp: np.ndarray) -> Prepared:
         rule, batch, each = part.choice.rule, part.batch, np.arange(len(hp))
-        gradients, (prologue, _) = part.gradients(given), before
+        gradients, prologue = part.gradients(given), before.prologue
         update = DenseUpdate(rule, prologue, batch.variables, gradients, batch.g, hp, each)
-        squares, column = measure_step(update), columns(rule, prologue)
-        if rule.factor is None:
-            self.complete(squares, hp, column, part)
-        else:
-            hp[:, column[rule.factor_of]] *= factors(rule, squares)
+        self.complete(measure_step(update), hp, columns(rule, prologue), part)
         return update.prepared()
 
     def _steps(self, binding: Binding, new: Mapping[Tensor, Any]) -> float | list[float]:
@@ -427,24 +405,21 @@ class Optimizer(torch.optim.Optimizer):
     ) -> tuple[np.ndarray, np.ndarray, list[tuple[Tensor, Any]]]:
         """Rows of scalars of a kernel call, the row of each tensor, and numbers afterwards."""
         groups, real = self.param_groups, part.batch.real
-        names = tuple(self.new_numbers(groups[part.groups[0]]))
+        names = tuple(self.numbers(groups[part.groups[0]]))
         if isinstance(steps, float) and not names:
+            chosen = [groups[k] for k in part.groups]
             rows = [
-                (*self.scalars(groups[k], steps), *_before(groups[k], part.choice, before))
-                for k in part.groups
+                (*self.scalars(group, steps), *before.scalars(group, part.choice))
+                for group in chosen
             ]
             return np.array(rows, real), part.group_of, []
         of_each = [steps if isinstance(steps, float) else steps[k] for k in part.places]
         rows, after = [], []
         for entry, step in zip(part.entries, of_each, strict=True):
-            group = groups[entry.group]
-            if names:
-                numbers = {name: entry.state[name] for name in names}
-                scalars, found = self.scalars_with(group, step, numbers)
-                after += [(numbers[name], value) for name, value in found.items()]
-            else:
-                scalars = self.scalars(group, step)
-            rows.append((*scalars, *_before(group, part.choice, before)))
+            own = {name: entry.state[name] for name in names}
+            group = {**groups[entry.group], **own}
+            rows.append((*self.scalars(group, step), *before.scalars(group, part.choice)))
+            after += [(own[name], x) for name, x in self.next_numbers(group, step).items()]
         return np.array(rows, real), np.arange(len(rows)), after
 
 
@@ -459,37 +434,9 @@ def _number(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float64 if is_double else torch.float32)
 
 
-def _touched_only(group: Mapping[str, Any], method: Method) -> bool | None:
-    sparse = group["sparse"]
-    if sparse is None:
-        return True if method.touches else None
-    return bool(sparse == "touched")
-
-
 def _update(part: Part, given: Given, before: Before, hp: np.ndarray, hp_of: np.ndarray) -> Update:
     touched, gradients = bool(part.choice.touched_only), part.gradients(given)
-    return update_of((part.batch, part.choice.rule, before[0], touched, gradients, hp, hp_of))
-
-
-def _prologue(
-    groups: Sequence[Mapping[str, Any]], methods: Sequence[Method], factor: float
-) -> Prologue:
-    """What happens to the gradients of all groups first; to those of some it does nothing."""
-    is_scaled = factor != 1.0 or any(group.get("maximize") for group in groups)
-    of_each = zip(groups, methods, strict=True)
-    decays = any(group.get("weight_decay") and method.couples for group, method in of_each)
-    return (*((SCALE,) if is_scaled else ()), *((COUPLED_DECAY,) if decays else ()))
-
-
-def _before(group: Mapping[str, Any], choice: Choice, before: Before) -> Numbers:
-    """The scalars of a prologue."""
-    scalars: Numbers = ()
-    prologue, factor = before
-    if SCALE in prologue:
-        scalars += (-factor if group.get("maximize") else factor,)
-    if COUPLED_DECAY in prologue:
-        scalars += (number(group["weight_decay"]) if choice.couples else 0.0, 0.0)
-    return scalars
+    return update_of((part.batch, part.choice.rule, before.prologue, touched, gradients, hp, hp_of))
 
 
 def _are_finite(parts: Sequence[Part], given: Given) -> bool:
@@ -507,22 +454,3 @@ def _are_finite(parts: Sequence[Part], given: Given) -> bool:
         all_finite(storage, *np.array(spans, np.int64).reshape(-1, 2).T.copy())
         for storage, spans in found.items()
     )
-
-
-def not_negative(**values: Any) -> None:
-    """Refuse hyper-parameters below 0, in PyTorch's words."""
-    names = {"lr": "learning rate", "eps": "epsilon value"}
-    for name, value in values.items():
-        if name == "lr" and isinstance(value, Tensor) and value.numel() != 1:
-            raise ValueError("Tensor lr must be 1-element")
-        if not value >= 0.0:
-            raise ValueError(f"Invalid {names.get(name, f'{name} value')}: {value}")
-
-
-def betas_in_range(betas: Any, n: int = 2) -> None:
-    """Refuse betas that are not ``n`` numbers in [0, 1), in PyTorch's words."""
-    if len(betas) != n:
-        raise ValueError(f"Invalid betas: expected {n} numbers, got {betas}")
-    for k, beta in enumerate(betas):
-        if not 0.0 <= beta < 1.0:
-            raise ValueError(f"Invalid beta parameter at index {k}: {beta}")

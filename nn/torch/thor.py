@@ -13,7 +13,7 @@ from torch import Tensor
 from ..thor.arguments import BLOCK_SIZE
 from ..thor.optimizer import every_parameter
 from ..thor.torch import TorchThor
-from .optimizer import not_negative
+from .method import not_negative
 from .tensors import array_of, number
 
 _OF_STEP = ("damping", "momentum")

@@ -1,0 +1,254 @@
+"""What follows Adam: other moments, other steps."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from ...kernels.rules import adam as plain_rules
+from ...kernels.rules import lion as lion_rules
+from ...kernels.rules.formula import Numbers
+from ...kernels.rules.torch import adam as rules
+from .adam import betas_of, moments_of, shrink_of
+from .method import Group, Method, betas_in_range, not_negative
+from .optimizer import Optimizer
+from .tensors import number
+
+
+class NAdam(Optimizer, torch.optim.NAdam):
+    """PyTorch's NAdam: Adam with Nesterov's momentum.
+
+    With ``mu_t = beta1 * (1 - 0.5 * 0.96**(t*momentum_decay))`` and their product ``p`` so far::
+
+        d = sqrt(v / (1 - beta2**t)) + eps
+        w <- w - lr * (1 - mu_t) / (1 - p) * g / d - lr * mu_(t+1) / (1 - p*mu_(t+1)) * m / d
+
+    and moments and weight decay as in `Adam`.
+
+    Args:
+        params, lr, betas, eps, weight_decay, momentum_decay: as ``torch.optim.NAdam``.
+        decoupled_weight_decay, foreach, maximize, capturable, differentiable: likewise.
+        sparse, skip_nonfinite, state_dtype: see `Optimizer`.
+
+    Raises:
+        ValueError, RuntimeError: as `Adam`.
+
+    Source: ``torch.optim.NAdam``; Dozat (2016).
+
+    >>> import torch
+    >>> layer = torch.nn.Linear(2, 1)
+    >>> optimizer = NAdam(layer.parameters(), lr=0.1)
+    >>> layer(torch.ones(1, 2)).sum().backward()
+    >>> optimizer.step()
+    """
+
+    def method(self, group: Group) -> Method:
+        """See `Optimizer`."""
+        return Method(rules.TORCH_NADAM, not group.get("decoupled_weight_decay"))
+
+    def numbers(self, group: Group) -> dict[str, float]:  # noqa: ARG002
+        """See `Optimizer`."""
+        return {"mu_product": 1.0}
+
+    def next_numbers(self, group: Group, step: float) -> dict[str, Any]:
+        """See `Optimizer`."""
+        # In the type of the state, as PyTorch multiplies it.
+        return {"mu_product": group["mu_product"] * _momentum(group, step)}
+
+    def scalars(self, group: Group, step: float) -> Numbers:
+        """See `Optimizer`."""
+        (beta1, beta2), lr = betas_of(group), number(group["lr"])
+        mu, mu_next = _momentum(group, step), _momentum(group, step + 1)
+        product = number(self.next_numbers(group, step)["mu_product"])
+        of_gradient = lr * (1.0 - mu) / (1.0 - product)
+        of_moment = lr * mu_next / (1.0 - product * mu_next)
+        shrink = shrink_of(group) if group.get("decoupled_weight_decay") else 1.0
+        root = 1.0 / math.sqrt(1.0 - beta2**step)
+        scalars = of_moment, root, group["eps"], shrink, of_gradient
+        return (*moments_of(beta1, beta2), *scalars)
+
+
+def _momentum(group: Group, step: float) -> float:
+    beta1, _ = betas_of(group)
+    return float(beta1 * (1.0 - 0.5 * 0.96 ** (step * group["momentum_decay"])))
+
+
+class RAdam(Optimizer, torch.optim.RAdam):
+    """PyTorch's RAdam: Adam that waits until the second moment is known well enough.
+
+    With ``r_inf = 2 / (1 - beta2) - 1`` and ``r = r_inf - 2*t*beta2**t / (1 - beta2**t)``::
+
+        w <- w - lr * m / (1 - beta1**t) * c * sqrt(1 - beta2**t) / (sqrt(v) + eps)
+            with c = sqrt((r - 4)*(r - 2)*r_inf / ((r_inf - 4)*(r_inf - 2)*r)), where r > 5
+        w <- w - lr * m / (1 - beta1**t)       elsewhere
+
+    and moments and weight decay as in `Adam`.
+
+    Args:
+        params, lr, betas, eps, weight_decay: as ``torch.optim.RAdam``.
+        decoupled_weight_decay, foreach, maximize, capturable, differentiable: likewise.
+        sparse, skip_nonfinite, state_dtype: see `Optimizer`.
+
+    Raises:
+        ValueError, RuntimeError: as `Adam`.
+
+    Source: ``torch.optim.RAdam``; Liu et al. (2020), arXiv:1908.03265.
+
+    >>> import torch
+    >>> layer = torch.nn.Linear(2, 1)
+    >>> optimizer = RAdam(layer.parameters(), lr=0.1)
+    >>> layer(torch.ones(1, 2)).sum().backward()
+    >>> optimizer.step()
+    """
+
+    def method(self, group: Group) -> Method:
+        """See `Optimizer`."""
+        return Method(rules.TORCH_RADAM, not group.get("decoupled_weight_decay"))
+
+    def scalars(self, group: Group, step: float) -> Numbers:
+        """See `Optimizer`."""
+        (beta1, beta2), lr = betas_of(group), number(group["lr"])
+        shrink = shrink_of(group) if group.get("decoupled_weight_decay") else 1.0
+        size, correction = lr / (1.0 - beta1**step), 1.0 - beta2**step
+        longest = 2.0 / (1.0 - beta2) - 1.0
+        length = longest - 2.0 * step * beta2**step / correction
+        if adapts := length > 5.0:
+            of_lengths = (length - 4.0) * (length - 2.0) * longest
+            of_lengths /= (longest - 4.0) * (longest - 2.0) * length
+            size *= math.sqrt(correction) * math.sqrt(of_lengths)
+        return (*moments_of(beta1, beta2), size, group["eps"], shrink, float(adapts), 0.0, 1.0)
+
+
+class Adamax(Optimizer, torch.optim.Adamax):
+    """PyTorch's Adamax: Adam by the largest gradient that was seen.
+
+    ::
+
+        u <- max(beta2*u, |g| + eps)
+        w <- w - lr / (1 - beta1**t) * m / u
+
+    and the first moment and weight decay as in `Adam`.
+
+    Args:
+        params, lr, betas, eps, weight_decay: as ``torch.optim.Adamax``.
+        foreach, maximize, differentiable, capturable: likewise.
+        sparse, skip_nonfinite, state_dtype: see `Optimizer`.
+
+    Raises:
+        ValueError, RuntimeError: as `Adam`.
+
+    Source: ``torch.optim.Adamax``; Kingma and Ba (2015), arXiv:1412.6980.
+
+    >>> import torch
+    >>> layer = torch.nn.Linear(2, 1)
+    >>> optimizer = Adamax(layer.parameters(), lr=0.1)
+    >>> layer(torch.ones(1, 2)).sum().backward()
+    >>> optimizer.step()
+    """
+
+    def method(self, group: Group) -> Method:  # noqa: ARG002
+        """See `Optimizer`."""
+        return Method(rules.TORCH_ADAMAX)
+
+    def scalars(self, group: Group, step: float) -> Numbers:
+        """See `Optimizer`."""
+        beta1, beta2 = betas_of(group)
+        return 1.0 - beta1, beta2, number(group["lr"]) / (1.0 - beta1**step), group["eps"]
+
+
+class Lion(Optimizer):
+    """Lion: steps of one size, along the signs of an average.
+
+    ::
+
+        w <- w - lr * (sign(beta1*m + (1 - beta1)*g) + weight_decay*w)
+        m <- beta2*m + (1 - beta2)*g
+
+    Args:
+        params, lr, betas, maximize: as `LazyAdam`.
+        weight_decay: decoupled, at least 0.
+        sparse, skip_nonfinite, state_dtype: see `Optimizer`.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Source: Chen et al. (2023), arXiv:2302.06675.
+
+    >>> import torch
+    >>> layer = torch.nn.Linear(2, 1)
+    >>> optimizer = Lion(layer.parameters(), lr=0.1)
+    >>> layer(torch.ones(1, 2)).sum().backward()
+    >>> optimizer.step()
+    """
+
+    def __init__(
+        self, params: Any, lr: Any = 1e-4, betas: Any = (0.9, 0.99), weight_decay: float = 0.0, *,
+        maximize: bool = False, **own: Any,
+    ) -> None:  # fmt: skip
+        not_negative(lr=lr, weight_decay=weight_decay)
+        betas_in_range(betas)
+        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(params, defaults, **own)
+
+    def method(self, group: Group) -> Method:  # noqa: ARG002
+        """See `Optimizer`."""
+        return Method(lion_rules.LION, couples=False)
+
+    def scalars(self, group: Group, step: float) -> Numbers:  # noqa: ARG002
+        """See `Optimizer`."""
+        beta1, beta2 = betas_of(group)
+        of_betas = beta1, 1.0 - beta1, beta2, 1.0 - beta2
+        return (*of_betas, number(group["lr"]), group["weight_decay"], 0.0, 1.0)
+
+
+class Adan(Optimizer):
+    """Adan: Nesterov's momentum by way of the change of the gradient.
+
+    With ``d = g - g_before`` (0 at the first update) and ``h = g + beta2*d``::
+
+        m <- m + (1 - beta1)*(g - m),  e <- e + (1 - beta2)*(d - e),  n <- n + (1 - beta3)*(h*h - n)
+        w <- w - lr * (m / (1 - beta1**t) + beta2*e / (1 - beta2**t))
+                    / (sqrt(n / (1 - beta3**t)) + eps)
+        w <- w / (1 + lr*weight_decay)
+
+    The betas are those of PyTorch's habit: near 1, what stays of the past.
+
+    Args:
+        params, lr, eps, maximize: as `LazyAdam`.
+        betas: three numbers in [0, 1).
+        weight_decay: decoupled, at least 0.
+        sparse, skip_nonfinite, state_dtype: see `Optimizer`.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Source: Xie et al. (2022), arXiv:2208.06677.
+
+    >>> import torch
+    >>> layer = torch.nn.Linear(2, 1)
+    >>> optimizer = Adan(layer.parameters(), lr=0.1)
+    >>> layer(torch.ones(1, 2)).sum().backward()
+    >>> optimizer.step()
+    """
+
+    def __init__(
+        self, params: Any, lr: Any = 1e-3, betas: Any = (0.98, 0.92, 0.99), eps: float = 1e-8,
+        weight_decay: float = 0.0, *, maximize: bool = False, **own: Any,
+    ) -> None:  # fmt: skip
+        not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
+        betas_in_range(betas, 3)
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
+                    "maximize": maximize}  # fmt: skip
+        super().__init__(params, defaults, **own)
+
+    def method(self, group: Group) -> Method:  # noqa: ARG002
+        """See `Optimizer`."""
+        return Method(plain_rules.ADAN, couples=False)
+
+    def scalars(self, group: Group, step: float) -> Numbers:
+        """See `Optimizer`."""
+        constants = *betas_of(group), group["eps"]
+        lr, decay = number(group["lr"]), number(group["weight_decay"])
+        return plain_rules.adan_scalars(float, lr, decay, int(step), constants, ())

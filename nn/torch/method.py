@@ -1,0 +1,76 @@
+"""How an optimizer updates the parameters of a group, and what comes before its rule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ...kernels.rules.formula import Numbers
+from ...kernels.rules.gradient import COUPLED_DECAY, SCALE
+from ...kernels.rules.rule import Prologue, Rule
+from .binding import Choice
+from .tensors import number
+
+Group = Mapping[str, Any]
+
+
+class Method(NamedTuple):
+    """How an optimizer updates the parameters of a group."""
+
+    rule: Rule
+    couples: bool = True  # a weight decay is added to the gradient
+    touches: bool = False  # a sparse gradient updates the rows that occur, unless told
+    states: tuple[str, ...] = ()  # the names of those of the rule; default its own
+
+    def choice(self, group: Group) -> Choice:
+        """What it decides about the kernels of the group."""
+        told, touched_only = group["sparse"], True if self.touches else None
+        if told is not None:
+            touched_only = told == "touched"
+        return Choice(self.rule, self.states or self.rule.states, touched_only, self.couples)
+
+
+class Before(NamedTuple):
+    """What happens to gradients before the rule."""
+
+    prologue: Prologue
+    factor: float  # of gradients
+
+    @classmethod
+    def of(cls, groups: Sequence[Group], choices: Sequence[Choice], factor: float) -> Before:
+        """For all groups; to the gradients of some a part of it may do nothing."""
+        is_scaled = factor != 1.0 or any(group.get("maximize") for group in groups)
+        of_each = zip(groups, choices, strict=True)
+        decays = any(group.get("weight_decay") and choice.couples for group, choice in of_each)
+        parts = (SCALE,) * is_scaled + (COUPLED_DECAY,) * decays
+        return cls(parts, factor)
+
+    def scalars(self, group: Group, choice: Choice) -> Numbers:
+        """Those of the prologue, for a group."""
+        scalars: Numbers = ()
+        if SCALE in self.prologue:
+            scalars += (-self.factor if group.get("maximize") else self.factor,)
+        if COUPLED_DECAY in self.prologue:
+            scalars += (number(group["weight_decay"]) if choice.couples else 0.0, 0.0)
+        return scalars
+
+
+def not_negative(**values: Any) -> None:
+    """Refuse hyper-parameters below 0, in PyTorch's words."""
+    names = {"lr": "learning rate", "eps": "epsilon value"}
+    for name, value in values.items():
+        if name == "lr" and isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError("Tensor lr must be 1-element")
+        if not value >= 0.0:
+            raise ValueError(f"Invalid {names.get(name, f'{name} value')}: {value}")
+
+
+def betas_in_range(betas: Any, n: int = 2) -> None:
+    """Refuse betas that are not ``n`` numbers in [0, 1), in PyTorch's words."""
+    if len(betas) != n:
+        raise ValueError(f"Invalid betas: expected {n} numbers, got {betas}")
+    for k, beta in enumerate(betas):
+        if not 0.0 <= beta < 1.0:
+            raise ValueError(f"Invalid beta parameter at index {k}: {beta}")
