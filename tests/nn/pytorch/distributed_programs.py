@@ -1,0 +1,197 @@
+"""What the ranks of a distributed training do; run by ``torchrun`` with the name of a function."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint import state_dict as dcp
+
+from fusestep.nn import torch as fused
+
+from torch_training import Tagger, assert_close, assert_same_bits, batch_of, loss_of, net, train
+
+RANKS = 2
+
+
+def everywhere(tensor: Any) -> list[Any]:
+    """A tensor of each rank."""
+    found = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, tensor.detach().contiguous())
+    return found
+
+
+def optimizers(model: Tagger) -> list[Any]:
+    """Of all kinds for tables, and one for the dense rest."""
+    return [
+        fused.SparseAdam(model.words.parameters(), lr=0.05),
+        fused.LazyAdam(model.tags.parameters(), lr=0.05),
+        fused.AdamW(model.head.parameters(), lr=0.05),
+    ]
+
+
+def ddp() -> None:
+    """Sparse gradients, averaged over ranks: as one process with the whole batch."""
+    threads = torch.get_num_threads()
+    model, alone = Tagger(), Tagger()
+    parallel = nn.parallel.DistributedDataParallel(model)
+    mine, reference = optimizers(model), optimizers(alone)
+    rank = dist.get_rank()
+    for step in range(20):
+        ids = batch_of(step, model)
+        for one, part, group in ((parallel, ids[rank::RANKS], mine), (alone, ids, reference)):
+            for optimizer in group:
+                optimizer.zero_grad()
+            (one(part) - 0.5).pow(2).mean().backward()
+            for optimizer in group:
+                optimizer.step()
+    assert model.words.weight.grad.is_sparse
+    for parameter in model.parameters():
+        first, second = everywhere(parameter)
+        assert torch.equal(first, second)
+    assert_close(model.parameters(), alone.parameters(), 1e-9)
+    assert torch.get_num_threads() == threads
+
+
+def saved(model: Any, optimizer: Any) -> Any:
+    """What torch.distributed.checkpoint would write."""
+    options = dcp.StateDictOptions(full_state_dict=True)
+    return copy.deepcopy(dcp.get_optimizer_state_dict(model, optimizer, options=options))
+
+
+CHECKPOINTED: dict[str, Callable[[Any], Any]] = {
+    "SparseAdam": lambda tables: fused.SparseAdam(tables, lr=0.05),
+    "LazyAdam": lambda tables: fused.LazyAdam(tables, lr=0.05),
+    "Adam": lambda tables: fused.Adam(tables, lr=0.05, sparse="touched"),
+    "Adagrad": lambda tables: fused.Adagrad(tables, lr=0.05),
+    "FTRL": lambda tables: fused.FTRL(tables, lr=0.05, l1=0.01),
+    "SGD": lambda tables: fused.SGD(tables, lr=0.05, momentum=0.9, sparse="touched"),
+}
+
+
+class Tables(nn.Module):
+    """Sparse gradients alone."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.words = nn.Embedding(11, 4, sparse=True, dtype=torch.float64)
+        self.tags = nn.Embedding(7, 4, sparse=True, dtype=torch.float64)
+
+    def forward(self, ids: Any) -> Any:
+        return self.words(ids) * self.tags(ids % 7)
+
+
+def table_steps(one: Any, optimizer: Any, steps: Any) -> None:
+    for step in steps:
+        ids = torch.randint(0, 11, (6,), generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        (one(ids) - 0.5).pow(2).sum().backward()
+        optimizer.step()
+
+
+def checkpoint() -> None:
+    """Saved after some steps, and resumed by a new optimizer: both go on equally."""
+    for name, make in CHECKPOINTED.items():
+        model, again = Tables(0), Tables(5)
+        optimizer, fresh = make(model.parameters()), make(again.parameters())
+        parallel = nn.parallel.DistributedDataParallel(model)
+        table_steps(parallel, optimizer, range(3))
+        state = saved(model, optimizer)
+        again.load_state_dict(model.state_dict())
+        before = [p.detach().clone() for p in again.parameters()]
+        dcp.set_optimizer_state_dict(
+            again, fresh, state, options=dcp.StateDictOptions(full_state_dict=True)
+        )
+        assert_same_bits(again.parameters(), before)  # making states moves nothing
+        for p, q in zip(model.parameters(), again.parameters(), strict=True):
+            mine, other = optimizer.state[p], fresh.state[q]
+            assert mine.keys() == other.keys(), name
+            assert_same_bits(
+                map(torch.as_tensor, mine.values()), map(torch.as_tensor, other.values())
+            )
+        table_steps(model, optimizer, range(3, 6))
+        table_steps(again, fresh, range(3, 6))
+        assert_same_bits(model.parameters(), again.parameters())
+
+
+SHARDED = ["SGD", "Adagrad", "RMSprop", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta",
+           "ASGD", "Rprop", "Lion", "Adan"]  # fmt: skip
+
+
+def fsdp() -> None:
+    """Sharded parameters: each rank steps its shard, together as one process."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    for name in SHARDED:
+        options = {"momentum": 0.9} if name == "SGD" else {}
+        model, alone = net(), net()
+        fully_shard(model)
+        optimizer = getattr(fused, name)(model.parameters(), **options)
+        reference = getattr(fused, name)(alone.parameters(), **options)
+        train(model, optimizer, range(3))
+        train(alone, reference, range(3))
+        check_shards(model, optimizer, alone, reference)
+        state = dcp.get_optimizer_state_dict(model, optimizer)
+        fresh = getattr(fused, name)(model.parameters(), **options)
+        dcp.set_optimizer_state_dict(model, fresh, state)
+        train(model, fresh, range(3, 6))
+        train(alone, reference, range(3, 6))
+        check_shards(model, fresh, alone, reference)
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+
+
+def clip() -> None:
+    """PyTorch's clipping of shards is respected; what needs the norm of all of them is refused."""
+    from torch.distributed.fsdp import fully_shard
+
+    model, alone = net(), net()
+    fully_shard(model)
+    ours, reference = fused.AdamW(model.parameters()), fused.AdamW(alone.parameters())
+    for step in range(3):
+        for one, optimizer in ((model, ours), (alone, reference)):
+            optimizer.zero_grad()
+            loss_of(one, step).backward()
+            torch.nn.utils.clip_grad_norm_(one.parameters(), 0.1)
+            optimizer.step()
+    check_shards(model, ours, alone, reference)
+    for name in ("Lamb", "LARS", "Adafactor"):
+        with pytest.raises(RuntimeError, match="is distributed"):
+            getattr(fused, name)(model.parameters()).step()
+    with pytest.raises(RuntimeError, match="is distributed"):
+        fused.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def check_shards(model: Any, optimizer: Any, alone: Any, reference: Any) -> None:
+    for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+        assert p.to_local().shape != q.shape
+        assert_close([p.full_tensor()], [q], 1e-11)
+        states, expected = optimizer.state[p], reference.state[q]
+        assert states.keys() == expected.keys()
+        for role, tensor in expected.items():
+            found = states[role]
+            assert_close([found.full_tensor() if tensor.shape == q.shape else found], [tensor])
+
+
+def main() -> None:
+    """The program of one rank."""
+    dist.init_process_group("gloo")
+    try:
+        {"ddp": ddp, "checkpoint": checkpoint, "fsdp": fsdp, "clip": clip}[sys.argv[1]]()
+        Path(sys.argv[2], f"{dist.get_rank()}").write_text("done")
+    finally:
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

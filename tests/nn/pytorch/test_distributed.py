@@ -1,0 +1,36 @@
+"""Two processes on this machine: what happens in them is in ``distributed_programs``."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from subprocesses import ENVIRONMENT  # noqa: E402
+
+pytestmark = pytest.mark.skipif(
+    not (torch.distributed.is_available() and torch.distributed.is_gloo_available()),
+    reason="torch.distributed with gloo",
+)
+PROGRAM = Path(__file__).with_name("distributed_programs.py")
+
+
+CLIP = pytest.param(
+    "clip", marks=pytest.mark.xfail(reason="our clipping reads beyond the shard of a gradient")
+)
+
+
+@pytest.mark.parametrize("name", ["ddp", "checkpoint", "fsdp", CLIP])
+def test_two_ranks(name: str, tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+         PROGRAM, name, tmp_path],
+        env={**ENVIRONMENT, "OMP_NUM_THREADS": "2"},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]

@@ -1,0 +1,378 @@
+"""What PyTorch asks of an optimizer beside its numbers: hooks, closures, groups, copies, files."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.optim.optimizer import (  # noqa: E402
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from fusestep.nn import torch as fused  # noqa: E402
+
+from torch_training import (  # noqa: E402
+    DENSE,
+    EVERY,
+    TABLES,
+    Tagger,
+    assert_equal_models,
+    assert_same_bits,
+    batch_of,
+    loss_of,
+    net,
+    snapshot,
+    train,
+)
+
+
+def pair(name: str, **options: Any) -> tuple[Any, Any, Any, Any]:
+    """Our model and optimizer, and PyTorch's."""
+    mine, other = net(), net()
+    ours = getattr(fused, name)(mine.parameters(), **options)
+    return mine, ours, other, getattr(torch.optim, name)(other.parameters(), **options)
+
+
+def made(name: str, model: Any, **options: Any) -> Any:
+    """An optimizer of any class for any model: sparse gradients need a word for some."""
+    has_tables = isinstance(model, Tagger)
+    if has_tables and name in TABLES:
+        options["sparse"] = "touched"
+    if has_tables:
+        groups = [*model.words.parameters(), *model.tags.parameters()]
+        return getattr(fused, name)(groups, **options)
+    return getattr(fused, name)(model.parameters(), **options)
+
+
+def model_for(name: str) -> Any:
+    """One whose gradients the class takes."""
+    return Tagger() if name in TABLES else net()
+
+
+# Hooks
+
+
+def add(events: list[str], what: str) -> Any:
+    return lambda *_: events.append(what)
+
+
+def test_hooks_run_in_order_and_once() -> None:
+    model, events = net(), []
+
+    class Noisy(fused.Adam):
+        def scalars(self, *given: Any) -> Any:
+            events.append("step")
+            return super().scalars(*given)
+
+    fused.Adam(net().parameters())  # the parent has its hooks first
+    optimizer = Noisy(model.parameters())
+    handles = [
+        register_optimizer_step_pre_hook(add(events, "all before")),
+        register_optimizer_step_post_hook(add(events, "all after")),
+        optimizer.register_step_pre_hook(add(events, "before")),
+        optimizer.register_step_post_hook(add(events, "after")),
+    ]
+    try:
+        train(model, optimizer, range(2))
+        assert events == ["all before", "before", "step", "after", "all after"] * 2
+    finally:
+        for handle in handles:
+            handle.remove()
+    train(model, optimizer, range(1))
+    assert events[10:] == ["step"]
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_hooks_run_once_for_subclasses(name: str) -> None:
+    parent = getattr(fused, name)
+    child = type("Child", (parent,), {})
+    events: list[str] = []
+    for cls in (child, parent, type("Grandchild", (child,), {})):
+        model = model_for(name)
+        optimizer = made(name, model) if cls is parent else cls(model.parameters())
+        optimizer.register_step_pre_hook(add(events, "before"))
+        optimizer.register_step_post_hook(add(events, "after"))
+        optimizer.step()  # nothing has a gradient
+    assert events == ["before", "after"] * 3
+
+
+def test_a_hook_may_replace_the_arguments() -> None:
+    model = net()
+    optimizer = fused.SGD(model.parameters(), lr=0.1)
+    optimizer.register_step_pre_hook(lambda self, *_: ((self, lambda: "of the hook"), {}))
+    assert optimizer.step(lambda: "given") == "of the hook"
+
+
+# Closures
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_a_closure_is_called_once_with_derivatives(name: str) -> None:
+    mine, ours, other, theirs = pair(name)
+    for step in range(4):
+        results = []
+        for model, optimizer in ((mine, ours), (other, theirs)):
+            calls = []
+
+            def closure(model: Any = model, optimizer: Any = optimizer, calls: Any = calls) -> Any:
+                calls.append(torch.is_grad_enabled())
+                optimizer.zero_grad()
+                loss = loss_of(model, step)  # noqa: B023
+                loss.backward()
+                return loss
+
+            with torch.no_grad():
+                results.append(float(optimizer.step(closure=closure)))
+                assert not torch.is_grad_enabled()
+            assert calls == [True]
+        assert results[0] == pytest.approx(results[1], rel=1e-11)
+    assert_equal_models(mine, other)
+
+
+def test_a_closure_that_raises_changes_nothing() -> None:
+    model = net()
+    optimizer = fused.Adam(model.parameters())
+    train(model, optimizer, range(2))
+    before, count = snapshot(model), float(optimizer.state[model[0].weight]["step"])
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(lambda: 1 / 0)
+    assert_same_bits(model.parameters(), before)
+    assert float(optimizer.state[model[0].weight]["step"]) == count
+
+
+# Gradients
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_gradients_stay_as_they_are(name: str) -> None:
+    model = model_for(name)
+    optimizer = made(name, model, maximize=True)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        held = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        before = [g.clone() for g in held]
+        optimizer.step()
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                g, b = held.pop(0), before.pop(0)
+                assert p.grad is g
+                assert g.layout == b.layout
+                if g.is_sparse:
+                    assert not g.is_coalesced()
+                    assert torch.equal(g._indices(), b._indices())
+                    g, b = g._values(), b._values()
+                assert torch.equal(g, b)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_parameters_without_a_gradient_are_left_out(name: str) -> None:
+    model = model_for(name)
+    optimizer = made(name, model)
+    first, second, *_ = model.parameters()
+    loss_of(model, 0).backward()
+    first.grad, before = None, first.detach().clone()
+    optimizer.step()
+    assert torch.equal(first, before)
+    if name == "Adagrad":  # has states from the beginning, as PyTorch's
+        assert float(optimizer.state[first]["step"]) == 0.0
+    else:
+        assert first not in optimizer.state
+    count = optimizer.state[second].get("step")
+    second.grad = None
+    optimizer.step()
+    assert count is None or float(optimizer.state[second]["step"]) == 1.0
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("name", DENSE)
+def test_zero_grad(name: str, set_to_none: bool) -> None:
+    mine, ours, other, theirs = pair(name)
+    for model, optimizer in ((mine, ours), (other, theirs)):
+        train(model, optimizer, range(3))
+        optimizer.zero_grad(set_to_none=set_to_none)
+        assert (model[0].weight.grad is None) == set_to_none
+        optimizer.step()  # by gradients of 0, or none
+        train(model, optimizer, range(3, 5))
+    assert_equal_models(mine, other)
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_accumulated_gradients(name: str) -> None:
+    mine, ours, other, theirs = pair(name)
+    for model, optimizer in ((mine, ours), (other, theirs)):
+        for step in range(12):
+            loss_of(model, step).backward()
+            if step % 3 == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert_equal_models(mine, other)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # PyTorch's Adagrad makes a tensor
+@pytest.mark.parametrize("name", ["SGD", "Adagrad", "SparseAdam"])
+def test_accumulated_sparse_gradients(name: str) -> None:
+    models = Tagger(), Tagger()
+    for model, package in zip(models, (fused, torch.optim), strict=True):
+        tables = [model.words.weight, model.tags.weight]
+        optimizer = getattr(package, name)(tables, lr=0.1)
+        for step in range(12):
+            loss_of(model, step).backward()
+            if step % 3 == 2:
+                optimizer.step()
+                optimizer.zero_grad()
+    assert_equal_models(*models)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_steps_within_the_backward_pass_are_one_step_of_all(name: str) -> None:
+    mine, other = model_for(name), model_for(name)
+    ours, theirs = made(name, mine), made(name, other)
+
+    def update(parameter: Any) -> None:
+        ours.step(param=parameter)
+        parameter.grad = None
+
+    for group in ours.param_groups:
+        for parameter in group["params"]:
+            parameter.register_post_accumulate_grad_hook(update)
+    for step in range(5):
+        loss_of(mine, step).backward()
+    train(other, theirs, range(5))
+    assert_same_bits(mine.parameters(), other.parameters())
+    for p, q in zip(mine.parameters(), other.parameters(), strict=True):
+        values, expected = ours.state[p].values(), theirs.state[q].values()
+        assert_same_bits(map(torch.as_tensor, values), map(torch.as_tensor, expected))
+
+
+def test_a_foreign_parameter_is_refused() -> None:
+    optimizer = fused.SGD(net().parameters())
+    with pytest.raises(ValueError, match="param is foreign"):
+        optimizer.step(param=torch.nn.Parameter(torch.ones(2)))
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_stale_backward_raises(name: str) -> None:
+    weight = torch.nn.Parameter(torch.ones(3, 3, dtype=torch.float64))
+    optimizer = getattr(fused, name)([weight])
+    loss = (weight * weight).sum()
+    is_sparse = name == "SparseAdam"
+    for _ in range(2):  # the second by what is kept of the first
+        weight.grad = torch.ones(3, 3).double()
+        weight.grad = weight.grad.to_sparse(1) if is_sparse else weight.grad
+        version = weight._version
+        optimizer.step()
+        assert weight._version > version
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward(retain_graph=True)
+        loss = (weight * weight).sum()
+
+
+# Groups
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_groups_added_later(name: str) -> None:
+    models = net(), net()
+    for model, package in zip(models, (fused, torch.optim), strict=True):
+        first, last = model[0].parameters(), model[2].parameters()
+        optimizer = getattr(package, name)(first, lr=0.05)
+        train(model, optimizer, range(3))
+        optimizer.add_param_group({"params": list(last), "lr": 0.2})
+        train(model, optimizer, range(3, 8))
+        assert len(optimizer.param_groups) == 2
+    assert_equal_models(*models)
+
+
+def test_an_added_group_has_our_options() -> None:
+    model = Tagger()
+    optimizer = fused.AdamW(model.words.parameters(), sparse="touched")
+    optimizer.add_param_group({"params": model.tags.parameters(), "sparse": "all"})
+    assert [group["sparse"] for group in optimizer.param_groups] == ["touched", "all"]
+    optimizer.add_param_group({"params": model.head.parameters()})
+    assert optimizer.param_groups[-1]["sparse"] == "touched"
+    with pytest.raises(ValueError, match="sparse is unknown"):
+        optimizer.add_param_group({"params": [torch.ones(1)], "sparse": "some"})
+
+
+# Copies and files
+
+
+def by_deepcopy(model: Any, optimizer: Any) -> Any:
+    return copy.deepcopy((model, optimizer))
+
+
+def by_pickle(model: Any, optimizer: Any) -> Any:
+    return pickle.loads(pickle.dumps((model, optimizer)))
+
+
+def by_state_dict(model: Any, optimizer: Any) -> Any:
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    fresh = copy.deepcopy(model)
+    fresh.load_state_dict(saved["model"])
+    again = made(type(optimizer).__name__, fresh)
+    again.load_state_dict(saved["optimizer"])
+    return fresh, again
+
+
+@pytest.mark.parametrize("copied", [by_deepcopy, by_pickle, by_state_dict])
+@pytest.mark.parametrize("name", EVERY)
+def test_copies_go_on_as_the_original(name: str, copied: Any) -> None:
+    model = model_for(name)
+    optimizer = made(name, model)
+    train(model, optimizer, range(3))
+    optimizer.zero_grad()  # PyTorch copies gradients too, but for those of no leaf
+    model_2, optimizer_2 = copied(model, optimizer)
+    at_copy = snapshot(model_2)
+    train(model, optimizer, range(3, 6))
+    assert_same_bits(model_2.parameters(), at_copy)  # nothing is shared
+    train(model_2, optimizer_2, range(3, 6))
+    assert_same_bits(model.parameters(), model_2.parameters())
+    assert optimizer_2.param_groups[0].keys() == optimizer.param_groups[0].keys()
+
+
+# Compiled models and steps
+
+
+def test_compiled_models_and_steps() -> None:
+    mine, other = net(), net()
+    ours, theirs = fused.AdamW(mine.parameters()), torch.optim.AdamW(other.parameters())
+    compiled = torch.compile(mine, backend="eager")
+    train(compiled, ours, range(3))
+    step = torch.compile(ours.step, backend="eager")
+    for k in range(3, 6):
+        ours.zero_grad()
+        loss_of(compiled, k).backward()
+        step()
+    train(other, theirs, range(6))
+    assert_equal_models(mine, other)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_step_within_a_compiled_function() -> None:
+    mine, other = net(), net()
+    ours = fused.SGD(mine.parameters(), lr=0.1, momentum=0.9)
+    theirs = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
+
+    @torch.compile(backend="eager")
+    def once(x: Any) -> Any:
+        loss = (mine(x) - 0.5).pow(2).sum()
+        ours.zero_grad()
+        loss.backward()
+        ours.step()
+        return loss
+
+    for k in range(4):
+        once(batch_of(k, mine))
+    train(other, theirs, range(4))
+    assert_equal_models(mine, other)

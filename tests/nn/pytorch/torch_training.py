@@ -1,0 +1,92 @@
+"""Small trainings, ours beside PyTorch's: equal models, equal data, and what they must end with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fusestep.nn import torch as fused
+
+# Thor is of a module, not of parameters.
+EVERY = sorted(n for n in set(fused.__all__) - {"Optimizer"} if n[0].isupper() and n != "Thor")
+SHARED = [name for name in EVERY if hasattr(torch.optim, name)]
+DENSE = [name for name in SHARED if name != "SparseAdam"]
+TABLES = [name for name in EVERY if name not in {"Lamb", "LARS", "Adafactor"}]
+"""Classes that take sparse gradients."""
+
+
+def net(seed: int = 0, dtype: Any = torch.float64) -> nn.Sequential:
+    """Equal ones for a seed."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).to(dtype)
+
+
+class Tagger(nn.Module):
+    """Two tables with sparse gradients, and a dense layer."""
+
+    def __init__(self, dtype: Any = torch.float64, seed: int = 0, *, sparse: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.words = nn.Embedding(11, 4, sparse=sparse, dtype=dtype)
+        self.tags = nn.Embedding(7, 4, sparse=sparse, dtype=dtype)
+        self.head = nn.Linear(4, 2, dtype=dtype)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Of ids with a number for each of two places."""
+        return self.head(torch.tanh(self.words(ids) * self.tags(ids % 7)))
+
+
+def batch_of(step: int, model: nn.Module) -> Tensor:
+    """The inputs of a step: numbers, or ids with duplicates."""
+    generator = torch.Generator().manual_seed(100 + step)
+    if isinstance(model, Tagger):
+        return torch.randint(0, 11, (6,), generator=generator)
+    dtype = next(model.parameters()).dtype
+    return torch.randn(8, 4, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def loss_of(model: nn.Module, step: int) -> Tensor:
+    """Something with derivatives."""
+    loss: Tensor = (model(batch_of(step, model)) - 0.5).pow(2).sum()
+    return loss
+
+
+def train(
+    model: nn.Module, optimizer: Any, steps: Iterable[int], then: Callable[[], Any] | None = None
+) -> None:
+    """Ordinary steps; ``then`` is called after each."""
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+        if then is not None:
+            then()
+
+
+def assert_equal_models(mine: nn.Module, other: nn.Module, bound: float = 1e-11) -> None:
+    """All parameters, beside the largest of each."""
+    assert_close(list(mine.parameters()), list(other.parameters()), bound)
+
+
+def assert_close(mine: Iterable[Tensor], other: Iterable[Tensor], bound: float = 1e-11) -> None:
+    """Tensor by tensor, beside the largest magnitude of each."""
+    for p, q in zip(mine, other, strict=True):
+        assert (p.shape, p.dtype) == (q.shape, q.dtype)
+        assert torch.isfinite(p).all()
+        error, size = (p - q).detach().abs(), q.detach().abs()
+        if error.numel():
+            assert float(error.max()) <= bound * float(size.max()), float(error.max() / size.max())
+
+
+def snapshot(model: nn.Module) -> list[Tensor]:
+    """Copies of all parameters."""
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def assert_same_bits(mine: Iterable[Tensor], other: Iterable[Tensor]) -> None:
+    """No element differs."""
+    for p, q in zip(mine, other, strict=True):
+        assert torch.equal(p, q)
