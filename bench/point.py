@@ -49,9 +49,9 @@ def run(
     with using_threads(point.threads):
         try:
             given = inputs(point)
-        except BenchError as error:  # too large for this machine
+            work = build(point, given)
+        except BenchError as error:  # too large for this machine, or a library is missing
             return PointResult(point, 0, {}, False, 0, {}, unavailable={OURS: str(error)})
-        work = build(point, given)
         jobs = {OURS: work.job, **bound_jobs(work, point.threads)}
         with _Rivals(point, given, peers) as rivals:
             ours = in_process(jobs, point.scenario, point.threads, clock)

@@ -1,4 +1,4 @@
-"""PyTorch's interface as it is measured, where PyTorch is installed: gradients in ``.grad``."""
+"""PyTorch's interface as it is measured: parameters with gradients in ``.grad``."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ..errors import BenchError
 from .subject import DTYPES, Prepared, Subject, Use
 from .traffic import Traffic
 from .workloads import Kind
@@ -51,7 +52,13 @@ class TorchOptimizer:
         return tuple(DTYPES)
 
     def prepare(self, parameters: list[np.ndarray]) -> Prepared:
-        """On tensors in the memory of the parameters."""
+        """On tensors in the memory of the parameters.
+
+        Raises:
+            BenchError: PyTorch is not installed.
+        """
+        if find_spec("torch") is None:
+            raise BenchError("needs PyTorch: pip install 'fusestep[torch]'")
         torch = import_module("torch")
         fused = import_module("...nn.torch", __package__)
         tensors = [torch.nn.Parameter(_tensor(torch, array)) for array in parameters]
@@ -102,5 +109,3 @@ TORCH: dict[str, Subject] = {
     "nn.torch.Adagrad": TorchOptimizer("Adagrad", 2, "adagrad", "adagrad-rows"),
     "nn.torch.LazyAdam": TorchOptimizer("LazyAdam", 3, None, "adam-lazy"),
 }
-if find_spec("torch") is None:
-    TORCH.clear()

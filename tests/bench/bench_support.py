@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from fusestep.bench import command
 from fusestep.bench.cases import model_shapes, workloads
 from fusestep.bench.cases import steps as cases
 from fusestep.bench.cases.steps import Case, Point
+from fusestep.bench.cases.torch import TorchOptimizer
 from fusestep.bench.peer import Peers
 from fusestep.bench.report import document
 from fusestep.bench.report.result import OURS, PointResult, Settings, SpecialResult
@@ -21,8 +23,13 @@ from fusestep.bench.workers.worker_protocol import Job
 
 from helpers import in_turn
 
-EVERY_STEP = [(case, dtype) for case in cases.STEPS for dtype in case.subject.dtypes]
-"""Cases with all types of their parameters."""
+EVERY_STEP = [
+    (case, dtype)
+    for case in cases.STEPS
+    if find_spec("torch") or not isinstance(case.subject, TorchOptimizer)
+    for dtype in case.subject.dtypes
+]
+"""Cases with all types of their parameters; those of PyTorch where it is installed."""
 _CHOSEN = in_turn(cases.SUBJECTS.values())
 SOME_STEPS = [one for one in EVERY_STEP if (one[0].subject, np.dtype(one[1])) in _CHOSEN]
 """With two."""

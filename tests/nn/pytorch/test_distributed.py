@@ -19,12 +19,7 @@ pytestmark = pytest.mark.skipif(
 PROGRAM = Path(__file__).with_name("distributed_programs.py")
 
 
-CLIP = pytest.param(
-    "clip", marks=pytest.mark.xfail(reason="our clipping reads beyond the shard of a gradient")
-)
-
-
-@pytest.mark.parametrize("name", ["ddp", "checkpoint", "fsdp", CLIP])
+@pytest.mark.parametrize("name", ["ddp", "checkpoint", "fsdp", "clip"])
 def test_two_ranks(name: str, tmp_path: Path) -> None:
     run = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
