@@ -8,6 +8,7 @@ measurement). ``python -m fusestep.bench.report.markdown`` writes all regions an
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Callable
@@ -42,6 +43,7 @@ DOCUMENTS = (
     "README.md",
     *(f"docs/{name}.md" for name in ("performance", "bytes", "parity", "numbers")),
     "docs/guides/embedding-tables.md",
+    "docs/moving/torch.md",
 )
 _REGION = re.compile(r"(<!-- bench: (\S+)(?: (\S+))? -->\n).*?(<!-- end of bench -->)", re.DOTALL)
 _SHOWN = (
@@ -66,7 +68,8 @@ def rewritten(text: str, results: Path) -> str:
         begin, name, file, end = found.groups()
         if name not in _TABLES:
             raise BenchError(f"no table {name!r}: there are {', '.join(_TABLES)}")
-        data = document.read(results / file, "--check") if file else {}
+        read = _training if name == "recommender" else document.read
+        data = read(results / file, "--check") if file else {}
         return f"{begin}{_TABLES[name](data)}\n{end}"
 
     return _REGION.sub(region, text)
@@ -117,6 +120,49 @@ def _scenarios(data: dict[str, Any]) -> str:
     ]
     head = ["case", "size", "of", *(IN_WORDS[name] for name in names)]
     return f"{markdown(head, rows, left=3)}\n\n{_setting(data)}"
+
+
+def _beside_torch(data: dict[str, Any]) -> str:
+    """Times in all scenarios, and how much faster they are than PyTorch's fastest form."""
+    names = list(dict.fromkeys(point["scenario"] for point in _all(data)))
+    head = ["case", "size", "dtype"]
+    for name in names:
+        head += [IN_WORDS[name], "x torch"]
+    rows = []
+    for group in by_scenario(_all(data)):
+        point = next(iter(group.values()))
+        row = [f"`{point['case']}`", size(point), point["dtype"]]
+        for p in (group.get(name) for name in names):
+            ratio = _bold(speedup(p, "torch"), loses_to(p, "torch")) if p else "n/a"
+            row += [seconds(p["times"][OURS]["median"]) if p else "n/a", ratio]
+        rows.append(row)
+    return f"{markdown(head, rows, left=3)}\n\n{_setting(data)}"
+
+
+def _training(path: Path, option: str) -> dict[str, Any]:
+    """What the recommender of the examples has measured.
+
+    Raises:
+        BenchError: it cannot be read.
+    """
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BenchError(f"{option}: cannot read {str(path)!r}: {error}") from error
+    return found
+
+
+def _recommender(data: dict[str, Any]) -> str:
+    """A whole iteration of a training, with PyTorch's optimizers and with ours."""
+    rows = []
+    for name, run in data["runs"].items():
+        ms, auc = run["median_ms"], list(run["auc"].values())[-1]
+        whole = sum(ms.values())
+        model = ms["forward"] + ms["backward"]
+        times = [f"{x:.1f} ms" for x in (model, ms["optimizer"], whole)]
+        rows.append([name, *times, f"{ms['optimizer'] / whole:.0%}", f"{auc:.4f}"])
+    head = ["optimizers of", "forward, backward", "optimizer", "iteration", "share", "AUC"]
+    return markdown(head, rows, left=1)
 
 
 def _setting(data: dict[str, Any]) -> str:
@@ -291,6 +337,8 @@ _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "summary": _summary,
     "setting": _setting,
     "scenarios": _scenarios,
+    "beside-torch": _beside_torch,
+    "recommender": _recommender,
     "usual": _all_usual,
     "models": _models,
     "sizes": _sizes,

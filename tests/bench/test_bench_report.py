@@ -352,6 +352,25 @@ def region(name: str, checkout: Path) -> str:
     return found
 
 
+def test_the_table_of_the_recommender(checkout: Path) -> None:
+    run = {"median_ms": {"forward": 10.0, "backward": 20.0, "optimizer": 10.0}, "auc": {"0": 0.5}}
+    runs = {"torch": run, "fusestep": {**run, "auc": {"0": 0.5, "9": 0.75}}}
+    (checkout / "bench" / "results" / "r.json").write_text(json.dumps({"runs": runs}), "utf-8")
+    *_, torch, ours = region("recommender r.json", checkout).splitlines()
+    assert torch == "| torch | 30.0 ms | 10.0 ms | 40.0 ms | 25% | 0.5000 |"
+    assert ours.endswith("| 0.7500 |")
+    with pytest.raises(BenchError, match="cannot read"):
+        markdown.rewritten(DOCUMENT.format("recommender x"), checkout / "bench" / "results")
+
+
+def test_the_table_beside_torch(checkout: Path) -> None:
+    head, _, *rows = region("beside-torch x.json", checkout).split("\n\n")[0].splitlines()
+    cells = [cell.strip() for cell in head.split("|")[1:-1]]
+    assert cells[:3] == ["case", "size", "dtype"]
+    assert cells[3:] == ["in a loop", "x torch"]
+    assert rows
+
+
 def test_the_table_of_losses(checkout: Path) -> None:
     count, _, head, rule, *lines = region("losses x.json", checkout).splitlines()
     assert count == "1 of the 2 points of this run fall short:"
