@@ -286,10 +286,9 @@ class Binding:
                 by_names.setdefault(names, []).append(active.state)
         self._getters = []
         for names, dicts in by_names.items():
-            self._getters.append((itemgetter(*names, names[0]), dicts))  # two or more: a tuple
-            held += [
-                (own[name], own[name].data_ptr()) for own in dicts for name in (*names, names[0])
-            ]
+            names = names if len(names) > 1 else 2 * names  # of one it would be no tuple
+            self._getters.append((itemgetter(*names), dicts))
+            held += [(own[name], own[name].data_ptr()) for own in dicts for name in names]
         gradients: list[tuple[int, Any]] = []
         for e, kind in zip(self._entries, kinds, strict=True):
             if e is None or kind is None:

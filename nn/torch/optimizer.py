@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim import optimizer as of_torch
 
 from ...kernels.cpu.parallel import Prepared, commit
 from ...kernels.quiet import quiet
@@ -215,6 +216,17 @@ class Optimizer(torch.optim.Optimizer, ABC):
         """
         if torch.compiler.is_compiling():
             return _outside_of_graphs(self, closure, param)
+        if _is_watched(self):
+            return _watched_step(self, closure, param=param)
+        return self._plain_step(closure, param=param)
+
+    # PyTorch would put hooks and the mark of its profiler around every step: 60 us where the
+    # caches hold other things.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def _plain_step(
+        self, closure: Callable[[], Any] | None = None, *, param: Tensor | None = None
+    ) -> Any:
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -390,6 +402,20 @@ class Optimizer(torch.optim.Optimizer, ABC):
             rows.append((*self.scalars(group, step), *before.scalars(group, part.choice)))
             after += [(own[name], x) for name, x in self.next_numbers(group, step).items()]
         return np.array(rows, real), np.arange(len(rows)), after
+
+
+def _is_watched(optimizer: Any) -> bool:
+    """Whether anyone has hooks on the step, or measures it."""
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or of_torch._global_optimizer_pre_hooks
+        or of_torch._global_optimizer_post_hooks
+        or torch.autograd._profiler_enabled()
+    )
+
+
+_watched_step = torch.optim.Optimizer.profile_hook_step(Optimizer._plain_step)
 
 
 @torch._disable_dynamo
