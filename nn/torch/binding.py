@@ -296,7 +296,8 @@ class Binding:
                 continue
             example = e.parameter.detach()
             if DTYPES[example.dtype] != kind.dtype:
-                example = torch.empty_like(example, dtype=_torch_dtype(kind.dtype))
+                sizes, dtype = (example.shape, example.stride()), _torch_dtype(kind.dtype)
+                example = torch.empty_strided(*sizes, dtype=dtype, device="meta")
             gradients.append((headers.ROWS if kind.row_sparse else headers.DENSE, example))
         self._expected = headers.Expected(torch, held, gradients, self._written)
         self._of_rows = [
@@ -335,8 +336,11 @@ class Binding:
         return Given(addresses, rows, gradients)
 
     def keep(self, states: Mapping[Tensor, Any]) -> None:
-        """It was used, with these states."""
+        """It was used, with these states; the gradients of that step are let go."""
         self._known = [*states.values()]
+        self._arrays, self._rows = {}, {}
+        if self._expected is None:  # the next step binds anew
+            self.parts, self.active, self.updated, self._copies, self._entries = [], [], [], [], ()
 
     def on_device(self, layout: Layout) -> Gradients:
         """The gradients of a layout on a device, for the loops there."""
