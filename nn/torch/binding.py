@@ -115,7 +115,9 @@ class Binding:
     ) -> None:  # fmt: skip
         self._where, self._parameters, self._entries = where, parameters, entries
         self.choices = choices
-        self._known: list[Any] = []
+        self._known: Any = []
+        self.lengths: list[int] = []
+        self.group = 0
         self.active = [entry for entry in entries if entry is not None]
         self.updated = [entry.parameter for entry in self.active]
         self.kinds = [(p, p.dtype, p.device) for p in self.updated]
@@ -150,6 +152,11 @@ class Binding:
         order = order_of(parameter)
         plain = tuple(range(parameter.dim()))
         has_rows = is_sparse or entry.choice.rule.factored
+        if order is None and torch._debug_has_internal_overlap(parameter) == 1:
+            raise RuntimeError(
+                "unsupported operation: more than one element of the written-to tensor refers to a "
+                f"single memory location: {name}"
+            )
         if order is None or (has_rows and order != plain):
             parameter, order = self._copied(parameter, parameter.contiguous()), plain
         states = [self._state(entry, role, parameter, order) for role in entry.shapes]
@@ -220,7 +227,7 @@ class Binding:
 
     def _check_memory(self) -> None:
         """No two tensors of which one is written overlap."""
-        written = [(*span_of(local(e.parameter)), f"parameter {e.name}") for e in self.active]
+        written = [(*span_of(local(e.parameter)), e.name) for e in self.active]
         stretches = sorted(s for s in (*written, *self._memory) if s[1] > s[0])
         furthest = (0, 0, "")
         for stretch in stretches:
@@ -300,6 +307,7 @@ class Binding:
                 example = torch.empty_strided(*sizes, dtype=dtype, device="meta")
             gradients.append((headers.ROWS if kind.row_sparse else headers.DENSE, example))
         self._expected = headers.Expected(torch, held, gradients, self._written)
+        self._single = [i for i, e in enumerate(self._entries) if e and not e.parameter.dim()]
         self._of_rows = [
             (i, f"the gradient of {e.name}", e.parameter, e.parameter.grad.sparse_dim())
             for i, e in enumerate(self._entries)
@@ -316,9 +324,12 @@ class Binding:
     ) -> Given | None:  # fmt: skip
         """The gradients of a later step, if all else is as it was; None if it is not."""
         known, expected = self._known, self._expected
-        if expected is None or len(states) != len(known):
+        if expected is None:
             return None
-        if not all(map(is_, states.values(), known)):
+        if len(parameters) == 1:
+            if states.get(parameters[0]) is not known:
+                return None
+        elif len(states) != len(known) or not all(map(is_, states.values(), known)):
             return None
         try:
             found = [map(getter, dicts) for getter, dicts in self._getters]
@@ -326,7 +337,9 @@ class Binding:
         except KeyError:
             return None
         addresses = expected.addresses(held, gradients)
-        if addresses is None:
+        # Nothing but a mark of a tensor tells that its numbers mean their negatives; in one with
+        # dimensions the strides are others then.
+        if addresses is None or any(gradients[i].is_neg() for i in self._single):
             return None
         rows = {}
         for i, name, parameter, n_sparse in self._of_rows:
@@ -335,9 +348,11 @@ class Binding:
             rows[i] = rows_of(self._where, name, parameter, gradients[i])
         return Given(addresses, rows, gradients)
 
-    def keep(self, states: Mapping[Tensor, Any]) -> None:
-        """It was used, with these states; the gradients of that step are let go."""
-        self._known = [*states.values()]
+    def keep(self, states: Mapping[Tensor, Any], lengths: list[int]) -> None:
+        """It was used, with these states and groups of such lengths; its gradients are let go."""
+        is_one = len(self._parameters) == 1
+        self._known = states.get(self._parameters[0]) if is_one else [*states.values()]
+        self.lengths, self.group = lengths, self.active[0].group if self.active else 0
         self._arrays, self._rows = {}, {}
         if self._expected is None:  # the next step binds anew
             self.parts, self.active, self.updated, self._copies, self._entries = [], [], [], [], ()

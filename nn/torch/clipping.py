@@ -25,8 +25,16 @@ class Clipping:
     """A factor for the gradients that were measured, which the next step applies."""
 
     def __init__(self, factor: float, gradients: Sequence[Tensor]) -> None:
-        self._factor = factor
-        self._measured = [(gradient, gradient._version) for gradient in gradients]
+        self.known_factor = factor
+        self._measured = [(gradient, _version(gradient)) for gradient in gradients]
+
+    def holds(self, gradients: Sequence[Tensor]) -> bool:
+        """Whether these are the gradients that were measured, unchanged."""
+        known = self._measured
+        return len(known) == len(gradients) and all(
+            g is measured and _version(g) == version
+            for g, (measured, version) in zip(gradients, known, strict=True)
+        )
 
     def factor(self, gradients: Sequence[Tensor]) -> float:
         """The factor, for these gradients.
@@ -34,17 +42,18 @@ class Clipping:
         Raises:
             RuntimeError: they are not those that were measured, or have changed since.
         """
-        known = self._measured
-        if len(known) != len(gradients) or any(
-            g is not measured or g._version != version
-            for g, (measured, version) in zip(gradients, known, strict=True)
-        ):
+        if not self.holds(gradients):
             wrong, expected = "have changed since they were measured", "those of the norm"
             fix = "; clip right before the step and after scaler.unscale_, or call zero_grad"
             reject(RuntimeError, _WHERE, "the gradients", wrong, expected, "others", fix)
-        return self._factor
+        return self.known_factor
 
 
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else int(tensor._version)
+
+
+@torch.no_grad()
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0,
     error_if_nonfinite: bool = False, foreach: bool | None = None, *,
@@ -64,8 +73,8 @@ def clip_grad_norm_(
         norm_type: 2.
         error_if_nonfinite: a norm that is infinite or NaN is an error.
         foreach: accepted; all gradients of a dtype are read in one call anyway.
-        optimizer: an optimizer of this package, or several, whose next step scales. All their
-            parameters that have a gradient are among ``parameters``.
+        optimizer: an optimizer of this package, or a list of some, whose next step scales. Those
+            of their parameters that have a gradient are ``parameters``.
 
     Returns:
         The norm before, as a tensor of one element.
@@ -74,6 +83,7 @@ def clip_grad_norm_(
         RuntimeError: the norm is not finite and ``error_if_nonfinite``; or, in the step, a
             gradient is another one than was measured.
         ValueError: another ``norm_type``, or an optimizer has other parameters.
+        TypeError: ``optimizer`` is none of this package.
 
     Source: ``torch.nn.utils.clip_grad_norm_``, which refuses sparse gradients.
 
@@ -91,15 +101,22 @@ def clip_grad_norm_(
         reject(ValueError, _WHERE, "norm_type", "is not supported", 2, norm_type)
     every = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     with_gradient = [p for p in every if p.grad is not None]
-    known, clippings = {id(p) for p in with_gradient}, []
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
-    for each in optimizers:
-        own = [p for group in each.param_groups for p in group["params"] if p.grad is not None]
-        if any(id(p) not in known for p in own):
-            expected, got = "all of its parameters that have a gradient", "fewer"
-            reject(ValueError, _WHERE, "parameters", "lack some of an optimizer", expected, got)
-        clippings.append((each, [p.grad for p in own]))
-    norm = _norm(with_gradient)
+    optimizers: list[Any] = [*optimizer] if isinstance(optimizer, list | tuple) else [optimizer]
+    optimizers = [] if optimizer is None else optimizers
+    clippings = [(each, _gradients_of(each)) for each in optimizers]
+    if optimizers and {id(g) for _, own in clippings for g in own} != {
+        id(p.grad) for p in with_gradient
+    }:
+        expected, got = "all parameters of the optimizers that have a gradient", "others"
+        reject(ValueError, _WHERE, "parameters", "are not those of optimizer", expected, got)
+    before = {
+        each._clipping.known_factor if each._clipping and each._clipping.holds(own) else 1.0
+        for each, own in clippings
+    } or {1.0}
+    if len(before) > 1:
+        reject(ValueError, _WHERE, "optimizer", "were clipped apart", "one factor", sorted(before))
+    (already,) = before
+    norm = already * _norm(with_gradient)
     if error_if_nonfinite and not math.isfinite(norm):
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, "
@@ -109,7 +126,7 @@ def clip_grad_norm_(
     factor = float(max_norm) / (norm + 1e-6)
     factor = 1.0 if factor >= 1.0 else factor  # a NaN stays one
     for each, gradients in clippings:
-        each._clipping = Clipping(factor, gradients)
+        each._clipping = Clipping(already * factor, gradients)
     if not optimizers and factor != 1.0:
         for parameter in with_gradient:
             gradient = parameter.grad
@@ -117,6 +134,15 @@ def clip_grad_norm_(
             (gradient._values() if is_sparse else gradient).mul_(factor)
     is_double = any(p.grad.dtype == torch.float64 for p in with_gradient)
     return torch.tensor(norm, dtype=torch.float64 if is_double else torch.float32)
+
+
+def _gradients_of(optimizer: Any) -> list[Tensor]:
+    if not isinstance(optimizer, Optimizer):
+        expected = "an optimizer of fusestep.nn.torch (not Thor), not what wraps one"
+        got = type(optimizer).__name__
+        reject(TypeError, _WHERE, "optimizer", "has a wrong type", expected, got)
+    every = [p.grad for group in optimizer.param_groups for p in group["params"]]
+    return [gradient for gradient in every if gradient is not None]
 
 
 @quiet

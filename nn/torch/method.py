@@ -10,15 +10,14 @@ from torch import Tensor
 from ...kernels.rules.formula import Numbers
 from ...kernels.rules.gradient import COUPLED_DECAY, SCALE
 from ...kernels.rules.rule import Prologue, Rule
-from ...ops.runtime import check
 from ...ops.runtime.errors import reject
 from .binding import Choice
 from .tensors import DTYPES, number
 
 Group = Mapping[str, Any]
 SPARSE = ("touched", "all")
-OWN: dict[str, Any] = {"sparse": None, "skip_nonfinite": False, "state_dtype": None}
-"""Options that PyTorch's optimizers do not have."""
+OWN: dict[str, Any] = {"sparse": None, "state_dtype": None}
+"""Options of groups that PyTorch's optimizers do not have."""
 
 
 class Method(NamedTuple):
@@ -62,13 +61,25 @@ class Before(NamedTuple):
         return scalars
 
 
+def check_group(where: str, group: Group, *, takes_sparse: bool) -> None:
+    """Refuse options of a group that cannot be, or not have such values."""
+    if group.get("differentiable"):
+        why = "the step writes in place, by compiled code that autograd does not see"
+        raise RuntimeError(f"{where}: differentiable=True is not supported: {why}")
+    if group.get("capturable") and any(getattr(p, "is_cuda", False) for p in group["params"]):
+        why = "the host reads learning rate and counts in every step"
+        raise RuntimeError(f"{where}: capturable=True is not supported: {why}")
+    if "skip_nonfinite" in group:
+        reject(ValueError, where, "skip_nonfinite", "is no option of groups", "none", "one")
+    check_own(where, {**OWN, **group}, takes_sparse=takes_sparse)
+
+
 def check_own(where: str, own: Group, *, takes_sparse: bool) -> None:
     """Refuse values that these options cannot have."""
     sparse, dtype = own["sparse"], own["state_dtype"]
     if sparse is not None and (not takes_sparse or sparse not in SPARSE):
         expected = SPARSE if takes_sparse else "None: the norm is that of all rows"
         reject(ValueError, where, "sparse", "is unknown", expected, sparse)
-    check.flag(where, "skip_nonfinite", own["skip_nonfinite"])
     if dtype is not None and dtype not in DTYPES:
         expected = ", ".join(map(str, DTYPES))
         reject(ValueError, where, "state_dtype", "is unknown", expected, dtype)

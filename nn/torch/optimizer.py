@@ -16,6 +16,7 @@ from ...kernels.cpu.parallel import Prepared, commit
 from ...kernels.quiet import quiet
 from ...kernels.rules.formula import Numbers
 from ...kernels.rules.rule import columns, factors
+from ...ops.runtime import check
 from ...ops.runtime.errors import reject
 from ...ops.runtime.row_step import Update
 from ...ops.runtime.step import DenseUpdate, measure_step
@@ -23,9 +24,12 @@ from ..engine.host import update_of
 from ..engine.layout import Layout
 from ..engine.on_device import launch_updates
 from .binding import Binding, Choice, Entry, Given, Part, are_finite, check_parameter
-from .method import OWN, Before, Group, Method, check_own
-from .state import keep_dtypes, places_of, single
+from .method import OWN, Before, Group, Method, check_group, check_own
+from .state import cast_states, keep_dtypes, places_of, single
 from .tensors import local, number
+
+_KEPT_BINDINGS = 4
+_KEYWORDS = (*OWN, "skip_nonfinite")
 
 
 class Optimizer(torch.optim.Optimizer, ABC):
@@ -60,7 +64,8 @@ class Optimizer(torch.optim.Optimizer, ABC):
     """
 
     skipped_steps = 0
-    _bindings: dict[int | None, Binding]
+    skip_nonfinite = False
+    _bindings: dict[int | None, list[Binding]]
     _clipping: Any = None
     _counts_updates = True  # whether there is a state "step"
     _takes_sparse = True
@@ -69,12 +74,15 @@ class Optimizer(torch.optim.Optimizer, ABC):
         self, params: Any, *args: Any, sparse: str | None = None, skip_nonfinite: bool = False,
         state_dtype: torch.dtype | None = None, **kwargs: Any,
     ) -> None:  # fmt: skip
-        own = {"sparse": sparse, "skip_nonfinite": skip_nonfinite, "state_dtype": state_dtype}
-        check_own(type(self).__name__, own, takes_sparse=self._takes_sparse)
+        where, own = type(self).__name__, {"sparse": sparse, "state_dtype": state_dtype}
+        check_own(where, own, takes_sparse=self._takes_sparse)
+        self.skip_nonfinite = check.flag(where, "skip_nonfinite", skip_nonfinite)
         super().__init__(params, *args, **kwargs)
         self.defaults.update(own)
         for group in self.param_groups:
             self._complete(group)
+            for parameter in group["params"]:  # of classes that make states at once
+                cast_states(self.state.get(parameter, {}), parameter, group["state_dtype"])
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
@@ -85,7 +93,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         if of_torch not in (None, torch.optim.Optimizer):
             ours = inspect.signature(Optimizer.__init__).parameters.values()
             signature = inspect.signature(of_torch)
-            every = [*signature.parameters.values(), *(p for p in ours if p.name in OWN)]
+            every = [*signature.parameters.values(), *(p for p in ours if p.name in _KEYWORDS)]
             cls.__signature__ = signature.replace(parameters=every)
 
     # What a subclass defines
@@ -134,21 +142,23 @@ class Optimizer(torch.optim.Optimizer, ABC):
         """Give a group the options that it lacks, and refuse those that cannot be."""
         for name, value in OWN.items():
             group.setdefault(name, self.defaults.get(name, value))
-        where = type(self).__name__
-        check_own(where, group, takes_sparse=self._takes_sparse)
-        if group.get("differentiable"):
-            why = "the step writes in place, by compiled code that autograd does not see"
-            raise RuntimeError(f"{where}: differentiable=True is not supported: {why}")
-        if group.get("capturable") and any(p.is_cuda for p in group["params"]):
-            why = "the host reads learning rate and counts in every step"
-            raise RuntimeError(f"{where}: capturable=True is not supported: {why}")
+        check_group(type(self).__name__, group, takes_sparse=self._takes_sparse)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in ``torch.optim``."""
         super().add_param_group(param_group)
         self._bindings = {}
-        if "sparse" in self.defaults:  # else the constructor goes on to it
+        if "sparse" not in self.defaults:
+            return  # the constructor goes on to it
+        try:
             self._complete(self.param_groups[-1])
+        except BaseException:
+            self.param_groups.pop()
+            raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {"skip_nonfinite": self.skip_nonfinite, "skipped_steps": self.skipped_steps}
+        return {**super().__getstate__(), **own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -165,7 +175,14 @@ class Optimizer(torch.optim.Optimizer, ABC):
         """
         before = [{name: group[name] for name in OWN} for group in self.param_groups]
         given = [state_dict]  # a hook of the user may give another one
-        last = self.register_load_state_dict_pre_hook(lambda _, found: given.append(found))
+
+        def look(_: Any, found: dict[str, Any]) -> None:
+            given.append(found)
+            for group in found["param_groups"]:
+                known = {**group, "params": ()}
+                check_group(type(self).__name__, known, takes_sparse=self._takes_sparse)
+
+        last = self.register_load_state_dict_pre_hook(look)
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -256,26 +273,30 @@ class Optimizer(torch.optim.Optimizer, ABC):
             factor *= self._clipping.factor([g for g in gradients if g is not None])
         choices = [self.method(group).choice(group) for group in groups]
         before = Before.of(groups, choices, factor)
-        binding, given = self._bindings.get(key), None
-        if binding is not None and binding.choices == choices:
+        lengths = [len(group["params"]) for group in groups]
+        known = self._bindings.get(key, [])
+        for binding in known:  # parameters may have gradients in some steps and in others not
+            if binding.choices != choices or binding.lengths != lengths:
+                continue
             given = binding.read(self.state, parameters, gradients)
-        if binding is not None and given is not None:
-            self._run(binding, given, before, {})
+            if given is not None and (param is None or _is_in(param, groups[binding.group])):
+                self._run(binding, given, before, {})
+                break
         else:
-            binding, new = self._bound(parameters, gradients, choices, binding)
+            binding, new = self._bound(parameters, gradients, choices, known)
             if self._run(binding, binding.first(), before, new):
-                binding.keep(self.state)
-                self._bindings[key] = binding
+                binding.keep(self.state, lengths)
+                self._bindings[key] = [binding, *known[: _KEPT_BINDINGS - 1]]
         self._clipping = None
 
     @torch.no_grad()
     def _bound(
         self, parameters: tuple[Tensor, ...], gradients: tuple[Any, ...], choices: list[Choice],
-        last: Binding | None,
+        last: Sequence[Binding],
     ) -> tuple[Binding, dict[Tensor, Any]]:  # fmt: skip
         """The binding for a step, and the states of parameters that had none."""
         entries: list[Entry | None] = []
-        before = {id(p): found for p, *found in last.kinds} if last else {}
+        before = {id(p): found for binding in last for p, *found in binding.kinds}
         new: dict[Tensor, Any] = {}
         where, places = type(self).__name__, places_of(self.param_groups)
         for parameter, gradient in zip(parameters, gradients, strict=True):
@@ -305,7 +326,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         """Refuse what no step can take; whether it is updated."""
         where, gradient = type(self).__name__, parameter.grad
         check_parameter(where, name, local(parameter))
-        if self.defaults["skip_nonfinite"] and local(parameter) is not parameter:
+        if self.skip_nonfinite and local(parameter) is not parameter:
             why = "the other processes would not skip the step"
             raise RuntimeError(f"{where}: skip_nonfinite takes no distributed parameters: {why}")
         if gradient is not None and gradient.layout == torch.sparse_coo:
@@ -328,7 +349,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         self, binding: Binding, given: Given, before: Before, new: Mapping[Tensor, Any]
     ) -> bool:
         """Prepare all that can fail; then write and count. Whether it was not skipped."""
-        if self.defaults["skip_nonfinite"] and not are_finite(binding.parts, given):
+        if self.skip_nonfinite and not are_finite(binding.parts, given):
             self.skipped_steps += 1
             return False
         steps, numbers = self._steps(binding, new), []
@@ -402,6 +423,10 @@ class Optimizer(torch.optim.Optimizer, ABC):
             rows.append((*self.scalars(group, step), *before.scalars(group, part.choice)))
             after += [(own[name], x) for name, x in self.next_numbers(group, step).items()]
         return np.array(rows, real), np.arange(len(rows)), after
+
+
+def _is_in(parameter: Tensor, group: Group) -> bool:
+    return any(p is parameter for p in group["params"])
 
 
 def _is_watched(optimizer: Any) -> bool:

@@ -15,6 +15,13 @@ def single(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float64 if is_double else torch.float32)
 
 
+def cast_states(state: dict[str, Any], parameter: Tensor, dtype: torch.dtype | None) -> None:
+    """Give the states of a parameter's shape another dtype."""
+    for name, value in state.items():
+        if dtype is not None and name != "step" and value.shape == parameter.shape:
+            state[name] = value.to(dtype)
+
+
 def keep_dtypes(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
     """Give a state that was loaded the dtypes it was saved with: PyTorch takes the parameter's."""
     for name, value in saved.items():
@@ -23,6 +30,8 @@ def keep_dtypes(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
             continue
         if isinstance(value, Tensor) and loaded.dtype != value.dtype:
             state[name] = value.to(device=loaded.device, copy=True)
+        if state[name].layout == torch.sparse_coo:  # PyTorch's SGD on sparse gradients
+            state[name] = state[name].to_dense()
 
 
 def places_of(groups: Sequence[Mapping[str, Any]]) -> dict[int, tuple[int, str]]:

@@ -112,7 +112,9 @@ class Thor(torch.optim.Optimizer):
         """
         assert self._thor is not None
         rest = dict(state_dict)
-        states = rest.pop("thor")
+        states, groups = rest.pop("thor"), rest["param_groups"]
+        if [len(group["params"]) for group in groups] != [len(self.param_groups[0]["params"])]:
+            raise ValueError("loaded state dict has another group or other parameters")
         self._thor.load_state_dict({name: array_of(tensor) for name, tensor in states.items()})
         super().load_state_dict(rest)
 

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import carray
 
+from ...inner import njit
 from ..compile import NativeFunction
 from ..intrinsics import as_pointer, call_address, load_int32, load_int64
 from ..machine import Entry
@@ -137,6 +138,33 @@ class _Wish(NamedTuple):
 _shim_at, _held_at, _wanted_at, _wish_at = map(records, (_Shim, _Held, _Wanted, _Wish))
 
 
+@njit
+def _asked(function, tensor, answer):
+    """What a function of PyTorch writes about a tensor; -1 where it fails."""
+    int64s(answer, 1)[0] = -1
+    call_address(function, tensor, answer)
+    return load_int64(answer)
+
+
+@njit
+def _code(function, tensor, answer):
+    int64s(answer, 1)[0] = -1
+    call_address(function, tensor, answer)
+    return load_int32(answer)
+
+
+@njit
+def _has_dims(function, tensor, dims, dim, answer):
+    """Whether sizes or strides are these."""
+    found = _asked(function, tensor, answer)
+    if found == -1:
+        return False
+    differ = 0
+    for d in range(dim):
+        differ += load_int64(found + 8 * d) != load_int64(dims + 8 * d)
+    return differ == 0
+
+
 def _read_tensors(wish, shim, held, gradients, addresses):
     """Whether objects are what they were, and gradients as expected; addresses of dense ones."""
     c, s = _wish_at(wish, 1)[0], _shim_at(shim, 1)[0]
@@ -146,10 +174,9 @@ def _read_tensors(wish, shim, held, gradients, addresses):
     for k in range(c.n_held):
         if load_int64(held + ITEMS + 8 * k) != objects[k].identity:
             return 0
-        if objects[k].address != 0:
-            call_address(s.data_ptr, objects[k].identity + s.offset, c.answer)
-            if load_int64(c.answer) != objects[k].address:
-                return 0
+        address, tensor = objects[k].address, objects[k].identity + s.offset
+        if address != 0 and _asked(s.data_ptr, tensor, c.answer) != address:
+            return 0
     wanted_of, dims = _wanted_at(c.wanted, c.n_gradients), c.dims
     out = int64s(addresses, c.n_gradients)
     memory = carray(as_pointer(c.memory), (2, c.n_stretches), np.int64)
@@ -163,32 +190,29 @@ def _read_tensors(wish, shim, held, gradients, addresses):
         tensor = gradient + s.offset
         if load_int64(gradient + 8) != c.type:
             return 0
-        call_address(s.layout, tensor, c.answer)
-        if load_int32(c.answer) != (s.strided if wanted.kind == DENSE else s.sparse):
+        layout = s.strided if wanted.kind == DENSE else s.sparse
+        if _code(s.layout, tensor, c.answer) != layout:
             return 0
-        call_address(s.dtype, tensor, c.answer)
-        if load_int32(c.answer) != wanted.dtype:
+        if _code(s.dtype, tensor, c.answer) != wanted.dtype:
             return 0
-        call_address(s.device_type, tensor, c.answer)
-        if load_int32(c.answer) != s.cpu:
+        if _code(s.device_type, tensor, c.answer) != s.cpu:
             return 0
-        call_address(s.dim, tensor, c.answer)
-        if load_int64(c.answer) != wanted.dim:
+        if _asked(s.dim, tensor, c.answer) != wanted.dim:
             return 0
-        call_address(s.sizes, tensor, c.answer)
-        sizes = load_int64(c.answer)
-        for d in range(wanted.dim):
-            if load_int64(sizes + 8 * d) != load_int64(dims + 8 * d):
-                return 0
+        if not _has_dims(s.sizes, tensor, dims, wanted.dim, c.answer):
+            return 0
+        strides, parameter = dims + 8 * wanted.dim, objects[k].identity + s.offset
+        if _asked(s.dim, parameter, c.answer) != wanted.dim:
+            return 0
+        if not _has_dims(s.sizes, parameter, dims, wanted.dim, c.answer):
+            return 0
+        if not _has_dims(s.strides, parameter, strides, wanted.dim, c.answer):
+            return 0
         if wanted.kind == DENSE:
-            call_address(s.strides, tensor, c.answer)
-            strides, expected = load_int64(c.answer), dims + 8 * wanted.dim
-            for d in range(wanted.dim):
-                if load_int64(strides + 8 * d) != load_int64(expected + 8 * d):
-                    return 0
-            call_address(s.data_ptr, tensor, c.answer)
-            out[k] = load_int64(c.answer)
-            if overlaps(memory, out[k], out[k] + wanted.n_bytes):
+            if not _has_dims(s.strides, tensor, strides, wanted.dim, c.answer):
+                return 0
+            out[k] = _asked(s.data_ptr, tensor, c.answer)
+            if out[k] == -1 or overlaps(memory, out[k], out[k] + wanted.n_bytes):
                 return 0
         dims += 16 * wanted.dim
     return 1
@@ -201,7 +225,8 @@ READERS = (_read,)
 class Expected:
     """What the tensors of a step should be: held ones the same objects, at the same addresses.
 
-    ``held`` are tensors, or other objects, and addresses (0: it is not asked for); ``gradients``
+    ``held`` are tensors, or other objects, and addresses (0: it is not asked for). The first ones
+    are the parameters of the gradients, which have to keep their sizes and strides. ``gradients``
     tell for each gradient what it is, by its kind and an example of its sizes, strides and dtype,
     which is kept alive. Dense gradients should not lie in ``memory``, which is as for `overlaps`.
     """

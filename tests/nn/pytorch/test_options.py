@@ -88,7 +88,7 @@ def test_a_factor_is_for_the_gradients_that_were_measured() -> None:
     optimizer.zero_grad()
     parameters[0].grad = torch.ones(5, 4)
     optimizer.step()  # nothing is left of it
-    with pytest.raises(ValueError, match="lack some of an optimizer"):
+    with pytest.raises(ValueError, match="are not those of optimizer"):
         fused.clip_grad_norm_([], 1.0, optimizer=optimizer)
     parameters[0].grad = torch.full((5, 4), torch.inf)
     with pytest.raises(RuntimeError, match="non-finite"):
