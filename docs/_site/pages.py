@@ -82,7 +82,7 @@ def entries() -> Iterator[Entry]:
                 public = f"nn.mxnet.{name}" if layer == "mxnet" else f"{layer}.{name}"
                 section = "MXNet" if layer == "mxnet" else _section(layer, name, target)
                 yield Entry(section, public, target, f"api/{layer}/{name}.md")
-    package = griffe.load("nn.torch", search_paths=[ROOT], resolve_aliases=True)
+    package = griffe.load("fusestep.nn.torch", search_paths=[_SOURCES.name], resolve_aliases=True)
     for name in sorted(package.exports, key=str.lower):
         target = package.members[name].final_target
         yield Entry("PyTorch", f"nn.torch.{name}", target, f"api/torch/{name}.md")
