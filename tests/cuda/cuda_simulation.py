@@ -27,7 +27,6 @@ from fusestep.kernels.cuda.rows import sort
 from fusestep.kernels.cuda.rows.step import RowStep
 from fusestep.kernels.element import Kernel, kernel
 from fusestep.kernels.rules import adam, mxnet
-from fusestep.kernels.rules.adafactor import ADAFACTOR, ADAFACTOR_PLAIN
 from fusestep.kernels.rules.gradient import CLIP, COUPLED_DECAY, SCALE
 from fusestep.kernels.rules.rule import Prologue, Rule, factors, hp_type
 from fusestep.kernels.storage import BF16, F16, F32, F64, Storage
@@ -112,9 +111,13 @@ SIZES = (37, 0, 16, 1, 5, 64, 3)
 
 
 def every_rule() -> None:
-    """All rules; `device_adafactor.py` has those whose second half takes more than sums."""
-    for rule in all_rules().values():
-        if rule not in (ADAFACTOR, ADAFACTOR_PLAIN):
+    """All rules but those whose second half takes more than sums: see `device_adafactor.py`.
+
+    The variance of made-up states may be negative, of which Python takes no root.
+    """
+    for name, rule in all_rules().items():
+        takes_more = rule.measure and not rule.factor
+        if not takes_more and not name.startswith("torch_rmsprop_centered"):
             compare(rule, (19, 2))
 
 
