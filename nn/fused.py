@@ -262,7 +262,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         """One read of all gradients; on a device it is waited for."""
         if self._device is not None:  # the gradients are there
             return are_finite(given)
-        return all(all_finite(*arrays) for arrays in by_storage(given))
+        return all(all_finite(*arrays) for arrays in by_storage(given.of_batches))
 
     # What is known on a device
 

@@ -97,15 +97,16 @@ def check_schema(document: Any) -> None:
         raise ValueError(f"{error.json_path}: {error.message}") from error
 
 
-def read(path: Path, option: str) -> dict[str, Any]:
-    """The document in a file.
+def read(path: Path, option: str, *, has_schema: bool = True) -> dict[str, Any]:
+    """The document in a file; without the schema it is one of an example.
 
     Raises:
         BenchError: it cannot be read, or is no such document.
     """
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        check_schema(found)
+        if has_schema:
+            check_schema(found)
     except OSError as error:
         raise BenchError(f"{option}: cannot read {str(path)!r}: {error.strerror}") from error
     except ValueError as error:  # of JSON, of its encoding, of the schema

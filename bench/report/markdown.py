@@ -8,7 +8,6 @@ measurement). ``python -m fusestep.bench.report.markdown`` writes all regions an
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from collections.abc import Callable
@@ -68,8 +67,8 @@ def rewritten(text: str, results: Path) -> str:
         begin, name, file, end = found.groups()
         if name not in _TABLES:
             raise BenchError(f"no table {name!r}: there are {', '.join(_TABLES)}")
-        read = _training if name == "recommender" else document.read
-        data = read(results / file, "--check") if file else {}
+        has_schema = name != "recommender"
+        data = document.read(results / file, "--check", has_schema=has_schema) if file else {}
         return f"{begin}{_TABLES[name](data)}\n{end}"
 
     return _REGION.sub(region, text)
@@ -137,19 +136,6 @@ def _beside_torch(data: dict[str, Any]) -> str:
             row += [seconds(p["times"][OURS]["median"]) if p else "n/a", ratio]
         rows.append(row)
     return f"{markdown(head, rows, left=3)}\n\n{_setting(data)}"
-
-
-def _training(path: Path, option: str) -> dict[str, Any]:
-    """What the recommender of the examples has measured.
-
-    Raises:
-        BenchError: it cannot be read.
-    """
-    try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BenchError(f"{option}: cannot read {str(path)!r}: {error}") from error
-    return found
 
 
 def _recommender(data: dict[str, Any]) -> str:

@@ -208,7 +208,7 @@ class Device:
             return known
         batches, error = row_batches(given)
         parts = _parts(resident, plan, classes, launch, batches)
-        finite = by_storage(given) if plan.skip_nonfinite else ()
+        finite = by_storage(given.of_batches) if plan.skip_nonfinite else ()
         program = Program(parts, finite, partial(tables.take, capturing=capturing))
         origin = resident.remember(error, capturing=capturing) if given.rows else 0
         if is_kept:

@@ -48,7 +48,7 @@ class FactoredUpdate:
         if conditioning.is_measured:
             conditioning.complete(call, column)
         if batch not in self.tables:
-            self.tables[batch] = FactoredTable(_matrices_of(batch))
+            self.tables[batch] = FactoredTable(matrices_of(batch))
         squares = np.zeros((len(gradients), 2))
         if self.options[2]:
             sizes = np.diff(variables.table.first)
@@ -77,7 +77,7 @@ class FactoredUpdate:
         adafactor, dense = cuda.adafactor.step, cuda.dense
         options = adafactor.Options(*self.options)
         if _has_matrices(batch):
-            compiled, tensors = self._kernel(batch, conditioning), _matrices_of(batch)
+            compiled, tensors = self._kernel(batch, conditioning), matrices_of(batch)
             step = adafactor.MatrixStep(compiled, tensors, gradients, options)
         else:
             compiled = kernel(self.rule, prologue, variables.w, batch.g, variables.s)
@@ -103,7 +103,8 @@ def is_factored(parameter: Any) -> bool:
     return bool(parameter.ndim >= 2 and parameter.size > 0)
 
 
-def _matrices_of(batch: Batch) -> list[FactoredTensor]:
+def matrices_of(batch: Batch) -> list[FactoredTensor]:
+    """The tensors of a batch that have row and column states, as lists of matrices."""
     variables = batch.variables
     of_each = zip(variables.tensors, variables.table.addresses.tolist(), strict=True)
     return [FactoredTensor.of(a[0].shape, addresses) for a, addresses in of_each]

@@ -33,7 +33,8 @@ def are_finite(given: Gradients) -> bool:
         return True
     with launch_on(arrays, None) as launch:
         all_finite = cuda.dense.finite.all_finite
-        return all(all_finite(*found, stream=launch.stream) for found in by_storage(given))
+        arrays_of = by_storage(given.of_batches)
+        return all(all_finite(*found, stream=launch.stream) for found in arrays_of)
 
 
 def row_batches(given: Gradients) -> tuple[dict[Batch, int], BadIndex]:

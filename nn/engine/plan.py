@@ -164,8 +164,7 @@ def calls_of(
                 tuple(map(ROUNDING[real], conditioning.scalars(i, decay))) for i, decay in of_class
             ]
         rows = [(*at(real, rates[k], left[k], step + 1), *before[k]) for step, k in keys]
-        gradients = given.rows_of(batch) if batch.row_sparse else given.addresses_of(batch)
-        shared = batch, update.rule, prologue, touched_only, gradients
+        shared = batch, update.rule, prologue, touched_only, given.of(batch)
         hp: np.ndarray = np.array(rows, real)
         if batch.row_sparse or not (conditioning.is_measured or update.rule.measure):
             calls.append(Call(*shared, hp, hp_of))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,6 +44,15 @@ class Gradients(NamedTuple):
     def addresses_of(self, batch: Batch) -> np.ndarray:
         """The addresses of the gradients of a batch of dense ones."""
         return self.addresses if batch.is_all else self.addresses[batch.places]
+
+    def of(self, batch: Batch) -> Any:
+        """The gradients of a batch: addresses of dense ones, or the row-sparse ones."""
+        return self.rows_of(batch) if batch.row_sparse else self.addresses_of(batch)
+
+    @property
+    def of_batches(self) -> list[tuple[Batch, Any]]:
+        """The batches with their gradients."""
+        return [(batch, self.of(batch)) for batch in self.layout.batches]
 
     def rows_of(self, batch: Batch) -> list[RowGradient]:
         """The gradients of a batch of row-sparse ones."""
@@ -265,17 +274,18 @@ def _centralized(gradient: DeviceArray, w: DeviceArray, factor: float) -> Device
     return joined
 
 
-def by_storage(given: Gradients) -> tuple[tuple[Storage, np.ndarray, np.ndarray], ...]:
+def by_storage(
+    of_batches: Iterable[tuple[Batch, Any]],
+) -> tuple[tuple[Storage, np.ndarray, np.ndarray], ...]:
     """The arrays of all gradients by storage type: int64 addresses and numbers of elements."""
     arrays: dict[Storage, list[tuple[int, int]]] = {}
-    for batch in given.layout.batches:
+    for batch, gradients in of_batches:
         found = arrays.setdefault(batch.g, [])
         if batch.row_sparse:
-            gradients = given.rows_of(batch)
             found += [(g.values_address, g.values.size) for g in gradients]
         else:
             sizes = np.diff(batch.variables.table.first)
-            found += zip(given.addresses_of(batch).tolist(), sizes.tolist(), strict=True)
+            found += zip(gradients.tolist(), sizes.tolist(), strict=True)
     return tuple(
         (storage, *np.array(spans, np.int64).reshape(-1, 2).T.copy())
         for storage, spans in arrays.items()

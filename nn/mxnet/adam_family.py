@@ -220,8 +220,8 @@ class AdamFamily(Optimizer):
                 row = {each: k for k, each in enumerate(different)}
                 hp, hp_of = np.concatenate(rows), np.array([row[each] for each in own])
             rule = with_master if len(batch.variables.s) > len(plain.states) else plain
-            gradients = given.rows_of(batch) if batch.row_sparse else given.addresses_of(batch)
-            updates.append(update_of((batch, rule, prologue, touched_only, gradients, hp, hp_of)))
+            of_call = batch, rule, prologue, touched_only, given.of(batch), hp, hp_of
+            updates.append(update_of(of_call))
         return updates
 
 

@@ -61,7 +61,7 @@ class Adafactor(Optimizer, torch.optim.Adafactor):
 
     def shapes(self, roles: Sequence[str], parameter: Tensor) -> dict[str, tuple[int, ...]]:
         """See `Optimizer`."""
-        if not _has_factors(parameter):
+        if parameter.dim() < 2:
             return super().shapes(roles, parameter)
         *first, height, width = parameter.shape
         return {"row_var": (*first, height, 1), "col_var": (*first, 1, width)}
@@ -102,7 +102,3 @@ class Adafactor(Optimizer, torch.optim.Adafactor):
         squares = np.stack([of_w, step.direction_squares()], axis=1)
         self.complete(squares, hp, columns(rule, prologue), part)
         return step
-
-
-def _has_factors(parameter: Tensor) -> bool:
-    return bool(parameter.dim() > 1)

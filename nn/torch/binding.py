@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,13 +18,14 @@ from ...kernels.cpu.counts import FloatCount
 from ...kernels.cpu.dense import all_finite
 from ...kernels.cpu.headers import tensors as headers
 from ...kernels.rules.rule import Rule
-from ...kernels.storage import Storage
-from ...kernels.tables import FactoredTensor
 from ...ops.runtime.errors import reject
 from ...ops.runtime.row_step import RowGradient
+from ..engine.factored import matrices_of
 from ..engine.layout import Batch, Kind, Layout, build_layout
-from ..engine.reader import Gradients
+from ..engine.on_device import are_finite
+from ..engine.reader import Gradients, by_storage
 from .tensors import (
+    DTYPE_NAMES,
     DTYPES,
     array_of,
     fits_order,
@@ -35,6 +35,7 @@ from .tensors import (
     reject_shape,
     rows_of,
     span_of,
+    table_shape,
 )  # fmt: skip
 
 
@@ -53,6 +54,20 @@ class Given(NamedTuple):
     addresses: np.ndarray  # int64 [P]: of the dense ones
     rows: Mapping[int, RowGradient]  # the sparse ones, by the place of the parameter
     keep: Any  # what must stay alive until the step is done
+
+
+class Stretch(NamedTuple):
+    """Memory of a tensor."""
+
+    begin: int
+    end: int
+    name: str
+    is_written: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor, name: str, *, is_written: bool) -> Stretch:
+        """That of a tensor, from its first element to its last."""
+        return cls(*span_of(tensor), name, is_written)
 
 
 class Entry(NamedTuple):
@@ -92,12 +107,8 @@ class Part:
     @cached_property
     def matrices(self) -> FactoredTable | None:
         """Its tensors, where their states are those of rows and columns."""
-        if not self.choice.rule.factored or len(self.entries[0].shapes) < 2:
-            return None
-        of_each = zip(self.entries, self.batch.variables.table.addresses.tolist(), strict=True)
-        return FactoredTable(
-            [FactoredTensor.of(local(e.parameter).shape, addresses) for e, addresses in of_each]
-        )
+        has_factors = self.choice.rule.factored and len(self.entries[0].shapes) == 2
+        return FactoredTable(matrices_of(self.batch)) if has_factors else None
 
 
 class Binding:
@@ -124,7 +135,7 @@ class Binding:
         # What does not lie in memory as the kernels need it: the tensor, and its copy.
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._arrays: dict[int, Any] = {}  # of the gradients
-        self._memory: list[tuple[int, int, str]] = []
+        self._memory: list[Stretch] = []
         self._dense = np.zeros(len(entries), np.int64)
         self._rows: dict[int, RowGradient] = {}
         self._is_plain = True  # nothing but tensors that lie as they have to
@@ -169,13 +180,12 @@ class Binding:
             gradient = self._dense_gradient(entry, parameter, gradient, order)
             kind = Kind(DTYPES[gradient.dtype])
             self._dense[i] = gradient.data_ptr()
-            self._memory.append((*span_of(gradient), f"the gradient of {name}"))
+            label = f"the gradient of {name}"
+            self._memory.append(Stretch.of(gradient, label, is_written=False))
             self._arrays[i] = array_of(flat(gradient, order))
         arrays = [array_of(flat(tensor, order)) for tensor in tensors]
         if is_sparse:  # the sparse dimensions number the rows
-            n_sparse = gradient.sparse_dim()
-            shape = math.prod(parameter.shape[:n_sparse]), *parameter.shape[n_sparse:]
-            arrays = [array.reshape(shape) for array in arrays]
+            arrays = [array.reshape(table_shape(gradient)) for array in arrays]
         return kind, tuple(arrays)
 
     def _state(self, entry: Entry, role: str, parameter: Tensor, order: Sequence[int]) -> Tensor:
@@ -198,7 +208,7 @@ class Binding:
         elif not fits_order(found, order):
             found = self._copied(found, torch.empty_like(parameter, dtype=found.dtype).copy_(found))
         self._is_plain &= found is state
-        self._memory.append((*span_of(found), label))
+        self._memory.append(Stretch.of(found, label, is_written=True))
         return found
 
     def _copied(self, tensor: Tensor, copy: Tensor) -> Tensor:
@@ -227,16 +237,18 @@ class Binding:
 
     def _check_memory(self) -> None:
         """No two tensors of which one is written overlap."""
-        written = [(*span_of(local(e.parameter)), e.name) for e in self.active]
-        stretches = sorted(s for s in (*written, *self._memory) if s[1] > s[0])
-        furthest = (0, 0, "")
+        self._memory += [
+            Stretch.of(local(e.parameter), e.name, is_written=True) for e in self.active
+        ]
+        stretches = sorted(s for s in self._memory if s.end > s.begin)
+        furthest = Stretch(0, 0, "", False)
         for stretch in stretches:
-            if stretch[0] < furthest[1] and not _are_gradients(stretch[2], furthest[2]):
-                expected, got = "memory of its own", f"that of {furthest[2]}"
-                reject(RuntimeError, self._where, stretch[2], "shares memory", expected, got)
-            furthest = max(furthest, stretch, key=lambda s: s[1])
-        written += [s for s in self._memory if s[2].startswith("state")]
-        spans = sorted((begin, end) for begin, end, _ in written if end > begin)
+            matters = stretch.is_written or furthest.is_written
+            if stretch.begin < furthest.end and matters:
+                expected, got = "memory of its own", f"that of {furthest.name}"
+                reject(RuntimeError, self._where, stretch.name, "shares memory", expected, got)
+            furthest = max(furthest, stretch, key=lambda s: s.end)
+        spans = [(s.begin, s.end) for s in stretches if s.is_written]
         self._written = np.array(spans, np.int64).reshape(-1, 2).T.copy()
 
     def _parts(
@@ -357,6 +369,17 @@ class Binding:
         if self._expected is None:  # the next step binds anew
             self.parts, self.active, self.updated, self._copies, self._entries = [], [], [], [], ()
 
+    def has_finite(self, given: Given) -> bool:
+        """Whether no gradient has a NaN or an infinity: one read of all of them.
+
+        On a device the host waits for the answer.
+        """
+        on_host = [(p.batch, p.gradients(given)) for p in self.parts if not p.is_on_device]
+        layouts = dict.fromkeys(part.layout for part in self.parts if part.is_on_device)
+        return all(all_finite(*found) for found in by_storage(on_host)) and all(
+            are_finite(self.on_device(layout)) for layout in layouts
+        )
+
     def on_device(self, layout: Layout) -> Gradients:
         """The gradients of a layout on a device, for the loops there."""
         rows = [i for i in layout.active.tolist() if i in self._rows]
@@ -368,10 +391,6 @@ class Binding:
         """Copy what was updated in copies."""
         for tensor, copy in self._copies:
             tensor.detach().copy_(copy)
-
-
-def _are_gradients(*labels: str) -> bool:
-    return all(label.startswith("the gradient") for label in labels)
 
 
 def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
@@ -390,22 +409,4 @@ def check_parameter(where: str, name: str, parameter: Tensor) -> None:
         wrong, got = "is on a device without kernels", parameter.device
         reject(RuntimeError, where, name, wrong, "cpu or cuda", got)
     if parameter.dtype not in DTYPES:
-        wrong, expected = "has a wrong dtype", ", ".join(map(str, DTYPES))
-        reject(RuntimeError, where, name, wrong, expected, parameter.dtype)
-
-
-def are_finite(parts: Sequence[Part], given: Given) -> bool:
-    """Whether no gradient has a NaN or an infinity: one read of all of them."""
-    found: dict[Storage, list[tuple[int, int]]] = {}
-    for part in parts:
-        batch, gradients = part.batch, part.gradients(given)
-        spans = found.setdefault(batch.g, [])
-        if batch.row_sparse:
-            spans += [(g.values_address, g.values.size) for g in gradients]
-        else:
-            sizes = np.diff(batch.variables.table.first)
-            spans += zip(gradients.tolist(), sizes.tolist(), strict=True)
-    return all(
-        all_finite(storage, *np.array(spans, np.int64).reshape(-1, 2).T.copy())
-        for storage, spans in found.items()
-    )
+        reject(RuntimeError, where, name, "has a wrong dtype", DTYPE_NAMES, parameter.dtype)

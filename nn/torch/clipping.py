@@ -16,7 +16,7 @@ from ...ops.norm import global_norm, squares_at
 from ...ops.runtime.errors import reject
 from ...ops.runtime.row_tensor import RowTensor
 from .optimizer import Optimizer
-from .tensors import DTYPES, array_of, local, rows_of
+from .tensors import DTYPE_NAMES, DTYPES, array_of, local, rows_of, table_shape
 
 _WHERE = "clip_grad_norm_"
 
@@ -160,8 +160,7 @@ def _norm(parameters: Sequence[Tensor]) -> float:
             reject(RuntimeError, _WHERE, f"gradient {k}", wrong, expected, got, fix)
         if gradient.layout == torch.sparse_coo:
             rows = rows_of(_WHERE, f"gradient {k}", parameter, gradient)
-            shape = _shape_of_rows(parameter, gradient)
-            others.append(RowTensor(rows.indices, rows.values, shape))
+            others.append(RowTensor(rows.indices, rows.values, table_shape(gradient)))
         elif gradient.is_cuda:
             others.append(array_of(gradient.contiguous()))
         else:
@@ -170,13 +169,7 @@ def _norm(parameters: Sequence[Tensor]) -> float:
     total = global_norm(others) ** 2 if others else 0.0
     for dtype, found in spans.items():
         if dtype not in DTYPES:
-            wrong, expected = "has a wrong dtype", ", ".join(map(str, DTYPES))
-            reject(RuntimeError, _WHERE, "a gradient", wrong, expected, dtype)
+            reject(RuntimeError, _WHERE, "a gradient", "has a wrong dtype", DTYPE_NAMES, dtype)
         addresses, sizes = np.array(found, np.int64).T
         total += float(squares_at(STORAGES[DTYPES[dtype]], addresses, sizes).sum())
     return math.sqrt(total)
-
-
-def _shape_of_rows(parameter: Tensor, gradient: Tensor) -> tuple[int, ...]:
-    n_sparse = gradient.sparse_dim()
-    return math.prod(parameter.shape[:n_sparse]), *parameter.shape[n_sparse:]

@@ -8,6 +8,7 @@ import numpy as np
 
 from ...kernels.rules import lamb as rules
 from ...kernels.rules.formula import Numbers
+from ...kernels.rules.lars import ratio
 from ...kernels.rules.torch import lars as lars_rules
 from .binding import Part
 from .method import Group, Method, betas_in_range, not_negative
@@ -152,4 +153,4 @@ def _trust(norm_w: float, norm_g: float, group: Group) -> float:
     coefficient = group["trust_coefficient"]
     if coefficient is None or norm_w == 0.0 or norm_g == 0.0:
         return 1.0
-    return float(coefficient * norm_w / (norm_g + group["weight_decay"] * norm_w + group["eps"]))
+    return float(ratio(norm_w, norm_g, group["weight_decay"], coefficient, group["eps"]))

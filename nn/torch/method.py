@@ -12,7 +12,7 @@ from ...kernels.rules.gradient import COUPLED_DECAY, SCALE
 from ...kernels.rules.rule import Prologue, Rule
 from ...ops.runtime.errors import reject
 from .binding import Choice
-from .tensors import DTYPES, number
+from .tensors import DTYPE_NAMES, DTYPES, number
 
 Group = Mapping[str, Any]
 SPARSE = ("touched", "all")
@@ -81,8 +81,7 @@ def check_own(where: str, own: Group, *, takes_sparse: bool) -> None:
         expected = SPARSE if takes_sparse else "None: the norm is that of all rows"
         reject(ValueError, where, "sparse", "is unknown", expected, sparse)
     if dtype is not None and dtype not in DTYPES:
-        expected = ", ".join(map(str, DTYPES))
-        reject(ValueError, where, "state_dtype", "is unknown", expected, dtype)
+        reject(ValueError, where, "state_dtype", "is unknown", DTYPE_NAMES, dtype)
 
 
 def not_negative(**values: Any) -> None:

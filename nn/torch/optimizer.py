@@ -23,7 +23,7 @@ from ...ops.runtime.step import DenseUpdate, measure_step
 from ..engine.host import update_of
 from ..engine.layout import Layout
 from ..engine.on_device import launch_updates
-from .binding import Binding, Choice, Entry, Given, Part, are_finite, check_parameter
+from .binding import Binding, Choice, Entry, Given, Part, check_parameter
 from .method import OWN, Before, Group, Method, check_group, check_own
 from .state import cast_states, keep_dtypes, places_of, single
 from .tensors import local, number
@@ -89,10 +89,10 @@ class Optimizer(torch.optim.Optimizer, ABC):
         if "__init__" in vars(cls):
             return
         # As `help` shows it: the arguments of PyTorch's class, then ours.
-        of_torch: Any = next((c for c in cls.__mro__ if c.__module__.startswith("torch.")), None)
-        if of_torch not in (None, torch.optim.Optimizer):
+        base: Any = next((c for c in cls.__mro__ if c.__module__.startswith("torch.")), None)
+        if base not in (None, torch.optim.Optimizer):
             ours = inspect.signature(Optimizer.__init__).parameters.values()
-            signature = inspect.signature(of_torch)
+            signature = inspect.signature(base)
             every = [*signature.parameters.values(), *(p for p in ours if p.name in _KEYWORDS)]
             cls.__signature__ = signature.replace(parameters=every)
 
@@ -349,7 +349,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         self, binding: Binding, given: Given, before: Before, new: Mapping[Tensor, Any]
     ) -> bool:
         """Prepare all that can fail; then write and count. Whether it was not skipped."""
-        if self.skip_nonfinite and not are_finite(binding.parts, given):
+        if self.skip_nonfinite and not binding.has_finite(given):
             self.skipped_steps += 1
             return False
         steps, numbers = self._steps(binding, new), []

@@ -22,6 +22,7 @@ DTYPES = {
     torch.bfloat16: np.dtype(ml_dtypes.bfloat16),
 }
 """Dtypes of parameters, states and gradients."""
+DTYPE_NAMES = ", ".join(map(str, DTYPES))
 
 
 def number(value: Any) -> float:
@@ -90,6 +91,12 @@ def rows_of(where: str, name: str, parameter: Tensor, gradient: Tensor) -> RowGr
     if values.dtype not in DTYPES:
         reject(RuntimeError, where, name, "has a wrong dtype", "a floating dtype", values.dtype)
     return RowGradient.of(array_of(indices.contiguous()), array_of(values.contiguous()))
+
+
+def table_shape(gradient: Tensor) -> tuple[int, ...]:
+    """That of the parameter as a table: the sparse dimensions of a gradient number its rows."""
+    n_sparse = gradient.sparse_dim()
+    return math.prod(gradient.shape[:n_sparse]), *gradient.shape[n_sparse:]
 
 
 def reject_shape(where: str, name: str, expected: tuple[int, ...], tensor: Tensor) -> None:

@@ -21,7 +21,7 @@ from numba import carray
 
 from ...inner import njit
 from ..compile import NativeFunction
-from ..intrinsics import as_pointer, call_address, load_int32, load_int64
+from ..intrinsics import as_pointer, call_address, load_int64
 from ..machine import Entry
 from ..records import int64s, overlaps, records
 from .arrays import ITEMS, LENGTH, address_of
@@ -148,9 +148,8 @@ def _asked(function, tensor, answer):
 
 @njit
 def _code(function, tensor, answer):
-    int64s(answer, 1)[0] = -1
-    call_address(function, tensor, answer)
-    return load_int32(answer)
+    """The same of what is an ``int32``."""
+    return np.int32(_asked(function, tensor, answer))
 
 
 @njit
