@@ -1,4 +1,4 @@
-"""CUDA kernels as machine code, compiled without a GPU: ``python cuda_report.py 9.0a``.
+"""CUDA kernels as machine code, compiled without a GPU: ``python cuda_report.py 9.0a rules``.
 
 The pipeline is the one that ``cuda.jit`` uses: NVVM to LTO-IR, and nvJitLink to a cubin. Only the
 question for the device's compute capability is answered here in its place.
@@ -30,28 +30,38 @@ def tool(name: str) -> str:
     return found
 
 
-def kernels() -> dict[str, Any]:
-    """The rules and storage types of every kernel that is looked at: all rules, and mixtures."""
+def rules(*, every: bool) -> dict[str, Any]:
+    """The dense loop of each rule; or of Adam alone."""
     from fusestep.kernels.cpu.warmup import all_rules
+    from fusestep.kernels.element import kernel
+    from fusestep.kernels.storage import F32
+
+    return {
+        f"dense {name}": kernel(rule, (), F32, F32, (F32,) * len(rule.states))
+        for name, rule in all_rules().items()
+        if every or name == "adam"
+    }
+
+
+def mixtures(*, every: bool) -> dict[str, Any]:
+    """The dense loop with a prologue, and of other storage types than float32."""
     from fusestep.kernels.element import kernel
     from fusestep.kernels.rules.adam import ADAM
     from fusestep.kernels.rules.gradient import CLIP, COUPLED_DECAY, SCALE
     from fusestep.kernels.rules.mxnet import MXNET_ADAM_MASTER
     from fusestep.kernels.storage import BF16, F16, F32, F64
 
-    found = {
-        f"dense {name}": kernel(rule, (), F32, F32, (F32,) * len(rule.states))
-        for name, rule in all_rules().items()
-    }
     prologue = (SCALE, CLIP, COUPLED_DECAY)
-    found |= {
+    found = {
         "dense adam, scaled, clipped, decayed": kernel(ADAM, prologue, F32, F32, (F32, F32)),
         "dense adam f64": kernel(ADAM, (), F64, F64, (F64, F64)),
         "dense adam f16": kernel(ADAM, (), F16, F16, (F32, F32)),
         "dense adam bf16": kernel(ADAM, (), BF16, BF16, (F32, F32)),
         "dense adam all bf16": kernel(ADAM, (), BF16, BF16, (BF16, BF16)),
-        "dense mxnet_adam_master f16": kernel(MXNET_ADAM_MASTER, (), F32, F16, (F32, F32, F16)),
     }
+    if every:
+        with_master = kernel(MXNET_ADAM_MASTER, (), F32, F16, (F32, F32, F16))
+        found["dense mxnet_adam_master f16"] = with_master
     return found
 
 
@@ -98,7 +108,6 @@ def other_loops() -> dict[str, Any]:
     found |= {f"rows sweep {name}": rows.sweep_kernel(k) for name, k in by_type.items()}
     found |= {f"rows hot {s.name}": rows.hot_kernel(s, F32, 16 // s.itemsize) for s in (F32, BF16)}
     found |= {f"finite {s.name}": finite.finite_kernel(s) for s in (F32, F64, F16)}
-    found |= {f"scalars {name}": loop for name, loop in scalars_loops().items()}
     return found | {
         "begin": scalars.begin_kernel,
         "count": scalars.count_kernel,
@@ -134,7 +143,8 @@ def scalars_loops() -> dict[str, Any]:
         formula, n = optimizer.formula(), len(optimizer._rule.hp)
         sizes = len(formula.constants), len(formula.bases), n
         real, prologue = (F64 if k % 4 == 3 else F32), prologues[k % 3]
-        found[name] = scalars_kernel(formula.function, *sizes, prologue, k % 3 == 1, real)
+        loop = scalars_kernel(formula.function, *sizes, prologue, k % 3 == 1, real)
+        found[f"scalars {name}"] = loop
     return found
 
 
@@ -249,24 +259,29 @@ def machine_code(function: Any, capability: tuple[int, int, str]) -> dict[str, A
     }
 
 
+LOOPS = {"gradients": gradient_loops, "others": other_loops, "scalars": scalars_loops}
+STEPS = {"rules": rules, "mixtures": mixtures}
+
+
 def main() -> None:
-    """Print the report of one compute capability as JSON."""
+    """Print the report of one compute capability on one part of the kernels as JSON."""
     import numba.cuda.dispatcher
 
     from fusestep.kernels.cuda.dense.step import dense_kernel
-    from fusestep.kernels.rules.adam import ADAM
 
-    capability = CAPABILITIES[sys.argv[1]]
+    (name, part), every = sys.argv[1:], sys.argv[1] == "9.0a"
+    capability = CAPABILITIES[name]
     device = SimpleNamespace(compute_capability=capability[: 3 if capability[2] else 2])
     numba.cuda.dispatcher.get_current_device = lambda: device
-    # Every rule for the newer one; for the older the storage types, whose instructions differ.
-    chosen = {n: k for n, k in kernels().items() if capability[0] >= 9 or k.rule is ADAM}
-    report = {
-        name: machine_code(dense_kernel(compiled), capability) | arrays_of(name, compiled)
-        for name, compiled in chosen.items()
-    }
-    loops = other_loops() | gradient_loops() | factored_loops(every=capability[0] >= 9)
-    report |= {name: machine_code(loop, capability) for name, loop in loops.items()}
+    if part in STEPS:
+        # Every rule for the newer one; for the older the storage types, whose instructions differ.
+        report = {
+            name: machine_code(dense_kernel(compiled), capability) | arrays_of(name, compiled)
+            for name, compiled in STEPS[part](every=every).items()
+        }
+    else:
+        loops = factored_loops(every=every) if part == "factored" else LOOPS[part]()
+        report = {name: machine_code(loop, capability) for name, loop in loops.items()}
     print(json.dumps(report))
 
 
