@@ -27,6 +27,7 @@ from .engine.plan import Call, Classes, Counts, Plan, Stepper, Update, calls_of
 from .engine.reader import GradientReader, Gradients, by_storage
 
 if TYPE_CHECKING:
+    from .distributed.together import Together
     from .engine.device import Device
 
 SPARSE_UPDATES = ("lazy", "dense_equivalent")
@@ -73,6 +74,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
     [0.5 0. ]
     """
 
+    together: Together | None = None  # with the optimizers of other processes
     _rate_lag = 0  # a step uses the learning rate of the step so many before
     _stays_on_host = False  # whatever is assigned to `target`
     # Where a row-sparse gradient is not taken: what was expected, and what was found.
@@ -211,10 +213,18 @@ class FusedOptimizer(StatefulOptimizer, ABC):
                 stepper.run(plan)
         return (True,) * len(gradients)
 
-    def _plan(
+    def _plan(self, *of_step: Any) -> Plan | None:
+        """The step, agreed with other processes if there are any; None for a skipped one."""
+        planned = partial(self._own_plan, *of_step)
+        plan = planned() if self.together is None else self.together.agreed(planned, self._step)
+        if plan is None:
+            self._skipped[0] += 1
+        return plan
+
+    def _own_plan(
         self, gradients: tuple[Any, ...], update: Update, conditioning: Conditioning
     ) -> Plan | None:
-        """The step, read and checked; None for one that is skipped.
+        """The step, read and checked; None for one that is to be skipped.
 
         What can fail, fails here: nothing has been written.
         """
@@ -234,11 +244,12 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         given = self._reader.read_like_last(gradients) or self._reader.read(
             gradients, lambda i: conditioning.centralized_with(i, decays[classes.of[i]])
         )
+        if self.together is not None:  # a bad index is found before they agree
+            self._reader.check_indices(given)
         calls: list[Call] = []
         touched_only = self.sparse_update == "lazy"
         if on_host:
             if (self.skip_nonfinite or self._found_inf is not None) and self._is_skipped(given):
-                self._skipped[0] += 1
                 return None
             calls = calls_of(
                 given, update, conditioning, classes, (rates, decays), self._steps,
@@ -323,6 +334,11 @@ class FusedOptimizer(StatefulOptimizer, ABC):
 
     # State
 
+    def keep_states(self, of: Sequence[bool]) -> None:
+        """As `StatefulOptimizer.keep_states`."""
+        super().keep_states(of)
+        self._read_anew()
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As `StatefulOptimizer.load_state_dict`."""
         super().load_state_dict(state)
@@ -349,6 +365,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
 
 _DERIVED = {
     "_host", "_on_device", "_stepper", "_reader", "_classes", "_conditioning", "_known_update",
+    "sends_parameters", "together",
 }  # fmt: skip
 
 

@@ -142,8 +142,8 @@ class LARS(Optimizer):
     def _move_to(self, target: str) -> None:
         self.opt._move_to(target)
 
-    def _state_arrays(self) -> dict[str, np.ndarray]:
-        return self.opt._state_arrays()
+    def state_arrays(self) -> dict[str, np.ndarray]:
+        return self.opt.state_arrays()
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """The optimizer's; LARS has no state of its own."""

@@ -71,7 +71,11 @@ def save_checkpoint(save_obj: Any, path: str | os.PathLike[str]) -> None:
     for name, array in named:
         _check_savable(name, array)
     arrays = {name: np.ascontiguousarray(a).reshape(a.shape) for name, a in named}
-    content = save(arrays, metadata={"format": "fusestep"})
+    replace_file(path, save(arrays, metadata={"format": "fusestep"}))
+
+
+def replace_file(path: str | os.PathLike[str], content: bytes) -> None:
+    """Write a file atomically, as `save_checkpoint` says."""
     target = Path(os.path.realpath(path))
     _remove_abandoned(target)
     with _temporary(target) as file:

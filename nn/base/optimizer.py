@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -271,8 +271,22 @@ class Optimizer(CheckedAttributes):
             return gradients
         return tuple(grads.scaled(g, 1.0 / scale) for g in gradients)
 
+    sends_parameters: Callable[[], None] | None = None  # those of several processes, divided
+
     def broadcast_params(self, optim_result: Any) -> bool:  # noqa: ARG002  (published name)
-        """Send updated parameters to the other processes: with one process, nothing to do."""
+        """Send the parameters that this process has updated to all others; True.
+
+        For an optimizer in `distributed.ShardedStates`, which does it after each step by itself;
+        elsewhere there is nothing to send.
+
+        Args:
+            optim_result: the result of the update, which is complete then.
+
+        Raises:
+            distributed.LostProcessError: a process has ended.
+        """
+        if self.sends_parameters is not None:
+            self.sends_parameters()
         return True
 
     # Where it runs
@@ -326,7 +340,7 @@ class Optimizer(CheckedAttributes):
         pending.settle()
         return {
             name: array.numpy() if isinstance(array, DeviceArray) else array.copy()
-            for name, array in self._state_arrays().items()
+            for name, array in self.state_arrays().items()
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -338,7 +352,7 @@ class Optimizer(CheckedAttributes):
             ValueError: a shape differs.
         """
         pending.settle()
-        own = self._state_arrays()
+        own = self.state_arrays()
         arrays = checked_state(self._name, as_state(self._name, state), own)
         self._check_values(arrays)
         for name, array in arrays.items():
@@ -350,7 +364,7 @@ class Optimizer(CheckedAttributes):
     def _check_values(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Refuse values of a state that fits in names, dtypes and shapes."""
 
-    def _state_arrays(self) -> dict[str, Any]:
+    def state_arrays(self) -> dict[str, Any]:
         """The arrays of the state themselves, by name."""
         rates = (rate for rate in self._groups.rates if isinstance(rate, Parameter))
         return {"global_step": self.global_step, **{str(rate.name): rate.array for rate in rates}}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -49,6 +49,16 @@ class StatefulOptimizer(Optimizer):
             for role, value in initial.items()
         }
 
+    def keep_states(self, of: Sequence[bool]) -> None:
+        """Give up the states of all parameters but those ``of`` which it says so.
+
+        The others must not be given gradients any more.
+        """
+        self._states = {
+            role: tuple(a if keeps else None for a, keeps in zip(arrays, of, strict=True))
+            for role, arrays in self._states.items()
+        }
+
     def _states_of_each(self) -> list[tuple[Any, ...]]:
         """The states of each parameter, in the order of the roles."""
         return [
@@ -63,8 +73,14 @@ class StatefulOptimizer(Optimizer):
     def _state_name(self, role: str, parameter: str) -> str:
         return f"{role}.{parameter}"
 
-    def _state_arrays(self) -> dict[str, Any]:
-        arrays = super()._state_arrays()
+    def states_by_name(self, i: int) -> dict[str, Any]:
+        """The states of parameter ``i`` themselves, by their names in checkpoints."""
+        name, states = str(self.parameters[i].name), self._states.items()
+        of_each = ((self._state_name(role, name), arrays[i]) for role, arrays in states)
+        return {label: state for label, state in of_each if state is not None}
+
+    def state_arrays(self) -> dict[str, Any]:
+        arrays = super().state_arrays()
         for role, states in self._states.items():
             for parameter, state in zip(self.parameters, states, strict=True):
                 if state is not None:

@@ -122,6 +122,8 @@ class GradientReader:
                 continue
             if type(gradient) is not RowTensor or gradient.dense_shape != parameter.shape:
                 return None
+            if gradient.positions is not None:  # to be checked
+                return None
             arrays.append(gradient.indices)
             arrays.append(gradient.values)
         return tuple(arrays)
@@ -337,9 +339,11 @@ def read_gradient(where: str, parameter: Parameter, gradient: Any) -> Any:
     check.float_dtype(where, name, values, "a floating dtype")
     device_of(where, {"the parameter": parameter.array, name: values, "its indices": indices})
     check.row_gradient(where, name, indices, values, parameter.shape)
-    return RowGradient.of(
-        check.contiguous(indices, where, name), check.contiguous(values, where, name)
-    )
+    rows.check_positions(f"{where}: {name}")
+    arrays = check.contiguous(indices, where, name), check.contiguous(values, where, name)
+    if rows.positions is None:
+        return RowGradient.of(*arrays)
+    return RowGradient.of(*arrays, np.ascontiguousarray(rows.positions), rows.batch_length)
 
 
 def is_row_sparse(gradient: Any) -> bool:

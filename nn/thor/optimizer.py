@@ -253,8 +253,8 @@ class Thor(FusedOptimizer):
 
     # State
 
-    def _state_arrays(self) -> dict[str, np.ndarray]:
-        arrays = super()._state_arrays()
+    def state_arrays(self) -> dict[str, np.ndarray]:
+        arrays = super().state_arrays()
         for preconditioner in self._preconditioners:
             name = self.parameters[next(iter(preconditioner.positions))].name
             arrays |= preconditioner.state(str(name))

@@ -78,6 +78,11 @@ def concatenated(where: str, name: str, parts: Sequence[Any]) -> RowTensor:
     if len({(part.dense_shape, part.values.dtype) for part in parts}) > 1:
         wrong, expected = "has parts that differ", "one dense_shape and dtype"
         reject(ValueError, where, name, wrong, expected, list(parts))
+    if len(parts) == 1:
+        return parts[0]
+    if any(part.positions is not None for part in parts):
+        wrong, expected = "has parts with positions", "one RowTensor with positions, or none"
+        reject(ValueError, where, name, wrong, expected, f"{len(parts)} parts")
     shape = parts[0].dense_shape
     places = {f"part {k} of {name}": part.values for k, part in enumerate(parts)}
     if device_of(where, places) is not None:

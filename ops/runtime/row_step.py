@@ -31,11 +31,13 @@ class RowGradient(NamedTuple):
     values: Any
     index_address: int
     values_address: int
+    positions: np.ndarray | None = None  # as those of a `RowTensor`; contiguous
+    batch_length: int = 0
 
     @classmethod
-    def of(cls, indices: Any, values: Any) -> RowGradient:
-        """With the addresses of the arrays."""
-        return cls(indices, values, address_of(indices), address_of(values))
+    def of(cls, indices: Any, values: Any, *of_batch: Any) -> RowGradient:
+        """With the addresses of the arrays; ``of_batch`` is from ``positions`` on."""
+        return cls(indices, values, address_of(indices), address_of(values), *of_batch)
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -139,10 +141,11 @@ def row_table(
     addresses: Sequence[int], shape: tuple[int, ...], gradient: RowGradient, hp: int = 0
 ) -> RowTable:
     """A table with its states at ``addresses``, or none, and its scalars at ``hp``."""
-    indices, _, index_address, values_address = gradient
+    indices, _, index_address, values_address, positions, batch_length = gradient
     of_table = tuple(addresses), hp, shape[0], math.prod(shape[1:])
     of_indices = index_address, indices.itemsize, len(indices)
-    return RowTable(*of_table, *of_indices, values_address)
+    of_batch = (0, 0) if positions is None else (address_of(positions), batch_length)
+    return RowTable(*of_table, *of_indices, values_address, *of_batch)
 
 
 class IndexList(NamedTuple):

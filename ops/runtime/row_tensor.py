@@ -25,11 +25,16 @@ class RowTensor:
         indices: ``[B]`` int32 or int64, each in ``[0, N)``; on the host or on a CUDA device.
         values: ``[B, ...]`` floating; trailing dimensions as those of the dense tensor.
         dense_shape: shape ``(N, ...)`` of the tensor.
+        positions: where several processes own the rows of a tensor, this being the part of one:
+            int64 ``[B]`` on the host, ascending, the places of its occurrences in the batch of
+            all. A row that occurs more than 512 times is then summed as one process with all of
+            the batch sums it, to the same bits.
+        batch_length: how many occurrences that batch has; more than the largest position.
 
     Raises:
         TypeError: a kind or dtype does not fit.
-        ValueError: a shape or length does not fit. (Index values are checked by the step that
-            uses them: `IndexError`.)
+        ValueError: a shape, length or position does not fit. (Index values are checked by the
+            step that uses them: `IndexError`.)
 
     The attributes can be assigned to: then each is checked by itself, and by the step that uses
     it whether they fit together.
@@ -42,13 +47,43 @@ class RowTensor:
     [1.0, 0.0, 2.0, 0.0]
     """
 
-    __slots__ = ("dense_shape", "indices", "values")
+    __slots__ = ("batch_length", "dense_shape", "indices", "positions", "values")
 
-    def __init__(self, indices: Any, values: Any, dense_shape: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        indices: Any,
+        values: Any,
+        dense_shape: tuple[int, ...],
+        *,
+        positions: Any = None,
+        batch_length: int = 0,
+    ) -> None:
         self.indices, self.values, self.dense_shape = indices, values, dense_shape
+        self.positions, self.batch_length = positions, batch_length
         device_of("RowTensor", {"indices": self.indices, "values": self.values})
         check.row_gradient("RowTensor", "values", self.indices, self.values, self.dense_shape)
         check.float_dtype("RowTensor", "values", self.values, "a floating dtype")
+        self.check_positions("RowTensor")
+
+    def check_positions(self, where: str) -> None:
+        """Whether the positions, if there are any, fit the indices and the batch.
+
+        Raises:
+            TypeError, ValueError: they do not.
+        """
+        if self.positions is None:
+            return
+        found, wrong = adopt(where, "positions", self.positions), "do not fit the indices"
+        n, of_indices = self.batch_length, self.indices.shape
+        if isinstance(self.values, DeviceArray):
+            reject(ValueError, where, "positions", "are for the host", "None on a device", found)
+        if found.dtype != np.int64:
+            reject(TypeError, where, "positions", "have a wrong dtype", "int64", found.dtype)
+        if found.shape != of_indices:
+            reject(ValueError, where, "positions", wrong, of_indices, found.shape)
+        if len(found) and not (found[0] >= 0 and found[-1] < n and (np.diff(found) > 0).all()):
+            expected, got = f"ascending ones in [0, {n})", found
+            reject(ValueError, where, "positions", "are no positions of a batch", expected, got)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Not properties: steps read the attributes far more often than anyone assigns to them.

@@ -465,10 +465,10 @@ def test_a_moment_can_be_left_unused(form: str, name: str) -> None:
     opt(gradients(opt.parameters, 0))
     setattr(opt, name, 0.0)
     plain = make(f"{form.partition('-')[0]}{'-plain' * (name == 'beta1')}", parameters())
-    known = opt._state_arrays()
+    known = opt.state_arrays()
     for array, now in zip(arrays_of(plain.parameters), arrays_of(opt.parameters), strict=True):
         array[...] = now
-    for n, array in plain._state_arrays().items():
+    for n, array in plain.state_arrays().items():
         array[...] = known[n]
     for one in (opt, plain):
         one(gradients(opt.parameters, 1))

@@ -1,0 +1,37 @@
+"""Tables larger than one machine, and models on many: over torch.distributed and MPI.
+
+`over_torch` needs PyTorch, `over_mpi` mpi4py; neither is imported before it is asked for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .checkpoint import load_checkpoint, save_checkpoint
+from .communicator import Communicator, LostProcessError, alone
+from .reduction import all_reduce
+from .route import Route
+from .shard import RowShard
+from .states import ShardedStates
+from .together import together
+
+if TYPE_CHECKING:
+    from .over_mpi import over_mpi
+    from .over_torch import over_torch
+
+__all__ = [
+    "Communicator", "LostProcessError", "Route", "RowShard", "ShardedStates", "all_reduce",
+    "alone", "load_checkpoint", "over_mpi", "over_torch", "save_checkpoint", "together",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    if name == "over_torch":
+        from .over_torch import over_torch
+
+        return over_torch
+    if name == "over_mpi":
+        from .over_mpi import over_mpi
+
+        return over_mpi
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

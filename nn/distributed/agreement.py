@@ -1,0 +1,107 @@
+"""Rounds in which processes agree: an error that one of them has found is raised by all.
+
+Every exchange begins with one. So processes that call different things, or with different
+tables, find that out before anything is exchanged or written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ...ops.runtime.errors import message
+from .communicator import Communicator
+
+_KINDS: dict[str, type[Exception]] = {
+    kind.__name__: kind
+    for kind in (TypeError, ValueError, IndexError, KeyError, OSError, RuntimeError)
+}
+_NOTHING = (0, 0)
+
+
+def attempted(check: Callable[..., Any], *arguments: Any) -> tuple[Any, Exception | None]:
+    """What a check has returned, or None, and the error that it has raised, or None."""
+    try:
+        return check(*arguments), None
+    except tuple(_KINDS.values()) as error:
+        return None, error
+
+
+def agree(
+    comm: Communicator,
+    where: str,
+    subject: Mapping[str, Any],
+    error: Exception | None = None,
+    told: Any = _NOTHING,
+) -> np.ndarray:
+    """One round: what each process has told this one, int64 ``[P, 2]``.
+
+    Args:
+        comm: the processes.
+        where: what they call, as errors name it.
+        subject: names and values (of JSON) that have to be the same for all of them.
+        error: what this process has found wrong.
+        told: int64 ``[P, 2]``, two numbers for each process.
+
+    Raises:
+        TypeError, ValueError, IndexError, KeyError, OSError, RuntimeError: a process has found
+            such an error. They name its rank; all processes raise the same.
+        ValueError: a subject, or what is called, differs from that of rank 0.
+    """
+    if comm.size == 1:
+        if error is not None:
+            raise error
+        return np.broadcast_to(np.asarray(told, np.int64), (1, 2))
+    own = json.dumps([where, dict(subject)])
+    sent, received = np.empty((2, comm.size, 4), np.int64)
+    digest = hashlib.sha256(own.encode()).digest()
+    sent[:, 0], sent[:, 1] = error is not None, int.from_bytes(digest[:8], signed=True)
+    sent[:, 2:] = told
+    ones = [1] * comm.size
+    comm.all_to_all(sent, ones, received, ones).wait()
+    if received[:, 0].any() or (received[:, 1] != sent[0, 1]).any():
+        found = None
+        if error is not None:
+            text = str(error).removeprefix(f"{where}: ")
+            found = [_kind(error), f"{where}: rank {comm.rank}: {text}"]
+        raise _disagreement(where, gather_texts(comm, json.dumps([own, found])))
+    return received[:, 2:]
+
+
+def gather_texts(comm: Communicator, text: str) -> list[str]:
+    """The texts of all processes."""
+    content = np.frombuffer(text.encode(), np.uint8)
+    lengths = np.empty((comm.size, 1), np.int64)
+    comm.all_gather(np.array([len(content)]), lengths).wait()
+    longest = int(lengths.max())
+    sent, received = np.zeros(longest, np.uint8), np.empty((comm.size, longest), np.uint8)
+    sent[: len(content)] = content
+    comm.all_gather(sent, received).wait()
+    ends = lengths[:, 0].tolist()
+    return [bytes(row[:end]).decode() for row, end in zip(received, ends, strict=True)]
+
+
+def _kind(error: Exception) -> str:
+    return next(name for name, kind in _KINDS.items() if isinstance(error, kind))
+
+
+def _disagreement(where: str, texts: list[str]) -> Exception:
+    """The error of all processes, from what each has said."""
+    said = [json.loads(text) for text in texts]
+    errors = [error for _, error in said if error is not None]
+    if errors:
+        return _KINDS[errors[0][0]]("\n".join(text for _, text in errors))
+    (called, first), *others = [json.loads(own) for own, _ in said]
+    for rank, (other, subject) in enumerate(others, 1):
+        if other != called:
+            wrong, expected, got = "calls something else", f"{called} as rank 0", other
+            return ValueError(message(where, f"rank {rank}", wrong, expected, got))
+        for name, value in subject.items():
+            if value != first[name]:
+                what, expected = f"rank {rank}: {name}", f"{first[name]} as on rank 0"
+                return ValueError(message(where, what, "differs", expected, value))
+    raise AssertionError("texts that agree")

@@ -1,0 +1,256 @@
+"""Checkpoints of tables and states that several processes hold: written and read in parallel.
+
+A checkpoint is a folder: a safetensors file of each process with the rows that it owns, and
+``index.json``, which says what lies where. The index is renamed to its place last: a folder has
+a whole checkpoint, or none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from ...ops.runtime.errors import reject
+from ..base.checkpoint import replace_file
+from ..base.optimizer import Optimizer
+from ..base.stateful import StatefulOptimizer
+from .agreement import agree, attempted, gather_texts
+from .communicator import Communicator
+from .shard import RowShard, places
+from .states import ShardedStates
+
+_FORMAT = "fusestep.distributed 1"
+_INDEX = "index.json"
+
+
+class _Array(NamedTuple):
+    """An array of a checkpoint."""
+
+    array: np.ndarray  # of this process: its rows, or all of it
+    shard: RowShard | None  # whose rows they are; None: the same on all processes
+    owner: int  # who writes it then
+
+    @property
+    def form(self) -> dict[str, Any]:
+        """How the index describes it."""
+        dtype = str(self.array.dtype)
+        if self.shard is None:
+            return {"dtype": dtype, "shape": list(self.array.shape), "rank": self.owner}
+        of_rows = {"order": self.shard.order, "height": self.shard.height}
+        return {"dtype": dtype, "shape": [self.shard.rows, *self.array.shape[1:]], **of_rows}
+
+
+def save_checkpoint(
+    folder: str | os.PathLike[str],
+    optimizer: Optimizer | ShardedStates,
+    comm: Communicator,
+    shards: Mapping[str, RowShard] | None = None,
+) -> None:
+    """Write parameters and states of all processes to a folder; all processes call this.
+
+    Each process writes its rows and the states that it keeps; what all have, one writes. A
+    process that ends at any moment leaves the last whole checkpoint of the folder as it was.
+
+    Args:
+        folder: where all processes reach it; made if it is missing.
+        optimizer: the optimizer, with its parameters, on the host.
+        comm: the processes.
+        shards: by the name of a parameter, whose rows it holds.
+
+    Raises:
+        TypeError: on a rank, a kind does not fit.
+        ValueError: on a rank, a name is that of no parameter, a parameter has not the rows of
+            its shard, or has a state without rows; or the optimizers differ.
+        OSError: on a rank, a file cannot be written. The error names the rank.
+        LostProcessError: a process has ended.
+
+    >>> import numpy as np, tempfile
+    >>> from fusestep import nn
+    >>> from fusestep.nn.distributed import RowShard, alone, load_checkpoint, save_checkpoint
+    >>> table = nn.Parameter(np.ones((4, 2), np.float32), name="table")
+    >>> opt, shards = nn.LazyAdam([table]), {"table": RowShard(4, alone())}
+    >>> folder = tempfile.mkdtemp()
+    >>> save_checkpoint(folder, opt, alone(), shards)
+    >>> table.data[:] = 0
+    >>> load_checkpoint(folder, opt, alone(), shards)
+    >>> table.data.sum()
+    np.float32(8.0)
+    """
+    where, path = "save_checkpoint", Path(folder)
+    arrays, error = attempted(_arrays, where, optimizer, shards or {})
+    forms = {} if error else {name: a.form for name, a in arrays.items()}
+    known = forms if comm.size == 1 else _union(comm, forms)
+    shared = {n: f for n, f in forms.items() if "rank" not in f}
+    agree(comm, where, {"tables": shared}, error)
+    token = gather_texts(comm, secrets.token_hex(8))[0] if comm.size > 1 else secrets.token_hex(8)
+    own = {
+        name: np.ascontiguousarray(a.array).reshape(a.array.shape)  # 0-d stays so
+        for name, a in arrays.items()
+        if a.shard is not None or a.owner == comm.rank
+    }
+    names = [f"part-{rank:05}-of-{comm.size:05}-{token}.safetensors" for rank in range(comm.size)]
+    _, error = attempted(_write_part, path, names[comm.rank], own, token)
+    agree(comm, where, {}, error)
+    if comm.rank == 0:
+        index = {"format": _FORMAT, "checkpoint": token, "parts": names, "arrays": known}
+        _, error = attempted(_write_index, path, index)
+    agree(comm, where, {}, error)
+
+
+def _write_part(path: Path, name: str, arrays: dict[str, np.ndarray], token: str) -> None:
+    path.mkdir(parents=True, exist_ok=True)
+    replace_file(path / name, save(arrays, metadata={"format": _FORMAT, "checkpoint": token}))
+
+
+def _write_index(path: Path, index: dict[str, Any]) -> None:
+    """The moment at which the checkpoint is the new one; parts of others are removed."""
+    replace_file(path / _INDEX, json.dumps(index, indent=1).encode())
+    for old in path.glob("part-*.safetensors"):
+        if old.name not in index["parts"]:
+            with suppress(OSError):
+                old.unlink()
+
+
+def _union(comm: Communicator, forms: dict[str, Any]) -> dict[str, Any]:
+    """What all processes have: states of a parameter may be with its owner alone."""
+    known: dict[str, Any] = {}
+    for text in gather_texts(comm, json.dumps(forms)):
+        known |= json.loads(text)
+    return known
+
+
+def load_checkpoint(
+    folder: str | os.PathLike[str],
+    optimizer: Optimizer | ShardedStates,
+    comm: Communicator,
+    shards: Mapping[str, RowShard] | None = None,
+) -> None:
+    """Read what `save_checkpoint` has written, on any number of processes; all call this.
+
+    Each process reads the rows that it owns now, in either order of rows. Everything is checked
+    before anything is written; only a file that cannot be read any more then leaves tables half
+    read.
+
+    Args:
+        folder, optimizer, comm, shards: as `save_checkpoint`.
+
+    Raises:
+        OSError: on a rank, a part is missing or cannot be read.
+        KeyError: the checkpoint has not the names of the optimizer.
+        TypeError: a dtype differs.
+        ValueError: a shape differs, a part is of another checkpoint, or the folder has none.
+        LostProcessError: a process has ended.
+    """
+    where, path = "load_checkpoint", Path(folder)
+    arrays, error = attempted(_arrays, where, optimizer, shards or {})
+    index: dict[str, Any] = {}
+    if error is None:
+        index, error = attempted(_checked_index, where, path, arrays)
+    agree(comm, where, {"checkpoint": index and index["checkpoint"]}, error)
+    _, error = attempted(_load, path, index, arrays, optimizer)
+    agree(comm, where, {}, error)
+
+
+def _checked_index(where: str, path: Path, arrays: dict[str, _Array]) -> dict[str, Any]:
+    """The index, when all that it names is there and fits."""
+    try:
+        index: dict[str, Any] = json.loads((path / _INDEX).read_text())
+        found = index["format"]
+    except (ValueError, KeyError, TypeError):
+        reject(ValueError, where, _INDEX, "is no index of a checkpoint", _FORMAT, str(path))
+    if found != _FORMAT:
+        reject(ValueError, where, _INDEX, "has another format", _FORMAT, found)
+    for name in index["parts"]:
+        try:
+            with safe_open(path / name, framework="np") as part:
+                token = (part.metadata() or {}).get("checkpoint")
+        except SafetensorError as error:
+            reject(ValueError, where, f"part {name!r}", "is damaged", "a whole file", error)
+        if token != index["checkpoint"]:
+            wrong = "is of another checkpoint"
+            reject(ValueError, where, f"part {name!r}", wrong, index["checkpoint"], token)
+    missing = sorted(arrays.keys() - index["arrays"].keys())
+    if missing:
+        expected, got = "all names of the optimizer", f"missing {missing[:3]}"
+        reject(KeyError, where, "checkpoint", "does not fit this optimizer", expected, got)
+    for name, a in arrays.items():
+        saved, own = index["arrays"][name], a.form
+        if saved["dtype"] != own["dtype"]:
+            reject(TypeError, where, name, "has a wrong dtype", own["dtype"], saved["dtype"])
+        if saved["shape"] != own["shape"]:
+            reject(ValueError, where, name, "has a wrong shape", own["shape"], saved["shape"])
+    return index
+
+
+def _load(path: Path, index: dict[str, Any], arrays: dict[str, _Array], optimizer: Any) -> None:
+    """Rows into their places; the rest by way of the optimizer, which looks at the values."""
+    files = [path / name for name in index["parts"]]
+    whole: dict[str, np.ndarray] = {}
+    for name, a in arrays.items():
+        saved = index["arrays"][name]
+        if "rank" in saved:
+            with safe_open(files[saved["rank"]], framework="np") as part:
+                found = part.get_tensor(name)
+            whole[name] = found if a.shard is None else found[a.shard.indices]
+        elif a.shard is None:
+            whole[name] = np.empty_like(a.array)
+            _read_rows(files, name, saved, np.arange(len(a.array)), whole[name])
+    base = optimizer.optimizer if isinstance(optimizer, ShardedStates) else optimizer
+    own = base.state_arrays()
+    base.load_state_dict({name: whole.get(name, array) for name, array in own.items()})
+    for parameter in base.parameters:
+        if str(parameter.name) in whole:
+            parameter.array[...] = whole[str(parameter.name)]
+    for name, a in arrays.items():
+        if a.shard is not None and name not in whole:
+            _read_rows(files, name, index["arrays"][name], a.shard.indices, a.array)
+
+
+def _read_rows(
+    files: list[Path], name: str, saved: dict[str, Any], ids: np.ndarray, out: np.ndarray
+) -> None:
+    """Rows by their numbers, out of the parts that have them."""
+    at = places(ids, saved["shape"][0], saved["order"])
+    part_of = at // saved["height"]
+    for rank in np.unique(part_of).tolist():
+        own = np.flatnonzero(part_of == rank)
+        local = at[own] - rank * saved["height"]
+        with safe_open(files[rank], framework="np") as part:
+            first, last = int(local.min()), int(local.max()) + 1
+            rows = part.get_slice(name)[first:last]
+        out[own] = rows[local - first]
+
+
+def _arrays(where: str, optimizer: Any, shards: Mapping[str, RowShard]) -> dict[str, _Array]:
+    """What an optimizer has, by name."""
+    base = optimizer.optimizer if isinstance(optimizer, ShardedStates) else optimizer
+    if not isinstance(base, StatefulOptimizer):
+        got = type(base).__name__
+        reject(TypeError, where, "optimizer", "has a wrong type", "a FusedOptimizer", got)
+    names = [str(parameter.name) for parameter in base.parameters]
+    if unknown := sorted(shards.keys() - set(names)):
+        reject(ValueError, where, "shards", "name no parameter", names, unknown)
+    owners = optimizer.owners if isinstance(optimizer, ShardedStates) else [0] * len(names)
+    found = {name: _Array(array, None, 0) for name, array in base.state_arrays().items()}
+    for i, (name, parameter) in enumerate(zip(names, base.parameters, strict=True)):
+        shard, states = shards.get(name), base.states_by_name(i)
+        array = parameter.array
+        if shard is not None and len(array) != len(shard):
+            expected, got = f"the {len(shard)} rows of its shard", array.shape
+            reject(ValueError, where, f"parameter {name!r}", "has a wrong shape", expected, got)
+        for label, state in {name: array, **states}.items():
+            if shard is not None and state.shape != array.shape:
+                wrong, expected = "cannot be divided by rows", f"the shape {array.shape}"
+                reject(ValueError, where, f"state {label!r}", wrong, expected, state.shape)
+            found[label] = _Array(state, shard, owners[i])
+        found[f"step.{name}"] = _Array(found[f"step.{name}"].array, None, owners[i])
+    return found

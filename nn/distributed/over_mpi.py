@@ -1,0 +1,105 @@
+"""Communication over mpi4py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from ...ops.runtime.errors import reject
+from .communicator import LostProcessError, as_bytes, row_bytes
+
+_WHERE = "over_mpi"
+
+
+class MpiCommunicator:
+    """See `over_mpi`."""
+
+    def __init__(self, communicator: MPI.Intracomm) -> None:
+        # Of our own: messages of the caller cannot be taken for ours.
+        self._communicator = communicator.Dup()
+        self.rank, self.size = communicator.Get_rank(), communicator.Get_size()
+
+    def all_to_all(
+        self,
+        sent: np.ndarray,
+        counts: Sequence[int],
+        received: np.ndarray,
+        received_counts: Sequence[int],
+    ) -> MpiTransfer:
+        """See `Communicator`."""
+        # In rows: counts of bytes may be too large for MPI.
+        row = MPI.BYTE.Create_contiguous(row_bytes(sent)).Commit()
+        parts = [
+            [as_bytes(array), (list(of), [0, *accumulate(of)][:-1]), row]
+            for array, of in ((sent, counts), (received, received_counts))
+        ]
+        return self._started(parts, self._communicator.Ialltoallv, row)
+
+    def all_gather(self, sent: np.ndarray, received: np.ndarray) -> MpiTransfer:
+        """See `Communicator`."""
+        arrays = as_bytes(sent), as_bytes(received)
+        return self._started(arrays, self._communicator.Iallgather)
+
+    def broadcast(self, array: np.ndarray, root: int) -> MpiTransfer:
+        """See `Communicator`."""
+        row = MPI.BYTE.Create_contiguous(row_bytes(array)).Commit()
+        content = [as_bytes(array), len(array) if array.ndim else 1, row]
+        return self._started((content, root), self._communicator.Ibcast, row)
+
+    def _started(
+        self, arguments: Any, collective: Any, row: MPI.Datatype | None = None
+    ) -> MpiTransfer:
+        try:
+            request = collective(*arguments)
+        except MPI.Exception as error:
+            raise LostProcessError(f"{_WHERE}: {error}") from error
+        finally:
+            if row is not None:
+                row.Free()  # MPI keeps it until the exchange is done
+        return MpiTransfer(request, arguments)
+
+
+class MpiTransfer:
+    """See `Transfer`."""
+
+    def __init__(self, request: MPI.Request, keep: Any) -> None:
+        self._request, self._keep = request, keep
+
+    def wait(self) -> None:
+        """See `Transfer`."""
+        try:
+            self._request.Wait()
+        except MPI.Exception as error:
+            raise LostProcessError(f"{_WHERE}: {error}") from error
+        self._keep = None
+
+
+def over_mpi(communicator: Any = None) -> MpiCommunicator:
+    """The processes of an MPI communicator.
+
+    What happens when a process ends is the launcher's: ``mpiexec`` ends the others.
+
+    Args:
+        communicator: of mpi4py, within one group; None: ``MPI.COMM_WORLD``.
+
+    Raises:
+        TypeError: it is no such communicator.
+        ValueError: it is the null communicator.
+
+    >>> comm = over_mpi()
+    >>> comm.rank < comm.size
+    True
+    """
+    communicator = MPI.COMM_WORLD if communicator is None else communicator
+    if not isinstance(communicator, MPI.Intracomm):
+        got = type(communicator).__name__
+        expected = "an intracommunicator of mpi4py"
+        reject(TypeError, _WHERE, "communicator", "has a wrong type", expected, got)
+    if communicator == MPI.COMM_NULL:
+        expected, got = "one that this process belongs to", "MPI.COMM_NULL"
+        reject(ValueError, _WHERE, "communicator", "is foreign", expected, got)
+    return MpiCommunicator(communicator)

@@ -1,0 +1,174 @@
+"""Communication over torch.distributed."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from ...ops.runtime import check
+from ...ops.runtime.errors import reject
+from .communicator import LostProcessError, as_bytes, row_bytes
+
+_WHERE = "over_torch"
+_LOOK = timedelta(seconds=0.5)  # how often somebody who waits asks whether another has failed
+_ANSWER = 10.0  # seconds in which a process that lives says so
+_FAILED = "fusestep/failed"
+
+
+class TorchCommunicator:
+    """See `over_torch`."""
+
+    def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
+        self._group, self._timeout = group, timeout
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self._store = distributed_c10d._get_process_group_store(group)
+        self._lost: LostProcessError | None = None
+
+    def all_to_all(
+        self,
+        sent: np.ndarray,
+        counts: Sequence[int],
+        received: np.ndarray,
+        received_counts: Sequence[int],
+    ) -> TorchTransfer:
+        """See `Communicator`."""
+        size = row_bytes(sent)
+        there, here = ([int(n) * size for n in of] for of in (received_counts, counts))
+        arrays = _tensor(received), _tensor(sent)
+        return self._started(arrays, dist.all_to_all_single, *arrays, there, here)
+
+    def all_gather(self, sent: np.ndarray, received: np.ndarray) -> TorchTransfer:
+        """See `Communicator`; as an exchange, which gloo does in a third of the time."""
+        arrays = _tensor(received), torch.from_numpy(np.tile(as_bytes(sent), self.size))
+        return self._started(arrays, dist.all_to_all_single, *arrays)
+
+    def broadcast(self, array: np.ndarray, root: int) -> TorchTransfer:
+        """See `Communicator`."""
+        tensor = _tensor(array)
+        return self._started(tensor, dist.broadcast, tensor, group_src=root)
+
+    def _started(
+        self, keep: Any, collective: Any, *arguments: Any, **options: Any
+    ) -> TorchTransfer:
+        if self._lost is not None:
+            raise self._lost
+        try:
+            work = collective(*arguments, **options, group=self._group, async_op=True)
+        except RuntimeError as error:
+            raise self._failed(error) from error
+        return TorchTransfer(self, work, keep)
+
+    def finish(self, work: Any) -> None:
+        """Wait for a collective until it is done, somebody has failed or it is too late."""
+        end = time.monotonic() + self._timeout
+        while True:
+            try:
+                work.wait(_LOOK)
+                return
+            except RuntimeError as error:
+                if work.is_completed() or time.monotonic() > end or self._is_failing():
+                    raise self._failed(error) from error
+
+    # Who is lost: engines name an address at best. Each process that finds a failure leaves a
+    # mark in the store of the group; who leaves none does not live any more.
+
+    def _failed(self, error: RuntimeError) -> LostProcessError:
+        try:
+            self._store.set(_FAILED, "")
+            living = self._marked("alive", range(self.size))
+            self._marked("told", living)  # the store is gone with the process that has it
+            lost = [rank for rank in range(self.size) if rank not in living]
+        except RuntimeError:  # of the store itself
+            lost = [] if _is_of_agent() else [dist.get_group_rank(self._group, 0)]
+        which = " and ".join(f"rank {rank}" for rank in lost) or "the store of an agent"
+        cause = str(error).partition("\n")[0]
+        message = f"{_WHERE}: {which} of {self.size} processes does not answer ({cause})"
+        self._lost = LostProcessError(message, lost)
+        return self._lost
+
+    def _marked(self, name: str, ranks: Sequence[int]) -> list[int]:
+        """Leave a mark; the ranks that have left theirs when all have, or the time is over."""
+        self._store.set(f"fusestep/{name}/{self.rank}", "")
+        end = time.monotonic() + min(_ANSWER, self._timeout)
+        while True:
+            found = [rank for rank in ranks if self._store.check([f"fusestep/{name}/{rank}"])]
+            if len(found) == len(ranks) or time.monotonic() > end:
+                return found
+            time.sleep(0.02)
+
+    def _is_failing(self) -> bool:
+        try:
+            return bool(self._store.check([_FAILED]))
+        except RuntimeError:  # of the store itself
+            return True
+
+
+class TorchTransfer:
+    """See `Transfer`."""
+
+    def __init__(self, communicator: TorchCommunicator, work: Any, keep: Any) -> None:
+        self._communicator, self._work, self._keep = communicator, work, keep
+
+    def wait(self) -> None:
+        """See `Transfer`."""
+        if self._work is not None:
+            self._communicator.finish(self._work)
+            self._work = self._keep = None
+
+
+def over_torch(group: Any = None, *, timeout: float = 300.0) -> TorchCommunicator:
+    """The processes of a torch.distributed process group.
+
+    An exchange that fails, because a process has ended, raises `LostProcessError` on all others;
+    it names every rank that does not say within 10 seconds that it lives.
+
+    Args:
+        group: a process group that exchanges host arrays (gloo, mpi); None: the default one.
+        timeout: seconds in which an exchange must be done, > 0.
+
+    Raises:
+        RuntimeError: there is no default process group.
+        TypeError: ``group`` is no process group.
+        ValueError: this process does not belong to it, ``timeout`` is out of range, or it
+            cannot exchange host arrays.
+
+    >>> import torch.distributed as dist
+    >>> store = dist.HashStore()
+    >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    >>> comm = over_torch()
+    >>> comm.rank, comm.size
+    (0, 1)
+    >>> dist.destroy_process_group()
+    """
+    if not dist.is_initialized():
+        fix = "; call torch.distributed.init_process_group first"
+        reject(RuntimeError, _WHERE, "group", "is missing", "a process group", "none", fix)
+    group = dist.group.WORLD if group is None else group
+    if not isinstance(group, dist.ProcessGroup):
+        got = type(group).__name__
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            reject(ValueError, _WHERE, "group", "is foreign", "one of this process", "another")
+        reject(TypeError, _WHERE, "group", "has a wrong type", "a process group", got)
+    if "cpu" not in dist.get_backend_config(group):
+        expected, got = "a backend for host arrays, such as gloo", dist.get_backend(group)
+        reject(ValueError, _WHERE, "group", "is for devices", expected, got)
+    seconds = check.number(_WHERE, "timeout", timeout)
+    check.in_range(_WHERE, "timeout", seconds, seconds > 0, "above 0")
+    return TorchCommunicator(group, seconds)
+
+
+def _tensor(array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(as_bytes(array))
+
+
+def _is_of_agent() -> bool:
+    """Whether the store is kept by torchrun, not by the process of rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

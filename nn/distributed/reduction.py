@@ -1,0 +1,129 @@
+"""Sums of gradients over processes, in an order that is written down."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ...kernels.quiet import quiet
+from ...ops.runtime import check
+from ...ops.runtime.arrays import adopt, real_type
+from ...ops.runtime.errors import reject
+from ...ops.runtime.row_forms import as_rows
+from ...ops.runtime.row_tensor import RowTensor
+from .agreement import agree, attempted
+from .communicator import Communicator
+
+_WHERE = "all_reduce"
+
+
+def all_reduce(
+    gradients: Sequence[Any], comm: Communicator, *, average: bool = False
+) -> tuple[Any, ...]:
+    """The sums of each gradient over all processes, as new arrays; all processes call this.
+
+    Dense ones are added element by element in the order of the ranks, in float32 (float64 for
+    float64), and rounded once: the bits are the same on all processes, whatever the engine, and
+    depend on the number of processes. Row-sparse ones are put one behind the other in the order
+    of the ranks, and never become dense: a step with them is one with the whole batch.
+
+    Args:
+        gradients: arrays on the host, `RowTensor`, lists of them, or None.
+        comm: the processes. A gradient is None on all of them or on none.
+        average: divide by their number.
+
+    Returns:
+        A tuple: arrays, `RowTensor` or None, of the dtypes of the gradients.
+
+    Raises:
+        TypeError, ValueError: on a rank, a gradient is none, or they differ between processes in
+            kind, dtype or shape.
+        LostProcessError: a process has ended.
+
+    >>> import numpy as np
+    >>> from fusestep.nn.distributed import all_reduce, alone
+    >>> all_reduce((np.ones(2, np.float32), None), alone())
+    (array([1., 1.], dtype=float32), None)
+    """
+    read, error = attempted(_read, _WHERE, gradients)
+    average = bool(average)
+    agree(comm, _WHERE, {"average": average, "gradients": _forms(read or [])}, error)
+    found: list[Any] = [None] * len(read)
+    by_dtype: dict[np.dtype[Any], list[int]] = {}
+    for i, gradient in enumerate(read):
+        if isinstance(gradient, RowTensor):
+            found[i] = _rows_of_all(gradient, comm, average=average)
+        elif gradient is not None:
+            by_dtype.setdefault(gradient.dtype, []).append(i)
+    for places in by_dtype.values():
+        arrays = [read[i] for i in places]
+        flat = np.concatenate([array.reshape(-1) for array in arrays])
+        total = _summed(flat, comm, average=average)
+        cuts = np.cumsum([array.size for array in arrays])[:-1]
+        for i, part in zip(places, np.split(total, cuts), strict=True):
+            found[i] = part.reshape(read[i].shape)
+    return tuple(found)
+
+
+def _read(where: str, gradients: Any) -> list[Any]:
+    if not isinstance(gradients, list | tuple):
+        got = type(gradients).__name__
+        reject(TypeError, where, "gradients", "have a wrong type", "a tuple or list", got)
+    read = []
+    for i, gradient in enumerate(gradients):
+        name = f"gradient {i}"
+        found = None if gradient is None else as_rows(where, name, gradient)
+        if gradient is not None and found is None:
+            found = adopt(where, name, gradient)
+        if gradient is not None:
+            check.float_dtype(where, name, found, "a floating dtype")
+        read.append(found)
+    return read
+
+
+def _forms(read: Sequence[Any]) -> list[Any]:
+    """What has to be the same for all processes."""
+    forms: list[Any] = []
+    for g in read:
+        kind = [str(g.indices.dtype)] if isinstance(g, RowTensor) else []
+        forms.append(None if g is None else [*kind, str(g.dtype), *g.shape])
+    return forms
+
+
+@quiet
+def _summed(flat: np.ndarray, comm: Communicator, *, average: bool) -> np.ndarray:
+    """Every process sums a stretch, then all have all stretches."""
+    height = -(-len(flat) // comm.size)
+    sent = np.zeros((comm.size, height), flat.dtype)
+    sent.reshape(-1)[: len(flat)] = flat
+    received, ones = np.empty_like(sent), [1] * comm.size
+    comm.all_to_all(sent, ones, received, ones).wait()
+    real = real_type(flat.dtype)
+    total = received[0].astype(real)
+    for part in received[1:]:
+        total += part.astype(real, copy=False)
+    if average:
+        total /= real(comm.size)
+    comm.all_gather(total.astype(flat.dtype, copy=False), received).wait()
+    return received.reshape(-1)[: len(flat)]
+
+
+@quiet
+def _rows_of_all(gradient: RowTensor, comm: Communicator, *, average: bool) -> RowTensor:
+    lengths = np.empty((comm.size, 1), np.int64)
+    comm.all_gather(np.array([len(gradient.indices)]), lengths).wait()
+    counts = lengths[:, 0].tolist()
+    arrays = []
+    for array in (gradient.indices, gradient.values):
+        n, tail = len(array), array.shape[1:]
+        received = np.empty((sum(counts), *tail), array.dtype)
+        sent = np.concatenate([array] * comm.size)
+        comm.all_to_all(sent, [n] * comm.size, received, counts).wait()
+        arrays.append(received)
+    indices, values = arrays
+    if average:
+        real = real_type(values.dtype)
+        values = (values.astype(real, copy=False) / real(comm.size)).astype(values.dtype)
+    return RowTensor(indices, values, gradient.dense_shape)

@@ -1,0 +1,198 @@
+"""Rows and their gradients, on their way between those who use them and those who own them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import numpy as np
+
+from ...kernels.cpu.gather import gather
+from ...ops.runtime import check
+from ...ops.runtime.arrays import adopt
+from ...ops.runtime.errors import reject
+from ...ops.runtime.row_tensor import RowTensor
+from ..base.parameter import Parameter
+from .agreement import agree, attempted
+from .communicator import Transfer
+
+if TYPE_CHECKING:
+    from .shard import RowShard
+
+T = TypeVar("T")
+
+
+class Arrival(Generic[T]):
+    """Something on its way, started on all processes; others may be started meanwhile."""
+
+    def __init__(self, transfers: Sequence[Transfer], unpack: Callable[[], T]) -> None:
+        self._transfers, self._unpack = transfers, unpack
+
+    def wait(self) -> T:
+        """What has arrived.
+
+        Raises:
+            LostProcessError: a process has ended.
+        """
+        for transfer in self._transfers:
+            transfer.wait()
+        return self._unpack()
+
+
+class Route:
+    """The way of a batch of ids to the owners of their rows; made by `RowShard.route`.
+
+    Ids and rows travel once for each process that uses them, however often they occur there.
+    """
+
+    def __init__(self, shard: RowShard, ids: Any) -> None:
+        self._shard, self._comm = shard, shard.comm
+        checked, error = attempted(_checked_ids, "RowShard.route", ids, shard.rows)
+        if error is None:
+            self._shape = checked.shape
+            places = shard.places(checked.reshape(-1))
+            self._distinct, self._of_each = np.unique(places, return_inverse=True)
+            bounds = np.arange(self._comm.size + 1) * shard.height
+            self._first = np.searchsorted(self._distinct, bounds)  # of each owner
+            told = np.diff(self._first), np.full(self._comm.size, len(places))
+        else:
+            told = np.zeros((2, self._comm.size))
+        of_rows = {"rows": shard.rows, "order": shard.order}
+        heard = agree(self._comm, "RowShard.route", of_rows, error, np.stack(told, axis=1))
+        self._sent, self._needed_counts = np.diff(self._first).tolist(), heard[:, 0].tolist()
+        self._lengths = heard[:, 1]
+        owner = np.repeat(np.arange(self._comm.size), self._sent)
+        local = (self._distinct - owner * shard.height).astype(self._index)
+        # The rows of this process that others need, by rank: local numbers, ascending in each.
+        needed = np.empty(sum(self._needed_counts), self._index)
+        exchange = self._comm.all_to_all(local, self._sent, needed, self._needed_counts)
+        exchange.wait()
+        self._needed = needed.astype(np.int64)
+
+    @property
+    def _index(self) -> type:
+        """The type in which numbers of rows and of occurrences travel."""
+        return np.int32 if max(self._shard.height, self._lengths.max()) < 2**31 else np.int64
+
+    def gather(self, table: Any) -> np.ndarray:
+        """The rows of the ids: ``[*ids.shape, ...]``; all processes call this.
+
+        Args:
+            table: the part of this process, ``[shard.end - shard.begin, ...]``, contiguous.
+
+        Raises:
+            TypeError, ValueError: on a rank, the table does not fit; or dtype or width differ.
+            LostProcessError: a process has ended.
+        """
+        return self.start_gather(table).wait()
+
+    def start_gather(self, table: Any) -> Arrival[np.ndarray]:
+        """Send the rows: `gather` in two parts. The table may change meanwhile."""
+        array, error = attempted(_checked_table, "RowShard.gather", table, len(self._shard))
+        agree(self._comm, "RowShard.gather", _form(array), error)
+        tail = array.shape[1:]
+        sent = np.empty((len(self._needed), *tail), array.dtype)
+        received = np.empty((len(self._distinct), *tail), array.dtype)
+        _gather(array, self._needed, sent)
+        transfer = self._comm.all_to_all(sent, self._needed_counts, received, self._sent)
+
+        def unpack() -> np.ndarray:
+            rows = np.empty((len(self._of_each), *tail), array.dtype)
+            _gather(received, self._of_each, rows)
+            return rows.reshape(*self._shape, *tail)
+
+        return Arrival([transfer], unpack)
+
+    def scatter(self, gradient: Any) -> RowTensor:
+        """The gradient of this process's part of the table; all processes call this.
+
+        Its occurrences are in the order of the whole batch, and it knows their places there: a
+        step with it has the bits of one process that has the whole table and the whole batch.
+
+        Args:
+            gradient: ``[*ids.shape, ...]``, floating: of the rows, in the order of the ids.
+
+        Raises:
+            TypeError, ValueError: on a rank, the gradient does not fit; or dtype or width differ.
+            LostProcessError: a process has ended.
+        """
+        return self.start_scatter(gradient).wait()
+
+    def start_scatter(self, gradient: Any) -> Arrival[RowTensor]:
+        """Send the gradients: `scatter` in two parts. The gradient may change meanwhile."""
+        array, error = attempted(_checked_gradient, "RowShard.scatter", gradient, self._shape)
+        counts, order, pairs = self._occurrences
+        form = _form(array)
+        told = np.stack([counts, np.zeros_like(counts)], axis=1)
+        heard = agree(self._comm, "RowShard.scatter", form, error, told)
+        own_counts = heard[:, 0].tolist()
+        tail, n = array.shape[1:], sum(own_counts)
+        sent, values = np.empty(array.shape, array.dtype), np.empty((n, *tail), array.dtype)
+        _gather(array, order, sent)
+        places = np.empty((n, 2), self._index)
+        transfers = [
+            self._comm.all_to_all(pairs, counts, places, own_counts),
+            self._comm.all_to_all(sent, counts, values, own_counts),
+        ]
+
+        def unpack() -> RowTensor:
+            rank = np.repeat(np.arange(self._comm.size), own_counts)
+            first_needed = np.cumsum([0, *self._needed_counts])
+            first_position = np.cumsum([0, *self._lengths.tolist()])
+            rows = self._needed[first_needed[rank] + places[:, 0]]
+            positions = first_position[rank] + places[:, 1]
+            shape = (len(self._shard), *tail)
+            of_batch = {"positions": positions, "batch_length": int(self._lengths.sum())}
+            return RowTensor(rows, values, shape, **of_batch)
+
+        return Arrival(transfers, unpack)
+
+    @cached_property
+    def _occurrences(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """How many go to each owner, their order by owner, and of each, in this order, its place
+        among the different rows of that owner and in this process's part of the batch.
+        """
+        owner = np.searchsorted(self._first[1:], self._of_each, side="right")
+        order = np.argsort(owner, kind="stable")
+        pairs = np.empty((len(order), 2), self._index)
+        pairs[:, 0] = (self._of_each - self._first[owner])[order]
+        pairs[:, 1] = order
+        return np.bincount(owner, minlength=self._comm.size), order, pairs
+
+
+def _gather(table: np.ndarray, indices: np.ndarray, out: np.ndarray) -> None:
+    if out.size:
+        gather(table, indices, out.reshape(len(out), -1))
+
+
+def _form(array: np.ndarray | None) -> dict[str, Any]:
+    """What has to be the same for all processes."""
+    if array is None:
+        return {}
+    return {"dtype": str(array.dtype), "shape of a row": list(array.shape[1:])}
+
+
+def _checked_ids(where: str, ids: Any, rows: int) -> np.ndarray:
+    array = adopt(where, "ids", ids)
+    check.index_dtype(where, array)
+    check.indices_in_range(where, array.reshape(-1), rows)
+    return array
+
+
+def _checked_table(where: str, table: Any, rows: int) -> np.ndarray:
+    array = table.array if isinstance(table, Parameter) else adopt(where, "table", table)
+    check.float_dtype(where, "table", array, "a floating dtype")
+    if array.ndim == 0 or len(array) != rows:
+        expected = f"{rows} rows, those of this process"
+        reject(ValueError, where, "table", "has a wrong shape", expected, array.shape)
+    return check.contiguous(array, where, "table")
+
+
+def _checked_gradient(where: str, gradient: Any, shape: tuple[int, ...]) -> np.ndarray:
+    array = adopt(where, "gradient", gradient)
+    check.float_dtype(where, "gradient", array, "a floating dtype")
+    if array.shape[: len(shape)] != shape:
+        expected = f"{shape}, then that of a row"
+        reject(ValueError, where, "gradient", "has a wrong shape", expected, array.shape)
+    return check.contiguous(array, where, "gradient").reshape(-1, *array.shape[len(shape) :])

@@ -1,0 +1,123 @@
+"""Tables whose rows several processes own: which rows each has."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from ...ops.runtime import check
+from ...ops.runtime.errors import reject
+from .agreement import agree, attempted
+from .communicator import Communicator
+from .route import Route
+
+ORDERS = ("range", "hash")
+_GOLDEN = 0.6180339887498949  # multiples of it, without their whole parts, lie evenly in [0, 1)
+_MOST_HASHED = 3_037_000_499  # rows: the square of more is no int64
+
+
+class RowShard:
+    """The part of a table of ``rows`` rows that this process owns.
+
+    The rows, in an order, are cut into P stretches of ``ceil(rows / P)``, the last ones shorter
+    or empty: of P processes rank r has those at ``[begin, end)``.
+
+    Args:
+        rows: how many rows the table has, of all processes.
+        comm: the processes; all of them call this.
+        order: ``"range"``: by number. ``"hash"``: row i is at ``i * a mod rows`` for a number
+            a near ``0.618 rows``, so that neighbours, such as the most frequent rows of a table
+            sorted by frequency, are spread evenly over the processes.
+
+    Attributes:
+        begin, end: the places of the rows of this process, in that order.
+
+    Raises:
+        TypeError: a kind does not fit.
+        ValueError: a value is out of range, or differs between processes; the error names the
+            rank.
+
+    >>> import numpy as np
+    >>> from fusestep import nn
+    >>> from fusestep.nn.distributed import RowShard, alone
+    >>> whole = np.ones((10, 2), np.float32)
+    >>> shard = RowShard(len(whole), alone())
+    >>> table = whole[shard.begin : shard.end].copy()
+    >>> route = shard.route(np.array([3, 5, 3]))
+    >>> route.gather(table).shape
+    (3, 2)
+    >>> gradient = route.scatter(np.ones((3, 2), np.float32))
+    >>> nn.LazyAdam([table], learning_rate=1e-2)((gradient,))
+    (True,)
+    """
+
+    def __init__(self, rows: int, comm: Communicator, *, order: str = "range") -> None:
+        _, error = attempted(_check, "RowShard", rows, order)
+        agree(comm, "RowShard", {"rows": str(rows), "order": str(order)}, error)
+        self.rows, self.comm, self.order = int(rows), comm, order
+        self.height = max(1, -(-self.rows // comm.size))  # of all stretches but the last ones
+        self.begin, self.end = (
+            min(rank * self.height, self.rows) for rank in (comm.rank, comm.rank + 1)
+        )
+
+    def __len__(self) -> int:
+        """The number of rows of this process."""
+        return self.end - self.begin
+
+    def __repr__(self) -> str:
+        own = f"{self.begin}:{self.end}, rank {self.comm.rank} of {self.comm.size}"
+        return f"RowShard({self.rows} rows, {own}, order={self.order!r})"
+
+    @property
+    def indices(self) -> np.ndarray:
+        """The numbers of the rows of this process, int64: ``whole[shard.indices]`` is its part."""
+        places = np.arange(self.begin, self.end)
+        if self.order == "range":
+            return places
+        return places * pow(_factor(self.rows), -1, self.rows) % self.rows
+
+    def places(self, ids: np.ndarray) -> np.ndarray:
+        """Where rows are in the order of the shards, for their numbers: int64."""
+        return places(ids, self.rows, self.order)
+
+    def route(self, ids: Any) -> Route:
+        """The way to the rows ``ids`` and back; all processes call this.
+
+        Args:
+            ids: int32 or int64 of any shape, each in ``[0, rows)``: this process's part of the
+                batch. The whole batch is that of rank 0, then that of rank 1, and so on.
+
+        Raises:
+            TypeError: on a rank, ``ids`` are no int32 or int64.
+            IndexError: on a rank, an id is out of range.
+        """
+        return Route(self, ids)
+
+
+def places(ids: np.ndarray, rows: int, order: str) -> np.ndarray:
+    """As `RowShard.places`, for a table of ``rows`` rows."""
+    ids = ids.astype(np.int64, copy=False)
+    return ids if order == "range" else ids * _factor(rows) % rows
+
+
+def _check(where: str, rows: Any, order: Any) -> None:
+    if isinstance(rows, bool) or not isinstance(rows, int | np.integer):
+        reject(TypeError, where, "rows", "has a wrong type", "an int", type(rows).__name__)
+    check.in_range(where, "rows", rows, rows >= 0, "at least 0")
+    if order not in ORDERS:
+        reject(ValueError, where, "order", "is unknown", ORDERS, order)
+    if order == "hash":
+        expected = f"at most {_MOST_HASHED}, with order='hash'"
+        check.in_range(where, "rows", rows, rows <= _MOST_HASHED, expected)
+
+
+@cache
+def _factor(rows: int) -> int:
+    """A number near ``0.618 rows`` that has no divisor in common with ``rows``."""
+    factor = max(1, round(_GOLDEN * rows))
+    while math.gcd(factor, rows) > 1:
+        factor += 1
+    return factor

@@ -1,0 +1,118 @@
+"""States that the processes of a data-parallel job divide among them (ZeRO, stage 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ...ops.runtime.errors import reject
+from ..base.arguments import gradients_of
+from ..base.optimizer import Optimizer
+from ..fused import FusedOptimizer
+from .agreement import agree, attempted
+from .communicator import Communicator, as_bytes
+from .together import together
+
+_WHERE = "ShardedStates"
+_SMALL = 1 << 20  # bytes: smaller parameters travel in one piece
+
+
+class ShardedStates:
+    """An optimizer of which each process keeps the states of some parameters and updates those.
+
+    Every parameter has an owner: the largest first, each goes to the process that has least.
+    After a step each owner sends its parameters to the others. The numbers are those of one
+    process with all states.
+
+    Args:
+        optimizer: one whose parameters are the same on all processes, on the host. The states of
+            parameters of others are given up. Of a subclass of `Optimizer` that is no
+            `FusedOptimizer` the gradients of parameters of others are None.
+        comm: the processes; all of them call this.
+
+    Attributes:
+        optimizer: the optimizer.
+        owners: the rank of the owner of each parameter, in optimizer order.
+
+    Raises:
+        TypeError: on a rank, it is no optimizer.
+        ValueError: on a rank, a parameter is on a device; or the optimizers differ. The error
+            names the rank.
+
+    Source: Rajbhandari, Rasley, Ruwase, He, ZeRO: Memory optimizations toward training trillion
+    parameter models, SC 2020.
+
+    >>> import numpy as np
+    >>> from fusestep import nn
+    >>> from fusestep.nn.distributed import ShardedStates, all_reduce, alone
+    >>> opt = ShardedStates(nn.Adam([np.ones(3, np.float32)]), alone())
+    >>> opt(all_reduce((np.ones(3, np.float32),), opt.comm))
+    (True,)
+    """
+
+    def __init__(self, optimizer: Optimizer, comm: Communicator) -> None:
+        _, error = attempted(_check, optimizer)
+        sizes = [] if error else [p.size for p in optimizer.parameters]
+        names = [] if error else [[str(p.name), *p.shape] for p in optimizer.parameters]
+        agree(comm, _WHERE, {"parameters": names}, error)
+        if isinstance(optimizer, FusedOptimizer):
+            together(optimizer, comm)
+        self.optimizer, self.comm, self.owners = optimizer, comm, _dealt(sizes, comm.size)
+        self._own = [owner == comm.rank for owner in self.owners]
+        if isinstance(optimizer, FusedOptimizer):
+            optimizer.keep_states(self._own)
+        optimizer.sends_parameters = self.send
+
+    def __call__(self, gradients: Sequence[Any]) -> Any:
+        """One step with gradients that are the same on all processes, such as `all_reduce` gives.
+
+        Raises:
+            TypeError, ValueError, IndexError, RuntimeError, OverflowError: as the optimizer's;
+                with a `FusedOptimizer` nothing has changed then, on any process.
+            LostProcessError: a process has ended.
+        """
+        gradients = gradients_of(_WHERE, gradients, len(self._own))
+        result = self.optimizer(tuple(
+            g if is_own else None for g, is_own in zip(gradients, self._own, strict=True)
+        ))  # fmt: skip
+        self.send()
+        return result
+
+    def send(self) -> None:
+        """Each owner sends its parameters to all others: `Optimizer.broadcast_params`."""
+        transfers = []
+        small: dict[int, list[np.ndarray]] = {}
+        for parameter, owner in zip(self.optimizer.parameters, self.owners, strict=True):
+            array = parameter.array
+            if array.nbytes < _SMALL:
+                small.setdefault(owner, []).append(as_bytes(array))
+            else:
+                transfers.append(self.comm.broadcast(array, owner))
+        for owner, arrays in small.items():
+            packed = np.concatenate(arrays)
+            self.comm.broadcast(packed, owner).wait()
+            first = 0
+            for array in arrays:
+                array[:] = packed[first : first + len(array)]
+                first += len(array)
+        for transfer in transfers:
+            transfer.wait()
+
+
+def _check(optimizer: Any) -> None:
+    if not isinstance(optimizer, Optimizer):
+        got = type(optimizer).__name__
+        reject(TypeError, _WHERE, "optimizer", "has a wrong type", "an Optimizer", got)
+    if any(p.is_on_device for p in optimizer.parameters):
+        reject(ValueError, _WHERE, "optimizer", "is on a device", "parameters on the host", "CUDA")
+
+
+def _dealt(sizes: Sequence[int], n_processes: int) -> list[int]:
+    """The owner of each parameter."""
+    owners, loads = [0] * len(sizes), [0] * n_processes
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        owners[i] = loads.index(min(loads))
+        loads[owners[i]] += sizes[i]
+    return owners

@@ -1,0 +1,96 @@
+"""Optimizers of several processes that take their steps together, or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ...ops.runtime.errors import message, reject
+from ..engine.plan import Plan
+from ..fused import FusedOptimizer
+from .agreement import agree, attempted
+from .communicator import Communicator
+
+_WHERE = "together"
+
+
+class Together:
+    """The steps of the optimizers of all processes; what a `FusedOptimizer` asks."""
+
+    def __init__(self, where: str, comm: Communicator) -> None:
+        self._where, self.comm = where, comm
+
+    def agreed(self, planned: Callable[[], Plan | None], step: int) -> Plan | None:
+        """The step that this process has planned; None where any process skips it."""
+        plan, error = attempted(planned)
+        told = (plan is None, 0 if plan is None else _digest(plan))
+        subject = {"global_step": step}
+        heard = agree(self.comm, self._where, subject, error, told)
+        if heard[:, 0].any():
+            return None
+        if (heard[:, 1] != heard[0, 1]).any():
+            rank = int(np.argmax(heard[:, 1] != heard[0, 1]))
+            what = f"rank {rank}: learning rates or weight decays"
+            expected, got = "those of rank 0", "others"
+            raise ValueError(message(self._where, what, "differ", expected, got))
+        return plan
+
+
+def together(optimizer: FusedOptimizer, comm: Communicator) -> None:
+    """Let the optimizers of all processes step together; all processes call this.
+
+    Each step, when it has been read and checked and before it is written, is agreed upon: an
+    error on any process is raised by all of them, naming the rank, and a step that one skips
+    (``skip_nonfinite``) is skipped by all; nothing has changed then. They all have to step as
+    often, with the same learning rates and weight decays.
+
+    Args:
+        optimizer: one of this package, with its parameters on the host. Its tables may be
+            parts of larger ones (`RowShard`).
+        comm: the processes.
+
+    Raises:
+        TypeError: on a rank, it is no such optimizer.
+        ValueError: on a rank, its parameters are on a device; or the optimizers differ in class,
+            states, or in name, dtype or row shape of a parameter. The error names the rank.
+
+    >>> import numpy as np
+    >>> from fusestep import nn
+    >>> from fusestep.nn.distributed import alone, together
+    >>> opt = nn.LazyAdam([np.ones((4, 2), np.float32)])
+    >>> together(opt, alone())
+    """
+    _, error = attempted(_check, _WHERE, optimizer)
+    agree(comm, _WHERE, described(optimizer) if error is None else {}, error)
+    optimizer.together = Together(type(optimizer).__name__, comm)
+
+
+def described(optimizer: FusedOptimizer) -> dict[str, Any]:
+    """What has to be the same for the optimizers of all processes."""
+    formula = optimizer.formula()
+    return {
+        "optimizer": type(optimizer).__name__,
+        "parameters": [str(p.name) for p in optimizer.parameters],
+        "dtypes": [str(p.dtype) for p in optimizer.parameters],
+        "shapes of rows": [list(p.shape[1:]) for p in optimizer.parameters],
+        "states": list(optimizer.state_dict()),
+        "options": [optimizer.sparse_update, *map(repr, (formula.constants, formula.bases))],
+        "global_step": int(optimizer.global_step[0]),
+    }
+
+
+def _check(where: str, optimizer: Any) -> None:
+    if not isinstance(optimizer, FusedOptimizer):
+        got = type(optimizer).__name__
+        reject(TypeError, where, "optimizer", "has a wrong type", "a FusedOptimizer", got)
+    if any(p.is_on_device for p in optimizer.parameters):
+        reject(ValueError, where, "optimizer", "is on a device", "parameters on the host", "CUDA")
+
+
+def _digest(plan: Plan) -> int:
+    """A number that differs where rates or decays do."""
+    numbers = repr((list(map(float, plan.rates)), list(map(float, plan.decays))))
+    return int.from_bytes(hashlib.sha256(numbers.encode()).digest()[:8], signed=True)
