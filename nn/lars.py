@@ -143,6 +143,7 @@ class LARS(Optimizer):
         self.opt._move_to(target)
 
     def state_arrays(self) -> dict[str, np.ndarray]:
+        """Those of the optimizer within."""
         return self.opt.state_arrays()
 
     def state_dict(self) -> dict[str, np.ndarray]:

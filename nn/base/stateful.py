@@ -80,6 +80,7 @@ class StatefulOptimizer(Optimizer):
         return {label: state for label, state in of_each if state is not None}
 
     def state_arrays(self) -> dict[str, Any]:
+        """As `Optimizer.state_arrays`, with the states and counts of each parameter."""
         arrays = super().state_arrays()
         for role, states in self._states.items():
             for parameter, state in zip(self.parameters, states, strict=True):

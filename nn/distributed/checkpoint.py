@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -134,14 +134,13 @@ def load_checkpoint(
     comm: Communicator,
     shards: Mapping[str, RowShard] | None = None,
 ) -> None:
-    """Read what `save_checkpoint` has written, on any number of processes; all call this.
+    """Read what `save_checkpoint` has written; any number of processes do, and all call this.
 
     Each process reads the rows that it owns now, in either order of rows. Everything is checked
     before anything is written; only a file that cannot be read any more then leaves tables half
     read.
 
-    Args:
-        folder, optimizer, comm, shards: as `save_checkpoint`.
+    The arguments are those of `save_checkpoint`.
 
     Raises:
         OSError: on a rank, a part is missing or cannot be read.

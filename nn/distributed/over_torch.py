@@ -89,7 +89,7 @@ class TorchCommunicator:
         except RuntimeError:  # of the store itself
             lost = [] if _is_of_agent() else [dist.get_group_rank(self._group, 0)]
         which = " and ".join(f"rank {rank}" for rank in lost) or "the store of an agent"
-        cause = str(error).partition("\n")[0]
+        cause = str(error).partition("\n")[0].partition(". ")[0]
         message = f"{_WHERE}: {which} of {self.size} processes does not answer ({cause})"
         self._lost = LostProcessError(message, lost)
         return self._lost

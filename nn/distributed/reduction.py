@@ -74,7 +74,7 @@ def _read(where: str, gradients: Any) -> list[Any]:
     read = []
     for i, gradient in enumerate(gradients):
         name = f"gradient {i}"
-        found = None if gradient is None else as_rows(where, name, gradient)
+        found: Any = None if gradient is None else as_rows(where, name, gradient)
         if gradient is not None and found is None:
             found = adopt(where, name, gradient)
         if gradient is not None:

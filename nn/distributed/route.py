@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -13,7 +14,6 @@ from ...ops.runtime import check
 from ...ops.runtime.arrays import adopt
 from ...ops.runtime.errors import reject
 from ...ops.runtime.row_tensor import RowTensor
-from ..base.parameter import Parameter
 from .agreement import agree, attempted
 from .communicator import Transfer
 
@@ -49,23 +49,20 @@ class Route:
     def __init__(self, shard: RowShard, ids: Any) -> None:
         self._shard, self._comm = shard, shard.comm
         checked, error = attempted(_checked_ids, "RowShard.route", ids, shard.rows)
-        if error is None:
-            self._shape = checked.shape
-            places = shard.places(checked.reshape(-1))
-            self._distinct, self._of_each = np.unique(places, return_inverse=True)
-            bounds = np.arange(self._comm.size + 1) * shard.height
-            self._first = np.searchsorted(self._distinct, bounds)  # of each owner
-            told = np.diff(self._first), np.full(self._comm.size, len(places))
-        else:
-            told = np.zeros((2, self._comm.size))
+        places = shard.places(np.empty(0, np.int64) if error else checked.reshape(-1))
+        self._distinct, self._of_each = np.unique(places, return_inverse=True)
+        bounds = np.arange(self._comm.size + 1) * shard.height
+        self._first = np.searchsorted(self._distinct, bounds)  # of each owner
+        told = np.diff(self._first), np.full(self._comm.size, len(places))
         of_rows = {"rows": shard.rows, "order": shard.order}
         heard = agree(self._comm, "RowShard.route", of_rows, error, np.stack(told, axis=1))
+        self._shape = checked.shape
         self._sent, self._needed_counts = np.diff(self._first).tolist(), heard[:, 0].tolist()
         self._lengths = heard[:, 1]
         owner = np.repeat(np.arange(self._comm.size), self._sent)
-        local = (self._distinct - owner * shard.height).astype(self._index)
+        local: np.ndarray = (self._distinct - owner * shard.height).astype(self._index)
         # The rows of this process that others need, by rank: local numbers, ascending in each.
-        needed = np.empty(sum(self._needed_counts), self._index)
+        needed: np.ndarray = np.empty(sum(self._needed_counts), self._index)
         exchange = self._comm.all_to_all(local, self._sent, needed, self._needed_counts)
         exchange.wait()
         self._needed = needed.astype(np.int64)
@@ -124,13 +121,13 @@ class Route:
         array, error = attempted(_checked_gradient, "RowShard.scatter", gradient, self._shape)
         counts, order, pairs = self._occurrences
         form = _form(array)
-        told = np.stack([counts, np.zeros_like(counts)], axis=1)
+        told = [(n, 0) for n in counts]
         heard = agree(self._comm, "RowShard.scatter", form, error, told)
         own_counts = heard[:, 0].tolist()
         tail, n = array.shape[1:], sum(own_counts)
         sent, values = np.empty(array.shape, array.dtype), np.empty((n, *tail), array.dtype)
         _gather(array, order, sent)
-        places = np.empty((n, 2), self._index)
+        places: np.ndarray = np.empty((n, 2), self._index)
         transfers = [
             self._comm.all_to_all(pairs, counts, places, own_counts),
             self._comm.all_to_all(sent, counts, values, own_counts),
@@ -143,22 +140,22 @@ class Route:
             rows = self._needed[first_needed[rank] + places[:, 0]]
             positions = first_position[rank] + places[:, 1]
             shape = (len(self._shard), *tail)
-            of_batch = {"positions": positions, "batch_length": int(self._lengths.sum())}
-            return RowTensor(rows, values, shape, **of_batch)
+            length = int(self._lengths.sum())
+            return RowTensor(rows, values, shape, positions=positions, batch_length=length)
 
         return Arrival(transfers, unpack)
 
     @cached_property
-    def _occurrences(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _occurrences(self) -> tuple[list[int], np.ndarray, np.ndarray]:
         """How many go to each owner, their order by owner, and of each, in this order, its place
         among the different rows of that owner and in this process's part of the batch.
         """
         owner = np.searchsorted(self._first[1:], self._of_each, side="right")
         order = np.argsort(owner, kind="stable")
-        pairs = np.empty((len(order), 2), self._index)
+        pairs: np.ndarray = np.empty((len(order), 2), self._index)
         pairs[:, 0] = (self._of_each - self._first[owner])[order]
         pairs[:, 1] = order
-        return np.bincount(owner, minlength=self._comm.size), order, pairs
+        return np.bincount(owner, minlength=self._comm.size).tolist(), order, pairs
 
 
 def _gather(table: np.ndarray, indices: np.ndarray, out: np.ndarray) -> None:
@@ -181,12 +178,13 @@ def _checked_ids(where: str, ids: Any, rows: int) -> np.ndarray:
 
 
 def _checked_table(where: str, table: Any, rows: int) -> np.ndarray:
-    array = table.array if isinstance(table, Parameter) else adopt(where, "table", table)
+    array: np.ndarray = adopt(where, "table", table)
     check.float_dtype(where, "table", array, "a floating dtype")
     if array.ndim == 0 or len(array) != rows:
         expected = f"{rows} rows, those of this process"
         reject(ValueError, where, "table", "has a wrong shape", expected, array.shape)
-    return check.contiguous(array, where, "table")
+    found: np.ndarray = check.contiguous(array, where, "table")
+    return found
 
 
 def _checked_gradient(where: str, gradient: Any, shape: tuple[int, ...]) -> np.ndarray:
@@ -195,4 +193,5 @@ def _checked_gradient(where: str, gradient: Any, shape: tuple[int, ...]) -> np.n
     if array.shape[: len(shape)] != shape:
         expected = f"{shape}, then that of a row"
         reject(ValueError, where, "gradient", "has a wrong shape", expected, array.shape)
-    return check.contiguous(array, where, "gradient").reshape(-1, *array.shape[len(shape) :])
+    found: np.ndarray = check.contiguous(array, where, "gradient")
+    return found.reshape(math.prod(shape), *array.shape[len(shape) :])  # also without elements

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from ...ops.runtime import check
 from ...ops.runtime.errors import reject
 from .agreement import agree, attempted
 from .communicator import Communicator
@@ -106,12 +105,13 @@ def places(ids: np.ndarray, rows: int, order: str) -> np.ndarray:
 def _check(where: str, rows: Any, order: Any) -> None:
     if isinstance(rows, bool) or not isinstance(rows, int | np.integer):
         reject(TypeError, where, "rows", "has a wrong type", "an int", type(rows).__name__)
-    check.in_range(where, "rows", rows, rows >= 0, "at least 0")
+    if rows < 0:
+        reject(ValueError, where, "rows", "is out of range", "at least 0", rows)
     if order not in ORDERS:
         reject(ValueError, where, "order", "is unknown", ORDERS, order)
-    if order == "hash":
+    if order == "hash" and rows > _MOST_HASHED:
         expected = f"at most {_MOST_HASHED}, with order='hash'"
-        check.in_range(where, "rows", rows, rows <= _MOST_HASHED, expected)
+        reject(ValueError, where, "rows", "is out of range", expected, rows)
 
 
 @cache

@@ -25,6 +25,7 @@ class Together:
 
     def agreed(self, planned: Callable[[], Plan | None], step: int) -> Plan | None:
         """The step that this process has planned; None where any process skips it."""
+        plan: Plan | None
         plan, error = attempted(planned)
         told = (plan is None, 0 if plan is None else _digest(plan))
         subject = {"global_step": step}

@@ -254,6 +254,7 @@ class Thor(FusedOptimizer):
     # State
 
     def state_arrays(self) -> dict[str, np.ndarray]:
+        """As `Optimizer.state_arrays`, with the factors of the layers."""
         arrays = super().state_arrays()
         for preconditioner in self._preconditioners:
             name = self.parameters[next(iter(preconditioner.positions))].name

@@ -78,9 +78,7 @@ def concatenated(where: str, name: str, parts: Sequence[Any]) -> RowTensor:
     if len({(part.dense_shape, part.values.dtype) for part in parts}) > 1:
         wrong, expected = "has parts that differ", "one dense_shape and dtype"
         reject(ValueError, where, name, wrong, expected, list(parts))
-    if len(parts) == 1:
-        return parts[0]
-    if any(part.positions is not None for part in parts):
+    if len(parts) > 1 and any(part.positions is not None for part in parts):
         wrong, expected = "has parts with positions", "one RowTensor with positions, or none"
         reject(ValueError, where, name, wrong, expected, f"{len(parts)} parts")
     shape = parts[0].dense_shape
@@ -91,4 +89,6 @@ def concatenated(where: str, name: str, parts: Sequence[Any]) -> RowTensor:
         gradients = [RowGradient.of(part.indices, part.values) for part in checked]
         return RowTensor(*device_gradient.concatenated(gradients), shape)
     indices = np.concatenate([part.indices for part in parts])
-    return RowTensor(indices, np.concatenate([part.values for part in parts]), shape)
+    values, first = np.concatenate([part.values for part in parts]), parts[0]
+    of_batch = {"positions": first.positions, "batch_length": first.batch_length}
+    return RowTensor(indices, values, shape, **of_batch)
