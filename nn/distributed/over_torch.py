@@ -27,10 +27,14 @@ class TorchCommunicator:
     """See `over_torch`."""
 
     def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
-        self._group, self._timeout = group, timeout
+        self.group, self._timeout = group, timeout
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._store = distributed_c10d._get_process_group_store(group)
         self._lost: LostProcessError | None = None
+
+    def __deepcopy__(self, memo: Any) -> TorchCommunicator:
+        """The same: a copy of a model talks to the same processes."""
+        return self
 
     def all_to_all(
         self,
@@ -61,7 +65,7 @@ class TorchCommunicator:
         if self._lost is not None:
             raise self._lost
         try:
-            work = collective(*arguments, **options, group=self._group, async_op=True)
+            work = collective(*arguments, **options, group=self.group, async_op=True)
         except RuntimeError as error:
             raise self._failed(error) from error
         return TorchTransfer(self, work, keep)
@@ -87,7 +91,7 @@ class TorchCommunicator:
             self._marked("told", living)  # the store is gone with the process that has it
             lost = [rank for rank in range(self.size) if rank not in living]
         except RuntimeError:  # of the store itself
-            lost = [] if _is_of_agent() else [dist.get_group_rank(self._group, 0)]
+            lost = [] if _is_of_agent() else [dist.get_group_rank(self.group, 0)]
         which = " and ".join(f"rank {rank}" for rank in lost) or "the store of an agent"
         cause = str(error).partition("\n")[0].partition(". ")[0]
         message = f"{_WHERE}: {which} of {self.size} processes does not answer ({cause})"

@@ -9,6 +9,7 @@ from .adam import Adam, AdamW, LazyAdam, SparseAdam
 from .adam_variants import Adamax, Adan, Lion, NAdam, RAdam
 from .clipping import clip_grad_norm_
 from .descent import ASGD, SGD, Rprop
+from .embedding import ShardedEmbedding
 from .layerwise import LARS, Lamb
 from .optimizer import Optimizer
 from .thor import Thor
@@ -16,5 +17,5 @@ from .thor import Thor
 __all__ = [
     "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Adan", "FTRL", "LARS",
     "Lamb", "LazyAdam", "Lion", "NAdam", "Optimizer", "RAdam", "RMSprop", "Rprop", "SGD",
-    "SparseAdam", "Thor", "clip_grad_norm_",
+    "ShardedEmbedding", "SparseAdam", "Thor", "clip_grad_norm_",
 ]  # fmt: skip

@@ -25,7 +25,15 @@ from ..engine.layout import Layout
 from ..engine.on_device import launch_updates
 from .binding import Binding, Choice, Entry, Given, Part, check_parameter
 from .method import OWN, Before, Group, Method, check_group, check_own
-from .state import cast_states, keep_dtypes, places_of, single
+from .state import (
+    cast_states,
+    keep_dtypes,
+    own_rows,
+    places_of,
+    single,
+    whole_table,
+    with_rows,
+)  # fmt: skip
 from .tensors import local, number
 
 _KEPT_BINDINGS = 4
@@ -168,11 +176,17 @@ class Optimizer(torch.optim.Optimizer, ABC):
 
     # State
 
+    def state_dict(self) -> dict[str, Any]:
+        """As in ``torch.optim``; of a `ShardedEmbedding` the states of the whole table."""
+        return with_rows(whole_table, super().state_dict(), self.param_groups)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in ``torch.optim``; states keep the dtype that they have in ``state_dict``.
 
         Options of this package that are not in it, as in one of PyTorch's, stay as they are.
         """
+        if any(hasattr(p, "row_shard") for group in self.param_groups for p in group["params"]):
+            state_dict = with_rows(own_rows, state_dict, self.param_groups)
         before = [{name: group[name] for name in OWN} for group in self.param_groups]
         given = [state_dict]  # a hook of the user may give another one
 
@@ -326,7 +340,8 @@ class Optimizer(torch.optim.Optimizer, ABC):
         """Refuse what no step can take; whether it is updated."""
         where, gradient = type(self).__name__, parameter.grad
         check_parameter(where, name, local(parameter))
-        if self.skip_nonfinite and local(parameter) is not parameter:
+        is_part = local(parameter) is not parameter or hasattr(parameter, "row_shard")
+        if self.skip_nonfinite and is_part:
             why = "the other processes would not skip the step"
             raise RuntimeError(f"{where}: skip_nonfinite takes no distributed parameters: {why}")
         if gradient is not None and gradient.layout == torch.sparse_coo:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ..distributed.over_torch import TorchCommunicator
+from ..distributed.shard import RowShard
 
 
 def single(value: float) -> Tensor:
@@ -43,3 +46,56 @@ def places_of(groups: Sequence[Mapping[str, Any]]) -> dict[int, tuple[int, str]]
             name = names[j] if names else len(places)
             places[id(parameter)] = k, f"parameter {name}"
     return places
+
+
+def whole_table(tensor: Tensor, shard: RowShard) -> Tensor:
+    """The rows of this process as a DTensor of the whole table.
+
+    Where PyTorch does not know the processes, these are the rows themselves, in the order of
+    their numbers if there is one process.
+    """
+    if not isinstance(shard.comm, TorchCommunicator):
+        if shard.comm.size > 1 or shard.order == "range":
+            return tensor
+        by_number = torch.empty_like(tensor)
+        by_number[torch.from_numpy(shard.indices)] = tensor
+        return by_number
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = DeviceMesh.from_group(shard.comm.group, "cpu")
+    shape = torch.Size((shard.rows, *tensor.shape[1:]))
+    stride = torch.empty(shape, device="meta").stride()
+    whole: Tensor = DTensor.from_local(
+        tensor.detach(), mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
+    )
+    return whole
+
+
+def own_rows(tensor: Tensor, shard: RowShard) -> Tensor:
+    """The rows of this process, of a DTensor or a whole table."""
+    to_local = getattr(tensor, "to_local", None)
+    if to_local is not None:
+        found: Tensor = to_local()
+        return found
+    if len(tensor) == shard.rows and (shard.comm.size > 1 or shard.order != "range"):
+        return tensor[torch.from_numpy(shard.indices)]
+    return tensor
+
+
+def with_rows(
+    convert: Callable[[Tensor, RowShard], Tensor],
+    state_dict: dict[str, Any],
+    groups: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """A state dict whose states of tables that several processes own are converted."""
+    states = dict(state_dict["state"])
+    for group, saved in zip(groups, state_dict["param_groups"], strict=False):
+        for parameter, key in zip(group["params"], saved["params"], strict=False):
+            shard = getattr(parameter, "row_shard", None)
+            if shard is not None and key in states:
+                states[key] = {
+                    name: convert(x, shard) if isinstance(x, Tensor) and x.dim() else x
+                    for name, x in states[key].items()
+                }
+    return {**state_dict, "state": states}

@@ -46,6 +46,13 @@ def array_of(tensor: Tensor) -> Any:
     return detached.numpy()
 
 
+def tensor_of(array: np.ndarray) -> Tensor:
+    """The tensor of a contiguous array on the host."""
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
 def order_of(tensor: Tensor) -> tuple[int, ...] | None:
     """The order of dimensions in which a tensor fills its memory; None where it does not."""
     if tensor.is_contiguous():
@@ -90,7 +97,12 @@ def rows_of(where: str, name: str, parameter: Tensor, gradient: Tensor) -> RowGr
         indices = (indices * torch.tensor(steps)[:, None].to(indices.device)).sum(0)
     if values.dtype not in DTYPES:
         reject(RuntimeError, where, name, "has a wrong dtype", "a floating dtype", values.dtype)
-    return RowGradient.of(array_of(indices.contiguous()), array_of(values.contiguous()))
+    # What a `ShardedEmbedding` has received; a gradient of several backwards is in no such order.
+    of_batch = getattr(parameter, "row_positions", None)
+    if of_batch is None or len(of_batch[0]) != len(values):
+        of_batch = ()
+    arrays = array_of(indices.contiguous()), array_of(values.contiguous())
+    return RowGradient.of(*arrays, *of_batch)
 
 
 def table_shape(gradient: Tensor) -> tuple[int, ...]:

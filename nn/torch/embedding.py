@@ -1,0 +1,175 @@
+"""An embedding whose table several processes own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ...ops.runtime import check
+from ...ops.runtime.errors import reject
+from ..distributed.agreement import gather_texts
+from ..distributed.communicator import Communicator
+from ..distributed.over_torch import over_torch
+from ..distributed.route import Route
+from ..distributed.shard import RowShard
+from .state import own_rows, whole_table
+from .tensors import DTYPES, array_of, tensor_of
+
+_BLOCK = 4_096  # rows that are drawn together
+
+
+class ShardedEmbedding(nn.Module):
+    """``torch.nn.Embedding(sparse=True)`` whose table several processes own, row by row.
+
+    Each process looks up the ids of its part of a batch: forward fetches their rows from their
+    owners, backward sends the gradients there, where they are a sparse gradient of `weight`, the
+    rows of this process. Optimizers of this package then take the step of one process that has the
+    whole table and the batch of all, to the same bits (as long as one backward is one step).
+
+    All processes call forward and backward, and call the embeddings of a model in one order.
+
+    Args:
+        num_embeddings: rows of the table, of all processes.
+        embedding_dim: length of a row.
+        comm: the processes; None: `distributed.over_torch` on the default process group.
+        order: which rows a process owns, as in `distributed.RowShard`.
+        average: divide gradients by the number of processes, as DistributedDataParallel does
+            with those of its parameters; where each process has the mean loss of its part of the
+            batch.
+        dtype: of the table; None: PyTorch's default.
+        seed: of the standard normal numbers that it begins with, which do not depend on the
+            number of processes; None: drawn by the first one from PyTorch's generator.
+
+    Attributes:
+        weight: the rows of this process, ``[shard.end - shard.begin, embedding_dim]``.
+        shard: which these are.
+
+    ``state_dict`` has the whole table as a DTensor, of which each process holds its rows;
+    torch.distributed.checkpoint saves and loads it, and the states that an optimizer of this
+    package has for it, on any number of processes. ``load_state_dict`` also takes a whole table,
+    such as that of ``torch.nn.Embedding``. `weight` is no parameter for
+    DistributedDataParallel: name it in ``model._ddp_params_and_buffers_to_ignore``.
+
+    Raises:
+        TypeError: on a rank, a kind does not fit.
+        ValueError: on a rank, a value is out of range or differs from that of rank 0.
+
+    >>> import torch
+    >>> from fusestep.nn import distributed
+    >>> table = ShardedEmbedding(10, 4, distributed.alone())
+    >>> out = table(torch.tensor([[1, 2], [2, 1]]))
+    >>> out.shape
+    torch.Size([2, 2, 4])
+    >>> out.sum().backward()
+    >>> table.weight.grad.is_sparse
+    True
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        comm: Communicator | None = None,
+        *,
+        order: str = "range",
+        average: bool = False,
+        dtype: torch.dtype | None = None,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.shard = RowShard(num_embeddings, over_torch() if comm is None else comm, order=order)
+        self.num_embeddings, self.embedding_dim = num_embeddings, int(embedding_dim)
+        self.average = check.flag("ShardedEmbedding", "average", average)
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        if dtype not in DTYPES:
+            reject(TypeError, "ShardedEmbedding", "dtype", "is unknown", [*DTYPES], dtype)
+        seed = int(torch.randint(2**62, ())) if seed is None else seed
+        if self.shard.comm.size > 1:
+            seed = int(gather_texts(self.shard.comm, str(seed))[0])
+        rows = torch.empty(len(self.shard), self.embedding_dim, dtype=dtype)
+        self.weight = nn.Parameter(rows)
+        self._mark()
+        self._draw(seed)
+        self.register_state_dict_post_hook(_whole)
+        self.register_load_state_dict_pre_hook(_own)
+
+    def _mark(self) -> None:
+        # For optimizers; a copy of a parameter has no attributes of its own.
+        self.weight.row_shard = self.shard  # type: ignore[attr-defined]
+
+    def _draw(self, seed: int) -> None:
+        """The same numbers for a row whoever has it: drawn block by block of the order."""
+        begin, end = self.shard.begin, self.shard.end
+        for block in range(begin // _BLOCK, -(-end // _BLOCK)):
+            first = block * _BLOCK
+            of_block = np.random.default_rng([seed, block])
+            rows = of_block.standard_normal((_BLOCK, self.embedding_dim), np.float32)
+            low, high = max(first, begin), min(first + _BLOCK, end)
+            with torch.no_grad():
+                own = torch.from_numpy(rows[low - first : high - first])
+                self.weight[low - begin : high - begin] = own
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """The rows of ids of any shape: ``[*ids.shape, embedding_dim]``.
+
+        Raises:
+            TypeError: on a rank, ids are not int32 or int64.
+            IndexError: on a rank, an id is out of range.
+        """
+        self._mark()
+        route = self.shard.route(array_of(ids))
+        found: Tensor = _Lookup.apply(self.weight, route, self.average)
+        return found
+
+    def extra_repr(self) -> str:
+        """As PyTorch shows it."""
+        return f"{self.num_embeddings}, {self.embedding_dim}, shard={self.shard}"
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """The order of the rows, which belongs to the table."""
+        return {"order": self.shard.order}
+
+    def set_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Refuse a table whose rows are in another order.
+
+        Raises:
+            ValueError: they are.
+        """
+        if state["order"] != self.shard.order:
+            where, wrong = "ShardedEmbedding.load_state_dict", "has another order of rows"
+            reject(ValueError, where, "the table", wrong, self.shard.order, state["order"])
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows, and their gradients on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, route: Route, average: bool) -> Tensor:
+        ctx.weight, ctx.route, ctx.average = weight, route, average
+        return tensor_of(route.gather(array_of(weight)))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        weight = ctx.weight
+        if ctx.average:
+            gradient = gradient / weight.row_shard.comm.size
+        rows = ctx.route.scatter(array_of(gradient.contiguous()))
+        weight.row_positions = rows.positions, rows.batch_length
+        indices, values = torch.from_numpy(rows.indices)[None], tensor_of(rows.values)
+        found = torch.sparse_coo_tensor(indices, values, weight.shape, check_invariants=False)
+        return found, None, None
+
+
+def _whole(module: ShardedEmbedding, state: dict[str, Any], prefix: str, _: Any) -> None:
+    name = f"{prefix}weight"
+    state[name] = whole_table(state[name], module.shard)
+
+
+def _own(module: ShardedEmbedding, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    name = f"{prefix}weight"
+    if name in state:
+        state[name] = own_rows(state[name], module.shard)
