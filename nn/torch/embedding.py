@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from ...ops.runtime import check
 from ...ops.runtime.errors import reject
+from .. import distributed
 from ..distributed.agreement import gather_texts
 from ..distributed.communicator import Communicator
-from ..distributed.over_torch import over_torch
 from ..distributed.route import Route
 from ..distributed.shard import RowShard
 from .state import own_rows, whole_table
@@ -81,7 +81,8 @@ class ShardedEmbedding(nn.Module):
         seed: int | None = None,
     ) -> None:
         super().__init__()
-        self.shard = RowShard(num_embeddings, over_torch() if comm is None else comm, order=order)
+        comm = distributed.over_torch() if comm is None else comm
+        self.shard = RowShard(num_embeddings, comm, order=order)
         self.num_embeddings, self.embedding_dim = num_embeddings, int(embedding_dim)
         self.average = check.flag("ShardedEmbedding", "average", average)
         dtype = torch.get_default_dtype() if dtype is None else dtype
@@ -99,7 +100,7 @@ class ShardedEmbedding(nn.Module):
 
     def _mark(self) -> None:
         # For optimizers; a copy of a parameter has no attributes of its own.
-        self.weight.row_shard = self.shard  # type: ignore[attr-defined]
+        self.weight.row_shard = self.shard
 
     def _draw(self, seed: int) -> None:
         """The same numbers for a row whoever has it: drawn block by block of the order."""

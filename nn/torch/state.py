@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..distributed.over_torch import TorchCommunicator
 from ..distributed.shard import RowShard
 
 
@@ -54,7 +53,8 @@ def whole_table(tensor: Tensor, shard: RowShard) -> Tensor:
     Where PyTorch does not know the processes, these are the rows themselves, in the order of
     their numbers if there is one process.
     """
-    if not isinstance(shard.comm, TorchCommunicator):
+    group = getattr(shard.comm, "group", None)
+    if group is None:
         if shard.comm.size > 1 or shard.order == "range":
             return tensor
         by_number = torch.empty_like(tensor)
@@ -63,7 +63,7 @@ def whole_table(tensor: Tensor, shard: RowShard) -> Tensor:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard
 
-    mesh = DeviceMesh.from_group(shard.comm.group, "cpu")
+    mesh = DeviceMesh.from_group(group, "cpu")
     shape = torch.Size((shard.rows, *tensor.shape[1:]))
     stride = torch.empty(shape, device="meta").stride()
     whole: Tensor = DTensor.from_local(
