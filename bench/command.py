@@ -46,7 +46,7 @@ def _missing() -> list[str]:
 def _run(args: argparse.Namespace) -> int:
     if missing := _missing():
         raise BenchError(f'the benchmark needs {", ".join(missing)}: pip install "fusestep[bench]"')
-    from . import run
+    from . import run, scale_out
     from .cases import options
     from .cases.steps import CASES, select
     from .report import check, show
@@ -57,6 +57,8 @@ def _run(args: argparse.Namespace) -> int:
         return 0
     if args.check:
         return check.main()
+    if args.processes is not None:
+        return scale_out.main(args)
     if args.earlier is not None:
         return show.main(args)
     return run.run(options.parse(args))

@@ -36,7 +36,7 @@ def arrays_of(values: Any) -> list[np.ndarray]:
     if isinstance(values, ops.RowTensor):
         return [values.indices, values.values]
     if isinstance(values, nn.Optimizer):
-        return [p.data for p in values.parameters] + list(values._state_arrays().values())
+        return [p.data for p in values.parameters] + list(values.state_arrays().values())
     if isinstance(values, dict):
         values = list(values.values())
     if isinstance(values, list | tuple):

@@ -56,7 +56,7 @@ def _updated(optimizer: Any) -> list[tuple[np.ndarray, ...]]:
     """Of each parameter: itself, and its states of that size."""
     shapes = {parameter.name: parameter.shape for parameter in optimizer.parameters}
     states: dict[str, list[np.ndarray]] = {name: [] for name in shapes}
-    for name, state in optimizer._state_arrays().items():
+    for name, state in optimizer.state_arrays().items():
         parameter = name.partition(".")[2]
         if shapes.get(parameter) == state.shape:
             states[parameter].append(state)

@@ -73,6 +73,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="measure nothing: show, and --plot, an earlier --json file, or CASE of it",
     )
+    add(
+        "--processes",
+        metavar="N",
+        help="instead of the cases: a table that so many processes own; several with commas",
+    )
     add("--check", action="store_true", help="check the tables of the documents, in a checkout")
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .. import machine
+from .. import machine, scale_out
 from ..cases import indices
 from ..cases.steps import LOOP
 from ..cases.workloads import DEFAULT_ROWS, PUBLISHED_DENSE, number
@@ -53,6 +53,7 @@ _SHOWN = (
     "many-small/nn.Adam",
 )
 _SUMMARISED = ("loop", "busy", "pause20")
+_WITHOUT_SCHEMA = ("recommender", "scale-out", "scale-out-model")
 Points = list[dict[str, Any]]
 
 
@@ -67,7 +68,7 @@ def rewritten(text: str, results: Path) -> str:
         begin, name, file, end = found.groups()
         if name not in _TABLES:
             raise BenchError(f"no table {name!r}: there are {', '.join(_TABLES)}")
-        has_schema = name != "recommender"
+        has_schema = name not in _WITHOUT_SCHEMA
         data = document.read(results / file, "--check", has_schema=has_schema) if file else {}
         return f"{begin}{_TABLES[name](data)}\n{end}"
 
@@ -325,6 +326,8 @@ _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "scenarios": _scenarios,
     "beside-torch": _beside_torch,
     "recommender": _recommender,
+    "scale-out": scale_out.measured,
+    "scale-out-model": scale_out.modelled,
     "usual": _all_usual,
     "models": _models,
     "sizes": _sizes,

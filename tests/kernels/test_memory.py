@@ -38,7 +38,7 @@ gradients = tuple(make(dtype) for dtype in (np.float32, np.float64))
 def made():
     tables = [np.ones((N, D), np.float32), np.ones((N, D))]
     opt = getattr(nn, name)(tables, use_locking=use_locking)
-    return opt, [*tables, *opt._state_arrays().values()]
+    return opt, [*tables, *opt.state_arrays().values()]
 
 
 def bits(arrays):

@@ -135,7 +135,7 @@ def test_adafactor_begins_anew_with_another_beta1() -> None:
 @pytest.mark.parametrize("state", ["exp_avg_sq_col_a", "exp_avg_sq_b"])
 def test_a_nan_in_a_second_moment_of_adafactor_stays(state: str) -> None:
     opt = make("AdaFactor", parameters(SHAPES))
-    array = opt._state_arrays()[state]
+    array = opt.state_arrays()[state]
     array[0] = np.nan
     opt(gradients(opt.parameters, 0))
     assert np.isnan(array[0])
@@ -205,8 +205,8 @@ def test_16_bit_parameters_are_rounded_once(form: str, dtype: Any) -> None:
     wide = [nn.Parameter(p.data.astype(np.float32), p.name) for p in low]
     given = gradients(wide, 0)
     one, other = make(form, low), make(form, wide)
-    begin = one._state_arrays()
-    for name, array in other._state_arrays().items():
+    begin = one.state_arrays()
+    for name, array in other.state_arrays().items():
         array[...] = begin[name]  # where some begin is no 16-bit number
     for opt in (one, other):
         opt(given)

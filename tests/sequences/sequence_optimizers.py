@@ -77,7 +77,7 @@ class Trained:
         self._skipped, self._was_pickled = 0, False
         self._old: list[np.ndarray] = []  # where parameters have been
         opt = self._built()
-        self._state = _copied(opt._state_arrays())
+        self._state = _copied(opt.state_arrays())
         self._snapshot = opt.state_dict()
         self._opt = opt if kept else None
 
@@ -138,7 +138,7 @@ class Trained:
         opt = self._built()
         for name, value in self._assigned.items():
             setattr(opt, name, value)
-        for name, array in opt._state_arrays().items():
+        for name, array in opt.state_arrays().items():
             array[...] = self._state[name]
         return opt
 
@@ -148,7 +148,7 @@ class Trained:
         """A step, or one that fails or is skipped."""
         gradients, kind = self._gradients(rng)
         opt = self._now()
-        before = _copied(opt._state_arrays())
+        before = _copied(opt.state_arrays())
         shapes = [(w.shape, str(w.dtype), k) for w, k in zip(self._data, self._kinds, strict=True)]
         text = f"{self.form} {shapes} {self._options} {self._groups} step "
         text = re.sub(r" at 0x\w+", "", f"{text}{int(opt.global_step[0])} {kind}")
@@ -164,7 +164,7 @@ class Trained:
             finally:
                 if kind == "read-only":
                     self._data[0].flags.writeable = True
-            self._after(opt, opt._state_arrays())
+            self._after(opt, opt.state_arrays())
             return self.digested(opt)
 
         check = None if kind else self._check(opt, gradients, before)
@@ -176,7 +176,7 @@ class Trained:
 
     def digested(self, opt: Any) -> list[Any]:
         """All that must be equal whether it is kept or made anew."""
-        states = opt._state_arrays()
+        states = opt.state_arrays()
         found = [states[name] for name in sorted(states)]
         return [sorted(states), *found, self._skipped, *self._old]
 
@@ -281,7 +281,7 @@ class Trained:
     def _load(self, _rng: np.random.Generator) -> None:
         opt = self._now()
         opt.load_state_dict(self._snapshot)
-        self._state = _copied(opt._state_arrays())
+        self._state = _copied(opt.state_arrays())
 
     def _rate(self, rng: np.random.Generator) -> None:
         """An entry of a list of learning rates, or the one there is."""
@@ -294,7 +294,7 @@ class Trained:
             rate.data[...] *= factor
         else:
             rate.data = np.asarray(rate.data * factor)
-        self._state = _copied(opt._state_arrays())
+        self._state = _copied(opt.state_arrays())
 
     def _assign(self, rng: np.random.Generator) -> None:
         opt = self._now()
@@ -349,7 +349,7 @@ class Trained:
                 real = np.float64 if w.dtype == F64 else np.float32
                 formula = exact_step(self.form, opt, rates[i], t, real)
                 expected = formula(old, reference.wide(gradients[i]) / scale, *states)
-                after = [w, *(opt._state_arrays()[name] for name in names)]
+                after = [w, *(opt.state_arrays()[name] for name in names)]
                 for found, exact in zip(after, expected, strict=False):
                     rough = found.dtype not in (F32, F64) or gradients[i].dtype != w.dtype
                     tolerance = 1e-2 if rough else 1e-11 if w.dtype == F64 else 2e-5
