@@ -16,8 +16,8 @@ from .states import ShardedStates
 from .together import together
 
 if TYPE_CHECKING:
-    from .over_mpi import over_mpi
-    from .over_torch import over_torch
+    from .mpi_group import over_mpi
+    from .torch_group import over_torch
 
 __all__ = [
     "Communicator", "LostProcessError", "Route", "RowShard", "ShardedStates", "all_reduce",
@@ -27,11 +27,11 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "over_torch":
-        from .over_torch import over_torch
+        from .torch_group import over_torch
 
         return over_torch
     if name == "over_mpi":
-        from .over_mpi import over_mpi
+        from .mpi_group import over_mpi
 
         return over_mpi
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

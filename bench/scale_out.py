@@ -1,0 +1,180 @@
+"""Tables that several processes own: what an iteration costs on this machine, and a model of more.
+
+``fusestep bench --processes 1,2,4`` starts that many processes on this machine, one thread each,
+over gloo. Beside the whole batch one process takes a quarter of it: from these two runs follows
+what an iteration costs outside of the network, and the runs with more processes check it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from . import machine
+from .cases.indices import DEFAULT, draw
+from .errors import BenchError
+from .report import document, table
+from .report.catalogue import markdown
+from .report.table import console, memory, seconds
+
+ROWS, DIM, BATCH = 500_000, 64, 65_536
+_QUICK_ROWS, _QUICK_BATCH = 20_000, 4_096
+_MOST = 64  # processes on one machine
+_TIMEOUT = 600.0
+NETWORKS = (10, 100, 400)  # Gbit/s
+SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)  # processes of the model
+MODEL_BATCH = 1 << 20  # ids of the batch of all processes
+_ROW = 4 * DIM  # bytes
+_MESSAGE = 5e-6  # seconds that a process takes for each message of a fast network, assumed
+
+
+def main(args: argparse.Namespace) -> int:
+    """Measure, print, and write ``--json``.
+
+    Raises:
+        BenchError: an option is wrong, or a run fails.
+    """
+    taken = ("processes", "json", "seconds", "quick")
+    others = [name for name, value in vars(args).items() if value and name not in taken]
+    if others:
+        raise BenchError(f"--processes: takes no {others[0].replace('_', '-')}")
+    if find_spec("torch") is None:
+        raise BenchError("--processes: needs PyTorch, for gloo: pip install torch")
+    counts = _counts(args.processes)
+    path = None if args.json is None else Path(args.json)
+    if path is not None:
+        document.check_writable(path)
+    rows, batch = (_QUICK_ROWS, _QUICK_BATCH) if args.quick else (ROWS, BATCH)
+    from .cases.options import parse_seconds
+
+    time = max(1.0, parse_seconds(args.seconds, quick=args.quick))
+    with table.progress() as reports:
+        runs = []
+        wanted = [(1, batch // 4), *((n, batch) for n in counts)]
+        for k, (n, of_run) in enumerate(wanted):
+            reports(f"{n} processes, {of_run:,} ids", k, len(wanted))(0.0)
+            runs.append(_run(n, rows, of_run, time))
+    data = {"machine": machine.machine(), "rows": rows, "dim": DIM, "runs": runs}
+    screen = console()
+    screen.print(measured(data), highlight=False)
+    if path is not None:
+        path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _counts(text: str) -> list[int]:
+    counts = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
+    if not all(1 <= count <= _MOST for count in counts):
+        raise BenchError(f"--processes: expected whole numbers from 1 to {_MOST}, got {text!r}")
+    return sorted({1, *counts})
+
+
+def _run(n: int, rows: int, batch: int, time: float) -> dict[str, Any]:
+    """What n processes have measured: the slowest of each figure, and the bytes of all."""
+    program = ["-m", "fusestep.bench.workers.scale_out_worker"]
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *("--nproc-per-node", str(n), *program, str(rows), str(DIM), str(batch), str(time)),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, check=True, timeout=_TIMEOUT
+        )
+    except subprocess.SubprocessError as error:
+        lines = (getattr(error, "stderr", None) or str(error)).strip().splitlines()
+        text = next((line for line in lines if "Error: " in line), lines[-1])
+        raise BenchError(f"--processes {n}: {text}") from error
+    every = json.loads(done.stdout.strip().splitlines()[-1])
+    highest = {name: max(own[name] for own in every) for name in every[0] if name != "iteration"}
+    totals = {name: sum(own[name] for own in every) for name in ("sent", "least", "ids")}
+    slowest = max((own["iteration"] for own in every), key=lambda times: float(times[1]))
+    return {"processes": n, "batch": batch, **highest, **totals, "iteration": slowest}
+
+
+# The model
+
+
+class Costs(NamedTuple):
+    """What an iteration costs a process outside of the network, in seconds."""
+
+    fixed: float
+    of_id: float
+
+    def at(self, ids: float) -> float:
+        """For so many ids of its part of the batch."""
+        return self.fixed + self.of_id * ids
+
+
+def costs(data: dict[str, Any]) -> Costs:
+    """From one process with the whole batch and with a quarter of it."""
+    part, whole = (run for run in data["runs"] if run["processes"] == 1)
+    of_id = (whole["outside"] - part["outside"]) / (whole["batch"] - part["batch"])
+    return Costs(whole["outside"] - of_id * whole["batch"], of_id)
+
+
+def bytes_sent(n: int, batch: int, rows: int) -> float:
+    """What each of n processes sends to the others in an iteration, in bytes.
+
+    Numbers of different rows, those rows, and for each id its gradient, the place of its row and
+    its own place.
+    """
+    ids = batch // n
+    different = len(np.unique(draw(DEFAULT, rows, ids)))
+    return (n - 1) / n * (different * (4 + _ROW) + ids * (_ROW + 8))
+
+
+def predicted(run: dict[str, Any], data: dict[str, Any]) -> float:
+    """The iteration of a run on this machine, whose cores its processes share."""
+    n, cores = run["processes"], data["machine"]["cores"]
+    outside = costs(data).at(run["batch"] / n) * max(1.0, n / cores)
+    sent = bytes_sent(n, run["batch"], data["rows"]) * run["second_per_byte"]
+    return outside + run["exchanges"] * run["agreement"] + sent
+
+
+def iteration(n: int, network: float, data: dict[str, Any]) -> float:
+    """Of n processes on machines of their own, with a network of so many Gbit/s."""
+    exchanges = data["runs"][-1]["exchanges"]
+    sent = bytes_sent(n, MODEL_BATCH, data["rows"]) * 8 / (network * 1e9)
+    return costs(data).at(MODEL_BATCH / n) + exchanges * (n - 1) * _MESSAGE + sent
+
+
+# The tables
+
+
+def measured(data: dict[str, Any]) -> str:
+    """The runs on this machine."""
+    head = [
+        *("processes", "ids", "iteration", "predicted", "outside of the network", "sent"),
+        *("of the least", "table and states of a process"),
+    ]
+    rows = []
+    for run in data["runs"]:
+        least = f"{run['sent'] / run['least']:.2f}" if run["least"] else "n/a"
+        rows.append([
+            str(run["processes"]), f"{run['batch']:,}", seconds(run["iteration"][1]),
+            seconds(predicted(run, data)), seconds(run["outside"]), memory(run["sent"]), least,
+            memory(run["table_and_states"]),
+        ])  # fmt: skip
+    return markdown(head, rows, left=0)
+
+
+def modelled(data: dict[str, Any]) -> str:
+    """The model, and where it is shortest, in bold."""
+    times = {g: [iteration(n, g, data) for n in SIZES] for g in NETWORKS}
+    rows = []
+    for k, n in enumerate(SIZES):
+        found = [seconds(times[g][k]) for g in NETWORKS]
+        best = [f"**{text}**" if times[g][k] == min(times[g]) else text
+                for g, text in zip(NETWORKS, found, strict=True)]  # fmt: skip
+        rows.append([str(n), memory(bytes_sent(n, MODEL_BATCH, data["rows"])), *best])
+    head = ["processes", "a process sends", *(f"{g} Gbit/s" for g in NETWORKS)]
+    return markdown(head, rows, left=0)

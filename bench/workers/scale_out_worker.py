@@ -1,0 +1,171 @@
+"""One process of ``fusestep bench --processes``: iterations on a table that P processes own.
+
+``torch.distributed.run`` starts it: ``scale_out_worker ROWS DIM BATCH SECONDS``. Rank 0 prints a
+line of JSON with what all have measured.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from ... import nn, set_num_threads
+from ...nn.distributed import Communicator, RowShard, over_torch, together
+from ...nn.distributed.agreement import agree, gather_texts
+from ...nn.distributed.communicator import Transfer, row_bytes
+from ..cases.indices import DEFAULT, draw
+
+_MOST, _ROUNDS, _LARGE = 200, 200, 1 << 22  # iterations, agreements, bytes of a large exchange
+_LARGE_ONES = 20
+
+
+class Counted:
+    """A communicator that adds up what is sent to others, and the seconds within its calls."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm, self.rank, self.size = comm, comm.rank, comm.size
+        self.sent, self.seconds, self.calls = 0, 0.0, 0
+
+    def all_to_all(
+        self,
+        sent: np.ndarray,
+        counts: Sequence[int],
+        received: np.ndarray,
+        received_counts: Sequence[int],
+    ) -> CountedTransfer:
+        """See `Communicator`."""
+        self.sent += (sum(counts) - counts[self.rank]) * row_bytes(sent)
+        return self._timed(self._comm.all_to_all, sent, counts, received, received_counts)
+
+    def all_gather(self, sent: np.ndarray, received: np.ndarray) -> CountedTransfer:
+        """See `Communicator`."""
+        self.sent += (self.size - 1) * sent.nbytes
+        return self._timed(self._comm.all_gather, sent, received)
+
+    def broadcast(self, array: np.ndarray, root: int) -> CountedTransfer:
+        """See `Communicator`."""
+        return self._timed(self._comm.broadcast, array, root)
+
+    def _timed(self, call: Callable[..., Transfer], *arguments: Any) -> CountedTransfer:
+        self.calls += 1
+        begin = time.perf_counter()
+        transfer = call(*arguments)
+        self.seconds += time.perf_counter() - begin
+        return CountedTransfer(self, transfer)
+
+
+class CountedTransfer:
+    """See `Transfer`."""
+
+    def __init__(self, comm: Counted, transfer: Transfer) -> None:
+        self._comm, self._transfer = comm, transfer
+
+    def wait(self) -> None:
+        """See `Transfer`."""
+        begin = time.perf_counter()
+        self._transfer.wait()
+        self._comm.seconds += time.perf_counter() - begin
+
+
+class Training:
+    """A table of this process, its optimizer, and its part of some batches."""
+
+    def __init__(self, comm: Counted, rows: int, dim: int, batch: int) -> None:
+        self.comm, self.shard = comm, RowShard(rows, comm, order="hash")
+        self.table = np.zeros((len(self.shard), dim), np.float32)
+        self.optimizer = nn.LazyAdam([self.table], learning_rate=1e-3)
+        together(self.optimizer, comm)
+        low, high = (batch * r // comm.size for r in (comm.rank, comm.rank + 1))
+        self.batches = [draw(DEFAULT, rows, batch, seed)[low:high] for seed in range(4)]
+        self.gradient = np.ones((high - low, dim), np.float32)
+
+    def iteration(self, k: int) -> None:
+        """Forward, backward and step of one batch."""
+        route = self.shard.route(self.batches[k % len(self.batches)])
+        route.gather(self.table)
+        self.optimizer((route.scatter(self.gradient),))
+
+    def least_bytes(self) -> float:
+        """What has to be sent in an iteration: ids, different rows, and all their gradients."""
+        found = []
+        for ids in self.batches:
+            places = self.shard.places(ids) // self.shard.height
+            others = ids[places != self.comm.rank]
+            row = self.gradient[0].nbytes
+            found.append(len(np.unique(others)) * (4 + row) + len(others) * row)
+        return float(np.mean(found))
+
+
+def measured(training: Training, seconds: float) -> dict[str, Any]:
+    """Medians over the iterations of this process."""
+    comm, whole, outside = training.comm, [], []
+    for k in range(3):
+        training.iteration(k)
+    comm.sent = comm.calls = 0
+    end = time.perf_counter() + seconds
+    is_over, k = False, 0
+    while not is_over:
+        before, begin = comm.seconds, time.perf_counter()
+        training.iteration(k)
+        whole.append(time.perf_counter() - begin)
+        outside.append(whole[-1] - (comm.seconds - before))
+        k += 1
+        sent, calls = comm.sent, comm.calls
+        is_late = time.perf_counter() > end or k == _MOST
+        is_over = bool(agree(comm, "bench", {}, told=(is_late, 0))[:, 0].any())
+        comm.sent, comm.calls = sent, calls
+    states = [a for name, a in training.optimizer.state_dict().items() if "moment" in name]
+    return {
+        "iterations": k,
+        "iteration": np.percentile(whole, [20, 50, 80]).tolist(),
+        "outside": float(np.median(outside)),
+        "sent": comm.sent / k,
+        "exchanges": comm.calls / k,
+        "least": training.least_bytes(),
+        "ids": len(training.gradient),
+        "table_and_states": training.table.nbytes + sum(array.nbytes for array in states),
+        "agreement": _median(lambda: agree(comm, "bench", {}), _ROUNDS),
+        "second_per_byte": _seconds_per_byte(comm),
+    }
+
+
+def _seconds_per_byte(comm: Counted) -> float:
+    """Of a byte that a process sends, in large exchanges."""
+    if comm.size == 1:
+        return 0.0
+    sent, received = np.ones((2, comm.size, _LARGE // comm.size), np.uint8)
+    ones = [1] * comm.size
+    seconds = _median(lambda: comm.all_to_all(sent, ones, received, ones).wait(), _LARGE_ONES)
+    return seconds / (sent.nbytes * (comm.size - 1) / comm.size)
+
+
+def _median(work: Callable[[], Any], times: int) -> float:
+    found = []
+    for _ in range(times):
+        begin = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - begin)
+    return float(np.median(found))
+
+
+def main() -> None:
+    """Measure; rank 0 prints."""
+    rows, dim, batch = map(int, sys.argv[1:4])
+    dist.init_process_group("gloo")
+    set_num_threads(1)  # as many processes as there are may share the cores
+    comm = Counted(over_torch())
+    own = measured(Training(comm, rows, dim, batch), float(sys.argv[4]))
+    every = gather_texts(comm, json.dumps(own))
+    if comm.rank == 0:
+        print(json.dumps([json.loads(text) for text in every]))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
