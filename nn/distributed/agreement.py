@@ -68,7 +68,7 @@ def agree(
         if error is not None:
             text = str(error).removeprefix(f"{where}: ")
             found = [_kind(error), f"{where}: rank {comm.rank}: {text}"]
-        raise _disagreement(where, gather_texts(comm, json.dumps([own, found])))
+        raise _disagreement(gather_texts(comm, json.dumps([own, found])))
     return received[:, 2:]
 
 
@@ -89,7 +89,7 @@ def _kind(error: Exception) -> str:
     return next(name for name, kind in _KINDS.items() if isinstance(error, kind))
 
 
-def _disagreement(where: str, texts: list[str]) -> Exception:
+def _disagreement(texts: list[str]) -> Exception:
     """The error of all processes, from what each has said."""
     said = [json.loads(text) for text in texts]
     errors = [error for _, error in said if error is not None]
@@ -99,9 +99,9 @@ def _disagreement(where: str, texts: list[str]) -> Exception:
     for rank, (other, subject) in enumerate(others, 1):
         if other != called:
             wrong, expected, got = "calls something else", f"{called} as rank 0", other
-            return ValueError(message(where, f"rank {rank}", wrong, expected, got))
+            return ValueError(message(called, f"rank {rank}", wrong, expected, got))
         for name, value in subject.items():
             if value != first[name]:
                 what, expected = f"rank {rank}: {name}", f"{first[name]} as on rank 0"
-                return ValueError(message(where, what, "differs", expected, value))
+                return ValueError(message(called, what, "differs", expected, value))
     raise AssertionError("texts that agree")

@@ -88,9 +88,9 @@ def save_checkpoint(
     where, path = "save_checkpoint", Path(folder)
     arrays, error = attempted(_arrays, where, optimizer, shards or {})
     forms = {} if error else {name: a.form for name, a in arrays.items()}
-    known = forms if comm.size == 1 else _union(comm, forms)
     shared = {n: f for n, f in forms.items() if "rank" not in f}
     agree(comm, where, {"tables": shared}, error)
+    known = forms if comm.size == 1 else _union(comm, forms)
     token = gather_texts(comm, secrets.token_hex(8))[0] if comm.size > 1 else secrets.token_hex(8)
     own = {
         name: np.ascontiguousarray(a.array).reshape(a.array.shape)  # 0-d stays so
