@@ -1,8 +1,8 @@
 """Pages that are made while the site is built: those of the API, and the documents of the root.
 
 ``mkdocs.yml`` names this file as a hook. Every name of ``fusestep.nn``, ``fusestep.ops``,
-``fusestep.nn.mxnet`` and ``fusestep.nn.torch`` gets a page of its own; their ``__all__`` is the
-only list of them. The last of these is read and not imported: it imports PyTorch.
+``fusestep.nn.mxnet``, ``fusestep.nn.torch`` and ``fusestep.nn.distributed`` gets a page of its
+own; their ``__all__`` is the only list of them. The last two are read and not imported.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ FROM_ROOT = {
     "LICENSE": "LICENSE",
 }
 LAYERS = {"nn": nn, "ops": ops, "mxnet": nn.mxnet}
+READ = {"torch": "PyTorch", "distributed": "Many processes"}  # of nn; they import extras
 # Griffe looks for a folder of the package's name, and an editable install has none: a link has it.
 _SOURCES = tempfile.TemporaryDirectory()
 
@@ -82,10 +83,12 @@ def entries() -> Iterator[Entry]:
                 public = f"nn.mxnet.{name}" if layer == "mxnet" else f"{layer}.{name}"
                 section = "MXNet" if layer == "mxnet" else _section(layer, name, target)
                 yield Entry(section, public, target, f"api/{layer}/{name}.md")
-    package = griffe.load("fusestep.nn.torch", search_paths=[_SOURCES.name], resolve_aliases=True)
-    for name in sorted(package.exports, key=str.lower):
-        target = package.members[name].final_target
-        yield Entry("PyTorch", f"nn.torch.{name}", target, f"api/torch/{name}.md")
+    for module, section in READ.items():
+        where = f"fusestep.nn.{module}"
+        package = griffe.load(where, search_paths=[_SOURCES.name], resolve_aliases=True)
+        for name in sorted(package.exports, key=str.lower):
+            target = package.members[name].final_target
+            yield Entry(section, f"nn.{module}.{name}", target, f"api/{module}/{name}.md")
 
 
 def _section(layer: str, name: str, target: Any) -> str:
