@@ -111,7 +111,7 @@ class Costs(NamedTuple):
 
     def at(self, ids: float) -> float:
         """For so many ids of its part of the batch."""
-        return self.fixed + self.of_id * ids
+        return float(self.fixed + self.of_id * ids)
 
 
 def costs(data: dict[str, Any]) -> Costs:
@@ -136,13 +136,13 @@ def predicted(run: dict[str, Any], data: dict[str, Any]) -> float:
     """The iteration of a run on this machine, whose cores its processes share."""
     n, cores = run["processes"], data["machine"]["cores"]
     outside = costs(data).at(run["batch"] / n) * max(1.0, n / cores)
-    sent = bytes_sent(n, run["batch"], data["rows"]) * run["second_per_byte"]
-    return outside + run["exchanges"] * run["agreement"] + sent
+    sent = bytes_sent(n, run["batch"], data["rows"]) * float(run["second_per_byte"])
+    return outside + float(run["exchanges"] * run["agreement"]) + sent
 
 
 def iteration(n: int, network: float, data: dict[str, Any]) -> float:
     """Of n processes on machines of their own, with a network of so many Gbit/s."""
-    exchanges = data["runs"][-1]["exchanges"]
+    exchanges = float(data["runs"][-1]["exchanges"])
     sent = bytes_sent(n, MODEL_BATCH, data["rows"]) * 8 / (network * 1e9)
     return costs(data).at(MODEL_BATCH / n) + exchanges * (n - 1) * _MESSAGE + sent
 
@@ -175,6 +175,7 @@ def modelled(data: dict[str, Any]) -> str:
         found = [seconds(times[g][k]) for g in NETWORKS]
         best = [f"**{text}**" if times[g][k] == min(times[g]) else text
                 for g, text in zip(NETWORKS, found, strict=True)]  # fmt: skip
-        rows.append([str(n), memory(bytes_sent(n, MODEL_BATCH, data["rows"])), *best])
+        sent = round(bytes_sent(n, MODEL_BATCH, data["rows"]))
+        rows.append([str(n), memory(sent), *best])
     head = ["processes", "a process sends", *(f"{g} Gbit/s" for g in NETWORKS)]
     return markdown(head, rows, left=0)

@@ -82,18 +82,21 @@ def differences(one: Run, other: Run) -> dict[str, float]:
     return {"largest": float(found.max()), "mean": float(found.mean())}
 
 
+def report_of(run: Run, best_auc: float) -> list[str]:
+    """Lines on one run."""
+    parts = ", ".join(f"{part} {ms:.2f}" for part, ms in run.milliseconds.items())
+    return [
+        f"\n{run.name}: {run.optimizers}",
+        f"  AUC        {run.final_auc:.4f} of held-out clicks, {run.auc[0]:.4f} untrained; "
+        f"the hidden model has {best_auc:.4f}",
+        f"  iteration  {run.iteration:.2f} ms ({parts}; medians)",
+        f"  optimizer  {run.share:.0%} of an iteration; its first step took {run.first:.0f} ms",
+    ]
+
+
 def report(runs: Sequence[Run], best_auc: float) -> list[str]:
     """Lines for the reader: what was learned, and what it took."""
-    lines = []
-    for run in runs:
-        parts = ", ".join(f"{part} {ms:.2f}" for part, ms in run.milliseconds.items())
-        lines += [
-            f"\n{run.name}: {run.optimizers}",
-            f"  AUC        {run.final_auc:.4f} of held-out clicks, {run.auc[0]:.4f} untrained; "
-            f"the hidden model has {best_auc:.4f}",
-            f"  iteration  {run.iteration:.2f} ms ({parts}; medians)",
-            f"  optimizer  {run.share:.0%} of an iteration; its first step took {run.first:.0f} ms",
-        ]
+    lines = [line for run in runs for line in report_of(run, best_auc)]
     torch, ours = runs
     ratios = [torch.milliseconds["optimizer"] / ours.milliseconds["optimizer"]]
     ratios.append(torch.iteration / ours.iteration)
@@ -104,13 +107,13 @@ def report(runs: Sequence[Run], best_auc: float) -> list[str]:
 
 
 def figures(settings: Settings, machine: Mapping[str, Any], runs: Sequence[Run],
-            best_auc: float) -> bytes:  # fmt: skip
+            best_auc: float, **others: Any) -> bytes:  # fmt: skip
     """Everything measured, as JSON."""
     found = {
         "settings": asdict(settings),
         "machine": dict(machine),
         "auc_of_the_hidden_model": best_auc,
-        "differences_of_losses": differences(*runs),
+        **others,
         "runs": {
             run.name: {
                 "optimizers": run.optimizers,

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 from sklearn.metrics import roc_auc_score
+from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from ..nn import torch as fused
 from .click_runs import Run, Settings
 from .clicks import ClickLog, Clicks, table_sizes
-from .dlrm import DLRM
+from .dlrm import DLRM, embedding
 
 TABLE_RATE, DENSE_RATE = 5e-3, 1e-3
 PIECE = 2048  # held-out clicks of one forward pass
@@ -22,8 +23,8 @@ STATES = 2  # arrays of a table's size that Adam keeps
 
 
 def bytes_of(settings: Settings) -> int:
-    """Memory of the tables and their states, of both trainings."""
-    numbers = 2 * (1 + STATES) * sum(table_sizes(settings.rows)) * settings.dim
+    """Memory of the tables and their states, of one training."""
+    numbers = (1 + STATES) * sum(table_sizes(settings.rows)) * settings.dim
     return numbers * (8 if settings.float64 else 4)
 
 
@@ -74,29 +75,33 @@ class Training:
         run: is filled.
         make: the optimizers of a model.
         settings: what is trained.
+        table: makes a table of the model.
     """
 
-    def __init__(self, run: Run, make: Callable[[DLRM], list[Any]], settings: Settings) -> None:
+    def __init__(
+        self, run: Run, make: Callable[[DLRM], list[Any]], settings: Settings,
+        table: Callable[[int, int], torch.nn.Module] = embedding,
+    ) -> None:  # fmt: skip
         self.run = run
         torch.manual_seed(settings.seed)
         self._dtype = torch.float64 if settings.float64 else torch.float32
-        self._model = DLRM(table_sizes(settings.rows), settings.dim).to(self._dtype)
+        self._model = DLRM(table_sizes(settings.rows), settings.dim, table).to(self._dtype)
         self._optimizers = make(self._model)
 
     def step(self, clicks: Clicks) -> None:
         """One iteration, timed."""
-        dense, ids, labels = self._tensors(clicks)
+        tensors = self._tensors(clicks)
         times = [time.perf_counter()]
-        loss = binary_cross_entropy_with_logits(self._model(dense, ids), labels)
+        loss = self._loss(*tensors)
         times.append(time.perf_counter())
-        loss.backward()
+        number = self._backward(loss)
         times.append(time.perf_counter())
         for optimizer in self._optimizers:
             optimizer.step()
         times.append(time.perf_counter())
         for optimizer in self._optimizers:
             optimizer.zero_grad()
-        self.run.losses.append(loss.item())
+        self.run.losses.append(number)
         for seconds, taken in zip(self.run.seconds.values(), np.diff(times), strict=True):
             seconds.append(float(taken))
 
@@ -105,9 +110,21 @@ class Training:
         dense, ids, _ = self._tensors(clicks)
         pieces = zip(dense.split(PIECE), ids.split(PIECE, dim=1), strict=True)
         with torch.no_grad():
-            scores = [self._model(*piece) for piece in pieces]
+            scores = [self._scores(*piece) for piece in pieces]
         auc = roc_auc_score(clicks.labels, torch.cat(scores).numpy())
         self.run.auc[len(self.run.losses)] = float(auc)
+
+    def _loss(self, dense: Tensor, ids: Tensor, labels: Tensor) -> Tensor:
+        return binary_cross_entropy_with_logits(self._model(dense, ids), labels)
+
+    def _backward(self, loss: Tensor) -> float:
+        """Gradients, and the loss as a number."""
+        loss.backward()
+        return loss.item()
+
+    def _scores(self, dense: Tensor, ids: Tensor) -> Tensor:
+        found: Tensor = self._model(dense, ids)
+        return found
 
     def _tensors(self, clicks: Clicks) -> tuple[Any, Any, Any]:
         dense, labels = (torch.from_numpy(x).to(self._dtype) for x in (clicks.dense, clicks.labels))
@@ -118,13 +135,13 @@ def train(
     trainings: Sequence[Training], settings: Settings, log: ClickLog, held_out: Clicks,
     progress: Callable[[], None],
 ) -> None:  # fmt: skip
-    """Take all steps, each with all optimizers; ``progress`` is called after each.
+    """Take the steps that are left, each with all optimizers; ``progress`` is called after each.
 
     They take turns, so that what else the machine does meets them alike.
     """
     ends = np.linspace(0, settings.steps, 1 + settings.measurements)
     measured = np.rint(ends).astype(int).tolist()
-    for number in range(settings.steps + 1):
+    for number in range(len(trainings[0].run.losses), settings.steps + 1):
         turns = trainings if number % 2 else trainings[::-1]
         if number in measured:
             for training in turns:

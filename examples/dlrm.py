@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import torch
@@ -15,17 +15,29 @@ from .clicks import N_DENSE
 BOTTOM, TOP = (512, 256, 64), (512, 256)
 
 
+def embedding(size: int, dim: int) -> nn.Module:
+    """A table with sparse gradients, whose numbers are the smaller the more rows it has."""
+    table = nn.Embedding(size, dim, sparse=True)
+    limit = 1 / math.sqrt(size)
+    nn.init.uniform_(table.weight, -limit, limit)
+    return table
+
+
 class DLRM(nn.Module):
     """Tables, an MLP for the dense features, products of all pairs of vectors, and an MLP on top.
 
     Args:
         sizes: rows of each table.
         dim: length of a row.
+        table: makes a table of them.
     """
 
-    def __init__(self, sizes: Sequence[int], dim: int) -> None:
+    def __init__(
+        self, sizes: Sequence[int], dim: int,
+        table: Callable[[int, int], nn.Module] = embedding,
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.tables = nn.ModuleList(_table(size, dim) for size in sizes)
+        self.tables = nn.ModuleList(table(size, dim) for size in sizes)
         self.bottom = nn.Sequential(*_layers((N_DENSE, *BOTTOM, dim)), nn.ReLU())
         n_vectors = len(sizes) + 1
         n_products = n_vectors * (n_vectors - 1) // 2
@@ -47,13 +59,6 @@ class DLRM(nn.Module):
         chosen = products.index_select(1, self.pairs)
         of_top: Tensor = self.top(torch.cat([bottom, chosen], dim=1))
         return of_top.squeeze(1)
-
-
-def _table(size: int, dim: int) -> nn.Embedding:
-    table = nn.Embedding(size, dim, sparse=True)
-    limit = 1 / math.sqrt(size)
-    nn.init.uniform_(table.weight, -limit, limit)
-    return table
 
 
 def _layers(widths: Sequence[int]) -> list[nn.Module]:

@@ -13,16 +13,20 @@ import importlib
 import os
 import platform
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import __version__, get_num_threads, set_num_threads
-from .click_runs import QUICK, Run, Settings, figures, picture, report
+from .click_runs import QUICK, Run, Settings, differences, figures, picture, report
 from .clicks import N_TABLES, ClickLog, table_sizes
 from .errors import DemoError, status_of
 from .options import Parser, integer
 from .report import prepare_folder, write_atomically
+
+if TYPE_CHECKING:
+    from .click_training import Training
 
 NEEDED = {"torch": "torch", "tqdm": "tqdm", "matplotlib": "matplotlib", "sklearn": "scikit-learn"}
 FIGURES, CURVES = "recommender.json", "recommender.png"
@@ -31,6 +35,17 @@ MOST_ROWS, MOST_DIM = 100_000_000, 1024
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the example to ``parser``."""
+    add_shared(parser)
+    parser.add_argument(
+        "--single",
+        action="store_true",
+        help='for fusestep one Adam(sparse="touched") for tables and dense layers; its eps is not '
+        "where SparseAdam's is, so the losses differ a little",
+    )
+
+
+def add_shared(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of every program that trains this model."""
     _add_sizes(parser)
     add = parser.add_argument
     add("--seed", type=integer(0), default=0, metavar="N", help="of all random (default: 0)")
@@ -38,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--threads",
         type=integer(1),
         metavar="N",
-        help="of both, at most (default: all; give 1 on a busy machine)",
+        help="of a process, at most (default: all; give 1 on a busy machine)",
     )
     add("--quick", action="store_true", help="a smaller run")
     add(
@@ -46,12 +61,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="compute in float64: in float32 roundings grow from step to step, as between two ways "
         "of PyTorch's own",
-    )
-    add(
-        "--single",
-        action="store_true",
-        help='for fusestep one Adam(sparse="touched") for tables and dense layers; its eps is not '
-        "where SparseAdam's is, so the losses differ a little",
     )
     add("--output", default="demo-output", metavar="DIR", help="folder of the results")
 
@@ -79,45 +88,52 @@ def main(args: argparse.Namespace) -> int:
 def settings_of(args: argparse.Namespace) -> Settings:
     """The settings that the options ask for."""
     names = ("steps", "batch", "rows", "dim", "seed", "single", "float64")
-    chosen = {name: value for name in names if (value := getattr(args, name)) is not None}
+    chosen = {name: value for name in names if (value := getattr(args, name, None)) is not None}
     return replace(QUICK if args.quick else Settings(), **chosen)
 
 
 def _run(args: argparse.Namespace) -> None:
-    _require_libraries()
+    require_libraries(NEEDED)
     settings, folder = settings_of(args), Path(args.output)
     sizes = table_sizes(settings.rows)
-    _require_memory(settings)
+    require_memory(settings, 2)
     prepare_folder(folder)
-    machine = _set_threads(args.threads)
-    print(f"model      {N_TABLES} tables of {sizes[0]:,} to {sizes[-1]:,} rows, "
-          f"{sum(sizes):,} in all, of {settings.dim} numbers")  # fmt: skip
-    print(f"training   {settings.steps:,} batches of {settings.batch:,} clicks, "
-          f"{machine['threads']} thread(s)", flush=True)  # fmt: skip
+    machine = set_threads(args.threads)
+    print("\n".join(heading(settings, machine["threads"])), flush=True)
     runs, best_auc = train_both(settings, sizes)
     print("\n".join(report(runs, best_auc)))
-    write_atomically(folder / FIGURES, figures(settings, machine, runs, best_auc))
+    compared = {"differences_of_losses": differences(*runs)}
+    write_atomically(folder / FIGURES, figures(settings, machine, runs, best_auc, **compared))
     write_atomically(folder / CURVES, picture(runs, best_auc))
     print(f"\nfigures and curves are in {folder}{os.sep}")
 
 
 def train_both(settings: Settings, sizes: list[int]) -> tuple[list[Run], float]:
     """The two runs, and the AUC of the model that made the clicks."""
-    from sklearn.metrics import roc_auc_score
-    from tqdm import tqdm
+    from .click_training import Training, choices
 
-    from .click_training import Training, choices, train
-
-    log = ClickLog(sizes, settings.seed)
-    held_out = log.held_out(settings.held_out)
     trainings = [
         Training(Run(name, optimizers), make, settings)
         for name, optimizers, make in choices(settings.single)
     ]
-    runs = [training.run for training in trainings]
+    log = ClickLog(sizes, settings.seed)
+    return [training.run for training in trainings], train_visibly(trainings, settings, log)
+
+
+def train_visibly(
+    trainings: Sequence[Training], settings: Settings, log: ClickLog, *, silent: bool = False
+) -> float:
+    """Trains with a progress bar; returns the AUC of the model that made the clicks."""
+    from sklearn.metrics import roc_auc_score
+    from tqdm import tqdm
+
+    from .click_training import train
+
+    held_out, runs = log.held_out(settings.held_out), [training.run for training in trainings]
     # A log file gets a line now and then instead of ten a second.
     every = 0.2 if sys.stderr.isatty() else 5.0
-    with tqdm(total=settings.steps, unit=" steps", mininterval=every) as bar:
+    options: dict[str, Any] = {"initial": len(runs[0].losses), "disable": silent}
+    with tqdm(total=settings.steps, unit=" steps", mininterval=every, **options) as bar:
 
         def progress() -> None:
             shown = ", ".join(f"{run.losses[-1]:.3f}" for run in runs)
@@ -125,11 +141,22 @@ def train_both(settings: Settings, sizes: list[int]) -> tuple[list[Run], float]:
             bar.update()
 
         train(trainings, settings, log, held_out, progress)
-    return runs, float(roc_auc_score(held_out.labels, held_out.log_odds))
+    return float(roc_auc_score(held_out.labels, held_out.log_odds))
 
 
-def _require_libraries() -> None:
-    for module, name in NEEDED.items():
+def heading(settings: Settings, threads: int) -> list[str]:
+    """Lines on what will be trained."""
+    sizes = table_sizes(settings.rows)
+    return [
+        f"model      {N_TABLES} tables of {sizes[0]:,} to {sizes[-1]:,} rows, "
+        f"{sum(sizes):,} in all, of {settings.dim} numbers",
+        f"training   {settings.steps:,} batches of {settings.batch:,} clicks, {threads} thread(s)",
+    ]
+
+
+def require_libraries(needed: Mapping[str, str]) -> None:
+    """Refuse to begin without a library, by its module and the name to install."""
+    for module, name in needed.items():
         try:
             importlib.import_module(module)
         except ImportError as error:
@@ -138,15 +165,15 @@ def _require_libraries() -> None:
             ) from error
 
 
-def _require_memory(settings: Settings) -> None:
-    """Refuse tables that this machine cannot hold, where it says what it has."""
+def require_memory(settings: Settings, trainings: float) -> None:
+    """Refuse so many trainings whose tables this machine cannot hold, where it says what it has."""
     from .click_training import bytes_of
 
     try:
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):
         return
-    needed = bytes_of(settings)
+    needed = trainings * bytes_of(settings)
     if needed > available:
         raise DemoError(
             f"--rows, --dim: tables and states need {needed / 1e9:.3g} GB, "
@@ -154,7 +181,7 @@ def _require_memory(settings: Settings) -> None:
         )
 
 
-def _set_threads(threads: int | None) -> dict[str, Any]:
+def set_threads(threads: int | None) -> dict[str, Any]:
     """Give PyTorch as many threads as the steps have; what the figures depend on."""
     import torch
 

@@ -60,13 +60,13 @@ def choose_queries(corpus: Corpus) -> list[str]:
     return (preferred + others)[:N_QUERIES] or corpus.words[:N_QUERIES]
 
 
-def prepare_folder(folder: Path) -> None:
-    """Makes the folder and tries whether a file can be written there.
+def prepare_folder(folder: Path, option: str = "--output") -> None:
+    """Makes the folder that an option names and tries whether a file can be written there.
 
     Raises:
         DemoError: it cannot.
     """
-    with _writing(folder):
+    with _writing(folder, option):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
@@ -89,12 +89,12 @@ def save(folder: Path, corpus: Corpus, model: SkipGram, history: History, title:
 
 
 @contextmanager
-def _writing(folder: Path) -> Iterator[None]:
+def _writing(folder: Path, option: str = "--output") -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:  # ValueError: a null character in the name
         reason = getattr(error, "strerror", None) or str(error)
-        raise DemoError(f"--output: cannot write to {str(folder)!r}: {reason}") from error
+        raise DemoError(f"{option}: cannot write to {str(folder)!r}: {reason}") from error
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -77,7 +77,7 @@ def described(optimizer: FusedOptimizer) -> dict[str, Any]:
         "parameters": [str(p.name) for p in optimizer.parameters],
         "dtypes": [str(p.dtype) for p in optimizer.parameters],
         "shapes of rows": [list(p.shape[1:]) for p in optimizer.parameters],
-        "states": list(optimizer.state_dict()),
+        "states": list(optimizer.state_arrays()),
         "options": [optimizer.sparse_update, *map(repr, (formula.constants, formula.bases))],
         "global_step": int(optimizer.global_step[0]),
     }
