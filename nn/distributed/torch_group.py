@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -88,10 +89,13 @@ class TorchCommunicator:
         try:
             self._store.set(_FAILED, "")
             living = self._marked("alive", range(self.size))
-            self._marked("told", living)  # the store is gone with the process that has it
             lost = [rank for rank in range(self.size) if rank not in living]
         except RuntimeError:  # of the store itself
             lost = [] if _is_of_agent() else [dist.get_group_rank(self.group, 0)]
+        else:
+            # The store is gone with the process that has it, which may be the first to be told.
+            with suppress(RuntimeError):
+                self._marked("told", living)
         which = " and ".join(f"rank {rank}" for rank in lost) or "the store of an agent"
         cause = str(error).partition("\n")[0].partition(". ")[0]
         message = f"{_WHERE}: {which} of {self.size} processes does not answer ({cause})"
