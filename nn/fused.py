@@ -187,15 +187,15 @@ class FusedOptimizer(StatefulOptimizer, ABC):
             OverflowError: ``global_step`` has reached the end of int32.
             Nothing has changed then.
         """
-        return self.construct(gradients_of(self._name, gradients, len(self.parameters)))
+        if self.together is None:
+            gradients = gradients_of(self._name, gradients, len(self.parameters))
+        return self.construct(gradients)
 
-    def construct(self, gradients: tuple[Any, ...]) -> tuple[bool, ...]:
-        """The step itself, for gradients of the right number."""
+    def construct(self, gradients: Any) -> tuple[bool, ...]:
+        """The step itself; several processes look at the number of the gradients here."""
         return self._step_with(gradients, self._conditioning)
 
-    def _step_with(
-        self, gradients: tuple[Any, ...], conditioning: Conditioning
-    ) -> tuple[bool, ...]:
+    def _step_with(self, gradients: Any, conditioning: Conditioning) -> tuple[bool, ...]:
         update: Update | None = vars(self)["_known_update"]
         stepper = self._stepper
         if update is None:
@@ -204,14 +204,14 @@ class FusedOptimizer(StatefulOptimizer, ABC):
             plan = self._plan(gradients, update, conditioning)
             if plan is not None:
                 stepper.run(plan)
-            return (True,) * len(gradients)
+            return (True,) * len(self.parameters)
         with stepper.turn():
             may_skip = self.skip_nonfinite or self._found_inf is not None
             stepper.ready(update, self._classes, may_skip=may_skip)
             plan = self._plan(gradients, update, conditioning)
             if plan is not None:
                 stepper.run(plan)
-        return (True,) * len(gradients)
+        return (True,) * len(self.parameters)
 
     def _plan(self, *of_step: Any) -> Plan | None:
         """The step, agreed with other processes if there are any; None for a skipped one."""
@@ -221,13 +221,13 @@ class FusedOptimizer(StatefulOptimizer, ABC):
             self._skipped[0] += 1
         return plan
 
-    def _own_plan(
-        self, gradients: tuple[Any, ...], update: Update, conditioning: Conditioning
-    ) -> Plan | None:
+    def _own_plan(self, gradients: Any, update: Update, conditioning: Conditioning) -> Plan | None:
         """The step, read and checked; None for one that is to be skipped.
 
         What can fail, fails here: nothing has been written.
         """
+        if self.together is not None:
+            gradients = gradients_of(self._name, gradients, len(self.parameters))
         classes, on_host = self._classes, self._stepper.works_on_host
         step = next_step(self._name, self._global_step)
         of_rates = max(0, step - self._rate_lag)

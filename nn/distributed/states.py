@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from ...ops.runtime.errors import reject
-from ..base.arguments import gradients_of
 from ..base.optimizer import Optimizer
 from ..fused import FusedOptimizer
 from .agreement import agree, attempted
@@ -73,10 +72,10 @@ class ShardedStates:
                 with a `FusedOptimizer` nothing has changed then, on any process.
             LostProcessError: a process has ended.
         """
-        gradients = gradients_of(_WHERE, gradients, len(self._own))
-        result = self.optimizer(tuple(
-            g if is_own else None for g, is_own in zip(gradients, self._own, strict=True)
-        ))  # fmt: skip
+        if isinstance(gradients, list | tuple):  # what else it is, the optimizer says
+            others = {k for k, is_own in enumerate(self._own) if not is_own}
+            gradients = tuple(None if k in others else g for k, g in enumerate(gradients))
+        result = self.optimizer(gradients)
         self.send()
         return result
 

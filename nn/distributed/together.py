@@ -54,7 +54,8 @@ def together(optimizer: FusedOptimizer, comm: Communicator) -> None:
         comm: the processes.
 
     Raises:
-        TypeError: on a rank, it is no such optimizer.
+        TypeError: on a rank, it is no such optimizer; `thor` and others that prepare their
+            gradients by themselves are none.
         ValueError: on a rank, its parameters are on a device; or the optimizers differ in class,
             states, or in name, dtype or row shape of a parameter. The error names the rank.
 
@@ -87,6 +88,9 @@ def _check(where: str, optimizer: Any) -> None:
     if not isinstance(optimizer, FusedOptimizer):
         got = type(optimizer).__name__
         reject(TypeError, where, "optimizer", "has a wrong type", "a FusedOptimizer", got)
+    if type(optimizer).construct is not FusedOptimizer.construct:
+        expected, got = "one whose step is an update rule", type(optimizer).__name__
+        reject(TypeError, where, "optimizer", "has a step of its own", expected, got)
     if any(p.is_on_device for p in optimizer.parameters):
         reject(ValueError, where, "optimizer", "is on a device", "parameters on the host", "CUDA")
 

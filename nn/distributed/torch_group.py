@@ -96,9 +96,12 @@ class TorchCommunicator:
             # The store is gone with the process that has it, which may be the first to be told.
             with suppress(RuntimeError):
                 self._marked("told", living)
-        which = " and ".join(f"rank {rank}" for rank in lost) or "the store of an agent"
         cause = str(error).partition("\n")[0].partition(". ")[0]
-        message = f"{_WHERE}: {which} of {self.size} processes does not answer ({cause})"
+        which = " and ".join(f"rank {rank}" for rank in lost)
+        wrong = (
+            f"{which} of {self.size} processes does not answer" if lost else "an exchange failed"
+        )
+        message = f"{_WHERE}: {wrong} ({cause})"
         self._lost = LostProcessError(message, lost)
         return self._lost
 
