@@ -135,7 +135,7 @@ def bytes_sent(n: int, batch: int, rows: int) -> float:
 def predicted(run: dict[str, Any], data: dict[str, Any]) -> float:
     """The iteration of a run on this machine, whose cores its processes share."""
     n, cores = run["processes"], data["machine"]["cores"]
-    outside = costs(data).at(run["batch"] / n) * max(1.0, n / cores)
+    outside: float = costs(data).at(run["batch"] / n) * max(1.0, n / cores)
     sent = bytes_sent(n, run["batch"], data["rows"]) * float(run["second_per_byte"])
     return outside + float(run["exchanges"] * run["agreement"]) + sent
 

@@ -23,11 +23,10 @@ from .engine.conditioning import Conditioning
 from .engine.host import Host
 from .engine.offload import Offload
 from .engine.on_device import are_finite
-from .engine.plan import Call, Classes, Counts, Plan, Stepper, Update, calls_of
+from .engine.plan import Call, Classes, Counts, Plan, Stepper, Together, Update, calls_of
 from .engine.reader import GradientReader, Gradients, by_storage
 
 if TYPE_CHECKING:
-    from .distributed.together import Together
     from .engine.device import Device
 
 SPARSE_UPDATES = ("lazy", "dense_equivalent")

@@ -43,6 +43,7 @@ DOCUMENTS = (
     *(f"docs/{name}.md" for name in ("performance", "bytes", "parity", "numbers")),
     "docs/guides/embedding-tables.md",
     "docs/moving/torch.md",
+    "docs/scale_out.md",
 )
 _REGION = re.compile(r"(<!-- bench: (\S+)(?: (\S+))? -->\n).*?(<!-- end of bench -->)", re.DOTALL)
 _SHOWN = (

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .checkpoint import load_checkpoint, save_checkpoint
@@ -25,13 +26,10 @@ __all__ = [
 ]  # fmt: skip
 
 
+_MODULES = {"over_torch": "torch_group", "over_mpi": "mpi_group"}
+
+
 def __getattr__(name: str) -> Any:
-    if name == "over_torch":
-        from .torch_group import over_torch
-
-        return over_torch
-    if name == "over_mpi":
-        from .mpi_group import over_mpi
-
-        return over_mpi
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

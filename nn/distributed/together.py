@@ -17,8 +17,8 @@ from .communicator import Communicator
 _WHERE = "together"
 
 
-class Together:
-    """The steps of the optimizers of all processes; what a `FusedOptimizer` asks."""
+class Agreement:
+    """The steps of the optimizers of all processes: a `Together`."""
 
     def __init__(self, where: str, comm: Communicator) -> None:
         self._where, self.comm = where, comm
@@ -67,7 +67,7 @@ def together(optimizer: FusedOptimizer, comm: Communicator) -> None:
     """
     _, error = attempted(_check, _WHERE, optimizer)
     agree(comm, _WHERE, described(optimizer) if error is None else {}, error)
-    optimizer.together = Together(type(optimizer).__name__, comm)
+    optimizer.together = Agreement(type(optimizer).__name__, comm)
 
 
 def described(optimizer: FusedOptimizer) -> dict[str, Any]:

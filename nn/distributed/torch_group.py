@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
 from ...ops.runtime import check
 from ...ops.runtime.errors import reject
@@ -30,7 +29,7 @@ class TorchCommunicator:
     def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
         self.group, self._timeout = group, timeout
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._store = distributed_c10d._get_process_group_store(group)
+        self._store = dist.distributed_c10d._get_process_group_store(group)
         self._lost: LostProcessError | None = None
 
     def __deepcopy__(self, memo: Any) -> TorchCommunicator:
@@ -159,7 +158,7 @@ def over_torch(group: Any = None, *, timeout: float = 300.0) -> TorchCommunicato
     (0, 1)
     >>> dist.destroy_process_group()
     """
-    if not dist.is_initialized():
+    if not (dist.is_available() and dist.is_initialized()):
         fix = "; call torch.distributed.init_process_group first"
         reject(RuntimeError, _WHERE, "group", "is missing", "a process group", "none", fix)
     group = dist.group.WORLD if group is None else group

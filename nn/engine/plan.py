@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -189,6 +189,13 @@ def _rows_of(
         return [(first_step, k) for k in range(n_classes)], class_of
     codes, hp_of = np.unique(steps * n_classes + class_of, return_inverse=True)
     return [divmod(code, n_classes) for code in codes.tolist()], hp_of
+
+
+class Together(Protocol):
+    """The optimizers of several processes, which take a step all or none."""
+
+    def agreed(self, planned: Callable[[], Plan | None], step: int) -> Plan | None:
+        """What is planned for a step, when all have planned theirs; None where one skips it."""
 
 
 class Stepper(Protocol):

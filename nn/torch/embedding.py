@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from ...ops.runtime import check
 from ...ops.runtime.errors import reject
-from .. import distributed
 from ..distributed.agreement import gather_texts
 from ..distributed.communicator import Communicator
 from ..distributed.route import Route
 from ..distributed.shard import RowShard
+from ..distributed.torch_group import over_torch
 from .state import own_rows, whole_table
 from .tensors import DTYPES, array_of, tensor_of
 
@@ -81,7 +81,7 @@ class ShardedEmbedding(nn.Module):
         seed: int | None = None,
     ) -> None:
         super().__init__()
-        comm = distributed.over_torch() if comm is None else comm
+        comm = over_torch() if comm is None else comm
         self.shard = RowShard(num_embeddings, comm, order=order)
         self.num_embeddings, self.embedding_dim = num_embeddings, int(embedding_dim)
         self.average = check.flag("ShardedEmbedding", "average", average)
