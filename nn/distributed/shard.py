@@ -76,7 +76,8 @@ class RowShard:
         places = np.arange(self.begin, self.end)
         if self.order == "range":
             return places
-        return places * pow(_factor(self.rows), -1, self.rows) % self.rows
+        rows = max(1, self.rows)  # there is nothing to divide then
+        return places * pow(_factor(self.rows), -1, rows) % rows
 
     def places(self, ids: np.ndarray) -> np.ndarray:
         """Where rows are in the order of the shards, for their numbers: int64."""
