@@ -120,7 +120,8 @@ class Training:
     def _backward(self, loss: Tensor) -> float:
         """Gradients, and the loss as a number."""
         loss.backward()
-        return loss.item()
+        number: float = loss.item()
+        return number
 
     def _scores(self, dense: Tensor, ids: Tensor) -> Tensor:
         found: Tensor = self._model(dense, ids)

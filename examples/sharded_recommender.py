@@ -19,20 +19,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from . import recommender
 from .click_runs import Run, Settings, figures, report_of
 from .clicks import ClickLog, table_sizes
 from .errors import DemoError, status_of
 from .options import Parser
-from .recommender import (
-    NEEDED,
-    add_shared,
-    heading,
-    require_libraries,
-    require_memory,
-    set_threads,
-    settings_of,
-    train_visibly,
-)  # fmt: skip
 from .report import prepare_folder, write_atomically
 
 WHO = "sharded_recommender"
@@ -45,15 +36,15 @@ def main(options: Sequence[str] | None = None) -> int:
 
     The first process reads the options and speaks; the others do as they are told.
     """
-    needed = {module: name for module, name in NEEDED.items() if module != "matplotlib"}
-    if status := status_of(WHO, lambda: require_libraries(needed)):
+    needed = {module: name for module, name in recommender.NEEDED.items() if module != "matplotlib"}
+    if status := status_of(WHO, lambda: recommender.require_libraries(needed)):
         return status
     import torch.distributed as dist
 
     from .sharded_training import process_group
 
     with process_group():
-        told = [_asked(options) if dist.get_rank() == 0 else None]
+        told: list[Any] = [_asked(options) if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(told)
         if isinstance(told[0], int):
             return told[0]
@@ -63,7 +54,7 @@ def main(options: Sequence[str] | None = None) -> int:
 def _asked(options: Sequence[str] | None) -> Any:
     """What is asked for and the run as it stands, or the exit status if it cannot be."""
     parser = Parser(prog=WHO, description=(__doc__ or "").partition("\n")[0])
-    add_shared(parser)
+    recommender.add_shared(parser)
     parser.add_argument("--checkpoint", metavar="DIR", help="new folder for the trained model")
     parser.add_argument(
         "--resume",
@@ -81,8 +72,8 @@ def _asked(options: Sequence[str] | None) -> Any:
 
 def _checked(args: Namespace) -> tuple[Settings, Run]:
     """Settings and run, when all that the options name is there and fits."""
-    settings, local = settings_of(args), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    require_memory(settings, local / int(os.environ.get("WORLD_SIZE", 1)))
+    settings, local = recommender.settings_of(args), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    recommender.require_memory(settings, local / int(os.environ.get("WORLD_SIZE", 1)))
     prepare_folder(Path(args.output))
     run = Run(WHO, "SparseAdam and Adam")
     if args.resume is not None:
@@ -119,15 +110,15 @@ def _run(args: Namespace, settings: Settings, run: Run) -> None:
     from .sharded_training import ShardedTraining
 
     is_first, size = dist.get_rank() == 0, dist.get_world_size()
-    machine = {**set_threads(args.threads), "processes": size}
+    machine = {**recommender.set_threads(args.threads), "processes": size}
     if is_first:
-        print("\n".join(heading(settings, machine["threads"])))
+        print("\n".join(recommender.heading(settings, machine["threads"])))
         print(f"processes  {size}", flush=True)
     training = ShardedTraining(run, settings)
     if args.resume is not None:
         training.load(Path(args.resume))
     log = ClickLog(table_sizes(settings.rows), settings.seed)
-    best_auc = train_visibly([training], settings, log, silent=not is_first)
+    best_auc = recommender.train_visibly([training], settings, log, silent=not is_first)
     taken = training.bytes_of_tables
     if args.checkpoint is not None:
         training.save(Path(args.checkpoint))

@@ -96,7 +96,8 @@ class ShardedTraining(Training):
         total, *gradients = self._sums([loss.detach(), *(p.grad for p in parameters)])
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-        return total.item()
+        number: float = total.item()
+        return number
 
     def _scores(self, dense: Tensor, ids: Tensor) -> Tensor:
         own, scores = self._own(len(dense)), dense.new_zeros(len(dense))

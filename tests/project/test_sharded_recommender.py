@@ -14,7 +14,8 @@ import pytest
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from fusestep import set_num_threads  # noqa: E402
-from fusestep.examples import sharded_recommender  # noqa: E402
+from fusestep.examples import recommender, sharded_recommender  # noqa: E402
+from fusestep.examples.options import Parser  # noqa: E402
 
 from subprocesses import ENVIRONMENT  # noqa: E402
 
@@ -92,7 +93,7 @@ def test_as_many_go_on_with_the_same_bits_and_others_but_for_roundings(
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     """What is looked at before anything is loaded."""
-    settings = vars(sharded_recommender.settings_of(arguments("--quick")))
+    settings = vars(recommender.settings_of(arguments("--quick")))
     run = {"losses": [0.7] * settings["steps"], "auc": {"0": 0.5}}
     found = {"settings": settings, "runs": {sharded_recommender.WHO: run}}
     (tmp_path / sharded_recommender.RUN).write_text(json.dumps(found))
@@ -100,8 +101,8 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def arguments(*options: str) -> Any:
-    parser = sharded_recommender.Parser()
-    sharded_recommender.add_shared(parser)
+    parser = Parser(prog="recommender")
+    recommender.add_shared(parser)
     return parser.parse_args(options)
 
 
