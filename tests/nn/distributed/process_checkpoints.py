@@ -41,7 +41,7 @@ def name_of(order: str, form: str, dtype: Any) -> str:
 
 def saved(comm: Communicator, engine: str, folder: Path) -> None:
     """Saved, by these processes, and read again by them, and by fewer."""
-    groups = [smaller(engine, comm, n) for n in range(1, comm.size if comm.size == 4 else 1)]
+    groups = [smaller(engine, comm, n) for n in range(1, comm.size if engine == "torch" else 1)]
     for case in CASES:
         order, form, dtype = case
         path = folder / name_of(order, form, dtype)

@@ -21,7 +21,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
 INDICES = {"words": np.int64, "tones": np.int32, "cubes": np.int64, "few": np.int32}
 IDS: dict[str, tuple[int, ...]] = {"cubes": (-1, 1)}
 """The shape of a process's part of the ids, where it is not ``[B]``."""
-LENGTHS = {"words": 9000, "tones": 6000, "cubes": 4500, "few": 5000}
+LENGTHS = {"words": 9000, "tones": 5000, "cubes": 1200, "few": 1500}
 """Of the batch: the sum of a row with more than 512 occurrences is one of ranges of 4096."""
 HOT = 1  # the row that half of the occurrences are of
 
