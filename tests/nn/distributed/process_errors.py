@@ -16,6 +16,11 @@ from process_training import Tables, Training
 N = 97
 
 
+def _copied(g: nn.RowTensor) -> nn.RowTensor:
+    places = {"positions": g.positions, "batch_length": g.batch_length}
+    return nn.RowTensor(g.indices, g.values.copy(), g.dense_shape, **places)
+
+
 class _Errors:
     """The rank ``bad`` does something else than all others."""
 
@@ -125,11 +130,21 @@ class _Errors:
 
     def steps(self) -> None:
         """The step of an optimizer that has states already, with hot rows."""
-        comm, only = self.comm, self.only
-        tables = Tables(comm, "hash")
-        one = Training("Adam", np.float32, tables, skip_nonfinite=True, sparse_update="lazy")
-        one.steps(2)
-        opt, arrays = one.optimizer, one.arrays()
+        tables = Tables(self.comm, "hash")
+        for options in ({}, {"skip_nonfinite": True}):
+            one = Training("Adam", np.float32, tables, sparse_update="lazy", **options)
+            one.steps(2)
+            self._wrong_gradients(one, tables)
+        self._skipped_step(one, tables)
+        self._other_numbers(one, tables.gradients(2, one.dtype))
+        one.steps(1)  # and it goes on: as if nothing had been wrong
+        whole = Training("Adam", np.float32, skip_nonfinite=True, sparse_update="lazy")
+        whole.steps(3)
+        for p, q in zip(one.params, whole.params, strict=True):
+            assert (p.data == q.data[tables.shards[p.name].indices]).all()
+
+    def _wrong_gradients(self, one: Training, tables: Tables) -> None:
+        opt, arrays, only = one.optimizer, one.arrays(), self.only
         usual = tables.gradients(2, one.dtype)
 
         def step_with(wrong: Any) -> Any:
@@ -146,22 +161,21 @@ class _Errors:
         ]
         for kind, match, gradient in wrong:
             self.raises(kind, match, step_with(gradient), *arrays)
-        before = [array.tobytes() for array in arrays[:-1]]
-        for bad in range(comm.size):  # of a rank that has rows
-            gradients = [nn.RowTensor(g.indices, g.values.copy(), g.dense_shape,
-                positions=g.positions, batch_length=g.batch_length) for g in usual]  # fmt: skip
+        given = only(usual[:1], usual)
+        self.raises(ValueError, "BAD: .*wrong length", lambda: opt(tuple(given)), *arrays)
+
+    def _skipped_step(self, one: Training, tables: Tables) -> None:
+        """A NaN on any rank that has an occurrence: no rank takes the step, all count it."""
+        opt, comm, arrays = one.optimizer, self.comm, one.arrays()[:-1]
+        before = [array.tobytes() for array in arrays]
+        for bad in range(comm.size):
+            gradients = [_copied(g) for g in tables.gradients(2, one.dtype)]
             if comm.rank == bad:
                 gradients[0].values[-1:] = np.nan
             skipped = opt.skipped_steps
             opt(tuple(gradients))
             assert everywhere(comm, opt.skipped_steps) == [str(skipped + 1)] * comm.size
-            assert [array.tobytes() for array in arrays[:-1]] == before
-        self._other_numbers(one, usual)
-        one.steps(1)  # and it goes on: as if nothing had been wrong
-        whole = Training("Adam", np.float32, skip_nonfinite=True, sparse_update="lazy")
-        whole.steps(3)
-        for p, q in zip(one.params, whole.params, strict=True):
-            assert (p.data == q.data[tables.shards[p.name].indices]).all()
+            assert [array.tobytes() for array in arrays] == before
 
     def _other_numbers(self, one: Training, usual: Any) -> None:
         opt = one.optimizer
@@ -200,7 +214,9 @@ class _Errors:
         arrays = [table, *opt.state_arrays().values()]
         names = list(calls)
         for name, other in zip(names, names[1:] + names[:1], strict=True):
-            kind, text = ValueError, "DIFFERING calls something else"
+            of_first, of_others = (other, name) if self.bad == 0 else (name, other)
+            wrong = f"expected {of_first} as rank 0, got {of_others}"
+            kind, text = ValueError, f"^{of_first}: DIFFERING calls something else: {wrong}"
             if "load_checkpoint" in (
                 name,
                 other,

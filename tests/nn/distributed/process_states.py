@@ -34,6 +34,7 @@ class Descent(nn.Optimizer):
         super().__init__(0.1, params, weight_decay=0.01)
         self.moments = [np.zeros_like(p.data) for p in self.parameters]
         self.updated: set[int] = set()
+        self.sent: list[np.ndarray] = []  # as they are when that has returned
 
     def construct(self, gradients: tuple[Any, ...]) -> Any:
         for i, p in enumerate(self.parameters):
@@ -42,6 +43,7 @@ class Descent(nn.Optimizer):
                 self.moments[i] += gradients[i] + np.asarray(0.01 * p.data, p.dtype)
                 p.data[...] -= np.asarray(0.1 * self.moments[i], p.dtype)
         assert self.broadcast_params((True,) * len(gradients)) is True
+        self.sent = [p.data.copy() for p in self.parameters]
         return (True,) * len(gradients)
 
 
@@ -102,8 +104,9 @@ def custom(comm: Communicator, *_: Any) -> None:
     for step in range(3):
         reference(gradients_of(one, step))
         assert opt(gradients_of(own, step)) == (True,) * len(own)
-        for p, q in zip(own, one, strict=True):
+        for p, q, sent in zip(own, one, opt.optimizer.sent, strict=True):
             assert_same_bits(p.data, q.data, str(p.name))
+            assert_same_bits(sent, q.data, str(p.name))
     mine = {i for i, owner in enumerate(opt.owners) if owner == comm.rank}
     assert opt.optimizer.updated == mine
     assert reference.broadcast_params(True) is True
@@ -164,3 +167,5 @@ def sharded_errors(comm: Communicator, *_: Any) -> None:
     gradients = list(gradients_of(params, 99))
     gradients[owned] = np.ones((1, 1, 1), np.float32)
     refused(comm, ValueError, text, lambda: opt(gradients), *watched)
+    given = on_bad(gradients[:1], list(gradients_of(params, 99)))
+    refused(comm, ValueError, text + ".*wrong length", lambda: opt(given), *watched)
