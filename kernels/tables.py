@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from ctypes import c_int64
 from typing import NamedTuple
 
 import numpy as np
@@ -68,6 +69,20 @@ class RowTable(NamedTuple):
     # the whole batch, in ascending order (0: this is all of it), and how many that has.
     positions: int = 0
     whole_length: int = 0
+
+    @property
+    def ranges(self) -> tuple[int, int]:
+        """The length of its ranges, and how many there are."""
+        return ranges_of(self.whole_length or self.length)
+
+    def bounds(self) -> np.ndarray:
+        """The first of its positions in each range, and its length: int64."""
+        range_length, n_ranges = self.ranges
+        firsts = range_length * np.arange(n_ranges + 1)
+        if not self.positions:
+            return np.minimum(firsts, self.length)
+        of_batch = np.ctypeslib.as_array((c_int64 * self.length).from_address(self.positions))
+        return np.searchsorted(of_batch, firsts)
 
 
 class FactoredTensor(NamedTuple):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
+
+from ...ops.runtime.device import DeviceArray
 
 
 class LostProcessError(RuntimeError):
@@ -30,8 +32,8 @@ class Transfer(Protocol):
 class Communicator(Protocol):
     """A group of processes that all make the same calls in the same order.
 
-    There is no sum among the calls: engines add in orders of their own, `all_reduce` in one that
-    is written down.
+    Arrays are those of NumPy; where it says so also `DeviceArray`. There is no sum among the calls:
+    engines add in orders of their own, `all_reduce` in one that is written down.
     """
 
     @property
@@ -42,12 +44,12 @@ class Communicator(Protocol):
     def size(self) -> int:
         """The number of processes."""
 
+    @property
+    def moves_device_arrays(self) -> bool:
+        """Whether `all_to_all` also moves arrays of CUDA devices."""
+
     def all_to_all(
-        self,
-        sent: np.ndarray,
-        counts: Sequence[int],
-        received: np.ndarray,
-        received_counts: Sequence[int],
+        self, sent: Any, counts: Sequence[int], received: Any, received_counts: Sequence[int]
     ) -> Transfer:
         """Rows to each process, and from each: ``counts[r]`` rows of ``sent`` go to rank r.
 
@@ -66,16 +68,20 @@ class _Alone:
     """See `alone`."""
 
     rank, size = 0, 1
+    moves_device_arrays = True
 
     def all_to_all(
         self,
-        sent: np.ndarray,
+        sent: Any,
         counts: Sequence[int],  # noqa: ARG002  (one, that of all rows)
-        received: np.ndarray,
+        received: Any,
         received_counts: Sequence[int],  # noqa: ARG002
     ) -> _Arrived:
         """See `Communicator`."""
-        received[...] = sent
+        if isinstance(received, DeviceArray):
+            received.assign(sent)
+        else:
+            received[...] = sent
         return _Arrived()
 
     def all_gather(self, sent: np.ndarray, received: np.ndarray) -> _Arrived:
@@ -107,9 +113,9 @@ def as_bytes(array: np.ndarray) -> np.ndarray:
     return array.reshape(-1).view(np.uint8)
 
 
-def row_bytes(array: np.ndarray) -> int:
+def row_bytes(array: Any) -> int:
     """The size of a row, also of an array without rows."""
-    size = array.itemsize
+    size: int = array.itemsize
     for n in array.shape[1:]:
         size *= n
     return size

@@ -18,6 +18,8 @@ _WHERE = "over_mpi"
 class MpiCommunicator:
     """See `over_mpi`."""
 
+    moves_device_arrays = False
+
     def __init__(self, communicator: MPI.Intracomm) -> None:
         # Of our own: messages of the caller cannot be taken for ours.
         self._communicator = communicator.Dup()

@@ -11,7 +11,9 @@ import numpy as np
 
 from ...kernels.cpu.gather import gather
 from ...ops.runtime import check
-from ...ops.runtime.arrays import adopt
+from ...ops.runtime.arrays import adopt_anywhere, native
+from ...ops.runtime.device import DeviceArray
+from ...ops.runtime.device_gradient import gathered
 from ...ops.runtime.errors import reject
 from ...ops.runtime.row_tensor import RowTensor
 from .agreement import agree, attempted
@@ -50,13 +52,14 @@ class Route:
         self._shard, self._comm = shard, shard.comm
         checked, error = attempted(_checked_ids, "RowShard.route", ids, shard.rows)
         places = shard.places(np.empty(0, np.int64) if error else checked.reshape(-1))
-        self._distinct, self._of_each = np.unique(places, return_inverse=True)
+        self._distinct, of_each = np.unique(places, return_inverse=True)
         bounds = np.arange(self._comm.size + 1) * shard.height
         self._first = np.searchsorted(self._distinct, bounds)  # of each owner
         told = np.diff(self._first), np.full(self._comm.size, len(places))
         of_rows = {"rows": shard.rows, "order": shard.order}
         heard = agree(self._comm, "RowShard.route", of_rows, error, np.stack(told, axis=1))
         self._shape = checked.shape
+        self._of_each = of_each.reshape(self._shape)
         self._sent, self._needed_counts = np.diff(self._first).tolist(), heard[:, 0].tolist()
         self._lengths = heard[:, 1]
         owner = np.repeat(np.arange(self._comm.size), self._sent)
@@ -72,11 +75,12 @@ class Route:
         """The type in which numbers of rows and of occurrences travel."""
         return np.int32 if max(self._shard.height, self._lengths.max()) < 2**31 else np.int64
 
-    def gather(self, table: Any) -> np.ndarray:
+    def gather(self, table: Any) -> Any:
         """The rows of the ids: ``[*ids.shape, ...]``; all processes call this.
 
         Args:
-            table: the part of this process, ``[shard.end - shard.begin, ...]``, contiguous.
+            table: the part of this process, ``[shard.end - shard.begin, ...]``, contiguous; on
+                the host, or on a device if the processes move device arrays (nccl).
 
         Raises:
             TypeError, ValueError: on a rank, the table does not fit; or dtype or width differ.
@@ -84,22 +88,29 @@ class Route:
         """
         return self.start_gather(table).wait()
 
-    def start_gather(self, table: Any) -> Arrival[np.ndarray]:
+    def start_gather(self, table: Any) -> Arrival[Any]:
         """Send the rows: `gather` in two parts. The table may change meanwhile."""
-        array, error = attempted(_checked_table, "RowShard.gather", table, len(self._shard))
+        array, error = attempted(self._checked_table, "RowShard.gather", table)
         agree(self._comm, "RowShard.gather", _form(array), error)
-        tail = array.shape[1:]
-        sent = np.empty((len(self._needed), *tail), array.dtype)
-        received = np.empty((len(self._distinct), *tail), array.dtype)
-        _gather(array, self._needed, sent)
+        sent = _rows_at(array, self._needed)
+        received = _empty_rows(array, len(self._distinct))
         transfer = self._comm.all_to_all(sent, self._needed_counts, received, self._sent)
+        return Arrival([transfer], lambda: native(_rows_at(received, self._of_each)))
 
-        def unpack() -> np.ndarray:
-            rows = np.empty((len(self._of_each), *tail), array.dtype)
-            _gather(received, self._of_each, rows)
-            return rows.reshape(*self._shape, *tail)
+    def _checked_table(self, where: str, table: Any) -> Any:
+        array, rows = self._checked(where, "table", table), len(self._shard)
+        if array.ndim == 0 or len(array) != rows:
+            expected = f"{rows} rows, those of this process"
+            reject(ValueError, where, "table", "has a wrong shape", expected, array.shape)
+        return check.contiguous(array, where, "table")
 
-        return Arrival([transfer], unpack)
+    def _checked(self, where: str, name: str, value: Any) -> Any:
+        array = adopt_anywhere(where, name, value)
+        if isinstance(array, DeviceArray) and not self._comm.moves_device_arrays:
+            expected = "an array on the host, which these processes can send"
+            reject(ValueError, where, name, "is on a device", expected, "CUDA")
+        check.float_dtype(where, name, array, "a floating dtype")
+        return array
 
     def scatter(self, gradient: Any) -> RowTensor:
         """The gradient of this process's part of the table; all processes call this.
@@ -108,7 +119,8 @@ class Route:
         step with it has the bits of one process that has the whole table and the whole batch.
 
         Args:
-            gradient: ``[*ids.shape, ...]``, floating: of the rows, in the order of the ids.
+            gradient: ``[*ids.shape, ...]``, floating: of the rows, in the order of the ids;
+                where the table is.
 
         Raises:
             TypeError, ValueError: on a rank, the gradient does not fit; or dtype or width differ.
@@ -118,15 +130,14 @@ class Route:
 
     def start_scatter(self, gradient: Any) -> Arrival[RowTensor]:
         """Send the gradients: `scatter` in two parts. The gradient may change meanwhile."""
-        array, error = attempted(_checked_gradient, "RowShard.scatter", gradient, self._shape)
+        array, error = attempted(self._checked_gradient, "RowShard.scatter", gradient)
         counts, order, pairs = self._occurrences
         form = _form(array)
         told = [(n, 0) for n in counts]
         heard = agree(self._comm, "RowShard.scatter", form, error, told)
         own_counts = heard[:, 0].tolist()
-        tail, n = array.shape[1:], sum(own_counts)
-        sent, values = np.empty(array.shape, array.dtype), np.empty((n, *tail), array.dtype)
-        _gather(array, order, sent)
+        n = sum(own_counts)
+        sent, values = _rows_at(array, order), _empty_rows(array, n)
         places: np.ndarray = np.empty((n, 2), self._index)
         transfers = [
             self._comm.all_to_all(pairs, counts, places, own_counts),
@@ -139,59 +150,66 @@ class Route:
             first_position = np.cumsum([0, *self._lengths.tolist()])
             rows = self._needed[first_needed[rank] + places[:, 0]]
             positions = first_position[rank] + places[:, 1]
-            shape = (len(self._shard), *tail)
+            indices = values.holding(rows) if isinstance(values, DeviceArray) else rows
+            shape = (len(self._shard), *values.shape[1:])
             length = int(self._lengths.sum())
-            return RowTensor(rows, values, shape, positions=positions, batch_length=length)
+            return RowTensor(indices, values, shape, positions=positions, batch_length=length)
 
         return Arrival(transfers, unpack)
+
+    def _checked_gradient(self, where: str, gradient: Any) -> Any:
+        array, shape = self._checked(where, "gradient", gradient), self._shape
+        if array.shape[: len(shape)] != shape:
+            expected = f"{shape}, then that of a row"
+            reject(ValueError, where, "gradient", "has a wrong shape", expected, array.shape)
+        found = check.contiguous(array, where, "gradient")
+        return found.reshape(math.prod(shape), *array.shape[len(shape) :])  # also without elements
 
     @cached_property
     def _occurrences(self) -> tuple[list[int], np.ndarray, np.ndarray]:
         """How many go to each owner, their order by owner, and of each, in this order, its place
         among the different rows of that owner and in this process's part of the batch.
         """
-        owner = np.searchsorted(self._first[1:], self._of_each, side="right")
+        of_each = self._of_each.reshape(-1)
+        owner = np.searchsorted(self._first[1:], of_each, side="right")
         order = np.argsort(owner, kind="stable")
         pairs: np.ndarray = np.empty((len(order), 2), self._index)
-        pairs[:, 0] = (self._of_each - self._first[owner])[order]
+        pairs[:, 0] = (of_each - self._first[owner])[order]
         pairs[:, 1] = order
         return np.bincount(owner, minlength=self._comm.size).tolist(), order, pairs
 
 
-def _gather(table: np.ndarray, indices: np.ndarray, out: np.ndarray) -> None:
-    if out.size:
-        gather(table, indices, out.reshape(len(out), -1))
+def _empty_rows(like: Any, n: int) -> Any:
+    """So many rows, where ``like`` is."""
+    shape = n, *like.shape[1:]
+    return (
+        like.empty_like(shape=shape)
+        if isinstance(like, DeviceArray)
+        else np.empty(shape, like.dtype)
+    )
 
 
-def _form(array: np.ndarray | None) -> dict[str, Any]:
+def _rows_at(array: Any, indices: np.ndarray) -> Any:
+    """The rows at valid indices: ``[*indices.shape, ...]``, where the array is."""
+    if isinstance(array, DeviceArray):
+        return gathered("RowShard", array, array.holding(indices))[0]
+    rows: np.ndarray = np.empty((*indices.shape, *array.shape[1:]), array.dtype)
+    if rows.size:
+        gather(array, indices.reshape(-1), rows.reshape(indices.size, -1))
+    return rows
+
+
+def _form(array: Any) -> dict[str, Any]:
     """What has to be the same for all processes."""
     if array is None:
         return {}
-    return {"dtype": str(array.dtype), "shape of a row": list(array.shape[1:])}
+    place = "a device" if isinstance(array, DeviceArray) else "the host"
+    return {"dtype": str(array.dtype), "shape of a row": list(array.shape[1:]), "place": place}
 
 
 def _checked_ids(where: str, ids: Any, rows: int) -> np.ndarray:
-    array = adopt(where, "ids", ids)
+    found = adopt_anywhere(where, "ids", ids)
+    array: np.ndarray = found.numpy() if isinstance(found, DeviceArray) else found
     check.index_dtype(where, array)
     check.indices_in_range(where, array.reshape(-1), rows)
     return array
-
-
-def _checked_table(where: str, table: Any, rows: int) -> np.ndarray:
-    array: np.ndarray = adopt(where, "table", table)
-    check.float_dtype(where, "table", array, "a floating dtype")
-    if array.ndim == 0 or len(array) != rows:
-        expected = f"{rows} rows, those of this process"
-        reject(ValueError, where, "table", "has a wrong shape", expected, array.shape)
-    found: np.ndarray = check.contiguous(array, where, "table")
-    return found
-
-
-def _checked_gradient(where: str, gradient: Any, shape: tuple[int, ...]) -> np.ndarray:
-    array = adopt(where, "gradient", gradient)
-    check.float_dtype(where, "gradient", array, "a floating dtype")
-    if array.shape[: len(shape)] != shape:
-        expected = f"{shape}, then that of a row"
-        reject(ValueError, where, "gradient", "has a wrong shape", expected, array.shape)
-    found: np.ndarray = check.contiguous(array, where, "gradient")
-    return found.reshape(math.prod(shape), *array.shape[len(shape) :])  # also without elements

@@ -173,6 +173,9 @@ class Device:
         if plan.given.rows and sorter is not None and not sorter.can_be_captured:
             wrong, expected = "cannot use this framework's sort", "arrays of torch or Numba"
             self._refuse_graph("a row-sparse step", wrong, expected, type(sorter).__name__)
+        if any(row.positions is not None for row in plan.given.rows):
+            wrong, expected = "has positions, which lie on the host", "a gradient without"
+            self._refuse_graph("a row-sparse step", wrong, expected, "a part of a batch")
 
     def _refuse_first(self) -> NoReturn:
         """A step that would have to compile and to take memory."""
@@ -191,7 +194,8 @@ class Device:
         """
         capturing, tables = launch.is_captured, resident.tables
         given, conditioning = plan.given, plan.conditioning
-        is_kept = not (capturing or conditioning.is_of_one_step)
+        of_batches = any(row.positions is not None for row in given.rows)
+        is_kept = not (capturing or conditioning.is_of_one_step or of_batches)
         addresses = tuple(
             (row.index_address, row.values_address, len(row.indices)) for row in given.rows
         )

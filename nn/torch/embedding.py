@@ -151,7 +151,8 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, route: Route, average: bool) -> Tensor:
         ctx.weight, ctx.route, ctx.average = weight, route, average
-        return tensor_of(route.gather(array_of(weight)))
+        rows = route.gather(array_of(weight))
+        return rows if isinstance(rows, Tensor) else tensor_of(rows)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -160,7 +161,7 @@ class _Lookup(torch.autograd.Function):
             gradient = gradient / weight.row_shard.comm.size
         rows = ctx.route.scatter(array_of(gradient.contiguous()))
         weight.row_positions = rows.positions, rows.batch_length
-        indices, values = torch.from_numpy(rows.indices)[None], tensor_of(rows.values)
+        indices, values = tensor_of(rows.indices)[None], tensor_of(rows.values)
         found = torch.sparse_coo_tensor(indices, values, weight.shape, check_invariants=False)
         return found, None, None
 

@@ -63,7 +63,7 @@ def whole_table(tensor: Tensor, shard: RowShard) -> Tensor:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard
 
-    mesh = DeviceMesh.from_group(group, "cpu")
+    mesh = DeviceMesh.from_group(group, tensor.device.type)
     shape = torch.Size((shard.rows, *tensor.shape[1:]))
     stride = torch.empty(shape, device="meta").stride()
     whole: Tensor = DTensor.from_local(

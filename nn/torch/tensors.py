@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...ops.runtime.arrays import adopt_anywhere
+from ...ops.runtime.device import DeviceArray
 from ...ops.runtime.errors import reject
 from ...ops.runtime.row_step import RowGradient
 
@@ -46,8 +47,11 @@ def array_of(tensor: Tensor) -> Any:
     return detached.numpy()
 
 
-def tensor_of(array: np.ndarray) -> Tensor:
-    """The tensor of a contiguous array on the host."""
+def tensor_of(array: Any) -> Tensor:
+    """The tensor of a contiguous array of the host, or of PyTorch's on a device."""
+    if isinstance(array, DeviceArray):
+        found: Tensor = array.owner
+        return found
     if array.dtype == ml_dtypes.bfloat16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)

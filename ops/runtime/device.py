@@ -126,10 +126,15 @@ class DeviceArray:
 
     def copy(self) -> DeviceArray:
         """A copy in the same framework."""
-        source, copied = self.contiguous("DeviceArray", "array"), self.empty_like()
-        with launching([self]) as stream:
-            cuda.device.backend.copy_within(copied.address, source.address, self.nbytes, stream)
+        copied = self.empty_like()
+        copied.assign(self.contiguous("DeviceArray", "array"))
         return copied
+
+    def memory(self) -> DeviceArray:
+        """The bytes of a contiguous array: a view."""
+        like = self.device, self.flags.writeable, self.stream
+        place = Place(self.address, (self.nbytes,), None, np.dtype(np.uint8), *like)
+        return DeviceArray(self.owner, self.framework, place)
 
     def reshape(self, *shape: int) -> DeviceArray:
         """A view of a contiguous array in another shape."""
@@ -149,8 +154,12 @@ class DeviceArray:
             cuda.device.backend.copy_out(copied, source.address, stream)
         return copied
 
-    def assign(self, array: np.ndarray) -> None:
-        """Copy a contiguous array of the host, of this shape and dtype, to the device."""
+    def assign(self, array: np.ndarray | DeviceArray) -> None:
+        """Copy an array of this shape and dtype, of the host or (contiguous) of the device."""
+        if isinstance(array, DeviceArray):
+            with launching([self, array]) as stream:
+                cuda.device.backend.copy_within(self.address, array.address, self.nbytes, stream)
+            return
         with launching([self]) as stream:
             cuda.device.backend.copy_in(self.address, np.ascontiguousarray(array), stream)
 

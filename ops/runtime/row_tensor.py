@@ -75,8 +75,6 @@ class RowTensor:
             return
         found, wrong = adopt(where, "positions", self.positions), "do not fit the indices"
         n, of_indices = self.batch_length, self.indices.shape
-        if isinstance(self.values, DeviceArray):
-            reject(ValueError, where, "positions", "are for the host", "None on a device", found)
         if found.dtype != np.int64:
             reject(TypeError, where, "positions", "have a wrong dtype", "int64", found.dtype)
         if found.shape != of_indices:

@@ -171,6 +171,7 @@ class RowCase:
         hottest: int = 0,
         shift: int = 0,
         index_dtype: type = np.int64,
+        whole: int = 0,  # length of the batch of which the tables have parts
     ) -> None:
         self.kernel = kernel(adam.ADAM, (), w, g, s)
         rng = np.random.default_rng(7)
@@ -184,6 +185,9 @@ class RowCase:
         for index in self.indices:
             index[rng.permutation(len(index))[:hottest]] = 1
         self.values = [rng.uniform(-1, 1, (b, d)).astype(g.dtype) for _, d, b in tables]
+        self.whole = whole
+        places = (rng.choice(whole, b, replace=False) for _, _, b in tables if whole)
+        self.positions = [np.sort(of_table) for of_table in places]
 
     def tables(self, tensors: Tensors) -> list[RowTable]:
         """These parameters and states as the tables of a step."""
@@ -192,7 +196,8 @@ class RowCase:
             places = tuple(a.ctypes.data for a in tensors[t][:-1])
             hp, index = self.hp[self.hp_of[t] :].ctypes.data, self.indices[t]
             place, values = index.ctypes.data, self.values[t].ctypes.data
-            made.append(RowTable(places, hp, n, d, place, index.itemsize, b, values))
+            of_batch = (self.positions[t].ctypes.data, self.whole) if self.whole else ()
+            made.append(RowTable(places, hp, n, d, place, index.itemsize, b, values, *of_batch))
         return made
 
     def step_on_device(
@@ -265,6 +270,25 @@ def hot_rows() -> None:
     """Rows with so many occurrences that they are summed range by range."""
     compare_rows([(3, 4, HOT + 90), (4, 1, 4_500)], hottest=HOT + 40)
     compare_rows([(3, 5, HOT + 1)], hottest=HOT + 1)
+    compare_rows([(3, 4, HOT + 90), (4, 1, 700)], hottest=HOT + 40, whole=30_000)
+    part_of_a_batch()
+
+
+def part_of_a_batch() -> None:
+    """Ranges are those of positions in the whole batch, not in this part of it."""
+    n, first = HOT + 40, 300  # of the positions, 300 are in the first range
+    case = RowCase([(3, 1, n)], hottest=n, whole=9_000)
+    case.positions = [np.arange(n) + 4_096 - first]
+    assert case.tables(case.found)[0].bounds().tolist() == [0, first, n, n]
+    # 2**24 + 1 is 2**24: with another cut the ones of the second range would be lost.
+    case.values[0][...] = 1.0
+    case.values[0][0], case.values[0][-1] = 2.0**24, -(2.0**24)
+    case.step_on_device(touched_only=True)
+    case.step_on_host(touched_only=True)
+    case.compare()
+    first_moment, one_minus_beta1 = case.before[0][1][1], case.hp[0, 0]
+    expected = first_moment + one_minus_beta1 * (n - first - 1 - first_moment)
+    np.testing.assert_allclose(case.found[0][1][1], expected, 1e-5)
 
 
 def guards() -> None:

@@ -48,7 +48,8 @@ def on_device(value: Any) -> Any:
         return [on_device(x) for x in value]
     if isinstance(value, nn.RowTensor):
         indices, values = on_device([value.indices, value.values])
-        return nn.RowTensor(indices, values, value.dense_shape)
+        of_batch = {"positions": value.positions, "batch_length": value.batch_length}
+        return nn.RowTensor(indices, values, value.dense_shape, **of_batch)
     return None if value is None else cuda.to_device(value)
 
 

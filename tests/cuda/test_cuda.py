@@ -30,6 +30,7 @@ CHECKS = {
     "device_adafactor.py": ("values", "shapes", "types", "states"),
     "device_errors.py": ("index_errors", "locking", "refusals"),
     "device_mxnet.py": ("adam_update", "optimizers", "updaters"),
+    "device_routes.py": ("routes", "parts", "refusals"),
     "device_thor.py": ("steps", "states", "numbers", "errors"),
     "framework_simulation.py": ("arrays", "steps", "graphs", "gradients", "thor"),
 }  # fmt: skip

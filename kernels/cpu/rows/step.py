@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...element import Kernel
-from ...tables import HOT, MOST_RANGES, RowTable, ranges_of
+from ...tables import HOT, MOST_RANGES, RowTable
 from ..blocks import blocks
 from ..compile import NativeFunction
 from ..headers.arrays import address_of
@@ -189,7 +189,7 @@ class RowStep:
         locked: bool = False,  # take a row's lock around its update (lazy only)
     ) -> None:
         self._kernel, self._tables = kernel, tables
-        self._ranges = [ranges_of(table.whole_length or table.length) for table in tables]
+        self._ranges = [table.ranges for table in tables]
         self._size = _sizes(kernel, tables, self._ranges, touched_only, drop)
         self._block = borrow(self._size.words)
         self._keep: list[np.ndarray] = []  # arrays whose addresses the loops have

@@ -114,9 +114,9 @@ def _sum_of_range(g: Storage, real: Storage, length: int) -> Any:
 
     @cuda.jit(device=True)
     def run(column, keys, begin, row, table, number, place):
-        first = (row << keys.bits) + table.first_position + number * table.range
-        # Beyond the last position a sum would run over into the next row.
-        limit = min(first + table.range, (row + 1) << keys.bits)
+        bound = table.bounds + 8 * number
+        first = (row << keys.bits) + load_int64(bound)
+        limit = (row << keys.bits) + load_int64(bound + 8)
         k = lower_bound(keys, begin, keys.n, first)
         total = cuda.local.array(length, real_type)
         if k == keys.n or key_at(keys, k) >= limit:

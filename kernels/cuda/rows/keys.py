@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cuda
 
-from ...tables import RowTable, ranges_of
+from ...tables import RowTable
 from ..dense.tiles import are_aligned
 from ..device.backend import load_int32, load_int64, lower_int64, store_int64
 from ..device.guard import FOUND, INDEX, is_closed
@@ -35,7 +35,7 @@ class TableRow(NamedTuple):
     first_position: Word
     indices: Word  # address that the one of position 0 would have
     index_bytes: Word  # 4 or 8
-    range: Word  # positions of a range
+    bounds: Word  # where the first position of each range and the end of the last one lie
     n_ranges: Word
     is_aligned: Word  # whether tiles are moved by vectors
 
@@ -151,7 +151,8 @@ class KeySort:
         self._dropped_row = self.n_rows if drop else -1
         self._row_bits = max(1, (self.n_rows if drop else self.n_rows - 1).bit_length())
         self.widest = max(table.width for table in tables)
-        self.n_words = sum(size_of(TableRow) // 8 + len(table.addresses) for table in tables)
+        of_lists = sum(len(table.addresses) + table.ranges[1] + 1 for table in tables)
+        self.n_words = len(tables) * size_of(TableRow) // 8 + of_lists
         self.places = Places()
         words = (n, n, scratch_words(n)) if sorts else ()
         self._sections = [self.places.add(8 * count) for count in words]
@@ -167,23 +168,24 @@ class KeySort:
 
     def words(self, place: int, hp: np.ndarray) -> np.ndarray:
         """See `Part`; behind the table of tables lies what it points at."""
-        self.table, rows, first_row, first_position = place, [], 0, 0
+        self.table, rows, lists, first_row, first_position = place, [], [], 0, 0
         place += len(self._tables) * size_of(TableRow)
         for table, of_table in zip(self._tables, hp.tolist(), strict=True):
             strides = [table.width * n for n in self._itemsizes]
             is_aligned = are_aligned(np.array([table.values, *table.addresses, *strides]))
-            assert not table.positions, "a part of a batch is for the host"
             values = table.values - first_position * strides[0]
             firsts = table.rows, table.width, first_row, first_position
             indices = table.indices - first_position * table.index_bytes, table.index_bytes
-            ranges = ranges_of(table.length)
+            bounds = (first_position + table.bounds()).tolist()
+            arrays, place = place, place + 8 * len(table.addresses)
+            ranges = place, table.ranges[1]
+            place += 8 * len(bounds)
             rows.append(
-                TableRow(place, values, of_table, *firsts, *indices, *ranges, bool(is_aligned))
+                TableRow(arrays, values, of_table, *firsts, *indices, *ranges, bool(is_aligned))
             )
-            place += 8 * len(table.addresses)
+            lists += [table.addresses, bounds]
             first_row, first_position = first_row + table.rows, first_position + table.length
-        arrays = (table.addresses for table in self._tables)
-        return np.array([*itertools.chain(*rows, *arrays)], np.int64)
+        return np.array([*itertools.chain(*rows, *lists)], np.int64)
 
     def check(self, call: Call, keys: int = 0) -> None:
         """Enqueue the check of all indices, and making the keys unless their address is 0."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ...element import Kernel
-from ...tables import HOT, RowTable, ranges_of
+from ...tables import HOT, RowTable
 from ..dense.tiles import length_of
 from ..device.backend import GEOMETRY, copy_in, fill_ones
 from ..device.launch import on_elements, on_grid, tile_grid
@@ -35,7 +35,7 @@ class _RowLoops(KeySort):
         super().__init__(tables, itemsizes, **options)
         self._kernel, self._length = kernel, length_of(kernel)
         self._block = tile_grid(self.widest, self._length, GEOMETRY.rows)
-        self._most_ranges = max(ranges_of(t.length)[1] for t in tables)
+        self._most_ranges = max(table.ranges[1] for table in tables)
         self._hot_stride = self._most_ranges * self.widest
         self._n_probes = -(-self.n // HOT) if self.n > HOT else 0
         hot_bytes = self._n_probes * self._hot_stride * kernel.real.itemsize

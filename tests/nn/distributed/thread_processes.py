@@ -19,6 +19,8 @@ class _Arrived:
 class ThreadCommunicator:
     """See `fusestep.nn.distributed.Communicator`."""
 
+    moves_device_arrays = False
+
     def __init__(self, rank: int, barrier: Barrier, slots: list[Any]) -> None:
         self.rank, self.size = rank, len(slots)
         self._barrier, self._slots = barrier, slots
