@@ -2,7 +2,7 @@
 
 ``fusestep bench --processes 1,2,4`` starts that many processes on this machine, one thread each,
 over gloo. Beside the whole batch one process takes a quarter of it: from these two runs follows
-what an iteration costs outside of the network, and the runs with more processes check it.
+what an iteration costs outside of exchanges, and the runs with more processes check it.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _run(n: int, rows: int, batch: int, time: float) -> dict[str, Any]:
 
 
 class Costs(NamedTuple):
-    """What an iteration costs a process outside of the network, in seconds."""
+    """What an iteration costs a process outside of exchanges, in seconds."""
 
     fixed: float
     of_id: float
@@ -153,15 +153,17 @@ def iteration(n: int, network: float, data: dict[str, Any]) -> float:
 def measured(data: dict[str, Any]) -> str:
     """The runs on this machine."""
     head = [
-        *("processes", "ids", "iteration", "predicted", "outside of the network", "sent"),
+        *("processes", "ids", "iteration", "predicted", "outside of exchanges", "sent"),
         *("of the least", "table and states of a process"),
     ]
     rows = []
     for run in data["runs"]:
-        least = f"{run['sent'] / run['least']:.2f}" if run["least"] else "n/a"
+        is_several = run["processes"] > 1  # the model begins with the others
+        least = f"{run['sent'] / run['least']:.2f}" if is_several else "n/a"
         rows.append([
             str(run["processes"]), f"{run['batch']:,}", seconds(run["iteration"][1]),
-            seconds(predicted(run, data)), seconds(run["outside"]), memory(run["sent"]), least,
+            seconds(predicted(run, data)) if is_several else "n/a",
+            seconds(run["outside"]), memory(run["sent"]), least,
             memory(run["table_and_states"]),
         ])  # fmt: skip
     return markdown(head, rows, left=0)
