@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
+from safetensors.numpy import save_file
 
 from ...ops.runtime.errors import reject
 from ..base.checkpoint import replace_file
@@ -108,7 +108,12 @@ def save_checkpoint(
 
 def _write_part(path: Path, name: str, arrays: dict[str, np.ndarray], token: str) -> None:
     path.mkdir(parents=True, exist_ok=True)
-    replace_file(path / name, save(arrays, metadata={"format": _FORMAT, "checkpoint": token}))
+    try:
+        save_file(arrays, path / name, metadata={"format": _FORMAT, "checkpoint": token})
+    except SafetensorError as error:
+        raise OSError(f"save_checkpoint: {path / name}: {error}") from error
+    with open(path / name, "r+b") as file:
+        os.fsync(file.fileno())
 
 
 def _write_index(path: Path, index: dict[str, Any]) -> None:
