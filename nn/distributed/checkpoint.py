@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +32,7 @@ from .states import ShardedStates
 
 _FORMAT = "fusestep.distributed 1"
 _INDEX = "index.json"
+_UNFINISHED = ".unfinished-"
 
 
 class _Array(NamedTuple):
@@ -108,12 +111,18 @@ def save_checkpoint(
 
 def _write_part(path: Path, name: str, arrays: dict[str, np.ndarray], token: str) -> None:
     path.mkdir(parents=True, exist_ok=True)
-    try:
-        save_file(arrays, path / name, metadata={"format": _FORMAT, "checkpoint": token})
-    except SafetensorError as error:
-        raise OSError(f"save_checkpoint: {path / name}: {error}") from error
-    with open(path / name, "r+b") as file:
-        os.fsync(file.fileno())
+    with TemporaryDirectory(prefix=_UNFINISHED, dir=path) as folder:
+        unfinished = Path(folder, name)
+        unfinished.touch()  # with the permissions of a new file; safetensors gives its owner's only
+        mode = unfinished.stat().st_mode
+        try:
+            save_file(arrays, unfinished, metadata={"format": _FORMAT, "checkpoint": token})
+        except SafetensorError as error:
+            raise OSError(f"save_checkpoint: {path}: {error}") from error
+        unfinished.chmod(mode)
+        with open(unfinished, "r+b") as file:
+            os.fsync(file.fileno())
+        os.replace(unfinished, path / name)
 
 
 def _write_index(path: Path, index: dict[str, Any]) -> None:
@@ -123,6 +132,8 @@ def _write_index(path: Path, index: dict[str, Any]) -> None:
         if old.name not in index["parts"]:
             with suppress(OSError):
                 old.unlink()
+    for left in path.glob(f"{_UNFINISHED}*"):  # by processes that were killed
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def _union(comm: Communicator, forms: dict[str, Any]) -> dict[str, Any]:

@@ -87,6 +87,10 @@ def saved_again(comm: Communicator, _: str, folder: Path) -> None:
     own, whole = Training("LazyAdam", np.float32, tables), Training("LazyAdam", np.float32)
     names: list[set[str]] = []
     for _step in range(3):
+        if comm.rank == 0:  # left by a process that was killed
+            left = path / ".unfinished-killed"
+            left.mkdir(parents=True)
+            (left / "part").touch()
         own.steps(1)
         whole.steps(1)
         own.save(path)
@@ -95,6 +99,7 @@ def saved_again(comm: Communicator, _: str, folder: Path) -> None:
         everywhere(comm, "until all have looked")
         assert {p.name for p in path.iterdir()} == {"index.json", *names[-1]}
         assert len(names[-1]) == comm.size
+        assert len({p.stat().st_mode for p in path.iterdir()}) == 1  # others may read all or none
     assert not names[0] & names[1] and not names[1] & names[2]
     again = Training("LazyAdam", np.float32, tables)
     again.load(path)
