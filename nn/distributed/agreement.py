@@ -16,10 +16,8 @@ import numpy as np
 from ...ops.runtime.errors import message
 from .communicator import Communicator
 
-_KINDS: dict[str, type[Exception]] = {
-    kind.__name__: kind
-    for kind in (TypeError, ValueError, IndexError, KeyError, OSError, RuntimeError)
-}
+_RAISED = TypeError, ValueError, IndexError, KeyError, OSError, OverflowError, RuntimeError
+_KINDS: dict[str, type[Exception]] = {kind.__name__: kind for kind in _RAISED}
 _NOTHING = (0, 0)
 
 
@@ -27,7 +25,7 @@ def attempted(check: Callable[..., Any], *arguments: Any) -> tuple[Any, Exceptio
     """What a check has returned, or None, and the error that it has raised, or None."""
     try:
         return check(*arguments), None
-    except tuple(_KINDS.values()) as error:
+    except Exception as error:  # whatever it is, the others have to hear of it
         return None, error
 
 
@@ -48,8 +46,9 @@ def agree(
         told: int64 ``[P, 2]``, two numbers for each process.
 
     Raises:
-        TypeError, ValueError, IndexError, KeyError, OSError, RuntimeError: a process has found
-            such an error. They name its rank; all processes raise the same.
+        TypeError, ValueError, IndexError, KeyError, OSError, OverflowError, RuntimeError: a
+            process has found such an error; RuntimeError also for others. They name its rank; all
+            processes raise the same.
         ValueError: a subject, or what is called, differs from that of rank 0.
     """
     if comm.size == 1:
@@ -66,14 +65,16 @@ def agree(
     if received[:, 0].any() or (received[:, 1] != sent[0, 1]).any():
         found = None
         if error is not None:
-            text = str(error).removeprefix(f"{where}: ")
-            found = [_kind(error), f"{where}: rank {comm.rank}: {text}"]
+            kind, text = _kind_and_text(error)
+            found = [kind, f"{where}: rank {comm.rank}: {text.removeprefix(f'{where}: ')}"]
         raise _disagreement(gather_texts(comm, json.dumps([own, found])))
     return received[:, 2:]
 
 
 def gather_texts(comm: Communicator, text: str) -> list[str]:
     """The texts of all processes."""
+    if comm.size == 1:
+        return [text]
     content = np.frombuffer(text.encode(), np.uint8)
     lengths = np.empty((comm.size, 1), np.int64)
     comm.all_gather(np.array([len(content)]), lengths).wait()
@@ -85,8 +86,13 @@ def gather_texts(comm: Communicator, text: str) -> list[str]:
     return [bytes(row[:end]).decode() for row, end in zip(received, ends, strict=True)]
 
 
-def _kind(error: Exception) -> str:
-    return next(name for name, kind in _KINDS.items() if isinstance(error, kind))
+def _kind_and_text(error: Exception) -> tuple[str, str]:
+    is_text = len(error.args) == 1 and isinstance(error.args[0], str)
+    text = error.args[0] if is_text else str(error)  # a KeyError would put it in quotes
+    for name, kind in _KINDS.items():
+        if isinstance(error, kind):
+            return name, text
+    return "RuntimeError", f"{type(error).__name__}: {text}"
 
 
 def _disagreement(texts: list[str]) -> Exception:

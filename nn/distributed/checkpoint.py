@@ -11,6 +11,7 @@ import json
 import os
 import secrets
 import shutil
+import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -26,8 +27,8 @@ from ..base.checkpoint import replace_file
 from ..base.optimizer import Optimizer
 from ..base.stateful import StatefulOptimizer
 from .agreement import agree, attempted, gather_texts
-from .communicator import Communicator
-from .shard import RowShard, places
+from .communicator import Communicator, LostProcessError, as_bytes
+from .shard import ORDERS, RowShard, places
 from .states import ShardedStates
 
 _FORMAT = "fusestep.distributed 1"
@@ -42,6 +43,10 @@ class _Array(NamedTuple):
     shard: RowShard | None  # whose rows they are; None: the same on all processes
     owner: int  # who writes it then
 
+    def belongs_to(self, rank: int) -> bool:
+        """Whether a process writes it, or its rows of it."""
+        return self.shard is not None or self.owner == rank
+
     @property
     def form(self) -> dict[str, Any]:
         """How the index describes it."""
@@ -50,6 +55,13 @@ class _Array(NamedTuple):
             return {"dtype": dtype, "shape": list(self.array.shape), "rank": self.owner}
         of_rows = {"order": self.shard.order, "height": self.shard.height}
         return {"dtype": dtype, "shape": [self.shard.rows, *self.array.shape[1:]], **of_rows}
+
+    @property
+    def content(self) -> dict[str, int]:
+        """What tells whether all processes have it alike, where one writes it."""
+        if self.shard is not None:
+            return {}
+        return {"crc32": zlib.crc32(as_bytes(np.ascontiguousarray(self.array)).data)}
 
 
 def save_checkpoint(
@@ -60,8 +72,9 @@ def save_checkpoint(
 ) -> None:
     """Write parameters and states of all processes to a folder; all processes call this.
 
-    Each process writes its rows and the states that it keeps; what all have, one writes. A
-    process that ends at any moment leaves the last whole checkpoint of the folder as it was.
+    Each process writes its rows and the states that it keeps; what all have, and have to have
+    alike, one writes. A process that ends at any moment leaves the last whole checkpoint of the
+    folder as it was.
 
     Args:
         folder: where all processes reach it; made if it is missing.
@@ -72,8 +85,10 @@ def save_checkpoint(
     Raises:
         TypeError: on a rank, a kind does not fit.
         ValueError: on a rank, a name is that of no parameter, a parameter has not the rows of
-            its shard, or has a state without rows; or the optimizers differ.
-        OSError: on a rank, a file cannot be written. The error names the rank.
+            its shard, or has a state without rows, or the shard is one of other processes; or the
+            optimizers differ, or what has no shard.
+        OSError: on a rank, a file cannot be written, or its folder is another one. The error
+            names the rank.
         LostProcessError: a process has ended.
 
     >>> import numpy as np, tempfile
@@ -89,20 +104,28 @@ def save_checkpoint(
     np.float32(8.0)
     """
     where, path = "save_checkpoint", Path(folder)
-    arrays, error = attempted(_arrays, where, optimizer, shards or {})
-    forms = {} if error else {name: a.form for name, a in arrays.items()}
-    shared = {n: f for n, f in forms.items() if "rank" not in f}
-    agree(comm, where, {"tables": shared}, error)
-    known = forms if comm.size == 1 else _union(comm, forms)
-    token = gather_texts(comm, secrets.token_hex(8))[0] if comm.size > 1 else secrets.token_hex(8)
+    arrays, error = attempted(_arrays, where, optimizer, shards or {}, comm)
+    agree(comm, where, {"optimizer": _kind_of(optimizer)}, error)
+    keeps_all = not isinstance(optimizer, ShardedStates)
+    kept = {n: a for n, a in arrays.items() if keeps_all or a.belongs_to(comm.rank)}
+    forms = {name: {**a.form, **a.content} for name, a in kept.items()}
+    known = _union(where, [json.loads(text) for text in gather_texts(comm, json.dumps(forms))])
+    token = gather_texts(comm, secrets.token_hex(8))[0]
     own = {
         name: np.ascontiguousarray(a.array).reshape(a.array.shape)  # 0-d stays so
-        for name, a in arrays.items()
-        if a.shard is not None or a.owner == comm.rank
+        for name, a in kept.items()
+        if a.belongs_to(comm.rank)
     }
     names = [f"part-{rank:05}-of-{comm.size:05}-{token}.safetensors" for rank in range(comm.size)]
     _, error = attempted(_write_part, path, names[comm.rank], own, token)
-    agree(comm, where, {}, error)
+    try:
+        agree(comm, where, {}, error)
+    except LostProcessError:  # the first process may have heard from all, and write the index
+        raise
+    except Exception:
+        with suppress(OSError):
+            (path / names[comm.rank]).unlink()
+        raise
     if comm.rank == 0:
         index = {"format": _FORMAT, "checkpoint": token, "parts": names, "arrays": known}
         _, error = attempted(_write_index, path, index)
@@ -127,6 +150,10 @@ def _write_part(path: Path, name: str, arrays: dict[str, np.ndarray], token: str
 
 def _write_index(path: Path, index: dict[str, Any]) -> None:
     """The moment at which the checkpoint is the new one; parts of others are removed."""
+    for rank, name in enumerate(index["parts"]):
+        if not (path / name).is_file():
+            expected, got = f"one folder, {path}", f"no {name} in it"
+            reject(OSError, "save_checkpoint", f"rank {rank}", "writes elsewhere", expected, got)
     replace_file(path / _INDEX, json.dumps(index, indent=1).encode())
     for old in path.glob("part-*.safetensors"):
         if old.name not in index["parts"]:
@@ -136,11 +163,19 @@ def _write_index(path: Path, index: dict[str, Any]) -> None:
         shutil.rmtree(left, ignore_errors=True)
 
 
-def _union(comm: Communicator, forms: dict[str, Any]) -> dict[str, Any]:
+def _union(where: str, of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """What all processes have: states of a parameter may be with its owner alone."""
     known: dict[str, Any] = {}
-    for text in gather_texts(comm, json.dumps(forms)):
-        known |= json.loads(text)
+    for rank, forms in enumerate(of_ranks):
+        for name, form in forms.items():
+            if known.setdefault(name, form) != form:
+                what, wrong = f"rank {rank}: {name!r}", "differs, and has no shard"
+                reject(ValueError, where, what, wrong, f"{known[name]} as on other ranks", form)
+    for name, form in known.items():
+        for rank in range(len(of_ranks)) if "rank" not in form else [form["rank"]]:
+            if name not in of_ranks[rank]:
+                expected = f"{name!r}, as on other ranks"
+                reject(ValueError, where, f"rank {rank}", "lacks an array", expected, "none")
     return known
 
 
@@ -159,44 +194,47 @@ def load_checkpoint(
     The arguments are those of `save_checkpoint`.
 
     Raises:
-        OSError: on a rank, a part is missing or cannot be read.
-        KeyError: the checkpoint has not the names of the optimizer.
+        OSError: on a rank, the index or a part is missing or cannot be read.
+        KeyError: the checkpoint has not the names of the optimizer, or more.
         TypeError: a dtype differs.
-        ValueError: a shape differs, a part is of another checkpoint, or the folder has none.
+        ValueError: a shape differs, the index or a part is damaged, or a part is of another
+            checkpoint.
         LostProcessError: a process has ended.
     """
     where, path = "load_checkpoint", Path(folder)
-    arrays, error = attempted(_arrays, where, optimizer, shards or {})
-    index: dict[str, Any] = {}
-    if error is None:
-        index, error = attempted(_checked_index, where, path, arrays)
+    arrays, error = attempted(_arrays, where, optimizer, shards or {}, comm)
+    agree(comm, where, {"optimizer": _kind_of(optimizer)}, error)
+    of_ranks = gather_texts(comm, json.dumps(list(arrays)))
+    names = {name for text in of_ranks for name in json.loads(text)}
+    index, error = attempted(_checked_index, where, path, arrays, names)
     agree(comm, where, {"checkpoint": index and index["checkpoint"]}, error)
     _, error = attempted(_load, path, index, arrays, optimizer)
     agree(comm, where, {}, error)
 
 
-def _checked_index(where: str, path: Path, arrays: dict[str, _Array]) -> dict[str, Any]:
-    """The index, when all that it names is there and fits."""
-    try:
-        index: dict[str, Any] = json.loads((path / _INDEX).read_text())
-        found = index["format"]
-    except (ValueError, KeyError, TypeError):
-        reject(ValueError, where, _INDEX, "is no index of a checkpoint", _FORMAT, str(path))
-    if found != _FORMAT:
-        reject(ValueError, where, _INDEX, "has another format", _FORMAT, found)
-    for name in index["parts"]:
+def _checked_index(
+    where: str, path: Path, arrays: dict[str, _Array], names: set[str]
+) -> dict[str, Any]:
+    """The index, when all that it names is there and fits; ``names`` are those of all ranks."""
+    index = _read_index(where, path)
+    for rank, name in enumerate(index["parts"]):
         try:
             with safe_open(path / name, framework="np") as part:
-                token = (part.metadata() or {}).get("checkpoint")
+                token, found = (part.metadata() or {}).get("checkpoint"), set(part.keys())
         except SafetensorError as error:
             reject(ValueError, where, f"part {name!r}", "is damaged", "a whole file", error)
         if token != index["checkpoint"]:
             wrong = "is of another checkpoint"
             reject(ValueError, where, f"part {name!r}", wrong, index["checkpoint"], token)
-    missing = sorted(arrays.keys() - index["arrays"].keys())
-    if missing:
-        expected, got = "all names of the optimizer", f"missing {missing[:3]}"
-        reject(KeyError, where, "checkpoint", "does not fit this optimizer", expected, got)
+        of_part = {n for n, form in index["arrays"].items() if form.get("rank", rank) == rank}
+        if not of_part <= found:
+            lacking = sorted(of_part - found)[:3]
+            reject(ValueError, where, f"part {name!r}", "lacks arrays", lacking, "none")
+    known = index["arrays"].keys()
+    for wrong, of_one in (("missing", names - known), ("more", known - names)):
+        if of_one:
+            expected, got = "all names of the optimizer", f"{wrong}: {sorted(of_one)[:3]}"
+            reject(KeyError, where, "checkpoint", "does not fit this optimizer", expected, got)
     for name, a in arrays.items():
         saved, own = index["arrays"][name], a.form
         if saved["dtype"] != own["dtype"]:
@@ -204,6 +242,33 @@ def _checked_index(where: str, path: Path, arrays: dict[str, _Array]) -> dict[st
         if saved["shape"] != own["shape"]:
             reject(ValueError, where, name, "has a wrong shape", own["shape"], saved["shape"])
     return index
+
+
+def _read_index(where: str, path: Path) -> dict[str, Any]:
+    text = (path / _INDEX).read_text()
+    try:
+        index: dict[str, Any] = json.loads(text)
+        found = index["format"]
+        is_whole = found != _FORMAT or _is_whole(index)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        is_whole = False
+    if not is_whole:
+        reject(ValueError, where, _INDEX, "is no index of a checkpoint", _FORMAT, str(path))
+    if found != _FORMAT:
+        reject(ValueError, where, _INDEX, "has another format", _FORMAT, found)
+    return index
+
+
+def _is_whole(index: dict[str, Any]) -> bool:
+    """Whether what an index says belongs together."""
+    parts, forms = index["parts"], index["arrays"].values()
+    divided = [form for form in forms if "rank" not in form]
+    return (
+        all(Path(name).name == name for name in parts)
+        and all(0 <= form["rank"] < len(parts) for form in forms if "rank" in form)
+        and all(form["height"] * len(parts) >= form["shape"][0] for form in divided)
+        and all(form["order"] in ORDERS for form in divided)
+    )
 
 
 def _load(path: Path, index: dict[str, Any], arrays: dict[str, _Array], optimizer: Any) -> None:
@@ -245,7 +310,15 @@ def _read_rows(
         out[own] = rows[local - first]
 
 
-def _arrays(where: str, optimizer: Any, shards: Mapping[str, RowShard]) -> dict[str, _Array]:
+def _kind_of(optimizer: Any) -> list[Any]:
+    """What has to be the same for all processes."""
+    is_sharded = isinstance(optimizer, ShardedStates)
+    return [type(optimizer.optimizer if is_sharded else optimizer).__name__, is_sharded]
+
+
+def _arrays(
+    where: str, optimizer: Any, shards: Mapping[str, RowShard], comm: Communicator
+) -> dict[str, _Array]:
     """What an optimizer has, by name."""
     base = optimizer.optimizer if isinstance(optimizer, ShardedStates) else optimizer
     if not isinstance(base, StatefulOptimizer):
@@ -259,6 +332,10 @@ def _arrays(where: str, optimizer: Any, shards: Mapping[str, RowShard]) -> dict[
     for i, (name, parameter) in enumerate(zip(names, base.parameters, strict=True)):
         shard, states = shards.get(name), base.states_by_name(i)
         array = parameter.array
+        if shard is not None and (shard.comm.rank, shard.comm.size) != (comm.rank, comm.size):
+            expected = f"rank {comm.rank} of {comm.size}, as comm"
+            wrong, got = "is one of other processes", f"{shard.comm.rank} of {shard.comm.size}"
+            reject(ValueError, where, f"the shard of {name!r}", wrong, expected, got)
         if shard is not None and len(array) != len(shard):
             expected, got = f"the {len(shard)} rows of its shard", array.shape
             reject(ValueError, where, f"parameter {name!r}", "has a wrong shape", expected, got)

@@ -13,6 +13,7 @@ from ...ops.runtime.errors import reject
 from .communicator import LostProcessError, as_bytes, row_bytes
 
 _WHERE = "over_mpi"
+_DUPLICATE = MPI.Comm.Create_keyval()  # of a communicator; their number is small
 
 
 class MpiCommunicator:
@@ -22,8 +23,16 @@ class MpiCommunicator:
 
     def __init__(self, communicator: MPI.Intracomm) -> None:
         # Of our own: messages of the caller cannot be taken for ours.
-        self._communicator = communicator.Dup()
+        self._communicator = communicator.Get_attr(_DUPLICATE)
+        if self._communicator is None:
+            self._communicator = communicator.Dup()
+            communicator.Set_attr(_DUPLICATE, self._communicator)
         self.rank, self.size = communicator.Get_rank(), communicator.Get_size()
+        self._open: list[MpiTransfer] = []  # their arrays must stay, whether they are waited for
+
+    def __deepcopy__(self, memo: Any) -> MpiCommunicator:
+        """The same: a copy of a model talks to the same processes."""
+        return self
 
     def all_to_all(
         self,
@@ -56,25 +65,27 @@ class MpiCommunicator:
         self, arguments: Any, collective: Any, row: MPI.Datatype | None = None
     ) -> MpiTransfer:
         try:
+            self._open = [transfer for transfer in self._open if not transfer.request.Test()]
             request = collective(*arguments)
         except MPI.Exception as error:
             raise LostProcessError(f"{_WHERE}: {error}") from error
         finally:
             if row is not None:
                 row.Free()  # MPI keeps it until the exchange is done
-        return MpiTransfer(request, arguments)
+        self._open.append(MpiTransfer(request, arguments))
+        return self._open[-1]
 
 
 class MpiTransfer:
     """See `Transfer`."""
 
     def __init__(self, request: MPI.Request, keep: Any) -> None:
-        self._request, self._keep = request, keep
+        self.request, self._keep = request, keep
 
     def wait(self) -> None:
         """See `Transfer`."""
         try:
-            self._request.Wait()
+            self.request.Wait()
         except MPI.Exception as error:
             raise LostProcessError(f"{_WHERE}: {error}") from error
         self._keep = None

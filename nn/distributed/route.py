@@ -90,8 +90,8 @@ class Route:
 
     def start_gather(self, table: Any) -> Arrival[Any]:
         """Send the rows: `gather` in two parts. The table may change meanwhile."""
-        array, error = attempted(self._checked_table, "RowShard.gather", table)
-        agree(self._comm, "RowShard.gather", _form(array), error)
+        array, error = attempted(self._checked_table, "Route.gather", table)
+        agree(self._comm, "Route.gather", _form(array), error)
         sent = _rows_at(array, self._needed)
         received = _empty_rows(array, len(self._distinct))
         transfer = self._comm.all_to_all(sent, self._needed_counts, received, self._sent)
@@ -102,7 +102,11 @@ class Route:
         if array.ndim == 0 or len(array) != rows:
             expected = f"{rows} rows, those of this process"
             reject(ValueError, where, "table", "has a wrong shape", expected, array.shape)
-        return check.contiguous(array, where, "table")
+        if not array.flags.c_contiguous:
+            reject(
+                ValueError, where, "table", "is not contiguous", "a C-contiguous array", "another"
+            )
+        return array
 
     def _checked(self, where: str, name: str, value: Any) -> Any:
         array = adopt_anywhere(where, name, value)
@@ -130,11 +134,11 @@ class Route:
 
     def start_scatter(self, gradient: Any) -> Arrival[RowTensor]:
         """Send the gradients: `scatter` in two parts. The gradient may change meanwhile."""
-        array, error = attempted(self._checked_gradient, "RowShard.scatter", gradient)
+        array, error = attempted(self._checked_gradient, "Route.scatter", gradient)
         counts, order, pairs = self._occurrences
         form = _form(array)
         told = [(n, 0) for n in counts]
-        heard = agree(self._comm, "RowShard.scatter", form, error, told)
+        heard = agree(self._comm, "Route.scatter", form, error, told)
         own_counts = heard[:, 0].tolist()
         n = sum(own_counts)
         sent, values = _rows_at(array, order), _empty_rows(array, n)

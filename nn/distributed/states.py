@@ -27,8 +27,8 @@ class ShardedStates:
 
     Args:
         optimizer: one whose parameters are the same on all processes, on the host. The states of
-            parameters of others are given up. Of a subclass of `Optimizer` that is no
-            `FusedOptimizer` the gradients of parameters of others are None.
+            parameters of others are given up. A subclass of `Optimizer` that is no
+            `FusedOptimizer` keeps all its states; the gradients of parameters of others are None.
         comm: the processes; all of them call this.
 
     Attributes:
@@ -54,8 +54,10 @@ class ShardedStates:
     def __init__(self, optimizer: Optimizer, comm: Communicator) -> None:
         _, error = attempted(_check, optimizer)
         sizes = [] if error else [p.size for p in optimizer.parameters]
-        names = [] if error else [[str(p.name), *p.shape] for p in optimizer.parameters]
-        agree(comm, _WHERE, {"parameters": names}, error)
+        forms = (
+            [] if error else [[str(p.name), str(p.dtype), *p.shape] for p in optimizer.parameters]
+        )
+        agree(comm, _WHERE, {"parameters": forms}, error)
         if isinstance(optimizer, FusedOptimizer):
             together(optimizer, comm)
         self.optimizer, self.comm, self.owners = optimizer, comm, _dealt(sizes, comm.size)
@@ -71,16 +73,25 @@ class ShardedStates:
             TypeError, ValueError, IndexError, RuntimeError, OverflowError: as the optimizer's;
                 with a `FusedOptimizer` nothing has changed then, on any process.
             LostProcessError: a process has ended.
+            Other errors of one that is no `FusedOptimizer` are raised by all, and the processes
+            that had none have updated their parameters then.
         """
         if isinstance(gradients, list | tuple):  # what else it is, the optimizer says
             others = {k for k, is_own in enumerate(self._own) if not is_own}
             gradients = tuple(None if k in others else g for k, g in enumerate(gradients))
-        result = self.optimizer(gradients)
-        self.send()
+        if isinstance(self.optimizer, FusedOptimizer):  # they have agreed
+            result, error = self.optimizer(gradients), None
+        else:
+            result, error = attempted(self.optimizer, gradients)
+        self._send(error)
         return result
 
     def send(self) -> None:
         """Each owner sends its parameters to all others: `Optimizer.broadcast_params`."""
+        self._send(None)
+
+    def _send(self, error: Exception | None) -> None:
+        agree(self.comm, _WHERE, {}, error)
         transfers = []
         small: dict[int, list[np.ndarray]] = {}
         for parameter, owner in zip(self.optimizer.parameters, self.owners, strict=True):

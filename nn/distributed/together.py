@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...ops.runtime.errors import message, reject
+from ..base.numbers import number_of
 from ..engine.plan import Plan
 from ..fused import FusedOptimizer
 from .agreement import agree, attempted
@@ -34,7 +35,7 @@ class Agreement:
             return None
         if (heard[:, 1] != heard[0, 1]).any():
             rank = int(np.argmax(heard[:, 1] != heard[0, 1]))
-            what = f"rank {rank}: learning rates or weight decays"
+            what = f"rank {rank}: rates, decays, loss scale, options or batches"
             expected, got = "those of rank 0", "others"
             raise ValueError(message(self._where, what, "differ", expected, got))
         return plan
@@ -46,7 +47,8 @@ def together(optimizer: FusedOptimizer, comm: Communicator) -> None:
     Each step, when it has been read and checked and before it is written, is agreed upon: an
     error on any process is raised by all of them, naming the rank, and a step that one skips
     (``skip_nonfinite``) is skipped by all; nothing has changed then. They all have to step as
-    often, with the same learning rates and weight decays.
+    often, with the same learning rates, weight decays, loss scale and options. A copy of the
+    optimizer steps by itself, until it is given to this.
 
     Args:
         optimizer: one of this package, with its parameters on the host. Its tables may be
@@ -78,7 +80,7 @@ def described(optimizer: FusedOptimizer) -> dict[str, Any]:
         "parameters": [str(p.name) for p in optimizer.parameters],
         "dtypes": [str(p.dtype) for p in optimizer.parameters],
         "shapes of rows": [list(p.shape[1:]) for p in optimizer.parameters],
-        "states": list(optimizer.state_arrays()),
+        "states": {name: str(a.dtype) for name, a in optimizer.state_arrays().items()},
         "options": [optimizer.sparse_update, *map(repr, (formula.constants, formula.bases))],
         "global_step": int(optimizer.global_step[0]),
     }
@@ -96,6 +98,11 @@ def _check(where: str, optimizer: Any) -> None:
 
 
 def _digest(plan: Plan) -> int:
-    """A number that differs where rates or decays do."""
-    numbers = repr((list(map(float, plan.rates)), list(map(float, plan.decays))))
-    return int.from_bytes(hashlib.sha256(numbers.encode()).digest()[:8], signed=True)
+    """A number that differs where what all must have does."""
+    of_all = (
+        *(list(map(float, numbers)) for numbers in (plan.rates, plan.decays)),
+        *(number_of(plan.conditioning.loss_scale), plan.skip_nonfinite, plan.touched_only),
+        plan.conditioning.acts(np.arange(len(plan.classes.of))).tolist(),
+        [rows.batch_length for rows in plan.given.rows],
+    )
+    return int.from_bytes(hashlib.sha256(repr(of_all).encode()).digest()[:8], signed=True)

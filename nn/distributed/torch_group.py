@@ -77,13 +77,13 @@ class TorchCommunicator:
         end = time.monotonic() + self._timeout
         on_host = not isinstance(arrays[0], DeviceArray)
         while True:
+            is_done = not on_host or work.is_completed()  # an error is not for want of time then
             try:
                 with _stream_of(arrays):
                     work.wait(*[_LOOK] * on_host)
                 return
             except RuntimeError as error:
-                is_over = not on_host or work.is_completed() or time.monotonic() > end
-                if is_over or self._is_failing():
+                if is_done or time.monotonic() > end or self._is_failing():
                     raise self._failed(error) from error
 
     # Who is lost: engines name an address at best. Each process that finds a failure leaves a
@@ -148,7 +148,8 @@ def over_torch(group: Any = None, *, timeout: float = 300.0) -> TorchCommunicato
     Args:
         group: a process group that exchanges host arrays (gloo, mpi), and those of devices if it
             is to (``"cpu:gloo,cuda:nccl"``); None: the default one.
-        timeout: seconds in which an exchange must be done, > 0.
+        timeout: seconds in which an exchange must be done, > 0; that of the group itself holds,
+            too.
 
     Raises:
         RuntimeError: there is no default process group.

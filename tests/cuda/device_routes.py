@@ -88,9 +88,9 @@ def refusals() -> None:
 
     def program(comm: ThreadCommunicator) -> None:
         route = RowShard(N, comm).route(np.array([1]))
-        with refused(ValueError, "RowShard.gather: rank 0: table is on a device"):
+        with refused(ValueError, "Route.gather: rank 0: table is on a device"):
             route.gather(table)
-        with refused(ValueError, "RowShard.scatter: rank 0: gradient is on a device"):
+        with refused(ValueError, "Route.scatter: rank 0: gradient is on a device"):
             route.scatter(on_device(np.ones((1, 2), np.float32)))
 
     in_threads(2, program)

@@ -183,7 +183,7 @@ class _Errors:
         known = rate.data.copy()
         if self.comm.rank == self.bad:
             rate.data = np.asarray(known * 2, known.dtype)
-        text = "DIFFERING: learning rates or weight decays differ"
+        text = "DIFFERING: rates, decays, loss scale, options or batches differ"
         self.raises(ValueError, text, lambda: opt(tuple(usual)), *one.arrays())
         rate.data = known
         if self.comm.rank == self.bad:
@@ -201,8 +201,8 @@ class _Errors:
         gradient, dense = route.scatter(np.ones((3, 3), np.float32)), np.ones(3, np.float32)
         calls = {
             "RowShard.route": lambda: shard.route(np.arange(3)),
-            "RowShard.gather": lambda: route.gather(table),
-            "RowShard.scatter": lambda: route.scatter(np.ones((3, 3), np.float32)),
+            "Route.gather": lambda: route.gather(table),
+            "Route.scatter": lambda: route.scatter(np.ones((3, 3), np.float32)),
             "LazyAdam": lambda: opt((gradient,)),
             "all_reduce": lambda: all_reduce([dense], comm),
             "RowShard": lambda: RowShard(N, comm),
