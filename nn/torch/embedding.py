@@ -161,6 +161,8 @@ class _Lookup(torch.autograd.Function):
         rows = ctx.route.scatter(array_of(gradient.contiguous()))
         weight.row_positions = rows.positions, rows.batch_length
         indices, values = torch.from_numpy(rows.indices)[None], tensor_of(rows.values)
+        if not len(values):  # PyTorch adds to it where it lies, and NumPy's memory cannot grow
+            indices, values = indices.clone(), values.clone()
         found = torch.sparse_coo_tensor(indices, values, weight.shape, check_invariants=False)
         return found, None, None
 
