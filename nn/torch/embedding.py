@@ -102,6 +102,10 @@ class ShardedEmbedding(nn.Module):
         # For optimizers; a copy of a parameter has no attributes of its own.
         self.weight.row_shard = self.shard
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._mark()
+
     def _draw(self, seed: int) -> None:
         """The same numbers for a row whoever has it: drawn block by block of the order."""
         begin, end = self.shard.begin, self.shard.end
