@@ -16,7 +16,7 @@ from ..distributed.communicator import Communicator
 from ..distributed.route import Route
 from ..distributed.shard import RowShard
 from ..distributed.torch_group import over_torch
-from .state import own_rows, whole_table
+from .state import order_in_state, own_rows, whole_table
 from .tensors import DTYPES, array_of, tensor_of
 
 _BLOCK = 4_096  # rows that are drawn together
@@ -135,18 +135,11 @@ class ShardedEmbedding(nn.Module):
         return f"{self.num_embeddings}, {self.embedding_dim}, shard={self.shard}"
 
     def get_extra_state(self) -> dict[str, Any]:
-        """The order of the rows, which belongs to the table."""
-        return {"order": self.shard.order}
+        """The order of the rows in ``state_dict``, which belongs to the table."""
+        return {"order": order_in_state(self.shard)}
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Refuse a table whose rows are in another order.
-
-        Raises:
-            ValueError: they are.
-        """
-        if state["order"] != self.shard.order:
-            where, wrong = "ShardedEmbedding.load_state_dict", "has another order of rows"
-            reject(ValueError, where, "the table", wrong, self.shard.order, state["order"])
+        """Nothing: rows were taken in this order, or refused, before any was written."""
 
 
 class _Lookup(torch.autograd.Function):
@@ -178,5 +171,7 @@ def _whole(module: ShardedEmbedding, state: dict[str, Any], prefix: str, _: Any)
 
 def _own(module: ShardedEmbedding, state: dict[str, Any], prefix: str, *_: Any) -> None:
     name = f"{prefix}weight"
+    # PyTorch's own table says nothing: its rows lie by their numbers.
+    order = state.setdefault(f"{prefix}_extra_state", {"order": "range"})["order"]
     if name in state:
-        state[name] = own_rows(state[name], module.shard)
+        state[name] = own_rows(state[name], module.shard, order)
