@@ -52,7 +52,8 @@ class ShardedEmbedding(nn.Module):
     torch.distributed.checkpoint saves and loads it, and the states that an optimizer of this
     package has for it, on any number of processes. ``load_state_dict`` also takes a whole table,
     such as that of ``torch.nn.Embedding``. `weight` is no parameter for
-    DistributedDataParallel: name it in ``model._ddp_params_and_buffers_to_ignore``.
+    DistributedDataParallel: name it in ``model._ddp_params_and_buffers_to_ignore``. Of several
+    processes, ``skip_nonfinite`` and `clip_grad_norm_` refuse it: they need the gradients of all.
 
     Raises:
         TypeError: on a rank, a kind does not fit.
