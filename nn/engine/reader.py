@@ -14,7 +14,7 @@ from ...ops.runtime import device_gradient as on_device
 from ...ops.runtime.arrays import address_of, adopt_anywhere, real_type
 from ...ops.runtime.device import DeviceArray, device_of
 from ...ops.runtime.errors import reject
-from ...ops.runtime.row_forms import as_rows
+from ...ops.runtime.row_forms import as_rows, row_gradient
 from ...ops.runtime.row_step import IndexList, RowGradient, check_keys
 from ...ops.runtime.row_tensor import RowTensor
 from ..base import gradients as whole
@@ -230,12 +230,14 @@ class GradientReader:
                 whole.centralized(whole.decayed(wide, w, factor) if factor else wide)
             )
         values = gradient.values.astype(real, copy=False)
-        rows = RowTensor(gradient.indices, values, parameter.shape)
+        of_batch = {"positions": gradient.positions, "batch_length": gradient.batch_length}
+        rows = RowTensor(gradient.indices, values, parameter.shape, **of_batch)
         if factor and self._sparse_update != "lazy":
             # Every row decays, so every row has a gradient to centralize.
             return whole.centralized(whole.decayed(rows.to_dense(), w, factor))
         central = whole.centralized(whole.decayed(rows, w, factor) if factor else rows)
-        return RowGradient.of(central.indices, np.ascontiguousarray(central.values))
+        central.values = np.ascontiguousarray(central.values)
+        return row_gradient(central)
 
     def _centralize_on_device(self, w: DeviceArray, gradient: Any, factor: float) -> Any:
         """The same, enqueued; in a new array of the parameter's framework."""
