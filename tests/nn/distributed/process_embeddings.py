@@ -208,6 +208,10 @@ def one_backward_again(comm: Communicator, *_: Any) -> None:
     pair.optimizer.zero_grad()
     assert pair.own.words.weight.grad is None
     pair.steps(2)
+    pair.optimizer.zero_grad(set_to_none=False)
+    pair.own(part(batch(0), 0, comm)).backward()
+    assert bool(pair.own.words.weight.grad.to_dense().any())
+    pair.steps(1)
 
 
 def beside_ddp(comm: Communicator, *_: Any) -> None:
