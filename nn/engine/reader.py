@@ -230,8 +230,10 @@ class GradientReader:
                 whole.centralized(whole.decayed(wide, w, factor) if factor else wide)
             )
         values = gradient.values.astype(real, copy=False)
-        of_batch = {"positions": gradient.positions, "batch_length": gradient.batch_length}
-        rows = RowTensor(gradient.indices, values, parameter.shape, **of_batch)
+        positions, n = gradient.positions, gradient.batch_length
+        rows = RowTensor(
+            gradient.indices, values, parameter.shape, positions=positions, batch_length=n
+        )
         if factor and self._sparse_update != "lazy":
             # Every row decays, so every row has a gradient to centralize.
             return whole.centralized(whole.decayed(rows.to_dense(), w, factor))
@@ -243,13 +245,14 @@ class GradientReader:
         """The same, enqueued; in a new array of the parameter's framework."""
         if not isinstance(gradient, RowGradient):
             return _centralized(gradient, w, factor)
+        of_batch = gradient.positions, gradient.batch_length
         if not factor:
             values = on_device.centralized(gradient.values, w)
-            return RowGradient.of(gradient.indices, values)
+            return RowGradient.of(gradient.indices, values, *of_batch)
         if self._sparse_update == "lazy":
             values = on_device.decayed_rows(gradient, w, factor)
             on_device.centralize(values, values)
-            return RowGradient.of(gradient.indices, values)
+            return RowGradient.of(gradient.indices, values, *of_batch)
         gradient = on_device.dense(gradient, w.shape, np.dtype(real_type(w.dtype)))
         # It has no indices any more by which the step could tell that it may not write.
         pending.settle()

@@ -94,12 +94,12 @@ def concatenated(where: str, name: str, parts: Sequence[Any]) -> RowTensor:
     if len(parts) > 1 and any(part.positions is not None for part in parts):
         wrong, expected = "has parts with positions", "one RowTensor with positions, or none"
         reject(ValueError, where, name, wrong, expected, f"{len(parts)} parts")
-    shape = parts[0].dense_shape
     places = {f"part {k} of {name}": part.values for k, part in enumerate(parts)}
     if device_of(where, places) is not None:
         # Each is checked again: its attributes can be assigned to.
         checked = [with_values(part, part.values) for part in parts]
         gradients = [RowGradient.of(part.indices, part.values) for part in checked]
-        return RowTensor(*device_gradient.concatenated(gradients), shape)
+        joined = device_gradient.concatenated(gradients)
+        return with_values(parts[0], joined[1], joined[0])
     indices = np.concatenate([part.indices for part in parts])
     return with_values(parts[0], np.concatenate([part.values for part in parts]), indices)
