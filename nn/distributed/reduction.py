@@ -27,7 +27,8 @@ def all_reduce(
     Dense ones are added element by element in the order of the ranks, in float32 (float64 for
     float64), and rounded once: the bits are the same on all processes, whatever the engine, and
     depend on the number of processes. Row-sparse ones are put one behind the other in the order
-    of the ranks, and never become dense: a step with them is one with the whole batch.
+    of the ranks, and never become dense: a step with them is one with the whole batch. Positions,
+    if all have them, become those in the batches of all, one behind the other.
 
     Args:
         gradients: arrays on the host, `RowTensor`, lists of them, or None.
