@@ -43,9 +43,11 @@ def main(args: argparse.Namespace) -> int:
         BenchError: an option is wrong, or a run fails.
     """
     taken = ("processes", "json", "seconds", "quick")
-    others = [name for name, value in vars(args).items() if value and name not in taken]
-    if others:
-        raise BenchError(f"--processes: takes no {others[0].replace('_', '-')}")
+    given = {name for name, value in vars(args).items() if value not in (None, False, [])}
+    if others := sorted(given.difference(taken)):
+        names = {"cases": "cases", "earlier": "--from"}
+        option = names.get(others[0], f"--{others[0].replace('_', '-')}")
+        raise BenchError(f"--processes: takes no {option}")
     if find_spec("torch") is None:
         raise BenchError("--processes: needs PyTorch, for gloo: pip install torch")
     counts = _counts(args.processes)

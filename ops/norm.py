@@ -21,8 +21,16 @@ from .runtime.arrays import address_of, empty_like, native
 from .runtime.device import device_of, is_on_device
 from .runtime.errors import ConversionError, RejectedTypeError, reject
 from .runtime.launch import launch_on
-from .runtime.row_forms import as_rows, by_storage, index_lists, values_by_storage, values_of
-from .runtime.row_step import RowGradient, check_keys, first_bad_index, row_table
+from .runtime.row_forms import (
+    as_rows,
+    by_storage,
+    index_lists,
+    row_gradient,
+    values_by_storage,
+    values_of,
+    with_values,
+)
+from .runtime.row_step import check_keys, first_bad_index, row_table
 from .runtime.row_tensor import RowTensor
 from .runtime.step import DenseUpdate, Variables, tensor_step
 
@@ -136,8 +144,12 @@ def _adopted_one(where: str, name: str, gradient: Any) -> Gradient:
     # Checked again: the attributes of a RowTensor can be assigned to.
     check.float_dtype(where, name, rows.values)
     check.row_gradient(where, name, rows.indices, rows.values, rows.dense_shape)
+    rows.check_positions(f"{where}: {name}")
     indices, values = (check.contiguous(a, where, name) for a in (rows.indices, rows.values))
-    return RowTensor(indices, values, rows.dense_shape)
+    found = with_values(rows, values, indices)
+    if found.positions is not None:
+        found.positions = np.ascontiguousarray(found.positions)
+    return found
 
 
 def _check_in_place(where: str, x: Sequence[Any], gradients: Sequence[Gradient | None]) -> None:
@@ -189,10 +201,7 @@ def squares_at(storage: Storage, addresses: np.ndarray, sizes: np.ndarray) -> np
 def _of_rows(where: str, g: Storage, by_place: dict[int, RowTensor]) -> float:
     real, tensors = real_of(g), list(by_place.values())
     hp = np.ones(1, real.dtype)
-    tables = [
-        row_table((), t.dense_shape, RowGradient.of(t.indices, t.values), address_of(hp))
-        for t in tensors
-    ]
+    tables = [row_table((), t.dense_shape, row_gradient(t), address_of(hp)) for t in tensors]
     check_keys(where, tables)
     position, total = row_norm(kernel(SCALED, (), real, g, ()), tables)
     if position >= 0:
@@ -206,7 +215,7 @@ def _like(gradient: Gradient | None) -> Gradient | None:
         return None if gradient is None else empty_like(gradient)
     indices, values = gradient.indices, empty_like(gradient.values)
     own = indices if is_on_device(indices) else indices.copy()
-    return RowTensor(own, values, gradient.dense_shape)
+    return with_values(gradient, values, own)
 
 
 @quiet

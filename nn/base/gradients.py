@@ -13,7 +13,7 @@ from ...ops.runtime import device_gradient
 from ...ops.runtime.arrays import adopt_anywhere, real_type
 from ...ops.runtime.device import device_of, is_on_device
 from ...ops.runtime.errors import reject
-from ...ops.runtime.row_forms import concatenated
+from ...ops.runtime.row_forms import concatenated, with_values
 from ...ops.runtime.row_tensor import RowTensor
 
 
@@ -61,7 +61,7 @@ def centralized(gradient: Any) -> Any:
     if isinstance(gradient, RowTensor):
         # The mean of a sum is the sum of the means, so duplicates need not be summed first.
         values = centralized(gradient.values)
-        return RowTensor(gradient.indices, values, gradient.dense_shape)
+        return with_values(gradient, values)
     g = adopt_anywhere("gradients_centralization", "gradients", gradient)
     if is_on_device(g):
         return device_gradient.centralized(g).native()
@@ -76,7 +76,7 @@ def centralized(gradient: Any) -> Any:
 def scaled(gradient: Any, factor: float) -> Any:
     """``gradient * factor``, the factor rounded to the type of the arithmetic first."""
     if isinstance(gradient, RowTensor):
-        return RowTensor(gradient.indices, scaled(gradient.values, factor), gradient.dense_shape)
+        return with_values(gradient, scaled(gradient.values, factor))
     g = adopt_anywhere("scale_grad", "gradients", gradient)
     if is_on_device(g):
         made = g.empty_like()

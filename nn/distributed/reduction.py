@@ -27,7 +27,8 @@ def all_reduce(
     Dense ones are added element by element in the order of the ranks, in float32 (float64 for
     float64), and rounded once: the bits are the same on all processes, whatever the engine, and
     depend on the number of processes. Row-sparse ones are put one behind the other in the order
-    of the ranks, and never become dense: a step with them is one with the whole batch.
+    of the ranks, and never become dense: a step with them is one with the whole batch. Positions,
+    if all have them, become those in the batches of all, one behind the other.
 
     Args:
         gradients: arrays on the host, `RowTensor`, lists of them, or None.
@@ -79,6 +80,8 @@ def _read(where: str, gradients: Any) -> list[Any]:
             found = adopt(where, name, gradient)
         if gradient is not None:
             check.float_dtype(where, name, found, "a floating dtype")
+        if isinstance(found, RowTensor):
+            found.check_positions(f"{where}: {name}")
         read.append(found)
     return read
 
@@ -87,7 +90,8 @@ def _forms(read: Sequence[Any]) -> list[Any]:
     """What has to be the same for all processes."""
     forms: list[Any] = []
     for g in read:
-        kind = [str(g.indices.dtype)] if isinstance(g, RowTensor) else []
+        is_row_sparse = isinstance(g, RowTensor)
+        kind = [str(g.indices.dtype), g.positions is not None] if is_row_sparse else []
         forms.append(None if g is None else [*kind, str(g.dtype), *g.shape])
     return forms
 
@@ -112,18 +116,24 @@ def _summed(flat: np.ndarray, comm: Communicator, *, average: bool) -> np.ndarra
 
 @quiet
 def _rows_of_all(gradient: RowTensor, comm: Communicator, *, average: bool) -> RowTensor:
-    lengths = np.empty((comm.size, 1), np.int64)
-    comm.all_gather(np.array([len(gradient.indices)]), lengths).wait()
+    lengths = np.empty((comm.size, 2), np.int64)
+    comm.all_gather(np.array([len(gradient.indices), gradient.batch_length]), lengths).wait()
     counts = lengths[:, 0].tolist()
     arrays = []
-    for array in (gradient.indices, gradient.values):
+    places = [] if gradient.positions is None else [np.asarray(gradient.positions)]
+    for array in (gradient.indices, gradient.values, *places):
         n, tail = len(array), array.shape[1:]
         received = np.empty((sum(counts), *tail), array.dtype)
         sent = np.concatenate([array] * comm.size)
         comm.all_to_all(sent, [n] * comm.size, received, counts).wait()
         arrays.append(received)
-    indices, values = arrays
+    indices, values, *places = arrays
     if average:
         real = real_type(values.dtype)
         values = (values.astype(real, copy=False) / real(comm.size)).astype(values.dtype)
-    return RowTensor(indices, values, gradient.dense_shape)
+    if not places:
+        return RowTensor(indices, values, gradient.dense_shape)
+    first = np.cumsum([0, *lengths[:, 1]])  # the batch of all is one batch behind the other
+    positions, length = places[0] + np.repeat(first[:-1], counts), int(first[-1])
+    shape = gradient.dense_shape
+    return RowTensor(indices, values, shape, positions=positions, batch_length=length)

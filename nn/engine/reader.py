@@ -14,7 +14,7 @@ from ...ops.runtime import device_gradient as on_device
 from ...ops.runtime.arrays import address_of, adopt_anywhere, real_type
 from ...ops.runtime.device import DeviceArray, device_of
 from ...ops.runtime.errors import reject
-from ...ops.runtime.row_forms import as_rows
+from ...ops.runtime.row_forms import as_rows, row_gradient
 from ...ops.runtime.row_step import IndexList, RowGradient, check_keys
 from ...ops.runtime.row_tensor import RowTensor
 from ..base import gradients as whole
@@ -230,24 +230,29 @@ class GradientReader:
                 whole.centralized(whole.decayed(wide, w, factor) if factor else wide)
             )
         values = gradient.values.astype(real, copy=False)
-        rows = RowTensor(gradient.indices, values, parameter.shape)
+        positions, n = gradient.positions, gradient.batch_length
+        rows = RowTensor(
+            gradient.indices, values, parameter.shape, positions=positions, batch_length=n
+        )
         if factor and self._sparse_update != "lazy":
             # Every row decays, so every row has a gradient to centralize.
             return whole.centralized(whole.decayed(rows.to_dense(), w, factor))
         central = whole.centralized(whole.decayed(rows, w, factor) if factor else rows)
-        return RowGradient.of(central.indices, np.ascontiguousarray(central.values))
+        central.values = np.ascontiguousarray(central.values)
+        return row_gradient(central)
 
     def _centralize_on_device(self, w: DeviceArray, gradient: Any, factor: float) -> Any:
         """The same, enqueued; in a new array of the parameter's framework."""
         if not isinstance(gradient, RowGradient):
             return _centralized(gradient, w, factor)
+        of_batch = gradient.positions, gradient.batch_length
         if not factor:
             values = on_device.centralized(gradient.values, w)
-            return RowGradient.of(gradient.indices, values)
+            return RowGradient.of(gradient.indices, values, *of_batch)
         if self._sparse_update == "lazy":
             values = on_device.decayed_rows(gradient, w, factor)
             on_device.centralize(values, values)
-            return RowGradient.of(gradient.indices, values)
+            return RowGradient.of(gradient.indices, values, *of_batch)
         gradient = on_device.dense(gradient, w.shape, np.dtype(real_type(w.dtype)))
         # It has no indices any more by which the step could tell that it may not write.
         pending.settle()

@@ -10,7 +10,7 @@ from ...kernels.quiet import quiet
 from ...ops.runtime.arrays import adopt_anywhere
 from ...ops.runtime.device import DeviceArray
 from ...ops.runtime.device_gradient import convert, converted
-from ...ops.runtime.row_forms import concatenated
+from ...ops.runtime.row_forms import concatenated, with_values
 from ...ops.runtime.row_tensor import RowTensor
 
 _WHERE = "update_multi_precision"
@@ -21,7 +21,7 @@ def of_master(grad: Any, state: Any) -> tuple[Any, Any, Any]:
     if isinstance(grad, list | tuple):
         grad = concatenated(_WHERE, "grad", grad)
     if isinstance(grad, RowTensor):
-        grad = RowTensor(grad.indices, as_float32(grad.values), grad.dense_shape)
+        grad = with_values(grad, as_float32(grad.values))
     elif grad is not None:
         grad = as_float32(adopt_anywhere(_WHERE, "grad", grad))
     return state[0], grad, state[1]

@@ -16,7 +16,7 @@ from ...ops.norm import global_norm, squares_at
 from ...ops.runtime.errors import reject
 from ...ops.runtime.row_tensor import RowTensor
 from .optimizer import Optimizer
-from .tensors import DTYPE_NAMES, DTYPES, array_of, local, rows_of, table_shape
+from .tensors import DTYPE_NAMES, DTYPES, array_of, is_part, local, rows_of, table_shape
 
 _WHERE = "clip_grad_norm_"
 
@@ -80,8 +80,9 @@ def clip_grad_norm_(
         The norm before, as a tensor of one element.
 
     Raises:
-        RuntimeError: the norm is not finite and ``error_if_nonfinite``; or, in the step, a
-            gradient is another one than was measured.
+        RuntimeError: the norm is not finite and ``error_if_nonfinite``; a gradient is that of a
+            part of a tensor, such as a table of several processes; or, in the step, a gradient is
+            another one than was measured.
         ValueError: another ``norm_type``, or an optimizer has other parameters.
         TypeError: ``optimizer`` is none of this package.
 
@@ -153,10 +154,11 @@ def _norm(parameters: Sequence[Tensor]) -> float:
     keep = []
     for k, parameter in enumerate(parameters):
         gradient = parameter.grad.detach()
-        if local(gradient) is not gradient:
+        is_dtensor = local(gradient) is not gradient
+        if is_dtensor or is_part(parameter):
             wrong, expected = "is distributed", "a tensor of one process"
-            fix = "; torch.nn.utils.clip_grad_norm_ takes it"
-            got = type(gradient).__name__
+            fix = "; torch.nn.utils.clip_grad_norm_ takes it" if is_dtensor else ""
+            got = type(gradient).__name__ if is_dtensor else "a part of a table"
             reject(RuntimeError, _WHERE, f"gradient {k}", wrong, expected, got, fix)
         if gradient.layout == torch.sparse_coo:
             rows = rows_of(_WHERE, f"gradient {k}", parameter, gradient)

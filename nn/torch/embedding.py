@@ -16,7 +16,7 @@ from ..distributed.communicator import Communicator
 from ..distributed.route import Route
 from ..distributed.shard import RowShard
 from ..distributed.torch_group import over_torch
-from .state import own_rows, whole_table
+from .state import order_in_state, own_rows, whole_table
 from .tensors import DTYPES, array_of, tensor_of
 
 _BLOCK = 4_096  # rows that are drawn together
@@ -52,7 +52,10 @@ class ShardedEmbedding(nn.Module):
     torch.distributed.checkpoint saves and loads it, and the states that an optimizer of this
     package has for it, on any number of processes. ``load_state_dict`` also takes a whole table,
     such as that of ``torch.nn.Embedding``. `weight` is no parameter for
-    DistributedDataParallel: name it in ``model._ddp_params_and_buffers_to_ignore``.
+    DistributedDataParallel: name it in ``model._ddp_params_and_buffers_to_ignore``. Of several
+    processes, ``skip_nonfinite`` and `clip_grad_norm_` refuse it: they need the gradients of all.
+    A ``GradScaler`` looks at those of its own process: where only one skips a step, tables differ
+    from then on.
 
     Raises:
         TypeError: on a rank, a kind does not fit.
@@ -102,6 +105,10 @@ class ShardedEmbedding(nn.Module):
         # For optimizers; a copy of a parameter has no attributes of its own.
         self.weight.row_shard = self.shard
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._mark()
+
     def _draw(self, seed: int) -> None:
         """The same numbers for a row whoever has it: drawn block by block of the order."""
         begin, end = self.shard.begin, self.shard.end
@@ -131,18 +138,11 @@ class ShardedEmbedding(nn.Module):
         return f"{self.num_embeddings}, {self.embedding_dim}, shard={self.shard}"
 
     def get_extra_state(self) -> dict[str, Any]:
-        """The order of the rows, which belongs to the table."""
-        return {"order": self.shard.order}
+        """The order of the rows in ``state_dict``, which belongs to the table."""
+        return {"order": order_in_state(self.shard)}
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Refuse a table whose rows are in another order.
-
-        Raises:
-            ValueError: they are.
-        """
-        if state["order"] != self.shard.order:
-            where, wrong = "ShardedEmbedding.load_state_dict", "has another order of rows"
-            reject(ValueError, where, "the table", wrong, self.shard.order, state["order"])
+        """Nothing: rows were taken in this order, or refused, before any was written."""
 
 
 class _Lookup(torch.autograd.Function):
@@ -162,6 +162,8 @@ class _Lookup(torch.autograd.Function):
         rows = ctx.route.scatter(array_of(gradient.contiguous()))
         weight.row_positions = rows.positions, rows.batch_length
         indices, values = tensor_of(rows.indices)[None], tensor_of(rows.values)
+        if not len(values):  # PyTorch adds to it where it lies, and NumPy's memory cannot grow
+            indices, values = indices.clone(), values.clone()
         found = torch.sparse_coo_tensor(indices, values, weight.shape, check_invariants=False)
         return found, None, None
 
@@ -173,5 +175,7 @@ def _whole(module: ShardedEmbedding, state: dict[str, Any], prefix: str, _: Any)
 
 def _own(module: ShardedEmbedding, state: dict[str, Any], prefix: str, *_: Any) -> None:
     name = f"{prefix}weight"
+    # PyTorch's own table says nothing: its rows lie by their numbers.
+    order = state.setdefault(f"{prefix}_extra_state", {"order": "range"})["order"]
     if name in state:
-        state[name] = own_rows(state[name], module.shard)
+        state[name] = own_rows(state[name], module.shard, order)

@@ -34,7 +34,7 @@ from .state import (
     whole_table,
     with_rows,
 )  # fmt: skip
-from .tensors import local, number
+from .tensors import is_part, local, number
 
 _KEPT_BINDINGS = 4
 _KEYWORDS = (*OWN, "skip_nonfinite")
@@ -340,8 +340,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         """Refuse what no step can take; whether it is updated."""
         where, gradient = type(self).__name__, parameter.grad
         check_parameter(where, name, local(parameter))
-        is_part = local(parameter) is not parameter or hasattr(parameter, "row_shard")
-        if self.skip_nonfinite and is_part:
+        if self.skip_nonfinite and is_part(parameter):
             why = "the other processes would not skip the step"
             raise RuntimeError(f"{where}: skip_nonfinite takes no distributed parameters: {why}")
         if gradient is not None and gradient.layout == torch.sparse_coo:

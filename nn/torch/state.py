@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..distributed.shard import RowShard
+from ...ops.runtime.errors import reject
+from ..distributed.shard import RowShard, places
 
 
 def single(value: float) -> Tensor:
@@ -72,15 +73,33 @@ def whole_table(tensor: Tensor, shard: RowShard) -> Tensor:
     return whole
 
 
-def own_rows(tensor: Tensor, shard: RowShard) -> Tensor:
-    """The rows of this process, of a DTensor or a whole table."""
+def order_in_state(shard: RowShard) -> str:
+    """The order of the rows that `whole_table` gives."""
+    is_by_number = shard.comm.size == 1 and getattr(shard.comm, "group", None) is None
+    return "range" if is_by_number else shard.order
+
+
+def own_rows(tensor: Tensor, shard: RowShard, order: str | None = None) -> Tensor:
+    """The rows of this process, of a DTensor, a whole table, or those of a process.
+
+    Args:
+        tensor: the rows.
+        shard: whose rows they become.
+        order: of those that were given; None: a whole table lies by its numbers, all else as
+            the shard's.
+
+    Raises:
+        ValueError: a DTensor, or rows of a process, are in another order than the shard's.
+    """
     to_local = getattr(tensor, "to_local", None)
-    if to_local is not None:
-        found: Tensor = to_local()
-        return found
-    if len(tensor) == shard.rows and (shard.comm.size > 1 or shard.order != "range"):
-        return tensor[torch.from_numpy(shard.indices)]
-    return tensor
+    if to_local is None and len(tensor) == shard.rows:
+        return tensor[torch.from_numpy(places(shard.indices, shard.rows, order or "range"))]
+    is_own = to_local is not None or len(tensor) == len(shard)  # what else it is, PyTorch refuses
+    if is_own and order not in (None, shard.order):
+        where, wrong = "ShardedEmbedding.load_state_dict", "has another order of rows"
+        reject(ValueError, where, "the table", wrong, shard.order, order)
+    found: Tensor = tensor if to_local is None else to_local()
+    return found
 
 
 def with_rows(

@@ -37,6 +37,12 @@ def local(tensor: Tensor) -> Tensor:
     return tensor if to_local is None else to_local()
 
 
+def is_part(parameter: Tensor) -> bool:
+    """Whether other processes have the rest of it."""
+    shard = getattr(parameter, "row_shard", None)
+    return local(parameter) is not parameter or (shard is not None and shard.comm.size > 1)
+
+
 def array_of(tensor: Tensor) -> Any:
     """The array of a contiguous tensor: of NumPy, or on a CUDA device."""
     if tensor.is_cuda:

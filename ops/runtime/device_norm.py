@@ -14,8 +14,8 @@ from ...kernels.storage import Storage, real_of
 from . import cuda, pending
 from .device import DeviceArray
 from .launch import Launch, checked_launch
-from .row_forms import by_storage, index_lists, values_by_storage, values_of
-from .row_step import IndexList, RowGradient, bad_index_error, check_keys, row_table
+from .row_forms import by_storage, index_lists, row_gradient, values_by_storage, values_of
+from .row_step import IndexList, bad_index_error, check_keys, row_table
 from .row_tensor import RowTensor
 
 Gradient = DeviceArray | RowTensor
@@ -74,10 +74,7 @@ def _row_squares(rows: dict[Storage, dict[int, RowTensor]], launch: Launch) -> l
     """What is to be summed of row-sparse gradients, by storage type."""
     found, base = [], 0
     for g, by_place in rows.items():
-        tables = [
-            row_table((), t.dense_shape, RowGradient.of(t.indices, t.values))
-            for t in by_place.values()
-        ]
+        tables = [row_table((), t.dense_shape, row_gradient(t)) for t in by_place.values()]
         compiled = kernel(SCALED, (), real_of(g), g, ())
         found.append(cuda.rows.step.RowSquares(compiled, tables, launch.call, base))
         base += sum(table.length for table in tables)

@@ -44,6 +44,19 @@ def values_by_storage(gradients: Sequence[Any]) -> Dense:
     return found
 
 
+def with_values(rows: RowTensor, values: Any, indices: Any = None) -> RowTensor:
+    """Other values of the same occurrences, which are at the same places of a batch."""
+    of_batch = {"positions": rows.positions, "batch_length": rows.batch_length}
+    own = rows.indices if indices is None else indices
+    return RowTensor(own, values, rows.dense_shape, **of_batch)
+
+
+def row_gradient(rows: RowTensor) -> RowGradient:
+    """Of contiguous, checked arrays, as the kernels take it."""
+    of_batch = () if rows.positions is None else (rows.positions, rows.batch_length)
+    return RowGradient.of(rows.indices, rows.values, *of_batch)
+
+
 def index_lists(where: str, tensors: dict[int, RowTensor]) -> list[IndexList]:
     """The indices of the row-sparse ones of a list ``x`` of gradients."""
     return [
@@ -81,14 +94,12 @@ def concatenated(where: str, name: str, parts: Sequence[Any]) -> RowTensor:
     if len(parts) > 1 and any(part.positions is not None for part in parts):
         wrong, expected = "has parts with positions", "one RowTensor with positions, or none"
         reject(ValueError, where, name, wrong, expected, f"{len(parts)} parts")
-    shape = parts[0].dense_shape
     places = {f"part {k} of {name}": part.values for k, part in enumerate(parts)}
     if device_of(where, places) is not None:
         # Each is checked again: its attributes can be assigned to.
-        checked = [RowTensor(part.indices, part.values, shape) for part in parts]
+        checked = [with_values(part, part.values) for part in parts]
         gradients = [RowGradient.of(part.indices, part.values) for part in checked]
-        return RowTensor(*device_gradient.concatenated(gradients), shape)
+        joined = device_gradient.concatenated(gradients)
+        return with_values(parts[0], joined[1], joined[0])
     indices = np.concatenate([part.indices for part in parts])
-    values, first = np.concatenate([part.values for part in parts]), parts[0]
-    of_batch = {"positions": first.positions, "batch_length": first.batch_length}
-    return RowTensor(indices, values, shape, **of_batch)
+    return with_values(parts[0], np.concatenate([part.values for part in parts]), indices)

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from fusestep import nn, ops
+from fusestep.nn import mxnet
+from fusestep.nn.base import gradients
+from fusestep.nn.distributed import all_reduce, alone
+from fusestep.nn.mxnet import master
 
 from helpers import assert_same_bits, refused
+from thread_processes import in_threads
 
 VALUES = np.ones((3, 2), np.float32)
 IDS = np.array([2, 0, 2])
@@ -25,6 +33,9 @@ WRONG: list[tuple[Any, int, type[Exception], str]] = [
     (np.array([-1, 1, 2]), 9, ValueError, "positions are no positions of a batch"),
     (np.array([0, 1, 9]), 9, ValueError, r"positions .*expected ascending ones in \[0, 9\)"),
     (np.array([0, 1, 2]), 0, ValueError, "positions are no positions of a batch"),
+    (np.array([0, 1, 2]), 2, ValueError, "positions are no positions of a batch"),
+    (np.array([0, 1, 2]), -3, ValueError, "positions are no positions of a batch"),
+    (np.arange(3, dtype=np.uint64), 9, TypeError, "positions have a wrong dtype"),
 ]
 EACH_WRONG = pytest.mark.parametrize(("positions", "length", "kind", "match"), WRONG)
 
@@ -75,6 +86,160 @@ def test_positions_need_not_be_contiguous() -> None:
         results.append(table)
     assert_same_bits(results[0], results[1])
     assert (results[0] != results[2]).any()  # other ranges, another order of the sum
+
+
+N = 9000  # a row with more than 512 occurrences is summed in ranges of 4096 of the batch
+
+
+def whole_and_part(dtype: Any = np.float32) -> tuple[nn.RowTensor, nn.RowTensor]:
+    """A batch whose occurrences are of row 0 and of row 1 in turn, and what has row 0 of it.
+
+    Those of row 1 are zeros: sums over both have the bits of those over row 0.
+    """
+    values = np.random.default_rng(0).standard_normal((2 * N, 3)).astype(dtype)
+    values[1::2] = 0
+    whole = nn.RowTensor(np.arange(2 * N) % 2, values, (2, 3))
+    part = nn.RowTensor(
+        np.zeros(N, np.int64), values[::2].copy(), (2, 3),
+        positions=np.arange(2 * N)[::2].copy(), batch_length=2 * N,
+    )  # fmt: skip
+    return whole, part
+
+
+def without(gradient: nn.RowTensor) -> nn.RowTensor:
+    return nn.RowTensor(gradient.indices, gradient.values, gradient.dense_shape)
+
+
+def _stepped(gradient: Any, **options: Any) -> np.ndarray:
+    table = np.full((2, 3), 0.5, np.float32)
+    group = {"params": [nn.Parameter(table, "table")], **options}
+    nn.SGD([group], learning_rate=0.1)((gradient,))
+    return table[:1]
+
+
+def _clipped(gradient: Any, **options: Any) -> np.ndarray:
+    gradient = copy.deepcopy(gradient)
+    (found,) = ops.clip_by_global_norm([gradient], 1.0, use_norm=3.0, **options)
+    return _stepped(found)
+
+
+def _reduced(gradient: Any) -> np.ndarray:
+    (found,) = all_reduce((gradient,), alone())
+    return _stepped(found)
+
+
+def _of_mxnet(gradient: Any, dtype: Any = np.float32) -> np.ndarray:
+    optimizer = mxnet.Adam(learning_rate=0.1, multi_precision=True)
+    weight = np.full((2, 3), 0.5, dtype)
+    state = optimizer.create_state_multi_precision(0, weight)
+    optimizer.update_multi_precision(0, weight, gradient, state)
+    mean, _ = state if dtype == np.float32 else state[1]  # Adam's first update forgets the size
+    return mean[:1]
+
+
+_BASE = nn.SGD([np.ones(2, np.float32)], loss_scale=3.0)
+OPERATIONS: dict[str, Callable[[Any], np.ndarray]] = {
+    "step": _stepped,
+    "copy": lambda g: _stepped(copy.copy(g)),
+    "deepcopy": lambda g: _stepped(copy.deepcopy(g)),
+    "pickle": lambda g: _stepped(pickle.loads(pickle.dumps(g))),
+    "list": lambda g: _stepped([g]),
+    "scale_grad": lambda g: _stepped(_BASE.scale_grad((g,))[0]),
+    "gradients_centralization": lambda g: _stepped(gradients.centralized(g)),
+    "decay_weight": lambda g: _stepped(gradients.decayed(g, np.ones((2, 3), np.float32), 0.1)),
+    "grad_centralization": lambda g: _stepped(g, grad_centralization=True),
+    "decay and centralization": lambda g: _stepped(g, grad_centralization=True, weight_decay=0.1),
+    "clip_by_global_norm": _clipped,
+    "clip_by_global_norm of a list": lambda g: _clipped([g]),
+    "clip_by_global_norm in place": lambda g: _clipped(g, in_place=True),
+    "global_norm": lambda g: np.array(ops.global_norm([g])),
+    "all_reduce": _reduced,
+    "mxnet": _of_mxnet,
+    "mxnet in float32": lambda g: _stepped(master.of_master(g, (None, None))[1]),
+    "mxnet with a master copy": lambda g: _of_mxnet(g, np.float16),
+}
+IN_ORDER = {"decay_weight", "decay and centralization"}
+"""Without ranges: rows that decay are summed in the order of their occurrences first."""
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_positions_are_kept(name: str) -> None:
+    """Through all that makes a gradient out of one: a step has the bits of the whole batch."""
+    whole, part = whole_and_part()
+    operation = OPERATIONS[name]
+    assert_same_bits(operation(part), operation(whole), name)
+    if name not in IN_ORDER:
+        assert (operation(without(part)) != operation(whole)).any()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_batches_of_several_processes_are_one_behind_the_other(size: int) -> None:
+    """In `all_reduce`: places of each rank's batch become places of all of them."""
+    whole, part = whole_and_part()
+
+    def program(comm: Any) -> Any:
+        return [all_reduce((g,), comm)[0] for g in (part, whole)]
+
+    for of_part, of_whole in in_threads(size, program):
+        assert of_part.batch_length == 2 * N * size
+        assert_same_bits(of_part.positions, np.arange(2 * N * size)[::2])
+        assert of_whole.positions is None
+        assert_same_bits(_stepped(of_part), _stepped(of_whole))
+
+
+def test_all_have_positions_or_none() -> None:
+    _, part = whole_and_part()
+
+    def program(comm: Any) -> Any:
+        with pytest.raises(ValueError, match="all_reduce: rank 1: gradients differs"):
+            all_reduce((part if comm.rank else without(part),), comm)
+
+    in_threads(2, program)
+
+
+@EACH_WRONG
+@pytest.mark.parametrize("name", ["clip_by_global_norm", "global_norm", "all_reduce", "list"])
+def test_what_was_assigned_is_checked_by_operations(
+    name: str, positions: Any, length: int, kind: type[Exception], match: str
+) -> None:
+    gradient = nn.RowTensor(IDS, VALUES.copy(), (4, 2))
+    gradient.positions, gradient.batch_length = positions, length
+    calls: dict[str, Callable[[], Any]] = {
+        "clip_by_global_norm": lambda: ops.clip_by_global_norm([gradient], 0.1, in_place=True),
+        "global_norm": lambda: ops.global_norm([gradient]),
+        "all_reduce": lambda: all_reduce((gradient,), alone()),
+        "list": lambda: ops.global_norm([[gradient]]),
+    }
+    with refused(kind, match, gradient):
+        calls[name]()
+
+
+def test_parts_with_positions_are_refused_by_operations() -> None:
+    _, part = whole_and_part()
+    for call in (ops.global_norm, ops.clip_by_global_norm, lambda x: all_reduce(x, alone())):
+        with refused(ValueError, "has parts with positions", part):
+            call([[part, without(part)]])
+
+
+def test_one_without_the_other() -> None:
+    """A length alone says nothing; positions without one are none of a batch of 0."""
+    assert nn.RowTensor(IDS, VALUES, (4, 2), batch_length=9).positions is None
+    with pytest.raises(ValueError, match=r"ascending ones in \[0, 0\)"):
+        nn.RowTensor(IDS, VALUES, (4, 2), positions=np.arange(3))
+    none = nn.RowTensor(IDS[:0], VALUES[:0], (4, 2), positions=np.arange(0))
+    assert none.positions is not None
+    nn.LazyAdam([np.ones((4, 2), np.float32)])((none,))
+
+
+def test_places_of_the_batch_not_of_the_row() -> None:
+    """Ascending over all rows, in the order of the occurrences, whatever their rows."""
+    ids, values = np.array([3, 0, 3, 1]), np.arange(8.0, dtype=np.float32).reshape(4, 2)
+    positions = np.array([0, 4, 5, 9])
+    gradient = nn.RowTensor(ids, values, (4, 2), positions=positions, batch_length=10)
+    table, expected = np.zeros((2, 4, 2), np.float32)
+    nn.SGD([table], learning_rate=1.0)((gradient,))
+    nn.SGD([expected], learning_rate=1.0)((without(gradient),))
+    assert_same_bits(table, expected)
 
 
 def test_operations_without_order_do_not_need_them() -> None:

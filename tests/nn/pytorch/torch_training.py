@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from fusestep.nn import torch as fused
 
-# Thor is of a module, not of parameters.
-EVERY = sorted(n for n in set(fused.__all__) - {"Optimizer"} if n[0].isupper() and n != "Thor")
+_OTHERS = {"Optimizer", "ShardedEmbedding", "Thor"}  # a base class, a module, one of a module
+EVERY = sorted(n for n in set(fused.__all__) - _OTHERS if n[0].isupper())
 SHARED = [name for name in EVERY if hasattr(torch.optim, name)]
 DENSE = [name for name in SHARED if name != "SparseAdam"]
 TABLES = [name for name in EVERY if name not in {"Lamb", "LARS", "Adafactor"}]

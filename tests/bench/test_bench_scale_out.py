@@ -1,0 +1,266 @@
+"""``fusestep bench --processes``: its options, a small run, and the arithmetic of its model."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fusestep import __main__ as main
+from fusestep.bench import scale_out
+from fusestep.bench.cases.indices import DEFAULT, draw
+from fusestep.bench.errors import BenchError
+
+needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
+
+# -- the options ----------------------------------------------------------------------------------
+
+EXPECTED = "--processes: expected whole numbers from 1 to 64, got "
+WRONG: dict[tuple[str, ...], str] = {
+    ("0",): f"{EXPECTED}'0'",
+    ("-1",): "--processes",
+    ("a",): f"{EXPECTED}'a'",
+    ("65",): f"{EXPECTED}'65'",
+    ("1,,2",): f"{EXPECTED}'1,,2'",
+    ("1,2,",): f"{EXPECTED}'1,2,'",
+    ("1.5",): f"{EXPECTED}'1.5'",
+    ("1e1",): f"{EXPECTED}'1e1'",
+    ("\u00b2",): f"{EXPECTED}'\u00b2'",
+    ("",): f"{EXPECTED}''",
+    ("2", "--scenario", "busy"): "--processes: takes no --scenario",
+    ("2", "--scenario", ""): "--processes: takes no --scenario",
+    ("2", "--against", "main"): "--processes: takes no --against",
+    ("2", "--threads", "1"): "--processes: takes no --threads",
+    ("2", "--plot", "x.png"): "--processes: takes no --plot",
+    ("2", "--peers", "none"): "--processes: takes no --peers",
+    ("2", "--torch-python", sys.executable): "--processes: takes no --torch-python",
+    ("2", "--from", "x.json"): "--processes: takes no --from",
+    ("2", "rows/nn.LazyAdam"): "--processes: takes no cases",
+    ("2", "--seconds", "0"): "--seconds: expected a number above 0, got '0'",
+    ("2", "--quick", "--seconds", "2"): "--quick: is --seconds of its own, give one of the two",
+    ("2", "--json", "/nowhere/x.json"): "--json: cannot write '/nowhere/x.json': No such file",
+    ("2", "--json", "/"): "--json: cannot write '/': is a folder",
+    ("2", "--json", ""): "--json: cannot write '.': is a folder",
+}
+
+
+def refused_line(capsys: pytest.CaptureFixture[str], *given: str) -> str:
+    """What is said in the place of a measurement, in one line."""
+    try:
+        status = main.main(["bench", "--processes", *given])
+    except SystemExit as error:  # of argparse
+        status = int(str(error.code))
+    captured = capsys.readouterr()
+    assert (status, captured.out) == (2, "")
+    (line,) = captured.err.splitlines()
+    assert line.startswith("fusestep bench: ")
+    return line
+
+
+@needs_torch
+@pytest.mark.parametrize(("given", "text"), WRONG.items(), ids=[" ".join(given) for given in WRONG])
+def test_wrong_options_cost_one_line(
+    given: tuple[str, ...],
+    text: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scale_out, "_run", lambda *_: pytest.fail("measured"))
+    assert text in refused_line(capsys, *given)
+
+
+def test_without_torch(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    find: Callable[[str], Any] = find_spec
+    monkeypatch.setattr(scale_out, "find_spec", lambda n: None if n == "torch" else find(n))
+    assert "--processes: needs PyTorch, for gloo: pip install torch" in refused_line(capsys, "2")
+
+
+@pytest.mark.parametrize(
+    ("text", "counts"), [("1", [1]), ("2", [1, 2]), ("4,2, 4", [1, 2, 4]), ("64", [1, 64])]
+)
+def test_one_process_is_always_measured(text: str, counts: list[int]) -> None:
+    assert scale_out._counts(text) == counts
+
+
+FAILED = "W1 of torchrun\nTraceback:\nValueError: a table\nraise ChildFailedError(\nfailed"
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (subprocess.CalledProcessError(1, "python", stderr=FAILED), "ValueError: a table"),
+        (subprocess.CalledProcessError(-9, "python", stderr="one\ntwo\n"), "two"),
+        (subprocess.CalledProcessError(-9, "python", stderr=""), "died with"),
+        (subprocess.TimeoutExpired("python", 600), "timed out after 600 seconds"),
+    ],
+)
+def test_a_run_that_fails(error: Exception, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(scale_out.subprocess, "run", fail)
+    with pytest.raises(BenchError, match=f"^--processes 3: .*{text}"):
+        scale_out._run(3, 10, 10, 1.0)
+
+
+# -- a small run ----------------------------------------------------------------------------------
+
+
+@needs_torch
+def test_a_run(tmp_path: Path) -> None:
+    """It prints a table and writes what the tables of the documents are made of."""
+    path = tmp_path / "x.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "fusestep", "bench", "--processes", "1,2", "--quick", "--json",
+         str(path)],
+        cwd=tmp_path, env={**os.environ, "PYTHONSAFEPATH": "1"}, capture_output=True, text=True,
+        check=False, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    data = json.loads(path.read_text(encoding="utf-8"))
+    assert (data["rows"], data["dim"]) == (20_000, 64)
+    assert [(run["processes"], run["batch"]) for run in data["runs"]] == [
+        (1, 1024), (1, 4096), (2, 4096),
+    ]  # fmt: skip
+    assert done.stdout.strip() == scale_out.measured(data)
+    assert scale_out.modelled(data).count("\n") == 1 + len(scale_out.SIZES)
+    for run in data["runs"]:
+        _check_run(run)
+    _check_bytes(data["runs"])
+
+
+def _check_run(run: dict[str, Any]) -> None:
+    low, median, high = run["iteration"]
+    assert 0 < low <= median <= high
+    assert 0 < run["outside"] <= high
+    assert run["ids"] == run["batch"]
+    assert run["exchanges"] == int(run["exchanges"])
+    rows_of_one = -(-20_000 // run["processes"])
+    assert run["table_and_states"] == 3 * rows_of_one * 64 * 4
+
+
+def _check_bytes(runs: list[dict[str, Any]]) -> None:
+    """Nothing leaves a process that is alone; of two it is little more than has to."""
+    assert [run["sent"] for run in runs[:2]] == [0, 0] == [run["least"] for run in runs[:2]]
+    assert [run["second_per_byte"] for run in runs[:2]] == [0, 0]
+    two = runs[2]
+    assert two["second_per_byte"] > 0
+    least = 0.0
+    for rank, other in ((0, 1), (1, 0)):
+        for seed in range(4):
+            ids = draw(DEFAULT, 20_000, 4096, seed)[2048 * rank : 2048 * (rank + 1)]
+            remote = ids[_owner(ids) == other]
+            least += (len(np.unique(remote)) * (4 + 256) + len(remote) * 256) / 4
+    assert two["least"] == least
+    assert 1 < two["sent"] / two["least"] < 1.1
+    assert abs(two["sent"] / (2 * scale_out.bytes_sent(2, 4096, 20_000)) - 1) < 0.1
+
+
+def _owner(ids: np.ndarray) -> np.ndarray:
+    """Of two processes, by the order that RowShard describes."""
+    factor = round(0.6180339887498949 * 20_000)
+    while np.gcd(factor, 20_000) > 1:
+        factor += 1
+    return ids * factor % 20_000 // 10_000
+
+
+# -- the model ------------------------------------------------------------------------------------
+
+
+def run_of(processes: int, batch: int, **figures: float) -> dict[str, Any]:
+    return {
+        "processes": processes, "batch": batch, "iteration": [0.01, 0.02, 0.03], "outside": 0.0,
+        "sent": 3 * 2**20, "least": 2 * 2**20, "exchanges": 10.0, "agreement": 1e-4,
+        "second_per_byte": 1e-9, "table_and_states": 2**20, **figures,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def data() -> dict[str, Any]:
+    """Of 3 ms and 2 us for each id, on two cores."""
+    return {
+        "machine": {"cores": 2}, "rows": 1000, "dim": 64,
+        "runs": [
+            run_of(1, 1000, outside=0.005, sent=0, least=0, second_per_byte=0),
+            run_of(1, 4000, outside=0.011, sent=0, least=0, second_per_byte=0),
+            run_of(2, 4000, outside=9.0),
+            run_of(4, 4000, outside=9.0, exchanges=12.0),
+        ],
+    }  # fmt: skip
+
+
+def test_costs(data: dict[str, Any]) -> None:
+    found = scale_out.costs(data)
+    assert found.fixed == pytest.approx(0.003)
+    assert found.of_id == pytest.approx(2e-6)
+    assert found.at(0) == pytest.approx(0.003)
+    assert found.at(2500) == pytest.approx(0.008)
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 8])
+def test_bytes_sent(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the ids of a process those of others travel: numbers, rows, gradients and two places."""
+    asked = []
+
+    def drawn(_: str, rows: int, ids: int) -> np.ndarray:
+        asked.append((rows, ids))
+        return np.arange(ids) % 100  # 100 different ones
+
+    monkeypatch.setattr(scale_out, "draw", drawn)
+    numbers, rows, gradients = 100 * 4, 100 * 256, 8000 // n * (256 + 4 + 4)
+    assert scale_out.bytes_sent(n, 8000, 5000) == (numbers + rows + gradients) * (n - 1) / n
+    assert asked == [(5000, 8000 // n)]
+
+
+def test_predicted(data: dict[str, Any]) -> None:
+    """What is outside of the network is shared by the cores; exchanges and bytes are not."""
+    one, whole, two, four = data["runs"]
+    for run in (one, whole):
+        expected = run["outside"] + 10 * 1e-4
+        assert scale_out.predicted(run, data) == pytest.approx(expected)
+    of_two = 0.003 + 2000 * 2e-6 + 10 * 1e-4 + scale_out.bytes_sent(2, 4000, 1000) * 1e-9
+    assert scale_out.predicted(two, data) == pytest.approx(of_two)
+    of_four = 2 * (0.003 + 1000 * 2e-6) + 12 * 1e-4 + scale_out.bytes_sent(4, 4000, 1000) * 1e-9
+    assert scale_out.predicted(four, data) == pytest.approx(of_four)
+
+
+@pytest.mark.parametrize("n", [8, 1024])
+@pytest.mark.parametrize("network", scale_out.NETWORKS)
+def test_iteration(n: int, network: int, data: dict[str, Any]) -> None:
+    """Machines of their own: the exchanges of the last run, a message to each other process."""
+    ids = 1_048_576 // n
+    different = len(set(draw(DEFAULT, 1000, ids).tolist()))
+    sent = (n - 1) / n * (different * 260 + ids * 264)
+    expected = 0.003 + ids * 2e-6 + 12 * (n - 1) * 5e-6 + sent / (network / 8 * 1e9)
+    assert scale_out.iteration(n, network, data) == pytest.approx(expected)
+
+
+def cells(table: str) -> list[list[str]]:
+    return [line.strip("| ").split(" | ") for line in table.splitlines()]
+
+
+def test_the_table_of_the_runs(data: dict[str, Any]) -> None:
+    head, _, *rows = cells(scale_out.measured(data))
+    assert len(rows) == 4 and all(len(row) == len(head) for row in rows)
+    assert rows[0][:3] == ["1", "1,000", "20.00 ms"]
+    assert [row[6] for row in rows] == ["n/a", "n/a", "1.50", "1.50"]
+    assert rows[1][3:5] == ["12.00 ms", "11.00 ms"]
+    assert rows[2][5:] == ["3.0 MB", "1.50", "1.0 MB"]
+
+
+def test_the_table_of_the_model(data: dict[str, Any]) -> None:
+    """The shortest of each network is bold."""
+    _, _, *rows = cells(scale_out.modelled(data))
+    assert [row[0] for row in rows] == [str(n) for n in scale_out.SIZES]
+    for k, network in enumerate(scale_out.NETWORKS):
+        times = [scale_out.iteration(n, network, data) for n in scale_out.SIZES]
+        bold = [row[2 + k].startswith("**") for row in rows]
+        assert [n for n, is_bold in enumerate(bold) if is_bold] == [int(np.argmin(times))]
