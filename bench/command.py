@@ -51,14 +51,14 @@ def _run(args: argparse.Namespace) -> int:
     from .cases.steps import CASES, select
     from .report import check, show
 
+    if args.processes is not None:
+        return scale_out.main(args)
     if args.list:
         for case in select(args.cases) if args.cases else CASES:
             print(f"{case.name}{'' if case.is_default else '  (when named)'}")
         return 0
     if args.check:
         return check.main()
-    if args.processes is not None:
-        return scale_out.main(args)
     if args.earlier is not None:
         return show.main(args)
     return run.run(options.parse(args))

@@ -27,6 +27,7 @@ from .report.table import console, memory, seconds
 
 ROWS, DIM, BATCH = 500_000, 64, 65_536
 _QUICK_ROWS, _QUICK_BATCH = 20_000, 4_096
+_SECONDS, _QUICK_SECONDS = 3.0, 1.0  # of a run
 _MOST = 64  # processes on one machine
 _TIMEOUT = 600.0
 NETWORKS = (10, 100, 400)  # Gbit/s
@@ -57,7 +58,8 @@ def main(args: argparse.Namespace) -> int:
     rows, batch = (_QUICK_ROWS, _QUICK_BATCH) if args.quick else (ROWS, BATCH)
     from .cases.options import parse_seconds
 
-    time = max(1.0, parse_seconds(args.seconds, quick=args.quick))
+    asked = parse_seconds(args.seconds, quick=args.quick)
+    time = asked if args.seconds is not None else _QUICK_SECONDS if args.quick else _SECONDS
     with table.progress() as reports:
         runs = []
         wanted = [(1, batch // 4), *((n, batch) for n in counts)]

@@ -227,6 +227,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         """
         if self.together is not None:
             gradients = gradients_of(self._name, gradients, len(self.parameters))
+            self.check_kept(gradients)
         classes, on_host = self._classes, self._stepper.works_on_host
         step = next_step(self._name, self._global_step)
         of_rates = max(0, step - self._rate_lag)

@@ -28,6 +28,7 @@ class StatefulOptimizer(Optimizer):
     ``state_dtype`` of None takes each parameter's. ``base`` are the arguments of `Optimizer`.
     """
 
+    _keeps: tuple[bool, ...] | None = None  # which states were not given up
     _counts: tuple[str, ...] = ("step.",)  # how the names of states begin that are counts
 
     def __init__(self, *base: Any, states: Mapping[str, float], state_dtype: Any) -> None:
@@ -54,10 +55,25 @@ class StatefulOptimizer(Optimizer):
 
         The others must not be given gradients any more.
         """
+        self._keeps = tuple(of)
         self._states = {
             role: tuple(a if keeps else None for a, keeps in zip(arrays, of, strict=True))
             for role, arrays in self._states.items()
         }
+
+    def check_kept(self, gradients: Sequence[Any]) -> None:
+        """Whether those of parameters whose states were given up are None.
+
+        Raises:
+            ValueError: one is not.
+        """
+        if self._keeps is None:
+            return
+        for parameter, gradient, keeps in zip(self.parameters, gradients, self._keeps, strict=True):
+            if gradient is not None and not keeps:
+                what, expected = f"the gradient of {parameter.name!r}", "None"
+                wrong, fix = "is for another process", "; call the ShardedStates of the optimizer"
+                reject(ValueError, self._name, what, wrong, expected, "a gradient", fix)
 
     def _states_of_each(self) -> list[tuple[Any, ...]]:
         """The states of each parameter, in the order of the roles."""

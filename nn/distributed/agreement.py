@@ -108,6 +108,18 @@ def _disagreement(texts: list[str]) -> Exception:
             return ValueError(message(called, f"rank {rank}", wrong, expected, got))
         for name, value in subject.items():
             if value != first[name]:
-                what, expected = f"rank {rank}: {name}", f"{first[name]} as on rank 0"
-                return ValueError(message(called, what, "differs", expected, value))
+                place, expected, got = _difference(name, first[name], value)
+                what, expected = f"rank {rank}: {place}", f"{expected} as on rank 0"
+                return ValueError(message(called, what, "differs", expected, got))
     raise AssertionError("texts that agree")
+
+
+def _difference(place: str, one: Any, other: Any) -> tuple[str, Any, Any]:
+    """Where two values that differ do so first, and what is there."""
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        k = next(k for k, value in enumerate(one) if other[k] != value)
+        return _difference(f"{place}[{k}]", one[k], other[k])
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        name = next(name for name, value in one.items() if other[name] != value)
+        return _difference(f"{place}[{name!r}]", one[name], other[name])
+    return place, one, other

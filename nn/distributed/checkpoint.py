@@ -230,18 +230,21 @@ def _checked_index(
         if not of_part <= found:
             lacking = sorted(of_part - found)[:3]
             reject(ValueError, where, f"part {name!r}", "lacks arrays", lacking, "none")
-    known = index["arrays"].keys()
-    for wrong, of_one in (("missing", names - known), ("more", known - names)):
-        if of_one:
-            expected, got = "all names of the optimizer", f"{wrong}: {sorted(of_one)[:3]}"
-            reject(KeyError, where, "checkpoint", "does not fit this optimizer", expected, got)
+    _check_names(where, "missing", names - index["arrays"].keys())
     for name, a in arrays.items():
         saved, own = index["arrays"][name], a.form
         if saved["dtype"] != own["dtype"]:
             reject(TypeError, where, name, "has a wrong dtype", own["dtype"], saved["dtype"])
         if saved["shape"] != own["shape"]:
             reject(ValueError, where, name, "has a wrong shape", own["shape"], saved["shape"])
+    _check_names(where, "more", index["arrays"].keys() - names)
     return index
+
+
+def _check_names(where: str, which: str, names: set[str]) -> None:
+    if names:
+        expected, got = "the names of the optimizer", f"{which}: {sorted(names)[:3]}"
+        reject(KeyError, where, "checkpoint", "does not fit this optimizer", expected, got)
 
 
 def _read_index(where: str, path: Path) -> dict[str, Any]:

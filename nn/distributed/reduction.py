@@ -122,10 +122,12 @@ def _rows_of_all(gradient: RowTensor, comm: Communicator, *, average: bool) -> R
     arrays = []
     places = [] if gradient.positions is None else [np.asarray(gradient.positions)]
     for array in (gradient.indices, gradient.values, *places):
-        n, tail = len(array), array.shape[1:]
-        received = np.empty((sum(counts), *tail), array.dtype)
-        sent = np.concatenate([array] * comm.size)
-        comm.all_to_all(sent, [n] * comm.size, received, counts).wait()
+        received = np.empty((sum(counts), *array.shape[1:]), array.dtype)
+        parts = np.split(received, np.cumsum(counts)[:-1])
+        parts[comm.rank][...] = array
+        transfers = [comm.broadcast(part, r) for r, part in enumerate(parts) if part.size]
+        for transfer in transfers:
+            transfer.wait()
         arrays.append(received)
     indices, values, *places = arrays
     if average:

@@ -53,14 +53,20 @@ class ShardedStates:
 
     def __init__(self, optimizer: Optimizer, comm: Communicator) -> None:
         _, error = attempted(_check, optimizer)
-        sizes = [] if error else [p.size for p in optimizer.parameters]
-        forms = (
-            [] if error else [[str(p.name), str(p.dtype), *p.shape] for p in optimizer.parameters]
-        )
-        agree(comm, _WHERE, {"parameters": forms}, error)
+        params = [] if error else optimizer.parameters
+        of_all = {
+            "parameters": [str(p.name) for p in params],
+            "dtypes": [str(p.dtype) for p in params],
+            "shapes": [list(p.shape) for p in params],
+        }
+        agree(comm, _WHERE, of_all, error)
         if isinstance(optimizer, FusedOptimizer):
             together(optimizer, comm)
-        self.optimizer, self.comm, self.owners = optimizer, comm, _dealt(sizes, comm.size)
+        self.optimizer, self.comm, self.owners = (
+            optimizer,
+            comm,
+            _dealt([p.size for p in params], comm.size),
+        )
         self._own = [owner == comm.rank for owner in self.owners]
         if isinstance(optimizer, FusedOptimizer):
             optimizer.keep_states(self._own)

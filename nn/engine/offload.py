@@ -119,7 +119,8 @@ def _run(call: Call, rows: Sequence[RowGradient], plan: Plan, stream: Any) -> No
         gradients: Any = np.array(list(map(address_of, of_g)), np.int64)
         if rows:
             values = of_g[0].reshape(rows[k].values.shape)
-            gradients = [RowGradient.of(rows[k].indices, values)]
+            of_batch = rows[k].positions, rows[k].batch_length
+            gradients = [RowGradient.of(rows[k].indices, values, *of_batch)]
         own_batch = replace(
             batch,
             positions=batch.positions[chosen],

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from ...ops.runtime import check
 from ...ops.runtime.errors import reject
-from ..distributed.agreement import gather_texts
+from ..distributed.agreement import agree, attempted, gather_texts
 from ..distributed.communicator import Communicator
 from ..distributed.route import Route
 from ..distributed.shard import RowShard
@@ -19,6 +20,7 @@ from ..distributed.torch_group import over_torch
 from .state import order_in_state, own_rows, whole_table
 from .tensors import DTYPES, array_of, tensor_of
 
+_WHERE = "ShardedEmbedding"
 _BLOCK = 4_096  # rows that are drawn together
 
 
@@ -86,18 +88,16 @@ class ShardedEmbedding(nn.Module):
         super().__init__()
         comm = over_torch() if comm is None else comm
         self.shard = RowShard(num_embeddings, comm, order=order)
-        self.num_embeddings, self.embedding_dim = num_embeddings, int(embedding_dim)
-        self.average = check.flag("ShardedEmbedding", "average", average)
         dtype = torch.get_default_dtype() if dtype is None else dtype
-        if dtype not in DTYPES:
-            reject(TypeError, "ShardedEmbedding", "dtype", "is unknown", [*DTYPES], dtype)
         seed = int(torch.randint(2**62, ())) if seed is None else seed
-        if self.shard.comm.size > 1:
-            seed = int(gather_texts(self.shard.comm, str(seed))[0])
-        rows = torch.empty(len(self.shard), self.embedding_dim, dtype=dtype)
-        self.weight = nn.Parameter(rows)
+        of_all = {"embedding_dim": embedding_dim, "average": average, "dtype": dtype}
+        _, error = attempted(_check, *of_all.values(), seed)
+        agree(comm, _WHERE, {name: str(value) for name, value in of_all.items()}, error)
+        self.num_embeddings, self.embedding_dim = self.shard.rows, int(embedding_dim)
+        self.average = average
+        self.weight = nn.Parameter(torch.empty(len(self.shard), self.embedding_dim, dtype=dtype))
         self._mark()
-        self._draw(seed)
+        self._draw(int(gather_texts(comm, str(seed))[0]))
         self.register_state_dict_post_hook(_whole)
         self.register_load_state_dict_pre_hook(_own)
 
@@ -129,8 +129,7 @@ class ShardedEmbedding(nn.Module):
             IndexError: on a rank, an id is out of range.
         """
         self._mark()
-        route = self.shard.route(array_of(ids))
-        found: Tensor = _Lookup.apply(self.weight, route, self.average)
+        found: Tensor = _Lookup.apply(self.weight, self.shard.route(ids), self.average)
         return found
 
     def extra_repr(self) -> str:
@@ -145,6 +144,17 @@ class ShardedEmbedding(nn.Module):
         """Nothing: rows were taken in this order, or refused, before any was written."""
 
 
+def _check(embedding_dim: Any, average: Any, dtype: Any, seed: Any) -> None:
+    for name, value in {"embedding_dim": embedding_dim, "seed": seed}.items():
+        if isinstance(value, bool) or not isinstance(value, int | np.integer):
+            reject(TypeError, _WHERE, name, "has a wrong type", "an int", type(value).__name__)
+        if value < 0:
+            reject(ValueError, _WHERE, name, "is out of range", "at least 0", value)
+    check.flag(_WHERE, "average", average)
+    if dtype not in DTYPES:
+        reject(TypeError, _WHERE, "dtype", "is unknown", [*DTYPES], dtype)
+
+
 class _Lookup(torch.autograd.Function):
     """Rows, and their gradients on the way back."""
 
@@ -155,6 +165,7 @@ class _Lookup(torch.autograd.Function):
         return rows if isinstance(rows, Tensor) else tensor_of(rows)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         weight = ctx.weight
         if ctx.average:

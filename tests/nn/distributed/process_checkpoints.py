@@ -87,12 +87,12 @@ def saved_again(comm: Communicator, _: str, folder: Path) -> None:
     own, whole = Training("LazyAdam", np.float32, tables), Training("LazyAdam", np.float32)
     names: list[set[str]] = []
     for _step in range(3):
+        own.steps(1)
+        whole.steps(1)
         if comm.rank == 0:  # left by a process that was killed
             left = path / ".unfinished-killed"
             left.mkdir(parents=True)
             (left / "part").touch()
-        own.steps(1)
-        whole.steps(1)
         own.save(path)
         index = json.loads((path / "index.json").read_text())
         names.append(set(index["parts"]))

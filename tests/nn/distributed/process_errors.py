@@ -76,13 +76,13 @@ class _Errors:
             ),
             (
                 ValueError,
-                "DIFFERING: shape of a row differ",
+                r"DIFFERING: shape of a row(\[0\])? differs",
                 table[:, :2].copy(),
                 gradient[:, :2].copy(),
             ),
             (
                 ValueError,
-                "DIFFERING: shape of a row differ",
+                r"DIFFERING: shape of a row(\[0\])? differs",
                 table[:, 0].copy(),
                 gradient[:, 0].copy(),
             ),
@@ -114,11 +114,11 @@ class _Errors:
         stepped((np.ones((4, 2), np.float32),))
         wrong = {
             "optimizer differ": new(nn.FTRL),
-            "parameters differ": new(params=parameters(name="v")),
-            "dtypes differ": new(params=parameters(np.float16)),
-            "shapes of rows differ": new(params=parameters(tail=3)),
-            "options differ": new(beta1=0.5),
-            "options differ.*": new(sparse_update="dense_equivalent"),
+            r"parameters\[0\] differs": new(params=parameters(name="v")),
+            r"dtypes\[0\] differs": new(params=parameters(np.float16)),
+            r"shapes of rows\[0\]\[0\] differs": new(params=parameters(tail=3)),
+            r"options\[1\] differs": new(beta1=0.5),
+            r"options\[0\] differs": new(sparse_update="dense_equivalent"),
             "global_step differ": stepped,
         }
         for match, optimizer in wrong.items():
@@ -216,13 +216,8 @@ class _Errors:
         for name, other in zip(names, names[1:] + names[:1], strict=True):
             of_first, of_others = (other, name) if self.bad == 0 else (name, other)
             wrong = f"expected {of_first} as rank 0, got {of_others}"
-            kind, text = ValueError, f"^{of_first}: DIFFERING calls something else: {wrong}"
-            if "load_checkpoint" in (
-                name,
-                other,
-            ):  # there is no such checkpoint: this is said first
-                kind, text = OSError, "load_checkpoint: rank"
-            self.raises(kind, text, calls[self.only(other, name)], *arrays)
+            text = f"^{of_first}: DIFFERING calls something else: {wrong}"
+            self.raises(ValueError, text, calls[self.only(other, name)], *arrays)
 
 
 def check(comm: Communicator, bad: int) -> None:

@@ -154,8 +154,9 @@ def sharded_errors(comm: Communicator, *_: Any) -> None:
     refused = refused_everywhere
     refused(comm, ValueError, text + "parameters", lambda: new(on_bad(fewer, SHAPES)))
     wrong = {**SHAPES, "vector": (8,)}
-    refused(comm, ValueError, text + "parameters", lambda: new(on_bad(wrong, SHAPES)))
-    refused(comm, ValueError, text + "dtypes", lambda: new(SHAPES, on_bad(BF16, np.float32)))
+    refused(comm, ValueError, text + "shapes", lambda: new(on_bad(wrong, SHAPES)))
+    refused(comm, ValueError, text + r"dtypes\[0\] differs",
+        lambda: new(SHAPES, on_bad(BF16, np.float32)))  # fmt: skip
     refused(comm, ValueError, text, lambda: new(SHAPES, cls=on_bad(nn.AdaMax, nn.Adam)))
     refused(comm, TypeError, text + "optimizer", lambda: ShardedStates(
         on_bad(3, nn.Adam(params_of(SHAPES, np.float32))), comm))  # fmt: skip

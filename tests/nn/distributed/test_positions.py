@@ -191,7 +191,7 @@ def test_all_have_positions_or_none() -> None:
     _, part = whole_and_part()
 
     def program(comm: Any) -> Any:
-        with pytest.raises(ValueError, match="all_reduce: rank 1: gradients differs"):
+        with pytest.raises(ValueError, match=r"all_reduce: rank 1: gradients.* differs"):
             all_reduce((part if comm.rank else without(part),), comm)
 
     in_threads(2, program)
