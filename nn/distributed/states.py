@@ -67,6 +67,7 @@ class ShardedStates:
             comm,
             _dealt([p.size for p in params], comm.size),
         )
+        self._error_of_all: Exception | None = None
         self._own = [owner == comm.rank for owner in self.owners]
         if isinstance(optimizer, FusedOptimizer):
             optimizer.keep_states(self._own)
@@ -89,6 +90,8 @@ class ShardedStates:
             result, error = self.optimizer(gradients), None
         else:
             result, error = attempted(self.optimizer, gradients)
+            if error is not None and error is self._error_of_all:  # of its `broadcast_params`
+                raise error
         self._send(error)
         return result
 
@@ -97,7 +100,9 @@ class ShardedStates:
         self._send(None)
 
     def _send(self, error: Exception | None) -> None:
-        agree(self.comm, _WHERE, {}, error)
+        _, self._error_of_all = attempted(agree, self.comm, _WHERE, {}, error)
+        if self._error_of_all is not None:
+            raise self._error_of_all
         transfers = []
         small: dict[int, list[np.ndarray]] = {}
         for parameter, owner in zip(self.optimizer.parameters, self.owners, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -28,11 +29,25 @@ class TorchCommunicator:
     """See `over_torch`."""
 
     def __init__(self, group: dist.ProcessGroup, timeout: float) -> None:
-        self.group, self._timeout = group, timeout
+        # Weak: ``destroy_process_group`` then ends the threads of the group. One that still lets go
+        # of an array while the interpreter ends would abort the process.
+        self._group, self._timeout = weakref.ref(group), timeout
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self.moves_device_arrays = "cuda" in dist.get_backend_config(group)
         self._store = dist.distributed_c10d._get_process_group_store(group)
         self._lost: LostProcessError | None = None
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group.
+
+        Raises:
+            LostProcessError: it has been destroyed.
+        """
+        group = self._group()
+        if group is None:
+            raise LostProcessError(f"{_WHERE}: the process group has been destroyed")
+        return group
 
     def __deepcopy__(self, memo: Any) -> TorchCommunicator:
         """The same: a copy of a model talks to the same processes."""
@@ -62,9 +77,10 @@ class TorchCommunicator:
     ) -> TorchTransfer:
         if self._lost is not None:
             raise self._lost
+        options["group"] = self.group
         try:
             with _stream_of(arrays):
-                work = collective(*arguments, **options, group=self.group, async_op=True)
+                work = collective(*arguments, **options, async_op=True)
         except RuntimeError as error:
             raise self._failed(error) from error
         return TorchTransfer(self, work, arrays)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
 from fusestep import nn
 from fusestep.nn.distributed import (
@@ -203,6 +206,12 @@ def broken(comm: Communicator, _: str, folder: Path) -> None:
         change(index)
         (path / "index.json").write_text(json.dumps(index))
 
+    def without(file: Path, name: str) -> None:
+        with safe_open(file, framework="np") as content:
+            metadata, arrays = content.metadata(), content.get_tensors()
+        del arrays[name]
+        save_file(arrays, file, metadata)
+
     refused = checks.refused
     refused(missing, "", lambda path: part(path, last).unlink())
     refused(missing, "", lambda path: (path / "index.json").unlink())
@@ -212,6 +221,18 @@ def broken(comm: Communicator, _: str, folder: Path) -> None:
     refused(ValueError, "part .* is of another checkpoint", swap)
     refused(ValueError, "index.json is no index", lambda path: cut(path / "index.json"))
     other = {"format": "fusestep.distributed 9"}
+    for change in (
+        lambda index: index["parts"].pop(),
+        lambda index: index["parts"].append("../part"),
+        lambda index: index.pop("arrays"),
+        lambda index: index["arrays"]["words"].pop("shape"),
+        lambda index: index["arrays"]["words"].update(order="unknown"),
+        lambda index: index["arrays"]["global_step"].update(rank=comm.size),
+        lambda index: index.update(parts=3),
+    ):
+        refused(ValueError, "index.json is no index", lambda path, do=change: edit(path, do))
+    refused(ValueError, r"part .* lacks arrays: expected \['words'\]",
+        lambda path: without(part(path, last), "words"))  # fmt: skip
     refused(ValueError, "index.json has another format",
         lambda path: edit(path, lambda index: index.update(other)))  # fmt: skip
     _other_optimizers(comm, checks)
@@ -233,6 +254,11 @@ def _other_optimizers(comm: Communicator, checks: _Broken) -> None:
         lambda: load_checkpoint(path, small, comm, {"word": shard}))  # fmt: skip
     refused(ValueError, "parameter 'words' has a wrong shape",
         lambda: load_checkpoint(path, small, comm, {"words": RowShard(97, comm)}))  # fmt: skip
+    words = nn.LazyAdam(
+        [nn.Parameter(np.ones((len(tables.shards["words"]), 8), np.float32), "words")]
+    )
+    refused(KeyError, ".*does not fit this optimizer.*more",
+        lambda: load_checkpoint(path, words, comm, {"words": tables.shards["words"]}))  # fmt: skip
     refused(TypeError, "optimizer has a wrong type", lambda: load_checkpoint(path, None, comm))
     for array in small.parameters[0].data, half.params[0].data:
         assert np.isfinite(array.astype(np.float32)).all()
@@ -261,8 +287,22 @@ def _of_rank(comm: Communicator, bad: int, folder: Path) -> None:
     a_file = folder / f"a file {comm.rank}"
     a_file.write_text("no folder")
     where = a_file if comm.rank == bad else path
-    refused_everywhere(comm, OSError, f"rank {bad}: ", lambda: one.save(where), *one.arrays())
-    assert saved_files.items() <= {p.name: p.read_bytes() for p in path.iterdir()}.items()
+    save, arrays = partial(save_checkpoint, path, one.optimizer), one.arrays()
+    refused_everywhere(comm, OSError, f"rank {bad}: ", lambda: one.save(where), *arrays)
+    own_folder = folder / f"own {comm.rank}"
+    text = "rank 0: rank 1 writes elsewhere: expected one folder"
+    refused_everywhere(comm, OSError, text, lambda: one.save(own_folder), *arrays)
+    other = nn.SGD([nn.Parameter(p.data, p.name) for p in one.params])
+    save_other = partial(save_checkpoint, path, other if comm.rank == bad else one.optimizer)
+    text = f"rank {bad or 1}: optimizer"
+    refused_everywhere(comm, ValueError, text, lambda: save_other(comm, tables.shards), *arrays)
+    text = "differs, and has no shard: expected"
+    refused_everywhere(comm, ValueError, text, lambda: save(comm), *arrays)
+    of_alone = {"words": RowShard(97, alone())} if comm.rank == bad else tables.shards
+    text = f"rank {bad}: the shard of 'words' is one of other processes"
+    refused_everywhere(comm, ValueError, text, lambda: save(comm, of_alone), *arrays)
+    everywhere(comm, "until all are refused")
+    assert saved_files == {p.name: p.read_bytes() for p in path.iterdir()}
     again, whole = (Training("LazyAdam", np.float32, of) for of in (tables, None))
     again.load(path)
     whole.steps(1)

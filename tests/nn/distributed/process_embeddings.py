@@ -266,6 +266,7 @@ def _errors_of(pair: Pair, rank: str, bad: int) -> None:
         (IndexError, rf"{rank}indices\[0\] is out of range.*got -1", torch.tensor([-1])),
         (TypeError, f"{rank}.*float32", torch.ones(3)),
         (TypeError, f"{rank}.*int16", torch.ones(3, dtype=torch.int16)),
+        (TypeError, f"{rank}.*", [1, 2]),
     ]
     for kind, match, ids in wrong:
         given = ids if comm.rank == bad else torch.tensor([1, 2])
@@ -289,12 +290,28 @@ def arguments(comm: Communicator, *_: Any) -> None:
         (TypeError, "average", lambda: fused.ShardedEmbedding(4, 2, average="yes", **usual)),
         (TypeError, "dtype is unknown", lambda: fused.ShardedEmbedding(4, 2, dtype=int, **usual)),
     ]
+    cases += [
+        (ValueError, "embedding_dim", lambda: fused.ShardedEmbedding(4, -1, **usual)),
+        (TypeError, "embedding_dim", lambda: fused.ShardedEmbedding(4, 2.5, **usual)),
+        (ValueError, "seed", lambda: fused.ShardedEmbedding(4, 2, comm, seed=-1)),
+    ]
     for kind, match, call in cases:
         refused_everywhere(comm, kind, match, call)
-    if comm.size > 1:
-        refused_everywhere(comm, ValueError, f"rank {comm.size - 1}: rows differ",
-            lambda: fused.ShardedEmbedding(4 + (comm.rank == comm.size - 1), 2, **usual),
-        )  # fmt: skip
+    if comm.size == 1:
+        return
+    of_all = {"num_embeddings": 4, "embedding_dim": 2}
+    for match, wrong in {
+        "rows differ": {"num_embeddings": 5}, "embedding_dim differ": {"embedding_dim": 3},
+        "dtype differ": {"dtype": torch.float64}, "average differ": {"average": True},
+        "order differ": {"order": "hash"},
+    }.items():  # fmt: skip
+        given = {**of_all, **(wrong if comm.rank == comm.size - 1 else {})}
+        refused_everywhere(comm, ValueError, f"rank {comm.size - 1}: {match}",
+            lambda given=given: fused.ShardedEmbedding(**given, **usual))  # fmt: skip
+    for wrong in ({"dtype": torch.int64}, {"embedding_dim": "2"}, {"seed": 1.5}):
+        given = {**of_all, **usual, **(wrong if comm.rank == 0 else {})}
+        refused_everywhere(comm, TypeError, f"rank 0: {next(iter(wrong))}",
+            lambda given=given: fused.ShardedEmbedding(**given))  # fmt: skip
 
 
 def needs_all(comm: Communicator, *_: Any) -> None:

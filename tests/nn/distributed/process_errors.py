@@ -192,6 +192,44 @@ class _Errors:
         if self.comm.rank == self.bad:
             opt.global_step = opt.global_step - np.int32(1)
 
+    def options(self) -> None:
+        """What a step reads anew, or `together` does not look at."""
+        params, gradient = [np.ones((4, 2), np.float32)], np.ones((4, 2), np.float32)
+
+        is_bad = self.comm.rank == self.bad
+
+        class Broken(nn.LearningRateSchedule):
+            def construct(self, step: Any) -> Any:
+                if is_bad:
+                    raise ZeroDivisionError(f"at {step}")
+                return np.float32(0.1)
+
+        text = "DIFFERING: rates, decays, loss scale, options or batches differ"
+        group = {"params": params, "grad_centralization": is_bad}
+        wrong: list[tuple[type[Exception], str, Any]] = [
+            (ValueError, text, nn.Adam(params, loss_scale=4.0 if is_bad else 1.0)),
+            (ValueError, text, nn.Adam(params, skip_nonfinite=is_bad)),
+            (ValueError, text, nn.Adam([group])),
+            (RuntimeError, "BAD: ZeroDivisionError: ", nn.Adam(params, Broken())),
+        ]
+        for kind, match, opt in wrong:
+            together(opt, self.comm)
+            self.raises(kind, match, lambda opt=opt: opt((gradient,)), *params)
+
+    def batches(self) -> None:
+        """Gradients of batches of different processes."""
+        shards = [RowShard(4, comm) for comm in (self.comm, distributed.alone())]
+        shard = shards[self.comm.rank == self.bad]
+        table = np.ones((len(shard), 2), np.float32)
+        opt = nn.LazyAdam([table])
+        together(opt, self.comm)
+        route = shards[0].route(np.array([1, 2]))
+        gradient = route.scatter(np.ones((2, 2), np.float32))
+        if self.comm.rank == self.bad:
+            gradient = shard.route(np.array([1, 2])).scatter(np.ones((2, 2), np.float32))
+        text = "DIFFERING: rates, decays, loss scale, options or batches differ"
+        self.raises(ValueError, text, lambda: opt((gradient,)), table)
+
     def calls(self, folder: str = "/nowhere") -> None:
         """One does another thing than the others."""
         comm, shard = self.comm, RowShard(N, self.comm)
@@ -229,4 +267,6 @@ def check(comm: Communicator, bad: int) -> None:
     of_bad.tables()
     of_bad.optimizers()
     of_bad.steps()
+    of_bad.options()
+    of_bad.batches()
     of_bad.calls()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import time
 from pathlib import Path
@@ -145,6 +146,19 @@ def some_have_no_rows(comm: Communicator, *_: Any) -> None:
         assert (table != 1).all()
         counts = everywhere(comm, len(shard))
         assert sum(map(int, counts)) == rows
+
+
+def not_waited_for(comm: Communicator, engine: str, *_: Any) -> None:
+    """Exchanges that nobody waits for keep their arrays; communicators cost nothing."""
+    shard = distributed.RowShard(30_000, comm)
+    table = np.ones((len(shard), 16), np.float32)
+    route = shard.route(np.arange(0, 30_000, 7))
+    for _step in range(10):
+        route.start_gather(table)
+    assert (route.gather(table) == 1).all()
+    for _step in range(3_000 if engine == "mpi" else 1):
+        assert getattr(distributed, f"over_{engine}")().size == comm.size
+    assert copy.deepcopy(comm) is comm
 
 
 def groups(comm: Communicator, engine: str, *_: Any) -> None:

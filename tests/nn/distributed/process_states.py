@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fusestep import nn
-from fusestep.nn.distributed import Communicator, ShardedStates
+from fusestep.nn.distributed import Communicator, ShardedStates, save_checkpoint
+from fusestep.nn.distributed.agreement import agree
 
 from helpers import BF16, STORAGE_DTYPES, assert_same_bits
 from optimizers import make, states
@@ -137,7 +139,7 @@ def skipped(comm: Communicator, *_: Any) -> None:
         assert everywhere(comm, opt.optimizer.skipped_steps) == [str(i + 1)] * comm.size
 
 
-def sharded_errors(comm: Communicator, *_: Any) -> None:
+def sharded_errors(comm: Communicator, _: str, folder: Path) -> None:
     """Of one rank, on all."""
     if comm.size == 1:
         return
@@ -157,6 +159,8 @@ def sharded_errors(comm: Communicator, *_: Any) -> None:
     refused(comm, ValueError, text + "shapes", lambda: new(on_bad(wrong, SHAPES)))
     refused(comm, ValueError, text + r"dtypes\[0\] differs",
         lambda: new(SHAPES, on_bad(BF16, np.float32)))  # fmt: skip
+    refused(comm, ValueError, text + r"dtypes\[0\] differs",
+        lambda: new(SHAPES, on_bad(BF16, np.float32), Descent))  # fmt: skip
     refused(comm, ValueError, text, lambda: new(SHAPES, cls=on_bad(nn.AdaMax, nn.Adam)))
     refused(comm, TypeError, text + "optimizer", lambda: ShardedStates(
         on_bad(3, nn.Adam(params_of(SHAPES, np.float32))), comm))  # fmt: skip
@@ -170,3 +174,13 @@ def sharded_errors(comm: Communicator, *_: Any) -> None:
     refused(comm, ValueError, text, lambda: opt(gradients), *watched)
     given = on_bad(gradients[:1], list(gradients_of(params, 99)))
     refused(comm, ValueError, text + ".*wrong length", lambda: opt(given), *watched)
+    text = "Adam: rank 0: the gradient of '.*' is for another process: .*; call the ShardedStates"
+    refused(comm, ValueError, text, lambda: opt.optimizer(gradients_of(params, 99)), *watched)
+    folder = folder / "inner"
+    text = "rank .* lacks an array|differs, and has no shard"
+    refused(comm, ValueError, text, lambda: save_checkpoint(folder, opt.optimizer, comm), *watched)
+    custom = new(SHAPES, cls=Descent)
+    text = f"ShardedStates: rank {bad}: non-broadcastable output"
+    refused(comm, ValueError, text, lambda: custom(gradients))
+    calls = custom.optimizer.broadcast_params, lambda _: agree(comm, "another", {})
+    refused(comm, ValueError, "calls something else", lambda: on_bad(*calls)(None))

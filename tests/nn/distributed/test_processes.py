@@ -15,7 +15,7 @@ OTHERS = (
     "without_positions", "training", "storages", "some_have_no_rows",
     "sums", "row_sums", "sums_that_differ",
     "sharded", "large", "custom", "memory", "skipped", "sharded_errors",
-    "saved_again", "broken", "of_one_rank", "errors",
+    "saved_again", "broken", "of_one_rank", "errors", "not_waited_for",
 )  # fmt: skip
 
 
