@@ -83,7 +83,7 @@ def _counts(text: str) -> list[int]:
 
 def _run(n: int, rows: int, batch: int, time: float) -> dict[str, Any]:
     """What n processes have measured: the slowest of each figure, and the bytes of all."""
-    program = ["-m", "fusestep.bench.workers.scale_out_worker"]
+    program = ["-m", "fusestep.bench.scale_out_worker"]
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
         *("--nproc-per-node", str(n), *program, str(rows), str(DIM), str(batch), str(time)),

@@ -56,8 +56,8 @@ class ShardedEmbedding(nn.Module):
     such as that of ``torch.nn.Embedding``. `weight` is no parameter for
     DistributedDataParallel: name it in ``model._ddp_params_and_buffers_to_ignore``. Of several
     processes, ``skip_nonfinite`` and `clip_grad_norm_` refuse it: they need the gradients of all.
-    A ``GradScaler`` looks at those of its own process: where only one skips a step, tables differ
-    from then on.
+    A ``GradScaler`` looks at those of its own process, and where only one skips a step, tables
+    differ from then on: PyTorch's ``ShardedGradScaler`` lets all skip it.
 
     Raises:
         TypeError: on a rank, a kind does not fit.

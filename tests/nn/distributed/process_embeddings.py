@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn.parallel import DistributedDataParallel
 
 from fusestep.nn import torch as fused
@@ -336,6 +337,22 @@ def needs_all(comm: Communicator, *_: Any) -> None:
             comm, RuntimeError, "^clip_grad_norm_: gradient 0 is distributed",
             lambda given=given: fused.clip_grad_norm_([weight], 1e-3, **given), *arrays,
         )  # fmt: skip
+
+
+def scaler(comm: Communicator, *_: Any) -> None:
+    """An infinity on one rank: with PyTorch's scaler for divided parameters all skip the step."""
+    own = ShardedGradScaler(device="cpu", init_scale=8.0)
+    pair = Pair(comm, "LazyAdam", order="hash")
+    weight, bad = pair.own.words.weight, comm.size - 1
+    for step, scale in enumerate((8.0, 4.0, 4.0)):
+        pair.optimizer.zero_grad()
+        before = weight.detach().clone()
+        factor = torch.inf if step == 1 and comm.rank == bad else 1.0
+        own.scale(factor * pair.own(part(batch(0), 0, comm)).sum()).backward()
+        own.step(pair.optimizer)
+        own.update()
+        assert own.get_scale() == scale
+        assert torch.equal(before, weight) == (step == 1)
 
 
 def main(folder: str, *names: str) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fusestep.nn.distributed import LostProcessError, RowShard, over_torch
+from fusestep.nn import distributed
+from fusestep.nn.distributed import LostProcessError, RowShard
 
 from process_starts import needs_torch
 
@@ -21,7 +22,7 @@ def comm() -> Iterator[Any]:
     import torch.distributed as dist
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield over_torch()
+    yield distributed.over_torch()
     if dist.is_initialized():
         dist.destroy_process_group()
 
