@@ -2,7 +2,7 @@
 
 ``fusestep bench --processes 1,2,4`` starts that many processes on this machine, one thread each,
 over gloo. Beside the whole batch one process takes a quarter of it: from these two runs follows
-what an iteration costs outside of exchanges, and the runs with more processes check it.
+what an iteration costs without others, and the runs with more processes check the model.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def _run(n: int, rows: int, batch: int, time: float) -> dict[str, Any]:
 
 
 class Costs(NamedTuple):
-    """What an iteration costs a process outside of exchanges, in seconds."""
+    """What an iteration costs a process without others, in seconds."""
 
     fixed: float
     of_id: float
@@ -121,8 +121,9 @@ class Costs(NamedTuple):
 def costs(data: dict[str, Any]) -> Costs:
     """From one process with the whole batch and with a quarter of it."""
     part, whole = (run for run in data["runs"] if run["processes"] == 1)
-    of_id = (whole["outside"] - part["outside"]) / (whole["batch"] - part["batch"])
-    return Costs(whole["outside"] - of_id * whole["batch"], of_id)
+    first, last = (float(run["iteration"][1]) for run in (part, whole))
+    of_id = (last - first) / (whole["batch"] - part["batch"])
+    return Costs(last - of_id * whole["batch"], of_id)
 
 
 def bytes_sent(n: int, batch: int, rows: int) -> float:
@@ -139,9 +140,9 @@ def bytes_sent(n: int, batch: int, rows: int) -> float:
 def predicted(run: dict[str, Any], data: dict[str, Any]) -> float:
     """The iteration of a run on this machine, whose cores its processes share."""
     n, cores = run["processes"], data["machine"]["cores"]
-    outside: float = costs(data).at(run["batch"] / n) * max(1.0, n / cores)
+    own: float = costs(data).at(run["batch"] / n) * max(1.0, n / cores)
     sent = bytes_sent(n, run["batch"], data["rows"]) * float(run["second_per_byte"])
-    return outside + float(run["exchanges"] * run["agreement"]) + sent
+    return own + float(run["exchanges"] * run["agreement"]) + sent
 
 
 def iteration(n: int, network: float, data: dict[str, Any]) -> float:
