@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from .checkpoint import load_checkpoint, save_checkpoint
 from .communicator import Communicator, LostProcessError, alone
+from .joint_step import together
 from .reduction import all_reduce
 from .route import Route
 from .shard import RowShard
 from .states import ShardedStates
-from .together import together
 
 if TYPE_CHECKING:
     from .mpi_group import over_mpi

@@ -12,7 +12,7 @@ from ..base.optimizer import Optimizer
 from ..fused import FusedOptimizer
 from .agreement import agree, attempted
 from .communicator import Communicator, as_bytes
-from .together import together
+from .joint_step import together
 
 _WHERE = "ShardedStates"
 _SMALL = 1 << 20  # bytes: smaller parameters travel in one piece
