@@ -21,14 +21,14 @@ _WHERE = "together"
 class Agreement:
     """The steps of the optimizers of all processes: a `Together`."""
 
-    def __init__(self, where: str, comm: Communicator) -> None:
-        self._where, self.comm = where, comm
+    def __init__(self, where: str, comm: Communicator, *, share_batches: bool) -> None:
+        self._where, self.comm, self._share_batches = where, comm, share_batches
 
     def agreed(self, planned: Callable[[], Plan | None], step: int) -> Plan | None:
         """The step that this process has planned; None where any process skips it."""
         plan: Plan | None
         plan, error = attempted(planned)
-        told = (plan is None, 0 if plan is None else _digest(plan))
+        told = (plan is None, 0 if plan is None else self._digest(plan))
         subject = {"global_step": step}
         heard = agree(self.comm, self._where, subject, error, told)
         if heard[:, 0].any():
@@ -39,6 +39,16 @@ class Agreement:
             expected, got = "those of rank 0", "others"
             raise ValueError(message(self._where, what, "differ", expected, got))
         return plan
+
+    def _digest(self, plan: Plan) -> int:
+        """A number that differs where what all must have does."""
+        of_all = (
+            *(list(map(float, numbers)) for numbers in (plan.rates, plan.decays)),
+            *(number_of(plan.conditioning.loss_scale), plan.skip_nonfinite, plan.touched_only),
+            plan.conditioning.acts(np.arange(len(plan.classes.of))).tolist(),
+            [rows.batch_length for rows in plan.given.rows] if self._share_batches else [],
+        )
+        return int.from_bytes(hashlib.sha256(repr(of_all).encode()).digest()[:8], signed=True)
 
 
 def together(optimizer: FusedOptimizer, comm: Communicator) -> None:
@@ -67,9 +77,15 @@ def together(optimizer: FusedOptimizer, comm: Communicator) -> None:
     >>> opt = nn.LazyAdam([np.ones((4, 2), np.float32)])
     >>> together(opt, alone())
     """
+    join(optimizer, comm, share_batches=True)
+
+
+def join(optimizer: FusedOptimizer, comm: Communicator, *, share_batches: bool) -> None:
+    """As `together`; ``share_batches``: each process has a gradient of what any has one of."""
     _, error = attempted(_check, _WHERE, optimizer)
     agree(comm, _WHERE, described(optimizer) if error is None else {}, error)
-    optimizer.together = Agreement(type(optimizer).__name__, comm)
+    where = type(optimizer).__name__
+    optimizer.together = Agreement(where, comm, share_batches=share_batches)
 
 
 def described(optimizer: FusedOptimizer) -> dict[str, Any]:
@@ -95,14 +111,3 @@ def _check(where: str, optimizer: Any) -> None:
         reject(TypeError, where, "optimizer", "has a step of its own", expected, got)
     if any(p.is_on_device for p in optimizer.parameters):
         reject(ValueError, where, "optimizer", "is on a device", "parameters on the host", "CUDA")
-
-
-def _digest(plan: Plan) -> int:
-    """A number that differs where what all must have does."""
-    of_all = (
-        *(list(map(float, numbers)) for numbers in (plan.rates, plan.decays)),
-        *(number_of(plan.conditioning.loss_scale), plan.skip_nonfinite, plan.touched_only),
-        plan.conditioning.acts(np.arange(len(plan.classes.of))).tolist(),
-        [rows.batch_length for rows in plan.given.rows],
-    )
-    return int.from_bytes(hashlib.sha256(repr(of_all).encode()).digest()[:8], signed=True)

@@ -103,9 +103,8 @@ class Route:
             expected = f"{rows} rows, those of this process"
             reject(ValueError, where, "table", "has a wrong shape", expected, array.shape)
         if not array.flags.c_contiguous:
-            reject(
-                ValueError, where, "table", "is not contiguous", "a C-contiguous array", "another"
-            )
+            expected = "a C-contiguous array"
+            reject(ValueError, where, "table", "is not contiguous", expected, array.strides)
         return array
 
     def _checked(self, where: str, name: str, value: Any) -> Any:
@@ -186,11 +185,9 @@ class Route:
 def _empty_rows(like: Any, n: int) -> Any:
     """So many rows, where ``like`` is."""
     shape = n, *like.shape[1:]
-    return (
-        like.empty_like(shape=shape)
-        if isinstance(like, DeviceArray)
-        else np.empty(shape, like.dtype)
-    )
+    if isinstance(like, DeviceArray):
+        return like.empty_like(shape=shape)
+    return np.empty(shape, like.dtype)
 
 
 def _rows_at(array: Any, indices: np.ndarray) -> Any:

@@ -12,7 +12,7 @@ from ..base.optimizer import Optimizer
 from ..fused import FusedOptimizer
 from .agreement import agree, attempted
 from .communicator import Communicator, as_bytes
-from .joint_step import together
+from .joint_step import join
 
 _WHERE = "ShardedStates"
 _SMALL = 1 << 20  # bytes: smaller parameters travel in one piece
@@ -61,12 +61,9 @@ class ShardedStates:
         }
         agree(comm, _WHERE, of_all, error)
         if isinstance(optimizer, FusedOptimizer):
-            together(optimizer, comm)
-        self.optimizer, self.comm, self.owners = (
-            optimizer,
-            comm,
-            _dealt([p.size for p in params], comm.size),
-        )
+            join(optimizer, comm, share_batches=False)
+        self.optimizer, self.comm = optimizer, comm
+        self.owners = _dealt([p.size for p in params], comm.size)
         self._error_of_all: Exception | None = None
         self._own = [owner == comm.rank for owner in self.owners]
         if isinstance(optimizer, FusedOptimizer):

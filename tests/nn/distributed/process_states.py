@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fusestep import nn
-from fusestep.nn.distributed import Communicator, ShardedStates, save_checkpoint
+from fusestep.nn.distributed import Communicator, ShardedStates, all_reduce, save_checkpoint
 from fusestep.nn.distributed.agreement import agree
 
 from helpers import BF16, STORAGE_DTYPES, assert_same_bits
@@ -76,6 +76,26 @@ def sharded(comm: Communicator, *_: Any) -> None:
                 assert_same_bits(p.data, q.data, f"{form} {dtype} {p.name}")
             if form != "LARS":  # its optimizer is inside of it, and keeps all
                 check_states(comm, opt, reference, f"{form} {dtype}")
+
+
+def sharded_rows(comm: Communicator, *_: Any) -> None:
+    """Row-sparse gradients of all processes, of tables that one of them owns."""
+    shapes = {"first": (30, 2), "second": (20, 3), "dense": (5,)}
+    rng = np.random.default_rng(comm.rank)
+    one, own = params_of(shapes, np.float32), params_of(shapes, np.float32)
+    options = {"sparse_update": "lazy"}
+    reference, opt = make("Adam", one, **options), ShardedStates(make("Adam", own, **options), comm)
+    for step in range(3):
+        mine = [
+            nn.RowTensor(rng.integers(0, shape[0], n), rng.standard_normal((n, *shape[1:])), shape)
+            for n, shape in ((7 * (comm.rank + step) % 5, (30, 2)), (4, (20, 3)))
+        ]
+        rows = [nn.RowTensor(g.indices, g.values.astype(np.float32), g.dense_shape) for g in mine]
+        gradients = all_reduce((*rows, np.ones(5, np.float32)), comm)
+        opt(gradients)
+        reference(gradients)
+    for p, q in zip(own, one, strict=True):
+        assert_same_bits(p.data, q.data, str(p.name))
 
 
 def large(comm: Communicator, *_: Any) -> None:

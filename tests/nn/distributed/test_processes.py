@@ -14,7 +14,7 @@ CHECKPOINTS = ("saved", "saved_states")
 OTHERS = (
     "without_positions", "training", "storages", "some_have_no_rows",
     "sums", "row_sums", "sums_that_differ",
-    "sharded", "large", "custom", "memory", "skipped", "sharded_errors",
+    "sharded", "sharded_rows", "large", "custom", "memory", "skipped", "sharded_errors",
     "saved_again", "broken", "of_one_rank", "errors", "not_waited_for",
 )  # fmt: skip
 
