@@ -80,17 +80,18 @@ def sharded(comm: Communicator, *_: Any) -> None:
 
 def sharded_rows(comm: Communicator, *_: Any) -> None:
     """Row-sparse gradients of all processes, of tables that one of them owns."""
-    shapes = {"first": (30, 2), "second": (20, 3), "dense": (5,)}
+    tables = {"first": (30, 2), "second": (30, 3), "third": (9, 2)}  # two of them with one owner
+    shapes = {**tables, "dense": (5,)}
     rng = np.random.default_rng(comm.rank)
     one, own = params_of(shapes, np.float32), params_of(shapes, np.float32)
     options = {"sparse_update": "lazy"}
     reference, opt = make("Adam", one, **options), ShardedStates(make("Adam", own, **options), comm)
     for step in range(3):
-        mine = [
-            nn.RowTensor(rng.integers(0, shape[0], n), rng.standard_normal((n, *shape[1:])), shape)
-            for n, shape in ((7 * (comm.rank + step) % 5, (30, 2)), (4, (20, 3)))
-        ]
-        rows = [nn.RowTensor(g.indices, g.values.astype(np.float32), g.dense_shape) for g in mine]
+        rows = []
+        for k, shape in enumerate(tables.values()):
+            n = 7 * (comm.rank + step + k) % 5
+            values = rng.standard_normal((n, *shape[1:])).astype(np.float32)
+            rows.append(nn.RowTensor(rng.integers(0, shape[0], n), values, shape))
         gradients = all_reduce((*rows, np.ones(5, np.float32)), comm)
         opt(gradients)
         reference(gradients)
