@@ -23,10 +23,11 @@ class MpiCommunicator:
 
     def __init__(self, communicator: MPI.Intracomm) -> None:
         # Of our own: messages of the caller cannot be taken for ours.
-        self._communicator = communicator.Get_attr(_DUPLICATE)
-        if self._communicator is None:
-            self._communicator = communicator.Dup()
-            communicator.Set_attr(_DUPLICATE, self._communicator)
+        duplicate: Any = communicator.Get_attr(_DUPLICATE)
+        if duplicate is None:
+            duplicate = communicator.Dup()
+            communicator.Set_attr(_DUPLICATE, duplicate)
+        self._communicator: MPI.Intracomm = duplicate
         self.rank, self.size = communicator.Get_rank(), communicator.Get_size()
         self._open: list[MpiTransfer] = []  # their arrays must stay, whether they are waited for
 
