@@ -136,4 +136,4 @@ def test_wrong_option_of_two_processes() -> None:
     assert done.returncode == 1 and done.stdout == ""
     said = [line for line in done.stderr.splitlines() if line.startswith("sharded_recommender: ")]
     assert len(said) == 1 and "got 'none'" in said[0]
-    assert done.stderr.count("exitcode  : 2") == 2
+    assert "exitcode  : 2" in done.stderr  # torchrun ends the other one, if it is slower
