@@ -84,9 +84,9 @@ def save_checkpoint(
 
     Raises:
         TypeError: on a rank, a kind does not fit.
-        ValueError: on a rank, a name is that of no parameter, a parameter has not the rows of
-            its shard, or has a state without rows, or the shard is one of other processes; or the
-            optimizers differ, or what has no shard.
+        ValueError: on a rank, a parameter is on a device, has not the rows of its shard, or a state
+            without rows; a name is that of no parameter; a shard is one of other processes. Or
+            the optimizers differ, or what has no shard.
         OSError: on a rank, a file cannot be written, or its folder is another one. The error
             names the rank.
         LostProcessError: a process has ended.
@@ -327,6 +327,9 @@ def _arrays(
     if not isinstance(base, StatefulOptimizer):
         got = type(base).__name__
         reject(TypeError, where, "optimizer", "has a wrong type", "a FusedOptimizer", got)
+    if any(parameter.is_on_device for parameter in base.parameters):
+        expected = "parameters on the host"
+        reject(ValueError, where, "optimizer", "is on a device", expected, "CUDA")
     names = [str(parameter.name) for parameter in base.parameters]
     if unknown := sorted(shards.keys() - set(names)):
         reject(ValueError, where, "shards", "name no parameter", names, unknown)

@@ -48,9 +48,8 @@ def all_reduce(
     >>> all_reduce((np.ones(2, np.float32), None), alone())
     (array([1., 1.], dtype=float32), None)
     """
-    read, error = attempted(_read, _WHERE, gradients)
-    average = bool(average)
-    agree(comm, _WHERE, {"average": average, "gradients": _forms(read or [])}, error)
+    read, error = attempted(_read, _WHERE, gradients, average)
+    agree(comm, _WHERE, {"average": bool(average), "gradients": _forms(read or [])}, error)
     found: list[Any] = [None] * len(read)
     by_dtype: dict[np.dtype[Any], list[int]] = {}
     for i, gradient in enumerate(read):
@@ -68,7 +67,8 @@ def all_reduce(
     return tuple(found)
 
 
-def _read(where: str, gradients: Any) -> list[Any]:
+def _read(where: str, gradients: Any, average: Any) -> list[Any]:
+    check.flag(where, "average", average)
     if not isinstance(gradients, list | tuple):
         got = type(gradients).__name__
         reject(TypeError, where, "gradients", "have a wrong type", "a tuple or list", got)
@@ -76,7 +76,9 @@ def _read(where: str, gradients: Any) -> list[Any]:
     for i, gradient in enumerate(gradients):
         name = f"gradient {i}"
         found: Any = None if gradient is None else as_rows(where, name, gradient)
-        if gradient is not None and found is None:
+        if isinstance(found, RowTensor):
+            adopt(where, name, found.values)  # refuses those on a device
+        elif gradient is not None:
             found = adopt(where, name, gradient)
         if gradient is not None:
             check.float_dtype(where, name, found, "a floating dtype")

@@ -17,7 +17,7 @@ import numpy as np
 
 from fusestep import nn
 from fusestep.kernels.tables import HOT
-from fusestep.nn.distributed import Route, RowShard, alone
+from fusestep.nn.distributed import Route, RowShard, all_reduce, alone, save_checkpoint
 
 from device_arrays import BF16, F16, F32, F64, assert_close, gradient, on_device, on_host, refused
 from simulator import Graph
@@ -94,6 +94,14 @@ def refusals() -> None:
             route.scatter(on_device(np.ones((1, 2), np.float32)))
 
     in_threads(2, program)
+    gradient = on_device(np.ones((N, 2), np.float32))
+    sparse = nn.RowTensor(on_device(np.array([1])), on_device(np.ones((1, 2), np.float32)), (N, 2))
+    for given in (gradient, sparse):
+        with refused(RuntimeError, "all_reduce: gradient 0 lives on a CUDA device"):
+            all_reduce((given,), alone())
+    shards = {"table": RowShard(N, alone())}
+    with refused(ValueError, "save_checkpoint: optimizer is on a device", table):
+        save_checkpoint("nowhere", nn.SGD([nn.Parameter(table, "table")]), alone(), shards)
     route = RowShard(N, alone()).route(np.array([1, 2]))
     with refused(ValueError, "table has a wrong shape", table):
         route.gather(on_device(np.zeros((N + 1, 2), np.float32)))

@@ -105,6 +105,10 @@ def sums_that_differ(comm: Communicator, *_: Any) -> None:
             given = other if comm.rank == bad else usual
             text = text.format(bad)
             refused_everywhere(comm, kind, text, lambda g=given: all_reduce(g, comm), dense)
+        refused_everywhere(
+            comm, TypeError, f"rank {bad}: average has a wrong type",
+            lambda bad=bad: all_reduce([dense], comm, average="no" if comm.rank == bad else False),
+        )  # fmt: skip
         text = f"rank {bad}: average differs"
         refused_everywhere(
             comm, ValueError, text,
