@@ -52,12 +52,15 @@ class ShardedEmbedding(nn.Module):
 
     ``state_dict`` has the whole table as a DTensor, of which each process holds its rows;
     torch.distributed.checkpoint saves and loads it, and the states that an optimizer of this
-    package has for it, on any number of processes. ``load_state_dict`` also takes a whole table,
-    such as that of ``torch.nn.Embedding``. `weight` is no parameter for
-    DistributedDataParallel: name it in ``model._ddp_params_and_buffers_to_ignore``. Of several
-    processes, ``skip_nonfinite`` and `clip_grad_norm_` refuse it: they need the gradients of all.
-    A ``GradScaler`` looks at those of its own process, and where only one skips a step, tables
-    differ from then on: PyTorch's ``ShardedGradScaler`` lets all skip it.
+    package has for it, on any number of processes. There a row is at the place that
+    ``shard.places`` says: at its number with ``order="range"``. ``load_state_dict`` also takes a
+    whole table, such as that of ``torch.nn.Embedding``.
+
+    `weight` is no parameter for DistributedDataParallel: name it in
+    ``model._ddp_params_and_buffers_to_ignore``. Of several processes, ``skip_nonfinite`` and
+    `clip_grad_norm_` refuse it: they need the gradients of all. A ``GradScaler`` looks at those of
+    its own process, and where only one skips a step, tables differ from then on: PyTorch's
+    ``ShardedGradScaler`` lets all skip it.
 
     Raises:
         TypeError: on a rank, a kind does not fit.
