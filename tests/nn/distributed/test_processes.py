@@ -8,6 +8,7 @@ import pytest
 
 from process_starts import ENGINES, needs_mpi, start
 
+EXHAUSTIVE = [pytest.mark.exhaustive]
 PROGRAM = Path(__file__).with_name("process_programs.py")
 OPTIMIZERS = ("optimizers", "decayed")
 CHECKPOINTS = ("saved", "saved_states")
@@ -19,6 +20,15 @@ OTHERS = (
 )  # fmt: skip
 
 
+# A start costs seconds: each engine and each number of processes, and the others as `exhaustive`.
+ALWAYS = {("torch", 4), ("torch", 2), ("mpi", 4), ("mpi", 3)}
+CASES = [
+    pytest.param(name, size, marks=[*marks, *([] if (name, size) in ALWAYS else EXHAUSTIVE)])
+    for (name,), marks, _ in ENGINES
+    for size in (4, 3, 2)
+]
+
+
 def run(engine: str, size: int, folder: Path, *parts: str) -> None:
     done = start(engine, size, PROGRAM, folder, *parts, cwd=folder)
     assert done.returncode == 0, done.stdout
@@ -26,8 +36,7 @@ def run(engine: str, size: int, folder: Path, *parts: str) -> None:
     assert ended == [f"done-{rank}" for rank in range(size)], done.stdout
 
 
-@pytest.mark.parametrize("size", [4, 3, 2])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("engine", "size"), CASES)
 def test_processes(engine: str, size: int, tmp_path: Path) -> None:
     """All that there is: what costs seconds to start does what it can."""
     saving = CHECKPOINTS if engine == "torch" else ()  # the others' are read by other processes
@@ -43,7 +52,7 @@ def test_one_process(engine: str, tmp_path: Path) -> None:
 def test_others_resume(tmp_path: Path) -> None:
     """Saved by 4, read by processes that are started later, also by some of another engine."""
     run("mpi", 4, tmp_path, *CHECKPOINTS)
-    sizes = {"mpi": (3, 2, 1), "torch": (2,)}
+    sizes = {"mpi": (3, 1), "torch": (2,)}
     for engine in [param.values[0] for param in ENGINES if not param.marks[0].args[0]]:
         for size in sizes[engine]:
             for done in tmp_path.glob("done-*"):
