@@ -46,13 +46,14 @@ def _missing() -> list[str]:
 def _run(args: argparse.Namespace) -> int:
     if missing := _missing():
         raise BenchError(f'the benchmark needs {", ".join(missing)}: pip install "fusestep[bench]"')
-    from . import run, scale_out
+    from . import run
     from .cases import options
     from .cases.steps import CASES, select
     from .report import check, show
+    from .scale_out import runs
 
     if args.processes is not None:
-        return scale_out.main(args)
+        return runs.main(args)
     if args.list:
         for case in select(args.cases) if args.cases else CASES:
             print(f"{case.name}{'' if case.is_default else '  (when named)'}")

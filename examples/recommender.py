@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .. import __version__, get_num_threads, set_num_threads
-from .click_runs import QUICK, Run, Settings, differences, figures, picture, report
-from .clicks import N_TABLES, ClickLog, table_sizes
+from .click_model.clicks import N_TABLES, ClickLog, table_sizes
+from .click_model.runs import QUICK, Run, Settings, differences, figures, picture, report
 from .errors import DemoError, status_of
 from .options import Parser, integer
 from .report import prepare_folder, write_atomically
 
 if TYPE_CHECKING:
-    from .click_training import Training
+    from .click_model.training import Training
 
 NEEDED = {"torch": "torch", "tqdm": "tqdm", "matplotlib": "matplotlib", "sklearn": "scikit-learn"}
 FIGURES, CURVES = "recommender.json", "recommender.png"
@@ -110,7 +110,7 @@ def _run(args: argparse.Namespace) -> None:
 
 def train_both(settings: Settings, sizes: list[int]) -> tuple[list[Run], float]:
     """The two runs, and the AUC of the model that made the clicks."""
-    from .click_training import Training, choices
+    from .click_model.training import Training, choices
 
     trainings = [
         Training(Run(name, optimizers), make, settings)
@@ -127,7 +127,7 @@ def train_visibly(
     from sklearn.metrics import roc_auc_score
     from tqdm import tqdm
 
-    from .click_training import train
+    from .click_model.training import train
 
     held_out, runs = log.held_out(settings.held_out), [training.run for training in trainings]
     # A log file gets a line now and then instead of ten a second.
@@ -167,7 +167,7 @@ def require_libraries(needed: Mapping[str, str]) -> None:
 
 def require_memory(settings: Settings, trainings: float) -> None:
     """Refuse so many trainings whose tables this machine cannot hold, where it says what it has."""
-    from .click_training import bytes_of
+    from .click_model.training import bytes_of
 
     try:
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from . import recommender
-from .click_runs import Run, Settings, figures, report_of
-from .clicks import ClickLog, table_sizes
+from .click_model.clicks import ClickLog, table_sizes
+from .click_model.runs import Run, Settings, figures, report_of
 from .errors import DemoError, status_of
 from .options import Parser
 from .report import prepare_folder, write_atomically
@@ -41,7 +41,7 @@ def main(options: Sequence[str] | None = None) -> int:
         return status
     import torch.distributed as dist
 
-    from .sharded_training import process_group
+    from .click_model.sharded_training import process_group
 
     with process_group():
         told: list[Any] = [_asked(options) if dist.get_rank() == 0 else None]
@@ -107,7 +107,7 @@ def _resume(folder: Path, settings: Settings, run: Run) -> None:
 def _run(args: Namespace, settings: Settings, run: Run) -> None:
     import torch.distributed as dist
 
-    from .sharded_training import ShardedTraining
+    from .click_model.sharded_training import ShardedTraining
 
     is_first, size = dist.get_rank() == 0, dist.get_world_size()
     machine = {**recommender.set_threads(args.threads), "processes": size}

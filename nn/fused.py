@@ -214,8 +214,10 @@ class FusedOptimizer(StatefulOptimizer, ABC):
 
     def _plan(self, *of_step: Any) -> Plan | None:
         """The step, agreed with other processes if there are any; None for a skipped one."""
-        planned = partial(self._own_plan, *of_step)
-        plan = planned() if self.together is None else self.together.agreed(planned, self._step)
+        if self.together is None:
+            plan = self._own_plan(*of_step)
+        else:
+            plan = self.together.agreed(partial(self._own_plan, *of_step), self._step)
         if plan is None:
             self._skipped[0] += 1
         return plan

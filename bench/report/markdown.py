@@ -14,11 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .. import machine, scale_out
+from .. import machine
 from ..cases import indices
 from ..cases.steps import LOOP
 from ..cases.workloads import DEFAULT_ROWS, PUBLISHED_DENSE, number
 from ..errors import BenchError
+from ..scale_out import model
 from . import catalogue, document
 from .catalogue import markdown
 from .result import OURS
@@ -327,8 +328,8 @@ _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "scenarios": _scenarios,
     "beside-torch": _beside_torch,
     "recommender": _recommender,
-    "scale-out": scale_out.measured,
-    "scale-out-model": scale_out.modelled,
+    "scale-out": model.measured,
+    "scale-out-model": model.modelled,
     "usual": _all_usual,
     "models": _models,
     "sizes": _sizes,

@@ -28,6 +28,7 @@ from ..base.optimizer import Optimizer
 from ..base.stateful import StatefulOptimizer
 from .agreement import agree, attempted, gather_texts
 from .communicator import Communicator, LostProcessError, as_bytes
+from .joint_step import check_on_host
 from .shard import ORDERS, RowShard, places
 from .states import ShardedStates
 
@@ -287,7 +288,7 @@ def _load(path: Path, index: dict[str, Any], arrays: dict[str, _Array], optimize
         elif a.shard is None:
             whole[name] = np.empty_like(a.array)
             _read_rows(files, name, saved, np.arange(len(a.array)), whole[name])
-    base = optimizer.optimizer if isinstance(optimizer, ShardedStates) else optimizer
+    base = _keeper(optimizer)
     own = base.state_arrays()
     base.load_state_dict({name: whole.get(name, array) for name, array in own.items()})
     for parameter in base.parameters:
@@ -313,23 +314,25 @@ def _read_rows(
         out[own] = rows[local - first]
 
 
+def _keeper(optimizer: Any) -> Any:
+    """The optimizer itself that has the states."""
+    return optimizer.optimizer if isinstance(optimizer, ShardedStates) else optimizer
+
+
 def _kind_of(optimizer: Any) -> list[Any]:
     """What has to be the same for all processes."""
-    is_sharded = isinstance(optimizer, ShardedStates)
-    return [type(optimizer.optimizer if is_sharded else optimizer).__name__, is_sharded]
+    return [type(_keeper(optimizer)).__name__, isinstance(optimizer, ShardedStates)]
 
 
 def _arrays(
     where: str, optimizer: Any, shards: Mapping[str, RowShard], comm: Communicator
 ) -> dict[str, _Array]:
     """What an optimizer has, by name."""
-    base = optimizer.optimizer if isinstance(optimizer, ShardedStates) else optimizer
+    base = _keeper(optimizer)
     if not isinstance(base, StatefulOptimizer):
         got = type(base).__name__
         reject(TypeError, where, "optimizer", "has a wrong type", "a FusedOptimizer", got)
-    if any(parameter.is_on_device for parameter in base.parameters):
-        expected = "parameters on the host"
-        reject(ValueError, where, "optimizer", "is on a device", expected, "CUDA")
+    check_on_host(where, base)
     names = [str(parameter.name) for parameter in base.parameters]
     if unknown := sorted(shards.keys() - set(names)):
         reject(ValueError, where, "shards", "name no parameter", names, unknown)

@@ -10,6 +10,7 @@ import numpy as np
 
 from ...ops.runtime.errors import message, reject
 from ..base.numbers import number_of
+from ..base.optimizer import Optimizer
 from ..engine.plan import Plan
 from ..fused import FusedOptimizer
 from .agreement import agree, attempted
@@ -83,12 +84,12 @@ def together(optimizer: FusedOptimizer, comm: Communicator) -> None:
 def join(optimizer: FusedOptimizer, comm: Communicator, *, share_batches: bool) -> None:
     """As `together`; ``share_batches``: each process has a gradient of what any has one of."""
     _, error = attempted(_check, _WHERE, optimizer)
-    agree(comm, _WHERE, described(optimizer) if error is None else {}, error)
+    agree(comm, _WHERE, _described(optimizer) if error is None else {}, error)
     where = type(optimizer).__name__
     optimizer.together = Agreement(where, comm, share_batches=share_batches)
 
 
-def described(optimizer: FusedOptimizer) -> dict[str, Any]:
+def _described(optimizer: FusedOptimizer) -> dict[str, Any]:
     """What has to be the same for the optimizers of all processes."""
     formula = optimizer.formula()
     return {
@@ -109,5 +110,10 @@ def _check(where: str, optimizer: Any) -> None:
     if type(optimizer).construct is not FusedOptimizer.construct:
         expected, got = "one whose step is an update rule", type(optimizer).__name__
         reject(TypeError, where, "optimizer", "has a step of its own", expected, got)
+    check_on_host(where, optimizer)
+
+
+def check_on_host(where: str, optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose parameters these processes cannot send."""
     if any(p.is_on_device for p in optimizer.parameters):
         reject(ValueError, where, "optimizer", "is on a device", "parameters on the host", "CUDA")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ...ops.runtime.errors import reject
+from ..base.arguments import count
 from .agreement import agree, attempted
 from .communicator import Communicator
 from .route import Route
@@ -104,10 +105,7 @@ def places(ids: np.ndarray, rows: int, order: str) -> np.ndarray:
 
 
 def _check(where: str, rows: Any, order: Any) -> None:
-    if isinstance(rows, bool) or not isinstance(rows, int | np.integer):
-        reject(TypeError, where, "rows", "has a wrong type", "an int", type(rows).__name__)
-    if rows < 0:
-        reject(ValueError, where, "rows", "is out of range", "at least 0", rows)
+    count(where, "rows", rows)
     if order not in ORDERS:
         reject(ValueError, where, "order", "is unknown", ORDERS, order)
     if order == "hash" and rows > _MOST_HASHED:

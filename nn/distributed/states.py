@@ -12,7 +12,7 @@ from ..base.optimizer import Optimizer
 from ..fused import FusedOptimizer
 from .agreement import agree, attempted
 from .communicator import Communicator, as_bytes
-from .joint_step import join
+from .joint_step import check_on_host, join
 
 _WHERE = "ShardedStates"
 _SMALL = 1 << 20  # bytes: smaller parameters travel in one piece
@@ -123,8 +123,7 @@ def _check(optimizer: Any) -> None:
     if not isinstance(optimizer, Optimizer):
         got = type(optimizer).__name__
         reject(TypeError, _WHERE, "optimizer", "has a wrong type", "an Optimizer", got)
-    if any(p.is_on_device for p in optimizer.parameters):
-        reject(ValueError, _WHERE, "optimizer", "is on a device", "parameters on the host", "CUDA")
+    check_on_host(_WHERE, optimizer)
 
 
 def _dealt(sizes: Sequence[int], n_processes: int) -> list[int]:

@@ -118,9 +118,7 @@ def _run(call: Call, rows: Sequence[RowGradient], plan: Plan, stream: Any) -> No
                 here.append((w.reshape(there.shape), *states))
         gradients: Any = np.array(list(map(address_of, of_g)), np.int64)
         if rows:
-            values = of_g[0].reshape(rows[k].values.shape)
-            of_batch = rows[k].positions, rows[k].batch_length
-            gradients = [RowGradient.of(rows[k].indices, values, *of_batch)]
+            gradients = [rows[k].with_values(of_g[0].reshape(rows[k].values.shape))]
         own_batch = replace(
             batch,
             positions=batch.positions[chosen],

@@ -245,14 +245,12 @@ class GradientReader:
         """The same, enqueued; in a new array of the parameter's framework."""
         if not isinstance(gradient, RowGradient):
             return _centralized(gradient, w, factor)
-        of_batch = gradient.positions, gradient.batch_length
         if not factor:
-            values = on_device.centralized(gradient.values, w)
-            return RowGradient.of(gradient.indices, values, *of_batch)
+            return gradient.with_values(on_device.centralized(gradient.values, w))
         if self._sparse_update == "lazy":
             values = on_device.decayed_rows(gradient, w, factor)
             on_device.centralize(values, values)
-            return RowGradient.of(gradient.indices, values, *of_batch)
+            return gradient.with_values(values)
         gradient = on_device.dense(gradient, w.shape, np.dtype(real_type(w.dtype)))
         # It has no indices any more by which the step could tell that it may not write.
         pending.settle()

@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from ...ops.runtime import check
 from ...ops.runtime.errors import reject
+from ..base.arguments import count
 from ..distributed.agreement import agree, attempted, gather_texts
 from ..distributed.communicator import Communicator
 from ..distributed.route import Route
@@ -148,11 +149,8 @@ class ShardedEmbedding(nn.Module):
 
 
 def _check(embedding_dim: Any, average: Any, dtype: Any, seed: Any) -> None:
-    for name, value in {"embedding_dim": embedding_dim, "seed": seed}.items():
-        if isinstance(value, bool) or not isinstance(value, int | np.integer):
-            reject(TypeError, _WHERE, name, "has a wrong type", "an int", type(value).__name__)
-        if value < 0:
-            reject(ValueError, _WHERE, name, "is out of range", "at least 0", value)
+    count(_WHERE, "embedding_dim", embedding_dim)
+    count(_WHERE, "seed", seed)
     check.flag(_WHERE, "average", average)
     if dtype not in DTYPES:
         reject(TypeError, _WHERE, "dtype", "is unknown", [*DTYPES], dtype)

@@ -39,6 +39,10 @@ class RowGradient(NamedTuple):
         """With the addresses of the arrays; ``of_batch`` is from ``positions`` on."""
         return cls(indices, values, address_of(indices), address_of(values), *of_batch)
 
+    def with_values(self, values: Any) -> RowGradient:
+        """Other values of the same occurrences, which are at the same places of a batch."""
+        return self._replace(values=values, values_address=address_of(values))
+
     @property
     def dtype(self) -> np.dtype[Any]:
         """The dtype of the values."""

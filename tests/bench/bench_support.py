@@ -9,7 +9,9 @@ from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
+import pytest
 
+from fusestep import __main__ as main
 from fusestep.bench import command
 from fusestep.bench.cases import model_shapes, workloads
 from fusestep.bench.cases import steps as cases
@@ -36,6 +38,19 @@ SOME_STEPS = [one for one in EVERY_STEP if (one[0].subject, np.dtype(one[1])) in
 # Large enough for every kernel to use several threads.
 SMALL = "70K,900x40x9000"
 TINY = "900,100x8x50"
+
+
+def refused_line(capsys: pytest.CaptureFixture[str], *given: str) -> str:
+    """What the benchmark says, in one line, in the place of a measurement."""
+    try:
+        status = main.main(["bench", *given])
+    except SystemExit as error:  # of argparse
+        status = int(str(error.code))
+    captured = capsys.readouterr()
+    assert (status, captured.out) == (2, "")
+    (line,) = captured.err.splitlines()
+    assert line.startswith("fusestep bench: ")
+    return line
 
 
 def quiet(_: float) -> None:

@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fusestep import __main__ as main
-from fusestep.bench import scale_out
 from fusestep.bench.cases.indices import DEFAULT, draw
 from fusestep.bench.errors import BenchError
+from fusestep.bench.scale_out import model, runs
+
+from bench_support import refused_line
 
 needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
 
@@ -52,19 +53,6 @@ WRONG: dict[tuple[str, ...], str] = {
 }
 
 
-def refused_line(capsys: pytest.CaptureFixture[str], *given: str) -> str:
-    """What is said in the place of a measurement, in one line."""
-    try:
-        status = main.main(["bench", "--processes", *given])
-    except SystemExit as error:  # of argparse
-        status = int(str(error.code))
-    captured = capsys.readouterr()
-    assert (status, captured.out) == (2, "")
-    (line,) = captured.err.splitlines()
-    assert line.startswith("fusestep bench: ")
-    return line
-
-
 @needs_torch
 @pytest.mark.parametrize(("given", "text"), WRONG.items(), ids=[" ".join(given) for given in WRONG])
 def test_wrong_options_cost_one_line(
@@ -73,21 +61,22 @@ def test_wrong_options_cost_one_line(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(scale_out, "_run", lambda *_: pytest.fail("measured"))
-    assert text in refused_line(capsys, *given)
+    monkeypatch.setattr(runs, "_run", lambda *_: pytest.fail("measured"))
+    assert text in refused_line(capsys, "--processes", *given)
 
 
 def test_without_torch(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     find: Callable[[str], Any] = find_spec
-    monkeypatch.setattr(scale_out, "find_spec", lambda n: None if n == "torch" else find(n))
-    assert "--processes: needs PyTorch, for gloo: pip install torch" in refused_line(capsys, "2")
+    monkeypatch.setattr(runs, "find_spec", lambda n: None if n == "torch" else find(n))
+    line = refused_line(capsys, "--processes", "2")
+    assert "--processes: needs PyTorch, for gloo: pip install torch" in line
 
 
 @pytest.mark.parametrize(
     ("text", "counts"), [("1", [1]), ("2", [1, 2]), ("4,2, 4", [1, 2, 4]), ("64", [1, 64])]
 )
 def test_one_process_is_always_measured(text: str, counts: list[int]) -> None:
-    assert scale_out._counts(text) == counts
+    assert runs._counts(text) == counts
 
 
 FAILED = "W1 of torchrun\nTraceback:\nValueError: a table\nraise ChildFailedError(\nfailed"
@@ -106,9 +95,9 @@ def test_a_run_that_fails(error: Exception, text: str, monkeypatch: pytest.Monke
     def fail(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr(scale_out.subprocess, "run", fail)
+    monkeypatch.setattr(runs.subprocess, "run", fail)
     with pytest.raises(BenchError, match=f"^--processes 3: .*{text}"):
-        scale_out._run(3, 10, 10, 1.0)
+        runs._run(3, 10, 10, 1.0)
 
 
 # -- a small run ----------------------------------------------------------------------------------
@@ -130,8 +119,8 @@ def test_a_run(tmp_path: Path) -> None:
     assert [(run["processes"], run["batch"]) for run in data["runs"]] == [
         (1, 1024), (1, 4096), (2, 4096),
     ]  # fmt: skip
-    assert done.stdout.strip() == scale_out.measured(data)
-    assert scale_out.modelled(data).count("\n") == 1 + len(scale_out.SIZES)
+    assert done.stdout.strip() == model.measured(data)
+    assert model.modelled(data).count("\n") == 1 + len(model.SIZES)
     for run in data["runs"]:
         _check_run(run)
     _check_bytes(data["runs"])
@@ -161,7 +150,7 @@ def _check_bytes(runs: list[dict[str, Any]]) -> None:
             least += (len(np.unique(remote)) * (4 + 256) + len(remote) * 256) / 4
     assert two["least"] == least
     assert 1 < two["sent"] / two["least"] < 1.1
-    assert abs(two["sent"] / (2 * scale_out.bytes_sent(2, 4096, 20_000)) - 1) < 0.1
+    assert abs(two["sent"] / (2 * model.bytes_sent(2, 4096, 20_000)) - 1) < 0.1
 
 
 def _owner(ids: np.ndarray) -> np.ndarray:
@@ -198,7 +187,7 @@ def data() -> dict[str, Any]:
 
 
 def test_costs(data: dict[str, Any]) -> None:
-    found = scale_out.costs(data)
+    found = model.costs(data)
     assert found.fixed == pytest.approx(0.003)
     assert found.of_id == pytest.approx(2e-6)
     assert found.at(0) == pytest.approx(0.003)
@@ -214,30 +203,30 @@ def test_bytes_sent(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append((rows, ids))
         return np.arange(ids) % 100  # 100 different ones
 
-    monkeypatch.setattr(scale_out, "draw", drawn)
+    monkeypatch.setattr(model, "draw", drawn)
     numbers, rows, gradients = 100 * 4, 100 * 256, 8000 // n * (256 + 4 + 4)
-    assert scale_out.bytes_sent(n, 8000, 5000) == (numbers + rows + gradients) * (n - 1) / n
+    assert model.bytes_sent(n, 8000, 5000) == (numbers + rows + gradients) * (n - 1) / n
     assert asked == [(5000, 8000 // n)]
 
 
 def test_predicted(data: dict[str, Any]) -> None:
     """The cores share what a process does by itself, not exchanges and bytes."""
     _, _, two, four = data["runs"]
-    of_two = 0.003 + 2000 * 2e-6 + 10 * 1e-4 + scale_out.bytes_sent(2, 4000, 1000) * 1e-9
-    assert scale_out.predicted(two, data) == pytest.approx(of_two)
-    of_four = 2 * (0.003 + 1000 * 2e-6) + 12 * 1e-4 + scale_out.bytes_sent(4, 4000, 1000) * 1e-9
-    assert scale_out.predicted(four, data) == pytest.approx(of_four)
+    of_two = 0.003 + 2000 * 2e-6 + 10 * 1e-4 + model.bytes_sent(2, 4000, 1000) * 1e-9
+    assert model.predicted(two, data) == pytest.approx(of_two)
+    of_four = 2 * (0.003 + 1000 * 2e-6) + 12 * 1e-4 + model.bytes_sent(4, 4000, 1000) * 1e-9
+    assert model.predicted(four, data) == pytest.approx(of_four)
 
 
 @pytest.mark.parametrize("n", [8, 1024])
-@pytest.mark.parametrize("network", scale_out.NETWORKS)
+@pytest.mark.parametrize("network", model.NETWORKS)
 def test_iteration(n: int, network: int, data: dict[str, Any]) -> None:
     """Machines of their own: the exchanges of the last run, a message to each other process."""
     ids = 1_048_576 // n
     different = len(set(draw(DEFAULT, 1000, ids).tolist()))
     sent = (n - 1) / n * (different * 260 + ids * 264)
     expected = 0.003 + ids * 2e-6 + 12 * (n - 1) * 5e-6 + sent / (network / 8 * 1e9)
-    assert scale_out.iteration(n, network, data) == pytest.approx(expected)
+    assert model.iteration(n, network, data) == pytest.approx(expected)
 
 
 def cells(table: str) -> list[list[str]]:
@@ -245,7 +234,7 @@ def cells(table: str) -> list[list[str]]:
 
 
 def test_the_table_of_the_runs(data: dict[str, Any]) -> None:
-    head, _, *rows = cells(scale_out.measured(data))
+    head, _, *rows = cells(model.measured(data))
     assert len(rows) == 4 and all(len(row) == len(head) for row in rows)
     assert rows[2][:3] == ["2", "4,000", "20.00 ms"]
     assert [row[6] for row in rows] == ["n/a", "n/a", "1.50", "1.50"]
@@ -255,9 +244,9 @@ def test_the_table_of_the_runs(data: dict[str, Any]) -> None:
 
 def test_the_table_of_the_model(data: dict[str, Any]) -> None:
     """The shortest of each network is bold."""
-    _, _, *rows = cells(scale_out.modelled(data))
-    assert [row[0] for row in rows] == [str(n) for n in scale_out.SIZES]
-    for k, network in enumerate(scale_out.NETWORKS):
-        times = [scale_out.iteration(n, network, data) for n in scale_out.SIZES]
+    _, _, *rows = cells(model.modelled(data))
+    assert [row[0] for row in rows] == [str(n) for n in model.SIZES]
+    for k, network in enumerate(model.NETWORKS):
+        times = [model.iteration(n, network, data) for n in model.SIZES]
         bold = [row[2 + k].startswith("**") for row in rows]
         assert [n for n, is_bold in enumerate(bold) if is_bold] == [int(np.argmin(times))]

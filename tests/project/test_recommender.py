@@ -13,7 +13,9 @@ import numpy as np
 import pytest
 
 from fusestep import set_num_threads
-from fusestep.examples import click_runs, clicks, recommender
+from fusestep.examples import recommender
+from fusestep.examples.click_model import clicks
+from fusestep.examples.click_model import runs as click_runs
 from fusestep.examples.options import Parser
 
 from subprocesses import ENVIRONMENT, output_of
@@ -127,7 +129,7 @@ def test_report_of_made_up_runs() -> None:
 
 def test_model_computes_products_of_all_pairs() -> None:
     torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-    from fusestep.examples.dlrm import DLRM
+    from fusestep.examples.click_model.dlrm import DLRM
 
     torch.manual_seed(0)
     model = DLRM([4, 5, 6], 3)

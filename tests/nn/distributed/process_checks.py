@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -71,6 +73,19 @@ def refused_everywhere(
     after = [array.tobytes() for array in watched]
     changed = [k for k, (a, b) in enumerate(zip(before, after, strict=True)) if a != b]
     assert everywhere(comm, changed) == ["[]"] * comm.size, changed
+
+
+def run_parts(comm: Communicator, parts: Mapping[str, Callable[..., Any]], *given: Any) -> None:
+    """Each with what was given, the last of which is the folder that is told when all are done."""
+    for name, part in parts.items():
+        start = time.perf_counter()
+        try:
+            part(comm, *given)
+        except BaseException:
+            report(f"rank {comm.rank} of {comm.size} has failed in {name}")
+            raise
+        report(f"{name}: {time.perf_counter() - start:.1f} s")
+    Path(given[-1], f"done-{comm.rank}").touch()
 
 
 def report(*said: Any) -> None:

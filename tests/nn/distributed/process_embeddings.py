@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from fusestep.nn import torch as fused
 from fusestep.nn.distributed import Communicator, alone
 
 import process_embedding_states
-from process_checks import communicator, everywhere, refused_everywhere, report
+from process_checks import communicator, everywhere, refused_everywhere, run_parts
 from process_embedding_training import (
     DIM,
     MAKE,
@@ -359,15 +358,7 @@ def main(folder: str, *names: str) -> None:
     """The program of one rank."""
     parts = vars(process_embedding_states) | globals()
     with communicator("torch") as comm:
-        for name in names:
-            start = time.perf_counter()
-            try:
-                parts[name](comm, Path(folder))
-            except BaseException:
-                report(f"rank {comm.rank} of {comm.size} has failed in {name}")
-                raise
-            report(f"{name}: {time.perf_counter() - start:.1f} s")
-        Path(folder, f"done-{comm.rank}").touch()
+        run_parts(comm, {name: parts[name] for name in names}, Path(folder))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ import process_states
 import process_sums
 from helpers import STORAGE_DTYPES, assert_same_bits, in_turn
 from optimizers import BY_NAME, FORMS, decayed_and_scaled, make
-from process_checks import communicator, everywhere, report, smaller
+from process_checks import communicator, everywhere, run_parts, smaller
 from process_training import (
     SHAPES,
     Tables,
@@ -188,15 +187,7 @@ def main(engine: str, folder: str, *names: str) -> None:
         for name, function in vars(module).items()
     }
     with communicator(engine) as comm:
-        for name in names:
-            start = time.perf_counter()
-            try:
-                parts[name](comm, engine, Path(folder))
-            except BaseException:
-                report(f"rank {comm.rank} of {comm.size} has failed in {name}")
-                raise
-            report(f"{name}: {time.perf_counter() - start:.1f} s")
-        Path(folder, f"done-{comm.rank}").touch()
+        run_parts(comm, {name: parts[name] for name in names}, engine, Path(folder))
 
 
 if __name__ == "__main__":

@@ -15,10 +15,10 @@ from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from ..nn.distributed import all_reduce, over_torch
-from ..nn.torch import ShardedEmbedding
-from .click_runs import Run, Settings
-from .click_training import Training, fused_optimizers
+from ...nn.distributed import all_reduce, over_torch
+from ...nn.torch import ShardedEmbedding
+from .runs import Run, Settings
+from .training import Training, fused_optimizers
 
 
 @contextmanager

@@ -12,10 +12,10 @@ from sklearn.metrics import roc_auc_score
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from ..nn import torch as fused
-from .click_runs import Run, Settings
+from ...nn import torch as fused
 from .clicks import ClickLog, Clicks, table_sizes
 from .dlrm import DLRM, embedding
+from .runs import Run, Settings
 
 TABLE_RATE, DENSE_RATE = 5e-3, 1e-3
 PIECE = 2048  # held-out clicks of one forward pass

@@ -1,6 +1,6 @@
 """One process of ``fusestep bench --processes``: iterations on a table that P processes own.
 
-``torch.distributed.run`` starts it: ``scale_out_worker ROWS DIM BATCH SECONDS``. Rank 0 prints a
+``torch.distributed.run`` starts it: ``worker ROWS DIM BATCH SECONDS``. Rank 0 prints a
 line of JSON with what all have measured.
 """
 
@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from .. import nn, set_num_threads
-from ..nn.distributed import Communicator, RowShard, alone, over_torch, together
-from ..nn.distributed.agreement import agree, gather_texts
-from ..nn.distributed.communicator import Transfer, row_bytes
-from .cases.indices import DEFAULT, draw
+from ... import nn, set_num_threads
+from ...nn.distributed import Communicator, RowShard, alone, over_torch, together
+from ...nn.distributed.agreement import agree, gather_texts
+from ...nn.distributed.communicator import Transfer, row_bytes
+from ..cases.indices import DEFAULT, draw
 
 _MOST, _ROUNDS, _LARGE = 200, 200, 1 << 22  # iterations, agreements, bytes of a large exchange
 _LARGE_ONES = 20
