@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ from .headers.arrays import address_of
 from .intrinsics import as_pointer
 from .machine import Entry
 from .parallel import Arguments, Loop
-from .records import int64s
+from .records import int64s, records
 
 
 def _compare_counts(counts, n):
@@ -41,32 +42,85 @@ def _read_floats(addresses, n, out):
 are_equal_floats_at = NativeFunction(_read_floats, "float counts are equal", Entry(returns=True))
 
 
-class FloatCountCall(NamedTuple):
+class TensorCountCall(NamedTuple):
     """Arguments of the loop, all ``int64``."""
 
-    addresses: np.ndarray  # [n]: of float32 counts
+    counts: np.ndarray  # [n]: addresses of float32 counts of updates
+    n: int
+    versions: np.ndarray  # [n_versions]: addresses of uint32 counts of changes, or 0
+    n_versions: int
+
+
+@part(TensorCountCall)
+def _count_up_tensors(index, slot, c):
+    places, versions = int64s(c.counts, c.n), int64s(c.versions, c.n_versions)
+    for i in range(places.size):
+        carray(as_pointer(places[i]), 1, np.float32)[0] += np.float32(1)
+    for i in range(versions.size):
+        if versions[i] != 0:
+            carray(as_pointer(versions[i]), 1, np.uint32)[0] += np.uint32(1)
+
+
+class TensorCount:
+    """Counting a step of PyTorch's tensors; see `loops`.
+
+    Float32 counts of updates grow by 1, and so do the counts of changes, by which autograd finds
+    that a tensor is not any more what it saved. Both are given by addresses, which may be other
+    ones in each step: ``counts`` and ``versions`` are int64 arrays.
+    """
+
+    def __init__(self, counts: np.ndarray, versions: np.ndarray) -> None:
+        self.counts, n = counts, len(counts)
+        self.values = np.zeros(n, np.float32)
+        self._call = Arguments(TensorCountCall(counts, n, versions, len(versions)))
+        self._read = address_of(counts), n, address_of(self.values)
+        self.loops = (Loop(_count_up_tensors.address, 1, self._call.address, 1),)
+
+    def read(self) -> bool:
+        """Fill `values` with the counts of updates; whether all of at least one are equal."""
+        return bool(are_equal_floats_at.call(*self._read))
+
+
+class NumberCall(NamedTuple):
+    """Arguments of the loop, all ``int64``."""
+
+    numbers: np.ndarray  # [n, 3] of `_Number`
     n: int
 
 
-@part(FloatCountCall)
-def _count_up_floats(index, slot, c):
-    places = int64s(c.addresses, c.n)
-    for i in range(places.size):
-        carray(as_pointer(places[i]), 1, np.float32)[0] += np.float32(1)
+class _Number(NamedTuple):
+    """A number that goes elsewhere, all ``int64``."""
+
+    target: int
+    source: int
+    n_bytes: int
 
 
-class FloatCount:
-    """Adding 1 to float32 counts, each at an address of its own; see `loops`."""
+_numbers_at = records(_Number)
 
-    def __init__(self, addresses: np.ndarray) -> None:
-        self.values = np.zeros(len(addresses), np.float32)
-        self._call = Arguments(FloatCountCall(addresses, len(addresses)))
-        self._read = address_of(addresses), len(addresses), address_of(self.values)
-        self.loops = (Loop(_count_up_floats.address, 1, self._call.address, 1),)
 
-    def read(self) -> bool:
-        """Fill `values` with the counts; whether all of at least one are equal."""
-        return bool(are_equal_floats_at.call(*self._read))
+@part(NumberCall)
+def _write_numbers(index, slot, c):
+    numbers = _numbers_at(c.numbers, c.n)
+    for i in range(numbers.size):
+        number = numbers[i]
+        target = carray(as_pointer(number.target), number.n_bytes, np.uint8)
+        source = carray(as_pointer(number.source), number.n_bytes, np.uint8)
+        for k in range(target.size):
+            target[k] = source[k]
+
+
+class NumberWrite:
+    """Writing single numbers with a step: arrays of one element, to addresses; see `loops`."""
+
+    def __init__(self, numbers: Sequence[tuple[int, np.ndarray]]) -> None:
+        rows = [_Number(target, address_of(x), x.itemsize) for target, x in numbers]
+        self._keep = numbers
+        self._call = Arguments(NumberCall(np.array(rows, np.int64), len(rows)))
+        self.loops = (Loop(_write_numbers.address, 1, self._call.address, 1),)
+
+    def release(self) -> None:
+        """Nothing was borrowed."""
 
 
 class CountCall(NamedTuple):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -57,3 +59,10 @@ def overlaps(stretches, begin, end):
         return False
     last = last_at_most(begins, begins.size, end - 1)
     return begins[last] < end and ends[last] > begin
+
+
+def lies_in(stretches: Sequence[Sequence[int]], begin: int, n_bytes: int) -> bool:
+    """The same for Python: whether any of ``n_bytes`` bytes from ``begin`` on is in a stretch."""
+    begins, ends = stretches
+    last = bisect_left(begins, begin + n_bytes) - 1
+    return n_bytes > 0 and last >= 0 and ends[last] > begin

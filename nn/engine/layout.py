@@ -6,7 +6,6 @@ for every later step with gradients of the same kinds.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...kernels.cpu.headers import arrays as headers
+from ...kernels.cpu.records import lies_in
 from ...kernels.storage import STORAGES, Storage
 from ...ops.runtime.arrays import address_of
 from ...ops.runtime.device import DeviceArray
@@ -84,10 +84,7 @@ class Layout:
 
     def shares_memory(self, begin: int, n_bytes: int) -> bool:
         """Whether any of ``n_bytes`` bytes from ``begin`` on belongs to an active variable."""
-        begins, ends = self.memory
-        # Variables do not overlap: the last one that begins before the bytes end decides.
-        last = bisect_left(begins, begin + n_bytes) - 1
-        return n_bytes > 0 and last >= 0 and ends[last] > begin
+        return lies_in(self.memory, begin, n_bytes)
 
     @cached_property
     def n_row_batches(self) -> int:

@@ -262,8 +262,7 @@ class GradientReader:
         """Refuse gradients in the memory of parameters or states."""
         spans = list(zip(addresses, layout.dense_bytes, strict=True))
         for row in rows:
-            spans.append((row.index_address, row.indices.nbytes))
-            spans.append((row.values_address, row.values.nbytes))
+            spans += row.spans
         if any(layout.shares_memory(*span) for span in spans):
             expected, got = "its own memory", "an overlap"
             wrong = "shares memory with a parameter or state"

@@ -86,8 +86,8 @@ class Adafactor(Optimizer, torch.optim.Adafactor):
     ) -> None:
         """See `Optimizer`."""
         sizes = np.maximum(1, np.diff(part.batch.variables.table.first)).tolist()
-        for k, (entry, size) in enumerate(zip(part.entries, sizes, strict=True)):
-            group = self.param_groups[entry.group]
+        groups = part.of_groups(self.param_groups)
+        for k, (group, size) in enumerate(zip(groups, sizes, strict=True)):
             of_size = squares[k, 0], squares[k, 1], size, group["eps"][1], group["d"], True
             hp[k, column["step"]] *= size_factors(*of_size)[0]
 

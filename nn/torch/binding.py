@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import chain
-from operator import is_, itemgetter
+from operator import itemgetter
 from typing import Any, NamedTuple
+from weakref import ref
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ...kernels.cpu.adafactor.step import FactoredTable
-from ...kernels.cpu.counts import FloatCount
+from ...kernels.cpu.counts import TensorCount
 from ...kernels.cpu.dense import all_finite
 from ...kernels.cpu.headers import tensors as headers
+from ...kernels.cpu.headers.tensor_fields import layout_of
 from ...kernels.rules.rule import Rule
 from ...ops.runtime.errors import reject
 from ...ops.runtime.row_step import RowGradient
@@ -24,19 +25,24 @@ from ..engine.factored import matrices_of
 from ..engine.layout import Batch, Kind, Layout, build_layout
 from ..engine.on_device import are_finite
 from ..engine.reader import Gradients, by_storage
-from .tensors import (
+from .memory import (
     DTYPE_NAMES,
     DTYPES,
+    NUMBERS,
+    Stretch,
     array_of,
+    check_apart,
+    check_single,
+    check_there,
     fits_order,
     flat,
-    local,
+    in_memory,
+    is_as_it_lies,
     order_of,
-    reject_shape,
-    rows_of,
-    span_of,
-    table_shape,
 )  # fmt: skip
+from .tensors import local, reject_shape, rows_of, table_shape
+
+States = Mapping[Tensor, Any]
 
 
 class Choice(NamedTuple):
@@ -48,30 +54,8 @@ class Choice(NamedTuple):
     couples: bool  # a weight decay is added to the gradient
 
 
-class Given(NamedTuple):
-    """The gradients of one step."""
-
-    addresses: np.ndarray  # int64 [P]: of the dense ones
-    rows: Mapping[int, RowGradient]  # the sparse ones, by the place of the parameter
-    keep: Any  # what must stay alive until the step is done
-
-
-class Stretch(NamedTuple):
-    """Memory of a tensor."""
-
-    begin: int
-    end: int
-    name: str
-    is_written: bool
-
-    @classmethod
-    def of(cls, tensor: Tensor, name: str, *, is_written: bool) -> Stretch:
-        """That of a tensor, from its first element to its last."""
-        return cls(*span_of(tensor), name, is_written)
-
-
 class Entry(NamedTuple):
-    """A parameter that has a gradient, with its state."""
+    """A parameter that has a gradient, with its state, while it is bound."""
 
     parameter: Tensor
     group: int
@@ -79,42 +63,69 @@ class Entry(NamedTuple):
     state: dict[str, Any]
     choice: Choice
     shapes: Mapping[str, tuple[int, ...]]  # of its states
+    numbers: tuple[str, ...]  # its states that are single numbers
+    is_new: bool  # it had no state
 
 
-@dataclass(frozen=True, eq=False)
+class Given(NamedTuple):
+    """The tensors of one step: the gradients, and the states that it goes on from."""
+
+    addresses: np.ndarray  # int64 [P]: of the dense gradients
+    rows: Mapping[int, RowGradient]  # the sparse ones, by the place of the parameter
+    states: Sequence[dict[str, Any]]  # of each parameter that has a gradient
+    are_new: Sequence[bool] = ()  # whether these had none; empty: all had
+    keep: Any = ()  # what must stay alive until the step is done
+
+
+@dataclass(eq=False)
 class Part:
     """The parameters that one kernel call updates."""
 
     choice: Choice
     layout: Layout
     batch: Batch
-    entries: list[Entry]  # [T]
-    places: list[int]  # [T]: of each entry among all that have a gradient
+    places: list[int]  # [T]: of each tensor among all that have a gradient
     groups: list[int]  # those that have parameters here
     group_of: np.ndarray  # int64 [T]: the place in ``groups`` of each tensor
+    is_on_device: bool
+    is_factored: bool  # its states are those of rows and columns
+    matrices: FactoredTable | None = None
+
+    @classmethod
+    def of(cls, layout: Layout, batch: Batch, entries: Sequence[Any], place: Any) -> Part:
+        """A batch of a layout of some ``entries``; ``place`` as `places`, by their positions."""
+        positions = batch.positions.tolist()
+        own: list[Entry] = [entries[i] for i in positions]
+        groups, group_of = np.unique([e.group for e in own], return_inverse=True)
+        first = own[0]
+        is_factored = first.choice.rule.factored and len(first.shapes) == 2
+        part = cls(
+            first.choice, layout, batch, [place[i] for i in positions], groups.tolist(), group_of,
+            first.parameter.is_cuda, is_factored,
+        )  # fmt: skip
+        part.settle()
+        return part
+
+    def settle(self) -> None:
+        """Take over where the tensors lie."""
+        self.matrices = FactoredTable(matrices_of(self.batch)) if self.is_factored else None
 
     def gradients(self, given: Given) -> Any:
-        """Those of its parameters: addresses, or rows."""
+        """The gradients of its parameters: addresses, or rows."""
         if self.batch.row_sparse:
             return [given.rows[i] for i in self.batch.positions.tolist()]
         return given.addresses if self.batch.is_all else given.addresses[self.batch.positions]
 
-    @property
-    def is_on_device(self) -> bool:
-        """Whether its tensors are on a CUDA device."""
-        return bool(self.entries[0].parameter.is_cuda)
-
-    @cached_property
-    def matrices(self) -> FactoredTable | None:
-        """Its tensors, where their states are those of rows and columns."""
-        has_factors = self.choice.rule.factored and len(self.entries[0].shapes) == 2
-        return FactoredTable(matrices_of(self.batch)) if has_factors else None
+    def of_groups(self, groups: Sequence[Any]) -> list[Any]:
+        """The group of each tensor, of all groups."""
+        return [groups[self.groups[k]] for k in self.group_of.tolist()]
 
 
 class Binding:
     """Parameters with their states and gradients, checked; what later steps look at again.
 
-    ``entries`` has for each parameter an `Entry`, or None where there is no gradient.
+    ``entries`` has for each parameter an `Entry`, or None where there is no gradient. Between two
+    steps no tensor is kept alive: a step finds the same objects, or it is bound anew.
 
     Raises:
         RuntimeError: a tensor does not fit.
@@ -124,32 +135,34 @@ class Binding:
         self, where: str, parameters: tuple[Tensor, ...], entries: Sequence[Entry | None],
         choices: Sequence[Choice],
     ) -> None:  # fmt: skip
-        self._where, self._parameters, self._entries = where, parameters, entries
-        self.choices = choices
-        self._known: Any = []
+        self._where, self.choices = where, choices
         self.lengths: list[int] = []
         self.group = 0
+        self._parameters, self._entries = parameters, entries
         self.active = [entry for entry in entries if entry is not None]
-        self.updated = [entry.parameter for entry in self.active]
-        self.kinds = [(p, p.dtype, p.device) for p in self.updated]
         # What does not lie in memory as the kernels need it: the tensor, and its copy.
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._arrays: dict[int, Any] = {}  # of the gradients
         self._memory: list[Stretch] = []
+        self._numbers: list[tuple[str, ...]] = []  # of each active parameter
         self._dense = np.zeros(len(entries), np.int64)
         self._rows: dict[int, RowGradient] = {}
         self._is_plain = True  # nothing but tensors that lie as they have to
+        self._expected: headers.Expected | None = None
         kinds: list[Kind | None] = []
         arrays: list[tuple[Any, ...]] = []
         for i, entry in enumerate(entries):
             kind, own = (None, ()) if entry is None else self._bind(i, entry)
             kinds.append(kind)
             arrays.append(own)
-        self._check_memory()
+        check_apart(where, self._memory)
+        # Whether a parameter has changed while its state did not.
+        self.kinds = [
+            (ref(e.parameter), [e.parameter.dtype, e.parameter.device]) for e in self.active
+        ]
         labels = [f"{where}: gradient of {e.name}" if e else "" for e in entries]
         self.parts = self._parts(kinds, arrays, labels)
-        self._counts()
-        self._expect(kinds)
+        self._count(np.zeros(0, np.int64))
 
     def _bind(self, i: int, entry: Entry) -> tuple[Kind, tuple[Any, ...]]:
         where, name, given = self._where, entry.name, entry.parameter.grad
@@ -160,36 +173,41 @@ class Binding:
             wrong, expected = "is distributed", "a tensor of one process: the norm is that of all"
             reject(RuntimeError, where, name, wrong, expected, type(entry.parameter).__name__)
         is_sparse = gradient.layout == torch.sparse_coo
+        self._check_written(parameter, name)
         order = order_of(parameter)
         plain = tuple(range(parameter.dim()))
         has_rows = is_sparse or entry.choice.rule.factored
-        if order is None and torch._debug_has_internal_overlap(parameter) == 1:
-            raise RuntimeError(
-                "unsupported operation: more than one element of the written-to tensor refers to a "
-                f"single memory location: {name}"
-            )
-        if order is None or (has_rows and order != plain):
-            parameter, order = self._copied(parameter, parameter.contiguous()), plain
+        if order is None or not is_as_it_lies(parameter) or (has_rows and order != plain):
+            parameter, order = self._copied(parameter, in_memory(parameter.detach())), plain
         states = [self._state(entry, role, parameter, order) for role in entry.shapes]
-        tensors = [parameter, *states]
+        self._numbers.append(self._numbers_of(entry))
+        label = f"the gradient of {name}"
         if is_sparse:
-            self._rows[i] = rows_of(where, f"the gradient of {name}", parameter, gradient)
+            self._rows[i] = rows_of(where, label, parameter, gradient)
             kind = Kind(self._rows[i].dtype, self._rows[i].indices.dtype)
             self._arrays[i] = self._rows[i]
+            self._memory += [
+                Stretch(begin, begin + n_bytes, label, False, None)
+                for begin, n_bytes in self._rows[i].spans
+            ]
         else:
-            gradient = self._dense_gradient(entry, parameter, gradient, order)
+            gradient = self._dense_gradient(label, parameter, gradient, order)
             kind = Kind(DTYPES[gradient.dtype])
             self._dense[i] = gradient.data_ptr()
-            label = f"the gradient of {name}"
             self._memory.append(Stretch.of(gradient, label, is_written=False))
             self._arrays[i] = array_of(flat(gradient, order))
-        arrays = [array_of(flat(tensor, order)) for tensor in tensors]
+        arrays = [array_of(flat(tensor, order), keep=False) for tensor in (parameter, *states)]
         if is_sparse:  # the sparse dimensions number the rows
             arrays = [array.reshape(table_shape(gradient)) for array in arrays]
         return kind, tuple(arrays)
 
+    def _check_written(self, tensor: Tensor, name: str) -> None:
+        check_there(self._where, name, tensor)
+        check_single(name, tensor)
+        self._memory.append(Stretch.of(tensor, name))
+
     def _state(self, entry: Entry, role: str, parameter: Tensor, order: Sequence[int]) -> Tensor:
-        state = entry.state.get(role)
+        state = entry.state[role]
         label = f"state {role!r} of {entry.name}"
         if not isinstance(state, Tensor):
             got, fix = type(state).__name__, "; the state is of another optimizer or other options"
@@ -201,15 +219,33 @@ class Binding:
         if found.device != parameter.device or found.dtype not in DTYPES:
             expected, got = parameter.device, f"{found.dtype} on {found.device}"
             reject(RuntimeError, self._where, label, "is elsewhere or no number", expected, got)
+        self._check_written(found, label)
         if shape != tuple(parameter.shape):  # of rows or columns: of the type of the arithmetic
             wide = torch.promote_types(parameter.dtype, torch.float32)
-            if found.dtype != wide or not found.is_contiguous():
+            if found.dtype != wide or not fits_order(found, range(found.dim())):
                 found = self._copied(found, found.to(wide, copy=True).contiguous())
         elif not fits_order(found, order):
             found = self._copied(found, torch.empty_like(parameter, dtype=found.dtype).copy_(found))
         self._is_plain &= found is state
-        self._memory.append(Stretch.of(found, label, is_written=True))
         return found
+
+    def _numbers_of(self, entry: Entry) -> tuple[str, ...]:
+        """The states that are single numbers and are written with the step."""
+        names = []
+        for name in entry.numbers:
+            found, label = entry.state[name], f"state {name!r} of {entry.name}"
+            is_tensor = isinstance(found, Tensor)
+            if name == "step" and (found.is_cuda if is_tensor else isinstance(found, int | float)):
+                continue
+            if not is_tensor or found.numel() != 1 or found.dtype not in NUMBERS or found.is_cuda:
+                expected = "a tensor of one element, on the host"
+                reject(RuntimeError, self._where, label, "is no number", expected, repr(found))
+            if not is_as_it_lies(found):
+                wrong, expected = "is a view of another number", "a number in memory"
+                reject(RuntimeError, self._where, label, wrong, expected, "its negative, or a 0")
+            self._check_written(found, label)
+            names.append(name)
+        return tuple(names)
 
     def _copied(self, tensor: Tensor, copy: Tensor) -> Tensor:
         self._copies.append((tensor, copy))
@@ -217,9 +253,9 @@ class Binding:
         return copy
 
     def _dense_gradient(
-        self, entry: Entry, parameter: Tensor, gradient: Tensor, order: Sequence[int]
+        self, label: str, parameter: Tensor, gradient: Tensor, order: Sequence[int]
     ) -> Tensor:
-        where, label = self._where, f"the gradient of {entry.name}"
+        where = self._where
         if gradient.layout != torch.strided:
             expected = "torch.strided or torch.sparse_coo"
             reject(RuntimeError, where, label, "has a wrong layout", expected, gradient.layout)
@@ -230,26 +266,11 @@ class Binding:
         if gradient.device != parameter.device:
             devices = parameter.device, gradient.device
             reject(RuntimeError, where, label, "is on another device", *devices)
-        if fits_order(gradient, order) and not gradient.is_neg():
+        if fits_order(gradient, order):
+            check_there(where, label, gradient)
             return gradient
         self._is_plain = False
         return torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)
-
-    def _check_memory(self) -> None:
-        """No two tensors of which one is written overlap."""
-        self._memory += [
-            Stretch.of(local(e.parameter), e.name, is_written=True) for e in self.active
-        ]
-        stretches = sorted(s for s in self._memory if s.end > s.begin)
-        furthest = Stretch(0, 0, "", False)
-        for stretch in stretches:
-            matters = stretch.is_written or furthest.is_written
-            if stretch.begin < furthest.end and matters:
-                expected, got = "memory of its own", f"that of {furthest.name}"
-                reject(RuntimeError, self._where, stretch.name, "shares memory", expected, got)
-            furthest = max(furthest, stretch, key=lambda s: s.end)
-        spans = [(s.begin, s.end) for s in stretches if s.is_written]
-        self._written = np.array(spans, np.int64).reshape(-1, 2).T.copy()
 
     def _parts(
         self, kinds: Sequence[Kind | None], arrays: Sequence[Any], labels: Sequence[str]
@@ -261,113 +282,143 @@ class Binding:
                 place[i] = len(place)
                 different.setdefault((entry.choice, entry.parameter.device), []).append(i)
         parts = []
-        for (choice, _), places in different.items():
+        for places in different.values():
             own = set(places)
             layout = build_layout(
                 tuple(kind if i in own else None for i, kind in enumerate(kinds)), arrays, labels
             )
-            for batch in layout.batches:
-                found = [place[i] for i in batch.positions.tolist()]
-                own_entries = [self.active[k] for k in found]
-                groups, group_of = np.unique([e.group for e in own_entries], return_inverse=True)
-                parts.append(
-                    Part(choice, layout, batch, own_entries, found, groups.tolist(), group_of)
-                )
+            parts += [Part.of(layout, batch, self._entries, place) for batch in layout.batches]
         return sorted(parts, key=lambda part: not part.batch.row_sparse)
 
-    def _counts(self) -> None:
-        """The counts of updates, where they are tensors that compiled code can read."""
-        counts: list[Any] = [entry.state.get("step") for entry in self.active]
-        self.counts: FloatCount | None = None
-        if counts and all(
-            type(c) is Tensor
-            and c.dtype == torch.float32
-            and not c.dim()
-            and c.device.type == "cpu"
-            for c in counts
-        ):
-            self.counts = FloatCount(np.array([c.data_ptr() for c in counts], np.int64))
+    def _count(self, versions: np.ndarray) -> None:
+        """The counts of updates, where all are float32 tensors on the host; else they are none."""
+        steps = [e.state["step"] for e in self.active if "step" in e.numbers]
+        are_written = all("step" in names for names in self._numbers)
+        self.counts_updates = (
+            bool(steps) and are_written and {s.dtype for s in steps} == {torch.float32}
+        )
+        places = [step.data_ptr() for step in steps] if self.counts_updates else []
+        self.count = TensorCount(np.array(places, np.int64), versions)
 
-    def _expect(self, kinds: Sequence[Kind | None]) -> None:
+    def first(self) -> Given:
+        """The tensors with which it was bound."""
+        states, are_new = [e.state for e in self.active], [e.is_new for e in self.active]
+        return Given(self._dense, self._rows, states, are_new, self._arrays)
+
+    # Later steps
+
+    def keep(self, states: States, lengths: list[int]) -> None:
+        """Get ready for later steps, and let go of the tensors of this one."""
+        self.lengths, self.group = lengths, self.active[0].group if self.active else 0
+        on_device = any(part.is_on_device for part in self.parts)
+        if self._is_plain and not on_device and layout_of(torch) is not None:
+            self._expect(states)
+        else:  # the next step binds anew
+            self.parts = []
+        self._parameters, self._entries, self.active = (), (), []
+        self._copies, self._arrays, self._rows, self._memory = [], {}, {}, []
+
+    def _expect(self, states: States) -> None:
         """What later steps have to find for the same kernel calls."""
-        self._expected: headers.Expected | None = None
-        on_device = any(e.parameter.is_cuda for e in self.active)
-        if not self._is_plain or on_device or headers.shim(torch) is None:
-            return
-        held: list[tuple[Any, int]] = [
-            (p, p.data_ptr() if e else 0)
-            for p, e in zip(self._parameters, self._entries, strict=True)
+        self._is_one, every = len(self._parameters) == 1, {id(p): k for k, p in enumerate(states)}
+        self._places = [i for i, e in enumerate(self._entries) if e is not None]
+        # The state of each among all states, which go in the order of their keys.
+        self._order = [every.get(id(e.parameter), -1) for e in self.active]
+        self._has_counts_of_python = any(
+            "step" in e.numbers and "step" not in own
+            for e, own in zip(self.active, self._numbers, strict=True)
+        )
+        by_names: dict[tuple[str, ...], list[int]] = {}
+        for k, (entry, numbers) in enumerate(zip(self.active, self._numbers, strict=True)):
+            if names := (*entry.shapes, *numbers):
+                by_names.setdefault(names, []).append(k)
+        self._getters = [(itemgetter(*names), len(names), own) for names, own in by_names.items()]
+        written = self._written(self._parameters, [e.state for e in self.active])
+        gradients = [e and e.parameter.grad for e in self._entries]
+        kinds = [
+            headers.NONE if e is None else headers.ROWS if i in self._rows else headers.DENSE
+            for i, e in enumerate(self._entries)
         ]
-        by_names: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-        counted = ("step",) if self.counts is not None else ()
-        for active in self.active:
-            if names := (*active.shapes, *counted):
-                by_names.setdefault(names, []).append(active.state)
-        self._getters = []
-        for names, dicts in by_names.items():
-            names = names if len(names) > 1 else 2 * names  # of one it would be no tuple
-            self._getters.append((itemgetter(*names), dicts))
-            held += [(own[name], own[name].data_ptr()) for own in dicts for name in names]
-        gradients: list[tuple[int, Any]] = []
-        for e, kind in zip(self._entries, kinds, strict=True):
-            if e is None or kind is None:
-                gradients.append((headers.NONE, None))
-                continue
-            example = e.parameter.detach()
-            if DTYPES[example.dtype] != kind.dtype:
-                sizes, dtype = (example.shape, example.stride()), _torch_dtype(kind.dtype)
-                example = torch.empty_strided(*sizes, dtype=dtype, device="meta")
-            gradients.append((headers.ROWS if kind.row_sparse else headers.DENSE, example))
-        self._expected = headers.Expected(torch, held, gradients, self._written)
-        self._single = [i for i, e in enumerate(self._entries) if e and not e.parameter.dim()]
+        same = self._same(self._parameters, states)
+        self._expected = headers.Expected(torch, same, written, gradients, kinds)
+        self._expected.look(same, (*written, *gradients))
+        self._count(self._expected.versions)
+        self._place(by_names)
         self._of_rows = [
-            (i, f"the gradient of {e.name}", e.parameter, e.parameter.grad.sparse_dim())
+            (i, f"the gradient of {e.name}", gradients[i].sparse_dim())
             for i, e in enumerate(self._entries)
             if e and i in self._rows
         ]
 
-    def first(self) -> Given:
-        """The gradients with which it was bound."""
-        return Given(self._dense, self._rows, self._arrays)
+    def _place(self, by_names: Mapping[tuple[str, ...], list[int]]) -> None:
+        """Where among what is written the tensors of the parts are, and the counts."""
+        n = len(self.active)
+        of_roles: list[dict[str, int]] = [{} for _ in self.active]
+        for names, own in by_names.items():
+            for k in own:
+                of_roles[k] = {name: n + j for j, name in enumerate(names)}
+                n += len(names)
+        self._tables = [
+            (part, np.array([[k, *(of_roles[k][role] for role in self.active[k].shapes)]
+                             for k in part.places]))
+            for part in self.parts
+        ]  # fmt: skip
+        steps = [own["step"] for own in of_roles] if self.counts_updates else []
+        self._steps = np.array(steps, np.int64)
+
+    def _written(self, parameters: Sequence[Tensor], states: Sequence[Any]) -> tuple[Any, ...]:
+        """What a step writes: parameters, then their states."""
+        found = [parameters[i] for i in self._places]
+        for getter, n_names, own in self._getters:
+            of_states = map(getter, states if len(own) == len(states) else [states[k] for k in own])
+            found += of_states if n_names == 1 else chain.from_iterable(of_states)
+        return tuple(found)
+
+    def _same(self, parameters: tuple[Tensor, ...], states: States) -> tuple[Tensor, ...]:
+        return parameters if self._is_one else (*parameters, *states)
 
     def read(
-        self, states: Mapping[Tensor, Any], parameters: tuple[Tensor, ...],
-        gradients: tuple[Any, ...],
-    ) -> Given | None:  # fmt: skip
-        """The gradients of a later step, if all else is as it was; None if it is not."""
-        known, expected = self._known, self._expected
-        if expected is None:
-            return None
-        if len(parameters) == 1:
-            if states.get(parameters[0]) is not known:
-                return None
-        elif len(states) != len(known) or not all(map(is_, states.values(), known)):
+        self, states: States, parameters: tuple[Tensor, ...], gradients: tuple[Any, ...]
+    ) -> Given | None:
+        """The tensors of a later step, if all else is as it was; None if it is not."""
+        expected = self._expected
+        if expected is None or (len(parameters) == 1) != self._is_one:
             return None
         try:
-            found = [map(getter, dicts) for getter, dicts in self._getters]
-            held = parameters + tuple(chain.from_iterable(chain.from_iterable(found)))
-        except KeyError:
+            own = self._states(parameters, states)
+            written = self._written(parameters, own)
+        except (LookupError, TypeError):
             return None
-        addresses = expected.addresses(held, gradients)
-        # Nothing but a mark of a tensor tells that its numbers mean their negatives; in one with
-        # dimensions the strides are others then.
-        if addresses is None or any(gradients[i].is_neg() for i in self._single):
+        if self._has_counts_of_python and any(isinstance(s["step"], Tensor) for s in own):
             return None
-        rows = {}
-        for i, name, parameter, n_sparse in self._of_rows:
+        found = expected.look(self._same(parameters, states), written + gradients)
+        if found == headers.OTHER:
+            return None
+        if found == headers.MOVED:
+            self._settle(expected.written)
+        rows: dict[int, RowGradient] = {}
+        for i, name, n_sparse in self._of_rows:
             if gradients[i].sparse_dim() != n_sparse:
                 return None
-            rows[i] = rows_of(self._where, name, parameter, gradients[i])
-        return Given(addresses, rows, gradients)
+            rows[i] = row = rows_of(self._where, name, parameters[i], gradients[i])
+            if any(expected.shares_memory(*span) for span in row.spans):
+                return None
+        return Given(expected.gradients, rows, own, (), gradients)
 
-    def keep(self, states: Mapping[Tensor, Any], lengths: list[int]) -> None:
-        """It was used, with these states and groups of such lengths; its gradients are let go."""
-        is_one = len(self._parameters) == 1
-        self._known = states.get(self._parameters[0]) if is_one else [*states.values()]
-        self.lengths, self.group = lengths, self.active[0].group if self.active else 0
-        self._arrays, self._rows = {}, {}
-        if self._expected is None:  # the next step binds anew
-            self.parts, self.active, self.updated, self._copies, self._entries = [], [], [], [], ()
+    def _states(self, parameters: tuple[Tensor, ...], states: States) -> Sequence[Any]:
+        if self._is_one:
+            return [states.get(parameters[0], {})] * len(self._places)
+        every = [*states.values()]
+        return [every[k] if k >= 0 else {} for k in self._order]
+
+    def _settle(self, written: np.ndarray) -> None:
+        """Take over where parameters and states lie now."""
+        for part, places in self._tables:
+            part.batch.variables.table.addresses[:] = written[places]
+            part.settle()
+        self.count.counts[:] = written[self._steps]
+
+    # A step
 
     def has_finite(self, given: Given) -> bool:
         """Whether no gradient has a NaN or an infinity: one read of all of them.
@@ -387,14 +438,17 @@ class Binding:
         arrays = [self._arrays[i] for i in layout.active.tolist()]
         return Gradients(layout, self._dense[dense], [self._rows[i] for i in rows], arrays)
 
-    def write_back(self) -> None:
-        """Copy what was updated in copies."""
-        for tensor, copy in self._copies:
-            tensor.detach().copy_(copy)
-
-
-def _torch_dtype(dtype: np.dtype[Any]) -> torch.dtype:
-    return next(known for known, same in DTYPES.items() if same == dtype)
+    def finish(self) -> None:
+        """After a first step: copy what was updated in copies, and tell autograd."""
+        if not self.active:
+            return
+        with torch.inference_mode():  # which may write to every tensor
+            for tensor, copy in self._copies:
+                tensor.copy_(copy)
+        written = [e.parameter for e in self.active]
+        for entry, numbers in zip(self.active, self._numbers, strict=True):
+            written += [entry.state[name] for name in (*entry.shapes, *numbers)]
+        torch.autograd.graph.increment_version(written)
 
 
 def check_parameter(where: str, name: str, parameter: Tensor) -> None:

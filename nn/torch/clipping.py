@@ -15,8 +15,9 @@ from ...kernels.storage import STORAGES
 from ...ops.norm import global_norm, squares_at
 from ...ops.runtime.errors import reject
 from ...ops.runtime.row_tensor import RowTensor
+from .memory import DTYPE_NAMES, DTYPES, array_of
 from .optimizer import Optimizer
-from .tensors import DTYPE_NAMES, DTYPES, array_of, is_part, local, rows_of, table_shape
+from .tensors import is_part, local, rows_of, table_shape
 
 _WHERE = "clip_grad_norm_"
 

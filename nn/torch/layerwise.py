@@ -144,7 +144,7 @@ class LARS(Optimizer):
     ) -> None:
         """See `Optimizer`."""
         norms_of_w, norms_of_g = np.sqrt(squares).T.tolist()
-        groups = [self.param_groups[entry.group] for entry in part.entries]
+        groups = part.of_groups(self.param_groups)
         of_each = zip(norms_of_w, norms_of_g, groups, strict=True)
         hp[:, column["trust"]] = [_trust(*each) for each in of_each]
 

@@ -12,7 +12,8 @@ from ...kernels.rules.gradient import COUPLED_DECAY, SCALE
 from ...kernels.rules.rule import Prologue, Rule
 from ...ops.runtime.errors import reject
 from .binding import Choice
-from .tensors import DTYPE_NAMES, DTYPES, number
+from .memory import DTYPE_NAMES, DTYPES
+from .tensors import number
 
 Group = Mapping[str, Any]
 SPARSE = ("touched", "all")

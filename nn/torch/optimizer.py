@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import optimizer as of_torch
 
+from ...kernels.cpu.counts import NumberWrite
 from ...kernels.cpu.parallel import Prepared, commit
 from ...kernels.quiet import quiet
 from ...kernels.rules.formula import Numbers
@@ -26,11 +27,13 @@ from ..engine.on_device import launch_updates
 from .binding import Binding, Choice, Entry, Given, Part, check_parameter
 from .method import OWN, Before, Group, Method, check_group, check_own
 from .state import (
+    Number,
     cast_states,
     keep_dtypes,
     own_rows,
     places_of,
     single,
+    single_of,
     whole_table,
     with_rows,
 )  # fmt: skip
@@ -71,8 +74,6 @@ class Optimizer(torch.optim.Optimizer, ABC):
     which it has constructor and defaults, or gives this constructor the defaults.
     """
 
-    skipped_steps = 0
-    skip_nonfinite = False
     _bindings: dict[int | None, list[Binding]]
     _clipping: Any = None
     _counts_updates = True  # whether there is a state "step"
@@ -85,6 +86,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         where, own = type(self).__name__, {"sparse": sparse, "state_dtype": state_dtype}
         check_own(where, own, takes_sparse=self._takes_sparse)
         self.skip_nonfinite = check.flag(where, "skip_nonfinite", skip_nonfinite)
+        self.skipped_steps = 0
         super().__init__(params, *args, **kwargs)
         self.defaults.update(own)
         for group in self.param_groups:
@@ -310,31 +312,54 @@ class Optimizer(torch.optim.Optimizer, ABC):
     ) -> tuple[Binding, dict[Tensor, Any]]:  # fmt: skip
         """The binding for a step, and the states of parameters that had none."""
         entries: list[Entry | None] = []
-        before = {id(p): found for binding in last for p, *found in binding.kinds}
+        of_last = [found for binding in reversed(last) for found in binding.kinds]
+        before = {id(p): kind for ref, kind in of_last if (p := ref()) is not None}
         new: dict[Tensor, Any] = {}
         where, places = type(self).__name__, places_of(self.param_groups)
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            if id(parameter) not in places:
+        if len(parameters) == 1:
+            places = [place for place in places if place.parameter is parameters[0]]
+            if not places:
                 reject(ValueError, where, "param", "is foreign", "one of the groups", "another")
-            k, name = places[id(parameter)]
+        for (parameter, k, name), gradient in zip(places, gradients, strict=False):
             if gradient is None:
                 entries.append(None)
                 continue
             group, choice = self.param_groups[k], choices[k]
             is_active = self._check(group, choice, name, parameter)
-            state = self.state.get(parameter, {})
             kind = [parameter.dtype, parameter.device]
-            if state and before.get(id(parameter), kind) != kind:
-                wrong = "has changed since the last step"
-                reject(RuntimeError, where, name, wrong, before[id(parameter)], kind)
             shapes = self.shapes(choice.states, parameter)
-            if not state or any(state.get(role) is None for role in shapes):
-                made = self._new_state(group, parameter, choice.states)
-                state = {**made, **{role: x for role, x in state.items() if x is not None}}
-                if state:
+            numbers = ("step",) * self._counts_updates + tuple(self.numbers(group))
+            known = self.state.get(parameter, {})
+            state = {role: x for role, x in known.items() if x is not None}
+            if is_new := not state:
+                if state := self._new_state(group, parameter, choice.states):
                     new[parameter] = state
-            entries.append(Entry(parameter, k, name, state, choice, shapes) if is_active else None)
+            else:
+                state = known
+                if before.get(id(parameter), kind) != kind:
+                    wrong = "has changed since the last step"
+                    reject(RuntimeError, where, name, wrong, before[id(parameter)], kind)
+                self._check_complete(name, state, (*shapes, *numbers))
+            entry = Entry(parameter, k, name, state, choice, shapes, numbers, is_new)
+            entries.append(entry if is_active else None)
+        self._forget_others()
         return Binding(where, parameters, entries, choices), new
+
+    def _check_complete(self, name: str, state: Mapping[str, Any], roles: Sequence[str]) -> None:
+        """Refuse a state that lacks some of its tensors: they would begin anew beside old ones."""
+        missing = [role for role in roles if state.get(role) is None]
+        if missing:
+            fix = "; the state is of another optimizer or other options"
+            where, expected = type(self).__name__, ", ".join(roles)
+            wrong = f"lacks {', '.join(map(repr, missing))}"
+            reject(RuntimeError, where, f"state of {name}", wrong, expected, [*state], fix)
+
+    def _forget_others(self) -> None:
+        """Let go of the bindings of single parameters that are in no group any more."""
+        own = {id(p) for group in self.param_groups for p in group["params"]}
+        if len(self._bindings) > len(own) + 1:
+            for key in [key for key in self._bindings if key is not None and key not in own]:
+                del self._bindings[key]
 
     def _check(self, group: Group, choice: Choice, name: str, parameter: Tensor) -> bool:
         """Refuse what no step can take; whether it is updated."""
@@ -366,12 +391,12 @@ class Optimizer(torch.optim.Optimizer, ABC):
         if self.skip_nonfinite and not binding.has_finite(given):
             self.skipped_steps += 1
             return False
-        steps, numbers = self._steps(binding, new), []
+        steps, numbers = self._steps(binding, given), []
         updates: list[Update] = []  # alive until they are done: rows are found by addresses
         prepared: list[Prepared] = []
         on_device: dict[Layout, list[Update]] = {}
         for part in binding.parts:
-            hp, hp_of, after = self._rows(part, steps, before)
+            hp, hp_of, after = self._rows(part, given, steps, before)
             numbers += after
             if part.choice.rule.measure and not part.is_on_device:
                 prepared.append(self._measured(part, given, before, hp[hp_of]))
@@ -381,18 +406,28 @@ class Optimizer(torch.optim.Optimizer, ABC):
                 on_device.setdefault(part.layout, []).append(updates[-1])
             else:
                 prepared.append(updates[-1].prepared())
+        others = [] if binding.counts_updates else self._counted(given, numbers)
+        if numbers:
+            prepared.append(NumberWrite(numbers))
         self.state.update(new)
         for layout, launched in on_device.items():
             launch_updates(launched, binding.on_device(layout))
-        commit(prepared, binding.counts)
-        if binding.counts is None and self._counts_updates:
-            for entry in binding.active:
-                entry.state["step"] += 1
-        for tensor, value in numbers:
-            tensor.fill_(value)
-        binding.write_back()
-        torch.autograd.graph.increment_version(binding.updated)
+        commit(prepared, binding.count)
+        for state in others:
+            state["step"] += 1
+        binding.finish()
         return True
+
+    def _counted(self, given: Given, numbers: list[Number]) -> list[dict[str, Any]]:
+        """The states whose counts are no tensors of the host; those of others join ``numbers``."""
+        others = []
+        for state in given.states if self._counts_updates else ():
+            step = state["step"]
+            if isinstance(step, Tensor) and not step.is_cuda:
+                numbers.append(single_of(step, float(step) + 1.0))
+            else:
+                others.append(state)
+        return others
 
     def _measured(self, part: Part, given: Given, before: Before, hp: np.ndarray) -> Prepared:
         rule, batch, each = part.choice.rule, part.batch, np.arange(len(hp))
@@ -401,24 +436,24 @@ class Optimizer(torch.optim.Optimizer, ABC):
         self.complete(measure_step(update), hp, columns(rule, prologue), part)
         return update.prepared()
 
-    def _steps(self, binding: Binding, new: Mapping[Tensor, Any]) -> float | list[float]:
+    def _steps(self, binding: Binding, given: Given) -> float | list[float]:
         """The number of this update: one for all parameters with a gradient, or one for each."""
-        counts, active = binding.counts, binding.active
-        if counts is not None:
-            if counts.read():
-                return float(counts.values[0]) + 1.0
-            every: list[float] = (counts.values + 1.0).tolist()
+        if binding.counts_updates:
+            values = binding.count.values
+            if binding.count.read():
+                return float(values[0]) + 1.0
+            every: list[float] = (values + 1.0).tolist()
         elif self._counts_updates:
-            every = [float(entry.state["step"]) + 1.0 for entry in active]
-        elif not new:
+            every = [float(state["step"]) + 1.0 for state in given.states]
+        elif not any(given.are_new):
             return 2.0
         else:  # what matters is whether there was one before
-            every = [1.0 if entry.parameter in new else 2.0 for entry in active]
+            every = [1.0 if is_new else 2.0 for is_new in given.are_new]
         return every[0] if every and len(set(every)) == 1 else every
 
     def _rows(
-        self, part: Part, steps: float | list[float], before: Before
-    ) -> tuple[np.ndarray, np.ndarray, list[tuple[Tensor, Any]]]:
+        self, part: Part, given: Given, steps: float | list[float], before: Before
+    ) -> tuple[np.ndarray, np.ndarray, list[Number]]:
         """Rows of scalars of a kernel call, the row of each tensor, and numbers afterwards."""
         groups, real = self.param_groups, part.batch.real
         names = tuple(self.numbers(groups[part.groups[0]]))
@@ -431,11 +466,11 @@ class Optimizer(torch.optim.Optimizer, ABC):
             return np.array(rows, real), part.group_of, []
         of_each = [steps if isinstance(steps, float) else steps[k] for k in part.places]
         rows, after = [], []
-        for entry, step in zip(part.entries, of_each, strict=True):
-            own = {name: entry.state[name] for name in names}
-            group = {**groups[entry.group], **own}
+        for k, own_group, step in zip(part.places, part.of_groups(groups), of_each, strict=True):
+            own = {name: given.states[k][name] for name in names}
+            group = {**own_group, **own}
             rows.append((*self.scalars(group, step), *before.scalars(group, part.choice)))
-            after += [(own[name], x) for name, x in self.next_numbers(group, step).items()]
+            after += [single_of(own[name], x) for name, x in self.next_numbers(group, step).items()]
         return np.array(rows, real), np.arange(len(rows)), after
 
 

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ...ops.runtime.errors import reject
 from ..distributed.shard import RowShard, places
+from .memory import NUMBERS
+from .tensors import number
 
 
 def single(value: float) -> Tensor:
     """A state that is a single number, of the type that PyTorch gives it."""
     is_double = torch.get_default_dtype() == torch.float64
     return torch.tensor(value, dtype=torch.float64 if is_double else torch.float32)
+
+
+Number = tuple[int, np.ndarray]
+"""A single number that a step writes: its address, and what it becomes."""
+
+
+def single_of(state: Tensor, value: Any) -> Number:
+    """What a state that is a single number on the host becomes."""
+    return state.data_ptr(), np.array([number(value)]).astype(NUMBERS[state.dtype])
 
 
 def cast_states(state: dict[str, Any], parameter: Tensor, dtype: torch.dtype | None) -> None:
@@ -37,14 +49,22 @@ def keep_dtypes(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
             state[name] = state[name].to_dense()
 
 
-def places_of(groups: Sequence[Mapping[str, Any]]) -> dict[int, tuple[int, str]]:
-    """By the identity of a parameter the number of its group, and its name."""
-    places: dict[int, tuple[int, str]] = {}
+class Place(NamedTuple):
+    """A parameter, the number of its group, and its name."""
+
+    parameter: Tensor
+    group: int
+    name: str
+
+
+def places_of(groups: Sequence[Mapping[str, Any]]) -> list[Place]:
+    """The parameters of all groups, in order."""
+    places: list[Place] = []
     for k, group in enumerate(groups):
         names = group.get("param_names") or ()
         for j, parameter in enumerate(group["params"]):
             name = names[j] if names else len(places)
-            places[id(parameter)] = k, f"parameter {name}"
+            places.append(Place(parameter, k, f"parameter {name}"))
     return places
 
 

@@ -1,29 +1,16 @@
-"""PyTorch's tensors as the arrays of a step, without a copy where that is possible."""
+"""What a step takes of PyTorch's tensors: numbers, shards, rows."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
-import ml_dtypes
-import numpy as np
 import torch
 from torch import Tensor
 
-from ...ops.runtime.arrays import adopt_anywhere
-from ...ops.runtime.device import DeviceArray
 from ...ops.runtime.errors import reject
 from ...ops.runtime.row_step import RowGradient
-
-DTYPES = {
-    torch.float32: np.dtype(np.float32),
-    torch.float64: np.dtype(np.float64),
-    torch.float16: np.dtype(np.float16),
-    torch.bfloat16: np.dtype(ml_dtypes.bfloat16),
-}
-"""Dtypes of parameters, states and gradients."""
-DTYPE_NAMES = ", ".join(map(str, DTYPES))
+from .memory import DTYPES, array_of, in_memory
 
 
 def number(value: Any) -> float:
@@ -43,45 +30,6 @@ def is_part(parameter: Tensor) -> bool:
     return local(parameter) is not parameter or (shard is not None and shard.comm.size > 1)
 
 
-def array_of(tensor: Tensor) -> Any:
-    """The array of a contiguous tensor: of NumPy, or on a CUDA device."""
-    if tensor.is_cuda:
-        return adopt_anywhere("a tensor", "on a device", tensor)
-    detached = tensor.detach()
-    if tensor.dtype == torch.bfloat16:  # NumPy has none
-        return detached.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return detached.numpy()
-
-
-def tensor_of(array: Any) -> Tensor:
-    """The tensor of a contiguous array of the host, or of PyTorch's on a device."""
-    if isinstance(array, DeviceArray):
-        found: Tensor = array.owner
-        return found
-    if array.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
-
-
-def order_of(tensor: Tensor) -> tuple[int, ...] | None:
-    """The order of dimensions in which a tensor fills its memory; None where it does not."""
-    if tensor.is_contiguous():
-        return tuple(range(tensor.dim()))
-    strides = tensor.stride()
-    order = sorted(range(tensor.dim()), key=lambda d: (-strides[d], -tensor.shape[d]))
-    return tuple(order) if tensor.permute(order).is_contiguous() else None
-
-
-def fits_order(tensor: Tensor, order: Sequence[int]) -> bool:
-    """Whether a tensor fills its memory in this order of dimensions."""
-    return bool(tensor.permute(tuple(order)).is_contiguous())
-
-
-def flat(tensor: Tensor, order: Sequence[int]) -> Tensor:
-    """The elements of a tensor of this order of dimensions, as they lie in memory."""
-    return tensor.detach().permute(tuple(order))
-
-
 def rows_of(where: str, name: str, parameter: Tensor, gradient: Tensor) -> RowGradient:
     """The indices and values of a sparse gradient, coalesced or not.
 
@@ -92,7 +40,7 @@ def rows_of(where: str, name: str, parameter: Tensor, gradient: Tensor) -> RowGr
     if gradient.shape != parameter.shape:
         reject_shape(where, name, tuple(parameter.shape), gradient)
     # Those without an underscore refuse a gradient with duplicates.
-    indices, values = gradient._indices(), gradient._values()
+    indices, values = gradient._indices(), in_memory(gradient._values())
     n_sparse, sizes = len(indices), parameter.shape
     if n_sparse == 1:
         indices = indices[0]
@@ -111,8 +59,7 @@ def rows_of(where: str, name: str, parameter: Tensor, gradient: Tensor) -> RowGr
     of_batch = getattr(parameter, "row_positions", None)
     if of_batch is None or len(of_batch[0]) != len(values):
         of_batch = ()
-    arrays = array_of(indices.contiguous()), array_of(values.contiguous())
-    return RowGradient.of(*arrays, *of_batch)
+    return RowGradient.of(array_of(in_memory(indices)), array_of(values), *of_batch)
 
 
 def table_shape(gradient: Tensor) -> tuple[int, ...]:
@@ -124,11 +71,3 @@ def table_shape(gradient: Tensor) -> tuple[int, ...]:
 def reject_shape(where: str, name: str, expected: tuple[int, ...], tensor: Tensor) -> None:
     """Say that a tensor has not the shape that it should have."""
     reject(RuntimeError, where, name, "has a wrong shape", expected, tuple(tensor.shape))
-
-
-def span_of(tensor: Tensor) -> tuple[int, int]:
-    """Where the memory of a tensor begins and ends."""
-    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    begin = tensor.data_ptr()
-    size = (last + 1) * tensor.element_size() if math.prod(tensor.shape) else 0
-    return begin, begin + size

@@ -13,8 +13,9 @@ from torch import Tensor
 from ..thor.arguments import BLOCK_SIZE
 from ..thor.optimizer import every_parameter
 from ..thor.torch import TorchThor
+from .memory import array_of
 from .method import not_negative
-from .tensors import array_of, number
+from .tensors import number
 
 _OF_STEP = ("damping", "momentum")
 

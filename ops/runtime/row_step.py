@@ -54,6 +54,17 @@ class RowGradient(NamedTuple):
         """Values and indices."""
         return self.values, self.indices
 
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """Address and size in bytes of all that a step reads of it."""
+        found = [
+            (self.index_address, self.indices.nbytes),
+            (self.values_address, self.values.nbytes),
+        ]
+        if self.positions is not None:
+            found.append((address_of(self.positions), self.positions.nbytes))
+        return found
+
 
 class RowUpdate(NamedTuple):
     """The update of some tables with row-sparse gradients by one kernel call."""

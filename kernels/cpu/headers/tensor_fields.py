@@ -1,0 +1,185 @@
+"""Where PyTorch keeps what a step has to know of a tensor.
+
+To ask 200 tensors for address, sizes and strides by Python takes longer than to update them. What
+a step has to know lies at fixed places of a tensor and its storage. They are found on real tensors,
+which differ in all that is looked for; where one is not found, every step goes through Python.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .arrays import usable as arrays_are_read
+
+# Bytes that are searched: a tensor, a storage, and the count of changes have at least so many.
+_TENSOR, _STORAGE, _VERSION = 176, 56, 24
+_WORD, _NUMBER, _CODE = ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint16
+
+
+class Fields(NamedTuple):
+    """Places in bytes, all ``int64``."""
+
+    tensor: int  # in the object of Python: the address of the tensor
+    storage: int  # in a tensor: the address of its storage
+    version: int  # the address of its count of changes, or 0 where nobody counts them
+    dim: int
+    sizes: int  # up to `inline` of them; of more dimensions the address of sizes and strides
+    strides: int
+    inline: int  # no place
+    offset: int  # in elements
+    dtype: int
+    keys: int  # what it is and where: sparse, on a device, negated, a tensor of zeros, ...
+    data: int  # in a storage: the address of its memory
+    n_bytes: int
+    deleter: int
+    lazy: int  # no place: what is there where a copy shares the memory until one is written to
+    count: int  # in a count of changes: the number
+
+
+class Layout(NamedTuple):
+    """The fields, and the numbers of the dtypes of PyTorch."""
+
+    fields: Fields
+    codes: dict[Any, int]
+
+
+@cache
+def layout_of(torch: Any) -> Layout | None:
+    """How the tensors of this PyTorch are read; None where they cannot be."""
+    if not arrays_are_read:
+        return None
+    samples = _samples(torch)
+    tensors, storages = [t._cdata for t in samples], [t.untyped_storage() for t in samples]
+    of_storages = [storage._cdata for storage in storages]
+    start, end = object.__basicsize__, type(samples[0]).__basicsize__
+    dtype, codes = _dtypes(torch)
+    places: dict[str, int | None] = {
+        "tensor": _find([id(t) for t in samples], tensors, end, start=start),
+        "storage": _find(tensors, of_storages, _TENSOR),
+        "dim": _find(tensors, [t.dim() for t in samples], _TENSOR),
+        "offset": _find(tensors, [t.storage_offset() for t in samples], _TENSOR),
+        "dtype": dtype,
+        "keys": _find(tensors, [torch._C._dispatch_keys(t).raw_repr() for t in samples], _TENSOR),
+        "data": _find(of_storages, [storage.data_ptr() for storage in storages], _STORAGE),
+        "n_bytes": _find(of_storages, [storage.nbytes() for storage in storages], _STORAGE),
+    }
+    places |= _dims(samples) | _versions(torch) | _lazy(torch)
+    if None in places.values():
+        return None
+    found = {name: place for name, place in places.items() if place is not None}
+    return Layout(Fields(**found), codes)
+
+
+def _samples(torch: Any) -> list[Any]:
+    """Tensors that differ in everything, and begin at different places of their memory."""
+    whole = torch.zeros(7, 5, 11)
+    return [
+        torch.zeros(3, 4),
+        whole[1:, ::2],
+        torch.nn.Parameter(torch.zeros(13, dtype=torch.bfloat16)),
+        torch.zeros(9)[5],
+        torch.zeros(4, 3, 2, 5, 6)[2:].transpose(1, 3),
+        torch.from_numpy(np.zeros(17))[3:],
+        torch._neg_view(torch.zeros(29)[7:]),
+    ]
+
+
+def _values(kind: Any, at: Sequence[int], offset: int) -> list[int]:
+    return [kind.from_address(address + offset).value for address in at]
+
+
+def _find(
+    at: Sequence[int], values: Sequence[int], end: int, kind: Any = _WORD, start: int = 0
+) -> int | None:
+    """The first place where memory at each address has its value."""
+    size = ctypes.sizeof(kind)
+    places = range(start, end - size + 1, size)
+    return next((k for k in places if _values(kind, at, k) == list(values)), None)
+
+
+def _find_dims(samples: Sequence[Any], dims: Sequence[Sequence[int]], start: int) -> int | None:
+    for place in range(start, _TENSOR - 8 * max(map(len, dims)) + 1, 8):
+        found = [_words(t._cdata + place, t.dim()) for t in samples]
+        if found == [list(own) for own in dims]:
+            return place
+    return None
+
+
+def _words(address: int, n: int) -> list[int]:
+    return list((_WORD * n).from_address(address))
+
+
+def _dims(samples: Sequence[Any]) -> dict[str, int | None]:
+    """The places of sizes and strides, and of how many dimensions they are there."""
+    sizes = _find_dims(samples, [t.shape for t in samples], 0)
+    strides = None if sizes is None else _find_dims(samples, [t.stride() for t in samples], sizes)
+    if sizes is None or strides is None:
+        return {"sizes": None}
+    inline, more = (strides - sizes) // 8, samples[0].view(3, 1, 2, 1, 2, 1)
+    if not max(t.dim() for t in samples) <= inline < more.dim():
+        return {"sizes": None}
+    (outside,) = _words(more._cdata + sizes, 1)
+    fits = _words(outside, 2 * more.dim()) == [*more.shape, *more.stride()]
+    return {"sizes": sizes if fits else None, "strides": strides, "inline": inline}
+
+
+def _versions(torch: Any) -> dict[str, int | None]:
+    """The place of the address of a count of changes, and in it that of the number.
+
+    A tensor and what is cut out of it share storage and count, and no others do.
+    """
+    tensors = [torch.zeros(3) for _ in range(4)]
+    for k, tensor in enumerate(tensors):
+        for _ in range(5 + k):
+            tensor.add_(1.0)
+    cut = [tensor[1:] for tensor in tensors]
+    at, of_cut = [t._cdata for t in tensors], [t._cdata for t in cut]
+    storages, counts = [t.untyped_storage()._cdata for t in tensors], {}
+    for place in range(8, _TENSOR, 8):
+        found = _values(_WORD, at, place)
+        is_shared = found == _values(_WORD, of_cut, place)
+        if is_shared and found != storages and len({0, *found}) == 5:
+            counts[place] = found
+    if len(counts) != 1:
+        return {"version": None}
+    ((place, found),) = counts.items()
+    number = _find(found, [t._version for t in tensors], _VERSION, _NUMBER, start=8)
+    return {"version": place, "count": number}
+
+
+def _dtypes(torch: Any) -> tuple[int | None, dict[Any, int]]:
+    """The place of the number of a dtype, and the numbers."""
+    floats = torch.float32, torch.float64, torch.float16, torch.bfloat16
+    dtypes = *floats, torch.int32, torch.int64
+    pair = [[torch.zeros(3, dtype=dtype) for dtype in dtypes] for _ in range(2)]
+    at = [[tensor._cdata for tensor in tensors] for tensors in pair]
+    for place in range(0, _TENSOR, 2):
+        one, other = (_values(_CODE, of, place) for of in at)
+        if one == other and len({*one}) == len(dtypes):
+            return place, dict(zip(dtypes, one, strict=True))
+    return None, {}
+
+
+def _lazy(torch: Any) -> dict[str, int | None]:
+    """The place of the function that lets memory go, and the one where copies share memory."""
+    lazy_clone = getattr(torch, "_lazy_clone", None)
+    if lazy_clone is None:
+        return {"deleter": 0, "lazy": -1}
+    plain, shared = ([torch.zeros(n) for n in (3, 5)] for _ in range(2))
+    clones = [lazy_clone(tensor) for tensor in shared]
+    of_plain, of_shared = ([t.untyped_storage()._cdata for t in x] for x in (plain, clones))
+    for place in range(0, _STORAGE, 8):
+        own, found = _values(_WORD, of_plain, place), _values(_WORD, of_shared, place)
+        if len({*own}) == len({*found}) == 1 and own != found:
+            return {"deleter": place, "lazy": signed(found[0])}
+    return {"deleter": None}
+
+
+def signed(word: int) -> int:
+    """A word of memory as the int64 that compiled code reads."""
+    return ctypes.c_int64(word).value

@@ -1,0 +1,190 @@
+"""The memory of PyTorch's tensors: as arrays, and apart from each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...ops.runtime.arrays import adopt_anywhere
+from ...ops.runtime.device import DeviceArray
+from ...ops.runtime.errors import reject
+
+DTYPES = {
+    torch.float32: np.dtype(np.float32),
+    torch.float64: np.dtype(np.float64),
+    torch.float16: np.dtype(np.float16),
+    torch.bfloat16: np.dtype(ml_dtypes.bfloat16),
+}
+"""Dtypes of parameters, states and gradients."""
+DTYPE_NAMES = ", ".join(map(str, DTYPES))
+_INDICES = {torch.int32: np.dtype(np.int32), torch.int64: np.dtype(np.int64)}
+NUMBERS = DTYPES | _INDICES
+"""Dtypes of states that are single numbers."""
+_MOST_WORK = 1_000_000  # candidates, until two tensors count as overlapping
+
+
+class _Memory:
+    """Memory as NumPy takes it: ``Tensor.numpy`` would forbid PyTorch to resize it."""
+
+    def __init__(self, address: int, shape: Any, strides: Any, itemsize: int, owner: Any) -> None:
+        self.owner = owner
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (address, False),
+            "shape": tuple(shape),
+            "strides": tuple([n * itemsize for n in strides]),
+            "typestr": f"|V{itemsize}",
+        }
+
+    @classmethod
+    def of(cls, tensor: Tensor, *, owned: bool) -> _Memory:
+        """The memory of a tensor; ``owned``: it lives as long as this."""
+        owner, of_tensor = tensor if owned else None, (tensor.shape, tensor.stride())
+        return cls(tensor.data_ptr(), *of_tensor, tensor.element_size(), owner)
+
+
+def array_of(tensor: Tensor, *, keep: bool = True) -> Any:
+    """The array of a tensor whose elements lie in memory: of NumPy, or on a CUDA device.
+
+    It keeps the memory alive, but on the host without ``keep``: then whoever uses it has looked
+    that the tensor is there.
+
+    Raises:
+        RuntimeError: its memory was let go.
+    """
+    if tensor.is_cuda:
+        return adopt_anywhere("a tensor", "on a device", tensor)
+    if tensor.data_ptr() == 0 and tensor.numel():
+        reject(RuntimeError, "fusestep.nn.torch", "a tensor", "has no memory", "some", "none")
+    return np.asarray(_Memory.of(tensor, owned=keep)).view(NUMBERS[tensor.dtype])
+
+
+def tensor_of(array: Any) -> Tensor:
+    """The tensor of a contiguous array of the host, or of PyTorch's on a device."""
+    if isinstance(array, DeviceArray):
+        found: Tensor = array.owner
+        return found
+    if array.dtype == ml_dtypes.bfloat16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def order_of(tensor: Tensor) -> tuple[int, ...] | None:
+    """The order of dimensions in which a tensor fills its memory; None where it does not."""
+    if tensor.is_contiguous():
+        return tuple(range(tensor.dim()))
+    strides = tensor.stride()
+    order = sorted(range(tensor.dim()), key=lambda d: (-strides[d], -tensor.shape[d]))
+    return tuple(order) if tensor.permute(order).is_contiguous() else None
+
+
+def is_as_it_lies(tensor: Tensor) -> bool:
+    """Whether its numbers are those in its memory, not their negatives or zeros without memory."""
+    return not (tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor())
+
+
+def fits_order(tensor: Tensor, order: Sequence[int]) -> bool:
+    """Whether its numbers fill its memory in this order of dimensions."""
+    return is_as_it_lies(tensor) and bool(tensor.permute(tuple(order)).is_contiguous())
+
+
+def flat(tensor: Tensor, order: Sequence[int]) -> Tensor:
+    """The elements of a tensor of this order of dimensions, as they lie in memory."""
+    return tensor.detach().permute(tuple(order))
+
+
+def in_memory(tensor: Tensor) -> Tensor:
+    """A contiguous tensor whose numbers are those that lie there: this one, or a copy."""
+    if tensor._is_zerotensor():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return tensor.contiguous().resolve_conj().resolve_neg()
+
+
+class Stretch(NamedTuple):
+    """Memory from the first to the last element of a tensor."""
+
+    begin: int
+    end: int
+    name: str
+    is_written: bool
+    tensor: Tensor | None  # None: it fills the stretch
+
+    @classmethod
+    def of(cls, tensor: Tensor, name: str, *, is_written: bool = True) -> Stretch:
+        """The stretch of a tensor."""
+        begin, size = tensor.data_ptr(), tensor.element_size()
+        return cls(begin, begin + size * _extent(tensor), name, is_written, tensor)
+
+
+def _extent(tensor: Tensor) -> int:
+    """Elements from the first to the last, and what lies between them."""
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return last + 1 if math.prod(tensor.shape) else 0
+
+
+def check_there(where: str, name: str, tensor: Tensor) -> None:
+    """Refuse a tensor whose storage is too small for it: it was let go, or resized.
+
+    Raises:
+        RuntimeError: it is.
+    """
+    needed = tensor.element_size() * (tensor.storage_offset() + _extent(tensor))
+    if tensor._is_zerotensor() or needed > tensor.untyped_storage().nbytes():
+        has = 0 if tensor._is_zerotensor() else tensor.untyped_storage().nbytes()
+        reject(RuntimeError, where, name, "has no memory", f"{needed} bytes", has)
+
+
+def check_single(name: str, tensor: Tensor) -> None:
+    """Refuse a tensor that is to be written, of which two elements may lie in one place.
+
+    Raises:
+        RuntimeError: they do, or no order of dimensions shows that they do not.
+    """
+    reach = 0  # of the elements along shorter strides
+    for stride, n in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if n > 1 and stride <= reach and tensor.numel():
+            raise RuntimeError(
+                "unsupported operation: more than one element of the written-to tensor refers to a "
+                f"single memory location: {name}"
+            )
+        reach += (n - 1) * stride
+
+
+def check_apart(where: str, stretches: Iterable[Stretch]) -> None:
+    """Refuse tensors that share elements in memory, where one of them is written.
+
+    Raises:
+        RuntimeError: two do.
+    """
+    before: list[Stretch] = []
+    for own in sorted((s for s in stretches if s.end > s.begin), key=lambda s: s[:4]):
+        before = [other for other in before if other.end > own.begin]
+        for other in before:
+            if (own.is_written or other.is_written) and _share(own, other):
+                expected, got = "memory of its own", f"that of {other.name}"
+                reject(RuntimeError, where, own.name, "shares memory", expected, got)
+        before.append(own)
+
+
+def _share(one: Stretch, other: Stretch) -> bool:
+    """Whether two tensors whose stretches overlap have an element in common."""
+    if all(s.tensor is None or order_of(s.tensor) is not None for s in (one, other)):
+        return True
+    arrays = [
+        np.asarray(
+            _Memory(s.begin, (s.end - s.begin,), (1,), 1, None)
+            if s.tensor is None
+            else _Memory.of(s.tensor, owned=False)
+        )
+        for s in (one, other)
+    ]
+    try:
+        return np.shares_memory(*arrays, max_work=_MOST_WORK)
+    except np.exceptions.TooHardError:
+        return True
