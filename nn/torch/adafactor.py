@@ -18,11 +18,11 @@ from ...kernels.rules.torch.adafactor import TORCH_ADAFACTOR
 from ...ops.norm import squares_at
 from .binding import Choice, Given, Part
 from .method import Before, Group, Method
-from .optimizer import Optimizer
+from .optimizer import Fused
 from .tensors import number
 
 
-class Adafactor(Optimizer, torch.optim.Adafactor):
+class Adafactor(Fused, torch.optim.Adafactor):
     """PyTorch's Adafactor: second moments of rows and columns, steps relative to the parameter.
 
     At update t = 1, 2, ... of a tensor of two or more dimensions (of a smaller one ``V`` is kept

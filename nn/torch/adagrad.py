@@ -14,11 +14,11 @@ from ...kernels.rules.formula import Numbers
 from ...kernels.rules.rule import Rule
 from ...kernels.rules.torch import adagrad as rules
 from .method import Group, Method, not_negative
-from .optimizer import Optimizer
+from .optimizer import Fused
 from .tensors import number
 
 
-class Adagrad(Optimizer, torch.optim.Adagrad):
+class Adagrad(Fused, torch.optim.Adagrad):
     """PyTorch's Adagrad.
 
     At update t = 1, 2, ..., with ``g`` negated first where ``maximize``::
@@ -58,7 +58,7 @@ class Adagrad(Optimizer, torch.optim.Adagrad):
         return number(group["lr"]) / (1.0 + (step - 1.0) * group["lr_decay"]), group["eps"]
 
 
-class Adadelta(Optimizer, torch.optim.Adadelta):
+class Adadelta(Fused, torch.optim.Adadelta):
     """PyTorch's Adadelta: steps in the units of those before them.
 
     ::
@@ -104,7 +104,7 @@ _RMSPROP = {
 }
 
 
-class RMSprop(Optimizer, torch.optim.RMSprop):
+class RMSprop(Fused, torch.optim.RMSprop):
     """PyTorch's RMSprop.
 
     ::
@@ -143,7 +143,7 @@ class RMSprop(Optimizer, torch.optim.RMSprop):
         return (*of_all, momentum) if momentum > 0 else of_all
 
 
-class FTRL(Optimizer):
+class FTRL(Fused, torch.optim.Optimizer):
     """FTRL-Proximal, which keeps weights at 0 that do not matter.
 
     With ``p = -lr_power``::

@@ -12,7 +12,7 @@ from ...kernels.rules.formula import Numbers
 from ...kernels.rules.torch import adam as rules
 from .binding import Choice
 from .method import Group, Method, betas_in_range, not_negative
-from .optimizer import Optimizer
+from .optimizer import Fused
 from .tensors import number
 
 
@@ -31,7 +31,7 @@ def shrink_of(group: Group) -> float:
     return float(1.0 - number(group["lr"]) * number(group["weight_decay"]))
 
 
-class Adam(Optimizer, torch.optim.Adam):
+class Adam(Fused, torch.optim.Adam):
     """PyTorch's Adam, dense and row-sparse.
 
     At update t = 1, 2, ... of a parameter, with ``g`` negated first where ``maximize``::
@@ -72,7 +72,7 @@ class Adam(Optimizer, torch.optim.Adam):
         return (*moments_of(beta1, beta2), lr / (1.0 - beta1**step), root, group["eps"], shrink)
 
 
-class AdamW(Optimizer, torch.optim.AdamW):
+class AdamW(Fused, torch.optim.AdamW):
     """PyTorch's AdamW: `Adam` with ``decoupled_weight_decay``.
 
     Args:
@@ -100,7 +100,7 @@ class AdamW(Optimizer, torch.optim.AdamW):
         group["decoupled_weight_decay"] = True  # PyTorch before 2.7 does not say it
 
 
-class SparseAdam(Optimizer, torch.optim.SparseAdam):
+class SparseAdam(Fused, torch.optim.SparseAdam):
     """PyTorch's SparseAdam: Adam on the rows that occur, for sparse gradients only.
 
     Rows of equal indices are summed first. The formula is that of `Adam`, but with ``eps`` beside
@@ -154,7 +154,7 @@ class SparseAdam(Optimizer, torch.optim.SparseAdam):
         )
 
 
-class LazyAdam(Optimizer):
+class LazyAdam(Fused, torch.optim.Optimizer):
     """Adam that leaves rows alone which do not occur in a sparse gradient.
 
     The formula is that of `Adam`; a dense gradient updates every row. The count of updates, and

@@ -13,11 +13,11 @@ from ...kernels.rules.formula import Numbers
 from ...kernels.rules.torch import adam as rules
 from .adam import betas_of, moments_of, shrink_of
 from .method import Group, Method, betas_in_range, not_negative
-from .optimizer import Optimizer
+from .optimizer import Fused
 from .tensors import number
 
 
-class NAdam(Optimizer, torch.optim.NAdam):
+class NAdam(Fused, torch.optim.NAdam):
     """PyTorch's NAdam: Adam with Nesterov's momentum.
 
     With ``mu_t = beta1 * (1 - 0.5 * 0.96**(t*momentum_decay))`` and their product ``p`` so far::
@@ -75,7 +75,7 @@ def _momentum(group: Group, step: float) -> float:
     return float(beta1 * (1.0 - 0.5 * 0.96 ** (step * group["momentum_decay"])))
 
 
-class RAdam(Optimizer, torch.optim.RAdam):
+class RAdam(Fused, torch.optim.RAdam):
     """PyTorch's RAdam: Adam that waits until the second moment is known well enough.
 
     With ``r_inf = 2 / (1 - beta2) - 1`` and ``r = r_inf - 2*t*beta2**t / (1 - beta2**t)``::
@@ -121,7 +121,7 @@ class RAdam(Optimizer, torch.optim.RAdam):
         return (*moments_of(beta1, beta2), size, group["eps"], shrink, float(adapts), 0.0, 1.0)
 
 
-class Adamax(Optimizer, torch.optim.Adamax):
+class Adamax(Fused, torch.optim.Adamax):
     """PyTorch's Adamax: Adam by the largest gradient that was seen.
 
     ::
@@ -158,7 +158,7 @@ class Adamax(Optimizer, torch.optim.Adamax):
         return 1.0 - beta1, beta2, number(group["lr"]) / (1.0 - beta1**step), group["eps"]
 
 
-class Lion(Optimizer):
+class Lion(Fused, torch.optim.Optimizer):
     """Lion: steps of one size, along the signs of an average.
 
     ::
@@ -203,7 +203,7 @@ class Lion(Optimizer):
         return (*of_betas, number(group["lr"]), group["weight_decay"], 0.0, 1.0)
 
 
-class Adan(Optimizer):
+class Adan(Fused, torch.optim.Optimizer):
     """Adan: Nesterov's momentum by way of the change of the gradient.
 
     With ``d = g - g_before`` (0 at the first update) and ``h = g + beta2*d``::

@@ -266,8 +266,9 @@ class Binding:
         if gradient.device != parameter.device:
             devices = parameter.device, gradient.device
             reject(RuntimeError, where, label, "is on another device", *devices)
-        if fits_order(gradient, order):
+        if not gradient._is_zerotensor():
             check_there(where, label, gradient)
+        if fits_order(gradient, order):
             return gradient
         self._is_plain = False
         return torch.empty_like(parameter, dtype=gradient.dtype).copy_(gradient)

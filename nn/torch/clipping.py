@@ -16,7 +16,7 @@ from ...ops.norm import global_norm, squares_at
 from ...ops.runtime.errors import reject
 from ...ops.runtime.row_tensor import RowTensor
 from .memory import DTYPE_NAMES, DTYPES, array_of
-from .optimizer import Optimizer
+from .optimizer import Fused
 from .tensors import is_part, local, rows_of, table_shape
 
 _WHERE = "clip_grad_norm_"
@@ -58,7 +58,7 @@ def _version(tensor: Tensor) -> int:
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0,
     error_if_nonfinite: bool = False, foreach: bool | None = None, *,
-    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    optimizer: Fused | Sequence[Fused] | None = None,
 ) -> Tensor:  # fmt: skip
     """Scale gradients so that their norm, all taken together, is at most ``max_norm``::
 
@@ -139,7 +139,7 @@ def clip_grad_norm_(
 
 
 def _gradients_of(optimizer: Any) -> list[Tensor]:
-    if not isinstance(optimizer, Optimizer):
+    if not isinstance(optimizer, Fused):
         expected = "an optimizer of fusestep.nn.torch (not Thor), not what wraps one"
         got = type(optimizer).__name__
         reject(TypeError, _WHERE, "optimizer", "has a wrong type", expected, got)

@@ -10,11 +10,11 @@ from ...kernels.rules import rprop as rprop_rules
 from ...kernels.rules import sgd as rules
 from ...kernels.rules.formula import Numbers
 from .method import Group, Method
-from .optimizer import Optimizer
+from .optimizer import Fused
 from .tensors import number
 
 
-class SGD(Optimizer, torch.optim.SGD):
+class SGD(Fused, torch.optim.SGD):
     """PyTorch's SGD.
 
     With ``g`` negated first where ``maximize``; at the first update ``a = g``::
@@ -60,7 +60,7 @@ class SGD(Optimizer, torch.optim.SGD):
         return lr, momentum, 1.0 - (group["dampening"] if step > 1 else 0.0)
 
 
-class ASGD(Optimizer, torch.optim.ASGD):
+class ASGD(Fused, torch.optim.ASGD):
     """PyTorch's ASGD: descent that shrinks the parameter, and the average of where it has been.
 
     With ``eta`` and ``mu`` from the update before (first ``lr`` and 1)::
@@ -107,7 +107,7 @@ class ASGD(Optimizer, torch.optim.ASGD):
         return 1.0 - group["lambd"] * eta, eta, mu, 1.0
 
 
-class Rprop(Optimizer, torch.optim.Rprop):
+class Rprop(Fused, torch.optim.Rprop):
     """PyTorch's Rprop: each element has a step size of its own, and only signs count.
 
     A size, first ``lr``, grows by ``etas[1]`` while the gradient keeps its sign, and shrinks by

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import torch
 
 from ...kernels.rules import lamb as rules
 from ...kernels.rules.formula import Numbers
@@ -12,11 +13,11 @@ from ...kernels.rules.lars import ratio
 from ...kernels.rules.torch import lars as lars_rules
 from .binding import Part
 from .method import Group, Method, betas_in_range, not_negative
-from .optimizer import Optimizer
+from .optimizer import Fused
 from .tensors import number
 
 
-class Lamb(Optimizer):
+class Lamb(Fused, torch.optim.Optimizer):
     """LAMB: Adam's direction, scaled per parameter to the parameter's norm.
 
     With L2 norms over a whole parameter, at its update t = 1, 2, ...::
@@ -72,7 +73,7 @@ class Lamb(Optimizer):
         return (1.0 - beta1, 1.0 - beta2, *corrections, *of_step)
 
 
-class LARS(Optimizer):
+class LARS(Fused, torch.optim.Optimizer):
     """LARS: momentum on gradients that are scaled to the norm of their parameter.
 
     With L2 norms over a whole parameter; at the first update ``a = g``::

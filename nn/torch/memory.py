@@ -135,9 +135,9 @@ def check_there(where: str, name: str, tensor: Tensor) -> None:
         RuntimeError: it is.
     """
     needed = tensor.element_size() * (tensor.storage_offset() + _extent(tensor))
-    if tensor._is_zerotensor() or needed > tensor.untyped_storage().nbytes():
-        has = 0 if tensor._is_zerotensor() else tensor.untyped_storage().nbytes()
-        reject(RuntimeError, where, name, "has no memory", f"{needed} bytes", has)
+    there = 0 if tensor._is_zerotensor() else tensor.untyped_storage().nbytes()
+    if needed > there:
+        reject(RuntimeError, where, name, "has no memory", f"{needed} bytes", there)
 
 
 def check_single(name: str, tensor: Tensor) -> None:

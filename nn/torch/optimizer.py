@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -40,40 +40,21 @@ from .state import (
 from .tensors import is_part, local, number
 
 _KEPT_BINDINGS = 4
+# Behind `Fused` comes a class of PyTorch in every class that can be made.
+_Base: Any = torch.optim.Optimizer if TYPE_CHECKING else ABC
 _KEYWORDS = (*OWN, "skip_nonfinite")
 
 
-class Optimizer(torch.optim.Optimizer, ABC):
-    """The base class: one kernel call for all parameters of a dtype, dense and row-sparse.
+class Fused(_Base):
+    """The step, the options and the state of an `Optimizer`, to stand before a class of PyTorch.
 
-    Parameters, gradients and states are used where they are. A step reads each once and writes
-    parameters and states once; float32 and float64 are computed as such, float16 and bfloat16 in
-    float32, rounded once. Results do not depend on the number of threads.
-
-    Args:
-        params: as in ``torch.optim``; float32, float64, float16 or bfloat16.
-        sparse: what a sparse gradient updates (``torch.sparse_coo``, coalesced or not; rows of
-            equal indices are summed first): ``"touched"``, the rows that occur, or ``"all"``,
-            every row, those that do not occur with a gradient of 0. None: the rows that occur,
-            where both mean the same or the class is made for it; other classes raise in the step.
-        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing, and is
-            counted in ``skipped_steps``.
-        state_dtype: a dtype of PyTorch for the states; default each parameter's.
-
-    These are options of groups too, but for ``skip_nonfinite``. Of PyTorch's options ``foreach``
-    and ``fused`` change no number: every step is one call, with the numbers of PyTorch's default
-    on the CPU. ``fused=True`` makes a ``GradScaler`` leave scaling and skipping to the step.
-    ``differentiable`` raises, and ``capturable`` does on CUDA devices: learning rates and counts
-    are read by the host.
-
-    Raises:
-        ValueError: an option is out of range.
-        RuntimeError: an option is not supported.
-
-    A subclass defines `method` and `scalars`. It stands before a class of ``torch.optim``, from
-    which it has constructor and defaults, or gives this constructor the defaults.
+    It is no subclass of ``torch.optim.Optimizer`` itself: libraries that register all subclasses by
+    name look among those of this package too if one of them is reached by way of another.
     """
 
+    param_groups: list[dict[str, Any]]
+    state: dict[Tensor, Any]
+    defaults: dict[str, Any]
     _bindings: dict[int | None, list[Binding]]
     _clipping: Any = None
     _counts_updates = True  # whether there is a state "step"
@@ -101,7 +82,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
         # As `help` shows it: the arguments of PyTorch's class, then ours.
         base: Any = next((c for c in cls.__mro__ if c.__module__.startswith("torch.")), None)
         if base not in (None, torch.optim.Optimizer):
-            ours = inspect.signature(Optimizer.__init__).parameters.values()
+            ours = inspect.signature(Fused.__init__).parameters.values()
             signature = inspect.signature(base)
             every = [*signature.parameters.values(), *(p for p in ours if p.name in _KEYWORDS)]
             cls.__signature__ = signature.replace(parameters=every)
@@ -474,6 +455,43 @@ class Optimizer(torch.optim.Optimizer, ABC):
         return np.array(rows, real), np.arange(len(rows)), after
 
 
+class Optimizer(Fused, torch.optim.Optimizer):
+    """The base class: one kernel call for all parameters of a dtype, dense and row-sparse.
+
+    Parameters, gradients and states are used where they are. A step reads each once and writes
+    parameters and states once; float32 and float64 are computed as such, float16 and bfloat16 in
+    float32, rounded once. Results do not depend on the number of threads.
+
+    Args:
+        params: as in ``torch.optim``; float32, float64, float16 or bfloat16.
+        sparse: what a sparse gradient updates (``torch.sparse_coo``, coalesced or not; rows of
+            equal indices are summed first): ``"touched"``, the rows that occur, or ``"all"``,
+            every row, those that do not occur with a gradient of 0. None: the rows that occur,
+            where both mean the same or the class is made for it; other classes raise in the step.
+        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing, and is
+            counted in ``skipped_steps``.
+        state_dtype: a dtype of PyTorch for the states; default each parameter's.
+
+    These are options of groups too, but for ``skip_nonfinite``. Of PyTorch's options ``foreach``
+    and ``fused`` change no number: every step is one call, with the numbers of PyTorch's default
+    on the CPU. ``fused=True`` makes a ``GradScaler`` leave scaling and skipping to the step.
+    ``differentiable`` raises, and ``capturable`` does on CUDA devices: learning rates and counts
+    are read by the host.
+
+    Raises:
+        ValueError: an option is out of range.
+        RuntimeError: an option is not supported.
+
+    A subclass defines `method` and `scalars`. It stands before a class of ``torch.optim``, from
+    which it has constructor and defaults, or gives this constructor the defaults.
+    """
+
+    @classmethod
+    def __subclasshook__(cls, other: type) -> bool:
+        """Every class of this package is one, but for `Thor`."""
+        return True if cls is Optimizer and Fused in other.__mro__ else NotImplemented
+
+
 def _is_in(parameter: Tensor, group: Group) -> bool:
     return any(p is parameter for p in group["params"])
 
@@ -489,11 +507,11 @@ def _is_watched(optimizer: Any) -> bool:
     )
 
 
-_watched_step = torch.optim.Optimizer.profile_hook_step(Optimizer._plain_step)
+_watched_step = torch.optim.Optimizer.profile_hook_step(Fused._plain_step)
 
 
 @torch._disable_dynamo
-def _outside_of_graphs(optimizer: Optimizer, closure: Any, param: Any) -> Any:
+def _outside_of_graphs(optimizer: Fused, closure: Any, param: Any) -> Any:
     return type(optimizer).step(optimizer, closure, param=param)
 
 

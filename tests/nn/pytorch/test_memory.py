@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import os
+import pickle
+import weakref
 from typing import Any
 
 import psutil
@@ -41,3 +45,69 @@ def _gradient(kind: str, parameter: Any) -> Any:
     indices = torch.arange(len(parameter), dtype=torch.int64)[None]
     values = torch.ones(parameter.shape)
     return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_parameters_that_leave_are_let_go(alone: bool) -> None:
+    """With their states, at once, and without a collection of cycles."""
+    kept, leaving = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    optimizer = fused.Adam([{"params": [kept]}, {"params": [leaving]}])
+    gc.disable()
+    try:
+        for parameter in (kept, leaving):
+            parameter.grad = torch.ones(3)
+        for _ in range(2):
+            optimizer.step()
+            if alone:
+                optimizer.step(param=leaving)
+        found = [weakref.ref(leaving), weakref.ref(optimizer.state[leaving]["exp_avg"])]
+        optimizer.param_groups.pop()
+        del optimizer.state[leaving], leaving, parameter
+        assert [ref() for ref in found] == [None, None]
+        optimizer.step()
+    finally:
+        gc.enable()
+
+
+def test_what_is_kept_of_parameters_that_were_replaced() -> None:
+    """As in Gaussian splatting, with a hook for each parameter."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = fused.SGD([parameter], lr=0.1, momentum=0.9)
+    for _ in range(40):
+        new = torch.nn.Parameter(parameter.detach().clone())
+        optimizer.param_groups[0]["params"][0] = new
+        optimizer.state.pop(parameter, None)
+        new.grad = torch.ones(3)
+        optimizer.step(param=new)
+        optimizer.step()
+        parameter = new
+    assert len(optimizer._bindings) <= 3
+    assert sum(map(len, optimizer._bindings.values())) <= 8
+
+
+def test_storages_can_be_resized_after_a_step() -> None:
+    parameter = torch.nn.Parameter(torch.ones(8))
+    table = torch.nn.Parameter(torch.ones(4, 2))
+    optimizer = fused.Adam([parameter, table], sparse="touched")
+    for _ in range(2):
+        parameter.grad = torch.ones(8)
+        table.grad = torch.ones(4, 2).to_sparse(1)
+        fused.clip_grad_norm_([parameter, table], 1.0, optimizer=optimizer)
+        optimizer.step()
+    rows = table.grad
+    states = [x for own in optimizer.state.values() for x in own.values()]
+    for tensor in (parameter, table, parameter.grad, rows._indices(), rows._values(), *states):
+        assert tensor.untyped_storage().resizable()
+        tensor.untyped_storage().resize_(0)
+    empty = parameter.grad.resize_(0)
+    torch.add(torch.ones(16), 1, out=empty)
+    parameter.data.resize_(16)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_copy_has_the_same_attributes(copied: Any) -> None:
+    optimizer = fused.Adam([torch.nn.Parameter(torch.ones(3))])
+    before = {name for name in vars(optimizer) if name[0] != "_"}
+    after = {name for name in vars(copied(optimizer)) if name[0] != "_"}
+    assert after == before
+    assert {"skipped_steps", "skip_nonfinite"} <= after

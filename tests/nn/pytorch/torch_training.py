@@ -90,3 +90,10 @@ def assert_same_bits(mine: Iterable[Tensor], other: Iterable[Tensor]) -> None:
     """No element differs."""
     for p, q in zip(mine, other, strict=True):
         assert torch.equal(p, q)
+
+
+def everything(optimizer: Any) -> list[Tensor]:
+    """Copies of all parameters and states, which no later step changes."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    states = [x for p in parameters for _, x in sorted(optimizer.state.get(p, {}).items())]
+    return [torch.as_tensor(x).detach().clone() for x in (*parameters, *states) if x is not None]
