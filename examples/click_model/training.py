@@ -47,7 +47,8 @@ def fused_optimizers(model: DLRM) -> list[Any]:
 def single_optimizer(model: DLRM) -> list[Any]:
     """One for tables and dense layers."""
     groups = [
-        {"params": list(model.tables.parameters()), "lr": TABLE_RATE},
+        # With the place of epsilon that SparseAdam has.
+        {"params": list(model.tables.parameters()), "lr": TABLE_RATE, "eps_hat": True},
         {"params": model.dense_parameters, "lr": DENSE_RATE},
     ]
     return [fused.Adam(groups, sparse="touched")]

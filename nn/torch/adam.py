@@ -11,7 +11,7 @@ from torch import Tensor
 from ...kernels.rules.formula import Numbers
 from ...kernels.rules.torch import adam as rules
 from .binding import Choice
-from .method import Group, Method, betas_in_range, not_negative
+from .method import EPS_HAT, Group, Method, betas_in_range, not_negative
 from .optimizer import Fused
 from .tensors import number
 
@@ -45,6 +45,8 @@ class Adam(Fused, torch.optim.Adam):
         params, lr, betas, eps, weight_decay, amsgrad: as ``torch.optim.Adam``.
         foreach, maximize, capturable, differentiable, fused, decoupled_weight_decay: likewise.
         sparse, skip_nonfinite, state_dtype: see `Optimizer`.
+        eps_hat: ``eps`` stands beside the root that is not corrected, as in `SparseAdam`. An
+            option of groups too: so one optimizer has the numbers of two.
 
     Raises:
         ValueError: an argument is out of range.
@@ -59,6 +61,8 @@ class Adam(Fused, torch.optim.Adam):
     >>> optimizer.step()
     """
 
+    _more_options = EPS_HAT
+
     def method(self, group: Group) -> Method:
         """See `Optimizer`."""
         is_coupled = not group.get("decoupled_weight_decay")
@@ -68,8 +72,9 @@ class Adam(Fused, torch.optim.Adam):
         """See `Optimizer`."""
         (beta1, beta2), lr = betas_of(group), number(group["lr"])
         shrink = shrink_of(group) if group.get("decoupled_weight_decay") else 1.0
-        root = 1.0 / math.sqrt(1.0 - beta2**step)
-        return (*moments_of(beta1, beta2), lr / (1.0 - beta1**step), root, group["eps"], shrink)
+        size, correction = lr / (1.0 - beta1**step), math.sqrt(1.0 - beta2**step)
+        of_size = (size * correction, 1.0) if group["eps_hat"] else (size, 1.0 / correction)
+        return (*moments_of(beta1, beta2), *of_size, group["eps"], shrink)
 
 
 class AdamW(Fused, torch.optim.AdamW):
@@ -79,6 +84,7 @@ class AdamW(Fused, torch.optim.AdamW):
         params, lr, betas, eps, weight_decay, amsgrad: as ``torch.optim.AdamW``.
         maximize, foreach, capturable, differentiable, fused: likewise.
         sparse, skip_nonfinite, state_dtype: see `Optimizer`.
+        eps_hat: as `Adam`.
 
     Raises:
         ValueError, RuntimeError: as `Adam`.
@@ -94,6 +100,7 @@ class AdamW(Fused, torch.optim.AdamW):
 
     method = Adam.method
     scalars = Adam.scalars
+    _more_options = EPS_HAT
 
     def _complete(self, group: dict[str, Any]) -> None:
         super()._complete(group)
@@ -166,7 +173,7 @@ class LazyAdam(Fused, torch.optim.Optimizer):
         betas: two numbers in [0, 1).
         eps: at least 0.
         weight_decay: coupled, of the rows that occur; at least 0.
-        amsgrad, maximize: as `Adam`.
+        amsgrad, maximize, eps_hat: as `Adam`.
         sparse, skip_nonfinite, state_dtype: see `Optimizer`.
 
     Raises:
@@ -197,3 +204,4 @@ class LazyAdam(Fused, torch.optim.Optimizer):
         return Method(rule, touches=True)
 
     scalars = Adam.scalars
+    _more_options = EPS_HAT

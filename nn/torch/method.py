@@ -10,6 +10,7 @@ from torch import Tensor
 from ...kernels.rules.formula import Numbers
 from ...kernels.rules.gradient import COUPLED_DECAY, SCALE
 from ...kernels.rules.rule import Prologue, Rule
+from ...ops.runtime import check
 from ...ops.runtime.errors import reject
 from .binding import Choice
 from .memory import DTYPE_NAMES, DTYPES
@@ -19,6 +20,8 @@ Group = Mapping[str, Any]
 SPARSE = ("touched", "all")
 OWN: dict[str, Any] = {"sparse": None, "state_dtype": None}
 """Options of groups that PyTorch's optimizers do not have."""
+EPS_HAT: dict[str, Any] = {"eps_hat": False}
+"""Another one, of `Adam` and what has its formula."""
 
 
 class Method(NamedTuple):
@@ -83,6 +86,8 @@ def check_own(where: str, own: Group, *, takes_sparse: bool) -> None:
         reject(ValueError, where, "sparse", "is unknown", expected, sparse)
     if dtype is not None and dtype not in DTYPES:
         reject(ValueError, where, "state_dtype", "is unknown", DTYPE_NAMES, dtype)
+    for name in EPS_HAT.keys() & own.keys():
+        check.flag(where, name, own[name])
 
 
 def not_negative(**values: Any) -> None:

@@ -42,7 +42,6 @@ from .tensors import is_part, local, number
 _KEPT_BINDINGS = 4
 # Behind `Fused` comes a class of PyTorch in every class that can be made.
 _Base: Any = torch.optim.Optimizer if TYPE_CHECKING else ABC
-_KEYWORDS = (*OWN, "skip_nonfinite")
 
 
 class Fused(_Base):
@@ -59,12 +58,14 @@ class Fused(_Base):
     _clipping: Any = None
     _counts_updates = True  # whether there is a state "step"
     _takes_sparse = True
+    _more_options: Mapping[str, Any] = {}  # of groups, and how they begin
 
     def __init__(
         self, params: Any, *args: Any, sparse: str | None = None, skip_nonfinite: bool = False,
         state_dtype: torch.dtype | None = None, **kwargs: Any,
     ) -> None:  # fmt: skip
         where, own = type(self).__name__, {"sparse": sparse, "state_dtype": state_dtype}
+        own |= {name: kwargs.pop(name, x) for name, x in self._more_options.items()}
         check_own(where, own, takes_sparse=self._takes_sparse)
         self.skip_nonfinite = check.flag(where, "skip_nonfinite", skip_nonfinite)
         self.skipped_steps = 0
@@ -83,8 +84,10 @@ class Fused(_Base):
         base: Any = next((c for c in cls.__mro__ if c.__module__.startswith("torch.")), None)
         if base not in (None, torch.optim.Optimizer):
             ours = inspect.signature(Fused.__init__).parameters.values()
-            signature = inspect.signature(base)
-            every = [*signature.parameters.values(), *(p for p in ours if p.name in _KEYWORDS)]
+            keyword, signature = inspect.Parameter.KEYWORD_ONLY, inspect.signature(base)
+            every = [*signature.parameters.values(), *(p for p in ours if p.kind == keyword)]
+            more = cls._more_options.items()
+            every += [inspect.Parameter(name, keyword, default=x) for name, x in more]
             cls.__signature__ = signature.replace(parameters=every)
 
     # What a subclass defines
@@ -131,7 +134,7 @@ class Fused(_Base):
 
     def _complete(self, group: dict[str, Any]) -> None:
         """Give a group the options that it lacks, and refuse those that cannot be."""
-        for name, value in OWN.items():
+        for name, value in (OWN | dict(self._more_options)).items():
             group.setdefault(name, self.defaults.get(name, value))
         check_group(type(self).__name__, group, takes_sparse=self._takes_sparse)
 
@@ -170,7 +173,8 @@ class Fused(_Base):
         """
         if any(hasattr(p, "row_shard") for group in self.param_groups for p in group["params"]):
             state_dict = with_rows(own_rows, state_dict, self.param_groups)
-        before = [{name: group[name] for name in OWN} for group in self.param_groups]
+        own_names = *OWN, *self._more_options
+        before = [{name: group[name] for name in own_names} for group in self.param_groups]
         given = [state_dict]  # a hook of the user may give another one
 
         def look(_: Any, found: dict[str, Any]) -> None:

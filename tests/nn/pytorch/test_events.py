@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import os
 import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -86,9 +89,14 @@ class Side:
             elif form == 1:
                 g = g.flatten()[:1].expand(p.numel()).reshape(p.shape) if p.numel() else g
             elif form == 2:
-                g.zero_()
+                is_ours = self.package is fused  # PyTorch's foreach step takes none without memory
+                g = torch._efficientzerotensor(g.shape, dtype=g.dtype) if is_ours else g.zero_()
             elif form in (3, 4) and g.dim():
                 g = self._rows(g, r)
+            elif form == 5:
+                g = torch._neg_view(-g)
+            elif form == 6:
+                g = torch.complex(g, -g).conj().imag
             p.grad = None if is_left_out else g
 
     def _rows(self, g: Any, r: random.Random) -> Any:
@@ -174,15 +182,121 @@ class Side:
         self.optimizer.zero_grad()
         self.optimizer = copy.deepcopy(self.optimizer)
 
+    def exchange_all_memory(self, r: random.Random) -> None:
+        """As parametrizations and sharded training do in every step."""
+        del r
+        for p in self.parameters:
+            p.data = p.data.clone()
+            state = self.optimizer.state.get(p, {})
+            state.update((k, x.clone()) for k, x in state.items() if isinstance(x, torch.Tensor))
+
+    def change_dtype_of_count(self, r: random.Random) -> None:
+        state = self.optimizer.state.get(r.choice(self.parameters), {})
+        if "step" in state:
+            state["step"] = state["step"].double()
+
+    def fail(self, r: random.Random) -> None:
+        """A step of ours that raises, and changes nothing; PyTorch's side has none."""
+        if self.package is not fused:
+            return
+        self._gradients(r, left_out=0.0)
+        undo = r.choice(FAULTS)(self, r)
+        if undo is not None:
+            before = [t.clone() for t in self.tensors()]
+            with pytest.raises((RuntimeError, IndexError)):
+                self.optimizer.step()
+            assert all(map(torch.equal, self.tensors(), before))
+            undo()
+
+    def fork(self, r: random.Random) -> None:
+        """The step of a child is that of the parent."""
+        self._gradients(r, left_out=0.0)
+        if self.package is not fused:
+            self.optimizer.step()
+            return
+        reading, writing = os.pipe()
+        with warnings.catch_warnings(action="ignore"):  # of Python: there are threads
+            child = os.fork()
+        if not child:
+            self.optimizer.step()
+            os.write(writing, self._digest())
+            os._exit(0)
+        self.optimizer.step()
+        assert os.waitpid(child, 0)[1] == 0
+        assert os.read(reading, 100) == self._digest()
+        os.close(reading)
+        os.close(writing)
+
+    def _digest(self) -> bytes:
+        return hashlib.sha256(b"".join(t.numpy().tobytes() for t in self.tensors())).digest()
+
     def freeze(self, r: random.Random) -> None:
         p = r.choice(self.parameters)
         p.requires_grad_(not p.requires_grad)
 
 
+Undo = Callable[[], None] | None
+"""What undoes a fault; None: there is none."""
+
+
+def _nothing() -> None:
+    pass
+
+
+def alias_of_gradient(side: Side, r: random.Random) -> Undo:
+    p = r.choice(side.parameters)
+    p.grad = p.detach()
+    return _nothing if p.is_contiguous() and p.numel() else None  # else a copy is read
+
+
+def alias_of_rows(side: Side, r: random.Random) -> Undo:
+    p = r.choice([p for p in side.parameters if p.dim()])
+    if not side.takes_rows or not p.is_contiguous():
+        return None
+    rows = torch.arange(len(p))[None]
+    p.grad = torch.sparse_coo_tensor(rows, p.detach(), p.shape, check_invariants=False)
+    return _nothing
+
+
+def index_out_of_range(side: Side, r: random.Random) -> Undo:
+    p = r.choice([p for p in side.parameters if p.dim()])
+    if not side.takes_rows:
+        return None
+    values = torch.ones(1, *p.shape[1:], dtype=p.dtype)
+    p.grad = torch.sparse_coo_tensor([[0]], values, p.shape, check_invariants=False)
+    p.grad._indices().fill_(len(p))
+    return _nothing
+
+
+def state_of_another(side: Side, r: random.Random) -> Undo:
+    """A count or another state that is shared, or one that lies on itself."""
+    own = [side.optimizer.state.get(p, {}) for p in side.parameters]
+    have = [s for s in own if any(isinstance(x, torch.Tensor) for x in s.values())]
+    if len(have) < 2:
+        return None
+    state, other = r.sample(have, 2)
+    name = r.choice(sorted(n for n, x in state.items() if isinstance(x, torch.Tensor)))
+    kept, theirs = state[name], other.get(name)
+    is_like = isinstance(theirs, torch.Tensor) and theirs.shape == kept.shape
+    state[name] = theirs if is_like else kept.as_strided(kept.shape, (0,) * kept.dim())
+
+    def undo() -> None:
+        state[name] = kept
+
+    if not is_like and kept.numel() < 2:
+        undo()
+        return None
+    return undo
+
+
+FAULTS = [alias_of_gradient, alias_of_rows, index_out_of_range, state_of_another]
+
 STEPS = ("step", "step_of_all", "step_of_all", "step_with_closure")
 OTHERS = (
     "change_options", "change_decay", "change_direction", "change_rate", "replace_memory",
     "replace_state", "scale_state", "exchange", "add_group", "merge_groups", "copy", "freeze",
+    "exchange_all_memory", "exchange_all_memory", "change_dtype_of_count", "fail", "fail", "fail",
+    "fork",
 )  # fmt: skip
 
 
