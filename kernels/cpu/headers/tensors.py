@@ -177,6 +177,7 @@ class Expected:
         self.versions = np.zeros(n, np.int64)
         self._memory = np.zeros((2, len(self._apart)), np.int64)
         self._stretches: list[list[int]] = [[], []]
+        self._is_settled = False
         tables = [np.array(t, np.int64) for t in ([*map(id, same)], forms, dims, layout.fields)]
         self._alive = tables, [type(tensor) for tensor, _ in every]
         same_at, forms_at, dims_at, self._fields = map(address_of, tables)
@@ -193,15 +194,21 @@ class Expected:
     def look(self, same: tuple[Any, ...], tensors: tuple[Any, ...]) -> int:
         """`SAME`, `MOVED` or `OTHER` for what is written and the gradients behind it.
 
-        It fills in the addresses.
+        It fills in the addresses. `MOVED`: those of what is written are others than before, or
+        this is the first look.
         """
-        found = _look.call(self._at, self._fields, id(same), id(tensors))
-        if found != MOVED:
-            return found
-        if not self._settled():
+        found = self._found(same, tensors)
+        if found == SAME and self._is_settled:
+            return SAME
+        # Addresses of this look, or of one before that ended in the middle, are not taken over yet.
+        self._is_settled = False
+        if found == OTHER or not self._settled() or self._found(same, tensors) != SAME:
             return OTHER
-        again = _look.call(self._at, self._fields, id(same), id(tensors))
-        return MOVED if again == SAME else OTHER
+        self._is_settled = True
+        return MOVED
+
+    def _found(self, same: tuple[Any, ...], tensors: tuple[Any, ...]) -> int:
+        return _look.call(self._at, self._fields, id(same), id(tensors))
 
     def _settled(self) -> bool:
         """Take over where written tensors lie now; whether they do so apart from each other."""

@@ -72,6 +72,25 @@ class Side:
         self._gradients(r, left_out=0.0)
         self.optimizer.step()
 
+    def steps_alike(self, r: random.Random) -> None:
+        """Gradients of the same kinds, which are looked at by compiled code, and then another."""
+        rows = [p for p in self.parameters if p.dim() and r.random() < 0.3]
+        for k in range(4):
+            self._plain_gradients(r, rows)
+            if k == 3:
+                p = r.choice(self.parameters)
+                p.grad = torch._neg_view(p.grad.to_dense())
+            if k > 1 and r.random() < 0.5:
+                self.exchange_all_memory(r)
+            self.optimizer.step()
+
+    def _plain_gradients(self, r: random.Random, rows: list[Any]) -> None:
+        generator = torch.Generator().manual_seed(r.randrange(10**6))
+        for p in self.parameters:
+            p.grad = torch.empty_like(p).detach().normal_(generator=generator)
+            if self.takes_rows and any(p is one for one in rows):
+                p.grad = p.grad.to_sparse(1)
+
     def step_with_closure(self, r: random.Random) -> None:
         def closure() -> int:
             self._gradients(r, left_out=0.2)
@@ -197,9 +216,12 @@ class Side:
 
     def fail(self, r: random.Random) -> None:
         """A step of ours that raises, and changes nothing; PyTorch's side has none."""
+        rows = [p for p in self.parameters if p.dim() and r.random() < 0.5]
+        for _ in range(2):
+            self._plain_gradients(r, rows)
+            self.optimizer.step()
         if self.package is not fused:
             return
-        self._gradients(r, left_out=0.0)
         undo = r.choice(FAULTS)(self, r)
         if undo is not None:
             before = [t.clone() for t in self.tensors()]
@@ -291,7 +313,7 @@ def state_of_another(side: Side, r: random.Random) -> Undo:
 
 FAULTS = [alias_of_gradient, alias_of_rows, index_out_of_range, state_of_another]
 
-STEPS = ("step", "step_of_all", "step_of_all", "step_with_closure")
+STEPS = ("step", "step_of_all", "steps_alike", "step_with_closure")
 OTHERS = (
     "change_options", "change_decay", "change_direction", "change_rate", "replace_memory",
     "replace_state", "scale_state", "exchange", "add_group", "merge_groups", "copy", "freeze",

@@ -271,6 +271,27 @@ def test_exchanged_memory_is_no_new_binding(name: str, bound: list[int]) -> None
     assert all(map(torch.equal, *results))
 
 
+@pytest.mark.parametrize(
+    "fault",
+    [torch._neg_view(torch.ones(64)), torch.ones(128)[::2], torch.ones(64).double(), None],
+    ids=["negative", "strided", "double", "none"],
+)
+def test_memory_that_moves_in_a_step_that_is_bound_anew(fault: Any) -> None:
+    """The old binding, which is used again, must have noticed."""
+    one, other = (torch.nn.Parameter(torch.zeros(64)) for _ in range(2))
+    one.grad_dtype = None
+    optimizer = fused.SGD([other, one], lr=1.0)
+    for k in range(4):
+        one.grad, other.grad = torch.ones(64), torch.ones(64)
+        if k == 2:
+            kept = [p.data for p in (one, other)]
+            one.data, other.data = one.data.clone(), other.data.clone()
+            one.grad = fault
+        optimizer.step()
+    assert (other == -4.0).all()
+    assert all((old == -2.0).all() for old in kept)
+
+
 def test_memory_that_moves_onto_another_parameter() -> None:
     one, other = (torch.nn.Parameter(torch.zeros(8)) for _ in range(2))
     optimizer = fused.SGD([one, other], lr=1.0)
@@ -336,6 +357,7 @@ def test_other_rows(other: Any) -> None:
 def test_other_numbers_of_tensors() -> None:
     one = torch.zeros(3)
     found = Expected(torch, (one,), (), (None,), (NONE,))
+    assert found.look((one,), (None,)) == MOVED
     assert found.look((one,), (None,)) == SAME
     for same, tensors in (((), (None,)), ((one, one), (None,)), ((one,), ()), ((None,), (None,))):
         assert found.look(same, tensors) == OTHER
