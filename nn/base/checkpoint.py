@@ -71,7 +71,7 @@ def save_checkpoint(save_obj: Any, path: str | os.PathLike[str]) -> None:
     """
     named = _named(save_obj)
     for name, array in named:
-        check_savable(name, array)
+        check_savable(_SAVE, name, array)
     arrays = {name: np.ascontiguousarray(a).reshape(a.shape) for name, a in named}
     target = Path(os.path.realpath(path))
     replace_file(target, save(arrays, metadata={"format": "fusestep"}))
@@ -87,14 +87,14 @@ def replace_file(target: Path, content: bytes) -> None:
     _flush_folder(target.parent)
 
 
-def check_savable(name: Any, array: np.ndarray) -> None:
+def check_savable(where: str, name: Any, array: np.ndarray) -> None:
     """Refuse a name or a dtype with which an array could not be read again."""
     if not isinstance(name, str):
-        reject(TypeError, _SAVE, f"name {name!r}", "is no str", "a str", type(name).__name__)
+        reject(TypeError, where, f"name {name!r}", "is no str", "a str", type(name).__name__)
     if name == _RESERVED:
-        reject(ValueError, _SAVE, "name", "is reserved", "another one", repr(name))
+        reject(ValueError, where, "name", "is reserved", "another one", repr(name))
     if np.dtype(array.dtype.type) not in _SAVED:
-        reject(TypeError, _SAVE, name, "has a wrong dtype", _SAVED_NAMES, array.dtype)
+        reject(TypeError, where, name, "has a wrong dtype", _SAVED_NAMES, array.dtype)
 
 
 def _prefix(target: Path) -> str:
@@ -252,7 +252,8 @@ def checked_state(
             reject(TypeError, where, label, "has a wrong dtype", mine.dtype, array.dtype)
         if array.shape != mine.shape:
             reject(ValueError, where, label, "has a wrong shape", mine.shape, array.shape)
-        if is_rate and not (np.asarray(array, np.float64) >= 0).all():
+        rates = np.asarray(array, np.float64) if is_rate else np.zeros(0)
+        if not ((rates >= 0) & (rates <= check.LARGEST)).all():
             reject(ValueError, where, label, "is out of range", "finite and at least 0", array)
         arrays[name] = array.astype(mine.dtype, copy=False)
     return arrays

@@ -371,6 +371,7 @@ class Optimizer(CheckedAttributes):
 
     def _check_values(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Refuse values of a state that fits in names, dtypes and shapes."""
+        steps_done(self._name, arrays["global_step"])
 
     def state_arrays(self) -> dict[str, Any]:
         """The arrays of the state themselves, by name."""

@@ -238,8 +238,8 @@ def load_checkpoint(
         OSError: on a rank, the index or a part is missing or cannot be read.
         KeyError: the checkpoint has not the names of the optimizer, or more.
         TypeError: a dtype differs from that of the optimizer, or a kind does not fit.
-        ValueError: a shape differs, the index or a part is damaged or no file, or a part is of
-            another checkpoint; or the processes read different ones.
+        ValueError: a shape differs, an array is read-only, the index or a part is damaged or no
+            file, a part is of another checkpoint, or the processes read different ones.
         LostProcessError: a process has ended.
     """
     where = "load_checkpoint"
@@ -264,6 +264,8 @@ def _fitting_index(where: str, path: Path, arrays: dict[str, _Array], names: set
             reject(TypeError, where, name, "has a wrong dtype", own["dtype"], saved["dtype"])
         if saved["shape"] != own["shape"]:
             reject(ValueError, where, name, "has a wrong shape", own["shape"], saved["shape"])
+        if not a.array.flags.writeable:
+            reject(ValueError, where, name, "is read-only", "a writable array", "a read-only one")
     _check_names(where, "more", index.arrays.keys() - names)
     index.check_parts()
     return index
@@ -334,17 +336,13 @@ def _arrays(
     where: str, optimizer: Any, shards: Mapping[str, RowShard], comm: Communicator
 ) -> dict[str, _Array]:
     """What an optimizer has, by name."""
-    of_kind(where, "shards", shards, Mapping, "a mapping of names to shards")
-    for name, shard in shards.items():
-        of_kind(where, f"the shard of {name!r}", shard, RowShard, "a RowShard")
     base = _keeper(optimizer)
     if not isinstance(base, StatefulOptimizer):
         got = type(base).__name__
         reject(TypeError, where, "optimizer", "has a wrong type", "a FusedOptimizer", got)
     check_on_host(where, base)
     names = [str(parameter.name) for parameter in base.parameters]
-    if unknown := sorted(shards.keys() - set(names)):
-        reject(ValueError, where, "shards", "name no parameter", names, unknown)
+    _check_shards(where, shards, names, comm)
     if taken := sorted(base.state_arrays().keys() & set(names)):
         expected = "names that no state of the optimizer has"
         reject(ValueError, where, "parameters", "have names of states", expected, taken)
@@ -353,10 +351,6 @@ def _arrays(
     for i, (name, parameter) in enumerate(zip(names, base.parameters, strict=True)):
         shard, states = shards.get(name), base.states_by_name(i)
         array = parameter.array
-        if shard is not None and (shard.comm.rank, shard.comm.size) != (comm.rank, comm.size):
-            expected = f"rank {comm.rank} of {comm.size}, as comm"
-            wrong, got = "is one of other processes", f"{shard.comm.rank} of {shard.comm.size}"
-            reject(ValueError, where, f"the shard of {name!r}", wrong, expected, got)
         if shard is not None and len(array) != len(shard):
             expected, got = f"the {len(shard)} rows of its shard", array.shape
             reject(ValueError, where, f"parameter {name!r}", "has a wrong shape", expected, got)
@@ -367,5 +361,19 @@ def _arrays(
             found[label] = _Array(state, shard, owners[i])
         found[f"step.{name}"] = _Array(found[f"step.{name}"].array, None, owners[i])
     for name, a in found.items():
-        check_savable(name, a.array)
+        check_savable(where, name, a.array)
     return found
+
+
+def _check_shards(where: str, shards: Any, names: list[str], comm: Communicator) -> None:
+    """Whether these are shards of parameters and of these processes."""
+    of_kind(where, "shards", shards, Mapping, "a mapping of names to shards")
+    if unknown := sorted(shards.keys() - set(names)):
+        reject(ValueError, where, "shards", "name no parameter", names, unknown)
+    for name, shard in shards.items():
+        what = f"the shard of {name!r}"
+        of_kind(where, what, shard, RowShard, "a RowShard")
+        if (shard.comm.rank, shard.comm.size) != (comm.rank, comm.size):
+            expected = f"rank {comm.rank} of {comm.size}, as comm"
+            wrong, got = "is one of other processes", f"{shard.comm.rank} of {shard.comm.size}"
+            reject(ValueError, where, what, wrong, expected, got)

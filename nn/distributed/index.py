@@ -225,13 +225,18 @@ def _check_content(path: Path, content: dict[str, Any]) -> None:
 def _is_form(form: Any, size: int) -> bool:
     """Whether an array of a checkpoint of ``size`` parts can be described so."""
     match form:
-        case {"dtype": str(dtype), "shape": [*shape], "rank": rank, "crc32": crc32, **more}:
+        case {"dtype": dtype, "shape": [*shape], "rank": rank, "crc32": crc32, **more}:
             is_placed = is_int(rank) and 0 <= rank < size and is_int(crc32)
-        case {"dtype": str(dtype), "shape": [*shape], "order": order, "height": height, **more}:
-            rows = shape[0] if shape else None
-            is_placed = order in ORDERS and is_int(height) and is_int(rows)
-            is_placed = is_placed and height == stretch(rows, size)
+        case {
+            "dtype": dtype,
+            "shape": [rows, *_] as shape,
+            "order": order,
+            "height": height,
+            **more,
+        }:
+            is_placed = is_int(rows) and is_int(height) and height == stretch(rows, size)
+            is_placed = is_placed and order in ORDERS
         case _:
             return False
     of_sizes = all(is_int(n) and n >= 0 for n in shape)
-    return is_placed and of_sizes and not more and dtype in CODES
+    return is_placed and of_sizes and not more and isinstance(dtype, str) and dtype in CODES

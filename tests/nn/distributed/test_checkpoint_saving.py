@@ -111,6 +111,22 @@ def test_values_are_checked_by_all(form: str, name: str, value: Any, tmp_path: P
     assert f"rank 2: LazyAdam: state '{name}' is out of range" in text
 
 
+@pytest.mark.parametrize("name", ["words", "moment2.words", "bias"])
+def test_an_array_of_one_rank_that_is_read_only(name: str, tmp_path: Path) -> None:
+    path = saved(tmp_path / "good", 2, FORMS["range"])
+
+    def load(job: Job) -> None:
+        job.by_name()[name].flags.writeable = job.comm.rank != 2
+        job.load(path)
+
+    kind, text = refused(3, load)
+    assert (kind, text) == (
+        "ValueError",
+        f"load_checkpoint: rank 2: {name} is read-only: expected a writable array, got a read-only"
+        " one",
+    )
+
+
 def test_values_that_one_rank_refuses(tmp_path: Path) -> None:
     """An optimizer's own check of values: the others write nothing either."""
     path = saved(tmp_path / "good", 2, FORMS["range"])
