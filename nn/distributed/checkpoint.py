@@ -260,10 +260,10 @@ def _fitting_index(where: str, path: Path, arrays: dict[str, _Array], names: set
     _check_names(where, "missing", names - index.arrays.keys())
     for name, a in arrays.items():
         saved, own = index.arrays[name], a.form
-        if saved["dtype"] != own["dtype"]:
-            reject(TypeError, where, name, "has a wrong dtype", own["dtype"], saved["dtype"])
-        if saved["shape"] != own["shape"]:
-            reject(ValueError, where, name, "has a wrong shape", own["shape"], saved["shape"])
+        for kind, key in ((TypeError, "dtype"), (ValueError, "shape")):
+            if saved[key] != own[key]:
+                got = f"{saved[key]} in {INDEX}"
+                reject(kind, where, name, f"has a wrong {key}", own[key], got)
         if not a.array.flags.writeable:
             reject(ValueError, where, name, "is read-only", "a writable array", "a read-only one")
     _check_names(where, "more", index.arrays.keys() - names)
