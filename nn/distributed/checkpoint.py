@@ -185,7 +185,8 @@ def _write_index(path: Path, token: str, size: int, arrays: dict[str, Any]) -> N
         replace_file(index, index_of(path, token, size, arrays))
     except Exception:
         with suppress(OSError):
-            if not (index.is_file() and token in index.read_text()):  # it is not the new one yet
+            is_new = index.is_file() and token.encode() in index.read_bytes()
+            if not is_new:
                 _remove_parts(path / name for name in names)
         raise
     _remove_parts(old for old in path.glob("part-*.safetensors") if old.name not in names)
