@@ -26,11 +26,13 @@ if os.name != "nt":
 
 _SAVED = frozenset(map(np.dtype, ("?", *"bhilq", *"BHILQ", *"efd"))) | {BFLOAT16}
 _SAVED_NAMES = "bool, an integer, float16, bfloat16, float32 or float64"
-# By the names of safetensors, whose other dtypes are those of 4 to 8 bits that NumPy does not have.
-_LOADED = (
-    *("BOOL", "I8", "I16", "I32", "I64", "U8", "U16", "U32", "U64"),
-    *("F16", "BF16", "F32", "F64", "C64"),
-)
+CODES = {
+    "bool": "BOOL", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64",
+    "uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64",
+    "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
+}  # fmt: skip
+"""The names of safetensors by those of NumPy."""
+_LOADED = (*CODES.values(), "C64")  # others are of 4 to 8 bits, which NumPy does not have
 _SAVE = "save_checkpoint"
 _RESERVED = "__metadata__"  # no name of an array in safetensors
 
@@ -69,14 +71,14 @@ def save_checkpoint(save_obj: Any, path: str | os.PathLike[str]) -> None:
     """
     named = _named(save_obj)
     for name, array in named:
-        _check_savable(name, array)
+        check_savable(_SAVE, name, array)
     arrays = {name: np.ascontiguousarray(a).reshape(a.shape) for name, a in named}
-    replace_file(path, save(arrays, metadata={"format": "fusestep"}))
-
-
-def replace_file(path: str | os.PathLike[str], content: bytes) -> None:
-    """Write a file atomically, as `save_checkpoint` says."""
     target = Path(os.path.realpath(path))
+    replace_file(target, save(arrays, metadata={"format": "fusestep"}))
+
+
+def replace_file(target: Path, content: bytes) -> None:
+    """Write a file atomically, as `save_checkpoint` says; in the place of a symbolic link."""
     _remove_abandoned(target)
     with _temporary(target) as file:
         file.write(content)
@@ -85,13 +87,14 @@ def replace_file(path: str | os.PathLike[str], content: bytes) -> None:
     _flush_folder(target.parent)
 
 
-def _check_savable(name: Any, array: np.ndarray) -> None:
+def check_savable(where: str, name: Any, array: np.ndarray) -> None:
+    """Refuse a name or a dtype with which an array could not be read again."""
     if not isinstance(name, str):
-        reject(TypeError, _SAVE, f"name {name!r}", "is no str", "a str", type(name).__name__)
+        reject(TypeError, where, f"name {name!r}", "is no str", "a str", type(name).__name__)
     if name == _RESERVED:
-        reject(ValueError, _SAVE, "name", "is reserved", "another one", repr(name))
+        reject(ValueError, where, "name", "is reserved", "another one", repr(name))
     if np.dtype(array.dtype.type) not in _SAVED:
-        reject(TypeError, _SAVE, name, "has a wrong dtype", _SAVED_NAMES, array.dtype)
+        reject(TypeError, where, name, "has a wrong dtype", _SAVED_NAMES, array.dtype)
 
 
 def _prefix(target: Path) -> str:
@@ -249,7 +252,8 @@ def checked_state(
             reject(TypeError, where, label, "has a wrong dtype", mine.dtype, array.dtype)
         if array.shape != mine.shape:
             reject(ValueError, where, label, "has a wrong shape", mine.shape, array.shape)
-        if is_rate and not (np.asarray(array, np.float64) >= 0).all():
+        rates = np.asarray(array, np.float64) if is_rate else np.zeros(0)
+        if not ((rates >= 0) & (rates <= check.LARGEST)).all():
             reject(ValueError, where, label, "is out of range", "finite and at least 0", array)
         arrays[name] = array.astype(mine.dtype, copy=False)
     return arrays

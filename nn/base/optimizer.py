@@ -353,16 +353,25 @@ class Optimizer(CheckedAttributes):
         """
         pending.settle()
         own = self.state_arrays()
-        arrays = checked_state(self._name, as_state(self._name, state), own)
-        self._check_values(arrays)
-        for name, array in arrays.items():
+        for name, array in self.fitting(state).items():
             if isinstance(own[name], DeviceArray):
                 own[name].assign(array)
             else:
                 own[name][...] = array
 
+    def fitting(self, state: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        """The arrays of a state that has all names of this optimizer, with its dtypes and shapes.
+
+        Raises: as `load_state_dict`.
+        """
+        own = self.state_arrays()
+        arrays = checked_state(self._name, as_state(self._name, state), own)
+        self._check_values(arrays)
+        return arrays
+
     def _check_values(self, arrays: Mapping[str, np.ndarray]) -> None:
         """Refuse values of a state that fits in names, dtypes and shapes."""
+        steps_done(self._name, arrays["global_step"])
 
     def state_arrays(self) -> dict[str, Any]:
         """The arrays of the state themselves, by name."""

@@ -13,6 +13,7 @@ from ...kernels.storage import STORAGES
 from ...ops.runtime import check
 from ...ops.runtime.arrays import adopt
 from ...ops.runtime.errors import reject
+from .arguments import MOST_STEPS
 from .checkpoint import as_state, steps_done
 from .optimizer import Optimizer
 from .parameter import Parameter, writable
@@ -161,8 +162,13 @@ class StatefulOptimizer(Optimizer):
     def _check_values(self, arrays: Mapping[str, np.ndarray]) -> None:
         super()._check_values(arrays)
         for name in (n for n in arrays if n.startswith(self._counts)):
-            least = int(arrays[name].min(initial=0))
-            check.in_range(self._name, f"state {name!r}", least, least >= 0, "at least 0")
+            counts, expected = (
+                arrays[name].reshape(-1).tolist(),
+                f"at least 0, at most {MOST_STEPS}",
+            )
+            for count in counts:
+                is_count = 0 <= count <= MOST_STEPS
+                check.in_range(self._name, f"state {name!r}", count, is_count, expected)
 
     def check_rebinding(self, parameter: Parameter, array: Any) -> None:
         """As `Optimizer.check_rebinding`; states are memory of this optimizer too."""

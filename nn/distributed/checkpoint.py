@@ -9,31 +9,29 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import shutil
-import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from ...ops.runtime.errors import reject
-from ..base.checkpoint import replace_file
+from ..base.arguments import of_kind
+from ..base.checkpoint import check_savable, replace_file
 from ..base.optimizer import Optimizer
 from ..base.stateful import StatefulOptimizer
 from .agreement import agree, attempted, gather_texts
-from .communicator import Communicator, LostProcessError, as_bytes
+from .communicator import Communicator, LostProcessError
+from .index import FORMAT, INDEX, Index, checksum, index_of, new_token, part_names
 from .joint_step import check_on_host
-from .shard import ORDERS, RowShard, places
+from .shard import RowShard
 from .states import ShardedStates
 
-_FORMAT = "fusestep.distributed 1"
-_INDEX = "index.json"
 _UNFINISHED = ".unfinished-"
 
 
@@ -62,7 +60,7 @@ class _Array(NamedTuple):
         """What tells whether all processes have it alike, where one writes it."""
         if self.shard is not None:
             return {}
-        return {"crc32": zlib.crc32(as_bytes(np.ascontiguousarray(self.array)).data)}
+        return {"crc32": checksum(self.array)}
 
 
 def save_checkpoint(
@@ -77,19 +75,23 @@ def save_checkpoint(
     alike, one writes. A process that ends at any moment leaves the last whole checkpoint of the
     folder as it was.
 
+    The folder may be a symbolic link to one. Links in it are not followed: they are replaced, as
+    files of an older checkpoint are, and what they point to stays as it is.
+
     Args:
-        folder: where all processes reach it; made if it is missing.
+        folder: one that all processes reach, by whatever path; made if it is missing.
         optimizer: the optimizer, with its parameters, on the host.
         comm: the processes.
         shards: by the name of a parameter, whose rows it holds.
 
     Raises:
         TypeError: on a rank, a kind does not fit.
-        ValueError: on a rank, a parameter is on a device, has not the rows of its shard, or a state
-            without rows; a name is that of no parameter; a shard is one of other processes. Or
-            the optimizers differ, or what has no shard.
+        ValueError: on a rank, a parameter is on a device, has not the rows of its shard, a state
+            without rows, or the name of a state or ``__metadata__``; a name is that of no
+            parameter; a shard is one of other processes. Or the optimizers differ, or what has
+            no shard.
         OSError: on a rank, a file cannot be written, or its folder is another one. The error
-            names the rank.
+            names the rank, and no file of this checkpoint is left.
         LostProcessError: a process has ended.
 
     >>> import numpy as np, tempfile
@@ -104,64 +106,98 @@ def save_checkpoint(
     >>> table.data.sum()
     np.float32(8.0)
     """
-    where, path = "save_checkpoint", Path(folder)
-    arrays, error = attempted(_arrays, where, optimizer, shards or {}, comm)
-    agree(comm, where, {"optimizer": _kind_of(optimizer)}, error)
+    where = "save_checkpoint"
+    path, arrays = _given(where, folder, optimizer, shards, comm)
     keeps_all = not isinstance(optimizer, ShardedStates)
     kept = {n: a for n, a in arrays.items() if keeps_all or a.belongs_to(comm.rank)}
     forms = {name: {**a.form, **a.content} for name, a in kept.items()}
     known = _union(where, [json.loads(text) for text in gather_texts(comm, json.dumps(forms))])
-    token = gather_texts(comm, secrets.token_hex(8))[0]
+    token = gather_texts(comm, new_token())[0]
     own = {
         name: np.ascontiguousarray(a.array).reshape(a.array.shape)  # 0-d stays so
         for name, a in kept.items()
         if a.belongs_to(comm.rank)
     }
-    names = [f"part-{rank:05}-of-{comm.size:05}-{token}.safetensors" for rank in range(comm.size)]
-    _, error = attempted(_write_part, path, names[comm.rank], own, token)
+    _make_folder(where, path, comm, token)
+    part = path / part_names(token, comm.size)[comm.rank]
+    metadata = {"format": FORMAT, "checkpoint": token, "rank": str(comm.rank)}
+    _, error = attempted(_write_part, part, own, metadata)
     try:
         agree(comm, where, {}, error)
     except LostProcessError:  # the first process may have heard from all, and write the index
         raise
     except Exception:
-        with suppress(OSError):
-            (path / names[comm.rank]).unlink()
+        _remove_parts([part])
         raise
     if comm.rank == 0:
-        index = {"format": _FORMAT, "checkpoint": token, "parts": names, "arrays": known}
-        _, error = attempted(_write_index, path, index)
+        _, error = attempted(_write_index, path, token, comm.size, known)
     agree(comm, where, {}, error)
 
 
-def _write_part(path: Path, name: str, arrays: dict[str, np.ndarray], token: str) -> None:
+def _make_folder(where: str, path: Path, comm: Communicator, token: str) -> None:
+    """Make the folder, and see that it is one: that all find in it what the first one puts there.
+
+    Paths tell nothing: machines may reach a folder by different ones.
+    """
+    probe = path / f"{_UNFINISHED}{token}"
+    _, error = attempted(_make_probe, path, probe, comm.rank)
+    try:
+        agree(comm, where, {}, error)
+        _, error = attempted(_check_probe, where, probe)
+        agree(comm, where, {}, error)
+    finally:
+        if comm.rank == 0:
+            with suppress(OSError, ValueError):  # a later call removes it
+                probe.rmdir()
+
+
+def _make_probe(path: Path, probe: Path, rank: int) -> None:
     path.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix=_UNFINISHED, dir=path) as folder:
-        unfinished = Path(folder, name)
+    if rank == 0:
+        probe.mkdir()
+
+
+def _check_probe(where: str, probe: Path) -> None:
+    if not probe.is_dir():
+        expected, got = "that of rank 0", f"{probe.parent}, which has no {probe.name}"
+        reject(OSError, where, "folder", "is another one", expected, got)
+
+
+def _write_part(part: Path, arrays: dict[str, np.ndarray], metadata: dict[str, str]) -> None:
+    with TemporaryDirectory(prefix=_UNFINISHED, dir=part.parent) as folder:
+        unfinished = Path(folder, part.name)
         unfinished.touch()  # with the permissions of a new file; safetensors gives its owner's only
         mode = unfinished.stat().st_mode
         try:
-            save_file(arrays, unfinished, metadata={"format": _FORMAT, "checkpoint": token})
+            save_file(arrays, unfinished, metadata=metadata)
         except SafetensorError as error:
-            raise OSError(f"save_checkpoint: {path}: {error}") from error
+            raise OSError(f"save_checkpoint: {part.parent}: {error}") from error
         unfinished.chmod(mode)
         with open(unfinished, "r+b") as file:
             os.fsync(file.fileno())
-        os.replace(unfinished, path / name)
+        os.replace(unfinished, part)
 
 
-def _write_index(path: Path, index: dict[str, Any]) -> None:
+def _write_index(path: Path, token: str, size: int, arrays: dict[str, Any]) -> None:
     """The moment at which the checkpoint is the new one; parts of others are removed."""
-    for rank, name in enumerate(index["parts"]):
-        if not (path / name).is_file():
-            expected, got = f"one folder, {path}", f"no {name} in it"
-            reject(OSError, "save_checkpoint", f"rank {rank}", "writes elsewhere", expected, got)
-    replace_file(path / _INDEX, json.dumps(index, indent=1).encode())
-    for old in path.glob("part-*.safetensors"):
-        if old.name not in index["parts"]:
-            with suppress(OSError):
-                old.unlink()
+    index, names = path / INDEX, part_names(token, size)
+    try:
+        replace_file(index, index_of(path, token, size, arrays))
+    except Exception:
+        with suppress(OSError):
+            is_new = index.is_file() and token.encode() in index.read_bytes()
+            if not is_new:
+                _remove_parts(path / name for name in names)
+        raise
+    _remove_parts(old for old in path.glob("part-*.safetensors") if old.name not in names)
     for left in path.glob(f"{_UNFINISHED}*"):  # by processes that were killed
         shutil.rmtree(left, ignore_errors=True)
+
+
+def _remove_parts(parts: Iterable[Path]) -> None:
+    for part in parts:
+        with suppress(OSError):
+            part.unlink()
 
 
 def _union(where: str, of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -190,55 +226,49 @@ def load_checkpoint(
 
     Each process reads the rows that it owns now, in either order of rows. Everything is checked
     before anything is written; only a file that cannot be read any more then leaves tables half
-    read.
+    read. The index, the headers of the parts and every array that was saved without a shard have
+    checksums. **Rows that were saved by a shard have none**: dtype, shape and place are checked,
+    and numbers that have changed are loaded. Folders of version 0.1.1 have no checksums of the
+    index and the headers.
+
+    Symbolic links are followed: the folder, the index and the parts may be links.
 
     The arguments are those of `save_checkpoint`.
 
     Raises:
         OSError: on a rank, the index or a part is missing or cannot be read.
         KeyError: the checkpoint has not the names of the optimizer, or more.
-        TypeError: a dtype differs.
-        ValueError: a shape differs, the index or a part is damaged, or a part is of another
-            checkpoint.
+        TypeError: a dtype differs from that of the optimizer, or a kind does not fit.
+        ValueError: a shape differs, an array is read-only, the index or a part is damaged or no
+            file, a part is of another checkpoint, or the processes read different ones.
         LostProcessError: a process has ended.
     """
-    where, path = "load_checkpoint", Path(folder)
-    arrays, error = attempted(_arrays, where, optimizer, shards or {}, comm)
-    agree(comm, where, {"optimizer": _kind_of(optimizer)}, error)
+    where = "load_checkpoint"
+    path, arrays = _given(where, folder, optimizer, shards, comm)
     of_ranks = gather_texts(comm, json.dumps(list(arrays)))
     names = {name for text in of_ranks for name in json.loads(text)}
-    index, error = attempted(_checked_index, where, path, arrays, names)
-    agree(comm, where, {"checkpoint": index and index["checkpoint"]}, error)
-    _, error = attempted(_load, path, index, arrays, optimizer)
+    index, error = attempted(_fitting_index, where, path, arrays, names)
+    agree(comm, where, {"index": index and index.digest}, error)
+    whole, error = attempted(_whole_arrays, index, arrays, optimizer)
+    agree(comm, where, {}, error)
+    _, error = attempted(_write, index, whole, arrays, optimizer)
     agree(comm, where, {}, error)
 
 
-def _checked_index(
-    where: str, path: Path, arrays: dict[str, _Array], names: set[str]
-) -> dict[str, Any]:
+def _fitting_index(where: str, path: Path, arrays: dict[str, _Array], names: set[str]) -> Index:
     """The index, when all that it names is there and fits; ``names`` are those of all ranks."""
-    index = _read_index(where, path)
-    for rank, name in enumerate(index["parts"]):
-        try:
-            with safe_open(path / name, framework="np") as part:
-                token, found = (part.metadata() or {}).get("checkpoint"), set(part.keys())
-        except SafetensorError as error:
-            reject(ValueError, where, f"part {name!r}", "is damaged", "a whole file", error)
-        if token != index["checkpoint"]:
-            wrong = "is of another checkpoint"
-            reject(ValueError, where, f"part {name!r}", wrong, index["checkpoint"], token)
-        of_part = {n for n, form in index["arrays"].items() if form.get("rank", rank) == rank}
-        if not of_part <= found:
-            lacking = sorted(of_part - found)[:3]
-            reject(ValueError, where, f"part {name!r}", "lacks arrays", lacking, "none")
-    _check_names(where, "missing", names - index["arrays"].keys())
+    index = Index(path)
+    _check_names(where, "missing", names - index.arrays.keys())
     for name, a in arrays.items():
-        saved, own = index["arrays"][name], a.form
-        if saved["dtype"] != own["dtype"]:
-            reject(TypeError, where, name, "has a wrong dtype", own["dtype"], saved["dtype"])
-        if saved["shape"] != own["shape"]:
-            reject(ValueError, where, name, "has a wrong shape", own["shape"], saved["shape"])
-    _check_names(where, "more", index["arrays"].keys() - names)
+        saved, own = index.arrays[name], a.form
+        for kind, key in ((TypeError, "dtype"), (ValueError, "shape")):
+            if saved[key] != own[key]:
+                got = f"{saved[key]} in {INDEX}"
+                reject(kind, where, name, f"has a wrong {key}", own[key], got)
+        if not a.array.flags.writeable:
+            reject(ValueError, where, name, "is read-only", "a writable array", "a read-only one")
+    _check_names(where, "more", index.arrays.keys() - names)
+    index.check_parts()
     return index
 
 
@@ -248,70 +278,37 @@ def _check_names(where: str, which: str, names: set[str]) -> None:
         reject(KeyError, where, "checkpoint", "does not fit this optimizer", expected, got)
 
 
-def _read_index(where: str, path: Path) -> dict[str, Any]:
-    text = (path / _INDEX).read_text()
-    try:
-        index: dict[str, Any] = json.loads(text)
-        found = index["format"]
-        is_whole = found != _FORMAT or _is_whole(index)
-    except (ValueError, KeyError, TypeError, AttributeError):
-        is_whole = False
-    if not is_whole:
-        reject(ValueError, where, _INDEX, "is no index of a checkpoint", _FORMAT, str(path))
-    if found != _FORMAT:
-        reject(ValueError, where, _INDEX, "has another format", _FORMAT, found)
-    return index
-
-
-def _is_whole(index: dict[str, Any]) -> bool:
-    """Whether what an index says belongs together."""
-    parts, forms = index["parts"], index["arrays"].values()
-    divided = [form for form in forms if "rank" not in form]
-    return (
-        all(Path(name).name == name for name in parts)
-        and all(0 <= form["rank"] < len(parts) for form in forms if "rank" in form)
-        and all(form["height"] * len(parts) >= form["shape"][0] for form in divided)
-        and all(form["order"] in ORDERS for form in divided)
-    )
-
-
-def _load(path: Path, index: dict[str, Any], arrays: dict[str, _Array], optimizer: Any) -> None:
-    """Rows into their places; the rest by way of the optimizer, which looks at the values."""
-    files = [path / name for name in index["parts"]]
+def _whole_arrays(index: Index, arrays: dict[str, _Array], optimizer: Any) -> dict[str, np.ndarray]:
+    """All but the rows of shards that were saved as such, in memory and checked."""
     whole: dict[str, np.ndarray] = {}
     for name, a in arrays.items():
-        saved = index["arrays"][name]
-        if "rank" in saved:
-            with safe_open(files[saved["rank"]], framework="np") as part:
-                found = part.get_tensor(name)
+        if index.is_whole(name):
+            found = index.whole(name)
             whole[name] = found if a.shard is None else found[a.shard.indices]
         elif a.shard is None:
             whole[name] = np.empty_like(a.array)
-            _read_rows(files, name, saved, np.arange(len(a.array)), whole[name])
+            index.read_rows(name, np.arange(len(a.array)), whole[name])
     base = _keeper(optimizer)
-    own = base.state_arrays()
-    base.load_state_dict({name: whole.get(name, array) for name, array in own.items()})
+    base.fitting(_state_of(base, whole))
+    return whole
+
+
+def _state_of(base: Any, whole: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {name: whole.get(name, array) for name, array in base.state_arrays().items()}
+
+
+def _write(
+    index: Index, whole: dict[str, np.ndarray], arrays: dict[str, _Array], optimizer: Any
+) -> None:
+    """What was checked into its place, and rows from the parts into theirs."""
+    base = _keeper(optimizer)
+    base.load_state_dict(_state_of(base, whole))
     for parameter in base.parameters:
         if str(parameter.name) in whole:
             parameter.array[...] = whole[str(parameter.name)]
     for name, a in arrays.items():
         if a.shard is not None and name not in whole:
-            _read_rows(files, name, index["arrays"][name], a.shard.indices, a.array)
-
-
-def _read_rows(
-    files: list[Path], name: str, saved: dict[str, Any], ids: np.ndarray, out: np.ndarray
-) -> None:
-    """Rows by their numbers, out of the parts that have them."""
-    at = places(ids, saved["shape"][0], saved["order"])
-    part_of = at // saved["height"]
-    for rank in np.unique(part_of).tolist():
-        own = np.flatnonzero(part_of == rank)
-        local = at[own] - rank * saved["height"]
-        with safe_open(files[rank], framework="np") as part:
-            first, last = int(local.min()), int(local.max()) + 1
-            rows = part.get_slice(name)[first:last]
-        out[own] = rows[local - first]
+            index.read_rows(name, a.shard.indices, a.array)
 
 
 def _keeper(optimizer: Any) -> Any:
@@ -324,6 +321,18 @@ def _kind_of(optimizer: Any) -> list[Any]:
     return [type(_keeper(optimizer)).__name__, isinstance(optimizer, ShardedStates)]
 
 
+def _given(
+    where: str, folder: Any, optimizer: Any, shards: Any, comm: Communicator
+) -> tuple[Path, dict[str, _Array]]:
+    """The folder, and what the optimizer has, when the arguments of all processes fit."""
+    _, error = attempted(of_kind, where, "folder", folder, str | os.PathLike, "a path")
+    if error is None:
+        shards = {} if shards is None else shards
+        arrays, error = attempted(_arrays, where, optimizer, shards, comm)
+    agree(comm, where, {"optimizer": _kind_of(optimizer)}, error)
+    return Path(folder), arrays
+
+
 def _arrays(
     where: str, optimizer: Any, shards: Mapping[str, RowShard], comm: Communicator
 ) -> dict[str, _Array]:
@@ -334,17 +343,15 @@ def _arrays(
         reject(TypeError, where, "optimizer", "has a wrong type", "a FusedOptimizer", got)
     check_on_host(where, base)
     names = [str(parameter.name) for parameter in base.parameters]
-    if unknown := sorted(shards.keys() - set(names)):
-        reject(ValueError, where, "shards", "name no parameter", names, unknown)
+    _check_shards(where, shards, names, comm)
+    if taken := sorted(base.state_arrays().keys() & set(names)):
+        expected = "names that no state of the optimizer has"
+        reject(ValueError, where, "parameters", "have names of states", expected, taken)
     owners = optimizer.owners if isinstance(optimizer, ShardedStates) else [0] * len(names)
     found = {name: _Array(array, None, 0) for name, array in base.state_arrays().items()}
     for i, (name, parameter) in enumerate(zip(names, base.parameters, strict=True)):
         shard, states = shards.get(name), base.states_by_name(i)
         array = parameter.array
-        if shard is not None and (shard.comm.rank, shard.comm.size) != (comm.rank, comm.size):
-            expected = f"rank {comm.rank} of {comm.size}, as comm"
-            wrong, got = "is one of other processes", f"{shard.comm.rank} of {shard.comm.size}"
-            reject(ValueError, where, f"the shard of {name!r}", wrong, expected, got)
         if shard is not None and len(array) != len(shard):
             expected, got = f"the {len(shard)} rows of its shard", array.shape
             reject(ValueError, where, f"parameter {name!r}", "has a wrong shape", expected, got)
@@ -354,4 +361,20 @@ def _arrays(
                 reject(ValueError, where, f"state {label!r}", wrong, expected, state.shape)
             found[label] = _Array(state, shard, owners[i])
         found[f"step.{name}"] = _Array(found[f"step.{name}"].array, None, owners[i])
+    for name, a in found.items():
+        check_savable(where, name, a.array)
     return found
+
+
+def _check_shards(where: str, shards: Any, names: list[str], comm: Communicator) -> None:
+    """Whether these are shards of parameters and of these processes."""
+    of_kind(where, "shards", shards, Mapping, "a mapping of names to shards")
+    if unknown := sorted(shards.keys() - set(names)):
+        reject(ValueError, where, "shards", "name no parameter", names, unknown)
+    for name, shard in shards.items():
+        what = f"the shard of {name!r}"
+        of_kind(where, what, shard, RowShard, "a RowShard")
+        if (shard.comm.rank, shard.comm.size) != (comm.rank, comm.size):
+            expected = f"rank {comm.rank} of {comm.size}, as comm"
+            wrong, got = "is one of other processes", f"{shard.comm.rank} of {shard.comm.size}"
+            reject(ValueError, where, what, wrong, expected, got)

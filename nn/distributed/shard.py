@@ -58,7 +58,7 @@ class RowShard:
         _, error = attempted(_check, "RowShard", rows, order)
         agree(comm, "RowShard", {"rows": str(rows), "order": str(order)}, error)
         self.rows, self.comm, self.order = int(rows), comm, order
-        self.height = max(1, -(-self.rows // comm.size))  # of all stretches but the last ones
+        self.height = stretch(self.rows, comm.size)
         self.begin, self.end = (
             min(rank * self.height, self.rows) for rank in (comm.rank, comm.rank + 1)
         )
@@ -96,6 +96,11 @@ class RowShard:
             IndexError: on a rank, an id is out of range.
         """
         return Route(self, ids)
+
+
+def stretch(rows: int, size: int) -> int:
+    """How many rows each of ``size`` processes has, but for the last ones."""
+    return max(1, -(-rows // size))
 
 
 def places(ids: np.ndarray, rows: int, order: str) -> np.ndarray:

@@ -58,6 +58,8 @@ def load(data: Any, optimizer: Optimizer) -> tuple[dict[Any, Any], Optimizer]:
             raise ValueError("another format")
         states = {_index(index): _restored(v, tensors) for index, v in document["states"]}
         counts = {_index(i): count("set_states", "a count", t) for i, t in document["counts"]}
+        if (len(states), len(counts)) != (len(document["states"]), len(document["counts"])):
+            raise ValueError("an index twice")
         num_update = count("set_states", "num_update", document["num_update"])
         if document["optimizer"] is not None:
             optimizer = _made(document["optimizer"], optimizer)

@@ -113,7 +113,7 @@ class Thor(torch.optim.Optimizer):
         """
         assert self._thor is not None
         rest = dict(state_dict)
-        states, groups = rest.pop("thor"), rest["param_groups"]
+        states, groups, _ = rest.pop("thor"), rest["param_groups"], rest["state"]
         if [len(group["params"]) for group in groups] != [len(self.param_groups[0]["params"])]:
             raise ValueError("loaded state dict has another group or other parameters")
         self._thor.load_state_dict({name: array_of(tensor) for name, tensor in states.items()})

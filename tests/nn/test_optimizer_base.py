@@ -1644,11 +1644,32 @@ def test_state_that_does_not_fit(case: tuple[Any, Any, str]) -> None:
         opt.load_state_dict(change(other.state_dict()))
 
 
-@pytest.mark.parametrize("value", [np.nan, -0.5])
+@pytest.mark.parametrize("value", [np.nan, -0.5, np.inf, 1e39])
 def test_a_loaded_rate_is_checked(value: float) -> None:
     opt = nn.Adam(parameters("a"))
     state = changed("learning_rate", np.array(value))(opt.state_dict())
     with refused(ValueError, "'learning_rate' is out of range", opt):
+        opt.load_state_dict(state)
+
+
+@pytest.mark.parametrize("value", [-1, 2**31, 2**63 - 1])
+def test_a_loaded_count_is_checked(value: int) -> None:
+    """Beyond the steps that there can be it would overflow."""
+    opt = nn.Adam(parameters("a"))
+    state = changed("step.a", np.array([value]))(opt.state_dict())
+    expected = f"at least 0, at most 2147483647, got {value}"
+    with refused(ValueError, f"'step.a' is out of range: expected {expected}", opt):
+        opt.load_state_dict(state)
+
+
+def test_a_loaded_step_of_an_own_optimizer_is_checked() -> None:
+    class Own(nn.Optimizer):
+        def construct(self, gradients: Any) -> bool:
+            return bool(gradients)
+
+    opt = Own(0.1, parameters("a"))
+    state = changed("global_step", np.array([-5], np.int32))(opt.state_dict())
+    with refused(ValueError, "'global_step' is out of range: expected at least 0", opt):
         opt.load_state_dict(state)
 
 

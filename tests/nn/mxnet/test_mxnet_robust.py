@@ -322,6 +322,8 @@ DAMAGES: list[Callable[[dict[str, Any]], Any]] = [
     lambda d: d.update(num_update=1e999),
     lambda d: d.update(optimizer=[1]),
     lambda d: d.update(optimizer={}),
+    lambda d: d["states"].append(d["states"][0]),
+    lambda d: d["counts"].append([0, 3]),
     lambda d: d["optimizer"].pop("idx2name"),
     lambda d: d["optimizer"]["lr_scheduler"].update(name="X"),
     lambda d: d["optimizer"]["lr_scheduler"]["arguments"].pop("step"),

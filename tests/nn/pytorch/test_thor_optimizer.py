@@ -73,6 +73,22 @@ def test_a_run_goes_on_from_its_state() -> None:
     assert_equal(model, other)
 
 
+@pytest.mark.parametrize("key", ["state", "param_groups", "thor"])
+def test_a_state_that_lacks_a_part_changes_nothing(key: str) -> None:
+    model = net()
+    optimizer = fused.Thor(model, 0.1, 0.2, **OPTIONS)
+    backward(optimizer, model, 0)
+    optimizer.step()
+    saved = {name: part for name, part in optimizer.state_dict().items() if name != key}
+    other = fused.Thor(net(), 0.1, 0.2, **OPTIONS)
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(KeyError, match=key):
+        other.load_state_dict(saved)
+    after = other.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    assert all(torch.equal(after["thor"][name], x) for name, x in before["thor"].items())
+
+
 def test_what_it_refuses() -> None:
     model = net()
     optimizer = fused.Thor(model, 0.1, 0.2, **OPTIONS)
