@@ -10,6 +10,7 @@ import numpy as np
 
 from ..kernels.cpu.dense import measure
 from ..kernels.cpu.parallel import commit
+from ..kernels.cpu.records import lies_in
 from ..kernels.cpu.rows.step import row_norm
 from ..kernels.element import kernel
 from ..kernels.quiet import quiet
@@ -162,6 +163,14 @@ def _check_in_place(where: str, x: Sequence[Any], gradients: Sequence[Gradient |
         if adopted is not None:
             values[f"x[{i}]"] = check.variable(where, f"x[{i}]", values_of(given))
     check.no_overlap(where, [*values], [*values.values()])
+    spans = sorted((address_of(a), address_of(a) + a.nbytes) for a in values.values() if a.nbytes)
+    written = list(zip(*spans, strict=True)) or ((), ())
+    for i, adopted in enumerate(gradients):
+        for name in ("indices", "positions") if isinstance(adopted, RowTensor) else ():
+            array = getattr(adopted, name)
+            if array is not None and lies_in(written, address_of(array), array.nbytes):
+                wrong, expected = "share memory with values to be scaled", "separate arrays"
+                reject(ValueError, where, f"{name} of x[{i}]", wrong, expected, "an overlap")
 
 
 def _are_on_device(where: str, gradients: Sequence[Gradient | None]) -> bool:

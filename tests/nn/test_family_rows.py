@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fusestep import nn
 
-from helpers import assert_same_bits, refused
+from helpers import arrays_of, assert_same_bits, refused
 from optimizers import (
     ALL_FORMS,
     BY_NAME,
@@ -20,6 +20,7 @@ from optimizers import (
     arguments_of,
     decayed_and_scaled,
     gradients,
+    inner,
     make,
     parameters,
     rows,
@@ -252,3 +253,38 @@ def test_lars_takes_rows_of_a_parameter_that_its_filter_leaves_out(cls: type, ho
         scaled([h])
     assert_same_bits(opt.parameters[0].data, table.data)
     assert_same_bits(opt.parameters[1].data, vector.data)
+
+
+# Memory of the step
+
+
+def in_memory_of(array: np.ndarray, name: str) -> nn.RowTensor:
+    """A gradient of a (40, 4) table of which one array lies in the memory of another array."""
+    n = 8
+    values, found = np.ones((n, 4), np.float32), array.reshape(-1).view(np.uint8)
+    if name == "values":
+        return nn.RowTensor(np.arange(n), found[: 16 * n].view(np.float32).reshape(n, 4), (40, 4))
+    if name == "int32":
+        return nn.RowTensor(found[: 4 * n].view(np.int32), values, (40, 4))
+    if name == "int64":
+        return nn.RowTensor(found[: 8 * n].view(np.int64), values, (40, 4))
+    whole = nn.RowTensor(np.arange(n), values, (40, 4), positions=np.arange(n), batch_length=2**62)
+    whole.positions = found[: 8 * n].view(np.int64)
+    whole.positions[:] = np.arange(n)
+    return whole
+
+
+@pytest.mark.parametrize("name", ["values", "int32", "int64", "positions"])
+@EACH_TAKING
+def test_rows_in_the_memory_of_a_variable_are_refused(form: str, name: str) -> None:
+    """Also where they come only in a later step."""
+    lazy = {"sparse_update": "lazy"} if form in SWEEPING else {}
+    opt = make(form, parameters({"table": (40, 4)}), **lazy)
+    good = rows((40, 4), [3, 1, 3], seed=0)
+    for _ in range(2):
+        for array in arrays_of(inner(opt)):
+            if array.shape == (40, 4):
+                bad = in_memory_of(array, name)
+                with refused(ValueError, "a gradient shares memory with a parameter or state", opt):
+                    opt([bad])
+        opt([good])

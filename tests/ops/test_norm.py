@@ -468,7 +468,19 @@ def refused_in_place() -> dict[str, tuple[list[Any], type[Exception], str]]:
     locked, strided = rows([1]), rows([1, 2])
     locked.values = read_only().reshape(1, 4)[:, :3]
     strided.values = np.repeat(strided.values, 2, axis=0)[::2]
+    own = rows([1, 2])
+    own.indices = own.values.reshape(-1)[:2].view(np.int32)
+    theirs = ops.RowTensor(one[:2].view(np.int32), np.ones((2, 3), np.float32), (2**31 - 1, 3))
+    whole = np.arange(12.0).reshape(2, 6)
+    placed = ops.RowTensor(
+        np.arange(2), whole[:, :3].copy(), (4, 3), positions=np.arange(2), batch_length=2**62
+    )
+    placed.positions = whole.reshape(-1)[:2].view(np.int64)
+    apart = r"share memory with values to be scaled: expected separate arrays"
     return {
+        "own indices": ([own], ValueError, rf"indices of x\[1\] {apart}"),
+        "indices of another": ([one, theirs], ValueError, rf"indices of x\[2\] {apart}"),
+        "positions": ([placed, whole], ValueError, rf"positions of x\[1\] {apart}"),
         "read-only": ([read_only()], ValueError, r"x\[1\] is read-only"),
         "read-only rows": ([locked], ValueError, r"x\[1\] is read-only"),
         "strided": ([dense(9)[::2]], ValueError, r"x\[1\] is not contiguous"),

@@ -395,6 +395,27 @@ def test_an_error_in_the_middle_changes_nothing(make: Any, case: tuple[str, Any,
         assert_same_bits(a, b)
 
 
+@pytest.mark.parametrize("earlier", [False, True])
+@pytest.mark.parametrize("lazy", [False, True])
+def test_rows_in_the_memory_of_a_weight_or_state(lazy: bool, earlier: bool) -> None:
+    weight, state = ones(9, 4), (ones(9, 4), ones(9, 4))
+    opt, good = mx.Adam(lazy_update=lazy), rows([1, 2], (9, 4))
+    if earlier:
+        opt.update(0, weight, good, state)
+    before = counts_of(opt)
+    for array in (weight, *state):
+        found = array.reshape(-1)
+        for bad in (
+            RowTensor(np.arange(9), array, (9, 4)),
+            RowTensor(found[:2].view(np.int32), ones(2, 4), (9, 4)),
+            RowTensor(found[:4].view(np.int64), ones(2, 4), (9, 4)),
+        ):
+            with refused(ValueError, "^Adam: .* shares memory", weight, state):
+                opt.update(0, weight, bad, state)
+    assert counts_of(opt) == before
+    opt.update(0, weight, good, state)
+
+
 @pytest.mark.parametrize("index", [1, 2])
 def test_memory_of_another_weight(index: int) -> None:
     weights, grads, states = three()
