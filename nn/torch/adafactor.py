@@ -16,9 +16,9 @@ from ...kernels.rules.formula import Numbers
 from ...kernels.rules.rule import columns
 from ...kernels.rules.torch.adafactor import TORCH_ADAFACTOR
 from ...ops.norm import squares_at
-from .binding import Choice, Given, Part
 from .method import Before, Group, Method
 from .optimizer import Fused
+from .part import Choice, Given, Part
 from .tensors import number
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ...kernels.rules.formula import Numbers
 from ...kernels.rules.torch import adam as rules
-from .binding import Choice
 from .method import EPS_HAT, Group, Method, betas_in_range, not_negative
 from .optimizer import Fused
+from .part import Choice
 from .tensors import number
 
 

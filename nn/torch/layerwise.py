@@ -11,9 +11,9 @@ from ...kernels.rules import lamb as rules
 from ...kernels.rules.formula import Numbers
 from ...kernels.rules.lars import ratio
 from ...kernels.rules.torch import lars as lars_rules
-from .binding import Part
 from .method import Group, Method, betas_in_range, not_negative
 from .optimizer import Fused
+from .part import Part
 from .tensors import number
 
 

@@ -12,8 +12,8 @@ from ...kernels.rules.gradient import COUPLED_DECAY, SCALE
 from ...kernels.rules.rule import Prologue, Rule
 from ...ops.runtime import check
 from ...ops.runtime.errors import reject
-from .binding import Choice
 from .memory import DTYPE_NAMES, DTYPES
+from .part import Choice
 from .tensors import number
 
 Group = Mapping[str, Any]

@@ -24,8 +24,9 @@ from ...ops.runtime.step import DenseUpdate, measure_step
 from ..engine.host import update_of
 from ..engine.layout import Layout
 from ..engine.on_device import launch_updates
-from .binding import Binding, Choice, Entry, Given, Part, check_parameter
+from .binding import Binding, check_parameter
 from .method import OWN, Before, Group, Method, check_group, check_own
+from .part import Choice, Entry, Given, Part
 from .state import (
     Number,
     cast_states,
