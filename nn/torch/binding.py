@@ -256,7 +256,7 @@ class Binding:
                 by_names.setdefault(names, []).append(k)
         self._getters = [(itemgetter(*names), len(names), own) for names, own in by_names.items()]
         written = self._written(self._parameters, [e.state for e in self.active])
-        gradients = [e and e.parameter.grad for e in self._entries]
+        gradients: list[Any] = [e and e.parameter.grad for e in self._entries]
         kinds = [
             headers.NONE if e is None else headers.ROWS if i in self._rows else headers.DENSE
             for i, e in enumerate(self._entries)

@@ -176,15 +176,15 @@ def _share(one: Stretch, other: Stretch) -> bool:
     """Whether two tensors whose stretches overlap have an element in common."""
     if all(s.tensor is None or order_of(s.tensor) is not None for s in (one, other)):
         return True
-    arrays = [
+    of_one, of_other = (
         np.asarray(
             _Memory(s.begin, (s.end - s.begin,), (1,), 1, None)
             if s.tensor is None
             else _Memory.of(s.tensor, owned=False)
         )
         for s in (one, other)
-    ]
+    )
     try:
-        return np.shares_memory(*arrays, max_work=_MOST_WORK)
+        return np.shares_memory(of_one, of_other, max_work=_MOST_WORK)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True

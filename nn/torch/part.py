@@ -69,10 +69,10 @@ class Part:
         own: list[Entry] = [entries[i] for i in positions]
         groups, group_of = np.unique([e.group for e in own], return_inverse=True)
         first = own[0]
-        is_factored = first.choice.rule.factored and len(first.shapes) == 2
+        is_factored = bool(first.choice.rule.factored) and len(first.shapes) == 2
         part = cls(
             first.choice, layout, batch, [place[i] for i in positions], groups.tolist(), group_of,
-            first.parameter.is_cuda, is_factored,
+            bool(first.parameter.is_cuda), is_factored,
         )  # fmt: skip
         part.settle()
         return part

@@ -38,7 +38,7 @@ class Fields(NamedTuple):
     n_bytes: int
     deleter: int
     lazy: int  # no place: what is there where a copy shares the memory until one is written to
-    count: int  # in a count of changes: the number
+    changes: int  # in a count of changes: the number
 
 
 class Layout(NamedTuple):
@@ -149,7 +149,7 @@ def _versions(torch: Any) -> dict[str, int | None]:
         return {"version": None}
     ((place, found),) = counts.items()
     number = _find(found, [t._version for t in tensors], _VERSION, _NUMBER, start=8)
-    return {"version": place, "count": number}
+    return {"version": place, "changes": number}
 
 
 def _dtypes(torch: Any) -> tuple[int | None, dict[Any, int]]:

@@ -131,7 +131,7 @@ def _look_at_tensors(wish, fields, same, tensors):
                 return OTHER
         else:
             version = load_int64(tensor + f.version)
-            versions[k] = version + f.count if version != 0 else 0
+            versions[k] = version + f.changes if version != 0 else 0
             if addresses[k] != address:
                 found = MOVED
         addresses[k] = address
