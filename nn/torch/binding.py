@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from itertools import chain
 from operator import itemgetter
 from typing import Any
-from weakref import ref
 
 import numpy as np
 import torch
@@ -77,10 +76,12 @@ class Binding:
             kinds.append(kind)
             arrays.append(own)
         check_apart(where, self._memory)
-        # Whether a parameter has changed while its state did not.
-        self.kinds = [
-            (ref(e.parameter), [e.parameter.dtype, e.parameter.device]) for e in self.active
-        ]
+        # Whether a parameter has changed while its state did not. By identities: a weak reference
+        # would keep PyTorch from swapping tensors.
+        self.types = {
+            (id(e.parameter), id(e.state)): (e.parameter.dtype, e.parameter.device)
+            for e in self.active
+        }
         labels = [f"{where}: gradient of {e.name}" if e else "" for e in entries]
         self.parts = self._parts(kinds, arrays, labels)
         self._count(np.zeros(0, np.int64))

@@ -298,8 +298,7 @@ class Fused(_Base):
     ) -> tuple[Binding, dict[Tensor, Any]]:  # fmt: skip
         """The binding for a step, and the states of parameters that had none."""
         entries: list[Entry | None] = []
-        of_last = [found for binding in reversed(last) for found in binding.kinds]
-        before = {id(p): kind for ref, kind in of_last if (p := ref()) is not None}
+        before = {key: kind for binding in reversed(last) for key, kind in binding.types.items()}
         new: dict[Tensor, Any] = {}
         where, places = type(self).__name__, places_of(self.param_groups)
         if len(parameters) == 1:
@@ -312,7 +311,7 @@ class Fused(_Base):
                 continue
             group, choice = self.param_groups[k], choices[k]
             is_active = self._check(group, choice, name, parameter)
-            kind = [parameter.dtype, parameter.device]
+            kind = (parameter.dtype, parameter.device)
             shapes = self.shapes(choice.states, parameter)
             numbers = ("step",) * self._counts_updates + tuple(self.numbers(group))
             known = self.state.get(parameter, {})
@@ -322,9 +321,10 @@ class Fused(_Base):
                     new[parameter] = state
             else:
                 state = known
-                if before.get(id(parameter), kind) != kind:
+                last_kind = before.get((id(parameter), id(state)), kind)
+                if last_kind != kind:
                     wrong = "has changed since the last step"
-                    reject(RuntimeError, where, name, wrong, before[id(parameter)], kind)
+                    reject(RuntimeError, where, name, wrong, last_kind, kind)
                 self._check_complete(name, state, (*shapes, *numbers))
             entry = Entry(parameter, k, name, state, choice, shapes, numbers, is_new)
             entries.append(entry if is_active else None)

@@ -292,6 +292,21 @@ def test_memory_that_moves_in_a_step_that_is_bound_anew(fault: Any) -> None:
     assert all((old == -2.0).all() for old in kept)
 
 
+def test_swapped_tensors() -> None:
+    """PyTorch swaps none that has a weak reference."""
+    results = []
+    for package in (fused, torch.optim):
+        one, other = (torch.nn.Parameter(torch.full((3,), x)) for x in (0.0, 10.0))
+        optimizer = package.SGD([one, other], lr=1.0, momentum=0.5)
+        for k in range(5):
+            if k == 2:
+                torch.utils.swap_tensors(one, other)
+            one.grad, other.grad = torch.full((3,), 1.0), torch.full((3,), 2.0)
+            optimizer.step()
+        results.append(torch.stack([one, other]).detach())
+    assert torch.equal(*results)
+
+
 def test_memory_that_moves_onto_another_parameter() -> None:
     one, other = (torch.nn.Parameter(torch.zeros(8)) for _ in range(2))
     optimizer = fused.SGD([one, other], lr=1.0)
