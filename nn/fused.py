@@ -17,6 +17,7 @@ from ..ops.runtime.device import DeviceArray
 from ..ops.runtime.errors import reject
 from .base.arguments import gradients_of, next_step
 from .base.numbers import FLOATS, Number, check_place, number_of, on_device
+from .base.own_rules import check_compiled, check_rule, checked_formula
 from .base.parameter import Parameter
 from .base.stateful import StatefulOptimizer
 from .engine.conditioning import Conditioning
@@ -96,19 +97,22 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         skip_nonfinite: bool = False,
         state_dtype: Any = None,
     ) -> None:
-        states = dict.fromkeys(rule.states, 0.0) if states is None else states
         self.use_locking = check.flag(self._name, "use_locking", use_locking)
         self.skip_nonfinite = check.flag(self._name, "skip_nonfinite", skip_nonfinite)
         self.sparse_update = _sparse_update(self._name, sparse_update)
+        check_rule(self._name, rule, states, self.sparse_update)
         self._moved_to_host = False
         super().__init__(
             learning_rate,
             parameters,
             weight_decay,
             loss_scale,
-            states=states,
+            states=dict.fromkeys(rule.states, 0.0) if states is None else states,
             state_dtype=state_dtype,
         )
+        check_compiled(self._name, rule, (p.dtype for p in self.parameters))
+        if rule.measure is not None and self._rows_need is FusedOptimizer._rows_need:
+            self._rows_need = "a dense one: the rule measures whole tensors", "a RowTensor"
         self._found_inf: DeviceArray | None = None
         self._skipped = np.zeros(1, np.int64)
         self._rule = rule
@@ -198,7 +202,10 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         update: Update | None = vars(self)["_known_update"]
         stepper = self._stepper
         if update is None:
-            update = vars(self)["_known_update"] = self._update()
+            update, dtypes = self._update(), [p.dtype for p in self.parameters]
+            on_device = not self._works_on_host
+            formula = checked_formula(self._name, update, dtypes, on_device=on_device)
+            update = vars(self)["_known_update"] = update._replace(formula=formula)
         if self._device is None and not self.use_locking:
             plan = self._plan(gradients, update, conditioning)
             if plan is not None:
