@@ -104,7 +104,7 @@ def _compiled(function: Callable[..., Any], arguments: tuple[Any, ...], name: st
     (overload,) = inner.overloads.values()
     result = overload.signature.return_type
     is_tuple = isinstance(result, types.BaseTuple)
-    returned = tuple(map(str, result if is_tuple else (result,)))
+    returned = tuple(str(types.unliteral(kind)) for kind in (result if is_tuple else (result,)))
     return Traits(returned, is_tuple, _REPORT in code.called)
 
 

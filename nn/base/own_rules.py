@@ -24,6 +24,7 @@ from .arguments import is_int, of_kind
 
 _PACKAGE = __name__.rpartition(".nn.")[0]
 _FLOATS = ("float32", "float64")
+_NUMBERS = (*_FLOATS, "int64")
 _OF_FORMULA = ("real", "lr", "decay", "step", "constants", "powers")
 
 
@@ -190,25 +191,23 @@ def _traits(
         expected = "arithmetic on numbers, for Numba"
         reject(TypeError, where, name, "cannot be compiled", expected, error)
     if found.can_raise:
-        wrong, got = "can raise", "an exception, after which elements would be left out"
-        expected = (
-            "no raise, assert, print or index that may be out of range, and njit functions that "
-            "it calls with error_model='numpy'"
-        )
+        wrong, got = "can raise", "an exception, of which compiled code does not hear"
+        expected = "no raise, assert, print or index that may be out of range"
         reject(ValueError, where, name, wrong, expected, got)
     return found
 
 
 def _check_returned(
-    where: str, what: str, found: traits.Traits, names: Sequence[str], *, of_one: bool = False
-) -> None:
+    where: str, what: str, found: traits.Traits, names: Sequence[str], *,
+    of_one: bool = False, kinds: tuple[str, ...] = _FLOATS,
+) -> None:  # fmt: skip
     """A float of each name: by itself where it is the only one, unless a tuple ``of_one``."""
     takes_tuple = len(names) > 1 or of_one
     listed = f"({', '.join(names)}{',' * (len(names) == 1)})" if takes_tuple else names[0]
     expected = f"the float{'s' * takes_tuple} {listed}"
     got = ", ".join(found.returned)
     got = f"({got})" if found.is_tuple else got
-    if found.is_tuple != takes_tuple or any(kind not in _FLOATS for kind in found.returned):
+    if found.is_tuple != takes_tuple or not {*found.returned} <= {*kinds}:
         reject(TypeError, where, what, "returns a wrong type", expected, got)
     if len(found.returned) != len(names):
         reject(ValueError, where, what, "returns another number of values", expected, got)
@@ -309,5 +308,6 @@ def checked_formula(
                 of_kind(where, what, value, float | np.floating, "a tuple of numbers")
     for real in _reals(dtypes) if on_device else ():
         found = _traits(where, "formula", formula.function, traits.of_formula, formula, real)
-        _check_returned(where, _named("formula", formula.function), found, names, of_one=True)
+        what = _named("formula", formula.function)
+        _check_returned(where, what, found, names, of_one=True, kinds=_NUMBERS)
     return OwnFormula.of(where, formula, names)
