@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from own_functions import AVERAGED, MEASURED, PLAIN, Own
 
 from fusestep import nn
 
 from helpers import assert_same_bits, refused
+from own_functions import AVERAGED, MEASURED, PLAIN, Own
 
 NOT_CALLED: Any = len
 

@@ -10,6 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+
+from fusestep import nn
+from fusestep.kernels.cpu import traits
+from fusestep.kernels.cpu.warmup import all_rules
+from fusestep.kernels.storage import F32, F64
+from fusestep.nn import Rule
+
+from helpers import more, refused
+from optimizers import FORMS, make, parameters
 from own_functions import (
     ARRAY,
     AVERAGED,
@@ -24,15 +33,6 @@ from own_functions import (
     raising,
     unusual,
 )
-
-from fusestep import nn
-from fusestep.kernels.cpu import traits
-from fusestep.kernels.cpu.warmup import all_rules
-from fusestep.kernels.storage import F32, F64
-from fusestep.nn import Rule
-
-from helpers import more, refused
-from optimizers import FORMS, make, parameters
 from subprocesses import output_of
 
 NOT_CALLED: Any = len
