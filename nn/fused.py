@@ -55,8 +55,9 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         state_dtype: dtype of the states; default each parameter's.
 
     Raises:
-        TypeError: a kind does not fit, or there is no `formula`.
-        ValueError: a value does not fit.
+        TypeError: a kind does not fit, there is no `formula`, or the rule cannot be compiled or
+            returns something else than floats.
+        ValueError: a value does not fit, or the rule returns too few or too many, or can raise.
 
     >>> import numpy as np
     >>> def update(w, g, hp):
@@ -186,7 +187,8 @@ class FusedOptimizer(StatefulOptimizer, ABC):
 
         Raises:
             TypeError, ValueError, IndexError, RuntimeError: a gradient does not fit, a parameter
-                or state has become read-only, or a list of learning rates is used up.
+                or state has become read-only, a list of learning rates is used up, or a formula
+                gives too few or too many scalars, or a NaN.
             OverflowError: ``global_step`` has reached the end of int32.
             Nothing has changed then.
         """
