@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ...kernels.cpu import traits
-from ...kernels.rules.formula import ROUNDING, Formula
+from ...kernels.rules.formula import ROUNDING, Formula, Numbers
 from ...kernels.rules.gradient import COUPLED_DECAY, SCALE, TRUST
 from ...kernels.rules.rule import Part, Rule, factors
 from ...kernels.storage import STORAGES, Storage, real_of
@@ -131,8 +131,8 @@ def _check_measure(
     sums = [f"sum{k + 1}" for k in range(rule.n_measured)]
     _check_function(where, "factor", rule.factor, sums)
     if sparse_update is not None:
-        wrong, expected = "does not fit a rule that measures whole tensors", None
-        reject(ValueError, where, "sparse_update", wrong, expected, repr(sparse_update))
+        wrong = "does not fit a rule that measures whole tensors"
+        reject(ValueError, where, "sparse_update", wrong, None, repr(sparse_update))
 
 
 def _check_states(where: str, rule: Rule, states: Mapping[str, float] | None) -> None:
@@ -226,7 +226,7 @@ def factors_of(rule: Rule, squares: np.ndarray) -> np.ndarray:
 # A formula
 
 
-def checked_scalars(where: str, what: str, found: Any, names: Sequence[str]) -> list[float]:
+def checked_scalars(where: str, what: str, found: Any, names: Sequence[str]) -> Numbers:
     """The scalars of some ``names`` that a user's function gives.
 
     Raises:
@@ -244,7 +244,7 @@ def checked_scalars(where: str, what: str, found: Any, names: Sequence[str]) -> 
         if number != number:
             reject(ValueError, where, of_name, "is NaN", "a number or an infinity", number)
         scalars.append(number)
-    return scalars
+    return tuple(scalars)
 
 
 class OwnFormula(Formula):

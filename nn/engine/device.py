@@ -115,8 +115,8 @@ class Device:
             self._refuse_graph("a step", "centralizes gradients", expected, "one with it")
         resident, bases = self._resident, update.formula.bases
         if resident is not None and len(resident.bases) != len(bases):  # their powers lie there
-            wrong, expected = "differ in number from those before", len(resident.bases)
-            reject(ValueError, self._where, "bases of the formula", wrong, expected, len(bases))
+            wrong, numbers = "differ in number from those before", (len(resident.bases), len(bases))
+            reject(ValueError, self._where, "bases of the formula", wrong, *numbers)
         # Powers of other numbers are computed anew from the counts.
         is_new = resident is None or resident.bases != bases
         must_settle = resident is not None and (

@@ -446,7 +446,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
             after += [(own[name], x) for name, x in self.next_numbers(group, step).items()]
         return np.array(rows, real), np.arange(len(rows)), after
 
-    def _checked_scalars(self, rule: Rule, group: Group, step: float) -> list[float]:
+    def _checked_scalars(self, rule: Rule, group: Group, step: float) -> Numbers:
         found = self.scalars(group, step)
         return checked_scalars(type(self).__name__, "scalars", found, rule.hp)
 

@@ -177,9 +177,10 @@ def _length(batch_length: Any) -> int:
     where, name = "RowTensor", "batch_length"
     if isinstance(batch_length, bool) or not isinstance(batch_length, int | np.integer):
         reject(TypeError, where, name, "has a wrong type", "an int", type(batch_length).__name__)
-    in_range = bool(0 <= batch_length <= _LONGEST_BATCH)
-    check.in_range(where, name, batch_length, in_range, f"an int from 0 to {_LONGEST_BATCH}")
-    return int(batch_length)
+    length = int(batch_length)
+    in_range, expected = 0 <= length <= _LONGEST_BATCH, f"an int from 0 to {_LONGEST_BATCH}"
+    check.in_range(where, name, length, in_range, expected)
+    return length
 
 
 def _shape(dense_shape: Any) -> tuple[int, ...]:
