@@ -17,6 +17,7 @@ from ..ops.runtime.device import DeviceArray
 from ..ops.runtime.errors import reject
 from .base.arguments import gradients_of, next_step
 from .base.numbers import FLOATS, Number, check_place, number_of, on_device
+from .base.own_rules import check_compiled, check_rule, checked_formula
 from .base.parameter import Parameter
 from .base.stateful import StatefulOptimizer
 from .engine.conditioning import Conditioning
@@ -54,8 +55,9 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         state_dtype: dtype of the states; default each parameter's.
 
     Raises:
-        TypeError: a kind does not fit, or there is no `formula`.
-        ValueError: a value does not fit.
+        TypeError: a kind does not fit, there is no `formula`, or the rule cannot be compiled or
+            returns something else than floats.
+        ValueError: a value does not fit, or the rule returns too few or too many, or can raise.
 
     >>> import numpy as np
     >>> def update(w, g, hp):
@@ -96,19 +98,22 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         skip_nonfinite: bool = False,
         state_dtype: Any = None,
     ) -> None:
-        states = dict.fromkeys(rule.states, 0.0) if states is None else states
         self.use_locking = check.flag(self._name, "use_locking", use_locking)
         self.skip_nonfinite = check.flag(self._name, "skip_nonfinite", skip_nonfinite)
         self.sparse_update = _sparse_update(self._name, sparse_update)
+        check_rule(self._name, rule, states, self.sparse_update)
         self._moved_to_host = False
         super().__init__(
             learning_rate,
             parameters,
             weight_decay,
             loss_scale,
-            states=states,
+            states=dict.fromkeys(rule.states, 0.0) if states is None else states,
             state_dtype=state_dtype,
         )
+        check_compiled(self._name, rule, (p.dtype for p in self.parameters))
+        if rule.measure is not None and self._rows_need is FusedOptimizer._rows_need:
+            self._rows_need = "a dense one: the rule measures whole tensors", "a RowTensor"
         self._found_inf: DeviceArray | None = None
         self._skipped = np.zeros(1, np.int64)
         self._rule = rule
@@ -182,7 +187,8 @@ class FusedOptimizer(StatefulOptimizer, ABC):
 
         Raises:
             TypeError, ValueError, IndexError, RuntimeError: a gradient does not fit, a parameter
-                or state has become read-only, or a list of learning rates is used up.
+                or state has become read-only, a list of learning rates is used up, or a formula
+                gives too few or too many scalars, or a NaN.
             OverflowError: ``global_step`` has reached the end of int32.
             Nothing has changed then.
         """
@@ -198,7 +204,10 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         update: Update | None = vars(self)["_known_update"]
         stepper = self._stepper
         if update is None:
-            update = vars(self)["_known_update"] = self._update()
+            update, dtypes = self._update(), [p.dtype for p in self.parameters]
+            on_device = not self._works_on_host
+            formula = checked_formula(self._name, update, dtypes, on_device=on_device)
+            update = vars(self)["_known_update"] = update._replace(formula=formula)
         if self._device is None and not self.use_locking:
             plan = self._plan(gradients, update, conditioning)
             if plan is not None:

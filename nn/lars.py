@@ -22,6 +22,7 @@ from ..ops.runtime.device_gradient import converted
 from ..ops.runtime.errors import reject, reject_unknown
 from .base.arguments import non_negative_float, of_kind
 from .base.optimizer import Optimizer
+from .base.own_rules import check_apart
 from .base.parameter import Parameter
 from .engine.conditioning import Conditioning
 from .engine.layout import Batch
@@ -118,6 +119,8 @@ class LARS(Optimizer):
         if not isinstance(optimizer, Optimizer) or isinstance(optimizer, LARS):
             got = type(optimizer).__name__
             reject(TypeError, self._name, "optimizer", "has a wrong type", "another optimizer", got)
+        if isinstance(optimizer, FusedOptimizer):
+            check_apart(self._name, optimizer._rule, COUPLED_DECAY, TRUST)
         self.epsilon = non_negative_float(self._name, "epsilon", epsilon)
         self.coefficient = non_negative_float(self._name, "coefficient", coefficient)
         self.use_clip = check.flag(self._name, "use_clip", use_clip)

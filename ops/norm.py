@@ -149,7 +149,7 @@ def _adopted_one(where: str, name: str, gradient: Any) -> Gradient:
     indices, values = (check.contiguous(a, where, name) for a in (rows.indices, rows.values))
     found = with_values(rows, values, indices)
     if found.positions is not None:
-        found.positions = np.ascontiguousarray(found.positions)
+        found.positions = check.contiguous(found.positions)
     return found
 
 

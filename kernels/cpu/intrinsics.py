@@ -76,6 +76,17 @@ def tuple_reader(cls, scalar):
     return read
 
 
+def value_reader(kinds):
+    """A compiled function ``read(address)``: a tuple of values of types of Numba, as they lie."""
+    result = types.Tuple(kinds)
+
+    @of_int64s(result)
+    def read(context, builder, address):
+        return builder.load(_pointer(builder, address, context.get_value_type(result)))
+
+    return read
+
+
 def array_reader(carriers):
     """A compiled function ``read(addresses, offset, n)``: a tuple of arrays of ``n`` elements.
 

@@ -138,6 +138,6 @@ def _rows_of_all(gradient: RowTensor, comm: Communicator, *, average: bool) -> R
     if not places:
         return RowTensor(indices, values, gradient.dense_shape)
     first = np.cumsum([0, *lengths[:, 1]])  # the batch of all is one batch behind the other
-    positions, length = places[0] + np.repeat(first[:-1], counts), int(first[-1])
+    positions, length = places[0] + np.repeat(first[:-1], counts), sum(lengths[:, 1].tolist())
     shape = gradient.dense_shape
     return RowTensor(indices, values, shape, positions=positions, batch_length=length)

@@ -106,6 +106,7 @@ class Device:
         """The optimizer has its memory here; the host knows of the last steps what it must.
 
         Raises:
+            ValueError: a formula has another number of bases than that before.
             RuntimeError: there is none yet for these options, and a CUDA graph is being captured.
             Exception: what a step before has found, if the host waits.
         """
@@ -113,6 +114,9 @@ class Device:
             expected = "groups without grad_centralization"
             self._refuse_graph("a step", "centralizes gradients", expected, "one with it")
         resident, bases = self._resident, update.formula.bases
+        if resident is not None and len(resident.bases) != len(bases):  # their powers lie there
+            wrong, numbers = "differ in number from those before", (len(resident.bases), len(bases))
+            reject(ValueError, self._where, "bases of the formula", wrong, *numbers)
         # Powers of other numbers are computed anew from the counts.
         is_new = resident is None or resident.bases != bases
         must_settle = resident is not None and (

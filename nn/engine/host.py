@@ -13,10 +13,11 @@ import numpy as np
 
 from ...kernels.cpu.counts import Count
 from ...kernels.cpu.parallel import Prepared, commit
-from ...kernels.rules.rule import columns, factors
+from ...kernels.rules.rule import columns
 from ...ops.runtime import locks
 from ...ops.runtime.row_step import RowUpdate
 from ...ops.runtime.step import DenseUpdate, measure_step
+from ..base.own_rules import factors_of
 from .conditioning import Conditioning
 from .layout import Layout
 from .plan import NOTHING, Call, Classes, Counts, Plan, Update
@@ -103,7 +104,7 @@ Complete = Callable[[np.ndarray, Call, dict[str, int]], None]
 
 
 def _multiply(squares: np.ndarray, call: Call, column: dict[str, int]) -> None:
-    call.hp[:, column[call.rule.factor_of]] *= factors(call.rule, squares)
+    call.hp[:, column[call.rule.factor_of]] *= factors_of(call.rule, squares)
 
 
 def prepared_measured(

@@ -122,7 +122,7 @@ class GradientReader:
                 continue
             if type(gradient) is not RowTensor or gradient.dense_shape != parameter.shape:
                 return None
-            if gradient.positions is not None:  # to be checked
+            if gradient.positions is not None or gradient.batch_length:  # to be checked
                 return None
             arrays.append(gradient.indices)
             arrays.append(gradient.values)
@@ -345,7 +345,7 @@ def read_gradient(where: str, parameter: Parameter, gradient: Any) -> Any:
     arrays = check.contiguous(indices, where, name), check.contiguous(values, where, name)
     if rows.positions is None:
         return RowGradient.of(*arrays)
-    return RowGradient.of(*arrays, np.ascontiguousarray(rows.positions), rows.batch_length)
+    return RowGradient.of(*arrays, check.contiguous(rows.positions), rows.batch_length)
 
 
 def is_row_sparse(gradient: Any) -> bool:

@@ -367,8 +367,13 @@ class Optimizer(CheckedAttributes):
 
     def _get_lrs(self, indices: Sequence[Any]) -> list[float]:
         if type(self)._get_lr is not Optimizer._get_lr:  # a user's
-            return [self._get_lr(index) for index in indices]
+            name = "the learning rate of _get_lr"
+            return [self._number(name, self._get_lr(index)) for index in indices]
         return self._scaled(self.learning_rate, indices, "lr_mult")
+
+    def _number(self, name: str, value: Any) -> float:
+        """A user's number as a float, by which what follows from it is looked up: -0.0 as 0.0."""
+        return check.number(self._name, name, value) or 0.0
 
     def _get_wd(self, index: Any) -> float:
         """The weight decay of an index."""
@@ -376,7 +381,8 @@ class Optimizer(CheckedAttributes):
 
     def _get_wds(self, indices: Sequence[Any]) -> list[float]:
         if type(self)._get_wd is not Optimizer._get_wd:  # a user's
-            return [self._get_wd(index) for index in indices]
+            name = "wd of _get_wd"
+            return [self._number(name, self._get_wd(index)) for index in indices]
         return self._scaled(self.wd, indices, "wd_mult")
 
     def _update_count(self, index: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,15 +17,17 @@ from ...kernels.cpu.counts import NumberWrite
 from ...kernels.cpu.parallel import Prepared, commit
 from ...kernels.quiet import quiet
 from ...kernels.rules.formula import Numbers
-from ...kernels.rules.rule import columns, factors
+from ...kernels.rules.rule import Rule, columns
 from ...ops.runtime import check
 from ...ops.runtime.errors import reject
 from ...ops.runtime.row_step import Update
 from ...ops.runtime.step import DenseUpdate, measure_step
+from ..base.own_rules import check_compiled, check_rule, checked_scalars, factors_of, is_own
 from ..engine.host import update_of
 from ..engine.layout import Layout
 from ..engine.on_device import launch_updates
 from .binding import Binding, check_parameter
+from .memory import DTYPES
 from .method import OWN, Before, Group, Method, check_group, check_own
 from .part import Choice, Entry, Given, Part
 from .state import (
@@ -60,6 +63,7 @@ class Fused(_Base):
     _counts_updates = True  # whether there is a state "step"
     _takes_sparse = True
     _more_options: Mapping[str, Any] = {}  # of groups, and how they begin
+    _looks_at_scalars = False  # whether `scalars` is a user's
 
     def __init__(
         self, params: Any, *args: Any, sparse: str | None = None, skip_nonfinite: bool = False,
@@ -79,6 +83,7 @@ class Fused(_Base):
 
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
+        cls._looks_at_scalars = is_own(cls.scalars)
         if "__init__" in vars(cls):
             return
         # As `help` shows it: the arguments of PyTorch's class, then ours.
@@ -129,7 +134,7 @@ class Fused(_Base):
         the scalars.
         """
         rule = part.choice.rule
-        hp[:, column[rule.factor_of]] *= factors(rule, squares)
+        hp[:, column[rule.factor_of]] *= factors_of(rule, squares)
 
     # Options
 
@@ -351,6 +356,9 @@ class Fused(_Base):
         """Refuse what no step can take; whether it is updated."""
         where, gradient = type(self).__name__, parameter.grad
         check_parameter(where, name, local(parameter))
+        rule, states = choice.rule, dict.fromkeys(choice.states, 0.0)
+        check_rule(where, rule, states, group["sparse"], couples=choice.couples)
+        check_compiled(where, rule, (DTYPES[parameter.dtype],))
         if self.skip_nonfinite and is_part(parameter):
             why = "the other processes would not skip the step"
             raise RuntimeError(f"{where}: skip_nonfinite takes no distributed parameters: {why}")
@@ -441,13 +449,14 @@ class Fused(_Base):
         self, part: Part, given: Given, steps: float | list[float], before: Before
     ) -> tuple[np.ndarray, np.ndarray, list[Number]]:
         """Rows of scalars of a kernel call, the row of each tensor, and numbers afterwards."""
-        groups, real = self.param_groups, part.batch.real
+        groups, real, scalars = self.param_groups, part.batch.real, self.scalars
+        if self._looks_at_scalars:
+            scalars = partial(self._checked_scalars, part.choice.rule)
         names = tuple(self.numbers(groups[part.groups[0]]))
         if isinstance(steps, float) and not names:
             chosen = [groups[k] for k in part.groups]
             rows = [
-                (*self.scalars(group, steps), *before.scalars(group, part.choice))
-                for group in chosen
+                (*scalars(group, steps), *before.scalars(group, part.choice)) for group in chosen
             ]
             return np.array(rows, real), part.group_of, []
         of_each = [steps if isinstance(steps, float) else steps[k] for k in part.places]
@@ -455,9 +464,13 @@ class Fused(_Base):
         for k, own_group, step in zip(part.places, part.of_groups(groups), of_each, strict=True):
             own = {name: given.states[k][name] for name in names}
             group = {**own_group, **own}
-            rows.append((*self.scalars(group, step), *before.scalars(group, part.choice)))
+            rows.append((*scalars(group, step), *before.scalars(group, part.choice)))
             after += [single_of(own[name], x) for name, x in self.next_numbers(group, step).items()]
         return np.array(rows, real), np.arange(len(rows)), after
+
+    def _checked_scalars(self, rule: Rule, group: Group, step: float) -> Numbers:
+        found = self.scalars(group, step)
+        return checked_scalars(type(self).__name__, "scalars", found, rule.hp)
 
 
 class Optimizer(Fused, torch.optim.Optimizer):

@@ -32,14 +32,17 @@ def flag(where: str, name: str, value: Any) -> bool:
 
 
 def scalar(where: str, name: str, value: Any) -> float:
-    """A finite number out of a Python or NumPy scalar or an array of shape ``()`` or ``(1,)``."""
+    """A finite number out of a Python or NumPy scalar or an array of shape ``()`` or ``(1,)``.
+
+    -0.0 becomes 0.0, which it equals wherever what follows from numbers is looked up.
+    """
     if type(value) is not float:
         value = number(where, name, value)
     if not -LARGEST <= value <= LARGEST:
         if math.isfinite(value):
             reject(ValueError, where, name, "is too large", "a float32 number", value)
         reject(ValueError, where, name, "is not finite", "a finite number", value)
-    checked: float = value
+    checked: float = value or 0.0
     return checked
 
 

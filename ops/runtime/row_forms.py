@@ -94,6 +94,8 @@ def concatenated(where: str, name: str, parts: Sequence[Any]) -> RowTensor:
     if len(parts) > 1 and any(part.positions is not None for part in parts):
         wrong, expected = "has parts with positions", "one RowTensor with positions, or none"
         reject(ValueError, where, name, wrong, expected, f"{len(parts)} parts")
+    for k, part in enumerate(parts):
+        part.check_positions(f"{where}: part {k} of {name}")
     places = {f"part {k} of {name}": part.values for k, part in enumerate(parts)}
     if device_of(where, places) is not None:
         # Each is checked again: its attributes can be assigned to.

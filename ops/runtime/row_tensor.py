@@ -29,7 +29,8 @@ class RowTensor:
             int64 ``[B]`` on the host, ascending, the places of its occurrences in the batch of
             all. A row that occurs more than 512 times is then summed as one process with all of
             the batch sums it, to the same bits.
-        batch_length: how many occurrences that batch has; more than the largest position.
+        batch_length: how many occurrences that batch has, an int; more than the largest position,
+            and 0 without positions.
 
     Raises:
         TypeError: a kind or dtype does not fit.
@@ -71,15 +72,19 @@ class RowTensor:
         Raises:
             TypeError, ValueError: they do not.
         """
-        if self.positions is None:
+        found, n, of_indices = self.positions, self.batch_length, self.indices.shape
+        if found is None:
+            if n:
+                wrong, expected = "is given without positions", "0, or positions in that batch"
+                reject(ValueError, where, "batch_length", wrong, expected, n)
             return
-        found, wrong = adopt(where, "positions", self.positions), "do not fit the indices"
-        n, of_indices = self.batch_length, self.indices.shape
+        wrong = "do not fit the indices"
         if found.dtype != np.int64:
             reject(TypeError, where, "positions", "have a wrong dtype", "int64", found.dtype)
         if found.shape != of_indices:
             reject(ValueError, where, "positions", wrong, of_indices, found.shape)
-        if len(found) and not (found[0] >= 0 and found[-1] < n and (np.diff(found) > 0).all()):
+        is_ascending = bool((found[1:] > found[:-1]).all())  # differences could overflow
+        if len(found) and not (is_ascending and found[0] >= 0 and found[-1] < n):
             expected, got = f"ascending ones in [0, {n})", found
             reject(ValueError, where, "positions", "are no positions of a batch", expected, got)
 
@@ -89,6 +94,10 @@ class RowTensor:
             value = adopt_anywhere("RowTensor", name, value)
         elif name == "dense_shape":
             value = _shape(value)
+        elif name == "positions":
+            value = None if value is None else adopt("RowTensor", name, value)
+        elif name == "batch_length":
+            value = _length(value)
         super().__setattr__(name, value)
 
     def __repr__(self) -> str:
@@ -158,6 +167,20 @@ class RowTensor:
         adopt("RowTensor", "indices", self.indices)  # refuses those on a device
         check.row_gradient("RowTensor", "values", self.indices, self.values, self.dense_shape)
         check.indices_in_range("RowTensor", self.indices, self.dense_shape[0])
+
+
+# Places in a batch, and the ends of the ranges into which it is cut, are numbers of 64 bits.
+_LONGEST_BATCH = 2**62
+
+
+def _length(batch_length: Any) -> int:
+    where, name = "RowTensor", "batch_length"
+    if isinstance(batch_length, bool) or not isinstance(batch_length, int | np.integer):
+        reject(TypeError, where, name, "has a wrong type", "an int", type(batch_length).__name__)
+    length = int(batch_length)
+    in_range, expected = 0 <= length <= _LONGEST_BATCH, f"an int from 0 to {_LONGEST_BATCH}"
+    check.in_range(where, name, length, in_range, expected)
+    return length
 
 
 def _shape(dense_shape: Any) -> tuple[int, ...]:

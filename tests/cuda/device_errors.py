@@ -36,11 +36,13 @@ from device_arrays import (
     Run,
     gradient,
     on_device,
+    on_host,
     positive,
     refused,
     rows,
     unchanged,
 )
+from own_functions import PLAIN
 
 BAD = "LazyAdam: gradient of 'parameter_0': indices[1] is out of range: expected 0 <= index < 5"
 
@@ -332,6 +334,44 @@ def not_taken() -> None:
         np.asarray(nn.Parameter(w))
 
 
+def own_formulas() -> None:
+    """What a user's formula returns is known before it is compiled for the device."""
+
+    def raising(real: Any, lr: float, _decay: float, step: int, *_: Any) -> Any:
+        if step > 3:
+            raise ValueError
+        return (real(lr),)
+
+    class Own(nn.FusedOptimizer):
+        def formula(self) -> nn.Formula:
+            return self.given
+
+    def with_formula(*formula: Any) -> Own:
+        opt = Own(0.5, on_device([np.ones(3, F32)]), rule=PLAIN)
+        opt.given = nn.Formula(*formula)
+        return opt
+
+    g = on_device(np.ones(3, F32))
+    for function, kind, text in (
+        (lambda _real, lr, *_: (lr, lr), ValueError, "returns another number of values"),
+        (lambda _real, lr, *_: lr, TypeError, "returns a wrong type"),
+        (lambda *_: (None,), TypeError, "returns a wrong type: expected the floats (lr,)"),
+        (raising, ValueError, "formula 'raising' can raise: expected no raise"),
+    ):
+        opt = with_formula(function)
+        with refused(kind, text, opt.parameters[0].array):
+            opt((g,))
+        assert opt.global_step == 0
+    with_formula(lambda *_: (1,))((g,))
+    opt = with_formula(lambda _real, _lr, _decay, _step, constants, _: (constants[0],), (0.25,))
+    opt((g,))
+    opt.given = opt.given._replace(bases=(0.5,))
+    text = "Own: bases of the formula differ in number from those before: expected 0, got 1"
+    with refused(ValueError, text, opt.parameters[0].array):
+        opt((g,))
+    assert on_host(opt.parameters[0].array).tolist() == [0.75] * 3 and opt.global_step == 1
+
+
 CHECKS: dict[str, Sequence[Callable[[], Any]]] = {
     "index_errors": (
         index_errors,
@@ -349,6 +389,7 @@ CHECKS: dict[str, Sequence[Callable[[], Any]]] = {
     "refusals": (
         mixtures,
         not_taken,
+        own_formulas,
     ),
 }
 

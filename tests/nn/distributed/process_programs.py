@@ -98,7 +98,7 @@ def without_positions(comm: Communicator, *_: Any) -> None:
     tables = Tables(comm, "range")
     own, whole = Training("SGD", np.float32, tables), Training("SGD", np.float32)
     for gradient in tables.gradients(1, own.dtype):
-        gradient.positions = None
+        gradient.positions, gradient.batch_length = None, 0
     own.optimizer(tuple(tables.gradients(1, own.dtype)))
     whole.optimizer(tuple(whole_gradients(1, own.dtype)))
     found = own.by_name()["words"], whole.by_name()["words"][tables.shards["words"].indices]

@@ -24,7 +24,6 @@ IDS = np.array([2, 0, 2])
 WRONG: list[tuple[Any, int, type[Exception], str]] = [
     (np.array([0, 1, 2], np.int32), 9, TypeError, "positions have a wrong dtype"),
     (np.array([0.0, 1.0, 2.0]), 9, TypeError, "positions have a wrong dtype"),
-    ([0, 1, 2], 9, TypeError, "positions"),
     (np.arange(2), 9, ValueError, "positions do not fit the indices"),
     (np.arange(4), 9, ValueError, "positions do not fit the indices"),
     (np.arange(3)[None], 9, ValueError, "positions do not fit the indices"),
@@ -34,8 +33,10 @@ WRONG: list[tuple[Any, int, type[Exception], str]] = [
     (np.array([0, 1, 9]), 9, ValueError, r"positions .*expected ascending ones in \[0, 9\)"),
     (np.array([0, 1, 2]), 0, ValueError, "positions are no positions of a batch"),
     (np.array([0, 1, 2]), 2, ValueError, "positions are no positions of a batch"),
-    (np.array([0, 1, 2]), -3, ValueError, "positions are no positions of a batch"),
     (np.arange(3, dtype=np.uint64), 9, TypeError, "positions have a wrong dtype"),
+    # Differences of neighbours that overflow are positive.
+    (np.array([1, -(2**63), 2]), 9, ValueError, "positions are no positions of a batch"),
+    (None, 9, ValueError, "batch_length is given without positions: expected 0, or positions"),
 ]
 EACH_WRONG = pytest.mark.parametrize(("positions", "length", "kind", "match"), WRONG)
 
@@ -61,6 +62,78 @@ def test_what_was_assigned_is_checked_by_the_step(
         gradient.positions, gradient.batch_length = positions, length
         with refused(kind, f"^LazyAdam: .*{match}", opt, gradient):
             opt((gradient,))
+
+
+@pytest.mark.parametrize(
+    ("length", "kind"),
+    [(6.5, TypeError), (6.0, TypeError), (np.float32(6), TypeError), ("6", TypeError),
+     (True, TypeError), (np.True_, TypeError), (None, TypeError), (np.array(6), TypeError),
+     (-1, ValueError), (2**62 + 1, ValueError), (2**63, ValueError), (2**200, ValueError)],
+)  # fmt: skip
+def test_batch_lengths_that_are_refused(length: Any, kind: type[Exception]) -> None:
+    """By itself, also where it is assigned; and nothing of it is left where steps look for sizes,
+    in which 6.0 and 6 are equal.
+    """
+    n, match = _NEW.pop(), "^RowTensor: batch_length .*: expected an int"
+    ids, values = np.zeros(n, np.int64), np.ones((n, 1), np.float32)
+    with pytest.raises(kind, match=match):
+        nn.RowTensor(ids, values, (4, 1), positions=np.arange(n), batch_length=length)
+    gradient = nn.RowTensor(ids, values, (4, 1), positions=np.arange(n), batch_length=n)
+    table = np.ones((4, 1), np.float32)
+    opt = nn.SGD([table], learning_rate=1.0)
+    with refused(kind, match, opt, gradient):
+        gradient.batch_length = length
+        opt((gradient,))
+    opt((gradient,))
+    assert table.ravel().tolist() == [1 - n, 1, 1, 1]
+
+
+_NEW = [*range(2, 40)]
+"""Numbers of occurrences that no step of this file has had."""
+
+
+def test_integers_of_numpy_are_batch_lengths() -> None:
+    for kind in (np.int8, np.uint16, np.int64, np.uint64):
+        places = np.arange(3)
+        gradient = nn.RowTensor(IDS, VALUES, (4, 2), positions=places, batch_length=kind(7))
+        assert type(gradient.batch_length) is int and gradient.batch_length == 7
+
+
+def test_the_longest_batch() -> None:
+    """The last range begins at 2**62 - 2**56: its ends are numbers of 64 bits."""
+    values, longest = np.random.default_rng(0).standard_normal((N, 1)).astype(np.float32), 2**62
+    begins = longest // 64 * np.array([0, 3, 63, 64])
+    positions = np.concatenate([
+        begin + np.arange(-n, 0) for begin, n in zip(begins[1:], (5000, 3000, 1000), strict=True)
+    ])  # fmt: skip
+    table, ids = np.zeros((2, 1), np.float32), np.ones(N, np.int64)
+    gradient = nn.RowTensor(ids, values, (2, 1), positions=positions, batch_length=longest)
+    nn.SGD([table], learning_rate=1.0)((gradient,))
+    total = np.float32(0)
+    for part in np.split(values.ravel(), [5000, 8000]):
+        total += np.cumsum(part, dtype=np.float32)[-1]
+    assert_same_bits(table.ravel(), np.array([0, -total], np.float32))
+
+    def program(comm: Any) -> Any:
+        match = f"batch_length is out of range: .*, got {2 * longest}"
+        with pytest.raises(ValueError, match=match):
+            all_reduce((gradient,), comm)
+
+    in_threads(2, program)
+
+
+def test_positions_are_an_array() -> None:
+    gradient = nn.RowTensor(IDS, VALUES, (4, 2))
+    match = r"^RowTensor: positions is no array"
+    for wrong in ([0, 1, 2], 3, "012"):
+        with pytest.raises(TypeError, match=match):
+            nn.RowTensor(IDS, VALUES, (4, 2), positions=wrong, batch_length=9)
+        with pytest.raises(TypeError, match=match):
+            gradient.positions = wrong
+    assert gradient.positions is None
+    held = type("Held", (), {"__array__": lambda *_: np.arange(3)})()
+    gradient.positions, gradient.batch_length = held, 9
+    assert type(gradient.positions) is np.ndarray
 
 
 def test_positions_of_parts_are_refused() -> None:
@@ -223,7 +296,13 @@ def test_parts_with_positions_are_refused_by_operations() -> None:
 
 def test_one_without_the_other() -> None:
     """A length alone says nothing; positions without one are none of a batch of 0."""
-    assert nn.RowTensor(IDS, VALUES, (4, 2), batch_length=9).positions is None
+    known, part = nn.RowTensor(IDS, VALUES, (4, 2)), nn.RowTensor(IDS, VALUES, (4, 2))
+    opt = nn.LazyAdam([np.ones((4, 2), np.float32)])
+    opt((known,))
+    part.batch_length = 9
+    for given in (part, [known, part]):  # also after a step with the same arrays
+        with refused(ValueError, "batch_length is given without positions", opt, part):
+            opt((given,))
     with pytest.raises(ValueError, match=r"ascending ones in \[0, 0\)"):
         nn.RowTensor(IDS, VALUES, (4, 2), positions=np.arange(3))
     none = nn.RowTensor(IDS[:0], VALUES[:0], (4, 2), positions=np.arange(0))

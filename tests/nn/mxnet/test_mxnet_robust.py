@@ -21,7 +21,7 @@ from fusestep.nn.mxnet.bindings import _KEPT_WEIGHTS
 from fusestep.ops import adam_update
 from fusestep.ops.runtime.step import spans_of
 
-from helpers import holding
+from helpers import holding, refused
 
 F16, F32 = np.float16, np.float32
 
@@ -169,6 +169,32 @@ def test_rates_and_decays_of_a_subclass_act() -> None:
         states = [opt.create_state(i, x) for i, x in enumerate(weights)]
         opt.update([0, 1], weights, [ones(1), ones(1)], states)
     np.testing.assert_array_equal(w, expected)
+
+
+@pytest.mark.parametrize("composed", [True, False])
+def test_rates_and_decays_of_a_subclass_are_numbers(composed: bool) -> None:
+    class Own(mx.Adam):
+        rate: Any = 0.5
+        decay: Any = 0.0
+
+        def _get_lr(self, _: Any) -> Any:
+            return self.rate
+
+        def _get_wd(self, _: Any) -> Any:
+            return self.decay
+
+    opt, w = Own(use_fused_step=not composed), ones(2)
+    state = opt.create_state(0, w)
+    for name, label in (("rate", "the learning rate of _get_lr"), ("decay", "wd of _get_wd")):
+        for wrong in (True, None, "0.5", [0.5]):
+            setattr(opt, name, wrong)
+            match = f"^Own: {label} has a wrong type: expected a number, got "
+            with refused(TypeError, match, w, state):
+                opt.update(0, w, ones(2), state)
+            assert opt.num_update == 0
+        delattr(opt, name)
+    opt.rate, opt.decay = np.array([0.5]), np.float16(0.25)  # what can be no key of a dict, too
+    opt.update(0, w, ones(2), state)
 
 
 def test_a_subclass_in_the_style_of_19_gets_single_weights() -> None:

@@ -1,0 +1,115 @@
+"""What becomes of a function of numbers when it is compiled: what it returns, and if it can raise.
+
+Rules and formulas of users are looked at before anything is made of them. Compiled code that calls
+a function which raises does not hear of it, and would go on with half of the elements written.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+from numba import types
+from numba.core.errors import NumbaError
+
+from ..inner import njit
+from ..rules.formula import Formula
+from ..rules.rule import RULE_FLAGS, Rule, hp_type
+from ..storage import Storage, numba_type
+from . import cache as on_disk
+from . import machine
+from .compile import NativeFunction
+from .intrinsics import value_reader
+
+# What compiled code calls where it has an exception to tell of. Code that cannot come there is
+# removed, with this call, so that whoever does not call it cannot raise.
+_REPORT = "PyErr_WriteUnraisable"
+
+
+class Traits(NamedTuple):
+    """What compiled code finds a function to be."""
+
+    returned: tuple[str, ...]  # Numba's names of the types of what it returns
+    is_tuple: bool  # whether that is a tuple
+    can_raise: bool
+
+
+class CompilationError(Exception):
+    """A function cannot be compiled, for the reason that is the text."""
+
+
+def of_update(rule: Rule, real: Storage) -> Traits:
+    """Those of the update of a rule in some type of the arithmetic."""
+    return _traits(rule.update, _of_element(rule, real))
+
+
+def of_measure(rule: Rule, real: Storage) -> Traits:
+    """Those of what a rule measures."""
+    assert rule.measure is not None
+    return _traits(rule.measure, _of_element(rule, real))
+
+
+def of_factor(rule: Rule) -> Traits:
+    """Those of what follows from what a rule has measured."""
+    assert rule.factor is not None
+    return _traits(rule.factor, (types.float64,) * rule.n_measured)
+
+
+def of_formula(formula: Formula, real: Storage) -> Traits:
+    """Those of a formula on a device."""
+    numbers = types.float64, types.float64, types.int64
+    tuples = (types.UniTuple(types.float64, len(x)) for x in (formula.constants, formula.bases))
+    real_type = types.NumberClass(numba_type(real))
+    return _traits(formula.function, (real_type, *numbers, *tuples))
+
+
+def _of_element(rule: Rule, real: Storage) -> tuple[Any, ...]:
+    number = numba_type(real)
+    hp = types.NamedUniTuple(number, len(rule.hp), hp_type(rule, ()))
+    return (*(number,) * (2 + len(rule.states)), hp)
+
+
+@cache
+def _traits(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Traits:
+    """Those of a function of arguments of these types of Numba; kept on the disk.
+
+    Raises:
+        CompilationError: there are none.
+    """
+    kinds = [(str(kind), getattr(kind, "fields", ())) for kind in arguments]
+    name = f"traits {on_disk.fingerprint(function)} {kinds}"
+    kept = on_disk.load(name)
+    if kept is not None:
+        returned, *others = json.loads(kept)
+        return Traits(tuple(returned), *others)
+    try:
+        found = _compiled(function, arguments, name)
+    except NumbaError as error:
+        raise CompilationError(_reason(error)) from error
+    on_disk.save(name, json.dumps(found).encode())
+    return found
+
+
+def _compiled(function: Callable[..., Any], arguments: tuple[Any, ...], name: str) -> Traits:
+    # Here an index out of range is an exception; what is run later does not look at it.
+    inner, read = njit(function, **RULE_FLAGS, boundscheck=True), value_reader(arguments)
+
+    def call(address):
+        inner(*read(address))
+
+    code = machine.made(*NativeFunction(call, name).ir())
+    (overload,) = inner.overloads.values()
+    result = overload.signature.return_type
+    is_tuple = isinstance(result, types.BaseTuple)
+    returned = tuple(str(types.unliteral(kind)) for kind in (result if is_tuple else (result,)))
+    return Traits(returned, is_tuple, _REPORT in code.called)
+
+
+def _reason(error: NumbaError) -> str:
+    """What Numba says first, without its colours and the stage at which it says so."""
+    lines = re.sub(r"\x1b\[\d*m", "", str(error)).splitlines()
+    said = (line.strip() for line in lines if line.strip() and "mode pipeline" not in line)
+    return next(said, type(error).__name__)

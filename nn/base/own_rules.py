@@ -1,0 +1,313 @@
+"""Rules and formulas of users: what is no such function, or would fail half way, is refused.
+
+Those of this package are known to be right, and cost nothing here.
+"""
+
+from __future__ import annotations
+
+import inspect
+import keyword
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FunctionType
+from typing import Any, Protocol
+
+import numpy as np
+
+from ...kernels.cpu import traits
+from ...kernels.rules.formula import ROUNDING, Formula, Numbers
+from ...kernels.rules.gradient import COUPLED_DECAY, SCALE, TRUST
+from ...kernels.rules.rule import Part, Rule, factors
+from ...kernels.storage import STORAGES, Storage, real_of
+from ...ops.runtime import check
+from ...ops.runtime.errors import reject
+from .arguments import is_int, of_kind
+
+_PACKAGE = __name__.rpartition(".nn.")[0]
+_FLOATS = ("float32", "float64")
+_NUMBERS = (*_FLOATS, "int64")
+_OF_FORMULA = ("real", "lr", "decay", "step", "constants", "powers")
+
+
+def is_own(function: Any) -> bool:
+    """Whether a function is a user's."""
+    return not str(getattr(function, "__module__", "")).startswith(f"{_PACKAGE}.")
+
+
+# A rule
+
+
+def check_rule(
+    where: str,
+    rule: Any,
+    states: Mapping[str, float] | None,
+    sparse_update: str | None,
+    *,
+    couples: bool | None = None,
+) -> None:
+    """Refuse a rule whose parts do not fit together, or not the states that were named for it.
+
+    ``couples`` says whether a weight decay is added to the gradient; default: unless it decays.
+
+    Raises:
+        TypeError, ValueError: as `FusedOptimizer`.
+    """
+    of_kind(where, "rule", rule, Rule, "a Rule")
+    if not is_own(rule.update):
+        return
+    _check_names(where, "states of the rule", rule.states)
+    _check_names(where, "hp of the rule", rule.hp)
+    for name in rule.hp:  # fields of a named tuple
+        if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_"):
+            wrong, expected = "has a name that cannot be", "Python names that begin with a letter"
+            reject(ValueError, where, "hp of the rule", wrong, expected, repr(name))
+    couples = not rule.decays if couples is None else couples
+    check_apart(where, rule, SCALE, TRUST, *((COUPLED_DECAY,) if couples else ()))
+    if not is_int(rule.n_read) or not 0 <= rule.n_read <= len(rule.states):
+        expected = f"an int from 0 to {len(rule.states)}, as many as there are states"
+        reject(ValueError, where, "n_read of the rule", "is out of range", expected, rule.n_read)
+    element = ("w", "g", *rule.states, "hp")
+    _check_function(where, "update", rule.update, element)
+    if rule.factored is not None:
+        wrong = "is of no use to this class"
+        reject(TypeError, where, "factored of the rule", wrong, None, rule.factored)
+    _check_measure(where, rule, element, sparse_update)
+    _check_states(where, rule, states)
+
+
+def _check_names(where: str, what: str, names: Any) -> None:
+    """Different names, in a tuple: of one without its comma there would be a str."""
+    of_kind(where, what, names, tuple, "a tuple of str")
+    for name in names:
+        of_kind(where, what, name, str, "a tuple of str")
+    if len({*names}) < len(names):
+        reject(ValueError, where, what, "has a name twice", "different ones", names)
+
+
+def check_apart(where: str, rule: Rule, *before: Part) -> None:
+    """Refuse a rule with a scalar that has the name of one of what comes before it."""
+    taken = {name for part in before for name in part.hp}
+    if used := [name for name in rule.hp if name in taken]:
+        wrong, expected = "has a name of what comes before the rule", "another one"
+        reject(ValueError, where, "hp of the rule", wrong, expected, ", ".join(used))
+
+
+def _check_function(where: str, role: str, function: Any, arguments: Sequence[str]) -> None:
+    """A function of Python's, which takes these arguments."""
+    of_kind(where, role, function, FunctionType, "a function")
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*arguments)
+    except TypeError:
+        name, expected = _named(role, function), f"({', '.join(arguments)})"
+        reject(TypeError, where, name, "takes other arguments", expected, signature)
+
+
+def _named(role: str, function: Any) -> str:
+    return f"{role} {function.__name__!r}"
+
+
+def _check_measure(
+    where: str, rule: Rule, element: Sequence[str], sparse_update: str | None
+) -> None:
+    """All or nothing of what makes a rule one of two stages."""
+    parts = {
+        "measure": rule.measure is not None,
+        "n_measured": rule.n_measured != 0,
+        "factor": rule.factor is not None,
+        "factor_of": rule.factor_of != "",
+    }
+    if not any(parts.values()):
+        return
+    if missing := [name for name, is_given in parts.items() if not is_given]:
+        expected = "measure, n_measured, factor and factor_of, or none of them"
+        reject(TypeError, where, "the rule", "lacks a part", expected, f"no {missing[0]}")
+    if not is_int(rule.n_measured) or rule.n_measured < 1:
+        what, wrong, expected = "n_measured of the rule", "is out of range", "an int of at least 1"
+        reject(ValueError, where, what, wrong, expected, rule.n_measured)
+    if rule.factor_of not in rule.hp:
+        what, wrong, expected = "factor_of of the rule", "is unknown", f"one of {rule.hp}"
+        reject(ValueError, where, what, wrong, expected, repr(rule.factor_of))
+    _check_function(where, "measure", rule.measure, element)
+    sums = [f"sum{k + 1}" for k in range(rule.n_measured)]
+    _check_function(where, "factor", rule.factor, sums)
+    if sparse_update is not None:
+        wrong = "does not fit a rule that measures whole tensors"
+        reject(ValueError, where, "sparse_update", wrong, None, repr(sparse_update))
+
+
+def _check_states(where: str, rule: Rule, states: Mapping[str, float] | None) -> None:
+    """The names of states in checkpoints, and the numbers with which they begin."""
+    states = dict.fromkeys(rule.states, 0.0) if states is None else states
+    of_kind(where, "states", states, Mapping, "a mapping of names to numbers")
+    if len(states) != len(rule.states):
+        what, expected = f"{len(rule.states)} for those of the rule", ", ".join(rule.states)
+        got = ", ".join(map(str, states)) or "none"
+        reject(ValueError, where, "states", "differ in number", f"{what} ({expected})", got)
+    for name, value in states.items():
+        of_kind(where, "the name of a state", name, str, "a str")
+        if name.partition(".")[0] == "step":
+            wrong, expected = "is that of counts", "another name than 'step'"
+            reject(ValueError, where, "the name of a state", wrong, expected, repr(name))
+        check.number(where, f"the state {name!r}", value)
+
+
+def check_compiled(where: str, rule: Rule, dtypes: Iterable[np.dtype[Any]]) -> None:
+    """Refuse a checked rule that compiled code cannot call, or that can raise where it is called.
+
+    It is one for parameters of these dtypes.
+
+    Raises:
+        TypeError: it cannot be compiled, or returns something else than floats.
+        ValueError: it returns too few or too many of them, or can raise.
+    """
+    if not is_own(rule.update):
+        return
+    stored = ["w", *rule.states][: 1 + len(rule.states) - rule.n_read]
+    for real in _reals(dtypes):
+        of_update = _traits(where, "update", rule.update, traits.of_update, rule, real)
+        _check_returned(where, _named("update", rule.update), of_update, stored)
+        if rule.measure is not None:
+            found = _traits(where, "measure", rule.measure, traits.of_measure, rule, real)
+            measured = [f"value{k + 1}" for k in range(rule.n_measured)]
+            _check_returned(where, _named("measure", rule.measure), found, measured, of_one=True)
+    if rule.factor is not None:
+        found = _traits(where, "factor", rule.factor, traits.of_factor, rule)
+        _check_returned(where, _named("factor", rule.factor), found, [rule.factor_of])
+
+
+def _reals(dtypes: Iterable[np.dtype[Any]]) -> list[Storage]:
+    """The types of the arithmetic on parameters of some dtypes."""
+    return [*dict.fromkeys(real_of(STORAGES[dtype]) for dtype in dtypes)]
+
+
+def _traits(
+    where: str, role: str, function: Any, of: Callable[..., traits.Traits], *arguments: Any
+) -> traits.Traits:
+    """The traits of a function that compiled code can call."""
+    name = _named(role, function)
+    try:
+        found = of(*arguments)
+    except traits.CompilationError as error:
+        expected = "arithmetic on numbers, for Numba"
+        reject(TypeError, where, name, "cannot be compiled", expected, error)
+    if found.can_raise:
+        wrong, got = "can raise", "an exception, of which compiled code does not hear"
+        expected = "no raise, assert, print or index that may be out of range"
+        reject(ValueError, where, name, wrong, expected, got)
+    return found
+
+
+def _check_returned(
+    where: str, what: str, found: traits.Traits, names: Sequence[str], *,
+    of_one: bool = False, kinds: tuple[str, ...] = _FLOATS,
+) -> None:  # fmt: skip
+    """A float of each name: by itself where it is the only one, unless a tuple ``of_one``."""
+    takes_tuple = len(names) > 1 or of_one
+    listed = f"({', '.join(names)}{',' * (len(names) == 1)})" if takes_tuple else names[0]
+    expected = f"the float{'s' * takes_tuple} {listed}"
+    got = ", ".join(found.returned)
+    got = f"({got})" if found.is_tuple else got
+    if found.is_tuple != takes_tuple or not {*found.returned} <= {*kinds}:
+        reject(TypeError, where, what, "returns a wrong type", expected, got)
+    if len(found.returned) != len(names):
+        reject(ValueError, where, what, "returns another number of values", expected, got)
+
+
+def factors_of(rule: Rule, squares: np.ndarray) -> np.ndarray:
+    """As `factors`, saying where an exception is from."""
+    try:
+        return factors(rule, squares)
+    except Exception as error:
+        assert rule.factor is not None
+        error.add_note(f"{_named('factor', rule.factor)} raised it; nothing has changed")
+        raise
+
+
+# A formula
+
+
+def checked_scalars(where: str, what: str, found: Any, names: Sequence[str]) -> Numbers:
+    """The scalars of some ``names`` that a user's function gives.
+
+    Raises:
+        TypeError: it returns no tuple, or what is no number.
+        ValueError: it returns too few or too many, or a NaN.
+    """
+    of_kind(where, f"what {what} returns", found, tuple | list, "a tuple")
+    if len(found) != len(names):
+        wrong, expected = "returns another number of scalars", f"{len(names)} {names}"
+        reject(ValueError, where, what, wrong, expected, len(found))
+    scalars = []
+    for name, value in zip(names, found, strict=True):
+        of_name = f"{name} of {what}"
+        number = value if type(value) is float else check.number(where, of_name, value)
+        if number != number:
+            reject(ValueError, where, of_name, "is NaN", "a number or an infinity", number)
+        scalars.append(number)
+    return tuple(scalars)
+
+
+class OwnFormula(Formula):
+    """A user's formula, whose scalars are looked at before a step on the host has them."""
+
+    where: str
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, where: str, formula: Formula, names: tuple[str, ...]) -> OwnFormula:
+        """The same for an optimizer, and a rule with scalars of some ``names``."""
+        own = cls(*formula)
+        own.where, own.names = where, names
+        return own
+
+    def at(self, real: Any, lr: float, decay: float, step: int) -> Any:
+        """As `Formula.at`.
+
+        Raises:
+            TypeError, ValueError: as `checked_scalars`.
+        """
+        where, what = self.where, _named("formula", self.function)
+        try:
+            found = super().at(real, lr, decay, step)
+        except Exception as error:
+            error.add_note(f"{where}: {what} raised it at update {step}; nothing has changed")
+            raise
+        return map(ROUNDING[real], checked_scalars(where, what, found, self.names))
+
+
+class Ruled(Protocol):
+    """What has a rule, and a formula for its scalars."""
+
+    @property
+    def rule(self) -> Rule:
+        """The rule."""
+
+    @property
+    def formula(self) -> Formula:
+        """The formula."""
+
+
+def checked_formula(
+    where: str, update: Ruled, dtypes: Iterable[np.dtype[Any]], *, on_device: bool
+) -> Formula:
+    """The formula of an update, or what looks at the scalars of a user's.
+
+    Raises:
+        TypeError, ValueError: it is none, or not one for the device on which it is to run.
+    """
+    formula, names = update.formula, update.rule.hp
+    of_kind(where, "what formula() returns", formula, Formula, "a Formula")
+    if not is_own(formula.function):
+        return formula
+    _check_function(where, "formula", formula.function, _OF_FORMULA)
+    for name in ("constants", "bases"):
+        values, what = getattr(formula, name), f"{name} of the formula"
+        of_kind(where, what, values, tuple, "a tuple of numbers")
+        for value in values:
+            if not is_int(value):
+                of_kind(where, what, value, float | np.floating, "a tuple of numbers")
+    for real in _reals(dtypes) if on_device else ():
+        found = _traits(where, "formula", formula.function, traits.of_formula, formula, real)
+        what = _named("formula", formula.function)
+        _check_returned(where, what, found, names, of_one=True, kinds=_NUMBERS)
+    return OwnFormula.of(where, formula, names)

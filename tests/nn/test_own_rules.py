@@ -1,0 +1,378 @@
+"""Rules of users: what is refused when an optimizer is made of them, and what is not."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fusestep import nn
+from fusestep.kernels.cpu import traits
+from fusestep.kernels.cpu.warmup import all_rules
+from fusestep.kernels.storage import F32, F64
+from fusestep.nn import Rule
+
+from helpers import more, refused
+from optimizers import FORMS, make, parameters
+from own_functions import (
+    ARRAY,
+    AVERAGED,
+    MEASURED,
+    PLAIN,
+    TABLE,
+    Own,
+    asserting,
+    branch,
+    plain,
+    printing,
+    raising,
+    unusual,
+)
+from subprocesses import output_of
+
+NOT_CALLED: Any = len
+
+
+def own(rule: Any, dtype: Any = np.float32, **options: Any) -> Own:
+    w = np.linspace(0.5, 2.0, 4, dtype=dtype)
+    return Own(0.5, [w], rule=rule, **options)
+
+
+PARTS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
+    "no rule": (plain, {}, TypeError, "rule has a wrong type: expected a Rule, got function"),
+    "states without a comma": (
+        replace(AVERAGED, states=("m")), {}, TypeError,  # type: ignore[arg-type]
+        "states of the rule has a wrong type: expected a tuple of str, got str",
+    ),
+    "hp without a comma": (
+        replace(PLAIN, hp=("lr")), {}, TypeError,  # type: ignore[arg-type]
+        "hp of the rule has a wrong type: expected a tuple of str, got str",
+    ),
+    "hp of numbers": (
+        replace(PLAIN, hp=(1,)), {}, TypeError,  # type: ignore[arg-type]
+        "hp of the rule has a wrong type: expected a tuple of str, got int",
+    ),
+    "hp twice": (
+        replace(PLAIN, hp=("lr", "lr")), {}, ValueError,
+        "hp of the rule has a name twice: expected different ones, got ('lr', 'lr')",
+    ),
+    "hp that is a keyword": (
+        replace(PLAIN, hp=("lr", "lambda")), {}, ValueError,
+        "hp of the rule has a name that cannot be: expected Python names that begin with a "
+        "letter, got 'lambda'",
+    ),
+    "hp that the loss scale has": (
+        replace(PLAIN, hp=("lr", "grad_scale"), decays=True), {}, ValueError,
+        "hp of the rule has a name of what comes before the rule: expected another one, got "
+        "grad_scale",
+    ),
+    "hp that the weight decay has": (
+        replace(PLAIN, hp=("lr", "weight_decay")), {}, ValueError,
+        "hp of the rule has a name of what comes before the rule: expected another one, got "
+        "weight_decay",
+    ),
+    "too few arguments": (
+        replace(PLAIN, states=("m",)), {}, TypeError,
+        "update 'plain' takes other arguments: expected (w, g, m, hp), got (w: 'Any', g: 'Any', "
+        "hp: 'Any') -> 'Any'",
+    ),
+    "no function of Python": (
+        replace(PLAIN, update=NOT_CALLED), {}, TypeError,
+        "update has a wrong type: expected a function, got builtin_function_or_method",
+    ),
+    "more read than there are": (
+        replace(AVERAGED, n_read=2), {}, ValueError,
+        "n_read of the rule is out of range: expected an int from 0 to 1, as many as there are "
+        "states, got 2",
+    ),
+    "factored": (
+        replace(PLAIN, factored=plain), {}, TypeError,
+        "factored of the rule is of no use to this class: expected None, got <function plain",
+    ),
+    "measure alone": (
+        replace(MEASURED, factor=None), {}, TypeError,
+        "the rule lacks a part: expected measure, n_measured, factor and factor_of, or none of "
+        "them, got no factor",
+    ),
+    "factor alone": (
+        replace(MEASURED, measure=None), {}, TypeError,
+        "the rule lacks a part: expected measure, n_measured, factor and factor_of, or none of "
+        "them, got no measure",
+    ),
+    "n_measured": (
+        replace(MEASURED, n_measured=-1), {}, ValueError,
+        "n_measured of the rule is out of range: expected an int of at least 1, got -1",
+    ),
+    "factor of nothing": (
+        replace(MEASURED, factor_of="rate"), {}, ValueError,
+        "factor_of of the rule is unknown: expected one of ('lr',), got 'rate'",
+    ),
+    "measure with other arguments": (
+        replace(MEASURED, measure=lambda w, g: (w, g)), {}, TypeError,
+        "measure '<lambda>' takes other arguments: expected (w, g, hp), got (w, g)",
+    ),
+    "factor of other sums": (
+        replace(MEASURED, n_measured=3), {}, TypeError,
+        "factor '<lambda>' takes other arguments: expected (sum1, sum2, sum3), got (of_w, of_g)",
+    ),
+    "rows are not measured": (
+        MEASURED, {"sparse_update": "lazy"}, ValueError,
+        "sparse_update does not fit a rule that measures whole tensors: expected None, got 'lazy'",
+    ),
+    "states that are no mapping": (
+        AVERAGED, {"states": ("m",)}, TypeError,
+        "states has a wrong type: expected a mapping of names to numbers, got tuple",
+    ),
+    "too few states": (
+        AVERAGED, {"states": {}}, ValueError,
+        "states differ in number: expected 1 for those of the rule (m), got none",
+    ),
+    "too many states": (
+        AVERAGED, {"states": {"a": 0.0, "b": 0.0}}, ValueError,
+        "states differ in number: expected 1 for those of the rule (m), got a, b",
+    ),
+    "a state called as counts are": (
+        AVERAGED, {"states": {"step": 0.0}}, ValueError,
+        "the name of a state is that of counts: expected another name than 'step', got 'step'",
+    ),
+    "a state that is no name": (
+        AVERAGED, {"states": {1: 0.0}}, TypeError,
+        "the name of a state has a wrong type: expected a str, got int",
+    ),
+    "a state that begins with nothing": (
+        AVERAGED, {"states": {"m": None}}, TypeError,
+        "the state 'm' has a wrong type: expected a number, got NoneType",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_parts_that_do_not_fit(name: str) -> None:
+    rule, options, kind, text = PARTS[name]
+    with pytest.raises(kind, match="^Own: " + re.escape(text)):
+        own(rule, **options)
+
+
+# -- what is compiled -----------------------------------------------------------------------------
+
+RAISES = {
+    "raise": raising,
+    "assert": asserting,
+    "index of a tuple": lambda w, g, hp: w - TABLE[int(g * hp.lr)],
+    "index of an array": lambda w, g, hp: w - ARRAY[int(g * hp.lr)],
+    "print": printing,
+    "range": lambda w, g, hp: w - len(range(0, 10, int(g * hp.lr))),
+}
+WRONG_TYPES: dict[str, tuple[Rule, type[Exception], str]] = {
+    "a branch that returns None": (
+        replace(PLAIN, update=branch), TypeError,
+        "update 'branch' returns a wrong type: expected the float w, got OptionalType(float32)",
+    ),
+    "two for one": (
+        replace(PLAIN, update=lambda w, g, _: (w, g)), TypeError,
+        "update '<lambda>' returns a wrong type: expected the float w, got (float32, float32)",
+    ),
+    "one for two": (
+        replace(AVERAGED, update=lambda w, g, _m, _hp: w - g), TypeError,
+        "update '<lambda>' returns a wrong type: expected the floats (w, m), got float32",
+    ),
+    "three for two": (
+        replace(AVERAGED, update=lambda w, g, m, _: (w, g, m)), ValueError,
+        "update '<lambda>' returns another number of values: expected the floats (w, m), got "
+        "(float32, float32, float32)",
+    ),
+    "what is only read": (
+        replace(AVERAGED, n_read=1), TypeError,
+        "update 'averaged' returns a wrong type: expected the float w, got (float32, float32)",
+    ),
+    "a bool": (
+        replace(AVERAGED, update=lambda w, g, m, _: (w, g > m)), TypeError,
+        "update '<lambda>' returns a wrong type: expected the floats (w, m), got (float32, bool)",
+    ),
+    "an int": (
+        replace(AVERAGED, update=lambda w, _g, _m, _hp: (w, 1)), TypeError,
+        "update '<lambda>' returns a wrong type: expected the floats (w, m), got (float32, int64)",
+    ),
+    "a complex": (
+        replace(PLAIN, update=lambda w, g, _: complex(w, g)), TypeError,
+        "update '<lambda>' returns a wrong type: expected the float w, got complex64",
+    ),
+    "an unknown scalar": (
+        replace(PLAIN, update=lambda w, _g, hp: w - hp.rate), TypeError,
+        "update '<lambda>' cannot be compiled: expected arithmetic on numbers, for Numba, got "
+        "Unknown attribute 'rate' of type hp(float32 x 1)",
+    ),
+    "measure of another number": (
+        replace(MEASURED, n_measured=1, factor=lambda of_w: of_w), ValueError,
+        "measure '<lambda>' returns another number of values: expected the floats (value1,), got "
+        "(float32, float32)",
+    ),
+    "measure without a tuple": (
+        replace(MEASURED, n_measured=1, measure=plain, factor=lambda of_w: of_w), TypeError,
+        "measure 'plain' returns a wrong type: expected the floats (value1,), got float32",
+    ),
+    "measure that raises": (
+        replace(MEASURED, measure=raising), ValueError, "measure 'raising' can raise: expected no",
+    ),
+    "factor of no number": (
+        replace(MEASURED, factor=lambda of_w, of_g: None), TypeError,  # noqa: ARG005
+        "factor '<lambda>' returns a wrong type: expected the float lr, got none",
+    ),
+    "factor that raises": (
+        replace(MEASURED, factor=lambda of_w, of_g: TABLE[int(of_w + of_g)]), ValueError,
+        "factor '<lambda>' can raise: expected no",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RAISES)
+def test_code_that_can_raise(name: str) -> None:
+    """Compiled code would leave out the elements for which it does."""
+    function = RAISES[name]
+    text = (
+        f"Own: update {function.__name__!r} can raise: expected no raise, assert, print or index "
+        "that may be out of range, got an exception, of which compiled code does not hear"
+    )
+    for _ in range(2):  # what is known then is no other
+        with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+            own(replace(PLAIN, update=function))
+
+
+@pytest.mark.parametrize("name", WRONG_TYPES)
+def test_what_functions_return(name: str) -> None:
+    rule, kind, text = WRONG_TYPES[name]
+    with pytest.raises(kind, match="^Own: " + re.escape(text)):
+        own(rule)
+
+
+def test_a_refused_rule_is_refused_in_every_type() -> None:
+    with pytest.raises(TypeError, match=r"expected the float w, got OptionalType\(float64\)"):
+        own(replace(PLAIN, update=branch), np.float64)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_what_cannot_raise_is_taken(dtype: Any) -> None:
+    opt = own(Rule(unusual, ("m",), ("lr",)), dtype, states={"m": 4.0})
+    w = opt.parameters[0].data
+    before, g = w.copy(), np.array([-1.0, 0.0, 1.5, 3.0], dtype)
+    opt((g,))
+    with np.errstate(all="ignore"):
+        other = 1.0 / g + np.hypot(before, g) + np.copysign(before, 4.0) + np.sign(g)
+    expected = np.where((before < g) & (g < 4.0), w, other)  # the last two are `total` and so on
+    np.testing.assert_allclose(w, expected, rtol=1e-6)
+    assert np.isfinite(w[2:]).all() and opt.state_dict()["m.parameter_0"].tolist() == [2.0] * 4
+
+
+def test_a_rule_that_decays_may_say_weight_decay() -> None:
+    """But not within LARS, which adds the decay to the gradient."""
+    rule = Rule(lambda w, g, hp: w - hp.lr * (g + hp.weight_decay * w), (), ("lr", "weight_decay"),
+                decays=True)  # fmt: skip
+    w = np.ones(2, np.float32)
+    opt = Own(0.5, [nn.Parameter(w, "w")], 0.25, rule=rule)
+    opt.function = lambda _real, lr, decay, *_: (lr, decay)
+    opt((np.zeros(2, np.float32),))
+    assert w.tolist() == [0.875, 0.875]
+    match = "^LARS: hp of the rule has a name of what comes before .* got weight_decay"
+    with pytest.raises(ValueError, match=match):
+        nn.LARS(opt)
+
+
+def test_a_rule_without_scalars() -> None:
+    rule = Rule(lambda w, g, _hp: w - g, (), ())
+    table = np.ones((3, 2), np.float32)
+    opt = Own(0.5, [table], rule=rule, sparse_update="lazy")
+    opt.function = lambda *_: ()
+    opt((np.ones_like(table),))
+    opt((nn.RowTensor(np.array([1]), np.ones((1, 2), np.float32), (3, 2)),))
+    assert table.tolist() == [[0, 0], [-1, -1], [0, 0]]
+
+
+def test_rows_for_a_rule_that_measures() -> None:
+    table = np.ones((3, 2), np.float32)
+    opt = Own(0.5, [table], rule=MEASURED)
+    rows = nn.RowTensor(np.array([1]), np.ones((1, 2), np.float32), (3, 2))
+    match = "is row-sparse: expected a dense one: the rule measures whole tensors, got a RowTensor"
+    with refused(ValueError, match, opt):
+        opt((rows,))
+
+
+SAMPLE = ("adam", "mxnet_adamw_master", "lamb_clipped", "adafactor", "rprop", "scaled")
+
+
+@pytest.mark.parametrize("name", [n if n in SAMPLE else more(n) for n in sorted(all_rules())])
+def test_rules_of_the_package_are_as_those_of_users_must_be(name: str) -> None:
+    """They are not looked at when an optimizer is made."""
+    rule = all_rules()[name]
+    for real, number in ((F32, "float32"), (F64, "float64")):
+        n_stored = 1 + len(rule.states) - rule.n_read
+        found = traits.of_update(rule, real)
+        assert found == traits.Traits((number,) * n_stored, n_stored > 1, False)
+        if rule.measure is not None:
+            found = traits.of_measure(rule, real)
+            assert (len(found.returned), found.is_tuple) == (rule.n_measured, True)
+            assert {*found.returned} <= {"float32", "float64"} and not found.can_raise
+    if rule.factor is not None:
+        assert traits.of_factor(rule) == traits.Traits(("float64",), False, False)
+
+
+def test_nothing_is_compiled_for_optimizers_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(traits, "_traits", lambda *_: pytest.fail("looks at a rule of the package"))
+    for form in FORMS:
+        make(form, parameters())
+
+
+PROGRAM = """
+    import sys
+    sys.path.insert(0, sys.argv[1])
+    import numpy as np
+    from fusestep.kernels.cpu import cache
+    from fusestep.kernels.cpu.compile import NativeFunction
+    from own_rules import Good, Bad
+    if sys.argv[2] == "again":
+        NativeFunction._compile = lambda self: sys.exit(f"compiles {self.identity}")
+    w, before = np.ones(3, np.float32), len(cache.cache_entries())
+    try:
+        Bad(0.5, [w])
+    except ValueError as error:
+        print(error)
+    assert len(cache.cache_entries()) == before + (sys.argv[2] == "first")
+    Good(0.5, [w])((w.copy(),))
+    print(w)
+"""
+MODULE = """
+    from fusestep.nn import Formula, FusedOptimizer, Rule
+    def bad(w, g, hp):
+        if g > hp.lr:
+            raise ValueError
+        return w
+    def good(w, g, hp):
+        return w - hp.lr * g
+    def scalars(real, lr, decay, step, constants, powers):
+        return (lr,)
+    BAD, GOOD = Rule(bad, (), ("lr",)), Rule(good, (), ("lr",))
+    class Good(FusedOptimizer):
+        rule = GOOD
+        def __init__(self, learning_rate, params):
+            super().__init__(learning_rate, params, rule=self.rule)
+        def formula(self):
+            return Formula(scalars)
+    class Bad(Good):
+        rule = BAD
+"""
+
+
+def test_what_is_known_is_kept(tmp_path: Path) -> None:
+    """A later process compiles nothing, and refuses what was refused; of that no code is kept."""
+    (tmp_path / "own_rules.py").write_text(textwrap.dedent(MODULE))
+    texts = [
+        output_of(PROGRAM, tmp_path, how, FUSESTEP_CACHE_DIR=str(tmp_path / "kept"))
+        for how in ("first", "again")
+    ]
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("Bad: update 'bad' can raise: ")
+    assert texts[0].splitlines()[1] == "[0.5 0.5 0.5]"
