@@ -42,7 +42,16 @@ from .intrinsics import (
 )
 from .machine import Entry
 from .records import int64s
-from .threads import Limit, available_threads, layer_guard, limit_of_environment, start_layer
+from .threads import (
+    CLOSED,
+    REGIONS_AT,
+    Limit,
+    add_atomically,
+    available_threads,
+    layer_guard,
+    limit_of_environment,
+    start_layer,
+)
 
 _budget: int | None = None
 _caller = threading.local()  # .serial: this Python thread wants no others
@@ -121,14 +130,24 @@ def _in_parallel(loops, n_loops, threads, counters, counters_bytes):
     _limit_numba(before)
 
 
-def _call_parallel(loops, n_loops, threads, counters, counters_bytes):
-    _in_parallel(loops, n_loops, threads, counters, counters_bytes)
-
-
-def _call_serial(loops, n_loops):
+@njit
+def _each_serial(loops, n_loops):
     fields = carray(as_pointer(loops), (n_loops, _LOOP_WORDS), np.int64)
     for k in range(n_loops):
         _serial(fields[k, 0], fields[k, 1], fields[k, 2])
+
+
+def _call_parallel(loops, n_loops, threads, counters, counters_bytes, regions):
+    if atomic_add(regions, 1) < CLOSED:
+        _in_parallel(loops, n_loops, threads, counters, counters_bytes)
+        atomic_add(regions, -1)
+    else:
+        atomic_add(regions, -1)
+        _each_serial(loops, n_loops)
+
+
+def _call_serial(loops, n_loops):
+    _each_serial(loops, n_loops)
 
 
 def _call_pair(first, last):
@@ -143,7 +162,7 @@ _serial_pair = NativeFunction(_call_pair, "a pair of serial loops", Entry())
 _parallel_loops = NativeFunction(
     _call_parallel, f"parallel loops, numba {numba.__version__}", Entry()
 )
-LOOPS = _serial_loops, _serial_pair, _parallel_loops
+LOOPS = _serial_loops, _serial_pair, add_atomically, _parallel_loops
 
 
 def set_num_threads(n: int | None) -> None:
@@ -243,7 +262,7 @@ def compile_loops() -> None:
     """Compile all loops, or read them from the cache."""
     start_layer()
     for function in LOOPS:
-        function.address  # noqa: B018  (compiles)
+        function.call  # noqa: B018  (compiles)
 
 
 def start_threads() -> None:
@@ -287,7 +306,7 @@ def run_words(words: array[int]) -> None:
         # Of each loop how many parts are done, then how many of each stretch are claimed.
         counters = np.zeros((n_loops, (1 + threads) * _LINE_BYTES), np.uint8)
         of_counters = address_of(counters), counters.strides[0]
-        _parallel_loops.call(address, n_loops, threads, *of_counters)
+        _parallel_loops.call(address, n_loops, threads, *of_counters, REGIONS_AT)
 
 
 class Runs(Protocol):

@@ -9,12 +9,12 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...kernels.cpu.headers import arrays as headers
+from ...kernels.lazy import lazy
 from ...kernels.storage import STORAGES, Storage
 from ...ops.runtime.arrays import address_of
 from ...ops.runtime.device import DeviceArray
@@ -77,7 +77,7 @@ class Layout:
         """
         return all(place[1:] == _place(place[0])[1:] for place in self.places)
 
-    @cached_property
+    @lazy
     def lock_spans(self) -> list[Span]:
         """The memory of all active variables, for locking."""
         return sorted(span for batch in self.batches for span in batch.variables.spans)
@@ -89,7 +89,7 @@ class Layout:
         last = bisect_left(begins, begin + n_bytes) - 1
         return n_bytes > 0 and last >= 0 and ends[last] > begin
 
-    @cached_property
+    @lazy
     def n_row_batches(self) -> int:
         """How many kernel calls are row-sparse."""
         return sum(batch.row_sparse for batch in self.batches)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import chain
 from operator import is_, itemgetter
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from ...kernels.cpu.adafactor.step import FactoredTable
 from ...kernels.cpu.counts import FloatCount
 from ...kernels.cpu.dense import all_finite
 from ...kernels.cpu.headers import tensors as headers
+from ...kernels.lazy import lazy
 from ...kernels.rules.rule import Rule
 from ...ops.runtime.errors import reject
 from ...ops.runtime.row_step import RowGradient
@@ -104,7 +104,7 @@ class Part:
         """Whether its tensors are on a CUDA device."""
         return bool(self.entries[0].parameter.is_cuda)
 
-    @cached_property
+    @lazy
     def matrices(self) -> FactoredTable | None:
         """Its tensors, where their states are those of rows and columns."""
         has_factors = self.choice.rule.factored and len(self.entries[0].shapes) == 2
