@@ -20,8 +20,11 @@ from . import cache, machine
 from .forks import fork_between
 from .machine import Code, Entry, Loaded
 from .records import records
+from .room import require_room
 
 _I64 = types.int64
+# More than they were seen to take at once: LLVM ends the process where it gets no memory.
+_LOADER_BYTES, _COMPILER_BYTES = 16 << 20, 192 << 20
 _lock = threading.RLock()
 
 if numba.config.DISABLE_JIT:
@@ -59,6 +62,7 @@ class NativeFunction:
         if self._loaded is None:
             with _lock:
                 if self._loaded is None:
+                    require_room(_LOADER_BYTES)
                     self._loaded = Loaded(self._code())
         return self._loaded.address
 
@@ -79,6 +83,7 @@ class NativeFunction:
         kept = cache.load(self.identity)
         if kept is not None:
             return Code.from_bytes(kept)
+        require_room(_COMPILER_BYTES)
         portable = machine.portable(self.identity)
         code = machine.finished(portable) if portable else machine.made(*self.ir())
         cache.save(self.identity, code.to_bytes())

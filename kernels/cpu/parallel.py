@@ -48,6 +48,7 @@ from .threads import (
     Limit,
     add_atomically,
     available_threads,
+    can_run,
     layer_guard,
     limit_of_environment,
     start_layer,
@@ -190,9 +191,8 @@ def get_num_threads() -> int:
     if getattr(_caller, "serial", False):
         return 1
     most = limit_of_environment().threads
-    if most == 1:
-        return 1  # and no layer is started
-    start_layer()
+    if most == 1 or not start_layer():  # it is not started for one
+        return 1
     most = min(most, available_threads.call())
     return most if _budget is None else min(most, _budget)
 
@@ -201,8 +201,10 @@ def deciding_limit() -> Limit:
     """`get_num_threads` of this thread, and what decides it."""
     limits = [limit_of_environment()]
     if limits[0].threads > 1:
-        start_layer()
-        limits.append(Limit(available_threads.call(), "numba.set_num_threads"))
+        if start_layer():
+            limits.append(Limit(available_threads.call(), "numba.set_num_threads"))
+        else:
+            limits.append(Limit(1, "the memory and the threads that the system has left"))
     if _budget is not None:
         limits.append(Limit(_budget, "fusestep.set_num_threads"))
     return min(limits, key=lambda limit: limit.threads)  # of equal ones the first
@@ -298,7 +300,7 @@ def run_words(words: array[int]) -> None:
     """Run loops, one after the other, of which these are the words."""
     n_loops, threads = len(words) // _LOOP_WORDS, max(words[_THREADS::_LOOP_WORDS])
     address, _ = words.buffer_info()
-    if threads <= 1:
+    if threads <= 1 or not can_run(threads):
         _serial_loops.call(address, n_loops)
         return
     compile_loops()  # not within the guard: a thread that compiles may come to wait for it

@@ -14,16 +14,18 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numba
-from numba.np.ufunc.parallel import _backend_init_thread_lock
+from numba.np.ufunc import parallel as of_numba
 
 from . import tbb
 from .compile import NativeFunction
 from .forks import during_forks, fork_between
 from .intrinsics import atomic_add, threads_of_numba
 from .machine import Entry
+from .room import can_start
 
 # Of the thread that holds it, a signal handler may step too: before the loop or after it.
 _workqueue_lock = threading.RLock()
@@ -36,6 +38,15 @@ REGIONS_AT = ctypes.addressof(regions)
 CLOSED, _WITHOUT_THREADS = 1 << 32, 1 << 48
 _without_threads = ""  # why
 _tbb_has_ended = False  # for a fork
+
+
+class _TeamOfThread(threading.local):
+    """How many threads there are for the loops of this one: OpenMP starts others for each."""
+
+    threads = 1
+
+
+_team: Any = None  # .threads: how many have started; None before the layer has
 
 
 class Limit(NamedTuple):
@@ -159,11 +170,18 @@ def _without_regions() -> Generator[None, None, None]:
             add_atomically.call(REGIONS_AT, -CLOSED)
         if _uses_tbb() and (_tbb_has_ended or os.getpid() == process):
             tbb.hold()
+        if _tbb_has_ended:
+            _forget_threads()
         if os.getpid() == process:
             _tbb_has_ended = False
 
 
 during_forks(_without_regions)
+
+
+def _forget_threads() -> None:
+    if _team is not None:
+        _team.threads = 1
 
 
 def _uses_tbb() -> bool:
@@ -176,6 +194,7 @@ def _after_fork_in_child() -> None:
         _without_threads = "a fork after threads of omp had started"
     elif _uses_tbb() and not _tbb_has_ended:
         _without_threads = "a fork while other threads had used tbb"
+    _forget_threads()
     _tbb_has_ended = False
     regions.value = _WITHOUT_THREADS if _without_threads else 0
     limit_of_environment.cache_clear()
@@ -185,12 +204,24 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-@cache
-def start_layer() -> None:
-    """Once for a process; what is compiled finds the layer then."""
-    with _backend_init_thread_lock:  # Numba's; a fork waits for what is imported meanwhile
+def start_layer() -> bool:
+    """Whether there are threads: those of Numba's layer, which starts once, when it has room.
+
+    What is compiled finds the layer then.
+    """
+    return _team is not None or _start_layer()
+
+
+def _start_layer() -> bool:
+    global _team
+    chosen = str(numba.config.THREADING_LAYER).lower()
+    if threading_layer() is None and not _has_room(chosen, limit_of_environment().threads):
+        return False
+    if not of_numba._backend_init_process_lock:
+        of_numba._set_init_process_lock()
+    # In Numba's order. A fork waits for the second, and so for what is imported meanwhile.
+    with of_numba._backend_init_process_lock, of_numba._backend_init_thread_lock:
         if threading_layer() is None:
-            chosen = str(numba.config.THREADING_LAYER).lower()
             openmp = None if chosen == "workqueue" or _load_tbb(chosen) else _openmp()
             before = openmp.omp_get_max_threads() if openmp else 0
             numba.get_num_threads()
@@ -199,7 +230,25 @@ def start_layer() -> None:
                 openmp.omp_set_num_threads(before)
         if _uses_tbb():
             tbb.hold()
-    available_threads.address  # noqa: B018  (compiles)
+    available_threads.call  # noqa: B018  (compiles)
+    _team = _TeamOfThread() if threading_layer() == "omp" else SimpleNamespace(threads=1)
+    return True
+
+
+def can_run(threads: int) -> bool:
+    """Whether a loop can run on so many threads, which then start if they have not yet."""
+    if not start_layer():
+        return False
+    if threads > _team.threads:
+        if not _has_room(threading_layer(), threads):
+            return False
+        _team.threads = threads
+    return True
+
+
+def _has_room(layer: str | None, threads: int) -> bool:
+    # Workqueue starts all that there may ever be.
+    return can_start(numba.config.NUMBA_NUM_THREADS if layer == "workqueue" else threads - 1)
 
 
 def _load_tbb(chosen: str) -> bool:

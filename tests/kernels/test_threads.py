@@ -229,6 +229,28 @@ def test_a_tbb_that_does_not_load_is_said_and_replaced(tmp_path):
     assert re.fullmatch(r"2 (omp|workqueue): tbb does not load: .*libtbb.so.12.*\n", printed)
 
 
+def test_a_first_step_beside_the_start_of_numbas_own_threads():
+    """Numba takes two locks there, and neither thread may have one that the other waits for."""
+    program = """
+        import threading
+        from numba.np.ufunc import parallel as of_numba
+        from fusestep.kernels.cpu import parallel
+
+        of_numba._set_init_process_lock()
+        thread = threading.Thread(target=parallel.start_threads, daemon=True)
+        with of_numba._backend_init_process_lock:
+            thread.start()
+            thread.join(1)  # by then it waits
+            assert thread.is_alive()
+            taken = of_numba._backend_init_thread_lock.acquire(timeout=20)
+            if taken:
+                of_numba._backend_init_thread_lock.release()
+        thread.join(20)
+        print(taken, thread.is_alive())
+    """
+    assert output_of(program, NUMBA_NUM_THREADS="2") == "True False\n"
+
+
 # How many
 
 
