@@ -18,10 +18,9 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Protocol
+from typing import ParamSpec, Protocol, TypeVar
 
 import numba
 import numpy as np
@@ -54,8 +53,10 @@ from .threads import (
     start_layer,
 )
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 _budget: int | None = None
-_caller = threading.local()  # .serial: this Python thread wants no others
+_caller = threading.local()  # .limit: of the calls that this Python thread is in
 _LINE_BYTES = 64  # of a cache line: counters of different threads do not share one
 # Looks at a counter, of 20 to 50 ns each, before a thread that waits gives its core away: the part
 # that it waits for may be run by a thread that the system has put aside.
@@ -170,8 +171,9 @@ def set_num_threads(n: int | None) -> None:
     """Use at most ``n`` threads in every later call of this process; None: no limit of its own.
 
     The smallest wins of ``n``, the affinity mask, the CPU quota of the container,
-    ``OMP_NUM_THREADS``, ``NUMBA_NUM_THREADS`` and Numba's own ``numba.set_num_threads``;
-    ``fusestep info`` says which one it is. Results do not depend on it.
+    ``OMP_NUM_THREADS``, ``NUMBA_NUM_THREADS`` and Numba's own ``numba.set_num_threads``, in steps
+    of ``fusestep.nn.torch`` also a lowered ``torch.set_num_threads``; ``fusestep info`` says which
+    one it is. Results do not depend on it.
 
     Raises:
         TypeError: ``n`` is not an int.
@@ -187,10 +189,11 @@ def set_num_threads(n: int | None) -> None:
 
 
 def get_num_threads() -> int:
-    """How many threads the next call may use."""
-    if getattr(_caller, "serial", False):
-        return 1
+    """How many threads the next call may use, but for what limits only steps of nn.torch."""
     most = limit_of_environment().threads
+    own: Limit | None = getattr(_caller, "limit", None)
+    if own is not None:
+        most = min(most, own.threads)
     if most == 1 or not start_layer():  # it is not started for one
         return 1
     most = min(most, available_threads.call())
@@ -199,8 +202,9 @@ def get_num_threads() -> int:
 
 def deciding_limit() -> Limit:
     """`get_num_threads` of this thread, and what decides it."""
-    limits = [limit_of_environment()]
-    if limits[0].threads > 1:
+    own: Limit | None = getattr(_caller, "limit", None)
+    limits = [limit_of_environment(), *([own] if own else [])]
+    if all(limit.threads > 1 for limit in limits):
         if start_layer():
             limits.append(Limit(available_threads.call(), "numba.set_num_threads"))
         else:
@@ -210,15 +214,17 @@ def deciding_limit() -> Limit:
     return min(limits, key=lambda limit: limit.threads)  # of equal ones the first
 
 
-@contextmanager
-def serial(wanted: bool) -> Iterator[None]:
-    """Within it, calls of this Python thread run on it alone, if that is ``wanted``."""
-    before = getattr(_caller, "serial", False)
-    _caller.serial = before or wanted
+def at_most(
+    limit: Limit | None, function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs
+) -> _R:
+    """The result of a function whose loops use no more threads; an outer limit still holds."""
+    before: Limit | None = getattr(_caller, "limit", None)
+    # No `with`: an interrupt could come when it has begun and does not know how it ends.
     try:
-        yield
+        _caller.limit = min(filter(None, (before, limit)), default=None)
+        return function(*args, **kwargs)
     finally:
-        _caller.serial = before
+        _caller.limit = before
 
 
 class Arguments:

@@ -17,6 +17,7 @@ from ...ops.runtime.errors import reject
 from ...ops.runtime.row_tensor import RowTensor
 from .optimizer import Optimizer
 from .tensors import DTYPE_NAMES, DTYPES, array_of, is_part, local, rows_of, table_shape
+from .threads import as_torch
 
 _WHERE = "clip_grad_norm_"
 
@@ -146,6 +147,7 @@ def _gradients_of(optimizer: Any) -> list[Tensor]:
     return [gradient for gradient in every if gradient is not None]
 
 
+@as_torch
 @quiet
 def _norm(parameters: Sequence[Tensor]) -> float:
     """The norm of all gradients; dense ones on the host are read in one call a dtype."""

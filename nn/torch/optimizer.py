@@ -35,6 +35,7 @@ from .state import (
     with_rows,
 )  # fmt: skip
 from .tensors import is_part, local, number
+from .threads import as_torch
 
 _KEPT_BINDINGS = 4
 _KEYWORDS = (*OWN, "skip_nonfinite")
@@ -358,6 +359,7 @@ class Optimizer(torch.optim.Optimizer, ABC):
             )
         return True
 
+    @as_torch
     @quiet
     def _run(
         self, binding: Binding, given: Given, before: Before, new: Mapping[Tensor, Any]

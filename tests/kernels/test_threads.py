@@ -16,10 +16,11 @@ import pytest
 
 from fusestep import get_num_threads, set_num_threads
 from fusestep.kernels.cpu import threads
-from fusestep.kernels.cpu.parallel import serial
+from fusestep.kernels.cpu.parallel import at_most, deciding_limit
 from fusestep.kernels.cpu.threads import Limit
 
 from subprocesses import ENVIRONMENT, output_of, run_python
+from test_interrupts import done_at, interrupt
 
 TBB = next(distributions(name="tbb"), None)
 LAYERS = ["workqueue", "omp", *(["tbb"] if TBB else [])]
@@ -521,21 +522,34 @@ def test_budget_is_reached_by_kernels(monkeypatch):
     assert set(used) == {1}
 
 
-def test_a_python_thread_can_ask_for_no_others():
+def test_a_limit_of_one_call():
+    """It is that of its Python thread, of an inner call too, and ends with the call."""
+    few, fewer, many = (Limit(n, f"at most {n}") for n in (2, 1, 99))
     elsewhere: list[int] = []
 
     def ask():
         thread = threading.Thread(target=lambda: elsewhere.append(get_num_threads()))
         thread.start()
         thread.join()
+        return get_num_threads()
+
+    def fail():
+        raise KeyboardInterrupt
 
     available = get_num_threads()
-    ask()
-    with serial(True):
-        assert get_num_threads() == 1
-        with serial(False):  # an inner wish does not undo an outer one
-            assert get_num_threads() == 1
-        ask()
-    assert elsewhere[0] == elsewhere[1]
-    with serial(False):
-        assert get_num_threads() == available
+    assert at_most(fewer, ask) == at_most(fewer, at_most, many, ask) == 1
+    assert at_most(fewer, at_most, None, ask) == at_most(few, at_most, fewer, ask) == 1
+    assert at_most(fewer, deciding_limit) == fewer
+    assert at_most(many, ask) == at_most(None, ask) == available
+    with pytest.raises(KeyboardInterrupt):
+        at_most(fewer, fail)
+    assert ask() == available
+    assert set(elsewhere) == {available}
+
+
+def test_a_limit_ends_with_its_call_whatever_interrupts_it():
+    available, alone, moment = get_num_threads(), Limit(1, "a test"), 0
+    while done_at(moment, lambda: at_most(alone, get_num_threads), interrupt) > moment:
+        assert get_num_threads() == available, moment
+        moment += 1
+    assert moment > 5
