@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from .lazy import lazy
 from .rules.rule import Prologue, Rule, columns
 from .storage import F64, Storage, numba_type, real_of
 
@@ -35,7 +36,7 @@ class Kernel:
         """Storage of the arithmetic, of ``hp`` and of summed gradients."""
         return real_of(self.w)
 
-    @cached_property
+    @lazy
     def itemsizes(self) -> np.ndarray:
         """int64: bytes of an element of the parameter, then of each state."""
         return np.array([storage.itemsize for storage in (self.w, *self.s)])

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
-from functools import cached_property
 from typing import Any
 
 import numba
@@ -18,11 +15,16 @@ from numba.core.compiler_lock import global_compiler_lock
 from numba.np.ufunc.parallel import _backend_init_thread_lock
 
 from ..inner import njit
+from ..lazy import lazy
 from . import cache, machine
+from .forks import fork_between
 from .machine import Code, Entry, Loaded
 from .records import records
+from .room import require_room
 
 _I64 = types.int64
+# More than they were seen to take at once: LLVM ends the process where it gets no memory.
+_LOADER_BYTES, _COMPILER_BYTES = 16 << 20, 192 << 20
 _lock = threading.RLock()
 
 if numba.config.DISABLE_JIT:
@@ -32,32 +34,9 @@ if numba.config.DISABLE_JIT:
     )
 
 
-def fork_between(*locks: Any) -> None:
-    """Let every fork of this process wait until no other thread holds one of ``locks``.
-
-    A child has only the thread that forked: a lock that another one held is never released
-    there. A new lock in the child would not do, as what the lock guards may be half changed:
-    lists of Numba, the heap and tables of LLVM, queues of threads. Waiting lasts as long as one
-    compilation or step. Locks are taken in the order in which steps take them; those given in a
-    later call come before those of an earlier one.
-    """
-    mine = threading.local()
-
-    def acquire() -> None:
-        held = ExitStack()
-        # A list: a signal handler may fork while this fork waits.
-        vars(mine).setdefault("forks", []).append(held)
-        for lock in locks:
-            held.enter_context(lock)
-
-    def release() -> None:  # what has been taken: an interrupt may have ended the waiting
-        mine.forks.pop().close()
-
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(before=acquire, after_in_parent=release, after_in_child=release)
-
-
-fork_between(_lock, global_compiler_lock, _backend_init_thread_lock, llvm.ffi.lib._lock)
+# Of Numba's and LLVM's the locks in them: what is around those in Python can be interrupted.
+_compilers = global_compiler_lock._lock, _backend_init_thread_lock, llvm.ffi.lib._lock._lock
+fork_between(_lock, *_compilers)
 
 
 class NativeFunction:
@@ -83,20 +62,28 @@ class NativeFunction:
         if self._loaded is None:
             with _lock:
                 if self._loaded is None:
+                    require_room(_LOADER_BYTES)
                     self._loaded = Loaded(self._code())
         return self._loaded.address
 
-    @cached_property
+    @property
+    def is_loaded(self) -> bool:
+        """Whether its address was ever asked for."""
+        return self._loaded is not None
+
+    @lazy
     def call(self) -> Callable[..., int]:
         """The function for Python."""
         self.address  # noqa: B018  (loads)
         assert self._loaded is not None
-        return self._loaded.entry()
+        with _lock:
+            return self._loaded.entry()
 
     def _code(self) -> Code:
         kept = cache.load(self.identity)
         if kept is not None:
             return Code.from_bytes(kept)
+        require_room(_COMPILER_BYTES)
         portable = machine.portable(self.identity)
         code = machine.finished(portable) if portable else machine.made(*self.ir())
         cache.save(self.identity, code.to_bytes())

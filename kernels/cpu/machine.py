@@ -175,14 +175,16 @@ class Loaded:
         self._engine.add_object_file(llvm.ObjectFileRef.from_data(code.object_file))
         self._engine.finalize_object()
         self.address: int = self._engine.get_function_address(code.symbol)
+        self._function: Callable[..., int] | None = None
         _LOADED.append(self)  # who has only an address keeps nothing alive
 
     def entry(self) -> Callable[..., int]:
         """The function for Python, where the code has an `Entry`."""
-        address = self._engine.get_function_address(_ENTRY)
-        self._method = _Method(b"compiled", address, _METH_FASTCALL, None)
-        made: Callable[..., int] = _new_function(ctypes.byref(self._method), None, None)
-        return made
+        if self._function is None:
+            address = self._engine.get_function_address(_ENTRY)
+            self._method = _Method(b"compiled", address, _METH_FASTCALL, None)
+            self._function = _new_function(ctypes.byref(self._method), None, None)
+        return self._function
 
 
 _LOADED: list[Loaded] = []

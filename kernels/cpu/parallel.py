@@ -18,10 +18,9 @@ from __future__ import annotations
 
 import threading
 from array import array
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Protocol
+from typing import ParamSpec, Protocol, TypeVar
 
 import numba
 import numpy as np
@@ -42,10 +41,22 @@ from .intrinsics import (
 )
 from .machine import Entry
 from .records import int64s
-from .threads import Limit, available_threads, layer_guard, limit_of_environment, start_layer
+from .threads import (
+    CLOSED,
+    REGIONS_AT,
+    Limit,
+    add_atomically,
+    available_threads,
+    can_run,
+    layer_guard,
+    limit_of_environment,
+    start_layer,
+)
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 _budget: int | None = None
-_caller = threading.local()  # .serial: this Python thread wants no others
+_caller = threading.local()  # .limit: of the calls that this Python thread is in
 _LINE_BYTES = 64  # of a cache line: counters of different threads do not share one
 # Looks at a counter, of 20 to 50 ns each, before a thread that waits gives its core away: the part
 # that it waits for may be run by a thread that the system has put aside.
@@ -121,14 +132,24 @@ def _in_parallel(loops, n_loops, threads, counters, counters_bytes):
     _limit_numba(before)
 
 
-def _call_parallel(loops, n_loops, threads, counters, counters_bytes):
-    _in_parallel(loops, n_loops, threads, counters, counters_bytes)
-
-
-def _call_serial(loops, n_loops):
+@njit
+def _each_serial(loops, n_loops):
     fields = carray(as_pointer(loops), (n_loops, _LOOP_WORDS), np.int64)
     for k in range(n_loops):
         _serial(fields[k, 0], fields[k, 1], fields[k, 2])
+
+
+def _call_parallel(loops, n_loops, threads, counters, counters_bytes, regions):
+    if atomic_add(regions, 1) < CLOSED:
+        _in_parallel(loops, n_loops, threads, counters, counters_bytes)
+        atomic_add(regions, -1)
+    else:
+        atomic_add(regions, -1)
+        _each_serial(loops, n_loops)
+
+
+def _call_serial(loops, n_loops):
+    _each_serial(loops, n_loops)
 
 
 def _call_pair(first, last):
@@ -143,15 +164,16 @@ _serial_pair = NativeFunction(_call_pair, "a pair of serial loops", Entry())
 _parallel_loops = NativeFunction(
     _call_parallel, f"parallel loops, numba {numba.__version__}", Entry()
 )
-LOOPS = _serial_loops, _serial_pair, _parallel_loops
+LOOPS = _serial_loops, _serial_pair, add_atomically, _parallel_loops
 
 
 def set_num_threads(n: int | None) -> None:
     """Use at most ``n`` threads in every later call of this process; None: no limit of its own.
 
     The smallest wins of ``n``, the affinity mask, the CPU quota of the container,
-    ``OMP_NUM_THREADS``, ``NUMBA_NUM_THREADS`` and Numba's own ``numba.set_num_threads``;
-    ``fusestep info`` says which one it is. Results do not depend on it.
+    ``OMP_NUM_THREADS``, ``NUMBA_NUM_THREADS`` and Numba's own ``numba.set_num_threads``, in steps
+    of ``fusestep.nn.torch`` also a lowered ``torch.set_num_threads``; ``fusestep info`` says which
+    one it is. Results do not depend on it.
 
     Raises:
         TypeError: ``n`` is not an int.
@@ -167,37 +189,42 @@ def set_num_threads(n: int | None) -> None:
 
 
 def get_num_threads() -> int:
-    """How many threads the next call may use."""
-    if getattr(_caller, "serial", False):
-        return 1
+    """How many threads the next call may use, but for what limits only steps of nn.torch."""
     most = limit_of_environment().threads
-    if most == 1:
-        return 1  # and no layer is started
-    start_layer()
+    own: Limit | None = getattr(_caller, "limit", None)
+    if own is not None:
+        most = min(most, own.threads)
+    if most == 1 or not start_layer():  # it is not started for one
+        return 1
     most = min(most, available_threads.call())
     return most if _budget is None else min(most, _budget)
 
 
 def deciding_limit() -> Limit:
     """`get_num_threads` of this thread, and what decides it."""
-    limits = [limit_of_environment()]
-    if limits[0].threads > 1:
-        start_layer()
-        limits.append(Limit(available_threads.call(), "numba.set_num_threads"))
+    own: Limit | None = getattr(_caller, "limit", None)
+    limits = [limit_of_environment(), *([own] if own else [])]
+    if all(limit.threads > 1 for limit in limits):
+        if start_layer():
+            limits.append(Limit(available_threads.call(), "numba.set_num_threads"))
+        else:
+            limits.append(Limit(1, "the memory and the threads that the system has left"))
     if _budget is not None:
         limits.append(Limit(_budget, "fusestep.set_num_threads"))
     return min(limits, key=lambda limit: limit.threads)  # of equal ones the first
 
 
-@contextmanager
-def serial(wanted: bool) -> Iterator[None]:
-    """Within it, calls of this Python thread run on it alone, if that is ``wanted``."""
-    before = getattr(_caller, "serial", False)
-    _caller.serial = before or wanted
+def at_most(
+    limit: Limit | None, function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs
+) -> _R:
+    """The result of a function whose loops use no more threads; an outer limit still holds."""
+    before: Limit | None = getattr(_caller, "limit", None)
+    # No `with`: an interrupt could come when it has begun and does not know how it ends.
     try:
-        yield
+        _caller.limit = min(filter(None, (before, limit)), default=None)
+        return function(*args, **kwargs)
     finally:
-        _caller.serial = before
+        _caller.limit = before
 
 
 class Arguments:
@@ -243,7 +270,7 @@ def compile_loops() -> None:
     """Compile all loops, or read them from the cache."""
     start_layer()
     for function in LOOPS:
-        function.address  # noqa: B018  (compiles)
+        function.call  # noqa: B018  (compiles)
 
 
 def start_threads() -> None:
@@ -279,7 +306,7 @@ def run_words(words: array[int]) -> None:
     """Run loops, one after the other, of which these are the words."""
     n_loops, threads = len(words) // _LOOP_WORDS, max(words[_THREADS::_LOOP_WORDS])
     address, _ = words.buffer_info()
-    if threads <= 1:
+    if threads <= 1 or not can_run(threads):
         _serial_loops.call(address, n_loops)
         return
     compile_loops()  # not within the guard: a thread that compiles may come to wait for it
@@ -287,7 +314,7 @@ def run_words(words: array[int]) -> None:
         # Of each loop how many parts are done, then how many of each stretch are claimed.
         counters = np.zeros((n_loops, (1 + threads) * _LINE_BYTES), np.uint8)
         of_counters = address_of(counters), counters.strides[0]
-        _parallel_loops.call(address, n_loops, threads, *of_counters)
+        _parallel_loops.call(address, n_loops, threads, *of_counters, REGIONS_AT)
 
 
 class Runs(Protocol):

@@ -9,24 +9,44 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+from collections.abc import Generator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numba
-from numba.np.ufunc.parallel import _backend_init_thread_lock
+from numba.np.ufunc import parallel as of_numba
 
-from .compile import NativeFunction, fork_between
-from .intrinsics import threads_of_numba
+from . import tbb
+from .compile import NativeFunction
+from .forks import during_forks, fork_between
+from .intrinsics import atomic_add, threads_of_numba
 from .machine import Entry
+from .room import can_start
 
 # Of the thread that holds it, a signal handler may step too: before the loop or after it.
 _workqueue_lock = threading.RLock()
 fork_between(_workqueue_lock)  # before those of the compiler, which a first step takes within
-_forked_after_openmp = False
 _problem = ""
+# How many parallel regions run, and `CLOSED` more for each fork that has begun: who comes then
+# runs its loops alone. In a child without threads it is never less than `_WITHOUT_THREADS`.
+regions = ctypes.c_int64()
+REGIONS_AT = ctypes.addressof(regions)
+CLOSED, _WITHOUT_THREADS = 1 << 32, 1 << 48
+_without_threads = ""  # why
+_tbb_has_ended = False  # for a fork
+
+
+class _TeamOfThread(threading.local):
+    """How many threads there are for the loops of this one: OpenMP starts others for each."""
+
+    threads = 1
+
+
+_team: Any = None  # .threads: how many have started; None before the layer has
 
 
 class Limit(NamedTuple):
@@ -39,8 +59,8 @@ class Limit(NamedTuple):
 @cache
 def limit_of_environment() -> Limit:
     """What the system and the environment allow; looked at once in a process."""
-    if _forked_after_openmp:
-        return Limit(1, "a fork after threads of omp had started")
+    if _without_threads:
+        return Limit(1, _without_threads)
     limits = [Limit(_cores(), "the cores of this process")]
     if (quota := _quota(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))) is not None:
         limits.append(Limit(quota, "the CPU quota of the container"))
@@ -129,11 +149,54 @@ def layer_problem() -> str:
     return _problem if threading_layer() not in ("tbb", None) else ""
 
 
+def _add(place, value):
+    return atomic_add(place, value)
+
+
+add_atomically = NativeFunction(_add, "atomic add", Entry(returns=True, holds_gil=True))
+
+
+def _without_regions() -> Generator[None, None, None]:
+    """During it no parallel region begins, and TBB has ended if no thread has a place in it."""
+    global _tbb_has_ended
+    process, running = os.getpid(), 0
+    try:
+        if add_atomically.is_loaded:  # before any region; the lock of the compiler is held here
+            running = add_atomically.call(REGIONS_AT, CLOSED) % CLOSED
+        _tbb_has_ended = not running and _uses_tbb() and tbb.end()
+        yield
+    finally:
+        if regions.value >= CLOSED:
+            add_atomically.call(REGIONS_AT, -CLOSED)
+        if _uses_tbb() and (_tbb_has_ended or os.getpid() == process):
+            tbb.hold()
+        if _tbb_has_ended:
+            _forget_threads()
+        if os.getpid() == process:
+            _tbb_has_ended = False
+
+
+during_forks(_without_regions)
+
+
+def _forget_threads() -> None:
+    if _team is not None:
+        _team.threads = 1
+
+
+def _uses_tbb() -> bool:
+    return threading_layer() == "tbb" and not _without_threads
+
+
 def _after_fork_in_child() -> None:
-    # GNU OpenMP kills a forked child at its first parallel loop.
-    global _forked_after_openmp
-    if threading_layer() == "omp":
-        _forked_after_openmp = True
+    global _tbb_has_ended, _without_threads
+    if threading_layer() == "omp":  # GNU OpenMP kills a forked child at its first parallel loop
+        _without_threads = "a fork after threads of omp had started"
+    elif _uses_tbb() and not _tbb_has_ended:
+        _without_threads = "a fork while other threads had used tbb"
+    _forget_threads()
+    _tbb_has_ended = False
+    regions.value = _WITHOUT_THREADS if _without_threads else 0
     limit_of_environment.cache_clear()
 
 
@@ -141,19 +204,51 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
-@cache
-def start_layer() -> None:
-    """Once for a process; what is compiled finds the layer then."""
-    with _backend_init_thread_lock:  # Numba's; a fork waits for what is imported meanwhile
+def start_layer() -> bool:
+    """Whether there are threads: those of Numba's layer, which starts once, when it has room.
+
+    What is compiled finds the layer then.
+    """
+    return _team is not None or _start_layer()
+
+
+def _start_layer() -> bool:
+    global _team
+    chosen = str(numba.config.THREADING_LAYER).lower()
+    if threading_layer() is None and not _has_room(chosen, limit_of_environment().threads):
+        return False
+    if not of_numba._backend_init_process_lock:
+        of_numba._set_init_process_lock()
+    # In Numba's order. A fork waits for the second, and so for what is imported meanwhile.
+    with of_numba._backend_init_process_lock, of_numba._backend_init_thread_lock:
         if threading_layer() is None:
-            chosen = str(numba.config.THREADING_LAYER).lower()
             openmp = None if chosen == "workqueue" or _load_tbb(chosen) else _openmp()
             before = openmp.omp_get_max_threads() if openmp else 0
             numba.get_num_threads()
             if openmp and threading_layer() == "omp":
                 # Numba sets it when its layer starts, for other libraries of this thread too.
                 openmp.omp_set_num_threads(before)
-    available_threads.address  # noqa: B018  (compiles)
+        if _uses_tbb():
+            tbb.hold()
+    available_threads.call  # noqa: B018  (compiles)
+    _team = _TeamOfThread() if threading_layer() == "omp" else SimpleNamespace(threads=1)
+    return True
+
+
+def can_run(threads: int) -> bool:
+    """Whether a loop can run on so many threads, which then start if they have not yet."""
+    if not start_layer():
+        return False
+    if threads > _team.threads:
+        if not _has_room(threading_layer(), threads):
+            return False
+        _team.threads = threads
+    return True
+
+
+def _has_room(layer: str | None, threads: int) -> bool:
+    # Workqueue starts all that there may ever be.
+    return can_start(numba.config.NUMBA_NUM_THREADS if layer == "workqueue" else threads - 1)
 
 
 def _load_tbb(chosen: str) -> bool:

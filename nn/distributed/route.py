@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
 from ...kernels.cpu.gather import gather
+from ...kernels.lazy import lazy
 from ...ops.runtime import check
 from ...ops.runtime.arrays import adopt_anywhere, native
 from ...ops.runtime.device import DeviceArray
@@ -168,7 +168,7 @@ class Route:
         found = check.contiguous(array, where, "gradient")
         return found.reshape(math.prod(shape), *array.shape[len(shape) :])  # also without elements
 
-    @cached_property
+    @lazy
     def _occurrences(self) -> tuple[list[int], np.ndarray, np.ndarray]:
         """How many go to each owner, their order by owner, and of each, in this order, its place
         among the different rows of that owner and in this process's part of the batch.

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...kernels.cpu.headers import arrays as headers
 from ...kernels.cpu.records import lies_in
+from ...kernels.lazy import lazy
 from ...kernels.storage import STORAGES, Storage
 from ...ops.runtime.arrays import address_of
 from ...ops.runtime.device import DeviceArray
@@ -77,7 +77,7 @@ class Layout:
         """
         return all(place[1:] == _place(place[0])[1:] for place in self.places)
 
-    @cached_property
+    @lazy
     def lock_spans(self) -> list[Span]:
         """The memory of all active variables, for locking."""
         return sorted(span for batch in self.batches for span in batch.variables.spans)
@@ -86,7 +86,7 @@ class Layout:
         """Whether any of ``n_bytes`` bytes from ``begin`` on belongs to an active variable."""
         return lies_in(self.memory, begin, n_bytes)
 
-    @cached_property
+    @lazy
     def n_row_batches(self) -> int:
         """How many kernel calls are row-sparse."""
         return sum(batch.row_sparse for batch in self.batches)

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.cpu.parallel import serial
+from ...kernels.cpu.parallel import at_most
+from ...kernels.cpu.threads import Limit
 from ...kernels.quiet import quiet
 from ...kernels.rules import sgd as rules
 from ...kernels.rules.formula import Formula
@@ -35,6 +36,7 @@ from .preconditioners import Inverses, Options, Preconditioner, Scratch, precond
 # and its idle threads and those of OpenMP wait by spinning, against each other: that costs
 # milliseconds, more than the pass itself, which is short beside the products.
 _SERIAL_UP_TO = 1 << 22
+_ALONE = Limit(1, "thor, which BLAS has left with busy cores")
 
 
 def every_parameter(parameter: Parameter) -> bool:  # noqa: ARG001  (what a filter is called with)
@@ -201,8 +203,8 @@ class Thor(FusedOptimizer):
             if self._device is not None:
                 of_each = zip(self.parameters, given, strict=True)
                 given = [None if g is None else p.array.holding(g) for p, g in of_each]
-            with serial(sum(p.size for p in self.parameters) <= _SERIAL_UP_TO):
-                return super().construct(tuple(given))
+            is_small = sum(p.size for p in self.parameters) <= _SERIAL_UP_TO
+            return at_most(_ALONE if is_small else None, super().construct, tuple(given))
         except BaseException:
             if self._step == step:
                 for owner, attributes in before:

@@ -18,6 +18,7 @@ from ...ops.runtime.row_tensor import RowTensor
 from .memory import DTYPE_NAMES, DTYPES, array_of
 from .optimizer import Fused
 from .tensors import is_part, local, rows_of, table_shape
+from .threads import as_torch
 
 _WHERE = "clip_grad_norm_"
 
@@ -147,6 +148,7 @@ def _gradients_of(optimizer: Any) -> list[Tensor]:
     return [gradient for gradient in every if gradient is not None]
 
 
+@as_torch
 @quiet
 def _norm(parameters: Sequence[Tensor]) -> float:
     """The norm of all gradients; dense ones on the host are read in one call a dtype."""

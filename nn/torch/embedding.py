@@ -20,6 +20,7 @@ from ..distributed.shard import RowShard
 from ..distributed.torch_group import over_torch
 from .memory import DTYPES, array_of, tensor_of
 from .state import order_in_state, own_rows, whole_table
+from .threads import as_torch
 
 _WHERE = "ShardedEmbedding"
 _BLOCK = 4_096  # rows that are drawn together
@@ -160,6 +161,7 @@ class _Lookup(torch.autograd.Function):
     """Rows, and their gradients on the way back."""
 
     @staticmethod
+    @as_torch
     def forward(ctx: Any, weight: Tensor, route: Route, average: bool) -> Tensor:
         ctx.weight, ctx.route, ctx.average = weight, route, average
         rows = route.gather(array_of(weight))
@@ -167,6 +169,7 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @as_torch
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         weight = ctx.weight
         if ctx.average:

@@ -42,6 +42,7 @@ from .state import (
     with_rows,
 )  # fmt: skip
 from .tensors import is_part, local, number
+from .threads import as_torch
 
 _KEPT_BINDINGS = 4
 # Behind `Fused` comes a class of PyTorch in every class that can be made.
@@ -377,6 +378,7 @@ class Fused(_Base):
             )
         return True
 
+    @as_torch
     @quiet
     def _run(
         self, binding: Binding, given: Given, before: Before, new: Mapping[Tensor, Any]

@@ -16,6 +16,7 @@ from ..thor.torch import TorchThor
 from .memory import array_of
 from .method import not_negative
 from .tensors import number
+from .threads import as_torch
 
 _OF_STEP = ("damping", "momentum")
 
@@ -82,6 +83,7 @@ class Thor(torch.optim.Optimizer):
             raise ValueError("Thor trains the parameters of its module, and no others")
         super().add_param_group(param_group)
 
+    @as_torch
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """As `Optimizer.step`."""
         thor, (group,) = self._thor, self.param_groups

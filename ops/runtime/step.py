@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +13,7 @@ from ...kernels.cpu.dense import DenseStep, measure
 from ...kernels.cpu.parallel import Prepared
 from ...kernels.cpu.workspace import Pool
 from ...kernels.element import Kernel, kernel
+from ...kernels.lazy import lazy
 from ...kernels.rules.rule import Prologue, Rule
 from ...kernels.storage import STORAGES, Storage, real_of
 from ...kernels.tables import TensorTable
@@ -50,12 +51,12 @@ class Variables:
         """Storage of the arithmetic."""
         return real_of(self.w)
 
-    @cached_property
+    @lazy
     def spans(self) -> list[locks.Span]:
         """The memory of all tensors, for locking."""
         return spans_of(self.tensors)
 
-    @cached_property
+    @lazy
     def steps(self) -> dict[tuple[Rule, Prologue, Storage], Pool[DenseStep]]:
         """The steps on these tensors, by rule, prologue and storage of the gradients."""
         return {}

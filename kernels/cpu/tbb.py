@@ -1,0 +1,81 @@
+"""TBB under Numba's threading layer, over a fork.
+
+Its threads do not exist in a child, which waits for ever where one of them held a lock. So they
+are ended before a fork, and start again when they are next needed. That can be done if no other
+thread of the process has a place in TBB, and each has that ever ran a parallel loop and lives.
+
+Numba tries the same, says on stdout or stderr where it cannot, and does not try in a thread that
+has not started the layer. So its handle of TBB is given up for one of our own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any, NamedTuple
+
+
+class _Definition(ctypes.Structure):
+    """``PyModuleDef``."""
+
+    _fields_ = [
+        ("base", ctypes.c_char * (object.__basicsize__ + 3 * ctypes.sizeof(ctypes.c_void_p))),
+        ("name", ctypes.c_char_p),
+        ("doc", ctypes.c_char_p),
+        ("size", ctypes.c_ssize_t),
+        ("others", ctypes.c_void_p * 4),
+        ("free", ctypes.CFUNCTYPE(None, ctypes.c_void_p)),
+    ]
+
+
+_definition_of = ctypes.pythonapi.PyModule_GetDef
+_definition_of.restype = ctypes.POINTER(_Definition)
+_definition_of.argtypes = [ctypes.py_object]
+
+
+class _Library(NamedTuple):
+    """Functions of a ``tbb::task_scheduler_handle``: of its address, and of a mode."""
+
+    get: Any
+    finalize: Any
+
+
+# While it holds one, threads that have nothing to do wait for more; null before and after.
+_handle = ctypes.c_void_p()
+_NO_EXCEPTION = 1  # tbb::finalize_nothrowing
+_SYMBOL = "_ZN3tbb6detail2r1{}"
+_SIGNATURES = "3getERNS0_2d121task_scheduler_handleE", "8finalizeERNS0_2d121task_scheduler_handleEl"
+
+
+@cache
+def _library() -> _Library | None:
+    """TBB, once Numba's handle is given up; None where that cannot be done."""
+    from numba.np.ufunc import tbbpool
+
+    loaded, give_up = ctypes.CDLL(tbbpool.__file__), _definition_of(tbbpool).contents.free
+    try:
+        get, finalize = (loaded[_SYMBOL.format(rest)] for rest in _SIGNATURES)
+    except AttributeError:
+        return None
+    if not give_up:
+        return None
+    get.restype, finalize.restype = None, ctypes.c_bool
+    get.argtypes, finalize.argtypes = [ctypes.c_void_p], [ctypes.c_void_p, ctypes.c_ssize_t]
+    if not _handle:
+        get(ctypes.byref(_handle))  # first, or the threads would end
+    give_up(id(tbbpool))  # what Numba does when a process ends
+    return _Library(get, finalize)
+
+
+def hold() -> None:
+    """Keep the threads of a layer that has started until `end`, in Numba's place."""
+    library = _library()
+    if library and not _handle:
+        library.get(ctypes.byref(_handle))
+
+
+def end() -> bool:
+    """End the threads; whether TBB is now as before its first use, so that a child can use it."""
+    hold()  # an interrupt may have come between the last end and this
+    library = _library()
+    return bool(library and library.finalize(ctypes.byref(_handle), _NO_EXCEPTION))

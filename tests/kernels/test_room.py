@@ -1,0 +1,150 @@
+"""The first parallel step where memory or threads are short: serial, or a MemoryError."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from helpers import more
+from subprocesses import output_of
+from test_forks import LAYERS
+
+SWEEP = """
+    import collections, os, resource, signal, sys
+    import numpy as np
+    from fusestep import get_num_threads, nn, threading_layer
+
+    layer, step_bytes = sys.argv[1], int(sys.argv[2])
+
+    def made(n):
+        tables = [np.ones(n, np.float32), np.ones((n // 10, 10))]
+        opt = nn.Momentum(tables, 0.5, 0.9)
+        gradients = [np.full_like(table, 0.5) for table in tables]
+        return lambda: opt(gradients), [*tables, *opt.state_arrays().values()]
+
+    def bits(arrays):
+        return [array.tobytes() for array in arrays]
+
+    def used():
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[0]) * resource.getpagesize()
+
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+
+    def outcome(room):
+        \"\"\"Of a first parallel step that may take so much memory, and how it goes on.\"\"\"
+        step, arrays = made(100_000)
+        before = bits(arrays)
+        if room is not None:
+            resource.setrlimit(resource.RLIMIT_AS, (used() + room, most))
+        try:
+            step()
+        except MemoryError:
+            found = "failed"
+            assert bits(arrays) == before
+        else:
+            found = "serial" if threading_layer() is None else "parallel"
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        step()
+        if found == "failed":
+            step()
+        assert (get_num_threads(), threading_layer()) == (2, layer)
+        os.write(to_parent, b"".join(bits(arrays)))
+        return found
+
+    def in_child(room):
+        \"\"\"The outcome, and the arrays after two steps.\"\"\"
+        global to_parent
+        from_child, to_parent = os.pipe()
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)
+            os._exit(OUTCOMES.index(outcome(room)) + 1)
+        os.close(to_parent)
+        with open(from_child, "rb") as file:
+            arrays = file.read()
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert code > 0, (code, room)
+        return OUTCOMES[code - 1], arrays
+
+    OUTCOMES = ["failed", "serial", "parallel"]
+    step, _ = made(100)
+    step()
+    assert threading_layer() is None  # until a child starts it
+    _, expected = in_child(None)  # and what is compiled for it is kept
+    found, room = [], 0
+    while found.count("parallel") < 3:
+        which, arrays = in_child(room)
+        assert arrays == expected, room
+        found.append(which)
+        room += step_bytes
+    print(found.count("serial") + found.count("failed"))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the limit and /proc are Linux's")
+@pytest.mark.parametrize("step_bytes", [4 << 20, more(1 << 19)])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_the_first_parallel_step_while_memory_is_short(layer, step_bytes):
+    """Libraries of threads would end the process, or Numba would keep the next layer for good."""
+    environment = {"NUMBA_NUM_THREADS": "2"}
+    if layer != LAYERS[-1]:  # the one that is taken by itself
+        environment["NUMBA_THREADING_LAYER"] = layer
+    assert int(output_of(SWEEP, layer, step_bytes, **environment)) > 5
+
+
+@pytest.mark.parametrize("layer", LAYERS)
+def test_the_first_parallel_step_where_no_thread_can_be_started(layer):
+    """As in a container that limits them."""
+    program = """
+        import sys
+        import numpy as np
+        from fusestep import get_num_threads, nn, threading_layer
+        from fusestep.kernels.cpu import parallel, room
+
+        array, ones = np.ones(100_000, np.float32), np.ones(100_000, np.float32)
+        opt, start = nn.SGD([array], 0.5), room._thread.start_new_thread
+        started = []
+
+        def start_one(*of_thread):
+            if started:
+                raise RuntimeError("can't start new thread")
+            started.append(start(*of_thread))
+
+        room._thread.start_new_thread = start_one
+        opt((ones,))
+        assert threading_layer() is None and started
+        print(*parallel.deciding_limit(), sep="|")
+        room._thread.start_new_thread = start
+        opt((ones,))
+        assert (array == 0).all() and get_num_threads() == 3
+        print(threading_layer())
+    """
+    printed = output_of(program, NUMBA_NUM_THREADS="3", NUMBA_THREADING_LAYER=layer)
+    assert printed == f"1|the memory and the threads that the system has left\n{layer}\n"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the limit and /proc are Linux's")
+def test_a_kernel_that_there_is_no_room_to_compile():
+    program = """
+        import resource
+        import numpy as np
+        from fusestep import nn
+        array, ones = np.ones(8, np.float32), np.ones(8, np.float32)
+        opt = nn.SGD([array], 0.5)
+        _, most = resource.getrlimit(resource.RLIMIT_AS)
+        with open("/proc/self/statm") as file:
+            used = int(file.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + (96 << 20), most))
+        try:
+            opt((ones,))
+        except MemoryError as error:
+            print(error)
+        assert (array == 1).all() and opt.global_step == 0
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        opt((ones,))
+        assert (array == 0.5).all()
+    """
+    text = "fusestep: there is no room to load or compile a kernel: expected 192 MiB, got less\n"
+    assert output_of(program, FUSESTEP_CACHE_DIR="") == text
