@@ -316,8 +316,18 @@ def _read(folder: _Folder, name: str, key: str) -> bytes | None:
         return None
     finally:
         os.close(handle)
+    return unsealed(key, content)
+
+
+def sealed(key: str, payload: bytes) -> bytes:
+    """A payload behind its key and a digest of itself."""
+    return _header(key, payload) + payload
+
+
+def unsealed(key: str, content: bytes) -> bytes | None:
+    """The payload that was `sealed` under this key; None if it was not, or has changed since."""
     payload = content[len(_header(key, b"")) :]
-    return payload if content == _header(key, payload) + payload else None
+    return payload if content == sealed(key, payload) else None
 
 
 def _header(key: str, payload: bytes) -> bytes:
@@ -329,7 +339,7 @@ def _write(folder: _Folder, name: str, key: str, payload: bytes) -> None:
     handle = folder.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(_header(key, payload) + payload)
+            file.write(sealed(key, payload))
         folder.rename(temporary, name)
     except BaseException:
         with suppress(FileNotFoundError):  # an interrupt right after it was renamed

@@ -24,10 +24,10 @@ from llvmlite import binding as llvm
 from numba.core.registry import cpu_target
 from numba.core.runtime import _nrt_python
 
-from .cache import IMPORTED_SOURCES, processor
+from .cache import IMPORTED_SOURCES, processor, sealed, unsealed
 
 PORTABLE = Path(__file__).with_name("portable.zip")
-"""LLVM's IR of loops, by `_name`; it is there when the package was built and not edited since."""
+"""LLVM's IR of loops, `sealed` as `_name`, if the package was built and not edited since."""
 
 
 class Entry(NamedTuple):
@@ -214,9 +214,10 @@ def _is_known(function: str) -> bool:
 
 def portable(identity: str) -> bytes | None:
     """The IR of a function, if the package was built from the sources that run, by this LLVM."""
+    name = _name(identity)
     try:
         with zipfile.ZipFile(PORTABLE) as file:
-            return file.read(_name(identity))
+            return unsealed(name, file.read(name))
     except (OSError, KeyError, EOFError, zipfile.BadZipFile, zlib.error):
         return None
 
@@ -245,4 +246,5 @@ def write_portable(path: Path, functions: Iterable[tuple[str, str, str, Entry | 
             module, builder = _alone(symbol, ir, entry), _pass_builder()
             builder.getModulePassManager().run(module, builder)
             if numba.__version__ in identity or _PORTABLE_CALLS.issuperset(_called_by(module)):
-                file.writestr(_name(identity), module.as_bitcode())
+                name = _name(identity)
+                file.writestr(name, sealed(name, module.as_bitcode()))

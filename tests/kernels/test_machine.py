@@ -17,6 +17,7 @@ from fusestep.kernels.cpu.intrinsics import load_acquire
 from fusestep.kernels.cpu.machine import Code, Entry, Loaded
 from fusestep.kernels.cpu.records import int64s
 from fusestep.kernels.cpu.rows import sort, sums
+from fusestep.kernels.cpu.threads import add_atomically
 from fusestep.kernels.storage import F32, STORAGES
 
 from subprocesses import output_of
@@ -127,6 +128,31 @@ def test_a_damaged_file_is_as_none(
     for damaged in (b"", content[:-100], content[: len(content) // 2], torn):
         machine.PORTABLE.write_bytes(damaged)
         assert machine.portable(identity) is None
+
+
+def test_loops_that_have_exchanged_their_places_are_not_used(
+    portable: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nor is what is no loop at all: such functions are compiled."""
+    with zipfile.ZipFile(portable) as file:
+        members = {name: file.read(name) for name in file.namelist()}
+    functions = list(warmup.loops([F32]))
+    monkeypatch.setattr(machine, "PORTABLE", portable)
+    wanted = [f for f in functions if machine.portable(f.identity)]
+    assert {machine._name(f.identity) for f in wanted} == {*members} and len(members) > 20
+    names = [*members]
+    exchanged = dict(zip(names, [*names[1:], names[0]], strict=True))
+    monkeypatch.setattr(machine, "PORTABLE", tmp_path / "exchanged.zip")
+    for content_of in (lambda name: members[exchanged[name]], lambda name: members[name][:-8]):
+        with zipfile.ZipFile(machine.PORTABLE, "w") as file:
+            for name in names:
+                file.writestr(name, content_of(name))
+        assert [machine.portable(f.identity) for f in wanted] == [None] * len(wanted)
+    monkeypatch.setattr(machine, "finished", lambda _: pytest.fail("was used"))
+    monkeypatch.setenv("FUSESTEP_CACHE_DIR", "")
+    compiled = NativeFunction(add_atomically._function, add_atomically.identity, Entry(True)).call
+    word = ctypes.c_int64(5)
+    assert (compiled(ctypes.addressof(word), 2), word.value) == (5, 7)
 
 
 def test_code_is_kept_whole() -> None:
