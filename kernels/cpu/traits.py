@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from numba import types
-from numba.core.errors import NumbaError
+from numba.core.errors import NumbaError, UnsupportedBytecodeError
 
 from ..inner import njit
 from ..rules.formula import Formula
@@ -87,7 +87,7 @@ def _traits(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Traits:
         return Traits(tuple(returned), *others)
     try:
         found = _compiled(function, arguments, name)
-    except NumbaError as error:
+    except (NumbaError, UnsupportedBytecodeError) as error:
         raise CompilationError(_reason(error)) from error
     on_disk.save(name, json.dumps(found).encode())
     return found
@@ -108,7 +108,7 @@ def _compiled(function: Callable[..., Any], arguments: tuple[Any, ...], name: st
     return Traits(returned, is_tuple, _REPORT in code.called)
 
 
-def _reason(error: NumbaError) -> str:
+def _reason(error: Exception) -> str:
     """What Numba says first, without its colours and the stage at which it says so."""
     lines = re.sub(r"\x1b\[\d*m", "", str(error)).splitlines()
     said = (line.strip() for line in lines if line.strip() and "mode pipeline" not in line)

@@ -192,7 +192,9 @@ def _traits(
         reject(TypeError, where, name, "cannot be compiled", expected, error)
     if found.can_raise:
         wrong, got = "can raise", "an exception, of which compiled code does not hear"
-        expected = "no raise, assert, print or index that may be out of range"
+        expected = (
+            "no raise, assert, print, list, int as exponent, or index that may be out of range"
+        )
         reject(ValueError, where, name, wrong, expected, got)
     return found
 

@@ -59,6 +59,12 @@ def printing(w: Any, g: Any, hp: Any) -> Any:
     return w - g
 
 
+def importing(w: Any, g: Any, _: Any) -> Any:
+    import cmath
+
+    return w - g * cmath.e
+
+
 def branch(w: Any, g: Any, hp: Any) -> Any:
     return None if g > hp.lr else w
 

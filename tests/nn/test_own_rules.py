@@ -28,6 +28,7 @@ from own_functions import (
     Own,
     asserting,
     branch,
+    importing,
     plain,
     printing,
     raising,
@@ -166,6 +167,8 @@ RAISES = {
     "index of a tuple": lambda w, g, hp: w - TABLE[int(g * hp.lr)],
     "index of an array": lambda w, g, hp: w - ARRAY[int(g * hp.lr)],
     "print": printing,
+    "list": lambda w, g, hp: [w, g][int(hp.lr)],
+    "int as exponent": lambda w, g, hp: w ** int(g * hp.lr),
     "range": lambda w, g, hp: w - len(range(0, 10, int(g * hp.lr))),
 }
 WRONG_TYPES: dict[str, tuple[Rule, type[Exception], str]] = {
@@ -207,6 +210,11 @@ WRONG_TYPES: dict[str, tuple[Rule, type[Exception], str]] = {
         "update '<lambda>' cannot be compiled: expected arithmetic on numbers, for Numba, got "
         "Unknown attribute 'rate' of type hp(float32 x 1)",
     ),
+    "an import": (
+        replace(PLAIN, update=importing), TypeError,
+        "update 'importing' cannot be compiled: expected arithmetic on numbers, for Numba, got Use "
+        "of unsupported opcode (IMPORT_NAME) found",
+    ),
     "measure of another number": (
         replace(MEASURED, n_measured=1, factor=lambda of_w: of_w), ValueError,
         "measure '<lambda>' returns another number of values: expected the floats (value1,), got "
@@ -235,8 +243,9 @@ def test_code_that_can_raise(name: str) -> None:
     """Compiled code would leave out the elements for which it does."""
     function = RAISES[name]
     text = (
-        f"Own: update {function.__name__!r} can raise: expected no raise, assert, print or index "
-        "that may be out of range, got an exception, of which compiled code does not hear"
+        f"Own: update {function.__name__!r} can raise: expected no raise, assert, print, list, int "
+        "as exponent, or index that may be out of range, got an exception, of which compiled code "
+        "does not hear"
     )
     for _ in range(2):  # what is known then is no other
         with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
