@@ -227,7 +227,7 @@ def test_children_step_that_were_forked_while_others_step(layer, forking, n_fork
 def test_what_a_child_can_use_of_tbb():
     """It begins anew where no other thread has a place in it, whatever thread forks."""
     program = """
-        import os, threading
+        import os, threading, time
         import numpy as np
         from fusestep import nn
         from fusestep.kernels.cpu import parallel
@@ -252,6 +252,8 @@ def test_what_a_child_can_use_of_tbb():
             thread = threading.Thread(target=lambda: [each() for each in work])
             thread.start()
             thread.join()
+            while os.path.exists(f"/proc/self/task/{thread.native_id}"):  # it leaves TBB last
+                time.sleep(0.001)
 
         in_thread(step, fork)
         in_thread(step)
