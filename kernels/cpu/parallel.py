@@ -27,6 +27,7 @@ import numpy as np
 from numba import carray, prange
 
 from ..inner import NO_WRAPPERS, njit
+from . import threads as layer
 from .compile import NativeFunction
 from .headers.arrays import address_of
 from .intrinsics import (
@@ -194,7 +195,8 @@ def get_num_threads() -> int:
     own: Limit | None = getattr(_caller, "limit", None)
     if own is not None:
         most = min(most, own.threads)
-    if most == 1 or not start_layer():  # it is not started for one
+    # The layer is not started for one; here and below, in most steps there is nothing to call.
+    if most == 1 or (layer.team is None and not start_layer()):
         return 1
     most = min(most, available_threads.call())
     return most if _budget is None else min(most, _budget)
@@ -306,7 +308,8 @@ def run_words(words: array[int]) -> None:
     """Run loops, one after the other, of which these are the words."""
     n_loops, threads = len(words) // _LOOP_WORDS, max(words[_THREADS::_LOOP_WORDS])
     address, _ = words.buffer_info()
-    if threads <= 1 or not can_run(threads):
+    has_threads = layer.team is not None and threads <= layer.team.threads
+    if threads <= 1 or not (has_threads or can_run(threads)):
         _serial_loops.call(address, n_loops)
         return
     compile_loops()  # not within the guard: a thread that compiles may come to wait for it

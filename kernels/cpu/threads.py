@@ -46,7 +46,7 @@ class _TeamOfThread(threading.local):
     threads = 1
 
 
-_team: Any = None  # .threads: how many have started; None before the layer has
+team: Any = None  # of the layer; .threads: how many have started; None before the layer has
 
 
 class Limit(NamedTuple):
@@ -180,8 +180,8 @@ during_forks(_without_regions)
 
 
 def _forget_threads() -> None:
-    if _team is not None:
-        _team.threads = 1
+    if team is not None:
+        team.threads = 1
 
 
 def _uses_tbb() -> bool:
@@ -209,11 +209,11 @@ def start_layer() -> bool:
 
     What is compiled finds the layer then.
     """
-    return _team is not None or _start_layer()
+    return team is not None or _start_layer()
 
 
 def _start_layer() -> bool:
-    global _team
+    global team
     chosen = str(numba.config.THREADING_LAYER).lower()
     if threading_layer() is None and not _has_room(chosen, limit_of_environment().threads):
         return False
@@ -231,7 +231,7 @@ def _start_layer() -> bool:
         if _uses_tbb():
             tbb.hold()
     available_threads.call  # noqa: B018  (compiles)
-    _team = _TeamOfThread() if threading_layer() == "omp" else SimpleNamespace(threads=1)
+    team = _TeamOfThread() if threading_layer() == "omp" else SimpleNamespace(threads=1)
     return True
 
 
@@ -239,10 +239,10 @@ def can_run(threads: int) -> bool:
     """Whether a loop can run on so many threads, which then start if they have not yet."""
     if not start_layer():
         return False
-    if threads > _team.threads:
+    if threads > team.threads:
         if not _has_room(threading_layer(), threads):
             return False
-        _team.threads = threads
+        team.threads = threads
     return True
 
 

@@ -60,8 +60,7 @@ def array_of(tensor: Tensor, *, keep: bool = True) -> Any:
     """
     if tensor.is_cuda:
         return adopt_anywhere("a tensor", "on a device", tensor)
-    if tensor.data_ptr() == 0 and tensor.numel():
-        reject(RuntimeError, "fusestep.nn.torch", "a tensor", "has no memory", "some", "none")
+    check_there("fusestep.nn.torch", "a tensor", tensor)
     return np.asarray(_Memory.of(tensor, owned=keep)).view(NUMBERS[tensor.dtype])
 
 
@@ -129,31 +128,43 @@ def _extent(tensor: Tensor) -> int:
 
 
 def check_there(where: str, name: str, tensor: Tensor) -> None:
-    """Refuse a tensor whose storage is too small for it: it was let go, or resized.
+    """Refuse a tensor whose storage is too small for it: it was let go, resized, or never there.
 
     Raises:
         RuntimeError: it is.
     """
     needed = tensor.element_size() * (tensor.storage_offset() + _extent(tensor))
-    there = 0 if tensor._is_zerotensor() else tensor.untyped_storage().nbytes()
-    if needed > there:
+    has_none = tensor._is_zerotensor() or tensor.data_ptr() == 0
+    there = 0 if has_none else tensor.untyped_storage().nbytes()
+    if needed > there and tensor.numel():
         reject(RuntimeError, where, name, "has no memory", f"{needed} bytes", there)
 
 
 def check_single(name: str, tensor: Tensor) -> None:
-    """Refuse a tensor that is to be written, of which two elements may lie in one place.
+    """Refuse a tensor that is to be written, of which two elements lie in one place.
 
     Raises:
-        RuntimeError: they do, or no order of dimensions shows that they do not.
+        RuntimeError: they do.
     """
-    reach = 0  # of the elements along shorter strides
-    for stride, n in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if n > 1 and stride <= reach and tensor.numel():
-            raise RuntimeError(
-                "unsupported operation: more than one element of the written-to tensor refers to a "
-                f"single memory location: {name}"
-            )
+    if not _is_single(sorted(zip(tensor.stride(), tensor.shape, strict=True)), tensor.numel()):
+        raise RuntimeError(
+            "unsupported operation: more than one element of the written-to tensor refers to a "
+            f"single memory location: {name}"
+        )
+
+
+def _is_single(dims: Sequence[tuple[int, int]], numel: int) -> bool:
+    """Whether all elements along strides and sizes, shortest strides first, lie apart."""
+    reach, is_sure = 0, True  # of the elements along shorter strides
+    for stride, n in dims:
+        is_sure &= n < 2 or stride > reach
         reach += (n - 1) * stride
+    if is_sure or not numel or any(stride == 0 and n > 1 for stride, n in dims):
+        return is_sure or not numel
+    places = np.zeros(1, np.int64)
+    for stride, n in dims:
+        places = np.add.outer(places, stride * np.arange(n)).reshape(-1)
+    return len(np.unique(places)) == numel
 
 
 def check_apart(where: str, stretches: Iterable[Stretch]) -> None:

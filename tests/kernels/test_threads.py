@@ -410,7 +410,9 @@ def test_interrupts_of_parallel_steps(layer):
     """Each step is taken or not, and later ones run as if nothing had been."""
     program = f"""{STEP}
     import os, signal, threading, time
+    begun = threading.Event()
     def interrupt():
+        begun.wait()
         for _ in range(30):
             time.sleep(0.003)
             os.kill(os.getpid(), signal.SIGINT)
@@ -421,6 +423,7 @@ def test_interrupts_of_parallel_steps(layer):
     thread.start()
     while thread.is_alive():
         try:
+            begun.set()
             while thread.is_alive():
                 opt((np.full_like(w, 2.0),))
         except KeyboardInterrupt:
@@ -536,7 +539,7 @@ def test_a_limit_of_one_call():
     def fail():
         raise KeyboardInterrupt
 
-    available = get_num_threads()
+    available = ask()
     assert at_most(fewer, ask) == at_most(fewer, at_most, many, ask) == 1
     assert at_most(fewer, at_most, None, ask) == at_most(few, at_most, fewer, ask) == 1
     assert at_most(fewer, deciding_limit) == fewer
@@ -544,7 +547,8 @@ def test_a_limit_of_one_call():
     with pytest.raises(KeyboardInterrupt):
         at_most(fewer, fail)
     assert ask() == available
-    assert set(elsewhere) == {available}
+    assert len(elsewhere) == 8
+    assert len(set(elsewhere)) == 1
 
 
 def test_a_limit_ends_with_its_call_whatever_interrupts_it():

@@ -53,6 +53,12 @@ def layout_of(torch: Any) -> Layout | None:
     """How the tensors of this PyTorch are read; None where they cannot be."""
     if not arrays_are_read:
         return None
+    # What is made within inference mode has no counts of changes.
+    with torch.inference_mode(False):
+        return _found(torch)
+
+
+def _found(torch: Any) -> Layout | None:
     samples = _samples(torch)
     tensors, storages = [t._cdata for t in samples], [t.untyped_storage() for t in samples]
     of_storages = [storage._cdata for storage in storages]

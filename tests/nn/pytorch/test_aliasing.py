@@ -101,6 +101,19 @@ def test_views_that_share_an_element() -> None:
     assert not whole.any()
 
 
+def test_strides_that_are_interleaved() -> None:
+    """Elements 0, 2, 4, 3, 5, 7; the others stay."""
+    whole = torch.zeros(8)
+    parameter = torch.nn.Parameter(whole.as_strided((2, 3), (3, 2)))
+    parameter.grad = torch.ones(2, 3)
+    fused.SGD([parameter], lr=1.0).step()
+    assert whole.tolist() == [-1.0, 0.0, -1.0, -1.0, -1.0, -1.0, 0.0, -1.0]
+    parameter = torch.nn.Parameter(whole.as_strided((2, 3), (2, 2)))
+    parameter.grad = torch.ones(2, 3)
+    with pytest.raises(RuntimeError, match="single memory location"):
+        fused.SGD([parameter], lr=1.0).step()
+
+
 def test_a_parameter_that_is_listed_twice() -> None:
     one, other = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
     one.grad, other.grad = torch.ones(3), torch.ones(3)

@@ -50,6 +50,16 @@ def test_the_fields_of_tensors_are_known_here() -> None:
     assert len(set(layout.codes.values())) == 6
 
 
+def test_a_first_step_in_inference_mode() -> None:
+    """Tensors that are made there have no counts of changes."""
+    tensor_fields.layout_of.cache_clear()
+    parameter = torch.nn.Parameter(torch.ones(3))
+    parameter.grad = torch.ones(3)
+    with torch.inference_mode():
+        fused.SGD([parameter], lr=1.0).step()
+    assert tensor_fields.layout_of(torch) is not None
+
+
 # -- what a gradient may be in a later step -------------------------------------------------------
 
 
@@ -202,6 +212,30 @@ def test_what_no_step_can_take(change: Callable[[Any, Any], None]) -> None:
         optimizer.step()
     assert torch.equal(other, before)
     assert optimizer.state[other]["step"].item() == 1.0
+
+
+@pytest.mark.parametrize("size", [0, 16])
+@pytest.mark.parametrize("part", ["_indices", "_values"])
+def test_rows_whose_memory_was_let_go(part: str, size: int) -> None:
+    table = torch.nn.Parameter(torch.zeros(70, 3))
+    optimizer = fused.SparseAdam([table])
+    table.grad = torch.ones(70, 3).to_sparse(1)
+    for _ in range(2):
+        optimizer.step()
+    before = everything(optimizer)
+    getattr(table.grad, part)().untyped_storage().resize_(size)
+    with pytest.raises(RuntimeError, match=r"has no memory|out of bounds for storage"):
+        optimizer.step()
+    assert all(map(torch.equal, everything(optimizer), before))
+
+
+def test_a_wrapper_of_tensors() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    parameter = torch.nn.Parameter(TwoTensor(torch.zeros(3, 4), torch.zeros(3, 4)))
+    parameter.grad = TwoTensor(torch.ones(3, 4), torch.ones(3, 4))
+    with pytest.raises(RuntimeError, match="Adam: parameter 0 has no memory: expected 48 bytes"):
+        fused.Adam([parameter], foreach=False).step()
 
 
 @pytest.mark.usefixtures("_look")
