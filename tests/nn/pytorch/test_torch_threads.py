@@ -17,8 +17,10 @@ PROGRAM = """
     from fusestep.nn import distributed, torch as ours
 
     N = 200_000
-    asked, can_run = [], parallel.can_run
-    parallel.can_run = lambda threads: asked.append(threads) or can_run(threads)
+    parallel.compile_loops()
+    asked, loops = [], parallel._parallel_loops
+    call = loops.call
+    loops.call = lambda at, n, threads, *rest: asked.append(threads) or call(at, n, threads, *rest)
 
     def dense(make, shape=(N,), **options):
         w = torch.nn.Parameter(torch.ones(shape))
