@@ -39,8 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--single",
         action="store_true",
-        help='for fusestep one Adam(sparse="touched") for tables and dense layers; its eps is not '
-        "where SparseAdam's is, so the losses differ a little",
+        help='for fusestep one Adam(sparse="touched") for tables and dense layers',
     )
 
 
