@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from numba import carray
 
 from .compile import part
-from .intrinsics import as_pointer, prefetch_read
+from .intrinsics import copy_bytes
+from .lines import prefetch
 from .parallel import Arguments, get_num_threads, run
 from .records import int64s
 
@@ -31,14 +31,12 @@ class GatherCall(NamedTuple):
 @part(GatherCall)
 def gather_part(index, slot, c):
     """The rows of one stretch of the indices."""
-    indices = int64s(c.indices, c.n)
+    indices, n_bytes = int64s(c.indices, c.n), c.row_bytes
     end = min((index + 1) * c.height, c.n)
     for b in range(index * c.height, end):
-        prefetch_read(c.table + indices[min(b + _ROWS_AHEAD, end - 1)] * c.row_bytes)
-        source = carray(as_pointer(c.table + indices[b] * c.row_bytes), c.row_bytes, np.uint8)
-        target = carray(as_pointer(c.out + b * c.row_bytes), c.row_bytes, np.uint8)
-        for k in range(target.size):
-            target[k] = source[k]
+        if b + _ROWS_AHEAD < c.n:
+            prefetch(c.table + indices[b + _ROWS_AHEAD] * n_bytes, n_bytes)
+        copy_bytes(c.out + b * n_bytes, c.table + indices[b] * n_bytes, n_bytes)
 
 
 def gather(table: np.ndarray, indices: np.ndarray, out: np.ndarray) -> None:

@@ -214,20 +214,27 @@ def cpu_pause(typingctx):
     return types.void(), codegen
 
 
-def _prefetcher(write):
-    @of_int64s(types.void)
-    def prefetch(context, builder, address):
-        kinds = cgutils.voidptr_t, _I32, _I32, _I32
-        declared = _declared(builder, "llvm.prefetch.p0", ir.VoidType(), *kinds)
-        # (address, read or write, temporal locality 3 = keep, data cache)
-        flags = [ir.Constant(_I32, k) for k in (write, 3, 1)]
-        builder.call(declared, [builder.inttoptr(address, cgutils.voidptr_t), *flags])
+@of_int64s(types.void)
+def prefetch_line(context, builder, address):
+    """Fetch a cache line for reading, to the second cache.
 
-    return prefetch
+    More lines can be on their way there than to the first, which is near enough from there.
+    """
+    kinds = cgutils.voidptr_t, _I32, _I32, _I32
+    declared = _declared(builder, "llvm.prefetch.p0", ir.VoidType(), *kinds)
+    # (address, 0: to read, 2: keep in all caches but the first, 1: data)
+    flags = [ir.Constant(_I32, k) for k in (0, 2, 1)]
+    builder.call(declared, [builder.inttoptr(address, cgutils.voidptr_t), *flags])
 
 
-prefetch_read = _prefetcher(0)
-prefetch_write = _prefetcher(1)
+@of_int64s(types.void)
+def copy_bytes(context, builder, target, source, n_bytes):
+    """Copy memory that does not overlap."""
+    pointers = cgutils.voidptr_t, cgutils.voidptr_t
+    kinds = *pointers, _I64, ir.IntType(1)
+    declared = _declared(builder, "llvm.memcpy.p0.p0.i64", ir.VoidType(), *kinds)
+    places = [builder.inttoptr(address, cgutils.voidptr_t) for address in (target, source)]
+    builder.call(declared, [*places, n_bytes, ir.Constant(ir.IntType(1), 0)])
 
 
 class Vector(types.Type):

@@ -20,6 +20,7 @@ from ..rules.norm import SCALED
 from ..rules.rule import Prologue, Rule
 from ..storage import STORAGES, Storage, real_of
 from . import (  # noqa: F401  (register their parts)
+    allocation,
     counts,
     dense,
     gather,

@@ -28,7 +28,7 @@ from ...rules import adafactor as rules
 from ...storage import F64, Storage
 from ..blocks import CPU, SUMS, identity, readers
 from ..compile import NativeFunction
-from ..intrinsics import as_pointer, prefetch_read
+from ..intrinsics import as_pointer, prefetch_line
 
 # A row is worked on in pieces of so many elements, and the gradient is fetched so many bytes ahead:
 # what computes between two loads leaves the processor's own fetching behind, which ends at a page.
@@ -80,7 +80,7 @@ def _of_tile(kernel: Kernel, of_line: Storage, row: Any) -> Callable[..., None]:
                 place, n = i * stride + left, min(_PIECE, width - left)
                 here = g_address + place * g_bytes
                 for ahead in range(here + _AHEAD, here + _AHEAD + n * g_bytes, _LINE):
-                    prefetch_read(ahead)
+                    prefetch_line(ahead)
                 arrays = read_arrays(addresses, offset + place, n)
                 g = carray(as_pointer(here), n, g_type)
                 sum_of_rows += row(arrays, g, i, of_rows, of_columns[left : left + n], hp)

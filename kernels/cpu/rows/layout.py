@@ -61,12 +61,14 @@ class RowCall(NamedTuple):
     sort_parts: int
     scratch_bytes: int  # of a slot
     # Decided by the kernel.
-    block: int
+    block: int  # for a summed gradient
+    block_single: int  # for a gradient as it was given; 0: there is none
     block_zero: int
     accumulate: int
     add_ranges: int  # 0 where no row can be hot
     n_arrays: int  # of each table: the parameter and its states
     itemsizes: int  # [n_arrays]
+    g_bytes: int
     real_bytes: int
     range_numbers: int  # 0, 1, 2, ... up to those of any table, and a little beyond
     # Where the sections of the borrowed block lie.

@@ -16,6 +16,7 @@ from ...tables import HOT, MOST_RANGES, RowTable
 from ..blocks import blocks
 from ..compile import NativeFunction
 from ..headers.arrays import address_of
+from ..lines import LINE
 from ..parallel import Loop, get_num_threads, run, run_words
 from ..workspace import borrow, give_back
 from . import sort, sums
@@ -98,12 +99,12 @@ def _sizes(
     work = n * (widest + _ROW_COST) if touched_only else elements
     sorts_alone, updates_alone = n < SORT_SERIAL_BELOW, work < UPDATE_SERIAL_BELOW
     threads = 1 if sorts_alone and updates_alone else get_num_threads()
-    # Of a slot: the summed gradient of a row, or of a tile of whole rows; the ring of segments.
+    # Of a slot: a line, and the summed gradient of a row or of a tile of whole rows.
     scratch = (widest if touched_only else max(widest, rows.TILE)) * kernel.real.itemsize
     shape = n, n_rows, len(tables), len(kernel.itemsizes), n_rows if drop else -1
     parts = 1 if sorts_alone else threads, 1 if updates_alone else threads
     hot = n_ranges, hot_elements * kernel.real.itemsize
-    return _sizes_of(shape, *parts, scratch + 8 * rows.RING, hot)
+    return _sizes_of(shape, *parts, scratch + LINE, hot)
 
 
 @lru_cache(maxsize=256)
@@ -159,13 +160,14 @@ def _kernel_arguments(
 ) -> tuple[int, ...]:
     """The arguments of the loops that the kernel decides; ``of_row`` is called for each row."""
     block = of_row or blocks(kernel).update_real
+    single = 0 if of_row or every_row else blocks(kernel).update.address
     zero = blocks(kernel).update_zero.address if every_row else 0
     add = sums.accumulate(kernel.g, kernel.real).address
     add_ranges = sums.accumulate(kernel.real, kernel.real).address if can_be_hot else 0
     # These live as long as this tuple is kept.
     n, itemsizes = len(kernel.itemsizes), address_of(kernel.itemsizes)
-    of_kernel = block.address, zero, add, add_ranges, n, itemsizes, kernel.real.itemsize
-    return (*of_kernel, address_of(_range_numbers))
+    of_kernel = block.address, single, zero, add, add_ranges, n, itemsizes
+    return (*of_kernel, kernel.g.itemsize, kernel.real.itemsize, address_of(_range_numbers))
 
 
 class RowStep:

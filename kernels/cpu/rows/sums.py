@@ -20,15 +20,24 @@ from ..intrinsics import (
     Vector,
     add_vectors,
     load_int64,
-    prefetch_read,
+    prefetch_line,
     store_vector,
     vector_loader,
 )
+from ..lines import LINE
 
-_LINE = 64  # bytes of a cache line
 _AHEAD = 24  # rows that are on their way to the caches; at most `layout.PADDING`
 _AHEAD_BYTES = 6_144  # but no more than this of long rows
 _TILE_BYTES = 256  # of sums: a quarter of the vector registers of AVX-512, half of AVX2's
+
+
+@njit(inline="always")
+def keys_ahead(row_bytes):
+    """How many keys before its use a gradient row is fetched."""
+    ahead = _AHEAD
+    while ahead > 2 and ahead * row_bytes > _AHEAD_BYTES:
+        ahead >>= 1
+    return ahead
 
 
 def _tile_sum(g: Storage, real: Storage, columns: int) -> Any:
@@ -38,17 +47,19 @@ def _tile_sum(g: Storage, real: Storage, columns: int) -> Any:
 
     @njit(inline="always")
     def fetch(row):
-        for line in range(0, n_bytes, _LINE):
-            prefetch_read(row + line)
+        for line in range(0, n_bytes, LINE):
+            prefetch_line(row + line)
         if columns > 1:
-            prefetch_read(row + n_bytes - 1)
+            prefetch_line(row + n_bytes - 1)
 
     @njit(error_model="numpy")
     def tile_sum(total, values, key, end, stride, mask, ahead):
-        fetch(values + (load_int64(key + ahead) & mask) * stride)
+        if ahead > 0:
+            fetch(values + (load_int64(key + ahead) & mask) * stride)
         sums = load(values + (load_int64(key) & mask) * stride)
         for k in range(key + 8, end, 8):
-            fetch(values + (load_int64(k + ahead) & mask) * stride)
+            if ahead > 0:
+                fetch(values + (load_int64(k + ahead) & mask) * stride)
             sums = add_vectors(sums, load(values + (load_int64(k) & mask) * stride))
         store_vector(total, sums)
 
@@ -57,18 +68,18 @@ def _tile_sum(g: Storage, real: Storage, columns: int) -> Any:
 
 @cache
 def accumulate(g: Storage, real: Storage) -> NativeFunction:
-    """``total``, float32 or float64: the sum of the rows of ``keys[begin:end]``, in order."""
+    """``total``, float32 or float64: the sum of the rows of ``keys[begin:end]``, in order.
+
+    Unless it ``fetches``, the caller has seen to it that they are on their way.
+    """
     most = _TILE_BYTES // real.itemsize
     some, few = most // 4, most // 16
     sum_most, sum_some, sum_few, sum_one = (_tile_sum(g, real, n) for n in (most, some, few, 1))
     g_bytes, real_bytes = g.itemsize, real.itemsize
 
-    def accumulate_rows(total, values, keys, begin, end, width, position_mask):
+    def accumulate_rows(total, values, keys, begin, end, width, position_mask, fetches):
         first_key, last_key, stride = keys + 8 * begin, keys + 8 * end, width * g_bytes
-        ahead = _AHEAD
-        while ahead > 2 and ahead * stride > _AHEAD_BYTES:
-            ahead >>= 1
-        ahead *= 8  # bytes of keys
+        ahead = 8 * keys_ahead(stride) if fetches else 0  # bytes
         tile = most if width >= most else some if width >= some else few if width >= few else 1
         column = 0
         while column < width:

@@ -18,21 +18,18 @@ from ..intrinsics import (
     cpu_pause,
     load_acquire,
     load_int64,
-    prefetch_write,
     store_release,
 )
+from ..lines import LINE, prefetch
 from ..records import int64s, last_at_most
 from .layout import PADDING, RowCall, hot_of, parts_at, tables_of
 from .sort import first_key_at_least, share
 
-_LINE = 64  # bytes of a cache line
-_LINES = 8  # lines of a row that are prefetched; the hardware follows from there
 # Lines of parameters and states that are on their way at a time: rows lie far apart, so that
 # each costs a miss of the cache and of the page table, and only many at once hide them.
-# Measured at 256-byte rows: 32 take a fifth longer, 128 no less.
-_LINES_AHEAD = 64
+_LINES_AHEAD = 96
+_FEWEST_AHEAD, _MOST_AHEAD = 3, 16  # keys
 TILE = 1_024  # elements of a tile of a dense-equivalent sweep
-RING = 16  # segments found ahead of their update; a power of 2
 _NEAR = 32  # keys that are looked at one by one for the end of a segment
 _STRIPE_BITS = 14
 N_STRIPES = 1 << _STRIPE_BITS
@@ -60,9 +57,10 @@ def _clear(address, n_bytes):
 
 
 @njit(inline="always")
-def _accumulate(c, table, begin, end, total):
+def _accumulate(c, table, begin, end, total, fetches):
     mask = (1 << c.position_bits) - 1
-    call_address(c.accumulate, total, table.values, c.sorted_keys, begin, end, table.width, mask)
+    of_keys = c.sorted_keys, begin, end, table.width, mask, fetches
+    call_address(c.accumulate, total, table.values, *of_keys)
 
 
 @njit
@@ -94,19 +92,19 @@ def sum_hot_range(index, slot, c):
         if begin == end:
             _clear(total, width * c.real_bytes)
         else:
-            _accumulate(c, tables[t], begin, end, total)
+            _accumulate(c, tables[t], begin, end, total, 1)
 
 
 @njit
-def _sum_segment(c, table, begin, end, total):
+def _sum_segment(c, table, begin, end, total, fetches):
     """The summed gradient of one segment to address ``total``."""
     if end - begin <= HOT:
-        _accumulate(c, table, begin, end, total)
+        _accumulate(c, table, begin, end, total, fetches)
         return
     hot = hot_of(c)
     h = last_at_most(hot.begin, c.n_hot, begin)
     sums = c.hot_sums + hot[h].offset * c.real_bytes
-    call_address(c.add_ranges, total, sums, c.range_numbers, 0, table.n_ranges, table.width, -1)
+    call_address(c.add_ranges, total, sums, c.range_numbers, 0, table.n_ranges, table.width, -1, 1)
 
 
 @njit
@@ -121,24 +119,11 @@ def _lock(stripes, address):
 
 
 @njit(inline="always")
-def _prefetch_stretch(address, n_bytes):
-    """The lines of a stretch of memory.
-
-    It need not begin at the start of a line (NumPy's large arrays begin 16 bytes later), so
-    its last byte may lie in one line more. Only a single element, of 8 bytes at most, cannot.
-    """
-    for line in range(0, min(n_bytes, _LINES * _LINE), _LINE):
-        prefetch_write(address + line)
-    if n_bytes > 8:
-        prefetch_write(address + n_bytes - 1)
-
-
-@njit(inline="always")
 def _prefetch_row(c, table, row):
     arrays, offset = table.arrays, row * table.width
     for k in range(c.n_arrays):
         itemsize = load_int64(c.itemsizes + 8 * k)
-        _prefetch_stretch(load_int64(arrays + 8 * k) + offset * itemsize, table.width * itemsize)
+        prefetch(load_int64(arrays + 8 * k) + offset * itemsize, table.width * itemsize)
 
 
 @njit(inline="always")
@@ -160,14 +145,14 @@ def measure_touched(index, slot, c):
     n, bits, tables = c.n_valid, c.position_bits, tables_of(c)
     keys = int64s(c.sorted_keys, c.n + PADDING)
     scratch = c.scratch + slot * c.scratch_bytes
-    parameter, total = int64s(scratch, 1), scratch + 8 * RING
+    parameter, total = int64s(scratch, 1), scratch + LINE
     parameter[0] = total  # the rule measures the gradient, and reads nothing else
     begin, stop = share(n, c.n_parts, index), share(n, c.n_parts, index + 1)
     begin = _first_segment(keys, begin, n, bits)
     while begin < stop:
         t = last_at_most(tables.first_row, c.n_tables, keys[begin] >> bits)
         end = _segment_end(keys, begin, n, bits)
-        _sum_segment(c, tables[t], begin, end, total)
+        _sum_segment(c, tables[t], begin, end, total, 1)
         sums = c.measured + begin * 8
         call_address(c.block, scratch, 0, total, tables[t].width, tables[t].hp, sums)
         begin = end
@@ -182,54 +167,61 @@ def _table_of(tables, t, row):
 
 
 @njit
-def _rows_ahead(c, table):
-    """How many rows of a table may be on their way to the caches at a time."""
-    row_bytes = table.width * load_int64(c.itemsizes)
-    lines = c.n_arrays + c.n_arrays * row_bytes // _LINE
-    return max(2, min(RING - 1, _LINES_AHEAD // lines))
+def _keys_ahead(c, table):
+    """How many keys before its update a row of a table is fetched."""
+    lines = 0
+    for k in range(c.n_arrays):
+        lines += 1 + table.width * load_int64(c.itemsizes + 8 * k) // LINE
+    return max(_FEWEST_AHEAD, min(_MOST_AHEAD, _LINES_AHEAD // lines))
 
 
 @part(RowCall)
 def update_touched(index, slot, c):
     """Lazy update: the rule on the rows whose segments begin in one share of the sorted keys.
 
-    Segments are found a few rows ahead of their update. Where they begin is kept in a ring,
-    while their parameters and states are on the way to the caches.
+    The gradient of a row that occurs once is read where it lies; others are summed first.
     """
     n, bits, tables = c.n_valid, c.position_bits, tables_of(c)
-    keys = int64s(c.sorted_keys, c.n + PADDING)
-    ring = c.scratch + slot * c.scratch_bytes
-    begins, total = int64s(ring, RING), ring + 8 * RING
+    keys, mask = int64s(c.sorted_keys, c.n + PADDING), (1 << c.position_bits) - 1
+    total = c.scratch + slot * c.scratch_bytes
     stop = share(n, c.n_parts, index + 1)
-    ahead = _first_segment(keys, share(n, c.n_parts, index), n, bits)
-    found = done = t = t_ahead = 0
-    most = _rows_ahead(c, tables[t])
-    while True:
-        while ahead < stop and found - done < most:
-            row = keys[ahead] >> bits
-            t_ahead = _table_of(tables, t_ahead, row)
-            _prefetch_row(c, tables[t_ahead], row - tables[t_ahead].first_row)
-            begins[found & (RING - 1)] = ahead
-            found += 1
-            ahead = _segment_end(keys, ahead, n, bits)
-        if done == found:
-            return
-        begin = begins[done & (RING - 1)]
-        done += 1
-        end = begins[done & (RING - 1)] if done < found else ahead
-        row = keys[begin] >> bits
-        if row >= tables[t].first_row + tables[t].rows:
+    begin = _first_segment(keys, share(n, c.n_parts, index), n, bits)
+    t, t_ahead, fetched, row_fetched = 0, 0, 0, -1
+    table, later, ahead = tables[0], tables[0], _keys_ahead(c, tables[0])
+    while begin < stop:
+        row, end = keys[begin] >> bits, _segment_end(keys, begin, n, bits)
+        if row >= table.first_row + table.rows:
             t = _table_of(tables, t, row)
-            most = _rows_ahead(c, tables[t])
-        _sum_segment(c, tables[t], begin, end, total)
-        table, lock = tables[t], 0
+            table = tables[t]
+            ahead = _keys_ahead(c, table)
+        # Keys that are passed over are those of a long segment, whose sum fetches for itself.
+        fetched = max(fetched, end)
+        while fetched < min(end + ahead, n):
+            key = keys[fetched]
+            if key >> bits != row_fetched:
+                row_fetched = key >> bits
+                if row_fetched >= later.first_row + later.rows:
+                    t_ahead = _table_of(tables, t_ahead, row_fetched)
+                    later = tables[t_ahead]
+                _prefetch_row(c, later, row_fetched - later.first_row)
+            row_bytes = later.width * c.g_bytes
+            prefetch(later.values + (key & mask) * row_bytes, row_bytes)
+            fetched += 1
         row -= table.first_row
+        block, gradient = c.block, total
+        if end - begin == 1 and c.block_single != 0:
+            block = c.block_single
+            gradient = table.values + (keys[begin] & mask) * table.width * c.g_bytes
+        else:
+            _sum_segment(c, table, begin, end, total, end - begin > ahead)
+        lock = 0
         if c.stripes != 0:
             offset = row * table.width * load_int64(c.itemsizes)
             lock = _lock(c.stripes, load_int64(table.arrays) + offset)
-        _call_block(c.block, table, row, table.width, total)
+        _call_block(block, table, row, table.width, gradient)
         if c.stripes != 0:
             store_release(lock, 0)
+        begin = end
 
 
 @part(RowCall)
@@ -263,7 +255,7 @@ def update_all(index, slot, c):
             if r >= height:
                 break
             end = _segment_end(keys, begin, stop, bits)
-            _sum_segment(c, tables[t], begin, end, buffer + r * width * c.real_bytes)
+            _sum_segment(c, tables[t], begin, end, buffer + r * width * c.real_bytes, 1)
             begin = end
         _call_block(c.block, tables[t], row, height * width, buffer)
         row += height

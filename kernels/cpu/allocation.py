@@ -1,0 +1,80 @@
+"""Arrays that this package makes.
+
+They begin at a cache line. NumPy's large arrays begin 16 bytes after one, so that a row of 128
+bytes lies on three lines instead of two, and every second vector of 32 bytes on two.
+
+The system gives memory page by page, at its first use, and clears it. Large arrays are used by all
+threads when they are made: the first step would otherwise wait for it, row by row.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .compile import part
+from .headers.arrays import address_of
+from .lines import LINE
+from .parallel import Arguments, get_num_threads, run
+from .records import int64s
+
+_WORD = 8
+_PAGE = 4_096 // _WORD
+_PARALLEL_FROM = 4 << 20  # bytes
+_PART = (4 << 20) // _WORD  # two large pages, which the system clears as a whole
+
+
+class FillCall(NamedTuple):
+    """Arguments of the loop that fills memory, all ``int64``."""
+
+    address: int
+    n_words: int
+    word: int  # what is written
+    stride: int  # of the words that are written
+
+
+@part(FillCall)
+def fill_part(index, slot, c):
+    """Write the words of one stretch of memory."""
+    words = int64s(c.address, c.n_words)
+    for k in range(index * _PART, min((index + 1) * _PART, c.n_words), c.stride):
+        words[k] = c.word
+
+
+def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """An array at the begin of a line, uninitialised."""
+    return _at_line(np.empty, shape, np.dtype(dtype))
+
+
+def full(shape: tuple[int, ...], value: float, dtype: Any) -> np.ndarray:
+    """An array at the begin of a line, filled with a value."""
+    dtype = np.dtype(dtype)
+    word = np.full(_WORD // dtype.itemsize, value, dtype).view(np.int64)[0]
+    array = _at_line(np.empty if word else np.zeros, shape, dtype)
+    if array.nbytes < _PARALLEL_FROM:
+        if word:
+            array.fill(value)
+        return array
+    n_words = -(-array.nbytes // _WORD)
+    # Pages of zeros are cleared by the system: one word of each is enough.
+    call = Arguments(FillCall(address_of(array), n_words, int(word), 1 if word else _PAGE))
+    run(fill_part, -(-n_words // _PART), call.address, get_num_threads())
+    return array
+
+
+def at_line(array: np.ndarray) -> np.ndarray:
+    """An array itself, or a contiguous copy that begins at a line."""
+    if array.flags.c_contiguous and address_of(array) % LINE == 0:
+        return array
+    made = empty(array.shape, array.dtype)
+    made[...] = array
+    return made
+
+
+def _at_line(make: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+    n_bytes = math.prod(shape) * dtype.itemsize
+    memory = make(n_bytes + LINE + _WORD, np.uint8)
+    begin = -address_of(memory) % LINE
+    return np.ndarray(shape, dtype, memory, begin)
