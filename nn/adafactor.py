@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ..kernels.cpu import allocation
 from ..kernels.cpu.adafactor.step import FactoredTable
 from ..kernels.rules import adafactor as rules
 from ..kernels.rules.formula import Formula
@@ -195,7 +196,7 @@ class AdaFactor(FusedOptimizer):
 
     def _zeros(self, parameter: Parameter, dtype: Any, shape: tuple[int, ...]) -> Any:
         if self._works_on_host:
-            return np.zeros(shape, dtype)
+            return allocation.full(shape, 0.0, dtype)
         return parameter.array.filled_like(0.0, np.dtype(dtype), shape)
 
     def init_ada_factor_state(self, beta1: float | None) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from ..kernels.cpu import allocation
 from ..kernels.cpu.gather import gather
 from .runtime import check, device_gradient
 from .runtime.arrays import adopt_anywhere
@@ -68,7 +69,7 @@ class SparseGatherV2:
         # A copy, because backward() must see the rows that were read here.
         flat = index.reshape(-1).astype(np.int64, copy=True)
         check.indices_in_range(where, flat, len(table))
-        out = np.empty(index.shape + table.shape[1:], table.dtype)
+        out = allocation.empty(index.shape + table.shape[1:], table.dtype)
         if out.size:
             gather(check.contiguous(table), flat, out.reshape(len(flat), -1))
         self._indices, self._shape = flat.reshape(index.shape), table.shape

@@ -65,8 +65,9 @@ def full(shape: tuple[int, ...], value: float, dtype: Any) -> np.ndarray:
 
 
 def at_line(array: np.ndarray) -> np.ndarray:
-    """An array itself, or a contiguous copy that begins at a line."""
-    if array.flags.c_contiguous and address_of(array) % LINE == 0:
+    """An array itself, or a copy that can be written, is contiguous and begins at a line."""
+    flags = array.flags
+    if flags.writeable and flags.c_contiguous and address_of(array) % LINE == 0:
         return array
     made = empty(array.shape, array.dtype)
     made[...] = array

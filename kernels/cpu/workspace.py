@@ -8,6 +8,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
+from .allocation import empty
 from .headers.arrays import address_of
 
 # How many are kept for the next calls; each belongs to one call at a time.
@@ -52,5 +53,5 @@ give_back = _blocks.give
 
 
 def _allocate(n_words: int) -> Block:
-    words = np.empty(n_words, np.int64)
+    words = empty((n_words,), np.int64)
     return Block(words, address_of(words))

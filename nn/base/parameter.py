@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ...kernels.cpu import allocation
 from ...ops.runtime import check
 from ...ops.runtime.device import DeviceArray
 from ...ops.runtime.errors import reject
@@ -155,7 +156,7 @@ class Parameter:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._data = writable(self._data)
+        self._data = at_line(self._data)
         self._owners = weakref.WeakSet()
 
 
@@ -166,3 +167,8 @@ def writable(array: Any) -> Any:
     flags = array.flags
     can_be_updated = flags.writeable and flags.c_contiguous and flags.aligned
     return array if can_be_updated else array.copy(order="C")
+
+
+def at_line(array: Any) -> Any:
+    """As `writable`, for parameters and states: those on the host begin at a cache line."""
+    return array if isinstance(array, DeviceArray) else allocation.at_line(array)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from ...kernels.cpu import allocation
 from ...kernels.quiet import quiet
 from ...kernels.storage import STORAGES
 from ...ops.runtime import check
@@ -16,7 +17,7 @@ from ...ops.runtime.errors import reject
 from .arguments import MOST_STEPS
 from .checkpoint import as_state, steps_done
 from .optimizer import Optimizer
-from .parameter import Parameter, writable
+from .parameter import Parameter, at_line, writable
 
 States = dict[str, tuple[Any, ...]]
 """By role, one array for each parameter, or None for a parameter without this role."""
@@ -43,7 +44,7 @@ class StatefulOptimizer(Optimizer):
         """Arrays of the shape of each parameter, filled with the initial value of their role."""
         return {
             role: tuple(
-                np.full(p.shape, value, self._state_dtype or p.dtype)
+                allocation.full(p.shape, value, self._state_dtype or p.dtype)
                 if self._works_on_host
                 else p.array.filled_like(value, self._state_dtype or p.dtype)
                 for p in self.parameters
@@ -181,7 +182,7 @@ class StatefulOptimizer(Optimizer):
         # Arrays that arrive in foreign buffers may be read-only.
         state["_steps"] = writable(state["_steps"])
         state["_states"] = {
-            role: tuple(None if array is None else writable(array) for array in arrays)
+            role: tuple(None if array is None else at_line(array) for array in arrays)
             for role, arrays in state["_states"].items()
         }
         super().__setstate__(state)

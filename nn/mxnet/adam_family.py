@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ...kernels.cpu import allocation
 from ...kernels.cpu.counts import Count
 from ...kernels.cpu.parallel import commit
 from ...kernels.cpu.workspace import Pool
@@ -265,4 +266,4 @@ _counters = Pool(lambda: ((done := np.zeros(1, np.int64)), Count(done)))
 def _zeros_like(array: Any, dtype: np.dtype[Any]) -> Any:
     if isinstance(array, DeviceArray):
         return array.filled_like(0.0, dtype).native()
-    return np.zeros(array.shape, dtype)
+    return allocation.full(array.shape, 0.0, dtype)

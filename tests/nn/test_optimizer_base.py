@@ -1980,12 +1980,21 @@ def test_a_state_that_was_made_read_only() -> None:
     assert opt.global_step == 2
 
 
-def test_a_state_that_was_cut_off_in_place_is_refused():
+def test_no_state_can_be_cut_off_in_place():
     """The kernels would write beyond it."""
     opt = nn.Adam([np.ones(6, np.float32)])
-    gradients = (np.ones(6, np.float32),)
-    opt(gradients)
-    opt._states["moment1"][0].resize(2, refcheck=False)
+    opt((np.ones(6, np.float32),))
+    with pytest.raises(ValueError, match="does not own its data"):
+        opt._states["moment1"][0].resize(2, refcheck=False)
+    assert opt.global_step == 1
+
+
+def test_a_parameter_that_was_cut_off_in_place_is_refused():
+    """Likewise."""
+    w = np.ones(6, np.float32)
+    opt = nn.Adam([w])
+    opt((np.ones(6, np.float32),))
+    w.resize(2, refcheck=False)
     with pytest.raises(ValueError, match="has another shape than at construction"):
-        opt(gradients)
+        opt((np.ones(2, np.float32),))
     assert opt.global_step == 1

@@ -1,0 +1,124 @@
+"""Arrays of our own begin at a cache line, and steps do not mind where those of users begin."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fusestep import nn, ops
+from fusestep.kernels.cpu import allocation
+
+from helpers import BF16, assert_same_bits
+
+LINE = 64
+DTYPES = [np.float32, np.float64, np.float16, BF16]
+
+
+def offset(array: np.ndarray) -> int:
+    return int(array.ctypes.data) % LINE
+
+
+@pytest.mark.parametrize("value", [0.0, 1.5, -2.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (0,), (2, 0, 3), (5,), (1023,), (2**21 + 3,), (3, 700_001)])
+def test_full(shape: tuple[int, ...], dtype: Any, value: float) -> None:
+    """Also those that all threads fill, whose last word or page is not whole."""
+    array = allocation.full(shape, value, dtype)
+    assert array.shape == shape and array.dtype == dtype and array.flags.writeable
+    assert array.size == 0 or offset(array) == 0
+    assert np.all(array == np.dtype(dtype).type(value))
+
+
+def test_at_line_copies_what_lies_elsewhere() -> None:
+    memory = allocation.full((100,), 0.0, np.float32)
+    assert allocation.at_line(memory) is memory
+    memory[:] = np.arange(100)
+    for other in (memory[1:], memory.reshape(10, 10).T, memory[::2]):
+        moved = allocation.at_line(other)
+        assert offset(moved) == 0 and moved.flags.c_contiguous and np.array_equal(moved, other)
+    memory.flags.writeable = False
+    assert allocation.at_line(memory).flags.writeable
+
+
+def test_states_stay_at_lines() -> None:
+    """When they are made, copied, unpickled or given up in part, and gathered rows."""
+    shapes = (1000, 33), (7,)
+    optimizer = nn.LazyAdam([np.zeros(shape, np.float32) for shape in shapes])
+    optimizer.keep_states([True, False])
+    for made in (optimizer, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        states = [a for arrays in made._states.values() for a in arrays if a is not None]
+        assert len(states) == 2 and not any(map(offset, states))
+    for made in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert offset(made.parameters[0].data) == 0
+    rows = ops.SparseGatherV2()(np.ones((50, 3), np.float32), np.arange(20))
+    assert offset(rows) == 0 and np.all(rows == 1.0)
+    for array in nn.mxnet.Adam().create_state(0, np.ones(1000, np.float32)):
+        assert offset(array) == 0
+
+
+def placed(array: np.ndarray, place: int) -> np.ndarray:
+    """A copy that begins so many bytes after a line."""
+    memory = allocation.empty((array.nbytes + LINE,), np.uint8)
+    made: np.ndarray = np.ndarray(array.shape, array.dtype, memory, place)
+    made[...] = array
+    return made
+
+
+@pytest.mark.parametrize("locked", [False, True])
+@pytest.mark.parametrize("width", [1, 3, 16, 33, 700])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_begin_anywhere(
+    dtype: Any, width: int, locked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tables, states and gradients after each multiple of an element: the same bits."""
+    rng = np.random.default_rng(width)
+    n, batch = 60, 90  # rows that occur once, some times, and never
+    table = rng.standard_normal((n, width)).astype(dtype)
+    values = rng.standard_normal((batch, width)).astype(dtype)
+    indices = rng.integers(0, n, batch)
+    results = []
+    for place in range(0, LINE, np.dtype(dtype).itemsize):
+        places = iter((place * k) % LINE for k in (3, 5))
+
+        def full(shape: Any, value: float, dtype: Any, places: Any = places) -> np.ndarray:
+            return placed(np.full(shape, value, dtype), next(places))
+
+        parameter = placed(table, place)
+        with monkeypatch.context() as patched:
+            patched.setattr("fusestep.kernels.cpu.allocation.full", full)
+            optimizer = nn.LazyAdam([parameter], use_locking=locked)
+        rows = ops.RowTensor(indices, placed(values, place * 7 % LINE), table.shape)
+        for _ in range(2):
+            optimizer([rows])
+        results.append((parameter, *optimizer.state_arrays().values()))
+        assert not np.array_equal(parameter, table)
+    for found in results[1:]:
+        for array, first in zip(found, results[0], strict=True):
+            assert_same_bits(array, first)
+
+
+@pytest.mark.parametrize("gradient", DTYPES)
+@pytest.mark.parametrize("width", [1, 8, 65])
+def test_single_rows_are_sums_of_one(gradient: Any, width: int) -> None:
+    """A row that occurs once is read where it lies: as if a row of zeros were added to it."""
+    rng = np.random.default_rng(3)
+    n, parameters = 40, [rng.standard_normal((40, width)).astype(np.float32) for _ in range(2)]
+    parameters[1][...] = parameters[0]
+    values = rng.standard_normal((n, width)).astype(gradient)
+    once = ops.RowTensor(rng.permutation(n), values, (n, width))
+    twice = ops.RowTensor(
+        np.concatenate([once.indices, once.indices]),
+        np.concatenate([values, 0 * values]),
+        (n, width),
+    )
+    for parameter, rows in zip(parameters, (once, twice), strict=True):
+        optimizer = nn.LazyAdam([parameter], use_nesterov=True, loss_scale=2.0)
+        for _ in range(3):
+            optimizer([rows])
+    assert_same_bits(*parameters)
+    assert math.isfinite(float(parameters[0].sum()))
