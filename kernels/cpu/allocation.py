@@ -39,8 +39,10 @@ class FillCall(NamedTuple):
 def fill_part(index, slot, c):
     """Write the words of one stretch of memory."""
     words = int64s(c.address, c.n_words)
-    for k in range(index * _PART, min((index + 1) * _PART, c.n_words), c.stride):
+    k, end = index * _PART, min((index + 1) * _PART, c.n_words)
+    while k < end:  # a range with a step calls Numba's function that raises if it is 0
         words[k] = c.word
+        k += c.stride
 
 
 def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
