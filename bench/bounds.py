@@ -10,7 +10,8 @@ run and interleaved with the step, is the bound:
 
 Each pass of a step is a loop of its own. The loops see arrays as unsigned integers of the same
 width and compute ``w ^= g & zero``: it has to be done, since ``zero`` is an argument, but leaves
-the arrays as they are, so a bound can run between two steps.
+the arrays as they are, so a bound can run between two steps. Rows that lie far apart are fetched
+before their turn.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit, prange
 
+from ..kernels.cpu.lines import prefetch
 from .workers.worker_protocol import Job
 
 Arrays = tuple[np.ndarray, ...]
 _SERIAL_BELOW = 2**20  # bytes
+_AHEAD = 8  # rows that are fetched before their turn
 
 
 @dataclass(frozen=True)
@@ -246,9 +249,12 @@ def _sum_loop(span: Any) -> Loop:
 
 def _over_rows(tables, rows, zero, chunk):  # type: ignore[no-untyped-def]
     for c in prange((rows.size + chunk - 1) // chunk):
-        for row in rows[c * chunk : (c + 1) * chunk]:
+        for k in range(c * chunk, min((c + 1) * chunk, rows.size)):
             for table in tables:
-                values = table[row]
+                if k + _AHEAD < rows.size:
+                    later = table[rows[k + _AHEAD]]
+                    prefetch(later.ctypes.data, later.nbytes)
+                values = table[rows[k]]
                 for d in range(values.size):
                     values[d] ^= zero
 
@@ -256,6 +262,9 @@ def _over_rows(tables, rows, zero, chunk):  # type: ignore[no-untyped-def]
 def _gathered(table, indices, out, chunk):  # type: ignore[no-untyped-def]
     for c in prange((indices.size + chunk - 1) // chunk):
         for b in range(c * chunk, min((c + 1) * chunk, indices.size)):
+            if b + _AHEAD < indices.size:
+                later = table[indices[b + _AHEAD]]
+                prefetch(later.ctypes.data, later.nbytes)
             source, target = table[indices[b]], out[b]
             for d in range(source.size):
                 target[d] = source[d]

@@ -86,19 +86,26 @@ def run(threads: int, progress: Progress) -> SpecialResult:
 
 
 def start(step: str, folder: str, threads: int) -> tuple[float, float, float]:
-    """Seconds of the import, from there to the end of the first step, and of the processor.
+    """Seconds of the import, from there to the end of the first step, and of the processor."""
+    os.makedirs(folder, exist_ok=True)
+    script = _SCRIPT.format(step=STEPS[step])
+    imported, stepped, processor = figures_of(FIRST_STEP.name, script, folder, threads)
+    return imported, stepped, processor
+
+
+def figures_of(name: str, script: str, folder: str, threads: int) -> list[float]:
+    """The figures that a script prints in a fresh process, with kernels in ``folder``.
 
     Raises:
         BenchError: the process failed.
     """
-    os.makedirs(folder, exist_ok=True)
     environment = {
         **os.environ,
         "FUSESTEP_CACHE_DIR": folder,
         "NUMBA_NUM_THREADS": str(threads),
     }
     process = subprocess.run(
-        [sys.executable, "-c", _SCRIPT.format(step=STEPS[step])],
+        [sys.executable, "-c", script],
         env=environment,
         cwd=folder,
         capture_output=True,
@@ -107,6 +114,6 @@ def start(step: str, folder: str, threads: int) -> tuple[float, float, float]:
     )
     if process.returncode != 0:
         said = process.stderr.strip().splitlines() or [f"status {process.returncode}"]
-        raise BenchError(f"first-step: a fresh process of {sys.executable} failed: {said[-1]}")
-    imported, stepped, processor = json.loads(process.stdout.splitlines()[-1])
-    return imported, stepped, processor
+        raise BenchError(f"{name}: a fresh process of {sys.executable} failed: {said[-1]}")
+    found: list[float] = json.loads(process.stdout.splitlines()[-1])
+    return found

@@ -7,14 +7,22 @@ from typing import Any
 
 from rich.console import Console
 
-from . import against, first_step, machine, no_cliff, point
+from . import against, far_rows, first_step, fresh_states, machine, no_cliff, point
 from .cases import thor
 from .cases.options import Request
-from .cases.steps import FIRST_STEP, NO_CLIFF, THOR, Point, SpecialCase
+from .cases.steps import FAR_ROWS, FIRST_STEP, FRESH_STATES, NO_CLIFF, THOR, Point, SpecialCase
 from .errors import BenchError
 from .peer import Peers, peers_of
 from .report import document, plot, table
 from .report.result import Progress, Settings, SpecialResult
+
+_SPECIAL: dict[SpecialCase, Any] = {
+    NO_CLIFF: no_cliff,
+    FAR_ROWS: far_rows,
+    FIRST_STEP: first_step,
+    FRESH_STATES: fresh_states,
+    THOR: thor,
+}
 
 
 def run(request: Request) -> int:
@@ -87,6 +95,5 @@ def measure(
     if isinstance(one, Point):
         return point.run(one, settings, peers, progress)
     with point.using_threads(threads):
-        special = {FIRST_STEP: first_step, NO_CLIFF: no_cliff, THOR: thor}[one]
-        result: SpecialResult = special.run(threads, progress)
+        result: SpecialResult = _SPECIAL[one].run(threads, progress)
     return result

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -79,4 +79,18 @@ def dlrm_dense() -> list[Shape]:
     The second takes the first one's 16 outputs and the 351 products of pairs of 27 vectors.
     """
     widths = ((13, 512), (512, 256), (256, 64), (64, 16), (367, 512), (512, 256), (256, 1))
+    return _layers(widths)
+
+
+def click_log_tables() -> list[Shape]:
+    """26 tables of 100 to 500,000 rows, 64 wide, each larger than the last by the same factor."""
+    return [(round(rows), 64) for rows in np.geomspace(100, 500_000, 26)]
+
+
+def click_log_dense() -> list[Shape]:
+    """Of the same perceptrons with 64 outputs below, and 64 and 351 inputs above."""
+    return _layers(((13, 512), (512, 256), (256, 64), (415, 512), (512, 256), (256, 1)))
+
+
+def _layers(widths: Iterable[tuple[int, int]]) -> list[Shape]:
     return [shape for before, after in widths for shape in ((after, before), (after,))]

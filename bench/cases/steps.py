@@ -105,6 +105,16 @@ FIRST_STEP = SpecialCase(
     "import and first step in a fresh process, cold and with a filled cache",
     is_default=True,
 )
+FAR_ROWS = SpecialCase(
+    "far-rows",
+    "FusedSparseLazyAdam, uniform indices on large tables: grouping and update apart, beside a "
+    "plain loop over sorted rows",
+)
+FRESH_STATES = SpecialCase(
+    "fresh-states",
+    "LazyAdam on tables of 10 and 30 million rows: construction, first steps and memory in a "
+    "fresh process, beside np.full",
+)
 THOR = SpecialCase("thor", "steps of THOR: their linear algebra, and what comes on top of it")
 
 SUBJECTS: dict[str, Subject] = {
@@ -121,6 +131,7 @@ _ON_MODELS = {
     "resnet50": ("nn.Momentum", "nn.LARS", "nn.Adam", "nn.torch.Adam"),
     "gpt2": ("nn.Adam", "nn.AdamWeightDecay", "nn.Lamb", "nn.torch.Adam"),
     "dlrm": ("nn.SGD", "nn.Adagrad", "nn.LazyAdam", "nn.torch.LazyAdam"),
+    "bags": ("nn.SGD", "nn.Adagrad", "nn.LazyAdam", "nn.torch.LazyAdam"),
 }
 _DEFAULT_ON_MODELS = {"many-small/nn.Adam", "resnet50/nn.Momentum", "resnet50/nn.Adam"}
 # The same steps under other names: left to those who name them, so that a run stays short.
@@ -172,7 +183,9 @@ def _cases() -> Iterator[Case]:
 
 
 STEPS: tuple[Case, ...] = tuple(_cases())
-CASES: tuple[Case | SpecialCase, ...] = (*STEPS, NO_CLIFF, FIRST_STEP, THOR)
+CASES: tuple[Case | SpecialCase, ...] = (
+    *STEPS, NO_CLIFF, FAR_ROWS, FIRST_STEP, FRESH_STATES, THOR,
+)  # fmt: skip
 
 
 def select(patterns: list[str]) -> list[Case | SpecialCase]:

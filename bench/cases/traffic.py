@@ -58,14 +58,14 @@ def batch(B: int, D: int, itemsize: int) -> int:
     return B * (D * itemsize + INDEX)
 
 
-def row_lines(rows: np.ndarray, D: int, itemsize: int = 4) -> int:
-    """Cache lines of some rows of a ``[N, D]`` array that starts on a line.
+def row_lines(rows: np.ndarray, D: int, itemsize: int = 4, begin: int = 0) -> int:
+    """Cache lines of some rows of a ``[N, D]`` array that begins so many bytes after one.
 
     Each row counts the lines that it spans; lines that two rows share count for both, as
     scattered accesses meet them at different times.
     """
-    first = rows * (D * itemsize) // LINE
-    last = ((rows + 1) * (D * itemsize) - 1) // LINE
+    first = (begin + rows * (D * itemsize)) // LINE
+    last = (begin + (rows + 1) * (D * itemsize) - 1) // LINE
     return int((last - first + 1).sum())
 
 

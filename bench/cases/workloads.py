@@ -22,11 +22,16 @@ DENSE_SIZES = ("1K", "16K", "256K", "1M", "4M", "16M", "64M")
 DEFAULT_DENSE = "4M"
 PUBLISHED_DENSE = "16M"  # in the tables of the documents
 ROW_SIZES = ("10Kx16x1K", "100Kx32x8K", "500000x64x65536", "1Mx128x64K")
+# Rows that lie far apart, for uniform indices: most occur once, and each costs misses.
+FAR_SIZES = (
+    *("1000000x32x65536", "10000000x32x65536", "5000000x64x65536"),
+    *("10000000x16x65536", "1000000x128x65536"),
+)
 DEFAULT_ROWS = "500000x64x65536"
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _NUMBER = re.compile(r"([1-9]\d*)([KMG]?)")
 _RANGE_FACTOR = 4
-_DLRM_BATCH = 2048
+_DLRM_BATCH, _BAG = 2048, 20
 
 
 @dataclass(frozen=True)
@@ -101,12 +106,20 @@ def _dlrm(distribution: str) -> Workload:
     return Workload(f"dlrm {distribution}", (*tables, *perceptrons))
 
 
+def _bags(distribution: str) -> Workload:
+    """Several lookups of each sample of a batch in each table, whose vectors are added up."""
+    B = _DLRM_BATCH * _BAG
+    tables = [Tensor(shape, B, distribution) for shape in model_shapes.click_log_tables()]
+    perceptrons = [Tensor(shape) for shape in model_shapes.click_log_dense()]
+    return Workload(f"bags {distribution}", (*tables, *perceptrons))
+
+
 DENSE_MODELS: dict[str, Callable[[], Workload]] = {
     "many-small": partial(_model, "many-small", model_shapes.many_small),
     "resnet50": partial(_model, "resnet50", model_shapes.resnet50),
     "gpt2": partial(_model, "gpt2", model_shapes.gpt2_small),
 }
-MIXED_MODELS: dict[str, Callable[[str], Workload]] = {"dlrm": _dlrm}
+MIXED_MODELS: dict[str, Callable[[str], Workload]] = {"dlrm": _dlrm, "bags": _bags}
 
 
 def number(text: str) -> int:
@@ -131,7 +144,8 @@ def parse_sizes(text: str) -> tuple[list[str], list[str]]:
     """Sizes of dense and of row cases, from a list with commas.
 
     An entry is a number of elements (``16M``), a range of them in steps of four (``1K..64M``),
-    rows, width and batch of a table (``500000x64x65536``), or ``all`` published sizes.
+    rows, width and batch of a table (``500000x64x65536``), ``all`` published sizes, or ``far``
+    for large tables.
 
     Raises:
         BenchError: an entry is none of these.
@@ -142,6 +156,8 @@ def parse_sizes(text: str) -> tuple[list[str], list[str]]:
         if entry == "all":
             dense_sizes += DENSE_SIZES
             row_sizes += ROW_SIZES
+        elif entry == "far":
+            row_sizes += FAR_SIZES
         elif "x" in entry:
             row_sizes.append(_row_size(entry))
         elif ".." in entry:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..cases.steps import STEPS
+from ..cases.traffic import LINE, row_lines
 from ..registry import ROWS, Row
 from ..registry.record import MINDSPORE, Form
 
@@ -83,6 +84,17 @@ def traffic(_: Any) -> str:
         rows.append([name, *counts, passes, formula])
     head = ["case", "updated", "read", "written", "passes before", "bytes in float32"]
     return markdown(head, rows)
+
+
+def line_counts(_: Any) -> str:
+    """Cache lines of rows far apart: the mean of many that follow each other."""
+    many = np.arange(LINE)
+    rows = []
+    for D in (8, 16, 24, 32, 64, 128):
+        counts = [row_lines(many, D, 4, begin) / len(many) for begin in (0, 16)]
+        rows.append([str(D), str(4 * D), *(f"{count:.3g}" for count in counts)])
+    head = ["D", "bytes in float32", "lines, from the begin of one", "from 16 bytes after it"]
+    return markdown(head, rows, left=0)
 
 
 def _grouped(labelled: Iterable[tuple[str, tuple[str, ...]]]) -> list[list[str]]:

@@ -9,7 +9,9 @@ threads when they are made: the first step would otherwise wait for it, row by r
 
 from __future__ import annotations
 
+import ctypes
 import math
+import mmap
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +24,8 @@ from .records import int64s
 
 _WORD = 8
 _PAGE = 4_096 // _WORD
-_PARALLEL_FROM = 4 << 20  # bytes
+_MADV_HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux
+_PARALLEL_FROM = _LARGE_PAGES_FROM = 4 << 20  # bytes; the latter as in NumPy
 _PART = (4 << 20) // _WORD  # two large pages, which the system clears as a whole
 
 
@@ -74,6 +77,19 @@ def at_line(array: np.ndarray) -> np.ndarray:
     made = empty(array.shape, array.dtype)
     made[...] = array
     return made
+
+
+def on_large_pages(address: int, n_bytes: int) -> None:
+    """Ask for pages of 2 MB for memory that nobody has used yet, as NumPy does for its arrays.
+
+    Rows far apart then cost fewer misses of the processor's page table. It is advice: where the
+    system does not take it, nothing is different.
+    """
+    begin, end = -(-address // mmap.PAGESIZE), (address + n_bytes) // mmap.PAGESIZE
+    if n_bytes >= _LARGE_PAGES_FROM and _MADV_HUGEPAGE is not None:
+        place, size = begin * mmap.PAGESIZE, (end - begin) * mmap.PAGESIZE
+        madvise = ctypes.CDLL(None).madvise
+        madvise(ctypes.c_void_p(place), ctypes.c_size_t(size), _MADV_HUGEPAGE)
 
 
 def _at_line(make: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:

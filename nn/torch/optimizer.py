@@ -33,6 +33,7 @@ from .part import Choice, Entry, Given, Part
 from .state import (
     Number,
     cast_states,
+    full_like,
     keep_dtypes,
     own_rows,
     places_of,
@@ -211,14 +212,13 @@ class Fused(_Base):
         """The state of a parameter that has none."""
         made = {"step": self._new_step()} if self._counts_updates else {}
         made.update({name: single(x) for name, x in self.numbers(group).items()})
-        like = {"dtype": group["state_dtype"], "requires_grad": False}
+        dtype = group["state_dtype"]
         for role, shape in self.shapes(roles, parameter).items():
             value = self.initial(role, group)
             if shape == parameter.shape:
-                kind = torch.preserve_format
-                made[role] = torch.full_like(parameter, value, memory_format=kind, **like)
+                made[role] = full_like(parameter, value, dtype)
             else:
-                made[role] = parameter.new_full(shape, value, **like)
+                made[role] = parameter.new_full(shape, value, dtype=dtype, requires_grad=False)
         return made
 
     # The step

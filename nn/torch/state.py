@@ -9,16 +9,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...kernels.cpu import allocation
 from ...ops.runtime.errors import reject
 from ..distributed.shard import RowShard, places
 from .memory import NUMBERS
-from .tensors import number
+from .tensors import local, number
 
 
 def single(value: float) -> Tensor:
     """A state that is a single number, of the type that PyTorch gives it."""
     is_double = torch.get_default_dtype() == torch.float64
     return torch.tensor(value, dtype=torch.float64 if is_double else torch.float32)
+
+
+def full_like(parameter: Tensor, value: float, dtype: torch.dtype | None) -> Tensor:
+    """A state of a parameter's shape and strides, filled, on large pages where it is large."""
+    made = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    here = local(made)
+    if here.device.type == "cpu":
+        allocation.on_large_pages(here.data_ptr(), here.nbytes)
+    return made.fill_(value)
 
 
 Number = tuple[int, np.ndarray]

@@ -71,9 +71,11 @@ def use_small_models(
         },
     )
     put(cases, "DENSE_MODELS", workloads.DENSE_MODELS)
-    put(model_shapes, "dlrm_tables", lambda: [(tables, 16), (7, 16)])
-    put(model_shapes, "dlrm_dense", lambda: list(shapes))
+    for model in ("dlrm", "click_log"):
+        put(model_shapes, f"{model}_tables", lambda: [(tables, 16), (7, 16)])
+        put(model_shapes, f"{model}_dense", lambda: list(shapes))
     put(workloads, "_DLRM_BATCH", batch)
+    put(workloads, "_BAG", 1)
 
 
 def named(name: str) -> Case:

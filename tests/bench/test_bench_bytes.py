@@ -288,6 +288,8 @@ def test_row_lines_by_hand() -> None:
     assert traffic.row_lines(np.array([0, 1, 2]), 24) == 6
     assert traffic.row_lines(np.array([0, 1, 15]), 1) == 3
     assert traffic.row_lines(np.array([3, 5]), 16) == 2
+    # 16 bytes after a line: row 0 is 16..79 (0, 1), row 3 is 208..271 (3, 4).
+    assert traffic.row_lines(np.array([0, 3]), 16, begin=16) == 4
 
 
 def test_lazy_lines_by_hand() -> None:

@@ -98,7 +98,12 @@ def selected(*patterns: str) -> list[str]:
 
 
 def test_selection() -> None:
-    assert selected("nn.LazyAdam") == ["dense/nn.LazyAdam", "rows/nn.LazyAdam", "dlrm/nn.LazyAdam"]
+    assert selected("nn.LazyAdam") == [
+        "dense/nn.LazyAdam",
+        "rows/nn.LazyAdam",
+        "dlrm/nn.LazyAdam",
+        "bags/nn.LazyAdam",
+    ]
     assert selected("rows/nn.LazyAdam") == ["rows/nn.LazyAdam"]
     assert selected("first-step", "no-*") == ["no-cliff", "first-step"]  # as in the table
     assert selected("rows/*") == [case.name for case in cases.STEPS if case.kind == "rows"]
@@ -145,6 +150,7 @@ def test_a_name_of_no_case(pattern: str, text: str) -> None:
         ("1000..5000", ["1000", "4000"], []),
         ("10Kx16x1K,7", ["7"], ["10Kx16x1K"]),
         ("all", list(workloads.DENSE_SIZES), list(workloads.ROW_SIZES)),
+        ("far,1Kx2x3", [], [*workloads.FAR_SIZES, "1Kx2x3"]),
     ],
 )
 def test_sizes(text: str, dense: list[str], rows: list[str]) -> None:
@@ -229,6 +235,9 @@ def test_shapes_of_the_models() -> None:
     dlrm = point("dlrm/nn.SGD").workload()
     assert dlrm.kind == "mixed"
     assert [t.B for t in dlrm.tensors] == [2048] * 26 + [None] * 14
+    bags = point("bags/nn.SGD").workload()
+    assert [t.B for t in bags.tensors] == [20 * 2048] * 26 + [None] * 12
+    assert (bags.tensors[0].shape, bags.tensors[25].shape) == ((100, 64), (500_000, 64))
 
 
 # -- which rows -----------------------------------------------------------------------------------

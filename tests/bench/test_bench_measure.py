@@ -6,10 +6,20 @@ import time
 from importlib.util import find_spec
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
-from fusestep.bench import bounds, first_step, measure, no_cliff, point, work
+from fusestep.bench import (
+    bounds,
+    far_rows,
+    first_step,
+    fresh_states,
+    measure,
+    no_cliff,
+    point,
+    work,
+)
 from fusestep.bench.cases import options
 from fusestep.bench.errors import BenchError
 from fusestep.bench.measure import (
@@ -430,6 +440,63 @@ def test_no_cliff_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
         assert entry["of_allowed"] == time.median / entry["allowed"]
         assert entry["allowed"] > no_cliff.FIXED
     assert any(label.startswith("D=16 bound: ") for label in found.times)
+
+
+def test_far_rows_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(far_rows, "FAR_SIZES", ("1000x16x64", "30x5x9"))
+    monkeypatch.setattr(far_rows, "ROUNDS", 2)
+    told: list[float] = []
+    found = far_rows.run(1, told.append)
+    assert told == [0.0, 0.5, 1.0]
+    assert [(p["N"], p["D"], p["B"]) for p in found.points] == [(1000, 16, 64), (30, 5, 9)]
+    plain = found.times["30x5x9: plain loop"].median
+    assert found.limits["30x5x9: update alone"] == far_rows.OF_PLAIN * plain
+    of_plain = found.points[1]["update alone / plain loop"]
+    assert of_plain == found.times["30x5x9: update alone"].median / plain
+
+
+def test_the_jobs_of_far_rows_do_the_same() -> None:
+    rng = np.random.default_rng(0)
+    g, drawn = rng.standard_normal((7, 20), np.float32), np.array([90, 3, 5, 17, 40, 41, 99])
+    results = {}
+    for label in (far_rows.STEP, far_rows.UPDATE, far_rows.PLAIN, far_rows.GROUPING):
+        variables = [np.full((100, 20), x, np.float32) for x in (1.0, 0.5, 0.25)]
+        batch = far_rows.Batch(variables, g, drawn, 3)
+        batch.jobs[label]()
+        batch.keep[0].release()
+        results[label] = variables
+    untouched = results.pop(far_rows.GROUPING)
+    assert all((a == a[0, 0]).all() for a in untouched)
+    for arrays in results.values():
+        for array, of_step in zip(arrays, results[far_rows.STEP], strict=True):
+            np.testing.assert_allclose(array, of_step, rtol=1e-5)
+    assert (results[far_rows.STEP][0][drawn] != 1.0).all()
+
+
+def test_far_rows_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(far_rows, "FAR_SIZES", ("1000x16x64", "1Gx1Mx1"))
+    with pytest.raises(BenchError, match=r"far-rows: needs .* GB"):
+        far_rows.run(1, lambda _: None)
+
+
+def test_fresh_states_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fresh_states, "SIZES", ("20000x8x50",))
+    monkeypatch.setattr(fresh_states, "RUNS", 1)
+    told: list[float] = []
+    found = fresh_states.run(1, told.append)
+    assert told[-1] == 1.0
+    labels = [f"20000x8x50 {law}" for law in fresh_states.LAWS]
+    assert [*found.limits] == labels
+    full = found.times["20000x8x50 np.full"].median
+    assert set(found.limits.values()) == {fresh_states.OF_FULL * full}
+    assert {*found.times} >= {*labels, *(f"{label}: a later step" for label in labels)}
+    assert [p["N"] for p in found.points] == [20000] * 4
+
+
+def test_fresh_states_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fresh_states, "SIZES", ("1Gx1Mx1",))
+    with pytest.raises(BenchError, match=r"fresh-states: needs .* GB"):
+        fresh_states.run(1, lambda _: None)
 
 
 def test_first_steps_are_cold_or_cached(monkeypatch: pytest.MonkeyPatch) -> None:

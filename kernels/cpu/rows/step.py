@@ -160,7 +160,9 @@ def _kernel_arguments(
 ) -> tuple[int, ...]:
     """The arguments of the loops that the kernel decides; ``of_row`` is called for each row."""
     block = of_row or blocks(kernel).update_real
-    single = 0 if of_row or every_row else blocks(kernel).update.address
+    single = 0 if every_row else blocks(kernel).update.address
+    if of_row:  # which takes numbers of the arithmetic's type
+        single = of_row.address if kernel.g == kernel.real else 0
     zero = blocks(kernel).update_zero.address if every_row else 0
     add = sums.accumulate(kernel.g, kernel.real).address
     add_ranges = sums.accumulate(kernel.real, kernel.real).address if can_be_hot else 0

@@ -127,6 +127,12 @@ def _prefetch_row(c, table, row):
 
 
 @njit(inline="always")
+def _gradient_of(c, table, position):
+    """The address of one occurrence's gradient, as it was given."""
+    return table.values + position * table.width * c.g_bytes
+
+
+@njit(inline="always")
 def _call_block(block, table, row, n, gradient):
     call_address(block, table.arrays, row * table.width, gradient, n, table.hp)
 
@@ -143,18 +149,22 @@ def _first_segment(keys, begin, n, bits):
 def measure_touched(index, slot, c):
     """The measuring block on the summed rows of one share of the sorted keys."""
     n, bits, tables = c.n_valid, c.position_bits, tables_of(c)
-    keys = int64s(c.sorted_keys, c.n + PADDING)
+    keys, mask = int64s(c.sorted_keys, c.n + PADDING), (1 << c.position_bits) - 1
     scratch = c.scratch + slot * c.scratch_bytes
     parameter, total = int64s(scratch, 1), scratch + LINE
-    parameter[0] = total  # the rule measures the gradient, and reads nothing else
     begin, stop = share(n, c.n_parts, index), share(n, c.n_parts, index + 1)
     begin = _first_segment(keys, begin, n, bits)
     while begin < stop:
         t = last_at_most(tables.first_row, c.n_tables, keys[begin] >> bits)
         end = _segment_end(keys, begin, n, bits)
-        _sum_segment(c, tables[t], begin, end, total, 1)
+        gradient = total
+        if end - begin == 1 and c.block_single != 0:
+            gradient = _gradient_of(c, tables[t], keys[begin] & mask)
+        else:
+            _sum_segment(c, tables[t], begin, end, total, 1)
+        parameter[0] = gradient  # the rule measures the gradient, and reads nothing else
         sums = c.measured + begin * 8
-        call_address(c.block, scratch, 0, total, tables[t].width, tables[t].hp, sums)
+        call_address(c.block, scratch, 0, gradient, tables[t].width, tables[t].hp, sums)
         begin = end
 
 
@@ -204,14 +214,13 @@ def update_touched(index, slot, c):
                     t_ahead = _table_of(tables, t_ahead, row_fetched)
                     later = tables[t_ahead]
                 _prefetch_row(c, later, row_fetched - later.first_row)
-            row_bytes = later.width * c.g_bytes
-            prefetch(later.values + (key & mask) * row_bytes, row_bytes)
+            prefetch(_gradient_of(c, later, key & mask), later.width * c.g_bytes)
             fetched += 1
         row -= table.first_row
         block, gradient = c.block, total
         if end - begin == 1 and c.block_single != 0:
             block = c.block_single
-            gradient = table.values + (keys[begin] & mask) * table.width * c.g_bytes
+            gradient = _gradient_of(c, table, keys[begin] & mask)
         else:
             _sum_segment(c, table, begin, end, total, end - begin > ahead)
         lock = 0

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
+import mmap
 import os
 import pickle
+import re
 import weakref
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -92,6 +95,24 @@ def test_what_is_kept_of_parameters_that_were_replaced() -> None:
     # A parameter may have the address of one that is gone, and its bindings.
     assert len(optimizer._bindings) <= 3
     assert max(map(len, optimizer._bindings.values())) <= 4
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="Linux has large pages")
+def test_large_states_ask_for_large_pages() -> None:
+    table = torch.nn.Parameter(torch.zeros(1 << 19, 4))
+    optimizer = fused.LazyAdam([table])
+    one = torch.ones(1, 4)
+    table.grad = torch.sparse_coo_tensor([[3]], one, table.shape, check_invariants=True)
+    optimizer.step()
+    addresses = [optimizer.state[table][name].data_ptr() for name in ("exp_avg", "exp_avg_sq")]
+    middles = [address + table.nbytes // 2 for address in addresses]
+    found = []
+    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
+        if span := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            begin, end = (int(x, 16) for x in span.groups())
+        if line.startswith("VmFlags:"):
+            found += ["hg" in line.split() for middle in middles if begin <= middle < end]
+    assert found == [True, True]
 
 
 def test_storages_can_be_resized_after_a_step() -> None:

@@ -1,0 +1,151 @@
+"""A lazy Adam step on rows that lie far apart, in its parts, beside a plain loop.
+
+Uniform indices on large tables, so that most rows occur once and each costs misses. Every step
+gets other indices than the one before. The parts are the grouping (find the different rows and
+their occurrences) and the update; the plain loop is Numba's own, over rows that somebody has
+sorted and made distinct for it, with a prefetch and none of the engine: it reads the gradient of
+one occurrence of each row.
+"""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import numpy as np
+from numba import njit, prange
+
+from .. import ops
+from ..kernels.cpu import allocation
+from ..kernels.cpu.headers.arrays import address_of
+from ..kernels.cpu.lines import prefetch
+from ..kernels.cpu.parallel import run_words
+from ..kernels.cpu.rows.step import RowStep
+from ..kernels.element import kernel
+from ..kernels.rules import adam
+from ..kernels.storage import F32
+from ..kernels.tables import RowTable
+from .cases import indices
+from .cases.operators import SCALARS
+from .cases.steps import FAR_ROWS
+from .cases.workloads import FAR_SIZES, rows
+from .errors import BenchError
+from .measure import Plan, in_process, interleave, warm_up
+from .report.result import Progress, SpecialResult
+from .work import enough_memory
+from .workers.worker_protocol import Job
+
+STEP, GROUPING, UPDATE, PLAIN = "step", "grouping alone", "update alone", "plain loop"
+OF_PLAIN = 1.15  # what an update may take in terms of the plain loop
+SETS, ROUNDS, STEPS = 4, 21, 4
+_AHEAD, _PARTS_PER_THREAD = 8, 16
+
+
+@njit(parallel=True, fastmath=True, error_model="numpy", nogil=True)
+def _plain(w, m, v, g, at, different, occurrences, hp, n_parts):  # type: ignore[no-untyped-def]
+    n, row_bytes = different.size, 4 * w.shape[1]
+    one_minus_beta1, one_minus_beta2, step_size, epsilon = hp
+    for part in prange(n_parts):
+        for k in range(part * n // n_parts, (part + 1) * n // n_parts):
+            if k + _AHEAD < n:
+                for address in at[:3]:
+                    prefetch(address + different[k + _AHEAD] * row_bytes, row_bytes)
+                prefetch(at[3] + occurrences[k + _AHEAD] * row_bytes, row_bytes)
+            w_row, m_row, v_row = w[different[k]], m[different[k]], v[different[k]]
+            g_row = g[occurrences[k]]
+            for d in range(g_row.size):
+                x = g_row[d]
+                m_row[d] += one_minus_beta1 * (x - m_row[d])
+                v_row[d] += one_minus_beta2 * (x * x - v_row[d])
+                w_row[d] -= step_size * m_row[d] / (np.sqrt(v_row[d]) + epsilon)
+
+
+class Batch:
+    """One set of indices on a table, with the jobs that work on it.
+
+    Args:
+        variables: parameter and moments, ``[N, D]``.
+        g: ``[B, D]``.
+        drawn: int64 ``[B]``.
+        n_parts: of the plain loop.
+    """
+
+    def __init__(
+        self, variables: list[np.ndarray], g: np.ndarray, drawn: np.ndarray, n_parts: int
+    ) -> None:
+        operator: Any = ops.FusedSparseLazyAdam()
+        scalars = tuple(SCALARS.values())
+        compiled = kernel(adam.ADAM, (), F32, F32, (F32, F32))
+        *powers, lr, beta1, beta2, epsilon = scalars
+        constants = beta1, beta2, epsilon
+        numbers = adam.adam_scalars(np.float32, lr, 0.0, 1, constants, tuple(powers))
+        hp = np.array([numbers], np.float32)
+        at = np.array([address_of(a) for a in (*variables, g)])
+        table = RowTable(
+            tuple(map(int, at[:3])), address_of(hp), *variables[0].shape,
+            address_of(drawn), drawn.itemsize, drawn.size, int(at[3]),
+        )  # fmt: skip
+        grouped = RowStep(compiled, [table], touched_only=True)
+        words = array("q", [word for loop in grouped.loops for word in loop.words])
+        different, occurrences = np.unique(drawn, return_index=True)
+
+        def group() -> None:
+            RowStep(compiled, [table], touched_only=True).release()
+
+        self.keep = grouped, hp, drawn
+        self.jobs = {
+            STEP: lambda: operator(*variables, *scalars, g, drawn),
+            GROUPING: group,
+            UPDATE: lambda: run_words(words),
+            PLAIN: lambda: _plain(*variables, g, at, different, occurrences, numbers, n_parts),
+        }
+
+
+def run(threads: int, progress: Progress) -> SpecialResult:
+    """Measure all sizes.
+
+    Raises:
+        BenchError: the machine has not enough memory for the largest.
+    """
+    result = SpecialResult(FAR_ROWS.name, FAR_ROWS.summary, times={})
+    workloads = [rows(size, "uniform") for size in FAR_SIZES]
+    if missing := enough_memory(3 * 4 * max(workload.elements for workload in workloads)):
+        raise BenchError(f"{FAR_ROWS.name}: {missing}")
+    for done, (size, workload) in enumerate(zip(FAR_SIZES, workloads, strict=True)):
+        progress(done / len(FAR_SIZES))
+        (tensor,) = workload.tensors
+        (N, D), B = tensor.shape, tensor.B
+        assert B is not None
+        _measure(result, size, (N, D, B), threads)
+    progress(1.0)
+    return result
+
+
+def _measure(result: SpecialResult, size: str, shape: tuple[int, int, int], threads: int) -> None:
+    N, D, B = shape
+    variables = [allocation.full((N, D), 0.0, np.float32) for _ in range(3)]
+    rng = np.random.default_rng(1)
+    gradients = [rng.standard_normal((B, D), np.float32) for _ in range(SETS)]
+    batches = [
+        Batch(variables, g, indices.draw("uniform", N, B, seed), _PARTS_PER_THREAD * threads)
+        for seed, g in enumerate(gradients)
+    ]
+    turn = 0
+
+    def job(label: str) -> Job:
+        def load() -> None:
+            nonlocal turn
+            turn += 1
+
+        return Job(lambda: batches[turn % SETS].jobs[label](), load)
+
+    labels = (STEP, GROUPING, UPDATE, PLAIN)
+    contestants = in_process({label: job(label) for label in labels})
+    warm_up(contestants)
+    times = interleave(contestants, Plan(ROUNDS, STEPS, dict.fromkeys(labels, 1))).summaries
+    for batch in batches:
+        batch.keep[0].release()
+    result.times.update({f"{size}: {label}": times[label] for label in labels})
+    result.limits[f"{size}: {UPDATE}"] = OF_PLAIN * times[PLAIN].median
+    of_plain = {f"{x} / {PLAIN}": times[x].median / times[PLAIN].median for x in (UPDATE, STEP)}
+    result.points.append({"N": N, "D": D, "B": B, **of_plain})
