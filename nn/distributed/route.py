@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
+from ...kernels.cpu import allocation
 from ...kernels.cpu.gather import gather
 from ...kernels.lazy import lazy
 from ...ops.runtime import check
@@ -187,7 +188,7 @@ def _empty_rows(like: Any, n: int) -> Any:
     shape = n, *like.shape[1:]
     if isinstance(like, DeviceArray):
         return like.empty_like(shape=shape)
-    return np.empty(shape, like.dtype)
+    return allocation.empty(shape, like.dtype)
 
 
 def _rows_at(array: Any, indices: np.ndarray) -> Any:

@@ -7,12 +7,15 @@ from typing import Any
 
 import numpy as np
 
+from ...kernels.cpu import allocation
 from ...kernels.cpu.headers import arrays as headers
 from ...kernels.rules.formula import ROUNDING
 from .device import DeviceArray
 from .errors import reject
 from .frameworks import BFLOAT16 as BFLOAT16
 from .frameworks import framework_of
+
+_LINES_FROM = 65_536  # bytes: for less, it would cost more to find a line than it gains
 
 
 def real_type(dtype: np.dtype[Any]) -> Any:
@@ -31,10 +34,11 @@ def address_of(array: Any) -> int:
 
 
 def empty_like(array: Any) -> Any:
-    """A new array of the same shape and dtype, in the same place."""
+    """A new array of the same shape and dtype, in the same place; a large one begins at a line."""
     if isinstance(array, DeviceArray):
         return array.empty_like()
-    return np.empty(array.shape, array.dtype)
+    make = np.empty if array.nbytes < _LINES_FROM else allocation.empty
+    return make(array.shape, array.dtype)
 
 
 def native(array: Any) -> Any:
