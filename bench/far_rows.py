@@ -35,7 +35,7 @@ from .report.result import Progress, SpecialResult
 from .work import enough_memory
 from .workers.worker_protocol import Job
 
-STEP, GROUPING, UPDATE, PLAIN = "step", "grouping alone", "update alone", "plain loop"
+PARTS = STEP, GROUPING, UPDATE, PLAIN = "step", "grouping alone", "update alone", "plain loop"
 OF_PLAIN = 1.15  # what an update may take in terms of the plain loop
 SETS, ROUNDS, STEPS = 4, 21, 4
 _AHEAD, _PARTS_PER_THREAD = 8, 16
@@ -139,13 +139,10 @@ def _measure(result: SpecialResult, size: str, shape: tuple[int, int, int], thre
 
         return Job(lambda: batches[turn % SETS].jobs[label](), load)
 
-    labels = (STEP, GROUPING, UPDATE, PLAIN)
-    contestants = in_process({label: job(label) for label in labels})
+    contestants = in_process({label: job(label) for label in PARTS})
     warm_up(contestants)
-    times = interleave(contestants, Plan(ROUNDS, STEPS, dict.fromkeys(labels, 1))).summaries
+    times = interleave(contestants, Plan(ROUNDS, STEPS, dict.fromkeys(PARTS, 1))).summaries
     for batch in batches:
         batch.keep[0].release()
-    result.times.update({f"{size}: {label}": times[label] for label in labels})
+    result.times.update({f"{size}: {label}": times[label] for label in PARTS})
     result.limits[f"{size}: {UPDATE}"] = OF_PLAIN * times[PLAIN].median
-    of_plain = {f"{x} / {PLAIN}": times[x].median / times[PLAIN].median for x in (UPDATE, STEP)}
-    result.points.append({"N": N, "D": D, "B": B, **of_plain})

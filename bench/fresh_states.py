@@ -26,6 +26,7 @@ LAWS = {
 }
 FULL = "np.full"
 OF_FULL = 0.6  # what construction and first step may take in terms of it
+LATER_STEP = ": a later step"
 RUNS, _LATER = 3, 4
 _SCRIPT = """
 import json, time
@@ -80,7 +81,7 @@ def run(threads: int, progress: Progress) -> SpecialResult:
         (tensor,) = workloads[size].tensors
         point = {"N": tensor.shape[0], "D": tensor.shape[1], "GB": max(resident) / 1e9}
         if kind != FULL:
-            result.times[f"{label}: a later step"] = Summary.of(later)
+            result.times[f"{label}{LATER_STEP}"] = Summary.of(later)
             result.limits[label] = OF_FULL * result.times[f"{size} {FULL}"].median
         result.points.append(point)
     progress(1.0)

@@ -54,9 +54,9 @@ def _measured(request: Request, console: Console) -> tuple[dict[str, Any], int]:
         results, trouble = _results(request, peers)
         data = document.document(results, request.settings, peers, load)
     document.check_schema(data)
-    table.show(data, console)
     if request.json is not None:
         document.write(request.json, data)
+    table.show(data, console)
     if request.plot is not None:
         plot.draw(data, request.plot)
     if trouble:

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .. import machine
+from .. import far_rows, fresh_states, machine
 from ..cases import indices
-from ..cases.steps import LOOP
+from ..cases.steps import FAR_ROWS, FRESH_STATES, LOOP
 from ..cases.workloads import DEFAULT_ROWS, PUBLISHED_DENSE, number
 from ..errors import BenchError
 from ..scale_out import model
@@ -307,11 +307,44 @@ def _memory_of(point: dict[str, Any], peer: str) -> str:
     return memory(point["memory"].get(found["label"])) if found else ""
 
 
+def _far_rows(data: dict[str, Any]) -> str:
+    """The parts of a step on large tables, and how the update compares with the plain loop."""
+    times = _special_case(data, FAR_ROWS.name)["times"]
+    rows = []
+    for table in dict.fromkeys(label.partition(": ")[0] for label in times):
+        medians = [times[f"{table}: {part}"]["median"] for part in far_rows.PARTS]
+        _, _, update, plain = medians
+        missed = update > far_rows.OF_PLAIN * plain
+        rows.append([table, *map(seconds, medians), _bold(f"{update / plain:.2f}", missed)])
+    return markdown(["size", *far_rows.PARTS, "update / plain loop"], rows)
+
+
+def _fresh_states(data: dict[str, Any]) -> str:
+    """What large states cost until they train."""
+    special = _special_case(data, FRESH_STATES.name)
+    times, limits, later = special["times"], special["limits"], fresh_states.LATER_STEP
+    labels = [label for label in times if not label.endswith(later)]
+    rows = []
+    for label, point in zip(labels, special["points"], strict=True):
+        first = times[label]["median"]
+        made = _bold(seconds(first), label in limits and first > limits[label])
+        step = times.get(f"{label}{later}")
+        step_time = seconds(step["median"]) if step else ""
+        rows.append([label, made, step_time, f"{point['GB']:.1f} GB"])
+    return markdown(["size", "made, and first step", "later step", "resident"], rows)
+
+
+def _special_case(data: dict[str, Any], name: str) -> dict[str, Any]:
+    (special,) = (s for s in data["special"] if s["name"] == name)
+    found: dict[str, Any] = special
+    return found
+
+
 def _special(name: str) -> Callable[[dict[str, Any]], str]:
     """The table of a case that is no step of one optimizer."""
 
     def table(data: dict[str, Any]) -> str:
-        (special,) = (s for s in data["special"] if s["name"] == name)
+        special = _special_case(data, name)
         limits = special["limits"]
         rows = [
             [label, seconds(time["median"]), seconds(limits[label]) if label in limits else ""]
@@ -338,9 +371,9 @@ _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "scaling": _scaling,
     "losses": _losses,
     "memory": _memory,
-    "far-rows": _special("far-rows"),
+    "far-rows": _far_rows,
     "first-step": _special("first-step"),
-    "fresh-states": _special("fresh-states"),
+    "fresh-states": _fresh_states,
     "thor": _special("thor"),
     "bytes": catalogue.traffic,
     "lines": catalogue.line_counts,

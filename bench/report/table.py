@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..against import Changed
-from ..cases.steps import LOOP
+from ..cases.steps import LOOP, NO_CLIFF
 from .document import same
 from .result import OF_BOUND, OURS
 from .result import Progress as Report
@@ -52,7 +52,7 @@ def show(document: dict[str, Any], console: Console) -> None:
         for part in _scenarios(points, console.width):
             console.print(part)
     for special in document["special"]:
-        console.print(_series(special) if special["points"] else _limits(special))
+        console.print((_series if special["name"] == NO_CLIFF.name else _limits)(special))
     _show_losses(points, console)
     _show_doubts(document, console)
     _show_missing(document, console)

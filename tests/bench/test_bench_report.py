@@ -34,6 +34,28 @@ CLIFF = SpecialResult(
     {"D=1 B=10": summary(2e-5)},
     points=[{"D": 1, "B": 10, "N": 99, "lines": 12, "allowed": 4e-5, "of_allowed": 0.5}],
 )
+FAR = SpecialResult(
+    "far-rows",
+    "parts",
+    {
+        "9x2x4: step": summary(0.004),
+        "9x2x4: grouping alone": summary(0.001),
+        "9x2x4: update alone": summary(0.003),
+        "9x2x4: plain loop": summary(0.002),
+    },
+    {"9x2x4: update alone": 0.0023},
+)
+FRESH = SpecialResult(
+    "fresh-states",
+    "states",
+    {
+        "9x2x4 np.full": summary(1.0),
+        "9x2x4 uniform": summary(0.5),
+        "9x2x4 uniform: a later step": summary(0.001),
+    },
+    {"9x2x4 uniform": 0.6},
+    [{"N": 9, "D": 2, "GB": 1.5}, {"N": 9, "D": 2, "GB": 2.5}],
+)
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +67,8 @@ def full() -> dict[str, Any]:
         result(lost, bound_fast=0.0080, torch_fused=0.0025),
         SPECIAL,
         CLIFF,
+        FAR,
+        FRESH,
         versions={"torch": "2.0"},
         missing={"mxnet": "not installed here"},
     )
@@ -73,7 +97,8 @@ def test_a_document_has_the_figures_of_its_results(full: dict[str, Any]) -> None
     assert second["losses"] == ["80.0% of the bound", "0.25 x torch fused"]
     assert full["peers"] == {"torch": "2.0"}
     assert full["missing_peers"] == {"mxnet": "not installed here"}
-    assert [special["name"] for special in full["special"]] == ["first-step", "no-cliff"]
+    special = "first-step", "no-cliff", "far-rows", "fresh-states"
+    assert tuple(s["name"] for s in full["special"]) == special
 
 
 @pytest.mark.parametrize(
@@ -160,6 +185,7 @@ def test_the_report_of_a_run(full: dict[str, Any]) -> None:
     assert "was the machine busy" not in text
     assert "3.00 s" in text and "2.50 s" in text  # the first step and its limit
     assert " 50%" in text  # of what no-cliff allows
+    assert "9x2x4: grouping alone" in text and "9x2x4 np.full" in text
 
 
 def test_a_run_without_losses(full: dict[str, Any]) -> None:
@@ -350,6 +376,14 @@ def region(name: str, checkout: Path) -> str:
     found, _, after = rest.partition("\n<!-- end of bench -->\n")
     assert (before, after) == ("# Speed\n", "and so on\n")
     return found
+
+
+def test_the_tables_of_large_tables(checkout: Path) -> None:
+    *_, far = region("far-rows x.json", checkout).splitlines()
+    assert far == "| 9x2x4 | 4.00 ms | 1.00 ms | 3.00 ms | 2.00 ms | **1.50** |"
+    *_, full, ours = region("fresh-states x.json", checkout).splitlines()
+    assert full == "| 9x2x4 np.full | 1.00 s |  | 1.5 GB |"
+    assert ours == "| 9x2x4 uniform | 500 ms | 1.00 ms | 2.5 GB |"
 
 
 def test_the_table_of_the_recommender(checkout: Path) -> None:
