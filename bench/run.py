@@ -7,14 +7,14 @@ from typing import Any
 
 from rich.console import Console
 
-from . import against, far_rows, first_step, fresh_states, machine, no_cliff, point
-from .cases import thor
+from . import against, machine, point
 from .cases.options import Request
 from .cases.steps import FAR_ROWS, FIRST_STEP, FRESH_STATES, NO_CLIFF, THOR, Point, SpecialCase
 from .errors import BenchError
 from .peer import Peers, peers_of
 from .report import document, plot, table
 from .report.result import Progress, Settings, SpecialResult
+from .special import far_rows, first_step, fresh_states, no_cliff, thor
 
 _SPECIAL: dict[SpecialCase, Any] = {
     NO_CLIFF: no_cliff,

@@ -14,12 +14,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .. import far_rows, fresh_states, machine
+from .. import machine
 from ..cases import indices
 from ..cases.steps import FAR_ROWS, FRESH_STATES, LOOP
 from ..cases.workloads import DEFAULT_ROWS, PUBLISHED_DENSE, number
 from ..errors import BenchError
 from ..scale_out import model
+from ..special import far_rows, fresh_states
 from . import catalogue, document
 from .catalogue import markdown
 from .result import OURS

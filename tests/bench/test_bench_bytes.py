@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fusestep.bench import bounds, machine, no_cliff, work
+from fusestep.bench import bounds, machine, work
 from fusestep.bench.buffers import Buffers
 from fusestep.bench.cases import steps as cases
 from fusestep.bench.cases import traffic
@@ -20,6 +20,7 @@ from fusestep.bench.cases.subject import DTYPES
 from fusestep.bench.cases.workloads import Gradient, Tensor
 from fusestep.bench.errors import BenchError
 from fusestep.bench.measure import in_process, warm_up
+from fusestep.bench.special import no_cliff
 from fusestep.bench.workers.worker_protocol import Job
 
 from bench_support import EVERY_STEP, SOME_STEPS, named, point, use_small_models

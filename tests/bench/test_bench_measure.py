@@ -10,16 +10,7 @@ import numpy as np
 import psutil
 import pytest
 
-from fusestep.bench import (
-    bounds,
-    far_rows,
-    first_step,
-    fresh_states,
-    measure,
-    no_cliff,
-    point,
-    work,
-)
+from fusestep.bench import bounds, measure, point, work
 from fusestep.bench.cases import options
 from fusestep.bench.errors import BenchError
 from fusestep.bench.measure import (
@@ -34,6 +25,7 @@ from fusestep.bench.measure import (
 from fusestep.bench.peer import Peers
 from fusestep.bench.report.result import OURS, PointResult, Settings, fastest
 from fusestep.bench.report.stats import Ratio, Summary, change, paired, ratio
+from fusestep.bench.special import far_rows, first_step, fresh_states, no_cliff
 from fusestep.bench.workers.worker_protocol import (
     SCENARIOS,
     Job,

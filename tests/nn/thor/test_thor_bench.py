@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fusestep import nn
-from fusestep.bench.cases import thor
+from fusestep.bench.special import thor
 from fusestep.nn.thor import factors as thor_factors
 
 pytest.importorskip("scipy", reason="the factors are inverted by scipy's LAPACK")

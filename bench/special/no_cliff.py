@@ -13,15 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from .. import ops
-from . import bounds
-from .cases import traffic
-from .cases.operators import SCALARS
-from .cases.steps import NO_CLIFF
-from .measure import Plan, in_process, interleave, warm_up
-from .report.result import BOUND, Progress, SpecialResult, fastest
-from .report.stats import Summary
-from .workers.worker_protocol import Job
+from ... import ops
+from ...kernels.cpu import allocation
+from .. import bounds
+from ..cases import traffic
+from ..cases.operators import SCALARS
+from ..cases.steps import NO_CLIFF
+from ..measure import Plan, in_process, interleave, warm_up
+from ..report.result import BOUND, Progress, SpecialResult, fastest
+from ..report.stats import Summary
+from ..workers.worker_protocol import Job
 
 WIDTHS = (1, 16, 128, 1024)
 BATCHES = tuple(10**k for k in range(7))
@@ -48,8 +49,8 @@ def sizes() -> Iterator[tuple[int, int, list[int]]]:
 def run(threads: int, progress: Progress) -> SpecialResult:
     """Measure all points."""
     # Room for the bound loops, too, whatever the widths.
-    memory = [_aligned(MAX_TABLE, 0.0) for _ in range(VARIABLES)]
-    gradient = _aligned(MAX_GRADIENT, 1.0)
+    memory = [allocation.full((MAX_TABLE,), 0.0, np.float32) for _ in range(VARIABLES)]
+    gradient = allocation.full((MAX_GRADIENT,), 1.0, np.float32)
     result = SpecialResult(NO_CLIFF.name, NO_CLIFF.summary, times={})
     sweep = bounds.Stream(tuple(array[:SWEEP] for array in memory), (gradient[:SWEEP],))
     for done, (D, N, batches) in enumerate(sizes()):
@@ -99,15 +100,6 @@ class Point:
 
         scalars = tuple(SCALARS.values())
         self.job = Job(lambda: operator(w, m, v, *scalars, g, sets[current]), load)
-
-
-def _aligned(size: int, value: float) -> np.ndarray:
-    """Float32 numbers that have been written and start on a cache line."""
-    raw = np.empty(size * 4 + traffic.LINE, np.uint8)
-    start = -raw.ctypes.data % traffic.LINE
-    array = raw[start : start + size * 4].view(np.float32)
-    array.fill(value)
-    return array
 
 
 def _label(D: int, B: int) -> str:

@@ -17,10 +17,10 @@ import subprocess
 import sys
 import tempfile
 
-from .cases.steps import FIRST_STEP
-from .errors import BenchError
-from .report.result import Progress, SpecialResult
-from .report.stats import Summary
+from ..cases.steps import FIRST_STEP
+from ..errors import BenchError
+from ..report.result import Progress, SpecialResult
+from ..report.stats import Summary
 
 _SCRIPT = """
 import json, time

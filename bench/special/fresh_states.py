@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import tempfile
 
-from .cases.steps import FRESH_STATES
-from .cases.workloads import rows
-from .errors import BenchError
+from ..cases.steps import FRESH_STATES
+from ..cases.workloads import rows
+from ..errors import BenchError
+from ..report.result import Progress, SpecialResult
+from ..report.stats import Summary
+from ..work import enough_memory
 from .first_step import figures_of
-from .report.result import Progress, SpecialResult
-from .report.stats import Summary
-from .work import enough_memory
 
 SIZES = ("10000000x32x65536", "30000000x32x65536")
 LAWS = {

@@ -19,9 +19,9 @@ import numpy as np
 
 from ... import nn
 from ...nn.thor import factors as thor_factors
+from ..cases.steps import THOR
 from ..report.result import Progress, SpecialResult
 from ..report.stats import Summary
-from .steps import THOR
 
 WARM_UP, ROUNDS = 3, 15
 # What a step may take in terms of its products, and a refresh outside of BLAS and LAPACK.

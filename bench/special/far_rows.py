@@ -10,30 +10,31 @@ one occurrence of each row.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from numba import njit, prange
 
-from .. import ops
-from ..kernels.cpu import allocation
-from ..kernels.cpu.headers.arrays import address_of
-from ..kernels.cpu.lines import prefetch
-from ..kernels.cpu.parallel import run_words
-from ..kernels.cpu.rows.step import RowStep
-from ..kernels.element import kernel
-from ..kernels.rules import adam
-from ..kernels.storage import F32
-from ..kernels.tables import RowTable
-from .cases import indices
-from .cases.operators import SCALARS
-from .cases.steps import FAR_ROWS
-from .cases.workloads import FAR_SIZES, rows
-from .errors import BenchError
-from .measure import Plan, in_process, interleave, warm_up
-from .report.result import Progress, SpecialResult
-from .work import enough_memory
-from .workers.worker_protocol import Job
+from ... import ops
+from ...kernels.cpu import allocation
+from ...kernels.cpu.headers.arrays import address_of
+from ...kernels.cpu.lines import prefetch
+from ...kernels.cpu.parallel import run_words
+from ...kernels.cpu.rows.step import RowStep
+from ...kernels.element import kernel
+from ...kernels.rules import adam
+from ...kernels.storage import F32
+from ...kernels.tables import RowTable
+from ..cases import indices
+from ..cases.operators import SCALARS
+from ..cases.steps import FAR_ROWS
+from ..cases.workloads import FAR_SIZES, rows
+from ..errors import BenchError
+from ..measure import Plan, in_process, interleave, warm_up
+from ..report.result import Progress, SpecialResult
+from ..work import enough_memory
+from ..workers.worker_protocol import Job
 
 PARTS = STEP, GROUPING, UPDATE, PLAIN = "step", "grouping alone", "update alone", "plain loop"
 OF_PLAIN = 1.15  # what an update may take in terms of the plain loop
@@ -74,6 +75,7 @@ class Batch:
         self, variables: list[np.ndarray], g: np.ndarray, drawn: np.ndarray, n_parts: int
     ) -> None:
         operator: Any = ops.FusedSparseLazyAdam()
+        N, D = variables[0].shape
         scalars = tuple(SCALARS.values())
         compiled = kernel(adam.ADAM, (), F32, F32, (F32, F32))
         *powers, lr, beta1, beta2, epsilon = scalars
@@ -82,7 +84,7 @@ class Batch:
         hp = np.array([numbers], np.float32)
         at = np.array([address_of(a) for a in (*variables, g)])
         table = RowTable(
-            tuple(map(int, at[:3])), address_of(hp), *variables[0].shape,
+            tuple(map(int, at[:3])), address_of(hp), N, D,
             address_of(drawn), drawn.itemsize, drawn.size, int(at[3]),
         )  # fmt: skip
         grouped = RowStep(compiled, [table], touched_only=True)
@@ -93,7 +95,7 @@ class Batch:
             RowStep(compiled, [table], touched_only=True).release()
 
         self.keep = grouped, hp, drawn
-        self.jobs = {
+        self.jobs: dict[str, Callable[[], object]] = {
             STEP: lambda: operator(*variables, *scalars, g, drawn),
             GROUPING: group,
             UPDATE: lambda: run_words(words),

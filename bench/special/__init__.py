@@ -1,0 +1,1 @@
+"""Cases with a method of their own."""
