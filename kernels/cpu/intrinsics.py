@@ -126,6 +126,23 @@ def call_address(typingctx, function, *arguments):
     return types.void(types.int64, types.UniTuple(types.int64, count)), codegen
 
 
+@of_int64s(types.int64)
+def number_from(context, builder, function):
+    """What the C function ``int function(void)`` at an address returns."""
+    kind = ir.FunctionType(_I32, [])
+    return builder.sext(builder.call(_pointer(builder, function, kind), []), _I64)
+
+
+@of_int64s(types.void)
+def store_clock(context, builder, address):
+    """Write the ``int32`` by which Linux knows the processor time of this thread."""
+    if platform.system() != "Linux":
+        return
+    place = _pointer(builder, address, _I32)
+    own = builder.call(_declared(builder, "pthread_self", _I64), [])
+    builder.call(_declared(builder, "pthread_getcpuclockid", _I32, _I64, place.type), [own, place])
+
+
 def _declared(builder, name, result, *arguments):
     return cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, arguments), name)
 

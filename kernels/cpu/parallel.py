@@ -20,13 +20,14 @@ import threading
 from array import array
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import ParamSpec, Protocol, TypeVar
+from typing import NamedTuple, ParamSpec, Protocol, TypeVar
 
 import numba
 import numpy as np
 from numba import carray, prange
 
 from ..inner import NO_WRAPPERS, njit
+from . import openmp
 from . import threads as layer
 from .compile import NativeFunction
 from .headers.arrays import address_of
@@ -37,11 +38,14 @@ from .intrinsics import (
     cpu_pause,
     limit_numba,
     load_acquire,
+    load_int64,
+    number_from,
     sleep,
+    store_clock,
     threads_of_numba,
 )
 from .machine import Entry
-from .records import int64s
+from .records import int64s, records
 from .threads import (
     CLOSED,
     REGIONS_AT,
@@ -82,6 +86,7 @@ def _run_parts(function, n, call, slot, threads, claimed):
 
 @njit
 def _wait(done, n):
+    """Wait for a counter; whether that took long."""
     looks = 0
     while load_acquire(done) < n:
         looks += 1
@@ -89,6 +94,7 @@ def _wait(done, n):
             cpu_pause()
         else:
             sleep()
+    return looks >= _LOOKS
 
 
 @njit
@@ -149,6 +155,51 @@ def _call_parallel(loops, n_loops, threads, counters, counters_bytes, regions):
         _each_serial(loops, n_loops)
 
 
+class Region(NamedTuple):
+    """What each thread of OpenMP gets; all ``int64``."""
+
+    loops: int
+    n_loops: int
+    threads: int  # that may work
+    counters: int
+    counters_bytes: int
+    thread_number: int  # the function that says it
+    team_size: int  # likewise
+    begun: int  # how many threads have come
+    clock: int  # of the second
+    was_late: int  # the first had to wait long for others
+
+
+_BEGUN, _CLOCK = (8 * Region._fields.index(name) for name in ("begun", "clock"))
+_regions_at = records(Region)
+
+
+def _join(region):
+    """What one thread of OpenMP does."""
+    r = _regions_at(region, 1)[0]
+    slot = number_from(r.thread_number)
+    atomic_add(region + _BEGUN, 1)
+    if slot == 1:
+        store_clock(region + _CLOCK)
+    if slot < r.threads:
+        _work(r.loops, r.n_loops, slot, r.counters, r.counters_bytes)
+    # OpenMP's own wait keeps the core, which the thread that is waited for may need.
+    last = r.loops + (r.n_loops - 1) * _LOOP_WORDS * 8
+    is_late = _wait(r.counters + (r.n_loops - 1) * r.counters_bytes, load_int64(last + 8))
+    is_late |= _wait(region + _BEGUN, number_from(r.team_size))
+    if slot == 0 and is_late:
+        r.was_late = 1
+
+
+def _call_shared(parallel, join, region, regions):
+    r = _regions_at(region, 1)[0]
+    if atomic_add(regions, 1) < CLOSED:
+        call_address(parallel, join, region, 0, 0)
+    else:
+        _each_serial(r.loops, r.n_loops)
+    atomic_add(regions, -1)
+
+
 def _call_serial(loops, n_loops):
     _each_serial(loops, n_loops)
 
@@ -165,6 +216,9 @@ _serial_pair = NativeFunction(_call_pair, "a pair of serial loops", Entry())
 _parallel_loops = NativeFunction(
     _call_parallel, f"parallel loops, numba {numba.__version__}", Entry()
 )
+_joined = NativeFunction(_join, "a thread of OpenMP")
+_shared_loops = NativeFunction(_call_shared, "loops on threads of OpenMP", Entry())
+SHARED_LOOPS = _joined, _shared_loops
 LOOPS = _serial_loops, _serial_pair, add_atomically, _parallel_loops
 
 
@@ -227,6 +281,16 @@ def at_most(
         return function(*args, **kwargs)
     finally:
         _caller.limit = before
+
+
+def beside_openmp(team: int, function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
+    """The result of a function whose loops may run on the ``team`` threads of PyTorch."""
+    before: int = getattr(_caller, "team", 0)
+    try:
+        _caller.team = team
+        return function(*args, **kwargs)
+    finally:
+        _caller.team = before
 
 
 class Arguments:
@@ -317,6 +381,14 @@ def run_words(words: array[int]) -> None:
         # Of each loop how many parts are done, then how many of each stretch are claimed.
         counters = np.zeros((n_loops, (1 + threads) * _LINE_BYTES), np.uint8)
         of_counters = address_of(counters), counters.strides[0]
+        team = getattr(_caller, "team", 0)
+        if team and (omp := openmp.functions()) and openmp.is_awake(team):
+            of_openmp = omp.thread_number, omp.team_size, 0, 0, 0
+            region = array("q", (address, n_loops, threads, *of_counters, *of_openmp))
+            at, _ = region.buffer_info()
+            _shared_loops.call(omp.parallel, _joined.address, at, REGIONS_AT)
+            openmp.seen(*region[-2:])
+            return
         _parallel_loops.call(address, n_loops, threads, *of_counters, REGIONS_AT)
 
 

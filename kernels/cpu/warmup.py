@@ -34,7 +34,7 @@ from .blocks import blocks
 from .cache import cache_directory, cache_problem, clear_cache
 from .compile import PARTS, NativeFunction
 from .headers import arrays, tensors
-from .parallel import LOOPS
+from .parallel import LOOPS, SHARED_LOOPS
 from .rows import step, sums  # noqa: F401
 
 _BY_NAME = {storage.name: storage for storage in STORAGES.values()}
@@ -55,7 +55,7 @@ def all_rules() -> dict[str, Rule]:
 
 def loops(storages: list[Storage]) -> Iterator[NativeFunction]:
     """What depends on no rule, and gains nothing from vectors that Numba makes of a loop."""
-    yield from LOOPS
+    yield from (*LOOPS, *SHARED_LOOPS)
     yield from (*arrays.READERS, *tensors.READERS, threads.available_threads)
     yield from (counts.are_equal_at, counts.are_equal_floats_at)
     yield from (part for part in PARTS if part is not gather.gather_part)

@@ -8,7 +8,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from ...kernels.cpu.parallel import at_most
+from ...kernels.cpu.parallel import at_most, beside_openmp
 from ...kernels.cpu.threads import Limit
 
 _P = ParamSpec("_P")
@@ -27,7 +27,7 @@ def as_torch(function: Callable[_P, _R]) -> Callable[_P, _R]:
     def limited(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         threads = torch.get_num_threads()
         if threads >= _AT_IMPORT:
-            return function(*args, **kwargs)
+            return beside_openmp(threads, function, *args, **kwargs)
         return at_most(Limit(threads, "torch.set_num_threads"), function, *args, **kwargs)
 
     return limited

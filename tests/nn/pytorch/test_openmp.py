@@ -1,0 +1,188 @@
+"""Steps on the threads of PyTorch's OpenMP: same bits, whoever runs the loops, and when not."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+from fusestep.kernels.cpu import openmp, parallel  # noqa: E402
+from fusestep.nn import torch as fused  # noqa: E402
+
+from subprocesses import output_of  # noqa: E402
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looked for on Linux alone")
+N, ROWS, WIDTH, BATCH = 300_000, 5_000, 40, 20_000
+
+
+@pytest.fixture(autouse=True)
+def _two_threads() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(2, before))
+    yield
+    torch.set_num_threads(before)
+
+
+def launches(patched: pytest.MonkeyPatch, choose: Callable[[], bool]) -> list[bool]:
+    """From now on ``choose`` says whether OpenMP runs a loop; whether it did, of each."""
+    if openmp.functions() is None or parallel.get_num_threads() < 2:
+        pytest.skip("a step has one launcher here")
+    taken: list[bool] = []
+
+    def is_awake(_size: int) -> bool:
+        taken.append(choose())
+        return taken[-1]
+
+    patched.setattr(openmp, "is_awake", is_awake)
+    return taken
+
+
+def trained(steps: int = 4) -> list[torch.Tensor]:
+    """Parameters after some steps with dense and sparse gradients."""
+    rng = np.random.default_rng(0)
+    dense, table = (torch.nn.Parameter(torch.ones(shape)) for shape in ((N,), (ROWS, WIDTH)))
+    optimizers = fused.AdamW([dense]), fused.LazyAdam([table]), fused.Adagrad([table])
+    for _ in range(steps):
+        dense.grad = torch.from_numpy(rng.standard_normal(N, np.float32))
+        rows = torch.from_numpy(rng.zipf(1.3, BATCH) % ROWS)[None]
+        values = torch.from_numpy(rng.standard_normal((BATCH, WIDTH), np.float32))
+        table.grad = torch.sparse_coo_tensor(rows, values, (ROWS, WIDTH), check_invariants=True)
+        for optimizer in optimizers:
+            optimizer.step()
+    return [dense.detach(), table.detach()]
+
+
+def assert_equal(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_both_launchers_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = launches(monkeypatch, lambda: False)
+    wanted = trained()
+    assert taken and not any(taken)
+    rng = np.random.default_rng(1)
+    for choose in (lambda: True, lambda: bool(rng.integers(2))):
+        taken = launches(monkeypatch, choose)
+        assert_equal(trained(), wanted)
+        assert any(taken)
+
+
+def test_threads_of_torch_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        launches(patched, lambda: False)
+        wanted = trained()
+    known = openmp.functions()
+    torch.mm(torch.ones(300, 300), torch.ones(300, 300))
+    for n in (2, 3, 2, 1, 4, 2):
+        torch.set_num_threads(n)
+        assert_equal(trained(), wanted)
+        assert torch.get_num_threads() == n
+    assert openmp.functions() is known
+
+
+def test_python_threads_that_step_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches(monkeypatch, lambda: True)
+    wanted = trained()
+    found: list[list[torch.Tensor]] = []
+    threads = [threading.Thread(target=lambda: found.append(trained())) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    torch.mm(torch.ones(500, 500), torch.ones(500, 500))
+    for thread in threads:
+        thread.join(60)
+    assert len(found) == 4
+    for result in found:
+        assert_equal(result, wanted)
+
+
+def test_threads_that_sleep_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        launches(patched, lambda: True)
+        trained(1)
+    size = torch.get_num_threads()
+    openmp._team.size, openmp._team.left_alone = size, 0
+    assert openmp._team.clock not in (0, openmp._NOBODY)
+    time.sleep(0.3)
+    assert not openmp.is_awake(size)
+
+
+def test_a_worker_that_has_ended_is_looked_for_again() -> None:
+    size = torch.get_num_threads()
+    process_time_of_nobody = (~(1 << 22) << 3) | 6  # of a number that no thread has
+    openmp._team.size, openmp._team.clock = size, process_time_of_nobody
+    openmp._team.left_alone = 0
+    assert openmp.is_awake(size)
+    assert openmp._team.clock == 0
+    openmp.seen(0, 0)  # it came alone
+    assert not openmp.is_awake(size)
+    assert openmp.is_awake(size + 1)  # another number of threads
+
+
+def test_threads_that_come_late_are_left_alone_for_some_loops() -> None:
+    size, clock = 2, time.pthread_getcpuclockid(threading.get_ident())  # which runs now
+    openmp._team.size, openmp._team.patience = size, 0
+
+    def loops_without() -> int:
+        return next(k for k in range(1_000) if openmp.is_awake(size))
+
+    def late() -> int:
+        openmp.seen(clock, 1)
+        return loops_without()
+
+    openmp.seen(clock, 0)
+    assert loops_without() == 0
+    assert [late() for _ in range(4)] == [8, 24, 32, 32]
+    for _ in range(32):
+        openmp.seen(clock, 0)
+    assert late() == 8
+    openmp._team.size = 0
+
+
+CHILD = """
+import os, sys
+import torch
+from fusestep.kernels.cpu import openmp
+from fusestep.nn import torch as fused
+openmp.is_awake = lambda size: True
+torch.set_num_threads(max(2, torch.get_num_threads()))
+parameter = torch.nn.Parameter(torch.ones(300_000))
+parameter.grad = torch.ones(300_000)
+optimizer = fused.SGD([parameter], lr=0.5)
+optimizer.step()
+child = os.fork()
+if not child:
+    assert openmp.functions() is None
+    optimizer.step()
+    os._exit(0 if float(parameter.detach()[-1]) == 0.0 else 1)
+_, status = os.waitpid(child, 0)
+optimizer.step()
+print(status, float(parameter.detach()[0]), openmp.functions() is not None)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_forked_child_does_not_use_them() -> None:
+    status, value, _ = output_of(CHILD).split()
+    assert (status, value) == ("0", "0.0")
+
+
+WANTED = """
+import torch
+from fusestep.kernels.cpu import openmp
+print(openmp.functions() is not None)
+"""
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{openmp.VARIABLE: "0"}, *({"NUMBA_THREADING_LAYER": x} for x in ("tbb", "workqueue"))],
+)
+def test_how_they_are_left_alone(environment: dict[str, str]) -> None:
+    assert output_of(WANTED, **environment).strip() == "False"
