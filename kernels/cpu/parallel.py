@@ -382,7 +382,9 @@ def run_words(words: array[int]) -> None:
         counters = np.zeros((n_loops, (1 + threads) * _LINE_BYTES), np.uint8)
         of_counters = address_of(counters), counters.strides[0]
         team = getattr(_caller, "team", 0)
-        if team and (omp := openmp.functions()) and openmp.is_awake(team):
+        # All of a team come, whatever there is to do, so none where only fewer may.
+        is_allowed = 1 < team <= get_num_threads()
+        if is_allowed and (omp := openmp.functions()) and openmp.is_awake(team):
             of_openmp = omp.thread_number, omp.team_size, 0, 0, 0
             region = array("q", (address, n_loops, threads, *of_counters, *of_openmp))
             at, _ = region.buffer_info()

@@ -87,6 +87,16 @@ def test_threads_of_torch_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
     assert openmp.functions() is known
 
 
+def test_a_smaller_budget_leaves_them_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = launches(monkeypatch, lambda: True)
+    trained(1)
+    assert taken
+    taken.clear()
+    torch.set_num_threads(parallel.get_num_threads() + 1)
+    trained(1)
+    assert not taken
+
+
 def test_python_threads_that_step_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     launches(monkeypatch, lambda: True)
     wanted = trained()
