@@ -23,7 +23,7 @@ from .room import can_start
 
 VARIABLE = "FUSESTEP_SHARE_OPENMP"
 _NOBODY = -1  # in place of a clock: OpenMP runs the loops of this thread on it alone
-_FIRST_PATIENCE, _MOST_PATIENCE = 8, 32  # loops
+_FIRST_PATIENCE, _MOST_PATIENCE = 8, 128  # loops
 _is_forked = False
 
 
@@ -37,10 +37,14 @@ class Functions(NamedTuple):
 
 @cache
 def functions() -> Functions | None:
-    """Those that PyTorch found; None where there are none, or where loops may not use them."""
+    """Those that PyTorch found; None where there are none, or where loops may not use them.
+
+    Numba's layer has been started.
+    """
     # Who names a layer of Numba wants that one. A fork leaves the threads behind.
     is_wanted = os.environ.get(VARIABLE) != "0" and numba.config.THREADING_LAYER == "default"
-    if sys.platform != "linux" or not is_wanted or _is_forked:
+    is_tbb = numba.threading_layer() == "tbb"  # omp has these threads, and workqueue a lock
+    if sys.platform != "linux" or not is_wanted or not is_tbb or _is_forked:
         return None
     library = ctypes.CDLL(None)
     names = "GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads"
