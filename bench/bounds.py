@@ -247,13 +247,18 @@ def _sum_loop(span: Any) -> Loop:
     return _compiled(over_chunks)
 
 
+@njit(nogil=True)
+def _fetch(table, rows, k):  # type: ignore[no-untyped-def]
+    if k < rows.size:
+        row = table[rows[k]]
+        prefetch(row.ctypes.data, row.nbytes)
+
+
 def _over_rows(tables, rows, zero, chunk):  # type: ignore[no-untyped-def]
     for c in prange((rows.size + chunk - 1) // chunk):
         for k in range(c * chunk, min((c + 1) * chunk, rows.size)):
             for table in tables:
-                if k + _AHEAD < rows.size:
-                    later = table[rows[k + _AHEAD]]
-                    prefetch(later.ctypes.data, later.nbytes)
+                _fetch(table, rows, k + _AHEAD)
                 values = table[rows[k]]
                 for d in range(values.size):
                     values[d] ^= zero
@@ -262,9 +267,7 @@ def _over_rows(tables, rows, zero, chunk):  # type: ignore[no-untyped-def]
 def _gathered(table, indices, out, chunk):  # type: ignore[no-untyped-def]
     for c in prange((indices.size + chunk - 1) // chunk):
         for b in range(c * chunk, min((c + 1) * chunk, indices.size)):
-            if b + _AHEAD < indices.size:
-                later = table[indices[b + _AHEAD]]
-                prefetch(later.ctypes.data, later.nbytes)
+            _fetch(table, indices, b + _AHEAD)
             source, target = table[indices[b]], out[b]
             for d in range(source.size):
                 target[d] = source[d]

@@ -101,17 +101,21 @@ def _model(name: str, shapes: Callable[[], list[Shape]]) -> Workload:
 
 def _dlrm(distribution: str) -> Workload:
     """One lookup of each sample of a batch in each table."""
-    tables = [Tensor(shape, _DLRM_BATCH, distribution) for shape in model_shapes.dlrm_tables()]
-    perceptrons = [Tensor(shape) for shape in model_shapes.dlrm_dense()]
-    return Workload(f"dlrm {distribution}", (*tables, *perceptrons))
+    shapes = model_shapes.dlrm_tables(), model_shapes.dlrm_dense()
+    return _click_model(f"dlrm {distribution}", *shapes, _DLRM_BATCH, distribution)
 
 
 def _bags(distribution: str) -> Workload:
     """Several lookups of each sample of a batch in each table, whose vectors are added up."""
-    B = _DLRM_BATCH * _BAG
-    tables = [Tensor(shape, B, distribution) for shape in model_shapes.click_log_tables()]
-    perceptrons = [Tensor(shape) for shape in model_shapes.click_log_dense()]
-    return Workload(f"bags {distribution}", (*tables, *perceptrons))
+    shapes = model_shapes.click_log_tables(), model_shapes.click_log_dense()
+    return _click_model(f"bags {distribution}", *shapes, _DLRM_BATCH * _BAG, distribution)
+
+
+def _click_model(
+    name: str, tables: list[Shape], perceptrons: list[Shape], B: int, distribution: str
+) -> Workload:
+    sparse = [Tensor(shape, B, distribution) for shape in tables]
+    return Workload(name, (*sparse, *map(Tensor, perceptrons)))
 
 
 DENSE_MODELS: dict[str, Callable[[], Workload]] = {

@@ -321,7 +321,7 @@ def _far_rows(data: dict[str, Any]) -> str:
 
 
 def _fresh_states(data: dict[str, Any]) -> str:
-    """What large states cost until they train."""
+    """The cost of large states until they train."""
     special = _special_case(data, FRESH_STATES.name)
     times, limits, later = special["times"], special["limits"], fresh_states.LATER_STEP
     labels = [label for label in times if not label.endswith(later)]

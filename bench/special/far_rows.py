@@ -29,12 +29,12 @@ from ...kernels.tables import RowTable
 from ..cases import indices
 from ..cases.operators import SCALARS
 from ..cases.steps import FAR_ROWS
-from ..cases.workloads import FAR_SIZES, rows
+from ..cases.workloads import FAR_SIZES, Workload, rows
 from ..errors import BenchError
 from ..measure import Plan, in_process, interleave, warm_up
 from ..report.result import Progress, SpecialResult
 from ..work import enough_memory
-from ..workers.worker_protocol import Job
+from ..workers.worker_protocol import Job, Turns
 
 PARTS = STEP, GROUPING, UPDATE, PLAIN = "step", "grouping alone", "update alone", "plain loop"
 OF_PLAIN = 1.15  # what an update may take in terms of the plain loop
@@ -110,38 +110,30 @@ def run(threads: int, progress: Progress) -> SpecialResult:
         BenchError: the machine has not enough memory for the largest.
     """
     result = SpecialResult(FAR_ROWS.name, FAR_ROWS.summary, times={})
-    workloads = [rows(size, "uniform") for size in FAR_SIZES]
-    if missing := enough_memory(3 * 4 * max(workload.elements for workload in workloads)):
+    workloads = {size: rows(size, "uniform") for size in FAR_SIZES}
+    if missing := enough_memory(3 * 4 * max(w.elements for w in workloads.values())):
         raise BenchError(f"{FAR_ROWS.name}: {missing}")
-    for done, (size, workload) in enumerate(zip(FAR_SIZES, workloads, strict=True)):
-        progress(done / len(FAR_SIZES))
-        (tensor,) = workload.tensors
-        (N, D), B = tensor.shape, tensor.B
-        assert B is not None
-        _measure(result, size, (N, D, B), threads)
+    for done, (size, workload) in enumerate(workloads.items()):
+        progress(done / len(workloads))
+        _measure(result, size, workload, threads)
     progress(1.0)
     return result
 
 
-def _measure(result: SpecialResult, size: str, shape: tuple[int, int, int], threads: int) -> None:
-    N, D, B = shape
+def _measure(result: SpecialResult, size: str, workload: Workload, threads: int) -> None:
+    (tensor,), n_parts = workload.tensors, _PARTS_PER_THREAD * threads
+    (N, D), B = tensor.shape, tensor.B
+    assert B is not None
     variables = [allocation.full((N, D), 0.0, np.float32) for _ in range(3)]
     rng = np.random.default_rng(1)
     gradients = [rng.standard_normal((B, D), np.float32) for _ in range(SETS)]
     batches = [
-        Batch(variables, g, indices.draw("uniform", N, B, seed), _PARTS_PER_THREAD * threads)
+        Batch(variables, g, indices.draw("uniform", N, B, seed), n_parts)
         for seed, g in enumerate(gradients)
     ]
-    turn = 0
-
-    def job(label: str) -> Job:
-        def load() -> None:
-            nonlocal turn
-            turn += 1
-
-        return Job(lambda: batches[turn % SETS].jobs[label](), load)
-
-    contestants = in_process({label: job(label) for label in PARTS})
+    turns = Turns()
+    jobs = {label: turns.job([Job(batch.jobs[label]) for batch in batches]) for label in PARTS}
+    contestants = in_process(jobs)
     warm_up(contestants)
     times = interleave(contestants, Plan(ROUNDS, STEPS, dict.fromkeys(PARTS, 1))).summaries
     for batch in batches:

@@ -9,6 +9,7 @@ one before, so its rows are not in the caches.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from ..cases.steps import NO_CLIFF
 from ..measure import Plan, in_process, interleave, warm_up
 from ..report.result import BOUND, Progress, SpecialResult, fastest
 from ..report.stats import Summary
-from ..workers.worker_protocol import Job
+from ..workers.worker_protocol import Job, in_turn
 
 WIDTHS = (1, 16, 128, 1024)
 BATCHES = tuple(10**k for k in range(7))
@@ -92,14 +93,8 @@ class Point:
         self.rows = N
         self.lines = traffic.lazy_lines(sets[0], D)  # of the others much the same
         operator: Any = ops.FusedSparseLazyAdam()
-        current = 0
-
-        def load() -> None:
-            nonlocal current
-            current = (current + 1) % SETS
-
         scalars = tuple(SCALARS.values())
-        self.job = Job(lambda: operator(w, m, v, *scalars, g, sets[current]), load)
+        self.job = in_turn([Job(partial(operator, w, m, v, *scalars, g, rows)) for rows in sets])
 
 
 def _label(D: int, B: int) -> str:

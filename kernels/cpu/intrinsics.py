@@ -128,7 +128,7 @@ def call_address(typingctx, function, *arguments):
 
 @of_int64s(types.int64)
 def number_from(context, builder, function):
-    """What the C function ``int function(void)`` at an address returns."""
+    """The result of the C function ``int function(void)`` at an address."""
     kind = ir.FunctionType(_I32, [])
     return builder.sext(builder.call(_pointer(builder, function, kind), []), _I64)
 

@@ -37,7 +37,7 @@ class Functions(NamedTuple):
 
 @cache
 def functions() -> Functions | None:
-    """Those that PyTorch found; None where there are none, or where loops may not use them.
+    """The functions that PyTorch calls; None where there are none, or where loops may not use them.
 
     Numba's layer has been started.
     """
@@ -56,7 +56,7 @@ def functions() -> Functions | None:
 
 
 class _Team(threading.local):
-    """What is known of the threads that run the loops of this one."""
+    """The threads that run the loops of this one, as far as they are known."""
 
     size = 0  # as PyTorch said when the clock was read
     clock = 0  # of the processor time of the second; 0: to be found out
@@ -74,20 +74,18 @@ def is_awake(size: int) -> bool:
     if _team.left_alone:
         _team.left_alone -= 1
         return False
-    if _team.clock == _NOBODY:
-        return False
-    if _team.clock == 0:  # a loop finds out; OpenMP ends the process if it cannot start threads
-        return can_start(size - 1)
-    try:
-        # Of a thread that sleeps, or waits for a core, the time stands still.
-        return time.clock_gettime_ns(_team.clock) < time.clock_gettime_ns(_team.clock)
-    except OSError:  # it has ended
-        _team.clock = 0
-        return can_start(size - 1)
+    if _team.clock not in (0, _NOBODY):
+        try:
+            # Of a thread that sleeps, or waits for a core, the time stands still.
+            return time.clock_gettime_ns(_team.clock) < time.clock_gettime_ns(_team.clock)
+        except OSError:  # it has ended
+            _team.clock = 0
+    # A loop finds out. OpenMP ends the process if it cannot start threads.
+    return _team.clock == 0 and can_start(size - 1)
 
 
 def seen(clock: int, was_late: int) -> None:
-    """What a loop found out.
+    """Keep the findings of a loop.
 
     Args:
         clock: that the second thread wrote, an ``int32``; 0: none has come.

@@ -20,7 +20,7 @@ import threading
 from array import array
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import numba
 import numpy as np
@@ -44,6 +44,7 @@ from .intrinsics import (
     store_clock,
     threads_of_numba,
 )
+from .lines import LINE
 from .machine import Entry
 from .records import int64s, records
 from .threads import (
@@ -61,8 +62,16 @@ from .threads import (
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _budget: int | None = None
-_caller = threading.local()  # .limit: of the calls that this Python thread is in
-_LINE_BYTES = 64  # of a cache line: counters of different threads do not share one
+
+
+class _Caller(threading.local):
+    """The wishes for the loops of the calls that a Python thread is in."""
+
+    limit: Limit | None = None
+    team = 0  # threads of PyTorch that may run them
+
+
+_caller = _Caller()
 # Looks at a counter, of 20 to 50 ns each, before a thread that waits gives its core away: the part
 # that it waits for may be run by a thread that the system has put aside.
 _LOOKS = 8_000
@@ -76,7 +85,7 @@ def _run_parts(function, n, call, slot, threads, claimed):
         owner = (slot + k) % threads
         end = (owner + 1) * n // threads
         while True:
-            index = owner * n // threads + atomic_add(claimed + owner * _LINE_BYTES, 1)
+            index = owner * n // threads + atomic_add(claimed + owner * LINE, 1)
             if index >= end:
                 break
             call_address(function, index, slot, call)
@@ -110,7 +119,7 @@ def _work(loops, n_loops, slot, counters, counters_bytes):
     for k in range(n_loops):
         function, n, call, threads = fields[k, 0], fields[k, 1], fields[k, 2], fields[k, 3]
         done = counters + k * counters_bytes
-        claimed, count = done + _LINE_BYTES, 0
+        claimed, count = done + LINE, 0
         if threads <= 1:
             if atomic_add(claimed, 1) == 0:
                 _serial(function, n, call)
@@ -156,7 +165,7 @@ def _call_parallel(loops, n_loops, threads, counters, counters_bytes, regions):
 
 
 class Region(NamedTuple):
-    """What each thread of OpenMP gets; all ``int64``."""
+    """Arguments of each thread of OpenMP, and what one tells the others; all ``int64``."""
 
     loops: int
     n_loops: int
@@ -175,7 +184,7 @@ _regions_at = records(Region)
 
 
 def _join(region):
-    """What one thread of OpenMP does."""
+    """Do one thread's share of the loops of a region."""
     r = _regions_at(region, 1)[0]
     slot = number_from(r.thread_number)
     atomic_add(region + _BEGUN, 1)
@@ -246,7 +255,7 @@ def set_num_threads(n: int | None) -> None:
 def get_num_threads() -> int:
     """How many threads the next call may use, but for what limits only steps of nn.torch."""
     most = limit_of_environment().threads
-    own: Limit | None = getattr(_caller, "limit", None)
+    own = _caller.limit
     if own is not None:
         most = min(most, own.threads)
     # The layer is not started for one; here and below, in most steps there is nothing to call.
@@ -258,7 +267,7 @@ def get_num_threads() -> int:
 
 def deciding_limit() -> Limit:
     """`get_num_threads` of this thread, and what decides it."""
-    own: Limit | None = getattr(_caller, "limit", None)
+    own = _caller.limit
     limits = [limit_of_environment(), *([own] if own else [])]
     if all(limit.threads > 1 for limit in limits):
         if start_layer():
@@ -274,23 +283,25 @@ def at_most(
     limit: Limit | None, function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs
 ) -> _R:
     """The result of a function whose loops use no more threads; an outer limit still holds."""
-    before: Limit | None = getattr(_caller, "limit", None)
-    # No `with`: an interrupt could come when it has begun and does not know how it ends.
-    try:
-        _caller.limit = min(filter(None, (before, limit)), default=None)
-        return function(*args, **kwargs)
-    finally:
-        _caller.limit = before
+    smallest = min(filter(None, (_caller.limit, limit)), default=None)
+    return _with("limit", smallest, function, *args, **kwargs)
 
 
 def beside_openmp(team: int, function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
     """The result of a function whose loops may run on the ``team`` threads of PyTorch."""
-    before: int = getattr(_caller, "team", 0)
+    return _with("team", team, function, *args, **kwargs)
+
+
+def _with(
+    name: str, wish: Any, function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs
+) -> _R:
+    before = getattr(_caller, name)
+    # No `with`: an interrupt could come when it has begun and does not know how it ends.
     try:
-        _caller.team = team
+        setattr(_caller, name, wish)
         return function(*args, **kwargs)
     finally:
-        _caller.team = before
+        setattr(_caller, name, before)
 
 
 class Arguments:
@@ -379,14 +390,14 @@ def run_words(words: array[int]) -> None:
     compile_loops()  # not within the guard: a thread that compiles may come to wait for it
     with layer_guard():
         # Of each loop how many parts are done, then how many of each stretch are claimed.
-        counters = np.zeros((n_loops, (1 + threads) * _LINE_BYTES), np.uint8)
+        counters = np.zeros((n_loops, (1 + threads) * LINE), np.uint8)
         of_counters = address_of(counters), counters.strides[0]
-        team = getattr(_caller, "team", 0)
+        team = _caller.team
         # All of a team come, whatever there is to do, so none where only fewer may.
         is_allowed = 1 < team <= get_num_threads()
         if is_allowed and (omp := openmp.functions()) and openmp.is_awake(team):
-            of_openmp = omp.thread_number, omp.team_size, 0, 0, 0
-            region = array("q", (address, n_loops, threads, *of_counters, *of_openmp))
+            asked = omp.thread_number, omp.team_size
+            region = array("q", (address, n_loops, threads, *of_counters, *asked, 0, 0, 0))
             at, _ = region.buffer_info()
             _shared_loops.call(omp.parallel, _joined.address, at, REGIONS_AT)
             openmp.seen(*region[-2:])

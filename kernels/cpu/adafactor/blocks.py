@@ -29,10 +29,11 @@ from ...storage import F64, Storage
 from ..blocks import CPU, SUMS, identity, readers
 from ..compile import NativeFunction
 from ..intrinsics import as_pointer, prefetch_line
+from ..lines import LINE
 
 # A row is worked on in pieces of so many elements, and the gradient is fetched so many bytes ahead:
 # what computes between two loads leaves the processor's own fetching behind, which ends at a page.
-_PIECE, _AHEAD, _LINE = 256, 2_048, 64
+_PIECE, _AHEAD = 256, 2_048
 
 
 class FactoredBlocks(NamedTuple):
@@ -79,7 +80,7 @@ def _of_tile(kernel: Kernel, of_line: Storage, row: Any) -> Callable[..., None]:
             for left in range(0, width, _PIECE):
                 place, n = i * stride + left, min(_PIECE, width - left)
                 here = g_address + place * g_bytes
-                for ahead in range(here + _AHEAD, here + _AHEAD + n * g_bytes, _LINE):
+                for ahead in range(here + _AHEAD, here + _AHEAD + n * g_bytes, LINE):
                     prefetch_line(ahead)
                 arrays = read_arrays(addresses, offset + place, n)
                 g = carray(as_pointer(here), n, g_type)

@@ -28,7 +28,7 @@ UPDATE_SERIAL_BELOW = 131_072  # elements: waking a thread takes as long as upda
 _ROW_COST = 96  # elements that could be updated while one row is fetched from memory
 _PARTS_PER_THREAD = 16
 _SWEEP_PART = 65_536  # elements of a part of a dense-equivalent sweep
-_LINE_WORDS = 8  # int64 of a cache line
+_LINE_WORDS = LINE // 8  # int64
 
 stripes = np.zeros(rows.N_STRIPES, np.int32)
 """Row locks of all calls of the process; 0 is free."""
@@ -160,9 +160,11 @@ def _kernel_arguments(
 ) -> tuple[int, ...]:
     """The arguments of the loops that the kernel decides; ``of_row`` is called for each row."""
     block = of_row or blocks(kernel).update_real
-    single = 0 if every_row else blocks(kernel).update.address
+    single = 0
     if of_row:  # which takes numbers of the arithmetic's type
         single = of_row.address if kernel.g == kernel.real else 0
+    elif not every_row:
+        single = blocks(kernel).update.address
     zero = blocks(kernel).update_zero.address if every_row else 0
     add = sums.accumulate(kernel.g, kernel.real).address
     add_ranges = sums.accumulate(kernel.real, kernel.real).address if can_be_hot else 0

@@ -31,15 +31,6 @@ _AHEAD_BYTES = 6_144  # but no more than this of long rows
 _TILE_BYTES = 256  # of sums: a quarter of the vector registers of AVX-512, half of AVX2's
 
 
-@njit(inline="always")
-def keys_ahead(row_bytes):
-    """How many keys before its use a gradient row is fetched."""
-    ahead = _AHEAD
-    while ahead > 2 and ahead * row_bytes > _AHEAD_BYTES:
-        ahead >>= 1
-    return ahead
-
-
 def _tile_sum(g: Storage, real: Storage, columns: int) -> Any:
     """A compiled function: the sum of some columns; ``key`` and ``end`` are addresses."""
     load = vector_loader(g, Vector(numba_type(real), columns))
@@ -79,7 +70,10 @@ def accumulate(g: Storage, real: Storage) -> NativeFunction:
 
     def accumulate_rows(total, values, keys, begin, end, width, position_mask, fetches):
         first_key, last_key, stride = keys + 8 * begin, keys + 8 * end, width * g_bytes
-        ahead = 8 * keys_ahead(stride) if fetches else 0  # bytes
+        ahead = _AHEAD if fetches else 0
+        while ahead > 2 and ahead * stride > _AHEAD_BYTES:
+            ahead >>= 1
+        ahead *= 8  # bytes of keys
         tile = most if width >= most else some if width >= some else few if width >= few else 1
         column = 0
         while column < width:
