@@ -19,6 +19,7 @@ _LAYERS = ("bench", "examples", "kernels", "nn", "ops")
 _NAMES = {
     "ConversionError": "fusestep.ops.runtime.errors",
     "get_num_threads": "fusestep.kernels.cpu.parallel",
+    "launcher": "fusestep.kernels.cpu.parallel",
     "set_num_threads": "fusestep.kernels.cpu.parallel",
     "synchronize": "fusestep.ops.runtime.pending",
     "threading_layer": "fusestep.kernels.cpu.threads",

@@ -5,13 +5,13 @@ What a version to compare with imports: nothing of the inside of the package, wh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from .. import ops
-from .cases.subject import Prepared, Subject, Use
+from .cases.subject import Prepared, Use
 from .cases.workloads import Gradient, Tensor
 from .workers.worker_protocol import Job
 
@@ -20,7 +20,7 @@ class Buffers:
     """One set of buffers with our step on them.
 
     Args:
-        subject: takes the steps.
+        prepare: makes what takes the steps, for the parameters.
         use: what it does with such gradients.
         dtype: of parameters and gradients.
         tensors: the parameters.
@@ -30,12 +30,12 @@ class Buffers:
         use: that.
         values, indices: of the gradients.
         parameters: the parameters.
-        prepared: the subject on them.
+        prepared: that.
     """
 
     def __init__(
         self,
-        subject: Subject,
+        prepare: Callable[[list[np.ndarray]], Prepared],
         use: Use,
         dtype: np.dtype[Any],
         tensors: Sequence[Tensor],
@@ -46,7 +46,7 @@ class Buffers:
         self.indices = [_copied(gradient.indices) for gradient in gradients]
         self._shapes = [tensor.shape for tensor in tensors]
         self.parameters = [np.full(shape, use.start, dtype) for shape in self._shapes]
-        self.prepared: Prepared = subject.prepare(self.parameters)
+        self.prepared = prepare(self.parameters)
         if use.in_place:
             self.prepared = self.prepared._replace(updated=[(values,) for values in self.values])
 

@@ -52,7 +52,7 @@ def run(
             work = build(point, given)
         except BenchError as error:  # too large for this machine, or a library is missing
             return PointResult(point, 0, {}, False, 0, {}, unavailable={OURS: str(error)})
-        jobs = {OURS: work.job, **bound_jobs(work, point.threads)}
+        jobs = {OURS: work.job, **work.beside, **bound_jobs(work, point.threads)}
         with _Rivals(point, given, peers) as rivals:
             ours = in_process(jobs, point.scenario, point.threads, clock)
             with company(point.scenario):

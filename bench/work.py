@@ -6,8 +6,8 @@ untouched end as subnormal numbers, which are slow.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import psutil
@@ -17,7 +17,7 @@ from .bounds import Bound, Gather, Rows, Stream
 from .buffers import Buffers
 from .cases import traffic, workloads
 from .cases.steps import Point
-from .cases.subject import DTYPES, written_zeros
+from .cases.subject import DTYPES, Prepared, written_zeros
 from .cases.workloads import Gradient, Tensor
 from .errors import BenchError
 from .workers.worker_protocol import Job, Turns
@@ -112,25 +112,36 @@ class Work:
         turns: in which the steps and the bounds use the sets of buffers.
         job: our steps.
         bounds: what the bound loops move, one for each set of buffers.
+        beside: by label, the same steps of other libraries in this process.
     """
 
     turns: Turns
     job: Job
     bounds: list[Bound]
+    beside: dict[str, Job] = field(default_factory=dict)
 
 
 def build(point: Point, given: Inputs) -> Work:
     """Set a point up."""
     case, dtype = point.case, DTYPES[point.dtype]
-    sets = [
-        Buffers(case.subject, case.use, dtype, given.tensors, given.gradients)
-        for _ in range(given.copies)
-    ]
     turns = Turns()
+
+    def sets_of(prepare: Callable[[list[np.ndarray]], Prepared]) -> list[Buffers]:
+        return [
+            Buffers(prepare, case.use, dtype, given.tensors, given.gradients)
+            for _ in range(given.copies)
+        ]
+
+    def job(sets: list[Buffers]) -> Job:
+        return turns.job([s.job(fresh=given.fresh) for s in sets])
+
+    ours = sets_of(case.subject.prepare)
+    others = case.use.beside if point.dtype == "float32" else {}
     return Work(
         turns=turns,
-        job=turns.job([s.job(fresh=given.fresh) for s in sets]),
-        bounds=[bound_of(s) for s in sets],
+        job=job(ours),
+        bounds=[bound_of(s) for s in ours],
+        beside={label: job(sets_of(prepare)) for label, prepare in others.items()},
     )
 
 

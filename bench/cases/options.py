@@ -231,8 +231,9 @@ def parse_scenarios(text: str | None) -> list[str]:
         BenchError: an unknown name, or one that needs what is not installed.
     """
     names = names_of_scenarios(text)
-    if "torch" in names and find_spec("torch") is None:
-        raise BenchError("--scenario torch: needs PyTorch in this environment")
+    with_torch = [name for name in names if name.startswith("torch")]
+    if with_torch and find_spec("torch") is None:
+        raise BenchError(f"--scenario {with_torch[0]}: needs PyTorch in this environment")
     return names
 
 

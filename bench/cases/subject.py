@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import ml_dtypes
@@ -64,6 +64,7 @@ class Use:
         is_matrix: it is measured on a square matrix, not on a vector.
         in_place: the gradient is what it updates.
         start: what the parameters start from. At 0, the norms of LARS would stop it.
+        beside: by label, the same step of another library in this process, on float32.
     """
 
     algorithm: str | None
@@ -72,6 +73,7 @@ class Use:
     is_matrix: bool = False
     in_place: bool = False
     start: float = 0.0
+    beside: Mapping[str, Callable[[list[np.ndarray]], Prepared]] = field(default_factory=dict)
 
 
 def written_zeros(like: np.ndarray) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.util import find_spec
@@ -15,7 +15,10 @@ from .subject import DTYPES, Prepared, Subject, Use
 from .traffic import Traffic
 from .workloads import Kind
 
+SAME_PROCESS = "torch-in-process"
+"""Name of PyTorch where its step is taken in the process of ours."""
 _LR = 1e-3
+_Prepare = Callable[[list[np.ndarray]], Prepared]
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,7 @@ class TorchOptimizer:
         dense: what peers are asked for when all gradients are dense; None: not measured.
         rows: likewise when they are row-sparse, and the rows that occur take the step.
         options: of the class.
+        of_rows: PyTorch's class of the latter; by default that of this name.
     """
 
     name: str
@@ -35,16 +39,33 @@ class TorchOptimizer:
     dense: str | None = None
     rows: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    of_rows: str | None = None
 
     @property
     def uses(self) -> Mapping[Kind, Use]:
         """What it does with each kind of gradients."""
         uses: dict[Kind, Use] = {}
+        moved = Traffic(self.updated)
         if self.dense is not None:
-            uses["dense"] = Use(self.dense, Traffic(self.updated))
+            peer = self._of_torch(self.name, {**self.options, "fused": True})
+            uses["dense"] = Use(self.dense, moved, beside=peer)
         if self.rows is not None:
-            uses["rows"] = uses["mixed"] = Use(self.rows, Traffic(self.updated))
+            peer = self._of_torch(self.of_rows or self.name, self.options)
+            uses["rows"] = Use(self.rows, moved, beside=peer)
+            uses["mixed"] = Use(self.rows, moved)  # PyTorch would need two optimizers
         return uses
+
+    def _of_torch(self, name: str, options: Mapping[str, Any]) -> dict[str, _Prepare]:
+        """PyTorch's own class, where it is installed."""
+        if find_spec("torch") is None:
+            return {}
+
+        def prepare(parameters: list[np.ndarray]) -> Prepared:
+            optimizer, load = _optimizer("torch.optim", name, parameters, options)
+            return Prepared(lambda _: optimizer.step(), [], [], load)
+
+        said = "".join(f", {key}={value}" for key, value in options.items())
+        return {f"{SAME_PROCESS} {name}({said[2:]})": prepare}
 
     @property
     def dtypes(self) -> tuple[str, ...]:
@@ -59,22 +80,30 @@ class TorchOptimizer:
         """
         if find_spec("torch") is None:
             raise BenchError("needs PyTorch: pip install 'fusestep[torch]'")
-        torch = import_module("torch")
-        fused = import_module("...nn.torch", __package__)
-        tensors = [torch.nn.Parameter(_tensor(torch, array)) for array in parameters]
-        optimizer = getattr(fused, self.name)(tensors, lr=_LR, **self.options)
-
-        def load(gradients: Sequence[Any]) -> None:
-            for tensor, gradient in zip(tensors, gradients, strict=True):
-                tensor.grad = _gradient(torch, gradient)
-
+        optimizer, load = _optimizer("...nn.torch", self.name, parameters, self.options)
         load([np.zeros_like(array) for array in parameters])
         optimizer.step()  # makes the states
+        (group,) = optimizer.param_groups
         updated: list[tuple[np.ndarray, ...]] = [
             (array, *(_array(s) for s in optimizer.state[t].values() if s.shape == t.shape))
-            for array, t in zip(parameters, tensors, strict=True)
+            for array, t in zip(parameters, group["params"], strict=True)
         ]
         return Prepared(lambda _: optimizer.step(), updated, [], load)
+
+
+def _optimizer(
+    module: str, name: str, parameters: list[np.ndarray], options: Mapping[str, Any]
+) -> tuple[Any, Callable[[Sequence[Any]], None]]:
+    """One on tensors in the memory of the parameters, and what hands gradients over to it."""
+    torch = import_module("torch")
+    tensors = [torch.nn.Parameter(_tensor(torch, array)) for array in parameters]
+    optimizer = getattr(import_module(module, __package__), name)(tensors, lr=_LR, **options)
+
+    def load(gradients: Sequence[Any]) -> None:
+        for tensor, gradient in zip(tensors, gradients, strict=True):
+            tensor.grad = _gradient(torch, gradient)
+
+    return optimizer, load
 
 
 def _tensor(torch: Any, array: np.ndarray) -> Any:
@@ -107,5 +136,5 @@ TORCH: dict[str, Subject] = {
     "nn.torch.SGD": TorchOptimizer("SGD", 1, "sgd", "sgd-rows"),
     "nn.torch.SGD(momentum)": TorchOptimizer("SGD", 2, "momentum", options={"momentum": 0.9}),
     "nn.torch.Adagrad": TorchOptimizer("Adagrad", 2, "adagrad", "adagrad-rows"),
-    "nn.torch.LazyAdam": TorchOptimizer("LazyAdam", 3, None, "adam-lazy"),
+    "nn.torch.LazyAdam": TorchOptimizer("LazyAdam", 3, None, "adam-lazy", of_rows="SparseAdam"),
 }

@@ -79,8 +79,9 @@ class Workload:
 
 
 def dense(size: str, shape: Callable[[int], Shape] = lambda n: (n,)) -> Workload:
-    """One tensor of so many elements, or of about as many in a ``shape``."""
-    return Workload(size, (Tensor(shape(number(size))),))
+    """A tensor of so many elements, or of about as many in a ``shape``; ``CxN``: C of them."""
+    count, _, elements = size.rpartition("x")
+    return Workload(size, (Tensor(shape(number(elements))),) * (number(count) if count else 1))
 
 
 def square(n: int) -> Shape:
@@ -147,9 +148,9 @@ def label(n: int) -> str:
 def parse_sizes(text: str) -> tuple[list[str], list[str]]:
     """Sizes of dense and of row cases, from a list with commas.
 
-    An entry is a number of elements (``16M``), a range of them in steps of four (``1K..64M``),
-    rows, width and batch of a table (``500000x64x65536``), ``all`` published sizes, or ``far``
-    for large tables.
+    An entry is a number of elements (``16M``), a range of them in steps of four (``1K..64M``), a
+    number of tensors and the elements of each (``10x256K``), rows, width and batch of a table
+    (``500000x64x65536``), ``all`` published sizes, or ``far`` for large tables.
 
     Raises:
         BenchError: an entry is none of these.
@@ -162,6 +163,9 @@ def parse_sizes(text: str) -> tuple[list[str], list[str]]:
             row_sizes += ROW_SIZES
         elif entry == "far":
             row_sizes += FAR_SIZES
+        elif entry.count("x") == 1:
+            dense(entry)
+            dense_sizes.append(entry)
         elif "x" in entry:
             row_sizes.append(_row_size(entry))
         elif ".." in entry:

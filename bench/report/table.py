@@ -31,6 +31,8 @@ IN_WORDS = {
     "flush": "after other work on memory",
     "busy": "beside a busy process",
     "torch": "after a product of PyTorch",
+    "torch-pause": "after one, and after 20 ms of sleep, in turns",
+    "blas": "after a product of NumPy",
 }
 
 

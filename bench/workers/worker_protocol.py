@@ -33,6 +33,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import itertools
 import json
 import os
 import sys
@@ -59,12 +60,13 @@ def _nothing() -> None:
 
 # -- scenarios ------------------------------------------------------------------------------------
 
-SCENARIOS = ("loop", "pause20", "pause50", "flush", "busy", "torch")
+SCENARIOS = ("loop", "pause20", "pause50", "flush", "busy", "torch", "torch-pause", "blas")
 LEAD_IN, MOST_LEAD_IN = 5e-3, 20  # seconds, and steps, before a sample in a loop: one at least
 TURN = 0.1  # seconds that count of a turn in a scenario other than "loop", about
 FEWEST = 3  # steps that count, where one takes longer than that
 _FLUSHED = 2**28  # bytes at most
-_PRODUCT = 1024  # rows and columns of the matrices that torch multiplies: ten milliseconds or so
+_PRODUCT = 1024  # rows and columns of the matrices that are multiplied: ten milliseconds or so
+_PAUSE = 0.02  # seconds
 
 
 def last_cache_bytes() -> int:
@@ -81,7 +83,7 @@ def before_step(scenario: str, threads: int) -> Callable[[], object]:
     """What this process does before each step of a scenario.
 
     Raises:
-        ImportError: of "torch", where there is no PyTorch.
+        ImportError: of "torch" and "torch-pause", where there is no PyTorch.
     """
     if scenario == "torch":
         import torch
@@ -89,6 +91,13 @@ def before_step(scenario: str, threads: int) -> Callable[[], object]:
         torch.set_num_threads(threads)
         left, right = torch.ones(_PRODUCT, _PRODUCT), torch.ones(_PRODUCT, _PRODUCT)
         return lambda: torch.mm(left, right)
+    if scenario == "torch-pause":
+        work, takes_turns = before_step("torch", threads), itertools.cycle((False, True))
+        return lambda: (work(), time.sleep(_PAUSE) if next(takes_turns) else None)
+    if scenario == "blas":  # its threads are as many as it likes: this package does not set them
+        factor = np.ones((_PRODUCT, _PRODUCT), np.float32)
+        product = np.empty_like(factor)
+        return lambda: np.matmul(factor, factor, out=product)
     if scenario == "flush":
         others = np.zeros(min(2 * last_cache_bytes(), _FLUSHED) // 8)
         return lambda: np.add(others, 1.0, out=others)
@@ -205,11 +214,14 @@ def samples(
     """Seconds of a step: the mean of so many in a loop, or those of a turn in another scenario.
 
     Beside a busy process they are one sample, their mean: who waits for the other process does
-    so in one step of many, and the median of steps would not see it.
+    so in one step of many, and the median of steps would not see it. Where a pause comes before
+    every second step, two steps are a sample, likewise.
     """
     if scenario == "loop":
         return [sample(job, steps, clock)]
     found = turn(job, before, clock)
+    if scenario == "torch-pause":
+        return [sum(found[k : k + 2]) / 2 for k in range(0, len(found) - 1, 2)]
     return [sum(found) / len(found)] if scenario == "busy" else found
 
 

@@ -30,7 +30,7 @@ def facts() -> dict[str, str]:
         "cpu": llvmlite.binding.get_host_cpu_name(),
     }
     try:
-        from . import machine, parallel, threads
+        from . import machine, openmp, parallel, threads
         from .headers import arrays
     except RuntimeError as error:  # the user has switched the compiler off
         return {**found, "kernels": f"none: {error}"}
@@ -42,13 +42,16 @@ def facts() -> dict[str, str]:
         limit = parallel.deciding_limit()
         count = f"{limit.threads}, decided by {limit.source}"
         layer = ": ".join(filter(None, (threads.threading_layer(), threads.layer_problem())))
+        obstacle = openmp.obstacle()
+        shared = f"left alone: {obstacle}" if obstacle else "also run steps of nn.torch while awake"
     except ValueError as error:  # the layer that the user chose cannot be loaded
-        layer, count = str(error).strip().splitlines()[0], "none"
+        layer, count, shared = str(error).strip().splitlines()[0], "none", "none"
     built = machine.portable(parallel.LOOPS[0].identity) is not None
     return {
         **found,
         "threads": "; ignored: ".join((count, *threads.ignored_variables())),
         "threading layer": layer,
+        "PyTorch threads": shared,
         "array headers": "read directly" if arrays.usable else "read through Python (slower)",
         "loops": "built with the package" if built else "compiled at first use",
         "kernel cache": _cache_state(),

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numba
 
 from .room import can_start
+from .threads import threading_layer
 
 VARIABLE = "FUSESTEP_SHARE_OPENMP"
 _NOBODY = -1  # in place of a clock: OpenMP runs the loops of this thread on it alone
@@ -35,16 +36,26 @@ class Functions(NamedTuple):
     team_size: int
 
 
+def obstacle() -> str:
+    """The reason why loops never run on these threads; "" where they may."""
+    layer, wanted = threading_layer(), numba.config.THREADING_LAYER
+    obstacles = {
+        f"{VARIABLE}=0": os.environ.get(VARIABLE) == "0",
+        "looked for on Linux alone": sys.platform != "linux",
+        f"NUMBA_THREADING_LAYER={wanted}": wanted != "default",  # who names one wants that one
+        f"the threading layer is {layer or 'not started'}": layer != "tbb",  # workqueue has a lock
+        "a fork leaves them behind": _is_forked,
+    }
+    return next((reason for reason, is_so in obstacles.items() if is_so), "")
+
+
 @cache
 def functions() -> Functions | None:
     """The functions that PyTorch calls; None where there are none, or where loops may not use them.
 
     Numba's layer has been started.
     """
-    # Who names a layer of Numba wants that one. A fork leaves the threads behind.
-    is_wanted = os.environ.get(VARIABLE) != "0" and numba.config.THREADING_LAYER == "default"
-    is_tbb = numba.threading_layer() == "tbb"  # omp has these threads, and workqueue a lock
-    if sys.platform != "linux" or not is_wanted or not is_tbb or _is_forked:
+    if obstacle():
         return None
     library = ctypes.CDLL(None)
     names = "GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads"

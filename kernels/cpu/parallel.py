@@ -57,6 +57,7 @@ from .threads import (
     layer_guard,
     limit_of_environment,
     start_layer,
+    threading_layer,
 )
 
 _P = ParamSpec("_P")
@@ -65,13 +66,15 @@ _budget: int | None = None
 
 
 class _Caller(threading.local):
-    """The wishes for the loops of the calls that a Python thread is in."""
+    """Of a Python thread: wishes for loops of the calls that it is in, and what ran the last."""
 
     limit: Limit | None = None
     team = 0  # threads of PyTorch that may run them
+    launcher: str | None = None  # of the last ones
 
 
 _caller = _Caller()
+_OPENMP, _LAYER = "openmp", "layer"
 # Looks at a counter, of 20 to 50 ns each, before a thread that waits gives its core away: the part
 # that it waits for may be run by a thread that the system has put aside.
 _LOOKS = 8_000
@@ -265,6 +268,23 @@ def get_num_threads() -> int:
     return most if _budget is None else min(most, _budget)
 
 
+def launcher() -> str | None:
+    """Say whose threads ran the last step of this Python thread that used several.
+
+    Returns:
+        ``"openmp"``: PyTorch's, which were awake; otherwise the threading layer of Numba, such as
+        ``"tbb"``. None when no step has used several threads. Results do not depend on it.
+
+    Example:
+        >>> import numpy as np
+        >>> import fusestep
+        >>> from fusestep import ops
+        >>> fusestep.launcher() in (None, fusestep.threading_layer())
+        True
+    """
+    return threading_layer() if _caller.launcher == _LAYER else _caller.launcher
+
+
 def deciding_limit() -> Limit:
     """`get_num_threads` of this thread, and what decides it."""
     own = _caller.limit
@@ -401,8 +421,10 @@ def run_words(words: array[int]) -> None:
             at, _ = region.buffer_info()
             _shared_loops.call(omp.parallel, _joined.address, at, REGIONS_AT)
             openmp.seen(*region[-2:])
+            _caller.launcher = _OPENMP
             return
         _parallel_loops.call(address, n_loops, threads, *of_counters, REGIONS_AT)
+        _caller.launcher = _LAYER
 
 
 class Runs(Protocol):

@@ -37,8 +37,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def set_up(case: Case, dtype: str) -> tuple[work.Inputs, Buffers]:
     given = work.inputs(point(case.name, dtype=dtype))
-    subject, storage = case.subject, DTYPES[dtype]
-    return given, Buffers(subject, case.use, storage, given.tensors, given.gradients)
+    prepare, storage = case.subject.prepare, DTYPES[dtype]
+    return given, Buffers(prepare, case.use, storage, given.tensors, given.gradients)
 
 
 # -- the model ------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ def test_buffers_take_turns() -> None:
     """Each set is used once before any is used again."""
     sets = [
         Buffers(
-            named("dense/nn.SGD").subject,
+            named("dense/nn.SGD").subject.prepare,
             named("dense/nn.SGD").use,
             DTYPES["float32"],
             (Tensor((3,)),),

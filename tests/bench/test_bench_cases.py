@@ -149,6 +149,7 @@ def test_a_name_of_no_case(pattern: str, text: str) -> None:
         ("1K..64M", ["1K", "4K", "16K", "64K", "256K", "1M", "4M", "16M", "64M"], []),
         ("1000..5000", ["1000", "4000"], []),
         ("10Kx16x1K,7", ["7"], ["10Kx16x1K"]),
+        ("10x256K", ["10x256K"], []),
         ("all", list(workloads.DENSE_SIZES), list(workloads.ROW_SIZES)),
         ("far,1Kx2x3", [], [*workloads.FAR_SIZES, "1Kx2x3"]),
     ],
@@ -158,11 +159,17 @@ def test_sizes(text: str, dense: list[str], rows: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "0", "-1", "1k", "1.5M", "M", "1K..", "4K..1K", "1Kx2", "1x2x3x4", "0x1x1", "1T"]
+    "text",
+    ["", "0", "-1", "1k", "1.5M", "M", "1K..", "4K..1K", "1Kx", "1x2x3x4", "0x1x1", "1T"],
 )
 def test_wrong_sizes(text: str) -> None:
     with pytest.raises(BenchError, match="--size: expected"):
         parse_sizes(text)
+
+
+def test_several_tensors_of_a_size() -> None:
+    assert [tensor.shape for tensor in workloads.dense("3x2K").tensors] == [(2048,)] * 3
+    assert [tensor.shape for tensor in workloads.dense("2K").tensors] == [(2048,)]
 
 
 def test_numbers_have_units_of_1024() -> None:
@@ -309,9 +316,8 @@ _STEPS = """
         for threads in (1, 2, 3):
             set_num_threads(threads)
             assert get_num_threads() == threads
-            buffers = Buffers(
-                case.subject, case.use, work.DTYPES[dtype], given.tensors, given.gradients
-            )
+            prepare, storage = case.subject.prepare, work.DTYPES[dtype]
+            buffers = Buffers(prepare, case.use, storage, given.tensors, given.gradients)
             # LARS leaves those alone that are all 0; of 1, float16 is too coarse for its steps.
             for parameter in buffers.parameters:
                 parameter.reshape(-1)[:] = 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from importlib.util import find_spec
 from typing import Any
@@ -10,8 +11,10 @@ import numpy as np
 import psutil
 import pytest
 
+from fusestep import ops
 from fusestep.bench import bounds, measure, point, work
 from fusestep.bench.cases import options
+from fusestep.bench.cases.steps import SUBJECTS
 from fusestep.bench.errors import BenchError
 from fusestep.bench.measure import (
     Contestant,
@@ -32,6 +35,7 @@ from fusestep.bench.workers.worker_protocol import (
     before_step,
     in_turn,
     sample,
+    samples,
     turn,
 )
 from fusestep.kernels.cpu.cache import cache_directory
@@ -250,13 +254,24 @@ def test_a_turn_is_steps_after_as_many_others(seconds: float, steps: int) -> Non
     assert done == ["load", "other", "step"] * 2 * steps
 
 
-@pytest.mark.parametrize("scenario", [name for name in SCENARIOS if name != "torch"])
+@pytest.mark.parametrize("scenario", [name for name in SCENARIOS if not name.startswith("torch")])
 def test_what_a_scenario_does_before_a_step(scenario: str) -> None:
     begin = time.perf_counter()
     before_step(scenario, 1)()
     spent = time.perf_counter() - begin
     if scenario.startswith("pause"):
         assert spent >= 1e-3 * int(scenario[5:])
+
+
+def test_a_step_after_a_pause_and_one_without_are_a_sample() -> None:
+    """A last step that has no other is left out."""
+    clock, durations = FakeClock(), itertools.cycle([0.03, 0.05])
+
+    def step() -> None:
+        clock.now += next(durations)
+
+    found = samples(Job(step), "torch-pause", 1, lambda: None, clock)
+    assert found == [pytest.approx(0.04)]
 
 
 def test_a_product_of_torch_needs_it() -> None:
@@ -316,6 +331,25 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     monkeypatch.setattr(bounds, "jobs", lambda *_: loops)
     monkeypatch.setattr(work.machine, "last_cache_bytes", lambda: 1000)
     return clock
+
+
+@pytest.mark.parametrize("case", ["rows/nn.torch.SGD", "dense/nn.torch.SGD"])
+def test_pytorch_takes_the_same_steps_in_this_process(case: str) -> None:
+    """On arrays of its own."""
+    pytest.importorskip("torch")
+    ((label, prepare),) = bench_support.point(case).case.use.beside.items()
+    assert label.startswith("torch-in-process SGD(")
+    ours, other = (np.zeros((9, 4), np.float32) for _ in range(2))
+    gradient: Any = np.arange(36, dtype=np.float32).reshape(9, 4)
+    if case.startswith("rows"):
+        gradient = ops.RowTensor(np.array([3, 1, 3]), gradient[:3], (9, 4))
+    for array, made in ((ours, SUBJECTS["nn.torch.SGD"].prepare), (other, prepare)):
+        prepared = made([array])
+        assert prepared.load is not None
+        prepared.load([gradient])
+        prepared.step([])
+    assert other.any()
+    np.testing.assert_allclose(ours, other, rtol=1e-6)
 
 
 def measured(clock: FakeClock, ours: float, monkeypatch: pytest.MonkeyPatch) -> PointResult:

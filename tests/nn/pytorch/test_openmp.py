@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
+import fusestep  # noqa: E402
 from fusestep.kernels.cpu import openmp, parallel  # noqa: E402
 from fusestep.nn import torch as fused  # noqa: E402
 
@@ -72,6 +73,42 @@ def test_both_launchers_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> N
         taken = launches(monkeypatch, choose)
         assert_equal(trained(), wanted)
         assert any(taken)
+
+
+def test_a_python_thread_knows_what_ran_its_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = []
+    with monkeypatch.context() as patched:
+        for choice in (False, True, False):
+            launches(patched, lambda choice=choice: choice)
+            trained(1)
+            said.append(fusestep.launcher())
+    assert said == [fusestep.threading_layer(), "openmp", fusestep.threading_layer()]
+    other = threading.Thread(target=lambda: said.append(fusestep.launcher()))
+    other.start()
+    other.join()
+    assert said[-1] is None
+
+
+def test_a_step_in_a_hook_of_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch runs hooks on the thread that calls backward, or on one of its own."""
+    launches(monkeypatch, lambda: True)
+
+    def run(in_hook: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        layers = torch.nn.Sequential(torch.nn.Linear(300, 700), torch.nn.Linear(700, 300))
+        parameters = list(layers.parameters())
+        optimizers = {p: fused.AdamW([p]) for p in parameters}
+        for p in parameters if in_hook else ():
+            p.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
+        for _ in range(3):
+            layers(torch.ones(64, 300)).square().mean().backward()
+            for p in parameters:
+                if not in_hook:
+                    optimizers[p].step()
+                p.grad = None
+        return [p.detach() for p in parameters]
+
+    assert_equal(run(True), run(False))
 
 
 def test_threads_of_torch_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,6 +218,105 @@ print(status, float(parameter.detach()[0]), openmp.functions() is not None)
 def test_a_forked_child_does_not_use_them() -> None:
     status, value, _ = output_of(CHILD).split()
     assert (status, value) == ("0", "0.0")
+
+
+INTERRUPTED = """
+import os, signal, threading, time
+import torch
+from fusestep.kernels.cpu import openmp
+from fusestep.nn import torch as fused
+openmp.is_awake = lambda size: True
+torch.set_num_threads(max(2, torch.get_num_threads()))
+a, b = (torch.nn.Parameter(torch.zeros(2_000_000)) for _ in range(2))
+for p in (a, b):
+    p.grad = torch.ones_like(p)
+optimizer = fused.SGD([a, b], lr=1.0)
+optimizer.step()
+interrupts = 0
+end = time.monotonic() + 2
+def interrupt():
+    while time.monotonic() < end:
+        time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+thread = threading.Thread(target=interrupt, daemon=True)
+try:
+    thread.start()
+except KeyboardInterrupt:
+    interrupts += 1
+while thread.is_alive():
+    try:
+        while thread.is_alive():
+            optimizer.step()
+            assert a[0] == b[-1], (a[0], b[-1])
+    except KeyboardInterrupt:
+        interrupts += 1
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        same = bool((a.detach() == a[0].detach()).all() and (b.detach() == a[0].detach()).all())
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        assert same
+print(interrupts > 3)
+"""
+
+
+def test_an_interrupt_leaves_a_step_done_or_not_begun() -> None:
+    assert output_of(INTERRUPTED).strip() == "True"
+
+
+AT_EXIT = """
+import threading
+import torch
+from fusestep.kernels.cpu import openmp
+from fusestep.nn import torch as fused
+openmp.is_awake = lambda size: True
+torch.set_num_threads(max(2, torch.get_num_threads()))
+def train():
+    p = torch.nn.Parameter(torch.zeros(1_000_000))
+    p.grad = torch.ones_like(p)
+    optimizer = fused.AdamW([p])
+    while True:
+        optimizer.step()
+        started.set()
+started = threading.Event()
+threading.Thread(target=train, daemon=True).start()
+started.wait()
+print("left")
+"""
+
+
+def test_the_process_ends_while_they_run_a_step() -> None:
+    for _ in range(3):
+        assert output_of(AT_EXIT).strip() == "left"
+
+
+WORKERS = """
+import torch
+from fusestep.kernels.cpu import openmp
+from fusestep.nn import torch as fused
+if __name__ == "__main__":
+    openmp.is_awake = lambda size: True
+    torch.set_num_threads(max(2, torch.get_num_threads()))
+    p = torch.nn.Parameter(torch.zeros(300_000))
+    p.grad = torch.ones_like(p)
+    optimizer = fused.SGD([p], lr=1.0)
+    optimizer.step()
+    class Steps(torch.utils.data.Dataset):
+        def __len__(self):
+            return 4
+        def __getitem__(self, index):
+            optimizer.step()  # of the child's copy
+            return p.detach()[-1].item()
+    loader = torch.utils.data.DataLoader(Steps(), num_workers=2, multiprocessing_context="fork")
+    for _ in range(2):
+        seen = sorted(float(x) for x in loader)
+        optimizer.step()
+        print(seen, float(p.detach()[0]))
+"""
+
+
+def test_workers_of_a_data_loader_step_on_their_own() -> None:
+    first, second = output_of(WORKERS).strip().splitlines()
+    assert first == "[-3.0, -3.0, -2.0, -2.0] -2.0"
+    assert second == "[-4.0, -4.0, -3.0, -3.0] -3.0"
 
 
 WANTED = """
