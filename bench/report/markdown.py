@@ -17,6 +17,7 @@ from typing import Any
 from .. import machine
 from ..cases import indices
 from ..cases.steps import FAR_ROWS, FRESH_STATES, LOOP
+from ..cases.torch import SAME_PROCESS
 from ..cases.workloads import DEFAULT_ROWS, PUBLISHED_DENSE, number
 from ..errors import BenchError
 from ..scale_out import model
@@ -43,7 +44,7 @@ from .table import (
 DOCUMENTS = (
     "README.md",
     *(f"docs/{name}.md" for name in ("performance", "bytes", "parity", "numbers")),
-    "docs/guides/embedding-tables.md",
+    *(f"docs/guides/{name}.md" for name in ("embedding-tables", "threads")),
     "docs/moving/torch.md",
     "docs/scale_out.md",
 )
@@ -126,8 +127,9 @@ def _scenarios(data: dict[str, Any]) -> str:
 
 
 def _beside_torch(data: dict[str, Any]) -> str:
-    """Times in all scenarios, and how much faster they are than PyTorch's fastest form."""
+    """Times in all scenarios, and how much faster than PyTorch's, in its own process or in ours."""
     names = list(dict.fromkeys(point["scenario"] for point in _all(data)))
+    torch = "torch" if "torch" in data["peers"] else SAME_PROCESS
     head = ["case", "size", "dtype"]
     for name in names:
         head += [IN_WORDS[name], "x torch"]
@@ -136,7 +138,7 @@ def _beside_torch(data: dict[str, Any]) -> str:
         point = next(iter(group.values()))
         row = [f"`{point['case']}`", size(point), point["dtype"]]
         for p in (group.get(name) for name in names):
-            ratio = _bold(speedup(p, "torch"), loses_to(p, "torch")) if p else "n/a"
+            ratio = _bold(speedup(p, torch), loses_to(p, torch)) if p else "n/a"
             row += [seconds(p["times"][OURS]["median"]) if p else "n/a", ratio]
         rows.append(row)
     return f"{markdown(head, rows, left=3)}\n\n{_setting(data)}"

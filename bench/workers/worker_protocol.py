@@ -92,8 +92,14 @@ def before_step(scenario: str, threads: int) -> Callable[[], object]:
         left, right = torch.ones(_PRODUCT, _PRODUCT), torch.ones(_PRODUCT, _PRODUCT)
         return lambda: torch.mm(left, right)
     if scenario == "torch-pause":
-        work, takes_turns = before_step("torch", threads), itertools.cycle((False, True))
-        return lambda: (work(), time.sleep(_PAUSE) if next(takes_turns) else None)
+        work, pauses = before_step("torch", threads), itertools.cycle((0.0, _PAUSE))
+
+        def work_and_pause() -> None:
+            work()
+            if pause := next(pauses):
+                time.sleep(pause)
+
+        return work_and_pause
     if scenario == "blas":  # its threads are as many as it likes: this package does not set them
         factor = np.ones((_PRODUCT, _PRODUCT), np.float32)
         product = np.empty_like(factor)

@@ -410,8 +410,9 @@ def run_words(words: array[int]) -> None:
     compile_loops()  # not within the guard: a thread that compiles may come to wait for it
     with layer_guard():
         # Of each loop how many parts are done, then how many of each stretch are claimed.
-        counters = np.zeros((n_loops, (1 + threads) * LINE), np.uint8)
-        of_counters = address_of(counters), counters.strides[0]
+        of_each = (1 + threads) * LINE
+        counters = array("q", bytes(n_loops * of_each))
+        of_counters = counters.buffer_info()[0], of_each
         team = _caller.team
         # All of a team come, whatever there is to do, so none where only fewer may.
         is_allowed = 1 < team <= get_num_threads()

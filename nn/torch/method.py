@@ -49,9 +49,10 @@ class Before(NamedTuple):
     @classmethod
     def of(cls, groups: Sequence[Group], choices: Sequence[Choice], factor: float) -> Before:
         """For all groups; to the gradients of some a part of it may do nothing."""
-        is_scaled = factor != 1.0 or any(group.get("maximize") for group in groups)
-        of_each = zip(groups, choices, strict=True)
-        decays = any(group.get("weight_decay") and choice.couples for group, choice in of_each)
+        is_scaled, decays = factor != 1.0, False
+        for group, choice in zip(groups, choices, strict=True):
+            is_scaled = is_scaled or bool(group.get("maximize"))
+            decays = decays or bool(choice.couples and group.get("weight_decay"))
         parts = (SCALE,) * is_scaled + (COUPLED_DECAY,) * decays
         return cls(parts, factor)
 
