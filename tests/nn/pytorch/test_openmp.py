@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable
+from ctypes.util import find_library
 from typing import Any
 
 import numpy as np
@@ -339,3 +341,65 @@ def test_they_are_used_beside_tbb() -> None:
 )
 def test_how_they_are_left_alone(environment: dict[str, str]) -> None:
     assert output_of(WANTED, **environment).split()[0] == "False"
+
+
+def test_a_process_without_their_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch built without OpenMP, or with one that is linked statically: no name is exported."""
+    name = find_library("m")
+    if name is None:
+        pytest.skip("no library without the names")
+    monkeypatch.setattr(ctypes, "CDLL", lambda _name, load=ctypes.CDLL: load(name))
+    openmp.functions.cache_clear()
+    wanted = trained()
+    assert openmp.functions() is None and fusestep.launcher() != "openmp"
+    monkeypatch.undo()
+    openmp.functions.cache_clear()
+    assert_equal(trained(), wanted)
+
+
+AFTERWARDS = """
+import numpy as np
+import fusestep
+from fusestep import nn
+w = np.zeros(1_000_000, np.float32)
+nn.SGD([w], 1.0)([np.ones_like(w)])
+before = fusestep.launcher()
+"""
+
+BESIDE_A_RUNTIME = """
+import ctypes
+import sys
+ctypes.CDLL(sys.argv[1], ctypes.RTLD_GLOBAL)
+"""
+
+ON_PYTORCHS_THREADS = """
+import fusestep
+import torch
+from fusestep.kernels.cpu import openmp
+from fusestep.nn import torch as fused
+torch.set_num_threads(max(2, torch.get_num_threads()))
+openmp.is_awake = lambda size: True
+p, q = (torch.nn.Parameter(torch.zeros(300_000)) for _ in range(2))
+ours, theirs = fused.SGD([p], lr=0.5), torch.optim.SGD([q], lr=0.5)
+for _ in range(3):
+    p.grad = q.grad = torch.randn(300_000)
+    ours.step()
+    theirs.step()
+several = fusestep.get_num_threads() > 1 and not openmp.obstacle()
+print(torch.equal(p, q) and (fusestep.launcher() == "openmp") == several)
+"""
+
+
+def test_pytorch_may_come_after_the_first_step() -> None:
+    assert output_of(AFTERWARDS + ON_PYTORCHS_THREADS).strip() == "True"
+
+
+@pytest.mark.parametrize("runtime", ["gomp", "iomp5", "omp"])
+def test_another_runtime_in_the_process(runtime: str) -> None:
+    """Loaded before PyTorch's own, or in its place: who calls it is the same one for both."""
+    library = find_library(runtime)
+    if library is None:
+        pytest.skip(f"no lib{runtime} here")
+    program = BESIDE_A_RUNTIME + ON_PYTORCHS_THREADS
+    assert output_of(program, library).strip() == "True"
+    assert output_of(ON_PYTORCHS_THREADS, LD_PRELOAD=library).strip() == "True"
