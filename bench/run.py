@@ -9,12 +9,21 @@ from rich.console import Console
 
 from . import against, machine, point
 from .cases.options import Request
-from .cases.steps import FAR_ROWS, FIRST_STEP, FRESH_STATES, NO_CLIFF, THOR, Point, SpecialCase
+from .cases.steps import (
+    FAR_ROWS,
+    FIRST_STEP,
+    FRESH_STATES,
+    NO_CLIFF,
+    THOR,
+    TRAINING,
+    Point,
+    SpecialCase,
+)
 from .errors import BenchError
 from .peer import Peers, peers_of
 from .report import document, plot, table
 from .report.result import Progress, Settings, SpecialResult
-from .special import far_rows, first_step, fresh_states, no_cliff, thor
+from .special import far_rows, first_step, fresh_states, no_cliff, thor, training
 
 _SPECIAL: dict[SpecialCase, Any] = {
     NO_CLIFF: no_cliff,
@@ -22,6 +31,7 @@ _SPECIAL: dict[SpecialCase, Any] = {
     FIRST_STEP: first_step,
     FRESH_STATES: fresh_states,
     THOR: thor,
+    TRAINING: training,
 }
 
 

@@ -116,6 +116,10 @@ FRESH_STATES = SpecialCase(
     "fresh process, beside np.full",
 )
 THOR = SpecialCase("thor", "steps of THOR: their linear algebra, and what comes on top of it")
+TRAINING = SpecialCase(
+    "training",
+    "iterations of PyTorch programs: AdamW of nn.torch beside PyTorch's fused one, in one process",
+)
 
 SUBJECTS: dict[str, Subject] = {
     **{f"nn.{name}": optimizer for name, optimizer in OPTIMIZERS.items()},
@@ -184,7 +188,7 @@ def _cases() -> Iterator[Case]:
 
 STEPS: tuple[Case, ...] = tuple(_cases())
 CASES: tuple[Case | SpecialCase, ...] = (
-    *STEPS, NO_CLIFF, FAR_ROWS, FIRST_STEP, FRESH_STATES, THOR,
+    *STEPS, NO_CLIFF, FAR_ROWS, FIRST_STEP, FRESH_STATES, THOR, TRAINING,
 )  # fmt: skip
 
 

@@ -16,12 +16,12 @@ from typing import Any
 
 from .. import machine
 from ..cases import indices
-from ..cases.steps import FAR_ROWS, FRESH_STATES, LOOP
+from ..cases.steps import FAR_ROWS, FRESH_STATES, LOOP, TRAINING
 from ..cases.torch import SAME_PROCESS
 from ..cases.workloads import DEFAULT_ROWS, PUBLISHED_DENSE, number
 from ..errors import BenchError
 from ..scale_out import model
-from ..special import far_rows, fresh_states
+from ..special import far_rows, fresh_states, training
 from . import catalogue, document
 from .catalogue import markdown
 from .result import OURS
@@ -337,6 +337,22 @@ def _fresh_states(data: dict[str, Any]) -> str:
     return markdown(["size", "made, and first step", "later step", "resident"], rows)
 
 
+def _training(data: dict[str, Any]) -> str:
+    """Of each model and scenario the step and the iteration, and how much faster than PyTorch's."""
+    special = _special_case(data, TRAINING.name)
+    times, limits, rows = special["times"], special["limits"], []
+    for name in dict.fromkeys(tuple(label.split()[:2]) for label in times):
+        cells = []
+        for part in training.PARTS:
+            ours, theirs = (
+                f"{' '.join(name)} {of}: {part}" for of in (training.OURS, training.THEIRS)
+            )
+            mine, other = times[ours]["median"], times[theirs]["median"]
+            cells += [seconds(mine), _bold(f"{other / mine:.2f}", mine > limits[ours])]
+        rows.append([name[0], IN_WORDS[name[1]], *cells])
+    return markdown(["model", "scenario", "step", "x torch", "iteration", "x torch"], rows)
+
+
 def _special_case(data: dict[str, Any], name: str) -> dict[str, Any]:
     (special,) = (s for s in data["special"] if s["name"] == name)
     found: dict[str, Any] = special
@@ -378,6 +394,7 @@ _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "first-step": _special("first-step"),
     "fresh-states": _fresh_states,
     "thor": _special("thor"),
+    "training": _training,
     "bytes": catalogue.traffic,
     "lines": catalogue.line_counts,
     "optimizers": catalogue.optimizers,

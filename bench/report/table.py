@@ -33,6 +33,7 @@ IN_WORDS = {
     "torch": "after a product of PyTorch",
     "torch-pause": "after one, and after 20 ms of sleep, in turns",
     "blas": "after a product of NumPy",
+    "jax": "after a product of JAX",
 }
 
 

@@ -60,7 +60,9 @@ def _nothing() -> None:
 
 # -- scenarios ------------------------------------------------------------------------------------
 
-SCENARIOS = ("loop", "pause20", "pause50", "flush", "busy", "torch", "torch-pause", "blas")
+SCENARIOS = (
+    "loop", "pause20", "pause50", "flush", "busy", "torch", "torch-pause", "blas", "jax",
+)  # fmt: skip
 LEAD_IN, MOST_LEAD_IN = 5e-3, 20  # seconds, and steps, before a sample in a loop: one at least
 TURN = 0.1  # seconds that count of a turn in a scenario other than "loop", about
 FEWEST = 3  # steps that count, where one takes longer than that
@@ -83,7 +85,7 @@ def before_step(scenario: str, threads: int) -> Callable[[], object]:
     """What this process does before each step of a scenario.
 
     Raises:
-        ImportError: of "torch" and "torch-pause", where there is no PyTorch.
+        ImportError: of "torch" and "torch-pause", where there is no PyTorch; of "jax" likewise.
     """
     if scenario == "torch":
         import torch
@@ -104,6 +106,13 @@ def before_step(scenario: str, threads: int) -> Callable[[], object]:
         factor = np.ones((_PRODUCT, _PRODUCT), np.float32)
         product = np.empty_like(factor)
         return lambda: np.matmul(factor, factor, out=product)
+    if scenario == "jax":  # likewise
+        import jax
+
+        host = jax.devices("cpu")[0]
+        array = jax.device_put(np.ones((_PRODUCT, _PRODUCT), np.float32), host)
+        multiply = jax.jit(lambda x: x @ x)
+        return lambda: multiply(array).block_until_ready()
     if scenario == "flush":
         others = np.zeros(min(2 * last_cache_bytes(), _FLUSHED) // 8)
         return lambda: np.add(others, 1.0, out=others)

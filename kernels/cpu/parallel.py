@@ -20,7 +20,7 @@ import threading
 from array import array
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import NamedTuple, ParamSpec, Protocol, TypeVar
 
 import numba
 import numpy as np
@@ -303,25 +303,23 @@ def at_most(
     limit: Limit | None, function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs
 ) -> _R:
     """The result of a function whose loops use no more threads; an outer limit still holds."""
-    smallest = min(filter(None, (_caller.limit, limit)), default=None)
-    return _with("limit", smallest, function, *args, **kwargs)
+    before = _caller.limit
+    # No `with`: an interrupt could come when it has begun and does not know how it ends.
+    try:
+        _caller.limit = min(filter(None, (before, limit)), default=None)
+        return function(*args, **kwargs)
+    finally:
+        _caller.limit = before
 
 
 def beside_openmp(team: int, function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
     """The result of a function whose loops may run on the ``team`` threads of PyTorch."""
-    return _with("team", team, function, *args, **kwargs)
-
-
-def _with(
-    name: str, wish: Any, function: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs
-) -> _R:
-    before = getattr(_caller, name)
-    # No `with`: an interrupt could come when it has begun and does not know how it ends.
-    try:
-        setattr(_caller, name, wish)
+    before = _caller.team
+    try:  # as in `at_most`
+        _caller.team = team
         return function(*args, **kwargs)
     finally:
-        setattr(_caller, name, before)
+        _caller.team = before
 
 
 class Arguments:
@@ -407,23 +405,23 @@ def run_words(words: array[int]) -> None:
     if threads <= 1 or not (has_threads or can_run(threads)):
         _serial_loops.call(address, n_loops)
         return
-    compile_loops()  # not within the guard: a thread that compiles may come to wait for it
+    compile_loops()  # not under the guard: a thread that compiles may come to wait for it
+    # Of each loop how many parts are done, then how many of each stretch are claimed.
+    of_each = (1 + threads) * LINE
+    counters = array("q", bytes(n_loops * of_each))
+    of_counters = counters.buffer_info()[0], of_each
+    team = _caller.team
+    # All of a team come, whatever there is to do, so none where only fewer may.
+    is_allowed = 1 < team <= get_num_threads()
+    if is_allowed and (omp := openmp.functions()) and openmp.is_awake(team):
+        asked = omp.thread_number, omp.team_size
+        region = array("q", (address, n_loops, threads, *of_counters, *asked, 0, 0, 0))
+        at, _ = region.buffer_info()
+        _shared_loops.call(omp.parallel, _joined.address, at, REGIONS_AT)
+        openmp.seen(*region[-2:])
+        _caller.launcher = _OPENMP
+        return
     with layer_guard():
-        # Of each loop how many parts are done, then how many of each stretch are claimed.
-        of_each = (1 + threads) * LINE
-        counters = array("q", bytes(n_loops * of_each))
-        of_counters = counters.buffer_info()[0], of_each
-        team = _caller.team
-        # All of a team come, whatever there is to do, so none where only fewer may.
-        is_allowed = 1 < team <= get_num_threads()
-        if is_allowed and (omp := openmp.functions()) and openmp.is_awake(team):
-            asked = omp.thread_number, omp.team_size
-            region = array("q", (address, n_loops, threads, *of_counters, *asked, 0, 0, 0))
-            at, _ = region.buffer_info()
-            _shared_loops.call(omp.parallel, _joined.address, at, REGIONS_AT)
-            openmp.seen(*region[-2:])
-            _caller.launcher = _OPENMP
-            return
         _parallel_loops.call(address, n_loops, threads, *of_counters, REGIONS_AT)
         _caller.launcher = _LAYER
 

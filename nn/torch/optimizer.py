@@ -6,17 +6,20 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd import _profiler_enabled
 from torch.optim import optimizer as of_torch
 
 from ...kernels.cpu.counts import NumberWrite
 from ...kernels.cpu.parallel import Prepared, commit
 from ...kernels.quiet import quiet
-from ...kernels.rules.formula import Numbers
+from ...kernels.rules.formula import ROUNDING, Numbers
 from ...kernels.rules.rule import Rule, columns
 from ...ops.runtime import check
 from ...ops.runtime.errors import reject
@@ -46,6 +49,8 @@ from .tensors import is_part, local, number
 from .threads import as_torch
 
 _KEPT_BINDINGS = 4
+# As code of C: that of Python has left the caches when a step begins.
+_params_of, _grad_of = itemgetter("params"), attrgetter("grad")
 # Behind `Fused` comes a class of PyTorch in every class that can be made.
 _Base: Any = torch.optim.Optimizer if TYPE_CHECKING else ABC
 
@@ -239,7 +244,7 @@ class Fused(_Base):
             IndexError: an index of a sparse gradient is out of range.
             Nothing has changed then.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return _outside_of_graphs(self, closure, param)
         if _is_watched(self):
             return _watched_step(self, closure, param=param)
@@ -273,15 +278,15 @@ class Fused(_Base):
     def _step(self, param: Tensor | None, factor: float) -> None:
         groups, key = self.param_groups, None
         if param is None:
-            parameters = tuple([p for group in groups for p in group["params"]])
+            parameters = tuple(chain.from_iterable(map(_params_of, groups)))
         else:
             parameters, key = (param,), id(param)
-        gradients = tuple([p.grad for p in parameters])
+        gradients = tuple(map(_grad_of, parameters))
         if self._clipping is not None:
             factor *= self._clipping.factor([g for g in gradients if g is not None])
         choices = [self.method(group).choice(group) for group in groups]
         before = Before.of(groups, choices, factor)
-        lengths = [len(group["params"]) for group in groups]
+        lengths = [*map(len, map(_params_of, groups))]
         known = self._bindings.get(key, [])
         for binding in known:  # parameters may have gradients in some steps and in others not
             if binding.choices != choices or binding.lengths != lengths:
@@ -379,7 +384,6 @@ class Fused(_Base):
         return True
 
     @as_torch
-    @quiet
     def _run(
         self, binding: Binding, given: Given, before: Before, new: Mapping[Tensor, Any]
     ) -> bool:
@@ -425,6 +429,7 @@ class Fused(_Base):
                 others.append(state)
         return others
 
+    @quiet
     def _measured(self, part: Part, given: Given, before: Before, hp: np.ndarray) -> Prepared:
         rule, batch, each = part.choice.rule, part.batch, np.arange(len(hp))
         gradients, prologue = part.gradients(given), before.prologue
@@ -452,13 +457,15 @@ class Fused(_Base):
     ) -> tuple[np.ndarray, np.ndarray, list[Number]]:
         """Rows of scalars of a kernel call, the row of each tensor, and numbers afterwards."""
         groups, real, scalars = self.param_groups, part.batch.real, self.scalars
+        rounded = ROUNDING[real]
         if self._looks_at_scalars:
             scalars = partial(self._checked_scalars, part.choice.rule)
         names = tuple(self.numbers(groups[part.groups[0]]))
         if isinstance(steps, float) and not names:
             chosen = [groups[k] for k in part.groups]
             rows = [
-                (*scalars(group, steps), *before.scalars(group, part.choice)) for group in chosen
+                [*map(rounded, scalars(group, steps) + before.scalars(group, part.choice))]
+                for group in chosen
             ]
             return np.array(rows, real), part.group_of, []
         of_each = [steps if isinstance(steps, float) else steps[k] for k in part.places]
@@ -466,7 +473,8 @@ class Fused(_Base):
         for k, own_group, step in zip(part.places, part.of_groups(groups), of_each, strict=True):
             own = {name: given.states[k][name] for name in names}
             group = {**own_group, **own}
-            rows.append((*scalars(group, step), *before.scalars(group, part.choice)))
+            own_row = scalars(group, step) + before.scalars(group, part.choice)
+            rows.append([*map(rounded, own_row)])
             after += [single_of(own[name], x) for name, x in self.next_numbers(group, step).items()]
         return np.array(rows, real), np.arange(len(rows)), after
 
@@ -523,7 +531,7 @@ def _is_watched(optimizer: Any) -> bool:
         or optimizer._optimizer_step_post_hooks
         or of_torch._global_optimizer_pre_hooks
         or of_torch._global_optimizer_post_hooks
-        or torch.autograd._profiler_enabled()
+        or _profiler_enabled()
     )
 
 

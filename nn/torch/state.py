@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...kernels.cpu import allocation
+from ...kernels.quiet import quiet
 from ...ops.runtime.errors import reject
 from ..distributed.shard import RowShard, places
 from .memory import NUMBERS
@@ -35,6 +36,7 @@ Number = tuple[int, np.ndarray]
 """A single number that a step writes: its address, and what it becomes."""
 
 
+@quiet
 def single_of(state: Tensor, value: Any) -> Number:
     """What a state that is a single number on the host becomes."""
     return state.data_ptr(), np.array([number(value)]).astype(NUMBERS[state.dtype])

@@ -140,7 +140,7 @@ def test_first_steps_import_nothing_beside_a_lock():
                     print(name)
 
         sys.meta_path.insert(0, Look())
-        for n in (4, 70_000):
+        for n in (4, 140_000):
             opt = nn.LazyAdam([np.ones((n, 2), np.float32)])
             opt([np.ones((n, 2), np.float32)])
             opt([nn.RowTensor(np.zeros(2, int), np.ones((2, 2), np.float32), (n, 2))])
@@ -158,7 +158,7 @@ FORKS = """
     forking, n_forks = sys.argv[1], int(sys.argv[2])
 
     def made():
-        arrays = [np.ones(100_000, np.float32), np.ones((40, 3), np.float32)]
+        arrays = [np.ones(200_000, np.float32), np.ones((40, 3), np.float32)]
         gradients = [np.full_like(array, 0.5) for array in arrays]
         opt = nn.Momentum(arrays, 0.5, 0.9)
         return lambda: opt(gradients), lambda: b"".join(array.tobytes() for array in arrays)
@@ -233,7 +233,7 @@ def test_what_a_child_can_use_of_tbb():
         from fusestep.kernels.cpu import parallel
 
         def step():
-            array = np.ones(100_000, np.float32)
+            array = np.ones(200_000, np.float32)
             nn.SGD([array], 0.5)((np.ones_like(array),))
             assert (array == 0.5).all()
 
@@ -277,7 +277,7 @@ def test_a_signal_handler_forks_within_a_step(layer):
         from fusestep import nn, threading_layer
         from fusestep.kernels.cpu import parallel
 
-        array, ones = np.ones(100_000, np.float32), np.ones(100_000, np.float32)
+        array, ones = np.ones(200_000, np.float32), np.ones(200_000, np.float32)
         opt = nn.SGD([array], 0.5)
         opt((ones,))
         children, run_words = [], parallel.run_words

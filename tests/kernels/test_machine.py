@@ -44,13 +44,13 @@ STEPS = """
     for n_threads in (1, 2):
         set_num_threads(n_threads)
         for width, n in ((1, 30), (7, 20_000), (64, 40_000)):
-            table, dense = numbers(500, width), numbers(90_000)
+            table, dense = numbers(500, width), numbers(140_000)
             indices = (rng.zipf(1.3, n) % 500).astype(np.int64)
             rows = nn.RowTensor(indices, numbers(n, width), table.shape)
             for make in (nn.LazyAdam, nn.Adam):
                 opt = make([table, dense])
-                opt((rows, numbers(90_000)))
-                opt((rows, numbers(90_000)))
+                opt((rows, numbers(140_000)))
+                opt((rows, numbers(140_000)))
                 for array in opt.state_dict().values():
                     digest.update(array.tobytes())
             found = ops.SparseGatherV2()(table, indices, 0), ops.global_norm([rows])

@@ -34,7 +34,7 @@ SWEEP = """
 
     def outcome(room):
         \"\"\"Of a first parallel step that may take so much memory, and how it goes on.\"\"\"
-        step, arrays = made(100_000)
+        step, arrays = made(200_000)
         before = bits(arrays)
         if room is not None:
             resource.setrlimit(resource.RLIMIT_AS, (used() + room, most))
@@ -103,7 +103,7 @@ def test_the_first_parallel_step_where_no_thread_can_be_started(layer):
         from fusestep import get_num_threads, nn, threading_layer
         from fusestep.kernels.cpu import parallel, room
 
-        array, ones = np.ones(100_000, np.float32), np.ones(100_000, np.float32)
+        array, ones = np.ones(200_000, np.float32), np.ones(200_000, np.float32)
         opt, start = nn.SGD([array], 0.5), room._thread.start_new_thread
         started = []
 

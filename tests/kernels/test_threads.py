@@ -33,7 +33,7 @@ STEPS = """
 
     def step(mode):
         rng = np.random.default_rng(0)
-        shapes = [(70_000,), (300, 257), (5,), (33, 3)]
+        shapes = [(140_000,), (300, 257), (5,), (33, 3)]
         dense = [rng.standard_normal(s).astype(np.float32) for s in shapes]
         tables = [rng.standard_normal(s).astype(np.float32) for s in ((900, 40), (2_000, 7))]
         opt = nn.Adam([*dense, *tables], 0.1, weight_decay=0.1, use_lazy=mode == "lazy")
@@ -129,8 +129,8 @@ def test_a_signal_handler_may_step_while_its_thread_is_about_to():
         from fusestep import nn, threading_layer
         from fusestep.kernels.cpu import parallel
 
-        arrays = [np.ones(100_000, np.float32) for _ in range(2)]
-        ones = np.ones(100_000, np.float32)
+        arrays = [np.ones(200_000, np.float32) for _ in range(2)]
+        ones = np.ones(200_000, np.float32)
         first, second = (nn.Momentum([array], 0.5, 0.0) for array in arrays)
         guard, waiting = parallel.layer_guard, [signal.SIGUSR1]
 
@@ -518,7 +518,7 @@ def test_budget_is_reached_by_kernels(monkeypatch):
     )
     set_num_threads(1)
     try:
-        w = np.ones(100_000, np.float32)
+        w = np.ones(200_000, np.float32)
         nn.Adam([w])((np.ones_like(w),))
     finally:
         set_num_threads(None)

@@ -265,14 +265,14 @@ def stepped_within(steps: Steps, moment: int) -> list[str] | None:
 
 def test_no_step_but_the_first_asks_numba_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numba takes a lock of the process then, which a signal could leave behind."""
-    opt = nn.SGD([ones(100_000)])
-    opt((ones(100_000),))
+    opt = nn.SGD([ones(200_000)])
+    opt((ones(200_000),))
 
     def launch() -> None:
         raise AssertionError
 
     monkeypatch.setattr("numba.np.ufunc.parallel._launch_threads", launch)
-    opt((ones(100_000),))
+    opt((ones(200_000),))
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="Windows has no timers")
@@ -281,10 +281,10 @@ def test_signals_during_steps(use_locking: bool) -> None:
     """The same with real signals, at random moments, on more elements and several threads."""
 
     def case() -> Steps:
-        arrays = [ones(70_000), ones(40_000, dtype=F64), ones(9_000, 2)]
+        arrays = [ones(140_000), ones(40_000, dtype=F64), ones(9_000, 2)]
         opt = nn.LazyAdam(arrays, use_locking=use_locking)
         many = rows(9_000, 2, list(range(9_000)))
-        return of_optimizer(opt, (ones(70_000), ones(40_000, dtype=F64), many))
+        return of_optimizer(opt, (ones(140_000), ones(40_000, dtype=F64), many))
 
     n, begin = 150, time.perf_counter()
     expected = trajectory(case, n)

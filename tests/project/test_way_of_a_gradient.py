@@ -52,7 +52,7 @@ def layer_of(file: str) -> int:
 
 
 @pytest.mark.parametrize("make", [nn.Adam, nn.SGD, nn.AdamWeightDecay])
-@pytest.mark.parametrize("size", [1_024, 100_000])
+@pytest.mark.parametrize("size", [1_024, 200_000])
 def test_a_dense_step(make: Any, size: int) -> None:
     w = np.ones(size, np.float32)
     opt, gradients = make([w]), (np.full(size, 0.1, np.float32),)

@@ -793,7 +793,7 @@ BITS = """
     def digest(make):
         rng = np.random.default_rng(19)
         tables = [(900, 40), (2_000, 7)]
-        shapes = [(70_000,), (300, 257), (5,), (33, 3), *tables]
+        shapes = [(140_000,), (300, 257), (5,), (33, 3), *tables]
         dtypes = ["f4", "f4", "f8", "f2", "f4", "f4"]
         weights = [rng.standard_normal(s).astype(d) for s, d in zip(shapes, dtypes)]
         updater = mx.get_updater(make())
@@ -821,8 +821,8 @@ BITS = """
         digest(lambda: mx.AdamW(0.1, **more)),
         digest(lambda: mx.AdamW(0.1, use_fused_step=False, **more)),
     ]
-    w, m, v = (np.ones(70_000, "f4") for _ in range(3))
-    new = ops.adam_update(w, np.linspace(-1, 1, 70_000).astype("f4"), m, v, lr=0.1)
+    w, m, v = (np.ones(140_000, "f4") for _ in range(3))
+    new = ops.adam_update(w, np.linspace(-1, 1, 140_000).astype("f4"), m, v, lr=0.1)
     print(*digests, *(hashlib.sha256(x.tobytes()).hexdigest() for x in (new, m, v)))
 """
 

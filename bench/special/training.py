@@ -1,0 +1,181 @@
+"""Whole iterations of PyTorch programs, with AdamW of PyTorch (``fused=True``) and of `nn.torch`.
+
+Both train one model in one process, some iterations in turn, each with states of its own:
+multilayer perceptrons of L square layers (LxD, batch 64), ResNet-50 (8 images of 64 x 64) and GPT-2
+small (64 tokens). The optimizer's step is timed, and the iteration around it, which feels what
+threads do after a step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from typing import Any
+
+from ..cases.steps import TRAINING
+from ..errors import BenchError
+from ..point import company
+from ..report.result import Progress, SpecialResult
+from ..report.stats import Summary
+from ..workers.worker_protocol import before_step
+
+OURS, THEIRS = "nn.torch", "torch"
+PARTS = "step", "iteration"
+SCENARIOS = "loop", "pause20", "busy"
+# What ours may take in terms of PyTorch's.
+LIMITS = {"step": 1.05, "iteration": 1.03}
+_TURN, _MOST, _ROUNDS = 0.1, 20, 8  # seconds, iterations; the first two rounds are not counted
+
+
+def run(threads: int, progress: Progress) -> SpecialResult:
+    """Measure all models in all scenarios.
+
+    Raises:
+        BenchError: there is no PyTorch.
+    """
+    try:
+        torch: Any = import_module("torch")
+    except ImportError:
+        raise BenchError(f"{TRAINING.name}: needs PyTorch here") from None
+    torch.set_num_threads(threads)
+    result = SpecialResult(TRAINING.name, TRAINING.summary, times={})
+    todo = [(model, scenario) for model in MODELS for scenario in SCENARIOS]
+    for done, (model, scenario) in enumerate(todo):
+        progress(done / len(todo))
+        samples = _measure(torch, model, scenario, threads)
+        times = {key: Summary.of(values) for key, values in samples.items()}
+        for part in PARTS:
+            for name in (OURS, THEIRS):
+                result.times[f"{model} {scenario} {name}: {part}"] = times[name, part]
+            limit = LIMITS[part] * times[THEIRS, part].median
+            result.limits[f"{model} {scenario} {OURS}: {part}"] = limit
+    return result
+
+
+def _measure(
+    torch: Any, model: str, scenario: str, threads: int
+) -> dict[tuple[str, str], list[float]]:
+    """Seconds of each optimizer and part."""
+    ours = import_module("fusestep.nn.torch")
+    torch.manual_seed(0)
+    parameters, loss = MODELS[model](torch)
+    optimizers = {
+        OURS: ours.AdamW(parameters, lr=1e-5),
+        THEIRS: torch.optim.AdamW(parameters, lr=1e-5, fused=True),
+    }
+    before = before_step(scenario, threads)
+    samples: dict[tuple[str, str], list[float]] = {}
+    iterations = 2
+    with company(scenario):
+        for turn in range(_ROUNDS):
+            for name, optimizer in optimizers.items():
+                for index in range(iterations):
+                    step, iteration = _iteration(optimizer, loss, before)
+                    if turn > 1 and index > 0:  # the first follows the other optimizer's step
+                        samples.setdefault((name, "step"), []).append(step)
+                        samples.setdefault((name, "iteration"), []).append(iteration)
+            iterations = min(_MOST, 2 + int(_TURN / iteration))
+    return samples
+
+
+def _iteration(
+    optimizer: Any, loss: Callable[[], Any], before: Callable[[], object]
+) -> tuple[float, float]:
+    """Seconds of the step, and of all."""
+    before()
+    start = time.perf_counter()
+    optimizer.zero_grad()
+    loss().backward()
+    middle = time.perf_counter()
+    optimizer.step()
+    end = time.perf_counter()
+    return end - middle, end - start
+
+
+# -- models: parameters and the loss of a batch ---------------------------------------------------
+
+Model = tuple[list[Any], Callable[[], Any]]
+
+
+def _perceptron(layers: int, width: int) -> Callable[[Any], Model]:
+    def make(torch: Any) -> Model:
+        nn = torch.nn
+        parts = [part for _ in range(layers) for part in (nn.Linear(width, width), nn.ReLU())]
+        model = nn.Sequential(*parts)
+        inputs, targets = torch.randn(64, width), torch.randn(64, width)
+        return list(model.parameters()), lambda: nn.functional.mse_loss(model(inputs), targets)
+
+    return make
+
+
+def _resnet50(torch: Any) -> Model:
+    """He et al. (2016)."""
+    nn = torch.nn
+
+    def convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> Iterator[Any]:
+        yield nn.Conv2d(inputs, outputs, size, stride, size // 2, bias=False)
+        yield nn.BatchNorm2d(outputs)
+
+    class Bottleneck(nn.Module):  # type: ignore[misc, name-defined]
+        def __init__(self, inputs: int, width: int, stride: int) -> None:
+            super().__init__()
+            self.residual = nn.Sequential(
+                *convolution(inputs, width, 1),
+                nn.ReLU(),
+                *convolution(width, width, 3, stride),
+                nn.ReLU(),
+                *convolution(width, 4 * width, 1),
+            )
+            keeps = inputs == 4 * width
+            projection = () if keeps else convolution(inputs, 4 * width, 1, stride)
+            self.shortcut = nn.Sequential(*projection)
+
+        def forward(self, x: Any) -> Any:
+            return torch.relu(self.residual(x) + self.shortcut(x))
+
+    blocks, channels = [], 64
+    for count, width in ((3, 64), (4, 128), (6, 256), (3, 512)):
+        for block in range(count):
+            stride = 2 if block == 0 and width > 64 else 1
+            blocks.append(Bottleneck(channels, width, stride))
+            channels = 4 * width
+    model = nn.Sequential(
+        *convolution(3, 64, 7, 2),
+        nn.ReLU(),
+        nn.MaxPool2d(3, 2, 1),
+        *blocks,
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(channels, 1000),
+    )
+    images, classes = torch.randn(8, 3, 64, 64), torch.randint(0, 1000, (8,))
+    return list(model.parameters()), lambda: nn.functional.cross_entropy(model(images), classes)
+
+
+def _gpt2(torch: Any) -> Model:
+    """Radford et al. (2019), without dropout."""
+    nn, width, length, tokens = torch.nn, 768, 64, 50257
+    layer = nn.TransformerEncoderLayer(
+        width, 12, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True
+    )
+    encoder = nn.TransformerEncoder(layer, 12, nn.LayerNorm(width), enable_nested_tensor=False)
+    words, places = nn.Embedding(tokens, width), nn.Embedding(1024, width)
+    mask = nn.Transformer.generate_square_subsequent_mask(length)
+    text, index = torch.randint(0, tokens, (1, length + 1)), torch.arange(length)
+
+    def loss() -> Any:
+        states = encoder(words(text[:, :-1]) + places(index), mask, is_causal=True)
+        return nn.functional.cross_entropy((states @ words.weight.T)[0], text[0, 1:])
+
+    return [p for module in (words, places, encoder) for p in module.parameters()], loss
+
+
+MODELS: dict[str, Callable[[Any], Model]] = {
+    "4x256": _perceptron(4, 256),
+    "3x512": _perceptron(3, 512),
+    "3x1024": _perceptron(3, 1024),
+    "3x2048": _perceptron(3, 2048),
+    "resnet50": _resnet50,
+    "gpt2": _gpt2,
+}
