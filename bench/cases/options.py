@@ -231,9 +231,10 @@ def parse_scenarios(text: str | None) -> list[str]:
         BenchError: an unknown name, or one that needs what is not installed.
     """
     names = names_of_scenarios(text)
-    with_torch = [name for name in names if name.startswith("torch")]
-    if with_torch and find_spec("torch") is None:
-        raise BenchError(f"--scenario {with_torch[0]}: needs PyTorch in this environment")
+    for name in names:
+        library = name.partition("-")[0]
+        if library in ("torch", "jax") and find_spec(library) is None:
+            raise BenchError(f"--scenario {name}: needs {library} in this environment")
     return names
 
 

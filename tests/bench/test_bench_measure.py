@@ -256,6 +256,8 @@ def test_a_turn_is_steps_after_as_many_others(seconds: float, steps: int) -> Non
 
 @pytest.mark.parametrize("scenario", [name for name in SCENARIOS if not name.startswith("torch")])
 def test_what_a_scenario_does_before_a_step(scenario: str) -> None:
+    if scenario == "jax":
+        pytest.importorskip("jax")
     begin = time.perf_counter()
     before_step(scenario, 1)()
     spent = time.perf_counter() - begin
@@ -274,13 +276,14 @@ def test_a_step_after_a_pause_and_one_without_are_a_sample() -> None:
     assert found == [pytest.approx(0.04)]
 
 
-def test_a_product_of_torch_needs_it() -> None:
-    if find_spec("torch") is not None:
+@pytest.mark.parametrize("library", ["torch", "jax"])
+def test_a_product_of_another_library_needs_it(library: str) -> None:
+    if find_spec(library) is not None:
         pytest.skip("it is here")
-    with pytest.raises(ImportError, match="torch"):
-        before_step("torch", 1)
-    with pytest.raises(BenchError, match="--scenario torch: needs PyTorch"):
-        options.parse_scenarios("loop,torch")
+    with pytest.raises(ImportError, match=library):
+        before_step(library, 1)
+    with pytest.raises(BenchError, match=f"--scenario {library}: needs {library}"):
+        options.parse_scenarios(f"loop,{library}")
 
 
 def test_scenarios_are_names() -> None:
