@@ -5,7 +5,7 @@ Nothing is compiled here: a backend says how (`Compiler`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .lazy import lazy
-from .rules.rule import Prologue, Rule, columns
-from .storage import F64, Storage, numba_type, real_of
+from .rules.rule import Prologue, Rule, columns, hp_type
+from .storage import F64, I32, Storage, numba_type, real_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,15 +36,42 @@ class Kernel:
         """Storage of the arithmetic, of ``hp`` and of summed gradients."""
         return real_of(self.w)
 
+    @property
+    def per(self) -> tuple[str, ...]:
+        """Of what each array has an element: the parameter, then the states."""
+        return "element", *(state.per for state in self.rule.states)
+
     @lazy
-    def itemsizes(self) -> np.ndarray:
-        """int64: bytes of an element of the parameter, then of each state."""
-        return np.array([storage.itemsize for storage in (self.w, *self.s)])
+    def row_bytes(self) -> np.ndarray:
+        """int64 ``[arrays, 2]``: what a row of each has, for each column and beside these."""
+        sizes = {"element": (1, 0), "row": (0, 1)}
+        of_each = zip((self.w, *self.s), self.per, strict=True)
+        return np.array([[n * x.itemsize for n in sizes.get(per, (0, 0))] for x, per in of_each])
 
     @property
-    def n_stored(self) -> int:
-        """How many arrays are written: the parameter and all states but those only read."""
-        return 1 + len(self.s) - self.rule.n_read
+    def of_element(self) -> tuple[int, ...]:
+        """Places among the arrays of the states that ``update`` takes."""
+        per = self.per
+        return tuple(k for k in range(1, len(per)) if per[k] in ("element", "tensor"))
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """Places of the arrays that an element writes: the parameter, and states not only read."""
+        states = self.rule.states
+        is_stored = (states[k - 1].per == "element" and not states[k - 1].is_read
+                     for k in self.of_element)  # fmt: skip
+        return (0, *(k for k, stored in zip(self.of_element, is_stored, strict=True) if stored))
+
+    @property
+    def of_scope(self) -> tuple[int, ...]:
+        """Places of the states that what follows from measuring takes."""
+        return tuple(k for k, per in enumerate(self.per) if k and per == self.rule.scope)
+
+    @property
+    def written_of_scope(self) -> tuple[int, ...]:
+        """Places of those that it returns."""
+        states = self.rule.states
+        return tuple(k for k in self.of_scope if not states[k - 1].is_read)
 
     @property
     def n_scalars(self) -> int:
@@ -101,29 +128,36 @@ def conditioned(kernel: Kernel, compiler: Compiler, *, zero_gradient: bool = Fal
     return compiler.inlined(load)
 
 
-def _loaded(kernel: Kernel, compiler: Compiler, k: int = 0) -> Any:
-    """``load(arrays, i)``: element ``i`` of the states from number ``k`` on, as numbers."""
-    if k == len(kernel.s):
+def _loaded(kernel: Kernel, compiler: Compiler, places: tuple[int, ...]) -> Any:
+    """``load(arrays, i)``: element ``i`` of the arrays at some places, as numbers."""
+    if not places:
         return compiler.inlined(lambda arrays, i: ())  # noqa: ARG005
-    to_real, real, place = compiler.conversion(kernel.s[k].to_real), numba_type(kernel.real), 1 + k
-    rest = _loaded(kernel, compiler, k + 1)
+    place, storage = places[0], (kernel.w, *kernel.s)[places[0]]
+    to_real, real = compiler.conversion(storage.to_real), numba_type(kernel.real)
+    rest = _loaded(kernel, compiler, places[1:])
+    if kernel.per[place] == "tensor":  # a constant of the closure, as below
 
-    def load(arrays, i):
-        return (real(to_real(arrays[place][i])), *rest(arrays, i))
+        def load(arrays, i):
+            return (real(to_real(arrays[place][0])), *rest(arrays, i))
+
+    else:
+
+        def load(arrays, i):
+            return (real(to_real(arrays[place][i])), *rest(arrays, i))
 
     return compiler.inlined(load)
 
 
-def _stored(kernel: Kernel, compiler: Compiler, k: int = 0) -> Any:
-    """``store(arrays, i, values)``: element ``i`` of the arrays from number ``k`` on."""
-    if k == kernel.n_stored:
+def _stored(kernel: Kernel, compiler: Compiler, places: tuple[int, ...], k: int = 0) -> Any:
+    """``store(arrays, i, values)``: values from number ``k`` on to element ``i`` of arrays."""
+    if k == len(places):
         return compiler.inlined(lambda arrays, i, values: None)  # noqa: ARG005
-    storage = (kernel.w, *kernel.s)[k]
+    place, storage = places[k], (kernel.w, *kernel.s)[places[k]]
     convert = compiler.conversion(storage.from_wide if kernel.real is F64 else storage.from_real)
-    rest = _stored(kernel, compiler, k + 1)
+    rest = _stored(kernel, compiler, places, k + 1)
 
     def store(arrays, i, values):
-        arrays[k][i] = convert(values[k])
+        arrays[place][i] = convert(values[k])
         rest(arrays, i, values)
 
     return compiler.inlined(store)
@@ -139,8 +173,8 @@ def element_of(
     """
     compiled = compiler.rule(update)
     load = conditioned(kernel, compiler, zero_gradient=zero_gradient)
-    load_states, store = _loaded(kernel, compiler), _stored(kernel, compiler)
-    stores_states = kernel.n_stored > 1
+    load_states = _loaded(kernel, compiler, kernel.of_element)
+    store, stores_states = _stored(kernel, compiler, kernel.stored), len(kernel.stored) > 1
 
     def element(arrays, g, i, *rest):
         x, d = load(arrays[0], g, i, rest[-1])
@@ -150,14 +184,126 @@ def element_of(
     return compiler.element(element)
 
 
-def values_of(kernel: Kernel, compiler: Compiler) -> Any:
+def values_of(kernel: Kernel, compiler: Compiler, *, zero_gradient: bool = False) -> Any:
     """``values(arrays, g, i, hp)``: load, prologue and what the rule measures of one element."""
     assert kernel.rule.measure is not None
-    compiled, load = compiler.rule(kernel.rule.measure), conditioned(kernel, compiler)
-    load_states = _loaded(kernel, compiler)
+    compiled = compiler.rule(kernel.rule.measure)
+    load = conditioned(kernel, compiler, zero_gradient=zero_gradient)
+    load_states = _loaded(kernel, compiler, kernel.of_element)
 
     def values(arrays, g, i, hp):
         x, d = load(arrays[0], g, i, hp)
         return compiled(x, d, *load_states(arrays, i), hp)
 
     return compiler.element(values)
+
+
+def adder(rule: Rule, compiler: Compiler, k: int = 0) -> Any:
+    """``add(sums, values)``: a tuple of float64 sums, from number ``k`` on, and what is added."""
+    if k == rule.n_measured:
+        return compiler.inlined(lambda sums, values: ())  # noqa: ARG005
+    rest = adder(rule, compiler, k + 1)
+    if k in rule.signed:
+
+        def add(sums, values):
+            return (sums[k] + np.float64(values[k]), *rest(sums, values))
+
+    else:
+
+        def add(sums, values):
+            return (sums[k] + np.float64(values[k]) * np.float64(values[k]), *rest(sums, values))
+
+    return compiler.inlined(add)
+
+
+def _taken(kernel: Kernel, compiler: Compiler, constants: Mapping[str, float], k: int = 0) -> Any:
+    """``take(states, size, hp)``: what ``factor`` takes after the sums, from number ``k`` on."""
+    rule = kernel.rule
+    if k == len(rule.takes):
+        return compiler.inlined(lambda states, size, hp: ())  # noqa: ARG005
+    name, rest = rule.takes[k], _taken(kernel, compiler, constants, k + 1)
+    of_scope = [state.name for state in rule.states if state.per == rule.scope]
+    if name == "size":
+        return compiler.inlined(lambda states, size, hp: (size, *rest(states, size, hp)))
+    if name in of_scope:
+        place = of_scope.index(name)
+        return compiler.inlined(lambda states, size, hp: (states[place], *rest(states, size, hp)))
+    if name in constants:
+        number = constants[name]
+        return compiler.inlined(lambda states, size, hp: (number, *rest(states, size, hp)))
+    column = kernel.column[name]
+    return compiler.inlined(lambda states, size, hp: (hp[column], *rest(states, size, hp)))
+
+
+def following(
+    kernel: Kernel, compiler: Compiler, constants: Mapping[str, float] | None = None
+) -> Any:
+    """``follow(sums, states, size, hp)``: factors of scalars, then new states of the scope."""
+    rule, take = kernel.rule, _taken(kernel, compiler, constants or {})
+    assert rule.factor is not None
+    compiled = compiler.rule(rule.factor)
+    if len(rule.factored_fields) + len(rule.written_of_scope) > 1:
+
+        def follow(sums, states, size, hp):
+            return compiled(*sums, *take(states, size, hp))
+
+    else:  # a number by itself
+
+        def follow(sums, states, size, hp):
+            return (compiled(*sums, *take(states, size, hp)),)
+
+    return compiler.inlined(follow)
+
+
+def scaling(kernel: Kernel, compiler: Compiler) -> Any:
+    """``scale(hp, factors)``: the scalars with the factors of some of them, each rounded once."""
+    cls: Any = hp_type(kernel.rule, kernel.prologue)
+    real, fields = numba_type(kernel.real), kernel.rule.factored_fields
+
+    def scaled(k: int) -> Any:
+        if k == len(cls._fields):
+            return compiler.inlined(lambda hp, factors: ())  # noqa: ARG005
+        rest = scaled(k + 1)
+        if cls._fields[k] not in fields:
+            return compiler.inlined(lambda hp, factors: (hp[k], *rest(hp, factors)))
+        place = fields.index(cls._fields[k])
+
+        def run(hp, factors):
+            return (real(np.float64(hp[k]) * factors[place]), *rest(hp, factors))
+
+        return compiler.inlined(run)
+
+    every = scaled(0)
+    return compiler.inlined(lambda hp, factors: cls(*every(hp, factors)))
+
+
+def numbers_at(kernel: Kernel, compiler: Compiler, places: tuple[int, ...]) -> Any:
+    """``load(arrays)``: the first element of the arrays at some places, a count as an int64."""
+    if not places:
+        return compiler.inlined(lambda arrays: ())  # noqa: ARG005
+    place, storage, rest = places[0], (kernel.w, *kernel.s)[places[0]], places[1:]
+    convert, others = compiler.conversion(storage.to_real), numbers_at(kernel, compiler, rest)
+    number = np.int64 if storage is I32 else numba_type(kernel.real)
+    return compiler.inlined(lambda arrays: (number(convert(arrays[place][0])), *others(arrays)))
+
+
+def numbers_to(
+    kernel: Kernel, compiler: Compiler, places: tuple[int, ...], begin: int, k: int = 0
+) -> Any:
+    """``store(arrays, values)``: ``values[begin:]`` to the first element of arrays at places."""
+    if k == len(places):
+        return compiler.inlined(lambda arrays, values: None)  # noqa: ARG005
+    place, number = places[k], begin + k
+    storage, others = (
+        (kernel.w, *kernel.s)[place],
+        numbers_to(kernel, compiler, places, begin, k + 1),
+    )
+    is_wide = kernel.real is F64 or storage is I32
+    real = np.int64 if storage is I32 else numba_type(kernel.real)
+    convert = compiler.conversion(storage.from_wide if is_wide else storage.from_real)
+
+    def store(arrays, values):
+        arrays[place][0] = convert(real(values[number]))
+        others(arrays, values)
+
+    return compiler.inlined(store)

@@ -17,6 +17,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from .inner import njit
+from .rules.state import State
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +67,11 @@ def _to_f32(x):
 @njit
 def _to_f64(x):
     return np.float64(x)
+
+
+@njit
+def _to_i32(x):
+    return np.int32(x)
 
 
 @njit
@@ -140,12 +146,28 @@ _of_bf16 = _bf16_to_f32, _f32_to_bf16, _f64_to_bf16
 F16 = Storage("f16", np.dtype(np.float16), np.uint16, *_of_f16, 2, 0x7C00)
 BF16 = Storage("bf16", np.dtype(ml_dtypes.bfloat16), np.uint16, *_of_bf16, 2, 0x7F80)
 
+I32 = Storage("i32", np.dtype(np.int32), np.int32, _same, _to_i32, _to_i32, 4, 0)
+"""Of counts, which are states; no arithmetic is done in it."""
+
 STORAGES: dict[np.dtype[Any], Storage] = {s.dtype: s for s in (F32, F64, F16, BF16)}
+"""What parameters, gradients and states of elements may be."""
+
+
+def storage_of(dtype: np.dtype[Any]) -> Storage:
+    """How a state of a dtype lies in memory."""
+    return I32 if dtype == I32.dtype else STORAGES[dtype]
 
 
 def real_of(storage: Storage) -> Storage:
     """The storage type of the arithmetic for a parameter stored as ``storage``."""
     return F64 if storage is F64 else F32
+
+
+def state_storage(state: State, w: Storage, asked: Storage | None = None) -> Storage:
+    """The storage of a state of a parameter stored as ``w``: as `State.dtype` says."""
+    if state.dtype is not None:
+        return storage_of(np.dtype(state.dtype))
+    return (asked or w) if state.per == "element" else real_of(w)
 
 
 def numba_type(storage: Storage) -> Any:

@@ -40,12 +40,20 @@ def ranges_of(n_positions: int) -> tuple[int, int]:
     return length, -(-n_positions // length)
 
 
+def row_width(shape: tuple[int, ...]) -> int:
+    """Elements of a row of a tensor: its first axis numbers the rows. A vector is one row."""
+    return math.prod(shape[1:] if len(shape) >= 2 else shape)
+
+
 class TensorTable:
     """Where T tensors and their states lie; what stays the same from step to step."""
 
-    def __init__(self, addresses: np.ndarray, first: np.ndarray) -> None:
+    def __init__(
+        self, addresses: np.ndarray, first: np.ndarray, widths: np.ndarray | None = None
+    ) -> None:
         self.addresses = addresses  # int64 [T, 1 + number of states]: the parameter, its states
         self.first = first  # int64 [T + 1]: prefix sums of the tensors' sizes
+        self.widths = widths  # int64 [T]: elements of a row, for rules that know rows
         self.total = int(first[-1])
 
     def move(self, addresses: Sequence[int] | np.ndarray, size: int) -> None:
@@ -85,19 +93,26 @@ class RowTable(NamedTuple):
         return np.searchsorted(of_batch, firsts)
 
 
-class FactoredTensor(NamedTuple):
+class MatrixTensor(NamedTuple):
     """``[matrices, height, width]`` elements and their states; addresses."""
 
-    addresses: tuple[int, ...]  # the parameter, then the states of its shape
-    row_state: int  # [matrices, height]
-    column_state: int  # [matrices, width]
+    addresses: tuple[int, ...]  # the parameter, then its states, those of rows and columns last
     matrices: int
     height: int
     width: int
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], addresses: Sequence[int]) -> FactoredTensor:
-        """A parameter of a shape as a list of matrices; its addresses, those of factors last."""
-        *whole, row, column = addresses
+    def of(cls, shape: tuple[int, ...], addresses: Sequence[int]) -> MatrixTensor:
+        """A parameter of a shape as a list of matrices, with the addresses of its states."""
         *matrices, height, width = shape
-        return cls(tuple(whole), row, column, math.prod(matrices), height, width)
+        return cls(tuple(addresses), math.prod(matrices), height, width)
+
+    @property
+    def row_state(self) -> int:
+        """The address of ``[matrices, height]`` numbers."""
+        return self.addresses[-2]
+
+    @property
+    def column_state(self) -> int:
+        """The address of ``[matrices, width]`` numbers."""
+        return self.addresses[-1]

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from ..kernels.cpu import allocation
-from ..kernels.cpu.adafactor.step import FactoredTable
 from ..kernels.rules import adafactor as rules
 from ..kernels.rules.formula import Formula
+from ..kernels.rules.state import State
 from ..ops.runtime import check, pending
-from ..ops.runtime.arrays import real_type
 from ..ops.runtime.errors import reject, reject_unknown
 from .base.arguments import Fixed, non_negative_float, open_unit, positive_float, step_options
 from .base.groups import Groups
 from .base.numbers import Number
-from .base.parameter import Parameter
-from .base.stateful import States
-from .engine.factored import FactoredUpdate, is_factored
-from .engine.layout import Batch
 from .engine.plan import Update
-from .fused import FusedOptimizer
+from .fused import FusedOptimizer, declared
 from .schedules.decay import LearningRateSchedule
 
 
@@ -155,7 +148,7 @@ class AdaFactor(FusedOptimizer):
         rate = RelativeStep(self.warmup_init) if self.relative_step else learning_rate
         rule = rules.ADAFACTOR if self.beta1 else rules.ADAFACTOR_PLAIN
         options = step_options(use_locking, None, skip_nonfinite, state_dtype)
-        super().__init__(rate, params, weight_decay, loss_scale, rule=rule, states={}, **options)
+        super().__init__(rate, params, weight_decay, loss_scale, rule=rule, **options)
 
     def _check_rate(self, learning_rate: Any) -> None:
         if self.relative_step and learning_rate is not None:
@@ -176,28 +169,10 @@ class AdaFactor(FusedOptimizer):
 
     # State
 
-    def _new_states(self, _initial: Mapping[str, float]) -> States:
-        """Zeros; a first moment only with ``beta1``, row and column means of matrices."""
-        roles: tuple[str, ...] = ("exp_avg",) if self.beta1 else ()
-        roles += "exp_avg_sq_row", "exp_avg_sq_col", "exp_avg_sq"
-        return {role: tuple(self._new_state(role, p) for p in self.parameters) for role in roles}
-
-    def _new_state(self, role: str, p: Parameter) -> Any:
-        full, real = self._state_dtype or p.dtype, real_type(p.dtype)
-        if role == "exp_avg":
-            return self._zeros(p, full, p.shape)
-        if is_factored(p) == (role == "exp_avg_sq"):
-            return None
-        if role == "exp_avg_sq_row":
-            return self._zeros(p, real, p.shape[:-1])
-        if role == "exp_avg_sq_col":
-            return self._zeros(p, real, (*p.shape[:-2], p.shape[-1]))
-        return self._zeros(p, np.float16 if self.compression else full, p.shape)
-
-    def _zeros(self, parameter: Parameter, dtype: Any, shape: tuple[int, ...]) -> Any:
-        if self._works_on_host:
-            return allocation.full(shape, 0.0, dtype)
-        return parameter.array.filled_like(0.0, np.dtype(dtype), shape)
+    def _dtype_of(self, state: State, dtype: np.dtype[Any]) -> np.dtype[Any]:
+        if self.compression and state.name == "exp_avg_sq":
+            return np.dtype(np.float16)
+        return super()._dtype_of(state, dtype)
 
     def init_ada_factor_state(self, beta1: float | None) -> None:
         """Make the state anew, for another ``beta1``: zeros, and no update done.
@@ -213,7 +188,7 @@ class AdaFactor(FusedOptimizer):
             pending.settle()  # what was skipped on the device still counts
         self.beta1 = checked
         self._rule = rules.ADAFACTOR if self.beta1 else rules.ADAFACTOR_PLAIN
-        self._states = self._new_states({})
+        self._states = self._new_states(declared(self._rule))
         self._steps[...] = 0
         self._global_step[...] = 0
         self._derive()
@@ -233,15 +208,6 @@ class AdaFactor(FusedOptimizer):
             if array is None
         }
 
-    def _derive(self) -> None:
-        super()._derive()
-        self._tables: weakref.WeakKeyDictionary[Batch, FactoredTable] = weakref.WeakKeyDictionary()
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = super().__getstate__()
-        del state["_tables"]
-        return state
-
     # The step
 
     def _check_used_rates(self, _rates: Sequence[Number]) -> None:
@@ -255,10 +221,12 @@ class AdaFactor(FusedOptimizer):
         return Formula(rules.adafactor_scalars, (self.beta1 or 0.0, self.decay_rate, self.eps[0]))
 
     def _update(self) -> Update:
-        sizes = self.eps[1], self.clip_threshold, self.scale_parameter
-        has_average = "exp_avg" in self._states
-        factored = FactoredUpdate(self._rule, sizes, has_average, self._tables)
-        return super()._update()._replace(factored=factored)
+        sizes = {
+            "epsilon2": self.eps[1],
+            "clip_threshold": self.clip_threshold,
+            "scale_parameter": self.scale_parameter,
+        }
+        return super()._update()._replace(constants=tuple(sizes.items()))
 
 
 def _two_epsilons(where: str, value: Any) -> tuple[float, float]:

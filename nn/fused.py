@@ -12,6 +12,7 @@ import numpy as np
 from ..kernels.cpu.dense import all_finite
 from ..kernels.rules.formula import Formula
 from ..kernels.rules.rule import Rule
+from ..kernels.rules.state import State
 from ..ops.runtime import check, pending
 from ..ops.runtime.device import DeviceArray
 from ..ops.runtime.errors import reject
@@ -45,7 +46,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         learning_rate, parameters, weight_decay, loss_scale: as `Optimizer`.
         rule: the update rule, a constant of a module.
         states: the names of its states in checkpoints, in its order, and the values with which
-            they begin; by default the rule's own names, and 0.
+            they begin; by default as the rule declares them.
         use_locking: concurrent calls leave parameters, states and counters as some serial
             order of the calls would.
         sparse_update: for row-sparse gradients ``"lazy"`` (only the rows that occur) or
@@ -102,21 +103,20 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         self.skip_nonfinite = check.flag(self._name, "skip_nonfinite", skip_nonfinite)
         self.sparse_update = _sparse_update(self._name, sparse_update)
         check_rule(self._name, rule, states, self.sparse_update)
-        self._moved_to_host = False
+        self._rule, self._moved_to_host = rule, False
         super().__init__(
             learning_rate,
             parameters,
             weight_decay,
             loss_scale,
-            states=dict.fromkeys(rule.states, 0.0) if states is None else states,
+            states=declared(rule, states),
             state_dtype=state_dtype,
         )
         check_compiled(self._name, rule, (p.dtype for p in self.parameters))
-        if rule.measure is not None and self._rows_need is FusedOptimizer._rows_need:
+        if rule.is_two_stage and self._rows_need is FusedOptimizer._rows_need:
             self._rows_need = "a dense one: the rule measures whole tensors", "a RowTensor"
         self._found_inf: DeviceArray | None = None
         self._skipped = np.zeros(1, np.int64)
-        self._rule = rule
         self._derive()
 
     @abstractmethod
@@ -345,6 +345,12 @@ class FusedOptimizer(StatefulOptimizer, ABC):
 
     # State
 
+    def _shape_of(self, state: State, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        rule = self._rule.on(shape)
+        if self._rule.matrix is not None and state not in rule.states:
+            return None
+        return rule.shape_of(state, shape)
+
     def keep_states(self, of: Sequence[bool]) -> None:
         """As `StatefulOptimizer.keep_states`."""
         super().keep_states(of)
@@ -378,6 +384,15 @@ _DERIVED = {
     "_host", "_on_device", "_stepper", "_reader", "_classes", "_conditioning", "_known_update",
     "sends_parameters", "together",
 }  # fmt: skip
+
+
+def declared(rule: Rule, states: Mapping[str, float] | None = None) -> tuple[State, ...]:
+    """The states of a rule, and of the one of matrices; with these names and initial values."""
+    if states is None:
+        of_matrices = rule.matrix.states if rule.matrix else ()
+        return tuple(dict.fromkeys((*of_matrices, *rule.states)))
+    of_each = zip(rule.states, states.items(), strict=True)
+    return tuple(state._replace(name=name, initial=x) for state, (name, x) in of_each)
 
 
 def _moved(to_host: bool, parameter: Parameter, state: Any) -> Any:

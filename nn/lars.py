@@ -14,12 +14,12 @@ from ..kernels.rules import lars as rules
 from ..kernels.rules.gradient import COUPLED_DECAY, TRUST
 from ..kernels.rules.rule import Prologue
 from ..ops.lars import LARSUpdate
-from ..ops.norm import squares_at
 from ..ops.runtime import check, cuda
 from ..ops.runtime.arrays import adopt
 from ..ops.runtime.device import DeviceArray
 from ..ops.runtime.device_gradient import converted
 from ..ops.runtime.errors import reject, reject_unknown
+from ..ops.runtime.step import squares_at
 from .base.arguments import non_negative_float, of_kind
 from .base.optimizer import Optimizer
 from .base.own_rules import check_apart

@@ -96,7 +96,7 @@ class RMSProp(FusedOptimizer):
         self.epsilon = positive_float(self._name, "epsilon", epsilon, arithmetic_type(params))
         self.centered = centered
         rule = _RULES[self.centered, self.momentum > 0.0]
-        states = {role: _INITIAL[role] for role in rule.states}
+        states = {role: _INITIAL[role] for role in rule.names}
         options = step_options(use_locking, sparse_update, skip_nonfinite, state_dtype)
         super().__init__(
             learning_rate, params, weight_decay, loss_scale, rule=rule, states=states, **options

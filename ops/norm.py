@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from ..kernels.cpu.dense import measure
 from ..kernels.cpu.parallel import commit
 from ..kernels.cpu.records import lies_in
 from ..kernels.cpu.rows.step import row_norm
@@ -16,7 +15,6 @@ from ..kernels.element import kernel
 from ..kernels.quiet import quiet
 from ..kernels.rules.norm import SCALED, SCALED_IN_PLACE
 from ..kernels.storage import Storage, real_of
-from ..kernels.tables import TensorTable
 from .runtime import check, device_norm
 from .runtime.arrays import address_of, empty_like, native
 from .runtime.device import device_of, is_on_device
@@ -33,7 +31,7 @@ from .runtime.row_forms import (
 )
 from .runtime.row_step import check_keys, first_bad_index, row_table
 from .runtime.row_tensor import RowTensor
-from .runtime.step import DenseUpdate, Variables, tensor_step
+from .runtime.step import DenseUpdate, Variables, squares_at, tensor_step
 
 Gradient = Any  # an array, of NumPy or a `DeviceArray`, or a `RowTensor`
 
@@ -194,17 +192,6 @@ def squares(storage: Storage, arrays: Sequence[np.ndarray]) -> np.ndarray:
     addresses = np.array([address_of(array) for array in arrays])
     sizes = np.array([array.size for array in arrays])
     return squares_at(storage, addresses, sizes)
-
-
-def squares_at(storage: Storage, addresses: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """As `squares`, for arrays given by int64 addresses and numbers of elements."""
-    addresses = np.array(addresses, np.int64)
-    table = TensorTable(addresses[:, None], np.concatenate(([0], np.cumsum(sizes))))
-    hp = np.ones((1, 1), real_of(storage).dtype)
-    compiled = kernel(SCALED, (), storage, storage, ())
-    hp_of = np.zeros(len(addresses), np.int64)
-    sums: np.ndarray = measure(compiled, table, addresses, hp, hp_of)[:, 0]
-    return sums
 
 
 def _of_rows(where: str, g: Storage, by_place: dict[int, RowTensor]) -> float:

@@ -2,17 +2,19 @@
 
 The loops of this package (drivers) do not know a rule. A rule is compiled into a *block*,
 
-    update(arrays, offset, g, n, hp)            five int64
+    update(arrays, row, rows, width, g, hp)            six int64
 
-which updates ``n`` contiguous elements, and a driver calls it through its address: ``arrays`` is
-the address of the addresses of the parameter and its states, ``offset`` the number of elements
-before those that are updated; ``g``, of the gradient of these, and ``hp`` are addresses. A new rule
-then costs one small compilation, the drivers are compiled once for all rules, and the dense,
-row-sparse, serial and parallel paths run the very same machine code, hence give equal bits.
+which updates ``rows`` rows of ``width`` elements, and a driver calls it through its address:
+``arrays`` is the address of the addresses of the parameter and its states, ``row`` the number of
+rows before those that are updated; ``g``, of the gradient of these, and ``hp`` are addresses. To a
+rule that knows elements only (its `grain`) every element may be a row. A new rule then costs one
+small compilation, the drivers are compiled once for all rules, and the dense, row-sparse, serial
+and parallel paths run the very same machine code, hence give equal bits.
 
-The first stage of a two-stage rule is compiled into a block that only reads and adds up,
+A rule that measures rows does so within its block: a row is read twice, the second time from the
+first cache. The first stage of a rule that measures more is a block that only reads and adds up,
 
-    measure(arrays, offset, g, n, hp, sums)     six int64
+    measure(arrays, row, rows, width, g, hp, sums)     seven int64
 """
 
 from __future__ import annotations
@@ -23,7 +25,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import carray
 
-from ..element import Compiler, Kernel, element_of, values_of
+from ..element import (
+    Compiler,
+    Kernel,
+    adder,
+    element_of,
+    following,
+    numbers_at,
+    numbers_to,
+    scaling,
+    values_of,
+)
 from ..inner import njit
 from ..rules.rule import PROLOGUE_FLAGS, RULE_FLAGS, hp_type
 from ..storage import Storage, numba_type
@@ -56,42 +68,47 @@ class Blocks(NamedTuple):
 @cache
 def blocks(kernel: Kernel) -> Blocks:
     """The blocks of a kernel; nothing is compiled yet."""
-    of_sums = kernel.with_gradient(kernel.real)
+    of_sums, measures = kernel.with_gradient(kernel.real), kernel.rule.is_two_stage
+    block = _row_block if kernel.rule.is_row_wise else _block
     return Blocks(
-        _block(kernel),
-        _block(of_sums, zero_gradient=True),
-        _block(of_sums),
-        _measure(kernel) if kernel.rule.measure else None,
-        _measure(of_sums) if kernel.rule.measure else None,
+        block(kernel),
+        block(of_sums, zero_gradient=True),
+        block(of_sums),
+        _measure(kernel) if measures else None,
+        _measure(of_sums) if measures else None,
     )
 
 
 def readers(kernel: Kernel) -> tuple[Any, Any]:
     """What reads the scalars, and the arrays of the parameter and its states."""
     hp = tuple_reader(hp_type(kernel.rule, kernel.prologue), numba_type(kernel.real))
-    return hp, array_reader([storage.carrier for storage in (kernel.w, *kernel.s)])
+    return hp, array_reader([storage.carrier for storage in (kernel.w, *kernel.s)], kernel.per)
 
 
 def identity(kind: str, function: Any, kernel: Kernel, *storages: Storage) -> str:
     """All that decides the machine code of a function of a rule, for the on-disk cache."""
     parts = " ".join(fingerprint(p.apply) + str(p.hp) for p in kernel.prologue)
-    names = " ".join(storage.name for storage in storages)
+    names, rule = " ".join(storage.name for storage in storages), kernel.rule
+    states = [(state.per, state.is_read) for state in rule.states]
+    measured = f"{rule.n_measured} {rule.signed} {rule.scope} {rule.takes} {rule.factor_of}"
+    for other in (rule.measure, rule.factor) if rule.is_row_wise else ():
+        measured += f" {fingerprint(other)}" if other else " none"
     return (
-        f"{kind} {function.__name__} {fingerprint(function)} {kernel.rule.n_measured} "
-        f"{kernel.rule.hp} prologue {parts} storage {names}"
+        f"{kind} {function.__name__} {fingerprint(function)} {states} {measured} "
+        f"{rule.hp} prologue {parts} storage {names}"
     )
 
 
 @cache
 def _block(kernel: Kernel, *, zero_gradient: bool = False) -> NativeFunction:
-    """The loop over ``n`` contiguous elements."""
+    """The loop over contiguous elements."""
     rule, g_type = kernel.rule.update, kernel.g.carrier
     element = element_of(kernel, rule, CPU, zero_gradient=zero_gradient)
     read_hp, read_arrays = readers(kernel)
 
-    def update(addresses, offset, g_address, n, hp_address):
-        hp, arrays = read_hp(hp_address), read_arrays(addresses, offset, n)
-        g = carray(as_pointer(g_address), n, g_type)
+    def update(addresses, row, rows, width, g_address, hp_address):
+        hp, arrays = read_hp(hp_address), read_arrays(addresses, row, rows, width)
+        g = carray(as_pointer(g_address), rows * width, g_type)
         for i in range(arrays[0].size):
             element(arrays, g, i, hp)
 
@@ -99,24 +116,39 @@ def _block(kernel: Kernel, *, zero_gradient: bool = False) -> NativeFunction:
     return NativeFunction(update, identity(kind, rule, kernel, kernel.w, kernel.g, *kernel.s))
 
 
-def _adder(n_values: int, k: int = 0) -> Any:
-    """``add(sums, values)``: a tuple of sums, from number ``k`` on, and the squares of values."""
-    if k == n_values:
-        return CPU.inlined(lambda sums, values: ())  # noqa: ARG005
-    rest = _adder(n_values, k + 1)
-
-    def add(sums, values):
-        return (sums[k] + np.float64(values[k]) * np.float64(values[k]), *rest(sums, values))
-
-    return CPU.inlined(add)
-
-
 @cache
-def _measure(kernel: Kernel) -> NativeFunction:
-    """The loop of a measuring block: float64 sums in the order of the machine code."""
-    rule, n_values, g_type = kernel.rule.measure, kernel.rule.n_measured, kernel.g.carrier
-    values, add, zeros = values_of(kernel, CPU), _adder(n_values), (0.0,) * n_values
+def _row_block(kernel: Kernel, *, zero_gradient: bool = False) -> NativeFunction:
+    """The same row by row, each of which is measured first."""
+    rule, g_type, g_bytes = kernel.rule.update, kernel.g.carrier, kernel.g.itemsize
+    element = element_of(kernel, rule, CPU, zero_gradient=zero_gradient)
     read_hp, read_arrays = readers(kernel)
+    add_up = _summing(kernel, zero_gradient=zero_gradient)
+    load, begin = numbers_at(kernel, CPU, kernel.of_scope), len(kernel.rule.factored_fields)
+    store = numbers_to(kernel, CPU, kernel.written_of_scope, begin)
+    follow, scale = following(kernel, CPU), scaling(kernel, CPU)
+
+    def update(addresses, row, rows, width, g_address, hp_address):
+        of_table = read_hp(hp_address)
+        for k in range(rows):
+            arrays = read_arrays(addresses, row + k, 1, width)
+            g = carray(as_pointer(g_address + k * width * g_bytes), width, g_type)
+            found = follow(add_up(arrays, g, of_table), load(arrays), width, of_table)
+            store(arrays, found)
+            hp = scale(of_table, found)
+            for i in range(arrays[0].size):
+                element(arrays, g, i, hp)
+
+    kind = "zero rows" if zero_gradient else "rows"
+    return NativeFunction(update, identity(kind, rule, kernel, kernel.w, kernel.g, *kernel.s))
+
+
+def _summing(kernel: Kernel, *, zero_gradient: bool = False) -> Any:
+    """``add_up(arrays, g, hp)``: what is measured of some elements, as float64 sums."""
+    zeros = (0.0,) * kernel.rule.n_measured
+    if not zeros:
+        return CPU.inlined(lambda arrays, g, hp: ())  # noqa: ARG005
+    values = values_of(kernel, CPU, zero_gradient=zero_gradient)
+    add = adder(kernel.rule, CPU)
 
     @njit(error_model="numpy", fastmath=SUMS)
     def add_up(arrays, g, hp):
@@ -125,9 +157,18 @@ def _measure(kernel: Kernel) -> NativeFunction:
             sums = add(sums, values(arrays, g, i, hp))
         return sums
 
-    def measure(addresses, offset, g_address, n, hp_address, sums_address):
-        g = carray(as_pointer(g_address), n, g_type)
-        found = add_up(read_arrays(addresses, offset, n), g, read_hp(hp_address))
+    return add_up
+
+
+@cache
+def _measure(kernel: Kernel) -> NativeFunction:
+    """The loop of a measuring block: float64 sums in the order of the machine code."""
+    rule, n_values, g_type = kernel.rule.measure, kernel.rule.n_measured, kernel.g.carrier
+    add_up, (read_hp, read_arrays) = _summing(kernel), readers(kernel)
+
+    def measure(addresses, row, rows, width, g_address, hp_address, sums_address):
+        g = carray(as_pointer(g_address), rows * width, g_type)
+        found = add_up(read_arrays(addresses, row, rows, width), g, read_hp(hp_address))
         sums = carray(as_pointer(sums_address), n_values, np.float64)
         for k in range(n_values):
             sums[k] = found[k]

@@ -46,6 +46,7 @@ class DenseCall(NamedTuple):
     addresses_bytes: int  # of a row of them
     gradients: np.ndarray  # [T]
     first: np.ndarray  # [T + 1]: flat index of each tensor's first element
+    widths: np.ndarray | None  # [T]: elements of a row, where the block knows rows
     hp: np.ndarray  # [R, F] of the arithmetic type
     hp_row_bytes: int
     hp_of: np.ndarray  # [T]: row of hp
@@ -62,9 +63,12 @@ class DenseCall(NamedTuple):
         hp: np.ndarray,
         hp_of: np.ndarray,
         chunk: int,
+        *,
+        by_rows: bool = False,
     ) -> DenseCall:
-        """``block`` on the tensors of a table, ``chunk`` elements at a time."""
-        tensors = table.addresses, table.addresses.strides[0], gradients, table.first
+        """``block`` on tensors, ``chunk`` elements at a time, or about so many in whole rows."""
+        widths = table.widths if by_rows else None
+        tensors = table.addresses, table.addresses.strides[0], gradients, table.first, widths
         scalars = hp, hp.strides[0], hp_of
         return cls(block.address, len(gradients), *tensors, *scalars, g.itemsize, chunk)
 
@@ -75,11 +79,23 @@ _call_at = records(DenseCall)
 
 
 @njit(inline="always")
-def _block_arguments(c, t, offset, n):
-    """For ``n`` elements of tensor ``t``, from number ``offset`` on."""
+def _block_arguments(c, t, row, rows, width):
+    """For ``rows`` rows of tensor ``t``, from number ``row`` on."""
     gradients, hp_of = int64s(c.gradients, c.n_tensors), int64s(c.hp_of, c.n_tensors)
-    g, hp = gradients[t] + offset * c.g_bytes, c.hp + hp_of[t] * c.hp_row_bytes
-    return c.addresses + t * c.addresses_bytes, offset, g, n, hp
+    g, hp = gradients[t] + row * width * c.g_bytes, c.hp + hp_of[t] * c.hp_row_bytes
+    return c.addresses + t * c.addresses_bytes, row, rows, width, g, hp
+
+
+@njit(inline="always")
+def _run_rows(c, t, begin, end):
+    """The block on the rows of a tensor that begin in a stretch of its elements."""
+    if c.widths == 0:
+        call_address(c.block, *_block_arguments(c, t, begin, end - begin, 1))
+        return
+    width = int64s(c.widths, c.n_tensors)[t]
+    first, last = -(-begin // width), -(-end // width)
+    if last > first:
+        call_address(c.block, *_block_arguments(c, t, first, last - first, width))
 
 
 @part(DenseCall)
@@ -92,7 +108,7 @@ def _run_chunk(index, slot, c):
     while flat < end:
         n = min(end, first[t + 1]) - flat
         if n > 0:
-            call_address(c.block, *_block_arguments(c, t, flat - first[t], n))
+            _run_rows(c, t, flat - first[t], flat - first[t] + n)
             flat += n
         t += 1
 
@@ -115,7 +131,9 @@ class DenseStep:
         self.hp_of = np.zeros(n_tensors, np.int64)  # the row of ``hp`` that a tensor uses
         of_table = table, self.gradients, self.hp, self.hp_of
         self._cut_for = 0, 0  # elements and threads
-        self._call = Arguments(DenseCall.of(blocks(kernel).update, kernel.g, *of_table, chunk=0))
+        block, by_rows = blocks(kernel).update, kernel.rule.is_row_wise
+        call = DenseCall.of(block, kernel.g, *of_table, chunk=0, by_rows=by_rows)
+        self._call = Arguments(call)
         self.loops = (Loop(_run_chunk.address, 1, self._call.address, 1),)
 
     def prepare(self) -> None:
@@ -164,13 +182,14 @@ def _measure_part(index, slot, c):
     t = last_at_most(first_part, d.n_tensors, index)
     offset = (index - first_part[t]) * d.chunk
     n = min(d.chunk, first[t + 1] - first[t] - offset)
-    call_address(d.block, *_block_arguments(d, t, offset, n), c.sums + index * c.sums_bytes)
+    of_part = _block_arguments(d, t, offset, n, 1)
+    call_address(d.block, *of_part, c.sums + index * c.sums_bytes)
 
 
 def measure(
     kernel: Kernel, table: TensorTable, gradients: np.ndarray, hp: np.ndarray, hp_of: np.ndarray
 ) -> np.ndarray:
-    """float64 ``[T, n_measured]`` sums of squares of what a rule measures; as `DenseStep`."""
+    """float64 ``[T, n_measured]`` sums of what a rule measures; as `DenseStep`."""
     block = blocks(kernel).measure
     assert block is not None
     parts = np.maximum(1, -(-np.diff(table.first) // PART))
@@ -189,8 +208,8 @@ def finite_check(storage: Storage) -> NativeFunction:
     carrier = np.dtype(f"u{storage.itemsize}").type
     exponent = carrier(storage.exponent)
 
-    def check_finite(arrays, offset, g, n, found):
-        values, count = carray(as_pointer(g), n, carrier), 0
+    def check_finite(arrays, row, rows, width, g, found):
+        values, count = carray(as_pointer(g), rows * width, carrier), 0
         for i in range(values.size):
             count += (values[i] & exponent) == exponent
         if count > 0:

@@ -87,21 +87,26 @@ def value_reader(kinds):
     return read
 
 
-def array_reader(carriers):
-    """A compiled function ``read(addresses, offset, n)``: a tuple of arrays of ``n`` elements.
+def array_reader(carriers, per):
+    """A compiled function ``read(addresses, row, rows, width)``: a tuple of arrays of some rows.
 
-    There is one for each NumPy scalar type of ``carriers``; it begins ``offset`` elements after the
-    address of its number in the list at ``addresses``.
+    There is one for each NumPy scalar type of ``carriers``, at the address of its number in the
+    list at ``addresses``; ``per`` says of what it has an element. Of elements and rows they are
+    those of ``rows`` rows from ``row`` on, of columns and tensors all.
     """
     arrays = [types.Array(from_dtype(np.dtype(carrier)), 1, "C") for carrier in carriers]
     result = types.Tuple(arrays)
 
     @of_int64s(result)
-    def read(context, builder, addresses, offset, n):
+    def read(context, builder, addresses, row, rows, width):
         first, made = _pointer(builder, addresses, _I64), []
+        zero, one = (ir.Constant(_I64, n) for n in (0, 1))
+        elements = [builder.mul(n, width) for n in (row, rows)]
+        stretches = {"element": elements, "row": (row, rows), "column": (zero, width)}
         for k, kind in enumerate(arrays):
             element = context.get_data_type(kind.dtype)
             itemsize = ir.Constant(_I64, context.get_abi_sizeof(element))
+            offset, n = stretches.get(per[k], (zero, one))
             address = builder.load(builder.gep(first, [ir.Constant(_I64, k)]))
             data = _pointer(builder, builder.add(address, builder.mul(offset, itemsize)), element)
             array = context.make_array(kind)(context, builder)

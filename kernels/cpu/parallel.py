@@ -441,6 +441,19 @@ class Prepared(Runs, Protocol):
         """Give back what it has borrowed."""
 
 
+class Joined:
+    """Several steps as one."""
+
+    def __init__(self, steps: Sequence[Prepared]) -> None:
+        self._steps = steps
+        self.loops = tuple(loop for step in steps for loop in step.loops)
+
+    def release(self) -> None:
+        """Give back what each has borrowed."""
+        for step in self._steps:
+            step.release()
+
+
 def commit(steps: Sequence[Prepared], count: Runs | None = None) -> None:
     """Write: run steps and count them, in one compiled call that nothing interrupts."""
     loops: tuple[Loop, ...] = ()

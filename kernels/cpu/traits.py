@@ -52,10 +52,12 @@ def of_measure(rule: Rule, real: Storage) -> Traits:
     return _traits(rule.measure, _of_element(rule, real))
 
 
-def of_factor(rule: Rule) -> Traits:
-    """Those of what follows from what a rule has measured."""
+def of_factor(rule: Rule, real: Storage) -> Traits:
+    """Those of what follows from what a rule has measured, in some type of the arithmetic."""
     assert rule.factor is not None
-    return _traits(rule.factor, (types.float64,) * rule.n_measured)
+    counts = {"size", *(state.name for state in rule.states if state.dtype is not None)}
+    taken = [types.int64 if name in counts else numba_type(real) for name in rule.takes]
+    return _traits(rule.factor, (*(types.float64,) * rule.n_measured, *taken))
 
 
 def of_formula(formula: Formula, real: Storage) -> Traits:
@@ -69,7 +71,8 @@ def of_formula(formula: Formula, real: Storage) -> Traits:
 def _of_element(rule: Rule, real: Storage) -> tuple[Any, ...]:
     number = numba_type(real)
     hp = types.NamedUniTuple(number, len(rule.hp), hp_type(rule, ()))
-    return (*(number,) * (2 + len(rule.states)), hp)
+    own = [state for state in rule.states if state.per in ("element", "tensor")]
+    return (*(number,) * (2 + len(own)), hp)
 
 
 @cache

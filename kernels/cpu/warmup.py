@@ -18,7 +18,7 @@ from ..element import kernel
 from ..rules.gradient import COUPLED_DECAY, SCALE, TRUST
 from ..rules.norm import SCALED
 from ..rules.rule import Prologue, Rule
-from ..storage import STORAGES, Storage, real_of
+from ..storage import STORAGES, Storage, real_of, state_storage
 from . import (  # noqa: F401  (register their parts)
     allocation,
     counts,
@@ -28,12 +28,12 @@ from . import (  # noqa: F401  (register their parts)
     parallel,
     threads,
 )
-from .adafactor import step as _adafactor_step  # noqa: F401
-from .adafactor.blocks import factored_blocks
 from .blocks import blocks
 from .cache import cache_directory, cache_problem, clear_cache
 from .compile import PARTS, NativeFunction
 from .headers import arrays, tensors
+from .matrices import step as _matrices_step  # noqa: F401
+from .matrices.blocks import matrix_blocks
 from .parallel import LOOPS, SHARED_LOOPS
 from .rows import step, sums  # noqa: F401
 
@@ -72,16 +72,14 @@ def functions(
     yield from (gather.gather_part, *map(dense.finite_check, storages))
     prologues = _PROLOGUES if every_prologue else _PROLOGUES[:1]
     for rule, prologue, storage in itertools.product(chosen, prologues, storages):
-        states = (storage,) * len(rule.states)
-        compiled = blocks(kernel(rule, prologue, storage, storage, states))
-        yield from (block for block in compiled if block)
+        states = tuple(state_storage(state, storage) for state in rule.states)
+        compiled = kernel(rule, prologue, storage, storage, states)
+        yield from (block for block in (matrix_blocks if rule.lines else blocks)(compiled) if block)
         if rule.layerwise and not prologue:
             norm = blocks(kernel(SCALED, (), storage, storage, ())).measure
             yield from (norm,) if norm else ()
             own = _TRUST_PROLOGUES if every_prologue else _TRUST_PROLOGUES[:1]
             yield from (blocks(kernel(rule, p, storage, storage, states)).update for p in own)
-        if rule.factored:
-            yield from factored_blocks(kernel(rule, prologue, storage, storage, states[:-1]))
 
 
 def write_portable(path: Path) -> None:

@@ -24,7 +24,8 @@ import math
 from typing import Any
 
 from .formula import Numbers
-from .rule import Rule, product, rule_helper
+from .rule import Lines, Rule, product, rule_helper
+from .state import State
 
 _SMALLEST = 1e-30
 
@@ -170,15 +171,29 @@ def size_factors(
 # The last two are those of a parameter of size 1 until the sizes are known.
 HP = ("beta2", "one_minus_beta2", "epsilon1", "smallest", "smallest_mean", "largest", "beta1",
       "one_minus_beta1", "step", "decay")  # fmt: skip
+LINES = Lines(
+    squared, averaged_mean, held_up, row_factor, column_factor, "smallest", "smallest_mean",
+    "scale_parameter",
+)  # fmt: skip
+SIZES: dict[str, Any] = {
+    "n_measured": 2,
+    "factor": size_factors,
+    "factor_of": ("step", "decay"),
+    "takes": ("size", "epsilon2", "clip_threshold", "scale_parameter"),
+    "decays": True,
+}
+"""What follows from the sizes of a parameter and of its direction, of matrices and vectors."""
+_LINE_STATES = State("exp_avg_sq_row", "row"), State("exp_avg_sq_col", "column")
+ADAFACTOR_MATRIX = Rule(
+    factored, (State("exp_avg"), *_LINE_STATES), HP, factored_direction, lines=LINES, **SIZES
+)
 ADAFACTOR = Rule(
-    adafactor, ("exp_avg", "exp_avg_sq"), HP, adafactor_norms, 2, factored=factored, decays=True
+    adafactor, ("exp_avg", "exp_avg_sq"), HP, adafactor_norms, matrix=ADAFACTOR_MATRIX, **SIZES
+)
+ADAFACTOR_PLAIN_MATRIX = Rule(
+    factored_plain, _LINE_STATES, HP, factored_direction, lines=LINES, **SIZES
 )
 ADAFACTOR_PLAIN = Rule(
-    adafactor_plain,
-    ("exp_avg_sq",),
-    HP,
-    adafactor_plain_norms,
-    2,
-    factored=factored_plain,
-    decays=True,
-)
+    adafactor_plain, ("exp_avg_sq",), HP, adafactor_plain_norms, matrix=ADAFACTOR_PLAIN_MATRIX,
+    **SIZES,
+)  # fmt: skip

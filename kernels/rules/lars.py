@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from .rule import Rule
+from .state import State
 
 _LARGEST = float(np.finfo(np.float32).max)
 
@@ -60,4 +61,4 @@ def clipped_ratio(ratios: np.ndarray, lr: np.ndarray) -> np.ndarray:
     return np.array([clipped(*pair) for pair in zip(ratios.tolist(), lr.tolist(), strict=True)])
 
 
-LARS_GRADIENT = Rule(lars_gradient, ("weight",), ("ratio", "decay"), n_read=1)
+LARS_GRADIENT = Rule(lars_gradient, (State("weight", is_read=True),), ("ratio", "decay"))

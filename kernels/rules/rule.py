@@ -1,18 +1,21 @@
-"""What an update rule is: a scalar function, the names of its scalars, its states."""
+"""What an update rule is: a scalar function, its scalars, its states, and what it measures."""
 
 from __future__ import annotations
 
+import math
 from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba.extending import register_jitable
 
 from ..inner import NO_WRAPPERS
+from ..lazy import lazy
+from .state import State
 
 # FMA contraction and IEEE division without Numba's zero check: both are needed for packed
 # code, and neither assumes away NaN or infinity.
@@ -57,47 +60,127 @@ class _Constant:
         raise TypeError(f"{self} cannot be pickled: it is no constant of the module {module}")
 
 
+class Lines(NamedTuple):
+    """Of matrices, running means over the rows and the columns, kept as the last two states.
+
+    All are scalar functions. With ``R`` and ``C`` the two states of an element's row and column,
+    ``update`` takes in their place the factors ``row_factor(R, mean of all R)`` and
+    ``column_factor(C)``. What is measured of a tensor is the parameter, where the constant
+    ``of_parameter`` says so, and what ``measure(g, row factor, column factor, hp)`` returns.
+    """
+
+    term: Callable[..., Any]  # term(g, hp): what the means are of
+    average: Callable[..., Any]  # average(state, mean, hp): the new state
+    hold: Callable[..., Any]  # hold(x, smallest): what can be divided by, in place of x
+    row_factor: Callable[..., Any]
+    column_factor: Callable[..., Any]
+    smallest: str  # the scalar above which C is held
+    smallest_mean: str  # likewise the mean of all R
+    of_parameter: str
+
+
 @dataclass(frozen=True, eq=False)
 class Rule(_Constant):
     """An update rule; compared by identity.
 
+    A rule may measure: sums over a row, a tensor or all tensors of a step, from which follow
+    factors of some scalars before ``update`` sees them. Sums are float64, in an order that does not
+    depend on the number of threads.
+
     Attributes:
         update: ``update(w, g, *states, hp) -> (w, *states)``, scalars in and scalars
             out, compilable by Numba, without literals (a literal turns float32
-            arithmetic into float64; constants come in through ``hp``).
-        states: the role of each state, in argument order.
+            arithmetic into float64; constants come in through ``hp``). Its states are those per
+            element, and those per tensor, which it only reads.
+        states: a `State` each, in argument order; a str is the name of one per element.
         hp: the fields of ``hp`` that ``update`` and ``measure`` read.
-        measure: makes it a two-stage rule: ``measure(w, g, *states, hp)`` returns a tuple of
-            values, whose squares are summed over the tensor before anything is updated. What
-            follows from the sums comes to ``update`` through ``hp``.
+        measure: ``measure(w, g, *states, hp)`` returns a tuple of values, whose squares are added
+            up. It is told the states as they were.
         n_measured: how many values.
-        factor: ``factor(*sums) -> float64``: what follows from the sums, a scalar function too:
-            a factor of one field of ``hp``. None: it takes more than the sums of the tensor.
-        factor_of: that field.
-        factored: ``factored(w, g, *others, row, column, hp) -> (w, *others)``: the update of a
-            matrix whose last state is kept as a factor of each row and one of each column.
+        signed: the places of those that are added up themselves, not their squares.
+        factor: ``factor(*sums, *takes)``: what follows from the sums, a scalar function too: a
+            factor of each field of ``factor_of``, then the new states of its scope. None: it takes
+            more than the sums.
+        factor_of: that field of ``hp``, or a tuple of them.
+        scope: over what is summed, and for what a factor counts: ``"row"``, ``"tensor"`` or
+            ``"step"``. A row is measured and updated while it is in the caches.
+        takes: what ``factor`` takes after the sums, by name: ``"size"``, the number of elements of
+            the scope; states of the scope; fields of ``hp``; or constants of the optimizer.
+        lines: of a rule on matrices with a state per row and one per column.
+        matrix: the rule of tensors of two or more axes, where that is another one.
         layerwise: whether LARS and THOR are published around it, with a factor for each tensor.
         decays: whether it applies the weight decay itself; else that is added to the gradient.
-        n_read: how many of the last states are only read: ``update`` does not return them.
     """
 
     update: Callable[..., Any]
-    states: tuple[str, ...]
+    states: tuple[State, ...]
     hp: tuple[str, ...]
     measure: Callable[..., Any] | None = None
     n_measured: int = 0
     factor: Callable[..., Any] | None = None
-    factor_of: str = ""
-    factored: Callable[..., Any] | None = None
+    factor_of: str | tuple[str, ...] = ""
+    signed: tuple[int, ...] = ()
+    scope: str = "tensor"
+    takes: tuple[str, ...] = ()
+    lines: Lines | None = None
+    matrix: Rule | None = None
     layerwise: bool = False
     decays: bool = False
-    n_read: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.states, tuple):  # else whoever uses it says what is wrong
+            states = [State(state) if isinstance(state, str) else state for state in self.states]
+            object.__setattr__(self, "states", tuple(states))
+
+    @lazy
+    def names(self) -> tuple[str, ...]:
+        """Those of the states."""
+        return tuple(state.name for state in self.states)
+
+    @property
+    def is_row_wise(self) -> bool:
+        """Whether a row is the least that can be updated by itself."""
+        return self.scope == "row"
+
+    @property
+    def factored_fields(self) -> tuple[str, ...]:
+        """The scalars of which ``factor`` gives factors."""
+        return (self.factor_of,) if isinstance(self.factor_of, str) else self.factor_of
+
+    @property
+    def written_of_scope(self) -> tuple[State, ...]:
+        """The states that ``factor`` gives anew."""
+        return tuple(s for s in self.states if s.per == self.scope and not s.is_read)
+
+    @property
+    def is_two_stage(self) -> bool:
+        """Whether whole tensors have to be measured before anything is updated."""
+        return self.measure is not None and not self.is_row_wise
+
+    def on(self, shape: tuple[int, ...]) -> Rule:
+        """The rule of a tensor of a shape."""
+        is_matrix = self.matrix is not None and len(shape) >= 2 and math.prod(shape) > 0
+        return self.matrix if is_matrix and self.matrix else self
+
+    def shape_of(self, state: State, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of a state of a tensor."""
+        if state.per == "row":
+            rows = shape[:-1] if self.lines else shape[:1]
+            return rows if len(shape) >= 2 else (1,)
+        if state.per == "column":
+            return (*shape[:-2], shape[-1])
+        return shape if state.per == "element" else (1,)
 
 
-def factors(rule: Rule, squares: np.ndarray) -> np.ndarray:
-    """``[T]`` factors of ``rule.factor_of``, from the ``[T, n_measured]`` sums of squares."""
+def factors(rule: Rule, sums: np.ndarray, known: Sequence[Mapping[str, float]]) -> np.ndarray:
+    """float64 ``[T, n]``: what follows from the ``[T, n_measured]`` sums of each of T tensors.
+
+    ``known`` has for each tensor what `Rule.takes` names.
+    """
     assert rule.factor is not None
-    return np.array([rule.factor(*of_tensor) for of_tensor in squares.tolist()])
+    of_each = zip(sums.tolist(), known, strict=True)
+    found = [rule.factor(*own, *(names[name] for name in rule.takes)) for own, names in of_each]
+    return np.array(found, np.float64).reshape(len(found), -1)
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,6 +17,7 @@ from ...kernels.cpu import traits
 from ...kernels.rules.formula import ROUNDING, Formula, Numbers
 from ...kernels.rules.gradient import COUPLED_DECAY, SCALE, TRUST
 from ...kernels.rules.rule import Part, Rule, factors
+from ...kernels.rules.state import PARAMETER, PER, State
 from ...kernels.storage import STORAGES, Storage, real_of
 from ...ops.runtime import check
 from ...ops.runtime.errors import reject
@@ -25,6 +26,7 @@ from .arguments import is_int, of_kind
 _PACKAGE = __name__.rpartition(".nn.")[0]
 _FLOATS = ("float32", "float64")
 _NUMBERS = (*_FLOATS, "int64")
+_SCOPES = ("row", "tensor")
 _OF_FORMULA = ("real", "lr", "decay", "step", "constants", "powers")
 
 
@@ -54,7 +56,7 @@ def check_rule(
     of_kind(where, "rule", rule, Rule, "a Rule")
     if not is_own(rule.update):
         return
-    _check_names(where, "states of the rule", rule.states)
+    _check_declared(where, rule)
     _check_names(where, "hp of the rule", rule.hp)
     for name in rule.hp:  # fields of a named tuple
         if not name.isidentifier() or keyword.iskeyword(name) or name.startswith("_"):
@@ -62,15 +64,14 @@ def check_rule(
             reject(ValueError, where, "hp of the rule", wrong, expected, repr(name))
     couples = not rule.decays if couples is None else couples
     check_apart(where, rule, SCALE, TRUST, *((COUPLED_DECAY,) if couples else ()))
-    if not is_int(rule.n_read) or not 0 <= rule.n_read <= len(rule.states):
-        expected = f"an int from 0 to {len(rule.states)}, as many as there are states"
-        reject(ValueError, where, "n_read of the rule", "is out of range", expected, rule.n_read)
-    element = ("w", "g", *rule.states, "hp")
+    element = ("w", "g", *(s.name for s in rule.states if s.per in ("element", "tensor")), "hp")
     _check_function(where, "update", rule.update, element)
-    if rule.factored is not None:
-        wrong = "is of no use to this class"
-        reject(TypeError, where, "factored of the rule", wrong, None, rule.factored)
+    for name in ("lines", "matrix"):
+        if getattr(rule, name) is not None:
+            wrong, got = "is of no use to this class", getattr(rule, name)
+            reject(TypeError, where, f"{name} of the rule", wrong, None, got)
     _check_measure(where, rule, element, sparse_update)
+    _check_scopes(where, rule)
     _check_states(where, rule, states)
 
 
@@ -81,6 +82,53 @@ def _check_names(where: str, what: str, names: Any) -> None:
         of_kind(where, what, name, str, "a tuple of str")
     if len({*names}) < len(names):
         reject(ValueError, where, what, "has a name twice", "different ones", names)
+
+
+def _check_declared(where: str, rule: Rule) -> None:
+    """States that are declared, each by itself, as they can be."""
+    what = "states of the rule"
+    of_kind(where, what, rule.states, tuple, "a tuple of str or State")
+    for state in rule.states:
+        of_kind(where, what, state, State, "a tuple of str or State")
+    _check_names(where, what, rule.names)
+    for name, per, initial, is_read, dtype in rule.states:
+        label = f"state {name!r} of the rule"
+        if per not in PER:
+            reject(ValueError, where, label, "is of something unknown", f"one of {PER}", per)
+        check.flag(where, f"is_read of the {label}", is_read)
+        if dtype is not None and (per == "element" or dtype != np.int32):
+            expected = "None, or np.int32 for a count of rows or tensors"
+            reject(ValueError, where, label, "has a wrong dtype", expected, dtype)
+        if initial != PARAMETER:
+            check.number(where, f"initial of the {label}", initial)
+        elif per != "element":
+            wrong, expected = "begins as a copy of the parameter", "one number for each element"
+            reject(ValueError, where, label, wrong, expected, f"one per {per}")
+
+
+def _check_scopes(where: str, rule: Rule) -> None:
+    """States that something gives anew, and what follows from sums that are there."""
+    if rule.scope not in _SCOPES:
+        what, wrong = "scope of the rule", "is unknown"
+        reject(ValueError, where, what, wrong, f"one of {_SCOPES}", repr(rule.scope))
+    for state in rule.states:
+        of_scope = state.per == rule.scope and rule.factor is not None
+        is_given = state.per == "element" or of_scope or (state.per == "tensor" and state.is_read)
+        if not is_given:
+            label = f"state {state.name!r} of the rule"
+            expected = f"scope={state.per!r}, with a factor" if state.per in _SCOPES else None
+            got = f"scope={rule.scope!r}" + (", no factor" if rule.factor is None else "")
+            reject(ValueError, where, label, f"is one per {state.per}", expected, got)
+    known = {"size", *(s.name for s in rule.states if s.per == rule.scope), *rule.hp}
+    _check_names(where, "takes of the rule", rule.takes)
+    if unknown := [name for name in rule.takes if name not in known]:
+        expected = "'size', states of the scope, and fields of hp"
+        reject(ValueError, where, "takes of the rule", "is unknown", expected, ", ".join(unknown))
+    of_kind(where, "signed of the rule", rule.signed, tuple, "a tuple of int")
+    for k in rule.signed:
+        if not is_int(k) or not 0 <= k < rule.n_measured:
+            expected = f"places of the {rule.n_measured} values"
+            reject(ValueError, where, "signed of the rule", "is out of range", expected, k)
 
 
 def check_apart(where: str, rule: Rule, *before: Part) -> None:
@@ -114,33 +162,41 @@ def _check_measure(
         "measure": rule.measure is not None,
         "n_measured": rule.n_measured != 0,
         "factor": rule.factor is not None,
-        "factor_of": rule.factor_of != "",
+        "factor_of": rule.factor_of not in ("", ()),
     }
-    if not any(parts.values()):
+    if not any(parts.values()) and not rule.is_row_wise:
         return
+    if rule.is_row_wise and rule.measure is None:  # states of rows alone may decide
+        parts = {name: parts[name] for name in ("factor", "factor_of")}
     if missing := [name for name, is_given in parts.items() if not is_given]:
         expected = "measure, n_measured, factor and factor_of, or none of them"
         reject(TypeError, where, "the rule", "lacks a part", expected, f"no {missing[0]}")
-    if not is_int(rule.n_measured) or rule.n_measured < 1:
+    if rule.measure is None and rule.n_measured == 0:
+        pass
+    elif not is_int(rule.n_measured) or rule.n_measured < 1:
         what, wrong, expected = "n_measured of the rule", "is out of range", "an int of at least 1"
         reject(ValueError, where, what, wrong, expected, rule.n_measured)
-    if rule.factor_of not in rule.hp:
-        what, wrong, expected = "factor_of of the rule", "is unknown", f"one of {rule.hp}"
-        reject(ValueError, where, what, wrong, expected, repr(rule.factor_of))
-    _check_function(where, "measure", rule.measure, element)
+    of_kind(where, "factor_of of the rule", rule.factor_of, str | tuple, "a str, or a tuple of str")
+    for name in rule.factored_fields:
+        if name not in rule.hp:
+            what, wrong, expected = "factor_of of the rule", "is unknown", f"one of {rule.hp}"
+            reject(ValueError, where, what, wrong, expected, repr(name))
+    if rule.measure is not None:
+        _check_function(where, "measure", rule.measure, element)
+    of_kind(where, "takes of the rule", rule.takes, tuple, "a tuple of str")
     sums = [f"sum{k + 1}" for k in range(rule.n_measured)]
-    _check_function(where, "factor", rule.factor, sums)
-    if sparse_update is not None:
+    _check_function(where, "factor", rule.factor, [*sums, *rule.takes])
+    if sparse_update is not None and not rule.is_row_wise:
         wrong = "does not fit a rule that measures whole tensors"
         reject(ValueError, where, "sparse_update", wrong, None, repr(sparse_update))
 
 
 def _check_states(where: str, rule: Rule, states: Mapping[str, float] | None) -> None:
     """The names of states in checkpoints, and the numbers with which they begin."""
-    states = dict.fromkeys(rule.states, 0.0) if states is None else states
+    states = dict.fromkeys(rule.names, 0.0) if states is None else states
     of_kind(where, "states", states, Mapping, "a mapping of names to numbers")
     if len(states) != len(rule.states):
-        what, expected = f"{len(rule.states)} for those of the rule", ", ".join(rule.states)
+        what, expected = f"{len(rule.states)} for those of the rule", ", ".join(rule.names)
         got = ", ".join(map(str, states)) or "none"
         reject(ValueError, where, "states", "differ in number", f"{what} ({expected})", got)
     for name, value in states.items():
@@ -162,7 +218,8 @@ def check_compiled(where: str, rule: Rule, dtypes: Iterable[np.dtype[Any]]) -> N
     """
     if not is_own(rule.update):
         return
-    stored = ["w", *rule.states][: 1 + len(rule.states) - rule.n_read]
+    own = [s.name for s in rule.states if s.per == "element" and not s.is_read]
+    stored = ["w", *own]
     for real in _reals(dtypes):
         of_update = _traits(where, "update", rule.update, traits.of_update, rule, real)
         _check_returned(where, _named("update", rule.update), of_update, stored)
@@ -170,9 +227,11 @@ def check_compiled(where: str, rule: Rule, dtypes: Iterable[np.dtype[Any]]) -> N
             found = _traits(where, "measure", rule.measure, traits.of_measure, rule, real)
             measured = [f"value{k + 1}" for k in range(rule.n_measured)]
             _check_returned(where, _named("measure", rule.measure), found, measured, of_one=True)
-    if rule.factor is not None:
-        found = _traits(where, "factor", rule.factor, traits.of_factor, rule)
-        _check_returned(where, _named("factor", rule.factor), found, [rule.factor_of])
+        if rule.factor is not None:
+            found = _traits(where, "factor", rule.factor, traits.of_factor, rule, real)
+            follows = [*rule.factored_fields, *(s.name for s in rule.written_of_scope)]
+            name = _named("factor", rule.factor)
+            _check_returned(where, name, found, follows, kinds=_NUMBERS)
 
 
 def _reals(dtypes: Iterable[np.dtype[Any]]) -> list[Storage]:
@@ -215,10 +274,10 @@ def _check_returned(
         reject(ValueError, where, what, "returns another number of values", expected, got)
 
 
-def factors_of(rule: Rule, squares: np.ndarray) -> np.ndarray:
+def factors_of(rule: Rule, sums: np.ndarray, known: Sequence[Mapping[str, float]]) -> np.ndarray:
     """As `factors`, saying where an exception is from."""
     try:
-        return factors(rule, squares)
+        return factors(rule, sums, known)
     except Exception as error:
         assert rule.factor is not None
         error.add_note(f"{_named('factor', rule.factor)} raised it; nothing has changed")

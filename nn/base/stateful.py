@@ -10,7 +10,8 @@ import numpy as np
 
 from ...kernels.cpu import allocation
 from ...kernels.quiet import quiet
-from ...kernels.storage import STORAGES
+from ...kernels.rules.state import PARAMETER, State
+from ...kernels.storage import STORAGES, state_storage
 from ...ops.runtime import check
 from ...ops.runtime.arrays import adopt
 from ...ops.runtime.errors import reject
@@ -26,31 +27,48 @@ States = dict[str, tuple[Any, ...]]
 class StatefulOptimizer(Optimizer):
     """An optimizer that keeps arrays for each parameter and counts its updates.
 
-    ``states`` has the name of each role and the value with which its arrays begin; a
-    ``state_dtype`` of None takes each parameter's. ``base`` are the arguments of `Optimizer`.
+    ``states`` declares each role; a ``state_dtype`` of None takes each parameter's. ``base`` are
+    the arguments of `Optimizer`.
     """
 
     _keeps: tuple[bool, ...] | None = None  # which states were not given up
     _counts: tuple[str, ...] = ("step.",)  # how the names of states begin that are counts
 
-    def __init__(self, *base: Any, states: Mapping[str, float], state_dtype: Any) -> None:
+    def __init__(self, *base: Any, states: Sequence[State], state_dtype: Any) -> None:
         self._state_dtype = _state_dtype(self._name, state_dtype)
         super().__init__(*base)
         self._states = self._new_states(states)
         self._steps = np.zeros(len(self.parameters), np.int64)
 
     @quiet
-    def _new_states(self, initial: Mapping[str, float]) -> States:
-        """Arrays of the shape of each parameter, filled with the initial value of their role."""
+    def _new_states(self, states: Sequence[State]) -> States:
+        """Arrays of each role for each parameter that has it, as they begin."""
         return {
-            role: tuple(
-                allocation.full(p.shape, value, self._state_dtype or p.dtype)
-                if self._works_on_host
-                else p.array.filled_like(value, self._state_dtype or p.dtype)
-                for p in self.parameters
-            )
-            for role, value in initial.items()
+            state.name: tuple(self._new_state(state, p) for p in self.parameters)
+            for state in states
         }
+
+    def _new_state(self, state: State, p: Parameter) -> Any:
+        shape, dtype = self._shape_of(state, p.shape), self._dtype_of(state, p.dtype)
+        if shape is None:
+            return None
+        if state.initial == PARAMETER:
+            of_p = np.asarray(p.array if self._device is None else p.array.numpy())
+            made = allocation.full(shape, 0.0, dtype)
+            made[...] = of_p
+            return made if self._works_on_host else p.array.holding(made)
+        if self._works_on_host:
+            return allocation.full(shape, float(state.initial), dtype)
+        return p.array.filled_like(state.initial, dtype, shape)
+
+    def _shape_of(self, state: State, shape: tuple[int, ...]) -> tuple[int, ...] | None:  # noqa: ARG002
+        """The shape of a state of a parameter; None where it has none."""
+        return shape
+
+    def _dtype_of(self, state: State, dtype: np.dtype[Any]) -> np.dtype[Any]:
+        """The dtype of a state of a parameter of a dtype."""
+        asked = self._state_dtype and STORAGES[self._state_dtype]
+        return state_storage(state, STORAGES[dtype], asked).dtype
 
     def keep_states(self, of: Sequence[bool]) -> None:
         """Give up the states of all parameters but those ``of`` which it says so.

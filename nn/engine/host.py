@@ -5,22 +5,26 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from ...kernels.cpu.counts import Count
-from ...kernels.cpu.parallel import Prepared, commit
+from ...kernels.cpu.counts import Count, NumberWrite
+from ...kernels.cpu.parallel import Joined, Prepared, commit
+from ...kernels.quiet import quiet
 from ...kernels.rules.rule import columns
 from ...ops.runtime import locks
+from ...ops.runtime.arrays import address_of
 from ...ops.runtime.row_step import RowUpdate
-from ...ops.runtime.step import DenseUpdate, measure_step
+from ...ops.runtime.step import DenseUpdate, measured
 from ..base.own_rules import factors_of
 from .conditioning import Conditioning
 from .layout import Layout
 from .plan import NOTHING, Call, Classes, Counts, Plan, Update
+
+Constants = Mapping[str, float]
 
 
 class Host:
@@ -86,8 +90,7 @@ def prepared(call: Call, plan: Plan) -> Prepared:
     """A kernel call of a step, to be run by `commit`; what is measured is measured here."""
     if call.rates is NOTHING:
         return update_of(call).prepared()
-    factored, conditioning = plan.update.factored, plan.conditioning
-    return (factored.prepared if factored else prepared_measured)(call, conditioning)
+    return _prepared_measured(call, plan.conditioning, plan.update.constants)
 
 
 def update_of(call: tuple[Any, ...]) -> DenseUpdate | RowUpdate:
@@ -99,25 +102,49 @@ def update_of(call: tuple[Any, ...]) -> DenseUpdate | RowUpdate:
     return RowUpdate.of(*arguments, hp, hp_of.tolist(), touched_only)
 
 
-Complete = Callable[[np.ndarray, Call, dict[str, int]], None]
-"""Completes the scalars of a two-stage rule, in their columns, from float64 ``[T, n_measured]``."""
-
-
-def _multiply(squares: np.ndarray, call: Call, column: dict[str, int]) -> None:
-    call.hp[:, column[call.rule.factor_of]] *= factors_of(call.rule, squares)
-
-
-def prepared_measured(
-    call: Call, conditioning: Conditioning, complete: Complete = _multiply
+@quiet  # what is infinite or NaN reaches the parameter: no reason to stop half way
+def _prepared_measured(
+    call: Call, conditioning: Conditioning, constants: Sequence[tuple[str, float]]
 ) -> Prepared:
     """A call on tensors for whose scalars something has to be measured first."""
-    batch, rule, prologue, _, gradients, *hp, _, _ = call
-    update = DenseUpdate(rule, prologue, batch.variables, gradients, batch.g, *hp)
-    column = columns(rule, prologue)
-    # What is infinite or NaN reaches the parameter; it is no reason to stop half way.
-    with np.errstate(all="ignore"):
-        if conditioning.is_measured:
-            conditioning.complete(call, column)
-        if rule.measure:
-            complete(measure_step(update), call, column)
-    return update.prepared()
+    batch, rule, prologue, _, gradients, hp, hp_of, *_ = call
+    update = DenseUpdate(rule, prologue, batch.variables, gradients, batch.g, hp, hp_of)
+    if conditioning.is_measured:
+        conditioning.complete(call, columns(rule, prologue))
+    if not rule.is_two_stage:
+        return update.prepared()
+    known = dict(constants)
+    step, sums = measured(update, known)
+    return completed(update, step, sums, [known] * len(sums))
+
+
+def completed(
+    update: DenseUpdate, step: Prepared | None, sums: np.ndarray, known: Sequence[Constants]
+) -> Prepared:
+    """A measured step with the factors of its scalars, and the new states of its tensors.
+
+    ``step`` and ``sums`` are those of `measured`; ``known`` the constants for each tensor.
+    """
+    rule, column, hp = update.rule, columns(update.rule, update.prologue), update.hp
+    states = update.states_of_tensors()
+    every = []
+    if rule.takes:
+        sizes = np.maximum(1, np.diff(update.variables.table.first)).tolist()
+        for t, size in enumerate(sizes):
+            own = {state.name: arrays[t].item() for state, arrays in states}
+            of_hp = {name: hp[t, k].item() for name, k in column.items()}
+            every.append({**of_hp, **own, "size": size, **known[t]})
+    found = factors_of(rule, sums, every or known)
+    for k, name in enumerate(rule.factored_fields):
+        hp[:, column[name]] *= found[:, k]
+    step = step or update.prepared()
+    written = [arrays for state, arrays in states if not state.is_read]
+    if not written:
+        return step
+    new = found[:, len(rule.factored_fields) :].T
+    numbers = [
+        (address_of(array), np.array([x]).astype(array.dtype))
+        for arrays, values in zip(written, new, strict=True)
+        for array, x in zip(arrays, values, strict=True)
+    ]
+    return Joined((step, NumberWrite(numbers)))

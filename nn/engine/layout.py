@@ -35,6 +35,12 @@ class Batch:
     real: type  # NumPy's, of the arithmetic
     labels: tuple[str, ...]  # how errors name the gradients
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the first tensor: all of a batch have the same states, hence the same rule."""
+        shape: tuple[int, ...] = self.variables.tensors[0][0].shape
+        return shape
+
 
 class Kind(NamedTuple):
     """The kind of a gradient: its dtype, and that of its indices if it is row-sparse."""

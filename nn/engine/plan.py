@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from ...kernels.cpu.counts import are_equal
-from ...kernels.cpu.parallel import Prepared
 from ...kernels.rules.formula import ROUNDING, Formula
 from ...kernels.rules.rule import Prologue, Rule
 from ...ops.runtime.check import LARGEST
@@ -20,10 +19,6 @@ from ..base.rates import Values
 from .conditioning import Conditioning
 from .layout import Batch
 from .reader import Gradients
-
-if TYPE_CHECKING:
-    from ...kernels.cuda.device.part import Part
-
 
 NOTHING = np.empty(0)
 
@@ -43,26 +38,12 @@ class Call(NamedTuple):
     decays: np.ndarray = NOTHING
 
 
-class Factored(Protocol):
-    """Dense steps of a rule whose second moments may be those of rows and columns."""
-
-    @property
-    def options(self) -> tuple[Any, ...]:
-        """What the launches on a device depend on beside the arrays."""
-
-    def prepared(self, call: Call, conditioning: Conditioning) -> Prepared:
-        """A step on the host, with all that is measured before it."""
-
-    def part(self, batch: Batch, gradients: np.ndarray, conditioning: Conditioning) -> Part:
-        """The launches on a device."""
-
-
 class Update(NamedTuple):
     """What a step does."""
 
     rule: Rule
     formula: Formula  # how its scalars follow from the learning rate and the update of a tensor
-    factored: Factored | None = None  # dense steps of their own, where the rule has them
+    constants: tuple[tuple[str, float], ...] = ()  # numbers that `Rule.factor` takes, by name
 
 
 class Counts(NamedTuple):
@@ -164,9 +145,10 @@ def calls_of(
                 tuple(map(ROUNDING[real], conditioning.scalars(i, decay))) for i, decay in of_class
             ]
         rows = [(*at(real, rates[k], left[k], step + 1), *before[k]) for step, k in keys]
-        shared = batch, update.rule, prologue, touched_only, given.of(batch)
+        rule = update.rule.on(batch.shape)
+        shared = batch, rule, prologue, touched_only, given.of(batch)
         hp: np.ndarray = np.array(rows, real)
-        if batch.row_sparse or not (conditioning.is_measured or update.rule.measure):
+        if batch.row_sparse or not (conditioning.is_measured or rule.is_two_stage):
             calls.append(Call(*shared, hp, hp_of))
         else:  # what is measured differs from tensor to tensor
             own = np.array([k for _, k in keys])[hp_of]

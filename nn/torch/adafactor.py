@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ...kernels.cpu.adafactor.step import FactoredStep
-from ...kernels.cpu.parallel import Prepared
-from ...kernels.element import kernel
-from ...kernels.rules.adafactor import size_factors
 from ...kernels.rules.formula import Numbers
-from ...kernels.rules.rule import columns
+from ...kernels.rules.state import State
 from ...kernels.rules.torch.adafactor import TORCH_ADAFACTOR
-from ...ops.norm import squares_at
-from .method import Before, Group, Method
+from .method import Group, Method
 from .optimizer import Fused
-from .part import Choice, Given, Part
+from .part import Choice
 from .tensors import number
 
 
@@ -59,12 +54,15 @@ class Adafactor(Fused, torch.optim.Adafactor):
         """See `Optimizer`."""
         return Method(TORCH_ADAFACTOR, couples=False)
 
-    def shapes(self, roles: Sequence[str], parameter: Tensor) -> dict[str, tuple[int, ...]]:
+    def shapes(self, choice: Choice, parameter: Tensor) -> dict[str, tuple[int, ...]]:
         """See `Optimizer`."""
-        if parameter.dim() < 2:
-            return super().shapes(roles, parameter)
+        if choice.rule.on(tuple(parameter.shape)) is choice.rule:
+            return super().shapes(choice, parameter)
         *first, height, width = parameter.shape
         return {"row_var": (*first, height, 1), "col_var": (*first, 1, width)}
+
+    def _dtype_of(self, state: State, parameter: Tensor, asked: Any) -> Any:  # noqa: ARG002
+        return asked  # as in PyTorch; the step computes in the type of the arithmetic
 
     def _check(self, group: Group, choice: Choice, name: str, parameter: Tensor) -> bool:
         # An empty one has no size to step by.
@@ -81,24 +79,7 @@ class Adafactor(Fused, torch.optim.Adafactor):
         of_moments = 1.0 - fading, fading, 0.0, 0.0, epsilon, largest, 0.0, 1.0
         return (*of_moments, min(lr, step**-0.5), lr * group["weight_decay"], 1.0)
 
-    def complete(
-        self, squares: np.ndarray, hp: np.ndarray, column: dict[str, int], part: Part
-    ) -> None:
+    def constants(self, group: Group) -> dict[str, float]:
         """See `Optimizer`."""
-        sizes = np.maximum(1, np.diff(part.batch.variables.table.first)).tolist()
-        groups = part.of_groups(self.param_groups)
-        for k, (group, size) in enumerate(zip(groups, sizes, strict=True)):
-            of_size = squares[k, 0], squares[k, 1], size, group["eps"][1], group["d"], True
-            hp[k, column["step"]] *= size_factors(*of_size)[0]
-
-    def _measured(self, part: Part, given: Given, before: Before, hp: np.ndarray) -> Prepared:
-        if part.matrices is None:
-            return super()._measured(part, given, before, hp)
-        rule, prologue, variables = part.choice.rule, before.prologue, part.batch.variables
-        compiled = kernel(rule, prologue, variables.w, part.batch.g, ())
-        step = FactoredStep(compiled, part.matrices, part.gradients(given), hp)
-        sizes = np.diff(variables.table.first)
-        of_w = squares_at(variables.w, variables.table.addresses[:, 0], sizes)
-        squares = np.stack([of_w, step.direction_squares()], axis=1)
-        self.complete(squares, hp, columns(rule, prologue), part)
-        return step
+        sizes = {"epsilon2": group["eps"][1], "clip_threshold": group["d"]}
+        return {**sizes, "scale_parameter": True}

@@ -15,6 +15,7 @@ from ...kernels.rules.rule import Rule
 from ...kernels.rules.torch import adagrad as rules
 from .method import Group, Method, not_negative
 from .optimizer import Fused
+from .part import Choice
 from .tensors import number
 
 
@@ -200,8 +201,10 @@ class FTRL(Fused, torch.optim.Optimizer):
         rule: Rule = sgd_rules.SGD if rests else ftrl_rules.ftrl_rule(group["lr_power"])
         return Method(rule, touches=True)
 
-    def _new_state(self, group: Group, parameter: Tensor, _: Any) -> dict[str, Any]:
-        return super()._new_state(group, parameter, ftrl_rules.FTRL.states)
+    def _new_state(self, group: Group, parameter: Tensor, choice: Choice) -> dict[str, Any]:
+        rule = ftrl_rules.FTRL
+        own = choice._replace(rule=rule, states=rule.names)
+        return super()._new_state(group, parameter, own)
 
     def initial(self, role: str, group: Group) -> float:
         """See `Optimizer`."""

@@ -36,7 +36,7 @@ from .memory import (
     order_of,
 )  # fmt: skip
 from .part import Choice, Entry, Given, Part
-from .tensors import local, reject_shape, rows_of, table_shape
+from .tensors import local, reject_shape, rows_of, table_shape, wide_dtype
 
 States = Mapping[Tensor, Any]
 
@@ -91,14 +91,15 @@ class Binding:
         assert given is not None
         parameter, gradient = local(entry.parameter), local(given)
         self._is_plain &= parameter is entry.parameter and gradient is given
-        if entry.choice.rule.measure and parameter is not entry.parameter:
+        knows_elements = all(state.per == "element" for state in entry.rule.states)
+        if parameter is not entry.parameter and (entry.rule.measure or not knows_elements):
             wrong, expected = "is distributed", "a tensor of one process: the norm is that of all"
             reject(RuntimeError, where, name, wrong, expected, type(entry.parameter).__name__)
         is_sparse = gradient.layout == torch.sparse_coo
         self._check_written(parameter, name)
         order = order_of(parameter)
         plain = tuple(range(parameter.dim()))
-        has_rows = is_sparse or entry.choice.rule.factored
+        has_rows = is_sparse or entry.rule.is_row_wise or not knows_elements
         if order is None or not is_as_it_lies(parameter) or (has_rows and order != plain):
             parameter, order = self._copied(parameter, in_memory(parameter.detach())), plain
         states = [self._state(entry, role, parameter, order) for role in entry.shapes]
@@ -120,7 +121,14 @@ class Binding:
             self._arrays[i] = array_of(flat(gradient, order))
         arrays = [array_of(flat(tensor, order), keep=False) for tensor in (parameter, *states)]
         if is_sparse:  # the sparse dimensions number the rows
-            arrays = [array.reshape(table_shape(gradient)) for array in arrays]
+            arrays = [
+                array.reshape(table_shape(gradient)) if array.size == arrays[0].size else array
+                for array in arrays
+            ]
+            if entry.rule.is_row_wise and (gradient.sparse_dim() != 1 or gradient.dim() < 2):
+                expected = "1 sparse dimension of a parameter of at least 2: a vector is one row"
+                got = f"{gradient.sparse_dim()} of {gradient.dim()}"
+                reject(RuntimeError, where, label, "has other rows", expected, got)
         return kind, tuple(arrays)
 
     def _check_written(self, tensor: Tensor, name: str) -> None:
@@ -138,12 +146,14 @@ class Binding:
         shape = entry.shapes[role] if found is state else tuple(parameter.shape)
         if tuple(found.shape) != shape:
             reject_shape(self._where, label, shape, found)
-        if found.device != parameter.device or found.dtype not in DTYPES:
+        declared = entry.declared[role]
+        dtypes = DTYPES if declared.dtype is None else {torch.int32}
+        if found.device != parameter.device or found.dtype not in dtypes:
             expected, got = parameter.device, f"{found.dtype} on {found.device}"
             reject(RuntimeError, self._where, label, "is elsewhere or no number", expected, got)
         self._check_written(found, label)
-        if shape != tuple(parameter.shape):  # of rows or columns: of the type of the arithmetic
-            wide = torch.promote_types(parameter.dtype, torch.float32)
+        if declared.per != "element":
+            wide = wide_dtype(declared, parameter.dtype)
             if found.dtype != wide or not fits_order(found, range(found.dim())):
                 found = self._copied(found, found.to(wide, copy=True).contiguous())
         elif not fits_order(found, order):
@@ -337,8 +347,7 @@ class Binding:
     def _settle(self, written: np.ndarray) -> None:
         """Take over where parameters and states lie now."""
         for part, places in self._tables:
-            part.batch.variables.table.addresses[:] = written[places]
-            part.settle()
+            part.batch.variables.move(written[places])
         self.count.counts[:] = written[self._steps]
 
     # A step

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from ...kernels.quiet import quiet
 from ...kernels.storage import STORAGES
-from ...ops.norm import global_norm, squares_at
+from ...ops.norm import global_norm
 from ...ops.runtime.errors import reject
 from ...ops.runtime.row_tensor import RowTensor
+from ...ops.runtime.step import squares_at
 from .memory import DTYPE_NAMES, DTYPES, array_of
 from .optimizer import Fused
 from .tensors import is_part, local, rows_of, table_shape

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-import numpy as np
 import torch
 
 from ...kernels.rules import lamb as rules
 from ...kernels.rules.formula import Numbers
-from ...kernels.rules.lars import ratio
 from ...kernels.rules.torch import lars as lars_rules
 from .method import Group, Method, betas_in_range, not_negative
 from .optimizer import Fused
-from .part import Part
 from .tensors import number
 
 
@@ -140,18 +138,11 @@ class LARS(Fused, torch.optim.Optimizer):
         of_momentum = number(group["lr"]), group["momentum"], 1.0 - dampening
         return (*of_momentum, 1.0, group["weight_decay"])
 
-    def complete(
-        self, squares: np.ndarray, hp: np.ndarray, column: dict[str, int], part: Part
-    ) -> None:
+    def constants(self, group: Group) -> dict[str, float]:
         """See `Optimizer`."""
-        norms_of_w, norms_of_g = np.sqrt(squares).T.tolist()
-        groups = part.of_groups(self.param_groups)
-        of_each = zip(norms_of_w, norms_of_g, groups, strict=True)
-        hp[:, column["trust"]] = [_trust(*each) for each in of_each]
-
-
-def _trust(norm_w: float, norm_g: float, group: Group) -> float:
-    coefficient = group["trust_coefficient"]
-    if coefficient is None or norm_w == 0.0 or norm_g == 0.0:
-        return 1.0
-    return float(ratio(norm_w, norm_g, group["weight_decay"], coefficient, group["eps"]))
+        coefficient = group["trust_coefficient"]
+        return {
+            "weight_decay": group["weight_decay"],
+            "trust_coefficient": math.nan if coefficient is None else coefficient,
+            "epsilon": group["eps"],
+        }

@@ -37,7 +37,7 @@ class Method(NamedTuple):
         told, touched_only = group["sparse"], True if self.touches else None
         if told is not None:
             touched_only = told == "touched"
-        return Choice(self.rule, self.states or self.rule.states, touched_only, self.couples)
+        return Choice(self.rule, self.states or self.rule.names, touched_only, self.couples)
 
 
 class Before(NamedTuple):

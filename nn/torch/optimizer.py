@@ -20,13 +20,14 @@ from ...kernels.cpu.counts import NumberWrite
 from ...kernels.cpu.parallel import Prepared, commit
 from ...kernels.quiet import quiet
 from ...kernels.rules.formula import ROUNDING, Numbers
-from ...kernels.rules.rule import Rule, columns
+from ...kernels.rules.rule import Rule
+from ...kernels.rules.state import PARAMETER, State
 from ...ops.runtime import check
 from ...ops.runtime.errors import reject
 from ...ops.runtime.row_step import Update
-from ...ops.runtime.step import DenseUpdate, measure_step
-from ..base.own_rules import check_compiled, check_rule, checked_scalars, factors_of, is_own
-from ..engine.host import update_of
+from ...ops.runtime.step import DenseUpdate, measured
+from ..base.own_rules import check_compiled, check_rule, checked_scalars, is_own
+from ..engine.host import completed, update_of
 from ..engine.layout import Layout
 from ..engine.on_device import launch_updates
 from .binding import Binding, check_parameter
@@ -45,7 +46,7 @@ from .state import (
     whole_table,
     with_rows,
 )  # fmt: skip
-from .tensors import is_part, local, number
+from .tensors import is_part, local, number, wide_dtype
 from .threads import as_torch
 
 _KEPT_BINDINGS = 4
@@ -124,24 +125,19 @@ class Fused(_Base):
         """What `numbers`, which the group has too, become by an update."""
         return {}
 
-    def shapes(self, roles: Sequence[str], parameter: Tensor) -> dict[str, tuple[int, ...]]:
-        """The states of a parameter that are tensors, for those of its rule, and their shapes."""
-        return dict.fromkeys(roles, tuple(parameter.shape))
+    def shapes(self, choice: Choice, parameter: Tensor) -> dict[str, tuple[int, ...]]:
+        """The shapes of the states of a parameter, in the order of its rule."""
+        rule, shape = choice.rule, tuple(parameter.shape)
+        of_each = zip(choice.states, rule.states, strict=True)
+        return {name: rule.shape_of(state, shape) for name, state in of_each}
+
+    def constants(self, group: Group) -> dict[str, float]:  # noqa: ARG002
+        """What `Rule.factor` takes beside sums, states and scalars, by name."""
+        return {}
 
     def initial(self, role: str, group: Group) -> float:  # noqa: ARG002
         """The value with which the elements of a state begin."""
         return 0.0
-
-    def complete(
-        self, squares: np.ndarray, hp: np.ndarray, column: dict[str, int], part: Part
-    ) -> None:
-        """Fill in what follows from the sums of squares of a rule that measures first.
-
-        There is a row of sums and one of scalars for each tensor; ``column`` has the places of
-        the scalars.
-        """
-        rule = part.choice.rule
-        hp[:, column[rule.factor_of]] *= factors_of(rule, squares)
 
     # Options
 
@@ -213,18 +209,26 @@ class Fused(_Base):
     def _new_step(self) -> Any:
         return single(0.0)
 
-    def _new_state(self, group: Group, parameter: Tensor, roles: Sequence[str]) -> dict[str, Any]:
+    def _new_state(self, group: Group, parameter: Tensor, choice: Choice) -> dict[str, Any]:
         """The state of a parameter that has none."""
         made = {"step": self._new_step()} if self._counts_updates else {}
         made.update({name: single(x) for name, x in self.numbers(group).items()})
-        dtype = group["state_dtype"]
-        for role, shape in self.shapes(roles, parameter).items():
+        dtype, shapes = group["state_dtype"], self.shapes(choice, parameter)
+        rule = choice.rule.on(tuple(parameter.shape))
+        for (role, shape), state in zip(shapes.items(), rule.states, strict=True):
             value = self.initial(role, group)
-            if shape == parameter.shape:
+            if state.initial == PARAMETER:
+                made[role] = parameter.detach().to(dtype or parameter.dtype, copy=True)
+            elif state.per == "element":
                 made[role] = full_like(parameter, value, dtype)
             else:
-                made[role] = parameter.new_full(shape, value, dtype=dtype, requires_grad=False)
+                own = self._dtype_of(state, parameter, dtype)
+                made[role] = parameter.new_full(shape, value, dtype=own, requires_grad=False)
         return made
+
+    def _dtype_of(self, state: State, parameter: Tensor, asked: Any) -> Any:  # noqa: ARG002
+        """The dtype of a new state that is not one of elements."""
+        return wide_dtype(state, parameter.dtype)
 
     # The step
 
@@ -323,12 +327,12 @@ class Fused(_Base):
             group, choice = self.param_groups[k], choices[k]
             is_active = self._check(group, choice, name, parameter)
             kind = (parameter.dtype, parameter.device)
-            shapes = self.shapes(choice.states, parameter)
+            shapes = self.shapes(choice, parameter)
             numbers = ("step",) * self._counts_updates + tuple(self.numbers(group))
             known = self.state.get(parameter, {})
             state = {role: x for role, x in known.items() if x is not None}
             if is_new := not state:
-                if state := self._new_state(group, parameter, choice.states):
+                if state := self._new_state(group, parameter, choice):
                     new[parameter] = state
             else:
                 state = known
@@ -374,9 +378,12 @@ class Fused(_Base):
             if choice.touched_only is None:
                 fix = "sparse='touched' (the rows that occur) or sparse='all' (every row)"
                 raise RuntimeError(f"{where} does not support sparse gradients without {fix}")
-        if parameter.is_cuda and choice.rule.measure and choice.rule.factor is None:
+        if parameter.is_cuda and choice.rule.is_two_stage and choice.rule.takes:
             fix = "fusestep.nn has one that runs there"
             raise RuntimeError(f"{where} does not support parameters on CUDA devices: {fix}")
+        if choice.rule.is_row_wise and (parameter.dim() == 0 or 0 in parameter.shape[1:]):
+            expected, got = "at least 1 dimension, and rows with elements", tuple(parameter.shape)
+            reject(RuntimeError, where, name, "has no rows", expected, got)
         if group.get("capturable") and not parameter.is_cuda:
             raise AssertionError(
                 "If capturable=True, params and state_steps must be on supported devices: ['cuda']."
@@ -398,7 +405,7 @@ class Fused(_Base):
         for part in binding.parts:
             hp, hp_of, after = self._rows(part, given, steps, before)
             numbers += after
-            if part.choice.rule.measure and not part.is_on_device:
+            if part.rule.is_two_stage and not part.is_on_device:
                 prepared.append(self._measured(part, given, before, hp[hp_of]))
                 continue
             updates.append(_update(part, given, before, hp, hp_of))
@@ -431,11 +438,11 @@ class Fused(_Base):
 
     @quiet
     def _measured(self, part: Part, given: Given, before: Before, hp: np.ndarray) -> Prepared:
-        rule, batch, each = part.choice.rule, part.batch, np.arange(len(hp))
+        rule, batch, each = part.rule, part.batch, np.arange(len(hp))
         gradients, prologue = part.gradients(given), before.prologue
         update = DenseUpdate(rule, prologue, batch.variables, gradients, batch.g, hp, each)
-        self.complete(measure_step(update), hp, columns(rule, prologue), part)
-        return update.prepared()
+        known = [self.constants(group) for group in part.of_groups(self.param_groups)]
+        return completed(update, *measured(update, known[0]), known)
 
     def _steps(self, binding: Binding, given: Given) -> float | list[float]:
         """The number of this update: one for all parameters with a gradient, or one for each."""
@@ -545,4 +552,4 @@ def _outside_of_graphs(optimizer: Fused, closure: Any, param: Any) -> Any:
 
 def _update(part: Part, given: Given, before: Before, hp: np.ndarray, hp_of: np.ndarray) -> Update:
     touched, gradients = bool(part.choice.touched_only), part.gradients(given)
-    return update_of((part.batch, part.choice.rule, before.prologue, touched, gradients, hp, hp_of))
+    return update_of((part.batch, part.rule, before.prologue, touched, gradients, hp, hp_of))

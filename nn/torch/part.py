@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from ...kernels.cpu.adafactor.step import FactoredTable
 from ...kernels.rules.rule import Rule
+from ...kernels.rules.state import State
 from ...ops.runtime.row_step import RowGradient
-from ..engine.factored import matrices_of
 from ..engine.layout import Batch, Layout
 
 
@@ -33,9 +32,19 @@ class Entry(NamedTuple):
     name: str
     state: dict[str, Any]
     choice: Choice
-    shapes: Mapping[str, tuple[int, ...]]  # of its states
+    shapes: Mapping[str, tuple[int, ...]]  # of its states, in the order of the rule
     numbers: tuple[str, ...]  # its states that are single numbers
     is_new: bool  # it had no state
+
+    @property
+    def rule(self) -> Rule:
+        """That of a tensor of this shape."""
+        return self.choice.rule.on(tuple(self.parameter.shape))
+
+    @property
+    def declared(self) -> dict[str, State]:
+        """What the rule says of the states, by their names here."""
+        return dict(zip(self.shapes, self.rule.states, strict=True))
 
 
 class Given(NamedTuple):
@@ -59,8 +68,6 @@ class Part:
     groups: list[int]  # those that have parameters here
     group_of: np.ndarray  # int64 [T]: the place in ``groups`` of each tensor
     is_on_device: bool
-    is_factored: bool  # its states are those of rows and columns
-    matrices: FactoredTable | None = None
 
     @classmethod
     def of(cls, layout: Layout, batch: Batch, entries: Sequence[Any], place: Any) -> Part:
@@ -69,17 +76,15 @@ class Part:
         own: list[Entry] = [entries[i] for i in positions]
         groups, group_of = np.unique([e.group for e in own], return_inverse=True)
         first = own[0]
-        is_factored = bool(first.choice.rule.factored) and len(first.shapes) == 2
-        part = cls(
+        return cls(
             first.choice, layout, batch, [place[i] for i in positions], groups.tolist(), group_of,
-            bool(first.parameter.is_cuda), is_factored,
+            bool(first.parameter.is_cuda),
         )  # fmt: skip
-        part.settle()
-        return part
 
-    def settle(self) -> None:
-        """Take over where the tensors lie."""
-        self.matrices = FactoredTable(matrices_of(self.batch)) if self.is_factored else None
+    @property
+    def rule(self) -> Rule:
+        """That of these tensors."""
+        return self.choice.rule.on(self.batch.shape)
 
     def gradients(self, given: Given) -> Any:
         """The gradients of its parameters: addresses, or rows."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...kernels.rules.state import State
 from ...ops.runtime.errors import reject
 from ...ops.runtime.row_step import RowGradient
 from .memory import DTYPES, array_of, in_memory
@@ -16,6 +17,11 @@ from .memory import DTYPES, array_of, in_memory
 def number(value: Any) -> float:
     """A hyper-parameter: a number or a tensor of one element, which may require a gradient."""
     return float(value.item() if isinstance(value, Tensor) else value)
+
+
+def wide_dtype(state: State, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a state that is not one of elements: a count, or of the arithmetic's type."""
+    return torch.promote_types(dtype, torch.float32) if state.dtype is None else torch.int32
 
 
 def local(tensor: Tensor) -> Tensor:

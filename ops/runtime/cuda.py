@@ -23,6 +23,6 @@ class _Later:
 
 
 numba = _Later("numba.cuda")
-adafactor, dense, device, rows = (
-    _Later(f"...kernels.cuda.{name}") for name in ("adafactor", "dense", "device", "rows")
+matrices, dense, device, rows = (
+    _Later(f"...kernels.cuda.{name}") for name in ("matrices", "dense", "device", "rows")
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
@@ -10,13 +10,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...kernels.cpu.dense import DenseStep, measure
+from ...kernels.cpu.matrices.step import MatrixStep, MatrixTable
 from ...kernels.cpu.parallel import Prepared
 from ...kernels.cpu.workspace import Pool
 from ...kernels.element import Kernel, kernel
 from ...kernels.lazy import lazy
+from ...kernels.rules.norm import SCALED
 from ...kernels.rules.rule import Prologue, Rule
-from ...kernels.storage import STORAGES, Storage, real_of
-from ...kernels.tables import TensorTable
+from ...kernels.rules.state import State
+from ...kernels.storage import STORAGES, Storage, real_of, storage_of
+from ...kernels.tables import MatrixTensor, TensorTable, row_width
 from . import cuda, locks
 from .arrays import address_of
 from .device import DeviceArray
@@ -27,9 +30,8 @@ from .launch import Launch, launch_on
 class Variables:
     """Checked variables: tensors with states, each of the same storage types.
 
-    For each tensor the parameter, then its states: contiguous, of one shape (but for the row and
-    column means of Adafactor), all on the host, or all on one device. ``table`` has their addresses
-    and sizes.
+    For each tensor the parameter, then its states: contiguous, of the shapes that the rule
+    declares, all on the host, or all on one device. ``table`` has their addresses and sizes.
     """
 
     tensors: tuple[tuple[Any, ...], ...]
@@ -43,8 +45,14 @@ class Variables:
         addresses = np.array([[address_of(a) for a in arrays] for arrays in tensors], np.int64)
         first = np.zeros(len(tensors) + 1, np.int64)
         first[1:] = np.cumsum([arrays[0].size for arrays in tensors])
-        w, *s = (STORAGES[array.dtype] for array in tensors[0])
-        return cls(tuple(tensors), w, tuple(s), TensorTable(addresses, first))
+        widths = np.array([row_width(arrays[0].shape) for arrays in tensors], np.int64)
+        w, *s = (storage_of(array.dtype) for array in tensors[0])
+        return cls(tuple(tensors), w, tuple(s), TensorTable(addresses, first, widths))
+
+    def move(self, addresses: np.ndarray) -> None:
+        """Take over where the tensors lie now, and drop what was derived from where they lay."""
+        self.table.addresses[:] = addresses
+        vars(self).pop("matrices", None)
 
     @property
     def real(self) -> Storage:
@@ -55,6 +63,12 @@ class Variables:
     def spans(self) -> list[locks.Span]:
         """The memory of all tensors, for locking."""
         return spans_of(self.tensors)
+
+    @lazy
+    def matrices(self) -> MatrixTable:
+        """The tensors as matrices, for rules that have states of their rows and columns."""
+        of_each = zip(self.tensors, self.table.addresses.tolist(), strict=True)
+        return MatrixTable([MatrixTensor.of(a[0].shape, addresses) for a, addresses in of_each])
 
     @lazy
     def steps(self) -> dict[tuple[Rule, Prologue, Storage], Pool[DenseStep]]:
@@ -95,6 +109,14 @@ class DenseUpdate(NamedTuple):
         """What is compiled for it."""
         return kernel(self.rule, self.prologue, self.variables.w, self.g, self.variables.s)
 
+    def states_of_tensors(self) -> list[tuple[State, list[Any]]]:
+        """The states that have one number for each tensor, with those of all tensors."""
+        found = []
+        for k, state in enumerate(self.rule.states, start=1):
+            if state.per == "tensor":
+                found.append((state, [arrays[k] for arrays in self.variables.tensors]))
+        return found
+
     @property
     def error(self) -> None:
         """That of the step on a device, which cannot fail."""
@@ -121,10 +143,37 @@ class DenseUpdate(NamedTuple):
         cuda.device.part.run(step, self.hp, self.hp_of, launch.call)
 
 
-def measure_step(update: DenseUpdate) -> np.ndarray:
-    """The first stage of a two-stage rule: float64 ``[T, n_measured]`` sums of squares."""
-    table, gradients = update.variables.table, update.gradients
-    return measure(update.kernel, table, gradients, update.hp, update.hp_of)
+def measured(
+    update: DenseUpdate, constants: Mapping[str, float]
+) -> tuple[MatrixStep | None, np.ndarray]:
+    """What a two-stage rule measures: float64 ``[T, n_measured]`` sums.
+
+    On matrices the step comes with them, which has measured; its scalars are still to be completed.
+    """
+    kernel, variables, gradients = update.kernel, update.variables, update.gradients
+    table, lines = variables.table, kernel.rule.lines
+    if lines is None:
+        return None, measure(kernel, table, gradients, update.hp, update.hp_of)
+    sums = np.zeros((len(gradients), kernel.rule.n_measured))
+    if constants[lines.of_parameter]:
+        sums[:, 0] = squares_at(variables.w, table.addresses[:, 0], np.diff(table.first))
+    step = MatrixStep(kernel, variables.matrices, gradients, update.hp)
+    sums[:, 1] = step.measured_squares()
+    return step, sums
+
+
+def squares_at(storage: Storage, addresses: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """The float64 sum of squares of each of some contiguous arrays, in one call.
+
+    They are given by int64 addresses and numbers of elements.
+    """
+    addresses = np.array(addresses, np.int64)
+    table = TensorTable(addresses[:, None], np.concatenate(([0], np.cumsum(sizes))))
+    hp = np.ones((1, 1), real_of(storage).dtype)
+    compiled = kernel(SCALED, (), storage, storage, ())
+    hp_of = np.zeros(len(addresses), np.int64)
+    sums: np.ndarray = measure(compiled, table, addresses, hp, hp_of)[:, 0]
+    return sums
 
 
 @cache

@@ -67,7 +67,7 @@ class RowCall(NamedTuple):
     accumulate: int
     add_ranges: int  # 0 where no row can be hot
     n_arrays: int  # of each table: the parameter and its states
-    itemsizes: int  # [n_arrays]
+    row_bytes: int  # [n_arrays, 2]: of a row of each array, for a column and beside
     g_bytes: int
     real_bytes: int
     range_numbers: int  # 0, 1, 2, ... up to those of any table, and a little beyond

@@ -101,7 +101,7 @@ def _sizes(
     threads = 1 if sorts_alone and updates_alone else get_num_threads()
     # Of a slot: a line, and the summed gradient of a row or of a tile of whole rows.
     scratch = (widest if touched_only else max(widest, rows.TILE)) * kernel.real.itemsize
-    shape = n, n_rows, len(tables), len(kernel.itemsizes), n_rows if drop else -1
+    shape = n, n_rows, len(tables), len(kernel.row_bytes), n_rows if drop else -1
     parts = 1 if sorts_alone else threads, 1 if updates_alone else threads
     hot = n_ranges, hot_elements * kernel.real.itemsize
     return _sizes_of(shape, *parts, scratch + LINE, hot)
@@ -169,8 +169,8 @@ def _kernel_arguments(
     add = sums.accumulate(kernel.g, kernel.real).address
     add_ranges = sums.accumulate(kernel.real, kernel.real).address if can_be_hot else 0
     # These live as long as this tuple is kept.
-    n, itemsizes = len(kernel.itemsizes), address_of(kernel.itemsizes)
-    of_kernel = block.address, single, zero, add, add_ranges, n, itemsizes
+    n, row_bytes = len(kernel.row_bytes), address_of(kernel.row_bytes)
+    of_kernel = block.address, single, zero, add, add_ranges, n, row_bytes
     return (*of_kernel, kernel.g.itemsize, kernel.real.itemsize, address_of(_range_numbers))
 
 

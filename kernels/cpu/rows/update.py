@@ -119,11 +119,17 @@ def _lock(stripes, address):
 
 
 @njit(inline="always")
+def _row_bytes(c, k, width):
+    """Bytes of a row of array ``k``; 0 where it has nothing of single rows."""
+    of_kind = c.row_bytes + 16 * k
+    return width * load_int64(of_kind) + load_int64(of_kind + 8)
+
+
+@njit(inline="always")
 def _prefetch_row(c, table, row):
-    arrays, offset = table.arrays, row * table.width
     for k in range(c.n_arrays):
-        itemsize = load_int64(c.itemsizes + 8 * k)
-        prefetch(load_int64(arrays + 8 * k) + offset * itemsize, table.width * itemsize)
+        n_bytes = _row_bytes(c, k, table.width)
+        prefetch(load_int64(table.arrays + 8 * k) + row * n_bytes, n_bytes)
 
 
 @njit(inline="always")
@@ -133,8 +139,8 @@ def _gradient_of(c, table, position):
 
 
 @njit(inline="always")
-def _call_block(block, table, row, n, gradient):
-    call_address(block, table.arrays, row * table.width, gradient, n, table.hp)
+def _call_block(block, table, row, rows, gradient):
+    call_address(block, table.arrays, row, rows, table.width, gradient, table.hp)
 
 
 @njit
@@ -164,7 +170,7 @@ def measure_touched(index, slot, c):
             _sum_segment(c, tables[t], begin, end, total, 1)
         parameter[0] = gradient  # the rule measures the gradient, and reads nothing else
         sums = c.measured + begin * 8
-        call_address(c.block, scratch, 0, gradient, tables[t].width, tables[t].hp, sums)
+        call_address(c.block, scratch, 0, 1, tables[t].width, gradient, tables[t].hp, sums)
         begin = end
 
 
@@ -181,7 +187,7 @@ def _keys_ahead(c, table):
     """How many keys before its update a row of a table is fetched."""
     lines = 0
     for k in range(c.n_arrays):
-        lines += 1 + table.width * load_int64(c.itemsizes + 8 * k) // LINE
+        lines += 1 + _row_bytes(c, k, table.width) // LINE
     return max(_FEWEST_AHEAD, min(_MOST_AHEAD, _LINES_AHEAD // lines))
 
 
@@ -225,9 +231,9 @@ def update_touched(index, slot, c):
             _sum_segment(c, table, begin, end, total, end - begin > ahead)
         lock = 0
         if c.stripes != 0:
-            offset = row * table.width * load_int64(c.itemsizes)
+            offset = row * _row_bytes(c, 0, table.width)
             lock = _lock(c.stripes, load_int64(table.arrays) + offset)
-        _call_block(block, table, row, table.width, gradient)
+        _call_block(block, table, row, 1, gradient)
         if c.stripes != 0:
             store_release(lock, 0)
         begin = end
@@ -254,7 +260,7 @@ def update_all(index, slot, c):
         touched = (keys[begin] >> bits) - first_row if begin < stop else last
         idle = last - row if begin == stop else (touched - row) // tile * tile
         if idle > 0:
-            _call_block(c.block_zero, tables[t], row, idle * width, buffer)
+            _call_block(c.block_zero, tables[t], row, idle, buffer)
             row += idle
             continue
         height = min(tile, last - row)
@@ -266,5 +272,5 @@ def update_all(index, slot, c):
             end = _segment_end(keys, begin, stop, bits)
             _sum_segment(c, tables[t], begin, end, buffer + r * width * c.real_bytes, 1)
             begin = end
-        _call_block(c.block, tables[t], row, height * width, buffer)
+        _call_block(c.block, tables[t], row, height, buffer)
         row += height

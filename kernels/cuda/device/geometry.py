@@ -18,7 +18,7 @@ class Chunks(NamedTuple):
 
 
 class Matrices(NamedTuple):
-    """Matrices are cut into tiles, and their lines into segments (`adafactor.layout`)."""
+    """Matrices are cut into tiles, and their lines into segments (`matrices.layout`)."""
 
     threads: int = 256
     rounds: int = 8  # rows of a thread whose sums are added up at once

@@ -13,8 +13,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..adafactor import HP, descended, factored_plain
+from ..adafactor import HP, LINES, SIZES, descended, factored_direction, factored_plain
 from ..rule import Rule, rule_helper
+from ..state import State
 
 
 @rule_helper
@@ -37,6 +38,9 @@ def norms(w: Any, g: Any, v: Any, hp: Any) -> Any:
     return w, u
 
 
-TORCH_ADAFACTOR = Rule(
-    adafactor, ("variance",), (*HP, "one"), norms, 2, factored=factored_plain, decays=True
-)
+_HP = (*HP, "one")
+TORCH_ADAFACTOR_MATRIX = Rule(
+    factored_plain, (State("row_var", "row"), State("col_var", "column")), _HP,
+    factored_direction, lines=LINES, **SIZES,
+)  # fmt: skip
+TORCH_ADAFACTOR = Rule(adafactor, ("variance",), _HP, norms, matrix=TORCH_ADAFACTOR_MATRIX, **SIZES)

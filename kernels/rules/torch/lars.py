@@ -9,8 +9,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+from ..lars import ratio
 from ..rule import Rule, product, rule_helper
 
 
@@ -44,6 +46,22 @@ def norms(w: Any, g: Any, a: Any, hp: Any) -> Any:
     return w, g
 
 
+def trust(squares_of_w: Any, squares_of_g: Any, decay: Any, coefficient: Any, epsilon: Any) -> Any:
+    """The trust ratio; 1 where a norm is 0, or the coefficient a NaN, which stands for none."""
+    if math.isnan(coefficient) or squares_of_w == 0.0 or squares_of_g == 0.0:
+        return 1.0
+    return ratio(math.sqrt(squares_of_w), math.sqrt(squares_of_g), decay, coefficient, epsilon)
+
+
+# The trust ratio is 1 until the norms are known.
 _HP = ("lr", "momentum", "one_minus_dampening", "trust", "decay")
-TORCH_LARS = Rule(lars, ("momentum_buffer",), _HP, norms, 2, decays=True)
-TORCH_LARS_NESTEROV = Rule(lars_nesterov, ("momentum_buffer",), _HP, norms, 2, decays=True)
+_NORMS: dict[str, Any] = {
+    "measure": norms,
+    "n_measured": 2,
+    "factor": trust,
+    "factor_of": "trust",
+    "takes": ("weight_decay", "trust_coefficient", "epsilon"),
+    "decays": True,
+}
+TORCH_LARS = Rule(lars, ("momentum_buffer",), _HP, **_NORMS)
+TORCH_LARS_NESTEROV = Rule(lars_nesterov, ("momentum_buffer",), _HP, **_NORMS)

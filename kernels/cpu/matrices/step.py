@@ -1,4 +1,4 @@
-"""Adafactor on matrices: three passes over the gradients of any number of tensors in one step.
+"""Rules on matrices: three passes over the gradients of any number of tensors in one step.
 
 A tensor is a list of equal matrices. Small matrices are dealt with several to a part; a large
 one is cut into tiles, whose sums are added in order. The cut depends on the shape alone, so the
@@ -18,23 +18,23 @@ from numba import carray
 
 from ...element import Kernel
 from ...inner import njit
-from ...tables import FactoredTensor
+from ...tables import MatrixTensor
 from ..compile import NativeFunction, part
 from ..headers.arrays import address_of
 from ..intrinsics import as_pointer, call_address
 from ..parallel import Arguments, Loop, get_num_threads, run_all
 from ..records import int64s, last_at_most, records
-from .blocks import factored_blocks
+from .blocks import matrix_blocks
 
 _TILE_WIDTH = 8_192  # whole rows of most matrices: a narrower tile jumps from row to row
 _PART = 65_536  # elements
 _SERIAL_BELOW = 32_768  # elements
 
 
-class Matrices(NamedTuple):
+class MatrixRow(NamedTuple):
     """A tensor of the step, all ``int64``; places count elements."""
 
-    arrays: int  # address of the addresses of the parameter and of the states of its shape
+    arrays: int  # address of the addresses of the parameter and its states
     row_state: int
     column_state: int
     matrices: int
@@ -52,11 +52,11 @@ class Matrices(NamedTuple):
     factors: int  # [matrices, height + width]; of states the rows of all matrices come first
 
 
-class FactoredCall(NamedTuple):
+class MatrixCall(NamedTuple):
     """Arguments of every loop, all ``int64``."""
 
     n_tensors: int
-    tensors: np.ndarray  # [T] of `Matrices`
+    tensors: np.ndarray  # [T] of `MatrixRow`
     gradients: np.ndarray  # [T]
     hp: np.ndarray  # [T, F]
     hp_row_bytes: int
@@ -65,29 +65,29 @@ class FactoredCall(NamedTuple):
     sums: np.ndarray  # float64
     factors: np.ndarray  # of the arithmetic
     states: np.ndarray  # of the arithmetic: the new ones, each tensor's where its factors are
-    measured: np.ndarray  # float64 [parts]: sums of squares of the direction
-    squares: int
+    measured: np.ndarray  # float64 [parts]: sums of squares of what is measured
+    terms: int
     make_factors: int
-    direction: int
+    measure: int
     update: int
 
 
-_tensors_at = records(Matrices)
+_tensors_at = records(MatrixRow)
 
 
-class FactoredTable:
+class MatrixTable:
     """The tensors of a step, at least one; what stays the same from step to step."""
 
-    def __init__(self, tensors: Sequence[FactoredTensor]) -> None:
+    def __init__(self, tensors: Sequence[MatrixTensor]) -> None:
         self._addresses = np.array([tensor.addresses for tensor in tensors], np.int64)
         self.n_parts = self.n_groups = self.n_elements = self.n_sums = self.n_factors = 0
         rows = [self._row(*each) for each in zip(self._addresses, tensors, strict=True)]
-        self.table = np.array(rows, np.int64)  # [T] of `Matrices`
-        self.first_part = self.table[:, Matrices._fields.index("first_part")]
+        self.table = np.array(rows, np.int64)  # [T] of `MatrixRow`
+        self.first_part = self.table[:, MatrixRow._fields.index("first_part")]
 
-    def _row(self, addresses: np.ndarray, tensor: FactoredTensor) -> Matrices:
-        _, row_state, column_state, matrices, height, width = tensor
-        states = address_of(addresses), row_state, column_state
+    def _row(self, addresses: np.ndarray, tensor: MatrixTensor) -> MatrixRow:
+        _, matrices, height, width = tensor
+        states = address_of(addresses), tensor.row_state, tensor.column_state
         tile_width = min(width, _TILE_WIDTH)
         tile_height = min(height, max(1, _PART // tile_width))
         down, across = -(-height // tile_height), -(-width // tile_width)
@@ -103,7 +103,7 @@ class FactoredTable:
         self.n_elements += of_rows * width
         self.n_sums = column_sums + of_columns * down
         self.n_factors += of_rows + of_columns
-        return Matrices(*states, matrices, height, width, *cut, *first, *places)
+        return MatrixRow(*states, matrices, height, width, *cut, *first, *places)
 
 
 @njit(inline="always")
@@ -138,8 +138,8 @@ def _call_on_tile(c, block, t, tensor, tile, of_rows, of_columns, total):
     call_address(block, tensor.arrays, offset, g, *sizes, of_rows, of_columns, hp, total)
 
 
-@part(FactoredCall)
-def sum_squares(index, slot, c):
+@part(MatrixCall)
+def sum_terms(index, slot, c):
     """Sums over the rows and columns of the tiles of one part."""
     t, tensor, begin, end = _part_of(c, index)
     for number in range(begin, end):
@@ -151,7 +151,7 @@ def sum_squares(index, slot, c):
         row_sums = c.sums + (tensor.row_sums + row) * 8
         carray(as_pointer(column_sums), width, np.float64)[:] = 0.0
         carray(as_pointer(row_sums), height, np.float64)[:] = 0.0
-        _call_on_tile(c, c.squares, t, tensor, tile, row_sums, column_sums, 0)
+        _call_on_tile(c, c.terms, t, tensor, tile, row_sums, column_sums, 0)
 
 
 @njit
@@ -176,7 +176,7 @@ def _copy(target, source, n_bytes):
     words[:] = carray(as_pointer(source), n_bytes // 4, np.int32)
 
 
-@part(FactoredCall)
+@part(MatrixCall)
 def make_factors(index, slot, c):
     """New states and factors of one group of matrices."""
     tensors = _tensors_at(c.tensors, c.n_tensors)
@@ -210,15 +210,15 @@ def _call_with_factors(c, block, index, total):
         _call_on_tile(c, block, t, tensor, tile, row, c.factors + column * c.real_bytes, total)
 
 
-@part(FactoredCall)
-def sum_direction(index, slot, c):
-    """The squares of the direction of one part."""
+@part(MatrixCall)
+def measure_part(index, slot, c):
+    """The squares of what is measured of one part."""
     out = c.measured + index * 8
     carray(as_pointer(out), 1, np.float64)[0] = 0.0
-    _call_with_factors(c, c.direction, index, out)
+    _call_with_factors(c, c.measure, index, out)
 
 
-@part(FactoredCall)
+@part(MatrixCall)
 def store_states(index, slot, c):
     """The new states of one tensor in their place."""
     tensor = _tensors_at(c.tensors, c.n_tensors)[index]
@@ -228,21 +228,21 @@ def store_states(index, slot, c):
     _copy(tensor.column_state, new_columns, tensor.width * matrix_bytes)
 
 
-@part(FactoredCall)
+@part(MatrixCall)
 def update_matrices(index, slot, c):
     """The update of one part."""
     _call_with_factors(c, c.update, index, 0)
 
 
-class FactoredStep:
-    """One step: `direction_squares` computes, then `loops`, the third pass, write.
+class MatrixStep:
+    """One step: `measured_squares` computes, then `loops`, the third pass, write.
 
-    The kernel is as for `factored_blocks`, ``gradients`` are int64 addresses, and ``hp`` are
+    The kernel is as for `matrix_blocks`, ``gradients`` are int64 addresses, and ``hp`` are
     ``[T, F]`` scalars in the type of the arithmetic.
     """
 
     def __init__(
-        self, kernel: Kernel, table: FactoredTable, gradients: np.ndarray, hp: np.ndarray
+        self, kernel: Kernel, table: MatrixTable, gradients: np.ndarray, hp: np.ndarray
     ) -> None:
         self._table = table
         self._measured = np.empty(table.n_parts)
@@ -250,8 +250,8 @@ class FactoredStep:
         of_tensors = len(gradients), table.table, gradients, hp, hp.strides[0]
         scratch = np.empty(table.n_sums), factors, states, self._measured
         itemsizes = kernel.g.itemsize, kernel.real.itemsize
-        passes = (block.address for block in factored_blocks(kernel))
-        self._call = Arguments(FactoredCall(*of_tensors, *itemsizes, *scratch, *passes))
+        passes = (block.address for block in matrix_blocks(kernel))
+        self._call = Arguments(MatrixCall(*of_tensors, *itemsizes, *scratch, *passes))
         self._threads = 1 if table.n_elements < _SERIAL_BELOW else get_num_threads()
         self.loops = (
             self._loop(store_states, len(table.table)),
@@ -261,11 +261,11 @@ class FactoredStep:
     def _loop(self, function: NativeFunction, n: int) -> Loop:
         return Loop.of(function, n, self._call.address, self._threads)
 
-    def direction_squares(self) -> np.ndarray:
-        """float64 ``[T]``: squares of each direction, by the first two passes."""
+    def measured_squares(self) -> np.ndarray:
+        """float64 ``[T]``: squares of what is measured of each, by the first two passes."""
         table = self._table
-        passes = (sum_squares, table.n_parts), (make_factors, table.n_groups)
-        run_all(tuple(self._loop(*each) for each in (*passes, (sum_direction, table.n_parts))))
+        passes = (sum_terms, table.n_parts), (make_factors, table.n_groups)
+        run_all(tuple(self._loop(*each) for each in (*passes, (measure_part, table.n_parts))))
         return np.add.reduceat(self._measured, table.first_part)
 
     def release(self) -> None:

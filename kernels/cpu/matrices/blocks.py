@@ -1,16 +1,17 @@
-"""Adafactor's three passes over a tile of a matrix, as blocks for its storage types.
+"""The three passes over a tile of a matrix, as blocks for its storage types.
 
 A tile is ``height`` rows of ``width`` elements, ``stride`` elements apart. Three blocks are
 
     block(arrays, offset, g, height, width, stride, of_rows, of_columns, hp, total)
 
-with ``arrays`` and ``offset`` as in `cpu.blocks`: ``squares`` adds to the float64 sums of rows and
-columns; ``direction`` and ``update`` read their factors, and the first adds to ``total``. In
+with ``arrays`` as in `cpu.blocks`, and the number of elements before the tile: ``terms`` adds to
+the float64 sums of rows and columns; ``measure`` and ``update`` read their factors, and the first
+adds to ``total``. In
 
     factors(row_sums, column_sums, height, width, row_state, column_state, factors, hp)
 
 a tile is a whole matrix: its row factors, then its column factors. All arguments are int64:
-addresses and counts. The mathematics is in `rules.adafactor`.
+addresses and counts. The mathematics is that of a rule with `Lines`.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from numba import carray
 
 from ...element import Kernel, conditioned, element_of
 from ...inner import njit
-from ...rules import adafactor as rules
+from ...rules.rule import Lines
 from ...storage import F64, Storage
 from ..blocks import CPU, SUMS, identity, readers
+from ..cache import fingerprint
 from ..compile import NativeFunction
 from ..intrinsics import as_pointer, prefetch_line
 from ..lines import LINE
@@ -36,30 +38,39 @@ from ..lines import LINE
 _PIECE, _AHEAD = 256, 2_048
 
 
-class FactoredBlocks(NamedTuple):
+class MatrixBlocks(NamedTuple):
     """The machine code of the passes; each is compiled when its address is first asked for."""
 
-    squares: NativeFunction
+    terms: NativeFunction
     factors: NativeFunction
-    direction: NativeFunction
+    measure: NativeFunction
     update: NativeFunction
 
 
 @cache
-def factored_blocks(kernel: Kernel) -> FactoredBlocks:
-    """The blocks of a `rule.factored`, whose states in the kernel are those of the whole shape."""
+def matrix_blocks(kernel: Kernel) -> MatrixBlocks:
+    """The blocks of a rule with states of rows and columns."""
+    lines, rule = lines_of(kernel), kernel.rule
+    of_lines = " ".join(fingerprint(function) for function in lines if callable(function))
+    held = f"{lines.smallest} {lines.smallest_mean}"
 
-    def block(name: str, function: Any, rule: Any, *storages: Storage) -> NativeFunction:
-        return NativeFunction(function, identity(f"factored {name}", rule, kernel, *storages))
+    def block(name: str, function: Any, of_rule: Any) -> NativeFunction:
+        own = identity(f"matrix {name}", of_rule, kernel, kernel.w, kernel.g, *kernel.s)
+        return NativeFunction(function, f"{own} lines {of_lines} {held}")
 
-    squared, w, g, real = rules.squared, kernel.w, kernel.g, kernel.real
-    squares, direction, update = _squares(kernel), _direction(kernel), _update(kernel)
-    return FactoredBlocks(
-        block("squares", _of_tile(kernel, F64, squares), squared, w, g),
-        block("factors", _factors(kernel), squared, real),
-        block("direction", _of_tile(kernel, real, direction), squared, w, g),
-        block("update", _of_tile(kernel, real, update), kernel.rule.factored, w, g, *kernel.s),
+    real, terms, measure, update = kernel.real, _terms(kernel), _measure(kernel), _update(kernel)
+    return MatrixBlocks(
+        block("terms", _of_tile(kernel, F64, terms), lines.term),
+        block("factors", _factors(kernel), lines.average),
+        block("measure", _of_tile(kernel, real, measure), rule.measure),
+        block("update", _of_tile(kernel, real, update), rule.update),
     )
+
+
+def lines_of(kernel: Kernel) -> Lines:
+    """What the rule does with rows and columns."""
+    assert kernel.rule.lines is not None
+    return kernel.rule.lines
 
 
 def _of_tile(kernel: Kernel, of_line: Storage, row: Any) -> Callable[..., None]:
@@ -82,7 +93,7 @@ def _of_tile(kernel: Kernel, of_line: Storage, row: Any) -> Callable[..., None]:
                 here = g_address + place * g_bytes
                 for ahead in range(here + _AHEAD, here + _AHEAD + n * g_bytes, LINE):
                     prefetch_line(ahead)
-                arrays = read_arrays(addresses, offset + place, n)
+                arrays = read_arrays(addresses, offset + place, n, 1)
                 g = carray(as_pointer(here), n, g_type)
                 sum_of_rows += row(arrays, g, i, of_rows, of_columns[left : left + n], hp)
         if total != 0:
@@ -91,15 +102,15 @@ def _of_tile(kernel: Kernel, of_line: Storage, row: Any) -> Callable[..., None]:
     return block
 
 
-def _squares(kernel: Kernel) -> Any:
-    load, squared = conditioned(kernel, CPU), rules.squared
+def _terms(kernel: Kernel) -> Any:
+    load, term = conditioned(kernel, CPU), CPU.rule(lines_of(kernel).term)
 
     @njit(error_model="numpy", fastmath=SUMS)
     def row(arrays, g, i, row_sums, column_sums, hp):
         total = 0.0
         for j in range(g.size):
             _, d = load(arrays[0], g, j, hp)
-            q = np.float64(squared(d, hp))
+            q = np.float64(term(d, hp))
             column_sums[j] += q
             total += q
         row_sums[i] += total
@@ -110,16 +121,17 @@ def _squares(kernel: Kernel) -> Any:
 
 def _factors(kernel: Kernel) -> Callable[..., None]:
     real = kernel.real.carrier
-    read_hp, _ = readers(kernel)
-    averaged_mean, held_up = rules.averaged_mean, rules.held_up
-    row_factor, column_factor = rules.row_factor, rules.column_factor
+    (read_hp, _), lines = readers(kernel), lines_of(kernel)
+    averaged, hold = CPU.rule(lines.average), CPU.rule(lines.hold)
+    row_factor, column_factor = CPU.rule(lines.row_factor), CPU.rule(lines.column_factor)
+    smallest, smallest_mean = (kernel.column[k] for k in (lines.smallest, lines.smallest_mean))
 
     @njit(error_model="numpy")
     def average(state, sums, count, hp):
         """The moving averages; returns their mean."""
         total = 0.0
         for i in range(state.size):
-            state[i] = averaged_mean(state[i], real(sums[i] / count), hp)
+            state[i] = averaged(state[i], real(sums[i] / count), hp)
             total += np.float64(state[i])
         return total / max(1, state.size)
 
@@ -129,27 +141,26 @@ def _factors(kernel: Kernel) -> Callable[..., None]:
         columns = carray(as_pointer(column_state), width, real)
         of_row = carray(as_pointer(out), height + width, real)
         mean = average(rows, carray(as_pointer(row_sums), height, np.float64), width, scalars)
-        mean = held_up(mean, np.float64(scalars.smallest_mean))
+        mean = hold(mean, np.float64(scalars[smallest_mean]))
         average(columns, carray(as_pointer(column_sums), width, np.float64), height, scalars)
         for i in range(rows.size):
             of_row[i] = real(row_factor(np.float64(rows[i]), mean))
         for j in range(columns.size):
-            columns[j] = held_up(columns[j], scalars.smallest)
+            columns[j] = hold(columns[j], scalars[smallest])
             of_row[height + j] = real(column_factor(np.float64(columns[j])))
 
     return factors
 
 
-def _direction(kernel: Kernel) -> Any:
-    load = conditioned(kernel, CPU)
-    factored_direction = rules.factored_direction
+def _measure(kernel: Kernel) -> Any:
+    load, measured = conditioned(kernel, CPU), CPU.rule(kernel.rule.measure)
 
     @njit(error_model="numpy", fastmath=SUMS)
     def row(arrays, g, i, row_factors, column_factors, hp):
         total, of_row = 0.0, row_factors[i]
         for j in range(g.size):
             _, d = load(arrays[0], g, j, hp)
-            u = np.float64(factored_direction(d, of_row, column_factors[j], hp))
+            u = np.float64(measured(d, of_row, column_factors[j], hp))
             total += u * u
         return total
 
@@ -157,8 +168,7 @@ def _direction(kernel: Kernel) -> Any:
 
 
 def _update(kernel: Kernel) -> Any:
-    assert kernel.rule.factored is not None
-    element = element_of(kernel, kernel.rule.factored, CPU)
+    element = element_of(kernel, kernel.rule.update, CPU)
 
     @njit(error_model="numpy")
     def row(arrays, g, i, row_factors, column_factors, hp):

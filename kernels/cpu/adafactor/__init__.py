@@ -1,1 +1,0 @@
-"""Adafactor's steps on matrices: second moments of rows and columns."""
