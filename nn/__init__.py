@@ -2,6 +2,7 @@
 
 from ..kernels.rules.formula import Formula
 from ..kernels.rules.rule import Rule
+from ..kernels.rules.state import State
 from ..ops.runtime.row_tensor import RowTensor
 from . import mxnet
 from .adafactor import AdaFactor
@@ -18,6 +19,7 @@ from .lamb import Lamb
 from .lars import LARS
 from .lion import Lion
 from .rmsprop import RMSProp
+from .row_wise import RowWiseAdagrad, RowWiseAdam
 from .rprop import Rprop
 from .schedules.decay import (
     CosineDecayLR,
@@ -55,6 +57,8 @@ __all__ = [
     "LARS",
     "Lion",
     "RMSProp",
+    "RowWiseAdagrad",
+    "RowWiseAdam",
     "Rprop",
     "SGD",
     "Momentum",
@@ -76,6 +80,7 @@ __all__ = [
     "RowTensor",
     "Rule",
     "SequentialLR",
+    "State",
     "ThorConv2d",
     "ThorDense",
     "ThorEmbedding",

@@ -13,6 +13,7 @@ from ..kernels.cpu.dense import all_finite
 from ..kernels.rules.formula import Formula
 from ..kernels.rules.rule import Rule
 from ..kernels.rules.state import State
+from ..kernels.tables import row_width
 from ..ops.runtime import check, pending
 from ..ops.runtime.device import DeviceArray
 from ..ops.runtime.errors import reject
@@ -113,11 +114,26 @@ class FusedOptimizer(StatefulOptimizer, ABC):
             state_dtype=state_dtype,
         )
         check_compiled(self._name, rule, (p.dtype for p in self.parameters))
+        self._check_rows()
         if rule.is_two_stage and self._rows_need is FusedOptimizer._rows_need:
             self._rows_need = "a dense one: the rule measures whole tensors", "a RowTensor"
         self._found_inf: DeviceArray | None = None
         self._skipped = np.zeros(1, np.int64)
         self._derive()
+
+    def _check_rows(self) -> None:
+        """Refuse parameters without rows, or with rows without elements, if rows are measured."""
+        for p in self.parameters if self._rule.is_row_wise else ():
+            if p.ndim == 0 or row_width(p.shape) == 0:
+                expected = "at least 1 axis, and rows with elements"
+                reject(
+                    ValueError,
+                    self._name,
+                    f"parameter {p.name!r}",
+                    "has no rows",
+                    expected,
+                    p.shape,
+                )
 
     @abstractmethod
     def formula(self) -> Formula:
@@ -166,6 +182,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
             self.sparse_update,
             self._rows_need,
             [i for i, option in enumerate(self._groups.options) if option.centralize],
+            row_wise=self._rule.is_row_wise,
         )
 
     def _condition(self) -> None:

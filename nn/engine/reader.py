@@ -65,7 +65,7 @@ class GradientReader:
 
     Where ``sparse_update`` is None row-sparse gradients raise, and ``rows_need`` says what was
     expected and what was found. ``centralized`` are the places of the parameters whose gradients
-    are centralized.
+    are centralized. To a ``row_wise`` rule a vector is one row.
     """
 
     def __init__(
@@ -76,10 +76,12 @@ class GradientReader:
         sparse_update: str | None,
         rows_need: tuple[str, str | None] = ("", None),
         centralized: Sequence[int] = (),
+        *,
+        row_wise: bool = False,
     ) -> None:
         self._where, self._parameters, self._states = where, parameters, states
         self._sparse_update, self._rows_need = sparse_update, rows_need
-        self._centralized = frozenset(centralized)
+        self._centralized, self._row_wise = frozenset(centralized), row_wise
         self._shapes = [
             [array.shape for array in (p.array, *own)]
             for p, own in zip(parameters, states, strict=True)
@@ -172,6 +174,10 @@ class GradientReader:
             if isinstance(found, RowGradient) and self._sparse_update is None:
                 name = f"gradient of {parameter.name!r}"
                 reject(ValueError, self._where, name, "is row-sparse", *self._rows_need)
+            if isinstance(found, RowGradient) and self._row_wise and parameter.ndim < 2:
+                expected, got = "a dense one: a vector is one row", "a RowTensor"
+                reject(ValueError, self._where, f"gradient of {parameter.name!r}",
+                       "is row-sparse", expected, got)  # fmt: skip
             if i in self._centralized:
                 found = self._centralize(parameter, found, added(i))
             index_dtype = found.indices.dtype if isinstance(found, RowGradient) else None

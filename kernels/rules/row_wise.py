@@ -1,0 +1,118 @@
+"""Adagrad and Adam with one second moment for each row.
+
+With the mean over the elements of a row::
+
+    s <- s + mean(g*g)
+    w <- w - lr * g / (sqrt(s) + epsilon)
+
+and, with a first moment for each element and the bias-corrected moments at update
+``t = 1, 2, ...``::
+
+    m <- m + (1 - beta1)*(g - m)
+    v <- v + (1 - beta2)*(mean(g*g) - v)
+    w <- w - lr / (1 - beta1**t) * m / (sqrt(v / (1 - beta2**t)) + epsilon)
+
+A decoupled weight decay takes ``lr * decay * w`` too. What belongs to a row is computed in float64.
+
+Mudigere et al. (2021), arXiv:2104.05158, section 4.1.3, for tables of recommenders.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from . import adam
+from .formula import Numbers
+from .rule import Rule
+from .state import State
+
+
+def squares(w: Any, g: Any, hp: Any) -> Any:
+    """What is measured of a row without a first moment."""
+    return (g,)
+
+
+def squares_beside_moment(w: Any, g: Any, m: Any, hp: Any) -> Any:
+    """What is measured of a row with one."""
+    return (g,)
+
+
+def adagrad_row(sum_of_squares: Any, size: Any, accum: Any, epsilon: Any) -> Any:
+    """The reciprocal of the divisor of a row, and its accumulator."""
+    accum = accum + sum_of_squares / size
+    return 1.0 / (math.sqrt(accum) + epsilon), accum
+
+
+def row_wise_adagrad(w: Any, g: Any, hp: Any) -> Any:
+    """Adagrad on an element."""
+    return w - hp.step * g
+
+
+def row_wise_adagrad_decoupled(w: Any, g: Any, hp: Any) -> Any:
+    """Adagrad on an element, with a decoupled weight decay."""
+    return w - hp.step * g - hp.decay * w
+
+
+def adam_row(
+    sum_of_squares: Any, size: Any, v: Any, one_minus_beta2: Any, correction2: Any, epsilon: Any
+) -> Any:
+    """The reciprocal of the divisor of a row, and its second moment."""
+    v = v + one_minus_beta2 * (sum_of_squares / size - v)
+    return 1.0 / (math.sqrt(correction2 * v) + epsilon), v
+
+
+def row_wise_adam(w: Any, g: Any, m: Any, hp: Any) -> Any:
+    """Adam on an element, with a decoupled weight decay."""
+    m = m + hp.one_minus_beta1 * (g - m)
+    return w - hp.step * m - hp.decay * w, m
+
+
+def adagrad_scalars(
+    real: Any, lr: float, _decay: float, _step: int, constants: Numbers, _powers: Numbers
+) -> Numbers:
+    """Every argument rounded to ``real``."""
+    (epsilon,) = constants
+    return real(epsilon), real(lr)
+
+
+def adagrad_decoupled_scalars(
+    real: Any, lr: float, decay: float, _step: int, constants: Numbers, _powers: Numbers
+) -> Numbers:
+    """The same, and the part of the parameter that decays."""
+    (epsilon,) = constants
+    return real(epsilon), real(lr), real(lr * decay)
+
+
+def adam_scalars(
+    real: Any, lr: float, decay: float, step: int, constants: Numbers, powers: Numbers
+) -> Numbers:
+    """Those of `rules.adam`, whose step size holds both corrections, and the decay."""
+    of_adam = adam.adam_scalars(real, lr, decay, step, constants, powers)
+    complement1, complement2, size, epsilon = of_adam
+    return complement1, complement2, real(1.0), epsilon, size, real(lr * decay)
+
+
+# A step is the rate until a row is measured, then it divided by the root of its second moment.
+_MEASURED: dict[str, Any] = {"n_measured": 1, "factor_of": "step", "scope": "row"}
+_ADAGRAD: dict[str, Any] = {
+    "states": (State("accum", "row"),),
+    "measure": squares,
+    "factor": adagrad_row,
+    "takes": ("size", "accum", "epsilon"),
+    **_MEASURED,
+}
+ROW_WISE_ADAGRAD = Rule(row_wise_adagrad, hp=("epsilon", "step"), **_ADAGRAD)
+ROW_WISE_ADAGRAD_DECOUPLED = Rule(
+    row_wise_adagrad_decoupled, hp=("epsilon", "step", "decay"), decays=True, **_ADAGRAD
+)
+ROW_WISE_ADAM = Rule(
+    row_wise_adam,
+    (State("moment1"), State("moment2", "row")),
+    ("one_minus_beta1", "one_minus_beta2", "correction2", "epsilon", "step", "decay"),
+    squares_beside_moment,
+    factor=adam_row,
+    takes=("size", "moment2", "one_minus_beta2", "correction2", "epsilon"),
+    decays=True,
+    **_MEASURED,
+)

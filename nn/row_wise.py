@@ -1,0 +1,191 @@
+"""Adagrad and Adam with one second moment for each row of a table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..kernels.rules import row_wise as rules
+from ..kernels.rules.formula import Formula
+from ..ops.runtime import check
+from ..ops.runtime.errors import reject_unknown
+from .base.arguments import (
+    Fixed,
+    arithmetic_type,
+    betas_and_eps,
+    non_negative_float,
+    positive_float,
+    step_options,
+)
+from .fused import FusedOptimizer
+
+
+class RowWiseAdagrad(FusedOptimizer):
+    """Adagrad with one accumulator for each row.
+
+    With ``g`` the gradient after decay and scaling, and the mean over the elements of a row::
+
+        s <- s + mean(g*g)
+        w <- w - lr * g / (sqrt(s) + eps)
+
+    Rows are what the first axis of a parameter numbers; a vector is one row. Gradients of equal
+    indices are summed first. A table of N rows of D numbers has N numbers of state, `Adagrad`'s
+    has N*D.
+
+    Args:
+        params: `Parameter` or arrays of at least one axis, or group dicts; see `Optimizer`.
+        accum: float >= 0, with which ``s`` begins.
+        learning_rate: see `Optimizer`.
+        eps: float > 0.
+        loss_scale, weight_decay: see `Optimizer`.
+        decoupled_weight_decay: False: weight decay is coupled, ``g + weight_decay * w``; True: the
+            step takes ``lr * weight_decay * w`` too, and ``g`` has none.
+        use_locking: concurrent calls act like some serial order of them.
+        sparse_update: for row-sparse gradients ``"lazy"`` (only the rows that occur, the
+            default) or ``"dense_equivalent"`` (all rows, others with ``g = 0``); the two differ
+            by weight decay alone.
+        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing and is
+            counted in ``skipped_steps``.
+
+    ``s`` has the type of the arithmetic: float32, or float64 for float64 parameters.
+
+    Raises:
+        TypeError: a kind does not fit (an int where a float is published).
+        ValueError: a value does not fit, a parameter has no axis or rows without elements, or the
+            gradient of a vector is row-sparse.
+        KeyError: an unknown keyword (also `TypeError`).
+
+    Source: FBGEMM's ``EXACT_ROWWISE_ADAGRAD``; Mudigere et al. (2021), arXiv:2104.05158.
+
+    >>> import numpy as np
+    >>> w = np.ones((2, 2), np.float32)
+    >>> opt = RowWiseAdagrad([w], learning_rate=0.5)
+    >>> opt((np.array([[3, 4], [0, 0]], np.float32),))
+    (True,)
+    >>> print(opt.accum[0], w[1])
+    [12.5  0. ] [1. 1.]
+    """
+
+    decoupled_weight_decay = Fixed(check.flag)
+
+    def __init__(
+        self,
+        params: Any,
+        accum: float = 0.0,
+        learning_rate: Any = 0.001,
+        eps: float = 1e-10,
+        loss_scale: Any = 1.0,
+        weight_decay: Any = 0.0,
+        decoupled_weight_decay: bool = False,
+        *,
+        use_locking: bool = False,
+        sparse_update: str = "lazy",
+        skip_nonfinite: bool = False,
+        **unknown: Any,
+    ) -> None:
+        reject_unknown(self._name, unknown, RowWiseAdagrad)
+        states = {"accum": non_negative_float(self._name, "accum", accum)}
+        self.eps = positive_float(self._name, "eps", eps, arithmetic_type(params))
+        self.decoupled_weight_decay = decoupled_weight_decay
+        is_decoupled = self.decoupled_weight_decay
+        rule = rules.ROW_WISE_ADAGRAD_DECOUPLED if is_decoupled else rules.ROW_WISE_ADAGRAD
+        options = step_options(use_locking, sparse_update, skip_nonfinite, None)
+        super().__init__(
+            learning_rate, params, weight_decay, loss_scale, rule=rule, states=states, **options
+        )
+
+    def formula(self) -> Formula:
+        """See `FusedOptimizer`."""
+        if self.decoupled_weight_decay:
+            return Formula(rules.adagrad_decoupled_scalars, (self.eps,))
+        return Formula(rules.adagrad_scalars, (self.eps,))
+
+    @property
+    def accum(self) -> tuple[np.ndarray, ...]:
+        """The accumulated means of squares of the rows of each parameter."""
+        return self._state("accum")
+
+
+class RowWiseAdam(FusedOptimizer):
+    """Adam with one second moment for each row.
+
+    With ``g`` the gradient after scaling, at update t = 1, 2, ... of a parameter, and the mean over
+    the elements of a row::
+
+        m <- beta1*m + (1 - beta1)*g
+        v <- beta2*v + (1 - beta2)*mean(g*g)
+        w <- w - lr * sqrt(1 - beta2**t) / (1 - beta1**t) * m / (sqrt(v) + eps)
+               - lr * weight_decay * w
+
+    Rows are what the first axis of a parameter numbers; a vector is one row. Gradients of equal
+    indices are summed first. Bias correction and the place of ``eps`` are those of `Adam`; t counts
+    the updates of the parameter, not of a row.
+
+    Args:
+        params: `Parameter` or arrays of at least one axis, or group dicts; see `Optimizer`.
+        learning_rate: see `Optimizer`.
+        beta1, beta2: floats in (0, 1).
+        eps: float > 0.
+        weight_decay: see `Optimizer`; decoupled.
+        loss_scale: see `Optimizer`.
+        use_locking: concurrent calls act like some serial order of them.
+        sparse_update: for row-sparse gradients ``"lazy"`` (only the rows that occur, the
+            default) or ``"dense_equivalent"`` (all rows, others with ``g = 0``).
+        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing and is
+            counted in ``skipped_steps``.
+        state_dtype: dtype of ``m``; default each parameter's. ``v`` has the type of the
+            arithmetic: float32, or float64 for float64 parameters.
+
+    Raises:
+        TypeError, ValueError, KeyError: as `RowWiseAdagrad`.
+
+    Source: FBGEMM's ``PARTIAL_ROWWISE_ADAM``; Kingma and Ba (2015), arXiv:1412.6980.
+
+    >>> import numpy as np
+    >>> w = np.ones((2, 2), np.float32)
+    >>> opt = RowWiseAdam([w], learning_rate=0.1)
+    >>> opt((np.array([[1, -1], [2, 2]], np.float32),))
+    (True,)
+    >>> print(w.round(4))
+    [[0.9 1.1]
+     [0.9 0.9]]
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        learning_rate: Any = 1e-3,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        eps: float = 1e-8,
+        weight_decay: Any = 0.0,
+        loss_scale: Any = 1.0,
+        *,
+        use_locking: bool = False,
+        sparse_update: str = "lazy",
+        skip_nonfinite: bool = False,
+        state_dtype: Any = None,
+        **unknown: Any,
+    ) -> None:
+        reject_unknown(self._name, unknown, RowWiseAdam)
+        self.beta1, self.beta2, self.eps = betas_and_eps(self._name, params, beta1, beta2, eps)
+        options = step_options(use_locking, sparse_update, skip_nonfinite, state_dtype)
+        super().__init__(
+            learning_rate, params, weight_decay, loss_scale, rule=rules.ROW_WISE_ADAM, **options
+        )
+
+    def formula(self) -> Formula:
+        """See `FusedOptimizer`."""
+        betas = self.beta1, self.beta2
+        return Formula(rules.adam_scalars, (*betas, self.eps), betas)
+
+    @property
+    def moment1(self) -> tuple[np.ndarray, ...]:
+        """The first moment of each parameter."""
+        return self._state("moment1")
+
+    @property
+    def moment2(self) -> tuple[np.ndarray, ...]:
+        """The second moments of the rows of each parameter."""
+        return self._state("moment2")
