@@ -43,6 +43,11 @@ def decayed_and_scaled(form: str) -> dict[str, Any]:
     return {"weight_decay": 0.1} | ({"loss_scale": 3.0} if scaled else {})
 
 
+def is_row_wise(form: str) -> bool:
+    """Whether it has states of rows, so that a number is no parameter."""
+    return BY_NAME[FORMS[form][0]].row_wise
+
+
 def inner(opt: Any) -> Any:
     """The optimizer inside LARS, or ``opt`` itself."""
     return opt.opt if isinstance(opt, nn.LARS) else opt
@@ -51,11 +56,13 @@ def inner(opt: Any) -> Any:
 SHAPES: dict[str, tuple[int, ...]] = {"table": (6, 4), "vector": (5,)}
 
 
-def parameters(shapes: Mapping[str, tuple[int, ...]] = SHAPES, dtype: Any = np.float32) -> Any:
-    """Fresh parameters, the same ones each time."""
-    rng = np.random.default_rng(1)
+def parameters(
+    shapes: Mapping[str, tuple[int, ...]] = SHAPES, dtype: Any = np.float32, form: str = ""
+) -> Any:
+    """Fresh parameters, the same ones each time; numbers have an axis, if the form needs rows."""
+    rng, least = np.random.default_rng(1), (1,) if form and is_row_wise(form) else ()
     return [
-        nn.Parameter(np.array(rng.standard_normal(shape)).astype(dtype), name)
+        nn.Parameter(np.array(rng.standard_normal(shape or least)).astype(dtype), name)
         for name, shape in shapes.items()
     ]
 

@@ -34,7 +34,11 @@ class Optimizer:
         """What it does with each kind of gradients."""
         optimizer, known = self.make([np.zeros((3, 2), np.float32)]), self.measured
         (updated,) = _updated(optimizer)
-        traffic = Traffic(len(updated), passes=known.passes)
+        rule = getattr(optimizer, "_rule", None)  # versions to compare with know elements only
+        of_rows = (
+            sum(getattr(state, "per", "element") == "row" for state in rule.states) if rule else 0
+        )
+        traffic = Traffic(len(updated), passes=known.passes, of_rows=of_rows)
         dense = Use(known.dense, traffic, is_matrix=known.is_matrix, start=known.start)
         if known.rows is None:
             return {"dense": dense}

@@ -23,12 +23,14 @@ class Traffic:
         written: only written.
         passes: for each pass before the update, which needs sums over whole tensors, how many
             arrays it reads: the gradient; with 2, the parameter too; then the states.
+        of_rows: states of 4 bytes a row, read and written.
     """
 
     updated: int
     read: int = 1
     written: int = 0
     passes: tuple[int, ...] = ()
+    of_rows: int = 0
 
     @property
     def arrays(self) -> int:
@@ -36,16 +38,23 @@ class Traffic:
         return 2 * self.updated + self.read + self.written + sum(self.passes)
 
     def dense(self, elements: int, itemsize: int) -> int:
-        """A dense step; float32 Adam (three updated arrays): 28 bytes an element."""
+        """A dense step; float32 Adam (three updated arrays): 28 bytes an element.
+
+        States of rows do not count: a tensor may be one row.
+        """
         return elements * itemsize * self.arrays
 
     def every_row(self, N: int, D: int, B: int, itemsize: int) -> int:
         """A row-sparse gradient, and all N rows take the step."""
-        return 2 * self.updated * N * D * itemsize + batch(B, D, itemsize)
+        return 2 * N * self._row(D, itemsize) + batch(B, D, itemsize)
 
     def touched_rows(self, unique: int, D: int, B: int, itemsize: int) -> int:
         """A row-sparse gradient, and the ``unique`` different rows in it take the step."""
-        return 2 * self.updated * unique * D * itemsize + batch(B, D, itemsize)
+        return 2 * unique * self._row(D, itemsize) + batch(B, D, itemsize)
+
+    def _row(self, D: int, itemsize: int) -> int:
+        """A row of all that is updated."""
+        return self.updated * D * itemsize + self.of_rows * 4
 
 
 def gathered(unique: int, D: int, B: int, itemsize: int) -> int:

@@ -29,6 +29,14 @@ LOST_LATER = Large(
     "`Lamb(clip_ratio=True)` the whole parameter",
 )
 LOST = Large("NaN", "NaN")
+ROW_STOPS = Large(
+    "as usual: the mean of squares is taken in float64",
+    "the row stays for good: its accumulator is infinite",
+)
+ROW_LOST_LATER = Large(
+    "as usual: the mean of squares is taken in float64",
+    "the row is NaN from its next update on: infinity minus infinity",
+)
 
 
 @dataclass(frozen=True)
@@ -136,6 +144,7 @@ class Row:
         needs: why it takes no row-sparse gradient: what the error says is expected; "": it does.
         states: its states for documents, where they do not follow from its forms.
         build: makes one from parameters and options, where that is not the class.
+        row_wise: it has states of rows, so its parameters have rows.
     """
 
     name: str
@@ -148,6 +157,7 @@ class Row:
     needs: str = ""
     states: str = ""
     build: Callable[..., Any] | None = None
+    row_wise: bool = False
 
     @property
     def cls(self) -> type:

@@ -22,7 +22,11 @@ from worker_protocol import Case, Job, Parameter, Replica, serve  # type: ignore
 
 _LR = 1e-3
 # The optimizer in the tables, and that of torch for the dense parameters.
-_OPTIMIZERS = {"sgd-rows": ("EXACT_SGD", "SGD"), "adagrad-rows": ("EXACT_ADAGRAD", "Adagrad")}
+_OPTIMIZERS = {
+    "sgd-rows": ("EXACT_SGD", "SGD"),
+    "adagrad-rows": ("EXACT_ADAGRAD", "Adagrad"),
+    "row-wise-adagrad-rows": ("EXACT_ROWWISE_ADAGRAD", "Adagrad"),
+}
 # Bags of one index each, or rows without bags.
 _POOLING = ("SUM", "NONE")
 _TRAINING = "fbgemm_gpu.split_table_batched_embeddings_ops_training"

@@ -137,6 +137,26 @@ def _adagrad(_t: int, w: Array, g: Array, s: Array, a: Array, _b: Array) -> None
     w -= a
 
 
+def _row_wise_adagrad(_t: int, w: Array, g: Array, s: Array, a: Array, b: Array) -> None:
+    np.multiply(g, g, out=a)
+    s += a.mean(1)
+    np.divide(_LR, np.sqrt(s) + _TINY, out=b[:, 0])
+    np.multiply(g, b[:, :1], out=a)
+    w -= a
+
+
+def _row_wise_adam(t: int, w: Array, g: Array, m: Array, v: Array, a: Array, b: Array) -> None:
+    np.subtract(g, m, out=a)
+    a *= 1 - _BETA1
+    m += a
+    np.multiply(g, g, out=a)
+    v += (1 - _BETA2) * (a.mean(1) - v)
+    size = _LR / (1 - _BETA1**t)
+    np.divide(size, np.sqrt(v / (1 - _BETA2**t)) + _EPSILON, out=b[:, 0])
+    np.multiply(m, b[:, :1], out=a)
+    w -= a
+
+
 def _proximal_adagrad(_t: int, w: Array, g: Array, s: Array, a: Array, b: Array) -> None:
     """``b`` is the element's learning rate; then soft threshold and shrinking by it."""
     np.multiply(g, g, out=a)
@@ -250,12 +270,17 @@ ELEMENTWISE: dict[str, tuple[Callable[..., None], int]] = {
     "proximal-adagrad": (_proximal_adagrad, 1),
     "ftrl": (_ftrl, 2),
 }
+# These may be applied to some of the rows.
+_ROW_WISE = {"row-wise-adagrad": _row_wise_adagrad, "row-wise-adam": _row_wise_adam}
 _TENSORWISE: dict[str, tuple[Callable[..., None], int]] = {"lamb": (_lamb, 2), "lars": (_lars, 1)}
 TENSORWISE = {*_TENSORWISE, "adafactor"}
 
 
 def rule_and_states(name: str, shape: tuple[int, ...]) -> tuple[Callable[..., None], list[Array]]:
     """The rule of that name for a parameter of that shape, and its states, all zero."""
+    if name in _ROW_WISE:
+        own, of_rows = _ROW_WISE[name], zeros(shape[:1])
+        return own, [of_rows] if name == "row-wise-adagrad" else [zeros(shape), of_rows]
     if name != "adafactor":
         rule, count = ELEMENTWISE.get(name) or _TENSORWISE[name]
         return rule, [zeros(shape) for _ in range(count)]

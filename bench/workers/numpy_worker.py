@@ -36,6 +36,8 @@ _WITH_ROWS = {
     "adagrad-rows": "adagrad",
     "ftrl-rows": "ftrl",
     "proximal-adagrad-rows": "proximal-adagrad",
+    "row-wise-adagrad-rows": "row-wise-adagrad",
+    "row-wise-adam-rows": "row-wise-adam",
 }
 _WHOLE, _BLOCKS, _THREADS = "whole arrays", "blocks", "blocks in threads"
 _TAKE, _TAKE_OUT = "take", "take(out=, mode='clip')"

@@ -71,7 +71,7 @@ def of_formula(formula: Formula, real: Storage) -> Traits:
 def _of_element(rule: Rule, real: Storage) -> tuple[Any, ...]:
     number = numba_type(real)
     hp = types.NamedUniTuple(number, len(rule.hp), hp_type(rule, ()))
-    own = [state for state in rule.states if state.per in ("element", "tensor")]
+    own = [s for s in rule.states if s.per in ("element", "tensor") or rule.lines]
     return (*(number,) * (2 + len(own)), hp)
 
 

@@ -12,10 +12,12 @@ from .descent import ASGD, SGD, Rprop
 from .embedding import ShardedEmbedding
 from .layerwise import LARS, Lamb
 from .optimizer import Optimizer
+from .row_wise import RowWiseAdagrad, RowWiseAdam
 from .thor import Thor
 
 __all__ = [
     "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Adan", "FTRL", "LARS",
-    "Lamb", "LazyAdam", "Lion", "NAdam", "Optimizer", "RAdam", "RMSprop", "Rprop", "SGD",
-    "ShardedEmbedding", "SparseAdam", "Thor", "clip_grad_norm_",
+    "Lamb", "LazyAdam", "Lion", "NAdam", "Optimizer", "RAdam", "RMSprop",
+    "RowWiseAdagrad", "RowWiseAdam", "Rprop", "SGD", "ShardedEmbedding", "SparseAdam", "Thor",
+    "clip_grad_norm_",
 ]  # fmt: skip

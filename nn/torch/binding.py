@@ -119,7 +119,10 @@ class Binding:
             self._dense[i] = gradient.data_ptr()
             self._memory.append(Stretch.of(gradient, label, is_written=False))
             self._arrays[i] = array_of(flat(gradient, order))
-        arrays = [array_of(flat(tensor, order), keep=False) for tensor in (parameter, *states)]
+        arrays = [  # of rows and columns there is one order
+            array_of(flat(x, order) if x.dim() == parameter.dim() else x.detach(), keep=False)
+            for x in (parameter, *states)
+        ]
         if is_sparse:  # the sparse dimensions number the rows
             arrays = [
                 array.reshape(table_shape(gradient)) if array.size == arrays[0].size else array

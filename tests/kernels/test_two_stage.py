@@ -17,7 +17,7 @@ from fusestep.kernels.rules import lamb, lars
 from fusestep.kernels.rules.gradient import SCALE
 from fusestep.kernels.rules.rule import Prologue, Rule, factors, hp_type
 from fusestep.kernels.storage import STORAGES
-from fusestep.ops.runtime.step import DenseUpdate, Variables, measure_step
+from fusestep.ops.runtime.step import DenseUpdate, Variables, measured
 
 import reference_layerwise as layerwise
 from helpers import BF16, STORAGE_DTYPES, assert_same_bits, assert_within_ulps, unchanged
@@ -38,9 +38,14 @@ class Form:
     reference: Any
 
 
+def ratios(rule: Rule, sums: np.ndarray) -> np.ndarray:
+    """The only factor of each tensor."""
+    return factors(rule, sums, [{}] * len(sums))[:, 0]
+
+
 FORMS = {
-    "lamb": Form(lamb.LAMB, partial(factors, lamb.LAMB), layerwise.lamb),
-    "clipped": Form(lamb.LAMB_CLIPPED, partial(factors, lamb.LAMB_CLIPPED), layerwise.lamb_clipped),
+    "lamb": Form(lamb.LAMB, partial(ratios, lamb.LAMB), layerwise.lamb),
+    "clipped": Form(lamb.LAMB_CLIPPED, partial(ratios, lamb.LAMB_CLIPPED), layerwise.lamb_clipped),
 }
 EACH_FORM = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 
@@ -76,7 +81,7 @@ def run(form: Form, arrays: list[Any], g: Any, prologue: Prologue = (), **change
         form.rule, prologue, Variables.of([tuple(arrays)]), np.array([g.ctypes.data]),
         STORAGES[g.dtype], hp, np.zeros(1, np.int64),
     )  # fmt: skip
-    ratio = form.ratio(measure_step(update))
+    ratio = form.ratio(measured(update, {})[1])
     assert ratio.shape == (1,)
     hp[:, lamb.LAMB.hp.index("step")] *= ratio
     commit([update.prepared()])
@@ -187,7 +192,7 @@ def test_each_tensor_has_its_own_ratio(form: Form) -> None:
         np.array([g.ctypes.data for _, g, _, _ in together]), STORAGES[F32], hp,
         np.arange(len(sizes)),
     )  # fmt: skip
-    hp[:, -1] *= form.ratio(measure_step(update))
+    hp[:, -1] *= form.ratio(measured(update, {})[1])
     commit([update.prepared()])
     assert len(set(hp[:, -1].tolist())) == len(sizes)
     for one, other in zip(alone, together, strict=True):
@@ -198,14 +203,14 @@ def test_each_tensor_has_its_own_ratio(form: Form) -> None:
 def test_lamb_ratio() -> None:
     """|w| / |u|; 1 where one of them is 0."""
     squares = np.array([[4.0, 1.0], [4.0, 16.0], [0.0, 1.0], [4.0, 0.0], [0.0, 0.0], [np.inf, 1.0]])
-    np.testing.assert_array_equal(factors(lamb.LAMB, squares), [2.0, 0.5, 1.0, 1.0, 1.0, np.inf])
+    np.testing.assert_array_equal(ratios(lamb.LAMB, squares), [2.0, 0.5, 1.0, 1.0, 1.0, np.inf])
 
 
 def test_clipped_lamb_ratio() -> None:
     """Limited to 10; 1 where |w| or |g| is 0, also if |u| is not."""
     squares = np.array([[4.0, 1.0, 1.0], [400.0, 1.0, 1.0], [0.0, 1.0, 1.0], [4.0, 1.0, 0.0],
                         [4.0, 0.0, 1.0]])  # fmt: skip
-    found = factors(lamb.LAMB_CLIPPED, squares)
+    found = ratios(lamb.LAMB_CLIPPED, squares)
     np.testing.assert_array_equal(found, [2.0, 10.0, 1.0, 1.0, 10.0])
 
 

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 
 from fusestep import nn
-from fusestep.bench.registry.record import LOST, LOST_LATER, MOVES, STOPS
+from fusestep.bench.registry.record import (
+    LOST,
+    LOST_LATER,
+    MOVES,
+    ROW_LOST_LATER,
+    ROW_STOPS,
+    STOPS,
+)
 
 from helpers import assert_same_bits, more, refused, sampled
 from optimizers import (
@@ -53,10 +60,10 @@ def assert_same_parameters(one: Any, other: Any) -> None:
 def test_dynamic_weight_decay(form: str, decay: Any) -> None:
     """At each step as an optimizer with that number as its decay, from the same state."""
     scale = {n: v for n, v in decayed_and_scaled(form).items() if n == "loss_scale"}
-    opt = make(form, parameters(SHAPES), weight_decay=decay, **scale)
+    opt = make(form, parameters(SHAPES, form=form), weight_decay=decay, **scale)
     for step in range(3):
         assert opt.get_weight_decay() == decay(step)
-        fixed = make(form, parameters(SHAPES), weight_decay=decay(step), **scale)
+        fixed = make(form, parameters(SHAPES, form=form), weight_decay=decay(step), **scale)
         fixed.load_state_dict(opt.state_dict())
         for p, q in zip(fixed.parameters, opt.parameters, strict=True):
             p.data[...] = q.data
@@ -71,13 +78,13 @@ def test_some_have_no_dynamic_weight_decay(form: str) -> None:
     text = f"^{FORMS[form][0]}: weight_decay has a wrong type: .*float or int"
     for decay in (Halving(), growing):
         with pytest.raises(TypeError, match=text):
-            make(form, parameters(SHAPES), weight_decay=decay)
+            make(form, parameters(SHAPES, form=form), weight_decay=decay)
 
 
 @pytest.mark.parametrize("form", SCHEDULED)
 def test_fixed_rates_beside_scheduled_ones_are_exact(form: str) -> None:
     """MindSpore makes 1e-8 beside a schedule 0, and 1e-6 9.54e-7."""
-    together, apart = parameters(SHAPES), parameters(SHAPES)
+    together, apart = parameters(SHAPES, form=form), parameters(SHAPES, form=form)
     rates = (Halving(), 1e-6, 1e-8, [0.3, 0.2, 0.1])
     if form.startswith("AdaFactor"):
         # A schedule as the default would turn the scaling off.
@@ -100,7 +107,7 @@ def test_fixed_rates_beside_scheduled_ones_are_exact(form: str) -> None:
     assert_same_parameters(together, apart)
     assert all(
         (p.data != q.data).any()
-        for p, q in zip(together[::3], parameters(SHAPES)[::3], strict=True)
+        for p, q in zip(together[::3], parameters(SHAPES, form=form)[::3], strict=True)
     )
 
 
@@ -112,7 +119,7 @@ def in_groups(form: str, params: Any, decays: Any, **options: Any) -> Any:
 @EACH_FORM
 def test_each_parameter_is_as_in_an_optimizer_of_its_own(form: str) -> None:
     """With its own decay, and with a count of its own where gradients are missing."""
-    together, apart = parameters(SHAPES), parameters(SHAPES)
+    together, apart = parameters(SHAPES, form=form), parameters(SHAPES, form=form)
     options, decays = decayed_and_scaled(form), (0.1, 0.2, 0.3, 0.1)
     opt = in_groups(form, together, decays, **options)
     alone = [in_groups(form, [p], [d], **options) for p, d in zip(apart, decays, strict=True)]
@@ -133,7 +140,7 @@ def test_each_parameter_is_as_in_an_optimizer_of_its_own(form: str) -> None:
 @pytest.mark.parametrize("form", [f if f in ONE_OF_EACH else more(f) for f in FORMS])
 def test_a_parameter_without_decay_does_not_see_that_others_decay(form: str) -> None:
     """To the last bit: what is compiled for the call must not show in its result."""
-    together, apart = parameters(SHAPES), parameters(SHAPES)
+    together, apart = parameters(SHAPES, form=form), parameters(SHAPES, form=form)
     options = decayed_and_scaled(form)
     opt = in_groups(form, together, (0.1, 0.0, 0.0, 0.1), **options)
     plain = in_groups(form, apart, (0.0,) * 4, **options)
@@ -178,7 +185,7 @@ def test_centralization(form: str, dtype: Any) -> None:
     """Of the gradient with a coupled decay, without a decoupled one; in its group alone."""
     decoupled = form in DECOUPLED
     rtol = 1e-9 if dtype is np.float64 else 1e-5
-    params, plain = parameters(SHAPES, dtype), parameters(SHAPES, dtype)
+    params, plain = parameters(SHAPES, dtype, form), parameters(SHAPES, dtype, form)
     options = decayed_and_scaled(form)
     scale = options.get("loss_scale", 1.0)
     groups = [
@@ -200,7 +207,7 @@ def test_centralization(form: str, dtype: Any) -> None:
 def test_centralization_acts_alike_with_locking_and_checks(form: str) -> None:
     results = []
     for options in ({}, {"use_locking": True}, {"skip_nonfinite": True}):
-        params = parameters(SHAPES)
+        params = parameters(SHAPES, form=form)
         opt = make(form, [{"params": params, "grad_centralization": True}], **options)
         for step in range(2):
             opt(gradients(params, step))
@@ -211,7 +218,7 @@ def test_centralization_acts_alike_with_locking_and_checks(form: str) -> None:
 
 @pytest.mark.parametrize("form", SCHEDULED)
 def test_learning_rate_that_runs_out(form: str) -> None:
-    opt = make(form, parameters(SHAPES), learning_rate=[0.1, 0.2])
+    opt = make(form, parameters(SHAPES, form=form), learning_rate=[0.1, 0.2])
     for step in range(2):
         opt(gradients(opt.parameters, step))
     with refused(RuntimeError, "learning_rate has no value for step 2", opt):
@@ -221,13 +228,13 @@ def test_learning_rate_that_runs_out(form: str) -> None:
 @pytest.mark.parametrize("form", FIXED_RATE + OWN_RATE)
 def test_learning_rate_that_cannot_be_listed(form: str) -> None:
     with pytest.raises((TypeError, ValueError), match="learning_rate"):
-        make(form, parameters(SHAPES), learning_rate=[0.1, 0.2])
+        make(form, parameters(SHAPES, form=form), learning_rate=[0.1, 0.2])
 
 
 @EACH_FORM
 def test_gradients_that_do_not_fit(form: str) -> None:
     """Nothing changes, whatever is wrong with the last one."""
-    opt = make(form, parameters(SHAPES))
+    opt = make(form, parameters(SHAPES, form=form))
     good = gradients(opt.parameters, 0)
     opt(good)
     cases: list[tuple[Any, type[Exception], str]] = [
@@ -252,8 +259,8 @@ SCALED = [form for form in FORMS if "loss_scale" in decayed_and_scaled(form)]
 @pytest.mark.parametrize("form", SCALED)
 def test_an_assigned_loss_scale_acts_from_the_next_step(form: str) -> None:
     """As if it had been given at construction; with powers of 2 to the last bit."""
-    changed = make(form, parameters(SHAPES), loss_scale=4.0)
-    plain = make(form, parameters(SHAPES))
+    changed = make(form, parameters(SHAPES, form=form), loss_scale=4.0)
+    plain = make(form, parameters(SHAPES, form=form))
     for step, scale in enumerate((4.0, 1.0, 16.0)):
         changed.loss_scale = scale
         assert changed.loss_scale == scale
@@ -295,6 +302,14 @@ def test_gradient_whose_square_is_infinite(form: str, size: float) -> None:
     elif large is STOPS:
         assert at_first == w.data[1, 1] == 1
         assert np.isfinite(w.data).all()
+    elif large is ROW_STOPS:
+        assert np.isfinite(w.data).all()
+        assert at_first != 1
+        assert (w.data[1] == after[1]).all()
+    elif large is ROW_LOST_LATER:
+        assert np.isfinite(after).all()
+        is_lost = size > 1e20  # of a mean the square of 1.85e19 is a quarter
+        assert lost[1].all() == is_lost and lost.sum() == 4 * is_lost
     elif large is LOST:
         assert np.isnan(at_first)
         assert lost.sum() == 1

@@ -201,7 +201,7 @@ ROUNDED = [
 @pytest.mark.parametrize(("form", "dtype"), ROUNDED, ids=str)
 def test_16_bit_parameters_are_rounded_once(form: str, dtype: Any) -> None:
     """A step is that of the float32 arithmetic, rounded at the store; the gradient is not."""
-    low = parameters(SHAPES, dtype)
+    low = parameters(SHAPES, dtype, form)
     wide = [nn.Parameter(p.data.astype(np.float32), p.name) for p in low]
     given = gradients(wide, 0)
     one, other = make(form, low), make(form, wide)
@@ -218,7 +218,7 @@ def test_16_bit_parameters_are_rounded_once(form: str, dtype: Any) -> None:
 
 @pytest.mark.parametrize("form", ONE_OF_EACH)
 def test_a_float64_gradient_of_a_float32_parameter_is_rounded_first(form: str) -> None:
-    one, other = (make(form, parameters(SHAPES)) for _ in range(2))
+    one, other = (make(form, parameters(SHAPES, form=form)) for _ in range(2))
     given = gradients(one.parameters, 0, np.float64)
     one(given)
     other([g.astype(np.float32) for g in given])

@@ -33,7 +33,7 @@ def spread(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any = np.flo
 
 def new(form: str, dtype: Any, rng: np.random.Generator, **options: Any) -> Any:
     """An optimizer of parameters in `SHAPES`."""
-    params = parameters(SHAPES, dtype)
+    params = parameters(SHAPES, dtype, form)
     for p in params:
         p.data[...] = spread(rng, p.shape, dtype)
     return make(form, params, **options)

@@ -71,8 +71,8 @@ WAYS: dict[str, Callable[..., Any]] = {
 @EACH_FORM
 def test_resumes_bit_for_bit(form: str, way: str, tmp_path: Path) -> None:
     fresh = partial(make, form, **decayed_and_scaled(form))
-    whole = steps(fresh(parameters(SHAPES)), range(6))
-    half = steps(fresh(parameters(SHAPES)), range(3))
+    whole = steps(fresh(parameters(SHAPES, form=form)), range(6))
+    half = steps(fresh(parameters(SHAPES, form=form)), range(3))
     with unchanged(half):
         again = WAYS[way](half, fresh, tmp_path)
         steps(again, range(3, 6))
@@ -107,7 +107,7 @@ def test_counts_of_skipped_parameters_matter() -> None:
 
 @pytest.fixture
 def trained() -> Callable[[str], Any]:
-    return lambda form: steps(make(form, parameters(SHAPES)), range(2))
+    return lambda form: steps(make(form, parameters(SHAPES, form=form)), range(2))
 
 
 def derived(name: str) -> bool:
@@ -133,7 +133,7 @@ def mismatches(state: dict[str, np.ndarray]) -> Iterator[tuple[dict[str, Any], t
 
 @EACH_FORM
 def test_state_that_does_not_fit(form: str, trained: Callable[[str], Any]) -> None:
-    opt, other = trained(form), make(form, parameters(SHAPES))
+    opt, other = trained(form), make(form, parameters(SHAPES, form=form))
     for state, error in mismatches(opt.state_dict()):
         with refused(error, "state", other):
             other.load_state_dict(state)
@@ -176,7 +176,7 @@ OTHER_OPTIONS: list[tuple[str, str, dict[str, Any]]] = [
 def test_state_of_other_options(
     source: str, form: str, options: dict[str, Any], trained: Callable[[str], Any]
 ) -> None:
-    opt = make(form, parameters(SHAPES), **options)
+    opt = make(form, parameters(SHAPES, form=form), **options)
     with refused((KeyError, TypeError, ValueError), "state", opt):  # type: ignore[arg-type]
         opt.load_state_dict(trained(source).state_dict())
 
@@ -220,7 +220,7 @@ EMPTY_STATES: dict[str, dict[str, np.ndarray]] = {
 @EACH_FORM
 def test_state_as_mindspore_writes_it(form: str) -> None:
     """Every parameter has had as many updates as there were steps."""
-    opt, again = (make(form, parameters(SHAPES)) for _ in range(2))
+    opt, again = (make(form, parameters(SHAPES, form=form)) for _ in range(2))
     for rate in map(opt.get_lr_parameter, opt.parameters):
         if isinstance(rate, nn.Parameter):
             rate.data[...] = np.float32(rate.data)
@@ -236,7 +236,7 @@ def test_state_as_mindspore_writes_it(form: str) -> None:
 
 @pytest.mark.parametrize("form", EMPTY_STATES)
 def test_empty_states_of_foreign_parameters_are_refused(form: str) -> None:
-    opt = make(form, parameters(SHAPES))
+    opt = make(form, parameters(SHAPES, form=form))
     name = next(iter(EMPTY_STATES[form]))
     foreign = {**opt.state_dict(), name.rstrip("abcd.weight") + "foreign": np.zeros(1, np.float32)}
     with refused(KeyError, "unknown", opt):
@@ -246,7 +246,7 @@ def test_empty_states_of_foreign_parameters_are_refused(form: str) -> None:
 def test_states_of_other_forms_are_not_empty() -> None:
     """What one form leaves out, another one needs."""
     for form, name in (("SGD-momentum", "accum.a"), ("RMSProp-momentum", "moment.a")):
-        opt = make(form, parameters(SHAPES))
+        opt = make(form, parameters(SHAPES, form=form))
         state = {n: a for n, a in opt.state_dict().items() if n != name}
         with refused(KeyError, f"missing .*{name}", opt):
             opt.load_state_dict(state)
@@ -258,7 +258,7 @@ def test_states_of_other_forms_are_not_empty() -> None:
 @EACH_FORM
 def test_updates_follow_a_rebinding(form: str) -> None:
     """They reach the new arrays and never the old ones; states go on."""
-    straight, opt = (make(form, parameters(SHAPES)) for _ in range(2))
+    straight, opt = (make(form, parameters(SHAPES, form=form)) for _ in range(2))
     steps(straight, range(6))
     for number in range(6):
         old = []
@@ -317,7 +317,7 @@ def test_gradient_in_the_memory_of_a_variable_is_refused(form: str) -> None:
 def test_skip_nonfinite_skips_whole_steps(form: str, bad: float) -> None:
     """Parameters, states and counters are as if the step had not been tried."""
     opt, plain = (
-        make(form, parameters(SHAPES), skip_nonfinite=True, **decayed_and_scaled(form))
+        make(form, parameters(SHAPES, form=form), skip_nonfinite=True, **decayed_and_scaled(form))
         for _ in range(2)
     )
     for number in range(3):
@@ -334,7 +334,7 @@ def test_skip_nonfinite_skips_whole_steps(form: str, bad: float) -> None:
 
 @EACH_FORM
 def test_without_skip_nonfinite_a_nan_is_written(form: str) -> None:
-    opt = make(form, parameters(SHAPES))
+    opt = make(form, parameters(SHAPES, form=form))
     spoiled = gradients(opt.parameters, 0)
     spoiled[0][1, 1] = np.nan
     opt(spoiled)
@@ -347,7 +347,7 @@ def test_without_skip_nonfinite_a_nan_is_written(form: str) -> None:
 @EACH_FORM
 def test_shapes_of_a_state_come_before_its_values(form: str) -> None:
     """No value of an array is read that is too large, and so large that it could not be."""
-    opt = make(form, parameters(SHAPES))
+    opt = make(form, parameters(SHAPES, form=form))
     state = opt.state_dict()
     for name, array in state.items():
         far_too_large = np.broadcast_to(np.array(-1, array.dtype), (1 << 40,))
@@ -380,7 +380,7 @@ def test_read_only_since_the_last_step(
     form: str, usable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(headers, "usable", usable)
-    opt = make(form, parameters(SHAPES))
+    opt = make(form, parameters(SHAPES, form=form))
     refuse_each_read_only(opt, gradients(opt.parameters, 0))
 
 

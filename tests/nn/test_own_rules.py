@@ -48,7 +48,7 @@ PARTS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
     "no rule": (plain, {}, TypeError, "rule has a wrong type: expected a Rule, got function"),
     "states without a comma": (
         replace(AVERAGED, states=("m")), {}, TypeError,  # type: ignore[arg-type]
-        "states of the rule has a wrong type: expected a tuple of str, got str",
+        "states of the rule has a wrong type: expected a tuple of str or State, got str",
     ),
     "hp without a comma": (
         replace(PLAIN, hp=("lr")), {}, TypeError,  # type: ignore[arg-type]
@@ -86,14 +86,9 @@ PARTS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         replace(PLAIN, update=NOT_CALLED), {}, TypeError,
         "update has a wrong type: expected a function, got builtin_function_or_method",
     ),
-    "more read than there are": (
-        replace(AVERAGED, n_read=2), {}, ValueError,
-        "n_read of the rule is out of range: expected an int from 0 to 1, as many as there are "
-        "states, got 2",
-    ),
-    "factored": (
-        replace(PLAIN, factored=plain), {}, TypeError,
-        "factored of the rule is of no use to this class: expected None, got <function plain",
+    "lines": (
+        replace(PLAIN, lines=plain), {}, TypeError,
+        "lines of the rule is of no use to this class: expected None, got <function plain",
     ),
     "measure alone": (
         replace(MEASURED, factor=None), {}, TypeError,
@@ -190,7 +185,7 @@ WRONG_TYPES: dict[str, tuple[Rule, type[Exception], str]] = {
         "(float32, float32, float32)",
     ),
     "what is only read": (
-        replace(AVERAGED, n_read=1), TypeError,
+        replace(AVERAGED, states=(nn.State("m", is_read=True),)), TypeError,
         "update 'averaged' returns a wrong type: expected the float w, got (float32, float32)",
     ),
     "a bool": (
@@ -318,15 +313,17 @@ def test_rules_of_the_package_are_as_those_of_users_must_be(name: str) -> None:
     """They are not looked at when an optimizer is made."""
     rule = all_rules()[name]
     for real, number in ((F32, "float32"), (F64, "float64")):
-        n_stored = 1 + len(rule.states) - rule.n_read
-        found = traits.of_update(rule, real)
+        own = [s for s in rule.states if s.per == "element" and not s.is_read]
+        n_stored, found = 1 + len(own), traits.of_update(rule, real)
         assert found == traits.Traits((number,) * n_stored, n_stored > 1, False)
-        if rule.measure is not None:
+        if rule.measure is not None and rule.lines is None:
             found = traits.of_measure(rule, real)
             assert (len(found.returned), found.is_tuple) == (rule.n_measured, True)
             assert {*found.returned} <= {"float32", "float64"} and not found.can_raise
-    if rule.factor is not None:
-        assert traits.of_factor(rule) == traits.Traits(("float64",), False, False)
+        if rule.factor is not None and "scale_parameter" not in rule.takes:  # a bool
+            n = len(rule.factored_fields) + len(rule.written_of_scope)
+            found = traits.of_factor(rule, real)
+            assert found == traits.Traits(("float64",) * n, n > 1, False)
 
 
 def test_nothing_is_compiled_for_optimizers_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:

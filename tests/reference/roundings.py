@@ -36,7 +36,8 @@ _EXACT = {np.negative, np.absolute, np.sign, np.maximum, np.minimum}
 class Rounded(NDArrayOperatorsMixin):
     """Numbers with errors, whose unit is half of one in the last place of 1.
 
-    Sums over whole arrays give plain numbers: they are taken in float64.
+    Sums over whole arrays give plain numbers: they are taken in float64. Averages are taken in it
+    too, and keep the errors of what they are of.
     """
 
     def __init__(self, value: Any, error: Any = 0.0) -> None:
@@ -59,6 +60,8 @@ class Rounded(NDArrayOperatorsMixin):
 
     def __array_function__(self, function: Any, _: Any, args: Any, kwargs: Any) -> Any:
         values = function(*map(_value, args), **kwargs)
+        if function in (np.average, np.reshape, np.atleast_1d):
+            return Rounded(values, function(args[0].error, *args[1:], **kwargs))
         if function is not np.where:
             return values
         chosen, *branches = args

@@ -223,7 +223,7 @@ def test_compiled_step_within_4_ulps(name: str, dtype: np.dtype, prologue: tuple
         run_compiled(name, arrays, gradient, prologue)
         scales = largest_terms(name, before[0], size, before[1:], hp, expected)
         for role, found, exact, scale in zip(
-            ("w", *rule.states), arrays, expected, scales, strict=True
+            ("w", *rule.names), arrays, expected, scales, strict=True
         ):
             ulps = 8.0 if dtype == np.float64 else 4.0
             assert_within_ulps(found, exact, scale, ulps, f"{role} after step {step + 1}")

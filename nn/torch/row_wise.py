@@ -1,0 +1,164 @@
+"""Adagrad and Adam with one second moment for each row of a table."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...kernels.rules import row_wise as rules
+from ...kernels.rules.formula import Numbers
+from ...ops.runtime import check
+from .method import Group, Method, betas_in_range, not_negative
+from .optimizer import Fused
+from .tensors import number
+
+
+class RowWiseAdagrad(Fused, torch.optim.Optimizer):
+    """Adagrad with one accumulator for each row.
+
+    With ``g`` the gradient, and the mean over the elements of a row::
+
+        s <- s + mean(g*g)
+        w <- w - lr * g / (sqrt(s) + eps)
+
+    Rows are what the first dimension of a parameter numbers; a vector is one row. Sparse gradients
+    of equal indices are summed first. The state of a table of N rows is ``sum``, ``[N]``, in
+    float32 (float64 for float64 parameters).
+
+    Args:
+        params: as in ``torch.optim``.
+        lr: learning rate, at least 0; a number or a tensor of one element.
+        eps: above 0.
+        weight_decay: at least 0: added to the gradient, ``g + weight_decay*w``.
+        initial_accumulator_value: at least 0: what ``s`` begins with.
+        decoupled_weight_decay: the step takes ``lr*weight_decay*w`` instead.
+        maximize: go up, not down.
+        sparse: ``"touched"`` by default; see `Optimizer`.
+        skip_nonfinite: see `Optimizer`.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    In the step a parameter without dimensions, or with rows without elements, raises, and so does
+    a sparse gradient of a vector, or one with several sparse dimensions.
+
+    Source: FBGEMM's ``EXACT_ROWWISE_ADAGRAD``, which DLRM's ``RWSAdagrad`` follows for sparse
+    gradients; Mudigere et al. (2021), arXiv:2104.05158.
+
+    >>> import torch
+    >>> table = torch.nn.Embedding(3, 2, sparse=True)
+    >>> optimizer = RowWiseAdagrad(table.parameters(), lr=0.1)
+    >>> table(torch.tensor([2, 2])).sum().backward()
+    >>> optimizer.step()
+    >>> optimizer.state[table.weight]["sum"]
+    tensor([0., 0., 4.])
+    """
+
+    _counts_updates = False
+
+    def __init__(
+        self, params: Any, lr: Any = 1e-2, eps: float = 1e-10, weight_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0, decoupled_weight_decay: bool = False, *,
+        maximize: bool = False, **own: Any,
+    ) -> None:  # fmt: skip
+        not_negative(lr=lr, weight_decay=weight_decay,
+                     initial_accumulator_value=initial_accumulator_value)  # fmt: skip
+        _above_0(eps)
+        check.flag(type(self).__name__, "decoupled_weight_decay", decoupled_weight_decay)
+        defaults = {
+            "lr": lr, "eps": eps, "weight_decay": weight_decay,
+            "initial_accumulator_value": initial_accumulator_value,
+            "decoupled_weight_decay": decoupled_weight_decay, "maximize": maximize,
+        }  # fmt: skip
+        super().__init__(params, defaults, **own)
+
+    def method(self, group: Group) -> Method:
+        """See `Optimizer`."""
+        if group["decoupled_weight_decay"]:
+            rule = rules.ROW_WISE_ADAGRAD_DECOUPLED
+            return Method(rule, couples=False, touches=True, states=("sum",))
+        return Method(rules.ROW_WISE_ADAGRAD, touches=True, states=("sum",))
+
+    def initial(self, role: str, group: Group) -> float:  # noqa: ARG002
+        """See `Optimizer`."""
+        return float(group["initial_accumulator_value"])
+
+    def scalars(self, group: Group, step: float) -> Numbers:  # noqa: ARG002
+        """See `Optimizer`."""
+        lr = number(group["lr"])
+        of_decay = (lr * group["weight_decay"],) if group["decoupled_weight_decay"] else ()
+        return (group["eps"], lr, *of_decay)
+
+
+class RowWiseAdam(Fused, torch.optim.Optimizer):
+    """Adam with one second moment for each row.
+
+    With ``g`` the gradient, at update t = 1, 2, ... of a parameter, and the mean over the elements
+    of a row::
+
+        m <- m + (1 - beta1)*(g - m)
+        v <- v + (1 - beta2)*(mean(g*g) - v)
+        w <- w - lr * m / (1 - beta1**t) / (sqrt(v / (1 - beta2**t)) + eps) - lr*weight_decay*w
+
+    Rows are what the first dimension of a parameter numbers; a vector is one row. Sparse gradients
+    of equal indices are summed first. The states are ``exp_avg``, of the shape of the parameter,
+    and ``exp_avg_sq``, ``[N]`` for N rows, in float32 (float64 for float64 parameters); t counts
+    the updates of the parameter, not of a row.
+
+    Args:
+        params: as in ``torch.optim``.
+        lr: learning rate, at least 0; a number or a tensor of one element.
+        betas: two numbers in [0, 1).
+        eps: above 0.
+        weight_decay: at least 0; decoupled.
+        maximize: go up, not down.
+        sparse: ``"touched"`` by default; see `Optimizer`.
+        skip_nonfinite, state_dtype: see `Optimizer`.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    In the step what raises is as in `RowWiseAdagrad`.
+
+    Source: FBGEMM's ``PARTIAL_ROWWISE_ADAM``; Kingma and Ba (2015), arXiv:1412.6980.
+
+    >>> import torch
+    >>> table = torch.nn.Embedding(3, 2, sparse=True)
+    >>> optimizer = RowWiseAdam(table.parameters(), lr=0.1)
+    >>> table(torch.tensor([2, 2])).sum().backward()
+    >>> optimizer.step()
+    >>> optimizer.state[table.weight]["exp_avg_sq"].shape
+    torch.Size([3])
+    """
+
+    def __init__(
+        self, params: Any, lr: Any = 1e-3, betas: Any = (0.9, 0.999), eps: float = 1e-8,
+        weight_decay: float = 0.0, *, maximize: bool = False, **own: Any,
+    ) -> None:  # fmt: skip
+        not_negative(lr=lr, weight_decay=weight_decay)
+        betas_in_range(betas)
+        _above_0(eps)
+        defaults = {
+            "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
+            "maximize": maximize,
+        }  # fmt: skip
+        super().__init__(params, defaults, **own)
+
+    def method(self, group: Group) -> Method:  # noqa: ARG002
+        """See `Optimizer`."""
+        states = "exp_avg", "exp_avg_sq"
+        return Method(rules.ROW_WISE_ADAM, couples=False, touches=True, states=states)
+
+    def scalars(self, group: Group, step: float) -> Numbers:
+        """See `Optimizer`."""
+        (beta1, beta2), lr = map(number, group["betas"]), number(group["lr"])
+        corrections = 1.0 - beta1**step, 1.0 - beta2**step
+        of_step = 1.0 / corrections[1], group["eps"], lr / corrections[0]
+        return (1.0 - beta1, 1.0 - beta2, *of_step, lr * group["weight_decay"])
+
+
+def _above_0(eps: float) -> None:
+    """Refuse an epsilon that leaves a row without gradients a divisor of 0."""
+    if not eps > 0.0:
+        raise ValueError(f"Invalid epsilon value: {eps}")
