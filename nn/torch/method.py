@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -77,6 +78,13 @@ def check_group(where: str, group: Group, *, takes_sparse: bool) -> None:
     if "skip_nonfinite" in group:
         reject(ValueError, where, "skip_nonfinite", "is no option of groups", "none", "one")
     check_own(where, {**OWN, **group}, takes_sparse=takes_sparse)
+
+
+def check_rows(where: str, name: str, parameter: Tensor) -> None:
+    """Refuse a parameter that has no rows to measure; a vector is one row."""
+    if parameter.dim() == 0 or math.prod(parameter.shape[parameter.dim() > 1 :]) == 0:
+        expected, got = "at least 1 dimension, and rows with elements", tuple(parameter.shape)
+        reject(ValueError, where, name, "has no rows", expected, got)
 
 
 def check_own(where: str, own: Group, *, takes_sparse: bool) -> None:

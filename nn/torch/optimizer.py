@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from operator import attrgetter, itemgetter
@@ -32,7 +32,7 @@ from ..engine.layout import Layout
 from ..engine.on_device import launch_updates
 from .binding import Binding, check_parameter
 from .memory import DTYPES
-from .method import OWN, Before, Group, Method, check_group, check_own
+from .method import OWN, Before, Group, Method, check_group, check_own, check_rows
 from .part import Choice, Entry, Given, Part
 from .state import (
     Number,
@@ -146,6 +146,9 @@ class Fused(_Base):
         for name, value in (OWN | dict(self._more_options)).items():
             group.setdefault(name, self.defaults.get(name, value))
         check_group(type(self).__name__, group, takes_sparse=self._takes_sparse)
+        if self.method(group).rule.is_row_wise:
+            for k, parameter in enumerate(group["params"]):
+                check_rows(type(self).__name__, f"parameter {k} of a group", parameter)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As in ``torch.optim``."""
@@ -188,9 +191,11 @@ class Fused(_Base):
 
         def look(_: Any, found: dict[str, Any]) -> None:
             given.append(found)
-            for group in found["param_groups"]:
-                known = {**group, "params": ()}
+            for group, of_file in zip(self.param_groups, found["param_groups"], strict=False):
+                known = {**group, **of_file, "params": ()}
                 check_group(type(self).__name__, known, takes_sparse=self._takes_sparse)
+                self._check_shapes(known, zip(group["params"], of_file["params"], strict=False),
+                                   found["state"])  # fmt: skip
 
         last = self.register_load_state_dict_pre_hook(look)
         try:
@@ -205,6 +210,23 @@ class Fused(_Base):
             for parameter, key in zip(group["params"], of_file["params"], strict=True):
                 keep_dtypes(self.state.get(parameter, {}), saved["state"].get(key, {}))
         self._bindings = {}
+
+    def _check_shapes(
+        self, group: Group, keys: Iterable[tuple[Tensor, Any]], saved: Mapping[Any, Any]
+    ) -> None:
+        """Refuse states of elements in the place of those of rows, and the other way round."""
+        choice = self.method(group).choice(group)
+        if all(state.per == "element" for state in choice.rule.states):
+            return  # PyTorch lets shapes be, and so does a step that finds them as they have to be
+        for parameter, key in keys:
+            for role, shape in self.shapes(choice, parameter).items():
+                state = saved.get(key, {}).get(role)
+                if isinstance(state, Tensor) and tuple(state.shape) != shape:
+                    label = f"state {role!r} of parameter {key}"
+                    found = tuple(state.shape)
+                    reject(
+                        ValueError, type(self).__name__, label, "has a wrong shape", shape, found
+                    )
 
     def _new_step(self) -> Any:
         return single(0.0)
@@ -381,9 +403,8 @@ class Fused(_Base):
         if parameter.is_cuda and choice.rule.is_two_stage and choice.rule.takes:
             fix = "fusestep.nn has one that runs there"
             raise RuntimeError(f"{where} does not support parameters on CUDA devices: {fix}")
-        if choice.rule.is_row_wise and (parameter.dim() == 0 or 0 in parameter.shape[1:]):
-            expected, got = "at least 1 dimension, and rows with elements", tuple(parameter.shape)
-            reject(RuntimeError, where, name, "has no rows", expected, got)
+        if choice.rule.is_row_wise:
+            check_rows(where, name, parameter)
         if group.get("capturable") and not parameter.is_cuda:
             raise AssertionError(
                 "If capturable=True, params and state_steps must be on supported devices: ['cuda']."
