@@ -17,7 +17,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from .inner import njit
-from .rules.state import State
+from .rules.state import PARAMETER, State
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,7 +167,9 @@ def state_storage(state: State, w: Storage, asked: Storage | None = None) -> Sto
     """The storage of a state of a parameter stored as ``w``: as `State.dtype` says."""
     if state.dtype is not None:
         return storage_of(np.dtype(state.dtype))
-    return (asked or w) if state.per == "element" else real_of(w)
+    if state.per == "element":
+        return w if asked is None or state.initial == PARAMETER else asked
+    return real_of(w)
 
 
 def numba_type(storage: Storage) -> Any:

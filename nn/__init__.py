@@ -18,6 +18,7 @@ from .fused import FusedOptimizer
 from .lamb import Lamb
 from .lars import LARS
 from .lion import Lion
+from .prodigy import Prodigy
 from .rmsprop import RMSProp
 from .row_wise import RowWiseAdagrad, RowWiseAdam
 from .rprop import Rprop
@@ -77,6 +78,7 @@ __all__ = [
     "Optimizer",
     "Parameter",
     "PolynomialDecayLR",
+    "Prodigy",
     "RowTensor",
     "Rule",
     "SequentialLR",

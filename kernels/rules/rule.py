@@ -105,7 +105,10 @@ class Rule(_Constant):
         scope: over what is summed, and for what a factor counts: ``"row"``, ``"tensor"`` or
             ``"step"``. A row is measured and updated while it is in the caches.
         takes: what ``factor`` takes after the sums, by name: ``"size"``, the number of elements of
-            the scope; states of the scope; fields of ``hp``; or constants of the optimizer.
+            the scope; states of the scope; fields of ``hp``; or constants of the optimizer. With
+            the scope ``"step"`` these are numbers of the optimizer, the first of which it gives
+            anew, and constants.
+        rests: with the scope ``"step"``, ``rests(*sums)``: whether no step follows from them.
         lines: of a rule on matrices with a state per row and one per column.
         matrix: the rule of tensors of two or more axes, where that is another one.
         layerwise: whether LARS and THOR are published around it, with a factor for each tensor.
@@ -122,6 +125,7 @@ class Rule(_Constant):
     signed: tuple[int, ...] = ()
     scope: str = "tensor"
     takes: tuple[str, ...] = ()
+    rests: Callable[..., bool] | None = None
     lines: Lines | None = None
     matrix: Rule | None = None
     layerwise: bool = False

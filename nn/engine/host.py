@@ -20,7 +20,6 @@ from ...ops.runtime.arrays import address_of
 from ...ops.runtime.row_step import RowUpdate
 from ...ops.runtime.step import DenseUpdate, measured
 from ..base.own_rules import factors_of
-from .conditioning import Conditioning
 from .layout import Layout
 from .plan import NOTHING, Call, Classes, Counts, Plan, Update
 
@@ -83,14 +82,26 @@ if hasattr(os, "register_at_fork"):
 
 
 def _write(plan: Plan, count: Count) -> None:
-    commit([prepared(call, plan) for call in plan.calls], count)
+    if plan.update.rule.scope != "step":
+        commit([prepared(call, plan) for call in plan.calls], count)
+        return
+    if not plan.calls:  # no tensor has a gradient
+        return
+    update, places = plan.update, [call.batch.positions for call in plan.calls]
+    known = {**dict(update.constants), **{name: x.item() for name, x in update.numbers.items()}}
+    found = step_together([_conditioned(call, plan) for call in plan.calls], places, known)
+    if found is not None:
+        of_step, steps = found
+        new = zip(update.numbers.values(), of_step, strict=True)
+        numbers = NumberWrite([(address_of(array), np.array([x])) for array, x in new])
+        commit([*steps, numbers], count)
 
 
 def prepared(call: Call, plan: Plan) -> Prepared:
     """A kernel call of a step, to be run by `commit`; what is measured is measured here."""
     if call.rates is NOTHING:
         return update_of(call).prepared()
-    return _prepared_measured(call, plan.conditioning, plan.update.constants)
+    return _prepared_measured(call, plan)
 
 
 def update_of(call: tuple[Any, ...]) -> DenseUpdate | RowUpdate:
@@ -103,19 +114,49 @@ def update_of(call: tuple[Any, ...]) -> DenseUpdate | RowUpdate:
 
 
 @quiet  # what is infinite or NaN reaches the parameter: no reason to stop half way
-def _prepared_measured(
-    call: Call, conditioning: Conditioning, constants: Sequence[tuple[str, float]]
-) -> Prepared:
+def _prepared_measured(call: Call, plan: Plan) -> Prepared:
     """A call on tensors for whose scalars something has to be measured first."""
-    batch, rule, prologue, _, gradients, hp, hp_of, *_ = call
-    update = DenseUpdate(rule, prologue, batch.variables, gradients, batch.g, hp, hp_of)
-    if conditioning.is_measured:
-        conditioning.complete(call, columns(rule, prologue))
-    if not rule.is_two_stage:
+    update = _conditioned(call, plan)
+    if not update.rule.is_two_stage:
         return update.prepared()
-    known = dict(constants)
+    known = dict(plan.update.constants)
     step, sums = measured(update, known)
     return completed(update, step, sums, [known] * len(sums))
+
+
+def _conditioned(call: Call, plan: Plan) -> DenseUpdate:
+    """The update of a call, with what happens to its gradients measured."""
+    batch, rule, prologue, _, gradients, hp, hp_of, *_ = call
+    if plan.conditioning.is_measured:
+        plan.conditioning.complete(call, columns(rule, prologue))
+    return DenseUpdate(rule, prologue, batch.variables, gradients, batch.g, hp, hp_of)
+
+
+@quiet
+def step_together(
+    updates: Sequence[DenseUpdate], places: Sequence[Any], known: Constants
+) -> tuple[np.ndarray, list[Prepared]] | None:
+    """Steps whose scalars follow from sums over all tensors of a step.
+
+    ``places`` numbers the tensors of each update among all: sums are added up in this order.
+
+    Returns:
+        The new numbers of the optimizer, and the steps; None where the rule takes none.
+    """
+    rule = updates[0].rule
+    sums = np.zeros((1 + max(max(own) for own in places), rule.n_measured))
+    for update, own in zip(updates, places, strict=True):
+        sums[own] = measured(update, known)[1]
+    total = sums.sum(axis=0, keepdims=True)
+    if rule.rests is not None and rule.rests(*total[0].tolist()):
+        return None
+    (found,) = factors_of(rule, total, [known])
+    fields = rule.factored_fields
+    for update in updates:
+        column = columns(rule, update.prologue)
+        for name, factor in zip(fields, found, strict=False):
+            update.hp[:, column[name]] *= factor
+    return found[len(fields) :], [update.prepared() for update in updates]
 
 
 def completed(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -44,6 +45,7 @@ class Update(NamedTuple):
     rule: Rule
     formula: Formula  # how its scalars follow from the learning rate and the update of a tensor
     constants: tuple[tuple[str, float], ...] = ()  # numbers that `Rule.factor` takes, by name
+    numbers: Mapping[str, np.ndarray] = MappingProxyType({})  # of the optimizer, in its order
 
 
 class Counts(NamedTuple):

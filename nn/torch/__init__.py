@@ -12,12 +12,14 @@ from .descent import ASGD, SGD, Rprop
 from .embedding import ShardedEmbedding
 from .layerwise import LARS, Lamb
 from .optimizer import Optimizer
+from .prodigy import Prodigy
 from .row_wise import RowWiseAdagrad, RowWiseAdam
 from .thor import Thor
 
 __all__ = [
     "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Adan", "FTRL", "LARS",
-    "Lamb", "LazyAdam", "Lion", "NAdam", "Optimizer", "RAdam", "RMSprop",
+    "Lamb", "LazyAdam", "Lion", "NAdam", "Optimizer", "Prodigy", "RAdam",
+    "RMSprop",
     "RowWiseAdagrad", "RowWiseAdam", "Rprop", "SGD", "ShardedEmbedding", "SparseAdam", "Thor",
     "clip_grad_norm_",
 ]  # fmt: skip

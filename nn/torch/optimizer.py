@@ -27,7 +27,7 @@ from ...ops.runtime.errors import reject
 from ...ops.runtime.row_step import Update
 from ...ops.runtime.step import DenseUpdate, measured
 from ..base.own_rules import check_compiled, check_rule, checked_scalars, is_own
-from ..engine.host import completed, update_of
+from ..engine.host import completed, step_together, update_of
 from ..engine.layout import Layout
 from ..engine.on_device import launch_updates
 from .binding import Binding, check_parameter
@@ -139,6 +139,13 @@ class Fused(_Base):
         """The value with which the elements of a state begin."""
         return 0.0
 
+    def known_of_step(self) -> dict[str, float]:
+        """Numbers and constants of the optimizer, for rules that measure all tensors of a step."""
+        return {}
+
+    def take_over(self, numbers: np.ndarray) -> None:
+        """Keep what such a rule has made of its numbers; the step is done."""
+
     # Options
 
     def _complete(self, group: dict[str, Any]) -> None:
@@ -240,7 +247,7 @@ class Fused(_Base):
         for (role, shape), state in zip(shapes.items(), rule.states, strict=True):
             value = self.initial(role, group)
             if state.initial == PARAMETER:
-                made[role] = parameter.detach().to(dtype or parameter.dtype, copy=True)
+                made[role] = parameter.detach().clone()
             elif state.per == "element":
                 made[role] = full_like(parameter, value, dtype)
             else:
@@ -423,17 +430,30 @@ class Fused(_Base):
         updates: list[Update] = []  # alive until they are done: rows are found by addresses
         prepared: list[Prepared] = []
         on_device: dict[Layout, list[Update]] = {}
+        together: list[DenseUpdate] = []  # whose scalars follow from sums over all of them
+        places: list[Sequence[int]] = []
         for part in binding.parts:
             hp, hp_of, after = self._rows(part, given, steps, before)
             numbers += after
             if part.rule.is_two_stage and not part.is_on_device:
-                prepared.append(self._measured(part, given, before, hp[hp_of]))
+                update = _dense_update(part, given, before, hp[hp_of])
+                if part.rule.scope == "step":
+                    together.append(update)
+                    places.append(part.places)
+                else:
+                    prepared.append(self._measured(part, update))
                 continue
             updates.append(_update(part, given, before, hp, hp_of))
             if part.is_on_device:
                 on_device.setdefault(part.layout, []).append(updates[-1])
             else:
                 prepared.append(updates[-1].prepared())
+        if together:
+            found = step_together(together, places, self.known_of_step())
+            if found is None:
+                return False
+            of_step, steps_together = found
+            prepared += steps_together
         others = [] if binding.counts_updates else self._counted(given, numbers)
         if numbers:
             prepared.append(NumberWrite(numbers))
@@ -443,6 +463,8 @@ class Fused(_Base):
         commit(prepared, binding.count)
         for state in others:
             state["step"] += 1
+        if together:
+            self.take_over(of_step)
         binding.finish()
         return True
 
@@ -458,10 +480,7 @@ class Fused(_Base):
         return others
 
     @quiet
-    def _measured(self, part: Part, given: Given, before: Before, hp: np.ndarray) -> Prepared:
-        rule, batch, each = part.rule, part.batch, np.arange(len(hp))
-        gradients, prologue = part.gradients(given), before.prologue
-        update = DenseUpdate(rule, prologue, batch.variables, gradients, batch.g, hp, each)
+    def _measured(self, part: Part, update: DenseUpdate) -> Prepared:
         known = [self.constants(group) for group in part.of_groups(self.param_groups)]
         return completed(update, *measured(update, known[0]), known)
 
@@ -569,6 +588,12 @@ _watched_step = torch.optim.Optimizer.profile_hook_step(Fused._plain_step)
 @torch._disable_dynamo
 def _outside_of_graphs(optimizer: Fused, closure: Any, param: Any) -> Any:
     return type(optimizer).step(optimizer, closure, param=param)
+
+
+def _dense_update(part: Part, given: Given, before: Before, hp: np.ndarray) -> DenseUpdate:
+    """With a row of scalars for each tensor."""
+    gradients, batch, each = part.gradients(given), part.batch, np.arange(len(hp))
+    return DenseUpdate(part.rule, before.prologue, batch.variables, gradients, batch.g, hp, each)
 
 
 def _update(part: Part, given: Given, before: Before, hp: np.ndarray, hp_of: np.ndarray) -> Update:
