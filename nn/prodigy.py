@@ -17,6 +17,7 @@ from .base.arguments import (
     arithmetic_type,
     is_int,
     non_negative_float,
+    of_kind,
     positive_float,
     step_options,
 )
@@ -127,13 +128,19 @@ class Prodigy(FusedOptimizer):
         self.safeguard_warmup = check.flag(where, "safeguard_warmup", safeguard_warmup)
         self.d0 = positive_float(where, "d0", d0, real)
         self.d_coef = positive_float(where, "d_coef", d_coef, real)
-        if growth_rate != math.inf:
-            growth_rate = positive_float(where, "growth_rate", growth_rate, real)
-        self.growth_rate = growth_rate
+        of_kind(where, "growth_rate", growth_rate, float | np.floating, "a float")
+        is_free = growth_rate == math.inf
+        self.growth_rate = (
+            math.inf if is_free else positive_float(where, "growth_rate", growth_rate, real)
+        )
         if self.fsdp_in_use:
             wrong, expected = "is not supported", "False: the estimate is that of one process"
             reject(ValueError, where, "fsdp_in_use", wrong, expected, True)
-        if not is_int(slice_p) or slice_p != 1:
+        if not is_int(slice_p):
+            reject(
+                TypeError, where, "slice_p", "has a wrong type", "an int", type(slice_p).__name__
+            )
+        if slice_p != 1:
             wrong, expected = "is not supported", "1: the estimate is that of all elements"
             reject(ValueError, where, "slice_p", wrong, expected, slice_p)
         self._numbers = {

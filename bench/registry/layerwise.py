@@ -9,7 +9,7 @@ from typing import Any
 from ... import nn
 from .adam import BASE
 from .arguments import BETAS, COMMON, FLAG, SCALED
-from .record import LOST_LATER, MINDSPORE, MOVES, Argument, Form, Measured, Row, Source
+from .record import LOST_LATER, MINDSPORE, MOVES, STOPS, Argument, Form, Measured, Row, Source
 
 _lamb = partial(Form, renamed={"epsilon": "eps"}, large=LOST_LATER)
 LAMB = Row(
@@ -121,4 +121,38 @@ ADAFACTOR = Row(
     states="`exp_avg.` with `beta1`; `exp_avg_sq_row_`, `exp_avg_sq_col_` of matrices, "
     "`exp_avg_sq_` of others; `afactor_step`",
 )
-LAYERWISE_ROWS = (LAMB, LARS, ADAFACTOR)
+PRODIGY = Row(
+    "Prodigy",
+    "params, learning_rate=1.0, beta1=0.9, beta2=0.999, beta3=None, eps=1e-08, weight_decay=0.0, "
+    "decouple=True, use_bias_correction=False, safeguard_warmup=False, d0=1e-06, d_coef=1.0, "
+    "growth_rate=inf, fsdp_in_use=False, slice_p=1, loss_scale=1.0",
+    {"d0": 0.01, "eps": 0.01},
+    {
+        **SCALED,
+        "learning_rate": Argument("rate", 0.1),
+        "beta1": Argument("below 1", 0.5),
+        "beta2": Argument("below 1", 0.9),
+        "beta3": Argument("beta1"),  # these show where steps have gone far: see its own tests
+        "eps": Argument("positive", 0.1),
+        "decouple": Argument("flag", False, beside={"weight_decay": 0.3}),
+        "use_bias_correction": FLAG,
+        "safeguard_warmup": Argument("flag"),
+        "d0": Argument("positive", 0.1),
+        "d_coef": Argument("positive"),
+        "growth_rate": Argument("positive or infinite"),
+        "fsdp_in_use": Argument("false"),
+        "slice_p": Argument("one"),
+    },
+    forms={
+        "": Form(large=STOPS),
+        "plain": Form({"beta1": 0.0}, large=STOPS),
+        "coupled": Form({"decouple": False}, large=STOPS),
+    },
+    measured={"": Measured(None, passes=(4,))},
+    source=Source(
+        "prodigyopt 1.1.2", "compared", differs="not on devices; `slice_p`, `fsdp_in_use`"
+    ),
+    needs="a dense one: the estimate is that of all elements",
+    together=True,
+)
+LAYERWISE_ROWS = (LAMB, LARS, ADAFACTOR, PRODIGY)

@@ -145,6 +145,7 @@ class Row:
         states: its states for documents, where they do not follow from its forms.
         build: makes one from parameters and options, where that is not the class.
         row_wise: it has states of rows, so its parameters have rows.
+        together: steps follow from sums over all parameters, and are taken on the host.
     """
 
     name: str
@@ -158,6 +159,7 @@ class Row:
     states: str = ""
     build: Callable[..., Any] | None = None
     row_wise: bool = False
+    together: bool = False
 
     @property
     def cls(self) -> type:

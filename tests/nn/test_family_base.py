@@ -20,6 +20,7 @@ from fusestep.bench.registry.record import (
 from helpers import assert_same_bits, more, refused, sampled
 from optimizers import (
     ALL_FORMS,
+    BY_NAME,
     FIXED_RATE,
     FORMS,
     ONE_OF_EACH,
@@ -34,6 +35,8 @@ from optimizers import (
 
 EACH_FORM = pytest.mark.parametrize("form", FORMS)
 SHAPES = {"a": (4, 3), "b": (5,), "c": (), "d.weight": (2, 3, 4)}
+# Those in which parameters know nothing of each other.
+APART = [form for form, (name, _) in FORMS.items() if not BY_NAME[name].together]
 SCHEDULED = [form for form in FORMS if form not in FIXED_RATE + OWN_RATE]
 FIXED_DECAY = [f for f in FORMS if arguments_of(f)["weight_decay"].takes == "fixed decay"]
 
@@ -81,7 +84,7 @@ def test_some_have_no_dynamic_weight_decay(form: str) -> None:
             make(form, parameters(SHAPES, form=form), weight_decay=decay)
 
 
-@pytest.mark.parametrize("form", SCHEDULED)
+@pytest.mark.parametrize("form", [form for form in SCHEDULED if form in APART])
 def test_fixed_rates_beside_scheduled_ones_are_exact(form: str) -> None:
     """MindSpore makes 1e-8 beside a schedule 0, and 1e-6 9.54e-7."""
     together, apart = parameters(SHAPES, form=form), parameters(SHAPES, form=form)
@@ -116,7 +119,7 @@ def in_groups(form: str, params: Any, decays: Any, **options: Any) -> Any:
     return make(form, groups, **options)
 
 
-@EACH_FORM
+@pytest.mark.parametrize("form", APART)
 def test_each_parameter_is_as_in_an_optimizer_of_its_own(form: str) -> None:
     """With its own decay, and with a count of its own where gradients are missing."""
     together, apart = parameters(SHAPES, form=form), parameters(SHAPES, form=form)
