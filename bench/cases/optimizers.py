@@ -33,12 +33,12 @@ class Optimizer:
     def uses(self) -> Mapping[Kind, Use]:
         """What it does with each kind of gradients."""
         optimizer, known = self.make([np.zeros((3, 2), np.float32)]), self.measured
-        (updated,) = _updated(optimizer)
+        (moved,) = _of_elements(optimizer)
         rule = getattr(optimizer, "_rule", None)  # versions to compare with know elements only
-        of_rows = (
-            sum(getattr(state, "per", "element") == "row" for state in rule.states) if rule else 0
-        )
-        traffic = Traffic(len(updated), passes=known.passes, of_rows=of_rows)
+        declared = [s for s in rule.states if hasattr(s, "per")] if rule else []
+        of_rows = sum(state.per == "row" for state in declared)
+        n_read = sum(state.per == "element" and state.is_read for state in declared)
+        traffic = Traffic(len(moved) - n_read, 1 + n_read, passes=known.passes, of_rows=of_rows)
         dense = Use(known.dense, traffic, is_matrix=known.is_matrix, start=known.start)
         if known.rows is None:
             return {"dense": dense}
@@ -53,10 +53,10 @@ class Optimizer:
     def prepare(self, parameters: list[np.ndarray]) -> Prepared:
         """Make it for these parameters."""
         optimizer = self.make(parameters)
-        return Prepared(lambda gradients: optimizer(gradients), _updated(optimizer), [])
+        return Prepared(lambda gradients: optimizer(gradients), _of_elements(optimizer), [])
 
 
-def _updated(optimizer: Any) -> list[tuple[np.ndarray, ...]]:
+def _of_elements(optimizer: Any) -> list[tuple[np.ndarray, ...]]:
     """Of each parameter: itself, and its states of that size."""
     shapes = {parameter.name: parameter.shape for parameter in optimizer.parameters}
     states: dict[str, list[np.ndarray]] = {name: [] for name in shapes}

@@ -150,7 +150,7 @@ PRODIGY = Row(
     },
     measured={"": Measured(None, passes=(4,))},
     source=Source(
-        "prodigyopt 1.1.2", "compared", differs="not on devices; `slice_p`, `fsdp_in_use`"
+        "prodigyopt 1.1.2", "reference", differs="not on devices; no `slice_p` or `fsdp_in_use`"
     ),
     needs="a dense one: the estimate is that of all elements",
     together=True,

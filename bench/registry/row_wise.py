@@ -55,7 +55,7 @@ ROW_WISE_ADAM = Row(
         )
     },
     measured={"": Measured(None, "row-wise-adam-rows")},
-    source=Source("FBGEMM 1.8", "formula", differs="bias correction as `Adam`'s; on the CPU"),
+    source=Source("FBGEMM 1.8", "reference", differs="bias correction as `Adam`'s; on the CPU too"),
     row_wise=True,
 )
 ROW_WISE_ROWS = (ROW_WISE_ADAGRAD, ROW_WISE_ADAM)

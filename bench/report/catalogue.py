@@ -80,7 +80,8 @@ def traffic(_: Any) -> str:
             formula = "4 (U + B) D + 8 B"
         else:
             touched = "N" if use.every_row else "U"
-            formula = f"{8 * moved.updated} {touched} D + (4 D + 8) B"
+            of_rows = f" + {8 * moved.of_rows} {touched}" * bool(moved.of_rows)
+            formula = f"{8 * moved.updated} {touched} D{of_rows} + (4 D + 8) B"
         rows.append([name, *counts, passes, formula])
     head = ["case", "updated", "read", "written", "passes before", "bytes in float32"]
     return markdown(head, rows)

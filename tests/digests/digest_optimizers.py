@@ -383,3 +383,5 @@ def cases() -> Cases:
         known = {name: known[name] for name in known if name not in ("rule", "states")}
         yield from of_family("FusedOptimizer", partial(build, Heavy), known, takes_rows=True)
         yield from (("nn.Formula at", _formula), ("nn.Rule", _rule))
+    if hasattr(nn, "State"):
+        yield "nn.State", lambda record: record.add([*nn.State("m", "row", 0.5)[:4]])
