@@ -156,6 +156,18 @@ def _update_4(arrays, start, stop, zero):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
+def _update_4_read_2(arrays, start, stop, zero):  # type: ignore[no-untyped-def]
+    a, b, c = arrays[0][start:stop], arrays[1][start:stop], arrays[2][start:stop]
+    d, g, h = arrays[3][start:stop], arrays[4][start:stop], arrays[5][start:stop]
+    for i in range(a.size):
+        masked = (g[i] ^ h[i]) & zero
+        a[i] ^= masked
+        b[i] ^= masked
+        c[i] ^= masked
+        d[i] ^= masked
+
+
+@njit(nogil=True)
 def _update_5(arrays, start, stop, zero):  # type: ignore[no-untyped-def]
     a, b, c = arrays[0][start:stop], arrays[1][start:stop], arrays[2][start:stop]
     d, e, g = arrays[3][start:stop], arrays[4][start:stop], arrays[5][start:stop]
@@ -283,6 +295,7 @@ _STREAMS = {
     (2, 1, 0): _loop(_update_2),
     (3, 1, 0): _loop(_update_3),
     (4, 1, 0): _loop(_update_4),
+    (4, 2, 0): _loop(_update_4_read_2),
     (5, 1, 0): _loop(_update_5),
     (2, 1, 1): _loop(_update_2_write_1),
     (0, 1, 1): _loop(_write_1),

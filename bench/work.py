@@ -187,7 +187,8 @@ def _row_passes(buffers: Buffers, is_sparse: list[bool]) -> list[Stream | Rows]:
         if buffers.use.every_row:
             passes.append(Stream(arrays))
         else:
-            passes.append(Rows(np.unique(index), arrays))
+            rows, dtypes = np.unique(index), dict.fromkeys(array.dtype for array in arrays)
+            passes += [Rows(rows, tuple(a for a in arrays if a.dtype == own)) for own in dtypes]
     return passes
 
 

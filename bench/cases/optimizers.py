@@ -33,12 +33,10 @@ class Optimizer:
     def uses(self) -> Mapping[Kind, Use]:
         """What it does with each kind of gradients."""
         optimizer, known = self.make([np.zeros((3, 2), np.float32)]), self.measured
-        (moved,) = _of_elements(optimizer)
-        rule = getattr(optimizer, "_rule", None)  # versions to compare with know elements only
-        declared = [s for s in rule.states if hasattr(s, "per")] if rule else []
-        of_rows = sum(state.per == "row" for state in declared)
-        n_read = sum(state.per == "element" and state.is_read for state in declared)
-        traffic = Traffic(len(moved) - n_read, 1 + n_read, passes=known.passes, of_rows=of_rows)
+        (updated,), (read,) = _moved(optimizer), _only_read(optimizer)
+        of_rows = sum(array.shape[1:] == (1,) for array in updated)
+        of_elements = len(updated) - of_rows
+        traffic = Traffic(of_elements, 1 + len(read), passes=known.passes, of_rows=of_rows)
         dense = Use(known.dense, traffic, is_matrix=known.is_matrix, start=known.start)
         if known.rows is None:
             return {"dense": dense}
@@ -53,18 +51,42 @@ class Optimizer:
     def prepare(self, parameters: list[np.ndarray]) -> Prepared:
         """Make it for these parameters."""
         optimizer = self.make(parameters)
-        return Prepared(lambda gradients: optimizer(gradients), _of_elements(optimizer), [])
+        reads = [np.concatenate([a.reshape(-1) for a in arrays])
+                 for arrays in zip(*_only_read(optimizer), strict=True)]  # fmt: skip
+        return Prepared(lambda gradients: optimizer(gradients), _moved(optimizer), reads)
 
 
-def _of_elements(optimizer: Any) -> list[tuple[np.ndarray, ...]]:
-    """Of each parameter: itself, and its states of that size."""
-    shapes = {parameter.name: parameter.shape for parameter in optimizer.parameters}
-    states: dict[str, list[np.ndarray]] = {name: [] for name in shapes}
-    for name, state in optimizer.state_arrays().items():
-        parameter = name.partition(".")[2]
-        if shapes.get(parameter) == state.shape:
-            states[parameter].append(state)
-    return [(parameter.data, *states[parameter.name]) for parameter in optimizer.parameters]
+def _moved(optimizer: Any) -> list[tuple[np.ndarray, ...]]:
+    """Of each parameter: itself, the states of that size that are written, then those of rows."""
+    moved = []
+    for i, parameter in enumerate(optimizer.parameters):
+        w, states = parameter.data, _states(optimizer, i, is_read=False)
+        same = [state for state in states if state.shape == w.shape]
+        is_row_wise = w.ndim > 1 and getattr(_rule(optimizer), "is_row_wise", False)
+        of_rows = [s[:, None] for s in states if is_row_wise and s.shape == w.shape[:1]]
+        moved.append((w, *same, *of_rows))
+    return moved
+
+
+def _only_read(optimizer: Any) -> list[tuple[np.ndarray, ...]]:
+    """Of each parameter the states that are only read."""
+    return [tuple(_states(optimizer, i, is_read=True)) for i in range(len(optimizer.parameters))]
+
+
+def _states(optimizer: Any, i: int, *, is_read: bool) -> list[np.ndarray]:
+    """The states of a parameter; of a version to compare with all are written."""
+    inner, rule = getattr(optimizer, "opt", optimizer), _rule(optimizer)
+    read = {s.name for s in rule.states if getattr(s, "is_read", False)} if rule else set()
+    return [
+        state
+        for name, state in inner.states_by_name(i).items()
+        if (name.partition(".")[0] in read) == is_read
+    ]
+
+
+def _rule(optimizer: Any) -> Any:
+    """That of an optimizer, or of the one inside of LARS; None where there is none."""
+    return getattr(getattr(optimizer, "opt", optimizer), "_rule", None)
 
 
 def _optimizers() -> Iterator[tuple[str, Optimizer]]:
