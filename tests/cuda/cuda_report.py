@@ -191,6 +191,35 @@ def matrix_loops(*, every: bool) -> dict[str, Any]:
     return found
 
 
+def row_wise_loops(*, every: bool) -> dict[str, Any]:
+    """The loops of rules that measure rows: dense, lazy, dense-equivalent.
+
+    Args:
+        every: or those alone that have the most registers.
+    """
+    from fusestep.kernels.cuda.dense.row_wise import row_wise_kernel
+    from fusestep.kernels.cuda.rows.kernels import sweep_kernel, touched_kernel
+    from fusestep.kernels.element import kernel
+    from fusestep.kernels.rules.gradient import COUPLED_DECAY, SCALE
+    from fusestep.kernels.rules.row_wise import ROW_WISE_ADAGRAD, ROW_WISE_ADAM
+    from fusestep.kernels.storage import BF16, F16, F32, F64, real_of
+
+    kinds: list[tuple[str, Any, Any]] = [("f32", F32, F32), ("f16", F16, F16)]
+    kinds += [("bf16", BF16, BF16), ("mixed bf16", BF16, F32), ("f64", F64, F64)] if every else []
+    before, found = (SCALE, COUPLED_DECAY), {}
+    for name, w, s in kinds:
+        real = real_of(w)
+        adagrad = kernel(ROW_WISE_ADAGRAD, before, w, w, (real,))
+        adam = kernel(ROW_WISE_ADAM, (), w, w, (s, real))
+        for of_rule, compiled in (("adagrad", adagrad), ("adam", adam)):
+            found |= {
+                f"row-wise {of_rule} dense {name}": row_wise_kernel(compiled),
+                f"row-wise {of_rule} lazy {name}": touched_kernel(compiled),
+                f"row-wise {of_rule} sweep {name}": sweep_kernel(compiled),
+            }
+    return found
+
+
 # Rules that do not read their first variable (a step that is not taken) or their gradient, and
 # those that leave a state as it is. A master's copy is not read either.
 _UNREAD_GRADIENT = {"scaled_in_place"}
@@ -257,7 +286,10 @@ def machine_code(function: Any, capability: tuple[int, int, str]) -> dict[str, A
     }
 
 
-LOOPS = {"gradients": gradient_loops, "others": other_loops, "scalars": scalars_loops}
+ALL_OR_FEW = {"matrices": matrix_loops, "row-wise": row_wise_loops}
+LOOPS: dict[str, Any] = {
+    "gradients": gradient_loops, "others": other_loops, "scalars": scalars_loops, **ALL_OR_FEW,
+}  # fmt: skip
 STEPS = {"rules": rules, "mixtures": mixtures}
 
 
@@ -278,7 +310,7 @@ def main() -> None:
             for name, compiled in STEPS[part](every=every).items()
         }
     else:
-        loops = matrix_loops(every=every) if part == "matrices" else LOOPS[part]()
+        loops = LOOPS[part](every=every) if part in ALL_OR_FEW else LOOPS[part]()
         report = {name: machine_code(loop, capability) for name, loop in loops.items()}
     print(json.dumps(report))
 

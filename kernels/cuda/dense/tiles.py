@@ -15,7 +15,7 @@ from numba import cuda, types
 
 from ...element import Kernel, adder, element_of, numbers_at, numbers_to, values_of
 from ...storage import F64, Storage, numba_type
-from ..device.backend import on_device, tile_loader, tile_storer
+from ..device.backend import on_device, reader, tile_loader, tile_storer
 from ..device.functions import DEVICE, device_function
 from ..device.sums import putter
 
@@ -37,6 +37,12 @@ def length_of(kernel: Kernel) -> int:
     """Elements of a tile of all arrays of a step."""
     of_each = zip((kernel.w, *kernel.s), kernel.per, strict=True)
     return tile_length(kernel.g, *(storage for storage, per in of_each if per == "element"))
+
+
+def element_bytes(kernel: Kernel) -> np.ndarray:
+    """int64: bytes of an element of the gradient, the parameter and each state; 0 for others."""
+    of_each = zip((kernel.w, *kernel.s), kernel.per, strict=True)
+    return np.array([kernel.g.itemsize, *(x.itemsize * (per == "element") for x, per in of_each)])
 
 
 def are_aligned(places: np.ndarray) -> np.ndarray:
@@ -206,6 +212,35 @@ def measured_summed_tile(kernel: Kernel, length: int) -> Any:
     """``run(i, arrays, (), (total,), hp, sums)``: as `update_summed_tile`."""
     measure = _measuring(kernel.with_gradient(kernel.real), length)
     return in_registers(_accesses(kernel, length)[1:], length, measure, stored=())
+
+
+def with_sum(
+    kernel: Kernel,
+    gradient: Callable[[int], Any],
+    of_tile: Callable[[Kernel, int], Any],
+    length: int,
+) -> Any:
+    """``run(column, first, arrays, source, *rest)``: a function of a tile whose gradient is summed.
+
+    ``gradient(length)`` is ``load(total, column, first, *source)``, for columns of the row whose
+    first element is number ``first``; ``arrays`` is where the addresses of all arrays lie.
+    """
+    load, work, kind = gradient(length), of_tile(kernel, length), numba_type(kernel.real)
+    read_arrays = address_reader(kernel)
+
+    @cuda.jit(device=True)
+    def run(column, first, arrays, source, *rest):
+        total = cuda.local.array(length, kind)
+        load(total, column, first, *source)
+        # Addresses not before the sum: they would take registers.
+        work(first + column, read_arrays(arrays), (), (total,), *rest)
+
+    return run
+
+
+def address_reader(kernel: Kernel) -> Any:
+    """``read(address)``: the addresses of the parameter and its states."""
+    return reader(types.UniTuple(types.int64, 1 + len(kernel.s)))
 
 
 class ScopeStates(NamedTuple):
