@@ -13,7 +13,6 @@ import numpy as np
 
 from ...kernels.cpu.parallel import commit
 from ...kernels.cuda.dense.scalars import ClassRow, ScalarRow
-from ...kernels.cuda.dense.step import DenseStep
 from ...kernels.cuda.device.part import Part, Parts
 from ...kernels.cuda.device.records import size_of
 from ...kernels.cuda.rows.step import RowStep
@@ -26,6 +25,7 @@ from ...ops.runtime.device import DeviceArray, is_captured
 from ...ops.runtime.errors import reject
 from ...ops.runtime.launch import Launch, launch_on
 from ...ops.runtime.row_step import row_tables
+from ...ops.runtime.step import dense_part
 from ..base.parameter import Parameter
 from .host import Host
 from .layout import Batch
@@ -246,7 +246,7 @@ def _kinds(plan: Plan) -> Any:
         plan.skip_nonfinite,
         update.rule,
         update.formula.function,
-        update.factored.options if update.factored else (),
+        update.constants,
         plan.found_inf is not None,
     )
 
@@ -255,28 +255,25 @@ def _parts(
     resident: Resident, plan: Plan, classes: int, launch: Launch, first_of: dict[Batch, int]
 ) -> list[tuple[Part, Scalars]]:
     """The batches of a step; of a row-sparse one its positions come after others."""
-    (rule, _, factored), given, conditioning = plan.update, plan.given, plan.conditioning
+    update, given, conditioning = plan.update, plan.given, plan.conditioning
     found: list[tuple[Part, Scalars]] = []
     for batch in given.layout.batches:
-        variables, positions = batch.variables, batch.positions
+        variables, positions, rule = batch.variables, batch.positions, update.rule.on(batch.shape)
+        compiled = kernel(rule, conditioning.prologue, variables.w, batch.g, variables.s)
         part: Part
-        if factored is not None and not batch.row_sparse:
-            part = factored.part(batch, given.addresses_of(batch), conditioning)
+        if batch.row_sparse:
+            part = RowStep(
+                compiled,
+                row_tables(variables, given.rows_of(batch)),
+                base=first_of[batch],
+                touched_only=plan.touched_only,
+                sorts=launch.sorter is None,
+            )
         else:
-            compiled = kernel(rule, conditioning.prologue, variables.w, batch.g, variables.s)
-            if batch.row_sparse:
-                part = RowStep(
-                    compiled,
-                    row_tables(variables, given.rows_of(batch)),
-                    base=first_of[batch],
-                    touched_only=plan.touched_only,
-                    sorts=launch.sorter is None,
-                )
-            else:
-                gradients, table = given.addresses_of(batch), variables.table
-                measured = conditioning.measured_on_device(batch, gradients, compiled.column)
-                sizes = np.diff(table.first)
-                part = Parts(measured, DenseStep(compiled, table.addresses, gradients, sizes))
+            gradients = given.addresses_of(batch)
+            measured = conditioning.measured_on_device(batch, gradients, compiled.column)
+            step = dense_part(compiled, variables, gradients, update.constants)
+            part = Parts(measured, step)
         tensors = ScalarRow(
             resident.counts_at(positions),
             resident.powers_at(positions),
@@ -284,7 +281,7 @@ def _parts(
             classes + size_of(ClassRow) * plan.classes.of[positions],
             conditioning.acts(positions),
         )
-        found.append((part, Scalars(plan.update, conditioning, variables.real, tensors)))
+        found.append((part, Scalars(update, conditioning, variables.real, tensors)))
     return found
 
 

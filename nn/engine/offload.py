@@ -102,7 +102,9 @@ def _run(call: Call, rows: Sequence[RowGradient], plan: Plan, stream: Any) -> No
     """A step on a batch, chunk by chunk; on tables, with checked ``rows``, one after the other."""
     batch, tensors = call.batch, call.batch.variables.tensors
     is_measured = call.rates is not NOTHING
-    split = not (is_measured or rows)  # a norm is that of a whole tensor
+    # Of rows and tensors, states and what is measured are those of whole ones.
+    of_elements = all(state.per == "element" for state in call.rule.states)
+    split = of_elements and not (is_measured or rows or call.rule.is_row_wise)
     sizes = [arrays[0].size for arrays in tensors]
     tables = [[Part(t, 0, size)] for t, size in enumerate(sizes)]
     chunks = tables if rows else list(chunks_of(sizes, split=split))
@@ -114,7 +116,7 @@ def _run(call: Call, rows: Sequence[RowGradient], plan: Plan, stream: Any) -> No
             there, *states = tensors[t]
             if split:
                 here.append((w, *(state.reshape(-1)[begin:end] for state in states)))
-            else:  # states may have other shapes
+            else:
                 here.append((w.reshape(there.shape), *states))
         gradients: Any = np.array(list(map(address_of, of_g)), np.int64)
         if rows:

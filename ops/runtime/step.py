@@ -64,11 +64,16 @@ class Variables:
         """The memory of all tensors, for locking."""
         return spans_of(self.tensors)
 
+    @property
+    def as_matrices(self) -> list[MatrixTensor]:
+        """The tensors as matrices."""
+        of_each = zip(self.tensors, self.table.addresses.tolist(), strict=True)
+        return [MatrixTensor.of(a[0].shape, addresses) for a, addresses in of_each]
+
     @lazy
     def matrices(self) -> MatrixTable:
-        """The tensors as matrices, for rules that have states of their rows and columns."""
-        of_each = zip(self.tensors, self.table.addresses.tolist(), strict=True)
-        return MatrixTable([MatrixTensor.of(a[0].shape, addresses) for a, addresses in of_each])
+        """What stays of steps on the host of rules that have states of their rows and columns."""
+        return MatrixTable(self.as_matrices)
 
     @lazy
     def steps(self) -> dict[tuple[Rule, Prologue, Storage], Pool[DenseStep]]:
@@ -137,10 +142,26 @@ class DenseUpdate(NamedTuple):
 
     def enqueue(self, launch: Launch) -> None:
         """The step on a device."""
-        table = self.variables.table
-        sizes = np.diff(table.first)
-        step = cuda.dense.step.DenseStep(self.kernel, table.addresses, self.gradients, sizes)
-        cuda.device.part.run(step, self.hp, self.hp_of, launch.call)
+        part = dense_part(self.kernel, self.variables, self.gradients)
+        cuda.device.part.run(part, self.hp, self.hp_of, launch.call)
+
+
+def dense_part(
+    kernel: Kernel,
+    variables: Variables,
+    gradients: np.ndarray,
+    constants: tuple[tuple[str, float], ...] = (),
+) -> Any:
+    """The `Part` of a step on a device; ``constants`` are those that `Rule.factor` takes."""
+    table, rule = variables.table, kernel.rule
+    if rule.lines:
+        tensors = variables.as_matrices
+        return cuda.matrices.step.MatrixStep(kernel, tensors, gradients, constants)
+    sizes = np.diff(table.first)
+    if rule.is_row_wise:
+        shapes = sizes, table.widths
+        return cuda.dense.row_wise.RowWiseStep(kernel, table.addresses, gradients, *shapes)
+    return cuda.dense.step.DenseStep(kernel, table.addresses, gradients, sizes, constants)
 
 
 def measured(

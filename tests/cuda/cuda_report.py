@@ -39,7 +39,7 @@ def rules(*, every: bool) -> dict[str, Any]:
     return {
         f"dense {name}": kernel(rule, (), F32, F32, (F32,) * len(rule.states))
         for name, rule in all_rules().items()
-        if every or name == "adam"
+        if (every or name == "adam") and not (rule.lines or rule.is_row_wise)
     }
 
 
@@ -92,7 +92,7 @@ def gradient_loops() -> dict[str, Any]:
 
 def other_loops() -> dict[str, Any]:
     """The loops of row-sparse steps, of first stages and of checks."""
-    from fusestep.kernels.cuda.dense import finite, norm, scalars, step, trust
+    from fusestep.kernels.cuda.dense import finite, norm, scalars, step, totals, trust
     from fusestep.kernels.cuda.device import arrays, memory
     from fusestep.kernels.cuda.rows import gather, keys, sort
     from fusestep.kernels.cuda.rows import kernels as rows
@@ -118,7 +118,7 @@ def other_loops() -> dict[str, Any]:
         "sort scan": sort.scan_kernel,
         "sort scatter": sort.scatter_kernel,
         "measure lamb": step.chunk_sums_kernel(lamb),
-        "factor lamb": step.factor_kernel(lamb),
+        "totals lamb": totals.totals_kernel(lamb, step.TensorRow, ()),
         "rows squares": rows.row_squares_kernel(F32, F32, 4),
         "total": norm.total_kernel,
         "trust": trust.trust_kernel(F32, trust.Options(0.1, 0.1, True)),
@@ -148,24 +148,20 @@ def scalars_loops() -> dict[str, Any]:
     return found
 
 
-def factored_loops(*, every: bool) -> dict[str, Any]:
-    """The loops of Adafactor on matrices, and what completes its scalars.
+def matrix_loops(*, every: bool) -> dict[str, Any]:
+    """The loops of rules on matrices, and what completes their scalars.
 
     Args:
         every: or those alone that have the most registers.
     """
-    from fusestep.kernels.cuda.adafactor.layout import TileRow
-    from fusestep.kernels.cuda.adafactor.lines import lines_kernel, row_factors_kernel
-    from fusestep.kernels.cuda.adafactor.passes import (
-        direction_kernel,
-        squares_kernel,
-        update_kernel,
-    )
-    from fusestep.kernels.cuda.adafactor.step import Options, rms_kernel
+    from fusestep.kernels.cuda.dense.totals import totals_kernel
+    from fusestep.kernels.cuda.matrices.layout import TileRow
+    from fusestep.kernels.cuda.matrices.lines import lines_kernel, row_factors_kernel
+    from fusestep.kernels.cuda.matrices.passes import measure_kernel, terms_kernel, update_kernel
     from fusestep.kernels.element import kernel
-    from fusestep.kernels.rules.adafactor import ADAFACTOR, ADAFACTOR_PLAIN
+    from fusestep.kernels.rules.adafactor import ADAFACTOR_MATRIX, ADAFACTOR_PLAIN_MATRIX
     from fusestep.kernels.rules.gradient import COUPLED_DECAY, SCALE, TRUST
-    from fusestep.kernels.storage import BF16, F16, F32, F64
+    from fusestep.kernels.storage import BF16, F16, F32, F64, real_of
 
     kinds: list[tuple[str, Any, Any, Any]] = [("f32", (), F32, F32), ("f16", (), F16, F16)]
     if every:
@@ -177,19 +173,50 @@ def factored_loops(*, every: bool) -> dict[str, Any]:
         ]
     found = {}
     for name, prologue, w, s in kinds:
-        compiled = kernel(ADAFACTOR if s else ADAFACTOR_PLAIN, prologue, w, w, (s,) if s else ())
+        rule, states = ADAFACTOR_MATRIX if s else ADAFACTOR_PLAIN_MATRIX, (real_of(w),) * 2
+        compiled = kernel(rule, prologue, w, w, (s, *states) if s else states)
         found |= {
-            f"factored squares {name}": squares_kernel(compiled),
-            f"factored direction {name}": direction_kernel(compiled, True),
-            f"factored update {name}": update_kernel(compiled),
+            f"matrix terms {name}": terms_kernel(compiled),
+            f"matrix measure {name}": measure_kernel(compiled, True),
+            f"matrix update {name}": update_kernel(compiled),
         }
+    constants = ("epsilon2", 1e-3), ("clip_threshold", 1.0), ("scale_parameter", True)
     for real in (F32, F64) if every else (F32,):
-        compiled = kernel(ADAFACTOR, (), real, real, (real,))
+        compiled = kernel(ADAFACTOR_MATRIX, (), real, real, (real,) * 3)
         found |= {
-            f"factored lines {real.name}": lines_kernel((), real),
-            f"factored rows {real.name}": row_factors_kernel((), real),
-            f"rms {real.name}": rms_kernel(compiled, TileRow, Options(1e-3, 1.0, True)),
+            f"matrix lines {real.name}": lines_kernel(compiled.rule, (), real),
+            f"matrix rows {real.name}": row_factors_kernel(compiled.rule, (), real),
+            f"totals {real.name}": totals_kernel(compiled, TileRow, constants),
         }
+    return found
+
+
+def row_wise_loops(*, every: bool) -> dict[str, Any]:
+    """The loops of rules that measure rows: dense, lazy, dense-equivalent.
+
+    Args:
+        every: or those alone that have the most registers.
+    """
+    from fusestep.kernels.cuda.dense.row_wise import row_wise_kernel
+    from fusestep.kernels.cuda.rows.kernels import sweep_kernel, touched_kernel
+    from fusestep.kernels.element import kernel
+    from fusestep.kernels.rules.gradient import COUPLED_DECAY, SCALE
+    from fusestep.kernels.rules.row_wise import ROW_WISE_ADAGRAD, ROW_WISE_ADAM
+    from fusestep.kernels.storage import BF16, F16, F32, F64, real_of
+
+    kinds: list[tuple[str, Any, Any]] = [("f32", F32, F32), ("f16", F16, F16)]
+    kinds += [("bf16", BF16, BF16), ("mixed bf16", BF16, F32), ("f64", F64, F64)] if every else []
+    before, found = (SCALE, COUPLED_DECAY), {}
+    for name, w, s in kinds:
+        real = real_of(w)
+        adagrad = kernel(ROW_WISE_ADAGRAD, before, w, w, (real,))
+        adam = kernel(ROW_WISE_ADAM, (), w, w, (s, real))
+        for of_rule, compiled in (("adagrad", adagrad), ("adam", adam)):
+            found |= {
+                f"row-wise {of_rule} dense {name}": row_wise_kernel(compiled),
+                f"row-wise {of_rule} lazy {name}": touched_kernel(compiled),
+                f"row-wise {of_rule} sweep {name}": sweep_kernel(compiled),
+            }
     return found
 
 
@@ -259,7 +286,10 @@ def machine_code(function: Any, capability: tuple[int, int, str]) -> dict[str, A
     }
 
 
-LOOPS = {"gradients": gradient_loops, "others": other_loops, "scalars": scalars_loops}
+ALL_OR_FEW = {"matrices": matrix_loops, "row-wise": row_wise_loops}
+LOOPS: dict[str, Any] = {
+    "gradients": gradient_loops, "others": other_loops, "scalars": scalars_loops, **ALL_OR_FEW,
+}  # fmt: skip
 STEPS = {"rules": rules, "mixtures": mixtures}
 
 
@@ -280,7 +310,7 @@ def main() -> None:
             for name, compiled in STEPS[part](every=every).items()
         }
     else:
-        loops = factored_loops(every=every) if part == "factored" else LOOPS[part]()
+        loops = LOOPS[part](every=every) if part in ALL_OR_FEW else LOOPS[part]()
         report = {name: machine_code(loop, capability) for name, loop in loops.items()}
     print(json.dumps(report))
 

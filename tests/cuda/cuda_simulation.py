@@ -28,15 +28,21 @@ from fusestep.kernels.cuda.rows.step import RowStep
 from fusestep.kernels.element import Kernel, kernel
 from fusestep.kernels.rules import adam, mxnet
 from fusestep.kernels.rules.gradient import CLIP, COUPLED_DECAY, SCALE
-from fusestep.kernels.rules.rule import Prologue, Rule, factors, hp_type
+from fusestep.kernels.rules.rule import Prologue, Rule
 from fusestep.kernels.storage import BF16, F16, F32, F64, Storage
 from fusestep.kernels.tables import HOT, RowTable
-from fusestep.ops.runtime.step import DenseUpdate, Variables, measure_step
+from fusestep.nn.engine.host import completed
+from fusestep.ops.runtime.step import DenseUpdate, Variables, measured
 
 from simulator import prepare_simulator
 
 prepare_simulator()
 Tensors = list[list[np.ndarray]]
+# What the rules of the package take beside sums.
+KNOWN = {
+    "epsilon2": 1e-3, "clip_threshold": 1.0, "scale_parameter": True, "weight_decay": 0.1,
+    "trust_coefficient": 0.1, "epsilon": 1e-3,
+}  # fmt: skip
 
 
 def tensors_for(compiled: Kernel, sizes: Sequence[int], shift: int = 0) -> tuple[Tensors, Tensors]:
@@ -61,7 +67,7 @@ def step_on_device(compiled: Kernel, tensors: Tensors, hp: np.ndarray, hp_of: np
         addresses[t] = [a.ctypes.data for a in arrays[:-1]]
     gradients = np.array([arrays[-1].ctypes.data for arrays in tensors])
     sizes = np.array([arrays[0].size for arrays in tensors])
-    run(DenseStep(compiled, addresses, gradients, sizes), hp, hp_of, Call(0))
+    run(DenseStep(compiled, addresses, gradients, sizes, tuple(KNOWN.items())), hp, hp_of, Call(0))
 
 
 def step_on_host(compiled: Kernel, tensors: Tensors, hp: np.ndarray, hp_of: np.ndarray) -> None:
@@ -76,9 +82,10 @@ def step_on_host(compiled: Kernel, tensors: Tensors, hp: np.ndarray, hp_of: np.n
         hp_of,
     )
     if compiled.rule.factor:
-        place = hp_type(compiled.rule, compiled.prologue)._fields.index(compiled.rule.factor_of)
-        hp[:, place] *= factors(compiled.rule, measure_step(update))
-    commit([update.prepared()])
+        _, sums = measured(update, KNOWN)
+        commit([completed(update, None, sums, [KNOWN] * len(sums))])
+    else:
+        commit([update.prepared()])
 
 
 def compare(
@@ -111,13 +118,13 @@ SIZES = (37, 0, 16, 1, 5, 64, 3)
 
 
 def every_rule() -> None:
-    """All rules but those whose second half takes more than sums: see `device_adafactor.py`.
+    """All rules but those of matrices and rows: see `device_matrices.py` and `device_row_wise.py`.
 
     The variance of made-up states may be negative, of which Python takes no root.
     """
     for name, rule in all_rules().items():
-        takes_more = rule.measure and not rule.factor
-        if not takes_more and not name.startswith("torch_rmsprop_centered"):
+        has_shape = rule.lines or rule.is_row_wise
+        if not has_shape and not name.startswith("torch_rmsprop_centered"):
             compare(rule, (19, 2))
 
 

@@ -81,7 +81,7 @@ def compare_optimizer(
     return on_gpu, theirs
 
 
-# One for each rule; those of AdaFactor are in device_adafactor.py.
+# One for each rule; those of AdaFactor are in device_matrices.py.
 OF_RULES = {
     new_optimizer(form, parameters())._rule: partial(
         new_optimizer, form, **decayed_and_scaled(form)

@@ -27,7 +27,7 @@ CHECKS = {
     "device_graphs.py": ("numbers", "graphs"),
     "device_changes.py": ("options", "graphs"),
     "device_gradients.py": ("row_tensors", "centralization"),
-    "device_adafactor.py": ("values", "shapes", "types", "states"),
+    "device_matrices.py": ("values", "shapes", "types", "states"),
     "device_errors.py": ("index_errors", "locking", "refusals"),
     "device_mxnet.py": ("adam_update", "optimizers", "updaters"),
     "device_routes.py": ("routes", "parts", "refusals"),
@@ -35,7 +35,7 @@ CHECKS = {
     "framework_simulation.py": ("arrays", "steps", "graphs", "gradients", "thor"),
 }  # fmt: skip
 CAPABILITIES = ("8.0", "9.0a")
-PARTS = ("rules", "mixtures", "gradients", "others", "scalars", "factored")
+PARTS = ("rules", "mixtures", "gradients", "others", "scalars", "matrices")
 # Registers that a thread may have, so that enough of them fit to hide the latency of memory:
 # 64 Ki of them are 4 blocks of 256 threads at 64, and 3 at 65 to 85.
 MOST_REGISTERS = {"float32": 64, "others": 80}
@@ -84,11 +84,11 @@ def least_wide(name: str, code: dict[str, Any]) -> tuple[int, int]:
         return 8, 3
     if name.startswith("rows") and "sums" in name:  # the first, one more, and four at once
         return 6, 1
-    if name.startswith(("rows hot", "finite", "central", "factored squares")):
+    if name.startswith(("rows hot", "finite", "central", "matrix terms")):
         return 1, int("difference" in name)
-    if name.startswith("factored direction"):  # w, g, factors of columns
+    if name.startswith("matrix measure"):  # w, g, factors of columns
         return 3, 0
-    if name.startswith("factored update"):  # and the first moment, if there is one
+    if name.startswith("matrix update"):  # and the first moment, if there is one
         n_written = 1 if name.endswith("plain") else 2
         return 2 + n_written, n_written
     return 0, 0

@@ -19,7 +19,7 @@ from ..device.guard import NOTHING, is_closed
 from ..device.launch import on_grid
 from ..device.memory import SUMS, Places, room_of
 from ..device.records import Real, Word, offsets_of
-from ..device.sums import PART_BYTES, add_tree, share_of_parts
+from ..device.sums import add_tree, share_of_parts
 from .step import Chunks, chunk_of, chunk_sums_kernel, dense_kernel
 
 THREADS = GEOMETRY.totals
@@ -95,7 +95,7 @@ class DenseSquares:
 def total_kernel(parts, n, totals, guard):
     """``loop[1, THREADS]``: the sum of all parts and the factor; NaN if the norm is not finite."""
     thread, shared = cuda.threadIdx.x, cuda.shared.array((1, THREADS), float64)
-    shared[0, thread] = share_of_parts(parts, 0, n, 0, thread, THREADS)
+    shared[0, thread] = share_of_parts(parts, 0, n, 0, 1, thread, THREADS)
     add_tree(shared, thread, THREADS, 1)
     if thread == 0:
         squares, limit = shared[0, 0], load_float64(totals + AT.limit)
@@ -141,7 +141,7 @@ def global_norm(
     """Enqueue the norm of gradients and its limit; ``with`` holds the room while it is used."""
     found, places = [*map(DenseSquares, gradients), *rows], Places()
     totals, n_parts = np.array(Totals(0.0, limit, 0.0, 0.0, 0.0)), sum(of.n_parts for of in found)
-    at_totals, at_parts = places.add(totals.nbytes), places.add(n_parts * PART_BYTES)
+    at_totals, at_parts = places.add(totals.nbytes), places.add(n_parts * 8)
     with room_of(stream, SUMS) as room:
         base = room.take(places.size)
         copy_in(base + at_totals, totals, stream)
@@ -149,6 +149,6 @@ def global_norm(
         for of in found:
             if of.n_parts:
                 of.enqueue(place, stream)
-                place += of.n_parts * PART_BYTES
+                place += of.n_parts * 8
         on_grid(total_kernel, 1, THREADS, stream)(first, n_parts, base + at_totals, guard)
         yield GlobalNorm(base + at_totals, stream)

@@ -1,10 +1,10 @@
-"""One step of a rule on any number of dense tensors, in one launch, or three of a two-stage rule.
+"""One step of a rule on any number of dense tensors: one launch, or some of a two-stage rule.
 
 Each block takes a chunk of one tensor, which it finds by bisection in the table. What differs from
 step to step, gradients and scalars, is in the table too, so there is one copy to the device. In the
-first stage a block sums the squares of what is measured; one for each tensor then adds the sums of
-the chunks and changes the scalars of the tensor. So the second stage finds them complete, the host
-is not asked, and the bits are the same in every run.
+first stage a block sums what is measured; one for each tensor then adds the sums of the chunks and
+changes the scalars of the tensor. So the second stage finds them complete, the host is not asked,
+and the bits are the same in every run.
 """
 
 from __future__ import annotations
@@ -18,22 +18,21 @@ from numba import cuda, float64
 
 from ...element import Kernel
 from ..device.backend import GEOMETRY
-from ..device.functions import device_function
 from ..device.guard import is_closed
 from ..device.launch import on_grid
+from ..device.memory import Places
 from ..device.part import Call
 from ..device.records import (
     Word,
     Words,
     hp_reader,
-    multiplier,
     row_finder,
-    row_reader,
     size_of,
     table_of,
 )
-from ..device.sums import MOST_VALUES, PART_BYTES, add_tree, share_of_parts, store_part
+from ..device.sums import store_part
 from .tiles import are_aligned, by_chunks, length_of, measured_tile, update_tile
+from .totals import Constants, Totals
 
 THREADS = GEOMETRY.dense.threads
 
@@ -95,7 +94,7 @@ class Chunks:
 
 @cache
 def chunk_sums_kernel(kernel: Kernel) -> Any:
-    """``loop[blocks, THREADS](table, n_tensors, parts, guard)``: the squares of each chunk."""
+    """``loop[blocks, THREADS](table, n_tensors, parts, guard)``: the sums of each chunk."""
     add_chunk, n_values = _on_chunk(kernel, measured_tile), kernel.rule.n_measured
 
     @cuda.jit
@@ -103,59 +102,16 @@ def chunk_sums_kernel(kernel: Kernel) -> Any:
         if is_closed(guard):
             return
         block, thread = cuda.blockIdx.x, cuda.threadIdx.x
-        own = cuda.local.array(MOST_VALUES, float64)
-        own[0] = own[1] = own[2] = 0.0
+        own = cuda.local.array(n_values, float64)
+        for k in range(n_values):
+            own[k] = 0.0
         add_chunk(table, n_tensors, own)
-        shared = cuda.shared.array((MOST_VALUES, THREADS), float64)
-        shared[0, thread], shared[1, thread], shared[2, thread] = own[0], own[1], own[2]
+        shared = cuda.shared.array((n_values, THREADS), float64)
+        for k in range(n_values):
+            shared[k, thread] = own[k]
         store_part(parts, block, shared, thread, THREADS, n_values)
 
     return loop
-
-
-def totals_kernel(record: Any, n_words: int, n_values: int, follow: Any) -> Any:
-    """``loop[n_tensors, THREADS](table, n_tensors, n_blocks, parts, guard)``.
-
-    It adds the parts of the blocks of a tensor and calls ``follow(shared, row)`` with what they add
-    up to in ``shared[:, 0]``. The rows are of ``record``, with ``n_words`` words at the end.
-    """
-    row_at = row_reader(record, n_words)
-
-    @cuda.jit
-    def loop(table, n_tensors, n_blocks, parts, guard):
-        if is_closed(guard):
-            return
-        t, thread = np.int64(cuda.blockIdx.x), cuda.threadIdx.x
-        row, end = row_at(table, t), n_blocks
-        if t + 1 < n_tensors:
-            end = row_at(table, t + 1).first_block
-        shared = cuda.shared.array((MOST_VALUES, THREADS), float64)
-        for k in range(n_values):
-            shared[k, thread] = share_of_parts(parts, row.first_block, end, k, thread, THREADS)
-        add_tree(shared, thread, THREADS, n_values)
-        if thread == 0:
-            follow(shared, row)
-
-    return loop
-
-
-@cache
-def factor_kernel(kernel: Kernel) -> Any:
-    """`totals_kernel` of ``rule.factor``: it multiplies the field ``factor_of`` of the scalars."""
-    rule, multiply = kernel.rule, multiplier(kernel.real)
-    n_values, factor = rule.n_measured, device_function(rule.factor)
-    offset = kernel.column[rule.factor_of] * kernel.real.itemsize
-
-    @cuda.jit(device=True)
-    def follow(shared, row):
-        if n_values == 1:
-            multiply(row.hp + offset, factor(shared[0, 0]))
-        elif n_values == 2:
-            multiply(row.hp + offset, factor(shared[0, 0], shared[1, 0]))
-        else:
-            multiply(row.hp + offset, factor(shared[0, 0], shared[1, 0], shared[2, 0]))
-
-    return totals_kernel(TensorRow, 2 + len(kernel.s), n_values, follow)
 
 
 @cache
@@ -175,7 +131,7 @@ class DenseStep:
     """A `Part`: the step on some tensors, of so many elements each.
 
     There are int64 ``[T, 1 + number of states]`` addresses of parameters and states, and ``[T]`` of
-    gradients. ``follow`` is a `totals_kernel` where ``rule.factor`` does not say all.
+    gradients. ``constants`` are those that ``rule.factor`` takes.
     """
 
     def __init__(
@@ -184,16 +140,19 @@ class DenseStep:
         addresses: np.ndarray,
         gradients: np.ndarray,
         sizes: np.ndarray,
-        follow: Any = None,
+        constants: Constants = (),
     ) -> None:
-        if kernel.rule.factor:
-            follow = factor_kernel(kernel)
-        self._follow, self._update = follow, dense_kernel(kernel)
-        self._measure = chunk_sums_kernel(kernel) if follow else None
-        self.loops = [loop for loop in (self._measure, self._follow, self._update) if loop]
         self._chunks = Chunks(chunk_of(kernel), np.column_stack([gradients, addresses]), sizes)
-        self._table, self.n_words = 0, self._chunks.n_words
-        self.scratch_bytes = self._chunks.n_blocks * PART_BYTES if follow else 0
+        self._table, self.n_words, places = 0, self._chunks.n_words, Places()
+        self._update, self._measure = dense_kernel(kernel), None
+        self.loops = [self._update]
+        if kernel.rule.factor:
+            self._measure = chunk_sums_kernel(kernel)
+            self._totals = Totals(kernel, TensorRow, constants, self._chunks.n_tensors)
+            self._at_parts = places.add(8 * self._chunks.n_blocks * kernel.rule.n_measured)
+            self._at_new = places.add(self._totals.scratch_bytes)
+            self.loops += [self._measure, *self._totals.loops]
+        self.scratch_bytes = places.size
 
     def words(self, place: int, hp: np.ndarray) -> np.ndarray:
         """See `Part`."""
@@ -202,10 +161,14 @@ class DenseStep:
 
     def enqueue(self, call: Call) -> None:
         """See `Part`."""
-        stream, guard, _, parts = call
         chunks, table = self._chunks, (self._table, self._chunks.n_tensors)
-        if self._measure and chunks.n_tensors:
-            chunks.launch(self._measure, stream, *table, parts, guard)
-            follow = on_grid(self._follow, chunks.n_tensors, THREADS, stream)
-            follow(*table, chunks.n_blocks, parts, guard)
-        chunks.launch(self._update, stream, *table, guard)
+        if chunks.n_tensors == 0:
+            return
+        if not self._measure:
+            chunks.launch(self._update, call.stream, *table, call.guard)
+            return
+        parts, new = call.scratch + self._at_parts, call.scratch + self._at_new
+        chunks.launch(self._measure, call.stream, *table, parts, call.guard)
+        self._totals.follow(self._table, chunks.n_blocks, parts, new, call)
+        chunks.launch(self._update, call.stream, *table, call.guard)
+        self._totals.store(self._table, new, call)

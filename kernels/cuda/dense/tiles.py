@@ -6,23 +6,25 @@ tile is stored. Functions of a tile take the number of its first element first.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 from numba import cuda, types
 
-from ...element import Kernel, element_of, values_of
+from ...element import Kernel, adder, element_of, numbers_at, numbers_to, values_of
 from ...storage import F64, Storage, numba_type
-from ..device.backend import on_device, tile_loader, tile_storer
+from ..device.backend import on_device, reader, tile_loader, tile_storer
 from ..device.functions import DEVICE, device_function
+from ..device.sums import putter
 
 WIDEST = 16  # bytes of a load
 CARRIERS: dict[Any, Any] = {
     np.float32: types.float32,
     np.float64: types.float64,
     np.uint16: types.uint16,
+    np.int32: types.int32,
 }
 
 
@@ -33,7 +35,14 @@ def tile_length(*storages: Storage) -> int:
 
 def length_of(kernel: Kernel) -> int:
     """Elements of a tile of all arrays of a step."""
-    return tile_length(kernel.w, kernel.g, *kernel.s)
+    of_each = zip((kernel.w, *kernel.s), kernel.per, strict=True)
+    return tile_length(kernel.g, *(storage for storage, per in of_each if per == "element"))
+
+
+def element_bytes(kernel: Kernel) -> np.ndarray:
+    """int64: bytes of an element of the gradient, the parameter and each state; 0 for others."""
+    of_each = zip((kernel.w, *kernel.s), kernel.per, strict=True)
+    return np.array([kernel.g.itemsize, *(x.itemsize * (per == "element") for x, per in of_each)])
 
 
 def are_aligned(places: np.ndarray) -> np.ndarray:
@@ -107,7 +116,7 @@ def by_chunks(make: Callable[[int], Any], length: int, threads: int, chunk: int)
 
 
 def in_registers(
-    of_arrays: list[Access], length: int, work: Any, *, stored: range, k: int = 0
+    of_arrays: list[Access], length: int, work: Any, *, stored: Collection[int], k: int = 0
 ) -> Any:
     """``run(i, places, how, tiles, *rest)``: ``work(tiles, *rest)`` on elements of some arrays.
 
@@ -123,15 +132,38 @@ def in_registers(
     def run(i, places, how, tiles, *rest):
         tile = cuda.local.array(length, kind)
         load(tile, places[k], i, *how)
-        inner(i, places, how, (*tiles, tile), *rest)
+        found = inner(i, places, how, (*tiles, tile), *rest)
         if is_stored:
             store(tile, places[k], i, *how)
+        return found
 
     return run
 
 
+@cuda.jit(device=True)
+def _leave(tile, address, i):
+    """Neither load nor store."""
+
+
+def _of_tensor(storage: Storage) -> Access:
+    """Of the only element, whatever ``i``."""
+    kind, load_one, _ = access(storage, 1)
+
+    @cuda.jit(device=True)
+    def load(tile, address, i):
+        load_one(tile, address, 0)
+
+    return Access(kind, load, _leave)
+
+
 def _accesses(kernel: Kernel, length: int) -> list[Access]:
-    return [access(storage, length) for storage in (kernel.g, kernel.w, *kernel.s)]
+    """Of the gradient, and of the arrays of which an element has something."""
+    found = [access(kernel.g, length)]
+    for storage, per in zip((kernel.w, *kernel.s), kernel.per, strict=True):
+        left = Access(CARRIERS[storage.carrier], _leave, _leave)
+        own = {"element": access(storage, length), "tensor": _of_tensor(storage)}
+        found.append(own.get(per, left))
+    return found
 
 
 def _updating(kernel: Kernel, length: int) -> Any:
@@ -149,34 +181,84 @@ def _updating(kernel: Kernel, length: int) -> Any:
 def update_tile(kernel: Kernel, length: int) -> Any:
     """``run(i, arrays, (), (), hp)``: the rule on a tile; the first array is the gradient."""
     of_arrays, update = _accesses(kernel, length), _updating(kernel, length)
-    return in_registers(of_arrays, length, update, stored=range(1, 1 + kernel.n_stored))
+    return in_registers(of_arrays, length, update, stored=[1 + k for k in kernel.stored])
 
 
 def update_summed_tile(kernel: Kernel, length: int) -> Any:
     """``run(i, arrays, (), (total,), hp)``: the same for a gradient that is summed in registers."""
     update = _updating(kernel.with_gradient(kernel.real), length)
-    of_arrays, stored = _accesses(kernel, length)[1:], range(kernel.n_stored)
-    return in_registers(of_arrays, length, update, stored=stored)
+    return in_registers(_accesses(kernel, length)[1:], length, update, stored=kernel.stored)
+
+
+def _measuring(kernel: Kernel, length: int) -> Any:
+    """``measure(tiles, hp, sums)``: what is measured of tiles, to float64 sums."""
+    values, add = values_of(kernel, DEVICE), adder(kernel.rule, DEVICE)
+    put = putter(kernel.rule.n_measured)
+
+    @cuda.jit(device=True)
+    def measure(tiles, hp, sums):
+        for k in range(length):
+            put(sums, add(sums, values(tiles[1:], tiles[0], k, hp)))
+
+    return measure
 
 
 def measured_tile(kernel: Kernel, length: int) -> Any:
-    """``run(i, arrays, (), (), hp, sums)``: squares of what is measured, to float64 sums."""
-    values, n_values = values_of(kernel, DEVICE), kernel.rule.n_measured
-    of_arrays = _accesses(kernel, length)
+    """``run(i, arrays, (), (), hp, sums)``: what is measured of a tile, to float64 sums."""
+    return in_registers(_accesses(kernel, length), length, _measuring(kernel, length), stored=())
+
+
+def measured_summed_tile(kernel: Kernel, length: int) -> Any:
+    """``run(i, arrays, (), (total,), hp, sums)``: as `update_summed_tile`."""
+    measure = _measuring(kernel.with_gradient(kernel.real), length)
+    return in_registers(_accesses(kernel, length)[1:], length, measure, stored=())
+
+
+def with_sum(
+    kernel: Kernel,
+    gradient: Callable[[int], Any],
+    of_tile: Callable[[Kernel, int], Any],
+    length: int,
+) -> Any:
+    """``run(column, first, arrays, source, *rest)``: a function of a tile whose gradient is summed.
+
+    ``gradient(length)`` is ``load(total, column, first, *source)``, for columns of the row whose
+    first element is number ``first``; ``arrays`` is where the addresses of all arrays lie.
+    """
+    load, work, kind = gradient(length), of_tile(kernel, length), numba_type(kernel.real)
+    read_arrays = address_reader(kernel)
 
     @cuda.jit(device=True)
-    def add_squares(tiles, hp, sums):
-        for k in range(length):
-            found = values(tiles[1:], tiles[0], k, hp)
-            # Written out: an index that is not known to the compiler would put the sums into
-            # memory.
-            sums[0] += np.float64(found[0]) * np.float64(found[0])
-            if n_values > 1:
-                sums[1] += np.float64(found[1]) * np.float64(found[1])
-            if n_values > 2:
-                sums[2] += np.float64(found[2]) * np.float64(found[2])
+    def run(column, first, arrays, source, *rest):
+        total = cuda.local.array(length, kind)
+        load(total, column, first, *source)
+        # Addresses not before the sum: they would take registers.
+        work(first + column, read_arrays(arrays), (), (total,), *rest)
 
-    return in_registers(of_arrays, length, add_squares, stored=range(0))
+    return run
+
+
+def address_reader(kernel: Kernel) -> Any:
+    """``read(address)``: the addresses of the parameter and its states."""
+    return reader(types.UniTuple(types.int64, 1 + len(kernel.s)))
+
+
+class ScopeStates(NamedTuple):
+    """The states of a row or a tensor, number ``i`` of the arrays."""
+
+    load: Any  # load(i, arrays, (), ()): as numbers
+    store: Any  # store(i, arrays, (), (), values): those that are written
+
+
+def scope_states(kernel: Kernel, begin: int) -> ScopeStates:
+    """Of a rule; what is stored are values from number ``begin`` on."""
+    of_arrays, written = [], kernel.written_of_scope
+    for k, storage in enumerate((kernel.w, *kernel.s)):
+        kind, load, store = access(storage, 1)
+        of_arrays.append(Access(kind, load if k in kernel.of_scope else _leave, store))
+    loaded = in_registers(of_arrays, 1, numbers_at(kernel, DEVICE, kernel.of_scope), stored=())
+    to_tiles = numbers_to(kernel, DEVICE, written, begin)
+    return ScopeStates(loaded, in_registers(of_arrays, 1, to_tiles, stored=written))
 
 
 class Sums(NamedTuple):

@@ -17,7 +17,7 @@ from ..device.guard import is_closed
 from ..device.launch import on_grid
 from ..device.part import Call
 from ..device.records import Word, multiplier, row_reader, size_of, table_of
-from ..device.sums import PART_BYTES, add_tree, share_of_parts
+from ..device.sums import add_tree, share_of_parts
 from .norm import DenseGradients, DenseSquares
 from .scalars import Numbers
 
@@ -56,8 +56,8 @@ def trust_kernel(real: Storage, options: Options) -> Any:
             return
         thread, row = cuda.threadIdx.x, row_at(table, np.int64(cuda.blockIdx.x))
         shared = cuda.shared.array((2, THREADS), float64)
-        shared[0, thread] = share_of_parts(parts, row.first_w, row.end_w, 0, thread, THREADS)
-        shared[1, thread] = share_of_parts(parts, row.first_g, row.end_g, 0, thread, THREADS)
+        shared[0, thread] = share_of_parts(parts, row.first_w, row.end_w, 0, 1, thread, THREADS)
+        shared[1, thread] = share_of_parts(parts, row.first_g, row.end_g, 0, 1, thread, THREADS)
         add_tree(shared, thread, THREADS, 2)
         if thread == 0:
             used = numbers_at(row.numbers, 0)
@@ -86,7 +86,7 @@ class TrustRatios:
         self._squares = DenseSquares(parameters), DenseSquares(gradients)
         self._acts, self._loop = acts, trust_kernel(real, options)
         self.loops = [*(found.loop for found in self._squares), self._loop]
-        self.scratch_bytes = sum(found.n_parts for found in self._squares) * PART_BYTES
+        self.scratch_bytes = sum(found.n_parts for found in self._squares) * 8
         self._table = 0
 
     def words(self, place: int, hp: np.ndarray) -> np.ndarray:
@@ -108,5 +108,5 @@ class TrustRatios:
             return
         of_w, of_g = self._squares
         of_w.launch(call.scratch, call.stream)
-        of_g.launch(call.scratch + of_w.n_parts * PART_BYTES, call.stream)
+        of_g.launch(call.scratch + of_w.n_parts * 8, call.stream)
         on_grid(self._loop, n_acting, THREADS, call.stream)(self._table, call.scratch, call.guard)

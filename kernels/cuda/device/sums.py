@@ -1,18 +1,45 @@
 """Sums over the threads of a block and over blocks, in orders that the launch alone decides.
 
-A block leaves up to `MOST_VALUES` float64 in memory, its *part* of as many sums. Threads are added
-up in trees of fixed shape, in shared memory ``[values, threads]``.
+A block leaves a float64 of each sum in memory, its *part* of them. Threads are added up in trees
+of fixed shape, in shared memory ``[values, threads]``.
 """
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import numpy as np
 from numba import cuda
 
-from .backend import load_float64, store_float64
+from .backend import load_float64, on_device, store_float64
 
-MOST_VALUES = 3
-PART_BYTES = 8 * MOST_VALUES
+# Numbers of an array in registers: an index that is not known to the compiler would put it into
+# memory.
+
+
+@cache
+def taker(n: int, k: int = 0) -> Any:
+    """``take(array)``: its first ``n`` numbers from number ``k`` on, as a tuple."""
+    if k == n:
+        return on_device(lambda array: ())  # noqa: ARG005
+    rest = taker(n, k + 1)
+    return on_device(lambda array: (array[k], *rest(array)))
+
+
+@cache
+def putter(n: int, begin: int = 0, k: int = 0) -> Any:
+    """``put(array, values)``: its first ``n`` numbers are those of a tuple from ``begin`` on."""
+    if k == n:
+        return on_device(lambda array, values: None)  # noqa: ARG005
+    rest = putter(n, begin, k + 1)
+
+    @cuda.jit(device=True)
+    def put(array, values):
+        array[k] = values[begin + k]
+        rest(array, values)
+
+    return put
 
 
 @cuda.jit(device=True)
@@ -39,7 +66,7 @@ def store_part(parts, block, shared, thread, threads, n_values):
     add_tree(shared, thread, threads, n_values)
     if thread == 0:
         for k in range(n_values):
-            store_float64(parts + (block * MOST_VALUES + k) * 8, shared[k, 0])
+            store_float64(parts + (block * n_values + k) * 8, shared[k, 0])
 
 
 @cuda.jit(device=True)
@@ -54,6 +81,6 @@ def strided_sum(place, k, end, step, stride):
 
 
 @cuda.jit(device=True)
-def share_of_parts(parts, first, end, value, thread, threads):
+def share_of_parts(parts, first, end, value, n_values, thread, threads):
     """What one of ``threads`` adds up of the parts from ``first`` to ``end`` of a sum."""
-    return strided_sum(parts + value * 8, first + thread, end, threads, PART_BYTES)
+    return strided_sum(parts + value * 8, first + thread, end, threads, n_values * 8)

@@ -1,4 +1,4 @@
-"""How Adafactor's matrices are dealt to the threads of a device, and where their sums lie.
+"""How matrices are dealt to the threads of a device, and where their sums lie.
 
 A tile of a matrix is worked on by a group of ``2**log_across * 2**log_down`` threads. A thread has
 as many columns as its widest loads bring, and every ``2**log_down``-th row. A block is one such
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...tables import FactoredTensor
+from ...tables import MatrixTensor
 from ..dense.tiles import are_aligned
 from ..device.backend import GEOMETRY
 from ..device.memory import Places
@@ -46,7 +46,7 @@ class TileRow(NamedTuple):
     column_sums: Word  # float64 [matrices, tiles_down, width]
     row_factors: Word  # [matrices, height], of the arithmetic
     column_factors: Word  # [matrices, width]
-    arrays: Words  # the gradient, the parameter and the states of its shape
+    arrays: Words  # the gradient, the parameter and its states
 
 
 class LineRow(NamedTuple):
@@ -69,10 +69,10 @@ class LineRow(NamedTuple):
     first_chunk_block: Word = 0  # of the loop over chunks
 
 
-class FactoredTables:
+class MatrixTables:
     """What stays from step to step; ``length`` is elements of a thread's widest loads."""
 
-    def __init__(self, tensors: Sequence[FactoredTensor], length: int, real_bytes: int) -> None:
+    def __init__(self, tensors: Sequence[MatrixTensor], length: int, real_bytes: int) -> None:
         self.n_tensors, self._length, places = len(tensors), length, Places()
         of_each = [_laid_out(tensor, length, real_bytes, places) for tensor in tensors]
         tiles, rows, columns = (list(of_all) for of_all in zip(*of_each, strict=True))
@@ -92,7 +92,8 @@ class FactoredTables:
     def words(self, gradients: np.ndarray, hp: np.ndarray) -> np.ndarray:
         """Both tables, one after the other; int64 ``[T]`` addresses of gradients and scalars."""
         arrays = np.column_stack([gradients, self.tiles.arrays])
-        is_aligned = (self.tiles.width % self._length == 0) & are_aligned(arrays)
+        of_elements = arrays[:, :-2]  # but for the states of rows and columns
+        is_aligned = (self.tiles.width % self._length == 0) & are_aligned(of_elements)
         tiles = self.tiles._replace(hp=hp, is_aligned=is_aligned, arrays=arrays)
         lines = self.lines._replace(hp=np.tile(hp, 2))
         tables = table_of(tiles, self.n_tensors), table_of(lines, 2 * self.n_tensors)
@@ -104,7 +105,7 @@ def _columns(rows: Sequence[Any]) -> Any:
 
 
 def _laid_out(
-    tensor: FactoredTensor, length: int, real_bytes: int, places: Places
+    tensor: MatrixTensor, length: int, real_bytes: int, places: Places
 ) -> tuple[TileRow, LineRow, LineRow]:
     """The row of a tensor, and those of its rows and columns."""
     matrices, height, width = tensor.matrices, tensor.height, tensor.width
@@ -125,7 +126,7 @@ def _laid_out(
     return tile, rows._replace(totals=totals), columns
 
 
-def _cut(tensor: FactoredTensor, length: int) -> tuple[int, int, int, int, int]:
+def _cut(tensor: MatrixTensor, length: int) -> tuple[int, int, int, int, int]:
     """Logarithms of the threads across and down, height of a tile, tiles down and across."""
     vectors = -(-tensor.width // length)
     across = min(_power(vectors), CUT.across)

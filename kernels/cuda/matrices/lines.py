@@ -1,4 +1,4 @@
-"""What follows from the sums of rows and columns on a device: Adafactor's states and factors.
+"""What follows from the sums of rows and columns on a device: their states and factors.
 
 Rows and columns are lines here. A group of threads has some lines of a matrix; where a line has
 many sums, several threads share it. Their sums are added in trees of fixed shape.
@@ -6,41 +6,39 @@ many sums, several threads share it. Their sums are added in trees of fixed shap
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import numpy as np
 from numba import cuda, float64
 
-from ...rules import adafactor as rules
-from ...rules.rule import Prologue
+from ...rules.rule import Prologue, Rule, columns
 from ...storage import Storage, numba_type
 from ..dense.tiles import access
 from ..device.backend import store_float64
-from ..device.functions import device_function
 from ..device.guard import is_closed
 from ..device.records import hp_reader, row_finder
 from ..device.sums import add_lanes, strided_sum
 from .layout import THREADS, LineRow
-from .passes import place_in_group, quotient
+from .passes import lines_of, place_in_group, quotient
 
 LOG_THREADS = THREADS.bit_length() - 1
-_hp_reader = partial(hp_reader, rules.ADAFACTOR)
 
 
-def _line_writer(prologue: Prologue, real: Storage) -> Any:
+def _line_writer(rule: Rule, prologue: Prologue, real: Storage) -> Any:
     """``write(row, scratch, line, total, is_row)``: the new state of a line; in float64."""
     (kind, load, store), scalar = access(real, 1), numba_type(real)
-    averaged_mean, held_up = device_function(rules.averaged_mean), device_function(rules.held_up)
-    read_hp, column_factor = _hp_reader(prologue, real), device_function(rules.column_factor)
+    lines, read_hp = lines_of(rule), hp_reader(rule, prologue, real)
+    average, hold, column_factor = lines.average, lines.hold, lines.column_factor
+    smallest = columns(rule, prologue)[lines.smallest]
 
     @cuda.jit(device=True)
     def write(row, scratch, line, total, is_row):
         hp, one = read_hp(row.hp), cuda.local.array(1, kind)
         load(one, row.state, line)
-        one[0] = averaged_mean(one[0], scalar(total / np.float64(row.elements)), hp)
+        one[0] = average(one[0], scalar(total / np.float64(row.elements)), hp)
         if not is_row:
-            one[0] = held_up(one[0], hp.smallest)
+            one[0] = hold(one[0], hp[smallest])
         store(one, row.state, line)
         found = np.float64(one[0])
         if not is_row:
@@ -52,12 +50,12 @@ def _line_writer(prologue: Prologue, real: Storage) -> Any:
 
 
 @cache
-def lines_kernel(prologue: Prologue, real: Storage) -> Any:
+def lines_kernel(rule: Rule, prologue: Prologue, real: Storage) -> Any:
     """``loop[n_line_blocks, THREADS](table, n_lines, scratch, guard)``: states, column factors.
 
     Of the rows it writes the sums of the states, since their factors need the mean.
     """
-    find, write_line = row_finder(LineRow, "first_block"), _line_writer(prologue, real)
+    find, write_line = row_finder(LineRow, "first_block"), _line_writer(rule, prologue, real)
 
     @cuda.jit
     def loop(table, n_lines, scratch, guard):
@@ -92,10 +90,11 @@ def lines_kernel(prologue: Prologue, real: Storage) -> Any:
 
 
 @cache
-def row_factors_kernel(prologue: Prologue, real: Storage) -> Any:
+def row_factors_kernel(rule: Rule, prologue: Prologue, real: Storage) -> Any:
     """``loop[n_chunk_blocks, THREADS]``: factors of rows, the ``n_tensors`` first of the table."""
-    find, read_hp = row_finder(LineRow, "first_chunk_block"), _hp_reader(prologue, real)
-    held_up, row_factor = device_function(rules.held_up), device_function(rules.row_factor)
+    find, lines = row_finder(LineRow, "first_chunk_block"), lines_of(rule)
+    read_hp, hold, row_factor = hp_reader(rule, prologue, real), lines.hold, lines.row_factor
+    smallest_mean = columns(rule, prologue)[lines.smallest_mean]
     (kind, load, store), scalar = access(real, 1), numba_type(real)
 
     @cuda.jit
@@ -120,7 +119,7 @@ def row_factors_kernel(prologue: Prologue, real: Storage) -> Any:
             return
         one, hp = cuda.local.array(1, kind), read_hp(row.hp)
         mean = shared[0, thread - lane] / np.float64(row.length)
-        mean = held_up(mean, np.float64(hp.smallest_mean))
+        mean = hold(mean, np.float64(hp[smallest_mean]))
         first, factors = matrix * row.length, scratch + row.factors
         k = np.uint64((unit - matrix * row.chunks) * lanes + lane)
         while k < np.uint64(row.length):

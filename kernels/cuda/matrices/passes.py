@@ -1,4 +1,4 @@
-"""Adafactor's passes over matrices on a device: squares, how large, and the update.
+"""The passes over matrices on a device: sums of rows and columns, what is measured, the update.
 
 What a thread has of a matrix is a strip: some columns of every so many rows of a tile. Where rows
 are aligned, the columns lie next to each other and are moved by vectors of 16 bytes; else as many
@@ -15,7 +15,7 @@ import numpy as np
 from numba import cuda, float64
 
 from ...element import Kernel, conditioned, element_of
-from ...rules import adafactor as rules
+from ...rules.rule import Lines, Rule
 from ...storage import Storage
 from ..dense.tiles import Access, access, in_registers, length_of
 from ..device.backend import store_float64
@@ -42,6 +42,12 @@ class Strip(NamedTuple):
     threads_across: Any
     threads_down: Any
     is_aligned: Any  # whether the columns are moved by vectors
+
+
+def lines_of(rule: Rule) -> Lines:
+    """What a rule does with rows and columns, whose functions are those of the device."""
+    assert rule.lines is not None
+    return Lines(*(device_function(x) if callable(x) else x for x in rule.lines))
 
 
 @cuda.jit(device=True)
@@ -122,7 +128,7 @@ def _strip_access(storage: Storage, length: int) -> Access:
 
 def _row_adder(kernel: Kernel) -> Any:
     """``add_row(of_columns, arrays, i, strip, hp)``: the sum over a row of a strip."""
-    length, squared = length_of(kernel), device_function(rules.squared)
+    length, term = length_of(kernel), lines_of(kernel.rule).term
     values = conditioned(kernel, DEVICE)
     g_type, load_g, _ = _strip_access(kernel.g, length)
     w_type, load_w, _ = _strip_access(kernel.w, length)
@@ -136,16 +142,16 @@ def _row_adder(kernel: Kernel) -> Any:
         for k in range(length):
             if k < strip.count:
                 _, gradient = values(x, d, k, hp)
-                square = np.float64(squared(gradient, hp))
-                of_columns[k] += square
-                total += square
+                q = np.float64(term(gradient, hp))
+                of_columns[k] += q
+                total += q
         return total
 
     return add_row
 
 
 @cache
-def squares_kernel(kernel: Kernel) -> Any:
+def terms_kernel(kernel: Kernel) -> Any:
     """``loop[n_blocks, THREADS](table, n_tensors, scratch, guard)``: sums of rows and columns.
 
     A thread adds up its part of some rows, the threads across the tile then each of these; the sums
@@ -205,11 +211,12 @@ def _over_strip(kernel: Kernel, work: Any, *, stores: bool = True) -> Any:
     """``run(row, strip, scratch, hp, *rest)``: a function on each row of a strip.
 
     It is called ``work(tiles, of_row, of_columns, count, hp, *rest)``, with everything in
-    registers: the gradient, the parameter, its states if they are stored, and the factors.
+    registers: the gradient, the parameter, the states of elements if they are stored, and the
+    factors.
     """
     length, load_one = length_of(kernel), access(kernel.real, 1).load
     kind, load_columns, _ = _strip_access(kernel.real, length)
-    storages = kernel.g, kernel.w, *(kernel.s if stores else ())
+    storages = kernel.g, kernel.w, *(kernel.s[:-2] if stores else ())
     of_arrays = [_strip_access(storage, length) for storage in storages]
     stored = range(1, len(of_arrays) if stores else 1)
     in_tiles = in_registers(of_arrays, length, work, stored=stored)
@@ -231,17 +238,17 @@ def _over_strip(kernel: Kernel, work: Any, *, stores: bool = True) -> Any:
 
 
 @cache
-def direction_kernel(kernel: Kernel, of_parameter: bool) -> Any:
-    """``loop[n_blocks, THREADS]``: parts of two sums, of parameters' and directions' squares."""
+def measure_kernel(kernel: Kernel, of_parameter: bool) -> Any:
+    """``loop[n_blocks, THREADS]``: parts of two sums, of squares: parameters, what is measured."""
     find, length, values = _strip_finder(kernel), length_of(kernel), conditioned(kernel, DEVICE)
-    direction = device_function(rules.factored_direction)
+    measured = device_function(kernel.rule.measure)
 
     @cuda.jit(device=True)
     def add_squares(tiles, of_row, of_columns, count, hp, own):
         for k in range(length):
             if k < count:
                 value, gradient = values(tiles[1], tiles[0], k, hp)
-                u = np.float64(direction(gradient, of_row[0], of_columns[k], hp))
+                u = np.float64(measured(gradient, of_row[0], of_columns[k], hp))
                 own[1] += u * u
                 if of_parameter:
                     own[0] += np.float64(value) * np.float64(value)
@@ -267,9 +274,8 @@ def direction_kernel(kernel: Kernel, of_parameter: bool) -> Any:
 @cache
 def update_kernel(kernel: Kernel) -> Any:
     """``loop[n_blocks, THREADS](table, n_tensors, scratch, guard)``: parameters and states."""
-    assert kernel.rule.factored is not None
     find, length = _strip_finder(kernel), length_of(kernel)
-    element = element_of(kernel, kernel.rule.factored, DEVICE)
+    element = element_of(kernel, kernel.rule.update, DEVICE)
 
     @cuda.jit(device=True)
     def update(tiles, of_row, of_columns, count, hp):

@@ -1,87 +1,53 @@
-"""One step of Adafactor on any number of tensors on the device, enqueued on a stream.
+"""One step of a rule on matrices, any number of tensors of them, enqueued on a stream.
 
-Matrices take three passes over their elements: sums of squares over rows and columns, the sizes of
-directions and parameters, and the update. What follows from a pass is computed on the device before
-the next one. Vectors take two passes, of which the first is that of any two-stage rule.
+There are three passes over the elements: sums over rows and columns, what is measured, and the
+update. What follows from a pass is computed on the device before the next one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from numba import cuda
 
 from ...element import Kernel
-from ...rules import adafactor as rules
-from ...tables import FactoredTensor
-from ..dense.step import totals_kernel
+from ...tables import MatrixTensor
 from ..dense.tiles import length_of
-from ..device.functions import device_function
+from ..dense.totals import Constants, Totals
 from ..device.launch import on_grid
 from ..device.part import Call
-from ..device.records import multiplier, size_of
-from ..device.sums import PART_BYTES
-from .layout import THREADS, FactoredTables, TileRow
+from ..device.records import size_of
+from .layout import THREADS, MatrixTables, TileRow
 from .lines import lines_kernel, row_factors_kernel
-from .passes import direction_kernel, squares_kernel, update_kernel
-
-
-class Options(NamedTuple):
-    """What all tensors have in common; see `nn.AdaFactor`."""
-
-    epsilon2: float
-    clip_threshold: float
-    scale_parameter: bool
-
-
-@cache
-def rms_kernel(kernel: Kernel, record: Any, options: Options) -> Any:
-    """A `totals_kernel`: factors of ``step`` and ``decay``, from the sizes of `size_factors`."""
-    epsilon2, clip_threshold, scale_parameter = options
-    size_factors, multiply = device_function(rules.size_factors), multiplier(kernel.real)
-    of_step, of_decay = (kernel.column[name] * kernel.real.itemsize for name in ("step", "decay"))
-
-    @cuda.jit(device=True)
-    def follow(shared, row):
-        step, decay = size_factors(
-            shared[0, 0], shared[1, 0], np.float64(row.size),
-            epsilon2, clip_threshold, scale_parameter,
-        )  # fmt: skip
-        multiply(row.hp + of_step, step)
-        multiply(row.hp + of_decay, decay)
-
-    return totals_kernel(record, 2 + len(kernel.s), 2, follow)
+from .passes import lines_of, measure_kernel, terms_kernel, update_kernel
 
 
 class MatrixStep:
-    """A `Part`: the step on tensors whose second moments are those of rows and columns.
+    """A `Part`: the step of a rule with states of rows and columns.
 
-    The kernel has the storage types of the other states. There is one tensor at least, and none is
-    empty; ``gradients`` are int64 ``[T]`` addresses.
+    There is one tensor at least, and none is empty; ``gradients`` are int64 ``[T]`` addresses.
+    ``constants`` are those that ``rule.factor`` takes.
     """
 
     def __init__(
         self,
         kernel: Kernel,
-        tensors: Sequence[FactoredTensor],
+        tensors: Sequence[MatrixTensor],
         gradients: np.ndarray,
-        options: Options,
+        constants: Constants,
     ) -> None:
-        self._tables = FactoredTables(tensors, length_of(kernel), kernel.real.itemsize)
+        self._tables = MatrixTables(tensors, length_of(kernel), kernel.real.itemsize)
         self._gradients, self._table = gradients, 0
         self._lines_at = len(tensors) * size_of(TileRow, 2 + len(kernel.s))
-        self.loops = [
-            squares_kernel(kernel),
-            lines_kernel(kernel.prologue, kernel.real),
-            row_factors_kernel(kernel.prologue, kernel.real),
-            direction_kernel(kernel, options.scale_parameter),
-            rms_kernel(kernel, TileRow, options),
-            update_kernel(kernel),
-        ]
-        self.scratch_bytes = self._tables.scratch_bytes + self._tables.n_blocks * PART_BYTES
+        shared = kernel.rule, kernel.prologue, kernel.real
+        of_parameter = bool(dict(constants)[lines_of(kernel.rule).of_parameter])
+        self._before = terms_kernel(kernel), lines_kernel(*shared), row_factors_kernel(*shared)
+        self._measure, self._update = measure_kernel(kernel, of_parameter), update_kernel(kernel)
+        self._totals = Totals(kernel, TileRow, constants, len(tensors))
+        self.loops = [*self._before, self._measure, *self._totals.loops, self._update]
+        parts_bytes = 8 * self._tables.n_blocks * kernel.rule.n_measured
+        self.scratch_bytes = self._tables.scratch_bytes + parts_bytes
 
     def words(self, place: int, hp: np.ndarray) -> np.ndarray:
         """See `Part`."""
@@ -93,13 +59,12 @@ class MatrixStep:
         tables, scratch = self._tables, call.scratch
         n, parts = tables.n_tensors, scratch + tables.scratch_bytes
         tiles, lines = self._table, self._table + self._lines_at
-        launches = (
-            (tables.n_blocks, tiles, n, scratch),
-            (tables.n_line_blocks, lines, 2 * n, scratch),
-            (tables.n_chunk_blocks, lines, n, scratch),
-            (tables.n_blocks, tiles, n, scratch, parts),
-            (n, tiles, n, tables.n_blocks, parts),
-            (tables.n_blocks, tiles, n, scratch),
-        )
-        for loop, (blocks, *arguments) in zip(self.loops, launches, strict=True):
-            on_grid(loop, blocks, THREADS, call.stream)(*arguments, call.guard)
+        self._launch(self._before[0], tables.n_blocks, call, tiles, n, scratch)
+        self._launch(self._before[1], tables.n_line_blocks, call, lines, 2 * n, scratch)
+        self._launch(self._before[2], tables.n_chunk_blocks, call, lines, n, scratch)
+        self._launch(self._measure, tables.n_blocks, call, tiles, n, scratch, parts)
+        self._totals.follow(tiles, tables.n_blocks, parts, 0, call)
+        self._launch(self._update, tables.n_blocks, call, tiles, n, scratch)
+
+    def _launch(self, loop: Any, blocks: int, call: Call, *arguments: int) -> None:
+        on_grid(loop, blocks, THREADS, call.stream)(*arguments, call.guard)

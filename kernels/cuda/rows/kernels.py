@@ -11,17 +11,18 @@ runs the rule, so no sum is written to memory, but for those of the ranges of ho
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import cuda, float64, types
+from numba import cuda, float64
 
 from ...element import Kernel
 from ...storage import Storage, numba_type
 from ...tables import HOT
-from ..dense.tiles import by_tiles, length_of, sums, update_summed_tile
-from ..device.backend import GEOMETRY, load_int64, reader, store_int64
+from ..dense.row_wise import Lane, row_updater
+from ..dense.tiles import by_tiles, length_of, sums, update_summed_tile, with_sum
+from ..device.backend import GEOMETRY, load_int64, store_int64
 from ..device.guard import is_closed
 from ..device.records import hp_reader, row_finder
 from ..device.sums import store_part
@@ -157,53 +158,72 @@ def hot_kernel(g: Storage, real: Storage, length: int) -> Any:
     return loop
 
 
-def _update_tile(kernel: Kernel, length: int) -> Any:
-    """``run(column, keys, k, row, table, hot, hp)``: sum and update; ``k`` as in `sum_of_row`."""
-    sum_up, update = sum_of_row(kernel.g, kernel.real, length), update_summed_tile(kernel, length)
-    read_arrays = reader(types.UniTuple(types.int64, 1 + len(kernel.s)))
-    real_type = numba_type(kernel.real)
+def _summed_gradient(kernel: Kernel, length: int) -> Any:
+    """``load(total, column, first, keys, k, table, hot)``: as `with_sum` takes it."""
+    sum_up = sum_of_row(kernel.g, kernel.real, length)
 
     @cuda.jit(device=True)
-    def run(column, keys, k, row, table, hot, hp):
-        total = cuda.local.array(length, real_type)
+    def load(total, column, first, keys, k, table, hot):
         sum_up(total, keys, k, table, column, hot)
-        i = (row - table.first_row) * table.width + column
-        # Not before the sum: they would take registers.
-        update(i, read_arrays(table.arrays), (), (total,), hp)
+
+    return load
+
+
+@cache
+def _row_update(kernel: Kernel) -> Any:
+    """``run(is_there, keys, k, row, tables, n_tables, tile, hot)``: a tile of a global row."""
+    length, gradient = length_of(kernel), partial(_summed_gradient, kernel)
+    update = by_tiles(lambda n: with_sum(kernel, gradient, update_summed_tile, n), length)
+    read_hp = hp_reader(kernel.rule, kernel.prologue, kernel.real)
+
+    @cuda.jit(device=True)
+    def run(is_there, keys, k, row, tables, n_tables, tile, hot):
+        if not is_there:
+            return
+        table = _of_row(tables, n_tables, row)
+        if tile * length < table.width:
+            first, shape = (row - table.first_row) * table.width, (table.width, table.is_aligned)
+            source, hp = (keys, k, table, hot), read_hp(table.hp)
+            update(tile * length, *shape, first, table.arrays, source, hp)
 
     return run
 
 
 @cache
-def _row_update(kernel: Kernel) -> Any:
-    """``run(keys, k, row, tables, n_tables, tile, hot)``: a tile of columns of a global row."""
-    length, read_hp = length_of(kernel), hp_reader(kernel.rule, kernel.prologue, kernel.real)
-    update = by_tiles(lambda n: _update_tile(kernel, n), length)
+def _row_wise_update(kernel: Kernel) -> Any:
+    """The same of a rule that measures rows: the tiles are lanes, and all threads take part."""
+    update = row_updater(kernel, partial(_summed_gradient, kernel), THREADS)
+    read_hp = hp_reader(kernel.rule, kernel.prologue, kernel.real)
 
     @cuda.jit(device=True)
-    def run(keys, k, row, tables, n_tables, tile, hot):
-        table = _of_row(tables, n_tables, row)
-        if tile * length < table.width:
-            hp = read_hp(table.hp)
-            update(tile * length, table.width, table.is_aligned, keys, k, row, table, hot, hp)
+    def run(is_there, keys, k, row, tables, n_tables, tile, hot):
+        table, lanes = _of_row(tables, n_tables, row), np.int64(cuda.blockDim.x)
+        at = Lane(cuda.threadIdx.y * lanes + tile, tile, lanes)
+        row, shape = row - table.first_row, (table.width, table.is_aligned)
+        source, hp = (keys, k, table, hot), read_hp(table.hp)
+        update(is_there, at, row, *shape, table.arrays, source, hp)
 
     return run
+
+
+def _updater(kernel: Kernel) -> Any:
+    return (_row_wise_update if kernel.rule.is_row_wise else _row_update)(kernel)
 
 
 @cache
 def touched_kernel(kernel: Kernel) -> Any:
     """The lazy loop: a thread has a tile of one key, and works if its row begins there."""
-    update = _row_update(kernel)
+    update = _updater(kernel)
 
     @cuda.jit
     def loop(keys, n, bits, tables, n_tables, n_rows, hot_sums, hot_stride, guard, base):
         if may_not_write(guard, base, n, tables, n_tables):
             return
-        keys, (k, tile) = Keys(keys, n, bits), thread_place()
+        keys, (k, tile), row = Keys(keys, n, bits), thread_place(), n_rows
         if k < n and is_first(keys, k):
             row = row_at(keys, k)
-            if row < n_rows:
-                update(keys, k, row, tables, n_tables, tile, HotSums(hot_sums, hot_stride))
+        hot = HotSums(hot_sums, hot_stride)
+        update(row < n_rows, keys, k, row, tables, n_tables, tile, hot)
 
     return loop
 
@@ -222,16 +242,16 @@ def mark_kernel(keys, n, bits, n_rows, first, guard):
 @cache
 def sweep_kernel(kernel: Kernel) -> Any:
     """The dense-equivalent loop: a thread has a tile of one row of all there are."""
-    update = _row_update(kernel)
+    update = _updater(kernel)
 
     @cuda.jit
     def loop(keys, n, bits, tables, n_tables, n_rows, hot_sums, hot_stride, guard, base, first):
         if may_not_write(guard, base, n, tables, n_tables):
             return
-        row, tile = thread_place()
-        if row < n_rows:
-            k, hot = load_int64(first + 8 * row), HotSums(hot_sums, hot_stride)
-            update(Keys(keys, n, bits), k, row, tables, n_tables, tile, hot)
+        (row, tile), hot = thread_place(), HotSums(hot_sums, hot_stride)
+        is_there = row < n_rows
+        k = load_int64(first + 8 * row) if is_there else -1
+        update(is_there, Keys(keys, n, bits), k, row, tables, n_tables, tile, hot)
 
     return loop
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...element import Kernel
 from ...tables import HOT, RowTable
-from ..dense.tiles import length_of
+from ..dense.tiles import element_bytes, length_of
 from ..device.backend import GEOMETRY, copy_in, fill_ones
 from ..device.launch import on_elements, on_grid, tile_grid
 from ..device.memory import room_of
@@ -31,10 +31,9 @@ class _RowLoops(KeySort):
     """What launches the loops over rows; arguments as `RowStep`."""
 
     def __init__(self, kernel: Kernel, tables: Sequence[RowTable], **options: Any) -> None:
-        itemsizes = [storage.itemsize for storage in (kernel.g, kernel.w, *kernel.s)]
-        super().__init__(tables, itemsizes, **options)
+        super().__init__(tables, element_bytes(kernel).tolist(), **options)
         self._kernel, self._length = kernel, length_of(kernel)
-        self._block = tile_grid(self.widest, self._length, GEOMETRY.rows)
+        *self._block, self._tile_groups = tile_grid(self.widest, self._length, GEOMETRY.rows)
         self._most_ranges = max(table.ranges[1] for table in tables)
         self._hot_stride = self._most_ranges * self.widest
         self._n_probes = -(-self.n // HOT) if self.n > HOT else 0
@@ -44,21 +43,20 @@ class _RowLoops(KeySort):
         self.loops += [self._hot_loop] if self._n_probes else []
 
     def _launch(self, loop: Any, grid: tuple[int, ...], call: Call, *more: int) -> None:
-        """A loop on so many groups of keys, rows or ranges, and as many of tiles as there are."""
-        tiles, lanes, tile_groups = self._block
+        """A loop on so many groups of keys, rows or ranges, and of tiles."""
         hot_sums = call.scratch + self._at_hot, self._hot_stride
-        launch = on_grid(loop, (*grid, tile_groups), (tiles, lanes), call.stream)
+        launch = on_grid(loop, grid, self._block, call.stream)
         tables = self.table, len(self._tables), self.n_rows
         launch(*self.sorted, *tables, *hot_sums, call.guard, *more)
 
-    def _over(self, loop: Any, n: int, call: Call, *more: int) -> None:
+    def _over(self, loop: Any, n: int, tile_groups: int, call: Call, *more: int) -> None:
         if n:
-            self._launch(loop, (-(-n // self._block[1]),), call, self._base, *more)
+            self._launch(loop, (-(-n // self._block[1]), tile_groups), call, self._base, *more)
 
     def _sum_hot(self, call: Call) -> None:
         if self._n_probes:
             groups = -(-self._most_ranges // self._block[1])
-            self._launch(self._hot_loop, (self._n_probes, groups), call)
+            self._launch(self._hot_loop, (self._n_probes, groups, self._tile_groups), call)
 
 
 class RowStep(_RowLoops):
@@ -73,6 +71,8 @@ class RowStep(_RowLoops):
     ) -> None:
         super().__init__(kernel, tables, **options)
         self._touched_only = touched_only
+        # The lanes of a row that is measured go over all of its tiles.
+        self._groups = 1 if kernel.rule.is_row_wise else self._tile_groups
         self._at_first = self.places.add(0 if touched_only else 8 * self.n_rows)
         self._update = (rows.touched_kernel if touched_only else rows.sweep_kernel)(kernel)
         if touched_only and self.n == 0:
@@ -91,7 +91,7 @@ class RowStep(_RowLoops):
         """Enqueue the rule, on rows whose keys are sorted."""
         self._sum_hot(call)
         if self._touched_only:
-            self._over(self._update, self.n, call)
+            self._over(self._update, self.n, self._groups, call)
         else:
             self._sweep(call)
 
@@ -104,7 +104,7 @@ class RowStep(_RowLoops):
             mark = on_elements(rows.mark_kernel, self.n, call.stream)
             mark(*self.sorted, self.n_rows, first, call.guard)
         # Of no rows one block keeps a bad index.
-        self._over(self._update, max(1, self.n_rows), call, first)
+        self._over(self._update, max(1, self.n_rows), self._groups, call, first)
 
 
 class RowSquares(_RowLoops):
@@ -112,8 +112,7 @@ class RowSquares(_RowLoops):
 
     def __init__(self, kernel: Kernel, tables: Sequence[RowTable], call: Call, base: int) -> None:
         super().__init__(kernel, tables, sorts=call.sorter is None, base=base)
-        _, lanes, tile_groups = self._block
-        self._call, self.n_parts = call, -(-self.n // lanes) * tile_groups
+        self._call, self.n_parts = call, -(-self.n // self._block[1]) * self._tile_groups
 
     def enqueue(self, parts: int, stream: Any) -> None:
         """See `norm.Squares`."""
@@ -122,4 +121,4 @@ class RowSquares(_RowLoops):
         with placed(self, no_scalars, [0] * len(self._tables), call) as there:
             self.sort(there)
             self._sum_hot(there)
-            self._over(loop, self.n, there, parts)
+            self._over(loop, self.n, self._tile_groups, there, parts)

@@ -1,4 +1,4 @@
-"""AdaFactor on device arrays, as on the host: ``python device_adafactor.py <check>``.
+"""AdaFactor on device arrays, as on the host: ``python device_matrices.py <check>``.
 
 A process of its own, under Numba's simulator, where device arrays lie on the host.
 """
@@ -22,16 +22,15 @@ import numpy as np
 from numba import cuda
 
 from fusestep import nn
-from fusestep.kernels.cuda.adafactor.layout import CUT, FactoredTables
-from fusestep.kernels.cuda.adafactor.step import MatrixStep
-from fusestep.kernels.cuda.adafactor.step import Options as Sizes
 from fusestep.kernels.cuda.device import memory
 from fusestep.kernels.cuda.device.guard import NOTHING
 from fusestep.kernels.cuda.device.part import Call
+from fusestep.kernels.cuda.matrices.layout import CUT, MatrixTables
+from fusestep.kernels.cuda.matrices.step import MatrixStep
 from fusestep.kernels.element import kernel
 from fusestep.kernels.rules import adafactor as rules
 from fusestep.kernels.storage import F32 as STORED_F32
-from fusestep.kernels.tables import FactoredTensor
+from fusestep.kernels.tables import MatrixTensor
 
 from device_arrays import (
     BF16,
@@ -129,11 +128,11 @@ def shapes() -> None:
 def tiles() -> None:
     """The shapes above reach all that there is: bands, shared lines, several groups of lines."""
     tensors = [
-        FactoredTensor((0, 0), 0, 0, math.prod(s[:-2]), *s[-2:])
+        MatrixTensor((0, 0, 0, 0), math.prod(s[:-2]), *s[-2:])
         for s in SHAPES
         if len(s) > 1 and math.prod(s)
     ]
-    tables = FactoredTables(tensors, 4, 4)
+    tables = MatrixTables(tensors, 4, 4)
     found, lines, n = tables.tiles, tables.lines, tables.n_tensors
     for reached in (
         found.tile_height > CUT.rounds << found.log_down,
@@ -249,7 +248,7 @@ def zeros() -> None:
 
 def guards() -> None:
     """A step behind a closed guard writes nothing: neither states nor parameters."""
-    compiled = kernel(rules.ADAFACTOR, (), STORED_F32, STORED_F32, (STORED_F32,))
+    compiled = kernel(rules.ADAFACTOR_MATRIX, (), STORED_F32, STORED_F32, (STORED_F32,) * 3)
     w, average, of_rows, of_columns, g = arrays = [
         positive(s) for s in ((9, 12), (9, 12), (9,), (12,), (9, 12))
     ]
@@ -259,8 +258,9 @@ def guards() -> None:
         [rules.adafactor_scalars(np.float32, 0.1, 0.0, 3, (0.9, 0.8, 1e-30), ())], np.float32
     )
     gradients, scalars = np.array([g.ctypes.data]), np.array([hp.ctypes.data])
-    tensors = [FactoredTensor.of((9, 12), places)]
-    step = MatrixStep(compiled, tensors, gradients, Sizes(1e-3, 1.0, True))
+    tensors = [MatrixTensor.of((9, 12), places)]
+    constants = ("epsilon2", 1e-3), ("clip_threshold", 1.0), ("scale_parameter", True)
+    step = MatrixStep(compiled, tensors, gradients, constants)
     table, scratch = step.words(0, scalars), np.zeros(step.scratch_bytes // 8)
     step.words(table.ctypes.data, scalars)
     for found in (0, NOTHING):

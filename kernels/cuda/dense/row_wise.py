@@ -1,0 +1,191 @@
+"""Rules that measure rows, on a device: some threads of a block, its *lanes*, share a row.
+
+They read the row twice: they add up what is measured of it, one of them works out what follows, and
+all of them update it. A lane has every so many tiles of columns, and the lanes are added up in a
+tree. More lanes than tiles add nothing but zeros, so the bits of a row depend on its width and the
+storage types alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numba import cuda, float64
+
+from ...element import Kernel, following, scaling
+from ..device.backend import GEOMETRY, on_device
+from ..device.functions import DEVICE
+from ..device.guard import is_closed
+from ..device.launch import on_grid, tile_grid
+from ..device.part import Call
+from ..device.records import Word, hp_reader, row_finder, size_of, table_of
+from ..device.sums import add_lanes, putter, taker
+from .tiles import (
+    address_reader,
+    are_aligned,
+    by_tiles,
+    element_bytes,
+    length_of,
+    measured_summed_tile,
+    scope_states,
+    sums,
+    update_summed_tile,
+    with_sum,
+)
+
+THREADS = GEOMETRY.dense.threads
+
+
+class Lane(NamedTuple):
+    """A thread of a row."""
+
+    thread: Any  # of the block
+    lane: Any  # of the row
+    lanes: Any  # how many there are, a power of 2
+
+
+def _over_row(make: Callable[[int], Any], length: int) -> Any:
+    """``run(at, width, is_aligned, *what)``: a function of tiles on those of a lane."""
+    of_columns = by_tiles(make, length)
+
+    @cuda.jit(device=True)
+    def run(at, width, is_aligned, *what):
+        column = at.lane * length
+        while column < width:
+            of_columns(column, width, is_aligned, *what)
+            column += at.lanes * length
+
+    return run
+
+
+def row_updater(kernel: Kernel, gradient: Callable[[int], Any], threads: int) -> Any:
+    """``run(is_there, at, row, width, is_aligned, arrays, source, hp)``: a rule on rows of a block.
+
+    ``gradient(n)`` is as in `with_sum`; ``arrays`` is where addresses lie. All threads of a block
+    call it, of which those that have no row say so.
+    """
+    rule, length = kernel.rule, length_of(kernel)
+    n_values, n_factors = rule.n_measured, len(rule.factored_fields)
+    n_shared = max(n_values, n_factors)
+    measure = on_device(lambda *_: None)
+    if rule.measure is not None:
+        measure = _over_row(lambda n: with_sum(kernel, gradient, measured_summed_tile, n), length)
+    update = _over_row(lambda n: with_sum(kernel, gradient, update_summed_tile, n), length)
+    follow, scale = following(kernel, DEVICE), scaling(kernel, DEVICE)
+    load_states, store_states = scope_states(kernel, n_factors)
+    read_arrays = address_reader(kernel)
+    take, take_factors, put = taker(n_values), taker(n_factors), putter(n_factors)
+
+    @cuda.jit(device=True)
+    def run(is_there, at, row, width, is_aligned, arrays, source, hp):
+        own, first = cuda.local.array(n_shared, float64), row * width
+        for k in range(n_shared):
+            own[k] = 0.0
+        if is_there:
+            measure(at, width, is_aligned, first, arrays, source, hp, own)
+        shared = cuda.shared.array((n_shared, threads), float64)
+        for k in range(n_shared):
+            shared[k, at.thread] = own[k]
+        add_lanes(shared, at.thread, at.lane, at.lanes, 1, n_values)
+        if is_there and at.lane == 0:
+            places, of_row = read_arrays(arrays), shared[:, at.thread]
+            found = follow(take(of_row), load_states(row, places, (), ()), width, hp)
+            store_states(row, places, (), (), found)
+            put(of_row, found)
+        cuda.syncthreads()
+        if is_there:
+            scaled = scale(hp, take_factors(shared[:, at.thread - at.lane]))
+            update(at, width, is_aligned, first, arrays, source, scaled)
+
+    return run
+
+
+class RowsRow(NamedTuple):
+    """A tensor of a launch."""
+
+    hp: Word  # address of the scalars
+    values: Word  # address of the gradient
+    arrays: Word  # where the addresses of the parameter and of its states lie
+    rows: Word
+    width: Word  # elements of a row
+    log_lanes: Word  # logarithm of the threads that share a row
+    first_block: Word
+    is_aligned: Word  # whether tiles are moved by vectors
+
+
+def _dense_gradient(kernel: Kernel, length: int) -> Any:
+    """``load(total, column, first, values)``: as `with_sum` takes it."""
+    start = sums(kernel.g, kernel.real, length).start
+
+    @cuda.jit(device=True)
+    def load(total, column, first, values):
+        start(total, values, first + column)
+
+    return load
+
+
+@cache
+def row_wise_kernel(kernel: Kernel) -> Any:
+    """``loop[blocks, THREADS](table, n_tensors, guard)``: the loop of a rule that measures rows."""
+    find = row_finder(RowsRow, "first_block")
+    read_hp = hp_reader(kernel.rule, kernel.prologue, kernel.real)
+    update = row_updater(kernel, lambda n: _dense_gradient(kernel, n), THREADS)
+
+    @cuda.jit
+    def loop(table, n_tensors, guard):
+        if is_closed(guard):
+            return
+        block, thread = np.int64(cuda.blockIdx.x), np.int64(cuda.threadIdx.x)
+        of = find(table, n_tensors, block)
+        lanes = np.int64(1) << of.log_lanes
+        at = Lane(thread, thread & (lanes - 1), lanes)
+        row = ((block - of.first_block) * THREADS + thread) >> of.log_lanes
+        shape = of.width, of.is_aligned
+        update(row < of.rows, at, row, *shape, of.arrays, (of.values,), read_hp(of.hp))
+
+    return loop
+
+
+class RowWiseStep:
+    """A `Part`: the step of a rule that measures rows, on dense gradients of some tensors.
+
+    There are int64 ``[T, 1 + number of states]`` addresses of parameters and states, and ``[T]`` of
+    gradients, sizes, and elements of a row.
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        addresses: np.ndarray,
+        gradients: np.ndarray,
+        sizes: np.ndarray,
+        widths: np.ndarray,
+    ) -> None:
+        self._addresses, self._update = addresses, row_wise_kernel(kernel)
+        length, n, n_rows = length_of(kernel), len(sizes), sizes // widths
+        lanes = (tile_grid(width, length, THREADS)[0] for width in widths.tolist())
+        logs = np.array([n_lanes.bit_length() - 1 for n_lanes in lanes])
+        blocks = -(-(n_rows << logs) // THREADS)
+        ends = np.cumsum(blocks)
+        strides = widths[:, None] * element_bytes(kernel)
+        is_aligned = are_aligned(np.column_stack([gradients, addresses, strides]))
+        self._rows = RowsRow(0, gradients, 0, n_rows, widths, logs, ends - blocks, is_aligned)
+        self._n_tensors, self._n_blocks, self._table = n, int(ends[-1]), 0
+        self.n_words = n * size_of(RowsRow) // 8 + addresses.size
+        self.loops, self.scratch_bytes = [self._update], 0
+
+    def words(self, place: int, hp: np.ndarray) -> np.ndarray:
+        """See `Part`; behind the table lies what it points at."""
+        self._table, n = place, self._n_tensors
+        lists = place + n * size_of(RowsRow) + np.arange(n) * self._addresses.strides[0]
+        table = table_of(self._rows._replace(hp=hp, arrays=lists), n)
+        return np.concatenate([table, self._addresses.ravel()])
+
+    def enqueue(self, call: Call) -> None:
+        """See `Part`."""
+        if self._n_blocks:
+            loop = on_grid(self._update, self._n_blocks, THREADS, call.stream)
+            loop(self._table, self._n_tensors, call.guard)
