@@ -356,8 +356,8 @@ def _arrays(
             expected, got = f"the {len(shard)} rows of its shard", array.shape
             reject(ValueError, where, f"parameter {name!r}", "has a wrong shape", expected, got)
         for label, state in {name: array, **states}.items():
-            if shard is not None and state.shape != array.shape:
-                wrong, expected = "cannot be divided by rows", f"the shape {array.shape}"
+            if shard is not None and state.shape[:1] != array.shape[:1]:
+                wrong, expected = "cannot be divided by rows", f"{len(array)} rows"
                 reject(ValueError, where, f"state {label!r}", wrong, expected, state.shape)
             found[label] = _Array(state, shard, owners[i])
         found[f"step.{name}"] = _Array(found[f"step.{name}"].array, None, owners[i])
