@@ -22,16 +22,20 @@ from .rules.state import PARAMETER, State
 
 @dataclass(frozen=True, eq=False)
 class Storage:
-    """How one floating type lies in memory; compared by identity."""
+    """How one type lies in memory; compared by identity.
 
-    name: str  # short, part of kernel names
-    dtype: np.dtype[Any]  # of the user's array
+    All that is known of it is said in its entry below, and follows from there everywhere.
+    """
+
+    name: str  # short, part of kernel names; in capitals that of safetensors
+    dtype: np.dtype[Any]  # of the user's array; frameworks have the same name for it
     carrier: type  # the NumPy scalar type through which kernels see the memory
     to_real: Callable[..., Any]  # compiled: to float32 or float64
     from_real: Callable[..., Any]  # compiled: from float32, to the nearest, ties to even
     from_wide: Callable[..., Any]  # the same from float64, rounded once
     itemsize: int  # bytes
     exponent: int  # all its bits, which are set in an infinity or a NaN
+    widen: Callable[..., Any] | None = None  # LLVM: a vector of carriers to float32, if they differ
 
 
 @intrinsic
@@ -52,6 +56,18 @@ def f32_to_f16(typingctx, x):
         return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
 
     return types.uint16(types.float32), codegen
+
+
+def _widen_f16(builder, bits, count):
+    half = builder.bitcast(bits, ir.VectorType(ir.HalfType(), count))
+    return builder.fpext(half, ir.VectorType(ir.FloatType(), count))
+
+
+def _widen_bf16(builder, bits, count):
+    words = ir.VectorType(ir.IntType(32), count)
+    shift = ir.Constant(words, [16] * count)
+    wide = builder.shl(builder.zext(bits, words), shift)
+    return builder.bitcast(wide, ir.VectorType(ir.FloatType(), count))
 
 
 @njit
@@ -143,14 +159,15 @@ F32 = Storage("f32", np.dtype(np.float32), np.float32, _same, _same, _to_f32, 4,
 F64 = Storage("f64", np.dtype(np.float64), np.float64, _same, _to_f64, _same, 8, 0x7FF << 52)
 _of_f16 = _f16_to_f32, _f32_to_f16, _f64_to_f16
 _of_bf16 = _bf16_to_f32, _f32_to_bf16, _f64_to_bf16
-F16 = Storage("f16", np.dtype(np.float16), np.uint16, *_of_f16, 2, 0x7C00)
-BF16 = Storage("bf16", np.dtype(ml_dtypes.bfloat16), np.uint16, *_of_bf16, 2, 0x7F80)
-
+F16 = Storage("f16", np.dtype(np.float16), np.uint16, *_of_f16, 2, 0x7C00, _widen_f16)
+BF16 = Storage("bf16", np.dtype(ml_dtypes.bfloat16), np.uint16, *_of_bf16, 2, 0x7F80, _widen_bf16)
 I32 = Storage("i32", np.dtype(np.int32), np.int32, _same, _to_i32, _to_i32, 4, 0)
 """Of counts, which are states; no arithmetic is done in it."""
 
 STORAGES: dict[np.dtype[Any], Storage] = {s.dtype: s for s in (F32, F64, F16, BF16)}
 """What parameters, gradients and states of elements may be."""
+FOREIGN = {dtype.name: dtype for dtype in STORAGES if dtype.isbuiltin != 1}
+"""Of these, by name, what NumPy has from another package."""
 
 
 def storage_of(dtype: np.dtype[Any]) -> Storage:
@@ -161,6 +178,10 @@ def storage_of(dtype: np.dtype[Any]) -> Storage:
 def real_of(storage: Storage) -> Storage:
     """The storage type of the arithmetic for a parameter stored as ``storage``."""
     return F64 if storage is F64 else F32
+
+
+REALS = {dtype: storage for dtype, storage in STORAGES.items() if real_of(storage) is storage}
+"""What the arithmetic is done in."""
 
 
 def state_storage(state: State, w: Storage, asked: Storage | None = None) -> Storage:

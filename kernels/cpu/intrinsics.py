@@ -271,47 +271,24 @@ class Vector(types.Type):
         super().__init__(f"Vector({real}, {count})")
 
 
-_IR = {types.float32: ir.FloatType(), types.float64: ir.DoubleType()}
-
-
 @register_model(Vector)
 class _VectorModel(models.PrimitiveModel):
     def __init__(self, manager, vector):
-        super().__init__(manager, vector, ir.VectorType(_IR[vector.real], vector.count))
-
-
-def _from_f16(builder, bits, count):
-    half = builder.bitcast(bits, ir.VectorType(ir.HalfType(), count))
-    return builder.fpext(half, ir.VectorType(ir.FloatType(), count))
-
-
-def _from_bf16(builder, bits, count):
-    words = ir.VectorType(ir.IntType(32), count)
-    shift = ir.Constant(words, [16] * count)
-    wide = builder.shl(builder.zext(bits, words), shift)
-    return builder.bitcast(wide, ir.VectorType(ir.FloatType(), count))
-
-
-# How each storage type lies in memory, and the way to float32 or float64.
-_STORED = {
-    "f32": (ir.FloatType(), 4, None),
-    "f64": (ir.DoubleType(), 8, None),
-    "f16": (ir.IntType(16), 2, _from_f16),
-    "bf16": (ir.IntType(16), 2, _from_bf16),
-}
+        real = manager[vector.real].get_value_type()
+        super().__init__(manager, vector, ir.VectorType(real, vector.count))
 
 
 def vector_loader(storage, vector):
     """A compiled function ``load(address) -> vector`` of consecutive ``storage`` elements."""
-    element, itemsize, convert = _STORED[storage.name]
-    real = ir.VectorType(_IR[vector.real], vector.count)
+    carrier = from_dtype(np.dtype(storage.carrier))
 
     @of_int64s(vector)
     def load(context, builder, address):
+        element, real = context.get_data_type(carrier), context.get_value_type(vector)
         stored = ir.VectorType(element, vector.count).as_pointer()
-        values = builder.load(builder.inttoptr(address, stored), align=itemsize)
-        if convert:
-            values = convert(builder, values, vector.count)
+        values = builder.load(builder.inttoptr(address, stored), align=storage.itemsize)
+        if storage.widen:
+            values = storage.widen(builder, values, vector.count)
         if values.type == real:
             return values
         is_wider = real.element == ir.DoubleType()

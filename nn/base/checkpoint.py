@@ -15,8 +15,9 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save
 
+from ...kernels.storage import STORAGES
 from ...ops.runtime import check
-from ...ops.runtime.arrays import BFLOAT16, adopt
+from ...ops.runtime.arrays import adopt
 from ...ops.runtime.errors import UnknownArgumentError, reject
 from .arguments import of_kind
 from .parameter import Parameter
@@ -24,12 +25,14 @@ from .parameter import Parameter
 if os.name != "nt":
     import fcntl
 
-_SAVED = frozenset(map(np.dtype, ("?", *"bhilq", *"BHILQ", *"efd"))) | {BFLOAT16}
-_SAVED_NAMES = "bool, an integer, float16, bfloat16, float32 or float64"
+_BY_SIZE = sorted(STORAGES.values(), key=lambda storage: storage.itemsize)
+_FLOATS = {storage.dtype.name: storage.name.upper() for storage in _BY_SIZE}
+_SAVED = frozenset(map(np.dtype, ("?", *"bhilq", *"BHILQ", *STORAGES)))
+_SAVED_NAMES = f"bool, an integer, {', '.join([*_FLOATS][:-1])} or {[*_FLOATS][-1]}"
 CODES = {
     "bool": "BOOL", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64",
     "uint8": "U8", "uint16": "U16", "uint32": "U32", "uint64": "U64",
-    "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
+    **_FLOATS,
 }  # fmt: skip
 """The names of safetensors by those of NumPy."""
 _LOADED = (*CODES.values(), "C64")  # others are of 4 to 8 bits, which NumPy does not have

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from ...kernels.storage import REALS
 from ...ops.runtime import check
 from ...ops.runtime.device import DeviceArray
 from ...ops.runtime.errors import reject
@@ -15,7 +16,7 @@ from .arguments import of_kind
 Number = float | DeviceArray
 """A number of the host, or an array of one element on a device."""
 
-FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
+FLOATS = tuple(REALS)
 
 
 def on_device(

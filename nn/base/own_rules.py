@@ -18,13 +18,13 @@ from ...kernels.rules.formula import ROUNDING, Formula, Numbers
 from ...kernels.rules.gradient import COUPLED_DECAY, SCALE, TRUST
 from ...kernels.rules.rule import Part, Rule, factors
 from ...kernels.rules.state import PARAMETER, PER, State
-from ...kernels.storage import STORAGES, Storage, real_of
+from ...kernels.storage import REALS, STORAGES, Storage, real_of
 from ...ops.runtime import check
 from ...ops.runtime.errors import reject
 from .arguments import is_int, of_kind
 
 _PACKAGE = __name__.rpartition(".nn.")[0]
-_FLOATS = ("float32", "float64")
+_FLOATS = tuple(map(str, REALS))
 _NUMBERS = (*_FLOATS, "int64")
 _SCOPES = ("row", "tensor")
 _OF_FORMULA = ("real", "lr", "decay", "step", "constants", "powers")

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ...kernels.storage import STORAGES
 from ...ops.runtime import arrays, check
 from ...ops.runtime.check import LARGEST
 from ...ops.runtime.device import DeviceArray
@@ -47,7 +48,7 @@ def _numbers(where: str, value: Any) -> np.ndarray:
     wrong = partial(message, where, "learning_rate", "has a wrong type", expected)
     if hasattr(value, "__array__") and not isinstance(value, np.generic):
         array = arrays.adopt(where, "learning_rate", value)
-        if array.dtype.kind not in "fiu" and array.dtype != arrays.BFLOAT16:
+        if array.dtype.kind not in "fiu" and array.dtype not in STORAGES:
             raise TypeError(wrong(array.dtype))
         return np.array(array, np.float64)
     is_other = isinstance(value, str | bytes | np.generic | Mapping | Set)

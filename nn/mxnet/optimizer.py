@@ -6,11 +6,10 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
+from ...kernels.storage import REALS, STORAGES
 from ...ops.adam_update import compat_version
 from ...ops.runtime import check
-from ...ops.runtime.arrays import BFLOAT16, adopt_anywhere
+from ...ops.runtime.arrays import adopt_anywhere
 from ...ops.runtime.errors import reject, reject_unknown
 from ..base.arguments import Checked, CheckedAttributes, count, of_kind
 from . import arguments
@@ -18,7 +17,7 @@ from .arguments import arguments_of, as_lists, is_list
 from .master import as_float32, of_master, round_to
 
 _BASE_RATE = 0.01
-_HALVES = (np.dtype(np.float16), BFLOAT16)
+_HALVES = STORAGES.keys() - REALS.keys()
 
 
 class ScheduledRateError(RuntimeError, UserWarning):

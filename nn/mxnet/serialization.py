@@ -11,8 +11,9 @@ import safetensors
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
+from ...kernels.storage import FOREIGN, STORAGES
 from ...ops.runtime import check
-from ...ops.runtime.arrays import BFLOAT16, adopt_anywhere
+from ...ops.runtime.arrays import adopt_anywhere
 from ...ops.runtime.device import DeviceArray
 from ...ops.runtime.errors import message, reject
 from ..base.arguments import count, is_int, of_kind
@@ -106,12 +107,12 @@ def _structure(value: Any, name: str, tensors: dict[str, np.ndarray]) -> Any:
         return {type(value).__name__: parts}
     on_device = DeviceArray.adopt("get_states", name, value)
     value = value if on_device is None else on_device.numpy()
-    is_bfloat16 = isinstance(value, np.ndarray) and value.dtype == BFLOAT16
-    if is_bfloat16 or (isinstance(value, np.ndarray) and value.dtype.kind in "biuf"):
-        # The format has bfloat16, its reader for NumPy has not.
-        kept = value.view(np.uint16) if is_bfloat16 else value
+    is_foreign = isinstance(value, np.ndarray) and value.dtype in FOREIGN.values()
+    if is_foreign or (isinstance(value, np.ndarray) and value.dtype.kind in "biuf"):
+        # The format has all of them, its reader for NumPy has not.
+        kept = value.view(STORAGES[value.dtype].carrier) if is_foreign else value
         tensors[name] = np.ascontiguousarray(kept).reshape(value.shape)
-        return {"bfloat16" if is_bfloat16 else "array": name}
+        return {value.dtype.name if is_foreign else "array": name}
     if value is None or type(value) in (bool, int, float, str):
         return {"value": value}
     expected = "None, numbers, arrays of real numbers, tuples and lists"
@@ -123,9 +124,9 @@ def _restored(value: Any, tensors: Mapping[str, np.ndarray]) -> Any:
     ((kind, content),) = value.items()
     if kind == "value":
         return content
-    if kind in ("array", "bfloat16"):
+    if kind in ("array", *FOREIGN):
         array = tensors[content].copy()  # of its own, and writable
-        return array.view(BFLOAT16) if kind == "bfloat16" else array
+        return array.view(FOREIGN[kind]) if kind in FOREIGN else array
     parts = [_restored(part, tensors) for part in content]
     return {"tuple": tuple, "list": list}[kind](parts)
 

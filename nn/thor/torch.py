@@ -11,10 +11,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import ml_dtypes
-import numpy as np
 import torch
 
+from ...kernels.storage import FOREIGN
 from ...ops.runtime.arrays import address_of, adopt_anywhere
 from ...ops.runtime.errors import reject
 from ...ops.runtime.frameworks import framework_of
@@ -130,9 +129,11 @@ def _view(tensor: torch.Tensor) -> Any:
     if tensor.device.type != "cpu":
         expected, got = "a tensor on the CPU or a CUDA device", str(tensor.device)
         reject(RuntimeError, NAME, "a tensor", "is elsewhere", expected, got)
-    is_bfloat16 = tensor.dtype is torch.bfloat16  # which NumPy has not: by its bits
-    array: np.ndarray = (tensor.view(torch.int16) if is_bfloat16 else tensor).numpy()
-    return array.view(ml_dtypes.bfloat16) if is_bfloat16 else array
+    dtype = _FOREIGN.get(tensor.dtype)  # which NumPy takes by its bits
+    if dtype is None:
+        return tensor.numpy()
+    bits = getattr(torch, f"int{8 * dtype.itemsize}")
+    return tensor.view(bits).numpy().view(dtype)
 
 
 def _gradient(tensor: torch.Tensor) -> Any:
@@ -186,6 +187,7 @@ def _records(
     return records, modules
 
 
+_FOREIGN = {getattr(torch, name): dtype for name, dtype in FOREIGN.items()}
 _KINDS = (torch.nn.Linear, torch.nn.Conv2d, torch.nn.Embedding, torch.nn.LayerNorm)
 
 

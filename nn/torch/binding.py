@@ -150,7 +150,7 @@ class Binding:
         if tuple(found.shape) != shape:
             reject_shape(self._where, label, shape, found)
         declared = entry.declared[role]
-        dtypes = DTYPES if declared.dtype is None else {torch.int32}
+        dtypes = DTYPES if declared.dtype is None else {wide_dtype(declared, parameter.dtype)}
         if found.device != parameter.device or found.dtype not in dtypes:
             expected, got = parameter.device, f"{found.dtype} on {found.device}"
             reject(RuntimeError, self._where, label, "is elsewhere or no number", expected, got)

@@ -6,25 +6,20 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 import torch
 from torch import Tensor
 
+from ...kernels.storage import FOREIGN, STORAGES
+from ...ops.runtime import check
 from ...ops.runtime.arrays import adopt_anywhere
 from ...ops.runtime.device import DeviceArray
 from ...ops.runtime.errors import reject
 
-DTYPES = {
-    torch.float32: np.dtype(np.float32),
-    torch.float64: np.dtype(np.float64),
-    torch.float16: np.dtype(np.float16),
-    torch.bfloat16: np.dtype(ml_dtypes.bfloat16),
-}
+DTYPES = {getattr(torch, dtype.name): dtype for dtype in STORAGES}
 """Dtypes of parameters, states and gradients."""
 DTYPE_NAMES = ", ".join(map(str, DTYPES))
-_INDICES = {torch.int32: np.dtype(np.int32), torch.int64: np.dtype(np.int64)}
-NUMBERS = DTYPES | _INDICES
+NUMBERS = DTYPES | {getattr(torch, dtype.name): dtype for dtype in check.INDEX_DTYPES}
 """Dtypes of states that are single numbers."""
 _MOST_WORK = 1_000_000  # candidates, until two tensors count as overlapping
 
@@ -69,8 +64,9 @@ def tensor_of(array: Any) -> Tensor:
     if isinstance(array, DeviceArray):
         found: Tensor = array.owner
         return found
-    if array.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    if array.dtype in FOREIGN.values():  # which PyTorch takes by its bits
+        bits = torch.from_numpy(array.view(f"i{array.itemsize}"))
+        return bits.view(getattr(torch, array.dtype.name))
     return torch.from_numpy(array)
 
 

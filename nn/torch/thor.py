@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import ml_dtypes
-import numpy as np
 import torch
-from torch import Tensor
 
 from ..thor.arguments import BLOCK_SIZE
 from ..thor.optimizer import every_parameter
 from ..thor.torch import TorchThor
-from .memory import array_of
+from .memory import array_of, tensor_of
 from .method import not_negative
 from .tensors import number
 from .threads import as_torch
@@ -104,7 +101,7 @@ class Thor(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As in ``torch.optim``; the states are tensors by name, under ``"thor"``."""
         assert self._thor is not None
-        states = {name: _tensor(array) for name, array in self._thor.state_dict().items()}
+        states = {name: tensor_of(array) for name, array in self._thor.state_dict().items()}
         return {**super().state_dict(), "thor": states}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -123,9 +120,3 @@ class Thor(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError("Thor has hooks on its module: copy the module, and load the state_dict")
-
-
-def _tensor(array: np.ndarray) -> Tensor:
-    if array.dtype == ml_dtypes.bfloat16:
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(array)

@@ -12,7 +12,6 @@ from ...kernels.cpu.headers import arrays as headers
 from ...kernels.rules.formula import ROUNDING
 from .device import DeviceArray
 from .errors import reject
-from .frameworks import BFLOAT16 as BFLOAT16
 from .frameworks import framework_of
 
 _LINES_FROM = 65_536  # bytes: for less, it would cost more to find a line than it gains

@@ -74,7 +74,7 @@ class DeviceArray:
         """Version 3 of the interface; bfloat16 as two bytes, for want of a letter."""
         return {
             "shape": self.shape,
-            "typestr": "<V2" if self.dtype.kind == "V" else self.dtype.str,
+            "typestr": self.dtype.str,
             "data": (self.address, not self.flags.writeable),
             "strides": None if self.flags.c_contiguous else self.strides,
             "version": 3,

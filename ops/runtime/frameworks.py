@@ -11,13 +11,11 @@ from functools import cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 
+from ...kernels.storage import FOREIGN, STORAGES
 from . import cuda
 from .errors import message, reject
-
-BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
 
 
 class Place(NamedTuple):
@@ -66,10 +64,10 @@ class Framework:
     ) -> tuple[Any, int]:
         """A new array on a device, which is the current one, and its address.
 
-        Numba has no bfloat16: there the array is one of ``uint16``.
+        Numba has the dtypes of NumPy: in place of others the array is one of their carriers.
         """
-        carrier = np.dtype(np.uint16) if dtype == BFLOAT16 else dtype
-        owner = cuda.numba.device_array(shape, carrier)
+        carrier = STORAGES[dtype].carrier if dtype in FOREIGN.values() else dtype
+        owner = cuda.numba.device_array(shape, np.dtype(carrier))
         return owner, int(cuda.device.backend.address_of(owner))
 
     def contiguous(self, value: Any) -> Any:  # noqa: ARG002
@@ -214,8 +212,8 @@ def lacks() -> str:
 
 def _torch_dtype(where: str, name: str, dtype: str) -> np.dtype[Any]:
     known = dtype.removeprefix("torch.")
-    if known == "bfloat16":
-        return BFLOAT16
+    if known in FOREIGN:
+        return FOREIGN[known]
     try:
         found: np.dtype[Any] = np.dtype(known)
     except TypeError:
@@ -225,9 +223,10 @@ def _torch_dtype(where: str, name: str, dtype: str) -> np.dtype[Any]:
 
 
 def _interface_dtype(where: str, name: str, value: Any, typestr: str) -> np.dtype[Any]:
-    # bfloat16 has no letter there: torch and CuPy say "two bytes".
-    if typestr.endswith("V2") and "bfloat16" in str(getattr(value, "dtype", "")):
-        return BFLOAT16
+    # These have no letter there: torch and CuPy say "two bytes" for bfloat16.
+    for known, foreign in FOREIGN.items():
+        if typestr.endswith(foreign.str[1:]) and known in str(getattr(value, "dtype", "")):
+            return foreign
     dtype: np.dtype[Any] = np.dtype(typestr)
     if dtype.kind not in "fiub":
         reject(TypeError, where, name, "has a wrong dtype", "a number", typestr)

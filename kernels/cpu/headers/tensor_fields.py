@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...storage import I32, STORAGES
 from .arrays import usable as arrays_are_read
 
 # Bytes that are searched: a tensor, a storage, and the count of changes have at least so many.
@@ -160,8 +161,8 @@ def _versions(torch: Any) -> dict[str, int | None]:
 
 def _dtypes(torch: Any) -> tuple[int | None, dict[Any, int]]:
     """The place of the number of a dtype, and the numbers."""
-    floats = torch.float32, torch.float64, torch.float16, torch.bfloat16
-    dtypes = *floats, torch.int32, torch.int64
+    known = *STORAGES, I32.dtype, np.dtype(np.int64)
+    dtypes = [getattr(torch, dtype.name) for dtype in known]
     pair = [[torch.zeros(3, dtype=dtype) for dtype in dtypes] for _ in range(2)]
     at = [[tensor._cdata for tensor in tensors] for tensors in pair]
     for place in range(0, _TENSOR, 2):

@@ -11,7 +11,8 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import cuda, types
+from numba import cuda
+from numba.np.numpy_support import from_dtype
 
 from ...element import Kernel, adder, element_of, numbers_at, numbers_to, values_of
 from ...storage import F64, Storage, numba_type
@@ -20,12 +21,6 @@ from ..device.functions import DEVICE, device_function
 from ..device.sums import putter
 
 WIDEST = 16  # bytes of a load
-CARRIERS: dict[Any, Any] = {
-    np.float32: types.float32,
-    np.float64: types.float64,
-    np.uint16: types.uint16,
-    np.int32: types.int32,
-}
 
 
 def tile_length(*storages: Storage) -> int:
@@ -68,7 +63,7 @@ class Access(NamedTuple):
 def access(storage: Storage, length: int) -> Access:
     """Of ``length`` elements from ``i`` on."""
     shape = length, storage.itemsize
-    return Access(CARRIERS[storage.carrier], tile_loader(*shape), tile_storer(*shape))
+    return Access(from_dtype(np.dtype(storage.carrier)), tile_loader(*shape), tile_storer(*shape))
 
 
 def by_tiles(make: Callable[[int], Any], length: int) -> Any:

@@ -14,7 +14,7 @@ import numpy as np
 from numba import cuda, types
 
 from ...rules.rule import Prologue, Rule, hp_type
-from ...storage import F64, Storage, numba_type
+from ...storage import F64, REALS, Storage, numba_type
 from .backend import (
     load_float32,
     load_float64,
@@ -92,13 +92,9 @@ def table_of(rows: Any, n: int) -> np.ndarray:
     return np.column_stack(columns).astype(np.int64, copy=False).ravel()
 
 
-# How a number lies there.
+# How a number lies there: its bytes.
 INT8, FLOAT32, FLOAT64 = 1, 4, 8
-KINDS: dict[np.dtype[Any], int] = {
-    np.dtype(np.bool_): INT8,
-    np.dtype(np.float32): FLOAT32,
-    np.dtype(np.float64): FLOAT64,
-}
+KINDS = {dtype: dtype.itemsize for dtype in (np.dtype(np.bool_), *REALS)}
 
 
 @cuda.jit(device=True)

@@ -13,7 +13,15 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..adafactor import HP, LINES, SIZES, descended, factored_direction, factored_plain
+from ..adafactor import (
+    HP,
+    LINES,
+    SIZES,
+    descended,
+    factored_direction,
+    factored_plain,
+    size_factors,
+)
 from ..rule import Rule, rule_helper
 from ..state import State
 
@@ -38,9 +46,18 @@ def norms(w: Any, g: Any, v: Any, hp: Any) -> Any:
     return w, u
 
 
+@rule_helper
+def step_factor(*of_size: Any) -> Any:
+    """A factor of the step alone: the decay is not relative to the parameter's size."""
+    return size_factors(*of_size)[0]
+
+
 _HP = (*HP, "one")
+_SIZES = {**SIZES, "factor": step_factor, "factor_of": "step"}
 TORCH_ADAFACTOR_MATRIX = Rule(
     factored_plain, (State("row_var", "row"), State("col_var", "column")), _HP,
-    factored_direction, lines=LINES, **SIZES,
+    factored_direction, lines=LINES, **_SIZES,
 )  # fmt: skip
-TORCH_ADAFACTOR = Rule(adafactor, ("variance",), _HP, norms, matrix=TORCH_ADAFACTOR_MATRIX, **SIZES)
+TORCH_ADAFACTOR = Rule(
+    adafactor, ("variance",), _HP, norms, matrix=TORCH_ADAFACTOR_MATRIX, **_SIZES
+)
