@@ -11,7 +11,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import cuda
+from numba import cuda, types
 from numba.np.numpy_support import from_dtype
 
 from ...element import Kernel, adder, element_of, numbers_at, numbers_to, values_of
@@ -155,7 +155,7 @@ def _accesses(kernel: Kernel, length: int) -> list[Access]:
     """Of the gradient, and of the arrays of which an element has something."""
     found = [access(kernel.g, length)]
     for storage, per in zip((kernel.w, *kernel.s), kernel.per, strict=True):
-        left = Access(CARRIERS[storage.carrier], _leave, _leave)
+        left = Access(from_dtype(np.dtype(storage.carrier)), _leave, _leave)
         own = {"element": access(storage, length), "tensor": _of_tensor(storage)}
         found.append(own.get(per, left))
     return found
