@@ -217,7 +217,8 @@ class GradientReader:
             ]
             for kind, p, arrays in zip(kinds, self._parameters, tensors, strict=True):
                 for array in arrays if kind is not None else ():
-                    check.variable(self._where, f"parameter {p.name!r} or its state", array)
+                    label, is_state = f"parameter {p.name!r} or its state", array is not p.array
+                    check.variable(self._where, label, array, may_count=is_state)
             labels = [f"{self._where}: gradient of {p.name!r}" for p in self._parameters]
             layout = self._layouts[kinds] = build_layout(kinds, tensors, labels)
         return layout

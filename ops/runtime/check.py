@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.storage import STORAGES
+from ...kernels.storage import I32, STORAGES
 from .arrays import address_of, adopt, adopt_anywhere, adopt_variable
 from .device import DeviceArray, device_of
 from .errors import ConversionError, message, reject
@@ -94,13 +94,14 @@ def number(where: str, name: str, value: Any) -> float:
     return float(array.reshape(()))
 
 
-def variable(where: str, name: str, value: Any) -> Any:
+def variable(where: str, name: str, value: Any, *, may_count: bool = False) -> Any:
     """An array that can be updated in place: floating, writable, contiguous, aligned.
 
-    It is a NumPy array, or a `DeviceArray`.
+    It is a NumPy array, or a `DeviceArray`; a state that ``may_count`` is an int32 one.
     """
     array = adopt_variable(where, name, value)
-    float_dtype(where, name, array)
+    if not (may_count and array.dtype == I32.dtype):
+        float_dtype(where, name, array)
     flags, no_copy = array.flags, "; it is updated in place and cannot be copied"
     if not flags.writeable:
         reject(ValueError, where, name, "is read-only", "a writable array", "a read-only one")
