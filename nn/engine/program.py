@@ -31,7 +31,7 @@ class Scalars:
     def __init__(
         self, update: Update, conditioning: Conditioning, real: Storage, tensors: scalars.ScalarRow
     ) -> None:
-        rule, formula, _ = update
+        rule, formula = update.rule, update.formula
         self._tensors, self._n_tensors = tensors, len(tensors.updates)
         self.loop = scalars.scalars_kernel(
             formula.function,

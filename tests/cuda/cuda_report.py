@@ -92,17 +92,21 @@ def gradient_loops() -> dict[str, Any]:
 
 def other_loops() -> dict[str, Any]:
     """The loops of row-sparse steps, of first stages and of checks."""
-    from fusestep.kernels.cuda.dense import finite, norm, scalars, step, totals, trust
+    from fusestep.kernels.cuda.dense import finite, norm, row_wise, scalars, step, totals, trust
     from fusestep.kernels.cuda.device import arrays, memory
     from fusestep.kernels.cuda.rows import gather, keys, sort
     from fusestep.kernels.cuda.rows import kernels as rows
     from fusestep.kernels.element import kernel
     from fusestep.kernels.rules.adam import ADAM
     from fusestep.kernels.rules.lamb import LAMB
-    from fusestep.kernels.storage import BF16, F16, F32, F64
+    from fusestep.kernels.storage import BF16, F16, F32, F64, I32
+
+    from device_rules import ALIGNED, COUNTED, NOVO
 
     f32, bf16 = (kernel(ADAM, (), storage, storage, (F32, F32)) for storage in (F32, BF16))
     f64, lamb = (kernel(ADAM, (), F64, F64, (F64, F64)), kernel(LAMB, (), F32, F32, (F32, F32)))
+    novo, aligned = kernel(NOVO, (), F32, F32, (F32, F32)), kernel(ALIGNED, (), F32, F32, ())
+    counted, constants = kernel(COUNTED, (), F32, F32, (I32,)), (step.TensorRow, ())
     by_type = {"f32": f32, "bf16": bf16, "f64": f64}
     found = {f"rows lazy {name}": rows.touched_kernel(k) for name, k in by_type.items()}
     found |= {f"rows sweep {name}": rows.sweep_kernel(k) for name, k in by_type.items()}
@@ -118,7 +122,14 @@ def other_loops() -> dict[str, Any]:
         "sort scan": sort.scan_kernel,
         "sort scatter": sort.scatter_kernel,
         "measure lamb": step.chunk_sums_kernel(lamb),
-        "totals lamb": totals.totals_kernel(lamb, step.TensorRow, ()),
+        "totals lamb": totals.totals_kernel(lamb, *constants),
+        "measure four values": step.chunk_sums_kernel(aligned),
+        "totals of four values": totals.totals_kernel(aligned, *constants),
+        "totals of a state": totals.totals_kernel(novo, *constants),
+        "states of tensors": totals.states_kernel(novo, step.TensorRow),
+        "update beside a state": step.dense_kernel(novo),
+        "counted rows": row_wise.row_wise_kernel(counted),
+        "lazy counted rows": rows.touched_kernel(counted),
         "rows squares": rows.row_squares_kernel(F32, F32, 4),
         "total": norm.total_kernel,
         "trust": trust.trust_kernel(F32, trust.Options(0.1, 0.1, True)),
@@ -202,7 +213,9 @@ def row_wise_loops(*, every: bool) -> dict[str, Any]:
     from fusestep.kernels.element import kernel
     from fusestep.kernels.rules.gradient import COUPLED_DECAY, SCALE
     from fusestep.kernels.rules.row_wise import ROW_WISE_ADAGRAD, ROW_WISE_ADAM
-    from fusestep.kernels.storage import BF16, F16, F32, F64, real_of
+    from fusestep.kernels.storage import BF16, F16, F32, F64, I32, real_of
+
+    from device_rules import CENTRED
 
     kinds: list[tuple[str, Any, Any]] = [("f32", F32, F32), ("f16", F16, F16)]
     kinds += [("bf16", BF16, BF16), ("mixed bf16", BF16, F32), ("f64", F64, F64)] if every else []
@@ -211,7 +224,8 @@ def row_wise_loops(*, every: bool) -> dict[str, Any]:
         real = real_of(w)
         adagrad = kernel(ROW_WISE_ADAGRAD, before, w, w, (real,))
         adam = kernel(ROW_WISE_ADAM, (), w, w, (s, real))
-        for of_rule, compiled in (("adagrad", adagrad), ("adam", adam)):
+        centred = kernel(CENTRED, (), w, w, (real, s, I32))
+        for of_rule, compiled in (("adagrad", adagrad), ("adam", adam), ("centred", centred)):
             found |= {
                 f"row-wise {of_rule} dense {name}": row_wise_kernel(compiled),
                 f"row-wise {of_rule} lazy {name}": touched_kernel(compiled),

@@ -28,6 +28,7 @@ CHECKS = {
     "device_changes.py": ("options", "graphs"),
     "device_gradients.py": ("row_tensors", "centralization"),
     "device_matrices.py": ("values", "shapes", "types", "states"),
+    "device_row_wise.py": ("dense", "rows", "tensors", "others"),
     "device_errors.py": ("index_errors", "locking", "refusals"),
     "device_mxnet.py": ("adam_update", "optimizers", "updaters"),
     "device_routes.py": ("routes", "parts", "refusals"),
@@ -35,10 +36,10 @@ CHECKS = {
     "framework_simulation.py": ("arrays", "steps", "graphs", "gradients", "thor"),
 }  # fmt: skip
 CAPABILITIES = ("8.0", "9.0a")
-PARTS = ("rules", "mixtures", "gradients", "others", "scalars", "matrices")
+PARTS = ("rules", "mixtures", "gradients", "others", "scalars", "matrices", "row-wise")
 # Registers that a thread may have, so that enough of them fit to hide the latency of memory:
 # 64 Ki of them are 4 blocks of 256 threads at 64, and 3 at 65 to 85.
-MOST_REGISTERS = {"float32": 64, "others": 80}
+MOST_REGISTERS = {"float32": 64, "others": 80, "row-wise": 85}
 # Integers, whose order does not matter: digits are counted in shared memory, and the first bad
 # index is the smallest.
 INTEGER_ATOMICS = {
@@ -67,7 +68,9 @@ def test_machine_code(capability: str, part: str) -> None:
         assert code["stack"] == 0, name
         assert not any(kind.startswith(("LDL", "STL")) for kind in memory), name
         is_mixed = name.rpartition(" ")[2] in ("f16", "bf16", "f64")
-        assert code["registers"] <= MOST_REGISTERS["others" if is_mixed else "float32"], name
+        kind = "others" if is_mixed else "float32"
+        kind = "row-wise" if name.startswith("row-wise") and "dense" not in name else kind
+        assert code["registers"] <= MOST_REGISTERS[kind], name
         atomics = {kind for kind in memory if kind.startswith(("ATOM", "RED"))}
         assert atomics <= INTEGER_ATOMICS.get(name, set()), name
         assert code["64-bit divisions"] == 0, name
@@ -82,6 +85,8 @@ def least_wide(name: str, code: dict[str, Any]) -> tuple[int, int]:
         return code["read"], code["written"]
     if name.startswith(("rows lazy", "rows sweep")):  # w, m, v, and the gradient 4 + 1 times
         return 8, 3
+    if name.startswith("row-wise"):  # gradients twice; w, which is measured, too, or w and m
+        return (4 if "dense" in name else 12), (1 if " adagrad " in name else 2)
     if name.startswith("rows") and "sums" in name:  # the first, one more, and four at once
         return 6, 1
     if name.startswith(("rows hot", "finite", "central", "matrix terms")):

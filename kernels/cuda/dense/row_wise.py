@@ -9,7 +9,7 @@ storage types alone.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,22 +61,35 @@ def _over_row(make: Callable[[int], Any], length: int) -> Any:
     return run
 
 
+def _measured_tile(kernel: Kernel, length: int) -> Any:
+    """``run(i, arrays, (), (total,), hp, own)``: as `measured_summed_tile`, with an address."""
+    measure = measured_summed_tile(kernel, length)
+    read_hp = hp_reader(kernel.rule, kernel.prologue, kernel.real)
+
+    @cuda.jit(device=True)
+    def run(i, arrays, how, tiles, hp, own):
+        # Not before the sum: they would take registers.
+        measure(i, arrays, how, tiles, read_hp(hp), own)
+
+    return run
+
+
 def row_updater(kernel: Kernel, gradient: Callable[[int], Any], threads: int) -> Any:
     """``run(is_there, at, row, width, is_aligned, arrays, source, hp)``: a rule on rows of a block.
 
-    ``gradient(n)`` is as in `with_sum`; ``arrays`` is where addresses lie. All threads of a block
-    call it, of which those that have no row say so.
+    ``gradient(n)`` is as in `with_sum`; ``arrays`` is where addresses lie, ``hp`` where the scalars
+    do. All threads of a block call it, of which those that have no row say so.
     """
     rule, length = kernel.rule, length_of(kernel)
     n_values, n_factors = rule.n_measured, len(rule.factored_fields)
     n_shared = max(n_values, n_factors)
     measure = on_device(lambda *_: None)
     if rule.measure is not None:
-        measure = _over_row(lambda n: with_sum(kernel, gradient, measured_summed_tile, n), length)
+        measure = _over_row(lambda n: with_sum(kernel, gradient, _measured_tile, n), length)
     update = _over_row(lambda n: with_sum(kernel, gradient, update_summed_tile, n), length)
     follow, scale = following(kernel, DEVICE), scaling(kernel, DEVICE)
     load_states, store_states = scope_states(kernel, n_factors)
-    read_arrays = address_reader(kernel)
+    read_arrays, read_hp = address_reader(kernel), hp_reader(rule, kernel.prologue, kernel.real)
     take, take_factors, put = taker(n_values), taker(n_factors), putter(n_factors)
 
     @cuda.jit(device=True)
@@ -92,12 +105,13 @@ def row_updater(kernel: Kernel, gradient: Callable[[int], Any], threads: int) ->
         add_lanes(shared, at.thread, at.lane, at.lanes, 1, n_values)
         if is_there and at.lane == 0:
             places, of_row = read_arrays(arrays), shared[:, at.thread]
-            found = follow(take(of_row), load_states(row, places, (), ()), width, hp)
+            states = load_states(row, places, (), ())
+            found = follow(take(of_row), states, width, read_hp(hp))
             store_states(row, places, (), (), found)
             put(of_row, found)
         cuda.syncthreads()
         if is_there:
-            scaled = scale(hp, take_factors(shared[:, at.thread - at.lane]))
+            scaled = scale(read_hp(hp), take_factors(shared[:, at.thread - at.lane]))
             update(at, width, is_aligned, first, arrays, source, scaled)
 
     return run
@@ -131,8 +145,7 @@ def _dense_gradient(kernel: Kernel, length: int) -> Any:
 def row_wise_kernel(kernel: Kernel) -> Any:
     """``loop[blocks, THREADS](table, n_tensors, guard)``: the loop of a rule that measures rows."""
     find = row_finder(RowsRow, "first_block")
-    read_hp = hp_reader(kernel.rule, kernel.prologue, kernel.real)
-    update = row_updater(kernel, lambda n: _dense_gradient(kernel, n), THREADS)
+    update = row_updater(kernel, partial(_dense_gradient, kernel), THREADS)
 
     @cuda.jit
     def loop(table, n_tensors, guard):
@@ -144,7 +157,7 @@ def row_wise_kernel(kernel: Kernel) -> Any:
         at = Lane(thread, thread & (lanes - 1), lanes)
         row = ((block - of.first_block) * THREADS + thread) >> of.log_lanes
         shape = of.width, of.is_aligned
-        update(row < of.rows, at, row, *shape, of.arrays, (of.values,), read_hp(of.hp))
+        update(row < of.rows, at, row, *shape, of.arrays, (of.values,), of.hp)
 
     return loop
 

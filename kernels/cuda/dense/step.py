@@ -69,22 +69,21 @@ def _on_chunk(kernel: Kernel, of_tile: Callable[[Kernel, int], Any]) -> Any:
 
 
 class Chunks:
-    """Tensors of a launch, int64 ``[T, n]`` arrays of ``[T]`` sizes, in chunks; no empty ones."""
+    """Tensors of a launch, int64 ``[T, n]`` arrays of ``[T]`` sizes, in chunks."""
 
     def __init__(
         self, chunk: int, arrays: np.ndarray, sizes: np.ndarray, threads: int = THREADS
     ) -> None:
-        self._known, self._threads = np.flatnonzero(sizes), threads
+        self._threads = threads
         self.counts = -(-sizes // chunk)  # blocks of each tensor
         first = np.cumsum(self.counts) - self.counts
-        columns = (0 * sizes, sizes, first, are_aligned(arrays), arrays)
-        self._rows = TensorRow(*(column[self._known] for column in columns))
-        self.n_tensors, self.n_blocks = len(self._known), int(self.counts.sum())
+        self._rows = TensorRow(0, sizes, first, are_aligned(arrays), arrays)
+        self.n_tensors, self.n_blocks = len(sizes), int(self.counts.sum())
         self.n_words = self.n_tensors * size_of(TensorRow, arrays.shape[1]) // 8
 
     def words(self, hp: np.ndarray) -> np.ndarray:
         """The int64 table; ``hp`` are the addresses of the scalars of each tensor."""
-        return table_of(self._rows._replace(hp=hp[self._known]), self.n_tensors)
+        return table_of(self._rows._replace(hp=hp), self.n_tensors)
 
     def launch(self, loop: Any, stream: Any, *arguments: int) -> None:
         """Enqueue a loop with a block for each chunk."""
@@ -162,8 +161,6 @@ class DenseStep:
     def enqueue(self, call: Call) -> None:
         """See `Part`."""
         chunks, table = self._chunks, (self._table, self._chunks.n_tensors)
-        if chunks.n_tensors == 0:
-            return
         if not self._measure:
             chunks.launch(self._update, call.stream, *table, call.guard)
             return

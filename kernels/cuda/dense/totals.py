@@ -59,7 +59,7 @@ def totals_kernel(kernel: Kernel, record: Any, constants: Constants) -> Any:
         add_tree(shared, thread, THREADS, n_values)
         if thread == 0:
             hp, states = read_hp(row.hp), load_states(0, row.arrays[1:], (), ())
-            found = follow(take(shared[:, 0]), states, row.size, hp)
+            found = follow(take(shared[:, 0]), states, max(1, row.size), hp)
             store_hp(row.hp, scale(hp, found))
             kept = cuda.local.array(n_kept, float64)
             put(kept, found)

@@ -32,11 +32,11 @@ def putter(n: int, begin: int = 0, k: int = 0) -> Any:
     """``put(array, values)``: its first ``n`` numbers are those of a tuple from ``begin`` on."""
     if k == n:
         return on_device(lambda array, values: None)  # noqa: ARG005
-    rest = putter(n, begin, k + 1)
+    rest, place = putter(n, begin, k + 1), begin + k
 
     @cuda.jit(device=True)
     def put(array, values):
-        array[k] = values[begin + k]
+        array[k] = values[place]
         rest(array, values)
 
     return put

@@ -193,15 +193,13 @@ def _row_update(kernel: Kernel) -> Any:
 def _row_wise_update(kernel: Kernel) -> Any:
     """The same of a rule that measures rows: the tiles are lanes, and all threads take part."""
     update = row_updater(kernel, partial(_summed_gradient, kernel), THREADS)
-    read_hp = hp_reader(kernel.rule, kernel.prologue, kernel.real)
 
     @cuda.jit(device=True)
     def run(is_there, keys, k, row, tables, n_tables, tile, hot):
         table, lanes = _of_row(tables, n_tables, row), np.int64(cuda.blockDim.x)
         at = Lane(cuda.threadIdx.y * lanes + tile, tile, lanes)
         row, shape = row - table.first_row, (table.width, table.is_aligned)
-        source, hp = (keys, k, table, hot), read_hp(table.hp)
-        update(is_there, at, row, *shape, table.arrays, source, hp)
+        update(is_there, at, row, *shape, table.arrays, (keys, k, table, hot), table.hp)
 
     return run
 
