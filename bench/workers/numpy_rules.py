@@ -271,7 +271,10 @@ ELEMENTWISE: dict[str, tuple[Callable[..., None], int]] = {
     "ftrl": (_ftrl, 2),
 }
 # These may be applied to some of the rows.
-_ROW_WISE = {"row-wise-adagrad": _row_wise_adagrad, "row-wise-adam": _row_wise_adam}
+_ROW_WISE: dict[str, Callable[..., None]] = {
+    "row-wise-adagrad": _row_wise_adagrad,
+    "row-wise-adam": _row_wise_adam,
+}
 _TENSORWISE: dict[str, tuple[Callable[..., None], int]] = {"lamb": (_lamb, 2), "lars": (_lars, 1)}
 TENSORWISE = {*_TENSORWISE, "adafactor"}
 

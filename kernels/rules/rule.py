@@ -116,7 +116,7 @@ class Rule(_Constant):
     """
 
     update: Callable[..., Any]
-    states: tuple[State, ...]
+    states: tuple[Any, ...]
     hp: tuple[str, ...]
     measure: Callable[..., Any] | None = None
     n_measured: int = 0

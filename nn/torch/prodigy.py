@@ -129,7 +129,7 @@ class Prodigy(Fused, torch.optim.Optimizer):
             )
         rate = d * largest
         if first["use_bias_correction"]:
-            rate *= rules.correction(*first["betas"], first["k"] + 1)
+            rate *= rules.correction(first["betas"][0], first["betas"][1], first["k"] + 1)
         gain = d / first["d0"] * rate
         of_sum = d / first["d0"] * d if group["safeguard_warmup"] else gain
         constants = (beta1, beta2, _beta3(first), group["eps"], d, rate,

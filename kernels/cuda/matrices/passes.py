@@ -47,7 +47,8 @@ class Strip(NamedTuple):
 def lines_of(rule: Rule) -> Lines:
     """What a rule does with rows and columns, whose functions are those of the device."""
     assert rule.lines is not None
-    return Lines(*(device_function(x) if callable(x) else x for x in rule.lines))
+    functions: Any = (device_function(x) if callable(x) else x for x in rule.lines)
+    return Lines(*functions)
 
 
 @cuda.jit(device=True)
