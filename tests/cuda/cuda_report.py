@@ -218,14 +218,15 @@ def row_wise_loops(*, every: bool) -> dict[str, Any]:
     from device_rules import CENTRED
 
     kinds: list[tuple[str, Any, Any]] = [("f32", F32, F32), ("f16", F16, F16)]
-    kinds += [("bf16", BF16, BF16), ("mixed bf16", BF16, F32), ("f64", F64, F64)] if every else []
+    kinds += [("mixed bf16", BF16, F32), ("f64", F64, F64)] if every else []
     before, found = (SCALE, COUPLED_DECAY), {}
     for name, w, s in kinds:
-        real = real_of(w)
-        adagrad = kernel(ROW_WISE_ADAGRAD, before, w, w, (real,))
-        adam = kernel(ROW_WISE_ADAM, (), w, w, (s, real))
-        centred = kernel(CENTRED, (), w, w, (real, s, I32))
-        for of_rule, compiled in (("adagrad", adagrad), ("adam", adam), ("centred", centred)):
+        adagrad = kernel(ROW_WISE_ADAGRAD, before, w, w, (real_of(w),))
+        adam = kernel(ROW_WISE_ADAM, (), w, w, (s, real_of(w)))
+        chosen = {"adagrad": adagrad, "adam": adam}
+        if w is F32:
+            chosen["centred"] = kernel(CENTRED, (), F32, F32, (F32, F32, I32))
+        for of_rule, compiled in chosen.items():
             found |= {
                 f"row-wise {of_rule} dense {name}": row_wise_kernel(compiled),
                 f"row-wise {of_rule} lazy {name}": touched_kernel(compiled),
@@ -277,7 +278,7 @@ def machine_code(function: Any, capability: tuple[int, int, str]) -> dict[str, A
         debug=False,
         lineinfo=False,
         forceinline=False,
-        launch_bounds=None,
+        launch_bounds=function.targetoptions.get("launch_bounds"),
     )
     divisions = re.findall(r"\b(?:div|rem)\.[us]64", library.get_asm_str(cc=cc))
     library._lto = True  # as cuda.jit does by default

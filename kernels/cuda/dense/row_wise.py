@@ -75,10 +75,10 @@ def _measured_tile(kernel: Kernel, length: int) -> Any:
 
 
 def row_updater(kernel: Kernel, gradient: Callable[[int], Any], threads: int) -> Any:
-    """``run(is_there, at, row, width, is_aligned, arrays, source, hp)``: a rule on rows of a block.
+    """``run(at, row, width, is_aligned, arrays, source, hp)``: a rule on the rows of a block.
 
     ``gradient(n)`` is as in `with_sum`; ``arrays`` is where addresses lie, ``hp`` where the scalars
-    do. All threads of a block call it, of which those that have no row say so.
+    do. All threads of a block call it; a width of 0 is that of one without a row.
     """
     rule, length = kernel.rule, length_of(kernel)
     n_values, n_factors = rule.n_measured, len(rule.factored_fields)
@@ -93,24 +93,23 @@ def row_updater(kernel: Kernel, gradient: Callable[[int], Any], threads: int) ->
     take, take_factors, put = taker(n_values), taker(n_factors), putter(n_factors)
 
     @cuda.jit(device=True)
-    def run(is_there, at, row, width, is_aligned, arrays, source, hp):
+    def run(at, row, width, is_aligned, arrays, source, hp):
         own, first = cuda.local.array(n_shared, float64), row * width
         for k in range(n_shared):
             own[k] = 0.0
-        if is_there:
-            measure(at, width, is_aligned, first, arrays, source, hp, own)
+        measure(at, width, is_aligned, first, arrays, source, hp, own)
         shared = cuda.shared.array((n_shared, threads), float64)
         for k in range(n_shared):
             shared[k, at.thread] = own[k]
         add_lanes(shared, at.thread, at.lane, at.lanes, 1, n_values)
-        if is_there and at.lane == 0:
+        if width > 0 and at.lane == 0:
             places, of_row = read_arrays(arrays), shared[:, at.thread]
             states = load_states(row, places, (), ())
             found = follow(take(of_row), states, width, read_hp(hp))
             store_states(row, places, (), (), found)
             put(of_row, found)
         cuda.syncthreads()
-        if is_there:
+        if width > 0:
             scaled = scale(read_hp(hp), take_factors(shared[:, at.thread - at.lane]))
             update(at, width, is_aligned, first, arrays, source, scaled)
 
@@ -156,8 +155,8 @@ def row_wise_kernel(kernel: Kernel) -> Any:
         lanes = np.int64(1) << of.log_lanes
         at = Lane(thread, thread & (lanes - 1), lanes)
         row = ((block - of.first_block) * THREADS + thread) >> of.log_lanes
-        shape = of.width, of.is_aligned
-        update(row < of.rows, at, row, *shape, of.arrays, (of.values,), of.hp)
+        width = of.width if row < of.rows else np.int64(0)
+        update(at, row, width, of.is_aligned, of.arrays, (of.values,), of.hp)
 
     return loop
 

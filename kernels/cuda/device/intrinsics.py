@@ -187,3 +187,8 @@ REPLACED = {product: rounded_product}
 """Functions that mean something else on a device than their text says."""
 
 on_device = cuda.jit(device=True)
+
+
+def for_blocks(threads, blocks):
+    """``cuda.jit`` of a loop of which a multiprocessor has room for so many blocks."""
+    return cuda.jit(launch_bounds=(threads, blocks))

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from numba import types
+from numba import cuda, types
 
 from ...storage import f16_to_f32, f32_to_f16
 from .geometry import Chunks, Geometry, Matrices, Sort
@@ -118,6 +118,10 @@ REPLACED = {
 
 def on_device(function):
     return function  # as `cuda.jit(device=True)`, for what does not name `cuda`
+
+
+def for_blocks(threads, blocks):
+    return cuda.jit
 
 
 def device_id(*_):

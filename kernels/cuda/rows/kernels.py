@@ -22,7 +22,7 @@ from ...storage import Storage, numba_type
 from ...tables import HOT
 from ..dense.row_wise import Lane, row_updater
 from ..dense.tiles import by_tiles, length_of, sums, update_summed_tile, with_sum
-from ..device.backend import GEOMETRY, load_int64, store_int64
+from ..device.backend import GEOMETRY, for_blocks, load_int64, store_int64
 from ..device.guard import is_closed
 from ..device.records import hp_reader, row_finder
 from ..device.sums import store_part
@@ -196,24 +196,30 @@ def _row_wise_update(kernel: Kernel) -> Any:
 
     @cuda.jit(device=True)
     def run(is_there, keys, k, row, tables, n_tables, tile, hot):
-        table, lanes = _of_row(tables, n_tables, row), np.int64(cuda.blockDim.x)
-        at = Lane(cuda.threadIdx.y * lanes + tile, tile, lanes)
-        row, shape = row - table.first_row, (table.width, table.is_aligned)
-        update(is_there, at, row, *shape, table.arrays, (keys, k, table, hot), table.hp)
+        table = _of_row(tables, n_tables, row)
+        lane, lanes = np.int64(cuda.threadIdx.x), np.int64(cuda.blockDim.x)
+        at = Lane(cuda.threadIdx.y * lanes + lane, lane, lanes)
+        width = table.width if is_there else np.int64(0)
+        shape, source = (width, table.is_aligned), (keys, k, table, hot)
+        update(at, row - table.first_row, *shape, table.arrays, source, table.hp)
 
     return run
 
 
-def _updater(kernel: Kernel) -> Any:
-    return (_row_wise_update if kernel.rule.is_row_wise else _row_update)(kernel)
+def _updater(kernel: Kernel) -> tuple[Any, Any]:
+    """What updates a tile, and what compiles the loop."""
+    if kernel.rule.is_row_wise:
+        # With two sums of rows it would take so many registers that there is room for two.
+        return _row_wise_update(kernel), for_blocks(THREADS, 3)
+    return _row_update(kernel), cuda.jit
 
 
 @cache
 def touched_kernel(kernel: Kernel) -> Any:
     """The lazy loop: a thread has a tile of one key, and works if its row begins there."""
-    update = _updater(kernel)
+    update, compiled = _updater(kernel)
 
-    @cuda.jit
+    @compiled
     def loop(keys, n, bits, tables, n_tables, n_rows, hot_sums, hot_stride, guard, base):
         if may_not_write(guard, base, n, tables, n_tables):
             return
@@ -240,9 +246,9 @@ def mark_kernel(keys, n, bits, n_rows, first, guard):
 @cache
 def sweep_kernel(kernel: Kernel) -> Any:
     """The dense-equivalent loop: a thread has a tile of one row of all there are."""
-    update = _updater(kernel)
+    update, compiled = _updater(kernel)
 
-    @cuda.jit
+    @compiled
     def loop(keys, n, bits, tables, n_tables, n_rows, hot_sums, hot_stride, guard, base, first):
         if may_not_write(guard, base, n, tables, n_tables):
             return
