@@ -242,7 +242,7 @@ def following(
     rule, take = kernel.rule, _taken(kernel, compiler, constants or {})
     assert rule.factor is not None
     compiled = compiler.rule(rule.factor)
-    if len(rule.factored_fields) + len(rule.written_of_scope) > 1:
+    if len(rule.scaled_fields) + len(rule.written_of_scope) > 1:
 
         def follow(sums, states, size, hp):
             return compiled(*sums, *take(states, size, hp))
@@ -258,7 +258,7 @@ def following(
 def scaling(kernel: Kernel, compiler: Compiler) -> Any:
     """``scale(hp, factors)``: the scalars with the factors of some of them, each rounded once."""
     cls: Any = hp_type(kernel.rule, kernel.prologue)
-    real, fields = numba_type(kernel.real), kernel.rule.factored_fields
+    real, fields = numba_type(kernel.real), kernel.rule.scaled_fields
 
     def scaled(k: int) -> Any:
         if k == len(cls._fields):

@@ -123,7 +123,7 @@ def _row_block(kernel: Kernel, *, zero_gradient: bool = False) -> NativeFunction
     element = element_of(kernel, rule, CPU, zero_gradient=zero_gradient)
     read_hp, read_arrays = readers(kernel)
     add_up = _summing(kernel, zero_gradient=zero_gradient)
-    load, begin = numbers_at(kernel, CPU, kernel.of_scope), len(kernel.rule.factored_fields)
+    load, begin = numbers_at(kernel, CPU, kernel.of_scope), len(kernel.rule.scaled_fields)
     store = numbers_to(kernel, CPU, kernel.written_of_scope, begin)
     follow, scale = following(kernel, CPU), scaling(kernel, CPU)
 

@@ -141,13 +141,13 @@ class Rule(_Constant):
         """Those of the states."""
         return tuple(state.name for state in self.states)
 
-    @property
+    @lazy
     def is_row_wise(self) -> bool:
         """Whether a row is the least that can be updated by itself."""
         return self.scope == "row"
 
     @property
-    def factored_fields(self) -> tuple[str, ...]:
+    def scaled_fields(self) -> tuple[str, ...]:
         """The scalars of which ``factor`` gives factors."""
         return (self.factor_of,) if isinstance(self.factor_of, str) else self.factor_of
 
@@ -156,7 +156,7 @@ class Rule(_Constant):
         """The states that ``factor`` gives anew."""
         return tuple(s for s in self.states if s.per == self.scope and not s.is_read)
 
-    @property
+    @lazy
     def is_two_stage(self) -> bool:
         """Whether whole tensors have to be measured before anything is updated."""
         return self.measure is not None and not self.is_row_wise

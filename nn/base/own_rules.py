@@ -177,7 +177,7 @@ def _check_measure(
         what, wrong, expected = "n_measured of the rule", "is out of range", "an int of at least 1"
         reject(ValueError, where, what, wrong, expected, rule.n_measured)
     of_kind(where, "factor_of of the rule", rule.factor_of, str | tuple, "a str, or a tuple of str")
-    for name in rule.factored_fields:
+    for name in rule.scaled_fields:
         if name not in rule.hp:
             what, wrong, expected = "factor_of of the rule", "is unknown", f"one of {rule.hp}"
             reject(ValueError, where, what, wrong, expected, repr(name))
@@ -229,7 +229,7 @@ def check_compiled(where: str, rule: Rule, dtypes: Iterable[np.dtype[Any]]) -> N
             _check_returned(where, _named("measure", rule.measure), found, measured, of_one=True)
         if rule.factor is not None:
             found = _traits(where, "factor", rule.factor, traits.of_factor, rule, real)
-            follows = [*rule.factored_fields, *(s.name for s in rule.written_of_scope)]
+            follows = [*rule.scaled_fields, *(s.name for s in rule.written_of_scope)]
             name = _named("factor", rule.factor)
             _check_returned(where, name, found, follows, kinds=_NUMBERS)
 

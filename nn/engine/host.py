@@ -151,7 +151,7 @@ def step_together(
     if rule.rests is not None and rule.rests(*total[0].tolist()):
         return None
     (found,) = factors_of(rule, total, [known])
-    fields = rule.factored_fields
+    fields = rule.scaled_fields
     for update in updates:
         column = columns(rule, update.prologue)
         for name, factor in zip(fields, found, strict=False):
@@ -176,13 +176,13 @@ def completed(
             of_hp = {name: hp[t, k].item() for name, k in column.items()}
             every.append({**of_hp, **own, "size": size, **known[t]})
     found = factors_of(rule, sums, every or known)
-    for k, name in enumerate(rule.factored_fields):
+    for k, name in enumerate(rule.scaled_fields):
         hp[:, column[name]] *= found[:, k]
     step = step or update.prepared()
     written = [arrays for state, arrays in states if not state.is_read]
     if not written:
         return step
-    new = found[:, len(rule.factored_fields) :].T
+    new = found[:, len(rule.scaled_fields) :].T
     numbers = [
         (address_of(array), np.array([x]).astype(array.dtype))
         for arrays, values in zip(written, new, strict=True)

@@ -147,7 +147,7 @@ def calls_of(
                 tuple(map(ROUNDING[real], conditioning.scalars(i, decay))) for i, decay in of_class
             ]
         rows = [(*at(real, rates[k], left[k], step + 1), *before[k]) for step, k in keys]
-        rule = update.rule.on(batch.shape)
+        rule = update.rule if update.rule.matrix is None else update.rule.on(batch.shape)
         shared = batch, rule, prologue, touched_only, given.of(batch)
         hp: np.ndarray = np.array(rows, real)
         if batch.row_sparse or not (conditioning.is_measured or rule.is_two_stage):

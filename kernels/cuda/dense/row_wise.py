@@ -81,7 +81,7 @@ def row_updater(kernel: Kernel, gradient: Callable[[int], Any], threads: int) ->
     do. All threads of a block call it; a width of 0 is that of one without a row.
     """
     rule, length = kernel.rule, length_of(kernel)
-    n_values, n_factors = rule.n_measured, len(rule.factored_fields)
+    n_values, n_factors = rule.n_measured, len(rule.scaled_fields)
     n_shared = max(n_values, n_factors)
     measure = on_device(lambda *_: None)
     if rule.measure is not None:

@@ -37,7 +37,7 @@ def totals_kernel(kernel: Kernel, record: Any, constants: Constants) -> Any:
     its states at the end. ``new`` is where the new states of each tensor are to lie, as float64.
     """
     rule, real = kernel.rule, kernel.real
-    n_values, n_factors = rule.n_measured, len(rule.factored_fields)
+    n_values, n_factors = rule.n_measured, len(rule.scaled_fields)
     n_new, row_at = len(rule.written_of_scope), row_reader(record, 2 + len(kernel.s))
     follow, scale = following(kernel, DEVICE, dict(constants)), scaling(kernel, DEVICE)
     read_hp, store_hp = hp_reader(rule, kernel.prologue, real), storer(numba_type(real))

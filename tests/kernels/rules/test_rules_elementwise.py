@@ -62,7 +62,8 @@ def assert_near(
 def test_every_rule_of_the_package_is_tested() -> None:
     """Here, in the files beside this one, or those of optimizers by the registry.
 
-    Adafactor's are tested with its norms, and those of PyTorch's form beside PyTorch.
+    Adafactor's are tested with its norms, Prodigy's in test_prodigy.py, and those of PyTorch's form
+    beside PyTorch.
     """
     from test_rules import RULES as ADAM
     from test_two_stage import FORMS
@@ -72,7 +73,8 @@ def test_every_rule_of_the_package_is_tested() -> None:
     tested += [form.rule for form in FORMS.values()]
     assert len(set(tested)) == len(tested)
     tested += [optimizers.make(form, optimizers.parameters())._rule for form in exact_steps.FORMS]
-    others = {n: rule for n, rule in all_rules().items() if not n.startswith("torch_")}
+    elsewhere = "torch_", "prodigy"
+    others = {n: rule for n, rule in all_rules().items() if not n.startswith(elsewhere)}
     missing = {name for name, rule in others.items() if rule not in tested}
     of_vectors = {"adafactor", "adafactor_plain"}
     assert missing == {*of_vectors, *(f"{name}_matrix" for name in of_vectors)}
