@@ -98,6 +98,7 @@ ONE_OF_EACH = (
     "Adam",
     *(max((f for f in FORMS if FORMS[f][0] == name), key=_n_states) for name in BY_NAME),
 )
+ON_DEVICES = tuple(form for form, (name, _) in FORMS.items() if not BY_NAME[name].together)
 FIXED_RATE = tuple(f for f in FORMS if arguments_of(f)["learning_rate"].takes == "fixed rate")
 OWN_RATE = tuple(
     form

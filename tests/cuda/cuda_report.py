@@ -39,7 +39,7 @@ def rules(*, every: bool) -> dict[str, Any]:
     return {
         f"dense {name}": kernel(rule, (), F32, F32, (F32,) * len(rule.states))
         for name, rule in all_rules().items()
-        if (every or name == "adam") and not (rule.lines or rule.is_row_wise)
+        if (every or name == "adam") and not rule.lines and rule.scope == "tensor"
     }
 
 
@@ -144,9 +144,9 @@ def scalars_loops() -> dict[str, Any]:
     from fusestep.kernels.rules.gradient import COUPLED_DECAY, SCALE, TRUST
     from fusestep.kernels.storage import F32, F64
 
-    from optimizers import FORMS, inner, make, parameters
+    from optimizers import ON_DEVICES, inner, make, parameters
 
-    made = {form: inner(make(form, parameters())) for form in reversed(FORMS)}
+    made = {form: inner(make(form, parameters())) for form in reversed(ON_DEVICES)}
     of_formulas = {opt.formula().function: (form, opt) for form, opt in made.items()}
     prologues = ((), (COUPLED_DECAY, SCALE), (SCALE, COUPLED_DECAY, TRUST))
     found = {}

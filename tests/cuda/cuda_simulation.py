@@ -118,13 +118,13 @@ SIZES = (37, 0, 16, 1, 5, 64, 3)
 
 
 def every_rule() -> None:
-    """All rules but those of matrices and rows: see `device_matrices.py` and `device_row_wise.py`.
+    """All rules of elements and tensors: see `device_matrices.py` and `device_row_wise.py`.
 
     The variance of made-up states may be negative, of which Python takes no root.
     """
     for name, rule in all_rules().items():
-        has_shape = rule.lines or rule.is_row_wise
-        if not has_shape and not name.startswith("torch_rmsprop_centered"):
+        fits = rule.scope == "tensor" and not rule.lines
+        if fits and not name.startswith("torch_rmsprop_centered"):
             compare(rule, (19, 2))
 
 

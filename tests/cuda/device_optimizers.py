@@ -39,7 +39,7 @@ from device_arrays import (
     rows,
     unchanged,
 )
-from optimizers import FORMS, decayed_and_scaled, parameters
+from optimizers import FORMS, ON_DEVICES, decayed_and_scaled, is_row_wise, parameters
 from optimizers import make as new_optimizer
 
 SHAPES = ((5, 4), (7,), (), (0, 3))
@@ -81,13 +81,14 @@ def compare_optimizer(
     return on_gpu, theirs
 
 
-# One for each rule; those of AdaFactor are in device_matrices.py.
+# One for each rule; those of AdaFactor are in device_matrices.py, those of rows in
+# device_row_wise.py.
 OF_RULES = {
     new_optimizer(form, parameters())._rule: partial(
         new_optimizer, form, **decayed_and_scaled(form)
     )
-    for form, (name, _) in FORMS.items()
-    if name not in ("LARS", "AdaFactor")
+    for form in ON_DEVICES
+    if FORMS[form][0] not in ("LARS", "AdaFactor") and not is_row_wise(form)
 }
 DENSE_OPTIMIZERS: tuple[Callable[[Any], Any], ...] = (
     *OF_RULES.values(),

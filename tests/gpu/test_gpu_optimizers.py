@@ -19,6 +19,7 @@ from fusestep.kernels.storage import STORAGES
 from fusestep.kernels.tables import HOT
 
 import gpu_arrays
+from device_rules import OF_ROWS, OF_TENSORS, Own
 from gpu_arrays import Maker, adopted, copies
 from gpu_checks import (
     F16,
@@ -33,7 +34,7 @@ from gpu_checks import (
     row_tensor,
 )
 from helpers import BF16, EPSILON, STORAGE_DTYPES, assert_same_bits
-from optimizers import BY_NAME, FORMS, decayed_and_scaled
+from optimizers import BY_NAME, FORMS, ON_DEVICES, arguments_of, decayed_and_scaled, is_row_wise
 from optimizers import make as new_optimizer
 
 if lacking := gpu_arrays.missing():
@@ -61,14 +62,21 @@ def assert_runs_are_near(ours: Any, theirs: Any) -> None:
             assert_same_bits(array, expected[name], name)
 
 
+def tensors_for(form: str) -> dict[str, tuple[int, ...]]:
+    """A number has no rows."""
+    return {**TENSORS, "scalar": (1,)} if is_row_wise(form) else TENSORS
+
+
 @pytest.mark.parametrize(
     ("dtype", "state_dtype"), [(F32, None), (F64, None), (BF16, F32), (F16, None)], ids=str
 )
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ON_DEVICES)
 def test_optimizers(maker: Maker, form: str, dtype: Any, state_dtype: Any) -> None:
     """Three steps with decay and loss scale; a parameter without a gradient in one of them."""
-    start, steps = problem(TENSORS, dtype)
-    options = decayed_and_scaled(form) | ({"state_dtype": state_dtype} if state_dtype else {})
+    start, steps = problem(tensors_for(form), dtype)
+    options = decayed_and_scaled(form)
+    if state_dtype and "state_dtype" in arguments_of(form):
+        options["state_dtype"] = state_dtype
     host = new_optimizer(form, parameters(None, start), **options)
     try:
         opt = new_optimizer(form, parameters(maker, start), **options)
@@ -119,7 +127,7 @@ def test_rows_of_optimizers(maker: Maker, form: str, how: str) -> None:
     """Beside dense gradients."""
     if (form, how) == ("Adam-lazy", "dense_equivalent"):
         pytest.skip("it has no such setting")
-    start, steps = problem(TENSORS, F32)
+    start, steps = problem(tensors_for(form), F32)
     options = {**decayed_and_scaled(form), "sparse_update": how}
     host = new_optimizer(form, parameters(None, start), **options)
     opt = new_optimizer(form, parameters(maker, start), **options)
@@ -156,6 +164,57 @@ def test_many_tables_of_mixed_kinds(maker: Maker, dtype: Any, how: str) -> None:
         host(given)
     fusestep.synchronize()
     assert_runs_are_near(opt, host)
+
+
+# Rows of one element, of a part of a tile and of many tiles, more of them than a block has threads;
+# vectors, of one row.
+MEASURED = {
+    "narrow": (1_003, 1), "odd": (70, 3), "tiles": (400, 64), "wide": (9, 5_003),
+    "filters": (8, 3, 5), "vector": (40_001,),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", STORAGE_DTYPES, ids=str)
+@pytest.mark.parametrize("of", [*OF_ROWS, *OF_TENSORS], ids=lambda of: of[0].update.__name__)
+def test_measured_rows_and_tensors(maker: Maker, of: Any, dtype: Any) -> None:
+    """Rules with states of rows and tensors: near the CPU, and the same bits in every run."""
+    start, steps = problem(MEASURED, dtype)
+    host = Own(parameters(None, start), of)
+    opts = [Own(parameters(maker, start), of) for _ in range(2)]
+    for gs in steps:
+        host(list(gs))
+        for opt in opts:
+            opt(copies(maker, gs))
+    assert_runs_are_near(opts[0], host)
+    again = opts[1].state_dict()
+    for name, array in opts[0].state_dict().items():
+        assert_same_bits(array, again[name], name)
+
+
+@pytest.mark.parametrize("how", ["lazy", "dense_equivalent"])
+@pytest.mark.parametrize("dtype", STORAGE_DTYPES, ids=str)
+@pytest.mark.parametrize("of", OF_ROWS, ids=lambda of: of[0].update.__name__)
+def test_measured_rows_of_tables(maker: Maker, of: Any, dtype: Any, how: str) -> None:
+    """Duplicates, hot rows among them, and the bits of a row whatever else is in its launch."""
+    shapes = {name: shape for name, shape in MEASURED.items() if len(shape) > 1}
+    start, _ = problem(shapes, dtype)
+    host = Own(parameters(None, start), of, sparse_update=how)
+    opt = Own(parameters(maker, start), of, sparse_update=how)
+    alone = Own(parameters(maker, {"tiles": start["tiles"]}), of, sparse_update=how)
+    rng = np.random.default_rng(6)
+    for _ in range(2):
+        given = []
+        for shape in shapes.values():
+            indices = rng.integers(0, shape[0], HOT + 300)
+            indices[: HOT + 50] = 3
+            values = rng.standard_normal((len(indices), *shape[1:])).astype(dtype)
+            given.append(nn.RowTensor(indices, values, shape))
+        host(given)
+        opt([row_tensor(maker, rows) for rows in given])
+        alone([row_tensor(maker, given[2])])
+    fusestep.synchronize()
+    assert_runs_are_near(opt, host)
+    assert_same_bits(alone.parameters[0].asnumpy(), opt.parameters[2].asnumpy())
 
 
 @pytest.mark.parametrize("rows", [False, True], ids=["dense", "rows"])

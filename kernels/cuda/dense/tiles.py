@@ -155,9 +155,9 @@ def _accesses(kernel: Kernel, length: int) -> list[Access]:
     """Of the gradient, and of the arrays of which an element has something."""
     found = [access(kernel.g, length)]
     for storage, per in zip((kernel.w, *kernel.s), kernel.per, strict=True):
-        left = Access(from_dtype(np.dtype(storage.carrier)), _leave, _leave)
-        own = {"element": access(storage, length), "tensor": _of_tensor(storage)}
-        found.append(own.get(per, left))
+        own = access(storage, length)
+        left = Access(own.kind, _leave, _leave)
+        found.append({"element": own, "tensor": _of_tensor(storage)}.get(per, left))
     return found
 
 
