@@ -62,7 +62,7 @@ class Prodigy(Fused, torch.optim.Optimizer):
     Raises:
         ValueError: an argument is out of range.
 
-    In the step sparse gradients, CUDA tensors, distributed parameters and different learning rates
+    In the step ``param``, sparse gradients, CUDA tensors, distributed parameters and different learning rates
     above 0 raise.
 
     Source: ``prodigyopt.Prodigy`` 1.1.2; Mishchenko and Defazio (2024), arXiv:2306.06101.
@@ -148,6 +148,12 @@ class Prodigy(Fused, torch.optim.Optimizer):
         for group in self.param_groups:
             group.update(zip(_OF_ALL, numbers.tolist(), strict=True))
             group["k"] += 1
+
+    def _step(self, param: Tensor | None, factor: float) -> None:
+        if param is not None:
+            why = "the estimate is that of all parameters"
+            raise RuntimeError(f"Prodigy: step(param=...) is not supported: {why}")
+        super()._step(param, factor)
 
     def _check(self, group: Group, choice: Any, name: str, parameter: Tensor) -> bool:
         if len({self.method(each).rule for each in self.param_groups}) > 1:

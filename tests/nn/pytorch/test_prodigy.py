@@ -156,6 +156,8 @@ def test_what_it_refuses() -> None:
         x.grad = torch.ones(2, 2)
     with pytest.raises(RuntimeError, match="learning rates of groups differ"):
         optimizer.step()
+    with pytest.raises(RuntimeError, match=r"step\(param=...\) is not supported"):
+        optimizer.step(param=p)
     p.grad = torch.sparse_coo_tensor([[1]], torch.ones(1, 2), (2, 2), check_invariants=False)
     with pytest.raises(RuntimeError, match="Prodigy does not support sparse gradients"):
         fused.Prodigy([p]).step()

@@ -231,7 +231,7 @@ def test_accumulated_sparse_gradients(name: str) -> None:
     assert_equal_models(*models)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", [name for name in EVERY if name != "Prodigy"])
 def test_steps_within_the_backward_pass_are_one_step_of_all(name: str) -> None:
     mine, other = model_for(name), model_for(name)
     ours, theirs = made(name, mine), made(name, other)

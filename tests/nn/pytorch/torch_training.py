@@ -14,7 +14,7 @@ _OTHERS = {"Optimizer", "ShardedEmbedding", "Thor"}  # a base class, a module, o
 EVERY = sorted(n for n in set(fused.__all__) - _OTHERS if n[0].isupper())
 SHARED = [name for name in EVERY if hasattr(torch.optim, name)]
 DENSE = [name for name in SHARED if name != "SparseAdam"]
-TABLES = [name for name in EVERY if name not in {"Lamb", "LARS", "Adafactor"}]
+TABLES = [name for name in EVERY if name not in {"Lamb", "LARS", "Adafactor", "Prodigy"}]
 """Classes that take sparse gradients."""
 
 
