@@ -62,8 +62,8 @@ class Prodigy(Fused, torch.optim.Optimizer):
     Raises:
         ValueError: an argument is out of range.
 
-    In the step ``param``, sparse gradients, CUDA tensors, distributed parameters and different learning rates
-    above 0 raise.
+    In the step ``param``, sparse gradients, CUDA tensors, distributed parameters and different
+    learning rates above 0 raise.
 
     Source: ``prodigyopt.Prodigy`` 1.1.2; Mishchenko and Defazio (2024), arXiv:2306.06101.
 
