@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from . import adam
+from .adam import adam_scalars as scalars_of_adam
 from .formula import Numbers
 from .rule import Rule
 from .state import State
@@ -88,7 +88,7 @@ def adam_scalars(
     real: Any, lr: float, decay: float, step: int, constants: Numbers, powers: Numbers
 ) -> Numbers:
     """Those of `rules.adam`, whose step size holds both corrections, and the decay."""
-    of_adam = adam.adam_scalars(real, lr, decay, step, constants, powers)
+    of_adam = scalars_of_adam(real, lr, decay, step, constants, powers)
     complement1, complement2, size, epsilon = of_adam
     return complement1, complement2, real(1.0), epsilon, size, real(lr * decay)
 

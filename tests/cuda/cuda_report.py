@@ -105,7 +105,7 @@ def other_loops() -> dict[str, Any]:
 
     f32, bf16 = (kernel(ADAM, (), storage, storage, (F32, F32)) for storage in (F32, BF16))
     f64, lamb = (kernel(ADAM, (), F64, F64, (F64, F64)), kernel(LAMB, (), F32, F32, (F32, F32)))
-    novo, aligned = kernel(NOVO, (), F32, F32, (F32, F32)), kernel(ALIGNED, (), F32, F32, ())
+    novo, aligned = kernel(NOVO, (), F32, F32, (F32, F32, I32)), kernel(ALIGNED, (), F32, F32, ())
     counted, constants = kernel(COUNTED, (), F32, F32, (I32,)), (step.TensorRow, ())
     by_type = {"f32": f32, "bf16": bf16, "f64": f64}
     found = {f"rows lazy {name}": rows.touched_kernel(k) for name, k in by_type.items()}

@@ -141,10 +141,11 @@ def shared_launches() -> None:
 def tensors() -> None:
     """States of tensors that a factor gives, and many sums, signed ones among them."""
     shapes = ((5, 4), (37,), (), (3, 1), (0, 3))
+    decayed = {"weight_decay": 0.1}
     for of in OF_TENSORS:
         for dtypes in ((F32,) * 5, (F64,) * 5, (BF16, F16, F64, F32, F32)):
             variables = [positive(s, d) for s, d in zip(shapes, dtypes, strict=True)]
-            compare(partial(Own, of=of), variables, dense_steps(shapes, dtypes))
+            compare(partial(Own, of=of, **decayed), variables, dense_steps(shapes, dtypes))
 
 
 def offloaded() -> None:

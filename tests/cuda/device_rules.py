@@ -11,18 +11,18 @@ import numpy as np
 from fusestep.nn import Formula, FusedOptimizer, Rule, State
 
 
-def novo_update(w, g, m, v, hp):
+def novo_update(w, g, m, v, count, hp):
     m = hp.beta1 * m + hp.scale * g
-    return w - hp.lr * m - hp.decay * v * w, m
+    return w - hp.lr * m - hp.decay * v * count * w, m
 
 
-def novo_measure(w, g, m, v, hp):
+def novo_measure(w, g, m, v, count, hp):
     return (g,)
 
 
-def novo_factor(squares, v, size, one_minus_beta2, epsilon):
+def novo_factor(squares, v, count, size, one_minus_beta2, epsilon):
     v = v + one_minus_beta2 * (squares / size - v)
-    return 1.0 / (math.sqrt(v) + epsilon), v
+    return 1.0 / (math.sqrt(v) + epsilon), v, count + 1
 
 
 def novo_scalars(real, lr, decay, step, constants, powers):
@@ -31,11 +31,12 @@ def novo_scalars(real, lr, decay, step, constants, powers):
 
 
 NOVO = Rule(
-    novo_update, (State("m"), State("v", "tensor", initial=0.5)),
+    novo_update,
+    (State("m"), State("v", "tensor", initial=0.5), State("count", "tensor", 1.0, dtype=np.int32)),
     ("beta1", "one_minus_beta2", "epsilon", "lr", "decay", "scale"), novo_measure, 1, novo_factor,
-    "scale", takes=("v", "size", "one_minus_beta2", "epsilon"), decays=True,
+    "scale", takes=("v", "count", "size", "one_minus_beta2", "epsilon"), decays=True,
 )  # fmt: skip
-"""A second moment for each tensor, which the update sees as it was."""
+"""A second moment and a count for each tensor, which the update sees as they were."""
 
 
 def aligned_update(w, g, hp):
@@ -121,9 +122,11 @@ OF_ROWS: tuple[tuple[Rule, Formula], ...] = (
 class Own(FusedOptimizer):
     """An optimizer of any of them."""
 
-    def __init__(self, params: Any, of: tuple[Rule, Formula], **options: Any) -> None:
+    def __init__(
+        self, params: Any, of: tuple[Rule, Formula], weight_decay: float = 0.0, **options: Any
+    ) -> None:
         self._of = of
-        super().__init__(0.1, params, rule=of[0], **options)
+        super().__init__(0.1, params, weight_decay, rule=of[0], **options)
 
     def formula(self) -> Formula:
         return self._of[1]
