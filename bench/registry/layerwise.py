@@ -148,7 +148,7 @@ PRODIGY = Row(
         "plain": Form({"beta1": 0.0}, large=STOPS),
         "coupled": Form({"decouple": False}, large=STOPS),
     },
-    measured={"": Measured(None, options={"d0": 0.1}, passes=(4,))},
+    measured={"": Measured(None, options={"d0": 0.1, "beta2": 0.9}, passes=(4,))},
     source=Source(
         "prodigyopt 1.1.2", "reference", differs="not on devices; no `slice_p` or `fsdp_in_use`"
     ),

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from .rule import Rule
+from .rule import Rule, rule_helper
 from .state import State
 
 _LARGEST = float(np.finfo(np.float32).max)
@@ -26,6 +26,7 @@ def lars_gradient(out: Any, g: Any, w: Any, hp: Any) -> Any:
     return hp.ratio * (g + hp.decay * w)
 
 
+@rule_helper
 def ratio(norm_w: Any, norm_g: Any, decay: Any, coefficient: Any, epsilon: Any) -> Any:
     """``c`` of a tensor, in float64, from the L2 norms.
 

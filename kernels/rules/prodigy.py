@@ -63,6 +63,7 @@ def progress_plain(w: Any, g: Any, v: Any, s: Any, p0: Any, hp: Any) -> Any:
     return hp.gain * (g * (p0 - w)), hp.counted * abs(travelled(g, s, hp))
 
 
+@rule_helper
 def distance(
     gained: Any, length: Any, d: Any, d_max: Any, d_numerator: Any, beta3: Any, d0: Any,
     d_coef: Any, growth_rate: Any,
@@ -77,10 +78,14 @@ def distance(
     return d, d, d_max, d_numerator
 
 
-def distance_plain(*of_step: Any) -> Any:
+def distance_plain(
+    gained: Any, length: Any, d: Any, d_max: Any, d_numerator: Any, beta3: Any, d0: Any,
+    d_coef: Any, growth_rate: Any,
+) -> Any:  # fmt: skip
     """The same, and the factor of the gradient that is the direction."""
-    d, *numbers = distance(*of_step)
-    return (d, d, *numbers)
+    of_step = gained, length, d, d_max, d_numerator, beta3, d0, d_coef, growth_rate
+    d, _, d_max, d_numerator = distance(*of_step)
+    return d, d, d, d_max, d_numerator
 
 
 def rests(_gained: Any, length: Any) -> bool:
