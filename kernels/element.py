@@ -11,9 +11,11 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
+from numba import types
 
 from .lazy import lazy
 from .rules.rule import Prologue, Rule, columns, hp_type
+from .rules.state import State
 from .storage import F64, I32, Storage, numba_type, real_of
 
 
@@ -38,7 +40,7 @@ class Kernel:
 
     @property
     def per(self) -> tuple[str, ...]:
-        """Of what each array has an element: the parameter, then the states."""
+        """As `State.per`, of each array: the parameter, then the states."""
         return "element", *(state.per for state in self.rule.states)
 
     @lazy
@@ -48,30 +50,14 @@ class Kernel:
         of_each = zip((self.w, *self.s), self.per, strict=True)
         return np.array([[n * x.itemsize for n in sizes.get(per, (0, 0))] for x, per in of_each])
 
-    @property
-    def of_element(self) -> tuple[int, ...]:
-        """Places among the arrays of the states that ``update`` takes."""
-        per = self.per
-        return tuple(k for k in range(1, len(per)) if per[k] in ("element", "tensor"))
+    def places(self, states: tuple[State, ...]) -> tuple[int, ...]:
+        """Where some of the states are among the arrays."""
+        return tuple(1 + self.rule.states.index(state) for state in states)
 
     @property
     def stored(self) -> tuple[int, ...]:
         """Places of the arrays that an element writes: the parameter, and states not only read."""
-        states = self.rule.states
-        is_stored = (states[k - 1].per == "element" and not states[k - 1].is_read
-                     for k in self.of_element)  # fmt: skip
-        return (0, *(k for k, stored in zip(self.of_element, is_stored, strict=True) if stored))
-
-    @property
-    def of_scope(self) -> tuple[int, ...]:
-        """Places of the states that what follows from measuring takes."""
-        return tuple(k for k, per in enumerate(self.per) if k and per == self.rule.scope)
-
-    @property
-    def written_of_scope(self) -> tuple[int, ...]:
-        """Places of those that it returns."""
-        states = self.rule.states
-        return tuple(k for k in self.of_scope if not states[k - 1].is_read)
+        return 0, *self.places(self.rule.updated_states)
 
     @property
     def n_scalars(self) -> int:
@@ -128,13 +114,24 @@ def conditioned(kernel: Kernel, compiler: Compiler, *, zero_gradient: bool = Fal
     return compiler.inlined(load)
 
 
-def _loaded(kernel: Kernel, compiler: Compiler, places: tuple[int, ...]) -> Any:
-    """``load(arrays, i)``: element ``i`` of the arrays at some places, as numbers."""
+def _number_type(kernel: Kernel, storage: Storage) -> Any:
+    """The Numba type of a number of a storage type: that of the arithmetic, int64 for a count."""
+    return types.int64 if storage is I32 else numba_type(kernel.real)
+
+
+def _loaded(
+    kernel: Kernel, compiler: Compiler, places: tuple[int, ...], *, counts: bool = False
+) -> Any:
+    """``load(arrays, i)``: element ``i`` of the arrays at some places, as numbers.
+
+    With ``counts`` those of counts are int64, else of the arithmetic as well.
+    """
     if not places:
         return compiler.inlined(lambda arrays, i: ())  # noqa: ARG005
     place, storage = places[0], (kernel.w, *kernel.s)[places[0]]
-    to_real, real = compiler.conversion(storage.to_real), numba_type(kernel.real)
-    rest = _loaded(kernel, compiler, places[1:])
+    to_real = compiler.conversion(storage.to_real)
+    real = _number_type(kernel, storage) if counts else numba_type(kernel.real)
+    rest = _loaded(kernel, compiler, places[1:], counts=counts)
     if kernel.per[place] == "tensor":  # a constant of the closure, as below
 
         def load(arrays, i):
@@ -150,14 +147,14 @@ def _loaded(kernel: Kernel, compiler: Compiler, places: tuple[int, ...]) -> Any:
 
 def _stored(kernel: Kernel, compiler: Compiler, places: tuple[int, ...], k: int = 0) -> Any:
     """``store(arrays, i, values)``: values from number ``k`` on to element ``i`` of arrays."""
-    if k == len(places):
+    if not places:
         return compiler.inlined(lambda arrays, i, values: None)  # noqa: ARG005
-    place, storage = places[k], (kernel.w, *kernel.s)[places[k]]
+    place, storage = places[0], (kernel.w, *kernel.s)[places[0]]
     convert = compiler.conversion(storage.from_wide if kernel.real is F64 else storage.from_real)
-    rest = _stored(kernel, compiler, places, k + 1)
+    number, rest = _number_type(kernel, storage), _stored(kernel, compiler, places[1:], k + 1)
 
     def store(arrays, i, values):
-        arrays[place][i] = convert(values[k])
+        arrays[place][i] = convert(number(values[k]))
         rest(arrays, i, values)
 
     return compiler.inlined(store)
@@ -173,7 +170,7 @@ def element_of(
     """
     compiled = compiler.rule(update)
     load = conditioned(kernel, compiler, zero_gradient=zero_gradient)
-    load_states = _loaded(kernel, compiler, kernel.of_element)
+    load_states = _loaded(kernel, compiler, kernel.places(kernel.rule.element_states))
     store, stores_states = _stored(kernel, compiler, kernel.stored), len(kernel.stored) > 1
 
     def element(arrays, g, i, *rest):
@@ -189,7 +186,7 @@ def values_of(kernel: Kernel, compiler: Compiler, *, zero_gradient: bool = False
     assert kernel.rule.measure is not None
     compiled = compiler.rule(kernel.rule.measure)
     load = conditioned(kernel, compiler, zero_gradient=zero_gradient)
-    load_states = _loaded(kernel, compiler, kernel.of_element)
+    load_states = _loaded(kernel, compiler, kernel.places(kernel.rule.element_states))
 
     def values(arrays, g, i, hp):
         x, d = load(arrays[0], g, i, hp)
@@ -222,11 +219,11 @@ def _taken(kernel: Kernel, compiler: Compiler, constants: Mapping[str, float], k
     if k == len(rule.takes):
         return compiler.inlined(lambda states, size, hp: ())  # noqa: ARG005
     name, rest = rule.takes[k], _taken(kernel, compiler, constants, k + 1)
-    of_scope = [state.name for state in rule.states if state.per == rule.scope]
+    scope_states = [state.name for state in rule.scope_states]
     if name == "size":
         return compiler.inlined(lambda states, size, hp: (size, *rest(states, size, hp)))
-    if name in of_scope:
-        place = of_scope.index(name)
+    if name in scope_states:
+        place = scope_states.index(name)
         return compiler.inlined(lambda states, size, hp: (states[place], *rest(states, size, hp)))
     if name in constants:
         number = constants[name]
@@ -242,7 +239,7 @@ def following(
     rule, take = kernel.rule, _taken(kernel, compiler, constants or {})
     assert rule.factor is not None
     compiled = compiler.rule(rule.factor)
-    if len(rule.scaled_fields) + len(rule.written_of_scope) > 1:
+    if len(rule.scaled_fields) + len(rule.factor_states) > 1:
 
         def follow(sums, states, size, hp):
             return compiled(*sums, *take(states, size, hp))
@@ -277,33 +274,13 @@ def scaling(kernel: Kernel, compiler: Compiler) -> Any:
     return compiler.inlined(lambda hp, factors: cls(*every(hp, factors)))
 
 
-def numbers_at(kernel: Kernel, compiler: Compiler, places: tuple[int, ...]) -> Any:
-    """``load(arrays)``: the first element of the arrays at some places, a count as an int64."""
-    if not places:
-        return compiler.inlined(lambda arrays: ())  # noqa: ARG005
-    place, storage, rest = places[0], (kernel.w, *kernel.s)[places[0]], places[1:]
-    convert, others = compiler.conversion(storage.to_real), numbers_at(kernel, compiler, rest)
-    number = np.int64 if storage is I32 else numba_type(kernel.real)
-    return compiler.inlined(lambda arrays: (number(convert(arrays[place][0])), *others(arrays)))
+def scope_loader(kernel: Kernel, compiler: Compiler) -> Any:
+    """``load(arrays)``: the states of a row or a tensor, whose arrays begin there, as numbers."""
+    load = _loaded(kernel, compiler, kernel.places(kernel.rule.scope_states), counts=True)
+    return compiler.inlined(lambda arrays: load(arrays, 0))
 
 
-def numbers_to(
-    kernel: Kernel, compiler: Compiler, places: tuple[int, ...], begin: int, k: int = 0
-) -> Any:
-    """``store(arrays, values)``: ``values[begin:]`` to the first element of arrays at places."""
-    if k == len(places):
-        return compiler.inlined(lambda arrays, values: None)  # noqa: ARG005
-    place, number = places[k], begin + k
-    storage, others = (
-        (kernel.w, *kernel.s)[place],
-        numbers_to(kernel, compiler, places, begin, k + 1),
-    )
-    is_wide = kernel.real is F64 or storage is I32
-    real = np.int64 if storage is I32 else numba_type(kernel.real)
-    convert = compiler.conversion(storage.from_wide if is_wide else storage.from_real)
-
-    def store(arrays, values):
-        arrays[place][0] = convert(real(values[number]))
-        others(arrays, values)
-
-    return compiler.inlined(store)
+def scope_storer(kernel: Kernel, compiler: Compiler, begin: int) -> Any:
+    """``store(arrays, values)``: their new values, which are those from number ``begin`` on."""
+    store = _stored(kernel, compiler, kernel.places(kernel.rule.factor_states), begin)
+    return compiler.inlined(lambda arrays, values: store(arrays, 0, values))

@@ -45,6 +45,11 @@ def row_width(shape: tuple[int, ...]) -> int:
     return math.prod(shape[1:] if len(shape) >= 2 else shape)
 
 
+def has_rows(shape: tuple[int, ...]) -> bool:
+    """Whether a tensor has an axis that numbers rows, and these have elements."""
+    return len(shape) > 0 and row_width(shape) > 0
+
+
 class TensorTable:
     """Where T tensors and their states lie; what stays the same from step to step."""
 

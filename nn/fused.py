@@ -13,7 +13,7 @@ from ..kernels.cpu.dense import all_finite
 from ..kernels.rules.formula import Formula
 from ..kernels.rules.rule import Rule
 from ..kernels.rules.state import State
-from ..kernels.tables import row_width
+from ..kernels.tables import has_rows
 from ..ops.runtime import check, pending
 from ..ops.runtime.device import DeviceArray
 from ..ops.runtime.errors import reject
@@ -124,16 +124,9 @@ class FusedOptimizer(StatefulOptimizer, ABC):
     def _check_rows(self) -> None:
         """Refuse parameters without rows, or with rows without elements, if rows are measured."""
         for p in self.parameters if self._rule.is_row_wise else ():
-            if p.ndim == 0 or row_width(p.shape) == 0:
-                expected = "at least 1 axis, and rows with elements"
-                reject(
-                    ValueError,
-                    self._name,
-                    f"parameter {p.name!r}",
-                    "has no rows",
-                    expected,
-                    p.shape,
-                )
+            if not has_rows(p.shape):
+                label, expected = f"parameter {p.name!r}", "at least 1 axis, and rows with elements"
+                reject(ValueError, self._name, label, "has no rows", expected, p.shape)
 
     @abstractmethod
     def formula(self) -> Formula:
@@ -406,8 +399,8 @@ _DERIVED = {
 def declared(rule: Rule, states: Mapping[str, float] | None = None) -> tuple[State, ...]:
     """The states of a rule, and of the one of matrices; with these names and initial values."""
     if states is None:
-        of_matrices = rule.matrix.states if rule.matrix else ()
-        return tuple(dict.fromkeys((*of_matrices, *rule.states)))
+        matrix_states = rule.matrix.states if rule.matrix else ()
+        return tuple(dict.fromkeys((*matrix_states, *rule.states)))
     of_each = zip(rule.states, states.items(), strict=True)
     return tuple(state._replace(name=name, initial=x) for state, (name, x) in of_each)
 

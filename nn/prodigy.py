@@ -25,6 +25,8 @@ from .engine.conditioning import Conditioning
 from .engine.plan import Plan, Update
 from .fused import FusedOptimizer
 
+_CONSTANTS = "beta3", "d0", "d_coef", "growth_rate"
+
 
 class Prodigy(FusedOptimizer):
     """Adam whose steps are as long as the distance that the parameters seem to have to go.
@@ -129,32 +131,26 @@ class Prodigy(FusedOptimizer):
         self.d0 = positive_float(where, "d0", d0, real)
         self.d_coef = positive_float(where, "d_coef", d_coef, real)
         of_kind(where, "growth_rate", growth_rate, float | np.floating, "a float")
-        is_free = growth_rate == math.inf
-        self.growth_rate = (
-            math.inf if is_free else positive_float(where, "growth_rate", growth_rate, real)
-        )
+        if growth_rate != math.inf:
+            growth_rate = positive_float(where, "growth_rate", growth_rate, real)
+        self.growth_rate = float(growth_rate)
         if self.fsdp_in_use:
             wrong, expected = "is not supported", "False: the estimate is that of one process"
             reject(ValueError, where, "fsdp_in_use", wrong, expected, True)
         if not is_int(slice_p):
-            reject(
-                TypeError, where, "slice_p", "has a wrong type", "an int", type(slice_p).__name__
-            )
+            got = type(slice_p).__name__
+            reject(TypeError, where, "slice_p", "has a wrong type", "an int", got)
         if slice_p != 1:
             wrong, expected = "is not supported", "1: the estimate is that of all elements"
             reject(ValueError, where, "slice_p", wrong, expected, slice_p)
-        self._numbers = {
-            name: np.array([value])
-            for name, value in (("d", self.d0), ("d_max", self.d0), ("d_numerator", 0.0))
-        }
+        numbers = {"d": self.d0, "d_max": self.d0, "d_numerator": 0.0}
+        self._numbers = {name: np.array([value]) for name, value in numbers.items()}
         rule = rules.RULES[self.beta1 > 0.0, self.decouple]
         options = step_options(use_locking, None, skip_nonfinite, state_dtype)
         super().__init__(learning_rate, params, weight_decay, loss_scale, rule=rule, **options)
         if self._device is not None:
-            got, expected = (
-                f"CUDA device {self._device}",
-                "the host: the estimate is worked out there",
-            )
+            got = f"CUDA device {self._device}"
+            expected = "the host: the estimate is worked out there"
             reject(ValueError, where, "params", "live on a device", expected, got)
 
     @property
@@ -179,28 +175,28 @@ class Prodigy(FusedOptimizer):
         for i in np.flatnonzero(self._steps == 0).tolist():  # weights may be loaded until then
             if gradients[i] is not None:
                 self._states["p0"][i][...] = self.parameters[i].array
-        constants = {name: getattr(self, name) for name in ("beta3", "d0", "d_coef", "growth_rate")}
-        own = update._replace(
-            formula=self.formula(), constants=tuple(constants.items()), numbers=self._numbers
-        )
-        return super()._own_plan(gradients, own, conditioning)
+        return super()._own_plan(gradients, update._replace(formula=self.formula()), conditioning)
+
+    def _update(self) -> Update:
+        constants = tuple((name, getattr(self, name)) for name in _CONSTANTS)
+        return super()._update()._replace(constants=constants, numbers=self._numbers)
 
     def formula(self) -> Formula:
         """See `FusedOptimizer`; that of the next step."""
         rates, step = self._rates_at(self._step), self._step + 1
-        largest, d = max(rates), self.d
+        largest = max(rates)
         for rate in rates:
             if rate not in (largest, 0.0):
                 wrong, expected = "differs between groups", f"{largest} or 0.0"
                 reject(ValueError, self._name, "learning_rate", wrong, expected, rate)
-        rate = d * largest
+        correction = 1.0
         if self.use_bias_correction:
-            rate *= rules.correction(self.beta1, self.beta2, step)
-        gain = d / self.d0 * rate
-        of_sum = d / self.d0 * d if self.safeguard_warmup else gain
-        betas = self.beta1, self.beta2, self.beta3
-        decay = float(self.decouple)
-        return Formula(rules.prodigy_scalars, (*betas, self.eps, d, rate, decay, of_sum, gain))
+            correction = rules.correction(self.beta1, self.beta2, step)
+        constants = rules.prodigy_constants(
+            (self.beta1, self.beta2, self.beta3), self.eps, self.d, self.d0, largest, correction,
+            decoupled=self.decouple, safeguarded=self.safeguard_warmup,
+        )  # fmt: skip
+        return Formula(rules.prodigy_scalars, constants)
 
 
 def _below_1(where: str, name: str, value: Any) -> float:

@@ -31,9 +31,9 @@ from ..element import (
     adder,
     element_of,
     following,
-    numbers_at,
-    numbers_to,
     scaling,
+    scope_loader,
+    scope_storer,
     values_of,
 )
 from ..inner import njit
@@ -123,8 +123,8 @@ def _row_block(kernel: Kernel, *, zero_gradient: bool = False) -> NativeFunction
     element = element_of(kernel, rule, CPU, zero_gradient=zero_gradient)
     read_hp, read_arrays = readers(kernel)
     add_up = _summing(kernel, zero_gradient=zero_gradient)
-    load, begin = numbers_at(kernel, CPU, kernel.of_scope), len(kernel.rule.scaled_fields)
-    store = numbers_to(kernel, CPU, kernel.written_of_scope, begin)
+    load = scope_loader(kernel, CPU)
+    store = scope_storer(kernel, CPU, len(kernel.rule.scaled_fields))
     follow, scale = following(kernel, CPU), scaling(kernel, CPU)
 
     def update(addresses, row, rows, width, g_address, hp_address):

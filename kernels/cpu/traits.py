@@ -53,7 +53,7 @@ def of_measure(rule: Rule, real: Storage) -> Traits:
 
 
 def of_factor(rule: Rule, real: Storage) -> Traits:
-    """Those of what follows from what a rule has measured, in some type of the arithmetic."""
+    """The traits of ``factor``, in some type of the arithmetic."""
     assert rule.factor is not None
     counts = {"size", *(state.name for state in rule.states if state.dtype is not None)}
     taken = [types.int64 if name in counts else numba_type(real) for name in rule.takes]
@@ -71,7 +71,7 @@ def of_formula(formula: Formula, real: Storage) -> Traits:
 def _of_element(rule: Rule, real: Storage) -> tuple[Any, ...]:
     number = numba_type(real)
     hp = types.NamedUniTuple(number, len(rule.hp), hp_type(rule, ()))
-    own = [s for s in rule.states if s.per in ("element", "tensor") or rule.lines]
+    own = rule.states if rule.lines else rule.element_states
     return (*(number,) * (2 + len(own)), hp)
 
 

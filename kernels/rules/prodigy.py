@@ -28,7 +28,7 @@ from .state import PARAMETER, State
 
 @rule_helper
 def second_moment(g: Any, v: Any, hp: Any) -> Any:
-    """That of gradients in units of the distance."""
+    """The second moment of gradients in units of the distance."""
     return hp.beta2 * v + product(hp.square_step, g * g)
 
 
@@ -53,14 +53,15 @@ def prodigy_plain(w: Any, g: Any, v: Any, s: Any, p0: Any, hp: Any) -> Any:
     return w, v, travelled(g, s, hp)
 
 
-def progress(w: Any, g: Any, m: Any, v: Any, s: Any, p0: Any, hp: Any) -> Any:
+@rule_helper
+def progress_plain(w: Any, g: Any, v: Any, s: Any, p0: Any, hp: Any) -> Any:
     """First stage: how far the gradients agree with the way from ``p0``, and the length of s."""
     return hp.gain * (g * (p0 - w)), hp.counted * abs(travelled(g, s, hp))
 
 
-def progress_plain(w: Any, g: Any, v: Any, s: Any, p0: Any, hp: Any) -> Any:
-    """The same without a first moment."""
-    return hp.gain * (g * (p0 - w)), hp.counted * abs(travelled(g, s, hp))
+def progress(w: Any, g: Any, m: Any, v: Any, s: Any, p0: Any, hp: Any) -> Any:
+    """The same beside a first moment."""
+    return progress_plain(w, g, v, s, p0, hp)
 
 
 @rule_helper
@@ -68,7 +69,7 @@ def distance(
     gained: Any, length: Any, d: Any, d_max: Any, d_numerator: Any, beta3: Any, d0: Any,
     d_coef: Any, growth_rate: Any,
 ) -> Any:  # fmt: skip
-    """What the scale of ``epsilon`` is multiplied by, then the numbers after the step."""
+    """The factor of ``epsilon``, then the numbers after the step."""
     d_numerator = beta3 * d_numerator + gained
     found = d_coef * d_numerator / length
     before = found if d == d0 and found > d else d
@@ -98,17 +99,16 @@ def prodigy_scalars(
 ) -> Numbers:
     """The scalars of an update, in float64 and rounded to ``real`` once.
 
-    The constants are beta1, beta2, beta3, epsilon, the distance, ``r``, how much of the weight
-    decay is decoupled, what ``s`` takes of a gradient, and ``d/d0 * r``. A parameter with a rate
-    of 0 keeps its states and goes on along them.
+    The constants are those of `prodigy_constants`. A parameter with a rate of 0 keeps its states
+    and goes on along them.
     """
-    beta1, beta2, beta3, epsilon, d, rate, decoupled, of_sum, gain = constants
+    beta1, beta2, beta3, epsilon, d, rate, decoupled, sum_step, gain = constants
     of_step = real(rate), real(decoupled * decay * rate), real(epsilon)
     if lr == 0.0:
         kept = real(1.0), real(0.0), real(1.0), real(0.0), real(1.0), real(0.0)
         return (*kept, real(0.0), real(0.0), *of_step, real(1.0))
     moments = real(beta1), real((1.0 - beta1) * d), real(beta2), real((1.0 - beta2) * d * d)
-    return (*moments, real(beta3), real(of_sum), real(gain), real(1.0), *of_step, real(1.0))
+    return (*moments, real(beta3), real(sum_step), real(gain), real(1.0), *of_step, real(1.0))
 
 
 # The last two are those of a distance of 1 until the new one is known.
@@ -152,3 +152,16 @@ RULES = {  # by whether there is a first moment, and whether the decay is decoup
 def correction(beta1: float, beta2: float, step: int) -> float:
     """Adam's bias correction of update ``step`` = 1, 2, ..."""
     return float(math.sqrt(1.0 - beta2**step) / (1.0 - beta1**step))
+
+
+def prodigy_constants(
+    betas: tuple[float, float, float], epsilon: float, d: float, d0: float, lr: float,
+    bias_correction: float, *, decoupled: bool, safeguarded: bool,
+) -> Numbers:  # fmt: skip
+    """The constants of an update, for `prodigy_scalars`.
+
+    beta1, beta2, beta3, epsilon, the distance, ``r``, how much of the weight decay is decoupled,
+    what ``s`` takes of a gradient, and ``d/d0 * r``.
+    """
+    r, scale = d * lr * bias_correction, d / d0
+    return (*betas, epsilon, d, r, float(decoupled), scale * (d if safeguarded else r), scale * r)

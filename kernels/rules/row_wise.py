@@ -29,12 +29,12 @@ from .state import State
 
 
 def squares(w: Any, g: Any, hp: Any) -> Any:
-    """What is measured of a row without a first moment."""
+    """The measured value of an element without a first moment."""
     return (g,)
 
 
 def squares_beside_moment(w: Any, g: Any, m: Any, hp: Any) -> Any:
-    """What is measured of a row with one."""
+    """The measured value of an element with one."""
     return (g,)
 
 
@@ -87,9 +87,9 @@ def adagrad_decoupled_scalars(
 def adam_scalars(
     real: Any, lr: float, decay: float, step: int, constants: Numbers, powers: Numbers
 ) -> Numbers:
-    """Those of `rules.adam`, whose step size holds both corrections, and the decay."""
-    of_adam = scalars_of_adam(real, lr, decay, step, constants, powers)
-    complement1, complement2, size, epsilon = of_adam
+    """Adam's scalars, of which the step size holds both corrections, and the decay."""
+    known = scalars_of_adam(real, lr, decay, step, constants, powers)
+    complement1, complement2, size, epsilon = known
     return complement1, complement2, real(1.0), epsilon, size, real(lr * decay)
 
 

@@ -61,7 +61,7 @@ class _Constant:
 
 
 class Lines(NamedTuple):
-    """Of matrices, running means over the rows and the columns, kept as the last two states.
+    """Running means over the rows and the columns of matrices, kept as the last two states.
 
     All are scalar functions. With ``R`` and ``C`` the two states of an element's row and column,
     ``update`` takes in their place the factors ``row_factor(R, mean of all R)`` and
@@ -138,7 +138,7 @@ class Rule(_Constant):
 
     @lazy
     def names(self) -> tuple[str, ...]:
-        """Those of the states."""
+        """The names of the states."""
         return tuple(state.name for state in self.states)
 
     @lazy
@@ -152,9 +152,29 @@ class Rule(_Constant):
         return (self.factor_of,) if isinstance(self.factor_of, str) else self.factor_of
 
     @property
-    def written_of_scope(self) -> tuple[State, ...]:
+    def element_states(self) -> tuple[State, ...]:
+        """The states that ``update`` and ``measure`` take."""
+        return tuple(s for s in self.states if s.per in ("element", "tensor"))
+
+    @property
+    def updated_states(self) -> tuple[State, ...]:
+        """The states that ``update`` gives anew."""
+        return tuple(s for s in self.states if s.per == "element" and not s.is_read)
+
+    @property
+    def scope_states(self) -> tuple[State, ...]:
+        """The states that ``factor`` may take."""
+        return tuple(s for s in self.states if s.per == self.scope)
+
+    @property
+    def factor_states(self) -> tuple[State, ...]:
         """The states that ``factor`` gives anew."""
-        return tuple(s for s in self.states if s.per == self.scope and not s.is_read)
+        return tuple(s for s in self.scope_states if not s.is_read)
+
+    @lazy
+    def is_elementwise(self) -> bool:
+        """Whether every state has the shape of the parameter."""
+        return all(state.per == "element" for state in self.states)
 
     @lazy
     def is_two_stage(self) -> bool:

@@ -10,7 +10,7 @@ PARAMETER = "parameter"
 
 
 class State(NamedTuple):
-    """What a rule keeps from one step to the next.
+    """An array, or a number, that a rule keeps from one step to the next.
 
     Attributes:
         name: its role in checkpoints.

@@ -64,7 +64,7 @@ def check_rule(
             reject(ValueError, where, "hp of the rule", wrong, expected, repr(name))
     couples = not rule.decays if couples is None else couples
     check_apart(where, rule, SCALE, TRUST, *((COUPLED_DECAY,) if couples else ()))
-    element = ("w", "g", *(s.name for s in rule.states if s.per in ("element", "tensor")), "hp")
+    element = ("w", "g", *(state.name for state in rule.element_states), "hp")
     _check_function(where, "update", rule.update, element)
     for name in ("lines", "matrix"):
         if getattr(rule, name) is not None:
@@ -112,14 +112,14 @@ def _check_scopes(where: str, rule: Rule) -> None:
         what, wrong = "scope of the rule", "is unknown"
         reject(ValueError, where, what, wrong, f"one of {_SCOPES}", repr(rule.scope))
     for state in rule.states:
-        of_scope = state.per == rule.scope and rule.factor is not None
-        is_given = state.per == "element" or of_scope or (state.per == "tensor" and state.is_read)
+        follows = state.per == rule.scope and rule.factor is not None
+        is_given = state.per == "element" or follows or (state.per == "tensor" and state.is_read)
         if not is_given:
             label = f"state {state.name!r} of the rule"
             expected = f"scope={state.per!r}, with a factor" if state.per in _SCOPES else None
             got = f"scope={rule.scope!r}" + (", no factor" if rule.factor is None else "")
             reject(ValueError, where, label, f"is one per {state.per}", expected, got)
-    known = {"size", *(s.name for s in rule.states if s.per == rule.scope), *rule.hp}
+    known = {"size", *(state.name for state in rule.scope_states), *rule.hp}
     _check_names(where, "takes of the rule", rule.takes)
     if unknown := [name for name in rule.takes if name not in known]:
         expected = "'size', states of the scope, and fields of hp"
@@ -166,14 +166,13 @@ def _check_measure(
     }
     if not any(parts.values()) and not rule.is_row_wise:
         return
-    if rule.is_row_wise and rule.measure is None:  # states of rows alone may decide
+    measures = parts["measure"] or parts["n_measured"]
+    if rule.is_row_wise and not measures:  # states of rows alone may decide
         parts = {name: parts[name] for name in ("factor", "factor_of")}
     if missing := [name for name, is_given in parts.items() if not is_given]:
         expected = "measure, n_measured, factor and factor_of, or none of them"
         reject(TypeError, where, "the rule", "lacks a part", expected, f"no {missing[0]}")
-    if rule.measure is None and rule.n_measured == 0:
-        pass
-    elif not is_int(rule.n_measured) or rule.n_measured < 1:
+    if measures and (not is_int(rule.n_measured) or rule.n_measured < 1):
         what, wrong, expected = "n_measured of the rule", "is out of range", "an int of at least 1"
         reject(ValueError, where, what, wrong, expected, rule.n_measured)
     of_kind(where, "factor_of of the rule", rule.factor_of, str | tuple, "a str, or a tuple of str")
@@ -181,7 +180,7 @@ def _check_measure(
         if name not in rule.hp:
             what, wrong, expected = "factor_of of the rule", "is unknown", f"one of {rule.hp}"
             reject(ValueError, where, what, wrong, expected, repr(name))
-    if rule.measure is not None:
+    if measures:
         _check_function(where, "measure", rule.measure, element)
     of_kind(where, "takes of the rule", rule.takes, tuple, "a tuple of str")
     sums = [f"sum{k + 1}" for k in range(rule.n_measured)]
@@ -218,8 +217,7 @@ def check_compiled(where: str, rule: Rule, dtypes: Iterable[np.dtype[Any]]) -> N
     """
     if not is_own(rule.update):
         return
-    own = [s.name for s in rule.states if s.per == "element" and not s.is_read]
-    stored = ["w", *own]
+    stored = ["w", *(state.name for state in rule.updated_states)]
     for real in _reals(dtypes):
         of_update = _traits(where, "update", rule.update, traits.of_update, rule, real)
         _check_returned(where, _named("update", rule.update), of_update, stored)
@@ -229,7 +227,7 @@ def check_compiled(where: str, rule: Rule, dtypes: Iterable[np.dtype[Any]]) -> N
             _check_returned(where, _named("measure", rule.measure), found, measured, of_one=True)
         if rule.factor is not None:
             found = _traits(where, "factor", rule.factor, traits.of_factor, rule, real)
-            follows = [*rule.scaled_fields, *(s.name for s in rule.written_of_scope)]
+            follows = [*rule.scaled_fields, *(state.name for state in rule.factor_states)]
             name = _named("factor", rule.factor)
             _check_returned(where, name, found, follows, kinds=_NUMBERS)
 

@@ -53,9 +53,8 @@ class StatefulOptimizer(Optimizer):
         if shape is None:
             return None
         if state.initial == PARAMETER:
-            of_p = np.asarray(p.array if self._device is None else p.array.numpy())
             made = allocation.full(shape, 0.0, dtype)
-            made[...] = of_p
+            made[...] = p.array if self._device is None else p.array.numpy()
             return made if self._works_on_host else p.array.holding(made)
         if self._works_on_host:
             return allocation.full(shape, float(state.initial), dtype)

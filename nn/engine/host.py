@@ -173,8 +173,8 @@ def completed(
         sizes = np.maximum(1, np.diff(update.variables.table.first)).tolist()
         for t, size in enumerate(sizes):
             own = {state.name: arrays[t].item() for state, arrays in states}
-            of_hp = {name: hp[t, k].item() for name, k in column.items()}
-            every.append({**of_hp, **own, "size": size, **known[t]})
+            scalars = {name: hp[t, column[name]].item() for name in rule.takes if name in column}
+            every.append({**scalars, **own, "size": size, **known[t]})
     found = factors_of(rule, sums, every or known)
     for k, name in enumerate(rule.scaled_fields):
         hp[:, column[name]] *= found[:, k]

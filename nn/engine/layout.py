@@ -37,7 +37,7 @@ class Batch:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """That of the first tensor: all of a batch have the same states, hence the same rule."""
+        """The shape of the first tensor: all have the same states, hence the same rule."""
         shape: tuple[int, ...] = self.variables.tensors[0][0].shape
         return shape
 

@@ -103,8 +103,8 @@ def _run(call: Call, rows: Sequence[RowGradient], plan: Plan, stream: Any) -> No
     batch, tensors = call.batch, call.batch.variables.tensors
     is_measured = call.rates is not NOTHING
     # Of rows and tensors, states and what is measured are those of whole ones.
-    of_elements = all(state.per == "element" for state in call.rule.states)
-    split = of_elements and not (is_measured or rows or call.rule.is_row_wise)
+    is_apart = call.rule.is_elementwise and not call.rule.is_row_wise
+    split = is_apart and not (is_measured or rows)
     sizes = [arrays[0].size for arrays in tensors]
     tables = [[Part(t, 0, size)] for t, size in enumerate(sizes)]
     chunks = tables if rows else list(chunks_of(sizes, split=split))

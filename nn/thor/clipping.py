@@ -9,7 +9,7 @@ import numpy as np
 from ...kernels.rules.gradient import TRUST
 from ...kernels.rules.norm import SCALED
 from ...kernels.rules.rule import Prologue
-from ...ops.runtime.step import DenseUpdate, measured
+from ...ops.runtime.step import DenseUpdate
 from ..engine.conditioning import Conditioning
 from ..engine.plan import Call
 
@@ -31,6 +31,6 @@ class ClippedConditioning(Conditioning):
         own = np.ones((len(hp), 1 + len(fields)), hp.dtype)
         own[:, 1:] = hp[:, [column[name] for name in fields]]
         given = replace(batch.variables, s=()), call.gradients, batch.g, own, np.arange(len(hp))
-        squares = measured(DenseUpdate(SCALED, before, *given), {})[1]
+        squares = DenseUpdate(SCALED, before, *given).sums()
         norms = np.maximum(np.sqrt(squares[:, 0]), LARGEST_NORM)
         hp[:, column["trust_ratio"]] = LARGEST_NORM / norms

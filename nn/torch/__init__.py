@@ -18,8 +18,7 @@ from .thor import Thor
 
 __all__ = [
     "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Adan", "FTRL", "LARS",
-    "Lamb", "LazyAdam", "Lion", "NAdam", "Optimizer", "Prodigy", "RAdam",
-    "RMSprop",
+    "Lamb", "LazyAdam", "Lion", "NAdam", "Optimizer", "Prodigy", "RAdam", "RMSprop",
     "RowWiseAdagrad", "RowWiseAdam", "Rprop", "SGD", "ShardedEmbedding", "SparseAdam", "Thor",
     "clip_grad_norm_",
 ]  # fmt: skip

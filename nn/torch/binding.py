@@ -91,15 +91,15 @@ class Binding:
         assert given is not None
         parameter, gradient = local(entry.parameter), local(given)
         self._is_plain &= parameter is entry.parameter and gradient is given
-        knows_elements = all(state.per == "element" for state in entry.rule.states)
-        if parameter is not entry.parameter and (entry.rule.measure or not knows_elements):
+        rule = entry.rule
+        if parameter is not entry.parameter and (rule.measure or not rule.is_elementwise):
             wrong, expected = "is distributed", "a tensor of one process: the norm is that of all"
             reject(RuntimeError, where, name, wrong, expected, type(entry.parameter).__name__)
         is_sparse = gradient.layout == torch.sparse_coo
         self._check_written(parameter, name)
         order = order_of(parameter)
         plain = tuple(range(parameter.dim()))
-        has_rows = is_sparse or entry.rule.is_row_wise or not knows_elements
+        has_rows = is_sparse or rule.is_row_wise or not rule.is_elementwise
         if order is None or not is_as_it_lies(parameter) or (has_rows and order != plain):
             parameter, order = self._copied(parameter, in_memory(parameter.detach())), plain
         states = [self._state(entry, role, parameter, order) for role in entry.shapes]
@@ -128,7 +128,7 @@ class Binding:
                 array.reshape(table_shape(gradient)) if array.size == arrays[0].size else array
                 for array in arrays
             ]
-            if entry.rule.is_row_wise and (gradient.sparse_dim() != 1 or gradient.dim() < 2):
+            if rule.is_row_wise and (gradient.sparse_dim() != 1 or gradient.dim() < 2):
                 expected = "1 sparse dimension of a parameter of at least 2: a vector is one row"
                 got = f"{gradient.sparse_dim()} of {gradient.dim()}"
                 reject(RuntimeError, where, label, "has other rows", expected, got)

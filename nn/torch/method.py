@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ from torch import Tensor
 from ...kernels.rules.formula import Numbers
 from ...kernels.rules.gradient import COUPLED_DECAY, SCALE
 from ...kernels.rules.rule import Prologue, Rule
+from ...kernels.tables import has_rows
 from ...ops.runtime import check
 from ...ops.runtime.errors import reject
 from .memory import DTYPE_NAMES, DTYPES
@@ -82,9 +82,10 @@ def check_group(where: str, group: Group, *, takes_sparse: bool) -> None:
 
 def check_rows(where: str, name: str, parameter: Tensor) -> None:
     """Refuse a parameter that has no rows to measure; a vector is one row."""
-    if parameter.dim() == 0 or math.prod(parameter.shape[parameter.dim() > 1 :]) == 0:
-        expected, got = "at least 1 dimension, and rows with elements", tuple(parameter.shape)
-        reject(ValueError, where, name, "has no rows", expected, got)
+    shape = tuple(parameter.shape)
+    if not has_rows(shape):
+        expected = "at least 1 dimension, and rows with elements"
+        reject(ValueError, where, name, "has no rows", expected, shape)
 
 
 def check_own(where: str, own: Group, *, takes_sparse: bool) -> None:

@@ -132,7 +132,7 @@ class Fused(_Base):
         return {name: rule.shape_of(state, shape) for name, state in of_each}
 
     def constants(self, group: Group) -> dict[str, float]:  # noqa: ARG002
-        """What `Rule.factor` takes beside sums, states and scalars, by name."""
+        """The numbers that `Rule.factor` takes beside sums, states and scalars, by name."""
         return {}
 
     def initial(self, role: str, group: Group) -> float:  # noqa: ARG002
@@ -223,7 +223,7 @@ class Fused(_Base):
     ) -> None:
         """Refuse states of elements in the place of those of rows, and the other way round."""
         choice = self.method(group).choice(group)
-        if all(state.per == "element" for state in choice.rule.states):
+        if choice.rule.is_elementwise:
             return  # PyTorch lets shapes be, and so does a step that finds them as they have to be
         for parameter, key in keys:
             for role, shape in self.shapes(choice, parameter).items():

@@ -38,12 +38,12 @@ class Entry(NamedTuple):
 
     @property
     def rule(self) -> Rule:
-        """That of a tensor of this shape."""
+        """The rule of a tensor of this shape."""
         return self.choice.rule.on(tuple(self.parameter.shape))
 
     @property
     def declared(self) -> dict[str, State]:
-        """What the rule says of the states, by their names here."""
+        """The states as the rule declares them, by their names here."""
         return dict(zip(self.shapes, self.rule.states, strict=True))
 
 
@@ -62,6 +62,7 @@ class Part:
     """The parameters that one kernel call updates."""
 
     choice: Choice
+    rule: Rule  # that of tensors of these shapes
     layout: Layout
     batch: Batch
     places: list[int]  # [T]: of each tensor among all that have a gradient
@@ -77,14 +78,9 @@ class Part:
         groups, group_of = np.unique([e.group for e in own], return_inverse=True)
         first = own[0]
         return cls(
-            first.choice, layout, batch, [place[i] for i in positions], groups.tolist(), group_of,
-            bool(first.parameter.is_cuda),
+            first.choice, first.rule, layout, batch, [place[i] for i in positions],
+            groups.tolist(), group_of, bool(first.parameter.is_cuda),
         )  # fmt: skip
-
-    @property
-    def rule(self) -> Rule:
-        """That of these tensors."""
-        return self.choice.rule.on(self.batch.shape)
 
     def gradients(self, given: Given) -> Any:
         """The gradients of its parameters: addresses, or rows."""

@@ -121,19 +121,19 @@ class Prodigy(Fused, torch.optim.Optimizer):
         """See `Optimizer`."""
         first, (beta1, beta2) = self.param_groups[0], group["betas"]
         largest = max(number(each["lr"]) for each in self.param_groups)
-        lr, d = number(group["lr"]), first["d"]
+        lr = number(group["lr"])
         if lr not in (largest, 0.0):
             raise RuntimeError(
                 "Prodigy: learning rates of groups differ: expected equal ones, or 0, got "
                 f"{lr} beside {largest}"
             )
-        rate = d * largest
+        correction = 1.0
         if first["use_bias_correction"]:
-            rate *= rules.correction(first["betas"][0], first["betas"][1], first["k"] + 1)
-        gain = d / first["d0"] * rate
-        of_sum = d / first["d0"] * d if group["safeguard_warmup"] else gain
-        constants = (beta1, beta2, _beta3(first), group["eps"], d, rate,
-                     float(group["decouple"]), of_sum, gain)  # fmt: skip
+            correction = rules.correction(first["betas"][0], first["betas"][1], first["k"] + 1)
+        constants = rules.prodigy_constants(
+            (beta1, beta2, _beta3(first)), group["eps"], first["d"], first["d0"], largest,
+            correction, decoupled=group["decouple"], safeguarded=group["safeguard_warmup"],
+        )  # fmt: skip
         decay = number(group["weight_decay"])
         of_rule: Numbers = rules.prodigy_scalars(float, lr, decay, 0, constants, ())
         return of_rule

@@ -72,7 +72,7 @@ class Variables:
 
     @lazy
     def matrices(self) -> MatrixTable:
-        """What stays of steps on the host of rules that have states of their rows and columns."""
+        """The table of steps on the host of rules that have states of their rows and columns."""
         return MatrixTable(self.as_matrices)
 
     @lazy
@@ -113,6 +113,10 @@ class DenseUpdate(NamedTuple):
     def kernel(self) -> Kernel:
         """What is compiled for it."""
         return kernel(self.rule, self.prologue, self.variables.w, self.g, self.variables.s)
+
+    def sums(self) -> np.ndarray:
+        """What a two-stage rule measures of tensors: float64 ``[T, n_measured]``."""
+        return measure(self.kernel, self.variables.table, self.gradients, self.hp, self.hp_of)
 
     def states_of_tensors(self) -> list[tuple[State, list[Any]]]:
         """The states that have one number for each tensor, with those of all tensors."""
@@ -167,14 +171,14 @@ def dense_part(
 def measured(
     update: DenseUpdate, constants: Mapping[str, float]
 ) -> tuple[MatrixStep | None, np.ndarray]:
-    """What a two-stage rule measures: float64 ``[T, n_measured]`` sums.
+    """The sums of an update, of matrices too, for which constants are needed.
 
     On matrices the step comes with them, which has measured; its scalars are still to be completed.
     """
     kernel, variables, gradients = update.kernel, update.variables, update.gradients
     table, lines = variables.table, kernel.rule.lines
     if lines is None:
-        return None, measure(kernel, table, gradients, update.hp, update.hp_of)
+        return None, update.sums()
     sums = np.zeros((len(gradients), kernel.rule.n_measured))
     if constants[lines.of_parameter]:
         sums[:, 0] = squares_at(variables.w, table.addresses[:, 0], np.diff(table.first))

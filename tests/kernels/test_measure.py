@@ -14,7 +14,6 @@ from fusestep.kernels.rules.lamb import LAMB, LAMB_CLIPPED, lamb_scalars
 from fusestep.kernels.rules.norm import SCALED
 from fusestep.kernels.storage import STORAGES
 from fusestep.ops.norm import squares
-from fusestep.ops.runtime import step
 from fusestep.ops.runtime.step import DenseUpdate, Variables
 
 from helpers import BF16, STORAGE_DTYPES, assert_same_bits, unchanged
@@ -91,12 +90,12 @@ def test_what_is_not_finite_is_seen(dtype: np.dtype, bad: float) -> None:
 def measured(
     rule: Any, prologue: Any, tensors: list[tuple[np.ndarray, ...]], gradients: Any, rows: Any
 ) -> np.ndarray:
-    """`measured` on fresh tensors, each with a row of scalars of its own."""
+    """`DenseUpdate.sums` of fresh tensors, each with a row of scalars of its own."""
     hp = np.array(rows, np.float64 if tensors[0][0].dtype == np.float64 else np.float32)
     with unchanged(tensors, gradients):
         places = np.array([g.ctypes.data for g in gradients])
         given = places, STORAGES[gradients[0].dtype], hp, np.arange(len(tensors))
-        return step.measured(DenseUpdate(rule, prologue, Variables.of(tensors), *given), {})[1]
+        return DenseUpdate(rule, prologue, Variables.of(tensors), *given).sums()
 
 
 @EACH_DTYPE

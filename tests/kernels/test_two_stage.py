@@ -17,7 +17,7 @@ from fusestep.kernels.rules import lamb, lars
 from fusestep.kernels.rules.gradient import SCALE
 from fusestep.kernels.rules.rule import Prologue, Rule, factors, hp_type
 from fusestep.kernels.storage import STORAGES
-from fusestep.ops.runtime.step import DenseUpdate, Variables, measured
+from fusestep.ops.runtime.step import DenseUpdate, Variables
 
 import reference_layerwise as layerwise
 from helpers import BF16, STORAGE_DTYPES, assert_same_bits, assert_within_ulps, unchanged
@@ -81,7 +81,7 @@ def run(form: Form, arrays: list[Any], g: Any, prologue: Prologue = (), **change
         form.rule, prologue, Variables.of([tuple(arrays)]), np.array([g.ctypes.data]),
         STORAGES[g.dtype], hp, np.zeros(1, np.int64),
     )  # fmt: skip
-    ratio = form.ratio(measured(update, {})[1])
+    ratio = form.ratio(update.sums())
     assert ratio.shape == (1,)
     hp[:, lamb.LAMB.hp.index("step")] *= ratio
     commit([update.prepared()])
@@ -192,7 +192,7 @@ def test_each_tensor_has_its_own_ratio(form: Form) -> None:
         np.array([g.ctypes.data for _, g, _, _ in together]), STORAGES[F32], hp,
         np.arange(len(sizes)),
     )  # fmt: skip
-    hp[:, -1] *= form.ratio(measured(update, {})[1])
+    hp[:, -1] *= form.ratio(update.sums())
     commit([update.prepared()])
     assert len(set(hp[:, -1].tolist())) == len(sizes)
     for one, other in zip(alone, together, strict=True):

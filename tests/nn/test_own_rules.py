@@ -322,7 +322,7 @@ def test_rules_of_the_package_are_as_those_of_users_must_be(name: str) -> None:
             assert {*found.returned} <= {"float32", "float64"} and not found.can_raise
         if rule.factor is not None and "scale_parameter" not in rule.takes:  # a bool
             of_step = 3 * (rule.scope == "step")  # numbers of the optimizer
-            n = len(rule.scaled_fields) + len(rule.written_of_scope) + of_step
+            n = len(rule.scaled_fields) + len(rule.factor_states) + of_step
             found = traits.of_factor(rule, real)
             assert found == traits.Traits(("float64",) * n, n > 1, False)
 

@@ -11,35 +11,16 @@ import pytest
 from fusestep import nn
 
 from helpers import assert_same_bits, refused
-from reference_prodigy import Group, Prodigy
+from reference_prodigy import OPTIONS, Group, Prodigy, reference_with
 
 SHAPES = [(7, 5), (11,), (), (3, 0), (2, 3, 4)]
-OPTIONS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "rate": {"lr": 0.5},
-    "bias correction": {"use_bias_correction": True},
-    "decoupled": {"weight_decay": 0.1},
-    "coupled": {"weight_decay": 0.1, "decouple": False},
-    "safeguarded": {"safeguard_warmup": True, "lr": 0.3},
-    "d0": {"d0": 1e-3},
-    "d_coef": {"d_coef": 2.0},
-    "growing slowly": {"growth_rate": 1.05},
-    "beta3": {"beta3": 0.9},
-    "betas": {"betas": (0.8, 0.99)},
-    "no first moment": {"betas": (0.0, 0.99)},
-    "no first moment, coupled": {"betas": (0.0, 0.99), "decouple": False, "weight_decay": 0.01},
-    "eps": {"eps": 0.1},
-}
-OF_GROUPS = "lr", "weight_decay", "eps", "safeguard_warmup"
 
 
 def both(options: dict[str, Any], dtype: Any = np.float64) -> tuple[Any, Any, list[np.ndarray]]:
     """The reference and the optimizer on equal parameters, and where their gradients lead."""
     rng = np.random.default_rng(0)
     start, end = ([np.array(rng.standard_normal(s)) for s in SHAPES] for _ in range(2))
-    own = {name: x for name, x in options.items() if name in OF_GROUPS}
-    rest = {name: x for name, x in options.items() if name not in OF_GROUPS}
-    exact = Prodigy([Group([w.copy() for w in start], **own)], **rest)
+    exact = reference_with([start], options)
     given = {"learning_rate" if name == "lr" else name: x for name, x in options.items()}
     if "betas" in given:
         given["beta1"], given["beta2"] = given.pop("betas")

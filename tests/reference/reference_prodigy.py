@@ -7,8 +7,9 @@ follows the package. `slice_p` is 1 and nothing is distributed.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -130,3 +131,30 @@ class Prodigy:
                 update = state.m if beta1 > 0.0 else self.d * g
                 p -= rate * update / (np.sqrt(state.v) + self.d * group.eps)
         return True
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "rate": {"lr": 0.5},
+    "bias correction": {"use_bias_correction": True},
+    "decoupled": {"weight_decay": 0.1},
+    "coupled": {"weight_decay": 0.1, "decouple": False},
+    "safeguarded": {"safeguard_warmup": True, "lr": 0.3},
+    "d0": {"d0": 1e-3},
+    "d_coef": {"d_coef": 2.0},
+    "growing slowly": {"growth_rate": 1.05},
+    "beta3": {"beta3": 0.9},
+    "betas": {"betas": (0.8, 0.99)},
+    "no first moment": {"betas": (0.0, 0.99)},
+    "no first moment, coupled": {"betas": (0.0, 0.99), "decouple": False, "weight_decay": 0.01},
+    "eps": {"eps": 0.1},
+}
+"""Options that tell runs apart."""
+_OF_GROUPS = "lr", "weight_decay", "eps", "safeguard_warmup"
+
+
+def reference_with(groups: Iterable[list[Array]], options: dict[str, Any]) -> Prodigy:
+    """On copies of the parameters of some groups, each with these options."""
+    own = {name: x for name, x in options.items() if name in _OF_GROUPS}
+    rest = {name: x for name, x in options.items() if name not in _OF_GROUPS}
+    return Prodigy([Group([w.copy() for w in ws], **own) for ws in groups], **rest)

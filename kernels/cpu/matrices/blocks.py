@@ -51,12 +51,12 @@ class MatrixBlocks(NamedTuple):
 def matrix_blocks(kernel: Kernel) -> MatrixBlocks:
     """The blocks of a rule with states of rows and columns."""
     lines, rule = lines_of(kernel), kernel.rule
-    of_lines = " ".join(fingerprint(function) for function in lines if callable(function))
+    line_functions = " ".join(fingerprint(function) for function in lines if callable(function))
     held = f"{lines.smallest} {lines.smallest_mean}"
 
     def block(name: str, function: Any, of_rule: Any) -> NativeFunction:
         own = identity(f"matrix {name}", of_rule, kernel, kernel.w, kernel.g, *kernel.s)
-        return NativeFunction(function, f"{own} lines {of_lines} {held}")
+        return NativeFunction(function, f"{own} lines {line_functions} {held}")
 
     real, terms, measure, update = kernel.real, _terms(kernel), _measure(kernel), _update(kernel)
     return MatrixBlocks(
@@ -68,7 +68,7 @@ def matrix_blocks(kernel: Kernel) -> MatrixBlocks:
 
 
 def lines_of(kernel: Kernel) -> Lines:
-    """What the rule does with rows and columns."""
+    """The functions of rows and columns of the rule."""
     assert kernel.rule.lines is not None
     return kernel.rule.lines
 

@@ -14,7 +14,7 @@ import numpy as np
 from numba import cuda, types
 from numba.np.numpy_support import from_dtype
 
-from ...element import Kernel, adder, element_of, numbers_at, numbers_to, values_of
+from ...element import Kernel, adder, element_of, scope_loader, scope_storer, values_of
 from ...storage import F64, Storage, numba_type
 from ..device.backend import on_device, reader, tile_loader, tile_storer
 from ..device.functions import DEVICE, device_function
@@ -141,7 +141,7 @@ def _leave(tile, address, i):
 
 
 def _of_tensor(storage: Storage) -> Access:
-    """Of the only element, whatever ``i``."""
+    """Access to the only element, whatever ``i``."""
     kind, load_one, _ = access(storage, 1)
 
     @cuda.jit(device=True)
@@ -152,7 +152,7 @@ def _of_tensor(storage: Storage) -> Access:
 
 
 def _accesses(kernel: Kernel, length: int) -> list[Access]:
-    """Of the gradient, and of the arrays of which an element has something."""
+    """The gradient, then each array, of which an element may have nothing."""
     found = [access(kernel.g, length)]
     for storage, per in zip((kernel.w, *kernel.s), kernel.per, strict=True):
         own = access(storage, length)
@@ -246,13 +246,14 @@ class ScopeStates(NamedTuple):
 
 
 def scope_states(kernel: Kernel, begin: int) -> ScopeStates:
-    """Of a rule; what is stored are values from number ``begin`` on."""
-    of_arrays, written = [], kernel.written_of_scope
+    """The states of a rule; what is stored are values from number ``begin`` on."""
+    read, of_arrays = kernel.places(kernel.rule.scope_states), []
     for k, storage in enumerate((kernel.w, *kernel.s)):
         kind, load, store = access(storage, 1)
-        of_arrays.append(Access(kind, load if k in kernel.of_scope else _leave, store))
-    loaded = in_registers(of_arrays, 1, numbers_at(kernel, DEVICE, kernel.of_scope), stored=())
-    to_tiles = numbers_to(kernel, DEVICE, written, begin)
+        of_arrays.append(Access(kind, load if k in read else _leave, store))
+    loaded = in_registers(of_arrays, 1, scope_loader(kernel, DEVICE), stored=())
+    written = kernel.places(kernel.rule.factor_states)
+    to_tiles = scope_storer(kernel, DEVICE, begin)
     return ScopeStates(loaded, in_registers(of_arrays, 1, to_tiles, stored=written))
 
 

@@ -38,7 +38,7 @@ def totals_kernel(kernel: Kernel, record: Any, constants: Constants) -> Any:
     """
     rule, real = kernel.rule, kernel.real
     n_values, n_factors = rule.n_measured, len(rule.scaled_fields)
-    n_new, row_at = len(rule.written_of_scope), row_reader(record, 2 + len(kernel.s))
+    n_new, row_at = len(rule.factor_states), row_reader(record, 2 + len(kernel.s))
     follow, scale = following(kernel, DEVICE, dict(constants)), scaling(kernel, DEVICE)
     read_hp, store_hp = hp_reader(rule, kernel.prologue, real), storer(numba_type(real))
     load_states = scope_states(kernel, n_factors).load
@@ -72,7 +72,7 @@ def totals_kernel(kernel: Kernel, record: Any, constants: Constants) -> Any:
 @cache
 def states_kernel(kernel: Kernel, record: Any) -> Any:
     """``loop[blocks, THREADS](table, n_tensors, new, guard)``: the new states to their places."""
-    n_new, row_at = len(kernel.rule.written_of_scope), row_reader(record, 2 + len(kernel.s))
+    n_new, row_at = len(kernel.rule.factor_states), row_reader(record, 2 + len(kernel.s))
     read, store_states = reader(types.UniTuple(types.float64, n_new)), scope_states(kernel, 0).store
 
     @cuda.jit
@@ -85,10 +85,10 @@ def states_kernel(kernel: Kernel, record: Any) -> Any:
 
 
 class Totals:
-    """What follows from the sums of so many tensors of a table, whose rows are of ``record``."""
+    """The loops after the sums of so many tensors of a table, whose rows are of ``record``."""
 
     def __init__(self, kernel: Kernel, record: Any, constants: Constants, n_tensors: int) -> None:
-        self._n, n_new = n_tensors, len(kernel.rule.written_of_scope)
+        self._n, n_new = n_tensors, len(kernel.rule.factor_states)
         self._follow = totals_kernel(kernel, record, constants)
         self._store = states_kernel(kernel, record) if n_new else None
         self.loops = [loop for loop in (self._follow, self._store) if loop]

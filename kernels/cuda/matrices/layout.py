@@ -70,7 +70,7 @@ class LineRow(NamedTuple):
 
 
 class MatrixTables:
-    """What stays from step to step; ``length`` is elements of a thread's widest loads."""
+    """The tables, which stay from step to step; ``length`` is that of a thread's widest loads."""
 
     def __init__(self, tensors: Sequence[MatrixTensor], length: int, real_bytes: int) -> None:
         self.n_tensors, self._length, places = len(tensors), length, Places()
@@ -92,8 +92,8 @@ class MatrixTables:
     def words(self, gradients: np.ndarray, hp: np.ndarray) -> np.ndarray:
         """Both tables, one after the other; int64 ``[T]`` addresses of gradients and scalars."""
         arrays = np.column_stack([gradients, self.tiles.arrays])
-        of_elements = arrays[:, :-2]  # but for the states of rows and columns
-        is_aligned = (self.tiles.width % self._length == 0) & are_aligned(of_elements)
+        tiled = arrays[:, :-2]  # but for the states of rows and columns
+        is_aligned = (self.tiles.width % self._length == 0) & are_aligned(tiled)
         tiles = self.tiles._replace(hp=hp, is_aligned=is_aligned, arrays=arrays)
         lines = self.lines._replace(hp=np.tile(hp, 2))
         tables = table_of(tiles, self.n_tensors), table_of(lines, 2 * self.n_tensors)

@@ -45,7 +45,7 @@ class Strip(NamedTuple):
 
 
 def lines_of(rule: Rule) -> Lines:
-    """What a rule does with rows and columns, whose functions are those of the device."""
+    """The functions of rows and columns of a rule, for the device."""
     assert rule.lines is not None
     functions: Any = (device_function(x) if callable(x) else x for x in rule.lines)
     return Lines(*functions)

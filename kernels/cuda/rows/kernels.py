@@ -207,7 +207,7 @@ def _row_wise_update(kernel: Kernel) -> Any:
 
 
 def _updater(kernel: Kernel) -> tuple[Any, Any]:
-    """What updates a tile, and what compiles the loop."""
+    """The function that updates a tile, and the decorator of the loop."""
     if kernel.rule.is_row_wise:
         # With two sums of rows it would take so many registers that there is room for two.
         return _row_wise_update(kernel), for_blocks(THREADS, 3)

@@ -15,26 +15,9 @@ torch = pytest.importorskip("torch")
 
 from fusestep.nn import torch as fused  # noqa: E402
 
-from reference_prodigy import Group, Prodigy  # noqa: E402
+from reference_prodigy import OPTIONS, reference_with  # noqa: E402
 
 SHAPES = [(7, 5), (11,), (), (2, 3, 4)]
-OPTIONS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "rate": {"lr": 0.5},
-    "bias correction": {"use_bias_correction": True},
-    "decoupled": {"weight_decay": 0.1},
-    "coupled": {"weight_decay": 0.1, "decouple": False},
-    "safeguarded": {"safeguard_warmup": True, "lr": 0.3},
-    "d0": {"d0": 1e-3},
-    "d_coef": {"d_coef": 2.0},
-    "growing slowly": {"growth_rate": 1.05},
-    "beta3": {"beta3": 0.9},
-    "betas": {"betas": (0.8, 0.99)},
-    "no first moment": {"betas": (0.0, 0.99)},
-    "no first moment, coupled": {"betas": (0.0, 0.99), "decouple": False, "weight_decay": 0.01},
-    "eps": {"eps": 0.1},
-}
-OF_GROUPS = "lr", "weight_decay", "eps", "safeguard_warmup"
 
 
 def starts() -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -52,9 +35,7 @@ def gradient(w: np.ndarray, end: np.ndarray, k: int, i: int) -> np.ndarray | Non
 def test_a_hundred_steps_of_the_reference(label: str) -> None:
     """Two groups, schedules of the rate, missing gradients; gradients are left as they are."""
     options, (start, end) = OPTIONS[label], starts()
-    own = {name: x for name, x in options.items() if name in OF_GROUPS}
-    rest = {name: x for name, x in options.items() if name not in OF_GROUPS}
-    exact = Prodigy([Group([w.copy() for w in ws], **own) for ws in (start[:2], start[2:])], **rest)
+    exact = reference_with((start[:2], start[2:]), options)
     params = [torch.nn.Parameter(torch.tensor(w)) for w in start]
     optimizer = fused.Prodigy([{"params": params[:2]}, {"params": params[2:]}], **options)
     lr = options.get("lr", 1.0)
