@@ -18,11 +18,11 @@ __version__ = "0.1.1"
 _LAYERS = ("bench", "examples", "kernels", "nn", "ops")
 _NAMES = {
     "ConversionError": "fusestep.ops.runtime.errors",
-    "get_num_threads": "fusestep.kernels.cpu.parallel",
-    "launcher": "fusestep.kernels.cpu.parallel",
-    "set_num_threads": "fusestep.kernels.cpu.parallel",
+    "get_num_threads": "fusestep.kernels.cpu.threads.parallel",
+    "launcher": "fusestep.kernels.cpu.threads.parallel",
+    "set_num_threads": "fusestep.kernels.cpu.threads.parallel",
     "synchronize": "fusestep.ops.runtime.pending",
-    "threading_layer": "fusestep.kernels.cpu.threads",
+    "threading_layer": "fusestep.kernels.cpu.threads.layers",
 }
 __all__ = ["__version__", "nn", "ops", *_NAMES]
 

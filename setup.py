@@ -10,7 +10,7 @@ from setuptools.command.build_py import build_py
 
 _WRITE = """
 import pathlib, sys
-from fusestep.kernels.cpu.machine import PORTABLE
+from fusestep.kernels.cpu.compiler.machine import PORTABLE
 from fusestep.kernels.cpu.warmup import write_portable
 assert PORTABLE.is_relative_to(pathlib.Path(sys.argv[1]).resolve()), PORTABLE
 write_portable(PORTABLE)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import njit, prange
 
-from ..kernels.cpu.lines import prefetch
+from ..kernels.cpu.compiler.lines import prefetch
 from .workers.worker_protocol import Job
 
 Arrays = tuple[np.ndarray, ...]

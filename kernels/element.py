@@ -14,8 +14,8 @@ import numpy as np
 from numba import types
 
 from .lazy import lazy
-from .rules.rule import Prologue, Rule, columns, hp_type
-from .rules.state import State
+from .rule import Prologue, Rule, columns, hp_type
+from .state import State
 from .storage import F64, I32, Storage, numba_type, real_of
 
 

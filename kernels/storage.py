@@ -17,7 +17,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from .inner import njit
-from .rules.state import PARAMETER, State
+from .state import PARAMETER, State
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,8 +1,8 @@
 """Stateful optimizers on NumPy arrays, under MindSpore's names; under MXNet's in `mxnet`."""
 
-from ..kernels.rules.formula import Formula
-from ..kernels.rules.rule import Rule
-from ..kernels.rules.state import State
+from ..kernels.formula import Formula
+from ..kernels.rule import Rule
+from ..kernels.state import State
 from ..ops.runtime.row_tensor import RowTensor
 from . import mxnet
 from .adafactor import AdaFactor

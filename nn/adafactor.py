@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from ..kernels.formula import Formula
 from ..kernels.rules import adafactor as rules
-from ..kernels.rules.formula import Formula
-from ..kernels.rules.state import State
+from ..kernels.state import State
 from ..ops.runtime import check, pending
 from ..ops.runtime.errors import reject, reject_unknown
 from .base.arguments import Fixed, non_negative_float, open_unit, positive_float, step_options

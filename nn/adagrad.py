@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from ..kernels.formula import Formula
 from ..kernels.rules import adagrad as rules
-from ..kernels.rules.formula import Formula
 from ..ops.runtime import check
 from ..ops.runtime.errors import reject_unknown
 from .base.arguments import Fixed, non_negative_float, step_options

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from ..kernels.formula import Formula, running_power
+from ..kernels.rule import Rule
 from ..kernels.rules import adam as rules
-from ..kernels.rules.formula import Formula, running_power
-from ..kernels.rules.rule import Rule
 from ..ops.runtime import check
 from ..ops.runtime.errors import reject, reject_unknown
 from .base.arguments import Fixed, betas_and_eps, step_options

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..kernels.formula import Formula
 from ..kernels.rules import adam as rules
-from ..kernels.rules.formula import Formula
 from ..ops.runtime.errors import reject_unknown
 from .base.arguments import betas_and_eps, step_options
 from .fused import FusedOptimizer

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ..kernels.rules.formula import Formula
+from ..kernels.formula import Formula
 from ..kernels.rules.ftrl import ftrl_power_scalars, ftrl_rule, ftrl_scalars
 from ..ops.ftrl import check_ftrl_ranges
 from ..ops.runtime import check

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..kernels.cpu.dense import all_finite
-from ..kernels.rules.formula import Formula
-from ..kernels.rules.rule import Rule
-from ..kernels.rules.state import State
+from ..kernels.formula import Formula
+from ..kernels.rule import Rule
+from ..kernels.state import State
 from ..kernels.tables import has_rows
 from ..ops.runtime import check, pending
 from ..ops.runtime.device import DeviceArray
@@ -24,9 +24,10 @@ from .base.parameter import Parameter
 from .base.stateful import StatefulOptimizer
 from .engine.conditioning import Conditioning
 from .engine.host import Host
+from .engine.layout import KernelCall
 from .engine.offload import Offload
 from .engine.on_device import are_finite
-from .engine.plan import Call, Classes, Counts, Plan, Stepper, Together, Update, calls_of
+from .engine.plan import Classes, Counts, Plan, Stepper, Together, Update, calls_of
 from .engine.reader import GradientReader, Gradients, by_storage
 
 if TYPE_CHECKING:
@@ -267,7 +268,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         )
         if self.together is not None:  # a bad index is found before they agree
             self._reader.check_indices(given)
-        calls: list[Call] = []
+        calls: list[KernelCall] = []
         touched_only = self.sparse_update == "lazy"
         if on_host:
             if (self.skip_nonfinite or self._found_inf is not None) and self._is_skipped(given):

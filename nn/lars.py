@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..kernels.quiet import quiet
+from ..kernels.rule import Prologue
 from ..kernels.rules import lars as rules
 from ..kernels.rules.gradient import COUPLED_DECAY, TRUST
-from ..kernels.rules.rule import Prologue
 from ..ops.lars import LARSUpdate
 from ..ops.runtime import check, cuda
 from ..ops.runtime.arrays import adopt
@@ -25,13 +25,12 @@ from .base.optimizer import Optimizer
 from .base.own_rules import check_apart
 from .base.parameter import Parameter
 from .engine.conditioning import Conditioning
-from .engine.layout import Batch
+from .engine.layout import Batch, KernelCall
 from .engine.reader import is_row_sparse
 from .fused import FusedOptimizer
 
 if TYPE_CHECKING:
     from ..kernels.cuda.device.part import Part
-    from .engine.plan import Call
 
 
 def default_filter(parameter: Parameter) -> bool:
@@ -257,7 +256,7 @@ class LayerwiseConditioning(Conditioning):
         acts: np.ndarray = self._acts[positions] & super().acts(positions)
         return acts
 
-    def complete(self, call: Call, column: dict[str, int]) -> None:
+    def complete(self, call: KernelCall, column: dict[str, int]) -> None:
         """Fill in decay and factor of the parameters on which LARS acts."""
         batch, hp, decays = call.batch, call.hp, call.decays
         acts, table = self._acts[batch.positions], batch.variables.table

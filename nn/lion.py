@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from ..kernels.formula import Formula
 from ..kernels.rules import lion as rules
-from ..kernels.rules.formula import Formula
 from ..ops.runtime.errors import reject_unknown
 from .base.arguments import arithmetic_type, open_unit, step_options
 from .fused import FusedOptimizer

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from ..kernels.formula import Formula
 from ..kernels.rules import prodigy as rules
-from ..kernels.rules.formula import Formula
 from ..ops.runtime import check
 from ..ops.runtime.errors import reject, reject_unknown
 from .base.arguments import (

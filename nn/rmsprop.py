@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from ..kernels.formula import Formula
+from ..kernels.rule import Rule
 from ..kernels.rules import rmsprop as rules
-from ..kernels.rules.formula import Formula
-from ..kernels.rules.rule import Rule
 from ..ops.runtime import check
 from ..ops.runtime.errors import reject, reject_unknown
 from .base.arguments import Fixed, arithmetic_type, non_negative_float, positive_float, step_options

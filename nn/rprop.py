@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from ..kernels.formula import Formula
 from ..kernels.rules import rprop as rules
-from ..kernels.rules.formula import Formula
 from ..ops.runtime import check
 from ..ops.runtime.errors import reject, reject_unknown
 from .base.arguments import arithmetic_type, of_kind, open_unit, positive_float, step_options

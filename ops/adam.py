@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..kernels.formula import Numbers
 from ..kernels.rules import adam as rules
-from ..kernels.rules.formula import Numbers
 from .primitive import Named, Primitive, RowPrimitive, arithmetic, out_of_range_rule
 from .runtime import check
 from .runtime.arrays import empty_like, native

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from ..kernels.cpu.parallel import commit
+from ..kernels.cpu.threads.parallel import commit
+from ..kernels.formula import Numbers, to_float32
+from ..kernels.rule import Prologue
 from ..kernels.rules import mxnet
-from ..kernels.rules.formula import Numbers, to_float32
 from ..kernels.rules.norm import SCALED
-from ..kernels.rules.rule import Prologue
 from .primitive import Named, RowPrimitive
 from .runtime import check, cuda, locks
 from .runtime.arrays import address_of, adopt_anywhere, empty_like, native, real_type

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ..kernels.cpu import allocation
 from ..kernels.cpu.gather import gather
+from ..kernels.cpu.threads import allocation
 from .runtime import check, device_gradient
 from .runtime.arrays import adopt_anywhere
 from .runtime.device import DeviceArray, device_of

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ..kernels.cpu.parallel import commit
-from ..kernels.cpu.records import lies_in
+from ..kernels.cpu.compiler.records import lies_in
 from ..kernels.cpu.rows.step import row_norm
+from ..kernels.cpu.threads.parallel import commit
 from ..kernels.element import kernel
 from ..kernels.quiet import quiet
 from ..kernels.rules.norm import SCALED, SCALED_IN_PLACE

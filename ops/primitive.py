@@ -10,7 +10,7 @@ import numpy as np
 
 from ..kernels.cpu.headers.arrays import alike
 from ..kernels.element import kernel
-from ..kernels.rules.rule import Prologue, Rule
+from ..kernels.rule import Prologue, Rule
 from ..kernels.storage import STORAGES
 from .runtime import check
 from .runtime.arrays import address_of, adopt_anywhere, rounding

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..kernels.formula import Numbers
 from ..kernels.rules import rmsprop as rules
-from ..kernels.rules.formula import Numbers
 from .primitive import Named, Primitive, arithmetic
 from .runtime import check
 

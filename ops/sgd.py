@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..kernels.rule import Prologue
 from ..kernels.rules import sgd as rules
 from ..kernels.rules.gradient import COUPLED_DECAY, SCALE
-from ..kernels.rules.rule import Prologue
 from .primitive import Primitive, arithmetic
 from .runtime import check
 from .runtime.errors import reject

@@ -15,7 +15,7 @@ ENVIRONMENT = {
 """Of a program that imports files of the tests."""
 # A process takes no more threads than it has cores, so it has to seem to have as many.
 _CORES = """
-from fusestep.kernels.cpu import threads as _threads
+from fusestep.kernels.cpu.threads import layers as _threads
 _threads._cores, _threads._quota = lambda: {}, lambda *_: None
 """
 

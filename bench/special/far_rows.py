@@ -17,11 +17,11 @@ import numpy as np
 from numba import njit, prange
 
 from ... import ops
-from ...kernels.cpu import allocation
+from ...kernels.cpu.compiler.lines import prefetch
 from ...kernels.cpu.headers.arrays import address_of
-from ...kernels.cpu.lines import prefetch
-from ...kernels.cpu.parallel import run_words
 from ...kernels.cpu.rows.step import RowStep
+from ...kernels.cpu.threads import allocation
+from ...kernels.cpu.threads.parallel import run_words
 from ...kernels.element import kernel
 from ...kernels.rules import adam
 from ...kernels.storage import F32

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ... import ops
-from ...kernels.cpu import allocation
+from ...kernels.cpu.threads import allocation
 from .. import bounds
 from ..cases import traffic
 from ..cases.operators import SCALARS

@@ -37,11 +37,11 @@ from ..element import (
     values_of,
 )
 from ..inner import njit
-from ..rules.rule import PROLOGUE_FLAGS, RULE_FLAGS, hp_type
+from ..rule import PROLOGUE_FLAGS, RULE_FLAGS, hp_type
 from ..storage import Storage, numba_type
-from .cache import fingerprint
-from .compile import NativeFunction
-from .intrinsics import array_reader, as_pointer, tuple_reader
+from .compiler.cache import fingerprint
+from .compiler.compile import NativeFunction
+from .compiler.intrinsics import array_reader, as_pointer, tuple_reader
 
 CPU = Compiler(
     # Cached: the same function for all blocks is compiled once for a type of the arithmetic.

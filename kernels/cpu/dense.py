@@ -19,10 +19,10 @@ from ..inner import njit
 from ..storage import Storage
 from ..tables import TensorTable
 from .blocks import blocks
-from .compile import NativeFunction, part
-from .intrinsics import as_pointer, call_address
-from .parallel import Arguments, Loop, get_num_threads, run, run_all
-from .records import int64s, last_at_most, records
+from .compiler.compile import NativeFunction, part
+from .compiler.intrinsics import as_pointer, call_address
+from .compiler.records import int64s, last_at_most, records
+from .threads.parallel import Arguments, Loop, get_num_threads, run, run_all
 
 # Elements per part: short enough to balance the threads, and longer where there is much to do.
 CHUNK = 65_536

@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .compile import part
-from .intrinsics import copy_bytes
-from .lines import prefetch
-from .parallel import Arguments, get_num_threads, run
-from .records import int64s
+from .compiler.compile import part
+from .compiler.intrinsics import copy_bytes
+from .compiler.lines import prefetch
+from .compiler.records import int64s
+from .threads.parallel import Arguments, get_num_threads, run
 
 _ROWS_AHEAD = 8
 _SERIAL_BELOW = 65_536  # bytes

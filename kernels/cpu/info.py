@@ -10,7 +10,7 @@ import llvmlite
 import numba
 import numpy as np
 
-from .cache import cache_directory, cache_entries, cache_problem
+from .compiler.cache import cache_directory, cache_entries, cache_problem
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,8 +30,9 @@ def facts() -> dict[str, str]:
         "cpu": llvmlite.binding.get_host_cpu_name(),
     }
     try:
-        from . import machine, openmp, parallel, threads
+        from .compiler import machine
         from .headers import arrays
+        from .threads import layers, openmp, parallel
     except RuntimeError as error:  # the user has switched the compiler off
         return {**found, "kernels": f"none: {error}"}
 
@@ -41,7 +42,7 @@ def facts() -> dict[str, str]:
         parallel.start_threads()
         limit = parallel.deciding_limit()
         count = f"{limit.threads}, decided by {limit.source}"
-        layer = ": ".join(filter(None, (threads.threading_layer(), threads.layer_problem())))
+        layer = ": ".join(filter(None, (layers.threading_layer(), layers.layer_problem())))
         obstacle = openmp.obstacle()
         shared = f"left alone: {obstacle}" if obstacle else "also run steps of nn.torch while awake"
     except ValueError as error:  # the layer that the user chose cannot be loaded
@@ -49,7 +50,7 @@ def facts() -> dict[str, str]:
     built = machine.portable(parallel.LOOPS[0].identity) is not None
     return {
         **found,
-        "threads": "; ignored: ".join((count, *threads.ignored_variables())),
+        "threads": "; ignored: ".join((count, *layers.ignored_variables())),
         "threading layer": layer,
         "PyTorch threads": shared,
         "array headers": "read directly" if arrays.usable else "read through Python (slower)",

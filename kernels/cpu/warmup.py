@@ -15,27 +15,21 @@ import numba
 
 from .. import rules
 from ..element import kernel
+from ..rule import Prologue, Rule
 from ..rules.gradient import COUPLED_DECAY, SCALE, TRUST
 from ..rules.norm import SCALED
-from ..rules.rule import Prologue, Rule
 from ..storage import STORAGES, Storage, real_of, state_storage
-from . import (  # noqa: F401  (register their parts)
-    allocation,
-    counts,
-    dense,
-    gather,
-    machine,
-    parallel,
-    threads,
-)
+from . import dense, gather
 from .blocks import blocks
-from .cache import cache_directory, cache_problem, clear_cache
-from .compile import PARTS, NativeFunction
+from .compiler import machine
+from .compiler.cache import cache_directory, cache_problem, clear_cache
+from .compiler.compile import PARTS, NativeFunction
 from .headers import arrays, tensors
 from .matrices import step as _matrices_step  # noqa: F401
 from .matrices.blocks import matrix_blocks
-from .parallel import LOOPS, SHARED_LOOPS
 from .rows import step, sums  # noqa: F401
+from .threads import counts, layers
+from .threads.parallel import LOOPS, SHARED_LOOPS
 
 _BY_NAME = {storage.name: storage for storage in STORAGES.values()}
 _PROLOGUES: tuple[Prologue, ...] = ((), (COUPLED_DECAY,), (SCALE,), (COUPLED_DECAY, SCALE))
@@ -56,7 +50,7 @@ def all_rules() -> dict[str, Rule]:
 def loops(storages: list[Storage]) -> Iterator[NativeFunction]:
     """What depends on no rule, and gains nothing from vectors that Numba makes of a loop."""
     yield from (*LOOPS, *SHARED_LOOPS)
-    yield from (*arrays.READERS, *tensors.READERS, threads.available_threads)
+    yield from (*arrays.READERS, *tensors.READERS, layers.available_threads)
     yield from (counts.are_equal_at, counts.are_equal_floats_at)
     yield from (part for part in PARTS if part is not gather.gather_part)
     for storage in storages:
@@ -85,7 +79,7 @@ def functions(
 def write_portable(path: Path) -> None:
     """What `machine.portable` reads: the loops of the package, which depend on no processor."""
     numba.config.LOOP_VECTORIZE = numba.config.SLP_VECTORIZE = 0  # for the builder's processor
-    threads.start_layer()
+    layers.start_layer()
     wanted = {f.identity: f for f in loops(list(STORAGES.values()))}
     machine.write_portable(path, ((name, *f.ir()) for name, f in wanted.items()))
 
@@ -112,7 +106,7 @@ def main(args: argparse.Namespace) -> int:
     with warnings.catch_warnings(action="ignore", category=RuntimeWarning):  # said below
         if args.clear:
             clear_cache()
-        threads.start_layer()
+        layers.start_layer()
         for function in wanted.values():
             function.address  # noqa: B018  (compiles)
     seconds = time.perf_counter() - begin

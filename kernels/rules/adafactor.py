@@ -23,9 +23,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from .formula import Numbers
-from .rule import Lines, Rule, product, rule_helper
-from .state import State
+from ..formula import Numbers
+from ..rule import Lines, Rule, product, rule_helper
+from ..state import State
 
 _SMALLEST = 1e-30
 

@@ -17,8 +17,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from .formula import Numbers
-from .rule import Rule, product
+from ..formula import Numbers
+from ..rule import Rule, product
 
 
 def adagrad(w: Any, g: Any, accum: Any, hp: Any) -> Any:

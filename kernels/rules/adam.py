@@ -16,8 +16,8 @@ import math
 from functools import lru_cache
 from typing import Any
 
-from .formula import Numbers
-from .rule import Rule, product, rule_helper
+from ..formula import Numbers
+from ..rule import Rule, product, rule_helper
 
 
 @rule_helper

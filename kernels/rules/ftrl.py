@@ -13,8 +13,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from .formula import Formula, Numbers
-from .rule import Rule, rule_helper
+from ..formula import Formula, Numbers
+from ..rule import Rule, rule_helper
 
 
 @rule_helper

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .rule import Part
+from ..rule import Part
 
 
 def coupled_decay(g: Any, w: Any, hp: Any) -> Any:

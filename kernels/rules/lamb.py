@@ -17,9 +17,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ..formula import Numbers
+from ..rule import Rule, rule_helper
 from .adam import moments
-from .formula import Numbers
-from .rule import Rule, rule_helper
 
 _MOST_RATIO = 10.0
 

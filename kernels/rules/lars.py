@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from .rule import Rule, rule_helper
-from .state import State
+from ..rule import Rule, rule_helper
+from ..state import State
 
 _LARGEST = float(np.finfo(np.float32).max)
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .formula import Numbers
-from .rule import Rule, product, sign
+from ..formula import Numbers
+from ..rule import Rule, product, sign
 
 
 def lion(w: Any, g: Any, m: Any, hp: Any) -> Any:

@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from .formula import ROUNDING, Numbers, to_float32
+from ..formula import ROUNDING, Numbers, to_float32
+from ..rule import Prologue, Rule, product, rule_helper
 from .gradient import CLIP, COUPLED_DECAY, SCALE
-from .rule import Prologue, Rule, product, rule_helper
 
 VERSIONS = ("2.0", "1.9")
 """Whose order of clipping and weight decay."""

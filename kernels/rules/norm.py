@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .rule import Rule
+from ..rule import Rule
 
 
 def scaled(out: Any, g: Any, hp: Any) -> Any:

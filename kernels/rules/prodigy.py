@@ -21,9 +21,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from .formula import Numbers
-from .rule import Rule, product, rule_helper
-from .state import PARAMETER, State
+from ..formula import Numbers
+from ..rule import Rule, product, rule_helper
+from ..state import PARAMETER, State
 
 
 @rule_helper

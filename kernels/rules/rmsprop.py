@@ -16,8 +16,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from .formula import Numbers
-from .rule import Rule, rule_helper
+from ..formula import Numbers
+from ..rule import Rule, rule_helper
 
 
 @rule_helper

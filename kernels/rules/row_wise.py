@@ -22,10 +22,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ..formula import Numbers
+from ..rule import Rule
+from ..state import State
 from .adam import adam_scalars as scalars_of_adam
-from .formula import Numbers
-from .rule import Rule
-from .state import State
 
 
 def squares(w: Any, g: Any, hp: Any) -> Any:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .formula import Numbers
-from .rule import Rule, sign
+from ..formula import Numbers
+from ..rule import Rule, sign
 
 
 def rprop(w: Any, g: Any, prev: Any, size: Any, hp: Any) -> Any:

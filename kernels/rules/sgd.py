@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .formula import Numbers
-from .rule import Rule, product, rule_helper
+from ..formula import Numbers
+from ..rule import Rule, product, rule_helper
 
 
 def sgd(w: Any, g: Any, hp: Any) -> Any:

@@ -13,11 +13,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ...kernels.cpu import traits
-from ...kernels.rules.formula import ROUNDING, Formula, Numbers
+from ...kernels.cpu.compiler import traits
+from ...kernels.formula import ROUNDING, Formula, Numbers
+from ...kernels.rule import Part, Rule, factors
 from ...kernels.rules.gradient import COUPLED_DECAY, SCALE, TRUST
-from ...kernels.rules.rule import Part, Rule, factors
-from ...kernels.rules.state import PARAMETER, PER, State
+from ...kernels.state import PARAMETER, PER, State
 from ...kernels.storage import REALS, STORAGES, Storage, real_of
 from ...ops.runtime import check
 from ...ops.runtime.errors import reject

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.cpu import allocation
+from ...kernels.cpu.threads import allocation
 from ...ops.runtime import check
 from ...ops.runtime.device import DeviceArray
 from ...ops.runtime.errors import reject

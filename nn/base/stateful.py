@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.cpu import allocation
+from ...kernels.cpu.threads import allocation
 from ...kernels.quiet import quiet
-from ...kernels.rules.state import PARAMETER, State
+from ...kernels.state import PARAMETER, State
 from ...kernels.storage import STORAGES, state_storage
 from ...ops.runtime import check
 from ...ops.runtime.arrays import adopt

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from ...kernels.cpu import allocation
 from ...kernels.cpu.gather import gather
+from ...kernels.cpu.threads import allocation
 from ...kernels.lazy import lazy
 from ...ops.runtime import check
 from ...ops.runtime.arrays import adopt_anywhere, native
@@ -18,12 +18,24 @@ from ...ops.runtime.device_gradient import gathered
 from ...ops.runtime.errors import reject
 from ...ops.runtime.row_tensor import RowTensor
 from .agreement import agree, attempted
-from .communicator import Transfer
-
-if TYPE_CHECKING:
-    from .shard import RowShard
+from .communicator import Communicator, Transfer
 
 T = TypeVar("T")
+
+
+class Shard(Protocol):
+    """A table that is cut into stretches of ``height`` rows, one for each process."""
+
+    rows: int  # of all processes
+    height: int
+    order: str
+    comm: Communicator
+
+    def __len__(self) -> int:
+        """The number of rows of this process."""
+
+    def places(self, ids: np.ndarray) -> np.ndarray:
+        """Where rows are in the order of the stretches."""
 
 
 class Arrival(Generic[T]):
@@ -49,7 +61,7 @@ class Route:
     Ids and rows travel once for each process that uses them, however often they occur there.
     """
 
-    def __init__(self, shard: RowShard, ids: Any) -> None:
+    def __init__(self, shard: Shard, ids: Any) -> None:
         self._shard, self._comm = shard, shard.comm
         checked, error = attempted(_checked_ids, "RowShard.route", ids, shard.rows)
         places = shard.places(np.empty(0, np.int64) if error else checked.reshape(-1))

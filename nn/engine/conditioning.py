@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...kernels.rule import Prologue
 from ...kernels.rules.gradient import COUPLED_DECAY, SCALE
-from ...kernels.rules.rule import Prologue
 from ...ops.runtime.device import DeviceArray
 from ..base.groups import ParameterOptions
 from ..base.numbers import number_of
-from .layout import Batch
+from .layout import Batch, KernelCall
 
 if TYPE_CHECKING:
     from ...kernels.cuda.device.part import Part
-    from .plan import Call
 
 
 class Conditioning:
@@ -79,7 +78,7 @@ class Conditioning:
         acts: np.ndarray = self._joins[positions]
         return acts
 
-    def complete(self, call: Call, column: dict[str, int]) -> None:
+    def complete(self, call: KernelCall, column: dict[str, int]) -> None:
         """Fill in, in their columns, the scalars of dense tensors that have to be measured."""
 
     def measured_on_device(

@@ -11,13 +11,13 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from ...kernels.cpu.parallel import commit
+from ...kernels.cpu.threads.parallel import commit
 from ...kernels.cuda.dense.scalars import ClassRow, ScalarRow
 from ...kernels.cuda.device.part import Part, Parts
 from ...kernels.cuda.device.records import size_of
 from ...kernels.cuda.rows.step import RowStep
 from ...kernels.element import kernel
-from ...kernels.rules.formula import running_power
+from ...kernels.formula import running_power
 from ...kernels.tables import HOT
 from ...ops.runtime import pending
 from ...ops.runtime.arrays import real_type

@@ -11,17 +11,17 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.cpu.counts import Count, NumberWrite
-from ...kernels.cpu.parallel import Joined, Prepared, commit
+from ...kernels.cpu.threads.counts import Count, NumberWrite
+from ...kernels.cpu.threads.parallel import Joined, Prepared, commit
 from ...kernels.quiet import quiet
-from ...kernels.rules.rule import columns
+from ...kernels.rule import columns
 from ...ops.runtime import locks
 from ...ops.runtime.arrays import address_of
 from ...ops.runtime.row_step import RowUpdate
 from ...ops.runtime.step import DenseUpdate, measured
 from ..base.own_rules import factors_of
-from .layout import Layout
-from .plan import NOTHING, Call, Classes, Counts, Plan, Update
+from .layout import NOTHING, KernelCall, Layout
+from .plan import Classes, Counts, Plan, Update
 
 Constants = Mapping[str, float]
 
@@ -97,7 +97,7 @@ def _write(plan: Plan, count: Count) -> None:
         commit([*steps, numbers], count)
 
 
-def prepared(call: Call, plan: Plan) -> Prepared:
+def prepared(call: KernelCall, plan: Plan) -> Prepared:
     """A kernel call of a step, to be run by `commit`; what is measured is measured here."""
     if call.rates is NOTHING:
         return update_of(call).prepared()
@@ -105,7 +105,7 @@ def prepared(call: Call, plan: Plan) -> Prepared:
 
 
 def update_of(call: tuple[Any, ...]) -> DenseUpdate | RowUpdate:
-    """A `Call`, or its fields up to ``hp_of``, as it is run on the host and on devices."""
+    """A `KernelCall`, or its fields up to ``hp_of``, as it is run on the host and on devices."""
     batch, rule, prologue, touched_only, gradients, hp, hp_of, *_ = call
     if not batch.row_sparse:
         return DenseUpdate(rule, prologue, batch.variables, gradients, batch.g, hp, hp_of)
@@ -114,7 +114,7 @@ def update_of(call: tuple[Any, ...]) -> DenseUpdate | RowUpdate:
 
 
 @quiet  # what is infinite or NaN reaches the parameter: no reason to stop half way
-def _prepared_measured(call: Call, plan: Plan) -> Prepared:
+def _prepared_measured(call: KernelCall, plan: Plan) -> Prepared:
     """A call on tensors for whose scalars something has to be measured first."""
     update = _conditioned(call, plan)
     if not update.rule.is_two_stage:
@@ -124,7 +124,7 @@ def _prepared_measured(call: Call, plan: Plan) -> Prepared:
     return completed(update, step, sums, [known] * len(sums))
 
 
-def _conditioned(call: Call, plan: Plan) -> DenseUpdate:
+def _conditioned(call: KernelCall, plan: Plan) -> DenseUpdate:
     """The update of a call, with what happens to its gradients measured."""
     batch, rule, prologue, _, gradients, hp, hp_of, *_ = call
     if plan.conditioning.is_measured:

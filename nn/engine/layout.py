@@ -12,14 +12,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...kernels.cpu.compiler.records import lies_in
 from ...kernels.cpu.headers import arrays as headers
-from ...kernels.cpu.records import lies_in
 from ...kernels.lazy import lazy
+from ...kernels.rule import Prologue, Rule
 from ...kernels.storage import STORAGES, Storage
 from ...ops.runtime.arrays import address_of
 from ...ops.runtime.device import DeviceArray
 from ...ops.runtime.locks import Span
 from ...ops.runtime.step import Variables
+
+NOTHING = np.empty(0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +43,21 @@ class Batch:
         """The shape of the first tensor: all have the same states, hence the same rule."""
         shape: tuple[int, ...] = self.variables.tensors[0][0].shape
         return shape
+
+
+class KernelCall(NamedTuple):
+    """The arguments of one kernel call."""
+
+    batch: Batch
+    rule: Rule
+    prologue: Prologue  # what happens to the gradients before
+    touched_only: bool  # whether row-sparse gradients update only the rows that occur
+    gradients: Any  # int64 [T]: addresses of dense gradients; or the row-sparse ones
+    hp: np.ndarray  # rows of scalars
+    hp_of: np.ndarray  # int64 [T]: the row of each tensor
+    # float64 [T], of each tensor, where something is measured first:
+    rates: np.ndarray = NOTHING
+    decays: np.ndarray = NOTHING
 
 
 class Kind(NamedTuple):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...kernels.cpu.parallel import commit
+from ...kernels.cpu.threads.parallel import commit
 from ...kernels.storage import Piece
 from ...ops.runtime import cuda
 from ...ops.runtime.arrays import address_of
@@ -22,8 +22,8 @@ from ...ops.runtime.row_step import RowGradient
 from ...ops.runtime.step import Variables
 from ..base.parameter import Parameter
 from .host import Host, prepared
-from .layout import Batch
-from .plan import NOTHING, Call, Classes, Plan, Update
+from .layout import NOTHING, Batch, KernelCall
+from .plan import Classes, Plan, Update
 from .reader import check_rows
 
 CHUNK = 1 << 22
@@ -98,7 +98,7 @@ def chunks_of(sizes: Sequence[int], *, split: bool) -> Iterator[list[Part]]:
         yield chunk
 
 
-def _run(call: Call, rows: Sequence[RowGradient], plan: Plan, stream: Any) -> None:
+def _run(call: KernelCall, rows: Sequence[RowGradient], plan: Plan, stream: Any) -> None:
     """A step on a batch, chunk by chunk; on tables, with checked ``rows``, one after the other."""
     batch, tensors = call.batch, call.batch.variables.tensors
     is_measured = call.rates is not NOTHING
@@ -142,7 +142,7 @@ def _run(call: Call, rows: Sequence[RowGradient], plan: Plan, stream: Any) -> No
     cuda.device.staging.staging().run(pieces, work, stream)
 
 
-def _pieces(call: Call, rows: Sequence[RowGradient], part: Part) -> list[Piece]:
+def _pieces(call: KernelCall, rows: Sequence[RowGradient], part: Part) -> list[Piece]:
     """What comes of a part: the parameter, which goes back, and the gradient."""
     (t, begin, end), g = part, call.batch.g
     w, n = call.batch.variables.tensors[t][0], end - begin

@@ -9,34 +9,17 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ...kernels.cpu.counts import are_equal
-from ...kernels.rules.formula import ROUNDING, Formula
-from ...kernels.rules.rule import Prologue, Rule
+from ...kernels.cpu.threads.counts import are_equal
+from ...kernels.formula import ROUNDING, Formula
+from ...kernels.rule import Rule
 from ...ops.runtime.check import LARGEST
 from ...ops.runtime.device import DeviceArray
 from ..base.groups import ParameterOptions
 from ..base.parameter import Parameter
 from ..base.rates import Values
 from .conditioning import Conditioning
-from .layout import Batch
+from .layout import Batch, KernelCall
 from .reader import Gradients
-
-NOTHING = np.empty(0)
-
-
-class Call(NamedTuple):
-    """What one kernel call does."""
-
-    batch: Batch
-    rule: Rule
-    prologue: Prologue  # what happens to the gradients before
-    touched_only: bool  # whether row-sparse gradients update only the rows that occur
-    gradients: Any  # int64 [T]: addresses of dense gradients; or the row-sparse ones
-    hp: np.ndarray  # rows of scalars
-    hp_of: np.ndarray  # int64 [T]: the row of each tensor
-    # float64 [T], of each tensor, where something is measured first:
-    rates: np.ndarray = NOTHING
-    decays: np.ndarray = NOTHING
 
 
 class Update(NamedTuple):
@@ -115,7 +98,7 @@ class Plan(NamedTuple):
     use_locking: bool  # whether its memory is held exclusively
     skip_nonfinite: bool  # whether a device is to skip it where a gradient is not finite
     found_inf: DeviceArray | None  # not 0 where a device is to skip it
-    calls: Sequence[Call] = ()  # of the host; empty where a device works out the scalars
+    calls: Sequence[KernelCall] = ()  # of the host; empty where a device works out the scalars
 
 
 def calls_of(
@@ -127,7 +110,7 @@ def calls_of(
     steps: np.ndarray,
     *,
     touched_only: bool,
-) -> list[Call]:
+) -> list[KernelCall]:
     """The kernel calls of a step on the host; as `Plan`.
 
     ``numbers`` are the learning rates and weight decays of the classes, ``steps`` (int64 ``[P]``)
@@ -151,11 +134,11 @@ def calls_of(
         shared = batch, rule, prologue, touched_only, given.of(batch)
         hp: np.ndarray = np.array(rows, real)
         if batch.row_sparse or not (conditioning.is_measured or rule.is_two_stage):
-            calls.append(Call(*shared, hp, hp_of))
+            calls.append(KernelCall(*shared, hp, hp_of))
         else:  # what is measured differs from tensor to tensor
             own = np.array([k for _, k in keys])[hp_of]
             hp, each = hp[hp_of], np.arange(len(hp_of))
-            calls.append(Call(*shared, hp, each, np.array(rates)[own], np.array(decays)[own]))
+            calls.append(KernelCall(*shared, hp, each, np.array(rates)[own], np.array(decays)[own]))
     return calls
 
 

@@ -19,7 +19,7 @@ from ...kernels.cuda.device.memory import ALIGN, Places
 from ...kernels.cuda.device.part import Call, Part
 from ...kernels.cuda.device.records import size_of, table_of
 from ...kernels.cuda.rows.step import RowStep
-from ...kernels.rules.rule import columns
+from ...kernels.rule import columns
 from ...kernels.storage import Storage
 from .conditioning import Conditioning
 from .plan import Update

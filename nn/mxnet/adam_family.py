@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.cpu import allocation
-from ...kernels.cpu.counts import Count
-from ...kernels.cpu.parallel import commit
-from ...kernels.cpu.workspace import Pool
+from ...kernels.cpu.threads import allocation
+from ...kernels.cpu.threads.counts import Count
+from ...kernels.cpu.threads.parallel import commit
+from ...kernels.cpu.threads.workspace import Pool
+from ...kernels.rule import Prologue, Rule
 from ...kernels.rules import mxnet as rules
-from ...kernels.rules.rule import Prologue, Rule
 from ...ops.runtime import check
 from ...ops.runtime.arrays import adopt_anywhere, real_type
 from ...ops.runtime.device import DeviceArray

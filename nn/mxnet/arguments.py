@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.rules.formula import to_float32
+from ...kernels.formula import to_float32
 from ...ops.runtime import check
 from ...ops.runtime.errors import RejectedValueError, message, reject
 from ..base.arguments import count, of_kind

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 
+from ...kernels.rule import Prologue
 from ...kernels.rules.gradient import TRUST
 from ...kernels.rules.norm import SCALED
-from ...kernels.rules.rule import Prologue
 from ...ops.runtime.step import DenseUpdate
 from ..engine.conditioning import Conditioning
-from ..engine.plan import Call
+from ..engine.layout import KernelCall
 
 LARGEST_NORM = 1.0
 
@@ -24,7 +24,7 @@ class ClippedConditioning(Conditioning):
     def _parts(self, decays: bool) -> Prologue:
         return (*super()._parts(decays), TRUST)
 
-    def complete(self, call: Call, column: dict[str, int]) -> None:
+    def complete(self, call: KernelCall, column: dict[str, int]) -> None:
         """Fill in the factor of each tensor: 1 over its norm where that is above 1."""
         batch, hp, before = call.batch, call.hp, self.prologue[:-1]
         fields = [name for part in before for name in part.hp]

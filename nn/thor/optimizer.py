@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.cpu.parallel import at_most
-from ...kernels.cpu.threads import Limit
+from ...kernels.cpu.threads.layers import Limit
+from ...kernels.cpu.threads.parallel import at_most
+from ...kernels.formula import Formula
 from ...kernels.quiet import quiet
 from ...kernels.rules import sgd as rules
-from ...kernels.rules.formula import Formula
 from ...ops.runtime import check
 from ...ops.runtime.errors import reject
 from ...ops.runtime.launch import launch_on

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...kernels.rules.formula import Numbers
-from ...kernels.rules.state import State
+from ...kernels.formula import Numbers
 from ...kernels.rules.torch.adafactor import TORCH_ADAFACTOR
+from ...kernels.state import State
+from .engine.part import Choice
+from .engine.tensors import number
 from .method import Group, Method
 from .optimizer import Fused
-from .part import Choice
-from .tensors import number
 
 
 class Adafactor(Fused, torch.optim.Adafactor):

@@ -7,16 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...kernels.formula import Numbers
+from ...kernels.rule import Rule
 from ...kernels.rules import adagrad as plain_rules
 from ...kernels.rules import ftrl as ftrl_rules
 from ...kernels.rules import sgd as sgd_rules
-from ...kernels.rules.formula import Numbers
-from ...kernels.rules.rule import Rule
 from ...kernels.rules.torch import adagrad as rules
+from .engine.part import Choice
+from .engine.tensors import number
 from .method import Group, Method, not_negative
 from .optimizer import Fused
-from .part import Choice
-from .tensors import number
 
 
 class Adagrad(Fused, torch.optim.Adagrad):

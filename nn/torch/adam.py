@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kernels.rules.formula import Numbers
+from ...kernels.formula import Numbers
 from ...kernels.rules.torch import adam as rules
+from .engine.part import Choice
+from .engine.tensors import number
 from .method import EPS_HAT, Group, Method, betas_in_range, not_negative
 from .optimizer import Fused
-from .part import Choice
-from .tensors import number
 
 
 def betas_of(group: Group) -> Numbers:

@@ -7,14 +7,14 @@ from typing import Any
 
 import torch
 
+from ...kernels.formula import Numbers
 from ...kernels.rules import adam as plain_rules
 from ...kernels.rules import lion as lion_rules
-from ...kernels.rules.formula import Numbers
 from ...kernels.rules.torch import adam as rules
 from .adam import betas_of, moments_of, shrink_of
+from .engine.tensors import number
 from .method import Group, Method, betas_in_range, not_negative
 from .optimizer import Fused
-from .tensors import number
 
 
 class NAdam(Fused, torch.optim.NAdam):

@@ -16,10 +16,10 @@ from ...ops.norm import global_norm
 from ...ops.runtime.errors import reject
 from ...ops.runtime.row_tensor import RowTensor
 from ...ops.runtime.step import squares_at
-from .memory import DTYPE_NAMES, DTYPES, array_of
+from .engine.memory import DTYPE_NAMES, DTYPES, array_of
+from .engine.tensors import is_part, local, rows_of, table_shape
+from .engine.threads import as_torch
 from .optimizer import Fused
-from .tensors import is_part, local, rows_of, table_shape
-from .threads import as_torch
 
 _WHERE = "clip_grad_norm_"
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
+from ...kernels.formula import Numbers
 from ...kernels.rules import rprop as rprop_rules
 from ...kernels.rules import sgd as rules
-from ...kernels.rules.formula import Numbers
+from .engine.tensors import number
 from .method import Group, Method
 from .optimizer import Fused
-from .tensors import number
 
 
 class SGD(Fused, torch.optim.SGD):

@@ -18,9 +18,9 @@ from ..distributed.communicator import Communicator
 from ..distributed.route import Route
 from ..distributed.shard import RowShard
 from ..distributed.torch_group import over_torch
-from .memory import DTYPES, array_of, tensor_of
-from .state import order_in_state, own_rows, whole_table
-from .threads import as_torch
+from .engine.memory import DTYPES, array_of, tensor_of
+from .engine.state import order_in_state, own_rows, whole_table
+from .engine.threads import as_torch
 
 _WHERE = "ShardedEmbedding"
 _BLOCK = 4_096  # rows that are drawn together

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from ...kernels.formula import Numbers
 from ...kernels.rules import lamb as rules
-from ...kernels.rules.formula import Numbers
 from ...kernels.rules.torch import lars as lars_rules
+from .engine.tensors import number
 from .method import Group, Method, betas_in_range, not_negative
 from .optimizer import Fused
-from .tensors import number
 
 
 class Lamb(Fused, torch.optim.Optimizer):

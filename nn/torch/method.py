@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ...kernels.rules.formula import Numbers
+from ...kernels.formula import Numbers
+from ...kernels.rule import Prologue, Rule
 from ...kernels.rules.gradient import COUPLED_DECAY, SCALE
-from ...kernels.rules.rule import Prologue, Rule
 from ...kernels.tables import has_rows
 from ...ops.runtime import check
 from ...ops.runtime.errors import reject
-from .memory import DTYPE_NAMES, DTYPES
-from .part import Choice
-from .tensors import number
+from .engine.memory import DTYPE_NAMES, DTYPES
+from .engine.part import Choice
+from .engine.tensors import number
 
 Group = Mapping[str, Any]
 SPARSE = ("touched", "all")

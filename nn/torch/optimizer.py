@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.autograd import _profiler_enabled
 from torch.optim import optimizer as of_torch
 
-from ...kernels.cpu.counts import NumberWrite
-from ...kernels.cpu.parallel import Prepared, commit
+from ...kernels.cpu.threads.counts import NumberWrite
+from ...kernels.cpu.threads.parallel import Prepared, commit
+from ...kernels.formula import ROUNDING, Numbers
 from ...kernels.quiet import quiet
-from ...kernels.rules.formula import ROUNDING, Numbers
-from ...kernels.rules.rule import Rule
-from ...kernels.rules.state import PARAMETER, State
+from ...kernels.rule import Rule
+from ...kernels.state import PARAMETER, State
 from ...ops.runtime import check
 from ...ops.runtime.errors import reject
 from ...ops.runtime.row_step import Update
@@ -30,11 +30,10 @@ from ..base.own_rules import check_compiled, check_rule, checked_scalars, is_own
 from ..engine.host import completed, step_together, update_of
 from ..engine.layout import Layout
 from ..engine.on_device import launch_updates
-from .binding import Binding, check_parameter
-from .memory import DTYPES
-from .method import OWN, Before, Group, Method, check_group, check_own, check_rows
-from .part import Choice, Entry, Given, Part
-from .state import (
+from .engine.binding import Binding, check_parameter
+from .engine.memory import DTYPES
+from .engine.part import Choice, Entry, Given, Part
+from .engine.state import (
     Number,
     cast_states,
     full_like,
@@ -46,8 +45,9 @@ from .state import (
     whole_table,
     with_rows,
 )  # fmt: skip
-from .tensors import is_part, local, number, wide_dtype
-from .threads import as_torch
+from .engine.tensors import is_part, local, number, wide_dtype
+from .engine.threads import as_torch
+from .method import OWN, Before, Group, Method, check_group, check_own, check_rows
 
 _KEPT_BINDINGS = 4
 # As code of C: that of Python has left the caches when a step begins.

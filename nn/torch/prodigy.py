@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...kernels.formula import Numbers
 from ...kernels.rules import prodigy as rules
-from ...kernels.rules.formula import Numbers
 from ...ops.runtime import check
+from .engine.tensors import number
 from .method import Group, Method, betas_in_range, not_negative
 from .optimizer import Fused
-from .tensors import number
 
 _FLAGS = "decouple", "use_bias_correction", "safeguard_warmup"
 # What all groups have in common, as the first one has it.

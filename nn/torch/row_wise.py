@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
+from ...kernels.formula import Numbers
 from ...kernels.rules import row_wise as rules
-from ...kernels.rules.formula import Numbers
 from ...ops.runtime import check
+from .engine.tensors import number
 from .method import Group, Method, betas_in_range, not_negative
 from .optimizer import Fused
-from .tensors import number
 
 
 class RowWiseAdagrad(Fused, torch.optim.Optimizer):

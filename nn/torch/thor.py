@@ -10,10 +10,10 @@ import torch
 from ..thor.arguments import BLOCK_SIZE
 from ..thor.optimizer import every_parameter
 from ..thor.torch import TorchThor
-from .memory import array_of, tensor_of
+from .engine.memory import array_of, tensor_of
+from .engine.tensors import number
+from .engine.threads import as_torch
 from .method import not_negative
-from .tensors import number
-from .threads import as_torch
 
 _OF_STEP = ("damping", "momentum")
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.cpu import allocation
 from ...kernels.cpu.headers import arrays as headers
-from ...kernels.rules.formula import ROUNDING
+from ...kernels.cpu.threads import allocation
+from ...kernels.formula import ROUNDING
 from .device import DeviceArray
 from .errors import reject
 from .frameworks import framework_of

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...kernels.cpu.parallel import Prepared, commit
 from ...kernels.cpu.rows.step import RowStep
+from ...kernels.cpu.threads.parallel import Prepared, commit
 from ...kernels.element import Kernel, kernel
-from ...kernels.rules.rule import Prologue, Rule
+from ...kernels.rule import Prologue, Rule
 from ...kernels.storage import STORAGES
 from ...kernels.tables import RowTable
 from . import cuda, locks

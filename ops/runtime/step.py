@@ -11,13 +11,13 @@ import numpy as np
 
 from ...kernels.cpu.dense import DenseStep, measure
 from ...kernels.cpu.matrices.step import MatrixStep, MatrixTable
-from ...kernels.cpu.parallel import Prepared
-from ...kernels.cpu.workspace import Pool
+from ...kernels.cpu.threads.parallel import Prepared
+from ...kernels.cpu.threads.workspace import Pool
 from ...kernels.element import Kernel, kernel
 from ...kernels.lazy import lazy
+from ...kernels.rule import Prologue, Rule
 from ...kernels.rules.norm import SCALED
-from ...kernels.rules.rule import Prologue, Rule
-from ...kernels.rules.state import State
+from ...kernels.state import State
 from ...kernels.storage import STORAGES, Storage, real_of, storage_of
 from ...kernels.tables import MatrixTensor, TensorTable, row_width
 from . import cuda, locks

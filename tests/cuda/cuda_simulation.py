@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from fusestep.kernels.cpu.parallel import commit, run_all
 from fusestep.kernels.cpu.rows import step as host_rows
+from fusestep.kernels.cpu.threads.parallel import commit, run_all
 from fusestep.kernels.cpu.warmup import all_rules
 from fusestep.kernels.cuda.dense import finite
 from fusestep.kernels.cuda.dense.step import DenseStep
@@ -26,9 +26,9 @@ from fusestep.kernels.cuda.device.part import Call, run
 from fusestep.kernels.cuda.rows import sort
 from fusestep.kernels.cuda.rows.step import RowStep
 from fusestep.kernels.element import Kernel, kernel
+from fusestep.kernels.rule import Prologue, Rule
 from fusestep.kernels.rules import adam, mxnet
 from fusestep.kernels.rules.gradient import CLIP, COUPLED_DECAY, SCALE
-from fusestep.kernels.rules.rule import Prologue, Rule
 from fusestep.kernels.storage import BF16, F16, F32, F64, Storage
 from fusestep.kernels.tables import HOT, RowTable
 from fusestep.nn.engine.host import completed

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from fusestep import nn, ops
-from fusestep.kernels.cpu.parallel import commit
-from fusestep.kernels.rules.rule import Prologue, Rule
+from fusestep.kernels.cpu.threads.parallel import commit
+from fusestep.kernels.rule import Prologue, Rule
 from fusestep.kernels.storage import STORAGES
 from fusestep.ops.runtime.launch import launch_on
 from fusestep.ops.runtime.step import DenseUpdate, Variables

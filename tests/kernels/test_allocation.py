@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fusestep import nn, ops
-from fusestep.kernels.cpu import allocation
+from fusestep.kernels.cpu.threads import allocation
 
 from helpers import BF16, assert_same_bits
 
@@ -90,7 +90,7 @@ def test_rows_begin_anywhere(
 
         parameter = placed(table, place)
         with monkeypatch.context() as patched:
-            patched.setattr("fusestep.kernels.cpu.allocation.full", full)
+            patched.setattr("fusestep.kernels.cpu.threads.allocation.full", full)
             optimizer = nn.LazyAdam([parameter], use_locking=locked)
         rows = ops.RowTensor(indices, placed(values, place * 7 % LINE), table.shape)
         for _ in range(2):

@@ -12,7 +12,7 @@ import pytest
 
 from fusestep.kernels import storage
 from fusestep.kernels.cpu.blocks import blocks
-from fusestep.kernels.cpu.compile import NativeFunction
+from fusestep.kernels.cpu.compiler.compile import NativeFunction
 from fusestep.kernels.cpu.matrices.blocks import matrix_blocks
 from fusestep.kernels.cpu.rows.sums import accumulate
 from fusestep.kernels.cpu.warmup import all_rules

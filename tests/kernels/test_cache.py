@@ -11,21 +11,21 @@ import warnings
 import numpy as np
 import pytest
 
-from fusestep.kernels.cpu import cache
-from fusestep.kernels.cpu.compile import NativeFunction
+from fusestep.kernels.cpu.compiler import cache
+from fusestep.kernels.cpu.compiler.compile import NativeFunction
 
 from subprocesses import output_of, run_python
 
 # A user's own rule in a module of its own, with a helper in another one.
 RULE = """
-    from fusestep.kernels.rules.rule import Rule, rule_helper
+    from fusestep.kernels.rule import Rule, rule_helper
     import helper
     def descent(w, g, hp):
         return w - helper.twice(hp.lr * g)
     DESCENT = Rule(descent, (), ("lr",))
 """
 HELPER = """
-    from fusestep.kernels.rules.rule import rule_helper
+    from fusestep.kernels.rule import rule_helper
     @rule_helper
     def twice(x):
         return x + x
@@ -34,9 +34,9 @@ STEP = """
     import sys
     sys.path.insert(0, sys.argv[1])
     import numpy as np
-    from fusestep.kernels.cpu import cache
+    from fusestep.kernels.cpu.compiler import cache
     from fusestep.kernels.cpu.blocks import blocks
-    from fusestep.kernels.cpu.parallel import commit
+    from fusestep.kernels.cpu.threads.parallel import commit
     from fusestep.kernels.element import kernel
     from fusestep.kernels.storage import F32
     from fusestep.ops.runtime.step import DenseUpdate, Variables
@@ -200,7 +200,7 @@ def test_a_kernel_that_fails_to_compile_says_so(tmp_path):
         import numpy as np
         from fusestep.kernels.cpu.blocks import blocks
         from fusestep.kernels.element import kernel
-        from fusestep.kernels.rules.rule import Rule
+        from fusestep.kernels.rule import Rule
         from fusestep.kernels.storage import F32
         def wrong(w, g, hp):
             return w + hp.absent
@@ -230,7 +230,7 @@ def test_sources_that_changed_since_the_import_are_not_saved(tmp_path):
     """Which of both texts was compiled is not known, so neither is kept."""
     program = """
         import numpy as np
-        from fusestep.kernels.cpu import cache
+        from fusestep.kernels.cpu.compiler import cache
         cache.sources_hash = lambda: "edited"
         from fusestep import nn
         nn.Adam([np.ones(3, np.float32)])((np.ones(3, np.float32),))
@@ -261,7 +261,7 @@ ONE_STORAGE = """
 BOTH_STORAGES = """
     import ctypes
     import numpy as np, ml_dtypes
-    from fusestep.kernels.cpu import cache
+    from fusestep.kernels.cpu.compiler import cache
     from fusestep.kernels.cpu.rows.sums import accumulate
     from fusestep.kernels.storage import BF16, F32, STORAGES
     keys = np.zeros(100, np.int64)
@@ -389,8 +389,8 @@ def test_a_pipe_in_the_cache_does_not_hold_up_the_start(entry):
     entry.unlink()
     os.mkfifo(entry, 0o600)
     program = f"""
-        from fusestep.kernels.cpu import cache
-        from fusestep.kernels.cpu.compile import NativeFunction
+        from fusestep.kernels.cpu.compiler import cache
+        from fusestep.kernels.cpu.compiler.compile import NativeFunction
         def nothing(n):
             pass
         for _ in range(2):
@@ -468,8 +468,8 @@ def test_a_folder_of_another_user_is_not_used(entry):
 def test_roots_kernels_are_not_used_by_another_user(tmp_path):
     program = f"""
         import os, sys, traceback, warnings
-        from fusestep.kernels.cpu import cache
-        from fusestep.kernels.cpu.compile import NativeFunction
+        from fusestep.kernels.cpu.compiler import cache
+        from fusestep.kernels.cpu.compiler.compile import NativeFunction
 
         def hits():
             def nothing(n):

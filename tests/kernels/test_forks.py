@@ -19,8 +19,9 @@ FORK_BETWEEN = """
     from llvmlite.binding import ffi
     from numba.core import event
     from numba.np.ufunc import parallel as of_numba
-    from fusestep.kernels.cpu.compile import NativeFunction
-    from fusestep.kernels.cpu import cache, parallel, threads
+    from fusestep.kernels.cpu.compiler.compile import NativeFunction
+    from fusestep.kernels.cpu.compiler import cache
+    from fusestep.kernels.cpu.threads import layers, parallel
 
     cache.save = lambda *_: None  # so that it is new again in the next process
 
@@ -52,7 +53,7 @@ FORK_BETWEEN = """
         "compiler": compile_slowly,
         "LLVM": lambda: hold(ffi.lib._lock),
         "start of threads": lambda: hold(of_numba._backend_init_thread_lock),
-        "workqueue": lambda: hold(threads._workqueue_lock),
+        "workqueue": lambda: hold(layers._workqueue_lock),
     }[sys.argv[1]]
     thread = threading.Thread(target=other)
     thread.start()
@@ -82,7 +83,7 @@ def test_an_interrupted_fork_gives_back_what_it_holds():
     """A fork that need not wait any more leaves no lock taken that it had already."""
     program = """
         import os, threading
-        from fusestep.kernels.cpu.forks import fork_between
+        from fusestep.kernels.cpu.process.forks import fork_between
 
         class Interrupted:
             def __enter__(self):
@@ -104,7 +105,7 @@ def test_a_fork_within_a_fork_that_waits():
     """As of a signal handler: either gives back what it holds itself."""
     program = """
         import os, threading
-        from fusestep.kernels.cpu.forks import fork_between
+        from fusestep.kernels.cpu.process.forks import fork_between
 
         class Forking:
             forks = 0
@@ -230,7 +231,7 @@ def test_what_a_child_can_use_of_tbb():
         import os, threading, time
         import numpy as np
         from fusestep import nn
-        from fusestep.kernels.cpu import parallel
+        from fusestep.kernels.cpu.threads import parallel
 
         def step():
             array = np.ones(200_000, np.float32)
@@ -275,7 +276,7 @@ def test_a_signal_handler_forks_within_a_step(layer):
         import os, signal, sys
         import numpy as np
         from fusestep import nn, threading_layer
-        from fusestep.kernels.cpu import parallel
+        from fusestep.kernels.cpu.threads import parallel
 
         array, ones = np.ones(200_000, np.float32), np.ones(200_000, np.float32)
         opt = nn.SGD([array], 0.5)
@@ -309,11 +310,12 @@ def test_a_fork_interrupted_at_any_moment(layer):
     """It happens, and leaves nothing taken: other threads compile and step in parallel."""
     program = """
         import inspect, os, sys, threading
-        from fusestep.kernels.cpu import compile, parallel, threads
+        from fusestep.kernels.cpu.compiler import compile
+        from fusestep.kernels.cpu.threads import layers, parallel
 
         parallel.start_threads()
         process, moment = os.getpid(), 0
-        locks = compile._lock, *compile._compilers, threads._workqueue_lock
+        locks = compile._lock, *compile._compilers, layers._workqueue_lock
         sys.unraisablehook = lambda *_: None
 
         def look(frame, event, _argument):
@@ -349,7 +351,7 @@ def test_a_fork_interrupted_at_any_moment(layer):
             thread = threading.Thread(target=take_all)
             thread.start()
             thread.join()
-            assert taken == [moment] and threads.regions.value == 0
+            assert taken == [moment] and layers.regions.value == 0
             if passed <= moment:
                 break
             moment += 1

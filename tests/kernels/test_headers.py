@@ -10,14 +10,14 @@ import pytest
 from numba import carray
 
 from fusestep import nn, ops
-from fusestep.kernels.cpu.compile import NativeFunction
-from fusestep.kernels.cpu.counts import Count, are_equal
+from fusestep.kernels.cpu.compiler.compile import NativeFunction
+from fusestep.kernels.cpu.compiler.intrinsics import as_pointer
+from fusestep.kernels.cpu.compiler.machine import Entry
+from fusestep.kernels.cpu.compiler.records import overlaps
 from fusestep.kernels.cpu.headers import arrays as headers
 from fusestep.kernels.cpu.headers.arrays import ANY, SAME, Expected, address_of, alike
-from fusestep.kernels.cpu.intrinsics import as_pointer
-from fusestep.kernels.cpu.machine import Entry
-from fusestep.kernels.cpu.parallel import commit
-from fusestep.kernels.cpu.records import overlaps
+from fusestep.kernels.cpu.threads.counts import Count, are_equal
+from fusestep.kernels.cpu.threads.parallel import commit
 
 NOWHERE = np.zeros((2, 0), np.int64)
 SCALARS = (0.9, 0.999, 0.01, 0.9, 0.999, 1e-8)

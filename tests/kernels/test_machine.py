@@ -10,14 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fusestep.kernels.cpu import cache, machine, warmup
-from fusestep.kernels.cpu.compile import NativeFunction
+from fusestep.kernels.cpu import warmup
+from fusestep.kernels.cpu.compiler import cache, machine
+from fusestep.kernels.cpu.compiler.compile import NativeFunction
+from fusestep.kernels.cpu.compiler.intrinsics import load_acquire
+from fusestep.kernels.cpu.compiler.machine import Code, Entry, Loaded
+from fusestep.kernels.cpu.compiler.records import int64s
 from fusestep.kernels.cpu.gather import gather_part
-from fusestep.kernels.cpu.intrinsics import load_acquire
-from fusestep.kernels.cpu.machine import Code, Entry, Loaded
-from fusestep.kernels.cpu.records import int64s
 from fusestep.kernels.cpu.rows import sort, sums
-from fusestep.kernels.cpu.threads import add_atomically
+from fusestep.kernels.cpu.threads.layers import add_atomically
 from fusestep.kernels.storage import F32, STORAGES
 
 from subprocesses import output_of
@@ -28,8 +29,8 @@ STEPS = """
     from pathlib import Path
     import numpy as np
     from fusestep import nn, ops, set_num_threads
-    from fusestep.kernels.cpu import machine
-    from fusestep.kernels.cpu.compile import NativeFunction
+    from fusestep.kernels.cpu.compiler import machine
+    from fusestep.kernels.cpu.compiler.compile import NativeFunction
 
     machine.PORTABLE = Path(sys.argv[1])
     compiled, by_numba = [], NativeFunction._compile

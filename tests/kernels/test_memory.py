@@ -13,7 +13,7 @@ import resource
 import sys
 import numpy as np
 from fusestep import nn
-from fusestep.kernels.cpu import workspace
+from fusestep.kernels.cpu.threads import workspace
 
 N, D, B = 20_000, 4, 60_000
 rng = np.random.default_rng(0)

@@ -7,8 +7,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from fusestep.kernels.cpu.parallel import run_all
 from fusestep.kernels.cpu.rows.step import RowStep
+from fusestep.kernels.cpu.threads.parallel import run_all
 from fusestep.kernels.element import kernel
 from fusestep.kernels.rules.adam import ADAM
 from fusestep.kernels.storage import F32

@@ -101,7 +101,8 @@ def test_the_first_parallel_step_where_no_thread_can_be_started(layer):
         import sys
         import numpy as np
         from fusestep import get_num_threads, nn, threading_layer
-        from fusestep.kernels.cpu import parallel, room
+        from fusestep.kernels.cpu.process import room
+        from fusestep.kernels.cpu.threads import parallel
 
         array, ones = np.ones(200_000, np.float32), np.ones(200_000, np.float32)
         opt, start = nn.SGD([array], 0.5), room._thread.start_new_thread

@@ -13,8 +13,8 @@ import pytest
 
 import fusestep
 from fusestep import nn
-from fusestep.kernels.rules.rule import Rule
-from fusestep.kernels.rules.state import State
+from fusestep.kernels.rule import Rule
+from fusestep.kernels.state import State
 
 from helpers import assert_same_bits
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numba import njit
 
-from fusestep.kernels.cpu.parallel import commit
+from fusestep.kernels.cpu.threads.parallel import commit
 from fusestep.kernels.rules import adam as rules
 from fusestep.kernels.storage import BF16 as BF16_STORAGE
 from fusestep.kernels.storage import F16, STORAGES, Storage, real_of

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from fusestep import get_num_threads, set_num_threads
-from fusestep.kernels.cpu import threads
-from fusestep.kernels.cpu.parallel import at_most, deciding_limit
-from fusestep.kernels.cpu.threads import Limit
+from fusestep.kernels.cpu.threads import layers
+from fusestep.kernels.cpu.threads.layers import Limit
+from fusestep.kernels.cpu.threads.parallel import at_most, deciding_limit
 
 from subprocesses import ENVIRONMENT, output_of, run_python
 from test_interrupts import done_at, interrupt
@@ -127,7 +127,7 @@ def test_a_signal_handler_may_step_while_its_thread_is_about_to():
         from contextlib import contextmanager
         import numpy as np
         from fusestep import nn, threading_layer
-        from fusestep.kernels.cpu import parallel
+        from fusestep.kernels.cpu.threads import parallel
 
         arrays = [np.ones(200_000, np.float32) for _ in range(2)]
         ones = np.ones(200_000, np.float32)
@@ -158,7 +158,7 @@ def test_the_hazard_is_real():
         + """
     import threading
     from contextlib import nullcontext
-    from fusestep.kernels.cpu import parallel
+    from fusestep.kernels.cpu.threads import parallel
     parallel.layer_guard = lambda: nullcontext()
     step("all")
     threads = [threading.Thread(target=lambda: [step("all") for _ in range(50)]) for _ in range(4)]
@@ -190,8 +190,8 @@ def test_tbb_of_pypi_is_loaded_for_layers_that_may_use_it(
     monkeypatch.syspath_prepend(tmp_path)
     loaded = []
     loader = SimpleNamespace(CDLL=lambda path, **_: loaded.append(path), RTLD_GLOBAL=0)
-    monkeypatch.setattr(threads, "ctypes", loader)
-    assert threads._load_tbb(layer.lower()) == could_be_tbb
+    monkeypatch.setattr(layers, "ctypes", loader)
+    assert layers._load_tbb(layer.lower()) == could_be_tbb
     assert loaded == ([str(library.resolve())] if could_be_tbb else [])
 
 
@@ -202,9 +202,9 @@ def test_tbb_of_pypi_is_loaded_for_layers_that_may_use_it(
 @pytest.mark.parametrize("layer", ["default", "tbb", "forksafe"])
 def test_tbb_of_pypi_runs(layer, first):
     program = f"""
-        from fusestep.kernels.cpu import parallel, threads
+        from fusestep.kernels.cpu.threads import layers, parallel
         {first}()
-        print(threads.threading_layer())
+        print(layers.threading_layer())
     """
     assert output_of(program, NUMBA_THREADING_LAYER=layer) == "tbb\n"
 
@@ -219,7 +219,8 @@ def test_a_tbb_that_does_not_load_is_said_and_replaced(tmp_path):
     program = """
         import sys
         sys.path.insert(0, sys.argv[1])
-        from fusestep.kernels.cpu import info, parallel
+        from fusestep.kernels.cpu import info
+        from fusestep.kernels.cpu.threads import parallel
         from numba.np.ufunc import parallel as of_numba
         def missing():
             raise ImportError("no tbb")
@@ -235,7 +236,7 @@ def test_a_first_step_beside_the_start_of_numbas_own_threads():
     program = """
         import threading
         from numba.np.ufunc import parallel as of_numba
-        from fusestep.kernels.cpu import parallel
+        from fusestep.kernels.cpu.threads import parallel
 
         of_numba._set_init_process_lock()
         thread = threading.Thread(target=parallel.start_threads, daemon=True)
@@ -259,9 +260,9 @@ CORES = 6, "the cores of this process"
 LIMITS = """
     import os, sys
     from fusestep import set_num_threads
-    from fusestep.kernels.cpu import parallel, threads
-    threads._cores = lambda: 6
-    threads._quota = lambda *_: None
+    from fusestep.kernels.cpu.threads import layers, parallel
+    layers._cores = lambda: 6
+    layers._quota = lambda *_: None
 """
 
 
@@ -471,19 +472,19 @@ def groups(folder, **files):
 def test_quotas_of_containers(membership, files, cores, tmp_path):
     place = tmp_path / "membership"
     place.write_text(membership)
-    assert threads._quota(place, groups(tmp_path / "groups", **files)) == cores
+    assert layers._quota(place, groups(tmp_path / "groups", **files)) == cores
 
 
 def test_without_control_groups_there_is_no_quota(tmp_path):
-    assert threads._quota(tmp_path / "none", tmp_path) is None
+    assert layers._quota(tmp_path / "none", tmp_path) is None
 
 
 def test_a_quota_is_a_limit(monkeypatch):
-    monkeypatch.setattr(threads, "_cores", lambda: 64)
-    monkeypatch.setattr(threads, "_quota", lambda *_: 2)
+    monkeypatch.setattr(layers, "_cores", lambda: 64)
+    monkeypatch.setattr(layers, "_quota", lambda *_: 2)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("NUMBA_NUM_THREADS", raising=False)
-    found = threads.limit_of_environment.__wrapped__()
+    found = layers.limit_of_environment.__wrapped__()
     assert found == Limit(2, "the CPU quota of the container")
 
 
@@ -507,7 +508,7 @@ def test_thread_budget_rejects(n, error):
 
 def test_budget_is_reached_by_kernels(monkeypatch):
     from fusestep import nn
-    from fusestep.kernels.cpu import parallel
+    from fusestep.kernels.cpu.threads import parallel
 
     used = []
     run_all = parallel.run_all

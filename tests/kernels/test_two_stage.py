@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from fusestep import ops
-from fusestep.kernels.cpu.parallel import commit
+from fusestep.kernels.cpu.threads.parallel import commit
+from fusestep.kernels.rule import Prologue, Rule, factors, hp_type
 from fusestep.kernels.rules import gradient as prologues
 from fusestep.kernels.rules import lamb, lars
 from fusestep.kernels.rules.gradient import SCALE
-from fusestep.kernels.rules.rule import Prologue, Rule, factors, hp_type
 from fusestep.kernels.storage import STORAGES
 from fusestep.ops.runtime.step import DenseUpdate, Variables
 

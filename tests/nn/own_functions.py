@@ -11,7 +11,7 @@ from typing import Any
 import numba
 import numpy as np
 
-from fusestep.kernels.rules.rule import rule_helper
+from fusestep.kernels.rule import rule_helper
 from fusestep.nn import Formula, FusedOptimizer, Rule
 
 TABLE, ARRAY = (1.0, 2.0), np.arange(3.0)

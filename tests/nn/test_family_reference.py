@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fusestep.kernels.rules.rule import hp_type
+from fusestep.kernels.rule import hp_type
 
 from exact_steps import FORMS, exact_step
 from helpers import STORAGE_DTYPES

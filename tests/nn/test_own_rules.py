@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fusestep import nn
-from fusestep.kernels.cpu import traits
+from fusestep.kernels.cpu.compiler import traits
 from fusestep.kernels.cpu.warmup import all_rules
 from fusestep.kernels.storage import F32, F64
 from fusestep.nn import Rule
@@ -337,8 +337,8 @@ PROGRAM = """
     import sys
     sys.path.insert(0, sys.argv[1])
     import numpy as np
-    from fusestep.kernels.cpu import cache
-    from fusestep.kernels.cpu.compile import NativeFunction
+    from fusestep.kernels.cpu.compiler import cache
+    from fusestep.kernels.cpu.compiler.compile import NativeFunction
     from own_rules import Good, Bad
     if sys.argv[2] == "again":
         NativeFunction._compile = lambda self: sys.exit(f"compiles {self.identity}")

@@ -15,7 +15,8 @@ import pytest
 
 from fusestep import nn, ops
 from fusestep.bench.cases.operators import LARS_UPDATE, OPERATORS, Operator
-from fusestep.kernels.rules import formula, mxnet
+from fusestep.kernels import formula
+from fusestep.kernels.rules import mxnet
 from fusestep.nn.mxnet.adam_family import _scalars
 
 from helpers import arrays_of, assert_same_bits

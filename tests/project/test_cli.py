@@ -10,8 +10,9 @@ import pytest
 
 import fusestep
 from fusestep import nn
-from fusestep.kernels.cpu import cache, warmup
-from fusestep.kernels.cpu.compile import NativeFunction
+from fusestep.kernels.cpu import warmup
+from fusestep.kernels.cpu.compiler import cache
+from fusestep.kernels.cpu.compiler.compile import NativeFunction
 from fusestep.kernels.storage import STORAGES
 
 from subprocesses import output_of, run_python
@@ -83,7 +84,7 @@ def test_warmup_fills_the_cache(tmp_path):
     In the cache of these tests: all loops of the package take long to compile.
     """
     program = """
-        from fusestep.kernels.cpu import cache
+        from fusestep.kernels.cpu.compiler import cache
         load, names = cache.load, []
         def recorded(identity):
             names.append(identity)

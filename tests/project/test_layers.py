@@ -25,9 +25,13 @@ MAY_IMPORT = {
     "nn/engine": ("kernels", "ops", "nn/base"),
     "nn/thor": ("kernels", "ops", "nn"),
     "nn/mxnet": ("kernels", "ops", "nn"),
+    "nn/distributed": ("kernels", "ops", "nn/base"),
+    "nn/torch/engine": ("kernels", "ops", "nn/base", "nn/engine"),
     "nn/torch": ("kernels", "ops", "nn"),
     "nn": ("kernels", "ops"),
 }
+# Rooms of kernels/cpu: each may import those before it. The drivers are behind all of them.
+ROOMS = ("process", "compiler", "headers", "threads")
 APART = {("kernels/cpu", "kernels/cuda"), ("kernels/cuda", "kernels/cpu")}
 NEUTRAL = ("kernels", "kernels/rules")
 OPTIONAL = ("kernels.cuda", "kernels/cuda")
@@ -39,6 +43,7 @@ class Import(NamedTuple):
     source: str
     target: str
     in_function: bool
+    for_annotations: bool
     line: int
 
 
@@ -56,28 +61,33 @@ MODULES = modules("kernels", "ops", "nn")
 
 
 def imports_of(name: str, modules: dict[str, Path] = MODULES) -> Iterator[Import]:
-    """Every import of these modules in one of them, those for annotations apart."""
+    """Every import of these modules in one of them, those for annotations too."""
     path = modules[name]
     tree = ast.parse(path.read_text(encoding="utf-8"))
     package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
-    for node, in_function in _imports(tree, False):
+    for node, in_function, for_annotations in _imports(tree, False, False):
         base = package[: len(package) - node.level + 1]
         target = ".".join(base + (node.module.split(".") if node.module else []))
         for alias in node.names:
             of_module = f"{target}.{alias.name}".removeprefix(".")
             found = of_module if of_module in modules else target
             if found in modules and found != name:
-                yield Import(name, found, in_function, node.lineno)
+                yield Import(name, found, in_function, for_annotations, node.lineno)
 
 
-def _imports(node: ast.AST, in_function: bool) -> Iterator[tuple[ast.ImportFrom, bool]]:
+def _imports(
+    node: ast.AST, in_function: bool, for_annotations: bool
+) -> Iterator[tuple[ast.ImportFrom, bool, bool]]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.ImportFrom) and child.level:
-            yield child, in_function
-        elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-            continue
+            yield child, in_function, for_annotations
         else:
-            yield from _imports(child, in_function or isinstance(child, ast.FunctionDef))
+            is_typing = isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
+            yield from _imports(
+                child,
+                in_function or isinstance(child, ast.FunctionDef),
+                for_annotations or is_typing,
+            )
 
 
 IMPORTS = [found for name in MODULES for found in imports_of(name)]
@@ -110,6 +120,19 @@ def test_imports_point_downwards() -> None:
     assert wrong == []
 
 
+def test_rooms_of_the_cpu_stand_on_those_before_them() -> None:
+    places = {name: name.split(".")[2] for name in MODULES if name.startswith("kernels.cpu.")}
+    order = {room: k for k, room in enumerate(ROOMS)}
+    wrong = [
+        found
+        for found in IMPORTS
+        if places.get(found.source) in order and found.target in places
+        if order.get(places[found.target], len(ROOMS)) > order[places[found.source]]
+    ]
+    assert wrong == []
+    assert set(ROOMS) <= set(places.values())
+
+
 def test_there_is_no_circle() -> None:
     graph: dict[str, set[str]] = {name: set() for name in MODULES}
     for found in IMPORTS:
@@ -128,7 +151,11 @@ def needs_cuda() -> set[str]:
     """Modules that cannot be imported without numba-cuda."""
     found = {name for name in MODULES if name.startswith("kernels.cuda.")}
     while True:
-        more = {i.source for i in IMPORTS if i.target in found and not i.in_function} - found
+        more = {
+            i.source
+            for i in IMPORTS
+            if i.target in found and not (i.in_function or i.for_annotations)
+        } - found
         if not more:
             return found
         found |= more

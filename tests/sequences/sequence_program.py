@@ -21,8 +21,8 @@ import numpy as np
 
 import fusestep
 from fusestep import nn
-from fusestep.kernels.cpu.workspace import Pool
-from fusestep.kernels.rules import formula
+from fusestep.kernels import formula
+from fusestep.kernels.cpu.threads.workspace import Pool
 
 import sequence_operators as operators
 from optimizers import FORMS

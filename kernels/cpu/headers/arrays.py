@@ -21,10 +21,10 @@ from numba import carray
 
 from ...inner import njit
 from ...storage import STORAGES
-from ..compile import NativeFunction
-from ..intrinsics import as_pointer, load_int64
-from ..machine import Entry
-from ..records import int64s, overlaps, records
+from ..compiler.compile import NativeFunction
+from ..compiler.intrinsics import as_pointer, load_int64
+from ..compiler.machine import Entry
+from ..compiler.records import int64s, overlaps, records
 
 _FIELDS = ("references", "type", "data", "ndim", "shape", "strides", "base", "dtype", "flags")
 

@@ -13,10 +13,10 @@ import numpy as np
 from numba import carray
 
 from ...inner import njit
-from ..compile import NativeFunction
-from ..intrinsics import as_pointer, load_int64
-from ..machine import Entry
-from ..records import int64s, lies_in, overlaps, records
+from ..compiler.compile import NativeFunction
+from ..compiler.intrinsics import as_pointer, load_int64
+from ..compiler.machine import Entry
+from ..compiler.records import int64s, lies_in, overlaps, records
 from .arrays import ITEMS, LENGTH, address_of
 from .tensor_fields import Fields, layout_of, signed
 

@@ -25,13 +25,13 @@ from numba import carray
 
 from ...element import Kernel, conditioned, element_of
 from ...inner import njit
-from ...rules.rule import Lines
+from ...rule import Lines
 from ...storage import F64, Storage
 from ..blocks import CPU, SUMS, identity, readers
-from ..cache import fingerprint
-from ..compile import NativeFunction
-from ..intrinsics import as_pointer, prefetch_line
-from ..lines import LINE
+from ..compiler.cache import fingerprint
+from ..compiler.compile import NativeFunction
+from ..compiler.intrinsics import as_pointer, prefetch_line
+from ..compiler.lines import LINE
 
 # A row is worked on in pieces of so many elements, and the gradient is fetched so many bytes ahead:
 # what computes between two loads leaves the processor's own fetching behind, which ends at a page.

@@ -19,11 +19,11 @@ from numba import carray
 from ...element import Kernel
 from ...inner import njit
 from ...tables import MatrixTensor
-from ..compile import NativeFunction, part
+from ..compiler.compile import NativeFunction, part
+from ..compiler.intrinsics import as_pointer, call_address
+from ..compiler.records import int64s, last_at_most, records
 from ..headers.arrays import address_of
-from ..intrinsics import as_pointer, call_address
-from ..parallel import Arguments, Loop, get_num_threads, run_all
-from ..records import int64s, last_at_most, records
+from ..threads.parallel import Arguments, Loop, get_num_threads, run_all
 from .blocks import matrix_blocks
 
 _TILE_WIDTH = 8_192  # whole rows of most matrices: a narrower tile jumps from row to row

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ...inner import njit
 from ...tables import HOT
-from ..records import records
+from ..compiler.records import records
 
 
 class Table(NamedTuple):

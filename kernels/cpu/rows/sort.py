@@ -11,9 +11,9 @@ from numba import carray
 
 from ...inner import njit
 from ...tables import HOT
-from ..compile import part
-from ..intrinsics import as_pointer, load_int32, load_int64
-from ..records import int64s, last_at_most
+from ..compiler.compile import part
+from ..compiler.intrinsics import as_pointer, load_int32, load_int64
+from ..compiler.records import int64s, last_at_most
 from .layout import PADDING, RowCall, hot_of, tables_of
 
 

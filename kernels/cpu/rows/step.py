@@ -14,11 +14,11 @@ import numpy as np
 from ...element import Kernel
 from ...tables import HOT, MOST_RANGES, RowTable
 from ..blocks import blocks
-from ..compile import NativeFunction
+from ..compiler.compile import NativeFunction
+from ..compiler.lines import LINE
 from ..headers.arrays import address_of
-from ..lines import LINE
-from ..parallel import Loop, get_num_threads, run, run_words
-from ..workspace import borrow, give_back
+from ..threads.parallel import Loop, get_num_threads, run, run_words
+from ..threads.workspace import borrow, give_back
 from . import sort, sums
 from . import update as rows
 from .layout import PADDING, HotSegment, RowCall, Table

@@ -15,8 +15,8 @@ from typing import Any
 
 from ...inner import njit
 from ...storage import Storage, numba_type
-from ..compile import NativeFunction
-from ..intrinsics import (
+from ..compiler.compile import NativeFunction
+from ..compiler.intrinsics import (
     Vector,
     add_vectors,
     load_int64,
@@ -24,7 +24,7 @@ from ..intrinsics import (
     store_vector,
     vector_loader,
 )
-from ..lines import LINE
+from ..compiler.lines import LINE
 
 _AHEAD = 24  # rows that are on their way to the caches; at most `layout.PADDING`
 _AHEAD_BYTES = 6_144  # but no more than this of long rows

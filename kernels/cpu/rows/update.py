@@ -10,8 +10,8 @@ from numba import carray
 
 from ...inner import njit
 from ...tables import HOT
-from ..compile import part
-from ..intrinsics import (
+from ..compiler.compile import part
+from ..compiler.intrinsics import (
     as_pointer,
     call_address,
     compare_and_swap,
@@ -20,8 +20,8 @@ from ..intrinsics import (
     load_int64,
     store_release,
 )
-from ..lines import LINE, prefetch
-from ..records import int64s, last_at_most
+from ..compiler.lines import LINE, prefetch
+from ..compiler.records import int64s, last_at_most
 from .layout import PADDING, RowCall, hot_of, parts_at, tables_of
 from .sort import first_key_at_least, share
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cuda, types
 
-from ...rules.rule import Prologue
+from ...rule import Prologue
 from ...storage import F64, Storage, numba_type
 from ..device.backend import (
     GEOMETRY,

@@ -13,7 +13,7 @@ from numba.core import cgutils
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
 
-from ...rules.rule import product
+from ...rule import product
 
 _I32 = ir.IntType(32)
 _I64 = ir.IntType(64)

@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_type_hints
 import numpy as np
 from numba import cuda, types
 
-from ...rules.rule import Prologue, Rule, hp_type
+from ...rule import Prologue, Rule, hp_type
 from ...storage import F64, REALS, Storage, numba_type
 from .backend import (
     load_float32,

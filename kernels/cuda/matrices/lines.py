@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numba import cuda, float64
 
-from ...rules.rule import Prologue, Rule, columns
+from ...rule import Prologue, Rule, columns
 from ...storage import Storage, numba_type
 from ..dense.tiles import access
 from ..device.backend import store_float64

@@ -15,7 +15,7 @@ import numpy as np
 from numba import cuda, float64
 
 from ...element import Kernel, conditioned, element_of
-from ...rules.rule import Lines, Rule
+from ...rule import Lines, Rule
 from ...storage import Storage
 from ..dense.tiles import Access, access, in_registers, length_of
 from ..device.backend import store_float64

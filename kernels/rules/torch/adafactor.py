@@ -13,6 +13,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ...rule import Rule, rule_helper
+from ...state import State
 from ..adafactor import (
     HP,
     LINES,
@@ -22,8 +24,6 @@ from ..adafactor import (
     factored_plain,
     size_factors,
 )
-from ..rule import Rule, rule_helper
-from ..state import State
 
 
 @rule_helper

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..rule import Rule, product, rule_helper
+from ...rule import Rule, product, rule_helper
 
 
 def adagrad(w: Any, g: Any, total: Any, hp: Any) -> Any:

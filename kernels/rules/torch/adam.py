@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from ..rule import Rule, product, rule_helper
+from ...rule import Rule, product, rule_helper
 
 
 @rule_helper

@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ...rule import Rule, product, rule_helper
 from ..lars import ratio
-from ..rule import Rule, product, rule_helper
 
 
 @rule_helper

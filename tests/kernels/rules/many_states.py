@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from fusestep.kernels.rules.rule import Rule, product, rule_helper
+from fusestep.kernels.rule import Rule, product, rule_helper
 
 Array = Any
 HP = ("lr", "decay", "rest", "epsilon")

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fusestep.kernels.cpu.parallel import commit
+from fusestep.kernels.cpu.threads.parallel import commit
+from fusestep.kernels.rule import Prologue, Rule, hp_type
 from fusestep.kernels.rules import adagrad, ftrl, lars, norm, rmsprop, sgd
 from fusestep.kernels.rules.gradient import COUPLED_DECAY, SCALE, TRUST
-from fusestep.kernels.rules.rule import Prologue, Rule, hp_type
 from fusestep.kernels.storage import STORAGES
 from fusestep.ops.runtime.row_step import RowGradient, RowUpdate
 from fusestep.ops.runtime.step import DenseUpdate, Variables

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from fusestep import nn, ops
-from fusestep.kernels.cpu.parallel import commit
+from fusestep.kernels.cpu.threads.parallel import commit
+from fusestep.kernels.formula import running_power
+from fusestep.kernels.rule import Rule, hp_type
 from fusestep.kernels.rules import adam as rules
 from fusestep.kernels.rules import gradient as prologues
 from fusestep.kernels.rules import mxnet
-from fusestep.kernels.rules.formula import running_power
-from fusestep.kernels.rules.rule import Rule, hp_type
 from fusestep.kernels.storage import STORAGES
 from fusestep.ops.runtime.step import DenseUpdate, Variables
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from fusestep.kernels.cpu.warmup import all_rules
+from fusestep.kernels.rule import Rule
 from fusestep.kernels.rules import adagrad, ftrl, rmsprop, sgd
-from fusestep.kernels.rules.rule import Rule
 
 import exact_steps
 import optimizers

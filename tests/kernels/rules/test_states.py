@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fusestep.kernels.cpu.parallel import commit
+from fusestep.kernels.cpu.threads.parallel import commit
 from fusestep.kernels.rules.gradient import COUPLED_DECAY
 from fusestep.kernels.storage import STORAGES
 from fusestep.ops.runtime.row_step import RowGradient, RowUpdate

@@ -30,7 +30,7 @@ from torch_training import everything  # noqa: E402
 def _look(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways of looking at tensors."""
     if request.param == "python":
-        monkeypatch.setattr("fusestep.nn.torch.binding.layout_of", lambda _: None)
+        monkeypatch.setattr("fusestep.nn.torch.engine.binding.layout_of", lambda _: None)
 
 
 @pytest.fixture

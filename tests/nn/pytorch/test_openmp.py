@@ -16,7 +16,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import fusestep  # noqa: E402
-from fusestep.kernels.cpu import openmp, parallel  # noqa: E402
+from fusestep.kernels.cpu.threads import openmp, parallel  # noqa: E402
 from fusestep.nn import torch as fused  # noqa: E402
 
 from subprocesses import output_of  # noqa: E402
@@ -197,7 +197,7 @@ def test_threads_that_come_late_are_left_alone_for_some_loops() -> None:
 CHILD = """
 import os, sys
 import torch
-from fusestep.kernels.cpu import openmp
+from fusestep.kernels.cpu.threads import openmp
 from fusestep.nn import torch as fused
 openmp.is_awake = lambda size: True
 torch.set_num_threads(max(2, torch.get_num_threads()))
@@ -225,7 +225,7 @@ def test_a_forked_child_does_not_use_them() -> None:
 INTERRUPTED = """
 import os, signal, threading, time
 import torch
-from fusestep.kernels.cpu import openmp
+from fusestep.kernels.cpu.threads import openmp
 from fusestep.nn import torch as fused
 openmp.is_awake = lambda size: True
 torch.set_num_threads(max(2, torch.get_num_threads()))
@@ -267,7 +267,7 @@ def test_an_interrupt_leaves_a_step_done_or_not_begun() -> None:
 AT_EXIT = """
 import threading
 import torch
-from fusestep.kernels.cpu import openmp
+from fusestep.kernels.cpu.threads import openmp
 from fusestep.nn import torch as fused
 openmp.is_awake = lambda size: True
 torch.set_num_threads(max(2, torch.get_num_threads()))
@@ -292,7 +292,7 @@ def test_the_process_ends_while_they_run_a_step() -> None:
 
 WORKERS = """
 import torch
-from fusestep.kernels.cpu import openmp
+from fusestep.kernels.cpu.threads import openmp
 from fusestep.nn import torch as fused
 if __name__ == "__main__":
     openmp.is_awake = lambda size: True
@@ -324,7 +324,7 @@ def test_workers_of_a_data_loader_step_on_their_own() -> None:
 WANTED = """
 import torch
 from fusestep import threading_layer
-from fusestep.kernels.cpu import openmp, parallel
+from fusestep.kernels.cpu.threads import openmp, parallel
 parallel.compile_loops()
 print(openmp.functions() is not None, threading_layer())
 """
@@ -375,7 +375,7 @@ ctypes.CDLL(sys.argv[1], ctypes.RTLD_GLOBAL)
 ON_PYTORCHS_THREADS = """
 import fusestep
 import torch
-from fusestep.kernels.cpu import openmp
+from fusestep.kernels.cpu.threads import openmp
 from fusestep.nn import torch as fused
 torch.set_num_threads(max(2, torch.get_num_threads()))
 openmp.is_awake = lambda size: True

@@ -13,7 +13,7 @@ PROGRAM = """
     import torch
     torch.set_num_threads(3)
     from fusestep import get_num_threads, nn
-    from fusestep.kernels.cpu import parallel
+    from fusestep.kernels.cpu.threads import parallel
     from fusestep.nn import distributed, torch as ours
 
     N = 200_000

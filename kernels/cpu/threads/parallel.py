@@ -26,12 +26,9 @@ import numba
 import numpy as np
 from numba import carray, prange
 
-from ..inner import NO_WRAPPERS, njit
-from . import openmp
-from . import threads as layer
-from .compile import NativeFunction
-from .headers.arrays import address_of
-from .intrinsics import (
+from ...inner import NO_WRAPPERS, njit
+from ..compiler.compile import NativeFunction
+from ..compiler.intrinsics import (
     as_pointer,
     atomic_add,
     call_address,
@@ -44,10 +41,13 @@ from .intrinsics import (
     store_clock,
     threads_of_numba,
 )
-from .lines import LINE
-from .machine import Entry
-from .records import int64s, records
-from .threads import (
+from ..compiler.lines import LINE
+from ..compiler.machine import Entry
+from ..compiler.records import int64s, records
+from ..headers.arrays import address_of
+from . import layers as layer
+from . import openmp
+from .layers import (
     CLOSED,
     REGIONS_AT,
     Limit,

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 from numba import types
 from numba.core.errors import NumbaError, UnsupportedBytecodeError
 
-from ..inner import njit
-from ..rules.formula import Formula
-from ..rules.rule import RULE_FLAGS, Rule, hp_type
-from ..storage import Storage, numba_type
+from ...formula import Formula
+from ...inner import njit
+from ...rule import RULE_FLAGS, Rule, hp_type
+from ...storage import Storage, numba_type
 from . import cache as on_disk
 from . import machine
 from .compile import NativeFunction

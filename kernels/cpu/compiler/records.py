@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numba import carray
 
-from ..inner import njit
+from ...inner import njit
 from .intrinsics import as_pointer
 
 

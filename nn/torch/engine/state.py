@@ -9,10 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...kernels.cpu import allocation
-from ...kernels.quiet import quiet
-from ...ops.runtime.errors import reject
-from ..distributed.shard import RowShard, places
+from ....kernels.cpu.threads import allocation
+from ....kernels.quiet import quiet
+from ....ops.runtime.errors import reject
+from ...distributed.shard import RowShard, places
 from .memory import NUMBERS
 from .tensors import local, number
 

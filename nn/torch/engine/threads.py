@@ -8,8 +8,8 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from ...kernels.cpu.parallel import at_most, beside_openmp
-from ...kernels.cpu.threads import Limit
+from ....kernels.cpu.threads.layers import Limit
+from ....kernels.cpu.threads.parallel import at_most, beside_openmp
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

@@ -32,7 +32,7 @@ from llvmlite import binding as llvm
 from numba.core.codegen import get_host_cpu_features
 from numba.core.dispatcher import Dispatcher
 
-PACKAGE = Path(__file__).resolve().parent.parent
+PACKAGE = Path(__file__).resolve().parents[2]
 _MAGIC = b"fusestep kernel 2\n"
 _SUFFIX = ".kernel"
 _problems: dict[Path, str] = {}  # folders that this process does without, and why

@@ -26,7 +26,7 @@ from numba.core.runtime import _nrt_python
 
 from .cache import IMPORTED_SOURCES, processor, sealed, unsealed
 
-PORTABLE = Path(__file__).with_name("portable.zip")
+PORTABLE = Path(__file__).parents[1] / "portable.zip"
 """LLVM's IR of loops, `sealed` as `_name`, if the package was built and not edited since."""
 
 

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .compile import part
-from .headers.arrays import address_of
-from .lines import LINE
+from ..compiler.compile import part
+from ..compiler.lines import LINE
+from ..compiler.records import int64s
+from ..headers.arrays import address_of
 from .parallel import Arguments, get_num_threads, run
-from .records import int64s
 
 _WORD = 8
 _PAGE = 4_096 // _WORD

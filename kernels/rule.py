@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba.extending import register_jitable
 
-from ..inner import NO_WRAPPERS
-from ..lazy import lazy
+from .inner import NO_WRAPPERS
+from .lazy import lazy
 from .state import State
 
 # FMA contraction and IEEE division without Numba's zero check: both are needed for packed

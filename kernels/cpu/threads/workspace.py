@@ -8,8 +8,8 @@ from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
+from ..headers.arrays import address_of
 from .allocation import empty
-from .headers.arrays import address_of
 
 # How many are kept for the next calls; each belongs to one call at a time.
 _KEPT = 4

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..inner import njit
+from ...inner import njit
 from .intrinsics import prefetch_line
 
 LINE = 64  # bytes

@@ -10,11 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...kernels.storage import FOREIGN, STORAGES
-from ...ops.runtime import check
-from ...ops.runtime.arrays import adopt_anywhere
-from ...ops.runtime.device import DeviceArray
-from ...ops.runtime.errors import reject
+from ....kernels.storage import FOREIGN, STORAGES
+from ....ops.runtime import check
+from ....ops.runtime.arrays import adopt_anywhere
+from ....ops.runtime.device import DeviceArray
+from ....ops.runtime.errors import reject
 
 DTYPES = {getattr(torch, dtype.name): dtype for dtype in STORAGES}
 """Dtypes of parameters, states and gradients."""

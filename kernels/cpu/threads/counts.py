@@ -8,12 +8,12 @@ from typing import NamedTuple
 import numpy as np
 from numba import carray
 
-from .compile import NativeFunction, part
-from .headers.arrays import address_of
-from .intrinsics import as_pointer
-from .machine import Entry
+from ..compiler.compile import NativeFunction, part
+from ..compiler.intrinsics import as_pointer
+from ..compiler.machine import Entry
+from ..compiler.records import int64s, records
+from ..headers.arrays import address_of
 from .parallel import Arguments, Loop
-from .records import int64s, records
 
 
 def _compare_counts(counts, n):

@@ -11,15 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...kernels.cpu.counts import TensorCount
-from ...kernels.cpu.dense import all_finite
-from ...kernels.cpu.headers import tensors as headers
-from ...kernels.cpu.headers.tensor_fields import layout_of
-from ...ops.runtime.errors import reject
-from ...ops.runtime.row_step import RowGradient
-from ..engine.layout import Kind, Layout, build_layout
-from ..engine.on_device import are_finite
-from ..engine.reader import Gradients, by_storage
+from ....kernels.cpu.dense import all_finite
+from ....kernels.cpu.headers import tensors as headers
+from ....kernels.cpu.headers.tensor_fields import layout_of
+from ....kernels.cpu.threads.counts import TensorCount
+from ....ops.runtime.errors import reject
+from ....ops.runtime.row_step import RowGradient
+from ...engine.layout import Kind, Layout, build_layout
+from ...engine.on_device import are_finite
+from ...engine.reader import Gradients, by_storage
 from .memory import (
     DTYPE_NAMES,
     DTYPES,

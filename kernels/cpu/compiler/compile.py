@@ -14,13 +14,13 @@ from numba.core.ccallback import CFunc
 from numba.core.compiler_lock import global_compiler_lock
 from numba.np.ufunc.parallel import _backend_init_thread_lock
 
-from ..inner import njit
-from ..lazy import lazy
+from ...inner import njit
+from ...lazy import lazy
+from ..process.forks import fork_between
+from ..process.room import require_room
 from . import cache, machine
-from .forks import fork_between
 from .machine import Code, Entry, Loaded
 from .records import records
-from .room import require_room
 
 _I64 = types.int64
 # More than they were seen to take at once: LLVM ends the process where it gets no memory.

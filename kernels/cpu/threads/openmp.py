@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import numba
 
-from .room import can_start
-from .threads import threading_layer
+from ..process.room import can_start
+from .layers import threading_layer
 
 VARIABLE = "FUSESTEP_SHARE_OPENMP"
 _NOBODY = -1  # in place of a clock: OpenMP runs the loops of this thread on it alone

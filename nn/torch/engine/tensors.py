@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kernels.rules.state import State
-from ...ops.runtime.errors import reject
-from ...ops.runtime.row_step import RowGradient
+from ....kernels.state import State
+from ....ops.runtime.errors import reject
+from ....ops.runtime.row_step import RowGradient
 from .memory import DTYPES, array_of, in_memory
 
 

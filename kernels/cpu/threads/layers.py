@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 import numba
 from numba.np.ufunc import parallel as of_numba
 
+from ..compiler.compile import NativeFunction
+from ..compiler.intrinsics import atomic_add, threads_of_numba
+from ..compiler.machine import Entry
+from ..process.forks import during_forks, fork_between
+from ..process.room import can_start
 from . import tbb
-from .compile import NativeFunction
-from .forks import during_forks, fork_between
-from .intrinsics import atomic_add, threads_of_numba
-from .machine import Entry
-from .room import can_start
 
 # Of the thread that holds it, a signal handler may step too: before the loop or after it.
 _workqueue_lock = threading.RLock()

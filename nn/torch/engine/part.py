@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from ...kernels.rules.rule import Rule
-from ...kernels.rules.state import State
-from ...ops.runtime.row_step import RowGradient
-from ..engine.layout import Batch, Layout
+from ....kernels.rule import Rule
+from ....kernels.state import State
+from ....ops.runtime.row_step import RowGradient
+from ...engine.layout import Batch, Layout
 
 
 class Choice(NamedTuple):

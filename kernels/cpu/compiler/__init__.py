@@ -1,0 +1,1 @@
+"""From functions to machine code that is called by its address, kept on disk."""

@@ -1,0 +1,1 @@
+"""What runs loops in parallel, commits what they wrote, and keeps memory between calls."""
