@@ -33,7 +33,7 @@ class Kernel:
         """The same for another storage of the gradient."""
         return kernel(self.rule, self.prologue, self.w, g, self.s)
 
-    @property
+    @lazy
     def real(self) -> Storage:
         """Storage of the arithmetic, of ``hp`` and of summed gradients."""
         return real_of(self.w)

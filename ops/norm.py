@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..kernels.cpu.compiler.records import lies_in
+from ..kernels.cpu.compiler.records import lie_in
 from ..kernels.cpu.rows.step import row_norm
 from ..kernels.cpu.threads.parallel import commit
 from ..kernels.element import kernel
@@ -166,7 +166,7 @@ def _check_in_place(where: str, x: Sequence[Any], gradients: Sequence[Gradient |
     for i, adopted in enumerate(gradients):
         for name in ("indices", "positions") if isinstance(adopted, RowTensor) else ():
             array = getattr(adopted, name)
-            if array is not None and lies_in(written, address_of(array), array.nbytes):
+            if array is not None and lie_in(written, [(address_of(array), array.nbytes)]):
                 wrong, expected = "share memory with values to be scaled", "separate arrays"
                 reject(ValueError, where, f"{name} of x[{i}]", wrong, expected, "an overlap")
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from ..kernels.cpu.headers.arrays import alike
+from ..kernels.cpu.headers.arrays import address_of, alike
 from ..kernels.element import kernel
 from ..kernels.rule import Prologue, Rule
 from ..kernels.storage import STORAGES
 from .runtime import check
-from .runtime.arrays import address_of, adopt_anywhere, rounding
+from .runtime.arrays import adopt_anywhere, rounding
 from .runtime.device import device_of
 from .runtime.errors import RejectedValueError, reject, reject_unknown
 from .runtime.row_step import RowGradient, RowUpdate, row_table, table_step

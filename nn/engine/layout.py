@@ -6,13 +6,13 @@ for every later step with gradients of the same kinds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...kernels.cpu.compiler.records import lies_in
+from ...kernels.cpu.compiler.records import lie_in
 from ...kernels.cpu.headers import arrays as headers
 from ...kernels.lazy import lazy
 from ...kernels.rule import Prologue, Rule
@@ -106,9 +106,9 @@ class Layout:
         """The memory of all active variables, for locking."""
         return sorted(span for batch in self.batches for span in batch.variables.spans)
 
-    def shares_memory(self, begin: int, n_bytes: int) -> bool:
-        """Whether any of ``n_bytes`` bytes from ``begin`` on belongs to an active variable."""
-        return lies_in(self.memory, begin, n_bytes)
+    def shares_memory(self, spans: Iterable[tuple[int, int]]) -> bool:
+        """Whether any byte of these spans, addresses and sizes, belongs to an active variable."""
+        return lie_in(self.memory, spans)
 
     @lazy
     def n_row_batches(self) -> int:

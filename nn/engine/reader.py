@@ -118,11 +118,11 @@ class GradientReader:
     def _arrays_like(self, last: Layout, gradients: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """What may be the arrays of ``gradients`` of the same kinds, else None."""
         arrays: list[Any] = []
-        for kind, parameter, gradient in zip(last.kinds, self._parameters, gradients, strict=True):
-            if kind is None or not kind.row_sparse:
+        for kind, shapes, gradient in zip(last.kinds, self._shapes, gradients, strict=True):
+            if kind is None or kind.index_dtype is None:
                 arrays.append(gradient)
                 continue
-            if type(gradient) is not RowTensor or gradient.dense_shape != parameter.shape:
+            if type(gradient) is not RowTensor or gradient.dense_shape != shapes[0]:
                 return None
             if gradient.positions is not None or gradient.batch_length:  # to be checked
                 return None
@@ -270,7 +270,7 @@ class GradientReader:
         spans = list(zip(addresses, layout.dense_bytes, strict=True))
         for row in rows:
             spans += row.spans
-        if any(layout.shares_memory(*span) for span in spans):
+        if layout.shares_memory(spans):
             expected, got = "its own memory", "an overlap"
             wrong = "shares memory with a parameter or state"
             reject(ValueError, self._where, "a gradient", wrong, expected, got)

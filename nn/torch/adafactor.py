@@ -11,9 +11,7 @@ from torch import Tensor
 from ...kernels.formula import Numbers
 from ...kernels.rules.torch.adafactor import TORCH_ADAFACTOR
 from ...kernels.state import State
-from .engine.part import Choice
-from .engine.tensors import number
-from .method import Group, Method
+from .engine.part import Choice, Group, Method, number
 from .optimizer import Fused
 
 

@@ -13,9 +13,8 @@ from ...kernels.rules import adagrad as plain_rules
 from ...kernels.rules import ftrl as ftrl_rules
 from ...kernels.rules import sgd as sgd_rules
 from ...kernels.rules.torch import adagrad as rules
-from .engine.part import Choice
-from .engine.tensors import number
-from .method import Group, Method, not_negative
+from .engine.options import not_negative
+from .engine.part import Choice, Group, Method, number
 from .optimizer import Fused
 
 

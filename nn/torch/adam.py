@@ -10,25 +10,9 @@ from torch import Tensor
 
 from ...kernels.formula import Numbers
 from ...kernels.rules.torch import adam as rules
-from .engine.part import Choice
-from .engine.tensors import number
-from .method import EPS_HAT, Group, Method, betas_in_range, not_negative
+from .engine.options import EPS_HAT, betas_in_range, not_negative
+from .engine.part import Choice, Group, Method, betas_of, moments_of, number, shrink_of
 from .optimizer import Fused
-
-
-def betas_of(group: Group) -> Numbers:
-    """Those of a group."""
-    return tuple(map(number, group["betas"]))
-
-
-def moments_of(beta1: float, beta2: float) -> Numbers:
-    """The scalars of the two moments."""
-    return 1.0 - beta1, beta2, 1.0 - beta2
-
-
-def shrink_of(group: Group) -> float:
-    """What a decoupled weight decay leaves of a parameter."""
-    return float(1.0 - number(group["lr"]) * number(group["weight_decay"]))
 
 
 class Adam(Fused, torch.optim.Adam):

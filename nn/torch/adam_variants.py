@@ -11,9 +11,8 @@ from ...kernels.formula import Numbers
 from ...kernels.rules import adam as plain_rules
 from ...kernels.rules import lion as lion_rules
 from ...kernels.rules.torch import adam as rules
-from .adam import betas_of, moments_of, shrink_of
-from .engine.tensors import number
-from .method import Group, Method, betas_in_range, not_negative
+from .engine.options import betas_in_range, not_negative
+from .engine.part import Group, Method, betas_of, moments_of, number, shrink_of
 from .optimizer import Fused
 
 

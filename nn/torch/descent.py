@@ -9,8 +9,7 @@ import torch
 from ...kernels.formula import Numbers
 from ...kernels.rules import rprop as rprop_rules
 from ...kernels.rules import sgd as rules
-from .engine.tensors import number
-from .method import Group, Method
+from .engine.part import Group, Method, number
 from .optimizer import Fused
 
 

@@ -10,8 +10,8 @@ import torch
 from ...kernels.formula import Numbers
 from ...kernels.rules import lamb as rules
 from ...kernels.rules.torch import lars as lars_rules
-from .engine.tensors import number
-from .method import Group, Method, betas_in_range, not_negative
+from .engine.options import betas_in_range, not_negative
+from .engine.part import Group, Method, number
 from .optimizer import Fused
 
 

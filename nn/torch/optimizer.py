@@ -18,7 +18,7 @@ from torch.optim import optimizer as of_torch
 
 from ...kernels.cpu.threads.counts import NumberWrite
 from ...kernels.cpu.threads.parallel import Prepared, commit
-from ...kernels.formula import ROUNDING, Numbers
+from ...kernels.formula import Numbers
 from ...kernels.quiet import quiet
 from ...kernels.rule import Rule
 from ...kernels.state import PARAMETER, State
@@ -27,12 +27,13 @@ from ...ops.runtime.errors import reject
 from ...ops.runtime.row_step import Update
 from ...ops.runtime.step import DenseUpdate, measured
 from ..base.own_rules import check_compiled, check_rule, checked_scalars, is_own
-from ..engine.host import completed, step_together, update_of
+from ..engine.host import completed, step_together
 from ..engine.layout import Layout
 from ..engine.on_device import launch_updates
 from .engine.binding import Binding, check_parameter
 from .engine.memory import DTYPES
-from .engine.part import Choice, Entry, Given, Part
+from .engine.options import OWN, check_group, check_own, check_rows
+from .engine.part import Before, Choice, Entry, Given, Group, Method, Part, number
 from .engine.state import (
     Number,
     cast_states,
@@ -45,9 +46,8 @@ from .engine.state import (
     whole_table,
     with_rows,
 )  # fmt: skip
-from .engine.tensors import is_part, local, number, wide_dtype
+from .engine.tensors import is_part, local, wide_dtype
 from .engine.threads import as_torch
-from .method import OWN, Before, Group, Method, check_group, check_own, check_rows
 
 _KEPT_BINDINGS = 4
 # As code of C: that of Python has left the caches when a step begins.
@@ -436,14 +436,14 @@ class Fused(_Base):
             hp, hp_of, after = self._rows(part, given, steps, before)
             numbers += after
             if part.rule.is_two_stage and not part.is_on_device:
-                update = _dense_update(part, given, before, hp[hp_of])
+                own = part.dense_update(given, before, hp[hp_of], np.arange(len(hp_of)))
                 if part.rule.scope == "step":
-                    together.append(update)
+                    together.append(own)
                     places.append(part.places)
                 else:
-                    prepared.append(self._measured(part, update))
+                    prepared.append(self._measured(part, own))
                 continue
-            updates.append(_update(part, given, before, hp, hp_of))
+            updates.append(part.update(given, before, hp, hp_of))
             if part.is_on_device:
                 on_device.setdefault(part.layout, []).append(updates[-1])
             else:
@@ -465,7 +465,8 @@ class Fused(_Base):
             state["step"] += 1
         if together:
             self.take_over(of_step)
-        binding.finish()
+        if binding.active:
+            binding.finish()
         return True
 
     def _counted(self, given: Given, numbers: list[Number]) -> list[dict[str, Any]]:
@@ -503,27 +504,22 @@ class Fused(_Base):
         self, part: Part, given: Given, steps: float | list[float], before: Before
     ) -> tuple[np.ndarray, np.ndarray, list[Number]]:
         """Rows of scalars of a kernel call, the row of each tensor, and numbers afterwards."""
-        groups, real, scalars = self.param_groups, part.batch.real, self.scalars
-        rounded = ROUNDING[real]
+        groups, scalars = self.param_groups, self.scalars
         if self._looks_at_scalars:
             scalars = partial(self._checked_scalars, part.choice.rule)
         names = tuple(self.numbers(groups[part.groups[0]]))
         if isinstance(steps, float) and not names:
             chosen = [groups[k] for k in part.groups]
-            rows = [
-                [*map(rounded, scalars(group, steps) + before.scalars(group, part.choice))]
-                for group in chosen
-            ]
-            return np.array(rows, real), part.group_of, []
+            rows = [scalars(group, steps) + before.scalars(group, part.choice) for group in chosen]
+            return part.rounded(rows), part.group_of, []
         of_each = [steps if isinstance(steps, float) else steps[k] for k in part.places]
         rows, after = [], []
         for k, own_group, step in zip(part.places, part.of_groups(groups), of_each, strict=True):
             own = {name: given.states[k][name] for name in names}
             group = {**own_group, **own}
-            own_row = scalars(group, step) + before.scalars(group, part.choice)
-            rows.append([*map(rounded, own_row)])
+            rows.append(scalars(group, step) + before.scalars(group, part.choice))
             after += [single_of(own[name], x) for name, x in self.next_numbers(group, step).items()]
-        return np.array(rows, real), np.arange(len(rows)), after
+        return part.rounded(rows), np.arange(len(rows)), after
 
     def _checked_scalars(self, rule: Rule, group: Group, step: float) -> Numbers:
         found = self.scalars(group, step)
@@ -588,14 +584,3 @@ _watched_step = torch.optim.Optimizer.profile_hook_step(Fused._plain_step)
 @torch._disable_dynamo
 def _outside_of_graphs(optimizer: Fused, closure: Any, param: Any) -> Any:
     return type(optimizer).step(optimizer, closure, param=param)
-
-
-def _dense_update(part: Part, given: Given, before: Before, hp: np.ndarray) -> DenseUpdate:
-    """With a row of scalars for each tensor."""
-    gradients, batch, each = part.gradients(given), part.batch, np.arange(len(hp))
-    return DenseUpdate(part.rule, before.prologue, batch.variables, gradients, batch.g, hp, each)
-
-
-def _update(part: Part, given: Given, before: Before, hp: np.ndarray, hp_of: np.ndarray) -> Update:
-    touched, gradients = bool(part.choice.touched_only), part.gradients(given)
-    return update_of((part.batch, part.rule, before.prologue, touched, gradients, hp, hp_of))

@@ -12,8 +12,8 @@ from torch import Tensor
 from ...kernels.formula import Numbers
 from ...kernels.rules import prodigy as rules
 from ...ops.runtime import check
-from .engine.tensors import number
-from .method import Group, Method, betas_in_range, not_negative
+from .engine.options import betas_in_range, not_negative
+from .engine.part import Group, Method, number
 from .optimizer import Fused
 
 _FLAGS = "decouple", "use_bias_correction", "safeguard_warmup"

@@ -9,8 +9,8 @@ import torch
 from ...kernels.formula import Numbers
 from ...kernels.rules import row_wise as rules
 from ...ops.runtime import check
-from .engine.tensors import number
-from .method import Group, Method, betas_in_range, not_negative
+from .engine.options import betas_in_range, not_negative
+from .engine.part import Group, Method, number
 from .optimizer import Fused
 
 

@@ -11,9 +11,9 @@ from ..thor.arguments import BLOCK_SIZE
 from ..thor.optimizer import every_parameter
 from ..thor.torch import TorchThor
 from .engine.memory import array_of, tensor_of
-from .engine.tensors import number
+from .engine.options import not_negative
+from .engine.part import number
 from .engine.threads import as_torch
-from .method import not_negative
 
 _OF_STEP = ("damping", "momentum")
 

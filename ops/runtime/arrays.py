@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,13 @@ def rounding(dtype: np.dtype[Any]) -> Callable[[float], float]:
 def address_of(array: Any) -> int:
     """The address of the first element of what was adopted."""
     return array.address if isinstance(array, DeviceArray) else headers.address_of(array)
+
+
+def addresses_of(arrays: Sequence[Any]) -> list[int]:
+    """The same of several arrays."""
+    if DeviceArray in map(type, arrays):
+        return [address_of(array) for array in arrays]
+    return headers.addresses_of(arrays)
 
 
 def empty_like(array: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...kernels.storage import I32, STORAGES
-from .arrays import address_of, adopt, adopt_anywhere, adopt_variable
+from .arrays import addresses_of, adopt, adopt_anywhere, adopt_variable
 from .device import DeviceArray, device_of
 from .errors import ConversionError, message, reject
 
@@ -131,7 +131,7 @@ def same_layout(where: str, variables: dict[str, Any]) -> None:
 
 def no_overlap(where: str, names: Sequence[str], arrays: Sequence[Any]) -> list[int]:
     """Contiguous arrays must not share memory; returns their ``addresses``."""
-    addresses = [address_of(array) for array in arrays]
+    addresses = addresses_of(arrays)
     end, owner = 0, ""
     sizes = [array.nbytes for array in arrays]
     for begin, n_bytes, name in sorted(zip(addresses, sizes, names, strict=True)):

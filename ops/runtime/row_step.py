@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...kernels.cpu.headers import arrays as headers
 from ...kernels.cpu.rows.step import RowStep
 from ...kernels.cpu.threads.parallel import Prepared, commit
 from ...kernels.element import Kernel, kernel
@@ -85,7 +86,7 @@ class RowUpdate(NamedTuple):
     ) -> RowUpdate:  # fmt: skip
         """As the rule behind a prologue on some variables; ``rest`` is from ``hp`` on."""
         hp, hp_of, *_ = rest
-        g, base = STORAGES[gradients[0].dtype], address_of(hp)
+        g, base = STORAGES[gradients[0].values.dtype], headers.address_of(hp)
         compiled = kernel(rule, prologue, variables.w, g, variables.s)
         tables = row_tables(variables, gradients, [base + k * hp.strides[0] for k in hp_of])
         return cls(where, compiled, tables, gradients, *rest)

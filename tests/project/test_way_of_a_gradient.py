@@ -1,4 +1,4 @@
-"""The way of a dense step on the CPU, from the call to the loops: short, and only downwards."""
+"""The ways of steps on the CPU, from the call to the loops: short, and only downwards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import fusestep
-from fusestep import nn
+from fusestep import nn, ops
+from fusestep.nn import mxnet
 
 ROOT = str(Path(fusestep.__file__).parent) + "/"
 LAYERS = ("nn/", "ops/", "kernels/")
@@ -27,8 +28,8 @@ CHECKS = (
 MOST_FILES = 8
 
 
-def way_of(call: Any) -> list[str]:
-    """The files whose functions a call enters, one after the other."""
+def way_of(call: Any, left_out: tuple[str, ...] = CHECKS) -> list[str]:
+    """The files whose functions a call enters, one after the other, but for those left out."""
     files: list[str] = []
 
     def see(frame: FrameType, event: str, _: Any) -> None:
@@ -36,7 +37,7 @@ def way_of(call: Any) -> list[str]:
         if event != "call" or not code.co_filename.startswith(PLACES):
             return
         file = code.co_filename.removeprefix(ROOT)
-        if file not in CHECKS and files[-1:] != [file]:
+        if file not in left_out and files[-1:] != [file]:
             files.append(file)
 
     sys.setprofile(see)
@@ -65,6 +66,82 @@ def test_a_dense_step(make: Any, size: int) -> None:
     for k, file in enumerate(files):
         since = files[files.index(file) : k]
         assert all(layer_of(other) <= layer_of(file) for other in since), (file, files)
+
+
+def lazy_adam() -> Any:
+    table = np.ones((1_000, 8), np.float32)
+    opt, rows = nn.LazyAdam([table]), nn.RowTensor(IDS, VALUES, table.shape)
+    return lambda: opt((rows,))
+
+
+def fused_sparse_adam() -> Any:
+    op, arrays = ops.FusedSparseAdam(), [np.ones((1_000, 8), np.float32) for _ in range(3)]
+    return lambda: op(*arrays, 0.9, 0.999, 1e-3, 0.9, 0.999, 1e-8, VALUES, IDS)
+
+
+def mxnet_updater() -> Any:
+    update, w = mxnet.get_updater(mxnet.Adam()), np.ones(1_024, np.float32)
+    return lambda: update(0, np.full(1_024, 0.1, np.float32), w)
+
+
+def torch_adamw() -> Any:
+    torch = pytest.importorskip("torch")
+    from fusestep.nn import torch as fused
+
+    w = torch.nn.Parameter(torch.ones(1_000))
+    w.grad = torch.ones(1_000)
+    return fused.AdamW([w]).step
+
+
+def torch_sparse() -> Any:
+    torch = pytest.importorskip("torch")
+    from fusestep.nn import torch as fused
+
+    table = torch.nn.Parameter(torch.ones(1_000, 8))
+    with torch.sparse.check_sparse_tensor_invariants(False):
+        ids = torch.from_numpy(IDS)[None]
+        table.grad = torch.sparse_coo_tensor(ids, torch.from_numpy(VALUES), table.shape)
+    return fused.LazyAdam([table]).step
+
+
+def sharded_embedding() -> Any:
+    """Forward, backward and step."""
+    torch = pytest.importorskip("torch")
+    from fusestep.nn import torch as fused
+    from fusestep.nn.distributed import alone
+
+    table, ids = fused.ShardedEmbedding(1_000, 8, alone()), torch.from_numpy(IDS)
+    opt = fused.LazyAdam(table.parameters())
+
+    def step() -> None:
+        opt.zero_grad()
+        table(ids).sum().backward()
+        opt.step()
+
+    return step
+
+
+IDS, VALUES = np.array([1, 5, 1]), np.ones((3, 8), np.float32)
+# At most so many files, those of checks too, and switches from one to another.
+WAYS = {
+    lazy_adam: (12, 23),
+    fused_sparse_adam: (14, 37),
+    mxnet_updater: (17, 39),
+    torch_adamw: (10, 16),
+    torch_sparse: (15, 25),
+    sharded_embedding: (29, 120),
+}
+
+
+@pytest.mark.parametrize("make", WAYS)
+def test_a_way_is_short(make: Any) -> None:
+    call = make()
+    for _ in range(2):
+        call()
+    files = way_of(call, left_out=())
+    most_files, most_switches = WAYS[make]
+    assert len(set(files)) <= most_files, files
+    assert len(files) <= most_switches, files
 
 
 def test_an_option_that_changes_between_steps_acts() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,8 +61,11 @@ def overlaps(stretches, begin, end):
     return begins[last] < end and ends[last] > begin
 
 
-def lies_in(stretches: Sequence[Sequence[int]], begin: int, n_bytes: int) -> bool:
-    """The same for Python: whether any of ``n_bytes`` bytes from ``begin`` on is in a stretch."""
+def lie_in(stretches: Sequence[Sequence[int]], spans: Iterable[tuple[int, int]]) -> bool:
+    """The same for Python: whether any byte of spans, addresses and sizes, is in a stretch."""
     begins, ends = stretches
-    last = bisect_left(begins, begin + n_bytes) - 1
-    return n_bytes > 0 and last >= 0 and ends[last] > begin
+    for begin, n_bytes in spans:
+        last = bisect_left(begins, begin + n_bytes) - 1
+        if n_bytes > 0 and last >= 0 and ends[last] > begin:
+            return True
+    return False

@@ -13,7 +13,7 @@ import ctypes
 import math
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -115,6 +115,11 @@ def address_of(array: np.ndarray) -> int:
         return ctypes.c_int64.from_address(id(array) + _DATA).value
     address: int = array.__array_interface__["data"][0]
     return address
+
+
+def addresses_of(arrays: Iterable[np.ndarray]) -> list[int]:
+    """The addresses of the first elements of arrays."""
+    return [address_of(array) for array in arrays]
 
 
 @njit(inline="always")

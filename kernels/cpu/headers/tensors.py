@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,7 +16,7 @@ from ...inner import njit
 from ..compiler.compile import NativeFunction
 from ..compiler.intrinsics import as_pointer, load_int64
 from ..compiler.machine import Entry
-from ..compiler.records import int64s, lies_in, overlaps, records
+from ..compiler.records import int64s, lie_in, overlaps, records
 from .arrays import ITEMS, LENGTH, address_of
 from .tensor_fields import Fields, layout_of, signed
 
@@ -219,9 +219,9 @@ class Expected:
         self._stretches = self._memory.tolist()
         return bool((self._memory[1, :-1] <= self._memory[0, 1:]).all())
 
-    def shares_memory(self, begin: int, n_bytes: int) -> bool:
-        """Whether any of ``n_bytes`` bytes from ``begin`` on belongs to what is written."""
-        return lies_in(self._stretches, begin, n_bytes)
+    def shares_memory(self, spans: Iterable[tuple[int, int]]) -> bool:
+        """Whether any byte of these spans, addresses and sizes, belongs to what is written."""
+        return lie_in(self._stretches, spans)
 
 
 def _form(torch: Any, codes: dict[Any, int], tensor: Any, kind: int) -> _Form:

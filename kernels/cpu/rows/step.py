@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...element import Kernel
-from ...tables import HOT, MOST_RANGES, RowTable
+from ...tables import HOT, MOST_RANGES, RowTable, ranges_of
 from ..blocks import blocks
 from ..compiler.compile import NativeFunction
 from ..compiler.lines import LINE
@@ -74,45 +74,46 @@ class _Sizes(NamedTuple):
     n: int
     sort_parts: int
     threads: int  # of the update
+    ranges: tuple[tuple[int, int], ...]  # of each table: their length, and how many there are
     arguments: tuple[int, ...]  # the first of `RowCall`
     places: tuple[int, ...]  # word at which each section behind `RowCall` begins
     words: int
     loops: tuple[tuple[int, int, int], ...]  # that group: addresses, how many parts, threads
+    n_parts: int  # of the update of the rows that occur
+    told: tuple[int, ...]  # the last of `RowCall`, for this update
 
 
-def _sizes(
-    kernel: Kernel,
-    tables: list[RowTable],
-    ranges: list[tuple[int, int]],
-    touched_only: bool,
-    drop: bool,
-) -> _Sizes:
-    n = n_rows = widest = elements = hot_elements = n_ranges = 0
-    for table, (_, of_table) in zip(tables, ranges, strict=True):
+def _sizes(kernel: Kernel, tables: list[RowTable], touched_only: bool, drop: bool) -> _Sizes:
+    n = n_rows = widest = elements = 0
+    shapes = []
+    for table in tables:
         length, width = table.length, table.width
         n += length
         n_rows += table.rows
         elements += table.rows * width
         widest = max(widest, width)
-        n_ranges += of_table
-        hot_elements += length // (HOT + 1) * of_table * width
+        shapes.append((length, table.whole_length or length, width))
     work = n * (widest + _ROW_COST) if touched_only else elements
     sorts_alone, updates_alone = n < SORT_SERIAL_BELOW, work < UPDATE_SERIAL_BELOW
     threads = 1 if sorts_alone and updates_alone else get_num_threads()
     # Of a slot: a line, and the summed gradient of a row or of a tile of whole rows.
     scratch = (widest if touched_only else max(widest, rows.TILE)) * kernel.real.itemsize
-    shape = n, n_rows, len(tables), len(kernel.row_bytes), n_rows if drop else -1
+    shape = n, n_rows, len(kernel.row_bytes), n_rows if drop else -1, kernel.real.itemsize
     parts = 1 if sorts_alone else threads, 1 if updates_alone else threads
-    hot = n_ranges, hot_elements * kernel.real.itemsize
-    return _sizes_of(shape, *parts, scratch + LINE, hot)
+    return _sizes_of(shape, tuple(shapes), *parts, scratch + LINE)
 
 
 @lru_cache(maxsize=256)
 def _sizes_of(
-    shape: tuple[int, ...], sort_parts: int, threads: int, scratch: int, hot: tuple[int, int]
-) -> _Sizes:
-    n, n_rows, n_tables, n_arrays, dropped_row = shape
-    n_ranges, hot_bytes = hot
+    shape: tuple[int, ...], of_tables: tuple[tuple[int, int, int], ...], sort_parts: int,
+    threads: int, scratch: int,
+) -> _Sizes:  # fmt: skip
+    n, n_rows, n_arrays, dropped_row, real_bytes = shape
+    ranges = tuple(ranges_of(whole_length) for _, whole_length, _ in of_tables)
+    n_tables, n_ranges, hot_elements = len(of_tables), 0, 0
+    for (length, _, width), (_, n_own) in zip(of_tables, ranges, strict=True):
+        n_ranges += n_own
+        hot_elements += length // (HOT + 1) * n_own * width
     row_bits = max(1, max(n_rows - 1, dropped_row).bit_length())
     # Of a radix digit: at most 11 bits, even passes, and no more counters than keys need.
     passes = -(-row_bits // min(11, max(4, n.bit_length() + 1)))
@@ -127,13 +128,20 @@ def _sizes_of(
         n + PADDING,
         n + PADDING,
         max(sort_parts, threads) * scratch_words,
-        hot_bytes // 8 + 1,
+        hot_elements * real_bytes // 8 + 1,
     )
     ends = tuple(accumulate(map(_whole_lines, sizes)))
     bits = max(1, (n - 1).bit_length()), row_bits, digit_bits
     arguments = (n_tables, n, *bits, dropped_row, sort_parts, scratch_words * 8)
     loops = _grouping(sort_parts, passes, max(sort_parts, threads), n_ranges if n > HOT else 0)
-    return _Sizes(n, sort_parts, threads, arguments, ends[:-1], ends[-1], loops)
+    # Parts differ in cost, as rows do in occurrences: many of them balance the threads.
+    n_parts = 1 if threads == 1 else min(n, _PARTS_PER_THREAD * threads)
+    told = list(_UNKNOWN)
+    told[_FIELD["n_parts"] - _FIELD["bad_position"]] = n_parts
+    return _Sizes(
+        n, sort_parts, threads, ranges, arguments, ends[:-1], ends[-1], loops,
+        n_parts, tuple(told),
+    )  # fmt: skip
 
 
 def _grouping(
@@ -174,6 +182,12 @@ def _kernel_arguments(
     return (*of_kernel, kernel.g.itemsize, kernel.real.itemsize, address_of(_range_numbers))
 
 
+@cache
+def _updating() -> int:
+    """The address of `update_touched`, kept where a step finds it without a call."""
+    return rows.update_touched.address
+
+
 class RowStep:
     """One step of a rule on tables with row-sparse gradients.
 
@@ -195,8 +209,7 @@ class RowStep:
         locked: bool = False,  # take a row's lock around its update (lazy only)
     ) -> None:
         self._kernel, self._tables = kernel, tables
-        self._ranges = [table.ranges for table in tables]
-        self._size = _sizes(kernel, tables, self._ranges, touched_only, drop)
+        self._size = _sizes(kernel, tables, touched_only, drop)
         self._block = borrow(self._size.words)
         self._keep: list[np.ndarray] = []  # arrays whose addresses the loops have
         of_kernel = _kernel_arguments(kernel, of_row, not touched_only, self._size.n > HOT)
@@ -208,7 +221,9 @@ class RowStep:
         self.bad_position = int(self._block.words[_FIELD["bad_position"]])
         self.loops: tuple[Loop, ...] = ()
         if self.bad_position < 0 and of_row is None:
-            self.loops = (self._touched() if touched_only else self._sweep(),)
+            n, most = self._size.n_parts, self._size.threads
+            update = Loop(_updating(), n, call, min(most, n)) if touched_only else self._sweep()
+            self.loops = (update,)
 
     def release(self) -> None:
         """Give the block back."""
@@ -228,10 +243,10 @@ class RowStep:
         """
         size, (words, base), tables = self._size, self._block, self._tables
         sections = [base + 8 * place for place in size.places]
-        fields = [*size.arguments, *of_kernel, *sections, locks, *_UNKNOWN]
+        fields = [*size.arguments, *of_kernel, *sections, locks, *size.told]
         at_addresses = base + 8 * (len(fields) + len(tables) * len(Table._fields))
         first_row = first_position = first_range = 0
-        for table, (length, n_ranges) in zip(tables, self._ranges, strict=True):
+        for table, (length, n_ranges) in zip(tables, size.ranges, strict=True):
             addresses, hp, n_rows, width, indices, index_bytes, n, values, positions, _ = table
             # The loops know an occurrence by its position among those of all tables.
             values -= first_position * width * self._kernel.g.itemsize
@@ -244,14 +259,6 @@ class RowStep:
         for table in tables:
             fields += table.addresses
         _packer(len(fields))(words.data, 0, *fields)
-
-    def _touched(self) -> Loop:
-        """Lazy: the rule on the rows that occur."""
-        threads = self._size.threads
-        # Parts differ in cost, as rows do in occurrences: many of them balance the threads.
-        n_parts = 1 if threads == 1 else min(self._size.n, _PARTS_PER_THREAD * threads)
-        self._set("n_parts", n_parts)
-        return Loop.of(rows.update_touched, n_parts, self._block.address, threads)
 
     def measure_touched(self) -> float:
         """The squares of the summed rows, added up in the order of the rows."""

@@ -337,7 +337,7 @@ class Binding:
             if gradients[i].sparse_dim() != n_sparse:
                 return None
             rows[i] = row = rows_of(self._where, name, parameters[i], gradients[i])
-            if any(expected.shares_memory(*span) for span in row.spans):
+            if expected.shares_memory(row.spans):
                 return None
         return Given(expected.gradients, rows, own, (), gradients)
 
@@ -375,8 +375,6 @@ class Binding:
 
     def finish(self) -> None:
         """After a first step: copy what was updated in copies, and tell autograd."""
-        if not self.active:
-            return
         with torch.inference_mode():  # which may write to every tensor
             for tensor, copy in self._copies:
                 tensor.copy_(copy)

@@ -1,18 +1,46 @@
-"""What one kernel call of a step updates, and the tensors that a step is given."""
+"""Parts of a step: what one kernel call updates, how its groups say so, and what it is given."""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
-from ....kernels.rule import Rule
+from ....kernels.formula import Numbers
+from ....kernels.rule import Prologue, Rule
+from ....kernels.rules.gradient import COUPLED_DECAY, SCALE
 from ....kernels.state import State
-from ....ops.runtime.row_step import RowGradient
+from ....ops.runtime.row_step import RowGradient, RowUpdate, Update
+from ....ops.runtime.step import DenseUpdate
 from ...engine.layout import Batch, Layout
+
+Group = Mapping[str, Any]
+_TYPECODES = {np.float32: "f", np.float64: "d"}
+
+
+def number(value: Any) -> float:
+    """A hyper-parameter: a number or a tensor of one element, which may require a gradient."""
+    return float(value.item() if isinstance(value, Tensor) else value)
+
+
+def betas_of(group: Group) -> Numbers:
+    """The betas of a group as numbers."""
+    return tuple(map(number, group["betas"]))
+
+
+def moments_of(beta1: float, beta2: float) -> Numbers:
+    """The scalars of Adam's two moments."""
+    return 1.0 - beta1, beta2, 1.0 - beta2
+
+
+def shrink_of(group: Group) -> float:
+    """The factor by which a decoupled weight decay shrinks a parameter."""
+    return float(1.0 - number(group["lr"]) * number(group["weight_decay"]))
 
 
 class Choice(NamedTuple):
@@ -22,6 +50,48 @@ class Choice(NamedTuple):
     states: tuple[str, ...]  # the names of those of the rule, in its order
     touched_only: bool | None  # what sparse gradients update; None: they are refused
     couples: bool  # a weight decay is added to the gradient
+
+
+class Method(NamedTuple):
+    """How an optimizer updates the parameters of a group."""
+
+    rule: Rule
+    couples: bool = True  # a weight decay is added to the gradient
+    touches: bool = False  # a sparse gradient updates the rows that occur, unless told
+    states: tuple[str, ...] = ()  # the names of those of the rule; default its own
+
+    def choice(self, group: Group) -> Choice:
+        """What it decides about the kernels of the group."""
+        told, touched_only = group["sparse"], True if self.touches else None
+        if told is not None:
+            touched_only = told == "touched"
+        return Choice(self.rule, self.states or self.rule.names, touched_only, self.couples)
+
+
+class Before(NamedTuple):
+    """What happens to gradients before the rule."""
+
+    prologue: Prologue
+    factor: float  # of gradients
+
+    @classmethod
+    def of(cls, groups: Sequence[Group], choices: Sequence[Choice], factor: float) -> Before:
+        """For all groups; to the gradients of some a part of it may do nothing."""
+        is_scaled, decays = factor != 1.0, False
+        for group, choice in zip(groups, choices, strict=True):
+            is_scaled = is_scaled or bool(group.get("maximize"))
+            decays = decays or bool(choice.couples and group.get("weight_decay"))
+        parts = (SCALE,) * is_scaled + (COUPLED_DECAY,) * decays
+        return cls(parts, factor)
+
+    def scalars(self, group: Group, choice: Choice) -> Numbers:
+        """Those of the prologue, for a group."""
+        scalars: Numbers = ()
+        if SCALE in self.prologue:
+            scalars += (-self.factor if group.get("maximize") else self.factor,)
+        if COUPLED_DECAY in self.prologue:
+            scalars += (number(group["weight_decay"]) if choice.couples else 0.0, 0.0)
+        return scalars
 
 
 class Entry(NamedTuple):
@@ -81,6 +151,30 @@ class Part:
             first.choice, first.rule, layout, batch, [place[i] for i in positions],
             groups.tolist(), group_of, bool(first.parameter.is_cuda),
         )  # fmt: skip
+
+    def rounded(self, rows: Sequence[Numbers]) -> np.ndarray:
+        """Rows of scalars in the type of the arithmetic, infinite beyond it.
+
+        An ``array`` rounds all of them in one call, as C does, and warns of no overflow.
+        """
+        flat = array(_TYPECODES[self.batch.real], chain.from_iterable(rows))
+        return np.asarray(flat).reshape(len(rows), -1)
+
+    def update(self, given: Given, before: Before, hp: np.ndarray, hp_of: np.ndarray) -> Update:
+        """The update of its parameters, with rows of scalars and the row of each tensor."""
+        if not self.batch.row_sparse:
+            return self.dense_update(given, before, hp, hp_of)
+        batch, rows = self.batch, self.gradients(given)
+        arguments = batch.labels, self.rule, before.prologue, batch.variables, rows
+        return RowUpdate.of(*arguments, hp, hp_of.tolist(), bool(self.choice.touched_only))
+
+    def dense_update(
+        self, given: Given, before: Before, hp: np.ndarray, hp_of: np.ndarray
+    ) -> DenseUpdate:
+        """The same of dense gradients."""
+        batch, addresses = self.batch, self.gradients(given)
+        arguments = self.rule, before.prologue, batch.variables, addresses
+        return DenseUpdate(*arguments, batch.g, hp, hp_of)
 
     def gradients(self, given: Given) -> Any:
         """The gradients of its parameters: addresses, or rows."""

@@ -14,7 +14,8 @@ from ....kernels.quiet import quiet
 from ....ops.runtime.errors import reject
 from ...distributed.shard import RowShard, places
 from .memory import NUMBERS
-from .tensors import local, number
+from .part import number
+from .tensors import local
 
 
 def single(value: float) -> Tensor:

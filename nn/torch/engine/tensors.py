@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,11 +11,6 @@ from ....kernels.state import State
 from ....ops.runtime.errors import reject
 from ....ops.runtime.row_step import RowGradient
 from .memory import DTYPES, array_of, in_memory
-
-
-def number(value: Any) -> float:
-    """A hyper-parameter: a number or a tensor of one element, which may require a gradient."""
-    return float(value.item() if isinstance(value, Tensor) else value)
 
 
 def wide_dtype(state: State, dtype: torch.dtype) -> torch.dtype:
@@ -65,7 +59,12 @@ def rows_of(where: str, name: str, parameter: Tensor, gradient: Tensor) -> RowGr
     of_batch = getattr(parameter, "row_positions", None)
     if of_batch is None or len(of_batch[0]) != len(values):
         of_batch = ()
-    return RowGradient.of(array_of(in_memory(indices)), array_of(values), *of_batch)
+    indices = in_memory(indices)
+    arrays, addresses = (
+        (array_of(indices), array_of(values)),
+        (indices.data_ptr(), values.data_ptr()),
+    )
+    return RowGradient(*arrays, *addresses, *of_batch)
 
 
 def table_shape(gradient: Tensor) -> tuple[int, ...]:

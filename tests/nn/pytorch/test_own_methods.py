@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 from fusestep.nn import Rule  # noqa: E402
 from fusestep.nn import torch as fused  # noqa: E402
-from fusestep.nn.torch.method import Method  # noqa: E402
+from fusestep.nn.torch.engine.part import Method  # noqa: E402
 
 from own_functions import AVERAGED, MEASURED, PLAIN, raising  # noqa: E402
 

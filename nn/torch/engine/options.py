@@ -1,70 +1,22 @@
-"""How an optimizer updates the parameters of a group, and what comes before its rule."""
+"""Options of groups, and what they may be."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
-from ...kernels.formula import Numbers
-from ...kernels.rule import Prologue, Rule
-from ...kernels.rules.gradient import COUPLED_DECAY, SCALE
-from ...kernels.tables import has_rows
-from ...ops.runtime import check
-from ...ops.runtime.errors import reject
-from .engine.memory import DTYPE_NAMES, DTYPES
-from .engine.part import Choice
-from .engine.tensors import number
+from ....kernels.tables import has_rows
+from ....ops.runtime import check
+from ....ops.runtime.errors import reject
+from .memory import DTYPE_NAMES, DTYPES
+from .part import Group
 
-Group = Mapping[str, Any]
 SPARSE = ("touched", "all")
 OWN: dict[str, Any] = {"sparse": None, "state_dtype": None}
 """Options of groups that PyTorch's optimizers do not have."""
 EPS_HAT: dict[str, Any] = {"eps_hat": False}
 """Another one, of `Adam` and what has its formula."""
-
-
-class Method(NamedTuple):
-    """How an optimizer updates the parameters of a group."""
-
-    rule: Rule
-    couples: bool = True  # a weight decay is added to the gradient
-    touches: bool = False  # a sparse gradient updates the rows that occur, unless told
-    states: tuple[str, ...] = ()  # the names of those of the rule; default its own
-
-    def choice(self, group: Group) -> Choice:
-        """What it decides about the kernels of the group."""
-        told, touched_only = group["sparse"], True if self.touches else None
-        if told is not None:
-            touched_only = told == "touched"
-        return Choice(self.rule, self.states or self.rule.names, touched_only, self.couples)
-
-
-class Before(NamedTuple):
-    """What happens to gradients before the rule."""
-
-    prologue: Prologue
-    factor: float  # of gradients
-
-    @classmethod
-    def of(cls, groups: Sequence[Group], choices: Sequence[Choice], factor: float) -> Before:
-        """For all groups; to the gradients of some a part of it may do nothing."""
-        is_scaled, decays = factor != 1.0, False
-        for group, choice in zip(groups, choices, strict=True):
-            is_scaled = is_scaled or bool(group.get("maximize"))
-            decays = decays or bool(choice.couples and group.get("weight_decay"))
-        parts = (SCALE,) * is_scaled + (COUPLED_DECAY,) * decays
-        return cls(parts, factor)
-
-    def scalars(self, group: Group, choice: Choice) -> Numbers:
-        """Those of the prologue, for a group."""
-        scalars: Numbers = ()
-        if SCALE in self.prologue:
-            scalars += (-self.factor if group.get("maximize") else self.factor,)
-        if COUPLED_DECAY in self.prologue:
-            scalars += (number(group["weight_decay"]) if choice.couples else 0.0, 0.0)
-        return scalars
 
 
 def check_group(where: str, group: Group, *, takes_sparse: bool) -> None:
