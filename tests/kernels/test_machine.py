@@ -91,6 +91,32 @@ def test_portable_loops_do_what_numbas_do(portable: Path, tmp_path: Path) -> Non
     assert 3 <= len(compiled) < len(by_numba) / 2
 
 
+BROKEN = """
+    from fusestep.kernels.cpu.compiler import machine as broken
+    def gone(**_):
+        raise AttributeError("a new llvmlite has no such function")
+    broken._target_machine = gone
+    import warnings
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        from fusestep.kernels.cpu.compiler.compile import engine_works
+        assert not engine_works()
+    assert "machine code cannot be kept: AttributeError" in str(said[0].message), said
+"""
+
+
+def test_without_an_engine_functions_are_numbas_own(tmp_path: Path) -> None:
+    """With the same results, and nothing is kept."""
+    wanted, *_ = output_of(STEPS, tmp_path / "absent", FUSESTEP_CACHE_DIR="").split("\n")
+    folder = tmp_path / "kernels"
+    found, *compiled = output_of(
+        BROKEN + STEPS, tmp_path / "absent", FUSESTEP_CACHE_DIR=str(folder)
+    ).split("\n")
+    assert found == wanted
+    assert len(compiled) > 20
+    assert not any(folder.glob("*"))
+
+
 def test_a_package_that_was_built_has_its_loops() -> None:
     if not machine.PORTABLE.exists():
         pytest.skip("this package runs where it is edited")

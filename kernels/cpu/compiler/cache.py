@@ -29,8 +29,8 @@ import llvmlite
 import numba
 import numpy as np
 from llvmlite import binding as llvm
-from numba.core.codegen import get_host_cpu_features
-from numba.core.dispatcher import Dispatcher
+
+from ...private import Dispatcher, get_host_cpu_features
 
 PACKAGE = Path(__file__).resolve().parents[2]
 _MAGIC = b"fusestep kernel 2\n"

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
+import warnings
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
+import llvmlite
 import numba
 import numpy.ma  # noqa: F401  (else Numba's first call does, and a forked child waits for it)
-from llvmlite import binding as llvm
 from numba import types
-from numba.core.ccallback import CFunc
-from numba.core.compiler_lock import global_compiler_lock
-from numba.np.ufunc.parallel import _backend_init_thread_lock
 
 from ...inner import njit
 from ...lazy import lazy
+from ...private import COMPILER_LOCKS, CFunc
 from ..process.forks import fork_between
 from ..process.room import require_room
-from . import cache, machine
+from . import cache as on_disk
+from . import machine
 from .machine import Code, Entry, Loaded
 from .records import records
 
@@ -34,9 +36,57 @@ if numba.config.DISABLE_JIT:
     )
 
 
-# Of Numba's and LLVM's the locks in them: what is around those in Python can be interrupted.
-_compilers = global_compiler_lock._lock, _backend_init_thread_lock, llvm.ffi.lib._lock._lock
-fork_between(_lock, *_compilers)
+fork_between(_lock, *COMPILER_LOCKS)
+
+
+_TRIAL = "a trial of the engine"
+_SUM = """define i64 @"sum"(i64 %a, i64 %b) {
+    %c = add i64 %a, %b
+    ret i64 %c
+}"""
+
+
+@cache
+def engine_works() -> bool:
+    """Whether machine code that this package keeps and loads itself runs: tried once, on a sum.
+
+    Where a new llvmlite lacks something, functions are Numba's own: compiled anew in each process.
+    """
+    try:
+        require_room(_LOADER_BYTES)
+        kept = on_disk.load(_TRIAL)
+        code = Code.from_bytes(kept) if kept else machine.made("sum", _SUM, Entry(returns=True))
+        if Loaded(code).entry()(20, 22) != 42:
+            raise RuntimeError("it computes something else")
+    except MemoryError:
+        raise
+    except Exception as error:
+        warnings.warn(
+            f"fusestep: with llvmlite {llvmlite.__version__} machine code cannot be kept: "
+            f"{error!r}; every process compiles its kernels anew",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return False
+    if not kept:
+        on_disk.save(_TRIAL, code.to_bytes())
+    return True
+
+
+class _ByNumba:
+    """A function as Numba itself compiles and calls it, in the place of `Loaded`."""
+
+    def __init__(self, compiled: CFunc, entry: Entry | None) -> None:
+        self._compiled, self._entry = compiled, entry
+        self.address: int = compiled.address
+
+    def entry(self) -> Callable[..., int]:
+        """The function for Python."""
+        assert self._entry is not None
+        # The first keeps the GIL, the second lets it go while the function runs.
+        make = ctypes.PYFUNCTYPE if self._entry.holds_gil else ctypes.CFUNCTYPE
+        arguments = [ctypes.c_int64] * self._compiled.__wrapped__.__code__.co_argcount
+        return make(ctypes.c_int64 if self._entry.returns else None, *arguments)(self.address)
 
 
 class NativeFunction:
@@ -54,7 +104,7 @@ class NativeFunction:
         self._function = function
         self.identity = identity
         self._entry = entry
-        self._loaded: Loaded | None = None
+        self._loaded: Loaded | _ByNumba | None = None
 
     @property
     def address(self) -> int:
@@ -62,8 +112,7 @@ class NativeFunction:
         if self._loaded is None:
             with _lock:
                 if self._loaded is None:
-                    require_room(_LOADER_BYTES)
-                    self._loaded = Loaded(self._code())
+                    self._loaded = self._load()
         return self._loaded.address
 
     @property
@@ -79,14 +128,21 @@ class NativeFunction:
         with _lock:
             return self._loaded.entry()
 
+    def _load(self) -> Loaded | _ByNumba:
+        if not engine_works():
+            require_room(_COMPILER_BYTES)
+            return _ByNumba(self._compile(), self._entry)
+        require_room(_LOADER_BYTES)
+        return Loaded(self._code())
+
     def _code(self) -> Code:
-        kept = cache.load(self.identity)
+        kept = on_disk.load(self.identity)
         if kept is not None:
             return Code.from_bytes(kept)
         require_room(_COMPILER_BYTES)
         portable = machine.portable(self.identity)
         code = machine.finished(portable) if portable else machine.made(*self.ir())
-        cache.save(self.identity, code.to_bytes())
+        on_disk.save(self.identity, code.to_bytes())
         return code
 
     def ir(self) -> tuple[str, str, Entry | None]:

@@ -7,10 +7,9 @@ import platform
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core import cgutils
 from numba.extending import intrinsic, models, register_model
-from numba.np.arrayobj import populate_array
-from numba.np.numpy_support import from_dtype
+
+from ...private import cgutils, from_dtype, populate_array
 
 _I32 = ir.IntType(32)
 _I64 = ir.IntType(64)

@@ -21,9 +21,8 @@ from typing import Any, NamedTuple
 
 import numba
 from llvmlite import binding as llvm
-from numba.core.registry import cpu_target
-from numba.core.runtime import _nrt_python
 
+from ...private import register_helpers, runtime_helpers
 from .cache import IMPORTED_SOURCES, processor, sealed, unsealed
 
 PORTABLE = Path(__file__).parents[1] / "portable.zip"
@@ -158,11 +157,11 @@ class Loaded:
         for name in code.called:
             # Numba registers them too, but when its compiler starts, which takes a third of a
             # second.
-            helper = _nrt_python.c_helpers.get(name.removeprefix("NRT_"))
+            helper = runtime_helpers.get(name.removeprefix("NRT_"))
             if helper and not _is_known(name):
                 llvm.add_symbol(name, helper)
         if not all(map(_is_known, code.called)):
-            cpu_target.target_context.refresh()  # which registers the rest
+            register_helpers()
         unknown = [name for name in code.called if not _is_known(name)]
         if unknown:  # LLVM would end the process
             names = ", ".join(unknown)

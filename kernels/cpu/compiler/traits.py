@@ -12,16 +12,17 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
+import llvmlite
 from numba import types
-from numba.core.errors import NumbaError, UnsupportedBytecodeError
 
 from ...formula import Formula
 from ...inner import njit
+from ...private import NumbaError, UnsupportedBytecodeError
 from ...rule import RULE_FLAGS, Rule, hp_type
 from ...storage import Storage, numba_type
 from . import cache as on_disk
 from . import machine
-from .compile import NativeFunction
+from .compile import NativeFunction, engine_works
 from .intrinsics import value_reader
 
 # What compiled code calls where it has an exception to tell of. Code that cannot come there is
@@ -88,6 +89,8 @@ def _traits(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Traits:
     if kept is not None:
         returned, *others = json.loads(kept)
         return Traits(tuple(returned), *others)
+    if not engine_works():
+        raise CompilationError(f"it cannot be looked at with llvmlite {llvmlite.__version__}")
     try:
         found = _compiled(function, arguments, name)
     except (NumbaError, UnsupportedBytecodeError) as error:

@@ -18,8 +18,8 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numba
-from numba.np.ufunc import parallel as of_numba
 
+from ...private import numba_threads, omp_pool
 from ..compiler.compile import NativeFunction
 from ..compiler.intrinsics import atomic_add, threads_of_numba
 from ..compiler.machine import Entry
@@ -217,10 +217,10 @@ def _start_layer() -> bool:
     chosen = str(numba.config.THREADING_LAYER).lower()
     if threading_layer() is None and not _has_room(chosen, limit_of_environment().threads):
         return False
-    if not of_numba._backend_init_process_lock:
-        of_numba._set_init_process_lock()
+    if not numba_threads._backend_init_process_lock:
+        numba_threads._set_init_process_lock()
     # In Numba's order. A fork waits for the second, and so for what is imported meanwhile.
-    with of_numba._backend_init_process_lock, of_numba._backend_init_thread_lock:
+    with numba_threads._backend_init_process_lock, numba_threads._backend_init_thread_lock:
         if threading_layer() is None:
             openmp = None if chosen == "workqueue" or _load_tbb(chosen) else _openmp()
             before = openmp.omp_get_max_threads() if openmp else 0
@@ -271,10 +271,9 @@ def _load_tbb(chosen: str) -> bool:
 def _openmp() -> Any:
     """The library of OpenMP that Numba's layer uses, or would: PyTorch's, if that came first."""
     try:
-        from numba.np.ufunc import omppool
+        library = ctypes.CDLL(omp_pool().__file__)
     except ImportError:
         return None
-    library = ctypes.CDLL(omppool.__file__)
     return library if hasattr(library, "omp_set_num_threads") else None
 
 

@@ -14,6 +14,8 @@ import ctypes
 from functools import cache
 from typing import Any, NamedTuple
 
+from ...private import tbb_pool
+
 
 class _Definition(ctypes.Structure):
     """``PyModuleDef``."""
@@ -50,8 +52,7 @@ _SIGNATURES = "3getERNS0_2d121task_scheduler_handleE", "8finalizeERNS0_2d121task
 @cache
 def _library() -> _Library | None:
     """TBB, once Numba's handle is given up; None where that cannot be done."""
-    from numba.np.ufunc import tbbpool
-
+    tbbpool = tbb_pool()
     loaded, give_up = ctypes.CDLL(tbbpool.__file__), _definition_of(tbbpool).contents.free
     try:
         get, finalize = (loaded[_SYMBOL.format(rest)] for rest in _SIGNATURES)

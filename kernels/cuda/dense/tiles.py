@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numba import cuda, types
-from numba.np.numpy_support import from_dtype
 
 from ...element import Kernel, adder, element_of, scope_loader, scope_storer, values_of
+from ...private import from_dtype
 from ...storage import F64, Storage, numba_type
 from ..device.backend import on_device, reader, tile_loader, tile_storer
 from ..device.functions import DEVICE, device_function

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from llvmlite import ir
 from numba import cuda
-from numba.core import cgutils
 from numba.cuda import types
 from numba.cuda.extending import intrinsic
 
+from ...private import cgutils
 from ...rule import product
 
 _I32 = ir.IntType(32)
