@@ -17,7 +17,7 @@ from .cases.steps import Point
 from .errors import BenchError
 from .measure import ContestantLostError, interleave, plan, warm_up
 from .peer import Worker
-from .point import in_worker, setup_request
+from .point import company, in_worker, setup_request
 from .report.document import same
 from .report.result import OURS, Progress, Settings
 from .report.stats import Change, Summary, change, paired, ratio
@@ -165,7 +165,8 @@ def _compare(
     slowest = max(samples[0] for samples in warm.samples.values())
     # Nobody sits out, however slow: the times are compared round by round.
     chosen = plan(dict.fromkeys(warm.samples, slowest), settings.seconds)
-    times = interleave(contestants, chosen, on_round=lambda n: progress(n / chosen.rounds))
+    with company(point.scenario):
+        times = interleave(contestants, chosen, on_round=lambda n: progress(n / chosen.rounds))
     if times.lost:
         return Changed(point.title, None, next(iter(times.lost.values())))
     return Changed(point.title, paired(times.samples[_NEW], times.samples[_OLD]))

@@ -157,7 +157,7 @@ def _against(args: argparse.Namespace) -> str | None:
     against: str | None = args.against
     if against is None or Path(against).is_file():
         return against
-    others = ("json", "plot", "peers", "scenario")
+    others = ("json", "plot", "peers")
     given = [f"--{name}" for name in others if getattr(args, name) is not None]
     if given:
         raise BenchError(

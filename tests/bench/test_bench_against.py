@@ -149,6 +149,7 @@ class FakeWorker:
     seconds: ClassVar[dict[str, Callable[[int], float]]] = {}
     errors: ClassVar[dict[str, str]] = {}
     log: ClassVar[list[str]] = []
+    scenarios: ClassVar[list[str]] = []
 
     def __init__(self, _program: Any, _python: str, threads: int, path: Path) -> None:
         self.name = path.name
@@ -165,6 +166,7 @@ class FakeWorker:
         if request["do"] != "sample":
             return {}
         self.samples += 1
+        self.scenarios.append(request["scenario"])
         self.log.append(self.name)
         return {"seconds": [self.seconds[self.name](self.samples)]}
 
@@ -178,6 +180,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeWorker]:
     monkeypatch.setattr(FakeWorker, "seconds", {"before": lambda _: 1.0, "now": lambda _: 1.0})
     monkeypatch.setattr(FakeWorker, "errors", {})
     monkeypatch.setattr(FakeWorker, "log", [])
+    monkeypatch.setattr(FakeWorker, "scenarios", [])
     monkeypatch.setattr(measure.time, "sleep", lambda _: None)
     return FakeWorker
 
@@ -231,6 +234,26 @@ def test_each_point_has_workers_of_its_own(fake: type[FakeWorker]) -> None:
         *("start before x1", "start now x1", "end before", "end now"),
         *("start before x2", "start now x2", "end before", "end now"),
     ]
+
+
+@pytest.mark.parametrize("scenario", ["loop", "pause20", "busy"])
+def test_both_versions_are_in_the_scenario(
+    scenario: str, fake: type[FakeWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the same other processes, if there are any."""
+    beside = []
+
+    @contextmanager
+    def company(name: str) -> Iterator[None]:
+        beside.append(name)
+        yield
+        assert fake.log[-1] in ("before", "now")
+
+    monkeypatch.setattr(against, "company", company)
+    (found,) = compared(point(scenario=scenario))
+    assert found.verdict == "same"
+    assert beside == [scenario]
+    assert {*fake.scenarios} == {scenario}
 
 
 @pytest.mark.parametrize("what", ["before setup", "now setup", "before sample", "now sample"])
