@@ -8,14 +8,16 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from . import machine
-from .cases.steps import Point
+from .cases.steps import LOOP, Point
 from .errors import BenchError
-from .measure import ContestantLostError, interleave, plan, warm_up
+from .measure import ContestantLostError, interleave, plan, plan_of_turns, warm_up
 from .peer import Worker
 from .point import company, in_worker, setup_request
 from .report.document import same
@@ -159,14 +161,21 @@ def _compare(
     except (BenchError, ContestantLostError) as error:
         return Changed(point.title, None, str(error))
     contestants = [in_worker(name, w, OURS, point.scenario) for name, w in workers.items()]
+    if point.scenario != LOOP:  # a turn has as many steps as there is time for
+        contestants = [replace(each, sample=partial(_mean, each.sample)) for each in contestants]
     warm = warm_up(contestants)
     if warm.lost:
         return Changed(point.title, None, next(iter(warm.lost.values())))
     slowest = max(samples[0] for samples in warm.samples.values())
     # Nobody sits out, however slow: the times are compared round by round.
-    chosen = plan(dict.fromkeys(warm.samples, slowest), settings.seconds)
+    planned = plan if point.scenario == LOOP else plan_of_turns
+    chosen = planned(dict.fromkeys(warm.samples, slowest), settings.seconds)
     with company(point.scenario):
         times = interleave(contestants, chosen, on_round=lambda n: progress(n / chosen.rounds))
     if times.lost:
         return Changed(point.title, None, next(iter(times.lost.values())))
     return Changed(point.title, paired(times.samples[_NEW], times.samples[_OLD]))
+
+
+def _mean(sample: Callable[[int], list[float]], steps: int) -> list[float]:
+    return [fmean(sample(steps))]
