@@ -25,8 +25,8 @@ MAY_IMPORT = {
     "nn/engine": ("kernels", "ops", "nn/base"),
     "nn/thor": ("kernels", "ops", "nn"),
     "nn/mxnet": ("kernels", "ops", "nn"),
-    "nn/distributed": ("kernels", "ops", "nn/base"),
-    "nn/torch/engine": ("kernels", "ops", "nn/base", "nn/engine"),
+    "nn/distributed": ("kernels", "ops", "nn"),
+    "nn/torch/engine": ("kernels", "ops", "nn/base", "nn/engine", "nn/distributed"),
     "nn/torch": ("kernels", "ops", "nn"),
     "nn": ("kernels", "ops"),
 }
