@@ -35,6 +35,7 @@ CASES = [
     for order, form in zip(("range", "hash"), (("LazyAdam", "FTRL"), ("FTRL", "LazyAdam"))[k % 2],
         strict=True)
 ]  # fmt: skip
+CASES += [("range", "RowWiseAdagrad", np.float32), ("hash", "RowWiseAdam", STORAGE_DTYPES[3])]
 OTHER = {"range": "hash", "hash": "range"}
 SAVED = 2  # steps before it
 

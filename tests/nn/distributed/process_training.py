@@ -12,7 +12,7 @@ from fusestep import nn
 from fusestep.nn import distributed
 
 from helpers import assert_same_bits
-from optimizers import make
+from optimizers import is_row_wise, make
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "words": (97, 8), "tones": (61,), "cubes": (13, 3, 5), "few": (2, 4),
@@ -87,14 +87,20 @@ class Training:
 
     def __init__(self, form: str, dtype: Any, tables: Tables | None = None, **options: Any) -> None:
         self.dtype, self.tables = np.dtype(dtype), tables
+        self._row_wise = is_row_wise(form)
         rng = np.random.default_rng(0)
         wholes = {n: rng.standard_normal(s).astype(dtype) for n, s in SHAPES.items()}
         if tables is not None:
             wholes = {n: whole[tables.shards[n].indices] for n, whole in wholes.items()}
-        self.params = [nn.Parameter(array, name) for name, array in wholes.items()]
+        self.params = self._taken([nn.Parameter(array, name) for name, array in wholes.items()])
         self.optimizer = make(form, self.params, **options)
         if tables is not None:
             distributed.together(self.optimizer, tables.comm)
+
+    def _taken(self, of_tables: list[Any]) -> list[Any]:
+        """Without those of vectors, where a vector is one row, and no table."""
+        shapes = zip(of_tables, SHAPES.values(), strict=True)
+        return [one for one, shape in shapes if len(shape) > 1 or not self._row_wise]
 
     @property
     def done(self) -> int:
@@ -104,15 +110,18 @@ class Training:
     def steps(self, n: int) -> None:
         for step in range(self.done, self.done + n):
             known = self.tables.gradients if self.tables else whole_gradients
-            self.optimizer(tuple(known(step, self.dtype)))
+            self.optimizer(tuple(self._taken(known(step, self.dtype))))
 
     def save(self, folder: Any) -> None:
-        assert self.tables is not None
-        distributed.save_checkpoint(folder, self.optimizer, self.tables.comm, self.tables.shards)
+        self._exchange(distributed.save_checkpoint, folder)
 
     def load(self, folder: Any) -> None:
+        self._exchange(distributed.load_checkpoint, folder)
+
+    def _exchange(self, function: Any, folder: Any) -> None:
         assert self.tables is not None
-        distributed.load_checkpoint(folder, self.optimizer, self.tables.comm, self.tables.shards)
+        shards = {p.name: self.tables.shards[p.name] for p in self.params}
+        function(folder, self.optimizer, self.tables.comm, shards)
 
     def arrays(self) -> list[np.ndarray]:
         """All that a step may write."""
@@ -130,7 +139,7 @@ def assert_part_of(own: Training, whole: Training, label: str = "") -> None:
     assert found.keys() == expected.keys(), label
     for name, array in expected.items():
         table = name.rpartition(".")[2]
-        is_divided = table in SHAPES and array.shape == SHAPES[table]
+        is_divided = table in SHAPES and array.shape[:1] == SHAPES[table][:1]
         rows = array[own.tables.shards[table].indices] if is_divided else array
         assert_same_bits(found[name], rows, f"{label}: {name}")
 
