@@ -208,8 +208,8 @@ def factors(rule: Rule, sums: np.ndarray, known: Sequence[Mapping[str, float]]) 
 
 
 @dataclass(frozen=True, eq=False)
-class Part(_Constant):
-    """One part of a prologue; compared by identity."""
+class GradientTransform(_Constant):
+    """A step from the gradient as given to the one that the rule takes; compared by identity."""
 
     apply: Callable[..., Any]  # apply(g, w, hp) -> g
     hp: tuple[str, ...]  # the fields that it reads
@@ -218,7 +218,7 @@ class Part(_Constant):
     scalars: Callable[[float, float], tuple[float, ...]] | None = None
 
 
-Prologue = tuple[Part, ...]
+Prologue = tuple[GradientTransform, ...]
 
 
 @cache

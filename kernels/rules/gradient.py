@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..rule import Part
+from ..rule import GradientTransform
 
 
 def coupled_decay(g: Any, w: Any, hp: Any) -> Any:
@@ -38,7 +38,9 @@ def clip(g: Any, w: Any, hp: Any) -> Any:
     return -hp.clip_bound if g < -hp.clip_bound else bounded
 
 
-CLIP = Part(clip, ("clip_bound",))
-COUPLED_DECAY = Part(coupled_decay, ("weight_decay", "no_decay"), lambda decay, _: (decay, 0.0))
-SCALE = Part(scale, ("grad_scale",), lambda _, loss_scale: (1.0 / loss_scale,))
-TRUST = Part(trust, ("trust_ratio",), lambda _, __: (1.0,))  # before anything is measured
+CLIP = GradientTransform(clip, ("clip_bound",))
+COUPLED_DECAY = GradientTransform(
+    coupled_decay, ("weight_decay", "no_decay"), lambda decay, _: (decay, 0.0)
+)
+SCALE = GradientTransform(scale, ("grad_scale",), lambda _, loss_scale: (1.0 / loss_scale,))
+TRUST = GradientTransform(trust, ("trust_ratio",), lambda _, __: (1.0,))  # until it is measured
