@@ -16,7 +16,7 @@ from ...kernels.cuda.dense.finite import FiniteCheck
 from ...kernels.cuda.device.backend import prepare
 from ...kernels.cuda.device.launch import on_grid
 from ...kernels.cuda.device.memory import ALIGN, Places
-from ...kernels.cuda.device.part import Call, Part
+from ...kernels.cuda.device.part import Call, DevicePart
 from ...kernels.cuda.device.records import size_of, table_of
 from ...kernels.cuda.rows.step import RowStep
 from ...kernels.rule import columns
@@ -77,7 +77,7 @@ class Program:
 
     def __init__(
         self,
-        parts: Sequence[tuple[Part, Scalars]],
+        parts: Sequence[tuple[DevicePart, Scalars]],
         gradients: Sequence[tuple[Storage, np.ndarray, np.ndarray]],
         take: Callable[[int], int],
     ) -> None:

@@ -156,7 +156,7 @@ def dense_part(
     gradients: np.ndarray,
     constants: tuple[tuple[str, float], ...] = (),
 ) -> Any:
-    """The `Part` of a step on a device; ``constants`` are those that `Rule.factor` takes."""
+    """The `DevicePart` of a step on a device; ``constants`` are those that `Rule.factor` takes."""
     table, rule = variables.table, kernel.rule
     if rule.lines:
         tensors = variables.as_matrices

@@ -162,7 +162,7 @@ def row_wise_kernel(kernel: Kernel) -> Any:
 
 
 class RowWiseStep:
-    """A `Part`: the step of a rule that measures rows, on dense gradients of some tensors.
+    """A `DevicePart`: the step of a rule that measures rows, on dense gradients of some tensors.
 
     There are int64 ``[T, 1 + number of states]`` addresses of parameters and states, and ``[T]`` of
     gradients, sizes, and elements of a row.
@@ -190,14 +190,14 @@ class RowWiseStep:
         self.loops, self.scratch_bytes = [self._update], 0
 
     def words(self, place: int, hp: np.ndarray) -> np.ndarray:
-        """See `Part`; behind the table lies what it points at."""
+        """See `DevicePart`; behind the table lies what it points at."""
         self._table, n = place, self._n_tensors
         lists = place + n * size_of(RowsRow) + np.arange(n) * self._addresses.strides[0]
         table = table_of(self._rows._replace(hp=hp, arrays=lists), n)
         return np.concatenate([table, self._addresses.ravel()])
 
     def enqueue(self, call: Call) -> None:
-        """See `Part`."""
+        """See `DevicePart`."""
         if self._n_blocks:
             loop = on_grid(self._update, self._n_blocks, THREADS, call.stream)
             loop(self._table, self._n_tensors, call.guard)

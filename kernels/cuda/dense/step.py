@@ -127,7 +127,7 @@ def dense_kernel(kernel: Kernel) -> Any:
 
 
 class DenseStep:
-    """A `Part`: the step on some tensors, of so many elements each.
+    """A `DevicePart`: the step on some tensors, of so many elements each.
 
     There are int64 ``[T, 1 + number of states]`` addresses of parameters and states, and ``[T]`` of
     gradients. ``constants`` are those that ``rule.factor`` takes.
@@ -154,12 +154,12 @@ class DenseStep:
         self.scratch_bytes = places.size
 
     def words(self, place: int, hp: np.ndarray) -> np.ndarray:
-        """See `Part`."""
+        """See `DevicePart`."""
         self._table = place
         return self._chunks.words(hp)
 
     def enqueue(self, call: Call) -> None:
-        """See `Part`."""
+        """See `DevicePart`."""
         chunks, table = self._chunks, (self._table, self._chunks.n_tensors)
         if not self._measure:
             chunks.launch(self._update, call.stream, *table, call.guard)

@@ -71,7 +71,7 @@ def trust_kernel(real: Storage, options: Options) -> Any:
 
 
 class TrustRatios:
-    """A `Part`: scalar ``column`` of each tensor that ``acts``, bool, times its trust ratio."""
+    """A `DevicePart`: scalar ``column`` of each tensor that ``acts`` times its trust ratio."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class TrustRatios:
         self._table = 0
 
     def words(self, place: int, hp: np.ndarray) -> np.ndarray:
-        """See `Part`."""
+        """See `DevicePart`."""
         of_w, of_g = self._squares
         end_w, end_g = np.cumsum(of_w.counts), of_w.n_parts + np.cumsum(of_g.counts)
         places = hp + self._offset, hp - size_of(Numbers)
@@ -102,7 +102,7 @@ class TrustRatios:
         return np.concatenate([first, second, own.ravel()])
 
     def enqueue(self, call: Call) -> None:
-        """See `Part`."""
+        """See `DevicePart`."""
         n_acting = int(np.count_nonzero(self._acts))
         if n_acting == 0:
             return

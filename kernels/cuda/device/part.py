@@ -34,7 +34,7 @@ class Call(NamedTuple):
     scratch: int = 0  # address of as much memory as is needed
 
 
-class Part(Protocol):
+class DevicePart(Protocol):
     """The launches of a batch of tensors after its scalars are there."""
 
     loops: list[Any]  # all that are launched
@@ -50,16 +50,16 @@ class Part(Protocol):
         """Enqueue the launches; the tables are there."""
 
 
-class Parts:
+class DeviceParts:
     """Several, one after the other; those that are None are left out."""
 
-    def __init__(self, *parts: Part | None) -> None:
+    def __init__(self, *parts: DevicePart | None) -> None:
         self._parts = [part for part in parts if part is not None]
         self.loops = [loop for part in self._parts for loop in part.loops]
         self.scratch_bytes = max(part.scratch_bytes for part in self._parts)
 
     def words(self, place: int, hp: np.ndarray) -> np.ndarray:
-        """See `Part`."""
+        """See `DevicePart`."""
         found: list[np.ndarray] = []
         for part in self._parts:
             found.append(part.words(place, hp))
@@ -67,7 +67,7 @@ class Parts:
         return np.concatenate(found)
 
     def enqueue(self, call: Call) -> None:
-        """See `Part`."""
+        """See `DevicePart`."""
         for part in self._parts:
             part.enqueue(call)
 

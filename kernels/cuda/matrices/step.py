@@ -24,7 +24,7 @@ from .passes import lines_of, measure_kernel, terms_kernel, update_kernel
 
 
 class MatrixStep:
-    """A `Part`: the step of a rule with states of rows and columns.
+    """A `DevicePart`: the step of a rule with states of rows and columns.
 
     There is one tensor at least, and none is empty; ``gradients`` are int64 ``[T]`` addresses.
     ``constants`` are those that ``rule.factor`` takes.
@@ -50,12 +50,12 @@ class MatrixStep:
         self.scratch_bytes = self._tables.scratch_bytes + parts_bytes
 
     def words(self, place: int, hp: np.ndarray) -> np.ndarray:
-        """See `Part`."""
+        """See `DevicePart`."""
         self._table = place
         return self._tables.words(self._gradients, hp)
 
     def enqueue(self, call: Call) -> None:
-        """See `Part`."""
+        """See `DevicePart`."""
         tables, scratch = self._tables, call.scratch
         n, parts = tables.n_tensors, scratch + tables.scratch_bytes
         tiles, lines = self._table, self._table + self._lines_at

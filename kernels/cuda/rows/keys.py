@@ -163,11 +163,11 @@ class KeySort:
 
     @property
     def scratch_bytes(self) -> int:
-        """See `Part`."""
+        """See `DevicePart`."""
         return self.places.size
 
     def words(self, place: int, hp: np.ndarray) -> np.ndarray:
-        """See `Part`; behind the table of tables lies what it points at."""
+        """See `DevicePart`; behind the table of tables lies what it points at."""
         self.table, rows, lists, first_row, first_position = place, [], [], 0, 0
         place += len(self._tables) * size_of(TableRow)
         for table, of_table in zip(self._tables, hp.tolist(), strict=True):

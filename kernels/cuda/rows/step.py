@@ -60,7 +60,7 @@ class _RowLoops(KeySort):
 
 
 class RowStep(_RowLoops):
-    """A `Part`: the step on tables with row-sparse gradients; options are those of `KeySort`.
+    """A `DevicePart`: the step on tables with row-sparse gradients; options are those of `KeySort`.
 
     ``touched_only`` updates the rows that occur (lazy); else all rows step, those that do not occur
     with a gradient of 0 (dense-equivalent).
@@ -81,7 +81,7 @@ class RowStep(_RowLoops):
             self.loops += [self._update] if touched_only else [rows.mark_kernel, self._update]
 
     def enqueue(self, call: Call) -> None:
-        """See `Part`; the keys may be there already."""
+        """See `DevicePart`; the keys may be there already."""
         if not self.sorted:
             self.sort(call)
         self.update(call)
