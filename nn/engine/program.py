@@ -16,7 +16,7 @@ from ...kernels.cuda.dense.finite import FiniteCheck
 from ...kernels.cuda.device.backend import prepare
 from ...kernels.cuda.device.launch import on_grid
 from ...kernels.cuda.device.memory import ALIGN, Places
-from ...kernels.cuda.device.part import Call, DevicePart
+from ...kernels.cuda.device.part import DevicePart, LaunchContext
 from ...kernels.cuda.device.records import size_of, table_of
 from ...kernels.cuda.rows.step import RowStep
 from ...kernels.rule import columns
@@ -128,7 +128,7 @@ class Program:
 
     def run(self, settings: int, state: int, scratch: int, sorter: Any, stream: Any) -> None:
         """Enqueue the rest: nothing is counted or written before all indices are checked."""
-        call = Call(stream, state, sorter, scratch)
+        call = LaunchContext(stream, state, sorter, scratch)
         if len(self._rows) == 1:
             self._rows[0].sort(call)
         else:

@@ -24,7 +24,7 @@ class Launch(NamedTuple):
     @property
     def call(self) -> Any:
         """The same for a part of a step."""
-        return cuda.device.part.Call(self.stream, self.guard, self.sorter)
+        return cuda.device.part.LaunchContext(self.stream, self.guard, self.sorter)
 
 
 @contextmanager

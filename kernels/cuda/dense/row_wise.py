@@ -20,7 +20,7 @@ from ..device.backend import GEOMETRY, on_device
 from ..device.functions import DEVICE
 from ..device.guard import is_closed
 from ..device.launch import on_grid, tile_grid
-from ..device.part import Call
+from ..device.part import LaunchContext
 from ..device.records import Word, hp_reader, row_finder, size_of, table_of
 from ..device.sums import add_lanes, putter, taker
 from .tiles import (
@@ -196,7 +196,7 @@ class RowWiseStep:
         table = table_of(self._rows._replace(hp=hp, arrays=lists), n)
         return np.concatenate([table, self._addresses.ravel()])
 
-    def enqueue(self, call: Call) -> None:
+    def enqueue(self, call: LaunchContext) -> None:
         """See `DevicePart`."""
         if self._n_blocks:
             loop = on_grid(self._update, self._n_blocks, THREADS, call.stream)

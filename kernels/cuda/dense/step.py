@@ -21,7 +21,7 @@ from ..device.backend import GEOMETRY
 from ..device.guard import is_closed
 from ..device.launch import on_grid
 from ..device.memory import Places
-from ..device.part import Call
+from ..device.part import LaunchContext
 from ..device.records import (
     Word,
     Words,
@@ -158,7 +158,7 @@ class DenseStep:
         self._table = place
         return self._chunks.words(hp)
 
-    def enqueue(self, call: Call) -> None:
+    def enqueue(self, call: LaunchContext) -> None:
         """See `DevicePart`."""
         chunks, table = self._chunks, (self._table, self._chunks.n_tensors)
         if not self._measure:

@@ -15,7 +15,7 @@ from ..device.backend import GEOMETRY
 from ..device.functions import device_function
 from ..device.guard import is_closed
 from ..device.launch import on_grid
-from ..device.part import Call
+from ..device.part import LaunchContext
 from ..device.records import Word, multiplier, row_reader, size_of, table_of
 from ..device.sums import add_tree, share_of_parts
 from .norm import DenseGradients, DenseSquares
@@ -101,7 +101,7 @@ class TrustRatios:
         own = table_of(rows, len(hp)).reshape(len(hp), -1)[self._acts]
         return np.concatenate([first, second, own.ravel()])
 
-    def enqueue(self, call: Call) -> None:
+    def enqueue(self, call: LaunchContext) -> None:
         """See `DevicePart`."""
         n_acting = int(np.count_nonzero(self._acts))
         if n_acting == 0:

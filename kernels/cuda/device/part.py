@@ -25,7 +25,7 @@ class Sorter(Protocol):
         """Enqueue the sort of the keys there; the address at which they will lie."""
 
 
-class Call(NamedTuple):
+class LaunchContext(NamedTuple):
     """Where and under which condition launches are enqueued."""
 
     stream: Any  # of Numba
@@ -46,7 +46,7 @@ class DevicePart(Protocol):
     def words(self, place: int, hp: np.ndarray) -> np.ndarray:
         """The int64 tables, to lie at ``place``; addresses of the scalars of each tensor."""
 
-    def enqueue(self, call: Call) -> None:
+    def enqueue(self, call: LaunchContext) -> None:
         """Enqueue the launches; the tables are there."""
 
 
@@ -66,14 +66,14 @@ class DeviceParts:
             place += found[-1].nbytes
         return np.concatenate(found)
 
-    def enqueue(self, call: Call) -> None:
+    def enqueue(self, call: LaunchContext) -> None:
         """See `DevicePart`."""
         for part in self._parts:
             part.enqueue(call)
 
 
 @contextmanager
-def placed(part: Any, hp: np.ndarray, hp_of: Any, call: Call) -> Iterator[Call]:
+def placed(part: Any, hp: np.ndarray, hp_of: Any, call: LaunchContext) -> Iterator[LaunchContext]:
     """A part by itself in the room of the stream, of which the call gets the scratch memory.
 
     It has tables of ``n_words`` at most. ``hp`` are rows of scalars in the type of the arithmetic,
@@ -92,7 +92,7 @@ def placed(part: Any, hp: np.ndarray, hp_of: Any, call: Call) -> Iterator[Call]:
         yield call._replace(scratch=base + at_scratch)
 
 
-def run(part: Any, hp: np.ndarray, hp_of: Any, call: Call) -> None:
+def run(part: Any, hp: np.ndarray, hp_of: Any, call: LaunchContext) -> None:
     """Enqueue a part by itself, unless it has nothing to do (``n_words`` is 0); as `placed`."""
     if part.n_words:
         with placed(part, hp, hp_of, call) as there:

@@ -16,7 +16,7 @@ from ...tables import MatrixTensor
 from ..dense.tiles import length_of
 from ..dense.totals import Constants, Totals
 from ..device.launch import on_grid
-from ..device.part import Call
+from ..device.part import LaunchContext
 from ..device.records import size_of
 from .layout import THREADS, MatrixTables, TileRow
 from .lines import lines_kernel, row_factors_kernel
@@ -54,7 +54,7 @@ class MatrixStep:
         self._table = place
         return self._tables.words(self._gradients, hp)
 
-    def enqueue(self, call: Call) -> None:
+    def enqueue(self, call: LaunchContext) -> None:
         """See `DevicePart`."""
         tables, scratch = self._tables, call.scratch
         n, parts = tables.n_tensors, scratch + tables.scratch_bytes
@@ -66,5 +66,5 @@ class MatrixStep:
         self._totals.follow(tiles, tables.n_blocks, parts, 0, call)
         self._launch(self._update, tables.n_blocks, call, tiles, n, scratch)
 
-    def _launch(self, loop: Any, blocks: int, call: Call, *arguments: int) -> None:
+    def _launch(self, loop: Any, blocks: int, call: LaunchContext, *arguments: int) -> None:
         on_grid(loop, blocks, THREADS, call.stream)(*arguments, call.guard)

@@ -24,7 +24,7 @@ from ..device.backend import GEOMETRY, copy_in, copy_out, load_int64, store_int3
 from ..device.functions import device_function
 from ..device.guard import FOUND, NOTHING, WORDS
 from ..device.launch import on_elements, on_grid, tile_grid
-from ..device.part import Call, Sorter, placed
+from ..device.part import LaunchContext, Sorter, placed
 from ..device.records import hp_reader, row_reader
 from . import kernels
 from .kernels import add_up_rows, thread_place
@@ -152,7 +152,7 @@ class Rows(NamedTuple):
     table: RowTable  # where its indices and values lie, and the shape of what it is of
     g: Storage  # of the values
     real: Storage  # of the arithmetic
-    sorter: Sorter | None  # as `Call`
+    sorter: Sorter | None  # as `LaunchContext`
 
     def keys(self, *, drop: bool = False) -> KeySort:
         """Of its table; no loop on them reads a parameter through it."""
@@ -175,7 +175,7 @@ def dense_sums(rows: Rows, out: Storage, result: int, *, guard: int, stream: Any
     keys, n = rows.keys(), rows.table.length
     if n == 0:
         return
-    with placed(keys, _NO_SCALARS, [0], Call(stream, guard, rows.sorter)) as call:
+    with placed(keys, _NO_SCALARS, [0], LaunchContext(stream, guard, rows.sorter)) as call:
         sorted_keys, is_aligned = keys.sort(call), rows.are_aligned((result, out))
         # One block looks at the guard even where there are no columns.
         loop = _launcher(dense_sums_kernel(rows.g, rows.real, out), rows, n, out, stream)
@@ -191,7 +191,7 @@ def decayed_sums(rows: Rows, w: Storage, hp: np.ndarray, result: int, stream: An
     keys, n, (parameter,) = rows.keys(drop=True), rows.table.length, rows.table.addresses
     if n == 0 or rows.table.width == 0:
         return
-    with placed(keys, hp[None], [0], Call(stream, 0, rows.sorter)) as call:
+    with placed(keys, hp[None], [0], LaunchContext(stream, 0, rows.sorter)) as call:
         sorted_keys = keys.sort(call)
         is_aligned = rows.are_aligned((parameter, w), (result, rows.real))
         loop = _launcher(decayed_sums_kernel(rows.g, rows.real, w), rows, n, w, stream)
@@ -207,9 +207,9 @@ class DistinctRows:
         self._words, self._spare = (places.add(8 * n) for _ in range(2))
         self._scratch = places.add(8 * scratch_words(n))
         self._found = places.add(8 * (WORDS + 1))
-        self._call, self._firsts = Call(None), 0
+        self._call, self._firsts = LaunchContext(None), 0
 
-    def enqueue(self, call: Call) -> None:
+    def enqueue(self, call: LaunchContext) -> None:
         """Enqueue the sort of the keys, and then that of the first ones of all rows."""
         found, stream, n = call.scratch + self._found, call.stream, self._rows.table.length
         copy_in(found, np.array([NOTHING] + [0] * WORDS, np.int64), stream)
@@ -243,6 +243,6 @@ class DistinctRows:
 def distinct_rows(rows: Rows, stream: Any) -> Iterator[DistinctRows]:
     """The rows that occur in a gradient, of one index at least; ``with`` holds the room."""
     found = DistinctRows(rows)
-    with placed(found.keys, _NO_SCALARS, [0], Call(stream, 0, rows.sorter)) as call:
+    with placed(found.keys, _NO_SCALARS, [0], LaunchContext(stream, 0, rows.sorter)) as call:
         found.enqueue(call)
         yield found

@@ -18,7 +18,7 @@ from ..device.backend import load_int32, load_int64, lower_int64, store_int64
 from ..device.guard import FOUND, INDEX, is_closed
 from ..device.launch import on_elements
 from ..device.memory import Places
-from ..device.part import Call
+from ..device.part import LaunchContext
 from ..device.records import Word, row_finder, size_of
 from .sort import count_kernel, scan_kernel, scatter_kernel, scratch_words, sort_keys
 
@@ -187,13 +187,13 @@ class KeySort:
             first_row, first_position = first_row + table.rows, first_position + table.length
         return np.array([*itertools.chain(*rows, *lists)], np.int64)
 
-    def check(self, call: Call, keys: int = 0) -> None:
+    def check(self, call: LaunchContext, keys: int = 0) -> None:
         """Enqueue the check of all indices, and making the keys unless their address is 0."""
         of_keys = self.n, self.bits, self._dropped_row, keys
         check = on_elements(check_kernel, self.n, call.stream)
         check(self.table, len(self._tables), *of_keys, call.guard, self._base)
 
-    def sort(self, call: Call) -> tuple[int, ...]:
+    def sort(self, call: LaunchContext) -> tuple[int, ...]:
         """Enqueue making and sorting the keys: their address, how many, bits of positions."""
         if call.sorter is not None:
             self.check(call, call.sorter.room(self.n))
