@@ -292,7 +292,7 @@ class LayerwiseConditioning(Conditioning):
             norm.DenseGradients(variables.w, table.addresses[:, 0], sizes),
             norm.DenseGradients(batch.g, gradients, sizes),
             self._acts[batch.positions],
-            trust.Options(*self.options_on_device),
+            trust.TrustOptions(*self.options_on_device),
             variables.real,
             column["trust_ratio"],
         )

@@ -35,7 +35,7 @@ class RatioRow(NamedTuple):
     numbers: Word  # address of the `Numbers` of the tensor
 
 
-class Options(NamedTuple):
+class TrustOptions(NamedTuple):
     """What all tensors have in common; see `nn.LARS`."""
 
     coefficient: float
@@ -44,7 +44,7 @@ class Options(NamedTuple):
 
 
 @cache
-def trust_kernel(real: Storage, options: Options) -> Any:
+def trust_kernel(real: Storage, options: TrustOptions) -> Any:
     """``loop[n_tensors, THREADS](table, parts, guard)``: multiply the scalars by the ratios."""
     coefficient, epsilon, use_clip = options
     ratio, clipped = device_function(lars.ratio), device_function(lars.clipped)
@@ -78,7 +78,7 @@ class TrustRatios:
         parameters: DenseGradients,
         gradients: DenseGradients,
         acts: np.ndarray,
-        options: Options,
+        options: TrustOptions,
         real: Storage,
         column: int,
     ) -> None:
