@@ -194,7 +194,7 @@ Form = tuple[np.dtype, tuple[int, ...]]
 """Dtype and shape of an array; a dimension can be `ANY` or `SAME`."""
 
 
-class Expected:
+class ExpectedArrays:
     """What the arrays of a tuple should be: exactly ``ndarray``, of these forms and elsewhere.
 
     They should not lie in ``memory``, which is as for `overlaps`. Arrays that are ``written`` must

@@ -142,7 +142,7 @@ _look = NativeFunction(_look_at_tensors, f"tensors {ITEMS}", Entry(True, True))
 READERS = (_look,)
 
 
-class Expected:
+class ExpectedTensors:
     """What the tensors of a step should be: of the same dtypes, sizes, strides and kinds.
 
     Args:
