@@ -12,7 +12,7 @@ from numba import carray
 from fusestep import nn, ops
 from fusestep.kernels.cpu.compiler.compile import NativeFunction
 from fusestep.kernels.cpu.compiler.intrinsics import as_pointer
-from fusestep.kernels.cpu.compiler.machine import Entry
+from fusestep.kernels.cpu.compiler.machine import PythonEntry
 from fusestep.kernels.cpu.compiler.records import overlaps
 from fusestep.kernels.cpu.headers import arrays as headers
 from fusestep.kernels.cpu.headers.arrays import ANY, SAME, ExpectedArrays, address_of, alike
@@ -169,7 +169,7 @@ def test_overlaps():
     def find_at(address, n, begin, end):
         return overlaps(carray(as_pointer(address), (2, n), np.int64), begin, end)
 
-    compiled = NativeFunction(find_at, "a test of overlaps", Entry(returns=True)).call
+    compiled = NativeFunction(find_at, "a test of overlaps", PythonEntry(returns=True)).call
 
     def find(stretches, begin, end):
         return compiled(address_of(stretches), stretches.shape[1], begin, end)

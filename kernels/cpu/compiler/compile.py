@@ -19,7 +19,7 @@ from ...lazy import lazy
 from ..process.forks import fork_between
 from ..process.room import require_room
 from . import cache, machine
-from .machine import Code, Entry, Loaded
+from .machine import Code, Loaded, PythonEntry
 from .records import records
 
 _I64 = types.int64
@@ -49,7 +49,7 @@ class NativeFunction:
     """
 
     def __init__(
-        self, function: Callable[..., Any], identity: str, entry: Entry | None = None
+        self, function: Callable[..., Any], identity: str, entry: PythonEntry | None = None
     ) -> None:
         self._function = function
         self.identity = identity
@@ -89,7 +89,7 @@ class NativeFunction:
         cache.save(self.identity, code.to_bytes())
         return code
 
-    def ir(self) -> tuple[str, str, Entry | None]:
+    def ir(self) -> tuple[str, str, PythonEntry | None]:
         """The symbol and LLVM's IR, after Numba has compiled the function; the entry."""
         compiled = self._compile()
         return compiled.native_name, compiled.inspect_llvm(), self._entry

@@ -30,7 +30,7 @@ PORTABLE = Path(__file__).parents[1] / "portable.zip"
 """LLVM's IR of loops, `sealed` as `_name`, if the package was built and not edited since."""
 
 
-class Entry(NamedTuple):
+class PythonEntry(NamedTuple):
     """How Python calls a function of ``int64``: with ints, for an int (0 if there is no result)."""
 
     returns: bool = False
@@ -94,7 +94,7 @@ def _target_machine(**options: Any) -> Any:
     )
 
 
-def made(symbol: str, ir: str, entry: Entry | None) -> Code:
+def made(symbol: str, ir: str, entry: PythonEntry | None) -> Code:
     """Machine code for this processor of a module that Numba has finished."""
     module = _alone(symbol, ir, entry)
     passes = llvm.create_new_module_pass_manager()
@@ -115,7 +115,7 @@ def finished(bitcode: bytes) -> Code:
     return _code(symbol, module)
 
 
-def _alone(symbol: str, ir: str, entry: Entry | None) -> Any:
+def _alone(symbol: str, ir: str, entry: PythonEntry | None) -> Any:
     """A module of which nothing but one function can be seen, and its entry."""
     module = llvm.parse_assembly(ir)
     for value in (*module.functions, *module.global_variables):
@@ -179,7 +179,7 @@ class Loaded:
         _LOADED.append(self)  # who has only an address keeps nothing alive
 
     def entry(self) -> Callable[..., int]:
-        """The function for Python, where the code has an `Entry`."""
+        """The function for Python, where the code has an `PythonEntry`."""
         if self._function is None:
             address = self._engine.get_function_address(_ENTRY)
             self._method = _Method(b"compiled", address, _METH_FASTCALL, None)
@@ -237,7 +237,9 @@ _PORTABLE_CALLS = {
 }  # fmt: skip
 
 
-def write_portable(path: Path, functions: Iterable[tuple[str, str, str, Entry | None]]) -> None:
+def write_portable(
+    path: Path, functions: Iterable[tuple[str, str, str, PythonEntry | None]]
+) -> None:
     """Write what `portable` reads: identities of functions, then what `made` gets.
 
     Those that call Numba's functions are left to it, unless they are for its version alone.

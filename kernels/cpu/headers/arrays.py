@@ -23,7 +23,7 @@ from ...inner import njit
 from ...storage import STORAGES
 from ..compiler.compile import NativeFunction
 from ..compiler.intrinsics import as_pointer, load_int64
-from ..compiler.machine import Entry
+from ..compiler.machine import PythonEntry
 from ..compiler.records import int64s, overlaps, records
 
 _FIELDS = ("references", "type", "data", "ndim", "shape", "strides", "base", "dtype", "flags")
@@ -47,7 +47,7 @@ ANY, SAME = -1, -2  # as a dimension: any size, and the size that was last found
 LENGTH, ITEMS = object.__basicsize__, tuple.__basicsize__
 
 
-class _Wanted(NamedTuple):
+class _ArrayForm(NamedTuple):
     """What is expected of an array, all ``int64``."""
 
     dtype: int  # its identity
@@ -57,20 +57,20 @@ class _Wanted(NamedTuple):
     header: int = 0  # its object
 
 
-class _Wish(NamedTuple):
+class _ArrayQuery(NamedTuple):
     """What is expected of a tuple of arrays, all ``int64``; addresses."""
 
     n: int  # arrays of the tuple
     array_type: int
     flags: int
-    rows: int  # [n_rows] of `_Wanted`
+    rows: int  # [n_rows] of `_ArrayForm`
     n_rows: int
     dims: int  # of all rows
     memory: int  # [2, n_stretches]
     n_stretches: int
 
 
-_wanted_at, _wish_at = records(_Wanted), records(_Wish)
+_forms_at, _query_at = records(_ArrayForm), records(_ArrayQuery)
 
 
 def _lies_as_expected(array: np.ndarray) -> bool:
@@ -146,24 +146,24 @@ def _data_of(array, n):
     return int64s(carray(as_pointer(array), 1, _header_type)[0].data, n)
 
 
-def _read_expected(wish, arrays, addresses):
+def _read_expected(query, arrays, addresses):
     """Addresses of the arrays of a tuple, if they are as expected and lie elsewhere.
 
     Returns whether all of them are, and those of the further rows are where and as they were,
     and can be written to.
     """
-    c = _wish_at(wish, 1)[0]
+    c = _query_at(query, 1)[0]
     if load_int64(arrays + LENGTH) != c.n:
         return 0
-    wanted_of, dims, out = _wanted_at(c.rows, c.n_rows), c.dims, _data_of(addresses, c.n)
+    forms, dims, out = _forms_at(c.rows, c.n_rows), c.dims, _data_of(addresses, c.n)
     memory = carray(as_pointer(c.memory), (2, c.n_stretches), np.int64)
     length = 0
     for k in range(c.n):
-        wanted, header = wanted_of[k], _header_of(arrays, k)
-        if not _is_plain(header, c.array_type, wanted.dtype, c.flags, wanted.ndim):
+        form, header = forms[k], _header_of(arrays, k)
+        if not _is_plain(header, c.array_type, form.dtype, c.flags, form.ndim):
             return 0
-        n_bytes = wanted.n_bytes
-        for d in range(wanted.ndim):
+        n_bytes = form.n_bytes
+        for d in range(form.ndim):
             size, dim = load_int64(header.shape + 8 * d), load_int64(dims + 8 * d)
             if dim == ANY:
                 length = size
@@ -171,19 +171,19 @@ def _read_expected(wish, arrays, addresses):
                 return 0
             if dim < 0:
                 n_bytes *= size
-        dims += 8 * wanted.ndim
+        dims += 8 * form.ndim
         if overlaps(memory, header.data, header.data + n_bytes):
             return 0
         out[k] = header.data
     for k in range(c.n, c.n_rows):
-        wanted = wanted_of[k]
-        header = carray(as_pointer(wanted.header), 1, _header_type)[0]
+        form = forms[k]
+        header = carray(as_pointer(form.header), 1, _header_type)[0]
         flags = _C_CONTIGUOUS_ALIGNED | _WRITEABLE
-        if not _is_plain(header, c.array_type, wanted.dtype, flags, wanted.ndim):
+        if not _is_plain(header, c.array_type, form.dtype, flags, form.ndim):
             return 0
-        if header.data != wanted.place or not _has_shape(header, dims):
+        if header.data != form.place or not _has_shape(header, dims):
             return 0
-        dims += 8 * wanted.ndim
+        dims += 8 * form.ndim
     return 1
 
 
@@ -213,24 +213,26 @@ class ExpectedArrays:
         # The identities and addresses below stay valid while these live.
         self._alive: tuple[Any, ...] = (list(forms), list(written))
         rows = [
-            _Wanted(id(dtype), len(shape), math.prod(n for n in shape if n >= 0) * dtype.itemsize)
+            _ArrayForm(
+                id(dtype), len(shape), math.prod(n for n in shape if n >= 0) * dtype.itemsize
+            )
             for dtype, shape in forms
         ]
-        rows += [_Wanted(id(a.dtype), a.ndim, 0, address_of(a), id(a)) for a in written]
+        rows += [_ArrayForm(id(a.dtype), a.ndim, 0, address_of(a), id(a)) for a in written]
         shapes = [shape for _, shape in forms] + [array.shape for array in written]
         dims = [n for shape in shapes for n in shape]
         kept = np.array(rows, np.int64), np.array(dims, np.int64), memory
         self._alive += kept
         rows_at, dims_at, memory_at = map(address_of, kept)
-        self._wish = array("q", _Wish(
+        self._query = array("q", _ArrayQuery(
             len(forms), _ARRAY_TYPE, flags, rows_at, len(rows), dims_at, memory_at, memory.shape[1]
         ))  # fmt: skip
-        self._wish_at, _ = self._wish.buffer_info()
+        self._query_at, _ = self._query.buffer_info()
 
     def addresses(self, arrays: tuple[np.ndarray, ...]) -> np.ndarray | None:
         """The int64 addresses of as many ``arrays``; None if anything is not as expected."""
-        addresses = np.empty(self._wish[0], np.int64)
-        return addresses if _read.call(self._wish_at, id(arrays), id(addresses)) else None
+        addresses = np.empty(self._query[0], np.int64)
+        return addresses if _read.call(self._query_at, id(arrays), id(addresses)) else None
 
 
 class _Kind(NamedTuple):
@@ -274,12 +276,12 @@ def _read_alike_arrays(arrays, n_written, array_type, kinds, addresses):
 _N_KINDS, _kinds_address = len(_KINDS), address_of(_KINDS)
 # Where the elements of a tuple begin is baked in, and differs between versions of Python.
 _read = NativeFunction(
-    _read_expected, f"array headers {ITEMS}", Entry(returns=True, holds_gil=True)
+    _read_expected, f"array headers {ITEMS}", PythonEntry(returns=True, holds_gil=True)
 )
 _read_alike = NativeFunction(
     _read_alike_arrays,
     f"headers that are alike {ITEMS} {_N_KINDS}",
-    Entry(returns=True, holds_gil=True),
+    PythonEntry(returns=True, holds_gil=True),
 )
 READERS = _read, _read_alike
 

@@ -10,7 +10,7 @@ from numba import carray
 
 from ..compiler.compile import NativeFunction, part
 from ..compiler.intrinsics import as_pointer
-from ..compiler.machine import Entry
+from ..compiler.machine import PythonEntry
 from ..compiler.records import int64s, records
 from ..headers.arrays import address_of
 from .parallel import Arguments, Loop
@@ -23,7 +23,7 @@ def _compare_counts(counts, n):
     return n_others == 0
 
 
-are_equal_at = NativeFunction(_compare_counts, "counts are equal", Entry(returns=True))
+are_equal_at = NativeFunction(_compare_counts, "counts are equal", PythonEntry(returns=True))
 
 
 def are_equal(counts: np.ndarray) -> bool:
@@ -39,7 +39,9 @@ def _read_floats(addresses, n, out):
     return n_others == 0
 
 
-are_equal_floats_at = NativeFunction(_read_floats, "float counts are equal", Entry(returns=True))
+are_equal_floats_at = NativeFunction(
+    _read_floats, "float counts are equal", PythonEntry(returns=True)
+)
 
 
 class TensorCountCall(NamedTuple):

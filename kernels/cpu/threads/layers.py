@@ -22,7 +22,7 @@ from numba.np.ufunc import parallel as of_numba
 
 from ..compiler.compile import NativeFunction
 from ..compiler.intrinsics import atomic_add, threads_of_numba
-from ..compiler.machine import Entry
+from ..compiler.machine import PythonEntry
 from ..process.forks import during_forks, fork_between
 from ..process.room import can_start
 from . import tbb
@@ -133,7 +133,7 @@ def _ask_numba():
 # ``numba.get_num_threads()``, once the layer has been started. Through Python, Numba takes a lock
 # of the process each time that it is asked, and a signal that ends the call while it takes that
 # lock would leave it taken.
-available_threads = NativeFunction(_ask_numba, "available threads", Entry(returns=True))
+available_threads = NativeFunction(_ask_numba, "available threads", PythonEntry(returns=True))
 
 
 def threading_layer() -> str | None:
@@ -153,7 +153,7 @@ def _add(place, value):
     return atomic_add(place, value)
 
 
-add_atomically = NativeFunction(_add, "atomic add", Entry(returns=True, holds_gil=True))
+add_atomically = NativeFunction(_add, "atomic add", PythonEntry(returns=True, holds_gil=True))
 
 
 def _without_regions() -> Generator[None, None, None]:

@@ -42,7 +42,7 @@ from ..compiler.intrinsics import (
     threads_of_numba,
 )
 from ..compiler.lines import LINE
-from ..compiler.machine import Entry
+from ..compiler.machine import PythonEntry
 from ..compiler.records import int64s, records
 from ..headers.arrays import address_of
 from . import layers as layer
@@ -222,14 +222,14 @@ def _call_pair(first, last):
         _serial(fields[0], fields[1], fields[2])
 
 
-_serial_loops = NativeFunction(_call_serial, "serial loops", Entry())
-_serial_pair = NativeFunction(_call_pair, "a pair of serial loops", Entry())
+_serial_loops = NativeFunction(_call_serial, "serial loops", PythonEntry())
+_serial_pair = NativeFunction(_call_pair, "a pair of serial loops", PythonEntry())
 # The threading layer is Numba's, and what it is called with its own affair.
 _parallel_loops = NativeFunction(
-    _call_parallel, f"parallel loops, numba {numba.__version__}", Entry()
+    _call_parallel, f"parallel loops, numba {numba.__version__}", PythonEntry()
 )
 _joined = NativeFunction(_join, "a thread of OpenMP")
-_shared_loops = NativeFunction(_call_shared, "loops on threads of OpenMP", Entry())
+_shared_loops = NativeFunction(_call_shared, "loops on threads of OpenMP", PythonEntry())
 SHARED_LOOPS = _joined, _shared_loops
 LOOPS = _serial_loops, _serial_pair, add_atomically, _parallel_loops
 
