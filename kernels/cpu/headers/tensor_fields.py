@@ -42,7 +42,7 @@ class Fields(NamedTuple):
     changes: int  # in a count of changes: the number
 
 
-class Layout(NamedTuple):
+class TensorLayout(NamedTuple):
     """The fields, and the numbers of the dtypes of PyTorch."""
 
     fields: Fields
@@ -50,7 +50,7 @@ class Layout(NamedTuple):
 
 
 @cache
-def layout_of(torch: Any) -> Layout | None:
+def layout_of(torch: Any) -> TensorLayout | None:
     """How the tensors of this PyTorch are read; None where they cannot be."""
     if not arrays_are_read:
         return None
@@ -59,7 +59,7 @@ def layout_of(torch: Any) -> Layout | None:
         return _found(torch)
 
 
-def _found(torch: Any) -> Layout | None:
+def _found(torch: Any) -> TensorLayout | None:
     samples = _samples(torch)
     tensors, storages = [t._cdata for t in samples], [t.untyped_storage() for t in samples]
     of_storages = [storage._cdata for storage in storages]
@@ -79,7 +79,7 @@ def _found(torch: Any) -> Layout | None:
     if None in places.values():
         return None
     found = {name: place for name, place in places.items() if place is not None}
-    return Layout(Fields(**found), codes)
+    return TensorLayout(Fields(**found), codes)
 
 
 def _samples(torch: Any) -> list[Any]:

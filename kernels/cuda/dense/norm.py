@@ -25,7 +25,7 @@ from .step import Chunks, chunk_of, chunk_sums_kernel, dense_kernel
 THREADS = GEOMETRY.totals
 
 
-class Totals(NamedTuple):
+class NormTotals(NamedTuple):
     """What the parts add up to, and what follows, as float64 and as float32."""
 
     squares: Real
@@ -35,7 +35,7 @@ class Totals(NamedTuple):
     gate: Word  # the guard of what is scaled in place: closed where the factor is 1, too
 
 
-AT = offsets_of(Totals)
+AT = offsets_of(NormTotals)
 
 
 def scaling(storage: Storage) -> Kernel:
@@ -110,14 +110,14 @@ def total_kernel(parts, n, totals, guard):
 class GlobalNorm(NamedTuple):
     """The norm of gradients, enqueued on a stream; what follows from it stays on the device."""
 
-    totals: int  # address of the `Totals`
+    totals: int  # address of the `NormTotals`
     stream: Any  # of Numba
 
     def squares(self) -> float:
         """The sum of squares; the host waits for it."""
-        totals = np.empty(len(Totals._fields))
+        totals = np.empty(len(NormTotals._fields))
         copy_out(totals, self.totals, self.stream)
-        return float(Totals(*totals).squares)
+        return float(NormTotals(*totals).squares)
 
     def scale(self, found: DenseGradients, results: np.ndarray, *, in_place: bool) -> None:
         """Enqueue writing gradients times the factor to ``results``, int64 addresses."""
@@ -140,7 +140,10 @@ def global_norm(
 ) -> Iterator[GlobalNorm]:  # fmt: skip
     """Enqueue the norm of gradients and its limit; ``with`` holds the room while it is used."""
     found, places = [*map(DenseSquares, gradients), *rows], Places()
-    totals, n_parts = np.array(Totals(0.0, limit, 0.0, 0.0, 0.0)), sum(of.n_parts for of in found)
+    totals, n_parts = (
+        np.array(NormTotals(0.0, limit, 0.0, 0.0, 0.0)),
+        sum(of.n_parts for of in found),
+    )
     at_totals, at_parts = places.add(totals.nbytes), places.add(n_parts * 8)
     with room_of(stream, SUMS) as room:
         base = room.take(places.size)

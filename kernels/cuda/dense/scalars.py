@@ -3,7 +3,7 @@
 A step of an optimizer begins with two small kernels: one decides whether the step may write, one
 counts the update of each tensor and computes its scalars, so that learning rate, loss scale and
 the flag of an overflow can live on the device, and a step that is captured in a CUDA graph goes
-on counting. The memory of an optimizer (`State`) begins with the guard of its steps.
+on counting. The memory of an optimizer (`OptimizerMemory`) begins with the guard of its steps.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SKIPPED, FAILED = -1, -2
 the steps after one with a bad index."""
 
 
-class State(NamedTuple):
+class OptimizerMemory(NamedTuple):
     """The memory of an optimizer. There follow the counts of the parameters, then their powers."""
 
     found: Word  # the guard of its steps (`guard.FOUND`)
@@ -86,7 +86,7 @@ class Numbers(NamedTuple):
     scale: Real
 
 
-AT, USED = offsets_of(State), offsets_of(Numbers)
+AT, USED = offsets_of(OptimizerMemory), offsets_of(Numbers)
 
 
 @cuda.jit(device=True)
