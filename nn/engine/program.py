@@ -43,7 +43,7 @@ class Scalars:
             real,
         )
         n_bytes = len(columns(rule, conditioning.prologue)) * real.itemsize
-        self._row_bytes = -(-n_bytes // 8) * 8 + size_of(scalars.Numbers)
+        self._row_bytes = -(-n_bytes // 8) * 8 + size_of(scalars.ScalarInputs)
         self._table = 0
 
     @property
@@ -53,7 +53,7 @@ class Scalars:
 
     def addresses(self, place: int) -> np.ndarray:
         """Addresses of the scalars of each tensor."""
-        first = place + size_of(scalars.Numbers)
+        first = place + size_of(scalars.ScalarInputs)
         return first + np.arange(self._n_tensors) * self._row_bytes
 
     def words(self, place: int, hp: np.ndarray) -> np.ndarray:

@@ -184,4 +184,4 @@ def _rows_of(
     """A gradient as kernels see it; ``w`` is the address of its parameter, or 0."""
     table = row_table((w,), shape, gradient)
     check_keys("RowTensor", [table])
-    return cuda.rows.coalesce.Rows(table, STORAGES[gradient.dtype], STORAGES[real], sorter)
+    return cuda.rows.coalesce.DeviceRows(table, STORAGES[gradient.dtype], STORAGES[real], sorter)

@@ -73,12 +73,12 @@ class ScalarRow(NamedTuple):
 
     updates: Word  # their number
     powers: Word  # running ones
-    hp: Word  # the scalars; right before them lie its `Numbers`
+    hp: Word  # the scalars; right before them lie its `ScalarInputs`
     options: Word  # its `ClassRow`
     acts: Word  # no address: whether a weight decay of the prologue is its own
 
 
-class Numbers(NamedTuple):
+class ScalarInputs(NamedTuple):
     """What the scalars of a tensor were computed from."""
 
     rate: Real
@@ -86,7 +86,7 @@ class Numbers(NamedTuple):
     scale: Real
 
 
-AT, USED = offsets_of(OptimizerMemory), offsets_of(Numbers)
+AT, USED = offsets_of(OptimizerMemory), offsets_of(ScalarInputs)
 
 
 @cuda.jit(device=True)
@@ -163,7 +163,7 @@ def scalars_kernel(
     row_at, settings_at, class_at = map(row_reader, (ScalarRow, SettingsRow, ClassRow))
     real_type = np.float64 if real is F64 else np.float32
     n_bytes, condition = n_scalars * real.itemsize, _conditioning(prologue)
-    size_of_numbers, at_constants = size_of(Numbers), size_of(SettingsRow)
+    size_of_numbers, at_constants = size_of(ScalarInputs), size_of(SettingsRow)
     at_bases = at_constants + 8 * n_constants
 
     @cuda.jit

@@ -19,7 +19,7 @@ from ..device.part import LaunchContext
 from ..device.records import Word, multiplier, row_reader, size_of, table_of
 from ..device.sums import add_tree, share_of_parts
 from .norm import DenseGradients, DenseSquares
-from .scalars import Numbers
+from .scalars import ScalarInputs
 
 THREADS = GEOMETRY.totals
 
@@ -32,7 +32,7 @@ class RatioRow(NamedTuple):
     first_g: Word  # part of the squares of the gradient
     end_g: Word
     factor: Word  # address of the scalar that is multiplied by the ratio
-    numbers: Word  # address of the `Numbers` of the tensor
+    numbers: Word  # address of the `ScalarInputs` of the tensor
 
 
 class TrustOptions(NamedTuple):
@@ -48,7 +48,7 @@ def trust_kernel(real: Storage, options: TrustOptions) -> Any:
     """``loop[n_tensors, THREADS](table, parts, guard)``: multiply the scalars by the ratios."""
     coefficient, epsilon, use_clip = options
     ratio, clipped = device_function(lars.ratio), device_function(lars.clipped)
-    multiply, row_at, numbers_at = multiplier(real), row_reader(RatioRow), row_reader(Numbers)
+    multiply, row_at, numbers_at = multiplier(real), row_reader(RatioRow), row_reader(ScalarInputs)
 
     @cuda.jit
     def loop(table, parts, guard):
@@ -93,7 +93,7 @@ class TrustRatios:
         """See `DevicePart`."""
         of_w, of_g = self._squares
         end_w, end_g = np.cumsum(of_w.counts), of_w.n_parts + np.cumsum(of_g.counts)
-        places = hp + self._offset, hp - size_of(Numbers)
+        places = hp + self._offset, hp - size_of(ScalarInputs)
         rows = RatioRow(end_w - of_w.counts, end_w, end_g - of_g.counts, end_g, *places)
         first = of_w.words(place)
         second = of_g.words(place + first.nbytes)

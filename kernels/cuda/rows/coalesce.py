@@ -146,7 +146,7 @@ def _write_decayed(g: Storage, real: Storage, w: Storage, length: int) -> Any:
     return run
 
 
-class Rows(NamedTuple):
+class DeviceRows(NamedTuple):
     """A row-sparse gradient."""
 
     table: RowTable  # where its indices and values lie, and the shape of what it is of
@@ -164,13 +164,13 @@ class Rows(NamedTuple):
         return rows_are_aligned(self.table.width, (self.table.values, self.g), *arrays)
 
 
-def _launcher(loop: Any, rows: Rows, n: int, out: Storage, stream: Any) -> Any:
+def _launcher(loop: Any, rows: DeviceRows, n: int, out: Storage, stream: Any) -> Any:
     """What launches a loop with a thread for each tile of ``n`` rows."""
     tiles, lanes, groups = tile_grid(rows.table.width, tile_length(rows.g, out), GEOMETRY.rows)
     return on_grid(loop, (-(-n // lanes), groups), (tiles, lanes), stream)
 
 
-def dense_sums(rows: Rows, out: Storage, result: int, *, guard: int, stream: Any) -> None:
+def dense_sums(rows: DeviceRows, out: Storage, result: int, *, guard: int, stream: Any) -> None:
     """Enqueue sums in an array of all rows that holds 0, unless a bad index closes the guard."""
     keys, n = rows.keys(), rows.table.length
     if n == 0:
@@ -182,7 +182,7 @@ def dense_sums(rows: Rows, out: Storage, result: int, *, guard: int, stream: Any
         loop(*sorted_keys, keys.table, result, is_aligned, guard)
 
 
-def decayed_sums(rows: Rows, w: Storage, hp: np.ndarray, result: int, stream: Any) -> None:
+def decayed_sums(rows: DeviceRows, w: Storage, hp: np.ndarray, result: int, stream: Any) -> None:
     """Enqueue the sums of rows with their decay, at the first occurrence of each row.
 
     The table has the address of the parameter. ``result`` is that of an array of the shape of the
@@ -201,7 +201,7 @@ def decayed_sums(rows: Rows, w: Storage, hp: np.ndarray, result: int, stream: An
 class DistinctRows:
     """The rows that occur in a gradient: how many, and their sums (`distinct_rows`)."""
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: DeviceRows) -> None:
         self._rows, self.keys = rows, rows.keys()
         places, n = self.keys.places, rows.table.length
         self._words, self._spare = (places.add(8 * n) for _ in range(2))
@@ -240,7 +240,7 @@ class DistinctRows:
 
 
 @contextmanager
-def distinct_rows(rows: Rows, stream: Any) -> Iterator[DistinctRows]:
+def distinct_rows(rows: DeviceRows, stream: Any) -> Iterator[DistinctRows]:
     """The rows that occur in a gradient, of one index at least; ``with`` holds the room."""
     found = DistinctRows(rows)
     with placed(found.keys, _NO_SCALARS, [0], LaunchContext(stream, 0, rows.sorter)) as call:
