@@ -47,8 +47,8 @@ class Kernel:
     def row_bytes(self) -> np.ndarray:
         """int64 ``[arrays, 2]``: what a row of each has, for each column and beside these."""
         sizes = {"element": (1, 0), "row": (0, 1)}
-        of_each = zip((self.w, *self.s), self.per, strict=True)
-        return np.array([[n * x.itemsize for n in sizes.get(per, (0, 0))] for x, per in of_each])
+        pairs = zip((self.w, *self.s), self.per, strict=True)
+        return np.array([[n * x.itemsize for n in sizes.get(per, (0, 0))] for x, per in pairs])
 
     def places(self, states: tuple[State, ...]) -> tuple[int, ...]:
         """Where some of the states are among the arrays."""

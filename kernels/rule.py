@@ -66,7 +66,7 @@ class Lines(NamedTuple):
     All are scalar functions. With ``R`` and ``C`` the two states of an element's row and column,
     ``update`` takes in their place the factors ``row_factor(R, mean of all R)`` and
     ``column_factor(C)``. What is measured of a tensor is the parameter, where the constant
-    ``of_parameter`` says so, and what ``measure(g, row factor, column factor, hp)`` returns.
+    ``measures_parameter`` says so, and what ``measure(g, row factor, column factor, hp)`` returns.
     """
 
     term: Callable[..., Any]  # term(g, hp): what the means are of
@@ -76,7 +76,7 @@ class Lines(NamedTuple):
     column_factor: Callable[..., Any]
     smallest: str  # the scalar above which C is held
     smallest_mean: str  # likewise the mean of all R
-    of_parameter: str
+    measures_parameter: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,8 +202,8 @@ def factors(rule: Rule, sums: np.ndarray, known: Sequence[Mapping[str, float]]) 
     ``known`` has for each tensor what `Rule.takes` names.
     """
     assert rule.factor is not None
-    of_each = zip(sums.tolist(), known, strict=True)
-    found = [rule.factor(*own, *(names[name] for name in rule.takes)) for own, names in of_each]
+    tensors = zip(sums.tolist(), known, strict=True)
+    found = [rule.factor(*own, *(names[name] for name in rule.takes)) for own, names in tensors]
     return np.array(found, np.float64).reshape(len(found), -1)
 
 

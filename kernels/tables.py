@@ -94,8 +94,8 @@ class RowTable(NamedTuple):
         firsts = range_length * np.arange(n_ranges + 1)
         if not self.positions:
             return np.minimum(firsts, self.length)
-        of_batch = np.ctypeslib.as_array((c_int64 * self.length).from_address(self.positions))
-        return np.searchsorted(of_batch, firsts)
+        positions = np.ctypeslib.as_array((c_int64 * self.length).from_address(self.positions))
+        return np.searchsorted(positions, firsts)
 
 
 class MatrixTensor(NamedTuple):

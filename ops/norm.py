@@ -222,7 +222,7 @@ def _scale(
     in_place, updates = results is gradients, []
     given, made = values_by_storage(gradients), values_by_storage(results)
     rule = SCALED_IN_PLACE if in_place else SCALED
-    arrays = [array for of_type in (made, given) for found in of_type.values() for array in found]
+    arrays = [array for side in (made, given) for found in side.values() for array in found]
     if len(arrays) == 2:  # for one tensor a step is kept
         tensor_step(rule, (), tuple(arrays), [*map(address_of, arrays)], (factor,))
         return

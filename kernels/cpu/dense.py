@@ -129,10 +129,10 @@ class DenseStep:
         self.gradients = np.zeros(n_tensors, np.int64)  # addresses
         self.hp = np.zeros((n_tensors, kernel.n_scalars), kernel.real.dtype)
         self.hp_of = np.zeros(n_tensors, np.int64)  # the row of ``hp`` that a tensor uses
-        of_table = table, self.gradients, self.hp, self.hp_of
+        tensors = table, self.gradients, self.hp, self.hp_of
         self._cut_for = 0, 0  # elements and threads
         block, by_rows = blocks(kernel).update, kernel.rule.is_row_wise
-        call = DenseCall.of(block, kernel.g, *of_table, chunk=0, by_rows=by_rows)
+        call = DenseCall.of(block, kernel.g, *tensors, chunk=0, by_rows=by_rows)
         self._call = Arguments(call)
         self.loops = (Loop(_run_chunk.address, 1, self._call.address, 1),)
 
@@ -182,8 +182,8 @@ def _measure_part(index, slot, c):
     t = last_at_most(first_part, d.n_tensors, index)
     offset = (index - first_part[t]) * d.chunk
     n = min(d.chunk, first[t + 1] - first[t] - offset)
-    of_part = _block_arguments(d, t, offset, n, 1)
-    call_address(d.block, *of_part, c.sums + index * c.sums_bytes)
+    arguments = _block_arguments(d, t, offset, n, 1)
+    call_address(d.block, *arguments, c.sums + index * c.sums_bytes)
 
 
 def measure(

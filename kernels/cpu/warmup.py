@@ -87,10 +87,10 @@ def write_portable(path: Path) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``fusestep warmup``."""
     add = parser.add_argument
-    of_dtype = "storage types of parameter, gradient and state (default: f32)"
-    add("--dtype", nargs="+", choices=sorted(_BY_NAME), default=["f32"], help=of_dtype)
-    of_rule = "update rules (default: all)"
-    add("--rule", nargs="+", choices=sorted(all_rules()), default=None, help=of_rule)
+    dtype_help = "storage types of parameter, gradient and state (default: f32)"
+    add("--dtype", nargs="+", choices=sorted(_BY_NAME), default=["f32"], help=dtype_help)
+    rule_help = "update rules (default: all)"
+    add("--rule", nargs="+", choices=sorted(all_rules()), default=None, help=rule_help)
     without = "without weight decay and loss scale, which are compiled in"
     add("--plain", action="store_true", help=without)
     add("--clear", action="store_true", help="first remove every kernel from the cache")

@@ -106,12 +106,12 @@ def conditioning_scalars(
     real: Any, prologue: Prologue, rescale: float, bound: float, decay: float, *, composed: bool
 ) -> tuple[Any, ...]:
     """The scalars of a `conditioning`, part by part; the bound is float32 in any case."""
-    of_part = {
+    scalars = {
         SCALE: (rounded(real, rescale, composed=composed),),
         CLIP: (rounded(real, bound, composed=False),),
         COUPLED_DECAY: (rounded(real, decay, composed=composed), 0.0),
     }
-    return tuple(x for part in prologue for x in of_part[part])
+    return tuple(x for part in prologue for x in scalars[part])
 
 
 # Scalars
@@ -138,8 +138,8 @@ def adam_scalars(real: Any, beta1: float, beta2: float, *others: float, composed
     """The scalars of Adam or AdamW; ``others``: the corrected rate, epsilon and AdamW's decay."""
     if not composed:
         beta1, beta2 = to_float32(beta1), to_float32(beta2)
-    of_betas = map(ROUNDING[real], (beta1, 1.0 - beta1, beta2, 1.0 - beta2))
-    return (*of_betas, *(rounded(real, x, composed=composed) for x in others))
+    betas = map(ROUNDING[real], (beta1, 1.0 - beta1, beta2, 1.0 - beta2))
+    return (*betas, *(rounded(real, x, composed=composed) for x in others))
 
 
 MOMENTS = ("mean", "var")

@@ -35,9 +35,9 @@ class RowGradient(NamedTuple):
     batch_length: int = 0
 
     @classmethod
-    def of(cls, indices: Any, values: Any, *of_batch: Any) -> RowGradient:
-        """With the addresses of the arrays; ``of_batch`` is from ``positions`` on."""
-        return cls(indices, values, address_of(indices), address_of(values), *of_batch)
+    def of(cls, indices: Any, values: Any, *batch: Any) -> RowGradient:
+        """With the addresses of the arrays; ``batch`` is from ``positions`` on."""
+        return cls(indices, values, address_of(indices), address_of(values), *batch)
 
     def with_values(self, values: Any) -> RowGradient:
         """Other values of the same occurrences, which are at the same places of a batch."""
@@ -148,8 +148,8 @@ def row_tables(
 ) -> list[RowTable]:
     """T tables with a gradient each, as the kernels take them; ``hp`` as `row_table`."""
     addresses, hp = variables.table.addresses.tolist(), hp or [0] * len(gradients)
-    of_tables = zip(addresses, variables.tensors, gradients, hp, strict=True)
-    return [row_table(at, arrays[0].shape, g, of_g) for at, arrays, g, of_g in of_tables]
+    each = zip(addresses, variables.tensors, gradients, hp, strict=True)
+    return [row_table(at, arrays[0].shape, g, scalars) for at, arrays, g, scalars in each]
 
 
 def row_table(
@@ -157,10 +157,10 @@ def row_table(
 ) -> RowTable:
     """A table with its states at ``addresses``, or none, and its scalars at ``hp``."""
     indices, _, index_address, values_address, positions, batch_length = gradient
-    of_table = tuple(addresses), hp, shape[0], math.prod(shape[1:])
-    of_indices = index_address, indices.itemsize, len(indices)
-    of_batch = (0, 0) if positions is None else (address_of(positions), batch_length)
-    return RowTable(*of_table, *of_indices, values_address, *of_batch)
+    matrix = tuple(addresses), hp, shape[0], math.prod(shape[1:])
+    index_list = index_address, indices.itemsize, len(indices)
+    batch = (0, 0) if positions is None else (address_of(positions), batch_length)
+    return RowTable(*matrix, *index_list, values_address, *batch)
 
 
 class IndexList(NamedTuple):

@@ -67,8 +67,8 @@ class Variables:
     @property
     def as_matrices(self) -> list[MatrixTensor]:
         """The tensors as matrices."""
-        of_each = zip(self.tensors, self.table.addresses.tolist(), strict=True)
-        return [MatrixTensor.of(a[0].shape, addresses) for a, addresses in of_each]
+        pairs = zip(self.tensors, self.table.addresses.tolist(), strict=True)
+        return [MatrixTensor.of(a[0].shape, addresses) for a, addresses in pairs]
 
     @lazy
     def matrices(self) -> MatrixTable:
@@ -180,7 +180,7 @@ def measured(
     if lines is None:
         return None, update.sums()
     sums = np.zeros((len(gradients), kernel.rule.n_measured))
-    if constants[lines.of_parameter]:
+    if constants[lines.measures_parameter]:
         sums[:, 0] = squares_at(variables.w, table.addresses[:, 0], np.diff(table.first))
     step = MatrixStep(kernel, variables.matrices, gradients, update.hp)
     sums[:, 1] = step.measured_squares()

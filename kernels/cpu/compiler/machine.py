@@ -225,8 +225,8 @@ def portable(identity: str) -> bytes | None:
 def _name(identity: str) -> str:
     # Which LLVM reads the IR of another version, only that knows.
     llvm_version, *_ = llvm.llvm_version_info
-    of_code = IMPORTED_SOURCES, platform.machine(), platform.system(), str(llvm_version), identity
-    return hashlib.sha256("\n".join(of_code).encode()).hexdigest()
+    decisive = IMPORTED_SOURCES, platform.machine(), platform.system(), str(llvm_version), identity
+    return hashlib.sha256("\n".join(decisive).encode()).hexdigest()
 
 
 # Of the C library, of Python's stable interface, and of a threading layer that has been started.

@@ -295,6 +295,6 @@ def alike(arrays: tuple[Any, ...], n_written: int) -> np.ndarray | None:
     if not usable:
         return None
     addresses = np.empty(len(arrays), np.int64)
-    of_kinds = _ARRAY_TYPE, _kinds_address
-    fits = _read_alike.call(id(arrays), n_written, *of_kinds, id(addresses))
+    kinds = _ARRAY_TYPE, _kinds_address
+    fits = _read_alike.call(id(arrays), n_written, *kinds, id(addresses))
     return addresses if fits else None

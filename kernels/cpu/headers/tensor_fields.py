@@ -62,18 +62,18 @@ def layout_of(torch: Any) -> TensorLayout | None:
 def _found(torch: Any) -> TensorLayout | None:
     samples = _samples(torch)
     tensors, storages = [t._cdata for t in samples], [t.untyped_storage() for t in samples]
-    of_storages = [storage._cdata for storage in storages]
+    storages_at = [storage._cdata for storage in storages]
     start, end = object.__basicsize__, type(samples[0]).__basicsize__
     dtype, codes = _dtypes(torch)
     places: dict[str, int | None] = {
         "tensor": _find([id(t) for t in samples], tensors, end, start=start),
-        "storage": _find(tensors, of_storages, _TENSOR),
+        "storage": _find(tensors, storages_at, _TENSOR),
         "dim": _find(tensors, [t.dim() for t in samples], _TENSOR),
         "offset": _find(tensors, [t.storage_offset() for t in samples], _TENSOR),
         "dtype": dtype,
         "keys": _find(tensors, [torch._C._dispatch_keys(t).raw_repr() for t in samples], _TENSOR),
-        "data": _find(of_storages, [storage.data_ptr() for storage in storages], _STORAGE),
-        "n_bytes": _find(of_storages, [storage.nbytes() for storage in storages], _STORAGE),
+        "data": _find(storages_at, [storage.data_ptr() for storage in storages], _STORAGE),
+        "n_bytes": _find(storages_at, [storage.nbytes() for storage in storages], _STORAGE),
     }
     places |= _dims(samples) | _versions(torch) | _lazy(torch)
     if None in places.values():
@@ -145,11 +145,11 @@ def _versions(torch: Any) -> dict[str, int | None]:
         for _ in range(5 + k):
             tensor.add_(1.0)
     cut = [tensor[1:] for tensor in tensors]
-    at, of_cut = [t._cdata for t in tensors], [t._cdata for t in cut]
+    at, cut_at = [t._cdata for t in tensors], [t._cdata for t in cut]
     storages, counts = [t.untyped_storage()._cdata for t in tensors], {}
     for place in range(8, _TENSOR, 8):
         found = _values(_WORD, at, place)
-        is_shared = found == _values(_WORD, of_cut, place)
+        is_shared = found == _values(_WORD, cut_at, place)
         if is_shared and found != storages and len({0, *found}) == 5:
             counts[place] = found
     if len(counts) != 1:
@@ -179,9 +179,9 @@ def _lazy(torch: Any) -> dict[str, int | None]:
         return {"deleter": 0, "lazy": -1}
     plain, shared = ([torch.zeros(n) for n in (3, 5)] for _ in range(2))
     clones = [lazy_clone(tensor) for tensor in shared]
-    of_plain, of_shared = ([t.untyped_storage()._cdata for t in x] for x in (plain, clones))
+    plain_at, shared_at = ([t.untyped_storage()._cdata for t in x] for x in (plain, clones))
     for place in range(0, _STORAGE, 8):
-        own, found = _values(_WORD, of_plain, place), _values(_WORD, of_shared, place)
+        own, found = _values(_WORD, plain_at, place), _values(_WORD, shared_at, place)
         if len({*own}) == len({*found}) == 1 and own != found:
             return {"deleter": place, "lazy": signed(found[0])}
     return {"deleter": None}

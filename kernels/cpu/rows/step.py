@@ -88,14 +88,14 @@ def _sizes(
     drop: bool,
 ) -> _Sizes:
     n = n_rows = widest = elements = hot_elements = n_ranges = 0
-    for table, (_, of_table) in zip(tables, ranges, strict=True):
+    for table, (_, table_ranges) in zip(tables, ranges, strict=True):
         length, width = table.length, table.width
         n += length
         n_rows += table.rows
         elements += table.rows * width
         widest = max(widest, width)
-        n_ranges += of_table
-        hot_elements += length // (HOT + 1) * of_table * width
+        n_ranges += table_ranges
+        hot_elements += length // (HOT + 1) * table_ranges * width
     work = n * (widest + _ROW_COST) if touched_only else elements
     sorts_alone, updates_alone = n < SORT_SERIAL_BELOW, work < UPDATE_SERIAL_BELOW
     threads = 1 if sorts_alone and updates_alone else get_num_threads()
@@ -156,13 +156,13 @@ def _grouping(
 
 @cache
 def _kernel_arguments(
-    kernel: Kernel, of_row: NativeFunction | None, every_row: bool, can_be_hot: bool
+    kernel: Kernel, row_block: NativeFunction | None, every_row: bool, can_be_hot: bool
 ) -> tuple[int, ...]:
-    """The arguments of the loops that the kernel decides; ``of_row`` is called for each row."""
-    block = of_row or blocks(kernel).update_real
+    """The arguments of the loops that the kernel decides; ``row_block`` is called for each row."""
+    block = row_block or blocks(kernel).update_real
     single = 0
-    if of_row:  # which takes numbers of the arithmetic's type
-        single = of_row.address if kernel.g == kernel.real else 0
+    if row_block:  # which takes numbers of the arithmetic's type
+        single = row_block.address if kernel.g == kernel.real else 0
     elif not every_row:
         single = blocks(kernel).update.address
     zero = blocks(kernel).update_zero.address if every_row else 0
@@ -170,8 +170,8 @@ def _kernel_arguments(
     add_ranges = sums.accumulate(kernel.real, kernel.real).address if can_be_hot else 0
     # These live as long as this tuple is kept.
     n, row_bytes = len(kernel.row_bytes), address_of(kernel.row_bytes)
-    of_kernel = block.address, single, zero, add, add_ranges, n, row_bytes
-    return (*of_kernel, kernel.g.itemsize, kernel.real.itemsize, address_of(_range_numbers))
+    kernel_arguments = block.address, single, zero, add, add_ranges, n, row_bytes
+    return (*kernel_arguments, kernel.g.itemsize, kernel.real.itemsize, address_of(_range_numbers))
 
 
 class RowStep:
@@ -188,7 +188,7 @@ class RowStep:
         self,
         kernel: Kernel,
         tables: list[RowTable],  # at least one
-        of_row: NativeFunction | None = None,  # the block for each row; None: the rule's update
+        row_block: NativeFunction | None = None,  # the block for each row; None: the rule's update
         *,
         touched_only: bool,
         drop: bool = False,  # leave out indices outside of [0, N) instead of reporting them
@@ -199,15 +199,17 @@ class RowStep:
         self._size = _sizes(kernel, tables, self._ranges, touched_only, drop)
         self._block = borrow(self._size.words)
         self._keep: list[np.ndarray] = []  # arrays whose addresses the loops have
-        of_kernel = _kernel_arguments(kernel, of_row, not touched_only, self._size.n > HOT)
-        self._write_arguments(of_kernel, _stripes_address if locked else 0)
+        kernel_arguments = _kernel_arguments(
+            kernel, row_block, not touched_only, self._size.n > HOT
+        )
+        self._write_arguments(kernel_arguments, _stripes_address if locked else 0)
         call = self._block.address
         loops = [word for part, n, most in self._size.loops for word in (part, n, call, most)]
         run_words(array("q", loops))
         # In the concatenated lists, or -1.
         self.bad_position = int(self._block.words[_FIELD["bad_position"]])
         self.loops: tuple[Loop, ...] = ()
-        if self.bad_position < 0 and of_row is None:
+        if self.bad_position < 0 and row_block is None:
             self.loops = (self._touched() if touched_only else self._sweep(),)
 
     def release(self) -> None:
@@ -221,14 +223,14 @@ class RowStep:
             value = address_of(value)
         self._block.words[_FIELD[field]] = value
 
-    def _write_arguments(self, of_kernel: tuple[int, ...], locks: int) -> None:
+    def _write_arguments(self, kernel_arguments: tuple[int, ...], locks: int) -> None:
         """`RowCall`, then the tables, then all their addresses.
 
         They are packed at once, which is ten times as fast as NumPy's assignment.
         """
         size, (words, base), tables = self._size, self._block, self._tables
         sections = [base + 8 * place for place in size.places]
-        fields = [*size.arguments, *of_kernel, *sections, locks, *_UNKNOWN]
+        fields = [*size.arguments, *kernel_arguments, *sections, locks, *_UNKNOWN]
         at_addresses = base + 8 * (len(fields) + len(tables) * len(Table._fields))
         first_row = first_position = first_range = 0
         for table, (length, n_ranges) in zip(tables, self._ranges, strict=True):

@@ -59,8 +59,8 @@ def _clear(address, n_bytes):
 @njit(inline="always")
 def _accumulate(c, table, begin, end, total, fetches):
     mask = (1 << c.position_bits) - 1
-    of_keys = c.sorted_keys, begin, end, table.width, mask, fetches
-    call_address(c.accumulate, total, table.values, *of_keys)
+    segment = c.sorted_keys, begin, end, table.width, mask, fetches
+    call_address(c.accumulate, total, table.values, *segment)
 
 
 @njit
@@ -121,8 +121,8 @@ def _lock(stripes, address):
 @njit(inline="always")
 def _row_bytes(c, k, width):
     """Bytes of a row of array ``k``; 0 where it has nothing of single rows."""
-    of_kind = c.row_bytes + 16 * k
-    return width * load_int64(of_kind) + load_int64(of_kind + 8)
+    sizes = c.row_bytes + 16 * k
+    return width * load_int64(sizes) + load_int64(sizes + 8)
 
 
 @njit(inline="always")

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numba
-from numba.np.ufunc import parallel as of_numba
+from numba.np.ufunc import parallel as numba_parallel
 
 from ..compiler.compile import NativeFunction
 from ..compiler.intrinsics import atomic_add, threads_of_numba
@@ -217,10 +217,10 @@ def _start_layer() -> bool:
     chosen = str(numba.config.THREADING_LAYER).lower()
     if threading_layer() is None and not _has_room(chosen, limit_of_environment().threads):
         return False
-    if not of_numba._backend_init_process_lock:
-        of_numba._set_init_process_lock()
+    if not numba_parallel._backend_init_process_lock:
+        numba_parallel._set_init_process_lock()
     # In Numba's order. A fork waits for the second, and so for what is imported meanwhile.
-    with of_numba._backend_init_process_lock, of_numba._backend_init_thread_lock:
+    with numba_parallel._backend_init_process_lock, numba_parallel._backend_init_thread_lock:
         if threading_layer() is None:
             openmp = None if chosen == "workqueue" or _load_tbb(chosen) else _openmp()
             before = openmp.omp_get_max_threads() if openmp else 0

@@ -407,22 +407,22 @@ def run_words(words: array[int]) -> None:
         return
     compile_loops()  # not under the guard: a thread that compiles may come to wait for it
     # Of each loop how many parts are done, then how many of each stretch are claimed.
-    of_each = (1 + threads) * LINE
-    counters = array("q", bytes(n_loops * of_each))
-    of_counters = counters.buffer_info()[0], of_each
+    counter_bytes = (1 + threads) * LINE
+    counters = array("q", bytes(n_loops * counter_bytes))
+    counting = counters.buffer_info()[0], counter_bytes
     team = _caller.team
     # All of a team come, whatever there is to do, so none where only fewer may.
     is_allowed = 1 < team <= get_num_threads()
     if is_allowed and (omp := openmp.functions()) and openmp.is_awake(team):
         asked = omp.thread_number, omp.team_size
-        region = array("q", (address, n_loops, threads, *of_counters, *asked, 0, 0, 0))
+        region = array("q", (address, n_loops, threads, *counting, *asked, 0, 0, 0))
         at, _ = region.buffer_info()
         _shared_loops.call(omp.parallel, _joined.address, at, REGIONS_AT)
         openmp.seen(*region[-2:])
         _caller.launcher = _OPENMP
         return
     with layer_guard():
-        _parallel_loops.call(address, n_loops, threads, *of_counters, REGIONS_AT)
+        _parallel_loops.call(address, n_loops, threads, *counting, REGIONS_AT)
         _caller.launcher = _LAYER
 
 

@@ -49,13 +49,13 @@ class Lane(NamedTuple):
 
 def _over_row(make: Callable[[int], Any], length: int) -> Any:
     """``run(at, width, is_aligned, *what)``: a function of tiles on those of a lane."""
-    of_columns = by_tiles(make, length)
+    tile_loop = by_tiles(make, length)
 
     @cuda.jit(device=True)
     def run(at, width, is_aligned, *what):
         column = at.lane * length
         while column < width:
-            of_columns(column, width, is_aligned, *what)
+            tile_loop(column, width, is_aligned, *what)
             column += at.lanes * length
 
     return run
@@ -103,11 +103,11 @@ def row_updater(kernel: Kernel, gradient: Callable[[int], Any], threads: int) ->
             shared[k, at.thread] = own[k]
         add_lanes(shared, at.thread, at.lane, at.lanes, 1, n_values)
         if width > 0 and at.lane == 0:
-            places, of_row = read_arrays(arrays), shared[:, at.thread]
+            places, row_sums = read_arrays(arrays), shared[:, at.thread]
             states = load_states(row, places, (), ())
-            found = follow(take(of_row), states, width, read_hp(hp))
+            found = follow(take(row_sums), states, width, read_hp(hp))
             store_states(row, places, (), (), found)
-            put(of_row, found)
+            put(row_sums, found)
         cuda.syncthreads()
         if width > 0:
             scaled = scale(read_hp(hp), take_factors(shared[:, at.thread - at.lane]))

@@ -182,16 +182,16 @@ def scalars_kernel(
             base = real_type(load_float64(settings + at_bases + 8 * k))
             power = real_type(load_float64(row.powers + 8 * k)) * base
             store_float64(row.powers + 8 * k, np.float64(power))
-        of_class, of_all = class_at(row.options, 0), settings_at(settings, 0)
-        rate = load_number(of_class.rate_at, of_class.rate_kind)
-        scale = load_number(of_all.scale_at, of_all.scale_kind)
+        options, common = class_at(row.options, 0), settings_at(settings, 0)
+        rate = load_number(options.rate_at, options.rate_kind)
+        scale = load_number(common.scale_at, common.scale_kind)
         numbers = row.hp - size_of_numbers
         store_float64(numbers + USED.rate, rate)
-        store_float64(numbers + USED.decay, of_class.decay)
+        store_float64(numbers + USED.decay, options.decay)
         store_float64(numbers + USED.scale, scale)
         constants, powers = read_constants(settings + at_constants), read_powers(row.powers)
-        store(row.hp, scalars(real_type, rate, of_class.rule_decay, step, constants, powers))
-        decay = of_class.decay * row.acts
+        store(row.hp, scalars(real_type, rate, options.rule_decay, step, constants, powers))
+        decay = options.decay * row.acts
         if scales_decay:
             decay *= scale
         store(row.hp + n_bytes, condition(decay, scale))

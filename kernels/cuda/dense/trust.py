@@ -61,8 +61,8 @@ def trust_kernel(real: Storage, options: TrustOptions) -> Any:
         add_tree(shared, thread, THREADS, 2)
         if thread == 0:
             used = numbers_at(row.numbers, 0)
-            of_w, of_g = math.sqrt(shared[0, 0]), math.sqrt(shared[1, 0]) / used.scale
-            found = ratio(of_w, of_g, used.decay, coefficient, epsilon)
+            norm_w, norm_g = math.sqrt(shared[0, 0]), math.sqrt(shared[1, 0]) / used.scale
+            found = ratio(norm_w, norm_g, used.decay, coefficient, epsilon)
             if use_clip:
                 found = clipped(found, used.rate)
             multiply(row.factor, found)
@@ -91,12 +91,12 @@ class TrustRatios:
 
     def words(self, place: int, hp: np.ndarray) -> np.ndarray:
         """See `DevicePart`."""
-        of_w, of_g = self._squares
-        end_w, end_g = np.cumsum(of_w.counts), of_w.n_parts + np.cumsum(of_g.counts)
+        squares_w, squares_g = self._squares
+        end_w, end_g = np.cumsum(squares_w.counts), squares_w.n_parts + np.cumsum(squares_g.counts)
         places = hp + self._offset, hp - size_of(ScalarInputs)
-        rows = RatioRow(end_w - of_w.counts, end_w, end_g - of_g.counts, end_g, *places)
-        first = of_w.words(place)
-        second = of_g.words(place + first.nbytes)
+        rows = RatioRow(end_w - squares_w.counts, end_w, end_g - squares_g.counts, end_g, *places)
+        first = squares_w.words(place)
+        second = squares_g.words(place + first.nbytes)
         self._table = place + first.nbytes + second.nbytes
         own = table_of(rows, len(hp)).reshape(len(hp), -1)[self._acts]
         return np.concatenate([first, second, own.ravel()])
@@ -106,7 +106,7 @@ class TrustRatios:
         n_acting = int(np.count_nonzero(self._acts))
         if n_acting == 0:
             return
-        of_w, of_g = self._squares
-        of_w.launch(call.scratch, call.stream)
-        of_g.launch(call.scratch + of_w.n_parts * 8, call.stream)
+        squares_w, squares_g = self._squares
+        squares_w.launch(call.scratch, call.stream)
+        squares_g.launch(call.scratch + squares_w.n_parts * 8, call.stream)
         on_grid(self._loop, n_acting, THREADS, call.stream)(self._table, call.scratch, call.guard)

@@ -41,9 +41,10 @@ class MatrixStep:
         self._gradients, self._table = gradients, 0
         self._lines_at = len(tensors) * size_of(TileRow, 2 + len(kernel.s))
         shared = kernel.rule, kernel.prologue, kernel.real
-        of_parameter = bool(dict(constants)[lines_of(kernel.rule).of_parameter])
+        measures_parameter = bool(dict(constants)[lines_of(kernel.rule).measures_parameter])
         self._before = terms_kernel(kernel), lines_kernel(*shared), row_factors_kernel(*shared)
-        self._measure, self._update = measure_kernel(kernel, of_parameter), update_kernel(kernel)
+        self._measure = measure_kernel(kernel, measures_parameter)
+        self._update = update_kernel(kernel)
         self._totals = Totals(kernel, TileRow, constants, len(tensors))
         self.loops = [*self._before, self._measure, *self._totals.loops, self._update]
         parts_bytes = 8 * self._tables.n_blocks * kernel.rule.n_measured
