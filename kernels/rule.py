@@ -50,7 +50,7 @@ def _constant(module: str, name: str) -> Any:
 
 
 class _Constant:
-    """What is compared by identity travels as the name of a constant of its module."""
+    """A constant of a module: compared by identity, and pickled as its name there."""
 
     def __reduce__(self) -> Any:
         module = vars(self)[next(iter(vars(self)))].__module__

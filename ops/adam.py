@@ -195,7 +195,7 @@ class AdamWeightDecay(Primitive):
 
 
 class _FusedSparseAdamBase(RowPrimitive):
-    """What `FusedSparseAdam` and `FusedSparseLazyAdam` share: all but the rows they update."""
+    """Base of `FusedSparseAdam` and `FusedSparseLazyAdam`, which update different rows."""
 
     _only_float32 = True
 

@@ -116,7 +116,7 @@ class _AdamUpdate(RowPrimitive):
         return update, update.gradients[0].arrays
 
     def _prologue_and_hp(self, dtype: np.dtype[Any]) -> tuple[Prologue, Numbers]:
-        """What comes before the rule, and the scalars of both."""
+        """The gradient transforms before the rule, and the scalars of both."""
         real, given = real_type(dtype), self._given
         before = given["rescale_grad"], given["clip_gradient"], given["wd"]
         prologue = mxnet.conditioning(self._version, *before, composed=False)

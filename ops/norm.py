@@ -152,7 +152,7 @@ def _adopted_one(where: str, name: str, gradient: Any) -> Gradient:
 
 
 def _check_in_place(where: str, x: Sequence[Any], gradients: Sequence[Gradient | None]) -> None:
-    """What was given can be written to: it was not converted, and lies apart."""
+    """Check that gradients can be written to: none was converted, and they lie apart."""
     values: dict[str, Any] = {}
     for i, (given, adopted) in enumerate(zip(x, gradients, strict=True)):
         if isinstance(adopted, RowTensor) and not isinstance(given, RowTensor):

@@ -135,12 +135,12 @@ class RowPrimitive(Primitive):
 
 
 def out_of_range_rule(where: str, value: Any) -> str:
-    """What to do with indices outside of ``[0, N)``: ``"raise"`` or ``"drop"``."""
+    """The checked option for indices outside of ``[0, N)``: ``"raise"`` or ``"drop"``."""
     if not isinstance(value, str) or value not in ("raise", "drop"):
         reject(ValueError, where, "out_of_range", "is unknown", "'raise' or 'drop'", value)
     return value
 
 
 def arithmetic(variables: Named) -> Callable[[float], float]:
-    """What rounds a number to the type of the arithmetic on some variables."""
+    """The rounding of numbers to the type of the arithmetic on some variables."""
     return rounding(next(iter(variables.values())).dtype)

@@ -80,7 +80,7 @@ def blocks(kernel: Kernel) -> Blocks:
 
 
 def readers(kernel: Kernel) -> tuple[Any, Any]:
-    """What reads the scalars, and the arrays of the parameter and its states."""
+    """Compiled readers of the scalars, and of the arrays of the parameter and its states."""
     hp = tuple_reader(hp_type(kernel.rule, kernel.prologue), numba_type(kernel.real))
     return hp, array_reader([storage.carrier for storage in (kernel.w, *kernel.s)], kernel.per)
 

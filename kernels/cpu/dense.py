@@ -80,7 +80,7 @@ _call_at = records(DenseCall)
 
 @njit(inline="always")
 def _block_arguments(c, t, row, rows, width):
-    """For ``rows`` rows of tensor ``t``, from number ``row`` on."""
+    """Arguments of the block for ``rows`` rows of tensor ``t``, from number ``row`` on."""
     gradients, hp_of = int64s(c.gradients, c.n_tensors), int64s(c.hp_of, c.n_tensors)
     g, hp = gradients[t] + row * width * c.g_bytes, c.hp + hp_of[t] * c.hp_row_bytes
     return c.addresses + t * c.addresses_bytes, row, rows, width, g, hp

@@ -48,7 +48,7 @@ def all_rules() -> dict[str, Rule]:
 
 
 def loops(storages: list[Storage]) -> Iterator[NativeFunction]:
-    """What depends on no rule, and gains nothing from vectors that Numba makes of a loop."""
+    """Loops that depend on no rule, and gain nothing from vectors that Numba makes of them."""
     yield from (*LOOPS, *SHARED_LOOPS)
     yield from (*arrays.READERS, *tensors.READERS, layers.available_threads)
     yield from (counts.are_equal_at, counts.are_equal_floats_at)
@@ -77,7 +77,7 @@ def functions(
 
 
 def write_portable(path: Path) -> None:
-    """What `machine.portable` reads: the loops of the package, which depend on no processor."""
+    """Write the loops of the package, which depend on no processor, for `machine.portable`."""
     numba.config.LOOP_VECTORIZE = numba.config.SLP_VECTORIZE = 0  # for the builder's processor
     layers.start_layer()
     wanted = {f.identity: f for f in loops(list(STORAGES.values()))}

@@ -32,7 +32,7 @@ _SMALLEST = 1e-30
 
 @rule_helper
 def squared(g: Any, hp: Any) -> Any:
-    """What the moving averages of the second moment average."""
+    """The squared gradient plus epsilon, of which the second moment keeps averages."""
     return g * g + hp.epsilon1
 
 

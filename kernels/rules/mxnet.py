@@ -91,7 +91,7 @@ _remembered = lru_cache(maxsize=64)
 def conditioning(
     version: str, rescale: float, bound: float, decay: float, *, composed: bool
 ) -> Prologue:
-    """What happens to the gradient: 2.0 clips before the decay is added, 1.9 after it.
+    """The gradient transforms: 2.0 clips before the decay is added, 1.9 after it.
 
     A factor that rounds to 1, a bound of 0 or below and a decay that rounds to 0 cost nothing.
     """

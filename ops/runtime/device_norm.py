@@ -71,7 +71,7 @@ def _global_norm(where: str, gradients: Sequence[Gradient | None], limit: float)
 
 
 def _row_squares(rows: dict[Storage, dict[int, RowTensor]], launch: Launch) -> list[Any]:
-    """What is to be summed of row-sparse gradients, by storage type."""
+    """Sums of squares of row-sparse gradients, to be enqueued, by storage type."""
     found, base = [], 0
     for g, by_place in rows.items():
         tables = [row_table((), t.dense_shape, row_gradient(t)) for t in by_place.values()]

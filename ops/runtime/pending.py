@@ -64,7 +64,7 @@ class _Guards:
 
 
 class Owner(Protocol):
-    """What counts steps on a device by itself: an optimizer."""
+    """An optimizer, whose steps on a device are counted there."""
 
     @property
     def is_unsettled(self) -> bool:
@@ -100,7 +100,7 @@ def guarded(device: int, error: Error) -> Iterator[int]:
 
 @contextmanager
 def held() -> Iterator[None]:
-    """Nothing is settled meanwhile, but by this thread."""
+    """A context in which only this thread settles calls."""
     with _lock:
         yield
 

@@ -19,7 +19,7 @@ Rows = dict[Storage, dict[int, RowTensor]]
 
 
 def by_storage(gradients: Sequence[Any]) -> tuple[Dense, Rows]:
-    """What one kernel call takes together: dense gradients, row-sparse ones by their places."""
+    """Gradients by what one kernel call takes: dense ones, and row-sparse ones by their places."""
     dense: Dense = {}
     rows: Rows = {}
     for i, gradient in enumerate(gradients):
@@ -52,7 +52,7 @@ def with_values(rows: RowTensor, values: Any, indices: Any = None) -> RowTensor:
 
 
 def row_gradient(rows: RowTensor) -> RowGradient:
-    """Of contiguous, checked arrays, as the kernels take it."""
+    """A row-sparse gradient of contiguous, checked arrays, as the kernels take it."""
     batch = () if rows.positions is None else (rows.positions, rows.batch_length)
     return RowGradient.of(rows.indices, rows.values, *batch)
 

@@ -36,7 +36,7 @@ class RowGradient(NamedTuple):
 
     @classmethod
     def of(cls, indices: Any, values: Any, *batch: Any) -> RowGradient:
-        """With the addresses of the arrays; ``batch`` is from ``positions`` on."""
+        """A gradient with the addresses of its arrays; ``batch`` is from ``positions`` on."""
         return cls(indices, values, address_of(indices), address_of(values), *batch)
 
     def with_values(self, values: Any) -> RowGradient:
@@ -83,7 +83,7 @@ class RowUpdate(NamedTuple):
         cls, where: Sequence[str], rule: Rule, prologue: Prologue, variables: Variables,
         gradients: Sequence[RowGradient], *rest: Any,
     ) -> RowUpdate:  # fmt: skip
-        """As the rule behind a prologue on some variables; ``rest`` is from ``hp`` on."""
+        """The update by a rule behind a prologue of some variables; ``rest`` is from ``hp`` on."""
         hp, hp_of, *_ = rest
         g, base = STORAGES[gradients[0].dtype], address_of(hp)
         compiled = kernel(rule, prologue, variables.w, g, variables.s)
@@ -96,7 +96,7 @@ class RowUpdate(NamedTuple):
 
     @property
     def error(self) -> BadIndex | None:
-        """What makes the error of the step on a device; None where there is none.
+        """The maker of the error of the step on a device; None where there is none.
 
         Too many rows for the sort keys are an error already.
         """
@@ -187,7 +187,7 @@ BadIndex = Callable[[int, int], IndexError]
 
 
 def bad_index_error(lists: Sequence[IndexList]) -> BadIndex:
-    """What makes the error for these lists."""
+    """The maker of the error for a position in these lists."""
 
     def error(position: int, index: int) -> IndexError:
         for where, length, rows in lists:

@@ -111,11 +111,11 @@ class DenseUpdate(NamedTuple):
 
     @property
     def kernel(self) -> Kernel:
-        """What is compiled for it."""
+        """The kernel of the update."""
         return kernel(self.rule, self.prologue, self.variables.w, self.g, self.variables.s)
 
     def sums(self) -> np.ndarray:
-        """What a two-stage rule measures of tensors: float64 ``[T, n_measured]``."""
+        """The sums that a two-stage rule measures: float64 ``[T, n_measured]``."""
         return measure(self.kernel, self.variables.table, self.gradients, self.hp, self.hp_of)
 
     def states_of_tensors(self) -> list[tuple[State, list[Any]]]:
@@ -128,7 +128,7 @@ class DenseUpdate(NamedTuple):
 
     @property
     def error(self) -> None:
-        """That of the step on a device, which cannot fail."""
+        """No error: the step on a device cannot fail."""
 
     def prepared(self) -> Prepared:
         """The step on the host, to be run by `commit`."""
@@ -205,7 +205,7 @@ def squares_at(storage: Storage, addresses: np.ndarray, sizes: np.ndarray) -> np
 def _steps_on_one_tensor(
     rule: Rule, prologue: Prologue, w: np.dtype[Any], g: np.dtype[Any]
 ) -> Pool[DenseStep]:
-    """For variables of dtype ``w`` and a gradient of dtype ``g``, wherever they lie."""
+    """Steps on variables of dtype ``w`` and a gradient of dtype ``g``, wherever they lie."""
     s = (STORAGES[w],) * len(rule.states)
     compiled = kernel(rule, prologue, STORAGES[w], STORAGES[g], s)
 

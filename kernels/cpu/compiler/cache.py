@@ -161,14 +161,14 @@ def _reached_values(function: types.FunctionType) -> list[Any]:
 
 
 def load(identity: str) -> bytes | None:
-    """What was kept of a function, for ``identity`` and all else that decides machine code."""
+    """The entry for ``identity`` and all else that decides machine code; None if there is none."""
     key = _key(identity)
     path = _path(key)
     return None if path is None else _load(path, key)
 
 
 def save(identity: str, content: bytes) -> None:
-    """Keep it; a folder that cannot be written is reported once."""
+    """Keep an entry for `load`; a folder that cannot be written is reported once."""
     key = _key(identity)
     path = _path(key)
     if path is None:
@@ -203,7 +203,7 @@ def _common_key() -> tuple[str, ...]:
 
 @cache
 def processor() -> dict[str, str]:
-    """What code is made for: this machine's processor, unless Numba is told of another one."""
+    """The processor that code is made for: this machine's, unless Numba is told of another one."""
     name, features = numba.config.CPU_NAME, numba.config.CPU_FEATURES
     return {
         "cpu": llvm.get_host_cpu_name() if name is None else name,

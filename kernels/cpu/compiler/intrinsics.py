@@ -154,7 +154,7 @@ def _declared(builder, name, result, *arguments):
 
 @intrinsic
 def threads_of_numba(typingctx):
-    """What ``numba.get_num_threads()`` returns, once its threading layer has been started."""
+    """The result of ``numba.get_num_threads()``, once its threading layer has been started."""
 
     def codegen(context, builder, signature, args):
         return builder.call(_declared(builder, "get_num_threads", _I32), [])

@@ -48,7 +48,7 @@ LENGTH, ITEMS = object.__basicsize__, tuple.__basicsize__
 
 
 class _ArrayForm(NamedTuple):
-    """What is expected of an array, all ``int64``."""
+    """Form that an array should have, all ``int64``."""
 
     dtype: int  # its identity
     ndim: int
@@ -58,7 +58,7 @@ class _ArrayForm(NamedTuple):
 
 
 class _ArrayQuery(NamedTuple):
-    """What is expected of a tuple of arrays, all ``int64``; addresses."""
+    """Question about a tuple of arrays, all ``int64``; addresses."""
 
     n: int  # arrays of the tuple
     array_type: int
@@ -195,7 +195,7 @@ Form = tuple[np.dtype, tuple[int, ...]]
 
 
 class ExpectedArrays:
-    """What the arrays of a tuple should be: exactly ``ndarray``, of these forms and elsewhere.
+    """Arrays of a tuple as they should be: exactly ``ndarray``, of these forms and elsewhere.
 
     They should not lie in ``memory``, which is as for `overlaps`. Arrays that are ``written`` must
     be writable too, and stay where and as they are now, whatever arrays are given.

@@ -27,7 +27,7 @@ OTHER, SAME, MOVED = range(3)
 
 
 class _TensorForm(NamedTuple):
-    """What a tensor should be, all ``int64``."""
+    """Form that a tensor should have, all ``int64``."""
 
     kind: int
     type: int  # of its object; of `NONE` the object itself
@@ -39,7 +39,7 @@ class _TensorForm(NamedTuple):
 
 
 class _TensorQuery(NamedTuple):
-    """What tuples of objects should be, all ``int64``; addresses."""
+    """Question about tuples of objects, all ``int64``; addresses."""
 
     n_same: int
     same: int  # [n_same]: identities
@@ -143,7 +143,7 @@ READERS = (_look,)
 
 
 class ExpectedTensors:
-    """What the tensors of a step should be: of the same dtypes, sizes, strides and kinds.
+    """Tensors of a step as they should be: of the same dtypes, sizes, strides and kinds.
 
     Args:
         torch: the module.

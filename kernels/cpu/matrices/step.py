@@ -269,4 +269,4 @@ class MatrixStep:
         return np.add.reduceat(self._measured, table.first_part)
 
     def release(self) -> None:
-        """Nothing was borrowed."""
+        """No memory was borrowed."""

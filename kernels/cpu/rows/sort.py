@@ -45,7 +45,7 @@ def _histograms(c):
 
 @njit(inline="always")
 def _own(c, index):
-    """What a share of the positions has: where it begins and ends, and its counters."""
+    """Begin and end of a share of the positions, and its counters."""
     begin, end = share(c.n, c.sort_parts, index), share(c.n, c.sort_parts, index + 1)
     return begin, end, _histograms(c)[index]
 

@@ -122,7 +122,7 @@ class NumberWrite:
         self.loops = (Loop(_write_numbers.address, 1, self._call.address, 1),)
 
     def release(self) -> None:
-        """Nothing was borrowed."""
+        """No memory was borrowed."""
 
 
 class CountCall(NamedTuple):

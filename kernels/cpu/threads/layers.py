@@ -58,7 +58,7 @@ class Limit(NamedTuple):
 
 @cache
 def limit_of_environment() -> Limit:
-    """What the system and the environment allow; looked at once in a process."""
+    """The limit that the system and the environment set; looked at once in a process."""
     if _without_threads:
         return Limit(1, _without_threads)
     limits = [Limit(_cores(), "the cores of this process")]
@@ -73,7 +73,7 @@ def limit_of_environment() -> Limit:
 
 
 def _cores() -> int:
-    """Those that this process may run on."""
+    """The number of cores that this process may run on."""
     can_say = hasattr(os, "sched_getaffinity")
     return max(1, len(os.sched_getaffinity(0)) if can_say else os.cpu_count() or 1)
 
@@ -86,7 +86,7 @@ def _number(name: str) -> int | None:
 
 
 def ignored_variables() -> list[str]:
-    """What the environment says of threads and is no number of them: OpenMP ignores it too."""
+    """Variables that should be a number of threads and are none: OpenMP ignores them too."""
     text = os.environ.get("OMP_NUM_THREADS", "")
     return [f"OMP_NUM_THREADS={text!r}"] if text and _number("OMP_NUM_THREADS") is None else []
 

@@ -66,7 +66,7 @@ _budget: int | None = None
 
 
 class _Caller(threading.local):
-    """Of a Python thread: wishes for loops of the calls that it is in, and what ran the last."""
+    """A Python thread: its wishes for the loops of its calls, and whose threads ran the last."""
 
     limit: Limit | None = None
     team = 0  # threads of PyTorch that may run them
@@ -117,7 +117,7 @@ def _serial(function, n, call):
 
 @njit
 def _work(loops, n_loops, slot, counters, counters_bytes):
-    """What one thread does of all loops."""
+    """One thread's share of all loops."""
     fields = carray(as_pointer(loops), (n_loops, _LOOP_WORDS), np.int64)
     for k in range(n_loops):
         function, n, call, threads = fields[k, 0], fields[k, 1], fields[k, 2], fields[k, 3]
@@ -349,11 +349,11 @@ class Loop:
 
     @classmethod
     def of(cls, function: NativeFunction, n: int, call: int, threads: int) -> Loop:
-        """On at most ``threads`` threads; compiles the function where that is still to be done."""
+        """A loop on at most ``threads`` threads; compiles the function where it is not yet."""
         return cls(function.address, n, call, min(threads, n))
 
     def cut(self, n: int, threads: int) -> None:
-        """Let it have ``n`` parts, on so many threads."""
+        """Cut the loop into ``n`` parts, on so many threads."""
         self.words[_N], self.words[_THREADS] = n, threads
 
 
@@ -427,11 +427,11 @@ def run_words(words: array[int]) -> None:
 
 
 class Runs(Protocol):
-    """What has loops that are ready to run."""
+    """A holder of loops that are ready to run."""
 
     @property
     def loops(self) -> tuple[Loop, ...]:
-        """These."""
+        """The loops, in the order in which they run."""
 
 
 class Prepared(Runs, Protocol):

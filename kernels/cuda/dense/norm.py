@@ -26,7 +26,7 @@ THREADS = GEOMETRY.totals
 
 
 class NormTotals(NamedTuple):
-    """What the parts add up to, and what follows, as float64 and as float32."""
+    """The sum of all parts and the factor that follows, as float64 and as float32."""
 
     squares: Real
     limit: Real
@@ -39,7 +39,7 @@ AT = offsets_of(NormTotals)
 
 
 def scaling(storage: Storage) -> Kernel:
-    """What measures and scales arrays."""
+    """The kernel that measures and scales arrays."""
     return kernel(SCALED, (), storage, storage, ())
 
 

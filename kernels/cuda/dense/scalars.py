@@ -51,7 +51,7 @@ class OptimizerMemory(NamedTuple):
 
 
 class SettingsRow(NamedTuple):
-    """What all tensors of a step have in common; the constants and bases of the formula follow."""
+    """Settings that the tensors of a step share; the constants and bases of the formula follow."""
 
     scale_at: Word  # address of the loss scale
     scale_kind: Word  # how it lies there
@@ -79,7 +79,7 @@ class ScalarRow(NamedTuple):
 
 
 class ScalarInputs(NamedTuple):
-    """What the scalars of a tensor were computed from."""
+    """Numbers from which the scalars of a tensor were computed."""
 
     rate: Real
     decay: Real

@@ -61,7 +61,7 @@ class Access(NamedTuple):
 
 
 def access(storage: Storage, length: int) -> Access:
-    """Of ``length`` elements from ``i`` on."""
+    """Access to ``length`` elements from ``i`` on."""
     shape = length, storage.itemsize
     return Access(from_dtype(np.dtype(storage.carrier)), tile_loader(*shape), tile_storer(*shape))
 
@@ -268,7 +268,7 @@ class Sums(NamedTuple):
 
 @cache
 def sums(g: Storage, real: Storage, length: int) -> Sums:
-    """For gradients stored as ``g`` that are summed in the type ``real``."""
+    """Sums in the type ``real`` of gradients stored as ``g``."""
     (g_type, load, _), (kind, _, store) = access(g, length), access(real, length)
     to_kind, to_real = numba_type(real), device_function(g.to_real)
 

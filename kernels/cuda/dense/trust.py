@@ -36,7 +36,7 @@ class RatioRow(NamedTuple):
 
 
 class TrustOptions(NamedTuple):
-    """What all tensors have in common; see `nn.LARS`."""
+    """Options that all tensors share; see `nn.LARS`."""
 
     coefficient: float
     epsilon: float

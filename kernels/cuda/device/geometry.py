@@ -42,7 +42,7 @@ class SortGeometry(NamedTuple):
 
 
 class Geometry(NamedTuple):
-    """All of them; a number alone is that of the threads of a block."""
+    """The cuts of all loops; a number alone is that of the threads of a block."""
 
     dense: ChunkGeometry = ChunkGeometry(256, 4)
     finite: ChunkGeometry = ChunkGeometry(256, 8)

@@ -131,14 +131,14 @@ def room_of(stream: Any, kind: int = WORK) -> Room:
 
 
 def key_of(stream: Any) -> tuple[int, int]:
-    """What is equal for the same stream of the current device."""
+    """The identity of a stream of the current device."""
     handle = handle_of(stream)
     # One handle means another stream in every thread.
     return handle, threading.get_ident() if handle == _PER_THREAD else 0
 
 
 def follow(stream: Any, other: Any) -> None:
-    """What comes next on ``stream`` waits, on the device, for what is on ``other`` now."""
+    """Let what comes next on ``stream`` wait, on the device, for what is on ``other`` now."""
     event = new_event()
     event.record(other)
     event.wait(stream)

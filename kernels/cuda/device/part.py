@@ -41,7 +41,7 @@ class DevicePart(Protocol):
 
     @property
     def scratch_bytes(self) -> int:
-        """Of memory that they need for the time of the call."""
+        """Bytes of memory that the launches need for the time of the call."""
 
     def words(self, place: int, hp: np.ndarray) -> np.ndarray:
         """The int64 tables, to lie at ``place``; addresses of the scalars of each tensor."""
@@ -51,7 +51,7 @@ class DevicePart(Protocol):
 
 
 class DeviceParts:
-    """Several, one after the other; those that are None are left out."""
+    """Several parts, one after the other; those that are None are left out."""
 
     def __init__(self, *parts: DevicePart | None) -> None:
         self._parts = [part for part in parts if part is not None]

@@ -91,7 +91,7 @@ _stagings: dict[int, Staging] = {}
 
 
 def staging() -> Staging:
-    """That of the current device; made at its first use."""
+    """The stages of the current device; made at their first use."""
     device = device_id()
     if device not in _stagings:
         _stagings[device] = Staging()

@@ -143,7 +143,7 @@ def _cut(tensor: MatrixTensor, length: int) -> tuple[int, int, int, int, int]:
 def _lines(
     places: tuple[int, int, int], matrices: int, length: int, elements: int, parts: int
 ) -> LineRow:
-    """What is known of the rows, or the columns, of a tensor; ``places`` are the first fields."""
+    """The record of the rows, or the columns, of a tensor; ``places`` are its first fields."""
     sharing = max(1, min(_power(parts // 4 + 1) // 2, THREADS // CUT.neighbours))
     lanes = THREADS // sharing if parts > 1 else min(_power(length), THREADS)
     segments = -(-length // lanes)

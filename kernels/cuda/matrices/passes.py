@@ -27,7 +27,7 @@ from .layout import CUT, THREADS, TileRow
 
 
 class Strip(NamedTuple):
-    """What a thread has of a tile."""
+    """A thread's part of a tile."""
 
     matrix: Any  # number of the matrix
     down: Any  # number of the tile from the top
@@ -61,7 +61,7 @@ def quotient(n, divisor):
 
 @cuda.jit(device=True)
 def place_in_group(thread, log_across, log_down, block):
-    """Of a thread across and down a group of ``2**logs`` threads, and the number of the group."""
+    """Place of a thread across and down a group of ``2**logs`` threads, and the group's number."""
     log_group = log_across + log_down
     x, y = thread & ((1 << log_across) - 1), (thread >> log_across) & ((1 << log_down) - 1)
     return x, y, block * (np.int64(THREADS) >> log_group) + (thread >> log_group)
@@ -105,7 +105,7 @@ def _strip_finder(kernel: Kernel) -> Any:
 
 @cache
 def _strip_access(storage: Storage, length: int) -> Access:
-    """With a strip at the end: elements of one row, the first of them being number ``i``."""
+    """Access to elements of one row from number ``i`` on; it takes a strip at the end."""
     (kind, *movers), (_, *movers_of_one) = (access(storage, n) for n in (length, 1))
 
     def mover(move_tile, move_one):

@@ -155,7 +155,7 @@ class DeviceRows(NamedTuple):
     sorter: Sorter | None  # as `LaunchContext`
 
     def keys(self, *, drop: bool = False) -> KeySort:
-        """Of its table; no loop on them reads a parameter through it."""
+        """Keys of the table; no loop on them reads a parameter through it."""
         sorts = self.sorter is None
         return KeySort([self.table], (self.g.itemsize,), drop=drop, sorts=sorts)
 
@@ -165,7 +165,7 @@ class DeviceRows(NamedTuple):
 
 
 def _launcher(loop: Any, rows: DeviceRows, n: int, out: Storage, stream: Any) -> Any:
-    """What launches a loop with a thread for each tile of ``n`` rows."""
+    """The launch of a loop with a thread for each tile of ``n`` rows."""
     tiles, lanes, groups = tile_grid(rows.table.width, tile_length(rows.g, out), GEOMETRY.rows)
     return on_grid(loop, (-(-n // lanes), groups), (tiles, lanes), stream)
 

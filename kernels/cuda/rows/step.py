@@ -28,7 +28,7 @@ def check_indices(tables: Sequence[RowTable], guard: int, base: int, *, stream: 
 
 
 class _RowLoops(KeySort):
-    """What launches the loops over rows; arguments as `RowStep`."""
+    """Launches of the loops over rows; arguments as `RowStep`."""
 
     def __init__(self, kernel: Kernel, tables: Sequence[RowTable], **options: Any) -> None:
         super().__init__(tables, element_bytes(kernel).tolist(), **options)
