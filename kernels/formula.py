@@ -1,4 +1,4 @@
-"""How the scalars of a rule follow from the learning rate, the decay and the number of updates."""
+"""Formulas: the scalars of a rule from the learning rate, the decay and the number of updates."""
 
 from __future__ import annotations
 

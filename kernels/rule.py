@@ -1,4 +1,4 @@
-"""What an update rule is: a scalar function, its scalars, its states, and what it measures."""
+"""Update rules: a scalar function each, its scalars, its states, and what it measures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .state import State
 # code, and neither assumes away NaN or infinity.
 RULE_FLAGS: dict[str, Any] = {"error_model": "numpy", "fastmath": {"contract"}}
 
-# What comes before a rule is rounded by itself, whatever the rule does with it next. (Said in
+# A gradient transform is rounded by itself, whatever the rule does with its result. (Said in
 # full: a function without "fastmath" takes that of its caller.)
 PROLOGUE_FLAGS: dict[str, Any] = {"error_model": "numpy", "fastmath": False}
 
@@ -209,7 +209,7 @@ def factors(rule: Rule, sums: np.ndarray, known: Sequence[Mapping[str, float]]) 
 
 @dataclass(frozen=True, eq=False)
 class GradientTransform(_Constant):
-    """A step from the gradient as given to the one that the rule takes; compared by identity."""
+    """A scalar function on the gradient before the rule (decay, scale, clip), and its scalars."""
 
     apply: Callable[..., Any]  # apply(g, w, hp) -> g
     hp: tuple[str, ...]  # the fields that it reads
@@ -219,16 +219,17 @@ class GradientTransform(_Constant):
 
 
 Prologue = tuple[GradientTransform, ...]
+"""Gradient transforms in the order in which they are applied."""
 
 
 @cache
 def hp_type(rule: Rule, prologue: Prologue) -> type:
     """The named tuple of scalars that ``rule`` behind ``prologue`` reads, in memory order."""
-    fields = rule.hp + tuple(name for part in prologue for name in part.hp)
+    fields = rule.hp + tuple(name for transform in prologue for name in transform.hp)
     return namedtuple("hp", fields)
 
 
 @cache
 def columns(rule: Rule, prologue: Prologue) -> dict[str, int]:
-    """Where each scalar is in a row of ``hp``."""
+    """The place of each scalar in a row of them."""
     return {name: k for k, name in enumerate(hp_type(rule, prologue)._fields)}  # type: ignore[attr-defined]

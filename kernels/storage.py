@@ -22,7 +22,7 @@ from .state import PARAMETER, State
 
 @dataclass(frozen=True, eq=False)
 class Storage:
-    """How one type lies in memory; compared by identity.
+    """A type as it lies in memory; compared by identity.
 
     All that is known of it is said in its entry below, and follows from there everywhere.
     """
@@ -171,7 +171,7 @@ FOREIGN = {dtype.name: dtype for dtype in STORAGES if dtype.isbuiltin != 1}
 
 
 def storage_of(dtype: np.dtype[Any]) -> Storage:
-    """How a state of a dtype lies in memory."""
+    """The storage of a state of a dtype."""
     return I32 if dtype == I32.dtype else STORAGES[dtype]
 
 

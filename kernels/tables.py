@@ -1,4 +1,4 @@
-"""What the tables of a step hold before a backend lays them out, and what fixes its results.
+"""Tables of a step before a backend lays them out, and the numbers that fix its results.
 
 Terms used by the loops over rows:
 
@@ -51,7 +51,7 @@ def has_rows(shape: tuple[int, ...]) -> bool:
 
 
 class TensorTable:
-    """Where T tensors and their states lie; what stays the same from step to step."""
+    """Addresses and sizes of T tensors and their states; the same from step to step."""
 
     def __init__(
         self, addresses: np.ndarray, first: np.ndarray, widths: np.ndarray | None = None

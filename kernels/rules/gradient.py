@@ -1,9 +1,9 @@
-"""Prologues: what happens to a gradient element before the rule sees it.
+"""Gradient transforms: what happens to a gradient element before the rule sees it.
 
-Each part is a scalar function ``g' = part(g, w, hp)``. Parts are composed with the rule
-at compile time, in the order in which they are listed, so they cost no pass over memory
-and an absent part costs nothing. Each part is rounded by itself, so a parameter steps the same
-whether or not others that share its call have one.
+Each is a scalar function ``g' = transform(g, w, hp)``. They are composed with the rule at compile
+time, in the order in which they are listed (a *prologue*), so they cost no pass over memory, and an
+absent one costs nothing. Each is rounded by itself, so a parameter steps the same whether or not
+others that share its call have one.
 """
 
 from __future__ import annotations

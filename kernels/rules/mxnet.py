@@ -105,13 +105,13 @@ def conditioning(
 def conditioning_scalars(
     real: Any, prologue: Prologue, rescale: float, bound: float, decay: float, *, composed: bool
 ) -> tuple[Any, ...]:
-    """The scalars of a `conditioning`, part by part; the bound is float32 in any case."""
+    """The scalars of a `conditioning`, one after the other; the bound is float32 in any case."""
     scalars = {
         SCALE: (rounded(real, rescale, composed=composed),),
         CLIP: (rounded(real, bound, composed=False),),
         COUPLED_DECAY: (rounded(real, decay, composed=composed), 0.0),
     }
-    return tuple(x for part in prologue for x in scalars[part])
+    return tuple(x for transform in prologue for x in scalars[transform])
 
 
 # Scalars

@@ -19,7 +19,7 @@ from .errors import message, reject
 
 
 class Place(NamedTuple):
-    """Where a device array lies."""
+    """The place of a device array, and its form there."""
 
     address: int
     shape: tuple[int, ...]
@@ -41,7 +41,7 @@ class Framework:
     """Whether memory that is taken while a CUDA graph is being captured stays the graph's."""
 
     def place(self, where: str, name: str, value: Any) -> Place:
-        """Where ``value`` lies."""
+        """The place of ``value``."""
         found = value.__cuda_array_interface__
         if found.get("mask") is not None:
             reject(TypeError, where, name, "is masked", "an array without a mask", "masked array")

@@ -1,4 +1,4 @@
-"""Where, in which order and under which condition calls on arrays of CUDA devices run."""
+"""Launches on CUDA devices: where, in which order and under which condition calls run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .locks import Span, overlaps
 
 
 class Launch(NamedTuple):
-    """Where and under which condition a call runs."""
+    """The stream of a call, and the condition under which it writes."""
 
     stream: Any  # of Numba
     sorter: Any  # of the framework whose stream that is, or None
@@ -23,7 +23,7 @@ class Launch(NamedTuple):
 
     @property
     def call(self) -> Any:
-        """The same for a part of a step."""
+        """The context of the launches of a `DevicePart`."""
         return cuda.device.part.LaunchContext(self.stream, self.guard, self.sorter)
 
 

@@ -1,4 +1,4 @@
-"""What ``use_locking=True`` means: calls on overlapping memory in some serial order.
+"""Locks of ``use_locking=True``: calls on overlapping memory run in some serial order.
 
 A dense or dense-equivalent call holds its variables exclusively. Lazy row calls on the same
 variables run together, and their kernels lock each row around its update. Identity is the

@@ -83,7 +83,7 @@ class RowUpdate(NamedTuple):
         cls, where: Sequence[str], rule: Rule, prologue: Prologue, variables: Variables,
         gradients: Sequence[RowGradient], *rest: Any,
     ) -> RowUpdate:  # fmt: skip
-        """The update by a rule behind a prologue of some variables; ``rest`` is from ``hp`` on."""
+        """The update of variables by a rule behind a prologue; ``rest`` is from ``hp`` on."""
         hp, hp_of, *_ = rest
         g, base = STORAGES[gradients[0].dtype], address_of(hp)
         compiled = kernel(rule, prologue, variables.w, g, variables.s)

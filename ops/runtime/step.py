@@ -77,7 +77,7 @@ class Variables:
 
     @lazy
     def steps(self) -> dict[tuple[Rule, Prologue, Storage], Pool[DenseStep]]:
-        """The steps on these tensors, by rule, prologue and storage of the gradients."""
+        """The steps on these tensors, by rule, gradient transforms and storage of the gradients."""
         return {}
 
     def new_steps(self, rule: Rule, prologue: Prologue, g: Storage) -> Pool[DenseStep]:
@@ -102,11 +102,11 @@ class DenseUpdate(NamedTuple):
     """The update of some tensors by one kernel call."""
 
     rule: Rule
-    prologue: Prologue  # what happens to the gradient before the rule
+    prologue: Prologue  # gradient transforms
     variables: Variables  # T tensors with their states
     gradients: np.ndarray  # int64 [T]: addresses of contiguous gradients of the tensors' sizes
     g: Storage  # of the gradients
-    hp: np.ndarray  # rows of scalars of the type of the arithmetic: the rule's, the prologue's
+    hp: np.ndarray  # rows of scalars, in the type of the arithmetic: the rule's, the transforms'
     hp_of: np.ndarray  # int64 [T]: the row of each tensor
 
     @property

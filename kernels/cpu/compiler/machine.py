@@ -31,7 +31,7 @@ PORTABLE = Path(__file__).parents[1] / "portable.zip"
 
 
 class PythonEntry(NamedTuple):
-    """How Python calls a function of ``int64``: with ints, for an int (0 if there is no result)."""
+    """The way from Python to a function of ``int64``: ints in, an int out (0 for no result)."""
 
     returns: bool = False
     holds_gil: bool = False  # so that no other thread changes an object that is read

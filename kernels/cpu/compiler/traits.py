@@ -1,4 +1,4 @@
-"""What becomes of a function of numbers when it is compiled: what it returns, and if it can raise.
+"""Traits of functions of numbers once they are compiled: what they return, and if they can raise.
 
 Rules and formulas of users are looked at before anything is made of them. Compiled code that calls
 a function which raises does not hear of it, and would go on with half of the elements written.

@@ -1,4 +1,4 @@
-"""Where PyTorch keeps what a step has to know of a tensor.
+"""Places where PyTorch keeps what a step has to know of a tensor.
 
 To ask 200 tensors for address, sizes and strides by Python takes longer than to update them. What
 a step has to know lies at fixed places of a tensor and its storage. They are found on real tensors,
@@ -51,7 +51,7 @@ class TensorLayout(NamedTuple):
 
 @cache
 def layout_of(torch: Any) -> TensorLayout | None:
-    """How the tensors of this PyTorch are read; None where they cannot be."""
+    """The layout of the tensors of this PyTorch; None where they cannot be read."""
     if not arrays_are_read:
         return None
     # What is made within inference mode has no counts of changes.

@@ -1,4 +1,4 @@
-"""What forks of this process wait for, and hold until they are done.
+"""Locks that forks of this process wait for, and hold until they are done.
 
 A child has only the thread that forked: a lock that another one held is never released there. A
 new lock in the child would not do, as what the lock guards may be half changed: lists of Numba,

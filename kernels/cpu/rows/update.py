@@ -243,9 +243,9 @@ def update_touched(index, slot, c):
 def update_all(index, slot, c):
     """Dense-equivalent update: one sweep over the rows of one part, absent rows with g = 0.
 
-    The sweep goes in tiles of whole rows. Tiles without a touched row go, as many at a time
-    as there are, to the block that reads no gradient; for the others the gradient is laid
-    out in a small buffer.
+    The sweep goes in tiles of whole rows. Tiles in which no row occurs go, as many at a
+    time as there are, to the block that reads no gradient; for the others the gradient is laid out
+    in a small buffer.
     """
     n, bits, tables = c.n_valid, c.position_bits, tables_of(c)
     keys = int64s(c.sorted_keys, c.n + PADDING)

@@ -1,4 +1,4 @@
-"""How many threads the environment allows, and what runs them: Numba's threading layers.
+"""Threading layers of Numba, which run the loops, and how many threads the environment allows.
 
 The default is tbb, the only layer in which a caller never waits for a thread that has not begun.
 Where there is no wheel of it, Numba takes omp, then workqueue.
@@ -41,7 +41,7 @@ _tbb_has_ended = False  # for a fork
 
 
 class _TeamOfThread(threading.local):
-    """How many threads there are for the loops of this one: OpenMP starts others for each."""
+    """The threads for the loops of a Python thread: OpenMP starts others for each."""
 
     threads = 1
 

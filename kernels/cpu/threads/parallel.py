@@ -256,7 +256,7 @@ def set_num_threads(n: int | None) -> None:
 
 
 def get_num_threads() -> int:
-    """How many threads the next call may use, but for what limits only steps of nn.torch."""
+    """The number of threads that the next call may use, but for what limits only nn.torch."""
     most = limit_of_environment().threads
     own = _caller.limit
     if own is not None:

@@ -1,4 +1,4 @@
-"""What a call borrows and gives back: scratch memory, and objects that are costly to make."""
+"""Workspace that a call borrows: scratch memory, and objects that are costly to make."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class ClassRow(NamedTuple):
     rate_kind: Word  # how it lies there
     rate: Real  # itself, where it is the host's
     rule_decay: Real  # the weight decay that the rule applies
-    decay: Real  # that of the prologue
+    decay: Real  # the coupled one, of the gradient transforms
 
 
 class ScalarRow(NamedTuple):
@@ -75,7 +75,7 @@ class ScalarRow(NamedTuple):
     powers: Word  # running ones
     hp: Word  # the scalars; right before them lie its `ScalarInputs`
     options: Word  # its `ClassRow`
-    acts: Word  # no address: whether a weight decay of the prologue is its own
+    acts: Word  # no address: whether the coupled weight decay is its own
 
 
 class ScalarInputs(NamedTuple):
@@ -129,7 +129,7 @@ def count_kernel(state):
 
 @cache
 def _conditioning(prologue: Prologue) -> Any:
-    """``scalars(decay, loss_scale)`` of all parts, one after the other."""
+    """``scalars(decay, loss_scale)`` of all transforms, one after the other."""
     if not prologue:
         return on_device(lambda decay, loss_scale: ())  # noqa: ARG005
     first, others = device_function(prologue[0].scalars), _conditioning(prologue[1:])
@@ -154,8 +154,8 @@ def scalars_kernel(
     """``loop[blocks, THREADS](table, n_tensors, settings, state, counts_step)``.
 
     ``function`` is that of a `Formula`, with so many constants and running powers. The scalars of
-    the prologue come after the ``n_scalars`` of the rule. ``scales_decay`` says whether a coupled
-    weight decay is multiplied by the loss scale.
+    gradient transforms come after the ``n_scalars`` of the rule. ``scales_decay`` says whether a
+    coupled weight decay is multiplied by the loss scale.
     """
     scalars, store = device_function(function), storer(numba_type(real))
     sizes = n_constants, n_bases

@@ -1,4 +1,4 @@
-"""What follows from the sums of a tensor: the factors of its scalars, and its own new states.
+"""Totals of a tensor, and what follows: the factors of its scalars, and its own new states.
 
 One block for each tensor adds up what other blocks have left of its sums. The scalars are changed
 at once, before the update reads them; the new states of the tensor come to their places after it,

@@ -1,4 +1,4 @@
-"""How work is dealt to the threads of a device: what all launches take their numbers from.
+"""Geometry of launches: the numbers by which work is dealt to the threads of a device.
 
 The order of some sums follows from them, so they are the same on every device. `backend` has the
 one that is used; that of the simulator has small blocks.

@@ -26,7 +26,7 @@ class Sorter(Protocol):
 
 
 class LaunchContext(NamedTuple):
-    """Where and under which condition launches are enqueued."""
+    """The stream, the guard, the sort and the scratch memory of launches."""
 
     stream: Any  # of Numba
     guard: int = 0  # address of the guard (`guard`), or 0: the call cannot fail

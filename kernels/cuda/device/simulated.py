@@ -1,4 +1,4 @@
-"""What `driver` and `intrinsics` have, in plain Python, for Numba's simulator.
+"""The names of `driver` and `intrinsics` in plain Python, for Numba's simulator.
 
 With ``NUMBA_ENABLE_CUDASIM=1`` kernels run as Python functions on host memory, so that their index
 arithmetic can be tested without a GPU. Addresses are those of the host; vectors of 16 bytes mean

@@ -1,4 +1,4 @@
-"""How matrices are dealt to the threads of a device, and where their sums lie.
+"""Layout of matrices: what each thread of a device has of them, and where their sums lie.
 
 A tile of a matrix is worked on by a group of ``2**log_across * 2**log_down`` threads. A thread has
 as many columns as its widest loads bring, and every ``2**log_down``-th row. A block is one such
