@@ -116,6 +116,7 @@ def conditioned(kernel: Kernel, compiler: Compiler, *, zero_gradient: bool = Fal
 
 def _number_type(kernel: Kernel, storage: Storage) -> Any:
     """The Numba type of a number of a storage type: that of the arithmetic, int64 for a count."""
+    # As a float32, a count that grows by 1 would stop at 2**24.
     return types.int64 if storage is I32 else numba_type(kernel.real)
 
 
@@ -200,6 +201,8 @@ def adder(rule: Rule, compiler: Compiler, k: int = 0) -> Any:
     if k == rule.n_measured:
         return compiler.inlined(lambda sums, values: ())  # noqa: ARG005
     rest = adder(rule, compiler, k + 1)
+    # In float64: the square of a float32 beyond 1.8e19 is no float32, and in a float32 sum over a
+    # long tensor the later terms would be lost in the total.
     if k in rule.signed:
 
         def add(sums, values):

@@ -31,6 +31,8 @@ MOST_RANGES = 64
 
 def range_length(n_positions: int) -> int:
     """Positions of a range of a table with ``n_positions``."""
+    # Never more than MOST_RANGES of them: each has a sum for every hot row, which is kept until the
+    # row steps, and one position in HOT + 1 may begin such a row.
     return max(_RANGE_POSITIONS, -(-n_positions // MOST_RANGES))
 
 
@@ -94,6 +96,8 @@ class RowTable(NamedTuple):
         firsts = range_length * np.arange(n_ranges + 1)
         if not self.positions:
             return np.minimum(firsts, self.length)
+        # A part of a batch is cut where the whole batch is cut, not into ranges of its own: only
+        # then does a hot row have the sums here that it has in one process with all of the batch.
         positions = np.ctypeslib.as_array((c_int64 * self.length).from_address(self.positions))
         return np.searchsorted(positions, firsts)
 

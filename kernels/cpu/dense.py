@@ -93,6 +93,8 @@ def _run_rows(c, t, begin, end):
         call_address(c.block, *_block_arguments(c, t, begin, end - begin, 1))
         return
     width = int64s(c.widths, c.n_tensors)[t]
+    # A chunk may end within a row: the row is run with the chunk in which it begins, by one thread,
+    # which measures all of it.
     first, last = -(-begin // width), -(-end // width)
     if last > first:
         call_address(c.block, *_block_arguments(c, t, first, last - first, width))
@@ -192,6 +194,8 @@ def measure(
     """float64 ``[T, n_measured]`` sums of what a rule measures; as `DenseStep`."""
     block = blocks(kernel).measure
     assert block is not None
+    # An empty tensor has a part too, whose sums are 0: of no parts NumPy's reduceat would make the
+    # first sum of the next tensor.
     parts = np.maximum(1, -(-np.diff(table.first) // PART))
     first_part = np.concatenate(([0], np.cumsum(parts)[:-1]))
     sums = np.empty((int(parts.sum()), kernel.rule.n_measured))
@@ -209,6 +213,8 @@ def finite_check(storage: Storage) -> NativeFunction:
     exponent = carrier(storage.exponent)
 
     def check_finite(arrays, row, rows, width, g, found):
+        # Counted to the end: a loop that could be left in the middle would not be packed. Threads
+        # that find something all write the same 1, so they need no atomic.
         values, count = carray(as_pointer(g), rows * width, carrier), 0
         for i in range(values.size):
             count += (values[i] & exponent) == exponent

@@ -101,6 +101,8 @@ def adam_scalars(
     beta1_power, beta2_power = powers
     numerator = float(real(lr)) * math.sqrt(1.0 - float(real(beta2_power)))
     correction = 1.0 - float(real(beta1_power))
+    # Python raises where C divides by 0, so the infinity (or the NaN that 0 / 0 is) is made by a
+    # product.
     step_size = numerator / correction if correction != 0.0 else numerator * math.inf
     return _complement(real, beta1), _complement(real, beta2), real(step_size), real(epsilon)
 

@@ -137,6 +137,7 @@ def _feed_function(digest: Any, function: Any, seen: set[int]) -> None:
 
 
 def _feed_code(digest: Any, code: types.CodeType) -> None:
+    # Without line numbers: a function that has only moved within its file is the same.
     digest.update(code.co_code + repr((code.co_names, code.co_varnames)).encode())
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -197,6 +198,7 @@ def _common_key() -> tuple[str, ...]:
         f"numba {numba.__version__} llvmlite {llvmlite.__version__}",
         f"python {sys.version_info[:3]} {sys.implementation.cache_tag}",
         f"numpy {np.__version__}",
+        # Settings of Numba by which it makes other machine code of the same sources.
         repr((config.OPT, config.BOUNDSCHECK, config.DEBUG_JIT)),
     )
 
@@ -307,6 +309,7 @@ def _read(folder: _Folder, name: str, key: str) -> bytes | None:
     except OSError:  # there is none, or a link
         return None
     try:
+        # The file that is open is judged, not its name, which may lead to another one by now.
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode) or _distrust(status):
             return None
@@ -331,11 +334,15 @@ def unsealed(key: str, content: bytes) -> bytes | None:
 
 
 def _header(key: str, payload: bytes) -> bytes:
+    # The digest of the payload finds an entry that was cut short or changed, that of the key one
+    # that was copied from elsewhere: a name alone would have to be believed.
     return _MAGIC + hashlib.sha256(key.encode()).digest() + hashlib.sha256(payload).digest()
 
 
 def _write(folder: _Folder, name: str, key: str, payload: bytes) -> None:
     temporary = f".new-{secrets.token_hex(8)}"
+    # A new file under a name that nobody can guess, then renamed: readers see the old entry or the
+    # new one, and one that others may have written is replaced, not written into.
     handle = folder.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         with os.fdopen(handle, "wb") as file:

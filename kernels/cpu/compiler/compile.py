@@ -61,6 +61,7 @@ class NativeFunction:
         """The address of the machine code, compiled or read from the cache on first use."""
         if self._loaded is None:
             with _lock:
+                # Looked at once more: another thread may have loaded it while this one waited.
                 if self._loaded is None:
                     require_room(_LOADER_BYTES)
                     self._loaded = Loaded(self._code())

@@ -286,6 +286,8 @@ def vector_loader(storage, vector):
     def load(context, builder, address):
         element, real = context.get_data_type(carrier), context.get_value_type(vector)
         stored = ir.VectorType(element, vector.count).as_pointer()
+        # Aligned as one element only: a row of an odd width begins anywhere, and an aligned load of
+        # a vector there would fault.
         values = builder.load(builder.inttoptr(address, stored), align=storage.itemsize)
         if storage.widen:
             values = storage.widen(builder, values, vector.count)

@@ -129,6 +129,7 @@ def _alone(symbol: str, ir: str, entry: PythonEntry | None) -> Any:
 
 def _pass_builder() -> Any:
     tuning = llvm.create_pipeline_tuning_options(speed_level=3)
+    # No vectors: how wide they are is a matter of the processor that finishes this IR.
     tuning.loop_vectorization = tuning.slp_vectorization = False
     return llvm.create_pass_builder(_target_machine(), tuning)
 

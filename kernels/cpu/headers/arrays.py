@@ -100,6 +100,8 @@ def _test_arrays() -> list[np.ndarray]:
     return [base, shaped, base[5:9], base[:0], shaped.T, base[::2], read_only, unaligned]
 
 
+# An object begins with a count of references and its type, 16 bytes, as `_FIELDS` has it. In a
+# build of Python where it begins with more, nothing would lie where it is looked for.
 usable = (
     sys.implementation.name == "cpython"
     and np.dtype(np.intp).itemsize == 8
@@ -166,6 +168,8 @@ def _read_expected(query, arrays, addresses):
         for d in range(form.ndim):
             size, dim = load_int64(header.shape + 8 * d), load_int64(dims + 8 * d)
             if dim == ANY:
+                # Of a row-sparse gradient the indices come first, and leave their number open; the
+                # values behind them have as many rows.
                 length = size
             elif size != (length if dim == SAME else dim):
                 return 0

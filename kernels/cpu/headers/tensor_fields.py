@@ -84,6 +84,7 @@ def _found(torch: Any) -> TensorLayout | None:
 
 def _samples(torch: Any) -> list[Any]:
     """Tensors that differ in everything, and begin at different places of their memory."""
+    # Where two fields had the same numbers in all samples, one could be taken for the other.
     whole = torch.zeros(7, 5, 11)
     return [
         torch.zeros(3, 4),
@@ -177,6 +178,8 @@ def _lazy(torch: Any) -> dict[str, int | None]:
     lazy_clone = getattr(torch, "_lazy_clone", None)
     if lazy_clone is None:
         return {"deleter": 0, "lazy": -1}
+    # A lazy clone shares its memory until PyTorch writes to one of the two, and is known by the
+    # function that will let the memory go. A step writes by address, and would change both.
     plain, shared = ([torch.zeros(n) for n in (3, 5)] for _ in range(2))
     clones = [lazy_clone(tensor) for tensor in shared]
     plain_at, shared_at = ([t.untyped_storage()._cdata for t in x] for x in (plain, clones))

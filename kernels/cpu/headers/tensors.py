@@ -123,6 +123,7 @@ def _look_at_tensors(query, fields, same, tensors):
         dims += 16 * form.dim
         if form.kind == ROWS:
             continue
+        # An empty tensor may have no memory at all, and is never looked for there.
         address = _place_of(f, tensor, form) if form.n_bytes > 0 else addresses[k]
         if address == 0 and form.n_bytes > 0:
             return OTHER
@@ -202,6 +203,8 @@ class ExpectedTensors:
             return SAME
         # Addresses of this look, or of one before that ended in the middle, are not taken over yet.
         self._is_settled = False
+        # A second look: which gradients overlap with what is written can be told only by the new
+        # places, which the first look has found.
         if found == OTHER or not self._settled() or self._found(same, tensors) != SAME:
             return OTHER
         self._is_settled = True

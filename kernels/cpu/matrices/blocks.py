@@ -131,6 +131,7 @@ def _factors(kernel: Kernel) -> Callable[..., None]:
         """The moving averages; returns their mean."""
         total = 0.0
         for i in range(state.size):
+            # One thread has all lines of a matrix, in order, so the sum has no parts.
             state[i] = averaged(state[i], real(sums[i] / count), hp)
             total += np.float64(state[i])
         return total / max(1, state.size)

@@ -253,6 +253,7 @@ class MatrixStep:
         passes = (block.address for block in matrix_blocks(kernel))
         self._call = Arguments(MatrixCall(*tensors, *itemsizes, *scratch, *passes))
         self._threads = 1 if table.n_elements < _SERIAL_BELOW else get_num_threads()
+        # Both in one commit: no interrupt falls between the states of lines and the parameters.
         self.loops = (
             self._loop(store_states, len(table.table)),
             self._loop(update_matrices, table.n_parts),

@@ -45,6 +45,7 @@ def _before() -> None:
     held: list[_Held] = []
     vars(_mine).setdefault("forks", []).append(held)  # a signal handler may fork while this waits
     for holding in _holdings:
+        # Listed before it is begun: whatever interrupts this, what is held by then is let go.
         held.append(holding())
         next(held[-1])
 

@@ -150,6 +150,8 @@ def _grouping(
             loops += [(sort.place_digits, *once), (sort.scatter_keys, *shares)]
         loops += [(sort.finish, *once)]
     if n_ranges:
+        # Hot rows are summed with the grouping, before anything is written: all threads share one
+        # of them, and its turn in the update is short.
         loops.append((rows.sum_hot_range, n_ranges, threads))
     return tuple((part.address, n, most) for part, n, most in loops)
 
@@ -257,6 +259,8 @@ class RowStep:
 
     def measure_touched(self) -> float:
         """The squares of the summed rows, added up in the order of the rows."""
+        # A place for each key, and 0 in those that begin no row: NumPy adds them up in an order
+        # that their number fixes, whichever thread has measured which row.
         squares, threads = np.zeros(self._size.n), self._size.threads
         n_parts = min(self._size.n, _PARTS_PER_THREAD * threads)
         self._set("measured", squares)

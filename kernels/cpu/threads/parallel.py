@@ -88,6 +88,8 @@ def _run_parts(function, n, call, slot, threads, claimed):
         owner = (slot + k) % threads
         end = (owner + 1) * n // threads
         while True:
+            # Each stretch has its counter on a line of its own: threads that are at work on
+            # different stretches do not take lines away from each other.
             index = owner * n // threads + atomic_add(claimed + owner * LINE, 1)
             if index >= end:
                 break
@@ -123,6 +125,8 @@ def _work(loops, n_loops, slot, counters, counters_bytes):
         function, n, call, threads = fields[k, 0], fields[k, 1], fields[k, 2], fields[k, 3]
         done = counters + k * counters_bytes
         claimed, count = done + LINE, 0
+        # A loop for one thread is run by the first one that comes: to leave it to a certain thread
+        # would be to wait for that.
         if threads <= 1:
             if atomic_add(claimed, 1) == 0:
                 _serial(function, n, call)
@@ -131,6 +135,7 @@ def _work(loops, n_loops, slot, counters, counters_bytes):
             count = _run_parts(function, n, call, slot, threads, claimed)
         if count > 0:
             atomic_add(done, count)
+        # Not after the last loop, at whose end the layer waits, or `_join`.
         if k + 1 < n_loops:
             _wait(done, n)
 
@@ -159,6 +164,8 @@ def _each_serial(loops, n_loops):
 
 
 def _call_parallel(loops, n_loops, threads, counters, counters_bytes, regions):
+    # Counted before it begins: either a fork finds the region and leaves the threads alone, or this
+    # call finds the fork and runs alone.
     if atomic_add(regions, 1) < CLOSED:
         _in_parallel(loops, n_loops, threads, counters, counters_bytes)
         atomic_add(regions, -1)
@@ -459,6 +466,9 @@ def commit(steps: Sequence[Prepared], count: Runs | None = None) -> None:
     loops: tuple[Loop, ...] = ()
     for step in steps:
         loops += step.loops
+    # One call for all: were a step written and not counted, the next one would correct its bias as
+    # if it were this one.
     run_all(loops if count is None else loops + count.loops)
+    # Given back last: an interrupt here loses scratch memory, which the next call makes anew.
     for step in steps:
         step.release()
