@@ -100,6 +100,8 @@ def total_kernel(parts, n, totals, guard):
     if thread == 0:
         squares, limit = shared[0, 0], load_float64(totals + AT.limit)
         norm = math.sqrt(squares)
+        # A norm that is not finite makes NaN of all gradients: scaled by 0 or by a number they
+        # would pass for clipped ones.
         factor = limit / max(norm, limit) if norm < np.inf else np.nan
         store_float64(totals + AT.squares, squares)
         store_float64(totals + AT.factor, factor)

@@ -97,6 +97,7 @@ def row_updater(kernel: Kernel, gradient: Callable[[int], Any], threads: int) ->
         own, first = cuda.local.array(n_shared, float64), row * width
         for k in range(n_shared):
             own[k] = 0.0
+        # Threads without a row take part with a width of 0: the sum over lanes has barriers.
         measure(at, width, is_aligned, first, arrays, source, hp, own)
         shared = cuda.shared.array((n_shared, threads), float64)
         for k in range(n_shared):

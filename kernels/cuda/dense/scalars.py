@@ -179,12 +179,15 @@ def scalars_kernel(
         step = load_int64(row.updates) + 1
         store_int64(row.updates, step)
         for k in range(n_bases):
+            # Rounded after every update, as `formula.running_power` on the host.
             base = real_type(load_float64(settings + at_bases + 8 * k))
             power = real_type(load_float64(row.powers + 8 * k)) * base
             store_float64(row.powers + 8 * k, np.float64(power))
         options, common = class_at(row.options, 0), settings_at(settings, 0)
         rate = load_number(options.rate_at, options.rate_kind)
         scale = load_number(common.scale_at, common.scale_kind)
+        # Kept beside the scalars: a trust ratio that follows on the device needs the learning rate,
+        # the decay and the loss scale of this very step.
         numbers = row.hp - size_of_numbers
         store_float64(numbers + USED.rate, rate)
         store_float64(numbers + USED.decay, options.decay)

@@ -42,6 +42,8 @@ def element_bytes(kernel: Kernel) -> np.ndarray:
 
 def are_aligned(places: np.ndarray) -> np.ndarray:
     """Whether tiles can be moved by vectors: of each row of addresses and strides."""
+    # A vector of 16 bytes at another address is an error that ends the work of the whole process on
+    # the device. A view may begin anywhere, and is moved element by element then.
     aligned: np.ndarray = (places % WIDEST == 0).all(-1)
     return aligned
 
@@ -295,6 +297,7 @@ def sums(g: Storage, real: Storage, length: int) -> Sums:
         start(c, g2, i)
         start(d, g3, i)
         for k in range(length):
+            # From left to right, as `add` would four times: loading at once leaves the order.
             total[k] = total[k] + a[k] + b[k] + c[k] + d[k]
 
     return Sums(start, add, add_4, store)

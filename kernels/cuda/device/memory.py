@@ -60,6 +60,7 @@ class Held:
             if self._is_captured:
                 self._kept.append(self._array)
             self._array, self._size = None, 0  # freed when the device is done with it
+            # A power of 2, so that batches that grow from step to step seldom take new memory.
             size = max(_LEAST, 8 * WORDS, 1 << (n_bytes - 1).bit_length())
             self._array, self._size = cuda.device_array(size, np.uint8), size
             self._content = np.empty(0, np.int64)

@@ -85,6 +85,7 @@ def placed(part: Any, hp: np.ndarray, hp_of: Any, call: LaunchContext) -> Iterat
     with room_of(call.stream) as room:
         base = room.take(places.size)
         words = part.words(base + at_words, base + np.asarray(hp_of) * scalars.strides[0])
+        # Scalars and tables in one array: one copy to the device for a step.
         content = np.zeros(at_words + words.nbytes, np.uint8)
         content[: scalars.nbytes] = scalars.reshape(-1).view(np.uint8)
         content[at_words:] = words.view(np.uint8)

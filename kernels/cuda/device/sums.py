@@ -47,6 +47,8 @@ def add_lanes(shared, thread, lane, lanes, stride, n_values):
     """As `add_tree`, for groups of ``lanes`` (a power of 2) ``stride`` apart: into lane 0."""
     half = lanes >> 1
     while half > 0:
+        # By all threads of the block, also those without a lane that adds: a barrier that some of
+        # them leave out is undefined.
         cuda.syncthreads()
         if lane < half:
             for k in range(n_values):

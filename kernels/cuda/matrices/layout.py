@@ -130,6 +130,7 @@ def _laid_out(
 def _cut(tensor: MatrixTensor, length: int) -> tuple[int, int, int, int, int]:
     """Logarithms of the threads across and down, height of a tile, tiles down and across."""
     vectors = -(-tensor.width // length)
+    # Decided by shapes, not by the device that is there: the cut is part of the order of the sums.
     across = min(_power(vectors), CUT.across)
     down = min(_power(-(-tensor.height // CUT.rounds)), THREADS // across)
     across = min(_power(vectors), THREADS // down)  # a low matrix has more of them

@@ -43,6 +43,7 @@ def _sum_of_row(g: Storage, real: Storage, length: int) -> Any:
     def run(total, keys, k, table, column):
         add_up(total, keys, k, (row_at(keys, k) + 1) << keys.bits, table, column)
         for c in range(length):
+            # -0 becomes 0, as in a sum that begins with 0.
             total[c] += real_type(0)
 
     return run

@@ -111,6 +111,8 @@ def check_kernel(tables, n_tables, n, bits, dropped_row, keys, guard, base):
     if index < 0 or index >= table.rows:
         row = dropped_row
         if dropped_row < 0:
+            # Its key is made as well: the sort runs before anybody has heard of it, and the loops
+            # behind it find the guard closed.
             row = 0
             lower_int64(guard + 8 * FOUND, base + position)
     if keys != 0:
