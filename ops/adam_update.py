@@ -91,6 +91,8 @@ class _AdamUpdate(RowPrimitive):
             memory = tuple(map(address_of, arrays)), tuple(a.nbytes for a in arrays), 0
             spans = locks.spans_of([memory])
         if not isinstance(given, DeviceArray):
+            # Copy and update in one commit: no interrupt leaves ``out`` with the old weight beside
+            # moments that have moved.
             together = partial(commit, [copy.prepared(), update.prepared()])
             locks.serialized(together, spans, shared=False)
             return result

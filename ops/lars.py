@@ -77,6 +77,7 @@ class LARSUpdate(Primitive):
         ratio = rules.ratio(norm_w, norm_g, decay, self.hyperpara, self.epsilon)
         if self.use_clip:
             ratio = rules.clipped(ratio, rate)
+        # The ratio is computed in float64 and rounded once, like every scalar of a rule.
         hp = tuple(map(rounding(w.dtype), (ratio, decay)))
         g = check.gradient(self.name, "gradient", gradient, w.dtype, w.shape)
         device_of(self.name, {"result": w, "gradient": g})

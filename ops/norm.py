@@ -161,6 +161,7 @@ def _check_in_place(where: str, x: Sequence[Any], gradients: Sequence[Gradient |
         if adopted is not None:
             values[f"x[{i}]"] = check.variable(where, f"x[{i}]", values_of(given))
     check.no_overlap(where, [*values], [*values.values()])
+    # Indices that lie among the values would be scaled with them, and name other rows from then on.
     spans = sorted((address_of(a), address_of(a) + a.nbytes) for a in values.values() if a.nbytes)
     written = list(zip(*spans, strict=True)) or ((), ())
     for i, adopted in enumerate(gradients):
@@ -182,6 +183,8 @@ def _sum_of_squares(where: str, gradients: Sequence[Gradient | None], *, on_devi
     """Kind by kind, each in one kernel call."""
     if on_device:
         return device_norm.squares(where, gradients)
+    # Storage types in the order in which they occur, rows before dense arrays: like that of the
+    # sums of each, this order follows from the arguments alone.
     dense, rows = by_storage(gradients)
     total = sum(_of_rows(where, g, tensors) for g, tensors in rows.items())
     return total + sum(float(squares(g, arrays).sum()) for g, arrays in dense.items())

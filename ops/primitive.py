@@ -52,6 +52,8 @@ class Primitive:
 
     def _variables(self, **values: Any) -> Named:
         arrays = tuple(values.values())
+        # One compiled look at all of them where nothing is wrong; whatever it does not know goes
+        # through the checks, which say what is wrong or find that nothing is.
         if alike(arrays, len(arrays)) is None:
             values = {name: check.variable(self.name, name, x) for name, x in values.items()}
             check.same_layout(self.name, values)

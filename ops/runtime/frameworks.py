@@ -186,6 +186,8 @@ _INTERFACE, _TORCH, _CUPY, _SIMULATOR = Framework(), _Torch(), _CuPy(), _Simulat
 
 def framework_of(value: Any) -> Framework | None:
     """The framework of an array on a CUDA device; None for everything else."""
+    # The frameworks before the interface: that has no letter for bfloat16, and does not say which
+    # of a framework's streams is the current one.
     if isinstance(value, _class("torch", "Tensor")):
         return _TORCH if value.is_cuda else None
     if isinstance(value, _class("cupy", "ndarray")):

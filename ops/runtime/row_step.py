@@ -176,6 +176,7 @@ def check_keys(where: str, lists: Sequence[IndexList | RowTable]) -> None:
     n_rows = n = 0
     for own in lists:
         n_rows, n = n_rows + own.rows, n + own.length
+    # The sign of a key stays 0, so that keys sort as the numbers that they are.
     bits = n_rows.bit_length() + n.bit_length()
     if bits > 63:
         wrong, fix = "need too long sort keys", f"; split the {n} indices into several calls"

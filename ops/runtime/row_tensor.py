@@ -152,6 +152,8 @@ class RowTensor:
     @quiet
     def _summed(self, places: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         """The values added up at row ``places[b]`` of an array of ``shape``."""
+        # Added up in the type of the arithmetic and rounded once at the end: in 16 bits a sum of
+        # many equal terms soon stops growing.
         real = real_type(self.dtype)
         total, width = np.zeros(shape, real), math.prod(shape[1:])
         # Flat indices: NumPy adds whole rows several times more slowly.

@@ -52,6 +52,7 @@ class Variables:
     def move(self, addresses: np.ndarray) -> None:
         """Take over where the tensors lie now, and drop what was derived from where they lay."""
         self.table.addresses[:] = addresses
+        # Its table has addresses of its own; the steps read those of this table in each call.
         vars(self).pop("matrices", None)
 
     @property
@@ -232,6 +233,8 @@ def tensor_step(
         with launch_on(arrays, update.variables.spans if use_locking else None) as launch:
             update.enqueue(launch)
         return
+    # Not given back after an error or an interrupt, which may have left its arguments half written:
+    # the next call then makes another one.
     step = _steps_on_one_tensor(rule, prologue, w.dtype, gradient.dtype).take()
     step.table.move(addresses[:-1], w.size)
     step.gradients[0] = addresses[-1]
