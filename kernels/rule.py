@@ -41,7 +41,7 @@ def product(x: Any, y: Any) -> Any:
 
 @rule_helper
 def sign(x: Any, hp: Any) -> Any:
-    """1, 0 or -1, where ``hp`` has ``one`` and ``zero``; that of a NaN is it itself."""
+    """1, 0 or -1, for which the scalars have ``one`` and ``zero``; a NaN stays a NaN."""
     return hp.one if x > hp.zero else (-hp.one if x < hp.zero else x)
 
 
@@ -93,19 +93,19 @@ class Rule(_Constant):
             arithmetic into float64; constants come in through ``hp``). Its states are those per
             element, and those per tensor, which it only reads.
         states: a `State` each, in argument order; a str is the name of one per element.
-        hp: the fields of ``hp`` that ``update`` and ``measure`` read.
+        hp: the scalars that ``update`` and ``measure`` read, by name: the fields of ``hp``.
         measure: ``measure(w, g, *states, hp)`` returns a tuple of values, whose squares are added
             up. It is told the states as they were.
         n_measured: how many values.
         signed: the places of those that are added up themselves, not their squares.
         factor: ``factor(*sums, *takes)``: what follows from the sums, a scalar function too: a
-            factor of each field of ``factor_of``, then the new states of its scope. None: it takes
+            factor of each scalar of ``factor_of``, then the new states of its scope. None: it takes
             more than the sums.
-        factor_of: that field of ``hp``, or a tuple of them.
+        factor_of: that scalar, or a tuple of them.
         scope: over what is summed, and for what a factor counts: ``"row"``, ``"tensor"`` or
             ``"step"``. A row is measured and updated while it is in the caches.
         takes: what ``factor`` takes after the sums, by name: ``"size"``, the number of elements of
-            the scope; states of the scope; fields of ``hp``; or constants of the optimizer. With
+            the scope; states of the scope; scalars; or constants of the optimizer. With
             the scope ``"step"`` these are numbers of the optimizer, the first of which it gives
             anew, and constants.
         rests: with the scope ``"step"``, ``rests(*sums)``: whether no step follows from them.
