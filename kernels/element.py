@@ -1,4 +1,4 @@
-"""What is compiled, a rule behind a prologue for some storage types, and its work on one element.
+"""Kernels, a rule behind gradient transforms for some storage types, and their work on an element.
 
 Nothing is compiled here: a backend says how (`Compiler`).
 """
@@ -21,10 +21,10 @@ from .storage import F64, I32, Storage, numba_type, real_of
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """A rule behind a prologue for some storage types; compared by identity, see `kernel`."""
+    """A rule behind gradient transforms for some storage types; compared by identity (`kernel`)."""
 
     rule: Rule
-    prologue: Prologue  # what happens to the gradient first
+    prologue: Prologue  # gradient transforms, in their order
     w: Storage  # of the parameter; the arithmetic follows it
     g: Storage  # of the gradient
     s: tuple[Storage, ...]  # of each state
@@ -35,7 +35,7 @@ class Kernel:
 
     @lazy
     def real(self) -> Storage:
-        """Storage of the arithmetic, of ``hp`` and of summed gradients."""
+        """Storage of the arithmetic, of the scalars and of summed gradients."""
         return real_of(self.w)
 
     @property
@@ -47,8 +47,8 @@ class Kernel:
     def row_bytes(self) -> np.ndarray:
         """int64 ``[arrays, 2]``: what a row of each has, for each column and beside these."""
         sizes = {"element": (1, 0), "row": (0, 1)}
-        of_each = zip((self.w, *self.s), self.per, strict=True)
-        return np.array([[n * x.itemsize for n in sizes.get(per, (0, 0))] for x, per in of_each])
+        pairs = zip((self.w, *self.s), self.per, strict=True)
+        return np.array([[n * x.itemsize for n in sizes.get(per, (0, 0))] for x, per in pairs])
 
     def places(self, states: tuple[State, ...]) -> tuple[int, ...]:
         """Where some of the states are among the arrays."""
@@ -61,12 +61,12 @@ class Kernel:
 
     @property
     def n_scalars(self) -> int:
-        """The number of fields of a row of ``hp``."""
+        """The number of scalars that the rule and the gradient transforms read."""
         return len(self.column)
 
     @property
     def column(self) -> dict[str, int]:
-        """Where each scalar is in a row of ``hp``."""
+        """The place of each scalar in a row of them."""
         return columns(self.rule, self.prologue)
 
 
@@ -79,17 +79,17 @@ def kernel(
 
 
 class Compiler(NamedTuple):
-    """How a backend compiles the functions of an element."""
+    """A backend's ways to compile the functions of an element."""
 
     rule: Callable[..., Any]  # a function of a rule
-    part: Callable[..., Any]  # that of a part of a prologue
+    part: Callable[..., Any]  # a gradient transform
     conversion: Callable[..., Any]  # from or to a storage type
     element: Callable[..., Any]  # what calls them
     inlined: Callable[..., Any]  # a piece of that, one of many: each must compile in no time
 
 
 def compose(prologue: Prologue, compiler: Compiler) -> Any:
-    """``condition(g, w, hp)``: one function out of the parts of a prologue, first part first."""
+    """``condition(g, w, hp)``: one function out of gradient transforms, the first one first."""
     if not prologue:
         return compiler.inlined(lambda g, w, hp: g)  # noqa: ARG005
     first, rest = compiler.part(prologue[0].apply), compose(prologue[1:], compiler)
@@ -101,7 +101,7 @@ def compose(prologue: Prologue, compiler: Compiler) -> Any:
 
 
 def conditioned(kernel: Kernel, compiler: Compiler, *, zero_gradient: bool = False) -> Any:
-    """``load(w, g, i, hp)``: parameter and gradient after the prologue, as numbers."""
+    """``load(w, g, i, hp)``: parameter and gradient after the gradient transforms, as numbers."""
     load_w, load_g = (compiler.conversion(storage.to_real) for storage in (kernel.w, kernel.g))
     condition, real = compose(kernel.prologue, compiler), numba_type(kernel.real)
 
@@ -116,6 +116,7 @@ def conditioned(kernel: Kernel, compiler: Compiler, *, zero_gradient: bool = Fal
 
 def _number_type(kernel: Kernel, storage: Storage) -> Any:
     """The Numba type of a number of a storage type: that of the arithmetic, int64 for a count."""
+    # As a float32, a count that grows by 1 would stop at 2**24.
     return types.int64 if storage is I32 else numba_type(kernel.real)
 
 
@@ -163,7 +164,7 @@ def _stored(kernel: Kernel, compiler: Compiler, places: tuple[int, ...], k: int 
 def element_of(
     kernel: Kernel, update: Callable[..., Any], compiler: Compiler, *, zero_gradient: bool = False
 ) -> Any:
-    """``element(arrays, g, i, *rest)``: load, prologue, ``update`` and store of one element.
+    """``element(arrays, g, i, *rest)``: load, transform, ``update`` and store one element.
 
     ``arrays`` is a tuple, of the parameter and its states; ``rest`` is what ``update`` takes after
     the states, ``hp`` the last. With ``zero_gradient`` this is 0 and is not read.
@@ -182,7 +183,7 @@ def element_of(
 
 
 def values_of(kernel: Kernel, compiler: Compiler, *, zero_gradient: bool = False) -> Any:
-    """``values(arrays, g, i, hp)``: load, prologue and what the rule measures of one element."""
+    """``values(arrays, g, i, hp)``: load, transform and measure one element."""
     assert kernel.rule.measure is not None
     compiled = compiler.rule(kernel.rule.measure)
     load = conditioned(kernel, compiler, zero_gradient=zero_gradient)
@@ -200,6 +201,8 @@ def adder(rule: Rule, compiler: Compiler, k: int = 0) -> Any:
     if k == rule.n_measured:
         return compiler.inlined(lambda sums, values: ())  # noqa: ARG005
     rest = adder(rule, compiler, k + 1)
+    # In float64: the square of a float32 beyond 1.8e19 is no float32, and in a float32 sum over a
+    # long tensor the later terms would be lost in the total.
     if k in rule.signed:
 
         def add(sums, values):

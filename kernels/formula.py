@@ -1,4 +1,4 @@
-"""How the scalars of a rule follow from the learning rate, the decay and the number of updates."""
+"""Formulas: the scalars of a rule from the learning rate, the decay and the number of updates."""
 
 from __future__ import annotations
 
@@ -57,6 +57,8 @@ def running_power(real: Any, beta: float, step: int) -> float:
     rounded = ROUNDING[real]
     base = rounded(beta)
     power = float(_product(real(base), step)) if known is None else rounded(known * base)
+    # All at once: what is gone is computed anew, multiplication by multiplication, to the same
+    # bits.
     if len(_powers) >= _KEPT_POWERS:
         _powers.clear()
     _powers[real, beta, step] = power

@@ -1,4 +1,4 @@
-"""What an update rule is: a scalar function, its scalars, its states, and what it measures."""
+"""Update rules: a scalar function each, its scalars, its states, and what it measures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .state import State
 # code, and neither assumes away NaN or infinity.
 RULE_FLAGS: dict[str, Any] = {"error_model": "numpy", "fastmath": {"contract"}}
 
-# What comes before a rule is rounded by itself, whatever the rule does with it next. (Said in
+# A gradient transform is rounded by itself, whatever the rule does with its result. (Said in
 # full: a function without "fastmath" takes that of its caller.)
 PROLOGUE_FLAGS: dict[str, Any] = {"error_model": "numpy", "fastmath": False}
 
@@ -41,7 +41,7 @@ def product(x: Any, y: Any) -> Any:
 
 @rule_helper
 def sign(x: Any, hp: Any) -> Any:
-    """1, 0 or -1, where ``hp`` has ``one`` and ``zero``; that of a NaN is it itself."""
+    """1, 0 or -1, for which the scalars have ``one`` and ``zero``; a NaN stays a NaN."""
     return hp.one if x > hp.zero else (-hp.one if x < hp.zero else x)
 
 
@@ -50,7 +50,7 @@ def _constant(module: str, name: str) -> Any:
 
 
 class _Constant:
-    """What is compared by identity travels as the name of a constant of its module."""
+    """A constant of a module: compared by identity, and pickled as its name there."""
 
     def __reduce__(self) -> Any:
         module = vars(self)[next(iter(vars(self)))].__module__
@@ -66,7 +66,7 @@ class Lines(NamedTuple):
     All are scalar functions. With ``R`` and ``C`` the two states of an element's row and column,
     ``update`` takes in their place the factors ``row_factor(R, mean of all R)`` and
     ``column_factor(C)``. What is measured of a tensor is the parameter, where the constant
-    ``of_parameter`` says so, and what ``measure(g, row factor, column factor, hp)`` returns.
+    ``measures_parameter`` says so, and what ``measure(g, row factor, column factor, hp)`` returns.
     """
 
     term: Callable[..., Any]  # term(g, hp): what the means are of
@@ -76,7 +76,7 @@ class Lines(NamedTuple):
     column_factor: Callable[..., Any]
     smallest: str  # the scalar above which C is held
     smallest_mean: str  # likewise the mean of all R
-    of_parameter: str
+    measures_parameter: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,19 +93,19 @@ class Rule(_Constant):
             arithmetic into float64; constants come in through ``hp``). Its states are those per
             element, and those per tensor, which it only reads.
         states: a `State` each, in argument order; a str is the name of one per element.
-        hp: the fields of ``hp`` that ``update`` and ``measure`` read.
+        hp: the scalars that ``update`` and ``measure`` read, by name: the fields of ``hp``.
         measure: ``measure(w, g, *states, hp)`` returns a tuple of values, whose squares are added
             up. It is told the states as they were.
         n_measured: how many values.
         signed: the places of those that are added up themselves, not their squares.
         factor: ``factor(*sums, *takes)``: what follows from the sums, a scalar function too: a
-            factor of each field of ``factor_of``, then the new states of its scope. None: it takes
+            factor of each scalar of ``factor_of``, then the new states of its scope. None: it takes
             more than the sums.
-        factor_of: that field of ``hp``, or a tuple of them.
+        factor_of: that scalar, or a tuple of them.
         scope: over what is summed, and for what a factor counts: ``"row"``, ``"tensor"`` or
             ``"step"``. A row is measured and updated while it is in the caches.
         takes: what ``factor`` takes after the sums, by name: ``"size"``, the number of elements of
-            the scope; states of the scope; fields of ``hp``; or constants of the optimizer. With
+            the scope; states of the scope; scalars; or constants of the optimizer. With
             the scope ``"step"`` these are numbers of the optimizer, the first of which it gives
             anew, and constants.
         rests: with the scope ``"step"``, ``rests(*sums)``: whether no step follows from them.
@@ -202,14 +202,14 @@ def factors(rule: Rule, sums: np.ndarray, known: Sequence[Mapping[str, float]]) 
     ``known`` has for each tensor what `Rule.takes` names.
     """
     assert rule.factor is not None
-    of_each = zip(sums.tolist(), known, strict=True)
-    found = [rule.factor(*own, *(names[name] for name in rule.takes)) for own, names in of_each]
+    tensors = zip(sums.tolist(), known, strict=True)
+    found = [rule.factor(*own, *(names[name] for name in rule.takes)) for own, names in tensors]
     return np.array(found, np.float64).reshape(len(found), -1)
 
 
 @dataclass(frozen=True, eq=False)
-class Part(_Constant):
-    """One part of a prologue; compared by identity."""
+class GradientTransform(_Constant):
+    """A scalar function on the gradient before the rule (decay, scale, clip), and its scalars."""
 
     apply: Callable[..., Any]  # apply(g, w, hp) -> g
     hp: tuple[str, ...]  # the fields that it reads
@@ -218,17 +218,18 @@ class Part(_Constant):
     scalars: Callable[[float, float], tuple[float, ...]] | None = None
 
 
-Prologue = tuple[Part, ...]
+Prologue = tuple[GradientTransform, ...]
+"""Gradient transforms in the order in which they are applied."""
 
 
 @cache
 def hp_type(rule: Rule, prologue: Prologue) -> type:
     """The named tuple of scalars that ``rule`` behind ``prologue`` reads, in memory order."""
-    fields = rule.hp + tuple(name for part in prologue for name in part.hp)
+    fields = rule.hp + tuple(name for transform in prologue for name in transform.hp)
     return namedtuple("hp", fields)
 
 
 @cache
 def columns(rule: Rule, prologue: Prologue) -> dict[str, int]:
-    """Where each scalar is in a row of ``hp``."""
+    """The place of each scalar in a row of them."""
     return {name: k for k, name in enumerate(hp_type(rule, prologue)._fields)}  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What a rule keeps from one step to the next, and for what."""
+"""States: what a rule keeps from one step to the next, and for what."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from .state import PARAMETER, State
 
 @dataclass(frozen=True, eq=False)
 class Storage:
-    """How one type lies in memory; compared by identity.
+    """A type as it lies in memory; compared by identity.
 
     All that is known of it is said in its entry below, and follows from there everywhere.
     """
@@ -109,6 +109,8 @@ def _bf16_to_f32(u):
 @njit
 def _f32_to_bf16(x):
     bits = np.float32(x).view(np.uint32)
+    # Half a unit of the kept half is added, less 1 where that half is even, so that a tie goes to
+    # the even neighbour. A carry runs into the exponent, as it has to: the next number is larger.
     odd = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1))
     rounded = np.uint32(np.uint32(bits + np.uint32(0x7FFF)) + odd)
     # A NaN must not be carried into an infinity: keep its top bits and make it quiet.
@@ -171,7 +173,7 @@ FOREIGN = {dtype.name: dtype for dtype in STORAGES if dtype.isbuiltin != 1}
 
 
 def storage_of(dtype: np.dtype[Any]) -> Storage:
-    """How a state of a dtype lies in memory."""
+    """The storage of a state of a dtype."""
     return I32 if dtype == I32.dtype else STORAGES[dtype]
 
 

@@ -1,4 +1,4 @@
-"""What the tables of a step hold before a backend lays them out, and what fixes its results.
+"""Tables of a step before a backend lays them out, and the numbers that fix its results.
 
 Terms used by the loops over rows:
 
@@ -31,6 +31,8 @@ MOST_RANGES = 64
 
 def range_length(n_positions: int) -> int:
     """Positions of a range of a table with ``n_positions``."""
+    # Never more than MOST_RANGES of them: each has a sum for every hot row, which is kept until the
+    # row steps, and one position in HOT + 1 may begin such a row.
     return max(_RANGE_POSITIONS, -(-n_positions // MOST_RANGES))
 
 
@@ -51,7 +53,7 @@ def has_rows(shape: tuple[int, ...]) -> bool:
 
 
 class TensorTable:
-    """Where T tensors and their states lie; what stays the same from step to step."""
+    """Addresses and sizes of T tensors and their states; the same from step to step."""
 
     def __init__(
         self, addresses: np.ndarray, first: np.ndarray, widths: np.ndarray | None = None
@@ -94,8 +96,10 @@ class RowTable(NamedTuple):
         firsts = range_length * np.arange(n_ranges + 1)
         if not self.positions:
             return np.minimum(firsts, self.length)
-        of_batch = np.ctypeslib.as_array((c_int64 * self.length).from_address(self.positions))
-        return np.searchsorted(of_batch, firsts)
+        # A part of a batch is cut where the whole batch is cut, not into ranges of its own: only
+        # then does a hot row have the sums here that it has in one process with all of the batch.
+        positions = np.ctypeslib.as_array((c_int64 * self.length).from_address(self.positions))
+        return np.searchsorted(positions, firsts)
 
 
 class MatrixTensor(NamedTuple):

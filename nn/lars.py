@@ -30,7 +30,7 @@ from .engine.reader import is_row_sparse
 from .fused import FusedOptimizer
 
 if TYPE_CHECKING:
-    from ..kernels.cuda.device.part import Part
+    from ..kernels.cuda.device.part import DevicePart
 
 
 def default_filter(parameter: Parameter) -> bool:
@@ -277,7 +277,7 @@ class LayerwiseConditioning(Conditioning):
 
     def measured_on_device(
         self, batch: Batch, gradients: np.ndarray, column: dict[str, int]
-    ) -> Part:
+    ) -> DevicePart:
         """The factors; see `Conditioning.measured_on_device`."""
         variables, table = batch.variables, batch.variables.table
         sizes, gradients, norm = np.diff(table.first), gradients.copy(), cuda.dense.norm
@@ -288,11 +288,11 @@ class LayerwiseConditioning(Conditioning):
                 self._plain.append(plain)
                 gradients[k] = plain.address
         trust = cuda.dense.trust
-        ratios: Part = trust.TrustRatios(
+        ratios: DevicePart = trust.TrustRatios(
             norm.DenseGradients(variables.w, table.addresses[:, 0], sizes),
             norm.DenseGradients(batch.g, gradients, sizes),
             self._acts[batch.positions],
-            trust.Options(*self.options_on_device),
+            trust.TrustOptions(*self.options_on_device),
             variables.real,
             column["trust_ratio"],
         )

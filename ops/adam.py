@@ -195,7 +195,7 @@ class AdamWeightDecay(Primitive):
 
 
 class _FusedSparseAdamBase(RowPrimitive):
-    """What `FusedSparseAdam` and `FusedSparseLazyAdam` share: all but the rows they update."""
+    """Base of `FusedSparseAdam` and `FusedSparseLazyAdam`, which update different rows."""
 
     _only_float32 = True
 
@@ -213,6 +213,7 @@ class _FusedSparseAdamBase(RowPrimitive):
     ) -> tuple[Any, Any, Any]:  # fmt: skip
         """Update ``var``, ``m`` and ``v`` in place and return them; see the class."""
         scalars = Corrected.read(self.name, beta1_power, beta2_power, lr, beta1, beta2, epsilon)
+        # In float32, the type in which the step takes it: 1 - 1e-9 is 1 there.
         if np.float32(scalars.beta1_power) == 1:
             wrong, got = "makes the step infinite", scalars.beta1_power
             reject(RejectedValueError, self.name, "beta1_power", wrong, "not 1", got)

@@ -91,6 +91,8 @@ class _AdamUpdate(RowPrimitive):
             memory = tuple(map(address_of, arrays)), tuple(a.nbytes for a in arrays), 0
             spans = locks.spans_of([memory])
         if not isinstance(given, DeviceArray):
+            # Copy and update in one commit: no interrupt leaves ``out`` with the old weight beside
+            # moments that have moved.
             together = partial(commit, [copy.prepared(), update.prepared()])
             locks.serialized(together, spans, shared=False)
             return result
@@ -116,7 +118,7 @@ class _AdamUpdate(RowPrimitive):
         return update, update.gradients[0].arrays
 
     def _prologue_and_hp(self, dtype: np.dtype[Any]) -> tuple[Prologue, Numbers]:
-        """What comes before the rule, and the scalars of both."""
+        """The gradient transforms before the rule, and the scalars of both."""
         real, given = real_type(dtype), self._given
         before = given["rescale_grad"], given["clip_gradient"], given["wd"]
         prologue = mxnet.conditioning(self._version, *before, composed=False)

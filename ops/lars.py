@@ -68,15 +68,16 @@ class LARSUpdate(Primitive):
         learning_rate: Any,
     ) -> Any:  # fmt: skip
         """The scaled gradient; see the class."""
-        of_w = math.sqrt(self._at_least_0("norm_weight", norm_weight))
-        of_g = math.sqrt(self._at_least_0("norm_gradient", norm_gradient))
+        norm_w = math.sqrt(self._at_least_0("norm_weight", norm_weight))
+        norm_g = math.sqrt(self._at_least_0("norm_gradient", norm_gradient))
         decay = self._at_least_0("weight_decay", weight_decay)
         rate = self._at_least_0("learning_rate", learning_rate)
         w = check.float_array_anywhere(self.name, "weight", weight)
         w = check.contiguous(w, self.name, "weight")
-        ratio = rules.ratio(of_w, of_g, decay, self.hyperpara, self.epsilon)
+        ratio = rules.ratio(norm_w, norm_g, decay, self.hyperpara, self.epsilon)
         if self.use_clip:
             ratio = rules.clipped(ratio, rate)
+        # The ratio is computed in float64 and rounded once, like every scalar of a rule.
         hp = tuple(map(rounding(w.dtype), (ratio, decay)))
         g = check.gradient(self.name, "gradient", gradient, w.dtype, w.shape)
         device_of(self.name, {"result": w, "gradient": g})

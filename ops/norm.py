@@ -152,7 +152,7 @@ def _adopted_one(where: str, name: str, gradient: Any) -> Gradient:
 
 
 def _check_in_place(where: str, x: Sequence[Any], gradients: Sequence[Gradient | None]) -> None:
-    """What was given can be written to: it was not converted, and lies apart."""
+    """Check that gradients can be written to: none was converted, and they lie apart."""
     values: dict[str, Any] = {}
     for i, (given, adopted) in enumerate(zip(x, gradients, strict=True)):
         if isinstance(adopted, RowTensor) and not isinstance(given, RowTensor):
@@ -161,6 +161,7 @@ def _check_in_place(where: str, x: Sequence[Any], gradients: Sequence[Gradient |
         if adopted is not None:
             values[f"x[{i}]"] = check.variable(where, f"x[{i}]", values_of(given))
     check.no_overlap(where, [*values], [*values.values()])
+    # Indices that lie among the values would be scaled with them, and name other rows from then on.
     spans = sorted((address_of(a), address_of(a) + a.nbytes) for a in values.values() if a.nbytes)
     written = list(zip(*spans, strict=True)) or ((), ())
     for i, adopted in enumerate(gradients):
@@ -182,6 +183,8 @@ def _sum_of_squares(where: str, gradients: Sequence[Gradient | None], *, on_devi
     """Kind by kind, each in one kernel call."""
     if on_device:
         return device_norm.squares(where, gradients)
+    # Storage types in the order in which they occur, rows before dense arrays: like that of the
+    # sums of each, this order follows from the arguments alone.
     dense, rows = by_storage(gradients)
     total = sum(_of_rows(where, g, tensors) for g, tensors in rows.items())
     return total + sum(float(squares(g, arrays).sum()) for g, arrays in dense.items())
@@ -222,7 +225,7 @@ def _scale(
     in_place, updates = results is gradients, []
     given, made = values_by_storage(gradients), values_by_storage(results)
     rule = SCALED_IN_PLACE if in_place else SCALED
-    arrays = [array for of_type in (made, given) for found in of_type.values() for array in found]
+    arrays = [array for side in (made, given) for found in side.values() for array in found]
     if len(arrays) == 2:  # for one tensor a step is kept
         tensor_step(rule, (), tuple(arrays), [*map(address_of, arrays)], (factor,))
         return

@@ -52,6 +52,8 @@ class Primitive:
 
     def _variables(self, **values: Any) -> Named:
         arrays = tuple(values.values())
+        # One compiled look at all of them where nothing is wrong; whatever it does not know goes
+        # through the checks, which say what is wrong or find that nothing is.
         if alike(arrays, len(arrays)) is None:
             values = {name: check.variable(self.name, name, x) for name, x in values.items()}
             check.same_layout(self.name, values)
@@ -135,12 +137,12 @@ class RowPrimitive(Primitive):
 
 
 def out_of_range_rule(where: str, value: Any) -> str:
-    """What to do with indices outside of ``[0, N)``: ``"raise"`` or ``"drop"``."""
+    """The checked option for indices outside of ``[0, N)``: ``"raise"`` or ``"drop"``."""
     if not isinstance(value, str) or value not in ("raise", "drop"):
         reject(ValueError, where, "out_of_range", "is unknown", "'raise' or 'drop'", value)
     return value
 
 
 def arithmetic(variables: Named) -> Callable[[float], float]:
-    """What rounds a number to the type of the arithmetic on some variables."""
+    """The rounding of numbers to the type of the arithmetic on some variables."""
     return rounding(next(iter(variables.values())).dtype)

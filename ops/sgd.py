@@ -143,6 +143,7 @@ class SGD(Primitive):
             variables = {"parameters": variables["parameters"]}
         else:
             rule = rules.SGD_FIRST_STEP_NESTEROV if self.nesterov else rules.SGD_FIRST_STEP
+            # The scalars of a later update: which elements take their first one says ``stat``.
             hp = rules.first_step_scalars(real, lr, 0.0, 0, (mu, self.dampening), ())
         prologue: Prologue = ()
         if self.weight_decay > 0.0:

@@ -120,7 +120,7 @@ def _parts(tables: Tables) -> dict[str, Callable[[], object]]:
     from numba import cuda
 
     from ...kernels.cuda.device.backend import address_of
-    from ...kernels.cuda.device.part import Call
+    from ...kernels.cuda.device.part import LaunchContext
     from ...kernels.cuda.rows.step import RowStep
     from ...kernels.element import kernel
     from ...kernels.rules import adam
@@ -138,7 +138,7 @@ def _parts(tables: Tables) -> dict[str, Callable[[], object]]:
     scalars, scratch = cuda.to_device(hp), cuda.device_array(step.scratch_bytes, np.uint8)
     table, hp_at = cuda.device_array(step.n_words, np.int64), np.array([address_of(scalars)])
     table.copy_to_device(step.words(int(address_of(table)), hp_at))
-    call = Call(cuda.default_stream(), scratch=int(address_of(scratch)))
+    call = LaunchContext(cuda.default_stream(), scratch=int(address_of(scratch)))
 
     def group(keep: Any = (scalars, scratch, table)) -> None:
         del keep

@@ -1,1 +1,1 @@
-"""Loops of the CPU: dense tensors, touched rows, whole tables, grouping of duplicates."""
+"""Loops of the CPU: dense tensors, rows that occur, whole tables, grouping of duplicates."""

@@ -68,19 +68,19 @@ class Blocks(NamedTuple):
 @cache
 def blocks(kernel: Kernel) -> Blocks:
     """The blocks of a kernel; nothing is compiled yet."""
-    of_sums, measures = kernel.with_gradient(kernel.real), kernel.rule.is_two_stage
+    summed, measures = kernel.with_gradient(kernel.real), kernel.rule.is_two_stage
     block = _row_block if kernel.rule.is_row_wise else _block
     return Blocks(
         block(kernel),
-        block(of_sums, zero_gradient=True),
-        block(of_sums),
+        block(summed, zero_gradient=True),
+        block(summed),
         _measure(kernel) if measures else None,
-        _measure(of_sums) if measures else None,
+        _measure(summed) if measures else None,
     )
 
 
 def readers(kernel: Kernel) -> tuple[Any, Any]:
-    """What reads the scalars, and the arrays of the parameter and its states."""
+    """Compiled readers of the scalars, and of the arrays of the parameter and its states."""
     hp = tuple_reader(hp_type(kernel.rule, kernel.prologue), numba_type(kernel.real))
     return hp, array_reader([storage.carrier for storage in (kernel.w, *kernel.s)], kernel.per)
 
@@ -128,13 +128,13 @@ def _row_block(kernel: Kernel, *, zero_gradient: bool = False) -> NativeFunction
     follow, scale = following(kernel, CPU), scaling(kernel, CPU)
 
     def update(addresses, row, rows, width, g_address, hp_address):
-        of_table = read_hp(hp_address)
+        scalars = read_hp(hp_address)
         for k in range(rows):
             arrays = read_arrays(addresses, row + k, 1, width)
             g = carray(as_pointer(g_address + k * width * g_bytes), width, g_type)
-            found = follow(add_up(arrays, g, of_table), load(arrays), width, of_table)
+            found = follow(add_up(arrays, g, scalars), load(arrays), width, scalars)
             store(arrays, found)
-            hp = scale(of_table, found)
+            hp = scale(scalars, found)
             for i in range(arrays[0].size):
                 element(arrays, g, i, hp)
 

@@ -80,7 +80,7 @@ _call_at = records(DenseCall)
 
 @njit(inline="always")
 def _block_arguments(c, t, row, rows, width):
-    """For ``rows`` rows of tensor ``t``, from number ``row`` on."""
+    """Arguments of the block for ``rows`` rows of tensor ``t``, from number ``row`` on."""
     gradients, hp_of = int64s(c.gradients, c.n_tensors), int64s(c.hp_of, c.n_tensors)
     g, hp = gradients[t] + row * width * c.g_bytes, c.hp + hp_of[t] * c.hp_row_bytes
     return c.addresses + t * c.addresses_bytes, row, rows, width, g, hp
@@ -93,6 +93,8 @@ def _run_rows(c, t, begin, end):
         call_address(c.block, *_block_arguments(c, t, begin, end - begin, 1))
         return
     width = int64s(c.widths, c.n_tensors)[t]
+    # A chunk may end within a row: the row is run with the chunk in which it begins, by one thread,
+    # which measures all of it.
     first, last = -(-begin // width), -(-end // width)
     if last > first:
         call_address(c.block, *_block_arguments(c, t, first, last - first, width))
@@ -129,10 +131,10 @@ class DenseStep:
         self.gradients = np.zeros(n_tensors, np.int64)  # addresses
         self.hp = np.zeros((n_tensors, kernel.n_scalars), kernel.real.dtype)
         self.hp_of = np.zeros(n_tensors, np.int64)  # the row of ``hp`` that a tensor uses
-        of_table = table, self.gradients, self.hp, self.hp_of
+        tensors = table, self.gradients, self.hp, self.hp_of
         self._cut_for = 0, 0  # elements and threads
         block, by_rows = blocks(kernel).update, kernel.rule.is_row_wise
-        call = DenseCall.of(block, kernel.g, *of_table, chunk=0, by_rows=by_rows)
+        call = DenseCall.of(block, kernel.g, *tensors, chunk=0, by_rows=by_rows)
         self._call = Arguments(call)
         self.loops = (Loop(_run_chunk.address, 1, self._call.address, 1),)
 
@@ -182,8 +184,8 @@ def _measure_part(index, slot, c):
     t = last_at_most(first_part, d.n_tensors, index)
     offset = (index - first_part[t]) * d.chunk
     n = min(d.chunk, first[t + 1] - first[t] - offset)
-    of_part = _block_arguments(d, t, offset, n, 1)
-    call_address(d.block, *of_part, c.sums + index * c.sums_bytes)
+    arguments = _block_arguments(d, t, offset, n, 1)
+    call_address(d.block, *arguments, c.sums + index * c.sums_bytes)
 
 
 def measure(
@@ -192,6 +194,8 @@ def measure(
     """float64 ``[T, n_measured]`` sums of what a rule measures; as `DenseStep`."""
     block = blocks(kernel).measure
     assert block is not None
+    # An empty tensor has a part too, whose sums are 0: of no parts NumPy's reduceat would make the
+    # first sum of the next tensor.
     parts = np.maximum(1, -(-np.diff(table.first) // PART))
     first_part = np.concatenate(([0], np.cumsum(parts)[:-1]))
     sums = np.empty((int(parts.sum()), kernel.rule.n_measured))
@@ -209,6 +213,8 @@ def finite_check(storage: Storage) -> NativeFunction:
     exponent = carrier(storage.exponent)
 
     def check_finite(arrays, row, rows, width, g, found):
+        # Counted to the end: a loop that could be left in the middle would not be packed. Threads
+        # that find something all write the same 1, so they need no atomic.
         values, count = carray(as_pointer(g), rows * width, carrier), 0
         for i in range(values.size):
             count += (values[i] & exponent) == exponent

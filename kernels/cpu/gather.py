@@ -34,6 +34,7 @@ def gather_part(index, slot, c):
     indices, n_bytes = int64s(c.indices, c.n), c.row_bytes
     end = min((index + 1) * c.height, c.n)
     for b in range(index * c.height, end):
+        # Only the list of indices says where the next rows lie, which no processor foresees.
         if b + _ROWS_AHEAD < c.n:
             prefetch(c.table + indices[b + _ROWS_AHEAD] * n_bytes, n_bytes)
         copy_bytes(c.out + b * n_bytes, c.table + indices[b] * n_bytes, n_bytes)

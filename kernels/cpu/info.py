@@ -1,4 +1,4 @@
-"""What this installation runs on: ``fusestep info``."""
+"""Facts about an installation: ``fusestep info``."""
 
 from __future__ import annotations
 

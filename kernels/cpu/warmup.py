@@ -48,7 +48,7 @@ def all_rules() -> dict[str, Rule]:
 
 
 def loops(storages: list[Storage]) -> Iterator[NativeFunction]:
-    """What depends on no rule, and gains nothing from vectors that Numba makes of a loop."""
+    """Loops that depend on no rule, and gain nothing from vectors that Numba makes of them."""
     yield from (*LOOPS, *SHARED_LOOPS)
     yield from (*arrays.READERS, *tensors.READERS, layers.available_threads)
     yield from (counts.are_equal_at, counts.are_equal_floats_at)
@@ -77,7 +77,7 @@ def functions(
 
 
 def write_portable(path: Path) -> None:
-    """What `machine.portable` reads: the loops of the package, which depend on no processor."""
+    """Write the loops of the package, which depend on no processor, for `machine.portable`."""
     numba.config.LOOP_VECTORIZE = numba.config.SLP_VECTORIZE = 0  # for the builder's processor
     layers.start_layer()
     wanted = {f.identity: f for f in loops(list(STORAGES.values()))}
@@ -87,10 +87,10 @@ def write_portable(path: Path) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of ``fusestep warmup``."""
     add = parser.add_argument
-    of_dtype = "storage types of parameter, gradient and state (default: f32)"
-    add("--dtype", nargs="+", choices=sorted(_BY_NAME), default=["f32"], help=of_dtype)
-    of_rule = "update rules (default: all)"
-    add("--rule", nargs="+", choices=sorted(all_rules()), default=None, help=of_rule)
+    dtype_help = "storage types of parameter, gradient and state (default: f32)"
+    add("--dtype", nargs="+", choices=sorted(_BY_NAME), default=["f32"], help=dtype_help)
+    rule_help = "update rules (default: all)"
+    add("--rule", nargs="+", choices=sorted(all_rules()), default=None, help=rule_help)
     without = "without weight decay and loss scale, which are compiled in"
     add("--plain", action="store_true", help=without)
     add("--clear", action="store_true", help="first remove every kernel from the cache")

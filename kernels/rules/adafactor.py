@@ -32,7 +32,7 @@ _SMALLEST = 1e-30
 
 @rule_helper
 def squared(g: Any, hp: Any) -> Any:
-    """What the moving averages of the second moment average."""
+    """The squared gradient plus epsilon, of which the second moment keeps averages."""
     return g * g + hp.epsilon1
 
 
@@ -64,6 +64,8 @@ def column_factor(column: Any) -> Any:
 def factored_direction(g: Any, row: Any, column: Any, hp: Any) -> Any:
     """``g / (sqrt(R / mean(R)) * sqrt(C))``, given the reciprocals of the two roots."""
     reciprocal = row * column
+    # The reciprocal may be infinite, and a gradient of 0 times that would be a NaN: ``largest`` is
+    # the reciprocal of the smallest divisor that there is to be.
     return g * (hp.largest if reciprocal > hp.largest else reciprocal)
 
 

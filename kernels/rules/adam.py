@@ -101,6 +101,8 @@ def adam_scalars(
     beta1_power, beta2_power = powers
     numerator = float(real(lr)) * math.sqrt(1.0 - float(real(beta2_power)))
     correction = 1.0 - float(real(beta1_power))
+    # Python raises where C divides by 0, so the infinity (or the NaN that 0 / 0 is) is made by a
+    # product.
     step_size = numerator / correction if correction != 0.0 else numerator * math.inf
     return _complement(real, beta1), _complement(real, beta2), real(step_size), real(epsilon)
 
@@ -120,8 +122,8 @@ def adamax_scalars(
     """As `adam_scalars`; the second moment, a maximum, needs no correction."""
     beta1, beta2, epsilon = constants
     step_size = float(real(lr)) / (1.0 - float(real(powers[0])))
-    of_betas = real(beta1), _complement(real, beta1), real(beta2)
-    return (*of_betas, real(step_size), real(epsilon))
+    betas = real(beta1), _complement(real, beta1), real(beta2)
+    return (*betas, real(step_size), real(epsilon))
 
 
 def adan_scalars(
@@ -132,9 +134,9 @@ def adan_scalars(
     beta1, beta2, beta3 = float(real(beta1)), float(real(beta2)), float(real(beta3))
     step_size, change_size = lr / (1.0 - beta1**step), lr * beta2 / (1.0 - beta2**step)
     complements = real(1.0 - beta1), real(1.0 - beta2), real(1.0 - beta3)
-    of_step = real(step_size), real(change_size), real(1.0 / math.sqrt(1.0 - beta3**step))
+    step_scalars = real(step_size), real(change_size), real(1.0 / math.sqrt(1.0 - beta3**step))
     shrink, later = real(1.0 / (1.0 + lr * decay)), real(1.0 if step > 1 else 0.0)
-    return (real(beta2), *complements, *of_step, real(epsilon), shrink, later)
+    return (real(beta2), *complements, *step_scalars, real(epsilon), shrink, later)
 
 
 # The betas are the same in every step, and NumPy takes longer to round one than to look it up.

@@ -1,16 +1,16 @@
-"""Prologues: what happens to a gradient element before the rule sees it.
+"""Gradient transforms: what happens to a gradient element before the rule sees it.
 
-Each part is a scalar function ``g' = part(g, w, hp)``. Parts are composed with the rule
-at compile time, in the order in which they are listed, so they cost no pass over memory
-and an absent part costs nothing. Each part is rounded by itself, so a parameter steps the same
-whether or not others that share its call have one.
+Each is a scalar function ``g' = transform(g, w, hp)``. They are composed with the rule at compile
+time, in the order in which they are listed (a *prologue*), so they cost no pass over memory, and an
+absent one costs nothing. Each is rounded by itself, so a parameter steps the same whether or not
+others that share its call have one.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from ..rule import Part
+from ..rule import GradientTransform
 
 
 def coupled_decay(g: Any, w: Any, hp: Any) -> Any:
@@ -38,7 +38,9 @@ def clip(g: Any, w: Any, hp: Any) -> Any:
     return -hp.clip_bound if g < -hp.clip_bound else bounded
 
 
-CLIP = Part(clip, ("clip_bound",))
-COUPLED_DECAY = Part(coupled_decay, ("weight_decay", "no_decay"), lambda decay, _: (decay, 0.0))
-SCALE = Part(scale, ("grad_scale",), lambda _, loss_scale: (1.0 / loss_scale,))
-TRUST = Part(trust, ("trust_ratio",), lambda _, __: (1.0,))  # before anything is measured
+CLIP = GradientTransform(clip, ("clip_bound",))
+COUPLED_DECAY = GradientTransform(
+    coupled_decay, ("weight_decay", "no_decay"), lambda decay, _: (decay, 0.0)
+)
+SCALE = GradientTransform(scale, ("grad_scale",), lambda _, loss_scale: (1.0 / loss_scale,))
+TRUST = GradientTransform(trust, ("trust_ratio",), lambda _, __: (1.0,))  # until it is measured

@@ -66,18 +66,18 @@ def lamb_scalars(
 
 def ratio(square_of_w: Any, square_of_u: Any) -> Any:
     """The ratio of the norms of a tensor, in float64, from the sums of `lamb_norms`."""
-    of_w, of_u = math.sqrt(square_of_w), math.sqrt(square_of_u)
-    return of_w / of_u if of_w > 0.0 and of_u > 0.0 else 1.0
+    norm_w, norm_u = math.sqrt(square_of_w), math.sqrt(square_of_u)
+    return norm_w / norm_u if norm_w > 0.0 and norm_u > 0.0 else 1.0
 
 
 def clipped_ratio(square_of_w: Any, square_of_u: Any, square_of_g: Any) -> Any:
     """The same in [0, 10], from the sums of `lamb_clipped_norms`."""
-    of_w, of_u = math.sqrt(square_of_w), math.sqrt(square_of_u)
-    if not (of_w > 0.0 and square_of_g > 0.0):
+    norm_w, norm_u = math.sqrt(square_of_w), math.sqrt(square_of_u)
+    if not (norm_w > 0.0 and square_of_g > 0.0):
         return 1.0
-    if of_w > _MOST_RATIO * of_u:
+    if norm_w > _MOST_RATIO * norm_u:
         return _MOST_RATIO
-    return of_w / of_u
+    return norm_w / norm_u
 
 
 # The last is the learning rate until the norms are known, then it times their ratio.

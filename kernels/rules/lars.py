@@ -53,8 +53,8 @@ def lars_ratio(
     norm_w: np.ndarray, norm_g: np.ndarray, decay: np.ndarray, coefficient: float, epsilon: float
 ) -> np.ndarray:
     """`ratio` of each tensor."""
-    of_each = zip(norm_w.tolist(), norm_g.tolist(), decay.tolist(), strict=True)
-    return np.array([ratio(*norms, coefficient, epsilon) for norms in of_each])
+    tensors = zip(norm_w.tolist(), norm_g.tolist(), decay.tolist(), strict=True)
+    return np.array([ratio(*norms, coefficient, epsilon) for norms in tensors])
 
 
 def clipped_ratio(ratios: np.ndarray, lr: np.ndarray) -> np.ndarray:

@@ -23,8 +23,8 @@ def lion_scalars(
 ) -> Numbers:
     """Every argument rounded to ``real``, ``1 - beta`` taken after that rounding."""
     beta1, beta2 = constants
-    of_betas = real(beta1), real(1.0) - real(beta1), real(beta2), real(1.0) - real(beta2)
-    return (*of_betas, real(lr), real(decay), real(0.0), real(1.0))
+    betas = real(beta1), real(1.0) - real(beta1), real(beta2), real(1.0) - real(beta2)
+    return (*betas, real(lr), real(decay), real(0.0), real(1.0))
 
 
 _HP = ("beta1", "one_minus_beta1", "beta2", "one_minus_beta2", "lr", "decay", "zero", "one")

@@ -91,7 +91,7 @@ _remembered = lru_cache(maxsize=64)
 def conditioning(
     version: str, rescale: float, bound: float, decay: float, *, composed: bool
 ) -> Prologue:
-    """What happens to the gradient: 2.0 clips before the decay is added, 1.9 after it.
+    """The gradient transforms: 2.0 clips before the decay is added, 1.9 after it.
 
     A factor that rounds to 1, a bound of 0 or below and a decay that rounds to 0 cost nothing.
     """
@@ -105,13 +105,13 @@ def conditioning(
 def conditioning_scalars(
     real: Any, prologue: Prologue, rescale: float, bound: float, decay: float, *, composed: bool
 ) -> tuple[Any, ...]:
-    """The scalars of a `conditioning`, part by part; the bound is float32 in any case."""
-    of_part = {
+    """The scalars of a `conditioning`, one after the other; the bound is float32 in any case."""
+    scalars = {
         SCALE: (rounded(real, rescale, composed=composed),),
         CLIP: (rounded(real, bound, composed=False),),
         COUPLED_DECAY: (rounded(real, decay, composed=composed), 0.0),
     }
-    return tuple(x for part in prologue for x in of_part[part])
+    return tuple(x for transform in prologue for x in scalars[transform])
 
 
 # Scalars
@@ -138,8 +138,8 @@ def adam_scalars(real: Any, beta1: float, beta2: float, *others: float, composed
     """The scalars of Adam or AdamW; ``others``: the corrected rate, epsilon and AdamW's decay."""
     if not composed:
         beta1, beta2 = to_float32(beta1), to_float32(beta2)
-    of_betas = map(ROUNDING[real], (beta1, 1.0 - beta1, beta2, 1.0 - beta2))
-    return (*of_betas, *(rounded(real, x, composed=composed) for x in others))
+    betas = map(ROUNDING[real], (beta1, 1.0 - beta1, beta2, 1.0 - beta2))
+    return (*betas, *(rounded(real, x, composed=composed) for x in others))
 
 
 MOMENTS = ("mean", "var")

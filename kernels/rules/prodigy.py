@@ -84,8 +84,8 @@ def distance_plain(
     d_coef: Any, growth_rate: Any,
 ) -> Any:  # fmt: skip
     """The same, and the factor of the gradient that is the direction."""
-    of_step = gained, length, d, d_max, d_numerator, beta3, d0, d_coef, growth_rate
-    d, _, d_max, d_numerator = distance(*of_step)
+    arguments = gained, length, d, d_max, d_numerator, beta3, d0, d_coef, growth_rate
+    d, _, d_max, d_numerator = distance(*arguments)
     return d, d, d, d_max, d_numerator
 
 
@@ -103,18 +103,18 @@ def prodigy_scalars(
     and goes on along them.
     """
     beta1, beta2, beta3, epsilon, d, rate, decoupled, sum_step, gain = constants
-    of_step = real(rate), real(decoupled * decay * rate), real(epsilon)
+    step_scalars = real(rate), real(decoupled * decay * rate), real(epsilon)
     if lr == 0.0:
         kept = real(1.0), real(0.0), real(1.0), real(0.0), real(1.0), real(0.0)
-        return (*kept, real(0.0), real(0.0), *of_step, real(1.0))
+        return (*kept, real(0.0), real(0.0), *step_scalars, real(1.0))
     moments = real(beta1), real((1.0 - beta1) * d), real(beta2), real((1.0 - beta2) * d * d)
-    return (*moments, real(beta3), real(sum_step), real(gain), real(1.0), *of_step, real(1.0))
+    return (*moments, real(beta3), real(sum_step), real(gain), real(1.0), *step_scalars, real(1.0))
 
 
 # The last two are those of a distance of 1 until the new one is known.
 _HP = ("beta1", "mean_step", "beta2", "square_step", "beta3", "sum_step", "gain", "counted",
        "step", "decay", "epsilon", "size")  # fmt: skip
-_OF_STEP: dict[str, Any] = {
+_SHARED: dict[str, Any] = {
     "hp": _HP,
     "n_measured": 2,
     "signed": (0, 1),
@@ -128,14 +128,14 @@ _AVERAGED: dict[str, Any] = {
     "measure": progress,
     "factor": distance,
     "factor_of": ("epsilon",),
-    **_OF_STEP,
+    **_SHARED,
 }
 _PLAIN: dict[str, Any] = {
     "states": _OTHERS,
     "measure": progress_plain,
     "factor": distance_plain,
     "factor_of": ("epsilon", "size"),
-    **_OF_STEP,
+    **_SHARED,
 }
 PRODIGY = Rule(prodigy, decays=True, **_AVERAGED)
 PRODIGY_COUPLED = Rule(prodigy, **_AVERAGED)

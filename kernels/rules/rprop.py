@@ -27,8 +27,8 @@ def rprop_scalars(
 ) -> Numbers:
     """Every argument rounded to ``real``."""
     shrink, grow, smallest, largest = constants
-    of_sizes = real(shrink), real(grow), real(smallest), real(largest)
-    return (real(lr), *of_sizes, real(0.0), real(1.0))
+    sizes = real(shrink), real(grow), real(smallest), real(largest)
+    return (real(lr), *sizes, real(0.0), real(1.0))
 
 
 _HP = ("lr", "shrink", "grow", "smallest", "largest", "zero", "one")

@@ -15,7 +15,7 @@ import numpy as np
 
 from ...kernels.cpu.compiler import traits
 from ...kernels.formula import ROUNDING, Formula, Numbers
-from ...kernels.rule import Part, Rule, factors
+from ...kernels.rule import GradientTransform, Rule, factors
 from ...kernels.rules.gradient import COUPLED_DECAY, SCALE, TRUST
 from ...kernels.state import PARAMETER, PER, State
 from ...kernels.storage import REALS, STORAGES, Storage, real_of
@@ -131,7 +131,7 @@ def _check_scopes(where: str, rule: Rule) -> None:
             reject(ValueError, where, "signed of the rule", "is out of range", expected, k)
 
 
-def check_apart(where: str, rule: Rule, *before: Part) -> None:
+def check_apart(where: str, rule: Rule, *before: GradientTransform) -> None:
     """Refuse a rule with a scalar that has the name of one of what comes before it."""
     taken = {name for part in before for name in part.hp}
     if used := [name for name in rule.hp if name in taken]:

@@ -16,7 +16,7 @@ from ..base.numbers import number_of
 from .layout import Batch, KernelCall
 
 if TYPE_CHECKING:
-    from ...kernels.cuda.device.part import Part
+    from ...kernels.cuda.device.part import DevicePart
 
 
 class Conditioning:
@@ -86,6 +86,6 @@ class Conditioning:
         batch: Batch,  # noqa: ARG002
         gradients: np.ndarray,  # noqa: ARG002
         column: dict[str, int],  # noqa: ARG002
-    ) -> Part | None:
+    ) -> DevicePart | None:
         """What fills in these scalars on a device, for gradients at some addresses."""
         return None

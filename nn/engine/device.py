@@ -13,7 +13,7 @@ import numpy as np
 
 from ...kernels.cpu.threads.parallel import commit
 from ...kernels.cuda.dense.scalars import ClassRow, ScalarRow
-from ...kernels.cuda.device.part import Part, Parts
+from ...kernels.cuda.device.part import DevicePart, DeviceParts
 from ...kernels.cuda.device.records import size_of
 from ...kernels.cuda.rows.step import RowStep
 from ...kernels.element import kernel
@@ -253,14 +253,14 @@ def _kinds(plan: Plan) -> Any:
 
 def _parts(
     resident: Resident, plan: Plan, classes: int, launch: Launch, first_of: dict[Batch, int]
-) -> list[tuple[Part, Scalars]]:
+) -> list[tuple[DevicePart, Scalars]]:
     """The batches of a step; of a row-sparse one its positions come after others."""
     update, given, conditioning = plan.update, plan.given, plan.conditioning
-    found: list[tuple[Part, Scalars]] = []
+    found: list[tuple[DevicePart, Scalars]] = []
     for batch in given.layout.batches:
         variables, positions, rule = batch.variables, batch.positions, update.rule.on(batch.shape)
         compiled = kernel(rule, conditioning.prologue, variables.w, batch.g, variables.s)
-        part: Part
+        part: DevicePart
         if batch.row_sparse:
             part = RowStep(
                 compiled,
@@ -273,7 +273,7 @@ def _parts(
             gradients = given.addresses_of(batch)
             measured = conditioning.measured_on_device(batch, gradients, compiled.column)
             step = dense_part(compiled, variables, gradients, update.constants)
-            part = Parts(measured, step)
+            part = DeviceParts(measured, step)
         tensors = ScalarRow(
             resident.counts_at(positions),
             resident.powers_at(positions),

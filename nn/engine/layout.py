@@ -88,7 +88,7 @@ class Layout:
     kinds: tuple[Kind | None, ...]  # those of the gradients
     # The headers of their arrays (of row-sparse ones first the indices, then the values) and of
     # the variables, where every parameter has a gradient; else None.
-    expected: headers.Expected | None
+    expected: headers.ExpectedArrays | None
     dense_arrays: np.ndarray  # int64: places among these arrays of the dense gradients
     row_arrays: tuple[int, ...]  # places of the indices of the row-sparse ones
     memory: list[list[int]]  # begins and ends of the active variables, in order
@@ -150,7 +150,7 @@ def build_layout(
     are_plain = not any(isinstance(w, DeviceArray) for _, _, (w, *_) in known)
     forms, dense_arrays, row_arrays = _array_forms([(kind, arrays[0]) for _, kind, arrays in known])
     can_expect = is_complete and headers.usable and are_plain
-    expected = headers.Expected(forms, memory, written=written) if can_expect else None
+    expected = headers.ExpectedArrays(forms, memory, written=written) if can_expect else None
     return Layout(
         tuple(sorted(batches, key=lambda batch: not batch.row_sparse)),
         np.array([i for i, _, _ in known], np.int64),

@@ -16,7 +16,7 @@ from ...kernels.cuda.dense.finite import FiniteCheck
 from ...kernels.cuda.device.backend import prepare
 from ...kernels.cuda.device.launch import on_grid
 from ...kernels.cuda.device.memory import ALIGN, Places
-from ...kernels.cuda.device.part import Call, Part
+from ...kernels.cuda.device.part import DevicePart, LaunchContext
 from ...kernels.cuda.device.records import size_of, table_of
 from ...kernels.cuda.rows.step import RowStep
 from ...kernels.rule import columns
@@ -43,7 +43,7 @@ class Scalars:
             real,
         )
         n_bytes = len(columns(rule, conditioning.prologue)) * real.itemsize
-        self._row_bytes = -(-n_bytes // 8) * 8 + size_of(scalars.Numbers)
+        self._row_bytes = -(-n_bytes // 8) * 8 + size_of(scalars.ScalarInputs)
         self._table = 0
 
     @property
@@ -53,7 +53,7 @@ class Scalars:
 
     def addresses(self, place: int) -> np.ndarray:
         """Addresses of the scalars of each tensor."""
-        first = place + size_of(scalars.Numbers)
+        first = place + size_of(scalars.ScalarInputs)
         return first + np.arange(self._n_tensors) * self._row_bytes
 
     def words(self, place: int, hp: np.ndarray) -> np.ndarray:
@@ -77,7 +77,7 @@ class Program:
 
     def __init__(
         self,
-        parts: Sequence[tuple[Part, Scalars]],
+        parts: Sequence[tuple[DevicePart, Scalars]],
         gradients: Sequence[tuple[Storage, np.ndarray, np.ndarray]],
         take: Callable[[int], int],
     ) -> None:
@@ -128,7 +128,7 @@ class Program:
 
     def run(self, settings: int, state: int, scratch: int, sorter: Any, stream: Any) -> None:
         """Enqueue the rest: nothing is counted or written before all indices are checked."""
-        call = Call(stream, state, sorter, scratch)
+        call = LaunchContext(stream, state, sorter, scratch)
         if len(self._rows) == 1:
             self._rows[0].sort(call)
         else:

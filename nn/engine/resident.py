@@ -30,7 +30,7 @@ from ..base.numbers import Number
 from .plan import Counts, Plan
 from .program import Program
 
-_STATE_BYTES = size_of(scalars.State)
+_STATE_BYTES = size_of(scalars.OptimizerMemory)
 
 Error = Callable[[int, int], IndexError]
 """Makes the error for a bad position of a step and the index there."""
@@ -77,7 +77,7 @@ class Resident:
 
     def load(self, counts: Counts, powers: np.ndarray) -> None:
         """Take over the counts of the host, and the running powers; the host waits."""
-        state = scalars.State(
+        state = scalars.OptimizerMemory(
             NOTHING, n_skipped=counts.skipped[0], global_step=counts.global_step[0]
         )
         words = np.concatenate([state, counts.steps, powers.ravel().view(np.int64)])
@@ -93,12 +93,12 @@ class Resident:
 
     def settle(self) -> tuple[Counts, IndexError | None]:
         """Wait for the device; the counts there, and what closed the guard, which is opened."""
-        n_words = len(scalars.State._fields)
+        n_words = len(scalars.OptimizerMemory._fields)
         words = np.empty(n_words + self._n_parameters, np.int64)
         with on_device(self._device):
             cuda.synchronize()
             copy_out(words, self.state, cuda.default_stream())
-            state = scalars.State(*words[:n_words].tolist())
+            state = scalars.OptimizerMemory(*words[:n_words].tolist())
             position = state.failed_at if state.found == scalars.FAILED else state.found
             is_bad = 0 <= position < NOTHING
             if is_bad:

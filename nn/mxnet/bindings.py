@@ -50,7 +50,7 @@ class Bound:
         # Of any other object the array may be another one the next time.
         self.can_be_kept = headers.usable and all(type(a) is np.ndarray for a in self._given)
         forms = [(a.dtype, a.shape) for a in flat]
-        self._expected = headers.Expected(forms, headers.NOWHERE, writable=True)
+        self._expected = headers.ExpectedArrays(forms, headers.NOWHERE, writable=True)
 
     @property
     def is_in_place(self) -> bool:

@@ -23,7 +23,7 @@ def real_type(dtype: np.dtype[Any]) -> Any:
 
 
 def rounding(dtype: np.dtype[Any]) -> Callable[[float], float]:
-    """What rounds a number to the type of the arithmetic on arrays of ``dtype``."""
+    """The rounding of numbers to the type of the arithmetic on arrays of ``dtype``."""
     return ROUNDING[real_type(dtype)]
 
 
@@ -48,7 +48,7 @@ def empty_like(array: Any) -> Any:
 
 
 def native(array: Any) -> Any:
-    """What a caller is given: an array of NumPy, or of the framework of a device array."""
+    """The array that a caller is given: of NumPy, or of the framework of a device array."""
     return array.native() if isinstance(array, DeviceArray) else array
 
 

@@ -134,6 +134,8 @@ def no_overlap(where: str, names: Sequence[str], arrays: Sequence[Any]) -> list[
     addresses = addresses_of(arrays)
     end, owner = 0, ""
     sizes = [array.nbytes for array in arrays]
+    # In the order of their addresses each array has to begin behind all before it: one pass,
+    # however many there are.
     for begin, n_bytes, name in sorted(zip(addresses, sizes, names, strict=True)):
         if n_bytes and begin < end:
             wrong = f"shares memory with {owner}"
@@ -147,6 +149,7 @@ def gradient(
     where: str, name: str, value: Any, dtype: np.dtype[Any], shape: tuple[int, ...]
 ) -> Any:
     """A contiguous gradient for a variable of ``dtype`` and ``shape``; copied if strided."""
+    # A strided gradient may be copied, as it is only read; of a variable the copy would be updated.
     array = floating(where, name, value, dtype)
     if array.shape != shape:
         reject(ValueError, where, name, "has a wrong shape", shape, array.shape)

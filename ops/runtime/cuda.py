@@ -1,4 +1,4 @@
-"""What needs numba-cuda: imported when it is first asked for, by calls on arrays of devices.
+"""Modules that need numba-cuda: imported when they are first asked for, by calls on devices.
 
 The package is optional, and takes half a second to import.
 """

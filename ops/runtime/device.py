@@ -15,7 +15,7 @@ from .frameworks import Framework, Place, framework_of, lacks, on_device, stream
 
 
 class Flags(NamedTuple):
-    """What is asked of an array's memory, under NumPy's names."""
+    """Properties of an array's memory, under NumPy's names."""
 
     c_contiguous: bool
     aligned: bool

@@ -89,10 +89,10 @@ def gathered(where: str, table: DeviceArray, index: DeviceArray) -> tuple[Device
         return index_error(where, position, int(kept.numpy().flat[position]), n_rows)
 
     with checked_launch([table, index], error) as launch:
-        of_table = table.address, n_rows, table.nbytes // max(1, n_rows)
-        of_index = index.address, index.itemsize, index.size
+        table_place = table.address, n_rows, table.nbytes // max(1, n_rows)
+        index_place = index.address, index.itemsize, index.size
         results = out.address, kept.address, launch.guard
-        cuda.rows.gather.gather(of_table, of_index, results, launch.stream)
+        cuda.rows.gather.gather(table_place, index_place, results, launch.stream)
     return out, kept
 
 
@@ -184,4 +184,4 @@ def _rows_of(
     """A gradient as kernels see it; ``w`` is the address of its parameter, or 0."""
     table = row_table((w,), shape, gradient)
     check_keys("RowTensor", [table])
-    return cuda.rows.coalesce.Rows(table, STORAGES[gradient.dtype], STORAGES[real], sorter)
+    return cuda.rows.coalesce.DeviceRows(table, STORAGES[gradient.dtype], STORAGES[real], sorter)

@@ -41,8 +41,8 @@ def clip(
     made = values_by_storage(results)
     with _global_norm(where, gradients, limit) as norm:
         for storage, given in values_by_storage(gradients).items():
-            of_type = cuda.dense.norm.DenseGradients(storage, *_described(given))
-            norm.scale(of_type, _described(made[storage])[0], in_place=results is gradients)
+            dense = cuda.dense.norm.DenseGradients(storage, *_described(given))
+            norm.scale(dense, _described(made[storage])[0], in_place=results is gradients)
 
 
 def _described(arrays: Sequence[DeviceArray]) -> tuple[np.ndarray, np.ndarray]:
@@ -63,15 +63,15 @@ def _global_norm(where: str, gradients: Sequence[Gradient | None], limit: float)
     arrays += [t.indices for by_place in rows.values() for t in by_place.values()]
     with checked_launch(arrays, bad_index_error(lists) if lists else None) as launch:
         norm = cuda.dense.norm
-        of_dense = [norm.DenseGradients(g, *_described(found)) for g, found in dense.items()]
-        of_rows = _row_squares(rows, launch)
+        dense_gradients = [norm.DenseGradients(g, *_described(found)) for g, found in dense.items()]
+        row_squares = _row_squares(rows, launch)
         call = launch.stream, launch.guard
-        with norm.global_norm(of_dense, of_rows, limit, *call) as enqueued:
+        with norm.global_norm(dense_gradients, row_squares, limit, *call) as enqueued:
             yield enqueued
 
 
 def _row_squares(rows: dict[Storage, dict[int, RowTensor]], launch: Launch) -> list[Any]:
-    """What is to be summed of row-sparse gradients, by storage type."""
+    """Sums of squares of row-sparse gradients, to be enqueued, by storage type."""
     found, base = [], 0
     for g, by_place in rows.items():
         tables = [row_table((), t.dense_shape, row_gradient(t)) for t in by_place.values()]

@@ -19,7 +19,7 @@ from .errors import message, reject
 
 
 class Place(NamedTuple):
-    """Where a device array lies."""
+    """The place of a device array, and its form there."""
 
     address: int
     shape: tuple[int, ...]
@@ -31,7 +31,7 @@ class Place(NamedTuple):
 
 
 class Framework:
-    """What is done differently for the arrays of different frameworks.
+    """A framework's device arrays: where they lie, how new ones are made, and on which stream.
 
     This class itself is for everything with ``__cuda_array_interface__`` that is not known, and
     for Numba's own arrays. Streams are given by their handle.
@@ -41,7 +41,7 @@ class Framework:
     """Whether memory that is taken while a CUDA graph is being captured stays the graph's."""
 
     def place(self, where: str, name: str, value: Any) -> Place:
-        """Where ``value`` lies."""
+        """The place of ``value``."""
         found = value.__cuda_array_interface__
         if found.get("mask") is not None:
             reject(TypeError, where, name, "is masked", "an array without a mask", "masked array")
@@ -75,7 +75,7 @@ class Framework:
         return None
 
     def sorter(self, device: int) -> Any:  # noqa: ARG002
-        """Its sort of int64 keys, a `kernels.cuda.keys.Sorter`; None: that of this package."""
+        """The framework's `kernels.cuda.device.part.Sorter`; None: this package sorts."""
         return None
 
 
@@ -186,6 +186,8 @@ _INTERFACE, _TORCH, _CUPY, _SIMULATOR = Framework(), _Torch(), _CuPy(), _Simulat
 
 def framework_of(value: Any) -> Framework | None:
     """The framework of an array on a CUDA device; None for everything else."""
+    # The frameworks before the interface: that has no letter for bfloat16, and does not say which
+    # of a framework's streams is the current one.
     if isinstance(value, _class("torch", "Tensor")):
         return _TORCH if value.is_cuda else None
     if isinstance(value, _class("cupy", "ndarray")):
@@ -204,7 +206,7 @@ def _class(module: str, name: str) -> Any:
 
 @cache
 def lacks() -> str:
-    """What is missing for arrays on devices, and where to get it; "" for nothing."""
+    """The package or driver that arrays on devices lack, and where to get it; "" for none."""
     if find_spec("numba_cuda") is None:
         return "for arrays on devices: pip install 'fusestep[cuda13]' (or cuda12)"
     return "" if cuda.numba.is_available() else "Numba finds no CUDA driver"
@@ -234,7 +236,7 @@ def _interface_dtype(where: str, name: str, value: Any, typestr: str) -> np.dtyp
 
 
 def on_device(device: int) -> Any:
-    """What makes a device the current one of this thread, by ``with``."""
+    """A context in which a device is the current one of this thread."""
     return cuda.numba.gpus[device]
 
 

@@ -1,4 +1,4 @@
-"""Where, in which order and under which condition calls on arrays of CUDA devices run."""
+"""Launches on CUDA devices: where, in which order and under which condition calls run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .locks import Span, overlaps
 
 
 class Launch(NamedTuple):
-    """Where and under which condition a call runs."""
+    """The stream of a call, and the condition under which it writes."""
 
     stream: Any  # of Numba
     sorter: Any  # of the framework whose stream that is, or None
@@ -23,8 +23,8 @@ class Launch(NamedTuple):
 
     @property
     def call(self) -> Any:
-        """The same for a part of a step."""
-        return cuda.device.part.Call(self.stream, self.guard, self.sorter)
+        """The context of the launches of a `DevicePart`."""
+        return cuda.device.part.LaunchContext(self.stream, self.guard, self.sorter)
 
 
 @contextmanager
@@ -50,7 +50,8 @@ def checked_launch(
     arrays: Sequence[DeviceArray], error: pending.Error | None, lock_spans: list[Span] | None = None
 ) -> Iterator[Launch]:
     """As `launch_on`, with a guard whose answer is waited for later, unless there is no error."""
-    # The guards before the order of streams, as in steps of optimizers.
+    # The guards before the order of streams, as in steps of optimizers: two threads that took the
+    # locks of both the other way round would wait for each other.
     with pending.held(), launch_on(arrays, lock_spans) as launch:
         if error is None:
             yield launch

@@ -1,4 +1,4 @@
-"""What ``use_locking=True`` means: calls on overlapping memory in some serial order.
+"""Locks of ``use_locking=True``: calls on overlapping memory run in some serial order.
 
 A dense or dense-equivalent call holds its variables exclusively. Lazy row calls on the same
 variables run together, and their kernels lock each row around its update. Identity is the
@@ -52,9 +52,12 @@ class Request:
         with entered(_entry, "use_locking"):
             for earlier in reversed(_requests):
                 if any(_conflict(later, earlier) for later in awaited):
+                    # Found out before this one is in the queue: a place that its own thread holds
+                    # would never become free, and an error leaves nothing behind.
                     entered(earlier.place, "use_locking")
                     awaited.append(earlier)
             _requests.append(self)
+        # Waited for outside of the lock of the queue: meanwhile others may enter, and leave.
         for earlier in awaited[1:]:
             with earlier.place:
                 pass
@@ -136,6 +139,8 @@ def overlaps(a: list[Span], b: list[Span]) -> Iterator[tuple[Identity, Identity]
 
 def _conflict(a: Request, b: Request) -> bool:
     """Whether any memory overlaps, other than that of equal variables held by row calls."""
+    # Lazy calls keep apart by row locks, which kernels find by the address of a row: only calls
+    # that see the same rows find the same locks, so any other view of the memory is a conflict.
     both_shared = a.shared and b.shared
     pairs = overlaps(a.spans, b.spans)
     return any(not both_shared or identity_a != identity_b for identity_a, identity_b in pairs)

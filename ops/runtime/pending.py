@@ -64,7 +64,7 @@ class _Guards:
 
 
 class Owner(Protocol):
-    """What counts steps on a device by itself: an optimizer."""
+    """An optimizer, whose steps on a device are counted there."""
 
     @property
     def is_unsettled(self) -> bool:
@@ -76,6 +76,8 @@ class Owner(Protocol):
 
 _lock = threading.RLock()
 _owners: WeakKeyDictionary[Owner, None] = WeakKeyDictionary()  # in the order of creation
+# Apart from the owners, which are held weakly: what the steps of one have found may be told after
+# it has gone.
 _bequeathed: list[Callable[[], Exception | None]] = []
 _guards: dict[int, _Guards] = {}
 
@@ -95,12 +97,14 @@ def guarded(device: int, error: Error) -> Iterator[int]:
         slot = guards.used
         guards.used += 1
         yield guards.address + slot * cuda.device.guard.BYTES
+        # Only where the call was enqueued as a whole: of one that failed on the way the host raises
+        # another error, at once.
         guards.calls.append((slot, error))
 
 
 @contextmanager
 def held() -> Iterator[None]:
-    """Nothing is settled meanwhile, but by this thread."""
+    """A context in which only this thread settles calls."""
     with _lock:
         yield
 

@@ -19,7 +19,7 @@ Rows = dict[Storage, dict[int, RowTensor]]
 
 
 def by_storage(gradients: Sequence[Any]) -> tuple[Dense, Rows]:
-    """What one kernel call takes together: dense gradients, row-sparse ones by their places."""
+    """Gradients by what one kernel call takes: dense ones, and row-sparse ones by their places."""
     dense: Dense = {}
     rows: Rows = {}
     for i, gradient in enumerate(gradients):
@@ -46,15 +46,15 @@ def values_by_storage(gradients: Sequence[Any]) -> Dense:
 
 def with_values(rows: RowTensor, values: Any, indices: Any = None) -> RowTensor:
     """Other values of the same occurrences, which are at the same places of a batch."""
-    of_batch = {"positions": rows.positions, "batch_length": rows.batch_length}
+    batch = {"positions": rows.positions, "batch_length": rows.batch_length}
     own = rows.indices if indices is None else indices
-    return RowTensor(own, values, rows.dense_shape, **of_batch)
+    return RowTensor(own, values, rows.dense_shape, **batch)
 
 
 def row_gradient(rows: RowTensor) -> RowGradient:
-    """Of contiguous, checked arrays, as the kernels take it."""
-    of_batch = () if rows.positions is None else (rows.positions, rows.batch_length)
-    return RowGradient.of(rows.indices, rows.values, *of_batch)
+    """A row-sparse gradient of contiguous, checked arrays, as the kernels take it."""
+    batch = () if rows.positions is None else (rows.positions, rows.batch_length)
+    return RowGradient.of(rows.indices, rows.values, *batch)
 
 
 def index_lists(where: str, tensors: dict[int, RowTensor]) -> list[IndexList]:

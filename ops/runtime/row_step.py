@@ -36,9 +36,9 @@ class RowGradient(NamedTuple):
     batch_length: int = 0
 
     @classmethod
-    def of(cls, indices: Any, values: Any, *of_batch: Any) -> RowGradient:
-        """With the addresses of the arrays; ``of_batch`` is from ``positions`` on."""
-        return cls(indices, values, address_of(indices), address_of(values), *of_batch)
+    def of(cls, indices: Any, values: Any, *batch: Any) -> RowGradient:
+        """A gradient with the addresses of its arrays; ``batch`` is from ``positions`` on."""
+        return cls(indices, values, address_of(indices), address_of(values), *batch)
 
     def with_values(self, values: Any) -> RowGradient:
         """Other values of the same occurrences, which are at the same places of a batch."""
@@ -84,7 +84,7 @@ class RowUpdate(NamedTuple):
         cls, where: Sequence[str], rule: Rule, prologue: Prologue, variables: Variables,
         gradients: Sequence[RowGradient], *rest: Any,
     ) -> RowUpdate:  # fmt: skip
-        """As the rule behind a prologue on some variables; ``rest`` is from ``hp`` on."""
+        """The update of variables by a rule behind a prologue; ``rest`` is from ``hp`` on."""
         hp, hp_of, *_ = rest
         g, base = STORAGES[gradients[0].values.dtype], headers.address_of(hp)
         compiled = kernel(rule, prologue, variables.w, g, variables.s)
@@ -97,7 +97,7 @@ class RowUpdate(NamedTuple):
 
     @property
     def error(self) -> BadIndex | None:
-        """What makes the error of the step on a device; None where there is none.
+        """The maker of the error of the step on a device; None where there is none.
 
         Too many rows for the sort keys are an error already.
         """
@@ -149,8 +149,8 @@ def row_tables(
 ) -> list[RowTable]:
     """T tables with a gradient each, as the kernels take them; ``hp`` as `row_table`."""
     addresses, hp = variables.table.addresses.tolist(), hp or [0] * len(gradients)
-    of_tables = zip(addresses, variables.tensors, gradients, hp, strict=True)
-    return [row_table(at, arrays[0].shape, g, of_g) for at, arrays, g, of_g in of_tables]
+    each = zip(addresses, variables.tensors, gradients, hp, strict=True)
+    return [row_table(at, arrays[0].shape, g, scalars) for at, arrays, g, scalars in each]
 
 
 def row_table(
@@ -158,10 +158,10 @@ def row_table(
 ) -> RowTable:
     """A table with its states at ``addresses``, or none, and its scalars at ``hp``."""
     indices, _, index_address, values_address, positions, batch_length = gradient
-    of_table = tuple(addresses), hp, shape[0], math.prod(shape[1:])
-    of_indices = index_address, indices.itemsize, len(indices)
-    of_batch = (0, 0) if positions is None else (address_of(positions), batch_length)
-    return RowTable(*of_table, *of_indices, values_address, *of_batch)
+    matrix = tuple(addresses), hp, shape[0], math.prod(shape[1:])
+    index_list = index_address, indices.itemsize, len(indices)
+    batch = (0, 0) if positions is None else (address_of(positions), batch_length)
+    return RowTable(*matrix, *index_list, values_address, *batch)
 
 
 class IndexList(NamedTuple):
@@ -177,6 +177,7 @@ def check_keys(where: str, lists: Sequence[IndexList | RowTable]) -> None:
     n_rows = n = 0
     for own in lists:
         n_rows, n = n_rows + own.rows, n + own.length
+    # The sign of a key stays 0, so that keys sort as the numbers that they are.
     bits = n_rows.bit_length() + n.bit_length()
     if bits > 63:
         wrong, fix = "need too long sort keys", f"; split the {n} indices into several calls"
@@ -188,7 +189,7 @@ BadIndex = Callable[[int, int], IndexError]
 
 
 def bad_index_error(lists: Sequence[IndexList]) -> BadIndex:
-    """What makes the error for these lists."""
+    """The maker of the error for a position in these lists."""
 
     def error(position: int, index: int) -> IndexError:
         for where, length, rows in lists:

@@ -72,7 +72,7 @@ class RowTensor:
         Raises:
             TypeError, ValueError: they do not.
         """
-        found, n, of_indices = self.positions, self.batch_length, self.indices.shape
+        found, n, shape = self.positions, self.batch_length, self.indices.shape
         if found is None:
             if n:
                 wrong, expected = "is given without positions", "0, or positions in that batch"
@@ -81,8 +81,8 @@ class RowTensor:
         wrong = "do not fit the indices"
         if found.dtype != np.int64:
             reject(TypeError, where, "positions", "have a wrong dtype", "int64", found.dtype)
-        if found.shape != of_indices:
-            reject(ValueError, where, "positions", wrong, of_indices, found.shape)
+        if found.shape != shape:
+            reject(ValueError, where, "positions", wrong, shape, found.shape)
         is_ascending = bool((found[1:] > found[:-1]).all())  # differences could overflow
         if len(found) and not (is_ascending and found[0] >= 0 and found[-1] < n):
             expected, got = f"ascending ones in [0, {n})", found
@@ -152,6 +152,8 @@ class RowTensor:
     @quiet
     def _summed(self, places: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         """The values added up at row ``places[b]`` of an array of ``shape``."""
+        # Added up in the type of the arithmetic and rounded once at the end: in 16 bits a sum of
+        # many equal terms soon stops growing.
         real = real_type(self.dtype)
         total, width = np.zeros(shape, real), math.prod(shape[1:])
         # Flat indices: NumPy adds whole rows several times more slowly.

@@ -52,6 +52,7 @@ class Variables:
     def move(self, addresses: np.ndarray) -> None:
         """Take over where the tensors lie now, and drop what was derived from where they lay."""
         self.table.addresses[:] = addresses
+        # Its table has addresses of its own; the steps read those of this table in each call.
         vars(self).pop("matrices", None)
 
     @property
@@ -67,8 +68,8 @@ class Variables:
     @property
     def as_matrices(self) -> list[MatrixTensor]:
         """The tensors as matrices."""
-        of_each = zip(self.tensors, self.table.addresses.tolist(), strict=True)
-        return [MatrixTensor.of(a[0].shape, addresses) for a, addresses in of_each]
+        pairs = zip(self.tensors, self.table.addresses.tolist(), strict=True)
+        return [MatrixTensor.of(a[0].shape, addresses) for a, addresses in pairs]
 
     @lazy
     def matrices(self) -> MatrixTable:
@@ -77,7 +78,7 @@ class Variables:
 
     @lazy
     def steps(self) -> dict[tuple[Rule, Prologue, Storage], Pool[DenseStep]]:
-        """The steps on these tensors, by rule, prologue and storage of the gradients."""
+        """The steps on these tensors, by rule, gradient transforms and storage of the gradients."""
         return {}
 
     def new_steps(self, rule: Rule, prologue: Prologue, g: Storage) -> Pool[DenseStep]:
@@ -102,20 +103,20 @@ class DenseUpdate(NamedTuple):
     """The update of some tensors by one kernel call."""
 
     rule: Rule
-    prologue: Prologue  # what happens to the gradient before the rule
+    prologue: Prologue  # gradient transforms
     variables: Variables  # T tensors with their states
     gradients: np.ndarray  # int64 [T]: addresses of contiguous gradients of the tensors' sizes
     g: Storage  # of the gradients
-    hp: np.ndarray  # rows of scalars of the type of the arithmetic: the rule's, the prologue's
+    hp: np.ndarray  # rows of scalars, in the type of the arithmetic: the rule's, the transforms'
     hp_of: np.ndarray  # int64 [T]: the row of each tensor
 
     @property
     def kernel(self) -> Kernel:
-        """What is compiled for it."""
+        """The kernel of the update."""
         return kernel(self.rule, self.prologue, self.variables.w, self.g, self.variables.s)
 
     def sums(self) -> np.ndarray:
-        """What a two-stage rule measures of tensors: float64 ``[T, n_measured]``."""
+        """The sums that a two-stage rule measures: float64 ``[T, n_measured]``."""
         return measure(self.kernel, self.variables.table, self.gradients, self.hp, self.hp_of)
 
     def states_of_tensors(self) -> list[tuple[State, list[Any]]]:
@@ -128,7 +129,7 @@ class DenseUpdate(NamedTuple):
 
     @property
     def error(self) -> None:
-        """That of the step on a device, which cannot fail."""
+        """No error: the step on a device cannot fail."""
 
     def prepared(self) -> Prepared:
         """The step on the host, to be run by `commit`."""
@@ -156,7 +157,7 @@ def dense_part(
     gradients: np.ndarray,
     constants: tuple[tuple[str, float], ...] = (),
 ) -> Any:
-    """The `Part` of a step on a device; ``constants`` are those that `Rule.factor` takes."""
+    """The `DevicePart` of a step on a device; ``constants`` are those that `Rule.factor` takes."""
     table, rule = variables.table, kernel.rule
     if rule.lines:
         tensors = variables.as_matrices
@@ -180,7 +181,7 @@ def measured(
     if lines is None:
         return None, update.sums()
     sums = np.zeros((len(gradients), kernel.rule.n_measured))
-    if constants[lines.of_parameter]:
+    if constants[lines.measures_parameter]:
         sums[:, 0] = squares_at(variables.w, table.addresses[:, 0], np.diff(table.first))
     step = MatrixStep(kernel, variables.matrices, gradients, update.hp)
     sums[:, 1] = step.measured_squares()
@@ -205,7 +206,7 @@ def squares_at(storage: Storage, addresses: np.ndarray, sizes: np.ndarray) -> np
 def _steps_on_one_tensor(
     rule: Rule, prologue: Prologue, w: np.dtype[Any], g: np.dtype[Any]
 ) -> Pool[DenseStep]:
-    """For variables of dtype ``w`` and a gradient of dtype ``g``, wherever they lie."""
+    """Steps on variables of dtype ``w`` and a gradient of dtype ``g``, wherever they lie."""
     s = (STORAGES[w],) * len(rule.states)
     compiled = kernel(rule, prologue, STORAGES[w], STORAGES[g], s)
 
@@ -232,6 +233,8 @@ def tensor_step(
         with launch_on(arrays, update.variables.spans if use_locking else None) as launch:
             update.enqueue(launch)
         return
+    # Not given back after an error or an interrupt, which may have left its arguments half written:
+    # the next call then makes another one.
     step = _steps_on_one_tensor(rule, prologue, w.dtype, gradient.dtype).take()
     step.table.move(addresses[:-1], w.size)
     step.gradients[0] = addresses[-1]

@@ -132,7 +132,7 @@ def other_loops() -> dict[str, Any]:
         "lazy counted rows": rows.touched_kernel(counted),
         "rows squares": rows.row_squares_kernel(F32, F32, 4),
         "total": norm.total_kernel,
-        "trust": trust.trust_kernel(F32, trust.Options(0.1, 0.1, True)),
+        "trust": trust.trust_kernel(F32, trust.TrustOptions(0.1, 0.1, True)),
         "gather": gather.gather_kernel(16),
         "fill": arrays.fill_kernel,
     }

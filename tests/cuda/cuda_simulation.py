@@ -22,7 +22,7 @@ from fusestep.kernels.cpu.warmup import all_rules
 from fusestep.kernels.cuda.dense import finite
 from fusestep.kernels.cuda.dense.step import DenseStep
 from fusestep.kernels.cuda.device.guard import NOTHING, WORDS
-from fusestep.kernels.cuda.device.part import Call, run
+from fusestep.kernels.cuda.device.part import LaunchContext, run
 from fusestep.kernels.cuda.rows import sort
 from fusestep.kernels.cuda.rows.step import RowStep
 from fusestep.kernels.element import Kernel, kernel
@@ -67,7 +67,12 @@ def step_on_device(compiled: Kernel, tensors: Tensors, hp: np.ndarray, hp_of: np
         addresses[t] = [a.ctypes.data for a in arrays[:-1]]
     gradients = np.array([arrays[-1].ctypes.data for arrays in tensors])
     sizes = np.array([arrays[0].size for arrays in tensors])
-    run(DenseStep(compiled, addresses, gradients, sizes, tuple(KNOWN.items())), hp, hp_of, Call(0))
+    run(
+        DenseStep(compiled, addresses, gradients, sizes, tuple(KNOWN.items())),
+        hp,
+        hp_of,
+        LaunchContext(0),
+    )
 
 
 def step_on_host(compiled: Kernel, tensors: Tensors, hp: np.ndarray, hp_of: np.ndarray) -> None:
@@ -222,7 +227,7 @@ class RowCase:
             base=1_000,
         )
         sorter = None if own_sort else NumPySort()
-        run(step, self.hp, self.hp_of, Call(0, guard.ctypes.data, sorter))
+        run(step, self.hp, self.hp_of, LaunchContext(0, guard.ctypes.data, sorter))
         return guard
 
     def step_on_host(self, *, touched_only: bool, drop: bool = False) -> None:

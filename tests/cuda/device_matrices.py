@@ -24,7 +24,7 @@ from numba import cuda
 from fusestep import nn
 from fusestep.kernels.cuda.device import memory
 from fusestep.kernels.cuda.device.guard import NOTHING
-from fusestep.kernels.cuda.device.part import Call
+from fusestep.kernels.cuda.device.part import LaunchContext
 from fusestep.kernels.cuda.matrices.layout import CUT, MatrixTables
 from fusestep.kernels.cuda.matrices.step import MatrixStep
 from fusestep.kernels.element import kernel
@@ -265,7 +265,7 @@ def guards() -> None:
     step.words(table.ctypes.data, scalars)
     for found in (0, NOTHING):
         guard = np.array([found, 0])
-        step.enqueue(Call(0, guard.ctypes.data, None, scratch.ctypes.data))
+        step.enqueue(LaunchContext(0, guard.ctypes.data, None, scratch.ctypes.data))
         same = [np.array_equal(a, b) for a, b in zip(arrays, before, strict=True)]
         assert same == [found == 0] * 4 + [True]
 

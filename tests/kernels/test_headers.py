@@ -12,10 +12,10 @@ from numba import carray
 from fusestep import nn, ops
 from fusestep.kernels.cpu.compiler.compile import NativeFunction
 from fusestep.kernels.cpu.compiler.intrinsics import as_pointer
-from fusestep.kernels.cpu.compiler.machine import Entry
+from fusestep.kernels.cpu.compiler.machine import PythonEntry
 from fusestep.kernels.cpu.compiler.records import overlaps
 from fusestep.kernels.cpu.headers import arrays as headers
-from fusestep.kernels.cpu.headers.arrays import ANY, SAME, Expected, address_of, alike
+from fusestep.kernels.cpu.headers.arrays import ANY, SAME, ExpectedArrays, address_of, alike
 from fusestep.kernels.cpu.threads.counts import Count, are_equal
 from fusestep.kernels.cpu.threads.parallel import commit
 
@@ -117,7 +117,7 @@ def row_forms():
 @pytest.mark.parametrize("n", [0, 1, 7])
 def test_expected_rows(n):
     arrays = (np.ones((2, 3), np.float32), np.zeros(n, np.int64), np.ones((n, 2)))
-    found = Expected(row_forms(), NOWHERE).addresses(arrays)
+    found = ExpectedArrays(row_forms(), NOWHERE).addresses(arrays)
     assert found.tolist() == [address_of(a) for a in arrays]
 
 
@@ -138,7 +138,7 @@ def test_expected_rows(n):
 def test_unexpected_rows(place, other):
     arrays = [np.ones((2, 3), np.float32), np.zeros(4, np.int64), np.ones((4, 2))]
     arrays[place] = other
-    assert Expected(row_forms(), NOWHERE).addresses(tuple(arrays)) is None
+    assert ExpectedArrays(row_forms(), NOWHERE).addresses(tuple(arrays)) is None
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
@@ -146,13 +146,13 @@ def test_expected_elsewhere(place):
     arrays = (np.ones((2, 3), np.float32), np.zeros(4, np.int64), np.ones((4, 2)))
     last = address_of(arrays[place]) + arrays[place].nbytes - 1
     forbidden = np.array([[last], [last + 1]])
-    assert Expected(row_forms(), forbidden).addresses(arrays) is None
-    assert Expected(row_forms(), forbidden + 1).addresses(arrays) is not None
+    assert ExpectedArrays(row_forms(), forbidden).addresses(arrays) is None
+    assert ExpectedArrays(row_forms(), forbidden + 1).addresses(arrays) is not None
 
 
 def test_expected_of_what_is_written():
     arrays, written = three()[:1], three((2,))
-    expected = Expected([(F32, (6,))], NOWHERE, written=written)
+    expected = ExpectedArrays([(F32, (6,))], NOWHERE, written=written)
     for array in written:
         assert expected.addresses(arrays) is not None
         array.flags.writeable = False
@@ -169,7 +169,7 @@ def test_overlaps():
     def find_at(address, n, begin, end):
         return overlaps(carray(as_pointer(address), (2, n), np.int64), begin, end)
 
-    compiled = NativeFunction(find_at, "a test of overlaps", Entry(returns=True)).call
+    compiled = NativeFunction(find_at, "a test of overlaps", PythonEntry(returns=True)).call
 
     def find(stretches, begin, end):
         return compiled(address_of(stretches), stretches.shape[1], begin, end)

@@ -14,7 +14,7 @@ from fusestep.kernels.cpu import warmup
 from fusestep.kernels.cpu.compiler import cache, machine
 from fusestep.kernels.cpu.compiler.compile import NativeFunction
 from fusestep.kernels.cpu.compiler.intrinsics import load_acquire
-from fusestep.kernels.cpu.compiler.machine import Code, Entry, Loaded
+from fusestep.kernels.cpu.compiler.machine import Code, Loaded, PythonEntry
 from fusestep.kernels.cpu.compiler.records import int64s
 from fusestep.kernels.cpu.gather import gather_part
 from fusestep.kernels.cpu.rows import sort, sums
@@ -177,7 +177,9 @@ def test_loops_that_have_exchanged_their_places_are_not_used(
         assert [machine.portable(f.identity) for f in wanted] == [None] * len(wanted)
     monkeypatch.setattr(machine, "finished", lambda _: pytest.fail("was used"))
     monkeypatch.setenv("FUSESTEP_CACHE_DIR", "")
-    compiled = NativeFunction(add_atomically._function, add_atomically.identity, Entry(True)).call
+    compiled = NativeFunction(
+        add_atomically._function, add_atomically.identity, PythonEntry(True)
+    ).call
     word = ctypes.c_int64(5)
     assert (compiled(ctypes.addressof(word), 2), word.value) == (5, 7)
 
@@ -192,7 +194,7 @@ def test_a_call_of_nothing_that_exists_is_an_error() -> None:
         Loaded(Code("name", ("no_such_function_of_mine",), b""))
 
 
-def a_function(function: object, entry: Entry) -> NativeFunction:
+def a_function(function: object, entry: PythonEntry) -> NativeFunction:
     return NativeFunction(function, f"a test: {function.__name__} {entry}", entry)  # type: ignore[attr-defined]
 
 
@@ -200,7 +202,7 @@ def test_an_entry_takes_and_returns_any_int64() -> None:
     def combine(a, b, c):  # type: ignore[no-untyped-def]
         return a * 3 - b * 5 + c
 
-    call = a_function(combine, Entry(returns=True)).call
+    call = a_function(combine, PythonEntry(returns=True)).call
     for a, b, c in ((1, 2, 3), (-(2**60), 2**59, -7), (2**61 - 1, -1, 0), (True, False, True)):
         assert call(a, b, c) == a * 3 - b * 5 + c
     with pytest.raises(SystemError) as caught:
@@ -213,7 +215,7 @@ def test_an_entry_without_a_result() -> None:
         int64s(place, 1)[0] = value
 
     words = np.zeros(1, np.int64)
-    assert a_function(write, Entry()).call(words.ctypes.data, 7) == 0
+    assert a_function(write, PythonEntry()).call(words.ctypes.data, 7) == 0
     assert words.tolist() == [7]
 
 
@@ -230,7 +232,7 @@ def test_other_threads_run_meanwhile_unless_the_gil_is_held() -> None:
     def tell() -> None:
         word.value = 1
 
-    def told(entry: Entry, looks: int) -> bool:
+    def told(entry: PythonEntry, looks: int) -> bool:
         word.value = 0
         call = a_function(wait, entry).call
         thread = threading.Timer(0.01, tell)
@@ -239,8 +241,8 @@ def test_other_threads_run_meanwhile_unless_the_gil_is_held() -> None:
         thread.join()
         return bool(found)
 
-    assert told(Entry(returns=True), 1 << 40)
-    assert not told(Entry(returns=True, holds_gil=True), 1 << 26)
+    assert told(PythonEntry(returns=True), 1 << 40)
+    assert not told(PythonEntry(returns=True, holds_gil=True), 1 << 26)
 
 
 def test_what_is_kept_is_what_was_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

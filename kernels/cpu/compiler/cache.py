@@ -137,6 +137,7 @@ def _feed_function(digest: Any, function: Any, seen: set[int]) -> None:
 
 
 def _feed_code(digest: Any, code: types.CodeType) -> None:
+    # Without line numbers: a function that has only moved within its file is the same.
     digest.update(code.co_code + repr((code.co_names, code.co_varnames)).encode())
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -161,14 +162,14 @@ def _reached_values(function: types.FunctionType) -> list[Any]:
 
 
 def load(identity: str) -> bytes | None:
-    """What was kept of a function, for ``identity`` and all else that decides machine code."""
+    """The entry for ``identity`` and all else that decides machine code; None if there is none."""
     key = _key(identity)
     path = _path(key)
     return None if path is None else _load(path, key)
 
 
 def save(identity: str, content: bytes) -> None:
-    """Keep it; a folder that cannot be written is reported once."""
+    """Keep an entry for `load`; a folder that cannot be written is reported once."""
     key = _key(identity)
     path = _path(key)
     if path is None:
@@ -197,13 +198,14 @@ def _common_key() -> tuple[str, ...]:
         f"numba {numba.__version__} llvmlite {llvmlite.__version__}",
         f"python {sys.version_info[:3]} {sys.implementation.cache_tag}",
         f"numpy {np.__version__}",
+        # Settings of Numba by which it makes other machine code of the same sources.
         repr((config.OPT, config.BOUNDSCHECK, config.DEBUG_JIT)),
     )
 
 
 @cache
 def processor() -> dict[str, str]:
-    """What code is made for: this machine's processor, unless Numba is told of another one."""
+    """The processor that code is made for: this machine's, unless Numba is told of another one."""
     name, features = numba.config.CPU_NAME, numba.config.CPU_FEATURES
     return {
         "cpu": llvm.get_host_cpu_name() if name is None else name,
@@ -307,6 +309,7 @@ def _read(folder: _Folder, name: str, key: str) -> bytes | None:
     except OSError:  # there is none, or a link
         return None
     try:
+        # The file that is open is judged, not its name, which may lead to another one by now.
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode) or _distrust(status):
             return None
@@ -331,11 +334,15 @@ def unsealed(key: str, content: bytes) -> bytes | None:
 
 
 def _header(key: str, payload: bytes) -> bytes:
+    # The digest of the payload finds an entry that was cut short or changed, that of the key one
+    # that was copied from elsewhere: a name alone would have to be believed.
     return _MAGIC + hashlib.sha256(key.encode()).digest() + hashlib.sha256(payload).digest()
 
 
 def _write(folder: _Folder, name: str, key: str, payload: bytes) -> None:
     temporary = f".new-{secrets.token_hex(8)}"
+    # A new file under a name that nobody can guess, then renamed: readers see the old entry or the
+    # new one, and one that others may have written is replaced, not written into.
     handle = folder.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         with os.fdopen(handle, "wb") as file:

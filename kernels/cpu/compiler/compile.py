@@ -21,7 +21,7 @@ from ..process.forks import fork_between
 from ..process.room import require_room
 from . import cache as on_disk
 from . import machine
-from .machine import Code, Entry, Loaded
+from .machine import Code, PythonEntry, Loaded
 from .records import records
 
 _I64 = types.int64
@@ -55,7 +55,7 @@ def engine_works() -> bool:
     try:
         require_room(_LOADER_BYTES)
         kept = on_disk.load(_TRIAL)
-        code = Code.from_bytes(kept) if kept else machine.made("sum", _SUM, Entry(returns=True))
+        code = Code.from_bytes(kept) if kept else machine.made("sum", _SUM, PythonEntry(returns=True))
         if Loaded(code).entry()(20, 22) != 42:
             raise RuntimeError("it computes something else")
     except MemoryError:
@@ -76,7 +76,7 @@ def engine_works() -> bool:
 class _ByNumba:
     """A function as Numba itself compiles and calls it, in the place of `Loaded`."""
 
-    def __init__(self, compiled: CFunc, entry: Entry | None) -> None:
+    def __init__(self, compiled: CFunc, entry: PythonEntry | None) -> None:
         self._compiled, self._entry = compiled, entry
         self.address: int = compiled.address
 
@@ -99,7 +99,7 @@ class NativeFunction:
     """
 
     def __init__(
-        self, function: Callable[..., Any], identity: str, entry: Entry | None = None
+        self, function: Callable[..., Any], identity: str, entry: PythonEntry | None = None
     ) -> None:
         self._function = function
         self.identity = identity
@@ -111,6 +111,7 @@ class NativeFunction:
         """The address of the machine code, compiled or read from the cache on first use."""
         if self._loaded is None:
             with _lock:
+                # Looked at once more: another thread may have loaded it while this one waited.
                 if self._loaded is None:
                     self._loaded = self._load()
         return self._loaded.address
@@ -145,7 +146,7 @@ class NativeFunction:
         on_disk.save(self.identity, code.to_bytes())
         return code
 
-    def ir(self) -> tuple[str, str, Entry | None]:
+    def ir(self) -> tuple[str, str, PythonEntry | None]:
         """The symbol and LLVM's IR, after Numba has compiled the function; the entry."""
         compiled = self._compile()
         return compiled.native_name, compiled.inspect_llvm(), self._entry

@@ -15,7 +15,7 @@ _I32 = ir.IntType(32)
 _I64 = ir.IntType(64)
 
 
-def of_int64s(result):
+def int64_intrinsic(result):
     """Decorator: what ``emit(context, builder, *values)`` makes of ``int64``, to be called."""
 
     def decorate(emit):
@@ -39,19 +39,19 @@ def _pointer(builder, address, kind):
     return builder.inttoptr(address, kind.as_pointer())
 
 
-@of_int64s(types.voidptr)
+@int64_intrinsic(types.voidptr)
 def as_pointer(context, builder, address):
     """An address as a ``void*``, for ``carray``."""
     return builder.inttoptr(address, cgutils.voidptr_t)
 
 
-@of_int64s(types.int32)
+@int64_intrinsic(types.int32)
 def load_int32(context, builder, address):
     """The ``int32`` at an address."""
     return builder.load(_pointer(builder, address, _I32))
 
 
-@of_int64s(types.int64)
+@int64_intrinsic(types.int64)
 def load_int64(context, builder, address):
     """The ``int64`` at an address."""
     return builder.load(_pointer(builder, address, _I64))
@@ -66,7 +66,7 @@ def tuple_reader(cls, scalar):
     count = len(cls._fields)
     result = types.NamedUniTuple(scalar, count, cls)
 
-    @of_int64s(result)
+    @int64_intrinsic(result)
     def read(context, builder, address):
         first = _pointer(builder, address, context.get_value_type(scalar))
         places = [builder.gep(first, [ir.Constant(_I64, k)]) for k in range(count)]
@@ -79,7 +79,7 @@ def value_reader(kinds):
     """A compiled function ``read(address)``: a tuple of values of types of Numba, as they lie."""
     result = types.Tuple(kinds)
 
-    @of_int64s(result)
+    @int64_intrinsic(result)
     def read(context, builder, address):
         return builder.load(_pointer(builder, address, context.get_value_type(result)))
 
@@ -96,7 +96,7 @@ def array_reader(carriers, per):
     arrays = [types.Array(from_dtype(np.dtype(carrier)), 1, "C") for carrier in carriers]
     result = types.Tuple(arrays)
 
-    @of_int64s(result)
+    @int64_intrinsic(result)
     def read(context, builder, addresses, row, rows, width):
         first, made = _pointer(builder, addresses, _I64), []
         zero, one = (ir.Constant(_I64, n) for n in (0, 1))
@@ -130,14 +130,14 @@ def call_address(typingctx, function, *arguments):
     return types.void(types.int64, types.UniTuple(types.int64, count)), codegen
 
 
-@of_int64s(types.int64)
+@int64_intrinsic(types.int64)
 def number_from(context, builder, function):
     """The result of the C function ``int function(void)`` at an address."""
     kind = ir.FunctionType(_I32, [])
     return builder.sext(builder.call(_pointer(builder, function, kind), []), _I64)
 
 
-@of_int64s(types.void)
+@int64_intrinsic(types.void)
 def store_clock(context, builder, address):
     """Write the ``int32`` by which Linux knows the processor time of this thread."""
     if platform.system() != "Linux":
@@ -153,7 +153,7 @@ def _declared(builder, name, result, *arguments):
 
 @intrinsic
 def threads_of_numba(typingctx):
-    """What ``numba.get_num_threads()`` returns, once its threading layer has been started."""
+    """The result of ``numba.get_num_threads()``, once its threading layer has been started."""
 
     def codegen(context, builder, signature, args):
         return builder.call(_declared(builder, "get_num_threads", _I32), [])
@@ -186,7 +186,7 @@ def sleep(typingctx):
     return types.void(), codegen
 
 
-@of_int64s(types.int64)
+@int64_intrinsic(types.int64)
 def atomic_add(context, builder, address, value):
     """Add to the ``int64`` at an address, atomically; returns what was there.
 
@@ -195,7 +195,7 @@ def atomic_add(context, builder, address, value):
     return builder.atomic_rmw("add", _pointer(builder, address, _I64), value, "acq_rel")
 
 
-@of_int64s(types.int32)
+@int64_intrinsic(types.int32)
 def compare_and_swap(context, builder, address, expected, new):
     """Exchange the ``int32`` at an address if it is ``expected``; returns what was there.
 
@@ -206,13 +206,13 @@ def compare_and_swap(context, builder, address, expected, new):
     return builder.extract_value(builder.cmpxchg(place, *words, "acquire", "monotonic"), 0)
 
 
-@of_int64s(types.int32)
+@int64_intrinsic(types.int32)
 def load_acquire(context, builder, address):
     """The ``int32`` at an address, or the lower half of an ``int64``; with acquire ordering."""
     return builder.load_atomic(_pointer(builder, address, _I32), "acquire", 4)
 
 
-@of_int64s(types.void)
+@int64_intrinsic(types.void)
 def store_release(context, builder, address, value):
     """Write an ``int32``, atomic, with release ordering: the next holder sees all writes before."""
     place = _pointer(builder, address, _I32)
@@ -235,7 +235,7 @@ def cpu_pause(typingctx):
     return types.void(), codegen
 
 
-@of_int64s(types.void)
+@int64_intrinsic(types.void)
 def prefetch_line(context, builder, address):
     """Fetch a cache line for reading, to the second cache.
 
@@ -248,7 +248,7 @@ def prefetch_line(context, builder, address):
     builder.call(declared, [builder.inttoptr(address, cgutils.voidptr_t), *flags])
 
 
-@of_int64s(types.void)
+@int64_intrinsic(types.void)
 def copy_bytes(context, builder, target, source, n_bytes):
     """Copy memory that does not overlap."""
     pointers = cgutils.voidptr_t, cgutils.voidptr_t
@@ -281,10 +281,12 @@ def vector_loader(storage, vector):
     """A compiled function ``load(address) -> vector`` of consecutive ``storage`` elements."""
     carrier = from_dtype(np.dtype(storage.carrier))
 
-    @of_int64s(vector)
+    @int64_intrinsic(vector)
     def load(context, builder, address):
         element, real = context.get_data_type(carrier), context.get_value_type(vector)
         stored = ir.VectorType(element, vector.count).as_pointer()
+        # Aligned as one element only: a row of an odd width begins anywhere, and an aligned load of
+        # a vector there would fault.
         values = builder.load(builder.inttoptr(address, stored), align=storage.itemsize)
         if storage.widen:
             values = storage.widen(builder, values, vector.count)

@@ -29,8 +29,8 @@ PORTABLE = Path(__file__).parents[1] / "portable.zip"
 """LLVM's IR of loops, `sealed` as `_name`, if the package was built and not edited since."""
 
 
-class Entry(NamedTuple):
-    """How Python calls a function of ``int64``: with ints, for an int (0 if there is no result)."""
+class PythonEntry(NamedTuple):
+    """The way from Python to a function of ``int64``: ints in, an int out (0 for no result)."""
 
     returns: bool = False
     holds_gil: bool = False  # so that no other thread changes an object that is read
@@ -93,7 +93,7 @@ def _target_machine(**options: Any) -> Any:
     )
 
 
-def made(symbol: str, ir: str, entry: Entry | None) -> Code:
+def made(symbol: str, ir: str, entry: PythonEntry | None) -> Code:
     """Machine code for this processor of a module that Numba has finished."""
     module = _alone(symbol, ir, entry)
     passes = llvm.create_new_module_pass_manager()
@@ -114,7 +114,7 @@ def finished(bitcode: bytes) -> Code:
     return _code(symbol, module)
 
 
-def _alone(symbol: str, ir: str, entry: Entry | None) -> Any:
+def _alone(symbol: str, ir: str, entry: PythonEntry | None) -> Any:
     """A module of which nothing but one function can be seen, and its entry."""
     module = llvm.parse_assembly(ir)
     for value in (*module.functions, *module.global_variables):
@@ -128,6 +128,7 @@ def _alone(symbol: str, ir: str, entry: Entry | None) -> Any:
 
 def _pass_builder() -> Any:
     tuning = llvm.create_pipeline_tuning_options(speed_level=3)
+    # No vectors: how wide they are is a matter of the processor that finishes this IR.
     tuning.loop_vectorization = tuning.slp_vectorization = False
     return llvm.create_pass_builder(_target_machine(), tuning)
 
@@ -178,7 +179,7 @@ class Loaded:
         _LOADED.append(self)  # who has only an address keeps nothing alive
 
     def entry(self) -> Callable[..., int]:
-        """The function for Python, where the code has an `Entry`."""
+        """The function for Python, where the code has an `PythonEntry`."""
         if self._function is None:
             address = self._engine.get_function_address(_ENTRY)
             self._method = _Method(b"compiled", address, _METH_FASTCALL, None)
@@ -224,8 +225,8 @@ def portable(identity: str) -> bytes | None:
 def _name(identity: str) -> str:
     # Which LLVM reads the IR of another version, only that knows.
     llvm_version, *_ = llvm.llvm_version_info
-    of_code = IMPORTED_SOURCES, platform.machine(), platform.system(), str(llvm_version), identity
-    return hashlib.sha256("\n".join(of_code).encode()).hexdigest()
+    decisive = IMPORTED_SOURCES, platform.machine(), platform.system(), str(llvm_version), identity
+    return hashlib.sha256("\n".join(decisive).encode()).hexdigest()
 
 
 # Of the C library, of Python's stable interface, and of a threading layer that has been started.
@@ -236,7 +237,9 @@ _PORTABLE_CALLS = {
 }  # fmt: skip
 
 
-def write_portable(path: Path, functions: Iterable[tuple[str, str, str, Entry | None]]) -> None:
+def write_portable(
+    path: Path, functions: Iterable[tuple[str, str, str, PythonEntry | None]]
+) -> None:
     """Write what `portable` reads: identities of functions, then what `made` gets.
 
     Those that call Numba's functions are left to it, unless they are for its version alone.

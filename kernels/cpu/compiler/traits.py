@@ -1,4 +1,4 @@
-"""What becomes of a function of numbers when it is compiled: what it returns, and if it can raise.
+"""Traits of functions of numbers once they are compiled: what they return, and if they can raise.
 
 Rules and formulas of users are looked at before anything is made of them. Compiled code that calls
 a function which raises does not hear of it, and would go on with half of the elements written.
@@ -31,7 +31,7 @@ _REPORT = "PyErr_WriteUnraisable"
 
 
 class Traits(NamedTuple):
-    """What compiled code finds a function to be."""
+    """Properties of a function that its compilation shows."""
 
     returned: tuple[str, ...]  # Numba's names of the types of what it returns
     is_tuple: bool  # whether that is a tuple
@@ -43,18 +43,18 @@ class CompilationError(Exception):
 
 
 def of_update(rule: Rule, real: Storage) -> Traits:
-    """Those of the update of a rule in some type of the arithmetic."""
+    """Traits of the update of a rule in some type of the arithmetic."""
     return _traits(rule.update, _of_element(rule, real))
 
 
 def of_measure(rule: Rule, real: Storage) -> Traits:
-    """Those of what a rule measures."""
+    """Traits of the function that measures for a rule."""
     assert rule.measure is not None
     return _traits(rule.measure, _of_element(rule, real))
 
 
 def of_factor(rule: Rule, real: Storage) -> Traits:
-    """The traits of ``factor``, in some type of the arithmetic."""
+    """Traits of ``factor``, in some type of the arithmetic."""
     assert rule.factor is not None
     counts = {"size", *(state.name for state in rule.states if state.dtype is not None)}
     taken = [types.int64 if name in counts else numba_type(real) for name in rule.takes]
@@ -62,7 +62,7 @@ def of_factor(rule: Rule, real: Storage) -> Traits:
 
 
 def of_formula(formula: Formula, real: Storage) -> Traits:
-    """Those of a formula on a device."""
+    """Traits of a formula on a device."""
     numbers = types.float64, types.float64, types.int64
     tuples = (types.UniTuple(types.float64, len(x)) for x in (formula.constants, formula.bases))
     real_type = types.NumberClass(numba_type(real))
@@ -78,10 +78,10 @@ def _of_element(rule: Rule, real: Storage) -> tuple[Any, ...]:
 
 @cache
 def _traits(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Traits:
-    """Those of a function of arguments of these types of Numba; kept on the disk.
+    """Traits of a function for arguments of some types of Numba; kept on the disk.
 
     Raises:
-        CompilationError: there are none.
+        CompilationError: the function cannot be compiled.
     """
     kinds = [(str(kind), getattr(kind, "fields", ())) for kind in arguments]
     name = f"traits {on_disk.fingerprint(function)} {kinds}"
@@ -115,7 +115,7 @@ def _compiled(function: Callable[..., Any], arguments: tuple[Any, ...], name: st
 
 
 def _reason(error: Exception) -> str:
-    """What Numba says first, without its colours and the stage at which it says so."""
+    """The first line of an error of Numba, without its colours and the name of the stage."""
     lines = re.sub(r"\x1b\[\d*m", "", str(error)).splitlines()
     said = (line.strip() for line in lines if line.strip() and "mode pipeline" not in line)
     return next(said, type(error).__name__)

@@ -23,7 +23,7 @@ from ...inner import njit
 from ...storage import STORAGES
 from ..compiler.compile import NativeFunction
 from ..compiler.intrinsics import as_pointer, load_int64
-from ..compiler.machine import Entry
+from ..compiler.machine import PythonEntry
 from ..compiler.records import int64s, overlaps, records
 
 _FIELDS = ("references", "type", "data", "ndim", "shape", "strides", "base", "dtype", "flags")
@@ -47,8 +47,8 @@ ANY, SAME = -1, -2  # as a dimension: any size, and the size that was last found
 LENGTH, ITEMS = object.__basicsize__, tuple.__basicsize__
 
 
-class _Wanted(NamedTuple):
-    """What is expected of an array, all ``int64``."""
+class _ArrayForm(NamedTuple):
+    """Form that an array should have, all ``int64``."""
 
     dtype: int  # its identity
     ndim: int
@@ -57,20 +57,20 @@ class _Wanted(NamedTuple):
     header: int = 0  # its object
 
 
-class _Wish(NamedTuple):
-    """What is expected of a tuple of arrays, all ``int64``; addresses."""
+class _ArrayQuery(NamedTuple):
+    """Question about a tuple of arrays, all ``int64``; addresses."""
 
     n: int  # arrays of the tuple
     array_type: int
     flags: int
-    rows: int  # [n_rows] of `_Wanted`
+    rows: int  # [n_rows] of `_ArrayForm`
     n_rows: int
     dims: int  # of all rows
     memory: int  # [2, n_stretches]
     n_stretches: int
 
 
-_wanted_at, _wish_at = records(_Wanted), records(_Wish)
+_forms_at, _query_at = records(_ArrayForm), records(_ArrayQuery)
 
 
 def _lies_as_expected(array: np.ndarray) -> bool:
@@ -100,6 +100,8 @@ def _test_arrays() -> list[np.ndarray]:
     return [base, shaped, base[5:9], base[:0], shaped.T, base[::2], read_only, unaligned]
 
 
+# An object begins with a count of references and its type, 16 bytes, as `_FIELDS` has it. In a
+# build of Python where it begins with more, nothing would lie where it is looked for.
 usable = (
     sys.implementation.name == "cpython"
     and np.dtype(np.intp).itemsize == 8
@@ -151,44 +153,46 @@ def _data_of(array, n):
     return int64s(carray(as_pointer(array), 1, _header_type)[0].data, n)
 
 
-def _read_expected(wish, arrays, addresses):
+def _read_expected(query, arrays, addresses):
     """Addresses of the arrays of a tuple, if they are as expected and lie elsewhere.
 
     Returns whether all of them are, and those of the further rows are where and as they were,
     and can be written to.
     """
-    c = _wish_at(wish, 1)[0]
+    c = _query_at(query, 1)[0]
     if load_int64(arrays + LENGTH) != c.n:
         return 0
-    wanted_of, dims, out = _wanted_at(c.rows, c.n_rows), c.dims, _data_of(addresses, c.n)
+    forms, dims, out = _forms_at(c.rows, c.n_rows), c.dims, _data_of(addresses, c.n)
     memory = carray(as_pointer(c.memory), (2, c.n_stretches), np.int64)
     length = 0
     for k in range(c.n):
-        wanted, header = wanted_of[k], _header_of(arrays, k)
-        if not _is_plain(header, c.array_type, wanted.dtype, c.flags, wanted.ndim):
+        form, header = forms[k], _header_of(arrays, k)
+        if not _is_plain(header, c.array_type, form.dtype, c.flags, form.ndim):
             return 0
-        n_bytes = wanted.n_bytes
-        for d in range(wanted.ndim):
+        n_bytes = form.n_bytes
+        for d in range(form.ndim):
             size, dim = load_int64(header.shape + 8 * d), load_int64(dims + 8 * d)
             if dim == ANY:
+                # Of a row-sparse gradient the indices come first, and leave their number open; the
+                # values behind them have as many rows.
                 length = size
             elif size != (length if dim == SAME else dim):
                 return 0
             if dim < 0:
                 n_bytes *= size
-        dims += 8 * wanted.ndim
+        dims += 8 * form.ndim
         if overlaps(memory, header.data, header.data + n_bytes):
             return 0
         out[k] = header.data
     for k in range(c.n, c.n_rows):
-        wanted = wanted_of[k]
-        header = carray(as_pointer(wanted.header), 1, _header_type)[0]
+        form = forms[k]
+        header = carray(as_pointer(form.header), 1, _header_type)[0]
         flags = _C_CONTIGUOUS_ALIGNED | _WRITEABLE
-        if not _is_plain(header, c.array_type, wanted.dtype, flags, wanted.ndim):
+        if not _is_plain(header, c.array_type, form.dtype, flags, form.ndim):
             return 0
-        if header.data != wanted.place or not _has_shape(header, dims):
+        if header.data != form.place or not _has_shape(header, dims):
             return 0
-        dims += 8 * wanted.ndim
+        dims += 8 * form.ndim
     return 1
 
 
@@ -199,8 +203,8 @@ Form = tuple[np.dtype, tuple[int, ...]]
 """Dtype and shape of an array; a dimension can be `ANY` or `SAME`."""
 
 
-class Expected:
-    """What the arrays of a tuple should be: exactly ``ndarray``, of these forms and elsewhere.
+class ExpectedArrays:
+    """Arrays of a tuple as they should be: exactly ``ndarray``, of these forms and elsewhere.
 
     They should not lie in ``memory``, which is as for `overlaps`. Arrays that are ``written`` must
     be writable too, and stay where and as they are now, whatever arrays are given.
@@ -218,24 +222,26 @@ class Expected:
         # The identities and addresses below stay valid while these live.
         self._alive: tuple[Any, ...] = (list(forms), list(written))
         rows = [
-            _Wanted(id(dtype), len(shape), math.prod(n for n in shape if n >= 0) * dtype.itemsize)
+            _ArrayForm(
+                id(dtype), len(shape), math.prod(n for n in shape if n >= 0) * dtype.itemsize
+            )
             for dtype, shape in forms
         ]
-        rows += [_Wanted(id(a.dtype), a.ndim, 0, address_of(a), id(a)) for a in written]
+        rows += [_ArrayForm(id(a.dtype), a.ndim, 0, address_of(a), id(a)) for a in written]
         shapes = [shape for _, shape in forms] + [array.shape for array in written]
         dims = [n for shape in shapes for n in shape]
         kept = np.array(rows, np.int64), np.array(dims, np.int64), memory
         self._alive += kept
         rows_at, dims_at, memory_at = map(address_of, kept)
-        self._wish = array("q", _Wish(
+        self._query = array("q", _ArrayQuery(
             len(forms), _ARRAY_TYPE, flags, rows_at, len(rows), dims_at, memory_at, memory.shape[1]
         ))  # fmt: skip
-        self._wish_at, _ = self._wish.buffer_info()
+        self._query_at, _ = self._query.buffer_info()
 
     def addresses(self, arrays: tuple[np.ndarray, ...]) -> np.ndarray | None:
         """The int64 addresses of as many ``arrays``; None if anything is not as expected."""
-        addresses = np.empty(self._wish[0], np.int64)
-        return addresses if _read.call(self._wish_at, id(arrays), id(addresses)) else None
+        addresses = np.empty(self._query[0], np.int64)
+        return addresses if _read.call(self._query_at, id(arrays), id(addresses)) else None
 
 
 class _Kind(NamedTuple):
@@ -279,12 +285,12 @@ def _read_alike_arrays(arrays, n_written, array_type, kinds, addresses):
 _N_KINDS, _kinds_address = len(_KINDS), address_of(_KINDS)
 # Where the elements of a tuple begin is baked in, and differs between versions of Python.
 _read = NativeFunction(
-    _read_expected, f"array headers {ITEMS}", Entry(returns=True, holds_gil=True)
+    _read_expected, f"array headers {ITEMS}", PythonEntry(returns=True, holds_gil=True)
 )
 _read_alike = NativeFunction(
     _read_alike_arrays,
     f"headers that are alike {ITEMS} {_N_KINDS}",
-    Entry(returns=True, holds_gil=True),
+    PythonEntry(returns=True, holds_gil=True),
 )
 READERS = _read, _read_alike
 
@@ -298,6 +304,6 @@ def alike(arrays: tuple[Any, ...], n_written: int) -> np.ndarray | None:
     if not usable:
         return None
     addresses = np.empty(len(arrays), np.int64)
-    of_kinds = _ARRAY_TYPE, _kinds_address
-    fits = _read_alike.call(id(arrays), n_written, *of_kinds, id(addresses))
+    kinds = _ARRAY_TYPE, _kinds_address
+    fits = _read_alike.call(id(arrays), n_written, *kinds, id(addresses))
     return addresses if fits else None

@@ -1,4 +1,4 @@
-"""Where PyTorch keeps what a step has to know of a tensor.
+"""Places where PyTorch keeps what a step has to know of a tensor.
 
 To ask 200 tensors for address, sizes and strides by Python takes longer than to update them. What
 a step has to know lies at fixed places of a tensor and its storage. They are found on real tensors,
@@ -42,7 +42,7 @@ class Fields(NamedTuple):
     changes: int  # in a count of changes: the number
 
 
-class Layout(NamedTuple):
+class TensorLayout(NamedTuple):
     """The fields, and the numbers of the dtypes of PyTorch."""
 
     fields: Fields
@@ -50,8 +50,8 @@ class Layout(NamedTuple):
 
 
 @cache
-def layout_of(torch: Any) -> Layout | None:
-    """How the tensors of this PyTorch are read; None where they cannot be."""
+def layout_of(torch: Any) -> TensorLayout | None:
+    """The layout of the tensors of this PyTorch; None where they cannot be read."""
     if not arrays_are_read:
         return None
     # What is made within inference mode has no counts of changes.
@@ -59,31 +59,32 @@ def layout_of(torch: Any) -> Layout | None:
         return _found(torch)
 
 
-def _found(torch: Any) -> Layout | None:
+def _found(torch: Any) -> TensorLayout | None:
     samples = _samples(torch)
     tensors, storages = [t._cdata for t in samples], [t.untyped_storage() for t in samples]
-    of_storages = [storage._cdata for storage in storages]
+    storages_at = [storage._cdata for storage in storages]
     start, end = object.__basicsize__, type(samples[0]).__basicsize__
     dtype, codes = _dtypes(torch)
     places: dict[str, int | None] = {
         "tensor": _find([id(t) for t in samples], tensors, end, start=start),
-        "storage": _find(tensors, of_storages, _TENSOR),
+        "storage": _find(tensors, storages_at, _TENSOR),
         "dim": _find(tensors, [t.dim() for t in samples], _TENSOR),
         "offset": _find(tensors, [t.storage_offset() for t in samples], _TENSOR),
         "dtype": dtype,
         "keys": _find(tensors, [torch._C._dispatch_keys(t).raw_repr() for t in samples], _TENSOR),
-        "data": _find(of_storages, [storage.data_ptr() for storage in storages], _STORAGE),
-        "n_bytes": _find(of_storages, [storage.nbytes() for storage in storages], _STORAGE),
+        "data": _find(storages_at, [storage.data_ptr() for storage in storages], _STORAGE),
+        "n_bytes": _find(storages_at, [storage.nbytes() for storage in storages], _STORAGE),
     }
     places |= _dims(samples) | _versions(torch) | _lazy(torch)
     if None in places.values():
         return None
     found = {name: place for name, place in places.items() if place is not None}
-    return Layout(Fields(**found), codes)
+    return TensorLayout(Fields(**found), codes)
 
 
 def _samples(torch: Any) -> list[Any]:
     """Tensors that differ in everything, and begin at different places of their memory."""
+    # Where two fields had the same numbers in all samples, one could be taken for the other.
     whole = torch.zeros(7, 5, 11)
     return [
         torch.zeros(3, 4),
@@ -145,11 +146,11 @@ def _versions(torch: Any) -> dict[str, int | None]:
         for _ in range(5 + k):
             tensor.add_(1.0)
     cut = [tensor[1:] for tensor in tensors]
-    at, of_cut = [t._cdata for t in tensors], [t._cdata for t in cut]
+    at, cut_at = [t._cdata for t in tensors], [t._cdata for t in cut]
     storages, counts = [t.untyped_storage()._cdata for t in tensors], {}
     for place in range(8, _TENSOR, 8):
         found = _values(_WORD, at, place)
-        is_shared = found == _values(_WORD, of_cut, place)
+        is_shared = found == _values(_WORD, cut_at, place)
         if is_shared and found != storages and len({0, *found}) == 5:
             counts[place] = found
     if len(counts) != 1:
@@ -177,11 +178,13 @@ def _lazy(torch: Any) -> dict[str, int | None]:
     lazy_clone = getattr(torch, "_lazy_clone", None)
     if lazy_clone is None:
         return {"deleter": 0, "lazy": -1}
+    # A lazy clone shares its memory until PyTorch writes to one of the two, and is known by the
+    # function that will let the memory go. A step writes by address, and would change both.
     plain, shared = ([torch.zeros(n) for n in (3, 5)] for _ in range(2))
     clones = [lazy_clone(tensor) for tensor in shared]
-    of_plain, of_shared = ([t.untyped_storage()._cdata for t in x] for x in (plain, clones))
+    plain_at, shared_at = ([t.untyped_storage()._cdata for t in x] for x in (plain, clones))
     for place in range(0, _STORAGE, 8):
-        own, found = _values(_WORD, of_plain, place), _values(_WORD, of_shared, place)
+        own, found = _values(_WORD, plain_at, place), _values(_WORD, shared_at, place)
         if len({*own}) == len({*found}) == 1 and own != found:
             return {"deleter": place, "lazy": signed(found[0])}
     return {"deleter": None}

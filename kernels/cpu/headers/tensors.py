@@ -15,7 +15,7 @@ from numba import carray
 from ...inner import njit
 from ..compiler.compile import NativeFunction
 from ..compiler.intrinsics import as_pointer, load_int64
-from ..compiler.machine import Entry
+from ..compiler.machine import PythonEntry
 from ..compiler.records import int64s, lie_in, overlaps, records
 from .arrays import ITEMS, LENGTH, address_of
 from .tensor_fields import Fields, layout_of, signed
@@ -26,8 +26,8 @@ OTHER, SAME, MOVED = range(3)
 """How tensors are found: not as expected, as expected, or so but for where written ones lie."""
 
 
-class _Form(NamedTuple):
-    """What a tensor should be, all ``int64``."""
+class _TensorForm(NamedTuple):
+    """Form that a tensor should have, all ``int64``."""
 
     kind: int
     type: int  # of its object; of `NONE` the object itself
@@ -38,14 +38,14 @@ class _Form(NamedTuple):
     n_bytes: int = 0
 
 
-class _Wish(NamedTuple):
-    """What tuples of objects should be, all ``int64``; addresses."""
+class _TensorQuery(NamedTuple):
+    """Question about tuples of objects, all ``int64``; addresses."""
 
     n_same: int
     same: int  # [n_same]: identities
     n_written: int
     n_forms: int
-    forms: int  # [n_forms] of `_Form`: first what is written
+    forms: int  # [n_forms] of `_TensorForm`: first what is written
     dims: int  # of all forms: sizes, then strides
     addresses: int  # [n_forms]: where each was found
     versions: int  # [n_written]: where changes are counted, or 0
@@ -53,7 +53,7 @@ class _Wish(NamedTuple):
     n_stretches: int
 
 
-_fields_at, _forms_at, _wish_at = map(records, (Fields, _Form, _Wish))
+_fields_at, _forms_at, _query_at = map(records, (Fields, _TensorForm, _TensorQuery))
 
 
 @njit
@@ -97,9 +97,9 @@ def _tensor_of(f, thing, form, dims):
     return tensor if tensor != 0 and _fits(f, tensor, form, dims) else 0
 
 
-def _look_at_tensors(wish, fields, same, tensors):
+def _look_at_tensors(query, fields, same, tensors):
     """`SAME`, `MOVED` or `OTHER`; the addresses of tensors."""
-    c, f = _wish_at(wish, 1)[0], _fields_at(fields, 1)[0]
+    c, f = _query_at(query, 1)[0], _fields_at(fields, 1)[0]
     if load_int64(same + LENGTH) != c.n_same or load_int64(tensors + LENGTH) != c.n_forms:
         return OTHER
     identities = int64s(c.same, c.n_same)
@@ -123,6 +123,7 @@ def _look_at_tensors(wish, fields, same, tensors):
         dims += 16 * form.dim
         if form.kind == ROWS:
             continue
+        # An empty tensor may have no memory at all, and is never looked for there.
         address = _place_of(f, tensor, form) if form.n_bytes > 0 else addresses[k]
         if address == 0 and form.n_bytes > 0:
             return OTHER
@@ -138,12 +139,12 @@ def _look_at_tensors(wish, fields, same, tensors):
     return found
 
 
-_look = NativeFunction(_look_at_tensors, f"tensors {ITEMS}", Entry(True, True))
+_look = NativeFunction(_look_at_tensors, f"tensors {ITEMS}", PythonEntry(True, True))
 READERS = (_look,)
 
 
-class Expected:
-    """What the tensors of a step should be: of the same dtypes, sizes, strides and kinds.
+class ExpectedTensors:
+    """Tensors of a step as they should be: of the same dtypes, sizes, strides and kinds.
 
     Args:
         torch: the module.
@@ -183,11 +184,11 @@ class Expected:
         same_at, forms_at, dims_at, self._fields = map(address_of, tables)
         memory_at, n_stretches = address_of(self._memory), len(self._apart)
         places_at, versions_at = address_of(self._places), address_of(self.versions)
-        self._wish = array("q", _Wish(
+        self._query = array("q", _TensorQuery(
             len(same), same_at, n, len(forms), forms_at, dims_at, places_at, versions_at,
             memory_at, n_stretches,
         ))  # fmt: skip
-        self._at, _ = self._wish.buffer_info()
+        self._at, _ = self._query.buffer_info()
         self.written, self.gradients = self._places[:n], self._places[n:]
         """Addresses, as they were last found; 0 of gradients that are not dense."""
 
@@ -202,6 +203,8 @@ class Expected:
             return SAME
         # Addresses of this look, or of one before that ended in the middle, are not taken over yet.
         self._is_settled = False
+        # A second look: which gradients overlap with what is written can be told only by the new
+        # places, which the first look has found.
         if found == OTHER or not self._settled() or self._found(same, tensors) != SAME:
             return OTHER
         self._is_settled = True
@@ -224,9 +227,9 @@ class Expected:
         return lie_in(self._stretches, spans)
 
 
-def _form(torch: Any, codes: dict[Any, int], tensor: Any, kind: int) -> _Form:
+def _form(torch: Any, codes: dict[Any, int], tensor: Any, kind: int) -> _TensorForm:
     if kind == NONE:
-        return _Form(NONE, id(tensor))
+        return _TensorForm(NONE, id(tensor))
     keys, size = signed(torch._C._dispatch_keys(tensor).raw_repr()), tensor.element_size()
     what = id(type(tensor)), keys, codes[tensor.dtype], tensor.dim()
-    return _Form(kind, *what, size, 0 if kind == ROWS else tensor.numel() * size)
+    return _TensorForm(kind, *what, size, 0 if kind == ROWS else tensor.numel() * size)

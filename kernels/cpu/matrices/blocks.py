@@ -2,7 +2,7 @@
 
 A tile is ``height`` rows of ``width`` elements, ``stride`` elements apart. Three blocks are
 
-    block(arrays, offset, g, height, width, stride, of_rows, of_columns, hp, total)
+    block(arrays, offset, g, height, width, stride, rows, columns, hp, total)
 
 with ``arrays`` as in `cpu.blocks`, and the number of elements before the tile: ``terms`` adds to
 the float64 sums of rows and columns; ``measure`` and ``update`` read their factors, and the first
@@ -54,16 +54,16 @@ def matrix_blocks(kernel: Kernel) -> MatrixBlocks:
     line_functions = " ".join(fingerprint(function) for function in lines if callable(function))
     held = f"{lines.smallest} {lines.smallest_mean}"
 
-    def block(name: str, function: Any, of_rule: Any) -> NativeFunction:
-        own = identity(f"matrix {name}", of_rule, kernel, kernel.w, kernel.g, *kernel.s)
+    def block(name: str, function: Any, rule_function: Any) -> NativeFunction:
+        own = identity(f"matrix {name}", rule_function, kernel, kernel.w, kernel.g, *kernel.s)
         return NativeFunction(function, f"{own} lines {line_functions} {held}")
 
     real, terms, measure, update = kernel.real, _terms(kernel), _measure(kernel), _update(kernel)
     return MatrixBlocks(
-        block("terms", _of_tile(kernel, F64, terms), lines.term),
+        block("terms", _tile_block(kernel, F64, terms), lines.term),
         block("factors", _factors(kernel), lines.average),
-        block("measure", _of_tile(kernel, real, measure), rule.measure),
-        block("update", _of_tile(kernel, real, update), rule.update),
+        block("measure", _tile_block(kernel, real, measure), rule.measure),
+        block("update", _tile_block(kernel, real, update), rule.update),
     )
 
 
@@ -73,20 +73,20 @@ def lines_of(kernel: Kernel) -> Lines:
     return kernel.rule.lines
 
 
-def _of_tile(kernel: Kernel, of_line: Storage, row: Any) -> Callable[..., None]:
-    """A block from ``row(arrays, g, i, of_rows, of_columns, hp)``, work on a piece of row ``i``.
+def _tile_block(kernel: Kernel, line_storage: Storage, row: Any) -> Callable[..., None]:
+    """A block from ``row(arrays, g, i, row_values, column_values, hp)``, on a piece of row ``i``.
 
-    It returns what is added to the total. The numbers of rows and columns are of type ``of_line``.
+    ``row`` returns what is added to the total. Values of rows and columns are ``line_storage``.
     """
     read_hp, read_arrays = readers(kernel)
-    real, g_type, g_bytes = of_line.carrier, kernel.g.carrier, kernel.g.itemsize
+    real, g_type, g_bytes = line_storage.carrier, kernel.g.carrier, kernel.g.itemsize
 
     def block(
         addresses, offset, g_address, height, width, stride, rows, columns, hp_address, total
     ):
         hp, sum_of_rows = read_hp(hp_address), 0.0
-        of_rows = carray(as_pointer(rows), height, real)
-        of_columns = carray(as_pointer(columns), width, real)
+        row_values = carray(as_pointer(rows), height, real)
+        column_values = carray(as_pointer(columns), width, real)
         for i in range(height):
             for left in range(0, width, _PIECE):
                 place, n = i * stride + left, min(_PIECE, width - left)
@@ -95,7 +95,7 @@ def _of_tile(kernel: Kernel, of_line: Storage, row: Any) -> Callable[..., None]:
                     prefetch_line(ahead)
                 arrays = read_arrays(addresses, offset + place, n, 1)
                 g = carray(as_pointer(here), n, g_type)
-                sum_of_rows += row(arrays, g, i, of_rows, of_columns[left : left + n], hp)
+                sum_of_rows += row(arrays, g, i, row_values, column_values[left : left + n], hp)
         if total != 0:
             carray(as_pointer(total), 1, np.float64)[0] += sum_of_rows
 
@@ -131,6 +131,7 @@ def _factors(kernel: Kernel) -> Callable[..., None]:
         """The moving averages; returns their mean."""
         total = 0.0
         for i in range(state.size):
+            # One thread has all lines of a matrix, in order, so the sum has no parts.
             state[i] = averaged(state[i], real(sums[i] / count), hp)
             total += np.float64(state[i])
         return total / max(1, state.size)
@@ -139,15 +140,15 @@ def _factors(kernel: Kernel) -> Callable[..., None]:
         scalars = read_hp(hp_address)
         rows = carray(as_pointer(row_state), height, real)
         columns = carray(as_pointer(column_state), width, real)
-        of_row = carray(as_pointer(out), height + width, real)
+        made = carray(as_pointer(out), height + width, real)
         mean = average(rows, carray(as_pointer(row_sums), height, np.float64), width, scalars)
         mean = hold(mean, np.float64(scalars[smallest_mean]))
         average(columns, carray(as_pointer(column_sums), width, np.float64), height, scalars)
         for i in range(rows.size):
-            of_row[i] = real(row_factor(np.float64(rows[i]), mean))
+            made[i] = real(row_factor(np.float64(rows[i]), mean))
         for j in range(columns.size):
             columns[j] = hold(columns[j], scalars[smallest])
-            of_row[height + j] = real(column_factor(np.float64(columns[j])))
+            made[height + j] = real(column_factor(np.float64(columns[j])))
 
     return factors
 
@@ -157,10 +158,10 @@ def _measure(kernel: Kernel) -> Any:
 
     @njit(error_model="numpy", fastmath=SUMS)
     def row(arrays, g, i, row_factors, column_factors, hp):
-        total, of_row = 0.0, row_factors[i]
+        total, row_factor = 0.0, row_factors[i]
         for j in range(g.size):
             _, d = load(arrays[0], g, j, hp)
-            u = np.float64(measured(d, of_row, column_factors[j], hp))
+            u = np.float64(measured(d, row_factor, column_factors[j], hp))
             total += u * u
         return total
 
@@ -172,9 +173,9 @@ def _update(kernel: Kernel) -> Any:
 
     @njit(error_model="numpy")
     def row(arrays, g, i, row_factors, column_factors, hp):
-        of_row = row_factors[i]
+        row_factor = row_factors[i]
         for j in range(g.size):
-            element(arrays, g, j, of_row, column_factors[j], hp)
+            element(arrays, g, j, row_factor, column_factors[j], hp)
         return 0.0
 
     return row

@@ -93,16 +93,16 @@ class MatrixTable:
         down, across = -(-height // tile_height), -(-width // tile_width)
         group = max(1, _PART // (height * width)) if down * across == 1 else 1
         cut = tile_height, tile_width, down, across, group
-        of_rows, of_columns = matrices * height, matrices * width
-        column_sums = self.n_sums + of_rows * across
+        n_rows, n_columns = matrices * height, matrices * width
+        column_sums = self.n_sums + n_rows * across
         first = self.n_parts, self.n_groups
         places = self.n_sums, column_sums, self.n_factors
         n_groups = -(-matrices // group)
         self.n_parts += matrices * down * across if down * across > 1 else n_groups
         self.n_groups += n_groups
-        self.n_elements += of_rows * width
-        self.n_sums = column_sums + of_columns * down
-        self.n_factors += of_rows + of_columns
+        self.n_elements += n_rows * width
+        self.n_sums = column_sums + n_columns * down
+        self.n_factors += n_rows + n_columns
         return MatrixRow(*states, matrices, height, width, *cut, *first, *places)
 
 
@@ -131,11 +131,11 @@ def _tile(tensor, number):
 
 
 @njit
-def _call_on_tile(c, block, t, tensor, tile, of_rows, of_columns, total):
+def _call_on_tile(c, block, t, tensor, tile, row_values, column_values, total):
     _, _, _, height, width, offset = tile
     g = int64s(c.gradients, c.n_tensors)[t] + offset * c.g_bytes
     sizes, hp = (height, width, tensor.width), c.hp + t * c.hp_row_bytes
-    call_address(block, tensor.arrays, offset, g, *sizes, of_rows, of_columns, hp, total)
+    call_address(block, tensor.arrays, offset, g, *sizes, row_values, column_values, hp, total)
 
 
 @part(MatrixCall)
@@ -247,12 +247,13 @@ class MatrixStep:
         self._table = table
         self._measured = np.empty(table.n_parts)
         factors, states = (np.empty(table.n_factors, kernel.real.dtype) for _ in range(2))
-        of_tensors = len(gradients), table.table, gradients, hp, hp.strides[0]
+        tensors = len(gradients), table.table, gradients, hp, hp.strides[0]
         scratch = np.empty(table.n_sums), factors, states, self._measured
         itemsizes = kernel.g.itemsize, kernel.real.itemsize
         passes = (block.address for block in matrix_blocks(kernel))
-        self._call = Arguments(MatrixCall(*of_tensors, *itemsizes, *scratch, *passes))
+        self._call = Arguments(MatrixCall(*tensors, *itemsizes, *scratch, *passes))
         self._threads = 1 if table.n_elements < _SERIAL_BELOW else get_num_threads()
+        # Both in one commit: no interrupt falls between the states of lines and the parameters.
         self.loops = (
             self._loop(store_states, len(table.table)),
             self._loop(update_matrices, table.n_parts),
@@ -269,4 +270,4 @@ class MatrixStep:
         return np.add.reduceat(self._measured, table.first_part)
 
     def release(self) -> None:
-        """Nothing was borrowed."""
+        """No memory was borrowed."""

@@ -1,4 +1,4 @@
-"""What forks of this process wait for, and hold until they are done.
+"""Locks that forks of this process wait for, and hold until they are done.
 
 A child has only the thread that forked: a lock that another one held is never released there. A
 new lock in the child would not do, as what the lock guards may be half changed: lists of Numba,
@@ -45,6 +45,7 @@ def _before() -> None:
     held: list[_Held] = []
     vars(_mine).setdefault("forks", []).append(held)  # a signal handler may fork while this waits
     for holding in _holdings:
+        # Listed before it is begun: whatever interrupts this, what is held by then is let go.
         held.append(holding())
         next(held[-1])
 

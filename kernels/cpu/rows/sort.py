@@ -45,7 +45,7 @@ def _histograms(c):
 
 @njit(inline="always")
 def _own(c, index):
-    """What a share of the positions has: where it begins and ends, and its counters."""
+    """Begin and end of a share of the positions, and its counters."""
     begin, end = share(c.n, c.sort_parts, index), share(c.n, c.sort_parts, index + 1)
     return begin, end, _histograms(c)[index]
 
@@ -67,6 +67,7 @@ def _count_rows(c, index):
                 if dropped_row < 0:
                     return tables[t].first_position + k
                 key_row = dropped_row
+            # Unsigned: by a signed index Numba would first look whether it counts from the end.
             histogram[np.uint64(key_row) & mask] += 1
     return -1
 
@@ -105,6 +106,8 @@ def _count_digits(keys, begin, end, shift, histogram):
 def _offsets_of(histograms, n):
     """Turn counts into the places of each part's digits; False where nothing would move."""
     place, most = 0, 0
+    # Digit by digit, and of a digit share by share: keys of equal digits keep the order of their
+    # positions, into however many shares these are cut.
     for digit in range(histograms.shape[1]):
         before = place
         for p in range(histograms.shape[0]):
@@ -167,6 +170,8 @@ def _finish(c, keys):
     """Tell where the sorted keys lie, how many of them belong to rows, and which are hot."""
     c.sorted_keys, c.n_valid = keys.ctypes.data, c.n
     if c.dropped_row >= 0:
+        # Dropped occurrences have the row after the last one, so they are at the end of the list,
+        # where no loop comes.
         c.n_valid = first_key_at_least(keys, c.n, c.dropped_row << c.position_bits)
     _find_hot(c)
 

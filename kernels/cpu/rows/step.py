@@ -105,13 +105,13 @@ def _sizes(kernel: Kernel, tables: list[RowTable], touched_only: bool, drop: boo
 
 @lru_cache(maxsize=256)
 def _sizes_of(
-    shape: tuple[int, ...], of_tables: tuple[tuple[int, int, int], ...], sort_parts: int,
+    shape: tuple[int, ...], table_shapes: tuple[tuple[int, int, int], ...], sort_parts: int,
     threads: int, scratch: int,
 ) -> _Sizes:  # fmt: skip
     n, n_rows, n_arrays, dropped_row, real_bytes = shape
-    ranges = tuple(ranges_of(whole_length) for _, whole_length, _ in of_tables)
-    n_tables, n_ranges, hot_elements = len(of_tables), 0, 0
-    for (length, _, width), (_, n_own) in zip(of_tables, ranges, strict=True):
+    ranges = tuple(ranges_of(whole_length) for _, whole_length, _ in table_shapes)
+    n_tables, n_ranges, hot_elements = len(table_shapes), 0, 0
+    for (length, _, width), (_, n_own) in zip(table_shapes, ranges, strict=True):
         n_ranges += n_own
         hot_elements += length // (HOT + 1) * n_own * width
     row_bits = max(1, max(n_rows - 1, dropped_row).bit_length())
@@ -158,19 +158,21 @@ def _grouping(
             loops += [(sort.place_digits, *once), (sort.scatter_keys, *shares)]
         loops += [(sort.finish, *once)]
     if n_ranges:
+        # Hot rows are summed with the grouping, before anything is written: all threads share one
+        # of them, and its turn in the update is short.
         loops.append((rows.sum_hot_range, n_ranges, threads))
     return tuple((part.address, n, most) for part, n, most in loops)
 
 
 @cache
 def _kernel_arguments(
-    kernel: Kernel, of_row: NativeFunction | None, every_row: bool, can_be_hot: bool
+    kernel: Kernel, row_block: NativeFunction | None, every_row: bool, can_be_hot: bool
 ) -> tuple[int, ...]:
-    """The arguments of the loops that the kernel decides; ``of_row`` is called for each row."""
-    block = of_row or blocks(kernel).update_real
+    """The arguments of the loops that the kernel decides; ``row_block`` is called for each row."""
+    block = row_block or blocks(kernel).update_real
     single = 0
-    if of_row:  # which takes numbers of the arithmetic's type
-        single = of_row.address if kernel.g == kernel.real else 0
+    if row_block:  # which takes numbers of the arithmetic's type
+        single = row_block.address if kernel.g == kernel.real else 0
     elif not every_row:
         single = blocks(kernel).update.address
     zero = blocks(kernel).update_zero.address if every_row else 0
@@ -178,8 +180,8 @@ def _kernel_arguments(
     add_ranges = sums.accumulate(kernel.real, kernel.real).address if can_be_hot else 0
     # These live as long as this tuple is kept.
     n, row_bytes = len(kernel.row_bytes), address_of(kernel.row_bytes)
-    of_kernel = block.address, single, zero, add, add_ranges, n, row_bytes
-    return (*of_kernel, kernel.g.itemsize, kernel.real.itemsize, address_of(_range_numbers))
+    kernel_arguments = block.address, single, zero, add, add_ranges, n, row_bytes
+    return (*kernel_arguments, kernel.g.itemsize, kernel.real.itemsize, address_of(_range_numbers))
 
 
 @cache
@@ -202,7 +204,7 @@ class RowStep:
         self,
         kernel: Kernel,
         tables: list[RowTable],  # at least one
-        of_row: NativeFunction | None = None,  # the block for each row; None: the rule's update
+        row_block: NativeFunction | None = None,  # the block for each row; None: the rule's update
         *,
         touched_only: bool,
         drop: bool = False,  # leave out indices outside of [0, N) instead of reporting them
@@ -212,15 +214,17 @@ class RowStep:
         self._size = _sizes(kernel, tables, touched_only, drop)
         self._block = borrow(self._size.words)
         self._keep: list[np.ndarray] = []  # arrays whose addresses the loops have
-        of_kernel = _kernel_arguments(kernel, of_row, not touched_only, self._size.n > HOT)
-        self._write_arguments(of_kernel, _stripes_address if locked else 0)
+        kernel_arguments = _kernel_arguments(
+            kernel, row_block, not touched_only, self._size.n > HOT
+        )
+        self._write_arguments(kernel_arguments, _stripes_address if locked else 0)
         call = self._block.address
         loops = [word for part, n, most in self._size.loops for word in (part, n, call, most)]
         run_words(array("q", loops))
         # In the concatenated lists, or -1.
         self.bad_position = int(self._block.words[_FIELD["bad_position"]])
         self.loops: tuple[Loop, ...] = ()
-        if self.bad_position < 0 and of_row is None:
+        if self.bad_position < 0 and row_block is None:
             n, most = self._size.n_parts, self._size.threads
             update = Loop(_updating(), n, call, min(most, n)) if touched_only else self._sweep()
             self.loops = (update,)
@@ -236,14 +240,14 @@ class RowStep:
             value = address_of(value)
         self._block.words[_FIELD[field]] = value
 
-    def _write_arguments(self, of_kernel: tuple[int, ...], locks: int) -> None:
+    def _write_arguments(self, kernel_arguments: tuple[int, ...], locks: int) -> None:
         """`RowCall`, then the tables, then all their addresses.
 
         They are packed at once, which is ten times as fast as NumPy's assignment.
         """
         size, (words, base), tables = self._size, self._block, self._tables
         sections = [base + 8 * place for place in size.places]
-        fields = [*size.arguments, *of_kernel, *sections, locks, *size.told]
+        fields = [*size.arguments, *kernel_arguments, *sections, locks, *size.told]
         at_addresses = base + 8 * (len(fields) + len(tables) * len(Table._fields))
         first_row = first_position = first_range = 0
         for table, (length, n_ranges) in zip(tables, size.ranges, strict=True):
@@ -262,6 +266,8 @@ class RowStep:
 
     def measure_touched(self) -> float:
         """The squares of the summed rows, added up in the order of the rows."""
+        # A place for each key, and 0 in those that begin no row: NumPy adds them up in an order
+        # that their number fixes, whichever thread has measured which row.
         squares, threads = np.zeros(self._size.n), self._size.threads
         n_parts = min(self._size.n, _PARTS_PER_THREAD * threads)
         self._set("measured", squares)

@@ -31,6 +31,9 @@ _LINES_AHEAD = 96
 _FEWEST_AHEAD, _MOST_AHEAD = 3, 16  # keys
 TILE = 1_024  # elements of a tile of a dense-equivalent sweep
 _NEAR = 32  # keys that are looked at one by one for the end of a segment
+# Rows share their locks, 64 KiB of them: one for each row would be memory like that of a state. Two
+# rows of one stripe wait for each other without need, which is rare, and a thread holds one lock at
+# a time, so that nobody waits in a circle.
 _STRIPE_BITS = 14
 N_STRIPES = 1 << _STRIPE_BITS
 _STRIPE_SHIFT = 64 - _STRIPE_BITS
@@ -42,6 +45,8 @@ def _segment_end(keys, begin, n, bits):
     if begin >= n:
         return n
     row, end = keys[begin] >> bits, begin + 1
+    # Most rows occur a few times, and the next keys are at hand; a bisection begins in the middle
+    # of a list that is in no cache.
     near = min(begin + _NEAR, n)
     while end < near and keys[end] >> bits == row:
         end += 1
@@ -59,8 +64,8 @@ def _clear(address, n_bytes):
 @njit(inline="always")
 def _accumulate(c, table, begin, end, total, fetches):
     mask = (1 << c.position_bits) - 1
-    of_keys = c.sorted_keys, begin, end, table.width, mask, fetches
-    call_address(c.accumulate, total, table.values, *of_keys)
+    segment = c.sorted_keys, begin, end, table.width, mask, fetches
+    call_address(c.accumulate, total, table.values, *segment)
 
 
 @njit
@@ -113,6 +118,8 @@ def _lock(stripes, address):
     # Fibonacci hashing spreads the row addresses, which are multiples of the row size.
     spread = np.uint64(address) * np.uint64(0x9E3779B97F4A7C15)
     lock = stripes + 4 * np.int64(spread >> np.uint64(_STRIPE_SHIFT))
+    # Looked at before it is exchanged: an exchange takes the line away from the core that holds the
+    # lock, and is repeated as long as this waits.
     while load_acquire(lock) != 0 or compare_and_swap(lock, 0, 1) != 0:
         cpu_pause()
     return lock
@@ -121,8 +128,8 @@ def _lock(stripes, address):
 @njit(inline="always")
 def _row_bytes(c, k, width):
     """Bytes of a row of array ``k``; 0 where it has nothing of single rows."""
-    of_kind = c.row_bytes + 16 * k
-    return width * load_int64(of_kind) + load_int64(of_kind + 8)
+    sizes = c.row_bytes + 16 * k
+    return width * load_int64(sizes) + load_int64(sizes + 8)
 
 
 @njit(inline="always")
@@ -243,9 +250,9 @@ def update_touched(index, slot, c):
 def update_all(index, slot, c):
     """Dense-equivalent update: one sweep over the rows of one part, absent rows with g = 0.
 
-    The sweep goes in tiles of whole rows. Tiles without a touched row go, as many at a time
-    as there are, to the block that reads no gradient; for the others the gradient is laid
-    out in a small buffer.
+    The sweep goes in tiles of whole rows. Tiles in which no row occurs go, as many at a
+    time as there are, to the block that reads no gradient; for the others the gradient is laid out
+    in a small buffer.
     """
     n, bits, tables = c.n_valid, c.position_bits, tables_of(c)
     keys = int64s(c.sorted_keys, c.n + PADDING)

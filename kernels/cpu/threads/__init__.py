@@ -1,1 +1,1 @@
-"""What runs loops in parallel, commits what they wrote, and keeps memory between calls."""
+"""Threads, the loops that run on them and what they count, and memory kept between calls."""

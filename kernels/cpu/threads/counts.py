@@ -10,7 +10,7 @@ from numba import carray
 
 from ..compiler.compile import NativeFunction, part
 from ..compiler.intrinsics import as_pointer
-from ..compiler.machine import Entry
+from ..compiler.machine import PythonEntry
 from ..compiler.records import int64s, records
 from ..headers.arrays import address_of
 from .parallel import Arguments, Loop
@@ -23,7 +23,7 @@ def _compare_counts(counts, n):
     return n_others == 0
 
 
-are_equal_at = NativeFunction(_compare_counts, "counts are equal", Entry(returns=True))
+are_equal_at = NativeFunction(_compare_counts, "counts are equal", PythonEntry(returns=True))
 
 
 def are_equal(counts: np.ndarray) -> bool:
@@ -39,7 +39,9 @@ def _read_floats(addresses, n, out):
     return n_others == 0
 
 
-are_equal_floats_at = NativeFunction(_read_floats, "float counts are equal", Entry(returns=True))
+are_equal_floats_at = NativeFunction(
+    _read_floats, "float counts are equal", PythonEntry(returns=True)
+)
 
 
 class TensorCountCall(NamedTuple):
@@ -120,7 +122,7 @@ class NumberWrite:
         self.loops = (Loop(_write_numbers.address, 1, self._call.address, 1),)
 
     def release(self) -> None:
-        """Nothing was borrowed."""
+        """No memory was borrowed."""
 
 
 class CountCall(NamedTuple):
@@ -141,6 +143,7 @@ def _count_up(index, slot, c):
     else:
         positions = int64s(c.positions, c.n)
         for i in range(positions.size):
+            # The number of counts is not told; there are as many as this one needs.
             int64s(c.counts, positions[i] + 1)[positions[i]] += 1
     if c.total != 0:
         carray(as_pointer(c.total), 1, np.int32)[0] += 1

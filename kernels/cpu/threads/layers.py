@@ -1,4 +1,4 @@
-"""How many threads the environment allows, and what runs them: Numba's threading layers.
+"""Threading layers of Numba, which run the loops, and how many threads the environment allows.
 
 The default is tbb, the only layer in which a caller never waits for a thread that has not begun.
 Where there is no wheel of it, Numba takes omp, then workqueue.
@@ -22,7 +22,7 @@ import numba
 from ...private import numba_threads, omp_pool
 from ..compiler.compile import NativeFunction
 from ..compiler.intrinsics import atomic_add, threads_of_numba
-from ..compiler.machine import Entry
+from ..compiler.machine import PythonEntry
 from ..process.forks import during_forks, fork_between
 from ..process.room import can_start
 from . import tbb
@@ -41,7 +41,7 @@ _tbb_has_ended = False  # for a fork
 
 
 class _TeamOfThread(threading.local):
-    """How many threads there are for the loops of this one: OpenMP starts others for each."""
+    """The threads for the loops of a Python thread: OpenMP starts others for each."""
 
     threads = 1
 
@@ -58,7 +58,7 @@ class Limit(NamedTuple):
 
 @cache
 def limit_of_environment() -> Limit:
-    """What the system and the environment allow; looked at once in a process."""
+    """The limit that the system and the environment set; looked at once in a process."""
     if _without_threads:
         return Limit(1, _without_threads)
     limits = [Limit(_cores(), "the cores of this process")]
@@ -73,7 +73,7 @@ def limit_of_environment() -> Limit:
 
 
 def _cores() -> int:
-    """Those that this process may run on."""
+    """The number of cores that this process may run on."""
     can_say = hasattr(os, "sched_getaffinity")
     return max(1, len(os.sched_getaffinity(0)) if can_say else os.cpu_count() or 1)
 
@@ -86,7 +86,7 @@ def _number(name: str) -> int | None:
 
 
 def ignored_variables() -> list[str]:
-    """What the environment says of threads and is no number of them: OpenMP ignores it too."""
+    """Variables that should be a number of threads and are none: OpenMP ignores them too."""
     text = os.environ.get("OMP_NUM_THREADS", "")
     return [f"OMP_NUM_THREADS={text!r}"] if text and _number("OMP_NUM_THREADS") is None else []
 
@@ -133,7 +133,7 @@ def _ask_numba():
 # ``numba.get_num_threads()``, once the layer has been started. Through Python, Numba takes a lock
 # of the process each time that it is asked, and a signal that ends the call while it takes that
 # lock would leave it taken.
-available_threads = NativeFunction(_ask_numba, "available threads", Entry(returns=True))
+available_threads = NativeFunction(_ask_numba, "available threads", PythonEntry(returns=True))
 
 
 def threading_layer() -> str | None:
@@ -153,7 +153,7 @@ def _add(place, value):
     return atomic_add(place, value)
 
 
-add_atomically = NativeFunction(_add, "atomic add", Entry(returns=True, holds_gil=True))
+add_atomically = NativeFunction(_add, "atomic add", PythonEntry(returns=True, holds_gil=True))
 
 
 def _without_regions() -> Generator[None, None, None]:

@@ -42,7 +42,7 @@ from ..compiler.intrinsics import (
     threads_of_numba,
 )
 from ..compiler.lines import LINE
-from ..compiler.machine import Entry
+from ..compiler.machine import PythonEntry
 from ..compiler.records import int64s, records
 from ..headers.arrays import address_of
 from . import layers as layer
@@ -66,7 +66,7 @@ _budget: int | None = None
 
 
 class _Caller(threading.local):
-    """Of a Python thread: wishes for loops of the calls that it is in, and what ran the last."""
+    """A Python thread: its wishes for the loops of its calls, and whose threads ran the last."""
 
     limit: Limit | None = None
     team = 0  # threads of PyTorch that may run them
@@ -88,6 +88,8 @@ def _run_parts(function, n, call, slot, threads, claimed):
         owner = (slot + k) % threads
         end = (owner + 1) * n // threads
         while True:
+            # Each stretch has its counter on a line of its own: threads that are at work on
+            # different stretches do not take lines away from each other.
             index = owner * n // threads + atomic_add(claimed + owner * LINE, 1)
             if index >= end:
                 break
@@ -117,12 +119,14 @@ def _serial(function, n, call):
 
 @njit
 def _work(loops, n_loops, slot, counters, counters_bytes):
-    """What one thread does of all loops."""
+    """One thread's share of all loops."""
     fields = carray(as_pointer(loops), (n_loops, _LOOP_WORDS), np.int64)
     for k in range(n_loops):
         function, n, call, threads = fields[k, 0], fields[k, 1], fields[k, 2], fields[k, 3]
         done = counters + k * counters_bytes
         claimed, count = done + LINE, 0
+        # A loop for one thread is run by the first one that comes: to leave it to a certain thread
+        # would be to wait for that.
         if threads <= 1:
             if atomic_add(claimed, 1) == 0:
                 _serial(function, n, call)
@@ -131,6 +135,7 @@ def _work(loops, n_loops, slot, counters, counters_bytes):
             count = _run_parts(function, n, call, slot, threads, claimed)
         if count > 0:
             atomic_add(done, count)
+        # Not after the last loop, at whose end the layer waits, or `_join`.
         if k + 1 < n_loops:
             _wait(done, n)
 
@@ -159,6 +164,8 @@ def _each_serial(loops, n_loops):
 
 
 def _call_parallel(loops, n_loops, threads, counters, counters_bytes, regions):
+    # Counted before it begins: either a fork finds the region and leaves the threads alone, or this
+    # call finds the fork and runs alone.
     if atomic_add(regions, 1) < CLOSED:
         _in_parallel(loops, n_loops, threads, counters, counters_bytes)
         atomic_add(regions, -1)
@@ -222,14 +229,14 @@ def _call_pair(first, last):
         _serial(fields[0], fields[1], fields[2])
 
 
-_serial_loops = NativeFunction(_call_serial, "serial loops", Entry())
-_serial_pair = NativeFunction(_call_pair, "a pair of serial loops", Entry())
+_serial_loops = NativeFunction(_call_serial, "serial loops", PythonEntry())
+_serial_pair = NativeFunction(_call_pair, "a pair of serial loops", PythonEntry())
 # The threading layer is Numba's, and what it is called with its own affair.
 _parallel_loops = NativeFunction(
-    _call_parallel, f"parallel loops, numba {numba.__version__}", Entry()
+    _call_parallel, f"parallel loops, numba {numba.__version__}", PythonEntry()
 )
 _joined = NativeFunction(_join, "a thread of OpenMP")
-_shared_loops = NativeFunction(_call_shared, "loops on threads of OpenMP", Entry())
+_shared_loops = NativeFunction(_call_shared, "loops on threads of OpenMP", PythonEntry())
 SHARED_LOOPS = _joined, _shared_loops
 LOOPS = _serial_loops, _serial_pair, add_atomically, _parallel_loops
 
@@ -256,7 +263,7 @@ def set_num_threads(n: int | None) -> None:
 
 
 def get_num_threads() -> int:
-    """How many threads the next call may use, but for what limits only steps of nn.torch."""
+    """The number of threads that the next call may use, but for what limits only nn.torch."""
     most = limit_of_environment().threads
     own = _caller.limit
     if own is not None:
@@ -349,11 +356,11 @@ class Loop:
 
     @classmethod
     def of(cls, function: NativeFunction, n: int, call: int, threads: int) -> Loop:
-        """On at most ``threads`` threads; compiles the function where that is still to be done."""
+        """A loop on at most ``threads`` threads; compiles the function where it is not yet."""
         return cls(function.address, n, call, min(threads, n))
 
     def cut(self, n: int, threads: int) -> None:
-        """Let it have ``n`` parts, on so many threads."""
+        """Cut the loop into ``n`` parts, on so many threads."""
         self.words[_N], self.words[_THREADS] = n, threads
 
 
@@ -407,31 +414,31 @@ def run_words(words: array[int]) -> None:
         return
     compile_loops()  # not under the guard: a thread that compiles may come to wait for it
     # Of each loop how many parts are done, then how many of each stretch are claimed.
-    of_each = (1 + threads) * LINE
-    counters = array("q", bytes(n_loops * of_each))
-    of_counters = counters.buffer_info()[0], of_each
+    counter_bytes = (1 + threads) * LINE
+    counters = array("q", bytes(n_loops * counter_bytes))
+    counting = counters.buffer_info()[0], counter_bytes
     team = _caller.team
     # All of a team come, whatever there is to do, so none where only fewer may.
     is_allowed = 1 < team <= get_num_threads()
     if is_allowed and (omp := openmp.functions()) and openmp.is_awake(team):
         asked = omp.thread_number, omp.team_size
-        region = array("q", (address, n_loops, threads, *of_counters, *asked, 0, 0, 0))
+        region = array("q", (address, n_loops, threads, *counting, *asked, 0, 0, 0))
         at, _ = region.buffer_info()
         _shared_loops.call(omp.parallel, _joined.address, at, REGIONS_AT)
         openmp.seen(*region[-2:])
         _caller.launcher = _OPENMP
         return
     with layer_guard():
-        _parallel_loops.call(address, n_loops, threads, *of_counters, REGIONS_AT)
+        _parallel_loops.call(address, n_loops, threads, *counting, REGIONS_AT)
         _caller.launcher = _LAYER
 
 
 class Runs(Protocol):
-    """What has loops that are ready to run."""
+    """A holder of loops that are ready to run."""
 
     @property
     def loops(self) -> tuple[Loop, ...]:
-        """These."""
+        """The loops, in the order in which they run."""
 
 
 class Prepared(Runs, Protocol):
@@ -459,6 +466,9 @@ def commit(steps: Sequence[Prepared], count: Runs | None = None) -> None:
     loops: tuple[Loop, ...] = ()
     for step in steps:
         loops += step.loops
+    # One call for all: were a step written and not counted, the next one would correct its bias as
+    # if it were this one.
     run_all(loops if count is None else loops + count.loops)
+    # Given back last: an interrupt here loses scratch memory, which the next call makes anew.
     for step in steps:
         step.release()

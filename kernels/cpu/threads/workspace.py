@@ -1,4 +1,4 @@
-"""What a call borrows and gives back: scratch memory, and objects that are costly to make."""
+"""Workspace that a call borrows: scratch memory, and objects that are costly to make."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ class Pool(Generic[T]):
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
+        # Both ends of a deque are safe among threads without a lock, which a signal handler or a
+        # fork could find taken.
         self.free: deque[T] = deque(maxlen=_KEPT)
         self.give: Callable[[T], None] = self.free.append
 

@@ -56,14 +56,14 @@ def _write_difference(g: Storage, real: Storage, out: Storage, length: int) -> A
 
 def _over_chunk(make: Any, length: int) -> Any:
     """``run(lane, lanes, width, chunk, is_aligned, *what)``: what a thread has of a row's chunk."""
-    of_columns = by_tiles(make, length)
+    tile_loop = by_tiles(make, length)
 
     @cuda.jit(device=True)
     def run(lane, lanes, width, chunk, is_aligned, *what):
         column = np.int64(cuda.blockIdx.y) * chunk + lane * length
         end = min(width, (np.int64(cuda.blockIdx.y) + 1) * chunk)
         while column < end:
-            of_columns(column, end, is_aligned, *what)
+            tile_loop(column, end, is_aligned, *what)
             column += lanes * length
 
     return run
@@ -130,8 +130,8 @@ def centralize(
         return
     length = tile_length(g, out)
     lanes, rows, _ = tile_grid(width, length, THREADS)
-    of_round, most = lanes * length, -(-width // _MOST_CHUNKS)
-    chunk = max(_TILES, -(-most // of_round)) * of_round
+    round_length, most = lanes * length, -(-width // _MOST_CHUNKS)
+    chunk = max(_TILES, -(-most // round_length)) * round_length
     grid, block = (-(-n_rows // rows), -(-width // chunk)), (lanes, rows)
     arguments = values, n_rows, width, chunk, rows_are_aligned(width, (values, g), (result, out))
     with room_of(stream) as room:

@@ -25,8 +25,8 @@ from .step import Chunks, chunk_of, chunk_sums_kernel, dense_kernel
 THREADS = GEOMETRY.totals
 
 
-class Totals(NamedTuple):
-    """What the parts add up to, and what follows, as float64 and as float32."""
+class NormTotals(NamedTuple):
+    """The sum of all parts and the factor that follows, as float64 and as float32."""
 
     squares: Real
     limit: Real
@@ -35,11 +35,11 @@ class Totals(NamedTuple):
     gate: Word  # the guard of what is scaled in place: closed where the factor is 1, too
 
 
-AT = offsets_of(Totals)
+AT = offsets_of(NormTotals)
 
 
 def scaling(storage: Storage) -> Kernel:
-    """What measures and scales arrays."""
+    """The kernel that measures and scales arrays."""
     return kernel(SCALED, (), storage, storage, ())
 
 
@@ -100,6 +100,8 @@ def total_kernel(parts, n, totals, guard):
     if thread == 0:
         squares, limit = shared[0, 0], load_float64(totals + AT.limit)
         norm = math.sqrt(squares)
+        # A norm that is not finite makes NaN of all gradients: scaled by 0 or by a number they
+        # would pass for clipped ones.
         factor = limit / max(norm, limit) if norm < np.inf else np.nan
         store_float64(totals + AT.squares, squares)
         store_float64(totals + AT.factor, factor)
@@ -110,14 +112,14 @@ def total_kernel(parts, n, totals, guard):
 class GlobalNorm(NamedTuple):
     """The norm of gradients, enqueued on a stream; what follows from it stays on the device."""
 
-    totals: int  # address of the `Totals`
+    totals: int  # address of the `NormTotals`
     stream: Any  # of Numba
 
     def squares(self) -> float:
         """The sum of squares; the host waits for it."""
-        totals = np.empty(len(Totals._fields))
+        totals = np.empty(len(NormTotals._fields))
         copy_out(totals, self.totals, self.stream)
-        return float(Totals(*totals).squares)
+        return float(NormTotals(*totals).squares)
 
     def scale(self, found: DenseGradients, results: np.ndarray, *, in_place: bool) -> None:
         """Enqueue writing gradients times the factor to ``results``, int64 addresses."""
@@ -140,7 +142,10 @@ def global_norm(
 ) -> Iterator[GlobalNorm]:  # fmt: skip
     """Enqueue the norm of gradients and its limit; ``with`` holds the room while it is used."""
     found, places = [*map(DenseSquares, gradients), *rows], Places()
-    totals, n_parts = np.array(Totals(0.0, limit, 0.0, 0.0, 0.0)), sum(of.n_parts for of in found)
+    totals, n_parts = (
+        np.array(NormTotals(0.0, limit, 0.0, 0.0, 0.0)),
+        sum(of.n_parts for of in found),
+    )
     at_totals, at_parts = places.add(totals.nbytes), places.add(n_parts * 8)
     with room_of(stream, SUMS) as room:
         base = room.take(places.size)

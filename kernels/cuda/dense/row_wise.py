@@ -20,7 +20,7 @@ from ..device.backend import GEOMETRY, on_device
 from ..device.functions import DEVICE
 from ..device.guard import is_closed
 from ..device.launch import on_grid, tile_grid
-from ..device.part import Call
+from ..device.part import LaunchContext
 from ..device.records import Word, hp_reader, row_finder, size_of, table_of
 from ..device.sums import add_lanes, putter, taker
 from .tiles import (
@@ -49,13 +49,13 @@ class Lane(NamedTuple):
 
 def _over_row(make: Callable[[int], Any], length: int) -> Any:
     """``run(at, width, is_aligned, *what)``: a function of tiles on those of a lane."""
-    of_columns = by_tiles(make, length)
+    tile_loop = by_tiles(make, length)
 
     @cuda.jit(device=True)
     def run(at, width, is_aligned, *what):
         column = at.lane * length
         while column < width:
-            of_columns(column, width, is_aligned, *what)
+            tile_loop(column, width, is_aligned, *what)
             column += at.lanes * length
 
     return run
@@ -97,17 +97,18 @@ def row_updater(kernel: Kernel, gradient: Callable[[int], Any], threads: int) ->
         own, first = cuda.local.array(n_shared, float64), row * width
         for k in range(n_shared):
             own[k] = 0.0
+        # Threads without a row take part with a width of 0: the sum over lanes has barriers.
         measure(at, width, is_aligned, first, arrays, source, hp, own)
         shared = cuda.shared.array((n_shared, threads), float64)
         for k in range(n_shared):
             shared[k, at.thread] = own[k]
         add_lanes(shared, at.thread, at.lane, at.lanes, 1, n_values)
         if width > 0 and at.lane == 0:
-            places, of_row = read_arrays(arrays), shared[:, at.thread]
+            places, row_sums = read_arrays(arrays), shared[:, at.thread]
             states = load_states(row, places, (), ())
-            found = follow(take(of_row), states, width, read_hp(hp))
+            found = follow(take(row_sums), states, width, read_hp(hp))
             store_states(row, places, (), (), found)
-            put(of_row, found)
+            put(row_sums, found)
         cuda.syncthreads()
         if width > 0:
             scaled = scale(read_hp(hp), take_factors(shared[:, at.thread - at.lane]))
@@ -162,7 +163,7 @@ def row_wise_kernel(kernel: Kernel) -> Any:
 
 
 class RowWiseStep:
-    """A `Part`: the step of a rule that measures rows, on dense gradients of some tensors.
+    """A `DevicePart`: the step of a rule that measures rows, on dense gradients of some tensors.
 
     There are int64 ``[T, 1 + number of states]`` addresses of parameters and states, and ``[T]`` of
     gradients, sizes, and elements of a row.
@@ -190,14 +191,14 @@ class RowWiseStep:
         self.loops, self.scratch_bytes = [self._update], 0
 
     def words(self, place: int, hp: np.ndarray) -> np.ndarray:
-        """See `Part`; behind the table lies what it points at."""
+        """See `DevicePart`; behind the table lies what it points at."""
         self._table, n = place, self._n_tensors
         lists = place + n * size_of(RowsRow) + np.arange(n) * self._addresses.strides[0]
         table = table_of(self._rows._replace(hp=hp, arrays=lists), n)
         return np.concatenate([table, self._addresses.ravel()])
 
-    def enqueue(self, call: Call) -> None:
-        """See `Part`."""
+    def enqueue(self, call: LaunchContext) -> None:
+        """See `DevicePart`."""
         if self._n_blocks:
             loop = on_grid(self._update, self._n_blocks, THREADS, call.stream)
             loop(self._table, self._n_tensors, call.guard)

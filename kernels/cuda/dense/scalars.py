@@ -3,7 +3,7 @@
 A step of an optimizer begins with two small kernels: one decides whether the step may write, one
 counts the update of each tensor and computes its scalars, so that learning rate, loss scale and
 the flag of an overflow can live on the device, and a step that is captured in a CUDA graph goes
-on counting. The memory of an optimizer (`State`) begins with the guard of its steps.
+on counting. The memory of an optimizer (`OptimizerMemory`) begins with the guard of its steps.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SKIPPED, FAILED = -1, -2
 the steps after one with a bad index."""
 
 
-class State(NamedTuple):
+class OptimizerMemory(NamedTuple):
     """The memory of an optimizer. There follow the counts of the parameters, then their powers."""
 
     found: Word  # the guard of its steps (`guard.FOUND`)
@@ -51,7 +51,7 @@ class State(NamedTuple):
 
 
 class SettingsRow(NamedTuple):
-    """What all tensors of a step have in common; the constants and bases of the formula follow."""
+    """Settings that the tensors of a step share; the constants and bases of the formula follow."""
 
     scale_at: Word  # address of the loss scale
     scale_kind: Word  # how it lies there
@@ -65,7 +65,7 @@ class ClassRow(NamedTuple):
     rate_kind: Word  # how it lies there
     rate: Real  # itself, where it is the host's
     rule_decay: Real  # the weight decay that the rule applies
-    decay: Real  # that of the prologue
+    decay: Real  # the coupled one, of the gradient transforms
 
 
 class ScalarRow(NamedTuple):
@@ -73,20 +73,20 @@ class ScalarRow(NamedTuple):
 
     updates: Word  # their number
     powers: Word  # running ones
-    hp: Word  # the scalars; right before them lie its `Numbers`
+    hp: Word  # the scalars; right before them lie its `ScalarInputs`
     options: Word  # its `ClassRow`
-    acts: Word  # no address: whether a weight decay of the prologue is its own
+    acts: Word  # no address: whether the coupled weight decay is its own
 
 
-class Numbers(NamedTuple):
-    """What the scalars of a tensor were computed from."""
+class ScalarInputs(NamedTuple):
+    """Numbers from which the scalars of a tensor were computed."""
 
     rate: Real
     decay: Real
     scale: Real
 
 
-AT, USED = offsets_of(State), offsets_of(Numbers)
+AT, USED = offsets_of(OptimizerMemory), offsets_of(ScalarInputs)
 
 
 @cuda.jit(device=True)
@@ -129,7 +129,7 @@ def count_kernel(state):
 
 @cache
 def _conditioning(prologue: Prologue) -> Any:
-    """``scalars(decay, loss_scale)`` of all parts, one after the other."""
+    """``scalars(decay, loss_scale)`` of all transforms, one after the other."""
     if not prologue:
         return on_device(lambda decay, loss_scale: ())  # noqa: ARG005
     first, others = device_function(prologue[0].scalars), _conditioning(prologue[1:])
@@ -154,8 +154,8 @@ def scalars_kernel(
     """``loop[blocks, THREADS](table, n_tensors, settings, state, counts_step)``.
 
     ``function`` is that of a `Formula`, with so many constants and running powers. The scalars of
-    the prologue come after the ``n_scalars`` of the rule. ``scales_decay`` says whether a coupled
-    weight decay is multiplied by the loss scale.
+    gradient transforms come after the ``n_scalars`` of the rule. ``scales_decay`` says whether a
+    coupled weight decay is multiplied by the loss scale.
     """
     scalars, store = device_function(function), storer(numba_type(real))
     sizes = n_constants, n_bases
@@ -163,7 +163,7 @@ def scalars_kernel(
     row_at, settings_at, class_at = map(row_reader, (ScalarRow, SettingsRow, ClassRow))
     real_type = np.float64 if real is F64 else np.float32
     n_bytes, condition = n_scalars * real.itemsize, _conditioning(prologue)
-    size_of_numbers, at_constants = size_of(Numbers), size_of(SettingsRow)
+    size_of_numbers, at_constants = size_of(ScalarInputs), size_of(SettingsRow)
     at_bases = at_constants + 8 * n_constants
 
     @cuda.jit
@@ -179,19 +179,22 @@ def scalars_kernel(
         step = load_int64(row.updates) + 1
         store_int64(row.updates, step)
         for k in range(n_bases):
+            # Rounded after every update, as `formula.running_power` on the host.
             base = real_type(load_float64(settings + at_bases + 8 * k))
             power = real_type(load_float64(row.powers + 8 * k)) * base
             store_float64(row.powers + 8 * k, np.float64(power))
-        of_class, of_all = class_at(row.options, 0), settings_at(settings, 0)
-        rate = load_number(of_class.rate_at, of_class.rate_kind)
-        scale = load_number(of_all.scale_at, of_all.scale_kind)
+        options, common = class_at(row.options, 0), settings_at(settings, 0)
+        rate = load_number(options.rate_at, options.rate_kind)
+        scale = load_number(common.scale_at, common.scale_kind)
+        # Kept beside the scalars: a trust ratio that follows on the device needs the learning rate,
+        # the decay and the loss scale of this very step.
         numbers = row.hp - size_of_numbers
         store_float64(numbers + USED.rate, rate)
-        store_float64(numbers + USED.decay, of_class.decay)
+        store_float64(numbers + USED.decay, options.decay)
         store_float64(numbers + USED.scale, scale)
         constants, powers = read_constants(settings + at_constants), read_powers(row.powers)
-        store(row.hp, scalars(real_type, rate, of_class.rule_decay, step, constants, powers))
-        decay = of_class.decay * row.acts
+        store(row.hp, scalars(real_type, rate, options.rule_decay, step, constants, powers))
+        decay = options.decay * row.acts
         if scales_decay:
             decay *= scale
         store(row.hp + n_bytes, condition(decay, scale))

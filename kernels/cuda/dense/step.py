@@ -21,7 +21,7 @@ from ..device.backend import GEOMETRY
 from ..device.guard import is_closed
 from ..device.launch import on_grid
 from ..device.memory import Places
-from ..device.part import Call
+from ..device.part import LaunchContext
 from ..device.records import (
     Word,
     Words,
@@ -52,18 +52,18 @@ def chunk_of(kernel: Kernel) -> int:
     return THREADS * length_of(kernel) * GEOMETRY.dense.tiles
 
 
-def _on_chunk(kernel: Kernel, of_tile: Callable[[Kernel, int], Any]) -> Any:
+def _on_chunk(kernel: Kernel, make_tile: Callable[[Kernel, int], Any]) -> Any:
     """``run(table, n_tensors, *rest)``: a function of tiles on the chunk of the block."""
     find = row_finder(TensorRow, "first_block", 2 + len(kernel.s))
     read_hp = hp_reader(kernel.rule, kernel.prologue, kernel.real)
     shape = length_of(kernel), THREADS, chunk_of(kernel)
-    of_chunk = by_chunks(partial(of_tile, kernel), *shape)
+    chunk_loop = by_chunks(partial(make_tile, kernel), *shape)
 
     @cuda.jit(device=True)
     def run(table, n_tensors, *rest):
         row = find(table, n_tensors, cuda.blockIdx.x)
         number, hp = cuda.blockIdx.x - row.first_block, read_hp(row.hp)
-        of_chunk(number, row.size, row.is_aligned, row.arrays, (), (), hp, *rest)
+        chunk_loop(number, row.size, row.is_aligned, row.arrays, (), (), hp, *rest)
 
     return run
 
@@ -127,7 +127,7 @@ def dense_kernel(kernel: Kernel) -> Any:
 
 
 class DenseStep:
-    """A `Part`: the step on some tensors, of so many elements each.
+    """A `DevicePart`: the step on some tensors, of so many elements each.
 
     There are int64 ``[T, 1 + number of states]`` addresses of parameters and states, and ``[T]`` of
     gradients. ``constants`` are those that ``rule.factor`` takes.
@@ -154,17 +154,19 @@ class DenseStep:
         self.scratch_bytes = places.size
 
     def words(self, place: int, hp: np.ndarray) -> np.ndarray:
-        """See `Part`."""
+        """See `DevicePart`."""
         self._table = place
         return self._chunks.words(hp)
 
-    def enqueue(self, call: Call) -> None:
-        """See `Part`."""
+    def enqueue(self, call: LaunchContext) -> None:
+        """See `DevicePart`."""
         chunks, table = self._chunks, (self._table, self._chunks.n_tensors)
         if not self._measure:
             chunks.launch(self._update, call.stream, *table, call.guard)
             return
         parts, new = call.scratch + self._at_parts, call.scratch + self._at_new
+        # In the order of the stream: sums, what follows from them, the update with the changed
+        # scalars, and at last new states of tensors, whose old ones the update was told.
         chunks.launch(self._measure, call.stream, *table, parts, call.guard)
         self._totals.follow(self._table, chunks.n_blocks, parts, new, call)
         chunks.launch(self._update, call.stream, *table, call.guard)

@@ -30,18 +30,20 @@ def tile_length(*storages: Storage) -> int:
 
 def length_of(kernel: Kernel) -> int:
     """Elements of a tile of all arrays of a step."""
-    of_each = zip((kernel.w, *kernel.s), kernel.per, strict=True)
-    return tile_length(kernel.g, *(storage for storage, per in of_each if per == "element"))
+    pairs = zip((kernel.w, *kernel.s), kernel.per, strict=True)
+    return tile_length(kernel.g, *(storage for storage, per in pairs if per == "element"))
 
 
 def element_bytes(kernel: Kernel) -> np.ndarray:
     """int64: bytes of an element of the gradient, the parameter and each state; 0 for others."""
-    of_each = zip((kernel.w, *kernel.s), kernel.per, strict=True)
-    return np.array([kernel.g.itemsize, *(x.itemsize * (per == "element") for x, per in of_each)])
+    pairs = zip((kernel.w, *kernel.s), kernel.per, strict=True)
+    return np.array([kernel.g.itemsize, *(x.itemsize * (per == "element") for x, per in pairs)])
 
 
 def are_aligned(places: np.ndarray) -> np.ndarray:
     """Whether tiles can be moved by vectors: of each row of addresses and strides."""
+    # A vector of 16 bytes at another address is an error that ends the work of the whole process on
+    # the device. A view may begin anywhere, and is moved element by element then.
     aligned: np.ndarray = (places % WIDEST == 0).all(-1)
     return aligned
 
@@ -61,7 +63,7 @@ class Access(NamedTuple):
 
 
 def access(storage: Storage, length: int) -> Access:
-    """Of ``length`` elements from ``i`` on."""
+    """Access to ``length`` elements from ``i`` on."""
     shape = length, storage.itemsize
     return Access(from_dtype(np.dtype(storage.carrier)), tile_loader(*shape), tile_storer(*shape))
 
@@ -69,25 +71,25 @@ def access(storage: Storage, length: int) -> Access:
 def by_tiles(make: Callable[[int], Any], length: int) -> Any:
     """``run(column, width, is_aligned, *what)``: the tile of a row that begins at ``column``.
 
-    ``make(n)`` makes ``of_tile(column, *what)`` for tiles of ``n`` elements. Where the row is not
+    ``make(n)`` makes ``tile_loop(column, *what)`` for tiles of ``n`` elements. Where the row is not
     aligned, or ends within the tile, its elements are worked on one by one.
     """
-    of_tile, of_one = make(length), make(1)
+    tile_loop, single_loop = make(length), make(1)
 
     @cuda.jit(device=True)
     def run(column, width, is_aligned, *what):
         if is_aligned and column + length <= width:
-            of_tile(column, *what)
+            tile_loop(column, *what)
         else:
             for c in range(column, min(column + length, width)):
-                of_one(c, *what)
+                single_loop(c, *what)
 
     return run
 
 
 def by_chunks(make: Callable[[int], Any], length: int, threads: int, chunk: int) -> Any:
     """``run(number, size, is_aligned, *what)``: a thread's share of a chunk; single ones last."""
-    of_tile, of_one, stride = make(length), make(1), threads * length
+    tile_loop, single_loop, stride = make(length), make(1), threads * length
 
     # Unsigned: with signed bounds the compiler unrolls the loops and divides for their number of
     # rounds.
@@ -100,28 +102,28 @@ def by_chunks(make: Callable[[int], Any], length: int, threads: int, chunk: int)
             whole = end - end % np.uint64(length)
             i = begin + thread * np.uint64(length)
             while i < whole:
-                of_tile(np.int64(i), *what)
+                tile_loop(np.int64(i), *what)
                 i += np.uint64(stride)
         i = whole + thread
         while i < end:
-            of_one(np.int64(i), *what)
+            single_loop(np.int64(i), *what)
             i += np.uint64(threads)
 
     return run
 
 
 def in_registers(
-    of_arrays: list[Access], length: int, work: Any, *, stored: Collection[int], k: int = 0
+    accesses: list[Access], length: int, work: Any, *, stored: Collection[int], k: int = 0
 ) -> Any:
     """``run(i, places, how, tiles, *rest)``: ``work(tiles, *rest)`` on elements of some arrays.
 
     ``places`` has their addresses, ``how`` what an access takes beside them. To ``tiles``, which
     may have some already, come those of the arrays from number ``k`` on.
     """
-    if k == len(of_arrays):
+    if k == len(accesses):
         return on_device(lambda i, places, how, tiles, *rest: work(tiles, *rest))  # noqa: ARG005
-    (kind, load, store), is_stored = of_arrays[k], k in stored
-    inner = in_registers(of_arrays, length, work, stored=stored, k=k + 1)
+    (kind, load, store), is_stored = accesses[k], k in stored
+    inner = in_registers(accesses, length, work, stored=stored, k=k + 1)
 
     @cuda.jit(device=True)
     def run(i, places, how, tiles, *rest):
@@ -140,7 +142,7 @@ def _leave(tile, address, i):
     """Neither load nor store."""
 
 
-def _of_tensor(storage: Storage) -> Access:
+def _tensor_access(storage: Storage) -> Access:
     """Access to the only element, whatever ``i``."""
     kind, load_one, _ = access(storage, 1)
 
@@ -157,7 +159,7 @@ def _accesses(kernel: Kernel, length: int) -> list[Access]:
     for storage, per in zip((kernel.w, *kernel.s), kernel.per, strict=True):
         own = access(storage, length)
         left = Access(own.kind, _leave, _leave)
-        found.append({"element": own, "tensor": _of_tensor(storage)}.get(per, left))
+        found.append({"element": own, "tensor": _tensor_access(storage)}.get(per, left))
     return found
 
 
@@ -175,8 +177,8 @@ def _updating(kernel: Kernel, length: int) -> Any:
 
 def update_tile(kernel: Kernel, length: int) -> Any:
     """``run(i, arrays, (), (), hp)``: the rule on a tile; the first array is the gradient."""
-    of_arrays, update = _accesses(kernel, length), _updating(kernel, length)
-    return in_registers(of_arrays, length, update, stored=[1 + k for k in kernel.stored])
+    accesses, update = _accesses(kernel, length), _updating(kernel, length)
+    return in_registers(accesses, length, update, stored=[1 + k for k in kernel.stored])
 
 
 def update_summed_tile(kernel: Kernel, length: int) -> Any:
@@ -212,7 +214,7 @@ def measured_summed_tile(kernel: Kernel, length: int) -> Any:
 def with_sum(
     kernel: Kernel,
     gradient: Callable[[int], Any],
-    of_tile: Callable[[Kernel, int], Any],
+    make_tile: Callable[[Kernel, int], Any],
     length: int,
 ) -> Any:
     """``run(column, first, arrays, source, *rest)``: a function of a tile whose gradient is summed.
@@ -220,7 +222,7 @@ def with_sum(
     ``gradient(length)`` is ``load(total, column, first, *source)``, for columns of the row whose
     first element is number ``first``; ``arrays`` is where the addresses of all arrays lie.
     """
-    load, work, kind = gradient(length), of_tile(kernel, length), numba_type(kernel.real)
+    load, work, kind = gradient(length), make_tile(kernel, length), numba_type(kernel.real)
     read_arrays = address_reader(kernel)
 
     @cuda.jit(device=True)
@@ -247,14 +249,14 @@ class ScopeStates(NamedTuple):
 
 def scope_states(kernel: Kernel, begin: int) -> ScopeStates:
     """The states of a rule; what is stored are values from number ``begin`` on."""
-    read, of_arrays = kernel.places(kernel.rule.scope_states), []
+    read, accesses = kernel.places(kernel.rule.scope_states), []
     for k, storage in enumerate((kernel.w, *kernel.s)):
         kind, load, store = access(storage, 1)
-        of_arrays.append(Access(kind, load if k in read else _leave, store))
-    loaded = in_registers(of_arrays, 1, scope_loader(kernel, DEVICE), stored=())
+        accesses.append(Access(kind, load if k in read else _leave, store))
+    loaded = in_registers(accesses, 1, scope_loader(kernel, DEVICE), stored=())
     written = kernel.places(kernel.rule.factor_states)
     to_tiles = scope_storer(kernel, DEVICE, begin)
-    return ScopeStates(loaded, in_registers(of_arrays, 1, to_tiles, stored=written))
+    return ScopeStates(loaded, in_registers(accesses, 1, to_tiles, stored=written))
 
 
 class Sums(NamedTuple):
@@ -268,7 +270,7 @@ class Sums(NamedTuple):
 
 @cache
 def sums(g: Storage, real: Storage, length: int) -> Sums:
-    """For gradients stored as ``g`` that are summed in the type ``real``."""
+    """Sums in the type ``real`` of gradients stored as ``g``."""
     (g_type, load, _), (kind, _, store) = access(g, length), access(real, length)
     to_kind, to_real = numba_type(real), device_function(g.to_real)
 
@@ -295,6 +297,7 @@ def sums(g: Storage, real: Storage, length: int) -> Sums:
         start(c, g2, i)
         start(d, g3, i)
         for k in range(length):
+            # From left to right, as `add` would four times: loading at once leaves the order.
             total[k] = total[k] + a[k] + b[k] + c[k] + d[k]
 
     return Sums(start, add, add_4, store)

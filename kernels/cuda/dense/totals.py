@@ -1,4 +1,4 @@
-"""What follows from the sums of a tensor: the factors of its scalars, and its own new states.
+"""Totals of a tensor, and what follows: the factors of its scalars, and its own new states.
 
 One block for each tensor adds up what other blocks have left of its sums. The scalars are changed
 at once, before the update reads them; the new states of the tensor come to their places after it,
@@ -19,7 +19,7 @@ from ..device.backend import GEOMETRY, reader, store_float64, storer
 from ..device.functions import DEVICE
 from ..device.guard import is_closed
 from ..device.launch import on_grid
-from ..device.part import Call
+from ..device.part import LaunchContext
 from ..device.records import hp_reader, row_reader
 from ..device.sums import add_tree, putter, share_of_parts, taker
 from .tiles import scope_states
@@ -94,12 +94,12 @@ class Totals:
         self.loops = [loop for loop in (self._follow, self._store) if loop]
         self.scratch_bytes = 8 * n_tensors * n_new  # of new states
 
-    def follow(self, table: int, n_blocks: int, parts: int, new: int, call: Call) -> None:
+    def follow(self, table: int, n_blocks: int, parts: int, new: int, call: LaunchContext) -> None:
         """Enqueue all but the new states, given the parts of so many blocks; addresses."""
         loop = on_grid(self._follow, self._n, THREADS, call.stream)
         loop(table, self._n, n_blocks, parts, new, call.guard)
 
-    def store(self, table: int, new: int, call: Call) -> None:
+    def store(self, table: int, new: int, call: LaunchContext) -> None:
         """Enqueue what comes after the update."""
         if self._store:
             loop = on_grid(self._store, -(-self._n // THREADS), THREADS, call.stream)

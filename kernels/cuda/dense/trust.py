@@ -15,11 +15,11 @@ from ..device.backend import GEOMETRY
 from ..device.functions import device_function
 from ..device.guard import is_closed
 from ..device.launch import on_grid
-from ..device.part import Call
+from ..device.part import LaunchContext
 from ..device.records import Word, multiplier, row_reader, size_of, table_of
 from ..device.sums import add_tree, share_of_parts
 from .norm import DenseGradients, DenseSquares
-from .scalars import Numbers
+from .scalars import ScalarInputs
 
 THREADS = GEOMETRY.totals
 
@@ -32,11 +32,11 @@ class RatioRow(NamedTuple):
     first_g: Word  # part of the squares of the gradient
     end_g: Word
     factor: Word  # address of the scalar that is multiplied by the ratio
-    numbers: Word  # address of the `Numbers` of the tensor
+    numbers: Word  # address of the `ScalarInputs` of the tensor
 
 
-class Options(NamedTuple):
-    """What all tensors have in common; see `nn.LARS`."""
+class TrustOptions(NamedTuple):
+    """Options that all tensors share; see `nn.LARS`."""
 
     coefficient: float
     epsilon: float
@@ -44,11 +44,11 @@ class Options(NamedTuple):
 
 
 @cache
-def trust_kernel(real: Storage, options: Options) -> Any:
+def trust_kernel(real: Storage, options: TrustOptions) -> Any:
     """``loop[n_tensors, THREADS](table, parts, guard)``: multiply the scalars by the ratios."""
     coefficient, epsilon, use_clip = options
     ratio, clipped = device_function(lars.ratio), device_function(lars.clipped)
-    multiply, row_at, numbers_at = multiplier(real), row_reader(RatioRow), row_reader(Numbers)
+    multiply, row_at, numbers_at = multiplier(real), row_reader(RatioRow), row_reader(ScalarInputs)
 
     @cuda.jit
     def loop(table, parts, guard):
@@ -61,8 +61,8 @@ def trust_kernel(real: Storage, options: Options) -> Any:
         add_tree(shared, thread, THREADS, 2)
         if thread == 0:
             used = numbers_at(row.numbers, 0)
-            of_w, of_g = math.sqrt(shared[0, 0]), math.sqrt(shared[1, 0]) / used.scale
-            found = ratio(of_w, of_g, used.decay, coefficient, epsilon)
+            norm_w, norm_g = math.sqrt(shared[0, 0]), math.sqrt(shared[1, 0]) / used.scale
+            found = ratio(norm_w, norm_g, used.decay, coefficient, epsilon)
             if use_clip:
                 found = clipped(found, used.rate)
             multiply(row.factor, found)
@@ -71,14 +71,14 @@ def trust_kernel(real: Storage, options: Options) -> Any:
 
 
 class TrustRatios:
-    """A `Part`: scalar ``column`` of each tensor that ``acts``, bool, times its trust ratio."""
+    """A `DevicePart`: scalar ``column`` of each tensor that ``acts`` times its trust ratio."""
 
     def __init__(
         self,
         parameters: DenseGradients,
         gradients: DenseGradients,
         acts: np.ndarray,
-        options: Options,
+        options: TrustOptions,
         real: Storage,
         column: int,
     ) -> None:
@@ -90,23 +90,23 @@ class TrustRatios:
         self._table = 0
 
     def words(self, place: int, hp: np.ndarray) -> np.ndarray:
-        """See `Part`."""
-        of_w, of_g = self._squares
-        end_w, end_g = np.cumsum(of_w.counts), of_w.n_parts + np.cumsum(of_g.counts)
-        places = hp + self._offset, hp - size_of(Numbers)
-        rows = RatioRow(end_w - of_w.counts, end_w, end_g - of_g.counts, end_g, *places)
-        first = of_w.words(place)
-        second = of_g.words(place + first.nbytes)
+        """See `DevicePart`."""
+        squares_w, squares_g = self._squares
+        end_w, end_g = np.cumsum(squares_w.counts), squares_w.n_parts + np.cumsum(squares_g.counts)
+        places = hp + self._offset, hp - size_of(ScalarInputs)
+        rows = RatioRow(end_w - squares_w.counts, end_w, end_g - squares_g.counts, end_g, *places)
+        first = squares_w.words(place)
+        second = squares_g.words(place + first.nbytes)
         self._table = place + first.nbytes + second.nbytes
         own = table_of(rows, len(hp)).reshape(len(hp), -1)[self._acts]
         return np.concatenate([first, second, own.ravel()])
 
-    def enqueue(self, call: Call) -> None:
-        """See `Part`."""
+    def enqueue(self, call: LaunchContext) -> None:
+        """See `DevicePart`."""
         n_acting = int(np.count_nonzero(self._acts))
         if n_acting == 0:
             return
-        of_w, of_g = self._squares
-        of_w.launch(call.scratch, call.stream)
-        of_g.launch(call.scratch + of_w.n_parts * 8, call.stream)
+        squares_w, squares_g = self._squares
+        squares_w.launch(call.scratch, call.stream)
+        squares_g.launch(call.scratch + squares_w.n_parts * 8, call.stream)
         on_grid(self._loop, n_acting, THREADS, call.stream)(self._table, call.scratch, call.guard)

@@ -1,1 +1,1 @@
-"""What every kernel stands on: driver, memory, launches, intrinsics."""
+"""Foundations of every kernel: driver, memory, launches, intrinsics."""

@@ -14,7 +14,7 @@ GEOMETRY = Geometry()
 
 
 def _checked(result: tuple[Any, ...]) -> Any:
-    """What a call of the driver returned, if it did not fail."""
+    """The result of a call of the driver; an error where it failed."""
     error, *found = result
     if error != driver.CUresult.CUDA_SUCCESS:
         _, name = driver.cuGetErrorName(error)
@@ -51,7 +51,7 @@ def handle_of(stream: Any) -> int:
 
 
 def launcher(loop: Any, grid: Any, block: Any, stream: Any) -> Any:
-    """What launches a loop, called with its arguments."""
+    """The launch of a loop, to be called with its arguments."""
     return loop[grid, block, stream]
 
 

@@ -48,7 +48,7 @@ def _is_ours(value):
 
 
 def _text_of(function):
-    """What `cuda.jit`, `numba.njit` or `functools.cache` was put on."""
+    """The Python function that `cuda.jit`, `numba.njit` or `functools.cache` was put on."""
     if hasattr(function, "cache_info"):
         return function.__wrapped__
     return getattr(function, "py_func", function)

@@ -1,4 +1,4 @@
-"""How work is dealt to the threads of a device: what all launches take their numbers from.
+"""Geometry of launches: the numbers by which work is dealt to the threads of a device.
 
 The order of some sums follows from them, so they are the same on every device. `backend` has the
 one that is used; that of the simulator has small blocks.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class Chunks(NamedTuple):
+class ChunkGeometry(NamedTuple):
     """Arrays are cut into chunks, one for a block."""
 
     threads: int
@@ -17,7 +17,7 @@ class Chunks(NamedTuple):
     most: int = 0  # chunks of a row, where the rows of a matrix are cut
 
 
-class Matrices(NamedTuple):
+class MatrixGeometry(NamedTuple):
     """Matrices are cut into tiles, and their lines into segments (`matrices.layout`)."""
 
     threads: int = 256
@@ -29,7 +29,7 @@ class Matrices(NamedTuple):
     chunk: int = 8  # lines of a thread, where a mean has become known
 
 
-class Sort(NamedTuple):
+class SortGeometry(NamedTuple):
     """A tile of keys is sorted by a block, one digit a pass (`rows.sort`)."""
 
     digit_bits: int = 8  # of a pass
@@ -42,13 +42,13 @@ class Sort(NamedTuple):
 
 
 class Geometry(NamedTuple):
-    """All of them; a number alone is that of the threads of a block."""
+    """The cuts of all loops; a number alone is that of the threads of a block."""
 
-    dense: Chunks = Chunks(256, 4)
-    finite: Chunks = Chunks(256, 8)
-    central: Chunks = Chunks(256, 8, most=4_096)
+    dense: ChunkGeometry = ChunkGeometry(256, 4)
+    finite: ChunkGeometry = ChunkGeometry(256, 8)
+    central: ChunkGeometry = ChunkGeometry(256, 8, most=4_096)
     rows: int = 256  # and of copies
     totals: int = 256  # where a block adds up the sums of others
     scalars: int = 64
-    matrices: Matrices = Matrices()
-    sort: Sort = Sort()
+    matrices: MatrixGeometry = MatrixGeometry()
+    sort: SortGeometry = SortGeometry()

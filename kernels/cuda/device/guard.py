@@ -11,6 +11,7 @@ from numba import cuda
 
 from .backend import load_int64
 
+# The largest number, because the smallest position counts of all that are found (`lower_int64`).
 NOTHING = (1 << 63) - 1
 FOUND, INDEX, WORDS = range(3)
 BYTES = 8 * WORDS

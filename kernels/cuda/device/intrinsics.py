@@ -177,6 +177,8 @@ def lower_int64(typingctx, address, value):
 
     def codegen(context, builder, signature, args):
         pointer = builder.inttoptr(args[0], ir.PointerType(_I64, _GLOBAL))
+        # Atomics are on integers alone, whose sums and minima are the same in any order; those of
+        # floats would show in the last bits.
         builder.atomic_rmw("min", pointer, args[1], "monotonic")
         return context.get_dummy_value()
 

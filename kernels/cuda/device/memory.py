@@ -60,6 +60,7 @@ class Held:
             if self._is_captured:
                 self._kept.append(self._array)
             self._array, self._size = None, 0  # freed when the device is done with it
+            # A power of 2, so that batches that grow from step to step seldom take new memory.
             size = max(_LEAST, 8 * WORDS, 1 << (n_bytes - 1).bit_length())
             self._array, self._size = cuda.device_array(size, np.uint8), size
             self._content = np.empty(0, np.int64)
@@ -131,14 +132,14 @@ def room_of(stream: Any, kind: int = WORK) -> Room:
 
 
 def key_of(stream: Any) -> tuple[int, int]:
-    """What is equal for the same stream of the current device."""
+    """The identity of a stream of the current device."""
     handle = handle_of(stream)
     # One handle means another stream in every thread.
     return handle, threading.get_ident() if handle == _PER_THREAD else 0
 
 
 def follow(stream: Any, other: Any) -> None:
-    """What comes next on ``stream`` waits, on the device, for what is on ``other`` now."""
+    """Let what comes next on ``stream`` wait, on the device, for what is on ``other`` now."""
     event = new_event()
     event.record(other)
     event.wait(stream)

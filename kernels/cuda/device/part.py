@@ -25,8 +25,8 @@ class Sorter(Protocol):
         """Enqueue the sort of the keys there; the address at which they will lie."""
 
 
-class Call(NamedTuple):
-    """Where and under which condition launches are enqueued."""
+class LaunchContext(NamedTuple):
+    """The stream, the guard, the sort and the scratch memory of launches."""
 
     stream: Any  # of Numba
     guard: int = 0  # address of the guard (`guard`), or 0: the call cannot fail
@@ -34,46 +34,46 @@ class Call(NamedTuple):
     scratch: int = 0  # address of as much memory as is needed
 
 
-class Part(Protocol):
+class DevicePart(Protocol):
     """The launches of a batch of tensors after its scalars are there."""
 
     loops: list[Any]  # all that are launched
 
     @property
     def scratch_bytes(self) -> int:
-        """Of memory that they need for the time of the call."""
+        """Bytes of memory that the launches need for the time of the call."""
 
     def words(self, place: int, hp: np.ndarray) -> np.ndarray:
         """The int64 tables, to lie at ``place``; addresses of the scalars of each tensor."""
 
-    def enqueue(self, call: Call) -> None:
+    def enqueue(self, call: LaunchContext) -> None:
         """Enqueue the launches; the tables are there."""
 
 
-class Parts:
-    """Several, one after the other; those that are None are left out."""
+class DeviceParts:
+    """Several parts, one after the other; those that are None are left out."""
 
-    def __init__(self, *parts: Part | None) -> None:
+    def __init__(self, *parts: DevicePart | None) -> None:
         self._parts = [part for part in parts if part is not None]
         self.loops = [loop for part in self._parts for loop in part.loops]
         self.scratch_bytes = max(part.scratch_bytes for part in self._parts)
 
     def words(self, place: int, hp: np.ndarray) -> np.ndarray:
-        """See `Part`."""
+        """See `DevicePart`."""
         found: list[np.ndarray] = []
         for part in self._parts:
             found.append(part.words(place, hp))
             place += found[-1].nbytes
         return np.concatenate(found)
 
-    def enqueue(self, call: Call) -> None:
-        """See `Part`."""
+    def enqueue(self, call: LaunchContext) -> None:
+        """See `DevicePart`."""
         for part in self._parts:
             part.enqueue(call)
 
 
 @contextmanager
-def placed(part: Any, hp: np.ndarray, hp_of: Any, call: Call) -> Iterator[Call]:
+def placed(part: Any, hp: np.ndarray, hp_of: Any, call: LaunchContext) -> Iterator[LaunchContext]:
     """A part by itself in the room of the stream, of which the call gets the scratch memory.
 
     It has tables of ``n_words`` at most. ``hp`` are rows of scalars in the type of the arithmetic,
@@ -85,6 +85,7 @@ def placed(part: Any, hp: np.ndarray, hp_of: Any, call: Call) -> Iterator[Call]:
     with room_of(call.stream) as room:
         base = room.take(places.size)
         words = part.words(base + at_words, base + np.asarray(hp_of) * scalars.strides[0])
+        # Scalars and tables in one array: one copy to the device for a step.
         content = np.zeros(at_words + words.nbytes, np.uint8)
         content[: scalars.nbytes] = scalars.reshape(-1).view(np.uint8)
         content[at_words:] = words.view(np.uint8)
@@ -92,7 +93,7 @@ def placed(part: Any, hp: np.ndarray, hp_of: Any, call: Call) -> Iterator[Call]:
         yield call._replace(scratch=base + at_scratch)
 
 
-def run(part: Any, hp: np.ndarray, hp_of: Any, call: Call) -> None:
+def run(part: Any, hp: np.ndarray, hp_of: Any, call: LaunchContext) -> None:
     """Enqueue a part by itself, unless it has nothing to do (``n_words`` is 0); as `placed`."""
     if part.n_words:
         with placed(part, hp, hp_of, call) as there:

@@ -81,7 +81,7 @@ def row_finder(record: Any, field: str, n_words: int = 0) -> Any:
 
 @cache
 def hp_reader(rule: Rule, prologue: Prologue, real: Storage) -> Any:
-    """``read_hp(address)``: the scalars of a rule behind a prologue."""
+    """``read_hp(address)``: the scalars of a rule and of the gradient transforms before it."""
     cls: Any = hp_type(rule, prologue)
     return reader(types.NamedUniTuple(numba_type(real), len(cls._fields), cls))
 

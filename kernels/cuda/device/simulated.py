@@ -1,4 +1,4 @@
-"""What `driver` and `intrinsics` have, in plain Python, for Numba's simulator.
+"""The names of `driver` and `intrinsics` in plain Python, for Numba's simulator.
 
 With ``NUMBA_ENABLE_CUDASIM=1`` kernels run as Python functions on host memory, so that their index
 arithmetic can be tested without a GPU. Addresses are those of the host; vectors of 16 bytes mean
@@ -18,19 +18,23 @@ import numpy as np
 from numba import cuda, types
 
 from ...storage import f16_to_f32, f32_to_f16
-from .geometry import Chunks, Geometry, Matrices, Sort
+from .geometry import ChunkGeometry, Geometry, MatrixGeometry, SortGeometry
 
 GEOMETRY = Geometry(
-    dense=Chunks(threads=4, tiles=1),
-    finite=Chunks(threads=4, tiles=1),
-    central=Chunks(threads=8, tiles=1, most=20),
+    dense=ChunkGeometry(threads=4, tiles=1),
+    finite=ChunkGeometry(threads=4, tiles=1),
+    central=ChunkGeometry(threads=8, tiles=1, most=20),
     rows=8,
     totals=4,
     scalars=4,
     # Tiles of 2 threads by 2, rounds of 2 rows; lines that 2 threads share; chunks of 8 rows.
-    matrices=Matrices(4, rounds=2, across=2, many_tiles=4, most_bands=2, neighbours=2, chunk=2),
+    matrices=MatrixGeometry(
+        4, rounds=2, across=2, many_tiles=4, most_bands=2, neighbours=2, chunk=2
+    ),
     # Tiles of 16 keys, digits of 3 bits and 1, rounds of 4 counters.
-    sort=Sort(digit_bits=4, split_bits=3, threads=4, group=2, keys=4, counts=1, line_bits=2),
+    sort=SortGeometry(
+        digit_bits=4, split_bits=3, threads=4, group=2, keys=4, counts=1, line_bits=2
+    ),
 )
 """A Python thread is one of the device's: arrays are short, and have several blocks even so."""
 

@@ -74,6 +74,7 @@ class Staging:
     def _fetch(self, k: int, chunk: Sequence[Piece]) -> list[np.ndarray]:
         stage = self._stages[k % 2]
         views = stage.views(chunk)
+        # The device waits, not the host: what lay in this stage may still be on its way back.
         stage.free.wait(self._arrivals)
         for piece, view in zip(chunk, views, strict=True):
             start_copy_out(view, piece.address, self._arrivals)
@@ -91,7 +92,7 @@ _stagings: dict[int, Staging] = {}
 
 
 def staging() -> Staging:
-    """That of the current device; made at its first use."""
+    """The stages of the current device; made at their first use."""
     device = device_id()
     if device not in _stagings:
         _stagings[device] = Staging()

@@ -47,6 +47,8 @@ def add_lanes(shared, thread, lane, lanes, stride, n_values):
     """As `add_tree`, for groups of ``lanes`` (a power of 2) ``stride`` apart: into lane 0."""
     half = lanes >> 1
     while half > 0:
+        # By all threads of the block, also those without a lane that adds: a barrier that some of
+        # them leave out is undefined.
         cuda.syncthreads()
         if lane < half:
             for k in range(n_values):
@@ -82,5 +84,5 @@ def strided_sum(place, k, end, step, stride):
 
 @cuda.jit(device=True)
 def share_of_parts(parts, first, end, value, n_values, thread, threads):
-    """What one of ``threads`` adds up of the parts from ``first`` to ``end`` of a sum."""
+    """The share of one of ``threads`` in adding up the parts from ``first`` to ``end`` of a sum."""
     return strided_sum(parts + value * 8, first + thread, end, threads, n_values * 8)

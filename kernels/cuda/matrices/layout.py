@@ -1,4 +1,4 @@
-"""How matrices are dealt to the threads of a device, and where their sums lie.
+"""Layout of matrices: what each thread of a device has of them, and where their sums lie.
 
 A tile of a matrix is worked on by a group of ``2**log_across * 2**log_down`` threads. A thread has
 as many columns as its widest loads bring, and every ``2**log_down``-th row. A block is one such
@@ -74,8 +74,8 @@ class MatrixTables:
 
     def __init__(self, tensors: Sequence[MatrixTensor], length: int, real_bytes: int) -> None:
         self.n_tensors, self._length, places = len(tensors), length, Places()
-        of_each = [_laid_out(tensor, length, real_bytes, places) for tensor in tensors]
-        tiles, rows, columns = (list(of_all) for of_all in zip(*of_each, strict=True))
+        layouts = [_laid_out(tensor, length, real_bytes, places) for tensor in tensors]
+        tiles, rows, columns = (list(records) for records in zip(*layouts, strict=True))
         tiles, lines, rows = (_columns(x) for x in (tiles, rows + columns, rows))
         units = tiles.matrices * tiles.tiles_down * tiles.tiles_across
         first, self.n_blocks = _blocks(units, tiles.log_across + tiles.log_down)
@@ -83,9 +83,10 @@ class MatrixTables:
         units = lines.matrices * lines.segments
         first, self.n_line_blocks = _blocks(units, lines.log_lanes + lines.log_parts)
         logs = np.where(rows.segments > 1, _log(THREADS), rows.log_lanes)
-        of_rows, self.n_chunk_blocks = _blocks(rows.matrices * rows.chunks, logs)
+        first_of_rows, self.n_chunk_blocks = _blocks(rows.matrices * rows.chunks, logs)
         self.lines = lines._replace(
-            first_block=first, first_chunk_block=np.append(of_rows, np.zeros_like(of_rows))
+            first_block=first,
+            first_chunk_block=np.append(first_of_rows, np.zeros_like(first_of_rows)),
         )
         self.scratch_bytes = places.size
 
@@ -120,8 +121,8 @@ def _laid_out(
         0, matrices * height * width, 0, 0, matrices, height, width, *cut, *own, tensor.addresses
     )
     rows = _lines((row_sums, tensor.row_state, row_factors), matrices, height, width, across)
-    of_columns = column_sums, tensor.column_state, column_factors
-    columns = _lines(of_columns, matrices, width, height, down)
+    column_places = column_sums, tensor.column_state, column_factors
+    columns = _lines(column_places, matrices, width, height, down)
     totals = places.add(8 * matrices * int(rows.segments))
     return tile, rows._replace(totals=totals), columns
 
@@ -129,20 +130,21 @@ def _laid_out(
 def _cut(tensor: MatrixTensor, length: int) -> tuple[int, int, int, int, int]:
     """Logarithms of the threads across and down, height of a tile, tiles down and across."""
     vectors = -(-tensor.width // length)
+    # Decided by shapes, not by the device that is there: the cut is part of the order of the sums.
     across = min(_power(vectors), CUT.across)
     down = min(_power(-(-tensor.height // CUT.rounds)), THREADS // across)
     across = min(_power(vectors), THREADS // down)  # a low matrix has more of them
     band, tiles_across = down * CUT.rounds, -(-vectors // across)
     bands = -(-tensor.height // band)
     n_tiles = tensor.matrices * bands * tiles_across
-    of_tile = max(1, min(bands, CUT.most_bands, n_tiles // CUT.many_tiles))
-    return _log(across), _log(down), of_tile * band, -(-bands // of_tile), tiles_across
+    tile_bands = max(1, min(bands, CUT.most_bands, n_tiles // CUT.many_tiles))
+    return _log(across), _log(down), tile_bands * band, -(-bands // tile_bands), tiles_across
 
 
 def _lines(
     places: tuple[int, int, int], matrices: int, length: int, elements: int, parts: int
 ) -> LineRow:
-    """What is known of the rows, or the columns, of a tensor; ``places`` are the first fields."""
+    """The record of the rows, or the columns, of a tensor; ``places`` are its first fields."""
     sharing = max(1, min(_power(parts // 4 + 1) // 2, THREADS // CUT.neighbours))
     lanes = THREADS // sharing if parts > 1 else min(_power(length), THREADS)
     segments = -(-length // lanes)

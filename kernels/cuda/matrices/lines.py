@@ -1,4 +1,4 @@
-"""What follows from the sums of rows and columns on a device: their states and factors.
+"""States and factors of rows and columns on a device, which follow from their sums.
 
 Rows and columns are lines here. A group of threads has some lines of a matrix; where a line has
 many sums, several threads share it. Their sums are added in trees of fixed shape.

@@ -27,7 +27,7 @@ from .layout import CUT, THREADS, TileRow
 
 
 class Strip(NamedTuple):
-    """What a thread has of a tile."""
+    """A thread's part of a tile."""
 
     matrix: Any  # number of the matrix
     down: Any  # number of the tile from the top
@@ -61,7 +61,7 @@ def quotient(n, divisor):
 
 @cuda.jit(device=True)
 def place_in_group(thread, log_across, log_down, block):
-    """Of a thread across and down a group of ``2**logs`` threads, and the number of the group."""
+    """Place of a thread across and down a group of ``2**logs`` threads, and the group's number."""
     log_group = log_across + log_down
     x, y = thread & ((1 << log_across) - 1), (thread >> log_across) & ((1 << log_down) - 1)
     return x, y, block * (np.int64(THREADS) >> log_group) + (thread >> log_group)
@@ -105,7 +105,7 @@ def _strip_finder(kernel: Kernel) -> Any:
 
 @cache
 def _strip_access(storage: Storage, length: int) -> Access:
-    """With a strip at the end: elements of one row, the first of them being number ``i``."""
+    """Access to elements of one row from number ``i`` on; it takes a strip at the end."""
     (kind, *movers), (_, *movers_of_one) = (access(storage, n) for n in (length, 1))
 
     def mover(move_tile, move_one):
@@ -128,14 +128,14 @@ def _strip_access(storage: Storage, length: int) -> Access:
 
 
 def _row_adder(kernel: Kernel) -> Any:
-    """``add_row(of_columns, arrays, i, strip, hp)``: the sum over a row of a strip."""
+    """``add_row(column_sums, arrays, i, strip, hp)``: the sum over a row of a strip."""
     length, term = length_of(kernel), lines_of(kernel.rule).term
     values = conditioned(kernel, DEVICE)
     g_type, load_g, _ = _strip_access(kernel.g, length)
     w_type, load_w, _ = _strip_access(kernel.w, length)
 
     @cuda.jit(device=True)
-    def add_row(of_columns, arrays, i, strip, hp):
+    def add_row(column_sums, arrays, i, strip, hp):
         d, x = cuda.local.array(length, g_type), cuda.local.array(length, w_type)
         load_g(d, arrays[0], i, strip)
         load_w(x, arrays[1], i, strip)
@@ -144,7 +144,7 @@ def _row_adder(kernel: Kernel) -> Any:
             if k < strip.count:
                 _, gradient = values(x, d, k, hp)
                 q = np.float64(term(gradient, hp))
-                of_columns[k] += q
+                column_sums[k] += q
                 total += q
         return total
 
@@ -211,47 +211,49 @@ def terms_kernel(kernel: Kernel) -> Any:
 def _over_strip(kernel: Kernel, work: Any, *, stores: bool = True) -> Any:
     """``run(row, strip, scratch, hp, *rest)``: a function on each row of a strip.
 
-    It is called ``work(tiles, of_row, of_columns, count, hp, *rest)``, with everything in
+    It is called ``work(tiles, row_factor, column_factors, count, hp, *rest)``, with everything in
     registers: the gradient, the parameter, the states of elements if they are stored, and the
     factors.
     """
     length, load_one = length_of(kernel), access(kernel.real, 1).load
     kind, load_columns, _ = _strip_access(kernel.real, length)
     storages = kernel.g, kernel.w, *(kernel.s[:-2] if stores else ())
-    of_arrays = [_strip_access(storage, length) for storage in storages]
-    stored = range(1, len(of_arrays) if stores else 1)
-    in_tiles = in_registers(of_arrays, length, work, stored=stored)
+    accesses = [_strip_access(storage, length) for storage in storages]
+    stored = range(1, len(accesses) if stores else 1)
+    in_tiles = in_registers(accesses, length, work, stored=stored)
 
     @cuda.jit(device=True)
     def run(row, strip, scratch, hp, *rest):
-        of_row, of_columns = cuda.local.array(1, kind), cuda.local.array(length, kind)
+        row_factor, column_factors = cuda.local.array(1, kind), cuda.local.array(length, kind)
         column = strip.matrix * row.width + strip.column
-        load_columns(of_columns, scratch + row.column_factors, column, strip)
+        load_columns(column_factors, scratch + row.column_factors, column, strip)
         y = strip.y
         while y < strip.rows:
             line = strip.matrix * row.height + strip.top + np.int64(y)
-            load_one(of_row, scratch + row.row_factors, line)
+            load_one(row_factor, scratch + row.row_factors, line)
             i = line * row.width + strip.column
-            in_tiles(i, row.arrays, (strip,), (), of_row, of_columns, strip.count, hp, *rest)
+            in_tiles(
+                i, row.arrays, (strip,), (), row_factor, column_factors, strip.count, hp, *rest
+            )
             y = np.uint32(y + strip.threads_down)
 
     return run
 
 
 @cache
-def measure_kernel(kernel: Kernel, of_parameter: bool) -> Any:
+def measure_kernel(kernel: Kernel, measures_parameter: bool) -> Any:
     """``loop[n_blocks, THREADS]``: parts of two sums, of squares: parameters, what is measured."""
     find, length, values = _strip_finder(kernel), length_of(kernel), conditioned(kernel, DEVICE)
     measured = device_function(kernel.rule.measure)
 
     @cuda.jit(device=True)
-    def add_squares(tiles, of_row, of_columns, count, hp, own):
+    def add_squares(tiles, row_factor, column_factors, count, hp, own):
         for k in range(length):
             if k < count:
                 value, gradient = values(tiles[1], tiles[0], k, hp)
-                u = np.float64(measured(gradient, of_row[0], of_columns[k], hp))
+                u = np.float64(measured(gradient, row_factor[0], column_factors[k], hp))
                 own[1] += u * u
-                if of_parameter:
+                if measures_parameter:
                     own[0] += np.float64(value) * np.float64(value)
 
     run = _over_strip(kernel, add_squares, stores=False)
@@ -279,10 +281,10 @@ def update_kernel(kernel: Kernel) -> Any:
     element = element_of(kernel, kernel.rule.update, DEVICE)
 
     @cuda.jit(device=True)
-    def update(tiles, of_row, of_columns, count, hp):
+    def update(tiles, row_factor, column_factors, count, hp):
         for k in range(length):
             if k < count:
-                element(tiles[1:], tiles[0], k, of_row[0], of_columns[k], hp)
+                element(tiles[1:], tiles[0], k, row_factor[0], column_factors[k], hp)
 
     run = _over_strip(kernel, update)
 

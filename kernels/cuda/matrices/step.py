@@ -16,7 +16,7 @@ from ...tables import MatrixTensor
 from ..dense.tiles import length_of
 from ..dense.totals import Constants, Totals
 from ..device.launch import on_grid
-from ..device.part import Call
+from ..device.part import LaunchContext
 from ..device.records import size_of
 from .layout import THREADS, MatrixTables, TileRow
 from .lines import lines_kernel, row_factors_kernel
@@ -24,7 +24,7 @@ from .passes import lines_of, measure_kernel, terms_kernel, update_kernel
 
 
 class MatrixStep:
-    """A `Part`: the step of a rule with states of rows and columns.
+    """A `DevicePart`: the step of a rule with states of rows and columns.
 
     There is one tensor at least, and none is empty; ``gradients`` are int64 ``[T]`` addresses.
     ``constants`` are those that ``rule.factor`` takes.
@@ -41,21 +41,22 @@ class MatrixStep:
         self._gradients, self._table = gradients, 0
         self._lines_at = len(tensors) * size_of(TileRow, 2 + len(kernel.s))
         shared = kernel.rule, kernel.prologue, kernel.real
-        of_parameter = bool(dict(constants)[lines_of(kernel.rule).of_parameter])
+        measures_parameter = bool(dict(constants)[lines_of(kernel.rule).measures_parameter])
         self._before = terms_kernel(kernel), lines_kernel(*shared), row_factors_kernel(*shared)
-        self._measure, self._update = measure_kernel(kernel, of_parameter), update_kernel(kernel)
+        self._measure = measure_kernel(kernel, measures_parameter)
+        self._update = update_kernel(kernel)
         self._totals = Totals(kernel, TileRow, constants, len(tensors))
         self.loops = [*self._before, self._measure, *self._totals.loops, self._update]
         parts_bytes = 8 * self._tables.n_blocks * kernel.rule.n_measured
         self.scratch_bytes = self._tables.scratch_bytes + parts_bytes
 
     def words(self, place: int, hp: np.ndarray) -> np.ndarray:
-        """See `Part`."""
+        """See `DevicePart`."""
         self._table = place
         return self._tables.words(self._gradients, hp)
 
-    def enqueue(self, call: Call) -> None:
-        """See `Part`."""
+    def enqueue(self, call: LaunchContext) -> None:
+        """See `DevicePart`."""
         tables, scratch = self._tables, call.scratch
         n, parts = tables.n_tensors, scratch + tables.scratch_bytes
         tiles, lines = self._table, self._table + self._lines_at
@@ -66,5 +67,5 @@ class MatrixStep:
         self._totals.follow(tiles, tables.n_blocks, parts, 0, call)
         self._launch(self._update, tables.n_blocks, call, tiles, n, scratch)
 
-    def _launch(self, loop: Any, blocks: int, call: Call, *arguments: int) -> None:
+    def _launch(self, loop: Any, blocks: int, call: LaunchContext, *arguments: int) -> None:
         on_grid(loop, blocks, THREADS, call.stream)(*arguments, call.guard)

@@ -24,7 +24,7 @@ from ..device.backend import GEOMETRY, copy_in, copy_out, load_int64, store_int3
 from ..device.functions import device_function
 from ..device.guard import FOUND, NOTHING, WORDS
 from ..device.launch import on_elements, on_grid, tile_grid
-from ..device.part import Call, Sorter, placed
+from ..device.part import LaunchContext, Sorter, placed
 from ..device.records import hp_reader, row_reader
 from . import kernels
 from .kernels import add_up_rows, thread_place
@@ -43,6 +43,7 @@ def _sum_of_row(g: Storage, real: Storage, length: int) -> Any:
     def run(total, keys, k, table, column):
         add_up(total, keys, k, (row_at(keys, k) + 1) << keys.bits, table, column)
         for c in range(length):
+            # -0 becomes 0, as in a sum that begins with 0.
             total[c] += real_type(0)
 
     return run
@@ -146,16 +147,16 @@ def _write_decayed(g: Storage, real: Storage, w: Storage, length: int) -> Any:
     return run
 
 
-class Rows(NamedTuple):
+class DeviceRows(NamedTuple):
     """A row-sparse gradient."""
 
     table: RowTable  # where its indices and values lie, and the shape of what it is of
     g: Storage  # of the values
     real: Storage  # of the arithmetic
-    sorter: Sorter | None  # as `Call`
+    sorter: Sorter | None  # as `LaunchContext`
 
     def keys(self, *, drop: bool = False) -> KeySort:
-        """Of its table; no loop on them reads a parameter through it."""
+        """Keys of the table; no loop on them reads a parameter through it."""
         sorts = self.sorter is None
         return KeySort([self.table], (self.g.itemsize,), drop=drop, sorts=sorts)
 
@@ -164,25 +165,25 @@ class Rows(NamedTuple):
         return rows_are_aligned(self.table.width, (self.table.values, self.g), *arrays)
 
 
-def _launcher(loop: Any, rows: Rows, n: int, out: Storage, stream: Any) -> Any:
-    """What launches a loop with a thread for each tile of ``n`` rows."""
+def _launcher(loop: Any, rows: DeviceRows, n: int, out: Storage, stream: Any) -> Any:
+    """The launch of a loop with a thread for each tile of ``n`` rows."""
     tiles, lanes, groups = tile_grid(rows.table.width, tile_length(rows.g, out), GEOMETRY.rows)
     return on_grid(loop, (-(-n // lanes), groups), (tiles, lanes), stream)
 
 
-def dense_sums(rows: Rows, out: Storage, result: int, *, guard: int, stream: Any) -> None:
+def dense_sums(rows: DeviceRows, out: Storage, result: int, *, guard: int, stream: Any) -> None:
     """Enqueue sums in an array of all rows that holds 0, unless a bad index closes the guard."""
     keys, n = rows.keys(), rows.table.length
     if n == 0:
         return
-    with placed(keys, _NO_SCALARS, [0], Call(stream, guard, rows.sorter)) as call:
+    with placed(keys, _NO_SCALARS, [0], LaunchContext(stream, guard, rows.sorter)) as call:
         sorted_keys, is_aligned = keys.sort(call), rows.are_aligned((result, out))
         # One block looks at the guard even where there are no columns.
         loop = _launcher(dense_sums_kernel(rows.g, rows.real, out), rows, n, out, stream)
         loop(*sorted_keys, keys.table, result, is_aligned, guard)
 
 
-def decayed_sums(rows: Rows, w: Storage, hp: np.ndarray, result: int, stream: Any) -> None:
+def decayed_sums(rows: DeviceRows, w: Storage, hp: np.ndarray, result: int, stream: Any) -> None:
     """Enqueue the sums of rows with their decay, at the first occurrence of each row.
 
     The table has the address of the parameter. ``result`` is that of an array of the shape of the
@@ -191,7 +192,7 @@ def decayed_sums(rows: Rows, w: Storage, hp: np.ndarray, result: int, stream: An
     keys, n, (parameter,) = rows.keys(drop=True), rows.table.length, rows.table.addresses
     if n == 0 or rows.table.width == 0:
         return
-    with placed(keys, hp[None], [0], Call(stream, 0, rows.sorter)) as call:
+    with placed(keys, hp[None], [0], LaunchContext(stream, 0, rows.sorter)) as call:
         sorted_keys = keys.sort(call)
         is_aligned = rows.are_aligned((parameter, w), (result, rows.real))
         loop = _launcher(decayed_sums_kernel(rows.g, rows.real, w), rows, n, w, stream)
@@ -201,15 +202,15 @@ def decayed_sums(rows: Rows, w: Storage, hp: np.ndarray, result: int, stream: An
 class DistinctRows:
     """The rows that occur in a gradient: how many, and their sums (`distinct_rows`)."""
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: DeviceRows) -> None:
         self._rows, self.keys = rows, rows.keys()
         places, n = self.keys.places, rows.table.length
         self._words, self._spare = (places.add(8 * n) for _ in range(2))
         self._scratch = places.add(8 * scratch_words(n))
         self._found = places.add(8 * (WORDS + 1))
-        self._call, self._firsts = Call(None), 0
+        self._call, self._firsts = LaunchContext(None), 0
 
-    def enqueue(self, call: Call) -> None:
+    def enqueue(self, call: LaunchContext) -> None:
         """Enqueue the sort of the keys, and then that of the first ones of all rows."""
         found, stream, n = call.scratch + self._found, call.stream, self._rows.table.length
         copy_in(found, np.array([NOTHING] + [0] * WORDS, np.int64), stream)
@@ -240,9 +241,9 @@ class DistinctRows:
 
 
 @contextmanager
-def distinct_rows(rows: Rows, stream: Any) -> Iterator[DistinctRows]:
+def distinct_rows(rows: DeviceRows, stream: Any) -> Iterator[DistinctRows]:
     """The rows that occur in a gradient, of one index at least; ``with`` holds the room."""
     found = DistinctRows(rows)
-    with placed(found.keys, _NO_SCALARS, [0], Call(stream, 0, rows.sorter)) as call:
+    with placed(found.keys, _NO_SCALARS, [0], LaunchContext(stream, 0, rows.sorter)) as call:
         found.enqueue(call)
         yield found

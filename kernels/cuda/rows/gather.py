@@ -52,17 +52,17 @@ def gather_kernel(piece: int) -> Any:
 
 
 def gather(
-    of_table: tuple[int, int, int],  # address, rows, bytes of a row
-    of_index: tuple[int, int, int],  # address, bytes of an index (4 or 8), how many
+    table_place: tuple[int, int, int],  # address, rows, bytes of a row
+    index_place: tuple[int, int, int],  # address, bytes of an index (4 or 8), how many
     results: tuple[int, int, int],  # addresses: of the rows, of the indices as int64, the guard
     stream: Any,
 ) -> None:
     """Enqueue ``out[b] = table[indices[b]]``; the position of a bad index closes the guard."""
-    (table, n_rows, row_bytes), (_, _, n), (out, _, _) = of_table, of_index, results
+    (table, n_rows, row_bytes), (_, _, n), (out, _, _) = table_place, index_place, results
     if n == 0:
         return
     piece = next(size for size in PIECES if not (row_bytes | table | out) % size)
     n_pieces = row_bytes // piece
     pieces, lanes, _ = tile_grid(n_pieces, 1, GEOMETRY.rows)
     loop = on_grid(gather_kernel(piece), -(-n // lanes), (pieces, lanes), stream)
-    loop(table, n_rows, n_pieces, *of_index, *results)
+    loop(table, n_rows, n_pieces, *index_place, *results)

@@ -96,6 +96,7 @@ def sum_of_row(g: Storage, real: Storage, length: int) -> Any:
                 total[c] = real_type(0)
             return
         row = row_at(keys, k)
+        # A row is hot where the key HOT places after its first one is still its own.
         if k + HOT < keys.n and row_at(keys, k + HOT) == row:
             probe = (k + HOT - 1) // HOT
             place = hot.place + probe * hot.stride * real_bytes
@@ -144,6 +145,7 @@ def hot_kernel(g: Storage, real: Storage, length: int) -> Any:
         if k >= n or is_closed(guard):
             return
         row = row_at(keys, k)
+        # Of the probes that a hot row covers the first one works, for all its ranges.
         if row >= n_rows or (k >= HOT and row_at(keys, k - HOT) == row):
             return
         begin = lower_bound(keys, max(0, k - HOT), k, row << bits)

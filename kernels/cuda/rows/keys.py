@@ -18,7 +18,7 @@ from ..device.backend import load_int32, load_int64, lower_int64, store_int64
 from ..device.guard import FOUND, INDEX, is_closed
 from ..device.launch import on_elements
 from ..device.memory import Places
-from ..device.part import Call
+from ..device.part import LaunchContext
 from ..device.records import Word, row_finder, size_of
 from .sort import count_kernel, scan_kernel, scatter_kernel, scratch_words, sort_keys
 
@@ -111,6 +111,8 @@ def check_kernel(tables, n_tables, n, bits, dropped_row, keys, guard, base):
     if index < 0 or index >= table.rows:
         row = dropped_row
         if dropped_row < 0:
+            # Its key is made as well: the sort runs before anybody has heard of it, and the loops
+            # behind it find the guard closed.
             row = 0
             lower_int64(guard + 8 * FOUND, base + position)
     if keys != 0:
@@ -122,8 +124,8 @@ def may_not_write(guard, base, n, tables, n_tables):
     """Whether the guard is closed; one thread keeps the index that did it, for the error."""
     if not is_closed(guard):
         return False
-    of_all = cuda.blockIdx.x == 0 and cuda.blockIdx.y == 0
-    if of_all and cuda.threadIdx.x == 0 and cuda.threadIdx.y == 0:
+    is_first_block = cuda.blockIdx.x == 0 and cuda.blockIdx.y == 0
+    if is_first_block and cuda.threadIdx.x == 0 and cuda.threadIdx.y == 0:
         position = load_int64(guard + 8 * FOUND) - base
         if 0 <= position < n:
             table = _of_position(tables, n_tables, position)
@@ -151,26 +153,26 @@ class KeySort:
         self._dropped_row = self.n_rows if drop else -1
         self._row_bits = max(1, (self.n_rows if drop else self.n_rows - 1).bit_length())
         self.widest = max(table.width for table in tables)
-        of_lists = sum(len(table.addresses) + table.ranges[1] + 1 for table in tables)
-        self.n_words = len(tables) * size_of(TableRow) // 8 + of_lists
+        list_words = sum(len(table.addresses) + table.ranges[1] + 1 for table in tables)
+        self.n_words = len(tables) * size_of(TableRow) // 8 + list_words
         self.places = Places()
         words = (n, n, scratch_words(n)) if sorts else ()
         self._sections = [self.places.add(8 * count) for count in words]
-        of_sort = (count_kernel, scan_kernel, scatter_kernel) if n and sorts else ()
-        self.loops: list[Any] = [check_kernel, *of_sort]
+        sort_loops = (count_kernel, scan_kernel, scatter_kernel) if n and sorts else ()
+        self.loops: list[Any] = [check_kernel, *sort_loops]
         self.table = 0
         self.sorted: tuple[int, ...] = ()  # what `sort` says
 
     @property
     def scratch_bytes(self) -> int:
-        """See `Part`."""
+        """See `DevicePart`."""
         return self.places.size
 
     def words(self, place: int, hp: np.ndarray) -> np.ndarray:
-        """See `Part`; behind the table of tables lies what it points at."""
+        """See `DevicePart`; behind the table of tables lies what it points at."""
         self.table, rows, lists, first_row, first_position = place, [], [], 0, 0
         place += len(self._tables) * size_of(TableRow)
-        for table, of_table in zip(self._tables, hp.tolist(), strict=True):
+        for table, scalars in zip(self._tables, hp.tolist(), strict=True):
             strides = [table.width * n for n in self._itemsizes]
             is_aligned = are_aligned(np.array([table.values, *table.addresses, *strides]))
             values = table.values - first_position * strides[0]
@@ -181,19 +183,19 @@ class KeySort:
             ranges = place, table.ranges[1]
             place += 8 * len(bounds)
             rows.append(
-                TableRow(arrays, values, of_table, *firsts, *indices, *ranges, bool(is_aligned))
+                TableRow(arrays, values, scalars, *firsts, *indices, *ranges, bool(is_aligned))
             )
             lists += [table.addresses, bounds]
             first_row, first_position = first_row + table.rows, first_position + table.length
         return np.array([*itertools.chain(*rows, *lists)], np.int64)
 
-    def check(self, call: Call, keys: int = 0) -> None:
+    def check(self, call: LaunchContext, keys: int = 0) -> None:
         """Enqueue the check of all indices, and making the keys unless their address is 0."""
-        of_keys = self.n, self.bits, self._dropped_row, keys
+        key_arguments = self.n, self.bits, self._dropped_row, keys
         check = on_elements(check_kernel, self.n, call.stream)
-        check(self.table, len(self._tables), *of_keys, call.guard, self._base)
+        check(self.table, len(self._tables), *key_arguments, call.guard, self._base)
 
-    def sort(self, call: Call) -> tuple[int, ...]:
+    def sort(self, call: LaunchContext) -> tuple[int, ...]:
         """Enqueue making and sorting the keys: their address, how many, bits of positions."""
         if call.sorter is not None:
             self.check(call, call.sorter.room(self.n))

@@ -13,7 +13,7 @@ from ..dense.tiles import element_bytes, length_of
 from ..device.backend import GEOMETRY, copy_in, fill_ones
 from ..device.launch import on_elements, on_grid, tile_grid
 from ..device.memory import room_of
-from ..device.part import Call, placed
+from ..device.part import LaunchContext, placed
 from . import kernels as rows
 from .keys import KeySort
 
@@ -24,11 +24,11 @@ def check_indices(tables: Sequence[RowTable], guard: int, base: int, *, stream: 
     with room_of(stream) as room:
         place = room.take(8 * keys.n_words)
         copy_in(place, keys.words(place, np.zeros(len(tables), np.int64)), stream)
-        keys.check(Call(stream, guard))
+        keys.check(LaunchContext(stream, guard))
 
 
 class _RowLoops(KeySort):
-    """What launches the loops over rows; arguments as `RowStep`."""
+    """Launches of the loops over rows; arguments as `RowStep`."""
 
     def __init__(self, kernel: Kernel, tables: Sequence[RowTable], **options: Any) -> None:
         super().__init__(tables, element_bytes(kernel).tolist(), **options)
@@ -42,25 +42,25 @@ class _RowLoops(KeySort):
         self._hot_loop = rows.hot_kernel(*shape)
         self.loops += [self._hot_loop] if self._n_probes else []
 
-    def _launch(self, loop: Any, grid: tuple[int, ...], call: Call, *more: int) -> None:
+    def _launch(self, loop: Any, grid: tuple[int, ...], call: LaunchContext, *more: int) -> None:
         """A loop on so many groups of keys, rows or ranges, and of tiles."""
         hot_sums = call.scratch + self._at_hot, self._hot_stride
         launch = on_grid(loop, grid, self._block, call.stream)
         tables = self.table, len(self._tables), self.n_rows
         launch(*self.sorted, *tables, *hot_sums, call.guard, *more)
 
-    def _over(self, loop: Any, n: int, tile_groups: int, call: Call, *more: int) -> None:
+    def _over(self, loop: Any, n: int, tile_groups: int, call: LaunchContext, *more: int) -> None:
         if n:
             self._launch(loop, (-(-n // self._block[1]), tile_groups), call, self._base, *more)
 
-    def _sum_hot(self, call: Call) -> None:
+    def _sum_hot(self, call: LaunchContext) -> None:
         if self._n_probes:
             groups = -(-self._most_ranges // self._block[1])
             self._launch(self._hot_loop, (self._n_probes, groups, self._tile_groups), call)
 
 
 class RowStep(_RowLoops):
-    """A `Part`: the step on tables with row-sparse gradients; options are those of `KeySort`.
+    """A `DevicePart`: the step on tables with row-sparse gradients; options are those of `KeySort`.
 
     ``touched_only`` updates the rows that occur (lazy); else all rows step, those that do not occur
     with a gradient of 0 (dense-equivalent).
@@ -80,14 +80,14 @@ class RowStep(_RowLoops):
         else:
             self.loops += [self._update] if touched_only else [rows.mark_kernel, self._update]
 
-    def enqueue(self, call: Call) -> None:
-        """See `Part`; the keys may be there already."""
+    def enqueue(self, call: LaunchContext) -> None:
+        """See `DevicePart`; the keys may be there already."""
         if not self.sorted:
             self.sort(call)
         self.update(call)
         self.sorted = ()
 
-    def update(self, call: Call) -> None:
+    def update(self, call: LaunchContext) -> None:
         """Enqueue the rule, on rows whose keys are sorted."""
         self._sum_hot(call)
         if self._touched_only:
@@ -95,7 +95,7 @@ class RowStep(_RowLoops):
         else:
             self._sweep(call)
 
-    def _sweep(self, call: Call) -> None:
+    def _sweep(self, call: LaunchContext) -> None:
         first = call.scratch + self._at_first
         if self.n == 0 and (self.n_rows == 0 or self.widest == 0):
             return
@@ -110,7 +110,9 @@ class RowStep(_RowLoops):
 class RowSquares(_RowLoops):
     """`norm.Squares` of row-sparse gradients, duplicates summed first; 0 behind a closed guard."""
 
-    def __init__(self, kernel: Kernel, tables: Sequence[RowTable], call: Call, base: int) -> None:
+    def __init__(
+        self, kernel: Kernel, tables: Sequence[RowTable], call: LaunchContext, base: int
+    ) -> None:
         super().__init__(kernel, tables, sorts=call.sorter is None, base=base)
         self._call, self.n_parts = call, -(-self.n // self._block[1]) * self._tile_groups
 

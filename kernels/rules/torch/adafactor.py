@@ -47,9 +47,9 @@ def norms(w: Any, g: Any, v: Any, hp: Any) -> Any:
 
 
 @rule_helper
-def step_factor(*of_size: Any) -> Any:
+def step_factor(*arguments: Any) -> Any:
     """A factor of the step alone: the decay is not relative to the parameter's size."""
-    return size_factors(*of_size)[0]
+    return size_factors(*arguments)[0]
 
 
 _HP = (*HP, "one")

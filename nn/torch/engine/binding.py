@@ -68,7 +68,7 @@ class Binding:
         self._dense = np.zeros(len(entries), np.int64)
         self._rows: dict[int, RowGradient] = {}
         self._is_plain = True  # nothing but tensors that lie as they have to
-        self._expected: headers.Expected | None = None
+        self._expected: headers.ExpectedTensors | None = None
         kinds: list[Kind | None] = []
         arrays: list[tuple[Any, ...]] = []
         for i, entry in enumerate(entries):
@@ -276,7 +276,7 @@ class Binding:
             for i, e in enumerate(self._entries)
         ]
         same = self._same(self._parameters, states)
-        self._expected = headers.Expected(torch, same, written, gradients, kinds)
+        self._expected = headers.ExpectedTensors(torch, same, written, gradients, kinds)
         self._expected.look(same, (*written, *gradients))
         self._count(self._expected.versions)
         self._place(by_names)

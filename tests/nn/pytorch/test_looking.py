@@ -18,7 +18,7 @@ from fusestep.kernels.cpu.headers.tensors import (  # noqa: E402
     OTHER,
     ROWS,
     SAME,
-    Expected,
+    ExpectedTensors,
 )
 from fusestep.nn import torch as fused  # noqa: E402
 from fusestep.nn.torch.optimizer import Fused  # noqa: E402
@@ -365,11 +365,11 @@ def test_memory_that_moves_onto_another_parameter() -> None:
 # -- the comparison itself ------------------------------------------------------------------------
 
 
-def expected(*gradients: Any, written: Any = ()) -> Expected:
+def expected(*gradients: Any, written: Any = ()) -> ExpectedTensors:
     kinds = [
         NONE if g is None else ROWS if g.layout == torch.sparse_coo else DENSE for g in gradients
     ]
-    found = Expected(torch, (), written, gradients, kinds)
+    found = ExpectedTensors(torch, (), written, gradients, kinds)
     assert found.look((), (*written, *gradients)) in (SAME, MOVED)
     return found
 
@@ -405,7 +405,7 @@ def test_other_rows(other: Any) -> None:
 
 def test_other_numbers_of_tensors() -> None:
     one = torch.zeros(3)
-    found = Expected(torch, (one,), (), (None,), (NONE,))
+    found = ExpectedTensors(torch, (one,), (), (None,), (NONE,))
     assert found.look((one,), (None,)) == MOVED
     assert found.look((one,), (None,)) == SAME
     for same, tensors in (((), (None,)), ((one, one), (None,)), ((one,), ()), ((None,), (None,))):
