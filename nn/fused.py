@@ -232,12 +232,12 @@ class FusedOptimizer(StatefulOptimizer, ABC):
                 stepper.run(plan)
         return (True,) * len(self.parameters)
 
-    def _plan(self, *of_step: Any) -> Plan | None:
+    def _plan(self, *arguments: Any) -> Plan | None:
         """The step, agreed with other processes if there are any; None for a skipped one."""
         if self.together is None:
-            plan = self._own_plan(*of_step)
+            plan = self._own_plan(*arguments)
         else:
-            plan = self.together.agreed(partial(self._own_plan, *of_step), self._step)
+            plan = self.together.agreed(partial(self._own_plan, *arguments), self._step)
         if plan is None:
             self._skipped[0] += 1
         return plan
@@ -252,14 +252,14 @@ class FusedOptimizer(StatefulOptimizer, ABC):
             self.check_kept(gradients)
         classes, on_host = self._classes, self._stepper.works_on_host
         step = next_step(self._name, self._global_step)
-        of_rates = max(0, step - self._rate_lag)
-        if of_rates < step:
+        rate_step = max(0, step - self._rate_lag)
+        if rate_step < step:
             classes.rates.as_given(step)  # a list that is used up raises here
         rates: list[Any]
         if on_host:
-            rates, decays = classes.at(of_rates, step)
+            rates, decays = classes.at(rate_step, step)
         else:
-            rates, decays = classes.rates.as_given(of_rates), classes.decays.at(step)
+            rates, decays = classes.rates.as_given(rate_step), classes.decays.at(step)
             for rate in rates:
                 check_place(self._name, "learning_rate", rate, self._device)
         self._check_used_rates(rates)
@@ -295,7 +295,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         """One read of all gradients; on a device it is waited for."""
         if self._device is not None:  # the gradients are there
             return are_finite(given)
-        return all(all_finite(*arrays) for arrays in by_storage(given.of_batches))
+        return all(all_finite(*arrays) for arrays in by_storage(given.by_batch))
 
     # What is known on a device
 
@@ -402,8 +402,8 @@ def declared(rule: Rule, states: Mapping[str, float] | None = None) -> tuple[Sta
     if states is None:
         matrix_states = rule.matrix.states if rule.matrix else ()
         return tuple(dict.fromkeys((*matrix_states, *rule.states)))
-    of_each = zip(rule.states, states.items(), strict=True)
-    return tuple(state._replace(name=name, initial=x) for state, (name, x) in of_each)
+    renamed = zip(rule.states, states.items(), strict=True)
+    return tuple(state._replace(name=name, initial=x) for state, (name, x) in renamed)
 
 
 def _moved(to_host: bool, parameter: Parameter, state: Any) -> Any:

@@ -20,7 +20,7 @@ from ..ops.runtime.device import DeviceArray
 from ..ops.runtime.device_gradient import converted
 from ..ops.runtime.errors import reject, reject_unknown
 from ..ops.runtime.step import squares_at
-from .base.arguments import non_negative_float, of_kind
+from .base.arguments import check_kind, non_negative_float
 from .base.optimizer import Optimizer
 from .base.own_rules import check_apart
 from .base.parameter import Parameter
@@ -123,7 +123,7 @@ class LARS(Optimizer):
         self.epsilon = non_negative_float(self._name, "epsilon", epsilon)
         self.coefficient = non_negative_float(self._name, "coefficient", coefficient)
         self.use_clip = check.flag(self._name, "use_clip", use_clip)
-        of_kind(self._name, "lars_filter", lars_filter, Callable, "a callable")
+        check_kind(self._name, "lars_filter", lars_filter, Callable, "a callable")
         self.opt = optimizer
         self._acts = np.array([bool(lars_filter(p)) for p in optimizer.parameters])
 
@@ -196,8 +196,8 @@ class LARS(Optimizer):
                 continue
             w = self.parameters[i].data
             g = adopt(self._name, f"gradient of {self.parameters[i].name!r}", scaled[i])
-            of_w, of_g = (float(np.square(a, dtype=np.float64).sum()) for a in (w, g))
-            new[i] = update(w, g, of_w, of_g, decays[i], rates[i])
+            squares = (float(np.square(a, dtype=np.float64).sum()) for a in (w, g))
+            new[i] = update(w, g, *squares, decays[i], rates[i])
         return tuple(new)
 
 
@@ -261,13 +261,12 @@ class LayerwiseConditioning(Conditioning):
         batch, hp, decays = call.batch, call.hp, call.decays
         acts, table = self._acts[batch.positions], batch.variables.table
         sizes = np.diff(table.first)
-        of_w = squares_at(batch.variables.w, table.addresses[:, 0], sizes)
-        of_g = squares_at(batch.g, call.gradients, sizes)
-        centralized = self._plain_squares(batch, of_g)
+        w_squares = squares_at(batch.variables.w, table.addresses[:, 0], sizes)
+        g_squares = squares_at(batch.g, call.gradients, sizes)
+        centralized = self._plain_squares(batch, g_squares)
         lars = self._lars
-        ratio = rules.lars_ratio(
-            np.sqrt(of_w), np.sqrt(of_g) / self._scale, decays, lars.coefficient, lars.epsilon
-        )
+        w_norms, g_norms = np.sqrt(w_squares), np.sqrt(g_squares) / self._scale
+        ratio = rules.lars_ratio(w_norms, g_norms, decays, lars.coefficient, lars.epsilon)
         if lars.use_clip:
             ratio = rules.clipped_ratio(ratio, call.rates)
         hp[acts, column["trust_ratio"]] = ratio[acts]
@@ -303,12 +302,12 @@ class LayerwiseConditioning(Conditioning):
         """Where gradients are centralized: it holds what they were before."""
         return not self._joins.all()
 
-    def _plain_squares(self, batch: Batch, of_g: np.ndarray) -> np.ndarray:
+    def _plain_squares(self, batch: Batch, g_squares: np.ndarray) -> np.ndarray:
         """Put right the squares of gradients that were centralized; returns which they are."""
         centralized: np.ndarray = ~self._joins[batch.positions]
         for k in np.flatnonzero(centralized).tolist():
             plain = adopt("LARS", "a gradient", self._gradients[batch.positions[k]])
-            of_g[k] = np.square(plain, dtype=np.float64).sum()
+            g_squares[k] = np.square(plain, dtype=np.float64).sum()
         return centralized
 
 

@@ -15,9 +15,9 @@ from ..ops.runtime.errors import reject, reject_unknown
 from .base.arguments import (
     Fixed,
     arithmetic_type,
+    check_kind,
     is_int,
     non_negative_float,
-    of_kind,
     positive_float,
     step_options,
 )
@@ -130,7 +130,7 @@ class Prodigy(FusedOptimizer):
         self.safeguard_warmup = check.flag(where, "safeguard_warmup", safeguard_warmup)
         self.d0 = positive_float(where, "d0", d0, real)
         self.d_coef = positive_float(where, "d_coef", d_coef, real)
-        of_kind(where, "growth_rate", growth_rate, float | np.floating, "a float")
+        check_kind(where, "growth_rate", growth_rate, float | np.floating, "a float")
         if growth_rate != math.inf:
             growth_rate = positive_float(where, "growth_rate", growth_rate, real)
         self.growth_rate = float(growth_rate)

@@ -10,7 +10,7 @@ from ..kernels.formula import Formula
 from ..kernels.rules import sgd as rules
 from ..ops.runtime import check
 from ..ops.runtime.errors import reject, reject_unknown
-from .base.arguments import Fixed, non_negative_float, of_kind, step_options
+from .base.arguments import Fixed, check_kind, non_negative_float, step_options
 from .base.groups import Groups
 from .fused import FusedOptimizer
 
@@ -179,7 +179,7 @@ class SGD(FusedOptimizer):
 
     def _check_groups(self, groups: Groups) -> None:
         for option in groups.options:
-            of_kind(self._name, "weight_decay", option.decay, float, "a float or int")
+            check_kind(self._name, "weight_decay", option.decay, float, "a float or int")
 
     def formula(self) -> Formula:
         """See `FusedOptimizer`."""

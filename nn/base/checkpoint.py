@@ -19,7 +19,7 @@ from ...kernels.storage import STORAGES
 from ...ops.runtime import check
 from ...ops.runtime.arrays import adopt
 from ...ops.runtime.errors import UnknownArgumentError, reject
-from .arguments import of_kind
+from .arguments import check_kind
 from .parameter import Parameter
 
 if os.name != "nt":
@@ -187,7 +187,7 @@ def _named(save_obj: Any) -> list[tuple[Any, np.ndarray]]:
         save_obj = save_obj.state_dict()
     if isinstance(save_obj, Mapping):
         return [(n, adopt(_SAVE, str(n), a)) for n, a in save_obj.items()]
-    of_kind(_SAVE, "save_obj", save_obj, Iterable, "an optimizer, a mapping or parameters")
+    check_kind(_SAVE, "save_obj", save_obj, Iterable, "an optimizer, a mapping or parameters")
     named: dict[str, np.ndarray] = {}
     for parameter in save_obj:
         if not isinstance(parameter, Parameter):
@@ -219,7 +219,7 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
 
 def as_state(where: str, state: Any) -> dict[str, Any]:
     """A copy of the mapping ``state``; any other kind is a `TypeError`."""
-    of_kind(where, "state", state, Mapping, "a mapping")
+    check_kind(where, "state", state, Mapping, "a mapping")
     return dict(state)
 
 

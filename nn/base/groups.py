@@ -10,7 +10,7 @@ import numpy as np
 
 from ...ops.runtime import check
 from ...ops.runtime.errors import UnknownArgumentError, reject, reject_unknown
-from .arguments import of_kind
+from .arguments import check_kind
 from .parameter import Parameter
 from .rates import Rate, Schedule, learning_rate, weight_decay
 
@@ -73,7 +73,7 @@ def _entries(where: str, parameters: Any) -> list[Any]:
 def _listed(where: str, name: str, value: Any, expected: str, but: Any = ()) -> list[Any]:
     """The elements of an iterable that is no single parameter, no text, and none of ``but``."""
     is_single = isinstance(value, (Parameter, np.ndarray, str, bytes, but))
-    of_kind(where, name, value, () if is_single else Iterable, expected)
+    check_kind(where, name, value, () if is_single else Iterable, expected)
     return list(value)
 
 

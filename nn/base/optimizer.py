@@ -11,7 +11,7 @@ from ...ops.runtime import check, pending
 from ...ops.runtime.device import DeviceArray, device_of
 from ...ops.runtime.errors import reject, reject_unknown
 from . import gradients as grads
-from .arguments import CheckedAttributes, gradients_of, next_step, of_kind
+from .arguments import CheckedAttributes, check_kind, gradients_of, next_step
 from .checkpoint import as_state, checked_state, steps_done
 from .groups import Groups, name_by_position, read_groups
 from .numbers import check_place, loss_scale_of, number_of
@@ -198,7 +198,7 @@ class Optimizer(CheckedAttributes):
         """
         if isinstance(param, list):
             return [self.get_lr_parameter(p) for p in param]
-        of_kind(self._name, "param", param, Parameter, "a Parameter or a list")
+        check_kind(self._name, "param", param, Parameter, "a Parameter or a list")
         found = [option.rate for option in self._groups.options if option.parameter is param]
         if not found:
             name = f"parameter {param.name!r}"
@@ -311,7 +311,7 @@ class Optimizer(CheckedAttributes):
 
     @target.setter
     def target(self, value: str) -> None:
-        of_kind(self._name, "target", value, str, "a str")
+        check_kind(self._name, "target", value, str, "a str")
         if value not in _TARGETS:
             reject(ValueError, self._name, "target", "is unknown", _TARGETS, value)
         if value != self.target:

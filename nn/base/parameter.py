@@ -12,7 +12,7 @@ from ...kernels.cpu.threads import allocation
 from ...ops.runtime import check
 from ...ops.runtime.device import DeviceArray
 from ...ops.runtime.errors import reject
-from .arguments import of_kind
+from .arguments import check_kind
 
 
 class Parameter:
@@ -42,7 +42,7 @@ class Parameter:
     def __init__(self, data: Any, name: str | None = None, requires_grad: bool = True) -> None:
         if isinstance(data, Parameter):
             data = data.array
-        of_kind("Parameter", "name", name, str | None, "a str")
+        check_kind("Parameter", "name", name, str | None, "a str")
         self._name = name
         self.requires_grad = check.flag("Parameter", "requires_grad", requires_grad)
         self._data: Any = check.variable("Parameter", "data", data)

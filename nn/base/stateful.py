@@ -111,8 +111,8 @@ class StatefulOptimizer(Optimizer):
     def states_by_name(self, i: int) -> dict[str, Any]:
         """The states of parameter ``i`` themselves, by their names in checkpoints."""
         name, states = str(self.parameters[i].name), self._states.items()
-        of_each = ((self._state_name(role, name), arrays[i]) for role, arrays in states)
-        return {label: state for label, state in of_each if state is not None}
+        named = ((self._state_name(role, name), arrays[i]) for role, arrays in states)
+        return {label: state for label, state in named if state is not None}
 
     def state_arrays(self) -> dict[str, Any]:
         """As `Optimizer.state_arrays`, with the states and counts of each parameter."""

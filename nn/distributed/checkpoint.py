@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from ...ops.runtime.errors import reject
-from ..base.arguments import of_kind
+from ..base.arguments import check_kind
 from ..base.checkpoint import check_savable, replace_file
 from ..base.optimizer import Optimizer
 from ..base.stateful import StatefulOptimizer
@@ -52,8 +52,8 @@ class _Array(NamedTuple):
         dtype = str(self.array.dtype)
         if self.shard is None:
             return {"dtype": dtype, "shape": list(self.array.shape), "rank": self.owner}
-        of_rows = {"order": self.shard.order, "height": self.shard.height}
-        return {"dtype": dtype, "shape": [self.shard.rows, *self.array.shape[1:]], **of_rows}
+        division = {"order": self.shard.order, "height": self.shard.height}
+        return {"dtype": dtype, "shape": [self.shard.rows, *self.array.shape[1:]], **division}
 
     @property
     def content(self) -> dict[str, int]:
@@ -200,17 +200,17 @@ def _remove_parts(parts: Iterable[Path]) -> None:
             part.unlink()
 
 
-def _union(where: str, of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
+def _union(where: str, forms_by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     """What all processes have: states of a parameter may be with its owner alone."""
     known: dict[str, Any] = {}
-    for rank, forms in enumerate(of_ranks):
+    for rank, forms in enumerate(forms_by_rank):
         for name, form in forms.items():
             if known.setdefault(name, form) != form:
                 what, wrong = f"rank {rank}: {name!r}", "differs, and has no shard"
                 reject(ValueError, where, what, wrong, f"{known[name]} as on other ranks", form)
     for name, form in known.items():
-        for rank in range(len(of_ranks)) if "rank" not in form else [form["rank"]]:
-            if name not in of_ranks[rank]:
+        for rank in range(len(forms_by_rank)) if "rank" not in form else [form["rank"]]:
+            if name not in forms_by_rank[rank]:
                 expected = f"{name!r}, as on other ranks"
                 reject(ValueError, where, f"rank {rank}", "lacks an array", expected, "none")
     return known
@@ -245,8 +245,8 @@ def load_checkpoint(
     """
     where = "load_checkpoint"
     path, arrays = _given(where, folder, optimizer, shards, comm)
-    of_ranks = gather_texts(comm, json.dumps(list(arrays)))
-    names = {name for text in of_ranks for name in json.loads(text)}
+    texts = gather_texts(comm, json.dumps(list(arrays)))
+    names = {name for text in texts for name in json.loads(text)}
     index, error = attempted(_fitting_index, where, path, arrays, names)
     agree(comm, where, {"index": index and index.digest}, error)
     whole, error = attempted(_whole_arrays, index, arrays, optimizer)
@@ -325,7 +325,7 @@ def _given(
     where: str, folder: Any, optimizer: Any, shards: Any, comm: Communicator
 ) -> tuple[Path, dict[str, _Array]]:
     """The folder, and what the optimizer has, when the arguments of all processes fit."""
-    _, error = attempted(of_kind, where, "folder", folder, str | os.PathLike, "a path")
+    _, error = attempted(check_kind, where, "folder", folder, str | os.PathLike, "a path")
     if error is None:
         shards = {} if shards is None else shards
         arrays, error = attempted(_arrays, where, optimizer, shards, comm)
@@ -368,12 +368,12 @@ def _arrays(
 
 def _check_shards(where: str, shards: Any, names: list[str], comm: Communicator) -> None:
     """Whether these are shards of parameters and of these processes."""
-    of_kind(where, "shards", shards, Mapping, "a mapping of names to shards")
+    check_kind(where, "shards", shards, Mapping, "a mapping of names to shards")
     if unknown := sorted(shards.keys() - set(names)):
         reject(ValueError, where, "shards", "name no parameter", names, unknown)
     for name, shard in shards.items():
         what = f"the shard of {name!r}"
-        of_kind(where, what, shard, RowShard, "a RowShard")
+        check_kind(where, what, shard, RowShard, "a RowShard")
         if (shard.comm.rank, shard.comm.size) != (comm.rank, comm.size):
             expected = f"rank {comm.rank} of {comm.size}, as comm"
             wrong, got = "is one of other processes", f"{shard.comm.rank} of {shard.comm.size}"

@@ -43,13 +43,13 @@ class Agreement:
 
     def _digest(self, plan: Plan) -> int:
         """A number that differs where what all must have does."""
-        of_all = (
+        shared = (
             *(list(map(float, numbers)) for numbers in (plan.rates, plan.decays)),
             *(number_of(plan.conditioning.loss_scale), plan.skip_nonfinite, plan.touched_only),
             plan.conditioning.acts(np.arange(len(plan.classes.of))).tolist(),
             [rows.batch_length for rows in plan.given.rows] if self._share_batches else [],
         )
-        return int.from_bytes(hashlib.sha256(repr(of_all).encode()).digest()[:8], signed=True)
+        return int.from_bytes(hashlib.sha256(repr(shared).encode()).digest()[:8], signed=True)
 
 
 def together(optimizer: FusedOptimizer, comm: Communicator) -> None:

@@ -54,12 +54,12 @@ class ShardedStates:
     def __init__(self, optimizer: Optimizer, comm: Communicator) -> None:
         _, error = attempted(_check, optimizer)
         params = [] if error else optimizer.parameters
-        of_all = {
+        subject = {
             "parameters": [str(p.name) for p in params],
             "dtypes": [str(p.dtype) for p in params],
             "shapes": [list(p.shape) for p in params],
         }
-        agree(comm, _WHERE, of_all, error)
+        agree(comm, _WHERE, subject, error)
         if isinstance(optimizer, FusedOptimizer):
             join(optimizer, comm, share_batches=False)
         self.optimizer, self.comm = optimizer, comm

@@ -70,8 +70,8 @@ class Conditioning:
         return self._of_parts(0.0 if self._options[i].centralize else decay * scale, scale)
 
     def _of_parts(self, decay: float, scale: float) -> tuple[float, ...]:
-        of_each = [part.scalars(decay, scale) for part in self.prologue if part.scalars]
-        return tuple(itertools.chain.from_iterable(of_each))
+        scalars = [part.scalars(decay, scale) for part in self.prologue if part.scalars]
+        return tuple(itertools.chain.from_iterable(scalars))
 
     def acts(self, positions: np.ndarray) -> np.ndarray:
         """Of which parameters the weight decay is part of the prologue; bool."""

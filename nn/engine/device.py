@@ -198,8 +198,8 @@ class Device:
         """
         capturing, tables = launch.is_captured, resident.tables
         given, conditioning = plan.given, plan.conditioning
-        of_batches = any(row.positions is not None for row in given.rows)
-        is_kept = not (capturing or conditioning.is_of_one_step or of_batches)
+        has_positions = any(row.positions is not None for row in given.rows)
+        is_kept = not (capturing or conditioning.is_of_one_step or has_positions)
         addresses = tuple(
             (row.index_address, row.values_address, len(row.indices)) for row in given.rows
         )
@@ -216,7 +216,7 @@ class Device:
             return known
         batches, error = row_batches(given)
         parts = _parts(resident, plan, classes, launch, batches)
-        finite = by_storage(given.of_batches) if plan.skip_nonfinite else ()
+        finite = by_storage(given.by_batch) if plan.skip_nonfinite else ()
         program = Program(parts, finite, partial(tables.take, capturing=capturing))
         origin = resident.remember(error, capturing=capturing) if given.rows else 0
         if is_kept:

@@ -72,7 +72,7 @@ def _checked_rows(batch: Batch, plan: Plan) -> list[RowGradient]:
     return rows
 
 
-class Part(NamedTuple):
+class TensorSlice(NamedTuple):
     """Elements ``begin .. end`` of tensor ``t`` of a batch."""
 
     t: int
@@ -80,15 +80,15 @@ class Part(NamedTuple):
     end: int
 
 
-def chunks_of(sizes: Sequence[int], *, split: bool) -> Iterator[list[Part]]:
+def chunks_of(sizes: Sequence[int], *, split: bool) -> Iterator[list[TensorSlice]]:
     """Parts of about `CHUNK` elements together; with ``split`` long tensors are cut."""
-    chunk: list[Part] = []
+    chunk: list[TensorSlice] = []
     room = CHUNK
     for t, size in enumerate(sizes):
         begin = 0
         while begin < size:
             end = min(size, begin + room) if split else size
-            chunk.append(Part(t, begin, end))
+            chunk.append(TensorSlice(t, begin, end))
             room -= end - begin
             begin = end
             if room <= 0:
@@ -106,11 +106,11 @@ def _run(call: KernelCall, rows: Sequence[RowGradient], plan: Plan, stream: Any)
     is_apart = call.rule.is_elementwise and not call.rule.is_row_wise
     split = is_apart and not (is_measured or rows)
     sizes = [arrays[0].size for arrays in tensors]
-    tables = [[Part(t, 0, size)] for t, size in enumerate(sizes)]
+    tables = [[TensorSlice(t, 0, size)] for t, size in enumerate(sizes)]
     chunks = tables if rows else list(chunks_of(sizes, split=split))
 
     def work(k: int, views: list[np.ndarray]) -> None:
-        chosen, of_g = [part.t for part in chunks[k]], views[1::2]
+        chosen, gradient_views = [part.t for part in chunks[k]], views[1::2]
         here = []
         for (t, begin, end), w in zip(chunks[k], views[::2], strict=True):
             there, *states = tensors[t]
@@ -118,9 +118,9 @@ def _run(call: KernelCall, rows: Sequence[RowGradient], plan: Plan, stream: Any)
                 here.append((w, *(state.reshape(-1)[begin:end] for state in states)))
             else:
                 here.append((w.reshape(there.shape), *states))
-        gradients: Any = np.array(list(map(address_of, of_g)), np.int64)
+        gradients: Any = np.array(list(map(address_of, gradient_views)), np.int64)
         if rows:
-            gradients = [rows[k].with_values(of_g[0].reshape(rows[k].values.shape))]
+            gradients = [rows[k].with_values(gradient_views[0].reshape(rows[k].values.shape))]
         own_batch = replace(
             batch,
             positions=batch.positions[chosen],
@@ -142,13 +142,13 @@ def _run(call: KernelCall, rows: Sequence[RowGradient], plan: Plan, stream: Any)
     cuda.device.staging.staging().run(pieces, work, stream)
 
 
-def _pieces(call: KernelCall, rows: Sequence[RowGradient], part: Part) -> list[Piece]:
+def _pieces(call: KernelCall, rows: Sequence[RowGradient], part: TensorSlice) -> list[Piece]:
     """What comes of a part: the parameter, which goes back, and the gradient."""
     (t, begin, end), g = part, call.batch.g
     w, n = call.batch.variables.tensors[t][0], end - begin
     if rows:
-        of_g = rows[t].values_address, rows[t].values.size
+        span = rows[t].values_address, rows[t].values.size
     else:
-        of_g = int(call.gradients[t]) + begin * g.itemsize, n
+        span = int(call.gradients[t]) + begin * g.itemsize, n
     at_w = w.address + begin * w.itemsize
-    return [Piece(at_w, n, w.dtype, True), Piece(*of_g, g.dtype, False)]
+    return [Piece(at_w, n, w.dtype, True), Piece(*span, g.dtype, False)]

@@ -33,7 +33,7 @@ def are_finite(given: Gradients) -> bool:
         return True
     with launch_on(arrays, None) as launch:
         all_finite = cuda.dense.finite.all_finite
-        arrays_of = by_storage(given.of_batches)
+        arrays_of = by_storage(given.by_batch)
         return all(all_finite(*found, stream=launch.stream) for found in arrays_of)
 
 

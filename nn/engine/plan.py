@@ -60,13 +60,13 @@ class Classes:
         self.decays = Values(where, "weight_decay", decays)
         self._fixed_decays = list(decays) if all(type(d) is float for d in decays) else None
 
-    def at(self, of_rates: int, step: int) -> tuple[list[float], list[float]]:
+    def at(self, rate_step: int, step: int) -> tuple[list[float], list[float]]:
         """Learning rates and weight decays for a step on the host.
 
         Raises:
             RuntimeError, TypeError, ValueError: as `Values.at`.
         """
-        rates = self._fixed_rates() or self.rates.at(of_rates)
+        rates = self._fixed_rates() or self.rates.at(rate_step)
         return rates, self._fixed_decays or self.decays.at(step)
 
     def _fixed_rates(self) -> list[float] | None:
@@ -125,9 +125,9 @@ def calls_of(
         real, at = batch.real, update.formula.at
         before: list[tuple[float, ...]] = [()] * n_classes
         if prologue:
-            of_class = zip(classes.examples, decays, strict=True)
+            examples = zip(classes.examples, decays, strict=True)
             before = [
-                tuple(map(ROUNDING[real], conditioning.scalars(i, decay))) for i, decay in of_class
+                tuple(map(ROUNDING[real], conditioning.scalars(i, decay))) for i, decay in examples
             ]
         rows = [(*at(real, rates[k], left[k], step + 1), *before[k]) for step, k in keys]
         rule = update.rule if update.rule.matrix is None else update.rule.on(batch.shape)

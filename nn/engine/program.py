@@ -84,7 +84,7 @@ class Program:
         self._parts = parts
         self._rows = [part for part, _ in parts if isinstance(part, RowStep)]
         self.has_rows = bool(self._rows)
-        self._finite = [FiniteCheck(*of_storage) for of_storage in gradients]
+        self._finite = [FiniteCheck(*spans) for spans in gradients]
         self.checks_finite = bool(self._finite)
         self._prepare()
         self.scratch_bytes = max((part.scratch_bytes for part, _ in parts), default=0)

@@ -50,7 +50,7 @@ class Gradients(NamedTuple):
         return self.rows_of(batch) if batch.row_sparse else self.addresses_of(batch)
 
     @property
-    def of_batches(self) -> list[tuple[Batch, Any]]:
+    def by_batch(self) -> list[tuple[Batch, Any]]:
         """The batches with their gradients."""
         return [(batch, self.of(batch)) for batch in self.layout.batches]
 
@@ -191,8 +191,8 @@ class GradientReader:
         Raises:
             ValueError: one is read-only or has another shape.
         """
-        of_each = zip(kinds, self._parameters, self._shapes, self._states, strict=True)
-        for kind, p, shapes, states in of_each:
+        entries = zip(kinds, self._parameters, self._shapes, self._states, strict=True)
+        for kind, p, shapes, states in entries:
             if kind is None:
                 continue
             for array, shape in zip((p.array, *states), shapes, strict=True):
@@ -286,11 +286,11 @@ def _centralized(gradient: DeviceArray, w: DeviceArray, factor: float) -> Device
 
 
 def by_storage(
-    of_batches: Iterable[tuple[Batch, Any]],
+    by_batch: Iterable[tuple[Batch, Any]],
 ) -> tuple[tuple[Storage, np.ndarray, np.ndarray], ...]:
     """The arrays of all gradients by storage type: int64 addresses and numbers of elements."""
     arrays: dict[Storage, list[tuple[int, int]]] = {}
-    for batch, gradients in of_batches:
+    for batch, gradients in by_batch:
         found = arrays.setdefault(batch.g, [])
         if batch.row_sparse:
             found += [(g.values_address, g.values.size) for g in gradients]
@@ -309,8 +309,8 @@ def index_lists(batch: Batch, gradients: Sequence[RowGradient]) -> list[IndexLis
     Raises:
         ValueError: its tables have too many rows for its sort keys.
     """
-    of_each = zip(batch.labels, gradients, batch.variables.tensors, strict=True)
-    lists = [IndexList(label, len(g.indices), len(arrays[0])) for label, g, arrays in of_each]
+    entries = zip(batch.labels, gradients, batch.variables.tensors, strict=True)
+    lists = [IndexList(label, len(g.indices), len(arrays[0])) for label, g, arrays in entries]
     check_keys(batch.labels[0], lists)
     return lists
 

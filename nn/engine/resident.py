@@ -126,18 +126,19 @@ class Resident:
         """Have what the scalars follow from on the device; the address of the classes."""
         formula, conditioning = plan.update.formula, plan.conditioning
         constants = *formula.constants, *formula.bases
-        at_constants, of_class = size_of(scalars.SettingsRow) // 8, size_of(scalars.ClassRow) // 8
+        at_constants = size_of(scalars.SettingsRow) // 8
+        class_words = size_of(scalars.ClassRow) // 8
         at_classes = at_constants + len(constants)
-        words = np.zeros(max(WORDS, at_classes + of_class * len(plan.rates)), np.int64)
+        words = np.zeros(max(WORDS, at_classes + class_words * len(plan.rates)), np.int64)
         place = self._settings.take(words.nbytes, capturing=launch.is_captured)
         numbers = words.view(float)
         _put(words, 0, conditioning.loss_scale, place)
         numbers[at_constants:at_classes] = constants
         for k, (rate, decay) in enumerate(zip(plan.rates, plan.decays, strict=True)):
-            first = at_classes + of_class * k
+            first = at_classes + class_words * k
             _put(words, first, rate, place)
-            of_rule = decay if conditioning.leaves_decay else 0.0
-            numbers[first + 3 : first + of_class] = of_rule, decay
+            rule_decay = decay if conditioning.leaves_decay else 0.0
+            numbers[first + 3 : first + class_words] = rule_decay, decay
         self._settings.write(words, launch.stream, capturing=launch.is_captured)
         return place + 8 * at_classes
 

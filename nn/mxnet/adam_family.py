@@ -50,14 +50,14 @@ class AdamFamily(Optimizer):
     correct_bias: Any = True
 
     def __init__(
-        self, learning_rate: float | None, use_fused_step: bool, *of_moments: float, **base: Any
+        self, learning_rate: float | None, use_fused_step: bool, *moment_options: float, **base: Any
     ) -> None:
         if learning_rate is None and base.get("lr_scheduler") is None:
             learning_rate = _RATE
         if base.get("aggregate_num") is None and not self._has_own_update():
             base["aggregate_num"] = np.inf  # results do not depend on it
         super().__init__(learning_rate=learning_rate, use_fused_step=use_fused_step, **base)
-        self.beta1, self.beta2, self.epsilon = of_moments
+        self.beta1, self.beta2, self.epsilon = moment_options
         self._bindings = Bindings(self._name)
 
     def create_state(self, index: Any, weight: Any) -> tuple[Any, Any]:  # noqa: ARG002
@@ -221,8 +221,8 @@ class AdamFamily(Optimizer):
                 row = {each: k for k, each in enumerate(different)}
                 hp, hp_of = np.concatenate(rows), np.array([row[each] for each in own])
             rule = with_master if len(batch.variables.s) > len(plain.states) else plain
-            of_call = batch, rule, prologue, touched_only, given.of(batch), hp, hp_of
-            updates.append(update_of(of_call))
+            call = batch, rule, prologue, touched_only, given.of(batch), hp, hp_of
+            updates.append(update_of(call))
         return updates
 
 
@@ -250,10 +250,10 @@ def _scalars(
     check.scalar_at_least_0(where, _DECAY, wd)
     size = rules.bias_corrected(lr, beta1, beta2, t) if correct_bias else lr
     size = check.scalar_at_least_0(where, "the learning rate with its factors", size)
-    of_rule = (size, epsilon, wd) if decays else (size, epsilon)
-    of_gradient = prologue, rescale, bound or 0.0, wd
-    own = rules.adam_scalars(real, beta1, beta2, *of_rule, composed=composed)
-    own += rules.conditioning_scalars(real, *of_gradient, composed=composed)
+    rule_options = (size, epsilon, wd) if decays else (size, epsilon)
+    transform = prologue, rescale, bound or 0.0, wd
+    own = rules.adam_scalars(real, beta1, beta2, *rule_options, composed=composed)
+    own += rules.conditioning_scalars(real, *transform, composed=composed)
     row: np.ndarray = np.array([own], real)
     row.flags.writeable = False
     return row

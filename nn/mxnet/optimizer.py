@@ -11,10 +11,10 @@ from ...ops.adam_update import compat_version
 from ...ops.runtime import check
 from ...ops.runtime.arrays import adopt_anywhere
 from ...ops.runtime.errors import reject, reject_unknown
-from ..base.arguments import Checked, CheckedAttributes, count, of_kind
+from ..base.arguments import Checked, CheckedAttributes, check_kind, count
 from . import arguments
 from .arguments import arguments_of, as_lists, is_list
-from .master import as_float32, of_master, round_to
+from .master import as_float32, master_arguments, round_to
 
 _BASE_RATE = 0.01
 _HALVES = STORAGES.keys() - REALS.keys()
@@ -179,7 +179,7 @@ class Optimizer(CheckedAttributes):
             TypeError: ``name`` is no str.
             ValueError: no class of this name is registered.
         """
-        of_kind("create", "name", name, str, "a str")
+        check_kind("create", "name", name, str, "a str")
         klass = Optimizer.opt_registry.get(name.lower())
         if klass is None:
             known = f"one of {', '.join(sorted(Optimizer.opt_registry))}"
@@ -271,10 +271,10 @@ class Optimizer(CheckedAttributes):
         if not masters:
             self.update(index, weight, grad, state)
             return
-        whole = [of_master(g, s) if self._has_master(w) else (w, g, s)
+        whole = [master_arguments(g, s) if self._has_master(w) else (w, g, s)
                  for _, w, g, s in zip(*lists, strict=True)]  # fmt: skip
-        of_call = map(list, zip(*whole, strict=True)) if is_list(index) else whole[0]
-        self.update(index, *of_call)
+        given = map(list, zip(*whole, strict=True)) if is_list(index) else whole[0]
+        self.update(index, *given)
         for w, master in masters:
             round_to(adopt_anywhere(self._name, "weight", w), master)
 

@@ -32,7 +32,7 @@ class Scratch:
         return Scratch, ()
 
 
-class Options(NamedTuple):
+class LayerOptions(NamedTuple):
     """What a step tells its layers."""
 
     damping: float  # lambda of this step
@@ -91,15 +91,15 @@ class Preconditioner:
     def _label(self, factor: str) -> str:
         return f"thor: factor {factor} of layer {self.layer.name!r}"
 
-    def inverted(self, options: Options) -> Inverses:
+    def inverted(self, options: LayerOptions) -> Inverses:
         """The inverses of what the layer has captured, or a `FactorError`; nothing is kept."""
         a, a_weight, g, g_weight = self.layer.covariances
         a_positions, g_positions = self.layer.normalizers
-        of_a, of_g = (math.sqrt(options.damping / n) for n in (a_positions, g_positions))
+        a_damping, g_damping = (math.sqrt(options.damping / n) for n in (a_positions, g_positions))
         # Of a convolution both factors stand for a sum over positions, split between them.
         split = math.sqrt(1.0 / a_positions)
-        a_inverse = inverse(self._label("A"), a, 1.0 / a_weight, of_a)
-        g_inverse = inverse(self._label("G"), g, options.sample_scale / g_weight, of_g)
+        a_inverse = inverse(self._label("A"), a, 1.0 / a_weight, a_damping)
+        g_inverse = inverse(self._label("G"), g, options.sample_scale / g_weight, g_damping)
         if split != 1.0:
             a_inverse *= a_inverse.dtype.type(split)
             g_inverse *= g_inverse.dtype.type(split)
@@ -111,7 +111,7 @@ class Preconditioner:
         self.refreshes = self.refreshes + 1
 
     def precondition(
-        self, position: int, gradient: FloatArray, inverses: Inverses, options: Options
+        self, position: int, gradient: FloatArray, inverses: Inverses, options: LayerOptions
     ) -> FloatArray:
         """The preconditioned gradient of a parameter, in an array that the layer keeps."""
         real, own = self.layer.real, self.positions[position]
@@ -122,7 +122,7 @@ class Preconditioner:
         return result
 
     def _apply(
-        self, _own: int, g: FloatArray, inverses: Inverses, options: Options, out: FloatArray
+        self, _own: int, g: FloatArray, inverses: Inverses, options: LayerOptions, out: FloatArray
     ) -> None:
         """``out`` becomes the preconditioned ``g`` of parameter ``own`` of the layer."""
         matrix = g.reshape(len(g), -1)
@@ -134,7 +134,7 @@ class Preconditioner:
 class EmbeddingPreconditioner(Preconditioner):
     """An embedding: ``g <- (Ainv[:, None] * g) Ginv`` with a diagonal A."""
 
-    def inverted(self, options: Options) -> Inverses:
+    def inverted(self, options: LayerOptions) -> Inverses:
         """As `Preconditioner.inverted`."""
         a, a_weight, g, g_weight = self.layer.covariances
         root = math.sqrt(options.damping)
@@ -146,7 +146,7 @@ class EmbeddingPreconditioner(Preconditioner):
         return (1.0 / (frequencies + root)).astype(a.dtype), g_inverse
 
     def _apply(
-        self, _own: int, g: FloatArray, inverses: Inverses, options: Options, out: FloatArray
+        self, _own: int, g: FloatArray, inverses: Inverses, options: LayerOptions, out: FloatArray
     ) -> None:
         between = options.scratch.take(g.shape, self.layer.real)
         np.multiply(g, inverses[0][:, None], out=between)
@@ -156,7 +156,7 @@ class EmbeddingPreconditioner(Preconditioner):
 class LayerNormPreconditioner(Preconditioner):
     """A layer normalization: ``g <- g / (F + damping)`` with diagonal factors F."""
 
-    def inverted(self, options: Options) -> Inverses:
+    def inverted(self, options: LayerOptions) -> Inverses:
         """As `Preconditioner.inverted`."""
         a, weight, g, _ = self.layer.covariances
         found = []
@@ -171,7 +171,7 @@ class LayerNormPreconditioner(Preconditioner):
         return found[0], found[1]
 
     def _apply(
-        self, own: int, g: FloatArray, inverses: Inverses, _options: Options, out: FloatArray
+        self, own: int, g: FloatArray, inverses: Inverses, _options: LayerOptions, out: FloatArray
     ) -> None:
         np.multiply(g, inverses[own].reshape(g.shape), out=out)
 
@@ -186,7 +186,7 @@ class CompatibleLayerNorm(LayerNormPreconditioner):
         return {}
 
     def _apply(
-        self, _own: int, g: FloatArray, _inverses: Inverses, options: Options, out: FloatArray
+        self, _own: int, g: FloatArray, _inverses: Inverses, options: LayerOptions, out: FloatArray
     ) -> None:
         real = self.layer.real
         plain = g * real(1.0 / options.loss_scale)

@@ -73,8 +73,8 @@ class Adam(Fused, torch.optim.Adam):
         (beta1, beta2), lr = betas_of(group), number(group["lr"])
         shrink = shrink_of(group) if group.get("decoupled_weight_decay") else 1.0
         size, correction = lr / (1.0 - beta1**step), math.sqrt(1.0 - beta2**step)
-        of_size = (size * correction, 1.0) if group["eps_hat"] else (size, 1.0 / correction)
-        return (*moments_of(beta1, beta2), *of_size, group["eps"], shrink)
+        step_sizes = (size * correction, 1.0) if group["eps_hat"] else (size, 1.0 / correction)
+        return (*moments_of(beta1, beta2), *step_sizes, group["eps"], shrink)
 
 
 class AdamW(Fused, torch.optim.AdamW):

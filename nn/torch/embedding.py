@@ -95,9 +95,9 @@ class ShardedEmbedding(nn.Module):
         self.shard = RowShard(num_embeddings, comm, order=order)
         dtype = torch.get_default_dtype() if dtype is None else dtype
         seed = int(torch.randint(2**62, ())) if seed is None else seed
-        of_all = {"embedding_dim": embedding_dim, "average": average, "dtype": dtype}
-        _, error = attempted(_check, *of_all.values(), seed)
-        agree(comm, _WHERE, {name: str(value) for name, value in of_all.items()}, error)
+        subject = {"embedding_dim": embedding_dim, "average": average, "dtype": dtype}
+        _, error = attempted(_check, *subject.values(), seed)
+        agree(comm, _WHERE, {name: str(value) for name, value in subject.items()}, error)
         self.num_embeddings, self.embedding_dim = self.shard.rows, int(embedding_dim)
         self.average = average
         self.weight = nn.Parameter(torch.empty(len(self.shard), self.embedding_dim, dtype=dtype))
@@ -119,8 +119,8 @@ class ShardedEmbedding(nn.Module):
         begin, end = self.shard.begin, self.shard.end
         for block in range(begin // _BLOCK, -(-end // _BLOCK)):
             first = block * _BLOCK
-            of_block = np.random.default_rng([seed, block])
-            rows = of_block.standard_normal((_BLOCK, self.embedding_dim), np.float32)
+            generator = np.random.default_rng([seed, block])
+            rows = generator.standard_normal((_BLOCK, self.embedding_dim), np.float32)
             low, high = max(first, begin), min(first + _BLOCK, end)
             with torch.no_grad():
                 own = torch.from_numpy(rows[low - first : high - first])
