@@ -131,17 +131,17 @@ class FusedOptimizer(StatefulOptimizer, ABC):
 
     @abstractmethod
     def formula(self) -> Formula:
-        """How the rule's scalars follow from the learning rate and the update of a tensor."""
+        """The formula by which scalars follow from the learning rate and the update of a tensor."""
 
     def _update(self) -> Update:
-        """What a step does, with the options as they are now."""
+        """The update of a step, with the options as they are now."""
         return Update(self._rule, self.formula())
 
     def _check_used_rates(self, rates: Sequence[Number]) -> None:
         """Refuse learning rates that are out of the range of a subclass; before every step."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Any attribute may be an option, from which the next step's update follows."""
+        """Assign an attribute: any may be an option, from which the next step's update follows."""
         super().__setattr__(name, value)
         vars(self)["_known_update"] = None
 
@@ -161,7 +161,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         self._read_anew()
 
     def _read_anew(self) -> None:
-        """States or their places have changed: nothing that was derived from them stays."""
+        """Derive anew what follows from states and their places, which have changed."""
         self._stepper: Stepper = self._host
         if self._on_device is not None:
             self._on_device.forget()

@@ -145,11 +145,11 @@ class LARS(Optimizer):
         self.opt._move_to(target)
 
     def state_arrays(self) -> dict[str, np.ndarray]:
-        """Those of the optimizer within."""
+        """The state arrays of the optimizer within."""
         return self.opt.state_arrays()
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """The optimizer's; LARS has no state of its own."""
+        """The state of the optimizer within; LARS has none of its own."""
         return self.opt.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -176,7 +176,7 @@ class LARS(Optimizer):
             return self.opt(new)
 
     def _refuse_rows(self, gradients: tuple[Any, ...]) -> None:
-        """The norm is that of a whole gradient."""
+        """Refuse row-sparse gradients where LARS acts: the norm is that of a whole gradient."""
         for parameter, gradient, acts in zip(self.parameters, gradients, self._acts, strict=True):
             if acts and is_row_sparse(gradient):
                 name = f"gradient of {parameter.name!r}"
@@ -248,11 +248,11 @@ class LayerwiseConditioning(Conditioning):
         return decay * self._scale if self._acts[i] else 0.0
 
     def scalars(self, i: int, decay: float) -> tuple[float, ...]:  # noqa: ARG002
-        """Those of a parameter on which LARS does not act; `complete` has the others."""
+        """The scalars of a parameter on which LARS does not act; `complete` has the others."""
         return self._of_parts(0.0, self._scale)
 
     def acts(self, positions: np.ndarray) -> np.ndarray:
-        """Where LARS acts, and the gradient does not hold the decay already."""
+        """Whether LARS acts on each parameter, and its gradient does not hold the decay already."""
         acts: np.ndarray = self._acts[positions] & super().acts(positions)
         return acts
 
@@ -299,7 +299,7 @@ class LayerwiseConditioning(Conditioning):
 
     @property
     def is_of_one_step(self) -> bool:  # type: ignore[override]
-        """Where gradients are centralized: it holds what they were before."""
+        """Whether any gradient is centralized: the gradients of before are held here."""
         return not self._joins.all()
 
     def _plain_squares(self, batch: Batch, g_squares: np.ndarray) -> np.ndarray:

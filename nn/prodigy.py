@@ -59,7 +59,7 @@ class Prodigy(FusedOptimizer):
         decouple: whether the weight decay is decoupled, as in the formula; else it is added to the
             gradient, ``g + weight_decay*w``.
         use_bias_correction: see the formula.
-        safeguard_warmup: see the formula: the rate of a warm-up does not count in ``s``.
+        safeguard_warmup: see the formula: the learning rate of a warm-up does not count in ``s``.
         d0: float > 0: what d begins with.
         d_coef: float > 0: a factor of the estimate.
         growth_rate: float > 0: d grows by this factor a step at most.

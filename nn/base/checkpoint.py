@@ -101,7 +101,7 @@ def check_savable(where: str, name: Any, array: np.ndarray) -> None:
 
 
 def _prefix(target: Path) -> str:
-    """How names of temporary files for ``target`` begin; short, however long its own name is."""
+    """The prefix of temporary files for ``target``; short, however long its own name is."""
     return f".fusestep.{hashlib.sha256(os.fsencode(target.name)).hexdigest()[:16]}."
 
 

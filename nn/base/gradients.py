@@ -18,7 +18,7 @@ from ...ops.runtime.row_tensor import RowTensor
 
 
 def _of_a_gradient(work: Callable[..., Any]) -> Callable[..., Any]:
-    """None stays what it is, and several RowTensors are one."""
+    """Decorator: a gradient None stays None, and a list of RowTensors becomes one."""
 
     @wraps(work)
     @quiet

@@ -29,7 +29,7 @@ class ParameterOptions:
 
 @dataclass(frozen=True)
 class Groups:
-    """All parameters in optimizer order; ``is_group_lr`` when any group has its own rate."""
+    """All parameters in optimizer order; ``is_group_lr`` when a group has its own learning rate."""
 
     options: tuple[ParameterOptions, ...]
     rates: tuple[Rate, ...]

@@ -48,7 +48,7 @@ def check_place(where: str, name: str, value: Any, device: int | None) -> None:
 
 
 def loss_scale_of(where: str, value: Any) -> Number:
-    """What gradients are divided by: above 0 and finite in float32."""
+    """The loss scale that a user gave: above 0 and finite in float32, or a number on a device."""
     there = on_device(where, "loss_scale", value)
     if there is not None:
         return there

@@ -107,7 +107,7 @@ class Optimizer(CheckedAttributes):
         return f"{self._name}({len(self.parameters)} parameters, {n:,} elements, lr={lr})"
 
     def _common_device(self) -> int | None:
-        """The CUDA device of all parameters, where rates and loss scale may be; None: the host."""
+        """The CUDA device of all parameters, where learning rates may be too; None: the host."""
         # By their places too: a name may be that of another one's place.
         arrays = {
             f"parameter {i}" + (f" ({p.name!r})" if p.name else ""): p.array
@@ -125,7 +125,7 @@ class Optimizer(CheckedAttributes):
 
     @property
     def loss_scale(self) -> Any:
-        """What gradients are divided by; it can be assigned to between steps.
+        """The number by which gradients are divided; it can be assigned to between steps.
 
         A float, or the array of one element on the device of the parameters that was assigned.
         Steps on that device read it there.
@@ -177,20 +177,20 @@ class Optimizer(CheckedAttributes):
 
     @property
     def learning_rate(self) -> Rate | tuple[Rate, ...]:
-        """The learning rate as it is kept; with group rates one for each parameter."""
+        """The learning rate as it is kept; one for each parameter if groups have their own."""
         if self.is_group_lr:
             return tuple(option.rate for option in self._groups.options)
         return self._groups.options[0].rate
 
     def get_lr(self) -> float | tuple[float, ...]:
-        """The learning rate of the next step; with group rates one for each parameter."""
+        """The learning rate of the next step; one for each parameter if groups have their own."""
         rates = self._rates_at(self._step)
         return tuple(rates) if self.is_group_lr else rates[0]
 
     def get_lr_parameter(self, param: Parameter | list[Parameter]) -> Any:
         """The learning rate of ``param`` as it is kept, or a list of them for a list.
 
-        A fixed rate or list is a `Parameter`, which may be assigned to; a schedule is itself.
+        A fixed value or list is a `Parameter`, which may be assigned to; a schedule is itself.
 
         Raises:
             TypeError: ``param`` is neither a `Parameter` nor a list of them.

@@ -1,6 +1,6 @@
-"""Rules and formulas of users: what is no such function, or would fail half way, is refused.
+"""Rules and formulas of users: functions that do not fit, or would fail half way, are refused.
 
-Those of this package are known to be right, and cost nothing here.
+The rules of this package are known to be right, and cost nothing here.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def check_rule(
 
 
 def _check_names(where: str, what: str, names: Any) -> None:
-    """Different names, in a tuple: of one without its comma there would be a str."""
+    """Refuse names that repeat, or are in no tuple: one name without its comma is a str."""
     check_kind(where, what, names, tuple, "a tuple of str")
     for name in names:
         check_kind(where, what, name, str, "a tuple of str")
@@ -85,7 +85,7 @@ def _check_names(where: str, what: str, names: Any) -> None:
 
 
 def _check_declared(where: str, rule: Rule) -> None:
-    """States that are declared, each by itself, as they can be."""
+    """Refuse declarations of states that cannot be, each by itself."""
     what = "states of the rule"
     check_kind(where, what, rule.states, tuple, "a tuple of str or State")
     for state in rule.states:
@@ -107,7 +107,7 @@ def _check_declared(where: str, rule: Rule) -> None:
 
 
 def _check_scopes(where: str, rule: Rule) -> None:
-    """States that something gives anew, and what follows from sums that are there."""
+    """Refuse states that nothing gives anew, and a factor that takes what is not there."""
     if rule.scope not in _SCOPES:
         what, wrong = "scope of the rule", "is unknown"
         reject(ValueError, where, what, wrong, f"one of {_SCOPES}", repr(rule.scope))
@@ -132,7 +132,7 @@ def _check_scopes(where: str, rule: Rule) -> None:
 
 
 def check_apart(where: str, rule: Rule, *before: Part) -> None:
-    """Refuse a rule with a scalar that has the name of one of what comes before it."""
+    """Refuse a rule with a scalar whose name one of the gradient transforms ``before`` has."""
     taken = {name for part in before for name in part.hp}
     if used := [name for name in rule.hp if name in taken]:
         wrong, expected = "has a name of what comes before the rule", "another one"
@@ -140,7 +140,7 @@ def check_apart(where: str, rule: Rule, *before: Part) -> None:
 
 
 def _check_function(where: str, role: str, function: Any, arguments: Sequence[str]) -> None:
-    """A function of Python's, which takes these arguments."""
+    """Refuse what is no function of Python's that takes these arguments."""
     check_kind(where, role, function, FunctionType, "a function")
     signature = inspect.signature(function)
     try:
@@ -157,7 +157,7 @@ def _named(role: str, function: Any) -> str:
 def _check_measure(
     where: str, rule: Rule, element: Sequence[str], sparse_update: str | None
 ) -> None:
-    """All or nothing of what makes a rule one of two stages."""
+    """Refuse a rule with some but not all of what makes it one of two stages."""
     parts = {
         "measure": rule.measure is not None,
         "n_measured": rule.n_measured != 0,
@@ -192,7 +192,7 @@ def _check_measure(
 
 
 def _check_states(where: str, rule: Rule, states: Mapping[str, float] | None) -> None:
-    """The names of states in checkpoints, and the numbers with which they begin."""
+    """Refuse names that states cannot have in checkpoints, and beginnings that are no numbers."""
     states = dict.fromkeys(rule.names, 0.0) if states is None else states
     check_kind(where, "states", states, Mapping, "a mapping of names to numbers")
     if len(states) != len(rule.states):
@@ -337,7 +337,7 @@ class OwnFormula(Formula):
 
 
 class Ruled(Protocol):
-    """What has a rule, and a formula for its scalars."""
+    """A rule with a formula for its scalars, such as an update of the engine."""
 
     @property
     def rule(self) -> Rule:
@@ -351,7 +351,7 @@ class Ruled(Protocol):
 def checked_formula(
     where: str, update: Ruled, dtypes: Iterable[np.dtype[Any]], *, on_device: bool
 ) -> Formula:
-    """The formula of an update, or what looks at the scalars of a user's.
+    """The formula of an update; a user's as one that looks at its scalars.
 
     Raises:
         TypeError, ValueError: it is none, or not one for the device on which it is to run.

@@ -61,7 +61,7 @@ def _numbers(where: str, value: Any) -> np.ndarray:
 
 
 def _float(value: Any) -> float:
-    """An int beyond all floats is infinite here, and out of range where it is checked."""
+    """The float of a number; an int beyond all floats is infinite, hence out of range later."""
     try:
         return float(value)
     except OverflowError:

@@ -70,7 +70,7 @@ class StatefulOptimizer(Optimizer):
         return state_storage(state, STORAGES[dtype], asked).dtype
 
     def keep_states(self, of: Sequence[bool]) -> None:
-        """Give up the states of all parameters but those ``of`` which it says so.
+        """Give up the states of all parameters but those that are True in ``of``.
 
         The others must not be given gradients any more.
         """
@@ -81,10 +81,10 @@ class StatefulOptimizer(Optimizer):
         }
 
     def check_kept(self, gradients: Sequence[Any]) -> None:
-        """Whether those of parameters whose states were given up are None.
+        """Refuse gradients of parameters whose states were given up.
 
         Raises:
-            ValueError: one is not.
+            ValueError: there is one.
         """
         if self._keeps is None:
             return
@@ -126,7 +126,7 @@ class StatefulOptimizer(Optimizer):
         return arrays
 
     def _derived_state(self, step: int) -> dict[str, np.ndarray]:  # noqa: ARG002
-        """What MindSpore keeps that follows from options and steps: written, checked when read."""
+        """MindSpore's arrays that follow from options and steps: written, and checked when read."""
         return {}
 
     def _empty_states(self) -> set[str]:

@@ -22,7 +22,7 @@ _NOTHING = (0, 0)
 
 
 def attempted(check: Callable[..., Any], *arguments: Any) -> tuple[Any, Exception | None]:
-    """What a check has returned, or None, and the error that it has raised, or None."""
+    """The result of a check, or None, and the error that it has raised, or None."""
     try:
         return check(*arguments), None
     except Exception as error:  # whatever it is, the others have to hear of it
@@ -36,7 +36,7 @@ def agree(
     error: Exception | None = None,
     told: Any = _NOTHING,
 ) -> np.ndarray:
-    """One round: what each process has told this one, int64 ``[P, 2]``.
+    """One round: the numbers that each process has told this one, int64 ``[P, 2]``.
 
     Args:
         comm: the processes.
@@ -115,7 +115,7 @@ def _disagreement(texts: list[str]) -> Exception:
 
 
 def _difference(place: str, one: Any, other: Any) -> tuple[str, Any, Any]:
-    """Where two values that differ do so first, and what is there."""
+    """The first place at which two values differ, and what is there."""
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
         k = next(k for k, value in enumerate(one) if other[k] != value)
         return _difference(f"{place}[{k}]", one[k], other[k])

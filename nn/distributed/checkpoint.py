@@ -48,7 +48,7 @@ class _Array(NamedTuple):
 
     @property
     def form(self) -> dict[str, Any]:
-        """How the index describes it."""
+        """The description of the array in the index."""
         dtype = str(self.array.dtype)
         if self.shard is None:
             return {"dtype": dtype, "shape": list(self.array.shape), "rank": self.owner}
@@ -57,7 +57,7 @@ class _Array(NamedTuple):
 
     @property
     def content(self) -> dict[str, int]:
-        """What tells whether all processes have it alike, where one writes it."""
+        """The checksum of an array that one process writes; the others must have the same."""
         if self.shard is not None:
             return {}
         return {"crc32": checksum(self.array)}
@@ -179,7 +179,7 @@ def _write_part(part: Path, arrays: dict[str, np.ndarray], metadata: dict[str, s
 
 
 def _write_index(path: Path, token: str, size: int, arrays: dict[str, Any]) -> None:
-    """The moment at which the checkpoint is the new one; parts of others are removed."""
+    """Write the index, with which the checkpoint is the new one, and remove the parts of others."""
     index, names = path / INDEX, part_names(token, size)
     try:
         replace_file(index, index_of(path, token, size, arrays))
@@ -201,7 +201,7 @@ def _remove_parts(parts: Iterable[Path]) -> None:
 
 
 def _union(where: str, forms_by_rank: list[dict[str, Any]]) -> dict[str, Any]:
-    """What all processes have: states of a parameter may be with its owner alone."""
+    """The arrays of all processes: states of a parameter may be with its owner alone."""
     known: dict[str, Any] = {}
     for rank, forms in enumerate(forms_by_rank):
         for name, form in forms.items():
@@ -279,7 +279,7 @@ def _check_names(where: str, which: str, names: set[str]) -> None:
 
 
 def _whole_arrays(index: Index, arrays: dict[str, _Array], optimizer: Any) -> dict[str, np.ndarray]:
-    """All but the rows of shards that were saved as such, in memory and checked."""
+    """The arrays in memory, checked: all but the rows of shards that were saved as such."""
     whole: dict[str, np.ndarray] = {}
     for name, a in arrays.items():
         if index.is_whole(name):
@@ -300,7 +300,7 @@ def _state_of(base: Any, whole: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 def _write(
     index: Index, whole: dict[str, np.ndarray], arrays: dict[str, _Array], optimizer: Any
 ) -> None:
-    """What was checked into its place, and rows from the parts into theirs."""
+    """Write what was checked to its place, and rows from the parts to theirs."""
     base = _keeper(optimizer)
     base.load_state_dict(_state_of(base, whole))
     for parameter in base.parameters:
@@ -317,14 +317,14 @@ def _keeper(optimizer: Any) -> Any:
 
 
 def _kind_of(optimizer: Any) -> list[Any]:
-    """What has to be the same for all processes."""
+    """The class of the optimizer and its form, which must be the same on all processes."""
     return [type(_keeper(optimizer)).__name__, isinstance(optimizer, ShardedStates)]
 
 
 def _given(
     where: str, folder: Any, optimizer: Any, shards: Any, comm: Communicator
 ) -> tuple[Path, dict[str, _Array]]:
-    """The folder, and what the optimizer has, when the arguments of all processes fit."""
+    """The folder, and the arrays of the optimizer, when the arguments of all processes fit."""
     _, error = attempted(check_kind, where, "folder", folder, str | os.PathLike, "a path")
     if error is None:
         shards = {} if shards is None else shards
@@ -336,7 +336,7 @@ def _given(
 def _arrays(
     where: str, optimizer: Any, shards: Mapping[str, RowShard], comm: Communicator
 ) -> dict[str, _Array]:
-    """What an optimizer has, by name."""
+    """The arrays of an optimizer by name: parameters, states and counts."""
     base = _keeper(optimizer)
     if not isinstance(base, StatefulOptimizer):
         got = type(base).__name__

@@ -34,7 +34,7 @@ _TOKEN = re.compile("[0-9a-f]{16}")
 
 
 def new_token() -> str:
-    """What tells the parts of one checkpoint from those of another."""
+    """A token that tells the parts of one checkpoint from those of another."""
     return secrets.token_hex(8)
 
 
@@ -74,7 +74,7 @@ def _header_digest(file: Path) -> str:
 
 
 class Index:
-    """What the index of a folder says, once it is found to be whole.
+    """The content of the index of a folder, once it is found to be whole.
 
     Attributes:
         arrays: by name, the description of each array: ``dtype`` and ``shape``, and ``rank`` and

@@ -42,7 +42,7 @@ class Agreement:
         return plan
 
     def _digest(self, plan: Plan) -> int:
-        """A number that differs where what all must have does."""
+        """A hash of the numbers and options that all processes must have alike."""
         shared = (
             *(list(map(float, numbers)) for numbers in (plan.rates, plan.decays)),
             *(number_of(plan.conditioning.loss_scale), plan.skip_nonfinite, plan.touched_only),
@@ -90,7 +90,7 @@ def join(optimizer: FusedOptimizer, comm: Communicator, *, share_batches: bool) 
 
 
 def _described(optimizer: FusedOptimizer) -> dict[str, Any]:
-    """What has to be the same for the optimizers of all processes."""
+    """The description of an optimizer that must be the same on all processes."""
     formula = optimizer.formula()
     return {
         "optimizer": type(optimizer).__name__,

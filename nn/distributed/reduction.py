@@ -89,7 +89,7 @@ def _read(where: str, gradients: Any, average: Any) -> list[Any]:
 
 
 def _forms(read: Sequence[Any]) -> list[Any]:
-    """What has to be the same for all processes."""
+    """The forms of gradients, which must be the same on all processes."""
     forms: list[Any] = []
     for g in read:
         is_row_sparse = isinstance(g, RowTensor)
@@ -100,7 +100,7 @@ def _forms(read: Sequence[Any]) -> list[Any]:
 
 @quiet
 def _summed(flat: np.ndarray, comm: Communicator, *, average: bool) -> np.ndarray:
-    """Every process sums a stretch, then all have all stretches."""
+    """The sum over all processes: each adds up a stretch, then all gather the stretches."""
     height = -(-len(flat) // comm.size)
     sent = np.zeros((comm.size, height), flat.dtype)
     sent.reshape(-1)[: len(flat)] = flat

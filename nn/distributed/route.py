@@ -35,7 +35,7 @@ class Shard(Protocol):
         """The number of rows of this process."""
 
     def places(self, ids: np.ndarray) -> np.ndarray:
-        """Where rows are in the order of the stretches."""
+        """The places of rows in the order of the stretches."""
 
 
 class Arrival(Generic[T]):
@@ -45,7 +45,7 @@ class Arrival(Generic[T]):
         self._transfers, self._unpack = transfers, unpack
 
     def wait(self) -> T:
-        """What has arrived.
+        """The value that was on its way, when it has arrived.
 
         Raises:
             LostProcessError: a process has ended.
@@ -183,8 +183,10 @@ class Route:
 
     @lazy
     def _occurrences(self) -> tuple[list[int], np.ndarray, np.ndarray]:
-        """How many go to each owner, their order by owner, and of each, in this order, its place
-        among the different rows of that owner and in this process's part of the batch.
+        """The number of occurrences for each owner, their order by owner, and a pair for each.
+
+        A pair, in this order, is the place among the different rows of the owner and the one in
+        this process's part of the batch.
         """
         inverse = self._inverse.reshape(-1)
         owner = np.searchsorted(self._first[1:], inverse, side="right")
@@ -196,7 +198,7 @@ class Route:
 
 
 def _empty_rows(like: Any, n: int) -> Any:
-    """So many rows, where ``like`` is."""
+    """New rows, ``n`` of them, where ``like`` is."""
     shape = n, *like.shape[1:]
     if isinstance(like, DeviceArray):
         return like.empty_like(shape=shape)
@@ -214,7 +216,7 @@ def _rows_at(array: Any, indices: np.ndarray) -> Any:
 
 
 def _form(array: Any) -> dict[str, Any]:
-    """What has to be the same for all processes."""
+    """The form of an array of rows, which must be the same on all processes."""
     if array is None:
         return {}
     place = "a device" if isinstance(array, DeviceArray) else "the host"

@@ -1,4 +1,4 @@
-"""What happens to the gradients of a step before the rule: decay, loss scale, factors."""
+"""Gradient transforms of a step, which come before the rule: decay, loss scale, factors."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Conditioning:
         return decay * self._scale if self._is_coupled else 0.0
 
     def scalars(self, i: int, decay: float) -> tuple[float, ...]:
-        """The scalars of the prologue of parameter ``i``, in the order of its parts."""
+        """The scalars of the gradient transform of parameter ``i``, in the order of its parts."""
         if not self.prologue:
             return ()
         scale = self._scale
@@ -74,7 +74,7 @@ class Conditioning:
         return tuple(itertools.chain.from_iterable(scalars))
 
     def acts(self, positions: np.ndarray) -> np.ndarray:
-        """Of which parameters the weight decay is part of the prologue; bool."""
+        """Whether the weight decay of each parameter is part of its gradient transform; bool."""
         acts: np.ndarray = self._joins[positions]
         return acts
 
@@ -87,5 +87,5 @@ class Conditioning:
         gradients: np.ndarray,  # noqa: ARG002
         column: dict[str, int],  # noqa: ARG002
     ) -> Part | None:
-        """What fills in these scalars on a device, for gradients at some addresses."""
+        """The launches that fill in these scalars on a device, for gradients at some addresses."""
         return None

@@ -43,7 +43,7 @@ class Offload:
         self.turn = host.turn
 
     def forget(self) -> None:
-        """Nothing is kept that an address is part of."""
+        """Addresses of parameters are no part of what is kept here: there is nothing to drop."""
 
     def ready(self, update: Update, classes: Classes, *, may_skip: bool) -> None:  # noqa: ARG002
         """Refuse to become part of a CUDA graph: the step waits for the device."""
@@ -51,7 +51,7 @@ class Offload:
             raise cannot_be_captured()
 
     def run(self, plan: Plan) -> None:
-        """Parameters and gradients come to the host, which waits; the parameters go back."""
+        """Take a step: parameters and gradients come to the host, and the parameters go back."""
         layout, arrays = plan.given.layout, plan.given.arrays
         if arrays:
             with launch_on(arrays, layout.lock_spans if plan.use_locking else None) as launch:
@@ -81,7 +81,7 @@ class TensorSlice(NamedTuple):
 
 
 def chunks_of(sizes: Sequence[int], *, split: bool) -> Iterator[list[TensorSlice]]:
-    """Parts of about `CHUNK` elements together; with ``split`` long tensors are cut."""
+    """Slices of about `CHUNK` elements together; with ``split`` long tensors are cut."""
     chunk: list[TensorSlice] = []
     room = CHUNK
     for t, size in enumerate(sizes):
@@ -143,7 +143,7 @@ def _run(call: KernelCall, rows: Sequence[RowGradient], plan: Plan, stream: Any)
 
 
 def _pieces(call: KernelCall, rows: Sequence[RowGradient], part: TensorSlice) -> list[Piece]:
-    """What comes of a part: the parameter, which goes back, and the gradient."""
+    """The pieces of memory of a slice: the parameter, which goes back, and the gradient."""
     (t, begin, end), g = part, call.batch.g
     w, n = call.batch.variables.tensors[t][0], end - begin
     if rows:

@@ -38,7 +38,7 @@ def are_finite(given: Gradients) -> bool:
 
 
 def row_batches(given: Gradients) -> tuple[dict[Batch, int], BadIndex]:
-    """Of the row-sparse batches of a step the number of positions before each, and their error.
+    """The row-sparse batches of a step, with the positions before each, and their error.
 
     Raises:
         ValueError: the tables of a batch have too many rows for its sort keys.

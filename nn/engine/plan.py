@@ -23,7 +23,7 @@ from .reader import Gradients
 
 
 class Update(NamedTuple):
-    """What a step does."""
+    """The update that a step makes of each tensor, and the numbers that it needs."""
 
     rule: Rule
     formula: Formula  # how its scalars follow from the learning rate and the update of a tensor
@@ -32,7 +32,7 @@ class Update(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """How far an optimizer is; arrays, in which whoever steps counts."""
+    """The counts of an optimizer, in arrays that its steppers share."""
 
     global_step: np.ndarray  # int32 (1,): steps that were not skipped
     skipped: np.ndarray  # int64 (1,): steps that were
@@ -40,7 +40,7 @@ class Counts(NamedTuple):
 
 
 class Classes:
-    """Parameters that share all options share their scalars: they are a class."""
+    """The classes of parameters: those that share all options share their scalars."""
 
     def __init__(self, where: str, options: Sequence[ParameterOptions]) -> None:
         known: dict[Any, int] = {}
@@ -81,7 +81,7 @@ class Classes:
 
     @property
     def follow_steps(self) -> bool:
-        """Whether the number of a step has to be known to tell its rates and decays."""
+        """Whether the number of a step has to be known to tell its learning rates and decays."""
         return self.rates.follow_steps or self.decays.follow_steps
 
 
@@ -162,11 +162,11 @@ class Together(Protocol):
     """The optimizers of several processes, which take a step all or none."""
 
     def agreed(self, planned: Callable[[], Plan | None], step: int) -> Plan | None:
-        """What is planned for a step, when all have planned theirs; None where one skips it."""
+        """The plan of a step, when all processes have theirs; None where one of them skips it."""
 
 
 class Stepper(Protocol):
-    """What runs the steps of an optimizer: on the host, on a device, or both."""
+    """A runner of the steps of an optimizer: on the host, on a device, or on both."""
 
     works_on_host: bool  # whether the arithmetic is done there
 

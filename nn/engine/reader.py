@@ -116,7 +116,7 @@ class GradientReader:
         return Gradients(last, dense, rows, arrays)
 
     def _arrays_like(self, last: Layout, gradients: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """What may be the arrays of ``gradients`` of the same kinds, else None."""
+        """The arrays of ``gradients`` that may be of the same kinds as the last ones, else None."""
         arrays: list[Any] = []
         for kind, parameter, gradient in zip(last.kinds, self._parameters, gradients, strict=True):
             if kind is None or not kind.row_sparse:
@@ -151,7 +151,7 @@ class GradientReader:
         return Gradients(layout, np.array(addresses, np.int64), rows, read)
 
     def check_indices(self, given: Gradients) -> None:
-        """All indices of all row-sparse gradients, before any of them is used.
+        """Check all indices of all row-sparse gradients, before any of them is used.
 
         Raises:
             IndexError: one is out of range.
@@ -249,7 +249,7 @@ class GradientReader:
         return row_gradient(central)
 
     def _centralize_on_device(self, w: DeviceArray, gradient: Any, factor: float) -> Any:
-        """The same, enqueued; in a new array of the parameter's framework."""
+        """The centralized gradient, enqueued, in a new array of the parameter's framework."""
         if not isinstance(gradient, RowGradient):
             return _centralized(gradient, w, factor)
         if not factor:
@@ -316,7 +316,7 @@ def index_lists(batch: Batch, gradients: Sequence[RowGradient]) -> list[IndexLis
 
 
 def check_rows(batch: Batch, gradients: Sequence[RowGradient]) -> None:
-    """All indices of the gradients of one batch, on the host; as `GradientReader.check_indices`."""
+    """Check all indices of a batch on the host; as `GradientReader.check_indices`."""
     for own, gradient in zip(index_lists(batch, gradients), gradients, strict=True):
         check.indices_in_range(own.where, gradient.indices, own.rows)
 
@@ -356,7 +356,7 @@ def read_gradient(where: str, parameter: Parameter, gradient: Any) -> Any:
 
 
 def is_row_sparse(gradient: Any) -> bool:
-    """A `RowTensor`, a list of them or a torch sparse COO tensor."""
+    """Whether a gradient is a `RowTensor`, a list of them or a torch sparse COO tensor."""
     if isinstance(gradient, list | tuple):
         return any(isinstance(part, RowTensor) for part in gradient)
     return isinstance(gradient, RowTensor) or getattr(gradient, "is_sparse", False)

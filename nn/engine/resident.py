@@ -1,4 +1,4 @@
-"""What an optimizer keeps on a CUDA device: its counts, settings and tables, and a guard.
+"""The memory of an optimizer on a CUDA device: its counts, settings and tables, and a guard.
 
 The steps of an optimizer have one guard. A step with an index out of range closes it, and neither
 that step nor a later one writes or counts anything until the host hears of it (`settle`). A step
@@ -113,7 +113,7 @@ class Resident:
         return Counts(*counts), error
 
     def remember(self, error: Error, *, capturing: bool) -> int:
-        """A number for what a step may find."""
+        """A number for the error that a step may find."""
         self._n_errors += 1
         self._errors[self._n_errors] = error
         if capturing:
@@ -123,7 +123,7 @@ class Resident:
     # Steps
 
     def write_settings(self, plan: Plan, launch: Launch) -> int:
-        """Have what the scalars follow from on the device; the address of the classes."""
+        """Write the numbers from which scalars follow to the device; the address of the classes."""
         formula, conditioning = plan.update.formula, plan.conditioning
         constants = *formula.constants, *formula.bases
         at_constants = size_of(scalars.SettingsRow) // 8
@@ -143,7 +143,7 @@ class Resident:
         return place + 8 * at_classes
 
     def follow_last(self, launch: Launch) -> None:
-        """What comes next waits, on the device, for the step before if that was elsewhere.
+        """Have the stream of a step wait for the step before, if that was on another stream.
 
         A graph has no step before: the order of its runs is the user's.
         """
@@ -177,7 +177,7 @@ class Resident:
 
 
 def _put(words: np.ndarray, k: int, number: Number, place: int) -> None:
-    """A number of settings: three words that say where it lies, how, and itself if the host's."""
+    """Put a number among the settings: its place, its kind, and itself if it is the host's."""
     if isinstance(number, DeviceArray):
         words[k : k + 2] = _place_of(number)
     else:

@@ -1,4 +1,4 @@
-"""What MXNet's Adam and AdamW share: how they are called, and that nothing changes on an error."""
+"""The base of MXNet's Adam and AdamW: their calls, after whose errors nothing has changed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _wd = itemgetter(2)
 
 
 class AdamFamily(Optimizer):
-    """What Adam and AdamW share: two moments, one kernel call for all weights of a dtype."""
+    """The base of Adam and AdamW: two moments, one kernel call for all weights of a dtype."""
 
     # The rules for weights without and with a master copy; and those for composed operations.
     _fused_rules: tuple[Rule, Rule]
@@ -133,7 +133,7 @@ class AdamFamily(Optimizer):
                 reject(ValueError, self._name, name, wrong, first.shape, array.shape)
 
     def _update_lists(self, lists: Lists, *, composed: bool, with_masters: bool = False) -> None:
-        """Everything that can fail comes before the first write, and the counts go back then."""
+        """Update lists of weights; an error comes before the first write, and counts go back."""
         indices, weights, grads, states = as_lists(self._name, *lists)
         variables = [
             self._with_master(i, w, s)
@@ -180,7 +180,7 @@ class AdamFamily(Optimizer):
         return True
 
     def _touches_only_rows_of_gradient(self, composed: bool) -> bool:  # noqa: ARG002
-        """What a row-sparse gradient does."""
+        """Whether a row-sparse gradient updates only the rows that occur."""
         return False
 
     def _advance(self, indices: Sequence[Any]) -> list[tuple[int, float, float]]:
@@ -233,7 +233,7 @@ _remembered = lru_cache(maxsize=64, typed=True)
 
 @_remembered
 def _prologue(decay: float, composed: bool, decays: bool, options: tuple[Any, ...]) -> Prologue:
-    """What happens to the gradients before a rule, which ``decays`` the weight itself or not."""
+    """The gradient transform before a rule, which ``decays`` the weight itself or not."""
     where, compat, rescale, bound, *_ = options
     check.scalar_at_least_0(where, _DECAY, decay)
     before = compat, rescale, bound or 0.0, 0.0 if decays else decay
@@ -245,7 +245,7 @@ def _scalars(
     real: Any, t: int, lr: float, wd: float, prologue: Prologue, composed: bool, decays: bool,
     options: tuple[Any, ...],
 ) -> np.ndarray:  # fmt: skip
-    """A row of the scalars of rule and prologue for a weight that is updated the ``t``-th time."""
+    """A row of scalars, of rule and gradient transform, for the ``t``-th update of a weight."""
     where, _, rescale, bound, beta1, beta2, epsilon, correct_bias = options
     check.scalar_at_least_0(where, _DECAY, wd)
     size = rules.bias_corrected(lr, beta1, beta2, t) if correct_bias else lr

@@ -51,7 +51,7 @@ def aggregate_number(where: str, name: str, value: Any) -> float:
 
 
 def scheduler(where: str, name: str, value: Any) -> Any:
-    """None, or what computes a learning rate from the number of updates."""
+    """A scheduler, which computes a learning rate from the number of updates, or None."""
     if value is not None and (isinstance(value, type) or not callable(value)):
         expected = "an LRScheduler or a callable"
         reject(TypeError, where, name, "has a wrong type", expected, repr(value))

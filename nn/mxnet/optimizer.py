@@ -1,4 +1,4 @@
-"""The base class of ``mxnet.optimizer``: rates, multipliers, counts, and the registry."""
+"""The base class of ``mxnet.optimizer``: learning rates, multipliers, counts, and the registry."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class ScheduledRateError(RuntimeError, UserWarning):
 
 
 class Optimizer(CheckedAttributes):
-    """The base class of MXNet's optimizers: it keeps rates, multipliers and counts.
+    """The base class of MXNet's optimizers: it keeps learning rates, multipliers and counts.
 
     Weights, gradients and states come with every call, each weight under an index. A subclass
     defines ``create_state`` and ``step`` or ``fused_step`` (or, as in 1.9, ``update``), and asks
@@ -345,7 +345,7 @@ class Optimizer(CheckedAttributes):
         self.wd_mult = {**(dict.fromkeys(exempt, 0.0) if self.compat == "1.9" else {}), **given}
 
     def _factor(self, index: Any, name: str) -> float:
-        """That of ``param_dict``, else that of the index, else that of its name, else 1."""
+        """The factor of ``param_dict``, else that of the index, else that of its name, else 1."""
         if index in self.param_dict:
             factor = getattr(self.param_dict[index], name)
             return check.scalar_at_least_0(self._name, f"{name} of param_dict[{index!r}]", factor)

@@ -102,7 +102,7 @@ class Updater:
             raise
 
     def _state(self, index: Any, weight: Any) -> Any:
-        """One that is new, or comes to where the weight lives."""
+        """The state of an index: a new one, or one that was read, where the weight lives."""
         if index in self._were_read:
             return serialization.moved(self.states[index], weight)
         return self.optimizer.create_state_multi_precision(index, weight)

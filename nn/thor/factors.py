@@ -24,7 +24,7 @@ class FactorError(np.linalg.LinAlgError):
 
 
 def blocks(n: int, width: int) -> Iterator[slice]:
-    """Where the diagonal blocks of a factor of ``n`` rows lie, ``width`` rows each."""
+    """The places of the diagonal blocks of a factor of ``n`` rows, ``width`` rows each."""
     for start in range(0, n, width):
         yield slice(start, min(start + width, n))
 

@@ -1,4 +1,4 @@
-"""Which layers and parameters a net declares."""
+"""The layers and parameters that a net declares."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def every_parameter(parameter: Parameter) -> bool:  # noqa: ARG001  (what a filt
 
 
 class Thor(FusedOptimizer):
-    """What `thor` makes out of a net and of its other arguments, ``given`` by name.
+    """The optimizer that `thor` makes of a net and of its other arguments, ``given`` by name.
 
     Attributes:
         net: what was declared: the layers and further parameters, by their place in the net.
@@ -212,7 +212,7 @@ class Thor(FusedOptimizer):
             raise
 
     def _attributes(self) -> list[tuple[Any, dict[str, Any]]]:
-        """What a step changes beside the parameters and their states, as it is now."""
+        """The attributes that a step changes beside parameters and states, as they are now."""
         parts = [part for p in self._preconditioners for part in (p, p.layer)]
         own = {"_is_requested": self._is_requested}
         return [(self, own), *((part, vars(part).copy()) for part in parts)]

@@ -1,4 +1,4 @@
-"""What THOR does with the gradients of a layer: the inverses that it keeps, and their use."""
+"""Preconditioners of THOR: the inverses that are kept for a layer, and their use."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Scratch:
 
 
 class LayerOptions(NamedTuple):
-    """What a step tells its layers."""
+    """The options of a step for its layers."""
 
     damping: float  # lambda of this step
     batch_size: float  # samples that the loss averages over
@@ -182,7 +182,7 @@ class CompatibleLayerNorm(LayerNormPreconditioner):
     needs_capture = False
 
     def state(self, weight: str) -> dict[str, np.ndarray]:  # noqa: ARG002
-        """Nothing is kept."""
+        """No arrays: nothing is kept between steps."""
         return {}
 
     def _apply(
@@ -199,7 +199,7 @@ class CompatibleLayerNorm(LayerNormPreconditioner):
 def preconditioner_of(
     layer: ThorLayer, positions: dict[int, int], *, is_compatible: bool
 ) -> Preconditioner:
-    """What a layer of this kind needs."""
+    """The preconditioner for a layer of this kind."""
     if isinstance(layer, ThorEmbedding):
         return EmbeddingPreconditioner(layer, positions)
     if isinstance(layer, ThorLayerNorm):

@@ -1,4 +1,4 @@
-"""Adagrad and what fades it: Adadelta, RMSprop; and FTRL."""
+"""Adagrad, its fading forms Adadelta and RMSprop, and FTRL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adam and what follows it."""
+"""Adam, AdamW, and Adam on the rows that occur."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .optimizer import Fused
 
 
 def betas_of(group: Group) -> Numbers:
-    """Those of a group."""
+    """The betas of a group."""
     return tuple(map(number, group["betas"]))
 
 
@@ -27,7 +27,7 @@ def moments_of(beta1: float, beta2: float) -> Numbers:
 
 
 def shrink_of(group: Group) -> float:
-    """What a decoupled weight decay leaves of a parameter."""
+    """The share of a parameter that a decoupled weight decay leaves."""
     return float(1.0 - number(group["lr"]) * number(group["weight_decay"]))
 
 

@@ -1,4 +1,4 @@
-"""What follows Adam: other moments, other steps."""
+"""Variants of Adam: other moments, other steps."""
 
 from __future__ import annotations
 

@@ -115,7 +115,7 @@ class ShardedEmbedding(nn.Module):
         self._mark()
 
     def _draw(self, seed: int) -> None:
-        """The same numbers for a row whoever has it: drawn block by block of the order."""
+        """Draw the same numbers for a row whoever has it: block by block of the order."""
         begin, end = self.shard.begin, self.shard.end
         for block in range(begin // _BLOCK, -(-end // _BLOCK)):
             first = block * _BLOCK
@@ -146,7 +146,7 @@ class ShardedEmbedding(nn.Module):
         return {"order": order_in_state(self.shard)}
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Nothing: rows were taken in this order, or refused, before any was written."""
+        """No effect: rows were taken in this order, or refused, before any was written."""
 
 
 def _check(embedding_dim: Any, average: Any, dtype: Any, seed: Any) -> None:

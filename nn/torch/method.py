@@ -1,4 +1,4 @@
-"""How an optimizer updates the parameters of a group, and what comes before its rule."""
+"""Methods: the rule by which the parameters of a group are updated, and what comes before it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EPS_HAT: dict[str, Any] = {"eps_hat": False}
 
 
 class Method(NamedTuple):
-    """How an optimizer updates the parameters of a group."""
+    """The method by which an optimizer updates the parameters of a group."""
 
     rule: Rule
     couples: bool = True  # a weight decay is added to the gradient
@@ -34,7 +34,7 @@ class Method(NamedTuple):
     states: tuple[str, ...] = ()  # the names of those of the rule; default its own
 
     def choice(self, group: Group) -> Choice:
-        """What it decides about the kernels of the group."""
+        """The choice of kernels that this method makes for a group."""
         told, touched_only = group["sparse"], True if self.touches else None
         if told is not None:
             touched_only = told == "touched"
@@ -42,14 +42,14 @@ class Method(NamedTuple):
 
 
 class Before(NamedTuple):
-    """What happens to gradients before the rule."""
+    """The gradient transform, which comes before the rule."""
 
     prologue: Prologue
     factor: float  # of gradients
 
     @classmethod
     def of(cls, groups: Sequence[Group], choices: Sequence[Choice], factor: float) -> Before:
-        """For all groups; to the gradients of some a part of it may do nothing."""
+        """The transform for all groups; to the gradients of some a part of it does nothing."""
         is_scaled, decays = factor != 1.0, False
         for group, choice in zip(groups, choices, strict=True):
             is_scaled = is_scaled or bool(group.get("maximize"))
@@ -58,7 +58,7 @@ class Before(NamedTuple):
         return cls(parts, factor)
 
     def scalars(self, group: Group, choice: Choice) -> Numbers:
-        """Those of the prologue, for a group."""
+        """The scalars of the gradient transform, for a group."""
         scalars: Numbers = ()
         if SCALE in self.prologue:
             scalars += (-self.factor if group.get("maximize") else self.factor,)
@@ -68,7 +68,7 @@ class Before(NamedTuple):
 
 
 def check_group(where: str, group: Group, *, takes_sparse: bool) -> None:
-    """Refuse options of a group that cannot be, or not have such values."""
+    """Refuse options that a group cannot have, and values that they cannot have."""
     if group.get("differentiable"):
         why = "the step writes in place, by compiled code that autograd does not see"
         raise RuntimeError(f"{where}: differentiable=True is not supported: {why}")

@@ -1,4 +1,4 @@
-"""What all optimizers of PyTorch's form share: the step, its options and its state."""
+"""The base of the optimizers of PyTorch's form: the step, its options and its state."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Fused(_Base):
 
     @abstractmethod
     def method(self, group: Group) -> Method:
-        """How parameters of a group are updated."""
+        """The method by which parameters of a group are updated."""
 
     @abstractmethod
     def scalars(self, group: Group, step: float) -> Numbers:
@@ -122,7 +122,7 @@ class Fused(_Base):
         return {}
 
     def next_numbers(self, group: Group, step: float) -> dict[str, Any]:  # noqa: ARG002
-        """What `numbers`, which the group has too, become by an update."""
+        """The new values of `numbers`, which the group has too, after an update."""
         return {}
 
     def shapes(self, choice: Choice, parameter: Tensor) -> dict[str, tuple[int, ...]]:
@@ -144,7 +144,7 @@ class Fused(_Base):
         return {}
 
     def take_over(self, numbers: np.ndarray) -> None:
-        """Keep what such a rule has made of its numbers; the step is done."""
+        """Take over the numbers that such a rule has made anew; the step is done."""
 
     # Options
 
@@ -591,7 +591,7 @@ def _outside_of_graphs(optimizer: Fused, closure: Any, param: Any) -> Any:
 
 
 def _dense_update(part: Part, given: Given, before: Before, hp: np.ndarray) -> DenseUpdate:
-    """With a row of scalars for each tensor."""
+    """The update of a part of dense tensors, with a row of scalars for each."""
     gradients, batch, each = part.gradients(given), part.batch, np.arange(len(hp))
     return DenseUpdate(part.rule, before.prologue, batch.variables, gradients, batch.g, hp, each)
 

@@ -1,4 +1,4 @@
-"""What one kernel call of a step updates, and the tensors that a step is given."""
+"""The parameters of one kernel call, and the tensors that a step is given."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...engine.layout import Batch, Layout
 
 
 class Choice(NamedTuple):
-    """What the options of a group decide about the kernels of its parameters."""
+    """The choice of kernels that the options of a group make for its parameters."""
 
     rule: Rule
     states: tuple[str, ...]  # the names of those of the rule, in its order
