@@ -29,7 +29,7 @@ class FTRL(FusedOptimizer):
         A <- A'
 
     Weight decay is coupled, ``g + weight_decay * w``, and acts on every ungrouped parameter
-    whatever its name. The learning rate is fixed, since ``L`` sums up what earlier steps did with it.
+    whatever its name. The learning rate is fixed: ``L`` sums up what earlier steps did with it.
     ``g*g`` must be a number of the arithmetic: in float32 a ``g`` of 1.8e19 or more makes NaN.
 
     Args:

@@ -143,6 +143,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
     def __setattr__(self, name: str, value: Any) -> None:
         """Assign an attribute: any may be an option, from which the next step's update follows."""
         super().__setattr__(name, value)
+        # Through `vars`: an assignment would come here again. The next step asks `formula` anew.
         vars(self)["_known_update"] = None
 
     # What is not part of the state: it is made anew in a copy.
@@ -219,6 +220,8 @@ class FusedOptimizer(StatefulOptimizer, ABC):
             on_device = not self._works_on_host
             formula = checked_formula(self._name, update, dtypes, on_device=on_device)
             update = vars(self)["_known_update"] = update._replace(formula=formula)
+        # On a device a step takes its turn in any case: no other thread may settle the counts
+        # between its plan and its launches. On the host only `use_locking` asks for that.
         if self._device is None and not self.use_locking:
             plan = self._plan(gradients, update, conditioning)
             if plan is not None:
@@ -238,6 +241,8 @@ class FusedOptimizer(StatefulOptimizer, ABC):
             plan = self._own_plan(*arguments)
         else:
             plan = self.together.agreed(partial(self._own_plan, *arguments), self._step)
+        # A device decides by itself whether it skips, and counts that in its own memory: here are
+        # the skips that the host has decided.
         if plan is None:
             self._skipped[0] += 1
         return plan
@@ -271,6 +276,8 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         calls: list[KernelCall] = []
         touched_only = self.sparse_update == "lazy"
         if on_host:
+            # Asked when all has been read: a gradient that does not fit is an error in a step that
+            # would be skipped, too.
             if (self.skip_nonfinite or self._found_inf is not None) and self._is_skipped(given):
                 return None
             calls = calls_of(
@@ -342,6 +349,8 @@ class FusedOptimizer(StatefulOptimizer, ABC):
                 "'CPU': this optimizer works there" if self._stays_on_host else "'CPU' or 'GPU'"
             )
             reject(ValueError, self._name, "target", "is impossible", expected, target)
+        # The lock of the optimizer, then that of pending errors, as a step on a device takes them:
+        # in another order two threads could wait for each other.
         with self._stepper.turn(), pending.held():
             pending.settle()
             to_host = target == "CPU"
@@ -358,6 +367,8 @@ class FusedOptimizer(StatefulOptimizer, ABC):
 
     def _shape_of(self, state: State, shape: tuple[int, ...]) -> tuple[int, ...] | None:
         rule = self._rule.on(shape)
+        # Where matrices have a rule of their own the optimizer has the states of both rules, and
+        # a tensor those of the one for its shape.
         if self._rule.matrix is not None and state not in rule.states:
             return None
         return rule.shape_of(state, shape)
@@ -382,6 +393,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         self._stepper.forget()
 
     def __getstate__(self) -> dict[str, Any]:
+        # The counts of a copy are those of the host, which has to hear of the device's first.
         if self._device is not None:
             pending.settle()
         return {name: value for name, value in vars(self).items() if name not in _DERIVED}
@@ -391,6 +403,8 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         self._derive()
 
 
+# What a copy makes anew. `together` is left out for good: other processes know nothing of the
+# copy, which would wait for them in a round that they never begin.
 _DERIVED = {
     "_host", "_on_device", "_stepper", "_reader", "_classes", "_conditioning", "_known_update",
     "sends_parameters", "together",

@@ -214,6 +214,7 @@ def _takes_fused_steps(optimizer: Optimizer) -> bool:
 @contextmanager
 def _bare(optimizer: Optimizer) -> Iterator[None]:
     """The optimizer without weight decay and loss scale, which LARS has applied."""
+    # Put back in any case: MindSpore's wrapped optimizer loses both for good.
     groups, loss_scale = optimizer._groups, optimizer.loss_scale
     bare = tuple(replace(option, decay=0.0) for option in groups.options)
     optimizer._groups, optimizer.loss_scale = replace(groups, options=bare), 1.0

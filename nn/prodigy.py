@@ -172,6 +172,8 @@ class Prodigy(FusedOptimizer):
     # The step
 
     def _own_plan(self, gradients: Any, update: Update, conditioning: Conditioning) -> Plan | None:
+        # Before the checks, which is no write too early: until its first update is counted, each
+        # attempt copies a parameter again.
         for i in np.flatnonzero(self._steps == 0).tolist():  # weights may be loaded until then
             if gradients[i] is not None:
                 self._states["p0"][i][...] = self.parameters[i].array

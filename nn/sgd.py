@@ -185,6 +185,8 @@ class SGD(FusedOptimizer):
         """See `FusedOptimizer`."""
         if self._rule is rules.SGD:
             return Formula(rules.sgd_scalars)
+        # Whether an update is the first, which is not dampened, MindSpore keeps for each element
+        # (`stat`). The count of updates tells it for the parameter.
         return Formula(rules.momentum_scalars, (self.momentum, self.dampening))
 
     @property
@@ -247,6 +249,7 @@ class ASGD(FusedOptimizer):
     [0.7 0.7] [0.75 0.75]
     """
 
+    # MindSpore's ``eta`` comes from the step before, and with it the learning rate.
     _rate_lag = 1
 
     def __init__(

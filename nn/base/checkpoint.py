@@ -82,6 +82,8 @@ def save_checkpoint(save_obj: Any, path: str | os.PathLike[str]) -> None:
 
 def replace_file(target: Path, content: bytes) -> None:
     """Write a file atomically, as `save_checkpoint` says; in the place of a symbolic link."""
+    # The content has to be on the disk before the name points to it, and then the folder with the
+    # name: after a crash of the machine a file that was only renamed can be empty.
     _remove_abandoned(target)
     with _temporary(target) as file:
         file.write(content)
@@ -112,6 +114,8 @@ def _temporary(target: Path) -> Iterator[BinaryIO]:
         old = os.stat(target)
     except FileNotFoundError:
         old = None
+    # A file that replaces another is its owner's alone until it has the permissions of that one:
+    # nobody may open it who could not open the old one.
     with _locked(target, 0o666 if old is None else old.st_mode & 0o600) as file:
         try:
             yield file
@@ -141,6 +145,7 @@ def _locked(target: Path, mode: int) -> BinaryIO:
 
 def _make_like(handle: int, old: os.stat_result) -> None:
     """Give a file group, owner and permissions of another; the permissions last."""
+    # The group first: of a file that belongs to somebody else it could not be changed any more.
     for owner, group in ((-1, old.st_gid), (old.st_uid, -1)):
         with suppress(OSError):
             os.fchown(handle, owner, group)
@@ -153,6 +158,8 @@ def _remove_abandoned(target: Path) -> None:
     """Remove this user's temporary files for ``target`` that no process is writing."""
     if os.name == "nt":
         return
+    # In a folder that others can write to such a name may be a link to any file, or a pipe that
+    # nobody writes: neither is followed or waited for.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
     for path in target.parent.glob(f"{_prefix(target)}*"):
         # Without error only what this user may open and what is not locked, so not being written.

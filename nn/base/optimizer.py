@@ -91,6 +91,7 @@ class Optimizer(CheckedAttributes):
         self._global_step = np.zeros(1, np.int32)
         self._device = self._common_device()
         self._check_overlap({})
+        # After the checks above: parameters keep no name of an optimizer that could not be made.
         name_by_position(self._groups.options)
         for parameter in self.parameters:
             parameter.watch(self)
@@ -160,6 +161,7 @@ class Optimizer(CheckedAttributes):
         gradients = self._given(gradients)
         next_step(self._name, self._global_step)
         result = self.construct(gradients)
+        # A `construct` that raises has taken no step: a schedule must not pass over its number.
         self._global_step += 1
         return result
 
@@ -351,6 +353,8 @@ class Optimizer(CheckedAttributes):
             TypeError: a dtype differs.
             ValueError: a shape differs.
         """
+        # What steps on a device have found belongs to the state before: it is raised now, and then
+        # nothing is loaded.
         pending.settle()
         own = self.state_arrays()
         for name, array in self.fitting(state).items():
@@ -375,6 +379,7 @@ class Optimizer(CheckedAttributes):
 
     def state_arrays(self) -> dict[str, Any]:
         """The arrays of the state themselves, by name."""
+        # A schedule is code, and no part of a state: the resumed program brings it along.
         rates = (rate for rate in self._groups.rates if isinstance(rate, Parameter))
         return {"global_step": self.global_step, **{str(rate.name): rate.array for rate in rates}}
 

@@ -219,6 +219,8 @@ def check_compiled(where: str, rule: Rule, dtypes: Iterable[np.dtype[Any]]) -> N
     if not is_own(rule.update):
         return
     stored = ["w", *(state.name for state in rule.updated_states)]
+    # In each type of the arithmetic by itself: a literal is harmless in float64, and makes float64
+    # of float32.
     for real in _reals(dtypes):
         found = _traits(where, "update", rule.update, traits.of_update, rule, real)
         _check_returned(where, _named("update", rule.update), found, stored)

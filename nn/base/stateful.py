@@ -74,6 +74,8 @@ class StatefulOptimizer(Optimizer):
 
         The others must not be given gradients any more.
         """
+        # Kept beside the states: an optimizer without any (plain SGD) has no other sign of what it
+        # gave up.
         self._keeps = tuple(of)
         self._states = {
             role: tuple(a if keeps else None for a, keeps in zip(arrays, of, strict=True))
@@ -160,6 +162,8 @@ class StatefulOptimizer(Optimizer):
         if "global_step" in state:
             step = steps_done(self._name, state["global_step"])
             self._check_derived(given, step)
+            # MindSpore cannot leave a parameter out of a step: its checkpoints have one count for
+            # all of them.
             if not any(name.startswith("step.") for name in state):
                 state.update({f"step.{p.name}": np.array([step]) for p in self.parameters})
         super().load_state_dict(state)

@@ -129,6 +129,8 @@ def save_checkpoint(
     except Exception:
         _remove_parts([part])
         raise
+    # All have said that their part is on the disk. Until the index is there the folder has the
+    # checkpoint of before; from then on, this one.
     if comm.rank == 0:
         _, error = attempted(_write_index, path, token, comm.size, known)
     agree(comm, where, {}, error)
@@ -251,6 +253,7 @@ def load_checkpoint(
     agree(comm, where, {"index": index and index.digest}, error)
     whole, error = attempted(_whole_arrays, index, arrays, optimizer)
     agree(comm, where, {}, error)
+    # The first write, on all processes: before it each has checked all that it can.
     _, error = attempted(_write, index, whole, arrays, optimizer)
     agree(comm, where, {}, error)
 

@@ -32,6 +32,7 @@ class Agreement:
         told = (plan is None, 0 if plan is None else self._digest(plan))
         subject = {"global_step": step}
         heard = agree(self.comm, self._where, subject, error, told)
+        # Before the hashes are compared: a process that skips has no plan to make one of.
         if heard[:, 0].any():
             return None
         if (heard[:, 1] != heard[0, 1]).any():

@@ -108,6 +108,7 @@ def _summed(flat: np.ndarray, comm: Communicator, *, average: bool) -> np.ndarra
     comm.all_to_all(sent, ones, received, ones).wait()
     real = real_type(flat.dtype)
     total = received[0].astype(real)
+    # One rank after the other: the order of a sum of floats decides its last bits.
     for part in received[1:]:
         total += part.astype(real, copy=False)
     if average:

@@ -190,6 +190,7 @@ class Route:
         """
         inverse = self._inverse.reshape(-1)
         owner = np.searchsorted(self._first[1:], inverse, side="right")
+        # Stable: the owner adds up the gradients of a row in the order of the batch.
         order = np.argsort(owner, kind="stable")
         pairs: np.ndarray = np.empty((len(order), 2), self._index)
         pairs[:, 0] = (inverse - self._first[owner])[order]

@@ -77,6 +77,8 @@ class RowShard:
         places = np.arange(self.begin, self.end)
         if self.order == "range":
             return places
+        # The factor has no divisor in common with the number of rows: its inverse modulo that leads
+        # from places back to numbers.
         rows = max(1, self.rows)  # there is nothing to divide then
         return places * pow(_factor(self.rows), -1, rows) % rows
 

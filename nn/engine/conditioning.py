@@ -39,8 +39,11 @@ class Conditioning:
         coupled: bool,
     ) -> None:
         self._options, self.loss_scale, self._is_coupled = options, loss_scale, coupled
+        # The mean is taken of decay and gradient together, as in MindSpore: where a gradient is
+        # centralized the decay has joined it before the kernel reads it.
         self._joins = np.array([not option.centralize for option in options])
-        # What is compiled in front of the rule.
+        # Compiled in front of the rule. Whether a decay acts is decided once for all parameters,
+        # or each subset with a gradient would have a kernel of its own.
         self.prologue = self._parts(coupled and any(o.decay != 0.0 for o in options))
 
     def _parts(self, decays: bool) -> Prologue:

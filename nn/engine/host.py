@@ -90,6 +90,8 @@ def _write(plan: Plan, count: Count) -> None:
     update, places = plan.update, [call.batch.positions for call in plan.calls]
     known = {**dict(update.constants), **{name: x.item() for name, x in update.numbers.items()}}
     found = step_together([_conditioned(call, plan) for call in plan.calls], places, known)
+    # A rule that rests (Prodigy while its sums are 0) writes and counts nothing. Else its numbers
+    # are written with the loops: an interrupt must not find the one without the other.
     if found is not None:
         of_step, steps = found
         new = zip(update.numbers.values(), of_step, strict=True)

@@ -144,6 +144,7 @@ def build_layout(
             )
         )
     written = [array for _, _, arrays in known for array in arrays]
+    # An empty array overlaps nothing, whatever its address.
     spans = sorted((address_of(a), address_of(a) + a.nbytes) for a in written if a.size)
     memory = np.array(spans, np.int64).reshape(-1, 2).T.copy()
     is_complete = len(known) == len(kinds)

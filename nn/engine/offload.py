@@ -55,9 +55,12 @@ class Offload:
         layout, arrays = plan.given.layout, plan.given.arrays
         if arrays:
             with launch_on(arrays, layout.lock_spans if plan.use_locking else None) as launch:
+                # Of all batches, before the first chunk: chunks are written one by one, and a bad
+                # index in a later one would leave half a step.
                 rows = {batch: _checked_rows(batch, plan) for batch in layout.batches}
                 for call in plan.calls:
                     _run(call, rows[call.batch], plan, launch.stream)
+        # Last: a step whose parameters have not all gone back to the device is not counted.
         commit([], self._host.count(layout))
 
 

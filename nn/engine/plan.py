@@ -47,6 +47,8 @@ class Classes:
         self.examples: list[int] = []  # a parameter of each class
         of = []
         for i, option in enumerate(options):
+            # Learning rates by identity: a fixed one is a parameter that can be assigned to, so two
+            # that are equal now need not be in the next step. A fixed decay stays what it is.
             decay = option.decay if isinstance(option.decay, float) else id(option.decay)
             key = (id(option.rate), type(option.decay), decay, option.centralize)
             if key not in known:
@@ -74,6 +76,7 @@ class Classes:
         rates = []
         for rate in self._rates:
             array = rate.array if type(rate) is Parameter else None
+            # Out of range is for `Values` to say, which names it; here it is only found.
             if type(array) is not np.ndarray or array.ndim or not 0 <= float(array) <= LARGEST:
                 return None
             rates.append(float(array))
@@ -129,6 +132,7 @@ def calls_of(
             before = [
                 tuple(map(ROUNDING[real], conditioning.scalars(i, decay))) for i, decay in examples
             ]
+        # Updates are numbered from 1: bias corrections divide by ``1 - beta**t``.
         rows = [(*at(real, rates[k], left[k], step + 1), *before[k]) for step, k in keys]
         rule = update.rule if update.rule.matrix is None else update.rule.on(batch.shape)
         shared = batch, rule, prologue, touched_only, given.of(batch)

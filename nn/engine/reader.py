@@ -21,6 +21,8 @@ from ..base import gradients as whole
 from ..base.parameter import Parameter
 from .layout import Batch, Kind, Layout, build_layout
 
+# Layers that take turns to have gradients need a layout each; a model in which the choice never
+# repeats must not collect them.
 _KEPT_LAYOUTS = 16
 
 
@@ -146,7 +148,9 @@ class GradientReader:
         dense = [g for g in read if not isinstance(g, RowGradient)]
         rows = [g for g in read if isinstance(g, RowGradient)]
         addresses = [address_of(g) for g in dense]
+        # A gradient in the memory of a parameter or a state would change while the step reads it.
         self._check_unshared(layout, addresses, rows)
+        # `read_like_last` takes the arrays as they are, and cannot centralize them.
         self._last = None if self._centralized else layout
         return Gradients(layout, np.array(addresses, np.int64), rows, read)
 

@@ -107,6 +107,7 @@ class Resident:
         error = None
         if is_bad:
             error = self._errors[state.origin](position, state.bad_index)
+        # A graph may run again, and find again what it was captured with.
         self._errors = {k: e for k, e in self._errors.items() if k in self._graphs}
         self._n_unsettled = self.n_to_check = 0
         counts = np.array([state.global_step]), np.array([state.n_skipped]), words[n_words:]
@@ -157,6 +158,8 @@ class Resident:
         stream, capturing = launch.stream, launch.is_captured
         self.tables.write(program.words, stream, capturing=capturing)
         scratch = self.scratch.take(max(1, program.scratch_bytes), capturing=capturing)
+        # For good: a step that is skipped leaves the guard closed, so each later one has to open it
+        # (`_begin`), also one that cannot be skipped itself.
         self.may_skip |= found_inf is not None or program.checks_finite
         program.check_finite(self.state + scalars.AT.is_nonfinite, stream)
         # A step before a run of a graph may have been skipped, even if none could be until now.

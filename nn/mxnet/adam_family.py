@@ -150,6 +150,8 @@ class AdamFamily(Optimizer):
         if not given.layout.is_complete:
             active = [indices[i] for i in given.layout.active.tolist()]
         largest, counts = self.num_update, self._index_update_count
+        # The counts are a dict, which the compiled call cannot write: they go ahead of it, and
+        # `done` goes up within it, which after an interrupt tells whether to take them back.
         before = list(map(counts.get, active))
         done, count = counter = _counters.take()
         done[0] = 0
@@ -255,6 +257,7 @@ def _scalars(
     own = rules.adam_scalars(real, beta1, beta2, *rule_options, composed=composed)
     own += rules.conditioning_scalars(real, *transform, composed=composed)
     row: np.ndarray = np.array([own], real)
+    # One array for all calls that ask for the same scalars.
     row.flags.writeable = False
     return row
 

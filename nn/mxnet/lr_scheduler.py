@@ -155,6 +155,7 @@ class FactorScheduler(LRScheduler):
         if num_update < self.warmup_steps:
             return self.get_warmup_lr(num_update)
         drops = max(num_update - 1, 0) // self.step
+        # The floor acts from the first drop on, as in MXNet, even where it is above ``base_lr``.
         if drops == 0:
             return self.base_lr
         return max(self.base_lr * self.factor**drops, self.stop_factor_lr)

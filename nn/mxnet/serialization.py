@@ -72,6 +72,7 @@ def load(data: Any, optimizer: Optimizer) -> tuple[dict[Any, Any], Optimizer]:
         ) from None
     for index, state in states.items():
         optimizer.check_state(index, state)
+    # Only now: bytes that turn out to be damaged leave the counts of the present optimizer alone.
     optimizer._index_update_count, optimizer.num_update = counts, num_update
     return states, optimizer
 

@@ -141,6 +141,7 @@ class ThorLayer:
         """
         given = self._adopted(inputs=inputs, output_gradients=output_gradients)
         self._check(*given.values())
+        # Checked in every step: a wrong call would else be found at the next refresh, long after.
         if not self.is_capturing:
             return
         if self.weight.is_on_device:

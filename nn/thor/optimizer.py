@@ -176,6 +176,8 @@ class Thor(FusedOptimizer):
             self._skipped[0] += 1
             self.clear_captured()  # it has overflown too
             return (True,) * len(gradients)
+        # New inverses are kept when those of all layers are there: after the error of a factor that
+        # cannot be inverted no layer has changed.
         fresh: list[tuple[Preconditioner, Inverses]] = []
         given = list(gradients)
         for preconditioner in self._preconditioners:

@@ -108,6 +108,7 @@ class Preconditioner:
     def keep(self, inverses: Inverses) -> None:
         """Take the inverses for this and the next steps."""
         self.inverses = inverses
+        # In a new array: the step may have to put the attributes of before back.
         self.refreshes = self.refreshes + 1
 
     def precondition(

@@ -76,6 +76,8 @@ class TorchThor(Thor):
         with torch.no_grad():
             self._follow()
             self(tuple(_gradient(tensor) for tensor in self.tensors))
+            # The arrays were written behind autograd's back: a graph that has saved a parameter for
+            # its backward must find that it has changed.
             for tensor in self.tensors:
                 if tensor.grad is not None:
                     torch.autograd.graph.increment_version(tensor)

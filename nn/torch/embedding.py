@@ -175,6 +175,8 @@ class _Lookup(torch.autograd.Function):
         if ctx.average:
             gradient = gradient / weight.row_shard.comm.size
         rows = ctx.route.scatter(array_of(gradient.contiguous()))
+        # A sparse tensor has no room for positions, so they go with the parameter. After a second
+        # backward, which adds to the gradient, they do not fit it, and the step does without.
         weight.row_positions = rows.positions, rows.batch_length
         indices, values = tensor_of(rows.indices)[None], tensor_of(rows.values)
         if not len(values):  # PyTorch adds to it where it lies, and NumPy's memory cannot grow

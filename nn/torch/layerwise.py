@@ -140,6 +140,7 @@ class LARS(Fused, torch.optim.Optimizer):
 
     def constants(self, group: Group) -> dict[str, float]:
         """See `Optimizer`."""
+        # What `Rule.factor` takes are numbers: NaN stands for None.
         coefficient = group["trust_coefficient"]
         return {
             "weight_decay": group["weight_decay"],

@@ -457,6 +457,7 @@ class Fused(_Base):
         others = [] if binding.counts_updates else self._counted(given, numbers)
         if numbers:
             prepared.append(NumberWrite(numbers))
+        # After all that can fail: a parameter whose first step raises still has no state.
         self.state.update(new)
         for layout, launched in on_device.items():
             launch_updates(launched, binding.on_device(layout))
