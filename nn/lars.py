@@ -196,8 +196,8 @@ class LARS(Optimizer):
                 continue
             w = self.parameters[i].data
             g = adopt(self._name, f"gradient of {self.parameters[i].name!r}", scaled[i])
-            squares = (float(np.square(a, dtype=np.float64).sum()) for a in (w, g))
-            new[i] = update(w, g, *squares, decays[i], rates[i])
+            w_squares, g_squares = (float(np.square(a, dtype=np.float64).sum()) for a in (w, g))
+            new[i] = update(w, g, w_squares, g_squares, decays[i], rates[i])
         return tuple(new)
 
 
