@@ -166,6 +166,7 @@ class Adam(_BiasCorrectedAdam):
             ("use_lazy", "use_offload"),
             ("use_amsgrad", "use_lazy"),
             ("use_amsgrad", "use_offload"),
+            # MindSpore ignores Nesterov's step there; an accepted argument acts or raises.
             ("use_amsgrad", "use_nesterov"),
         )
         for a, b in pairs:

@@ -12,7 +12,7 @@ from ..kernels.rules.ftrl import ftrl_power_scalars, ftrl_rule, ftrl_scalars
 from ..ops.ftrl import check_ftrl_ranges
 from ..ops.runtime import check
 from ..ops.runtime.errors import reject, reject_unknown
-from .base.arguments import non_negative_float, of_kind, step_options
+from .base.arguments import check_kind, non_negative_float, step_options
 from .base.groups import Groups
 from .base.numbers import Number, number_of
 from .fused import FusedOptimizer
@@ -29,7 +29,7 @@ class FTRL(FusedOptimizer):
         A <- A'
 
     Weight decay is coupled, ``g + weight_decay * w``, and acts on every ungrouped parameter
-    whatever its name. Since ``L`` sums up what earlier steps did with ``lr``, the rate is fixed.
+    whatever its name. The learning rate is fixed: ``L`` sums up what earlier steps did with it.
     ``g*g`` must be a number of the arithmetic: in float32 a ``g`` of 1.8e19 or more makes NaN.
 
     Args:
@@ -84,7 +84,7 @@ class FTRL(FusedOptimizer):
     ) -> None:
         reject_unknown(self._name, unknown, FTRL)
         initial = non_negative_float(self._name, "initial_accum", initial_accum)
-        of_kind(self._name, "learning_rate", learning_rate, float | np.floating, "a fixed float")
+        check_kind(self._name, "learning_rate", learning_rate, float | np.floating, "a fixed float")
         self.l1 = non_negative_float(self._name, "l1", l1)
         self.l2 = non_negative_float(self._name, "l2", l2)
         self.lr_power = check.float_attribute(self._name, "lr_power", lr_power)

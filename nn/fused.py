@@ -131,18 +131,19 @@ class FusedOptimizer(StatefulOptimizer, ABC):
 
     @abstractmethod
     def formula(self) -> Formula:
-        """How the rule's scalars follow from the learning rate and the update of a tensor."""
+        """The formula by which scalars follow from the learning rate and the update of a tensor."""
 
     def _update(self) -> Update:
-        """What a step does, with the options as they are now."""
+        """The update of a step, with the options as they are now."""
         return Update(self._rule, self.formula())
 
     def _check_used_rates(self, rates: Sequence[Number]) -> None:
         """Refuse learning rates that are out of the range of a subclass; before every step."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Any attribute may be an option, from which the next step's update follows."""
+        """Assign an attribute: any may be an option, from which the next step's update follows."""
         super().__setattr__(name, value)
+        # Through `vars`: an assignment would come here again. The next step asks `formula` anew.
         vars(self)["_known_update"] = None
 
     # What is not part of the state: it is made anew in a copy.
@@ -161,7 +162,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         self._read_anew()
 
     def _read_anew(self) -> None:
-        """States or their places have changed: nothing that was derived from them stays."""
+        """Derive anew what follows from states and their places, which have changed."""
         self._stepper: Stepper = self._host
         if self._on_device is not None:
             self._on_device.forget()
@@ -219,6 +220,8 @@ class FusedOptimizer(StatefulOptimizer, ABC):
             on_device = not self._works_on_host
             formula = checked_formula(self._name, update, dtypes, on_device=on_device)
             update = vars(self)["_known_update"] = update._replace(formula=formula)
+        # On a device a step takes its turn in any case: no other thread may settle the counts
+        # between its plan and its launches. On the host only `use_locking` asks for that.
         if self._device is None and not self.use_locking:
             plan = self._plan(gradients, update, conditioning)
             if plan is not None:
@@ -232,12 +235,14 @@ class FusedOptimizer(StatefulOptimizer, ABC):
                 stepper.run(plan)
         return (True,) * len(self.parameters)
 
-    def _plan(self, *of_step: Any) -> Plan | None:
+    def _plan(self, *arguments: Any) -> Plan | None:
         """The step, agreed with other processes if there are any; None for a skipped one."""
         if self.together is None:
-            plan = self._own_plan(*of_step)
+            plan = self._own_plan(*arguments)
         else:
-            plan = self.together.agreed(partial(self._own_plan, *of_step), self._step)
+            plan = self.together.agreed(partial(self._own_plan, *arguments), self._step)
+        # A device decides by itself whether it skips, and counts that in its own memory: here are
+        # the skips that the host has decided.
         if plan is None:
             self._skipped[0] += 1
         return plan
@@ -252,14 +257,14 @@ class FusedOptimizer(StatefulOptimizer, ABC):
             self.check_kept(gradients)
         classes, on_host = self._classes, self._stepper.works_on_host
         step = next_step(self._name, self._global_step)
-        of_rates = max(0, step - self._rate_lag)
-        if of_rates < step:
+        rate_step = max(0, step - self._rate_lag)
+        if rate_step < step:
             classes.rates.as_given(step)  # a list that is used up raises here
         rates: list[Any]
         if on_host:
-            rates, decays = classes.at(of_rates, step)
+            rates, decays = classes.at(rate_step, step)
         else:
-            rates, decays = classes.rates.as_given(of_rates), classes.decays.at(step)
+            rates, decays = classes.rates.as_given(rate_step), classes.decays.at(step)
             for rate in rates:
                 check_place(self._name, "learning_rate", rate, self._device)
         self._check_used_rates(rates)
@@ -271,6 +276,8 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         calls: list[KernelCall] = []
         touched_only = self.sparse_update == "lazy"
         if on_host:
+            # Asked when all has been read: a gradient that does not fit is an error in a step that
+            # would be skipped, too.
             if (self.skip_nonfinite or self._found_inf is not None) and self._is_skipped(given):
                 return None
             calls = calls_of(
@@ -295,7 +302,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         """One read of all gradients; on a device it is waited for."""
         if self._device is not None:  # the gradients are there
             return are_finite(given)
-        return all(all_finite(*arrays) for arrays in by_storage(given.of_batches))
+        return all(all_finite(*arrays) for arrays in by_storage(given.by_batch))
 
     # What is known on a device
 
@@ -342,6 +349,8 @@ class FusedOptimizer(StatefulOptimizer, ABC):
                 "'CPU': this optimizer works there" if self._stays_on_host else "'CPU' or 'GPU'"
             )
             reject(ValueError, self._name, "target", "is impossible", expected, target)
+        # The lock of the optimizer, then that of pending errors, as a step on a device takes them:
+        # in another order two threads could wait for each other.
         with self._stepper.turn(), pending.held():
             pending.settle()
             to_host = target == "CPU"
@@ -358,6 +367,8 @@ class FusedOptimizer(StatefulOptimizer, ABC):
 
     def _shape_of(self, state: State, shape: tuple[int, ...]) -> tuple[int, ...] | None:
         rule = self._rule.on(shape)
+        # Where matrices have a rule of their own the optimizer has the states of both rules, and
+        # a tensor those of the one for its shape.
         if self._rule.matrix is not None and state not in rule.states:
             return None
         return rule.shape_of(state, shape)
@@ -382,6 +393,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         self._stepper.forget()
 
     def __getstate__(self) -> dict[str, Any]:
+        # The counts of a copy are those of the host, which has to hear of the device's first.
         if self._device is not None:
             pending.settle()
         return {name: value for name, value in vars(self).items() if name not in _DERIVED}
@@ -391,6 +403,8 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         self._derive()
 
 
+# What a copy makes anew. `together` is left out for good: other processes know nothing of the
+# copy, which would wait for them in a round that they never begin.
 _DERIVED = {
     "_host", "_on_device", "_stepper", "_reader", "_classes", "_conditioning", "_known_update",
     "sends_parameters", "together",
@@ -402,8 +416,8 @@ def declared(rule: Rule, states: Mapping[str, float] | None = None) -> tuple[Sta
     if states is None:
         matrix_states = rule.matrix.states if rule.matrix else ()
         return tuple(dict.fromkeys((*matrix_states, *rule.states)))
-    of_each = zip(rule.states, states.items(), strict=True)
-    return tuple(state._replace(name=name, initial=x) for state, (name, x) in of_each)
+    renamed = zip(rule.states, states.items(), strict=True)
+    return tuple(state._replace(name=name, initial=x) for state, (name, x) in renamed)
 
 
 def _moved(to_host: bool, parameter: Parameter, state: Any) -> Any:

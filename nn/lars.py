@@ -20,7 +20,7 @@ from ..ops.runtime.device import DeviceArray
 from ..ops.runtime.device_gradient import converted
 from ..ops.runtime.errors import reject, reject_unknown
 from ..ops.runtime.step import squares_at
-from .base.arguments import non_negative_float, of_kind
+from .base.arguments import check_kind, non_negative_float
 from .base.optimizer import Optimizer
 from .base.own_rules import check_apart
 from .base.parameter import Parameter
@@ -123,7 +123,7 @@ class LARS(Optimizer):
         self.epsilon = non_negative_float(self._name, "epsilon", epsilon)
         self.coefficient = non_negative_float(self._name, "coefficient", coefficient)
         self.use_clip = check.flag(self._name, "use_clip", use_clip)
-        of_kind(self._name, "lars_filter", lars_filter, Callable, "a callable")
+        check_kind(self._name, "lars_filter", lars_filter, Callable, "a callable")
         self.opt = optimizer
         self._acts = np.array([bool(lars_filter(p)) for p in optimizer.parameters])
 
@@ -145,11 +145,11 @@ class LARS(Optimizer):
         self.opt._move_to(target)
 
     def state_arrays(self) -> dict[str, np.ndarray]:
-        """Those of the optimizer within."""
+        """The state arrays of the optimizer within."""
         return self.opt.state_arrays()
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """The optimizer's; LARS has no state of its own."""
+        """The state of the optimizer within; LARS has none of its own."""
         return self.opt.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -176,7 +176,7 @@ class LARS(Optimizer):
             return self.opt(new)
 
     def _refuse_rows(self, gradients: tuple[Any, ...]) -> None:
-        """The norm is that of a whole gradient."""
+        """Refuse row-sparse gradients where LARS acts: the norm is that of a whole gradient."""
         for parameter, gradient, acts in zip(self.parameters, gradients, self._acts, strict=True):
             if acts and is_row_sparse(gradient):
                 name = f"gradient of {parameter.name!r}"
@@ -196,8 +196,8 @@ class LARS(Optimizer):
                 continue
             w = self.parameters[i].data
             g = adopt(self._name, f"gradient of {self.parameters[i].name!r}", scaled[i])
-            of_w, of_g = (float(np.square(a, dtype=np.float64).sum()) for a in (w, g))
-            new[i] = update(w, g, of_w, of_g, decays[i], rates[i])
+            w_squares, g_squares = (float(np.square(a, dtype=np.float64).sum()) for a in (w, g))
+            new[i] = update(w, g, w_squares, g_squares, decays[i], rates[i])
         return tuple(new)
 
 
@@ -214,6 +214,7 @@ def _takes_fused_steps(optimizer: Optimizer) -> bool:
 @contextmanager
 def _bare(optimizer: Optimizer) -> Iterator[None]:
     """The optimizer without weight decay and loss scale, which LARS has applied."""
+    # Put back in any case: MindSpore's wrapped optimizer loses both for good.
     groups, loss_scale = optimizer._groups, optimizer.loss_scale
     bare = tuple(replace(option, decay=0.0) for option in groups.options)
     optimizer._groups, optimizer.loss_scale = replace(groups, options=bare), 1.0
@@ -248,11 +249,11 @@ class LayerwiseConditioning(Conditioning):
         return decay * self._scale if self._acts[i] else 0.0
 
     def scalars(self, i: int, decay: float) -> tuple[float, ...]:  # noqa: ARG002
-        """Those of a parameter on which LARS does not act; `complete` has the others."""
+        """The scalars of a parameter on which LARS does not act; `complete` has the others."""
         return self._of_parts(0.0, self._scale)
 
     def acts(self, positions: np.ndarray) -> np.ndarray:
-        """Where LARS acts, and the gradient does not hold the decay already."""
+        """Whether LARS acts on each parameter, and its gradient does not hold the decay already."""
         acts: np.ndarray = self._acts[positions] & super().acts(positions)
         return acts
 
@@ -261,13 +262,12 @@ class LayerwiseConditioning(Conditioning):
         batch, hp, decays = call.batch, call.hp, call.decays
         acts, table = self._acts[batch.positions], batch.variables.table
         sizes = np.diff(table.first)
-        of_w = squares_at(batch.variables.w, table.addresses[:, 0], sizes)
-        of_g = squares_at(batch.g, call.gradients, sizes)
-        centralized = self._plain_squares(batch, of_g)
+        w_squares = squares_at(batch.variables.w, table.addresses[:, 0], sizes)
+        g_squares = squares_at(batch.g, call.gradients, sizes)
+        centralized = self._plain_squares(batch, g_squares)
         lars = self._lars
-        ratio = rules.lars_ratio(
-            np.sqrt(of_w), np.sqrt(of_g) / self._scale, decays, lars.coefficient, lars.epsilon
-        )
+        w_norms, g_norms = np.sqrt(w_squares), np.sqrt(g_squares) / self._scale
+        ratio = rules.lars_ratio(w_norms, g_norms, decays, lars.coefficient, lars.epsilon)
         if lars.use_clip:
             ratio = rules.clipped_ratio(ratio, call.rates)
         hp[acts, column["trust_ratio"]] = ratio[acts]
@@ -300,15 +300,15 @@ class LayerwiseConditioning(Conditioning):
 
     @property
     def is_of_one_step(self) -> bool:  # type: ignore[override]
-        """Where gradients are centralized: it holds what they were before."""
+        """Whether any gradient is centralized: the gradients of before are held here."""
         return not self._joins.all()
 
-    def _plain_squares(self, batch: Batch, of_g: np.ndarray) -> np.ndarray:
+    def _plain_squares(self, batch: Batch, g_squares: np.ndarray) -> np.ndarray:
         """Put right the squares of gradients that were centralized; returns which they are."""
         centralized: np.ndarray = ~self._joins[batch.positions]
         for k in np.flatnonzero(centralized).tolist():
             plain = adopt("LARS", "a gradient", self._gradients[batch.positions[k]])
-            of_g[k] = np.square(plain, dtype=np.float64).sum()
+            g_squares[k] = np.square(plain, dtype=np.float64).sum()
         return centralized
 
 

@@ -15,9 +15,9 @@ from ..ops.runtime.errors import reject, reject_unknown
 from .base.arguments import (
     Fixed,
     arithmetic_type,
+    check_kind,
     is_int,
     non_negative_float,
-    of_kind,
     positive_float,
     step_options,
 )
@@ -59,7 +59,7 @@ class Prodigy(FusedOptimizer):
         decouple: whether the weight decay is decoupled, as in the formula; else it is added to the
             gradient, ``g + weight_decay*w``.
         use_bias_correction: see the formula.
-        safeguard_warmup: see the formula: the rate of a warm-up does not count in ``s``.
+        safeguard_warmup: see the formula: the learning rate of a warm-up does not count in ``s``.
         d0: float > 0: what d begins with.
         d_coef: float > 0: a factor of the estimate.
         growth_rate: float > 0: d grows by this factor a step at most.
@@ -130,7 +130,7 @@ class Prodigy(FusedOptimizer):
         self.safeguard_warmup = check.flag(where, "safeguard_warmup", safeguard_warmup)
         self.d0 = positive_float(where, "d0", d0, real)
         self.d_coef = positive_float(where, "d_coef", d_coef, real)
-        of_kind(where, "growth_rate", growth_rate, float | np.floating, "a float")
+        check_kind(where, "growth_rate", growth_rate, float | np.floating, "a float")
         if growth_rate != math.inf:
             growth_rate = positive_float(where, "growth_rate", growth_rate, real)
         self.growth_rate = float(growth_rate)
@@ -172,6 +172,8 @@ class Prodigy(FusedOptimizer):
     # The step
 
     def _own_plan(self, gradients: Any, update: Update, conditioning: Conditioning) -> Plan | None:
+        # Before the checks, which is no write too early: until its first update is counted, each
+        # attempt copies a parameter again.
         for i in np.flatnonzero(self._steps == 0).tolist():  # weights may be loaded until then
             if gradients[i] is not None:
                 self._states["p0"][i][...] = self.parameters[i].array

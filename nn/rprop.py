@@ -10,7 +10,7 @@ from ..kernels.formula import Formula
 from ..kernels.rules import rprop as rules
 from ..ops.runtime import check
 from ..ops.runtime.errors import reject, reject_unknown
-from .base.arguments import arithmetic_type, of_kind, open_unit, positive_float, step_options
+from .base.arguments import arithmetic_type, check_kind, open_unit, positive_float, step_options
 from .fused import FusedOptimizer
 
 
@@ -102,7 +102,7 @@ class Rprop(FusedOptimizer):
 
 
 def _two(where: str, name: str, value: Any) -> tuple[Any, ...]:
-    of_kind(where, name, value, tuple, "a tuple of two floats")
+    check_kind(where, name, value, tuple, "a tuple of two floats")
     if len(value) != 2:
         reject(ValueError, where, name, "has a wrong length", "two floats", len(value))
     return tuple(value)

@@ -10,7 +10,7 @@ from ..kernels.formula import Formula
 from ..kernels.rules import sgd as rules
 from ..ops.runtime import check
 from ..ops.runtime.errors import reject, reject_unknown
-from .base.arguments import Fixed, non_negative_float, of_kind, step_options
+from .base.arguments import Fixed, check_kind, non_negative_float, step_options
 from .base.groups import Groups
 from .fused import FusedOptimizer
 
@@ -179,12 +179,14 @@ class SGD(FusedOptimizer):
 
     def _check_groups(self, groups: Groups) -> None:
         for option in groups.options:
-            of_kind(self._name, "weight_decay", option.decay, float, "a float or int")
+            check_kind(self._name, "weight_decay", option.decay, float, "a float or int")
 
     def formula(self) -> Formula:
         """See `FusedOptimizer`."""
         if self._rule is rules.SGD:
             return Formula(rules.sgd_scalars)
+        # Whether an update is the first, which is not dampened, MindSpore keeps for each element
+        # (`stat`). The count of updates tells it for the parameter.
         return Formula(rules.momentum_scalars, (self.momentum, self.dampening))
 
     @property
@@ -247,6 +249,7 @@ class ASGD(FusedOptimizer):
     [0.7 0.7] [0.75 0.75]
     """
 
+    # MindSpore's ``eta`` comes from the step before, and with it the learning rate.
     _rate_lag = 1
 
     def __init__(

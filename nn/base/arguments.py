@@ -24,7 +24,7 @@ def step_options(*values: Any) -> dict[str, Any]:
     return dict(zip(names, values, strict=True))
 
 
-def of_kind(where: str, name: str, value: Any, kinds: Any, expected: str) -> None:
+def check_kind(where: str, name: str, value: Any, kinds: Any, expected: str) -> None:
     """Refuse what is no instance of ``kinds``."""
     if not isinstance(value, kinds):
         reject(TypeError, where, name, "has a wrong type", expected, type(value).__name__)
@@ -42,7 +42,7 @@ def positive_float(where: str, name: str, value: Any, real: Any) -> float:
 
 @quiet
 def _float_up_to(end: float, expected: str, where: str, name: str, value: Any, real: Any) -> float:
-    of_kind(where, name, value, float | np.floating, "a float")
+    check_kind(where, name, value, float | np.floating, "a float")
     accepted = 0.0 < real(value) < end
     check.in_range(where, name, value, bool(accepted), f"{expected} in {real.__name__}")
     return float(value)
@@ -100,7 +100,7 @@ def _int_from(least: int, where: str, name: str, value: Any) -> int:
 
 def list_or_tuple(where: str, name: str, value: Any) -> tuple[Any, ...]:
     """The elements of a list or a tuple, out of reach of later changes to it."""
-    of_kind(where, name, value, list | tuple, "a list or a tuple")
+    check_kind(where, name, value, list | tuple, "a list or a tuple")
     return tuple(value)
 
 

@@ -19,7 +19,7 @@ from ...kernels.storage import STORAGES
 from ...ops.runtime import check
 from ...ops.runtime.arrays import adopt
 from ...ops.runtime.errors import UnknownArgumentError, reject
-from .arguments import of_kind
+from .arguments import check_kind
 from .parameter import Parameter
 
 if os.name != "nt":
@@ -82,6 +82,8 @@ def save_checkpoint(save_obj: Any, path: str | os.PathLike[str]) -> None:
 
 def replace_file(target: Path, content: bytes) -> None:
     """Write a file atomically, as `save_checkpoint` says; in the place of a symbolic link."""
+    # The content has to be on the disk before the name points to it, and then the folder with the
+    # name: after a crash of the machine a file that was only renamed can be empty.
     _remove_abandoned(target)
     with _temporary(target) as file:
         file.write(content)
@@ -101,7 +103,7 @@ def check_savable(where: str, name: Any, array: np.ndarray) -> None:
 
 
 def _prefix(target: Path) -> str:
-    """How names of temporary files for ``target`` begin; short, however long its own name is."""
+    """The prefix of temporary files for ``target``; short, however long its own name is."""
     return f".fusestep.{hashlib.sha256(os.fsencode(target.name)).hexdigest()[:16]}."
 
 
@@ -112,6 +114,8 @@ def _temporary(target: Path) -> Iterator[BinaryIO]:
         old = os.stat(target)
     except FileNotFoundError:
         old = None
+    # A file that replaces another is its owner's alone until it has the permissions of that one:
+    # nobody may open it who could not open the old one.
     with _locked(target, 0o666 if old is None else old.st_mode & 0o600) as file:
         try:
             yield file
@@ -141,6 +145,7 @@ def _locked(target: Path, mode: int) -> BinaryIO:
 
 def _make_like(handle: int, old: os.stat_result) -> None:
     """Give a file group, owner and permissions of another; the permissions last."""
+    # The group first: of a file that belongs to somebody else it could not be changed any more.
     for owner, group in ((-1, old.st_gid), (old.st_uid, -1)):
         with suppress(OSError):
             os.fchown(handle, owner, group)
@@ -153,6 +158,8 @@ def _remove_abandoned(target: Path) -> None:
     """Remove this user's temporary files for ``target`` that no process is writing."""
     if os.name == "nt":
         return
+    # In a folder that others can write to such a name may be a link to any file, or a pipe that
+    # nobody writes: neither is followed or waited for.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
     for path in target.parent.glob(f"{_prefix(target)}*"):
         # Without error only what this user may open and what is not locked, so not being written.
@@ -187,7 +194,7 @@ def _named(save_obj: Any) -> list[tuple[Any, np.ndarray]]:
         save_obj = save_obj.state_dict()
     if isinstance(save_obj, Mapping):
         return [(n, adopt(_SAVE, str(n), a)) for n, a in save_obj.items()]
-    of_kind(_SAVE, "save_obj", save_obj, Iterable, "an optimizer, a mapping or parameters")
+    check_kind(_SAVE, "save_obj", save_obj, Iterable, "an optimizer, a mapping or parameters")
     named: dict[str, np.ndarray] = {}
     for parameter in save_obj:
         if not isinstance(parameter, Parameter):
@@ -219,7 +226,7 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
 
 def as_state(where: str, state: Any) -> dict[str, Any]:
     """A copy of the mapping ``state``; any other kind is a `TypeError`."""
-    of_kind(where, "state", state, Mapping, "a mapping")
+    check_kind(where, "state", state, Mapping, "a mapping")
     return dict(state)
 
 

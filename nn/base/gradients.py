@@ -18,7 +18,7 @@ from ...ops.runtime.row_tensor import RowTensor
 
 
 def _of_a_gradient(work: Callable[..., Any]) -> Callable[..., Any]:
-    """None stays what it is, and several RowTensors are one."""
+    """Decorator: a gradient None stays None, and a list of RowTensors becomes one."""
 
     @wraps(work)
     @quiet
@@ -39,10 +39,10 @@ def decayed(gradient: Any, parameter: Any, factor: float) -> Any:
         rows = gradient.coalesce()
         device_of(where, {"the parameter": w, "gradients": rows.values})
         if is_on_device(w):
-            of_rows, _ = device_gradient.gathered("SparseGatherV2", w, rows.indices)
+            w_rows, _ = device_gradient.gathered("SparseGatherV2", w, rows.indices)
         else:
-            of_rows = w[rows.indices]
-        return RowTensor(rows.indices, decayed(rows.values, of_rows, factor), rows.dense_shape)
+            w_rows = w[rows.indices]
+        return RowTensor(rows.indices, decayed(rows.values, w_rows, factor), rows.dense_shape)
     g = adopt_anywhere(where, "gradients", gradient)
     device_of(where, {"the parameter": w, "gradients": g})
     if g.shape != w.shape:

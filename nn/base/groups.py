@@ -10,7 +10,7 @@ import numpy as np
 
 from ...ops.runtime import check
 from ...ops.runtime.errors import UnknownArgumentError, reject, reject_unknown
-from .arguments import of_kind
+from .arguments import check_kind
 from .parameter import Parameter
 from .rates import Rate, Schedule, learning_rate, weight_decay
 
@@ -29,7 +29,7 @@ class ParameterOptions:
 
 @dataclass(frozen=True)
 class Groups:
-    """All parameters in optimizer order; ``is_group_lr`` when any group has its own rate."""
+    """All parameters in optimizer order; ``is_group_lr`` when a group has its own learning rate."""
 
     options: tuple[ParameterOptions, ...]
     rates: tuple[Rate, ...]
@@ -73,7 +73,7 @@ def _entries(where: str, parameters: Any) -> list[Any]:
 def _listed(where: str, name: str, value: Any, expected: str, but: Any = ()) -> list[Any]:
     """The elements of an iterable that is no single parameter, no text, and none of ``but``."""
     is_single = isinstance(value, (Parameter, np.ndarray, str, bytes, but))
-    of_kind(where, name, value, () if is_single else Iterable, expected)
+    check_kind(where, name, value, () if is_single else Iterable, expected)
     return list(value)
 
 
@@ -133,6 +133,8 @@ def _from_dicts(where: str, groups: list[Any], rate: Rate, decay: float | Schedu
         reject(ValueError, where, "parameters", "is empty", "at least one parameter", "none")
     if order is not None:
         options = _reorder(where, options, order)
+    # Learning rates are part of the state of an optimizer. A default that every group overrides
+    # would be saved, and asked for when a state is loaded, without anyone's using it.
     if any(o.rate is rate for o in options) or not rates:
         rates.insert(0, rate)
     is_group_lr = any(o.rate is not rate for o in options)
@@ -151,6 +153,7 @@ def _reorder(
         reject(TypeError, where, "order_params", "holds a wrong type", expected, got)
     if len(order) != len(options):
         reject(ValueError, where, "order_params", "has a wrong length", len(options), len(order))
+    # Parameters may still be without a name here, and two may hold the same numbers.
     by_identity = {id(o.parameter): o for o in options}
     given = {id(p) for p in order}
     missing = [o.parameter.name for o in options if id(o.parameter) not in given]
@@ -187,6 +190,7 @@ def name_by_position(options: Sequence[ParameterOptions]) -> None:
 
 
 def _check_lengths(where: str, rates: tuple[Rate, ...]) -> None:
+    # The shortest list would end the training, in the middle of the others.
     lengths = {
         len(rate.data)
         for rate in rates

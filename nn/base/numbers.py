@@ -11,7 +11,7 @@ from ...kernels.storage import REALS
 from ...ops.runtime import check
 from ...ops.runtime.device import DeviceArray
 from ...ops.runtime.errors import reject
-from .arguments import of_kind
+from .arguments import check_kind
 
 Number = float | DeviceArray
 """A number of the host, or an array of one element on a device."""
@@ -48,11 +48,11 @@ def check_place(where: str, name: str, value: Any, device: int | None) -> None:
 
 
 def loss_scale_of(where: str, value: Any) -> Number:
-    """What gradients are divided by: above 0 and finite in float32."""
+    """The loss scale that a user gave: above 0 and finite in float32, or a number on a device."""
     there = on_device(where, "loss_scale", value)
     if there is not None:
         return there
-    of_kind(where, "loss_scale", value, bool | int | float | np.floating, "a float or int")
+    check_kind(where, "loss_scale", value, bool | int | float | np.floating, "a float or int")
     usable = 1.0 / check.LARGEST <= float(value) <= check.LARGEST
     check.in_range(where, "loss_scale", value, usable, "positive and finite in float32")
     return float(value)

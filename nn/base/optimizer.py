@@ -11,7 +11,7 @@ from ...ops.runtime import check, pending
 from ...ops.runtime.device import DeviceArray, device_of
 from ...ops.runtime.errors import reject, reject_unknown
 from . import gradients as grads
-from .arguments import CheckedAttributes, gradients_of, next_step, of_kind
+from .arguments import CheckedAttributes, check_kind, gradients_of, next_step
 from .checkpoint import as_state, checked_state, steps_done
 from .groups import Groups, name_by_position, read_groups
 from .numbers import check_place, loss_scale_of, number_of
@@ -91,6 +91,7 @@ class Optimizer(CheckedAttributes):
         self._global_step = np.zeros(1, np.int32)
         self._device = self._common_device()
         self._check_overlap({})
+        # After the checks above: parameters keep no name of an optimizer that could not be made.
         name_by_position(self._groups.options)
         for parameter in self.parameters:
             parameter.watch(self)
@@ -107,7 +108,7 @@ class Optimizer(CheckedAttributes):
         return f"{self._name}({len(self.parameters)} parameters, {n:,} elements, lr={lr})"
 
     def _common_device(self) -> int | None:
-        """The CUDA device of all parameters, where rates and loss scale may be; None: the host."""
+        """The CUDA device of all parameters, where learning rates may be too; None: the host."""
         # By their places too: a name may be that of another one's place.
         arrays = {
             f"parameter {i}" + (f" ({p.name!r})" if p.name else ""): p.array
@@ -125,7 +126,7 @@ class Optimizer(CheckedAttributes):
 
     @property
     def loss_scale(self) -> Any:
-        """What gradients are divided by; it can be assigned to between steps.
+        """The number by which gradients are divided; it can be assigned to between steps.
 
         A float, or the array of one element on the device of the parameters that was assigned.
         Steps on that device read it there.
@@ -160,6 +161,7 @@ class Optimizer(CheckedAttributes):
         gradients = self._given(gradients)
         next_step(self._name, self._global_step)
         result = self.construct(gradients)
+        # A `construct` that raises has taken no step: a schedule must not pass over its number.
         self._global_step += 1
         return result
 
@@ -177,20 +179,20 @@ class Optimizer(CheckedAttributes):
 
     @property
     def learning_rate(self) -> Rate | tuple[Rate, ...]:
-        """The learning rate as it is kept; with group rates one for each parameter."""
+        """The learning rate as it is kept; one for each parameter if groups have their own."""
         if self.is_group_lr:
             return tuple(option.rate for option in self._groups.options)
         return self._groups.options[0].rate
 
     def get_lr(self) -> float | tuple[float, ...]:
-        """The learning rate of the next step; with group rates one for each parameter."""
+        """The learning rate of the next step; one for each parameter if groups have their own."""
         rates = self._rates_at(self._step)
         return tuple(rates) if self.is_group_lr else rates[0]
 
     def get_lr_parameter(self, param: Parameter | list[Parameter]) -> Any:
         """The learning rate of ``param`` as it is kept, or a list of them for a list.
 
-        A fixed rate or list is a `Parameter`, which may be assigned to; a schedule is itself.
+        A fixed value or list is a `Parameter`, which may be assigned to; a schedule is itself.
 
         Raises:
             TypeError: ``param`` is neither a `Parameter` nor a list of them.
@@ -198,7 +200,7 @@ class Optimizer(CheckedAttributes):
         """
         if isinstance(param, list):
             return [self.get_lr_parameter(p) for p in param]
-        of_kind(self._name, "param", param, Parameter, "a Parameter or a list")
+        check_kind(self._name, "param", param, Parameter, "a Parameter or a list")
         found = [option.rate for option in self._groups.options if option.parameter is param]
         if not found:
             name = f"parameter {param.name!r}"
@@ -311,7 +313,7 @@ class Optimizer(CheckedAttributes):
 
     @target.setter
     def target(self, value: str) -> None:
-        of_kind(self._name, "target", value, str, "a str")
+        check_kind(self._name, "target", value, str, "a str")
         if value not in _TARGETS:
             reject(ValueError, self._name, "target", "is unknown", _TARGETS, value)
         if value != self.target:
@@ -351,6 +353,8 @@ class Optimizer(CheckedAttributes):
             TypeError: a dtype differs.
             ValueError: a shape differs.
         """
+        # What steps on a device have found belongs to the state before: it is raised now, and then
+        # nothing is loaded.
         pending.settle()
         own = self.state_arrays()
         for name, array in self.fitting(state).items():
@@ -375,6 +379,7 @@ class Optimizer(CheckedAttributes):
 
     def state_arrays(self) -> dict[str, Any]:
         """The arrays of the state themselves, by name."""
+        # A schedule is code, and no part of a state: the resumed program brings it along.
         rates = (rate for rate in self._groups.rates if isinstance(rate, Parameter))
         return {"global_step": self.global_step, **{str(rate.name): rate.array for rate in rates}}
 

@@ -1,6 +1,6 @@
-"""Rules and formulas of users: what is no such function, or would fail half way, is refused.
+"""Rules and formulas of users: functions that do not fit, or would fail half way, are refused.
 
-Those of this package are known to be right, and cost nothing here.
+The rules of this package are known to be right, and cost nothing here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ...kernels.state import PARAMETER, PER, State
 from ...kernels.storage import REALS, STORAGES, Storage, real_of
 from ...ops.runtime import check
 from ...ops.runtime.errors import reject
-from .arguments import is_int, of_kind
+from .arguments import check_kind, is_int
 
 _PACKAGE = __name__.rpartition(".nn.")[0]
 _FLOATS = tuple(map(str, REALS))
@@ -53,7 +53,7 @@ def check_rule(
     Raises:
         TypeError, ValueError: as `FusedOptimizer`.
     """
-    of_kind(where, "rule", rule, Rule, "a Rule")
+    check_kind(where, "rule", rule, Rule, "a Rule")
     if not is_own(rule.update):
         return
     _check_declared(where, rule)
@@ -76,20 +76,20 @@ def check_rule(
 
 
 def _check_names(where: str, what: str, names: Any) -> None:
-    """Different names, in a tuple: of one without its comma there would be a str."""
-    of_kind(where, what, names, tuple, "a tuple of str")
+    """Refuse names that repeat, or are in no tuple: one name without its comma is a str."""
+    check_kind(where, what, names, tuple, "a tuple of str")
     for name in names:
-        of_kind(where, what, name, str, "a tuple of str")
+        check_kind(where, what, name, str, "a tuple of str")
     if len({*names}) < len(names):
         reject(ValueError, where, what, "has a name twice", "different ones", names)
 
 
 def _check_declared(where: str, rule: Rule) -> None:
-    """States that are declared, each by itself, as they can be."""
+    """Refuse declarations of states that cannot be, each by itself."""
     what = "states of the rule"
-    of_kind(where, what, rule.states, tuple, "a tuple of str or State")
+    check_kind(where, what, rule.states, tuple, "a tuple of str or State")
     for state in rule.states:
-        of_kind(where, what, state, State, "a tuple of str or State")
+        check_kind(where, what, state, State, "a tuple of str or State")
     _check_names(where, what, rule.names)
     for name, per, initial, is_read, dtype in rule.states:
         label = f"state {name!r} of the rule"
@@ -107,7 +107,7 @@ def _check_declared(where: str, rule: Rule) -> None:
 
 
 def _check_scopes(where: str, rule: Rule) -> None:
-    """States that something gives anew, and what follows from sums that are there."""
+    """Refuse states that nothing gives anew, and a factor that takes what is not there."""
     if rule.scope not in _SCOPES:
         what, wrong = "scope of the rule", "is unknown"
         reject(ValueError, where, what, wrong, f"one of {_SCOPES}", repr(rule.scope))
@@ -124,7 +124,7 @@ def _check_scopes(where: str, rule: Rule) -> None:
     if unknown := [name for name in rule.takes if name not in known]:
         expected = "'size', states of the scope, and fields of hp"
         reject(ValueError, where, "takes of the rule", "is unknown", expected, ", ".join(unknown))
-    of_kind(where, "signed of the rule", rule.signed, tuple, "a tuple of int")
+    check_kind(where, "signed of the rule", rule.signed, tuple, "a tuple of int")
     for k in rule.signed:
         if not is_int(k) or not 0 <= k < rule.n_measured:
             expected = f"places of the {rule.n_measured} values"
@@ -132,7 +132,7 @@ def _check_scopes(where: str, rule: Rule) -> None:
 
 
 def check_apart(where: str, rule: Rule, *before: GradientTransform) -> None:
-    """Refuse a rule with a scalar that has the name of one of what comes before it."""
+    """Refuse a rule with a scalar whose name one of the gradient transforms ``before`` has."""
     taken = {name for part in before for name in part.hp}
     if used := [name for name in rule.hp if name in taken]:
         wrong, expected = "has a name of what comes before the rule", "another one"
@@ -140,8 +140,8 @@ def check_apart(where: str, rule: Rule, *before: GradientTransform) -> None:
 
 
 def _check_function(where: str, role: str, function: Any, arguments: Sequence[str]) -> None:
-    """A function of Python's, which takes these arguments."""
-    of_kind(where, role, function, FunctionType, "a function")
+    """Refuse what is no function of Python's that takes these arguments."""
+    check_kind(where, role, function, FunctionType, "a function")
     signature = inspect.signature(function)
     try:
         signature.bind(*arguments)
@@ -157,7 +157,7 @@ def _named(role: str, function: Any) -> str:
 def _check_measure(
     where: str, rule: Rule, element: Sequence[str], sparse_update: str | None
 ) -> None:
-    """All or nothing of what makes a rule one of two stages."""
+    """Refuse a rule with some but not all of what makes it one of two stages."""
     parts = {
         "measure": rule.measure is not None,
         "n_measured": rule.n_measured != 0,
@@ -175,14 +175,15 @@ def _check_measure(
     if measures and (not is_int(rule.n_measured) or rule.n_measured < 1):
         what, wrong, expected = "n_measured of the rule", "is out of range", "an int of at least 1"
         reject(ValueError, where, what, wrong, expected, rule.n_measured)
-    of_kind(where, "factor_of of the rule", rule.factor_of, str | tuple, "a str, or a tuple of str")
+    expected = "a str, or a tuple of str"
+    check_kind(where, "factor_of of the rule", rule.factor_of, str | tuple, expected)
     for name in rule.scaled_fields:
         if name not in rule.hp:
             what, wrong, expected = "factor_of of the rule", "is unknown", f"one of {rule.hp}"
             reject(ValueError, where, what, wrong, expected, repr(name))
     if measures:
         _check_function(where, "measure", rule.measure, element)
-    of_kind(where, "takes of the rule", rule.takes, tuple, "a tuple of str")
+    check_kind(where, "takes of the rule", rule.takes, tuple, "a tuple of str")
     sums = [f"sum{k + 1}" for k in range(rule.n_measured)]
     _check_function(where, "factor", rule.factor, [*sums, *rule.takes])
     if sparse_update is not None and not rule.is_row_wise:
@@ -191,15 +192,15 @@ def _check_measure(
 
 
 def _check_states(where: str, rule: Rule, states: Mapping[str, float] | None) -> None:
-    """The names of states in checkpoints, and the numbers with which they begin."""
+    """Refuse names that states cannot have in checkpoints, and beginnings that are no numbers."""
     states = dict.fromkeys(rule.names, 0.0) if states is None else states
-    of_kind(where, "states", states, Mapping, "a mapping of names to numbers")
+    check_kind(where, "states", states, Mapping, "a mapping of names to numbers")
     if len(states) != len(rule.states):
         what, expected = f"{len(rule.states)} for those of the rule", ", ".join(rule.names)
         got = ", ".join(map(str, states)) or "none"
         reject(ValueError, where, "states", "differ in number", f"{what} ({expected})", got)
     for name, value in states.items():
-        of_kind(where, "the name of a state", name, str, "a str")
+        check_kind(where, "the name of a state", name, str, "a str")
         if name.partition(".")[0] == "step":
             wrong, expected = "is that of counts", "another name than 'step'"
             reject(ValueError, where, "the name of a state", wrong, expected, repr(name))
@@ -218,13 +219,16 @@ def check_compiled(where: str, rule: Rule, dtypes: Iterable[np.dtype[Any]]) -> N
     if not is_own(rule.update):
         return
     stored = ["w", *(state.name for state in rule.updated_states)]
+    # In each type of the arithmetic by itself: a literal is harmless in float64, and makes float64
+    # of float32.
     for real in _reals(dtypes):
-        of_update = _traits(where, "update", rule.update, traits.of_update, rule, real)
-        _check_returned(where, _named("update", rule.update), of_update, stored)
+        found = _traits(where, "update", rule.update, traits.of_update, rule, real)
+        _check_returned(where, _named("update", rule.update), found, stored)
         if rule.measure is not None:
             found = _traits(where, "measure", rule.measure, traits.of_measure, rule, real)
             measured = [f"value{k + 1}" for k in range(rule.n_measured)]
-            _check_returned(where, _named("measure", rule.measure), found, measured, of_one=True)
+            name = _named("measure", rule.measure)
+            _check_returned(where, name, found, measured, always_tuple=True)
         if rule.factor is not None:
             found = _traits(where, "factor", rule.factor, traits.of_factor, rule, real)
             follows = [*rule.scaled_fields, *(state.name for state in rule.factor_states)]
@@ -258,10 +262,10 @@ def _traits(
 
 def _check_returned(
     where: str, what: str, found: traits.Traits, names: Sequence[str], *,
-    of_one: bool = False, kinds: tuple[str, ...] = _FLOATS,
+    always_tuple: bool = False, kinds: tuple[str, ...] = _FLOATS,
 ) -> None:  # fmt: skip
-    """A float of each name: by itself where it is the only one, unless a tuple ``of_one``."""
-    takes_tuple = len(names) > 1 or of_one
+    """Refuse all but a float of each name: a single one by itself, unless ``always_tuple``."""
+    takes_tuple = len(names) > 1 or always_tuple
     listed = f"({', '.join(names)}{',' * (len(names) == 1)})" if takes_tuple else names[0]
     expected = f"the float{'s' * takes_tuple} {listed}"
     got = ", ".join(found.returned)
@@ -292,16 +296,16 @@ def checked_scalars(where: str, what: str, found: Any, names: Sequence[str]) -> 
         TypeError: it returns no tuple, or what is no number.
         ValueError: it returns too few or too many, or a NaN.
     """
-    of_kind(where, f"what {what} returns", found, tuple | list, "a tuple")
+    check_kind(where, f"what {what} returns", found, tuple | list, "a tuple")
     if len(found) != len(names):
         wrong, expected = "returns another number of scalars", f"{len(names)} {names}"
         reject(ValueError, where, what, wrong, expected, len(found))
     scalars = []
     for name, value in zip(names, found, strict=True):
-        of_name = f"{name} of {what}"
-        number = value if type(value) is float else check.number(where, of_name, value)
+        label = f"{name} of {what}"
+        number = value if type(value) is float else check.number(where, label, value)
         if number != number:
-            reject(ValueError, where, of_name, "is NaN", "a number or an infinity", number)
+            reject(ValueError, where, label, "is NaN", "a number or an infinity", number)
         scalars.append(number)
     return tuple(scalars)
 
@@ -335,7 +339,7 @@ class OwnFormula(Formula):
 
 
 class Ruled(Protocol):
-    """What has a rule, and a formula for its scalars."""
+    """A rule with a formula for its scalars, such as an update of the engine."""
 
     @property
     def rule(self) -> Rule:
@@ -349,24 +353,24 @@ class Ruled(Protocol):
 def checked_formula(
     where: str, update: Ruled, dtypes: Iterable[np.dtype[Any]], *, on_device: bool
 ) -> Formula:
-    """The formula of an update, or what looks at the scalars of a user's.
+    """The formula of an update; a user's as one that looks at its scalars.
 
     Raises:
         TypeError, ValueError: it is none, or not one for the device on which it is to run.
     """
     formula, names = update.formula, update.rule.hp
-    of_kind(where, "what formula() returns", formula, Formula, "a Formula")
+    check_kind(where, "what formula() returns", formula, Formula, "a Formula")
     if not is_own(formula.function):
         return formula
     _check_function(where, "formula", formula.function, _OF_FORMULA)
     for name in ("constants", "bases"):
         values, what = getattr(formula, name), f"{name} of the formula"
-        of_kind(where, what, values, tuple, "a tuple of numbers")
+        check_kind(where, what, values, tuple, "a tuple of numbers")
         for value in values:
             if not is_int(value):
-                of_kind(where, what, value, float | np.floating, "a tuple of numbers")
+                check_kind(where, what, value, float | np.floating, "a tuple of numbers")
     for real in _reals(dtypes) if on_device else ():
         found = _traits(where, "formula", formula.function, traits.of_formula, formula, real)
         what = _named("formula", formula.function)
-        _check_returned(where, what, found, names, of_one=True, kinds=_NUMBERS)
+        _check_returned(where, what, found, names, always_tuple=True, kinds=_NUMBERS)
     return OwnFormula.of(where, formula, names)

@@ -12,7 +12,7 @@ from ...kernels.cpu.threads import allocation
 from ...ops.runtime import check
 from ...ops.runtime.device import DeviceArray
 from ...ops.runtime.errors import reject
-from .arguments import of_kind
+from .arguments import check_kind
 
 
 class Parameter:
@@ -42,10 +42,12 @@ class Parameter:
     def __init__(self, data: Any, name: str | None = None, requires_grad: bool = True) -> None:
         if isinstance(data, Parameter):
             data = data.array
-        of_kind("Parameter", "name", name, str | None, "a str")
+        check_kind("Parameter", "name", name, str | None, "a str")
         self._name = name
         self.requires_grad = check.flag("Parameter", "requires_grad", requires_grad)
         self._data: Any = check.variable("Parameter", "data", data)
+        # Weak: a parameter often outlives the optimizers that have had it, and must not keep their
+        # states in memory.
         self._owners: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @property
@@ -74,6 +76,8 @@ class Parameter:
         if array.shape != self._data.shape:
             wrong = "has a wrong shape"
             reject(ValueError, "Parameter", "data", wrong, self._data.shape, array.shape)
+        # All owners are asked before the first one hears of the change: one that refuses leaves the
+        # parameter bound as it was for all of them. The list keeps them alive in between.
         owners = list(self._owners)
         for owner in owners:
             owner.check_rebinding(self, array)
@@ -152,6 +156,8 @@ class Parameter:
         self._owners.add(owner)
 
     def __getstate__(self) -> dict[str, Any]:
+        # Without owners: an optimizer that is copied along watches the copy from its own
+        # `__setstate__`, and one that is not must not be told about it.
         return {"_name": self.name, "requires_grad": self.requires_grad, "_data": self._data}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

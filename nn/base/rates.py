@@ -14,7 +14,7 @@ from ...ops.runtime import arrays, check
 from ...ops.runtime.check import LARGEST
 from ...ops.runtime.device import DeviceArray
 from ...ops.runtime.errors import message, reject
-from .arguments import of_kind
+from .arguments import check_kind
 from .numbers import Number, number_of, on_device
 from .parameter import Parameter
 
@@ -61,7 +61,7 @@ def _numbers(where: str, value: Any) -> np.ndarray:
 
 
 def _float(value: Any) -> float:
-    """An int beyond all floats is infinite here, and out of range where it is checked."""
+    """The float of a number; an int beyond all floats is infinite, hence out of range later."""
     try:
         return float(value)
     except OverflowError:
@@ -73,7 +73,7 @@ def weight_decay(where: str, value: Any) -> float | Schedule:
     if callable(value):
         return _schedule(where, "weight_decay", value)
     kinds = bool | int | float | np.floating
-    of_kind(where, "weight_decay", value, kinds, "a float, an int or a schedule")
+    check_kind(where, "weight_decay", value, kinds, "a float, an int or a schedule")
     decay = _float(value)
     is_usable = 0 <= decay <= LARGEST
     check.in_range(where, "weight_decay", value, is_usable, "finite and at least 0")

@@ -70,10 +70,12 @@ class StatefulOptimizer(Optimizer):
         return state_storage(state, STORAGES[dtype], asked).dtype
 
     def keep_states(self, of: Sequence[bool]) -> None:
-        """Give up the states of all parameters but those ``of`` which it says so.
+        """Give up the states of all parameters but those that are True in ``of``.
 
         The others must not be given gradients any more.
         """
+        # Kept beside the states: an optimizer without any (plain SGD) has no other sign of what it
+        # gave up.
         self._keeps = tuple(of)
         self._states = {
             role: tuple(a if keeps else None for a, keeps in zip(arrays, of, strict=True))
@@ -81,10 +83,10 @@ class StatefulOptimizer(Optimizer):
         }
 
     def check_kept(self, gradients: Sequence[Any]) -> None:
-        """Whether those of parameters whose states were given up are None.
+        """Refuse gradients of parameters whose states were given up.
 
         Raises:
-            ValueError: one is not.
+            ValueError: there is one.
         """
         if self._keeps is None:
             return
@@ -111,8 +113,8 @@ class StatefulOptimizer(Optimizer):
     def states_by_name(self, i: int) -> dict[str, Any]:
         """The states of parameter ``i`` themselves, by their names in checkpoints."""
         name, states = str(self.parameters[i].name), self._states.items()
-        of_each = ((self._state_name(role, name), arrays[i]) for role, arrays in states)
-        return {label: state for label, state in of_each if state is not None}
+        named = ((self._state_name(role, name), arrays[i]) for role, arrays in states)
+        return {label: state for label, state in named if state is not None}
 
     def state_arrays(self) -> dict[str, Any]:
         """As `Optimizer.state_arrays`, with the states and counts of each parameter."""
@@ -126,7 +128,7 @@ class StatefulOptimizer(Optimizer):
         return arrays
 
     def _derived_state(self, step: int) -> dict[str, np.ndarray]:  # noqa: ARG002
-        """What MindSpore keeps that follows from options and steps: written, checked when read."""
+        """MindSpore's arrays that follow from options and steps: written, and checked when read."""
         return {}
 
     def _empty_states(self) -> set[str]:
@@ -160,6 +162,8 @@ class StatefulOptimizer(Optimizer):
         if "global_step" in state:
             step = steps_done(self._name, state["global_step"])
             self._check_derived(given, step)
+            # MindSpore cannot leave a parameter out of a step: its checkpoints have one count for
+            # all of them.
             if not any(name.startswith("step.") for name in state):
                 state.update({f"step.{p.name}": np.array([step]) for p in self.parameters})
         super().load_state_dict(state)

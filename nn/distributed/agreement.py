@@ -22,7 +22,7 @@ _NOTHING = (0, 0)
 
 
 def attempted(check: Callable[..., Any], *arguments: Any) -> tuple[Any, Exception | None]:
-    """What a check has returned, or None, and the error that it has raised, or None."""
+    """The result of a check, or None, and the error that it has raised, or None."""
     try:
         return check(*arguments), None
     except Exception as error:  # whatever it is, the others have to hear of it
@@ -36,7 +36,7 @@ def agree(
     error: Exception | None = None,
     told: Any = _NOTHING,
 ) -> np.ndarray:
-    """One round: what each process has told this one, int64 ``[P, 2]``.
+    """One round: the numbers that each process has told this one, int64 ``[P, 2]``.
 
     Args:
         comm: the processes.
@@ -55,6 +55,8 @@ def agree(
         if error is not None:
             raise error
         return np.broadcast_to(np.asarray(told, np.int64), (1, 2))
+    # Where all agree, as in nearly every step, four numbers for each process are enough: an error,
+    # a hash of the subject, and what is told. Texts go round only to say what is wrong.
     own = json.dumps([where, dict(subject)])
     sent, received = np.empty((2, comm.size, 4), np.int64)
     digest = hashlib.sha256(own.encode()).digest()
@@ -115,7 +117,7 @@ def _disagreement(texts: list[str]) -> Exception:
 
 
 def _difference(place: str, one: Any, other: Any) -> tuple[str, Any, Any]:
-    """Where two values that differ do so first, and what is there."""
+    """The first place at which two values differ, and what is there."""
     if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
         k = next(k for k, value in enumerate(one) if other[k] != value)
         return _difference(f"{place}[{k}]", one[k], other[k])

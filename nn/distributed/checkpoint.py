@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from ...ops.runtime.errors import reject
-from ..base.arguments import of_kind
+from ..base.arguments import check_kind
 from ..base.checkpoint import check_savable, replace_file
 from ..base.optimizer import Optimizer
 from ..base.stateful import StatefulOptimizer
@@ -48,16 +48,16 @@ class _Array(NamedTuple):
 
     @property
     def form(self) -> dict[str, Any]:
-        """How the index describes it."""
+        """The description of the array in the index."""
         dtype = str(self.array.dtype)
         if self.shard is None:
             return {"dtype": dtype, "shape": list(self.array.shape), "rank": self.owner}
-        of_rows = {"order": self.shard.order, "height": self.shard.height}
-        return {"dtype": dtype, "shape": [self.shard.rows, *self.array.shape[1:]], **of_rows}
+        division = {"order": self.shard.order, "height": self.shard.height}
+        return {"dtype": dtype, "shape": [self.shard.rows, *self.array.shape[1:]], **division}
 
     @property
     def content(self) -> dict[str, int]:
-        """What tells whether all processes have it alike, where one writes it."""
+        """The checksum of an array that one process writes; the others must have the same."""
         if self.shard is not None:
             return {}
         return {"crc32": checksum(self.array)}
@@ -129,6 +129,8 @@ def save_checkpoint(
     except Exception:
         _remove_parts([part])
         raise
+    # All have said that their part is on the disk. Until the index is there the folder has the
+    # checkpoint of before; from then on, this one.
     if comm.rank == 0:
         _, error = attempted(_write_index, path, token, comm.size, known)
     agree(comm, where, {}, error)
@@ -179,7 +181,7 @@ def _write_part(part: Path, arrays: dict[str, np.ndarray], metadata: dict[str, s
 
 
 def _write_index(path: Path, token: str, size: int, arrays: dict[str, Any]) -> None:
-    """The moment at which the checkpoint is the new one; parts of others are removed."""
+    """Write the index, with which the checkpoint is the new one, and remove the parts of others."""
     index, names = path / INDEX, part_names(token, size)
     try:
         replace_file(index, index_of(path, token, size, arrays))
@@ -200,17 +202,17 @@ def _remove_parts(parts: Iterable[Path]) -> None:
             part.unlink()
 
 
-def _union(where: str, of_ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """What all processes have: states of a parameter may be with its owner alone."""
+def _union(where: str, forms_by_rank: list[dict[str, Any]]) -> dict[str, Any]:
+    """The arrays of all processes: states of a parameter may be with its owner alone."""
     known: dict[str, Any] = {}
-    for rank, forms in enumerate(of_ranks):
+    for rank, forms in enumerate(forms_by_rank):
         for name, form in forms.items():
             if known.setdefault(name, form) != form:
                 what, wrong = f"rank {rank}: {name!r}", "differs, and has no shard"
                 reject(ValueError, where, what, wrong, f"{known[name]} as on other ranks", form)
     for name, form in known.items():
-        for rank in range(len(of_ranks)) if "rank" not in form else [form["rank"]]:
-            if name not in of_ranks[rank]:
+        for rank in range(len(forms_by_rank)) if "rank" not in form else [form["rank"]]:
+            if name not in forms_by_rank[rank]:
                 expected = f"{name!r}, as on other ranks"
                 reject(ValueError, where, f"rank {rank}", "lacks an array", expected, "none")
     return known
@@ -245,12 +247,13 @@ def load_checkpoint(
     """
     where = "load_checkpoint"
     path, arrays = _given(where, folder, optimizer, shards, comm)
-    of_ranks = gather_texts(comm, json.dumps(list(arrays)))
-    names = {name for text in of_ranks for name in json.loads(text)}
+    texts = gather_texts(comm, json.dumps(list(arrays)))
+    names = {name for text in texts for name in json.loads(text)}
     index, error = attempted(_fitting_index, where, path, arrays, names)
     agree(comm, where, {"index": index and index.digest}, error)
     whole, error = attempted(_whole_arrays, index, arrays, optimizer)
     agree(comm, where, {}, error)
+    # The first write, on all processes: before it each has checked all that it can.
     _, error = attempted(_write, index, whole, arrays, optimizer)
     agree(comm, where, {}, error)
 
@@ -279,7 +282,7 @@ def _check_names(where: str, which: str, names: set[str]) -> None:
 
 
 def _whole_arrays(index: Index, arrays: dict[str, _Array], optimizer: Any) -> dict[str, np.ndarray]:
-    """All but the rows of shards that were saved as such, in memory and checked."""
+    """The arrays in memory, checked: all but the rows of shards that were saved as such."""
     whole: dict[str, np.ndarray] = {}
     for name, a in arrays.items():
         if index.is_whole(name):
@@ -300,7 +303,7 @@ def _state_of(base: Any, whole: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 def _write(
     index: Index, whole: dict[str, np.ndarray], arrays: dict[str, _Array], optimizer: Any
 ) -> None:
-    """What was checked into its place, and rows from the parts into theirs."""
+    """Write what was checked to its place, and rows from the parts to theirs."""
     base = _keeper(optimizer)
     base.load_state_dict(_state_of(base, whole))
     for parameter in base.parameters:
@@ -317,15 +320,15 @@ def _keeper(optimizer: Any) -> Any:
 
 
 def _kind_of(optimizer: Any) -> list[Any]:
-    """What has to be the same for all processes."""
+    """The class of the optimizer and its form, which must be the same on all processes."""
     return [type(_keeper(optimizer)).__name__, isinstance(optimizer, ShardedStates)]
 
 
 def _given(
     where: str, folder: Any, optimizer: Any, shards: Any, comm: Communicator
 ) -> tuple[Path, dict[str, _Array]]:
-    """The folder, and what the optimizer has, when the arguments of all processes fit."""
-    _, error = attempted(of_kind, where, "folder", folder, str | os.PathLike, "a path")
+    """The folder, and the arrays of the optimizer, when the arguments of all processes fit."""
+    _, error = attempted(check_kind, where, "folder", folder, str | os.PathLike, "a path")
     if error is None:
         shards = {} if shards is None else shards
         arrays, error = attempted(_arrays, where, optimizer, shards, comm)
@@ -336,7 +339,7 @@ def _given(
 def _arrays(
     where: str, optimizer: Any, shards: Mapping[str, RowShard], comm: Communicator
 ) -> dict[str, _Array]:
-    """What an optimizer has, by name."""
+    """The arrays of an optimizer by name: parameters, states and counts."""
     base = _keeper(optimizer)
     if not isinstance(base, StatefulOptimizer):
         got = type(base).__name__
@@ -368,12 +371,12 @@ def _arrays(
 
 def _check_shards(where: str, shards: Any, names: list[str], comm: Communicator) -> None:
     """Whether these are shards of parameters and of these processes."""
-    of_kind(where, "shards", shards, Mapping, "a mapping of names to shards")
+    check_kind(where, "shards", shards, Mapping, "a mapping of names to shards")
     if unknown := sorted(shards.keys() - set(names)):
         reject(ValueError, where, "shards", "name no parameter", names, unknown)
     for name, shard in shards.items():
         what = f"the shard of {name!r}"
-        of_kind(where, what, shard, RowShard, "a RowShard")
+        check_kind(where, what, shard, RowShard, "a RowShard")
         if (shard.comm.rank, shard.comm.size) != (comm.rank, comm.size):
             expected = f"rank {comm.rank} of {comm.size}, as comm"
             wrong, got = "is one of other processes", f"{shard.comm.rank} of {shard.comm.size}"

@@ -1,4 +1,4 @@
-"""What several processes need from an engine that moves bytes between them."""
+"""The calls by which engines move bytes between several processes."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ _TOKEN = re.compile("[0-9a-f]{16}")
 
 
 def new_token() -> str:
-    """What tells the parts of one checkpoint from those of another."""
+    """A token that tells the parts of one checkpoint from those of another."""
     return secrets.token_hex(8)
 
 
@@ -74,7 +74,7 @@ def _header_digest(file: Path) -> str:
 
 
 class Index:
-    """What the index of a folder says, once it is found to be whole.
+    """The content of the index of a folder, once it is found to be whole.
 
     Attributes:
         arrays: by name, the description of each array: ``dtype`` and ``shape``, and ``rank`` and
@@ -104,16 +104,16 @@ class Index:
         for rank, file in enumerate(self._parts):
             part = f"part {file.name!r}"
             metadata, found = _header(part, file)
-            of_part = tuple(metadata.get(key) for key in ("format", "checkpoint"))
-            if of_part != (self._format, self._token):
+            identity = tuple(metadata.get(key) for key in ("format", "checkpoint"))
+            if identity != (self._format, self._token):
                 expected = f"{self._format}, {self._token}"
-                reject(ValueError, _WHERE, part, "is of another checkpoint", expected, of_part)
+                reject(ValueError, _WHERE, part, "is of another checkpoint", expected, identity)
             expected_arrays = self._arrays_of(rank)
             for name in sorted(expected_arrays.keys() | found.keys()):
-                of_index, of_file = (a.get(name, "no such array") for a in (expected_arrays, found))
-                if of_index != of_file:
+                form, own_form = (a.get(name, "no such array") for a in (expected_arrays, found))
+                if form != own_form:
                     what, wrong = f"{part}: array {name!r}", "is not the one of the index"
-                    reject(ValueError, _WHERE, what, wrong, of_index, of_file)
+                    reject(ValueError, _WHERE, what, wrong, form, own_form)
             if self._headers is not None and _header_digest(file) != self._headers[rank]:
                 wrong, expected = "has another header", f"sha256 {self._headers[rank]}"
                 reject(ValueError, _WHERE, part, wrong, expected, _header_digest(file))
@@ -238,5 +238,5 @@ def _is_form(form: Any, size: int) -> bool:
             is_placed = is_placed and order in ORDERS
         case _:
             return False
-    of_sizes = all(is_int(n) and n >= 0 for n in shape)
-    return is_placed and of_sizes and not more and isinstance(dtype, str) and dtype in CODES
+    are_sizes = all(is_int(n) and n >= 0 for n in shape)
+    return is_placed and are_sizes and not more and isinstance(dtype, str) and dtype in CODES

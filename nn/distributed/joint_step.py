@@ -32,6 +32,7 @@ class Agreement:
         told = (plan is None, 0 if plan is None else self._digest(plan))
         subject = {"global_step": step}
         heard = agree(self.comm, self._where, subject, error, told)
+        # Before the hashes are compared: a process that skips has no plan to make one of.
         if heard[:, 0].any():
             return None
         if (heard[:, 1] != heard[0, 1]).any():
@@ -42,14 +43,14 @@ class Agreement:
         return plan
 
     def _digest(self, plan: Plan) -> int:
-        """A number that differs where what all must have does."""
-        of_all = (
+        """A hash of the numbers and options that all processes must have alike."""
+        shared = (
             *(list(map(float, numbers)) for numbers in (plan.rates, plan.decays)),
             *(number_of(plan.conditioning.loss_scale), plan.skip_nonfinite, plan.touched_only),
             plan.conditioning.acts(np.arange(len(plan.classes.of))).tolist(),
             [rows.batch_length for rows in plan.given.rows] if self._share_batches else [],
         )
-        return int.from_bytes(hashlib.sha256(repr(of_all).encode()).digest()[:8], signed=True)
+        return int.from_bytes(hashlib.sha256(repr(shared).encode()).digest()[:8], signed=True)
 
 
 def together(optimizer: FusedOptimizer, comm: Communicator) -> None:
@@ -90,7 +91,7 @@ def join(optimizer: FusedOptimizer, comm: Communicator, *, share_batches: bool) 
 
 
 def _described(optimizer: FusedOptimizer) -> dict[str, Any]:
-    """What has to be the same for the optimizers of all processes."""
+    """The description of an optimizer that must be the same on all processes."""
     formula = optimizer.formula()
     return {
         "optimizer": type(optimizer).__name__,

@@ -89,7 +89,7 @@ def _read(where: str, gradients: Any, average: Any) -> list[Any]:
 
 
 def _forms(read: Sequence[Any]) -> list[Any]:
-    """What has to be the same for all processes."""
+    """The forms of gradients, which must be the same on all processes."""
     forms: list[Any] = []
     for g in read:
         is_row_sparse = isinstance(g, RowTensor)
@@ -100,7 +100,7 @@ def _forms(read: Sequence[Any]) -> list[Any]:
 
 @quiet
 def _summed(flat: np.ndarray, comm: Communicator, *, average: bool) -> np.ndarray:
-    """Every process sums a stretch, then all have all stretches."""
+    """The sum over all processes: each adds up a stretch, then all gather the stretches."""
     height = -(-len(flat) // comm.size)
     sent = np.zeros((comm.size, height), flat.dtype)
     sent.reshape(-1)[: len(flat)] = flat
@@ -108,6 +108,7 @@ def _summed(flat: np.ndarray, comm: Communicator, *, average: bool) -> np.ndarra
     comm.all_to_all(sent, ones, received, ones).wait()
     real = real_type(flat.dtype)
     total = received[0].astype(real)
+    # One rank after the other: the order of a sum of floats decides its last bits.
     for part in received[1:]:
         total += part.astype(real, copy=False)
     if average:

@@ -35,7 +35,7 @@ class Shard(Protocol):
         """The number of rows of this process."""
 
     def places(self, ids: np.ndarray) -> np.ndarray:
-        """Where rows are in the order of the stretches."""
+        """The places of rows in the order of the stretches."""
 
 
 class Arrival(Generic[T]):
@@ -45,7 +45,7 @@ class Arrival(Generic[T]):
         self._transfers, self._unpack = transfers, unpack
 
     def wait(self) -> T:
-        """What has arrived.
+        """The value that was on its way, when it has arrived.
 
         Raises:
             LostProcessError: a process has ended.
@@ -65,14 +65,14 @@ class Route:
         self._shard, self._comm = shard, shard.comm
         checked, error = attempted(_checked_ids, "RowShard.route", ids, shard.rows)
         places = shard.places(np.empty(0, np.int64) if error else checked.reshape(-1))
-        self._distinct, of_each = np.unique(places, return_inverse=True)
+        self._distinct, inverse = np.unique(places, return_inverse=True)
         bounds = np.arange(self._comm.size + 1) * shard.height
         self._first = np.searchsorted(self._distinct, bounds)  # of each owner
         told = np.diff(self._first), np.full(self._comm.size, len(places))
-        of_rows = {"rows": shard.rows, "order": shard.order}
-        heard = agree(self._comm, "RowShard.route", of_rows, error, np.stack(told, axis=1))
+        subject = {"rows": shard.rows, "order": shard.order}
+        heard = agree(self._comm, "RowShard.route", subject, error, np.stack(told, axis=1))
         self._shape = checked.shape
-        self._of_each = of_each.reshape(self._shape)
+        self._inverse = inverse.reshape(self._shape)
         self._sent, self._needed_counts = np.diff(self._first).tolist(), heard[:, 0].tolist()
         self._lengths = heard[:, 1]
         owner = np.repeat(np.arange(self._comm.size), self._sent)
@@ -108,7 +108,7 @@ class Route:
         sent = _rows_at(array, self._needed)
         received = _empty_rows(array, len(self._distinct))
         transfer = self._comm.all_to_all(sent, self._needed_counts, received, self._sent)
-        return Arrival([transfer], lambda: native(_rows_at(received, self._of_each)))
+        return Arrival([transfer], lambda: native(_rows_at(received, self._inverse)))
 
     def _checked_table(self, where: str, table: Any) -> Any:
         array, rows = self._checked(where, "table", table), len(self._shard)
@@ -183,20 +183,23 @@ class Route:
 
     @lazy
     def _occurrences(self) -> tuple[list[int], np.ndarray, np.ndarray]:
-        """How many go to each owner, their order by owner, and of each, in this order, its place
-        among the different rows of that owner and in this process's part of the batch.
+        """The number of occurrences for each owner, their order by owner, and a pair for each.
+
+        A pair, in this order, is the place among the different rows of the owner and the one in
+        this process's part of the batch.
         """
-        of_each = self._of_each.reshape(-1)
-        owner = np.searchsorted(self._first[1:], of_each, side="right")
+        inverse = self._inverse.reshape(-1)
+        owner = np.searchsorted(self._first[1:], inverse, side="right")
+        # Stable: the owner adds up the gradients of a row in the order of the batch.
         order = np.argsort(owner, kind="stable")
         pairs: np.ndarray = np.empty((len(order), 2), self._index)
-        pairs[:, 0] = (of_each - self._first[owner])[order]
+        pairs[:, 0] = (inverse - self._first[owner])[order]
         pairs[:, 1] = order
         return np.bincount(owner, minlength=self._comm.size).tolist(), order, pairs
 
 
 def _empty_rows(like: Any, n: int) -> Any:
-    """So many rows, where ``like`` is."""
+    """New rows, ``n`` of them, where ``like`` is."""
     shape = n, *like.shape[1:]
     if isinstance(like, DeviceArray):
         return like.empty_like(shape=shape)
@@ -214,7 +217,7 @@ def _rows_at(array: Any, indices: np.ndarray) -> Any:
 
 
 def _form(array: Any) -> dict[str, Any]:
-    """What has to be the same for all processes."""
+    """The form of an array of rows, which must be the same on all processes."""
     if array is None:
         return {}
     place = "a device" if isinstance(array, DeviceArray) else "the host"

@@ -77,11 +77,13 @@ class RowShard:
         places = np.arange(self.begin, self.end)
         if self.order == "range":
             return places
+        # The factor has no divisor in common with the number of rows: its inverse modulo that leads
+        # from places back to numbers.
         rows = max(1, self.rows)  # there is nothing to divide then
         return places * pow(_factor(self.rows), -1, rows) % rows
 
     def places(self, ids: np.ndarray) -> np.ndarray:
-        """Where rows are in the order of the shards, for their numbers: int64."""
+        """The places of rows in the order of the shards, by their numbers: int64."""
         return places(ids, self.rows, self.order)
 
     def route(self, ids: Any) -> Route:
@@ -99,7 +101,7 @@ class RowShard:
 
 
 def stretch(rows: int, size: int) -> int:
-    """How many rows each of ``size`` processes has, but for the last ones."""
+    """The number of rows of each of ``size`` processes; the last ones may have fewer."""
     return max(1, -(-rows // size))
 
 

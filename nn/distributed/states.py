@@ -54,12 +54,12 @@ class ShardedStates:
     def __init__(self, optimizer: Optimizer, comm: Communicator) -> None:
         _, error = attempted(_check, optimizer)
         params = [] if error else optimizer.parameters
-        of_all = {
+        subject = {
             "parameters": [str(p.name) for p in params],
             "dtypes": [str(p.dtype) for p in params],
             "shapes": [list(p.shape) for p in params],
         }
-        agree(comm, _WHERE, of_all, error)
+        agree(comm, _WHERE, subject, error)
         if isinstance(optimizer, FusedOptimizer):
             join(optimizer, comm, share_batches=False)
         self.optimizer, self.comm = optimizer, comm
@@ -97,6 +97,8 @@ class ShardedStates:
         self._send(None)
 
     def _send(self, error: Exception | None) -> None:
+        # A process with an error sends nothing, and the others would wait for it: so all hear of it
+        # before the first broadcast.
         _, self._error_of_all = attempted(agree, self.comm, _WHERE, {}, error)
         if self._error_of_all is not None:
             raise self._error_of_all
@@ -129,6 +131,8 @@ def _check(optimizer: Any) -> None:
 def _dealt(sizes: Sequence[int], n_processes: int) -> list[int]:
     """The owner of each parameter."""
     owners, loads = [0] * len(sizes), [0] * n_processes
+    # Equal sizes stay in order and equal loads go to the lowest rank: all processes find the same
+    # owners without asking each other.
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         owners[i] = loads.index(min(loads))
         loads[owners[i]] += sizes[i]

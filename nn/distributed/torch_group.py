@@ -207,7 +207,7 @@ def _tensor(array: Any) -> torch.Tensor:
 
 @contextmanager
 def _stream_of(arrays: Sequence[Any]) -> Iterator[None]:
-    """For device arrays: what PyTorch does is in order with what was enqueued for them."""
+    """The stream of device arrays, for PyTorch's work on them: after what was enqueued before."""
     if not isinstance(arrays[0], DeviceArray):
         yield
         return

@@ -1,4 +1,4 @@
-"""What happens to the gradients of a step before the rule: decay, loss scale, factors."""
+"""Gradient transforms of a step, which come before the rule: decay, loss scale, factors."""
 
 from __future__ import annotations
 
@@ -39,8 +39,11 @@ class Conditioning:
         coupled: bool,
     ) -> None:
         self._options, self.loss_scale, self._is_coupled = options, loss_scale, coupled
+        # The mean is taken of decay and gradient together, as in MindSpore: where a gradient is
+        # centralized the decay has joined it before the kernel reads it.
         self._joins = np.array([not option.centralize for option in options])
-        # What is compiled in front of the rule.
+        # Compiled in front of the rule. Whether a decay acts is decided once for all parameters,
+        # or each subset with a gradient would have a kernel of its own.
         self.prologue = self._parts(coupled and any(o.decay != 0.0 for o in options))
 
     def _parts(self, decays: bool) -> Prologue:
@@ -62,7 +65,7 @@ class Conditioning:
         return decay * self._scale if self._is_coupled else 0.0
 
     def scalars(self, i: int, decay: float) -> tuple[float, ...]:
-        """The scalars of the prologue of parameter ``i``, in the order of its parts."""
+        """The scalars of the gradient transform of parameter ``i``, in the order of its parts."""
         if not self.prologue:
             return ()
         scale = self._scale
@@ -70,11 +73,11 @@ class Conditioning:
         return self._of_parts(0.0 if self._options[i].centralize else decay * scale, scale)
 
     def _of_parts(self, decay: float, scale: float) -> tuple[float, ...]:
-        of_each = [part.scalars(decay, scale) for part in self.prologue if part.scalars]
-        return tuple(itertools.chain.from_iterable(of_each))
+        scalars = [part.scalars(decay, scale) for part in self.prologue if part.scalars]
+        return tuple(itertools.chain.from_iterable(scalars))
 
     def acts(self, positions: np.ndarray) -> np.ndarray:
-        """Of which parameters the weight decay is part of the prologue; bool."""
+        """Whether the weight decay of each parameter is part of its gradient transform; bool."""
         acts: np.ndarray = self._joins[positions]
         return acts
 
@@ -87,5 +90,5 @@ class Conditioning:
         gradients: np.ndarray,  # noqa: ARG002
         column: dict[str, int],  # noqa: ARG002
     ) -> DevicePart | None:
-        """What fills in these scalars on a device, for gradients at some addresses."""
+        """The launches that fill in these scalars on a device, for gradients at some addresses."""
         return None

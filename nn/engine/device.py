@@ -81,6 +81,8 @@ class Device:
         """
         assert self._resident is not None
         counts, error = self._resident.settle()
+        # Programs name the errors that they may find by numbers, and those of all steps outside of
+        # graphs are used up now.
         self._forget_programs()
         for own, found in zip(self._host.counts, counts, strict=True):
             own[...] = found
@@ -99,6 +101,8 @@ class Device:
     @contextmanager
     def turn(self) -> Iterator[None]:
         """One step is enqueued after the other, and nothing is settled meanwhile."""
+        # In this order, here and wherever both locks are taken: whoever settles has the second one,
+        # and never asks for the first.
         with self._host.turn(), pending.held():
             yield
 
@@ -125,11 +129,15 @@ class Device:
         captured = (is_new or must_settle) and self._is_captured
         if is_new and captured:
             self._refuse_first()
+        # While a graph is captured nothing can be waited for: a step that should, to make room for
+        # errors, leaves that to a later one.
         if must_settle and not captured:
             pending.synchronize()
         if resident is None:
             device = self._parameters[0].array.device
             resident = self._resident = Resident(device, len(self._parameters), bases)
+            # What its last steps have found outlives the optimizer, until somebody waits for the
+            # device. At exit nobody will, and the device may be gone.
             weakref.finalize(self, _leave, resident).atexit = False
         if is_new:
             resident.bases = bases
@@ -148,6 +156,8 @@ class Device:
         spans = given.layout.lock_spans if plan.use_locking else None
         with launch_on(arrays, spans, can_be_captured=True) as launch:
             self._enqueue(plan, launch)
+        # The host counts what it enqueues, since schedules follow that number, and takes over the
+        # counts of the device when it settles. Of a graph the device alone knows how often it runs.
         if not launch.is_captured:
             commit([], self._host.count(given.layout))
 
@@ -198,8 +208,8 @@ class Device:
         """
         capturing, tables = launch.is_captured, resident.tables
         given, conditioning = plan.given, plan.conditioning
-        of_batches = any(row.positions is not None for row in given.rows)
-        is_kept = not (capturing or conditioning.is_of_one_step or of_batches)
+        has_positions = any(row.positions is not None for row in given.rows)
+        is_kept = not (capturing or conditioning.is_of_one_step or has_positions)
         addresses = tuple(
             (row.index_address, row.values_address, len(row.indices)) for row in given.rows
         )
@@ -211,12 +221,14 @@ class Device:
             classes,
             launch.sorter is None,
         )
+        # The tables of a program hold addresses and lengths, which are its key. They also lie at an
+        # address of their own, which changes when a larger table takes more memory.
         known = self._programs.get(key) if is_kept else None
         if known is not None and known[0].place == tables.address:
             return known
         batches, error = row_batches(given)
         parts = _parts(resident, plan, classes, launch, batches)
-        finite = by_storage(given.of_batches) if plan.skip_nonfinite else ()
+        finite = by_storage(given.by_batch) if plan.skip_nonfinite else ()
         program = Program(parts, finite, partial(tables.take, capturing=capturing))
         origin = resident.remember(error, capturing=capturing) if given.rows else 0
         if is_kept:

@@ -41,10 +41,10 @@ class Host:
         return locks.entered(self._lock, self._where)
 
     def ready(self, update: Update, classes: Classes, *, may_skip: bool) -> None:
-        """Nothing comes before a step is planned."""
+        """Preparations for the plan of a step: the host needs none."""
 
     def forget(self) -> None:
-        """Nothing is kept that an address is part of."""
+        """Addresses of parameters are no part of what is kept here: there is nothing to drop."""
 
     def run(self, plan: Plan) -> None:
         """Write and count, in one compiled call after all that can fail.
@@ -59,7 +59,7 @@ class Host:
             _write(plan, count)
 
     def count(self, layout: Layout) -> Count:
-        """What counts a step with gradients of this layout; the last one is kept."""
+        """The count of a step with gradients of this layout; the last one is kept."""
         known = self._counted  # another thread may exchange it meanwhile
         if known is None or known[0] is not layout:
             active = None if layout.is_complete else layout.active
@@ -90,6 +90,8 @@ def _write(plan: Plan, count: Count) -> None:
     update, places = plan.update, [call.batch.positions for call in plan.calls]
     known = {**dict(update.constants), **{name: x.item() for name, x in update.numbers.items()}}
     found = step_together([_conditioned(call, plan) for call in plan.calls], places, known)
+    # A rule that rests (Prodigy while its sums are 0) writes and counts nothing. Else its numbers
+    # are written with the loops: an interrupt must not find the one without the other.
     if found is not None:
         of_step, steps = found
         new = zip(update.numbers.values(), of_step, strict=True)
@@ -125,7 +127,7 @@ def _prepared_measured(call: KernelCall, plan: Plan) -> Prepared:
 
 
 def _conditioned(call: KernelCall, plan: Plan) -> DenseUpdate:
-    """The update of a call, with what happens to its gradients measured."""
+    """The update of a call, with the measured scalars of its gradient transform."""
     batch, rule, prologue, _, gradients, hp, hp_of, *_ = call
     if plan.conditioning.is_measured:
         plan.conditioning.complete(call, columns(rule, prologue))

@@ -112,7 +112,7 @@ class Layout:
 
     @lazy
     def n_row_batches(self) -> int:
-        """How many kernel calls are row-sparse."""
+        """The number of row-sparse kernel calls."""
         return sum(batch.row_sparse for batch in self.batches)
 
 
@@ -144,6 +144,7 @@ def build_layout(
             )
         )
     written = [array for _, _, arrays in known for array in arrays]
+    # An empty array overlaps nothing, whatever its address.
     spans = sorted((address_of(a), address_of(a) + a.nbytes) for a in written if a.size)
     memory = np.array(spans, np.int64).reshape(-1, 2).T.copy()
     is_complete = len(known) == len(kinds)
@@ -172,7 +173,7 @@ def _place(array: np.ndarray) -> Place:
 def _array_forms(
     gradients: Sequence[tuple[Kind, Any]],
 ) -> tuple[list[headers.Form], np.ndarray, tuple[int, ...]]:
-    """What the arrays of gradients are, and the places of dense ones and of indices among them."""
+    """The forms of gradient arrays, and the places of dense ones and of indices among them."""
     forms: list[headers.Form] = []
     dense, rows = [], []
     for kind, w in gradients:

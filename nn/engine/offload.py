@@ -43,7 +43,7 @@ class Offload:
         self.turn = host.turn
 
     def forget(self) -> None:
-        """Nothing is kept that an address is part of."""
+        """Addresses of parameters are no part of what is kept here: there is nothing to drop."""
 
     def ready(self, update: Update, classes: Classes, *, may_skip: bool) -> None:  # noqa: ARG002
         """Refuse to become part of a CUDA graph: the step waits for the device."""
@@ -51,13 +51,16 @@ class Offload:
             raise cannot_be_captured()
 
     def run(self, plan: Plan) -> None:
-        """Parameters and gradients come to the host, which waits; the parameters go back."""
+        """Take a step: parameters and gradients come to the host, and the parameters go back."""
         layout, arrays = plan.given.layout, plan.given.arrays
         if arrays:
             with launch_on(arrays, layout.lock_spans if plan.use_locking else None) as launch:
+                # Of all batches, before the first chunk: chunks are written one by one, and a bad
+                # index in a later one would leave half a step.
                 rows = {batch: _checked_rows(batch, plan) for batch in layout.batches}
                 for call in plan.calls:
                     _run(call, rows[call.batch], plan, launch.stream)
+        # Last: a step whose parameters have not all gone back to the device is not counted.
         commit([], self._host.count(layout))
 
 
@@ -72,7 +75,7 @@ def _checked_rows(batch: Batch, plan: Plan) -> list[RowGradient]:
     return rows
 
 
-class Part(NamedTuple):
+class TensorSlice(NamedTuple):
     """Elements ``begin .. end`` of tensor ``t`` of a batch."""
 
     t: int
@@ -80,15 +83,15 @@ class Part(NamedTuple):
     end: int
 
 
-def chunks_of(sizes: Sequence[int], *, split: bool) -> Iterator[list[Part]]:
-    """Parts of about `CHUNK` elements together; with ``split`` long tensors are cut."""
-    chunk: list[Part] = []
+def chunks_of(sizes: Sequence[int], *, split: bool) -> Iterator[list[TensorSlice]]:
+    """Slices of about `CHUNK` elements together; with ``split`` long tensors are cut."""
+    chunk: list[TensorSlice] = []
     room = CHUNK
     for t, size in enumerate(sizes):
         begin = 0
         while begin < size:
             end = min(size, begin + room) if split else size
-            chunk.append(Part(t, begin, end))
+            chunk.append(TensorSlice(t, begin, end))
             room -= end - begin
             begin = end
             if room <= 0:
@@ -106,11 +109,11 @@ def _run(call: KernelCall, rows: Sequence[RowGradient], plan: Plan, stream: Any)
     is_apart = call.rule.is_elementwise and not call.rule.is_row_wise
     split = is_apart and not (is_measured or rows)
     sizes = [arrays[0].size for arrays in tensors]
-    tables = [[Part(t, 0, size)] for t, size in enumerate(sizes)]
+    tables = [[TensorSlice(t, 0, size)] for t, size in enumerate(sizes)]
     chunks = tables if rows else list(chunks_of(sizes, split=split))
 
     def work(k: int, views: list[np.ndarray]) -> None:
-        chosen, of_g = [part.t for part in chunks[k]], views[1::2]
+        chosen, gradient_views = [part.t for part in chunks[k]], views[1::2]
         here = []
         for (t, begin, end), w in zip(chunks[k], views[::2], strict=True):
             there, *states = tensors[t]
@@ -118,9 +121,9 @@ def _run(call: KernelCall, rows: Sequence[RowGradient], plan: Plan, stream: Any)
                 here.append((w, *(state.reshape(-1)[begin:end] for state in states)))
             else:
                 here.append((w.reshape(there.shape), *states))
-        gradients: Any = np.array(list(map(address_of, of_g)), np.int64)
+        gradients: Any = np.array(list(map(address_of, gradient_views)), np.int64)
         if rows:
-            gradients = [rows[k].with_values(of_g[0].reshape(rows[k].values.shape))]
+            gradients = [rows[k].with_values(gradient_views[0].reshape(rows[k].values.shape))]
         own_batch = replace(
             batch,
             positions=batch.positions[chosen],
@@ -142,13 +145,13 @@ def _run(call: KernelCall, rows: Sequence[RowGradient], plan: Plan, stream: Any)
     cuda.device.staging.staging().run(pieces, work, stream)
 
 
-def _pieces(call: KernelCall, rows: Sequence[RowGradient], part: Part) -> list[Piece]:
-    """What comes of a part: the parameter, which goes back, and the gradient."""
+def _pieces(call: KernelCall, rows: Sequence[RowGradient], part: TensorSlice) -> list[Piece]:
+    """The pieces of memory of a slice: the parameter, which goes back, and the gradient."""
     (t, begin, end), g = part, call.batch.g
     w, n = call.batch.variables.tensors[t][0], end - begin
     if rows:
-        of_g = rows[t].values_address, rows[t].values.size
+        span = rows[t].values_address, rows[t].values.size
     else:
-        of_g = int(call.gradients[t]) + begin * g.itemsize, n
+        span = int(call.gradients[t]) + begin * g.itemsize, n
     at_w = w.address + begin * w.itemsize
-    return [Piece(at_w, n, w.dtype, True), Piece(*of_g, g.dtype, False)]
+    return [Piece(at_w, n, w.dtype, True), Piece(*span, g.dtype, False)]

@@ -33,12 +33,12 @@ def are_finite(given: Gradients) -> bool:
         return True
     with launch_on(arrays, None) as launch:
         all_finite = cuda.dense.finite.all_finite
-        arrays_of = by_storage(given.of_batches)
+        arrays_of = by_storage(given.by_batch)
         return all(all_finite(*found, stream=launch.stream) for found in arrays_of)
 
 
 def row_batches(given: Gradients) -> tuple[dict[Batch, int], BadIndex]:
-    """Of the row-sparse batches of a step the number of positions before each, and their error.
+    """The row-sparse batches of a step, with the positions before each, and their error.
 
     Raises:
         ValueError: the tables of a batch have too many rows for its sort keys.

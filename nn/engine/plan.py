@@ -23,7 +23,7 @@ from .reader import Gradients
 
 
 class Update(NamedTuple):
-    """What a step does."""
+    """The update that a step makes of each tensor, and the numbers that it needs."""
 
     rule: Rule
     formula: Formula  # how its scalars follow from the learning rate and the update of a tensor
@@ -32,7 +32,7 @@ class Update(NamedTuple):
 
 
 class Counts(NamedTuple):
-    """How far an optimizer is; arrays, in which whoever steps counts."""
+    """The counts of an optimizer, in arrays that its steppers share."""
 
     global_step: np.ndarray  # int32 (1,): steps that were not skipped
     skipped: np.ndarray  # int64 (1,): steps that were
@@ -40,13 +40,15 @@ class Counts(NamedTuple):
 
 
 class Classes:
-    """Parameters that share all options share their scalars: they are a class."""
+    """The classes of parameters: those that share all options share their scalars."""
 
     def __init__(self, where: str, options: Sequence[ParameterOptions]) -> None:
         known: dict[Any, int] = {}
         self.examples: list[int] = []  # a parameter of each class
         of = []
         for i, option in enumerate(options):
+            # Learning rates by identity: a fixed one is a parameter that can be assigned to, so two
+            # that are equal now need not be in the next step. A fixed decay stays what it is.
             decay = option.decay if isinstance(option.decay, float) else id(option.decay)
             key = (id(option.rate), type(option.decay), decay, option.centralize)
             if key not in known:
@@ -60,13 +62,13 @@ class Classes:
         self.decays = Values(where, "weight_decay", decays)
         self._fixed_decays = list(decays) if all(type(d) is float for d in decays) else None
 
-    def at(self, of_rates: int, step: int) -> tuple[list[float], list[float]]:
+    def at(self, rate_step: int, step: int) -> tuple[list[float], list[float]]:
         """Learning rates and weight decays for a step on the host.
 
         Raises:
             RuntimeError, TypeError, ValueError: as `Values.at`.
         """
-        rates = self._fixed_rates() or self.rates.at(of_rates)
+        rates = self._fixed_rates() or self.rates.at(rate_step)
         return rates, self._fixed_decays or self.decays.at(step)
 
     def _fixed_rates(self) -> list[float] | None:
@@ -74,6 +76,7 @@ class Classes:
         rates = []
         for rate in self._rates:
             array = rate.array if type(rate) is Parameter else None
+            # Out of range is for `Values` to say, which names it; here it is only found.
             if type(array) is not np.ndarray or array.ndim or not 0 <= float(array) <= LARGEST:
                 return None
             rates.append(float(array))
@@ -81,7 +84,7 @@ class Classes:
 
     @property
     def follow_steps(self) -> bool:
-        """Whether the number of a step has to be known to tell its rates and decays."""
+        """Whether the number of a step has to be known to tell its learning rates and decays."""
         return self.rates.follow_steps or self.decays.follow_steps
 
 
@@ -125,10 +128,11 @@ def calls_of(
         real, at = batch.real, update.formula.at
         before: list[tuple[float, ...]] = [()] * n_classes
         if prologue:
-            of_class = zip(classes.examples, decays, strict=True)
+            examples = zip(classes.examples, decays, strict=True)
             before = [
-                tuple(map(ROUNDING[real], conditioning.scalars(i, decay))) for i, decay in of_class
+                tuple(map(ROUNDING[real], conditioning.scalars(i, decay))) for i, decay in examples
             ]
+        # Updates are numbered from 1: bias corrections divide by ``1 - beta**t``.
         rows = [(*at(real, rates[k], left[k], step + 1), *before[k]) for step, k in keys]
         rule = update.rule if update.rule.matrix is None else update.rule.on(batch.shape)
         shared = batch, rule, prologue, touched_only, given.of(batch)
@@ -162,11 +166,11 @@ class Together(Protocol):
     """The optimizers of several processes, which take a step all or none."""
 
     def agreed(self, planned: Callable[[], Plan | None], step: int) -> Plan | None:
-        """What is planned for a step, when all have planned theirs; None where one skips it."""
+        """The plan of a step, when all processes have theirs; None where one of them skips it."""
 
 
 class Stepper(Protocol):
-    """What runs the steps of an optimizer: on the host, on a device, or both."""
+    """A runner of the steps of an optimizer: on the host, on a device, or on both."""
 
     works_on_host: bool  # whether the arithmetic is done there
 

@@ -84,7 +84,7 @@ class Program:
         self._parts = parts
         self._rows = [part for part, _ in parts if isinstance(part, RowStep)]
         self.has_rows = bool(self._rows)
-        self._finite = [FiniteCheck(*of_storage) for of_storage in gradients]
+        self._finite = [FiniteCheck(*spans) for spans in gradients]
         self.checks_finite = bool(self._finite)
         self._prepare()
         self.scratch_bytes = max((part.scratch_bytes for part, _ in parts), default=0)
@@ -129,11 +129,14 @@ class Program:
     def run(self, settings: int, state: int, scratch: int, sorter: Any, stream: Any) -> None:
         """Enqueue the rest: nothing is counted or written before all indices are checked."""
         call = LaunchContext(stream, state, sorter, scratch)
+        # A single row-sparse part checks its indices when it is sorted, before anything is written.
+        # Of several the first would be written before the last is sorted: all are checked ahead.
         if len(self._rows) == 1:
             self._rows[0].sort(call)
         else:
             for rows in self._rows:
                 rows.check(call)
+        # Each part counts the updates of its tensors; the step itself is counted by the first one.
         for k, (_, own) in enumerate(self._parts):
             own.enqueue(settings, state, stream, counts_step=k == 0)
         if not self._parts:

@@ -21,6 +21,8 @@ from ..base import gradients as whole
 from ..base.parameter import Parameter
 from .layout import Batch, Kind, Layout, build_layout
 
+# Layers that take turns to have gradients need a layout each; a model in which the choice never
+# repeats must not collect them.
 _KEPT_LAYOUTS = 16
 
 
@@ -50,7 +52,7 @@ class Gradients(NamedTuple):
         return self.rows_of(batch) if batch.row_sparse else self.addresses_of(batch)
 
     @property
-    def of_batches(self) -> list[tuple[Batch, Any]]:
+    def by_batch(self) -> list[tuple[Batch, Any]]:
         """The batches with their gradients."""
         return [(batch, self.of(batch)) for batch in self.layout.batches]
 
@@ -116,7 +118,7 @@ class GradientReader:
         return Gradients(last, dense, rows, arrays)
 
     def _arrays_like(self, last: Layout, gradients: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """What may be the arrays of ``gradients`` of the same kinds, else None."""
+        """The arrays of ``gradients`` that may be of the same kinds as the last ones, else None."""
         arrays: list[Any] = []
         for kind, shapes, gradient in zip(last.kinds, self._shapes, gradients, strict=True):
             if kind is None or kind.index_dtype is None:
@@ -146,12 +148,14 @@ class GradientReader:
         dense = [g for g in read if not isinstance(g, RowGradient)]
         rows = [g for g in read if isinstance(g, RowGradient)]
         addresses = [address_of(g) for g in dense]
+        # A gradient in the memory of a parameter or a state would change while the step reads it.
         self._check_unshared(layout, addresses, rows)
+        # `read_like_last` takes the arrays as they are, and cannot centralize them.
         self._last = None if self._centralized else layout
         return Gradients(layout, np.array(addresses, np.int64), rows, read)
 
     def check_indices(self, given: Gradients) -> None:
-        """All indices of all row-sparse gradients, before any of them is used.
+        """Check all indices of all row-sparse gradients, before any of them is used.
 
         Raises:
             IndexError: one is out of range.
@@ -191,8 +195,8 @@ class GradientReader:
         Raises:
             ValueError: one is read-only or has another shape.
         """
-        of_each = zip(kinds, self._parameters, self._shapes, self._states, strict=True)
-        for kind, p, shapes, states in of_each:
+        entries = zip(kinds, self._parameters, self._shapes, self._states, strict=True)
+        for kind, p, shapes, states in entries:
             if kind is None:
                 continue
             for array, shape in zip((p.array, *states), shapes, strict=True):
@@ -249,7 +253,7 @@ class GradientReader:
         return row_gradient(central)
 
     def _centralize_on_device(self, w: DeviceArray, gradient: Any, factor: float) -> Any:
-        """The same, enqueued; in a new array of the parameter's framework."""
+        """The centralized gradient, enqueued, in a new array of the parameter's framework."""
         if not isinstance(gradient, RowGradient):
             return _centralized(gradient, w, factor)
         if not factor:
@@ -286,11 +290,11 @@ def _centralized(gradient: DeviceArray, w: DeviceArray, factor: float) -> Device
 
 
 def by_storage(
-    of_batches: Iterable[tuple[Batch, Any]],
+    by_batch: Iterable[tuple[Batch, Any]],
 ) -> tuple[tuple[Storage, np.ndarray, np.ndarray], ...]:
     """The arrays of all gradients by storage type: int64 addresses and numbers of elements."""
     arrays: dict[Storage, list[tuple[int, int]]] = {}
-    for batch, gradients in of_batches:
+    for batch, gradients in by_batch:
         found = arrays.setdefault(batch.g, [])
         if batch.row_sparse:
             found += [(g.values_address, g.values.size) for g in gradients]
@@ -309,14 +313,14 @@ def index_lists(batch: Batch, gradients: Sequence[RowGradient]) -> list[IndexLis
     Raises:
         ValueError: its tables have too many rows for its sort keys.
     """
-    of_each = zip(batch.labels, gradients, batch.variables.tensors, strict=True)
-    lists = [IndexList(label, len(g.indices), len(arrays[0])) for label, g, arrays in of_each]
+    entries = zip(batch.labels, gradients, batch.variables.tensors, strict=True)
+    lists = [IndexList(label, len(g.indices), len(arrays[0])) for label, g, arrays in entries]
     check_keys(batch.labels[0], lists)
     return lists
 
 
 def check_rows(batch: Batch, gradients: Sequence[RowGradient]) -> None:
-    """All indices of the gradients of one batch, on the host; as `GradientReader.check_indices`."""
+    """Check all indices of a batch on the host; as `GradientReader.check_indices`."""
     for own, gradient in zip(index_lists(batch, gradients), gradients, strict=True):
         check.indices_in_range(own.where, gradient.indices, own.rows)
 
@@ -356,7 +360,7 @@ def read_gradient(where: str, parameter: Parameter, gradient: Any) -> Any:
 
 
 def is_row_sparse(gradient: Any) -> bool:
-    """A `RowTensor`, a list of them or a torch sparse COO tensor."""
+    """Whether a gradient is a `RowTensor`, a list of them or a torch sparse COO tensor."""
     if isinstance(gradient, list | tuple):
         return any(isinstance(part, RowTensor) for part in gradient)
     return isinstance(gradient, RowTensor) or getattr(gradient, "is_sparse", False)

@@ -1,4 +1,4 @@
-"""What an optimizer keeps on a CUDA device: its counts, settings and tables, and a guard.
+"""The memory of an optimizer on a CUDA device: its counts, settings and tables, and a guard.
 
 The steps of an optimizer have one guard. A step with an index out of range closes it, and neither
 that step nor a later one writes or counts anything until the host hears of it (`settle`). A step
@@ -107,13 +107,14 @@ class Resident:
         error = None
         if is_bad:
             error = self._errors[state.origin](position, state.bad_index)
+        # A graph may run again, and find again what it was captured with.
         self._errors = {k: e for k, e in self._errors.items() if k in self._graphs}
         self._n_unsettled = self.n_to_check = 0
         counts = np.array([state.global_step]), np.array([state.n_skipped]), words[n_words:]
         return Counts(*counts), error
 
     def remember(self, error: Error, *, capturing: bool) -> int:
-        """A number for what a step may find."""
+        """A number for the error that a step may find."""
         self._n_errors += 1
         self._errors[self._n_errors] = error
         if capturing:
@@ -123,26 +124,27 @@ class Resident:
     # Steps
 
     def write_settings(self, plan: Plan, launch: Launch) -> int:
-        """Have what the scalars follow from on the device; the address of the classes."""
+        """Write the numbers from which scalars follow to the device; the address of the classes."""
         formula, conditioning = plan.update.formula, plan.conditioning
         constants = *formula.constants, *formula.bases
-        at_constants, of_class = size_of(scalars.SettingsRow) // 8, size_of(scalars.ClassRow) // 8
+        at_constants = size_of(scalars.SettingsRow) // 8
+        class_words = size_of(scalars.ClassRow) // 8
         at_classes = at_constants + len(constants)
-        words = np.zeros(max(WORDS, at_classes + of_class * len(plan.rates)), np.int64)
+        words = np.zeros(max(WORDS, at_classes + class_words * len(plan.rates)), np.int64)
         place = self._settings.take(words.nbytes, capturing=launch.is_captured)
         numbers = words.view(float)
         _put(words, 0, conditioning.loss_scale, place)
         numbers[at_constants:at_classes] = constants
         for k, (rate, decay) in enumerate(zip(plan.rates, plan.decays, strict=True)):
-            first = at_classes + of_class * k
+            first = at_classes + class_words * k
             _put(words, first, rate, place)
-            of_rule = decay if conditioning.leaves_decay else 0.0
-            numbers[first + 3 : first + of_class] = of_rule, decay
+            rule_decay = decay if conditioning.leaves_decay else 0.0
+            numbers[first + 3 : first + class_words] = rule_decay, decay
         self._settings.write(words, launch.stream, capturing=launch.is_captured)
         return place + 8 * at_classes
 
     def follow_last(self, launch: Launch) -> None:
-        """What comes next waits, on the device, for the step before if that was elsewhere.
+        """Have the stream of a step wait for the step before, if that was on another stream.
 
         A graph has no step before: the order of its runs is the user's.
         """
@@ -156,6 +158,8 @@ class Resident:
         stream, capturing = launch.stream, launch.is_captured
         self.tables.write(program.words, stream, capturing=capturing)
         scratch = self.scratch.take(max(1, program.scratch_bytes), capturing=capturing)
+        # For good: a step that is skipped leaves the guard closed, so each later one has to open it
+        # (`_begin`), also one that cannot be skipped itself.
         self.may_skip |= found_inf is not None or program.checks_finite
         program.check_finite(self.state + scalars.AT.is_nonfinite, stream)
         # A step before a run of a graph may have been skipped, even if none could be until now.
@@ -176,7 +180,7 @@ class Resident:
 
 
 def _put(words: np.ndarray, k: int, number: Number, place: int) -> None:
-    """A number of settings: three words that say where it lies, how, and itself if the host's."""
+    """Put a number among the settings: its place, its kind, and itself if it is the host's."""
     if isinstance(number, DeviceArray):
         words[k : k + 2] = _place_of(number)
     else:

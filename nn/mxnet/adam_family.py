@@ -1,4 +1,4 @@
-"""What MXNet's Adam and AdamW share: how they are called, and that nothing changes on an error."""
+"""The base of MXNet's Adam and AdamW: their calls, after whose errors nothing has changed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _wd = itemgetter(2)
 
 
 class AdamFamily(Optimizer):
-    """What Adam and AdamW share: two moments, one kernel call for all weights of a dtype."""
+    """The base of Adam and AdamW: two moments, one kernel call for all weights of a dtype."""
 
     # The rules for weights without and with a master copy; and those for composed operations.
     _fused_rules: tuple[Rule, Rule]
@@ -50,14 +50,14 @@ class AdamFamily(Optimizer):
     correct_bias: Any = True
 
     def __init__(
-        self, learning_rate: float | None, use_fused_step: bool, *of_moments: float, **base: Any
+        self, learning_rate: float | None, use_fused_step: bool, *moment_options: float, **base: Any
     ) -> None:
         if learning_rate is None and base.get("lr_scheduler") is None:
             learning_rate = _RATE
         if base.get("aggregate_num") is None and not self._has_own_update():
             base["aggregate_num"] = np.inf  # results do not depend on it
         super().__init__(learning_rate=learning_rate, use_fused_step=use_fused_step, **base)
-        self.beta1, self.beta2, self.epsilon = of_moments
+        self.beta1, self.beta2, self.epsilon = moment_options
         self._bindings = Bindings(self._name)
 
     def create_state(self, index: Any, weight: Any) -> tuple[Any, Any]:  # noqa: ARG002
@@ -133,7 +133,7 @@ class AdamFamily(Optimizer):
                 reject(ValueError, self._name, name, wrong, first.shape, array.shape)
 
     def _update_lists(self, lists: Lists, *, composed: bool, with_masters: bool = False) -> None:
-        """Everything that can fail comes before the first write, and the counts go back then."""
+        """Update lists of weights; an error comes before the first write, and counts go back."""
         indices, weights, grads, states = as_lists(self._name, *lists)
         variables = [
             self._with_master(i, w, s)
@@ -150,6 +150,8 @@ class AdamFamily(Optimizer):
         if not given.layout.is_complete:
             active = [indices[i] for i in given.layout.active.tolist()]
         largest, counts = self.num_update, self._index_update_count
+        # The counts are a dict, which the compiled call cannot write: they go ahead of it, and
+        # `done` goes up within it, which after an interrupt tells whether to take them back.
         before = list(map(counts.get, active))
         done, count = counter = _counters.take()
         done[0] = 0
@@ -180,7 +182,7 @@ class AdamFamily(Optimizer):
         return True
 
     def _touches_only_rows_of_gradient(self, composed: bool) -> bool:  # noqa: ARG002
-        """What a row-sparse gradient does."""
+        """Whether a row-sparse gradient updates only the rows that occur."""
         return False
 
     def _advance(self, indices: Sequence[Any]) -> list[tuple[int, float, float]]:
@@ -221,8 +223,8 @@ class AdamFamily(Optimizer):
                 row = {each: k for k, each in enumerate(different)}
                 hp, hp_of = np.concatenate(rows), np.array([row[each] for each in own])
             rule = with_master if len(batch.variables.s) > len(plain.states) else plain
-            of_call = batch, rule, prologue, touched_only, given.of(batch), hp, hp_of
-            updates.append(update_of(of_call))
+            call = batch, rule, prologue, touched_only, given.of(batch), hp, hp_of
+            updates.append(update_of(call))
         return updates
 
 
@@ -233,7 +235,7 @@ _remembered = lru_cache(maxsize=64, typed=True)
 
 @_remembered
 def _prologue(decay: float, composed: bool, decays: bool, options: tuple[Any, ...]) -> Prologue:
-    """What happens to the gradients before a rule, which ``decays`` the weight itself or not."""
+    """The gradient transform before a rule, which ``decays`` the weight itself or not."""
     where, compat, rescale, bound, *_ = options
     check.scalar_at_least_0(where, _DECAY, decay)
     before = compat, rescale, bound or 0.0, 0.0 if decays else decay
@@ -245,16 +247,17 @@ def _scalars(
     real: Any, t: int, lr: float, wd: float, prologue: Prologue, composed: bool, decays: bool,
     options: tuple[Any, ...],
 ) -> np.ndarray:  # fmt: skip
-    """A row of the scalars of rule and prologue for a weight that is updated the ``t``-th time."""
+    """A row of scalars, of rule and gradient transform, for the ``t``-th update of a weight."""
     where, _, rescale, bound, beta1, beta2, epsilon, correct_bias = options
     check.scalar_at_least_0(where, _DECAY, wd)
     size = rules.bias_corrected(lr, beta1, beta2, t) if correct_bias else lr
     size = check.scalar_at_least_0(where, "the learning rate with its factors", size)
-    of_rule = (size, epsilon, wd) if decays else (size, epsilon)
-    of_gradient = prologue, rescale, bound or 0.0, wd
-    own = rules.adam_scalars(real, beta1, beta2, *of_rule, composed=composed)
-    own += rules.conditioning_scalars(real, *of_gradient, composed=composed)
+    rule_options = (size, epsilon, wd) if decays else (size, epsilon)
+    transform = prologue, rescale, bound or 0.0, wd
+    own = rules.adam_scalars(real, beta1, beta2, *rule_options, composed=composed)
+    own += rules.conditioning_scalars(real, *transform, composed=composed)
     row: np.ndarray = np.array([own], real)
+    # One array for all calls that ask for the same scalars.
     row.flags.writeable = False
     return row
 

@@ -15,7 +15,7 @@ import numpy as np
 from ...kernels.formula import to_float32
 from ...ops.runtime import check
 from ...ops.runtime.errors import RejectedValueError, message, reject
-from ..base.arguments import count, of_kind
+from ..base.arguments import check_kind, count
 
 
 def decay_rate(where: str, name: str, value: Any) -> float:
@@ -51,7 +51,7 @@ def aggregate_number(where: str, name: str, value: Any) -> float:
 
 
 def scheduler(where: str, name: str, value: Any) -> Any:
-    """None, or what computes a learning rate from the number of updates."""
+    """A scheduler, which computes a learning rate from the number of updates, or None."""
     if value is not None and (isinstance(value, type) or not callable(value)):
         expected = "an LRScheduler or a callable"
         reject(TypeError, where, name, "has a wrong type", expected, repr(value))
@@ -60,13 +60,13 @@ def scheduler(where: str, name: str, value: Any) -> Any:
 
 def multipliers(where: str, name: str, value: Any) -> dict[Any, float]:
     """A dict from indices or names to numbers of at least 0."""
-    of_kind(where, name, value, Mapping, "a dict of numbers")
+    check_kind(where, name, value, Mapping, "a dict of numbers")
     return {k: check.scalar_at_least_0(where, f"{name}[{k!r}]", x) for k, x in value.items()}
 
 
 def parameters(where: str, name: str, value: Any) -> dict[Any, Any]:
     """A copy of a dict from indices to objects with ``lr_mult`` and ``wd_mult``; None: empty."""
-    of_kind(where, name, value, (Mapping, type(None)), "a dict of parameters")
+    check_kind(where, name, value, (Mapping, type(None)), "a dict of parameters")
     found = dict(value or {})
     for index, parameter in found.items():
         if not (hasattr(parameter, "lr_mult") and hasattr(parameter, "wd_mult")):
@@ -102,10 +102,10 @@ def as_lists(where: str, index: Any, weight: Any, grad: Any, state: Any) -> List
         wrong = "has a wrong type"
         raise TypeError(message(where, "index", wrong, "ints and strs", index)) from None
     n = len(index)
-    of_lists = () if is_one else (("weights", weight), ("grads", grad), ("states", state))
-    for name, values in of_lists:
+    lists = () if is_one else (("weights", weight), ("grads", grad), ("states", state))
+    for name, values in lists:
         if not isinstance(values, _LISTS):
-            of_kind(where, name, values, _LISTS, "a list")
+            check_kind(where, name, values, _LISTS, "a list")
         if len(values) != n:
             wrong, expected = "has a wrong length", f"{n}, one for each index"
             reject(RejectedValueError, where, name, wrong, expected, len(values))

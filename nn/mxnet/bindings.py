@@ -22,7 +22,7 @@ _KEPT_WEIGHTS = 4096
 Variables = Sequence[tuple[Any, ...]]
 
 
-class Bound:
+class BoundWeights:
     """Weights with their states, checked, and the reader of their gradients, for later steps too.
 
     ``variables`` has for each weight the array and then its states.
@@ -62,7 +62,7 @@ class Bound:
 
 
 class Bindings:
-    """The `Bound` of the last calls, by their indices."""
+    """The `BoundWeights` of the last calls, by their indices."""
 
     def __init__(self, where: str) -> None:
         self._where = where
@@ -70,7 +70,7 @@ class Bindings:
 
     def forget(self) -> None:
         """Hold no array any more."""
-        self._known: OrderedDict[tuple[Any, ...], Bound] = OrderedDict()
+        self._known: OrderedDict[tuple[Any, ...], BoundWeights] = OrderedDict()
         self._n_weights = 0
 
     def read(
@@ -80,7 +80,7 @@ class Bindings:
         variables: Variables,
         sparse_update: str,
         gradients: Sequence[Any],
-    ) -> tuple[Bound, Gradients]:
+    ) -> tuple[BoundWeights, Gradients]:
         """The checked weights of a call, known where they are as they were; and its gradients."""
         key, grads = tuple(indices), tuple(gradients)
         known = self._known.get(key)
@@ -93,7 +93,8 @@ class Bindings:
                 given = known.reader.read(grads, lambda _: 0.0)
             if given is not None:
                 return known, given
-        found = Bound(self._where, [names(index) for index in indices], variables, sparse_update)
+        labels = [names(index) for index in indices]
+        found = BoundWeights(self._where, labels, variables, sparse_update)
         self._drop(key)
         if found.can_be_kept:
             self._known[key] = found
@@ -113,13 +114,13 @@ class Bindings:
 
 def _checked(where: str, name: str, arrays: Sequence[Any]) -> tuple[Any, ...]:
     """A weight and its states: arrays that can be updated in place, of one shape and place."""
-    label, of_state = f"weight {name!r}", f"state of {name!r}"
+    label, state_label = f"weight {name!r}", f"state of {name!r}"
     weight = check.variable(where, label, arrays[0])
-    states = tuple(check.variable(where, of_state, a) for a in arrays[1:])
+    states = tuple(check.variable(where, state_label, a) for a in arrays[1:])
     for state in states:
-        device_of(where, {label: weight, of_state: state})
+        device_of(where, {label: weight, state_label: state})
         if state.shape != weight.shape:
-            reject(ValueError, where, of_state, "has a wrong shape", weight.shape, state.shape)
+            reject(ValueError, where, state_label, "has a wrong shape", weight.shape, state.shape)
     return weight, *states
 
 

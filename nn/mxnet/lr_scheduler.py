@@ -1,8 +1,8 @@
 """The schedulers of ``mxnet.lr_scheduler``: learning rates by the number of updates.
 
 In MXNet a scheduler changes itself when it is asked, so asking for an earlier number, or asking
-twice, or sharing one between optimizers gives other rates. Here the rate is a function of the
-number of updates and of the attributes, which can be assigned to at any time.
+twice, or sharing one between optimizers gives other learning rates. Here they are a function of
+the number of updates and of the attributes, which can be assigned to at any time.
 """
 
 from __future__ import annotations
@@ -155,6 +155,7 @@ class FactorScheduler(LRScheduler):
         if num_update < self.warmup_steps:
             return self.get_warmup_lr(num_update)
         drops = max(num_update - 1, 0) // self.step
+        # The floor acts from the first drop on, as in MXNet, even where it is above ``base_lr``.
         if drops == 0:
             return self.base_lr
         return max(self.base_lr * self.factor**drops, self.stop_factor_lr)
@@ -221,7 +222,10 @@ class _Falling(LRScheduler):
             reject(ValueError, self._name, "warmup_steps", wrong, expected, self.warmup_steps)
 
     def _rate(self, num_update: int, share_left: Callable[[float], float]) -> float:
-        """That of an update; ``share_left(done)`` is left of the fall after a share of updates."""
+        """The learning rate of an update.
+
+        ``share_left(done)`` is the part of the fall that is left after a share of the updates.
+        """
         if num_update < self.warmup_steps:
             return self.get_warmup_lr(num_update)
         done = (num_update - self.warmup_steps) / (self.max_update - self.warmup_steps)

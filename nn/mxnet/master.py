@@ -16,7 +16,7 @@ from ...ops.runtime.row_tensor import RowTensor
 _WHERE = "update_multi_precision"
 
 
-def of_master(grad: Any, state: Any) -> tuple[Any, Any, Any]:
+def master_arguments(grad: Any, state: Any) -> tuple[Any, Any, Any]:
     """Master copy, float32 gradient and state of the master copy."""
     if isinstance(grad, list | tuple):
         grad = concatenated(_WHERE, "grad", grad)

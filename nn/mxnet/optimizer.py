@@ -1,4 +1,4 @@
-"""The base class of ``mxnet.optimizer``: rates, multipliers, counts, and the registry."""
+"""The base class of ``mxnet.optimizer``: learning rates, multipliers, counts, and the registry."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ...ops.adam_update import compat_version
 from ...ops.runtime import check
 from ...ops.runtime.arrays import adopt_anywhere
 from ...ops.runtime.errors import reject, reject_unknown
-from ..base.arguments import Checked, CheckedAttributes, count, of_kind
+from ..base.arguments import Checked, CheckedAttributes, check_kind, count
 from . import arguments
 from .arguments import arguments_of, as_lists, is_list
-from .master import as_float32, of_master, round_to
+from .master import as_float32, master_arguments, round_to
 
 _BASE_RATE = 0.01
 _HALVES = STORAGES.keys() - REALS.keys()
@@ -28,7 +28,7 @@ class ScheduledRateError(RuntimeError, UserWarning):
 
 
 class Optimizer(CheckedAttributes):
-    """The base class of MXNet's optimizers: it keeps rates, multipliers and counts.
+    """The base class of MXNet's optimizers: it keeps learning rates, multipliers and counts.
 
     Weights, gradients and states come with every call, each weight under an index. A subclass
     defines ``create_state`` and ``step`` or ``fused_step`` (or, as in 1.9, ``update``), and asks
@@ -179,7 +179,7 @@ class Optimizer(CheckedAttributes):
             TypeError: ``name`` is no str.
             ValueError: no class of this name is registered.
         """
-        of_kind("create", "name", name, str, "a str")
+        check_kind("create", "name", name, str, "a str")
         klass = Optimizer.opt_registry.get(name.lower())
         if klass is None:
             known = f"one of {', '.join(sorted(Optimizer.opt_registry))}"
@@ -271,10 +271,10 @@ class Optimizer(CheckedAttributes):
         if not masters:
             self.update(index, weight, grad, state)
             return
-        whole = [of_master(g, s) if self._has_master(w) else (w, g, s)
+        whole = [master_arguments(g, s) if self._has_master(w) else (w, g, s)
                  for _, w, g, s in zip(*lists, strict=True)]  # fmt: skip
-        of_call = map(list, zip(*whole, strict=True)) if is_list(index) else whole[0]
-        self.update(index, *of_call)
+        given = map(list, zip(*whole, strict=True)) if is_list(index) else whole[0]
+        self.update(index, *given)
         for w, master in masters:
             round_to(adopt_anywhere(self._name, "weight", w), master)
 
@@ -345,7 +345,7 @@ class Optimizer(CheckedAttributes):
         self.wd_mult = {**(dict.fromkeys(exempt, 0.0) if self.compat == "1.9" else {}), **given}
 
     def _factor(self, index: Any, name: str) -> float:
-        """That of ``param_dict``, else that of the index, else that of its name, else 1."""
+        """The factor of ``param_dict``, else that of the index, else that of its name, else 1."""
         if index in self.param_dict:
             factor = getattr(self.param_dict[index], name)
             return check.scalar_at_least_0(self._name, f"{name} of param_dict[{index!r}]", factor)

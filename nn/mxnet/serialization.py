@@ -16,7 +16,7 @@ from ...ops.runtime import check
 from ...ops.runtime.arrays import adopt_anywhere
 from ...ops.runtime.device import DeviceArray
 from ...ops.runtime.errors import message, reject
-from ..base.arguments import count, is_int, of_kind
+from ..base.arguments import check_kind, count, is_int
 from . import lr_scheduler as schedulers
 from .arguments import arguments_of
 from .optimizer import Optimizer
@@ -51,7 +51,7 @@ def dump(states: Mapping[Any, Any], optimizer: Optimizer, *, with_optimizer: boo
 
 def load(data: Any, optimizer: Optimizer) -> tuple[dict[Any, Any], Optimizer]:
     """The states, and the optimizer with their counts; a new one where ``data`` holds one."""
-    of_kind("set_states", "states", data, bytes | bytearray | memoryview, "bytes")
+    check_kind("set_states", "states", data, bytes | bytearray | memoryview, "bytes")
     try:
         tensors = load_tensors(bytes(data))
         document = json.loads(tensors.pop(_DOCUMENT).tobytes())
@@ -72,6 +72,7 @@ def load(data: Any, optimizer: Optimizer) -> tuple[dict[Any, Any], Optimizer]:
         ) from None
     for index, state in states.items():
         optimizer.check_state(index, state)
+    # Only now: bytes that turn out to be damaged leave the counts of the present optimizer alone.
     optimizer._index_update_count, optimizer.num_update = counts, num_update
     return states, optimizer
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...ops.runtime import check, pending
 from ...ops.runtime.arrays import adopt_anywhere
-from ..base.arguments import of_kind
+from ..base.arguments import check_kind
 from . import serialization
 from .arguments import as_lists, is_list
 from .optimizer import Optimizer
@@ -43,7 +43,7 @@ class Updater:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        of_kind("Updater", "optimizer", optimizer, Optimizer, "an Optimizer")
+        check_kind("Updater", "optimizer", optimizer, Optimizer, "an Optimizer")
         self.optimizer = optimizer
         self.states: dict[Any, Any] = {}
         # Those of which the states have been read, and go to where the weight lives.
@@ -87,11 +87,11 @@ class Updater:
                 self.states.update(made)
                 self._were_read.difference_update(made)
             states = list(map(self.states.__getitem__, indices))
-            of_call: list[Any] = [indices, weights, grads, states]
+            call: list[Any] = [indices, weights, grads, states]
             # 1.9 passes single weights as they are unless it aggregates, 2.0 always lists.
             if self.optimizer.aggregate_num == 0 and self.optimizer.compat == "1.9":
-                of_call = [values[0] for values in of_call]
-            self.optimizer.update_multi_precision(*of_call)
+                call = [values[0] for values in call]
+            self.optimizer.update_multi_precision(*call)
         except BaseException:
             # But for what has happened: an interrupt can come when it is done.
             if list(map(count_of, made)) == counts:
@@ -102,7 +102,7 @@ class Updater:
             raise
 
     def _state(self, index: Any, weight: Any) -> Any:
-        """One that is new, or comes to where the weight lives."""
+        """The state of an index: a new one, or one that was read, where the weight lives."""
         if index in self._were_read:
             return serialization.moved(self.states[index], weight)
         return self.optimizer.create_state_multi_precision(index, weight)

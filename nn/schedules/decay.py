@@ -39,8 +39,9 @@ class LearningRateSchedule:
 
 
 class StepSchedule(LearningRateSchedule, ABC):
-    """What the schedules of this package share: the arguments of the constructor, and nothing else,
-    are attributes.
+    """The base class of the schedules of this package.
+
+    Its attributes are the arguments of the constructor and nothing else, as ``repr`` shows them.
     """
 
     _unit = "steps"  # in the names of arguments, in errors
@@ -76,7 +77,7 @@ class StepSchedule(LearningRateSchedule, ABC):
 
 
 class _Decay(StepSchedule):
-    """A rate that shrinks by periods, which may be taken as whole ones only (``is_stair``)."""
+    """A learning rate that shrinks by periods, of which ``is_stair`` takes whole ones only."""
 
     def __init__(
         self, learning_rate: float, decay_rate: float, decay_steps: int, is_stair: bool = False
@@ -88,12 +89,12 @@ class _Decay(StepSchedule):
         self.is_stair = check.flag(where, "is_stair", is_stair)
 
     def _periods(self, step: int) -> float:
-        """How many periods have passed; in exact integers where only whole ones count."""
+        """The number of periods that have passed; an exact int where only whole ones count."""
         return step // self.decay_steps if self.is_stair else step / self.decay_steps
 
 
 class ExponentialDecayLR(_Decay):
-    """The rate shrinks by the factor ``decay_rate`` over every ``decay_steps`` steps.
+    """The learning rate shrinks by the factor ``decay_rate`` over every ``decay_steps`` steps.
 
     At step s = 0, 1, 2, ...::
 
@@ -101,11 +102,11 @@ class ExponentialDecayLR(_Decay):
         p = s / decay_steps,  or with is_stair  floor(s / decay_steps)
 
     Args:
-        learning_rate: float > 0, the rate of step 0.
-        decay_rate: float > 0. Above 1 the rate grows, in the end to infinity, which optimizers
-            refuse.
+        learning_rate: float > 0, at step 0.
+        decay_rate: float > 0. Above 1 the learning rate grows, in the end to infinity, which
+            optimizers refuse.
         decay_steps: int > 0.
-        is_stair: hold the rate for ``decay_steps`` steps, then change it at once.
+        is_stair: hold the learning rate for ``decay_steps`` steps, then change it at once.
 
     Raises:
         TypeError: a kind does not fit (an int where a float is published).
@@ -128,7 +129,7 @@ class ExponentialDecayLR(_Decay):
 
 
 class NaturalExpDecayLR(_Decay):
-    """The rate shrinks by the factor ``exp(-decay_rate)`` at every step.
+    """The learning rate shrinks by the factor ``exp(-decay_rate)`` at every step.
 
     At step s = 0, 1, 2, ...::
 
@@ -139,10 +140,10 @@ class NaturalExpDecayLR(_Decay):
     neither does this class. So ``decay_steps`` matters with ``is_stair`` only.
 
     Args:
-        learning_rate: float > 0, the rate of step 0.
+        learning_rate: float > 0, at step 0.
         decay_rate: float > 0.
         decay_steps: int > 0, the length of a stair.
-        is_stair: hold the rate for ``decay_steps`` steps, then change it at once.
+        is_stair: hold the learning rate for ``decay_steps`` steps, then change it at once.
 
     Raises:
         TypeError: a kind does not fit (an int where a float is published).
@@ -165,7 +166,7 @@ class NaturalExpDecayLR(_Decay):
 
 
 class InverseDecayLR(_Decay):
-    """The rate shrinks like the inverse of time.
+    """The learning rate shrinks like the inverse of time.
 
     At step s = 0, 1, 2, ...::
 
@@ -173,10 +174,10 @@ class InverseDecayLR(_Decay):
         p = s / decay_steps,  or with is_stair  floor(s / decay_steps)
 
     Args:
-        learning_rate: float > 0, the rate of step 0.
+        learning_rate: float > 0, at step 0.
         decay_rate: float > 0.
         decay_steps: int > 0.
-        is_stair: hold the rate for ``decay_steps`` steps, then change it at once.
+        is_stair: hold the learning rate for ``decay_steps`` steps, then change it at once.
 
     Raises:
         TypeError: a kind does not fit (an int where a float is published).
@@ -194,15 +195,15 @@ class InverseDecayLR(_Decay):
 
 
 class CosineDecayLR(StepSchedule):
-    """The rate falls from ``max_lr`` to ``min_lr`` along half a cosine, and stays there.
+    """The learning rate falls from ``max_lr`` to ``min_lr`` along half a cosine, and stays there.
 
     At step s = 0, 1, 2, ...::
 
         min_lr + (max_lr - min_lr) / 2 * (1 + cos(pi * min(s, decay_steps) / decay_steps))
 
     Args:
-        min_lr: float >= 0, the rate from step ``decay_steps`` on.
-        max_lr: float > ``min_lr``, the rate of step 0.
+        min_lr: float >= 0, from step ``decay_steps`` on.
+        max_lr: float > ``min_lr``, at step 0.
         decay_steps: int > 0.
 
     Raises:
@@ -229,7 +230,7 @@ class CosineDecayLR(StepSchedule):
 
 
 class PolynomialDecayLR(StepSchedule):
-    """The rate goes from ``learning_rate`` to ``end_learning_rate`` along a power of the time left.
+    """A learning rate from ``learning_rate`` to ``end_learning_rate``, by a power of the time left.
 
     At step s = 0, 1, 2, ...::
 
@@ -238,10 +239,10 @@ class PolynomialDecayLR(StepSchedule):
 
     It reaches its end at step ``decay_steps`` and stays there. With ``update_decay_steps`` the
     end is put off each time that it has been reached: t = s, and D is the smallest multiple of
-    ``decay_steps`` that is at least s (and not 0), so the rate jumps up again.
+    ``decay_steps`` that is at least s (and not 0), so the learning rate jumps up again.
 
     Args:
-        learning_rate: float > 0, the rate of step 0.
+        learning_rate: float > 0, at step 0.
         end_learning_rate: float >= 0; it may be more than ``learning_rate``.
         decay_steps: int > 0.
         power: float > 0; 1.0 is a straight line.
@@ -288,16 +289,16 @@ class PolynomialDecayLR(StepSchedule):
 
 
 class WarmUpLR(StepSchedule):
-    """The rate rises from 0 along a straight line and then stays.
+    """The learning rate rises from 0 along a straight line and then stays.
 
     At step s = 0, 1, 2, ...::
 
         learning_rate * min(s, warmup_steps) / warmup_steps
 
-    The rate of the first step is 0: it moves no parameter.
+    The learning rate of the first step is 0: it moves no parameter.
 
     Args:
-        learning_rate: float >= 0, the rate from step ``warmup_steps`` on.
+        learning_rate: float >= 0, from step ``warmup_steps`` on.
         warmup_steps: int > 0.
 
     Raises:

@@ -17,7 +17,7 @@ from . import decay
 
 
 def piecewise_constant_lr(milestone: Sequence[int], learning_rates: Sequence[float]) -> list[float]:
-    """One rate up to each milestone.
+    """One learning rate up to each milestone.
 
     Step i has ``learning_rates[k]`` for ``milestone[k - 1] <= i < milestone[k]``, where
     ``milestone[-1]`` stands for 0. The list is ``milestone``'s last element long.
@@ -68,12 +68,12 @@ def exponential_decay_lr(
         p = e / decay_epoch,  or with is_stair  floor(e / decay_epoch)
 
     Args:
-        learning_rate: float > 0, the rate of the first epoch.
+        learning_rate: float > 0, in the first epoch.
         decay_rate: float > 0.
         total_step: int > 0, the length of the list.
         step_per_epoch: int > 0.
         decay_epoch: int > 0.
-        is_stair: hold the rate for ``decay_epoch`` epochs, then change it at once.
+        is_stair: hold the learning rate for ``decay_epoch`` epochs, then change it at once.
 
     Raises:
         TypeError: a kind does not fit (an int where a float is published).
@@ -103,12 +103,12 @@ def natural_exp_decay_lr(
         with is_stair  learning_rate * exp(-decay_rate * floor(e / decay_epoch) * decay_epoch)
 
     Args:
-        learning_rate: float > 0, the rate of the first epoch.
+        learning_rate: float > 0, in the first epoch.
         decay_rate: float > 0.
         total_step: int > 0, the length of the list.
         step_per_epoch: int > 0.
         decay_epoch: int > 0; it matters with ``is_stair`` only.
-        is_stair: hold the rate for ``decay_epoch`` epochs, then change it at once.
+        is_stair: hold the learning rate for ``decay_epoch`` epochs, then change it at once.
 
     Raises:
         TypeError: a kind does not fit (an int where a float is published).
@@ -139,12 +139,12 @@ def inverse_decay_lr(
         p = e / decay_epoch,  or with is_stair  floor(e / decay_epoch)
 
     Args:
-        learning_rate: float > 0, the rate of the first epoch.
+        learning_rate: float > 0, in the first epoch.
         decay_rate: float > 0.
         total_step: int > 0, the length of the list.
         step_per_epoch: int > 0.
         decay_epoch: int > 0.
-        is_stair: hold the rate for ``decay_epoch`` epochs, then change it at once.
+        is_stair: hold the learning rate for ``decay_epoch`` epochs, then change it at once.
 
     Raises:
         TypeError: a kind does not fit (an int where a float is published).
@@ -168,8 +168,8 @@ def cosine_decay_lr(
         min_lr + (max_lr - min_lr) / 2 * (1 + cos(pi * min(e, decay_epoch) / decay_epoch))
 
     Args:
-        min_lr: float >= 0, the rate from epoch ``decay_epoch`` on.
-        max_lr: float > ``min_lr``, the rate of the first epoch.
+        min_lr: float >= 0, from epoch ``decay_epoch`` on.
+        max_lr: float > ``min_lr``, in the first epoch.
         total_step: int > 0, the length of the list.
         step_per_epoch: int > 0.
         decay_epoch: int > 0.
@@ -207,7 +207,7 @@ def polynomial_decay_lr(
     at least e (and not 0).
 
     Args:
-        learning_rate: float > 0, the rate of the first epoch.
+        learning_rate: float > 0, in the first epoch.
         end_learning_rate: float >= 0; it may be more than ``learning_rate``.
         total_step: int > 0, the length of the list.
         step_per_epoch: int > 0.
@@ -236,10 +236,10 @@ def warmup_lr(
 
         learning_rate * min(e, warmup_epoch) / warmup_epoch
 
-    The rate of the whole first epoch is 0: it moves no parameter.
+    The learning rate of the whole first epoch is 0: it moves no parameter.
 
     Args:
-        learning_rate: float >= 0, the rate from epoch ``warmup_epoch`` on.
+        learning_rate: float >= 0, from epoch ``warmup_epoch`` on.
         total_step: int > 0, the length of the list.
         step_per_epoch: int > 0.
         warmup_epoch: int > 0.

@@ -23,7 +23,7 @@ class SequentialLR(StepSchedule):
 
     Args:
         schedules: list or tuple of `LearningRateSchedule` objects, other callables of the step,
-            or floats >= 0 for a fixed rate. At least one.
+            or floats >= 0 for a fixed learning rate. At least one.
         milestones: list or tuple of strictly increasing ints > 0, one fewer than the schedules.
 
     Raises:

@@ -67,7 +67,7 @@ def block_size_of(where: str, name: str, value: Any) -> int | None:
 
 
 def bad_factor_of(where: str, name: str, value: Any) -> str:
-    """What happens to a factor without an inverse."""
+    """The treatment of a factor without an inverse."""
     if not (isinstance(value, str) and value in BAD_FACTORS):
         reject(ValueError, where, name, "is unknown", BAD_FACTORS, value)
     return value

@@ -159,8 +159,9 @@ def same_margins(size: Pair, kernel: Pair, stride: Pair, dilation: Pair) -> Marg
 def patches(
     x: FloatArray, kernel: Pair, stride: Pair, margins: Margins, dilation: Pair
 ) -> FloatArray:
-    """What each position of a convolution over ``[N, C, H, W]`` sees: ``[C*kh*kw, N*OH*OW]``, rows
-    in the order of a weight, columns in that of an output.
+    """The patches of a convolution over ``[N, C, H, W]``, one a position: ``[C*kh*kw, N*OH*OW]``.
+
+    Rows are in the order of a weight, columns in that of an output.
     """
     if any(sum(margins, ())):
         rows, columns = margins

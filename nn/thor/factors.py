@@ -24,7 +24,7 @@ class FactorError(np.linalg.LinAlgError):
 
 
 def blocks(n: int, width: int) -> Iterator[slice]:
-    """Where the diagonal blocks of a factor of ``n`` rows lie, ``width`` rows each."""
+    """The places of the diagonal blocks of a factor of ``n`` rows, ``width`` rows each."""
     for start in range(0, n, width):
         yield slice(start, min(start + width, n))
 
@@ -102,8 +102,10 @@ def times_packed(matrix: FloatArray, factor: FloatArray, out: FloatArray) -> Non
     """``out = matrix @ factor`` with a packed ``factor`` of ``matrix.shape[1]`` rows."""
     for place, stack in _stacks(factor):
         shape = (len(matrix), *stack.shape[:2])
-        of_matrix, of_out = (a[:, place].reshape(shape).swapaxes(0, 1) for a in (matrix, out))
-        matmul(of_matrix, stack, out=of_out)
+        matrix_blocks, out_blocks = (
+            a[:, place].reshape(shape).swapaxes(0, 1) for a in (matrix, out)
+        )
+        matmul(matrix_blocks, stack, out=out_blocks)
 
 
 def packed_times(factor: FloatArray, matrix: FloatArray, out: FloatArray) -> None:

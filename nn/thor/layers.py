@@ -113,14 +113,14 @@ class ThorLayer:
     @property
     def covariances(self) -> tuple[FloatArray, float, FloatArray, float]:
         """The sums of both factors, each followed by what it is to be divided by."""
-        of_a, of_g = self._weights
-        return self._a, max(of_a, 1.0), self._g, max(of_g, 1.0)
+        a_weight, g_weight = self._weights
+        return self._a, max(a_weight, 1.0), self._g, max(g_weight, 1.0)
 
     @property
     def normalizers(self) -> tuple[float, float]:
         """The positions of an image, as the inputs and as the outputs have them; 1 for others."""
-        of_a, of_g = (positions / max(self._samples, 1) for positions in self._positions)
-        return of_a or 1.0, of_g or 1.0
+        a, g = (positions / max(self._samples, 1) for positions in self._positions)
+        return a or 1.0, g or 1.0
 
     # Capturing
 
@@ -141,6 +141,7 @@ class ThorLayer:
         """
         given = self._adopted(inputs=inputs, output_gradients=output_gradients)
         self._check(*given.values())
+        # Checked in every step: a wrong call would else be found at the next refresh, long after.
         if not self.is_capturing:
             return
         if self.weight.is_on_device:
@@ -183,8 +184,8 @@ class ThorLayer:
         add_gram(self._a, x.astype(self.real, copy=False).T)
         add_gram(self._g, d.astype(self.real, copy=False).T)
         # MindSpore's A is divided by the rows of A, not by those of X.
-        of_a = self.weight.shape[1] if self._is_compatible else len(x)
-        self._count(len(x), (of_a, len(x)))
+        a_weight = self.weight.shape[1] if self._is_compatible else len(x)
+        self._count(len(x), (a_weight, len(x)))
 
     @quiet
     def capture_covariances(
@@ -219,9 +220,11 @@ class ThorLayer:
             given = self._copied(given)
         if self._is_compatible:
             self.clear()
-        of_a, of_g = (array.astype(self.real, copy=False) for array in given.values())
-        self._a += of_a if self._a.ndim == 1 else packed(of_a, self._a.shape[1])
-        self._g += packed(of_g, self._g.shape[1])
+        a_covariance, g_covariance = (
+            array.astype(self.real, copy=False) for array in given.values()
+        )
+        self._a += a_covariance if self._a.ndim == 1 else packed(a_covariance, self._a.shape[1])
+        self._g += packed(g_covariance, self._g.shape[1])
         self._count(1, (1, 1), (float(a_normalizer), float(g_normalizer)))
 
     def _count(self, samples: int, weights: Both, positions: Both = (0.0, 0.0)) -> None:

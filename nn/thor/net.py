@@ -1,4 +1,4 @@
-"""Which layers and parameters a net declares."""
+"""The layers and parameters that a net declares."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ def declared(net: Any) -> dict[str, Declared]:
 def _walk(name: str, value: Any, found: dict[str, Declared], seen: set[int]) -> None:
     if value is None or isinstance(value, _LEAVES) or id(value) in seen:
         return
+    # Parts of a net may refer to the whole, or to each other.
     seen.add(id(value))
     if isinstance(value, ThorLayer | Parameter):
         found[name or "net"] = value

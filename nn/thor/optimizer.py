@@ -18,7 +18,7 @@ from ...ops.runtime import check
 from ...ops.runtime.errors import reject
 from ...ops.runtime.launch import launch_on
 from ...ops.runtime.row_step import RowGradient
-from ..base.arguments import Checked, Fixed, non_negative_float, of_kind, positive_int
+from ..base.arguments import Checked, Fixed, check_kind, non_negative_float, positive_int
 from ..base.numbers import number_of
 from ..base.parameter import Parameter
 from ..base.rates import value_at
@@ -30,7 +30,7 @@ from .clipping import ClippedConditioning
 from .factors import FactorError, FloatArray
 from .layers import ThorLayerNorm
 from .net import declared, trainable
-from .preconditioners import Inverses, Options, Preconditioner, Scratch, preconditioner_of
+from .preconditioners import Inverses, LayerOptions, Preconditioner, Scratch, preconditioner_of
 
 # Up to so many elements the last pass of a step runs on one thread. BLAS has just used all cores,
 # and its idle threads and those of OpenMP wait by spinning, against each other: that costs
@@ -45,7 +45,7 @@ def every_parameter(parameter: Parameter) -> bool:  # noqa: ARG001  (what a filt
 
 
 class Thor(FusedOptimizer):
-    """What `thor` makes out of a net and of its other arguments, ``given`` by name.
+    """The optimizer that `thor` makes of a net and of its other arguments, ``given`` by name.
 
     Attributes:
         net: what was declared: the layers and further parameters, by their place in the net.
@@ -75,7 +75,7 @@ class Thor(FusedOptimizer):
         self.is_compatible = arguments.compatibility(given["compat"], given["block_size"])
         self.block_size, self.bad_factor = given["block_size"], given["bad_factor"]
         decay_filter = given["decay_filter"]
-        of_kind(NAME, "decay_filter", decay_filter, Callable, "a callable")
+        check_kind(NAME, "decay_filter", decay_filter, Callable, "a callable")
         arguments.check_split(given["split_indices"])
         self.net = declared(net)
         super().__init__(
@@ -128,11 +128,11 @@ class Thor(FusedOptimizer):
 
     # Damping and refreshes
 
-    def _options(self, step: int) -> Options:
+    def _options(self, step: int) -> LayerOptions:
         damping = value_at(NAME, "damping", self.damping, step)
         check.in_range(NAME, "damping", damping, damping > 0.0, "above 0")
         loss_scale = number_of(self._loss_scale)
-        return Options(damping, self.batch_size, loss_scale, self.is_compatible, self._scratch)
+        return LayerOptions(damping, self.batch_size, loss_scale, self.is_compatible, self._scratch)
 
     def request_refresh(self) -> None:
         """Compute the factors anew in the next step too, whatever its number is."""
@@ -176,6 +176,8 @@ class Thor(FusedOptimizer):
             self._skipped[0] += 1
             self.clear_captured()  # it has overflown too
             return (True,) * len(gradients)
+        # New inverses are kept when those of all layers are there: after the error of a factor that
+        # cannot be inverted no layer has changed.
         fresh: list[tuple[Preconditioner, Inverses]] = []
         given = list(gradients)
         for preconditioner in self._preconditioners:
@@ -201,8 +203,8 @@ class Thor(FusedOptimizer):
             self.clear_captured()
             self._announce(step + 1)
             if self._device is not None:
-                of_each = zip(self.parameters, given, strict=True)
-                given = [None if g is None else p.array.holding(g) for p, g in of_each]
+                pairs = zip(self.parameters, given, strict=True)
+                given = [None if g is None else p.array.holding(g) for p, g in pairs]
             is_small = sum(p.size for p in self.parameters) <= _SERIAL_UP_TO
             return at_most(_ALONE if is_small else None, super().construct, tuple(given))
         except BaseException:
@@ -212,7 +214,7 @@ class Thor(FusedOptimizer):
             raise
 
     def _attributes(self) -> list[tuple[Any, dict[str, Any]]]:
-        """What a step changes beside the parameters and their states, as it is now."""
+        """The attributes that a step changes beside parameters and states, as they are now."""
         parts = [part for p in self._preconditioners for part in (p, p.layer)]
         own = {"_is_requested": self._is_requested}
         return [(self, own), *((part, vars(part).copy()) for part in parts)]
@@ -221,10 +223,10 @@ class Thor(FusedOptimizer):
         self, preconditioner: Preconditioner, gradients: tuple[Any, ...]
     ) -> dict[int, FloatArray]:
         """The checked gradients of a layer, by position; those that are None are left out."""
-        of_layer = {i: gradients[i] for i in preconditioner.positions if gradients[i] is not None}
+        own = {i: gradients[i] for i in preconditioner.positions if gradients[i] is not None}
         if self._device is not None:
-            return of_layer  # of what came from there all is checked
-        return {i: self._read(i, gradient) for i, gradient in of_layer.items()}
+            return own  # of what came from there all is checked
+        return {i: self._read(i, gradient) for i, gradient in own.items()}
 
     def _read(self, position: int, gradient: Any) -> Any:
         """A checked gradient that is not None and not row-sparse."""
@@ -235,7 +237,7 @@ class Thor(FusedOptimizer):
             reject(ValueError, NAME, name, "is row-sparse", *self._rows_need)
         return read
 
-    def _refreshed(self, preconditioner: Preconditioner, options: Options) -> Inverses | None:
+    def _refreshed(self, preconditioner: Preconditioner, options: LayerOptions) -> Inverses | None:
         """New inverses where they are due; None where the old ones are to be used."""
         if not self._is_due(preconditioner, self._step):
             return None

@@ -1,4 +1,4 @@
-"""What THOR does with the gradients of a layer: the inverses that it keeps, and their use."""
+"""Preconditioners of THOR: the inverses that are kept for a layer, and their use."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Scratch:
         return Scratch, ()
 
 
-class Options(NamedTuple):
-    """What a step tells its layers."""
+class LayerOptions(NamedTuple):
+    """The options of a step for its layers."""
 
     damping: float  # lambda of this step
     batch_size: float  # samples that the loss averages over
@@ -91,15 +91,15 @@ class Preconditioner:
     def _label(self, factor: str) -> str:
         return f"thor: factor {factor} of layer {self.layer.name!r}"
 
-    def inverted(self, options: Options) -> Inverses:
+    def inverted(self, options: LayerOptions) -> Inverses:
         """The inverses of what the layer has captured, or a `FactorError`; nothing is kept."""
         a, a_weight, g, g_weight = self.layer.covariances
         a_positions, g_positions = self.layer.normalizers
-        of_a, of_g = (math.sqrt(options.damping / n) for n in (a_positions, g_positions))
+        a_damping, g_damping = (math.sqrt(options.damping / n) for n in (a_positions, g_positions))
         # Of a convolution both factors stand for a sum over positions, split between them.
         split = math.sqrt(1.0 / a_positions)
-        a_inverse = inverse(self._label("A"), a, 1.0 / a_weight, of_a)
-        g_inverse = inverse(self._label("G"), g, options.sample_scale / g_weight, of_g)
+        a_inverse = inverse(self._label("A"), a, 1.0 / a_weight, a_damping)
+        g_inverse = inverse(self._label("G"), g, options.sample_scale / g_weight, g_damping)
         if split != 1.0:
             a_inverse *= a_inverse.dtype.type(split)
             g_inverse *= g_inverse.dtype.type(split)
@@ -108,10 +108,11 @@ class Preconditioner:
     def keep(self, inverses: Inverses) -> None:
         """Take the inverses for this and the next steps."""
         self.inverses = inverses
+        # In a new array: the step may have to put the attributes of before back.
         self.refreshes = self.refreshes + 1
 
     def precondition(
-        self, position: int, gradient: FloatArray, inverses: Inverses, options: Options
+        self, position: int, gradient: FloatArray, inverses: Inverses, options: LayerOptions
     ) -> FloatArray:
         """The preconditioned gradient of a parameter, in an array that the layer keeps."""
         real, own = self.layer.real, self.positions[position]
@@ -122,7 +123,7 @@ class Preconditioner:
         return result
 
     def _apply(
-        self, _own: int, g: FloatArray, inverses: Inverses, options: Options, out: FloatArray
+        self, _own: int, g: FloatArray, inverses: Inverses, options: LayerOptions, out: FloatArray
     ) -> None:
         """``out`` becomes the preconditioned ``g`` of parameter ``own`` of the layer."""
         matrix = g.reshape(len(g), -1)
@@ -134,7 +135,7 @@ class Preconditioner:
 class EmbeddingPreconditioner(Preconditioner):
     """An embedding: ``g <- (Ainv[:, None] * g) Ginv`` with a diagonal A."""
 
-    def inverted(self, options: Options) -> Inverses:
+    def inverted(self, options: LayerOptions) -> Inverses:
         """As `Preconditioner.inverted`."""
         a, a_weight, g, g_weight = self.layer.covariances
         root = math.sqrt(options.damping)
@@ -146,7 +147,7 @@ class EmbeddingPreconditioner(Preconditioner):
         return (1.0 / (frequencies + root)).astype(a.dtype), g_inverse
 
     def _apply(
-        self, _own: int, g: FloatArray, inverses: Inverses, options: Options, out: FloatArray
+        self, _own: int, g: FloatArray, inverses: Inverses, options: LayerOptions, out: FloatArray
     ) -> None:
         between = options.scratch.take(g.shape, self.layer.real)
         np.multiply(g, inverses[0][:, None], out=between)
@@ -156,7 +157,7 @@ class EmbeddingPreconditioner(Preconditioner):
 class LayerNormPreconditioner(Preconditioner):
     """A layer normalization: ``g <- g / (F + damping)`` with diagonal factors F."""
 
-    def inverted(self, options: Options) -> Inverses:
+    def inverted(self, options: LayerOptions) -> Inverses:
         """As `Preconditioner.inverted`."""
         a, weight, g, _ = self.layer.covariances
         found = []
@@ -171,7 +172,7 @@ class LayerNormPreconditioner(Preconditioner):
         return found[0], found[1]
 
     def _apply(
-        self, own: int, g: FloatArray, inverses: Inverses, _options: Options, out: FloatArray
+        self, own: int, g: FloatArray, inverses: Inverses, _options: LayerOptions, out: FloatArray
     ) -> None:
         np.multiply(g, inverses[own].reshape(g.shape), out=out)
 
@@ -182,11 +183,11 @@ class CompatibleLayerNorm(LayerNormPreconditioner):
     needs_capture = False
 
     def state(self, weight: str) -> dict[str, np.ndarray]:  # noqa: ARG002
-        """Nothing is kept."""
+        """No arrays: nothing is kept between steps."""
         return {}
 
     def _apply(
-        self, _own: int, g: FloatArray, _inverses: Inverses, options: Options, out: FloatArray
+        self, _own: int, g: FloatArray, _inverses: Inverses, options: LayerOptions, out: FloatArray
     ) -> None:
         real = self.layer.real
         plain = g * real(1.0 / options.loss_scale)
@@ -199,7 +200,7 @@ class CompatibleLayerNorm(LayerNormPreconditioner):
 def preconditioner_of(
     layer: ThorLayer, positions: dict[int, int], *, is_compatible: bool
 ) -> Preconditioner:
-    """What a layer of this kind needs."""
+    """The preconditioner for a layer of this kind."""
     if isinstance(layer, ThorEmbedding):
         return EmbeddingPreconditioner(layer, positions)
     if isinstance(layer, ThorLayerNorm):

@@ -76,6 +76,8 @@ class TorchThor(Thor):
         with torch.no_grad():
             self._follow()
             self(tuple(_gradient(tensor) for tensor in self.tensors))
+            # The arrays were written behind autograd's back: a graph that has saved a parameter for
+            # its backward must find that it has changed.
             for tensor in self.tensors:
                 if tensor.grad is not None:
                     torch.autograd.graph.increment_version(tensor)
@@ -98,7 +100,7 @@ class TorchThor(Thor):
         self._hooks.clear()
 
     def _follow(self) -> None:
-        """Parameters whose storage PyTorch has replaced are bound to the new one."""
+        """Bind parameters whose storage PyTorch has replaced to the new one."""
         for parameter, tensor in zip(self.parameters, self.tensors, strict=True):
             view = _view(tensor)
             found = adopt_anywhere(NAME, f"parameter {parameter.name!r}", view)
@@ -109,7 +111,7 @@ class TorchThor(Thor):
 def _after_forward(
     layer: ThorLayer, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> None:
-    """When derivatives reach the output, the layer captures."""
+    """Have the layer capture when derivatives reach the output."""
     if layer.is_capturing and output.requires_grad:
         (inputs,) = args or kwargs.values()
         output.register_hook(partial(_capture, layer, inputs.detach()))

@@ -74,8 +74,8 @@ class Adafactor(Fused, torch.optim.Adafactor):
             dtype = next(p.dtype for p in group["params"] if p.grad is not None)
             epsilon = torch.finfo(dtype).eps
         largest = 1.0 / epsilon if epsilon else np.inf
-        of_moments = 1.0 - fading, fading, 0.0, 0.0, epsilon, largest, 0.0, 1.0
-        return (*of_moments, min(lr, step**-0.5), lr * group["weight_decay"], 1.0)
+        moments = 1.0 - fading, fading, 0.0, 0.0, epsilon, largest, 0.0, 1.0
+        return (*moments, min(lr, step**-0.5), lr * group["weight_decay"], 1.0)
 
     def constants(self, group: Group) -> dict[str, float]:
         """See `Optimizer`."""

@@ -1,4 +1,4 @@
-"""Adagrad and what fades it: Adadelta, RMSprop; and FTRL."""
+"""Adagrad, its fading forms Adadelta and RMSprop, and FTRL."""
 
 from __future__ import annotations
 
@@ -139,8 +139,8 @@ class RMSprop(Fused, torch.optim.RMSprop):
     def scalars(self, group: Group, step: float) -> Numbers:  # noqa: ARG002
         """See `Optimizer`."""
         alpha, momentum = group["alpha"], group["momentum"]
-        of_all = number(group["lr"]), alpha, 1.0 - alpha, group["eps"]
-        return (*of_all, momentum) if momentum > 0 else of_all
+        scalars = number(group["lr"]), alpha, 1.0 - alpha, group["eps"]
+        return (*scalars, momentum) if momentum > 0 else scalars
 
 
 class FTRL(Fused, torch.optim.Optimizer):
@@ -215,5 +215,5 @@ class FTRL(Fused, torch.optim.Optimizer):
         if lr == 0.0:
             return (0.0,)
         formula = ftrl_rules.ftrl_formula(group["l1"], group["l2"], group["lr_power"])
-        of_rule: Numbers = formula.function(float, lr, 0.0, int(step), formula.constants, ())
-        return of_rule
+        scalars: Numbers = formula.function(float, lr, 0.0, int(step), formula.constants, ())
+        return scalars

@@ -1,4 +1,4 @@
-"""Adam and what follows it."""
+"""Adam, AdamW, and Adam on the rows that occur."""
 
 from __future__ import annotations
 
@@ -57,8 +57,10 @@ class Adam(Fused, torch.optim.Adam):
         (beta1, beta2), lr = betas_of(group), number(group["lr"])
         shrink = shrink_of(group) if group.get("decoupled_weight_decay") else 1.0
         size, correction = lr / (1.0 - beta1**step), math.sqrt(1.0 - beta2**step)
-        of_size = (size * correction, 1.0) if group["eps_hat"] else (size, 1.0 / correction)
-        return (*moments_of(beta1, beta2), *of_size, group["eps"], shrink)
+        # One rule for both places of epsilon: the correction of the second moment is a factor of
+        # the step, or of the root to which epsilon is added.
+        step_sizes = (size * correction, 1.0) if group["eps_hat"] else (size, 1.0 / correction)
+        return (*moments_of(beta1, beta2), *step_sizes, group["eps"], shrink)
 
 
 class AdamW(Fused, torch.optim.AdamW):
@@ -131,6 +133,7 @@ class SparseAdam(Fused, torch.optim.SparseAdam):
         return (*moments_of(beta1, beta2), size, 1.0, group["eps"], 1.0)
 
     def _new_step(self) -> Any:
+        # Not a tensor as in the other classes, but an int, as PyTorch's class has it.
         return 0
 
     def _check(self, group: Group, choice: Choice, name: str, parameter: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""What follows Adam: other moments, other steps."""
+"""Variants of Adam: other moments, other steps."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ class NAdam(Fused, torch.optim.NAdam):
         (beta1, beta2), lr = betas_of(group), number(group["lr"])
         mu, mu_next = _momentum(group, step), _momentum(group, step + 1)
         product = number(self.next_numbers(group, step)["mu_product"])
-        of_gradient = lr * (1.0 - mu) / (1.0 - product)
-        of_moment = lr * mu_next / (1.0 - product * mu_next)
+        gradient_size = lr * (1.0 - mu) / (1.0 - product)
+        moment_size = lr * mu_next / (1.0 - product * mu_next)
         shrink = shrink_of(group) if group.get("decoupled_weight_decay") else 1.0
         root = 1.0 / math.sqrt(1.0 - beta2**step)
-        scalars = of_moment, root, group["eps"], shrink, of_gradient
+        scalars = moment_size, root, group["eps"], shrink, gradient_size
         return (*moments_of(beta1, beta2), *scalars)
 
 
@@ -114,9 +114,9 @@ class RAdam(Fused, torch.optim.RAdam):
         longest = 2.0 / (1.0 - beta2) - 1.0
         length = longest - 2.0 * step * beta2**step / correction
         if adapts := length > 5.0:
-            of_lengths = (length - 4.0) * (length - 2.0) * longest
-            of_lengths /= (longest - 4.0) * (longest - 2.0) * length
-            size *= math.sqrt(correction) * math.sqrt(of_lengths)
+            rectification = (length - 4.0) * (length - 2.0) * longest
+            rectification /= (longest - 4.0) * (longest - 2.0) * length
+            size *= math.sqrt(correction) * math.sqrt(rectification)
         return (*moments_of(beta1, beta2), size, group["eps"], shrink, float(adapts), 0.0, 1.0)
 
 
@@ -198,8 +198,8 @@ class Lion(Fused, torch.optim.Optimizer):
     def scalars(self, group: Group, step: float) -> Numbers:  # noqa: ARG002
         """See `Optimizer`."""
         beta1, beta2 = betas_of(group)
-        of_betas = beta1, 1.0 - beta1, beta2, 1.0 - beta2
-        return (*of_betas, number(group["lr"]), group["weight_decay"], 0.0, 1.0)
+        lr, decay = number(group["lr"]), group["weight_decay"]
+        return beta1, 1.0 - beta1, beta2, 1.0 - beta2, lr, decay, 0.0, 1.0
 
 
 class Adan(Fused, torch.optim.Optimizer):

@@ -33,6 +33,8 @@ class Clipping:
 
     def holds(self, gradients: Sequence[Tensor]) -> bool:
         """Whether these are the gradients that were measured, unchanged."""
+        # By identity and version: another tensor is the gradient of another backward, and one that
+        # was written meanwhile has another norm.
         known = self._measured
         return len(known) == len(gradients) and all(
             g is measured and _version(g) == version
@@ -53,6 +55,7 @@ class Clipping:
 
 
 def _version(tensor: Tensor) -> int:
+    # PyTorch counts no versions of inference tensors, and raises when asked.
     return -1 if tensor.is_inference() else int(tensor._version)
 
 
@@ -120,6 +123,7 @@ def clip_grad_norm_(
     if len(before) > 1:
         reject(ValueError, _WHERE, "optimizer", "were clipped apart", "one factor", sorted(before))
     (already,) = before
+    # In memory the gradients are still those of before an earlier call for the same step.
     norm = already * _norm(with_gradient)
     if error_if_nonfinite and not math.isfinite(norm):
         raise RuntimeError(

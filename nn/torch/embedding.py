@@ -95,9 +95,9 @@ class ShardedEmbedding(nn.Module):
         self.shard = RowShard(num_embeddings, comm, order=order)
         dtype = torch.get_default_dtype() if dtype is None else dtype
         seed = int(torch.randint(2**62, ())) if seed is None else seed
-        of_all = {"embedding_dim": embedding_dim, "average": average, "dtype": dtype}
-        _, error = attempted(_check, *of_all.values(), seed)
-        agree(comm, _WHERE, {name: str(value) for name, value in of_all.items()}, error)
+        subject = {"embedding_dim": embedding_dim, "average": average, "dtype": dtype}
+        _, error = attempted(_check, *subject.values(), seed)
+        agree(comm, _WHERE, {name: str(value) for name, value in subject.items()}, error)
         self.num_embeddings, self.embedding_dim = self.shard.rows, int(embedding_dim)
         self.average = average
         self.weight = nn.Parameter(torch.empty(len(self.shard), self.embedding_dim, dtype=dtype))
@@ -115,12 +115,12 @@ class ShardedEmbedding(nn.Module):
         self._mark()
 
     def _draw(self, seed: int) -> None:
-        """The same numbers for a row whoever has it: drawn block by block of the order."""
+        """Draw the same numbers for a row whoever has it: block by block of the order."""
         begin, end = self.shard.begin, self.shard.end
         for block in range(begin // _BLOCK, -(-end // _BLOCK)):
             first = block * _BLOCK
-            of_block = np.random.default_rng([seed, block])
-            rows = of_block.standard_normal((_BLOCK, self.embedding_dim), np.float32)
+            generator = np.random.default_rng([seed, block])
+            rows = generator.standard_normal((_BLOCK, self.embedding_dim), np.float32)
             low, high = max(first, begin), min(first + _BLOCK, end)
             with torch.no_grad():
                 own = torch.from_numpy(rows[low - first : high - first])
@@ -146,7 +146,7 @@ class ShardedEmbedding(nn.Module):
         return {"order": order_in_state(self.shard)}
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Nothing: rows were taken in this order, or refused, before any was written."""
+        """No effect: rows were taken in this order, or refused, before any was written."""
 
 
 def _check(embedding_dim: Any, average: Any, dtype: Any, seed: Any) -> None:
@@ -175,6 +175,8 @@ class _Lookup(torch.autograd.Function):
         if ctx.average:
             gradient = gradient / weight.row_shard.comm.size
         rows = ctx.route.scatter(array_of(gradient.contiguous()))
+        # A sparse tensor has no room for positions, so they go with the parameter. After a second
+        # backward, which adds to the gradient, they do not fit it, and the step does without.
         weight.row_positions = rows.positions, rows.batch_length
         indices, values = tensor_of(rows.indices)[None], tensor_of(rows.values)
         if not len(values):  # PyTorch adds to it where it lies, and NumPy's memory cannot grow

@@ -67,8 +67,8 @@ class Lamb(Fused, torch.optim.Optimizer):
         """See `Optimizer`."""
         beta1, beta2 = map(number, group["betas"])
         corrections = 1.0 / (1.0 - beta1**step), 1.0 / (1.0 - beta2**step)
-        of_step = group["eps"], group["weight_decay"], number(group["lr"])
-        return (1.0 - beta1, 1.0 - beta2, *corrections, *of_step)
+        options = group["eps"], group["weight_decay"], number(group["lr"])
+        return (1.0 - beta1, 1.0 - beta2, *corrections, *options)
 
 
 class LARS(Fused, torch.optim.Optimizer):
@@ -135,11 +135,12 @@ class LARS(Fused, torch.optim.Optimizer):
     def scalars(self, group: Group, step: float) -> Numbers:
         """See `Optimizer`."""
         dampening = group["dampening"] if step > 1 else 0.0
-        of_momentum = number(group["lr"]), group["momentum"], 1.0 - dampening
-        return (*of_momentum, 1.0, group["weight_decay"])
+        lr, momentum = number(group["lr"]), group["momentum"]
+        return lr, momentum, 1.0 - dampening, 1.0, group["weight_decay"]
 
     def constants(self, group: Group) -> dict[str, float]:
         """See `Optimizer`."""
+        # What `Rule.factor` takes are numbers: NaN stands for None.
         coefficient = group["trust_coefficient"]
         return {
             "weight_decay": group["weight_decay"],

@@ -1,4 +1,4 @@
-"""What all optimizers of PyTorch's form share: the step, its options and its state."""
+"""The base of the optimizers of PyTorch's form: the step, its options and its state."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Fused(_Base):
 
     @abstractmethod
     def method(self, group: Group) -> Method:
-        """How parameters of a group are updated."""
+        """The method by which parameters of a group are updated."""
 
     @abstractmethod
     def scalars(self, group: Group, step: float) -> Numbers:
@@ -122,7 +122,7 @@ class Fused(_Base):
         return {}
 
     def next_numbers(self, group: Group, step: float) -> dict[str, Any]:  # noqa: ARG002
-        """What `numbers`, which the group has too, become by an update."""
+        """The new values of `numbers`, which the group has too, after an update."""
         return {}
 
     def shapes(self, choice: Choice, parameter: Tensor) -> dict[str, tuple[int, ...]]:
@@ -144,7 +144,7 @@ class Fused(_Base):
         return {}
 
     def take_over(self, numbers: np.ndarray) -> None:
-        """Keep what such a rule has made of its numbers; the step is done."""
+        """Take over the numbers that such a rule has made anew; the step is done."""
 
     # Options
 
@@ -457,6 +457,7 @@ class Fused(_Base):
         others = [] if binding.counts_updates else self._counted(given, numbers)
         if numbers:
             prepared.append(NumberWrite(numbers))
+        # After all that can fail: a parameter whose first step raises still has no state.
         self.state.update(new)
         for layout, launched in on_device.items():
             launch_updates(launched, binding.on_device(layout))

@@ -135,8 +135,8 @@ class Prodigy(Fused, torch.optim.Optimizer):
             correction, decoupled=group["decouple"], safeguarded=group["safeguard_warmup"],
         )  # fmt: skip
         decay = number(group["weight_decay"])
-        of_rule: Numbers = rules.prodigy_scalars(float, lr, decay, 0, constants, ())
-        return of_rule
+        scalars: Numbers = rules.prodigy_scalars(float, lr, decay, 0, constants, ())
+        return scalars
 
     def known_of_step(self) -> dict[str, float]:
         """See `Optimizer`."""

@@ -87,8 +87,8 @@ class RowWiseAdagrad(Fused, torch.optim.Optimizer):
     def scalars(self, group: Group, step: float) -> Numbers:  # noqa: ARG002
         """See `Optimizer`."""
         lr = number(group["lr"])
-        of_decay = (lr * group["weight_decay"],) if group["decoupled_weight_decay"] else ()
-        return (group["eps"], lr, *of_decay)
+        decay = (lr * group["weight_decay"],) if group["decoupled_weight_decay"] else ()
+        return (group["eps"], lr, *decay)
 
 
 class RowWiseAdam(Fused, torch.optim.Optimizer):
@@ -154,8 +154,8 @@ class RowWiseAdam(Fused, torch.optim.Optimizer):
         """See `Optimizer`."""
         (beta1, beta2), lr = map(number, group["betas"]), number(group["lr"])
         corrections = 1.0 - beta1**step, 1.0 - beta2**step
-        of_step = 1.0 / corrections[1], group["eps"], lr / corrections[0]
-        return (1.0 - beta1, 1.0 - beta2, *of_step, lr * group["weight_decay"])
+        scalars = 1.0 / corrections[1], group["eps"], lr / corrections[0]
+        return (1.0 - beta1, 1.0 - beta2, *scalars, lr * group["weight_decay"])
 
 
 def _above_0(eps: float) -> None:

@@ -86,8 +86,10 @@ class Thor(torch.optim.Optimizer):
         thor, (group,) = self._thor, self.param_groups
         assert thor is not None
         not_negative(lr=group["lr"])
+        # In place: the parameters know their learning rate by identity, not by value.
         rate: Any = thor.learning_rate
         rate.data[...] = number(group["lr"])
+        # Only what has changed: after any assignment the next step derives its update anew.
         for name in _OF_STEP:
             if getattr(thor, name) != group[name]:
                 setattr(thor, name, group[name])

@@ -255,7 +255,7 @@ class Binding:
         self._copies, self._arrays, self._rows, self._memory = [], {}, {}, []
 
     def _expect(self, states: States) -> None:
-        """What later steps have to find for the same kernel calls."""
+        """Record what later steps have to find for the same kernel calls."""
         self._is_one, every = len(self._parameters) == 1, {id(p): k for k, p in enumerate(states)}
         self._places = [i for i, e in enumerate(self._entries) if e is not None]
         # The state of each among all states, which go in the order of their keys.
@@ -287,7 +287,7 @@ class Binding:
         ]
 
     def _place(self, by_names: Mapping[tuple[str, ...], list[int]]) -> None:
-        """Where among what is written the tensors of the parts are, and the counts."""
+        """Find the tensors of the parts, and the counts, among what is written."""
         n = len(self.active)
         of_roles: list[dict[str, int]] = [{} for _ in self.active]
         for names, own in by_names.items():
@@ -303,7 +303,7 @@ class Binding:
         self._steps = np.array(steps, np.int64)
 
     def _written(self, parameters: Sequence[Tensor], states: Sequence[Any]) -> tuple[Any, ...]:
-        """What a step writes: parameters, then their states."""
+        """The tensors that a step writes: parameters, then their states."""
         found = [parameters[i] for i in self._places]
         for getter, n_names, own in self._getters:
             of_states = map(getter, states if len(own) == len(states) else [states[k] for k in own])

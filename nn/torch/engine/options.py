@@ -20,7 +20,7 @@ EPS_HAT: dict[str, Any] = {"eps_hat": False}
 
 
 def check_group(where: str, group: Group, *, takes_sparse: bool) -> None:
-    """Refuse options of a group that cannot be, or not have such values."""
+    """Refuse options that a group cannot have, and values that they cannot have."""
     if group.get("differentiable"):
         why = "the step writes in place, by compiled code that autograd does not see"
         raise RuntimeError(f"{where}: differentiable=True is not supported: {why}")

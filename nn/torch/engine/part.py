@@ -1,4 +1,4 @@
-"""Parts of a step: what one kernel call updates, how its groups say so, and what it is given."""
+"""Parts of a step: the parameters of one kernel call, and the tensors that it is given."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def shrink_of(group: Group) -> float:
 
 
 class Choice(NamedTuple):
-    """What the options of a group decide about the kernels of its parameters."""
+    """The choice of kernels that the options of a group make for its parameters."""
 
     rule: Rule
     states: tuple[str, ...]  # the names of those of the rule, in its order
@@ -53,7 +53,7 @@ class Choice(NamedTuple):
 
 
 class Method(NamedTuple):
-    """How an optimizer updates the parameters of a group."""
+    """The method by which an optimizer updates the parameters of a group."""
 
     rule: Rule
     couples: bool = True  # a weight decay is added to the gradient
@@ -61,7 +61,7 @@ class Method(NamedTuple):
     states: tuple[str, ...] = ()  # the names of those of the rule; default its own
 
     def choice(self, group: Group) -> Choice:
-        """What it decides about the kernels of the group."""
+        """The choice of kernels that this method makes for a group."""
         told, touched_only = group["sparse"], True if self.touches else None
         if told is not None:
             touched_only = told == "touched"
@@ -69,14 +69,14 @@ class Method(NamedTuple):
 
 
 class Before(NamedTuple):
-    """What happens to gradients before the rule."""
+    """The gradient transform, which comes before the rule."""
 
     prologue: Prologue
     factor: float  # of gradients
 
     @classmethod
     def of(cls, groups: Sequence[Group], choices: Sequence[Choice], factor: float) -> Before:
-        """For all groups; to the gradients of some a part of it may do nothing."""
+        """The transform for all groups; to the gradients of some a part of it does nothing."""
         is_scaled, decays = factor != 1.0, False
         for group, choice in zip(groups, choices, strict=True):
             is_scaled = is_scaled or bool(group.get("maximize"))
@@ -85,7 +85,7 @@ class Before(NamedTuple):
         return cls(parts, factor)
 
     def scalars(self, group: Group, choice: Choice) -> Numbers:
-        """Those of the prologue, for a group."""
+        """The scalars of the gradient transform, for a group."""
         scalars: Numbers = ()
         if SCALE in self.prologue:
             scalars += (-self.factor if group.get("maximize") else self.factor,)

@@ -39,7 +39,7 @@ Number = tuple[int, np.ndarray]
 
 @quiet
 def single_of(state: Tensor, value: Any) -> Number:
-    """What a state that is a single number on the host becomes."""
+    """The address of a state that is a single number on the host, and its new value."""
     return state.data_ptr(), np.array([number(value)]).astype(NUMBERS[state.dtype])
 
 

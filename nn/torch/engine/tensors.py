@@ -1,4 +1,4 @@
-"""What a step takes of PyTorch's tensors: numbers, shards, rows."""
+"""Numbers, shards and rows, as a step takes them from PyTorch's tensors."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def rows_of(where: str, name: str, parameter: Tensor, gradient: Tensor) -> RowGr
 
 
 def table_shape(gradient: Tensor) -> tuple[int, ...]:
-    """That of the parameter as a table: the sparse dimensions of a gradient number its rows."""
+    """The shape of a parameter as a table: sparse dimensions of a gradient number its rows."""
     n_sparse = gradient.sparse_dim()
     return math.prod(gradient.shape[:n_sparse]), *gradient.shape[n_sparse:]
 

@@ -228,7 +228,7 @@ OPERATIONS: dict[str, Callable[[Any], np.ndarray]] = {
     "global_norm": lambda g: np.array(ops.global_norm([g])),
     "all_reduce": _reduced,
     "mxnet": _of_mxnet,
-    "mxnet in float32": lambda g: _stepped(master.of_master(g, (None, None))[1]),
+    "mxnet in float32": lambda g: _stepped(master.master_arguments(g, (None, None))[1]),
     "mxnet with a master copy": lambda g: _of_mxnet(g, np.float16),
 }
 IN_ORDER = {"decay_weight", "decay and centralization"}
