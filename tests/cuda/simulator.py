@@ -1,27 +1,36 @@
 """CUDA kernels under Numba's simulator, which runs a Python thread for each of the device's.
 
-Blocks are small there (`kernels.cuda.device.simulated`), and arrays have to be short. It has to be
-switched on, by ``NUMBA_ENABLE_CUDASIM``, before Numba is imported.
+Blocks are small there (`kernels.cuda.device.simulated`), device arrays lie on the host, and have to
+be short. The simulator has to be switched on before Numba is imported. So a file of checks, which
+imports this first, is a program, ``python device_graphs.py graphs``, and a process of its own.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
 
 import numpy as np
 from numba.cuda.simulator.kernelapi import FakeCUDAShared
 
+import fusestep
 from fusestep.kernels.cuda.device import simulated
 
+# It polls its threads, and would else let each wait for its turn.
+sys.setswitchinterval(1e-4)
 
-def prepare_simulator() -> None:
-    """Make the simulator faster, and shared arrays one for all threads."""
-    # It polls its threads, and would else let each wait for its turn.
-    sys.setswitchinterval(1e-4)
-    FakeCUDAShared.array = _shared_array
+
+def run_check(**checks: Sequence[Callable[[], Any]]) -> None:
+    """Run the check that ``sys.argv`` names, and print "right" when all of it is."""
+    for part in checks[sys.argv[1]]:
+        part()
+    fusestep.synchronize()  # which raises what nobody has asked for
+    print("right")
 
 
 class Graph:
@@ -57,3 +66,6 @@ def _shared_array(self: Any, shape: Any, dtype: Any, alignment: int | None = Non
             self._allocations[place] = np.empty(shape, str(dtype))
         found: np.ndarray = self._allocations[place]
     return found
+
+
+FakeCUDAShared.array = _shared_array
