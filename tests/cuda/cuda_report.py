@@ -1,7 +1,8 @@
-"""CUDA kernels as machine code, compiled without a GPU: ``python cuda_report.py 9.0a rules``.
+"""CUDA kernels as machine code, compiled without a GPU: ``python cuda_report.py rules``.
 
 The pipeline is the one that ``cuda.jit`` uses: NVVM to LTO-IR, and nvJitLink to a cubin. Only the
-question for the device's compute capability is answered here in its place.
+question for the device's compute capability is answered here in its place. What comes before NVVM
+does not depend on it but for names, and takes the most time: it is done once for all capabilities.
 """
 
 from __future__ import annotations
@@ -14,11 +15,14 @@ import sys
 import sysconfig
 import tempfile
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-CAPABILITIES = {"8.0": (8, 0, ""), "9.0a": (9, 0, "a")}
+# The newer one has every kernel; the older some, for its instructions on storage types differ.
+CAPABILITIES = {"9.0a": (9, 0, "a"), "8.0": (8, 0)}
 
 
 def tool(name: str) -> str:
@@ -30,8 +34,8 @@ def tool(name: str) -> str:
     return found
 
 
-def rules(*, every: bool) -> dict[str, Any]:
-    """The dense loop of each rule; or of Adam alone."""
+def rules(*, every: bool, of_torch: bool = False) -> dict[str, Any]:
+    """The dense loop of each rule, of PyTorch's form or of others; or of Adam alone."""
     from fusestep.kernels.cpu.warmup import all_rules
     from fusestep.kernels.element import kernel
     from fusestep.kernels.storage import F32
@@ -39,7 +43,8 @@ def rules(*, every: bool) -> dict[str, Any]:
     return {
         f"dense {name}": kernel(rule, (), F32, F32, (F32,) * len(rule.states))
         for name, rule in all_rules().items()
-        if (every or name == "adam") and not rule.lines and rule.scope == "tensor"
+        if (every or name == "adam") and name.startswith("torch") == of_torch
+        if not rule.lines and rule.scope == "tensor"
     }
 
 
@@ -217,15 +222,16 @@ def row_wise_loops(*, every: bool) -> dict[str, Any]:
 
     from device_rules import CENTRED
 
+    before, found = (SCALE, COUPLED_DECAY), {}
     kinds: list[tuple[str, Any, Any]] = [("f32", F32, F32), ("f16", F16, F16)]
     kinds += [("mixed bf16", BF16, F32), ("f64", F64, F64)] if every else []
-    before, found = (SCALE, COUPLED_DECAY), {}
     for name, w, s in kinds:
-        adagrad = kernel(ROW_WISE_ADAGRAD, before, w, w, (real_of(w),))
-        adam = kernel(ROW_WISE_ADAM, (), w, w, (s, real_of(w)))
-        chosen = {"adagrad": adagrad, "adam": adam}
+        # Rules have about as many registers; storage types differ in instructions.
+        chosen = {"adam": kernel(ROW_WISE_ADAM, (), w, w, (s, real_of(w)))}
         if w is F32:
             chosen["centred"] = kernel(CENTRED, (), F32, F32, (F32, F32, I32))
+        if w is F32 and every:
+            chosen["adagrad"] = kernel(ROW_WISE_ADAGRAD, before, F32, F32, (F32,))
         for of_rule, compiled in chosen.items():
             found |= {
                 f"row-wise {of_rule} dense {name}": row_wise_kernel(compiled),
@@ -249,8 +255,8 @@ def arrays_of(name: str, compiled: Any) -> dict[str, int]:
     return {"read": 2 + states - unread, "written": 1 + states - (rule in _ONLY_READ)}
 
 
-def machine_code(function: Any, capability: tuple[int, int, str]) -> dict[str, Any]:
-    """Registers, stack, memory instructions of a kernel.
+def library_of(function: Any) -> Any:
+    """A kernel before it is compiled for a device.
 
     Its arguments are ``int64``; that of `words_kernel` is a tuple of them.
     """
@@ -262,15 +268,12 @@ def machine_code(function: Any, capability: tuple[int, int, str]) -> dict[str, A
     arguments = [types.int64] * function.py_func.__code__.co_argcount
     if function is words_kernel:
         arguments[1] = types.UniTuple(types.int64, WORDS)
-
-    major, minor, variant = capability
-    cc = (major, minor, variant) if variant else (major, minor)
     library, _ = _compile_pyfunc_with_fixup(
         function.py_func,
         types.void(*arguments),
         device=False,
         fastmath=False,
-        cc=cc,
+        cc=CAPABILITIES["9.0a"],
         opt=True,
         abi="numba",
         abi_info={},
@@ -280,11 +283,15 @@ def machine_code(function: Any, capability: tuple[int, int, str]) -> dict[str, A
         forceinline=False,
         launch_bounds=function.targetoptions.get("launch_bounds"),
     )
-    divisions = re.findall(r"\b(?:div|rem)\.[us]64", library.get_asm_str(cc=cc))
     library._lto = True  # as cuda.jit does by default
+    return library
+
+
+def machine_code(library: Any, capability: tuple[Any, ...]) -> dict[str, Any]:
+    """Registers, stack, memory instructions and divisions of a kernel."""
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder, "kernel.cubin")
-        cubin.write_bytes(library.get_cubin(cc=cc).code)
+        cubin.write_bytes(library.get_cubin(cc=capability).code)
         text, usage = (
             subprocess.run(
                 [tool(name), option, cubin], capture_output=True, text=True, check=True
@@ -297,36 +304,46 @@ def machine_code(function: Any, capability: tuple[int, int, str]) -> dict[str, A
         "registers": int(registers),
         "stack": int(stack),
         "memory": dict(memory),
-        "64-bit divisions": len(divisions),
+        "64-bit divisions": len(re.findall(r"__cuda_sm20_(?:div|rem)_[us]64:", text)),  # functions
     }
 
 
-ALL_OR_FEW = {"matrices": matrix_loops, "row-wise": row_wise_loops}
-LOOPS: dict[str, Any] = {
-    "gradients": gradient_loops, "others": other_loops, "scalars": scalars_loops, **ALL_OR_FEW,
-}  # fmt: skip
-STEPS = {"rules": rules, "mixtures": mixtures}
+def always(loops: Callable[[], dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Loops of which every capability has every one."""
+    return lambda **_: loops()
+
+
+LOOPS: dict[str, Callable[..., dict[str, Any]]] = {
+    "rules": rules,
+    "torch": partial(rules, of_torch=True),
+    "mixtures": mixtures,
+    "gradients": always(gradient_loops),
+    "others": always(other_loops),
+    "scalars": always(scalars_loops),
+    "matrices": matrix_loops,
+    "row-wise": row_wise_loops,
+}
 
 
 def main() -> None:
-    """Print the report of one compute capability on one part of the kernels as JSON."""
+    """Print the report on one part of the kernels as JSON, by compute capability and name."""
     import numba.cuda.dispatcher
 
     from fusestep.kernels.cuda.dense.step import dense_kernel
+    from fusestep.kernels.element import Kernel
 
-    (name, part), every = sys.argv[1:], sys.argv[1] == "9.0a"
-    capability = CAPABILITIES[name]
-    device = SimpleNamespace(compute_capability=capability[: 3 if capability[2] else 2])
+    device = SimpleNamespace(compute_capability=CAPABILITIES["9.0a"])
     numba.cuda.dispatcher.get_current_device = lambda: device
-    if part in STEPS:
-        # Every rule for the newer one; for the older the storage types, whose instructions differ.
-        report = {
-            name: machine_code(dense_kernel(compiled), capability) | arrays_of(name, compiled)
-            for name, compiled in STEPS[part](every=every).items()
-        }
-    else:
-        loops = LOOPS[part](every=every) if part in ALL_OR_FEW else LOOPS[part]()
-        report = {name: machine_code(loop, capability) for name, loop in loops.items()}
+    made = LOOPS[sys.argv[1]]
+    chosen = {"9.0a": made(every=True), "8.0": made(every=False)}
+    report: dict[str, dict[str, Any]] = {capability: {} for capability in chosen}
+    for name, loop in chosen["9.0a"].items():
+        arrays = arrays_of(name, loop) if isinstance(loop, Kernel) else {}
+        library = library_of(dense_kernel(loop) if isinstance(loop, Kernel) else loop)
+        for capability, loops in chosen.items():
+            if name in loops:
+                code = machine_code(library, CAPABILITIES[capability])
+                report[capability][name] = code | arrays
     print(json.dumps(report))
 
 

@@ -1,6 +1,6 @@
 """Arrays under Numba's simulator, and what checks of operators and optimizers on them share.
 
-The simulator has to be switched on before this is imported.
+A program of checks imports `simulator` before it imports this.
 """
 
 from __future__ import annotations
@@ -18,9 +18,6 @@ from numba import cuda
 from fusestep import nn
 from fusestep.ops.runtime.device import DeviceArray
 
-from simulator import prepare_simulator
-
-prepare_simulator()
 F32, F64, F16 = np.dtype(np.float32), np.dtype(np.float64), np.dtype(np.float16)
 BF16 = np.dtype(ml_dtypes.bfloat16)
 RNG = np.random.default_rng(11)

@@ -1,19 +1,14 @@
-"""What changes between steps, and around graphs: ``python device_changes.py <check>``.
-
-A process of its own, under Numba's simulator; its graphs are lists of launches.
-"""
+"""What changes between steps, and around graphs."""
 
 from __future__ import annotations
 
-import os
-import sys
-
-os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
+from simulator import Graph, run_check  # isort: split
 
 import copy
 import gc
+import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,7 +20,6 @@ from fusestep.nn.engine import resident
 
 from device_arrays import F32, Run, gradient, on_device, on_host, positive, refused, rows
 from device_graphs import assert_same, captured, put
-from simulator import Graph
 
 
 def skips_after_a_capture() -> None:
@@ -209,12 +203,8 @@ def new_states() -> None:
     assert opt.skipped_steps == 1 and opt.global_step == 0
 
 
-CHECKS: dict[str, Sequence[Callable[[], Any]]] = {
-    "options": (options, copies, targets, new_states, nothing_is_kept, forks),
-    "graphs": (skips_after_a_capture, no_gradients, early_refusals, events_of_the_device),
-}
-
 if __name__ == "__main__":
-    for check in CHECKS[sys.argv[1]]:
-        check()
-    print("right")
+    run_check(
+        options=(options, copies, targets, new_states, nothing_is_kept, forks),
+        graphs=(skips_after_a_capture, no_gradients, early_refusals, events_of_the_device),
+    )

@@ -1,20 +1,14 @@
-"""What is found out later on a device, and what is refused: ``python device_errors.py <check>``.
-
-A process of its own, under Numba's simulator, where device arrays lie on the host.
-"""
+"""What is found out later on a device, and what is refused."""
 
 from __future__ import annotations
 
-import os
-import sys
-
-os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
+from simulator import run_check  # isort: split
 
 import copy
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -372,28 +366,16 @@ def own_formulas() -> None:
     assert on_host(opt.parameters[0].array).tolist() == [0.75] * 3 and opt.global_step == 1
 
 
-CHECKS: dict[str, Sequence[Callable[[], Any]]] = {
-    "index_errors": (
-        index_errors,
-        rows_without_indices,
-        several_tables,
-        many_calls,
-        several_optimizers,
-        nonfinite_steps,
-    ),
-    "locking": (
-        failing_steps,
-        threads,
-        lock_order,
-    ),
-    "refusals": (
-        mixtures,
-        not_taken,
-        own_formulas,
-    ),
-}
-
 if __name__ == "__main__":
-    for check in CHECKS[sys.argv[1]]:
-        check()
-    print("right")
+    run_check(
+        index_errors=(
+            index_errors,
+            rows_without_indices,
+            several_tables,
+            many_calls,
+            several_optimizers,
+            nonfinite_steps,
+        ),
+        locking=(failing_steps, threads, lock_order),
+        refusals=(mixtures, not_taken, own_formulas),
+    )

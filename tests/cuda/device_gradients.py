@@ -1,14 +1,8 @@
-"""Whole gradients on device arrays, outside of a step: ``python device_gradients.py <check>``.
-
-A process of its own, under Numba's simulator, where device arrays lie on the host.
-"""
+"""Whole gradients on device arrays, outside of a step."""
 
 from __future__ import annotations
 
-import os
-import sys
-
-os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
+from simulator import run_check  # isort: split
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -369,26 +363,17 @@ def waits() -> None:
     fusestep.synchronize()
 
 
-CHECKS: dict[str, Sequence[Callable[[], Any]]] = {
-    "row_tensors": (
-        row_sums,
-        hot_rows,
-        bad_rows,
-        lists_of_rows,
-    ),
-    "centralization": (
-        steps_of_custom_optimizers,
-        long_rows,
-        not_finite,
-        optimizers,
-        ratios,
-        joined_rows,
-        errors_of_centralized_steps,
-        waits,
-    ),
-}
-
 if __name__ == "__main__":
-    for check in CHECKS[sys.argv[1]]:
-        check()
-    print("right")
+    run_check(
+        row_tensors=(row_sums, hot_rows, bad_rows, lists_of_rows),
+        centralization=(
+            steps_of_custom_optimizers,
+            long_rows,
+            not_finite,
+            optimizers,
+            ratios,
+            joined_rows,
+            errors_of_centralized_steps,
+            waits,
+        ),
+    )

@@ -1,16 +1,10 @@
-"""Steps in CUDA graphs, and numbers that live on the device: ``python device_graphs.py <check>``.
-
-A process of its own, under Numba's simulator; its graphs are lists of launches.
-"""
+"""Steps in CUDA graphs, and numbers that live on the device."""
 
 from __future__ import annotations
 
-import os
-import sys
+from simulator import Graph, run_check  # isort: split
 
-os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
-
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -34,7 +28,6 @@ from device_arrays import (
     refused,
     rows,
 )
-from simulator import Graph
 
 SHAPES = ((5, 4), (7,), (0, 3))
 Make = Callable[[Any, Any, Any], Any]
@@ -428,26 +421,22 @@ def wrong_numbers() -> None:
     assert opt.global_step == 1
 
 
-CHECKS: dict[str, Sequence[Callable[[], Any]]] = {
-    "numbers": (
-        numbers,
-        rates_in_states,
-        overflows,
-        schedules_and_skips,
-        changed_options,
-        wrong_numbers,
-    ),
-    "graphs": (
-        graphs,
-        graphs_of_rows,
-        graphs_that_skip,
-        graphs_and_targets,
-        graphs_with_growth,
-        refusals,
-    ),
-}
-
 if __name__ == "__main__":
-    for check in CHECKS[sys.argv[1]]:
-        check()
-    print("right")
+    run_check(
+        numbers=(
+            numbers,
+            rates_in_states,
+            overflows,
+            schedules_and_skips,
+            changed_options,
+            wrong_numbers,
+        ),
+        graphs=(
+            graphs,
+            graphs_of_rows,
+            graphs_that_skip,
+            graphs_and_targets,
+            graphs_with_growth,
+            refusals,
+        ),
+    )

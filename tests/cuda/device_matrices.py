@@ -1,14 +1,8 @@
-"""AdaFactor on device arrays, as on the host: ``python device_matrices.py <check>``.
-
-A process of its own, under Numba's simulator, where device arrays lie on the host.
-"""
+"""AdaFactor on device arrays, as on the host."""
 
 from __future__ import annotations
 
-import os
-import sys
-
-os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
+from simulator import run_check  # isort: split
 
 import copy
 import math
@@ -345,14 +339,10 @@ def refusals() -> None:
     assert opt.global_step == 0
 
 
-CHECKS: dict[str, Sequence[Callable[[], Any]]] = {
-    "values": (options, wrapped, centralized),
-    "shapes": (shapes, tiles, unaligned),
-    "types": (dtypes, bits, zeros, guards),
-    "states": (copies_of_a_step, states, refusals),
-}
-
 if __name__ == "__main__":
-    for check in CHECKS[sys.argv[1]]:
-        check()
-    print("right")
+    run_check(
+        values=(options, wrapped, centralized),
+        shapes=(shapes, tiles, unaligned),
+        types=(dtypes, bits, zeros, guards),
+        states=(copies_of_a_step, states, refusals),
+    )

@@ -1,16 +1,10 @@
-"""MXNet's operator and optimizers on device arrays: ``python device_mxnet.py <check>``.
-
-A process of its own, under Numba's simulator, where device arrays lie on the host.
-"""
+"""MXNet's operator and optimizers on device arrays."""
 
 from __future__ import annotations
 
-import os
-import sys
+from simulator import run_check  # isort: split
 
-os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
-
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -347,24 +341,9 @@ def updater_errors() -> None:
     assert opt.num_update == 0
 
 
-CHECKS: dict[str, Sequence[Callable[[], Any]]] = {
-    "adam_update": (
-        updates,
-        update_reads_only_the_weight,
-        update_errors,
-    ),
-    "optimizers": (
-        optimizers,
-        master_copies,
-    ),
-    "updaters": (
-        parameters,
-        saved_states,
-        updater_errors,
-    ),
-}
-
 if __name__ == "__main__":
-    for check in CHECKS[sys.argv[1]]:
-        check()
-    print("right")
+    run_check(
+        adam_update=(updates, update_reads_only_the_weight, update_errors),
+        optimizers=(optimizers, master_copies),
+        updaters=(parameters, saved_states, updater_errors),
+    )

@@ -1,14 +1,8 @@
-"""Operators on device arrays: ``python device_operators.py <check>``.
-
-A process of its own, under Numba's simulator, where device arrays lie on the host.
-"""
+"""Operators on device arrays."""
 
 from __future__ import annotations
 
-import os
-import sys
-
-os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
+from simulator import run_check  # isort: split
 
 import re
 from collections.abc import Callable, Sequence
@@ -230,17 +224,7 @@ def _values(gradients: Sequence[Any]) -> list[Any]:
     return [g.values if isinstance(g, ops.RowTensor) else g for g in gradients if g is not None]
 
 
-CHECKS: dict[str, Sequence[Callable[[], Any]]] = {
-    "operators": (
-        dense_operators,
-        row_operators,
-        gathers,
-        operator_errors,
-        clipping,
-    ),
-}
-
 if __name__ == "__main__":
-    for check in CHECKS[sys.argv[1]]:
-        check()
-    print("right")
+    run_check(
+        operators=(dense_operators, row_operators, gathers, operator_errors, clipping),
+    )

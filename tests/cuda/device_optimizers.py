@@ -1,14 +1,8 @@
-"""Steps of optimizers on device arrays, and states: ``python device_optimizers.py <check>``.
-
-A process of its own, under Numba's simulator, where device arrays lie on the host.
-"""
+"""Steps of optimizers on device arrays, and states."""
 
 from __future__ import annotations
 
-import os
-import sys
-
-os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
+from simulator import run_check  # isort: split
 
 import copy
 import pickle
@@ -274,21 +268,9 @@ def targets() -> None:
     assert run.opt.target == "GPU"
 
 
-CHECKS: dict[str, Sequence[Callable[[], Any]]] = {
-    "dense_optimizers": (dense_optimizers,),
-    "row_optimizers": (
-        row_optimizers,
-        several_dtypes,
-    ),
-    "copies": (
-        states,
-        copies,
-        rebinding,
-        targets,
-    ),
-}
-
 if __name__ == "__main__":
-    for check in CHECKS[sys.argv[1]]:
-        check()
-    print("right")
+    run_check(
+        dense_optimizers=(dense_optimizers,),
+        row_optimizers=(row_optimizers, several_dtypes),
+        copies=(states, copies, rebinding, targets),
+    )

@@ -1,17 +1,8 @@
-"""Rows of device arrays on their way between processes: ``python device_routes.py <check>``.
-
-A process of its own, under Numba's simulator, where device arrays lie on the host.
-"""
+"""Rows of device arrays on their way between processes."""
 
 from __future__ import annotations
 
-import os
-import sys
-
-os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
-
-from collections.abc import Callable
-from typing import Any
+from simulator import Graph, run_check  # isort: split
 
 import numpy as np
 
@@ -20,7 +11,6 @@ from fusestep.kernels.tables import HOT
 from fusestep.nn.distributed import Route, RowShard, all_reduce, alone, save_checkpoint
 
 from device_arrays import BF16, F16, F32, F64, assert_close, gradient, on_device, on_host, refused
-from simulator import Graph
 from thread_processes import ThreadCommunicator, in_threads
 
 N = 7
@@ -112,8 +102,5 @@ def refusals() -> None:
         opt((rows,))
 
 
-CHECKS: dict[str, Callable[[], Any]] = {f.__name__: f for f in (routes, parts, refusals)}
-
 if __name__ == "__main__":
-    CHECKS[sys.argv[1]]()
-    print("right")
+    run_check(routes=(routes, parts, refusals))

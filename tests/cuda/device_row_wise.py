@@ -1,14 +1,8 @@
-"""Rules that measure rows or tensors on device arrays, as on the host.
-
-``python device_row_wise.py <check>``: a process of its own, under Numba's simulator.
-"""
+"""Rules that measure rows or tensors on device arrays, as on the host."""
 
 from __future__ import annotations
 
-import os
-import sys
-
-os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
+from simulator import Graph, run_check  # isort: split
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -34,7 +28,6 @@ from device_arrays import (
     rows,
 )
 from device_rules import OF_ROWS, OF_TENSORS, Own
-from simulator import Graph
 
 Make = Callable[[Any], Any]
 # Rows that lanes share or one has alone, that end within a tile, of several rounds; vectors.
@@ -198,14 +191,10 @@ def graphs() -> None:
         assert_same(one, other)
 
 
-CHECKS: dict[str, Sequence[Callable[[], Any]]] = {
-    "dense": (dense, types),
-    "rows": (sparse, hot_rows, shared_launches),
-    "tensors": (tensors, graphs),
-    "others": (offloaded, guards),
-}
-
 if __name__ == "__main__":
-    for check in CHECKS[sys.argv[1]]:
-        check()
-    print("right")
+    run_check(
+        dense=(dense, types),
+        rows=(sparse, hot_rows, shared_launches),
+        tensors=(tensors, graphs),
+        others=(offloaded, guards),
+    )

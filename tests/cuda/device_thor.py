@@ -1,21 +1,17 @@
-"""THOR with parameters, gradients and captures on a device: ``python device_thor.py <check>``.
+"""THOR with parameters, gradients and captures on a device.
 
-A process of its own, under Numba's simulator, where device arrays lie on the host. The arithmetic
-is the host's, so that everything is compared to the last bit.
+The arithmetic is the host's, so that everything is compared to the last bit.
 """
 
 from __future__ import annotations
 
-import os
-import sys
-
-os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
+from simulator import Graph, run_check  # isort: split
 
 import copy
 import pickle
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,14 +19,12 @@ import numpy as np
 import pytest
 from numba import cuda
 
-import fusestep
 from fusestep import nn
 from fusestep.nn.thor.factors import FactorError
 from fusestep.ops.runtime.device import DeviceArray
 
 from device_arrays import BF16, F16, F32, F64, on_device, on_host, refused, rows
 from helpers import assert_same_bits
-from simulator import Graph
 from thor_nets import BASE, Net, Pass, make
 
 
@@ -414,15 +408,10 @@ def lars() -> None:
     assert both.opt.loss_scale == 1.0
 
 
-CHECKS: dict[str, Sequence[Callable[[], Any]]] = {
-    "steps": (options, dtypes, captures, nets),
-    "states": (states, copies, rebinding, targets),
-    "numbers": (numbers, overflows, bad_factors),
-    "errors": (bad_captures, bad_gradients, mixed_nets, used_up, graphs, lars),
-}
-
 if __name__ == "__main__":
-    for check in CHECKS[sys.argv[1]]:
-        check()
-    fusestep.synchronize()
-    print("right")
+    run_check(
+        steps=(options, dtypes, captures, nets),
+        states=(states, copies, rebinding, targets),
+        numbers=(numbers, overflows, bad_factors),
+        errors=(bad_captures, bad_gradients, mixed_nets, used_up, graphs, lars),
+    )

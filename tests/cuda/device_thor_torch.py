@@ -1,14 +1,11 @@
-"""THOR on PyTorch modules that live on a device: ``python device_thor_torch.py``.
+"""THOR on PyTorch modules that live on a device.
 
-A process of its own, under Numba's simulator, whose device is the host: tensors of the CPU are
-given out as tensors of a CUDA device there.
+Tensors of the CPU are given out as tensors of a CUDA device, which is the host here.
 """
 
 from __future__ import annotations
 
-import os
-
-os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
+from simulator import run_check  # isort: split
 
 import copy
 import pickle
@@ -21,10 +18,7 @@ from fusestep.nn.thor import net as thor_net
 from fusestep.nn.thor import torch as thor_torch
 from fusestep.ops.runtime import arrays, device, frameworks
 
-from simulator import prepare_simulator
 from test_thor_torch import loss_of, make, make_module, train
-
-prepare_simulator()
 
 
 class OnDevice(frameworks._Torch):
@@ -143,11 +137,15 @@ def errors() -> None:
     same_bits(module, before)
 
 
-if __name__ == "__main__":
+def modules() -> None:
+    """Everything above, and what of it the host does before tensors are given out."""
     expected = host_runs()
     give_out()
     runs(expected)
     pickles()
     bfloat16_and_strides()
     errors()
-    print("right")
+
+
+if __name__ == "__main__":
+    run_check(modules=(modules,))

@@ -1,27 +1,42 @@
 """CUDA kernels under Numba's simulator, which runs a Python thread for each of the device's.
 
-Blocks are small there (`kernels.cuda.device.simulated`), and arrays have to be short. It has to be
-switched on, by ``NUMBA_ENABLE_CUDASIM``, before Numba is imported.
+Blocks are small there (`kernels.cuda.device.simulated`), device arrays lie on the host, and have to
+be short. The simulator has to be switched on before Numba is imported. So a file of checks, which
+imports this first, is a program, ``python device_graphs.py graphs``, and a process of its own.
+
+The simulator's own threads of a block all run at once, are polled, and put their ``cuda`` into a
+module whenever they call a function of it. Here they take turns, each up to the next barrier. What
+lacks a barrier is wrong in every run: of two blocks the first thread begins in one, the last in the
+other.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from itertools import cycle
 from typing import Any
 
-import numpy as np
-from numba.cuda.simulator.kernelapi import FakeCUDAShared
+os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
 
+import numpy as np
+from numba.cuda.simulator import kernel
+from numba.cuda.simulator.kernelapi import FakeCUDAShared, swapped_cuda_module
+
+import fusestep
 from fusestep.kernels.cuda.device import simulated
 
 
-def prepare_simulator() -> None:
-    """Make the simulator faster, and shared arrays one for all threads."""
-    # It polls its threads, and would else let each wait for its turn.
-    sys.setswitchinterval(1e-4)
-    FakeCUDAShared.array = _shared_array
+def run_check(**checks: Sequence[Callable[[], Any]]) -> None:
+    """Run the check that ``sys.argv`` names, and print "right" when all of it is."""
+    for part in checks[sys.argv[1]]:
+        part()
+    fusestep.synchronize()  # which raises what nobody has asked for
+    print("right")
 
 
 class Graph:
@@ -43,17 +58,88 @@ class Graph:
             call()
 
 
-_one_at_a_time = threading.Lock()
+def _closed() -> threading.Lock:
+    """A lock that another thread opens."""
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
+class _Thread(kernel.BlockThread):  # type: ignore[misc]
+    """A thread of a block, which runs while it is its turn."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._turn, self._turn_is_over = _closed(), _closed()
+        self.is_done = False
+
+    def take_turn(self) -> None:
+        """Run to the next barrier, or to the end."""
+        if self.ident is None:
+            self.start()
+        else:
+            self._turn.release()
+        self._turn_is_over.acquire()
+
+    def run(self) -> None:
+        super().run()
+        self.is_done = True
+        self._turn_is_over.release()
+
+    def syncthreads(self) -> None:
+        self._turn_is_over.release()
+        self._turn.acquire()
+        if self.abort:
+            raise RuntimeError("another thread has failed")
+
+
+_orders = cycle((1, -1))
+
+
+def _run_block(block: Any, place: Any, *arguments: Any) -> None:
+    threads = [
+        _Thread(partial(block._f, *arguments), block, place, number, False)
+        for number in np.ndindex(*block._block_dim)
+    ][:: next(_orders)]
+    while threads:
+        for thread in threads:
+            thread.take_turn()
+        failed = [thread.exception for thread in threads if thread.exception]
+        threads = [thread for thread in threads if not thread.is_done]
+        if failed:
+            for thread in threads:
+                thread.abort = True
+                thread.take_turn()
+            raise failed[0][0].with_traceback(failed[0][1])
+
+
+_launch = kernel.FakeCUDAKernel.__call__
+_modules, _left = set[int](), ExitStack()
+
+
+def _call(function: Any, *arguments: Any) -> Any:
+    context = kernel._get_kernel_context()
+    if context is None:
+        with _left:
+            _modules.clear()
+            return _launch(function, *arguments)
+    names = function.fn.__globals__
+    if id(names) not in _modules:
+        _left.enter_context(swapped_cuda_module(function.fn, context))
+        _modules.add(id(names))
+    return function.fn(*arguments)
 
 
 def _shared_array(self: Any, shape: Any, dtype: Any, alignment: int | None = None) -> np.ndarray:  # noqa: ARG001
-    """``cuda.shared.array``, known by its line; the simulator's own gives two threads that ask at
-    once an array each, now and then, and addresses are computed from what is in them.
-    """
+    """``cuda.shared.array``, known by its line, which the simulator's own reads out of the file."""
     caller = sys._getframe(1)
     place = caller.f_code.co_filename, caller.f_lineno
-    with _one_at_a_time:
-        if place not in self._allocations:
-            self._allocations[place] = np.empty(shape, str(dtype))
-        found: np.ndarray = self._allocations[place]
+    if place not in self._allocations:
+        self._allocations[place] = np.empty(shape, str(dtype))
+    found: np.ndarray = self._allocations[place]
     return found
+
+
+kernel.BlockManager.run = _run_block
+kernel.FakeCUDAKernel.__call__ = _call
+FakeCUDAShared.array = _shared_array

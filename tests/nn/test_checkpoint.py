@@ -18,7 +18,8 @@ import pytest
 
 from fusestep import nn
 
-from helpers import assert_same_bits
+from adam_family import parameters
+from helpers import STORAGE_DTYPES, assert_same_bits
 
 POSIX = pytest.mark.skipif(os.name == "nt", reason="permissions, links and locks of POSIX")
 NUMBER = "bool, an integer, float16, bfloat16, float32 or float64"
@@ -348,3 +349,88 @@ def test_file_that_was_taken_for_abandoned_is_made_anew(tmp_path: Any, monkeypat
     nn.save_checkpoint(ones(), path)
     assert len(taken) == 1
     assert list(tmp_path.iterdir()) == [path]
+
+
+# What can be saved
+
+
+@pytest.mark.parametrize(
+    "dtype", [*STORAGE_DTYPES, np.dtype(np.int32), np.dtype(np.int64)], ids=str
+)
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 2), (2, 3, 4)])
+def test_checkpoint_keeps_every_bit(dtype: Any, shape: tuple[int, ...], tmp_path: Any) -> None:
+    bits = np.random.default_rng(6).integers(0, 256, (*shape, dtype.itemsize), np.uint8)
+    array = bits.view(dtype).reshape(shape)
+    path = tmp_path / "file.safetensors"
+    nn.save_checkpoint(
+        {"a.b": array, "strided": np.repeat(np.ones(3, np.float32), 2)[::2]}, str(path)
+    )
+    loaded = nn.load_checkpoint(path)
+    assert_same_bits(loaded["a.b"], array)
+    assert_same_bits(loaded["strided"], np.ones(3, np.float32))
+
+
+def test_checkpoint_of_parameters(tmp_path: Any) -> None:
+    nn.save_checkpoint(iter(parameters("a", "b")), tmp_path / "x")
+    loaded = nn.load_checkpoint(tmp_path / "x")
+    for p in parameters("a", "b"):
+        assert_same_bits(loaded[p.name], p.data)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        (3, TypeError, "save_obj has a wrong type: expected an optimizer, a mapping or parameters"),
+        (parameters("a")[0], TypeError, "save_obj has a wrong type"),
+        (
+            [np.ones(2, np.float32)],
+            TypeError,
+            "save_obj holds a wrong type: expected Parameters, got ndarray",
+        ),
+        (
+            [nn.Parameter(np.ones(2, np.float32))],
+            ValueError,
+            "parameter name is missing or repeats",
+        ),
+        (parameters("a", "a"), ValueError, "parameter name is missing or repeats: .*got a"),
+        ({"a": "text"}, TypeError, "a is no array"),
+    ],
+)
+def test_what_cannot_be_saved(given: Any, error: Any, text: str, tmp_path: Any) -> None:
+    with pytest.raises(error, match=f"^save_checkpoint: {text}"):
+        nn.save_checkpoint(given, tmp_path / "x")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("broken", ["replace", "fsync"])
+def test_failing_write_leaves_the_old_file(broken: str, tmp_path: Any, monkeypatch: Any) -> None:
+    path = tmp_path / "state"
+    nn.save_checkpoint(ones(), path)
+    before = path.read_bytes()
+
+    def fail(*_: Any) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, broken, fail)
+    with pytest.raises(OSError, match="disk full"):
+        nn.save_checkpoint({"a": 2 * np.ones(3, np.float32)}, path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_missing_folder_and_broken_file(tmp_path: Any) -> None:
+    with pytest.raises(FileNotFoundError):
+        nn.save_checkpoint(ones(), tmp_path / "nowhere" / "x")
+    with pytest.raises(FileNotFoundError):
+        nn.load_checkpoint(tmp_path / "x")
+    (tmp_path / "x").write_bytes(b"no tensors")
+    with pytest.raises(Exception, match=r"(?i)header|deserializ"):
+        nn.load_checkpoint(tmp_path / "x")
+
+
+def test_checkpoint_has_the_permissions_of_any_new_file(tmp_path: Any) -> None:
+    """A temporary file is private; the checkpoint that it becomes is for those who share it."""
+    (tmp_path / "plain").write_bytes(b"")
+    nn.save_checkpoint(ones(), tmp_path / "state")
+    modes = [(tmp_path / name).stat().st_mode for name in ("plain", "state")]
+    assert modes[0] == modes[1]

@@ -96,7 +96,7 @@ def test_python_blocks_run_under_the_simulator(page: str, tmp_path: Path) -> Non
     found = find_spec("simulator")
     assert found is not None and found.origin is not None
     before = f"import sys; sys.path.insert(0, {str(Path(found.origin).parent)!r})\n"
-    before += "from simulator import prepare_simulator; prepare_simulator()"
+    before += "import simulator"
     run(page, blocks, tmp_path, before, NUMBA_ENABLE_CUDASIM="1")
 
 

@@ -346,7 +346,7 @@ def test_no_warning_for_a_plain_module() -> None:
 
 @needs_numba_cuda
 def test_modules_on_a_device() -> None:
-    assert run("device_thor_torch.py") == "right\n"
+    assert run("device_thor_torch.py", "modules") == "right\n"
 
 
 def test_torch_is_not_imported_by_fusestep() -> None:

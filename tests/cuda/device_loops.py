@@ -1,17 +1,10 @@
-"""Checks of the CUDA loops under Numba's simulator: ``python cuda_simulation.py <check>``.
-
-The simulator runs a Python thread for each of the device's, so arrays are short and blocks small.
-It has to be switched on before Numba is imported, hence a process of its own.
-"""
+"""The loops of CUDA, as those of the CPU: rules, storage types, rows, sorting, finite values."""
 
 from __future__ import annotations
 
-import os
-import sys
+from simulator import run_check  # isort: split
 
-os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
-
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -34,9 +27,6 @@ from fusestep.kernels.tables import HOT, RowTable
 from fusestep.nn.engine.host import completed
 from fusestep.ops.runtime.step import DenseUpdate, Variables
 
-from simulator import prepare_simulator
-
-prepare_simulator()
 Tensors = list[list[np.ndarray]]
 # What the rules of the package take beside sums.
 KNOWN = {
@@ -283,7 +273,6 @@ def hot_rows() -> None:
     compare_rows([(3, 4, HOT + 90), (4, 1, 4_500)], hottest=HOT + 40)
     compare_rows([(3, 5, HOT + 1)], hottest=HOT + 1)
     compare_rows([(3, 4, HOT + 90), (4, 1, 700)], hottest=HOT + 40, whole=30_000)
-    part_of_a_batch()
 
 
 def part_of_a_batch() -> None:
@@ -358,22 +347,9 @@ def finite_values() -> None:
     assert finite.all_finite(F32, addresses[2:], sizes[2:], stream=0)
 
 
-CHECKS: dict[str, Callable[[], Any]] = {
-    check.__name__: check
-    for check in (
-        every_rule,
-        sizes_and_prologues,
-        storage_types,
-        unaligned,
-        row_steps,
-        row_storage_types,
-        hot_rows,
-        guards,
-        sorting,
-        finite_values,
-    )
-}
-
 if __name__ == "__main__":
-    CHECKS[sys.argv[1]]()
-    print("right")
+    run_check(
+        loops=(every_rule, sizes_and_prologues, storage_types, unaligned, finite_values, sorting),
+        rows=(row_steps, row_storage_types, guards),
+        hot_rows=(hot_rows, part_of_a_batch),
+    )

@@ -1,21 +1,18 @@
-"""Checks of arrays of torch and CuPy, by stand-ins: ``python framework_simulation.py <check>``.
+"""Arrays of torch and CuPy on a device, by stand-ins.
 
 The stand-ins have what `fusestep.ops.runtime.frameworks` asks of the real modules, under their
-names, around NumPy arrays, which are the device arrays of Numba's simulator. It has to be
-switched on before Numba is imported, hence a process of its own.
+names, around NumPy arrays, which are the device arrays of Numba's simulator.
 """
 
 from __future__ import annotations
 
-import os
-import sys
-
-os.environ["NUMBA_ENABLE_CUDASIM"] = "1"
+from simulator import Graph, run_check  # isort: split
 
 import copy
 import re
+import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -31,9 +28,6 @@ from fusestep.kernels.cuda.device import backend, memory
 from fusestep.ops.runtime import device, frameworks, launch
 from fusestep.ops.runtime.device import DeviceArray, launching
 
-from simulator import Graph, prepare_simulator
-
-prepare_simulator()
 RNG = np.random.default_rng(13)
 BF16 = np.dtype(ml_dtypes.bfloat16)
 log: list[str] = []
@@ -654,15 +648,11 @@ def captured_streams() -> None:
         assert log == [] and opt.global_step == 1
 
 
-CHECKS: dict[str, tuple[Callable[[], Any], ...]] = {
-    "arrays": (places, dtypes, other_objects),
-    "steps": (updates, strided_gradients, new_arrays, streams, order_of_streams, mixtures),
-    "graphs": (copies_in_graphs, numbers, captured_streams),
-    "gradients": (whole_gradients, mxnet_arrays),
-    "thor": (thor,),
-}
-
 if __name__ == "__main__":
-    for check in CHECKS[sys.argv[1]]:
-        check()
-    print("right")
+    run_check(
+        arrays=(places, dtypes, other_objects),
+        steps=(updates, strided_gradients, new_arrays, streams, order_of_streams, mixtures),
+        graphs=(copies_in_graphs, numbers, captured_streams),
+        gradients=(whole_gradients, mxnet_arrays),
+        thor=(thor,),
+    )

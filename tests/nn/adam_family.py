@@ -1,0 +1,51 @@
+"""Optimizers of Adam's family in all their forms, and small parameters and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fusestep import nn
+
+ADAM = {
+    "Adam": nn.Adam,
+    "Adam-nesterov": partial(nn.Adam, use_nesterov=True),
+    "Adam-amsgrad": partial(nn.Adam, use_amsgrad=True),
+    "Adam-lazy": partial(nn.Adam, use_lazy=True),
+    "Adam-offload": partial(nn.Adam, use_offload=True),
+    "LazyAdam": nn.LazyAdam,
+    "AdamOffload": nn.AdamOffload,
+}
+OPTIMIZERS: dict[str, Callable[..., Any]] = {**ADAM, "AdamWeightDecay": nn.AdamWeightDecay}
+EACH = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+CLASSES = (nn.Adam, nn.LazyAdam, nn.AdamOffload, nn.AdamWeightDecay)
+EACH_CLASS = pytest.mark.parametrize("cls", CLASSES, ids=lambda c: c.__name__)
+
+
+def ones(*shape: int, dtype: Any = np.float32) -> np.ndarray:
+    return np.ones(shape, dtype)
+
+
+def parameters(*names: str, dtype: Any = np.float32) -> list[nn.Parameter]:
+    """Parameters ``[4, 3]`` with different values."""
+    rng = np.random.default_rng(1)
+    return [nn.Parameter(rng.standard_normal((4, 3)).astype(dtype), name) for name in names]
+
+
+def gradients_of(opt: nn.Optimizer, seed: int, dtype: Any = np.float32) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(p.shape).astype(dtype) for p in opt.parameters]
+
+
+def rows(indices: Any, shape: tuple[int, ...] = (4, 3), value: float = 1.0) -> nn.RowTensor:
+    values = np.full((len(indices), *shape[1:]), value, np.float32)
+    return nn.RowTensor(np.array(indices, np.int64), values, shape)
+
+
+class Halving(nn.LearningRateSchedule):
+    def construct(self, global_step: int) -> float:
+        return 0.5 * 0.5**global_step

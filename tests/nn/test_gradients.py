@@ -1,0 +1,327 @@
+"""Gradients of a step: of every form, without some, refused, not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from fusestep import nn
+
+from adam_family import ADAM, EACH, gradients_of, ones, parameters, rows
+from helpers import STORAGE_DTYPES, assert_same_bits, refused, unchanged
+
+
+@EACH
+def test_none_skips_a_parameter_and_its_count(make: Callable[..., Any]) -> None:
+    """Each parameter is as if it had an optimizer of its own that was called less often."""
+    together, apart = parameters("a", "b", "c"), parameters("a", "b", "c")
+    opt = make(together, 0.1)
+    single = [make([p], 0.1) for p in apart]
+    for step, pattern in enumerate([(1, 1, 0), (0, 1, 0), (1, 0, 1), (0, 0, 0), (1, 1, 1)]):
+        gradients = [
+            g if on else None for g, on in zip(gradients_of(opt, step), pattern, strict=True)
+        ]
+        assert opt(gradients) == (True, True, True)
+        for one, gradient in zip(single, gradients, strict=True):
+            if gradient is not None:
+                one([gradient])
+    for p, q in zip(together, apart, strict=True):
+        assert_same_bits(p.data, q.data, str(p.name))
+    state = opt.state_dict()
+    assert [state[f"step.{name}"].tolist() for name in "abc"] == [[3], [3], [2]]
+    assert state["global_step"].tolist() == [5]
+
+
+def test_list_of_row_tensors_and_mixed_index_dtypes() -> None:
+    w, expected = ones(4, 3), ones(4, 3)
+    parts = [
+        nn.RowTensor(np.array([1], np.int32), ones(1, 3), (4, 3)),
+        nn.RowTensor(np.array([3, 1], np.int64), 2 * ones(2, 3), (4, 3)),
+    ]
+    nn.LazyAdam([w])([parts])
+    values = np.concatenate([ones(1, 3), 2 * ones(2, 3)])
+    nn.LazyAdam([expected])([nn.RowTensor(np.array([1, 3, 1]), values, (4, 3))])
+    assert_same_bits(w, expected)
+
+
+class NoCount:
+    """Objects that are no gradient."""
+
+
+BAD_GRADIENTS: dict[str, tuple[Any, Any, str]] = {
+    "int": (np.ones((4, 3), int), TypeError, "gradient of 'b' has a wrong dtype: .*got int64"),
+    "complex": (np.ones((4, 3), complex), TypeError, "gradient of 'b' has a wrong dtype"),
+    "bool": (np.ones((4, 3), bool), TypeError, "gradient of 'b' has a wrong dtype"),
+    "big-endian": (np.ones((4, 3), ">f4"), TypeError, "gradient of 'b' has a wrong dtype"),
+    "shape": (ones(3, 4), ValueError, r"gradient of 'b' has a wrong shape: expected \(4, 3\)"),
+    "flat": (ones(12), ValueError, "gradient of 'b' has a wrong shape"),
+    "0-d": (np.float32(1), ValueError, "gradient of 'b' has a wrong shape"),
+    "float": (1.0, TypeError, "gradient of 'b' is no array"),
+    "str": ("g", TypeError, "gradient of 'b' is no array"),
+    "object": (NoCount(), TypeError, "gradient of 'b' is no array: .*NoCount"),
+    "list of arrays": ([ones(4, 3)], TypeError, "gradient of 'b' is no gradient: .*ndarray"),
+    "empty list": ([], TypeError, "gradient of 'b' is no gradient"),
+    "list with None": ([rows([1]), None], TypeError, "gradient of 'b' is no gradient"),
+    "dense_shape": (rows([1], (5, 3)), ValueError, "gradient of 'b' has a wrong dense_shape"),
+    "dense_shape width": (rows([1], (4, 2)), ValueError, "gradient of 'b' has a wrong dense_shape"),
+    "parts that differ": (
+        [rows([1]), rows([1], (5, 3))],
+        ValueError,
+        "gradient of 'b' has parts that differ",
+    ),
+    "negative index": (
+        rows([0, -1]),
+        IndexError,
+        r"gradient of '.*': indices\[1\] is out of range: .*< 4, got -1",
+    ),
+    "large index": (
+        rows([4, 0]),
+        IndexError,
+        r"gradient of '.*': indices\[0\] is out of range: .*got 4",
+    ),
+    "index in a large batch": (
+        rows([0] * 9000 + [4]),
+        IndexError,
+        r"gradient of '.*': indices\[9000\] is out of range",
+    ),
+    "index in the second part": (
+        [rows([0, 1]), rows([9])],
+        IndexError,
+        r"gradient of '.*': indices\[2\] is out of range",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "first", [ones(4, 3), rows([1, 1]), rows([2] * 9000)], ids=["dense", "rows", "many"]
+)
+@pytest.mark.parametrize("case", BAD_GRADIENTS.values(), ids=BAD_GRADIENTS)
+@pytest.mark.parametrize("use_locking", [False, True])
+def test_bad_gradient_of_the_last_parameter(
+    case: tuple[Any, Any, str], first: Any, use_locking: bool
+) -> None:
+    """Nothing changes, neither the parameters before it nor a counter."""
+    bad, error, text = case
+    for make in (nn.LazyAdam, nn.Adam, partial(nn.Adam, weight_decay=0.1)):
+        opt = make(parameters("a", "b"), use_locking=use_locking)
+        opt([ones(4, 3), ones(4, 3)])
+        with refused(error, f"^{type(opt).__name__}: {text}", opt, bad, first):
+            opt([first, bad])
+
+
+@pytest.mark.parametrize("how", ["lazy", "dense_equivalent"])
+def test_bad_index_in_one_of_several_dtypes(how: str) -> None:
+    """Tables of two dtypes are two kernel calls: both are checked before the first runs."""
+    dtypes = (np.float32, np.float64)
+    for bad in range(2):
+        opt = nn.Adam([ones(4, 3, dtype=d) for d in dtypes], sparse_update=how)
+        gradients = [rows([1, 2]), rows([1, 2])]
+        gradients[bad] = rows([1, 4])
+        with refused(IndexError, "out of range", opt):
+            opt(gradients)
+
+
+@pytest.mark.parametrize("how", ["lazy", "dense_equivalent"])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_bad_index_with_centralization(how: str, decay: float) -> None:
+    groups = [{"params": parameters("a", "b"), "grad_centralization": True}]
+    opt = nn.Adam(groups, weight_decay=decay, sparse_update=how)
+    with refused(IndexError, r"indices\[1\] is out of range", opt):
+        opt([ones(4, 3), rows([1, 4])])
+
+
+@pytest.mark.parametrize(
+    "make", [nn.AdamOffload, nn.AdamWeightDecay, ADAM["Adam-amsgrad"], ADAM["Adam-offload"]]
+)
+def test_row_sparse_gradient_without_a_default(make: Callable[..., Any]) -> None:
+    opt = make(parameters("a", "b"))
+    text = (
+        "gradient of 'b' is row-sparse: .*sparse_update='lazy' or sparse_update='dense_equivalent'"
+    )
+    with refused(ValueError, text, opt):
+        opt([ones(4, 3), rows([1])])
+    for how in ("lazy", "dense_equivalent"):
+        assert make(parameters("a"), sparse_update=how)([rows([1])]) == (True,)
+
+
+def test_row_sparse_gradient_of_a_0d_parameter() -> None:
+    opt = nn.Adam([np.array(1.0, np.float32)])
+    with refused(ValueError, "gradient of 'parameter_0' is row-sparse: .*0-d parameter", opt):
+        opt([rows([0])])
+
+
+@EACH
+@pytest.mark.parametrize(
+    "given", [ones(4, 3), None, 1.0, iter([ones(4, 3)]), {"a": ones(4, 3)}, rows([1])]
+)
+def test_gradients_that_are_no_list(make: Callable[..., Any], given: Any) -> None:
+    opt = make(parameters("a"))
+    # MindSpore raises RuntimeError, Python's users expect TypeError: it is both.
+    for error in (TypeError, RuntimeError):
+        with refused(error, "gradients has a wrong type: expected a tuple or list", opt):
+            opt(given)
+
+
+@EACH
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_wrong_number_of_gradients(make: Callable[..., Any], count: int) -> None:
+    opt = make(parameters("a", "b"))
+    for error in (ValueError, RuntimeError):
+        with refused(error, f"gradients has a wrong length: expected 2, .*got {count}", opt):
+            opt([ones(4, 3)] * count)
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["first step", "later step"])
+@pytest.mark.parametrize("shared", ["parameter", "other parameter", "state", "part", "row values"])
+def test_gradient_in_the_memory_of_a_variable(shared: str, warm: bool) -> None:
+    """Also when the step recognises its gradients and takes the short way."""
+    pool = np.ones((3, 4, 3), np.float32)
+    opt = nn.LazyAdam([pool[0], pool[1]])
+    if warm:
+        for seed in range(2):
+            opt(gradients_of(opt, seed))
+    gradient = {
+        "parameter": pool[1],
+        "other parameter": pool[0],
+        "state": opt.moment2[0],
+        "part": pool.reshape(-1)[23:35].reshape(4, 3),
+        "row values": nn.RowTensor(np.arange(4), pool[0], (4, 3)),
+    }[shared]
+    with refused(ValueError, "a gradient shares memory with a parameter or state", opt):
+        opt([ones(4, 3), gradient])
+
+
+def test_gradient_layouts_and_kinds() -> None:
+    """Strided, read-only, array-likes: read as their values are, also after a fast step."""
+
+    class Like:
+        def __init__(self, array: np.ndarray) -> None:
+            self.array = array
+
+        def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+            return self.array
+
+    g = np.random.default_rng(5).standard_normal((4, 3)).astype(np.float32)
+    frozen = g.copy()
+    frozen.flags.writeable = False
+    for form in (
+        np.asfortranarray(g),
+        np.repeat(g, 2, axis=1)[:, ::2],
+        frozen,
+        Like(g),
+        nn.Parameter(g.copy()),
+    ):
+        w, expected = ones(4, 3), ones(4, 3)
+        opt, plain = nn.Adam([w]), nn.Adam([expected])
+        for one, given in ((opt, form), (plain, g)):
+            for gradient in (g, given, g):
+                one([gradient])
+        assert_same_bits(w, expected)
+
+
+def test_empty_and_0d_parameters() -> None:
+    shapes = [(), (0,), (0, 3), (3, 0), (2,)]
+    opt = nn.Adam([np.ones(shape, np.float32) for shape in shapes], 0.5)
+    for _ in range(2):
+        assert opt([np.ones(shape, np.float32) for shape in shapes]) == (True,) * 5
+    np.testing.assert_allclose(opt.parameters[0].data, 0.0, atol=1e-5)
+    sparse = nn.LazyAdam([ones(0, 3), ones(2, 3)])
+    assert sparse([rows([], (0, 3)), rows([], (2, 3))]) == (True, True)
+    assert sparse.parameters[1].data.tolist() == ones(2, 3).tolist()
+
+
+def test_an_empty_array_shares_no_memory() -> None:
+    """Wherever it lies."""
+    w = ones(5)
+    inside = np.ndarray(0, w.dtype, w, 2 * w.itemsize)  # w[2:2] would be at its beginning
+    nn.SGD([w, inside], 1.0)([ones(5), ones(0)])
+    assert (w == 0).all()
+
+
+# skip_nonfinite
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", STORAGE_DTYPES, ids=str)
+@pytest.mark.parametrize("use_locking", [False, True])
+def test_skip_nonfinite_in_the_last_tensor(dtype: Any, bad: float, use_locking: bool) -> None:
+    opt = nn.Adam(
+        [ones(70_001, dtype=dtype), ones(5, dtype=dtype)],
+        skip_nonfinite=True,
+        use_locking=use_locking,
+    )
+    good = [ones(70_001, dtype=dtype), ones(5, dtype=dtype)]
+    opt(good)
+    for tensor, place in ((1, -1), (0, 0), (0, 69_999), (0, -1)):
+        gradients = [g.copy() for g in good]
+        gradients[tensor][place] = bad
+        with unchanged(opt):
+            assert opt(gradients) == (True, True)
+    assert opt.skipped_steps == 4
+    assert opt.global_step.tolist() == [1]
+    opt(good)
+    assert (opt.global_step.tolist(), opt.skipped_steps) == ([2], 4)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1}])
+def test_skip_nonfinite_in_row_values(bad: float, options: dict[str, Any]) -> None:
+    opt = nn.LazyAdam(
+        [ones(3, 2), ones(4, 3), ones(4, 3, dtype=np.float64)], skip_nonfinite=True, **options
+    )
+    spoiled = rows([1, 3, 1])
+    spoiled.values[2, 2] = bad
+    for gradients in (
+        [ones(3, 2), rows([1]), spoiled],
+        [None, spoiled, None],
+        [ones(3, 2), [rows([0]), spoiled], None],
+    ):
+        with unchanged(opt):
+            opt(gradients)
+    assert opt.skipped_steps == 3
+
+
+def test_skip_nonfinite_with_centralization() -> None:
+    groups = [{"params": parameters("a", "b"), "grad_centralization": True}]
+    opt = nn.Adam(groups, skip_nonfinite=True)
+    gradient = ones(4, 3)
+    gradient[0, 0] = np.nan
+    with unchanged(opt):
+        opt([ones(4, 3), gradient])
+    gradient[0, 0] = np.inf
+    with unchanged(opt):
+        opt([ones(4, 3), gradient])
+    assert opt.skipped_steps == 2
+
+
+def test_finite_gradients_are_not_skipped() -> None:
+    """The largest numbers of each type, subnormals and zeros."""
+    for dtype in STORAGE_DTYPES:
+        info = ml_dtypes.finfo(dtype)
+        g = np.array([info.max, info.min, info.smallest_subnormal, 0, -0.0], dtype)
+        opt = nn.Adam([ones(5, dtype=dtype)], skip_nonfinite=True)
+        opt([g])
+        assert (opt.skipped_steps, opt.global_step.tolist()) == (0, [1])
+
+
+def test_without_skip_nonfinite_a_nan_is_written() -> None:
+    opt = nn.Adam([ones(3)])
+    opt([np.array([1, np.nan, 1], np.float32)])
+    assert np.isnan(opt.parameters[0].data).tolist() == [False, True, False]
+    assert opt.skipped_steps == 0
+
+
+def test_skipping_does_not_hide_errors() -> None:
+    opt = nn.Adam(parameters("a", "b"), skip_nonfinite=True)
+    with refused(ValueError, "gradient of 'b' has a wrong shape", opt):
+        opt([np.full((4, 3), np.nan, np.float32), ones(3)])
+    assert opt.skipped_steps == 0
+    opt = nn.LazyAdam(parameters("a"), skip_nonfinite=True)
+    with refused(IndexError, r"indices\[1\] is out of range", opt):
+        opt([rows([0, 4], value=np.nan)])
+    assert opt.skipped_steps == 0

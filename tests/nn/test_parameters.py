@@ -1,0 +1,364 @@
+"""Parameters of optimizers: groups, names, order, rebinding, arrays changed in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fusestep import nn
+
+from adam_family import EACH, EACH_CLASS, gradients_of, ones, parameters, rows
+from helpers import assert_same_bits, refused, unchanged
+
+# Groups
+
+
+def test_groups_give_each_parameter_its_options() -> None:
+    a, b, c = parameters("a", "b", "c")
+    opt = nn.Adam(
+        [{"params": [a], "lr": 0.5, "weight_decay": 0.1}, {"params": [b, c]}],
+        0.25,
+        weight_decay=0.2,
+    )
+    assert opt.parameters == (a, b, c)
+    assert opt.is_group
+    assert opt.is_group_lr
+    assert opt.get_lr() == (0.5, 0.25, 0.25)
+    assert opt.get_weight_decay() == (0.1, 0.2, 0.2)
+
+
+@EACH
+def test_groups_are_separate_optimizers_in_one(make: Callable[..., Any]) -> None:
+    together, apart = parameters("a", "b"), parameters("a", "b")
+    opt = make(
+        [
+            {"params": together[:1], "lr": 0.1, "weight_decay": 0.3},
+            {"params": together[1:], "lr": 0.02},
+        ]
+    )
+    single = [
+        make([{"params": apart[:1]}], 0.1, weight_decay=0.3),
+        make([{"params": apart[1:]}], 0.02),
+    ]
+    for seed in range(3):
+        gradients = gradients_of(opt, seed)
+        opt(gradients)
+        for one, gradient in zip(single, gradients, strict=True):
+            one([gradient])
+    for p, q in zip(together, apart, strict=True):
+        assert_same_bits(p.data, q.data, str(p.name))
+
+
+def test_groups_without_rates_share_one() -> None:
+    opt = nn.Adam([{"params": parameters("a")}, {"params": parameters("b")}], 0.5)
+    assert not opt.is_group_lr
+    assert opt.get_lr() == 0.5
+
+
+def test_group_params_may_be_a_generator() -> None:
+    # MindSpore's check uses a generator up and then optimizes nothing.
+    a, b = parameters("a", "b")
+    opt = nn.Adam(iter([{"params": (p for p in (a, b))}]))
+    assert opt.parameters == (a, b)
+
+
+def test_order_params() -> None:
+    a, b, c = parameters("a", "b", "c")
+    groups = [{"params": [a, b], "lr": 0.5}, {"params": [c]}, {"order_params": (c, a, b)}]
+    opt = nn.Adam(groups, 0.25)
+    assert opt.parameters == (c, a, b)
+    assert opt.get_lr() == (0.25, 0.5, 0.5)
+    before = [p.data.copy() for p in (c, a, b)]
+    opt([None, None, ones(4, 3)])
+    assert_same_bits(c.data, before[0])
+    assert_same_bits(a.data, before[1])
+    assert (b.data != before[2]).all()
+
+
+def test_unnamed_parameters_are_named_by_position() -> None:
+    opt = nn.Adam([ones(2), nn.Parameter(ones(3), "mine"), ones(4)])
+    assert [p.name for p in opt.parameters] == ["parameter_0", "mine", "parameter_2"]
+
+
+def test_position_names_give_way_to_given_ones() -> None:
+    opt = nn.Adam([ones(2), nn.Parameter(ones(3), "parameter_0")])
+    assert len({p.name for p in opt.parameters}) == 2
+
+
+def test_unnamed_parameter_in_two_optimizers() -> None:
+    # Named parameter_0 by the first, it must not forbid the name to a stranger in the second.
+    a, b = nn.Parameter(ones(2)), nn.Parameter(ones(3))
+    nn.Adam([a])
+    opt = nn.Adam([b, a])
+    assert len({p.name for p in opt.parameters}) == 2
+
+
+_A, _B = parameters("a", "b")
+_M = ones(5)
+BAD_PARAMETERS: dict[str, tuple[Any, Any, str]] = {
+    "None": (None, ValueError, "parameters is missing: expected a list"),
+    "empty": ([], ValueError, "parameters is empty: expected at least one parameter"),
+    "empty group": ([{"params": []}], ValueError, "parameters is empty"),
+    "only order": ([{"order_params": []}], ValueError, "parameters is empty"),
+    "int": (3, TypeError, "parameters has a wrong type: expected a list of parameters or of group"),
+    "str": ("w", TypeError, "parameters has a wrong type"),
+    "dict": ({"params": [_A]}, TypeError, "parameters has a wrong type: .* got dict"),
+    "one": (_A, TypeError, "parameters has a wrong type: .* got Parameter"),
+    # Its rows would become the parameters, one by one.
+    "array": (ones(4, 3), TypeError, "parameters has a wrong type: .* got ndarray"),
+    "mixed": ([_A, {"params": [_B]}], TypeError, "parameters mixes kinds"),
+    "element": ([_A, "b"], TypeError, "parameters holds a wrong type: .* got str"),
+    "element int": ([_A, 3], TypeError, "data is no array: expected an array, got int"),
+    "int array": ([np.ones(3, int)], TypeError, "data has a wrong dtype: .*got int64"),
+    "read-only": ([np.broadcast_to(ones(1), (3,))], ValueError, "data is read-only"),
+    "strided": ([ones(6)[::2]], ValueError, "data is not contiguous"),
+    "twice": ([_A, _A], RuntimeError, "parameters holds a parameter twice"),
+    "twice in groups": (
+        [{"params": [_A]}, {"params": [_A]}],
+        RuntimeError,
+        "holds a parameter twice",
+    ),
+    "same name": ([_A, parameters("a")[0]], ValueError, "parameter name 'a' repeats"),
+    "same memory": ([_M, _M], ValueError, "shares memory with parameter"),
+    "part of memory": ([_M[:3], _M[2:]], ValueError, "shares memory with parameter"),
+    "no gradient": (
+        [nn.Parameter(ones(2), "frozen", requires_grad=False)],
+        ValueError,
+        "parameter 'frozen' does not require a gradient: .*leave it out",
+    ),
+    "unknown key": (
+        [{"params": [_A], "learning_rate": 1.0}],
+        KeyError,
+        "'learning_rate' is unknown",
+    ),
+    "near key": ([{"params": [_A], "weight_deca": 1.0}], KeyError, "did you mean 'weight_decay'"),
+    "no params": ([{"lr": 0.1}], KeyError, "group 0 has no 'params'"),
+    "params is one": ([{"params": _A}], TypeError, "group 0: params has a wrong type"),
+    "params is array": ([{"params": ones(4, 3)}], TypeError, "group 0: params has a wrong type"),
+    "params is str": ([{"params": "a"}], TypeError, "group 0: params has a wrong type"),
+    "group lr": ([{"params": [_A], "lr": -1.0}], ValueError, "learning_rate is out of range"),
+    "group decay": (
+        [{"params": [_A], "weight_decay": "x"}],
+        TypeError,
+        "weight_decay has a wrong type",
+    ),
+    "centralization": (
+        [{"params": [_A], "grad_centralization": 1}],
+        TypeError,
+        "grad_centralization has a wrong type: expected a bool, got int",
+    ),
+    "lengths": (
+        [{"params": [_A], "lr": [0.1]}, {"params": [_B], "lr": [0.1, 0.2]}],
+        ValueError,
+        r"lr lists differ in length: .*\[1, 2\]",
+    ),
+    "order with more": (
+        [{"params": [_A]}, {"order_params": [_A], "lr": 0.1}],
+        ValueError,
+        "group 1 has other keys beside order_params",
+    ),
+    "order kind": (
+        [{"params": [_A]}, {"order_params": 3}],
+        TypeError,
+        "expected a list of parameters",
+    ),
+    "order length": (
+        [{"params": [_A, _B]}, {"order_params": [_A]}],
+        ValueError,
+        "order_params has a wrong length: expected 2, got 1",
+    ),
+    "order foreign": (
+        [{"params": [_A, _B]}, {"order_params": [_A, parameters("c")[0]]}],
+        ValueError,
+        "order_params lacks parameter 'b'",
+    ),
+}
+
+
+@EACH_CLASS
+@pytest.mark.parametrize("case", BAD_PARAMETERS.values(), ids=BAD_PARAMETERS)
+def test_bad_parameters(cls: type, case: tuple[Any, Any, str]) -> None:
+    given, error, text = case
+    with refused(error, text, given):
+        cls(given)
+
+
+def test_order_params_of_plain_arrays_says_what_to_do() -> None:
+    """Arrays are wrapped by the group, so the order cannot name them: it needs Parameters."""
+    a, b = ones(2), ones(3)
+    with pytest.raises((TypeError, ValueError), match=r"order_params .*Parameter"):
+        nn.Adam([{"params": [a, b]}, {"order_params": [b, a]}])
+
+
+# Names
+
+
+def test_a_refused_constructor_leaves_names_alone() -> None:
+    a, b = nn.Parameter(ones(2)), nn.Parameter(ones(2))
+    with pytest.raises(ValueError, match="loss_scale"):
+        nn.Adam([a, b], loss_scale=-1.0)
+    assert (a.name, b.name) == (None, None)
+
+
+def test_a_name_is_fixed_by_an_optimizer() -> None:
+    """The state is saved by name: renaming would lose it."""
+    a = nn.Parameter(ones(2))
+    a.name = "free"
+    nn_opt = nn.Adam([a])
+    with pytest.raises(ValueError, match="name is fixed by an optimizer"):
+        a.name = "other"
+    assert "moment1.free" in nn_opt.state_dict()
+
+
+# Parameters and rebinding
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ((np.ones(3, int),), TypeError, "data has a wrong dtype"),
+        (([1.0],), TypeError, "data is no array"),
+        ((None,), TypeError, "data is no array"),
+        ((ones(6)[::2],), ValueError, "data is not contiguous"),
+        ((np.broadcast_to(ones(1), (3,)),), ValueError, "data is read-only"),
+        ((ones(2), 3), TypeError, "name has a wrong type: expected a str, got int"),
+        ((ones(2), "w", 1), TypeError, "requires_grad has a wrong type: expected a bool"),
+    ],
+)
+def test_bad_parameter(arguments: tuple[Any, ...], error: Any, text: str) -> None:
+    with pytest.raises(error, match=f"^Parameter: {text}"):
+        nn.Parameter(*arguments)
+
+
+def test_parameter_is_its_array() -> None:
+    w = np.arange(6, dtype=np.float32).reshape(2, 3)
+    p = nn.Parameter(w, "w")
+    assert p.data is w
+    assert np.asarray(p) is w
+    assert p.asnumpy() is w
+    assert nn.Parameter(p).data is w
+    assert (p.shape, p.dtype, p.ndim, p.size, len(p)) == ((2, 3), np.float32, 2, 6, 2)
+    assert np.array(p) is not w
+    assert np.asarray(p, np.float64).dtype == np.float64
+    with pytest.raises(ValueError, match="copy"):
+        np.array(p, np.float64, copy=False)
+    assert repr(p) == "Parameter(name='w', shape=(2, 3), dtype=float32)"
+
+
+@EACH
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "rows"])
+def test_updates_follow_a_rebinding(make: Callable[..., Any], sparse: bool) -> None:
+    """They reach the new array and never the old one, states going on."""
+    (p,), (q,) = parameters("w"), parameters("w")
+    options = {"sparse_update": "lazy"} if sparse else {}
+    opt, straight = make([p], 0.1, **options), make([q], 0.1, **options)
+    for step in range(6):
+        gradient = rows([1, step % 4]) if sparse else gradients_of(opt, step)[0]
+        straight([gradient])
+        if step in (0, 3):
+            old, p.data = p.data, p.data.copy()
+        with unchanged(old):
+            opt([gradient])
+        assert_same_bits(p.data, q.data, f"step {step}")
+
+
+def test_rebinding_reaches_every_optimizer() -> None:
+    (p,) = parameters("w")
+    one, two = nn.Adam([p]), nn.LazyAdam([p])
+    for opt in (one, two):
+        opt([ones(4, 3)])
+    old, p.data = p.data, p.data.copy()
+    with unchanged(old):
+        one([ones(4, 3)])
+        two([ones(4, 3)])
+
+
+def test_rebinding_that_is_refused() -> None:
+    pool = np.ones((3, 4, 3), np.float32)
+    a, b = nn.Parameter(pool[0], "a"), nn.Parameter(pool[1], "b")
+    opt = nn.Adam([a, b])
+    opt([ones(4, 3), ones(4, 3)])
+    for value, error, text in (
+        (
+            ones(3, 4),
+            ValueError,
+            r"Parameter: data has a wrong shape: expected \(4, 3\), got \(3, 4\)",
+        ),
+        (np.ones((4, 3), int), TypeError, "Parameter: data has a wrong dtype"),
+        (ones(3, 4).T, ValueError, "Parameter: data is not contiguous"),
+        (np.broadcast_to(ones(3), (4, 3)), ValueError, "Parameter: data is read-only"),
+        (b.data, ValueError, "Adam: parameter '.' shares memory with parameter '.'"),
+        (pool.reshape(-1)[20:32].reshape(4, 3), ValueError, "Adam: parameter '.' shares memory"),
+        ("w", TypeError, "Parameter: data is no array"),
+    ):
+        with refused(error, text, opt, pool):
+            a.data = value
+        assert a.data is pool[0] or np.shares_memory(a.data, pool[0])
+    a.data = pool[0]  # its own memory is no overlap
+    opt([ones(4, 3), ones(4, 3)])
+
+
+@pytest.mark.parametrize("state", ["moment1", "moment2"])
+def test_rebinding_to_a_state_is_refused(state: str) -> None:
+    """The step would read and write both at once."""
+    opt = nn.Adam(parameters("a", "b"))
+    with refused(ValueError, "shares memory", opt):
+        opt.parameters[1].data = getattr(opt, state)[0]
+
+
+# Arrays that were changed in place
+
+
+def test_a_parameter_made_read_only_is_refused() -> None:
+    w = ones(3)
+    opt = nn.Adam([w])
+    w.flags.writeable = False
+    with pytest.raises(ValueError, match="is read-only"):
+        opt([ones(3)])
+    assert opt.global_step[0] == 0
+
+
+@pytest.mark.parametrize("is_sparse", [False, True], ids=["dense", "rows"])
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        (lambda w: w.setflags(write=False), ValueError, "parameter 'w' is read-only"),
+        (lambda w: w.resize((2, 4), refcheck=False), ValueError, r"'w' .*\(4, 2\), got \(2, 4\)"),
+        (lambda w: w.resize((90_000, 2), refcheck=False), ValueError, "wrong (dense_)?shape"),
+    ],
+    ids=["read-only", "shape", "resized"],
+)
+def test_arrays_that_were_changed_between_steps(
+    change: Any, error: Any, text: str, is_sparse: bool
+) -> None:
+    """In place, so that nobody is told: the step looks, and does not write where they were."""
+
+    def gradient(shape: tuple[int, ...]) -> Any:
+        rows = nn.RowTensor(np.array([1, 0]), np.ones((2, *shape[1:]), np.float32), shape)
+        return rows if is_sparse else np.ones(shape, np.float32)
+
+    w, other = np.ones((4, 2), np.float32), np.ones(3, np.float32)
+    params = [nn.Parameter(w, "w"), nn.Parameter(other, "other")]
+    opt = nn.Momentum(params, 0.1, 0.9, sparse_update="lazy")
+    g = np.ones(3, np.float32)
+    opt((gradient((4, 2)), g))
+    change(w)
+    shape = (4, 2) if w.size > 8 else w.shape
+    for _ in range(2):
+        with refused(error, text, w, other):
+            opt((gradient(shape), g))
+    assert opt.global_step == 1
+
+
+def test_a_parameter_that_was_cut_off_in_place_is_refused():
+    """Likewise."""
+    w = np.ones(6, np.float32)
+    opt = nn.Adam([w])
+    opt((np.ones(6, np.float32),))
+    w.resize(2, refcheck=False)
+    with pytest.raises(ValueError, match="has another shape than at construction"):
+        opt((np.ones(2, np.float32),))
+    assert opt.global_step == 1

@@ -1,0 +1,331 @@
+"""Learning rates and weight decays: numbers, lists, schedules; of all parameters or of groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fusestep import nn
+
+import reference
+from adam_family import EACH, EACH_CLASS, Halving, gradients_of, ones, parameters, rows
+from helpers import BF16, assert_same_bits, refused
+
+# Learning rate
+
+
+def numbers() -> Iterator[float]:
+    yield from (0.5, 0.25, 0.125)
+
+
+RATES: dict[str, tuple[Callable[[], Any], list[float]]] = {
+    "float": (lambda: 0.5, [0.5] * 3),
+    "int": (lambda: 2, [2.0] * 3),
+    "bool": (lambda: True, [1.0] * 3),
+    "zero": (lambda: 0.0, [0.0] * 3),
+    "float32": (lambda: np.float32(0.5), [0.5] * 3),
+    "0-d": (lambda: np.array(0.5), [0.5] * 3),
+    "0-d int": (lambda: np.array(2), [2.0] * 3),
+    "0-d bfloat16": (lambda: np.array(0.5, BF16), [0.5] * 3),
+    "Parameter": (lambda: nn.Parameter(np.array(0.5)), [0.5] * 3),
+    "1-d": (lambda: np.array([0.5, 0.25, 0.125], np.float32), [0.5, 0.25, 0.125]),
+    "list": (lambda: [0.5, 0.25, 0.125], [0.5, 0.25, 0.125]),
+    "tuple of ints": (lambda: (2, 1, 0), [2.0, 1.0, 0.0]),
+    "generator": (numbers, [0.5, 0.25, 0.125]),
+    "schedule": (Halving, [0.5, 0.25, 0.125]),
+    "callable": (lambda: lambda step: 0.5 / (1 + step), [0.5, 0.25, 0.5 / 3]),
+    "callable of arrays": (lambda: lambda step: np.full((1,), 0.5**step), [1.0, 0.5, 0.25]),
+}
+LISTS = ("1-d", "list", "tuple of ints", "generator")
+EACH_RATE = pytest.mark.parametrize("form", RATES)
+
+
+@EACH_RATE
+@EACH_CLASS
+def test_learning_rate_forms(cls: type, form: str) -> None:
+    """Each gives the steps of optimizers that are handed the number itself."""
+    make, values = RATES[form]
+    w, expected = ones(3), ones(3)
+    opt, plain = cls([w], make()), cls([expected], 1.0)
+    for step, value in enumerate(values):
+        assert opt.get_lr() == value
+        assert type(opt.get_lr()) is float
+        plain.get_lr_parameter(plain.parameters[0]).data[...] = value
+        gradient = np.array([1.0, -2.0, 0.5], np.float32) / (1 + step)
+        opt([gradient])
+        plain([gradient])
+        assert_same_bits(w, expected, f"after step {step}")
+    assert opt.global_step.tolist() == [3]
+
+
+@EACH_RATE
+def test_learning_rate_forms_in_groups(form: str) -> None:
+    make, values = RATES[form]
+    a, b = parameters("a", "b")
+    opt = nn.Adam([{"params": [a], "lr": make()}, {"params": [b]}], 0.001)
+    for value in values:
+        assert opt.get_lr() == (value, 0.001)
+        opt(gradients_of(opt, 1))
+
+
+@pytest.mark.parametrize("form", LISTS)
+@pytest.mark.parametrize("in_group", [False, True])
+def test_exhausted_list_of_rates(form: str, in_group: bool) -> None:
+    """RuntimeError, before anything changes; get_lr says the same."""
+    (p,) = parameters("w")
+    make = RATES[form][0]
+    opt = nn.Adam([{"params": [p], "lr": make()}]) if in_group else nn.Adam([p], make())
+    for _ in range(3):
+        opt([ones(4, 3)])
+    for call in (partial(opt, [ones(4, 3)]), opt.get_lr):
+        with refused(
+            RuntimeError, "has no value for step 3: expected 4 values, got 3; give a", opt
+        ):
+            call()
+
+
+BAD_RATES: dict[str, tuple[Any, Any]] = {
+    "negative": (-0.1, ValueError),
+    "nan": (np.nan, ValueError),
+    "inf": (np.inf, ValueError),
+    "negative int": (-1, ValueError),
+    "negative 0-d": (np.array(-0.1), ValueError),
+    "nan in list": ([0.1, np.nan], ValueError),
+    "negative in list": ([0.1, -0.1], ValueError),
+    "empty": ([], ValueError),
+    "empty array": (np.zeros(0), ValueError),
+    "2-d": (np.ones((2, 2)), ValueError),
+    "nested": ([[0.1]], TypeError),
+    "str": ("0.1", TypeError),
+    "bytes": (b"0.1", TypeError),
+    "None": (None, TypeError),
+    "int scalar": (np.int64(1), TypeError),
+    "complex": (1j, TypeError),
+    "complex array": (np.array(1j), TypeError),
+    "str list": (["a"], TypeError),
+    "object": (object(), TypeError),
+}
+
+
+@EACH_CLASS
+@pytest.mark.parametrize("case", BAD_RATES.values(), ids=BAD_RATES)
+def test_bad_learning_rate(cls: type, case: tuple[Any, Any]) -> None:
+    value, error = case
+    with pytest.raises(
+        error, match=f"^{cls.__name__}: learning_rate (is out of range|has a wrong )"
+    ):
+        cls([ones(2)], value)
+
+
+@EACH_CLASS
+def test_schedule_class_instead_of_an_instance(cls: type) -> None:
+    text = f"^{cls.__name__}: learning_rate .*Halving.* a class: expected an instance"
+    with pytest.raises(TypeError, match=text):
+        cls([ones(2)], Halving)
+
+
+def test_learning_rate_that_float32_cannot_hold() -> None:
+    with pytest.raises(ValueError, match="learning_rate is out of range"):
+        nn.Adam([ones(2)], 1e39)
+
+
+@pytest.mark.parametrize(
+    ("returned", "error", "text"),
+    [
+        (None, TypeError, "learning_rate has a schedule that returned no number: .*None"),
+        ("x", TypeError, "returned no number"),
+        (np.ones(2), TypeError, "returned no number"),
+        (np.nan, ValueError, "learning_rate is not finite"),
+        (np.inf, ValueError, "learning_rate is not finite"),
+    ],
+)
+def test_schedule_that_returns_nonsense(returned: Any, error: Any, text: str) -> None:
+    opt = nn.Adam([ones(2)], lambda step: 0.1 if step == 0 else returned)
+    opt([ones(2)])
+    with refused(error, text, opt):
+        opt([ones(2)])
+
+
+def test_schedule_that_raises() -> None:
+    opt = nn.Adam([ones(2)], lambda step: 1 / (1 - step))
+    opt([ones(2)])
+    with refused(ZeroDivisionError, "division", opt):
+        opt([ones(2)])
+
+
+def test_schedule_without_construct() -> None:
+    opt = nn.Adam([ones(2)], nn.LearningRateSchedule())
+    with refused(NotImplementedError, "define construct", opt):
+        opt([ones(2)])
+
+
+def test_schedule_is_called_once_a_step_with_an_int() -> None:
+    seen: list[Any] = []
+
+    def schedule(step: int) -> float:
+        seen.append(step)
+        return 0.1
+
+    opt = nn.Adam([ones(2), ones(3), ones(4)], schedule)
+    for _ in range(3):
+        opt([ones(2), ones(3), ones(4)])
+    assert seen == [0, 1, 2]
+    assert all(type(step) is int for step in seen)
+
+
+def test_get_lr_parameter() -> None:
+    a, b, c = parameters("a", "b", "c")
+    schedule = Halving()
+    opt = nn.Adam(
+        [{"params": [a], "lr": 0.5}, {"params": [b], "lr": schedule}, {"params": [c]}], 0.25
+    )
+    rate = opt.get_lr_parameter(a)
+    assert (rate.name, float(rate)) == ("learning_rate_group_0", 0.5)
+    assert opt.get_lr_parameter(b) is schedule
+    assert [
+        r is opt.get_lr_parameter(p)
+        for r, p in zip(opt.get_lr_parameter([c, a]), (c, a), strict=True)
+    ] == [True, True]
+    assert opt.get_lr_parameter(c).name == "learning_rate"
+    for error, given in ((TypeError, (a,)), (TypeError, a.data), (ValueError, parameters("a")[0])):
+        with pytest.raises(error, match=r"^Adam: param"):
+            opt.get_lr_parameter(given)
+
+
+@pytest.mark.parametrize("rebind", [False, True])
+@EACH_CLASS
+def test_assigning_to_the_rate_acts(cls: type, rebind: bool) -> None:
+    w, expected = ones(3), ones(3)
+    opt, other = cls([w], 0.5), cls([expected], [0.5, 0.125])
+    for rate in (0.5, 0.125):
+        parameter = opt.get_lr_parameter(opt.parameters[0])
+        if rebind:
+            parameter.data = np.array(rate)
+        else:
+            parameter.data[...] = rate
+        assert opt.get_lr() == rate
+        opt([ones(3)])
+        other([ones(3)])
+    assert_same_bits(w, expected)
+
+
+def test_assigning_nan_to_the_rate_is_refused_at_the_step() -> None:
+    opt = nn.Adam([ones(3)])
+    opt.get_lr_parameter(opt.parameters[0]).data[...] = np.nan
+    with refused(ValueError, "learning_rate is not finite", opt):
+        opt([ones(3)])
+
+
+# Weight decay
+
+
+@pytest.mark.parametrize("name", ["beta", "my_beta_x", "gamma", "bn.gamma", "alphabeta"])
+@EACH_CLASS
+def test_beta_and_gamma_do_not_decay(cls: type, name: str) -> None:
+    """A substring in lower case, without groups."""
+    w = nn.Parameter(ones(2), name)
+    cls([w], weight_decay=0.5)([0 * ones(2)])
+    assert w.data.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("name", ["weight", "BETA", "Gamma", "alphabet", "bet"])
+@EACH_CLASS
+def test_other_names_decay(cls: type, name: str) -> None:
+    w = nn.Parameter(ones(2), name)
+    cls([w], weight_decay=0.5)([0 * ones(2)])
+    assert (w.data < 1.0).all()
+
+
+@EACH_CLASS
+def test_groups_have_no_name_filter(cls: type) -> None:
+    w = nn.Parameter(ones(2), "beta")
+    cls([{"params": [w]}], weight_decay=0.5)([0 * ones(2)])
+    assert (w.data < 1.0).all()
+
+
+@EACH_CLASS
+def test_weight_decay_schedule(cls: type) -> None:
+    """Evaluated with the step before it is counted, like a learning rate."""
+    w, expected = ones(3), ones(3)
+    opt = cls([w], 0.1, weight_decay=lambda step: 0.5 * step)
+    others = [cls([expected], 0.1, weight_decay=0.5 * step) for step in range(3)]
+    state = None
+    for step, other in enumerate(others):
+        assert opt.get_weight_decay() == 0.5 * step
+        opt([ones(3)])
+        if state is not None:
+            other.load_state_dict(state)
+        other([ones(3)])
+        state = other.state_dict()
+        assert_same_bits(w, expected, f"after step {step}")
+
+
+@EACH_CLASS
+def test_negative_decay_of_a_schedule_is_refused(cls: type) -> None:
+    """As a negative number is: it must not be ignored, nor grow the weights."""
+    opt = cls([ones(3)], weight_decay=lambda step: 0.1 - step)
+    opt([ones(3)])
+    with refused(ValueError, "weight_decay", opt):
+        opt([ones(3)])
+
+
+@pytest.mark.parametrize("centralize", [False, True])
+def test_weight_decay_schedule_is_called_once_a_step(centralize: bool) -> None:
+    """Whatever the gradients are, as a learning rate's: it may be a generator's ``next``."""
+    seen: list[int] = []
+
+    def schedule(step: int) -> float:
+        seen.append(step)
+        return 0.1
+
+    groups = [{"params": parameters("a", "b"), "grad_centralization": centralize}]
+    opt = nn.Adam(groups, weight_decay=schedule)
+    for gradients in ([ones(4, 3)] * 2, [ones(4, 3)] * 2, [rows([1]), None]):
+        opt(gradients)
+    assert seen == [0, 1, 2]
+
+
+def test_get_weight_decay() -> None:
+    a, b = parameters("a", "b.gamma")
+    assert nn.Adam([a, b], weight_decay=0.5).get_weight_decay() == 0.5
+    assert nn.Adam([b]).get_weight_decay() == 0.0
+    groups = [{"params": [a], "weight_decay": lambda step: 0.1 + step}, {"params": [b]}]
+    assert nn.Adam(groups, weight_decay=0.5).get_weight_decay() == (0.1, 0.5)
+
+
+def test_no_decay_keeps_infinities_out() -> None:
+    """0 * inf is NaN: a parameter that is exempt beside decayed ones must not see it."""
+    w = np.array([np.inf, 1.0], np.float32)
+    exempt, other = nn.Parameter(w, "gamma"), nn.Parameter(ones(2), "w")
+    nn.Adam([exempt, other], weight_decay=0.5)([0 * ones(2), ones(2)])
+    assert w.tolist() == [np.inf, 1.0]
+
+
+@EACH
+def test_decay_and_scale_against_the_reference(make: Callable[..., Any]) -> None:
+    """Three steps with everything on, in float64 arithmetic."""
+    decay, scale = 0.3, 1.0 if make is nn.AdamWeightDecay else 8.0
+    (p,) = parameters("w", dtype=np.float64)
+    options = {} if make is nn.AdamWeightDecay else {"loss_scale": scale}
+    opt = make([p], 0.05, 0.8, 0.95, 1e-3, weight_decay=decay, **options)
+    w, m, v = p.data.copy(), np.zeros((4, 3)), np.zeros((4, 3))
+    vhat = np.zeros((4, 3))
+    kind = make.keywords if isinstance(make, partial) else {}
+    for t in range(1, 4):
+        (g,) = gradients_of(opt, t, np.float64)
+        opt([g * scale])
+        hp = reference.adam_scalars(0.05, 0.8, 0.95, 1e-3, 0.8**t, 0.95**t, decay, real=np.float64)
+        if make is nn.AdamWeightDecay:
+            w, m, v = reference.adam_weight_decay(w, g, m, v, hp)
+        elif "use_amsgrad" in kind:
+            w, m, v, vhat = reference.adam_amsgrad(w, g + decay * w, m, v, vhat, hp)
+        else:
+            nesterov = "use_nesterov" in kind
+            w, m, v = reference.adam(w, g + decay * w, m, v, hp, nesterov=nesterov)
+        np.testing.assert_allclose(p.data, w, rtol=1e-12)
+    for state, expected in zip(opt._states.values(), (m, v, vhat), strict=False):
+        np.testing.assert_allclose(state[0], expected, rtol=1e-12)

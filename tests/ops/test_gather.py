@@ -1,0 +1,242 @@
+"""SparseGatherV2 and RowTensor: what they give, what they refuse, what can be assigned."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fusestep import nn, ops
+
+from helpers import STORAGE_DTYPES, assert_same_bits, refused, unchanged
+
+TABLE = np.arange(15, dtype=np.float32).reshape(5, 3)
+
+
+@pytest.mark.parametrize(
+    ("params", "indices", "axis", "error", "text"),
+    [
+        (TABLE.astype(int), np.array([0]), 0, TypeError, "params has a wrong dtype"),
+        (TABLE.astype(complex), np.array([0]), 0, TypeError, "params has a wrong dtype"),
+        ([[1.0]], np.array([0]), 0, TypeError, "params is no array"),
+        (np.array(1.0), np.array([0]), 0, ValueError, "params has no rows"),
+        (
+            TABLE,
+            np.array([0.0]),
+            0,
+            TypeError,
+            "indices has a wrong dtype: expected int32 or int64",
+        ),
+        (TABLE, np.array([0], np.int16), 0, TypeError, "indices has a wrong dtype"),
+        (TABLE, [0], 0, TypeError, "indices is no array"),
+        (TABLE, np.array([-1]), 0, IndexError, r"indices\[0\] is out of range: .*got -1"),
+        (
+            TABLE,
+            np.array([[0, 1], [2, 5]]),
+            0,
+            IndexError,
+            r"indices\[3\] is out of range: .*got 5",
+        ),
+        (TABLE[:0], np.array([0]), 0, IndexError, r"indices\[0\] is out of range: .*index < 0,"),
+        (TABLE, np.array([0]), 1, ValueError, "axis is not supported: expected 0, got 1"),
+        (TABLE, np.array([0]), -1, ValueError, "axis is not supported: expected 0, got -1"),
+        (TABLE, np.array([0]), True, TypeError, "axis has a wrong type: expected an int"),
+        (TABLE, np.array([0]), 0.0, TypeError, "axis has a wrong type"),
+        (TABLE, np.array([0]), None, TypeError, "axis has a wrong type"),
+    ],
+)
+def test_gather_refuses(params: Any, indices: Any, axis: Any, error: Any, text: str) -> None:
+    with refused(error, f"^SparseGatherV2: {text}", params, indices):
+        ops.SparseGatherV2()(params, indices, axis)
+
+
+@pytest.mark.parametrize("dtype", STORAGE_DTYPES, ids=str)
+@pytest.mark.parametrize("index_dtype", [np.int32, np.int64])
+@pytest.mark.parametrize("shape", [(), (0,), (4,), (2, 3)])
+def test_gather_and_backward(dtype: Any, index_dtype: Any, shape: tuple[int, ...]) -> None:
+    table = TABLE.astype(dtype)
+    indices = np.random.default_rng(3).integers(0, 5, shape).astype(index_dtype)
+    gather = ops.SparseGatherV2()
+    with unchanged(table, indices):
+        out = gather(table, indices, 0)
+    assert_same_bits(out, table[indices])
+    grad = np.full(out.shape, 0.5, dtype)
+    rows = gather.backward(grad)
+    counts = np.bincount(indices.reshape(-1), minlength=5)[:, None] * np.ones((1, 3)) * 0.5
+    assert_same_bits(rows.to_dense(), counts.astype(dtype))
+    assert rows.dense_shape == (5, 3)
+
+
+def test_gather_of_a_strided_table() -> None:
+    strided = np.repeat(TABLE, 2, axis=1)[:, ::2]
+    assert_same_bits(ops.SparseGatherV2()(strided, np.array([4, 0])), TABLE[[4, 0]])
+
+
+def test_backward_sees_the_indices_of_the_call() -> None:
+    indices = np.array([1, 2])
+    gather = ops.SparseGatherV2()
+    gather(TABLE, indices)
+    indices[:] = 4
+    assert gather.backward(np.ones((2, 3), np.float32)).indices.tolist() == [1, 2]
+
+
+def test_backward_needs_a_call() -> None:
+    with pytest.raises(RuntimeError, match="backward needs a call"):
+        ops.SparseGatherV2().backward(np.ones((2, 3), np.float32))
+
+
+def test_backward_after_a_refused_call_needs_a_good_one() -> None:
+    gather = ops.SparseGatherV2()
+    with pytest.raises(IndexError):
+        gather(TABLE, np.array([7]))
+    with pytest.raises(RuntimeError, match="backward needs a call"):
+        gather.backward(np.ones((1, 3), np.float32))
+
+
+@pytest.mark.parametrize(
+    ("grad", "error", "text"),
+    [
+        (np.ones((3, 3), np.float32), ValueError, r"grad has a wrong shape: expected \(2, 3\)"),
+        (np.ones(6, np.float32), ValueError, "grad has a wrong shape"),
+        (np.ones((2, 3), int), TypeError, "grad has a wrong dtype"),
+        (np.ones((2, 3), complex), TypeError, "grad has a wrong dtype"),
+        ("grad", TypeError, "grad is no array"),
+    ],
+)
+def test_backward_refuses(grad: Any, error: Any, text: str) -> None:
+    gather = ops.SparseGatherV2()
+    gather(TABLE, np.array([0, 1]))
+    with pytest.raises(error, match=f"^SparseGatherV2: {text}"):
+        gather.backward(grad)
+
+
+def test_gather_takes_no_arguments() -> None:
+    with pytest.raises(TypeError, match="SparseGatherV2: argument 'axis' is unknown"):
+        ops.SparseGatherV2(axis=0)
+
+
+def test_subclasses_are_taken_as_plain_arrays() -> None:
+    """A matrix stays two-dimensional whatever is asked of it."""
+
+    class Stubborn(np.ndarray):
+        def reshape(self, *_: Any, **__: Any) -> Any:
+            return self
+
+    indices = np.array([[2, 2, 2]]).view(Stubborn)
+    found = ops.SparseGatherV2()(TABLE, indices, 0)
+    np.testing.assert_array_equal(found, TABLE[[[2, 2, 2]]])
+
+
+# RowTensor
+
+ROWS = np.ones((2, 3), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("indices", "values", "shape", "error", "text"),
+    [
+        ([0, 1], ROWS, (5, 3), TypeError, "indices is no array"),
+        (np.array([0.0, 1.0]), ROWS, (5, 3), TypeError, "indices has a wrong dtype"),
+        (np.array([0, 1], np.int16), ROWS, (5, 3), TypeError, "indices has a wrong dtype"),
+        (np.array([[0, 1]]), ROWS, (5, 3), ValueError, "indices has a wrong shape"),
+        (np.array(0), ROWS[:1], (5, 3), ValueError, "indices has a wrong shape"),
+        (np.array([0, 1]), [[1.0]], (5, 3), TypeError, "values is no array"),
+        (np.array([0, 1]), ROWS.astype(int), (5, 3), TypeError, "values has a wrong dtype"),
+        (np.array([0, 1]), ROWS.astype(complex), (5, 3), TypeError, "values has a wrong dtype"),
+        (np.array([0, 1]), ROWS, (5, 4), ValueError, "values has a wrong shape"),
+        (np.array([0, 1]), ROWS, (5,), ValueError, "values has a wrong shape"),
+        (np.array([0]), np.array(1.0), (), ValueError, ".*dense_shape"),
+        (np.array([0, 1, 2]), ROWS, (5, 3), ValueError, "values has a wrong length: expected 3"),
+        (np.array([0, 1]), ROWS, 5, TypeError, "dense_shape is no shape: expected a tuple of int"),
+        (np.array([0, 1]), ROWS, None, TypeError, "dense_shape is no shape"),
+        (np.array([0, 1]), ROWS, "53", TypeError, "dense_shape is no shape"),
+        (np.array([0, 1]), ROWS, "ab", TypeError, "dense_shape is no shape"),
+        (np.array([0, 1]), ROWS, (5.5, 3), TypeError, "dense_shape is no shape"),
+        (np.array([0, 1]), ROWS, (-5, 3), ValueError, "dense_shape "),
+    ],
+)
+def test_row_tensor_refuses(indices: Any, values: Any, shape: Any, error: Any, text: str) -> None:
+    with refused(error, f"^RowTensor: {text}", indices, values):
+        ops.RowTensor(indices, values, shape)
+
+
+@pytest.mark.parametrize("method", ["to_dense", "coalesce"])
+@pytest.mark.parametrize(("bad", "position"), [(-1, 0), (5, 1)])
+def test_row_tensor_with_a_bad_index(method: str, bad: int, position: int) -> None:
+    indices = np.zeros(2, np.int32)
+    indices[position] = bad
+    rows = ops.RowTensor(indices, ROWS, (5, 3))
+    with refused(IndexError, rf"^RowTensor: indices\[{position}\] is out of range", rows):
+        getattr(rows, method)()
+
+
+@pytest.mark.parametrize("dtype", STORAGE_DTYPES, ids=str)
+def test_row_tensor(dtype: Any) -> None:
+    rows = ops.RowTensor(np.array([3, 0, 3], np.int32), np.ones((3, 2), dtype), [4, 2])
+    assert (rows.shape, rows.dense_shape, rows.dtype) == ((4, 2), (4, 2), dtype)
+    once = rows.coalesce()
+    assert once.indices.tolist() == [0, 3]
+    assert once.values.astype(float).tolist() == [[1, 1], [2, 2]]
+    assert rows.to_dense().astype(float).tolist() == [[1, 1], [0, 0], [0, 0], [2, 2]]
+    assert rows.to_dense().dtype == dtype
+    assert "RowTensor(indices=(3,) int32" in repr(rows)
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "error", "text"),
+    [
+        ("dense_shape", np.array([5, 3]), TypeError, r"is no shape: .*got array\(\[5, 3\]\)"),
+        ("dense_shape", 5, TypeError, "is no shape: expected a tuple of int, got 5"),
+        ("dense_shape", (5.0, 3), TypeError, "is no shape"),
+        ("dense_shape", (), ValueError, "has no rows or a negative size"),
+        ("indices", [0, 1], TypeError, "is no array: expected an array, got list"),
+        ("values", None, TypeError, "is no array: expected an array, got NoneType"),
+    ],
+)
+def test_what_cannot_be_assigned_to_row_tensor(
+    attribute: str, value: Any, error: type[Exception], text: str
+) -> None:
+    rows = ops.RowTensor(np.array([3, 0]), np.ones((2, 3), np.float32), (5, 3))
+    with pytest.raises(error, match=f"^RowTensor: {attribute} {text}"):
+        setattr(rows, attribute, value)
+    assert rows.dense_shape == (5, 3)
+    assert rows.coalesce().values.shape == (2, 3)
+
+
+@pytest.mark.parametrize("use", [ops.RowTensor.coalesce, ops.RowTensor.to_dense])
+@pytest.mark.parametrize(
+    ("attribute", "value", "text"),
+    [
+        ("dense_shape", (5, 4), "values has a wrong shape"),
+        ("values", np.ones((3, 3), np.float32), "values has a wrong length"),
+        ("indices", np.zeros((2, 1), np.int64), "indices has a wrong shape"),
+    ],
+)
+def test_attributes_of_row_tensor_that_do_not_fit_together(
+    use: Any, attribute: str, value: Any, text: str
+) -> None:
+    rows = ops.RowTensor(np.array([3, 0]), np.ones((2, 3), np.float32), (5, 3))
+    setattr(rows, attribute, value)
+    with pytest.raises(ValueError, match=f"^RowTensor: {text}"):
+        use(rows)
+
+
+def test_a_list_that_is_assigned_as_dense_shape() -> None:
+    rows = ops.RowTensor(np.array([3, 0]), np.ones((2, 3), np.float32), (5, 3))
+    rows.dense_shape = [6, np.int64(3)]
+    assert rows.dense_shape == (6, 3)
+    nn.LazyAdam([np.ones((6, 3), np.float32)])([rows])
+
+
+def test_row_tensor_without_rows() -> None:
+    rows = ops.RowTensor(np.array([], np.int64), np.ones((0, 2), np.float32), (4, 2))
+    assert rows.to_dense().tolist() == np.zeros((4, 2)).tolist()
+    assert len(rows.coalesce().indices) == 0
+
+
+def test_row_tensor_adopts_arrays() -> None:
+    indices = np.array([0, 1])
+    rows = ops.RowTensor(indices, ROWS, (5, 3))
+    assert rows.indices is indices
+    assert rows.values is ROWS
