@@ -21,7 +21,7 @@ from ..process.forks import fork_between
 from ..process.room import require_room
 from . import cache as on_disk
 from . import machine
-from .machine import Code, PythonEntry, Loaded
+from .machine import Code, Loaded, PythonEntry
 from .records import records
 
 _I64 = types.int64
@@ -55,7 +55,9 @@ def engine_works() -> bool:
     try:
         require_room(_LOADER_BYTES)
         kept = on_disk.load(_TRIAL)
-        code = Code.from_bytes(kept) if kept else machine.made("sum", _SUM, PythonEntry(returns=True))
+        code = (
+            Code.from_bytes(kept) if kept else machine.made("sum", _SUM, PythonEntry(returns=True))
+        )
         if Loaded(code).entry()(20, 22) != 42:
             raise RuntimeError("it computes something else")
     except MemoryError:
