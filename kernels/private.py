@@ -25,7 +25,7 @@ from numba.np.ufunc import parallel as numba_threads
 __all__ = [
     "COMPILER_LOCKS", "CFunc", "Dispatcher", "NumbaError", "UnsupportedBytecodeError", "cgutils",
     "from_dtype", "get_host_cpu_features", "omp_pool", "populate_array", "register_helpers",
-    "runtime_helpers", "tbb_pool", "numba_threads",
+    "RUNTIME_HELPERS", "tbb_pool", "numba_threads",
 ]  # fmt: skip
 
 # What is around them in Python can be interrupted; a fork waits for the locks inside.
@@ -34,7 +34,7 @@ COMPILER_LOCKS = (
     numba_threads._backend_init_thread_lock,
     ffi.lib._lock._lock,
 )
-runtime_helpers: dict[str, int] = _nrt_python.c_helpers
+RUNTIME_HELPERS: dict[str, int] = _nrt_python.c_helpers
 """Addresses of Numba's own functions that compiled code may call, by name."""
 
 

@@ -338,8 +338,9 @@ PROGRAM = """
     sys.path.insert(0, sys.argv[1])
     import numpy as np
     from fusestep.kernels.cpu.compiler import cache
-    from fusestep.kernels.cpu.compiler.compile import NativeFunction
+    from fusestep.kernels.cpu.compiler.compile import NativeFunction, engine_works
     from own_rules import Good, Bad
+    engine_works()  # its trial is kept, too
     if sys.argv[2] == "again":
         NativeFunction._compile = lambda self: sys.exit(f"compiles {self.identity}")
     w, before = np.ones(3, np.float32), len(cache.cache_entries())

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import numba
 from llvmlite import binding as llvm
 
-from ...private import register_helpers, runtime_helpers
+from ...private import RUNTIME_HELPERS, register_helpers
 from .cache import IMPORTED_SOURCES, processor, sealed, unsealed
 
 PORTABLE = Path(__file__).parents[1] / "portable.zip"
@@ -158,7 +158,7 @@ class Loaded:
         for name in code.called:
             # Numba registers them too, but when its compiler starts, which takes a third of a
             # second.
-            helper = runtime_helpers.get(name.removeprefix("NRT_"))
+            helper = RUNTIME_HELPERS.get(name.removeprefix("NRT_"))
             if helper and not _is_known(name):
                 llvm.add_symbol(name, helper)
         if not all(map(_is_known, code.called)):
