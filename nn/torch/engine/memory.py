@@ -120,7 +120,7 @@ class Stretch(NamedTuple):
 def _extent(tensor: Tensor) -> int:
     """Elements from the first to the last, and what lies between them."""
     if tensor.is_contiguous():
-        return tensor.numel()
+        return int(tensor.numel())
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return last + 1 if math.prod(tensor.shape) else 0
 

@@ -20,7 +20,7 @@ from ....ops.runtime.step import DenseUpdate
 from ...engine.layout import Batch, Layout
 
 Group = Mapping[str, Any]
-_TYPECODES = {np.float32: "f", np.float64: "d"}
+_TYPECODES: dict[Any, str] = {np.float32: "f", np.float64: "d"}
 
 
 def number(value: Any) -> float:
