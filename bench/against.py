@@ -25,7 +25,9 @@ from .work import inputs
 
 # -P: the folder in which the user happens to be is no place to import from.
 _WORKER = ("-P", "-m", "fusestep.bench.version_worker")
-_PACKAGE, _BENCH = "fusestep", "bench"
+_PACKAGE = "fusestep"
+# What both versions get from the working tree: the benchmark, and what it knows of optimizers.
+_SHARED = ("bench", "nn/registry")
 _OLD, _NEW = "before", "now"
 Report = Callable[[str, int, int], Progress]
 
@@ -95,8 +97,9 @@ def versions(ref: str) -> Iterator[tuple[Path, Path]]:
         tree = old / _PACKAGE
         _git(root, "worktree", "add", "--quiet", "--detach", str(tree), ref)
         try:
-            shutil.rmtree(tree / _BENCH, ignore_errors=True)
-            shutil.copytree(new / _PACKAGE / _BENCH, tree / _BENCH)
+            for part in _SHARED:
+                shutil.rmtree(tree / part, ignore_errors=True)
+                shutil.copytree(new / _PACKAGE / part, tree / part)
             yield old, new
         finally:
             _git(root, "worktree", "remove", "--force", str(tree))

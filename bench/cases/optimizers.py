@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ... import nn
-from ..registry import ROWS, Measured, Row
+from ...nn.registry import ROWS, Measured, Row
 from .subject import DTYPES, Prepared, Use
 from .traffic import Traffic
 from .workloads import Kind

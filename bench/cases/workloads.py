@@ -7,15 +7,13 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import numpy as np
 
+from ...nn.registry.record import Kind as Kind
 from ..errors import BenchError
 from . import indices, model_shapes
 from .model_shapes import Shape
-
-Kind = Literal["dense", "rows", "mixed"]
 
 # The published sizes.
 DENSE_SIZES = ("1K", "16K", "256K", "1M", "4M", "16M", "64M")
