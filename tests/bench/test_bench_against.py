@@ -231,8 +231,8 @@ def test_rounds_are_compared_with_each_other(fake: type[FakeWorker]) -> None:
 def test_each_point_has_workers_of_its_own(fake: type[FakeWorker]) -> None:
     compared(point(threads=1), point("dense/nn.SGD", threads=2))
     assert [step for step in fake.log if " " in step] == [
-        *("start before x1", "start now x1", "end before", "end now"),
-        *("start before x2", "start now x2", "end before", "end now"),
+        *("start before x1", "start now x1", "end now", "end before"),
+        *("start before x2", "start now x2", "end now", "end before"),
     ]
 
 
@@ -243,7 +243,7 @@ def test_a_version_that_cannot_take_a_step(what: str, fake: type[FakeWorker]) ->
     (found,) = compared()
     assert (found.ratio, found.reason) == (None, "no form 'fusestep' of dense/nn.New")
     assert run.table.show_changes([found], run.table.console()) == 0
-    assert fake.log[-2:] == ["end before", "end now"]
+    assert fake.log[-2:] == ["end now", "end before"]
 
 
 def test_a_version_that_does_not_start(fake: type[FakeWorker]) -> None:
