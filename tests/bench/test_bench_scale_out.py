@@ -144,11 +144,11 @@ def _check_run(run: dict[str, Any]) -> None:
     assert run["table_and_states"] == 3 * rows_of_one * 64 * 4
 
 
-def _check_bytes(runs: list[dict[str, Any]]) -> None:
+def _check_bytes(found: list[dict[str, Any]]) -> None:
     """Nothing leaves a process that is alone; of two it is little more than has to."""
-    assert [run["sent"] for run in runs[:2]] == [0, 0] == [run["least"] for run in runs[:2]]
-    assert [run["second_per_byte"] for run in runs[:2]] == [0, 0]
-    two = runs[2]
+    assert [run["sent"] for run in found[:2]] == [0, 0] == [run["least"] for run in found[:2]]
+    assert [run["second_per_byte"] for run in found[:2]] == [0, 0]
+    two = found[2]
     assert two["second_per_byte"] > 0
     least = 0.0
     for rank, other in ((0, 1), (1, 0)):
