@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,9 @@ from .work import inputs
 
 # -P: the folder in which the user happens to be is no place to import from.
 _WORKER = ("-P", "-m", "fusestep.bench.version_worker")
-_PACKAGE, _BENCH = "fusestep", "bench"
+_PACKAGE = "fusestep"
+# What both versions get from the working tree: the benchmark, and what it knows of optimizers.
+_SHARED = ("bench", "nn/registry")
 _OLD, _NEW = "before", "now"
 Report = Callable[[str, int, int], Progress]
 
@@ -55,21 +57,24 @@ class Changed:
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[Changed]:
     """Two documents, point by point; they were not interleaved, so spreads are wide."""
-    old = {_key(point): point for point in before["points"]}
-    return [_changed(old.get(_key(point)), point) for point in now["points"]]
 
+    def ours(data: dict[str, Any]) -> dict[tuple[Any, ...], Summary | None]:
+        return {
+            (*same(p), p["scenario"]): Summary(**p["times"][OURS]) if OURS in p["times"] else None
+            for p in data["points"]
+        }
 
-def _key(point: dict[str, Any]) -> tuple[Any, ...]:
-    return (*same(point), point["scenario"])
-
-
-def _changed(old: dict[str, Any] | None, new: dict[str, Any]) -> Changed:
-    title = " ".join(str(part) for part in _key(new) if part is not None)
-    if old is None or OURS not in old["times"] or OURS not in new["times"]:
-        return Changed(title, None, "not in both results")
-    found = ratio(*(Summary(**point["times"][OURS]) for point in (new, old)))
-    samples = min(point["times"][OURS]["samples"] for point in (new, old))
-    return Changed(title, Summary(found.value, found.low, found.high, samples))
+    old, found = ours(before), []
+    for key, new in ours(now).items():
+        title = " ".join(str(part) for part in key if part is not None)
+        was = old.get(key)
+        if was is None or new is None:
+            found.append(Changed(title, None, "not in both results"))
+        else:
+            by = ratio(new, was)
+            samples = min(new.samples, was.samples)
+            found.append(Changed(title, Summary(by.value, by.low, by.high, samples)))
+    return found
 
 
 @contextmanager
@@ -97,8 +102,9 @@ def versions(ref: str) -> Iterator[tuple[Path, Path]]:
         tree = old / _PACKAGE
         _git(root, "worktree", "add", "--quiet", "--detach", str(tree), ref)
         try:
-            shutil.rmtree(tree / _BENCH, ignore_errors=True)
-            shutil.copytree(new / _PACKAGE / _BENCH, tree / _BENCH)
+            for part in _SHARED:
+                shutil.rmtree(tree / part, ignore_errors=True)
+                shutil.copytree(new / _PACKAGE / part, tree / part)
             yield old, new
         finally:
             _git(root, "worktree", "remove", "--force", str(tree))
@@ -123,31 +129,24 @@ def _git(root: Path, *arguments: str) -> str:
 def measure(
     folders: tuple[Path, Path], points: Sequence[Point], settings: Settings, report: Report
 ) -> list[Changed]:
-    """Every point in both versions, interleaved: before, now, before, now, ..."""
+    """Every point in both versions, interleaved: before, now, before, now, ...
+
+    Each has a fresh process of both, so that no point meets the memory of another one.
+    """
     found = []
     for done, point in enumerate(points):
         progress = report(point.title, done, len(points))
-        with _workers(folders, point.threads) as workers:
+        with ExitStack() as stack:
+            workers: dict[str, Worker] = {}
+            for name, folder in zip((_OLD, _NEW), folders, strict=True):
+                try:
+                    worker = Worker(_WORKER, sys.executable, point.threads, folder)
+                except ContestantLostError as error:
+                    text = f"--against: the version {name} does not start: {error}"
+                    raise BenchError(text) from error
+                workers[name] = stack.enter_context(closing(worker))
             found.append(_compare(workers, point, settings, progress))
     return found
-
-
-@contextmanager
-def _workers(folders: tuple[Path, Path], threads: int) -> Iterator[dict[str, Worker]]:
-    """A fresh process of each version, so that no point meets the memory of another one."""
-    workers: dict[str, Worker] = {}
-    try:
-        for name, folder in zip((_OLD, _NEW), folders, strict=True):
-            try:
-                workers[name] = Worker(_WORKER, sys.executable, threads, folder)
-            except ContestantLostError as error:
-                raise BenchError(
-                    f"--against: the version {name} does not start: {error}"
-                ) from error
-        yield workers
-    finally:
-        for worker in workers.values():
-            worker.close()
 
 
 def _compare(

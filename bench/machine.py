@@ -54,10 +54,11 @@ def load() -> float | None:
 def software() -> dict[str, str | None]:
     """Versions of what the measurement rests on."""
     names = ("numpy", "numba", "llvmlite", "tbb")
-    return {"python": platform.python_version(), **{name: _version(name) for name in names}}
+    return {"python": platform.python_version(), **{name: version_of(name) for name in names}}
 
 
-def _version(name: str) -> str | None:
+def version_of(name: str) -> str | None:
+    """That of a package, where it is installed."""
     try:
         return version(name)
     except PackageNotFoundError:

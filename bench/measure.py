@@ -165,6 +165,19 @@ def interleave(
     return Times({label: s for label, s in samples.items() if label not in out}, out)
 
 
+def in_rounds(
+    jobs: Mapping[str, Job],
+    rounds: int,
+    steps: int = 1,
+    on_round: Callable[[int], None] = lambda _: None,
+) -> dict[str, Summary]:
+    """The times of jobs in this process, each of which takes part in every round."""
+    contestants = in_process(jobs)
+    warm_up(contestants)
+    chosen = Plan(rounds, steps, dict.fromkeys(jobs, 1))
+    return interleave(contestants, chosen, on_round=on_round).summaries
+
+
 def _take(
     contestant: Contestant, steps: int, samples: dict[str, list[float]], lost: dict[str, str]
 ) -> None:

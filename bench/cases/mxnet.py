@@ -31,29 +31,23 @@ class AdamUpdate:
     """The operator, on one weight."""
 
     lazy: bool
+    dtypes = tuple(DTYPES)
 
     @property
     def uses(self) -> Mapping[Kind, Use]:
         """Dense gradients once; rows in either way."""
         return _uses(None, "adam-lazy", False) if self.lazy else _uses("adam", "adam-rows", True)
 
-    @property
-    def dtypes(self) -> tuple[str, ...]:
-        """All."""
-        return tuple(DTYPES)
-
     def prepare(self, parameters: list[np.ndarray]) -> Prepared:
         """In place on the weight."""
         (weight,) = parameters
-        mean, var = written_zeros(weight), written_zeros(weight)
+        states = written_zeros(weight), written_zeros(weight)
+        options = {"out": weight, "lr": _LR, "lazy_update": self.lazy}
 
         def step(gradients: Sequence[Any]) -> object:
-            (gradient,) = gradients
-            return ops.adam_update(
-                weight, gradient, mean, var, out=weight, lr=_LR, lazy_update=self.lazy
-            )
+            return ops.adam_update(weight, *gradients, *states, **options)
 
-        return Prepared(step, [(weight, mean, var)], [])
+        return Prepared(step, [(weight, *states)], [])
 
 
 @dataclass(frozen=True)
@@ -73,16 +67,12 @@ class MxnetOptimizer:
     dense: str | None
     rows: str | None = None
     every_row: bool = False
+    dtypes = tuple(DTYPES)
 
     @property
     def uses(self) -> Mapping[Kind, Use]:
         """What it does with each kind of gradients."""
         return _uses(self.dense, self.rows, self.every_row)
-
-    @property
-    def dtypes(self) -> tuple[str, ...]:
-        """All."""
-        return tuple(DTYPES)
 
     def prepare(self, parameters: list[np.ndarray]) -> Prepared:
         """Make it, with a state for each of these weights."""
@@ -96,10 +86,7 @@ class MxnetOptimizer:
         def step(gradients: Sequence[Any]) -> None:
             optimizer.update(indices, parameters, list(gradients), states)
 
-        updated: list[tuple[np.ndarray, ...]] = [
-            (p, *state) for p, state in zip(parameters, states, strict=True)
-        ]
-        return Prepared(step, updated, [])
+        return Prepared(step, [(p, *s) for p, s in zip(parameters, states, strict=True)], [])
 
 
 MXNET: dict[str, Subject] = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -121,8 +122,7 @@ class Operator:
         instance = self.new()
 
         def step(gradients: Sequence[Any]) -> object:
-            (gradient,) = gradients
-            return instance(*before, gradient, *after)
+            return instance(*before, *gradients, *after)
 
         def row_step(gradients: Sequence[Any]) -> object:
             (rows,) = gradients
@@ -141,129 +141,71 @@ class Operator:
 
 
 _MOMENTS = ("var", "m", "v")
-_FTRL = ("var", "accum", "linear")
+_ACCUM = ("var", "accum")
+_FTRL = (*_ACCUM, "linear")
 _FTRL_SCALARS = {"lr": 0.1, "l1": 0.05, "l2": 0.1, "lr_power": -0.5}
 _PROXIMAL_SCALARS = {"lr": 0.1, "l1": 0.05, "l2": 0.1}
 _RMSPROP_SCALARS = {"learning_rate": 0.1, "decay": 0.9, "momentum": 0.8, "epsilon": 1e-3}
+_rows = partial(Operator, takes_rows=True, only_float32=True)
 OPERATORS: dict[str, Operator] = {
     operator.name: operator
     for operator in (
-        Operator(
-            ops.FusedSparseAdam,
-            _MOMENTS,
-            SCALARS,
-            "adam-rows",
-            takes_rows=True,
-            every_row=True,
-            only_float32=True,
-        ),
-        Operator(
-            ops.FusedSparseLazyAdam,
-            _MOMENTS,
-            SCALARS,
-            "adam-lazy",
-            takes_rows=True,
-            only_float32=True,
-        ),
+        _rows(ops.FusedSparseAdam, _MOMENTS, SCALARS, "adam-rows", every_row=True),
+        _rows(ops.FusedSparseLazyAdam, _MOMENTS, SCALARS, "adam-lazy"),
         Operator(ops.Adam, _MOMENTS, SCALARS, "adam"),
         Operator(
-            ops.AdamNoUpdateParam,
-            ("m", "v"),
-            SCALARS,
-            None,
-            returns=(),
-            traffic=Traffic(updated=2, written=1),
+            ops.AdamNoUpdateParam, ("m", "v"), SCALARS, None,
+            returns=(), traffic=Traffic(updated=2, written=1),
         ),
         Operator(
-            ops.AdamWeightDecay,
-            _MOMENTS,
-            {"lr": 0.01, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "decay": 0.1},
-            "adamw",
+            ops.AdamWeightDecay, _MOMENTS,
+            {"lr": 0.01, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "decay": 0.1}, "adamw",
         ),
         Operator(ops.ApplyAdamWithAmsgradV2, (*_MOMENTS, "vhat"), SCALARS, "amsgrad", "grad"),
         Operator(
-            ops.ApplyAdamWithAmsgrad,
-            (*_MOMENTS, "vhat"),
+            ops.ApplyAdamWithAmsgrad, (*_MOMENTS, "vhat"),
             {name: SCALARS[name] for name in ("beta1_power", "beta2_power", "lr")},
-            "amsgrad",
-            "grad",
+            "amsgrad", "grad",
         ),
         Operator(
-            ops.ApplyMomentum,
-            ("variable", "accumulation"),
-            {"learning_rate": 0.1, "momentum": 0.9},
-            "momentum",
+            ops.ApplyMomentum, ("variable", "accumulation"),
+            {"learning_rate": 0.1, "momentum": 0.9}, "momentum",
             order="variable accumulation learning_rate gradient momentum",
         ),
         Operator(
-            ops.SGD,
-            ("parameters", "accum", "stat"),
-            {"learning_rate": 0.1, "momentum": 0.9},
-            "momentum",
+            ops.SGD, ("parameters", "accum", "stat"),
+            {"learning_rate": 0.1, "momentum": 0.9}, "momentum",
             order="parameters gradient learning_rate accum momentum stat",
             returns=("parameters",),
             ranges={"stat": np.round},  # some elements take their first step
         ),
         Operator(
-            ops.ApplyRMSProp,
-            ("var", "mean_square", "moment"),
-            _RMSPROP_SCALARS,
-            "rmsprop-momentum",
-            "grad",
+            ops.ApplyRMSProp, ("var", "mean_square", "moment"), _RMSPROP_SCALARS,
+            "rmsprop-momentum", "grad",
             order="var mean_square moment learning_rate grad decay momentum epsilon",
         ),
         Operator(
-            ops.ApplyCenteredRMSProp,
-            ("var", "mean_gradient", "mean_square", "moment"),
-            _RMSPROP_SCALARS,
-            "rmsprop-centered-momentum",
-            "grad",
+            ops.ApplyCenteredRMSProp, ("var", "mean_gradient", "mean_square", "moment"),
+            _RMSPROP_SCALARS, "rmsprop-centered-momentum", "grad",
             order="var mean_gradient mean_square moment grad learning_rate decay momentum epsilon",
             ranges={"mean_gradient": lambda x: x / 10},  # a positive variance everywhere
         ),
-        Operator(ops.ApplyAdagrad, ("var", "accum"), {"lr": 0.1}, "adagrad", "grad"),
+        Operator(ops.ApplyAdagrad, _ACCUM, {"lr": 0.1}, "adagrad", "grad"),
+        Operator(ops.ApplyProximalAdagrad, _ACCUM, _PROXIMAL_SCALARS, "proximal-adagrad", "grad"),
         Operator(
-            ops.ApplyProximalAdagrad,
-            ("var", "accum"),
-            _PROXIMAL_SCALARS,
-            "proximal-adagrad",
-            "grad",
-        ),
-        Operator(
-            ops.ApplyFtrl,
-            _FTRL,
-            _FTRL_SCALARS,
-            "ftrl",
-            "grad",
+            ops.ApplyFtrl, _FTRL, _FTRL_SCALARS, "ftrl", "grad",
             order="var accum linear grad lr l1 l2 lr_power",
         ),
         *(
-            Operator(
-                cls,
-                _FTRL,
-                {},
-                "ftrl-rows",
-                "grad",
-                takes_rows=True,
-                attributes=_FTRL_SCALARS,
-                only_float32=True,
-            )
+            _rows(cls, _FTRL, {}, "ftrl-rows", "grad", attributes=_FTRL_SCALARS)
             for cls in (ops.FusedSparseFtrl, ops.SparseApplyFtrl)
         ),
         *(
-            Operator(
-                cls,
-                ("var", "accum"),
-                _PROXIMAL_SCALARS,
-                "proximal-adagrad-rows",
-                "grad",
-                takes_rows=True,
-                only_float32=True,
-            )
+            _rows(cls, _ACCUM, _PROXIMAL_SCALARS, "proximal-adagrad-rows", "grad")
             for cls in (ops.FusedSparseProximalAdagrad, ops.SparseApplyProximalAdagrad)
         ),
     )
-}
+}  # fmt: skip
 # It updates nothing: `weight` is only read, so it is in no table of operators that write.
 LARS_UPDATE = Operator(
     ops.LARSUpdate,
@@ -291,16 +233,12 @@ class Function:
     make: Callable[[list[np.ndarray]], Callable[[Sequence[Any]], object]]
     use: Use
     kind: Kind = "dense"
+    dtypes = tuple(DTYPES)
 
     @property
     def uses(self) -> Mapping[Kind, Use]:
         """What it does with the gradients that it takes."""
         return {self.kind: self.use}
-
-    @property
-    def dtypes(self) -> tuple[str, ...]:
-        """All."""
-        return tuple(DTYPES)
 
     def prepare(self, parameters: list[np.ndarray]) -> Prepared:
         """Nothing is updated."""

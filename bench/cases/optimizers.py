@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ... import nn
-from ..registry import ROWS, Measured, Row
+from ...nn.registry import ROWS, Measured, Row
 from .subject import DTYPES, Prepared, Use
 from .traffic import Traffic
 from .workloads import Kind
@@ -24,6 +24,7 @@ class Optimizer:
 
     row: Row
     measured: Measured
+    dtypes = tuple(DTYPES)
 
     def make(self, parameters: list[np.ndarray]) -> Any:
         """The optimizer of these parameters."""
@@ -42,11 +43,6 @@ class Optimizer:
             return {"dense": dense}
         rows = Use(known.rows, traffic, optimizer.sparse_update == "dense_equivalent")
         return {"dense": dense, "rows": rows, "mixed": rows}
-
-    @property
-    def dtypes(self) -> tuple[str, ...]:
-        """All."""
-        return tuple(DTYPES)
 
     def prepare(self, parameters: list[np.ndarray]) -> Prepared:
         """Make it for these parameters."""

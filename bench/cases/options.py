@@ -115,18 +115,23 @@ def parse(args: argparse.Namespace) -> Request:
     Raises:
         BenchError: one of them is wrong.
     """
-    chosen = cases.select(args.cases)
+    chosen, most = cases.select(args.cases), get_num_threads()
     steps = [case for case in chosen if isinstance(case, Case)]
-    threads = parse_threads(args.threads)
     points = cases.points(
         steps,
         args.size,
-        _names("--dtype", "float32" if args.dtype is None else args.dtype, tuple(DTYPES)),
-        threads,
-        _distributions(indices.DEFAULT if args.indices is None else args.indices),
+        _names("--dtype", args.dtype, tuple(DTYPES), default=["float32"]),
+        whole_numbers("--threads", str(most) if args.threads is None else args.threads, most),
+        _distributions(args.indices),
         parse_scenarios(args.scenario),
     )
-    found = {peer: find_python(peer, getattr(args, _attribute(peer))) for peer in PEERS}
+    found = {}
+    for peer in PEERS:
+        option = interpreter_option(peer).removeprefix("--").replace("-", "_")
+        found[peer] = find_python(peer, getattr(args, option))
+    usual = [peer for peer, kind in PEERS.items() if kind.is_default]
+    is_alone = args.peers is not None and args.peers.strip() == "none"
+    peers = [] if is_alone else _names("--peers", args.peers, tuple(PEERS), usual, "all or none")
     json, plot = (None if path is None else Path(path) for path in (args.json, args.plot))
     if json is not None:
         document.check_writable(json)
@@ -136,7 +141,7 @@ def parse(args: argparse.Namespace) -> Request:
         points=points,
         special=[case for case in chosen if isinstance(case, SpecialCase)],
         settings=Settings(parse_seconds(args.seconds, quick=args.quick)),
-        pythons={peer: found[peer] for peer in parse_peers(args.peers)},
+        pythons={peer: found[peer] for peer in peers},
         json=json,
         plot=plot,
         against=_against(args),
@@ -144,22 +149,13 @@ def parse(args: argparse.Namespace) -> Request:
     )
 
 
-def _attribute(peer: str) -> str:
-    return interpreter_option(peer).removeprefix("--").replace("-", "_")
-
-
 def _against(args: argparse.Namespace) -> str | None:
-    """What to compare with; a commit takes no other options of the report.
-
-    Raises:
-        BenchError: it is given with others.
-    """
+    """What to compare with; a commit takes no other options of the report."""
     against: str | None = args.against
     if against is None or Path(against).is_file():
         return against
     others = ("json", "plot", "peers")
-    given = [f"--{name}" for name in others if getattr(args, name) is not None]
-    if given:
+    if given := [f"--{name}" for name in others if getattr(args, name) is not None]:
         raise BenchError(
             f"--against {against}: no such file, and to compare with a commit takes no "
             f"{' and no '.join(given)}"
@@ -167,19 +163,24 @@ def _against(args: argparse.Namespace) -> str | None:
     return against
 
 
-def parse_threads(text: str | None) -> list[int]:
-    """Numbers of threads, no more than a step may use here.
+def other_option(args: argparse.Namespace, *taken: str) -> str | None:
+    """One that was given beside those that are taken, if any."""
+    for name, value in sorted(vars(args).items()):
+        if name not in taken and value not in (None, False, []):
+            names = {"cases": "cases", "earlier": "--from"}
+            return names.get(name, f"--{name.replace('_', '-')}")
+    return None
+
+
+def whole_numbers(option: str, text: str, most: int) -> list[int]:
+    """Different numbers from 1, separated by commas.
 
     Raises:
         BenchError: anything else.
     """
-    most = get_num_threads()
-    if text is None:
-        return [most]
     counts = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
     if not all(1 <= count <= most for count in counts):
-        expected = f"whole numbers from 1 to {most}"
-        raise BenchError(f"--threads: expected {expected}, got {text!r}")
+        raise BenchError(f"{option}: expected whole numbers from 1 to {most}, got {text!r}")
     return list(dict.fromkeys(counts))
 
 
@@ -202,26 +203,13 @@ def parse_seconds(text: str | None, *, quick: bool) -> float:
     return seconds
 
 
-def parse_peers(text: str | None) -> list[str]:
-    """Names of peers, separated by commas; ``all``, or ``none``; None for the default ones.
-
-    Raises:
-        BenchError: an unknown name.
-    """
-    if text is None:
-        return [peer for peer in PEERS if PEERS[peer].is_default]
-    if text.strip() == "none":
-        return []
-    return _names("--peers", text, tuple(PEERS), "all or none")
-
-
 def names_of_scenarios(text: str | None) -> list[str]:
     """Names of scenarios, separated by commas; None for the one without anything else.
 
     Raises:
         BenchError: an unknown name.
     """
-    return _names("--scenario", cases.LOOP if text is None else text, SCENARIOS)
+    return _names("--scenario", text, SCENARIOS, default=[cases.LOOP])
 
 
 def parse_scenarios(text: str | None) -> list[str]:
@@ -238,7 +226,11 @@ def parse_scenarios(text: str | None) -> list[str]:
     return names
 
 
-def _names(option: str, text: str, known: tuple[str, ...], special: str = "all") -> list[str]:
+def _names(
+    option: str, text: str | None, known: tuple[str, ...], default: list[str], special: str = "all"
+) -> list[str]:
+    if text is None:
+        return default
     if text.strip() == "all":
         return list(known)
     names = [part.strip() for part in text.split(",")]
@@ -249,11 +241,11 @@ def _names(option: str, text: str, known: tuple[str, ...], special: str = "all")
     return list(dict.fromkeys(names))
 
 
-def _distributions(text: str) -> list[str]:
-    if text.strip() == "all":
+def _distributions(text: str | None) -> list[str]:
+    if text is not None and text.strip() == "all":
         return list(indices.PUBLISHED)
-    names = [indices.check_distribution(part.strip()) for part in text.split(",")]
-    return list(dict.fromkeys(names))
+    parts = (indices.DEFAULT if text is None else text).split(",")
+    return list(dict.fromkeys(indices.check_distribution(part.strip()) for part in parts))
 
 
 def check_plot(path: Path) -> None:

@@ -40,6 +40,7 @@ class TorchOptimizer:
     rows: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     of_rows: str | None = None
+    dtypes = tuple(DTYPES)
 
     @property
     def uses(self) -> Mapping[Kind, Use]:
@@ -66,11 +67,6 @@ class TorchOptimizer:
 
         said = "".join(f", {key}={value}" for key, value in options.items())
         return {f"{SAME_PROCESS} {name}({said[2:]})": prepare}
-
-    @property
-    def dtypes(self) -> tuple[str, ...]:
-        """All."""
-        return tuple(DTYPES)
 
     def prepare(self, parameters: list[np.ndarray]) -> Prepared:
         """On tensors in the memory of the parameters.

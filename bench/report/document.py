@@ -29,11 +29,7 @@ def document(
 ) -> dict[str, Any]:
     """Everything about a run, times in seconds; ``load`` is that of the machine before it."""
     return {
-        "schema": SCHEMA,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "fusestep": machine.fusestep(),
-        "machine": machine.machine(),
-        "software": machine.software(),
+        **head(SCHEMA),
         "threading_layer": threading_layer(),
         "seconds_per_point": settings.seconds,
         "load_before": load,
@@ -41,6 +37,17 @@ def document(
         "missing_peers": peers.missing,
         "points": [_point(r) for r in results if isinstance(r, PointResult)],
         "special": [asdict(r) for r in results if isinstance(r, SpecialResult)],
+    }
+
+
+def head(schema: int) -> dict[str, Any]:
+    """When, on what and with what a measurement was made."""
+    return {
+        "schema": schema,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "fusestep": machine.fusestep(),
+        "machine": machine.machine(),
+        "software": machine.software(),
     }
 
 

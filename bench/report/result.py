@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,9 +117,13 @@ class SpecialResult:
 
     name: str
     summary: str
-    times: dict[str, Summary]
+    times: dict[str, Summary] = field(default_factory=dict)
     limits: dict[str, float] = field(default_factory=dict)
     points: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, samples: Mapping[str, Sequence[float]]) -> None:
+        """Summaries of samples by label."""
+        self.times.update({label: Summary.of(values) for label, values in samples.items()})
 
 
 def fastest(times: dict[str, Summary], labels: list[str]) -> str | None:

@@ -40,39 +40,40 @@ class Counted:
         counts: Sequence[int],
         received: np.ndarray,
         received_counts: Sequence[int],
-    ) -> CountedTransfer:
+    ) -> Counting:
         """See `Communicator`."""
         self.sent += (sum(counts) - counts[self.rank]) * row_bytes(sent)
-        return self._timed(self._comm.all_to_all, sent, counts, received, received_counts)
+        return Counting(
+            self, lambda: self._comm.all_to_all(sent, counts, received, received_counts)
+        )
 
-    def all_gather(self, sent: np.ndarray, received: np.ndarray) -> CountedTransfer:
+    def all_gather(self, sent: np.ndarray, received: np.ndarray) -> Counting:
         """See `Communicator`."""
         self.sent += (self.size - 1) * sent.nbytes
-        return self._timed(self._comm.all_gather, sent, received)
+        return Counting(self, lambda: self._comm.all_gather(sent, received))
 
-    def broadcast(self, array: np.ndarray, root: int) -> CountedTransfer:
+    def broadcast(self, array: np.ndarray, root: int) -> Counting:
         """See `Communicator`."""
-        return self._timed(self._comm.broadcast, array, root)
-
-    def _timed(self, call: Callable[..., Transfer], *arguments: Any) -> CountedTransfer:
-        self.calls += 1
-        begin = time.perf_counter()
-        transfer = call(*arguments)
-        self.seconds += time.perf_counter() - begin
-        return CountedTransfer(self, transfer)
+        return Counting(self, lambda: self._comm.broadcast(array, root))
 
 
-class CountedTransfer:
-    """See `Transfer`."""
+class Counting:
+    """See `Transfer`: the seconds of its begin and of its end count."""
 
-    def __init__(self, comm: Counted, transfer: Transfer) -> None:
-        self._comm, self._transfer = comm, transfer
+    def __init__(self, comm: Counted, begin: Callable[[], Transfer]) -> None:
+        self._comm = comm
+        comm.calls += 1
+        self._transfer = self._timed(begin)
 
     def wait(self) -> None:
         """See `Transfer`."""
+        self._timed(self._transfer.wait)
+
+    def _timed(self, call: Callable[[], Any]) -> Any:
         begin = time.perf_counter()
-        self._transfer.wait()
+        result = call()
         self._comm.seconds += time.perf_counter() - begin
+        return result
 
 
 class Training:

@@ -15,7 +15,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from worker_protocol import Case, Job, Parameter, Replica, serve  # type: ignore[import-not-found]
+from worker_protocol import (  # type: ignore[import-not-found]
+    Case,
+    Job,
+    Parameter,
+    Replica,
+    lookup,
+    serve,
+)
 
 _LR = 1e-3
 _ADAM = {"beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8}
@@ -63,7 +70,7 @@ class MXNet:
     def _make_steps(self) -> dict[str, dict[str, tuple[int, Step]]]:
         """By algorithm and label, the number of states and what takes the step."""
         nd = self.nd
-        every_row = _corrected(nd.adam_update, lazy_update=False, **_ADAM)
+        every_row = _each(nd.adam_update, _rate, lazy_update=False, **_ADAM)
         return {
             "sgd": {
                 "sgd_update": (0, _each(nd.sgd_update)),
@@ -74,7 +81,7 @@ class MXNet:
                 "multi_sgd_mom_update": (1, _many(nd.multi_sgd_mom_update, momentum=0.9)),
             },
             "nesterov": {"nag_mom_update": (1, _each(nd.nag_mom_update, momentum=0.9))},
-            "adam": {"adam_update": (2, _corrected(nd.adam_update, **_ADAM))},
+            "adam": {"adam_update": (2, _each(nd.adam_update, _rate, **_ADAM))},
             "adam, every row": {"adam_update(lazy_update=False)": (2, every_row)},
             "adamw": {
                 "contrib.adamw_update": (2, self._adamw),
@@ -131,9 +138,9 @@ class MXNet:
             nonlocal t
             t += 1
             arrays = []
-            for w, g, lookup, state in zip(weights, gradients, lookups, states):
-                if lookup is not None:
-                    lookup.backward(g, retain_graph=True)
+            for w, g, looked_up, state in zip(weights, gradients, lookups, states):
+                if looked_up is not None:
+                    looked_up.backward(g, retain_graph=True)
                     g = w.grad
                 arrays.append((w, g, *state))
             take_step(t, arrays)
@@ -181,17 +188,16 @@ class MXNet:
         (given,) = case.parameters
         table, indices = self.nd.array(given.start, dtype=case.dtype), self._indices(given)
         sizes = {"input_dim": given.shape[0], "output_dim": given.shape[1]}
-        looked_up: Any = None
 
-        def step() -> None:
-            nonlocal looked_up
+        def look_up() -> Any:
             if case.form == "take":
-                looked_up = self.nd.take(table, indices)
+                found = self.nd.take(table, indices)
             else:
-                looked_up = self.nd.Embedding(indices, table, **sizes)
-            looked_up.wait_to_read()
+                found = self.nd.Embedding(indices, table, **sizes)
+            found.wait_to_read()
+            return found
 
-        return Replica(Job(step), lambda: _values([looked_up]))
+        return lookup(look_up, _values)
 
     def _adamw(self, t: int, arrays: Arrays) -> None:
         """Torch's: the decay is that of the plain learning rate."""
@@ -235,22 +241,12 @@ def _rate(t: int) -> float:
     return float(_LR * (1 - 0.999**t) ** 0.5 / (1 - 0.9**t))
 
 
-def _each(operator: Any, **numbers: float) -> Step:
+def _each(operator: Any, rate: Callable[[int], float] = lambda _: _LR, **numbers: float) -> Step:
     """An operator on one parameter after the other."""
-
-    def step(_: int, arrays: Arrays) -> None:
-        for w, g, *states in arrays:
-            operator(w, g, *states, lr=_LR, out=w, **numbers)
-
-    return step
-
-
-def _corrected(operator: Any, **numbers: float) -> Step:
-    """The same with Adam's learning rate."""
 
     def step(t: int, arrays: Arrays) -> None:
         for w, g, *states in arrays:
-            operator(w, g, *states, lr=_rate(t), out=w, **numbers)
+            operator(w, g, *states, lr=rate(t), out=w, **numbers)
 
     return step
 

@@ -23,7 +23,14 @@ from numpy_rules import (  # type: ignore[import-not-found]
     rule_and_states,
     zeros,
 )
-from worker_protocol import Case, Job, Parameter, Replica, serve  # type: ignore[import-not-found]
+from worker_protocol import (  # type: ignore[import-not-found]
+    Case,
+    Job,
+    Parameter,
+    Replica,
+    lookup,
+    serve,
+)
 
 Array = np.ndarray
 
@@ -172,7 +179,11 @@ class NumPy:
         """One set of arrays, updated in place."""
         dtype = _dtype(case.dtype)
         if case.algorithm == "gather":
-            return _gather(case, dtype)
+            (given,) = case.parameters
+            table, out = np.array(given.start, dtype), np.zeros(given.gradient.shape, dtype)
+            if case.form == _TAKE:
+                return lookup(lambda: table.take(given.indices, axis=0))
+            return lookup(lambda: table.take(given.indices, axis=0, out=out, mode="clip"))
         rule = _WITH_ROWS.get(case.algorithm, case.algorithm)
         if rule == "clip-by-global-norm":
             return _clip(case, dtype)
@@ -210,23 +221,6 @@ def _clip(case: Case, dtype: Any) -> Replica:
         gradients[:] = [original.copy() for original in originals]
 
     return Replica(Job(lambda: clip(gradients), load), lambda: gradients)
-
-
-def _gather(case: Case, dtype: Any) -> Replica:
-    """Looking up rows, into a new array or into one that is there."""
-    (given,) = case.parameters
-    table = np.array(given.start, dtype)
-    indices: Any = given.indices
-    looked_up = np.zeros((len(indices), *given.shape[1:]), dtype)
-
-    def step() -> None:
-        nonlocal looked_up
-        if case.form == _TAKE:
-            looked_up = table.take(indices, axis=0)
-        else:
-            table.take(indices, axis=0, out=looked_up, mode="clip")
-
-    return Replica(Job(step), lambda: [looked_up])
 
 
 if __name__ == "__main__":

@@ -15,7 +15,14 @@ from importlib import import_module
 from typing import Any
 
 import numpy as np
-from worker_protocol import Case, Job, Parameter, Replica, serve  # type: ignore[import-not-found]
+from worker_protocol import (  # type: ignore[import-not-found]
+    Case,
+    Job,
+    Parameter,
+    Replica,
+    lookup,
+    serve,
+)
 
 _LR = 1e-3
 _RMS = {"decay": 0.9, "eps": 1e-10}
@@ -79,7 +86,9 @@ class Optax:
         parameters: Any = [self._array(given.start, case) for given in case.parameters]
         gradients = [self._gradient(given, case) for given in case.parameters]
         if case.algorithm == "gather":
-            return self._gather(case, parameters[0], gradients[0][0])
+            (table,), ((indices, _),), mode = parameters, gradients, _GATHER[case.form]
+            look_up = self.jax.jit(lambda table, indices: table.at[indices].get(mode=mode))
+            return lookup(lambda: look_up(table, indices).block_until_ready())
         if case.algorithm == "clip-by-global-norm":
             return self._clip(gradients)
         if case.algorithm == "sgd-rows":
@@ -120,17 +129,6 @@ class Optax:
             return apply_updates(parameters, updates), state
 
         return update
-
-    def _gather(self, case: Case, table: Any, indices: Any) -> Replica:
-        mode = _GATHER[case.form]
-        look_up = self.jax.jit(lambda table, indices: table.at[indices].get(mode=mode))
-        looked_up: Any = None
-
-        def step() -> None:
-            nonlocal looked_up
-            looked_up = look_up(table, indices).block_until_ready()
-
-        return Replica(Job(step), lambda: [looked_up])
 
     def _clip(self, originals: list[Any]) -> Replica:
         """Gradients are donated as well, so they are new ones each time."""

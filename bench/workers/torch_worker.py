@@ -21,7 +21,7 @@ from torch_arrays import (  # type: ignore[import-not-found]
     parameters_of,
     tensor,
 )
-from worker_protocol import Case, Job, Replica, serve  # type: ignore[import-not-found]
+from worker_protocol import Case, Job, Replica, lookup, serve  # type: ignore[import-not-found]
 
 _LOOP, _FOREACH, _FUSED, _COMPILED = "foreach=False", "foreach=True", "fused=True", "compiled"
 _IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
@@ -207,19 +207,15 @@ class Torch:
     def _gather(self, case: Case) -> Replica:
         """Looking up rows, into a new tensor or into one that is there."""
         (given,) = case.parameters
+        torch = self.torch
         table, indices = tensor(given.start, case.dtype), tensor(given.indices, "int64")
-        looked_up = table.new_zeros((len(indices), *given.shape[1:]))
-
-        def step() -> None:
-            nonlocal looked_up
-            if case.form == _SELECT_OUT:
-                self.torch.index_select(table, 0, indices, out=looked_up)
-            elif case.form == _SELECT:
-                looked_up = self.torch.index_select(table, 0, indices)
-            else:
-                looked_up = self.torch.nn.functional.embedding(indices, table)
-
-        return Replica(Job(step), lambda: arrays_of([looked_up]))
+        out = table.new_zeros(given.gradient.shape)
+        look_ups = {
+            _SELECT_OUT: lambda: torch.index_select(table, 0, indices, out=out),
+            _SELECT: lambda: torch.index_select(table, 0, indices),
+            _EMBEDDING: lambda: torch.nn.functional.embedding(indices, table),
+        }
+        return lookup(look_ups[case.form], arrays_of)
 
 
 def _dense_forms(algorithm: str) -> dict[str, tuple[str, dict[str, Any], bool]]:

@@ -329,6 +329,18 @@ class Replica:
     values: Callable[[], Sequence[Any]]
 
 
+def lookup(
+    look_up: Callable[[], Any], values: Callable[[Sequence[Any]], Sequence[Any]] = list
+) -> Replica:
+    """A replica whose steps look rows up; ``values`` makes arrays of what the last has found."""
+    found: list[Any] = []
+
+    def step() -> None:
+        found[:] = [look_up()]
+
+    return Replica(Job(step), lambda: values(found))
+
+
 class Library(Protocol):
     """What a worker script says about its library.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -53,6 +54,15 @@ def refused_line(capsys: pytest.CaptureFixture[str], *given: str) -> str:
     return line
 
 
+def special(name: str, progress: Callable[[float], None], threads: int = 1) -> SpecialResult:
+    """What a case with a method of its own measures."""
+    (case,) = (case for case in cases.SPECIAL if case.name == name)
+    module = import_module(f"fusestep.bench.special.{name.replace('-', '_')}")
+    found = SpecialResult(name, case.summary)
+    module.run(found, threads, progress)
+    return found
+
+
 def quiet(_: float) -> None:
     """A progress report that nobody reads."""
 
@@ -74,7 +84,7 @@ def use_small_models(
     for model in ("dlrm", "click_log"):
         put(model_shapes, f"{model}_tables", lambda: [(tables, 16), (7, 16)])
         put(model_shapes, f"{model}_dense", lambda: list(shapes))
-    put(workloads, "_DLRM_BATCH", batch)
+    put(workloads, "_CLICKS", batch)
     put(workloads, "_BAG", 1)
 
 

@@ -67,20 +67,25 @@ def git(root: Path, *arguments: str) -> str:
     ).stdout
 
 
+SHARED = dict.fromkeys(("bench/new.py", "bench/results.schema.json", "nn/registry/new.py"), "now")
+
+
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A commit, a change, a file that Git does not know and one that it ignores."""
     root = tmp_path / "repository"
-    (root / "bench").mkdir(parents=True)
-    for name in ("a.py", "bench/old.py"):
+    for part in ("bench", "nn/registry"):
+        (root / part).mkdir(parents=True)
+    for name in ("a.py", "bench/old.py", "nn/a.py", "nn/registry/old.py"):
         (root / name).write_text("before", encoding="utf-8")
     (root / ".gitignore").write_text("ignored.py\n", encoding="utf-8")
     git(root, "init", "--quiet", "--initial-branch=trunk")
     git(root, "add", ".")
     git(root, "commit", "--quiet", "--message=x")
     (root / "a.py").write_text("now", encoding="utf-8")
-    (root / "bench" / "old.py").unlink()
-    for name in ("new.py", "ignored.py", "bench/new.py", "bench/results.schema.json"):
+    for part in ("bench", "nn/registry"):
+        (root / part / "old.py").unlink()
+    for name in ("new.py", "ignored.py", *SHARED):
         (root / name).write_text("now", encoding="utf-8")
     monkeypatch.setattr(machine, "checkout_at_hand", lambda: root)
     return root
@@ -92,13 +97,11 @@ def files(folder: Path) -> dict[str, str]:
     return {name: text for name, text in found.items() if not name.startswith(".git")}
 
 
-BENCH = {"bench/new.py": "now", "bench/results.schema.json": "now"}
-
-
 def test_both_versions_get_the_benchmark_of_today(repository: Path) -> None:
     with against.versions("trunk") as (old, new):
-        assert files(old / "fusestep") == {"a.py": "before", **BENCH}
-        assert files(new / "fusestep") == {"a.py": "now", "new.py": "now", **BENCH}
+        kept = {"nn/a.py": "before", **SHARED}
+        assert files(old / "fusestep") == {"a.py": "before", **kept}
+        assert files(new / "fusestep") == {"a.py": "now", "new.py": "now", **kept}
         assert len(git(repository, "worktree", "list").splitlines()) == 2
     assert not old.exists()
     assert not new.exists()
@@ -233,8 +236,8 @@ def test_rounds_are_compared_with_each_other(fake: type[FakeWorker]) -> None:
 def test_each_point_has_workers_of_its_own(fake: type[FakeWorker]) -> None:
     compared(point(threads=1), point("dense/nn.SGD", threads=2))
     assert [step for step in fake.log if " " in step] == [
-        *("start before x1", "start now x1", "end before", "end now"),
-        *("start before x2", "start now x2", "end before", "end now"),
+        *("start before x1", "start now x1", "end now", "end before"),
+        *("start before x2", "start now x2", "end now", "end before"),
     ]
 
 
@@ -265,7 +268,7 @@ def test_a_version_that_cannot_take_a_step(what: str, fake: type[FakeWorker]) ->
     (found,) = compared()
     assert (found.ratio, found.reason) == (None, "no form 'fusestep' of dense/nn.New")
     assert run.table.show_changes([found], run.table.console()) == 0
-    assert fake.log[-2:] == ["end before", "end now"]
+    assert fake.log[-2:] == ["end now", "end before"]
 
 
 def test_a_version_that_does_not_start(fake: type[FakeWorker]) -> None:

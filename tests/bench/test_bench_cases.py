@@ -20,7 +20,7 @@ from fusestep.bench.cases import mxnet as mxnet_subjects
 from fusestep.bench.cases import steps as cases
 from fusestep.bench.cases.workloads import parse_sizes
 from fusestep.bench.errors import BenchError
-from fusestep.bench.registry import ROWS
+from fusestep.nn.registry import ROWS
 
 from bench_support import EVERY_STEP, SOME_STEPS, named, point, use_small_models
 from helpers import more

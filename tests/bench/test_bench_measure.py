@@ -41,7 +41,7 @@ from fusestep.bench.workers.worker_protocol import (
 from fusestep.kernels.cpu.compiler.cache import cache_directory
 
 import bench_support
-from bench_support import FakeClock, quiet, result
+from bench_support import FakeClock, quiet, result, special
 
 # -- statistics -----------------------------------------------------------------------------------
 
@@ -461,7 +461,7 @@ def test_no_cliff_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
     }.items():
         monkeypatch.setattr(no_cliff, name, value)
     told: list[float] = []
-    found = no_cliff.run(1, told.append)
+    found = special("no-cliff", told.append)
     assert [(p["D"], p["B"]) for p in found.points] == [(1, 1), (1, 100), (16, 1), (16, 100)]
     assert told[-1] == 1.0
     for entry in found.points:
@@ -475,7 +475,7 @@ def test_far_rows_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(far_rows, "FAR_SIZES", ("1000x16x64", "30x5x9"))
     monkeypatch.setattr(far_rows, "ROUNDS", 2)
     told: list[float] = []
-    found = far_rows.run(1, told.append)
+    found = special("far-rows", told.append)
     assert told == [0.0, 0.5, 1.0]
     assert [*found.times] == [f"{n}: {x}" for n in far_rows.FAR_SIZES for x in far_rows.PARTS]
     plain = found.times["30x5x9: plain loop"].median
@@ -488,9 +488,9 @@ def test_the_jobs_of_far_rows_do_the_same() -> None:
     results = {}
     for label in (far_rows.STEP, far_rows.UPDATE, far_rows.PLAIN, far_rows.GROUPING):
         variables = [np.full((100, 20), x, np.float32) for x in (1.0, 0.5, 0.25)]
-        batch = far_rows.Batch(variables, g, drawn, 3)
-        batch.jobs[label]()
-        batch.keep[0].release()
+        jobs, grouped = far_rows.jobs_of(variables, g, drawn, 3)
+        jobs[label]()
+        grouped.release()
         results[label] = variables
     untouched = results.pop(far_rows.GROUPING)
     assert all((a == a[0, 0]).all() for a in untouched)
@@ -503,14 +503,14 @@ def test_the_jobs_of_far_rows_do_the_same() -> None:
 def test_far_rows_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(far_rows, "FAR_SIZES", ("1000x16x64", "1Gx1Mx1"))
     with pytest.raises(BenchError, match=r"far-rows: needs .* GB"):
-        far_rows.run(1, lambda _: None)
+        special("far-rows", lambda _: None)
 
 
 def test_fresh_states_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fresh_states, "SIZES", ("20000x8x50",))
     monkeypatch.setattr(fresh_states, "RUNS", 1)
     told: list[float] = []
-    found = fresh_states.run(1, told.append)
+    found = special("fresh-states", told.append)
     assert told[-1] == 1.0
     labels = [f"20000x8x50 {law}" for law in fresh_states.LAWS]
     assert [*found.limits] == labels
@@ -523,19 +523,20 @@ def test_fresh_states_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_fresh_states_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fresh_states, "SIZES", ("1Gx1Mx1",))
     with pytest.raises(BenchError, match=r"fresh-states: needs .* GB"):
-        fresh_states.run(1, lambda _: None)
+        special("fresh-states", lambda _: None)
 
 
 def test_first_steps_are_cold_or_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     folders: list[tuple[str, str]] = []
 
-    def start(step: str, folder: str, threads: int) -> tuple[float, float, float]:
+    def start(step: str, folder: str, threads: int) -> list[float]:
         folders.append((step, folder))
-        return 0.1 * threads, *((9.0, 8.0) if folders.count((step, folder)) == 1 else (1.0, 0.5))
+        is_cold = folders.count((step, folder)) == 1
+        return [0.1 * threads, *((9.0, 8.0) if is_cold else (1.0, 0.5))]
 
     monkeypatch.setattr(first_step, "start", start)
     told: list[float] = []
-    found = first_step.run(2, told.append)
+    found = special("first-step", threads=2, progress=told.append)
     assert {label: time.median for label, time in found.times.items()} == {
         "import": 0.2,
         "nn.Adam cold": 9.0,
