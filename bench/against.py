@@ -17,7 +17,7 @@ from typing import Any
 from . import machine
 from .cases.steps import LOOP, Point
 from .errors import BenchError
-from .measure import ContestantLostError, interleave, plan, plan_of_turns, warm_up
+from .measure import ContestantLostError, measured
 from .peer import Worker
 from .point import company, in_worker, setup_request
 from .report.document import same
@@ -162,15 +162,8 @@ def _compare(
     contestants = [in_worker(name, w, OURS, point.scenario) for name, w in workers.items()]
     if point.scenario != LOOP:  # a turn has as many steps as there is time for
         contestants = [replace(each, sample=partial(_mean, each.sample)) for each in contestants]
-    warm = warm_up(contestants)
-    if warm.lost:
-        return Changed(point.title, None, next(iter(warm.lost.values())))
-    slowest = max(samples[0] for samples in warm.samples.values())
-    # Nobody sits out, however slow: the times are compared round by round.
-    planned = plan if point.scenario == LOOP else plan_of_turns
-    chosen = planned(dict.fromkeys(warm.samples, slowest), settings.seconds)
     with company(point.scenario):
-        times = interleave(contestants, chosen, on_round=lambda n: progress(n / chosen.rounds))
+        times = measured(contestants, point.scenario, settings.seconds, progress, alike=True)
     if times.lost:
         return Changed(point.title, None, next(iter(times.lost.values())))
     return Changed(point.title, paired(times.samples[_NEW], times.samples[_OLD]))

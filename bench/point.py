@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -16,23 +16,14 @@ import numpy as np
 
 from .. import get_num_threads, set_num_threads
 from . import bounds, machine
-from .cases.steps import LOOP, Point
+from .cases.steps import Point
 from .cases.workloads import Tensor
 from .errors import BenchError
-from .measure import (
-    Contestant,
-    ContestantLostError,
-    Times,
-    in_process,
-    interleave,
-    plan,
-    plan_of_turns,
-    warm_up,
-)
+from .measure import Contestant, ContestantLostError, in_process, measured
 from .peer import Peers, Worker
 from .report.result import BOUND, OURS, PointResult, Progress, Settings
 from .work import Inputs, Work, build, enough_memory, inputs
-from .workers.worker_protocol import Clock, Job, peak_memory
+from .workers.worker_protocol import Job, peak_memory
 
 _UNTIL_BUSY = 0.1  # seconds until the other processes compute
 
@@ -42,7 +33,7 @@ def run(
     settings: Settings,
     peers: Peers,
     progress: Progress,
-    clock: Clock = time.perf_counter,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> PointResult:
     """Measure the point."""
     with using_threads(point.threads):
@@ -56,7 +47,7 @@ def run(
         contestants = in_process(jobs, point.scenario, point.threads, clock)
         contestants += [in_worker(label, *r, point.scenario) for label, r in rivals.items()]
         with company(point.scenario):
-            times = _measure(contestants, point, settings, progress)
+            times = measured(contestants, point.scenario, settings.seconds, progress)
         memory = {OURS: peak_memory(work.job)}
         for label, (worker, form) in rivals.items():
             if label in times.samples:
@@ -114,18 +105,6 @@ def company(scenario: str) -> Iterator[None]:
         for other in others:
             other.kill()
             other.wait()
-
-
-def _measure(
-    contestants: list[Contestant], point: Point, settings: Settings, progress: Progress
-) -> Times:
-    """What is compiled at its first call is compiled in the warm-up, so that is done twice."""
-    warm_up(contestants)
-    warm = warm_up(contestants)
-    of_each = {label: samples[0] for label, samples in warm.samples.items()}
-    in_a_loop = point.scenario == LOOP
-    chosen = (plan if in_a_loop else plan_of_turns)(of_each, settings.seconds)
-    return interleave(contestants, chosen, warm.lost, lambda n: progress(n / chosen.rounds))
 
 
 def _rivals(

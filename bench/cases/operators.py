@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ... import ops
-from .subject import DTYPES, Prepared, Use, written_zeros
+from .subject import DTYPES, Prepared, Subject, Use, written_zeros
 from .traffic import Traffic
 from .workloads import Kind
 
@@ -99,16 +99,15 @@ class Operator:
         return self.make(**{**self.attributes, **constructor})
 
     @property
-    def uses(self) -> Mapping[Kind, Use]:
-        """What it does with the one kind of gradients that it takes."""
+    def subject(self) -> Subject:
+        """What is measured: the one kind of gradients that it takes."""
         traffic = self.traffic or Traffic(updated=len(self.variables))
-        use = Use(self.algorithm, traffic, self.every_row)
-        return {"rows": use} if self.takes_rows else {"dense": use}
-
-    @property
-    def dtypes(self) -> tuple[str, ...]:
-        """Of the variables that it takes."""
-        return ("float32",) if self.only_float32 else tuple(DTYPES)
+        use, kind = (
+            Use(self.algorithm, traffic, self.every_row),
+            "rows" if self.takes_rows else "dense",
+        )
+        dtypes = ("float32",) if self.only_float32 else tuple(DTYPES)
+        return Subject({kind: use}, self.prepare, dtypes)
 
     def prepare(self, parameters: list[np.ndarray]) -> Prepared:
         """An instance with the parameter as its first variable; the others start at 0."""
@@ -220,32 +219,6 @@ ROW_OPERATORS = {name: op for name, op in OPERATORS.items() if op.takes_rows}
 DENSE_OPERATORS = {name: op for name, op in OPERATORS.items() if not op.takes_rows}
 
 
-@dataclass(frozen=True)
-class Function:
-    """What has no variables: it makes new arrays out of those that it is given.
-
-    Args:
-        make: called with the parameters, gives what takes the gradients.
-        use: what it does with them.
-        kind: of gradients that it is measured on.
-    """
-
-    make: Callable[[list[np.ndarray]], Callable[[Sequence[Any]], object]]
-    use: Use
-    kind: Kind = "dense"
-    dtypes = tuple(DTYPES)
-
-    @property
-    def uses(self) -> Mapping[Kind, Use]:
-        """What it does with the gradients that it takes."""
-        return {self.kind: self.use}
-
-    def prepare(self, parameters: list[np.ndarray]) -> Prepared:
-        """Nothing is updated."""
-        reads = parameters if self.kind == "rows" else []
-        return Prepared(self.make(parameters), [()] * len(parameters), reads)
-
-
 def _gather(parameters: list[np.ndarray]) -> Callable[[Sequence[Any]], object]:
     (table,), lookup = parameters, ops.SparseGatherV2()
     return lambda gradients: lookup(table, gradients[0].indices, 0)
@@ -265,20 +238,40 @@ def _clip_in_place(_: list[np.ndarray]) -> Callable[[Sequence[Any]], object]:
     return step
 
 
-FUNCTIONS: dict[str, Function] = {
-    "global_norm": Function(
+def _function(
+    make: Callable[[list[np.ndarray]], Callable[[Sequence[Any]], object]],
+    use: Use,
+    kind: Kind = "dense",
+) -> Subject:
+    """What updates no variables: it makes new arrays out of those that it is given.
+
+    Args:
+        make: called with the parameters, gives what takes the gradients.
+        use: what it does with them.
+        kind: of gradients that it is measured on.
+    """
+
+    def prepare(parameters: list[np.ndarray]) -> Prepared:
+        reads = parameters if kind == "rows" else []
+        return Prepared(make(parameters), [()] * len(parameters), reads)
+
+    return Subject({kind: use}, prepare)
+
+
+FUNCTIONS: dict[str, Subject] = {
+    "global_norm": _function(
         lambda _: ops.global_norm,
         Use("global-norm", Traffic(updated=0, read=1)),
     ),
-    "clip_by_global_norm": Function(
+    "clip_by_global_norm": _function(
         lambda _: ops.clip_by_global_norm,
         Use("clip-by-global-norm", Traffic(updated=0, written=1, passes=(1,))),
     ),
-    "clip_by_global_norm(in_place)": Function(
+    "clip_by_global_norm(in_place)": _function(
         _clip_in_place,
         Use("clip-by-global-norm", Traffic(updated=1, read=0, passes=(1,)), in_place=True),
     ),
-    "SparseGatherV2": Function(
+    "SparseGatherV2": _function(
         _gather, Use("gather", Traffic(updated=0, read=0, written=1)), "rows"
     ),
 }

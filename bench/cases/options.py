@@ -117,12 +117,15 @@ def parse(args: argparse.Namespace) -> Request:
     """
     chosen, most = cases.select(args.cases), get_num_threads()
     steps = [case for case in chosen if isinstance(case, Case)]
+    asked = indices.DEFAULT if args.indices is None else args.indices
+    if asked.strip() == "all":
+        asked = ",".join(indices.PUBLISHED)
     points = cases.points(
         steps,
         args.size,
         _names("--dtype", args.dtype, tuple(DTYPES), default=["float32"]),
         whole_numbers("--threads", str(most) if args.threads is None else args.threads, most),
-        _distributions(args.indices),
+        [indices.check_distribution(name) for name in _parts(asked)],
         parse_scenarios(args.scenario),
     )
     found = {}
@@ -178,7 +181,7 @@ def whole_numbers(option: str, text: str, most: int) -> list[int]:
     Raises:
         BenchError: anything else.
     """
-    counts = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
+    counts = [int(part) if part.isdecimal() else 0 for part in _parts(text)]
     if not all(1 <= count <= most for count in counts):
         raise BenchError(f"{option}: expected whole numbers from 1 to {most}, got {text!r}")
     return list(dict.fromkeys(counts))
@@ -231,21 +234,17 @@ def _names(
 ) -> list[str]:
     if text is None:
         return default
-    if text.strip() == "all":
-        return list(known)
-    names = [part.strip() for part in text.split(",")]
+    names = list(known) if text.strip() == "all" else _parts(text)
     for name in names:
         if name not in known:
             expected = f"names out of {', '.join(known)}, or {special}"
             raise BenchError(f"{option}: expected {expected}, got {name!r}")
-    return list(dict.fromkeys(names))
+    return names
 
 
-def _distributions(text: str | None) -> list[str]:
-    if text is not None and text.strip() == "all":
-        return list(indices.PUBLISHED)
-    parts = (indices.DEFAULT if text is None else text).split(",")
-    return list(dict.fromkeys(indices.check_distribution(part.strip()) for part in parts))
+def _parts(text: str) -> list[str]:
+    """What is between the commas, each once."""
+    return list(dict.fromkeys(part.strip() for part in text.split(",")))
 
 
 def check_plot(path: Path) -> None:

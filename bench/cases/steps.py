@@ -116,9 +116,9 @@ SPECIAL = (
     ),
 )
 SUBJECTS: dict[str, Subject] = {
-    **{f"nn.{name}": optimizer for name, optimizer in OPTIMIZERS.items()},
-    **{f"ops.{name}": operator for name, operator in OPERATORS.items()},
-    f"ops.{LARS_UPDATE.name}": LARS_UPDATE,
+    **{f"nn.{name}": optimizer.subject for name, optimizer in OPTIMIZERS.items()},
+    **{f"ops.{name}": operator.subject for name, operator in OPERATORS.items()},
+    f"ops.{LARS_UPDATE.name}": LARS_UPDATE.subject,
     **{f"ops.{name}": function for name, function in FUNCTIONS.items()},
     **MXNET,
     **TORCH,

@@ -76,9 +76,6 @@ def results(found: Sequence[Point], bench: Bench) -> dict[str, Any]:
         "points": [
             {
                 **asdict(point),
-                "targets": [
-                    {**asdict(target), "is_met": target.is_met} for target in point.targets
-                ],
                 "of_copy": {label: point.of_copy(label) for label in point.bytes},
                 "by_ours": {label: asdict(point.by_ours(label)) for label in point.peers},
             }

@@ -39,28 +39,6 @@ def named_points() -> dict[str, tuple[str, dict[str, Any]]]:
     }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Target:
-    """What was aimed at.
-
-    Args:
-        text: in words.
-        reached: what was measured, in the unit of ``limit``.
-        limit: what it should be at least, or with ``at_most`` at most.
-        at_most: which of both.
-    """
-
-    text: str
-    reached: float
-    limit: float
-    at_most: bool = False
-
-    @property
-    def is_met(self) -> bool:
-        """Whether it was reached."""
-        return self.reached <= self.limit if self.at_most else self.reached >= self.limit
-
-
 @dataclass
 class Point:
     """What was measured of one case in one size.
@@ -73,7 +51,7 @@ class Point:
         host: by label, seconds that it took to enqueue a step.
         ahead: by label, the share of samples in which the device did not wait for the host.
         copy: bytes a second of the fastest copy, read and written, in this measurement.
-        targets: what was aimed at.
+        targets: what was aimed at, and whether it was reached.
         notes: what a reader should know.
     """
 
@@ -84,7 +62,7 @@ class Point:
     host: dict[str, Summary]
     ahead: dict[str, float]
     copy: float | None = None
-    targets: list[Target] = field(default_factory=list)
+    targets: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -102,8 +80,17 @@ class Point:
         return ratio(self.device[label], self.device[OURS])
 
     def aim(self, text: str, reached: float, limit: float, *, at_most: bool = False) -> None:
-        """Add a target."""
-        self.targets.append(Target(text, reached, limit, at_most))
+        """Add a target.
+
+        Args:
+            text: in words.
+            reached: what was measured, in the unit of ``limit``.
+            limit: what it should be at least, or with ``at_most`` at most.
+            at_most: which of both.
+        """
+        is_met = reached <= limit if at_most else reached >= limit
+        numbers = {"reached": reached, "limit": limit, "at_most": at_most, "is_met": is_met}
+        self.targets.append({"text": text, **numbers})
 
     def aim_at_copy(self, label: str, limit: float) -> None:
         """Add a target that is a share of the speed of a copy."""

@@ -25,25 +25,10 @@ from ..errors import BenchError
 from ..scale_out import runs
 from ..special import far_rows, training
 from ..special.fresh_states import LATER_STEP
-from . import catalogue, document
+from . import catalogue, document, table
 from .catalogue import markdown
 from .result import OURS
-from .table import (
-    IN_WORDS,
-    Point,
-    by_scenario,
-    contestants,
-    figures,
-    memory,
-    peers_in,
-    peers_of,
-    scenarios_of,
-    seconds,
-    share,
-    size,
-    speedup,
-    spreads,
-)
+from .table import IN_WORDS, Point, seconds, size
 
 DOCUMENTS = (
     "README.md",
@@ -123,9 +108,9 @@ def _summary(data: dict[str, Any]) -> str:
     """Times of some cases and how much faster they are than PyTorch, in some scenarios."""
     words = [IN_WORDS[scenario] for scenario in _SUMMARISED]
     rows = []
-    for group in by_scenario([p for p in _all(data) if p["case"] in _SHOWN]):
+    for group in table.by_scenario([p for p in _all(data) if p["case"] in _SHOWN]):
         points = [group.get(scenario) for scenario in _SUMMARISED]
-        ratios = (speedup(point, "torch", _LOST) for point in points)
+        ratios = (table.speedup(point, "torch", _LOST) for point in points)
         rows.append([*_names(group), *map(_time, points), *ratios])
     rows.sort(key=lambda row: _SHOWN.index(row[0].strip("`")))
     head = ["case", "size", *words, *(f"x torch, {word}" for word in words)]
@@ -135,14 +120,14 @@ def _summary(data: dict[str, Any]) -> str:
 def _scenarios(data: dict[str, Any]) -> str:
     """Median and percentiles of ours, the bound and each peer in all scenarios."""
     points = _all(data)
-    rows = [[f"`{p['case']}`", size(p), name, *cells] for p, name, cells in spreads(points)]
-    head = ["case", "size", "of", *(IN_WORDS[name] for name in scenarios_of(points))]
+    rows = [[f"`{p['case']}`", size(p), name, *cells] for p, name, cells in table.spreads(points)]
+    head = ["case", "size", "of", *(IN_WORDS[name] for name in table.scenarios_of(points))]
     return f"{markdown(head, rows, left=3)}\n\n{_setting(data)}"
 
 
 def _beside_torch(data: dict[str, Any]) -> str:
     """Times in all scenarios, and how much faster than PyTorch's, in its own process or in ours."""
-    names = scenarios_of(_all(data))
+    names = table.scenarios_of(_all(data))
     torch = "torch" if "torch" in data["peers"] else SAME_PROCESS
     rows = [
         [
@@ -150,10 +135,10 @@ def _beside_torch(data: dict[str, Any]) -> str:
             *(
                 cell
                 for point in map(group.get, names)
-                for cell in (_time(point), speedup(point, torch, _LOST))
+                for cell in (_time(point), table.speedup(point, torch, _LOST))
             ),
         ]
-        for group in by_scenario(_all(data))
+        for group in table.by_scenario(_all(data))
     ]
     of_scenarios = (cell for name in names for cell in (IN_WORDS[name], "x torch"))
     head = ["case", "size", "dtype", *of_scenarios]
@@ -187,7 +172,7 @@ def _setting(data: dict[str, Any]) -> str:
     machine, software = data["machine"], data["software"]
     return (
         f"{machine['cpu']}, {machine['cores']} cores, Numba {software['numba']}, "
-        f"NumPy {software['numpy']}; peers: {peers_in(data)}; medians of one run, "
+        f"NumPy {software['numpy']}; peers: {table.peers_in(data)}; medians of one run, "
         f"{data['date'][:10]}."
     )
 
@@ -220,11 +205,13 @@ def _usual(data: dict[str, Any]) -> list[Point]:
 
 def _of_points(points: list[Point], *columns: str) -> str:
     """Figures of points; ``columns`` are keys of a point that are shown beside its case."""
-    peers = peers_of(points)
+    peers = table.peers_of(points)
     rows = []
     for point in points:
         shown = (str(point[column]) for column in columns)
-        rows.append([f"`{point['case']}`", *shown, _time(point), *figures(point, peers, _LOST)])
+        rows.append(
+            [f"`{point['case']}`", *shown, _time(point), *table.figures(point, peers, _LOST)]
+        )
     head = ["case", *columns, "time", "GB/s", "of bound", *(f"x {peer}" for peer in peers)]
     return markdown(head, rows, left=1 + len(columns))
 
@@ -236,7 +223,7 @@ def _sizes(data: dict[str, Any]) -> str:
     columns = sorted(dict.fromkeys(sizes), key=number)
     cells: dict[str, dict[str, str]] = {}
     for point in points:
-        cells.setdefault(point["case"], {})[point["size"]] = f"{_time(point)}, {share(point)}"
+        cells.setdefault(point["case"], {})[point["size"]] = f"{_time(point)}, {table.share(point)}"
     rows = [
         [f"`{name}`", *(found.get(column, "") for column in columns)]
         for name, found in cells.items()
@@ -270,7 +257,7 @@ def _scaling(data: dict[str, Any]) -> str:
         if one is None or point["threads"] == 1:
             continue
         faster = one["times"][OURS]["median"] / point["times"][OURS]["median"]
-        cells = [_time(one), _time(point), f"{faster:.2f}", share(one), share(point)]
+        cells = [_time(one), _time(point), f"{faster:.2f}", table.share(one), table.share(point)]
         rows.append([f"`{point['case']}`", size(point), *cells])
     head = ["case", "size", "1 thread", "all", "faster", "of bound, 1 thread", "all"]
     return markdown(head, rows, left=2)
@@ -292,12 +279,12 @@ def _losses(data: dict[str, Any]) -> str:
 def _memory(data: dict[str, Any]) -> str:
     """What a step needs beside its arrays: ours, and the fastest form of each peer."""
     points = _usual(data)
-    peers = peers_of(points)
+    peers = table.peers_of(points)
     rows = []
     for point in points:
-        labels, needed = contestants(point), point["memory"]
-        of_peers = (memory(needed.get(labels[p])) if p in labels else "" for p in peers)
-        rows.append([f"`{point['case']}`", memory(needed[OURS]), *of_peers])
+        labels, needed = table.contestants(point), point["memory"]
+        of_peers = (table.memory(needed.get(labels[p])) if p in labels else "" for p in peers)
+        rows.append([f"`{point['case']}`", table.memory(needed[OURS]), *of_peers])
     return markdown(["case", "fusestep", *peers], rows)
 
 
@@ -325,11 +312,11 @@ def _far_rows(data: dict[str, Any]) -> str:
     """The parts of a step on large tables, and how the update compares with the plain loop."""
     times, _ = _special("far-rows", data)
     rows = []
-    for table in dict.fromkeys(label.partition(": ")[0] for label in times):
-        medians = [times[f"{table}: {part}"] for part in far_rows.PARTS]
+    for of in dict.fromkeys(label.partition(": ")[0] for label in times):
+        medians = [times[f"{of}: {part}"] for part in far_rows.PARTS]
         _, _, update, plain = medians
         lost = _LOST if update > far_rows.OF_PLAIN * plain else "{}"
-        rows.append([table, *map(seconds, medians), lost.format(f"{update / plain:.2f}")])
+        rows.append([of, *map(seconds, medians), lost.format(f"{update / plain:.2f}")])
     return markdown(["size", *far_rows.PARTS, "update / plain loop"], rows)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from ..cases.steps import LOOP, Point
 from .stats import Ratio, Summary, ratio
@@ -29,6 +29,15 @@ class Settings:
 
 # Told the share of the work that is done.
 Progress = Callable[[float], None]
+Item = TypeVar("Item")
+
+
+def tracked(items: Sequence[Item], progress: Progress) -> Iterator[Item]:
+    """Each of the items, before which ``progress`` is told what share of them is done."""
+    for done, item in enumerate(items):
+        progress(done / len(items))
+        yield item
+    progress(1.0)
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import sys
 import time
+import timeit
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch.distributed as dist
@@ -42,38 +44,34 @@ class Counted:
         received_counts: Sequence[int],
     ) -> Counting:
         """See `Communicator`."""
-        self.sent += (sum(counts) - counts[self.rank]) * row_bytes(sent)
-        return Counting(
-            self, lambda: self._comm.all_to_all(sent, counts, received, received_counts)
-        )
+        begin = partial(self._comm.all_to_all, sent, counts, received, received_counts)
+        return self._begun((sum(counts) - counts[self.rank]) * row_bytes(sent), begin)
 
     def all_gather(self, sent: np.ndarray, received: np.ndarray) -> Counting:
         """See `Communicator`."""
-        self.sent += (self.size - 1) * sent.nbytes
-        return Counting(self, lambda: self._comm.all_gather(sent, received))
+        begin = partial(self._comm.all_gather, sent, received)
+        return self._begun((self.size - 1) * sent.nbytes, begin)
 
     def broadcast(self, array: np.ndarray, root: int) -> Counting:
         """See `Communicator`."""
-        return Counting(self, lambda: self._comm.broadcast(array, root))
+        return self._begun(0, partial(self._comm.broadcast, array, root))
 
-
-class Counting:
-    """See `Transfer`: the seconds of its begin and of its end count."""
-
-    def __init__(self, comm: Counted, begin: Callable[[], Transfer]) -> None:
-        self._comm = comm
-        comm.calls += 1
-        self._transfer = self._timed(begin)
-
-    def wait(self) -> None:
-        """See `Transfer`."""
-        self._timed(self._transfer.wait)
+    def _begun(self, n_bytes: int, begin: Callable[[], Transfer]) -> Counting:
+        self.sent += n_bytes
+        self.calls += 1
+        return Counting(partial(self._timed, self._timed(begin).wait))
 
     def _timed(self, call: Callable[[], Any]) -> Any:
         begin = time.perf_counter()
         result = call()
-        self._comm.seconds += time.perf_counter() - begin
+        self.seconds += time.perf_counter() - begin
         return result
+
+
+class Counting(NamedTuple):
+    """See `Transfer`: the seconds of its begin and of its end count."""
+
+    wait: Callable[[], None]
 
 
 class Training:
@@ -148,13 +146,8 @@ def _seconds_per_byte(comm: Counted) -> float:
     return seconds / (sent.nbytes * (comm.size - 1) / comm.size)
 
 
-def _median(work: Callable[[], Any], times: int) -> float:
-    found = []
-    for _ in range(times):
-        begin = time.perf_counter()
-        work()
-        found.append(time.perf_counter() - begin)
-    return float(np.median(found))
+def _median(work: Callable[[], object], times: int) -> float:
+    return float(np.median(timeit.repeat(work, number=1, repeat=times)))
 
 
 def main() -> None:

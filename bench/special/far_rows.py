@@ -30,7 +30,7 @@ from ..cases import indices
 from ..cases.operators import SCALARS
 from ..cases.workloads import FAR_SIZES, rows
 from ..measure import in_rounds
-from ..report.result import Progress, SpecialResult
+from ..report.result import Progress, SpecialResult, tracked
 from ..work import check_memory
 from ..workers.worker_protocol import Job, Turns
 
@@ -109,8 +109,7 @@ def run(result: SpecialResult, threads: int, progress: Progress) -> None:
         BenchError: the machine has not enough memory for the largest.
     """
     check_memory(result.name, FAR_SIZES)
-    for done, size in enumerate(FAR_SIZES):
-        progress(done / len(FAR_SIZES))
+    for size in tracked(FAR_SIZES, progress):
         (tensor,) = rows(size, "uniform").tensors
         (N, D), B = tensor.shape, tensor.B
         assert B is not None
@@ -128,4 +127,3 @@ def run(result: SpecialResult, threads: int, progress: Progress) -> None:
             grouped.release()
         result.times.update({f"{size}: {label}": times[label] for label in PARTS})
         result.limits[f"{size}: {UPDATE}"] = OF_PLAIN * times[PLAIN].median
-    progress(1.0)

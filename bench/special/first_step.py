@@ -19,7 +19,7 @@ import tempfile
 from collections import defaultdict
 
 from ..errors import BenchError
-from ..report.result import Progress, SpecialResult
+from ..report.result import Progress, SpecialResult, tracked
 
 _SCRIPT = """
 import json, time
@@ -56,8 +56,7 @@ def run(result: SpecialResult, threads: int, progress: Progress) -> None:
     with tempfile.TemporaryDirectory(prefix="fusestep-bench-") as root:
         starts = [("cold", index) for index in range(COLD)] + [("cached", 0)] * CACHED
         todo = [(step, *start) for start in starts for step in STEPS]
-        for done, (step, state, index) in enumerate(todo):
-            progress(done / len(todo))
+        for step, state, index in tracked(todo, progress):
             folder = os.path.join(root, f"{step}-{index}")
             imported, stepped, processor = start(step, folder, threads)
             if state == "cached":  # the files of Python and NumPy are in memory by now
@@ -67,7 +66,6 @@ def run(result: SpecialResult, threads: int, progress: Progress) -> None:
     result.add(samples)
     result.limits["import"] = IMPORT
     result.limits.update({f"{s} {state}": limit for s in STEPS for state, limit in FIRST.items()})
-    progress(1.0)
 
 
 def start(step: str, folder: str, threads: int) -> list[float]:

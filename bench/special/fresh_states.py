@@ -12,7 +12,7 @@ import tempfile
 from collections import defaultdict
 
 from ..cases.workloads import rows
-from ..report.result import Progress, SpecialResult
+from ..report.result import Progress, SpecialResult, tracked
 from ..report.stats import Summary
 from ..work import check_memory
 from .first_step import figures_of
@@ -64,8 +64,7 @@ def run(result: SpecialResult, threads: int, progress: Progress) -> None:
     samples: dict[tuple[str, str], list[list[float]]] = defaultdict(list)
     with tempfile.TemporaryDirectory(prefix="fusestep-bench-") as folder:
         todo = [(size, kind) for size in SIZES for _ in range(RUNS) for kind in scripts]
-        for done, (size, kind) in enumerate(todo):
-            progress(done / len(todo))
+        for size, kind in tracked(todo, progress):
             (tensor,) = rows(size, "uniform").tensors
             given = {"shape": tensor.shape, "B": tensor.B, "later": _LATER, **scripts[kind]}
             found = figures_of(result.name, _SCRIPT.format(**given), folder, threads)
@@ -79,4 +78,3 @@ def run(result: SpecialResult, threads: int, progress: Progress) -> None:
         if kind != FULL:
             result.times[f"{label}{LATER_STEP}"] = Summary.of(later)
             result.limits[label] = OF_FULL * result.times[f"{size} {FULL}"].median
-    progress(1.0)

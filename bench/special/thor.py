@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from importlib import import_module
 from importlib.util import find_spec
+from timeit import timeit
 from typing import Any
 
 import numpy as np
@@ -112,12 +113,6 @@ class Timers:
         return call
 
 
-def _seconds(function: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    function()
-    return time.perf_counter() - begin
-
-
 def run(result: SpecialResult, threads: int, progress: Progress) -> None:
     """Measure both layers, the contestants in turn.
 
@@ -135,9 +130,9 @@ def run(result: SpecialResult, threads: int, progress: Progress) -> None:
                 if index == WARM_UP:
                     samples.clear()
                 for label, step in steps.items():
-                    samples[f"{name}: {label}"].append(_seconds(step))
+                    samples[f"{name}: {label}"].append(timeit(step, number=1))
                 with Timers() as timers:
-                    whole = _seconds(layer.refresh)
+                    whole = timeit(layer.refresh, number=1)
                 samples[f"{name}: refresh"].append(whole)
                 samples[f"{name}: refresh outside of BLAS"].append(whole - timers.seconds)
                 progress((k * (WARM_UP + ROUNDS) + index + 1) / total)

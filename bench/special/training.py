@@ -17,7 +17,7 @@ from typing import Any
 
 from ..errors import BenchError
 from ..point import company
-from ..report.result import Progress, SpecialResult
+from ..report.result import Progress, SpecialResult, tracked
 from ..workers.worker_protocol import before_step
 
 OURS, THEIRS = "nn.torch", "torch"
@@ -40,8 +40,7 @@ def run(result: SpecialResult, threads: int, progress: Progress) -> None:
         raise BenchError(f"{result.name}: needs PyTorch here") from None
     torch.set_num_threads(threads)
     todo = [(model, scenario) for model in MODELS for scenario in SCENARIOS]
-    for done, (model, scenario) in enumerate(todo):
-        progress(done / len(todo))
+    for model, scenario in tracked(todo, progress):
         samples = _measure(torch, model, scenario, threads)
         for part in PARTS:
             ours, theirs = (f"{model} {scenario} {name}: {part}" for name in (OURS, THEIRS))

@@ -8,9 +8,11 @@ to float32 and back, since NumPy's own arithmetic on them is slow and overflows.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -46,8 +48,6 @@ _WITH_ROWS = {
     "row-wise-adagrad-rows": "row-wise-adagrad",
     "row-wise-adam-rows": "row-wise-adam",
 }
-_WHOLE, _BLOCKS, _THREADS = "whole arrays", "blocks", "blocks in threads"
-_TAKE, _TAKE_OUT = "take", "take(out=, mode='clip')"
 # Large enough to hide the calls (and, in threads, the interpreter's lock), small enough for the
 # cache: 512 KiB of each array.
 _BLOCK = 2**17
@@ -163,57 +163,61 @@ class NumPy:
     def __init__(self, threads: int) -> None:
         self._threads = threads
 
-    def forms(self, algorithm: str, kind: str, dtype: str) -> list[str]:
+    def forms(self, algorithm: str, kind: str, dtype: str) -> dict[str, Any]:
         """Elementwise rules work in blocks, the others need whole arrays."""
         if dtype == "bfloat16" and find_spec("ml_dtypes") is None:
-            return []
-        if algorithm == "gather":
-            return [_TAKE, _TAKE_OUT] if kind == "rows" else []
-        if algorithm in (_WITH_ROWS if kind != "dense" else ELEMENTWISE):
-            return [_WHOLE, _BLOCKS] + [_THREADS] * (self._threads > 1)
-        if kind == "dense" and algorithm in {*TENSORWISE, "clip-by-global-norm"}:
-            return [_WHOLE]
-        return []
+            return {}
+        whole, dense = "whole arrays", kind == "dense"
+        if algorithm == "gather" and kind == "rows":
+            return {
+                "take": partial(_gather, False),
+                "take(out=, mode='clip')": partial(_gather, True),
+            }
+        if algorithm == "clip-by-global-norm" and dense:
+            return {whole: _clip}
+        rule = algorithm if dense else _WITH_ROWS.get(algorithm)
+        sweeps = {whole: (sys.maxsize, 1)}
+        if rule in ELEMENTWISE if dense else rule:
+            sweeps["blocks"] = _BLOCK, 1
+            if self._threads > 1:
+                sweeps["blocks in threads"] = _BLOCK, self._threads
+        elif not (dense and rule in TENSORWISE):
+            return {}
+        return {form: partial(_swept, rule, *sweep) for form, sweep in sweeps.items()}
 
-    def replica(self, case: Case) -> Replica:
-        """One set of arrays, updated in place."""
-        dtype = _dtype(case.dtype)
-        if case.algorithm == "gather":
-            (given,) = case.parameters
-            table, out = np.array(given.start, dtype), np.zeros(given.gradient.shape, dtype)
-            if case.form == _TAKE:
-                return lookup(lambda: table.take(given.indices, axis=0))
-            return lookup(lambda: table.take(given.indices, axis=0, out=out, mode="clip"))
-        rule = _WITH_ROWS.get(case.algorithm, case.algorithm)
-        if rule == "clip-by-global-norm":
-            return _clip(case, dtype)
-        densify = case.algorithm == "adam-rows"
-        variables = [_Variable(rule, given, dtype, densify) for given in case.parameters]
-        sweep = _Sweep(
-            sys.maxsize if case.form == _WHOLE else _BLOCK,
-            self._threads if case.form == _THREADS else 1,
-        )
-        t = 0
 
-        def step() -> None:
-            nonlocal t
-            t += 1
+def _swept(rule: str, block: int, threads: int, case: Case) -> Replica:
+    """One set of arrays, updated in place."""
+    densify, dtype = case.algorithm == "adam-rows", _dtype(case.dtype)
+    variables = [_Variable(rule, given, dtype, densify) for given in case.parameters]
+    sweep, numbers = _Sweep(block, threads), itertools.count(1)
+
+    def step() -> None:
+        t = next(numbers)
+        for variable in variables:
+            variable.step(t, sweep)
+
+    def load() -> None:
+        if case.fresh:
             for variable in variables:
-                variable.step(t, sweep)
+                variable.renew()
 
-        def load() -> None:
-            if case.fresh:
-                for variable in variables:
-                    variable.renew()
+    return Replica(Job(step, load), lambda: [variable.w for variable in variables])
 
-        return Replica(Job(step, load), lambda: [variable.w for variable in variables])
+
+def _gather(into: bool, case: Case) -> Replica:
+    (given,) = case.parameters
+    table = np.array(given.start, _dtype(case.dtype))
+    options = {"out": np.zeros(given.gradient.shape, table.dtype), "mode": "clip"} if into else {}
+    return lookup(lambda: table.take(given.indices, axis=0, **options))
 
 
 def _dtype(name: str) -> Any:
     return np.dtype(name if name != "bfloat16" else import_module("ml_dtypes").bfloat16)
 
 
-def _clip(case: Case, dtype: Any) -> Replica:
+def _clip(case: Case) -> Replica:
+    dtype = _dtype(case.dtype)
     originals = [np.array(given.gradient, dtype) for given in case.parameters]
     gradients: list[Array] = []
 

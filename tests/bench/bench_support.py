@@ -17,7 +17,7 @@ from fusestep.bench import command
 from fusestep.bench.cases import model_shapes, workloads
 from fusestep.bench.cases import steps as cases
 from fusestep.bench.cases.steps import Case, Point
-from fusestep.bench.cases.torch import TorchOptimizer
+from fusestep.bench.cases.torch import TORCH
 from fusestep.bench.peer import Peers
 from fusestep.bench.report import document
 from fusestep.bench.report.result import OURS, PointResult, Settings, SpecialResult
@@ -29,7 +29,7 @@ from helpers import in_turn
 EVERY_STEP = [
     (case, dtype)
     for case in cases.STEPS
-    if find_spec("torch") or not isinstance(case.subject, TorchOptimizer)
+    if find_spec("torch") or case.subject not in TORCH.values()
     for dtype in case.subject.dtypes
 ]
 """Cases with all types of their parameters; those of PyTorch where it is installed."""

@@ -40,8 +40,8 @@ class Fake:
 
     def forms(self, algorithm, kind, dtype):
         if algorithm == "adam-rows":
-            return []
-        return ["quick", "slow", "unknown", f"on {{self.threads}}"]
+            return {{}}
+        return dict.fromkeys(["quick", "slow", "unknown", f"on {{self.threads}}"], self.replica)
 
     def replica(self, case):
         if case.form == "unknown":

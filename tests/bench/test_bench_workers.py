@@ -82,7 +82,7 @@ class Fake:
         print("libraries print what they like, such as", threads)
 
     def forms(self, algorithm, kind, dtype):
-        return [algorithm + " " + kind + " " + dtype]
+        return {{algorithm + " " + kind + " " + dtype: self.replica}}
 
     def replica(self, case):
         (given,) = case.parameters
