@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +20,7 @@ from .measure import ContestantLostError, measured
 from .peer import Worker
 from .point import company, in_worker, setup_request
 from .report.document import same
-from .report.result import OURS, Progress, Settings
+from .report.result import OURS, Progress
 from .report.stats import Change, Summary, change, paired, ratio
 from .work import inputs
 
@@ -94,40 +93,35 @@ def versions(ref: str) -> Iterator[tuple[Path, Path]]:
             f"--against {ref}: no such file, and to compare with a commit fusestep has to run "
             "from, or in, a Git checkout of it"
         )
-    if machine.git(root, "rev-parse", "--verify", "--quiet", f"{ref}^{{commit}}") is None:
-        raise BenchError(f"--against: expected a results file or a commit, got {ref!r}")
+    try:
+        machine.git(root, "rev-parse", "--verify", "--quiet", f"{ref}^{{commit}}")
+    except BenchError:
+        text = f"--against: expected a results file or a commit, got {ref!r}"
+        raise BenchError(text) from None
     with tempfile.TemporaryDirectory(prefix="fusestep-bench-") as folder:
         old, new = (Path(folder) / name for name in (_OLD, _NEW))
         _copy(root, new / _PACKAGE)
         tree = old / _PACKAGE
-        _git(root, "worktree", "add", "--quiet", "--detach", str(tree), ref)
+        machine.git(root, "worktree", "add", "--quiet", "--detach", str(tree), ref)
         try:
             for part in _SHARED:
                 shutil.rmtree(tree / part, ignore_errors=True)
                 shutil.copytree(new / _PACKAGE / part, tree / part)
             yield old, new
         finally:
-            _git(root, "worktree", "remove", "--force", str(tree))
+            machine.git(root, "worktree", "remove", "--force", str(tree))
 
 
 def _copy(root: Path, target: Path) -> None:
-    names = _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    names = machine.git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
     for name in names.split("\0"):
         if name.endswith((".py", ".json")) and (root / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(root / name, target / name)
 
 
-def _git(root: Path, *arguments: str) -> str:
-    try:
-        return machine.run_git(root, *arguments)
-    except subprocess.CalledProcessError as error:
-        said = error.stderr.strip().splitlines() or [f"status {error.returncode}"]
-        raise BenchError(f"--against: git {arguments[0]}: {said[-1]}") from error
-
-
 def measure(
-    folders: tuple[Path, Path], points: Sequence[Point], settings: Settings, report: Report
+    folders: tuple[Path, Path], points: Sequence[Point], seconds: float, report: Report
 ) -> list[Changed]:
     """Every point in both versions, interleaved: before, now, before, now, ...
 
@@ -145,12 +139,12 @@ def measure(
                     text = f"--against: the version {name} does not start: {error}"
                     raise BenchError(text) from error
                 workers[name] = stack.enter_context(closing(worker))
-            found.append(_compare(workers, point, settings, progress))
+            found.append(_compare(workers, point, seconds, progress))
     return found
 
 
 def _compare(
-    workers: dict[str, Worker], point: Point, settings: Settings, progress: Progress
+    workers: dict[str, Worker], point: Point, seconds: float, progress: Progress
 ) -> Changed:
     try:
         given = inputs(point)
@@ -163,7 +157,7 @@ def _compare(
     if point.scenario != LOOP:  # a turn has as many steps as there is time for
         contestants = [replace(each, sample=partial(_mean, each.sample)) for each in contestants]
     with company(point.scenario):
-        times = measured(contestants, point.scenario, settings.seconds, progress, alike=True)
+        times = measured(contestants, point.scenario, seconds, progress, alike=True)
     if times.lost:
         return Changed(point.title, None, next(iter(times.lost.values())))
     return Changed(point.title, paired(times.samples[_NEW], times.samples[_OLD]))

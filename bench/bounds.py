@@ -32,22 +32,11 @@ _SERIAL_BELOW = 2**20  # bytes
 _AHEAD = 8  # rows that are fetched before their turn
 
 
-class Loop(NamedTuple):
-    """One loop, compiled in two ways."""
-
-    parallel: Any
-    serial: Any
-
-
 class Shape(NamedTuple):
     """How a loop is cut: into chunks of so many of ``n`` elements, in parallel or not."""
 
     chunk: Callable[[int], int]
     parallel: bool = True
-
-    def of(self, loop: Loop) -> Any:
-        """The function to call."""
-        return loop.parallel if self.parallel else loop.serial
 
     def rows(self, count: int, width: int) -> int:
         """How many rows come to a chunk."""
@@ -80,7 +69,7 @@ class Stream:
         arrays = tuple(a.reshape(-1) for a in _bits((*self.updated, *read, *self.written)))
         chunk, zero = shape.chunk(max(1, arrays[0].size)), _zero(arrays)
         results = np.zeros(-(-arrays[0].size // chunk), arrays[0].dtype)
-        loop = shape.of(_stream(len(self.updated), len(read), len(self.written)))
+        loop = _compiled(_stream(len(self.updated), len(read), len(self.written)), shape.parallel)
         return lambda: loop(arrays, zero, chunk, results)
 
 
@@ -104,7 +93,8 @@ class Rows:
     def run(self, shape: Shape) -> Callable[[], None]:
         """The pass in a shape."""
         chunk = shape.rows(self.rows.size, self.updated[0].shape[1])
-        tables, zero, loop = _bits(self.updated), _zero(self.updated), shape.of(_ROWS)
+        tables, zero = _bits(self.updated), _zero(self.updated)
+        loop = _compiled(_over_rows, shape.parallel)
         return lambda: loop(tables, self.rows, zero, chunk)
 
 
@@ -131,7 +121,7 @@ class Gather:
     def run(self, shape: Shape) -> Callable[[], None]:
         """The pass in a shape."""
         chunk = shape.rows(*self.out.shape)
-        (table, out), loop = _bits((self.table, self.out)), shape.of(_GATHER)
+        (table, out), loop = _bits((self.table, self.out)), _compiled(_gathered, shape.parallel)
         return lambda: loop(table, self.indices, out, chunk)
 
 
@@ -186,12 +176,13 @@ def _zero(arrays: Arrays) -> Any:
 # -- the loops ------------------------------------------------------------------------------------
 
 
-def _compiled(function: Callable[..., None]) -> Loop:
-    return Loop(njit(parallel=True, nogil=True)(function), njit(nogil=True)(function))
+@cache
+def _compiled(function: Callable[..., None], parallel: bool) -> Any:
+    return njit(parallel=parallel, nogil=True)(function)
 
 
 @cache
-def _stream(updated: int, read: int, written: int) -> Loop:
+def _stream(updated: int, read: int, written: int) -> Callable[..., None]:
     """The loop over chunks of so many arrays of each kind.
 
     Its text is written here, with a name for each array and a slice of each: Numba vectorises no
@@ -227,7 +218,7 @@ def _stream(updated: int, read: int, written: int) -> Loop:
         for c in prange((n + chunk - 1) // chunk):
             results[c] = span(arrays, c * chunk, min((c + 1) * chunk, n), zero)
 
-    return _compiled(over_chunks)
+    return over_chunks
 
 
 @njit(nogil=True)
@@ -254,6 +245,3 @@ def _gathered(table, indices, out, chunk):  # type: ignore[no-untyped-def]
             source, target = table[indices[b]], out[b]
             for d in range(source.size):
                 target[d] = source[d]
-
-
-_ROWS, _GATHER = _compiled(_over_rows), _compiled(_gathered)

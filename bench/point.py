@@ -21,7 +21,7 @@ from .cases.workloads import Tensor
 from .errors import BenchError
 from .measure import Contestant, ContestantLostError, in_process, measured
 from .peer import Peers, Worker
-from .report.result import BOUND, OURS, PointResult, Progress, Settings
+from .report.result import BOUND, OURS, PointResult, Progress
 from .work import Inputs, Work, build, enough_memory, inputs
 from .workers.worker_protocol import Job, peak_memory
 
@@ -30,7 +30,7 @@ _UNTIL_BUSY = 0.1  # seconds until the other processes compute
 
 def run(
     point: Point,
-    settings: Settings,
+    seconds: float,
     peers: Peers,
     progress: Progress,
     clock: Callable[[], float] = time.perf_counter,
@@ -47,7 +47,7 @@ def run(
         contestants = in_process(jobs, point.scenario, point.threads, clock)
         contestants += [in_worker(label, *r, point.scenario) for label, r in rivals.items()]
         with company(point.scenario):
-            times = measured(contestants, point.scenario, settings.seconds, progress)
+            times = measured(contestants, point.scenario, seconds, progress)
         memory = {OURS: peak_memory(work.job)}
         for label, (worker, form) in rivals.items():
             if label in times.samples:

@@ -14,7 +14,7 @@ from .cases.steps import Point, SpecialCase, select
 from .errors import BenchError
 from .peer import Peers
 from .report import document, plot, table
-from .report.result import Progress, Settings, SpecialResult
+from .report.result import Progress, SpecialResult
 
 
 def run(request: Request) -> int:
@@ -34,7 +34,7 @@ def run(request: Request) -> int:
         names = ", ".join(case.name for case in request.special)
         raise BenchError(f"--against {request.against}: compares steps, not {names}")
     with against.versions(request.against) as folders, table.progress() as progress:
-        found = against.measure(folders, request.points, request.settings, progress)
+        found = against.measure(folders, request.points, request.seconds, progress)
     return table.show_changes(found, console)
 
 
@@ -52,12 +52,12 @@ def _measured(request: Request) -> tuple[dict[str, Any], int]:
                 for one in wanted:
                     name = one.title if isinstance(one, Point) else one.name
                     report = reports(name, len(results), len(wanted))
-                    results.append(measure(one, request.settings, request.threads, peers, report))
+                    results.append(measure(one, request.seconds, request.threads, peers, report))
         except (KeyboardInterrupt, BenchError) as error:
             if not results:
                 raise
             trouble = str(error) or "interrupted"
-        data = document.document(results, request.settings, peers, load)
+        data = document.document(results, request.seconds, peers, load)
     document.check_schema(data)
     if request.json is not None:
         document.write(request.json, data)
@@ -70,11 +70,11 @@ def _measured(request: Request) -> tuple[dict[str, Any], int]:
 
 
 def measure(
-    one: Point | SpecialCase, settings: Settings, threads: int, peers: Peers, progress: Progress
+    one: Point | SpecialCase, seconds: float, threads: int, peers: Peers, progress: Progress
 ) -> document.Result:
     """Measure one point or special case."""
     if isinstance(one, Point):
-        return point.run(one, settings, peers, progress)
+        return point.run(one, seconds, peers, progress)
     module = import_module(f".special.{one.name.replace('-', '_')}", __package__)
     result = SpecialResult(one.name, one.summary)
     with point.using_threads(threads):

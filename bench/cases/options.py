@@ -15,7 +15,7 @@ from ... import get_num_threads
 from ..errors import BenchError
 from ..peer import PEERS, find_python, interpreter_option
 from ..report import document
-from ..report.result import Settings
+from ..report.result import SECONDS
 from ..workers.worker_protocol import SCENARIOS
 from . import indices
 from . import steps as cases
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{cases.LOOP}: nothing), or all",
     )
     add("--threads", metavar="N", help="threads of everything; several with commas (default: all)")
-    add("--seconds", metavar="S", help=f"time for each point (default: {Settings().seconds})")
+    add("--seconds", metavar="S", help=f"time for each point (default: {SECONDS})")
     add("--quick", action="store_true", help=f"the same as --seconds {_QUICK}: rough figures")
     add(
         "--peers",
@@ -87,7 +87,7 @@ class Request:
 
     Args:
         points, special: the measurements.
-        settings: how.
+        seconds: that the measurement of a point may take.
         pythons: the interpreter of each peer that was asked for; None where there is none.
         json, plot: files to write.
         against: what to compare with: the text of the option.
@@ -96,7 +96,7 @@ class Request:
 
     points: list[Point]
     special: list[SpecialCase]
-    settings: Settings
+    seconds: float
     pythons: dict[str, str | None]
     json: Path | None
     plot: Path | None
@@ -143,7 +143,7 @@ def parse(args: argparse.Namespace) -> Request:
     return Request(
         points=points,
         special=[case for case in chosen if isinstance(case, SpecialCase)],
-        settings=Settings(parse_seconds(args.seconds, quick=args.quick)),
+        seconds=parse_seconds(args.seconds, quick=args.quick),
         pythons={peer: found[peer] for peer in peers},
         json=json,
         plot=plot,
@@ -194,7 +194,7 @@ def parse_seconds(text: str | None, *, quick: bool) -> float:
         BenchError: it is no number above 0, or contradicts ``--quick``.
     """
     if text is None:
-        return _QUICK if quick else Settings().seconds
+        return _QUICK if quick else SECONDS
     if quick:
         raise BenchError("--quick: is --seconds of its own, give one of the two")
     try:

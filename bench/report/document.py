@@ -18,20 +18,20 @@ from ... import threading_layer
 from .. import machine
 from ..errors import BenchError
 from ..peer import Peers
-from .result import Against, PointResult, Settings, SpecialResult
+from .result import Against, PointResult, SpecialResult
 
 SCHEMA = 3
 Result = PointResult | SpecialResult
 
 
 def document(
-    results: Sequence[Result], settings: Settings, peers: Peers, load: float | None
+    results: Sequence[Result], seconds: float, peers: Peers, load: float | None
 ) -> dict[str, Any]:
     """Everything about a run, times in seconds; ``load`` is that of the machine before it."""
     return {
         **head(SCHEMA),
         "threading_layer": threading_layer(),
-        "seconds_per_point": settings.seconds,
+        "seconds_per_point": seconds,
         "load_before": load,
         "peers": peers.versions,
         "missing_peers": peers.missing,

@@ -14,17 +14,7 @@ BOUND = "bound: "
 # What is called a loss: less than this share of the bound where a step works from memory, and
 # more time than a peer anywhere.
 OF_BOUND = 0.9
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the user chose for a run.
-
-    Args:
-        seconds: that the measurement of a point may take.
-    """
-
-    seconds: float = 0.5
+SECONDS = 0.5  # that the measurement of a point may take, by default
 
 
 # Told the share of the work that is done.

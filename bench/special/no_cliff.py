@@ -21,7 +21,7 @@ from ..cases import traffic
 from ..cases.operators import SCALARS
 from ..measure import in_rounds
 from ..report.result import BOUND, Progress, SpecialResult, fastest
-from ..workers.worker_protocol import Job, in_turn
+from ..workers.worker_protocol import Job, Turns
 
 WIDTHS = (1, 16, 128, 1024)
 BATCHES = tuple(10**k for k in range(7))
@@ -62,7 +62,7 @@ def run(result: SpecialResult, threads: int, progress: Progress) -> None:
             sets = [rng.integers(0, N, B) for _ in range(SETS)]
             lines[B] = traffic.lazy_lines(sets[0], D)  # of the others much the same
             steps = (partial(operator, *tables, *SCALARS.values(), g, rows) for rows in sets)
-            jobs[f"D={D} B={B}"] = in_turn([Job(step) for step in steps])
+            jobs[f"D={D} B={B}"] = Turns().job([Job(step) for step in steps])
 
         def tell(rounds: int, done: int = done) -> None:
             progress((done + rounds / ROUNDS) / len(WIDTHS))

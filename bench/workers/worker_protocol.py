@@ -156,11 +156,6 @@ class Turns:
         return Job(lambda: now.step(), load)
 
 
-def in_turn(jobs: Sequence[Job]) -> Job:
-    """A job whose steps are those of the given jobs, one after the other, for ever."""
-    return Turns().job(jobs)
-
-
 def sample(job: Job, steps: int, clock: Callable[[], float] = time.perf_counter) -> float:
     """Mean seconds of ``steps`` steps in a row, after a lead-in of others that do not count.
 
@@ -388,7 +383,7 @@ class _Server:
                 replica.job.load()
                 replica.job.step()
         self._replicas[case.form] = replicas
-        self._jobs[case.form] = in_turn([replica.job for replica in replicas])
+        self._jobs[case.form] = Turns().job([replica.job for replica in replicas])
         return {}
 
     def sample(self, form: str, scenario: str, steps: int) -> dict[str, Any]:

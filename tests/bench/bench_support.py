@@ -20,7 +20,7 @@ from fusestep.bench.cases.steps import Case, Point
 from fusestep.bench.cases.torch import TORCH
 from fusestep.bench.peer import Peers
 from fusestep.bench.report import document
-from fusestep.bench.report.result import OURS, PointResult, Settings, SpecialResult
+from fusestep.bench.report.result import OURS, SECONDS, PointResult, SpecialResult
 from fusestep.bench.report.stats import Summary
 from fusestep.bench.workers.worker_protocol import Job
 
@@ -168,6 +168,6 @@ def made_up(
     of_run = Peers({})
     of_run.versions = peers.get("versions", {})
     of_run.missing = peers.get("missing", {})
-    data = document.document(results, Settings(), of_run, load)
+    data = document.document(results, SECONDS, of_run, load)
     document.check_schema(data)
     return data

@@ -17,7 +17,7 @@ from fusestep.bench import against, machine, measure, run, version_worker
 from fusestep.bench.against import Changed
 from fusestep.bench.errors import BenchError
 from fusestep.bench.report import document
-from fusestep.bench.report.result import OURS, Settings
+from fusestep.bench.report.result import OURS, SECONDS
 from fusestep.bench.report.stats import Summary
 from fusestep.bench.workers import worker_protocol
 
@@ -194,7 +194,7 @@ FOLDERS = (Path("/x/before"), Path("/x/now"))
 
 
 def compared(*points: Any) -> list[Changed]:
-    return against.measure(FOLDERS, points or [point()], Settings(), lambda *_: quiet)
+    return against.measure(FOLDERS, points or [point()], SECONDS, lambda *_: quiet)
 
 
 @pytest.mark.parametrize(

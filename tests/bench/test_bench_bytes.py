@@ -284,7 +284,7 @@ def test_rows_of_a_bound_are_those_of_the_batch() -> None:
     rows = np.array([3, 8, 39])
     for chunk in (1, 2, 100):
         table[...] = 0
-        bounds._ROWS.serial((table,), rows, np.uint32(5), chunk)
+        bounds._compiled(bounds._over_rows, False)((table,), rows, np.uint32(5), chunk)
         np.testing.assert_array_equal(np.flatnonzero(table.any(axis=1)), rows)
         assert (table[rows] == 5).all()
 

@@ -26,14 +26,14 @@ from fusestep.bench.measure import (
     plan_of_turns,
 )
 from fusestep.bench.peer import Peers
-from fusestep.bench.report.result import OURS, PointResult, Settings, fastest
+from fusestep.bench.report.result import OURS, SECONDS, PointResult, fastest
 from fusestep.bench.report.stats import Ratio, Summary, change, paired, ratio
 from fusestep.bench.special import far_rows, first_step, fresh_states, no_cliff
 from fusestep.bench.workers.worker_protocol import (
     SCENARIOS,
     Job,
+    Turns,
     before_step,
-    in_turn,
     sample,
     samples,
     turn,
@@ -316,7 +316,7 @@ def test_jobs_in_turn_load_what_they_step() -> None:
     def job(name: str) -> Job:
         return Job(lambda: done.append(f"step {name}"), lambda: done.append(f"load {name}"))
 
-    several = in_turn([job("a"), job("b")])
+    several = Turns().job([job("a"), job("b")])
     for _ in range(3):
         several.load()
         several.step()
@@ -364,7 +364,7 @@ def measured(clock: FakeClock, ours: float, monkeypatch: pytest.MonkeyPatch) -> 
         return work.Work(made.turns, clock.job(ours), made.bounds)
 
     monkeypatch.setattr(point, "build", slowed)
-    return point.run(bench_support.point(), Settings(0.01), Peers({}), quiet, clock)
+    return point.run(bench_support.point(), 0.01, Peers({}), quiet, clock)
 
 
 @pytest.mark.parametrize(
@@ -424,7 +424,7 @@ def test_progress_ends_at_the_whole() -> None:
 
 
 def test_a_point_that_does_not_fit_is_not_available() -> None:
-    found = point.run(bench_support.point(size="9000000G"), Settings(), Peers({}), quiet)
+    found = point.run(bench_support.point(size="9000000G"), SECONDS, Peers({}), quiet)
     assert not found.times
     assert "GB of memory are free" in found.unavailable[OURS]
     assert found.losses == []

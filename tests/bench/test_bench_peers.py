@@ -16,7 +16,7 @@ from fusestep.bench import measure, peer, point, work
 from fusestep.bench.cases import options
 from fusestep.bench.measure import ContestantLostError
 from fusestep.bench.peer import PEERS, PeerKind, Peers, Worker, find_python
-from fusestep.bench.report.result import OURS, PointResult, Settings
+from fusestep.bench.report.result import OURS, PointResult
 from fusestep.bench.workers import worker_protocol
 
 import bench_support
@@ -168,7 +168,7 @@ def set_up_patiently(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 def measured(pythons: dict[str, str | None], name: str = "dense/nn.Adam") -> PointResult:
     with contextlib.closing(Peers(pythons)) as peers:
-        return point.run(bench_support.point(name), Settings(0.01), peers, quiet)
+        return point.run(bench_support.point(name), 0.01, peers, quiet)
 
 
 @pytest.mark.usefixtures("fake_worker")
@@ -214,7 +214,7 @@ def test_a_peer_that_dies_does_not_break_the_run(fake_worker: Path) -> None:
     fake_worker.write_text(FAKE_WORKER.replace('"unknown"', '"dies"', 1), encoding="utf-8")
     with contextlib.closing(Peers({"torch": sys.executable, "numpy": sys.executable})) as peers:
         for _ in range(2):
-            found = point.run(bench_support.point(), Settings(0.01), peers, quiet)
+            found = point.run(bench_support.point(), 0.01, peers, quiet)
             assert found.unavailable["torch dies"] == "Segmentation fault"
             assert OURS in found.times
             assert "numpy" in found.peers
@@ -237,7 +237,7 @@ def test_a_missing_peer_does_not_break_a_run(
     pythons: dict[str, str | None], reason: str | None
 ) -> None:
     with contextlib.closing(Peers({**pythons, "numpy": sys.executable})) as peers:
-        found = point.run(bench_support.point(), Settings(0.01), peers, quiet)
+        found = point.run(bench_support.point(), 0.01, peers, quiet)
         assert peers.missing == ({} if reason is None else {"torch": reason})
         assert peers.versions == {"numpy": np.__version__}
     assert found.unavailable == peers.missing
