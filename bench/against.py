@@ -163,5 +163,5 @@ def _compare(
     return Changed(point.title, paired(times.samples[_NEW], times.samples[_OLD]))
 
 
-def _mean(sample: Callable[[int], list[float]], steps: int) -> list[float]:
+def _mean(sample: Callable[[int], Sequence[float]], steps: int) -> list[float]:
     return [fmean(sample(steps))]

@@ -29,10 +29,10 @@ def _adam_update(lazy: bool, parameters: list[np.ndarray]) -> Prepared:
     """The operator, in place on one weight."""
     (weight,) = parameters
     states = written_zeros(weight), written_zeros(weight)
-    options = {"out": weight, "lr": _LR, "lazy_update": lazy}
+    update: Any = partial(ops.adam_update, out=weight, lr=_LR, lazy_update=lazy)
 
     def step(gradients: Sequence[Any]) -> object:
-        return ops.adam_update(weight, *gradients, *states, **options)
+        return update(weight, *gradients, *states)
 
     return Prepared(step, [(weight, *states)], [])
 

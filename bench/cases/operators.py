@@ -102,10 +102,8 @@ class Operator:
     def subject(self) -> Subject:
         """What is measured: the one kind of gradients that it takes."""
         traffic = self.traffic or Traffic(updated=len(self.variables))
-        use, kind = (
-            Use(self.algorithm, traffic, self.every_row),
-            "rows" if self.takes_rows else "dense",
-        )
+        use = Use(self.algorithm, traffic, self.every_row)
+        kind: Kind = "rows" if self.takes_rows else "dense"
         dtypes = ("float32",) if self.only_float32 else tuple(DTYPES)
         return Subject({kind: use}, self.prepare, dtypes)
 

@@ -142,7 +142,7 @@ def _dots(axis: Axes, single: dict[str, dict[str, Any]], peer: str | None) -> No
         [max(0.0, found["value"] - found["low"]) for found in known.values()],
         [max(0.0, found["high"] - found["value"]) for found in known.values()],
     ]
-    look = {"fmt": "o", "markersize": 4, "linewidth": 0.8, "label": peer}
+    look: dict[str, Any] = {"fmt": "o", "markersize": 4, "linewidth": 0.8, "label": peer}
     axis.errorbar(values, list(known), xerr=spread, **look)
     if peer is None:
         for share, style in ((100, "-"), (100 * OF_BOUND, ":")):

@@ -45,8 +45,14 @@ class Layer:
         self.inputs = np.random.default_rng(0).standard_normal(inputs, np.float32)
         self.gradients = rng.standard_normal(outputs, np.float32) / np.float32(inputs[0])
         self.gradient = rng.standard_normal(record.weight.shape, np.float32)
-        options = {"learning_rate": 1e-6, "damping": 0.1, "momentum": 0.9, "frequency": 1_000_000}
-        self.optimizer = nn.thor(record, batch_size=inputs[0], **options)
+        self.optimizer = nn.thor(
+            record,
+            batch_size=inputs[0],
+            learning_rate=1e-6,
+            damping=0.1,
+            momentum=0.9,
+            frequency=1_000_000,
+        )
 
     def refresh(self) -> None:
         """Capture, invert and step."""

@@ -129,8 +129,8 @@ class MindSpore:
             return {}
         on_rows, dense = _ROW_OPERATORS.get(algorithm, (None, algorithm))
         forms: dict[str, Any] = {}
-        for label, *known in _OPTIMIZERS.get(algorithm) or _OPTIMIZERS.get(dense, ()):
-            forms[label] = partial(self._replica, partial(self._optimizer_cell, *known))
+        for label, name, arguments in _OPTIMIZERS.get(algorithm) or _OPTIMIZERS.get(dense, ()):
+            forms[label] = partial(self._replica, partial(self._optimizer_cell, name, arguments))
         operators = [on_rows] if on_rows else []
         if kind != "rows" and dense in _OPERATORS:
             operators.append(_OPERATORS[dense])
@@ -148,8 +148,8 @@ class MindSpore:
         ]
         cell, inputs = make(case, variables), self._inputs(case)
         is_function = getattr(cell, "is_function", False)  # changes no variable
-        results, powers = list(variables), []
-        numbers = itertools.count(1)
+        results, numbers = list(variables), itertools.count(1)
+        powers: list[Any] = []
 
         def load() -> None:
             t = next(numbers)

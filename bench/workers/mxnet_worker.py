@@ -27,8 +27,8 @@ from worker_protocol import (  # type: ignore[import-not-found]
 )
 
 _LR = 1e-3
-_ADAM = {"beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8}
-_RMS = {"gamma1": 0.9, "epsilon": 1e-10}
+_ADAM: dict[str, Any] = {"beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8}
+_RMS: dict[str, Any] = {"gamma1": 0.9, "epsilon": 1e-10}
 _MANY = 45  # tensors that all operators for many can take at once; with more they may crash
 
 if TYPE_CHECKING:

@@ -167,22 +167,20 @@ class NumPy:
         """Elementwise rules work in blocks, the others need whole arrays."""
         if dtype == "bfloat16" and find_spec("ml_dtypes") is None:
             return {}
-        whole, dense = "whole arrays", kind == "dense"
         if algorithm == "gather" and kind == "rows":
-            return {
-                "take": partial(_gather, False),
-                "take(out=, mode='clip')": partial(_gather, True),
-            }
-        if algorithm == "clip-by-global-norm" and dense:
-            return {whole: _clip}
-        rule = algorithm if dense else _WITH_ROWS.get(algorithm)
-        sweeps = {whole: (sys.maxsize, 1)}
-        if rule in ELEMENTWISE if dense else rule:
+            options = {"take": False, "take(out=, mode='clip')": True}
+            return {form: partial(_gather, into) for form, into in options.items()}
+        if algorithm == "clip-by-global-norm" and kind == "dense":
+            return {"whole arrays": _clip}
+        rules = _WITH_ROWS if kind != "dense" else {x: x for x in (*ELEMENTWISE, *TENSORWISE)}
+        if algorithm not in rules:
+            return {}
+        rule = rules[algorithm]
+        sweeps = {"whole arrays": (sys.maxsize, 1)}
+        if rule not in TENSORWISE:
             sweeps["blocks"] = _BLOCK, 1
             if self._threads > 1:
                 sweeps["blocks in threads"] = _BLOCK, self._threads
-        elif not (dense and rule in TENSORWISE):
-            return {}
         return {form: partial(_swept, rule, *sweep) for form, sweep in sweeps.items()}
 
 
@@ -208,7 +206,9 @@ def _swept(rule: str, block: int, threads: int, case: Case) -> Replica:
 def _gather(into: bool, case: Case) -> Replica:
     (given,) = case.parameters
     table = np.array(given.start, _dtype(case.dtype))
-    options = {"out": np.zeros(given.gradient.shape, table.dtype), "mode": "clip"} if into else {}
+    options: dict[str, Any] = {}
+    if into:
+        options = {"out": np.zeros(given.gradient.shape, table.dtype), "mode": "clip"}
     return lookup(lambda: table.take(given.indices, axis=0, **options))
 
 

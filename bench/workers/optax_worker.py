@@ -71,16 +71,18 @@ class Optax:
         if kind == "dense":
             if algorithm == "clip-by-global-norm":
                 return {"clip_by_global_norm": self._clip}
-            label, *transformation = _DENSE.get(algorithm, ("",))
-            return {label: partial(self._optimizer, *transformation)} if label else {}
+            if algorithm not in _DENSE:
+                return {}
+            label, name, options = _DENSE[algorithm]
+            return {label: partial(self._optimizer, name, options)}
         if algorithm == "gather" and kind == "rows":
             modes = {"take": "fill", "at[].get(mode='promise_in_bounds')": "promise_in_bounds"}
             return {form: partial(self._gather, mode) for form, mode in modes.items()}
         if algorithm == "sgd-rows":
             return {"at[].add": lambda case: self._replica(case, _scatter, None)}
         if algorithm in _DENSIFIED:
-            label, *transformation = _DENSE[_DENSIFIED[algorithm]]
-            return {f"at[].add into zeros, {label}": partial(self._optimizer, *transformation)}
+            label, name, options = _DENSE[_DENSIFIED[algorithm]]
+            return {f"at[].add into zeros, {label}": partial(self._optimizer, name, options)}
         return {}
 
     def _replica(self, case: Case, update: Callable[..., Any], state: Any) -> Replica:

@@ -395,7 +395,8 @@ class _Server:
 
     def values(self, form: str, path: str) -> dict[str, Any]:
         found = enumerate(self._replicas[form][0].values())
-        np.savez(path, **{f"p{index}": np.asarray(value, np.float32) for index, value in found})
+        arrays: dict[str, Any] = {f"p{index}": np.asarray(a, np.float32) for index, a in found}
+        np.savez(path, **arrays)
         return {}
 
     def drop(self) -> dict[str, Any]:
