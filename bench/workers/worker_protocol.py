@@ -285,7 +285,7 @@ class Case:
     """A step as a set-up request describes it.
 
     Args:
-        algorithm, form: which step, a name of `Library.forms`.
+        algorithm, form: which step, and in which of its `Library.forms`.
         dtype: of parameters and gradients.
         parameters: all parameters of one optimizer.
         fresh: the gradients of each step are new arrays.
