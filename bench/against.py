@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,17 +16,19 @@ from typing import Any
 from . import machine
 from .cases.steps import LOOP, Point
 from .errors import BenchError
-from .measure import ContestantLostError, interleave, plan, plan_of_turns, warm_up
+from .measure import ContestantLostError, measured
 from .peer import Worker
 from .point import company, in_worker, setup_request
 from .report.document import same
-from .report.result import OURS, Progress, Settings
+from .report.result import OURS, Progress
 from .report.stats import Change, Summary, change, paired, ratio
 from .work import inputs
 
 # -P: the folder in which the user happens to be is no place to import from.
 _WORKER = ("-P", "-m", "fusestep.bench.version_worker")
-_PACKAGE, _BENCH = "fusestep", "bench"
+_PACKAGE = "fusestep"
+# What both versions get from the working tree: the benchmark, and what it knows of optimizers.
+_SHARED = ("bench", "nn/registry")
 _OLD, _NEW = "before", "now"
 Report = Callable[[str, int, int], Progress]
 
@@ -55,21 +56,24 @@ class Changed:
 
 def changes(before: dict[str, Any], now: dict[str, Any]) -> list[Changed]:
     """Two documents, point by point; they were not interleaved, so spreads are wide."""
-    old = {_key(point): point for point in before["points"]}
-    return [_changed(old.get(_key(point)), point) for point in now["points"]]
 
+    def ours(data: dict[str, Any]) -> dict[tuple[Any, ...], Summary | None]:
+        return {
+            (*same(p), p["scenario"]): Summary(**p["times"][OURS]) if OURS in p["times"] else None
+            for p in data["points"]
+        }
 
-def _key(point: dict[str, Any]) -> tuple[Any, ...]:
-    return (*same(point), point["scenario"])
-
-
-def _changed(old: dict[str, Any] | None, new: dict[str, Any]) -> Changed:
-    title = " ".join(str(part) for part in _key(new) if part is not None)
-    if old is None or OURS not in old["times"] or OURS not in new["times"]:
-        return Changed(title, None, "not in both results")
-    found = ratio(*(Summary(**point["times"][OURS]) for point in (new, old)))
-    samples = min(point["times"][OURS]["samples"] for point in (new, old))
-    return Changed(title, Summary(found.value, found.low, found.high, samples))
+    old, found = ours(before), []
+    for key, new in ours(now).items():
+        title = " ".join(str(part) for part in key if part is not None)
+        was = old.get(key)
+        if was is None or new is None:
+            found.append(Changed(title, None, "not in both results"))
+        else:
+            by = ratio(new, was)
+            samples = min(new.samples, was.samples)
+            found.append(Changed(title, Summary(by.value, by.low, by.high, samples)))
+    return found
 
 
 @contextmanager
@@ -89,69 +93,58 @@ def versions(ref: str) -> Iterator[tuple[Path, Path]]:
             f"--against {ref}: no such file, and to compare with a commit fusestep has to run "
             "from, or in, a Git checkout of it"
         )
-    if machine.git(root, "rev-parse", "--verify", "--quiet", f"{ref}^{{commit}}") is None:
-        raise BenchError(f"--against: expected a results file or a commit, got {ref!r}")
+    try:
+        machine.git(root, "rev-parse", "--verify", "--quiet", f"{ref}^{{commit}}")
+    except BenchError:
+        text = f"--against: expected a results file or a commit, got {ref!r}"
+        raise BenchError(text) from None
     with tempfile.TemporaryDirectory(prefix="fusestep-bench-") as folder:
         old, new = (Path(folder) / name for name in (_OLD, _NEW))
         _copy(root, new / _PACKAGE)
         tree = old / _PACKAGE
-        _git(root, "worktree", "add", "--quiet", "--detach", str(tree), ref)
+        machine.git(root, "worktree", "add", "--quiet", "--detach", str(tree), ref)
         try:
-            shutil.rmtree(tree / _BENCH, ignore_errors=True)
-            shutil.copytree(new / _PACKAGE / _BENCH, tree / _BENCH)
+            for part in _SHARED:
+                shutil.rmtree(tree / part, ignore_errors=True)
+                shutil.copytree(new / _PACKAGE / part, tree / part)
             yield old, new
         finally:
-            _git(root, "worktree", "remove", "--force", str(tree))
+            machine.git(root, "worktree", "remove", "--force", str(tree))
 
 
 def _copy(root: Path, target: Path) -> None:
-    names = _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    names = machine.git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
     for name in names.split("\0"):
         if name.endswith((".py", ".json")) and (root / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(root / name, target / name)
 
 
-def _git(root: Path, *arguments: str) -> str:
-    try:
-        return machine.run_git(root, *arguments)
-    except subprocess.CalledProcessError as error:
-        said = error.stderr.strip().splitlines() or [f"status {error.returncode}"]
-        raise BenchError(f"--against: git {arguments[0]}: {said[-1]}") from error
-
-
 def measure(
-    folders: tuple[Path, Path], points: Sequence[Point], settings: Settings, report: Report
+    folders: tuple[Path, Path], points: Sequence[Point], seconds: float, report: Report
 ) -> list[Changed]:
-    """Every point in both versions, interleaved: before, now, before, now, ..."""
+    """Every point in both versions, interleaved: before, now, before, now, ...
+
+    Each has a fresh process of both, so that no point meets the memory of another one.
+    """
     found = []
     for done, point in enumerate(points):
         progress = report(point.title, done, len(points))
-        with _workers(folders, point.threads) as workers:
-            found.append(_compare(workers, point, settings, progress))
+        with ExitStack() as stack:
+            workers: dict[str, Worker] = {}
+            for name, folder in zip((_OLD, _NEW), folders, strict=True):
+                try:
+                    worker = Worker(_WORKER, sys.executable, point.threads, folder)
+                except ContestantLostError as error:
+                    text = f"--against: the version {name} does not start: {error}"
+                    raise BenchError(text) from error
+                workers[name] = stack.enter_context(closing(worker))
+            found.append(_compare(workers, point, seconds, progress))
     return found
 
 
-@contextmanager
-def _workers(folders: tuple[Path, Path], threads: int) -> Iterator[dict[str, Worker]]:
-    """A fresh process of each version, so that no point meets the memory of another one."""
-    workers: dict[str, Worker] = {}
-    try:
-        for name, folder in zip((_OLD, _NEW), folders, strict=True):
-            try:
-                workers[name] = Worker(_WORKER, sys.executable, threads, folder)
-            except ContestantLostError as error:
-                raise BenchError(
-                    f"--against: the version {name} does not start: {error}"
-                ) from error
-        yield workers
-    finally:
-        for worker in workers.values():
-            worker.close()
-
-
 def _compare(
-    workers: dict[str, Worker], point: Point, settings: Settings, progress: Progress
+    workers: dict[str, Worker], point: Point, seconds: float, progress: Progress
 ) -> Changed:
     try:
         given = inputs(point)
@@ -163,15 +156,8 @@ def _compare(
     contestants = [in_worker(name, w, OURS, point.scenario) for name, w in workers.items()]
     if point.scenario != LOOP:  # a turn has as many steps as there is time for
         contestants = [replace(each, sample=partial(_mean, each.sample)) for each in contestants]
-    warm = warm_up(contestants)
-    if warm.lost:
-        return Changed(point.title, None, next(iter(warm.lost.values())))
-    slowest = max(samples[0] for samples in warm.samples.values())
-    # Nobody sits out, however slow: the times are compared round by round.
-    planned = plan if point.scenario == LOOP else plan_of_turns
-    chosen = planned(dict.fromkeys(warm.samples, slowest), settings.seconds)
     with company(point.scenario):
-        times = interleave(contestants, chosen, on_round=lambda n: progress(n / chosen.rounds))
+        times = measured(contestants, point.scenario, seconds, progress, alike=True)
     if times.lost:
         return Changed(point.title, None, next(iter(times.lost.values())))
     return Changed(point.title, paired(times.samples[_NEW], times.samples[_OLD]))

@@ -49,7 +49,7 @@ def _run(args: argparse.Namespace) -> int:
     from . import run
     from .cases import options
     from .cases.steps import CASES, select
-    from .report import check, show
+    from .report import markdown
     from .scale_out import runs
 
     if args.processes is not None:
@@ -59,7 +59,7 @@ def _run(args: argparse.Namespace) -> int:
             print(f"{case.name}{'' if case.is_default else '  (when named)'}")
         return 0
     if args.check:
-        return check.main()
+        return markdown.check()
     if args.earlier is not None:
-        return show.main(args)
+        return run.show(args)
     return run.run(options.parse(args))

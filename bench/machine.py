@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import llvmlite.binding as llvm
 import psutil
 
 from .. import __version__
+from .errors import BenchError
 from .workers.worker_protocol import last_cache_bytes as last_cache_bytes
 
 
@@ -54,10 +56,11 @@ def load() -> float | None:
 def software() -> dict[str, str | None]:
     """Versions of what the measurement rests on."""
     names = ("numpy", "numba", "llvmlite", "tbb")
-    return {"python": platform.python_version(), **{name: _version(name) for name in names}}
+    return {"python": platform.python_version(), **{name: version_of(name) for name in names}}
 
 
-def _version(name: str) -> str | None:
+def version_of(name: str) -> str | None:
+    """That of a package, where it is installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -67,8 +70,10 @@ def _version(name: str) -> str | None:
 def fusestep() -> dict[str, Any]:
     """Version; in a checkout also the commit, and whether files differ from it."""
     root = checkout()
-    commit = git(root, "rev-parse", "HEAD") if root else None
-    changed = bool(git(root, "status", "--porcelain")) if root and commit else None
+    commit, changed = None, None
+    with suppress(BenchError):
+        commit = git(root, "rev-parse", "HEAD") if root else None
+        changed = bool(git(root, "status", "--porcelain")) if root else None
     return {"version": __version__, "commit": commit, "changed": changed}
 
 
@@ -85,19 +90,17 @@ def checkout_at_hand() -> Path | None:
     return checkout() or (here if is_ours else None)
 
 
-def git(root: Path, *arguments: str) -> str | None:
-    """What a command of Git prints; None when it fails."""
-    try:
-        return run_git(root, *arguments).strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-def run_git(root: Path, *arguments: str) -> str:
+def git(root: Path, *arguments: str) -> str:
     """What a command of Git prints.
 
     Raises:
-        OSError, subprocess.CalledProcessError: it fails; the latter has what it said.
+        BenchError: it fails, or there is no Git.
     """
     command = ["git", "-C", str(root), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except OSError as error:
+        raise BenchError(f"git: {error.strerror}") from error
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.strip().splitlines() or [f"status {error.returncode}"]
+        raise BenchError(f"git {arguments[0]}: {said[-1]}") from error

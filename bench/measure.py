@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .report.stats import Summary
-from .workers.worker_protocol import FEWEST, LEAD_IN, TURN, Clock, Job, before_step, samples
+from .workers.worker_protocol import FEWEST, LEAD_IN, TURN, Job, before_step, samples
 
 _SLOW = 4.0  # times the first contestant
 # Our own threads spin for a few milliseconds after a parallel loop, in the hope of another one;
@@ -44,7 +44,7 @@ def in_process(
     jobs: Mapping[str, Job],
     scenario: str = "loop",
     threads: int = 1,
-    clock: Clock = time.perf_counter,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[Contestant]:
     """Contestants that run in this process; ``threads`` are those of a scenario's other work."""
     before = before_step(scenario, threads)
@@ -75,13 +75,14 @@ class Plan:
     Args:
         rounds: of all contestants.
         steps: of one sample.
-        every: by label, how many rounds there are from one turn of a contestant to its next.
+        every: by label, how many rounds there are from one turn of a contestant to its next, if
+            it does not take part in each.
         steps_of_slow: by label, of one sample of a contestant that sits out.
     """
 
     rounds: int
     steps: int
-    every: Mapping[str, int]
+    every: Mapping[str, int] = field(default_factory=dict)
     steps_of_slow: Mapping[str, int] = field(default_factory=dict)
 
     def steps_of(self, label: str) -> int:
@@ -98,7 +99,7 @@ def plan_of_turns(warm: Mapping[str, float], budget: float) -> Plan:
     """A plan for contestants that take turns of several steps; arguments as `plan`."""
     of_round = sum(2 * max(TURN, FEWEST * seconds) for seconds in warm.values())
     rounds = max(_FEWEST_TURNS, min(_MOST, int(budget / of_round)))
-    return Plan(rounds, 1, dict.fromkeys(warm, 1))
+    return Plan(rounds, 1)
 
 
 def plan(warm: Mapping[str, float], budget: float, shortest: float = 1e-3) -> Plan:
@@ -121,7 +122,7 @@ def plan(warm: Mapping[str, float], budget: float, shortest: float = 1e-3) -> Pl
     slow = {label: lasting(warm[label], count) for label, count in steps_of_slow.items()}
     rounds = int(budget / 2 / quick) if slow else int(budget / quick)
     rounds = max(_FEWEST, min(_MOST, rounds))
-    every = dict.fromkeys(warm, 1)
+    every = {}
     for label, seconds in slow.items():
         turns = int(budget / 2 / len(slow) / seconds)
         every[label] = -(-rounds // max(_FEWEST_OF_SLOW, min(rounds, turns)))
@@ -130,11 +131,7 @@ def plan(warm: Mapping[str, float], budget: float, shortest: float = 1e-3) -> Pl
 
 def warm_up(contestants: Sequence[Contestant]) -> Times:
     """One step of each, which also finds out how long it takes about."""
-    samples: dict[str, list[float]] = {}
-    lost: dict[str, str] = {}
-    for contestant in contestants:
-        _take(contestant, 1, samples, lost)
-    return Times(samples, lost)
+    return interleave(contestants, Plan(1, 1))
 
 
 def interleave(
@@ -156,20 +153,53 @@ def interleave(
     for index in range(plan.rounds):
         elsewhere = False
         for contestant in contestants:
-            if contestant.label not in out and index % plan.every[contestant.label] == 0:
-                if contestant.is_elsewhere and not elsewhere:
-                    time.sleep(_SETTLE)
-                elsewhere = contestant.is_elsewhere
-                _take(contestant, plan.steps_of(contestant.label), samples, out)
+            label = contestant.label
+            if label in out or index % plan.every.get(label, 1) != 0:
+                continue
+            if contestant.is_elsewhere and not elsewhere:
+                time.sleep(_SETTLE)
+            elsewhere = contestant.is_elsewhere
+            try:
+                found = contestant.sample(plan.steps_of(label))
+            except ContestantLostError as error:
+                out[label] = str(error)
+            else:
+                samples.setdefault(label, []).extend(found)
         on_round(index + 1)
     return Times({label: s for label, s in samples.items() if label not in out}, out)
 
 
-def _take(
-    contestant: Contestant, steps: int, samples: dict[str, list[float]], lost: dict[str, str]
-) -> None:
-    try:
-        samples.setdefault(contestant.label, []).extend(contestant.sample(steps))
-    except ContestantLostError as error:
-        lost[contestant.label] = str(error)
-        samples.pop(contestant.label, None)
+def measured(
+    contestants: Sequence[Contestant],
+    scenario: str,
+    seconds: float,
+    progress: Callable[[float], None],
+    *,
+    alike: bool = False,
+) -> Times:
+    """Interleaved times of contestants in a scenario, in so many seconds.
+
+    What is compiled at its first call is compiled in the warm-up, so that is done twice. With
+    ``alike`` nobody sits out, however slow: the times can be compared round by round.
+    """
+    warm_up(contestants)
+    warm = warm_up(contestants)
+    steps = {label: samples[0] for label, samples in warm.samples.items()}
+    if alike:
+        steps = dict.fromkeys(steps, max(steps.values(), default=0.0))
+    if not steps:
+        return warm
+    chosen = (plan if scenario == "loop" else plan_of_turns)(steps, seconds)
+    return interleave(contestants, chosen, warm.lost, lambda n: progress(n / chosen.rounds))
+
+
+def in_rounds(
+    jobs: Mapping[str, Job],
+    rounds: int,
+    steps: int = 1,
+    on_round: Callable[[int], None] = lambda _: None,
+) -> dict[str, Summary]:
+    """The times of jobs in this process, each of which takes part in every round."""
+    contestants = in_process(jobs)
+    warm_up(contestants)
+    return interleave(contestants, Plan(rounds, steps), on_round=on_round).summaries

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import queue
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from .errors import BenchError
 from .measure import ContestantLostError
@@ -43,19 +43,13 @@ class PeerKind:
 PEERS = {
     "numpy": PeerKind(("numpy",), _SCRIPTS / "numpy_worker.py"),
     "torch": PeerKind(("torch",), _SCRIPTS / "torch_worker.py"),
-    "torch-compile": PeerKind(
-        ("torch",),
-        _SCRIPTS / "torch_compile_worker.py",
-        is_default=False,
-        interpreter="torch",
-    ),
+    "torch-compile": PeerKind(("torch",), _SCRIPTS / "torch_compile_worker.py", False, "torch"),
     "optax": PeerKind(("jax", "optax"), _SCRIPTS / "optax_worker.py"),
     "mindspore": PeerKind(("mindspore",), _SCRIPTS / "mindspore_worker.py"),
     "mxnet": PeerKind(("mxnet",), _SCRIPTS / "mxnet_worker.py"),
     "deepspeed": PeerKind(("torch", "deepspeed"), _SCRIPTS / "deepspeed_worker.py"),
     "fbgemm": PeerKind(("torch", "fbgemm_gpu"), _SCRIPTS / "fbgemm_worker.py"),
 }
-_CAN_STOP = hasattr(signal, "SIGSTOP")
 _TIMEOUT = 600.0  # compiling may take minutes
 
 
@@ -81,8 +75,7 @@ def find_python(peer: str, option: str | None) -> str | None:
 class Worker:
     """A resident process that takes one step of its library per request.
 
-    While it is not asked, it is stopped by a signal, so its threads cannot disturb the others;
-    where there are no such signals, it is told to wait passively.
+    While it is not asked, it is suspended, so its threads cannot disturb the others.
 
     Args:
         program: the interpreter's arguments for what serves requests
@@ -98,9 +91,10 @@ class Worker:
     def __init__(
         self, program: Sequence[str], python: str, threads: int, path: Path | None = None
     ) -> None:
+        self._broken: str | None = None
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed in close()
         try:
-            self._process = subprocess.Popen(
+            self._process = psutil.Popen(
                 [python, *program, str(threads)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -111,10 +105,6 @@ class Worker:
         except OSError as error:
             self._errors.close()
             raise ContestantLostError(f"cannot start {python}: {error.strerror}") from error
-        self._broken: str | None = None
-        self._answers: queue.Queue[str] = queue.Queue()
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
         try:
             self.version = str(self.ask({"do": "hello"})["version"])
         except BaseException:
@@ -126,48 +116,46 @@ class Worker:
         """It has ended or does not answer any more."""
         return self._broken is not None
 
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._answers.put(line)
-        self._answers.put("")
-
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """Send a request and wait for its answer."""
         if self._broken is not None:
             raise ContestantLostError(self._broken)
-        self._signal("SIGCONT")
+        with suppress(psutil.NoSuchProcess):
+            self._process.resume()
         line = self._exchange(json.dumps(request))
-        self._signal("SIGSTOP")
+        with suppress(psutil.NoSuchProcess):
+            self._process.suspend()
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise ContestantLostError(answer["error"].strip().splitlines()[0])
         return answer
 
     def _exchange(self, request: str) -> str:
-        assert self._process.stdin is not None
+        is_late = threading.Event()
+
+        def give_up() -> None:
+            is_late.set()
+            self._process.kill()
+
+        timer = threading.Timer(_TIMEOUT, give_up)
+        timer.start()
+        line = ""
         try:
             self._process.stdin.write(request + "\n")
             self._process.stdin.flush()
-            line = self._answers.get(timeout=_TIMEOUT)
-        except OSError:
-            line = ""
-        except queue.Empty:
-            self._process.kill()
-            self._broken = f"no answer within {_TIMEOUT:.0f} s"
-            raise ContestantLostError(self._broken) from None
+            line = self._process.stdout.readline()
+        except OSError:  # the process has ended
+            pass
+        finally:
+            timer.cancel()
         if not line:
-            self._broken = self._last_words()
+            late = f"no answer within {_TIMEOUT:.0f} s"
+            self._broken = late if is_late.is_set() else self._last_words()
             raise ContestantLostError(self._broken)
         return line
 
-    def _signal(self, name: str) -> None:
-        if _CAN_STOP and self._process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(getattr(signal, name))
-
     def _last_words(self) -> str:
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        with suppress(psutil.TimeoutExpired):
             self._process.wait(timeout=5)
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").split("\n")
@@ -176,32 +164,24 @@ class Worker:
 
     def close(self) -> None:
         """End the process."""
-        self._signal("SIGCONT")
-        with contextlib.suppress(OSError, ValueError):
-            if self._process.stdin is not None:
-                self._process.stdin.close()
+        with suppress(psutil.NoSuchProcess):
+            self._process.resume()
+        with suppress(OSError, ValueError):
+            self._process.stdin.close()
         try:
             self._process.wait(timeout=0.5)
-        except subprocess.TimeoutExpired:
+        except psutil.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._reader.join()
-        if self._process.stdout is not None:
-            self._process.stdout.close()
+        self._process.stdout.close()
         self._errors.close()
 
 
 def _environment(python: str, threads: int, path: Path | None) -> dict[str, str]:
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": str(threads),
-        "MKL_NUM_THREADS": str(threads),
-        "OPENBLAS_NUM_THREADS": str(threads),
-        "GLOG_v": "3",  # MindSpore's warnings
-    }
+    names = "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"
+    environment = {**os.environ, **dict.fromkeys(names, str(threads))}
+    environment["GLOG_v"] = "3"  # MindSpore's warnings
     environment.pop("PYTHONSAFEPATH", None)  # a worker imports its neighbours
-    if not _CAN_STOP:
-        environment |= {"OMP_WAIT_POLICY": "passive", "KMP_BLOCKTIME": "0"}
     if path is not None:
         environment["PYTHONPATH"] = str(path)
     elif python != sys.executable:
@@ -216,61 +196,42 @@ class Peers:
         pythons: the interpreter of each peer that was asked for; None when there is none.
 
     Attributes:
+        names: of the peers that were asked for.
         versions: of the libraries of the workers that were started.
         missing: why a peer cannot take part.
     """
 
     def __init__(self, pythons: dict[str, str | None]) -> None:
+        self.names = list(pythons)
         self._pythons = pythons
         self._workers: dict[tuple[str, int], Worker] = {}
         self.versions: dict[str, str] = {}
         self.missing: dict[str, str] = {}
-
-    @property
-    def names(self) -> list[str]:
-        """Of the peers that were asked for."""
-        return list(self._pythons)
 
     def worker(self, peer: str, threads: int) -> Worker | None:
         """A running worker; None, with a reason in ``missing``, when there is none.
 
         One that has died, of one point's size say, is started again for the next point.
         """
-        old = self._workers.get((peer, threads))
-        if old is not None and old.is_broken:
-            old.close()
+        found, python = self._workers.get((peer, threads)), self._pythons[peer]
+        if found is not None and found.is_broken:
+            found.close()
             del self._workers[peer, threads]
-        if peer not in self.missing and (peer, threads) not in self._workers:
-            python = self._pythons[peer]
-            if python is None:
-                self.missing[peer] = (
-                    f"not installed here; name its Python with {interpreter_option(peer)}"
-                )
-            else:
-                self._start(peer, python, threads)
-        return None if peer in self.missing else self._workers[peer, threads]
-
-    def _start(self, peer: str, python: str, threads: int) -> None:
-        try:
-            worker = Worker([str(PEERS[peer].script)], python, threads)
-        except ContestantLostError as error:
-            self.missing[peer] = str(error)
-            return
-        self._workers[peer, threads] = worker
-        self.versions[peer] = worker.version
+            found = None
+        if python is None:
+            text = f"not installed here; name its Python with {interpreter_option(peer)}"
+            self.missing[peer] = text
+        elif found is None and peer not in self.missing:
+            try:
+                found = Worker([str(PEERS[peer].script)], python, threads)
+                self._workers[peer, threads] = found
+                self.versions[peer] = found.version
+            except ContestantLostError as error:
+                self.missing[peer] = str(error)
+        return None if peer in self.missing else found
 
     def close(self) -> None:
         """End all workers."""
         for worker in self._workers.values():
             worker.close()
         self._workers.clear()
-
-
-@contextlib.contextmanager
-def peers_of(pythons: dict[str, str | None]) -> Iterator[Peers]:
-    """The peers of a run, ended with it."""
-    peers = Peers(pythons)
-    try:
-        yield peers
-    finally:
-        peers.close()

@@ -7,9 +7,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 import numba
@@ -17,33 +16,24 @@ import numpy as np
 
 from .. import get_num_threads, set_num_threads
 from . import bounds, machine
-from .cases.steps import LOOP, Point
-from .cases.workloads import Gradient, Tensor
+from .cases.steps import Point
+from .cases.workloads import Tensor
 from .errors import BenchError
-from .measure import (
-    Contestant,
-    ContestantLostError,
-    Times,
-    in_process,
-    interleave,
-    plan,
-    plan_of_turns,
-    warm_up,
-)
+from .measure import Contestant, ContestantLostError, in_process, measured
 from .peer import Peers, Worker
-from .report.result import BOUND, OURS, PointResult, Progress, Settings
+from .report.result import BOUND, OURS, PointResult, Progress
 from .work import Inputs, Work, build, enough_memory, inputs
-from .workers.worker_protocol import Clock, Job, peak_memory
+from .workers.worker_protocol import Job, peak_memory
 
 _UNTIL_BUSY = 0.1  # seconds until the other processes compute
 
 
 def run(
     point: Point,
-    settings: Settings,
+    seconds: float,
     peers: Peers,
     progress: Progress,
-    clock: Clock = time.perf_counter,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> PointResult:
     """Measure the point."""
     with using_threads(point.threads):
@@ -53,11 +43,20 @@ def run(
         except BenchError as error:  # too large for this machine, or a library is missing
             return PointResult(point, 0, {}, False, 0, {}, unavailable={OURS: str(error)})
         jobs = {OURS: work.job, **work.beside, **bound_jobs(work, point.threads)}
-        with _Rivals(point, given, peers) as rivals:
-            ours = in_process(jobs, point.scenario, point.threads, clock)
-            with company(point.scenario):
-                times = _measure([*ours, *rivals.contestants], point, settings, progress)
-            memory = {OURS: peak_memory(work.job), **rivals.memory(times)}
+        rivals, missing = _rivals(point, given, peers)
+        contestants = in_process(jobs, point.scenario, point.threads, clock)
+        contestants += [in_worker(label, *r, point.scenario) for label, r in rivals.items()]
+        with company(point.scenario):
+            times = measured(contestants, point.scenario, seconds, progress)
+        memory = {OURS: peak_memory(work.job)}
+        for label, (worker, form) in rivals.items():
+            if label in times.samples:
+                memory[label] = None
+                with suppress(ContestantLostError):
+                    memory[label] = worker.ask({"do": "memory", "form": form})["bytes"]
+    for worker in {id(worker): worker for worker, _ in rivals.values()}.values():
+        with suppress(ContestantLostError):  # the next point says it
+            worker.ask({"do": "drop"})  # frees the memory for the next point
     return PointResult(
         point=point,
         bytes=given.bytes,
@@ -66,7 +65,7 @@ def run(
         copies=given.copies,
         times=times.summaries,
         memory=memory,
-        unavailable={**rivals.missing, **times.lost},
+        unavailable={**missing, **times.lost},
     )
 
 
@@ -108,81 +107,36 @@ def company(scenario: str) -> Iterator[None]:
             other.wait()
 
 
-def _measure(
-    contestants: list[Contestant], point: Point, settings: Settings, progress: Progress
-) -> Times:
-    """What is compiled at its first call is compiled in the warm-up, so that is done twice."""
-    warm_up(contestants)
-    warm = warm_up(contestants)
-    of_each = {label: samples[0] for label, samples in warm.samples.items()}
-    in_a_loop = point.scenario == LOOP
-    chosen = (plan if in_a_loop else plan_of_turns)(of_each, settings.seconds)
-    return interleave(contestants, chosen, warm.lost, lambda n: progress(n / chosen.rounds))
-
-
-class _Rivals:
-    """The peers of a point, set up in their workers.
-
-    Attributes:
-        contestants: one for each form.
-        missing: why a peer, or one of its forms, does not take part.
-    """
-
-    def __init__(self, point: Point, given: Inputs, peers: Peers) -> None:
-        self._point, self._given, self._peers = point, given, peers
-        self._forms: dict[str, tuple[Worker, str]] = {}
-        self.contestants: list[Contestant] = []
-        self.missing: dict[str, str] = {}
-
-    def __enter__(self) -> _Rivals:
-        algorithm = self._point.case.use.algorithm
-        if algorithm is not None and self._peers.names:
-            with setup_request(algorithm, self._point.dtype, self._given) as request:
-                for peer in self._peers.names:
-                    self._add(peer, request)
-        return self
-
-    def _add(self, peer: str, request: dict[str, Any]) -> None:
-        worker = self._peers.worker(peer, self._point.threads)
-        if worker is None:
-            self.missing[peer] = self._peers.missing[peer]
-            return
-        kind, dtype = self._point.case.kind, self._point.dtype
-        asked = {"algorithm": request["algorithm"], "kind": kind, "dtype": dtype}
-        try:
-            forms = worker.ask({"do": "forms", **asked})["forms"]
-        except ContestantLostError as error:
-            self.missing[peer] = str(error)
-            return
-        for form in forms:
-            label = f"{peer} {form}"
-            if missing := enough_memory(self._given.needed * self._given.copies):
-                self.missing[label] = missing
+def _rivals(
+    point: Point, given: Inputs, peers: Peers
+) -> tuple[dict[str, tuple[Worker, str]], dict[str, str]]:
+    """The forms of the peers, set up in their workers; and why others do not take part."""
+    rivals: dict[str, tuple[Worker, str]] = {}
+    missing: dict[str, str] = {}
+    algorithm = point.case.use.algorithm
+    if algorithm is None or not peers.names:
+        return rivals, missing
+    asked = {"algorithm": algorithm, "kind": point.case.kind, "dtype": point.dtype}
+    with setup_request(algorithm, point.dtype, given) as request:
+        for peer in peers.names:
+            worker = peers.worker(peer, point.threads)
+            if worker is None:
+                missing[peer] = peers.missing[peer]
                 continue
             try:
-                worker.ask({"do": "setup", "form": form, **request})
+                forms = worker.ask({"do": "forms", **asked})["forms"]
             except ContestantLostError as error:
-                self.missing[label] = str(error)
+                missing[peer] = str(error)
                 continue
-            self._forms[label] = worker, form
-            self.contestants.append(in_worker(label, worker, form, self._point.scenario))
-
-    def memory(self, times: Times) -> dict[str, int | None]:
-        """Of the forms that have times, what a step needs beside its arrays."""
-        found: dict[str, int | None] = {}
-        for label, (worker, form) in self._forms.items():
-            if label in times.samples:
+            for form in forms:
                 try:
-                    found[label] = worker.ask({"do": "memory", "form": form})["bytes"]
-                except ContestantLostError:
-                    found[label] = None
-        return found
-
-    def __exit__(self, *_: object) -> None:
-        """Free the memory of the workers for the next point."""
-        for worker in {id(worker): worker for worker, _ in self._forms.values()}.values():
-            with suppress(ContestantLostError):  # the next point says it
-                worker.ask({"do": "drop"})
+                    if short := enough_memory(given.needed * given.copies):
+                        raise ContestantLostError(short)
+                    worker.ask({"do": "setup", "form": form, **request})
+                    rivals[f"{peer} {form}"] = worker, form
+                except ContestantLostError as error:
+                    missing[f"{peer} {form}"] = str(error)
+    return rivals, missing
 
 
 def in_worker(label: str, worker: Worker, form: str, scenario: str) -> Contestant:
@@ -204,11 +158,22 @@ def setup_request(algorithm: str, dtype: str, given: Inputs) -> Iterator[dict[st
     one, and peers may need another one.
     """
     with tempfile.TemporaryDirectory(prefix="fusestep-bench-") as folder:
+
+        def saved(name: str, array: np.ndarray | None) -> str | None:
+            if array is None:
+                return None
+            np.save(path := os.path.join(folder, f"{name}.npy"), array)
+            return path
+
+        def start_of(tensor: Tensor) -> np.ndarray | None:  # zeros, where nobody says
+            return np.full(tensor.shape, given.start, np.float32) if given.start else None
+
         parameters = [
             {
                 "shape": list(tensor.shape),
-                "start": _start(given.start, tensor, Path(folder) / f"{k}-start.npy"),
-                **_files(gradient, Path(folder) / str(k)),
+                "start": saved(f"{k}-start", start_of(tensor)),
+                "gradient": saved(f"{k}-values", gradient.values),
+                "indices": saved(f"{k}-indices", gradient.indices),
             }
             for k, (tensor, gradient) in enumerate(zip(given.tensors, given.gradients, strict=True))
         ]
@@ -219,20 +184,3 @@ def setup_request(algorithm: str, dtype: str, given: Inputs) -> Iterator[dict[st
             "copies": given.copies,
             "fresh_gradients": given.fresh,
         }
-
-
-def _start(value: float, tensor: Tensor, path: Path) -> str | None:
-    """A file of the parameter's values, if they are not zeros."""
-    if value == 0.0:
-        return None
-    np.save(path, np.full(tensor.shape, value, np.float32))
-    return str(path)
-
-
-def _files(gradient: Gradient, stem: Path) -> dict[str, str | None]:
-    values, index = f"{stem}-values.npy", f"{stem}-indices.npy"
-    np.save(values, gradient.values)
-    if gradient.indices is None:
-        return {"gradient": values, "indices": None}
-    np.save(index, gradient.indices)
-    return {"gradient": values, "indices": index}

@@ -1,109 +1,109 @@
-"""Measures what was asked for and reports."""
+"""Measures what was asked for and reports; or reports what an earlier run has measured."""
 
 from __future__ import annotations
 
+import argparse
+from contextlib import closing
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from . import against, machine, point
-from .cases.options import Request
-from .cases.steps import (
-    FAR_ROWS,
-    FIRST_STEP,
-    FRESH_STATES,
-    NO_CLIFF,
-    THOR,
-    TRAINING,
-    Point,
-    SpecialCase,
-)
+from .cases.options import Request, check_plot, names_of_scenarios, other_option
+from .cases.steps import Point, SpecialCase, select
 from .errors import BenchError
-from .peer import Peers, peers_of
+from .peer import Peers
 from .report import document, plot, table
-from .report.result import Progress, Settings, SpecialResult
-from .special import far_rows, first_step, fresh_states, no_cliff, thor, training
-
-_SPECIAL: dict[SpecialCase, Any] = {
-    NO_CLIFF: no_cliff,
-    FAR_ROWS: far_rows,
-    FIRST_STEP: first_step,
-    FRESH_STATES: fresh_states,
-    THOR: thor,
-    TRAINING: training,
-}
+from .report.result import Progress, SpecialResult
 
 
 def run(request: Request) -> int:
     """Measure, print the tables, write the files; returns the exit status."""
     console = table.console()
     if request.left_out:
-        console.print(
-            f"left out, no size or dtype fits: {', '.join(request.left_out)}", style="yellow"
-        )
+        names = ", ".join(request.left_out)
+        console.print(f"left out, no size or dtype fits: {names}", style="yellow")
     if request.against is None:
-        return _measured(request, console)[1]
+        return _measured(request)[1]
     path = Path(request.against)
     if path.is_file():
         before = document.read(path, "--against")
-        now, status = _measured(request, console)
+        now, status = _measured(request)
         return table.show_changes(against.changes(before, now), console) or status
     if request.special:
         names = ", ".join(case.name for case in request.special)
         raise BenchError(f"--against {request.against}: compares steps, not {names}")
     with against.versions(request.against) as folders, table.progress() as progress:
-        found = against.measure(folders, request.points, request.settings, progress)
+        found = against.measure(folders, request.points, request.seconds, progress)
     return table.show_changes(found, console)
 
 
-def _measured(request: Request, console: Console) -> tuple[dict[str, Any], int]:
-    """The document of a run, printed and written, and the exit status."""
-    load = machine.load()
-    with peers_of(request.pythons) as peers:
-        results, trouble = _results(request, peers)
-        data = document.document(results, request.settings, peers, load)
+def _measured(request: Request) -> tuple[dict[str, Any], int]:
+    """The document of a run, printed and written, and the exit status.
+
+    What has been measured until an error is not lost.
+    """
+    load, trouble = machine.load(), ""
+    results: list[document.Result] = []
+    wanted: list[Point | SpecialCase] = [*request.points, *request.special]
+    with closing(Peers(request.pythons)) as peers:
+        try:
+            with table.progress() as reports:
+                for one in wanted:
+                    name = one.title if isinstance(one, Point) else one.name
+                    report = reports(name, len(results), len(wanted))
+                    results.append(measure(one, request.seconds, request.threads, peers, report))
+        except (KeyboardInterrupt, BenchError) as error:
+            if not results:
+                raise
+            trouble = str(error) or "interrupted"
+        data = document.document(results, request.seconds, peers, load)
     document.check_schema(data)
     if request.json is not None:
         document.write(request.json, data)
-    table.show(data, console)
+    table.show(data, table.console())
     if request.plot is not None:
         plot.draw(data, request.plot)
     if trouble:
-        console.print(f"not all was measured: {trouble}", style="bold red")
+        table.console().print(f"not all was measured: {trouble}", style="bold red")
     return data, 130 if trouble else 0
 
 
-def _results(request: Request, peers: Peers) -> tuple[list[document.Result], str]:
-    """What could be measured, and what ended the run before its end.
-
-    What has been measured by then is not lost.
-    """
-    results: list[document.Result] = []
-    wanted: list[Point | SpecialCase] = [*request.points, *request.special]
-    try:
-        with table.progress() as reports:
-            for one in wanted:
-                name = one.title if isinstance(one, Point) else one.name
-                report = reports(name, len(results), len(wanted))
-                results.append(measure(one, request.settings, request.threads, peers, report))
-    except (KeyboardInterrupt, BenchError) as error:
-        if not results:
-            raise
-        return results, str(error) or "interrupted"
-    return results, ""
-
-
 def measure(
-    one: Point | SpecialCase,
-    settings: Settings,
-    threads: int,
-    peers: Peers,
-    progress: Progress,
+    one: Point | SpecialCase, seconds: float, threads: int, peers: Peers, progress: Progress
 ) -> document.Result:
     """Measure one point or special case."""
     if isinstance(one, Point):
-        return point.run(one, settings, peers, progress)
+        return point.run(one, seconds, peers, progress)
+    module = import_module(f".special.{one.name.replace('-', '_')}", __package__)
+    result = SpecialResult(one.name, one.summary)
     with point.using_threads(threads):
-        result: SpecialResult = _SPECIAL[one].run(threads, progress)
+        module.run(result, threads, progress)
     return result
+
+
+def show(args: argparse.Namespace) -> int:
+    """Print the results of ``--from``, of the cases that were named or all, and draw them.
+
+    Raises:
+        BenchError: the file holds none of them, or an option belongs to a measurement.
+    """
+    if option := other_option(args, "cases", "earlier", "plot", "scenario"):
+        raise BenchError(f"--from {args.earlier}: measures nothing, so it takes no {option}")
+    data = document.read(Path(args.earlier), "--from")
+    if args.cases:
+        names = {case.name for case in select(args.cases)}
+        data["points"] = [point for point in data["points"] if point["case"] in names]
+        data["special"] = [special for special in data["special"] if special["name"] in names]
+    if args.scenario:
+        scenarios = names_of_scenarios(args.scenario)
+        data["points"] = [point for point in data["points"] if point["scenario"] in scenarios]
+    if not data["points"] and not data["special"]:
+        asked = ", ".join([*args.cases, *([args.scenario] if args.scenario else [])])
+        raise BenchError(f"--from {args.earlier}: holds no results of {asked}")
+    if args.plot is not None:
+        check_plot(Path(args.plot))
+    table.show(data, table.console())
+    if args.plot is not None:
+        plot.draw(data, Path(args.plot))
+    return 0

@@ -16,7 +16,7 @@ from fusestep.bench.cases import indices
 from fusestep.bench.cases import steps as cases
 from fusestep.bench.cases.steps import Case, Point
 from fusestep.bench.errors import BenchError
-from fusestep.bench.measure import Plan, in_process, interleave, warm_up
+from fusestep.bench.measure import in_rounds
 from fusestep.bench.point import bound_jobs
 from fusestep.bench.work import Work, build, inputs
 from fusestep.bench.workers.worker_protocol import Job
@@ -52,7 +52,5 @@ def test_step(benchmark: Any, case: Case, what: str) -> None:
 def _fastest(work: Work, threads: int) -> Job:
     """The shape that is fastest in a few rounds."""
     shapes = bound_jobs(work, threads)
-    contestants = in_process(shapes)
-    warm_up(contestants)
-    times = interleave(contestants, Plan(3, 1, dict.fromkeys(shapes, 1))).summaries
+    times = in_rounds(shapes, 3)
     return shapes[min(times, key=lambda shape: times[shape].median)]

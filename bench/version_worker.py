@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numba
 import numpy as np
 
@@ -30,13 +32,13 @@ class Version:
         set_num_threads(threads)
         self._cases = {case.name: case for case in STEPS}
 
-    def forms(self, algorithm: str, kind: str, dtype: str) -> list[str]:
+    def forms(self, algorithm: str, kind: str, dtype: str) -> dict[str, Any]:
         """One, of every case that takes the dtype."""
         case = self._cases.get(algorithm)
         takes = case is not None and case.kind == kind and dtype in case.subject.dtypes
-        return [OURS] if takes else []
+        return {OURS: self._replica} if takes else {}
 
-    def replica(self, case: Case) -> Replica:
+    def _replica(self, case: Case) -> Replica:
         """Buffers of the case of this name."""
         ours = self._cases[case.algorithm]
         tensors = [Tensor(given.shape) for given in case.parameters]

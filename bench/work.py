@@ -76,6 +76,17 @@ def enough_memory(needed: int) -> str | None:
     return f"needs {needed / 1e9:.1f} GB, {available / 1e9:.1f} GB of memory are free"
 
 
+def check_memory(name: str, sizes: Sequence[str]) -> None:
+    """Check that there is enough for tables of these sizes with Adam's two moments.
+
+    Raises:
+        BenchError: there is not.
+    """
+    largest = max(workloads.rows(size, "uniform").elements for size in sizes)
+    if missing := enough_memory(3 * DTYPES["float32"].itemsize * largest):
+        raise BenchError(f"{name}: {missing}")
+
+
 def inputs(point: Point) -> Inputs:
     """What a point works on.
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from fusestep import nn
-from fusestep.bench.registry import ROWS as BY_NAME
-from fusestep.bench.registry import Argument, Form, Options
-from fusestep.bench.registry.layerwise import MOMENTUM
+from fusestep.nn.registry import ROWS as BY_NAME
+from fusestep.nn.registry import Argument, Form, Options
+from fusestep.nn.registry.layerwise import MOMENTUM
 
 FAMILIES = tuple(BY_NAME.values())
 # Forms of the classes, each with a rule or a set of states of its own.

@@ -38,11 +38,7 @@ def draw(name: str, N: int, B: int, seed: int = 0) -> np.ndarray:
         return rng.integers(0, N, B)
     if name == "equal":
         return np.full(B, N // 2, np.int64)
-    weights = np.cumsum(np.arange(1, N + 1, dtype=np.float64) ** -_exponent(name))
+    weights = np.cumsum(np.arange(1, N + 1, dtype=np.float64) ** -float(name.removeprefix("zipf")))
     ranks = np.searchsorted(weights, rng.random(B) * weights[-1], side="right")
     rows: np.ndarray = rng.permutation(N)[np.minimum(ranks, N - 1)]
     return rows
-
-
-def _exponent(name: str) -> float:
-    return float(name.removeprefix("zipf"))

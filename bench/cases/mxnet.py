@@ -3,109 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ... import ops
-from .subject import DTYPES, Prepared, Subject, Use, written_zeros
+from .subject import Prepared, Subject, Use, written_zeros
 from .traffic import Traffic
 from .workloads import Kind
 
 _LR = 1e-3
-_ADAM = Traffic(3)
 
 
-def _uses(dense: str | None, rows: str | None, every_row: bool) -> Mapping[Kind, Use]:
-    uses: dict[Kind, Use] = {}
-    if dense is not None:
-        uses["dense"] = Use(dense, _ADAM)
-    if rows is not None:
-        uses["rows"] = uses["mixed"] = Use(rows, _ADAM, every_row)
-    return uses
+def _uses(
+    dense: str | None, rows: str | None = None, *, every_row: bool = False
+) -> Mapping[Kind, Use]:
+    """What peers are asked for; every step is one of Adam."""
+    of_dense, of_rows = Use(dense, Traffic(3)), Use(rows, Traffic(3), every_row)
+    uses: dict[Kind, Use] = {"dense": of_dense, "rows": of_rows, "mixed": of_rows}
+    return {kind: use for kind, use in uses.items() if use.algorithm is not None}
 
 
-@dataclass(frozen=True)
-class AdamUpdate:
-    """The operator, on one weight."""
+def _adam_update(lazy: bool, parameters: list[np.ndarray]) -> Prepared:
+    """The operator, in place on one weight."""
+    (weight,) = parameters
+    states = written_zeros(weight), written_zeros(weight)
+    update: Any = partial(ops.adam_update, out=weight, lr=_LR, lazy_update=lazy)
 
-    lazy: bool
+    def step(gradients: Sequence[Any]) -> object:
+        return update(weight, *gradients, *states)
 
-    @property
-    def uses(self) -> Mapping[Kind, Use]:
-        """Dense gradients once; rows in either way."""
-        return _uses(None, "adam-lazy", False) if self.lazy else _uses("adam", "adam-rows", True)
-
-    @property
-    def dtypes(self) -> tuple[str, ...]:
-        """All."""
-        return tuple(DTYPES)
-
-    def prepare(self, parameters: list[np.ndarray]) -> Prepared:
-        """In place on the weight."""
-        (weight,) = parameters
-        mean, var = written_zeros(weight), written_zeros(weight)
-
-        def step(gradients: Sequence[Any]) -> object:
-            (gradient,) = gradients
-            return ops.adam_update(
-                weight, gradient, mean, var, out=weight, lr=_LR, lazy_update=self.lazy
-            )
-
-        return Prepared(step, [(weight, mean, var)], [])
+    return Prepared(step, [(weight, *states)], [])
 
 
-@dataclass(frozen=True)
-class MxnetOptimizer:
-    """An optimizer, on a list of weights.
+def optimizer(name: str, arguments: Mapping[str, Any], parameters: list[np.ndarray]) -> Prepared:
+    """The class of this registered name, with a state for each weight."""
+    from ...nn import mxnet as mx  # versions to compare with may not have it
 
-    Args:
-        name: the registered name of its class.
-        arguments: of the class.
-        dense: what peers are asked for when all gradients are dense.
-        rows: likewise when they are row-sparse; None: not measured.
-        every_row: a row-sparse gradient makes all rows take the step.
-    """
+    made = mx.create(name, learning_rate=_LR, **arguments)
+    indices = list(range(len(parameters)))
+    # Of the weight's own dtype, as the byte model counts them.
+    states = [(written_zeros(p), written_zeros(p)) for p in parameters]
 
-    name: str
-    arguments: Mapping[str, Any]
-    dense: str | None
-    rows: str | None = None
-    every_row: bool = False
+    def step(gradients: Sequence[Any]) -> None:
+        made.update(indices, parameters, list(gradients), states)
 
-    @property
-    def uses(self) -> Mapping[Kind, Use]:
-        """What it does with each kind of gradients."""
-        return _uses(self.dense, self.rows, self.every_row)
-
-    @property
-    def dtypes(self) -> tuple[str, ...]:
-        """All."""
-        return tuple(DTYPES)
-
-    def prepare(self, parameters: list[np.ndarray]) -> Prepared:
-        """Make it, with a state for each of these weights."""
-        from ...nn import mxnet as mx  # versions to compare with may not have it
-
-        optimizer = mx.create(self.name, learning_rate=_LR, **self.arguments)
-        indices = list(range(len(parameters)))
-        # Of the weight's own dtype, as the byte model counts them.
-        states = [(written_zeros(p), written_zeros(p)) for p in parameters]
-
-        def step(gradients: Sequence[Any]) -> None:
-            optimizer.update(indices, parameters, list(gradients), states)
-
-        updated: list[tuple[np.ndarray, ...]] = [
-            (p, *state) for p, state in zip(parameters, states, strict=True)
-        ]
-        return Prepared(step, updated, [])
+    return Prepared(step, [(p, *s) for p, s in zip(parameters, states, strict=True)], [])
 
 
+_IN_ALL_ROWS = _uses("adam", "adam-rows", every_row=True)
+_LAZY = _uses(None, "adam-lazy")
 MXNET: dict[str, Subject] = {
-    "ops.adam_update": AdamUpdate(lazy=False),
-    "ops.adam_update(lazy)": AdamUpdate(lazy=True),
-    "nn.mxnet.Adam": MxnetOptimizer("adam", {}, "adam", "adam-rows", every_row=True),
-    "nn.mxnet.Adam(lazy)": MxnetOptimizer("adam", {"lazy_update": True}, None, "adam-lazy"),
-    "nn.mxnet.AdamW": MxnetOptimizer("adamw", {"wd": 0.01}, "adamw"),
+    "ops.adam_update": Subject(_IN_ALL_ROWS, partial(_adam_update, False)),
+    "ops.adam_update(lazy)": Subject(_LAZY, partial(_adam_update, True)),
+    "nn.mxnet.Adam": Subject(_IN_ALL_ROWS, partial(optimizer, "adam", {})),
+    "nn.mxnet.Adam(lazy)": Subject(_LAZY, partial(optimizer, "adam", {"lazy_update": True})),
+    "nn.mxnet.AdamW": Subject(_uses("adamw"), partial(optimizer, "adamw", {"wd": 0.01})),
 }

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ... import ops
-from .subject import DTYPES, Prepared, Use, written_zeros
+from .subject import DTYPES, Prepared, Subject, Use, written_zeros
 from .traffic import Traffic
 from .workloads import Kind
 
@@ -98,16 +99,13 @@ class Operator:
         return self.make(**{**self.attributes, **constructor})
 
     @property
-    def uses(self) -> Mapping[Kind, Use]:
-        """What it does with the one kind of gradients that it takes."""
+    def subject(self) -> Subject:
+        """What is measured: the one kind of gradients that it takes."""
         traffic = self.traffic or Traffic(updated=len(self.variables))
         use = Use(self.algorithm, traffic, self.every_row)
-        return {"rows": use} if self.takes_rows else {"dense": use}
-
-    @property
-    def dtypes(self) -> tuple[str, ...]:
-        """Of the variables that it takes."""
-        return ("float32",) if self.only_float32 else tuple(DTYPES)
+        kind: Kind = "rows" if self.takes_rows else "dense"
+        dtypes = ("float32",) if self.only_float32 else tuple(DTYPES)
+        return Subject({kind: use}, self.prepare, dtypes)
 
     def prepare(self, parameters: list[np.ndarray]) -> Prepared:
         """An instance with the parameter as its first variable; the others start at 0."""
@@ -121,8 +119,7 @@ class Operator:
         instance = self.new()
 
         def step(gradients: Sequence[Any]) -> object:
-            (gradient,) = gradients
-            return instance(*before, gradient, *after)
+            return instance(*before, *gradients, *after)
 
         def row_step(gradients: Sequence[Any]) -> object:
             (rows,) = gradients
@@ -141,129 +138,71 @@ class Operator:
 
 
 _MOMENTS = ("var", "m", "v")
-_FTRL = ("var", "accum", "linear")
+_ACCUM = ("var", "accum")
+_FTRL = (*_ACCUM, "linear")
 _FTRL_SCALARS = {"lr": 0.1, "l1": 0.05, "l2": 0.1, "lr_power": -0.5}
 _PROXIMAL_SCALARS = {"lr": 0.1, "l1": 0.05, "l2": 0.1}
 _RMSPROP_SCALARS = {"learning_rate": 0.1, "decay": 0.9, "momentum": 0.8, "epsilon": 1e-3}
+_rows = partial(Operator, takes_rows=True, only_float32=True)
 OPERATORS: dict[str, Operator] = {
     operator.name: operator
     for operator in (
-        Operator(
-            ops.FusedSparseAdam,
-            _MOMENTS,
-            SCALARS,
-            "adam-rows",
-            takes_rows=True,
-            every_row=True,
-            only_float32=True,
-        ),
-        Operator(
-            ops.FusedSparseLazyAdam,
-            _MOMENTS,
-            SCALARS,
-            "adam-lazy",
-            takes_rows=True,
-            only_float32=True,
-        ),
+        _rows(ops.FusedSparseAdam, _MOMENTS, SCALARS, "adam-rows", every_row=True),
+        _rows(ops.FusedSparseLazyAdam, _MOMENTS, SCALARS, "adam-lazy"),
         Operator(ops.Adam, _MOMENTS, SCALARS, "adam"),
         Operator(
-            ops.AdamNoUpdateParam,
-            ("m", "v"),
-            SCALARS,
-            None,
-            returns=(),
-            traffic=Traffic(updated=2, written=1),
+            ops.AdamNoUpdateParam, ("m", "v"), SCALARS, None,
+            returns=(), traffic=Traffic(updated=2, written=1),
         ),
         Operator(
-            ops.AdamWeightDecay,
-            _MOMENTS,
-            {"lr": 0.01, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "decay": 0.1},
-            "adamw",
+            ops.AdamWeightDecay, _MOMENTS,
+            {"lr": 0.01, "beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8, "decay": 0.1}, "adamw",
         ),
         Operator(ops.ApplyAdamWithAmsgradV2, (*_MOMENTS, "vhat"), SCALARS, "amsgrad", "grad"),
         Operator(
-            ops.ApplyAdamWithAmsgrad,
-            (*_MOMENTS, "vhat"),
+            ops.ApplyAdamWithAmsgrad, (*_MOMENTS, "vhat"),
             {name: SCALARS[name] for name in ("beta1_power", "beta2_power", "lr")},
-            "amsgrad",
-            "grad",
+            "amsgrad", "grad",
         ),
         Operator(
-            ops.ApplyMomentum,
-            ("variable", "accumulation"),
-            {"learning_rate": 0.1, "momentum": 0.9},
-            "momentum",
+            ops.ApplyMomentum, ("variable", "accumulation"),
+            {"learning_rate": 0.1, "momentum": 0.9}, "momentum",
             order="variable accumulation learning_rate gradient momentum",
         ),
         Operator(
-            ops.SGD,
-            ("parameters", "accum", "stat"),
-            {"learning_rate": 0.1, "momentum": 0.9},
-            "momentum",
+            ops.SGD, ("parameters", "accum", "stat"),
+            {"learning_rate": 0.1, "momentum": 0.9}, "momentum",
             order="parameters gradient learning_rate accum momentum stat",
             returns=("parameters",),
             ranges={"stat": np.round},  # some elements take their first step
         ),
         Operator(
-            ops.ApplyRMSProp,
-            ("var", "mean_square", "moment"),
-            _RMSPROP_SCALARS,
-            "rmsprop-momentum",
-            "grad",
+            ops.ApplyRMSProp, ("var", "mean_square", "moment"), _RMSPROP_SCALARS,
+            "rmsprop-momentum", "grad",
             order="var mean_square moment learning_rate grad decay momentum epsilon",
         ),
         Operator(
-            ops.ApplyCenteredRMSProp,
-            ("var", "mean_gradient", "mean_square", "moment"),
-            _RMSPROP_SCALARS,
-            "rmsprop-centered-momentum",
-            "grad",
+            ops.ApplyCenteredRMSProp, ("var", "mean_gradient", "mean_square", "moment"),
+            _RMSPROP_SCALARS, "rmsprop-centered-momentum", "grad",
             order="var mean_gradient mean_square moment grad learning_rate decay momentum epsilon",
             ranges={"mean_gradient": lambda x: x / 10},  # a positive variance everywhere
         ),
-        Operator(ops.ApplyAdagrad, ("var", "accum"), {"lr": 0.1}, "adagrad", "grad"),
+        Operator(ops.ApplyAdagrad, _ACCUM, {"lr": 0.1}, "adagrad", "grad"),
+        Operator(ops.ApplyProximalAdagrad, _ACCUM, _PROXIMAL_SCALARS, "proximal-adagrad", "grad"),
         Operator(
-            ops.ApplyProximalAdagrad,
-            ("var", "accum"),
-            _PROXIMAL_SCALARS,
-            "proximal-adagrad",
-            "grad",
-        ),
-        Operator(
-            ops.ApplyFtrl,
-            _FTRL,
-            _FTRL_SCALARS,
-            "ftrl",
-            "grad",
+            ops.ApplyFtrl, _FTRL, _FTRL_SCALARS, "ftrl", "grad",
             order="var accum linear grad lr l1 l2 lr_power",
         ),
         *(
-            Operator(
-                cls,
-                _FTRL,
-                {},
-                "ftrl-rows",
-                "grad",
-                takes_rows=True,
-                attributes=_FTRL_SCALARS,
-                only_float32=True,
-            )
+            _rows(cls, _FTRL, {}, "ftrl-rows", "grad", attributes=_FTRL_SCALARS)
             for cls in (ops.FusedSparseFtrl, ops.SparseApplyFtrl)
         ),
         *(
-            Operator(
-                cls,
-                ("var", "accum"),
-                _PROXIMAL_SCALARS,
-                "proximal-adagrad-rows",
-                "grad",
-                takes_rows=True,
-                only_float32=True,
-            )
+            _rows(cls, _ACCUM, _PROXIMAL_SCALARS, "proximal-adagrad-rows", "grad")
             for cls in (ops.FusedSparseProximalAdagrad, ops.SparseApplyProximalAdagrad)
         ),
     )
-}
+}  # fmt: skip
 # It updates nothing: `weight` is only read, so it is in no table of operators that write.
 LARS_UPDATE = Operator(
     ops.LARSUpdate,
@@ -276,36 +215,6 @@ LARS_UPDATE = Operator(
 )
 ROW_OPERATORS = {name: op for name, op in OPERATORS.items() if op.takes_rows}
 DENSE_OPERATORS = {name: op for name, op in OPERATORS.items() if not op.takes_rows}
-
-
-@dataclass(frozen=True)
-class Function:
-    """What has no variables: it makes new arrays out of those that it is given.
-
-    Args:
-        make: called with the parameters, gives what takes the gradients.
-        use: what it does with them.
-        kind: of gradients that it is measured on.
-    """
-
-    make: Callable[[list[np.ndarray]], Callable[[Sequence[Any]], object]]
-    use: Use
-    kind: Kind = "dense"
-
-    @property
-    def uses(self) -> Mapping[Kind, Use]:
-        """What it does with the gradients that it takes."""
-        return {self.kind: self.use}
-
-    @property
-    def dtypes(self) -> tuple[str, ...]:
-        """All."""
-        return tuple(DTYPES)
-
-    def prepare(self, parameters: list[np.ndarray]) -> Prepared:
-        """Nothing is updated."""
-        reads = parameters if self.kind == "rows" else []
-        return Prepared(self.make(parameters), [()] * len(parameters), reads)
 
 
 def _gather(parameters: list[np.ndarray]) -> Callable[[Sequence[Any]], object]:
@@ -327,20 +236,40 @@ def _clip_in_place(_: list[np.ndarray]) -> Callable[[Sequence[Any]], object]:
     return step
 
 
-FUNCTIONS: dict[str, Function] = {
-    "global_norm": Function(
+def _function(
+    make: Callable[[list[np.ndarray]], Callable[[Sequence[Any]], object]],
+    use: Use,
+    kind: Kind = "dense",
+) -> Subject:
+    """What updates no variables: it makes new arrays out of those that it is given.
+
+    Args:
+        make: called with the parameters, gives what takes the gradients.
+        use: what it does with them.
+        kind: of gradients that it is measured on.
+    """
+
+    def prepare(parameters: list[np.ndarray]) -> Prepared:
+        reads = parameters if kind == "rows" else []
+        return Prepared(make(parameters), [()] * len(parameters), reads)
+
+    return Subject({kind: use}, prepare)
+
+
+FUNCTIONS: dict[str, Subject] = {
+    "global_norm": _function(
         lambda _: ops.global_norm,
         Use("global-norm", Traffic(updated=0, read=1)),
     ),
-    "clip_by_global_norm": Function(
+    "clip_by_global_norm": _function(
         lambda _: ops.clip_by_global_norm,
         Use("clip-by-global-norm", Traffic(updated=0, written=1, passes=(1,))),
     ),
-    "clip_by_global_norm(in_place)": Function(
+    "clip_by_global_norm(in_place)": _function(
         _clip_in_place,
         Use("clip-by-global-norm", Traffic(updated=1, read=0, passes=(1,)), in_place=True),
     ),
-    "SparseGatherV2": Function(
+    "SparseGatherV2": _function(
         _gather, Use("gather", Traffic(updated=0, read=0, written=1)), "rows"
     ),
 }

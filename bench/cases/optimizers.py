@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from ... import nn
-from ..registry import ROWS, Measured, Row
-from .subject import DTYPES, Prepared, Use
+from ...nn.registry import ROWS, Measured, Row
+from .subject import Prepared, Subject, Use
 from .traffic import Traffic
-from .workloads import Kind
 
 _LR = 1e-3
 
@@ -29,9 +27,9 @@ class Optimizer:
         """The optimizer of these parameters."""
         return self.row.new(parameters, **{"learning_rate": _LR, **self.measured.options})
 
-    @cached_property
-    def uses(self) -> Mapping[Kind, Use]:
-        """What it does with each kind of gradients."""
+    @property
+    def subject(self) -> Subject:
+        """What is measured."""
         optimizer, known = self.make([np.zeros((3, 2), np.float32)]), self.measured
         (updated,), (read,) = _moved(optimizer), _only_read(optimizer)
         of_rows = sum(array.shape[1:] == (1,) for array in updated)
@@ -39,14 +37,9 @@ class Optimizer:
         traffic = Traffic(of_elements, 1 + len(read), passes=known.passes, of_rows=of_rows)
         dense = Use(known.dense, traffic, is_matrix=known.is_matrix, start=known.start)
         if known.rows is None:
-            return {"dense": dense}
+            return Subject({"dense": dense}, self.prepare)
         rows = Use(known.rows, traffic, optimizer.sparse_update == "dense_equivalent")
-        return {"dense": dense, "rows": rows, "mixed": rows}
-
-    @property
-    def dtypes(self) -> tuple[str, ...]:
-        """All."""
-        return tuple(DTYPES)
+        return Subject({"dense": dense, "rows": rows, "mixed": rows}, self.prepare)
 
     def prepare(self, parameters: list[np.ndarray]) -> Prepared:
         """Make it for these parameters."""

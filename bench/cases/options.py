@@ -15,7 +15,7 @@ from ... import get_num_threads
 from ..errors import BenchError
 from ..peer import PEERS, find_python, interpreter_option
 from ..report import document
-from ..report.result import Settings
+from ..report.result import SECONDS
 from ..workers.worker_protocol import SCENARIOS
 from . import indices
 from . import steps as cases
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{cases.LOOP}: nothing), or all",
     )
     add("--threads", metavar="N", help="threads of everything; several with commas (default: all)")
-    add("--seconds", metavar="S", help=f"time for each point (default: {Settings().seconds})")
+    add("--seconds", metavar="S", help=f"time for each point (default: {SECONDS})")
     add("--quick", action="store_true", help=f"the same as --seconds {_QUICK}: rough figures")
     add(
         "--peers",
@@ -87,7 +87,7 @@ class Request:
 
     Args:
         points, special: the measurements.
-        settings: how.
+        seconds: that the measurement of a point may take.
         pythons: the interpreter of each peer that was asked for; None where there is none.
         json, plot: files to write.
         against: what to compare with: the text of the option.
@@ -96,7 +96,7 @@ class Request:
 
     points: list[Point]
     special: list[SpecialCase]
-    settings: Settings
+    seconds: float
     pythons: dict[str, str | None]
     json: Path | None
     plot: Path | None
@@ -115,18 +115,26 @@ def parse(args: argparse.Namespace) -> Request:
     Raises:
         BenchError: one of them is wrong.
     """
-    chosen = cases.select(args.cases)
+    chosen, most = cases.select(args.cases), get_num_threads()
     steps = [case for case in chosen if isinstance(case, Case)]
-    threads = parse_threads(args.threads)
+    asked = indices.DEFAULT if args.indices is None else args.indices
+    if asked.strip() == "all":
+        asked = ",".join(indices.PUBLISHED)
     points = cases.points(
         steps,
         args.size,
-        _names("--dtype", "float32" if args.dtype is None else args.dtype, tuple(DTYPES)),
-        threads,
-        _distributions(indices.DEFAULT if args.indices is None else args.indices),
+        _names("--dtype", args.dtype, tuple(DTYPES), default=["float32"]),
+        whole_numbers("--threads", str(most) if args.threads is None else args.threads, most),
+        [indices.check_distribution(name) for name in _parts(asked)],
         parse_scenarios(args.scenario),
     )
-    found = {peer: find_python(peer, getattr(args, _attribute(peer))) for peer in PEERS}
+    found = {}
+    for peer in PEERS:
+        option = interpreter_option(peer).removeprefix("--").replace("-", "_")
+        found[peer] = find_python(peer, getattr(args, option))
+    usual = [peer for peer, kind in PEERS.items() if kind.is_default]
+    is_alone = args.peers is not None and args.peers.strip() == "none"
+    peers = [] if is_alone else _names("--peers", args.peers, tuple(PEERS), usual, "all or none")
     json, plot = (None if path is None else Path(path) for path in (args.json, args.plot))
     if json is not None:
         document.check_writable(json)
@@ -135,8 +143,8 @@ def parse(args: argparse.Namespace) -> Request:
     return Request(
         points=points,
         special=[case for case in chosen if isinstance(case, SpecialCase)],
-        settings=Settings(parse_seconds(args.seconds, quick=args.quick)),
-        pythons={peer: found[peer] for peer in parse_peers(args.peers)},
+        seconds=parse_seconds(args.seconds, quick=args.quick),
+        pythons={peer: found[peer] for peer in peers},
         json=json,
         plot=plot,
         against=_against(args),
@@ -144,22 +152,13 @@ def parse(args: argparse.Namespace) -> Request:
     )
 
 
-def _attribute(peer: str) -> str:
-    return interpreter_option(peer).removeprefix("--").replace("-", "_")
-
-
 def _against(args: argparse.Namespace) -> str | None:
-    """What to compare with; a commit takes no other options of the report.
-
-    Raises:
-        BenchError: it is given with others.
-    """
+    """What to compare with; a commit takes no other options of the report."""
     against: str | None = args.against
     if against is None or Path(against).is_file():
         return against
     others = ("json", "plot", "peers")
-    given = [f"--{name}" for name in others if getattr(args, name) is not None]
-    if given:
+    if given := [f"--{name}" for name in others if getattr(args, name) is not None]:
         raise BenchError(
             f"--against {against}: no such file, and to compare with a commit takes no "
             f"{' and no '.join(given)}"
@@ -167,19 +166,24 @@ def _against(args: argparse.Namespace) -> str | None:
     return against
 
 
-def parse_threads(text: str | None) -> list[int]:
-    """Numbers of threads, no more than a step may use here.
+def other_option(args: argparse.Namespace, *taken: str) -> str | None:
+    """One that was given beside those that are taken, if any."""
+    for name, value in sorted(vars(args).items()):
+        if name not in taken and value not in (None, False, []):
+            names = {"cases": "cases", "earlier": "--from"}
+            return names.get(name, f"--{name.replace('_', '-')}")
+    return None
+
+
+def whole_numbers(option: str, text: str, most: int) -> list[int]:
+    """Different numbers from 1, separated by commas.
 
     Raises:
         BenchError: anything else.
     """
-    most = get_num_threads()
-    if text is None:
-        return [most]
-    counts = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
+    counts = [int(part) if part.isdecimal() else 0 for part in _parts(text)]
     if not all(1 <= count <= most for count in counts):
-        expected = f"whole numbers from 1 to {most}"
-        raise BenchError(f"--threads: expected {expected}, got {text!r}")
+        raise BenchError(f"{option}: expected whole numbers from 1 to {most}, got {text!r}")
     return list(dict.fromkeys(counts))
 
 
@@ -190,7 +194,7 @@ def parse_seconds(text: str | None, *, quick: bool) -> float:
         BenchError: it is no number above 0, or contradicts ``--quick``.
     """
     if text is None:
-        return _QUICK if quick else Settings().seconds
+        return _QUICK if quick else SECONDS
     if quick:
         raise BenchError("--quick: is --seconds of its own, give one of the two")
     try:
@@ -202,26 +206,13 @@ def parse_seconds(text: str | None, *, quick: bool) -> float:
     return seconds
 
 
-def parse_peers(text: str | None) -> list[str]:
-    """Names of peers, separated by commas; ``all``, or ``none``; None for the default ones.
-
-    Raises:
-        BenchError: an unknown name.
-    """
-    if text is None:
-        return [peer for peer in PEERS if PEERS[peer].is_default]
-    if text.strip() == "none":
-        return []
-    return _names("--peers", text, tuple(PEERS), "all or none")
-
-
 def names_of_scenarios(text: str | None) -> list[str]:
     """Names of scenarios, separated by commas; None for the one without anything else.
 
     Raises:
         BenchError: an unknown name.
     """
-    return _names("--scenario", cases.LOOP if text is None else text, SCENARIOS)
+    return _names("--scenario", text, SCENARIOS, default=[cases.LOOP])
 
 
 def parse_scenarios(text: str | None) -> list[str]:
@@ -238,22 +229,22 @@ def parse_scenarios(text: str | None) -> list[str]:
     return names
 
 
-def _names(option: str, text: str, known: tuple[str, ...], special: str = "all") -> list[str]:
-    if text.strip() == "all":
-        return list(known)
-    names = [part.strip() for part in text.split(",")]
+def _names(
+    option: str, text: str | None, known: tuple[str, ...], default: list[str], special: str = "all"
+) -> list[str]:
+    if text is None:
+        return default
+    names = list(known) if text.strip() == "all" else _parts(text)
     for name in names:
         if name not in known:
             expected = f"names out of {', '.join(known)}, or {special}"
             raise BenchError(f"{option}: expected {expected}, got {name!r}")
-    return list(dict.fromkeys(names))
+    return names
 
 
-def _distributions(text: str) -> list[str]:
-    if text.strip() == "all":
-        return list(indices.PUBLISHED)
-    names = [indices.check_distribution(part.strip()) for part in text.split(",")]
-    return list(dict.fromkeys(names))
+def _parts(text: str) -> list[str]:
+    """What is between the commas, each once."""
+    return list(dict.fromkeys(part.strip() for part in text.split(",")))
 
 
 def check_plot(path: Path) -> None:

@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 from ..errors import BenchError
 from . import indices, workloads
@@ -63,15 +64,9 @@ class Point:
     @property
     def title(self) -> str:
         """For people."""
-        name = f"{self.case.name} {self.workload_size} {self.dtype} x{self.threads}"
+        size = self.size if self.case.kind == "dense" else f"{self.size} {self.distribution}"
+        name = f"{self.case.name} {size} {self.dtype} x{self.threads}"
         return name if self.scenario == LOOP else f"{name} {self.scenario}"
-
-    @property
-    def workload_size(self) -> str:
-        """The size as the report names it."""
-        if self.case.kind == "dense":
-            return self.size
-        return f"{self.size} {self.distribution}"
 
     def workload(self) -> Workload:
         """What it works on."""
@@ -86,45 +81,44 @@ class Point:
         return workloads.dense(self.size)
 
 
-@dataclass(frozen=True)
-class SpecialCase:
-    """A case with a method of its own, which its module describes."""
+class SpecialCase(NamedTuple):
+    """A case with a method of its own, which the module of its name in `special` describes."""
 
     name: str
     summary: str
     is_default: bool = False
 
 
-NO_CLIFF = SpecialCase(
-    "no-cliff",
-    "FusedSparseLazyAdam, uniform indices, D = 1 to 1024, B = 1 to 10^6, against the cache "
-    "lines it touches",
+SPECIAL = (
+    SpecialCase(
+        "no-cliff",
+        "FusedSparseLazyAdam, uniform indices, D = 1 to 1024, B = 1 to 10^6, against the cache "
+        "lines it touches",
+    ),
+    SpecialCase(
+        "far-rows",
+        "FusedSparseLazyAdam, uniform indices on large tables: grouping and update apart, beside a "
+        "plain loop over sorted rows",
+    ),
+    SpecialCase(
+        "first-step", "import and first step in a fresh process, cold and with a filled cache", True
+    ),
+    SpecialCase(
+        "fresh-states",
+        "LazyAdam on tables of 10 and 30 million rows: construction, first steps and memory in a "
+        "fresh process, beside np.full",
+    ),
+    SpecialCase("thor", "steps of THOR: their linear algebra, and what comes on top of it"),
+    SpecialCase(
+        "training",
+        "iterations of PyTorch programs: AdamW of nn.torch beside PyTorch's fused one, in one "
+        "process",
+    ),
 )
-FIRST_STEP = SpecialCase(
-    "first-step",
-    "import and first step in a fresh process, cold and with a filled cache",
-    is_default=True,
-)
-FAR_ROWS = SpecialCase(
-    "far-rows",
-    "FusedSparseLazyAdam, uniform indices on large tables: grouping and update apart, beside a "
-    "plain loop over sorted rows",
-)
-FRESH_STATES = SpecialCase(
-    "fresh-states",
-    "LazyAdam on tables of 10 and 30 million rows: construction, first steps and memory in a "
-    "fresh process, beside np.full",
-)
-THOR = SpecialCase("thor", "steps of THOR: their linear algebra, and what comes on top of it")
-TRAINING = SpecialCase(
-    "training",
-    "iterations of PyTorch programs: AdamW of nn.torch beside PyTorch's fused one, in one process",
-)
-
 SUBJECTS: dict[str, Subject] = {
-    **{f"nn.{name}": optimizer for name, optimizer in OPTIMIZERS.items()},
-    **{f"ops.{name}": operator for name, operator in OPERATORS.items()},
-    f"ops.{LARS_UPDATE.name}": LARS_UPDATE,
+    **{f"nn.{name}": optimizer.subject for name, optimizer in OPTIMIZERS.items()},
+    **{f"ops.{name}": operator.subject for name, operator in OPERATORS.items()},
+    f"ops.{LARS_UPDATE.name}": LARS_UPDATE.subject,
     **{f"ops.{name}": function for name, function in FUNCTIONS.items()},
     **MXNET,
     **TORCH,
@@ -139,37 +133,25 @@ _ON_MODELS = {
 }
 _DEFAULT_ON_MODELS = {"many-small/nn.Adam", "resnet50/nn.Momentum", "resnet50/nn.Adam"}
 # The same steps under other names: left to those who name them, so that a run stays short.
-_NO_DEFAULT = {
-    f"{kind}/nn.{name}"
-    for name, optimizer in OPTIMIZERS.items()
-    for kind in optimizer.measured.on_request
-} | {
-    "dense/ops.Adam",
-    "dense/ops.AdamWeightDecay",
-    "dense/ops.ApplyAdamWithAmsgrad",
-    "dense/ops.ApplyAdamWithAmsgradV2",
-    "dense/ops.ApplyMomentum",
-    "dense/ops.ApplyRMSProp",
-    "dense/ops.ApplyAdagrad",
-    "dense/ops.ApplyProximalAdagrad",
-    "dense/ops.ApplyFtrl",
-    "rows/ops.FusedSparseFtrl",
-    "rows/ops.SparseApplyFtrl",
-    "rows/ops.FusedSparseProximalAdagrad",
-    "rows/ops.SparseApplyProximalAdagrad",
-    "dense/nn.mxnet.AdamW",
-    "rows/nn.mxnet.Adam",
-    "rows/nn.mxnet.Adam(lazy)",
-    "dense/ops.adam_update",
-    "rows/ops.adam_update",
-    "rows/ops.adam_update(lazy)",
-    *(
-        f"{kind}/{name}"
-        for name, subject in TORCH.items()
-        for kind in subject.uses
-        if kind != "mixed"
+_OPERATORS_OF_OPTIMIZERS = {
+    "dense": (
+        *("Adam", "AdamWeightDecay", "ApplyAdamWithAmsgrad", "ApplyAdamWithAmsgradV2"),
+        *("ApplyMomentum", "ApplyRMSProp", "ApplyAdagrad", "ApplyProximalAdagrad", "ApplyFtrl"),
+        "adam_update",
+    ),
+    "rows": (
+        *("FusedSparseFtrl", "SparseApplyFtrl", "FusedSparseProximalAdagrad"),
+        *("SparseApplyProximalAdagrad", "adam_update", "adam_update(lazy)"),
     ),
 }
+_NO_DEFAULT = {
+    *(f"{kind}/nn.{name}" for name, optimizer in OPTIMIZERS.items()
+      for kind in optimizer.measured.on_request),
+    *(f"{kind}/ops.{name}" for kind, names in _OPERATORS_OF_OPTIMIZERS.items() for name in names),
+    *("dense/nn.mxnet.AdamW", "rows/nn.mxnet.Adam", "rows/nn.mxnet.Adam(lazy)"),
+    *(f"{kind}/{name}" for name, subject in TORCH.items()
+      for kind in subject.uses if kind != "mixed"),
+}  # fmt: skip
 
 
 def _cases() -> Iterator[Case]:
@@ -187,9 +169,7 @@ def _cases() -> Iterator[Case]:
 
 
 STEPS: tuple[Case, ...] = tuple(_cases())
-CASES: tuple[Case | SpecialCase, ...] = (
-    *STEPS, NO_CLIFF, FAR_ROWS, FIRST_STEP, FRESH_STATES, THOR, TRAINING,
-)  # fmt: skip
+CASES: tuple[Case | SpecialCase, ...] = (*STEPS, *SPECIAL)
 
 
 def select(patterns: list[str]) -> list[Case | SpecialCase]:
@@ -202,7 +182,10 @@ def select(patterns: list[str]) -> list[Case | SpecialCase]:
     """
     for pattern in patterns:
         if not any(_matches(case.name, pattern) for case in CASES):
-            raise BenchError(f"no case {pattern!r}: {_hint(pattern)}")
+            names = [*(case.name for case in CASES), *SUBJECTS]
+            near = difflib.get_close_matches(pattern, names, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else "'fusestep bench --list' names them"
+            raise BenchError(f"no case {pattern!r}: {hint}")
     if not patterns:
         return [case for case in CASES if case.is_default]
     return [c for c in CASES if any(_matches(c.name, pattern) for pattern in patterns)]
@@ -210,12 +193,6 @@ def select(patterns: list[str]) -> list[Case | SpecialCase]:
 
 def _matches(name: str, pattern: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name.partition("/")[2] or name, pattern)
-
-
-def _hint(pattern: str) -> str:
-    names = [case.name for case in CASES]
-    near = difflib.get_close_matches(pattern, [*names, *SUBJECTS], n=1)
-    return f"did you mean {near[0]!r}?" if near else "'fusestep bench --list' names them"
 
 
 def points(

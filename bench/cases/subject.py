@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -35,24 +35,6 @@ class Prepared(NamedTuple):
     load: Callable[[Sequence[Any]], object] | None = None
 
 
-class Subject(Protocol):
-    """An operator or an optimizer that takes steps."""
-
-    @property
-    def uses(self) -> Mapping[Kind, Use]:
-        """What it does with each kind of gradients that it is measured with."""
-        ...
-
-    @property
-    def dtypes(self) -> tuple[str, ...]:
-        """Of the parameters that it takes."""
-        ...
-
-    def prepare(self, parameters: list[np.ndarray]) -> Prepared:
-        """Make it for these parameters."""
-        ...
-
-
 @dataclass(frozen=True)
 class Use:
     """What a subject does with one kind of gradients.
@@ -74,6 +56,21 @@ class Use:
     in_place: bool = False
     start: float = 0.0
     beside: Mapping[str, Callable[[list[np.ndarray]], Prepared]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """An operator or an optimizer that takes steps.
+
+    Args:
+        uses: what it does with each kind of gradients that it is measured with.
+        prepare: makes it for these parameters.
+        dtypes: of the parameters that it takes.
+    """
+
+    uses: Mapping[Kind, Use]
+    prepare: Callable[[list[np.ndarray]], Prepared]
+    dtypes: tuple[str, ...] = tuple(DTYPES)
 
 
 def written_zeros(like: np.ndarray) -> np.ndarray:

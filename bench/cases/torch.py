@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -18,11 +18,16 @@ from .workloads import Kind
 SAME_PROCESS = "torch-in-process"
 """Name of PyTorch where its step is taken in the process of ours."""
 _LR = 1e-3
-_Prepare = Callable[[list[np.ndarray]], Prepared]
 
 
-@dataclass(frozen=True)
-class TorchOptimizer:
+def _subject(
+    name: str,
+    updated: int,
+    dense: str | None = None,
+    rows: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    of_rows: str | None = None,
+) -> Subject:
     """A class of ``fusestep.nn.torch``.
 
     Args:
@@ -33,62 +38,48 @@ class TorchOptimizer:
         options: of the class.
         of_rows: PyTorch's class of the latter; by default that of this name.
     """
+    options, moved = options or {}, Traffic(updated)
+    uses: dict[Kind, Use] = {}
+    if dense is not None:
+        uses["dense"] = Use(dense, moved, beside=_beside(name, {**options, "fused": True}))
+    if rows is not None:
+        uses["rows"] = Use(rows, moved, beside=_beside(of_rows or name, options))
+        uses["mixed"] = Use(rows, moved)  # PyTorch would need two optimizers
+    return Subject(uses, partial(_prepare, name, options))
 
-    name: str
-    updated: int
-    dense: str | None = None
-    rows: str | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-    of_rows: str | None = None
 
-    @property
-    def uses(self) -> Mapping[Kind, Use]:
-        """What it does with each kind of gradients."""
-        uses: dict[Kind, Use] = {}
-        moved = Traffic(self.updated)
-        if self.dense is not None:
-            peer = self._of_torch(self.name, {**self.options, "fused": True})
-            uses["dense"] = Use(self.dense, moved, beside=peer)
-        if self.rows is not None:
-            peer = self._of_torch(self.of_rows or self.name, self.options)
-            uses["rows"] = Use(self.rows, moved, beside=peer)
-            uses["mixed"] = Use(self.rows, moved)  # PyTorch would need two optimizers
-        return uses
+def _beside(
+    name: str, options: Mapping[str, Any]
+) -> dict[str, Callable[[list[np.ndarray]], Prepared]]:
+    """PyTorch's own class, where it is installed."""
+    if find_spec("torch") is None:
+        return {}
 
-    def _of_torch(self, name: str, options: Mapping[str, Any]) -> dict[str, _Prepare]:
-        """PyTorch's own class, where it is installed."""
-        if find_spec("torch") is None:
-            return {}
+    def prepare(parameters: list[np.ndarray]) -> Prepared:
+        optimizer, load = _optimizer("torch.optim", name, parameters, options)
+        return Prepared(lambda _: optimizer.step(), [], [], load)
 
-        def prepare(parameters: list[np.ndarray]) -> Prepared:
-            optimizer, load = _optimizer("torch.optim", name, parameters, options)
-            return Prepared(lambda _: optimizer.step(), [], [], load)
+    said = ", ".join(f"{key}={value}" for key, value in options.items())
+    return {f"{SAME_PROCESS} {name}({said})": prepare}
 
-        said = "".join(f", {key}={value}" for key, value in options.items())
-        return {f"{SAME_PROCESS} {name}({said[2:]})": prepare}
 
-    @property
-    def dtypes(self) -> tuple[str, ...]:
-        """All."""
-        return tuple(DTYPES)
+def _prepare(name: str, options: Mapping[str, Any], parameters: list[np.ndarray]) -> Prepared:
+    """The class of this name, on tensors in the memory of the parameters.
 
-    def prepare(self, parameters: list[np.ndarray]) -> Prepared:
-        """On tensors in the memory of the parameters.
-
-        Raises:
-            BenchError: PyTorch is not installed.
-        """
-        if find_spec("torch") is None:
-            raise BenchError("needs PyTorch: pip install 'fusestep[torch]'")
-        optimizer, load = _optimizer("...nn.torch", self.name, parameters, self.options)
-        load([np.zeros_like(array) for array in parameters])
-        optimizer.step()  # makes the states
-        (group,) = optimizer.param_groups
-        updated: list[tuple[np.ndarray, ...]] = [
-            (array, *(_array(s) for s in optimizer.state[t].values() if s.shape == t.shape))
-            for array, t in zip(parameters, group["params"], strict=True)
-        ]
-        return Prepared(lambda _: optimizer.step(), updated, [], load)
+    Raises:
+        BenchError: PyTorch is not installed.
+    """
+    if find_spec("torch") is None:
+        raise BenchError("needs PyTorch: pip install 'fusestep[torch]'")
+    optimizer, load = _optimizer("...nn.torch", name, parameters, options)
+    load([np.zeros_like(array) for array in parameters])
+    optimizer.step()  # makes the states
+    (group,) = optimizer.param_groups
+    updated: list[tuple[np.ndarray, ...]] = [
+        (array, *(_array(s) for s in optimizer.state[t].values() if s.shape == t.shape))
+        for array, t in zip(parameters, group["params"], strict=True)
+    ]
+    return Prepared(lambda _: optimizer.step(), updated, [], load)
 
 
 def _optimizer(
@@ -131,10 +122,10 @@ def _gradient(torch: Any, gradient: Any) -> Any:
 
 
 TORCH: dict[str, Subject] = {
-    "nn.torch.Adam": TorchOptimizer("Adam", 3, "adam"),
-    "nn.torch.AdamW": TorchOptimizer("AdamW", 3, "adamw", options={"weight_decay": 0.01}),
-    "nn.torch.SGD": TorchOptimizer("SGD", 1, "sgd", "sgd-rows"),
-    "nn.torch.SGD(momentum)": TorchOptimizer("SGD", 2, "momentum", options={"momentum": 0.9}),
-    "nn.torch.Adagrad": TorchOptimizer("Adagrad", 2, "adagrad", "adagrad-rows"),
-    "nn.torch.LazyAdam": TorchOptimizer("LazyAdam", 3, None, "adam-lazy", of_rows="SparseAdam"),
+    "nn.torch.Adam": _subject("Adam", 3, "adam"),
+    "nn.torch.AdamW": _subject("AdamW", 3, "adamw", options={"weight_decay": 0.01}),
+    "nn.torch.SGD": _subject("SGD", 1, "sgd", "sgd-rows"),
+    "nn.torch.SGD(momentum)": _subject("SGD", 2, "momentum", options={"momentum": 0.9}),
+    "nn.torch.Adagrad": _subject("Adagrad", 2, "adagrad", "adagrad-rows"),
+    "nn.torch.LazyAdam": _subject("LazyAdam", 3, None, "adam-lazy", of_rows="SparseAdam"),
 }

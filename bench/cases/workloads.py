@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import numpy as np
 
+from ...nn.registry.record import Kind as Kind
 from ..errors import BenchError
 from . import indices, model_shapes
 from .model_shapes import Shape
-
-Kind = Literal["dense", "rows", "mixed"]
 
 # The published sizes.
 DENSE_SIZES = ("1K", "16K", "256K", "1M", "4M", "16M", "64M")
@@ -31,7 +29,7 @@ DEFAULT_ROWS = "500000x64x65536"
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _NUMBER = re.compile(r"([1-9]\d*)([KMG]?)")
 _RANGE_FACTOR = 4
-_DLRM_BATCH, _BAG = 2048, 20
+_CLICKS, _BAG = 2048, 20  # samples of a batch, and lookups of one in each table
 
 
 @dataclass(frozen=True)
@@ -100,23 +98,11 @@ def _model(name: str, shapes: Callable[[], list[Shape]]) -> Workload:
     return Workload(name, tuple(Tensor(shape) for shape in shapes()))
 
 
-def _dlrm(distribution: str) -> Workload:
-    """One lookup of each sample of a batch in each table."""
-    shapes = model_shapes.dlrm_tables(), model_shapes.dlrm_dense()
-    return _click_model(f"dlrm {distribution}", *shapes, _DLRM_BATCH, distribution)
-
-
-def _bags(distribution: str) -> Workload:
-    """Several lookups of each sample of a batch in each table, whose vectors are added up."""
-    shapes = model_shapes.click_log_tables(), model_shapes.click_log_dense()
-    return _click_model(f"bags {distribution}", *shapes, _DLRM_BATCH * _BAG, distribution)
-
-
-def _click_model(
-    name: str, tables: list[Shape], perceptrons: list[Shape], B: int, distribution: str
-) -> Workload:
-    sparse = [Tensor(shape, B, distribution) for shape in tables]
-    return Workload(name, (*sparse, *map(Tensor, perceptrons)))
+def _clicks(name: str, of: str, lookups: int, distribution: str) -> Workload:
+    """So many lookups of each sample of a batch in each table, whose vectors are added up."""
+    tables, perceptrons = (getattr(model_shapes, f"{of}_{part}")() for part in ("tables", "dense"))
+    sparse = [Tensor(shape, _CLICKS * lookups, distribution) for shape in tables]
+    return Workload(f"{name} {distribution}", (*sparse, *map(Tensor, perceptrons)))
 
 
 DENSE_MODELS: dict[str, Callable[[], Workload]] = {
@@ -124,7 +110,10 @@ DENSE_MODELS: dict[str, Callable[[], Workload]] = {
     "resnet50": partial(_model, "resnet50", model_shapes.resnet50),
     "gpt2": partial(_model, "gpt2", model_shapes.gpt2_small),
 }
-MIXED_MODELS: dict[str, Callable[[str], Workload]] = {"dlrm": _dlrm, "bags": _bags}
+MIXED_MODELS: dict[str, Callable[[str], Workload]] = {
+    "dlrm": lambda distribution: _clicks("dlrm", "dlrm", 1, distribution),
+    "bags": lambda distribution: _clicks("bags", "click_log", _BAG, distribution),
+}
 
 
 def number(text: str) -> int:
@@ -158,41 +147,26 @@ def parse_sizes(text: str) -> tuple[list[str], list[str]]:
     dense_sizes: list[str] = []
     row_sizes: list[str] = []
     for entry in (part.strip() for part in text.split(",")):
+        parts, (first, _, last) = entry.split("x"), entry.partition("..")
         if entry == "all":
             dense_sizes += DENSE_SIZES
             row_sizes += ROW_SIZES
         elif entry == "far":
             row_sizes += FAR_SIZES
-        elif entry.count("x") == 1:
-            dense(entry)
-            dense_sizes.append(entry)
-        elif "x" in entry:
-            row_sizes.append(_row_size(entry))
-        elif ".." in entry:
-            dense_sizes += _range(entry)
+        elif last:
+            n, end = number(first), number(last)
+            if n > end:
+                raise BenchError(f"--size: expected a range that ascends, got {entry!r}")
+            while n <= end:
+                dense_sizes.append(label(n))
+                n *= _RANGE_FACTOR
+        elif len(parts) > 3:
+            raise BenchError(f"--size: expected N x D x B such as 500000x64x65536, got {entry!r}")
         else:
-            number(entry)
-            dense_sizes.append(entry)
+            for part in parts:
+                number(part)
+            (row_sizes if len(parts) == 3 else dense_sizes).append(entry)
     return list(dict.fromkeys(dense_sizes)), list(dict.fromkeys(row_sizes))
-
-
-def _row_size(entry: str) -> str:
-    parts = entry.split("x")
-    if len(parts) != 3:
-        raise BenchError(f"--size: expected N x D x B such as 500000x64x65536, got {entry!r}")
-    for part in parts:
-        number(part)
-    return entry
-
-
-def _range(entry: str) -> Iterator[str]:
-    first, _, last = entry.partition("..")
-    n, end = number(first), number(last)
-    if n > end:
-        raise BenchError(f"--size: expected a range that ascends, got {entry!r}")
-    while n <= end:
-        yield label(n)
-        n *= _RANGE_FACTOR
 
 
 @dataclass(frozen=True)
@@ -210,13 +184,12 @@ class Gradient:
 
 def gradients(workload: Workload) -> list[Gradient]:
     """Normal numbers, the same in every run; distributed rows."""
-    rng = np.random.default_rng(1)
-    return [_gradient(rng, tensor, seed) for seed, tensor in enumerate(workload.tensors)]
-
-
-def _gradient(rng: np.random.Generator, tensor: Tensor, seed: int) -> Gradient:
-    if tensor.B is None:
-        return Gradient(rng.standard_normal(tensor.shape, np.float32))
-    N, D = tensor.shape
-    values = rng.standard_normal((tensor.B, D), np.float32)
-    return Gradient(values, indices.draw(tensor.indices, N, tensor.B, seed))
+    rng, found = np.random.default_rng(1), []
+    for seed, tensor in enumerate(workload.tensors):
+        if tensor.B is None:
+            found.append(Gradient(rng.standard_normal(tensor.shape, np.float32)))
+            continue
+        N, D = tensor.shape
+        values = rng.standard_normal((tensor.B, D), np.float32)
+        found.append(Gradient(values, indices.draw(tensor.indices, N, tensor.B, seed)))
+    return found

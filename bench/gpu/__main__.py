@@ -18,52 +18,41 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
 from fnmatch import fnmatch
-from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 from rich.console import Console
-from rich.table import Table
 
 from .. import machine
 from ..errors import BenchError
 from ..report import document, table
-from ..report.result import BOUND, OURS
-from ..report.stats import ratio
-from .point import Bench, Point
-from .points import points
+from ..report.result import BOUND
+from .point import Bench, Point, named_points
 
 SCHEMA = 1
 
 
 def gpu() -> dict[str, Any]:
     """The device and its driver."""
+    from cuda.bindings import driver
     from numba import cuda
 
     device = cuda.get_current_device()
     name = getattr(device, "name", "unknown")
+    error, number = driver.cuDriverGetVersion()
+    known = error == driver.CUresult.CUDA_SUCCESS
     return {
         "name": name.decode() if isinstance(name, bytes) else str(name),
         "compute_capability": ".".join(str(x) for x in device.compute_capability),
         "multiprocessors": getattr(device, "MULTIPROCESSOR_COUNT", None),
         "memory_bytes": int(cuda.current_context().get_memory_info().total),
         "driver": _driver_version(),
-        "cuda_of_driver": _cuda_of_driver(),
+        "cuda_of_driver": f"{number // 1000}.{number % 1000 // 10}" if known else None,
     }
-
-
-def _cuda_of_driver() -> str | None:
-    from cuda.bindings import driver
-
-    error, number = driver.cuDriverGetVersion()
-    if error != driver.CUresult.CUDA_SUCCESS:
-        return None
-    return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def _driver_version() -> str | None:
@@ -77,105 +66,65 @@ def _driver_version() -> str | None:
     return lines[0] if done.returncode == 0 and lines else None
 
 
-def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = dict(machine.software())
-    for name in ("numba-cuda", "cuda-bindings", "torch", "cupy", "cupy-cuda12x", "cupy-cuda13x"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
 def results(found: Sequence[Point], bench: Bench) -> dict[str, Any]:
     """Everything about a run as a document, times in seconds."""
     made = {
-        "schema": SCHEMA,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "fusestep": machine.fusestep(),
-        "machine": machine.machine(),
-        "software": _versions(),
+        **document.head(SCHEMA),
         "gpu": gpu(),
         "seconds_per_point": bench.seconds,
         "copy_bytes": bench.copies.n_bytes,
-        "points": [_as_json(point) for point in found],
+        "points": [
+            {
+                **asdict(point),
+                "of_copy": {label: point.of_copy(label) for label in point.bytes},
+                "by_ours": {label: asdict(point.by_ours(label)) for label in point.peers},
+            }
+            for point in found
+        ],
     }
+    names = ("numba-cuda", "cuda-bindings", "torch", "cupy", "cupy-cuda12x", "cupy-cuda13x")
+    versions = {name: machine.version_of(name) for name in names}
+    made["software"] |= {name: version for name, version in versions.items() if version}
     text = (Path(__file__).parent / "results.schema.json").read_text(encoding="utf-8")
     jsonschema.validate(made, json.loads(text))
     return made
 
 
-def _as_json(point: Point) -> dict[str, Any]:
-    ours = point.device[OURS]
-    peers = {
-        label: asdict(ratio(summary, ours))
-        for label, summary in point.device.items()
-        if label != OURS and not label.startswith(BOUND)
-    }
-    return {
-        **asdict(point),
-        "targets": [{**asdict(target), "is_met": target.is_met} for target in point.targets],
-        "of_copy": {label: point.of_copy(label) for label in point.bytes},
-        "by_ours": peers,
-    }
-
-
 def show(data: dict[str, Any], console: Console) -> None:
     """Print what a document holds."""
-    device, ours = data["gpu"], data["fusestep"]
-    commit = f" at {ours['commit'][:10]}" if ours["commit"] else ""
-    libraries = ", ".join(f"{name} {text}" for name, text in data["software"].items() if text)
-    console.print(f"fusestep {ours['version']}{commit}{' with changes' if ours['changed'] else ''}")
-    console.print(libraries)
+    device = data["gpu"]
+    console.print(table.made_with(data))
     console.print(
         f"{device['name']}, {device['memory_bytes'] / 1e9:.1f} GB, driver {device['driver']}, "
         f"CUDA {device['cuda_of_driver']}"
     )
     for point in data["points"]:
-        console.print(_table(point))
+        rows = []
+        for label, times in point["device"].items():
+            moved = None if label.startswith(BOUND) else point["bytes"].get(label)
+            by_ours = point["by_ours"].get(label)
+            rows.append([
+                label,
+                *(table.seconds(times[name]) for name in ("median", "p20", "p80")),
+                f"{moved / times['median'] / 1e9:.0f}" if moved else "",
+                f"{point['of_copy'][label]:.1%}" if moved else "",
+                f"{by_ours['value']:.2f}" if by_ours else "",
+                table.seconds(point["host"][label]["median"]),
+                f"{point['ahead'][label]:.0%}",
+            ])  # fmt: skip
+        size = ", ".join(f"{value:,} {name}" for name, value in point["size"].items())
+        head = ("", "time", "p20", "p80", "GB/s", "of copy", "x ours", "host", "queued")
+        shown = table.table(f"{point['case']}: {size}", head, rows)
+        if point["copy"]:
+            shown.caption = f"fastest copy: {point['copy'] / 1e9:.0f} GB/s, read and written"
+        console.print(shown)
         for target in point["targets"]:
-            console.print(_line(target))
+            sign = "<=" if target["at_most"] else ">="
+            verdict = "met" if target["is_met"] else "missed"
+            reached = f"{target['reached']:.3f}, target {sign} {target['limit']}: {verdict}"
+            console.print(f"  {target['text']}: {reached}")
         for note in point["notes"]:
             console.print(f"  note: {note}")
-
-
-def _table(point: dict[str, Any]) -> Table:
-    size = ", ".join(f"{value:,} {name}" for name, value in point["size"].items())
-    found = Table("", title=f"{point['case']}: {size}", title_justify="left")
-    for head in ("time", "p20", "p80", "GB/s", "of copy", "x ours", "host", "queued"):
-        found.add_column(head, justify="right")
-    for label, times in point["device"].items():
-        moved, by_ours = point["bytes"].get(label), point["by_ours"].get(label)
-        if label.startswith(BOUND):
-            moved = None
-        found.add_row(
-            label,
-            *(table.seconds(times[name]) for name in ("median", "p20", "p80")),
-            f"{moved / times['median'] / 1e9:.0f}" if moved else "",
-            f"{point['of_copy'][label]:.1%}" if moved else "",
-            f"{by_ours['value']:.2f}" if by_ours else "",
-            table.seconds(point["host"][label]["median"]),
-            f"{point['ahead'][label]:.0%}",
-        )
-    if point["copy"]:
-        found.caption = f"fastest copy: {point['copy'] / 1e9:.0f} GB/s, read and written"
-    return found
-
-
-def _line(target: dict[str, Any]) -> str:
-    sign, verdict = ("<=" if target["at_most"] else ">="), "met" if target["is_met"] else "missed"
-    return (
-        f"  {target['text']}: {target['reached']:.3f}, target {sign} {target['limit']}: {verdict}"
-    )
-
-
-def _missing() -> str:
-    """What is missing for a run; "" for nothing."""
-    if find_spec("numba_cuda") is None:
-        return "needs numba-cuda: pip install 'fusestep[cuda13,bench]' (or cuda12)"
-    from numba import cuda
-
-    return "" if cuda.is_available() else "Numba finds no CUDA device"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -189,9 +138,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--seconds", type=float, default=2.0, help="that a point may take (default: %(default)s)"
     )
-    args = parser.parse_args(argv)
     try:
-        return _run(args)
+        return _run(parser.parse_args(argv))
     except BenchError as error:
         print(f"fusestep bench: {error}", file=sys.stderr)
         return 2
@@ -199,32 +147,39 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     names = args.names or ["*"]
-    chosen = {k: run for k, run in points().items() if any(fnmatch(k, name) for name in names)}
+    known = named_points()
+    chosen = [point for point in known if any(fnmatch(point, name) for name in names)]
     if not chosen:
         raise BenchError(f"no point is called {' or '.join(names)}: see --list")
     if args.list:
         print("\n".join(chosen))
         return 0
-    if missing := _missing():
-        raise BenchError(missing)
+    if find_spec("numba_cuda") is None:
+        raise BenchError("needs numba-cuda: pip install 'fusestep[cuda13,bench]' (or cuda12)")
+    from numba import cuda
+
+    if not cuda.is_available():
+        raise BenchError("Numba finds no CUDA device")
     if args.json:
         document.check_writable(args.json)
     warnings.filterwarnings("ignore", message="Grid size")  # of Numba: some kernels are small
-    console, errors = table.console(), Console(stderr=True)
-    bench = Bench(args.seconds, partial(errors.print, markup=False, highlight=False))
+    errors = Console(stderr=True, markup=False, highlight=False)
+    bench = Bench(args.seconds, errors.print)
+    points = import_module(".points", __package__)
     found: list[Point] = []
     trouble = ""
-    for name, run in chosen.items():
-        errors.print(f"{len(found) + 1} of {len(chosen)}: {name}", markup=False, highlight=False)
+    for name in chosen:
+        errors.print(f"{len(found) + 1} of {len(chosen)}: {name}")
+        function, options = known[name]
         try:
-            found.append(run(bench))
+            found.append(getattr(points, function)(bench, **options))
         except (BenchError, KeyboardInterrupt) as error:  # what has been measured is not lost
             trouble = f"{name}: {str(error) or 'interrupted'}"
-            errors.print(trouble, style="bold red", markup=False)
+            errors.print(trouble, style="bold red")
             if isinstance(error, KeyboardInterrupt):
                 break
     data = results(found, bench)
-    show(data, console)
+    show(data, table.console())
     if args.json:
         document.write(args.json, data)
     return 1 if trouble else 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -23,7 +23,6 @@ from ...kernels.cuda.device.backend import address_of, copy_in
 from ...ops.runtime import pending
 from ..errors import BenchError
 from ..report.result import BOUND
-from ..report.stats import Summary
 
 if config.ENABLE_CUDASIM:
     from ...kernels.cuda.device.simulated import tile_loader, tile_storer
@@ -45,7 +44,7 @@ _LONGEST_LEAD = 0.5  # seconds
 BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
 
 
-# ---------------------------------------------------------------------------------------- Memory
+# -- memory ---------------------------------------------------------------------------------------
 
 
 def new_array(shape: int | tuple[int, ...], value: float = 0.0, dtype: Any = np.float32) -> Any:
@@ -77,7 +76,7 @@ def free_bytes() -> int:
     return int(context.get_memory_info().free)
 
 
-# ----------------------------------------------------------------------------------------- Copies
+# -- copies ---------------------------------------------------------------------------------------
 
 
 def copy_on_device(to: int, source: int, n_bytes: int) -> None:
@@ -145,31 +144,8 @@ class Copies:
             ](to, source),
         }
 
-    def bandwidth(self, times: Mapping[str, Timed]) -> float:
-        """Bytes a second of the fastest copy; each byte is read and written."""
-        best = min(times[label].device.median for label in self.jobs)
-        return 2 * self.n_bytes / best
 
-
-# ----------------------------------------------------------------------------------------- Timing
-
-
-@dataclass(frozen=True)
-class Timed:
-    """The times of one contestant, in seconds a step.
-
-    Args:
-        device: between two events on the stream.
-        host: that the calls took.
-        steps: of a sample.
-        ahead: the share of samples in which the host had enqueued all before the device began;
-            in the others the device may have waited for it.
-    """
-
-    device: Summary
-    host: Summary
-    steps: int
-    ahead: float
+# -- timing ---------------------------------------------------------------------------------------
 
 
 @cache
@@ -191,27 +167,53 @@ def keep_busy(seconds: float, stream: Any = None) -> Any:
     return event
 
 
-@dataclass(frozen=True)
-class _Sample:
-    device: float
-    host: float
-    ahead: bool
+@dataclass
+class Timed:
+    """One contestant with its samples, in seconds a step.
 
+    Args:
+        enqueue: one step.
+        steps: of a sample.
+        lead: seconds for which the stream is busy before one.
+        device: between two events on the stream.
+        host: that the calls took.
+        ahead: whether the host had enqueued all before the device began; else the device may
+            have waited for it.
+    """
 
-def _sample(enqueue: Enqueue, steps: int, lead: float) -> _Sample:
-    stream = cuda.default_stream()
-    begin, end = cuda.event(), cuda.event()
-    before = keep_busy(lead)
-    begin.record(stream)
-    started = time.perf_counter()
-    for _ in range(steps):
-        enqueue()
-    took = time.perf_counter() - started
-    end.record(stream)
-    ahead = not before.query()
-    end.synchronize()
-    pending.settle()  # not in the middle of a sample
-    return _Sample(begin.elapsed_time(end) / 1e3 / steps, took / steps, ahead)
+    enqueue: Enqueue
+    steps: int = 2
+    lead: float = 0.02
+    device: list[float] = field(default_factory=list)
+    host: list[float] = field(default_factory=list)
+    ahead: list[bool] = field(default_factory=list)
+
+    def sample(self) -> None:
+        """Take the steps."""
+        stream = cuda.default_stream()
+        begin, end = cuda.event(), cuda.event()
+        before = keep_busy(self.lead)
+        begin.record(stream)
+        started = time.perf_counter()
+        for _ in range(self.steps):
+            self.enqueue()
+        took = time.perf_counter() - started
+        end.record(stream)
+        self.ahead.append(not before.query())
+        end.synchronize()
+        pending.settle()  # not in the middle of a sample
+        self.device.append(begin.elapsed_time(end) / 1e3 / self.steps)
+        self.host.append(took / self.steps)
+
+    def planned(self) -> Timed:
+        """With as many steps as a sample should have, by a first one."""
+        self.enqueue()  # compiles
+        cuda.synchronize()
+        self.sample()
+        steps = max(1, min(_MOST_STEPS, round(_SHORTEST / max(self.device[0], 1e-9))))
+        # The sleep of a thread may be shorter than asked for.
+        lead = min(_LONGEST_LEAD, 2e-3 + 3 * steps * self.host[0])
+        return Timed(self.enqueue, steps, lead)
 
 
 def interleave(jobs: Mapping[str, Enqueue], seconds: float) -> dict[str, Timed]:
@@ -221,28 +223,10 @@ def interleave(jobs: Mapping[str, Enqueue], seconds: float) -> dict[str, Timed]:
         jobs: by label.
         seconds: that the measurement may take, about.
     """
-    plans: dict[str, tuple[int, float]] = {}
-    round_takes = 0.0
-    for label, enqueue in jobs.items():
-        enqueue()  # compiles
-        cuda.synchronize()
-        first = _sample(enqueue, 2, 0.02)
-        steps = max(1, min(_MOST_STEPS, round(_SHORTEST / max(first.device, 1e-9))))
-        # The sleep of a thread may be shorter than asked for.
-        lead = min(_LONGEST_LEAD, 2e-3 + 3 * steps * first.host)
-        plans[label] = steps, lead
-        round_takes += lead + steps * first.device
-    rounds = max(_FEWEST, min(_MOST, round(seconds / round_takes)))
-    samples: dict[str, list[_Sample]] = {label: [] for label in jobs}
-    for _ in range(rounds):
-        for label, enqueue in jobs.items():
-            samples[label].append(_sample(enqueue, *plans[label]))
-    return {
-        label: Timed(
-            Summary.of([s.device for s in found]),
-            Summary.of([s.host for s in found]),
-            plans[label][0],
-            sum(s.ahead for s in found) / len(found),
-        )
-        for label, found in samples.items()
-    }
+    firsts = {label: Timed(enqueue) for label, enqueue in jobs.items()}
+    found = {label: first.planned() for label, first in firsts.items()}
+    takes = sum(timed.lead + timed.steps * firsts[n].device[0] for n, timed in found.items())
+    for _ in range(max(_FEWEST, min(_MOST, round(seconds / takes)))):
+        for timed in found.values():
+            timed.sample()
+    return found

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
+from ...nn.registry import ROWS, Row
+from ...nn.registry.record import MINDSPORE, Form
 from ..cases.steps import STEPS
 from ..cases.traffic import LINE, row_lines
-from ..registry import ROWS, Row
-from ..registry.record import MINDSPORE, Form
 
 _DEFAULTS = {
     "lazy": "lazy",

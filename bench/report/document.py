@@ -18,29 +18,36 @@ from ... import threading_layer
 from .. import machine
 from ..errors import BenchError
 from ..peer import Peers
-from .result import Against, PointResult, Settings, SpecialResult
+from .result import Against, PointResult, SpecialResult
 
 SCHEMA = 3
 Result = PointResult | SpecialResult
 
 
 def document(
-    results: Sequence[Result], settings: Settings, peers: Peers, load: float | None
+    results: Sequence[Result], seconds: float, peers: Peers, load: float | None
 ) -> dict[str, Any]:
     """Everything about a run, times in seconds; ``load`` is that of the machine before it."""
     return {
-        "schema": SCHEMA,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "fusestep": machine.fusestep(),
-        "machine": machine.machine(),
-        "software": machine.software(),
+        **head(SCHEMA),
         "threading_layer": threading_layer(),
-        "seconds_per_point": settings.seconds,
+        "seconds_per_point": seconds,
         "load_before": load,
         "peers": peers.versions,
         "missing_peers": peers.missing,
         "points": [_point(r) for r in results if isinstance(r, PointResult)],
         "special": [asdict(r) for r in results if isinstance(r, SpecialResult)],
+    }
+
+
+def head(schema: int) -> dict[str, Any]:
+    """When, on what and with what a measurement was made."""
+    return {
+        "schema": schema,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "fusestep": machine.fusestep(),
+        "machine": machine.machine(),
+        "software": machine.software(),
     }
 
 

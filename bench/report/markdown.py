@@ -11,35 +11,24 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
+from difflib import unified_diff
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from .. import machine
 from ..cases import indices
-from ..cases.steps import FAR_ROWS, FRESH_STATES, LOOP, TRAINING
+from ..cases.steps import LOOP
 from ..cases.torch import SAME_PROCESS
 from ..cases.workloads import DEFAULT_ROWS, PUBLISHED_DENSE, number
 from ..errors import BenchError
-from ..scale_out import model
-from ..special import far_rows, fresh_states, training
-from . import catalogue, document
+from ..scale_out import runs
+from ..special import far_rows, training
+from ..special.fresh_states import LATER_STEP
+from . import catalogue, document, table
 from .catalogue import markdown
 from .result import OURS
-from .table import (
-    IN_WORDS,
-    bandwidth,
-    by_scenario,
-    contestants,
-    loses_to,
-    loses_to_bound,
-    memory,
-    peers_of,
-    seconds,
-    share,
-    size,
-    speedup,
-    spread,
-)
+from .table import IN_WORDS, Point, seconds, size
 
 DOCUMENTS = (
     "README.md",
@@ -58,7 +47,7 @@ _SHOWN = (
 )
 _SUMMARISED = ("loop", "busy", "pause20")
 _WITHOUT_SCHEMA = ("recommender", "scale-out", "scale-out-model")
-Points = list[dict[str, Any]]
+_LOST = "**{}**"
 
 
 def rewritten(text: str, results: Path) -> str:
@@ -95,53 +84,75 @@ def documents() -> dict[Path, str]:
     return {path: rewritten(text, root / "bench" / "results") for path, text in texts.items()}
 
 
+def check() -> int:
+    """Print what differs in the documents; returns 1 when something does, else 0."""
+    differing = []
+    for path, expected in documents().items():
+        found = path.read_text(encoding="utf-8")
+        if found != expected:
+            differing.append(path.name)
+            lines = found.splitlines(), expected.splitlines()
+            changes = unified_diff(*lines, path.name, "from the results", n=0)
+            print("\n".join(line.rstrip("\n") for line in changes))
+    if differing:
+        print(f"{', '.join(differing)}: write anew with python -m fusestep.bench.report.markdown")
+        return 1
+    print("all tables are those of the committed results")
+    return 0
+
+
 # -- the tables -----------------------------------------------------------------------------------
 
 
 def _summary(data: dict[str, Any]) -> str:
     """Times of some cases and how much faster they are than PyTorch, in some scenarios."""
     words = [IN_WORDS[scenario] for scenario in _SUMMARISED]
-    head = ["case", "size", *words, *(f"x torch, {word}" for word in words)]
     rows = []
-    for group in by_scenario([p for p in _all(data) if p["case"] in _SHOWN]):
+    for group in table.by_scenario([p for p in _all(data) if p["case"] in _SHOWN]):
         points = [group.get(scenario) for scenario in _SUMMARISED]
-        times = [seconds(p["times"][OURS]["median"]) if p else "n/a" for p in points]
-        ratios = [_bold(speedup(p, "torch"), loses_to(p, "torch")) if p else "n/a" for p in points]
-        point = next(iter(group.values()))
-        rows.append([f"`{point['case']}`", size(point), *times, *ratios])
+        ratios = (table.speedup(point, "torch", _LOST) for point in points)
+        rows.append([*_names(group), *map(_time, points), *ratios])
     rows.sort(key=lambda row: _SHOWN.index(row[0].strip("`")))
+    head = ["case", "size", *words, *(f"x torch, {word}" for word in words)]
     return f"{markdown(head, rows, left=2)}\n\n{_setting(data)}"
 
 
 def _scenarios(data: dict[str, Any]) -> str:
     """Median and percentiles of ours, the bound and each peer in all scenarios."""
-    names = list(dict.fromkeys(point["scenario"] for point in _all(data)))
-    rows = [
-        [f"`{point['case']}`", size(point), name, *(spread(group.get(s), name) for s in names)]
-        for group in by_scenario(_all(data))
-        for point in (next(iter(group.values())),)
-        for name in contestants(point)
-    ]
-    head = ["case", "size", "of", *(IN_WORDS[name] for name in names)]
+    points = _all(data)
+    rows = [[f"`{p['case']}`", size(p), name, *cells] for p, name, cells in table.spreads(points)]
+    head = ["case", "size", "of", *(IN_WORDS[name] for name in table.scenarios_of(points))]
     return f"{markdown(head, rows, left=3)}\n\n{_setting(data)}"
 
 
 def _beside_torch(data: dict[str, Any]) -> str:
     """Times in all scenarios, and how much faster than PyTorch's, in its own process or in ours."""
-    names = list(dict.fromkeys(point["scenario"] for point in _all(data)))
+    names = table.scenarios_of(_all(data))
     torch = "torch" if "torch" in data["peers"] else SAME_PROCESS
-    head = ["case", "size", "dtype"]
-    for name in names:
-        head += [IN_WORDS[name], "x torch"]
-    rows = []
-    for group in by_scenario(_all(data)):
-        point = next(iter(group.values()))
-        row = [f"`{point['case']}`", size(point), point["dtype"]]
-        for p in (group.get(name) for name in names):
-            ratio = _bold(speedup(p, torch), loses_to(p, torch)) if p else "n/a"
-            row += [seconds(p["times"][OURS]["median"]) if p else "n/a", ratio]
-        rows.append(row)
+    rows = [
+        [
+            *_names(group, "dtype"),
+            *(
+                cell
+                for point in map(group.get, names)
+                for cell in (_time(point), table.speedup(point, torch, _LOST))
+            ),
+        ]
+        for group in table.by_scenario(_all(data))
+    ]
+    of_scenarios = (cell for name in names for cell in (IN_WORDS[name], "x torch"))
+    head = ["case", "size", "dtype", *of_scenarios]
     return f"{markdown(head, rows, left=3)}\n\n{_setting(data)}"
+
+
+def _names(group: dict[str, Point], *keys: str) -> list[str]:
+    """What points have in common that differ in their scenario only."""
+    point = next(iter(group.values()))
+    return [f"`{point['case']}`", size(point), *(str(point[key]) for key in keys)]
+
+
+def _time(point: Point | None) -> str:
+    return seconds(point["times"][OURS]["median"]) if point else "n/a"
 
 
 def _recommender(data: dict[str, Any]) -> str:
@@ -150,33 +161,39 @@ def _recommender(data: dict[str, Any]) -> str:
     for name, run in data["runs"].items():
         ms, auc = run["median_ms"], list(run["auc"].values())[-1]
         whole = sum(ms.values())
-        model = ms["forward"] + ms["backward"]
-        times = [f"{x:.1f} ms" for x in (model, ms["optimizer"], whole)]
-        rows.append([name, *times, f"{ms['optimizer'] / whole:.0%}", f"{auc:.4f}"])
+        times = (ms["forward"] + ms["backward"], ms["optimizer"], whole)
+        share = f"{ms['optimizer'] / whole:.0%}"
+        rows.append([name, *(f"{x:.1f} ms" for x in times), share, f"{auc:.4f}"])
     head = ["optimizers of", "forward, backward", "optimizer", "iteration", "share", "AUC"]
-    return markdown(head, rows, left=1)
+    return markdown(head, rows)
 
 
 def _setting(data: dict[str, Any]) -> str:
-    software = data["software"]
-    peers = ", ".join(f"{name} {version}" for name, version in data["peers"].items())
+    machine, software = data["machine"], data["software"]
     return (
-        f"{data['machine']['cpu']}, {data['machine']['cores']} cores, Numba {software['numba']}, "
-        f"NumPy {software['numpy']}; peers: {peers or 'none'}; medians of one run, "
+        f"{machine['cpu']}, {machine['cores']} cores, Numba {software['numba']}, "
+        f"NumPy {software['numpy']}; peers: {table.peers_in(data)}; medians of one run, "
         f"{data['date'][:10]}."
     )
 
 
-def _all(data: dict[str, Any]) -> Points:
+def _all(data: dict[str, Any]) -> list[Point]:
     return [point for point in data["points"] if OURS in point["times"]]
 
 
-def _measured(data: dict[str, Any]) -> Points:
+def _measured(data: dict[str, Any]) -> list[Point]:
     """Without anything between two steps."""
     return [point for point in _all(data) if point["scenario"] == LOOP]
 
 
-def _usual(data: dict[str, Any]) -> Points:
+def _plain(data: dict[str, Any]) -> list[Point]:
+    """In float32, with all threads."""
+    points = _measured(data)
+    threads = max(point["threads"] for point in points)
+    return [p for p in points if p["threads"] == threads and p["dtype"] == "float32"]
+
+
+def _usual(data: dict[str, Any]) -> list[Point]:
     """Plain points, at the published size and the default distribution of each case."""
     return [
         point
@@ -186,42 +203,17 @@ def _usual(data: dict[str, Any]) -> Points:
     ]
 
 
-def _plain(data: dict[str, Any]) -> Points:
-    """In float32, with all threads."""
-    points = _measured(data)
-    threads = max(point["threads"] for point in points)
-    return [p for p in points if p["threads"] == threads and p["dtype"] == "float32"]
-
-
-def _of_points(points: Points, *columns: str) -> str:
+def _of_points(points: list[Point], *columns: str) -> str:
     """Figures of points; ``columns`` are keys of a point that are shown beside its case."""
-    peers = peers_of(points)
+    peers = table.peers_of(points)
+    rows = []
+    for point in points:
+        shown = (str(point[column]) for column in columns)
+        rows.append(
+            [f"`{point['case']}`", *shown, _time(point), *table.figures(point, peers, _LOST)]
+        )
     head = ["case", *columns, "time", "GB/s", "of bound", *(f"x {peer}" for peer in peers)]
-    rows = [
-        [
-            f"`{point['case']}`",
-            *(str(point[column]) for column in columns),
-            seconds(point["times"][OURS]["median"]),
-            bandwidth(point),
-            _bold(share(point), loses_to_bound(point)),
-            *(_bold(speedup(point, peer), loses_to(point, peer)) for peer in peers),
-        ]
-        for point in points
-    ]
     return markdown(head, rows, left=1 + len(columns))
-
-
-def _bold(text: str, lost: bool) -> str:
-    return f"**{text}**" if lost else text
-
-
-def _all_usual(data: dict[str, Any]) -> str:
-    return _of_points(_usual(data))
-
-
-def _models(data: dict[str, Any]) -> str:
-    """Whole models."""
-    return _of_points(_measured(data))
 
 
 def _sizes(data: dict[str, Any]) -> str:
@@ -231,8 +223,7 @@ def _sizes(data: dict[str, Any]) -> str:
     columns = sorted(dict.fromkeys(sizes), key=number)
     cells: dict[str, dict[str, str]] = {}
     for point in points:
-        time = seconds(point["times"][OURS]["median"])
-        cells.setdefault(point["case"], {})[point["size"]] = f"{time}, {share(point)}"
+        cells.setdefault(point["case"], {})[point["size"]] = f"{_time(point)}, {table.share(point)}"
     rows = [
         [f"`{name}`", *(found.get(column, "") for column in columns)]
         for name, found in cells.items()
@@ -254,124 +245,109 @@ def _dtypes(data: dict[str, Any]) -> str:
 
 def _scaling(data: dict[str, Any]) -> str:
     """Times faster than with one thread."""
-    alone = {_without_threads(p): p for p in _measured(data) if p["threads"] == 1}
+
+    def key(point: Point) -> tuple[Any, ...]:
+        return tuple(point[name] for name in ("case", "size", "indices", "dtype"))
+
+    points = _measured(data)
+    alone = {key(point): point for point in points if point["threads"] == 1}
     rows = []
-    for point in _measured(data):
-        one = alone.get(_without_threads(point))
+    for point in points:
+        one = alone.get(key(point))
         if one is None or point["threads"] == 1:
             continue
-        times = [p["times"][OURS]["median"] for p in (one, point)]
-        rows.append(
-            [
-                f"`{point['case']}`",
-                size(point),
-                *(seconds(time) for time in times),
-                f"{times[0] / times[1]:.2f}",
-                *(share(p) for p in (one, point)),
-            ]
-        )
+        faster = one["times"][OURS]["median"] / point["times"][OURS]["median"]
+        cells = [_time(one), _time(point), f"{faster:.2f}", table.share(one), table.share(point)]
+        rows.append([f"`{point['case']}`", size(point), *cells])
     head = ["case", "size", "1 thread", "all", "faster", "of bound, 1 thread", "all"]
     return markdown(head, rows, left=2)
 
 
-def _without_threads(point: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(point[key] for key in ("case", "size", "indices", "dtype"))
-
-
 def _losses(data: dict[str, Any]) -> str:
     """Everything that falls short."""
+    points = _measured(data)
     rows = [
         [f"`{p['case']}`", size(p), p["dtype"], str(p["threads"]), "; ".join(p["losses"])]
-        for p in _measured(data)
+        for p in points
         if p["losses"]
     ]
     head = ["case", "size", "dtype", "threads", "measured"]
-    found = f"{len(rows)} of the {len(_measured(data))} points of this run fall short:"
+    found = f"{len(rows)} of the {len(points)} points of this run fall short:"
     return f"{found}\n\n{markdown(head, rows, left=len(head))}"
 
 
 def _memory(data: dict[str, Any]) -> str:
     """What a step needs beside its arrays: ours, and the fastest form of each peer."""
     points = _usual(data)
-    peers = peers_of(points)
-    rows = [
-        [
-            f"`{point['case']}`",
-            memory(point["memory"][OURS]),
-            *(_memory_of(point, p) for p in peers),
-        ]
-        for point in points
-    ]
+    peers = table.peers_of(points)
+    rows = []
+    for point in points:
+        labels, needed = table.contestants(point), point["memory"]
+        of_peers = (table.memory(needed.get(labels[p])) if p in labels else "" for p in peers)
+        rows.append([f"`{point['case']}`", table.memory(needed[OURS]), *of_peers])
     return markdown(["case", "fusestep", *peers], rows)
 
 
-def _memory_of(point: dict[str, Any], peer: str) -> str:
-    found = point["peers"].get(peer)
-    return memory(point["memory"].get(found["label"])) if found else ""
+# -- cases that are no steps of one optimizer -----------------------------------------------------
+
+
+def _special(name: str, data: dict[str, Any]) -> tuple[dict[str, float], dict[str, Any]]:
+    """The medians of one by label, and all of it."""
+    (special,) = (special for special in data["special"] if special["name"] == name)
+    return {label: time["median"] for label, time in special["times"].items()}, special
+
+
+def _with_limits(data: dict[str, Any], name: str) -> str:
+    """The median of each label beside its limit."""
+    medians, special = _special(name, data)
+    limits = special["limits"]
+    rows = [
+        [label, seconds(time), seconds(limits[label]) if label in limits else ""]
+        for label, time in medians.items()
+    ]
+    return markdown(["", "median", "limit"], rows)
 
 
 def _far_rows(data: dict[str, Any]) -> str:
     """The parts of a step on large tables, and how the update compares with the plain loop."""
-    times = _special_case(data, FAR_ROWS.name)["times"]
+    times, _ = _special("far-rows", data)
     rows = []
-    for table in dict.fromkeys(label.partition(": ")[0] for label in times):
-        medians = [times[f"{table}: {part}"]["median"] for part in far_rows.PARTS]
+    for of in dict.fromkeys(label.partition(": ")[0] for label in times):
+        medians = [times[f"{of}: {part}"] for part in far_rows.PARTS]
         _, _, update, plain = medians
-        missed = update > far_rows.OF_PLAIN * plain
-        rows.append([table, *map(seconds, medians), _bold(f"{update / plain:.2f}", missed)])
+        lost = _LOST if update > far_rows.OF_PLAIN * plain else "{}"
+        rows.append([of, *map(seconds, medians), lost.format(f"{update / plain:.2f}")])
     return markdown(["size", *far_rows.PARTS, "update / plain loop"], rows)
 
 
 def _fresh_states(data: dict[str, Any]) -> str:
     """The cost of large states until they train."""
-    special = _special_case(data, FRESH_STATES.name)
-    times, limits, later = special["times"], special["limits"], fresh_states.LATER_STEP
-    labels = [label for label in times if not label.endswith(later)]
+    times, special = _special("fresh-states", data)
+    limits = special["limits"]
+    labels = [label for label in times if not label.endswith(LATER_STEP)]
     rows = []
     for label, point in zip(labels, special["points"], strict=True):
-        first = times[label]["median"]
-        made = _bold(seconds(first), label in limits and first > limits[label])
-        step = times.get(f"{label}{later}")
-        step_time = seconds(step["median"]) if step else ""
-        rows.append([label, made, step_time, f"{point['GB']:.1f} GB"])
+        lost = _LOST if label in limits and times[label] > limits[label] else "{}"
+        later = times.get(f"{label}{LATER_STEP}")
+        made = lost.format(seconds(times[label]))
+        rows.append([label, made, seconds(later) if later else "", f"{point['GB']:.1f} GB"])
     return markdown(["size", "made, and first step", "later step", "resident"], rows)
 
 
 def _training(data: dict[str, Any]) -> str:
     """Of each model and scenario the step and the iteration, and how much faster than PyTorch's."""
-    special = _special_case(data, TRAINING.name)
-    times, limits, rows = special["times"], special["limits"], []
-    for name in dict.fromkeys(tuple(label.split()[:2]) for label in times):
+    times, special = _special("training", data)
+    limits, rows = special["limits"], []
+    for name, scenario in dict.fromkeys(tuple(label.split()[:2]) for label in times):
         cells = []
         for part in training.PARTS:
             ours, theirs = (
-                f"{' '.join(name)} {of}: {part}" for of in (training.OURS, training.THEIRS)
+                f"{name} {scenario} {of}: {part}" for of in (training.OURS, training.THEIRS)
             )
-            mine, other = times[ours]["median"], times[theirs]["median"]
-            cells += [seconds(mine), _bold(f"{other / mine:.2f}", mine > limits[ours])]
-        rows.append([name[0], IN_WORDS[name[1]], *cells])
+            lost = _LOST if times[ours] > limits[ours] else "{}"
+            cells += [seconds(times[ours]), lost.format(f"{times[theirs] / times[ours]:.2f}")]
+        rows.append([name, IN_WORDS[scenario], *cells])
     return markdown(["model", "scenario", "step", "x torch", "iteration", "x torch"], rows)
-
-
-def _special_case(data: dict[str, Any], name: str) -> dict[str, Any]:
-    (special,) = (s for s in data["special"] if s["name"] == name)
-    found: dict[str, Any] = special
-    return found
-
-
-def _special(name: str) -> Callable[[dict[str, Any]], str]:
-    """The table of a case that is no step of one optimizer."""
-
-    def table(data: dict[str, Any]) -> str:
-        special = _special_case(data, name)
-        limits = special["limits"]
-        rows = [
-            [label, seconds(time["median"]), seconds(limits[label]) if label in limits else ""]
-            for label, time in special["times"].items()
-        ]
-        return markdown(["", "median", "limit"], rows)
-
-    return table
 
 
 _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -380,10 +356,10 @@ _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "scenarios": _scenarios,
     "beside-torch": _beside_torch,
     "recommender": _recommender,
-    "scale-out": model.measured,
-    "scale-out-model": model.modelled,
-    "usual": _all_usual,
-    "models": _models,
+    "scale-out": runs.measured,
+    "scale-out-model": runs.modelled,
+    "usual": lambda data: _of_points(_usual(data)),
+    "models": lambda data: _of_points(_measured(data)),
     "sizes": _sizes,
     "rows": _rows,
     "dtypes": _dtypes,
@@ -391,9 +367,9 @@ _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "losses": _losses,
     "memory": _memory,
     "far-rows": _far_rows,
-    "first-step": _special("first-step"),
+    "first-step": partial(_with_limits, name="first-step"),
     "fresh-states": _fresh_states,
-    "thor": _special("thor"),
+    "thor": partial(_with_limits, name="thor"),
     "training": _training,
     "bytes": catalogue.traffic,
     "lines": catalogue.line_counts,

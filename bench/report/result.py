@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from ..cases.steps import LOOP, Point
 from .stats import Ratio, Summary, ratio
@@ -14,21 +14,20 @@ BOUND = "bound: "
 # What is called a loss: less than this share of the bound where a step works from memory, and
 # more time than a peer anywhere.
 OF_BOUND = 0.9
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the user chose for a run.
-
-    Args:
-        seconds: that the measurement of a point may take.
-    """
-
-    seconds: float = 0.5
+SECONDS = 0.5  # that the measurement of a point may take, by default
 
 
 # Told the share of the work that is done.
 Progress = Callable[[float], None]
+Item = TypeVar("Item")
+
+
+def tracked(items: Sequence[Item], progress: Progress) -> Iterator[Item]:
+    """Each of the items, before which ``progress`` is told what share of them is done."""
+    for done, item in enumerate(items):
+        progress(done / len(items))
+        yield item
+    progress(1.0)
 
 
 @dataclass(frozen=True)
@@ -117,9 +116,13 @@ class SpecialResult:
 
     name: str
     summary: str
-    times: dict[str, Summary]
+    times: dict[str, Summary] = field(default_factory=dict)
     limits: dict[str, float] = field(default_factory=dict)
     points: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, samples: Mapping[str, Sequence[float]]) -> None:
+        """Summaries of samples by label."""
+        self.times.update({label: Summary.of(values) for label, values in samples.items()})
 
 
 def fastest(times: dict[str, Summary], labels: list[str]) -> str | None:

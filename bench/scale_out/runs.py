@@ -1,4 +1,4 @@
-"""Iterations on a table that several processes of this machine own.
+"""Iterations on a table that several processes of this machine own, and a model of more.
 
 ``fusestep bench --processes 1,2,4`` starts that many processes on this machine, one thread each,
 over gloo. Beside the whole batch one process takes a quarter of it: from these two runs follows
@@ -14,19 +14,29 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from .. import machine
+from ..cases.indices import DEFAULT, draw
+from ..cases.options import other_option, parse_seconds, whole_numbers
 from ..errors import BenchError
 from ..report import document, table
-from ..report.table import console
-from .model import DIM, measured
+from ..report.catalogue import markdown
+from ..report.table import memory, seconds
 
 ROWS, BATCH = 500_000, 65_536
 _QUICK_ROWS, _QUICK_BATCH = 20_000, 4_096
 _SECONDS, _QUICK_SECONDS = 3.0, 1.0  # of a run
 _MOST = 64  # processes on one machine
 _TIMEOUT = 600.0
+DIM = 64
+NETWORKS = (10, 100, 400)  # Gbit/s
+SIZES = (8, 16, 32, 64, 128, 256, 512, 1024)  # processes of the model
+MODEL_BATCH = 1 << 20  # ids of the batch of all processes
+_ROW = 4 * DIM  # bytes
+_MESSAGE = 5e-6  # seconds that a process takes for each message of a fast network, assumed
 
 
 def main(args: argparse.Namespace) -> int:
@@ -35,21 +45,15 @@ def main(args: argparse.Namespace) -> int:
     Raises:
         BenchError: an option is wrong, or a run fails.
     """
-    taken = ("processes", "json", "seconds", "quick")
-    given = {name for name, value in vars(args).items() if value not in (None, False, [])}
-    if others := sorted(given.difference(taken)):
-        names = {"cases": "cases", "earlier": "--from"}
-        option = names.get(others[0], f"--{others[0].replace('_', '-')}")
+    if option := other_option(args, "processes", "json", "seconds", "quick"):
         raise BenchError(f"--processes: takes no {option}")
     if find_spec("torch") is None:
         raise BenchError("--processes: needs PyTorch, for gloo: pip install torch")
-    counts = _counts(args.processes)
+    counts = sorted({1, *whole_numbers("--processes", args.processes, _MOST)})
     path = None if args.json is None else Path(args.json)
     if path is not None:
         document.check_writable(path)
     rows, batch = (_QUICK_ROWS, _QUICK_BATCH) if args.quick else (ROWS, BATCH)
-    from ..cases.options import parse_seconds
-
     asked = parse_seconds(args.seconds, quick=args.quick)
     time = asked if args.seconds is not None else _QUICK_SECONDS if args.quick else _SECONDS
     with table.progress() as reports:
@@ -59,26 +63,18 @@ def main(args: argparse.Namespace) -> int:
             reports(f"{n} processes, {of_run:,} ids", k, len(wanted))(0.0)
             runs.append(_run(n, rows, of_run, time))
     data = {"machine": machine.machine(), "rows": rows, "dim": DIM, "runs": runs}
-    screen = console()
-    screen.print(measured(data), highlight=False)
+    table.console().print(measured(data), highlight=False)
     if path is not None:
-        path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        document.write(path, data)
     return 0
-
-
-def _counts(text: str) -> list[int]:
-    counts = [int(part) if part.strip().isdecimal() else 0 for part in text.split(",")]
-    if not all(1 <= count <= _MOST for count in counts):
-        raise BenchError(f"--processes: expected whole numbers from 1 to {_MOST}, got {text!r}")
-    return sorted({1, *counts})
 
 
 def _run(n: int, rows: int, batch: int, time: float) -> dict[str, Any]:
     """What n processes have measured: the slowest of each figure, and the bytes of all."""
-    program = ["-m", "fusestep.bench.scale_out.worker"]
     command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *("--nproc-per-node", str(n), *program, str(rows), str(DIM), str(batch), str(time)),
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"),
+        *(str(n), "-m", "fusestep.bench.scale_out.worker"),
+        *map(str, (rows, DIM, batch, time)),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     try:
@@ -94,3 +90,87 @@ def _run(n: int, rows: int, batch: int, time: float) -> dict[str, Any]:
     totals = {name: sum(own[name] for own in every) for name in ("sent", "least", "ids")}
     slowest = max((own["iteration"] for own in every), key=lambda times: float(times[1]))
     return {"processes": n, "batch": batch, **highest, **totals, "iteration": slowest}
+
+
+# -- the model ------------------------------------------------------------------------------------
+
+
+class Costs(NamedTuple):
+    """What an iteration costs a process without others, in seconds."""
+
+    fixed: float
+    of_id: float
+
+    def at(self, ids: float) -> float:
+        """For so many ids of its part of the batch."""
+        return float(self.fixed + self.of_id * ids)
+
+
+def costs(data: dict[str, Any]) -> Costs:
+    """From one process with the whole batch and with a quarter of it."""
+    part, whole = (run for run in data["runs"] if run["processes"] == 1)
+    first, last = (float(run["iteration"][1]) for run in (part, whole))
+    of_id = (last - first) / (whole["batch"] - part["batch"])
+    return Costs(last - of_id * whole["batch"], of_id)
+
+
+def bytes_sent(n: int, batch: int, rows: int) -> float:
+    """What each of n processes sends to the others in an iteration, in bytes.
+
+    Numbers of different rows, those rows, and for each id its gradient, the place of its row and
+    its own place.
+    """
+    ids = batch // n
+    different = len(np.unique(draw(DEFAULT, rows, ids)))
+    return (n - 1) / n * (different * (4 + _ROW) + ids * (_ROW + 8))
+
+
+def predicted(run: dict[str, Any], data: dict[str, Any]) -> float:
+    """The iteration of a run on this machine, whose cores its processes share."""
+    n, cores = run["processes"], data["machine"]["cores"]
+    own: float = costs(data).at(run["batch"] / n) * max(1.0, n / cores)
+    sent = bytes_sent(n, run["batch"], data["rows"]) * float(run["second_per_byte"])
+    return own + float(run["exchanges"] * run["agreement"]) + sent
+
+
+def iteration(n: int, network: float, data: dict[str, Any]) -> float:
+    """Of n processes on machines of their own, with a network of so many Gbit/s."""
+    exchanges = float(data["runs"][-1]["exchanges"])
+    sent = bytes_sent(n, MODEL_BATCH, data["rows"]) * 8 / (network * 1e9)
+    return costs(data).at(MODEL_BATCH / n) + exchanges * (n - 1) * _MESSAGE + sent
+
+
+# -- the tables -----------------------------------------------------------------------------------
+
+
+def measured(data: dict[str, Any]) -> str:
+    """The runs on this machine."""
+    head = [
+        *("processes", "ids", "iteration", "predicted", "outside of exchanges", "sent"),
+        *("of the least", "table and states of a process"),
+    ]
+    rows = []
+    for run in data["runs"]:
+        is_several = run["processes"] > 1  # the model begins with the others
+        least = f"{run['sent'] / run['least']:.2f}" if is_several else "n/a"
+        rows.append([
+            str(run["processes"]), f"{run['batch']:,}", seconds(run["iteration"][1]),
+            seconds(predicted(run, data)) if is_several else "n/a",
+            seconds(run["outside"]), memory(run["sent"]), least,
+            memory(run["table_and_states"]),
+        ])  # fmt: skip
+    return markdown(head, rows, left=0)
+
+
+def modelled(data: dict[str, Any]) -> str:
+    """The model, and where it is shortest, in bold."""
+    times = {g: [iteration(n, g, data) for n in SIZES] for g in NETWORKS}
+    rows = []
+    for k, n in enumerate(SIZES):
+        found = [seconds(times[g][k]) for g in NETWORKS]
+        best = [f"**{text}**" if times[g][k] == min(times[g]) else text
+                for g, text in zip(NETWORKS, found, strict=True)]  # fmt: skip
+        sent = round(bytes_sent(n, MODEL_BATCH, data["rows"]))
+        rows.append([str(n), memory(sent), *best])
+    head = ["processes", "a process sends", *(f"{g} Gbit/s" for g in NETWORKS)]
+    return markdown(head, rows, left=0)

@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import sys
 import time
+import timeit
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch.distributed as dist
@@ -40,39 +42,36 @@ class Counted:
         counts: Sequence[int],
         received: np.ndarray,
         received_counts: Sequence[int],
-    ) -> CountedTransfer:
+    ) -> Counting:
         """See `Communicator`."""
-        self.sent += (sum(counts) - counts[self.rank]) * row_bytes(sent)
-        return self._timed(self._comm.all_to_all, sent, counts, received, received_counts)
+        begin = partial(self._comm.all_to_all, sent, counts, received, received_counts)
+        return self._begun((sum(counts) - counts[self.rank]) * row_bytes(sent), begin)
 
-    def all_gather(self, sent: np.ndarray, received: np.ndarray) -> CountedTransfer:
+    def all_gather(self, sent: np.ndarray, received: np.ndarray) -> Counting:
         """See `Communicator`."""
-        self.sent += (self.size - 1) * sent.nbytes
-        return self._timed(self._comm.all_gather, sent, received)
+        begin = partial(self._comm.all_gather, sent, received)
+        return self._begun((self.size - 1) * sent.nbytes, begin)
 
-    def broadcast(self, array: np.ndarray, root: int) -> CountedTransfer:
+    def broadcast(self, array: np.ndarray, root: int) -> Counting:
         """See `Communicator`."""
-        return self._timed(self._comm.broadcast, array, root)
+        return self._begun(0, partial(self._comm.broadcast, array, root))
 
-    def _timed(self, call: Callable[..., Transfer], *arguments: Any) -> CountedTransfer:
+    def _begun(self, n_bytes: int, begin: Callable[[], Transfer]) -> Counting:
+        self.sent += n_bytes
         self.calls += 1
+        return Counting(partial(self._timed, self._timed(begin).wait))
+
+    def _timed(self, call: Callable[[], Any]) -> Any:
         begin = time.perf_counter()
-        transfer = call(*arguments)
+        result = call()
         self.seconds += time.perf_counter() - begin
-        return CountedTransfer(self, transfer)
+        return result
 
 
-class CountedTransfer:
-    """See `Transfer`."""
+class Counting(NamedTuple):
+    """See `Transfer`: the seconds of its begin and of its end count."""
 
-    def __init__(self, comm: Counted, transfer: Transfer) -> None:
-        self._comm, self._transfer = comm, transfer
-
-    def wait(self) -> None:
-        """See `Transfer`."""
-        begin = time.perf_counter()
-        self._transfer.wait()
-        self._comm.seconds += time.perf_counter() - begin
+    wait: Callable[[], None]
 
 
 class Training:
@@ -147,13 +146,8 @@ def _seconds_per_byte(comm: Counted) -> float:
     return seconds / (sent.nbytes * (comm.size - 1) / comm.size)
 
 
-def _median(work: Callable[[], Any], times: int) -> float:
-    found = []
-    for _ in range(times):
-        begin = time.perf_counter()
-        work()
-        found.append(time.perf_counter() - begin)
-    return float(np.median(found))
+def _median(work: Callable[[], object], times: int) -> float:
+    return float(np.median(timeit.repeat(work, number=1, repeat=times)))
 
 
 def main() -> None:

@@ -28,12 +28,10 @@ from ...kernels.storage import F32
 from ...kernels.tables import RowTable
 from ..cases import indices
 from ..cases.operators import SCALARS
-from ..cases.steps import FAR_ROWS
-from ..cases.workloads import FAR_SIZES, Workload, rows
-from ..errors import BenchError
-from ..measure import Plan, in_process, interleave, warm_up
-from ..report.result import Progress, SpecialResult
-from ..work import enough_memory
+from ..cases.workloads import FAR_SIZES, rows
+from ..measure import in_rounds
+from ..report.result import Progress, SpecialResult, tracked
+from ..work import check_memory
 from ..workers.worker_protocol import Job, Turns
 
 PARTS = STEP, GROUPING, UPDATE, PLAIN = "step", "grouping alone", "update alone", "plain loop"
@@ -61,8 +59,10 @@ def _plain(w, m, v, g, at, different, occurrences, hp, n_parts):  # type: ignore
                 w_row[d] -= step_size * m_row[d] / (np.sqrt(v_row[d]) + epsilon)
 
 
-class Batch:
-    """One set of indices on a table, with the jobs that work on it.
+def jobs_of(
+    variables: list[np.ndarray], g: np.ndarray, drawn: np.ndarray, n_parts: int
+) -> tuple[dict[str, Callable[[], object]], RowStep]:
+    """What works on one set of indices on a table, and what to release in the end.
 
     Args:
         variables: parameter and moments, ``[N, D]``.
@@ -70,73 +70,60 @@ class Batch:
         drawn: int64 ``[B]``.
         n_parts: of the plain loop.
     """
+    operator: Any = ops.FusedSparseLazyAdam()
+    N, D = variables[0].shape
+    scalars = tuple(SCALARS.values())
+    compiled = kernel(adam.ADAM, (), F32, F32, (F32, F32))
+    *powers, lr, beta1, beta2, epsilon = scalars
+    constants = beta1, beta2, epsilon
+    numbers = adam.adam_scalars(np.float32, lr, 0.0, 1, constants, tuple(powers))
+    hp = np.array([numbers], np.float32)
+    at = np.array([address_of(a) for a in (*variables, g)])
+    table = RowTable(
+        tuple(map(int, at[:3])), address_of(hp), N, D,
+        address_of(drawn), drawn.itemsize, drawn.size, int(at[3]),
+    )  # fmt: skip
+    grouped = RowStep(compiled, [table], touched_only=True)
+    words = array("q", [word for loop in grouped.loops for word in loop.words])
+    different, occurrences = np.unique(drawn, return_index=True)
 
-    def __init__(
-        self, variables: list[np.ndarray], g: np.ndarray, drawn: np.ndarray, n_parts: int
-    ) -> None:
-        operator: Any = ops.FusedSparseLazyAdam()
-        N, D = variables[0].shape
-        scalars = tuple(SCALARS.values())
-        compiled = kernel(adam.ADAM, (), F32, F32, (F32, F32))
-        *powers, lr, beta1, beta2, epsilon = scalars
-        constants = beta1, beta2, epsilon
-        numbers = adam.adam_scalars(np.float32, lr, 0.0, 1, constants, tuple(powers))
-        hp = np.array([numbers], np.float32)
-        at = np.array([address_of(a) for a in (*variables, g)])
-        table = RowTable(
-            tuple(map(int, at[:3])), address_of(hp), N, D,
-            address_of(drawn), drawn.itemsize, drawn.size, int(at[3]),
-        )  # fmt: skip
-        grouped = RowStep(compiled, [table], touched_only=True)
-        words = array("q", [word for loop in grouped.loops for word in loop.words])
-        different, occurrences = np.unique(drawn, return_index=True)
+    def group() -> None:
+        RowStep(compiled, [table], touched_only=True).release()
 
-        def group() -> None:
-            RowStep(compiled, [table], touched_only=True).release()
+    def update(keep: Any = (hp, drawn)) -> None:
+        del keep  # its memory is used as long as this can be called
+        run_words(words)
 
-        self.keep = grouped, hp, drawn
-        self.jobs: dict[str, Callable[[], object]] = {
-            STEP: lambda: operator(*variables, *scalars, g, drawn),
-            GROUPING: group,
-            UPDATE: lambda: run_words(words),
-            PLAIN: lambda: _plain(*variables, g, at, different, occurrences, numbers, n_parts),
-        }
+    return {
+        STEP: lambda: operator(*variables, *scalars, g, drawn),
+        GROUPING: group,
+        UPDATE: update,
+        PLAIN: lambda: _plain(*variables, g, at, different, occurrences, numbers, n_parts),
+    }, grouped
 
 
-def run(threads: int, progress: Progress) -> SpecialResult:
+def run(result: SpecialResult, threads: int, progress: Progress) -> None:
     """Measure all sizes.
 
     Raises:
         BenchError: the machine has not enough memory for the largest.
     """
-    result = SpecialResult(FAR_ROWS.name, FAR_ROWS.summary, times={})
-    workloads = {size: rows(size, "uniform") for size in FAR_SIZES}
-    if missing := enough_memory(3 * 4 * max(w.elements for w in workloads.values())):
-        raise BenchError(f"{FAR_ROWS.name}: {missing}")
-    for done, (size, workload) in enumerate(workloads.items()):
-        progress(done / len(workloads))
-        _measure(result, size, workload, threads)
-    progress(1.0)
-    return result
-
-
-def _measure(result: SpecialResult, size: str, workload: Workload, threads: int) -> None:
-    (tensor,), n_parts = workload.tensors, _PARTS_PER_THREAD * threads
-    (N, D), B = tensor.shape, tensor.B
-    assert B is not None
-    variables = [allocation.full((N, D), 0.0, np.float32) for _ in range(3)]
-    rng = np.random.default_rng(1)
-    gradients = [rng.standard_normal((B, D), np.float32) for _ in range(SETS)]
-    batches = [
-        Batch(variables, g, indices.draw("uniform", N, B, seed), n_parts)
-        for seed, g in enumerate(gradients)
-    ]
-    turns = Turns()
-    jobs = {label: turns.job([Job(batch.jobs[label]) for batch in batches]) for label in PARTS}
-    contestants = in_process(jobs)
-    warm_up(contestants)
-    times = interleave(contestants, Plan(ROUNDS, STEPS, dict.fromkeys(PARTS, 1))).summaries
-    for batch in batches:
-        batch.keep[0].release()
-    result.times.update({f"{size}: {label}": times[label] for label in PARTS})
-    result.limits[f"{size}: {UPDATE}"] = OF_PLAIN * times[PLAIN].median
+    check_memory(result.name, FAR_SIZES)
+    for size in tracked(FAR_SIZES, progress):
+        (tensor,) = rows(size, "uniform").tensors
+        (N, D), B = tensor.shape, tensor.B
+        assert B is not None
+        variables = [allocation.full((N, D), 0.0, np.float32) for _ in range(3)]
+        rng = np.random.default_rng(1)
+        gradients = [rng.standard_normal((B, D), np.float32) for _ in range(SETS)]
+        sets = [
+            jobs_of(variables, g, indices.draw("uniform", N, B, seed), _PARTS_PER_THREAD * threads)
+            for seed, g in enumerate(gradients)
+        ]
+        turns = Turns()
+        jobs = {label: turns.job([Job(of_set[label]) for of_set, _ in sets]) for label in PARTS}
+        times = in_rounds(jobs, ROUNDS, STEPS)
+        for _, grouped in sets:
+            grouped.release()
+        result.times.update({f"{size}: {label}": times[label] for label in PARTS})
+        result.limits[f"{size}: {UPDATE}"] = OF_PLAIN * times[PLAIN].median

@@ -16,11 +16,10 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 
-from ..cases.steps import FIRST_STEP
 from ..errors import BenchError
-from ..report.result import Progress, SpecialResult
-from ..report.stats import Summary
+from ..report.result import Progress, SpecialResult, tracked
 
 _SCRIPT = """
 import json, time
@@ -48,49 +47,31 @@ optimizer([nn.RowTensor(indices, np.ones((batch, shape[1]), np.float32), shape)]
 """,
 }
 COLD, CACHED = 2, 5
-# Seconds, median.
-LIMITS = {
-    "import": 0.6,
-    "nn.Adam cold": 2.0,
-    "nn.Adam cached": 0.5,
-    "nn.LazyAdam cold": 2.0,
-    "nn.LazyAdam cached": 0.5,
-}
+IMPORT, FIRST = 0.6, {"cold": 2.0, "cached": 0.5}  # seconds, median, that they may take
 
 
-def run(threads: int, progress: Progress) -> SpecialResult:
+def run(result: SpecialResult, threads: int, progress: Progress) -> None:
     """Measure cold and cached starts in turn."""
-    samples: dict[str, list[float]] = {}
-    done, total = 0, len(STEPS) * (COLD + CACHED)
-
-    def measure(step: str, state: str, folder: str) -> None:
-        nonlocal done
-        imported, stepped, processor = start(step, folder, threads)
-        if state == "cached":  # the files of Python and NumPy are in memory by now
-            samples.setdefault("import", []).append(imported)
-        samples.setdefault(f"{step} {state}", []).append(stepped)
-        samples.setdefault(f"{step} {state}: processor", []).append(processor)
-        done += 1
-        progress(done / total)
-
-    progress(done / total)
+    samples: dict[str, list[float]] = defaultdict(list)
     with tempfile.TemporaryDirectory(prefix="fusestep-bench-") as root:
-        for index in range(COLD):
-            for step in STEPS:
-                measure(step, "cold", os.path.join(root, f"{step}-{index}"))
-        for _ in range(CACHED):
-            for step in STEPS:
-                measure(step, "cached", os.path.join(root, f"{step}-0"))
-    times = {label: Summary.of(values) for label, values in samples.items()}
-    return SpecialResult(FIRST_STEP.name, FIRST_STEP.summary, times, LIMITS)
+        starts = [("cold", index) for index in range(COLD)] + [("cached", 0)] * CACHED
+        todo = [(step, *start) for start in starts for step in STEPS]
+        for step, state, index in tracked(todo, progress):
+            folder = os.path.join(root, f"{step}-{index}")
+            imported, stepped, processor = start(step, folder, threads)
+            if state == "cached":  # the files of Python and NumPy are in memory by now
+                samples["import"].append(imported)
+            samples[f"{step} {state}"].append(stepped)
+            samples[f"{step} {state}: processor"].append(processor)
+    result.add(samples)
+    result.limits["import"] = IMPORT
+    result.limits.update({f"{s} {state}": limit for s in STEPS for state, limit in FIRST.items()})
 
 
-def start(step: str, folder: str, threads: int) -> tuple[float, float, float]:
+def start(step: str, folder: str, threads: int) -> list[float]:
     """Seconds of the import, from there to the end of the first step, and of the processor."""
     os.makedirs(folder, exist_ok=True)
-    script = _SCRIPT.format(step=STEPS[step])
-    imported, stepped, processor = figures_of(FIRST_STEP.name, script, folder, threads)
-    return imported, stepped, processor
+    return figures_of("first-step", _SCRIPT.format(step=STEPS[step]), folder, threads)
 
 
 def figures_of(name: str, script: str, folder: str, threads: int) -> list[float]:
@@ -99,19 +80,11 @@ def figures_of(name: str, script: str, folder: str, threads: int) -> list[float]
     Raises:
         BenchError: the process failed.
     """
-    environment = {
-        **os.environ,
-        "FUSESTEP_CACHE_DIR": folder,
-        "NUMBA_NUM_THREADS": str(threads),
-    }
+    own = {"FUSESTEP_CACHE_DIR": folder, "NUMBA_NUM_THREADS": str(threads)}
     process = subprocess.run(
         [sys.executable, "-c", script],
-        env=environment,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+        env={**os.environ, **own}, cwd=folder, capture_output=True, text=True, check=False,
+    )  # fmt: skip
     if process.returncode != 0:
         said = process.stderr.strip().splitlines() or [f"status {process.returncode}"]
         raise BenchError(f"{name}: a fresh process of {sys.executable} failed: {said[-1]}")

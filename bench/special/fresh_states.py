@@ -9,22 +9,21 @@ four); the resident memory counts from before the construction.
 from __future__ import annotations
 
 import tempfile
+from collections import defaultdict
 
-from ..cases.steps import FRESH_STATES
 from ..cases.workloads import rows
-from ..errors import BenchError
-from ..report.result import Progress, SpecialResult
+from ..report.result import Progress, SpecialResult, tracked
 from ..report.stats import Summary
-from ..work import enough_memory
+from ..work import check_memory
 from .first_step import figures_of
 
 SIZES = ("10000000x32x65536", "30000000x32x65536")
+FULL = "np.full"
 LAWS = {
     "zipf, frequent rows first": "(rng.zipf(1.2, B) - 1) % N",
     "zipf, scattered": "(rng.zipf(1.2, B) - 1) % N * 2_654_435_761 % N",
     "uniform": "rng.integers(0, N, B)",
 }
-FULL = "np.full"
 OF_FULL = 0.6  # what construction and first step may take in terms of it
 LATER_STEP = ": a later step"
 RUNS, _LATER = 3, 4
@@ -53,36 +52,29 @@ _OURS = {
 _PLAIN = {"make": "arrays = [np.full((N, D), 0.0, np.float32) for _ in range(2)]", "step": "pass"}
 
 
-def run(threads: int, progress: Progress) -> SpecialResult:
+def run(result: SpecialResult, threads: int, progress: Progress) -> None:
     """Measure each in turn.
 
     Raises:
         BenchError: the machine has not enough memory for the largest, or a process failed.
     """
-    workloads = {size: rows(size, "uniform") for size in SIZES}
-    if missing := enough_memory(3 * 4 * max(w.elements for w in workloads.values())):
-        raise BenchError(f"{FRESH_STATES.name}: {missing}")
-    kinds = {FULL: (_PLAIN, "np.arange(B)"), **{name: (_OURS, law) for name, law in LAWS.items()}}
-    result = SpecialResult(FRESH_STATES.name, FRESH_STATES.summary, times={})
-    samples: dict[str, list[list[float]]] = {}
+    check_memory(result.name, SIZES)
+    scripts = {FULL: {**_PLAIN, "law": "np.arange(B)"}}
+    scripts |= {name: {**_OURS, "law": law} for name, law in LAWS.items()}
+    samples: dict[tuple[str, str], list[list[float]]] = defaultdict(list)
     with tempfile.TemporaryDirectory(prefix="fusestep-bench-") as folder:
-        todo = [(size, kind) for size in SIZES for _ in range(RUNS) for kind in kinds]
-        for done, (size, kind) in enumerate(todo):
-            progress(done / len(todo))
-            (tensor,), (what, law) = workloads[size].tensors, kinds[kind]
-            given = {"shape": tensor.shape, "B": tensor.B, "law": law, "later": _LATER, **what}
-            script = _SCRIPT.format(**given)
-            label = f"{size} {kind}"
-            found = figures_of(FRESH_STATES.name, script, folder, threads)
-            samples.setdefault(label, []).append(found)
-    for size, kind in dict.fromkeys(todo):
-        first, later, resident = zip(*samples[label := f"{size} {kind}"], strict=True)
-        result.times[label] = Summary.of(first)
-        (tensor,) = workloads[size].tensors
-        point = {"N": tensor.shape[0], "D": tensor.shape[1], "GB": max(resident) / 1e9}
+        todo = [(size, kind) for size in SIZES for _ in range(RUNS) for kind in scripts]
+        for size, kind in tracked(todo, progress):
+            (tensor,) = rows(size, "uniform").tensors
+            given = {"shape": tensor.shape, "B": tensor.B, "later": _LATER, **scripts[kind]}
+            found = figures_of(result.name, _SCRIPT.format(**given), folder, threads)
+            samples[size, kind].append(found)
+    for (size, kind), figures in samples.items():
+        first, later, resident = zip(*figures, strict=True)
+        result.times[label := f"{size} {kind}"] = Summary.of(first)
+        (tensor,) = rows(size, "uniform").tensors
+        N, D = tensor.shape
+        result.points.append({"N": N, "D": D, "GB": max(resident) / 1e9})
         if kind != FULL:
             result.times[f"{label}{LATER_STEP}"] = Summary.of(later)
             result.limits[label] = OF_FULL * result.times[f"{size} {FULL}"].median
-        result.points.append(point)
-    progress(1.0)
-    return result

@@ -11,17 +11,19 @@ every call of them.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import nullcontext
+from importlib import import_module
+from importlib.util import find_spec
+from timeit import timeit
 from typing import Any
 
 import numpy as np
 
 from ... import nn
 from ...nn.thor import factors as thor_factors
-from ..cases.steps import THOR
 from ..report.result import Progress, SpecialResult
-from ..report.stats import Summary
 
 WARM_UP, ROUNDS = 3, 15
 # What a step may take in terms of its products, and a refresh outside of BLAS and LAPACK.
@@ -33,22 +35,22 @@ class Layer:
 
     Args:
         record: THOR's.
-        inputs: a batch.
-        outputs: the shape of its output gradients.
+        inputs: the shape of a batch.
+        outputs: that of its output gradients.
     """
 
-    def __init__(self, record: Any, inputs: np.ndarray, outputs: tuple[int, ...]) -> None:
+    def __init__(self, record: Any, inputs: tuple[int, ...], outputs: tuple[int, ...]) -> None:
         rng = np.random.default_rng(1)
         self.record = record
-        self.inputs = inputs
-        self.gradients = rng.standard_normal(outputs, np.float32) / np.float32(len(inputs))
+        self.inputs = np.random.default_rng(0).standard_normal(inputs, np.float32)
+        self.gradients = rng.standard_normal(outputs, np.float32) / np.float32(inputs[0])
         self.gradient = rng.standard_normal(record.weight.shape, np.float32)
         self.optimizer = nn.thor(
             record,
+            batch_size=inputs[0],
             learning_rate=1e-6,
             damping=0.1,
             momentum=0.9,
-            batch_size=len(inputs),
             frequency=1_000_000,
         )
 
@@ -77,115 +79,71 @@ class Layer:
         return run
 
 
-def _dense() -> Layer:
-    rng = np.random.default_rng(0)
-    record = nn.ThorDense(np.zeros((1024, 1024), np.float32))
-    return Layer(record, rng.standard_normal((1024, 1024), np.float32), (1024, 1024))
-
-
-def _conv() -> Layer:
-    rng = np.random.default_rng(0)
-    record = nn.ThorConv2d(np.zeros((128, 128, 3, 3), np.float32), padding=1)
-    shape = (32, 128, 28, 28)
-    return Layer(record, rng.standard_normal(shape, np.float32), shape)
-
-
 LAYERS: dict[str, Callable[[], Layer]] = {
-    "dense 1024 x 1024": _dense,
-    "conv 128 x 128 x 3 x 3": _conv,
+    "dense 1024 x 1024": lambda: Layer(
+        nn.ThorDense(np.zeros((1024, 1024), np.float32)), (1024, 1024), (1024, 1024)
+    ),
+    "conv 128 x 128 x 3 x 3": lambda: Layer(
+        nn.ThorConv2d(np.zeros((128, 128, 3, 3), np.float32), padding=1), *[(32, 128, 28, 28)] * 2
+    ),
 }
 
 
-class _Timers:
-    """SciPy's LAPACK and NumPy's products, timed."""
+class Timers:
+    """SciPy's LAPACK and NumPy's products, timed: in a ``with`` every call that THOR makes."""
 
-    def __init__(self, lapack: Any) -> None:
+    def __init__(self) -> None:
         self.seconds = 0.0
-        self._lapack = lapack
+        self._plain = thor_factors.matmul, thor_factors.load_lapack
+        self._lapack = thor_factors.load_lapack()
         self.matmul = self._timed(thor_factors.matmul)
+
+    def __enter__(self) -> Timers:
+        thor_factors.matmul, thor_factors.load_lapack = self.matmul, lambda: self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        thor_factors.matmul, thor_factors.load_lapack = self._plain
 
     def __getattr__(self, name: str) -> Any:
         return self._timed(getattr(self._lapack, name))
 
-    def load(self) -> Any:
-        """Stands in for ``load_lapack``."""
-        return self
-
     def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             begin = time.perf_counter()
-            result = function(*args, **kwargs)
-            self.seconds += time.perf_counter() - begin
-            return result
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds += time.perf_counter() - begin
 
         return call
 
 
-@contextmanager
-def _timers() -> Iterator[_Timers]:
-    """Every call that THOR makes of BLAS and LAPACK is timed."""
-    plain, load = thor_factors.matmul, thor_factors.load_lapack
-    timers = _Timers(load())
-    thor_factors.matmul, thor_factors.load_lapack = timers.matmul, timers.load
-    try:
-        yield timers
-    finally:
-        thor_factors.matmul, thor_factors.load_lapack = plain, load
-
-
-def run(threads: int, progress: Progress) -> SpecialResult:
+def run(result: SpecialResult, threads: int, progress: Progress) -> None:
     """Measure both layers, the contestants in turn.
 
-    Args:
-        threads: of BLAS too, where threadpoolctl is installed (scikit-learn brings it).
-        progress: told the share of the work that is done.
+    BLAS has as many threads where threadpoolctl is installed (scikit-learn brings it).
     """
-    times: dict[str, Summary] = {}
-    limits: dict[str, float] = {}
-    with _blas_threads(threads):
+    limits: Any = find_spec("threadpoolctl") and import_module("threadpoolctl").threadpool_limits
+    total = len(LAYERS) * (WARM_UP + ROUNDS)
+    with limits(threads, user_api="blas") if limits else nullcontext():
         for k, (name, make) in enumerate(LAYERS.items()):
-            samples = _measure(make(), _part(progress, k))
-            found = {label: Summary.of(values) for label, values in samples.items()}
-            times |= {f"{name}: {label}": summary for label, summary in found.items()}
-            limits[f"{name}: step"] = OF_PRODUCTS * found["two products"].median
-            limits[f"{name}: refresh outside of BLAS"] = OUTSIDE * found["refresh"].median
-    return SpecialResult(THOR.name, THOR.summary, times, limits)
-
-
-def _part(progress: Progress, k: int) -> Progress:
-    return lambda done: progress((k + done) / len(LAYERS))
-
-
-def _measure(layer: Layer, progress: Progress) -> dict[str, list[float]]:
-    layer.refresh()
-    products = layer.products()
-    samples: dict[str, list[float]] = {}
-
-    def sample(label: str, function: Callable[[], None]) -> float:
-        begin = time.perf_counter()
-        function()
-        seconds = time.perf_counter() - begin
-        samples.setdefault(label, []).append(seconds)
-        return seconds
-
-    for index in range(WARM_UP + ROUNDS):
-        if index == WARM_UP:
-            samples.clear()
-        sample("two products", products)
-        sample("step", layer.step)
-        with _timers() as timers:
-            whole = sample("refresh", layer.refresh)
-        samples.setdefault("refresh outside of BLAS", []).append(whole - timers.seconds)
-        progress((index + 1) / (WARM_UP + ROUNDS))
-    return samples
-
-
-@contextmanager
-def _blas_threads(threads: int) -> Iterator[None]:
-    try:
-        from threadpoolctl import threadpool_limits
-    except ImportError:
-        yield  # as many as BLAS takes by itself
-        return
-    with threadpool_limits(threads, user_api="blas"):
-        yield
+            samples: dict[str, list[float]] = defaultdict(list)
+            layer = make()
+            layer.refresh()
+            steps = {"two products": layer.products(), "step": layer.step}
+            for index in range(WARM_UP + ROUNDS):
+                if index == WARM_UP:
+                    samples.clear()
+                for label, step in steps.items():
+                    samples[f"{name}: {label}"].append(timeit(step, number=1))
+                with Timers() as timers:
+                    whole = timeit(layer.refresh, number=1)
+                samples[f"{name}: refresh"].append(whole)
+                samples[f"{name}: refresh outside of BLAS"].append(whole - timers.seconds)
+                progress((k * (WARM_UP + ROUNDS) + index + 1) / total)
+            result.add(samples)
+            of_products = OF_PRODUCTS * result.times[f"{name}: two products"].median
+            outside = OUTSIDE * result.times[f"{name}: refresh"].median
+            result.limits[f"{name}: step"] = of_products
+            result.limits[f"{name}: refresh outside of BLAS"] = outside

@@ -9,15 +9,15 @@ threads do after a step.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import import_module
 from typing import Any
 
-from ..cases.steps import TRAINING
 from ..errors import BenchError
 from ..point import company
-from ..report.result import Progress, SpecialResult
-from ..report.stats import Summary
+from ..report.result import Progress, SpecialResult, tracked
 from ..workers.worker_protocol import before_step
 
 OURS, THEIRS = "nn.torch", "torch"
@@ -28,7 +28,7 @@ LIMITS = {"step": 1.05, "iteration": 1.03}
 _TURN, _MOST, _ROUNDS = 0.1, 20, 8  # seconds, iterations; the first two rounds are not counted
 
 
-def run(threads: int, progress: Progress) -> SpecialResult:
+def run(result: SpecialResult, threads: int, progress: Progress) -> None:
     """Measure all models in all scenarios.
 
     Raises:
@@ -37,20 +37,15 @@ def run(threads: int, progress: Progress) -> SpecialResult:
     try:
         torch: Any = import_module("torch")
     except ImportError:
-        raise BenchError(f"{TRAINING.name}: needs PyTorch here") from None
+        raise BenchError(f"{result.name}: needs PyTorch here") from None
     torch.set_num_threads(threads)
-    result = SpecialResult(TRAINING.name, TRAINING.summary, times={})
     todo = [(model, scenario) for model in MODELS for scenario in SCENARIOS]
-    for done, (model, scenario) in enumerate(todo):
-        progress(done / len(todo))
+    for model, scenario in tracked(todo, progress):
         samples = _measure(torch, model, scenario, threads)
-        times = {key: Summary.of(values) for key, values in samples.items()}
         for part in PARTS:
-            for name in (OURS, THEIRS):
-                result.times[f"{model} {scenario} {name}: {part}"] = times[name, part]
-            limit = LIMITS[part] * times[THEIRS, part].median
-            result.limits[f"{model} {scenario} {OURS}: {part}"] = limit
-    return result
+            ours, theirs = (f"{model} {scenario} {name}: {part}" for name in (OURS, THEIRS))
+            result.add({ours: samples[OURS, part], theirs: samples[THEIRS, part]})
+            result.limits[ours] = LIMITS[part] * result.times[theirs].median
 
 
 def _measure(
@@ -65,32 +60,24 @@ def _measure(
         THEIRS: torch.optim.AdamW(parameters, lr=1e-5, fused=True),
     }
     before = before_step(scenario, threads)
-    samples: dict[tuple[str, str], list[float]] = {}
+    samples: dict[tuple[str, str], list[float]] = defaultdict(list)
     iterations = 2
     with company(scenario):
         for turn in range(_ROUNDS):
             for name, optimizer in optimizers.items():
                 for index in range(iterations):
-                    step, iteration = _iteration(optimizer, loss, before)
+                    before()
+                    start = time.perf_counter()
+                    optimizer.zero_grad()
+                    loss().backward()
+                    middle = time.perf_counter()
+                    optimizer.step()
+                    end = time.perf_counter()
                     if turn > 1 and index > 0:  # the first follows the other optimizer's step
-                        samples.setdefault((name, "step"), []).append(step)
-                        samples.setdefault((name, "iteration"), []).append(iteration)
-            iterations = min(_MOST, 2 + int(_TURN / iteration))
+                        samples[name, "step"].append(end - middle)
+                        samples[name, "iteration"].append(end - start)
+            iterations = min(_MOST, 2 + int(_TURN / (end - start)))
     return samples
-
-
-def _iteration(
-    optimizer: Any, loss: Callable[[], Any], before: Callable[[], object]
-) -> tuple[float, float]:
-    """Seconds of the step, and of all."""
-    before()
-    start = time.perf_counter()
-    optimizer.zero_grad()
-    loss().backward()
-    middle = time.perf_counter()
-    optimizer.step()
-    end = time.perf_counter()
-    return end - middle, end - start
 
 
 # -- models: parameters and the loss of a batch ---------------------------------------------------
@@ -98,15 +85,12 @@ def _iteration(
 Model = tuple[list[Any], Callable[[], Any]]
 
 
-def _perceptron(layers: int, width: int) -> Callable[[Any], Model]:
-    def make(torch: Any) -> Model:
-        nn = torch.nn
-        parts = [part for _ in range(layers) for part in (nn.Linear(width, width), nn.ReLU())]
-        model = nn.Sequential(*parts)
-        inputs, targets = torch.randn(64, width), torch.randn(64, width)
-        return list(model.parameters()), lambda: nn.functional.mse_loss(model(inputs), targets)
-
-    return make
+def _perceptron(torch: Any, layers: int, width: int) -> Model:
+    nn = torch.nn
+    parts = [part for _ in range(layers) for part in (nn.Linear(width, width), nn.ReLU())]
+    model = nn.Sequential(*parts)
+    inputs, targets = torch.randn(64, width), torch.randn(64, width)
+    return list(model.parameters()), lambda: nn.functional.mse_loss(model(inputs), targets)
 
 
 def _resnet50(torch: Any) -> Model:
@@ -120,13 +104,9 @@ def _resnet50(torch: Any) -> Model:
     class Bottleneck(nn.Module):  # type: ignore[misc, name-defined]
         def __init__(self, inputs: int, width: int, stride: int) -> None:
             super().__init__()
-            self.residual = nn.Sequential(
-                *convolution(inputs, width, 1),
-                nn.ReLU(),
-                *convolution(width, width, 3, stride),
-                nn.ReLU(),
-                *convolution(width, 4 * width, 1),
-            )
+            first, last = convolution(inputs, width, 1), convolution(width, 4 * width, 1)
+            middle = convolution(width, width, 3, stride)
+            self.residual = nn.Sequential(*first, nn.ReLU(), *middle, nn.ReLU(), *last)
             keeps = inputs == 4 * width
             projection = () if keeps else convolution(inputs, 4 * width, 1, stride)
             self.shortcut = nn.Sequential(*projection)
@@ -140,15 +120,9 @@ def _resnet50(torch: Any) -> Model:
             stride = 2 if block == 0 and width > 64 else 1
             blocks.append(Bottleneck(channels, width, stride))
             channels = 4 * width
-    model = nn.Sequential(
-        *convolution(3, 64, 7, 2),
-        nn.ReLU(),
-        nn.MaxPool2d(3, 2, 1),
-        *blocks,
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(channels, 1000),
-    )
+    begin = (*convolution(3, 64, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
+    end = (nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 1000))
+    model = nn.Sequential(*begin, *blocks, *end)
     images, classes = torch.randn(8, 3, 64, 64), torch.randint(0, 1000, (8,))
     return list(model.parameters()), lambda: nn.functional.cross_entropy(model(images), classes)
 
@@ -172,10 +146,10 @@ def _gpt2(torch: Any) -> Model:
 
 
 MODELS: dict[str, Callable[[Any], Model]] = {
-    "4x256": _perceptron(4, 256),
-    "3x512": _perceptron(3, 512),
-    "3x1024": _perceptron(3, 1024),
-    "3x2048": _perceptron(3, 2048),
+    **{
+        f"{layers}x{width}": partial(_perceptron, layers=layers, width=width)
+        for layers, width in ((4, 256), (3, 512), (3, 1024), (3, 2048))
+    },
     "resnet50": _resnet50,
     "gpt2": _gpt2,
 }

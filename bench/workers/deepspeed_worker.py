@@ -4,27 +4,24 @@ DeepSpeed compiles them when they are first asked for, which takes minutes, and 
 (under ``~/.cache/torch_extensions``, where torch is not told otherwise).
 """
 
-# ruff: noqa: B905  # Python 3.8 has no zip(strict=True)
-
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any
 
-from torch_arrays import arrays_of, gradient_of, parameters_of  # type: ignore[import-not-found]
-from worker_protocol import Case, Job, Replica, serve  # type: ignore[import-not-found]
+from torch_arrays import LR, stepped  # type: ignore[import-not-found]
+from worker_protocol import Case, Replica, serve  # type: ignore[import-not-found]
 
-_LR = 1e-3
-# Module, class and arguments of each step; of those on row-sparse gradients as well.
+# Module, class and arguments of each step.
 _OPTIMIZERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "adam": ("adam", "DeepSpeedCPUAdam", {"adamw_mode": False}),
     "adamw": ("adam", "DeepSpeedCPUAdam", {"adamw_mode": True, "weight_decay": 0.01}),
     "adagrad": ("adagrad", "DeepSpeedCPUAdagrad", {}),
 }
-_ON_ROWS = {"adagrad-rows": "adagrad"}
-_HALF_STATES = "fp32_optimizer_states=False"
 
 
 class DeepSpeed:
@@ -38,38 +35,41 @@ class DeepSpeed:
         import_module("torch").set_num_threads(threads)
         self.version: str = import_module("deepspeed").__version__
 
-    def forms(self, algorithm: str, kind: str, dtype: str) -> list[str]:
+    def forms(self, algorithm: str, kind: str, dtype: str) -> dict[str, Any]:
         """States are float32, or of the type of the parameters."""
-        name = _ON_ROWS.get(algorithm) if kind != "dense" else algorithm
-        if name not in _OPTIMIZERS:
-            return []
-        form = _OPTIMIZERS[name][1]
+        is_float32 = dtype == "float32"
         if kind != "dense":
-            return [f"coalesce, {form}"] if dtype == "float32" else []
-        return [form] if dtype == "float32" else [form, f"{form}({_HALF_STATES})"]
+            if algorithm != "adagrad-rows" or not is_float32:
+                return {}
+            return {"coalesce, DeepSpeedCPUAdagrad": partial(_replica, "adagrad", {})}
+        if algorithm not in _OPTIMIZERS:
+            return {}
+        name = _OPTIMIZERS[algorithm][1]
+        states: dict[str, dict[str, Any]] = {name: {}}
+        if not is_float32:
+            states[f"{name}(fp32_optimizer_states=False)"] = {"fp32_optimizer_states": False}
+        return {form: partial(_replica, algorithm, given) for form, given in states.items()}
 
-    def replica(self, case: Case) -> Replica:
-        """Parameters with an optimizer, which takes row-sparse gradients coalesced."""
-        module, name, options = _OPTIMIZERS[_ON_ROWS.get(case.algorithm, case.algorithm)]
-        parameters = parameters_of(case.parameters, case.dtype)
-        originals = [gradient_of(given, case.dtype) for given in case.parameters]
-        optimizer = getattr(import_module(f"deepspeed.ops.{module}"), name)(
-            parameters, lr=_LR, fp32_optimizer_states=_HALF_STATES not in case.form, **options
-        )
-        # Adagrad (0.19) overwrites the last elements of a gradient whose size is no multiple of 16.
-        fresh = case.fresh or module == "adagrad"
 
-        def load() -> None:
-            for parameter, gradient in zip(parameters, originals):
-                parameter.grad = gradient.clone() if fresh else gradient
+def _replica(algorithm: str, states: dict[str, Any], case: Case) -> Replica:
+    """Parameters with an optimizer, which takes row-sparse gradients coalesced."""
+    module, name, options = _OPTIMIZERS[algorithm]
+    optimizer = getattr(import_module(f"deepspeed.ops.{module}"), name)
+
+    def make(parameters: list[Any]) -> Callable[[], object]:
+        made = optimizer(parameters, lr=LR, **options, **states)
 
         def step() -> None:
             for parameter in parameters:
                 if parameter.grad.is_sparse:
                     parameter.grad = parameter.grad.coalesce()
-            optimizer.step()
+            made.step()
 
-        return Replica(Job(step, load), lambda: arrays_of(parameters))
+        return step
+
+    # Adagrad (0.19) overwrites the last elements of a gradient whose size is no multiple of 16.
+    replica: Replica = stepped(case, make, fresh=module == "adagrad")
+    return replica
 
 
 if __name__ == "__main__":

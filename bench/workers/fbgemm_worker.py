@@ -4,31 +4,23 @@ For the interpreter in which it is installed. The lookup before it is not timed.
 beside the tables get torch's fused optimizer, as in models that are built on FBGEMM.
 """
 
-# ruff: noqa: B905  # Python 3.8 has no zip(strict=True)
-
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 import numpy as np
-from torch_arrays import (  # type: ignore[import-not-found]
-    arrays_of,
-    gradient_of,
-    parameters_of,
-    tensor,
-)
+from torch_arrays import LR, arrays_of, stepped, tensor  # type: ignore[import-not-found]
 from worker_protocol import Case, Job, Parameter, Replica, serve  # type: ignore[import-not-found]
 
-_LR = 1e-3
 # The optimizer in the tables, and that of torch for the dense parameters.
 _OPTIMIZERS = {
     "sgd-rows": ("EXACT_SGD", "SGD"),
     "adagrad-rows": ("EXACT_ADAGRAD", "Adagrad"),
     "row-wise-adagrad-rows": ("EXACT_ROWWISE_ADAGRAD", "Adagrad"),
 }
-# Bags of one index each, or rows without bags.
-_POOLING = ("SUM", "NONE")
 _TRAINING = "fbgemm_gpu.split_table_batched_embeddings_ops_training"
 
 
@@ -43,56 +35,55 @@ class FBGEMM:
         self.version: str = import_module("fbgemm_gpu").__version__
         self._ops: Any = import_module(_TRAINING)
 
-    def forms(self, algorithm: str, kind: str, dtype: str) -> list[str]:
-        """Exact optimizers: duplicate rows are added up first."""
+    def forms(self, algorithm: str, kind: str, dtype: str) -> dict[str, Any]:
+        """Exact optimizers: duplicate rows are added up first; bags of one index, or none."""
         if dtype != "float32" or kind == "dense" or algorithm not in _OPTIMIZERS:
-            return []
+            return {}
         inside, beside = _OPTIMIZERS[algorithm]
         dense = f" + {beside}(fused=True)" if kind == "mixed" else ""
-        return [f"{inside}, pooling {pooling}{dense}" for pooling in _POOLING]
+        return {
+            f"{inside}, pooling {pooling}{dense}": partial(self._replica, inside, beside, pooling)
+            for pooling in ("SUM", "NONE")
+        }
 
-    def replica(self, case: Case) -> Replica:
+    def _replica(self, inside: str, beside: str, pooling: str, case: Case) -> Replica:
         """Tables that know their optimizer, and parameters with one."""
-        inside, beside = _OPTIMIZERS[case.algorithm]
-        members: list[Any] = [
-            self._table(given, inside, case.form) if given.indices is not None else given
+        is_table = [given.indices is not None for given in case.parameters]
+        tables = [
+            self._table(given, inside, pooling)
             for given in case.parameters
+            if given.indices is not None
         ]
-        tables = [member for member in members if isinstance(member, _Table)]
-        others = [member for member in members if not isinstance(member, _Table)]
-        parameters = parameters_of(others, case.dtype)
-        gradients = [gradient_of(given, case.dtype) for given in others]
-        optimizer = None
-        if parameters:
-            optimizer = getattr(self.torch.optim, beside)(parameters, lr=_LR, fused=True)
+        others = [given for given in case.parameters if given.indices is None]
+        optimizer = partial(getattr(self.torch.optim, beside), lr=LR, fused=True)
+        dense = stepped(
+            replace(case, parameters=others),
+            lambda parameters: optimizer(parameters).step if parameters else lambda: None,
+        )
 
         def load() -> None:
             for table in tables:
                 table.look_up(case.fresh)
-            for parameter, gradient in zip(parameters, gradients):
-                parameter.grad = gradient.clone() if case.fresh else gradient
+            dense.job.load()
 
         def step() -> None:
             looked_up = [table.looked_up for table in tables]
             self.torch.autograd.backward(looked_up, [table.gradient for table in tables])
-            if optimizer is not None:
-                optimizer.step()
+            dense.job.step()
 
-        def values() -> list[Any]:
-            rest = iter(parameters)
-            weights = [x.weight() if isinstance(x, _Table) else next(rest) for x in members]
-            return [*arrays_of(weights)]
+        def values() -> list[np.ndarray]:
+            weights, rest = iter(arrays_of(t.weight() for t in tables)), iter(dense.values())
+            return [next(weights if table else rest) for table in is_table]
 
         return Replica(Job(step, load), values)
 
-    def _table(self, given: Parameter, optimizer: str, form: str) -> _Table:
+    def _table(self, given: Parameter, optimizer: str, pooling: str) -> _Table:
         ops = self._ops
-        pooling = next(pooling for pooling in _POOLING if f"pooling {pooling}" in form)
         place = (ops.EmbeddingLocation.HOST, ops.ComputeDevice.CPU)
         module = ops.SplitTableBatchedEmbeddingBagsCodegen(
             [(*given.shape, *place)],
             optimizer=ops.OptimType[optimizer],
-            learning_rate=_LR,
+            learning_rate=LR,
             eps=1e-10,
             pooling_mode=ops.PoolingMode[pooling],
         )

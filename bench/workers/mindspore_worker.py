@@ -14,8 +14,11 @@ What is left out has no CPU kernel in 2.10 (Lamb, LARS), does not do on the CPU 
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -72,9 +75,8 @@ _ROW_OPERATORS = {
 }
 _ONLY_FLOAT32 = {"amsgrad", "ftrl", *_ROW_OPERATORS}
 
-# Label, class and arguments of the optimizers.
+# Label, class and arguments of the optimizers; on rows those of the same step on dense gradients.
 _RMSPROP = {"decay": 0.9, "epsilon": 1e-10}
-_PROXIMAL = {"accum": 0.0, "l1": 1e-4, "l2": 1e-4}
 _OPTIMIZERS: dict[str, tuple[tuple[str, str, dict[str, Any]], ...]] = {
     "adam": (("nn.Adam", "Adam", {}),),
     "amsgrad": (("nn.Adam(use_amsgrad)", "Adam", {"use_amsgrad": True}),),
@@ -89,13 +91,12 @@ _OPTIMIZERS: dict[str, tuple[tuple[str, str, dict[str, Any]], ...]] = {
     "rmsprop-momentum": (("nn.RMSProp(momentum)", "RMSProp", {**_RMSPROP, "momentum": 0.9}),),
     "rmsprop-centered": (("nn.RMSProp(centered)", "RMSProp", {**_RMSPROP, "centered": True}),),
     "adagrad": (("nn.Adagrad", "Adagrad", {"accum": 0.0}),),
-    "proximal-adagrad": (("nn.ProximalAdagrad", "ProximalAdagrad", _PROXIMAL),),
+    "proximal-adagrad": (
+        ("nn.ProximalAdagrad", "ProximalAdagrad", {"accum": 0.0, "l1": 1e-4, "l2": 1e-4}),
+    ),
     "ftrl": (("nn.FTRL", "FTRL", {"initial_accum": 0.0}),),
     "adafactor": (("nn.AdaFactor", "AdaFactor", {"relative_step": False, "beta1": None}),),
     "adam-lazy": (("nn.LazyAdam", "LazyAdam", {}),),
-    "adam-rows": (("nn.Adam", "Adam", {}),),
-    "ftrl-rows": (("nn.FTRL", "FTRL", {"initial_accum": 0.0}),),
-    "proximal-adagrad-rows": (("nn.ProximalAdagrad", "ProximalAdagrad", _PROXIMAL),),
 }
 
 
@@ -113,54 +114,57 @@ class MindSpore:
         if threads != os.cpu_count():  # else its own choice, which is all of them
             self.ms.device_context.cpu.op_tuning.threads_num(threads)
 
-    def forms(self, algorithm: str, kind: str, dtype: str) -> list[str]:
+    def forms(self, algorithm: str, kind: str, dtype: str) -> dict[str, Any]:
         """The optimizer and the operator under it."""
         if dtype == "bfloat16" or (dtype == "float16" and algorithm in _ONLY_FLOAT32):
-            return []
-        if algorithm == "gather":
-            return ["ops.Gather"] * (kind == "rows")
-        if algorithm == "clip-by-global-norm":
-            return ["ops.clip_by_global_norm"] * (kind == "dense")
+            return {}
+        functions = {
+            ("gather", "rows"): ("ops.Gather", self._gather),
+            ("clip-by-global-norm", "dense"): ("ops.clip_by_global_norm", self._clip),
+        }
+        if (algorithm, kind) in functions:
+            form, make = functions[algorithm, kind]
+            return {form: partial(self._replica, make)}
         if (kind == "dense") == (algorithm in _ROW_OPERATORS):
-            return []
-        forms = [label for label, _, _ in _OPTIMIZERS.get(algorithm, ())]
-        operators = [_OPERATORS[algorithm]] if algorithm in _OPERATORS else []
-        if kind != "dense":
-            on_rows, beside = _ROW_OPERATORS[algorithm]
-            operators = [on_rows] + [_OPERATORS[beside]] * (kind == "mixed")
+            return {}
+        on_rows, dense = _ROW_OPERATORS.get(algorithm, (None, algorithm))
+        forms: dict[str, Any] = {}
+        for label, name, arguments in _OPTIMIZERS.get(algorithm) or _OPTIMIZERS.get(dense, ()):
+            forms[label] = partial(self._replica, partial(self._optimizer_cell, name, arguments))
+        operators = [on_rows] if on_rows else []
+        if kind != "rows" and dense in _OPERATORS:
+            operators.append(_OPERATORS[dense])
         if operators:
-            forms.append(" + ".join(f"ops.{operator.name}" for operator in operators))
+            label = " + ".join(f"ops.{operator.name}" for operator in operators)
+            make = partial(self._operator_cell, on_rows, _OPERATORS[dense])
+            forms[label] = partial(self._replica, make)
         return forms
 
-    def replica(self, case: Case) -> Replica:
-        """A cell, compiled at its first call, with its inputs."""
+    def _replica(self, make: Callable[[Case, list[Any]], Any], case: Case) -> Replica:
+        """A cell, compiled at its first call, with its inputs; its results, if it has any."""
         variables = [
             self.ms.Parameter(self._tensor(given.start, case), name=f"parameter_{index}")
             for index, given in enumerate(case.parameters)
         ]
-        if case.algorithm in ("gather", "clip-by-global-norm"):
-            return self._function(case, variables)
-        if case.form.startswith("nn."):
-            cell = self._optimizer_cell(case, variables)
-        else:
-            cell = self._operator_cell(case, variables)
-        inputs = self._inputs(case)
+        cell, inputs = make(case, variables), self._inputs(case)
+        is_function = getattr(cell, "is_function", False)  # changes no variable
+        results, numbers = list(variables), itertools.count(1)
         powers: list[Any] = []
-        t = 0
 
         def load() -> None:
-            nonlocal t
-            t += 1
+            t = next(numbers)
             if case.fresh:
                 inputs[:] = self._inputs(case)
-            if case.form.startswith("ops."):
+            if case.form.startswith("ops.") and not is_function:
                 powers[:] = [self.ms.Tensor(np.float32(beta**t)) for beta in _BETAS[:2]]
 
         def step() -> None:
-            cell(*inputs, *powers)
-            variables[-1].asnumpy()  # waits, if the call has not
+            found = cell(*inputs, *powers)
+            if is_function:
+                results[:] = found
+            results[-1].asnumpy()  # waits, if the call has not
 
-        return Replica(Job(step, load), lambda: [variable.asnumpy() for variable in variables])
+        return Replica(Job(step, load), lambda: [result.asnumpy() for result in results])
 
     def _tensor(self, array: np.ndarray, case: Case) -> Any:
         return self.ms.Tensor(array.astype(case.dtype))
@@ -174,14 +178,11 @@ class MindSpore:
                 inputs.append(self.ms.Tensor(given.indices.astype(np.int32)))
         return inputs
 
-    def _optimizer_cell(self, case: Case, variables: list[Any]) -> Any:
+    def _optimizer_cell(
+        self, name: str, arguments: dict[str, Any], case: Case, variables: list[Any]
+    ) -> Any:
         """An optimizer; row-sparse gradients are put together on the way to it."""
         nn = self.ms.nn
-        name, arguments = next(
-            (name, arguments)
-            for label, name, arguments in _OPTIMIZERS[case.algorithm]
-            if label == case.form
-        )
         optimizer = getattr(nn, name)(variables, learning_rate=_LR, **arguments)
         if case.kind != "dense":
             optimizer.target = "CPU"  # without it duplicates are not merged
@@ -205,11 +206,11 @@ class MindSpore:
 
         return Cell()
 
-    def _operator_cell(self, case: Case, variables: list[Any]) -> Any:
+    def _operator_cell(
+        self, on_rows: _Operator | None, on_dense: _Operator, case: Case, variables: list[Any]
+    ) -> Any:
         """Applies the operators to the variables and to states of its own."""
         ms = self.ms
-        on_rows, dense = _ROW_OPERATORS.get(case.algorithm, (None, case.algorithm))
-        on_dense = _OPERATORS[dense]
         arrays: list[Any] = []
         plan = []
         for (has_rows, position, _), variable in zip(_plan(case.parameters), variables):
@@ -261,37 +262,31 @@ class MindSpore:
 
         return Call()
 
-    def _function(self, case: Case, variables: list[Any]) -> Replica:
-        """What changes nothing in place, on its inputs."""
-        ops = self.ms.ops
-        gathers = case.algorithm == "gather"
+    def _gather(self, _: Case, variables: list[Any]) -> Any:
+        gather = self.ms.ops.Gather()
 
         class Gather(self.ms.nn.Cell):  # type: ignore[name-defined, misc]
+            is_function = True
+
             def __init__(self) -> None:
                 super().__init__()
-                self.table = variables[0]
-                self.gather = ops.Gather()
+                self.table, self.gather = variables[0], gather
 
             def construct(self, _: Any, indices: Any) -> Any:
-                return self.gather(self.table, indices, 0)
+                return (self.gather(self.table, indices, 0),)
+
+        return Gather()
+
+    def _clip(self, *_: Any) -> Any:
+        clip = self.ms.ops.clip_by_global_norm
 
         class Clip(self.ms.nn.Cell):  # type: ignore[name-defined, misc]
+            is_function = True
+
             def construct(self, *gradients: Any) -> Any:
-                return ops.clip_by_global_norm(gradients, 1.0)
+                return clip(gradients, 1.0)
 
-        cell = Gather() if gathers else Clip()
-        inputs: list[Any] = self._inputs(case)
-        results: list[Any] = []
-
-        def load() -> None:
-            if case.fresh:
-                inputs[:] = self._inputs(case)
-
-        def step() -> None:
-            results[:] = [cell(*inputs)] if gathers else cell(*inputs)
-            results[-1].asnumpy()
-
-        return Replica(Job(step, load), lambda: [result.asnumpy() for result in results])
+        return Clip()
 
 
 def _plan(parameters: list[Parameter]) -> tuple[tuple[bool, int, tuple[int, ...]], ...]:

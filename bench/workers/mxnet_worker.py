@@ -10,16 +10,25 @@ MXNet's own optimizers have it too.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from worker_protocol import Case, Job, Parameter, Replica, serve  # type: ignore[import-not-found]
+from worker_protocol import (  # type: ignore[import-not-found]
+    Case,
+    Job,
+    Parameter,
+    Replica,
+    lookup,
+    serve,
+)
 
 _LR = 1e-3
-_ADAM = {"beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8}
-_RMS = {"gamma1": 0.9, "epsilon": 1e-10}
+_ADAM: dict[str, Any] = {"beta1": 0.9, "beta2": 0.999, "epsilon": 1e-8}
+_RMS: dict[str, Any] = {"gamma1": 0.9, "epsilon": 1e-10}
 _MANY = 45  # tensors that all operators for many can take at once; with more they may crash
 
 if TYPE_CHECKING:
@@ -38,8 +47,6 @@ _WITH_ROWS = {
     "adagrad-rows": "adagrad",
     "ftrl-rows": "ftrl",
 }
-_BACKWARD = "Embedding.backward, "
-_GATHER = ("take", "Embedding")
 
 
 class MXNet:
@@ -63,7 +70,7 @@ class MXNet:
     def _make_steps(self) -> dict[str, dict[str, tuple[int, Step]]]:
         """By algorithm and label, the number of states and what takes the step."""
         nd = self.nd
-        every_row = _corrected(nd.adam_update, lazy_update=False, **_ADAM)
+        every_row = _each(nd.adam_update, _rate, lazy_update=False, **_ADAM)
         return {
             "sgd": {
                 "sgd_update": (0, _each(nd.sgd_update)),
@@ -74,11 +81,11 @@ class MXNet:
                 "multi_sgd_mom_update": (1, _many(nd.multi_sgd_mom_update, momentum=0.9)),
             },
             "nesterov": {"nag_mom_update": (1, _each(nd.nag_mom_update, momentum=0.9))},
-            "adam": {"adam_update": (2, _corrected(nd.adam_update, **_ADAM))},
+            "adam": {"adam_update": (2, _each(nd.adam_update, _rate, **_ADAM))},
             "adam, every row": {"adam_update(lazy_update=False)": (2, every_row)},
             "adamw": {
                 "contrib.adamw_update": (2, self._adamw),
-                "contrib.multi_adamw_update": (2, self._multi_adamw),
+                "contrib.multi_adamw_update": (2, _batches(self._multi_adamw)),
             },
             "rmsprop": {"rmsprop_update": (1, _each(nd.rmsprop_update, **_RMS))},
             "rmsprop-centered": {
@@ -88,39 +95,36 @@ class MXNet:
             "ftrl": {"ftrl_update": (2, _each(nd.ftrl_update, lamda1=0.0, beta=0.0))},
             "lamb": {
                 "lamb_update_phase1, lamb_update_phase2": (2, self._lamb),
-                "contrib.multi_lamb_update": (2, self._multi_lamb),
+                "contrib.multi_lamb_update": (2, _batches(self._multi_lamb)),
             },
-            "lars": {"optimizer.LARS": (1, self._lars)},
+            "lars": {"optimizer.LARS": (1, _batches(self._lars))},
             "clip-by-global-norm": {"gluon.utils.clip_global_norm": (0, self._clip)},
         }
 
-    def forms(self, algorithm: str, kind: str, dtype: str) -> list[str]:
+    def forms(self, algorithm: str, kind: str, dtype: str) -> dict[str, Any]:
         """Where gradients are row-sparse, only the operators for one parameter.
 
         There is no bfloat16; float16 is emulated on a CPU, 40 times slower than float32.
         """
         if dtype != "float32":
-            return []
-        if kind == "dense":
-            return [*self._steps.get(algorithm, {})]
-        if algorithm == "gather":
-            return [*_GATHER] if kind == "rows" else []
-        if algorithm not in _WITH_ROWS:
-            return []
-        return [_BACKWARD + next(iter(self._steps[_WITH_ROWS[algorithm]]))]
+            return {}
+        if algorithm == "gather" and kind == "rows":
+            return {form: partial(self._gather, form) for form in ("take", "Embedding")}
+        name = algorithm if kind == "dense" else _WITH_ROWS.get(algorithm, "")
+        steps = {form: partial(self._replica, *s) for form, s in self._steps.get(name, {}).items()}
+        if kind == "dense" or not steps:
+            return steps
+        form, make = next(iter(steps.items()))
+        return {f"Embedding.backward, {form}": make}
 
-    def replica(self, case: Case) -> Replica:
+    def _replica(self, count: int, take_step: Step, case: Case) -> Replica:
         """Arrays and an operator on them."""
-        if case.algorithm == "gather":
-            return self._gather(case)
         nd = self.nd
-        name = _WITH_ROWS.get(case.algorithm, case.algorithm)
-        count, take_step = self._steps[name][case.form.replace(_BACKWARD, "")]
         weights = [self._weight(given, case) for given in case.parameters]
         states = [[self._state(w) for _ in range(count)] for w in weights]
         gradients = [nd.array(given.gradient, dtype=case.dtype) for given in case.parameters]
         lookups = self._look_up(case.parameters, weights)
-        t = 0
+        originals, numbers = list(gradients), itertools.count(1)
 
         def load() -> None:
             if case.fresh:
@@ -128,18 +132,15 @@ class MXNet:
                 nd.waitall()
 
         def step() -> None:
-            nonlocal t
-            t += 1
             arrays = []
-            for w, g, lookup, state in zip(weights, gradients, lookups, states):
-                if lookup is not None:
-                    lookup.backward(g, retain_graph=True)
+            for w, g, looked_up, state in zip(weights, gradients, lookups, states):
+                if looked_up is not None:
+                    looked_up.backward(g, retain_graph=True)
                     g = w.grad
                 arrays.append((w, g, *state))
-            take_step(t, arrays)
+            take_step(next(numbers), arrays)
             nd.waitall()
 
-        originals = list(gradients)
         clips = case.algorithm == "clip-by-global-norm"
         return Replica(Job(step, load), lambda: _values(gradients if clips else weights))
 
@@ -163,35 +164,33 @@ class MXNet:
 
     def _look_up(self, parameters: list[Parameter], weights: list[Any]) -> list[Any]:
         """Of each table its rows, whose backward can be asked for again and again."""
-        looked_up = []
-        for given, w in zip(parameters, weights):
-            rows = None
-            if given.indices is not None:
-                sizes = {"input_dim": given.shape[0], "output_dim": given.shape[1]}
-                with self.mx.autograd.record():
-                    rows = self.nd.Embedding(self._indices(given), w, sparse_grad=True, **sizes)
-            looked_up.append(rows)
+        with self.mx.autograd.record():
+            looked_up = [
+                None if given.indices is None else self._embedding(given, w, sparse_grad=True)()
+                for given, w in zip(parameters, weights)
+            ]
         self.nd.waitall()
         return looked_up
 
-    def _indices(self, given: Parameter) -> Any:
-        return self.nd.array(given.indices, dtype="int64")
-
-    def _gather(self, case: Case) -> Replica:
-        (given,) = case.parameters
-        table, indices = self.nd.array(given.start, dtype=case.dtype), self._indices(given)
+    def _embedding(self, given: Parameter, table: Any, **options: Any) -> Callable[[], Any]:
+        indices = self.nd.array(given.indices, dtype="int64")
         sizes = {"input_dim": given.shape[0], "output_dim": given.shape[1]}
-        looked_up: Any = None
+        return lambda: self.nd.Embedding(indices, table, **sizes, **options)
 
-        def step() -> None:
-            nonlocal looked_up
-            if case.form == "take":
-                looked_up = self.nd.take(table, indices)
-            else:
-                looked_up = self.nd.Embedding(indices, table, **sizes)
-            looked_up.wait_to_read()
+    def _gather(self, form: str, case: Case) -> Replica:
+        (given,) = case.parameters
+        table = self.nd.array(given.start, dtype=case.dtype)
+        indices = self.nd.array(given.indices, dtype="int64")
+        find = self._embedding(given, table)
+        if form == "take":
+            find = partial(self.nd.take, table, indices)
 
-        return Replica(Job(step), lambda: _values([looked_up]))
+        def look_up() -> Any:
+            found = find()
+            found.wait_to_read()
+            return found
+
+        return lookup(look_up, _values)
 
     def _adamw(self, t: int, arrays: Arrays) -> None:
         """Torch's: the decay is that of the plain learning rate."""
@@ -200,19 +199,16 @@ class MXNet:
                 w, g, m, v, self._one, lr=_rate(t), eta=1.0, wd=_LR * 0.01, out=w, **_ADAM
             )
 
-    def _multi_adamw(self, t: int, arrays: Arrays) -> None:
-        for w, g, m, v in _columns(arrays):
-            n = len(w)
-            rates = {"lrs": (_rate(t),) * n, "wds": (_LR * 0.01,) * n, "etas": (1.0,) * n}
-            self.nd.contrib.multi_adamw_update(w, g, m, v, self._one, out=w, **rates, **_ADAM)
+    def _multi_adamw(self, t: int, w: Any, g: Any, m: Any, v: Any) -> None:
+        rates = _of_each(w, lrs=_rate(t), wds=_LR * 0.01, etas=1.0)
+        self.nd.contrib.multi_adamw_update(w, g, m, v, self._one, out=w, **rates, **_ADAM)
 
     def _adagrad(self, _: int, arrays: Arrays) -> None:
         for index, (w, g, history) in enumerate(arrays):
             self._adagrad_optimizer.update(index, w, g, history)
 
-    def _lars(self, _: int, arrays: Arrays) -> None:
-        for w, g, m in _columns(arrays):
-            self._lars_optimizer.update(list(range(len(w))), w, g, m)
+    def _lars(self, _: int, w: Any, g: Any, m: Any) -> None:
+        self._lars_optimizer.update(list(range(len(w))), w, g, m)
 
     def _lamb(self, t: int, arrays: Arrays) -> None:
         nd = self.nd
@@ -220,11 +216,9 @@ class MXNet:
             update = nd.lamb_update_phase1(w, g, m, v, t=t, wd=0.0, epsilon=1e-6)
             nd.lamb_update_phase2(w, update, w.norm(), update.norm(), lr=_LR, out=w)
 
-    def _multi_lamb(self, t: int, arrays: Arrays) -> None:
-        for w, g, m, v in _columns(arrays):
-            n = len(w)
-            rates = {"lrs": (_LR,) * n, "wds": (0.0,) * n, "epsilon": 1e-6}
-            self.nd.contrib.multi_lamb_update(w, g, m, v, (t,) * n, out=w, **rates)
+    def _multi_lamb(self, t: int, w: Any, g: Any, m: Any, v: Any) -> None:
+        rates = _of_each(w, lrs=_LR, wds=0.0)
+        self.nd.contrib.multi_lamb_update(w, g, m, v, (t,) * len(w), out=w, epsilon=1e-6, **rates)
 
     def _clip(self, _: int, arrays: Arrays) -> None:
         self.mx.gluon.utils.clip_global_norm([g for _, g in arrays], 1.0, check_isfinite=False)
@@ -235,44 +229,40 @@ def _rate(t: int) -> float:
     return float(_LR * (1 - 0.999**t) ** 0.5 / (1 - 0.9**t))
 
 
-def _each(operator: Any, **numbers: float) -> Step:
+def _of_each(arrays: Sequence[Any], **numbers: float) -> dict[str, tuple[float, ...]]:
+    """Numbers that operators on many take for each array."""
+    return {name: (number,) * len(arrays) for name, number in numbers.items()}
+
+
+def _each(operator: Any, rate: Callable[[int], float] = lambda _: _LR, **numbers: float) -> Step:
     """An operator on one parameter after the other."""
 
-    def step(_: int, arrays: Arrays) -> None:
+    def step(t: int, arrays: Arrays) -> None:
         for w, g, *states in arrays:
-            operator(w, g, *states, lr=_LR, out=w, **numbers)
+            operator(w, g, *states, lr=rate(t), out=w, **numbers)
 
     return step
 
 
-def _corrected(operator: Any, **numbers: float) -> Step:
-    """The same with Adam's learning rate."""
+def _batches(take_step: Callable[..., object]) -> Step:
+    """An operator on many parameters: on lists of weights, of gradients and of each state."""
 
     def step(t: int, arrays: Arrays) -> None:
-        for w, g, *states in arrays:
-            operator(w, g, *states, lr=_rate(t), out=w, **numbers)
+        for start in range(0, len(arrays), _MANY):
+            take_step(t, *map(list, zip(*arrays[start : start + _MANY])))
 
     return step
 
 
 def _many(operator: Any, **numbers: float) -> Step:
-    """An operator on many parameters."""
+    """An operator that takes the arrays of many parameters in a row."""
 
-    def step(_: int, arrays: Arrays) -> None:
-        for start in range(0, len(arrays), _MANY):
-            some = arrays[start : start + _MANY]
-            n = len(some)
-            flat = [array for parameter in some for array in parameter]
-            rates = {"lrs": (_LR,) * n, "wds": (0.0,) * n, "num_weights": n}
-            operator(*flat, out=[parameter[0] for parameter in some], **rates, **numbers)
+    def step(_: int, *kinds: list[Any]) -> None:
+        flat = [array for parameter in zip(*kinds) for array in parameter]
+        rates = _of_each(kinds[0], lrs=_LR, wds=0.0)
+        operator(*flat, out=kinds[0], num_weights=len(kinds[0]), **rates, **numbers)
 
-    return step
-
-
-def _columns(arrays: Arrays) -> list[list[list[Any]]]:
-    """For operators on many: lists of weights, gradients and states, in batches."""
-    starts = range(0, len(arrays), _MANY)
-    return [[list(kind) for kind in zip(*arrays[start : start + _MANY])] for start in starts]
+    return _batches(step)
 
 
 def _values(arrays: Sequence[Any]) -> list[np.ndarray]:

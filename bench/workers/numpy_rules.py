@@ -23,27 +23,50 @@ _TINY = 1e-30  # so that nothing is divided by zero
 _L1 = _L2 = 1e-4
 _MAX_NORM = 1.0
 
-# -- rules of single elements ---------------------------------------------------------------------
+# -- parts of rules -------------------------------------------------------------------------------
+
+
+def _average(s: Array, x: Array, rate: float, a: Array) -> None:
+    """``s = rate * s + (1 - rate) * x``; ``x`` may be ``a``."""
+    s *= rate
+    s += np.multiply(x, 1 - rate, out=a)
+
+
+def _average_square(s: Array, g: Array, rate: float, a: Array) -> None:
+    _average(s, np.multiply(g, g, out=a), rate, a)
 
 
 def _moments(g: Array, m: Array, v: Array, a: Array) -> None:
-    m *= _BETA1
-    np.multiply(g, 1 - _BETA1, out=a)
-    m += a
-    v *= _BETA2
-    np.multiply(g, g, out=a)
-    a *= 1 - _BETA2
-    v += a
+    _average(m, g, _BETA1, a)
+    _average_square(v, g, _BETA2, a)
+
+
+def _quotient(x: Array, factor: float, a: Array) -> Array:
+    """``factor * x / a``, in ``a``."""
+    np.divide(x, a, out=a)
+    a *= factor
+    return a
+
+
+def _by_root(x: Array, s: Array, epsilon: float, factor: float, a: Array) -> Array:
+    """``factor * x / (sqrt(s) + epsilon)``, in ``a``; ``s`` may be ``a``."""
+    np.sqrt(s, out=a)
+    a += epsilon
+    return _quotient(x, factor, a)
+
+
+def _norm(x: Array) -> float:
+    flat = x.reshape(-1).astype(np.float32, copy=False)
+    return math.sqrt(np.dot(flat, flat))
+
+
+# -- rules of single elements ---------------------------------------------------------------------
 
 
 def _adam_update(t: int, w: Array, m: Array, v: Array, a: Array) -> None:
     """``w -= lr * mhat / (sqrt(vhat) + epsilon)``, the corrections moved to the scalars."""
     root = (1 - _BETA2**t) ** 0.5
-    np.sqrt(v, out=a)
-    a += _EPSILON * root
-    np.divide(m, a, out=a)
-    a *= _LR * root / (1 - _BETA1**t)
-    w -= a
+    w -= _by_root(m, v, _EPSILON * root, _LR * root / (1 - _BETA1**t), a)
 
 
 def _adam(t: int, w: Array, g: Array, m: Array, v: Array, a: Array, _b: Array) -> None:
@@ -55,8 +78,7 @@ def _amsgrad(
     t: int, w: Array, g: Array, m: Array, v: Array, vhat: Array, a: Array, _b: Array
 ) -> None:
     _moments(g, m, v, a)
-    np.maximum(vhat, v, out=vhat)
-    _adam_update(t, w, m, vhat, a)
+    _adam_update(t, w, m, np.maximum(vhat, v, out=vhat), a)
 
 
 def _adamw(t: int, w: Array, g: Array, m: Array, v: Array, a: Array, b: Array) -> None:
@@ -65,8 +87,7 @@ def _adamw(t: int, w: Array, g: Array, m: Array, v: Array, a: Array, b: Array) -
 
 
 def _sgd(_t: int, w: Array, g: Array, a: Array, _b: Array) -> None:
-    np.multiply(g, _LR, out=a)
-    w -= a
+    w -= np.multiply(g, _LR, out=a)
 
 
 def _momentum(t: int, w: Array, g: Array, m: Array, a: Array, b: Array) -> None:
@@ -83,94 +104,66 @@ def _nesterov(t: int, w: Array, g: Array, m: Array, a: Array, b: Array) -> None:
     _sgd(t, w, b, a, b)
 
 
-def _mean_square(g: Array, s: Array, a: Array) -> None:
-    s *= _RHO
-    np.multiply(g, g, out=a)
-    a *= 1 - _RHO
-    s += a
-
-
-def _rms_step(g: Array, s: Array, a: Array) -> None:
-    """``a`` is the learning rate times the gradient over its root mean square."""
-    _mean_square(g, s, a)
+def _rms_step(g: Array, s: Array, a: Array) -> Array:
+    """The learning rate times the gradient over its root mean square, in ``a``."""
+    _average_square(s, g, _RHO, a)
     np.add(s, _RMS_EPSILON, out=a)
-    np.sqrt(a, out=a)
-    np.divide(g, a, out=a)
-    a *= _LR
+    return _quotient(g, _LR, np.sqrt(a, out=a))
 
 
 def _rmsprop(_t: int, w: Array, g: Array, s: Array, a: Array, _b: Array) -> None:
-    _rms_step(g, s, a)
-    w -= a
+    w -= _rms_step(g, s, a)
 
 
 def _rmsprop_momentum(_t: int, w: Array, g: Array, s: Array, m: Array, a: Array, _b: Array) -> None:
-    _rms_step(g, s, a)
+    step = _rms_step(g, s, a)
     m *= _MOMENTUM
-    m += a
+    m += step
     w -= m
 
 
 def _rmsprop_centered(
     _t: int, w: Array, g: Array, s: Array, mean: Array, a: Array, b: Array
 ) -> None:
-    _mean_square(g, s, a)
-    mean *= _RHO
-    np.multiply(g, 1 - _RHO, out=a)
-    mean += a
-    np.multiply(mean, mean, out=b)
-    np.subtract(s, b, out=a)
+    _average_square(s, g, _RHO, a)
+    _average(mean, g, _RHO, a)
+    np.subtract(s, np.multiply(mean, mean, out=b), out=a)
     a += _RMS_EPSILON
-    np.sqrt(a, out=a)
-    np.divide(g, a, out=a)
-    a *= _LR
-    w -= a
+    w -= _quotient(g, _LR, np.sqrt(a, out=a))
 
 
 def _adagrad(_t: int, w: Array, g: Array, s: Array, a: Array, _b: Array) -> None:
-    np.multiply(g, g, out=a)
-    s += a
-    np.sqrt(s, out=a)
-    a += _TINY
-    np.divide(g, a, out=a)
-    a *= _LR
-    w -= a
+    s += np.multiply(g, g, out=a)
+    w -= _by_root(g, s, _TINY, _LR, a)
 
 
 def _row_wise_adagrad(_t: int, w: Array, g: Array, s: Array, a: Array, b: Array) -> None:
-    np.multiply(g, g, out=a)
-    s += a.mean(1)
+    s += np.multiply(g, g, out=a).mean(1)
     np.divide(_LR, np.sqrt(s) + _TINY, out=b[:, 0])
-    np.multiply(g, b[:, :1], out=a)
-    w -= a
+    w -= np.multiply(g, b[:, :1], out=a)
 
 
 def _row_wise_adam(t: int, w: Array, g: Array, m: Array, v: Array, a: Array, b: Array) -> None:
     np.subtract(g, m, out=a)
     a *= 1 - _BETA1
     m += a
-    np.multiply(g, g, out=a)
-    v += (1 - _BETA2) * (a.mean(1) - v)
+    v += (1 - _BETA2) * (np.multiply(g, g, out=a).mean(1) - v)
     size = _LR / (1 - _BETA1**t)
     np.divide(size, np.sqrt(v / (1 - _BETA2**t)) + _EPSILON, out=b[:, 0])
-    np.multiply(m, b[:, :1], out=a)
-    w -= a
+    w -= np.multiply(m, b[:, :1], out=a)
 
 
 def _proximal_adagrad(_t: int, w: Array, g: Array, s: Array, a: Array, b: Array) -> None:
     """``b`` is the element's learning rate; then soft threshold and shrinking by it."""
-    np.multiply(g, g, out=a)
-    s += a
+    s += np.multiply(g, g, out=a)
     np.sqrt(s, out=b)
     b += _TINY
     np.divide(_LR, b, out=b)
-    np.multiply(b, g, out=a)
-    w -= a
+    w -= np.multiply(b, g, out=a)
     np.multiply(b, _L1, out=a)
     np.abs(w, out=b)
     b -= a
-    np.maximum(b, 0, out=b)
-    np.copysign(b, w, out=w)
+    np.copysign(np.maximum(b, 0, out=b), w, out=w)
     a *= _L2 / _L1
     a += 1
     w /= a
@@ -179,34 +172,23 @@ def _proximal_adagrad(_t: int, w: Array, g: Array, s: Array, a: Array, b: Array)
 def _ftrl(_t: int, w: Array, g: Array, s: Array, z: Array, a: Array, b: Array) -> None:
     """``w = -z * lr / sqrt(s)``: no regularisation, learning rate power -0.5."""
     np.sqrt(s, out=a)
-    np.multiply(g, g, out=b)
-    s += b
-    np.sqrt(s, out=b)
-    a -= b
+    s += np.multiply(g, g, out=b)
+    a -= np.sqrt(s, out=b)
     a *= w
     a *= 1 / _LR
     z += g
     z += a
     b += _TINY
-    np.divide(z, b, out=b)
-    np.multiply(b, -_LR, out=w)
+    np.multiply(np.divide(z, b, out=b), -_LR, out=w)
 
 
 # -- rules that look at the whole tensor ----------------------------------------------------------
 
 
-def _norm(x: Array) -> float:
-    flat = x.reshape(-1).astype(np.float32, copy=False)
-    return math.sqrt(np.dot(flat, flat))
-
-
 def _lamb(t: int, w: Array, g: Array, m: Array, v: Array, a: Array, _b: Array) -> None:
     _moments(g, m, v, a)
     np.multiply(v, 1 / (1 - _BETA2**t), out=a)
-    np.sqrt(a, out=a)
-    a += 1e-6
-    np.divide(m, a, out=a)
-    a *= 1 / (1 - _BETA1**t)
+    _by_root(m, a, 1e-6, 1 / (1 - _BETA1**t), a)
     w_norm, update_norm = _norm(w), _norm(a)
     a *= _LR * (w_norm / update_norm if w_norm > 0 and update_norm > 0 else 1.0)
     w -= a
@@ -217,32 +199,26 @@ def _lars(t: int, w: Array, g: Array, m: Array, a: Array, b: Array) -> None:
     _momentum(t, w, b, m, a, b)
 
 
-def _adafactor(t: int, w: Array, g: Array, row: Array, column: Array, a: Array, _b: Array) -> None:
-    """The second moment as the outer product of its means over rows and columns."""
+def _adafactor(t: int, w: Array, g: Array, *rest: Array) -> None:
+    """The second moment as the outer product of its means over rows and columns.
+
+    A parameter of one axis has one moment, which is not factored.
+    """
+    *moments, a, _ = rest
     beta2 = 1 - t**-0.8
     np.multiply(g, g, out=a)
-    row *= beta2
-    row += (1 - beta2) * (a.mean(-1) + 1e-30)
-    column *= beta2
-    column += (1 - beta2) * (a.mean(-2) + 1e-30)
-    np.divide(1, np.sqrt(row / row.mean(-1, keepdims=True))[..., None], out=a)
-    np.multiply(g, a, out=a)
-    np.multiply(a, (1 / np.sqrt(column))[..., None, :], out=a)
-    size = w.size**0.5
-    a *= _LR * max(1e-3, _norm(w) / size) / max(1.0, _norm(a) / size)
-    w -= a
-
-
-def _adafactor_vector(t: int, w: Array, g: Array, s: Array, a: Array, _b: Array) -> None:
-    """The same for a parameter of one axis, whose second moment is not factored."""
-    beta2 = 1 - t**-0.8
-    np.multiply(g, g, out=a)
-    a += 1e-30
-    a *= 1 - beta2
-    s *= beta2
-    s += a
-    np.sqrt(s, out=a)
-    np.divide(g, a, out=a)
+    if len(moments) == 1:
+        a += 1e-30
+        _average(moments[0], a, beta2, a)
+        np.divide(g, np.sqrt(moments[0], out=a), out=a)
+    else:
+        row, column = moments
+        for mean, axis in ((row, -1), (column, -2)):
+            mean *= beta2
+            mean += (1 - beta2) * (a.mean(axis) + 1e-30)
+        np.divide(1, np.sqrt(row / row.mean(-1, keepdims=True))[..., None], out=a)
+        np.multiply(g, a, out=a)
+        np.multiply(a, (1 / np.sqrt(column))[..., None, :], out=a)
     size = w.size**0.5
     a *= _LR * max(1e-3, _norm(w) / size) / max(1.0, _norm(a) / size)
     w -= a
@@ -270,26 +246,27 @@ ELEMENTWISE: dict[str, tuple[Callable[..., None], int]] = {
     "proximal-adagrad": (_proximal_adagrad, 1),
     "ftrl": (_ftrl, 2),
 }
-# These may be applied to some of the rows.
-_ROW_WISE: dict[str, Callable[..., None]] = {
-    "row-wise-adagrad": _row_wise_adagrad,
-    "row-wise-adam": _row_wise_adam,
+TENSORWISE: dict[str, tuple[Callable[..., None], int]] = {
+    "lamb": (_lamb, 2),
+    "lars": (_lars, 1),
+    "adafactor": (_adafactor, 0),  # and those that `rule_and_states` says
 }
-_TENSORWISE: dict[str, tuple[Callable[..., None], int]] = {"lamb": (_lamb, 2), "lars": (_lars, 1)}
-TENSORWISE = {*_TENSORWISE, "adafactor"}
+# These may be applied to some of the rows; the states are those of elements, and one of rows.
+_ROW_WISE: dict[str, tuple[Callable[..., None], int]] = {
+    "row-wise-adagrad": (_row_wise_adagrad, 0),
+    "row-wise-adam": (_row_wise_adam, 1),
+}
 
 
 def rule_and_states(name: str, shape: tuple[int, ...]) -> tuple[Callable[..., None], list[Array]]:
     """The rule of that name for a parameter of that shape, and its states, all zero."""
+    rule, count = {**ELEMENTWISE, **TENSORWISE, **_ROW_WISE}[name]
+    shapes = [shape] * count
     if name in _ROW_WISE:
-        own, of_rows = _ROW_WISE[name], zeros(shape[:1])
-        return own, [of_rows] if name == "row-wise-adagrad" else [zeros(shape), of_rows]
-    if name != "adafactor":
-        rule, count = ELEMENTWISE.get(name) or _TENSORWISE[name]
-        return rule, [zeros(shape) for _ in range(count)]
-    if len(shape) < 2:
-        return _adafactor_vector, [zeros(shape)]
-    return _adafactor, [zeros(shape[:-1]), zeros(shape[:-2] + shape[-1:])]
+        shapes.append(shape[:1])
+    if name == "adafactor":
+        shapes = [shape] if len(shape) < 2 else [shape[:-1], shape[:-2] + shape[-1:]]
+    return rule, [zeros(of) for of in shapes]
 
 
 def zeros(shape: tuple[int, ...]) -> Array:

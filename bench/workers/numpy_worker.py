@@ -8,9 +8,11 @@ to float32 and back, since NumPy's own arithmetic on them is slow and overflows.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -23,7 +25,14 @@ from numpy_rules import (  # type: ignore[import-not-found]
     rule_and_states,
     zeros,
 )
-from worker_protocol import Case, Job, Parameter, Replica, serve  # type: ignore[import-not-found]
+from worker_protocol import (  # type: ignore[import-not-found]
+    Case,
+    Job,
+    Parameter,
+    Replica,
+    lookup,
+    serve,
+)
 
 Array = np.ndarray
 
@@ -39,8 +48,6 @@ _WITH_ROWS = {
     "row-wise-adagrad-rows": "row-wise-adagrad",
     "row-wise-adam-rows": "row-wise-adam",
 }
-_WHOLE, _BLOCKS, _THREADS = "whole arrays", "blocks", "blocks in threads"
-_TAKE, _TAKE_OUT = "take", "take(out=, mode='clip')"
 # Large enough to hide the calls (and, in threads, the interpreter's lock), small enough for the
 # cache: 512 KiB of each array.
 _BLOCK = 2**17
@@ -156,53 +163,61 @@ class NumPy:
     def __init__(self, threads: int) -> None:
         self._threads = threads
 
-    def forms(self, algorithm: str, kind: str, dtype: str) -> list[str]:
+    def forms(self, algorithm: str, kind: str, dtype: str) -> dict[str, Any]:
         """Elementwise rules work in blocks, the others need whole arrays."""
         if dtype == "bfloat16" and find_spec("ml_dtypes") is None:
-            return []
-        if algorithm == "gather":
-            return [_TAKE, _TAKE_OUT] if kind == "rows" else []
-        if algorithm in (_WITH_ROWS if kind != "dense" else ELEMENTWISE):
-            return [_WHOLE, _BLOCKS] + [_THREADS] * (self._threads > 1)
-        if kind == "dense" and algorithm in {*TENSORWISE, "clip-by-global-norm"}:
-            return [_WHOLE]
-        return []
+            return {}
+        if algorithm == "gather" and kind == "rows":
+            options = {"take": False, "take(out=, mode='clip')": True}
+            return {form: partial(_gather, into) for form, into in options.items()}
+        if algorithm == "clip-by-global-norm" and kind == "dense":
+            return {"whole arrays": _clip}
+        rules = _WITH_ROWS if kind != "dense" else {x: x for x in (*ELEMENTWISE, *TENSORWISE)}
+        if algorithm not in rules:
+            return {}
+        rule = rules[algorithm]
+        sweeps = {"whole arrays": (sys.maxsize, 1)}
+        if rule not in TENSORWISE:
+            sweeps["blocks"] = _BLOCK, 1
+            if self._threads > 1:
+                sweeps["blocks in threads"] = _BLOCK, self._threads
+        return {form: partial(_swept, rule, *sweep) for form, sweep in sweeps.items()}
 
-    def replica(self, case: Case) -> Replica:
-        """One set of arrays, updated in place."""
-        dtype = _dtype(case.dtype)
-        if case.algorithm == "gather":
-            return _gather(case, dtype)
-        rule = _WITH_ROWS.get(case.algorithm, case.algorithm)
-        if rule == "clip-by-global-norm":
-            return _clip(case, dtype)
-        densify = case.algorithm == "adam-rows"
-        variables = [_Variable(rule, given, dtype, densify) for given in case.parameters]
-        sweep = _Sweep(
-            sys.maxsize if case.form == _WHOLE else _BLOCK,
-            self._threads if case.form == _THREADS else 1,
-        )
-        t = 0
 
-        def step() -> None:
-            nonlocal t
-            t += 1
+def _swept(rule: str, block: int, threads: int, case: Case) -> Replica:
+    """One set of arrays, updated in place."""
+    densify, dtype = case.algorithm == "adam-rows", _dtype(case.dtype)
+    variables = [_Variable(rule, given, dtype, densify) for given in case.parameters]
+    sweep, numbers = _Sweep(block, threads), itertools.count(1)
+
+    def step() -> None:
+        t = next(numbers)
+        for variable in variables:
+            variable.step(t, sweep)
+
+    def load() -> None:
+        if case.fresh:
             for variable in variables:
-                variable.step(t, sweep)
+                variable.renew()
 
-        def load() -> None:
-            if case.fresh:
-                for variable in variables:
-                    variable.renew()
+    return Replica(Job(step, load), lambda: [variable.w for variable in variables])
 
-        return Replica(Job(step, load), lambda: [variable.w for variable in variables])
+
+def _gather(into: bool, case: Case) -> Replica:
+    (given,) = case.parameters
+    table = np.array(given.start, _dtype(case.dtype))
+    options: dict[str, Any] = {}
+    if into:
+        options = {"out": np.zeros(given.gradient.shape, table.dtype), "mode": "clip"}
+    return lookup(lambda: table.take(given.indices, axis=0, **options))
 
 
 def _dtype(name: str) -> Any:
     return np.dtype(name if name != "bfloat16" else import_module("ml_dtypes").bfloat16)
 
 
-def _clip(case: Case, dtype: Any) -> Replica:
+def _clip(case: Case) -> Replica:
+    dtype = _dtype(case.dtype)
     originals = [np.array(given.gradient, dtype) for given in case.parameters]
     gradients: list[Array] = []
 
@@ -210,23 +225,6 @@ def _clip(case: Case, dtype: Any) -> Replica:
         gradients[:] = [original.copy() for original in originals]
 
     return Replica(Job(lambda: clip(gradients), load), lambda: gradients)
-
-
-def _gather(case: Case, dtype: Any) -> Replica:
-    """Looking up rows, into a new array or into one that is there."""
-    (given,) = case.parameters
-    table = np.array(given.start, dtype)
-    indices: Any = given.indices
-    looked_up = np.zeros((len(indices), *given.shape[1:]), dtype)
-
-    def step() -> None:
-        nonlocal looked_up
-        if case.form == _TAKE:
-            looked_up = table.take(indices, axis=0)
-        else:
-            table.take(indices, axis=0, out=looked_up, mode="clip")
-
-    return Replica(Job(step), lambda: [looked_up])
 
 
 if __name__ == "__main__":

@@ -11,11 +11,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 import numpy as np
-from worker_protocol import Case, Job, Parameter, Replica, serve  # type: ignore[import-not-found]
+from worker_protocol import (  # type: ignore[import-not-found]
+    Case,
+    Job,
+    Parameter,
+    Replica,
+    lookup,
+    serve,
+)
 
 _LR = 1e-3
 _RMS = {"decay": 0.9, "eps": 1e-10}
@@ -41,8 +49,6 @@ _DENSE: dict[str, tuple[str, str, dict[str, Any]]] = {
 _DENSIFIED = {"adam-rows": "adam", "adagrad-rows": "adagrad"}
 # Sums of squares overflow; where the gradient is 0, so is the epsilon that it is divided by.
 _NOT_IN_FLOAT16 = {"lamb", "lars", "adafactor", "clip-by-global-norm", "adam-rows"}
-_SCATTER, _DENSIFY = "at[].add", "at[].add into zeros"
-_GATHER = {"take": "fill", "at[].get(mode='promise_in_bounds')": "promise_in_bounds"}
 
 
 class Optax:
@@ -58,44 +64,57 @@ class Optax:
         self.optax: Any = import_module("optax")
         self.version = f"{self.optax.__version__}, jax {self.jax.__version__}"
 
-    def forms(self, algorithm: str, kind: str, dtype: str) -> list[str]:
+    def forms(self, algorithm: str, kind: str, dtype: str) -> dict[str, Any]:
         """All of a type are in that type."""
         if dtype == "float16" and algorithm in _NOT_IN_FLOAT16:
-            return []
+            return {}
         if kind == "dense":
             if algorithm == "clip-by-global-norm":
-                return ["clip_by_global_norm"]
-            return [_DENSE[algorithm][0]] if algorithm in _DENSE else []
-        if algorithm == "gather":
-            return [*_GATHER] if kind == "rows" else []
+                return {"clip_by_global_norm": self._clip}
+            if algorithm not in _DENSE:
+                return {}
+            label, name, options = _DENSE[algorithm]
+            return {label: partial(self._optimizer, name, options)}
+        if algorithm == "gather" and kind == "rows":
+            modes = {"take": "fill", "at[].get(mode='promise_in_bounds')": "promise_in_bounds"}
+            return {form: partial(self._gather, mode) for form, mode in modes.items()}
         if algorithm == "sgd-rows":
-            return [_SCATTER]
+            return {"at[].add": lambda case: self._replica(case, _scatter, None)}
         if algorithm in _DENSIFIED:
-            return [f"{_DENSIFY}, {_DENSIFIED[algorithm]}"]
-        return []
+            label, name, options = _DENSE[_DENSIFIED[algorithm]]
+            return {f"at[].add into zeros, {label}": partial(self._optimizer, name, options)}
+        return {}
 
-    def replica(self, case: Case) -> Replica:
+    def _replica(self, case: Case, update: Callable[..., Any], state: Any) -> Replica:
         """Arrays and a compiled function that replaces them."""
-        parameters: Any = [self._array(given.start, case) for given in case.parameters]
+        parameters: Any = self._starts(case)
         gradients = [self._gradient(given, case) for given in case.parameters]
-        if case.algorithm == "gather":
-            return self._gather(case, parameters[0], gradients[0][0])
-        if case.algorithm == "clip-by-global-norm":
-            return self._clip(gradients)
-        if case.algorithm == "sgd-rows":
-            update, state = _scatter, None
-        else:
-            _, name, options = _DENSE[_DENSIFIED.get(case.algorithm, case.algorithm)]
-            optimizer = getattr(self.optax, name)(_LR, **options)
-            update, state = self._update(optimizer), optimizer.init(parameters)
-        update = self.jax.jit(update, donate_argnums=(0, 1))
+        compiled = self.jax.jit(update, donate_argnums=(0, 1))
 
         def step() -> None:
             nonlocal parameters, state
-            parameters, state = update(parameters, state, gradients)
+            parameters, state = compiled(parameters, state, gradients)
             parameters[-1].block_until_ready()  # what was compiled together is ready together
 
         return Replica(Job(step), lambda: parameters)
+
+    def _optimizer(self, name: str, options: dict[str, Any], case: Case) -> Replica:
+        """An optimizer, which densifies what is row-sparse."""
+        optimizer = getattr(self.optax, name)(_LR, **options)
+        zeros_like, apply_updates = self.jax.numpy.zeros_like, self.optax.apply_updates
+
+        def update(parameters: Any, state: Any, gradients: Any) -> Any:
+            dense = [
+                zeros_like(w).at[g[0]].add(g[1]) if isinstance(g, tuple) else g
+                for w, g in zip(parameters, gradients)
+            ]
+            updates, state = optimizer.update(dense, state, parameters)
+            return apply_updates(parameters, updates), state
+
+        return self._replica(case, update, optimizer.init(self._starts(case)))
+
+    def _starts(self, case: Case) -> list[Any]:
+        return [self._array(given.start, case) for given in case.parameters]
 
     def _array(self, array: np.ndarray, case: Case) -> Any:
         return self.jax.numpy.array(array, case.dtype)  # a copy
@@ -107,33 +126,14 @@ class Optax:
             return values
         return self.jax.numpy.array(given.indices.astype(np.int32)), values
 
-    def _update(self, optimizer: Any) -> Callable[..., Any]:
-        """One step of an optimizer, which densifies what is row-sparse."""
-        zeros_like, apply_updates = self.jax.numpy.zeros_like, self.optax.apply_updates
-
-        def update(parameters: Any, state: Any, gradients: Any) -> Any:
-            dense = [
-                zeros_like(w).at[g[0]].add(g[1]) if isinstance(g, tuple) else g
-                for w, g in zip(parameters, gradients)
-            ]
-            updates, state = optimizer.update(dense, state, parameters)
-            return apply_updates(parameters, updates), state
-
-        return update
-
-    def _gather(self, case: Case, table: Any, indices: Any) -> Replica:
-        mode = _GATHER[case.form]
+    def _gather(self, mode: str, case: Case) -> Replica:
+        (table,), (indices, _) = self._starts(case), self._gradient(case.parameters[0], case)
         look_up = self.jax.jit(lambda table, indices: table.at[indices].get(mode=mode))
-        looked_up: Any = None
+        return lookup(lambda: look_up(table, indices).block_until_ready())
 
-        def step() -> None:
-            nonlocal looked_up
-            looked_up = look_up(table, indices).block_until_ready()
-
-        return Replica(Job(step), lambda: [looked_up])
-
-    def _clip(self, originals: list[Any]) -> Replica:
+    def _clip(self, case: Case) -> Replica:
         """Gradients are donated as well, so they are new ones each time."""
+        originals = [self._gradient(given, case) for given in case.parameters]
         clip = self.optax.clip_by_global_norm(1.0)
         state = clip.init(originals)
         update = self.jax.jit(lambda gradients: clip.update(gradients, state)[0], donate_argnums=0)

@@ -1,13 +1,17 @@
-"""From NumPy to torch and back, for the workers of torch and of what is built on it."""
+"""What the workers of torch and of what is built on it share."""
+
+# ruff: noqa: B905  # Python 3.8 has no zip(strict=True)
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from typing import Any
 
 import numpy as np
-from worker_protocol import Parameter  # type: ignore[import-not-found]
+from worker_protocol import Case, Job, Parameter, Replica  # type: ignore[import-not-found]
+
+LR = 1e-3
 
 
 def tensor(array: np.ndarray, dtype: str) -> Any:
@@ -16,13 +20,13 @@ def tensor(array: np.ndarray, dtype: str) -> Any:
     return torch.from_numpy(array).to(getattr(torch, dtype), copy=True)
 
 
-def parameters_of(given: Iterable[Parameter], dtype: str) -> list[Any]:
+def parameters_of(case: Case) -> list[Any]:
     """Torch's parameters at their start."""
-    torch = import_module("torch")
-    return [torch.nn.Parameter(tensor(parameter.start, dtype)) for parameter in given]
+    parameter = import_module("torch").nn.Parameter
+    return [parameter(tensor(given.start, case.dtype)) for given in case.parameters]
 
 
-def gradient_of(given: Parameter, dtype: str) -> Any:
+def _gradient(given: Parameter, dtype: str) -> Any:
     """Dense, or sparse and uncoalesced as ``nn.Embedding(sparse=True)`` leaves it."""
     values = tensor(given.gradient, dtype)
     if given.indices is None:
@@ -35,3 +39,23 @@ def gradient_of(given: Parameter, dtype: str) -> Any:
 def arrays_of(tensors: Iterable[Any]) -> list[np.ndarray]:
     """Their values as float32."""
     return [one.detach().float().numpy() for one in tensors]
+
+
+def stepped(
+    case: Case, make: Callable[[list[Any]], Callable[[], object]], *, fresh: bool = False
+) -> Replica:
+    """Parameters that get their gradients before each step.
+
+    Args:
+        case: the case.
+        make: makes the step of the parameters.
+        fresh: new gradients in any case: the step changes them.
+    """
+    parameters = parameters_of(case)
+    gradients = [_gradient(given, case.dtype) for given in case.parameters]
+
+    def load() -> None:
+        for parameter, gradient in zip(parameters, gradients):
+            parameter.grad = gradient.clone() if fresh or case.fresh else gradient
+
+    return Replica(Job(make(parameters), load), lambda: arrays_of(parameters))

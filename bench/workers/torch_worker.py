@@ -12,31 +12,31 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 from torch_arrays import (  # type: ignore[import-not-found]
+    LR,
     arrays_of,
-    gradient_of,
     parameters_of,
+    stepped,
     tensor,
 )
-from worker_protocol import Case, Job, Replica, serve  # type: ignore[import-not-found]
+from worker_protocol import Case, Job, Replica, lookup, serve  # type: ignore[import-not-found]
 
-_LOOP, _FOREACH, _FUSED, _COMPILED = "foreach=False", "foreach=True", "fused=True", "compiled"
-_IMPLEMENTATIONS: dict[str, dict[str, Any]] = {
-    _LOOP: {"foreach": False},
-    _FOREACH: {"foreach": True},
-    _FUSED: {"fused": True},
-    _COMPILED: {"foreach": True},
+_COMPILED = "compiled"
+_LOOPS: dict[str, dict[str, Any]] = {
+    "foreach=False": {"foreach": False},
+    "foreach=True": {"foreach": True},
 }
-_ALL = (_LOOP, _FOREACH, _FUSED, _COMPILED)
-_UNFUSED = (_LOOP, _FOREACH, _COMPILED)
+_UNFUSED = {**_LOOPS, _COMPILED: {"foreach": True}}
+_ALL = {**_UNFUSED, "fused=True": {"fused": True}}
 _RMS = {"alpha": 0.9, "eps": 1e-10}
 
 # Class, arguments and implementations of each step on dense gradients. Adafactor reads a number
 # from a tensor in each step, where a compiled step is cut into pieces; that gains nothing.
-_DENSE: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+_DENSE: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
     "adam": ("Adam", {}, _ALL),
     "amsgrad": ("Adam", {"amsgrad": True}, _ALL),
     "adamw": ("AdamW", {"weight_decay": 0.01}, _ALL),
@@ -47,7 +47,7 @@ _DENSE: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "rmsprop-momentum": ("RMSprop", {**_RMS, "momentum": 0.9}, _UNFUSED),
     "rmsprop-centered": ("RMSprop", {**_RMS, "centered": True}, _UNFUSED),
     "adagrad": ("Adagrad", {}, _ALL),
-    "adafactor": ("Adafactor", {}, (_LOOP, _FOREACH)),
+    "adafactor": ("Adafactor", {}, _LOOPS),
 }
 # Class of each step that takes sparse gradients; the step of dense parameters beside the tables.
 _SPARSE = {
@@ -55,10 +55,6 @@ _SPARSE = {
     "sgd-rows": ("SGD", "sgd"),
     "adagrad-rows": ("Adagrad", "adagrad"),
 }
-# Steps for which torch needs a dense gradient.
-_DENSIFIED = {"adam-rows": "adam"}
-_CLIP = {"clip_grad_norm_(foreach=False)": False, "clip_grad_norm_(foreach=True)": True}
-_EMBEDDING, _SELECT, _SELECT_OUT = "nn.functional.embedding", "index_select", "index_select(out=)"
 
 
 class Torch:
@@ -78,40 +74,49 @@ class Torch:
         self.torch.set_num_threads(threads)
         self.version: str = self.torch.__version__
 
-    def forms(self, algorithm: str, kind: str, dtype: str) -> list[str]:
+    def forms(self, algorithm: str, kind: str, dtype: str) -> dict[str, Any]:
         """For mixed gradients there is an optimizer of the tables and one of the others."""
+        if algorithm == "clip-by-global-norm" and kind == "dense" and not self.compiles:
+            return {f"clip_grad_norm_({label})": partial(_clip, _LOOPS[label]) for label in _LOOPS}
+        if algorithm == "gather" and kind == "rows" and not self.compiles:
+            return {form: partial(_gather, form) for form in (_EMBEDDING, _SELECT, _SELECT_OUT)}
         if kind == "dense":
-            clips = algorithm == "clip-by-global-norm" and not self.compiles
-            return [*_CLIP] if clips else self._sound_forms(algorithm, dtype)
-        if algorithm == "gather" and not self.compiles:
-            return [_EMBEDDING, _SELECT, _SELECT_OUT] if kind == "rows" else []
-        if algorithm in _DENSIFIED:
-            dense = self._sound_forms(_DENSIFIED[algorithm], dtype)
-            return [f"index_add_, {form}" for form in dense]
+            # With foreach, Nesterov's momentum is added to the gradient itself.
+            fresh, makes = algorithm == "nesterov", self._makes(algorithm, dtype)
+            return {form: partial(stepped, make=makes[form], fresh=fresh) for form in makes}
+        if algorithm == "adam-rows":  # for which torch needs a dense gradient
+            makes = self._makes("adam", dtype)
+            return {f"index_add_, {form}": partial(_densified, makes[form]) for form in makes}
         if algorithm not in _SPARSE or (algorithm == "adam-lazy" and dtype == "float16"):
-            return []
+            return {}
         name, beside = _SPARSE[algorithm]
+        sparse = getattr(self.torch.optim, name)
         if kind == "rows":
-            return [] if self.compiles else [name]
-        return [f"{name} + {form}" for form in self._sound_forms(beside, dtype)]
+            return {} if self.compiles else {name: partial(_beside, sparse, None)}
+        makes = self._makes(beside, dtype)
+        return {f"{name} + {form}": partial(_beside, sparse, makes[form]) for form in makes}
 
-    def _sound_forms(self, algorithm: str, dtype: str) -> list[str]:
-        """The forms of a dense step that compute it in this type."""
-        return [
-            form
-            for form, (name, options, is_compiled) in _dense_forms(algorithm).items()
-            if is_compiled == self.compiles
-            and self._is_sound(name, "fused" in options, is_compiled, dtype)
-        ]
+    def _makes(self, algorithm: str, dtype: str) -> dict[str, Callable[[list[Any]], Any]]:
+        """By form, what makes the step of dense parameters, where it is computed in this type."""
+        name, options, implementations = _DENSE.get(algorithm, ("", {}, {}))
+        flags = "".join(f"{key}, " for key, value in options.items() if value is True)
+        return {
+            f"{name}({flags}{label})": partial(self._step, name, {**options, **arguments})
+            for label, arguments in implementations.items()
+            if (label == _COMPILED) == self.compiles
+            and (
+                _compiler() if self.compiles else self._is_sound(name, "fused" in arguments, dtype)
+            )
+        }
 
-    def _is_sound(self, name: str, is_fused: bool, is_compiled: bool, dtype: str) -> bool:
+    def _is_sound(self, name: str, is_fused: bool, dtype: str) -> bool:
         """False in float16 for loop and foreach, which have no other type.
 
         There an epsilon is 0, and where the gradient is 0 it is divided by 0; so in SparseAdam.
         """
         if name == "SGD":
             return not is_fused or self._fused_sgd_moves(dtype)
-        return dtype != "float16" or is_fused or is_compiled or name == "Adafactor"
+        return dtype != "float16" or is_fused or name == "Adafactor"
 
     def _fused_sgd_moves(self, dtype: str) -> bool:
         """False for types of 16 bits in 2.13: all whole vectors stay as they are."""
@@ -120,119 +125,93 @@ class Torch:
         self.torch.optim.SGD([parameter], lr=1.0, fused=True).step()
         return not parameter.any()
 
-    def replica(self, case: Case) -> Replica:
-        """Parameters with an optimizer, or with what stands in its place."""
-        if case.algorithm == "gather":
-            return self._gather(case)
-        parameters = parameters_of(case.parameters, case.dtype)
-        if case.algorithm in _DENSIFIED:
-            return self._densified(case, parameters)
-        gradients = [gradient_of(given, case.dtype) for given in case.parameters]
-        # With foreach, Nesterov's momentum is added to the gradient itself.
-        fresh = case.fresh or case.algorithm == "nesterov"
+    def _step(self, name: str, options: dict[str, Any], parameters: list[Any]) -> Any:
+        """The step of an optimizer, to be compiled at its first call if it is."""
+        step = getattr(self.torch.optim, name)(parameters, lr=LR, **options).step
+        if not self.compiles:
+            return step
+        config = import_module("torch._dynamo").config
+        limits = {"recompile_limit": 1000, "accumulated_recompile_limit": 1000}
+        # Beyond the limit it would go on without compilation.
+        for limit, value in {**limits, "fail_on_recompile_limit_hit": True}.items():
+            if hasattr(config, limit):  # not in torch of all years
+                setattr(config, limit, value)
+        return self.torch.compile(step)
 
-        def load() -> None:
-            for parameter, gradient in zip(parameters, gradients):
-                parameter.grad = gradient.clone() if fresh else gradient
 
-        if case.algorithm == "clip-by-global-norm":
-            clip, foreach = self.torch.nn.utils.clip_grad_norm_, _CLIP[case.form]
-            job = Job(lambda: clip(parameters, 1.0, foreach=foreach), load)
-            return Replica(job, lambda: arrays_of([x.grad for x in parameters]))
-        return Replica(Job(self._step(case, parameters), load), lambda: arrays_of(parameters))
+def _beside(sparse: Any, make: Callable[[list[Any]], Any] | None, case: Case) -> Replica:
+    """An optimizer of the tables; if it is mixed, the step of the others beside it."""
 
-    def _step(self, case: Case, parameters: list[Any]) -> Callable[[], object]:
-        """One step of all optimizers of the case."""
-        if case.kind == "dense":
-            return self._dense_step(case.algorithm, case.form, parameters)
-        name, algorithm = _SPARSE[case.algorithm]
+    def both(parameters: list[Any]) -> Callable[[], object]:
         tables: list[Any] = []
         others: list[Any] = []
         for given, parameter in zip(case.parameters, parameters):
             (others if given.indices is None else tables).append(parameter)
-        sparse = getattr(self.torch.optim, name)(tables, lr=1e-3)
-        if not others:
-            step: Callable[[], object] = sparse.step
-            return step
-        dense = self._dense_step(algorithm, case.form.split(" + ")[1], others)
-        return lambda: (sparse.step(), dense())
+        step: Callable[[], object] = sparse(tables, lr=LR).step
+        dense = make(others) if make and others else None
+        return (lambda: (step(), dense())) if dense else step
 
-    def _dense_step(self, algorithm: str, form: str, parameters: list[Any]) -> Callable[[], object]:
-        name, options, compiled = _dense_forms(algorithm)[form]
-        optimizer = getattr(self.torch.optim, name)(parameters, lr=1e-3, **options)
-        step: Callable[[], object] = optimizer.step
-        return self._compiled(step) if compiled else step
-
-    def _compiled(self, step: Callable[[], object]) -> Callable[[], object]:
-        """The step, compiled at its first call, as often as there are new parameters."""
-        config = import_module("torch._dynamo").config
-        limits = {"recompile_limit": 1000, "accumulated_recompile_limit": 1000}
-        # Beyond the limit it would go on without compilation.
-        for name, value in {**limits, "fail_on_recompile_limit_hit": True}.items():
-            if hasattr(config, name):  # not in torch of all years
-                setattr(config, name, value)
-        compiled: Callable[[], object] = self.torch.compile(step)
-        return compiled
-
-    def _densified(self, case: Case, parameters: list[Any]) -> Replica:
-        """Row-sparse gradients are added up in dense ones, which are zero between the steps."""
-        rows: list[tuple[Any, Any, Any]] = []
-        others = []
-        for given, parameter in zip(case.parameters, parameters):
-            gradient = tensor(given.gradient, case.dtype)
-            if given.indices is None:
-                parameter.grad = gradient
-                others.append(parameter)
-            else:
-                parameter.grad = self.torch.zeros_like(parameter)
-                rows.append((parameter.grad, tensor(given.indices, "int64"), gradient))
-        form = case.form.split(", ", 1)[1]
-        dense = self._dense_step(_DENSIFIED[case.algorithm], form, parameters)
-
-        def load() -> None:
-            if case.fresh:
-                rows[:] = [(grad, indices.clone(), x.clone()) for grad, indices, x in rows]
-                for parameter in others:
-                    parameter.grad = parameter.grad.clone()
-
-        def step() -> None:
-            for gradient, indices, values in rows:
-                gradient.index_add_(0, indices, values)
-            dense()
-            for gradient, indices, _ in rows:
-                gradient.index_fill_(0, indices, 0)
-
-        return Replica(Job(step, load), lambda: arrays_of(parameters))
-
-    def _gather(self, case: Case) -> Replica:
-        """Looking up rows, into a new tensor or into one that is there."""
-        (given,) = case.parameters
-        table, indices = tensor(given.start, case.dtype), tensor(given.indices, "int64")
-        looked_up = table.new_zeros((len(indices), *given.shape[1:]))
-
-        def step() -> None:
-            nonlocal looked_up
-            if case.form == _SELECT_OUT:
-                self.torch.index_select(table, 0, indices, out=looked_up)
-            elif case.form == _SELECT:
-                looked_up = self.torch.index_select(table, 0, indices)
-            else:
-                looked_up = self.torch.nn.functional.embedding(indices, table)
-
-        return Replica(Job(step), lambda: arrays_of([looked_up]))
+    replica: Replica = stepped(case, both)
+    return replica
 
 
-def _dense_forms(algorithm: str) -> dict[str, tuple[str, dict[str, Any], bool]]:
-    """Class, arguments and whether to compile it, of each form of a step on dense gradients."""
-    if algorithm not in _DENSE:
-        return {}
-    name, options, implementations = _DENSE[algorithm]
-    flags = "".join(f"{key}, " for key, value in options.items() if value is True)
-    return {
-        f"{name}({flags}{label})": (name, {**options, **arguments}, label == _COMPILED)
-        for label, arguments in _IMPLEMENTATIONS.items()
-        if label in implementations and (label != _COMPILED or _compiler())
+def _densified(make: Callable[[list[Any]], Any], case: Case) -> Replica:
+    """Row-sparse gradients are added up in dense ones, which are zero between the steps."""
+    parameters = parameters_of(case)
+    rows: list[tuple[Any, Any, Any]] = []
+    others = []
+    for given, parameter in zip(case.parameters, parameters):
+        gradient = tensor(given.gradient, case.dtype)
+        if given.indices is None:
+            parameter.grad = gradient
+            others.append(parameter)
+        else:
+            parameter.grad = parameter.new_zeros(parameter.shape)
+            rows.append((parameter.grad, tensor(given.indices, "int64"), gradient))
+    dense = make(parameters)
+
+    def load() -> None:
+        if case.fresh:
+            rows[:] = [(grad, indices.clone(), x.clone()) for grad, indices, x in rows]
+            for parameter in others:
+                parameter.grad = parameter.grad.clone()
+
+    def step() -> None:
+        for gradient, indices, values in rows:
+            gradient.index_add_(0, indices, values)
+        dense()
+        for gradient, indices, _ in rows:
+            gradient.index_fill_(0, indices, 0)
+
+    return Replica(Job(step, load), lambda: arrays_of(parameters))
+
+
+def _clip(options: dict[str, Any], case: Case) -> Replica:
+    clip = import_module("torch").nn.utils.clip_grad_norm_
+    made: list[Any] = []
+
+    def step_of(parameters: list[Any]) -> Callable[[], object]:
+        made[:] = parameters
+        return lambda: clip(parameters, 1.0, **options)
+
+    return Replica(stepped(case, step_of).job, lambda: arrays_of(x.grad for x in made))
+
+
+_EMBEDDING, _SELECT, _SELECT_OUT = "nn.functional.embedding", "index_select", "index_select(out=)"
+
+
+def _gather(form: str, case: Case) -> Replica:
+    """Looking up rows, into a new tensor or into one that is there."""
+    (given,) = case.parameters
+    torch = import_module("torch")
+    table, indices = tensor(given.start, case.dtype), tensor(given.indices, "int64")
+    out = table.new_zeros(given.gradient.shape)
+    look_ups = {
+        _SELECT_OUT: lambda: torch.index_select(table, 0, indices, out=out),
+        _SELECT: lambda: torch.index_select(table, 0, indices),
+        _EMBEDDING: lambda: torch.nn.functional.embedding(indices, table),
     }
+    return lookup(look_ups[form], arrays_of)
 
 
 def _compiler() -> str | None:

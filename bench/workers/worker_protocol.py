@@ -38,20 +38,13 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-
-
-class Clock(Protocol):
-    """A clock, such as `time.perf_counter`."""
-
-    def __call__(self) -> float:
-        """The time in seconds."""
-        ...
 
 
 def _nothing() -> None:
@@ -163,12 +156,7 @@ class Turns:
         return Job(lambda: now.step(), load)
 
 
-def in_turn(jobs: Sequence[Job]) -> Job:
-    """A job whose steps are those of the given jobs, one after the other, for ever."""
-    return Turns().job(jobs)
-
-
-def sample(job: Job, steps: int, clock: Clock = time.perf_counter) -> float:
+def sample(job: Job, steps: int, clock: Callable[[], float] = time.perf_counter) -> float:
     """Mean seconds of ``steps`` steps in a row, after a lead-in of others that do not count.
 
     The lead-in stands for the training loop that a short step is part of: threads are awake, each
@@ -194,7 +182,7 @@ def _without_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _timed(job: Job, clock: Clock, before: Callable[[], object] = _nothing) -> float:
+def _timed(job: Job, clock: Callable[[], float], before: Callable[[], object] = _nothing) -> float:
     job.load()
     before()
     start = clock()
@@ -202,7 +190,9 @@ def _timed(job: Job, clock: Clock, before: Callable[[], object] = _nothing) -> f
     return clock() - start
 
 
-def turn(job: Job, before: Callable[[], object], clock: Clock = time.perf_counter) -> list[float]:
+def turn(
+    job: Job, before: Callable[[], object], clock: Callable[[], float] = time.perf_counter
+) -> list[float]:
     """Seconds of each step of a training loop that does something else before each.
 
     The loop goes on for as long before the first step that counts. A process that has slept or was
@@ -224,7 +214,7 @@ def samples(
     scenario: str,
     steps: int,
     before: Callable[[], object],
-    clock: Clock = time.perf_counter,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[float]:
     """Seconds of a step: the mean of so many in a loop, or those of a turn in another scenario.
 
@@ -295,7 +285,7 @@ class Case:
     """A step as a set-up request describes it.
 
     Args:
-        algorithm, form: which step, in the names of `Library.forms`.
+        algorithm, form: which step, and in which of its `Library.forms`.
         dtype: of parameters and gradients.
         parameters: all parameters of one optimizer.
         fresh: the gradients of each step are new arrays.
@@ -329,6 +319,18 @@ class Replica:
     values: Callable[[], Sequence[Any]]
 
 
+def lookup(
+    look_up: Callable[[], Any], values: Callable[[Sequence[Any]], Sequence[Any]] = list
+) -> Replica:
+    """A replica whose steps look rows up; ``values`` makes arrays of what the last has found."""
+    found: list[Any] = []
+
+    def step() -> None:
+        found[:] = [look_up()]
+
+    return Replica(Job(step), lambda: values(found))
+
+
 class Library(Protocol):
     """What a worker script says about its library.
 
@@ -343,12 +345,10 @@ class Library(Protocol):
     version: str
     warm_up: int
 
-    def forms(self, algorithm: str, kind: str, dtype: str) -> list[str]:
-        """The forms in which the library has a step; none if it does not have it."""
-        ...
-
-    def replica(self, case: Case) -> Replica:
-        """Everything that a step in one of these forms needs."""
+    def forms(
+        self, algorithm: str, kind: str, dtype: str
+    ) -> Mapping[str, Callable[[Case], Replica]]:
+        """The forms in which the library has a step, by name: each makes all that a step needs."""
         ...
 
 
@@ -356,84 +356,68 @@ class Library(Protocol):
 
 
 class _Server:
-    """Answers requests; remembers the library and what was set up, by form."""
+    """Answers requests, each with the method of its name; remembers what was set up, by form."""
 
     def __init__(self, load: Callable[[int], Library]) -> None:
-        self._load = load
-        self._loaded: Library | None = None
-        self._first: dict[str, Replica] = {}
-        self._jobs: dict[str, Job] = {}
         self._threads = int(sys.argv[1])
-        self._before: dict[str, Callable[[], object]] = {}
+        self._library = lru_cache(None)(lambda: load(self._threads))
+        self._replicas: dict[str, list[Replica]] = {}
+        self._jobs: dict[str, Job] = {}
+        self._before = lru_cache(None)(lambda scenario: before_step(scenario, self._threads))
 
-    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a request, whatever happens."""
-        try:
-            return self._answer(request)
-        except Exception as error:
-            return {"error": f"{type(error).__name__}: {error}"}
+    def hello(self) -> dict[str, Any]:
+        return {"version": self._library().version}
 
-    def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        do = request["do"]
-        if do == "hello":
-            return {"version": self._library.version}
-        if do == "forms":
-            kind = request["algorithm"], request["kind"], request["dtype"]
-            return {"forms": self._library.forms(*kind)}
-        if do == "setup":
-            return self._set_up(request)
-        if do == "sample":
-            return {"seconds": self._sample(request["form"], request["scenario"], request["steps"])}
-        if do == "memory":
-            return {"bytes": self._peak_memory(self._jobs[request["form"]])}
-        if do == "values":
-            return self._save(self._first[request["form"]], request["path"])
-        if do == "drop":
-            return self._drop()
-        raise ValueError(f"no request {do!r}")
+    def forms(self, algorithm: str, kind: str, dtype: str) -> dict[str, Any]:
+        return {"forms": [*self._library().forms(algorithm, kind, dtype)]}
 
-    @property
-    def _library(self) -> Library:
-        if self._loaded is None:
-            self._loaded = self._load(self._threads)
-        return self._loaded
-
-    def _set_up(self, request: dict[str, Any]) -> dict[str, Any]:
-        case = _case(request)
-        if case.form not in self._library.forms(case.algorithm, case.kind, case.dtype):
+    def setup(self, **request: Any) -> dict[str, Any]:
+        case, library = _case(request), self._library()
+        make = library.forms(case.algorithm, case.kind, case.dtype).get(case.form)
+        if make is None:
             what = f"{case.algorithm}, {case.kind}, {case.dtype}"
             raise ValueError(f"no form {case.form!r} of {what}")
-        replicas = [self._library.replica(case) for _ in range(request["copies"])]
-        steps = request.get("warm_up", self._library.warm_up)
+        replicas = [make(case) for _ in range(request["copies"])]
         for replica in replicas:
-            for _ in range(steps):
+            for _ in range(request.get("warm_up", library.warm_up)):
                 replica.job.load()
                 replica.job.step()
-        self._first[case.form] = replicas[0]
-        self._jobs[case.form] = in_turn([replica.job for replica in replicas])
+        self._replicas[case.form] = replicas
+        self._jobs[case.form] = Turns().job([replica.job for replica in replicas])
         return {}
 
-    def _sample(self, form: str, scenario: str, steps: int) -> list[float]:
-        if scenario not in self._before:
-            self._before[scenario] = before_step(scenario, self._threads)
-        return samples(self._jobs[form], scenario, steps, self._before[scenario])
+    def sample(self, form: str, scenario: str, steps: int) -> dict[str, Any]:
+        return {"seconds": samples(self._jobs[form], scenario, steps, self._before(scenario))}
 
-    def _peak_memory(self, job: Job) -> int | None:
-        return None if getattr(self._library, "keeps_memory", False) else peak_memory(job)
+    def memory(self, form: str) -> dict[str, Any]:
+        job, is_kept = self._jobs[form], getattr(self._library(), "keeps_memory", False)
+        return {"bytes": None if is_kept else peak_memory(job)}
 
-    def _save(self, replica: Replica, path: str) -> dict[str, Any]:
-        arrays: dict[str, Any] = {
-            f"p{index}": np.asarray(value, np.float32)
-            for index, value in enumerate(replica.values())
-        }
+    def values(self, form: str, path: str) -> dict[str, Any]:
+        found = enumerate(self._replicas[form][0].values())
+        arrays: dict[str, Any] = {f"p{index}": np.asarray(a, np.float32) for index, a in found}
         np.savez(path, **arrays)
         return {}
 
-    def _drop(self) -> dict[str, Any]:
-        self._first.clear()
+    def drop(self) -> dict[str, Any]:
+        self._replicas.clear()
         self._jobs.clear()
         _give_memory_back()
         return {}
+
+
+def _answer(server: _Server, do: str, **request: Any) -> dict[str, Any]:
+    """The answer to a request, whatever happens."""
+    try:
+        if do not in _REQUESTS:
+            raise ValueError(f"no request {do!r}")
+        answer: dict[str, Any] = getattr(server, do)(**request)
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return answer
+
+
+_REQUESTS = [name for name in vars(_Server) if not name.startswith("_")]
 
 
 def _case(request: dict[str, Any]) -> Case:
@@ -441,19 +425,20 @@ def _case(request: dict[str, Any]) -> Case:
         request["algorithm"],
         request["form"],
         request["dtype"],
-        [_parameter(entry) for entry in request["parameters"]],
+        [_parameter(**entry) for entry in request["parameters"]],
         # Clipping in place leaves nothing to clip.
         request["fresh_gradients"] or request["algorithm"] == "clip-by-global-norm",
     )
 
 
-def _parameter(entry: dict[str, Any]) -> Parameter:
-    indices, start = entry["indices"], entry.get("start")
+def _parameter(
+    shape: list[int], gradient: str, indices: str | None, start: str | None = None
+) -> Parameter:
     return Parameter(
-        tuple(entry["shape"]),
-        np.load(entry["gradient"]),
+        tuple(shape),
+        np.load(gradient),
         None if indices is None else np.load(indices),
-        np.zeros(entry["shape"], np.float32) if start is None else np.load(start),
+        np.zeros(shape, np.float32) if start is None else np.load(start),
     )
 
 
@@ -470,7 +455,7 @@ def serve(load: Callable[[int], Library]) -> None:
     _die_with_parent()
     server = _Server(load)
     for line in sys.stdin:
-        channel.write(json.dumps(server.answer(json.loads(line))) + "\n")
+        channel.write(json.dumps(_answer(server, **json.loads(line))) + "\n")
         channel.flush()
 
 

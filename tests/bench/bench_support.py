@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -16,10 +17,10 @@ from fusestep.bench import command
 from fusestep.bench.cases import model_shapes, workloads
 from fusestep.bench.cases import steps as cases
 from fusestep.bench.cases.steps import Case, Point
-from fusestep.bench.cases.torch import TorchOptimizer
+from fusestep.bench.cases.torch import TORCH
 from fusestep.bench.peer import Peers
 from fusestep.bench.report import document
-from fusestep.bench.report.result import OURS, PointResult, Settings, SpecialResult
+from fusestep.bench.report.result import OURS, SECONDS, PointResult, SpecialResult
 from fusestep.bench.report.stats import Summary
 from fusestep.bench.workers.worker_protocol import Job
 
@@ -28,7 +29,7 @@ from helpers import in_turn
 EVERY_STEP = [
     (case, dtype)
     for case in cases.STEPS
-    if find_spec("torch") or not isinstance(case.subject, TorchOptimizer)
+    if find_spec("torch") or case.subject not in TORCH.values()
     for dtype in case.subject.dtypes
 ]
 """Cases with all types of their parameters; those of PyTorch where it is installed."""
@@ -53,6 +54,15 @@ def refused_line(capsys: pytest.CaptureFixture[str], *given: str) -> str:
     return line
 
 
+def special(name: str, progress: Callable[[float], None], threads: int = 1) -> SpecialResult:
+    """What a case with a method of its own measures."""
+    (case,) = (case for case in cases.SPECIAL if case.name == name)
+    module = import_module(f"fusestep.bench.special.{name.replace('-', '_')}")
+    found = SpecialResult(name, case.summary)
+    module.run(found, threads, progress)
+    return found
+
+
 def quiet(_: float) -> None:
     """A progress report that nobody reads."""
 
@@ -74,7 +84,7 @@ def use_small_models(
     for model in ("dlrm", "click_log"):
         put(model_shapes, f"{model}_tables", lambda: [(tables, 16), (7, 16)])
         put(model_shapes, f"{model}_dense", lambda: list(shapes))
-    put(workloads, "_DLRM_BATCH", batch)
+    put(workloads, "_CLICKS", batch)
     put(workloads, "_BAG", 1)
 
 
@@ -158,6 +168,6 @@ def made_up(
     of_run = Peers({})
     of_run.versions = peers.get("versions", {})
     of_run.missing = peers.get("missing", {})
-    data = document.document(results, Settings(), of_run, load)
+    data = document.document(results, SECONDS, of_run, load)
     document.check_schema(data)
     return data

@@ -17,7 +17,7 @@ from fusestep.bench import against, machine, measure, run, version_worker
 from fusestep.bench.against import Changed
 from fusestep.bench.errors import BenchError
 from fusestep.bench.report import document
-from fusestep.bench.report.result import OURS, Settings
+from fusestep.bench.report.result import OURS, SECONDS
 from fusestep.bench.report.stats import Summary
 from fusestep.bench.workers import worker_protocol
 
@@ -67,20 +67,25 @@ def git(root: Path, *arguments: str) -> str:
     ).stdout
 
 
+SHARED = dict.fromkeys(("bench/new.py", "bench/results.schema.json", "nn/registry/new.py"), "now")
+
+
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A commit, a change, a file that Git does not know and one that it ignores."""
     root = tmp_path / "repository"
-    (root / "bench").mkdir(parents=True)
-    for name in ("a.py", "bench/old.py"):
+    for part in ("bench", "nn/registry"):
+        (root / part).mkdir(parents=True)
+    for name in ("a.py", "bench/old.py", "nn/a.py", "nn/registry/old.py"):
         (root / name).write_text("before", encoding="utf-8")
     (root / ".gitignore").write_text("ignored.py\n", encoding="utf-8")
     git(root, "init", "--quiet", "--initial-branch=trunk")
     git(root, "add", ".")
     git(root, "commit", "--quiet", "--message=x")
     (root / "a.py").write_text("now", encoding="utf-8")
-    (root / "bench" / "old.py").unlink()
-    for name in ("new.py", "ignored.py", "bench/new.py", "bench/results.schema.json"):
+    for part in ("bench", "nn/registry"):
+        (root / part / "old.py").unlink()
+    for name in ("new.py", "ignored.py", *SHARED):
         (root / name).write_text("now", encoding="utf-8")
     monkeypatch.setattr(machine, "checkout_at_hand", lambda: root)
     return root
@@ -92,13 +97,11 @@ def files(folder: Path) -> dict[str, str]:
     return {name: text for name, text in found.items() if not name.startswith(".git")}
 
 
-BENCH = {"bench/new.py": "now", "bench/results.schema.json": "now"}
-
-
 def test_both_versions_get_the_benchmark_of_today(repository: Path) -> None:
     with against.versions("trunk") as (old, new):
-        assert files(old / "fusestep") == {"a.py": "before", **BENCH}
-        assert files(new / "fusestep") == {"a.py": "now", "new.py": "now", **BENCH}
+        kept = {"nn/a.py": "before", **SHARED}
+        assert files(old / "fusestep") == {"a.py": "before", **kept}
+        assert files(new / "fusestep") == {"a.py": "now", "new.py": "now", **kept}
         assert len(git(repository, "worktree", "list").splitlines()) == 2
     assert not old.exists()
     assert not new.exists()
@@ -191,7 +194,7 @@ FOLDERS = (Path("/x/before"), Path("/x/now"))
 
 
 def compared(*points: Any) -> list[Changed]:
-    return against.measure(FOLDERS, points or [point()], Settings(), lambda *_: quiet)
+    return against.measure(FOLDERS, points or [point()], SECONDS, lambda *_: quiet)
 
 
 @pytest.mark.parametrize(
@@ -224,17 +227,17 @@ def test_a_slowed_version_is_reported(
 def test_rounds_are_compared_with_each_other(fake: type[FakeWorker]) -> None:
     """The machine becomes twice as slow in the middle; both versions meet it in the same round."""
     for name in ("before", "now"):
-        fake.seconds[name] = lambda n: 1.0 if n < 5 else 2.0
+        fake.seconds[name] = lambda n: 1.0 if n < 6 else 2.0
     (found,) = compared()
     assert found.ratio == Summary(1.0, 1.0, 1.0, 7)
-    assert "".join(step[0] for step in fake.log if " " not in step) == "bn" * 8  # once to warm up
+    assert "".join(step[0] for step in fake.log if " " not in step) == "bn" * 9  # twice to warm up
 
 
 def test_each_point_has_workers_of_its_own(fake: type[FakeWorker]) -> None:
     compared(point(threads=1), point("dense/nn.SGD", threads=2))
     assert [step for step in fake.log if " " in step] == [
-        *("start before x1", "start now x1", "end before", "end now"),
-        *("start before x2", "start now x2", "end before", "end now"),
+        *("start before x1", "start now x1", "end now", "end before"),
+        *("start before x2", "start now x2", "end now", "end before"),
     ]
 
 
@@ -265,7 +268,7 @@ def test_a_version_that_cannot_take_a_step(what: str, fake: type[FakeWorker]) ->
     (found,) = compared()
     assert (found.ratio, found.reason) == (None, "no form 'fusestep' of dense/nn.New")
     assert run.table.show_changes([found], run.table.console()) == 0
-    assert fake.log[-2:] == ["end before", "end now"]
+    assert fake.log[-2:] == ["end now", "end before"]
 
 
 def test_a_version_that_does_not_start(fake: type[FakeWorker]) -> None:
@@ -321,14 +324,14 @@ def test_against_an_earlier_file(
 def test_a_version_worker_takes_the_steps_of_the_cases() -> None:
     of = bench_support.named("rows/nn.LazyAdam")
     worker = version_worker.Version(1)
-    assert worker.forms(of.name, "rows", "float32") == [OURS]
-    assert worker.forms(of.name, "dense", "float32") == []
-    assert worker.forms("dense/nn.New", "dense", "float32") == []
-    assert worker.forms("rows/ops.FusedSparseAdam", "rows", "float16") == []
+    assert list(worker.forms(of.name, "rows", "float32")) == [OURS]
+    assert worker.forms(of.name, "dense", "float32") == {}
+    assert worker.forms("dense/nn.New", "dense", "float32") == {}
+    assert worker.forms("rows/ops.FusedSparseAdam", "rows", "float16") == {}
     given = against.inputs(point(of.name))
     with against.setup_request(of.name, "float32", given) as request:
         case = worker_protocol._case({"form": OURS, **request})
-    replica = worker.replica(case)
+    replica = worker.forms(of.name, "rows", "float32")[OURS](case)
     replica.job.step()
     (table,) = replica.values()
     (gradient,) = given.gradients

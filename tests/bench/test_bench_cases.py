@@ -20,7 +20,7 @@ from fusestep.bench.cases import mxnet as mxnet_subjects
 from fusestep.bench.cases import steps as cases
 from fusestep.bench.cases.workloads import parse_sizes
 from fusestep.bench.errors import BenchError
-from fusestep.bench.registry import ROWS
+from fusestep.nn.registry import ROWS
 
 from bench_support import EVERY_STEP, SOME_STEPS, named, point, use_small_models
 from helpers import more
@@ -65,9 +65,11 @@ def test_an_entry_is_named_after_what_it_makes() -> None:
     for name, operator in cases.OPERATORS.items():
         assert operator.make is getattr(ops, name)
     for name, subject in mxnet_subjects.MXNET.items():
-        if isinstance(subject, mxnet_subjects.MxnetOptimizer):
+        if name.startswith("nn.mxnet."):
+            made: Any = subject.prepare
             cls = getattr(nn.mxnet, name.removeprefix("nn.mxnet.").partition("(")[0])
-            assert type(nn.mxnet.create(subject.name, **subject.arguments)) is cls
+            assert made.func is mxnet_subjects.optimizer
+            assert type(nn.mxnet.create(made.args[0], **made.args[1])) is cls
 
 
 def test_names_are_unique_and_say_the_workload() -> None:

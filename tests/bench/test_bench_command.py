@@ -167,7 +167,7 @@ def test_what_is_left_out_has_a_default() -> None:
     }
     assert {p.size for p in request.points if p.case.name.startswith("dense/")} == {"4M"}
     assert [special.name for special in request.special] == ["first-step"]
-    assert request.settings.seconds == 0.5
+    assert request.seconds == 0.5
     assert list(request.pythons) == [p for p, kind in options.PEERS.items() if kind.is_default]
     assert (request.json, request.plot, request.against) == (None, None, None)
 
@@ -181,7 +181,7 @@ def test_options_act() -> None:
     assert len(request.points) == 4 * 2 * 2
     assert {p.distribution for p in request.points} == {"uniform", "equal"}
     assert {p.dtype for p in request.points} == {"bfloat16", "float16"}
-    assert request.settings.seconds == 0.2
+    assert request.seconds == 0.2
     assert request.pythons == {"torch": sys.executable, "numpy": sys.executable}
     assert len(parsed("rows/nn.SGD", "--indices", "all", "--dtype", "all").points) == 5 * 3
     assert parsed("--peers", "none").pythons == {}

@@ -26,14 +26,14 @@ from fusestep.bench.measure import (
     plan_of_turns,
 )
 from fusestep.bench.peer import Peers
-from fusestep.bench.report.result import OURS, PointResult, Settings, fastest
+from fusestep.bench.report.result import OURS, SECONDS, PointResult, fastest
 from fusestep.bench.report.stats import Ratio, Summary, change, paired, ratio
 from fusestep.bench.special import far_rows, first_step, fresh_states, no_cliff
 from fusestep.bench.workers.worker_protocol import (
     SCENARIOS,
     Job,
+    Turns,
     before_step,
-    in_turn,
     sample,
     samples,
     turn,
@@ -41,7 +41,7 @@ from fusestep.bench.workers.worker_protocol import (
 from fusestep.kernels.cpu.compiler.cache import cache_directory
 
 import bench_support
-from bench_support import FakeClock, quiet, result
+from bench_support import FakeClock, quiet, result, special
 
 # -- statistics -----------------------------------------------------------------------------------
 
@@ -88,12 +88,12 @@ def test_the_fastest_has_the_smallest_median() -> None:
 
 
 def turns(chosen: Plan, label: str) -> int:
-    return -(-chosen.rounds // chosen.every[label])
+    return -(-chosen.rounds // chosen.every.get(label, 1))
 
 
 def test_rounds_fill_the_budget() -> None:
     chosen = plan({"a": 0.010, "b": 0.015}, budget=1.0)
-    assert chosen == Plan(20, 1, {"a": 1, "b": 1})  # 2 x 25 ms a round, lead-ins included
+    assert chosen == Plan(20, 1)  # 2 x 25 ms a round, lead-ins included
 
 
 @pytest.mark.parametrize(("seconds", "rounds"), [(10.0, 7), (1e-4, 101)])
@@ -109,7 +109,7 @@ def test_short_steps_are_taken_several_times(seconds: float, steps: int) -> None
 
 def test_slow_contestants_sit_out() -> None:
     chosen = plan({"a": 0.005, "b": 0.019, "slow": 0.021}, budget=1.0)
-    assert chosen.every["a"] == chosen.every["b"] == 1
+    assert chosen.every.keys() == {"slow"}
     assert chosen.rounds == 10  # half of the budget by 48 ms
     assert chosen.every["slow"] == 1  # it has the other half for itself: 11 turns
     chosen = plan({"a": 0.005, "slow": 0.050}, budget=1.0)
@@ -137,7 +137,7 @@ def test_every_contestant_gets_some_turns_and_the_budget_is_kept(
         quick = sum(cost[label] for label in warm if label not in slow)
         for_quick = budget / 2 if slow else budget
         assert chosen.rounds == 7 or chosen.rounds * quick <= for_quick
-        assert all(chosen.every[label] == 1 for label in warm if label not in slow)
+        assert chosen.every.keys() == set(slow)
         for label in slow:
             spent = turns(chosen, label) * cost[label]
             assert turns(chosen, label) >= 3
@@ -147,7 +147,7 @@ def test_every_contestant_gets_some_turns_and_the_budget_is_kept(
 def test_turns_fill_the_budget() -> None:
     """Nobody sits out: a slow step is taken less often in its turn."""
     chosen = plan_of_turns({"a": 1e-4, "b": 1e-2, "slow": 0.2}, budget=16.0)
-    assert chosen == Plan(10, 1, {"a": 1, "b": 1, "slow": 1})  # 0.2 + 0.2 + 6 x 0.2 s a round
+    assert chosen == Plan(10, 1)  # 0.2 + 0.2 + 6 x 0.2 s a round
     assert plan_of_turns({"a": 1e-4}, budget=0.1).rounds == 3
     assert plan_of_turns({"a": 1e-4}, budget=1e9).rounds == 101
 
@@ -169,7 +169,7 @@ def test_everybody_once_then_everybody_again() -> None:
     order: list[str] = []
     rounds: list[int] = []
     contestants = [scripted(order, "a", 1.0, 2.0, 3.0), scripted(order, "b", 5.0, 5.0, 5.0)]
-    times = interleave(contestants, Plan(3, 2, {"a": 1, "b": 1}), on_round=rounds.append)
+    times = interleave(contestants, Plan(3, 2), on_round=rounds.append)
     assert order == ["a2", "b2"] * 3
     assert rounds == [1, 2, 3]
     assert times.summaries == {"a": Summary.of([1.0, 2.0, 3.0]), "b": Summary.of([5.0] * 3)}
@@ -178,7 +178,7 @@ def test_everybody_once_then_everybody_again() -> None:
 def test_who_sits_out_comes_back() -> None:
     order: list[str] = []
     contestants = [scripted(order, "a", *[1.0] * 5), scripted(order, "b", *[9.0] * 3)]
-    interleave(contestants, Plan(5, 1, {"a": 1, "b": 2}))
+    interleave(contestants, Plan(5, 1, {"b": 2}))
     assert "".join(order) == "a1b1a1a1b1a1a1b1"
 
 
@@ -193,7 +193,7 @@ def test_a_contestant_that_is_lost_does_not_stop_the_others(good_turns: int) -> 
         return [1.0]
 
     contestants = [Contestant("a", fail), Contestant("b", lambda _: [1.0])]
-    times = interleave(contestants, Plan(5, 1, {"a": 1, "b": 1}))
+    times = interleave(contestants, Plan(5, 1))
     assert times.lost == {"a": "out of memory"}
     assert len(asked) == good_turns + 1  # and it is not asked again
     assert {label: len(samples) for label, samples in times.samples.items()} == {"b": 5}
@@ -201,7 +201,7 @@ def test_a_contestant_that_is_lost_does_not_stop_the_others(good_turns: int) -> 
 
 def test_who_is_lost_in_the_warm_up_stays_out() -> None:
     contestants = [Contestant("a", lambda _: [1.0]), Contestant("b", lambda _: [1.0])]
-    times = interleave(contestants, Plan(3, 1, {"a": 1}), lost={"b": "gone"})
+    times = interleave(contestants, Plan(3, 1), lost={"b": "gone"})
     assert list(times.samples) == ["a"]
     assert times.lost == {"b": "gone"}
 
@@ -216,7 +216,7 @@ def test_before_other_processes_start_our_threads_may_settle(
         return Contestant(label, lambda _: order.append(label) or [1.0], elsewhere)
 
     contestants = [contestant("a", False), contestant("b", True), contestant("c", True)]
-    interleave(contestants, Plan(2, 1, dict.fromkeys("abc", 1)))
+    interleave(contestants, Plan(2, 1))
     assert order == ["a", "pause", "b", "c"] * 2
 
 
@@ -316,7 +316,7 @@ def test_jobs_in_turn_load_what_they_step() -> None:
     def job(name: str) -> Job:
         return Job(lambda: done.append(f"step {name}"), lambda: done.append(f"load {name}"))
 
-    several = in_turn([job("a"), job("b")])
+    several = Turns().job([job("a"), job("b")])
     for _ in range(3):
         several.load()
         several.step()
@@ -364,7 +364,7 @@ def measured(clock: FakeClock, ours: float, monkeypatch: pytest.MonkeyPatch) -> 
         return work.Work(made.turns, clock.job(ours), made.bounds)
 
     monkeypatch.setattr(point, "build", slowed)
-    return point.run(bench_support.point(), Settings(0.01), Peers({}), quiet, clock)
+    return point.run(bench_support.point(), 0.01, Peers({}), quiet, clock)
 
 
 @pytest.mark.parametrize(
@@ -418,13 +418,13 @@ def test_progress_ends_at_the_whole() -> None:
     told: list[float] = []
     jobs = {OURS: clock.job(3.0)}
     contestants = measure.in_process(jobs, clock=clock)
-    point._measure(contestants, bench_support.point(), Settings(1.0), told.append)
+    measure.measured(contestants, "loop", 1.0, told.append)
     assert told == sorted(told)
     assert told[-1] == 1.0
 
 
 def test_a_point_that_does_not_fit_is_not_available() -> None:
-    found = point.run(bench_support.point(size="9000000G"), Settings(), Peers({}), quiet)
+    found = point.run(bench_support.point(size="9000000G"), SECONDS, Peers({}), quiet)
     assert not found.times
     assert "GB of memory are free" in found.unavailable[OURS]
     assert found.losses == []
@@ -461,7 +461,7 @@ def test_no_cliff_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
     }.items():
         monkeypatch.setattr(no_cliff, name, value)
     told: list[float] = []
-    found = no_cliff.run(1, told.append)
+    found = special("no-cliff", told.append)
     assert [(p["D"], p["B"]) for p in found.points] == [(1, 1), (1, 100), (16, 1), (16, 100)]
     assert told[-1] == 1.0
     for entry in found.points:
@@ -475,7 +475,7 @@ def test_far_rows_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(far_rows, "FAR_SIZES", ("1000x16x64", "30x5x9"))
     monkeypatch.setattr(far_rows, "ROUNDS", 2)
     told: list[float] = []
-    found = far_rows.run(1, told.append)
+    found = special("far-rows", told.append)
     assert told == [0.0, 0.5, 1.0]
     assert [*found.times] == [f"{n}: {x}" for n in far_rows.FAR_SIZES for x in far_rows.PARTS]
     plain = found.times["30x5x9: plain loop"].median
@@ -488,9 +488,9 @@ def test_the_jobs_of_far_rows_do_the_same() -> None:
     results = {}
     for label in (far_rows.STEP, far_rows.UPDATE, far_rows.PLAIN, far_rows.GROUPING):
         variables = [np.full((100, 20), x, np.float32) for x in (1.0, 0.5, 0.25)]
-        batch = far_rows.Batch(variables, g, drawn, 3)
-        batch.jobs[label]()
-        batch.keep[0].release()
+        jobs, grouped = far_rows.jobs_of(variables, g, drawn, 3)
+        jobs[label]()
+        grouped.release()
         results[label] = variables
     untouched = results.pop(far_rows.GROUPING)
     assert all((a == a[0, 0]).all() for a in untouched)
@@ -503,14 +503,14 @@ def test_the_jobs_of_far_rows_do_the_same() -> None:
 def test_far_rows_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(far_rows, "FAR_SIZES", ("1000x16x64", "1Gx1Mx1"))
     with pytest.raises(BenchError, match=r"far-rows: needs .* GB"):
-        far_rows.run(1, lambda _: None)
+        special("far-rows", lambda _: None)
 
 
 def test_fresh_states_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fresh_states, "SIZES", ("20000x8x50",))
     monkeypatch.setattr(fresh_states, "RUNS", 1)
     told: list[float] = []
-    found = fresh_states.run(1, told.append)
+    found = special("fresh-states", told.append)
     assert told[-1] == 1.0
     labels = [f"20000x8x50 {law}" for law in fresh_states.LAWS]
     assert [*found.limits] == labels
@@ -523,19 +523,20 @@ def test_fresh_states_in_small(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_fresh_states_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fresh_states, "SIZES", ("1Gx1Mx1",))
     with pytest.raises(BenchError, match=r"fresh-states: needs .* GB"):
-        fresh_states.run(1, lambda _: None)
+        special("fresh-states", lambda _: None)
 
 
 def test_first_steps_are_cold_or_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     folders: list[tuple[str, str]] = []
 
-    def start(step: str, folder: str, threads: int) -> tuple[float, float, float]:
+    def start(step: str, folder: str, threads: int) -> list[float]:
         folders.append((step, folder))
-        return 0.1 * threads, *((9.0, 8.0) if folders.count((step, folder)) == 1 else (1.0, 0.5))
+        is_cold = folders.count((step, folder)) == 1
+        return [0.1 * threads, *((9.0, 8.0) if is_cold else (1.0, 0.5))]
 
     monkeypatch.setattr(first_step, "start", start)
     told: list[float] = []
-    found = first_step.run(2, told.append)
+    found = special("first-step", threads=2, progress=told.append)
     assert {label: time.median for label, time in found.times.items()} == {
         "import": 0.2,
         "nn.Adam cold": 9.0,

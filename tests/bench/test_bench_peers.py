@@ -15,8 +15,8 @@ import pytest
 from fusestep.bench import measure, peer, point, work
 from fusestep.bench.cases import options
 from fusestep.bench.measure import ContestantLostError
-from fusestep.bench.peer import PEERS, PeerKind, Peers, Worker, find_python, peers_of
-from fusestep.bench.report.result import OURS, PointResult, Settings
+from fusestep.bench.peer import PEERS, PeerKind, Peers, Worker, find_python
+from fusestep.bench.report.result import OURS, PointResult
 from fusestep.bench.workers import worker_protocol
 
 import bench_support
@@ -40,8 +40,8 @@ class Fake:
 
     def forms(self, algorithm, kind, dtype):
         if algorithm == "adam-rows":
-            return []
-        return ["quick", "slow", "unknown", f"on {{self.threads}}"]
+            return {{}}
+        return dict.fromkeys(["quick", "slow", "unknown", f"on {{self.threads}}"], self.replica)
 
     def replica(self, case):
         if case.form == "unknown":
@@ -167,8 +167,8 @@ def set_up_patiently(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 
 def measured(pythons: dict[str, str | None], name: str = "dense/nn.Adam") -> PointResult:
-    with peers_of(pythons) as peers:
-        return point.run(bench_support.point(name), Settings(0.01), peers, quiet)
+    with contextlib.closing(Peers(pythons)) as peers:
+        return point.run(bench_support.point(name), 0.01, peers, quiet)
 
 
 @pytest.mark.usefixtures("fake_worker")
@@ -212,9 +212,9 @@ def test_nobody_is_asked_for_a_step_that_only_we_have(monkeypatch: pytest.Monkey
 def test_a_peer_that_dies_does_not_break_the_run(fake_worker: Path) -> None:
     """The point keeps its other times; the next point starts the peer again."""
     fake_worker.write_text(FAKE_WORKER.replace('"unknown"', '"dies"', 1), encoding="utf-8")
-    with peers_of({"torch": sys.executable, "numpy": sys.executable}) as peers:
+    with contextlib.closing(Peers({"torch": sys.executable, "numpy": sys.executable})) as peers:
         for _ in range(2):
-            found = point.run(bench_support.point(), Settings(0.01), peers, quiet)
+            found = point.run(bench_support.point(), 0.01, peers, quiet)
             assert found.unavailable["torch dies"] == "Segmentation fault"
             assert OURS in found.times
             assert "numpy" in found.peers
@@ -236,8 +236,8 @@ def test_a_peer_that_dies_does_not_break_the_run(fake_worker: Path) -> None:
 def test_a_missing_peer_does_not_break_a_run(
     pythons: dict[str, str | None], reason: str | None
 ) -> None:
-    with peers_of({**pythons, "numpy": sys.executable}) as peers:
-        found = point.run(bench_support.point(), Settings(0.01), peers, quiet)
+    with contextlib.closing(Peers({**pythons, "numpy": sys.executable})) as peers:
+        found = point.run(bench_support.point(), 0.01, peers, quiet)
         assert peers.missing == ({} if reason is None else {"torch": reason})
         assert peers.versions == {"numpy": np.__version__}
     assert found.unavailable == peers.missing
@@ -247,7 +247,7 @@ def test_a_missing_peer_does_not_break_a_run(
 def test_an_interpreter_without_the_library(fake_worker: Path) -> None:
     script = FAKE_WORKER.replace("print(", "import no_such_library; print(")
     fake_worker.write_text(script, encoding="utf-8")
-    with peers_of({"torch": sys.executable}) as peers:
+    with contextlib.closing(Peers({"torch": sys.executable})) as peers:
         assert peers.worker("torch", 1) is None
         assert peers.missing == {"torch": "ModuleNotFoundError: No module named 'no_such_library'"}
         assert peers.versions == {}
@@ -255,7 +255,7 @@ def test_an_interpreter_without_the_library(fake_worker: Path) -> None:
 
 @pytest.mark.usefixtures("fake_worker")
 def test_a_worker_for_each_number_of_threads() -> None:
-    with peers_of({"torch": sys.executable}) as peers:
+    with contextlib.closing(Peers({"torch": sys.executable})) as peers:
         one, two = (peers.worker("torch", threads) for threads in (1, 2))
         assert one is not None and two is not None
         assert one is not two

@@ -1,4 +1,4 @@
-"""``fusestep bench --processes``: its options, a small run, and the arithmetic of its model."""
+"""``fusestep bench --processes``: its options, a small run, and the arithmetic of its runs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ import pytest
 
 from fusestep.bench.cases.indices import DEFAULT, draw
 from fusestep.bench.errors import BenchError
-from fusestep.bench.scale_out import model, runs
+from fusestep.bench.scale_out import runs
 
-from bench_support import refused_line
+from bench_support import arguments, refused_line
 
 needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="needs torch")
 
@@ -72,11 +72,19 @@ def test_without_torch(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.M
     assert "--processes: needs PyTorch, for gloo: pip install torch" in line
 
 
+@needs_torch
 @pytest.mark.parametrize(
     ("text", "counts"), [("1", [1]), ("2", [1, 2]), ("4,2, 4", [1, 2, 4]), ("64", [1, 64])]
 )
-def test_one_process_is_always_measured(text: str, counts: list[int]) -> None:
-    assert runs._counts(text) == counts
+def test_one_process_is_always_measured(
+    text: str, counts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First with a part of the batch."""
+    asked: list[int] = []
+    monkeypatch.setattr(runs, "_run", lambda n, *_: asked.append(n))
+    monkeypatch.setattr(runs, "measured", lambda _: "")
+    assert runs.main(arguments("--processes", text)) == 0
+    assert asked == [1, *counts]
 
 
 FAILED = "W1 of torchrun\nTraceback:\nValueError: a table\nraise ChildFailedError(\nfailed"
@@ -119,8 +127,8 @@ def test_a_run(tmp_path: Path) -> None:
     assert [(run["processes"], run["batch"]) for run in data["runs"]] == [
         (1, 1024), (1, 4096), (2, 4096),
     ]  # fmt: skip
-    assert done.stdout.strip() == model.measured(data)
-    assert model.modelled(data).count("\n") == 1 + len(model.SIZES)
+    assert done.stdout.strip() == runs.measured(data)
+    assert runs.modelled(data).count("\n") == 1 + len(runs.SIZES)
     for run in data["runs"]:
         _check_run(run)
     _check_bytes(data["runs"])
@@ -136,11 +144,11 @@ def _check_run(run: dict[str, Any]) -> None:
     assert run["table_and_states"] == 3 * rows_of_one * 64 * 4
 
 
-def _check_bytes(runs: list[dict[str, Any]]) -> None:
+def _check_bytes(found: list[dict[str, Any]]) -> None:
     """Nothing leaves a process that is alone; of two it is little more than has to."""
-    assert [run["sent"] for run in runs[:2]] == [0, 0] == [run["least"] for run in runs[:2]]
-    assert [run["second_per_byte"] for run in runs[:2]] == [0, 0]
-    two = runs[2]
+    assert [run["sent"] for run in found[:2]] == [0, 0] == [run["least"] for run in found[:2]]
+    assert [run["second_per_byte"] for run in found[:2]] == [0, 0]
+    two = found[2]
     assert two["second_per_byte"] > 0
     least = 0.0
     for rank, other in ((0, 1), (1, 0)):
@@ -150,7 +158,7 @@ def _check_bytes(runs: list[dict[str, Any]]) -> None:
             least += (len(np.unique(remote)) * (4 + 256) + len(remote) * 256) / 4
     assert two["least"] == least
     assert 1 < two["sent"] / two["least"] < 1.1
-    assert abs(two["sent"] / (2 * model.bytes_sent(2, 4096, 20_000)) - 1) < 0.1
+    assert abs(two["sent"] / (2 * runs.bytes_sent(2, 4096, 20_000)) - 1) < 0.1
 
 
 def _owner(ids: np.ndarray) -> np.ndarray:
@@ -187,7 +195,7 @@ def data() -> dict[str, Any]:
 
 
 def test_costs(data: dict[str, Any]) -> None:
-    found = model.costs(data)
+    found = runs.costs(data)
     assert found.fixed == pytest.approx(0.003)
     assert found.of_id == pytest.approx(2e-6)
     assert found.at(0) == pytest.approx(0.003)
@@ -203,30 +211,30 @@ def test_bytes_sent(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append((rows, ids))
         return np.arange(ids) % 100  # 100 different ones
 
-    monkeypatch.setattr(model, "draw", drawn)
+    monkeypatch.setattr(runs, "draw", drawn)
     numbers, rows, gradients = 100 * 4, 100 * 256, 8000 // n * (256 + 4 + 4)
-    assert model.bytes_sent(n, 8000, 5000) == (numbers + rows + gradients) * (n - 1) / n
+    assert runs.bytes_sent(n, 8000, 5000) == (numbers + rows + gradients) * (n - 1) / n
     assert asked == [(5000, 8000 // n)]
 
 
 def test_predicted(data: dict[str, Any]) -> None:
     """The cores share what a process does by itself, not exchanges and bytes."""
     _, _, two, four = data["runs"]
-    of_two = 0.003 + 2000 * 2e-6 + 10 * 1e-4 + model.bytes_sent(2, 4000, 1000) * 1e-9
-    assert model.predicted(two, data) == pytest.approx(of_two)
-    of_four = 2 * (0.003 + 1000 * 2e-6) + 12 * 1e-4 + model.bytes_sent(4, 4000, 1000) * 1e-9
-    assert model.predicted(four, data) == pytest.approx(of_four)
+    of_two = 0.003 + 2000 * 2e-6 + 10 * 1e-4 + runs.bytes_sent(2, 4000, 1000) * 1e-9
+    assert runs.predicted(two, data) == pytest.approx(of_two)
+    of_four = 2 * (0.003 + 1000 * 2e-6) + 12 * 1e-4 + runs.bytes_sent(4, 4000, 1000) * 1e-9
+    assert runs.predicted(four, data) == pytest.approx(of_four)
 
 
 @pytest.mark.parametrize("n", [8, 1024])
-@pytest.mark.parametrize("network", model.NETWORKS)
+@pytest.mark.parametrize("network", runs.NETWORKS)
 def test_iteration(n: int, network: int, data: dict[str, Any]) -> None:
     """Machines of their own: the exchanges of the last run, a message to each other process."""
     ids = 1_048_576 // n
     different = len(set(draw(DEFAULT, 1000, ids).tolist()))
     sent = (n - 1) / n * (different * 260 + ids * 264)
     expected = 0.003 + ids * 2e-6 + 12 * (n - 1) * 5e-6 + sent / (network / 8 * 1e9)
-    assert model.iteration(n, network, data) == pytest.approx(expected)
+    assert runs.iteration(n, network, data) == pytest.approx(expected)
 
 
 def cells(table: str) -> list[list[str]]:
@@ -234,7 +242,7 @@ def cells(table: str) -> list[list[str]]:
 
 
 def test_the_table_of_the_runs(data: dict[str, Any]) -> None:
-    head, _, *rows = cells(model.measured(data))
+    head, _, *rows = cells(runs.measured(data))
     assert len(rows) == 4 and all(len(row) == len(head) for row in rows)
     assert rows[2][:3] == ["2", "4,000", "20.00 ms"]
     assert [row[6] for row in rows] == ["n/a", "n/a", "1.50", "1.50"]
@@ -244,9 +252,9 @@ def test_the_table_of_the_runs(data: dict[str, Any]) -> None:
 
 def test_the_table_of_the_model(data: dict[str, Any]) -> None:
     """The shortest of each network is bold."""
-    _, _, *rows = cells(model.modelled(data))
-    assert [row[0] for row in rows] == [str(n) for n in model.SIZES]
-    for k, network in enumerate(model.NETWORKS):
-        times = [model.iteration(n, network, data) for n in model.SIZES]
+    _, _, *rows = cells(runs.modelled(data))
+    assert [row[0] for row in rows] == [str(n) for n in runs.SIZES]
+    for k, network in enumerate(runs.NETWORKS):
+        times = [runs.iteration(n, network, data) for n in runs.SIZES]
         bold = [row[2 + k].startswith("**") for row in rows]
         assert [n for n, is_bold in enumerate(bold) if is_bold] == [int(np.argmin(times))]

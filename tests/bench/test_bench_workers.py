@@ -82,7 +82,7 @@ class Fake:
         print("libraries print what they like, such as", threads)
 
     def forms(self, algorithm, kind, dtype):
-        return [algorithm + " " + kind + " " + dtype]
+        return {{algorithm + " " + kind + " " + dtype: self.replica}}
 
     def replica(self, case):
         (given,) = case.parameters
@@ -195,17 +195,6 @@ def test_the_kind_follows_from_the_gradients(indices: list[int | None], kind: st
         for i in indices
     ]
     assert worker_protocol.Case("a", "f", "float32", parameters, False).kind == kind
-
-
-def test_jobs_in_turn_load_what_they_step_on() -> None:
-    done: list[str] = []
-
-    def job(name: str) -> Job:
-        return Job(lambda: done.append(f"step {name}"), lambda: done.append(f"load {name}"))
-
-    turns = worker_protocol.in_turn([job("a"), job("b")])
-    worker_protocol.sample(turns, steps=2)
-    assert done[:6] == ["load a", "step a", "load b", "step b", "load a", "step a"]
 
 
 def test_peak_memory_sees_what_a_step_gives_back() -> None:

@@ -12,8 +12,6 @@ from rich.console import Console
 
 from fusestep.bench.gpu import __main__ as gpu
 from fusestep.bench.gpu import point as gpu_point
-from fusestep.bench.gpu import points as gpu_points
-from fusestep.bench.gpu import rows as gpu_rows
 from fusestep.bench.gpu.point import Point
 from fusestep.bench.report.result import BOUND, OURS
 from fusestep.bench.report.stats import Summary
@@ -75,7 +73,7 @@ def test_report_says_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_names(capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu.main(["--list", "rows/*"]) == 0
     assert capsys.readouterr().out.split() == [
-        f"rows/{kind}/{name}" for kind in ("all", "lazy") for name in gpu_points.DISTRIBUTIONS
+        f"rows/{kind}/{name}" for kind in ("all", "lazy") for name in gpu_point.DISTRIBUTIONS
     ]
     assert gpu.main(["nothing"]) == 2
     assert "no point is called nothing" in capsys.readouterr().err
@@ -92,10 +90,11 @@ def test_without_a_device_it_says_what_is_missing(capsys: pytest.CaptureFixture[
 @pytest.mark.skipif(bool(gpu_arrays.missing()), reason=gpu_arrays.missing())
 def test_small_points_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every point; the times mean nothing."""
+    from fusestep.bench.gpu import points as gpu_points
+
     sizes = {
-        gpu_points: {"LARGE": (1 << 16,), "SORTED": (10_000,)},
-        gpu_rows: {"ROWS": 1 << 12, "WIDTH": 32, "BATCH": 5_000},
-        gpu_point: {"COPY_BYTES": 1 << 22},
+        gpu_points: {"ROWS": 1 << 12, "WIDTH": 32, "BATCH": 5_000},
+        gpu_point: {"COPY_BYTES": 1 << 22, "LARGE": (1 << 16,), "SORTED": (10_000,)},
     }
     for module, values in sizes.items():
         for name, value in values.items():
@@ -103,5 +102,5 @@ def test_small_points_on_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     path = tmp_path / "x.json"
     assert gpu.main(["--seconds", "0.05", "--json", str(path)]) == 0
     data = json.loads(path.read_text(encoding="utf-8"))
-    assert len(data["points"]) == len(gpu_points.points())
+    assert len(data["points"]) == len(gpu_point.named_points())
     assert all(min(point["ahead"].values()) >= 0.0 for point in data["points"])

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from fusestep import nn
-from fusestep.bench.registry import ELSEWHERE, Argument, Row
+from fusestep.nn.registry import ELSEWHERE, Argument, Row
 
 import reference
 from helpers import BF16, arrays_of, assert_same_bits, refused
@@ -46,7 +46,7 @@ def test_every_optimizer_has_a_row() -> None:
     }
     missing = classes - {"Optimizer", "FusedOptimizer", *BY_NAME}
     recipe = "CONTRIBUTING.md has the recipe"
-    assert not missing, f"nn.__all__ has {missing} without a row in bench/registry: {recipe}"
+    assert not missing, f"nn.__all__ has {missing} without a row in nn/registry: {recipe}"
     assert not BY_NAME.keys() - classes, "a row is of a class that nn.__all__ does not have"
 
 

@@ -27,6 +27,7 @@ MAY_IMPORT = {
     "nn/mxnet": ("kernels", "ops", "nn"),
     "nn/distributed": ("kernels", "ops", "nn"),
     "nn/torch/engine": ("kernels", "ops", "nn/base", "nn/engine", "nn/distributed"),
+    "nn/registry": ("kernels", "ops", "nn"),
     "nn/torch": ("kernels", "ops", "nn"),
     "nn": ("kernels", "ops"),
 }
@@ -34,6 +35,7 @@ MAY_IMPORT = {
 ROOMS = ("process", "compiler", "headers", "threads")
 APART = {("kernels/cpu", "kernels/cuda"), ("kernels/cuda", "kernels/cpu")}
 NEUTRAL = ("kernels", "kernels/rules")
+FROM_OUTSIDE = ("nn", "nn/registry")  # these import what a user does
 OPTIONAL = ("kernels.cuda", "kernels/cuda")
 
 
@@ -113,7 +115,8 @@ def test_imports_point_downwards() -> None:
         fits = any(is_in(target, place) for place in allowed) and (source, target) not in APART
         if source in NEUTRAL and target not in NEUTRAL:
             fits = False
-        if source != "nn" and MODULES[found.target].name == "__init__.py" and target != source:
+        is_face = MODULES[found.target].name == "__init__.py" and target != source
+        if is_face and source not in FROM_OUTSIDE:
             fits = fits and found.target in ("kernels.rules",)  # a package's face is for users
         if not fits:
             wrong.append(found)
@@ -174,14 +177,21 @@ def test_imports_inside_of_functions_are_of_what_is_optional() -> None:
     assert hidden == []
 
 
+def test_importing_nn_does_not_load_the_registry() -> None:
+    """Tests, benchmark and documents read it, and nobody else pays for it."""
+    sources = {found.source for found in IMPORTS if found.target.startswith("nn.registry")}
+    assert sources and all(name.startswith("nn.registry") for name in sources)
+
+
 def test_older_versions_in_the_benchmark_are_asked_for_public_names_only() -> None:
     """Today's benchmark runs on them, and what is inside of the package moves."""
+    ours = "bench", "nn.registry"
     every, seen, waiting = {**MODULES, **modules("bench")}, set(), {"bench.version_worker"}
     while waiting:
         seen |= waiting
         waiting = {i.target for name in waiting for i in imports_of(name, every)
-                   if i.source.startswith("bench")} - seen  # fmt: skip
-    inside = {name for name in seen if not name.startswith("bench")}
+                   if i.source.startswith(ours)} - seen  # fmt: skip
+    inside = {name for name in seen if not name.startswith(ours)}
     assert "bench.cases.steps" in seen
     assert inside == {"ops", "nn", "nn.mxnet"}
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from ... import nn
-from ..cases.workloads import Kind
 
+Kind = Literal["dense", "rows", "mixed"]  # which gradients of a step are row-sparse
 Options = Mapping[str, Any]
 ELSEWHERE = object()  # what the argument does is no number: errors, concurrency, skipped steps
 MINDSPORE = "MindSpore 2.10"
