@@ -28,7 +28,7 @@ from ..special.fresh_states import LATER_STEP
 from . import catalogue, document, table
 from .catalogue import markdown
 from .result import OURS
-from .table import IN_WORDS, Point, seconds, size
+from .table import IN_WORDS, Point, seconds, size, size_in_words
 
 DOCUMENTS = (
     "README.md",
@@ -111,10 +111,11 @@ def _summary(data: dict[str, Any]) -> str:
     for group in table.by_scenario([p for p in _all(data) if p["case"] in _SHOWN]):
         points = [group.get(scenario) for scenario in _SUMMARISED]
         ratios = (table.speedup(point, "torch", _LOST) for point in points)
-        rows.append([*_names(group), *map(_time, points), *ratios])
-    rows.sort(key=lambda row: _SHOWN.index(row[0].strip("`")))
-    head = ["case", "size", *words, *(f"x torch, {word}" for word in words)]
-    return f"{markdown(head, rows, left=2)}\n\n{_setting(data)}"
+        one = next(iter(group.values()))
+        step = f"`{one['case'].partition('/')[2]}`: {size_in_words(one)}"
+        rows.append((_SHOWN.index(one["case"]), [step, *map(_time, points), *ratios]))
+    head = ["step", *words, *(f"x torch, {word}" for word in words)]
+    return f"{markdown(head, [row for _, row in sorted(rows)])}\n\n{_setting(data)}"
 
 
 def _scenarios(data: dict[str, Any]) -> str:

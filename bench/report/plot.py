@@ -10,13 +10,18 @@ import numpy as np
 from ..cases.steps import LOOP
 from .document import same
 from .result import OF_BOUND, OURS
-from .table import IN_WORDS, contestants, seconds, size
+from .table import IN_WORDS, contestants, seconds, size_in_words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _WIDTH, _LINE, _MANY = 12.0, 0.24, 10  # inches; more lines than colours there are
+_NARROW = 5.6  # inches of bars: about the width of a phone
+_NAMES = {
+    "numpy": "NumPy", "torch": "PyTorch", "mindspore": "MindSpore", "mxnet": "MXNet",
+    "deepspeed": "DeepSpeed", "fbgemm": "FBGEMM",
+}  # fmt: skip
 Points = list[dict[str, Any]]
 
 
@@ -26,7 +31,7 @@ def draw(document: dict[str, Any], path: Path) -> None:
     Cases that were measured at several sizes are lines over the bytes that a step moves, one
     panel for the bound and one for each peer; cases of one size are dots, a row for each. A single
     case with peers is drawn as bars: its time, and that of each peer's fastest form, a panel for
-    each scenario.
+    each scenario, one below the other, in letters that can be read on a phone.
     """
     from matplotlib import rc_context
 
@@ -46,25 +51,33 @@ def _bars(points: Points) -> Figure:
     point = points[0]
     first = {name: label for name, label in contestants(point).items() if name != "bound"}
     names = sorted(first, key=lambda name: float(point["times"][first[name]]["median"]))
-    size_of_all = (0.7 * _WIDTH if len(points) == 1 else _WIDTH, 0.4 * len(names) + 1.5)
-    figure = Figure(figsize=size_of_all, layout="constrained")
-    axes = figure.subplots(1, len(points), sharey=True, squeeze=False)[0]
+    height = len(points) * (0.3 * len(names) + 0.5) + 0.9
+    figure = Figure(figsize=(_NARROW, height), layout="constrained")
+    axes = figure.subplots(len(points), 1, sharex=True, squeeze=False)[:, 0]
     colours = ["C0" if name == OURS else "0.75" for name in names]
     for shown, axis in zip(points, axes, strict=True):
         labels = contestants(shown)
         times = [shown["times"][labels[n]]["median"] if n in labels else 0.0 for n in names]
-        bars = axis.barh([first[n] for n in names], [1e3 * t for t in times], color=colours)
+        words = [_plain(n, labels.get(n, n)) for n in names]
+        bars = axis.barh(words, [1e3 * t for t in times], color=colours)
         axis.bar_label(bars, [seconds(t) if t else "n/a" for t in times], padding=4)
-        axis.set_xlabel("milliseconds for one step")
-        axis.margins(x=0.12 * len(points))
+        axis.margins(x=0.2)
+        axis.invert_yaxis()
         axis.spines[["top", "right"]].set_visible(False)
         if len(points) > 1:
             axis.set_title(IN_WORDS[shown["scenario"]], fontsize="medium", loc="left")
-    axes[0].invert_yaxis()
+    axes[-1].set_xlabel("milliseconds for one step")
     threads = f"{point['threads']} thread{'s' * (point['threads'] > 1)}"
-    text = f"{point['case']}, {size(point)}, {point['dtype']}, {threads}"
-    figure.supxlabel(text, fontsize="medium")
+    text = f"{point['case']}, {point['dtype']}, {threads}: {size_in_words(point)}"
+    figure.supxlabel(text, fontsize="small")
     return figure
+
+
+def _plain(peer: str, label: str) -> str:
+    """The name of a contestant, with its form where that is a class."""
+    form = label.partition(" ")[2]
+    is_class = form.isidentifier() and form[0].isupper()
+    return " ".join([_NAMES.get(peer, peer), *([form] if is_class else [])])
 
 
 def _panels(points: Points) -> Figure:

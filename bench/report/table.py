@@ -13,7 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from ..against import Changed
+from ..cases.model_shapes import many_small
 from ..cases.steps import LOOP
+from ..cases.workloads import number
 from .document import same
 from .result import OF_BOUND, OURS
 from .result import Progress as Report
@@ -149,10 +151,10 @@ def _parted(
             groups.append([])
             free = room - widths[place]
         groups[-1].append(place)
-    for number, group in enumerate(groups):
+    for k, group in enumerate(groups):
         shown = [*range(repeated), *group]
         head, *rows = ([line[place] for place in shown] for line in lines)
-        yield table("" if number else title, head, rows, left)
+        yield table("" if k else title, head, rows, left)
 
 
 def _scaling(points: list[Point]) -> Table:
@@ -266,6 +268,20 @@ def _short(point: Point) -> str:
 def size(point: Point) -> str:
     """The size, with the distribution of rows."""
     return f"{point['size']} {point['indices']}" if point["indices"] else str(point["size"])
+
+
+def size_in_words(point: Point) -> str:
+    """The size for readers who do not know how sizes are written here."""
+    match str(point["size"]).split("x"):
+        case [rows, width, length]:
+            found = f"{number(rows):,} rows of {width}, {number(length):,} looked up"
+        case ["many-small"]:
+            found = f"{len(many_small())} small tensors"
+        case [elements] if elements[0].isdigit():
+            found = f"{number(elements):,} numbers"
+        case _:
+            found = size(point)
+    return found
 
 
 def peers_of(points: list[Point]) -> list[str]:

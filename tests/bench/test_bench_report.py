@@ -328,21 +328,21 @@ def test_one_point_is_drawn_as_bars_with_its_times(tmp_path: Path) -> None:
     data = made_up(result(point(threads=2), torch_fused=0.0125, torch_loop=0.02, numpy_x=0.5))
     plot.draw(data, path)
     text = path.read_text(encoding="utf-8")
-    times = {OURS: "10.00 ms", "torch fused": "12.50 ms", "numpy x": "500 ms"}
-    for words in (*times, *times.values(), "2 threads"):
+    times = {OURS: "10.00 ms", "PyTorch": "12.50 ms", "NumPy": "500 ms"}
+    for words in (*times, *times.values()):
         assert f"{words}<" in text, words
-    assert "torch loop" not in text
+    assert "2 threads: " in text and "20.00 ms" not in text
     plot.draw(data, tmp_path / "again.svg")
     assert (tmp_path / "again.svg").read_text(encoding="utf-8") == text
 
 
 def test_scenarios_of_one_case_are_panels_of_bars(tmp_path: Path) -> None:
     path = tmp_path / "x.svg"
-    loop = result(point(), torch_fused=0.02, numpy_x=0.5)
+    loop = result(point(), torch_Fast=0.02, numpy_x=0.5)
     busy = result(point(scenario="busy"), torch_foreach=0.03, bound_x=0.001)
     plot.draw(made_up(loop, busy), path)
     text = path.read_text(encoding="utf-8")
-    for words in (OURS, "torch fused", "numpy x", "in a loop", "beside a busy process"):
+    for words in (OURS, "PyTorch Fast", "NumPy", "in a loop", "beside a busy process"):
         assert f"{words}<" in text, words
     for time in ("20.00 ms", "500 ms", "30.00 ms", "n/a"):  # a peer's fastest form in each
         assert f"{time}<" in text, time
