@@ -8,10 +8,12 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import griffe
 
+import fusestep
 from fusestep import nn, ops
 
 _SECTIONS = {
@@ -39,13 +41,21 @@ _SIGNS = (
 )
 
 
+# Read and not imported: it imports an extra.
+_TORCH = Path(fusestep.__file__).parent / "nn" / "torch" / "__init__.py"
+_OF_TORCH = set(re.findall(r'"(\w+)"', _TORCH.read_text(encoding="utf-8").partition("if TYPE")[0]))
+
+
 class Markdown(griffe.Extension):
     """Rewrites every docstring that Griffe has read."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """One module, class, function or attribute has been read."""
         if obj.docstring:
-            obj.docstring.value = "\n".join(_lines(obj.docstring.value.splitlines()))
+            text = "\n".join(_lines(obj.docstring.value.splitlines()))
+            if ".nn.torch" in obj.path:  # some names are those of `nn` too
+                text = re.sub(r"\]\[fusestep\.nn\.(\w+)\]", _to_torch, text)
+            obj.docstring.value = text
 
 
 def _lines(lines: list[str]) -> Iterator[str]:
@@ -108,4 +118,8 @@ def _link(found: re.Match[str]) -> str:
     for layer, module in (("nn", nn), ("ops", ops), ("nn.mxnet", nn.mxnet)):
         if name in module.__all__ and getattr(module, name) is not nn.mxnet:
             return f"[`{name}`][fusestep.{layer}.{name}]"
-    return found[0]
+    return f"[`{name}`][fusestep.nn.torch.{name}]" if name in _OF_TORCH else found[0]
+
+
+def _to_torch(found: re.Match[str]) -> str:
+    return f"][fusestep.nn.torch.{found[1]}]" if found[1] in _OF_TORCH else found[0]

@@ -87,7 +87,10 @@ def entries() -> Iterator[Entry]:
         where = f"fusestep.nn.{module}"
         package = griffe.load(where, search_paths=[_SOURCES.name], resolve_aliases=True)
         for name in sorted(package.exports, key=str.lower):
-            target = package.members[name].final_target
+            member = package.members[name]
+            if member.is_alias and not member.target_path.startswith("fusestep."):
+                continue  # PyTorch's own
+            target = member.final_target
             yield Entry(section, f"nn.{module}.{name}", target, f"api/{module}/{name}.md")
 
 

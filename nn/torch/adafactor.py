@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from ...kernels.formula import Numbers
 from ...kernels.rules.torch.adafactor import TORCH_ADAFACTOR
 from ...kernels.state import State
+from .engine.options import arguments
 from .engine.part import Choice, Group, Method, number
 from .optimizer import Fused
 
@@ -19,8 +21,8 @@ class Adafactor(Fused, torch.optim.Adafactor):
     """PyTorch's Adafactor: second moments of rows and columns, steps relative to the parameter.
 
     At update t = 1, 2, ... of a tensor of two or more dimensions (of a smaller one ``V`` is kept
-    in full), with ``b = t**beta2_decay``, ``rho = min(lr, 1 / sqrt(t))`` and root mean squares
-    ``|.|`` over the whole parameter::
+    in full), with ``g`` negated first where ``maximize``, ``b = t**beta2_decay``,
+    ``rho = min(lr, 1 / sqrt(t))`` and root mean squares ``|.|`` over the whole parameter::
 
         R <- R + b*(mean of g*g over each row - R),   C likewise over each column
         V  = R*C / max(mean(R), eps1)
@@ -28,14 +30,24 @@ class Adafactor(Fused, torch.optim.Adafactor):
         w <- w - lr*weight_decay*w - max(eps2, |w|) * rho * u / max(1, |u| / d)
 
     Args:
-        params, lr, beta2_decay, eps: as ``torch.optim.Adafactor``.
-        d, weight_decay, foreach, maximize: likewise.
-        skip_nonfinite, state_dtype: see `Optimizer`.
+        params: tensors or groups, as in ``torch.optim``.
+        lr: learning rate, at least 0; a number or a tensor of one element.
+        beta2_decay: at most 0.
+        eps: ``eps1``, at least 0 or None (that of the dtype), and ``eps2``, at least 0.
+        d: at least 1.
+        weight_decay: decoupled, at least 0.
+        foreach: changes no number.
+        maximize: go up, not down.
+        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
+        state_dtype: of the states; None: that of each parameter.
 
     Raises:
         ValueError: an argument is out of range.
 
     Sparse gradients raise in the step: means are over all rows.
+
+    Differs from ``torch.optim.Adafactor``: ``foreach`` changes no number; ``skip_nonfinite`` and
+    ``state_dtype`` are new. States, and numbers but for roundings, are the same.
 
     Source: ``torch.optim.Adafactor``; Shazeer and Stern (2018), arXiv:1804.04235.
 
@@ -48,12 +60,20 @@ class Adafactor(Fused, torch.optim.Adafactor):
 
     _takes_sparse = False
 
+    def __init__(
+        self, params: ParamsT, lr: float | Tensor = 1e-2, beta2_decay: float = -0.8,
+        eps: tuple[float | None, float] = (None, 1e-3), d: float = 1.0,
+        weight_decay: float = 0.0, *, foreach: bool | None = None, maximize: bool = False,
+        skip_nonfinite: bool = False, state_dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(**arguments(locals()))
+
     def method(self, group: Group) -> Method:  # noqa: ARG002
-        """See `Optimizer`."""
+        """See `FusedOptimizer`."""
         return Method(TORCH_ADAFACTOR, couples=False)
 
     def shapes(self, choice: Choice, parameter: Tensor) -> dict[str, tuple[int, ...]]:
-        """See `Optimizer`."""
+        """See `FusedOptimizer`."""
         if choice.rule.on(tuple(parameter.shape)) is choice.rule:
             return super().shapes(choice, parameter)
         *first, height, width = parameter.shape
@@ -67,7 +87,7 @@ class Adafactor(Fused, torch.optim.Adafactor):
         return super()._check(group, choice, name, parameter) and parameter.numel() > 0
 
     def scalars(self, group: Group, step: float) -> Numbers:
-        """See `Optimizer`."""
+        """See `FusedOptimizer`."""
         lr, fading = number(group["lr"]), step ** group["beta2_decay"]
         epsilon = group["eps"][0]
         if epsilon is None:  # that of the first one counts, as in PyTorch
@@ -78,6 +98,6 @@ class Adafactor(Fused, torch.optim.Adafactor):
         return (*moments, min(lr, step**-0.5), lr * group["weight_decay"], 1.0)
 
     def constants(self, group: Group) -> dict[str, float]:
-        """See `Optimizer`."""
+        """See `FusedOptimizer`."""
         sizes = {"epsilon2": group["eps"][1], "clip_threshold": group["d"]}
         return {**sizes, "scale_parameter": True}

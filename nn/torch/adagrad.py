@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from ...kernels.formula import Numbers
 from ...kernels.rule import Rule
@@ -13,28 +14,44 @@ from ...kernels.rules import adagrad as plain_rules
 from ...kernels.rules import ftrl as ftrl_rules
 from ...kernels.rules import sgd as sgd_rules
 from ...kernels.rules.torch import adagrad as rules
-from .engine.options import not_negative
+from .engine.options import Sparse, arguments, not_negative
 from .engine.part import Choice, Group, Method, number
 from .optimizer import Fused
 
 
 class Adagrad(Fused, torch.optim.Adagrad):
-    """PyTorch's Adagrad.
+    """PyTorch's Adagrad, dense and row-sparse.
 
-    At update t = 1, 2, ..., with ``g`` negated first where ``maximize``::
+    At update t = 1, 2, ... of a parameter, with ``g`` negated first where ``maximize``::
 
         g <- g + weight_decay*w
         A <- A + g*g
         w <- w - lr / (1 + (t - 1)*lr_decay) * g / (sqrt(A) + eps)
 
     Args:
-        params, lr, lr_decay, weight_decay, initial_accumulator_value: as ``torch.optim.Adagrad``.
-        eps, foreach, maximize, differentiable, fused: likewise.
-        sparse, skip_nonfinite, state_dtype: see `Optimizer`.
+        params: tensors or groups, as in ``torch.optim``.
+        lr: learning rate, at least 0; a number or a tensor of one element.
+        lr_decay: at least 0; see the formula.
+        weight_decay: at least 0; see the formula.
+        initial_accumulator_value: at least 0: what ``A`` begins with.
+        eps: at least 0.
+        foreach, fused: change no number; with ``fused=True`` a ``GradScaler`` leaves scaling and
+            skipping to the step.
+        maximize: go up, not down.
+        differentiable: must be False.
+        sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
+            every row; None: the rows that occur without decay, where both mean the same; else it
+            raises.
+        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
+        state_dtype: of the states; None: that of each parameter.
 
     Raises:
         ValueError: an argument is out of range.
-        RuntimeError: ``differentiable``.
+        RuntimeError: an argument must be False.
+
+    Differs from ``torch.optim.Adagrad``: sparse gradients are taken with a weight decay too, where
+    ``sparse`` says what they update; ``foreach`` and ``fused`` change no number, and
+    ``differentiable`` raises. States, and numbers but for roundings, are the same.
 
     Source: ``torch.optim.Adagrad``; Duchi, Hazan and Singer (2011).
 
@@ -45,23 +62,33 @@ class Adagrad(Fused, torch.optim.Adagrad):
     >>> optimizer.step()
     """
 
+    def __init__(
+        self, params: ParamsT, lr: float | Tensor = 1e-2, lr_decay: float = 0,
+        weight_decay: float = 0, initial_accumulator_value: float = 0, eps: float = 1e-10,
+        foreach: bool | None = None, *, maximize: bool = False, differentiable: bool = False,
+        fused: bool | None = None,
+        sparse: Sparse | None = None, skip_nonfinite: bool = False,
+        state_dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(**arguments(locals()))
+
     def method(self, group: Group) -> Method:
-        """See `Optimizer`."""
+        """See `FusedOptimizer`."""
         return Method(rules.TORCH_ADAGRAD, touches=not group["weight_decay"])
 
     def initial(self, role: str, group: Group) -> float:
-        """See `Optimizer`."""
+        """See `FusedOptimizer`."""
         return float(group["initial_accumulator_value"]) if role == "sum" else 0.0
 
     def scalars(self, group: Group, step: float) -> Numbers:
-        """See `Optimizer`."""
+        """See `FusedOptimizer`."""
         return number(group["lr"]) / (1.0 + (step - 1.0) * group["lr_decay"]), group["eps"]
 
 
 class Adadelta(Fused, torch.optim.Adadelta):
     """PyTorch's Adadelta: steps in the units of those before them.
 
-    ::
+    With ``g`` negated first where ``maximize``::
 
         g <- g + weight_decay*w
         s <- rho*s + (1 - rho)*g*g
@@ -70,12 +97,26 @@ class Adadelta(Fused, torch.optim.Adadelta):
         w <- w - lr*u
 
     Args:
-        params, lr, rho, eps, weight_decay: as ``torch.optim.Adadelta``.
-        foreach, capturable, maximize, differentiable: likewise.
-        sparse, skip_nonfinite, state_dtype: see `Optimizer`.
+        params: tensors or groups, as in ``torch.optim``.
+        lr: learning rate, at least 0; a number or a tensor of one element.
+        rho: in [0, 1].
+        eps: at least 0.
+        weight_decay: at least 0; see the formula.
+        foreach: changes no number.
+        maximize: go up, not down.
+        capturable, differentiable: must be False.
+        sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
+            every row; None: it raises.
+        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
+        state_dtype: of the states; None: that of each parameter.
 
     Raises:
-        ValueError, RuntimeError: as `Adagrad`.
+        ValueError: an argument is out of range.
+        RuntimeError: an argument must be False.
+
+    Differs from ``torch.optim.Adadelta``: sparse gradients are taken where ``sparse`` says what
+    they update; ``foreach`` changes no number, ``capturable`` and ``differentiable`` raise. States,
+    and numbers but for roundings, are the same.
 
     Source: ``torch.optim.Adadelta``; Zeiler (2012), arXiv:1212.5701.
 
@@ -86,12 +127,21 @@ class Adadelta(Fused, torch.optim.Adadelta):
     >>> optimizer.step()
     """
 
+    def __init__(
+        self, params: ParamsT, lr: float | Tensor = 1.0, rho: float = 0.9, eps: float = 1e-6,
+        weight_decay: float = 0, foreach: bool | None = None, *, capturable: bool = False,
+        maximize: bool = False, differentiable: bool = False,
+        sparse: Sparse | None = None, skip_nonfinite: bool = False,
+        state_dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(**arguments(locals()))
+
     def method(self, group: Group) -> Method:  # noqa: ARG002
-        """See `Optimizer`."""
+        """See `FusedOptimizer`."""
         return Method(plain_rules.ADADELTA, states=("square_avg", "acc_delta"))
 
     def scalars(self, group: Group, step: float) -> Numbers:  # noqa: ARG002
-        """See `Optimizer`."""
+        """See `FusedOptimizer`."""
         rho = group["rho"]
         return number(group["lr"]), rho, 1.0 - rho, group["eps"]
 
@@ -105,9 +155,9 @@ _RMSPROP = {
 
 
 class RMSprop(Fused, torch.optim.RMSprop):
-    """PyTorch's RMSprop.
+    """PyTorch's RMSprop: steps in units of the recent size of gradients.
 
-    ::
+    With ``g`` negated first where ``maximize``::
 
         g <- g + weight_decay*w
         v <- alpha*v + (1 - alpha)*g*g
@@ -116,12 +166,28 @@ class RMSprop(Fused, torch.optim.RMSprop):
         w <- w - lr*u,   with momentum: b <- momentum*b + u,  w <- w - lr*b
 
     Args:
-        params, lr, alpha, eps, weight_decay, momentum: as ``torch.optim.RMSprop``.
-        centered, capturable, foreach, maximize, differentiable: likewise.
-        sparse, skip_nonfinite, state_dtype: see `Optimizer`.
+        params: tensors or groups, as in ``torch.optim``.
+        lr: learning rate, at least 0; a number or a tensor of one element.
+        alpha: at least 0.
+        eps: at least 0.
+        weight_decay: at least 0; see the formula.
+        momentum: at least 0.
+        centered: see the formula.
+        capturable, differentiable: must be False.
+        foreach: changes no number.
+        maximize: go up, not down.
+        sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
+            every row; None: it raises.
+        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
+        state_dtype: of the states; None: that of each parameter.
 
     Raises:
-        ValueError, RuntimeError: as `Adagrad`.
+        ValueError: an argument is out of range.
+        RuntimeError: an argument must be False.
+
+    Differs from ``torch.optim.RMSprop``: sparse gradients are taken where ``sparse`` says what they
+    update; ``foreach`` changes no number, ``capturable`` and ``differentiable`` raise. States, and
+    numbers but for roundings, are the same.
 
     Source: ``torch.optim.RMSprop``; Graves (2013), arXiv:1308.0850.
 
@@ -132,12 +198,22 @@ class RMSprop(Fused, torch.optim.RMSprop):
     >>> optimizer.step()
     """
 
+    def __init__(
+        self, params: ParamsT, lr: float | Tensor = 1e-2, alpha: float = 0.99, eps: float = 1e-8,
+        weight_decay: float = 0, momentum: float = 0, centered: bool = False,
+        capturable: bool = False, foreach: bool | None = None, maximize: bool = False,
+        differentiable: bool = False, *,
+        sparse: Sparse | None = None, skip_nonfinite: bool = False,
+        state_dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(**arguments(locals()))
+
     def method(self, group: Group) -> Method:
-        """See `Optimizer`."""
+        """See `FusedOptimizer`."""
         return Method(_RMSPROP[group["momentum"] > 0, bool(group["centered"])])
 
     def scalars(self, group: Group, step: float) -> Numbers:  # noqa: ARG002
-        """See `Optimizer`."""
+        """See `FusedOptimizer`."""
         alpha, momentum = group["alpha"], group["momentum"]
         scalars = number(group["lr"]), alpha, 1.0 - alpha, group["eps"]
         return (*scalars, momentum) if momentum > 0 else scalars
@@ -146,7 +222,7 @@ class RMSprop(Fused, torch.optim.RMSprop):
 class FTRL(Fused, torch.optim.Optimizer):
     """FTRL-Proximal, which keeps weights at 0 that do not matter.
 
-    With ``p = -lr_power``::
+    With ``g`` negated first where ``maximize``, and ``p = -lr_power``::
 
         g <- g + weight_decay*w
         L <- L + g - ((A + g*g)**p - A**p) / lr * w,   A <- A + g*g
@@ -155,17 +231,22 @@ class FTRL(Fused, torch.optim.Optimizer):
     With a learning rate of 0 nothing moves.
 
     Args:
-        params: as in ``torch.optim``.
+        params: tensors or groups, as in ``torch.optim``.
         lr: learning rate, at least 0; a number or a tensor of one element.
         lr_power: at most 0.
         initial_accumulator_value: that of ``A``, at least 0.
         l1, l2: at least 0.
         weight_decay: coupled, at least 0.
-        maximize: as `Adagrad`.
-        sparse, skip_nonfinite, state_dtype: see `Optimizer`.
+        maximize: go up, not down.
+        sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
+            every row; None: the rows that occur.
+        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
+        state_dtype: of the states; None: that of each parameter.
 
     Raises:
         ValueError: an argument is out of range.
+
+    ``torch.optim`` has none.
 
     Source: ``mindspore.nn.FTRL``; McMahan et al. (2013).
 
@@ -179,9 +260,10 @@ class FTRL(Fused, torch.optim.Optimizer):
     _counts_updates = False
 
     def __init__(
-        self, params: Any, lr: Any = 1e-2, lr_power: float = -0.5,
+        self, params: ParamsT, lr: float | Tensor = 1e-2, lr_power: float = -0.5,
         initial_accumulator_value: float = 0.1, l1: float = 0.0, l2: float = 0.0,
-        weight_decay: float = 0.0, *, maximize: bool = False, **own: Any,
+        weight_decay: float = 0.0, *, maximize: bool = False, sparse: Sparse | None = None,
+        skip_nonfinite: bool = False, state_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         not_negative(lr=lr, initial_accumulator_value=initial_accumulator_value, l1=l1, l2=l2,
                      weight_decay=weight_decay)  # fmt: skip
@@ -191,10 +273,11 @@ class FTRL(Fused, torch.optim.Optimizer):
             "lr": lr, "lr_power": lr_power, "l1": l1, "l2": l2, "weight_decay": weight_decay,
             "initial_accumulator_value": initial_accumulator_value, "maximize": maximize,
         }  # fmt: skip
-        super().__init__(params, defaults, **own)
+        super().__init__(params, defaults, sparse=sparse, skip_nonfinite=skip_nonfinite,
+                         state_dtype=state_dtype)  # fmt: skip
 
     def method(self, group: Group) -> Method:
-        """See `Optimizer`."""
+        """See `FusedOptimizer`."""
         # The rule divides by the rate; with 0 torch.distributed.checkpoint makes states.
         rests = number(group["lr"]) == 0.0
         rule: Rule = sgd_rules.SGD if rests else ftrl_rules.ftrl_rule(group["lr_power"])
@@ -206,11 +289,11 @@ class FTRL(Fused, torch.optim.Optimizer):
         return super()._new_state(group, parameter, own)
 
     def initial(self, role: str, group: Group) -> float:
-        """See `Optimizer`."""
+        """See `FusedOptimizer`."""
         return float(group["initial_accumulator_value"]) if role == "accum" else 0.0
 
     def scalars(self, group: Group, step: float) -> Numbers:
-        """See `Optimizer`."""
+        """See `FusedOptimizer`."""
         lr = number(group["lr"])
         if lr == 0.0:
             return (0.0,)

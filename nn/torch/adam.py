@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from ...kernels.formula import Numbers
 from ...kernels.rules.torch import adam as rules
-from .engine.options import EPS_HAT, betas_in_range, not_negative
+from .engine.options import EPS_HAT, Sparse, arguments, betas_in_range, not_negative
 from .engine.part import Choice, Group, Method, betas_of, moments_of, number, shrink_of
 from .optimizer import Fused
 
@@ -25,16 +26,35 @@ class Adam(Fused, torch.optim.Adam):
         v <- beta2*v + (1 - beta2)*g*g     (amsgrad: the largest v so far in the place of v)
         w <- w - lr / (1 - beta1**t) * m / (sqrt(v / (1 - beta2**t)) + eps)
 
+    With ``eps_hat`` the last line is
+    ``w - lr * sqrt(1 - beta2**t) / (1 - beta1**t) * m / (sqrt(v) + eps)``.
+
     Args:
-        params, lr, betas, eps, weight_decay, amsgrad: as ``torch.optim.Adam``.
-        foreach, maximize, capturable, differentiable, fused, decoupled_weight_decay: likewise.
-        sparse, skip_nonfinite, state_dtype: see `Optimizer`.
-        eps_hat: ``eps`` stands beside the root that is not corrected, as in `SparseAdam`. An
-            option of groups too: so one optimizer has the numbers of two.
+        params: tensors or groups, as in ``torch.optim``.
+        lr: learning rate, at least 0; a number or a tensor of one element.
+        betas: two numbers in [0, 1).
+        eps: at least 0.
+        weight_decay: at least 0; see the formula.
+        amsgrad: see the formula.
+        foreach, fused: change no number; with ``fused=True`` a ``GradScaler`` leaves scaling and
+            skipping to the step.
+        maximize: go up, not down.
+        capturable, differentiable: must be False.
+        decoupled_weight_decay: see the formula.
+        eps_hat: ``eps`` stands beside the root that is not corrected, as in `SparseAdam`.
+            An option of groups too: so one optimizer has the numbers of two.
+        sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
+            every row; None: it raises.
+        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
+        state_dtype: of the states; None: that of each parameter.
 
     Raises:
         ValueError: an argument is out of range.
-        RuntimeError: ``differentiable``, or ``capturable`` on a CUDA device.
+        RuntimeError: an argument must be False.
+
+    Differs from ``torch.optim.Adam``: sparse gradients are taken where ``sparse`` says what they
+    update; ``foreach`` and ``fused`` change no number, ``capturable`` and ``differentiable`` raise.
+    ``eps_hat`` is new. States, and numbers but for roundings, are the same.
 
     Source: ``torch.optim.Adam``; Kingma and Ba (2015), arXiv:1412.6980.
 
@@ -47,13 +67,27 @@ class Adam(Fused, torch.optim.Adam):
 
     _more_options = EPS_HAT
 
+    def __init__(
+        self, params: ParamsT, lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999), eps: float = 1e-8,
+        weight_decay: float = 0, amsgrad: bool = False, *, foreach: bool | None = None,
+        maximize: bool = False, capturable: bool = False, differentiable: bool = False,
+        fused: bool | None = None, decoupled_weight_decay: bool = False, eps_hat: bool = False,
+        sparse: Sparse | None = None, skip_nonfinite: bool = False,
+        state_dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        given = arguments(locals())
+        if not decoupled_weight_decay:  # PyTorch before 2.7 has none
+            del given["decoupled_weight_decay"]
+        super().__init__(**given)
+
     def method(self, group: Group) -> Method:
-        """See `Optimizer`."""
+        """See `FusedOptimizer`."""
         is_coupled = not group.get("decoupled_weight_decay")
         return Method(rules.TORCH_AMSGRAD if group["amsgrad"] else rules.TORCH_ADAM, is_coupled)
 
     def scalars(self, group: Group, step: float) -> Numbers:
-        """See `Optimizer`."""
+        """See `FusedOptimizer`."""
         (beta1, beta2), lr = betas_of(group), number(group["lr"])
         shrink = shrink_of(group) if group.get("decoupled_weight_decay") else 1.0
         size, correction = lr / (1.0 - beta1**step), math.sqrt(1.0 - beta2**step)
@@ -64,16 +98,43 @@ class Adam(Fused, torch.optim.Adam):
 
 
 class AdamW(Fused, torch.optim.AdamW):
-    """PyTorch's AdamW: `Adam` with ``decoupled_weight_decay``.
+    """PyTorch's AdamW: Adam with a decoupled weight decay, dense and row-sparse.
+
+    At update t = 1, 2, ... of a parameter, with ``g`` negated first where ``maximize``::
+
+        w <- w - lr*weight_decay*w
+        m <- m + (1 - beta1)*(g - m)
+        v <- beta2*v + (1 - beta2)*g*g     (amsgrad: the largest v so far in the place of v)
+        w <- w - lr / (1 - beta1**t) * m / (sqrt(v / (1 - beta2**t)) + eps)
+
+    With ``eps_hat`` the last line is
+    ``w - lr * sqrt(1 - beta2**t) / (1 - beta1**t) * m / (sqrt(v) + eps)``.
 
     Args:
-        params, lr, betas, eps, weight_decay, amsgrad: as ``torch.optim.AdamW``.
-        maximize, foreach, capturable, differentiable, fused: likewise.
-        sparse, skip_nonfinite, state_dtype: see `Optimizer`.
-        eps_hat: as `Adam`.
+        params: tensors or groups, as in ``torch.optim``.
+        lr: learning rate, at least 0; a number or a tensor of one element.
+        betas: two numbers in [0, 1).
+        eps: at least 0.
+        weight_decay: at least 0; decoupled.
+        amsgrad: see the formula.
+        maximize: go up, not down.
+        foreach, fused: change no number; with ``fused=True`` a ``GradScaler`` leaves scaling and
+            skipping to the step.
+        capturable, differentiable: must be False.
+        eps_hat: ``eps`` stands beside the root that is not corrected, as in `SparseAdam`.
+            An option of groups too.
+        sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
+            every row; None: it raises.
+        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
+        state_dtype: of the states; None: that of each parameter.
 
     Raises:
-        ValueError, RuntimeError: as `Adam`.
+        ValueError: an argument is out of range.
+        RuntimeError: an argument must be False.
+
+    Differs from ``torch.optim.AdamW``: sparse gradients are taken where ``sparse`` says what they
+    update; ``foreach`` and ``fused`` change no number, ``capturable`` and ``differentiable`` raise.
+    ``eps_hat`` is new. States, and numbers but for roundings, are the same.
 
     Source: ``torch.optim.AdamW``; Loshchilov and Hutter (2019), arXiv:1711.05101.
 
@@ -83,6 +144,17 @@ class AdamW(Fused, torch.optim.AdamW):
     >>> table(torch.tensor([3, 3, 7])).sum().backward()
     >>> optimizer.step()
     """
+
+    def __init__(
+        self, params: ParamsT, lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999), eps: float = 1e-8,
+        weight_decay: float = 1e-2, amsgrad: bool = False, *, maximize: bool = False,
+        foreach: bool | None = None, capturable: bool = False, differentiable: bool = False,
+        fused: bool | None = None, eps_hat: bool = False,
+        sparse: Sparse | None = None, skip_nonfinite: bool = False,
+        state_dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(**arguments(locals()))
 
     method = Adam.method
     scalars = Adam.scalars
@@ -96,15 +168,23 @@ class AdamW(Fused, torch.optim.AdamW):
 class SparseAdam(Fused, torch.optim.SparseAdam):
     """PyTorch's SparseAdam: Adam on the rows that occur, for sparse gradients only.
 
-    Rows of equal indices are summed first. The formula is that of `Adam`, but with ``eps`` beside
-    the root that is not corrected::
+    Rows of equal indices are summed first. At update t = 1, 2, ... of a parameter, with ``g``
+    negated first where ``maximize``, in the rows that occur::
 
+        m <- m + (1 - beta1)*(g - m)
+        v <- beta2*v + (1 - beta2)*g*g
         w <- w - lr * sqrt(1 - beta2**t) / (1 - beta1**t) * m / (sqrt(v) + eps)
 
     Args:
-        params, lr, betas: as ``torch.optim.SparseAdam``.
-        eps, maximize: likewise.
-        sparse, skip_nonfinite, state_dtype: see `Optimizer`.
+        params: tensors or groups, as in ``torch.optim``.
+        lr: learning rate, at least 0; a number or a tensor of one element.
+        betas: two numbers in [0, 1).
+        eps: at least 0.
+        maximize: go up, not down.
+        sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
+            every row; None: the rows that occur.
+        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
+        state_dtype: of the states; None: that of each parameter.
 
     Raises:
         ValueError: an argument is out of range.
@@ -112,6 +192,9 @@ class SparseAdam(Fused, torch.optim.SparseAdam):
     A step with a dense gradient is a RuntimeError, as in PyTorch; but for the step with a gradient
     and a learning rate of 0 by which ``torch.distributed.checkpoint`` makes states: PyTorch's
     cannot resume from there.
+
+    Differs from ``torch.optim.SparseAdam``: ``sparse`` and the arguments behind it are new. States,
+    and numbers but for roundings, are the same.
 
     Source: ``torch.optim.SparseAdam``.
 
@@ -122,12 +205,20 @@ class SparseAdam(Fused, torch.optim.SparseAdam):
     >>> optimizer.step()
     """
 
+    def __init__(
+        self, params: ParamsT, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8, maximize: bool = False, *,
+        sparse: Sparse | None = None, skip_nonfinite: bool = False,
+        state_dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(**arguments(locals()))
+
     def method(self, group: Group) -> Method:  # noqa: ARG002
-        """See `Optimizer`."""
+        """See `FusedOptimizer`."""
         return Method(rules.TORCH_ADAM, touches=True)
 
     def scalars(self, group: Group, step: float) -> Numbers:
-        """See `Optimizer`."""
+        """See `FusedOptimizer`."""
         beta1, beta2 = betas_of(group)
         size = number(group["lr"]) * math.sqrt(1.0 - beta2**step) / (1.0 - beta1**step)
         return (*moments_of(beta1, beta2), size, 1.0, group["eps"], 1.0)
@@ -151,20 +242,37 @@ class SparseAdam(Fused, torch.optim.SparseAdam):
 class LazyAdam(Fused, torch.optim.Optimizer):
     """Adam that leaves rows alone which do not occur in a sparse gradient.
 
-    The formula is that of `Adam`; a dense gradient updates every row. The count of updates, and
-    with it the correction of the bias, is that of the whole table.
+    At update t = 1, 2, ... of a table, in the rows that occur (a dense gradient updates every row),
+    with ``g`` negated first where ``maximize``::
+
+        g <- g + weight_decay*w
+        m <- m + (1 - beta1)*(g - m)
+        v <- beta2*v + (1 - beta2)*g*g     (amsgrad: the largest v so far in the place of v)
+        w <- w - lr / (1 - beta1**t) * m / (sqrt(v / (1 - beta2**t)) + eps)
+
+    With ``eps_hat`` the last line is
+    ``w - lr * sqrt(1 - beta2**t) / (1 - beta1**t) * m / (sqrt(v) + eps)``. The count of updates,
+    and with it the correction of the bias, is that of the whole table.
 
     Args:
-        params: as in ``torch.optim``.
+        params: tensors or groups, as in ``torch.optim``.
         lr: learning rate, at least 0; a number or a tensor of one element.
         betas: two numbers in [0, 1).
         eps: at least 0.
         weight_decay: coupled, of the rows that occur; at least 0.
-        amsgrad, maximize, eps_hat: as `Adam`.
-        sparse, skip_nonfinite, state_dtype: see `Optimizer`.
+        amsgrad: see the formula.
+        maximize: go up, not down.
+        eps_hat: ``eps`` stands beside the root that is not corrected, as in `SparseAdam`.
+            An option of groups too.
+        sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
+            every row; None: the rows that occur.
+        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
+        state_dtype: of the states; None: that of each parameter.
 
     Raises:
         ValueError: an argument is out of range.
+
+    ``torch.optim`` has none: its Adam refuses sparse gradients, and its SparseAdam dense ones.
 
     Source: ``mindspore.nn.LazyAdam``, with PyTorch's numbers.
 
@@ -176,17 +284,20 @@ class LazyAdam(Fused, torch.optim.Optimizer):
     """
 
     def __init__(
-        self, params: Any, lr: Any = 1e-3, betas: Any = (0.9, 0.999), eps: float = 1e-8,
-        weight_decay: float = 0.0, amsgrad: bool = False, *, maximize: bool = False, **own: Any,
+        self, params: ParamsT, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8, weight_decay: float = 0.0, amsgrad: bool = False, *,
+        maximize: bool = False, eps_hat: bool = False, sparse: Sparse | None = None,
+        skip_nonfinite: bool = False, state_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
         betas_in_range(betas)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
                     "amsgrad": amsgrad, "maximize": maximize}  # fmt: skip
-        super().__init__(params, defaults, **own)
+        super().__init__(params, defaults, sparse=sparse, skip_nonfinite=skip_nonfinite,
+                         state_dtype=state_dtype, eps_hat=eps_hat)  # fmt: skip
 
     def method(self, group: Group) -> Method:
-        """See `Optimizer`."""
+        """See `FusedOptimizer`."""
         rule = rules.TORCH_AMSGRAD if group["amsgrad"] else rules.TORCH_ADAM
         return Method(rule, touches=True)
 

@@ -6,12 +6,14 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from ...kernels.formula import Numbers
 from ...kernels.rules import adam as plain_rules
 from ...kernels.rules import lion as lion_rules
 from ...kernels.rules.torch import adam as rules
-from .engine.options import betas_in_range, not_negative
+from .engine.options import Sparse, arguments, betas_in_range, not_negative
 from .engine.part import Group, Method, betas_of, moments_of, number, shrink_of
 from .optimizer import Fused
 
@@ -19,20 +21,38 @@ from .optimizer import Fused
 class NAdam(Fused, torch.optim.NAdam):
     """PyTorch's NAdam: Adam with Nesterov's momentum.
 
-    With ``mu_t = beta1 * (1 - 0.5 * 0.96**(t*momentum_decay))`` and their product ``p`` so far::
+    At update t = 1, 2, ... of a parameter, with ``g`` negated first where ``maximize``,
+    ``mu_t = beta1 * (1 - 0.5 * 0.96**(t*momentum_decay))`` and their product ``p`` so far::
 
+        g <- g + weight_decay*w            (decoupled_weight_decay: w <- w - lr*weight_decay*w)
+        m <- m + (1 - beta1)*(g - m)
+        v <- beta2*v + (1 - beta2)*g*g
         d = sqrt(v / (1 - beta2**t)) + eps
         w <- w - lr * (1 - mu_t) / (1 - p) * g / d - lr * mu_(t+1) / (1 - p*mu_(t+1)) * m / d
 
-    and moments and weight decay as in `Adam`.
-
     Args:
-        params, lr, betas, eps, weight_decay, momentum_decay: as ``torch.optim.NAdam``.
-        decoupled_weight_decay, foreach, maximize, capturable, differentiable: likewise.
-        sparse, skip_nonfinite, state_dtype: see `Optimizer`.
+        params: tensors or groups, as in ``torch.optim``.
+        lr: learning rate, at least 0; a number or a tensor of one element.
+        betas: two numbers in [0, 1).
+        eps: at least 0.
+        weight_decay: at least 0; see the formula.
+        momentum_decay: at least 0; see the formula.
+        decoupled_weight_decay: see the formula.
+        foreach: changes no number.
+        maximize: go up, not down.
+        capturable, differentiable: must be False.
+        sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
+            every row; None: it raises.
+        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
+        state_dtype: of the states; None: that of each parameter.
 
     Raises:
-        ValueError, RuntimeError: as `Adam`.
+        ValueError: an argument is out of range.
+        RuntimeError: an argument must be False.
+
+    Differs from ``torch.optim.NAdam``: sparse gradients are taken where ``sparse`` says what they
+    update; ``foreach`` changes no number, ``capturable`` and ``differentiable`` raise. States, and
+    numbers but for roundings, are the same.
 
     Source: ``torch.optim.NAdam``; Dozat (2016).
 
@@ -43,21 +63,31 @@ class NAdam(Fused, torch.optim.NAdam):
     >>> optimizer.step()
     """
 
+    def __init__(
+        self, params: ParamsT, lr: float | Tensor = 2e-3, betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8, weight_decay: float = 0, momentum_decay: float = 4e-3,
+        decoupled_weight_decay: bool = False, *, foreach: bool | None = None,
+        maximize: bool = False, capturable: bool = False, differentiable: bool = False,
+        sparse: Sparse | None = None, skip_nonfinite: bool = False,
+        state_dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(**arguments(locals()))
+
     def method(self, group: Group) -> Method:
-        """See `Optimizer`."""
+        """See `FusedOptimizer`."""
         return Method(rules.TORCH_NADAM, not group.get("decoupled_weight_decay"))
 
     def numbers(self, group: Group) -> dict[str, float]:  # noqa: ARG002
-        """See `Optimizer`."""
+        """See `FusedOptimizer`."""
         return {"mu_product": 1.0}
 
     def next_numbers(self, group: Group, step: float) -> dict[str, Any]:
-        """See `Optimizer`."""
+        """See `FusedOptimizer`."""
         # In the type of the state, as PyTorch multiplies it.
         return {"mu_product": group["mu_product"] * _momentum(group, step)}
 
     def scalars(self, group: Group, step: float) -> Numbers:
-        """See `Optimizer`."""
+        """See `FusedOptimizer`."""
         (beta1, beta2), lr = betas_of(group), number(group["lr"])
         mu, mu_next = _momentum(group, step), _momentum(group, step + 1)
         product = number(self.next_numbers(group, step)["mu_product"])
@@ -77,21 +107,38 @@ def _momentum(group: Group, step: float) -> float:
 class RAdam(Fused, torch.optim.RAdam):
     """PyTorch's RAdam: Adam that waits until the second moment is known well enough.
 
-    With ``r_inf = 2 / (1 - beta2) - 1`` and ``r = r_inf - 2*t*beta2**t / (1 - beta2**t)``::
+    At update t = 1, 2, ... of a parameter, with ``g`` negated first where ``maximize``,
+    ``r_inf = 2 / (1 - beta2) - 1`` and ``r = r_inf - 2*t*beta2**t / (1 - beta2**t)``::
 
+        g <- g + weight_decay*w            (decoupled_weight_decay: w <- w - lr*weight_decay*w)
+        m <- m + (1 - beta1)*(g - m)
+        v <- beta2*v + (1 - beta2)*g*g
         w <- w - lr * m / (1 - beta1**t) * c * sqrt(1 - beta2**t) / (sqrt(v) + eps)
             with c = sqrt((r - 4)*(r - 2)*r_inf / ((r_inf - 4)*(r_inf - 2)*r)), where r > 5
         w <- w - lr * m / (1 - beta1**t)       elsewhere
 
-    and moments and weight decay as in `Adam`.
-
     Args:
-        params, lr, betas, eps, weight_decay: as ``torch.optim.RAdam``.
-        decoupled_weight_decay, foreach, maximize, capturable, differentiable: likewise.
-        sparse, skip_nonfinite, state_dtype: see `Optimizer`.
+        params: tensors or groups, as in ``torch.optim``.
+        lr: learning rate, at least 0; a number or a tensor of one element.
+        betas: two numbers in [0, 1).
+        eps: at least 0.
+        weight_decay: at least 0; see the formula.
+        decoupled_weight_decay: see the formula.
+        foreach: changes no number.
+        maximize: go up, not down.
+        capturable, differentiable: must be False.
+        sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
+            every row; None: it raises.
+        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
+        state_dtype: of the states; None: that of each parameter.
 
     Raises:
-        ValueError, RuntimeError: as `Adam`.
+        ValueError: an argument is out of range.
+        RuntimeError: an argument must be False.
+
+    Differs from ``torch.optim.RAdam``: sparse gradients are taken where ``sparse`` says what they
+    update; ``foreach`` changes no number, ``capturable`` and ``differentiable`` raise. States, and
+    numbers but for roundings, are the same.
 
     Source: ``torch.optim.RAdam``; Liu et al. (2020), arXiv:1908.03265.
 
@@ -102,12 +149,22 @@ class RAdam(Fused, torch.optim.RAdam):
     >>> optimizer.step()
     """
 
+    def __init__(
+        self, params: ParamsT, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8, weight_decay: float = 0, decoupled_weight_decay: bool = False, *,
+        foreach: bool | None = None, maximize: bool = False, capturable: bool = False,
+        differentiable: bool = False,
+        sparse: Sparse | None = None, skip_nonfinite: bool = False,
+        state_dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(**arguments(locals()))
+
     def method(self, group: Group) -> Method:
-        """See `Optimizer`."""
+        """See `FusedOptimizer`."""
         return Method(rules.TORCH_RADAM, not group.get("decoupled_weight_decay"))
 
     def scalars(self, group: Group, step: float) -> Numbers:
-        """See `Optimizer`."""
+        """See `FusedOptimizer`."""
         (beta1, beta2), lr = betas_of(group), number(group["lr"])
         shrink = shrink_of(group) if group.get("decoupled_weight_decay") else 1.0
         size, correction = lr / (1.0 - beta1**step), 1.0 - beta2**step
@@ -123,20 +180,34 @@ class RAdam(Fused, torch.optim.RAdam):
 class Adamax(Fused, torch.optim.Adamax):
     """PyTorch's Adamax: Adam by the largest gradient that was seen.
 
-    ::
+    At update t = 1, 2, ... of a parameter, with ``g`` negated first where ``maximize``::
 
+        g <- g + weight_decay*w
+        m <- m + (1 - beta1)*(g - m)
         u <- max(beta2*u, |g| + eps)
         w <- w - lr / (1 - beta1**t) * m / u
 
-    and the first moment and weight decay as in `Adam`.
-
     Args:
-        params, lr, betas, eps, weight_decay: as ``torch.optim.Adamax``.
-        foreach, maximize, differentiable, capturable: likewise.
-        sparse, skip_nonfinite, state_dtype: see `Optimizer`.
+        params: tensors or groups, as in ``torch.optim``.
+        lr: learning rate, at least 0; a number or a tensor of one element.
+        betas: two numbers in [0, 1).
+        eps: at least 0.
+        weight_decay: at least 0; see the formula.
+        foreach: changes no number.
+        maximize: go up, not down.
+        capturable, differentiable: must be False.
+        sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
+            every row; None: it raises.
+        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
+        state_dtype: of the states; None: that of each parameter.
 
     Raises:
-        ValueError, RuntimeError: as `Adam`.
+        ValueError: an argument is out of range.
+        RuntimeError: an argument must be False.
+
+    Differs from ``torch.optim.Adamax``: sparse gradients are taken where ``sparse`` says what they
+    update; ``foreach`` changes no number, ``capturable`` and ``differentiable`` raise. States, and
+    numbers but for roundings, are the same.
 
     Source: ``torch.optim.Adamax``; Kingma and Ba (2015), arXiv:1412.6980.
 
@@ -147,12 +218,21 @@ class Adamax(Fused, torch.optim.Adamax):
     >>> optimizer.step()
     """
 
+    def __init__(
+        self, params: ParamsT, lr: float | Tensor = 2e-3, betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8, weight_decay: float = 0, foreach: bool | None = None, *,
+        maximize: bool = False, differentiable: bool = False, capturable: bool = False,
+        sparse: Sparse | None = None, skip_nonfinite: bool = False,
+        state_dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(**arguments(locals()))
+
     def method(self, group: Group) -> Method:  # noqa: ARG002
-        """See `Optimizer`."""
+        """See `FusedOptimizer`."""
         return Method(rules.TORCH_ADAMAX)
 
     def scalars(self, group: Group, step: float) -> Numbers:
-        """See `Optimizer`."""
+        """See `FusedOptimizer`."""
         beta1, beta2 = betas_of(group)
         return 1.0 - beta1, beta2, number(group["lr"]) / (1.0 - beta1**step), group["eps"]
 
@@ -160,18 +240,26 @@ class Adamax(Fused, torch.optim.Adamax):
 class Lion(Fused, torch.optim.Optimizer):
     """Lion: steps of one size, along the signs of an average.
 
-    ::
+    With ``g`` negated first where ``maximize``::
 
         w <- w - lr * (sign(beta1*m + (1 - beta1)*g) + weight_decay*w)
         m <- beta2*m + (1 - beta2)*g
 
     Args:
-        params, lr, betas, maximize: as `LazyAdam`.
+        params: tensors or groups, as in ``torch.optim``.
+        lr: learning rate, at least 0; a number or a tensor of one element.
+        betas: two numbers in [0, 1).
         weight_decay: decoupled, at least 0.
-        sparse, skip_nonfinite, state_dtype: see `Optimizer`.
+        maximize: go up, not down.
+        sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
+            every row; None: it raises.
+        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
+        state_dtype: of the states; None: that of each parameter.
 
     Raises:
         ValueError: an argument is out of range.
+
+    ``torch.optim`` has none.
 
     Source: Chen et al. (2023), arXiv:2302.06675.
 
@@ -183,20 +271,22 @@ class Lion(Fused, torch.optim.Optimizer):
     """
 
     def __init__(
-        self, params: Any, lr: Any = 1e-4, betas: Any = (0.9, 0.99), weight_decay: float = 0.0, *,
-        maximize: bool = False, **own: Any,
+        self, params: ParamsT, lr: float | Tensor = 1e-4, betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0, *, maximize: bool = False, sparse: Sparse | None = None,
+        skip_nonfinite: bool = False, state_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         not_negative(lr=lr, weight_decay=weight_decay)
         betas_in_range(betas)
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults, **own)
+        super().__init__(params, defaults, sparse=sparse, skip_nonfinite=skip_nonfinite,
+                         state_dtype=state_dtype)  # fmt: skip
 
     def method(self, group: Group) -> Method:  # noqa: ARG002
-        """See `Optimizer`."""
+        """See `FusedOptimizer`."""
         return Method(lion_rules.LION, couples=False)
 
     def scalars(self, group: Group, step: float) -> Numbers:  # noqa: ARG002
-        """See `Optimizer`."""
+        """See `FusedOptimizer`."""
         beta1, beta2 = betas_of(group)
         lr, decay = number(group["lr"]), group["weight_decay"]
         return beta1, 1.0 - beta1, beta2, 1.0 - beta2, lr, decay, 0.0, 1.0
@@ -205,7 +295,8 @@ class Lion(Fused, torch.optim.Optimizer):
 class Adan(Fused, torch.optim.Optimizer):
     """Adan: Nesterov's momentum by way of the change of the gradient.
 
-    With ``d = g - g_before`` (0 at the first update) and ``h = g + beta2*d``::
+    At update t = 1, 2, ... of a parameter, with ``g`` negated first where ``maximize``,
+    ``d = g - g_before`` (0 at the first update) and ``h = g + beta2*d``::
 
         m <- m + (1 - beta1)*(g - m),  e <- e + (1 - beta2)*(d - e),  n <- n + (1 - beta3)*(h*h - n)
         w <- w - lr * (m / (1 - beta1**t) + beta2*e / (1 - beta2**t))
@@ -215,13 +306,21 @@ class Adan(Fused, torch.optim.Optimizer):
     The betas are those of PyTorch's habit: near 1, what stays of the past.
 
     Args:
-        params, lr, eps, maximize: as `LazyAdam`.
+        params: tensors or groups, as in ``torch.optim``.
+        lr: learning rate, at least 0; a number or a tensor of one element.
         betas: three numbers in [0, 1).
+        eps: at least 0.
         weight_decay: decoupled, at least 0.
-        sparse, skip_nonfinite, state_dtype: see `Optimizer`.
+        maximize: go up, not down.
+        sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
+            every row; None: it raises.
+        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
+        state_dtype: of the states; None: that of each parameter.
 
     Raises:
         ValueError: an argument is out of range.
+
+    ``torch.optim`` has none.
 
     Source: Xie et al. (2022), arXiv:2208.06677.
 
@@ -233,21 +332,24 @@ class Adan(Fused, torch.optim.Optimizer):
     """
 
     def __init__(
-        self, params: Any, lr: Any = 1e-3, betas: Any = (0.98, 0.92, 0.99), eps: float = 1e-8,
-        weight_decay: float = 0.0, *, maximize: bool = False, **own: Any,
+        self, params: ParamsT, lr: float | Tensor = 1e-3,
+        betas: tuple[float, float, float] = (0.98, 0.92, 0.99), eps: float = 1e-8,
+        weight_decay: float = 0.0, *, maximize: bool = False, sparse: Sparse | None = None,
+        skip_nonfinite: bool = False, state_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
         betas_in_range(betas, 3)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
                     "maximize": maximize}  # fmt: skip
-        super().__init__(params, defaults, **own)
+        super().__init__(params, defaults, sparse=sparse, skip_nonfinite=skip_nonfinite,
+                         state_dtype=state_dtype)  # fmt: skip
 
     def method(self, group: Group) -> Method:  # noqa: ARG002
-        """See `Optimizer`."""
+        """See `FusedOptimizer`."""
         return Method(plain_rules.ADAN, couples=False)
 
     def scalars(self, group: Group, step: float) -> Numbers:
-        """See `Optimizer`."""
+        """See `FusedOptimizer`."""
         constants = *betas_of(group), group["eps"]
         lr, decay = number(group["lr"]), number(group["weight_decay"])
         return plain_rules.adan_scalars(float, lr, decay, int(step), constants, ())

@@ -5,16 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from ...kernels.formula import Numbers
 from ...kernels.rules import rprop as rprop_rules
 from ...kernels.rules import sgd as rules
+from .engine.options import Sparse, arguments
 from .engine.part import Group, Method, number
 from .optimizer import Fused
 
 
 class SGD(Fused, torch.optim.SGD):
-    """PyTorch's SGD.
+    """PyTorch's SGD, dense and row-sparse.
 
     With ``g`` negated first where ``maximize``; at the first update ``a = g``::
 
@@ -23,15 +26,29 @@ class SGD(Fused, torch.optim.SGD):
         w <- w - lr*a,   nesterov: w - lr*(g + momentum*a),   without momentum: w - lr*g
 
     Args:
-        params, lr, momentum, dampening, weight_decay: as ``torch.optim.SGD``.
-        nesterov, maximize, foreach, differentiable, fused: likewise.
-        sparse, skip_nonfinite, state_dtype: see `Optimizer`.
+        params: tensors or groups, as in ``torch.optim``.
+        lr: learning rate, at least 0; a number or a tensor of one element.
+        momentum: at least 0.
+        dampening: of all updates but the first.
+        weight_decay: at least 0; see the formula.
+        nesterov: see the formula; needs a momentum, and no dampening.
+        maximize: go up, not down.
+        foreach, fused: change no number; with ``fused=True`` a ``GradScaler`` leaves scaling and
+            skipping to the step.
+        differentiable: must be False.
+        sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
+            every row; None: the rows that occur without momentum and decay, where both mean the
+            same; else it raises.
+        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
+        state_dtype: of the states; None: that of each parameter.
 
     Raises:
         ValueError: an argument is out of range.
-        RuntimeError: ``differentiable``.
+        RuntimeError: an argument must be False.
 
-    Without momentum and decay a sparse gradient updates the rows that occur, whatever ``sparse``.
+    Differs from ``torch.optim.SGD``: sparse gradients are taken with momentum and decay too, where
+    ``sparse`` says what they update; ``foreach`` and ``fused`` change no number, and
+    ``differentiable`` raises. States, and numbers but for roundings, are the same.
 
     Source: ``torch.optim.SGD``.
 
@@ -44,15 +61,24 @@ class SGD(Fused, torch.optim.SGD):
 
     _counts_updates = False
 
+    def __init__(
+        self, params: ParamsT, lr: float | Tensor = 1e-3, momentum: float = 0, dampening: float = 0,
+        weight_decay: float | Tensor = 0, nesterov: bool = False, *, maximize: bool = False,
+        foreach: bool | None = None, differentiable: bool = False, fused: bool | None = None,
+        sparse: Sparse | None = None, skip_nonfinite: bool = False,
+        state_dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(**arguments(locals()))
+
     def method(self, group: Group) -> Method:
-        """See `Optimizer`."""
+        """See `FusedOptimizer`."""
         if not group["momentum"]:
             return Method(rules.SGD, touches=not group["weight_decay"])
         rule = rules.MOMENTUM_NESTEROV if group["nesterov"] else rules.MOMENTUM
         return Method(rule, states=("momentum_buffer",))
 
     def scalars(self, group: Group, step: float) -> Numbers:
-        """See `Optimizer`."""
+        """See `FusedOptimizer`."""
         lr, momentum = number(group["lr"]), group["momentum"]
         if not momentum:
             return (lr,)
@@ -62,7 +88,8 @@ class SGD(Fused, torch.optim.SGD):
 class ASGD(Fused, torch.optim.ASGD):
     """PyTorch's ASGD: descent that shrinks the parameter, and the average of where it has been.
 
-    With ``eta`` and ``mu`` from the update before (first ``lr`` and 1)::
+    At update t = 1, 2, ... of a parameter, with ``g`` negated first where ``maximize``, and ``eta``
+    and ``mu`` from the update before (first ``lr`` and 1)::
 
         g <- g + weight_decay*w
         w <- (1 - lambd*eta)*w - eta*g
@@ -70,12 +97,25 @@ class ASGD(Fused, torch.optim.ASGD):
         eta <- lr / (1 + lambd*lr*t)**alpha,   mu <- 1 / max(1, t - t0)
 
     Args:
-        params, lr, lambd, alpha, t0: as ``torch.optim.ASGD``.
-        weight_decay, foreach, maximize, differentiable, capturable: likewise.
-        sparse, skip_nonfinite, state_dtype: see `Optimizer`.
+        params: tensors or groups, as in ``torch.optim``.
+        lr: learning rate, at least 0; a number or a tensor of one element.
+        lambd, alpha, t0: see the formula.
+        weight_decay: at least 0; see the formula.
+        foreach: changes no number.
+        maximize: go up, not down.
+        capturable, differentiable: must be False.
+        sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
+            every row; None: it raises.
+        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
+        state_dtype: of the states; None: that of each parameter.
 
     Raises:
-        ValueError, RuntimeError: as `SGD`.
+        ValueError: an argument is out of range.
+        RuntimeError: an argument must be False.
+
+    Differs from ``torch.optim.ASGD``: sparse gradients are taken where ``sparse`` says what they
+    update; ``foreach`` changes no number, ``capturable`` and ``differentiable`` raise. States, and
+    numbers but for roundings, are the same.
 
     Source: ``torch.optim.ASGD``; Polyak and Juditsky (1992).
 
@@ -86,22 +126,31 @@ class ASGD(Fused, torch.optim.ASGD):
     >>> optimizer.step()
     """
 
+    def __init__(
+        self, params: ParamsT, lr: float | Tensor = 1e-2, lambd: float = 1e-4, alpha: float = 0.75,
+        t0: float = 1e6, weight_decay: float = 0, foreach: bool | None = None,
+        maximize: bool = False, differentiable: bool = False, capturable: bool = False, *,
+        sparse: Sparse | None = None, skip_nonfinite: bool = False,
+        state_dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(**arguments(locals()))
+
     def method(self, group: Group) -> Method:  # noqa: ARG002
-        """See `Optimizer`."""
+        """See `FusedOptimizer`."""
         return Method(rules.ASGD, states=("ax",))
 
     def numbers(self, group: Group) -> dict[str, float]:
-        """See `Optimizer`."""
+        """See `FusedOptimizer`."""
         return {"eta": number(group["lr"]), "mu": 1.0}
 
     def next_numbers(self, group: Group, step: float) -> dict[str, Any]:
-        """See `Optimizer`."""
+        """See `FusedOptimizer`."""
         lr = number(group["lr"])
         eta = lr / (1.0 + group["lambd"] * lr * step) ** group["alpha"]
         return {"eta": eta, "mu": 1.0 / max(1.0, step - group["t0"])}
 
     def scalars(self, group: Group, step: float) -> Numbers:  # noqa: ARG002
-        """See `Optimizer`."""
+        """See `FusedOptimizer`."""
         eta, mu = number(group["eta"]), number(group["mu"])
         return 1.0 - group["lambd"] * eta, eta, mu, 1.0
 
@@ -109,17 +158,33 @@ class ASGD(Fused, torch.optim.ASGD):
 class Rprop(Fused, torch.optim.Rprop):
     """PyTorch's Rprop: each element has a step size of its own, and only signs count.
 
-    A size, first ``lr``, grows by ``etas[1]`` while the gradient keeps its sign, and shrinks by
-    ``etas[0]`` when that changes; then the element waits for one step. Sizes stay within
-    ``step_sizes``.
+    With ``g`` negated first where ``maximize``, and sizes ``s`` that begin as ``lr``::
+
+        s <- s*etas[1] where g*g_before > 0,   s*etas[0] where g*g_before < 0
+        s <- min(max(s, step_sizes[0]), step_sizes[1])
+        g <- 0 where g*g_before < 0
+        w <- w - s*sign(g),   g_before <- g
 
     Args:
-        params, lr, etas, step_sizes: as ``torch.optim.Rprop``.
-        capturable, foreach, maximize, differentiable: likewise.
-        sparse, skip_nonfinite, state_dtype: see `Optimizer`.
+        params: tensors or groups, as in ``torch.optim``.
+        lr: learning rate, at least 0; a number or a tensor of one element.
+        etas: a number in (0, 1) and one above 1; see the formula.
+        step_sizes: the smallest and the largest size.
+        capturable, differentiable: must be False.
+        foreach: changes no number.
+        maximize: go up, not down.
+        sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
+            every row; None: it raises.
+        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
+        state_dtype: of the states; None: that of each parameter.
 
     Raises:
-        ValueError, RuntimeError: as `SGD`.
+        ValueError: an argument is out of range.
+        RuntimeError: an argument must be False.
+
+    Differs from ``torch.optim.Rprop``: sparse gradients are taken where ``sparse`` says what they
+    update; ``foreach`` changes no number, ``capturable`` and ``differentiable`` raise. States, and
+    numbers but for roundings, are the same.
 
     Source: ``torch.optim.Rprop``; Riedmiller and Braun (1993).
 
@@ -130,14 +195,23 @@ class Rprop(Fused, torch.optim.Rprop):
     >>> optimizer.step()
     """
 
+    def __init__(
+        self, params: ParamsT, lr: float | Tensor = 1e-2, etas: tuple[float, float] = (0.5, 1.2),
+        step_sizes: tuple[float, float] = (1e-6, 50), *, capturable: bool = False,
+        foreach: bool | None = None, maximize: bool = False, differentiable: bool = False,
+        sparse: Sparse | None = None, skip_nonfinite: bool = False,
+        state_dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(**arguments(locals()))
+
     def method(self, group: Group) -> Method:  # noqa: ARG002
-        """See `Optimizer`."""
+        """See `FusedOptimizer`."""
         return Method(rprop_rules.RPROP)
 
     def initial(self, role: str, group: Group) -> float:
-        """See `Optimizer`."""
+        """See `FusedOptimizer`."""
         return number(group["lr"]) if role == "step_size" else 0.0
 
     def scalars(self, group: Group, step: float) -> Numbers:  # noqa: ARG002
-        """See `Optimizer`."""
+        """See `FusedOptimizer`."""
         return (number(group["lr"]), *group["etas"], *group["step_sizes"], 0.0, 1.0)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from ...kernels.formula import Numbers
 from ...kernels.rules import lamb as rules
@@ -18,25 +19,29 @@ from .optimizer import Fused
 class Lamb(Fused, torch.optim.Optimizer):
     """LAMB: Adam's direction, scaled per parameter to the parameter's norm.
 
-    With L2 norms over a whole parameter, at its update t = 1, 2, ...::
+    With L2 norms over a whole parameter, at its update t = 1, 2, ..., and ``g`` negated first where
+    ``maximize``::
 
         m <- m + (1 - beta1)*(g - m),   v <- v + (1 - beta2)*(g*g - v)
         u  = m / (1 - beta1**t) / (sqrt(v / (1 - beta2**t)) + eps) + weight_decay*w
         w <- w - lr * ratio * u,   ratio = |w| / |u|, or 1 where either norm is 0
 
     Args:
-        params: as in ``torch.optim``.
+        params: tensors or groups, as in ``torch.optim``.
         lr: learning rate, at least 0; a number or a tensor of one element.
         betas: two numbers in [0, 1).
         eps: at least 0.
         weight_decay: at least 0.
         maximize: go up, not down.
-        skip_nonfinite, state_dtype: see `Optimizer`.
+        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
+        state_dtype: of the states; None: that of each parameter.
 
     Raises:
         ValueError: an argument is out of range.
 
     Sparse gradients raise in the step: the norm is that of the whole parameter.
+
+    ``torch.optim`` has none.
 
     Source: You et al. (2020), arXiv:1904.00962.
 
@@ -50,21 +55,22 @@ class Lamb(Fused, torch.optim.Optimizer):
     _takes_sparse = False
 
     def __init__(
-        self, params: Any, lr: Any = 1e-3, betas: Any = (0.9, 0.999), eps: float = 1e-6,
-        weight_decay: float = 0.0, *, maximize: bool = False, **own: Any,
+        self, params: ParamsT, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6, weight_decay: float = 0.0, *, maximize: bool = False,
+        skip_nonfinite: bool = False, state_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         not_negative(lr=lr, eps=eps, weight_decay=weight_decay)
         betas_in_range(betas)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
                     "maximize": maximize}  # fmt: skip
-        super().__init__(params, defaults, **own)
+        super().__init__(params, defaults, skip_nonfinite=skip_nonfinite, state_dtype=state_dtype)
 
     def method(self, group: Group) -> Method:  # noqa: ARG002
-        """See `Optimizer`."""
+        """See `FusedOptimizer`."""
         return Method(rules.LAMB, couples=False, states=("exp_avg", "exp_avg_sq"))
 
     def scalars(self, group: Group, step: float) -> Numbers:
-        """See `Optimizer`."""
+        """See `FusedOptimizer`."""
         beta1, beta2 = map(number, group["betas"])
         corrections = 1.0 / (1.0 - beta1**step), 1.0 / (1.0 - beta2**step)
         options = group["eps"], group["weight_decay"], number(group["lr"])
@@ -74,7 +80,8 @@ class Lamb(Fused, torch.optim.Optimizer):
 class LARS(Fused, torch.optim.Optimizer):
     """LARS: momentum on gradients that are scaled to the norm of their parameter.
 
-    With L2 norms over a whole parameter; at the first update ``a = g``::
+    With L2 norms over a whole parameter, and ``g`` negated first where ``maximize``; at the first
+    update ``a = g``::
 
         c  = trust_coefficient * |w| / (|g| + weight_decay*|w| + eps), or 1 where |w| or |g| is 0
         g <- c * (g + weight_decay*w)
@@ -84,19 +91,22 @@ class LARS(Fused, torch.optim.Optimizer):
     A group with ``trust_coefficient=None``, for biases and norms, has ``c = 1``.
 
     Args:
-        params: as in ``torch.optim``.
+        params: tensors or groups, as in ``torch.optim``.
         lr: learning rate, at least 0; a number or a tensor of one element.
         momentum, weight_decay, eps: at least 0.
         dampening: of all updates but the first.
         nesterov: see the formula; needs a momentum, and no dampening.
         trust_coefficient: at least 0, or None.
         maximize: go up, not down.
-        skip_nonfinite, state_dtype: see `Optimizer`.
+        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
+        state_dtype: of the states; None: that of each parameter.
 
     Raises:
         ValueError: an argument is out of range.
 
     Sparse gradients raise in the step: the norm is that of the whole parameter.
+
+    ``torch.optim`` has none.
 
     Source: You, Gitman and Ginsburg (2017), arXiv:1708.03888.
 
@@ -111,10 +121,10 @@ class LARS(Fused, torch.optim.Optimizer):
     _takes_sparse = False
 
     def __init__(
-        self, params: Any, lr: Any = 1e-1, momentum: float = 0.9, dampening: float = 0.0,
-        weight_decay: float = 0.0, nesterov: bool = False,
+        self, params: ParamsT, lr: float | Tensor = 1e-1, momentum: float = 0.9,
+        dampening: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False,
         trust_coefficient: float | None = 1e-3, eps: float = 1e-8, *, maximize: bool = False,
-        **own: Any,
+        skip_nonfinite: bool = False, state_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         not_negative(lr=lr, momentum=momentum, weight_decay=weight_decay, eps=eps,
                      trust_coefficient=trust_coefficient or 0.0)  # fmt: skip
@@ -125,21 +135,21 @@ class LARS(Fused, torch.optim.Optimizer):
             "nesterov": nesterov, "trust_coefficient": trust_coefficient, "eps": eps,
             "maximize": maximize,
         }  # fmt: skip
-        super().__init__(params, defaults, **own)
+        super().__init__(params, defaults, skip_nonfinite=skip_nonfinite, state_dtype=state_dtype)
 
     def method(self, group: Group) -> Method:
-        """See `Optimizer`."""
+        """See `FusedOptimizer`."""
         rule = lars_rules.TORCH_LARS_NESTEROV if group["nesterov"] else lars_rules.TORCH_LARS
         return Method(rule, couples=False, states=("momentum_buffer",))
 
     def scalars(self, group: Group, step: float) -> Numbers:
-        """See `Optimizer`."""
+        """See `FusedOptimizer`."""
         dampening = group["dampening"] if step > 1 else 0.0
         lr, momentum = number(group["lr"]), group["momentum"]
         return lr, momentum, 1.0 - dampening, 1.0, group["weight_decay"]
 
     def constants(self, group: Group) -> dict[str, float]:
-        """See `Optimizer`."""
+        """See `FusedOptimizer`."""
         # What `Rule.factor` takes are numbers: NaN stands for None.
         coefficient = group["trust_coefficient"]
         return {

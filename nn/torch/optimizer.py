@@ -32,7 +32,7 @@ from ..engine.layout import Layout
 from ..engine.on_device import launch_updates
 from .engine.binding import Binding, check_parameter
 from .engine.memory import DTYPES
-from .engine.options import OWN, check_group, check_own, check_rows
+from .engine.options import OWN, Sparse, check_group, check_own, check_rows
 from .engine.part import Before, Choice, Entry, Given, Group, Method, Part, number
 from .engine.state import (
     Number,
@@ -53,11 +53,30 @@ _KEPT_BINDINGS = 4
 # As code of C: that of Python has left the caches when a step begins.
 _params_of, _grad_of = itemgetter("params"), attrgetter("grad")
 # Behind `Fused` comes a class of PyTorch in every class that can be made.
-_Base: Any = torch.optim.Optimizer if TYPE_CHECKING else ABC
+if TYPE_CHECKING:
+    from torch.optim import Optimizer as _Base
+else:
+    _Base = ABC
+
+
+def _shown(cls: Any) -> Callable[..., None]:
+    """A constructor of a class that writes none, with the arguments of PyTorch's, then ours."""
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
+        super(cls, self).__init__(*args, **kwargs)
+
+    theirs = next(c for c in cls.__mro__ if c.__module__.startswith("torch."))
+    signature, ours = inspect.signature(theirs.__init__), inspect.signature(Fused.__init__)
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    every = [*signature.parameters.values()]
+    every += [p for p in ours.parameters.values() if p.kind == keyword]
+    every += [inspect.Parameter(name, keyword, default=x) for name, x in cls._more_options.items()]
+    __init__.__signature__ = signature.replace(parameters=every)  # type: ignore[attr-defined]
+    return __init__
 
 
 class Fused(_Base):
-    """The step, the options and the state of an `Optimizer`, to stand before a class of PyTorch.
+    """Step, options and state of a `FusedOptimizer`, to stand before a class of PyTorch.
 
     It is no subclass of ``torch.optim.Optimizer`` itself: libraries that register all subclasses by
     name look among those of this package too if one of them is reached by way of another.
@@ -74,7 +93,7 @@ class Fused(_Base):
     _looks_at_scalars = False  # whether `scalars` is a user's
 
     def __init__(
-        self, params: Any, *args: Any, sparse: str | None = None, skip_nonfinite: bool = False,
+        self, params: Any, *args: Any, sparse: Sparse | None = None, skip_nonfinite: bool = False,
         state_dtype: torch.dtype | None = None, **kwargs: Any,
     ) -> None:  # fmt: skip
         where, own = type(self).__name__, {"sparse": sparse, "state_dtype": state_dtype}
@@ -92,17 +111,8 @@ class Fused(_Base):
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
         cls._looks_at_scalars = is_own(cls.scalars)
-        if "__init__" in vars(cls):
-            return
-        # As `help` shows it: the arguments of PyTorch's class, then ours.
-        base: Any = next((c for c in cls.__mro__ if c.__module__.startswith("torch.")), None)
-        if base not in (None, torch.optim.Optimizer):
-            ours = inspect.signature(Fused.__init__).parameters.values()
-            keyword, signature = inspect.Parameter.KEYWORD_ONLY, inspect.signature(base)
-            every = [*signature.parameters.values(), *(p for p in ours if p.kind == keyword)]
-            more = cls._more_options.items()
-            every += [inspect.Parameter(name, keyword, default=x) for name, x in more]
-            cls.__signature__ = signature.replace(parameters=every)
+        if cls.__init__ is Fused.__init__ or hasattr(cls.__init__, "__signature__"):
+            cls.__init__ = _shown(cls)  # type: ignore[method-assign]
 
     # What a subclass defines
 
@@ -315,10 +325,11 @@ class Fused(_Base):
         else:
             parameters, key = (param,), id(param)
         gradients = tuple(map(_grad_of, parameters))
+        factors = [factor]
         if self._clipping is not None:
-            factor *= self._clipping.factor([g for g in gradients if g is not None])
+            factors = [factor * own for own in self._clipping.factors(parameters)]
         choices = [self.method(group).choice(group) for group in groups]
-        before = Before.of(groups, choices, factor)
+        before = Before.of(groups, choices, factors)
         lengths = [*map(len, map(_params_of, groups))]
         known = self._bindings.get(key, [])
         for binding in known:  # parameters may have gradients in some steps and in others not
@@ -333,7 +344,8 @@ class Fused(_Base):
             if self._run(binding, binding.first(), before, new):
                 binding.keep(self.state, lengths)
                 self._bindings[key] = [binding, *known[: _KEPT_BINDINGS - 1]]
-        self._clipping = None
+        if self._clipping is not None:
+            self._clipping = self._clipping.without(param)
 
     @torch.no_grad()
     def _bound(
@@ -509,16 +521,20 @@ class Fused(_Base):
         if self._looks_at_scalars:
             scalars = partial(self._checked_scalars, part.choice.rule)
         names = tuple(self.numbers(groups[part.groups[0]]))
-        if isinstance(steps, float) and not names:
+        is_one = len(before.factors) == 1
+        if isinstance(steps, float) and not names and is_one:
             chosen = [groups[k] for k in part.groups]
             rows = [scalars(group, steps) + before.scalars(group, part.choice) for group in chosen]
             return part.rounded(rows), part.group_of, []
         of_each = [steps if isinstance(steps, float) else steps[k] for k in part.places]
+        scaled = [0] * len(part.places) if is_one else part.batch.positions.tolist()
         rows, after = [], []
-        for k, own_group, step in zip(part.places, part.of_groups(groups), of_each, strict=True):
+        for k, own_group, step, place in zip(
+            part.places, part.of_groups(groups), of_each, scaled, strict=True
+        ):
             own = {name: given.states[k][name] for name in names}
             group = {**own_group, **own}
-            rows.append(scalars(group, step) + before.scalars(group, part.choice))
+            rows.append(scalars(group, step) + before.scalars(group, part.choice, place))
             after += [single_of(own[name], x) for name, x in self.next_numbers(group, step).items()]
         return part.rounded(rows), np.arange(len(rows)), after
 
@@ -527,7 +543,7 @@ class Fused(_Base):
         return checked_scalars(type(self).__name__, "scalars", found, rule.hp)
 
 
-class Optimizer(Fused, torch.optim.Optimizer):
+class FusedOptimizer(Fused, torch.optim.Optimizer):
     """The base class: one kernel call for all parameters of a dtype, dense and row-sparse.
 
     Parameters, gradients and states are used where they are. A step reads each once and writes
@@ -536,6 +552,7 @@ class Optimizer(Fused, torch.optim.Optimizer):
 
     Args:
         params: as in ``torch.optim``; float32, float64, float16 or bfloat16.
+        defaults: the options of groups, and how they begin.
         sparse: what a sparse gradient updates (``torch.sparse_coo``, coalesced or not; rows of
             equal indices are summed first): ``"touched"``, the rows that occur, or ``"all"``,
             every row, those that do not occur with a gradient of 0. None: the rows that occur,
@@ -555,13 +572,37 @@ class Optimizer(Fused, torch.optim.Optimizer):
         RuntimeError: an option is not supported.
 
     A subclass defines `method` and `scalars`. It stands before a class of ``torch.optim``, from
-    which it has constructor and defaults, or gives this constructor the defaults.
+    which it has constructor and defaults, or gives this constructor the defaults::
+
+        class Steep(FusedOptimizer): ...
+        class Steep(FusedOptimizer, torch.optim.SGD): ...
+
+    Differs from ``torch.optim.Optimizer``: the step is here.
+
+    >>> import torch
+    >>> from fusestep.nn import Rule
+    >>> from fusestep.nn.torch.engine.part import Method
+    >>> def steep(w, g, hp):
+    ...     return w - hp.lr * g
+    >>> class Steep(FusedOptimizer):
+    ...     rule = Rule(steep, (), ("lr",))
+    ...     def __init__(self, params, lr=0.5):
+    ...         super().__init__(params, {"lr": lr})
+    ...     def method(self, group):
+    ...         return Method(self.rule)
+    ...     def scalars(self, group, step):
+    ...         return (group["lr"] / step,)
+    >>> w = torch.nn.Parameter(torch.ones(2))
+    >>> w.grad = torch.ones(2)
+    >>> Steep([w]).step()
+    >>> w.tolist()
+    [0.5, 0.5]
     """
 
     @classmethod
     def __subclasshook__(cls, other: type) -> bool:
         """Every class of this package is one, but for `Thor`."""
-        return True if cls is Optimizer and Fused in other.__mro__ else NotImplemented
+        return True if cls is FusedOptimizer and Fused in other.__mro__ else NotImplemented
 
 
 def _is_in(parameter: Tensor, group: Group) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from ...kernels.formula import Numbers
 from ...kernels.rules import prodigy as rules
@@ -43,8 +44,8 @@ class Prodigy(Fused, torch.optim.Optimizer):
     all; gradients are read only, with a coupled decay too.
 
     Args:
-        params: as in ``torch.optim``. A group's ``lr`` may be 0 where others' is not: its states
-            stay, and it goes on along them.
+        params: tensors or groups, as in ``torch.optim``. A group's ``lr`` may be 0 where others' is
+            not: its states stay, and it goes on along them.
         lr: a factor of the steps, above 0. Usually 1, or a schedule from 1 to 0.
         betas: two numbers in [0, 1).
         beta3: in [0, 1): how ``N`` and ``s`` fade; None: ``sqrt(betas[1])``.
@@ -57,13 +58,16 @@ class Prodigy(Fused, torch.optim.Optimizer):
         d_coef, growth_rate: above 0: see the formula.
         fsdp_in_use, slice_p: must be False and 1.
         maximize: go up, not down.
-        skip_nonfinite, state_dtype: see `Optimizer`.
+        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
+        state_dtype: of the states; None: that of each parameter.
 
     Raises:
         ValueError: an argument is out of range.
 
     In the step ``param``, sparse gradients, CUDA tensors, distributed parameters and different
     learning rates above 0 raise.
+
+    ``torch.optim`` has none.
 
     Source: ``prodigyopt.Prodigy`` 1.1.2; Mishchenko and Defazio (2024), arXiv:2306.06101.
 
@@ -81,11 +85,13 @@ class Prodigy(Fused, torch.optim.Optimizer):
     _takes_sparse = False
 
     def __init__(
-        self, params: Any, lr: Any = 1.0, betas: Any = (0.9, 0.999), beta3: float | None = None,
-        eps: float = 1e-8, weight_decay: float = 0.0, decouple: bool = True,
-        use_bias_correction: bool = False, safeguard_warmup: bool = False, d0: float = 1e-6,
-        d_coef: float = 1.0, growth_rate: float = math.inf, fsdp_in_use: bool = False,
-        slice_p: int = 1, *, maximize: bool = False, **own: Any,
+        self, params: ParamsT, lr: float | Tensor = 1.0, betas: tuple[float, float] = (0.9, 0.999),
+        beta3: float | None = None, eps: float = 1e-8, weight_decay: float = 0.0,
+        decouple: bool = True, use_bias_correction: bool = False,
+        safeguard_warmup: bool = False, d0: float = 1e-6, d_coef: float = 1.0,
+        growth_rate: float = math.inf, fsdp_in_use: bool = False,
+        slice_p: int = 1, *, maximize: bool = False, skip_nonfinite: bool = False,
+        state_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         flags = decouple, use_bias_correction, safeguard_warmup
         for name, flag in zip(_FLAGS, flags, strict=True):
@@ -110,15 +116,15 @@ class Prodigy(Fused, torch.optim.Optimizer):
             "decouple": decouple, "safeguard_warmup": safeguard_warmup, "fsdp_in_use": False,
             "slice_p": 1, "maximize": maximize,
         }  # fmt: skip
-        super().__init__(params, defaults, **own)
+        super().__init__(params, defaults, skip_nonfinite=skip_nonfinite, state_dtype=state_dtype)
 
     def method(self, group: Group) -> Method:
-        """See `Optimizer`."""
+        """See `FusedOptimizer`."""
         has_average = group["betas"][0] > 0.0
         return Method(rules.RULES[has_average, group["decouple"]], couples=not group["decouple"])
 
     def scalars(self, group: Group, step: float) -> Numbers:  # noqa: ARG002
-        """See `Optimizer`."""
+        """See `FusedOptimizer`."""
         first, (beta1, beta2) = self.param_groups[0], group["betas"]
         largest = max(number(each["lr"]) for each in self.param_groups)
         lr = number(group["lr"])
@@ -139,12 +145,12 @@ class Prodigy(Fused, torch.optim.Optimizer):
         return scalars
 
     def known_of_step(self) -> dict[str, float]:
-        """See `Optimizer`."""
+        """See `FusedOptimizer`."""
         first = self.param_groups[0]
         return {"beta3": _beta3(first), **{name: first[name] for name in (*_OF_ALL, *_CONSTANTS)}}
 
     def take_over(self, numbers: np.ndarray) -> None:
-        """See `Optimizer`."""
+        """See `FusedOptimizer`."""
         for group in self.param_groups:
             group.update(zip(_OF_ALL, numbers.tolist(), strict=True))
             group["k"] += 1

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from ...kernels.formula import Numbers
 from ...kernels.rules import row_wise as rules
 from ...ops.runtime import check
-from .engine.options import betas_in_range, not_negative
+from .engine.options import Sparse, betas_in_range, not_negative
 from .engine.part import Group, Method, number
 from .optimizer import Fused
 
@@ -27,21 +27,24 @@ class RowWiseAdagrad(Fused, torch.optim.Optimizer):
     float32 (float64 for float64 parameters).
 
     Args:
-        params: as in ``torch.optim``.
+        params: tensors or groups, as in ``torch.optim``.
         lr: learning rate, at least 0; a number or a tensor of one element.
         eps: above 0.
         weight_decay: at least 0: added to the gradient, ``g + weight_decay*w``.
         initial_accumulator_value: at least 0: what ``s`` begins with.
         decoupled_weight_decay: the step takes ``lr*weight_decay*w`` instead.
         maximize: go up, not down.
-        sparse: ``"touched"`` by default; see `Optimizer`.
-        skip_nonfinite: see `Optimizer`.
+        sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
+            every row; None: the rows that occur.
+        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
 
     Raises:
         ValueError: an argument is out of range.
 
     In the step a parameter without dimensions, or with rows without elements, raises, and so does
     a sparse gradient of a vector, or one with several sparse dimensions.
+
+    ``torch.optim`` has none.
 
     Source: FBGEMM's ``EXACT_ROWWISE_ADAGRAD``, which DLRM's ``RWSAdagrad`` follows for sparse
     gradients; Mudigere et al. (2021), arXiv:2104.05158.
@@ -58,9 +61,10 @@ class RowWiseAdagrad(Fused, torch.optim.Optimizer):
     _counts_updates = False
 
     def __init__(
-        self, params: Any, lr: Any = 1e-2, eps: float = 1e-10, weight_decay: float = 0.0,
-        initial_accumulator_value: float = 0.0, decoupled_weight_decay: bool = False, *,
-        maximize: bool = False, **own: Any,
+        self, params: ParamsT, lr: float | Tensor = 1e-2, eps: float = 1e-10,
+        weight_decay: float = 0.0, initial_accumulator_value: float = 0.0,
+        decoupled_weight_decay: bool = False, *, maximize: bool = False,
+        sparse: Sparse | None = None, skip_nonfinite: bool = False,
     ) -> None:  # fmt: skip
         not_negative(lr=lr, weight_decay=weight_decay,
                      initial_accumulator_value=initial_accumulator_value)  # fmt: skip
@@ -71,21 +75,21 @@ class RowWiseAdagrad(Fused, torch.optim.Optimizer):
             "initial_accumulator_value": initial_accumulator_value,
             "decoupled_weight_decay": decoupled_weight_decay, "maximize": maximize,
         }  # fmt: skip
-        super().__init__(params, defaults, **own)
+        super().__init__(params, defaults, sparse=sparse, skip_nonfinite=skip_nonfinite)
 
     def method(self, group: Group) -> Method:
-        """See `Optimizer`."""
+        """See `FusedOptimizer`."""
         if group["decoupled_weight_decay"]:
             rule = rules.ROW_WISE_ADAGRAD_DECOUPLED
             return Method(rule, couples=False, touches=True, states=("sum",))
         return Method(rules.ROW_WISE_ADAGRAD, touches=True, states=("sum",))
 
     def initial(self, role: str, group: Group) -> float:  # noqa: ARG002
-        """See `Optimizer`."""
+        """See `FusedOptimizer`."""
         return float(group["initial_accumulator_value"])
 
     def scalars(self, group: Group, step: float) -> Numbers:  # noqa: ARG002
-        """See `Optimizer`."""
+        """See `FusedOptimizer`."""
         lr = number(group["lr"])
         decay = (lr * group["weight_decay"],) if group["decoupled_weight_decay"] else ()
         return (group["eps"], lr, *decay)
@@ -107,19 +111,24 @@ class RowWiseAdam(Fused, torch.optim.Optimizer):
     the updates of the parameter, not of a row.
 
     Args:
-        params: as in ``torch.optim``.
+        params: tensors or groups, as in ``torch.optim``.
         lr: learning rate, at least 0; a number or a tensor of one element.
         betas: two numbers in [0, 1).
         eps: above 0.
         weight_decay: at least 0; decoupled.
         maximize: go up, not down.
-        sparse: ``"touched"`` by default; see `Optimizer`.
-        skip_nonfinite, state_dtype: see `Optimizer`.
+        sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
+            every row; None: the rows that occur.
+        skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing.
+        state_dtype: of ``exp_avg``; None: that of each parameter.
 
     Raises:
         ValueError: an argument is out of range.
 
-    In the step what raises is as in `RowWiseAdagrad`.
+    In the step a parameter without dimensions, or with rows without elements, raises, and so does
+    a sparse gradient of a vector, or one with several sparse dimensions.
+
+    ``torch.optim`` has none.
 
     Source: FBGEMM's ``PARTIAL_ROWWISE_ADAM``; Kingma and Ba (2015), arXiv:1412.6980.
 
@@ -133,8 +142,10 @@ class RowWiseAdam(Fused, torch.optim.Optimizer):
     """
 
     def __init__(
-        self, params: Any, lr: Any = 1e-3, betas: Any = (0.9, 0.999), eps: float = 1e-8,
-        weight_decay: float = 0.0, *, maximize: bool = False, **own: Any,
+        self, params: ParamsT, lr: float | Tensor = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8, weight_decay: float = 0.0, *, maximize: bool = False,
+        sparse: Sparse | None = None, skip_nonfinite: bool = False,
+        state_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         not_negative(lr=lr, weight_decay=weight_decay)
         betas_in_range(betas)
@@ -143,15 +154,16 @@ class RowWiseAdam(Fused, torch.optim.Optimizer):
             "lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay,
             "maximize": maximize,
         }  # fmt: skip
-        super().__init__(params, defaults, **own)
+        super().__init__(params, defaults, sparse=sparse, skip_nonfinite=skip_nonfinite,
+                         state_dtype=state_dtype)  # fmt: skip
 
     def method(self, group: Group) -> Method:  # noqa: ARG002
-        """See `Optimizer`."""
+        """See `FusedOptimizer`."""
         states = "exp_avg", "exp_avg_sq"
         return Method(rules.ROW_WISE_ADAM, couples=False, touches=True, states=states)
 
     def scalars(self, group: Group, step: float) -> Numbers:
-        """See `Optimizer`."""
+        """See `FusedOptimizer`."""
         (beta1, beta2), lr = map(number, group["betas"]), number(group["lr"])
         corrections = 1.0 - beta1**step, 1.0 - beta2**step
         scalars = 1.0 / corrections[1], group["eps"], lr / corrections[0]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..thor.arguments import BLOCK_SIZE
 from ..thor.optimizer import every_parameter
@@ -21,8 +22,17 @@ _OF_STEP = ("damping", "momentum")
 class Thor(torch.optim.Optimizer):
     """THOR: natural gradient descent with Kronecker factors, over the parameters of a module.
 
-    The formula and what it does with each kind of layer is that of `fusestep.nn.thor`, which this
-    class gives PyTorch's form: groups, schedulers, hooks, ``state_dict``. Hooks on the module's
+    With the inputs ``X`` of a layer and the derivatives ``d`` at its outputs, of N samples, both
+    factors computed and inverted in every step that ``frequency`` divides::
+
+        Ainv = (X'X / N + sqrt(damping) I)^-1,   Ginv = (d'd / N + sqrt(damping) I)^-1
+        g <- Ginv g Ainv + weight_decay*w        (g as a matrix of out rows)
+        with clip_grad: g <- g / max(|g|, 1), each tensor by itself
+        a <- momentum*a + g
+        w <- w - lr*a,   nesterov: w - lr*(g + momentum*a)
+
+    What it does with each kind of layer is said of `fusestep.nn.thor`, which this class gives
+    PyTorch's form: groups, schedulers, hooks, ``state_dict``. Hooks on the module's
     ``Linear``, ``Conv2d``, ``Embedding`` and ``LayerNorm`` capture what a step needs.
 
     Args:
@@ -43,7 +53,11 @@ class Thor(torch.optim.Optimizer):
     gradients, and cannot be copied: copy the module and load the ``state_dict``.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as `fusestep.nn.thor`.
+        TypeError, ValueError: an argument does not fit, or the module has no layer that it knows.
+        RuntimeError: in a step: a layer whose factors are due has captured nothing.
+        numpy.linalg.LinAlgError: in a step: a factor cannot be inverted.
+
+    ``torch.optim`` has none.
 
     Source: Chen et al. (2021), "THOR, Trace-based Hardware-driven Layer-Oriented Natural Gradient
     Descent Computation".
@@ -56,7 +70,7 @@ class Thor(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, module: torch.nn.Module, lr: Any = 1e-3, damping: float = 0.03,
+        self, module: torch.nn.Module, lr: float | Tensor = 1e-3, damping: float = 0.03,
         momentum: float = 0.9, weight_decay: float = 0.0, *, batch_size: int = 32,
         nesterov: bool = False, frequency: int = 100, clip_grad: bool = False,
         block_size: int | None = BLOCK_SIZE, bad_factor: str = "raise",
@@ -82,7 +96,7 @@ class Thor(torch.optim.Optimizer):
 
     @as_torch
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """As `Optimizer.step`."""
+        """As `FusedOptimizer.step`."""
         thor, (group,) = self._thor, self.param_groups
         assert thor is not None
         not_negative(lr=group["lr"])

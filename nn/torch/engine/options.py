@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 
@@ -12,11 +12,17 @@ from ....ops.runtime.errors import reject
 from .memory import DTYPE_NAMES, DTYPES
 from .part import Group
 
-SPARSE = ("touched", "all")
+Sparse = Literal["touched", "all"]
+SPARSE = get_args(Sparse)
 OWN: dict[str, Any] = {"sparse": None, "state_dtype": None}
 """Options of groups that PyTorch's optimizers do not have."""
 EPS_HAT: dict[str, Any] = {"eps_hat": False}
 """Another one, of `Adam` and what has its formula."""
+
+
+def arguments(names: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a constructor, of its ``locals()``."""
+    return {name: x for name, x in names.items() if name not in ("self", "__class__")}
 
 
 def check_group(where: str, group: Group, *, takes_sparse: bool) -> None:

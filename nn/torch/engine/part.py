@@ -72,23 +72,26 @@ class Before(NamedTuple):
     """The gradient transform, which comes before the rule."""
 
     prologue: Prologue
-    factor: float  # of gradients
+    factors: Sequence[float]  # of gradients: one for all, or of each parameter of the step
 
     @classmethod
-    def of(cls, groups: Sequence[Group], choices: Sequence[Choice], factor: float) -> Before:
+    def of(
+        cls, groups: Sequence[Group], choices: Sequence[Choice], factors: Sequence[float]
+    ) -> Before:
         """The transform for all groups; to the gradients of some a part of it does nothing."""
-        is_scaled, decays = factor != 1.0, False
+        is_scaled, decays = any(factor != 1.0 for factor in factors), False
         for group, choice in zip(groups, choices, strict=True):
             is_scaled = is_scaled or bool(group.get("maximize"))
             decays = decays or bool(choice.couples and group.get("weight_decay"))
         parts = (SCALE,) * is_scaled + (COUPLED_DECAY,) * decays
-        return cls(parts, factor)
+        return cls(parts, factors)
 
-    def scalars(self, group: Group, choice: Choice) -> Numbers:
-        """The scalars of the gradient transform, for a group."""
+    def scalars(self, group: Group, choice: Choice, place: int = 0) -> Numbers:
+        """The scalars of the gradient transform, for a group and the place of a factor."""
         scalars: Numbers = ()
         if SCALE in self.prologue:
-            scalars += (-self.factor if group.get("maximize") else self.factor,)
+            factor = self.factors[place]
+            scalars += (-factor if group.get("maximize") else factor,)
         if COUPLED_DECAY in self.prologue:
             scalars += (number(group["weight_decay"]) if choice.couples else 0.0, 0.0)
         return scalars

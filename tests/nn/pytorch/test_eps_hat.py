@@ -61,8 +61,7 @@ def test_one_optimizer_has_the_numbers_of_two(name: str) -> None:
 def test_it_is_an_option_like_others(name: str) -> None:
     cls = getattr(fused, name)
     table, _ = parameters()
-    if name != "LazyAdam":
-        assert inspect.signature(cls).parameters["eps_hat"].default is False
+    assert inspect.signature(cls).parameters["eps_hat"].default is False
     optimizer = cls([table], eps_hat=True)
     assert optimizer.param_groups[0]["eps_hat"] is True
     with pytest.raises(TypeError, match=f"{name}: eps_hat has a wrong type: expected a bool"):

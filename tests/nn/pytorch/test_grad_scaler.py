@@ -108,7 +108,7 @@ def test_clipping_on_the_way(name: str, is_fused: bool) -> None:
     for model, optimizer in pairs:
 
         def clip(model: Any = model, optimizer: Any = optimizer) -> None:
-            if isinstance(optimizer, fused.Optimizer):
+            if isinstance(optimizer, fused.FusedOptimizer):
                 fused.clip_grad_norm_(model.parameters(), 0.5, optimizer=optimizer)
             else:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)

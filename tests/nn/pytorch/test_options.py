@@ -88,13 +88,9 @@ def test_a_factor_is_for_the_gradients_that_were_measured() -> None:
     optimizer.zero_grad()
     parameters[0].grad = torch.ones(5, 4)
     optimizer.step()  # nothing is left of it
-    with pytest.raises(ValueError, match="are not those of optimizer"):
-        fused.clip_grad_norm_([], 1.0, optimizer=optimizer)
     parameters[0].grad = torch.full((5, 4), torch.inf)
     with pytest.raises(RuntimeError, match="non-finite"):
         fused.clip_grad_norm_(parameters, 1.0, error_if_nonfinite=True)
-    with pytest.raises(ValueError, match="norm_type"):
-        fused.clip_grad_norm_(parameters, 1.0, norm_type=1)
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
@@ -292,5 +288,7 @@ def test_bad_options(options: dict[str, Any], kind: type, message: str) -> None:
 
 @pytest.mark.parametrize("name", ["Lamb", "LARS", "Adafactor"])
 def test_norms_of_whole_parameters_take_no_rows(name: str) -> None:
-    with pytest.raises(ValueError, match="sparse"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'sparse'"):
         getattr(fused, name)(mixed(), sparse="touched")
+    with pytest.raises(ValueError, match="sparse is unknown"):
+        getattr(fused, name)([{"params": mixed(), "sparse": "touched"}])

@@ -17,7 +17,7 @@ from fusestep.nn.torch.engine.part import Method  # noqa: E402
 from own_functions import AVERAGED, MEASURED, PLAIN, raising  # noqa: E402
 
 
-class Own(fused.Optimizer):
+class Own(fused.FusedOptimizer):
     rule: Rule = AVERAGED
     found: Any = (0.5,)
 

@@ -33,15 +33,15 @@ def test_classes_and_their_names(name: str) -> None:
     assert repr(cls).startswith("<class 'fusestep.nn.torch.")
     assert pickle.loads(pickle.dumps(cls)) is cls
     assert issubclass(cls, torch.optim.Optimizer)
-    assert issubclass(cls, fused.Optimizer)
+    assert issubclass(cls, fused.FusedOptimizer)
     assert issubclass(cls, getattr(torch.optim, name, torch.optim.Optimizer))
-    assert not issubclass(getattr(torch.optim, name, torch.optim.Adam), fused.Optimizer)
+    assert not issubclass(getattr(torch.optim, name, torch.optim.Adam), fused.FusedOptimizer)
     optimizer = cls([torch.nn.Parameter(torch.ones(3))], lr=0.1)
-    assert isinstance(optimizer, fused.Optimizer)
+    assert isinstance(optimizer, fused.FusedOptimizer)
     assert repr(optimizer).startswith(f"{name} (")
 
 
-class Steep(fused.Optimizer):
+class Steep(fused.FusedOptimizer):
     """A class of a user."""
 
     def __init__(self, params: Any, lr: float = 0.1, **own: Any) -> None:
@@ -58,7 +58,7 @@ class Steep(fused.Optimizer):
 
 def test_a_class_of_a_user() -> None:
     assert issubclass(Steep, torch.optim.Optimizer)
-    assert issubclass(Steep, fused.Optimizer)
+    assert issubclass(Steep, fused.FusedOptimizer)
     assert not issubclass(fused.Adam, Steep)
     parameter = torch.nn.Parameter(torch.zeros(3))
     optimizer = Steep([parameter])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -72,16 +73,8 @@ def hugging_face(
         report_to=[], disable_tqdm=True, seed=3, learning_rate=0.05, **arguments,
     )  # fmt: skip
 
-    class WithTables(transformers.Trainer):
-        """PyTorch has no norm of sparse gradients."""
-
-        def _clip_grad_norm(self, model: Any) -> Any:
-            if dense:
-                return super()._clip_grad_norm(model)
-            optimizer = self.optimizer.optimizer  # as accelerate wraps it
-            return fused.clip_grad_norm_(
-                model.parameters(), self.args.max_grad_norm, optimizer=optimizer
-            )
+    class WithTables(fused.ClippingTrainer, transformers.Trainer):
+        pass
 
     trainer = WithTables(
         model=model, args=given, train_dataset=Ids(),
@@ -108,6 +101,18 @@ def test_hugging_face_clips_tables_as_dense_parameters(tmp_path: Path) -> None:
     arguments = {"max_grad_norm": 0.1, "gradient_accumulation_steps": 2, "save_strategy": "no"}
     trainers = [hugging_face(tmp_path, "SGD", dense=dense, **arguments) for dense in (False, True)]
     assert_close(*(trainer.model.parameters() for trainer in trainers), 1e-5)
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.1])
+def test_hugging_face_logs_the_norm_of_tables(max_norm: float, tmp_path: Path) -> None:
+    """Which it asks for without clipping too."""
+    arguments = {"max_grad_norm": max_norm, "logging_steps": 1, "save_strategy": "no"}
+    logs = [
+        [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+        for trainer in (hugging_face(tmp_path, "SGD", dense=d, **arguments) for d in (False, True))
+    ]
+    assert len(logs[0]) == 12 and min(logs[0]) > 0.0
+    assert logs[0] == pytest.approx(logs[1], rel=1e-5)
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -139,7 +144,7 @@ def lightning_run(path: Path, name: str, package: Any, **arguments: Any) -> Any:
     """The trained module, and its trainer."""
     lightning = pytest.importorskip("lightning")
 
-    class Module(lightning.LightningModule):
+    class Module(fused.ClippingModule, lightning.LightningModule):
         def __init__(self, *, sparse: bool) -> None:
             super().__init__()
             self.tagger = Tagger(F32, sparse=sparse)
@@ -152,17 +157,6 @@ def lightning_run(path: Path, name: str, package: Any, **arguments: Any) -> Any:
             optimizer = getattr(package, name)(self.parameters(), lr=0.05, **options)
             scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
             return {"optimizer": optimizer, "lr_scheduler": scheduler}
-
-        def configure_gradient_clipping(
-            self, optimizer: Any, gradient_clip_val: Any = None,
-            gradient_clip_algorithm: Any = None,
-        ) -> None:  # fmt: skip
-            given = gradient_clip_val, gradient_clip_algorithm
-            if not is_sparse:
-                self.clip_gradients(optimizer, *given)
-            elif gradient_clip_val:
-                inner = getattr(optimizer, "optimizer", optimizer)  # as Lightning wraps it
-                fused.clip_grad_norm_(self.parameters(), gradient_clip_val, optimizer=inner)
 
     is_sparse = arguments.pop("sparse")
     resume, epochs = arguments.pop("resume", None), arguments.pop("epochs", 2)
@@ -198,8 +192,10 @@ def test_lightning_clips_and_accumulates(name: str, algorithm: str, tmp_path: Pa
     assert_close(*(model.parameters() for model, _ in results), 1e-5)
 
 
-def test_lightning_clips_tables_as_dense_parameters(tmp_path: Path) -> None:
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_lightning_clips_tables_as_dense_parameters(algorithm: str, tmp_path: Path) -> None:
     arguments = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}
+    arguments |= {"gradient_clip_algorithm": algorithm}
     results = [
         lightning_run(tmp_path, "SGD", fused, sparse=sparse, **arguments)
         for sparse in (True, False)
@@ -218,3 +214,18 @@ def test_lightning_resumes(name: str, tmp_path: Path) -> None:
     before = snapshot(Tagger(F32))
     assert_same_bits(resumed.parameters(), whole.parameters())
     assert not torch.equal(before[0], whole.words.weight)
+
+
+def test_lightning_clips_nothing_that_is_still_scaled() -> None:
+    """As without tables: with a scaler, ``fused=True`` unscales in the step."""
+    lightning = pytest.importorskip("lightning")
+
+    class Module(fused.ClippingModule, lightning.LightningModule):
+        trainer = SimpleNamespace(scaler=torch.amp.GradScaler("cpu"))
+
+    table = torch.nn.Embedding(4, 2, sparse=True)
+    table(torch.tensor([1, 1])).sum().backward()
+    optimizer, before = fused.SGD(table.parameters(), fused=True), table.weight.grad.clone()
+    with pytest.raises(RuntimeError, match=r"^ClippingModule: fused=True leaves unscaling"):
+        Module().configure_gradient_clipping(optimizer, 0.5, "norm")
+    assert torch.equal(table.weight.grad.to_dense(), before.to_dense())

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from fusestep.nn import torch as fused
 
-_OTHERS = {"Optimizer", "ShardedEmbedding", "Thor"}  # a base class, a module, one of a module
-EVERY = sorted(n for n in set(fused.__all__) - _OTHERS if n[0].isupper())
+_CLASSES = {n: c for n in fused.__all__ if isinstance(c := getattr(fused, n), type)}
+EVERY = sorted(n for n, c in _CLASSES.items() if issubclass(c, fused.FusedOptimizer))
+EVERY.remove("FusedOptimizer")
 SHARED = [name for name in EVERY if hasattr(torch.optim, name)]
 DENSE = [name for name in SHARED if name != "SparseAdam"]
 TABLES = [name for name in EVERY if name not in {"Lamb", "LARS", "Adafactor", "Prodigy"}]

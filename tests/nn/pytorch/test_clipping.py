@@ -1,0 +1,330 @@
+"""Clipping beside PyTorch's: sparse gradients as the dense ones that they stand for; in parts."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from fusestep.nn import torch as fused  # noqa: E402
+
+ORDERS = [2.0, 1.0, 3, 0.5, math.inf, "inf"]
+theirs = torch.nn.utils
+
+
+def gradients(dtype: Any = torch.float32, *, dense: bool = False) -> list[Any]:
+    """Parameters with gradients: dense, none, of rows with duplicates, of single elements."""
+    draw = torch.Generator().manual_seed(3)
+    shapes = (5, 4), (3,), (9, 3), (4, 4)
+    made = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes]
+    made[0].grad = torch.randn(5, 4, generator=draw).to(dtype)
+    rows = torch.tensor([[7, 0, 7, 2, 7]])
+    values = torch.randn(5, 3, generator=draw).to(dtype)
+    elements = torch.tensor([[3, 0, 3], [1, 2, 1]])
+    single = torch.randn(3, generator=draw).to(dtype)
+    for p, indices, of in ((made[2], rows, values), (made[3], elements, single)):
+        wide = of if dtype == torch.float64 else of.float()
+        p.grad = torch.sparse_coo_tensor(indices, of, p.shape, check_invariants=True)
+        if dense:
+            summed = torch.sparse_coo_tensor(indices, wide, p.shape, check_invariants=True)
+            p.grad = summed.to_dense().to(dtype)
+    return made
+
+
+def dense_of(parameters: list[Any]) -> list[Any]:
+    return [None if p.grad is None else p.grad.to_dense() for p in parameters]
+
+
+def assert_gradients_are_close(mine: list[Any], other: list[Any], rtol: float) -> None:
+    for one, two in zip(dense_of(mine), dense_of(other), strict=True):
+        torch.testing.assert_close(one, two, rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("max_norm", [0.0, 0.25, 1e3, math.inf])
+@pytest.mark.parametrize("order", ORDERS)
+def test_norms_are_those_of_pytorch(order: Any, max_norm: float, dtype: Any) -> None:
+    mine, other = gradients(dtype), gradients(dtype, dense=True)
+    rtol = 2e-2 if dtype == torch.bfloat16 else 1e-6  # PyTorch's norm is of 16 bits too
+    found = fused.clip_grad_norm_(mine, max_norm, order, foreach=True)
+    expected = theirs.clip_grad_norm_(other, max_norm, order)
+    torch.testing.assert_close(found, expected, rtol=rtol, atol=0.0, check_dtype=False)
+    assert (found.shape, found.device) == (expected.shape, expected.device)
+    assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert_gradients_are_close(mine, other, rtol)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_step_scales_as_pytorch_clips(order: Any) -> None:
+    mine, other = gradients(), gradients(dense=True)
+    ours, of_pytorch = fused.SGD(mine, lr=1.0), torch.optim.SGD(other, lr=1.0)
+    before = dense_of(mine)
+    fused.clip_grad_norm_(mine, 0.25, order, optimizer=ours)
+    for gradient, kept in zip(dense_of(mine), before, strict=True):
+        assert gradient is kept is None or torch.equal(gradient, kept)
+    theirs.clip_grad_norm_(other, 0.25, order)
+    ours.step()
+    of_pytorch.step()
+    torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("place", [0, 2, 3])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("order", [2.0, 1.0, math.inf])
+def test_what_is_not_finite(order: float, value: float, place: int) -> None:
+    mine = gradients()
+    own = mine[place].grad
+    (own._values() if own.is_sparse else own).view(-1)[0] = value
+    other = copy.deepcopy(mine)
+    for p, dense in zip(other, dense_of(mine), strict=True):
+        p.grad = None if dense is None else dense.clone()
+    before = copy.deepcopy(dense_of(mine))
+    for function, given in ((fused.clip_grad_norm_, mine), (theirs.clip_grad_norm_, other)):
+        with pytest.raises(RuntimeError, match=f"norm of order {order} .* is non-finite"):
+            function(given, 1.0, order, error_if_nonfinite=True)
+    torch.testing.assert_close(dense_of(mine), before, rtol=0.0, atol=0.0, equal_nan=True)
+    norm = fused.clip_grad_norm_(mine, 1.0, order)
+    torch.testing.assert_close(norm, theirs.clip_grad_norm_(other, 1.0, order), equal_nan=True)
+    for one, dense, first in zip(dense_of(mine), other, before, strict=True):
+        if one is not None:  # what does not occur stays 0, where a dense 0 becomes NaN
+            expected = torch.where((first == 0) & (one == 0), 0.0, dense.grad)
+            torch.testing.assert_close(one, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("limit", [0.0, 0.5, math.inf])
+def test_values_are_those_of_pytorch(limit: float, dtype: Any) -> None:
+    mine, other = gradients(dtype), gradients(dtype, dense=True)
+    same = [p.grad for p in mine]
+    assert fused.clip_grad_value_(mine, limit, foreach=False) is None
+    theirs.clip_grad_value_(other, limit)
+    assert all(p.grad is gradient for p, gradient in zip(mine, same, strict=True))
+    assert all(map(lambda a, b: a is b is None or torch.equal(a, b), *map(dense_of, (mine, other))))
+    fused.SGD(mine, lr=1.0).step()
+    torch.optim.SGD(other, lr=1.0).step()
+    assert all(map(torch.equal, mine, other))
+
+
+def test_one_tensor_none_and_an_exhausted_generator() -> None:
+    (w, none, *_) = gradients()
+    other = copy.deepcopy(w)
+    other.grad = w.grad.clone()
+    torch.testing.assert_close(fused.clip_grad_norm_(w, 0.5), theirs.clip_grad_norm_(other, 0.5))
+    torch.testing.assert_close(w.grad, other.grad)
+    for nothing in ([], [none], none):
+        assert fused.clip_grad_norm_(nothing, 1.0).item() == 0.0
+    spent = (p for p in ())
+    with pytest.warns(UserWarning, match="parameters is an empty generator"):
+        fused.clip_grad_norm_(spent, 1.0)
+
+
+def test_a_parameter_or_gradient_that_is_given_twice_counts_once() -> None:
+    w, v = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
+    w.grad = torch.tensor([4.0])
+    assert fused.clip_grad_norm_([w, w], 2.0).item() == 4.0
+    assert w.grad.item() == pytest.approx(2.0)
+    v.grad = w.grad
+    assert fused.clip_grad_norm_([w, v], 2.0).item() == pytest.approx(math.sqrt(8.0))
+    assert w.grad.item() == pytest.approx(math.sqrt(2.0))
+
+
+@pytest.mark.parametrize("order", [1.0, 2.0, 3.0])
+def test_bits_do_not_depend_on_threads(order: float) -> None:
+    draw, before, found = torch.Generator().manual_seed(0), torch.get_num_threads(), set()
+    every = [torch.nn.Parameter(torch.zeros(1_000_003, dtype=torch.float64)) for _ in range(2)]
+    for w in every:
+        w.grad = torch.randn(1_000_003, generator=draw, dtype=torch.float64)
+    try:
+        for threads in (1, 2, 3, 5):
+            torch.set_num_threads(threads)
+            found.add(fused.clip_grad_norm_(every, math.inf, order).item())
+    finally:
+        torch.set_num_threads(before)
+    assert len(found) == 1
+
+
+# A part of an optimizer's parameters
+
+
+MAKERS: dict[str, Callable[[Any], Any]] = {
+    "SGD": lambda p: fused.SGD(p, lr=1.0, momentum=0.5, sparse="all"),
+    "Adam": lambda p: fused.Adam(p, lr=0.1, sparse="touched", maximize=True),
+    "NAdam": lambda p: fused.NAdam(p, lr=0.1, sparse="touched"),
+    "AdamW of groups": lambda p: fused.AdamW(
+        [{"params": p[:2], "lr": 0.5}, {"params": p[2:], "weight_decay": 0.5}], sparse="all"
+    ),
+    "Adagrad with decay": lambda p: fused.Adagrad(p, lr=0.1, weight_decay=0.1, sparse="touched"),
+}
+WHOLE = {
+    "Lamb": lambda p: fused.Lamb(p, lr=0.1),
+    "Prodigy": fused.Prodigy,
+    "Adafactor": lambda p: fused.Adafactor(p, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("name", [*MAKERS, *WHOLE])
+def test_a_part_of_the_parameters(name: str) -> None:
+    """Clipped apart, on the way: as clipped before. In later steps too, and each for itself."""
+    make = {**MAKERS, **WHOLE}[name]
+    mine, other = (gradients(dense=name in WHOLE) for _ in range(2))
+    ours, plain = make(mine), make(other)
+    for step in range(3):
+        for k in (1, 2, 3):
+            if mine[k].grad is None and step:
+                mine[k].grad, other[k].grad = torch.ones(3), torch.ones(3)
+        for parameters, given in ((mine, {"optimizer": ours}), (other, {})):
+            first = fused.clip_grad_norm_(parameters[2:], 0.125, **given)
+            again = fused.clip_grad_norm_(parameters[:3], 0.0625, 1.0, **given)
+        assert first < 10.0 and again > 0.0625
+        ours.step()
+        plain.step()
+        for p, q in zip(mine, other, strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+            p.grad, q.grad = (None if g is None else g.detach().clone() for g in (p.grad, p.grad))
+
+
+def test_a_step_of_one_parameter_keeps_the_factors_of_others() -> None:
+    mine, other = gradients(), gradients()
+    ours, plain = fused.SGD(mine, lr=1.0), fused.SGD(other, lr=1.0)
+    fused.clip_grad_norm_(mine, 0.25, optimizer=ours)
+    fused.clip_grad_norm_(other, 0.25)
+    for p in (mine[2], mine[0]):
+        ours.step(param=p)
+        p.grad = None
+    ours.step()
+    plain.step()
+    torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+    mine[0].grad = torch.ones(5, 4)
+    ours.step()  # nothing is left
+
+
+def test_a_part_that_has_changed_since() -> None:
+    mine = gradients()
+    optimizer = fused.SGD(mine, lr=1.0)
+    fused.clip_grad_norm_(mine[:2], 0.25, optimizer=optimizer)
+    mine[1].grad = torch.ones(3)  # had none
+    with pytest.raises(RuntimeError, match="changed since they were measured"):
+        optimizer.step()
+    assert all(not p.any() for p in mine)
+    mine[1].grad = None
+    mine[2].grad = mine[2].grad.clone()  # was not measured
+    optimizer.step()
+
+
+def test_two_optimizers_with_one_factor() -> None:
+    mine, other = gradients(), gradients()
+    both = fused.SGD(mine[:2], lr=1.0), fused.SGD(mine[2:], lr=1.0)
+    fused.clip_grad_norm_(mine, 0.25, optimizer=both)
+    fused.clip_grad_norm_(other, 0.25)
+    for optimizer in (*both, fused.SGD(other, lr=1.0)):
+        optimizer.step()
+    torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+
+
+# Bad input: one error, and nothing is written
+
+
+def spoiled(kind: str) -> list[Any]:
+    parameters = gradients()
+    table = parameters[2]
+    if kind == "index":
+        table.grad = torch.sparse_coo_tensor(
+            [[1, 9]], torch.ones(2, 3), (9, 3), check_invariants=False
+        )
+    elif kind == "layout":
+        parameters.append(torch.nn.Parameter(torch.eye(2).to_sparse_csr()))
+        parameters[-1].grad = torch.eye(2).to_sparse_csr()
+    elif kind == "dtype":
+        parameters.append(torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64)))
+        parameters[-1].grad = torch.ones(2, dtype=torch.complex64)
+    elif kind == "device":
+        parameters.append(torch.nn.Parameter(torch.empty(2, device="meta")))
+        parameters[-1].grad = torch.empty(2, device="meta")
+    elif kind == "itself":
+        parameters.append(torch.nn.Parameter(torch.zeros(2, 2)))
+        parameters[-1].grad = torch.ones(1, 2).expand(2, 2)
+    elif kind == "inference":
+        parameters.append(torch.nn.Parameter(torch.zeros(2)))
+        with torch.inference_mode():
+            parameters[-1].grad = torch.ones(2)
+    elif kind == "no tensor":
+        parameters.append("w")
+    return parameters
+
+
+NORM: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "negative": ({"max_norm": -1.0}, ValueError, "max_norm is out of range: .* at least 0"),
+    "NaN": ({"max_norm": math.nan}, ValueError, "max_norm is out of range"),
+    "text": ({"max_norm": "much"}, TypeError, "max_norm is no number"),
+    "None": ({"max_norm": None}, TypeError, "max_norm is no number"),
+    "two": ({"max_norm": torch.ones(2)}, TypeError, "max_norm is no number"),
+    "order 0": ({"norm_type": 0}, ValueError, "norm_type is out of range: .* above 0"),
+    "order -1": ({"norm_type": -1.0}, ValueError, "norm_type is out of range"),
+    "order -inf": ({"norm_type": -math.inf}, ValueError, "norm_type is out of range"),
+    "order NaN": ({"norm_type": math.nan}, ValueError, "norm_type is out of range"),
+    "order": ({"norm_type": "fro"}, TypeError, "norm_type is no number"),
+    "foreign": ({"optimizer": 0}, ValueError, "are not those of optimizer"),
+    "wrapped": ({"optimizer": torch.optim.SGD}, TypeError, "an optimizer of fusestep"),
+}
+KINDS: dict[str, tuple[type[Exception], str]] = {
+    "index": (IndexError, "index out of range|out of range"),
+    "layout": (RuntimeError, "wrong layout"),
+    "dtype": (RuntimeError, "wrong dtype"),
+    "device": (RuntimeError, "wrong device"),
+    "itself": (RuntimeError, "cannot be written"),
+    "inference": (RuntimeError, "cannot be written"),
+    "no tensor": (TypeError, "parameter 4 has a wrong type"),
+}
+
+
+def refuses(call: Callable[[], Any], parameters: list[Any], kind: Any, message: str) -> None:
+    tensors = [p.grad for p in parameters if isinstance(p, torch.Tensor) and p.grad is not None]
+    tensors = [g._values() if g.layout == torch.sparse_coo else g for g in tensors]
+    before = [g.clone() for g in tensors if g.layout == torch.strided and g.device.type == "cpu"]
+    with pytest.raises(kind, match=message):
+        call()
+    after = [g for g in tensors if g.layout == torch.strided and g.device.type == "cpu"]
+    assert all(map(torch.equal, after, before))
+
+
+@pytest.mark.parametrize("name", NORM)
+def test_arguments_of_the_norm_that_are_refused(name: str) -> None:
+    given, kind, message = NORM[name]
+    parameters = gradients()
+    if name == "foreign":
+        given = {"optimizer": fused.SGD(parameters[:2])}
+    elif name == "wrapped":
+        given = {"optimizer": torch.optim.SGD(parameters)}
+    arguments = {"max_norm": 0.125, **given}
+    message = f"^clip_grad_norm_: .*{message}"
+    refuses(lambda: fused.clip_grad_norm_(parameters, **arguments), parameters, kind, message)
+    if name == "foreign":  # nothing is kept for the step
+        given["optimizer"].step()
+        assert torch.equal(parameters[0].detach(), -0.001 * parameters[0].grad)
+
+
+@pytest.mark.parametrize("limit", [-1.0, math.nan, None, "much"])
+def test_values_that_are_refused(limit: Any) -> None:
+    parameters = gradients()
+    kind = ValueError if isinstance(limit, float) else TypeError
+    message = "^clip_grad_value_: clip_value is "
+    refuses(lambda: fused.clip_grad_value_(parameters, limit), parameters, kind, message)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning")
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("order", [2.0, 3.0, None])
+def test_gradients_that_are_refused(order: float | None, name: str) -> None:
+    parameters, (kind, message) = spoiled(name), KINDS[name]
+
+    def call() -> Any:
+        if order is None:
+            return fused.clip_grad_value_(parameters, 0.125)
+        return fused.clip_grad_norm_(parameters, 0.125, order)
+
+    refuses(call, parameters, kind, message)
