@@ -119,19 +119,18 @@ def update_of(call: tuple[Any, ...]) -> DenseUpdate | RowUpdate:
 def _prepared_measured(call: KernelCall, plan: Plan) -> Prepared:
     """A call on tensors for whose scalars something has to be measured first."""
     update = _conditioned(call, plan)
-    if not update.rule.is_two_stage:
+    if not call.rule.is_two_stage:
         return update.prepared()
     known = dict(plan.update.constants)
     step, sums = measured(update, known)
     return completed(update, step, sums, [known] * len(sums))
 
 
-def _conditioned(call: KernelCall, plan: Plan) -> DenseUpdate:
+def _conditioned(call: KernelCall, plan: Plan) -> Any:
     """The update of a call, with the measured scalars of its gradient transform."""
-    batch, rule, prologue, _, gradients, hp, hp_of, *_ = call
     if plan.conditioning.is_measured:
-        plan.conditioning.complete(call, columns(rule, prologue))
-    return DenseUpdate(rule, prologue, batch.variables, gradients, batch.g, hp, hp_of)
+        plan.conditioning.complete(call, columns(call.rule, call.prologue))
+    return update_of(call)
 
 
 @quiet

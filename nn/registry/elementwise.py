@@ -167,10 +167,14 @@ FTRL = Row(
         "learning_rate": Argument("fixed rate", 0.1),
         "initial_accum": Argument("not negative", 1.0),
         "lr_power": Argument("not positive", -0.3),
+        "beta": Argument("not negative", 1.0),
+        "l2_shrinkage": Argument("not negative", 0.3),
     },
     forms={
         "": _ftrl({"l1": 0.1, "l2": 0.2}),
         "power": _ftrl({"lr_power": -0.7, "l1": 0.1}),
+        "shrunk": _ftrl({"l2_shrinkage": 0.3, "beta": 1.0, "l1": 0.1, "l2": 0.2}),
+        "power shrunk": _ftrl({"lr_power": -0.7, "l2_shrinkage": 0.3, "beta": 1.0}),
     },
     measured={
         "": Measured("ftrl", "ftrl-rows"),
@@ -180,7 +184,8 @@ FTRL = Row(
         MINDSPORE,
         "recorded",
         "since 2.9",
-        "sign of `l1` in dense steps; NaN shows; a rate assigned later acts on rows too",
+        "sign of `l1` in dense steps; NaN shows; a rate assigned later acts on rows too; "
+        "`beta` and `l2_shrinkage` are Keras's",
     ),
 )
 
