@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 
-from .arguments import BETAS, COMMON, FLAG, L1_L2, ROWS, SCALED
+from .arguments import BETAS, COMMON, FLAG, L1_L2, ROWS, SCALED, SIGNS
 from .record import LOST, LOST_LATER, MINDSPORE, MOVES, STOPS, Argument, Form, Measured, Row, Source
 
 _RATE = {"learning_rate": 0.05}
@@ -243,6 +243,7 @@ RPROP = Row(
     _RATE,
     {
         **COMMON,
+        **SIGNS,
         **ROWS,
         "etas": Argument("factors", (0.1, 8.0)),
         "step_sizes": Argument("limits", (0.2, 0.3)),
@@ -264,6 +265,7 @@ LION = Row(
     {
         **SCALED,
         **ROWS,
+        **SIGNS,
         "loss_scale": Argument("loss scale", 4.0, in_states=True),  # signs have no scale
         "beta1": Argument("open unit", 0.02, beside={"beta2": 0.1}),
         "beta2": Argument("open unit", 0.1),
