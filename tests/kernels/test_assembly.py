@@ -94,8 +94,8 @@ def test_operations_are_found():
 @pytest.mark.parametrize("name", sorted(RULES))
 @pytest.mark.parametrize("conditioned", [False, True], ids=["plain", "prologue"])
 def test_blocks_of_every_rule_are_vectorised(name, conditioned):
-    """With the longest prologue too that an optimizer puts before the rule; MXNet's clip."""
-    longest = (SCALE, CLIP, COUPLED_DECAY) if "mxnet" in name else (COUPLED_DECAY, SCALE)
+    """With the longest prologue too that an optimizer puts before the rule."""
+    longest = (SCALE, CLIP, COUPLED_DECAY)
     f32 = storage.F32
     states = (f32,) * len(RULES[name].states)
     compiled = kernel(RULES[name], longest if conditioned else (), f32, f32, states)
