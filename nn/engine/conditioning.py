@@ -12,6 +12,7 @@ import numpy as np
 from ...kernels.rule import Prologue
 from ...kernels.rules.gradient import CLIP, COUPLED_DECAY, SCALE
 from ...ops.runtime.device import DeviceArray
+from ...ops.runtime.errors import reject
 from ...ops.runtime.row_step import RowGradient, row_squares
 from ...ops.runtime.step import squares_at
 from ..base.groups import ParameterOptions
@@ -34,7 +35,6 @@ class Conditioning:
     scales_decay = True  # whether a decay that joins the gradient is multiplied by the loss scale
     measures_rows = False  # whether of row-sparse gradients too
     bound = 0.0  # of elements, where they are clipped
-    limit = 0.0  # of the norms of tensors, where they are
     options_on_device: tuple[Any, ...] = ()  # on which `measured_on_device` depends too
     is_of_one_step = False  # whether what that returns is of no use in another step
 
@@ -152,8 +152,18 @@ class Clipping(Conditioning):
 
 
 def _squares_of_rows(batch: Batch, gradients: Sequence[RowGradient]) -> list[float]:
-    """The sum of squares of each gradient of a batch, of summed rows."""
+    """The sum of squares of each gradient of a batch, of summed rows.
+
+    Raises:
+        ValueError: a gradient has a part of the occurrences, as that of a table in parts.
+        IndexError: an index is out of range.
+    """
     variables, lists = batch.variables, index_lists(batch, gradients)
+    for label, gradient in zip(batch.labels, gradients, strict=True):
+        n, whole = len(gradient.indices), gradient.batch_length
+        if n < whole:
+            wrong, got = "needs the norm of a whole gradient", f"{n} of {whole}"
+            reject(ValueError, label, "clipnorm", wrong, "all occurrences of the batch", got)
     each = zip(batch.labels, lists, variables.tensors, gradients, strict=True)
     return [
         row_squares(label, [own], [(arrays[0].shape, gradient)], batch.g, variables.real)

@@ -435,6 +435,13 @@ def test_clipping_in_several_processes() -> None:
     opt = nn.LazyAdam(parameters(), clipnorm=1.0)
     with refused(ValueError, "optimizer clips by norms: expected one that does not", opt):
         together(opt, alone())
+    given = rows_of(np.random.default_rng(0))
+    values, places = given.values, np.arange(6)
+    part = nn.RowTensor(given.indices, values, SHAPE, positions=places, batch_length=9)
+    with refused(ValueError, "gradient of 'table': clipnorm needs the norm of a whole", opt):
+        opt([part, None])
+    opt([nn.RowTensor(given.indices, values, SHAPE, positions=places, batch_length=6), None])
+    assert opt.global_step == 1
     one, other = nn.Adam(parameters(), clipnorm=0.1), nn.Adam(parameters(), clipnorm=0.1)
     sharded = ShardedStates(one, alone())
     together(value := nn.Adam(parameters(), clipvalue=0.1), alone())
