@@ -213,9 +213,9 @@ class GradientTransform(_Constant):
 
     apply: Callable[..., Any]  # apply(g, w, hp) -> g
     hp: tuple[str, ...]  # the fields that it reads
-    # scalars(decay, loss_scale): these fields for the weight decay that is added to the gradient
-    # and the loss scale, as float64, compilable by Numba; None: they follow from something else.
-    scalars: Callable[[float, float], tuple[float, ...]] | None = None
+    # scalars(decay, loss_scale, bound): these fields for the weight decay that is added to the
+    # gradient, the loss scale and the bound of elements, as float64, compilable by Numba.
+    scalars: Callable[[float, float, float], tuple[float, ...]]
 
 
 Prologue = tuple[GradientTransform, ...]

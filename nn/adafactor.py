@@ -87,6 +87,7 @@ class AdaFactor(FusedOptimizer):
             counted in ``skipped_steps``.
         state_dtype: dtype of ``M`` and ``v``; default each parameter's. ``R`` and ``C`` are
             float32 (float64 for float64 parameters), as the arithmetic is.
+        clipvalue, clipnorm: see `FusedOptimizer`.
 
     Raises:
         TypeError: a kind does not fit (an int where a float is published).
@@ -130,6 +131,8 @@ class AdaFactor(FusedOptimizer):
         use_locking: bool = False,
         skip_nonfinite: bool = False,
         state_dtype: Any = None,
+        clipvalue: float | None = None,
+        clipnorm: float | None = None,
         **unknown: Any,
     ) -> None:
         reject_unknown(self._name, unknown, AdaFactor)
@@ -147,7 +150,7 @@ class AdaFactor(FusedOptimizer):
             self.scale_parameter = False  # a schedule is meant as it is
         rate = RelativeStep(self.warmup_init) if self.relative_step else learning_rate
         rule = rules.ADAFACTOR if self.beta1 else rules.ADAFACTOR_PLAIN
-        options = step_options(use_locking, None, skip_nonfinite, state_dtype)
+        options = step_options(use_locking, None, skip_nonfinite, state_dtype, clipvalue, clipnorm)
         super().__init__(rate, params, weight_decay, loss_scale, rule=rule, **options)
 
     def _check_rate(self, learning_rate: Any) -> None:

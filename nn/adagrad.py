@@ -39,6 +39,7 @@ class Adagrad(FusedOptimizer):
             counted in ``skipped_steps``.
         state_dtype: dtype of ``A``; default each parameter's. Arithmetic is float32 (float64
             for float64 parameters), rounded once at the store.
+        clipvalue, clipnorm: see `FusedOptimizer`.
 
     Raises:
         TypeError: a kind does not fit (an int where a float is published).
@@ -70,13 +71,17 @@ class Adagrad(FusedOptimizer):
         sparse_update: str = "lazy",
         skip_nonfinite: bool = False,
         state_dtype: Any = None,
+        clipvalue: float | None = None,
+        clipnorm: float | None = None,
         **unknown: Any,
     ) -> None:
         reject_unknown(self._name, unknown, Adagrad)
         states = {"accum": non_negative_float(self._name, "accum", accum)}
         self.update_slots = update_slots
         rule = rules.ADAGRAD if self.update_slots else rules.ADAGRAD_FIXED
-        options = step_options(use_locking, sparse_update, skip_nonfinite, state_dtype)
+        options = step_options(
+            use_locking, sparse_update, skip_nonfinite, state_dtype, clipvalue, clipnorm
+        )
         super().__init__(
             learning_rate, params, weight_decay, loss_scale, rule=rule, states=states, **options
         )
@@ -113,7 +118,7 @@ class ProximalAdagrad(FusedOptimizer):
         loss_scale, weight_decay: see `Optimizer`.
         sparse_update: for row-sparse gradients ``"lazy"`` (only the rows that occur, the
             default) or ``"dense_equivalent"`` (all rows: others are regularised too).
-        skip_nonfinite, state_dtype: as `Adagrad`.
+        skip_nonfinite, state_dtype, clipvalue, clipnorm: as `Adagrad`.
 
     Raises:
         TypeError, ValueError, KeyError: as `Adagrad`.
@@ -144,6 +149,8 @@ class ProximalAdagrad(FusedOptimizer):
         sparse_update: str = "lazy",
         skip_nonfinite: bool = False,
         state_dtype: Any = None,
+        clipvalue: float | None = None,
+        clipnorm: float | None = None,
         **unknown: Any,
     ) -> None:
         reject_unknown(self._name, unknown, ProximalAdagrad)
@@ -151,7 +158,9 @@ class ProximalAdagrad(FusedOptimizer):
         self.l1 = non_negative_float(self._name, "l1", l1)
         self.l2 = non_negative_float(self._name, "l2", l2)
         rule = rules.PROXIMAL_ADAGRAD
-        options = step_options(use_locking, sparse_update, skip_nonfinite, state_dtype)
+        options = step_options(
+            use_locking, sparse_update, skip_nonfinite, state_dtype, clipvalue, clipnorm
+        )
         super().__init__(
             learning_rate, params, weight_decay, loss_scale, rule=rule, states=states, **options
         )
@@ -187,7 +196,7 @@ class Adadelta(FusedOptimizer):
         use_locking: concurrent calls act like some serial order of them.
         sparse_update: ``"lazy"`` (only the rows that occur), ``"dense_equivalent"`` (all rows,
             others with ``g = 0``), or None: row-sparse gradients raise.
-        skip_nonfinite, state_dtype: as `Adagrad`.
+        skip_nonfinite, state_dtype, clipvalue, clipnorm: as `Adagrad`.
 
     Raises:
         TypeError, ValueError, KeyError: as `Adagrad`.
@@ -215,13 +224,17 @@ class Adadelta(FusedOptimizer):
         sparse_update: str | None = None,
         skip_nonfinite: bool = False,
         state_dtype: Any = None,
+        clipvalue: float | None = None,
+        clipnorm: float | None = None,
         **unknown: Any,
     ) -> None:
         reject_unknown(self._name, unknown, Adadelta)
         self.rho = non_negative_float(self._name, "rho", rho)
         check.in_range(self._name, "rho", rho, self.rho <= 1.0, "at most 1")
         self.epsilon = non_negative_float(self._name, "epsilon", epsilon)
-        options = step_options(use_locking, sparse_update, skip_nonfinite, state_dtype)
+        options = step_options(
+            use_locking, sparse_update, skip_nonfinite, state_dtype, clipvalue, clipnorm
+        )
         super().__init__(
             learning_rate, params, weight_decay, loss_scale, rule=rules.ADADELTA, **options
         )

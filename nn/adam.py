@@ -102,6 +102,7 @@ class Adam(_BiasCorrectedAdam):
             counted in ``skipped_steps``.
         state_dtype: dtype of the moments; default each parameter's. Arithmetic is float32
             (float64 for float64 parameters), rounded once at the store.
+        clipvalue, clipnorm: see `FusedOptimizer`.
 
     Raises:
         TypeError: a kind does not fit (an int where a float is published).
@@ -141,6 +142,8 @@ class Adam(_BiasCorrectedAdam):
         sparse_update: str | None = None,
         skip_nonfinite: bool = False,
         state_dtype: Any = None,
+        clipvalue: float | None = None,
+        clipnorm: float | None = None,
         **unknown: Any,
     ) -> None:
         reject_unknown(self._name, unknown, Adam)
@@ -152,7 +155,9 @@ class Adam(_BiasCorrectedAdam):
         elif self.use_lazy and sparse_update != "lazy":
             wrong = "contradicts use_lazy"
             reject(ValueError, self._name, "sparse_update", wrong, "'lazy'", sparse_update)
-        options = step_options(use_locking, sparse_update, skip_nonfinite, state_dtype)
+        options = step_options(
+            use_locking, sparse_update, skip_nonfinite, state_dtype, clipvalue, clipnorm
+        )
         super().__init__(
             params, learning_rate, (beta1, beta2, eps), weight_decay, loss_scale, options
         )
@@ -197,7 +202,7 @@ class LazyAdam(_BiasCorrectedAdam):
             `Adam`.
         weight_decay: a **float** >= 0 or a callable of the step; an int raises, as published.
         sparse_update: ``"lazy"``; ``"dense_equivalent"`` makes it `Adam`.
-        skip_nonfinite, state_dtype: as `Adam`.
+        skip_nonfinite, state_dtype, clipvalue, clipnorm: as `Adam`.
 
     Raises:
         TypeError, ValueError, KeyError: as `Adam`.
@@ -231,6 +236,8 @@ class LazyAdam(_BiasCorrectedAdam):
         sparse_update: str = "lazy",
         skip_nonfinite: bool = False,
         state_dtype: Any = None,
+        clipvalue: float | None = None,
+        clipnorm: float | None = None,
         **unknown: Any,
     ) -> None:
         reject_unknown(self._name, unknown, LazyAdam)
@@ -238,7 +245,9 @@ class LazyAdam(_BiasCorrectedAdam):
         if isinstance(weight_decay, int):
             wrong = "has a wrong type"
             reject(TypeError, self._name, "weight_decay", wrong, "a float", weight_decay)
-        options = step_options(use_locking, sparse_update, skip_nonfinite, state_dtype)
+        options = step_options(
+            use_locking, sparse_update, skip_nonfinite, state_dtype, clipvalue, clipnorm
+        )
         super().__init__(
             params, learning_rate, (beta1, beta2, eps), weight_decay, loss_scale, options
         )
@@ -256,7 +265,7 @@ class AdamOffload(_BiasCorrectedAdam):
         params, learning_rate, beta1, beta2, eps, use_locking, use_nesterov, weight_decay,
             loss_scale: as `Adam`.
         sparse_update: ``"lazy"``, ``"dense_equivalent"`` or None: row-sparse gradients raise.
-        skip_nonfinite, state_dtype: as `Adam`.
+        skip_nonfinite, state_dtype, clipvalue, clipnorm: as `Adam`.
 
     Raises:
         TypeError, ValueError, KeyError: as `Adam`.
@@ -289,11 +298,15 @@ class AdamOffload(_BiasCorrectedAdam):
         sparse_update: str | None = None,
         skip_nonfinite: bool = False,
         state_dtype: Any = None,
+        clipvalue: float | None = None,
+        clipnorm: float | None = None,
         **unknown: Any,
     ) -> None:
         reject_unknown(self._name, unknown, AdamOffload)
         self.use_nesterov = use_nesterov
-        options = step_options(use_locking, sparse_update, skip_nonfinite, state_dtype)
+        options = step_options(
+            use_locking, sparse_update, skip_nonfinite, state_dtype, clipvalue, clipnorm
+        )
         super().__init__(
             params, learning_rate, (beta1, beta2, eps), weight_decay, loss_scale, options
         )
@@ -319,7 +332,7 @@ class AdaMax(FusedOptimizer):
         use_locking: concurrent calls act like some serial order of them.
         sparse_update: ``"lazy"`` (only the rows that occur), ``"dense_equivalent"`` (all rows,
             others with ``g = 0``), or None: row-sparse gradients raise.
-        skip_nonfinite, state_dtype: as `Adam`.
+        skip_nonfinite, state_dtype, clipvalue, clipnorm: as `Adam`.
 
     Raises:
         TypeError, ValueError, KeyError: as `Adam`.
@@ -348,11 +361,15 @@ class AdaMax(FusedOptimizer):
         sparse_update: str | None = None,
         skip_nonfinite: bool = False,
         state_dtype: Any = None,
+        clipvalue: float | None = None,
+        clipnorm: float | None = None,
         **unknown: Any,
     ) -> None:
         reject_unknown(self._name, unknown, AdaMax)
         self.beta1, self.beta2, self.eps = betas_and_eps(self._name, params, beta1, beta2, eps)
-        options = step_options(use_locking, sparse_update, skip_nonfinite, state_dtype)
+        options = step_options(
+            use_locking, sparse_update, skip_nonfinite, state_dtype, clipvalue, clipnorm
+        )
         super().__init__(
             learning_rate, params, weight_decay, loss_scale, rule=rules.ADAMAX, **options
         )

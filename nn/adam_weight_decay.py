@@ -27,7 +27,7 @@ class AdamWeightDecay(FusedOptimizer):
         beta1, beta2: floats in (0, 1).
         eps: float > 0.
         weight_decay: see `Optimizer`; names with "beta" or "gamma" are exempt when ungrouped.
-        use_locking, skip_nonfinite, state_dtype: as `Adam`.
+        use_locking, skip_nonfinite, state_dtype, clipvalue, clipnorm: as `Adam`.
         sparse_update: ``"lazy"``, ``"dense_equivalent"`` or None: row-sparse gradients raise.
 
     Raises:
@@ -56,11 +56,15 @@ class AdamWeightDecay(FusedOptimizer):
         sparse_update: str | None = None,
         skip_nonfinite: bool = False,
         state_dtype: Any = None,
+        clipvalue: float | None = None,
+        clipnorm: float | None = None,
         **unknown: Any,
     ) -> None:
         reject_unknown(self._name, unknown, AdamWeightDecay)
         self.beta1, self.beta2, self.eps = betas_and_eps(self._name, params, beta1, beta2, eps)
-        options = step_options(use_locking, sparse_update, skip_nonfinite, state_dtype)
+        options = step_options(
+            use_locking, sparse_update, skip_nonfinite, state_dtype, clipvalue, clipnorm
+        )
         rule = rules.ADAM_WEIGHT_DECAY
         super().__init__(learning_rate, params, weight_decay, rule=rule, **options)
 

@@ -8,14 +8,18 @@ from typing import Any
 import numpy as np
 
 from ..kernels.formula import Formula
-from ..kernels.rules.ftrl import ftrl_power_scalars, ftrl_rule, ftrl_scalars
+from ..kernels.rules.ftrl import ftrl_formula, ftrl_rule
 from ..ops.ftrl import check_ftrl_ranges
 from ..ops.runtime import check
+from ..ops.runtime.check import LARGEST
 from ..ops.runtime.errors import reject, reject_unknown
 from .base.arguments import check_kind, non_negative_float, step_options
 from .base.groups import Groups
 from .base.numbers import Number, number_of
 from .fused import FusedOptimizer
+
+# Options with a value that has a rule of its own; of the others the rule has this scalar.
+_OWN_RULES = (("lr_power", "power", -0.5), ("l2_shrinkage", "two_shrinkage", 0.0))
 
 
 class FTRL(FusedOptimizer):
@@ -24,13 +28,17 @@ class FTRL(FusedOptimizer):
     With ``g`` the gradient after decay and scaling, and ``p = -lr_power``::
 
         A' = A + g*g
-        L <- L + g - (A'**p - A**p) / lr * w
-        w <- (sign(L)*l1 - L) / (A'**p / lr + 2*l2)   where |L| > l1, else 0
+        L <- L + g + 2*l2_shrinkage*w - (A'**p - A**p) / lr * w
+        w <- (sign(L)*l1 - L) / ((beta + A'**p) / lr + 2*l2)   where |L| > l1, else 0
         A <- A'
 
     Weight decay is coupled, ``g + weight_decay * w``, and acts on every ungrouped parameter
     whatever its name. The learning rate is fixed: ``L`` sums up what earlier steps did with it.
     ``g*g`` must be a number of the arithmetic: in float32 a ``g`` of 1.8e19 or more makes NaN.
+
+    ``beta`` and ``l2_shrinkage`` are those of ``keras.optimizers.Ftrl`` and of TensorFlow's FtrlV2,
+    where ``l2`` counts twice too. Unlike a weight decay the shrinkage is no part of ``A``. In a
+    lazy step it acts on the rows that occur.
 
     Args:
         params: `Parameter` or arrays, or group dicts without ``lr``; see `Optimizer`.
@@ -40,19 +48,23 @@ class FTRL(FusedOptimizer):
         l1, l2: floats >= 0: strengths of the regularisation.
         use_locking: concurrent calls act like some serial order of them.
         loss_scale, weight_decay: see `Optimizer`.
+        beta: float >= 0, as in the paper; ``beta / learning_rate`` is within float32.
+        l2_shrinkage: float >= 0: Keras's ``l2_shrinkage_regularization_strength``.
         sparse_update: for row-sparse gradients ``"lazy"`` (only the rows that occur, the
             default) or ``"dense_equivalent"`` (all rows, others with ``g = 0``).
         skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing and is
             counted in ``skipped_steps``.
         state_dtype: dtype of the states; default each parameter's. Arithmetic is float32
             (float64 for float64 parameters), rounded once at the store.
+        clipvalue, clipnorm: see `FusedOptimizer`.
 
     Raises:
         TypeError: a kind does not fit (an int where a float is published).
         ValueError: a value does not fit, or a group has a learning rate.
         KeyError: an unknown keyword (also `TypeError`).
 
-    Source: ``mindspore.nn.FTRL`` (deprecated in MindSpore 2.9); McMahan et al. (2013).
+    Source: ``mindspore.nn.FTRL`` (deprecated in MindSpore 2.9), ``keras.optimizers.Ftrl`` (Keras
+    3); McMahan et al. (2013).
 
     >>> import numpy as np
     >>> w = np.ones(2, np.float32)
@@ -77,9 +89,13 @@ class FTRL(FusedOptimizer):
         loss_scale: Any = 1.0,
         weight_decay: Any = 0.0,
         *,
+        beta: float = 0.0,
+        l2_shrinkage: float = 0.0,
         sparse_update: str = "lazy",
         skip_nonfinite: bool = False,
         state_dtype: Any = None,
+        clipvalue: float | None = None,
+        clipnorm: float | None = None,
         **unknown: Any,
     ) -> None:
         reject_unknown(self._name, unknown, FTRL)
@@ -88,9 +104,14 @@ class FTRL(FusedOptimizer):
         self.l1 = non_negative_float(self._name, "l1", l1)
         self.l2 = non_negative_float(self._name, "l2", l2)
         self.lr_power = check.float_attribute(self._name, "lr_power", lr_power)
+        self.beta = non_negative_float(self._name, "beta", beta)
+        self.l2_shrinkage = non_negative_float(self._name, "l2_shrinkage", l2_shrinkage)
         self._check_ranges(float(learning_rate))
-        rule, states = ftrl_rule(self.lr_power), {"moments": initial, "linear": 0.0}
-        options = step_options(use_locking, sparse_update, skip_nonfinite, state_dtype)
+        rule = ftrl_rule(self.lr_power, self.l2_shrinkage)
+        states = {"moments": initial, "linear": 0.0}
+        options = step_options(
+            use_locking, sparse_update, skip_nonfinite, state_dtype, clipvalue, clipnorm
+        )
         super().__init__(
             learning_rate, params, weight_decay, loss_scale, rule=rule, states=states, **options
         )
@@ -103,19 +124,30 @@ class FTRL(FusedOptimizer):
 
     def _check_ranges(self, lr: float) -> None:
         check_ftrl_ranges(self._name, lr, self.l1, self.l2, self.lr_power, "learning_rate")
+        beta, shrinkage = self.beta, self.l2_shrinkage
+        usable, expected = (
+            beta >= 0.0 and beta / lr <= LARGEST,
+            "at least 0, with beta / lr in float32",
+        )
+        check.in_range(self._name, "beta", beta, usable, expected)
+        usable, expected = (
+            0.0 <= 2.0 * shrinkage <= LARGEST,
+            "at least 0, its double within float32",
+        )
+        check.in_range(self._name, "l2_shrinkage", shrinkage, usable, expected)
 
     def formula(self) -> Formula:
         """See `FusedOptimizer`."""
-        if self.lr_power == -0.5:
-            return Formula(ftrl_scalars, (self.l1, self.l2))
-        return Formula(ftrl_power_scalars, (self.l1, self.l2, self.lr_power))
+        return ftrl_formula(self.l1, self.l2, self.lr_power, self.beta, self.l2_shrinkage)
 
     def _check_used_rates(self, rates: Sequence[Number]) -> None:
         # They can be assigned to after construction; none is on a device.
-        if ftrl_rule(self.lr_power) is not self._rule:
-            wrong = "needs another rule"
-            expected = "an optimizer that was made with it: -0.5 has a rule of its own"
-            reject(ValueError, self._name, "lr_power", wrong, expected, self.lr_power)
+        for name, field, plain in _OWN_RULES:
+            value = getattr(self, name)
+            if (value != plain) != (field in self._rule.hp):
+                wrong = "needs another rule"
+                expected = f"an optimizer that was made with it: {plain} has a rule of its own"
+                reject(ValueError, self._name, name, wrong, expected, value)
         for rate in rates:
             self._check_ranges(number_of(rate))
 

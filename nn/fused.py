@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,17 +12,18 @@ import numpy as np
 from ..kernels.cpu.dense import all_finite
 from ..kernels.formula import Formula
 from ..kernels.rule import Rule
+from ..kernels.rules.gradient import CLIP
 from ..kernels.state import State
 from ..kernels.tables import has_rows
 from ..ops.runtime import check, pending
 from ..ops.runtime.device import DeviceArray
 from ..ops.runtime.errors import reject
-from .base.arguments import gradients_of, next_step
+from .base.arguments import Fixed, clip_limit, gradients_of, next_step
 from .base.numbers import FLOATS, Number, check_place, number_of, on_device
-from .base.own_rules import check_compiled, check_rule, checked_formula
+from .base.own_rules import check_apart, check_compiled, check_rule, checked_formula
 from .base.parameter import Parameter
 from .base.stateful import StatefulOptimizer
-from .engine.conditioning import Conditioning
+from .engine.conditioning import Clipping, Conditioning
 from .engine.host import Host
 from .engine.layout import KernelCall
 from .engine.offload import Offload
@@ -56,11 +57,20 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing and is
             counted in ``skipped_steps``.
         state_dtype: dtype of the states; default each parameter's.
+        clipvalue: number > 0: each element of a gradient is limited to ``[-clipvalue, clipvalue]``.
+        clipnorm: number > 0: each gradient is multiplied by ``clipnorm / max(norm, clipnorm)``,
+            with its own L2 norm; one that is not finite makes NaN. A pass reads the gradient for
+            it. Not for parameters on a CUDA device, unless the arithmetic is on the host.
+
+    Both are Keras's, and exclude each other. A gradient is divided by the loss scale, clipped, and
+    then joined by a coupled weight decay; centralization comes before, without the decay. Of a
+    row-sparse gradient duplicate rows are summed before. They are fixed at construction.
 
     Raises:
         TypeError: a kind does not fit, there is no `formula`, or the rule cannot be compiled or
             returns something else than floats.
-        ValueError: a value does not fit, or the rule returns too few or too many, or can raise.
+        ValueError: a value does not fit, options exclude each other, or the rule returns too few or
+            too many, or can raise.
 
     >>> import numpy as np
     >>> def update(w, g, hp):
@@ -78,6 +88,8 @@ class FusedOptimizer(StatefulOptimizer, ABC):
     [0.5 0. ]
     """
 
+    clipvalue = Fixed(clip_limit)
+    clipnorm = Fixed(clip_limit)
     together: Together | None = None  # with the optimizers of other processes
     _rate_lag = 0  # a step uses the learning rate of the step so many before
     _stays_on_host = False  # whatever is assigned to `target`
@@ -100,11 +112,19 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         sparse_update: str | None = None,
         skip_nonfinite: bool = False,
         state_dtype: Any = None,
+        clipvalue: float | None = None,
+        clipnorm: float | None = None,
     ) -> None:
+        self.clipvalue, self.clipnorm = clipvalue, clipnorm
+        if self.clipvalue is not None and self.clipnorm is not None:
+            wrong, expected = "excludes clipvalue", "at most one of them"
+            reject(ValueError, self._name, "clipnorm", wrong, expected, "both")
         self.use_locking = check.flag(self._name, "use_locking", use_locking)
         self.skip_nonfinite = check.flag(self._name, "skip_nonfinite", skip_nonfinite)
         self.sparse_update = _sparse_update(self._name, sparse_update)
         check_rule(self._name, rule, states, self.sparse_update)
+        if self.clipvalue is not None:
+            check_apart(self._name, rule, CLIP)
         self._rule, self._moved_to_host = rule, False
         super().__init__(
             learning_rate,
@@ -121,6 +141,13 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         self._found_inf: DeviceArray | None = None
         self._skipped = np.zeros(1, np.int64)
         self._derive()
+
+    def _common_device(self) -> int | None:
+        device = super()._common_device()
+        if not (device is None or self.clipnorm is None or self._stays_on_host):
+            wrong, expected = "is measured on the host", "parameters that live there"
+            reject(ValueError, self._name, "clipnorm", wrong, expected, f"CUDA device {device}")
+        return device
 
     def _check_rows(self) -> None:
         """Refuse parameters without rows, or with rows without elements, if rows are measured."""
@@ -181,9 +208,11 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         )
 
     def _condition(self) -> None:
-        self._conditioning = Conditioning(
-            self._groups.options, self._loss_scale, coupled=not self._rule.decays
-        )
+        make: Callable[..., Conditioning] = Conditioning
+        if self.clipvalue is not None or self.clipnorm is not None:
+            make = partial(Clipping, bound=self.clipvalue, limit=self.clipnorm)
+        coupled = not self._rule.decays
+        self._conditioning = make(self._groups.options, self._loss_scale, coupled=coupled)
 
     # The step
 

@@ -42,6 +42,7 @@ class Lamb(FusedOptimizer):
             counted in ``skipped_steps``.
         state_dtype: dtype of the moments; default each parameter's. Arithmetic is float32
             (float64 for float64 parameters), rounded once at the store.
+        clipvalue, clipnorm: see `FusedOptimizer`.
 
     Raises:
         TypeError: a kind does not fit (an int where a float is published).
@@ -75,6 +76,8 @@ class Lamb(FusedOptimizer):
         use_locking: bool = False,
         skip_nonfinite: bool = False,
         state_dtype: Any = None,
+        clipvalue: float | None = None,
+        clipnorm: float | None = None,
         **unknown: Any,
     ) -> None:
         reject_unknown(self._name, unknown, Lamb)
@@ -82,7 +85,7 @@ class Lamb(FusedOptimizer):
         self.clip_ratio = clip_ratio
         rule = rules.LAMB_CLIPPED if self.clip_ratio else rules.LAMB
         states = {"lamb_m": 0.0, "lamb_v": 0.0}
-        options = step_options(use_locking, None, skip_nonfinite, state_dtype)
+        options = step_options(use_locking, None, skip_nonfinite, state_dtype, clipvalue, clipnorm)
         super().__init__(learning_rate, params, weight_decay, rule=rule, states=states, **options)
 
     def formula(self) -> Formula:

@@ -88,8 +88,8 @@ class LARS(Optimizer):
 
     Raises:
         TypeError: a kind does not fit (an int where a float is published).
-        ValueError: a value does not fit, or a gradient of a parameter on which LARS acts is
-            row-sparse.
+        ValueError: a value does not fit, the optimizer clips gradients (``clipvalue``,
+            ``clipnorm``), or a gradient of a parameter on which LARS acts is row-sparse.
         KeyError: an unknown keyword (also `TypeError`).
 
     Source: ``mindspore.nn.LARS`` (deprecated in MindSpore 2.9); You, Gitman and Ginsburg
@@ -120,6 +120,10 @@ class LARS(Optimizer):
             reject(TypeError, self._name, "optimizer", "has a wrong type", "another optimizer", got)
         if isinstance(optimizer, FusedOptimizer):
             check_apart(self._name, optimizer._rule, COUPLED_DECAY, TRUST)
+            for name in ("clipvalue", "clipnorm"):
+                if getattr(optimizer, name) is not None:
+                    wrong, expected = f"has {name}", "one that does not clip"
+                    reject(ValueError, self._name, "optimizer", wrong, expected, repr(optimizer))
         self.epsilon = non_negative_float(self._name, "epsilon", epsilon)
         self.coefficient = non_negative_float(self._name, "coefficient", coefficient)
         self.use_clip = check.flag(self._name, "use_clip", use_clip)

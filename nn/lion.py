@@ -38,6 +38,7 @@ class Lion(FusedOptimizer):
             counted in ``skipped_steps``.
         state_dtype: dtype of ``m``; default each parameter's. Arithmetic is float32 (float64 for
             float64 parameters), rounded once at the store.
+        clipvalue, clipnorm: see `FusedOptimizer`.
 
     Raises:
         TypeError: a kind does not fit (an int where a float is expected).
@@ -70,13 +71,17 @@ class Lion(FusedOptimizer):
         sparse_update: str | None = None,
         skip_nonfinite: bool = False,
         state_dtype: Any = None,
+        clipvalue: float | None = None,
+        clipnorm: float | None = None,
         **unknown: Any,
     ) -> None:
         reject_unknown(self._name, unknown, Lion)
         real = arithmetic_type(params)
         self.beta1 = open_unit(self._name, "beta1", beta1, real)
         self.beta2 = open_unit(self._name, "beta2", beta2, real)
-        options = step_options(use_locking, sparse_update, skip_nonfinite, state_dtype)
+        options = step_options(
+            use_locking, sparse_update, skip_nonfinite, state_dtype, clipvalue, clipnorm
+        )
         super().__init__(
             learning_rate, params, weight_decay, loss_scale, rule=rules.LION, **options
         )

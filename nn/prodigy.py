@@ -69,6 +69,7 @@ class Prodigy(FusedOptimizer):
         skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing and is
             counted in ``skipped_steps``.
         state_dtype: dtype of ``m``, ``v`` and ``s``; default each parameter's.
+        clipvalue, clipnorm: see `FusedOptimizer`.
 
     Attributes:
         d: the estimate, a float.
@@ -116,6 +117,8 @@ class Prodigy(FusedOptimizer):
         use_locking: bool = False,
         skip_nonfinite: bool = False,
         state_dtype: Any = None,
+        clipvalue: float | None = None,
+        clipnorm: float | None = None,
         **unknown: Any,
     ) -> None:
         where, real = self._name, arithmetic_type(params)
@@ -146,7 +149,7 @@ class Prodigy(FusedOptimizer):
         numbers = {"d": self.d0, "d_max": self.d0, "d_numerator": 0.0}
         self._numbers = {name: np.array([value]) for name, value in numbers.items()}
         rule = rules.RULES[self.beta1 > 0.0, self.decouple]
-        options = step_options(use_locking, None, skip_nonfinite, state_dtype)
+        options = step_options(use_locking, None, skip_nonfinite, state_dtype, clipvalue, clipnorm)
         super().__init__(learning_rate, params, weight_decay, loss_scale, rule=rule, **options)
         if self._device is not None:
             got = f"CUDA device {self._device}"

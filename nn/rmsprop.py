@@ -55,6 +55,7 @@ class RMSProp(FusedOptimizer):
             counted in ``skipped_steps``.
         state_dtype: dtype of the states; default each parameter's. Arithmetic is float32
             (float64 for float64 parameters), rounded once at the store.
+        clipvalue, clipnorm: see `FusedOptimizer`.
 
     Raises:
         TypeError: a kind does not fit (an int where a float is published).
@@ -88,6 +89,8 @@ class RMSProp(FusedOptimizer):
         sparse_update: str | None = None,
         skip_nonfinite: bool = False,
         state_dtype: Any = None,
+        clipvalue: float | None = None,
+        clipnorm: float | None = None,
         **unknown: Any,
     ) -> None:
         reject_unknown(self._name, unknown, RMSProp)
@@ -97,7 +100,9 @@ class RMSProp(FusedOptimizer):
         self.centered = centered
         rule = _RULES[self.centered, self.momentum > 0.0]
         states = {role: _INITIAL[role] for role in rule.names}
-        options = step_options(use_locking, sparse_update, skip_nonfinite, state_dtype)
+        options = step_options(
+            use_locking, sparse_update, skip_nonfinite, state_dtype, clipvalue, clipnorm
+        )
         super().__init__(
             learning_rate, params, weight_decay, loss_scale, rule=rule, states=states, **options
         )

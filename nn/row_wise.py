@@ -47,6 +47,7 @@ class RowWiseAdagrad(FusedOptimizer):
             by weight decay alone.
         skip_nonfinite: a step with a NaN or an infinity in any gradient changes nothing and is
             counted in ``skipped_steps``.
+        clipvalue, clipnorm: see `FusedOptimizer`.
 
     ``s`` has the type of the arithmetic: float32, or float64 for float64 parameters.
 
@@ -82,6 +83,8 @@ class RowWiseAdagrad(FusedOptimizer):
         use_locking: bool = False,
         sparse_update: str = "lazy",
         skip_nonfinite: bool = False,
+        clipvalue: float | None = None,
+        clipnorm: float | None = None,
         **unknown: Any,
     ) -> None:
         reject_unknown(self._name, unknown, RowWiseAdagrad)
@@ -90,7 +93,9 @@ class RowWiseAdagrad(FusedOptimizer):
         self.decoupled_weight_decay = decoupled_weight_decay
         is_decoupled = self.decoupled_weight_decay
         rule = rules.ROW_WISE_ADAGRAD_DECOUPLED if is_decoupled else rules.ROW_WISE_ADAGRAD
-        options = step_options(use_locking, sparse_update, skip_nonfinite, None)
+        options = step_options(
+            use_locking, sparse_update, skip_nonfinite, None, clipvalue, clipnorm
+        )
         super().__init__(
             learning_rate, params, weight_decay, loss_scale, rule=rule, states=states, **options
         )
@@ -136,6 +141,7 @@ class RowWiseAdam(FusedOptimizer):
             counted in ``skipped_steps``.
         state_dtype: dtype of ``m``; default each parameter's. ``v`` has the type of the
             arithmetic: float32, or float64 for float64 parameters.
+        clipvalue, clipnorm: see `FusedOptimizer`.
 
     Raises:
         TypeError, ValueError, KeyError: as `RowWiseAdagrad`.
@@ -166,11 +172,15 @@ class RowWiseAdam(FusedOptimizer):
         sparse_update: str = "lazy",
         skip_nonfinite: bool = False,
         state_dtype: Any = None,
+        clipvalue: float | None = None,
+        clipnorm: float | None = None,
         **unknown: Any,
     ) -> None:
         reject_unknown(self._name, unknown, RowWiseAdam)
         self.beta1, self.beta2, self.eps = betas_and_eps(self._name, params, beta1, beta2, eps)
-        options = step_options(use_locking, sparse_update, skip_nonfinite, state_dtype)
+        options = step_options(
+            use_locking, sparse_update, skip_nonfinite, state_dtype, clipvalue, clipnorm
+        )
         super().__init__(
             learning_rate, params, weight_decay, loss_scale, rule=rules.ROW_WISE_ADAM, **options
         )

@@ -39,6 +39,7 @@ class Rprop(FusedOptimizer):
             counted in ``skipped_steps``.
         state_dtype: dtype of the states; default each parameter's. Arithmetic is float32
             (float64 for float64 parameters), rounded once at the store.
+        clipvalue, clipnorm: see `FusedOptimizer`.
 
     Raises:
         TypeError: a kind does not fit (an int where a float is published, a list).
@@ -68,6 +69,8 @@ class Rprop(FusedOptimizer):
         sparse_update: str | None = None,
         skip_nonfinite: bool = False,
         state_dtype: Any = None,
+        clipvalue: float | None = None,
+        clipnorm: float | None = None,
         **unknown: Any,
     ) -> None:
         reject_unknown(self._name, unknown, Rprop)
@@ -82,7 +85,9 @@ class Rprop(FusedOptimizer):
         )
         is_ordered = self.step_size_min <= self.step_size_max
         check.in_range(self._name, "step_sizes[1]", sizes[1], is_ordered, "at least step_sizes[0]")
-        options = step_options(use_locking, sparse_update, skip_nonfinite, state_dtype)
+        options = step_options(
+            use_locking, sparse_update, skip_nonfinite, state_dtype, clipvalue, clipnorm
+        )
         super().__init__(learning_rate, params, weight_decay, rule=rules.RPROP, **options)
 
     def formula(self) -> Formula:

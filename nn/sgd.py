@@ -45,6 +45,7 @@ class Momentum(FusedOptimizer):
             counted in ``skipped_steps``.
         state_dtype: dtype of ``a``; default each parameter's. Arithmetic is float32 (float64
             for float64 parameters), rounded once at the store.
+        clipvalue, clipnorm: see `FusedOptimizer`.
 
     Raises:
         TypeError: a kind does not fit (an int where a float is published).
@@ -77,6 +78,8 @@ class Momentum(FusedOptimizer):
         sparse_update: str | None = None,
         skip_nonfinite: bool = False,
         state_dtype: Any = None,
+        clipvalue: float | None = None,
+        clipnorm: float | None = None,
         **unknown: Any,
     ) -> None:
         reject_unknown(self._name, unknown, Momentum)
@@ -84,7 +87,9 @@ class Momentum(FusedOptimizer):
         self.use_nesterov = use_nesterov
         rule = rules.MOMENTUM_NESTEROV if self.use_nesterov else rules.MOMENTUM
         states = {"moments": 0.0}
-        options = step_options(use_locking, sparse_update, skip_nonfinite, state_dtype)
+        options = step_options(
+            use_locking, sparse_update, skip_nonfinite, state_dtype, clipvalue, clipnorm
+        )
         super().__init__(
             learning_rate, params, weight_decay, loss_scale, rule=rule, states=states, **options
         )
@@ -121,7 +126,7 @@ class SGD(FusedOptimizer):
         weight_decay: a float or int >= 0; no schedule.
         nesterov: Nesterov's step; needs a momentum above 0 and no dampening.
         loss_scale: see `Optimizer`.
-        use_locking, skip_nonfinite, state_dtype: as `Momentum`.
+        use_locking, skip_nonfinite, state_dtype, clipvalue, clipnorm: as `Momentum`.
         sparse_update: as `Momentum`; without momentum the default is ``"lazy"``, which then
             equals ``"dense_equivalent"`` but for weight decay.
 
@@ -156,6 +161,8 @@ class SGD(FusedOptimizer):
         sparse_update: str | None = None,
         skip_nonfinite: bool = False,
         state_dtype: Any = None,
+        clipvalue: float | None = None,
+        clipnorm: float | None = None,
         **unknown: Any,
     ) -> None:
         reject_unknown(self._name, unknown, SGD)
@@ -172,7 +179,9 @@ class SGD(FusedOptimizer):
             rule, states = rules.SGD, {}
             # Nothing but weight decay moves a row whose gradient is 0.
             sparse_update = "lazy" if sparse_update is None else sparse_update
-        options = step_options(use_locking, sparse_update, skip_nonfinite, state_dtype)
+        options = step_options(
+            use_locking, sparse_update, skip_nonfinite, state_dtype, clipvalue, clipnorm
+        )
         super().__init__(
             learning_rate, params, weight_decay, loss_scale, rule=rule, states=states, **options
         )
@@ -232,6 +241,7 @@ class ASGD(FusedOptimizer):
             counted in ``skipped_steps``.
         state_dtype: dtype of ``ax``; default each parameter's. Arithmetic is float32 (float64
             for float64 parameters), rounded once at the store.
+        clipvalue, clipnorm: see `FusedOptimizer`.
 
     Raises:
         TypeError: a kind does not fit (an int where a float is published).
@@ -265,13 +275,17 @@ class ASGD(FusedOptimizer):
         sparse_update: str | None = None,
         skip_nonfinite: bool = False,
         state_dtype: Any = None,
+        clipvalue: float | None = None,
+        clipnorm: float | None = None,
         **unknown: Any,
     ) -> None:
         reject_unknown(self._name, unknown, ASGD)
         self.lambd = non_negative_float(self._name, "lambd", lambd)
         self.alpha = check.float_attribute(self._name, "alpha", alpha)
         self.t0 = check.float_attribute(self._name, "t0", t0)
-        options = step_options(use_locking, sparse_update, skip_nonfinite, state_dtype)
+        options = step_options(
+            use_locking, sparse_update, skip_nonfinite, state_dtype, clipvalue, clipnorm
+        )
         super().__init__(learning_rate, params, weight_decay, rule=rules.ASGD, **options)
 
     def formula(self) -> Formula:

@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..kernels.cpu.compiler.records import lie_in
-from ..kernels.cpu.rows.step import row_norm
 from ..kernels.cpu.threads.parallel import commit
-from ..kernels.element import kernel
 from ..kernels.quiet import quiet
 from ..kernels.rules.norm import SCALED, SCALED_IN_PLACE
 from ..kernels.storage import Storage, real_of
@@ -29,7 +27,7 @@ from .runtime.row_forms import (
     values_of,
     with_values,
 )
-from .runtime.row_step import check_keys, first_bad_index, row_table
+from .runtime.row_step import row_squares
 from .runtime.row_tensor import RowTensor
 from .runtime.step import DenseUpdate, Variables, squares_at, tensor_step
 
@@ -198,14 +196,8 @@ def squares(storage: Storage, arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def _of_rows(where: str, g: Storage, by_place: dict[int, RowTensor]) -> float:
-    real, tensors = real_of(g), list(by_place.values())
-    hp = np.ones(1, real.dtype)
-    tables = [row_table((), t.dense_shape, row_gradient(t), address_of(hp)) for t in tensors]
-    check_keys(where, tables)
-    position, total = row_norm(kernel(SCALED, (), real, g, ()), tables)
-    if position >= 0:
-        raise first_bad_index(index_lists(where, by_place), tensors, position)
-    return total
+    tables = [(tensor.dense_shape, row_gradient(tensor)) for tensor in by_place.values()]
+    return row_squares(where, index_lists(where, by_place), tables, g, real_of(g))
 
 
 def _like(gradient: Gradient | None) -> Gradient | None:

@@ -38,9 +38,9 @@ def clip(g: Any, w: Any, hp: Any) -> Any:
     return -hp.clip_bound if g < -hp.clip_bound else bounded
 
 
-CLIP = GradientTransform(clip, ("clip_bound",))
+CLIP = GradientTransform(clip, ("clip_bound",), lambda _, __, bound: (bound,))
 COUPLED_DECAY = GradientTransform(
-    coupled_decay, ("weight_decay", "no_decay"), lambda decay, _: (decay, 0.0)
+    coupled_decay, ("weight_decay", "no_decay"), lambda decay, _, __: (decay, 0.0)
 )
-SCALE = GradientTransform(scale, ("grad_scale",), lambda _, loss_scale: (1.0 / loss_scale,))
-TRUST = GradientTransform(trust, ("trust_ratio",), lambda _, __: (1.0,))  # until it is measured
+SCALE = GradientTransform(scale, ("grad_scale",), lambda _, loss_scale, __: (1.0 / loss_scale,))
+TRUST = GradientTransform(trust, ("trust_ratio",), lambda _, __, ___: (1.0,))  # until measured

@@ -20,7 +20,10 @@ MOST_STEPS = int(np.iinfo(np.int32).max)
 
 def step_options(*values: Any) -> dict[str, Any]:
     """The arguments that every `FusedOptimizer` has, in this order."""
-    names = "use_locking", "sparse_update", "skip_nonfinite", "state_dtype"
+    names = (
+        *("use_locking", "sparse_update", "skip_nonfinite", "state_dtype"),
+        *("clipvalue", "clipnorm"),
+    )
     return dict(zip(names, values, strict=True))
 
 
@@ -73,6 +76,17 @@ def non_negative_float(where: str, name: str, value: Any) -> float:
     """A finite float of at least 0."""
     number = check.float_attribute(where, name, value)
     check.in_range(where, name, value, number >= 0.0, "at least 0")
+    return number
+
+
+def clip_limit(where: str, name: str, value: Any) -> float | None:
+    """A number above 0 by which gradients are clipped, in float32 too; None: they are not."""
+    if value is None:
+        return None
+    number = check.scalar(where, name, value)
+    check.in_range(
+        where, name, number, number >= 1.0 / check.LARGEST, "positive and finite in float32"
+    )
     return number
 
 

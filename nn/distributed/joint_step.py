@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -70,7 +71,8 @@ def together(optimizer: FusedOptimizer, comm: Communicator) -> None:
     Raises:
         TypeError: on a rank, it is no such optimizer; `thor` and others that prepare their
             gradients by themselves are none.
-        ValueError: on a rank, its parameters are on a device; or the optimizers differ in class,
+        ValueError: on a rank, its parameters are on a device, or it has ``clipnorm`` (no process
+            knows the norm of a table in parts); or the optimizers differ in class, options,
             states, or in name, dtype or row shape of a parameter. The error names the rank.
 
     >>> import numpy as np
@@ -84,7 +86,7 @@ def together(optimizer: FusedOptimizer, comm: Communicator) -> None:
 
 def join(optimizer: FusedOptimizer, comm: Communicator, *, share_batches: bool) -> None:
     """As `together`; ``share_batches``: each process has a gradient of what any has one of."""
-    _, error = attempted(_check, _WHERE, optimizer)
+    _, error = attempted(partial(_check, has_parts=share_batches), _WHERE, optimizer)
     agree(comm, _WHERE, _described(optimizer) if error is None else {}, error)
     where = type(optimizer).__name__
     optimizer.together = Agreement(where, comm, share_batches=share_batches)
@@ -100,11 +102,12 @@ def _described(optimizer: FusedOptimizer) -> dict[str, Any]:
         "shapes of rows": [list(p.shape[1:]) for p in optimizer.parameters],
         "states": {name: str(a.dtype) for name, a in optimizer.state_arrays().items()},
         "options": [optimizer.sparse_update, *map(repr, (formula.constants, formula.bases))],
+        "clipping": [repr(optimizer.clipvalue), repr(optimizer.clipnorm)],
         "global_step": int(optimizer.global_step[0]),
     }
 
 
-def _check(where: str, optimizer: Any) -> None:
+def _check(where: str, optimizer: Any, *, has_parts: bool) -> None:
     if not isinstance(optimizer, FusedOptimizer):
         got = type(optimizer).__name__
         reject(TypeError, where, "optimizer", "has a wrong type", "a FusedOptimizer", got)
@@ -112,6 +115,9 @@ def _check(where: str, optimizer: Any) -> None:
         expected, got = "one whose step is an update rule", type(optimizer).__name__
         reject(TypeError, where, "optimizer", "has a step of its own", expected, got)
     check_on_host(where, optimizer)
+    if has_parts and optimizer.clipnorm is not None:
+        expected, got = "one that does not: its tables may be parts of larger ones", "clipnorm"
+        reject(ValueError, where, "optimizer", "clips by norms", expected, got)
 
 
 def check_on_host(where: str, optimizer: Optimizer) -> None:

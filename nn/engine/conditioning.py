@@ -1,19 +1,24 @@
-"""Gradient transforms of a step, which come before the rule: decay, loss scale, factors."""
+"""Gradient transforms of a step, which come before the rule: decay, scale, factors, clipping."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...kernels.rule import Prologue
-from ...kernels.rules.gradient import COUPLED_DECAY, SCALE
+from ...kernels.rules.gradient import CLIP, COUPLED_DECAY, SCALE
 from ...ops.runtime.device import DeviceArray
+from ...ops.runtime.errors import reject
+from ...ops.runtime.row_step import RowGradient, row_squares
+from ...ops.runtime.step import squares_at
 from ..base.groups import ParameterOptions
 from ..base.numbers import number_of
 from .layout import Batch, KernelCall
+from .reader import index_lists
 
 if TYPE_CHECKING:
     from ...kernels.cuda.device.part import DevicePart
@@ -28,6 +33,8 @@ class Conditioning:
     is_measured = False  # whether `complete` has to be called, with scalars for each tensor
     leaves_decay = True  # whether the rule applies the weight decays, if it has any
     scales_decay = True  # whether a decay that joins the gradient is multiplied by the loss scale
+    measures_rows = False  # whether of row-sparse gradients too
+    bound = 0.0  # of elements, where they are clipped
     options_on_device: tuple[Any, ...] = ()  # on which `measured_on_device` depends too
     is_of_one_step = False  # whether what that returns is of no use in another step
 
@@ -73,7 +80,7 @@ class Conditioning:
         return self._of_parts(0.0 if self._options[i].centralize else decay * scale, scale)
 
     def _of_parts(self, decay: float, scale: float) -> tuple[float, ...]:
-        scalars = [part.scalars(decay, scale) for part in self.prologue if part.scalars]
+        scalars = [part.scalars(decay, scale, self.bound) for part in self.prologue]
         return tuple(itertools.chain.from_iterable(scalars))
 
     def acts(self, positions: np.ndarray) -> np.ndarray:
@@ -92,3 +99,73 @@ class Conditioning:
     ) -> DevicePart | None:
         """The launches that fill in these scalars on a device, for gradients at some addresses."""
         return None
+
+
+class Clipping(Conditioning):
+    """Keras's order: the loss scale, clipping, then coupled weight decay.
+
+    With a ``bound`` each element is clipped, in the pass of the step; with a ``limit`` the norm of
+    each tensor, which is measured first: then the scale of the gradient has the factor. A gradient
+    is centralized before, and without the decay.
+    """
+
+    scales_decay = False
+
+    def __init__(
+        self,
+        options: Sequence[ParameterOptions],
+        loss_scale: float | DeviceArray,
+        *,
+        coupled: bool,
+        bound: float | None,
+        limit: float | None,
+    ) -> None:
+        self.bound, self.limit = bound or 0.0, limit or 0.0
+        self.is_measured = self.measures_rows = limit is not None
+        super().__init__(options, loss_scale, coupled=coupled)
+        self._joins[:] = True
+
+    def _parts(self, decays: bool) -> Prologue:
+        clip = (SCALE,) if self.is_measured else (*self._scaling, CLIP)
+        return clip + ((COUPLED_DECAY,) if decays else ())
+
+    def centralized_with(self, i: int, decay: float) -> float:  # noqa: ARG002
+        """The decay comes after clipping."""
+        return 0.0
+
+    def scalars(self, i: int, decay: float) -> tuple[float, ...]:  # noqa: ARG002
+        """As `Conditioning.scalars`; `complete` has the factors of norms."""
+        return self._of_parts(decay, self._scale)
+
+    def complete(self, call: KernelCall, column: dict[str, int]) -> None:
+        """Multiply the scale of each tensor by ``limit / max(norm, limit)``."""
+        batch, scale = call.batch, 1.0 / self._scale
+        if batch.row_sparse:
+            squares = _squares_of_rows(batch, call.gradients)
+        else:
+            sizes = np.diff(batch.variables.table.first)
+            squares = squares_at(batch.g, call.gradients, sizes).tolist()
+        norms = [math.sqrt(square) * scale for square in squares]
+        # One that is not finite makes NaN, which does not pass for a clipped gradient.
+        factors = [self.limit / max(n, self.limit) if math.isfinite(n) else math.nan for n in norms]
+        call.hp[:, column["grad_scale"]] = np.array(factors) * scale
+
+
+def _squares_of_rows(batch: Batch, gradients: Sequence[RowGradient]) -> list[float]:
+    """The sum of squares of each gradient of a batch, of summed rows.
+
+    Raises:
+        ValueError: a gradient has a part of the occurrences, as that of a table in parts.
+        IndexError: an index is out of range.
+    """
+    variables, lists = batch.variables, index_lists(batch, gradients)
+    for label, gradient in zip(batch.labels, gradients, strict=True):
+        n, whole = len(gradient.indices), gradient.batch_length
+        if n < whole:
+            wrong, got = "needs the norm of a whole gradient", f"{n} of {whole}"
+            reject(ValueError, label, "clipnorm", wrong, "all occurrences of the batch", got)
+    each = zip(batch.labels, lists, variables.tensors, gradients, strict=True)
+    return [
+        row_squares(label, [own], [(arrays[0].shape, gradient)], batch.g, variables.real)
+        for label, own, arrays, gradient in each
+    ]

@@ -89,7 +89,9 @@ def _write(plan: Plan, count: Count) -> None:
         return
     update, places = plan.update, [call.batch.positions for call in plan.calls]
     known = {**dict(update.constants), **{name: x.item() for name, x in update.numbers.items()}}
-    found = step_together([_conditioned(call, plan) for call in plan.calls], places, known)
+    # All dense: of row-sparse gradients no such sums are taken.
+    updates: list[Any] = [_conditioned(call, plan) for call in plan.calls]
+    found = step_together(updates, places, known)
     # A rule that rests (Prodigy while its sums are 0) writes and counts nothing. Else its numbers
     # are written with the loops: an interrupt must not find the one without the other.
     if found is not None:
@@ -119,19 +121,18 @@ def update_of(call: tuple[Any, ...]) -> DenseUpdate | RowUpdate:
 def _prepared_measured(call: KernelCall, plan: Plan) -> Prepared:
     """A call on tensors for whose scalars something has to be measured first."""
     update = _conditioned(call, plan)
-    if not update.rule.is_two_stage:
+    if isinstance(update, RowUpdate) or not update.rule.is_two_stage:
         return update.prepared()
     known = dict(plan.update.constants)
     step, sums = measured(update, known)
     return completed(update, step, sums, [known] * len(sums))
 
 
-def _conditioned(call: KernelCall, plan: Plan) -> DenseUpdate:
+def _conditioned(call: KernelCall, plan: Plan) -> DenseUpdate | RowUpdate:
     """The update of a call, with the measured scalars of its gradient transform."""
-    batch, rule, prologue, _, gradients, hp, hp_of, *_ = call
     if plan.conditioning.is_measured:
-        plan.conditioning.complete(call, columns(rule, prologue))
-    return DenseUpdate(rule, prologue, batch.variables, gradients, batch.g, hp, hp_of)
+        plan.conditioning.complete(call, columns(call.rule, call.prologue))
+    return update_of(call)
 
 
 @quiet

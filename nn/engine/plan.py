@@ -137,7 +137,8 @@ def calls_of(
         rule = update.rule if update.rule.matrix is None else update.rule.on(batch.shape)
         shared = batch, rule, prologue, touched_only, given.of(batch)
         hp: np.ndarray = np.array(rows, real)
-        if batch.row_sparse or not (conditioning.is_measured or rule.is_two_stage):
+        measures = conditioning.measures_rows if batch.row_sparse else conditioning.is_measured
+        if not (measures or rule.is_two_stage):
             calls.append(KernelCall(*shared, hp, hp_of))
         else:  # what is measured differs from tensor to tensor
             own = np.array([k for _, k in keys])[hp_of]

@@ -134,6 +134,7 @@ class Resident:
         place = self._settings.take(words.nbytes, capturing=launch.is_captured)
         numbers = words.view(float)
         _put(words, 0, conditioning.loss_scale, place)
+        numbers[3] = conditioning.bound
         numbers[at_constants:at_classes] = constants
         for k, (rate, decay) in enumerate(zip(plan.rates, plan.decays, strict=True)):
             first = at_classes + class_words * k

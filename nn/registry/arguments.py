@@ -13,6 +13,13 @@ COMMON = {
     "use_locking": Argument("flag"),
     "skip_nonfinite": Argument("flag"),
     "state_dtype": Argument("dtype", np.float16, in_states=True),
+    "clipvalue": Argument("clip", 0.1),
+    "clipnorm": Argument("clip", 0.1),
+}
+# Of optimizers that look at signs.
+SIGNS = {
+    "clipvalue": Argument("clip", 0.1, in_states=True),
+    "clipnorm": Argument("clip", 0.1, in_states=True),
 }
 SCALED = {**COMMON, "loss_scale": Argument("loss scale", 4.0)}
 # Without decay, a step with g = 0 may be no step.

@@ -6,7 +6,7 @@ from functools import partial
 
 import numpy as np
 
-from .arguments import BETAS, COMMON, FLAG, L1_L2, ROWS, SCALED
+from .arguments import BETAS, COMMON, FLAG, L1_L2, ROWS, SCALED, SIGNS
 from .record import LOST, LOST_LATER, MINDSPORE, MOVES, STOPS, Argument, Form, Measured, Row, Source
 
 _RATE = {"learning_rate": 0.05}
@@ -167,10 +167,14 @@ FTRL = Row(
         "learning_rate": Argument("fixed rate", 0.1),
         "initial_accum": Argument("not negative", 1.0),
         "lr_power": Argument("not positive", -0.3),
+        "beta": Argument("not negative", 1.0),
+        "l2_shrinkage": Argument("not negative", 0.3),
     },
     forms={
         "": _ftrl({"l1": 0.1, "l2": 0.2}),
         "power": _ftrl({"lr_power": -0.7, "l1": 0.1}),
+        "shrunk": _ftrl({"l2_shrinkage": 0.3, "beta": 1.0, "l1": 0.1, "l2": 0.2}),
+        "power shrunk": _ftrl({"lr_power": -0.7, "l2_shrinkage": 0.3, "beta": 1.0}),
     },
     measured={
         "": Measured("ftrl", "ftrl-rows"),
@@ -180,7 +184,8 @@ FTRL = Row(
         MINDSPORE,
         "recorded",
         "since 2.9",
-        "sign of `l1` in dense steps; NaN shows; a rate assigned later acts on rows too",
+        "sign of `l1` in dense steps; NaN shows; a rate assigned later acts on rows too; "
+        "`beta` and `l2_shrinkage` are Keras's",
     ),
 )
 
@@ -238,6 +243,7 @@ RPROP = Row(
     _RATE,
     {
         **COMMON,
+        **SIGNS,
         **ROWS,
         "etas": Argument("factors", (0.1, 8.0)),
         "step_sizes": Argument("limits", (0.2, 0.3)),
@@ -259,6 +265,7 @@ LION = Row(
     {
         **SCALED,
         **ROWS,
+        **SIGNS,
         "loss_scale": Argument("loss scale", 4.0, in_states=True),  # signs have no scale
         "beta1": Argument("open unit", 0.02, beside={"beta2": 0.1}),
         "beta2": Argument("open unit", 0.1),

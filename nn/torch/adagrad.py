@@ -14,7 +14,7 @@ from ...kernels.rules import adagrad as plain_rules
 from ...kernels.rules import ftrl as ftrl_rules
 from ...kernels.rules import sgd as sgd_rules
 from ...kernels.rules.torch import adagrad as rules
-from .engine.options import Sparse, arguments, not_negative
+from .engine.options import KERAS, Sparse, arguments, not_negative
 from .engine.part import Choice, Group, Method, number
 from .optimizer import Fused
 
@@ -219,14 +219,17 @@ class RMSprop(Fused, torch.optim.RMSprop):
         return (*scalars, momentum) if momentum > 0 else scalars
 
 
+_FTRL_OPTIONS = ("l1", "l2", "lr_power", "beta", "l2_shrinkage")
+
+
 class FTRL(Fused, torch.optim.Optimizer):
     """FTRL-Proximal, which keeps weights at 0 that do not matter.
 
     With ``g`` negated first where ``maximize``, and ``p = -lr_power``::
 
         g <- g + weight_decay*w
-        L <- L + g - ((A + g*g)**p - A**p) / lr * w,   A <- A + g*g
-        w <- (sign(L)*l1 - L) / (A**p / lr + 2*l2)   where |L| > l1, else 0
+        L <- L + g + 2*l2_shrinkage*w - ((A + g*g)**p - A**p) / lr * w,   A <- A + g*g
+        w <- (sign(L)*l1 - L) / ((beta + A**p) / lr + 2*l2)   where |L| > l1, else 0
 
     With a learning rate of 0 nothing moves.
 
@@ -237,6 +240,7 @@ class FTRL(Fused, torch.optim.Optimizer):
         initial_accumulator_value: that of ``A``, at least 0.
         l1, l2: at least 0.
         weight_decay: coupled, at least 0.
+        beta, l2_shrinkage: at least 0, as in `nn.FTRL`.
         maximize: go up, not down.
         sparse: what a sparse gradient updates: ``"touched"``, the rows that occur, or ``"all"``,
             every row; None: the rows that occur.
@@ -248,7 +252,7 @@ class FTRL(Fused, torch.optim.Optimizer):
 
     ``torch.optim`` has none.
 
-    Source: ``mindspore.nn.FTRL``; McMahan et al. (2013).
+    Source: ``mindspore.nn.FTRL``, ``keras.optimizers.Ftrl``; McMahan et al. (2013).
 
     >>> import torch
     >>> table = torch.nn.Embedding(10, 2, sparse=True)
@@ -258,12 +262,14 @@ class FTRL(Fused, torch.optim.Optimizer):
     """
 
     _counts_updates = False
+    _more_options = KERAS
 
     def __init__(
         self, params: ParamsT, lr: float | Tensor = 1e-2, lr_power: float = -0.5,
         initial_accumulator_value: float = 0.1, l1: float = 0.0, l2: float = 0.0,
-        weight_decay: float = 0.0, *, maximize: bool = False, sparse: Sparse | None = None,
-        skip_nonfinite: bool = False, state_dtype: torch.dtype | None = None,
+        weight_decay: float = 0.0, *, beta: float = 0.0, l2_shrinkage: float = 0.0,
+        maximize: bool = False, sparse: Sparse | None = None, skip_nonfinite: bool = False,
+        state_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         not_negative(lr=lr, initial_accumulator_value=initial_accumulator_value, l1=l1, l2=l2,
                      weight_decay=weight_decay)  # fmt: skip
@@ -273,14 +279,19 @@ class FTRL(Fused, torch.optim.Optimizer):
             "lr": lr, "lr_power": lr_power, "l1": l1, "l2": l2, "weight_decay": weight_decay,
             "initial_accumulator_value": initial_accumulator_value, "maximize": maximize,
         }  # fmt: skip
-        super().__init__(params, defaults, sparse=sparse, skip_nonfinite=skip_nonfinite,
-                         state_dtype=state_dtype)  # fmt: skip
+        super().__init__(params, defaults, beta=beta, l2_shrinkage=l2_shrinkage, sparse=sparse,
+                         skip_nonfinite=skip_nonfinite, state_dtype=state_dtype)  # fmt: skip
+
+    def _complete(self, group: dict[str, Any]) -> None:
+        super()._complete(group)
+        not_negative(**{name: group[name] for name in KERAS})
 
     def method(self, group: Group) -> Method:
         """See `FusedOptimizer`."""
         # The rule divides by the rate; with 0 torch.distributed.checkpoint makes states.
         rests = number(group["lr"]) == 0.0
-        rule: Rule = sgd_rules.SGD if rests else ftrl_rules.ftrl_rule(group["lr_power"])
+        picked = ftrl_rules.ftrl_rule(group["lr_power"], group["l2_shrinkage"])
+        rule: Rule = sgd_rules.SGD if rests else picked
         return Method(rule, touches=True)
 
     def _new_state(self, group: Group, parameter: Tensor, choice: Choice) -> dict[str, Any]:
@@ -297,6 +308,6 @@ class FTRL(Fused, torch.optim.Optimizer):
         lr = number(group["lr"])
         if lr == 0.0:
             return (0.0,)
-        formula = ftrl_rules.ftrl_formula(group["l1"], group["l2"], group["lr_power"])
+        formula = ftrl_rules.ftrl_formula(*(group[name] for name in _FTRL_OPTIONS))
         scalars: Numbers = formula.function(float, lr, 0.0, int(step), formula.constants, ())
         return scalars

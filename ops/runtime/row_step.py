@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...kernels.cpu.headers import arrays as headers
-from ...kernels.cpu.rows.step import RowStep
+from ...kernels.cpu.rows.step import RowStep, row_norm
 from ...kernels.cpu.threads.parallel import Prepared, commit
 from ...kernels.element import Kernel, kernel
 from ...kernels.rule import Prologue, Rule
-from ...kernels.storage import STORAGES
+from ...kernels.rules.norm import SCALED
+from ...kernels.storage import STORAGES, Storage
 from ...kernels.tables import RowTable
 from . import cuda, locks
 from .arrays import address_of
@@ -182,6 +183,30 @@ def check_keys(where: str, lists: Sequence[IndexList | RowTable]) -> None:
     if bits > 63:
         wrong, fix = "need too long sort keys", f"; split the {n} indices into several calls"
         reject(ValueError, where, "indices", wrong, "at most 63 bits", f"{bits} bits", fix)
+
+
+def row_squares(
+    where: str,
+    lists: Sequence[IndexList],
+    tables: Sequence[tuple[tuple[int, ...], RowGradient]],
+    g: Storage,
+    real: Storage,
+) -> float:
+    """The sum of squares of row-sparse gradients on the host, whose duplicates are summed first.
+
+    ``lists`` are their indices, ``tables`` the shapes with the gradients; ``real`` is that of sums.
+
+    Raises:
+        IndexError: an index is out of range.
+        ValueError: there are too many rows for sort keys.
+    """
+    hp = np.ones(1, real.dtype)
+    check_keys(where, lists)
+    found = [row_table((), shape, gradient, address_of(hp)) for shape, gradient in tables]
+    position, total = row_norm(kernel(SCALED, (), real, g, ()), found)
+    if position >= 0:
+        raise first_bad_index(lists, [gradient for _, gradient in tables], position)
+    return total
 
 
 BadIndex = Callable[[int, int], IndexError]

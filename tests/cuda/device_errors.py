@@ -326,6 +326,8 @@ def not_taken() -> None:
         ops.ApplyMomentum()(w, m, cuda.to_device(np.array(0.1)), g, 0.9)
     with refused(TypeError, "lives on a CUDA device"):
         np.asarray(nn.Parameter(w))
+    with refused(ValueError, "Adam: clipnorm is measured on the host", *theirs):
+        nn.Adam(theirs, clipnorm=1.0)
 
 
 def own_formulas() -> None:

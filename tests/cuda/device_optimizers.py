@@ -94,6 +94,9 @@ DENSE_OPTIMIZERS: tuple[Callable[[Any], Any], ...] = (
     lambda p: nn.LARS(nn.Momentum(p, 0.1, 0.9, weight_decay=0.1, loss_scale=2.0), coefficient=0.1),
     lambda p: nn.LARS(nn.Lamb(p, 0.1), use_clip=True, lars_filter=lambda q: q.ndim > 0),
     lambda p: nn.AdamOffload(p, 0.1),
+    lambda p: nn.Adam(p, 0.1, weight_decay=0.1, loss_scale=2.0, clipvalue=0.25),
+    lambda p: nn.AdamWeightDecay(p, 0.1, weight_decay=0.1, clipvalue=0.25),
+    lambda p: nn.AdamOffload(p, 0.1, weight_decay=0.1, loss_scale=2.0, clipnorm=1.0),
 )
 
 
@@ -114,6 +117,8 @@ ROW_OPTIMIZERS: tuple[Callable[[Any], Any], ...] = (
     lambda p: nn.ProximalAdagrad(p, learning_rate=0.1, sparse_update="dense_equivalent"),
     lambda p: nn.Momentum(p, 0.1, 0.9, sparse_update="lazy"),
     lambda p: nn.AdamOffload(p, 0.1, sparse_update="lazy"),
+    lambda p: nn.AdamOffload(p, 0.1, weight_decay=0.1, sparse_update="lazy", clipnorm=1.0),
+    lambda p: nn.Adam(p, 0.1, weight_decay=0.1, loss_scale=2.0, clipvalue=0.25),
     lambda p: with_target(nn.LazyAdam(p, 0.1), "CPU"),
 )
 

@@ -49,6 +49,8 @@ OPTIONS: dict[str, tuple[Any, ...]] = {
     "loss_scale": (4.0, 1000),
     "sparse_update": ("lazy", "dense_equivalent", None),
     "state_dtype": (DTYPES["float16"],),
+    "clipvalue": (0.25,),
+    "clipnorm": (0.5,),
     "eps": (0.01,),
     "epsilon": (0.01,),
     "lr_power": (-0.3, -0.7, 0.0),

@@ -242,6 +242,11 @@ KINDS = {
     "flag": Kind((1, 0, None, "yes", np.bool_(True)), (), (False, True)),
     "sparse update": Kind((), ("eager", "", 3, False, ["lazy"]), ("lazy", "dense_equivalent")),
     "dtype": Kind((int, np.complex64, "banana", 3), (), (None, np.float64, "float16", BF16)),
+    "clip": Kind(
+        ("0.5", 1j, True, [0.5]),
+        (0, 0.0, -1.0, *NOT_FINITE, 1e-50),
+        (None, 0.5, 2, np.float32(8), np.array(0.5)),
+    ),
     "filter": Kind((None, True, "bias", 3), (), (lambda _: True,)),
 }
 KNOWN = [

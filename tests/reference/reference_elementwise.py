@@ -169,17 +169,22 @@ def ftrl(
     l1: float,
     l2: float,
     lr_power: float,
+    beta: float = 0.0,
+    l2_shrinkage: float = 0.0,
 ) -> tuple[Array, Array, Array]:
     """Follow the regularised leader, element by element: 0 while ``|linear| <= l1``.
 
     The new parameter depends on the old one only through `linear`. `lr_power` is the exponent
     of the accumulator in the learning rate, -0.5 in the paper; l2 counts twice, as published.
+    `beta` and `l2_shrinkage` are those of ``update_step`` in Keras 3.
     """
     w, g, accum = wide(w), wide(g), wide(accum)
     new_accum = accum + g**2
     old_power, power = accum**-lr_power, new_accum**-lr_power
-    linear = wide(linear) + g - (power - old_power) / lr * w
-    leader = (np.sign(linear) * l1 - linear) / (power / lr + 2.0 * l2)
+    shrunk = g + 2.0 * l2_shrinkage * w
+    linear = wide(linear) + shrunk - (power - old_power) / lr * w
+    quadratic = power / lr + 2.0 * (l2 + beta / (2.0 * lr))
+    leader = (np.sign(linear) * l1 - linear) / quadratic
     return np.where(np.abs(linear) <= l1, 0.0, leader), new_accum, linear
 
 

@@ -56,6 +56,7 @@ class SettingsRow(NamedTuple):
     scale_at: Word  # address of the loss scale
     scale_kind: Word  # how it lies there
     scale: Real  # itself, where it is the host's
+    bound: Real  # of the elements of gradients, where they are clipped
 
 
 class ClassRow(NamedTuple):
@@ -129,14 +130,14 @@ def count_kernel(state):
 
 @cache
 def _conditioning(prologue: Prologue) -> Any:
-    """``scalars(decay, loss_scale)`` of all transforms, one after the other."""
+    """``scalars(decay, loss_scale, bound)`` of all transforms, one after the other."""
     if not prologue:
-        return on_device(lambda decay, loss_scale: ())  # noqa: ARG005
+        return on_device(lambda decay, loss_scale, bound: ())  # noqa: ARG005
     first, others = device_function(prologue[0].scalars), _conditioning(prologue[1:])
 
     @cuda.jit(device=True)
-    def scalars(decay, loss_scale):
-        return first(decay, loss_scale) + others(decay, loss_scale)
+    def scalars(decay, loss_scale, bound):
+        return first(decay, loss_scale, bound) + others(decay, loss_scale, bound)
 
     return scalars
 
@@ -197,6 +198,6 @@ def scalars_kernel(
         decay = options.decay * row.acts
         if scales_decay:
             decay *= scale
-        store(row.hp + n_bytes, condition(decay, scale))
+        store(row.hp + n_bytes, condition(decay, scale, common.bound))
 
     return loop

@@ -18,6 +18,8 @@ OWN: dict[str, Any] = {"sparse": None, "state_dtype": None}
 """Options of groups that PyTorch's optimizers do not have."""
 EPS_HAT: dict[str, Any] = {"eps_hat": False}
 """Another one, of `Adam` and what has its formula."""
+KERAS: dict[str, Any] = {"beta": 0.0, "l2_shrinkage": 0.0}
+"""Others, of `FTRL`."""
 
 
 def arguments(names: dict[str, Any]) -> dict[str, Any]:

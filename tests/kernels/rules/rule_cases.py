@@ -177,8 +177,27 @@ def proximal_terms(w: Array, g: Array, _: Any, k: Known, new: Any) -> list[Array
 def ftrl_terms(w: Array, g: Array, states: Any, k: Known, new: Any) -> list[Array]:
     """Both roots count in `linear`, though they nearly cancel; then what is divided."""
     old, root = (a ** -k["lr_power"] for a in (states[0], new[1]))
-    linear = np.abs(states[1]) + np.abs(g) + (root + old) / k["lr"] * np.abs(w)
-    return [(k["l1"] + linear) / (root / k["lr"] + 2 * k["l2"]), new[1], linear]
+    beta, shrinkage = k.get("beta", 0.0), k.get("l2_shrinkage", 0.0)
+    linear = np.abs(states[1]) + np.abs(g) + ((root + old) / k["lr"] + 2 * shrinkage) * np.abs(w)
+    return [(k["l1"] + linear) / ((beta + root) / k["lr"] + 2 * k["l2"]), new[1], linear]
+
+
+def ftrl_scalars(
+    rule: Rule, real: Any, lr: float, decay: float, step: int, constants: Any, _: Any
+) -> Any:
+    """Those of a rule, whichever the power is."""
+    l1, l2, lr_power, beta, shrinkage = (*constants, 0.0, 0.0)[:5]
+    last = {"power": -lr_power, "two_shrinkage": 2.0 * shrinkage}
+    more = [x for name, x in last.items() if name in rule.hp]
+    functions = ftrl.ftrl_scalars, ftrl.ftrl_last_scalars, ftrl.ftrl_power_shrunk_scalars
+    return functions[len(more)](real, lr, decay, step, (l1, l2, beta, *more), ())
+
+
+def ftrl_case(rule: Rule, **changed: float) -> RuleCase:
+    """One of its four rules."""
+    given, kinds = {**_FTRL, **changed}, ("squares", "signed")
+    make = partial(ftrl_scalars, rule)
+    return RuleCase(rule, make, given, elementwise.ftrl, ftrl_terms, kinds)
 
 
 def lars_gradient(
@@ -223,6 +242,7 @@ _RMSPROP = {"lr": 0.1, "decay": 0.9, "epsilon": 1e-3}
 _MOMENT = {**_RMSPROP, "momentum": 0.8}
 _PROXIMAL = {"lr": 0.3, "l1": 0.6, "l2": 0.2}
 _FTRL = {"lr": 0.6, "l1": 0.7, "l2": 0.2, "lr_power": -0.5}
+_KERAS = {"beta": 0.8, "l2_shrinkage": 0.3}
 _RHO = {"decay": "rho"}
 
 CASES = {
@@ -274,14 +294,10 @@ CASES = {
         adagrad.PROXIMAL_ADAGRAD, adagrad.proximal_adagrad_scalars, _PROXIMAL,
         elementwise.proximal_adagrad, proximal_terms, ("squares",),
     ),
-    "ftrl": RuleCase(
-        ftrl.FTRL, lambda *a: ftrl.ftrl_scalars(*a[:4], a[4][:2], ()), _FTRL,
-        elementwise.ftrl, ftrl_terms, ("squares", "signed"),
-    ),
-    "ftrl_power": RuleCase(
-        ftrl.FTRL_POWER, ftrl.ftrl_power_scalars, {**_FTRL, "lr_power": -0.3},
-        elementwise.ftrl, ftrl_terms, ("squares", "signed"),
-    ),
+    "ftrl": ftrl_case(ftrl.FTRL),
+    "ftrl_power": ftrl_case(ftrl.FTRL_POWER, lr_power=-0.3),
+    "ftrl_shrunk": ftrl_case(ftrl.FTRL_SHRUNK, **_KERAS),
+    "ftrl_power_shrunk": ftrl_case(ftrl.FTRL_POWER_SHRUNK, lr_power=-0.3, **_KERAS),
     "lars_gradient": RuleCase(
         lars.LARS_GRADIENT, rounded, {"ratio": 0.3, "decay": 0.6},
         lars_gradient, lars_terms, ("signed",),

@@ -165,7 +165,12 @@ def test_states_of_several_storage_types(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "dtype", "prologue"),
-    [one for one in STEPPED if one.values[0] not in ("scaled", "scaled_in_place", "lars_gradient")],
+    [
+        one
+        for one in STEPPED
+        if one.values[0] not in ("scaled", "scaled_in_place", "lars_gradient")
+        and "shrunk" not in one.values[0]  # which decays
+    ],
 )
 def test_nothing_moves_without_gradient_and_history(
     name: str, dtype: np.dtype, prologue: Any
@@ -298,11 +303,18 @@ def test_ftrl_powers(power: float) -> None:
     )
 
 
-def test_ftrl_rule_follows_the_power() -> None:
+def test_ftrl_rule_follows_the_options() -> None:
     """Rule and scalars fit each other."""
-    for power, rule in ((-0.5, ftrl.FTRL), (-0.3, ftrl.FTRL_POWER), (0.0, ftrl.FTRL_POWER)):
-        assert ftrl.ftrl_rule(power) is rule
-        assert len(ftrl.ftrl_formula(0.0, 0.0, power).at(np.float32, 0.1, 0.0, 1)) == len(rule.hp)
+    for (power, shrinkage), rule in {
+        (-0.5, 0.0): ftrl.FTRL,
+        (-0.3, 0.0): ftrl.FTRL_POWER,
+        (0.0, 0.0): ftrl.FTRL_POWER,
+        (-0.5, 0.1): ftrl.FTRL_SHRUNK,
+        (-0.3, 0.1): ftrl.FTRL_POWER_SHRUNK,
+    }.items():
+        assert ftrl.ftrl_rule(power, shrinkage) is rule
+        formula = ftrl.ftrl_formula(0.0, 0.0, power, 1.0, shrinkage)
+        assert len(formula.at(np.float32, 0.1, 0.0, 1)) == len(rule.hp)
 
 
 def test_proximal_adagrad_shrinks_to_zero() -> None:

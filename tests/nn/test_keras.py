@@ -1,0 +1,493 @@
+"""Options from Keras: Ftrl's ``beta`` and ``l2_shrinkage``, ``clipvalue`` and ``clipnorm``."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fusestep import nn
+from fusestep.kernels.rule import Rule
+
+from helpers import BF16, assert_same_bits, refused
+from optimizers import BY_NAME, ONE_OF_EACH, arguments_of, gradients, make, parameters, states
+from subprocesses import output_of
+
+F32, F64 = np.float32, np.float64
+SHAPE = (6, 4)
+
+
+def rows_of(rng: np.random.Generator, dtype: Any = F32, size: float = 1.0) -> nn.RowTensor:
+    """A row-sparse gradient with rows that occur up to three times, and rows that do not."""
+    values = size * rng.standard_normal((6, *SHAPE[1:]))
+    return nn.RowTensor(np.array([4, 1, 4, 3, 4, 1]), values.astype(dtype), SHAPE)
+
+
+def summed(gradient: nn.RowTensor) -> nn.RowTensor:
+    """The same with each row once, summed in the order of its occurrences."""
+    indices = np.unique(gradient.indices)
+    values = np.zeros((len(indices), *SHAPE[1:]), gradient.values.dtype)
+    np.add.at(values, np.searchsorted(indices, gradient.indices), gradient.values)
+    return nn.RowTensor(indices, values, SHAPE)
+
+
+# Ftrl
+
+
+class KerasFtrl:
+    """``keras.optimizers.Ftrl.update_step`` of Keras 3 in float64, with Keras's names."""
+
+    def __init__(self, variable: np.ndarray, initial: float, **options: float) -> None:
+        self.variable = variable.astype(F64)
+        self.accum, self.linear = np.full_like(self.variable, initial), 0.0 * self.variable
+        self.__dict__.update(options)
+
+    learning_rate: float
+    learning_rate_power: float = -0.5
+    l1_regularization_strength: float = 0.0
+    l2_regularization_strength: float = 0.0
+    l2_shrinkage_regularization_strength: float = 0.0
+    beta: float = 0.0
+
+    def update_step(self, gradient: np.ndarray, at: Any = ...) -> None:
+        """On some rows; TensorFlow's sparse kernel does the same for rows that occur."""
+        variable, accum, linear = self.variable[at], self.accum[at], self.linear[at]
+        lr, lr_power = self.learning_rate, self.learning_rate_power
+        l2_reg = self.l2_regularization_strength + self.beta / (2.0 * lr)
+        grad_to_use = gradient + 2 * self.l2_shrinkage_regularization_strength * variable
+        new_accum = accum + gradient**2
+        change = (new_accum**-lr_power - accum**-lr_power) / lr
+        linear = linear + (grad_to_use - change * variable)
+        quadratic = new_accum**-lr_power / lr + 2 * l2_reg
+        l1 = self.l1_regularization_strength
+        self.variable[at] = (np.clip(linear, -l1, l1) - linear) / quadratic
+        self.accum[at], self.linear[at] = new_accum, linear
+
+
+# Ours by Keras's names.
+NAMES = {
+    "learning_rate": "learning_rate",
+    "learning_rate_power": "lr_power",
+    "l1_regularization_strength": "l1",
+    "l2_regularization_strength": "l2",
+    "l2_shrinkage_regularization_strength": "l2_shrinkage",
+    "beta": "beta",
+}
+OF_KERAS = {
+    "all": (0.2, -0.5, 0.02, 0.1, 0.05, 1.0),
+    "power": (0.2, -0.7, 0.02, 0.1, 0.05, 0.5),
+    "beta": (0.2, -0.5, 0.0, 0.0, 0.0, 1.0),
+    "shrinkage": (0.2, -0.5, 0.0, 0.0, 0.3, 0.0),
+    "fixed rate": (0.2, 0.0, 0.1, 0.0, 0.3, 0.2),
+    "neither": (0.2, -0.5, 0.02, 0.1, 0.0, 0.0),
+}
+# Of the largest value; `linear` is a sum of terms that nearly cancel.
+NEAR = {F32: 2e-5, F64: 1e-13}
+
+
+@pytest.mark.parametrize("how", ["dense", "lazy", "dense_equivalent"])
+@pytest.mark.parametrize("dtype", [F32, F64], ids=["float32", "float64"])
+@pytest.mark.parametrize("case", OF_KERAS)
+def test_ftrl_has_the_numbers_of_keras(case: str, dtype: Any, how: str) -> None:
+    """Every element of parameter and states; between two steps another one resumes."""
+    # Exact in float32, like what a user writes in Keras, whose numbers are float32.
+    values = [float(F32(x)) for x in OF_KERAS[case]]
+    options = dict(zip(NAMES.values(), values, strict=True))
+    rng = np.random.default_rng(1)
+    w = rng.standard_normal(SHAPE).astype(dtype)
+    keras = KerasFtrl(w, float(F32(0.1)), **dict(zip(NAMES, values, strict=True)))
+
+    def new(params: list[nn.Parameter]) -> nn.FTRL:
+        rows = {} if how == "dense" else {"sparse_update": how}
+        return nn.FTRL(params, initial_accum=float(F32(0.1)), **options, **rows)
+
+    opt = new([nn.Parameter(w, "w")])
+    for step in range(6):
+        if step == 3:
+            state = opt.state_dict()
+            opt = new([nn.Parameter(w, "w")])
+            opt.load_state_dict(state)
+        if how == "dense":
+            gradient: Any = rng.standard_normal(SHAPE).astype(dtype)
+            keras.update_step(gradient.astype(F64))
+        else:
+            gradient = rows_of(rng, dtype)
+            whole = np.zeros(SHAPE)
+            np.add.at(whole, gradient.indices, gradient.values.astype(F64))
+            at = np.unique(gradient.indices) if how == "lazy" else ...
+            keras.update_step(whole[at], at)
+        opt([gradient])
+        found = (w, keras.variable), (opt.moments[0], keras.accum), (opt.linear[0], keras.linear)
+        for ours, exact in found:
+            np.testing.assert_allclose(ours, exact, 0, NEAR[dtype] * np.abs(exact).max())
+
+
+def test_ftrl_without_them_is_as_it_was() -> None:
+    """To the bit, whatever else is given: the rules are the old ones, and so are their scalars."""
+    for options in ({}, {"lr_power": -0.7}, {"l1": 0.1, "l2": 0.3}):
+        one, other = (
+            nn.FTRL(parameters(), learning_rate=0.3, **options, **more)
+            for more in ({}, {"beta": 0.0, "l2_shrinkage": 0.0})
+        )
+        assert one._rule is other._rule and "two_shrinkage" not in one._rule.hp
+        lr, l1, l2 = (float(F32(x)) for x in (0.3, one.l1, 2.0 * one.l2))
+        found = one.formula().at(F32, 0.3, 0.0, 1)[:4]
+        assert found == (float(F32(1.0 / lr)), l1, l2, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("beta", 1e38, "beta is out of range: expected at least 0, with beta / lr in float32"),
+        ("l2_shrinkage", 3e38, "l2_shrinkage is out of range: expected at least 0, its double"),
+    ],
+)
+def test_ftrl_options_whose_scalars_are_infinite(name: str, value: float, text: str) -> None:
+    w = np.ones(3, F32)
+    with refused(ValueError, f"FTRL: {text}", w):
+        nn.FTRL([w], learning_rate=0.1, **{name: value})
+    opt = nn.FTRL([w], learning_rate=0.1, beta=1.0, l2_shrinkage=0.1)
+    for wrong in (value, -0.5, math.nan, math.inf):
+        setattr(opt, name, wrong)
+        with refused(ValueError, f"FTRL: {name} is out of range", opt):
+            opt([np.ones(3, F32)])
+    setattr(opt, name, 0.5)
+    opt([np.ones(3, F32)])
+
+
+# Clipping
+
+LIMITS = {"clipvalue": 0.375, "clipnorm": 1.5}
+CLIPS = ("clipvalue", "clipnorm")
+SCALE = 4.0
+
+
+def clipped(name: str, values: np.ndarray, scale: float = 1.0) -> np.ndarray:
+    """A gradient by ``_clip_gradients`` of Keras, after the loss scale; in its own type."""
+    real, limit = values.dtype.type, LIMITS[name]
+    if name == "clipvalue":
+        return np.clip(values * real(1.0 / scale), -real(limit), real(limit))
+    norm = math.sqrt(math.fsum((values.astype(F64) ** 2).ravel())) / scale
+    return values * real(limit / max(norm, limit) / scale)
+
+
+def by_hand(name: str, gradient: Any, scale: float = 1.0) -> Any:
+    if isinstance(gradient, nn.RowTensor):
+        rows = summed(gradient)
+        return nn.RowTensor(rows.indices, clipped(name, rows.values, scale), SHAPE)
+    return clipped(name, gradient, scale)
+
+
+def assert_same_run(one: Any, other: Any) -> None:
+    for a, b in zip(one.parameters, other.parameters, strict=True):
+        assert_same_bits(a.data, b.data)
+    found, expected = states(one), states(other)
+    for name, array in found.items():
+        assert_same_bits(array, expected[name], name)
+
+
+FORMS = [form for form in ONE_OF_EACH if not form.startswith("LARS")]
+
+
+@pytest.mark.parametrize("name", CLIPS)
+@pytest.mark.parametrize("form", FORMS)
+def test_every_optimizer_clips(form: str, name: str) -> None:
+    """Steps are those with gradients that were divided by the loss scale and clipped before.
+
+    Weight decay, coupled or not, is that of the optimizer without clipping. Some gradients are
+    within the limits. The loss scale is a power of two, by which nothing is rounded.
+    """
+    scaled = {"loss_scale": SCALE} if "loss_scale" in arguments_of(form) else {}
+    scale = scaled.get("loss_scale", 1.0)
+    takes_rows = BY_NAME[form.partition("-")[0]].takes_rows
+    lazy = {"sparse_update": "lazy"} if takes_rows else {}
+    one = make(form, parameters(), weight_decay=0.1, **scaled, **lazy, **{name: LIMITS[name]})
+    other = make(form, parameters(), weight_decay=0.1, **lazy)
+    rng = np.random.default_rng(2)
+    for step in range(4):
+        given = [(g * F32(scale * 0.3**step)) for g in gradients(one.parameters, step)]
+        if step == 2:
+            given[1] = None
+        if takes_rows and step % 2:
+            given[0] = rows_of(rng, size=scale * 0.2**step)
+        one(given)
+        other([g if g is None else by_hand(name, g, scale) for g in given])
+        assert_same_run(one, other)
+
+
+@pytest.mark.parametrize("name", CLIPS)
+@pytest.mark.parametrize("form", ["Adam", "FTRL", "RowWiseAdagrad"])
+def test_clipping_of_rows_that_do_not_occur(form: str, name: str) -> None:
+    """Their gradient is 0, clipped or not, and they decay."""
+    options = {"weight_decay": 0.1, "sparse_update": "dense_equivalent"}
+    one, other = (
+        make(form, parameters(), **options, **more) for more in ({name: LIMITS[name]}, {})
+    )
+    rng = np.random.default_rng(3)
+    for step in range(3):
+        given = [rows_of(rng), gradients(one.parameters, step)[1]]
+        one(given)
+        other([by_hand(name, g) for g in given])
+        assert_same_run(one, other)
+
+
+@pytest.mark.parametrize("name", CLIPS)
+@pytest.mark.parametrize("dtype", [F64, np.float16, BF16], ids=["float64", "float16", "bfloat16"])
+def test_clipping_in_other_types(dtype: Any, name: str) -> None:
+    """Clipped as numbers of the arithmetic, not of what the gradient is stored in."""
+    real = F64 if dtype == F64 else F32
+    w = np.random.default_rng(4).standard_normal(SHAPE).astype(dtype)
+    one = nn.Adam([w.copy()], 0.1, sparse_update="lazy", **{name: LIMITS[name]})
+    other = nn.Adam([w.copy()], 0.1, sparse_update="lazy")
+    rng = np.random.default_rng(5)
+    for step in range(3):
+        dense = rng.standard_normal(SHAPE).astype(dtype)
+        given = rows_of(rng, dtype) if step == 1 else dense
+        wide = dense.astype(real)
+        if step == 1:
+            wide = nn.RowTensor(given.indices, given.values.astype(real), SHAPE)
+        one([given])
+        other([by_hand(name, wide)])
+        if real is F32:
+            assert_same_run(one, other)
+        else:  # the sum of squares was rounded
+            np.testing.assert_allclose(one.parameters[0].data, other.parameters[0].data, 1e-11)
+
+
+def test_a_norm_is_that_of_a_tensor() -> None:
+    """Not of all of them; groups with rates of their own share the limit, rows and dense ones."""
+    params = [nn.Parameter(np.ones(SHAPE, F32), n) for n in "abc"]
+    groups = [{"params": params[:2], "lr": 1.0}, {"params": params[2:], "lr": 0.5}]
+    opt = nn.SGD(groups, clipnorm=1.0)
+    given = [np.full(SHAPE, 5.0, F32), rows_of(np.random.default_rng(6)), np.full(SHAPE, 0.1, F32)]
+    opt(given)
+    moved = [float(np.linalg.norm(1.0 - p.data.astype(F64))) for p in params]
+    np.testing.assert_allclose(moved, [1.0, 1.0, 0.5 * 0.1 * math.sqrt(24)], rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", CLIPS)
+@pytest.mark.parametrize("kind", ["dense", "rows"])
+def test_centralized_gradients_are_clipped(kind: str, name: str) -> None:
+    """Centralized first, without the decay, which comes last."""
+    w = np.random.default_rng(7).standard_normal(SHAPE)
+    p = nn.Parameter(w.copy(), "w")
+    groups = [{"params": [p], "grad_centralization": True, "weight_decay": 0.3}]
+    opt = nn.SGD(groups, 0.5, loss_scale=SCALE, sparse_update="lazy", **{name: LIMITS[name]})
+    rng = np.random.default_rng(8)
+    given: Any = rows_of(rng, F64, 9.0) if kind == "rows" else 9.0 * rng.standard_normal(SHAPE)
+    opt([given])
+    at = np.unique(given.indices) if kind == "rows" else np.arange(SHAPE[0])
+    g = summed(given).values if kind == "rows" else given
+    g = clipped(name, g - g.mean(axis=1, keepdims=True), SCALE)
+    expected = w.copy()
+    expected[at] -= 0.5 * (g + 0.3 * w[at])
+    np.testing.assert_allclose(p.data, expected, rtol=1e-12)
+
+
+def test_bits_do_not_depend_on_threads() -> None:
+    """Of large tensors and tables with hot rows; all on one, two and three threads."""
+    program = """
+import hashlib
+import numpy as np
+from fusestep import nn, set_num_threads
+
+rng = np.random.default_rng(9)
+w, g = (rng.standard_normal((20_011, 32)).astype(np.float32) for _ in range(2))
+ids = np.minimum(rng.geometric(0.001, 30_000) - 1, 20_010)
+values = rng.standard_normal((30_000, 32)).astype(np.float32)
+for name in ("clipvalue", "clipnorm"):
+    for how in ("lazy", "dense_equivalent"):
+        found = set()
+        for threads in (1, 2, 3):
+            set_num_threads(threads)
+            params = [w.copy(), w.copy()]
+            opt = nn.LazyAdam(params, weight_decay=0.1, sparse_update=how, **{name: 0.1})
+            for _ in range(2):
+                opt([g, nn.RowTensor(ids, values, w.shape)])
+            found.add(hashlib.sha256(b"".join(p.tobytes() for p in params)).hexdigest())
+        print(len(found))
+"""
+    assert output_of(program, NUMBA_NUM_THREADS="3").split() == ["1"] * 4
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf], ids=["nan", "inf"])
+def test_a_norm_that_is_not_finite(bad: float) -> None:
+    """The whole tensor becomes NaN, and no other one; or the step is skipped."""
+    for skips in (False, True):
+        params = parameters()
+        opt = nn.SGD(params, 0.1, clipnorm=1.0, skip_nonfinite=skips)
+        given = gradients(params, 0)
+        given[0][2, 1] = bad
+        before = [p.data.copy() for p in params]
+        opt(given)
+        assert np.isnan(params[0].data).all() != skips
+        assert np.isfinite(params[1].data).all() and opt.skipped_steps == int(skips)
+        if skips:
+            assert_same_bits(params[0].data, before[0])
+
+
+def test_elements_that_are_not_finite() -> None:
+    """An infinity is clipped like any number; a NaN stays one, and alone."""
+    w = np.zeros(4, F32)
+    nn.SGD([w], 1.0, clipvalue=0.5)([np.array([np.inf, -np.inf, np.nan, 0.25], F32)])
+    np.testing.assert_array_equal(w, np.array([-0.5, 0.5, np.nan, -0.25], F32))
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_gradients_without_rows_or_elements(name: str) -> None:
+    table, empty = np.ones(SHAPE, F32), np.ones((0, 3), F32)
+    none = nn.RowTensor(np.zeros(0, np.int64), np.zeros((0, 4), F32), SHAPE)
+    opt = nn.SGD([table, empty], 0.1, **{name: 0.5})
+    opt([none, np.ones((0, 3), F32)])
+    opt([np.zeros(SHAPE, F32), np.ones((0, 3), F32)])
+    assert_same_bits(table, np.ones(SHAPE, F32))
+    assert opt.global_step == 2
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda opt: pickle.loads(pickle.dumps(opt))])
+@pytest.mark.parametrize("name", CLIPS)
+def test_copies_clip_too(name: str, again: Callable[[Any], Any]) -> None:
+    opt = nn.Momentum(parameters(), 0.1, 0.9, **{name: 0.1})
+    other = again(opt)
+    for step in range(2):
+        for each in (opt, other):
+            each.loss_scale = 2.0
+            each(gradients(opt.parameters, step))
+    assert_same_run(opt, other)
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_a_bad_index_is_found_before_anything_is_written(name: str) -> None:
+    params = [*parameters(), nn.Parameter(np.ones(SHAPE, F64), "wide")]
+    opt = nn.LazyAdam(params, **{name: 0.1})
+    table, vector = gradients(params[:2], 0)
+    bad = nn.RowTensor(np.array([1, 6]), np.ones((2, 4)), SHAPE)
+    for given in ([table, vector, bad], [rows_of(np.random.default_rng(0)), vector, bad]):
+        with refused(IndexError, r"gradient of 'wide': indices\[1\] is out of range.* got 6", opt):
+            opt(given)
+    assert opt.global_step == 0
+
+
+# What is refused
+
+
+def test_both_at_once() -> None:
+    p = nn.Parameter(np.ones(2, F32))
+    with refused(ValueError, "Adam: clipnorm excludes clipvalue: expected at most one of them", p):
+        nn.Adam([p], clipvalue=1.0, clipnorm=1.0)
+    assert p.name is None
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_they_are_fixed(name: str) -> None:
+    for options in ({}, {name: 0.5}):
+        opt = nn.Adam(parameters(), **options)
+        with pytest.raises(AttributeError, match=f"Adam: {name} is fixed at construction"):
+            setattr(opt, name, 0.1)
+        assert getattr(opt, name) == options.get(name)
+
+
+@pytest.mark.parametrize("name", CLIPS)
+def test_lars_and_thor_do_not_clip_so(name: str) -> None:
+    """The factor of LARS follows from the gradient as it is; THOR has `enable_clip_grad`."""
+    inner = nn.Momentum(parameters(), 0.1, 0.9, **{name: 0.5})
+    with refused(ValueError, f"LARS: optimizer has {name}: expected one that does not clip", inner):
+        nn.LARS(inner)
+    with pytest.raises(TypeError, match=f"LARS: argument '{name}' is unknown"):
+        nn.LARS(nn.Momentum(parameters(), 0.1, 0.9), **{name: 0.5})
+    with pytest.raises(TypeError, match=f"'{name}' is unknown"):
+        nn.thor({"w": nn.Parameter(np.ones(2, F32), "w")}, 0.1, 0.01, 0.9, **{name: 0.5})
+
+
+def _limited(w: Any, g: Any, hp: Any) -> Any:
+    return w - hp.clip_bound * g
+
+
+LIMITED = Rule(_limited, (), ("clip_bound",))
+
+
+class Limited(nn.FusedOptimizer):
+    """A user's, whose rule has a scalar of that name."""
+
+    def formula(self) -> nn.Formula:
+        return nn.Formula(lambda real, lr, *_: (real(lr),))
+
+
+def test_a_rule_with_a_scalar_of_that_name() -> None:
+    w = np.ones(2, F32)
+    with refused(ValueError, "Limited: hp of the rule has a name of what comes before", w):
+        Limited(0.5, [w], rule=LIMITED, clipvalue=0.25)
+    for options in ({}, {"clipnorm": math.sqrt(2.0) / 4}):
+        v = w.copy()
+        Limited(0.5, [v], rule=LIMITED, **options)([np.ones(2, F32)])
+        np.testing.assert_allclose(v, 0.875 if options else 0.5, rtol=1e-6)
+
+
+def test_clipping_in_several_processes() -> None:
+    """A norm of a table in parts would be that of a part."""
+    from fusestep.nn.distributed import ShardedStates, alone, together
+
+    opt = nn.LazyAdam(parameters(), clipnorm=1.0)
+    with refused(ValueError, "optimizer clips by norms: expected one that does not", opt):
+        together(opt, alone())
+    given = rows_of(np.random.default_rng(0))
+    values, places = given.values, np.arange(6)
+    part = nn.RowTensor(given.indices, values, SHAPE, positions=places, batch_length=9)
+    with refused(ValueError, "gradient of 'table': clipnorm needs the norm of a whole", opt):
+        opt([part, None])
+    opt([nn.RowTensor(given.indices, values, SHAPE, positions=places, batch_length=6), None])
+    assert opt.global_step == 1
+    one, other = nn.Adam(parameters(), clipnorm=0.1), nn.Adam(parameters(), clipnorm=0.1)
+    sharded = ShardedStates(one, alone())
+    together(value := nn.Adam(parameters(), clipvalue=0.1), alone())
+    given = gradients(other.parameters, 0)
+    for call in (sharded, other, value):
+        call(given)
+    assert_same_run(one, other)
+
+
+# nn.torch.FTRL
+
+
+def test_ftrl_of_torch_has_the_same_numbers() -> None:
+    torch = pytest.importorskip("torch")
+    from fusestep.nn import torch as fused
+
+    w = np.random.default_rng(10).standard_normal(SHAPE).astype(F32)
+    more = {"lr_power": -0.5, "l1": 0.02, "l2": 0.1, "beta": 1.0, "l2_shrinkage": 0.05}
+    for power in (-0.5, -0.7):
+        options = {**more, "lr_power": power}
+        ours = nn.FTRL([w.copy()], learning_rate=0.2, **options)
+        parameter = torch.nn.Parameter(torch.from_numpy(w.copy()))
+        theirs = fused.FTRL([parameter], lr=0.2, **options)
+        for step in range(4):
+            gradient = np.random.default_rng(step).standard_normal(SHAPE).astype(F32)
+            ours([gradient])
+            parameter.grad = torch.from_numpy(gradient.copy())
+            if step == 2:  # of a file that knows nothing of them
+                state = theirs.state_dict()
+                for name in ("beta", "l2_shrinkage"):
+                    del state["param_groups"][0][name]
+                theirs.load_state_dict(state)
+            theirs.step()
+            assert_same_bits(parameter.detach().numpy(), ours.parameters[0].data)
+
+
+@pytest.mark.parametrize("name", ["beta", "l2_shrinkage"])
+def test_ftrl_of_torch_refuses(name: str) -> None:
+    torch = pytest.importorskip("torch")
+    from fusestep.nn import torch as fused
+
+    parameter = torch.nn.Parameter(torch.ones(2))
+    with pytest.raises(ValueError, match=f"Invalid {name} value: -0.5"):
+        fused.FTRL([parameter], **{name: -0.5})
+    optimizer = fused.FTRL([parameter], **{name: 0.5})
+    with pytest.raises(ValueError, match=f"Invalid {name} value: nan"):
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))], name: math.nan})
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+    assert [group[name] for group in optimizer.param_groups] == [0.5, 0.5]
