@@ -154,7 +154,8 @@ def clip_grad_norm_(
             known = before.get(id(p), {1.0})
             if len(known) > 1:
                 reject(ValueError, _NORM, "optimizer", "were clipped apart", "one factor", known)
-            by_factor.setdefault(*known, []).append(p)
+            (factor,) = known
+            by_factor.setdefault(factor, []).append(p)
     elif measured:
         by_factor[1.0] = measured
     norms = [x * _norm(own, order) for x, own in by_factor.items()]
@@ -248,21 +249,25 @@ def _parameters(where: str, parameters: Any) -> list[Tensor]:
     if not every and isinstance(parameters, GeneratorType):
         text = f"{where}: parameters is an empty generator, so nothing is clipped"
         warnings.warn(text, stacklevel=4)  # of the caller of what `no_grad` wraps
+    kinds = set()
     for k, parameter in enumerate(every):
-        name = f"gradient {k}"
         if not isinstance(parameter, Tensor):
             got = type(parameter).__name__
             reject(TypeError, where, f"parameter {k}", "has a wrong type", "a tensor", got)
         if (gradient := parameter.grad) is None:
             continue
-        if gradient.layout not in (torch.strided, torch.sparse_coo):
-            expected = "strided or sparse_coo"
-            reject(RuntimeError, where, name, "has a wrong layout", expected, gradient.layout)
-        if gradient.dtype not in DTYPES:
-            reject(RuntimeError, where, name, "has a wrong dtype", DTYPE_NAMES, gradient.dtype)
-        if gradient.device.type not in ("cpu", "cuda"):
+        kind = layout, dtype, device = gradient.layout, gradient.dtype, gradient.device
+        if kind in kinds:
+            continue
+        name = f"gradient {k}"
+        if layout not in (torch.strided, torch.sparse_coo):
+            reject(RuntimeError, where, name, "has a wrong layout", "strided or sparse_coo", layout)
+        if dtype not in DTYPES:
+            reject(RuntimeError, where, name, "has a wrong dtype", DTYPE_NAMES, dtype)
+        if device.type not in ("cpu", "cuda"):
             expected = "the host or a CUDA device"
-            reject(RuntimeError, where, name, "has a wrong device", expected, gradient.device)
+            reject(RuntimeError, where, name, "has a wrong device", expected, device)
+        kinds.add(kind)
     return [*{id(p): p for p in every}.values()]
 
 
