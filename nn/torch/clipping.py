@@ -34,40 +34,44 @@ class Clipping:
     """Factors for the gradients that were measured, which the next step applies."""
 
     def __init__(self) -> None:
-        self._known: dict[Tensor, tuple[Tensor | None, int, float]] = {}
+        # By the identity of a parameter; it stays alive with its gradient.
+        self._known: dict[int, tuple[Tensor, Tensor | None, int, float]] = {}
 
     def add(self, parameter: Tensor, factor: float) -> None:
         """Scale the gradient that a parameter has now."""
         gradient = parameter.grad
-        self._known[parameter] = gradient, _version(gradient), factor
+        self._known[id(parameter)] = parameter, gradient, _version(gradient), factor
 
-    def known(self, parameter: Tensor) -> float | None:
-        """The factor for the gradient that a parameter has; None: it is not the one measured."""
+    def known(self, parameter: Tensor, gradient: Tensor | None) -> float | None:
+        """The factor for the gradient of a parameter; None: it is not the one measured."""
         # By identity and version: another tensor is the gradient of another backward, and one that
         # was written meanwhile has another norm.
-        gradient = parameter.grad
-        measured, version, factor = self._known.get(parameter, (gradient, _version(gradient), 1.0))
+        if (found := self._known.get(id(parameter))) is None:
+            return 1.0
+        _, measured, version, factor = found
         return factor if gradient is measured and _version(gradient) == version else None
 
-    def factors(self, parameters: Sequence[Tensor]) -> list[float]:
+    def factors(
+        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]
+    ) -> list[float]:
         """The factors of all, or the one that they have in common; 1 for what was not measured.
 
         Raises:
             RuntimeError: gradients are not those that were measured, or have changed since.
         """
-        found = [x for x in map(self.known, parameters) if x is not None]
+        found = [x for x in map(self.known, parameters, gradients) if x is not None]
         if len(found) < len(parameters):
             wrong, expected = "have changed since they were measured", "those of the norm"
             fix = "; clip right before the step and after scaler.unscale_, or call zero_grad"
             reject(RuntimeError, _NORM, "the gradients", wrong, expected, "others", fix)
-        scaled = {x for x, p in zip(found, parameters, strict=True) if p.grad is not None}
+        scaled = {x for x, g in zip(found, gradients, strict=True) if g is not None}
         return [*scaled] if len(scaled) == 1 else found
 
     def without(self, parameter: Tensor | None) -> Clipping | None:
         """What is left after a step, of one parameter or of all."""
         if parameter is None:
             return None
-        self._known.pop(parameter, None)
+        self._known.pop(id(parameter), None)
         return self if self._known else None
 
 
@@ -139,13 +143,21 @@ def clip_grad_norm_(
     measured = [p for p in every if p.grad is not None]
     owners = _owners(every, optimizer)
     by_factor: dict[float, list[Tensor]] = {}
-    for p in measured:
-        # In memory a gradient is still that of before an earlier call for the same step.
-        known = {each._clipping.known(p) for each in owners.get(p, ()) if each._clipping}
-        if len(known) > 1:
-            reject(ValueError, _NORM, "optimizer", "were clipped apart", "one factor", known)
-        already = next((x for x in known if x is not None), 1.0)
-        by_factor.setdefault(already, []).append(p)
+    if any(each._clipping for each, _ in owners):
+        before: dict[int, set[float]] = {}
+        for each, own in owners:
+            for p in own if each._clipping else ():
+                # In memory a gradient is still that of before an earlier call for the same step.
+                if (factor := each._clipping.known(p, p.grad)) is not None:
+                    before.setdefault(id(p), set()).add(factor)
+        for p in measured:
+            known = before.get(id(p), {1.0})
+            if len(known) > 1:
+                reject(ValueError, _NORM, "optimizer", "were clipped apart", "one factor", known)
+            (factor,) = known
+            by_factor.setdefault(factor, []).append(p)
+    elif measured:
+        by_factor[1.0] = measured
     norms = [x * _norm(own, order) for x, own in by_factor.items()]
     norm = norms[0] if len(norms) == 1 else float(np.linalg.norm(norms, order)) if norms else 0.0
     if error_if_nonfinite and not math.isfinite(norm):
@@ -160,11 +172,11 @@ def clip_grad_norm_(
         written = {id(p.grad): _writable(_NORM, p.grad) for p in measured}
         for gradient in written.values():
             gradient.mul_(factor)
-    of_all = {p: already * factor for already, own in by_factor.items() for p in own}
-    for p, own in owners.items():
-        for each in own:
-            each._clipping = each._clipping or Clipping()
-            each._clipping.add(p, of_all.get(p, 1.0))
+    already = {id(p): x for x, own in by_factor.items() for p in own}
+    for each, own in owners:
+        each._clipping = each._clipping or Clipping()
+        for p in own:
+            each._clipping.add(p, factor * already.get(id(p), 1.0))
     is_double = any(p.grad.dtype == torch.float64 for p in measured)
     kind = torch.float64 if is_double else torch.float32
     return torch.tensor(norm, dtype=kind, device=measured[0].grad.device if measured else None)
@@ -237,41 +249,44 @@ def _parameters(where: str, parameters: Any) -> list[Tensor]:
     if not every and isinstance(parameters, GeneratorType):
         text = f"{where}: parameters is an empty generator, so nothing is clipped"
         warnings.warn(text, stacklevel=4)  # of the caller of what `no_grad` wraps
+    kinds = set()
     for k, parameter in enumerate(every):
-        name = f"gradient {k}"
         if not isinstance(parameter, Tensor):
             got = type(parameter).__name__
             reject(TypeError, where, f"parameter {k}", "has a wrong type", "a tensor", got)
         if (gradient := parameter.grad) is None:
             continue
-        if gradient.layout not in (torch.strided, torch.sparse_coo):
-            expected = "strided or sparse_coo"
-            reject(RuntimeError, where, name, "has a wrong layout", expected, gradient.layout)
-        if gradient.dtype not in DTYPES:
-            reject(RuntimeError, where, name, "has a wrong dtype", DTYPE_NAMES, gradient.dtype)
-        if gradient.device.type not in ("cpu", "cuda"):
+        kind = layout, dtype, device = gradient.layout, gradient.dtype, gradient.device
+        if kind in kinds:
+            continue
+        name = f"gradient {k}"
+        if layout not in (torch.strided, torch.sparse_coo):
+            reject(RuntimeError, where, name, "has a wrong layout", "strided or sparse_coo", layout)
+        if dtype not in DTYPES:
+            reject(RuntimeError, where, name, "has a wrong dtype", DTYPE_NAMES, dtype)
+        if device.type not in ("cpu", "cuda"):
             expected = "the host or a CUDA device"
-            reject(RuntimeError, where, name, "has a wrong device", expected, gradient.device)
-    return [*dict.fromkeys(every)]
+            reject(RuntimeError, where, name, "has a wrong device", expected, device)
+        kinds.add(kind)
+    return [*{id(p): p for p in every}.values()]
 
 
-def _owners(parameters: Sequence[Tensor], optimizer: Any) -> dict[Tensor, list[Any]]:
-    """The optimizers whose next step scales, by parameter."""
+def _owners(parameters: Sequence[Tensor], optimizer: Any) -> list[tuple[Any, list[Tensor]]]:
+    """The optimizers whose next step scales, each with those of the parameters that it has."""
     several = [*optimizer] if isinstance(optimizer, list | tuple) else [optimizer]
     several = [] if optimizer is None else several
-    wanted = set(parameters)
-    found: dict[Tensor, list[Any]] = {}
+    wanted, owners = {id(p) for p in parameters}, []
     for each in several:
         if not isinstance(each, Fused):
             expected = "an optimizer of fusestep.nn.torch (not Thor), not what wraps one"
             reject(TypeError, _NORM, "optimizer", "has a wrong type", expected, type(each).__name__)
-        for p in chain.from_iterable(group["params"] for group in each.param_groups):
-            if p in wanted:
-                found.setdefault(p, []).append(each)
-    if several and any(p not in found for p in parameters if p.grad is not None):
+        every = chain.from_iterable(group["params"] for group in each.param_groups)
+        owners.append((each, [p for p in every if id(p) in wanted]))
+    found = {id(p) for _, own in owners for p in own}
+    if several and any(id(p) not in found for p in parameters if p.grad is not None):
         expected, got = "parameters of the optimizers", "one with a gradient that is in none"
         reject(ValueError, _NORM, "parameters", "are not those of optimizer", expected, got)
-    return found
+    return owners
 
 
 def _writable(where: str, gradient: Any) -> Tensor:

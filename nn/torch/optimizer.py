@@ -327,7 +327,7 @@ class Fused(_Base):
         gradients = tuple(map(_grad_of, parameters))
         factors = [factor]
         if self._clipping is not None:
-            factors = [factor * own for own in self._clipping.factors(parameters)]
+            factors = [factor * own for own in self._clipping.factors(parameters, gradients)]
         choices = [self.method(group).choice(group) for group in groups]
         before = Before.of(groups, choices, factors)
         lengths = [*map(len, map(_params_of, groups))]
