@@ -288,7 +288,7 @@ def test_an_earlier_run_is_shown_and_drawn(
     status, out, err = said(capsys, "rows/nn.LazyAdam", *earlier, "--plot", str(tmp_path / "x.svg"))
     assert (status, err) == (0, "")
     assert "rows/nn.LazyAdam" in out and "dense/nn.Adam" not in out
-    assert "numpy" in (tmp_path / "x.svg").read_text(encoding="utf-8")
+    assert "NumPy" in (tmp_path / "x.svg").read_text(encoding="utf-8")
     assert "dense/nn.Adam" in said(capsys, *earlier)[1]
     assert "dense/nn.Adam" in said(capsys, *earlier, "--scenario", "loop,busy")[1]
     for given, text in (

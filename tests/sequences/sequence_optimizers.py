@@ -93,9 +93,13 @@ class Trained:
         options = decayed_and_scaled(self.form) if number // 3 % 3 else {}
         options["skip_nonfinite"] = bool(rng.random() < 0.5)
         options["use_locking"] = bool(rng.random() < 0.2)
-        if rng.random() < 0.3 and self._dtype in (np.float16, arrays.BF16):
+        arguments = BY_NAME[name].arguments
+        is_16_bit = self._dtype in (np.float16, arrays.BF16)
+        if rng.random() < 0.3 and is_16_bit and "state_dtype" in arguments:
             options["state_dtype"] = np.float32
-        if "sparse_update" in BY_NAME[name].arguments and self.form != "Adam-lazy":
+        if rng.random() < 0.2 and "clipvalue" in arguments:
+            options[pick(rng, ("clipvalue", "clipnorm"))] = float(rng.uniform(0.2, 2.0))
+        if "sparse_update" in arguments and self.form != "Adam-lazy":
             options["sparse_update"] = pick(rng, ("lazy", "dense_equivalent"))
         if self.form not in OWN_RATE + FIXED_RATE and rng.random() < 0.6:
             options["learning_rate"] = pick(
@@ -328,6 +332,8 @@ class Trained:
         """Dense float32 and float64 parameters without a prologue of their own, or None."""
         has_reference = ALL_FORMS[self.form].reference not in ("", *_CANCELLING)
         if not has_reference or self._groups is not None or self._options.get("weight_decay"):
+            return None
+        if self._options.keys() & {"clipvalue", "clipnorm"}:
             return None
         step = int(before["global_step"][0])
         try:

@@ -78,7 +78,9 @@ class World:
         of_operators = range(seed % _PARTS, len(operators.NAMES), _PARTS)
         self._operators = [(operators.NAMES[i], DTYPES[i % len(DTYPES)]) for i in of_operators]
         self._operator = self._operators[0]
-        self._forms = range(seed % _PARTS, len(FORMS), _PARTS)
+        # Other seeds have the same forms in other dtypes.
+        begin = seed // _PARTS * len(FORMS)
+        self._forms = range(begin + seed % _PARTS, begin + len(FORMS), _PARTS)
 
     def perform(self, number: int) -> Iterator[str]:
         """One call: what it is, then a digest."""

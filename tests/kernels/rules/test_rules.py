@@ -329,6 +329,7 @@ def test_use_amsgrad_acts() -> None:
 def test_every_argument_of_an_optimizer_is_known() -> None:
     """A new argument must be added to a test of what it does."""
     tested = {*OPTIMIZER_OPTIONS, "sparse_update", "use_lazy", "use_amsgrad"}
+    tested |= {"clipvalue", "clipnorm"}  # in `test_keras`, with every class
     # What they do is no number: concurrency, errors, and steps that are skipped.
     elsewhere = {"params", "unknown", "use_locking", "use_offload", "skip_nonfinite"}
     for cls in CLASSES:
