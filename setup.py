@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 _WRITE = """
@@ -37,8 +38,21 @@ class Modules(build_py):
             )  # fmt: skip
 
 
+class Wheel(bdist_wheel):
+    """One for each platform, as its loops are, and for every Python."""
+
+    def finalize_options(self):
+        """As in setuptools."""
+        super().finalize_options()
+        self.root_is_pure = False
+
+    def get_tag(self):
+        """As in setuptools, without the version of Python."""
+        return "py3", "none", super().get_tag()[-1]
+
+
 parts = find_packages(
     include=[f"{name}*" for name in ("bench", "examples", "kernels", "nn", "ops")]
 )
 packages = ["fusestep", *(f"fusestep.{name}" for name in parts)]
-setup(packages=packages, cmdclass={"build_py": Modules})
+setup(packages=packages, cmdclass={"build_py": Modules, "bdist_wheel": Wheel})
