@@ -76,10 +76,7 @@ class Adam(Fused, torch.optim.Adam):
         sparse: Sparse | None = None, skip_nonfinite: bool = False,
         state_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
-        given = arguments(locals())
-        if not decoupled_weight_decay:  # PyTorch before 2.7 has none
-            del given["decoupled_weight_decay"]
-        super().__init__(**given)
+        super().__init__(**arguments(locals()))
 
     def method(self, group: Group) -> Method:
         """See `FusedOptimizer`."""
@@ -162,7 +159,7 @@ class AdamW(Fused, torch.optim.AdamW):
 
     def _complete(self, group: dict[str, Any]) -> None:
         super()._complete(group)
-        group["decoupled_weight_decay"] = True  # PyTorch before 2.7 does not say it
+        group["decoupled_weight_decay"] = True  # a state of PyTorch before 2.7 does not
 
 
 class SparseAdam(Fused, torch.optim.SparseAdam):
