@@ -187,7 +187,7 @@ def measured(
     steps = {label: samples[0] for label, samples in warm.samples.items()}
     if alike:
         steps = dict.fromkeys(steps, max(steps.values(), default=0.0))
-    if not steps:
+    if not steps or (alike and warm.lost):
         return warm
     chosen = (plan if scenario == "loop" else plan_of_turns)(steps, seconds)
     return interleave(contestants, chosen, warm.lost, lambda n: progress(n / chosen.rounds))

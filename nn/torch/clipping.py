@@ -20,7 +20,7 @@ from ...ops.runtime import check
 from ...ops.runtime.errors import reject
 from ...ops.runtime.row_tensor import RowTensor
 from ...ops.runtime.step import squares_at
-from .engine.memory import DTYPE_NAMES, DTYPES, array_of
+from .engine.memory import DTYPE_NAMES, DTYPES, array_of, is_single
 from .engine.part import number
 from .engine.tensors import is_part, local, rows_of, table_shape
 from .engine.threads import as_torch
@@ -292,8 +292,7 @@ def _owners(parameters: Sequence[Tensor], optimizer: Any) -> list[tuple[Any, lis
 def _writable(where: str, gradient: Any) -> Tensor:
     """The elements of a gradient, which can be written in place."""
     values: Tensor = gradient._values() if gradient.layout == torch.sparse_coo else gradient
-    axes = zip(values.shape, values.stride(), strict=True)
-    lies_on_itself = any(n > 1 and stride == 0 for n, stride in axes)
+    lies_on_itself = not is_single(values)
     if lies_on_itself or (values.is_inference() and not torch.is_inference_mode_enabled()):
         got = "elements that share memory" if lies_on_itself else "an inference tensor"
         reject(RuntimeError, where, "a gradient", "cannot be written", "memory of its own", got)

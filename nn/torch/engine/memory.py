@@ -144,15 +144,16 @@ def check_single(name: str, tensor: Tensor) -> None:
     Raises:
         RuntimeError: they do.
     """
-    if not _is_single(sorted(zip(tensor.stride(), tensor.shape, strict=True)), tensor.numel()):
+    if not is_single(tensor):
         raise RuntimeError(
             "unsupported operation: more than one element of the written-to tensor refers to a "
             f"single memory location: {name}"
         )
 
 
-def _is_single(dims: Sequence[tuple[int, int]], numel: int) -> bool:
-    """Whether all elements along strides and sizes, shortest strides first, lie apart."""
+def is_single(tensor: Tensor) -> bool:
+    """Whether all elements of a tensor lie apart."""
+    dims, numel = sorted(zip(tensor.stride(), tensor.shape, strict=True)), tensor.numel()
     reach, is_sure = 0, True  # of the elements along shorter strides
     for stride, n in dims:
         is_sure &= n < 2 or stride > reach

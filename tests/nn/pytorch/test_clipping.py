@@ -248,6 +248,9 @@ def spoiled(kind: str) -> list[Any]:
     elif kind == "itself":
         parameters.append(torch.nn.Parameter(torch.zeros(2, 2)))
         parameters[-1].grad = torch.ones(1, 2).expand(2, 2)
+    elif kind == "overlapping":
+        parameters.append(torch.nn.Parameter(torch.zeros(3, 2)))
+        parameters[-1].grad = torch.ones(4).as_strided((3, 2), (1, 1))
     elif kind == "inference":
         parameters.append(torch.nn.Parameter(torch.zeros(2)))
         with torch.inference_mode():
@@ -277,6 +280,7 @@ KINDS: dict[str, tuple[type[Exception], str]] = {
     "dtype": (RuntimeError, "wrong dtype"),
     "device": (RuntimeError, "wrong device"),
     "itself": (RuntimeError, "cannot be written"),
+    "overlapping": (RuntimeError, "cannot be written"),
     "inference": (RuntimeError, "cannot be written"),
     "no tensor": (TypeError, "parameter 4 has a wrong type"),
 }
