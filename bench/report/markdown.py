@@ -48,6 +48,7 @@ _SHOWN = (
 _SUMMARISED = ("loop", "busy", "pause20")
 _WITHOUT_SCHEMA = ("recommender", "scale-out", "scale-out-model")
 _LOST = "**{}**"
+_COLUMNS = 8  # more are cut off on a screen
 
 
 def rewritten(text: str, results: Path) -> str:
@@ -119,41 +120,46 @@ def _summary(data: dict[str, Any]) -> str:
 
 
 def _scenarios(data: dict[str, Any]) -> str:
-    """Median and percentiles of ours, the bound and each peer in all scenarios."""
-    points = _all(data)
-    rows = [[f"`{p['case']}`", size(p), name, *cells] for p, name, cells in table.spreads(points)]
-    head = ["case", "size", "of", *(IN_WORDS[name] for name in table.scenarios_of(points))]
-    return f"{markdown(head, rows, left=3)}\n\n{_setting(data)}"
+    """Of each case the times of all in all scenarios; without peers, ours and of the bound."""
+    if not data["peers"]:
+        return _across(data, lambda point: f"{point['bound']['value']:.0%}")
+    parts = []
+    for group in table.by_scenario(_all(data)):
+        point = next(iter(group.values()))
+        names = list(dict.fromkeys(name for p in group.values() for name in table.contestants(p)))
+        rows = [
+            [IN_WORDS[scenario], *(_time(found, name) for name in names)]
+            for scenario, found in group.items()
+        ]
+        parts += [f"`{point['case']}`, {size_in_words(point)}:", markdown(["", *names], rows)]
+    return "\n\n".join([*parts, _setting(data)])
 
 
 def _beside_torch(data: dict[str, Any]) -> str:
     """Times in all scenarios, and how much faster than PyTorch's, in its own process or in ours."""
-    names = table.scenarios_of(_all(data))
     torch = "torch" if "torch" in data["peers"] else SAME_PROCESS
-    rows = [
-        [
-            *_names(group, "dtype"),
-            *(
-                cell
-                for point in map(group.get, names)
-                for cell in (_time(point), table.speedup(point, torch, _LOST))
-            ),
-        ]
-        for group in table.by_scenario(_all(data))
-    ]
-    of_scenarios = (cell for name in names for cell in (IN_WORDS[name], "x torch"))
-    head = ["case", "size", "dtype", *of_scenarios]
-    return f"{markdown(head, rows, left=3)}\n\n{_setting(data)}"
+    return _across(data, lambda point: table.speedup(point, torch, _LOST))
 
 
-def _names(group: dict[str, Point], *keys: str) -> list[str]:
-    """What points have in common that differ in their scenario only."""
-    point = next(iter(group.values()))
-    return [f"`{point['case']}`", size(point), *(str(point[key]) for key in keys)]
+def _across(data: dict[str, Any], ratio: Callable[[Point], str]) -> str:
+    """A column for each scenario: our time, and a ratio in brackets."""
+    points = _all(data)
+    names = table.scenarios_of(points)
+    rows = []
+    for group in table.by_scenario(points):
+        point = next(iter(group.values()))
+        dtype = "" if point["dtype"] == "float32" else f", {point['dtype']}"
+        found = map(group.get, names)
+        cells = (f"{_time(p)} ({ratio(p)})" if p else "n/a" for p in found)
+        rows.append([f"`{point['case']}`", f"{size(point)}{dtype}", *cells])
+    head = ["case", "size", *(IN_WORDS[name] for name in names)]
+    return f"{markdown(head, rows, left=2)}\n\n{_setting(data)}"
 
 
-def _time(point: Point | None) -> str:
-    return seconds(point["times"][OURS]["median"]) if point else "n/a"
+def _time(point: Point | None, of: str = OURS) -> str:
+    """The median of a contestant."""
+    label = table.contestants(point).get(of) if point else None
+    return seconds(point["times"][label]["median"]) if point and label else "n/a"
 
 
 def _recommender(data: dict[str, Any]) -> str:
@@ -204,44 +210,67 @@ def _usual(data: dict[str, Any]) -> list[Point]:
     ]
 
 
-def _of_points(points: list[Point], *columns: str) -> str:
-    """Figures of points; ``columns`` are keys of a point that are shown beside its case."""
+def _of_points(points: list[Point], **columns: Callable[[Point], str]) -> str:
+    """Figures of points; ``columns`` by their heads, beside the case.
+
+    Peers get a table of their own where one would be too wide.
+    """
     peers = table.peers_of(points)
-    rows = []
-    for point in points:
-        shown = (str(point[column]) for column in columns)
-        rows.append(
-            [f"`{point['case']}`", *shown, _time(point), *table.figures(point, peers, _LOST)]
-        )
-    head = ["case", *columns, "time", "GB/s", "of bound", *(f"x {peer}" for peer in peers)]
-    return markdown(head, rows, left=1 + len(columns))
+    names = [[f"`{p['case']}`", *(column(p) for column in columns.values())] for p in points]
+    ours = [[_time(point), *table.figures(point, (), _LOST)] for point in points]
+    theirs = [[table.speedup(point, peer, _LOST) for peer in peers] for point in points]
+    first, left = ["case", *columns], 1 + len(columns)
+    heads = ["time", "GB/s", "of bound"], [f"x {peer}" for peer in peers]
+    if left + sum(map(len, heads)) <= _COLUMNS:
+        rows = [[*name, *own, *other] for name, own, other in zip(names, ours, theirs, strict=True)]
+        return markdown([*first, *heads[0], *heads[1]], rows, left)
+    rows = [[*name, *own] for name, own in zip(names, ours, strict=True)]
+    beside = [
+        [*name, *other]
+        for name, other, point in zip(names, theirs, points, strict=True)
+        if point["peers"]
+    ]
+    of_peers = markdown([*first, *heads[1]], beside, left)
+    return f"{markdown([*first, *heads[0]], rows, left)}\n\n{of_peers}"
 
 
 def _sizes(data: dict[str, Any]) -> str:
-    """Time and share of the bound of the dense float32 cases, a column for each size."""
+    """Time and share of the bound of the dense float32 cases, a column for each size.
+
+    Then, for each peer, how many times faster.
+    """
     points = [point for point in _plain(data) if point["case"].startswith("dense/")]
-    sizes = [point["size"] for point in sorted(points, key=lambda point: point["bytes"])]
-    columns = sorted(dict.fromkeys(sizes), key=number)
-    cells: dict[str, dict[str, str]] = {}
+    cases: dict[str, dict[str, Point]] = {}
     for point in points:
-        cells.setdefault(point["case"], {})[point["size"]] = f"{_time(point)}, {table.share(point)}"
-    rows = [
-        [f"`{name}`", *(found.get(column, "") for column in columns)]
-        for name, found in cells.items()
-        if len(found) > 1
-    ]
-    return markdown(["case", *columns], rows)
+        cases.setdefault(point["case"], {})[point["size"]] = point
+    columns = sorted(dict.fromkeys(point["size"] for point in points), key=number)
+
+    def of_each(cell: Callable[[Point], str], head: str) -> str:
+        rows = (
+            [f"`{name}`", *(cell(found[size]) if size in found else "" for size in columns)]
+            for name, found in cases.items()
+            if len(found) > 1
+        )
+        return markdown([head, *columns], rows)
+
+    faster = (
+        of_each(partial(table.speedup, peer=peer, lost=_LOST), f"x {peer}")
+        for peer in table.peers_of(points)
+    )
+    own = of_each(lambda point: f"{_time(point)}, {table.share(point)}", "case")
+    return "\n\n".join([own, *faster])
 
 
 def _rows(data: dict[str, Any]) -> str:
     """Row cases at all sizes and distributions."""
     points = [point for point in _plain(data) if point["case"].startswith("rows/")]
-    return _of_points(points, "size", "indices")
+    return _of_points(points, size=size)
 
 
 def _dtypes(data: dict[str, Any]) -> str:
     """Points in 16 bit."""
-    return _of_points([p for p in _measured(data) if p["dtype"] != "float32"], "size", "dtype")
+    points = [point for point in _measured(data) if point["dtype"] != "float32"]
+    return _of_points(points, size=size, dtype=lambda point: str(point["dtype"]))
 
 
 def _scaling(data: dict[str, Any]) -> str:
@@ -264,29 +293,20 @@ def _scaling(data: dict[str, Any]) -> str:
     return markdown(head, rows, left=2)
 
 
-def _losses(data: dict[str, Any]) -> str:
-    """Everything that falls short."""
-    points = _measured(data)
-    rows = [
-        [f"`{p['case']}`", size(p), p["dtype"], str(p["threads"]), "; ".join(p["losses"])]
-        for p in points
-        if p["losses"]
-    ]
-    head = ["case", "size", "dtype", "threads", "measured"]
-    found = f"{len(rows)} of the {len(points)} points of this run fall short:"
-    return f"{found}\n\n{markdown(head, rows, left=len(head))}"
-
-
 def _memory(data: dict[str, Any]) -> str:
-    """What a step needs beside its arrays: ours, and the fastest form of each peer."""
+    """What a step needs beside its arrays: ours, and the fastest form of each known peer."""
     points = _usual(data)
-    peers = table.peers_of(points)
-    rows = []
-    for point in points:
-        labels, needed = table.contestants(point), point["memory"]
-        of_peers = (table.memory(needed.get(labels[p])) if p in labels else "" for p in peers)
-        rows.append([f"`{point['case']}`", table.memory(needed[OURS]), *of_peers])
-    return markdown(["case", "fusestep", *peers], rows)
+    needed = [
+        {name: p["memory"].get(label) for name, label in table.contestants(p).items()}
+        for p in points
+    ]
+    known = {name for found in needed for name, count in found.items() if count is not None}
+    names = [OURS, *(peer for peer in table.peers_of(points) if peer in known)]
+    rows = [
+        [f"`{point['case']}`", *(table.memory(found[n]) if n in found else "" for n in names)]
+        for point, found in zip(points, needed, strict=True)
+    ]
+    return markdown(["case", *names], rows)
 
 
 # -- cases that are no steps of one optimizer -----------------------------------------------------
@@ -348,7 +368,7 @@ def _training(data: dict[str, Any]) -> str:
             lost = _LOST if times[ours] > limits[ours] else "{}"
             cells += [seconds(times[ours]), lost.format(f"{times[theirs] / times[ours]:.2f}")]
         rows.append([name, IN_WORDS[scenario], *cells])
-    return markdown(["model", "scenario", "step", "x torch", "iteration", "x torch"], rows)
+    return markdown(["model", "scenario", "step", "x torch", "iteration", "x torch"], rows, left=2)
 
 
 _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -365,7 +385,6 @@ _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "rows": _rows,
     "dtypes": _dtypes,
     "scaling": _scaling,
-    "losses": _losses,
     "memory": _memory,
     "far-rows": _far_rows,
     "first-step": partial(_with_limits, name="first-step"),

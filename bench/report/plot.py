@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_WIDTH, _LINE, _MANY = 12.0, 0.24, 10  # inches; more lines than colours there are
-_NARROW = 5.6  # inches of bars: about the width of a phone
+_NARROW = 5.6  # inches: about the width of a phone
+_PANEL, _LINE = 3.2, 0.24  # inches
 _NAMES = {
     "numpy": "NumPy", "torch": "PyTorch", "mindspore": "MindSpore", "mxnet": "MXNet",
     "deepspeed": "DeepSpeed", "fbgemm": "FBGEMM",
@@ -28,10 +28,10 @@ Points = list[dict[str, Any]]
 def draw(document: dict[str, Any], path: Path) -> None:
     """Draw the points of a results document; the ending of ``path`` says in which format.
 
-    Cases that were measured at several sizes are lines over the bytes that a step moves, one
-    panel for the bound and one for each peer; cases of one size are dots, a row for each. A single
-    case with peers is drawn as bars: its time, and that of each peer's fastest form, a panel for
-    each scenario, one below the other, in letters that can be read on a phone.
+    Panels lie one below the other, as wide as a phone. Cases that were measured at several sizes
+    are lines over the bytes that a step moves, in a panel for the bound and in one for each peer;
+    cases of one size are dots, a row for each. A single case with peers is drawn as bars: its time,
+    and that of each peer's fastest form, a panel for each scenario.
     """
     from matplotlib import rc_context
 
@@ -87,31 +87,29 @@ def _panels(points: Points) -> Figure:
     curves = {name: points for name, points in series.items() if len(points) > 1}
     single = {name: points[0] for name, points in series.items() if len(points) == 1}
     peers = list(dict.fromkeys(p for points in series.values() for x in points for p in x["peers"]))
-    rows = (len(peers) + 2) // 2
-    parts = [4.0 * rows] * bool(curves) + [_LINE * len(single) + 1.5] * bool(single)
-    figure = Figure(figsize=(_WIDTH, max(sum(parts), 2.0)), layout="constrained")
-    grids = list(
-        figure.subfigures(len(parts) or 1, 1, height_ratios=parts or [1], squeeze=False).flat
+    drawn = [peer for peer in peers if any(peer in x["peers"] for c in curves.values() for x in c)]
+    heights = [_PANEL] * (1 + len(drawn)) * bool(curves)
+    heights += [_LINE * len(single) + 1.0] * (1 + bool(peers)) * bool(single)
+    figure = Figure(figsize=(_NARROW, sum(heights) + 0.5), layout="constrained")
+    axes = iter(
+        figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
+        if heights
+        else ()
     )
     if curves:
-        axes = grids.pop(0).subplots(rows, 2, squeeze=False).flat
-        for against, axis in zip([None, *peers], axes, strict=False):
-            _curves(axis, curves, against)
-        for axis in axes:
-            axis.set_axis_off()
+        for against in (None, *drawn):
+            _curves(next(axes), curves, against)
     if single:
-        left, right = grids.pop(0).subplots(1, 2, sharey=True)
-        _dots(left, single, None)
-        left.set(xlim=(0, 125), xlabel="% of the bound")
-        left.invert_yaxis()
-        for peer in peers:
-            _dots(right, single, peer)
-        right.axvline(1, color="black", linewidth=0.8)
-        right.set(xscale="log", xlabel="times faster than the fastest form of")
-        for axis in (left, right):
-            axis.grid(axis="y", linewidth=0.3)
+        axis = next(axes)
+        _dots(axis, single, None)
+        axis.set(xlim=(0, 125), xlabel="% of the bound")
         if peers:
-            right.legend(fontsize="small")
+            axis = next(axes)
+            for peer in peers:
+                _dots(axis, single, peer)
+            axis.axvline(1, color="black", linewidth=0.8)
+            axis.set(xscale="log", xlabel="times faster than the fastest form of")
+            axis.legend(fontsize="small")
     return figure
 
 
@@ -142,10 +140,10 @@ def _curves(axis: Axes, curves: dict[str, Points], peer: str | None) -> None:
         for share, style in ((100, "-"), (100 * OF_BOUND, ":")):
             axis.axhline(share, color="black", linewidth=0.8, linestyle=style)
         axis.set(ylim=(0, 125), ylabel="% of the bound")
-        axis.legend(fontsize="xx-small", ncols=1 + len(curves) // _MANY)
+        axis.legend(fontsize="small", ncols=2)
     else:
         axis.axhline(1, color="black", linewidth=0.8)
-        axis.set(yscale="log", ylabel=f"times faster than {peer}")
+        axis.set(yscale="log", ylabel=f"times faster than {_NAMES.get(peer, peer)}")
 
 
 def _dots(axis: Axes, single: dict[str, dict[str, Any]], peer: str | None) -> None:
