@@ -72,7 +72,13 @@ def prepare_folder(folder: Path, option: str = "--output") -> None:
             pass
 
 
-def save(folder: Path, corpus: Corpus, model: SkipGram, history: History, title: str) -> None:
+def save(
+    folder: Path,
+    corpus: Corpus,
+    model: SkipGram,
+    histories: dict[str, History],
+    guess: float,
+) -> None:
     """Writes the vectors, the vocabulary and the loss curve; each file appears whole or not at all.
 
     Row ``i`` of the two tables in the vector file belongs to word ``i`` of the vocabulary.
@@ -85,7 +91,7 @@ def save(folder: Path, corpus: Corpus, model: SkipGram, history: History, title:
     with _writing(folder):
         write_atomically(folder / VECTORS, to_safetensors(tables))
         write_atomically(folder / VOCABULARY, json.dumps(vocabulary, ensure_ascii=False).encode())
-        write_atomically(folder / CURVE, loss_curve(history, title))
+        write_atomically(folder / CURVE, loss_curve(histories, guess))
 
 
 @contextmanager
@@ -118,21 +124,24 @@ def _umask() -> int:
     return mask
 
 
-def loss_curve(history: History, title: str) -> bytes:
-    """A PNG of the training loss and of the held-out loss over the number of pairs."""
+def loss_curve(histories: dict[str, History], guess: float) -> bytes:
+    """A PNG of the held-out loss over the seconds of training, a line for each optimizer.
+
+    Args:
+        histories: by the name of the optimizer.
+        guess: the loss of guesses by frequency alone.
+    """
     # Not pyplot: so it needs no display, and nobody's open figures and backend are touched.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()
-    pairs = history.batch * np.arange(1, len(history.losses) + 1) / 1e6
-    axes.plot(pairs, history.losses, color="0.8", linewidth=0.6, label="training, one step")
-    width = max(1, len(history.losses) // 50)
-    smooth = np.convolve(history.losses, np.full(width, 1 / width), mode="valid")
-    axes.plot(pairs[width - 1 :], smooth, color="C0", label=f"training, mean of {width} steps")
-    seen, held_out = np.array(history.held_out).T
-    axes.plot(seen / 1e6, held_out, "o-", color="C1", markersize=3, label="held out")
-    axes.set(title=title, xlabel="million word pairs", ylabel="loss per pair (nats)")
+    for name, history in histories.items():
+        _, seconds, losses = zip(*history.held_out, strict=True)
+        axes.plot(seconds, losses, "o-", markersize=3, label=name)
+    axes.axhline(guess, color="0.5", linestyle=":", label="guesses by frequency alone")
+    axes.set(title="The same word vectors", xlabel="seconds of training")
+    axes.set_ylabel("held-out loss per pair (nats)")
     axes.grid(alpha=0.3)
     axes.legend()
     png = io.BytesIO()

@@ -57,7 +57,8 @@ class NegativeSampler:
 
     def __init__(self, counts: NDArray[np.int64], power: float = 0.75) -> None:
         weights = counts.astype(np.float64) ** power
-        self._threshold, self._alias = _alias_table(weights * (len(counts) / weights.sum()))
+        self.shares: NDArray[np.float64] = weights / weights.sum()
+        self._threshold, self._alias = _alias_table(len(counts) * self.shares)
 
     def draw(self, shape: tuple[int, ...], rng: np.random.Generator) -> NDArray[np.int32]:
         """Independent draws with replacement."""
@@ -132,6 +133,14 @@ class PairStream:
         """Near enough to plan with: every surviving word has ``window + 1`` pairs on average."""
         survivors = sum(float(self._keep[document].sum()) for document in self._documents)
         return int(survivors * (self._window + 1))
+
+    def word_shares(self) -> NDArray[np.float64]:
+        """``[V]`` the shares of the words in the thinned documents."""
+        counts = np.zeros(len(self._keep))
+        for document in self._documents:
+            counts += np.bincount(document, minlength=len(counts))
+        counts *= self._keep
+        return counts / counts.sum()
 
     def batches(self, size: int) -> Iterator[Pairs]:
         """Batches of exactly ``size`` pairs; ends only when a whole epoch holds no pair."""

@@ -108,3 +108,25 @@ def mean_loss(model: SkipGram, batch: Batch, piece: int = 8192) -> float:
     """The mean loss over a batch of any size, in bounded memory."""
     total = sum(float(model.losses(part).sum(dtype=np.float64)) for part in split(batch, piece))
     return total / len(batch.centers)
+
+
+def mean_guess_loss(
+    batch: Batch, observed: NDArray[np.float64], drawn: NDArray[np.float64]
+) -> float:
+    """The mean loss of the best scores that depend on the target alone.
+
+    These are ``log(observed / (K drawn))``: whether a target is true or one of ``K`` negatives is
+    then judged by how often it occurs as each.
+
+    Args:
+        batch: of true pairs and negatives.
+        observed: ``[V]`` the shares of the words among true neighbours.
+        drawn: ``[V]`` their shares among negatives.
+    """
+    n_negatives = batch.targets.shape[1] - 1
+    with np.errstate(divide="ignore"):
+        scores = np.log(observed) - np.log(n_negatives * drawn)
+    scores = np.maximum(scores, -50.0)  # of a word that is never a neighbour: -infinity
+    ones = np.ones((len(batch.centers), 1))
+    losses, _ = _loss_and_score_gradient(ones, scores[batch.targets][..., None], batch)
+    return float(losses.mean())

@@ -11,17 +11,18 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from statistics import median
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from .. import nn, ops
+from .. import get_num_threads, nn, ops
 from .corpus import Corpus
 from .errors import DemoError
 from .sampling import Batch, NegativeSampler, Pairs, PairStream, keep_probabilities, with_negatives
-from .skipgram import SkipGram, mean_loss, split
+from .skipgram import FloatArray, SkipGram, mean_guess_loss, mean_loss, split
 
 OPTIMIZERS = ("lazy", "fused", "dense")
+TORCH = "torch"
 MAX_EPOCHS = 20  # a short text is not repeated more often than this
 MIN_STEPS = 500  # a short text gets smaller batches rather than fewer steps
 MIN_BATCH, HELD_OUT_PAIRS, MEASUREMENTS = 64, 20_000, 20
@@ -36,8 +37,8 @@ class Settings:
 
     Attributes:
         optimizer: ``"lazy"`` (`nn.LazyAdam`: only the rows of the batch move), ``"fused"``
-            (`nn.Adam` on row-sparse gradients: all rows move, as with dense ones) or
-            ``"dense"`` (`nn.Adam` on ``[V, D]`` gradients).
+            (`nn.Adam` on row-sparse gradients: all rows move, as with dense ones), ``"dense"``
+            (`nn.Adam` on ``[V, D]`` gradients) or ``"torch"`` (PyTorch's `SparseAdam`).
         dim: length of a word vector.
         pairs: how many true pairs to train on.
         learning_rate: at the start.
@@ -61,6 +62,14 @@ class Settings:
     time_limit: float = 100.0
 
 
+class Measurement(NamedTuple):
+    """The loss on held-out text after so many pairs and seconds of training."""
+
+    pairs: int
+    seconds: float
+    loss: float
+
+
 @dataclass
 class History:
     """What happened during the training.
@@ -68,15 +77,15 @@ class History:
     Attributes:
         batch: pairs per step.
         losses: mean loss of every step.
-        held_out: ``(pairs seen, held-out loss)``; the first is that of the untrained vectors.
-        seconds: of the training.
+        held_out: the first is that of the untrained vectors.
+        seconds: of the training, without the measurements.
         optimizer_seconds: the part of them between the gradients of the rows and the new tables.
         stopped: why the training ended early, or an empty string.
     """
 
     batch: int
     losses: list[float] = field(default_factory=list)
-    held_out: list[tuple[int, float]] = field(default_factory=list)
+    held_out: list[Measurement] = field(default_factory=list)
     seconds: float = 0.0
     optimizer_seconds: float = 0.0
     stopped: str = ""
@@ -87,10 +96,14 @@ class History:
         return self.batch * len(self.losses)
 
     @property
+    def best(self) -> Measurement:
+        """With the lowest loss."""
+        return min(self.held_out, key=lambda measurement: measurement.loss)
+
+    @property
     def stands_still(self) -> bool:
         """Whether the last measurements on held-out text brought no lower loss."""
-        losses = [loss for _, loss in self.held_out]
-        return len(losses) - 1 - losses.index(min(losses)) >= PATIENCE
+        return len(self.held_out) - 1 - self.held_out.index(self.best) >= PATIENCE
 
 
 class StopOnInterrupt:
@@ -130,15 +143,15 @@ class StopOnInterrupt:
 class Trainer:
     """Word vectors of a corpus in the making.
 
-    Everything random comes from ``settings.seed``, with one generator per purpose, so that the
-    three optimizers see the same batches.
+    Everything random comes from ``settings.seed``, with one generator per purpose, so that all
+    optimizers see the same batches.
 
     Raises:
         DemoError: the text holds no pairs to train on or to measure with.
     """
 
     def __init__(self, corpus: Corpus, settings: Settings) -> None:
-        self._settings = settings
+        self.settings = settings
         seeds = np.random.SeedSequence(settings.seed).spawn(4)
         start, self._pair_rng, self._negative_rng, held_out_rng = map(np.random.default_rng, seeds)
         self.model = SkipGram(len(corpus.words), settings.dim, start)
@@ -152,6 +165,7 @@ class Trainer:
         batch = min(settings.batch, max(MIN_BATCH, planned // MIN_STEPS))
         self.n_steps = max(1, planned // batch)
         self.history = History(batch)
+        self._best: list[FloatArray] = []
         self._step = make_step(settings, self.model, self.n_steps)
 
     @property
@@ -162,22 +176,25 @@ class Trainer:
     @property
     def is_row_sparse(self) -> bool:
         """Whether the optimizer is given row-sparse gradients."""
-        return self._settings.optimizer != "dense"
+        return self.settings.optimizer != "dense"
 
-    def train(self, progress: Callable[[History], None]) -> History:
+    def train(self, progress: Callable[[History], None], steps: int | None = None) -> History:
         """Runs all steps, or until Ctrl-C, the time limit, or a held-out loss that stands still.
+
+        The tables are then those of the lowest held-out loss.
 
         Args:
             progress: called after every step.
+            steps: at most so many; all that are planned if None.
         """
         history = self.history
         measure_every = max(1, self.n_steps // MEASUREMENTS)
         self._measure()
-        begin = time.perf_counter()
         with StopOnInterrupt() as interrupt:
-            for pairs in islice(self._batches(), self.n_steps):
+            begin = time.perf_counter()
+            for pairs in islice(self._batches(), steps or self.n_steps):
                 self._one_step(pairs)
-                history.seconds = time.perf_counter() - begin
+                history.seconds += time.perf_counter() - begin
                 if len(history.losses) % measure_every == 0:
                     self._measure()
                 progress(history)
@@ -185,13 +202,20 @@ class Trainer:
                     history.stopped = "the held-out loss does not fall any more"
                 elif interrupt.requested:
                     history.stopped = "interrupted"
-                elif history.seconds > self._settings.time_limit:
-                    history.stopped = f"time limit of {self._settings.time_limit:g} s"
+                elif history.seconds > self.settings.time_limit:
+                    history.stopped = f"time limit of {self.settings.time_limit:g} s"
                 if history.stopped:
                     break
-        if history.held_out[-1][0] != history.pairs:
+                begin = time.perf_counter()
+        if history.held_out[-1].pairs != history.pairs:
             self._measure()
+        for table, best in zip(self.model.parameters, self._best, strict=True):
+            table.data[:] = best
         return history
+
+    def guess_loss(self) -> float:
+        """The held-out loss of a model that knows how frequent words are, and nothing else."""
+        return mean_guess_loss(self.held_out, self._stream.word_shares(), self._sampler.shares)
 
     def dense_seconds(self) -> float:
         """What the optimizer would have taken for the same steps with dense gradients.
@@ -199,7 +223,7 @@ class Trainer:
         An estimate: a few such steps of copies of the tables are measured.
         """
         model = copy.deepcopy(self.model)
-        step = make_step(replace(self._settings, optimizer="dense"), model, 1 + DENSE_STEPS)
+        step = make_step(replace(self.settings, optimizer="dense"), model, 1 + DENSE_STEPS)
         _, gradients = model.gradients(next(split(self.held_out, self.history.batch)))
         seconds = []
         for _ in range(1 + DENSE_STEPS):
@@ -209,7 +233,7 @@ class Trainer:
         return median(seconds[1:]) * len(self.history.losses)
 
     def _one_step(self, pairs: Pairs) -> None:
-        settings, history = self._settings, self.history
+        settings, history = self.settings, self.history
         batch = with_negatives(pairs, self._sampler, settings.negatives, self._negative_rng)
         loss, gradients = self.model.gradients(batch)
         begin = time.perf_counter()
@@ -218,8 +242,11 @@ class Trainer:
         history.losses.append(loss)
 
     def _measure(self) -> None:
+        history = self.history
         loss = mean_loss(self.model, self.held_out)
-        self.history.held_out.append((self.history.pairs, loss))
+        history.held_out.append(Measurement(history.pairs, history.seconds, loss))
+        if history.best is history.held_out[-1]:
+            self._best = [table.data.copy() for table in self.model.parameters]
 
     def _batches(self) -> Iterator[Pairs]:
         found = False
@@ -235,7 +262,7 @@ class Trainer:
         pairs = next(stream.batches(size), None)
         if pairs is None:
             raise DemoError("the text is too short to train on: nothing is left to measure with")
-        return with_negatives(pairs, self._sampler, self._settings.negatives, rng)
+        return with_negatives(pairs, self._sampler, self.settings.negatives, rng)
 
 
 def make_step(
@@ -247,9 +274,34 @@ def make_step(
     """
     start = settings.learning_rate
     rates = np.linspace(start, FINAL_RATE * start, n_steps, dtype=np.float32)
+    if settings.optimizer == TORCH:
+        return _torch_step(model, rates)
     if settings.optimizer == "lazy":
         return nn.LazyAdam(model.parameters, learning_rate=rates)
     adam = nn.Adam(model.parameters, learning_rate=rates)
     if settings.optimizer == "fused":
         return adam
     return lambda gradients: adam(tuple(gradient.to_dense() for gradient in gradients))
+
+
+def _torch_step(
+    model: SkipGram, rates: FloatArray
+) -> Callable[[tuple[ops.RowTensor, ops.RowTensor]], Any]:
+    """The same with PyTorch's SparseAdam, on as many threads, in the memory of the tables."""
+    import torch
+
+    torch.set_num_threads(get_num_threads())
+    tables = [torch.from_numpy(table.data) for table in model.parameters]
+    optimizer = torch.optim.SparseAdam(tables, lr=rates[0])
+    rate = iter(rates.tolist())
+
+    def step(gradients: tuple[ops.RowTensor, ops.RowTensor]) -> None:
+        optimizer.param_groups[0]["lr"] = next(rate)
+        for table, gradient in zip(tables, gradients, strict=True):
+            indices, values = map(torch.from_numpy, (gradient.indices, gradient.values))
+            table.grad = torch.sparse_coo_tensor(
+                indices[None], values, table.shape, check_invariants=False
+            )
+        optimizer.step()
+
+    return step

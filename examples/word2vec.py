@@ -15,7 +15,9 @@ import io
 import os
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from .. import get_num_threads, set_num_threads
@@ -23,15 +25,16 @@ from .corpus import Corpus, read_standard_library, read_text
 from .errors import DemoError, status_of
 from .options import integer, positive
 from .report import choose_queries, nearest_neighbours, prepare_folder, save
-from .training import DENSE_STEPS, MAX_EPOCHS, OPTIMIZERS, History, Settings, Trainer
+from .training import DENSE_STEPS, MAX_EPOCHS, OPTIMIZERS, TORCH, History, Settings, Trainer
 
 MIN_COUNT = 2
 MAX_DIM = 1024
 QUICK = Settings(dim=32, pairs=5_000_000, learning_rate=0.01, time_limit=12.0)
 TITLES = {
-    "lazy": "LazyAdam, row-sparse gradients",
-    "fused": "Adam, row-sparse gradients",
-    "dense": "Adam, dense gradients",
+    "lazy": "fusestep LazyAdam",
+    "fused": "fusestep Adam, row-sparse gradients",
+    "dense": "fusestep Adam, dense gradients",
+    TORCH: "PyTorch SparseAdam",
 }
 
 
@@ -46,8 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="lazy: only the rows of the batch move; fused: all rows, from row-sparse gradients; "
         "dense: all rows, from dense gradients (default: lazy)",
     )
+    add(
+        "--alone",
+        action="store_true",
+        help="do not train a second time with PyTorch's SparseAdam, where PyTorch is installed",
+    )
     add("--text", metavar="FILE", help="train on this UTF-8 text (default: Python's own sources)")
-    add("--quick", action="store_true", help="a smaller run, about 15 seconds")
+    add("--quick", action="store_true", help="a smaller run, some 15 seconds with each optimizer")
     add(
         "--dim",
         type=integer(1, MAX_DIM),
@@ -90,10 +98,16 @@ def _run(args: argparse.Namespace) -> None:
     prepare_folder(folder)
     trainer = Trainer(corpus, settings)
     print_plan(corpus, trainer, settings)
-    history = _train(trainer)
-    print_report(corpus, trainer, history)
-    save(folder, corpus, trainer.model, history, f"word2vec, {TITLES[settings.optimizer]}")
-    print(f"\nvectors, vocabulary and loss curve are in {folder}{os.sep}")
+    histories = {TITLES[settings.optimizer]: _train(trainer)}
+    if settings.optimizer == "lazy" and not args.alone and find_spec("torch"):
+        steps = len(trainer.history.losses)
+        histories[TITLES[TORCH]] = _train(
+            Trainer(corpus, replace(settings, optimizer=TORCH)), steps
+        )
+    print_neighbours(corpus, trainer)
+    print_comparison(trainer, histories)
+    save(folder, corpus, trainer.model, histories, trainer.guess_loss())
+    print(f"\nvectors, vocabulary and a picture of the losses are in {folder}{os.sep}")
     print(f"{time.perf_counter() - begin:.1f} s in all")
 
 
@@ -112,11 +126,13 @@ def settings_of(args: argparse.Namespace) -> Settings:
     return replace(QUICK if args.quick else Settings(), **chosen)
 
 
-def _train(trainer: Trainer) -> History:
+def _train(trainer: Trainer, steps: int | None = None) -> History:
     from tqdm import tqdm
 
+    planned = trainer.history.batch * (steps or trainer.n_steps)
     bar = tqdm(
-        total=trainer.planned_pairs,
+        total=planned,
+        desc=TITLES[trainer.settings.optimizer],
         unit=" pairs",
         unit_scale=True,
         # A log file gets a line now and then instead of ten a second.
@@ -129,7 +145,7 @@ def _train(trainer: Trainer) -> History:
             bar.set_postfix_str(f"loss {history.losses[-1]:.3f}, optimizer {share:.0%}", False)
             bar.update(history.batch)
 
-        return trainer.train(progress)
+        return trainer.train(progress, steps)
 
 
 def print_plan(corpus: Corpus, trainer: Trainer, settings: Settings) -> None:
@@ -145,24 +161,43 @@ def print_plan(corpus: Corpus, trainer: Trainer, settings: Settings) -> None:
     )
 
 
-def print_report(corpus: Corpus, trainer: Trainer, history: History) -> None:
-    """Speed, held-out loss and nearest neighbours."""
-    if history.stopped:
-        print(f"stopped     {history.stopped}, after {history.pairs:,} pairs")
-    share = history.optimizer_seconds / max(history.seconds, 1e-9)
-    rate = history.pairs / max(history.seconds, 1e-9)
-    print(f"speed       {rate:,.0f} pairs/s, {share:.0%} of the time in the optimizer")
-    untrained, trained = history.held_out[0][1], history.held_out[-1][1]
-    if trainer.is_row_sparse:
-        dense, ours = f"{trainer.dense_seconds():.3g} s", f"{history.optimizer_seconds:.3g} s"
-        of_steps = f"(from {DENSE_STEPS} such steps)"
-        print(f"estimate    with dense gradients {dense} in the optimizer, not {ours} {of_steps}")
-    print(f"held out    loss {trained:.3f} per pair, untrained {untrained:.3f}")
+def print_neighbours(corpus: Corpus, trainer: Trainer) -> None:
+    """For some words, those that are used most like them."""
     vectors = trainer.model.center.data
-    neighbours = nearest_neighbours(corpus.words, vectors, choose_queries(corpus))
-    print("\nnearest neighbours")
-    for word, near in neighbours.items():
+    print("\nwords that are used alike")
+    found = nearest_neighbours(corpus.words, vectors, choose_queries(corpus))
+    for word, near in found.items():
         print(f"  {word:12s} {', '.join(near)}")
+
+
+def print_comparison(trainer: Trainer, histories: dict[str, History]) -> None:
+    """Time and held-out loss of each optimizer, and what the loss is measured by."""
+    for history in histories.values():
+        if history.stopped:
+            print(f"\nstopped     {history.stopped}, after {history.pairs:,} pairs")
+            break
+    width = max(len(name) for name in (*histories, _DENSE))
+    print(f"\n{'':{width}s}  in the optimizer   whole training   held-out loss per pair")
+    for name, seconds, whole, loss in _lines(trainer, histories):
+        print(f"{name:{width}s}  {seconds:>16s}   {whole:>14s}   {loss}".rstrip())
+    if trainer.is_row_sparse:
+        print(f"* estimated from {DENSE_STEPS} such steps")
+
+
+_DENSE = "the same with dense gradients *"
+
+
+def _lines(trainer: Trainer, histories: dict[str, History]) -> Iterator[tuple[str, str, str, str]]:
+    for name, history in histories.items():
+        times = f"{history.optimizer_seconds:.1f} s", f"{history.seconds:.1f} s"
+        yield (name, *times, f"{history.best.loss:.3f}")
+    if trainer.is_row_sparse:
+        history = trainer.history
+        dense = trainer.dense_seconds()
+        whole = history.seconds - history.optimizer_seconds + dense
+        yield _DENSE, f"{dense:.1f} s", f"{whole:.1f} s", ""
+    yield "guesses by frequency alone", "", "", f"{trainer.guess_loss():.3f}"
+    yield "untrained", "", "", f"{trainer.history.held_out[0].loss:.3f}"
 
 
 def _require_libraries() -> None:

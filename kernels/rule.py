@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from itertools import starmap
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -202,9 +203,13 @@ def factors(rule: Rule, sums: np.ndarray, known: Sequence[Mapping[str, float]]) 
     ``known`` has for each tensor what `Rule.takes` names.
     """
     assert rule.factor is not None
-    tensors = zip(sums.tolist(), known, strict=True)
-    found = [rule.factor(*own, *(names[name] for name in rule.takes)) for own, names in tensors]
-    return np.array(found, np.float64).reshape(len(found), -1)
+    given = sums.tolist()
+    if rule.takes:
+        given = [
+            [*own, *map(names.__getitem__, rule.takes)]
+            for own, names in zip(given, known, strict=True)
+        ]
+    return np.array([*starmap(rule.factor, given)], np.float64).reshape(len(given), -1)
 
 
 @dataclass(frozen=True, eq=False)

@@ -54,9 +54,14 @@ def sampled(every: Iterable[tuple[Any, ...]], sample: Collection[tuple[Any, ...]
     return [*sample, *(more(*one) for one in every if one not in sample)]
 
 
-def in_turn(cases: Iterable[Any]) -> list[tuple[Any, np.dtype]]:
-    """Each case in float32 and, in turn, in one other type: each is a kernel of its own."""
+def in_turn(cases: Iterable[Any], *, beside_float32: bool = True) -> list[tuple[Any, np.dtype]]:
+    """Each case in float32 and, in turn, in one other type: each is a kernel of its own.
+
+    Without ``beside_float32`` each case has one type, which is any of them.
+    """
     first, *others = STORAGE_DTYPES
+    if not beside_float32:
+        return [(case, STORAGE_DTYPES[k % len(STORAGE_DTYPES)]) for k, case in enumerate(cases)]
     chosen = ((case, (first, others[k % len(others)])) for k, case in enumerate(cases))
     return [(case, dtype) for case, dtypes in chosen for dtype in dtypes]
 

@@ -94,7 +94,7 @@ def line_counts(_: Any) -> str:
     for D in (8, 16, 24, 32, 64, 128):
         counts = [row_lines(many, D, 4, begin) / len(many) for begin in (0, 16)]
         rows.append([str(D), str(4 * D), *(f"{count:.3g}" for count in counts)])
-    head = ["D", "bytes in float32", "lines, from the begin of one", "from 16 bytes after it"]
+    head = ["D", "bytes in float32", "lines, from the start of one", "from 16 bytes after it"]
     return markdown(head, rows, left=0)
 
 

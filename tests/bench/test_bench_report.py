@@ -364,7 +364,7 @@ def checkout(tmp_path: Path, full: dict[str, Any], monkeypatch: pytest.MonkeyPat
     results = tmp_path / "bench" / "results"
     results.mkdir(parents=True)
     document.write(results / "x.json", full)
-    (tmp_path / "README.md").write_text(DOCUMENT.format("losses x.json"), encoding="utf-8")
+    (tmp_path / "README.md").write_text(DOCUMENT.format("usual x.json"), encoding="utf-8")
     monkeypatch.setattr(markdown, "DOCUMENTS", ("README.md",))
     monkeypatch.setattr(machine, "checkout_at_hand", lambda: tmp_path)
     return tmp_path
@@ -376,6 +376,14 @@ def region(name: str, checkout: Path) -> str:
     found, _, after = rest.partition("\n<!-- end of bench -->\n")
     assert (before, after) == ("# Speed\n", "and so on\n")
     return found
+
+
+def cells(row: str) -> list[str]:
+    return [cell.strip() for cell in row.split("|")[1:-1]]
+
+
+def save(checkout: Path, *results: PointResult, **options: Any) -> None:
+    document.write(checkout / "bench" / "results" / "y.json", made_up(*results, **options))
 
 
 def test_the_tables_of_large_tables(checkout: Path) -> None:
@@ -398,21 +406,58 @@ def test_the_table_of_the_recommender(checkout: Path) -> None:
 
 
 def test_the_table_beside_torch(checkout: Path) -> None:
-    head, _, *rows = region("beside-torch x.json", checkout).split("\n\n")[0].splitlines()
-    cells = [cell.strip() for cell in head.split("|")[1:-1]]
-    assert cells[:3] == ["case", "size", "dtype"]
-    assert cells[3:] == ["in a loop", "x torch"]
-    assert rows
+    head, _, adam, rows = region("beside-torch x.json", checkout).split("\n\n")[0].splitlines()
+    assert cells(head) == ["case", "size", "in a loop"]
+    assert cells(adam)[1:] == [PUBLISHED_DENSE, "10.00 ms (1.25)"]
+    assert cells(rows)[2] == "10.00 ms (**0.25**)"
 
 
-def test_the_table_of_losses(checkout: Path) -> None:
-    count, _, head, rule, *lines = region("losses x.json", checkout).splitlines()
-    assert count == "1 of the 2 points of this run fall short:"
-    assert [cell.strip() for cell in head.split("|")[1:3]] == ["case", "size"]
-    assert set(rule) <= set("|-: ")
-    (line,) = lines
-    assert "rows/nn.LazyAdam" in line
-    assert "80.0% of the bound; 0.25 x torch fused" in line
+def test_scenarios_are_lines_below_each_case(checkout: Path) -> None:
+    loop = result(point(), torch_fast=0.02, numpy_x=0.5)
+    busy = result(point(scenario="busy"), torch_slow=0.03, bound_x=0.001)
+    save(checkout, loop, busy, versions={"torch": "2.0", "numpy": "2.0"})
+    name, _, head, _, *rows = region("scenarios y.json", checkout).splitlines()[:6]
+    assert name == "`dense/nn.Adam`, 900 numbers:"
+    assert cells(head) == ["", OURS, "torch", "numpy", "bound"]
+    assert [cells(row) for row in rows] == [
+        ["in a loop", "10.00 ms", "20.00 ms", "500 ms", "n/a"],
+        ["beside a busy process", "10.00 ms", "30.00 ms", "n/a", "1.00 ms"],
+    ]
+
+
+def test_scenarios_without_peers_are_columns(checkout: Path) -> None:
+    scenarios = "loop", "busy"
+    save(checkout, *(result(point(scenario=name), bound_x=0.005) for name in scenarios))
+    head, _, row = region("scenarios y.json", checkout).splitlines()[:3]
+    assert cells(head) == ["case", "size", "in a loop", "beside a busy process"]
+    assert cells(row) == ["`dense/nn.Adam`", "900", "10.00 ms (50%)", "10.00 ms (50%)"]
+
+
+def test_sizes_are_columns_with_a_table_for_each_peer(checkout: Path) -> None:
+    small = result(point(size="900"), from_memory=False, bound_x=0.005, torch_x=0.005)
+    save(checkout, small, result(point(size="4K"), bound_x=0.01, numpy_x=0.02))
+    tables = region("sizes y.json", checkout).split("\n\n")
+    found = [[cells(line) for line in text.splitlines() if "---" not in line] for text in tables]
+    name = "`dense/nn.Adam`"
+    assert found == [
+        [["case", "900", "4K"], [name, "10.00 ms, (50%)", "10.00 ms, 100%"]],
+        [["x torch", "900", "4K"], [name, "**0.50**", "n/a"]],
+        [["x numpy", "900", "4K"], [name, "n/a", "2.00"]],
+    ]
+
+
+def test_peers_have_a_table_of_their_own_where_one_is_too_wide(checkout: Path) -> None:
+    peers = {f"{peer}_x": 0.02 for peer in ("numpy", "torch", "optax", "mindspore", "mxnet")}
+    alone = result(point("dense/nn.SGD", size=PUBLISHED_DENSE))
+    save(checkout, result(point(size=PUBLISHED_DENSE), **peers), alone)
+    ours, theirs = (text.splitlines() for text in region("usual y.json", checkout).split("\n\n"))
+    assert cells(ours[0]) == ["case", "time", "GB/s", "of bound"]
+    assert cells(theirs[0])[1:] == [f"x {label.removesuffix('_x')}" for label in peers]
+    assert len(ours) == 4 and len(theirs) == 3  # nothing is beside the second case
+    del peers["mxnet_x"]
+    save(checkout, result(point(size=PUBLISHED_DENSE), **peers))
+    (head, *_) = region("usual y.json", checkout).splitlines()
+    assert len(cells(head)) == 8
 
 
 @pytest.mark.parametrize(
@@ -442,8 +487,8 @@ def test_a_table_without_measurement_has_every_case(checkout: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("lossses x.json", "no table 'lossses': there are summary"),
-        ("losses y.json", "--check: cannot read"),
+        ("usuall x.json", "no table 'usuall': there are summary"),
+        ("usual y.json", "--check: cannot read"),
     ],
 )
 def test_a_region_that_cannot_be_made(name: str, text: str, checkout: Path) -> None:
@@ -461,14 +506,14 @@ def test_check_finds_a_figure_changed_by_hand(
     assert markdown.check() == 0
     assert capsys.readouterr().out == "all tables are those of the committed results\n"
     text = path.read_text(encoding="utf-8")
-    assert text.count("0.25 x torch") == 1
-    path.write_text(text.replace("0.25 x torch", "0.95 x torch"), encoding="utf-8")
+    assert text.count("**0.25**") == 1
+    path.write_text(text.replace("**0.25**", "0.95"), encoding="utf-8")
     assert markdown.check() == 1
     out = capsys.readouterr().out.splitlines()
-    assert len([line for line in out if line.startswith("-|") and "0.95 x torch" in line]) == 1
-    assert len([line for line in out if line.startswith("+|") and "0.25 x torch" in line]) == 1
+    assert len([line for line in out if line.startswith("-|") and "| 0.95 |" in line]) == 1
+    assert len([line for line in out if line.startswith("+|") and "**0.25**" in line]) == 1
     assert out[-1].startswith("README.md: write anew with ")
-    assert path.read_text(encoding="utf-8").count("0.95 x torch") == 1  # check writes nothing
+    assert path.read_text(encoding="utf-8").count("| 0.95 |") == 1  # check writes nothing
 
 
 def test_documents_are_in_a_checkout_only(monkeypatch: pytest.MonkeyPatch) -> None:

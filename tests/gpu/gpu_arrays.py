@@ -59,7 +59,7 @@ class Maker:
         return copied
 
     def shifted(self, array: np.ndarray, shift: int) -> Any:
-        """A copy that begins ``shift`` elements past the begin of its memory; 1-d."""
+        """A copy that begins ``shift`` elements past the start of its memory; 1-d."""
         room = np.concatenate([np.zeros(shift, array.dtype), array, np.zeros(1, array.dtype)])
         return self.put(room)[shift : shift + array.size]
 

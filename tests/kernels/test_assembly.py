@@ -5,6 +5,7 @@ import inspect
 import platform
 import re
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -19,6 +20,7 @@ from fusestep.kernels.cpu.warmup import all_rules
 from fusestep.kernels.element import kernel
 from fusestep.kernels.rules.gradient import CLIP, COUPLED_DECAY, SCALE
 
+from helpers import sampled
 from many_states import FIVE, FOUR
 
 RULES = all_rules()
@@ -91,8 +93,13 @@ def test_operations_are_found():
     assert MUST_HAVE["momentum"] == {FMA}
 
 
-@pytest.mark.parametrize("name", sorted(RULES))
-@pytest.mark.parametrize("conditioned", [False, True], ids=["plain", "prologue"])
+NAMES = sorted(RULES)
+BLOCKS = [*product(NAMES, [False]), *product(NAMES[::5], [True])]
+
+
+@pytest.mark.parametrize(
+    ("name", "conditioned"), sampled(product(NAMES, (False, True)), BLOCKS), ids=str
+)
 def test_blocks_of_every_rule_are_vectorised(name, conditioned):
     """With the longest prologue too that an optimizer puts before the rule."""
     longest = (SCALE, CLIP, COUPLED_DECAY)

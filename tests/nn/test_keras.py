@@ -6,6 +6,7 @@ import copy
 import math
 import pickle
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 from fusestep import nn
 from fusestep.kernels.rule import Rule
 
-from helpers import BF16, assert_same_bits, refused
+from helpers import BF16, assert_same_bits, refused, sampled
 from optimizers import BY_NAME, ONE_OF_EACH, arguments_of, gradients, make, parameters, states
 from subprocesses import output_of
 
@@ -194,8 +195,10 @@ def assert_same_run(one: Any, other: Any) -> None:
 FORMS = [form for form in ONE_OF_EACH if not form.startswith("LARS")]
 
 
-@pytest.mark.parametrize("name", CLIPS)
-@pytest.mark.parametrize("form", FORMS)
+CLIPPED = [(form, CLIPS[k % 2]) for k, form in enumerate(FORMS)]
+
+
+@pytest.mark.parametrize(("form", "name"), sampled(product(FORMS, CLIPS), CLIPPED))
 def test_every_optimizer_clips(form: str, name: str) -> None:
     """Steps are those with gradients that were divided by the loss scale and clipped before.
 

@@ -229,10 +229,10 @@ def test_words_of_any_script(tmp_path: Path) -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_run(optimizer: str, text: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "new" / "folder"
-    assert run(text, output, "--optimizer", optimizer, "--learning-rate", "0.02") == 0
+    assert run(text, output, "--optimizer", optimizer, "--learning-rate", "0.02", "--alone") == 0
     out, err = capfd.readouterr()
-    assert "nearest neighbours" in out and "in the optimizer" in out
-    assert ("(from 5 such steps)" in out) == (optimizer != "dense")
+    assert "words that are used alike" in out and "PyTorch" not in out
+    assert ("* estimated from 5 such steps" in out) == (optimizer != "dense")
     assert "pairs/s" in err and "loss" in err
     assert sorted(path.name for path in output.iterdir()) == sorted(
         [report.CURVE, report.VECTORS, report.VOCABULARY]
@@ -260,9 +260,9 @@ def trained(text: Path, **changes: Any) -> tuple[training.Trainer, training.Hist
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_held_out_loss_falls(optimizer: str, text: Path) -> None:
     _, history = trained(text, optimizer=optimizer)
-    (seen, untrained), (_, last) = history.held_out[0], history.held_out[-1]
-    assert seen == 0 and untrained > 3.5
-    assert last < untrained - 0.5
+    first, last = history.held_out[0], history.held_out[-1]
+    assert (first.pairs, first.seconds) == (0, 0) and first.loss > 3.5
+    assert last.loss < first.loss - 0.5
     assert history.pairs <= 40_000 and not history.stopped
     assert 0 < history.optimizer_seconds < history.seconds
 
@@ -279,8 +279,43 @@ def test_training_ends_when_nothing_is_learned_any_more(text: Path) -> None:
     trainer, history = trained(text, pairs=1_000_000, learning_rate=0.05)
     assert "held-out loss" in history.stopped
     assert history.pairs < trainer.planned_pairs
-    *earlier, first, second, third = (loss for _, loss in history.held_out)
+    *earlier, first, second, third = (measured.loss for measured in history.held_out)
     assert min(earlier) < min(first, second, third)
+    # The tables are those of the lowest loss.
+    assert skipgram.mean_loss(trainer.model, trainer.held_out) == min(earlier) == history.best.loss
+
+
+def test_guesses_by_frequency_are_the_best_scores_of_targets_alone(text: Path) -> None:
+    trainer, history = trained(text, pairs=20_000, learning_rate=0.02)
+    guess = trainer.guess_loss()
+    assert history.best.loss < guess < history.held_out[0].loss
+    # By hand: two words of equal shares score log(1 / K), as true ones and as negatives.
+    batch = sampling.Batch(np.array([0], np.int32), np.array([[0, 1, 1]], np.int32))
+    half = np.full(2, 0.5)
+    by_hand = -np.log(1 / 3) - 2 * np.log(2 / 3)
+    assert skipgram.mean_guess_loss(batch, half, half) == pytest.approx(by_hand)
+    never = skipgram.mean_guess_loss(batch, np.array([1.0, 0.0]), half)
+    assert never == pytest.approx(-np.log(0.5))  # negatives that are never neighbours cost nothing
+
+
+def test_vectors_with_torch(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The same batches, the same losses; a short run of both is compared line by line."""
+    pytest.importorskip("torch")
+    _, ours = trained(text, pairs=20_000)
+    _, theirs = trained(text, pairs=20_000, optimizer=training.TORCH)
+    assert [m.pairs for m in ours.held_out] == [m.pairs for m in theirs.held_out]
+    losses = np.array([[m.loss for m in history.held_out] for history in (ours, theirs)])
+    np.testing.assert_allclose(*losses, rtol=1e-3)
+    assert run(text, tmp_path, "--pairs", "20000") == 0
+    out = capsys.readouterr().out
+    assert "fusestep LazyAdam" in out and "PyTorch SparseAdam" in out
+
+
+def test_a_torch_step_ends_where_ours_ended(text: Path) -> None:
+    pytest.importorskip("torch")
+    settings = training.Settings(dim=16, pairs=40_000, optimizer=training.TORCH)
+    trainer = training.Trainer(corpus.read_text(text, 2), settings)
+    assert len(trainer.train(lambda _: None, steps=7).losses) == 7
 
 
 def test_same_seed_same_vectors(text: Path) -> None:
@@ -316,7 +351,7 @@ def test_ctrl_c_keeps_what_was_learned(text: Path) -> None:
 
     history = trainer.train(interrupt_third)
     assert history.stopped == "interrupted" and len(history.losses) == 3
-    assert history.held_out[-1][0] == history.pairs
+    assert history.held_out[-1].pairs == history.pairs
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 

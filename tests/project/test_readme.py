@@ -152,20 +152,39 @@ def test_results_are_those_of_the_committed_files() -> None:
         assert "<!-- bench: " in expected, path.name
 
 
-def test_the_picture_has_the_times_of_the_committed_file() -> None:
-    """``fusestep bench CASE --scenario loop,busy,pause20 --from FILE --plot PICTURE``."""
-    file = ROOT / "bench" / "results" / "xeon-2-cores-scenarios.json"
-    points = [
-        point
-        for point in json.loads(file.read_text("utf-8"))["points"]
-        if point["case"] == "rows/nn.LazyAdam" and point["scenario"] in ("loop", "busy", "pause20")
-    ]
-    assert len(points) == 3
-    picture = (ROOT / "docs" / "lazy-adam.svg").read_text(encoding="utf-8")
-    for point in points:
-        assert f"{table.IN_WORDS[point['scenario']]}<" in picture
+# Case, scenarios and results file of each picture, which is made by
+# ``fusestep bench CASE --scenario SCENARIOS --from bench/results/FILE.json --plot PICTURE``.
+PICTURES = {
+    "lazy-adam": ("rows/nn.LazyAdam", "loop,busy,pause20", "xeon-2-cores-scenarios"),
+    "lazy-adam-loop": ("rows/nn.LazyAdam", "loop", "xeon-2-cores-scenarios"),
+    "click-log": ("bags/nn.LazyAdam", "loop", "epyc-2-cores-bags"),
+    "small-tensors": ("many-small/nn.Adam", "loop", "xeon-2-cores-scenarios"),
+    "dense-adam": ("dense/nn.Adam", "loop", "xeon-2-cores"),
+}
+
+
+def test_every_picture_is_checked() -> None:
+    assert {path.stem for path in (ROOT / "docs").rglob("*.svg")} == set(PICTURES)
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_has_the_times_of_the_committed_file(name: str) -> None:
+    case, scenarios, file = PICTURES[name]
+    document = json.loads((ROOT / "bench" / "results" / f"{file}.json").read_text("utf-8"))
+    points = {p["scenario"]: p for p in document["points"] if p["case"] == case}
+    picture = (ROOT / "docs" / f"{name}.svg").read_text(encoding="utf-8")
+    shown = scenarios.split(",")
+    for point in map(points.get, shown):
+        assert point is not None
+        assert len(shown) == 1 or f"{table.IN_WORDS[point['scenario']]}<" in picture
         for label in (OURS, *(against["label"] for against in point["peers"].values())):
             assert f"{table.seconds(point['times'][label]['median'])}<" in picture, label
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_table_is_cut_off_on_a_screen(page: str) -> None:
+    rows = [line for line in PAGES[page].splitlines() if line.startswith("|")]
+    assert max((line.count(" | ") + 1 for line in rows), default=0) <= 8
 
 
 def prose(text: str) -> str:

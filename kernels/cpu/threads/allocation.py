@@ -49,12 +49,12 @@ def fill_part(index, slot, c):
 
 
 def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """An array at the begin of a line, uninitialised."""
+    """An array at the start of a line, uninitialised."""
     return _at_line(np.empty, shape, np.dtype(dtype))
 
 
 def full(shape: tuple[int, ...], value: float, dtype: Any) -> np.ndarray:
-    """An array at the begin of a line, filled with a value."""
+    """An array at the start of a line, filled with a value."""
     dtype = np.dtype(dtype)
     word = np.full(_WORD // dtype.itemsize, value, dtype).view(np.int64)[0]
     array = _at_line(np.empty if word else np.zeros, shape, dtype)
@@ -70,7 +70,7 @@ def full(shape: tuple[int, ...], value: float, dtype: Any) -> np.ndarray:
 
 
 def at_line(array: np.ndarray) -> np.ndarray:
-    """An array itself, or a copy that can be written, is contiguous and begins at a line."""
+    """An array itself, or a copy that can be written, is contiguous and starts at a line."""
     flags = array.flags
     if flags.writeable and flags.c_contiguous and address_of(array) % LINE == 0:
         return array
