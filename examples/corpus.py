@@ -7,6 +7,8 @@ import sysconfig
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, compress
+from operator import not_
 from pathlib import Path
 
 import numpy as np
@@ -34,7 +36,7 @@ class Corpus:
     Attributes:
         source: what was read, for the reader of the report.
         words: ``[V]`` the vocabulary, by falling frequency.
-        counts: ``[V]`` how often each word occurs, held-out documents included.
+        counts: ``[V]`` how often each word occurs in the documents to learn from.
         train: the documents to learn from, an ``[T]`` array of word numbers each.
         held_out: the documents to measure on.
     """
@@ -47,8 +49,8 @@ class Corpus:
 
     @property
     def n_words(self) -> int:
-        """The length of the text: how many words it has, repetitions included."""
-        return int(self.counts.sum())
+        """The length of the text: how many words of the vocabulary, repetitions included."""
+        return sum(map(len, (*self.train, *self.held_out)))
 
 
 def read_standard_library(min_count: int) -> Corpus:
@@ -122,12 +124,14 @@ def _decode(path: Path, data: bytes) -> str:
 def build_corpus(documents: Sequence[Sequence[str]], min_count: int, source: str) -> Corpus:
     """Numbers the words of ``documents`` and sets every 20th document aside.
 
-    Words that occur fewer than ``min_count`` times are removed from the text, as word2vec does.
+    Words that occur fewer than ``min_count`` times in the others are removed from the text, as
+    word2vec does: of a word that is never seen nothing can be learned.
 
     Raises:
         DemoError: what remains is too short to train on.
     """
-    occurrences = Counter(word for document in documents for word in document)
+    is_held_out = [k % HOLD_OUT_EVERY == HOLD_OUT_EVERY // 2 for k in range(len(documents))]
+    occurrences = Counter(chain.from_iterable(compress(documents, map(not_, is_held_out))))
     kept = [(word, count) for word, count in occurrences.items() if count >= min_count]
     kept.sort(key=lambda item: (-item[1], item[0]))  # ties in a fixed order: reproducible
     number = {word: index for index, (word, _) in enumerate(kept)}
@@ -137,13 +141,8 @@ def build_corpus(documents: Sequence[Sequence[str]], min_count: int, source: str
     ]
     counts = np.array([count for _, count in kept], np.int64)
     _require_enough(int(counts.sum()), len(kept), source)
-    held_out = encoded[HOLD_OUT_EVERY // 2 :: HOLD_OUT_EVERY]
-    train = [
-        document
-        for index, document in enumerate(encoded)
-        if index % HOLD_OUT_EVERY != HOLD_OUT_EVERY // 2
-    ]
-    return Corpus(source, list(number), counts, train, held_out)
+    train = list(compress(encoded, map(not_, is_held_out)))
+    return Corpus(source, list(number), counts, train, list(compress(encoded, is_held_out)))
 
 
 def _require_enough(n_words: int, n_vocabulary: int, source: str) -> None:

@@ -21,7 +21,7 @@ from .training import History
 VECTORS, VOCABULARY, CURVE = "vectors.safetensors", "vocabulary.json", "loss.png"
 
 # Words that a reader of Python knows; words of the text take the place of those it lacks.
-QUERIES = ("self", "int", "list", "open", "read", "True", "error", "import", "ValueError", "thread")
+QUERIES = ("width", "red", "hours", "left", "int", "encode", "first", "http", "list", "while")
 N_QUERIES, N_NEIGHBOURS = 8, 6
 MIN_OCCURRENCES = 50  # a word that is rarer has a vector that says little
 FIRST_RANK = 30  # words more frequent than this stand next to everything

@@ -134,14 +134,6 @@ class PairStream:
         survivors = sum(float(self._keep[document].sum()) for document in self._documents)
         return int(survivors * (self._window + 1))
 
-    def word_shares(self) -> NDArray[np.float64]:
-        """``[V]`` the shares of the words in the thinned documents."""
-        counts = np.zeros(len(self._keep))
-        for document in self._documents:
-            counts += np.bincount(document, minlength=len(counts))
-        counts *= self._keep
-        return counts / counts.sum()
-
     def batches(self, size: int) -> Iterator[Pairs]:
         """Batches of exactly ``size`` pairs; ends only when a whole epoch holds no pair."""
         centers = contexts = np.empty(0, np.int32)

@@ -37,9 +37,16 @@ def draw(document: dict[str, Any], path: Path) -> None:
 
     points = [point for point in document["points"] if OURS in point["times"]]
     is_one = len({same(point) for point in points}) == 1 and points[0]["peers"]
-    figure = _bars(points) if is_one else _panels([p for p in points if p["scenario"] == LOOP])
     version, machine = document["fusestep"]["version"], document["machine"]
-    figure.suptitle(f"fusestep {version} on {machine['cpu']}, {document['date'][:10]}")
+    setting = f"fusestep {version} on {machine['cpu']}, {document['date'][:10]}"
+    if is_one:
+        figure, point = _bars(points), points[0]
+        threads = f"{point['threads']} thread{'s' * (point['threads'] > 1)}"
+        figure.suptitle(f"{point['case'].partition('/')[2]}: {size_in_words(point)}")
+        figure.supxlabel(f"{setting}\n{point['dtype']}, {threads}", fontsize="small")
+    else:
+        figure = _panels([point for point in points if point["scenario"] == LOOP])
+        figure.suptitle(setting)
     # In an SVG words stay words, and nothing in it says when it was drawn.
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "fusestep"}):
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
@@ -67,17 +74,15 @@ def _bars(points: Points) -> Figure:
         if len(points) > 1:
             axis.set_title(IN_WORDS[shown["scenario"]], fontsize="medium", loc="left")
     axes[-1].set_xlabel("milliseconds for one step")
-    threads = f"{point['threads']} thread{'s' * (point['threads'] > 1)}"
-    text = f"{point['case']}, {point['dtype']}, {threads}: {size_in_words(point)}"
-    figure.supxlabel(text, fontsize="small")
     return figure
 
 
 def _plain(peer: str, label: str) -> str:
     """The name of a contestant, with its form where that is a class."""
-    form = label.partition(" ")[2]
-    is_class = form.isidentifier() and form[0].isupper()
-    return " ".join([_NAMES.get(peer, peer), *([form] if is_class else [])])
+    form, name = label.partition(" ")[2], _NAMES.get(peer, peer)
+    if not (form.isidentifier() and form[0].isupper()):
+        return name
+    return form if form.startswith(name) else f"{name} {form}"
 
 
 def _panels(points: Points) -> Figure:

@@ -270,13 +270,22 @@ def size(point: Point) -> str:
     return f"{point['size']} {point['indices']}" if point["indices"] else str(point["size"])
 
 
+_MODELS = {
+    "many-small": f"{len(many_small())} small tensors",
+    "resnet50": "ResNet-50",
+    "gpt2": "GPT-2 small",
+    "dlrm": "the tables and layers of a DLRM",
+    "bags": "the tables and layers of a click log",
+}
+
+
 def size_in_words(point: Point) -> str:
     """The size for readers who do not know how sizes are written here."""
     match str(point["size"]).split("x"):
         case [rows, width, length]:
             found = f"{number(rows):,} rows of {width}, {number(length):,} looked up"
-        case ["many-small"]:
-            found = f"{len(many_small())} small tensors"
+        case [model] if model in _MODELS:
+            found = _MODELS[model]
         case [elements] if elements[0].isdigit():
             found = f"{number(elements):,} numbers"
         case _:
