@@ -1,0 +1,277 @@
+"""An optimizer of this package on the memory of MindSpore's parameters, states and rates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import mindspore
+import ml_dtypes
+import numpy as np
+from mindspore import Tensor
+from mindspore.nn.learning_rate_schedule import LearningRateSchedule
+
+from ...kernels.cpu.headers.arrays import address_of
+from ...ops.runtime.errors import reject
+from ...ops.runtime.row_tensor import RowTensor
+from ..base.parameter import Parameter
+from ..engine.reader import GradientReader, Gradients
+from ..fused import FusedOptimizer
+
+Follows = Callable[[FusedOptimizer, int], Mapping[str, Any]]
+"""By name, what MindSpore keeps of a number of updates beside its states."""
+LOOKUP = "; EmbeddingLookup(sparse=True) gives values without their indices on a CPU"
+
+
+class Scheduled(LearningRateSchedule):  # type: ignore[misc]
+    """A callable of the step 0, 1, 2, ..., for MindSpore."""
+
+    def __init__(self, schedule: Callable[[int], Any]) -> None:
+        super().__init__()
+        self.schedule = schedule
+
+    def construct(self, global_step: Any) -> Any:
+        """The value at a step."""
+        return Tensor(np.float32(self.schedule(int(global_step.asnumpy().reshape(())))))
+
+
+def function_of(cell: Any) -> Callable[[int], Any]:
+    """The value of a schedule by the number of the step, asked for without MindSpore if it can."""
+    if isinstance(cell, Scheduled):
+        return cell.schedule
+    return lambda step: cell(Tensor([step], mindspore.int32)).asnumpy()
+
+
+def host_array(tensor: Any) -> np.ndarray:
+    """The elements of a tensor, once they are computed; MindSpore's bfloat16 as that of NumPy."""
+    array: np.ndarray = tensor.asnumpy()
+    is_bfloat16 = tensor.dtype == mindspore.bfloat16
+    return array.view(np.uint16).view(ml_dtypes.bfloat16) if is_bfloat16 else array
+
+
+def shared_array(where: str, tensor: Any) -> np.ndarray:
+    """MindSpore's own memory of a parameter.
+
+    Raises:
+        ValueError: there is only a copy of it.
+    """
+    array = host_array(tensor)
+    if address_of(array) != tensor.data_ptr():
+        name, expected = f"parameter {tensor.name!r}", "contiguous memory of its own"
+        reject(ValueError, where, name, "cannot be shared", expected, "a part of another tensor")
+    return array
+
+
+class TensorReader(GradientReader):
+    """Reads tensors of MindSpore; of those that are like the last ones only addresses."""
+
+    _seen: list[Any] | None = None
+
+    def forget(self) -> None:
+        """As `GradientReader.forget`."""
+        super().forget()
+        self._seen = None
+
+    def read_like_last(self, gradients: tuple[Any, ...]) -> Gradients | None:
+        """As `GradientReader.read_like_last`."""
+        last = self._last
+        if last is None or self._seen is None or self._seen != _kinds(gradients):
+            return None
+        # A tensor is computed when it tells where it lies.
+        addresses = np.array([g.data_ptr() for g in gradients], np.int64)
+        return Gradients(last, addresses, [], gradients)
+
+    def read(self, gradients: tuple[Any, ...], added: Callable[[int], float]) -> Gradients:
+        """As `GradientReader.read`."""
+        arrays = tuple(host_array(g) if isinstance(g, Tensor) else g for g in gradients)
+        given = super().read_like_last(arrays) or super().read(arrays, added)
+        self._seen = _kinds(gradients) if self._last and not given.rows else None
+        return given
+
+
+def _kinds(gradients: Iterable[Any]) -> list[Any] | None:
+    """What decides how dense gradients are read; None: they are not all plain tensors."""
+    kinds = []
+    for g in gradients:
+        if type(g) is not Tensor or not g.is_contiguous():
+            return None
+        kinds.append((g.shape, g.dtype))
+    return kinds
+
+
+class Slot(NamedTuple):
+    """A tensor of MindSpore in whose place the optimizer has an array."""
+
+    tensor: Any
+    form: tuple[tuple[int, ...], np.dtype[Any]]
+
+
+class Binding:
+    """A `FusedOptimizer` whose arrays are the memory of an optimizer of MindSpore.
+
+    MindSpore has read the arguments; it has parameters, states, learning rates and the count of
+    steps, and the `FusedOptimizer` has the step. ``options`` are all arguments of its class but
+    parameters and decay. ``follows`` gives what MindSpore keeps of a number of updates beside the
+    states, which its own step would go on from.
+    """
+
+    def __init__(self, outer: Any, make: Any, options: dict[str, Any], follows: Follows) -> None:
+        self._where = outer.cls_name
+        self._follows = follows
+        self._weights = tuple(outer.parameters)
+        parameters = [Parameter(shared_array(self._where, w), w.name) for w in self._weights]
+        rates = outer.get_lr_parameter(list(self._weights))
+        options = {**options, **_groups(outer, make, parameters, rates, options)}
+        self.inner: FusedOptimizer = make(**options)
+        self.inner.reader_type = TensorReader
+        self.call: Callable[[tuple[Any, ...]], tuple[bool, ...]] = self.inner
+        self._find(outer, rates)
+        self._addresses: list[int] = []
+        self._look()
+
+    def _find(self, outer: Any, rates: Sequence[Any]) -> None:
+        """Find the tensor of MindSpore for each array of the optimizer."""
+        inner, known = self.inner, {p.name: p for p in outer.get_parameters()}
+        self._slots = [
+            Slot(w, (p.shape, p.dtype))
+            for w, p in zip(self._weights, inner.parameters, strict=True)
+        ]
+        self._roles: dict[str, list[int | None]] = {}
+        for role, arrays in inner._states.items():
+            places = self._roles[role] = []
+            for parameter, array in zip(inner.parameters, arrays, strict=True):
+                places.append(None if array is None else len(self._slots))
+                if array is not None:
+                    tensor = known[inner._state_name(role, str(parameter.name))]
+                    self._slots.append(Slot(tensor, (array.shape, array.dtype)))
+        self._step_at = len(self._slots)
+        self._slots.append(Slot(outer.global_step, ((1,), np.dtype(np.int32))))
+        self._rates: dict[int, list[Parameter]] = {}
+        places_of: dict[int, int] = {}
+        for tensor, option in zip(rates, inner._groups.options, strict=True):
+            if isinstance(option.rate, Parameter):
+                place = places_of.setdefault(id(tensor), len(self._slots))
+                if place == len(self._slots):
+                    self._slots.append(Slot(tensor, (tensor.shape, np.dtype(np.float32))))
+                self._rates.setdefault(place, []).append(option.rate)
+        self._following = {}
+        for name in self._follows(inner, 0).keys() & known.keys():
+            tensor = known[name]
+            self._following[name] = len(self._slots)
+            self._slots.append(Slot(tensor, (tensor.shape, host_array(tensor).dtype)))
+        self._tensors = [slot.tensor for slot in self._slots]
+
+    def _look(self) -> None:
+        """Wait for what MindSpore has queued, and work on its memory as it lies now.
+
+        Raises:
+            TypeError, ValueError: a tensor has another dtype or shape than at construction, or
+                shares its memory.
+        """
+        mindspore.runtime.synchronize()
+        addresses = [tensor.data_ptr() for tensor in self._tensors]
+        if addresses == self._addresses:
+            return
+        arrays = [shared_array(self._where, tensor) for tensor in self._tensors]
+        for (tensor, (shape, dtype)), array in zip(self._slots, arrays, strict=True):
+            name = f"parameter {tensor.name!r}"
+            if array.dtype != dtype:
+                wrong = "has another dtype than at construction"
+                reject(TypeError, self._where, name, wrong, dtype, array.dtype)
+            if array.shape != shape:
+                wrong = "has another shape than at construction"
+                reject(ValueError, self._where, name, wrong, shape, array.shape)
+        states = {
+            role: tuple(None if k is None else arrays[k] for k in places)
+            for role, places in self._roles.items()
+        }
+        self._check_following(int(arrays[self._step_at][0]), arrays)
+        self.inner.take_arrays(arrays[: len(self._weights)], states, arrays[self._step_at])
+        for place, rates in self._rates.items():
+            for rate in rates:
+                rate.data = arrays[place]
+        self._arrays, self._addresses = arrays, addresses
+
+    def _check_following(self, step: int, arrays: Sequence[np.ndarray]) -> None:
+        """Refuse a state of other options, or of another number of steps."""
+        kept = {name: arrays[k] for name, k in self._following.items()}
+        derived = self.inner._derived_state(0).keys() & kept.keys()
+        if derived == self.inner._derived_state(0).keys():
+            self.inner._check_derived({name: kept[name] for name in derived}, step)
+
+    def _count(self) -> None:
+        """Have as many updates as MindSpore's count of steps, which a checkpoint may have set."""
+        step, counts = int(self._arrays[self._step_at][0]), self.inner._steps
+        if counts[0] != step:
+            self._check_following(step, self._arrays)
+            counts[:] = step
+
+    def step(self, gradients: Any) -> tuple[bool, ...]:
+        """A step, after everything that MindSpore has queued."""
+        given = tuple(self._gradient(i, g) for i, g in enumerate(gradients))
+        self._look()
+        self._count()
+        result = self.call(given)
+        done = int(self._arrays[self._step_at][0])
+        for name, value in self._follows(self.inner, done).items() if self._following else ():
+            kept = self._arrays[self._following[name]] if name in self._following else None
+            if kept is not None and kept.size and kept.flat[0] != value:
+                kept[...] = value
+        return result
+
+    def _gradient(self, i: int, gradient: Any) -> Any:
+        if i >= len(self._weights):
+            return gradient  # too many: the optimizer says so
+        name, shape = f"gradient of {self._weights[i].name!r}", self._weights[i].shape
+        if type(gradient) is Tensor or isinstance(gradient, Tensor):
+            if gradient.shape != shape:
+                wrong, got = "has a wrong shape", gradient.shape
+                reject(ValueError, self._where, name, wrong, shape, got, LOOKUP)
+            return gradient
+        parts = [getattr(gradient, part, None) for part in ("indices", "values", "dense_shape")]
+        if any(part is None for part in parts) or isinstance(gradient, np.ndarray):
+            expected, got = "a Tensor or a RowTensorInner", type(gradient).__name__
+            reject(TypeError, self._where, name, "has a wrong type", expected, got)
+        indices, values, dense_shape = parts
+        return RowTensor(host_array(indices), host_array(values), tuple(dense_shape))
+
+
+def _groups(
+    outer: Any, make: Any, parameters: list[Parameter], rates: list[Any], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The arguments of a `FusedOptimizer` for what MindSpore has read of groups and rates."""
+    rate_of = {id(rate): _rate(rate) for rate in rates}
+    decays = _decays(outer, make, options.get("weight_decay", 0.0))
+    centralized = getattr(outer, "grad_centralization_flags", [False] * len(parameters))
+    groups: dict[Any, dict[str, Any]] = {}
+    for p, rate, decay, centralize in zip(parameters, rates, decays, centralized, strict=True):
+        own_rate = {"lr": rate_of[id(rate)]} if outer.is_group_lr else {}
+        key = (id(rate), decay, centralize)
+        made = {"params": [], "weight_decay": decay, "grad_centralization": centralize, **own_rate}
+        groups.setdefault(key, made)["params"].append(p)
+    found = {"params": [*groups.values(), {"order_params": parameters}]}
+    if "weight_decay" in options:
+        found["weight_decay"] = 0.0  # it is in the groups
+    if options["learning_rate"] is not None:
+        found["learning_rate"] = rate_of[id(rates[0])]
+    return found
+
+
+def _rate(rate: Any) -> Any:
+    """A learning rate of MindSpore as this package takes it; its memory is bound later."""
+    if isinstance(rate, mindspore.Parameter):
+        array = rate.asnumpy()
+        return array.tolist()
+    return function_of(rate)
+
+
+def _decays(outer: Any, make: Any, decay: Any) -> list[Any]:
+    """The weight decay of each parameter: a number, or a function of the step."""
+    n = len(outer.parameters)
+    given = outer.group_weight_decay if outer.is_group else [decay] * n
+    functions = {id(cell): function_of(getattr(cell, "weight_decay", cell)) for cell in given if callable(cell)}
+    scale = outer.loss_scale if outer.is_group else 1.0
+    values = [functions[id(x)] if callable(x) else float(x) / scale for x in given]
+    if outer.is_group or not make._filter_names:
+        return values
+    return [x if flag else 0.0 for x, flag in zip(values, outer.decay_flags, strict=True)]
