@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import mindspore
 import ml_dtypes
 import numpy as np
 from mindspore import Tensor
+from mindspore._c_expression import RowTensor as RowTensor_
 from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 
 from ...kernels.cpu.headers.arrays import address_of
 from ...ops.runtime.errors import reject
 from ...ops.runtime.row_tensor import RowTensor
+from ..base.arguments import gradients_of
 from ..base.parameter import Parameter
 from ..engine.reader import GradientReader, Gradients
 from ..fused import FusedOptimizer
 
 Follows = Callable[[FusedOptimizer, int], Mapping[str, Any]]
 """By name, what MindSpore keeps of a number of updates beside its states."""
-LOOKUP = "; EmbeddingLookup(sparse=True) gives values without their indices on a CPU"
+_LOOKUP = "; EmbeddingLookup(sparse=True) gives values without their indices on a CPU"
 
 
 class Scheduled(LearningRateSchedule):  # type: ignore[misc]
@@ -83,6 +86,10 @@ class TensorReader(GradientReader):
 
     def read(self, gradients: tuple[Any, ...], added: Callable[[int], float]) -> Gradients:
         """As `GradientReader.read`."""
+        for p, g in zip(self._parameters, gradients, strict=True):
+            if isinstance(g, Tensor) and g.shape != p.shape:
+                name, wrong = f"gradient of {p.name!r}", "has a wrong shape"
+                reject(ValueError, self._where, name, wrong, p.shape, g.shape, _LOOKUP)
         arrays = tuple(host_array(g) if isinstance(g, Tensor) else g for g in gradients)
         given = super().read_like_last(arrays) or super().read(arrays, added)
         self._seen = _kinds(gradients) if self._last and not given.rows else None
@@ -208,32 +215,31 @@ class Binding:
 
     def step(self, gradients: Any) -> tuple[bool, ...]:
         """A step, after everything that MindSpore has queued."""
-        given = tuple(self._gradient(i, g) for i, g in enumerate(gradients))
+        given = gradients_of(self._where, gradients, len(self._weights))
+        if any(type(g) is not Tensor for g in given):
+            names = [f"gradient of {w.name!r}" for w in self._weights]
+            given = tuple(map(partial(_row_tensor, self._where), names, given))
         self._look()
         self._count()
         result = self.call(given)
         done = int(self._arrays[self._step_at][0])
-        for name, value in self._follows(self.inner, done).items() if self._following else ():
-            kept = self._arrays[self._following[name]] if name in self._following else None
-            if kept is not None and kept.size and kept.flat[0] != value:
+        following = self._follows(self.inner, done) if self._following else {}
+        for name, place in self._following.items():
+            kept, value = self._arrays[place], following[name]
+            if kept.size and kept.flat[0] != value:
                 kept[...] = value
         return result
 
-    def _gradient(self, i: int, gradient: Any) -> Any:
-        if i >= len(self._weights):
-            return gradient  # too many: the optimizer says so
-        name, shape = f"gradient of {self._weights[i].name!r}", self._weights[i].shape
-        if type(gradient) is Tensor or isinstance(gradient, Tensor):
-            if gradient.shape != shape:
-                wrong, got = "has a wrong shape", gradient.shape
-                reject(ValueError, self._where, name, wrong, shape, got, LOOKUP)
-            return gradient
-        parts = [getattr(gradient, part, None) for part in ("indices", "values", "dense_shape")]
-        if any(part is None for part in parts) or isinstance(gradient, np.ndarray):
-            expected, got = "a Tensor or a RowTensorInner", type(gradient).__name__
-            reject(TypeError, self._where, name, "has a wrong type", expected, got)
-        indices, values, dense_shape = parts
-        return RowTensor(host_array(indices), host_array(values), tuple(dense_shape))
+
+def _row_tensor(where: str, name: str, gradient: Any) -> Any:
+    """A row-sparse gradient of MindSpore as this package has it; a dense one as it is."""
+    if isinstance(gradient, Tensor):
+        return gradient
+    if not isinstance(gradient, RowTensor_):
+        expected, got = "a Tensor or a RowTensorInner", type(gradient).__name__
+        reject(TypeError, where, name, "has a wrong type", expected, got)
+    arrays = host_array(gradient.indices), host_array(gradient.values)
+    return RowTensor(*arrays, tuple(gradient.dense_shape))
 
 
 def _groups(

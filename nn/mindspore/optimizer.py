@@ -8,6 +8,7 @@ from typing import Any
 
 import mindspore
 from mindspore import nn
+from mindspore.graph._utils.check_jit_forbidden_api import jit_forbidden_register
 from mindspore.nn import Cell
 
 from ...ops.runtime.errors import reject, reject_unknown
@@ -82,8 +83,14 @@ class Fused(nn.Optimizer):  # type: ignore[misc]
                 state has another shape or dtype than at construction, a list of learning rates is
                 used up, or what was loaded is of other options. Nothing has changed then.
         """
-        check_context(self.cls_name)
-        return self._binding.step(gradients)
+        return fused_step_in_pynative_mode(self._binding, gradients)
+
+
+# Its name is what MindSpore's compiler says when it finds a step in a graph.
+@jit_forbidden_register
+def fused_step_in_pynative_mode(binding: Binding, gradients: Any) -> tuple[bool, ...]:
+    """A step of a `Fused`."""
+    return binding.step(gradients)
 
 
 def check_context(where: str) -> None:
