@@ -266,18 +266,16 @@ def _groups(
 def _rate(rate: Any) -> Any:
     """A learning rate of MindSpore as this package takes it; its memory is bound later."""
     if isinstance(rate, mindspore.Parameter):
-        array = rate.asnumpy()
-        return array.tolist()
+        return rate.asnumpy().tolist()
     return function_of(rate)
 
 
 def _decays(outer: Any, make: Any, decay: Any) -> list[Any]:
     """The weight decay of each parameter: a number, or a function of the step."""
-    n = len(outer.parameters)
-    given = outer.group_weight_decay if outer.is_group else [decay] * n
-    functions = {id(cell): function_of(getattr(cell, "weight_decay", cell)) for cell in given if callable(cell)}
-    scale = outer.loss_scale if outer.is_group else 1.0
-    values = [functions[id(x)] if callable(x) else float(x) / scale for x in given]
+    given = outer.group_weight_decay if outer.is_group else [decay] * len(outer.parameters)
+    cells = {id(x): function_of(getattr(x, "weight_decay", x)) for x in given if callable(x)}
+    scale = outer.loss_scale if outer.is_group else 1.0  # with which MindSpore multiplies these
+    values = [cells[id(x)] if callable(x) else float(x) / scale for x in given]
     if outer.is_group or not make._filter_names:
         return values
     return [x if flag else 0.0 for x, flag in zip(values, outer.decay_flags, strict=True)]

@@ -29,6 +29,7 @@ MAY_IMPORT = {
     "nn/torch/engine": ("kernels", "ops", "nn/base", "nn/engine", "nn/distributed"),
     "nn/registry": ("kernels", "ops", "nn"),
     "nn/torch": ("kernels", "ops", "nn"),
+    "nn/mindspore": ("kernels", "ops", "nn"),
     "nn": ("kernels", "ops"),
 }
 # Rooms of kernels/cpu: each may import those before it. The drivers are behind all of them.

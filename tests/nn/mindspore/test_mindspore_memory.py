@@ -9,14 +9,14 @@ import pytest
 
 pytest.importorskip("mindspore.nn", reason="MindSpore is not installed")
 
-import mindspore  # noqa: E402
-from mindspore import Tensor, nn, ops  # noqa: E402
-from mindspore.common.sparse_tensor import RowTensorInner  # noqa: E402
+import mindspore
+from mindspore import Tensor, nn, ops
+from mindspore.common.sparse_tensor import RowTensorInner
 
-from fusestep import nn as ours  # noqa: E402
-from fusestep.nn import mindspore as fused  # noqa: E402
+from fusestep import nn as ours
+from fusestep.nn import mindspore as fused
 
-from mindspore_training import batches, dense_net, gradients_like, losses, parameter  # noqa: E402
+from mindspore_training import batches, dense_net, gradients_like, losses, parameter
 
 
 def rows(indices: Any, values: Any, shape: tuple[int, ...]) -> Any:
@@ -159,7 +159,7 @@ def test_arguments_that_do_not_fit() -> None:
         fused.Adam([w], learnin_rate=0.1)
     with pytest.raises(ValueError, match="sparse_update is unknown"):
         fused.Adam([w], sparse_update="some")
-    with pytest.raises(TypeError, match="one of fusestep.nn.mindspore"):
+    with pytest.raises(TypeError, match="expected one of fusestep"):
         fused.LARS(nn.Momentum([w], 0.1, 0.9))
     with pytest.raises(TypeError, match="wrong dtype"):
         fused.SGD([mindspore.Parameter(Tensor([1, 2]), name="i")])
@@ -186,7 +186,9 @@ def test_graphs_are_refused() -> None:
         step(x, y)
     mindspore.set_context(mode=mindspore.GRAPH_MODE)
     try:
-        with pytest.raises(RuntimeError, match="expected PyNative mode on a CPU .* got graph mode"):
+        with pytest.raises(RuntimeError, match=r"expected PyNative mode .* got graph mode"):
+            RuntimeError, match=r"expected PyNative mode on a CPU .* got graph mode"
+        ):
             fused.Adam(net.trainable_params())
         with pytest.raises(RuntimeError, match="fused_step_in_pynative_mode"):
             nn.TrainOneStepCell(forward, optimizer)(x, y)

@@ -11,14 +11,14 @@ import pytest
 
 pytest.importorskip("mindspore.nn", reason="MindSpore is not installed")
 
-import mindspore  # noqa: E402
-from mindspore import dataset, nn  # noqa: E402
-from mindspore.train import LearningRateScheduler, Model  # noqa: E402
+import mindspore
+from mindspore import dataset, nn
+from mindspore.train import LearningRateScheduler, Model
 
-from fusestep import nn as ours  # noqa: E402
-from fusestep.nn import mindspore as fused  # noqa: E402
+from fusestep import nn as ours
+from fusestep.nn import mindspore as fused
 
-from mindspore_training import STEPS, batches, dense_net, gradients_like, losses  # noqa: E402
+from mindspore_training import batches, dense_net, gradients_like, losses
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "ASGD": {"t0": 3.0}, "AdaFactor": {}, "AdaMax": {}, "Adadelta": {},
@@ -83,7 +83,6 @@ def test_there_and_back(name: str, tmp_path: Path) -> None:
         found += losses(net, optimizer, 5 * k, 5 * k + 5)
         mindspore.save_checkpoint(optimizer, str(tmp_path / f"{k + 1}.ckpt"))
     np.testing.assert_allclose(found, expected, rtol=1e-5)
-    assert STEPS >= 15
 
 
 def test_checkpoints_of_other_options_are_refused(tmp_path: Path) -> None:
