@@ -15,6 +15,7 @@ import mindspore
 from mindspore import dataset, nn
 from mindspore.train import LearningRateScheduler, Model
 
+from fusestep import __main__ as command
 from fusestep import nn as ours
 from fusestep.nn import mindspore as fused
 
@@ -103,13 +104,19 @@ def test_checkpoints_of_other_options_are_refused(tmp_path: Path) -> None:
         np.testing.assert_array_equal(p.asnumpy(), values)
 
 
-def test_a_state_goes_on_outside_of_mindspore(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_converted", [False, True])
+def test_a_state_goes_on_outside_of_mindspore(is_converted: bool, tmp_path: Path) -> None:
     net = dense_net()
     optimizer = fused.Adam(net.trainable_params(), 0.05)
     losses(net, optimizer, 0, 3)
-    path = str(tmp_path / "kept")
-    mindspore.save_checkpoint(optimizer, path, format="safetensors")
-    state = ours.load_checkpoint(path + ".safetensors")
+    path = str(tmp_path / "kept.safetensors")
+    if is_converted:
+        source = str(tmp_path / "kept.ckpt")
+        mindspore.save_checkpoint(optimizer, source)
+        assert command.main(["convert", source, path]) == 0
+    else:
+        mindspore.save_checkpoint(optimizer, path, format="safetensors")
+    state = ours.load_checkpoint(path)
     parameters = [ours.Parameter(state[p.name], p.name) for p in optimizer.parameters]
     own = ours.Adam(parameters, 0.05)
     own.load_state_dict({name: state[name] for name in state if name in own.state_dict()})
@@ -118,3 +125,18 @@ def test_a_state_goes_on_outside_of_mindspore(tmp_path: Path) -> None:
     own([g.asnumpy() for g in gradients])
     for p, w in zip(parameters, optimizer.parameters, strict=True):
         np.testing.assert_array_equal(p.data, w.asnumpy())
+
+
+def test_files_that_are_no_checkpoints(tmp_path: Path, capsys: Any) -> None:
+    source, target = tmp_path / "kept.ckpt", tmp_path / "target"
+    weights = mindspore.Parameter(mindspore.Tensor([1.0, 2.0]).astype(mindspore.bfloat16), "w")
+    mindspore.save_checkpoint([{"name": "w", "data": weights}], str(source))
+    assert command.main(["convert", str(source), str(target)]) == 0
+    found = ours.load_checkpoint(target)["w"]
+    assert found.dtype.name == "bfloat16" and found.astype(float).tolist() == [1.0, 2.0]
+    target.unlink()
+    for content in (b"", b"no checkpoint", source.read_bytes()[:-3]):
+        source.write_bytes(content)
+        assert command.main(["convert", str(source), str(target)]) == 1
+        assert "is no checkpoint of MindSpore" in capsys.readouterr().err
+    assert not target.exists()
