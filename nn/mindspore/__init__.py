@@ -2,6 +2,15 @@
 
 ``fusestep.nn.mindspore`` takes the place of ``mindspore.nn``, which is imported with it: names that
 are not written anew here (layers, losses, cells) are MindSpore's.
+
+>>> from mindspore import ops
+>>> from fusestep.nn import mindspore as nn
+>>> net = nn.Dense(3, 4)
+>>> optimizer = nn.Adam(net.trainable_params(), learning_rate=0.1)
+>>> optimizer(tuple(ops.ones_like(p) for p in optimizer.parameters))
+(True, True)
+>>> optimizer.moment1[0].name
+'moment1.weight'
 """
 
 from typing import Any

@@ -10,7 +10,7 @@ import mindspore
 import ml_dtypes
 import numpy as np
 from mindspore import Tensor
-from mindspore._c_expression import RowTensor as RowTensor_
+from mindspore.common.sparse_tensor import RowTensorInner
 from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 
 from ...kernels.cpu.headers.arrays import address_of
@@ -26,7 +26,7 @@ Follows = Callable[[FusedOptimizer, int], Mapping[str, Any]]
 _LOOKUP = "; EmbeddingLookup(sparse=True) gives values without their indices on a CPU"
 
 
-class Scheduled(LearningRateSchedule):  # type: ignore[misc]
+class Scheduled(LearningRateSchedule):
     """A callable of the step 0, 1, 2, ..., for MindSpore."""
 
     def __init__(self, schedule: Callable[[int], Any]) -> None:
@@ -235,7 +235,7 @@ def _row_tensor(where: str, name: str, gradient: Any) -> Any:
     """A row-sparse gradient of MindSpore as this package has it; a dense one as it is."""
     if isinstance(gradient, Tensor):
         return gradient
-    if not isinstance(gradient, RowTensor_):
+    if not isinstance(gradient, RowTensorInner):
         expected, got = "a Tensor or a RowTensorInner", type(gradient).__name__
         reject(TypeError, where, name, "has a wrong type", expected, got)
     arrays = host_array(gradient.indices), host_array(gradient.values)
@@ -255,7 +255,7 @@ def _groups(
         key = (id(rate), decay, centralize)
         made = {"params": [], "weight_decay": decay, "grad_centralization": centralize, **own_rate}
         groups.setdefault(key, made)["params"].append(p)
-    found = {"params": [*groups.values(), {"order_params": parameters}]}
+    found: dict[str, Any] = {"params": [*groups.values(), {"order_params": parameters}]}
     if "weight_decay" in options:
         found["weight_decay"] = 0.0  # it is in the groups
     if options["learning_rate"] is not None:

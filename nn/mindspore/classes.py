@@ -73,7 +73,7 @@ class LARS(Fused, nn.LARS, step=lars.LARS):  # type: ignore[arg-type]
         if not isinstance(optimizer, Fused):
             wrong, expected = "has a wrong type", "one of fusestep.nn.mindspore"
             reject(TypeError, "LARS", "optimizer", wrong, expected, type(optimizer).__name__)
-        bound = copy(optimizer._binding)
+        bound: Binding = copy(optimizer._binding)
         bound.call = lars.LARS(bound.inner, **given)
         return bound
 

@@ -19,7 +19,7 @@ _OWN_STATES = "state_dtype"  # MindSpore's states have the dtypes of their param
 _BY_KEYWORD = ("use_lazy", "use_offload")  # of MindSpore's own
 
 
-class Fused(nn.Optimizer):  # type: ignore[misc]
+class Fused(nn.Optimizer):
     """An optimizer of MindSpore whose step is that of a class of `fusestep.nn`.
 
     Arguments, groups, learning rates, states, their names and checkpoints are MindSpore's. The
@@ -32,6 +32,10 @@ class Fused(nn.Optimizer):  # type: ignore[misc]
         TypeError, ValueError, KeyError: as MindSpore's class, and as the class of `fusestep.nn`.
     """
 
+    _step_type: type[FusedOptimizer]
+    __signature__: inspect.Signature
+    _binding: Binding
+
     def __init_subclass__(cls, step: type[FusedOptimizer] | None = None, **options: Any) -> None:
         super().__init_subclass__(**options)
         if step is None:
@@ -39,10 +43,10 @@ class Fused(nn.Optimizer):  # type: ignore[misc]
         cls._step_type = step
         arguments = inspect.signature(step).parameters
         kept = [p for name, p in arguments.items() if name not in ("unknown", _OWN_STATES)]
-        cls.__signature__ = inspect.Signature(kept)  # type: ignore[attr-defined]
+        cls.__signature__ = inspect.Signature(kept)
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
-        signature, where = type(self).__signature__, type(self).__name__  # type: ignore[attr-defined]
+        signature, where = self.__signature__, type(self).__name__
         check_context(where)
         reject_unknown(where, options, signature.parameters)
         bound = signature.bind(*arguments, **options)
@@ -83,7 +87,8 @@ class Fused(nn.Optimizer):  # type: ignore[misc]
                 state has another shape or dtype than at construction, a list of learning rates is
                 used up, or what was loaded is of other options. Nothing has changed then.
         """
-        return fused_step_in_pynative_mode(self._binding, gradients)
+        result: tuple[bool, ...] = fused_step_in_pynative_mode(self._binding, gradients)
+        return result
 
 
 # Its name is what MindSpore's compiler says when it finds a step in a graph.

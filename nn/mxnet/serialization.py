@@ -79,7 +79,7 @@ def load(data: Any, optimizer: Optimizer) -> tuple[dict[Any, Any], Optimizer]:
         expected, got = "bytes of Updater.get_states", f"{type(error).__name__} {error}"
         text = message("set_states", "states", "cannot be read", expected, got)
         raise ValueError(
-            f"{text}; pickles of MXNet are not read, because they can execute anything"
+            f"{text}; pickles of MXNet can execute anything: `fusestep convert` reads what is data"
         ) from None
     for index, state in states.items():
         optimizer.check_state(index, state)
