@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import mindspore
 import ml_dtypes
@@ -106,13 +106,6 @@ def _kinds(gradients: Iterable[Any]) -> list[Any] | None:
     return kinds
 
 
-class Slot(NamedTuple):
-    """A tensor of MindSpore in whose place the optimizer has an array."""
-
-    tensor: Any
-    form: tuple[tuple[int, ...], np.dtype[Any]]
-
-
 class Binding:
     """A `FusedOptimizer` whose arrays are the memory of an optimizer of MindSpore.
 
@@ -133,40 +126,35 @@ class Binding:
         self.inner.reader_type = TensorReader
         self.call: Callable[[tuple[Any, ...]], tuple[bool, ...]] = self.inner
         self._find(outer, rates)
-        self._addresses: list[int] = []
         self._look()
 
     def _find(self, outer: Any, rates: Sequence[Any]) -> None:
         """Find the tensor of MindSpore for each array of the optimizer."""
         inner, known = self.inner, {p.name: p for p in outer.get_parameters()}
-        self._slots = [
-            Slot(w, (p.shape, p.dtype))
-            for w, p in zip(self._weights, inner.parameters, strict=True)
-        ]
-        self._roles: dict[str, list[int | None]] = {}
-        for role, arrays in inner._states.items():
-            places = self._roles[role] = []
-            for parameter, array in zip(inner.parameters, arrays, strict=True):
-                places.append(None if array is None else len(self._slots))
-                if array is not None:
-                    tensor = known[inner._state_name(role, str(parameter.name))]
-                    self._slots.append(Slot(tensor, (array.shape, array.dtype)))
-        self._step_at = len(self._slots)
-        self._slots.append(Slot(outer.global_step, ((1,), np.dtype(np.int32))))
-        self._rates: dict[int, list[Parameter]] = {}
-        places_of: dict[int, int] = {}
-        for tensor, option in zip(rates, inner._groups.options, strict=True):
-            if isinstance(option.rate, Parameter):
-                place = places_of.setdefault(id(tensor), len(self._slots))
-                if place == len(self._slots):
-                    self._slots.append(Slot(tensor, (tensor.shape, np.dtype(np.float32))))
-                self._rates.setdefault(place, []).append(option.rate)
-        self._following = {}
-        for name in self._follows(inner, 0).keys() & known.keys():
-            tensor = known[name]
-            self._following[name] = len(self._slots)
-            self._slots.append(Slot(tensor, (tensor.shape, host_array(tensor).dtype)))
-        self._tensors = [slot.tensor for slot in self._slots]
+        self._tensors, self._arrays = [*self._weights], [p.array for p in inner.parameters]
+        self._addresses: list[int] = []
+
+        def place_of(tensor: Any, array: np.ndarray | None = None) -> int:
+            self._tensors.append(tensor)
+            self._arrays.append(host_array(tensor) if array is None else array)
+            return len(self._tensors) - 1
+
+        self._roles = {
+            role: [
+                None
+                if array is None
+                else place_of(known[inner._state_name(role, str(p.name))], array)
+                for p, array in zip(inner.parameters, arrays, strict=True)
+            ]
+            for role, arrays in inner._states.items()
+        }
+        self._step_at = place_of(outer.global_step, inner.global_step)
+        own = {id(o.rate): o.rate for o in inner._groups.options if isinstance(o.rate, Parameter)}
+        theirs = {id(o.rate): t for o, t in zip(inner._groups.options, rates, strict=True)}
+        self._rates = {place_of(theirs[key]): rate for key, rate in own.items()}
+        self._following = {
+            name: place_of(known[name]) for name in self._follows(inner, 0) if name in known
+        }
 
     def _look(self) -> None:
         """Wait for what MindSpore has queued, and work on its memory as it lies now.
@@ -180,37 +168,32 @@ class Binding:
         if addresses == self._addresses:
             return
         arrays = [shared_array(self._where, tensor) for tensor in self._tensors]
-        for (tensor, (shape, dtype)), array in zip(self._slots, arrays, strict=True):
-            name = f"parameter {tensor.name!r}"
-            if array.dtype != dtype:
-                wrong = "has another dtype than at construction"
-                reject(TypeError, self._where, name, wrong, dtype, array.dtype)
-            if array.shape != shape:
-                wrong = "has another shape than at construction"
-                reject(ValueError, self._where, name, wrong, shape, array.shape)
+        for tensor, array, before in zip(self._tensors, arrays, self._arrays, strict=True):
+            for kind, what in ((TypeError, "dtype"), (ValueError, "shape")):
+                old, new = getattr(before, what), getattr(array, what)
+                if old != new:
+                    wrong = f"has another {what} than at construction"
+                    reject(kind, self._where, f"parameter {tensor.name!r}", wrong, old, new)
         states = {
             role: tuple(None if k is None else arrays[k] for k in places)
             for role, places in self._roles.items()
         }
-        self._check_following(int(arrays[self._step_at][0]), arrays)
+        self._check_options(arrays)
         self.inner.take_arrays(arrays[: len(self._weights)], states, arrays[self._step_at])
-        for place, rates in self._rates.items():
-            for rate in rates:
-                rate.data = arrays[place]
+        for place, rate in self._rates.items():
+            rate.data = arrays[place]
         self._arrays, self._addresses = arrays, addresses
 
-    def _check_following(self, step: int, arrays: Sequence[np.ndarray]) -> None:
+    def _check_options(self, arrays: Sequence[np.ndarray]) -> None:
         """Refuse a state of other options, or of another number of steps."""
-        kept = {name: arrays[k] for name, k in self._following.items()}
-        derived = self.inner._derived_state(0).keys() & kept.keys()
-        if derived == self.inner._derived_state(0).keys():
-            self.inner._check_derived({name: kept[name] for name in derived}, step)
+        step, names = int(arrays[self._step_at][0]), self.inner._derived_state(0)
+        self.inner._check_derived({name: arrays[self._following[name]] for name in names}, step)
 
     def _count(self) -> None:
         """Have as many updates as MindSpore's count of steps, which a checkpoint may have set."""
         step, counts = int(self._arrays[self._step_at][0]), self.inner._steps
         if counts[0] != step:
-            self._check_following(step, self._arrays)
+            self._check_options(self._arrays)
             counts[:] = step
 
     def step(self, gradients: Any) -> tuple[bool, ...]:
@@ -272,10 +255,10 @@ def _rate(rate: Any) -> Any:
 
 def _decays(outer: Any, make: Any, decay: Any) -> list[Any]:
     """The weight decay of each parameter: a number, or a function of the step."""
-    given = outer.group_weight_decay if outer.is_group else [decay] * len(outer.parameters)
-    cells = {id(x): function_of(getattr(x, "weight_decay", x)) for x in given if callable(x)}
-    scale = outer.loss_scale if outer.is_group else 1.0  # with which MindSpore multiplies these
-    values = [cells[id(x)] if callable(x) else float(x) / scale for x in given]
-    if outer.is_group or not make._filter_names:
-        return values
-    return [x if flag else 0.0 for x, flag in zip(values, outer.decay_flags, strict=True)]
+    if outer.is_group:  # MindSpore has multiplied these with the loss scale, and wrapped them
+        scale, values = outer.loss_scale, outer.group_weight_decay
+        cells = {id(x): function_of(x.weight_decay) for x in values if callable(x)}
+        return [cells[id(x)] if callable(x) else x / scale for x in values]
+    value = function_of(decay) if callable(decay) else decay
+    filters = make._filter_names
+    return [0.0 if filters and not flag else value for flag in outer.decay_flags]

@@ -60,11 +60,13 @@ def losses(net: Any, optimizer: Any, first: int = 0, end: int = STEPS) -> list[f
     return [float(cell(x, y).asnumpy()) for x, y in batches(net)[first:end]]
 
 
-def trained(make_net: Callable[[], Any], make: Make) -> tuple[list[float], dict[str, np.ndarray]]:
+def trained(
+    make_net: Callable[[], Any], make: Make, steps: int = STEPS
+) -> tuple[list[float], dict[str, np.ndarray]]:
     """The losses of a training, and all that the optimizer has in the end, by name."""
     net = make_net()
     optimizer = make(net.trainable_params())
-    found = losses(net, optimizer)
+    found = losses(net, optimizer, 0, steps)
     return found, {p.name: p.asnumpy().copy() for p in optimizer.get_parameters()}
 
 

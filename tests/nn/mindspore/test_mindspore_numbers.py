@@ -47,11 +47,9 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "SGD": [{}, {"momentum": 0.9, "dampening": 0.1}, {"momentum": 0.9, "nesterov": True}],
 }  # fmt: skip
 EVERY = [
-    (name, options, net)
-    for name, cases in CASES.items()
-    for options in cases
-    for net in ([dense_net, table_net] if options is cases[0] else [dense_net])
+    (name, cases[0], net, STEPS) for name, cases in CASES.items() for net in (dense_net, table_net)
 ]
+EVERY += [(name, options, dense_net, 10) for name, cases in CASES.items() for options in cases[1:]]
 NO_STEP = {"LARS", "Lamb"}  # MindSpore's have no kernels on a CPU
 
 
@@ -59,12 +57,14 @@ def test_every_class_is_compared() -> None:
     assert CASES.keys() | NO_STEP == {*fused.__all__}
 
 
-@pytest.mark.parametrize(("name", "options", "make_net"), EVERY)
-def test_a_training_is_that_of_mindspore(name: str, options: Any, make_net: Any) -> None:
-    expected, states = trained(make_net, lambda ps: getattr(nn, name)(ps, **options))
-    found, own = trained(make_net, lambda ps: getattr(fused, name)(ps, **options))
+@pytest.mark.parametrize(("name", "options", "make_net", "steps"), EVERY)
+def test_a_training_is_that_of_mindspore(
+    name: str, options: Any, make_net: Any, steps: int
+) -> None:
+    expected, states = trained(make_net, lambda ps: getattr(nn, name)(ps, **options), steps)
+    found, own = trained(make_net, lambda ps: getattr(fused, name)(ps, **options), steps)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
-    assert len({*expected}) == STEPS and own.keys() == states.keys()
+    assert len({*expected}) == steps and own.keys() == states.keys()
     for label, values in states.items():
         # Without momentum MindSpore writes it and does not read it.
         if not (name == "RMSProp" and "momentum" not in options and label.startswith("moment.")):
@@ -81,28 +81,31 @@ def in_groups(module: Any, parameters: Any, rate: Any) -> Any:
 
 @pytest.mark.parametrize("rate", [0.1, [0.01 * k for k in range(STEPS)], DYNAMIC])
 def test_groups_are_those_of_mindspore(rate: Any) -> None:
-    expected, states = trained(dense_net, lambda ps: in_groups(nn, ps, rate))
-    found, own = trained(dense_net, lambda ps: in_groups(fused, ps, rate))
+    expected, states = trained(dense_net, lambda ps: in_groups(nn, ps, rate), 10)
+    found, own = trained(dense_net, lambda ps: in_groups(fused, ps, rate), 10)
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     assert own.keys() == states.keys()
 
 
-def test_schedules_of_this_package_are_taken() -> None:
+@pytest.mark.parametrize("in_group", [False, True])
+@pytest.mark.parametrize("rate", [
+    ours.CosineDecayLR(0.01, 0.1, STEPS), lambda s: 0.055 + 0.045 * np.cos(np.pi * s / STEPS),
+])  # fmt: skip
+def test_schedules_of_this_package_are_taken(rate: Any, in_group: bool) -> None:
     def run(rate: Any) -> list[float]:
         net = dense_net()
-        optimizer = fused.Adam([{"params": net.trainable_params(), "lr": rate}])
-        found = losses(net, optimizer)
-        np.testing.assert_allclose(optimizer.get_lr()[0].asnumpy(), 0.1, rtol=1e-5)  # the last
+        parameters = net.trainable_params()
+        options = {"lr": rate, "weight_decay": rate}
+        given = [{"params": parameters, **options}] if in_group else parameters
+        more = {} if in_group else {"learning_rate": rate, "weight_decay": rate}
+        optimizer = fused.Adam(given, **more)
+        found = losses(net, optimizer, 0, 8)
+        next_rate = optimizer.get_lr()[0] if in_group else optimizer.get_lr()
+        expected = 0.055 + 0.045 * np.cos(np.pi * 8 / STEPS)
+        np.testing.assert_allclose(next_rate.asnumpy(), expected, rtol=1e-5)
         return found
 
-    rates = ours.CosineDecayLR(0.01, 0.1, STEPS)
-    expected = run(nn.PolynomialDecayLR(0.01, 0.1, STEPS, 1.0))
-    np.testing.assert_allclose(run(lambda s: 0.01 + 0.09 * s / STEPS), expected, rtol=1e-4)
-    net = dense_net()
-    found = losses(net, fused.Adam(net.trainable_params(), learning_rate=rates))
-    net = dense_net()
-    expected = losses(net, fused.Adam(net.trainable_params(), learning_rate=DYNAMIC))
-    np.testing.assert_allclose(found, expected, rtol=1e-4)
+    np.testing.assert_allclose(run(rate), run(DYNAMIC), rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", sorted(NO_STEP))
