@@ -18,6 +18,7 @@ from fusestep.nn import mindspore as fused
 
 from mindspore_training import STEPS, dense_net, losses, table_net, trained
 
+pytestmark = pytest.mark.usefixtures("synchronous")
 DYNAMIC = nn.CosineDecayLR(0.01, 0.1, STEPS)
 CASES: dict[str, list[dict[str, Any]]] = {
     "ASGD": [{}, {"t0": 3.0, "lambd": 0.1, "weight_decay": 0.1}],

@@ -69,6 +69,7 @@ def test_value_and_grad() -> None:
     np.testing.assert_allclose(run(fused), run(nn), rtol=1e-5)
 
 
+@pytest.mark.usefixtures("synchronous")
 @pytest.mark.parametrize("name", OPTIONS)
 def test_there_and_back(name: str, tmp_path: Path) -> None:
     """From MindSpore to this package and back, by files: as MindSpore alone."""
