@@ -17,6 +17,8 @@ from mindspore.train import LearningRateScheduler, Model
 
 from fusestep import __main__ as command
 from fusestep import nn as ours
+from fusestep.bench.report.result import SpecialResult
+from fusestep.bench.special import in_mindspore
 from fusestep.nn import mindspore as fused
 
 from mindspore_training import batches, dense_net, gradients_like, losses
@@ -141,3 +143,19 @@ def test_files_that_are_no_checkpoints(tmp_path: Path, capsys: Any) -> None:
         assert command.main(["convert", str(source), str(target)]) == 1
         assert "is no checkpoint of MindSpore" in capsys.readouterr().err
     assert not target.exists()
+
+
+def test_the_benchmark_of_iterations(monkeypatch: Any) -> None:
+    monkeypatch.setattr(in_mindspore, "_PERCEPTRONS", {"2x8": (2, 8)})
+    monkeypatch.setattr(in_mindspore, "_TABLES", {"0Kx4": (50, 4)})
+    monkeypatch.setattr(in_mindspore, "_OPTIMIZERS", {"Adam": {}})
+    monkeypatch.setattr(in_mindspore, "_ROUNDS", 3)
+    result = SpecialResult("in-mindspore", "")
+    in_mindspore.run(result, 1, lambda _: None)
+    assert {*result.times} == {
+        f"{model} Adam {of}: {part}"
+        for model in ("2x8", "0Kx4")
+        for of in ("nn.mindspore", "mindspore")
+        for part in ("step", "iteration")
+    }
+    assert all(time.median > 0 for time in result.times.values())
