@@ -34,6 +34,7 @@ DOCUMENTS = (
     "README.md",
     *(f"docs/{name}.md" for name in ("performance", "bytes", "parity", "numbers")),
     *(f"docs/guides/{name}.md" for name in ("embedding-tables", "threads")),
+    "docs/moving/mindspore.md",
     "docs/moving/torch.md",
     "docs/scale_out.md",
 )
@@ -383,7 +384,7 @@ def _in_mindspore(data: dict[str, Any]) -> str:
                 for whose in (in_mindspore.OURS, in_mindspore.THEIRS)
             )
             lost = _LOST if ours > theirs else "{}"
-            cells += [seconds(ours), seconds(theirs), lost.format(f"{theirs / ours:.1f}")]
+            cells += [seconds(ours), seconds(theirs), lost.format(f"{theirs / ours:.2f}")]
         rows.append([name, f"`{of}`", *cells])
     head = [cell for part in in_mindspore.PARTS for cell in (part, "MindSpore's", "x")]
     return f"{markdown(['model', 'optimizer', *head], rows, left=2)}\n\n{_setting(data)}"
