@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -169,7 +170,8 @@ def test_arguments_that_do_not_fit() -> None:
     unchanged(optimizer, gradients_like([w]), RuntimeError, "learning_rate has no value for step 2")
 
 
-def test_graphs_are_refused() -> None:
+def test_graphs_are_refused(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)  # MindSpore writes what it could not compile
     net = dense_net()
     optimizer = fused.Adam(net.trainable_params())
     x, y = batches(net)[0]
