@@ -22,7 +22,7 @@ from .base.arguments import Fixed, clip_limit, gradients_of, next_step
 from .base.numbers import FLOATS, Number, check_place, number_of, on_device
 from .base.own_rules import check_apart, check_compiled, check_rule, checked_formula
 from .base.parameter import Parameter
-from .base.stateful import StatefulOptimizer
+from .base.stateful import StatefulOptimizer, States
 from .engine.conditioning import Clipping, Conditioning
 from .engine.host import Host
 from .engine.layout import KernelCall
@@ -91,6 +91,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
     clipvalue = Fixed(clip_limit)
     clipnorm = Fixed(clip_limit)
     together: Together | None = None  # with the optimizers of other processes
+    reader_type: type[GradientReader] = GradientReader  # of gradients that are no arrays, another
     _rate_lag = 0  # a step uses the learning rate of the step so many before
     _stays_on_host = False  # whatever is assigned to `target`
     # Where a row-sparse gradient is not taken: what was expected, and what was found.
@@ -197,7 +198,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
             self._on_device.is_in_use = not self._works_on_host
             if self._works_on_host:
                 self._stepper = Offload(self._host, self.parameters[0])
-        self._reader = GradientReader(
+        self._reader = self.reader_type(
             self._name,
             self.parameters,
             self._states_of_each(),
@@ -406,6 +407,26 @@ class FusedOptimizer(StatefulOptimizer, ABC):
         """As `StatefulOptimizer.keep_states`."""
         super().keep_states(of)
         self._read_anew()
+
+    def take_arrays(
+        self, parameters: Sequence[np.ndarray], states: States, global_step: np.ndarray
+    ) -> None:
+        """Work on these arrays from now on; shapes and dtypes are those of the arrays before.
+
+        Raises:
+            ValueError: some share memory. Then all is as it was.
+        """
+        names = [f"parameter {p.name!r}" for p in self.parameters]
+        arrays = [*parameters]
+        for role, of_each in states.items():
+            names += [f"state {role!r} of {p.name!r}" for p in self.parameters]
+            arrays += of_each
+        pairs = [(n, a) for n, a in zip(names, arrays, strict=True) if a is not None]
+        check.no_overlap(self._name, [n for n, _ in pairs], [a for _, a in pairs])
+        for parameter, array in zip(self.parameters, parameters, strict=True):
+            parameter.rebind(array)
+        self._states, self._global_step = states, global_step
+        self._derive()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As `StatefulOptimizer.load_state_dict`."""

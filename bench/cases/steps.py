@@ -114,6 +114,11 @@ SPECIAL = (
         "iterations of PyTorch programs: AdamW of nn.torch beside PyTorch's fused one, in one "
         "process",
     ),
+    SpecialCase(
+        "in-mindspore",
+        "iterations of MindSpore programs: optimizers of nn.mindspore beside MindSpore's, in one "
+        "process",
+    ),
 )
 SUBJECTS: dict[str, Subject] = {
     **{f"nn.{name}": optimizer.subject for name, optimizer in OPTIMIZERS.items()},

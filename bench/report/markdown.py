@@ -23,7 +23,7 @@ from ..cases.torch import SAME_PROCESS
 from ..cases.workloads import DEFAULT_ROWS, PUBLISHED_DENSE, number
 from ..errors import BenchError
 from ..scale_out import runs
-from ..special import far_rows, training
+from ..special import far_rows, in_mindspore, training
 from ..special.fresh_states import LATER_STEP
 from . import catalogue, document, table
 from .catalogue import markdown
@@ -34,6 +34,7 @@ DOCUMENTS = (
     "README.md",
     *(f"docs/{name}.md" for name in ("performance", "bytes", "parity", "numbers")),
     *(f"docs/guides/{name}.md" for name in ("embedding-tables", "threads")),
+    "docs/moving/mindspore.md",
     "docs/moving/torch.md",
     "docs/scale_out.md",
 )
@@ -371,6 +372,24 @@ def _training(data: dict[str, Any]) -> str:
     return markdown(["model", "scenario", "step", "x torch", "iteration", "x torch"], rows, left=2)
 
 
+def _in_mindspore(data: dict[str, Any]) -> str:
+    """Of each model and optimizer the step and the iteration, and how much faster than theirs."""
+    times, _ = _special("in-mindspore", data)
+    rows = []
+    for name, of in dict.fromkeys(tuple(label.split()[:2]) for label in times):
+        cells = []
+        for part in in_mindspore.PARTS:
+            ours, theirs = (
+                times[f"{name} {of} {whose}: {part}"]
+                for whose in (in_mindspore.OURS, in_mindspore.THEIRS)
+            )
+            lost = _LOST if ours > theirs else "{}"
+            cells += [seconds(ours), seconds(theirs), lost.format(f"{theirs / ours:.2f}")]
+        rows.append([name, f"`{of}`", *cells])
+    head = [cell for part in in_mindspore.PARTS for cell in (part, "MindSpore's", "x")]
+    return f"{markdown(['model', 'optimizer', *head], rows, left=2)}\n\n{_setting(data)}"
+
+
 _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "summary": _summary,
     "setting": _setting,
@@ -391,6 +410,7 @@ _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "fresh-states": _fresh_states,
     "thor": partial(_with_limits, name="thor"),
     "training": _training,
+    "in-mindspore": _in_mindspore,
     "bytes": catalogue.traffic,
     "lines": catalogue.line_counts,
     "optimizers": catalogue.optimizers,

@@ -1,8 +1,9 @@
 """Pages that are made while the site is built: those of the API, and the documents of the root.
 
 ``mkdocs.yml`` names this file as a hook. Every name of ``fusestep.nn``, ``fusestep.ops``,
-``fusestep.nn.mxnet``, ``fusestep.nn.torch`` and ``fusestep.nn.distributed`` gets a page of its
-own; their ``__all__`` is the only list of them. The last two are read and not imported.
+``fusestep.nn.mxnet``, ``fusestep.nn.torch``, ``fusestep.nn.mindspore`` and
+``fusestep.nn.distributed`` gets a page of its own; their ``__all__`` is the only list of them. The
+last three are read and not imported.
 """
 
 from __future__ import annotations
@@ -31,7 +32,11 @@ FROM_ROOT = {
     "LICENSE": "LICENSE",
 }
 LAYERS = {"nn": nn, "ops": ops, "mxnet": nn.mxnet}
-READ = {"torch": "PyTorch", "distributed": "Many processes"}  # of nn; they import extras
+READ = {
+    "torch": "PyTorch",
+    "mindspore": "MindSpore",
+    "distributed": "Many processes",
+}  # of nn; they import extras
 # Griffe looks for a folder of the package's name, and an editable install has none: a link has it.
 _SOURCES = tempfile.TemporaryDirectory()
 

@@ -85,6 +85,10 @@ class Parameter:
         for owner in owners:
             owner.forget_addresses()
 
+    def rebind(self, array: np.ndarray) -> None:
+        """Take another array of this shape, of which the only owner knows already."""
+        self._data = array
+
     array = property(  # read in every step, so without a call of Python
         attrgetter("_data"), doc="The array as steps see it: of NumPy, or a `DeviceArray`."
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 LAYERS = ("fusestep.nn", "fusestep.ops")
-EXTRAS = ("mpi4py", "torch")
+EXTRAS = ("mindspore", "mpi4py", "torch")
 
 
 def modules_with_examples() -> Iterator[str]:

@@ -29,6 +29,7 @@ MAY_IMPORT = {
     "nn/torch/engine": ("kernels", "ops", "nn/base", "nn/engine", "nn/distributed"),
     "nn/registry": ("kernels", "ops", "nn"),
     "nn/torch": ("kernels", "ops", "nn"),
+    "nn/mindspore": ("kernels", "ops", "nn"),
     "nn": ("kernels", "ops"),
 }
 # Rooms of kernels/cpu: each may import those before it. The drivers are behind all of them.
@@ -166,7 +167,7 @@ def needs_cuda() -> set[str]:
 
 def test_imports_inside_of_functions_are_of_what_is_optional() -> None:
     """Nothing is imported inside a function to hide a circle: only what needs numba-cuda."""
-    optional = needs_cuda() | {"nn.thor.torch"}
+    optional = needs_cuda() | {"nn.thor.torch", "nn.mindspore.binding"}
     # `fusestep info` also says what is wrong where nothing can be compiled.
     hidden = [
         found

@@ -1,0 +1,264 @@
+"""An optimizer of this package on the memory of MindSpore's parameters, states and rates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import mindspore
+import ml_dtypes
+import numpy as np
+from mindspore import Tensor
+from mindspore.common.sparse_tensor import RowTensorInner
+from mindspore.nn.learning_rate_schedule import LearningRateSchedule
+
+from ...kernels.cpu.headers.arrays import address_of
+from ...ops.runtime.errors import reject
+from ...ops.runtime.row_tensor import RowTensor
+from ..base.arguments import gradients_of
+from ..base.parameter import Parameter
+from ..engine.reader import GradientReader, Gradients
+from ..fused import FusedOptimizer
+
+Follows = Callable[[FusedOptimizer, int], Mapping[str, Any]]
+"""By name, what MindSpore keeps of a number of updates beside its states."""
+_LOOKUP = "; EmbeddingLookup(sparse=True) gives values without their indices on a CPU"
+
+
+class Scheduled(LearningRateSchedule):
+    """A callable of the step 0, 1, 2, ..., for MindSpore."""
+
+    def __init__(self, schedule: Callable[[int], Any]) -> None:
+        super().__init__()
+        self.schedule = schedule
+
+    def construct(self, global_step: Any) -> Any:
+        """The value at a step."""
+        return Tensor(np.float32(self.schedule(int(global_step.asnumpy().reshape(())))))
+
+
+def function_of(cell: Any) -> Callable[[int], Any]:
+    """The value of a schedule by the number of the step, asked for without MindSpore if it can."""
+    if isinstance(cell, Scheduled):
+        return cell.schedule
+    return lambda step: cell(Tensor([step], mindspore.int32)).asnumpy()
+
+
+def host_array(tensor: Any) -> np.ndarray:
+    """The elements of a tensor, once they are computed; MindSpore's bfloat16 as that of NumPy."""
+    array: np.ndarray = tensor.asnumpy()
+    is_bfloat16 = tensor.dtype == mindspore.bfloat16
+    return array.view(np.uint16).view(ml_dtypes.bfloat16) if is_bfloat16 else array
+
+
+def shared_array(where: str, tensor: Any) -> np.ndarray:
+    """MindSpore's own memory of a parameter.
+
+    Raises:
+        ValueError: there is only a copy of it.
+    """
+    array = host_array(tensor)
+    if address_of(array) != tensor.data_ptr():
+        name, expected = f"parameter {tensor.name!r}", "contiguous memory of its own"
+        reject(ValueError, where, name, "cannot be shared", expected, "a part of another tensor")
+    return array
+
+
+class TensorReader(GradientReader):
+    """Reads tensors of MindSpore; of those that are like the last ones only addresses."""
+
+    _seen: list[Any] | None = None
+
+    def forget(self) -> None:
+        """As `GradientReader.forget`."""
+        super().forget()
+        self._seen = None
+
+    def read_like_last(self, gradients: tuple[Any, ...]) -> Gradients | None:
+        """As `GradientReader.read_like_last`."""
+        last = self._last
+        if last is None or self._seen is None or self._seen != _kinds(gradients):
+            return None
+        # A tensor is computed when it tells where it lies.
+        addresses = np.array([g.data_ptr() for g in gradients], np.int64)
+        return Gradients(last, addresses, [], gradients)
+
+    def read(self, gradients: tuple[Any, ...], added: Callable[[int], float]) -> Gradients:
+        """As `GradientReader.read`."""
+        for p, g in zip(self._parameters, gradients, strict=True):
+            if isinstance(g, Tensor) and g.shape != p.shape:
+                name, wrong = f"gradient of {p.name!r}", "has a wrong shape"
+                reject(ValueError, self._where, name, wrong, p.shape, g.shape, _LOOKUP)
+        arrays = tuple(host_array(g) if isinstance(g, Tensor) else g for g in gradients)
+        given = super().read_like_last(arrays) or super().read(arrays, added)
+        self._seen = _kinds(gradients) if self._last and not given.rows else None
+        return given
+
+
+def _kinds(gradients: Iterable[Any]) -> list[Any] | None:
+    """What decides how dense gradients are read; None: they are not all plain tensors."""
+    kinds = []
+    for g in gradients:
+        if type(g) is not Tensor or not g.is_contiguous():
+            return None
+        kinds.append((g.shape, g.dtype))
+    return kinds
+
+
+class Binding:
+    """A `FusedOptimizer` whose arrays are the memory of an optimizer of MindSpore.
+
+    MindSpore has read the arguments; it has parameters, states, learning rates and the count of
+    steps, and the `FusedOptimizer` has the step. ``options`` are all arguments of its class but
+    parameters and decay. ``follows`` gives what MindSpore keeps of a number of updates beside the
+    states, which its own step would go on from.
+    """
+
+    def __init__(self, outer: Any, make: Any, options: dict[str, Any], follows: Follows) -> None:
+        self._where = outer.cls_name
+        self._follows = follows
+        self._weights = tuple(outer.parameters)
+        parameters = [Parameter(shared_array(self._where, w), w.name) for w in self._weights]
+        rates = outer.get_lr_parameter(list(self._weights))
+        options = {**options, **_groups(outer, make, parameters, rates, options)}
+        self.inner: FusedOptimizer = make(**options)
+        self.inner.reader_type = TensorReader
+        self.call: Callable[[tuple[Any, ...]], tuple[bool, ...]] = self.inner
+        self._find(outer, rates)
+        self._look()
+
+    def _find(self, outer: Any, rates: Sequence[Any]) -> None:
+        """Find the tensor of MindSpore for each array of the optimizer."""
+        inner, known = self.inner, {p.name: p for p in outer.get_parameters()}
+        self._tensors, self._arrays = [*self._weights], [p.array for p in inner.parameters]
+        self._addresses: list[int] = []
+
+        def place_of(tensor: Any, array: np.ndarray | None = None) -> int:
+            self._tensors.append(tensor)
+            self._arrays.append(host_array(tensor) if array is None else array)
+            return len(self._tensors) - 1
+
+        self._roles = {
+            role: [
+                None
+                if array is None
+                else place_of(known[inner._state_name(role, str(p.name))], array)
+                for p, array in zip(inner.parameters, arrays, strict=True)
+            ]
+            for role, arrays in inner._states.items()
+        }
+        self._step_at = place_of(outer.global_step, inner.global_step)
+        own = {id(o.rate): o.rate for o in inner._groups.options if isinstance(o.rate, Parameter)}
+        theirs = {id(o.rate): t for o, t in zip(inner._groups.options, rates, strict=True)}
+        self._rates = {place_of(theirs[key]): rate for key, rate in own.items()}
+        self._following = {
+            name: place_of(known[name]) for name in self._follows(inner, 0) if name in known
+        }
+
+    def _look(self) -> None:
+        """Wait for what MindSpore has queued, and work on its memory as it lies now.
+
+        Raises:
+            TypeError, ValueError: a tensor has another dtype or shape than at construction, or
+                shares its memory.
+        """
+        mindspore.runtime.synchronize()
+        addresses = [tensor.data_ptr() for tensor in self._tensors]
+        if addresses == self._addresses:
+            return
+        arrays = [shared_array(self._where, tensor) for tensor in self._tensors]
+        for tensor, array, before in zip(self._tensors, arrays, self._arrays, strict=True):
+            for kind, what in ((TypeError, "dtype"), (ValueError, "shape")):
+                old, new = getattr(before, what), getattr(array, what)
+                if old != new:
+                    wrong = f"has another {what} than at construction"
+                    reject(kind, self._where, f"parameter {tensor.name!r}", wrong, old, new)
+        states = {
+            role: tuple(None if k is None else arrays[k] for k in places)
+            for role, places in self._roles.items()
+        }
+        self._check_options(arrays)
+        self.inner.take_arrays(arrays[: len(self._weights)], states, arrays[self._step_at])
+        for place, rate in self._rates.items():
+            rate.data = arrays[place]
+        self._arrays, self._addresses = arrays, addresses
+
+    def _check_options(self, arrays: Sequence[np.ndarray]) -> None:
+        """Refuse a state of other options, or of another number of steps."""
+        step, names = int(arrays[self._step_at][0]), self.inner._derived_state(0)
+        self.inner._check_derived({name: arrays[self._following[name]] for name in names}, step)
+
+    def _count(self) -> None:
+        """Have as many updates as MindSpore's count of steps, which a checkpoint may have set."""
+        step, counts = int(self._arrays[self._step_at][0]), self.inner._steps
+        if counts[0] != step:
+            self._check_options(self._arrays)
+            counts[:] = step
+
+    def step(self, gradients: Any) -> tuple[bool, ...]:
+        """A step, after everything that MindSpore has queued."""
+        given = gradients_of(self._where, gradients, len(self._weights))
+        if any(type(g) is not Tensor for g in given):
+            names = [f"gradient of {w.name!r}" for w in self._weights]
+            given = tuple(map(partial(_row_tensor, self._where), names, given))
+        self._look()
+        self._count()
+        result = self.call(given)
+        done = int(self._arrays[self._step_at][0])
+        following = self._follows(self.inner, done) if self._following else {}
+        for name, place in self._following.items():
+            kept, value = self._arrays[place], following[name]
+            if kept.size and kept.flat[0] != value:
+                kept[...] = value
+        return result
+
+
+def _row_tensor(where: str, name: str, gradient: Any) -> Any:
+    """A row-sparse gradient of MindSpore as this package has it; a dense one as it is."""
+    if isinstance(gradient, Tensor):
+        return gradient
+    if not isinstance(gradient, RowTensorInner):
+        expected, got = "a Tensor or a RowTensorInner", type(gradient).__name__
+        reject(TypeError, where, name, "has a wrong type", expected, got)
+    arrays = host_array(gradient.indices), host_array(gradient.values)
+    return RowTensor(*arrays, tuple(gradient.dense_shape))
+
+
+def _groups(
+    outer: Any, make: Any, parameters: list[Parameter], rates: list[Any], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The arguments of a `FusedOptimizer` for what MindSpore has read of groups and rates."""
+    rate_of = {id(rate): _rate(rate) for rate in rates}
+    decays = _decays(outer, make, options.get("weight_decay", 0.0))
+    centralized = getattr(outer, "grad_centralization_flags", [False] * len(parameters))
+    groups: dict[Any, dict[str, Any]] = {}
+    for p, rate, decay, centralize in zip(parameters, rates, decays, centralized, strict=True):
+        own_rate = {"lr": rate_of[id(rate)]} if outer.is_group_lr else {}
+        key = (id(rate), decay, centralize)
+        made = {"params": [], "weight_decay": decay, "grad_centralization": centralize, **own_rate}
+        groups.setdefault(key, made)["params"].append(p)
+    found: dict[str, Any] = {"params": [*groups.values(), {"order_params": parameters}]}
+    if "weight_decay" in options:
+        found["weight_decay"] = 0.0  # it is in the groups
+    if options["learning_rate"] is not None:
+        found["learning_rate"] = rate_of[id(rates[0])]
+    return found
+
+
+def _rate(rate: Any) -> Any:
+    """A learning rate of MindSpore as this package takes it; its memory is bound later."""
+    if isinstance(rate, mindspore.Parameter):
+        return rate.asnumpy().tolist()
+    return function_of(rate)
+
+
+def _decays(outer: Any, make: Any, decay: Any) -> list[Any]:
+    """The weight decay of each parameter: a number, or a function of the step."""
+    if outer.is_group:  # MindSpore has multiplied these with the loss scale, and wrapped them
+        scale, values = outer.loss_scale, outer.group_weight_decay
+        cells = {id(x): function_of(x.weight_decay) for x in values if callable(x)}
+        return [cells[id(x)] if callable(x) else x / scale for x in values]
+    value = function_of(decay) if callable(decay) else decay
+    filters = make._filter_names
+    return [0.0 if filters and not flag else value for flag in outer.decay_flags]

@@ -1,0 +1,107 @@
+"""MindSpore's optimizers, each with the step of the class of its name in `fusestep.nn`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import copy
+from typing import Any
+
+from mindspore import nn
+
+from ...ops.runtime.errors import reject
+from .. import adafactor, adagrad, adam, adam_weight_decay, ftrl, lamb, lars, rmsprop, rprop, sgd
+from .binding import Binding
+from .optimizer import Fused
+
+
+class AdaFactor(Fused, nn.AdaFactor, step=adafactor.AdaFactor):
+    """`mindspore.nn.AdaFactor` with the step of `fusestep.nn.AdaFactor`."""
+
+
+class AdaMax(Fused, nn.AdaMax, step=adam.AdaMax):
+    """`mindspore.nn.AdaMax` with the step of `fusestep.nn.AdaMax`."""
+
+
+class Adadelta(Fused, nn.Adadelta, step=adagrad.Adadelta):
+    """`mindspore.nn.Adadelta` with the step of `fusestep.nn.Adadelta`."""
+
+
+class Adagrad(Fused, nn.Adagrad, step=adagrad.Adagrad):
+    """`mindspore.nn.Adagrad` with the step of `fusestep.nn.Adagrad`."""
+
+
+class Adam(Fused, nn.Adam, step=adam.Adam):
+    """`mindspore.nn.Adam` with the step of `fusestep.nn.Adam`."""
+
+
+class AdamOffload(Fused, nn.AdamOffload, step=adam.AdamOffload):
+    """`mindspore.nn.AdamOffload` with the step of `fusestep.nn.AdamOffload`."""
+
+
+class AdamWeightDecay(Fused, nn.AdamWeightDecay, step=adam_weight_decay.AdamWeightDecay):
+    """`mindspore.nn.AdamWeightDecay` with the step of `fusestep.nn.AdamWeightDecay`."""
+
+
+class ASGD(Fused, nn.ASGD, step=sgd.ASGD):
+    """`mindspore.nn.ASGD` with the step of `fusestep.nn.ASGD`."""
+
+    def _follows(self, inner: Any, step: int) -> Mapping[str, Any]:
+        """What the next step of MindSpore begins with: its size, and the share of the average."""
+        mu, rates = 1.0 / max(1.0, step - inner.t0) if step else 1.0, [0.0] * len(inner.parameters)
+        if step:
+            lrs = inner._rates_at(step - 1)
+            rates = [lr / (1.0 + inner.lambd * lr * step) ** inner.alpha for lr in lrs]
+        names = [str(p.name) for p in inner.parameters]
+        return {f"mu_{name}": mu for name in names} | {
+            f"eta_{name}": eta for name, eta in zip(names, rates, strict=True)
+        }
+
+
+class FTRL(Fused, nn.FTRL, step=ftrl.FTRL):
+    """`mindspore.nn.FTRL` with the step of `fusestep.nn.FTRL`."""
+
+
+class Lamb(Fused, nn.Lamb, step=lamb.Lamb):
+    """`mindspore.nn.Lamb` with the step of `fusestep.nn.Lamb`; MindSpore's has none on a CPU."""
+
+
+class LARS(Fused, nn.LARS, step=lars.LARS):  # type: ignore[arg-type]
+    """`mindspore.nn.LARS` around an optimizer of this module; MindSpore's has no step on a CPU."""
+
+    def _bound(self, given: dict[str, Any]) -> Binding:
+        optimizer = given.pop("optimizer")
+        if not isinstance(optimizer, Fused):
+            wrong, expected = "has a wrong type", "one of fusestep.nn.mindspore"
+            reject(TypeError, "LARS", "optimizer", wrong, expected, type(optimizer).__name__)
+        bound: Binding = copy(optimizer._binding)
+        bound.call = lars.LARS(bound.inner, **given)
+        return bound
+
+
+class LazyAdam(Fused, nn.LazyAdam, step=adam.LazyAdam):
+    """`mindspore.nn.LazyAdam` with the step of `fusestep.nn.LazyAdam`."""
+
+
+class Momentum(Fused, nn.Momentum, step=sgd.Momentum):
+    """`mindspore.nn.Momentum` with the step of `fusestep.nn.Momentum`."""
+
+
+class ProximalAdagrad(Fused, nn.ProximalAdagrad, step=adagrad.ProximalAdagrad):
+    """`mindspore.nn.ProximalAdagrad` with the step of `fusestep.nn.ProximalAdagrad`."""
+
+
+class RMSProp(Fused, nn.RMSProp, step=rmsprop.RMSProp):
+    """`mindspore.nn.RMSProp` with the step of `fusestep.nn.RMSProp`."""
+
+
+class Rprop(Fused, nn.Rprop, step=rprop.Rprop):
+    """`mindspore.nn.Rprop` with the step of `fusestep.nn.Rprop`."""
+
+
+class SGD(Fused, nn.SGD, step=sgd.SGD):
+    """`mindspore.nn.SGD` with the step of `fusestep.nn.SGD`."""
+
+    def _follows(self, inner: Any, step: int) -> Mapping[str, Any]:
+        """The momentum, and for each parameter whether its first update is still to come."""
+        stats = {f"stat.{p.name}": float(step == 0) for p in inner.parameters}
+        return {**super()._follows(inner, step), **(stats if inner.momentum else {})}
