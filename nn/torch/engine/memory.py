@@ -158,8 +158,10 @@ def is_single(tensor: Tensor) -> bool:
     for stride, n in dims:
         is_sure &= n < 2 or stride > reach
         reach += (n - 1) * stride
-    if is_sure or not numel or any(stride == 0 and n > 1 for stride, n in dims):
-        return is_sure or not numel
+    if is_sure or not numel:
+        return True
+    if any(stride == 0 and n > 1 for stride, n in dims):
+        return False
     places = np.zeros(1, np.int64)
     for stride, n in dims:
         places = np.add.outer(places, stride * np.arange(n)).reshape(-1)
