@@ -165,7 +165,7 @@ def is_single(tensor: Tensor) -> bool:
     places = np.zeros(1, np.int64)
     for stride, n in dims:
         places = np.add.outer(places, stride * np.arange(n)).reshape(-1)
-    return len(np.unique(places)) == numel
+    return bool(len(np.unique(places)) == numel)
 
 
 def check_apart(where: str, stretches: Iterable[Stretch]) -> None:
