@@ -16,7 +16,12 @@ class Table(NamedTuple):
     """A table of the step, in the order of their rows and positions; all ``int64``."""
 
     arrays: int  # address of the addresses of the parameter and its states
-    values: int  # where the gradient of position 0 would be
+    values: int  # the gradient; where each position has its own row, that of position 0 would be
+    stride: int  # bytes from one row of it to the next
+    gradient_rows: int  # int32: where the row of position 0 would be; 0: each has its own
+    weights: int  # where the factor of position 0 would be, or 0
+    accumulate: int  # for rows that are found like this
+    block_single: int  # for a gradient as it was given; 0: there is none
     hp: int
     rows: int
     width: int
@@ -62,9 +67,7 @@ class RowCall(NamedTuple):
     scratch_bytes: int  # of a slot
     # Decided by the kernel.
     block: int  # for a summed gradient
-    block_single: int  # for a gradient as it was given; 0: there is none
     block_zero: int
-    accumulate: int
     add_ranges: int  # 0 where no row can be hot
     n_arrays: int  # of each table: the parameter and its states
     row_bytes: int  # [n_arrays, 2]: of a row of each array, for a column and beside

@@ -167,8 +167,10 @@ def _grouping(
 @cache
 def _kernel_arguments(
     kernel: Kernel, row_block: NativeFunction | None, every_row: bool, can_be_hot: bool
-) -> tuple[int, ...]:
-    """The arguments of the loops that the kernel decides; ``row_block`` is called for each row."""
+) -> tuple[int, int, tuple[int, ...]]:
+    """What the kernel decides: `Table.accumulate` and `Table.block_single`, where each occurrence
+    has a gradient of its own, and arguments of the loops; ``row_block`` is called for each row.
+    """
     block = row_block or blocks(kernel).update_real
     single = 0
     if row_block:  # which takes numbers of the arithmetic's type
@@ -180,8 +182,9 @@ def _kernel_arguments(
     add_ranges = sums.accumulate(kernel.real, kernel.real).address if can_be_hot else 0
     # These live as long as this tuple is kept.
     n, row_bytes = len(kernel.row_bytes), address_of(kernel.row_bytes)
-    kernel_arguments = block.address, single, zero, add, add_ranges, n, row_bytes
-    return (*kernel_arguments, kernel.g.itemsize, kernel.real.itemsize, address_of(_range_numbers))
+    kernel_arguments = block.address, zero, add_ranges, n, row_bytes
+    itemsizes = kernel.g.itemsize, kernel.real.itemsize
+    return add, single, (*kernel_arguments, *itemsizes, address_of(_range_numbers))
 
 
 @cache
@@ -240,21 +243,44 @@ class RowStep:
             value = address_of(value)
         self._block.words[_FIELD[field]] = value
 
-    def _write_arguments(self, kernel_arguments: tuple[int, ...], locks: int) -> None:
+    def _write_arguments(
+        self, kernel_arguments: tuple[int, int, tuple[int, ...]], locks: int
+    ) -> None:
         """`RowCall`, then the tables, then all their addresses.
 
         They are packed at once, which is ten times as fast as NumPy's assignment.
         """
         size, (words, base), tables = self._size, self._block, self._tables
         sections = [base + 8 * place for place in size.places]
-        fields = [*size.arguments, *kernel_arguments, *sections, locks, *size.told]
+        add, single, call_arguments = kernel_arguments
+        fields = [*size.arguments, *call_arguments, *sections, locks, *size.told]
+        g, real = self._kernel.g, self._kernel.real
         at_addresses = base + 8 * (len(fields) + len(tables) * len(Table._fields))
         first_row = first_position = first_range = 0
         for table, (length, n_ranges) in zip(tables, size.ranges, strict=True):
-            addresses, hp, n_rows, width, indices, index_bytes, n, values, positions, _ = table
+            addresses, hp, n_rows, width, indices, index_bytes, n, values, positions, _, *shared = (
+                table
+            )
             # The loops know an occurrence by its position among those of all tables.
-            values -= first_position * width * self._kernel.g.itemsize
-            fields += (at_addresses, values, hp, n_rows, width, first_row, first_position)
+            if not shared[0]:  # each has a row of its own
+                stride = width * g.itemsize
+                fields += (
+                    at_addresses,
+                    values - first_position * stride,
+                    stride,
+                    0,
+                    0,
+                    add,
+                    single,
+                )
+            else:
+                rows_of, stride, weights = shared
+                form = sums.WEIGHTED if weights else sums.SHARED
+                # A weighted gradient is not as it was given, even that of a single occurrence.
+                fields += (at_addresses, values, stride, rows_of - 4 * first_position)
+                fields += (weights and weights - first_position * real.itemsize,)
+                fields += (sums.accumulate(g, real, form).address, 0 if weights else single)
+            fields += (hp, n_rows, width, first_row, first_position)
             fields += (indices, index_bytes, n, first_range, length, n_ranges, positions)
             at_addresses += 8 * len(addresses)
             first_range += n_ranges

@@ -10,8 +10,11 @@ left out, cost as much as all the others together. Measured on one core of an AM
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from ...inner import njit
 from ...storage import Storage, numba_type
@@ -19,8 +22,11 @@ from ..compiler.compile import NativeFunction
 from ..compiler.intrinsics import (
     Vector,
     add_vectors,
+    load_int32,
     load_int64,
+    multiply_vectors,
     prefetch_line,
+    repeating_loader,
     store_vector,
     vector_loader,
 )
@@ -31,10 +37,54 @@ _AHEAD_BYTES = 6_144  # but no more than this of long rows
 _TILE_BYTES = 256  # of sums: a quarter of the vector registers of AVX-512, half of AVX2's
 
 
-def _tile_sum(g: Storage, real: Storage, columns: int) -> Any:
+class Form(NamedTuple):
+    """How the rows of a sum are found; compiled functions of addresses, ``key`` that of a key."""
+
+    name: str
+    key_bytes: int
+    row: Callable[..., Any]  # ``row(rows, key, mask)``: the number of the row
+    place: Callable[..., Any] | None  # ``place(rows, key, mask)``: of its weight; None: it is 1
+
+
+@njit(inline="always")
+def _position(rows, key, mask):
+    return load_int64(key) & mask
+
+
+@njit(inline="always")
+def _row_of_position(rows, key, mask):
+    return np.int64(load_int32(rows + 4 * (load_int64(key) & mask)))
+
+
+@njit(inline="always")
+def _listed_row(rows, key, mask):
+    return np.int64(load_int32(key))
+
+
+@njit(inline="always")
+def _listed_place(rows, key, mask):
+    return (key - rows) >> 2
+
+
+OWN = Form("own", 8, _position, None)
+"""Each position has a row of its own."""
+SHARED = Form("shared", 8, _row_of_position, None)
+"""``rows`` has the row of each position, int32: one may be that of many."""
+WEIGHTED = Form("weighted", 8, _row_of_position, _position)
+"""Likewise, and ``weights`` has a factor of each position."""
+LISTED = Form("listed", 4, _listed_row, None)
+"""The keys are the numbers of the rows, int32; ``rows`` is where their list begins."""
+LISTED_WEIGHTED = Form("listed weighted", 4, _listed_row, _listed_place)
+"""Likewise, and ``weights`` has a factor of each key."""
+FORMS = OWN, SHARED, WEIGHTED, LISTED, LISTED_WEIGHTED
+
+
+def _tile_sum(g: Storage, real: Storage, form: Form, columns: int) -> Any:
     """A compiled function: the sum of some columns; ``key`` and ``end`` are addresses."""
-    load = vector_loader(g, Vector(numba_type(real), columns))
-    n_bytes = columns * g.itemsize
+    vector = Vector(numba_type(real), columns)
+    load, n_bytes = vector_loader(g, vector), columns * g.itemsize
+    row_of, key_bytes = form.row, form.key_bytes
+    place_of, real_bytes, weight_at = form.place, real.itemsize, repeating_loader(vector)
 
     @njit(inline="always")
     def fetch(row):
@@ -43,37 +93,55 @@ def _tile_sum(g: Storage, real: Storage, columns: int) -> Any:
         if columns > 1:
             prefetch_line(row + n_bytes - 1)
 
+    @njit(inline="always")
+    def plain(values, stride, rows, weights, key, mask):
+        return load(values + row_of(rows, key, mask) * stride)
+
+    @njit(inline="always")
+    def weighted(values, stride, rows, weights, key, mask):
+        row = load(values + row_of(rows, key, mask) * stride)
+        return multiply_vectors(row, weight_at(weights + real_bytes * place_of(rows, key, mask)))
+
+    term = plain if place_of is None else weighted
+
     @njit(error_model="numpy")
-    def tile_sum(total, values, key, end, stride, mask, ahead):
+    def tile_sum(total, values, stride, rows, weights, key, end, mask, ahead):
         if ahead > 0:
-            fetch(values + (load_int64(key + ahead) & mask) * stride)
-        sums = load(values + (load_int64(key) & mask) * stride)
-        for k in range(key + 8, end, 8):
+            fetch(values + row_of(rows, key + ahead, mask) * stride)
+        sums = term(values, stride, rows, weights, key, mask)
+        for k in range(key + key_bytes, end, key_bytes):
             if ahead > 0:
-                fetch(values + (load_int64(k + ahead) & mask) * stride)
-            sums = add_vectors(sums, load(values + (load_int64(k) & mask) * stride))
+                fetch(values + row_of(rows, k + ahead, mask) * stride)
+            sums = add_vectors(sums, term(values, stride, rows, weights, k, mask))
         store_vector(total, sums)
 
     return tile_sum
 
 
 @cache
-def accumulate(g: Storage, real: Storage) -> NativeFunction:
+def accumulate(g: Storage, real: Storage, form: Form = OWN) -> NativeFunction:
     """``total``, float32 or float64: the sum of the rows of ``keys[begin:end]``, in order.
 
-    Unless it ``fetches``, the caller has seen to it that they are on their way.
+    Row ``k`` of the ``values`` lies ``k * stride`` bytes behind the first; ``rows`` and ``weights``
+    are addresses of what the form needs. There is at least one key. Unless it ``fetches``, the
+    caller has seen to it that the rows are on their way.
     """
     most = _TILE_BYTES // real.itemsize
     some, few = most // 4, most // 16
-    sum_most, sum_some, sum_few, sum_one = (_tile_sum(g, real, n) for n in (most, some, few, 1))
-    g_bytes, real_bytes = g.itemsize, real.itemsize
+    sum_most, sum_some, sum_few, sum_one = (
+        _tile_sum(g, real, form, n) for n in (most, some, few, 1)
+    )
+    g_bytes, real_bytes, key_bytes = g.itemsize, real.itemsize, form.key_bytes
 
-    def accumulate_rows(total, values, keys, begin, end, width, position_mask, fetches):
-        first_key, last_key, stride = keys + 8 * begin, keys + 8 * end, width * g_bytes
+    def accumulate_rows(
+        total, values, stride, rows, weights, keys, begin, end, width, position_mask, fetches
+    ):
+        first_key, last_key = keys + key_bytes * begin, keys + key_bytes * end
         ahead = _AHEAD if fetches else 0
-        while ahead > 2 and ahead * stride > _AHEAD_BYTES:
+        while ahead > 2 and ahead * width * g_bytes > _AHEAD_BYTES:
             ahead >>= 1
-        ahead *= 8  # bytes of keys
+        ahead *= key_bytes
+        source = stride, rows, weights, first_key, last_key, position_mask, ahead
         tile = most if width >= most else some if width >= some else few if width >= few else 1
         column = 0
         while column < width:
@@ -81,13 +149,13 @@ def accumulate(g: Storage, real: Storage) -> NativeFunction:
             column = min(column, width - tile)
             out, row = total + column * real_bytes, values + column * g_bytes
             if tile == most:
-                sum_most(out, row, first_key, last_key, stride, position_mask, ahead)
+                sum_most(out, row, *source)
             elif tile == some:
-                sum_some(out, row, first_key, last_key, stride, position_mask, ahead)
+                sum_some(out, row, *source)
             elif tile == few:
-                sum_few(out, row, first_key, last_key, stride, position_mask, ahead)
+                sum_few(out, row, *source)
             else:
-                sum_one(out, row, first_key, last_key, stride, position_mask, ahead)
+                sum_one(out, row, *source)
             column += tile
 
-    return NativeFunction(accumulate_rows, f"accumulate {g.name} {real.name}")
+    return NativeFunction(accumulate_rows, f"accumulate {g.name} {real.name} {form.name}")

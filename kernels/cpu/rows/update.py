@@ -17,6 +17,7 @@ from ..compiler.intrinsics import (
     compare_and_swap,
     cpu_pause,
     load_acquire,
+    load_int32,
     load_int64,
     store_release,
 )
@@ -64,8 +65,9 @@ def _clear(address, n_bytes):
 @njit(inline="always")
 def _accumulate(c, table, begin, end, total, fetches):
     mask = (1 << c.position_bits) - 1
+    source = table.values, table.stride, table.gradient_rows, table.weights
     segment = c.sorted_keys, begin, end, table.width, mask, fetches
-    call_address(c.accumulate, total, table.values, *segment)
+    call_address(table.accumulate, total, *source, *segment)
 
 
 @njit
@@ -109,7 +111,9 @@ def _sum_segment(c, table, begin, end, total, fetches):
     hot = hot_of(c)
     h = last_at_most(hot.begin, c.n_hot, begin)
     sums = c.hot_sums + hot[h].offset * c.real_bytes
-    call_address(c.add_ranges, total, sums, c.range_numbers, 0, table.n_ranges, table.width, -1, 1)
+    source = sums, table.width * c.real_bytes, 0, 0
+    ranges = c.range_numbers, 0, table.n_ranges, table.width, -1, 1
+    call_address(c.add_ranges, total, *source, *ranges)
 
 
 @njit
@@ -140,9 +144,12 @@ def _prefetch_row(c, table, row):
 
 
 @njit(inline="always")
-def _gradient_of(c, table, position):
+def _gradient_of(table, position):
     """The address of one occurrence's gradient, as it was given."""
-    return table.values + position * table.width * c.g_bytes
+    row = position
+    if table.gradient_rows != 0:
+        row = np.int64(load_int32(table.gradient_rows + 4 * position))
+    return table.values + row * table.stride
 
 
 @njit(inline="always")
@@ -171,8 +178,8 @@ def measure_touched(index, slot, c):
         t = last_at_most(tables.first_row, c.n_tables, keys[begin] >> bits)
         end = _segment_end(keys, begin, n, bits)
         gradient = total
-        if end - begin == 1 and c.block_single != 0:
-            gradient = _gradient_of(c, tables[t], keys[begin] & mask)
+        if end - begin == 1 and tables[t].block_single != 0:
+            gradient = _gradient_of(tables[t], keys[begin] & mask)
         else:
             _sum_segment(c, tables[t], begin, end, total, 1)
         parameter[0] = gradient  # the rule measures the gradient, and reads nothing else
@@ -227,13 +234,13 @@ def update_touched(index, slot, c):
                     t_ahead = _table_of(tables, t_ahead, row_fetched)
                     later = tables[t_ahead]
                 _prefetch_row(c, later, row_fetched - later.first_row)
-            prefetch(_gradient_of(c, later, key & mask), later.width * c.g_bytes)
+            prefetch(_gradient_of(later, key & mask), later.width * c.g_bytes)
             fetched += 1
         row -= table.first_row
         block, gradient = c.block, total
-        if end - begin == 1 and c.block_single != 0:
-            block = c.block_single
-            gradient = _gradient_of(c, table, keys[begin] & mask)
+        if end - begin == 1 and table.block_single != 0:
+            block = table.block_single
+            gradient = _gradient_of(table, keys[begin] & mask)
         else:
             _sum_segment(c, table, begin, end, total, end - begin > ahead)
         lock = 0
