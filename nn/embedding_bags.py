@@ -20,7 +20,7 @@ class _Forward(NamedTuple):
     """The last forward."""
 
     pooled: Pooled
-    arrays: tuple[Any, ...]  # the tables
+    tables: Tables
     thread: int
 
 
@@ -92,6 +92,7 @@ class EmbeddingBags:
         self._places = [_place(p, k, optimizer) for k, p in enumerate(parameters)]
         self._chosen = pooling, padding_idx, out_of_range
         self._features = features
+        self._known: tuple[Options, Tables] | None = None
         self._read()
         self._last: _Forward | None = None
 
@@ -104,7 +105,7 @@ class EmbeddingBags:
         """The tables."""
         return [self.optimizer.parameters[i] for i in self._places]
 
-    def _read(self) -> tuple[tuple[Any, ...], Options, Tables]:
+    def _read(self) -> tuple[Options, Tables]:
         """The tables as they are now, and what follows from them."""
         arrays = []
         for p in self.parameters:
@@ -113,23 +114,28 @@ class EmbeddingBags:
                 reject(TypeError, _NAME, name, "lives on a CUDA device", expected, "one there")
             arrays.append(p.array)
         tables = Tables(_NAME, arrays, self._features)
-        self._known: Any = tuple(arrays), Options.of(_NAME, *self._chosen, tables), tables
-        return self._known
+        known = self._known = Options.of(_NAME, *self._chosen, tables), tables
+        return known
 
     def __call__(
         self, ids: Any, offsets: Any = None, per_sample_weights: Any = None, *, out: Any = None
     ) -> Any:
         """Pool rows of all tables; see the class."""
-        arrays, options, tables = self._known or self._read()
-        if not self._are_bound(arrays):
-            arrays, options, tables = self._read()
+        known = self._known
+        if known is None or not self._are_bound(known[1]):
+            known = self._read()
+        options, tables = known
         pooled = Pooled(options, tables, ids, offsets, per_sample_weights, out)
-        self._last = _Forward(pooled, arrays, threading.get_ident())
+        self._last = _Forward(pooled, tables, threading.get_ident())
         return pooled.out
 
-    def _are_bound(self, arrays: Sequence[Any]) -> bool:
-        parameters = self.optimizer.parameters
-        return all(parameters[i].array is a for i, a in zip(self._places, arrays, strict=True))
+    def _are_bound(self, tables: Tables) -> bool:
+        """Whether the parameters still have these arrays, which nobody has resized in place."""
+        parameters, each = self.optimizer.parameters, zip(tables.arrays, tables.shapes, strict=True)
+        return all(
+            parameters[i].array is array and array.shape == shape
+            for i, (array, shape) in zip(self._places, each, strict=True)
+        )
 
     def gradients(self, grad_out: Any) -> tuple[BagTensor | None, ...]:
         """The gradients of the last forward, in the order of the optimizer, which takes them.
@@ -156,7 +162,7 @@ class EmbeddingBags:
             wrong = "needs a forward before each"
         elif last.thread != threading.get_ident():
             wrong = "has another thread's forward before it"
-        elif not self._are_bound(last.arrays):
+        elif not self._are_bound(last.tables):
             wrong = "has tables that were rebound since the forward"
         if last is None or wrong:
             raise RuntimeError(f"{_NAME}: backward {wrong}: call the bags first")

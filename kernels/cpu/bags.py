@@ -86,7 +86,7 @@ class _Feature(NamedTuple):
 class BagsCall(NamedTuple):
     """Arguments of every loop over bags, all ``int64``."""
 
-    features: int  # [n_features] of `_Feature`
+    features: np.ndarray  # [n_features] of `_Feature`
     n_features: int
     n_parts: int
     n_bags: int
@@ -94,11 +94,11 @@ class BagsCall(NamedTuple):
     drops: int  # whether those out of range do
     means: int
     real_bytes: int
-    bounds: int  # [n_bags + 1]: where the ids of each bag begin in the list
-    ids: int  # the list, int32
-    weights: int  # of the ids in it, in the type of the arithmetic, or 0
-    gradient_rows: int  # int32, of the ids in it
-    bad: int  # [n_parts]: whether a part has found an offset or an id that does not fit
+    bounds: np.ndarray  # [n_bags + 1]: where the ids of each bag begin in the list
+    ids: np.ndarray  # the list, int32
+    weights: np.ndarray | None  # of the ids in it, in the type of the arithmetic
+    gradient_rows: np.ndarray | None  # int32, of the ids in it
+    bad: np.ndarray  # [n_parts]: whether a part has found an offset or an id that does not fit
     is_bad: int
 
 
@@ -299,9 +299,9 @@ class Bags:
             records, len(features), self._n_parts, self._n_bags, leaves_out, drops, means,
             real.itemsize, self.bounds, ids, self._weights, None, self._bad, 0,
         ))  # fmt: skip
-        parts = (count_kept, find_bad, add_counts) if leaves_out else ()
-        parts += (lay_out, find_bad)
-        run_all([self._loop(part) for part in (*parts, *((sum_bags,) if features[0].out else ()))])
+        before = [count_kept, find_bad, add_counts] if leaves_out else []
+        after = [sum_bags] if features[0].out else []
+        run_all([self._loop(part) for part in (*before, lay_out, find_bad, *after)])
         self.is_bad = bool(self._call.words[_IS_BAD])
         self.real = real
 

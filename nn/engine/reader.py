@@ -374,7 +374,7 @@ def _read_bags(where: str, name: str, parameter: Parameter, bags: BagTensor) -> 
     if bags.weights is not None and bags.weights.dtype != real:
         wrong = "has weights of another dtype"
         reject(TypeError, where, name, wrong, real, bags.weights.dtype)
-    return bags.as_gradient()
+    return bags.source
 
 
 def is_row_sparse(gradient: Any) -> bool:

@@ -110,7 +110,7 @@ class EmbeddingBags(nn.Module):
     @property
     def weights(self) -> list[nn.Parameter]:
         """The tables."""
-        return [module.weight for module in self.children()]  # type: ignore[misc]
+        return [module.weight for module in self.children()]
 
     def update_in_backward(self, optimizer: Fused | None) -> None:
         """Let every backward from now on take a step of an optimizer; None: leave gradients again.

@@ -33,12 +33,32 @@ class BagTensor:
         dense_shape: ``(N, D)``; ``D`` is a multiple of the unit.
     """
 
-    indices: np.ndarray
-    values: np.ndarray
-    rows: np.ndarray
+    source: RowGradient  # all that has ``[B]`` elements, and the values
     unit: int
-    weights: np.ndarray | None
     dense_shape: tuple[int, int]
+
+    @property
+    def indices(self) -> np.ndarray:
+        """The row of each occurrence."""
+        indices: np.ndarray = self.source.indices
+        return indices
+
+    @property
+    def values(self) -> np.ndarray:
+        """The gradient of the pooled output."""
+        values: np.ndarray = self.source.values
+        return values
+
+    @property
+    def rows(self) -> np.ndarray:
+        """Where the gradient of each occurrence begins, in units."""
+        assert self.source.rows is not None
+        return self.source.rows
+
+    @property
+    def weights(self) -> np.ndarray | None:
+        """The factors."""
+        return self.source.weights
 
     def __repr__(self) -> str:
         return (
@@ -75,8 +95,3 @@ class BagTensor:
         """The dense ``[N, D]`` array; as `RowTensor.to_dense`."""
         dense: np.ndarray = self.to_rows().to_dense()
         return dense
-
-    def as_gradient(self) -> RowGradient:
-        """As the kernels take it."""
-        stride = self.unit * self.values.itemsize
-        return RowGradient.of(self.indices, self.values, None, 0, self.rows, stride, self.weights)

@@ -15,6 +15,7 @@ from . import check
 from .arrays import address_of, adopt, real_type
 from .bag_tensor import BagTensor
 from .errors import reject
+from .row_step import RowGradient
 
 POOLINGS = "sum", "mean", "none"
 
@@ -95,6 +96,7 @@ class Tables:
             wrong, expected = "differ in the type of the arithmetic", "float64 in all or in none"
             reject(TypeError, where, "tables", wrong, expected, [str(t.dtype) for t in tables])
         check.no_overlap(where, [f"tables[{t}]" for t in range(n)], tables)
+        self.shapes: list[Any] = [table.shape for table in tables]
         self.real: np.dtype[Any] = np.dtype(real_type(tables[0].dtype))
         self.widths = [tables[t].shape[1] for t in self.of]
         self.columns = [0]
@@ -180,8 +182,9 @@ class Pooled:
                 out = address_of(self.out[f])
         padding, index = options.padding[f], own.array.itemsize
         at = (0, 4) if own.offsets is None else (address_of(own.offsets), own.offsets.itemsize)
+        rows, width = tables.shapes[tables.of[f]]
         return kernels.Feature(
-            address_of(table), STORAGES[table.dtype], *table.shape, own.bags,
+            address_of(table), STORAGES[table.dtype], rows, width, own.bags,
             address_of(own.array), index, own.end - own.begin, *at, own.begin, own.end, own.length,
             -1 if padding is None else padding, 0 if factors is None else address_of(factors[f]),
             out, stride, column, row,
@@ -225,13 +228,15 @@ class Pooled:
         for f in tables.order:
             bags += self._lists[f].bags
             ends[tables.of[f] + 1 :] = self._bags.bounds[bags]
-        found = []
-        for t, table in enumerate(tables.arrays):
-            own = slice(int(ends[t]), int(ends[t + 1]))
-            found.append(BagTensor(
-                self._bags.ids[own], arrays[t], rows[own], unit or table.shape[1],
-                None if weights is None else weights[own], table.shape,
-            ))  # fmt: skip
+        found, ids = [], self._bags.ids
+        at_ids, at_values = address_of(ids), [address_of(array) for array in arrays]
+        for t, shape in enumerate(tables.shapes):
+            own, width = slice(int(ends[t]), int(ends[t + 1])), unit or shape[1]
+            at = at_ids + own.start * ids.itemsize, at_values[t]
+            factors = None if weights is None else weights[own]
+            shared = rows[own], width * arrays[t].itemsize, factors
+            source = RowGradient(ids[own], arrays[t], *at, None, 0, *shared)
+            found.append(BagTensor(source, width, shape))
         return found
 
     def _joined(self, grad: Any) -> list[np.ndarray]:
@@ -273,8 +278,7 @@ def _read_ids(where: str, n: int, ids: Any, offsets: Any, *, pools: bool) -> lis
         reject(ValueError, where, "ids", "have a wrong length", f"{n} arrays", len(ids))
     if offsets is not None and (not isinstance(offsets, list | tuple) or len(offsets) != n):
         expected = f"a list of {n} arrays, as the ids are"
-        got = len(offsets) if isinstance(offsets, list | tuple) else type(offsets).__name__
-        reject(ValueError, where, "offsets", "do not fit the ids", expected, got)
+        reject(ValueError, where, "offsets", "do not fit the ids", expected, _kind_of(offsets))
     lists = []
     for f, given in enumerate(ids):
         own = None if offsets is None else offsets[f]
@@ -430,12 +434,16 @@ def _output(
     return array
 
 
+def _kind_of(given: Any) -> str:
+    is_list = isinstance(given, list | tuple)
+    return f"{len(given)} of them" if is_list else type(given).__name__
+
+
 def _gradients(where: str, grad: Any, shapes: Sequence[tuple[int, int]]) -> list[np.ndarray]:
     """The checked gradients of several outputs."""
     if not isinstance(grad, list | tuple) or len(grad) != len(shapes):
         expected = f"a list of {len(shapes)} arrays"
-        got = len(grad) if isinstance(grad, list | tuple) else type(grad).__name__
-        reject(ValueError, where, "grad", "does not fit the outputs", expected, got)
+        reject(ValueError, where, "grad", "does not fit the outputs", expected, _kind_of(grad))
     each = zip(grad, shapes, strict=True)
     found = [_gradient(where, f"grad[{f}]", own, shape) for f, (own, shape) in enumerate(each)]
     for f, own in enumerate(found):

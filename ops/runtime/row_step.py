@@ -164,16 +164,16 @@ def row_table(
     addresses: Sequence[int], shape: tuple[int, ...], gradient: RowGradient, hp: int = 0
 ) -> RowTable:
     """A table with its states at ``addresses``, or none, and its scalars at ``hp``."""
-    indices, _, index_address, values_address, positions, batch_length, *shared = gradient
+    indices, _, index_address, values_address, positions, batch_length, *_ = gradient
     matrix = tuple(addresses), hp, shape[0], math.prod(shape[1:])
     index_list = index_address, indices.itemsize, len(indices)
     batch = (0, 0) if positions is None else (address_of(positions), batch_length)
     table = RowTable(*matrix, *index_list, values_address, *batch)
-    rows, stride, weights = shared
-    if rows is None:
+    if gradient.rows is None:
         return table
-    factors = 0 if weights is None else address_of(weights)
-    return table._replace(gradient_rows=address_of(rows), stride=stride, weights=factors)
+    factors = 0 if gradient.weights is None else address_of(gradient.weights)
+    rows = address_of(gradient.rows)
+    return table._replace(gradient_rows=rows, stride=gradient.stride, weights=factors)
 
 
 class IndexList(NamedTuple):

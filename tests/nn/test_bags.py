@@ -251,6 +251,61 @@ def test_ids_may_change_after_the_forward() -> None:
         assert_same_bits(p.data, q.data)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_random_sequences(seed: int) -> None:
+    """Bags, plain rows, dense gradients, lists, rebinding and errors, in any order.
+
+    Beside an optimizer that is given the expanded gradients.
+    """
+    rng = np.random.default_rng(seed)
+    form = ["LazyAdam", "Adagrad", "RowWiseAdagrad"][seed % 3]
+    how = "lazy" if seed < 3 else "dense_equivalent"
+    opt, other = (make(form, tables_of(), sparse_update=how) for _ in range(2))
+    names = list(SHAPES)
+    pooling = [nn.EmbeddingBags(opt.parameters, opt, p, padding_idx=i)
+               for p, i in (("sum", None), ("mean", None), ("sum", 3))]  # fmt: skip
+    part = nn.EmbeddingBags(opt.parameters[1:2], opt)
+    for step in range(40):
+        what = rng.choice(
+            ["bags", "part", "rows", "dense", "list", "rebind", "bad ids", "bad grad"]
+        )
+        bags = pooling[rng.integers(3)]
+        ids, offsets = ids_of(int(rng.integers(10_000)), batch=int(rng.integers(0, 40)))
+        if what == "rebind":
+            k = int(rng.integers(3))
+            opt.parameters[k].data = opt.parameters[k].data.copy()
+        elif what == "bad ids":
+            ids[2] = np.append(ids[2], 300)
+            offsets[2] = np.append(offsets[2][:-1], len(ids[2]))
+            if len(offsets[2]) > 1:
+                with refused(IndexError, "out of range", opt):
+                    bags(ids, offsets)
+        elif what == "bad grad":
+            out = bags(ids, offsets)
+            with refused(ValueError, "wrong shape", opt):
+                bags.backward(out[:, 1:])
+        elif what in ("bags", "part"):
+            given = (ids[1:2], offsets[1:2]) if what == "part" else (ids, offsets)
+            bags = part if what == "part" else bags
+            grad = gradient_of(bags(*given), step)
+            other(expanded(bags.gradients(grad)))
+            bags.backward(grad)
+        else:
+            gradients: list[Any] = []
+            for k, name in enumerate(names):
+                shape = SHAPES[name]
+                if what == "dense" and k == 0:
+                    gradients.append(rng.standard_normal(shape).astype(np.float32))
+                    continue
+                indices = rng.integers(0, shape[0], rng.integers(0, 30))
+                values = rng.standard_normal((len(indices), shape[1])).astype(np.float32)
+                rows = nn.RowTensor(indices, values, shape)
+                gradients.append([rows, rows] if what == "list" else rows)
+            opt(gradients)
+            other(gradients)
+        assert_same_state(opt, other)
+
+
 # What must not be done
 
 
@@ -322,6 +377,23 @@ def test_a_read_only_table_is_not_written() -> None:
 def test_bad_arguments(error: type[Exception], text: str, call: Any) -> None:
     with pytest.raises(error, match=f"EmbeddingBags: .*{text}"):
         call(tables_of())
+
+
+def test_a_table_that_was_resized_in_place() -> None:
+    table = np.ones((8, 4), np.float32)
+    opt = nn.LazyAdam([table], 0.1)
+    bags = nn.EmbeddingBags([table], opt)
+    ids = [np.array([[1, 7]])]
+    bags(ids)
+    table.shape = (4, 8)  # what it is, not where
+    with refused(RuntimeError, "tables that were rebound", opt):
+        bags.backward(np.ones((1, 4), np.float32))
+    with refused(IndexError, "out of range", opt):
+        bags(ids)
+    out = bags([np.array([[1, 3]])])
+    assert out.shape == (1, 8)
+    with refused(ValueError, "has another shape than at construction", opt):
+        bags.backward(out)
 
 
 def test_a_rule_without_row_sparse_gradients() -> None:

@@ -44,7 +44,7 @@ def rows_of(where: str, name: str, parameter: Tensor, gradient: Tensor) -> RowGr
         reject_shape(where, name, tuple(parameter.shape), gradient)
     bags = getattr(gradient, BAGS, None)
     if bags is not None:
-        found: RowGradient = bags.as_gradient()
+        found: RowGradient = bags.source
         return found
     # Those without an underscore refuse a gradient with duplicates.
     indices, values = gradient._indices(), in_memory(gradient._values())
