@@ -58,8 +58,11 @@ class Feature(NamedTuple):
 class _Feature(NamedTuple):
     """The same as the loops have it, all ``int64``."""
 
+    # The `Source` of the rows that are summed.
     table: int
     row_bytes: int
+    list: int
+    factors: int
     accumulate: int
     rows: int
     width: int
@@ -102,7 +105,7 @@ class BagsCall(NamedTuple):
     is_bad: int
 
 
-_features_at = records(_Feature)
+_features_at, _FEATURE_BYTES = records(_Feature), 8 * len(_Feature._fields)
 
 
 @njit(inline="always")
@@ -114,11 +117,11 @@ def _integer(address, n_bytes, k):
 
 @njit(inline="always")
 def _own(c, index):
-    """The feature of a part, and the first and last of its bags."""
+    """The feature of a part, with its number, and the first and last of its bags."""
     features = _features_at(c.features, c.n_features)
-    feature = features[last_at_most(features.first_part, c.n_features, index)]
-    begin = (index - feature.first_part) * feature.height
-    return feature, begin, min(begin + feature.height, feature.bags)
+    f = last_at_most(features.first_part, c.n_features, index)
+    begin = (index - features[f].first_part) * features[f].height
+    return f, features[f], begin, min(begin + features[f].height, features[f].bags)
 
 
 @njit(inline="always")
@@ -144,7 +147,7 @@ def _is_in_range(feature, row):
 @part(BagsCall)
 def count_kept(index, slot, c):
     """Counts of the ids of each bag that count for something."""
-    feature, first, last = _own(c, index)
+    _, feature, first, last = _own(c, index)
     bounds, bad = int64s(c.bounds, c.n_bags + 1), int64s(c.bad, c.n_parts)
     for bag in range(first, last):
         begin, end = _offset(feature, bag), _offset(feature, bag + 1)
@@ -186,7 +189,7 @@ def lay_out(index, slot, c):
     """The ids of some bags, and their weights, to the list."""
     if c.is_bad:
         return
-    feature, first, last = _own(c, index)
+    _, feature, first, last = _own(c, index)
     bounds, bad = int64s(c.bounds, c.n_bags + 1), int64s(c.bad, c.n_parts)
     for bag in range(first, last):
         begin, end = _offset(feature, bag), _offset(feature, bag + 1)
@@ -234,7 +237,8 @@ def sum_bags(index, slot, c):
     """The sums of some bags, or their means, to where they go."""
     if c.is_bad:
         return
-    feature, first, last = _own(c, index)
+    f, feature, first, last = _own(c, index)
+    source = c.features + f * _FEATURE_BYTES
     bounds = int64s(c.bounds, c.n_bags + 1)
     for bag in range(first, last):
         begin, end = bounds[feature.first_bag + bag], bounds[feature.first_bag + bag + 1]
@@ -243,9 +247,8 @@ def sum_bags(index, slot, c):
             words = carray(as_pointer(out), feature.width * c.real_bytes // 4, np.int32)
             words[:] = 0
             continue
-        source = feature.table, feature.row_bytes, c.ids, c.weights
         ids = c.ids, begin, end, feature.width, -1, 1
-        call_address(feature.accumulate, out, *source, *ids)
+        call_address(feature.accumulate, out, source, *ids)
         if c.means and end - begin > 1:
             if c.real_bytes == 4:
                 _scale(out, feature.width, end - begin, np.float32)
@@ -256,7 +259,7 @@ def sum_bags(index, slot, c):
 @part(BagsCall)
 def number_rows(index, slot, c):
     """The row of the gradient of each id of some bags, and of means the weight."""
-    feature, first, last = _own(c, index)
+    _, feature, first, last = _own(c, index)
     bounds = int64s(c.bounds, c.n_bags + 1)
     for bag in range(first, last):
         begin, end = bounds[feature.first_bag + bag], bounds[feature.first_bag + bag + 1]
@@ -292,8 +295,7 @@ class Bags:
         self._ids, self.bounds = ids, np.empty(self._n_bags + 1, np.int64)
         self.bounds[-1] = n_ids
         self._weights = allocation.empty((n_ids,), real.dtype) if weighted else None
-        form = sums.LISTED_WEIGHTED if weighted else sums.LISTED
-        records, self._n_parts = _laid_out(features, form)
+        records, self._n_parts = _laid_out(features, ids, self._weights)
         self._bad = np.zeros(self._n_parts + 1, np.int64)
         self._call = Arguments(BagsCall(
             records, len(features), self._n_parts, self._n_bags, leaves_out, drops, means,
@@ -332,16 +334,20 @@ _IS_BAD, _WEIGHTS, _GRADIENT_ROWS = map(
 )
 
 
-def _laid_out(features: Sequence[Feature], form: sums.Form) -> tuple[np.ndarray, int]:
+def _laid_out(
+    features: Sequence[Feature], ids: np.ndarray, weights: np.ndarray | None
+) -> tuple[np.ndarray, int]:
     """The records of features, and how many parts their bags are cut into."""
+    form = sums.LISTED if weights is None else sums.LISTED_WEIGHTED
+    lists = address_of(ids), 0 if weights is None else address_of(weights)
     found, first = [], (0, 0, 0)
     for f in features:
         height = max(_FEWEST_BAGS, -(-f.bags // _MOST_PARTS))
         add = sums.accumulate(f.w, real_of(f.w), form).address if f.out else 0
         found.append(_Feature(
-            f.table, f.width * f.w.itemsize, add, f.rows, f.width, f.bags, f.ids, f.id_bytes,
-            f.offsets, f.offset_bytes, f.begin, f.end, f.length, f.padding, f.weights, f.out,
-            f.stride, f.column, f.row, *first, height,
+            f.table, f.width * f.w.itemsize, *lists, add, f.rows, f.width, f.bags, f.ids,
+            f.id_bytes, f.offsets, f.offset_bytes, f.begin, f.end, f.length, f.padding, f.weights,
+            f.out, f.stride, f.column, f.row, *first, height,
         ))  # fmt: skip
         first = first[0] + f.n, first[1] + f.bags, first[2] + -(-f.bags // height)
     return np.array(found, np.int64), first[2]

@@ -231,12 +231,13 @@ class Pooled:
         found, ids = [], self._bags.ids
         at_ids, at_values = address_of(ids), [address_of(array) for array in arrays]
         for t, shape in enumerate(tables.shapes):
-            own, width = slice(int(ends[t]), int(ends[t + 1])), unit or shape[1]
-            at = at_ids + own.start * ids.itemsize, at_values[t]
-            factors = None if weights is None else weights[own]
-            shared = rows[own], width * arrays[t].itemsize, factors
-            source = RowGradient(ids[own], arrays[t], *at, None, 0, *shared)
-            found.append(BagTensor(source, width, shape))
+            begin, end = int(ends[t]), int(ends[t + 1])
+            own, step = slice(begin, end), unit or shape[1]
+            source = RowGradient(
+                ids[own], arrays[t], at_ids + begin * ids.itemsize, at_values[t], None, 0,
+                rows[own], step * arrays[t].itemsize, None if weights is None else weights[own],
+            )  # fmt: skip
+            found.append(BagTensor(source, step, shape))
         return found
 
     def _joined(self, grad: Any) -> list[np.ndarray]:
@@ -283,10 +284,10 @@ def _read_ids(where: str, n: int, ids: Any, offsets: Any, *, pools: bool) -> lis
     for f, given in enumerate(ids):
         own = None if offsets is None else offsets[f]
         lists.append(_read_list(where, f"ids[{f}]", given, f"offsets[{f}]", own, pools=pools))
-    for f, own in enumerate(lists if pools else ()):
-        if own.bags != lists[0].bags:
-            wrong, expected = "have another number of bags than ids[0]", lists[0].bags
-            reject(ValueError, where, f"ids[{f}]", wrong, expected, own.bags)
+    for read in lists if pools else ():
+        if read.bags != lists[0].bags:
+            wrong = "have another number of bags than ids[0]"
+            reject(ValueError, where, read.name, wrong, lists[0].bags, read.bags)
     return lists
 
 

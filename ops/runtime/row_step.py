@@ -164,16 +164,17 @@ def row_table(
     addresses: Sequence[int], shape: tuple[int, ...], gradient: RowGradient, hp: int = 0
 ) -> RowTable:
     """A table with its states at ``addresses``, or none, and its scalars at ``hp``."""
-    indices, _, index_address, values_address, positions, batch_length, *_ = gradient
+    indices, _, index_address, values_address, positions, batch_length, rows, stride, factors = (
+        gradient
+    )
     matrix = tuple(addresses), hp, shape[0], math.prod(shape[1:])
     index_list = index_address, indices.itemsize, len(indices)
     batch = (0, 0) if positions is None else (address_of(positions), batch_length)
-    table = RowTable(*matrix, *index_list, values_address, *batch)
-    if gradient.rows is None:
-        return table
-    factors = 0 if gradient.weights is None else address_of(gradient.weights)
-    rows = address_of(gradient.rows)
-    return table._replace(gradient_rows=rows, stride=gradient.stride, weights=factors)
+    if rows is None:
+        return RowTable(*matrix, *index_list, values_address, *batch)
+    weights = 0 if factors is None else address_of(factors)
+    shared = address_of(rows), stride, weights
+    return RowTable(*matrix, *index_list, values_address, *batch, *shared)
 
 
 class IndexList(NamedTuple):

@@ -49,13 +49,22 @@ def compiled_sum(
         rows = np.zeros(1 << BITS, np.int32)
         rows[:n] = positions
     room = np.full(width + 2, 99, real.dtype)
-    call = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 11)(accumulate(g, real, form).address)
+    call = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 8)(accumulate(g, real, form).address)
     addresses = [
         0 if a is None else a.ctypes.data for a in (keys if rows is None else rows, weights)
     ]
-    source = values.ctypes.data, values.strides[0], *addresses
+    source = np.array([values.ctypes.data, values.strides[0], *addresses])
     for fetches in (0, 1):
-        call(room[1:].ctypes.data, *source, keys.ctypes.data, 1, n + 1, width, mask, fetches)
+        call(
+            room[1:].ctypes.data,
+            source.ctypes.data,
+            keys.ctypes.data,
+            1,
+            n + 1,
+            width,
+            mask,
+            fetches,
+        )
     assert room[0] == room[-1] == 99
     return room[1:-1]
 

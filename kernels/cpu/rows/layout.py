@@ -15,11 +15,13 @@ from ..compiler.records import records
 class Table(NamedTuple):
     """A table of the step, in the order of their rows and positions; all ``int64``."""
 
+    # The `Source` of its gradient: lists begin where what is of position 0 would be.
+    values: int
+    stride: int
+    gradient_rows: int  # 0: each position has its own
+    weights: int
+    source: int  # where this record lies
     arrays: int  # address of the addresses of the parameter and its states
-    values: int  # the gradient; where each position has its own row, that of position 0 would be
-    stride: int  # bytes from one row of it to the next
-    gradient_rows: int  # int32: where the row of position 0 would be; 0: each has its own
-    weights: int  # where the factor of position 0 would be, or 0
     accumulate: int  # for rows that are found like this
     block_single: int  # for a gradient as it was given; 0: there is none
     hp: int
@@ -39,10 +41,15 @@ class Table(NamedTuple):
 class HotSegment(NamedTuple):
     """A hot segment; all ``int64``."""
 
+    # The `Source` of its sums.
+    values: int
+    stride: int
     begin: int
     end: int
-    offset: int  # of its sums, in elements
     table: int
+
+
+HOT_BYTES = 8 * len(HotSegment._fields)
 
 
 class SweepPart(NamedTuple):

@@ -188,9 +188,9 @@ def _kernel_arguments(
 
 
 @cache
-def _updating() -> int:
+def _updating(shares: bool) -> int:
     """The address of `update_touched`, kept where a step finds it without a call."""
-    return rows.update_touched.address
+    return rows.TOUCHING[shares][1].address
 
 
 class RowStep:
@@ -213,7 +213,7 @@ class RowStep:
         drop: bool = False,  # leave out indices outside of [0, N) instead of reporting them
         locked: bool = False,  # take a row's lock around its update (lazy only)
     ) -> None:
-        self._kernel, self._tables = kernel, tables
+        self._kernel, self._tables, self._shares = kernel, tables, False
         self._size = _sizes(kernel, tables, touched_only, drop)
         self._block = borrow(self._size.words)
         self._keep: list[np.ndarray] = []  # arrays whose addresses the loops have
@@ -229,7 +229,11 @@ class RowStep:
         self.loops: tuple[Loop, ...] = ()
         if self.bad_position < 0 and row_block is None:
             n, most = self._size.n_parts, self._size.threads
-            update = Loop(_updating(), n, call, min(most, n)) if touched_only else self._sweep()
+            update = (
+                Loop(_updating(self._shares), n, call, min(most, n))
+                if touched_only
+                else self._sweep()
+            )
             self.loops = (update,)
 
     def release(self) -> None:
@@ -252,36 +256,31 @@ class RowStep:
         """
         size, (words, base), tables = self._size, self._block, self._tables
         sections = [base + 8 * place for place in size.places]
-        add, single, call_arguments = kernel_arguments
+        own_sum, single, call_arguments = kernel_arguments
         fields = [*size.arguments, *call_arguments, *sections, locks, *size.told]
         g, real = self._kernel.g, self._kernel.real
         at_addresses = base + 8 * (len(fields) + len(tables) * len(Table._fields))
         first_row = first_position = first_range = 0
         for table, (length, n_ranges) in zip(tables, size.ranges, strict=True):
-            addresses, hp, n_rows, width, indices, index_bytes, n, values, positions, _, *shared = (
-                table
-            )
+            addresses, hp, n_rows, width, indices, index_bytes, n, values, positions, _, rows, \
+                stride, weights = table  # fmt: skip
+            source, add, block = base + 8 * len(fields), own_sum, single
             # The loops know an occurrence by its position among those of all tables.
-            if not shared[0]:  # each has a row of its own
+            if not rows:  # each has its own
                 stride = width * g.itemsize
-                fields += (
-                    at_addresses,
-                    values - first_position * stride,
-                    stride,
-                    0,
-                    0,
-                    add,
-                    single,
-                )
+                values -= first_position * stride
             else:
-                rows_of, stride, weights = shared
-                form = sums.WEIGHTED if weights else sums.SHARED
-                # A weighted gradient is not as it was given, even that of a single occurrence.
-                fields += (at_addresses, values, stride, rows_of - 4 * first_position)
-                fields += (weights and weights - first_position * real.itemsize,)
-                fields += (sums.accumulate(g, real, form).address, 0 if weights else single)
-            fields += (hp, n_rows, width, first_row, first_position)
-            fields += (indices, index_bytes, n, first_range, length, n_ranges, positions)
+                self._shares = True
+                add = sums.accumulate(g, real, sums.WEIGHTED if weights else sums.SHARED).address
+                rows -= 4 * first_position
+                if weights:
+                    weights -= first_position * real.itemsize
+                    block = 0  # not even a single occurrence's gradient is as it was given
+            fields += (
+                values, stride, rows, weights, source, at_addresses, add, block, hp, n_rows, width,
+                first_row, first_position, indices, index_bytes, n, first_range, length, n_ranges,
+                positions,
+            )  # fmt: skip
             at_addresses += 8 * len(addresses)
             first_range += n_ranges
             first_row += n_rows
@@ -298,7 +297,7 @@ class RowStep:
         n_parts = min(self._size.n, _PARTS_PER_THREAD * threads)
         self._set("measured", squares)
         self._set("n_parts", n_parts)
-        run(rows.measure_touched, n_parts, self._block.address, threads)
+        run(rows.TOUCHING[self._shares][0], n_parts, self._block.address, threads)
         return float(squares.sum())
 
     def _sweep(self) -> Loop:

@@ -42,40 +42,65 @@ class Form(NamedTuple):
 
     name: str
     key_bytes: int
-    row: Callable[..., Any]  # ``row(rows, key, mask)``: the number of the row
-    place: Callable[..., Any] | None  # ``place(rows, key, mask)``: of its weight; None: it is 1
+    lists: Callable[..., Any]  # ``lists(source)``: the addresses that the others need
+    row: Callable[..., Any]  # ``row(lists, key, mask)``: the number of the row
+    place: Callable[..., Any] | None  # ``place(lists, key, mask)``: of its weight; None: it is 1
+
+
+class Source(NamedTuple):
+    """Where the rows of a sum lie; all ``int64``. Records of tables begin with it."""
+
+    values: int  # where row 0 is, or would be
+    stride: int  # bytes from one row to the next
+    rows: int  # likewise, of numbers of rows or of keys, if the form needs them
+    weights: int  # likewise
 
 
 @njit(inline="always")
-def _position(rows, key, mask):
+def _no_lists(source):
+    return ()
+
+
+@njit(inline="always")
+def _rows(source):
+    return (load_int64(source + 16),)
+
+
+@njit(inline="always")
+def _rows_and_weights(source):
+    return load_int64(source + 16), load_int64(source + 24)
+
+
+@njit(inline="always")
+def _position(lists, key, mask):
     return load_int64(key) & mask
 
 
 @njit(inline="always")
-def _row_of_position(rows, key, mask):
-    return np.int64(load_int32(rows + 4 * (load_int64(key) & mask)))
+def _row_of_position(lists, key, mask):
+    return np.int64(load_int32(lists[0] + 4 * (load_int64(key) & mask)))
 
 
 @njit(inline="always")
-def _listed_row(rows, key, mask):
+def _listed_row(lists, key, mask):
     return np.int64(load_int32(key))
 
 
 @njit(inline="always")
-def _listed_place(rows, key, mask):
-    return (key - rows) >> 2
+def _listed_place(lists, key, mask):
+    return (key - lists[0]) >> 2
 
 
-OWN = Form("own", 8, _position, None)
+OWN = Form("own", 8, _no_lists, _position, None)
 """Each position has a row of its own."""
-SHARED = Form("shared", 8, _row_of_position, None)
-"""``rows`` has the row of each position, int32: one may be that of many."""
-WEIGHTED = Form("weighted", 8, _row_of_position, _position)
-"""Likewise, and ``weights`` has a factor of each position."""
-LISTED = Form("listed", 4, _listed_row, None)
-"""The keys are the numbers of the rows, int32; ``rows`` is where their list begins."""
-LISTED_WEIGHTED = Form("listed weighted", 4, _listed_row, _listed_place)
-"""Likewise, and ``weights`` has a factor of each key."""
+SHARED = Form("shared", 8, _rows, _row_of_position, None)
+"""There is a list of the rows of positions, int32: one may be that of many."""
+WEIGHTED = Form("weighted", 8, _rows_and_weights, _row_of_position, _position)
+"""Likewise, and one of the factors of positions."""
+LISTED = Form("listed", 4, _no_lists, _listed_row, None)
+"""The keys are the numbers of the rows, int32."""
+LISTED_WEIGHTED = Form("listed weighted", 4, _rows_and_weights, _listed_row, _listed_place)
+"""Likewise, and there is a list of the factors of the keys, which begin at ``rows``."""
 FORMS = OWN, SHARED, WEIGHTED, LISTED, LISTED_WEIGHTED
 
 
@@ -94,25 +119,25 @@ def _tile_sum(g: Storage, real: Storage, form: Form, columns: int) -> Any:
             prefetch_line(row + n_bytes - 1)
 
     @njit(inline="always")
-    def plain(values, stride, rows, weights, key, mask):
-        return load(values + row_of(rows, key, mask) * stride)
+    def plain(values, stride, lists, key, mask):
+        return load(values + row_of(lists, key, mask) * stride)
 
     @njit(inline="always")
-    def weighted(values, stride, rows, weights, key, mask):
-        row = load(values + row_of(rows, key, mask) * stride)
-        return multiply_vectors(row, weight_at(weights + real_bytes * place_of(rows, key, mask)))
+    def weighted(values, stride, lists, key, mask):
+        row = load(values + row_of(lists, key, mask) * stride)
+        return multiply_vectors(row, weight_at(lists[1] + real_bytes * place_of(lists, key, mask)))
 
     term = plain if place_of is None else weighted
 
     @njit(error_model="numpy")
-    def tile_sum(total, values, stride, rows, weights, key, end, mask, ahead):
+    def tile_sum(total, values, stride, lists, key, end, mask, ahead):
         if ahead > 0:
-            fetch(values + row_of(rows, key + ahead, mask) * stride)
-        sums = term(values, stride, rows, weights, key, mask)
+            fetch(values + row_of(lists, key + ahead, mask) * stride)
+        sums = term(values, stride, lists, key, mask)
         for k in range(key + key_bytes, end, key_bytes):
             if ahead > 0:
-                fetch(values + row_of(rows, k + ahead, mask) * stride)
-            sums = add_vectors(sums, term(values, stride, rows, weights, k, mask))
+                fetch(values + row_of(lists, k + ahead, mask) * stride)
+            sums = add_vectors(sums, term(values, stride, lists, k, mask))
         store_vector(total, sums)
 
     return tile_sum
@@ -122,8 +147,7 @@ def _tile_sum(g: Storage, real: Storage, form: Form, columns: int) -> Any:
 def accumulate(g: Storage, real: Storage, form: Form = OWN) -> NativeFunction:
     """``total``, float32 or float64: the sum of the rows of ``keys[begin:end]``, in order.
 
-    Row ``k`` of the ``values`` lies ``k * stride`` bytes behind the first; ``rows`` and ``weights``
-    are addresses of what the form needs. There is at least one key. Unless it ``fetches``, the
+    ``source`` is the address of a `Source`. There is at least one key. Unless it ``fetches``, the
     caller has seen to it that the rows are on their way.
     """
     most = _TILE_BYTES // real.itemsize
@@ -131,17 +155,15 @@ def accumulate(g: Storage, real: Storage, form: Form = OWN) -> NativeFunction:
     sum_most, sum_some, sum_few, sum_one = (
         _tile_sum(g, real, form, n) for n in (most, some, few, 1)
     )
-    g_bytes, real_bytes, key_bytes = g.itemsize, real.itemsize, form.key_bytes
+    g_bytes, real_bytes, key_bytes, lists_of = g.itemsize, real.itemsize, form.key_bytes, form.lists
 
-    def accumulate_rows(
-        total, values, stride, rows, weights, keys, begin, end, width, position_mask, fetches
-    ):
+    def accumulate_rows(total, source, keys, begin, end, width, position_mask, fetches):
         first_key, last_key = keys + key_bytes * begin, keys + key_bytes * end
+        values, stride, lists = load_int64(source), load_int64(source + 8), lists_of(source)
         ahead = _AHEAD if fetches else 0
         while ahead > 2 and ahead * width * g_bytes > _AHEAD_BYTES:
             ahead >>= 1
         ahead *= key_bytes
-        source = stride, rows, weights, first_key, last_key, position_mask, ahead
         tile = most if width >= most else some if width >= some else few if width >= few else 1
         column = 0
         while column < width:
@@ -149,13 +171,13 @@ def accumulate(g: Storage, real: Storage, form: Form = OWN) -> NativeFunction:
             column = min(column, width - tile)
             out, row = total + column * real_bytes, values + column * g_bytes
             if tile == most:
-                sum_most(out, row, *source)
+                sum_most(out, row, stride, lists, first_key, last_key, position_mask, ahead)
             elif tile == some:
-                sum_some(out, row, *source)
+                sum_some(out, row, stride, lists, first_key, last_key, position_mask, ahead)
             elif tile == few:
-                sum_few(out, row, *source)
+                sum_few(out, row, stride, lists, first_key, last_key, position_mask, ahead)
             else:
-                sum_one(out, row, *source)
+                sum_one(out, row, stride, lists, first_key, last_key, position_mask, ahead)
             column += tile
 
     return NativeFunction(accumulate_rows, f"accumulate {g.name} {real.name} {form.name}")
