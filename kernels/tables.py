@@ -79,11 +79,17 @@ class RowTable(NamedTuple):
     indices: int  # [B]
     index_bytes: int  # 4 (int32) or 8 (int64)
     length: int  # B
-    values: int  # [B, D]
+    values: int  # [B, D]; or, with rows below, the first of these
     # Of a part of a batch that several processes share: int64 [B], where its occurrences are in
     # the whole batch, in ascending order (0: this is all of it), and how many that has.
     positions: int = 0
     whole_length: int = 0
+    # Where one row of the gradient is that of many occurrences: int32 [B], its number for each
+    # (0: every occurrence has its own), bytes from one to the next, and the factors of the
+    # occurrences, in the type of the arithmetic (0: all are 1). On the host only.
+    gradient_rows: int = 0
+    stride: int = 0
+    weights: int = 0
 
     @property
     def ranges(self) -> tuple[int, int]:

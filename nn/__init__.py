@@ -13,6 +13,7 @@ from .adan import Adan
 from .base.checkpoint import load_checkpoint, save_checkpoint
 from .base.optimizer import Optimizer
 from .base.parameter import Parameter
+from .embedding_bags import EmbeddingBags
 from .ftrl import FTRL
 from .fused import FusedOptimizer
 from .lamb import Lamb
@@ -53,6 +54,7 @@ __all__ = [
     "Adadelta",
     "Adagrad",
     "ProximalAdagrad",
+    "EmbeddingBags",
     "FTRL",
     "Lamb",
     "LARS",

@@ -10,10 +10,12 @@ from .adam import Adam, AdamNoUpdateParam, AdamWeightDecay, FusedSparseAdam, Fus
 from .adam_update import adam_update
 from .amsgrad import ApplyAdamWithAmsgrad, ApplyAdamWithAmsgradV2
 from .embedding import SparseGatherV2
+from .embedding_bags import EmbeddingBags
 from .ftrl import ApplyFtrl, FusedSparseFtrl, SparseApplyFtrl
 from .lars import LARSUpdate
 from .norm import clip_by_global_norm, global_norm
 from .rmsprop import ApplyCenteredRMSProp, ApplyRMSProp
+from .runtime.bag_tensor import BagTensor
 from .runtime.errors import ConversionError, RejectedValueError, UnknownArgumentError
 from .runtime.row_tensor import RowTensor
 from .sgd import SGD, ApplyMomentum
@@ -31,7 +33,9 @@ __all__ = [
     "ApplyMomentum",
     "ApplyProximalAdagrad",
     "ApplyRMSProp",
+    "BagTensor",
     "ConversionError",
+    "EmbeddingBags",
     "FusedSparseAdam",
     "FusedSparseFtrl",
     "FusedSparseLazyAdam",

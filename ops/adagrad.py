@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..kernels.rules import adagrad as rules
-from .primitive import Primitive, RowPrimitive, arithmetic, out_of_range_rule
+from .primitive import Primitive, RowPrimitive, arithmetic
 from .runtime import check
 
 
@@ -156,7 +156,7 @@ class SparseApplyProximalAdagrad(RowPrimitive):
         self, use_locking: bool = False, *, out_of_range: str = "raise", **unknown: Any
     ) -> None:
         super().__init__(use_locking, **unknown)
-        self.out_of_range = out_of_range_rule(self.name, out_of_range)
+        self.out_of_range = check.out_of_range_rule(self.name, out_of_range)
 
     def __call__(
         self, var: Any, accum: Any, lr: Any, l1: Any, l2: Any, grad: Any, indices: Any

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..kernels.formula import Numbers
 from ..kernels.rules import adam as rules
-from .primitive import Named, Primitive, RowPrimitive, arithmetic, out_of_range_rule
+from .primitive import Named, Primitive, RowPrimitive, arithmetic
 from .runtime import check
 from .runtime.arrays import empty_like, native
 from .runtime.errors import RejectedValueError, reject
@@ -205,7 +205,7 @@ class _FusedSparseAdamBase(RowPrimitive):
     ) -> None:  # fmt: skip
         super().__init__(use_locking, **unknown)
         self.use_nesterov = check.flag(self.name, "use_nesterov", use_nesterov)
-        self.out_of_range = out_of_range_rule(self.name, out_of_range)
+        self.out_of_range = check.out_of_range_rule(self.name, out_of_range)
 
     def __call__(
         self, var: Any, m: Any, v: Any, beta1_power: Any, beta2_power: Any, lr: Any, beta1: Any,

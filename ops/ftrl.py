@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..kernels.rules.ftrl import ftrl_formula, ftrl_rule
-from .primitive import Primitive, RowPrimitive, out_of_range_rule
+from .primitive import Primitive, RowPrimitive
 from .runtime import check
 from .runtime.arrays import real_type
 from .runtime.check import LARGEST
@@ -123,7 +123,7 @@ class SparseApplyFtrl(RowPrimitive):
         self.l2 = check.float_attribute(self.name, "l2", l2)
         self.lr_power = check.float_attribute(self.name, "lr_power", lr_power)
         check_ftrl_ranges(self.name, self.lr, self.l1, self.l2, self.lr_power)
-        self.out_of_range = out_of_range_rule(self.name, out_of_range)
+        self.out_of_range = check.out_of_range_rule(self.name, out_of_range)
 
     def __call__(
         self, var: Any, accum: Any, linear: Any, grad: Any, indices: Any

@@ -136,13 +136,6 @@ class RowPrimitive(Primitive):
         return RowUpdate([where], compiled, tables, [rows], row, [0], *use)
 
 
-def out_of_range_rule(where: str, value: Any) -> str:
-    """The checked option for indices outside of ``[0, N)``: ``"raise"`` or ``"drop"``."""
-    if not isinstance(value, str) or value not in ("raise", "drop"):
-        reject(ValueError, where, "out_of_range", "is unknown", "'raise' or 'drop'", value)
-    return value
-
-
 def arithmetic(variables: Named) -> Callable[[float], float]:
     """The rounding of numbers to the type of the arithmetic on some variables."""
     return rounding(next(iter(variables.values())).dtype)

@@ -54,7 +54,8 @@ def loops(storages: list[Storage]) -> Iterator[NativeFunction]:
     yield from (counts.are_equal_at, counts.are_equal_floats_at)
     yield from (part for part in PARTS if part is not gather.gather_part)
     for storage in storages:
-        yield sums.accumulate(storage, real_of(storage))
+        for form in sums.FORMS:
+            yield sums.accumulate(storage, real_of(storage), form)
         yield sums.accumulate(real_of(storage), real_of(storage))
 
 

@@ -12,6 +12,7 @@ from ...kernels.storage import Storage
 from ...ops.runtime import check, pending
 from ...ops.runtime import device_gradient as on_device
 from ...ops.runtime.arrays import address_of, adopt_anywhere, real_type
+from ...ops.runtime.bag_tensor import BagTensor
 from ...ops.runtime.device import DeviceArray, device_of
 from ...ops.runtime.errors import reject
 from ...ops.runtime.row_forms import as_rows, row_gradient
@@ -174,6 +175,8 @@ class GradientReader:
             if gradient is None:
                 kinds.append(None)
                 continue
+            if i in self._centralized and isinstance(gradient, BagTensor):
+                gradient = gradient.to_rows()  # each has a mean of its own
             found = read_gradient(self._where, parameter, gradient)
             if isinstance(found, RowGradient) and self._sparse_update is None:
                 name = f"gradient of {parameter.name!r}"
@@ -302,7 +305,8 @@ def by_storage(
             sizes = np.diff(batch.variables.table.first)
             found += zip(gradients.tolist(), sizes.tolist(), strict=True)
     return tuple(
-        (storage, *np.array(spans, np.int64).reshape(-1, 2).T.copy())
+        # Once each: the gradient of pooled tables is one array for all of them.
+        (storage, *np.array([*dict.fromkeys(spans)], np.int64).reshape(-1, 2).T.copy())
         for storage, spans in arrays.items()
     )
 
@@ -333,6 +337,8 @@ def read_gradient(where: str, parameter: Parameter, gradient: Any) -> Any:
         ValueError: its shape does not fit.
     """
     name = f"gradient of {parameter.name!r}"
+    if isinstance(gradient, BagTensor):
+        return _read_bags(where, name, parameter, gradient)
     rows = as_rows(where, name, gradient)
     if rows is None:
         array = adopt_anywhere(where, name, gradient)
@@ -359,8 +365,20 @@ def read_gradient(where: str, parameter: Parameter, gradient: Any) -> Any:
     return RowGradient.of(*arrays, check.contiguous(rows.positions), rows.batch_length)
 
 
+def _read_bags(where: str, name: str, parameter: Parameter, bags: BagTensor) -> RowGradient:
+    device_of(where, {"the parameter": parameter.array, name: bags.values})
+    if bags.dense_shape != parameter.shape:
+        wrong = "has a wrong dense_shape"
+        reject(ValueError, where, name, wrong, parameter.shape, bags.dense_shape)
+    real = np.dtype(real_type(parameter.dtype))
+    if bags.weights is not None and bags.weights.dtype != real:
+        wrong = "has weights of another dtype"
+        reject(TypeError, where, name, wrong, real, bags.weights.dtype)
+    return bags.source
+
+
 def is_row_sparse(gradient: Any) -> bool:
     """Whether a gradient is a `RowTensor`, a list of them or a torch sparse COO tensor."""
     if isinstance(gradient, list | tuple):
-        return any(isinstance(part, RowTensor) for part in gradient)
-    return isinstance(gradient, RowTensor) or getattr(gradient, "is_sparse", False)
+        return any(isinstance(part, RowTensor | BagTensor) for part in gradient)
+    return isinstance(gradient, RowTensor | BagTensor) or getattr(gradient, "is_sparse", False)

@@ -12,6 +12,7 @@ from .adafactor import Adafactor
 from .adagrad import FTRL, Adadelta, Adagrad, RMSprop
 from .adam import Adam, AdamW, LazyAdam, SparseAdam
 from .adam_variants import Adamax, Adan, Lion, NAdam, RAdam
+from .bags import EmbeddingBags
 from .clipping import clip_grad_norm_, clip_grad_value_
 from .descent import ASGD, SGD, Rprop
 from .embedding import ShardedEmbedding
@@ -24,9 +25,10 @@ from .trainers import ClippingModule, ClippingTrainer
 
 __all__ = [
     "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Adan",
-    "ClippingModule", "ClippingTrainer", "FTRL", "FusedOptimizer", "LARS", "Lamb", "LazyAdam",
-    "Lion", "NAdam", "Prodigy", "RAdam", "RMSprop", "RowWiseAdagrad", "RowWiseAdam", "Rprop", "SGD",
-    "ShardedEmbedding", "SparseAdam", "Thor", "clip_grad_norm_", "clip_grad_value_",
+    "ClippingModule", "ClippingTrainer", "EmbeddingBags", "FTRL", "FusedOptimizer", "LARS",
+    "Lamb", "LazyAdam", "Lion", "NAdam", "Prodigy", "RAdam", "RMSprop", "RowWiseAdagrad",
+    "RowWiseAdam", "Rprop", "SGD", "ShardedEmbedding", "SparseAdam", "Thor", "clip_grad_norm_",
+    "clip_grad_value_",
 ]  # fmt: skip
 
 if TYPE_CHECKING:

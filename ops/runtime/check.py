@@ -191,6 +191,13 @@ def contiguous(array: Any, where: str = "", name: str = "") -> Any:
 # Row-sparse gradients
 
 
+def out_of_range_rule(where: str, value: Any) -> str:
+    """The checked option for indices outside of ``[0, N)``: ``"raise"`` or ``"drop"``."""
+    if not isinstance(value, str) or value not in ("raise", "drop"):
+        reject(ValueError, where, "out_of_range", "is unknown", "'raise' or 'drop'", value)
+    return value
+
+
 def row_gradient(
     where: str, name: str, indices: np.ndarray, values: np.ndarray, shape: tuple[int, ...]
 ) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from ...kernels.storage import STORAGES, Storage
 from . import device_gradient
+from .bag_tensor import BagTensor
 from .device import device_of
 from .errors import reject
 from .row_step import IndexList, RowGradient
@@ -65,9 +66,14 @@ def index_lists(where: str, tensors: dict[int, RowTensor]) -> list[IndexList]:
 
 
 def as_rows(where: str, name: str, gradient: Any) -> RowTensor | None:
-    """A `RowTensor`, a list of them (concatenated) or a torch sparse COO tensor; else None."""
+    """A `RowTensor`, a list of them (concatenated) or a torch sparse COO tensor; else None.
+
+    A `BagTensor` is one with a row for each occurrence.
+    """
     if isinstance(gradient, RowTensor):
         return gradient
+    if isinstance(gradient, BagTensor):
+        return gradient.to_rows()
     if isinstance(gradient, list | tuple):
         return concatenated(where, name, gradient)
     if getattr(gradient, "is_sparse", False):
@@ -85,6 +91,7 @@ def _from_torch(where: str, name: str, tensor: Any) -> RowTensor:
 
 def concatenated(where: str, name: str, parts: Sequence[Any]) -> RowTensor:
     """One row-sparse gradient out of several for the same tensor."""
+    parts = [part.to_rows() if isinstance(part, BagTensor) else part for part in parts]
     if not parts or not all(isinstance(part, RowTensor) for part in parts):
         got = ", ".join(type(part).__name__ for part in parts) or "nothing"
         reject(TypeError, where, name, "is no gradient", "an array or RowTensors", got)

@@ -27,7 +27,11 @@ from .step import DenseUpdate, Variables, spans_of
 
 
 class RowGradient(NamedTuple):
-    """A checked row-sparse gradient: contiguous ``indices [B]`` and ``values [B, ...]``."""
+    """A checked row-sparse gradient: contiguous ``indices [B]`` and ``values [B, ...]``.
+
+    With ``rows`` its values are any contiguous array of which one row may be that of many
+    occurrences; how they are found says `BagTensor`.
+    """
 
     indices: Any
     values: Any
@@ -35,11 +39,14 @@ class RowGradient(NamedTuple):
     values_address: int
     positions: np.ndarray | None = None  # as those of a `RowTensor`; contiguous
     batch_length: int = 0
+    rows: np.ndarray | None = None  # int32 [B]; None: each occurrence has its own
+    stride: int = 0  # bytes from one of these rows to the next
+    weights: np.ndarray | None = None  # [B] factors, in the type of the arithmetic; None: 1
 
     @classmethod
-    def of(cls, indices: Any, values: Any, *batch: Any) -> RowGradient:
-        """A gradient with the addresses of its arrays; ``batch`` is from ``positions`` on."""
-        return cls(indices, values, address_of(indices), address_of(values), *batch)
+    def of(cls, indices: Any, values: Any, *rest: Any) -> RowGradient:
+        """A gradient with the addresses of its arrays; ``rest`` is from ``positions`` on."""
+        return cls(indices, values, address_of(indices), address_of(values), *rest)
 
     def with_values(self, values: Any) -> RowGradient:
         """Other values of the same occurrences, which are at the same places of a batch."""
@@ -63,9 +70,8 @@ class RowGradient(NamedTuple):
             (self.index_address, self.indices.nbytes),
             (self.values_address, self.values.nbytes),
         ]
-        if self.positions is not None:
-            found.append((address_of(self.positions), self.positions.nbytes))
-        return found
+        others = self.positions, self.rows, self.weights
+        return found + [(address_of(a), a.nbytes) for a in others if a is not None]
 
 
 class RowUpdate(NamedTuple):
@@ -158,11 +164,17 @@ def row_table(
     addresses: Sequence[int], shape: tuple[int, ...], gradient: RowGradient, hp: int = 0
 ) -> RowTable:
     """A table with its states at ``addresses``, or none, and its scalars at ``hp``."""
-    indices, _, index_address, values_address, positions, batch_length = gradient
+    indices, _, index_address, values_address, positions, batch_length, rows, stride, factors = (
+        gradient
+    )
     matrix = tuple(addresses), hp, shape[0], math.prod(shape[1:])
     index_list = index_address, indices.itemsize, len(indices)
     batch = (0, 0) if positions is None else (address_of(positions), batch_length)
-    return RowTable(*matrix, *index_list, values_address, *batch)
+    if rows is None:
+        return RowTable(*matrix, *index_list, values_address, *batch)
+    weights = 0 if factors is None else address_of(factors)
+    shared = address_of(rows), stride, weights
+    return RowTable(*matrix, *index_list, values_address, *batch, *shared)
 
 
 class IndexList(NamedTuple):

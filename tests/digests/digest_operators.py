@@ -212,6 +212,36 @@ def of_rows() -> Cases:
     yield from refusals("ops.RowTensor", ops.RowTensor, usual)
 
 
+def pooled(record: Any, pooling: str, dtype: Any, options: dict[str, Any]) -> None:
+    shapes = ((9, 3), (5, 16))
+    tables = [normal(k, shape, dtype) for k, shape in enumerate(shapes)]
+    ids = [np.arange(20) % n if pooling == "none" else np.arange(20).reshape(5, 4) % n
+           for n, _ in shapes]  # fmt: skip
+    bags = ops.EmbeddingBags(pooling, **options)
+    out = record.attempt(bags, tables, ids)
+    record.attempt(bags, tables, [own + 4 for own in ids])
+    record.add([g.to_rows() for g in bags.gradients(tables, ids, None, out)])
+    opt = nn.Adagrad(tables)
+    stepped = nn.EmbeddingBags(tables, opt, pooling, **options)
+    record.attempt(stepped.backward, out)
+    record.attempt(stepped, ids)
+    record.attempt(stepped.backward, out)
+    record.add(tables, opt.state_dict())
+
+
+def of_bags() -> Cases:
+    for of_dtype, dtype in DTYPES.items():
+        for pooling in ("sum", "mean", "none"):
+            for options in ({}, {"padding_idx": 2}, {"out_of_range": "drop"}):
+                case = partial(pooled, pooling=pooling, dtype=dtype, options=options)
+                label = f"({pooling}, {labelled(options)}) {of_dtype}"
+                yield f"ops.EmbeddingBags{label}", case
+    case = partial(pooled, pooling="sum", dtype=F32, options={})
+    yield from (
+        (f"{name} of EmbeddingBags", case) for name in ("ops.BagTensor", "nn.EmbeddingBags")
+    )
+
+
 ADAM_OPTIONS: tuple[dict[str, Any], ...] = (
     *({}, {"lazy_update": False}, {"beta1": 0.5}, {"beta2": 0.5}, {"epsilon": 0.1}, {"wd": 0.1}),
     *({"rescale_grad": 0.5}, {"clip_gradient": 0.3}, {"use_locking": True}, {"compat": "1.9"}),
@@ -323,6 +353,7 @@ def cases() -> Cases:
         yield from of_operator(name, cls)
     yield from of_norms()
     yield from of_rows()
+    yield from of_bags()
     yield from of_adam_update()
     for name, make in schedules().items():
         yield from of_schedule(name, make)

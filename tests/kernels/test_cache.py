@@ -271,8 +271,9 @@ BOTH_STORAGES = """
         assert cache.load(compiled.identity)
         values = np.arange(3 * 70).reshape(3, 70).astype(storage.dtype)
         total = np.zeros(70, np.float32)
-        call = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 7)(compiled.address)
-        call(total.ctypes.data, values.ctypes.data, keys.ctypes.data, 0, 3, 70, 3)
+        source = np.array([values.ctypes.data, values.strides[0], 0, 0])
+        call = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 8)(compiled.address)
+        call(total.ctypes.data, source.ctypes.data, keys.ctypes.data, 0, 3, 70, 3, 0)
         assert (total == values.astype(np.float32).sum(0)).all(), storage.name
     print("right")
 """

@@ -9,6 +9,7 @@ import pytest
 
 from fusestep import nn, ops
 from fusestep.kernels import storage
+from fusestep.kernels.cpu.rows import sums as forms
 from fusestep.kernels.cpu.rows.layout import PADDING
 from fusestep.kernels.cpu.rows.sums import accumulate
 
@@ -28,19 +29,61 @@ PAIRS = [
 
 
 def compiled_sum(
-    g: storage.Storage, real: storage.Storage, values: np.ndarray, positions: np.ndarray
+    g: storage.Storage,
+    real: storage.Storage,
+    values: np.ndarray,
+    positions: np.ndarray,
+    form: forms.Form = forms.OWN,
+    weights: np.ndarray | None = None,
 ) -> np.ndarray:
     """The sum of ``values[positions]`` by the compiled loop; nothing beside it is written."""
-    width = values.shape[1]
-    keys = np.full(len(positions) + 2 + PADDING, -1, np.int64)
-    keys[1 : len(positions) + 1] = 7 << BITS | positions
+    width, n = values.shape[1], len(positions)
+    if form.key_bytes == 4:
+        keys, mask, rows = np.zeros(n + 2 + PADDING, np.int32), -1, None
+        keys[1 : n + 1] = positions
+        # A weight has the place of its key.
+        weights = None if weights is None else np.concatenate(([9], weights)).astype(real.dtype)
+    else:
+        keys, mask = np.full(n + 2 + PADDING, -1, np.int64), (1 << BITS) - 1
+        keys[1 : n + 1] = 7 << BITS | (positions if form is forms.OWN else np.arange(n))
+        rows = np.zeros(1 << BITS, np.int32)
+        rows[:n] = positions
     room = np.full(width + 2, 99, real.dtype)
-    call = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 7)(accumulate(g, real).address)
-    mask = (1 << BITS) - 1
-    total = room[1:].ctypes.data
-    call(total, values.ctypes.data, keys.ctypes.data, 1, len(positions) + 1, width, mask)
+    call = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 8)(accumulate(g, real, form).address)
+    addresses = [
+        0 if a is None else a.ctypes.data for a in (keys if rows is None else rows, weights)
+    ]
+    source = np.array([values.ctypes.data, values.strides[0], *addresses])
+    for fetches in (0, 1):
+        call(
+            room[1:].ctypes.data,
+            source.ctypes.data,
+            keys.ctypes.data,
+            1,
+            n + 1,
+            width,
+            mask,
+            fetches,
+        )
     assert room[0] == room[-1] == 99
     return room[1:-1]
+
+
+@pytest.mark.parametrize("form", forms.FORMS, ids=lambda form: form.name)
+@pytest.mark.parametrize(("g", "real"), PAIRS, ids=lambda s: s.name)
+def test_forms_of_sums(g: storage.Storage, real: storage.Storage, form: forms.Form) -> None:
+    """Rows of any stride, shared by positions or listed, and each product rounded once."""
+    rng = np.random.default_rng(3)
+    for width in (1, 7, 16, 64, 65, 200):
+        values = rng.standard_normal((50, width + 3)).astype(g.dtype)[:, :width]
+        positions = rng.integers(0, 50, 40)
+        weights = rng.standard_normal(40).astype(real.dtype) if form.place else None
+        terms = values[positions].astype(real.dtype)
+        if weights is not None:
+            terms *= weights[:, None]
+        expected = np.add.accumulate(terms, axis=0)[-1]
+        found = compiled_sum(g, real, values, positions, form, weights)
+        assert_same_bits(found, expected, f"width {width}")
 
 
 @pytest.mark.parametrize(("g", "real"), PAIRS, ids=lambda s: s.name)

@@ -309,6 +309,31 @@ def add_vectors(typingctx, a, b):
 
 
 @intrinsic
+def multiply_vectors(typingctx, a, b):
+    """The product of two vectors, element by element."""
+
+    def codegen(context, builder, signature, args):
+        return builder.fmul(*args)
+
+    return a(a, b), codegen
+
+
+def repeating_loader(vector):
+    """A compiled function ``load(address) -> vector``: one number in all elements."""
+
+    @int64_intrinsic(vector)
+    def load(context, builder, address):
+        real = context.get_value_type(vector)
+        unknown, first = ir.Constant(real, ir.Undefined), ir.Constant(_I32, 0)
+        number = builder.load(_pointer(builder, address, real.element))
+        one = builder.insert_element(unknown, number, first)
+        lanes = ir.Constant(ir.VectorType(_I32, vector.count), [0] * vector.count)
+        return builder.shuffle_vector(one, unknown, lanes)
+
+    return load
+
+
+@intrinsic
 def store_vector(typingctx, address, values):
     """Write a vector to consecutive elements."""
 

@@ -15,8 +15,15 @@ from ..compiler.records import records
 class Table(NamedTuple):
     """A table of the step, in the order of their rows and positions; all ``int64``."""
 
+    # The `Source` of its gradient: lists begin where what is of position 0 would be.
+    values: int
+    stride: int
+    gradient_rows: int  # 0: each position has its own
+    weights: int
+    source: int  # where this record lies
     arrays: int  # address of the addresses of the parameter and its states
-    values: int  # where the gradient of position 0 would be
+    accumulate: int  # for rows that are found like this
+    block_single: int  # for a gradient as it was given; 0: there is none
     hp: int
     rows: int
     width: int
@@ -34,10 +41,15 @@ class Table(NamedTuple):
 class HotSegment(NamedTuple):
     """A hot segment; all ``int64``."""
 
+    # The `Source` of its sums.
+    values: int
+    stride: int
     begin: int
     end: int
-    offset: int  # of its sums, in elements
     table: int
+
+
+HOT_BYTES = 8 * len(HotSegment._fields)
 
 
 class SweepPart(NamedTuple):
@@ -62,9 +74,7 @@ class RowCall(NamedTuple):
     scratch_bytes: int  # of a slot
     # Decided by the kernel.
     block: int  # for a summed gradient
-    block_single: int  # for a gradient as it was given; 0: there is none
     block_zero: int
-    accumulate: int
     add_ranges: int  # 0 where no row can be hot
     n_arrays: int  # of each table: the parameter and its states
     row_bytes: int  # [n_arrays, 2]: of a row of each array, for a column and beside

@@ -167,8 +167,10 @@ def _grouping(
 @cache
 def _kernel_arguments(
     kernel: Kernel, row_block: NativeFunction | None, every_row: bool, can_be_hot: bool
-) -> tuple[int, ...]:
-    """The arguments of the loops that the kernel decides; ``row_block`` is called for each row."""
+) -> tuple[int, int, tuple[int, ...]]:
+    """What the kernel decides: `Table.accumulate` and `Table.block_single`, where each occurrence
+    has a gradient of its own, and arguments of the loops; ``row_block`` is called for each row.
+    """
     block = row_block or blocks(kernel).update_real
     single = 0
     if row_block:  # which takes numbers of the arithmetic's type
@@ -180,14 +182,15 @@ def _kernel_arguments(
     add_ranges = sums.accumulate(kernel.real, kernel.real).address if can_be_hot else 0
     # These live as long as this tuple is kept.
     n, row_bytes = len(kernel.row_bytes), address_of(kernel.row_bytes)
-    kernel_arguments = block.address, single, zero, add, add_ranges, n, row_bytes
-    return (*kernel_arguments, kernel.g.itemsize, kernel.real.itemsize, address_of(_range_numbers))
+    kernel_arguments = block.address, zero, add_ranges, n, row_bytes
+    itemsizes = kernel.g.itemsize, kernel.real.itemsize
+    return add, single, (*kernel_arguments, *itemsizes, address_of(_range_numbers))
 
 
 @cache
-def _updating() -> int:
+def _updating(shares: bool) -> int:
     """The address of `update_touched`, kept where a step finds it without a call."""
-    return rows.update_touched.address
+    return rows.TOUCHING[shares][1].address
 
 
 class RowStep:
@@ -210,7 +213,7 @@ class RowStep:
         drop: bool = False,  # leave out indices outside of [0, N) instead of reporting them
         locked: bool = False,  # take a row's lock around its update (lazy only)
     ) -> None:
-        self._kernel, self._tables = kernel, tables
+        self._kernel, self._tables, self._shares = kernel, tables, False
         self._size = _sizes(kernel, tables, touched_only, drop)
         self._block = borrow(self._size.words)
         self._keep: list[np.ndarray] = []  # arrays whose addresses the loops have
@@ -226,7 +229,11 @@ class RowStep:
         self.loops: tuple[Loop, ...] = ()
         if self.bad_position < 0 and row_block is None:
             n, most = self._size.n_parts, self._size.threads
-            update = Loop(_updating(), n, call, min(most, n)) if touched_only else self._sweep()
+            update = (
+                Loop(_updating(self._shares), n, call, min(most, n))
+                if touched_only
+                else self._sweep()
+            )
             self.loops = (update,)
 
     def release(self) -> None:
@@ -240,22 +247,40 @@ class RowStep:
             value = address_of(value)
         self._block.words[_FIELD[field]] = value
 
-    def _write_arguments(self, kernel_arguments: tuple[int, ...], locks: int) -> None:
+    def _write_arguments(
+        self, kernel_arguments: tuple[int, int, tuple[int, ...]], locks: int
+    ) -> None:
         """`RowCall`, then the tables, then all their addresses.
 
         They are packed at once, which is ten times as fast as NumPy's assignment.
         """
         size, (words, base), tables = self._size, self._block, self._tables
         sections = [base + 8 * place for place in size.places]
-        fields = [*size.arguments, *kernel_arguments, *sections, locks, *size.told]
+        own_sum, single, call_arguments = kernel_arguments
+        fields = [*size.arguments, *call_arguments, *sections, locks, *size.told]
+        g, real = self._kernel.g, self._kernel.real
         at_addresses = base + 8 * (len(fields) + len(tables) * len(Table._fields))
         first_row = first_position = first_range = 0
         for table, (length, n_ranges) in zip(tables, size.ranges, strict=True):
-            addresses, hp, n_rows, width, indices, index_bytes, n, values, positions, _ = table
+            addresses, hp, n_rows, width, indices, index_bytes, n, values, positions, _, rows, \
+                stride, weights = table  # fmt: skip
+            source, add, block = base + 8 * len(fields), own_sum, single
             # The loops know an occurrence by its position among those of all tables.
-            values -= first_position * width * self._kernel.g.itemsize
-            fields += (at_addresses, values, hp, n_rows, width, first_row, first_position)
-            fields += (indices, index_bytes, n, first_range, length, n_ranges, positions)
+            if not rows:  # each has its own
+                stride = width * g.itemsize
+                values -= first_position * stride
+            else:
+                self._shares = True
+                add = sums.accumulate(g, real, sums.WEIGHTED if weights else sums.SHARED).address
+                rows -= 4 * first_position
+                if weights:
+                    weights -= first_position * real.itemsize
+                    block = 0  # not even a single occurrence's gradient is as it was given
+            fields += (
+                values, stride, rows, weights, source, at_addresses, add, block, hp, n_rows, width,
+                first_row, first_position, indices, index_bytes, n, first_range, length, n_ranges,
+                positions,
+            )  # fmt: skip
             at_addresses += 8 * len(addresses)
             first_range += n_ranges
             first_row += n_rows
@@ -272,7 +297,7 @@ class RowStep:
         n_parts = min(self._size.n, _PARTS_PER_THREAD * threads)
         self._set("measured", squares)
         self._set("n_parts", n_parts)
-        run(rows.measure_touched, n_parts, self._block.address, threads)
+        run(rows.TOUCHING[self._shares][0], n_parts, self._block.address, threads)
         return float(squares.sum())
 
     def _sweep(self) -> Loop:

@@ -5,24 +5,27 @@ The sums live in a small buffer per thread; no merged ``[B, D]`` gradient is wri
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numba import carray
 
 from ...inner import njit
 from ...tables import HOT
-from ..compiler.compile import part
+from ..compiler.compile import NativeFunction, part
 from ..compiler.intrinsics import (
     as_pointer,
     call_address,
     compare_and_swap,
     cpu_pause,
     load_acquire,
+    load_int32,
     load_int64,
     store_release,
 )
 from ..compiler.lines import LINE, prefetch
 from ..compiler.records import int64s, last_at_most
-from .layout import PADDING, RowCall, hot_of, parts_at, tables_of
+from .layout import HOT_BYTES, PADDING, RowCall, hot_of, parts_at, tables_of
 from .sort import first_key_at_least, share
 
 # Lines of parameters and states that are on their way at a time: rows lie far apart, so that
@@ -65,7 +68,7 @@ def _clear(address, n_bytes):
 def _accumulate(c, table, begin, end, total, fetches):
     mask = (1 << c.position_bits) - 1
     segment = c.sorted_keys, begin, end, table.width, mask, fetches
-    call_address(c.accumulate, total, table.values, *segment)
+    call_address(table.accumulate, total, table.source, *segment)
 
 
 @njit
@@ -93,7 +96,7 @@ def sum_hot_range(index, slot, c):
         row = keys[hot[h].begin] >> c.position_bits << c.position_bits
         begin = first_key_at_least(keys, hot[h].end, row + low)
         end = first_key_at_least(keys, hot[h].end, row + high)
-        total = c.hot_sums + (hot[h].offset + number * width) * c.real_bytes
+        total = hot[h].values + number * hot[h].stride
         if begin == end:
             _clear(total, width * c.real_bytes)
         else:
@@ -108,8 +111,8 @@ def _sum_segment(c, table, begin, end, total, fetches):
         return
     hot = hot_of(c)
     h = last_at_most(hot.begin, c.n_hot, begin)
-    sums = c.hot_sums + hot[h].offset * c.real_bytes
-    call_address(c.add_ranges, total, sums, c.range_numbers, 0, table.n_ranges, table.width, -1, 1)
+    ranges = c.range_numbers, 0, table.n_ranges, table.width, -1, 1
+    call_address(c.add_ranges, total, c.hot + h * HOT_BYTES, *ranges)
 
 
 @njit
@@ -140,9 +143,18 @@ def _prefetch_row(c, table, row):
 
 
 @njit(inline="always")
-def _gradient_of(c, table, position):
+def _own_gradient(table, position):
     """The address of one occurrence's gradient, as it was given."""
-    return table.values + position * table.width * c.g_bytes
+    return table.values + position * table.stride
+
+
+@njit(inline="always")
+def _any_gradient(table, position):
+    """Likewise, where some tables have gradients whose rows are those of many occurrences."""
+    row = position
+    if table.gradient_rows != 0:
+        row = np.int64(load_int32(table.gradient_rows + 4 * position))
+    return table.values + row * table.stride
 
 
 @njit(inline="always")
@@ -156,29 +168,6 @@ def _first_segment(keys, begin, n, bits):
     if 0 < begin < n and keys[begin] >> bits == keys[begin - 1] >> bits:
         return _segment_end(keys, begin, n, bits)
     return begin
-
-
-@part(RowCall)
-def measure_touched(index, slot, c):
-    """The measuring block on the summed rows of one share of the sorted keys."""
-    n, bits, tables = c.n_valid, c.position_bits, tables_of(c)
-    keys, mask = int64s(c.sorted_keys, c.n + PADDING), (1 << c.position_bits) - 1
-    scratch = c.scratch + slot * c.scratch_bytes
-    parameter, total = int64s(scratch, 1), scratch + LINE
-    begin, stop = share(n, c.n_parts, index), share(n, c.n_parts, index + 1)
-    begin = _first_segment(keys, begin, n, bits)
-    while begin < stop:
-        t = last_at_most(tables.first_row, c.n_tables, keys[begin] >> bits)
-        end = _segment_end(keys, begin, n, bits)
-        gradient = total
-        if end - begin == 1 and c.block_single != 0:
-            gradient = _gradient_of(c, tables[t], keys[begin] & mask)
-        else:
-            _sum_segment(c, tables[t], begin, end, total, 1)
-        parameter[0] = gradient  # the rule measures the gradient, and reads nothing else
-        sums = c.measured + begin * 8
-        call_address(c.block, scratch, 0, 1, tables[t].width, gradient, tables[t].hp, sums)
-        begin = end
 
 
 @njit(inline="always")
@@ -198,52 +187,83 @@ def _keys_ahead(c, table):
     return max(_FEWEST_AHEAD, min(_MOST_AHEAD, _LINES_AHEAD // lines))
 
 
-@part(RowCall)
-def update_touched(index, slot, c):
-    """Lazy update: the rule on the rows whose segments begin in one share of the sorted keys.
+def _touching(gradient_of: Any) -> tuple[NativeFunction, NativeFunction]:
+    """`measure_touched` and `update_touched`, for gradients that are found by a function."""
 
-    The gradient of a row that occurs once is read where it lies; others are summed first.
-    """
-    n, bits, tables = c.n_valid, c.position_bits, tables_of(c)
-    keys, mask = int64s(c.sorted_keys, c.n + PADDING), (1 << c.position_bits) - 1
-    total = c.scratch + slot * c.scratch_bytes
-    stop = share(n, c.n_parts, index + 1)
-    begin = _first_segment(keys, share(n, c.n_parts, index), n, bits)
-    t, t_ahead, fetched, row_fetched = 0, 0, 0, -1
-    table, later, ahead = tables[0], tables[0], _keys_ahead(c, tables[0])
-    while begin < stop:
-        row, end = keys[begin] >> bits, _segment_end(keys, begin, n, bits)
-        if row >= table.first_row + table.rows:
-            t = _table_of(tables, t, row)
-            table = tables[t]
-            ahead = _keys_ahead(c, table)
-        # Keys that are passed over are those of a long segment, whose sum fetches for itself.
-        fetched = max(fetched, end)
-        while fetched < min(end + ahead, n):
-            key = keys[fetched]
-            if key >> bits != row_fetched:
-                row_fetched = key >> bits
-                if row_fetched >= later.first_row + later.rows:
-                    t_ahead = _table_of(tables, t_ahead, row_fetched)
-                    later = tables[t_ahead]
-                _prefetch_row(c, later, row_fetched - later.first_row)
-            prefetch(_gradient_of(c, later, key & mask), later.width * c.g_bytes)
-            fetched += 1
-        row -= table.first_row
-        block, gradient = c.block, total
-        if end - begin == 1 and c.block_single != 0:
-            block = c.block_single
-            gradient = _gradient_of(c, table, keys[begin] & mask)
-        else:
-            _sum_segment(c, table, begin, end, total, end - begin > ahead)
-        lock = 0
-        if c.stripes != 0:
-            offset = row * _row_bytes(c, 0, table.width)
-            lock = _lock(c.stripes, load_int64(table.arrays) + offset)
-        _call_block(block, table, row, 1, gradient)
-        if c.stripes != 0:
-            store_release(lock, 0)
-        begin = end
+    def measure_touched(index, slot, c):
+        """The measuring block on the summed rows of one share of the sorted keys."""
+        n, bits, tables = c.n_valid, c.position_bits, tables_of(c)
+        keys, mask = int64s(c.sorted_keys, c.n + PADDING), (1 << c.position_bits) - 1
+        scratch = c.scratch + slot * c.scratch_bytes
+        parameter, total = int64s(scratch, 1), scratch + LINE
+        begin, stop = share(n, c.n_parts, index), share(n, c.n_parts, index + 1)
+        begin = _first_segment(keys, begin, n, bits)
+        while begin < stop:
+            t = last_at_most(tables.first_row, c.n_tables, keys[begin] >> bits)
+            end = _segment_end(keys, begin, n, bits)
+            gradient = total
+            if end - begin == 1 and tables[t].block_single != 0:
+                gradient = gradient_of(tables[t], keys[begin] & mask)
+            else:
+                _sum_segment(c, tables[t], begin, end, total, 1)
+            parameter[0] = gradient  # the rule measures the gradient, and reads nothing else
+            sums = c.measured + begin * 8
+            call_address(c.block, scratch, 0, 1, tables[t].width, gradient, tables[t].hp, sums)
+            begin = end
+
+    def update_touched(index, slot, c):
+        """Lazy update: the rule on the rows whose segments begin in one share of the sorted keys.
+
+        The gradient of a row that occurs once is read where it lies; others are summed first.
+        """
+        n, bits, tables = c.n_valid, c.position_bits, tables_of(c)
+        keys, mask = int64s(c.sorted_keys, c.n + PADDING), (1 << c.position_bits) - 1
+        total = c.scratch + slot * c.scratch_bytes
+        stop = share(n, c.n_parts, index + 1)
+        begin = _first_segment(keys, share(n, c.n_parts, index), n, bits)
+        t, t_ahead, fetched, row_fetched = 0, 0, 0, -1
+        table, later, ahead = tables[0], tables[0], _keys_ahead(c, tables[0])
+        while begin < stop:
+            row, end = keys[begin] >> bits, _segment_end(keys, begin, n, bits)
+            if row >= table.first_row + table.rows:
+                t = _table_of(tables, t, row)
+                table = tables[t]
+                ahead = _keys_ahead(c, table)
+            # Keys that are passed over are those of a long segment, whose sum fetches for itself.
+            fetched = max(fetched, end)
+            while fetched < min(end + ahead, n):
+                key = keys[fetched]
+                if key >> bits != row_fetched:
+                    row_fetched = key >> bits
+                    if row_fetched >= later.first_row + later.rows:
+                        t_ahead = _table_of(tables, t_ahead, row_fetched)
+                        later = tables[t_ahead]
+                    _prefetch_row(c, later, row_fetched - later.first_row)
+                prefetch(gradient_of(later, key & mask), later.width * c.g_bytes)
+                fetched += 1
+            row -= table.first_row
+            block, gradient = c.block, total
+            if end - begin == 1 and table.block_single != 0:
+                block = table.block_single
+                gradient = gradient_of(table, keys[begin] & mask)
+            else:
+                _sum_segment(c, table, begin, end, total, end - begin > ahead)
+            lock = 0
+            if c.stripes != 0:
+                offset = row * _row_bytes(c, 0, table.width)
+                lock = _lock(c.stripes, load_int64(table.arrays) + offset)
+            _call_block(block, table, row, 1, gradient)
+            if c.stripes != 0:
+                store_release(lock, 0)
+            begin = end
+
+    for function in (measure_touched, update_touched):
+        function.__qualname__ = f"{function.__name__} {gradient_of.__name__}"
+    return part(RowCall)(measure_touched), part(RowCall)(update_touched)
+
+
+TOUCHING = {False: _touching(_own_gradient), True: _touching(_any_gradient)}
+"""The loops over rows that occur, to measure and to update; and where tables share gradients."""
 
 
 @part(RowCall)

@@ -12,6 +12,9 @@ from ....ops.runtime.errors import reject
 from ....ops.runtime.row_step import RowGradient
 from .memory import DTYPES, array_of, in_memory
 
+BAGS = "_fusestep_bags"
+"""The attribute of a sparse gradient that has the `BagTensor` which is to be read in its place."""
+
 
 def wide_dtype(state: State, dtype: torch.dtype) -> torch.dtype:
     """The dtype of a state that is not one of elements: a count, or of the arithmetic's type."""
@@ -39,6 +42,10 @@ def rows_of(where: str, name: str, parameter: Tensor, gradient: Tensor) -> RowGr
     """
     if gradient.shape != parameter.shape:
         reject_shape(where, name, tuple(parameter.shape), gradient)
+    bags = getattr(gradient, BAGS, None)
+    if bags is not None:
+        found: RowGradient = bags.source
+        return found
     # Those without an underscore refuse a gradient with duplicates.
     indices, values = gradient._indices(), in_memory(gradient._values())
     n_sparse, sizes = len(indices), parameter.shape

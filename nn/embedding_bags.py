@@ -1,0 +1,194 @@
+"""Embedding tables of a recommender: pooled together, and updated by an optimizer together."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from ..ops.runtime.bag_tensor import BagTensor
+from ..ops.runtime.bags import Options, Pooled, Tables
+from ..ops.runtime.device import DeviceArray
+from ..ops.runtime.errors import reject
+from .base.parameter import Parameter
+from .fused import FusedOptimizer
+
+_NAME = "EmbeddingBags"
+
+
+class _Forward(NamedTuple):
+    """The last forward."""
+
+    pooled: Pooled
+    tables: Tables
+    thread: int
+
+
+class EmbeddingBags:
+    """Tables that are pooled in one call, whose optimizer reads the gradient of the output.
+
+    `ops.EmbeddingBags` has the formula, and the arguments that are explained there. `backward`
+    takes a step of the optimizer in which no gradient of a table is ever in memory: rows that
+    occur are summed from the gradient of the pooled output, in the order of their occurrence, and
+    updated at once. The result is that of the optimizer's step on the expanded gradients, to the
+    last bit in float32 and float64, for every rule, option and number of threads; with
+    ``sparse_update="lazy"`` rows that do not occur rest, with ``"dense_equivalent"`` they step
+    with a gradient of 0.
+
+    Args:
+        parameters: the tables, ``[N, D]`` parameters of the optimizer, or the arrays that it was
+            made with; on the host.
+        optimizer: an optimizer of `nn` that takes row-sparse gradients for them. It may have other
+            parameters too, which `backward` leaves as they are (as a gradient None does).
+        pooling: ``"sum"``, ``"mean"`` or ``"none"``.
+        features: the table of each feature; several may share one. Default: one for each table.
+        padding_idx: an id that counts for nothing; int, or a list with one or None a feature.
+        out_of_range: ids out of range ``"raise"`` an error, or count for nothing (``"drop"``).
+
+    Call arguments:
+        ids, offsets, per_sample_weights, out: as `ops.EmbeddingBags`. Ids are copied: what
+            becomes of the arrays afterwards does not matter to `backward`.
+
+    Returns:
+        ``[batch, sum of D]``, or with ``"none"`` a list of ``[n, D]``.
+
+    Raises:
+        TypeError: a kind or dtype does not fit, or a parameter is on a CUDA device, where there
+            are no bags.
+        ValueError: a value, shape or offset does not fit, or a table is none of the optimizer's.
+        IndexError: an id is out of range.
+        Nothing has been written when an error is raised.
+
+    >>> import numpy as np
+    >>> from fusestep import nn
+    >>> tables = [np.ones((3, 2), np.float32), np.ones((4, 1), np.float32)]
+    >>> bags = EmbeddingBags(tables, nn.SGD(tables, 0.5))
+    >>> ids = [np.array([2, 0, 2]), np.array([3])]
+    >>> offsets = [np.array([0, 2, 3]), np.array([0, 0, 1])]
+    >>> bags(ids, offsets).tolist()
+    [[2.0, 2.0, 0.0], [1.0, 1.0, 1.0]]
+    >>> bags.backward(np.ones((2, 3), np.float32))
+    >>> tables[0].tolist()
+    [[0.5, 0.5], [1.0, 1.0], [0.0, 0.0]]
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[Any],
+        optimizer: FusedOptimizer,
+        pooling: str = "sum",
+        *,
+        features: Sequence[int] | None = None,
+        padding_idx: int | Sequence[int | None] | None = None,
+        out_of_range: str = "raise",
+    ) -> None:
+        if not isinstance(optimizer, FusedOptimizer):
+            expected, got = "an optimizer of nn that is one rule", type(optimizer).__name__
+            reject(TypeError, _NAME, "optimizer", "has a wrong type", expected, got)
+        if not isinstance(parameters, list | tuple):
+            got = type(parameters).__name__
+            reject(TypeError, _NAME, "parameters", "have a wrong type", "a list", got)
+        self.optimizer = optimizer
+        self._places = [_place(p, k, optimizer) for k, p in enumerate(parameters)]
+        self._chosen = pooling, padding_idx, out_of_range
+        self._features = features
+        self._known: tuple[Options, Tables] | None = None
+        self._read()
+        self._last: _Forward | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A forward of one object is none of its copy.
+        return {**vars(self), "_last": None, "_known": None}
+
+    @property
+    def parameters(self) -> list[Parameter]:
+        """The tables."""
+        return [self.optimizer.parameters[i] for i in self._places]
+
+    def _read(self) -> tuple[Options, Tables]:
+        """The tables as they are now, and what follows from them."""
+        arrays = []
+        for p in self.parameters:
+            if isinstance(p.array, DeviceArray):
+                name, expected = f"parameter {p.name!r}", "a parameter on the host"
+                reject(TypeError, _NAME, name, "lives on a CUDA device", expected, "one there")
+            arrays.append(p.array)
+        tables = Tables(_NAME, arrays, self._features)
+        known = self._known = Options.of(_NAME, *self._chosen, tables), tables
+        return known
+
+    def __call__(
+        self, ids: Any, offsets: Any = None, per_sample_weights: Any = None, *, out: Any = None
+    ) -> Any:
+        """Pool rows of all tables; see the class."""
+        known = self._known
+        if known is None or not self._are_bound(known[1]):
+            known = self._read()
+        options, tables = known
+        pooled = Pooled(options, tables, ids, offsets, per_sample_weights, out)
+        self._last = _Forward(pooled, tables, threading.get_ident())
+        return pooled.out
+
+    def _are_bound(self, tables: Tables) -> bool:
+        """Whether the parameters still have these arrays, which nobody has resized in place."""
+        parameters, each = self.optimizer.parameters, zip(tables.arrays, tables.shapes, strict=True)
+        return all(
+            parameters[i].array is array and array.shape == shape
+            for i, (array, shape) in zip(self._places, each, strict=True)
+        )
+
+    def gradients(self, grad_out: Any) -> tuple[BagTensor | None, ...]:
+        """The gradients of the last forward, in the order of the optimizer, which takes them.
+
+        Those of several forwards are accumulated as lists: ``[first, second]`` for each table.
+        `ops.clip_by_global_norm` and whatever else takes a `RowTensor` expands them to a row for
+        each id; an optimizer's own ``clipnorm`` does not.
+
+        Args:
+            grad_out: the floating gradient of the output of the last call, or a list with that of
+                each feature (which is joined to one array first). It is read by the step.
+
+        Returns:
+            A `BagTensor` for each table, None for other parameters.
+
+        Raises:
+            RuntimeError: there was no forward, it was another thread's, or its tables were
+                rebound since.
+            TypeError, ValueError: ``grad_out`` does not fit the output.
+        """
+        last = self._last
+        wrong = ""
+        if last is None:
+            wrong = "needs a forward before each"
+        elif last.thread != threading.get_ident():
+            wrong = "has another thread's forward before it"
+        elif not self._are_bound(last.tables):
+            wrong = "has tables that were rebound since the forward"
+        if last is None or wrong:
+            raise RuntimeError(f"{_NAME}: backward {wrong}: call the bags first")
+        found: list[BagTensor | None] = [None] * len(self.optimizer.parameters)
+        for i, gradient in zip(self._places, last.pooled.gradients(grad_out), strict=True):
+            found[i] = gradient
+        return tuple(found)
+
+    def backward(self, grad_out: Any) -> None:
+        """A step of the optimizer, with the gradients of the last forward.
+
+        Args:
+            grad_out: as `gradients`.
+
+        Raises:
+            RuntimeError, TypeError, ValueError, IndexError, OverflowError: as `gradients`, and as
+                the optimizer. Nothing has changed then, and the forward can be used again.
+        """
+        self.optimizer(self.gradients(grad_out))
+        self._last = None
+
+
+def _place(parameter: Any, k: int, optimizer: FusedOptimizer) -> int:
+    """Which parameter of the optimizer it is."""
+    found = [i for i, p in enumerate(optimizer.parameters) if p is parameter or p.data is parameter]
+    if not found:
+        wrong, expected = "is none of the optimizer's", "a parameter or an array that it has"
+        reject(ValueError, _NAME, f"parameters[{k}]", wrong, expected, type(parameter).__name__)
+    return found[0]

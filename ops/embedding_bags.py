@@ -1,0 +1,125 @@
+"""Pooled rows of many tables in one call, and the gradients of the tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .runtime.arrays import adopt
+from .runtime.bag_tensor import BagTensor
+from .runtime.bags import Options, Pooled, Tables
+from .runtime.errors import reject, reject_unknown
+
+
+class EmbeddingBags:
+    """Rows of many tables, pooled bag by bag, side by side in one array::
+
+        out[b, columns of feature f] = pool(tables[t][id] for id in bag b of feature f)
+
+    A *feature* is a list of bags of ids, one bag for each sample of the batch; it looks up rows of
+    one table. All tables are read in one parallel call, each sum in the order of the ids.
+
+    Args:
+        pooling: ``"sum"``; ``"mean"``: divided by the number of ids; ``"none"``: every id has a row
+            of its own, and the output is a list with an array for each feature. An empty bag is 0.
+        features: the table of each feature, list of int; default: a feature for each table.
+        padding_idx: an id that counts for nothing, neither in sums nor in numbers of ids, and gets
+            no gradient (with ``"none"`` its row is 0); int, or a list with one or None for each
+            feature.
+        out_of_range: ids outside of ``[0, N)`` ``"raise"`` an error, or are ``"drop"``-ped: then
+            they count for nothing.
+
+    Call arguments:
+        tables: a list of floating ``[N, D]`` arrays on the host; float64 all or none.
+        ids: a list with an int32 or int64 array for each feature, or one array with the ids of
+            all features, one after the other.
+        offsets: where bags begin, int32 or int64: with a list of ids a list with an array of
+            ``batch + 1`` for each feature, from 0 to the number of its ids; with one array of ids
+            one of ``features * batch + 1``. None: ids are ``[batch, length]``, all bags of a
+            feature of the same length; or, with ``"none"``, ``[n]``.
+        per_sample_weights: factors of the rows, in the form of the ids; only of sums.
+        out: an array for the output; default a new one.
+
+    Returns:
+        ``[batch, sum of D]``, or with ``"none"`` a list of ``[n, D]``: float32, or float64 where
+        the tables are; of 16-bit tables the sums are not rounded. ``numpy.split`` cuts it into
+        features without a copy.
+
+    `gradients` has the gradient of each table, a `BagTensor`, for that of the output: with
+    duplicates within and over bags, which the step that takes it sums in their order. An
+    optimizer's step on it reads the gradient of the output in place. CUDA devices are not
+    supported: tables there raise.
+
+    Raises:
+        TypeError: a kind or dtype does not fit, or an array is on a device.
+        ValueError: a shape, or an offset does not fit, or memory is shared that must not be.
+        IndexError: an id is out of range.
+        Nothing has been written when an error is raised.
+
+    Source: ``torch.nn.EmbeddingBag``, for many tables FBGEMM's
+    ``SplitTableBatchedEmbeddingBagsCodegen``.
+
+    >>> import numpy as np
+    >>> tables = [np.arange(6, dtype=np.float32).reshape(3, 2), np.ones((4, 1), np.float32)]
+    >>> ids = [np.array([2, 0, 2]), np.array([3])]
+    >>> offsets = [np.array([0, 2, 3]), np.array([0, 0, 1])]
+    >>> bags = EmbeddingBags()
+    >>> bags(tables, ids, offsets).tolist()
+    [[4.0, 6.0, 0.0], [4.0, 5.0, 1.0]]
+    >>> first, second = bags.gradients(tables, ids, offsets, np.ones((2, 3), np.float32))
+    >>> first.to_dense().tolist()
+    [[1.0, 1.0], [0.0, 0.0], [2.0, 2.0]]
+    """
+
+    name = "EmbeddingBags"
+
+    def __init__(
+        self,
+        pooling: str = "sum",
+        *,
+        features: Sequence[int] | None = None,
+        padding_idx: int | Sequence[int | None] | None = None,
+        out_of_range: str = "raise",
+        **unknown: Any,
+    ) -> None:
+        reject_unknown(self.name, unknown, EmbeddingBags)
+        self.pooling, self.features = pooling, features
+        self.padding_idx, self.out_of_range = padding_idx, out_of_range
+
+    def __call__(
+        self, tables: Sequence[Any], ids: Any, offsets: Any = None,
+        per_sample_weights: Any = None, *, out: Any = None,
+    ) -> Any:  # fmt: skip
+        """Pool rows; see the class."""
+        options, read = self._read(tables)
+        return Pooled(options, read, ids, offsets, per_sample_weights, out).out
+
+    def gradients(
+        self, tables: Sequence[Any], ids: Any, offsets: Any, grad: Any,
+        per_sample_weights: Any = None,
+    ) -> list[BagTensor]:  # fmt: skip
+        """The gradients of the tables.
+
+        Args:
+            tables: those of the call.
+            ids: likewise.
+            offsets: likewise.
+            per_sample_weights: likewise.
+            grad: the floating gradient of its output, or a list with one for each feature (which
+                is joined to one array first).
+
+        Raises:
+            TypeError, ValueError, IndexError: as the call; ``grad`` does not fit the output.
+        """
+        options, read = self._read(tables)
+        pooled = Pooled(options, read, ids, offsets, per_sample_weights, sums=False)
+        return pooled.gradients(grad)
+
+    def _read(self, tables: Sequence[Any]) -> tuple[Options, Tables]:
+        if not isinstance(tables, list | tuple):
+            got = type(tables).__name__
+            reject(TypeError, self.name, "tables", "have a wrong type", "a list of arrays", got)
+        arrays = [adopt(self.name, f"tables[{t}]", table) for t, table in enumerate(tables)]
+        read = Tables(self.name, arrays, self.features)
+        chosen = self.pooling, self.padding_idx, self.out_of_range
+        return Options.of(self.name, *chosen, read), read

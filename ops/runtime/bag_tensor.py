@@ -1,0 +1,97 @@
+"""The gradient of a table whose rows were pooled, BagTensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...kernels.quiet import quiet
+from .arrays import real_type
+from .row_step import RowGradient
+from .row_tensor import RowTensor
+
+
+@dataclass(frozen=True, eq=False)
+class BagTensor:
+    """A row-sparse gradient of which one row is that of many occurrences.
+
+    `EmbeddingBags` makes them; optimizers take them where they take a `RowTensor`, and read the
+    gradient of a pooled output in place::
+
+        dense[indices[b]] += weights[b] * values.reshape(-1, unit)[rows[b]:][:D // unit].reshape(D)
+
+    On the host only. What is no optimizer of this package's `nn` takes `to_rows`.
+
+    Attributes:
+        indices: int32 ``[B]``, in range.
+        values: a contiguous floating array, that of a pooled output.
+        rows: int32 ``[B]``: where the gradient of each occurrence begins in it, in units.
+        unit: elements.
+        weights: the factor of each occurrence, in the type of the arithmetic; None: all are 1.
+        dense_shape: ``(N, D)``; ``D`` is a multiple of the unit.
+    """
+
+    source: RowGradient  # all that has ``[B]`` elements, and the values
+    unit: int
+    dense_shape: tuple[int, int]
+
+    @property
+    def indices(self) -> np.ndarray:
+        """The row of each occurrence."""
+        indices: np.ndarray = self.source.indices
+        return indices
+
+    @property
+    def values(self) -> np.ndarray:
+        """The gradient of the pooled output."""
+        values: np.ndarray = self.source.values
+        return values
+
+    @property
+    def rows(self) -> np.ndarray:
+        """Where the gradient of each occurrence begins, in units."""
+        assert self.source.rows is not None
+        return self.source.rows
+
+    @property
+    def weights(self) -> np.ndarray | None:
+        """The factors."""
+        return self.source.weights
+
+    def __repr__(self) -> str:
+        return (
+            f"BagTensor(indices={self.indices.shape}, values={self.values.shape} "
+            f"{self.dtype}, dense_shape={self.dense_shape})"
+        )
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """The dtype of the values."""
+        dtype: np.dtype[Any] = self.values.dtype
+        return dtype
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of the dense tensor."""
+        return self.dense_shape
+
+    @quiet
+    def to_rows(self) -> RowTensor:
+        """The same with one row of values for each occurrence: ``B * D`` numbers.
+
+        Products with weights are rounded to the dtype of the values.
+        """
+        n, width = len(self.indices), self.dense_shape[1]
+        units = self.values.reshape(-1, self.unit)
+        values = units[self.rows[:, None] + np.arange(width // self.unit)].reshape(n, width)
+        if self.weights is not None:
+            real = np.promote_types(self.weights.dtype, real_type(values.dtype))
+            values = (values.astype(real) * self.weights[:, None]).astype(values.dtype)
+        return RowTensor(self.indices, values, self.dense_shape)
+
+    def to_dense(self) -> np.ndarray:
+        """The dense ``[N, D]`` array; as `RowTensor.to_dense`."""
+        dense: np.ndarray = self.to_rows().to_dense()
+        return dense

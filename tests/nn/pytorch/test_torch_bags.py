@@ -1,0 +1,298 @@
+"""Bags in PyTorch: against its EmbeddingBag and dense optimizers; its protocols; bad input."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import OrderedDict
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from fusestep.nn import torch as fused  # noqa: E402
+
+SIZES = [(40, 5), (7, 16), (300, 64)]
+
+
+def modules_of(mode: str = "sum", dtype: Any = None, **options: Any) -> Any:
+    torch.manual_seed(0)
+    return torch.nn.ModuleList(
+        torch.nn.EmbeddingBag(n, d, mode=mode, dtype=dtype, **options) for n, d in SIZES
+    )
+
+
+def bags_of(step: int, batch: int = 30) -> tuple[list[Any], list[Any]]:
+    """Ids and offsets as PyTorch has them; some bags are empty."""
+    rng, ids, offsets = np.random.default_rng(step), [], []
+    for n, _ in SIZES:
+        lengths = rng.integers(0, 6, batch)
+        offsets.append(torch.tensor(np.cumsum(lengths) - lengths))
+        ids.append(torch.tensor(rng.integers(0, n, lengths.sum())))
+    return ids, offsets
+
+
+def pooled(modules: Any, ids: Any, offsets: Any, weights: Any = None) -> Any:
+    """The outputs of PyTorch's own modules."""
+    if weights is not None:
+        every = zip(modules, ids, offsets, weights, strict=True)
+        return torch.cat([m(i, o, w) for m, i, o, w in every], dim=1)
+    return torch.cat([m(i, o) for m, i, o in zip(modules, ids, offsets, strict=True)], dim=1)
+
+
+def gradient_of(out: Any, step: int) -> Any:
+    return torch.tensor(np.random.default_rng(90 + step).standard_normal(out.shape)).to(out.dtype)
+
+
+def weights_of(module: Any) -> list[Any]:
+    return [parameter.detach() for parameter in module.parameters()]
+
+
+def assert_equal(one: Any, other: Any) -> None:
+    __tracebackhide__ = True
+    for a, b in zip(weights_of(one), weights_of(other), strict=True):
+        assert torch.equal(a, b)
+
+
+DENSE = [
+    ("Adagrad", "touched", {"lr": 0.1}),
+    ("SGD", "touched", {"lr": 0.1}),
+    ("Adam", "all", {"lr": 0.01}),
+    ("AdamW", "all", {"lr": 0.01, "weight_decay": 0.1}),
+    ("RMSprop", "all", {"lr": 0.01, "momentum": 0.5}),
+    ("Adadelta", "all", {"lr": 1.0}),
+    ("Adamax", "all", {"lr": 0.01}),
+    ("NAdam", "all", {"lr": 0.01}),
+    ("RAdam", "all", {"lr": 0.01}),
+    ("SGD", "all", {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
+]
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize(("name", "sparse", "options"), DENSE, ids=lambda x: str(x))
+def test_twenty_steps_of_dense_optimizers(
+    name: str, sparse: str, options: dict[str, Any], mode: str
+) -> None:
+    """PyTorch's modules with its dense optimizers in float64: every element."""
+    theirs = modules_of(mode, torch.float64, padding_idx=2)
+    ours = fused.EmbeddingBags(copy.deepcopy(theirs))
+    dense = getattr(torch.optim, name)(theirs.parameters(), **options)
+    ours.update_in_backward(getattr(fused, name)(ours.parameters(), sparse=sparse, **options))
+    for step in range(20):
+        ids, offsets = bags_of(step)
+        expected = pooled(theirs, ids, offsets)
+        out = ours(ids, offsets)
+        torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-12)
+        grad = gradient_of(out, step)
+        out.backward(grad)
+        dense.zero_grad()
+        expected.backward(grad)
+        dense.step()
+    for found, own in zip(weights_of(ours), weights_of(theirs), strict=True):
+        torch.testing.assert_close(found, own, rtol=1e-8, atol=1e-10)
+
+
+def test_weights_of_samples_and_longer_bags() -> None:
+    """Bags of 1 to 1,000 ids, one id everywhere."""
+    theirs = modules_of(dtype=torch.float64)
+    ours = fused.EmbeddingBags(copy.deepcopy(theirs))
+    dense = torch.optim.Adagrad(theirs.parameters(), lr=0.1)
+    ours.update_in_backward(fused.Adagrad(ours.parameters(), lr=0.1))
+    lengths = torch.tensor([1, 1_000, 0, 20, 3])
+    offsets = [torch.cumsum(lengths, 0) - lengths] * 3
+    for step in range(3):
+        rng = np.random.default_rng(step)
+        ids = [torch.tensor(rng.integers(0, n, 1_024)) for n, _ in SIZES]
+        ids[0][:] = 3
+        factors = [torch.tensor(rng.standard_normal(1_024)) for _ in SIZES]
+        expected, out = pooled(theirs, ids, offsets, factors), ours(ids, offsets, factors)
+        torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-11)
+        grad = gradient_of(out, step)
+        out.backward(grad)
+        dense.zero_grad()
+        expected.backward(grad)
+        dense.step()
+    for found, own in zip(weights_of(ours), weights_of(theirs), strict=True):
+        torch.testing.assert_close(found, own, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["LazyAdam", "RowWiseAdagrad"])
+def test_both_ways_of_a_gradient(name: str, dtype: Any) -> None:
+    """In backward, and left for a step: the same bits; learning rates follow schedulers."""
+    fast, slow = (fused.EmbeddingBags(modules_of(dtype=dtype)) for _ in range(2))
+    optimizers = [getattr(fused, name)(m.parameters(), lr=0.1) for m in (fast, slow)]
+    fast.update_in_backward(optimizers[0])
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.5) for o in optimizers]
+    for step in range(3):
+        ids, offsets = bags_of(step)
+        for module, optimizer in zip((fast, slow), optimizers, strict=True):
+            out = module(ids, offsets)
+            assert out.dtype == dtype
+            out.backward(gradient_of(out, step))
+            if module is slow:
+                assert all(w.grad.is_sparse for w in module.parameters())
+                optimizer.step()
+                optimizer.zero_grad()
+            assert all(w.grad is None for w in module.parameters())
+        for scheduler in schedulers:
+            scheduler.step()
+        assert_equal(fast, slow)
+    assert optimizers[0].param_groups[0]["lr"] == 0.1 * 0.5**3
+
+
+def test_gradients_are_accumulated_and_clipped() -> None:
+    """As those of PyTorch's modules with sparse gradients."""
+    theirs, ours = modules_of(sparse=True), fused.EmbeddingBags(modules_of())
+    for step in range(2):
+        ids, offsets = bags_of(step)
+        for out in (pooled(theirs, ids, offsets), ours(ids, offsets)):
+            out.backward(gradient_of(out, step))
+    norms, optimizers = [], []
+    for module in (theirs, ours):
+        optimizer = fused.LazyAdam(module.parameters(), lr=0.1)
+        norms.append(fused.clip_grad_norm_(module.parameters(), 0.5))
+        optimizer.step()
+        optimizers.append(optimizer)
+    assert torch.allclose(norms[0], norms[1], rtol=1e-6)
+    for a, b in zip(weights_of(theirs), weights_of(ours), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_scaler_works_on_gradients_and_is_refused_in_backward() -> None:
+    for in_backward in (False, True):
+        bags = fused.EmbeddingBags(modules_of())
+        optimizer = fused.LazyAdam(bags.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        if in_backward:
+            bags.update_in_backward(optimizer)
+        scaler.scale(bags(*bags_of(0)).sum()).backward()
+        if in_backward:
+            with pytest.raises((AssertionError, RuntimeError)):
+                scaler.step(optimizer)
+            with pytest.raises(RuntimeError, match="the optimizer steps in backward"):
+                optimizer.step()
+            bags.update_in_backward(None)
+            optimizer.step()
+            continue
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def test_the_state_of_modules_both_ways() -> None:
+    theirs = modules_of()
+    model = torch.nn.ModuleDict({"tables": copy.deepcopy(theirs)})
+    ours = torch.nn.ModuleDict({"tables": fused.EmbeddingBags(modules_of())})
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(2)
+    ours.load_state_dict(model.state_dict())
+    assert_equal(ours, model)
+    model.load_state_dict(ours.state_dict())
+    assert [*ours.state_dict()] == [*model.state_dict()]
+    named = OrderedDict(user=theirs[0], item=theirs[1])
+    bags = fused.EmbeddingBags(named)
+    assert [*bags.state_dict()] == ["user.weight", "item.weight"]
+    assert bags.weights[0] is theirs[0].weight
+
+
+def test_sizes_single_ids_and_last_offsets() -> None:
+    torch.manual_seed(1)
+    bags = fused.EmbeddingBags([(9, 4), torch.nn.Embedding(5, 3, padding_idx=1)], "mean")
+    ids = [torch.tensor([[1, 8], [0, 0]]), torch.tensor([4, 1])]
+    first, second = bags.weights
+    expected = torch.cat([first[ids[0]].mean(1), second[ids[1]]], dim=1)
+    torch.testing.assert_close(bags(ids), expected)
+    whole = fused.EmbeddingBags([(9, 4)], include_last_offset=True)
+    out = whole([ids[0].reshape(-1)], [torch.tensor([0, 2, 4])])
+    torch.testing.assert_close(out, whole([ids[0]]))
+    with torch.no_grad():
+        assert not whole([ids[0]]).requires_grad
+
+
+def test_frozen_tables() -> None:
+    bags = fused.EmbeddingBags([(9, 4), (5, 3)])
+    bags.weights[0].requires_grad_(False)
+    ids = [torch.tensor([[1]]), torch.tensor([[2]])]
+    bags(ids).sum().backward()
+    assert bags.weights[0].grad is None
+    assert bags.weights[1].grad.to_dense()[2].tolist() == [1, 1, 1]
+
+
+def test_copies_leave_gradients() -> None:
+    bags = fused.EmbeddingBags([(9, 4)])
+    bags.update_in_backward(fused.SGD(bags.parameters(), lr=0.1))
+    for copied in (copy.deepcopy(bags), pickle.loads(pickle.dumps(bags))):
+        copied([torch.tensor([[1]])]).sum().backward()
+        assert copied.weights[0].grad is not None
+
+
+def test_tensors_that_were_replaced() -> None:
+    bags = fused.EmbeddingBags([(9, 4)])
+    bags.update_in_backward(fused.LazyAdam(bags.parameters(), lr=0.1))
+    for _ in range(2):
+        bags.weights[0].data = torch.ones(9, 4)
+        out = bags([torch.tensor([[1, 1]])])
+        assert out.tolist() == [[2, 2, 2, 2]]
+        out.sum().backward()
+        assert (bags.weights[0][1] != 1).all()
+
+
+def test_backward_twice_is_refused() -> None:
+    bags = fused.EmbeddingBags([(9, 4)])
+    bags.update_in_backward(fused.SGD(bags.parameters(), lr=0.1))
+    out = bags([torch.tensor([[1]])])
+    out.sum().backward(retain_graph=True)
+    before = bags.weights[0].detach().clone()
+    with pytest.raises(RuntimeError, match="has updated the tables already"):
+        out.sum().backward()
+    assert torch.equal(bags.weights[0], before)
+
+
+def test_an_error_in_backward_changes_nothing() -> None:
+    bags = fused.EmbeddingBags([(9, 4)])
+    optimizer = fused.LazyAdam(bags.parameters(), lr=0.1)
+    bags.update_in_backward(optimizer)
+    before = bags.weights[0].detach().clone()
+    out = bags([torch.tensor([[1]])])
+    optimizer.state[bags.weights[0]] = {"step": torch.tensor(1.0)}
+    with pytest.raises(RuntimeError, match="lacks"):
+        out.sum().backward()
+    assert bags.weights[0].grad is None
+    assert torch.equal(bags.weights[0], before)
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "call"),
+    [
+        (ValueError, "mode is not supported", lambda: fused.EmbeddingBags([(2, 2)], "max")),
+        (ValueError, "mode differs", lambda: fused.EmbeddingBags(
+            [torch.nn.EmbeddingBag(2, 2, mode="sum"), torch.nn.EmbeddingBag(2, 2, mode="mean")])),
+        (ValueError, "mode differs", lambda: fused.EmbeddingBags(modules_of(), "mean")),
+        (ValueError, "has max_norm", lambda: fused.EmbeddingBags(
+            [torch.nn.Embedding(2, 2, max_norm=1.0)])),
+        (ValueError, "has scale_grad_by_freq", lambda: fused.EmbeddingBags(
+            [torch.nn.Embedding(2, 2, scale_grad_by_freq=True)])),
+        (ValueError, "share a weight", lambda: fused.EmbeddingBags([modules_of()[0]] * 2)),
+        (TypeError, "tables have a wrong type", lambda: fused.EmbeddingBags(3)),
+        (TypeError, "table '0' has a wrong type", lambda: fused.EmbeddingBags([3])),
+        (ValueError, "tables are missing", lambda: fused.EmbeddingBags([])),
+        (ValueError, "ids do not fit", lambda: fused.EmbeddingBags([(2, 2)])(torch.tensor([1]))),
+        (TypeError, r"ids\[0\] has a wrong type", lambda: fused.EmbeddingBags([(2, 2)])([[1]])),
+        (TypeError, r"ids\[0\] has a wrong dtype",
+         lambda: fused.EmbeddingBags([(2, 2)])([torch.tensor([[1.0]])])),
+        (IndexError, r"ids\[0\]\[0\] is out of range",
+         lambda: fused.EmbeddingBags([(2, 2)])([torch.tensor([[2]])])),
+        (ValueError, "requires a gradient", lambda: fused.EmbeddingBags([(2, 2)])(
+            [torch.tensor([[1]])], None, [torch.ones(1, 1, requires_grad=True)])),
+        (TypeError, "optimizer has a wrong type",
+         lambda: fused.EmbeddingBags([(2, 2)]).update_in_backward(torch.optim.SGD)),
+        (ValueError, "optimizer has other parameters", lambda: fused.EmbeddingBags(
+            [(2, 2)]).update_in_backward(fused.SGD(modules_of().parameters(), lr=0.1))),
+    ],
+)  # fmt: skip
+def test_bad_input(error: type[Exception], text: str, call: Any) -> None:
+    with pytest.raises(error, match=f"EmbeddingBags: .*{text}"):
+        call()

@@ -1,0 +1,419 @@
+"""Bags with optimizers: steps on the gradient of a pooled output, and what must not be done."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fusestep
+from fusestep import nn, ops
+
+from helpers import BF16, assert_same_bits, refused, unchanged
+from optimizers import BY_NAME, FORMS, decayed_and_scaled, make, states
+
+TAKING = [form for form, (name, _) in FORMS.items() if BY_NAME[name].takes_rows]
+SWEEPING = [form for form in TAKING if form != "Adam-lazy"]
+SHAPES = {"a": (40, 5), "b": (7, 16), "c": (300, 64)}
+
+
+def tables_of(dtype: Any = np.float32) -> list[nn.Parameter]:
+    rng = np.random.default_rng(1)
+    return [
+        nn.Parameter(rng.standard_normal(shape).astype(dtype), name)
+        for name, shape in SHAPES.items()
+    ]
+
+
+def ids_of(step: int, batch: int = 30, longest: int = 6) -> tuple[list[Any], list[Any]]:
+    """Ids and offsets of one step, of the three tables."""
+    rng, ids, offsets = np.random.default_rng(50 + step), [], []
+    for n, _ in SHAPES.values():
+        bounds = np.concatenate(([0], np.cumsum(rng.integers(0, longest + 1, batch))))
+        offsets.append(bounds)
+        ids.append(rng.integers(0, n, bounds[-1]))
+    return ids, offsets
+
+
+def gradient_of(out: np.ndarray, step: int, dtype: Any = np.float32) -> np.ndarray:
+    return np.random.default_rng(80 + step).standard_normal(out.shape).astype(dtype)
+
+
+def expanded(gradients: Any) -> list[Any]:
+    return [None if g is None else g.to_rows() for g in gradients]
+
+
+def assert_same_state(one: Any, other: Any) -> None:
+    __tracebackhide__ = True
+    for p, q in zip(one.parameters, other.parameters, strict=True):
+        assert_same_bits(p.data, q.data, str(p.name))
+    for name, array in states(one).items():
+        assert_same_bits(array, states(other)[name], name)
+    assert_same_bits(one.state_dict()["global_step"], other.state_dict()["global_step"])
+
+
+@pytest.mark.parametrize(
+    ("form", "how"),
+    [(form, "lazy") for form in TAKING] + [(form, "dense_equivalent") for form in SWEEPING],
+)
+def test_a_step_is_that_of_the_expanded_gradients(form: str, how: str) -> None:
+    """To the last bit, whatever the rule: weighted or not, with decay and loss scale."""
+    options = {**decayed_and_scaled(form), "sparse_update": how}
+    opt, other = (make(form, tables_of(), **options) for _ in range(2))
+    for step, pooling in enumerate(["sum", "mean", "sum"]):
+        bags = nn.EmbeddingBags(opt.parameters, opt, pooling)
+        out = bags(*ids_of(step))
+        grad = gradient_of(out, step)
+        other(expanded(bags.gradients(grad)))
+        bags.backward(grad)
+        assert_same_state(opt, other)
+
+
+@pytest.mark.parametrize("pooling", ["sum", "mean"])
+@pytest.mark.parametrize("form", ["Adagrad", "RowWiseAdagrad", "LazyAdam"])
+@pytest.mark.parametrize(
+    ("dtype", "grad_dtype"),
+    [(np.float64, np.float64), (np.float16, np.float32), (BF16, np.float32), (np.float32, BF16)],
+    ids=str,
+)
+def test_storage_types(dtype: Any, grad_dtype: Any, form: str, pooling: str) -> None:
+    opt, other = (make(form, tables_of(dtype), sparse_update="lazy") for _ in range(2))
+    bags = nn.EmbeddingBags(opt.parameters, opt, pooling)
+    for step in range(2):
+        out = bags(*ids_of(step))
+        grad = gradient_of(out, step, grad_dtype)
+        gradients = bags.gradients(grad)
+        if grad_dtype is BF16 and pooling == "mean":  # products are not rounded to 16 bits there
+            wide = bags.gradients(grad.astype(np.float32))
+            other(expanded(wide))
+        else:
+            other(expanded(gradients))
+        bags.backward(grad)
+        assert_same_state(opt, other)
+
+
+def test_hot_rows_and_weights() -> None:
+    """Rows that occur thousands of times, with factors: ranges are summed of products."""
+    for weighted in (False, True):
+        opt, other = (nn.LazyAdam(tables_of(), 0.1) for _ in range(2))
+        bags, rng = nn.EmbeddingBags(opt.parameters, opt), np.random.default_rng(4)
+        batch, length = 900, 15
+        ids = [np.minimum(rng.zipf(1.5, (batch, length)), n) - 1 for n, _ in SHAPES.values()]
+        weights = [rng.standard_normal(own.shape).astype(np.float32) for own in ids]
+        out = bags(ids, None, weights if weighted else None)
+        grad = gradient_of(out, 0)
+        other(expanded(bags.gradients(grad)))
+        bags.backward(grad)
+        assert_same_state(opt, other)
+
+
+@pytest.mark.parametrize("form", ["Adam", "Adagrad", "RowWiseAdam"])
+@pytest.mark.parametrize("how", ["lazy", "dense_equivalent"])
+def test_any_number_of_threads(form: str, how: str) -> None:
+    found: list[Any] = []
+    try:
+        for threads in (1, 2, 3):
+            fusestep.set_num_threads(threads)
+            opt = make(form, tables_of(), sparse_update=how)
+            bags = nn.EmbeddingBags(opt.parameters, opt, "mean")
+            for step in range(2):
+                out = bags(*ids_of(step, batch=1_500, longest=20))
+                bags.backward(gradient_of(out, step))
+            found.append(opt)
+    finally:
+        fusestep.set_num_threads(None)
+    for opt in found[1:]:
+        assert_same_state(opt, found[0])
+
+
+def test_features_that_share_tables() -> None:
+    features = [2, 0, 2, 0]
+    rng = np.random.default_rng(0)
+    opt, other = (nn.LazyAdam(tables_of(), 0.1) for _ in range(2))
+    bags = nn.EmbeddingBags(opt.parameters, opt, features=features, padding_idx=3)
+    for step in range(3):
+        rows = [list(SHAPES.values())[t][0] for t in features]
+        out = bags([rng.integers(0, n, (25, 4)) for n in rows])
+        assert out.shape == (25, 138)
+        grad = gradient_of(out, step)
+        gradients = bags.gradients(grad)
+        assert not len(gradients[1].indices)
+        other(expanded(gradients))
+        bags.backward(grad)
+        assert_same_state(opt, other)
+
+
+def test_against_adam_in_float64() -> None:
+    """Written from the formula, on the gradients that the definition of a bag gives."""
+    parameters = tables_of(np.float64)
+    expected = [(p.data.copy(), np.zeros(p.shape), np.zeros(p.shape)) for p in parameters]
+    opt = nn.Adam(parameters, 0.01)
+    bags = nn.EmbeddingBags(parameters, opt, "mean")
+    for t in range(1, 6):
+        ids, offsets = ids_of(t)
+        out = bags(ids, offsets)
+        grad, column = gradient_of(out, t, np.float64), 0
+        for k, (w, m, v) in enumerate(expected):
+            g, width = np.zeros(w.shape), w.shape[1]
+            for b in range(len(out)):
+                own = ids[k][offsets[k][b] : offsets[k][b + 1]]
+                for row in own:
+                    g[row] += grad[b, column : column + width] / len(own)
+            column += width
+            m = 0.9 * m + (1 - 0.9) * g
+            v = 0.999 * v + (1 - 0.999) * g * g
+            size = 0.01 * math.sqrt(1 - 0.999**t) / (1 - 0.9**t)
+            expected[k] = w - size * m / (np.sqrt(v) + 1e-8), m, v
+        bags.backward(grad)
+    for p, (w, _, _) in zip(parameters, expected, strict=True):
+        np.testing.assert_allclose(p.data, w, rtol=1e-6)
+
+
+def test_other_parameters_stay_and_keep_their_count() -> None:
+    tables, vector = tables_of(), nn.Parameter(np.ones(3, np.float32), "vector")
+    opt = nn.LazyAdam([tables[0], vector, *tables[1:]], 0.1)
+    bags = nn.EmbeddingBags(tables, opt)
+    out = bags(*ids_of(0))
+    with unchanged(vector):
+        bags.backward(gradient_of(out, 0))
+    assert opt.state_dict()["global_step"] == 1
+
+
+def test_gradients_are_accumulated_clipped_and_taken_later() -> None:
+    tables, others = tables_of(), tables_of()
+    opt, other = nn.LazyAdam(tables, 0.1), nn.LazyAdam(others, 0.1)
+    bags, parts = nn.EmbeddingBags(tables, opt), []
+    for step in range(2):
+        out = bags(*ids_of(step))
+        parts.append(bags.gradients(gradient_of(out, step)))
+    rows = [[a.to_rows(), b.to_rows()] for a, b in zip(*parts, strict=True)]
+    opt([[a, b] for a, b in zip(*parts, strict=True)])
+    other(rows)
+    assert_same_state(opt, other)
+    assert ops.global_norm(list(parts[0])) == ops.global_norm(expanded(parts[0]))
+    clipped = ops.clip_by_global_norm(list(parts[0]), 0.5)
+    opt(clipped)
+    other(ops.clip_by_global_norm(expanded(parts[0]), 0.5))
+    assert_same_state(opt, other)
+
+
+@pytest.mark.parametrize(
+    "options", [{"clipnorm": 0.3}, {"clipvalue": 0.1}, {"skip_nonfinite": True}], ids=str
+)
+def test_options_of_the_optimizer(options: dict[str, Any]) -> None:
+    opt, other = (nn.LazyAdam(tables_of(), 0.1, **options) for _ in range(2))
+    bags = nn.EmbeddingBags(opt.parameters, opt, "mean")
+    for step in range(3):
+        out = bags(*ids_of(step))
+        grad = gradient_of(out, step)
+        if step == 1 and "skip_nonfinite" in options:
+            grad[3, 9] = np.nan
+            before = opt.state_dict()
+            bags.backward(grad)
+            assert opt.skipped_steps == 1
+            for name, array in states(opt).items():
+                assert_same_bits(array, before[name])
+            continue
+        other(expanded(bags.gradients(grad)))
+        bags.backward(grad)
+        for p, q in zip(opt.parameters, other.parameters, strict=True):
+            assert_same_bits(p.data, q.data)
+
+
+def test_centralized_gradients() -> None:
+    opt, other = (
+        nn.LazyAdam([{"params": tables_of(), "grad_centralization": True}], 0.1) for _ in range(2)
+    )
+    bags = nn.EmbeddingBags(opt.parameters, opt)
+    grad = gradient_of(bags(*ids_of(0)), 0)
+    other(expanded(bags.gradients(grad)))
+    bags.backward(grad)
+    assert_same_state(opt, other)
+
+
+def test_ids_may_change_after_the_forward() -> None:
+    tables, others = tables_of(), tables_of()
+    bags = nn.EmbeddingBags(tables, nn.SGD(tables, 0.1))
+    same = nn.EmbeddingBags(others, nn.SGD(others, 0.1))
+    ids, offsets = ids_of(0)
+    grad = gradient_of(bags(ids, offsets), 0)
+    same(ids, offsets)
+    same.backward(grad)
+    for own in (*ids, *offsets):
+        own[:] = 10**9
+    bags.backward(grad)
+    for p, q in zip(tables, others, strict=True):
+        assert_same_bits(p.data, q.data)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_sequences(seed: int) -> None:
+    """Bags, plain rows, dense gradients, lists, rebinding and errors, in any order.
+
+    Beside an optimizer that is given the expanded gradients.
+    """
+    rng = np.random.default_rng(seed)
+    form = ["LazyAdam", "Adagrad", "RowWiseAdagrad"][seed % 3]
+    how = "lazy" if seed < 3 else "dense_equivalent"
+    opt, other = (make(form, tables_of(), sparse_update=how) for _ in range(2))
+    names = list(SHAPES)
+    pooling = [nn.EmbeddingBags(opt.parameters, opt, p, padding_idx=i)
+               for p, i in (("sum", None), ("mean", None), ("sum", 3))]  # fmt: skip
+    part = nn.EmbeddingBags(opt.parameters[1:2], opt)
+    for step in range(40):
+        what = rng.choice(
+            ["bags", "part", "rows", "dense", "list", "rebind", "bad ids", "bad grad"]
+        )
+        bags = pooling[rng.integers(3)]
+        ids, offsets = ids_of(int(rng.integers(10_000)), batch=int(rng.integers(0, 40)))
+        if what == "rebind":
+            k = int(rng.integers(3))
+            opt.parameters[k].data = opt.parameters[k].data.copy()
+        elif what == "bad ids":
+            ids[2] = np.append(ids[2], 300)
+            offsets[2] = np.append(offsets[2][:-1], len(ids[2]))
+            if len(offsets[2]) > 1:
+                with refused(IndexError, "out of range", opt):
+                    bags(ids, offsets)
+        elif what == "bad grad":
+            out = bags(ids, offsets)
+            with refused(ValueError, "wrong shape", opt):
+                bags.backward(out[:, 1:])
+        elif what in ("bags", "part"):
+            given = (ids[1:2], offsets[1:2]) if what == "part" else (ids, offsets)
+            bags = part if what == "part" else bags
+            grad = gradient_of(bags(*given), step)
+            other(expanded(bags.gradients(grad)))
+            bags.backward(grad)
+        else:
+            gradients: list[Any] = []
+            for k, name in enumerate(names):
+                shape = SHAPES[name]
+                if what == "dense" and k == 0:
+                    gradients.append(rng.standard_normal(shape).astype(np.float32))
+                    continue
+                indices = rng.integers(0, shape[0], rng.integers(0, 30))
+                values = rng.standard_normal((len(indices), shape[1])).astype(np.float32)
+                rows = nn.RowTensor(indices, values, shape)
+                gradients.append([rows, rows] if what == "list" else rows)
+            opt(gradients)
+            other(gradients)
+        assert_same_state(opt, other)
+
+
+# What must not be done
+
+
+def test_backward_needs_its_own_forward() -> None:
+    tables = tables_of()
+    opt = nn.LazyAdam(tables, 0.1)
+    bags = nn.EmbeddingBags(tables, opt)
+    grad = gradient_of(np.empty((30, 85)), 0)
+    with refused(RuntimeError, "backward needs a forward before each", opt):
+        bags.backward(grad)
+    bags(*ids_of(0))
+    bags.backward(grad)
+    with refused(RuntimeError, "backward needs a forward before each", opt):
+        bags.backward(grad)
+    bags(*ids_of(0))
+    tables[1].data = tables[1].data.copy()
+    with refused(RuntimeError, "tables that were rebound", opt):
+        bags.backward(grad)
+    bags(*ids_of(0))  # of the new tables
+    bags.backward(grad)
+    bags(*ids_of(0))
+    other = threading.Thread(target=bags, args=ids_of(1))
+    other.start()
+    other.join()
+    with refused(RuntimeError, "another thread's forward", opt):
+        bags.backward(grad)
+
+
+def test_after_an_error_the_forward_is_still_there() -> None:
+    tables = tables_of()
+    opt = nn.LazyAdam(tables, 0.1)
+    bags = nn.EmbeddingBags(tables, opt)
+    grad = gradient_of(bags(*ids_of(0)), 0)
+    with refused(ValueError, "grad has a wrong shape", opt):
+        bags.backward(grad[1:])
+    with refused(IndexError, "out of range", opt):
+        bags([np.array([[99]]), np.array([[0]]), np.array([[0]])])
+    with refused(ValueError, "shares memory with a parameter or state", opt):
+        room = nn.Parameter(np.zeros((30, 85), np.float32))
+        alias = nn.EmbeddingBags([room], nn.SGD([room], 0.1))
+        alias([np.zeros((30, 1), int)])
+        alias.backward(room.data)
+    bags.backward(grad)
+
+
+def test_a_read_only_table_is_not_written() -> None:
+    tables = tables_of()
+    opt = nn.LazyAdam(tables, 0.1)
+    bags = nn.EmbeddingBags(tables, opt)
+    grad = gradient_of(bags(*ids_of(0)), 0)
+    tables[2].data.flags.writeable = False
+    with refused(ValueError, "parameter 'c' is read-only", opt):
+        bags.backward(grad)
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "call"),
+    [
+        (TypeError, "optimizer has a wrong type", lambda p: nn.EmbeddingBags(p, None)),
+        (TypeError, "parameters have a wrong type",
+         lambda p: nn.EmbeddingBags(p[0], nn.SGD(p, 0.1))),
+        (ValueError, r"parameters\[0\] is none of the optimizer's",
+         lambda p: nn.EmbeddingBags(p[:1], nn.SGD(p[1:], 0.1))),
+        (ValueError, "pooling is unknown", lambda p: nn.EmbeddingBags(p, nn.SGD(p, 0.1), "max")),
+        (ValueError, "padding_idx of feature 1 is out of range",
+         lambda p: nn.EmbeddingBags(p, nn.SGD(p, 0.1), padding_idx=7)),
+    ],
+)  # fmt: skip
+def test_bad_arguments(error: type[Exception], text: str, call: Any) -> None:
+    with pytest.raises(error, match=f"EmbeddingBags: .*{text}"):
+        call(tables_of())
+
+
+def test_a_table_that_was_resized_in_place() -> None:
+    table = np.ones((8, 4), np.float32)
+    opt = nn.LazyAdam([table], 0.1)
+    bags = nn.EmbeddingBags([table], opt)
+    ids = [np.array([[1, 7]])]
+    bags(ids)
+    table.shape = (4, 8)  # what it is, not where
+    with refused(RuntimeError, "tables that were rebound", opt):
+        bags.backward(np.ones((1, 4), np.float32))
+    with refused(IndexError, "out of range", opt):
+        bags(ids)
+    out = bags([np.array([[1, 3]])])
+    assert out.shape == (1, 8)
+    with refused(ValueError, "has another shape than at construction", opt):
+        bags.backward(out)
+
+
+def test_a_rule_without_row_sparse_gradients() -> None:
+    tables = tables_of()
+    opt = nn.Momentum(tables, 0.1, 0.9)
+    bags = nn.EmbeddingBags(tables, opt)
+    grad = gradient_of(bags(*ids_of(0)), 0)
+    with refused(ValueError, "is row-sparse", opt):
+        bags.backward(grad)
+
+
+def test_copies_begin_without_a_forward() -> None:
+    tables = tables_of()
+    bags = nn.EmbeddingBags(tables, nn.LazyAdam(tables, 0.1))
+    ids, offsets = ids_of(0)
+    out = bags(ids, offsets)
+    for copied in (copy.deepcopy(bags), pickle.loads(pickle.dumps(bags))):
+        with pytest.raises(RuntimeError, match="needs a forward"):
+            copied.backward(out)
+        assert_same_bits(copied(ids, offsets), out)
+        copied.backward(out)
+        assert copied.parameters[0] is not tables[0]
+    assert_same_bits(bags(ids, offsets), out)

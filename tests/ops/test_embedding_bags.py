@@ -1,0 +1,352 @@
+"""Pooled tables: sums, means and gradients against float64, in every form of ids; bad ids."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fusestep
+from fusestep import ops
+
+from helpers import BF16, assert_same_bits, refused
+
+SHAPES = [(30, 8), (5, 16), (1_000, 64), (17, 5), (1, 1), (40, 130)]
+quick = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+
+
+def tables_of(shapes: list[tuple[int, int]], dtype: Any = np.float32) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+
+
+def bags_of(
+    rows: list[int], batch: int, longest: int, seed: int = 0, dtype: Any = np.int64
+) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Ids and offsets of features that look up tables of so many rows; some bags are empty."""
+    rng = np.random.default_rng(seed)
+    ids, offsets = [], []
+    for n in rows:
+        lengths = rng.integers(0, longest + 1, batch) if n else np.zeros(batch, int)
+        lengths[rng.random(batch) < 0.2] = 0
+        bounds = np.concatenate(([0], np.cumsum(lengths)))
+        offsets.append(bounds.astype(dtype))
+        ids.append(rng.integers(0, max(n, 1), bounds[-1]).astype(dtype))
+    return ids, offsets
+
+
+def pooled(
+    tables: Any, ids: Any, offsets: Any, pooling: str, weights: Any = None, left_out: Any = ()
+) -> np.ndarray:
+    """The output in float64; ids of ``left_out`` and those out of range count for nothing."""
+    columns = []
+    for f, (table, own, bounds) in enumerate(zip(tables, ids, offsets, strict=True)):
+        out = np.zeros((len(bounds) - 1, table.shape[1]))
+        for b in range(len(out)):
+            span = range(bounds[b], bounds[b + 1])
+            kept = [k for k in span if 0 <= own[k] < len(table) and own[k] not in left_out]
+            for k in kept:
+                factor = 1.0 if weights is None else float(weights[f][k])
+                out[b] += factor * table[own[k]].astype(np.float64)
+            if pooling == "mean" and kept:
+                out[b] /= len(kept)
+        columns.append(out)
+    return np.concatenate(columns, axis=1)
+
+
+def spread(
+    tables: Any, ids: Any, offsets: Any, grad: np.ndarray, pooling: str,
+    weights: Any = None, left_out: Any = (),
+) -> list[np.ndarray]:  # fmt: skip
+    """The gradients of the tables in float64, one feature for each."""
+    found, column = [], 0
+    for f, (table, own, bounds) in enumerate(zip(tables, ids, offsets, strict=True)):
+        g = np.zeros(table.shape)
+        width = table.shape[1]
+        for b in range(len(bounds) - 1):
+            span = range(bounds[b], bounds[b + 1])
+            kept = [k for k in span if 0 <= own[k] < len(table) and own[k] not in left_out]
+            for k in kept:
+                factor = 1.0 if weights is None else float(weights[f][k])
+                factor /= len(kept) if pooling == "mean" else 1
+                g[own[k]] += factor * grad[b, column : column + width].astype(np.float64)
+        found.append(g)
+        column += width
+    return found
+
+
+def assert_close(actual: np.ndarray, expected: np.ndarray, relative: float = 2e-6) -> None:
+    __tracebackhide__ = True
+    scale = np.maximum(np.abs(expected), 1e-1 * np.abs(expected).max(initial=1e-30))
+    assert actual.shape == expected.shape
+    assert (np.abs(actual - expected) <= relative * scale * 10).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.float16, BF16], ids=str)
+@pytest.mark.parametrize("pooling", ["sum", "mean"])
+def test_pooled_rows_and_gradients(pooling: str, dtype: Any) -> None:
+    tables = tables_of(SHAPES, dtype)
+    ids, offsets = bags_of([len(t) for t in tables], 60, 9)
+    bags = ops.EmbeddingBags(pooling)
+    out = bags(tables, ids, offsets)
+    assert out.dtype == (np.float64 if dtype is np.float64 else np.float32)
+    assert_close(out, pooled(tables, ids, offsets, pooling))
+    grad = np.random.default_rng(1).standard_normal(out.shape).astype(out.dtype)
+    expected = spread(tables, ids, offsets, grad, pooling)
+    for found, own in zip(bags.gradients(tables, ids, offsets, grad), expected, strict=True):
+        assert_close(found.to_dense(), own)
+
+
+def test_per_sample_weights() -> None:
+    tables = tables_of(SHAPES)
+    ids, offsets = bags_of([len(t) for t in tables], 60, 9)
+    weights = [np.random.default_rng(2).standard_normal(len(own)).astype(np.float32) for own in ids]
+    bags = ops.EmbeddingBags()
+    out = bags(tables, ids, offsets, weights)
+    assert_close(out, pooled(tables, ids, offsets, "sum", weights))
+    grad = np.random.default_rng(1).standard_normal(out.shape).astype(np.float32)
+    found = bags.gradients(tables, ids, offsets, grad, weights)
+    expected = spread(tables, ids, offsets, grad, "sum", weights)
+    for one, own in zip(found, expected, strict=True):
+        assert_close(one.to_dense(), own)
+
+
+@pytest.mark.parametrize(("pooling", "weighted"), [("sum", False), ("mean", False), ("sum", True)])
+def test_ids_that_count_for_nothing(pooling: str, weighted: bool) -> None:
+    """A padding id, and with "drop" ids out of range; also where they are all of a bag."""
+    tables = tables_of(SHAPES[:3])
+    ids, offsets = bags_of([len(t) for t in tables], 60, 9)
+    rng = np.random.default_rng(3)
+    for own, bounds in zip(ids, offsets, strict=True):
+        own[rng.random(len(own)) < 0.2] = 2
+        own[rng.random(len(own)) < 0.1] = -1
+        own[rng.random(len(own)) < 0.1] = 10**12
+        own[bounds[7] : bounds[8]] = 2
+    weights = (
+        [rng.standard_normal(len(own)).astype(np.float32) for own in ids] if weighted else None
+    )
+    bags = ops.EmbeddingBags(pooling, padding_idx=2, out_of_range="drop")
+    out = bags(tables, ids, offsets, weights)
+    assert_close(out, pooled(tables, ids, offsets, pooling, weights, (2,)))
+    grad = rng.standard_normal(out.shape).astype(np.float32)
+    found = bags.gradients(tables, ids, offsets, grad, weights)
+    expected = spread(tables, ids, offsets, grad, pooling, weights, (2,))
+    for one, own, table in zip(found, expected, tables, strict=True):
+        assert_close(one.to_dense(), own)
+        assert not np.isin(one.indices, [2]).any()
+        assert (one.indices < len(table)).all()
+
+
+@pytest.mark.parametrize("index", [np.int32, np.int64])
+def test_forms_of_ids(index: type) -> None:
+    """Lists of arrays, one array of all, and bags of one length: the same bits."""
+    tables = tables_of(SHAPES)
+    batch, length = 31, 4
+    ids, offsets = bags_of([len(t) for t in tables], batch, 7, dtype=index)
+    bags = ops.EmbeddingBags()
+    out = bags(tables, ids, offsets)
+    firsts = np.concatenate(([0], np.cumsum([len(own) for own in ids])))
+    joined = [bounds[:-1] + first for bounds, first in zip(offsets, firsts, strict=False)]
+    bounds = np.concatenate([*joined, firsts[-1:]]).astype(index)
+    assert_same_bits(bags(tables, np.concatenate(ids), bounds), out)
+    strided = [np.repeat(own, 2)[::2] for own in ids]
+    assert_same_bits(bags(tables, strided, offsets), out)
+    room = np.full(out.shape, np.nan, np.float32)
+    assert bags(tables, ids, offsets, out=room) is room
+    assert_same_bits(room, out)
+    longer, _ = bags_of([len(t) for t in tables], 500, 7, dtype=index)
+    square = [own[: batch * length] for own in longer]
+    fixed = [np.arange(0, batch * length + 1, length, dtype=index)] * len(tables)
+    shaped = [own.reshape(batch, length) for own in square]
+    assert_same_bits(bags(tables, shaped), bags(tables, square, fixed))
+    grad = np.random.default_rng(1).standard_normal((batch, out.shape[1])).astype(np.float32)
+    each = zip(
+        bags.gradients(tables, shaped, None, grad),
+        bags.gradients(tables, square, fixed, grad), strict=True,
+    )  # fmt: skip
+    for one, other in each:
+        assert_same_bits(one.to_dense(), other.to_dense())
+
+
+def test_features_that_share_a_table() -> None:
+    tables, features = tables_of(SHAPES[:3]), [2, 0, 2, 1, 2]
+    own = [tables[t] for t in features]
+    ids, offsets = bags_of([len(t) for t in own], 40, 6)
+    bags = ops.EmbeddingBags(features=features)
+    out = bags(tables, ids, offsets)
+    assert_same_bits(out, ops.EmbeddingBags()([t.copy() for t in own], ids, offsets))
+    grad = np.random.default_rng(1).standard_normal(out.shape).astype(np.float32)
+    apart = spread(own, ids, offsets, grad, "sum")
+    for t, found in enumerate(bags.gradients(tables, ids, offsets, grad)):
+        expected = sum(g for g, table in zip(apart, features, strict=True) if table == t)
+        assert_close(found.to_dense(), expected)
+
+
+def test_without_pooling() -> None:
+    """Every id has a row; features that share a table have one gradient."""
+    tables, features = tables_of(SHAPES[:3]), [1, 0, 1]
+    ids = [np.array([4, 0, 4]), np.array([], np.int64), np.array([1, 4], np.int32)]
+    bags = ops.EmbeddingBags("none", features=features)
+    out = bags(tables, ids)
+    for found, t, own in zip(out, features, ids, strict=True):
+        assert_same_bits(found, tables[t][own])
+    grads = [np.random.default_rng(5).standard_normal(o.shape).astype(np.float32) for o in out]
+    found = bags.gradients(tables, ids, None, grads)
+    expected = np.zeros((5, 16))
+    np.add.at(expected, ids[0], grads[0])
+    np.add.at(expected, ids[2], grads[2])
+    assert_close(found[1].to_dense(), expected)
+    assert not found[0].to_dense().any()
+    assert len(found[2].indices) == 0
+    padded = ops.EmbeddingBags("none", features=features, padding_idx=4)
+    assert (padded(tables, [ids[0] % 5, ids[1], ids[2]])[0][[0, 2]] == 0).all()
+
+
+def test_edges() -> None:
+    """No bags, empty bags, an empty table, a bag of 1,000 ids, one id everywhere."""
+    tables = tables_of([(0, 4), (3, 2)])
+    nothing = [np.array([], np.int32)] * 2
+    bags = ops.EmbeddingBags()
+    assert bags(tables, nothing, [np.array([0])] * 2).shape == (0, 6)
+    assert not bags(tables, nothing, [np.zeros(4, int)] * 2).any()
+    for found in bags.gradients(tables, nothing, [np.zeros(4, int)] * 2, np.ones((3, 6))):
+        assert not found.to_dense().any()
+    long = [nothing[0], np.full(1_000, 1)]
+    out = bags(tables, long, [np.zeros(2, int), np.array([0, 1_000])])
+    assert_close(out, np.concatenate([np.zeros(4), 1_000 * tables[1][1].astype(float)])[None])
+
+
+@quick
+@given(st.data())
+def test_any_bags(data: st.DataObject) -> None:
+    n = data.draw(st.integers(1, 4))
+    shapes = [(data.draw(st.integers(1, 12)), data.draw(st.integers(1, 20))) for _ in range(n)]
+    batch, seed = data.draw(st.integers(0, 20)), data.draw(st.integers(0, 10))
+    tables = tables_of(shapes)
+    ids, offsets = bags_of([r for r, _ in shapes], batch, data.draw(st.integers(0, 12)), seed)
+    pooling = data.draw(st.sampled_from(["sum", "mean"]))
+    padding = data.draw(st.sampled_from([None, 0]))
+    bags = ops.EmbeddingBags(pooling, padding_idx=padding)
+    out = bags(tables, ids, offsets)
+    left_out = () if padding is None else (0,)
+    assert_close(out, pooled(tables, ids, offsets, pooling, left_out=left_out))
+    grad = np.random.default_rng(seed).standard_normal(out.shape).astype(np.float32)
+    expected = spread(tables, ids, offsets, grad, pooling, left_out=left_out)
+    for found, own in zip(bags.gradients(tables, ids, offsets, grad), expected, strict=True):
+        assert_close(found.to_dense(), own)
+
+
+@pytest.mark.parametrize("options", [{}, {"padding_idx": 1}, {"pooling": "mean"}], ids=str)
+def test_any_number_of_threads(options: dict[str, Any]) -> None:
+    tables = tables_of([(50, 16), (3_000, 64), (1, 3)])
+    ids, offsets = bags_of([50, 3_000, 1], 700, 30)
+    if "padding_idx" in options:
+        options = {"padding_idx": [1, 1, None]}
+    bags, found = ops.EmbeddingBags(**options), []
+    try:
+        for threads in (1, 2, 3):
+            fusestep.set_num_threads(threads)
+            out = bags(tables, ids, offsets)
+            gradients = bags.gradients(tables, ids, offsets, out)
+            found.append((out, *(g.rows for g in gradients), *(g.indices for g in gradients)))
+    finally:
+        fusestep.set_num_threads(None)
+    for other in found[1:]:
+        for one, two in zip(found[0], other, strict=True):
+            assert_same_bits(one, two)
+
+
+def good() -> dict[str, Any]:
+    tables = tables_of([(5, 2), (4, 3)])
+    ids = [np.array([0, 1, 4]), np.array([3, 3])]
+    return {"tables": tables, "ids": ids, "offsets": [np.array([0, 2, 3]), np.array([0, 0, 2])]}
+
+
+BAD = [
+    (ValueError, r"offsets\[1\]\[1\] falls: expected at least 1, got 0",
+     {"offsets": [np.array([0, 2, 3]), np.array([1, 0, 2])]}),
+    (ValueError, r"offsets\[0\] do not begin at 0: expected 0, got 1",
+     {"offsets": [np.array([1, 2, 3]), np.array([0, 0, 2])]}),
+    (ValueError, r"offsets\[0\] do not end at the number of ids: expected 3, got 2",
+     {"offsets": [np.array([0, 2, 2]), np.array([0, 0, 2])]}),
+    (ValueError, r"offsets\[1\] do not end at the number of ids: expected 2, got 3",
+     {"offsets": [np.array([0, 2, 3]), np.array([0, 0, 3])]}),
+    (IndexError, r"ids\[0\]\[1\] is out of range: expected 0 <= id < 5, got -1",
+     {"ids": [np.array([0, -1, 4]), np.array([3, 3])]}),
+    (IndexError, r"ids\[1\]\[1\] is out of range: expected 0 <= id < 4, got 4",
+     {"ids": [np.array([0, 1, 4]), np.array([3, 4], np.int32)]}),
+    (TypeError, r"ids\[0\] has a wrong dtype", {"ids": [np.zeros(3), np.array([3, 3])]}),
+    (TypeError, r"offsets\[0\] has a wrong dtype",
+     {"offsets": [np.zeros(3), np.array([0, 0, 2])]}),
+    (ValueError, r"ids have a wrong length", {"ids": [np.array([0, 1, 4])]}),
+    (ValueError, r"offsets do not fit the ids", {"offsets": [np.array([0, 2, 3])]}),
+    (ValueError, r"ids\[1\] have another number of bags",
+     {"offsets": [np.array([0, 2, 3]), np.array([0, 2])]}),
+    (ValueError, r"ids\[0\] has a wrong shape", {"offsets": None}),
+    (ValueError, r"tables\[0\] has a wrong shape", {"tables": [np.zeros(5), np.zeros((4, 3))]}),
+    (TypeError, r"tables\[0\] has a wrong dtype",
+     {"tables": [np.zeros((5, 2), int), np.zeros((4, 3))]}),
+    (TypeError, r"tables differ in the type of the arithmetic",
+     {"tables": [np.zeros((5, 2), np.float32), np.zeros((4, 3))]}),
+    (ValueError, r"shares? memory", {"tables": [np.zeros((5, 2), np.float32)] * 2}),
+    (ValueError, r"per_sample_weights\[0\] has a wrong shape",
+     {"per_sample_weights": [np.zeros(2, np.float32), np.zeros(2, np.float32)]}),
+    (TypeError, r"per_sample_weights\[0\] has a higher dtype",
+     {"per_sample_weights": [np.zeros(3), np.zeros(2)]}),
+    (ValueError, r"out has a wrong shape", {"out": np.zeros((2, 4), np.float32)}),
+    (TypeError, r"out has a wrong dtype", {"out": np.zeros((2, 5))}),
+    (ValueError, r"offsets falls?|offsets\[2\] falls",
+     {"ids": np.array([0, 1, 4, 3, 3]), "offsets": np.array([0, 9, 3, 3, 5])}),
+    (ValueError, r"offsets have a wrong shape",
+     {"ids": np.array([0, 1, 4, 3, 3]), "offsets": np.array([0, 3, 3, 5])}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "text", "changed"), BAD, ids=[text for _, text, _ in BAD])
+def test_bad_input(error: type[Exception], text: str, changed: dict[str, Any]) -> None:
+    given = {**good(), "out": np.ones((2, 5), np.float32), **changed}
+    with refused(error, "EmbeddingBags: .*" + text, given):
+        ops.EmbeddingBags()(**given)
+
+
+def test_an_output_in_the_memory_of_a_table() -> None:
+    room = np.zeros(40, np.float32)
+    given = {**good(), "out": room[:10].reshape(2, 5)}
+    given["tables"] = [room[4:14].reshape(5, 2), np.zeros((4, 3), np.float32)]
+    with refused(ValueError, "out shares memory with what is read", given):
+        ops.EmbeddingBags()(**given)
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "options"),
+    [
+        (ValueError, "pooling is unknown", {"pooling": "max"}),
+        (ValueError, "out_of_range is unknown", {"out_of_range": "clip"}),
+        (ValueError, r"padding_idx of feature 1 is out of range", {"padding_idx": 4}),
+        (TypeError, "padding_idx has a wrong type", {"padding_idx": 1.0}),
+        (ValueError, r"features\[1\] is no table", {"features": [0, 2]}),
+        (TypeError, "features have a wrong type", {"features": 1}),
+        (TypeError, "argument 'mode' is unknown", {"mode": "sum"}),
+    ],
+)
+def test_bad_options(error: type[Exception], text: str, options: dict[str, Any]) -> None:
+    with pytest.raises(error, match=text):
+        ops.EmbeddingBags(**options)(**good())
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "grad"),
+    [
+        (ValueError, "grad has a wrong shape", np.zeros((3, 5), np.float32)),
+        (TypeError, "grad has a wrong dtype", np.zeros((2, 5), int)),
+        (ValueError, r"grad\[1\] has a wrong shape", [np.zeros((2, 2)), np.zeros((2, 2))]),
+        (ValueError, r"grad does not fit the outputs", [np.zeros((2, 2))]),
+    ],
+)
+def test_bad_gradients(error: type[Exception], text: str, grad: Any) -> None:
+    given = good()
+    with pytest.raises(error, match=text):
+        ops.EmbeddingBags().gradients(given["tables"], given["ids"], given["offsets"], grad)
