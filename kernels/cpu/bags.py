@@ -16,11 +16,12 @@ from numba import carray
 from ..inner import njit
 from ..storage import Storage, real_of
 from .compiler.compile import part
-from .compiler.intrinsics import as_pointer, call_address, load_int32, load_int64
+from .compiler.intrinsics import as_pointer, call_address
 from .compiler.records import int64s, last_at_most, records
 from .headers.arrays import address_of
 from .rows import sums
 from .rows.layout import PADDING
+from .rows.sort import index_at
 from .threads import allocation
 from .threads.parallel import Arguments, Loop, get_num_threads, run_all
 
@@ -109,13 +110,6 @@ _features_at, _FEATURE_BYTES = records(_Feature), 8 * len(_Feature._fields)
 
 
 @njit(inline="always")
-def _integer(address, n_bytes, k):
-    if n_bytes == 4:
-        return np.int64(load_int32(address + 4 * k))
-    return load_int64(address + 8 * k)
-
-
-@njit(inline="always")
 def _own(c, index):
     """The feature of a part, with its number, and the first and last of its bags."""
     features = _features_at(c.features, c.n_features)
@@ -128,7 +122,7 @@ def _own(c, index):
 def _offset(feature, bag):
     if feature.offsets == 0:
         return bag * feature.length
-    return _integer(feature.offsets, feature.offset_bytes, bag)
+    return index_at(feature.offsets, feature.offset_bytes, bag)
 
 
 @njit(inline="always")
@@ -156,7 +150,7 @@ def count_kept(index, slot, c):
             return
         kept = 0
         for k in range(begin, end):
-            row = _integer(feature.ids, feature.id_bytes, k)
+            row = index_at(feature.ids, feature.id_bytes, k)
             if _is_in_range(feature, row):
                 kept += row != feature.padding
             elif c.drops == 0:
@@ -202,7 +196,7 @@ def lay_out(index, slot, c):
         ids = carray(as_pointer(c.ids + 4 * place), end - begin, np.int32)
         kept = 0
         for k in range(begin, end):
-            row = _integer(feature.ids, feature.id_bytes, k)
+            row = index_at(feature.ids, feature.id_bytes, k)
             if not _is_in_range(feature, row):
                 if c.drops:
                     continue

@@ -24,7 +24,7 @@ def share(n, parts, index):
 
 
 @njit(inline="always")
-def _index(indices, n_bytes, k):
+def index_at(indices, n_bytes, k):
     """Element ``k`` of int32 or int64 indices; the test is the same in a whole loop."""
     if n_bytes == 4:
         return np.int64(load_int32(indices + 4 * k))
@@ -61,7 +61,7 @@ def _count_rows(c, index):
         n_rows, first_row = tables[t].rows, tables[t].first_row
         indices, n_bytes = tables[t].indices, tables[t].index_bytes
         for k in range(low, high):
-            row = _index(indices, n_bytes, k)
+            row = index_at(indices, n_bytes, k)
             key_row = row + first_row
             if row < 0 or row >= n_rows:
                 if dropped_row < 0:
@@ -84,7 +84,7 @@ def _scatter_rows(c, index):
         indices, n_bytes = tables[t].indices, tables[t].index_bytes
         first = tables[t].first_position
         for k in range(low, high):
-            row = _index(indices, n_bytes, k)
+            row = index_at(indices, n_bytes, k)
             key_row = row + first_row if 0 <= row < n_rows else dropped_row
             digit = np.uint64(key_row) & mask
             place = offsets[digit]
