@@ -378,7 +378,7 @@ def _in_mindspore(data: dict[str, Any]) -> str:
     rows = []
     for name, of in dict.fromkeys(tuple(label.split()[:2]) for label in times):
         cells = []
-        for part in in_mindspore.PARTS:
+        for part in training.PARTS:
             ours, theirs = (
                 times[f"{name} {of} {whose}: {part}"]
                 for whose in (in_mindspore.OURS, in_mindspore.THEIRS)
@@ -386,7 +386,7 @@ def _in_mindspore(data: dict[str, Any]) -> str:
             lost = _LOST if ours > theirs else "{}"
             cells += [seconds(ours), seconds(theirs), lost.format(f"{theirs / ours:.2f}")]
         rows.append([name, f"`{of}`", *cells])
-    head = [cell for part in in_mindspore.PARTS for cell in (part, "MindSpore's", "x")]
+    head = [cell for part in training.PARTS for cell in (part, "MindSpore's", "x")]
     return f"{markdown(['model', 'optimizer', *head], rows, left=2)}\n\n{_setting(data)}"
 
 

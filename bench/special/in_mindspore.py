@@ -8,16 +8,14 @@ PyNative mode: multilayer perceptrons of L square layers (LxD, batch 64) and a t
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from importlib import import_module
 from typing import Any
 
 from ..errors import BenchError
 from ..report.result import Progress, SpecialResult, tracked
+from .training import PARTS, in_turns
 
 OURS, THEIRS = "nn.mindspore", "mindspore"
-PARTS = "step", "iteration"
-_TURN, _MOST, _ROUNDS = 0.1, 20, 8  # seconds, iterations; the first two rounds are not counted
 _PERCEPTRONS = {f"{n}x{width}": (n, width) for n, width in ((4, 64), (24, 64), (4, 256), (3, 1024))}
 _TABLES = {
     f"{rows // 1000}Kx{width}": (rows, width) for rows, width in ((10_000, 16), (100_000, 64))
@@ -59,23 +57,17 @@ def _measure(ms: Any, model: str, name: str) -> dict[tuple[str, str], list[float
         for of, module in ((OURS, fused), (THEIRS, ms.nn))
     }
     gradients_of = ms.value_and_grad(loss, None, parameters)
-    samples: dict[tuple[str, str], list[float]] = defaultdict(list)
-    iterations = 2
-    for turn in range(_ROUNDS):
-        for of, optimizer in optimizers.items():
-            for index in range(iterations):
-                start = time.perf_counter()
-                _, gradients = gradients_of()
-                ms.runtime.synchronize()
-                middle = time.perf_counter()
-                optimizer(gradients)
-                ms.runtime.synchronize()
-                end = time.perf_counter()
-                if turn > 1 and index > 0:  # the first follows the other optimizer's step
-                    samples[of, "step"].append(end - middle)
-                    samples[of, "iteration"].append(end - start)
-        iterations = min(_MOST, 2 + int(_TURN / (end - start)))
-    return samples
+
+    def iterate(optimizer: Any) -> tuple[float, float, float]:
+        start = time.perf_counter()
+        _, gradients = gradients_of()
+        ms.runtime.synchronize()
+        middle = time.perf_counter()
+        optimizer(gradients)
+        ms.runtime.synchronize()
+        return start, middle, time.perf_counter()
+
+    return in_turns(optimizers, iterate)
 
 
 def _perceptron(ms: Any, model: str) -> tuple[Any, Any]:

@@ -60,23 +60,37 @@ def _measure(
         THEIRS: torch.optim.AdamW(parameters, lr=1e-5, fused=True),
     }
     before = before_step(scenario, threads)
+
+    def iterate(optimizer: Any) -> tuple[float, float, float]:
+        before()
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        loss().backward()
+        middle = time.perf_counter()
+        optimizer.step()
+        return start, middle, time.perf_counter()
+
+    with company(scenario):
+        return in_turns(optimizers, iterate)
+
+
+def in_turns(
+    optimizers: dict[str, Any], iterate: Callable[[Any], tuple[float, float, float]]
+) -> dict[tuple[str, str], list[float]]:
+    """Seconds of each optimizer and part, some iterations of each in turn.
+
+    ``iterate(optimizer)`` gives the times when an iteration began, when its step did, and its end.
+    """
     samples: dict[tuple[str, str], list[float]] = defaultdict(list)
     iterations = 2
-    with company(scenario):
-        for turn in range(_ROUNDS):
-            for name, optimizer in optimizers.items():
-                for index in range(iterations):
-                    before()
-                    start = time.perf_counter()
-                    optimizer.zero_grad()
-                    loss().backward()
-                    middle = time.perf_counter()
-                    optimizer.step()
-                    end = time.perf_counter()
-                    if turn > 1 and index > 0:  # the first follows the other optimizer's step
-                        samples[name, "step"].append(end - middle)
-                        samples[name, "iteration"].append(end - start)
-            iterations = min(_MOST, 2 + int(_TURN / (end - start)))
+    for turn in range(_ROUNDS):
+        for name, optimizer in optimizers.items():
+            for index in range(iterations):
+                start, middle, end = iterate(optimizer)
+                if turn > 1 and index > 0:  # the first follows the other optimizer's step
+                    samples[name, "step"].append(end - middle)
+                    samples[name, "iteration"].append(end - start)
+        iterations = min(_MOST, 2 + int(_TURN / (end - start)))
     return samples
 
 

@@ -18,7 +18,7 @@ from mindspore.train import LearningRateScheduler, Model
 from fusestep import __main__ as command
 from fusestep import nn as ours
 from fusestep.bench.report.result import SpecialResult
-from fusestep.bench.special import in_mindspore
+from fusestep.bench.special import in_mindspore, training
 from fusestep.nn import mindspore as fused
 
 from mindspore_training import batches, dense_net, gradients_like, losses
@@ -149,7 +149,7 @@ def test_the_benchmark_of_iterations(monkeypatch: Any) -> None:
     monkeypatch.setattr(in_mindspore, "_PERCEPTRONS", {"2x8": (2, 8)})
     monkeypatch.setattr(in_mindspore, "_TABLES", {"0Kx4": (50, 4)})
     monkeypatch.setattr(in_mindspore, "_OPTIMIZERS", {"Adam": {}})
-    monkeypatch.setattr(in_mindspore, "_ROUNDS", 3)
+    monkeypatch.setattr(training, "_ROUNDS", 3)
     result = SpecialResult("in-mindspore", "")
     in_mindspore.run(result, 1, lambda _: None)
     assert {*result.times} == {
