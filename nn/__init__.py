@@ -7,8 +7,7 @@ from ..ops.runtime.row_tensor import RowTensor
 from . import mxnet
 from .adafactor import AdaFactor
 from .adagrad import Adadelta, Adagrad, ProximalAdagrad
-from .adam import Adam, AdaMax, AdamOffload, LazyAdam
-from .adam_weight_decay import AdamWeightDecay
+from .adam import Adam, AdaMax, AdamOffload, AdamWeightDecay, LazyAdam
 from .adan import Adan
 from .base.checkpoint import load_checkpoint, save_checkpoint
 from .base.optimizer import Optimizer

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ..ops.runtime.bag_tensor import BagTensor
-from ..ops.runtime.bags import Options, Pooled, Tables
+from ..ops.runtime.bags.tensor import BagTensor
+from ..ops.runtime.bags.pooled import Options, Pooled, Tables
 from ..ops.runtime.device import DeviceArray
 from ..ops.runtime.errors import reject
 from .base.parameter import Parameter

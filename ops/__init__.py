@@ -15,7 +15,7 @@ from .ftrl import ApplyFtrl, FusedSparseFtrl, SparseApplyFtrl
 from .lars import LARSUpdate
 from .norm import clip_by_global_norm, global_norm
 from .rmsprop import ApplyCenteredRMSProp, ApplyRMSProp
-from .runtime.bag_tensor import BagTensor
+from .runtime.bags.tensor import BagTensor
 from .runtime.errors import ConversionError, RejectedValueError, UnknownArgumentError
 from .runtime.row_tensor import RowTensor
 from .sgd import SGD, ApplyMomentum

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from .runtime.arrays import adopt
-from .runtime.bag_tensor import BagTensor
-from .runtime.bags import Options, Pooled, Tables
+from .runtime.bags.tensor import BagTensor
+from .runtime.bags.pooled import Options, Pooled, Tables
 from .runtime.errors import reject, reject_unknown
 
 

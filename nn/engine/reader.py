@@ -12,7 +12,7 @@ from ...kernels.storage import Storage
 from ...ops.runtime import check, pending
 from ...ops.runtime import device_gradient as on_device
 from ...ops.runtime.arrays import address_of, adopt_anywhere, real_type
-from ...ops.runtime.bag_tensor import BagTensor
+from ...ops.runtime.bags.tensor import BagTensor
 from ...ops.runtime.device import DeviceArray, device_of
 from ...ops.runtime.errors import reject
 from ...ops.runtime.row_forms import as_rows, row_gradient

@@ -9,7 +9,7 @@ from typing import Any
 from mindspore import nn
 
 from ...ops.runtime.errors import reject
-from .. import adafactor, adagrad, adam, adam_weight_decay, ftrl, lamb, lars, rmsprop, rprop, sgd
+from .. import adafactor, adagrad, adam, ftrl, lamb, lars, rmsprop, rprop, sgd
 from .binding import Binding
 from .optimizer import Fused
 
@@ -38,7 +38,7 @@ class AdamOffload(Fused, nn.AdamOffload, step=adam.AdamOffload):
     """`mindspore.nn.AdamOffload` with the step of `fusestep.nn.AdamOffload`."""
 
 
-class AdamWeightDecay(Fused, nn.AdamWeightDecay, step=adam_weight_decay.AdamWeightDecay):
+class AdamWeightDecay(Fused, nn.AdamWeightDecay, step=adam.AdamWeightDecay):
     """`mindspore.nn.AdamWeightDecay` with the step of `fusestep.nn.AdamWeightDecay`."""
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ...ops.runtime.bag_tensor import BagTensor
-from ...ops.runtime.bags import Options, Pooled, Tables
+from ...ops.runtime.bags.tensor import BagTensor
+from ...ops.runtime.bags.pooled import Options, Pooled, Tables
 from ...ops.runtime.errors import reject
 from .engine.memory import array_of, tensor_of
 from .engine.tensors import BAGS

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...kernels.storage import STORAGES, Storage
 from . import device_gradient
-from .bag_tensor import BagTensor
+from .bags.tensor import BagTensor
 from .device import device_of
 from .errors import reject
 from .row_step import IndexList, RowGradient

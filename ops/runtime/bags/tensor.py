@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from ...kernels.quiet import quiet
-from .arrays import real_type
-from .row_step import RowGradient
-from .row_tensor import RowTensor
+from ....kernels.quiet import quiet
+from ..arrays import real_type
+from ..row_step import RowGradient
+from ..row_tensor import RowTensor
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...kernels.cpu import bags as kernels
-from ...kernels.cpu.threads import allocation
-from ...kernels.storage import STORAGES
-from . import check
-from .arrays import address_of, adopt, real_type
-from .bag_tensor import BagTensor
-from .errors import reject
-from .row_step import RowGradient
+from ....kernels.cpu import bags as kernels
+from ....kernels.cpu.threads import allocation
+from ....kernels.storage import STORAGES
+from .. import check
+from ..arrays import address_of, adopt, real_type
+from .tensor import BagTensor
+from ..errors import reject
+from ..row_step import RowGradient
 
 POOLINGS = "sum", "mean", "none"
 

@@ -1,0 +1,1 @@
+"""Bags of ids: how they are read, pooled, and turned into gradients."""
