@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -91,6 +92,7 @@ class FusedOptimizer(StatefulOptimizer, ABC):
     clipvalue = Fixed(clip_limit)
     clipnorm = Fixed(clip_limit)
     together: Together | None = None  # with the optimizers of other processes
+    numbers: Mapping[str, np.ndarray] = MappingProxyType({})  # states of one element of the step
     reader_type: type[GradientReader] = GradientReader  # of gradients that are no arrays, another
     _rate_lag = 0  # a step uses the learning rate of the step so many before
     _stays_on_host = False  # whatever is assigned to `target`

@@ -147,7 +147,7 @@ class Prodigy(FusedOptimizer):
             wrong, expected = "is not supported", "1: the estimate is that of all elements"
             reject(ValueError, where, "slice_p", wrong, expected, slice_p)
         numbers = {"d": self.d0, "d_max": self.d0, "d_numerator": 0.0}
-        self._numbers = {name: np.array([value]) for name, value in numbers.items()}
+        self.numbers = {name: np.array([value]) for name, value in numbers.items()}
         rule = rules.RULES[self.beta1 > 0.0, self.decouple]
         options = step_options(use_locking, None, skip_nonfinite, state_dtype, clipvalue, clipnorm)
         super().__init__(learning_rate, params, weight_decay, loss_scale, rule=rule, **options)
@@ -159,13 +159,13 @@ class Prodigy(FusedOptimizer):
     @property
     def d(self) -> float:
         """The estimate of the distance, by which steps are scaled."""
-        return float(self._numbers["d"][0])
+        return float(self.numbers["d"][0])
 
     # State
 
     def state_arrays(self) -> dict[str, Any]:
         """As `Optimizer.state_arrays`, with the numbers of the estimate."""
-        return {**super().state_arrays(), **self._numbers}
+        return {**super().state_arrays(), **self.numbers}
 
     def keep_states(self, of: Sequence[bool]) -> None:  # noqa: ARG002
         """Refused: the estimate is that of all parameters."""
@@ -184,7 +184,7 @@ class Prodigy(FusedOptimizer):
 
     def _update(self) -> Update:
         constants = tuple((name, getattr(self, name)) for name in _CONSTANTS)
-        return super()._update()._replace(constants=constants, numbers=self._numbers)
+        return super()._update()._replace(constants=constants, numbers=self.numbers)
 
     def formula(self) -> Formula:
         """See `FusedOptimizer`; that of the next step."""

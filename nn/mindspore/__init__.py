@@ -29,19 +29,29 @@ from .classes import (
     AdaMax,
     AdamOffload,
     AdamWeightDecay,
+    Adan,
     Lamb,
     LazyAdam,
+    Lion,
     Momentum,
+    Prodigy,
     ProximalAdagrad,
     RMSProp,
+    RowWiseAdagrad,
+    RowWiseAdam,
     Rprop,
 )
 
 __all__ = [
     "ASGD", "AdaFactor", "AdaMax", "Adadelta", "Adagrad", "Adam", "AdamOffload", "AdamWeightDecay",
-    "FTRL", "LARS", "Lamb", "LazyAdam", "Momentum", "ProximalAdagrad", "RMSProp", "Rprop", "SGD",
+    "Adan", "FTRL", "LARS", "Lamb", "LazyAdam", "Lion", "Momentum", "Prodigy", "ProximalAdagrad",
+    "RMSProp", "RowWiseAdagrad", "RowWiseAdam", "Rprop", "SGD",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     return getattr(_nn, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*dir(_nn), *__all__})

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from threading import RLock
 from typing import Any
 
 import mindspore
 import ml_dtypes
 import numpy as np
 from mindspore import Tensor
+
+# `runtime.synchronize` logs an error on a CPU when it is first called, and does not wait then.
+from mindspore._c_expression import synchronize
 from mindspore.common.sparse_tensor import RowTensorInner
 from mindspore.nn.learning_rate_schedule import LearningRateSchedule
 
@@ -17,6 +22,7 @@ from ...kernels.cpu.headers.arrays import address_of
 from ...ops.runtime.errors import reject
 from ...ops.runtime.row_tensor import RowTensor
 from ..base.arguments import gradients_of
+from ..base.checkpoint import steps_done
 from ..base.parameter import Parameter
 from ..engine.reader import GradientReader, Gradients
 from ..fused import FusedOptimizer
@@ -52,17 +58,38 @@ def host_array(tensor: Any) -> np.ndarray:
     return array.view(np.uint16).view(ml_dtypes.bfloat16) if is_bfloat16 else array
 
 
+def check_memory(where: str, name: str, tensor: Any) -> None:
+    """Refuse a tensor whose storage was made smaller: its address is that of freed memory."""
+    n_bytes = tensor.untyped_storage().size()
+    if n_bytes < tensor.nbytes:
+        expected, got = f"{tensor.nbytes} bytes", f"{n_bytes} bytes"
+        reject(ValueError, where, name, "has memory that was freed", expected, got)
+
+
 def shared_array(where: str, tensor: Any) -> np.ndarray:
     """MindSpore's own memory of a parameter.
 
     Raises:
-        ValueError: there is only a copy of it.
+        ValueError: it is not there yet or was freed, or there is only a copy of it.
     """
+    name = f"parameter {tensor.name!r}"
+    if tensor.has_init:
+        wrong, expected = "has no values yet", "net.init_parameters_data() before"
+        reject(ValueError, where, name, wrong, expected, "an initializer")
+    check_memory(where, name, tensor)
     array = host_array(tensor)
-    if address_of(array) != tensor.data_ptr():
-        name, expected = f"parameter {tensor.name!r}", "contiguous memory of its own"
-        reject(ValueError, where, name, "cannot be shared", expected, "a part of another tensor")
+    if address_of(array) != tensor.data_ptr() or not tensor.is_contiguous():
+        expected, got = "contiguous memory of its own", "a part or a view of another tensor"
+        reject(ValueError, where, name, "cannot be shared", expected, got)
     return array
+
+
+def place_of(tensor: Any) -> tuple[Any, ...]:
+    """Where a parameter lies, and what decides how its memory is read."""
+    storage = tensor.untyped_storage()
+    return (
+        storage.data_ptr(), storage.size(), tensor.shape, tensor.dtype, tensor.is_contiguous()
+    )  # fmt: skip
 
 
 class TensorReader(GradientReader):
@@ -81,15 +108,20 @@ class TensorReader(GradientReader):
         if last is None or self._seen is None or self._seen != _kinds(gradients):
             return None
         # A tensor is computed when it tells where it lies.
-        addresses = np.array([g.data_ptr() for g in gradients], np.int64)
-        return Gradients(last, addresses, [], gradients)
+        addresses = [g.data_ptr() for g in gradients]
+        if last.shares_memory(zip(addresses, last.dense_bytes, strict=True)):
+            return None  # `read` says it
+        return Gradients(last, np.array(addresses, np.int64), [], gradients)
 
     def read(self, gradients: tuple[Any, ...], added: Callable[[int], float]) -> Gradients:
         """As `GradientReader.read`."""
         for p, g in zip(self._parameters, gradients, strict=True):
-            if isinstance(g, Tensor) and g.shape != p.shape:
-                name, wrong = f"gradient of {p.name!r}", "has a wrong shape"
-                reject(ValueError, self._where, name, wrong, p.shape, g.shape, _LOOKUP)
+            if isinstance(g, Tensor):
+                name = f"gradient of {p.name!r}"
+                if g.shape != p.shape:
+                    wrong = "has a wrong shape"
+                    reject(ValueError, self._where, name, wrong, p.shape, g.shape, _LOOKUP)
+                check_memory(self._where, name, g)
         arrays = tuple(host_array(g) if isinstance(g, Tensor) else g for g in gradients)
         given = super().read_like_last(arrays) or super().read(arrays, added)
         self._seen = _kinds(gradients) if self._last and not given.rows else None
@@ -102,7 +134,7 @@ def _kinds(gradients: Iterable[Any]) -> list[Any] | None:
     for g in gradients:
         if type(g) is not Tensor or not g.is_contiguous():
             return None
-        kinds.append((g.shape, g.dtype))
+        kinds.append((g.untyped_storage().size(), g.shape, g.dtype))
     return kinds
 
 
@@ -117,24 +149,41 @@ class Binding:
 
     def __init__(self, outer: Any, make: Any, options: dict[str, Any], follows: Follows) -> None:
         self._where = outer.cls_name
-        self._follows = follows
+        self._follows, self._turn = follows, RLock()
         self._weights = tuple(outer.parameters)
         parameters = [Parameter(shared_array(self._where, w), w.name) for w in self._weights]
         rates = outer.get_lr_parameter(list(self._weights))
         options = {**options, **_groups(outer, make, parameters, rates, options)}
         self.inner: FusedOptimizer = make(**options)
         self.inner.reader_type = TensorReader
-        self.call: Callable[[tuple[Any, ...]], tuple[bool, ...]] = self.inner
+        self._check_names(rates)
+        outer._make_states(self.inner)
         self._find(outer, rates)
         self._look()
+
+    def has(self, value: Any) -> bool:
+        """Whether a value is, or begins with, a tensor that a step works on."""
+        first = value[0] if isinstance(value, tuple) and value else value
+        return any(tensor is first for tensor in self._tensors)
+
+    def _check_names(self, rates: Iterable[Any]) -> None:
+        """Refuse a parameter with the name of a state: MindSpore has one tensor for each name."""
+        inner = self.inner
+        own = [name for i in range(len(self._weights)) for name in inner.states_by_name(i)]
+        own += ["global_step", *self._follows(inner, 0), *inner.numbers]
+        own += {rate.name for rate in rates if isinstance(rate, mindspore.Parameter)}
+        (name, count), *_ = Counter([*own, *(w.name for w in self._weights)]).most_common(1)
+        if count > 1:
+            wrong, expected = "has the name of a state", "another name"
+            reject(ValueError, self._where, f"parameter {name!r}", wrong, expected, name)
 
     def _find(self, outer: Any, rates: Sequence[Any]) -> None:
         """Find the tensor of MindSpore for each array of the optimizer."""
         inner, known = self.inner, {p.name: p for p in outer.get_parameters()}
         self._tensors, self._arrays = [*self._weights], [p.array for p in inner.parameters]
-        self._addresses: list[int] = []
+        self._places: list[Any] = []
 
-        def place_of(tensor: Any, array: np.ndarray | None = None) -> int:
+        def index_of(tensor: Any, array: np.ndarray | None = None) -> int:
             self._tensors.append(tensor)
             self._arrays.append(host_array(tensor) if array is None else array)
             return len(self._tensors) - 1
@@ -143,29 +192,31 @@ class Binding:
             role: [
                 None
                 if array is None
-                else place_of(known[inner._state_name(role, str(p.name))], array)
+                else index_of(known[inner._state_name(role, str(p.name))], array)
                 for p, array in zip(inner.parameters, arrays, strict=True)
             ]
             for role, arrays in inner._states.items()
         }
-        self._step_at = place_of(outer.global_step, inner.global_step)
+        self._numbers = {name: index_of(known[name], a) for name, a in inner.numbers.items()}
+        self._step_at = index_of(outer.global_step, inner.global_step)
         own = {id(o.rate): o.rate for o in inner._groups.options if isinstance(o.rate, Parameter)}
         theirs = {id(o.rate): t for o, t in zip(inner._groups.options, rates, strict=True)}
-        self._rates = {place_of(theirs[key]): rate for key, rate in own.items()}
+        self._rates = {index_of(theirs[key]): rate for key, rate in own.items()}
         self._following = {
-            name: place_of(known[name]) for name in self._follows(inner, 0) if name in known
+            name: index_of(known[name]) for name in self._follows(inner, 0) if name in known
         }
+        self._options = [self._following[name] for name in inner._derived_state(0)]
 
     def _look(self) -> None:
         """Wait for what MindSpore has queued, and work on its memory as it lies now.
 
         Raises:
             TypeError, ValueError: a tensor has another dtype or shape than at construction, or
-                shares its memory.
+                shares its memory, or its memory was freed.
         """
-        mindspore.runtime.synchronize()
-        addresses = [tensor.data_ptr() for tensor in self._tensors]
-        if addresses == self._addresses:
+        synchronize()
+        places = [place_of(tensor) for tensor in self._tensors]
+        if places == self._places:
             return
         arrays = [shared_array(self._where, tensor) for tensor in self._tensors]
         for tensor, array, before in zip(self._tensors, arrays, self._arrays, strict=True):
@@ -180,38 +231,50 @@ class Binding:
         }
         self._check_options(arrays)
         self.inner.take_arrays(arrays[: len(self._weights)], states, arrays[self._step_at])
+        self.inner.numbers = {name: arrays[k] for name, k in self._numbers.items()}
         for place, rate in self._rates.items():
             rate.data = arrays[place]
-        self._arrays, self._addresses = arrays, addresses
+        self._arrays, self._places = arrays, places
 
     def _check_options(self, arrays: Sequence[np.ndarray]) -> None:
         """Refuse a state of other options, or of another number of steps."""
-        step, names = int(arrays[self._step_at][0]), self.inner._derived_state(0)
+        step, names = steps_done(self._where, arrays[self._step_at]), self.inner._derived_state(0)
         self.inner._check_derived({name: arrays[self._following[name]] for name in names}, step)
+        self._checked = [float(arrays[k].flat[0]) for k in self._options]
 
-    def _count(self) -> None:
+    def _count(self) -> int:
         """Have as many updates as MindSpore's count of steps, which a checkpoint may have set."""
         step, counts = int(self._arrays[self._step_at][0]), self.inner._steps
-        if counts[0] != step:
+        checked = [float(self._arrays[k].flat[0]) for k in self._options]
+        if counts[0] != step or checked != self._checked:
             self._check_options(self._arrays)
             counts[:] = step
+        return step
 
-    def step(self, gradients: Any) -> tuple[bool, ...]:
-        """A step, after everything that MindSpore has queued."""
-        given = gradients_of(self._where, gradients, len(self._weights))
-        if any(type(g) is not Tensor for g in given):
-            names = [f"gradient of {w.name!r}" for w in self._weights]
-            given = tuple(map(partial(_row_tensor, self._where), names, given))
-        self._look()
-        self._count()
-        result = self.call(given)
-        done = int(self._arrays[self._step_at][0])
-        following = self._follows(self.inner, done) if self._following else {}
+    def _follow(self, step: int) -> None:
+        """Have what MindSpore keeps of a number of updates beside the states."""
+        following = self._follows(self.inner, step) if self._following else {}
         for name, place in self._following.items():
             kept, value = self._arrays[place], following[name]
             if kept.size and kept.flat[0] != value:
                 kept[...] = value
-        return result
+        self._checked = [float(self._arrays[k].flat[0]) for k in self._options]
+
+    def step(self, gradients: Any, call: Callable[[tuple[Any, ...]], tuple[bool, ...]]) -> Any:
+        """A step by ``call``, after everything that MindSpore has queued; one at a time."""
+        given = gradients_of(self._where, gradients, len(self._weights))
+        if any(type(g) is not Tensor for g in given):
+            names = [f"gradient of {w.name!r}" for w in self._weights]
+            given = tuple(map(partial(_row_tensor, self._where), names, given))
+        with self._turn:
+            self._look()
+            before = self._count()
+            try:
+                return call(given)
+            finally:  # an interrupt may have come after the step
+                done = int(self._arrays[self._step_at][0])
+                if done != before:
+                    self._follow(done)
 
 
 def _row_tensor(where: str, name: str, gradient: Any) -> Any:

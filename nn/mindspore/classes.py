@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from copy import copy
 from typing import Any
 
 from mindspore import nn
 
 from ...ops.runtime.errors import reject
-from .. import adafactor, adagrad, adam, ftrl, lamb, lars, rmsprop, rprop, sgd
+from .. import adafactor, adagrad, adam, adan, ftrl, lamb, lars, lion, prodigy, rmsprop, row_wise
+from .. import rprop, sgd
 from .binding import Binding
-from .optimizer import Fused
+from .optimizer import Added, Fused
 
 
 class AdaFactor(Fused, nn.AdaFactor, step=adafactor.AdaFactor):
@@ -32,6 +32,10 @@ class Adagrad(Fused, nn.Adagrad, step=adagrad.Adagrad):
 
 class Adam(Fused, nn.Adam, step=adam.Adam):
     """`mindspore.nn.Adam` with the step of `fusestep.nn.Adam`."""
+
+
+class Adan(Added, step=adan.Adan):
+    """`fusestep.nn.Adan` in MindSpore, which has none."""
 
 
 class AdamOffload(Fused, nn.AdamOffload, step=adam.AdamOffload):
@@ -68,22 +72,29 @@ class Lamb(Fused, nn.Lamb, step=lamb.Lamb):
 class LARS(Fused, nn.LARS, step=lars.LARS):  # type: ignore[arg-type]
     """`mindspore.nn.LARS` around an optimizer of this module; MindSpore's has no step on a CPU."""
 
-    def _bound(self, given: dict[str, Any]) -> Binding:
+    def _bound(self, given: dict[str, Any]) -> tuple[Binding, Any]:
         optimizer = given.pop("optimizer")
         if not isinstance(optimizer, Fused):
             wrong, expected = "has a wrong type", "one of fusestep.nn.mindspore"
             reject(TypeError, "LARS", "optimizer", wrong, expected, type(optimizer).__name__)
-        bound: Binding = copy(optimizer._binding)
-        bound.call = lars.LARS(bound.inner, **given)
-        return bound
+        binding: Any = optimizer._binding  # one for both: either may find that memory has moved
+        return binding, lars.LARS(binding.inner, **given)
 
 
 class LazyAdam(Fused, nn.LazyAdam, step=adam.LazyAdam):
     """`mindspore.nn.LazyAdam` with the step of `fusestep.nn.LazyAdam`."""
 
 
+class Lion(Added, step=lion.Lion):
+    """`fusestep.nn.Lion` in MindSpore, which has none."""
+
+
 class Momentum(Fused, nn.Momentum, step=sgd.Momentum):
     """`mindspore.nn.Momentum` with the step of `fusestep.nn.Momentum`."""
+
+
+class Prodigy(Added, step=prodigy.Prodigy):
+    """`fusestep.nn.Prodigy` in MindSpore, which has none; ``d`` is a Parameter."""
 
 
 class ProximalAdagrad(Fused, nn.ProximalAdagrad, step=adagrad.ProximalAdagrad):
@@ -92,6 +103,14 @@ class ProximalAdagrad(Fused, nn.ProximalAdagrad, step=adagrad.ProximalAdagrad):
 
 class RMSProp(Fused, nn.RMSProp, step=rmsprop.RMSProp):
     """`mindspore.nn.RMSProp` with the step of `fusestep.nn.RMSProp`."""
+
+
+class RowWiseAdagrad(Added, step=row_wise.RowWiseAdagrad):
+    """`fusestep.nn.RowWiseAdagrad` in MindSpore, which has none."""
+
+
+class RowWiseAdam(Added, step=row_wise.RowWiseAdam):
+    """`fusestep.nn.RowWiseAdam` in MindSpore, which has none."""
 
 
 class Rprop(Fused, nn.Rprop, step=rprop.Rprop):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import mindspore
-from mindspore import nn
+import numpy as np
+from mindspore import Parameter, ParameterTuple, Tensor, nn
 from mindspore.graph._utils.check_jit_forbidden_api import jit_forbidden_register
 from mindspore.nn import Cell
 
@@ -25,7 +26,9 @@ class Fused(nn.Optimizer):
     Arguments, groups, learning rates, states, their names and checkpoints are MindSpore's. The
     keyword-only arguments after its own are those of the class of `fusestep.nn`, which says what
     they do. Learning rates and decays may also be schedules of `fusestep.nn`, or any callable of
-    the step. A step writes into MindSpore's memory, after all that was queued before.
+    the step. A step writes into MindSpore's memory, after all that was queued before; steps of
+    several threads take turns. Options are fixed at construction, but for the values of learning
+    rates: ``optimizer.learning_rate`` takes a Tensor.
 
     Raises:
         RuntimeError: MindSpore is not in PyNative mode on a CPU, or runs on several devices.
@@ -34,7 +37,8 @@ class Fused(nn.Optimizer):
 
     _step_type: type[FusedOptimizer]
     __signature__: inspect.Signature
-    _binding: Binding
+    _binding: Binding | None = None
+    _call: Callable[[tuple[Any, ...]], tuple[bool, ...]]  # the step itself
 
     def __init_subclass__(cls, step: type[FusedOptimizer] | None = None, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -52,17 +56,53 @@ class Fused(nn.Optimizer):
         bound = signature.bind(*arguments, **options)
         bound.apply_defaults()
         given = _for_mindspore(bound.arguments)
-        kinds = signature.parameters
+        self._begin(given)
+        binding, call = self._bound(given)
+        object.__setattr__(self, "_call", call)
+        object.__setattr__(self, "_binding", binding)
+
+    def _begin(self, given: Mapping[str, Any]) -> None:
+        """Have MindSpore read the arguments, and make states."""
+        kinds = self.__signature__.parameters
         theirs = {
             name: value
             for name, value in given.items()
             if kinds[name].kind is not inspect.Parameter.KEYWORD_ONLY or name in _BY_KEYWORD
         }
         super().__init__(**theirs)
-        object.__setattr__(self, "_binding", self._bound(given))
 
-    def _bound(self, given: dict[str, Any]) -> Binding:
-        return Binding(self, self._step_type, given, self._follows)
+    def _make_states(self, inner: FusedOptimizer) -> None:
+        """Make the states that MindSpore has not made: none."""
+
+    def _bound(self, given: dict[str, Any]) -> tuple[Binding, Any]:
+        binding = Binding(self, self._step_type, given, self._follows)
+        return binding, binding.inner
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Assign an attribute; not an option, nor another tensor in the place of one of a step."""
+        if self._binding is not None and not name.startswith("_"):
+            if name in self.__signature__.parameters and name != "learning_rate":
+                wrong, expected = "is fixed at construction", "a new optimizer"
+                reject(ValueError, self.cls_name, name, wrong, expected, "an assignment")
+            kept = getattr(self, name, None)
+            if value is not kept and type(value) is not Tensor and self._binding.has(kept):
+                wrong, expected = "cannot be replaced", "a Tensor, whose values it takes"
+                reject(TypeError, self.cls_name, name, wrong, expected, type(value).__name__)
+        super().__setattr__(name, value)
+
+    @property
+    def target(self) -> str:
+        """Where a step works: ``"CPU"``, and nothing else can be assigned.
+
+        Raises:
+            ValueError: something else is.
+        """
+        return "CPU"
+
+    @target.setter
+    def target(self, value: str) -> None:
+        if value != "CPU":
+            reject(ValueError, self.cls_name, "target", "is impossible", "'CPU'", repr(value))
 
     def _follows(self, inner: FusedOptimizer, step: int) -> Mapping[str, Any]:
         """What MindSpore keeps of ``step`` updates beside the states, by name."""
@@ -71,7 +111,8 @@ class Fused(nn.Optimizer):
     @property
     def skipped_steps(self) -> int:
         """Steps that ``skip_nonfinite`` has skipped."""
-        return self._binding.inner.skipped_steps
+        binding: Any = self._binding
+        return int(binding.inner.skipped_steps)
 
     def construct(self, gradients: Any) -> tuple[bool, ...]:
         """A step with the gradients in the order of ``parameters``.
@@ -87,15 +128,40 @@ class Fused(nn.Optimizer):
                 state has another shape or dtype than at construction, a list of learning rates is
                 used up, or what was loaded is of other options. Nothing has changed then.
         """
-        result: tuple[bool, ...] = fused_step_in_pynative_mode(self._binding, gradients)
+        result: tuple[bool, ...] = fused_step_in_pynative_mode(self._binding, self._call, gradients)
         return result
+
+
+class Added(Fused):
+    """An optimizer that MindSpore does not have, of its base class and with states of its kind."""
+
+    def _begin(self, given: Mapping[str, Any]) -> None:
+        base = ("learning_rate", "params", "weight_decay", "loss_scale")
+        nn.Optimizer.__init__(self, *(given[name] for name in base))
+
+    def _make_states(self, inner: FusedOptimizer) -> None:
+        for role, arrays in inner._states.items():
+            names = [inner._state_name(role, p.name) for p in self.parameters]
+            made = map(_made, names, arrays)
+            super().__setattr__(role, ParameterTuple(made))
+        for name, array in inner.numbers.items():
+            super().__setattr__(name, _made(name, array))
+
+
+def _made(name: str, array: np.ndarray) -> Parameter:
+    """A state of MindSpore that begins as one of this package."""
+    is_bfloat16 = array.dtype.name == "bfloat16"
+    values = Tensor(array.astype(np.float32) if is_bfloat16 else array)
+    tensor = values.astype(mindspore.bfloat16) if is_bfloat16 else values
+    return Parameter(tensor, name=name, requires_grad=False)
 
 
 # Its name is what MindSpore's compiler says when it finds a step in a graph.
 @jit_forbidden_register
-def fused_step_in_pynative_mode(binding: Binding, gradients: Any) -> tuple[bool, ...]:
+def fused_step_in_pynative_mode(binding: Any, call: Any, gradients: Any) -> tuple[bool, ...]:
     """A step of a `Fused`."""
-    return binding.step(gradients)
+    result: tuple[bool, ...] = binding.step(gradients, call)
+    return result
 
 
 def check_context(where: str) -> None:
