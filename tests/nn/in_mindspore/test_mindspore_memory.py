@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ pytest.importorskip("mindspore.nn", reason="MindSpore is not installed")
 import mindspore
 from mindspore import Tensor, nn, ops
 from mindspore.common.sparse_tensor import RowTensorInner
+from mindspore.nn.utils import no_init_parameters
 
 from fusestep import nn as ours
 from fusestep.nn import mindspore as fused
@@ -63,6 +66,135 @@ def test_a_step_waits_for_readers_that_are_queued() -> None:
         optimizer(gradient)
         assert all((y.asnumpy() == n).all() for y in products)
         assert (w.asnumpy() == 4).all()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_happens_to_memory_between_steps(seed: int) -> None:
+    """Random sequences of all that moves memory or writes into it, beside arithmetic in NumPy."""
+    rng, shapes = np.random.default_rng(seed), [(3, 4), (5,), (4, 3)]
+    weights = [parameter(np.ones(shape), f"w{k}") for k, shape in enumerate(shapes)]
+    optimizer = fused.Momentum(weights, learning_rate=0.5, momentum=0.5)
+    tensors = [*weights, *optimizer.moments]
+    expected = [t.asnumpy().copy() for t in tensors]
+    rate, n, products = 0.5, len(weights), []
+    for _ in range(60):
+        k, action = int(rng.integers(len(tensors))), rng.integers(7)
+        tensor, values = tensors[k], rng.standard_normal(expected[k].shape).astype(np.float32)
+        if action == 0:
+            tensor.set_data(Tensor(values))
+        elif action == 1:
+            ops.assign(tensor, Tensor(values))
+        elif action == 2:
+            given = {tensor.name: mindspore.Parameter(Tensor(values), name=tensor.name)}
+            mindspore.load_param_into_net(optimizer, given, strict_load=True)
+        elif action == 3:
+            tensor[0], values = 0.25, expected[k].copy()
+            values[0] = 0.25
+        elif action == 4:
+            rate = float(rng.integers(1, 5)) / 4
+            optimizer.learning_rate = Tensor(rate, mindspore.float32)
+        elif action == 5:
+            products.append((ops.sum(tensor * 2.0), expected[k].sum() * 2.0))
+        if action < 4:
+            expected[k] = values
+        gradients = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
+        optimizer(tuple(map(Tensor, gradients)))
+        for i, g in enumerate(gradients):
+            expected[n + i] = np.float32(0.5) * expected[n + i] + g
+            expected[i] = expected[i] - np.float32(rate) * expected[n + i]
+        for found, array in zip(tensors, expected, strict=True):
+            np.testing.assert_allclose(found.asnumpy(), array, rtol=1e-4, atol=1e-5)
+            expected_now = found.asnumpy().copy()
+            array[...] = expected_now
+    for product, value in products:
+        np.testing.assert_allclose(product.asnumpy(), value, rtol=1e-4, atol=1e-4)
+
+
+def test_waiting_is_no_error(monkeypatch: Any) -> None:
+    """MindSpore's published function logs an error on a CPU and does not wait, the first time."""
+    from mindspore.runtime import stream
+
+    monkeypatch.setitem(stream.function_stream_status, "synchronize", False)
+    w = parameter(np.ones(3))
+    fused.SGD([w])(gradients_like([w]))
+    assert not stream.function_stream_status["synchronize"]
+
+
+@pytest.mark.parametrize("n_bytes", [0, 8])
+@pytest.mark.parametrize("of", ["parameter", "state", "gradient"])
+def test_memory_that_was_freed(of: str, n_bytes: int) -> None:
+    w, b = parameter(np.ones((3, 4))), parameter(np.ones(4), "b")
+    optimizer = fused.Momentum([w, b], learning_rate=0.5, momentum=0.5)
+    optimizer(gradients_like([w, b]))
+    gradients = gradients_like([w, b])
+    freed = {"parameter": w, "state": optimizer.moments[0], "gradient": gradients[0]}[of]
+    freed.untyped_storage().resize_(n_bytes)
+    with pytest.raises(ValueError, match=f"memory that was freed: expected 48 .* got {n_bytes} "):
+        optimizer(gradients)
+    assert (b.asnumpy() == 0.75).all() and optimizer.global_step.asnumpy() == 1
+    if of == "parameter":
+        with pytest.raises(ValueError, match="parameter 'w' has memory that was freed"):
+            fused.SGD([b, w])
+    if of != "gradient":
+        freed.set_data(Tensor(np.zeros((3, 4), np.float32)))
+    optimizer(gradients_like([w, b]))
+    assert optimizer.global_step.asnumpy() == 2
+
+
+def test_a_net_that_nobody_holds_any_more() -> None:
+    net = dense_net()
+    optimizer = fused.SGD(net.trainable_params(), learning_rate=0.5)
+    gradients = gradients_like(net.trainable_params(), 1.0)
+    optimizer(gradients)
+    first = optimizer.parameters[0].asnumpy().copy()
+    del net
+    gc.collect()
+    mindspore.runtime.empty_cache()
+    others = [Tensor(np.full((17, 6), 9, np.float32)) + 1 for _ in range(50)]
+    optimizer(gradients)
+    assert (optimizer.parameters[0].asnumpy() == first - np.float32(0.5)).all()
+    assert all((t.asnumpy() == 10).all() for t in others)
+
+
+def test_lars_and_its_optimizer_in_turn() -> None:
+    """Each finds what has moved while the other one stepped."""
+    w = parameter(np.ones((3, 4)))
+    inner = fused.Momentum([w], learning_rate=0.5, momentum=0.5)
+    around, gradient = fused.LARS(inner), gradients_like([w], 0.0)
+    first, second = Tensor(np.ones((3, 4), np.float32)), Tensor(np.ones((3, 4), np.float32))
+    for k, data in enumerate([first, second, first, second]):
+        w.set_data(data)
+        (around if k % 2 else inner)(gradient)
+        assert inner._binding.inner.parameters[0].array.ctypes.data == w.data_ptr()
+    assert around._binding is inner._binding and inner.global_step.asnumpy() == 4
+
+
+def test_threads_take_turns() -> None:
+    w, alone = parameter(np.zeros(300_000)), parameter(np.zeros(300_000))
+    optimizer, gradient = fused.Adam([w]), gradients_like([w])
+    with ThreadPoolExecutor(4) as pool:
+        done = [pool.submit(optimizer, gradient) for _ in range(200)]
+    assert all(each.result() == (True,) for each in done)
+    other = fused.Adam([alone])
+    for _ in range(200):
+        other(gradient)
+    np.testing.assert_array_equal(w.asnumpy(), alone.asnumpy())
+    assert optimizer.beta1_power.asnumpy() == other.beta1_power.asnumpy()
+
+
+def test_an_interrupt_after_the_step() -> None:
+    w = parameter(np.ones(3))
+    optimizer, gradient = fused.Adam([w]), gradients_like([w])
+    binding: Any = optimizer._binding
+
+    def interrupted(given: Any) -> Any:
+        binding.inner(given)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        binding.step(gradient, interrupted)
+    assert optimizer.beta1_power.asnumpy() == np.float32(0.9)
+    optimizer(gradient)
 
 
 @pytest.mark.parametrize("name", ["Adam", "LazyAdam", "FTRL", "ProximalAdagrad", "Momentum"])
@@ -144,6 +276,17 @@ def test_parameters_that_cannot_be_shared_any_more() -> None:
     unchanged(optimizer, gradient, ValueError, "parameter 'w' cannot be shared")
     w.set_data(Tensor(np.ones((6, 4), np.float32)))
     optimizer(gradient)
+    square = parameter(np.arange(9).reshape(3, 3))
+    optimizer, gradient = fused.SGD([square]), gradients_like([square])
+    optimizer(gradient)
+    square.set_data(square.T)  # at the same address
+    unchanged(optimizer, gradient, ValueError, "parameter 'w' cannot be shared")
+    w = parameter(np.ones((6, 4)))
+    optimizer, gradient = fused.SGD([w]), gradients_like([w])
+    w.set_data(w.reshape(4, 6), slice_shape=True)
+    unchanged(optimizer, gradient, ValueError, "parameter 'w' cannot be shared")
+    w.set_data(Tensor(np.ones((4, 6), np.float32)), slice_shape=True)
+    unchanged(optimizer, gradient, ValueError, r"another shape .* expected \(6, 4\), got \(4, 6\)")
     net = dense_net()
     optimizer = fused.Adam(net.trainable_params())
     losses(net, optimizer, 0, 1)
@@ -156,6 +299,13 @@ def test_arguments_that_do_not_fit() -> None:
     w = parameter(np.ones(3))
     with pytest.raises(ValueError, match="already exists"):
         fused.Adam([w, parameter(np.ones(3))])  # two of one name
+    for name in ("moment2.w", "global_step", "learning_rate", "beta1_power"):
+        with pytest.raises(ValueError, match=f"parameter '{name}' has the name of a state"):
+            fused.Adam([w, parameter(np.ones(3), name)])
+    with no_init_parameters():
+        net = nn.Dense(3, 4)
+    with pytest.raises(ValueError, match=r"no values yet: .* net.init_parameters_data\(\) before"):
+        fused.SGD(net.trainable_params())
     with pytest.raises(KeyError, match="did you mean 'learning_rate'"):
         fused.Adam([w], learnin_rate=0.1)
     with pytest.raises(ValueError, match="sparse_update is unknown"):
@@ -168,6 +318,57 @@ def test_arguments_that_do_not_fit() -> None:
     for _ in range(2):
         optimizer(gradients_like([w]))
     unchanged(optimizer, gradients_like([w]), RuntimeError, "learning_rate has no value for step 2")
+
+
+def test_attributes_that_would_do_nothing() -> None:
+    w = parameter(np.ones(3))
+    optimizer, gradient = fused.Momentum([w], 0.5, 0.5), gradients_like([w])
+    for name, value in {"weight_decay": 0.1, "loss_scale": 2.0, "use_nesterov": True,
+                        "momentum": Tensor(0.1, mindspore.float32)}.items():  # fmt: skip
+        with pytest.raises(ValueError, match=f"{name} is fixed at construction"):
+            setattr(optimizer, name, value)
+    other = mindspore.Parameter(Tensor(0.1, mindspore.float32), name="learning_rate")
+    replaced: dict[str, Any] = {"learning_rate": other, "moments": optimizer.moments.clone("m"),
+                                "parameters": (w,), "global_step": 3}  # fmt: skip
+    for name, value in replaced.items():
+        with pytest.raises(TypeError, match=f"{name} cannot be replaced"):
+            setattr(optimizer, name, value)
+    optimizer.averages = optimizer.parameters.clone("averages")  # a user's own
+    optimizer.averages = optimizer.parameters.clone("averages")
+    optimizer.learning_rate = Tensor(0.25, mindspore.float32)
+    optimizer(gradient)
+    assert (w.asnumpy() == 0.875).all()
+
+
+def test_a_gradient_in_the_memory_of_a_parameter() -> None:
+    w = parameter(np.ones(3))
+    optimizer, gradient = fused.SGD([w], 0.5), gradients_like([w])
+    for _ in range(2):
+        unchanged(optimizer, (Tensor.from_numpy(w.asnumpy()),), ValueError, "shares memory")
+        optimizer(gradient)  # the next one is of the same kind
+
+
+def test_other_targets_and_several_devices_are_refused(monkeypatch: Any) -> None:
+    w = parameter(np.ones(3))
+    mindspore.set_auto_parallel_context(parallel_mode="data_parallel")
+    try:
+        with pytest.raises(RuntimeError, match="expected 'stand_alone', got 'data_parallel'"):
+            fused.Adam([w])
+    finally:
+        mindspore.reset_auto_parallel_context()
+    for name in ("FTRL", "Momentum", "LazyAdam"):
+        more = {"learning_rate": 0.1, "momentum": 0.9} if name == "Momentum" else {}
+        optimizer = getattr(fused, name)([w], **more)
+        optimizer.target = "CPU"
+        with pytest.raises(ValueError, match="target is impossible: expected 'CPU', got 'Ascend'"):
+            optimizer.target = "Ascend"
+        assert optimizer.target == "CPU"
+    known = mindspore.get_context
+    monkeypatch.setattr(
+        mindspore, "get_context", lambda k: "Ascend" if k == "device_target" else known(k)
+    )
+    with pytest.raises(RuntimeError, match="device target .* PyNative mode on a CPU .* got Ascend"):
+        fused.Adam([w])
 
 
 def test_graphs_are_refused(tmp_path: Path, monkeypatch: Any) -> None:

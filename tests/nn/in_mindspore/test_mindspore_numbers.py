@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,9 @@ from mindspore import Tensor, nn
 
 from fusestep import nn as ours
 from fusestep.nn import mindspore as fused
+from fusestep.nn.mindspore.binding import host_array
 
-from mindspore_training import STEPS, dense_net, losses, table_net, trained
+from mindspore_training import STEPS, dense_net, losses, parameter, table_net, trained
 
 pytestmark = pytest.mark.usefixtures("synchronous")
 DYNAMIC = nn.CosineDecayLR(0.01, 0.1, STEPS)
@@ -52,10 +54,15 @@ EVERY = [
 ]
 EVERY += [(name, options, dense_net, 10) for name, cases in CASES.items() for options in cases[1:]]
 NO_STEP = {"LARS", "Lamb"}  # MindSpore's have no kernels on a CPU
+ADDED: dict[str, list[dict[str, Any]]] = {  # MindSpore has none
+    "Adan": [{}], "Lion": [{"weight_decay": 0.5}],
+    "Prodigy": [{"learning_rate": 0.5, "d0": 0.125}, {"beta1": 0.0, "use_bias_correction": True}],
+    "RowWiseAdagrad": [{"accum": 0.5, "weight_decay": 0.5}], "RowWiseAdam": [{"clipnorm": 0.5}],
+}  # fmt: skip
 
 
 def test_every_class_is_compared() -> None:
-    assert CASES.keys() | NO_STEP == {*fused.__all__}
+    assert CASES.keys() | NO_STEP | ADDED.keys() == {*fused.__all__}
 
 
 @pytest.mark.parametrize(("name", "options", "make_net", "steps"), EVERY)
@@ -128,6 +135,41 @@ def test_what_mindspore_cannot_do_on_a_cpu_is_the_step_of_this_package(name: str
         np.testing.assert_array_equal(w.asnumpy(), copy.data)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
+@pytest.mark.parametrize(
+    ("name", "options"), [(name, options) for name in ADDED for options in ADDED[name]]
+)
+def test_what_mindspore_does_not_have(name: str, options: Any, dtype: str, tmp_path: Path) -> None:
+    """Parameters, states and their names are those outside of MindSpore; also after a file."""
+    options = {"learning_rate": 0.25, **options}
+    rng = np.random.default_rng(0)
+    kind, shapes = getattr(mindspore, dtype), {"w": (3, 4), "gamma": (5,)}
+    starts = {label: rng.standard_normal(shape) for label, shape in shapes.items()}
+
+    def make() -> Any:
+        weights = [parameter(values, label, kind) for label, values in starts.items()]
+        return getattr(fused, name)(weights, **options)
+
+    optimizer = make()
+    copies = [ours.Parameter(host_array(w).copy(), w.name) for w in optimizer.parameters]
+    own = getattr(ours, name)(copies, **options)
+    for k in range(4):
+        if k == 2:
+            mindspore.save_checkpoint(optimizer, str(tmp_path / "kept.ckpt"))
+            kept, optimizer = mindspore.load_checkpoint(str(tmp_path / "kept.ckpt")), make()
+            assert mindspore.load_param_into_net(optimizer, kept) == ([], [])
+        values = [rng.standard_normal(shape).astype(np.float32) for shape in shapes.values()]
+        gradients = tuple(Tensor(array).astype(kind) for array in values)
+        assert optimizer(gradients) == own([host_array(g).copy() for g in gradients])
+    found = {p.name: host_array(p) for p in optimizer.get_parameters()}
+    expected = {n: a for n, a in own.state_dict().items() if not n.startswith("step.")}
+    expected |= {p.name: p.data for p in own.parameters}
+    assert found.keys() == expected.keys()
+    for label, array in expected.items():
+        np.testing.assert_array_equal(found[label], array, err_msg=label)
+        assert found[label].dtype == array.dtype or label == "learning_rate"
+
+
 def published(kind: Any) -> Any:
     """The constructor of a class of MindSpore, under its decorators."""
     function = inspect.unwrap(kind.__init__)
@@ -149,13 +191,14 @@ def defaults(function: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", fused.__all__)
 def test_signatures_are_those_of_mindspore(name: str) -> None:
-    kind = getattr(fused, name)
-    assert issubclass(kind, getattr(nn, name))
-    expected = defaults(published(getattr(nn, name)))
+    kind, known = getattr(fused, name), getattr(ours if name in ADDED else nn, name)
+    assert issubclass(kind, nn.Optimizer if name in ADDED else known)
+    expected = defaults(known if name in ADDED else published(known))
     assert [*defaults(kind).items()] == [*expected.items()]
 
 
 def test_other_names_are_mindspores() -> None:
     assert fused.Dense is nn.Dense and fused.thor is nn.thor
+    assert {*dir(fused)} == {*dir(nn), *fused.__all__}
     with pytest.raises(AttributeError):
         fused.Nothing  # noqa: B018

@@ -21,7 +21,7 @@ from fusestep.bench.report.result import SpecialResult
 from fusestep.bench.special import in_mindspore, training
 from fusestep.nn import mindspore as fused
 
-from mindspore_training import batches, dense_net, gradients_like, losses
+from mindspore_training import batches, dense_net, gradients_like, losses, parameter
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "ASGD": {"t0": 3.0}, "AdaFactor": {}, "AdaMax": {}, "Adadelta": {},
@@ -105,6 +105,26 @@ def test_checkpoints_of_other_options_are_refused(tmp_path: Path) -> None:
             optimizer(gradients)
     for p, values in zip(optimizer.get_parameters(), before, strict=True):
         np.testing.assert_array_equal(p.asnumpy(), values)
+
+
+def test_a_state_that_was_assigned_to_is_looked_at() -> None:
+    w = parameter(np.ones(3))
+    optimizer, gradient = fused.Adam([w], 0.5), gradients_like([w])
+    optimizer(gradient)
+    kept = mindspore.ops.assign(optimizer.beta1_power, mindspore.Tensor(0.5, mindspore.float32))
+    with pytest.raises(ValueError, match="state 'beta1_power' is of other options"):
+        optimizer(gradient)
+    assert kept.asnumpy() == 0.5 and optimizer.global_step.asnumpy() == 1
+    optimizer.beta1_power.set_data(mindspore.Tensor(0.9, mindspore.float32))
+    optimizer(gradient)
+    for count, error in ((-1, ValueError), (2**31 - 1, (OverflowError, ValueError))):
+        optimizer = fused.SGD([w], 0.5)
+        optimizer(gradient)
+        before = w.asnumpy().copy()
+        mindspore.ops.assign(optimizer.global_step, mindspore.Tensor([count], mindspore.int32))
+        with pytest.raises(error, match="global_step"):
+            optimizer(gradient)
+        assert (w.asnumpy() == before).all()
 
 
 @pytest.mark.parametrize("is_converted", [False, True])
