@@ -148,10 +148,10 @@ class Binding:
     """
 
     def __init__(self, outer: Any, make: Any, options: dict[str, Any], follows: Follows) -> None:
-        self._where = outer.cls_name
+        self.where = outer.cls_name
         self._follows, self._turn = follows, RLock()
         self._weights = tuple(outer.parameters)
-        parameters = [Parameter(shared_array(self._where, w), w.name) for w in self._weights]
+        parameters = [Parameter(shared_array(self.where, w), w.name) for w in self._weights]
         rates = outer.get_lr_parameter(list(self._weights))
         options = {**options, **_groups(outer, make, parameters, rates, options)}
         self.inner: FusedOptimizer = make(**options)
@@ -175,7 +175,7 @@ class Binding:
         (name, count), *_ = Counter([*own, *(w.name for w in self._weights)]).most_common(1)
         if count > 1:
             wrong, expected = "has the name of a state", "another name"
-            reject(ValueError, self._where, f"parameter {name!r}", wrong, expected, name)
+            reject(ValueError, self.where, f"parameter {name!r}", wrong, expected, name)
 
     def _find(self, outer: Any, rates: Sequence[Any]) -> None:
         """Find the tensor of MindSpore for each array of the optimizer."""
@@ -218,13 +218,13 @@ class Binding:
         places = [place_of(tensor) for tensor in self._tensors]
         if places == self._places:
             return
-        arrays = [shared_array(self._where, tensor) for tensor in self._tensors]
+        arrays = [shared_array(self.where, tensor) for tensor in self._tensors]
         for tensor, array, before in zip(self._tensors, arrays, self._arrays, strict=True):
             for kind, what in ((TypeError, "dtype"), (ValueError, "shape")):
                 old, new = getattr(before, what), getattr(array, what)
                 if old != new:
                     wrong = f"has another {what} than at construction"
-                    reject(kind, self._where, f"parameter {tensor.name!r}", wrong, old, new)
+                    reject(kind, self.where, f"parameter {tensor.name!r}", wrong, old, new)
         states = {
             role: tuple(None if k is None else arrays[k] for k in places)
             for role, places in self._roles.items()
@@ -238,7 +238,7 @@ class Binding:
 
     def _check_options(self, arrays: Sequence[np.ndarray]) -> None:
         """Refuse a state of other options, or of another number of steps."""
-        step, names = steps_done(self._where, arrays[self._step_at]), self.inner._derived_state(0)
+        step, names = steps_done(self.where, arrays[self._step_at]), self.inner._derived_state(0)
         self.inner._check_derived({name: arrays[self._following[name]] for name in names}, step)
         self._checked = [float(arrays[k].flat[0]) for k in self._options]
 
@@ -262,10 +262,10 @@ class Binding:
 
     def step(self, gradients: Any, call: Callable[[tuple[Any, ...]], tuple[bool, ...]]) -> Any:
         """A step by ``call``, after everything that MindSpore has queued; one at a time."""
-        given = gradients_of(self._where, gradients, len(self._weights))
+        given = gradients_of(self.where, gradients, len(self._weights))
         if any(type(g) is not Tensor for g in given):
             names = [f"gradient of {w.name!r}" for w in self._weights]
-            given = tuple(map(partial(_row_tensor, self._where), names, given))
+            given = tuple(map(partial(_row_tensor, self.where), names, given))
         with self._turn:
             self._look()
             before = self._count()

@@ -49,7 +49,8 @@ class AdamWeightDecay(Fused, nn.AdamWeightDecay, step=adam.AdamWeightDecay):
 class ASGD(Fused, nn.ASGD, step=sgd.ASGD):
     """`mindspore.nn.ASGD` with the step of `fusestep.nn.ASGD`."""
 
-    def _follows(self, inner: Any, step: int) -> Mapping[str, Any]:
+    @classmethod
+    def _follows(cls, inner: Any, step: int) -> Mapping[str, Any]:
         """What the next step of MindSpore begins with: its size, and the share of the average."""
         mu, rates = 1.0 / max(1.0, step - inner.t0) if step else 1.0, [0.0] * len(inner.parameters)
         if step:
@@ -120,7 +121,8 @@ class Rprop(Fused, nn.Rprop, step=rprop.Rprop):
 class SGD(Fused, nn.SGD, step=sgd.SGD):
     """`mindspore.nn.SGD` with the step of `fusestep.nn.SGD`."""
 
-    def _follows(self, inner: Any, step: int) -> Mapping[str, Any]:
+    @classmethod
+    def _follows(cls, inner: Any, step: int) -> Mapping[str, Any]:
         """The momentum, and for each parameter whether its first update is still to come."""
         stats = {f"stat.{p.name}": float(step == 0) for p in inner.parameters}
         return {**super()._follows(inner, step), **(stats if inner.momentum else {})}

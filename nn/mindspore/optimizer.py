@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import mindspore
 import numpy as np
 from mindspore import Parameter, ParameterTuple, Tensor, nn
 from mindspore.graph._utils.check_jit_forbidden_api import jit_forbidden_register
+from mindspore.graph._utils.pijit_context import SKIP_RULES
+from mindspore.graph.jit_context import jit_context
 from mindspore.nn import Cell
 
 from ...ops.runtime.errors import reject, reject_unknown
@@ -18,6 +21,12 @@ from .binding import Binding, Scheduled
 
 _OWN_STATES = "state_dtype"  # MindSpore's states have the dtypes of their parameters
 _BY_KEYWORD = ("use_lazy", "use_offload")  # of MindSpore's own
+_WORKS = "PyNative mode on a CPU (mindspore.set_context(mode=mindspore.PYNATIVE_MODE))"
+
+# Functions under `@jit(capture_mode="bytecode")` call what lies in these folders as it is. They are
+# read when the first one is called.
+if "skip_dirs" in SKIP_RULES:
+    SKIP_RULES["skip_dirs"] += (str(Path(__file__).parents[2]),)
 
 
 class Fused(nn.Optimizer):
@@ -104,7 +113,8 @@ class Fused(nn.Optimizer):
         if value != "CPU":
             reject(ValueError, self.cls_name, "target", "is impossible", "'CPU'", repr(value))
 
-    def _follows(self, inner: FusedOptimizer, step: int) -> Mapping[str, Any]:
+    @classmethod  # a binding that held its optimizer would keep it until it is collected
+    def _follows(cls, inner: FusedOptimizer, step: int) -> Mapping[str, Any]:
         """What MindSpore keeps of ``step`` updates beside the states, by name."""
         return inner._derived_state(step)
 
@@ -160,6 +170,8 @@ def _made(name: str, array: np.ndarray) -> Parameter:
 @jit_forbidden_register
 def fused_step_in_pynative_mode(binding: Any, call: Any, gradients: Any) -> tuple[bool, ...]:
     """A step of a `Fused`."""
+    if jit_context() is not None:  # it would be done once, and be no part of the graph
+        reject(RuntimeError, binding.where, "a step", "is impossible", _WORKS, "a traced graph")
     result: tuple[bool, ...] = binding.step(gradients, call)
     return result
 
@@ -170,12 +182,11 @@ def check_context(where: str) -> None:
     Raises:
         RuntimeError: graph mode, another target than the CPU, or several devices.
     """
-    works = "PyNative mode on a CPU (mindspore.set_context(mode=mindspore.PYNATIVE_MODE))"
     if mindspore.get_context("mode") != mindspore.PYNATIVE_MODE:
-        reject(RuntimeError, where, "the mode", "is impossible", works, "graph mode")
+        reject(RuntimeError, where, "the mode", "is impossible", _WORKS, "graph mode")
     target = mindspore.get_context("device_target")
     if target != "CPU":
-        reject(RuntimeError, where, "the device target", "is impossible", works, target)
+        reject(RuntimeError, where, "the device target", "is impossible", _WORKS, target)
     mode = mindspore.get_auto_parallel_context("parallel_mode")
     if mode != "stand_alone":
         wrong = "is impossible"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import sys
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ pytest.importorskip("mindspore.nn", reason="MindSpore is not installed")
 import mindspore
 from mindspore import Tensor, nn, ops
 from mindspore.common.sparse_tensor import RowTensorInner
+from mindspore.graph.jit_context import set_jit_context
 from mindspore.nn.utils import no_init_parameters
 
 from fusestep import nn as ours
@@ -387,6 +390,12 @@ def test_graphs_are_refused(tmp_path: Path, monkeypatch: Any) -> None:
 
     with pytest.raises(RuntimeError, match="fused_step_in_pynative_mode"):
         step(x, y)
+    set_jit_context(object())  # as in a function under @jit(capture_mode="trace")
+    try:
+        with pytest.raises(RuntimeError, match="a step is impossible: .* got a traced graph"):
+            optimizer(gradients_like(net.trainable_params()))
+    finally:
+        set_jit_context(None)
     mindspore.set_context(mode=mindspore.GRAPH_MODE)
     try:
         with pytest.raises(RuntimeError, match=r"expected PyNative mode .* got graph mode"):
@@ -396,6 +405,39 @@ def test_graphs_are_refused(tmp_path: Path, monkeypatch: Any) -> None:
     finally:
         mindspore.set_context(mode=mindspore.PYNATIVE_MODE)
     assert optimizer.global_step.asnumpy() == 0
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="MindSpore refuses it from Python 3.12 on")
+def test_a_function_that_is_captured_leaves_a_step_to_python() -> None:
+    net, other = dense_net(), dense_net()
+    optimizer, alone = (fused.Momentum(n.trainable_params(), 0.1, 0.9) for n in (net, other))
+    forward = nn.WithLossCell(net, nn.MSELoss())
+    gradients_of = mindspore.value_and_grad(forward, None, optimizer.parameters)
+
+    @mindspore.jit(capture_mode="bytecode")  # type: ignore[untyped-decorator]
+    def step(x: Any, y: Any) -> Any:
+        loss, gradients = gradients_of(x, y)
+        optimizer(gradients)
+        return loss
+
+    found = [float(step(x, y).asnumpy()) for x, y in batches(net)[:4]]
+    np.testing.assert_allclose(found, losses(other, alone, 0, 4), rtol=1e-5)
+    assert optimizer.global_step.asnumpy() == 4
+
+
+def test_nothing_is_kept_alive() -> None:
+    """An optimizer and its states are freed with the last reference, as MindSpore's are."""
+    w = parameter(np.ones(3))
+    optimizer, gradient = fused.SGD([w], momentum=0.5), gradients_like([w])
+    optimizer(gradient)
+    gc.collect()
+    gc.disable()
+    try:
+        kept, binding = weakref.ref(optimizer), weakref.ref(optimizer._binding)
+        del optimizer
+        assert kept() is None and binding() is None
+    finally:
+        gc.enable()
 
 
 def test_a_step_that_is_not_finite_is_skipped() -> None:
