@@ -49,8 +49,11 @@ def converted(source: Path, target: Path, updates: int | None = None) -> str:
     Raises:
         ImportError: a checkpoint of MindSpore, without MindSpore.
         OSError: a file cannot be read or written.
-        ValueError: the source is not of the kind that its name says, or its updates are not known.
+        ValueError: the source is not of the kind that its name says, or is the target, or its
+            updates are not known.
     """
+    if target.exists() and target.samefile(source):
+        raise ValueError(f"{source}: expected another name for what is written")
     if source.suffix == ".ckpt":
         arrays = mindspore_arrays(source)
         save_checkpoint(arrays, target)

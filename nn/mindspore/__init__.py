@@ -15,7 +15,11 @@ are not written anew here (layers, losses, cells) are MindSpore's.
 
 from typing import Any
 
+import mindspore as _mindspore
 import mindspore.nn as _nn
+
+if not _mindspore.__version__.startswith("2.10."):  # in others memory may be somebody else's
+    raise ImportError(f"fusestep.nn.mindspore: needs MindSpore 2.10, got {_mindspore.__version__}")
 
 from .classes import (
     ASGD,

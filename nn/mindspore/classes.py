@@ -8,8 +8,21 @@ from typing import Any
 from mindspore import nn
 
 from ...ops.runtime.errors import reject
-from .. import adafactor, adagrad, adam, adan, ftrl, lamb, lars, lion, prodigy, rmsprop, row_wise
-from .. import rprop, sgd
+from .. import (
+    adafactor,
+    adagrad,
+    adam,
+    adan,
+    ftrl,
+    lamb,
+    lars,
+    lion,
+    prodigy,
+    rmsprop,
+    row_wise,
+    rprop,
+    sgd,
+)
 from .binding import Binding
 from .optimizer import Added, Fused
 

@@ -370,7 +370,7 @@ def test_other_targets_and_several_devices_are_refused(monkeypatch: Any) -> None
     monkeypatch.setattr(
         mindspore, "get_context", lambda k: "Ascend" if k == "device_target" else known(k)
     )
-    with pytest.raises(RuntimeError, match="device target .* PyNative mode on a CPU .* got Ascend"):
+    with pytest.raises(RuntimeError, match=r"device target .* PyNative mode on a CPU .* got Ascend"):
         fused.Adam([w])
 
 
@@ -392,7 +392,7 @@ def test_graphs_are_refused(tmp_path: Path, monkeypatch: Any) -> None:
         step(x, y)
     set_jit_context(object())  # as in a function under @jit(capture_mode="trace")
     try:
-        with pytest.raises(RuntimeError, match="a step is impossible: .* got a traced graph"):
+        with pytest.raises(RuntimeError, match=r"a step is impossible: .* got a traced graph"):
             optimizer(gradients_like(net.trainable_params()))
     finally:
         set_jit_context(None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from pathlib import Path
 from typing import Any
@@ -202,3 +203,9 @@ def test_other_names_are_mindspores() -> None:
     assert {*dir(fused)} == {*dir(nn), *fused.__all__}
     with pytest.raises(AttributeError):
         fused.Nothing  # noqa: B018
+
+
+def test_other_versions_are_refused(monkeypatch: Any) -> None:
+    monkeypatch.setattr(mindspore, "__version__", "2.11.0")
+    with pytest.raises(ImportError, match=r"needs MindSpore 2\.10, got 2\.11\.0"):
+        importlib.reload(fused)

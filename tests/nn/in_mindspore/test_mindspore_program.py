@@ -157,6 +157,8 @@ def test_files_that_are_no_checkpoints(tmp_path: Path, capsys: Any) -> None:
     assert command.main(["convert", str(source), str(target)]) == 0
     found = ours.load_checkpoint(target)["w"]
     assert found.dtype.name == "bfloat16" and found.astype(float).tolist() == [1.0, 2.0]
+    assert command.main(["convert", str(source), str(source)]) == 1
+    assert "expected another name" in capsys.readouterr().err
     target.unlink()
     for content in (b"", b"no checkpoint", source.read_bytes()[:-3]):
         source.write_bytes(content)
