@@ -84,12 +84,16 @@ def shared_array(where: str, tensor: Any) -> np.ndarray:
     return array
 
 
-def place_of(tensor: Any) -> tuple[Any, ...]:
-    """Where a parameter lies, and what decides how its memory is read."""
-    storage = tensor.untyped_storage()
-    return (
-        storage.data_ptr(), storage.size(), tensor.shape, tensor.dtype, tensor.is_contiguous()
-    )  # fmt: skip
+def places_of(tensors: Sequence[Any], weights: Sequence[Any]) -> list[Any]:
+    """Where tensors lie, and what decides how the memory of ``weights`` is read.
+
+    Another dtype is always at another place.
+    """
+    places: list[Any] = [
+        ((storage := tensor.untyped_storage()).data_ptr(), storage.size(), tensor.is_contiguous())
+        for tensor in tensors
+    ]
+    return places + [weight.shape for weight in weights]
 
 
 class TensorReader(GradientReader):
@@ -215,7 +219,7 @@ class Binding:
                 shares its memory, or its memory was freed.
         """
         synchronize()
-        places = [place_of(tensor) for tensor in self._tensors]
+        places = places_of(self._tensors, self._weights)
         if places == self._places:
             return
         arrays = [shared_array(self.where, tensor) for tensor in self._tensors]
