@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ...ops.runtime.bags.pooled import Pooled
+from ...ops.runtime.bags.pooling import Pooling
 from ...ops.runtime.bags.tensor import BagTensor
-from ...ops.runtime.bags.pooled import Options, Pooled, Tables
 from ...ops.runtime.errors import reject
 from .engine.memory import array_of, tensor_of
 from .engine.tensors import BAGS
@@ -193,21 +194,20 @@ class EmbeddingBags(nn.Module):
         of_rows = factors and [array_of(tensor.detach().contiguous()) for tensor in factors]
         return lists, bounds, of_rows
 
-    def _tables(self, weights: Sequence[Tensor]) -> tuple[Options, Tables]:
+    def _pooling(self, weights: Sequence[Tensor]) -> Pooling:
         """The tables as they are now."""
         key = [(w.data_ptr(), w.shape, w.dtype) for w in weights]
         if self._known is None or self._known[0] != key:
             for k, weight in enumerate(weights):
                 _check_tensor(f"the weight of table {k}", weight)
             arrays = [array_of(weight.detach(), keep=False) for weight in weights]
-            tables = Tables(_WHERE, arrays, None)
             padding = [module.padding_idx for module in self.children()]
-            self._known = key, Options.of(_WHERE, self.mode, padding, "raise", tables), tables
-        return self._known[1:]  # type: ignore[no-any-return]
+            self._known = key, Pooling(_WHERE, arrays, None, self.mode, padding, "raise")
+        return self._known[1]  # type: ignore[no-any-return]
 
     @as_torch
     def _pooled(self, given: Any, weights: Sequence[Tensor]) -> Pooled:
-        return Pooled(*self._tables(weights), *given)
+        return Pooled(self._pooling(weights), *given)
 
     @as_torch
     def _take(self, found: Sequence[BagTensor], weights: Sequence[Tensor]) -> None:

@@ -369,7 +369,7 @@ def test_a_read_only_table_is_not_written() -> None:
          lambda p: nn.EmbeddingBags(p[0], nn.SGD(p, 0.1))),
         (ValueError, r"parameters\[0\] is none of the optimizer's",
          lambda p: nn.EmbeddingBags(p[:1], nn.SGD(p[1:], 0.1))),
-        (ValueError, "pooling is unknown", lambda p: nn.EmbeddingBags(p, nn.SGD(p, 0.1), "max")),
+        (ValueError, "pooling is unknown", lambda p: nn.EmbeddingBags(p, nn.SGD(p, 0.1), "least")),
         (ValueError, "padding_idx of feature 1 is out of range",
          lambda p: nn.EmbeddingBags(p, nn.SGD(p, 0.1), padding_idx=7)),
     ],

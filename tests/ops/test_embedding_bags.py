@@ -323,7 +323,7 @@ def test_an_output_in_the_memory_of_a_table() -> None:
 @pytest.mark.parametrize(
     ("error", "text", "options"),
     [
-        (ValueError, "pooling is unknown", {"pooling": "max"}),
+        (ValueError, "pooling is unknown", {"pooling": "least"}),
         (ValueError, "out_of_range is unknown", {"out_of_range": "clip"}),
         (ValueError, r"padding_idx of feature 1 is out of range", {"padding_idx": 4}),
         (TypeError, "padding_idx has a wrong type", {"padding_idx": 1.0}),
