@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..ops.runtime.bags.pooled import Pooled
+from ..ops.runtime.bags.pooled import Pooled, pool
 from ..ops.runtime.bags.pooling import Pooling
 from ..ops.runtime.bags.tensor import BagTensor
 from ..ops.runtime.device import DeviceArray
@@ -126,7 +126,7 @@ class EmbeddingBags:
         known = self._known
         if known is None or not self._are_bound(known):
             known = self._read()
-        pooled = Pooled(known, ids, offsets, per_sample_weights, out)
+        pooled = pool(known, ids, offsets, per_sample_weights, out)
         self._last = _Forward(pooled, known, threading.get_ident())
         return pooled.out
 

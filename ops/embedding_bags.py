@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from .runtime.arrays import adopt
-from .runtime.bags.pooled import Pooled
+from .runtime.bags.pooled import pool
 from .runtime.bags.pooling import Pooling
 from .runtime.bags.tensor import BagTensor
 from .runtime.errors import reject, reject_unknown
@@ -98,7 +98,7 @@ class EmbeddingBags:
         per_sample_weights: Any = None, *, out: Any = None,
     ) -> Any:  # fmt: skip
         """Pool rows; see the class."""
-        return Pooled(self._read(tables), ids, offsets, per_sample_weights, out).out
+        return pool(self._read(tables), ids, offsets, per_sample_weights, out).out
 
     def gradients(
         self, tables: Sequence[Any], ids: Any, offsets: Any, grad: Any,
@@ -117,7 +117,7 @@ class EmbeddingBags:
         Raises:
             TypeError, ValueError, IndexError: as the call; ``grad`` does not fit the output.
         """
-        pooled = Pooled(self._read(tables), ids, offsets, per_sample_weights, sums=False)
+        pooled = pool(self._read(tables), ids, offsets, per_sample_weights, sums=False)
         return pooled.gradients(grad)
 
     def weight_gradients(
@@ -140,7 +140,7 @@ class EmbeddingBags:
         Raises:
             TypeError, ValueError, IndexError: as `gradients`.
         """
-        pooled = Pooled(self._read(tables), ids, offsets, sums=False)
+        pooled = pool(self._read(tables), ids, offsets, sums=False, multiplies=True)
         return pooled.weight_gradients(grad)
 
     def _read(self, tables: Sequence[Any]) -> Pooling:

@@ -16,7 +16,7 @@ from numba import carray
 from ..inner import njit
 from ..storage import Storage, real_of
 from .compiler.compile import NativeFunction, part
-from .compiler.intrinsics import as_pointer, call_address
+from .compiler.intrinsics import as_pointer, call_address, load_int32
 from .compiler.machine import PythonEntry
 from .compiler.records import index_at, int64s, last_at_most, records
 from .headers.arrays import address_of
@@ -94,6 +94,7 @@ class BagsCall(NamedTuple):
     bounds: np.ndarray  # [n_bags + 1]: where the ids of each bag begin in the list
     ids: np.ndarray  # the list, int32
     weights: np.ndarray | None  # of the ids in it, in the type of the arithmetic
+    origins: np.ndarray | None  # int32: which id of its feature each of them was
     out: int  # 0: outputs have addresses of their own
     winners: np.ndarray | None  # int32, in the form of the output: places in the list
     gradient_rows: np.ndarray | None  # int32, of the ids in it
@@ -139,6 +140,8 @@ def _own(c, index):
 def _offset(given, bag):
     if given.offsets == 0:
         return bag * given.length
+    if bag == given.n_offsets:
+        return given.end
     return index_at(given.offsets, given.offset_bytes, bag)
 
 
@@ -241,6 +244,10 @@ def _loops(real: Any) -> _Loops:
                 if given.weights != 0:
                     weights = numbers(given.weights, given.n)
                     numbers(c.weights, at + kept + 1)[at + kept] = weights[k - given.begin]
+                if c.origins != 0:
+                    carray(as_pointer(c.origins), at + kept + 1, np.int32)[at + kept] = (
+                        k - given.begin
+                    )
                 kept += 1
 
     def pool(index, slot, c):
@@ -281,20 +288,20 @@ def _loops(real: Any) -> _Loops:
                     weights[k] = real(1) / real(end - begin)
 
     def multiply(index, slot, c):
-        """The products of rows with the gradients of their bags: 0 for what counts for nothing."""
-        feature, given, _, f, first, last = _own(c, index)
+        """The products of rows with the gradients of their bags."""
+        feature, _, place, f, first, last = _own(c, index)
         pairs = carray(as_pointer(c.dots), (c.n_features, 2), np.int64)
-        function, target = pairs[f, 0], pairs[f, 1]
+        function, products = pairs[f, 0], pairs[f, 1]
+        bounds = int64s(c.bounds, c.n_bags + 1)
         for bag in range(first, last):
-            row = (bag * feature.row + feature.column) * c.unit * c.g_bytes
-            for k in range(_offset(given, bag), _offset(given, bag + 1)):
-                id_, place = index_at(given.ids, given.id_bytes, k), k - given.begin
-                address = target + place * c.real_bytes
-                if _is_in_range(feature, id_) and id_ != feature.padding:
-                    table_row = feature.table + id_ * feature.row_bytes
-                    call_address(function, address, table_row, c.gradient + row, feature.width)
-                else:
-                    numbers(address, 1)[0] = 0
+            row = c.gradient + (bag * feature.row + feature.column) * c.unit * c.g_bytes
+            for k in range(bounds[place.first_bag + bag], bounds[place.first_bag + bag + 1]):
+                origin = k - place.first
+                if c.origins != 0:
+                    origin = np.int64(load_int32(c.origins + 4 * k))
+                table_row = feature.table + load_int32(c.ids + 4 * k) * feature.row_bytes
+                product = products + origin * c.real_bytes
+                call_address(function, product, table_row, row, feature.width)
 
     made = []
     for function in (lay_out, pool, number_rows, multiply):
@@ -322,12 +329,13 @@ class Bags:
         out: the address of the output; 0: features have addresses.
         sums: whether there is an output.
         winners: int32, where the places of maxima go.
+        multiplies: whether `multiply` is going to be called.
     """
 
     def __init__(
         self, features: np.ndarray, given: np.ndarray, real: np.dtype[Any], unit: int, *,
         drops: bool, leaves_out: bool, weighted: bool, pooling: int, out: int, sums: bool,
-        winners: np.ndarray | None,
+        winners: np.ndarray | None, multiplies: bool,
     ) -> None:  # fmt: skip
         n, self._given = len(features), given
         places, totals = np.empty((n, len(_Place._fields)), np.int64), np.empty(3, np.int64)
@@ -342,11 +350,13 @@ class Bags:
         self.bounds[-1] = n_ids
         self._real, self._pooling, self._loops = real, pooling, _LOOPS[real.itemsize]
         self._weights = allocation.empty((n_ids,), real) if weighted else None
+        # What was left out has a product, too: 0.
+        self._origins = np.empty(n_ids, np.int32) if multiplies and leaves_out else None
         bad = np.zeros(self._n_parts + 1, np.int64)
         self._call = Arguments(BagsCall(
             features, given, places, n, self._n_parts, n_bags, leaves_out, drops, pooling,
-            real.itemsize, unit, self.bounds, ids, self._weights, out, winners, None, None, 0, 0,
-            bad, 0,
+            real.itemsize, unit, self.bounds, ids, self._weights,
+            self._origins, out, winners, None, None, 0, 0, bad, 0,
         ))  # fmt: skip
         loops = [self._loop(self._loops.lay_out), self._once(find_bad)]
         if leaves_out:
@@ -389,7 +399,8 @@ class Bags:
         ``w`` are the types of the tables of the features, whose arrays are in their order.
         """
         lengths = self._given[:, IdList._fields.index("n")].tolist()
-        products = [allocation.empty((n,), self._real) for n in lengths]
+        make = allocation.empty if self._origins is None else np.zeros
+        products = [make((n,), self._real) for n in lengths]
         each, real = zip(w, products, strict=True), real_of(w[0])
         dots = np.array([(sums.dot(own, g, real).address, address_of(x)) for own, x in each])
         self._set(dots=dots, gradient=gradient, g_bytes=g.itemsize)

@@ -117,8 +117,7 @@ class GradientReader:
         ]
         if last.has_pooled:
             pooled = [gradient.source for gradient in gradients if type(gradient) is BagTensor]
-            # All else of them is this package's own memory.
-            if last.shares_memory({(g.values_address, g.values.nbytes) for g in pooled}):
+            if last.shares_memory({span for g in pooled for span in g.spans}):
                 return None
             sources = iter(pooled)
             rows = [row or next(sources) for row in rows]
@@ -289,9 +288,8 @@ class GradientReader:
         self, layout: Layout, addresses: Sequence[int], rows: Sequence[RowGradient]
     ) -> None:
         """Refuse gradients in the memory of parameters or states."""
-        spans = list(zip(addresses, layout.dense_bytes, strict=True))
-        for row in rows:
-            spans += row.spans
+        spans = [*zip(addresses, layout.dense_bytes, strict=True)]
+        spans += {span for row in rows for span in row.spans}
         if layout.shares_memory(spans):
             expected, got = "its own memory", "an overlap"
             wrong = "shares memory with a parameter or state"

@@ -69,13 +69,14 @@ class RowGradient(NamedTuple):
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """Address and size in bytes of all that a step reads of it."""
-        found = [
-            (self.index_address, self.indices.nbytes),
-            (self.values_address, self.values.nbytes),
-        ]
-        others = self.positions, self.rows, self.weights, self.winners
-        return found + [(address_of(a), a.nbytes) for a in others if a is not None]
+        """Address and size in bytes of all that users gave, and that a step reads."""
+        found = [(self.values_address, self.values.nbytes)]
+        if self.rows is not None:  # all else of pooled rows is this package's own
+            return found
+        found.append((self.index_address, self.indices.nbytes))
+        if self.positions is not None:
+            found.append((address_of(self.positions), self.positions.nbytes))
+        return found
 
 
 class RowUpdate(NamedTuple):

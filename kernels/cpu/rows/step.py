@@ -280,8 +280,8 @@ class RowStep:
                     block = 0  # not even a single occurrence's gradient is as it was given
             fields += (
                 values, stride, rows, weights, first, source, at_addresses, add, block, hp,
-                n_rows, width, first_row, first_position, indices, index_bytes, n, first_range, length, n_ranges,
-                positions,
+                n_rows, width, first_row, first_position, indices, index_bytes, n, first_range,
+                length, n_ranges, positions,
             )  # fmt: skip
             at_addresses += 8 * len(addresses)
             first_range += n_ranges

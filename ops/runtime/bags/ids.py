@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ....kernels.cpu.headers import id_lists
-from ....kernels.cpu.headers.id_lists import FIXED, JOINED, LISTED, SINGLE, IdList
+from ....kernels.cpu.headers.id_lists import FIXED, JOINED, LISTED, OPEN, SINGLE, IdList
 from .. import check
 from ..arrays import address_of, adopt
 from ..errors import reject
@@ -30,7 +30,7 @@ class Given(NamedTuple):
         for own in map(IdList._make, self.lists.tolist()):
             found.append((own.ids + own.begin * own.id_bytes, own.n * own.id_bytes))
             if own.offsets:
-                found.append((own.offsets, (own.bags + 1) * own.offset_bytes))
+                found.append((own.offsets, own.n_offsets * own.offset_bytes))
             if own.weights:
                 found.append((own.weights, own.n * self.real.itemsize))
         return found
@@ -47,7 +47,7 @@ class _Ids(NamedTuple):
     name: str  # how errors name them
     array: np.ndarray  # contiguous
     bags: int
-    offsets: np.ndarray | None  # contiguous, [bags + 1]; None: all bags have ``length`` ids
+    offsets: np.ndarray | None  # contiguous; None: all bags have ``length`` ids
     offsets_name: str
     begin: int  # of the array
     end: int
@@ -55,7 +55,9 @@ class _Ids(NamedTuple):
 
     def record(self, weights: np.ndarray | None) -> IdList:
         """The same as the loops have it."""
-        at = (0, 4) if self.offsets is None else (address_of(self.offsets), self.offsets.itemsize)
+        at = 0, 0, 4
+        if self.offsets is not None:
+            at = address_of(self.offsets), len(self.offsets), self.offsets.itemsize
         ids, n = (address_of(self.array), self.array.itemsize), self.end - self.begin
         given = 0 if weights is None else address_of(weights)
         return IdList(*ids, n, *at, self.begin, self.end, self.bags, self.length, given)
@@ -67,33 +69,42 @@ def read(pooling: Pooling, ids: Any, offsets: Any, weights: Any) -> Given:
     Raises:
         TypeError, ValueError: a kind, dtype or shape does not fit.
     """
-    return _read_plain(pooling, ids, offsets, weights) or _read_any(pooling, ids, offsets, weights)
+    return read_plain(pooling, ids, offsets, weights) or _read_any(pooling, ids, offsets, weights)
 
 
-def _read_plain(pooling: Pooling, ids: Any, offsets: Any, weights: Any) -> Given | None:
-    """Plain arrays in one of the forms, which compiled code reads; else None."""
+def read_plain(
+    pooling: Pooling, ids: Any, offsets: Any, weights: Any, torch: Any = None, *,
+    singles: bool = False,
+) -> Given | None:  # fmt: skip
+    """The same in one compiled call, of plain arrays or, with ``torch``, tensors; else None.
+
+    With ``singles`` each id of one dimension is a bag.
+    """
     n, is_weighted = len(pooling.of), weights is not None
     if not pooling.is_ordered or (is_weighted and pooling.name != "sum"):
         return None
+    are_listed = [isinstance(given, list | tuple) for given in (ids, offsets, weights)]
     objects: tuple[Any, ...]
-    if type(ids) is np.ndarray:
-        form, objects = JOINED, (ids, offsets, weights) if is_weighted else (ids, offsets)
-        if not pooling.pools:
-            return None
-    elif not isinstance(ids, list | tuple):
+    if not any(are_listed):
+        form, objects = JOINED, tuple(x for x in (ids, offsets, weights) if x is not None)
+    elif are_listed != [True, offsets is not None, is_weighted]:
         return None
-    elif offsets is None:
-        form, objects = FIXED if pooling.pools else SINGLE, tuple(ids)
-    elif isinstance(offsets, list | tuple) and pooling.pools:
-        form, objects = LISTED, (*ids, *offsets)
     else:
+        form = SINGLE if singles or not pooling.pools else FIXED
+        if offsets is not None:
+            form = OPEN if pooling.open_ended else LISTED
+        objects = (*ids, *(offsets or ()), *(weights or ()))
+    if not pooling.pools and form != SINGLE:
         return None
-    if form != JOINED and is_weighted:
-        if not isinstance(weights, list | tuple):
+    lists = id_lists.read(objects, form, n, pooling.real, is_weighted=is_weighted, torch=torch)
+    if lists is None:
+        return None
+    given = Given(lists, pooling.real, is_weighted, objects)
+    if singles and form == SINGLE:
+        bags = given.column("bags")
+        if bags[0] == 0 or (bags != bags[0]).any():
             return None
-        objects += (*weights,)
-    lists = id_lists.read(objects, form, n, pooling.real, is_weighted=is_weighted)
-    return None if lists is None else Given(lists, pooling.real, is_weighted, objects)
+    return given
 
 
 def _read_any(pooling: Pooling, ids: Any, offsets: Any, weights: Any) -> Given:
@@ -132,7 +143,7 @@ def _read_ids(pooling: Pooling, ids: Any, offsets: Any) -> list[_Ids]:
         wrong, expected = "are given without pooling", "None: each id has a row of the output"
         reject(ValueError, where, "offsets", wrong, expected, type(offsets).__name__)
     if not isinstance(ids, list | tuple):
-        return _read_joined(where, n, ids, offsets, pools=pools)
+        return _read_joined(pooling, ids, offsets)
     if len(ids) != n:
         reject(ValueError, where, "ids", "have a wrong length", f"{n} arrays", len(ids))
     if offsets is not None and (not isinstance(offsets, list | tuple) or len(offsets) != n):
@@ -141,7 +152,7 @@ def _read_ids(pooling: Pooling, ids: Any, offsets: Any) -> list[_Ids]:
     lists = []
     for f, given in enumerate(ids):
         own = None if offsets is None else offsets[f]
-        lists.append(_read_list(where, f"ids[{f}]", given, f"offsets[{f}]", own, pools=pools))
+        lists.append(_read_list(pooling, f"ids[{f}]", given, f"offsets[{f}]", own))
     for read in lists if pools else ():
         if read.bags != lists[0].bags:
             wrong = "have another number of bags than ids[0]"
@@ -149,9 +160,8 @@ def _read_ids(pooling: Pooling, ids: Any, offsets: Any) -> list[_Ids]:
     return lists
 
 
-def _read_list(
-    where: str, name: str, ids: Any, offsets_name: str, offsets: Any, *, pools: bool
-) -> _Ids:
+def _read_list(pooling: Pooling, name: str, ids: Any, offsets_name: str, offsets: Any) -> _Ids:
+    where, pools, is_open = pooling.where, pooling.pools, pooling.open_ended
     array = _integers(where, name, ids)
     if pools and offsets is None:
         if array.ndim != 2:
@@ -165,20 +175,21 @@ def _read_list(
     if not pools:
         return _Ids(name, array, n, None, offsets_name, 0, n, 1)
     bounds = _integers(where, offsets_name, offsets)
-    if bounds.ndim != 1 or len(bounds) == 0:
-        wrong, expected = "has a wrong shape", "(bags + 1,)"
+    if bounds.ndim != 1 or (len(bounds) == 0 and not is_open):
+        wrong, expected = "has a wrong shape", "(bags,)" if is_open else "(bags + 1,)"
         reject(ValueError, where, offsets_name, wrong, expected, bounds.shape)
-    own = _Ids(name, array, len(bounds) - 1, bounds, offsets_name, 0, n, 0)
+    own = _Ids(name, array, len(bounds) - (not is_open), bounds, offsets_name, 0, n, 0)
     if own.bags == 0:
         _check_offsets(where, own)
     return own
 
 
-def _read_joined(where: str, n: int, ids: Any, offsets: Any, *, pools: bool) -> list[_Ids]:
+def _read_joined(pooling: Pooling, ids: Any, offsets: Any) -> list[_Ids]:
     """One array of the ids of all features, with offsets of all their bags."""
+    where, n, pools = pooling.where, len(pooling.of), pooling.pools
     array = _integers(where, "ids", ids)
     if n == 1 and (offsets is None or not pools):
-        return [_read_list(where, "ids", array, "offsets", offsets, pools=pools)]
+        return [_read_list(pooling, "ids", array, "offsets", offsets)]
     if not pools or array.ndim != 1:
         expected = f"a list of {n} arrays" + (", or all ids in 1 dimension" if pools else "")
         reject(ValueError, where, "ids", "have a wrong shape", expected, array.shape)
@@ -214,10 +225,11 @@ def _integers(where: str, name: str, given: Any) -> np.ndarray:
 
 def _check_ends(where: str, own: _Ids) -> None:
     assert own.offsets is not None
-    first, last = int(own.offsets[0]), int(own.offsets[-1])
+    is_open = len(own.offsets) == own.bags
+    first, last = map(int, own.offsets[[0, -1]]) if len(own.offsets) else (own.end, own.begin)
     if first != own.begin:
         reject(ValueError, where, own.offsets_name, "do not begin at 0", own.begin, first)
-    if last != own.end:
+    if last > own.end or (last != own.end and not is_open):
         wrong, expected = "do not end at the number of ids", own.end
         reject(ValueError, where, own.offsets_name, wrong, expected, last)
 

@@ -14,28 +14,43 @@ from .. import check
 from ..arrays import address_of, adopt
 from ..errors import reject
 from ..row_step import RowGradient
-from .ids import find_error, kind_of, read
+from .ids import Given, find_error, kind_of, read
 from .pooling import Pooling
 from .tensor import BagTensor
 
 _OUT, _COLUMN = map(kernels.Feature._fields.index, ("out", "column"))
 
 
+def pool(
+    pooling: Pooling, ids: Any, offsets: Any, weights: Any = None, out: Any = None, **options: Any
+) -> Pooled:
+    """Bags as they are given to `ops.EmbeddingBags`, pooled; ``options`` are those of `Pooled`.
+
+    Raises:
+        TypeError, ValueError, IndexError: something does not fit.
+    """
+    pooled = Pooled(pooling, read(pooling, ids, offsets, weights), out, **options)
+    if pooled.is_bad:
+        find_error(pooling, ids, offsets)
+    return pooled
+
+
 class Pooled:
-    """Bags that were checked and pooled; ``out`` has the result.
+    """Bags that were checked and pooled, or found bad; ``out`` has the result.
 
     Args:
         pooling: the tables, and how they are pooled.
-        ids, offsets, weights, out: as given to `ops.EmbeddingBags`.
+        given: the ids.
+        out: None, or what is given for the output.
         sums: whether there is an output, or only gradients of it are asked for.
+        multiplies: whether gradients of weights may be asked for; None: if there are any.
     """
 
     def __init__(
-        self, pooling: Pooling, ids: Any, offsets: Any, weights: Any = None, out: Any = None,
-        *, sums: bool = True,
+        self, pooling: Pooling, given: Given, out: Any = None, *, sums: bool = True,
+        multiplies: bool | None = None,
     ) -> None:  # fmt: skip
-        where, self._pooling = pooling.where, pooling
-        given = self._given = read(pooling, ids, offsets, weights)
+        where, self._pooling, self._given = pooling.where, pooling, given
         n = int(given.column("n").sum())
         if n > kernels.MOST:
             reject(ValueError, where, "ids", "are too many", f"at most {kernels.MOST}", n)
@@ -52,6 +67,7 @@ class Pooled:
         if sums:
             features, base = self._place_output(out, features)
         winners = None
+        self._multiplies = given.is_weighted if multiplies is None else multiplies
         if pooling.name == "max":
             winners = allocation.empty((self.batch, pooling.width), np.dtype(np.int32))
             winners[...] = -1
@@ -59,10 +75,11 @@ class Pooled:
         self._bags = kernels.Bags(
             features, given.lists, pooling.real, pooling.unit, drops=pooling.drops,
             leaves_out=pooling.leaves_out, weighted=given.is_weighted, pooling=pooling.kind,
-            out=base, sums=sums, winners=winners,
+            out=base, sums=sums, winners=winners, multiplies=self._multiplies,
         )  # fmt: skip
-        if self._bags.is_bad:
-            find_error(pooling, ids, offsets)
+        self.is_bad = self._bags.is_bad
+        # What was given has been copied: whoever gave it may change it, resize it, or let it go.
+        self._given = given._replace(keep=())
 
     @property
     def batch(self) -> int:
@@ -135,14 +152,15 @@ class Pooled:
         ids, winners = bags.ids, self._winners
         at_ids, at_rows = address_of(ids), address_of(rows)
         at_weights = 0 if weights is None else address_of(weights)
-        values_at, real_bytes, found = [address_of(array) for array in arrays], 0, []
-        if weights is not None:
-            real_bytes = pooling.real.itemsize
+        real_bytes = 0 if weights is None else pooling.real.itemsize
+        values_at = address_of(arrays[0])
+        values, found = arrays[0], []
         for t, shape in enumerate(pooling.shapes):
-            begin, end, values = ends[t], ends[t + 1], arrays[t]
-            step = unit or shape[1]
+            if arrays[t] is not values:
+                values, values_at = arrays[t], address_of(arrays[t])
+            begin, end, step = ends[t], ends[t + 1], unit or shape[1]
             source = RowGradient(
-                ids[begin:end], values, at_ids + 4 * begin, values_at[t], None, 0,
+                ids[begin:end], values, at_ids + 4 * begin, values_at, None, 0,
                 rows[begin:end], at_rows + 4 * begin, step * values.itemsize,
                 None if weights is None else weights[begin:end], at_weights + real_bytes * begin,
                 winners, begin,
@@ -165,8 +183,9 @@ class Pooled:
             TypeError, ValueError: it does not fit the output, or there are no sums.
         """
         pooling = self._pooling
-        if pooling.name != "sum":
-            wrong, expected, got = "have no gradient", "pooling 'sum'", repr(pooling.name)
+        if pooling.name != "sum" or not self._multiplies:
+            wrong, expected = "have no gradient", "pooling 'sum', and weights in the forward"
+            got = f"pooling {pooling.name!r}" if self._multiplies else "none"
             reject(ValueError, pooling.where, "per_sample_weights", wrong, expected, got)
         array = self._gradient_arrays(grad)[0][0]
         w = pooling.ordered([STORAGES[pooling.arrays[t].dtype] for t in pooling.of])

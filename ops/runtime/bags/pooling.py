@@ -30,13 +30,14 @@ class Pooling:
         pooling: a key of `POOLINGS`.
         padding: the id of each feature that counts for nothing, or one for all, or None.
         out_of_range: ``"raise"`` or ``"drop"``.
+        open_ended: whether no offset says where the last bag of a list of ids ends.
     """
 
     def __init__(
         self, where: str, tables: Sequence[np.ndarray], features: Sequence[int] | None,
-        pooling: Any, padding: Any, out_of_range: Any,
+        pooling: Any, padding: Any, out_of_range: Any, *, open_ended: bool = False,
     ) -> None:  # fmt: skip
-        self.where, self.arrays = where, list(tables)
+        self.where, self.arrays, self.open_ended = where, list(tables), open_ended
         n = len(self.arrays)
         self.of = list(range(n)) if features is None else _features(where, features, n)
         _check_tables(where, tables, self.of)
