@@ -63,12 +63,13 @@ def test_a_step_waits_for_readers_that_are_queued() -> None:
     w, x = parameter(np.ones((n, n))), Tensor(np.ones((n, n), np.float32))
     optimizer, gradient = fused.SGD([w], learning_rate=1.0), gradients_like([w], -3.0)
     optimizer(gradient)
-    for _ in range(10):
-        ops.assign(w, x)
+    for k in range(1, 11):
+        if k % 2:  # else nothing that is queued writes the parameter
+            ops.assign(w, x * (3 * k + 1))
         products = [ops.matmul(x, w) for _ in range(4)]
         optimizer(gradient)
-        assert all((y.asnumpy() == n).all() for y in products)
-        assert (w.asnumpy() == 4).all()
+        assert all((y.asnumpy() == n * (3 * k + 1)).all() for y in products)
+        assert (w.asnumpy() == 3 * k + 4).all()
 
 
 @pytest.mark.parametrize("seed", range(4))
