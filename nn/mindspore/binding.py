@@ -101,11 +101,6 @@ class TensorReader(GradientReader):
 
     _seen: list[Any] | None = None
 
-    def forget(self) -> None:
-        """As `GradientReader.forget`."""
-        super().forget()
-        self._seen = None
-
     def read_like_last(self, gradients: tuple[Any, ...]) -> Gradients | None:
         """As `GradientReader.read_like_last`."""
         last = self._last
@@ -128,7 +123,7 @@ class TensorReader(GradientReader):
                 check_memory(self._where, name, g)
         arrays = tuple(host_array(g) if isinstance(g, Tensor) else g for g in gradients)
         given = super().read_like_last(arrays) or super().read(arrays, added)
-        self._seen = _kinds(gradients) if self._last and not given.rows else None
+        self._seen = _kinds(gradients)
         return given
 
 

@@ -225,6 +225,32 @@ def test_other_dtypes(dtype: str) -> None:
     assert (w.astype(mindspore.float32).asnumpy() == 0.375).all()
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_gradients_of_all_kinds_in_turn(seed: int) -> None:
+    """What was found out about the last gradients is not taken of others."""
+    rng = np.random.default_rng(seed)
+    w, b, array = parameter(np.ones((4, 3))), parameter(np.ones(3), "b"), np.ones((4, 3))
+    optimizer, of_b = fused.SGD([w, b], 0.5, sparse_update="lazy"), gradients_like([b])
+    for kind in rng.permutation(np.repeat(range(7), 6)):
+        values = rng.integers(-4, 5, (4, 3)).astype(np.float32)
+        given, g = Tensor(values), values
+        if kind == 1:
+            given = Tensor(np.ascontiguousarray(values.T)).T
+        elif kind in (2, 3):
+            given = given.astype([mindspore.float16, mindspore.bfloat16][kind - 2])
+        elif kind == 4:
+            given = Tensor(np.concatenate([values, values]))[4:]
+        elif kind == 5:
+            given, g = rows([2, 0], values[:2], (4, 3)), np.zeros((4, 3))
+            g[[2, 0]] = values[:2]
+        elif kind == 6:
+            wrong = Tensor(values).reshape(3, 4)
+            unchanged(optimizer, (wrong, *of_b), ValueError, "gradient of 'w' has a wrong shape")
+        optimizer((given, *of_b))
+        array -= 0.5 * g
+        np.testing.assert_array_equal(w.asnumpy(), array)
+
+
 def unchanged(optimizer: Any, gradients: Any, error: Any, text: str) -> None:
     before = [(p, p.astype(mindspore.float64).asnumpy()) for p in optimizer.get_parameters()]
     with pytest.raises(error, match=text):

@@ -96,6 +96,35 @@ def test_groups_are_those_of_mindspore(rate: Any) -> None:
     assert own.keys() == states.keys()
 
 
+def test_each_group_has_its_options() -> None:
+    """As outside of MindSpore; which centralizes gradients of other shapes than MindSpore."""
+    rng, names = np.random.default_rng(0), "abcdefgh"
+    weights = [parameter(rng.standard_normal((3, 4)), name) for name in names]
+    copies = [ours.Parameter(w.asnumpy().copy(), w.name) for w in weights]
+
+    def make(module: Any, ps: Any) -> Any:
+        groups = [
+            {"params": [ps[0]], "lr": 0.5, "weight_decay": 0.25},
+            {"params": [ps[1]], "lr": 0.125, "weight_decay": 0.25},
+            {"params": [ps[2]], "lr": 0.5, "weight_decay": 0.5},
+            {"params": [ps[3]], "lr": 0.5, "weight_decay": 0.25, "grad_centralization": True},
+            {"params": [ps[4]], "weight_decay": lambda step: 0.25 * step},
+            {"params": [ps[5]], "lr": [0.5, 0.25, 0.125], "grad_centralization": True},
+            {"params": [ps[6]]},
+            {"params": [ps[7]], "grad_centralization": True},
+            {"order_params": ps[::-1]},
+        ]
+        return module.Momentum(groups, 0.25, momentum=0.5, weight_decay=0.125, loss_scale=4.0)
+
+    optimizer, own = make(fused, weights), make(ours, copies)
+    for _ in range(3):
+        arrays = [rng.standard_normal((3, 4)).astype(np.float32) for _ in names]
+        optimizer(tuple(map(Tensor, arrays)))
+        own(arrays)
+        for w, copy in zip(weights, copies, strict=True):
+            np.testing.assert_array_equal(w.asnumpy(), copy.data, err_msg=w.name)
+
+
 @pytest.mark.parametrize("in_group", [False, True])
 @pytest.mark.parametrize("rate", [
     ours.CosineDecayLR(0.01, 0.1, STEPS), lambda s: 0.055 + 0.045 * np.cos(np.pi * s / STEPS),
